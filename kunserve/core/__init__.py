@@ -1,0 +1,1 @@
+"""The vocabulary every other room speaks. Standard library only."""

@@ -1,0 +1,111 @@
+"""The one frozen tree of settings. A default lives here and nowhere else."""
+
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
+
+MIB = 1 << 20
+
+OverloadPolicy: TypeAlias = Literal["recompute", "drop"]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """Which model, and how it is loaded."""
+
+    model: str = "smollm2-135m"
+    """The built-in model's name, a Hugging Face folder or hub id, or a .gguf file."""
+    tokenizer: str | None = None
+    """Folder or id of the tokenizer; the model's own when None."""
+    served_model_name: str | None = None
+    """Name in the API; ``model`` when None."""
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    load_format: Literal["auto", "safetensors", "gguf", "dummy"] = "auto"
+    seed: int = 0
+    """Seeds dummy weights and the sampling of requests that bring no seed."""
+    max_model_len: int | None = None
+    """Longest prompt plus output in tokens; what the model and the memory allow when None."""
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceConfig:
+    """One instance's resources."""
+
+    memory_bytes: int = 1024 * MIB
+    """Arena for weights and KV together."""
+    kv_cache_memory_bytes: int | None = None
+    """If given, the arena is the weights plus this, and ``memory_bytes`` is ignored."""
+    block_size: int = 16
+    """Tokens per KV block."""
+    num_threads: int = 1
+    """Compute threads of each instance."""
+    granule_bytes: int = 256 * 1024
+    """Smallest piece of memory that moves between weights and KV."""
+    attention: Literal["fused", "reference"] = "fused"
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """Limits of one group's scheduler."""
+
+    max_num_seqs: int = 256
+    """Requests that run at once."""
+    max_num_batched_tokens: int = 512
+    """Tokens computed in one step."""
+
+
+@dataclass(frozen=True, slots=True)
+class OverloadConfig:
+    """When to drop and when to restore."""
+
+    policy: OverloadPolicy = "drop"
+    restore_below: float = 0.5
+    """Restore when demand is under this share of the undropped KV memory."""
+    dwell_s: float = 2.0
+    """Shortest time between two transitions of one group."""
+    restore_hold_s: float = 3.0
+    """Demand must stay low this long before a restore."""
+    forecast_s: float = 0.5
+    """How far ahead demand is extrapolated: about the time that a drop takes."""
+    link_gbps: float | None = None
+    """Limits bulk transfers between instances, to study their cost on one machine."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterConfig:
+    """How many instances, and how they are watched."""
+
+    num_instances: int = 2
+    report_period_s: float = 0.1
+    heartbeat_timeout_s: float = 10.0
+    """An instance silent for this long is dead."""
+    start_timeout_s: float = 300.0
+    """Model loading (and a first compilation of the kernels) must end within this."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerConfig:
+    """The HTTP front."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_key: str | None = None
+    max_num_queued_reqs: int | None = None
+    """Waiting requests beyond which new ones are shed with 503; None is no limit."""
+    max_num_queued_tokens: int | None = None
+    shutdown_timeout_s: float = 30.0
+    """How long SIGTERM waits for in-flight requests."""
+    max_connections: int = 4096
+    enable_admin: bool = False
+    """Whether the write endpoints under /kunserve answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class KunServeConfig:
+    """Everything ``kunserve serve`` needs."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    instance: InstanceConfig = field(default_factory=InstanceConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    overload: OverloadConfig = field(default_factory=OverloadConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    server: ServerConfig = field(default_factory=ServerConfig)

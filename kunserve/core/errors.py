@@ -1,0 +1,63 @@
+"""The exception tree: a caller's mistakes only.
+
+    KunServeError
+    +-- InvalidRequest        400  a request's body or parameters
+    |   +-- PromptTooLong     400
+    +-- ModelNotFound         404  the request names a model we do not serve
+    +-- Overloaded            503  queue limits reached; carries Retry-After
+    +-- Unavailable           503  draining, or no instance is alive
+    +-- ConfigError           CLI  a setting that cannot work
+        +-- UnsupportedModel  CLI  the architecture is not implemented
+        +-- ModelFiles        CLI  a model folder that is missing, truncated or malformed
+        +-- TooLittleMemory   CLI  the model does not fit the instance's memory
+
+A *bug* is an ``assert``; a *shortage* of KV memory is a returned value. Neither is here.
+"""
+
+
+class KunServeError(Exception):
+    """Root of every error that is the caller's to mend."""
+
+
+class InvalidRequest(KunServeError):
+    """A request that cannot be served as written. ``param`` names the field at fault."""
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class PromptTooLong(InvalidRequest):
+    """The prompt (plus what it asks to generate) exceeds what any instance can hold."""
+
+
+class ModelNotFound(KunServeError):
+    """The request names a model that is not served here."""
+
+
+class Overloaded(KunServeError):
+    """Queue limits are reached. The client may retry after ``retry_after_s`` seconds."""
+
+    def __init__(self, message: str, retry_after_s: int = 1) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class Unavailable(KunServeError):
+    """The server is draining, or no instance is alive."""
+
+
+class ConfigError(KunServeError):
+    """A setting, or a combination of settings, that cannot work."""
+
+
+class UnsupportedModel(ConfigError):
+    """The model's architecture, or a feature it needs, is not implemented."""
+
+
+class ModelFiles(ConfigError):
+    """A model folder or file that is missing, truncated or malformed."""
+
+
+class TooLittleMemory(ConfigError):
+    """The model and one request do not fit the memory that an instance was given."""

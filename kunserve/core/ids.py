@@ -1,0 +1,10 @@
+"""Identifiers. Each is a distinct type so that mypy catches a swap."""
+
+from typing import NewType
+
+RequestId = NewType("RequestId", str)
+InstanceId = NewType("InstanceId", int)
+GroupId = NewType("GroupId", int)
+"""Unique over the life of a cluster: a group formed by a transition never reuses an old id."""
+TransitionId = NewType("TransitionId", int)
+StepId = NewType("StepId", int)

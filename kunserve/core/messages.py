@@ -1,0 +1,257 @@
+"""Everything that crosses a process boundary, as closed unions of frozen values.
+
+Three conversations: the controller commands instances, instances report events to the
+controller, and instances of one group talk to each other.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
+
+from kunserve.core.ids import GroupId, InstanceId, RequestId, TransitionId
+from kunserve.core.layout import GroupLayout, LayerRange
+from kunserve.core.request import FinishReason, Request, TokenLogprobs
+from kunserve.core.snapshots import InstanceSpec, LoadReport
+from kunserve.core.step import StepPlan, StepResult
+
+
+class TokenOutput(NamedTuple):
+    """One request's next output token, or its end without one."""
+
+    request_id: RequestId
+    index: int
+    """Position among the request's output tokens, so that a re-run repeats none."""
+    token_id: int | None
+    """None when the request ends without a token (aborted, or an error)."""
+    logprobs: TokenLogprobs | None
+    finish_reason: FinishReason | None
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceState:
+    """A live request as its leader knows it, for handing it to another leader."""
+
+    request: Request
+    output_token_ids: tuple[int, ...]
+    num_computed: int
+    """Tokens whose KV exists; 0 when it waits."""
+    num_blocks: int
+    """Blocks its KV occupies; 0 when it waits."""
+    num_preemptions: int
+
+
+# Controller -> instance
+
+
+@dataclass(frozen=True, slots=True)
+class Submit:
+    """Take a request. A non-leader forwards it to its leader."""
+
+    request: Request
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """Free everything of a request. Unknown ids are remembered in case the request is late."""
+
+    request_id: RequestId
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """Become (part of) a group at once, forgetting every sequence and its KV.
+
+    Sent when an instance joins and after a failure; loads layers that are not held from disk.
+    """
+
+    layout: GroupLayout
+
+
+@dataclass(frozen=True, slots=True)
+class Prepare:
+    """First phase of a transition: say whether it can be done. Changes nothing."""
+
+    transition_id: TransitionId
+    old: tuple[GroupLayout, ...]
+    new: tuple[GroupLayout, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """Second phase: do what was prepared, at the next step boundary."""
+
+    transition_id: TransitionId
+
+
+@dataclass(frozen=True, slots=True)
+class Rollback:
+    """Forget what was prepared."""
+
+    transition_id: TransitionId
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSource:
+    """Where a restore pulls layers from: a peer, or disk when ``instance_id`` is None."""
+
+    layers: LayerRange
+    instance_id: InstanceId | None
+
+
+@dataclass(frozen=True, slots=True)
+class LoadLayers:
+    """Before a restore's commit: shrink the KV range and fill the missing layers, while serving."""
+
+    transition_id: TransitionId
+    sources: tuple[LayerSource, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Shutdown:
+    """Leave. In-flight work is lost unless it was drained before."""
+
+
+Command: TypeAlias = Submit | Abort | Form | Prepare | Commit | Rollback | LoadLayers | Shutdown
+
+
+# Instance -> controller
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """The model is loaded and the instance can be given a group."""
+
+    spec: InstanceSpec
+    data_address: str
+    """Where peers reach the instance."""
+    kernel_info: str
+
+
+@dataclass(frozen=True, slots=True)
+class Outputs:
+    """Tokens of one step, or ends of requests."""
+
+    instance_id: InstanceId
+    tokens: tuple[TokenOutput, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """A leader's load."""
+
+    instance_id: InstanceId
+    load: LoadReport
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """The answer to ``Prepare``; a refusal says why."""
+
+    transition_id: TransitionId
+    instance_id: InstanceId
+    refusal: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class LayersLoaded:
+    """The answer to ``LoadLayers``."""
+
+    transition_id: TransitionId
+    instance_id: InstanceId
+    refusal: str | None
+    loaded_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """The instance runs in its new group; what the remap really did."""
+
+    transition_id: TransitionId
+    instance_id: InstanceId
+    held: LayerRange
+    kv_units: int
+    freed_bytes: int
+    """Bytes that moved from weights to KV; negative when they moved back."""
+    remap_s: float
+    gap_s: float
+    """From the end of the last step in the old group to readiness in the new one."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExchangeDone:
+    """Every request of the new group has its KV where its layers are (sent by the leader)."""
+
+    transition_id: TransitionId
+    group_id: GroupId
+    num_requests: int
+    """Requests whose KV moved."""
+    moved_bytes: int
+    seconds: float
+    max_stall_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Alive:
+    """A heartbeat, also while a long step runs."""
+
+    instance_id: InstanceId
+
+
+Event: TypeAlias = (
+    Ready | Outputs | Report | Prepared | LayersLoaded | Committed | ExchangeDone | Alive
+)
+
+
+# Instance -> instance
+
+
+@dataclass(frozen=True, slots=True)
+class Activation:
+    """A microbatch on its way to the next stage; the hidden states travel beside it."""
+
+    plan: StepPlan
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """The last stage's result, to the leader."""
+
+    result: StepResult
+
+
+@dataclass(frozen=True, slots=True)
+class Handover:
+    """An old leader's sequences, to every instance of the transition."""
+
+    transition_id: TransitionId
+    old_group: GroupId
+    sequences: tuple[SequenceState, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class KvMoved:
+    """Blocks [first_block, end_block) of a request arrived at ``dst``.
+
+    To the source, which frees them, and to the leader, which counts.
+    """
+
+    transition_id: TransitionId
+    request_id: RequestId
+    src: InstanceId
+    dst: InstanceId
+    layers: LayerRange
+    first_block: int
+    end_block: int
+
+
+@dataclass(frozen=True, slots=True)
+class Switched:
+    """A member stands in its new group (to the leader: activations may be sent to it)."""
+
+    transition_id: TransitionId
+    instance_id: InstanceId
+    kv_units: int
+
+
+PeerMessage: TypeAlias = Activation | Sampled | Handover | KvMoved | Switched | Submit | Abort
+Message: TypeAlias = Command | Event | PeerMessage

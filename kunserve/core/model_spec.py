@@ -1,0 +1,102 @@
+"""The shape of a decoder-only transformer, and every size that follows from it.
+
+All memory arithmetic of the project lives here: nobody else multiplies layers by bytes.
+"""
+
+from dataclasses import dataclass
+
+DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """A Llama-family decoder (Llama, SmolLM2, Qwen2, Qwen3, Mistral)."""
+
+    name: str
+    architecture: str
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_position: int
+    rope_theta: float
+    rms_eps: float
+    tied_embeddings: bool
+    attention_bias: bool
+    """Whether q, k and v projections carry a bias (Qwen2)."""
+    output_bias: bool
+    """Whether the attention output projection carries one too (Llama's ``attention_bias``)."""
+    mlp_bias: bool
+    qk_norm: bool
+    """Whether q and k are RMS-normalised per head (Qwen3)."""
+    rope_scaling: tuple[float, float, float, int] | None
+    """Llama-3 scaling: (factor, low_freq_factor, high_freq_factor, original_max_position)."""
+    sliding_window: int | None
+    """Attention window in tokens, if the model has one shorter than ``max_position``."""
+    dtype: str
+
+    @property
+    def dtype_bytes(self) -> int:
+        """Bytes of one weight or KV element."""
+        return DTYPE_BYTES[self.dtype]
+
+    @property
+    def q_size(self) -> int:
+        """Width of the query projection."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        """Width of the key (or the value) projection."""
+        return self.num_kv_heads * self.head_dim
+
+    @property
+    def qkv_size(self) -> int:
+        """Width of the fused query, key and value projection."""
+        return self.q_size + 2 * self.kv_size
+
+    @property
+    def layer_params(self) -> int:
+        """Parameters of one layer."""
+        attention = self.hidden_size * self.qkv_size + self.q_size * self.hidden_size
+        mlp = 3 * self.hidden_size * self.intermediate_size
+        norms = 2 * self.hidden_size + (2 * self.head_dim if self.qk_norm else 0)
+        biases = (
+            (self.qkv_size if self.attention_bias else 0)
+            + (self.hidden_size if self.output_bias else 0)
+            + (2 * self.intermediate_size + self.hidden_size if self.mlp_bias else 0)
+        )
+        return attention + mlp + norms + biases
+
+    @property
+    def layer_bytes(self) -> int:
+        """Bytes of one layer's weights."""
+        return self.layer_params * self.dtype_bytes
+
+    @property
+    def embedding_bytes(self) -> int:
+        """Bytes of the token embedding."""
+        return self.vocab_size * self.hidden_size * self.dtype_bytes
+
+    @property
+    def head_bytes(self) -> int:
+        """Bytes of the final norm and, unless tied to the embedding, the output head."""
+        matrix = 0 if self.tied_embeddings else self.vocab_size * self.hidden_size
+        return (matrix + self.hidden_size) * self.dtype_bytes
+
+    @property
+    def weights_bytes(self) -> int:
+        """Bytes of one whole copy of the model."""
+        return self.embedding_bytes + self.num_layers * self.layer_bytes + self.head_bytes
+
+    def unit_bytes(self, block_size: int) -> int:
+        """Bytes of one unit: one layer's K and V of one block of ``block_size`` tokens."""
+        return 2 * block_size * self.kv_size * self.dtype_bytes
+
+    def block_bytes(self, block_size: int, num_layers: int | None = None) -> int:
+        """Bytes of one block's KV over ``num_layers`` layers (all of them if None)."""
+        layers = self.num_layers if num_layers is None else num_layers
+        return layers * self.unit_bytes(block_size)

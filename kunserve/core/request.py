@@ -1,0 +1,76 @@
+"""What a user asks for, and how it ends."""
+
+import enum
+from dataclasses import dataclass
+
+from kunserve.core.ids import RequestId
+
+
+class FinishReason(enum.StrEnum):
+    """Why a request produced its last token. The values are OpenAI's."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How the next token is chosen. Stop *strings* are the front's business and are not here."""
+
+    max_tokens: int
+    """Output tokens at most, at least 1."""
+    temperature: float = 1.0
+    """0 means greedy."""
+    top_p: float = 1.0
+    top_k: int | None = None
+    min_p: float = 0.0
+    seed: int = 0
+    """Token ``p`` of a request is drawn from (seed, p) alone, so a re-run draws the same."""
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    min_tokens: int = 0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    num_logprobs: int | None = None
+    """Top alternatives reported with each token; 0 reports the chosen token's only."""
+
+    @property
+    def needs_history(self) -> bool:
+        """Whether sampling looks at the tokens so far (the penalties do)."""
+        return (
+            self.presence_penalty != 0.0
+            or self.frequency_penalty != 0.0
+            or self.repetition_penalty != 1.0
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One prompt to complete once. ``n > 1`` is several requests, made by the front."""
+
+    request_id: RequestId
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    arrival_s: float
+    """Orders the queue: a preempted or re-run request keeps its place."""
+    output_token_ids: tuple[int, ...] = ()
+    """Tokens the client already has, when a request is re-run after its instance died."""
+
+    @property
+    def max_total_tokens(self) -> int:
+        """Tokens of KV that the request may come to need (the last token's KV is never stored)."""
+        return len(self.prompt_token_ids) + self.sampling.max_tokens - 1
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log-probabilities of one sampled token."""
+
+    logprob: float
+    rank: int
+    top: tuple[tuple[int, float], ...]
+    """(token id, logprob), most likely first."""

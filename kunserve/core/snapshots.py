@@ -1,0 +1,76 @@
+"""Frozen views that decisions are made on."""
+
+from dataclasses import dataclass
+
+from kunserve.core.ids import GroupId, InstanceId
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceSpec:
+    """What an instance is made of. Never changes while it lives."""
+
+    instance_id: InstanceId
+    num_layers: int
+    block_size: int
+    unit_bytes: int
+    layer_bytes: int
+    memory_bytes: int
+    """The instance's whole arena."""
+    kv_units: int
+    """KV units when every layer is held."""
+    granule_bytes: int
+
+    def units_when_holding(self, num_layers: int) -> int:
+        """KV units once ``self.num_layers - num_layers`` contiguous layers are dropped.
+
+        Whole granules only: at worst one granule at each end of the run stays with the weights.
+        """
+        dropped_bytes = (self.num_layers - num_layers) * self.layer_bytes
+        if dropped_bytes <= 0:
+            return self.kv_units
+        granules = max(0, dropped_bytes // self.granule_bytes - 1)
+        return self.kv_units + granules * self.granule_bytes // self.unit_bytes
+
+    def blocks_when_holding(self, num_layers: int) -> int:
+        """KV blocks of a stage that computes ``num_layers`` layers."""
+        return self.units_when_holding(num_layers) // num_layers
+
+
+@dataclass(frozen=True, slots=True)
+class LoadReport:
+    """A leader's account of its group, sent about ten times a second and on sharp change."""
+
+    group_id: GroupId
+    sequence_number: int
+    """Counts this leader's reports, so that an old one is not taken for news."""
+    num_received: int
+    """Requests the leader has accepted so far: what was sent after it is not in this report."""
+    num_running: int
+    num_waiting: int
+    used_blocks: int
+    capacity_blocks: int
+    growth_blocks: int
+    """Blocks that the running requests are still expected to need."""
+    head_of_line_blocks: int
+    """Blocks that the first waiting request needs."""
+    waiting_blocks: int
+    """Blocks that all waiting requests need."""
+    waiting_tokens: int
+    """Prompt tokens of all waiting requests not yet computed."""
+    num_stalled: int
+    """Requests that wait for their KV in an exchange."""
+    num_preemptions: int
+    lost_tokens: int
+    """Tokens of KV thrown away by preemptions so far."""
+    prompt_tokens: int
+    """Prompt tokens computed so far (recomputation included)."""
+    generation_tokens: int
+    stuck_s: float
+    """Seconds since the last completed step while there was work; 0 when idle."""
+    largest_request_blocks: int
+    """Blocks the largest live request may come to need: what a restore must leave room for."""
+
+    @property
+    def demand_blocks(self) -> int:
+        """Running demand with growth, plus the queue's head (Llumnix's virtual usage)."""
+        return self.used_blocks + self.growth_blocks + self.head_of_line_blocks

@@ -1,0 +1,65 @@
+"""The contract between a scheduler and the runners: what one microbatch computes.
+
+A plan names requests and token ranges, never blocks: each instance keeps its own block table.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from kunserve.core.ids import GroupId, RequestId, StepId
+from kunserve.core.request import SamplingParams, TokenLogprobs
+
+
+class Chunk(NamedTuple):
+    """A run of one request's tokens computed in one step; a decode is a chunk of one token."""
+
+    request_id: RequestId
+    start: int
+    """Tokens of the request whose KV is already computed (the chunk's prefix)."""
+    num_tokens: int
+    samples: bool
+    """Whether a token is sampled after the chunk's last one."""
+
+
+class SequenceStart(NamedTuple):
+    """What a stage must know of a request before its first chunk."""
+
+    request_id: RequestId
+    sampling: SamplingParams
+    num_prompt_tokens: int
+    token_ids: tuple[int, ...]
+    """All tokens so far, for the stages that need history; else empty."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One microbatch. Every stage of the group executes the same plans in the same order."""
+
+    group_id: GroupId
+    step_id: StepId
+    released: tuple[RequestId, ...]
+    """Requests whose blocks every stage frees before anything else."""
+    started: tuple[SequenceStart, ...]
+    chunks: tuple[Chunk, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens computed in this step."""
+        return sum(chunk.num_tokens for chunk in self.chunks)
+
+
+class SampledToken(NamedTuple):
+    """One request's new token, from the stage that holds the output head."""
+
+    request_id: RequestId
+    token_id: int
+    logprobs: TokenLogprobs | None
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a step sampled, in the order of the plan's sampling chunks."""
+
+    group_id: GroupId
+    step_id: StepId
+    tokens: tuple[SampledToken, ...]
