@@ -1,0 +1,1 @@
+"""The real driver: starts instances, carries messages, watches lives."""

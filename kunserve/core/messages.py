@@ -18,8 +18,8 @@ class TokenOutput(NamedTuple):
     """One request's next output token, or its end without one."""
 
     request_id: RequestId
-    index: int
-    """Position among the request's output tokens, so that a re-run repeats none."""
+    position: int
+    """Index among the request's output tokens, so that a re-run repeats none."""
     token_id: int | None
     """None when the request ends without a token (aborted, or an error)."""
     logprobs: TokenLogprobs | None

@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 
-from kunserve.core.ids import GroupId, InstanceId
+from kunserve.core.ids import GroupId, InstanceId, TransitionId
+from kunserve.core.layout import GroupLayout, LayerRange
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,3 +75,60 @@ class LoadReport:
     def demand_blocks(self) -> int:
         """Running demand with growth, plus the queue's head (Llumnix's virtual usage)."""
         return self.used_blocks + self.growth_blocks + self.head_of_line_blocks
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceState:
+    """One instance as the controller sees it."""
+
+    spec: InstanceSpec
+    alive: bool
+    held: LayerRange
+    """Layers whose weights are in memory."""
+    kv_units: int
+
+    @property
+    def dropped_bytes(self) -> int:
+        """Weight bytes that serve as KV memory now."""
+        return (self.spec.num_layers - self.held.num_layers) * self.spec.layer_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class TransitionRecord:
+    """One drop or restore, finished or not, as measured."""
+
+    transition_id: TransitionId
+    kind: str
+    """``drop``, ``restore`` or ``recover``."""
+    trigger: str
+    """Why: the demand and capacity seen, ``admin``, or the instance that died."""
+    started_s: float
+    """On the controller's clock, as is every time here."""
+    committed_s: float | None
+    finished_s: float | None
+    outcome: str
+    """``running``, ``done``, ``rolled back: ...`` or ``failed: ...``."""
+    groups_before: tuple[GroupLayout, ...]
+    groups_after: tuple[GroupLayout, ...]
+    freed_bytes: int
+    remap_s: float
+    """Slowest member."""
+    gap_s: float
+    requests_moved: int
+    moved_bytes: int
+    max_stall_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterState:
+    """Everything ``GET /kunserve/state`` and the dashboard show."""
+
+    now_s: float
+    instances: tuple[InstanceState, ...]
+    groups: tuple[GroupLayout, ...]
+    loads: tuple[LoadReport, ...]
+    """One per group, in the same order."""
+    transitions: tuple[TransitionRecord, ...]
+    """Most recent last; bounded."""
+    num_drops: int
+    num_restores: int

@@ -1,0 +1,83 @@
+"""What the HTTP front needs of a cluster, whether its instances are real or fake."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
+
+from kunserve.core.ids import InstanceId, RequestId
+from kunserve.core.messages import TokenOutput
+from kunserve.core.request import Request
+from kunserve.core.snapshots import ClusterState
+
+Deliver: TypeAlias = Callable[[TokenOutput], None]
+"""Called on the event loop for every token of a request, and last with a finish reason."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServingLimits:
+    """The largest request that can be served."""
+
+    max_model_len: int
+    """Prompt plus output tokens: the least of the model's, the user's and the memory's limit."""
+    block_size: int
+    vocab_size: int
+
+
+class EngineClient(Protocol):
+    """A running cluster. All methods belong to one event loop."""
+
+    @property
+    def limits(self) -> ServingLimits:
+        """Known once started; never changes."""
+        ...
+
+    def submit(self, request: Request, deliver: Deliver) -> None:
+        """Start a request; its tokens come through ``deliver``.
+
+        Raises Overloaded when a queue limit is reached, Unavailable when draining or when no
+        instance is alive, PromptTooLong when it could never run.
+        """
+        ...
+
+    def abort(self, request_id: RequestId) -> None:
+        """Free everything of the request within one step; ``deliver`` is not called again."""
+        ...
+
+    def state(self) -> ClusterState:
+        """A snapshot for people and metrics."""
+        ...
+
+    def is_healthy(self) -> bool:
+        """At least one group serves and none of its members is known dead."""
+        ...
+
+    def is_progressing(self) -> bool:
+        """No group is stuck: every one with work completed a step lately."""
+        ...
+
+    def num_unfinished(self) -> int:
+        """Requests submitted and not yet ended."""
+        ...
+
+    def stop_admission(self) -> None:
+        """Refuse new requests from now on (drain)."""
+        ...
+
+    async def drop(self, num_bytes: int | None) -> str:
+        """Force a drop of at least that much (one merge when None); returns once committed.
+
+        The string says what was done. Raises InvalidRequest when nothing can be dropped.
+        """
+        ...
+
+    async def restore(self) -> str:
+        """Force a restore of every dropped group; returns once done. Raises InvalidRequest."""
+        ...
+
+    async def kill(self, instance_id: InstanceId) -> None:
+        """Kill one instance's process (fault drills)."""
+        ...
+
+    async def close(self) -> None:
+        """Stop every instance and release everything."""
+        ...
