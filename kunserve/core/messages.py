@@ -64,6 +64,8 @@ class Form:
     """
 
     layout: GroupLayout
+    specs: tuple[InstanceSpec, ...]
+    """Of the layout's members, in stage order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +75,8 @@ class Prepare:
     transition_id: TransitionId
     old: tuple[GroupLayout, ...]
     new: tuple[GroupLayout, ...]
+    specs: tuple[InstanceSpec, ...]
+    """Of every instance in the transition."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,11 +102,25 @@ class LayerSource:
 
 
 @dataclass(frozen=True, slots=True)
+class MemberSources:
+    """What one member of a group has to load."""
+
+    instance_id: InstanceId
+    sources: tuple[LayerSource, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class LoadLayers:
-    """Before a restore's commit: shrink the KV range and fill the missing layers, while serving."""
+    """Before a restore's commit: shrink the KV range and fill the missing layers, while serving.
+
+    The leader gets it, waits until the group's KV fits ``capacity_blocks``, and passes it on.
+    """
 
     transition_id: TransitionId
-    sources: tuple[LayerSource, ...]
+    group_id: GroupId
+    capacity_blocks: int
+    """The group's KV capacity once every member holds the whole model again."""
+    members: tuple[MemberSources, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,28 +248,34 @@ class Handover:
 
 @dataclass(frozen=True, slots=True)
 class KvMoved:
-    """Blocks [first_block, end_block) of a request arrived at ``dst``.
-
-    To the source, which frees them, and to the leader, which counts.
-    """
+    """Blocks [first_block, end_block) of a request arrived: the source may free them."""
 
     transition_id: TransitionId
     request_id: RequestId
-    src: InstanceId
-    dst: InstanceId
-    layers: LayerRange
     first_block: int
     end_block: int
 
 
 @dataclass(frozen=True, slots=True)
-class Switched:
-    """A member stands in its new group (to the leader: activations may be sent to it)."""
+class ExchangeProgress:
+    """A member's account of an exchange, to its new leader, on every change.
+
+    ``extra_units`` corrects the leader's count: units that the member still holds for others,
+    less units that its own blocks have not taken yet.
+    """
 
     transition_id: TransitionId
     instance_id: InstanceId
-    kv_units: int
+    extra_units: int
+    arrived: tuple[RequestId, ...]
+    """Requests whose KV is complete at this member since the last message."""
+    moved_bytes: int
+    """KV bytes received since the last message."""
+    is_finished: bool
+    """The member has nothing left to send or receive."""
 
 
-PeerMessage: TypeAlias = Activation | Sampled | Handover | KvMoved | Switched | Submit | Abort
+PeerMessage: TypeAlias = (
+    Activation | Sampled | Handover | KvMoved | ExchangeProgress | LoadLayers | Submit | Abort
+)
 Message: TypeAlias = Command | Event | PeerMessage
