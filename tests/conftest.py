@@ -1,0 +1,44 @@
+"""Shared by every test: Hypothesis' settings, the ``gpu`` marker, waiting without sleeping."""
+
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+T = TypeVar("T")
+
+# No deadline: a busy two-core machine must not turn a slow example into a failure.
+settings.register_profile(
+    "kunserve", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True
+)
+settings.load_profile("kunserve")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    gpu_items = [item for item in items if item.get_closest_marker("gpu")]
+    if not gpu_items:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        for item in gpu_items:
+            item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+def wait_until(probe: Callable[[], T], timeout_s: float = 10.0) -> T:
+    """Call ``probe`` until it gives something true, and return that; fail after ``timeout_s``."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        value = probe()
+        if value:
+            return value
+        assert time.monotonic() < deadline, f"still {value!r} after {timeout_s} s"
+        time.sleep(0.001)
+
+
+@pytest.fixture
+def eventually() -> Callable[..., object]:
+    """``eventually(probe, timeout_s=10)``: polling with a deadline, for other threads' doings."""
+    return wait_until
