@@ -12,6 +12,8 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 MAX_FILE_LINES = 450
 """The habit is 400; going over usually means a missing concept."""
+READS_ENVIRONMENT = {"kunserve/cli.py", "kunserve/engine/kernels/build.py"}
+"""The command line, and the build of the kernels (a user's CC)."""
 MAX_FUNCTION_LINES = 80
 """The habit is 60."""
 VAGUE_NAMES = {"utils", "util", "common", "helpers", "helper", "misc"}
@@ -97,4 +99,4 @@ def test_library_code_reads_no_environment(path: Path) -> None:
         for node in ast.walk(parse(path))
         if isinstance(node, ast.Attribute) and node.attr in {"environ", "getenv"}
     ]
-    assert not reads or name_of(path) == "kunserve/cli.py"
+    assert not reads or name_of(path) in READS_ENVIRONMENT
