@@ -43,6 +43,13 @@ class SequenceState:
 
 
 @dataclass(frozen=True, slots=True)
+class Connect:
+    """Where the peers are. Sent to everyone whenever an instance joins."""
+
+    peers: tuple[tuple[InstanceId, str], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Submit:
     """Take a request. A non-leader forwards it to its leader."""
 
@@ -128,7 +135,9 @@ class Shutdown:
     """Leave. In-flight work is lost unless it was drained before."""
 
 
-Command: TypeAlias = Submit | Abort | Form | Prepare | Commit | Rollback | LoadLayers | Shutdown
+Command: TypeAlias = (
+    Connect | Submit | Abort | Form | Prepare | Commit | Rollback | LoadLayers | Shutdown
+)
 
 
 # Instance -> controller
@@ -193,6 +202,8 @@ class Committed:
     remap_s: float
     gap_s: float
     """From the end of the last step in the old group to readiness in the new one."""
+    sequences: tuple[RequestId, ...]
+    """Requests that the instance leads now; empty on a follower."""
 
 
 @dataclass(frozen=True, slots=True)

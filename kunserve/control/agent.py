@@ -1,0 +1,315 @@
+"""One instance's brain: steps, groups, transitions. Sans-I/O; a driver feeds and empties it.
+
+The same agent runs over the CPU engine, the fake body of the tests and a simulated body.
+A driver calls ``on`` for every message, ``next_work`` when the body is idle, ``finished`` when
+a step is done, and sends what ``drain`` returns.
+"""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from kunserve.control.block_table import BlockTable
+from kunserve.control.body import Body, KvPiece, Mover, StepOutcome, StepWork
+from kunserve.control.regroup import Regroup
+from kunserve.control.reload import Reload
+from kunserve.control.seat import AgentConfig, Outgoing, Seat
+from kunserve.core.ids import InstanceId, RequestId
+from kunserve.core.layout import LayerRange
+from kunserve.core.messages import (
+    Abort,
+    Activation,
+    Commit,
+    ExchangeProgress,
+    Form,
+    Handover,
+    KvMoved,
+    LoadLayers,
+    Message,
+    Outputs,
+    Prepare,
+    Report,
+    Rollback,
+    Sampled,
+    Shutdown,
+    Submit,
+)
+from kunserve.core.step import StepPlan, StepResult
+
+MAX_EARLY_ABORTS = 1024
+"""Aborted ids remembered in case their request is still on its way here."""
+
+
+class Work(NamedTuple):
+    """A step for the body, and the hidden states that came with it."""
+
+    step: StepWork
+    hidden: Any
+
+
+class Preemption(NamedTuple):
+    """A request that lost its KV, for the driver's log."""
+
+    request_id: RequestId
+    lost_tokens: int
+
+
+class InstanceAgent:
+    """Routes messages, localises step plans, and lets transitions advance between steps."""
+
+    def __init__(self, config: AgentConfig, body: Body, mover: Mover) -> None:
+        spec = body.spec
+        whole = LayerRange(0, spec.num_layers)
+        table = BlockTable(spec.num_layers, spec.kv_units, 64, 64)
+        table.set_layers(whole, spec.kv_units)
+        self.seat = Seat(config, body, mover, table, whole, specs={spec.instance_id: spec})
+        self._regroup = Regroup(self.seat)
+        self._reload = Reload(self.seat)
+        self._num_received = 0
+        self._report_number = 0
+        self._early_aborts: dict[RequestId, None] = {}
+        self._preemptions: list[Preemption] = []
+        self.is_stopping = False
+
+    # What the driver calls
+
+    def on(self, message: Message, now_s: float, hidden: Any = None) -> None:
+        """Take one message from the controller or a peer."""
+        self._take(message, now_s, hidden)
+        self._settle(now_s)
+
+    def pulled_kv(self, piece: KvPiece, ok: bool, now_s: float) -> None:
+        """The mover filled a piece, or its source had withdrawn it."""
+        self._regroup.pulled(piece, ok)
+        self._settle(now_s)
+
+    def pulled_layers(self, layers: LayerRange, src: InstanceId, ok: bool, now_s: float) -> None:
+        """The mover filled weights, or could not."""
+        self._reload.pulled(layers, src, ok, now_s)
+        self._settle(now_s)
+
+    def next_work(self, now_s: float) -> Work | None:
+        """The next step for the body, or None. ``finished`` must come before the next call."""
+        seat = self.seat
+        assert not seat.is_running
+        while True:
+            if seat.ready:
+                plan, hidden = seat.ready.popleft()
+            else:
+                scheduled = self._schedule(now_s)
+                if scheduled is None:
+                    return None
+                plan, hidden = scheduled, None
+            step = self._localize(plan)
+            if plan.chunks:
+                seat.is_running = True
+                return Work(step, hidden)
+            self._forward(step, StepOutcome(None, ()), now_s)
+            self._settle(now_s)
+
+    def finished(self, work: Work, outcome: StepOutcome, now_s: float) -> None:
+        """The body ran the step."""
+        seat = self.seat
+        if seat.is_running:
+            seat.is_running = False
+            self._forward(work.step, outcome, now_s)
+        self._settle(now_s)
+
+    def drain(self) -> list[Outgoing]:
+        """Messages to send now, in order."""
+        outbox, self.seat.outbox = self.seat.outbox, []
+        return outbox
+
+    def drain_preemptions(self) -> list[Preemption]:
+        """Preemptions since the last call."""
+        preemptions, self._preemptions = self._preemptions, []
+        return preemptions
+
+    def has_ready_work(self) -> bool:
+        """Whether ``next_work`` may have something, so that the driver should not sleep."""
+        seat = self.seat
+        if seat.ready:
+            return True
+        return (
+            seat.scheduler is not None
+            and not self._regroup.is_quiescing
+            and seat.scheduler.can_schedule
+        )
+
+    def report(self, now_s: float) -> None:
+        """Queue a load report (leaders only)."""
+        seat = self.seat
+        if seat.scheduler is None:
+            return
+        self._report_number += 1
+        load = seat.scheduler.load(self._report_number, self._num_received, now_s)
+        seat.send(None, Report(seat.me, load))
+
+    def check(self) -> None:
+        """Assert every owner's invariants and their agreement."""
+        seat = self.seat
+        seat.table.check()
+        if seat.layout is not None:
+            assert seat.held.covers(seat.layers), (seat.held, seat.layers)
+        if seat.scheduler is not None:
+            seat.scheduler.check()
+
+    # Messages
+
+    def _settle(self, now_s: float) -> None:
+        """Let transitions take every step that has become possible, and read own mail."""
+        self._regroup.pump(now_s)
+        self._reload.pump(now_s)
+        while self.seat.to_self:
+            self._take(self.seat.to_self.popleft(), now_s, None)
+            self._regroup.pump(now_s)
+            self._reload.pump(now_s)
+
+    def _take(self, message: Message, now_s: float, hidden: Any) -> None:
+        match message:
+            case Activation():
+                self._activation(message.plan, hidden)
+            case Sampled():
+                self._sampled(message.result, now_s)
+            case Submit():
+                self._submit(message)
+            case Abort():
+                self._abort(message)
+            case KvMoved():
+                self._regroup.kv_moved(message)
+            case ExchangeProgress():
+                if not self._reload.member_back(message):
+                    self._regroup.progress(message, now_s)
+            case Handover():
+                self._regroup.handover(message)
+            case Prepare():
+                self._regroup.prepare(message, self._reload.is_busy)
+            case Commit():
+                self._regroup.commit(message)
+            case Rollback():
+                self._regroup.rollback(message)
+                self._reload.rollback(message.transition_id)
+            case LoadLayers():
+                self._reload.start(message, now_s)
+            case Form():
+                self._form(message, now_s)
+            case Shutdown():
+                self.is_stopping = True
+            case _:
+                raise AssertionError(f"not for an instance: {message}")
+
+    def _submit(self, message: Submit) -> None:
+        seat = self.seat
+        self._num_received += 1
+        if seat.scheduler is None:
+            if seat.layout is not None:
+                seat.send(seat.layout.leader, message)
+        elif message.request.request_id in self._early_aborts:
+            del self._early_aborts[message.request.request_id]
+        else:
+            seat.scheduler.add(message.request)
+
+    def _abort(self, message: Abort) -> None:
+        seat = self.seat
+        if self._regroup.abort(message.request_id):
+            return
+        if seat.scheduler is None:
+            if seat.layout is not None:
+                seat.send(seat.layout.leader, message)
+        elif not seat.scheduler.abort(message.request_id):
+            self._early_aborts[message.request_id] = None
+            if len(self._early_aborts) > MAX_EARLY_ABORTS:
+                self._early_aborts.pop(next(iter(self._early_aborts)))
+
+    def _activation(self, plan: StepPlan, hidden: Any) -> None:
+        seat = self.seat
+        if seat.layout is not None and plan.group_id == seat.layout.group_id:
+            seat.ready.append((plan, hidden))
+        elif self._regroup.expects(plan.group_id):
+            seat.early.setdefault(plan.group_id, []).append((plan, hidden))
+
+    def _sampled(self, result: StepResult, now_s: float) -> None:
+        seat = self.seat
+        if seat.scheduler is None or seat.layout is None:
+            return
+        if result.group_id != seat.layout.group_id:
+            return
+        seat.last_step_s = now_s
+        tokens = seat.scheduler.complete(result, now_s)
+        if tokens:
+            seat.send(None, Outputs(seat.me, tuple(tokens)))
+
+    def _form(self, message: Form, now_s: float) -> None:
+        seat = self.seat
+        self._regroup = Regroup(seat)
+        self._reload = Reload(seat)
+        seat.is_running = False
+        for request_id in seat.table.request_ids():
+            seat.mover.withdraw_kv(request_id)
+            seat.table.unpin(request_id)
+            seat.table.release(request_id)
+            seat.body.forget(request_id)
+        layers = message.layout.layers_of(seat.me)
+        assert layers is not None, (seat.me, message)
+        whole = LayerRange(0, seat.spec.num_layers)
+        if not seat.held.covers(layers):
+            seat.table.set_layers(whole, seat.spec.kv_units)
+            seat.body.reclaim_layers(whole)
+            seat.body.load_layers(whole)
+            seat.held = whole
+        seat.specs.update((spec.instance_id, spec) for spec in message.specs)
+        seat.keep_only(layers)
+        seat.enter(message.layout, now_s)
+
+    # Steps
+
+    def _schedule(self, now_s: float) -> StepPlan | None:
+        scheduler = self.seat.scheduler
+        if scheduler is None or self._regroup.is_quiescing:
+            return None
+        plan = scheduler.schedule(now_s)
+        self._preemptions.extend(Preemption(*item) for item in scheduler.drain_preemptions())
+        return plan
+
+    def _localize(self, plan: StepPlan) -> StepWork:
+        """Free, take and name blocks for a plan, as every stage must before running it."""
+        seat = self.seat
+        table, block_size = seat.table, seat.spec.block_size
+        for request_id in plan.released:
+            self._regroup.release(request_id)
+            seat.body.forget(request_id)
+        rows = np.empty(len(plan.chunks), dtype=np.int32)
+        for i, (request_id, start, num_tokens, _) in enumerate(plan.chunks):
+            needed = (start + num_tokens + block_size - 1) // block_size
+            if table.num_blocks(request_id) < needed:
+                copies = table.grow(request_id, needed)
+                assert copies is not None, ("the ledger promised blocks", plan, table.free_units)
+                if copies:
+                    seat.body.copy_units(copies)
+            rows[i] = table.row_of(request_id)
+        layers = seat.layers
+        scheduler = seat.scheduler
+        return StepWork(
+            plan=plan,
+            layers=layers,
+            is_first=layers.first == 0,
+            is_last=layers.end == seat.spec.num_layers,
+            token_ids=None if scheduler is None else scheduler.token_ids_of(plan),
+            tables=table.tables,
+            rows=rows,
+        )
+
+    def _forward(self, step: StepWork, outcome: StepOutcome, now_s: float) -> None:
+        """Pass a microbatch on: to the next stage, or its tokens to the leader."""
+        seat = self.seat
+        assert seat.layout is not None
+        if not step.is_last:
+            members = seat.layout.members
+            following = members[members.index(seat.me) + 1]
+            seat.send(following, Activation(step.plan), outcome.hidden)
+            return
+        result = StepResult(step.plan.group_id, step.plan.step_id, outcome.tokens)
+        if seat.leads:
+            self._sampled(result, now_s)
+        else:
+            seat.send(seat.layout.leader, Sampled(result))

@@ -1,0 +1,121 @@
+"""What an instance is and has at this moment: shared by its agent and its transitions."""
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from kunserve.control.block_table import BlockTable
+from kunserve.control.body import Body, Mover, Remap
+from kunserve.control.scheduler import Scheduler
+from kunserve.core.config import SchedulerConfig
+from kunserve.core.ids import GroupId, InstanceId, RequestId
+from kunserve.core.layout import GroupLayout, LayerRange
+from kunserve.core.messages import Message
+from kunserve.core.snapshots import InstanceSpec
+from kunserve.core.step import StepPlan
+from kunserve.policy.capacity import group_capacity_blocks
+
+
+@dataclass(frozen=True, slots=True)
+class AgentConfig:
+    """What an agent must know beside its body."""
+
+    instance_id: InstanceId
+    scheduler: SchedulerConfig
+    eos_token_ids: frozenset[int]
+    max_model_len: int
+
+
+class Outgoing(NamedTuple):
+    """A message to send; ``dst`` None is the controller."""
+
+    dst: InstanceId | None
+    message: Message
+    hidden: Any = None
+
+
+@dataclass(slots=True)
+class Seat:
+    """The instance's memory, its place in a group, and its mail."""
+
+    config: AgentConfig
+    body: Body
+    mover: Mover
+    table: BlockTable
+    held: LayerRange
+    """Layers whose weights are in memory: at least those of ``layout``."""
+    layout: GroupLayout | None = None
+    scheduler: Scheduler | None = None
+    """Only the leader of a group has one."""
+    specs: dict[InstanceId, InstanceSpec] = field(default_factory=dict)
+    ready: deque[tuple[StepPlan, Any]] = field(default_factory=deque)
+    """Microbatches that came from the stage before."""
+    early: dict[GroupId, list[tuple[StepPlan, Any]]] = field(default_factory=dict)
+    """Microbatches of a group that this instance is about to enter."""
+    is_running: bool = False
+    last_step_s: float = 0.0
+    outbox: list[Outgoing] = field(default_factory=list)
+    to_self: deque[Message] = field(default_factory=deque)
+
+    @property
+    def me(self) -> InstanceId:
+        """This instance's id."""
+        return self.config.instance_id
+
+    @property
+    def spec(self) -> InstanceSpec:
+        """This instance's make."""
+        return self.body.spec
+
+    @property
+    def layers(self) -> LayerRange:
+        """The layers that this instance computes."""
+        assert self.layout is not None
+        layers = self.layout.layers_of(self.me)
+        assert layers is not None, (self.me, self.layout)
+        return layers
+
+    @property
+    def leads(self) -> bool:
+        """Whether this instance schedules for its group."""
+        return self.scheduler is not None
+
+    def send(self, dst: InstanceId | None, message: Message, hidden: Any = None) -> None:
+        """Queue a message, also one to this instance itself."""
+        if dst == self.me:
+            self.to_self.append(message)
+        else:
+            self.outbox.append(Outgoing(dst, message, hidden))
+
+    def keep_only(self, layers: LayerRange) -> Remap:
+        """Turn held layers outside ``layers`` into KV memory."""
+        if self.held == layers:
+            remap = Remap(self.table.num_units, 0, 0.0)
+        else:
+            remap = self.body.drop_layers(layers)
+            self.held = layers
+        self.table.set_layers(layers, remap.kv_units)
+        return remap
+
+    def enter(self, layout: GroupLayout, now_s: float) -> None:
+        """Stand in a new group; microbatches of the old one are forgotten."""
+        self.layout = layout
+        self.last_step_s = now_s
+        self.ready = deque(self.early.pop(layout.group_id, []))
+        self.early.clear()
+        self.scheduler = None
+        if layout.leader == self.me:
+            self.scheduler = Scheduler(
+                config=self.config.scheduler,
+                group_id=layout.group_id,
+                num_stages=len(layout.stages),
+                block_size=self.spec.block_size,
+                capacity_blocks=self.capacity_blocks(),
+                eos_token_ids=self.config.eos_token_ids,
+                max_model_len=self.config.max_model_len,
+            )
+
+    def capacity_blocks(self) -> int:
+        """KV blocks of the present group when no transition narrows it."""
+        assert self.layout is not None
+        return group_capacity_blocks(self.layout, self.specs)
