@@ -1,0 +1,375 @@
+"""What ``kunserve bench`` does with its flags: build, run, report, save, draw."""
+
+import asyncio
+import contextlib
+import json
+import os
+import platform
+import resource
+import signal
+import subprocess
+import time
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import click
+import msgspec
+
+import kunserve
+from kunserve.bench import report
+from kunserve.bench.client import CallSettings
+from kunserve.bench.metrics import RunMetrics, Slo, compute_metrics
+from kunserve.bench.progress import ProgressLine
+from kunserve.bench.prompts import PromptSource, TokenIdPrompts, WordPrompts
+from kunserve.bench.replay import Silent
+from kunserve.bench.runfile import Run, read_run, write_run
+from kunserve.bench.session import Outcome, Target, find_model, measure
+from kunserve.core.errors import ConfigError
+from kunserve.workload.recipe import Dataset, Recipe, build_workload
+from kunserve.workload.summary import summarize
+from kunserve.workload.workload import Workload
+
+EXIT_OK, EXIT_NONE_COMPLETED, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
+_ENDPOINTS = {"openai": "/v1/completions", "openai-chat": "/v1/chat/completions"}
+
+Flags = dict[str, Any]
+
+
+def run_command(flags: Flags) -> int:
+    """Runs one experiment, or reports saved ones; returns the process's exit code.
+
+    A caller's mistake, an unreachable server included, is one line on stderr and exit code 2.
+    """
+    try:
+        shown = report.Presentation(
+            parse_latencies(flags["percentile_metrics"]),
+            flags["request_rate"] if flags["request_rate"] != float("inf") else None,
+            flags["max_concurrency"],
+        )
+        percentiles = parse_percentiles(flags["metric_percentiles"])
+        slo = parse_goodput(flags["goodput"])
+        if flags["load_results"]:
+            return _report_saved(flags, shown, percentiles, slo)
+        return _run(flags, shown, percentiles, slo)
+    except ConfigError as error:
+        click.echo(f"kunserve bench: {error}", err=True)
+        return EXIT_USAGE
+
+
+def recipe_of(flags: Flags) -> Recipe:
+    """The workload that the flags ask for."""
+    return Recipe(
+        dataset=Dataset(flags["dataset_name"]),
+        dataset_path=flags["dataset_path"],
+        lengths_path=flags["lengths_path"],
+        num_prompts=flags["num_prompts"],
+        request_rate=flags["request_rate"],
+        burstiness=flags["burstiness"],
+        seed=flags["seed"],
+        random_input_tokens=flags["random_input_len"],
+        random_output_tokens=flags["random_output_len"],
+        random_range_ratio=flags["random_range_ratio"],
+        duration_s=flags["bursty_duration"],
+        trace_start_s=flags["trace_start"],
+        trace_end_s=flags["trace_end"],
+        trace_model=flags["trace_model"],
+        trace_time_scale=flags["trace_time_scale"],
+        trace_scale=flags["trace_scale"],
+        trace_keep_window=flags["trace_keep_window"],
+        thin=flags["thin"],
+        seconds_per_unit=flags["timed_trace_sec_multiplier"],
+        max_total_tokens=flags["max_total_tokens"],
+        length_scale=flags["length_scale"],
+    )
+
+
+def parse_goodput(pairs: Sequence[str]) -> Slo | None:
+    """``ttft:500 tpot:50`` (milliseconds) to an objective; None without any."""
+    limits_s: dict[str, float] = {}
+    for pair in pairs:
+        name, _, value = pair.partition(":")
+        try:
+            limit_s = float(value) / 1e3
+        except ValueError:
+            limit_s = -1.0
+        if name not in ("ttft", "tpot", "e2el") or not limit_s >= 0:
+            raise ConfigError(
+                f"--goodput {pair}: expected ttft:MS, tpot:MS or e2el:MS, such as ttft:500"
+            )
+        limits_s[f"{name}_s"] = limit_s
+    return Slo(**limits_s) if limits_s else None
+
+
+def parse_latencies(text: str) -> tuple[str, ...]:
+    """``ttft,tpot`` to names of latencies."""
+    names = tuple(name.strip() for name in text.split(",") if name.strip())
+    for name in names:
+        if name not in report.LATENCIES:
+            known = ", ".join(report.LATENCIES)
+            raise ConfigError(f"--percentile-metrics {name}: expected some of {known}")
+    return names
+
+
+def parse_percentiles(text: str) -> tuple[float, ...]:
+    """``50,99.9`` to percentiles."""
+    try:
+        values = tuple(float(value) for value in text.split(","))
+    except ValueError:
+        values = (-1.0,)
+    if not all(0 <= value <= 100 for value in values):
+        raise ConfigError(f"--metric-percentiles {text}: expected numbers from 0 to 100")
+    return values
+
+
+def _run(
+    flags: Flags, shown: report.Presentation, percentiles: tuple[float, ...], slo: Slo | None
+) -> int:
+    _check_outputs(flags)
+    workload = build_workload(recipe_of(flags))
+    prompts = _prompts(flags)
+    _allow_many_sockets(len(workload))
+    target, outcome, interrupted = asyncio.run(_measured(flags, workload, prompts))
+    run = Run(
+        label=flags["label"] or flags["backend"],
+        provenance=workload.provenance,
+        duration_s=outcome.duration_s,
+        records=outcome.records,
+        samples=outcome.samples,
+        config=tuple(_config(flags, target).items()),
+        environment=tuple(_environment().items()),
+    )
+    metrics = compute_metrics(run.records, run.duration_s, percentiles, slo)
+    _show(run, metrics, shown, flags["ignore_eos"])
+    if outcome.num_missed_samples and target.metrics_urls:
+        click.echo(f"Note: {outcome.num_missed_samples} looks at /metrics got no answer.")
+    if flags["save_result"]:
+        _save(flags, target, run, metrics)
+    if flags["plot_path"]:
+        _plot([run], flags["plot_path"])
+    if interrupted:
+        return EXIT_INTERRUPTED
+    return EXIT_OK if metrics.num_completed else EXIT_NONE_COMPLETED
+
+
+async def _measured(
+    flags: Flags, workload: Workload, prompts: PromptSource
+) -> tuple[Target, Outcome, bool]:
+    """Finds the servers, then measures. The first Ctrl-C ends the run and keeps its numbers."""
+    servers = _servers(flags)
+    ready_s = flags["ready_check_timeout_sec"]
+
+    def waiting(reason: str) -> None:
+        click.echo(f"Waiting up to {ready_s:g} s: {reason}.", err=True)
+
+    model = await find_model(servers, flags["model"], flags["api_key"], ready_s, waiting)
+    target = _target(flags, servers, model)
+    _announce(target, workload)
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGINT, stop.set)
+    try:
+        with contextlib.ExitStack() as stack:
+            observer = (
+                Silent()
+                if flags["disable_tqdm"]
+                else stack.enter_context(ProgressLine(len(workload)))
+            )
+            outcome = await measure(target, workload, prompts, observer, stop)
+    finally:
+        loop.remove_signal_handler(signal.SIGINT)
+    return target, outcome, stop.is_set()
+
+
+def _target(flags: Flags, servers: tuple[str, ...], model: str) -> Target:
+    metrics_urls = tuple(flags["metrics_urls"]) or tuple(f"{url}/metrics" for url in servers)
+    return Target(
+        servers=servers,
+        settings=CallSettings(
+            model=model,
+            endpoint="/" + (flags["endpoint"] or _ENDPOINTS[flags["backend"]]).lstrip("/"),
+            chat=flags["backend"] == "openai-chat",
+            ignore_eos=flags["ignore_eos"],
+            temperature=flags["temperature"],
+            api_key=flags["api_key"],
+            timeout_s=flags["request_timeout_sec"],
+            extra_body=_extra_body(flags["extra_body"]),
+        ),
+        metrics_urls=() if metrics_urls == ("none",) else metrics_urls,
+        max_concurrency=flags["max_concurrency"],
+        num_warmups=flags["num_warmups"],
+    )
+
+
+def _servers(flags: Flags) -> tuple[str, ...]:
+    urls = flags["base_urls"] or (f"http://{flags['host']}:{flags['port']}",)
+    for url in urls:
+        if not url.startswith(("http://", "https://")):
+            raise ConfigError(f"--base-url {url}: expected http://HOST:PORT")
+    return tuple(url.rstrip("/").removesuffix("/v1") for url in urls)
+
+
+def _extra_body(text: str | None) -> tuple[tuple[str, object], ...]:
+    if text is None:
+        return ()
+    try:
+        return tuple(msgspec.json.decode(text, type=dict[str, object]).items())
+    except msgspec.MsgspecError as error:
+        raise ConfigError(f"--extra-body: {error}") from None
+
+
+def _prompts(flags: Flags) -> PromptSource:
+    seed, wanted = flags["seed"], flags["prompt_format"]
+    if flags["tokenizer"] is not None:
+        if wanted == "token-ids":
+            raise ConfigError("--tokenizer makes text prompts: it excludes token-ids")
+        from kunserve.bench.tokenizer import tokenized_prompts
+
+        return tokenized_prompts(seed, flags["tokenizer"])
+    chat = flags["backend"] == "openai-chat"
+    if wanted == "token-ids" and chat:
+        raise ConfigError("--prompt-format token-ids needs --backend openai: a chat has text only")
+    if wanted == "text" or chat:
+        return WordPrompts(seed)
+    return TokenIdPrompts(seed, flags["prompt_vocab_size"])
+
+
+def _announce(target: Target, workload: Workload) -> None:
+    facts = summarize(workload)
+    rate = f"{facts.mean_rate:.2f} req/s" if facts.duration_s else "all at once"
+    if facts.duration_s:
+        rate += f" (peak {facts.peak_rate:.2f} over {facts.bin_s:g} s)"
+    click.echo(f"Target:   {target.settings.model} at {', '.join(target.servers)}")
+    click.echo(
+        f"Workload: {facts.num_requests} requests over {facts.duration_s:.0f} s, {rate}, mean "
+        f"{facts.mean_input_tokens:.0f} tokens in, {facts.mean_output_tokens:.0f} out"
+    )
+    click.echo(f"          {workload.provenance}")
+    if target.max_concurrency is not None:
+        click.echo(
+            "Warning:  --max-concurrency holds requests back when the server is slow, so queueing "
+            "is hidden. Do not compare systems under overload with it.",
+            err=True,
+        )
+
+
+def _show(run: Run, metrics: RunMetrics, shown: report.Presentation, ignore_eos: bool) -> None:
+    click.echo(report.console_block(metrics, shown))
+    failures = report.failure_lines(run.records)
+    if failures:
+        click.echo("Failures:\n" + "\n".join(failures))
+    for note in report.cautions(run.records, ignore_eos):
+        click.echo(f"Note: {note}")
+
+
+def _save(flags: Flags, target: Target, run: Run, metrics: RunMetrics) -> None:
+    """vLLM's JSON under the name asked for, and everything as JSON lines beside it."""
+    moment = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
+    model = target.settings.model.rsplit("/", 1)[-1]
+    rate = flags["request_rate"] or ("inf" if flags["dataset_name"] == "random" else "trace")
+    name = flags["result_filename"] or f"{run.label}-{rate}qps-{model}-{moment}.json"
+    path = (flags["result_dir"] or Path()) / name
+    header = {
+        "date": moment,
+        "backend": flags["backend"],
+        "label": run.label,
+        "model_id": target.settings.model,
+        "tokenizer_id": flags["tokenizer"],
+        "num_prompts": len(run.records),
+        "request_rate": flags["request_rate"] or "inf",
+        "burstiness": flags["burstiness"],
+        "max_concurrency": flags["max_concurrency"],
+        "workload": run.provenance,
+    }
+    metadata = dict(pair.partition("=")[::2] for pair in flags["metadata"])
+    result = header | metadata | report.result_json(metrics)
+    if flags["save_detailed"]:
+        result |= report.detailed_json(run.records)
+    summary = path if path.suffix == ".json" else path.with_name(path.name + ".json")
+    lines = summary.with_suffix(".jsonl")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        summary.write_text(json.dumps(result, default=str) + "\n")
+    except OSError as error:
+        raise ConfigError(f"cannot write {summary}: {error.strerror}") from None
+    write_run(lines, run)
+    click.echo(f"Saved {summary} and {lines}")
+
+
+def _plot(runs: Sequence[Run], path: Path) -> None:
+    from kunserve.bench.plot import plot_comparison, plot_timeline
+
+    if len(runs) == 1:
+        plot_timeline(runs[0], path)
+    else:
+        plot_comparison(runs, path)
+    click.echo(f"Drew {path}")
+
+
+def _report_saved(
+    flags: Flags, shown: report.Presentation, percentiles: tuple[float, ...], slo: Slo | None
+) -> int:
+    _check_outputs(flags)
+    runs = [read_run(path) for path in flags["load_results"]]
+    for run in runs:
+        click.echo(f"{run.label}: {run.provenance}")
+        metrics = compute_metrics(run.records, run.duration_s, percentiles, slo)
+        ignored = bool(dict(run.config).get("ignore_eos"))
+        _show(run, metrics, shown, ignored)
+    if flags["plot_path"]:
+        _plot(runs, flags["plot_path"])
+    return EXIT_OK
+
+
+def _check_outputs(flags: Flags) -> None:
+    """What cannot be written is found out before the run, not after it."""
+    plot: Path | None = flags["plot_path"]
+    if plot is not None:
+        if plot.suffix not in (".png", ".svg", ".pdf", ".jpg", ".webp"):
+            raise ConfigError(f"--plot {plot}: expected a .png, .svg or .pdf file")
+        if not plot.absolute().parent.is_dir():
+            raise ConfigError(f"--plot {plot}: there is no folder {plot.parent}")
+
+
+def _config(flags: Flags, target: Target) -> dict[str, object]:
+    """The flags as given, without the key."""
+    kept = {
+        name: value
+        for name, value in flags.items()
+        if name not in ("api_key", "load_results") and value not in (None, ())
+    }
+    plain = {name: str(value) if isinstance(value, Path) else value for name, value in kept.items()}
+    return plain | {"model": target.settings.model, "base_urls": target.servers}
+
+
+def _environment() -> dict[str, object]:
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "kunserve": kunserve.__version__,
+        "commit": _commit(),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "cpus": os.cpu_count(),
+        "time_zone": time.strftime("%Z"),
+    }
+
+
+def _commit() -> str | None:
+    """The commit of this checkout, if it is one."""
+    root = Path(kunserve.__file__).parent.parent
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        command = ["git", "-C", str(root), "describe", "--always", "--dirty"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True)
+        return done.stdout.strip()
+    return None
+
+
+def _allow_many_sockets(num_requests: int) -> None:
+    """Raises the soft limit on open files: an overloaded run keeps thousands of streams open."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = num_requests + 256
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        limit = wanted if hard == resource.RLIM_INFINITY else min(hard, wanted)
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, limit), hard))

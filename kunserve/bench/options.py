@@ -1,0 +1,75 @@
+"""Click options in groups, and options that take several values as vLLM's do."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import click
+
+_F = TypeVar("_F", bound=Callable[..., object])
+
+
+class GroupedOption(click.Option):
+    """An option that ``--help`` lists under ``group``."""
+
+    def __init__(self, *args: Any, group: str = "Other", many: bool = False, **attrs: Any) -> None:
+        if many:
+            attrs["multiple"] = True
+        super().__init__(*args, **attrs)
+        self.group = group
+        self.many = many
+
+
+def option(group: str) -> Callable[..., Callable[[_F], _F]]:
+    """``click.option`` for one group."""
+
+    def declare(*names: str, **attrs: Any) -> Callable[[_F], _F]:
+        return click.option(*names, cls=GroupedOption, group=group, **attrs)
+
+    return declare
+
+
+class GroupedCommand(click.Command):
+    """A command whose help is in groups; a ``many`` option takes values up to the next flag.
+
+    So ``--goodput ttft:500 tpot:50`` works as it does in vLLM.
+    """
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Repeats the flag of a ``many`` option before each of its values."""
+        many = {
+            name
+            for parameter in self.params
+            if isinstance(parameter, GroupedOption) and parameter.many
+            for name in parameter.opts
+        }
+        return super().parse_args(ctx, _repeated(args, many))
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Writes one section per group, in the order in which groups first appear."""
+        groups: dict[str, list[tuple[str, str]]] = {}
+        for parameter in self.get_params(ctx):
+            line = parameter.get_help_record(ctx)
+            if line is not None:
+                name = parameter.group if isinstance(parameter, GroupedOption) else "Other"
+                groups.setdefault(name, []).append(line)
+        for name, lines in groups.items():
+            with formatter.section(name):
+                formatter.write_dl(lines, col_max=34)
+
+
+def _repeated(args: Sequence[str], many: set[str]) -> list[str]:
+    """``--flag a b`` to ``--flag a --flag b`` for the flags in ``many``."""
+    result: list[str] = []
+    flag: str | None = None
+    num_values = 0
+    for arg in args:
+        if arg in many:
+            flag, num_values = arg, 0
+        elif arg.startswith("--"):
+            flag = None
+        elif flag is not None:
+            num_values += 1
+            if num_values > 1:
+                result.append(flag)
+        result.append(arg)
+    return result

@@ -1,0 +1,58 @@
+"""Prometheus text to a `ServerSample`. Pure."""
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Iterable
+
+from kunserve.bench.records import ServerSample
+
+_LINE = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{.*\})?\s+(\S+)(?:\s+-?\d+)?\s*$")
+
+_MEAN = {"kv_usage": ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc")}
+_SUM = {
+    "num_running": ("vllm:num_requests_running", "llamacpp:requests_processing"),
+    "num_waiting": ("vllm:num_requests_waiting", "llamacpp:requests_deferred"),
+    "num_preemptions": ("vllm:num_preemptions_total", "vllm:num_preemptions"),
+    "kv_used_blocks": ("kunserve:kv_used_blocks",),
+    "kv_capacity_blocks": ("kunserve:kv_capacity_blocks",),
+    "num_drops": ("kunserve:drops_total",),
+    "num_restores": ("kunserve:restores_total",),
+}
+
+
+def parse_prometheus(text: str) -> dict[str, list[float]]:
+    """The finite values of each metric over all its label sets. Other lines are skipped."""
+    values: dict[str, list[float]] = defaultdict(list)
+    for line in text.splitlines():
+        found = None if line.startswith("#") else _LINE.match(line)
+        if found is None:
+            continue
+        try:
+            value = float(found[2])
+        except ValueError:
+            continue
+        if math.isfinite(value):
+            values[found[1]].append(value)
+    return dict(values)
+
+
+def server_sample(time_s: float, texts: Iterable[str]) -> ServerSample:
+    """One sample of the servers whose ``/metrics`` answered ``texts``.
+
+    Counts are summed over servers and labels. KV usage is used over capacity where the servers
+    give both in blocks, else the mean of what they report. A metric that no server has is None.
+    """
+    values: dict[str, list[float]] = defaultdict(list)
+    for text in texts:
+        for name, found in parse_prometheus(text).items():
+            values[name] += found
+    fields: dict[str, float] = {}
+    for field, names in (*_SUM.items(), *_MEAN.items()):
+        present = next((values[name] for name in names if name in values), None)
+        if present:
+            fields[field] = sum(present) / (len(present) if field in _MEAN else 1)
+    capacity = fields.get("kv_capacity_blocks")
+    if capacity and "kv_used_blocks" in fields:
+        fields["kv_usage"] = fields["kv_used_blocks"] / capacity
+    return ServerSample(time_s, **fields)
