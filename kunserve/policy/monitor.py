@@ -1,0 +1,270 @@
+"""When memory is overloaded, and when the overload has faded (paper sections 4.1 and 4.4).
+
+Per group, in blocks:
+
+    demand   = used + growth + head of the queue + sent and not yet reported     (Llumnix's load)
+    need     = used + growth + whole queue + sent and not yet reported  (what Algorithm 1 must fit)
+    forecast = x + max(0, dx/dt) * forecast_s, for x = demand and for x = used
+
+A group is *short* when memory is what holds work up, now or by the time that a drop is done:
+
+    now:   the head of the queue does not fit beside what is used, or a request was preempted
+    soon:  forecast(demand) > capacity and forecast(used) > capacity
+
+Requests that wait although there is room wait for compute (``max_num_seqs``, the token budget):
+a drop would only make the pipeline longer. Nor is a drop made when finishing requests free the
+missing blocks before it could:
+
+    brief:  (used + whole queue + unreported - capacity) / release rate < transition time
+
+The cluster is *relaxed* when a dropped group's need has been under ``restore_below`` of what its
+members hold undropped for ``restore_hold_s``. The distance between the two thresholds, the hold
+and the dwell after each transition keep it from flapping.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import NamedTuple, TypeAlias
+
+from kunserve.core.config import OverloadConfig
+from kunserve.core.ids import GroupId
+from kunserve.core.snapshots import LoadReport
+
+SMOOTHING_S = 1.0
+"""Time constant of the slopes of demand and use."""
+RELEASE_SMOOTHING_S = 3.0
+"""Time constant of the release rate: requests end in lumps."""
+HEADROOM = 0.02
+"""Share of a group's blocks that its scheduler may keep back at admission."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupLoad:
+    """One group's last report, and what the controller knows besides."""
+
+    report: LoadReport
+    num_instances: int
+    undropped_blocks: int
+    """Capacity of its members if each held the whole model."""
+    unreported_blocks: int = 0
+    """Of requests sent that the report does not know of."""
+    formed_s: float | None = None
+    """When the transition that made the group was over; None if there was none."""
+    in_transition: bool = False
+
+    @property
+    def demand_blocks(self) -> int:
+        """Running demand with growth, the queue's head, and what is on its way."""
+        return self.report.demand_blocks + self.unreported_blocks
+
+    @property
+    def need_blocks(self) -> int:
+        """Demand with the whole queue: the paper's memory demand of all queued requests."""
+        queue = self.report.waiting_blocks - self.report.head_of_line_blocks
+        return self.demand_blocks + queue
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterLoadView:
+    """Every group's load at one moment."""
+
+    groups: tuple[GroupLoad, ...]
+    block_size: int
+    transition_s: float | None = None
+    """What a drop takes with its exchange, as measured; ``forecast_s`` when None."""
+
+
+class GroupTrend(NamedTuple):
+    """What is remembered of a group from one report to the next."""
+
+    sequence_number: int
+    seen_s: float
+    demand_blocks: int
+    used_blocks: int
+    kept_tokens: int
+    """Tokens whose KV was ever made, less those that preemptions threw away."""
+    num_preemptions: int
+    demand_slope: float
+    """Blocks per second, smoothed; as are the next two."""
+    used_slope: float
+    release_rate: float
+    """Blocks that ending requests give back."""
+    preempted: bool
+    """Whether the last report told of new preemptions."""
+    low_since_s: float | None
+    """Since when the need has been under the restore threshold."""
+
+
+@dataclass(frozen=True, slots=True)
+class MonitorState:
+    """The monitor's memory; a value, replaced by each observation."""
+
+    trends: Mapping[GroupId, GroupTrend] = field(default_factory=lambda: MappingProxyType({}))
+
+
+@dataclass(frozen=True, slots=True)
+class Calm:
+    """Nothing to do. ``reason`` says why a group that looks loaded does not count."""
+
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Overloaded:
+    """Memory is short: free at least this much."""
+
+    required_blocks: int
+    group_ids: tuple[GroupId, ...]
+    trigger: str
+
+
+@dataclass(frozen=True, slots=True)
+class Relaxed:
+    """These dropped groups would fit their undropped memory again."""
+
+    group_ids: tuple[GroupId, ...]
+    trigger: str
+
+
+Verdict: TypeAlias = Calm | Overloaded | Relaxed
+
+
+def observe(
+    state: MonitorState, view: ClusterLoadView, now_s: float, config: OverloadConfig
+) -> tuple[MonitorState, Verdict]:
+    """Called at every report (and at least every report period): what the load asks for.
+
+    A shortage is seen with the first report that shows it. The verdict repeats while its cause
+    lasts; groups in a transition, or formed less than ``dwell_s`` ago, have no say.
+    """
+    trends: dict[GroupId, GroupTrend] = {}
+    short: list[tuple[GroupLoad, int]] = []
+    relaxed: list[GroupLoad] = []
+    excuses: list[str] = []
+    transition_s = config.forecast_s if view.transition_s is None else view.transition_s
+    for load in view.groups:
+        group_id = load.report.group_id
+        trend = _follow(state.trends.get(group_id), load, now_s, view.block_size, config)
+        trends[group_id] = trend
+        if load.in_transition or _dwells(load, now_s, config):
+            continue
+        missing = _missing_blocks(load, trend, config)
+        if missing > 0:
+            wait_s = _wait_for_memory_s(load, trend, config)
+            if wait_s < transition_s:
+                excuses.append(f"group {group_id}: memory is free again in {wait_s:.2f} s")
+            else:
+                short.append((load, missing))
+        elif load.demand_blocks > load.report.capacity_blocks:
+            excuses.append(f"group {group_id}: limited by compute, not memory")
+        elif load.num_instances > 1 and _low_long_enough(trend, now_s, config):
+            relaxed.append(load)
+    return MonitorState(MappingProxyType(trends)), _verdict(short, relaxed, excuses)
+
+
+def _verdict(
+    short: list[tuple[GroupLoad, int]], relaxed: list[GroupLoad], excuses: list[str]
+) -> Verdict:
+    if short:
+        demand = sum(load.need_blocks for load, _ in short)
+        capacity = sum(load.report.capacity_blocks for load, _ in short)
+        return Overloaded(
+            required_blocks=sum(missing for _, missing in short),
+            group_ids=tuple(load.report.group_id for load, _ in short),
+            trigger=f"demand {demand} blocks, capacity {capacity}",
+        )
+    if relaxed:
+        demand = sum(load.need_blocks for load in relaxed)
+        undropped = sum(load.undropped_blocks for load in relaxed)
+        return Relaxed(
+            group_ids=tuple(load.report.group_id for load in relaxed),
+            trigger=f"demand {demand} blocks, undropped capacity {undropped}",
+        )
+    return Calm("; ".join(excuses))
+
+
+def _dwells(load: GroupLoad, now_s: float, config: OverloadConfig) -> bool:
+    return load.formed_s is not None and now_s - load.formed_s < config.dwell_s
+
+
+def _low_long_enough(trend: GroupTrend, now_s: float, config: OverloadConfig) -> bool:
+    return trend.low_since_s is not None and now_s - trend.low_since_s >= config.restore_hold_s
+
+
+def _forecast(blocks: int, slope: float, config: OverloadConfig) -> float:
+    return blocks + max(0.0, slope) * config.forecast_s
+
+
+def _missing_blocks(load: GroupLoad, trend: GroupTrend, config: OverloadConfig) -> int:
+    """Blocks that the group lacks, now or by the forecast; 0 if memory holds nothing up."""
+    report = load.report
+    capacity = report.capacity_blocks
+    blocked = (
+        report.num_waiting > 0
+        and report.used_blocks + report.head_of_line_blocks > capacity * (1.0 - HEADROOM)
+    )
+    demand = _forecast(load.demand_blocks, trend.demand_slope, config)
+    used = _forecast(report.used_blocks, trend.used_slope, config)
+    if not (blocked or trend.preempted or (demand > capacity and used > capacity)):
+        return 0
+    return max(1, load.need_blocks - capacity, math.ceil(demand - capacity))
+
+
+def _wait_for_memory_s(load: GroupLoad, trend: GroupTrend, config: OverloadConfig) -> float:
+    """How long until ending requests have made room for all that wait, at the present rate."""
+    report = load.report
+    queue = report.used_blocks + report.waiting_blocks + load.unreported_blocks
+    used = _forecast(report.used_blocks, trend.used_slope, config)
+    shortage = max(1.0, queue - report.capacity_blocks, used - report.capacity_blocks)
+    return shortage / trend.release_rate if trend.release_rate > 0.0 else math.inf
+
+
+def _follow(
+    trend: GroupTrend | None,
+    load: GroupLoad,
+    now_s: float,
+    block_size: int,
+    config: OverloadConfig,
+) -> GroupTrend:
+    """The trend after a report; unchanged, but for how long demand is low, by an old report.
+
+    What ending requests released is what was filled and is not in use any more:
+    ``d(prompt + generated - lost tokens) / block_size - d(used)``.
+    """
+    report = load.report
+    low = load.need_blocks < config.restore_below * load.undropped_blocks
+    if trend is not None and report.sequence_number <= trend.sequence_number:
+        return trend._replace(low_since_s=trend.low_since_s if low else None)
+    kept_tokens = report.prompt_tokens + report.generation_tokens - report.lost_tokens
+    if trend is None:
+        demand_slope = used_slope = release_rate = 0.0
+        low_since_s = now_s if low else None
+        preempted = False
+    else:
+        elapsed_s = max(1e-3, now_s - trend.seen_s)
+        weight = 1.0 - math.exp(-elapsed_s / SMOOTHING_S)
+        demand_rate = (load.demand_blocks - trend.demand_blocks) / elapsed_s
+        used_rate = (report.used_blocks - trend.used_blocks) / elapsed_s
+        demand_slope = trend.demand_slope + weight * (demand_rate - trend.demand_slope)
+        used_slope = trend.used_slope + weight * (used_rate - trend.used_slope)
+        filled_rate = (kept_tokens - trend.kept_tokens) / block_size / elapsed_s
+        weight = 1.0 - math.exp(-elapsed_s / RELEASE_SMOOTHING_S)
+        released = max(0.0, filled_rate - used_rate)
+        release_rate = trend.release_rate + weight * (released - trend.release_rate)
+        preempted = report.num_preemptions > trend.num_preemptions
+        low_since_s = (now_s if trend.low_since_s is None else trend.low_since_s) if low else None
+    return GroupTrend(
+        report.sequence_number,
+        now_s,
+        load.demand_blocks,
+        report.used_blocks,
+        kept_tokens,
+        report.num_preemptions,
+        demand_slope,
+        used_slope,
+        release_rate,
+        preempted,
+        low_since_s,
+    )
