@@ -5,6 +5,7 @@ A driver calls ``on`` for every message, ``next_work`` when the body is idle, ``
 a step is done, and sends what ``drain`` returns.
 """
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -200,10 +201,11 @@ class InstanceAgent:
 
     def _submit(self, message: Submit) -> None:
         seat = self.seat
-        self._num_received += 1
+        if not message.is_forwarded:
+            self._num_received += 1
         if seat.scheduler is None:
             if seat.layout is not None:
-                seat.send(seat.layout.leader, message)
+                seat.send(seat.layout.leader, replace(message, is_forwarded=True))
         elif message.request.request_id in self._early_aborts:
             del self._early_aborts[message.request.request_id]
         else:

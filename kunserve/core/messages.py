@@ -54,6 +54,8 @@ class Submit:
     """Take a request. A non-leader forwards it to its leader."""
 
     request: Request
+    is_forwarded: bool = False
+    """Came by a peer; the controller counted it for that peer."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,84 @@
+"""Which groups exist, who leads them, and what is known of their load. The one owner of both."""
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from kunserve.core.ids import GroupId, InstanceId
+from kunserve.core.layout import GroupLayout
+from kunserve.core.snapshots import InstanceSpec, LoadReport
+from kunserve.policy.capacity import group_capacity_blocks
+
+
+@dataclass(slots=True)
+class Group:
+    """One group, its last report, and what was sent to it since."""
+
+    layout: GroupLayout
+    capacity_blocks: int
+    load: LoadReport | None = None
+    unreported: deque[tuple[int, int]] = field(default_factory=deque)
+    """(number of the submission to the leader, blocks), oldest first."""
+    unreported_blocks: int = 0
+
+    def sent(self, number: int, blocks: int) -> None:
+        """Account for a request that the next report may not include yet."""
+        self.unreported.append((number, blocks))
+        self.unreported_blocks += blocks
+
+    def report(self, load: LoadReport) -> None:
+        """Take the leader's word; what it has received is in it."""
+        self.load = load
+        while self.unreported and self.unreported[0][0] <= load.num_received:
+            self.unreported_blocks -= self.unreported.popleft()[1]
+
+
+class Placement:
+    """Groups by id and by leader."""
+
+    def __init__(self) -> None:
+        self.specs: dict[InstanceId, InstanceSpec] = {}
+        self.groups: dict[GroupId, Group] = {}
+        self._next_id = 0
+
+    def new_ids(self, count: int) -> GroupId:
+        """The first of ``count`` group ids never used before."""
+        first = self._next_id
+        self._next_id += count
+        return GroupId(first)
+
+    def add(self, layout: GroupLayout) -> None:
+        """A group that stands now."""
+        self.groups[layout.group_id] = Group(layout, group_capacity_blocks(layout, self.specs))
+
+    def remove(self, layouts: Iterable[GroupLayout]) -> None:
+        """Groups that stand no longer (unknown ones are fine)."""
+        for layout in layouts:
+            self.groups.pop(layout.group_id, None)
+
+    def led_by(self, instance_id: InstanceId) -> Group | None:
+        """The group that the instance leads."""
+        for group in self.groups.values():
+            if group.layout.leader == instance_id:
+                return group
+        return None
+
+    def with_member(self, instance_id: InstanceId) -> Group | None:
+        """The group that the instance belongs to."""
+        for group in self.groups.values():
+            if instance_id in group.layout.members:
+                return group
+        return None
+
+    def specs_of(self, layouts: Iterable[GroupLayout]) -> tuple[InstanceSpec, ...]:
+        """The makes of all members, in order."""
+        return tuple(self.specs[member] for layout in layouts for member in layout.members)
+
+    def check(self) -> None:
+        """Every instance stands in at most one group, and every group is whole."""
+        seen: set[InstanceId] = set()
+        for group in self.groups.values():
+            num_layers = self.specs[group.layout.leader].num_layers
+            group.layout.check(num_layers)
+            assert not seen & set(group.layout.members), (seen, group.layout)
+            seen |= set(group.layout.members)
