@@ -289,7 +289,6 @@ def _save(flags: Flags, target: Target, run: Run, metrics: RunMetrics) -> None:
     summary = path if path.suffix == ".json" else path.with_name(path.name + ".json")
     lines = summary.with_suffix(".jsonl")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         summary.write_text(json.dumps(result, default=str) + "\n")
     except OSError as error:
         raise ConfigError(f"cannot write {summary}: {error.strerror}") from None
@@ -324,12 +323,17 @@ def _report_saved(
 
 def _check_outputs(flags: Flags) -> None:
     """What cannot be written is found out before the run, not after it."""
+    folders: list[Path] = [flags["result_dir"]] if flags["result_dir"] is not None else []
     plot: Path | None = flags["plot_path"]
     if plot is not None:
         if plot.suffix not in (".png", ".svg", ".pdf", ".jpg", ".webp"):
             raise ConfigError(f"--plot {plot}: expected a .png, .svg or .pdf file")
-        if not plot.absolute().parent.is_dir():
-            raise ConfigError(f"--plot {plot}: there is no folder {plot.parent}")
+        folders.append(plot.parent)
+    for folder in folders:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"cannot make the folder {folder}: {error.strerror}") from None
 
 
 def _config(flags: Flags, target: Target) -> dict[str, object]:

@@ -102,38 +102,37 @@ def _draw_arrivals(axis: Axes, run: Run) -> None:
         axis.fill_between(
             rate.times_s, rate.values, step="post", color=_RED, linewidth=0, label="that failed"
         )
-        axis.legend(loc="upper right")
+        _legend(axis)
     axis.set_title(f"Arrivals (per {bin_s:g} s bin)")
     axis.set_ylabel("req/s")
     axis.set_ylim(bottom=0)
 
 
 def _draw_ttft(axis: Axes, run: Run) -> None:
-    _draw_latency(axis, run, tl.ttft_points(run.records), 1.0, "s")
+    _draw_latency(axis, run, tl.ttft_points(run.records))
     axis.set_title("Time to first token, by moment of sending")
 
 
 def _draw_tpot(axis: Axes, run: Run) -> None:
-    _draw_latency(axis, run, tl.tpot_points(run.records), 1e3, "ms")
+    _draw_latency(axis, run, tl.tpot_points(run.records))
     axis.set_title("Time per output token, by moment of sending")
 
 
-def _draw_latency(
-    axis: Axes, run: Run, points: tuple[tl.Array, tl.Array], scale: float, unit: str
-) -> None:
-    times_s, values = points[0], points[1] * scale
-    axis.set_ylabel(unit)
+def _draw_latency(axis: Axes, run: Run, points: tuple[tl.Array, tl.Array]) -> None:
+    in_ms = bool(points[1].max(initial=0.0) < 1.0)
+    times_s, values = points[0], points[1] * (1e3 if in_ms else 1.0)
+    axis.set_ylabel("ms" if in_ms else "s")
     if not len(times_s):
         axis.text(0.5, 0.5, "no token arrived", transform=axis.transAxes, ha="center")
         return
     bins = tl.binned(times_s, values, _end_s([run]), 2 * tl.bin_width_s(_end_s([run])))
-    axis.scatter(times_s, values, s=5, color=_GREY, alpha=0.45, linewidth=0, label="request")
+    axis.scatter(times_s, values, s=5, color=_GREY, alpha=0.5, linewidth=0, label="a request")
     axis.plot(bins.centers_s, bins.p99, color=_RED, linewidth=1.2, marker=".", markersize=3,
               label="P99")  # fmt: skip
     axis.plot(bins.centers_s, bins.p50, color=_BLUE, linewidth=1.4, marker=".", markersize=3,
               label="P50")  # fmt: skip
     axis.set_ylim(bottom=0)
-    axis.legend(loc="upper right", ncols=3)
+    _legend(axis)
 
 
 def _draw_kv(axis: Axes, run: Run) -> None:
@@ -165,10 +164,23 @@ def _draw_memory(axis: Axes, run: Run, color: str) -> None:
         axis.text(0.5, 0.5, "the server does not report its KV use", transform=axis.transAxes,
                   ha="center", color="#777777")  # fmt: skip
         return
+    demand = tl.sampled(run.samples, "kv_demand_blocks")
+    if demand is not None and capacity is not None and capacity.values[0] > 0:
+        level = demand.values * 100.0 / capacity.values[0]
+        axis.plot(demand.times_s, level, color=_ORANGE, linewidth=1.0, label="demand")
+        top = max(top, float(level.max()))
     _mark(axis, tl.increments(run.samples, "num_drops"), _BLUE, "drop")
     _mark(axis, tl.increments(run.samples, "num_restores"), _GREEN, "restore")
-    axis.set_ylim(0, max(axis.get_ylim()[1], top * 1.3))
-    axis.legend(loc="upper right", ncols=4, handlelength=1.4, columnspacing=1.0)
+    axis.set_ylim(0, max(axis.get_ylim()[1], top * 1.12))
+    _legend(axis)
+
+
+def _legend(axis: Axes) -> None:
+    """Above the plot, at the right: it never hides data."""
+    axis.legend(
+        loc="lower right", bbox_to_anchor=(1.0, 0.98), ncols=6, handlelength=1.4,
+        columnspacing=1.1, borderaxespad=0.1, markerscale=2.0,
+    )  # fmt: skip
 
 
 def _mark(axis: Axes, moments_s: tl.Array, color: str, label: str) -> None:
@@ -199,7 +211,7 @@ def _draw_queue(axis: Axes, run: Run) -> None:
     axis.set_title(f"Requests ({source})")
     axis.set_ylabel("requests")
     axis.set_ylim(bottom=0)
-    axis.legend(loc="upper right", ncols=2)
+    _legend(axis)
 
 
 def _compare_ttft(axis: Axes, runs: Sequence[Run]) -> None:
@@ -218,7 +230,7 @@ def _compare_ttft(axis: Axes, runs: Sequence[Run]) -> None:
     axis.set_title(f"Mean TTFT by moment of sending ({bin_s:g} s bins)")
     axis.set_ylabel("s")
     axis.set_ylim(bottom=0)
-    axis.legend(loc="upper right")
+    _legend(axis)
 
 
 def _compare_throughput(axis: Axes, runs: Sequence[Run]) -> None:

@@ -48,5 +48,7 @@ class ServerSample:
     num_preemptions: float | None = None
     kv_used_blocks: float | None = None
     kv_capacity_blocks: float | None = None
+    kv_demand_blocks: float | None = None
+    """In use, still to be grown into, and needed by the head of the queue."""
     num_drops: float | None = None
     num_restores: float | None = None

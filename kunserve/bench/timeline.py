@@ -10,7 +10,7 @@ from kunserve.bench.metrics import output_tokens_per_bin, tpot_s, ttft_s
 from kunserve.bench.records import RequestRecord, ServerSample
 
 Array = npt.NDArray[np.float64]
-_BIN_CHOICES_S = (0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 30.0, 60.0)
+_BIN_CHOICES_S = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 30.0, 60.0)
 
 
 @dataclass(frozen=True, slots=True)
