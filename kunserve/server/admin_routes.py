@@ -1,0 +1,108 @@
+"""Write endpoints under /kunserve: off by default, and never "done" when nothing changed."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from kunserve.core.errors import InvalidRequest
+from kunserve.core.ids import InstanceId
+from kunserve.core.snapshots import ClusterState
+from kunserve.server.answers import EffectMissing, Forbidden, json_answer
+from kunserve.server.body import read_body
+from kunserve.server.front import Front
+from kunserve.server.plain import state_object
+from kunserve.server.schema import DropBody, KillBody, RestoreBody, parse_body
+
+logger = logging.getLogger("kunserve.server")
+
+VERIFY_S = 15.0
+"""How long the effect may take to show in the cluster's state."""
+POLL_S = 0.05
+
+
+def _dropped_bytes(state: ClusterState) -> int:
+    return sum(instance.dropped_bytes for instance in state.instances if instance.alive)
+
+
+class AdminRoutes:
+    """Force a drop or a restore, or kill an instance."""
+
+    def __init__(self, front: Front, verify_s: float = VERIFY_S) -> None:
+        self._front = front
+        self._verify_s = verify_s
+
+    async def drop(self, http: HttpRequest) -> Response:
+        """POST /kunserve/drop ``{"bytes": n}``."""
+        self._check_enabled()
+        body = parse_body(DropBody, await read_body(http, self._front.limits) or b"{}")
+        before = _dropped_bytes(self._front.engine.state())
+        said = await self._front.engine.drop(body.bytes)
+        state = await self._verified(
+            "drop", lambda state: _dropped_bytes(state) > before and not _is_running(state)
+        )
+        return self._done("drop", said, before, state)
+
+    async def restore(self, http: HttpRequest) -> Response:
+        """POST /kunserve/restore."""
+        self._check_enabled()
+        parse_body(RestoreBody, await read_body(http, self._front.limits) or b"{}")
+        before = _dropped_bytes(self._front.engine.state())
+        said = await self._front.engine.restore()
+        state = await self._verified("restore", lambda state: _dropped_bytes(state) == 0)
+        return self._done("restore", said, before, state)
+
+    async def kill(self, http: HttpRequest) -> Response:
+        """POST /kunserve/kill ``{"instance_id": n}``."""
+        self._check_enabled()
+        body = parse_body(KillBody, await read_body(http, self._front.limits))
+        victim = InstanceId(body.instance_id)
+        before = self._front.engine.state()
+        if not any(one.spec.instance_id == victim and one.alive for one in before.instances):
+            raise InvalidRequest(f"No live instance {victim}.", "instance_id")
+        await self._front.engine.kill(victim)
+        state = await self._verified(
+            "kill",
+            lambda state: (
+                not any(one.spec.instance_id == victim and one.alive for one in state.instances)
+            ),
+        )
+        return self._done("kill", f"instance {victim} killed", _dropped_bytes(before), state)
+
+    def _check_enabled(self) -> None:
+        if not self._front.config.server.enable_admin:
+            raise Forbidden("Admin endpoints are off; start the server with --enable-admin.")
+
+    async def _verified(self, action: str, holds: Callable[[ClusterState], bool]) -> ClusterState:
+        """The first state in which the effect shows. Raises EffectMissing."""
+        deadline_s = time.monotonic() + self._verify_s
+        while True:
+            state = self._front.engine.state()
+            if holds(state):
+                return state
+            if time.monotonic() > deadline_s:
+                raise EffectMissing(
+                    f"{action}: the engine reported success, but its state does not show it."
+                )
+            await asyncio.sleep(POLL_S)
+
+    def _done(self, action: str, said: str, before: int, state: ClusterState) -> Response:
+        after = _dropped_bytes(state)
+        logger.info("admin action=%s dropped_before=%d dropped_after=%d", action, before, after)
+        return json_answer(
+            {
+                "result": said,
+                "dropped_bytes_before": before,
+                "dropped_bytes_after": after,
+                "state": state_object(state),
+            }
+        )
+
+
+def _is_running(state: ClusterState) -> bool:
+    return any(
+        record.committed_s is None and record.finished_s is None for record in state.transitions
+    )

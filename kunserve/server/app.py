@@ -1,0 +1,92 @@
+"""``create_app``: the routes of one front."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+from starlette.routing import Route
+
+from kunserve.cluster.api import EngineClient
+from kunserve.core.config import KunServeConfig
+from kunserve.core.errors import KunServeError
+from kunserve.server.admin_routes import AdminRoutes
+from kunserve.server.answers import EffectMissing, error_answer
+from kunserve.server.door import FrontDoor
+from kunserve.server.front import Front
+from kunserve.server.limits import FrontLimits
+from kunserve.server.openai_routes import OpenAIRoutes
+from kunserve.server.stats_log import StatsLog
+from kunserve.server.system_routes import SystemRoutes
+from kunserve.server.text import FastTokenizer, TextCodec
+
+
+def create_app(
+    engine: EngineClient,
+    tokenizer: FastTokenizer,
+    model_name: str,
+    config: KunServeConfig,
+    limits: FrontLimits | None = None,
+) -> Starlette:
+    """The ASGI application in front of a started ``engine``. ``app.state.front`` is its Front."""
+    limits = limits or FrontLimits()
+    codec = TextCodec(tokenizer, engine.limits.max_model_len, limits.inline_encode_chars)
+    front = Front(engine, codec, model_name, config, limits)
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_app: Starlette) -> AsyncIterator[None]:
+        background = [
+            asyncio.create_task(front.timeline.run()),
+            asyncio.create_task(StatsLog(front.metrics.cluster).run()),
+        ]
+        try:
+            yield
+        finally:
+            for task in background:
+                task.cancel()
+            await asyncio.gather(*background, return_exceptions=True)
+            codec.close()
+
+    app = Starlette(
+        routes=_routes(front),
+        middleware=[Middleware(FrontDoor, api_key=config.server.api_key)],
+        exception_handlers={
+            HTTPException: _answer_error,
+            KunServeError: _answer_error,
+            EffectMissing: _answer_error,
+        },
+        lifespan=lifespan,
+    )
+    app.router.redirect_slashes = False
+    app.state.front = front
+    return app
+
+
+async def _answer_error(_http: HttpRequest, error: Exception) -> Response:
+    return error_answer(error)
+
+
+def _routes(front: Front) -> list[Route]:
+    system, openai, admin = SystemRoutes(front), OpenAIRoutes(front), AdminRoutes(front)
+    get, post = ["GET"], ["POST"]
+    return [
+        Route("/v1/completions", openai.completions, methods=post),
+        Route("/v1/chat/completions", openai.chat, methods=post),
+        Route("/v1/models", system.models, methods=get),
+        Route("/v1/models/{name:path}", system.model, methods=get),
+        Route("/version", system.version, methods=get),
+        Route("/tokenize", system.tokenize, methods=post),
+        Route("/detokenize", system.detokenize, methods=post),
+        Route("/health", system.health, methods=get),
+        Route("/health/ready", system.ready, methods=get),
+        Route("/metrics", system.metrics, methods=get),
+        Route("/kunserve/state", system.state, methods=get),
+        Route("/kunserve/timeline", system.timeline, methods=get),
+        Route("/kunserve/drop", admin.drop, methods=post),
+        Route("/kunserve/restore", admin.restore, methods=post),
+        Route("/kunserve/kill", admin.kill, methods=post),
+    ]

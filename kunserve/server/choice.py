@@ -1,0 +1,124 @@
+"""One completion being produced: tokens in, text and log-probabilities out."""
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from kunserve.core.messages import TokenOutput
+from kunserve.core.request import FinishReason, Request, TokenLogprobs
+from kunserve.server.detokenize import Detokenizer
+from kunserve.server.stop import StopMatcher
+
+
+@dataclass(frozen=True, slots=True)
+class TextOptions:
+    """How tokens become text: the part of sampling that the engine never sees."""
+
+    stop: tuple[str, ...] = ()
+    include_stop: bool = False
+    skip_special_tokens: bool = True
+
+
+class TokenEntry(NamedTuple):
+    """One token with what ``logprobs`` reports of it."""
+
+    token_id: int
+    logprobs: TokenLogprobs
+    text_offset: int
+    """Characters of output before it."""
+
+
+@dataclass(slots=True)
+class Delta:
+    """What became known of a choice since it was last taken."""
+
+    text: str = ""
+    entries: list[TokenEntry] = field(default_factory=list)
+
+
+class Choice:
+    """Collects one request's tokens, in order and once each, and decides where its text ends."""
+
+    __slots__ = (
+        "_detokenizer",
+        "_entries",
+        "_include_stop",
+        "_matcher",
+        "_num_characters",
+        "_pieces",
+        "finish_reason",
+        "index",
+        "num_tokens",
+        "request",
+        "stop_reason",
+    )
+
+    def __init__(
+        self, index: int, request: Request, detokenizer: Detokenizer, options: TextOptions
+    ) -> None:
+        self.index = index
+        self.request = request
+        self._detokenizer = detokenizer
+        self._matcher = StopMatcher(options.stop, options.include_stop) if options.stop else None
+        self._include_stop = options.include_stop
+        self._pieces: list[str] = []
+        self._entries: list[TokenEntry] = []
+        self._num_characters = 0
+        self.num_tokens = 0
+        self.finish_reason: FinishReason | None = None
+        self.stop_reason: str | int | None = None
+        """The stop string or stop token that ended it; None for the model's own end."""
+
+    @property
+    def ended_by_text(self) -> bool:
+        """Whether a stop string ended it, so that the engine does not know yet."""
+        return self._matcher is not None and self._matcher.matched is not None
+
+    def absorb(self, output: TokenOutput) -> None:
+        """Take the next token (or the end). Repeated and late ones are ignored."""
+        if self.finish_reason is not None:
+            return
+        token_id = output.token_id
+        if token_id is not None and output.position >= self.num_tokens:
+            assert output.position == self.num_tokens, (output, self.num_tokens)
+            self._take_token(token_id, output)
+        if self.finish_reason is None and output.finish_reason is not None:
+            self._finish(output.finish_reason, token_id)
+
+    def take(self) -> Delta:
+        """Everything new since the last call."""
+        delta = Delta("".join(self._pieces), self._entries)
+        self._pieces = []
+        self._entries = []
+        return delta
+
+    def _take_token(self, token_id: int, output: TokenOutput) -> None:
+        self.num_tokens += 1
+        if output.logprobs is not None:
+            self._entries.append(TokenEntry(token_id, output.logprobs, self._num_characters))
+        if output.finish_reason is FinishReason.STOP and not self._include_stop:
+            return  # the stop token itself is no part of the text
+        self._add_text(self._detokenizer.push(token_id))
+
+    def _add_text(self, piece: str) -> None:
+        if not piece:
+            return
+        self._num_characters += len(piece)
+        # Stop strings do not count in the text of the first ``min_tokens`` tokens.
+        matcher = self._matcher
+        if matcher is None or self.num_tokens <= self.request.sampling.min_tokens:
+            self._pieces.append(piece)
+            return
+        self._pieces.append(matcher.feed(piece))
+        if matcher.matched is not None:
+            self.finish_reason = FinishReason.STOP
+            self.stop_reason = matcher.matched
+
+    def _finish(self, reason: FinishReason, token_id: int | None) -> None:
+        self._add_text(self._detokenizer.finish())
+        if self.finish_reason is not None:
+            return
+        if self._matcher is not None:
+            self._pieces.append(self._matcher.finish())
+        self.finish_reason = reason
+        if reason is FinishReason.STOP and token_id in self.request.sampling.stop_token_ids:
+            self.stop_reason = token_id

@@ -1,0 +1,188 @@
+"""Metrics of groups, instances and transitions, read from the controller's snapshot."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from kunserve.cluster.api import EngineClient
+from kunserve.core.ids import InstanceId, TransitionId
+from kunserve.core.layout import GroupLayout
+from kunserve.core.snapshots import ClusterState, LoadReport, TransitionRecord
+from kunserve.server.histogram import Histogram
+
+TRANSITION_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+DONE = "done"
+
+
+@dataclass(slots=True)
+class LeaderTotals:
+    """Counters of one leader, kept growing over the groups it leads one after another."""
+
+    preemptions: int = 0
+    lost_tokens: int = 0
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+
+
+_COUNTED = (
+    ("preemptions", "num_preemptions"),
+    ("lost_tokens", "lost_tokens"),
+    ("prompt_tokens", "prompt_tokens"),
+    ("generation_tokens", "generation_tokens"),
+)
+
+
+def loads_by_group(state: ClusterState) -> list[tuple[GroupLayout, LoadReport | None]]:
+    """Each group with its leader's last report, if there was one yet."""
+    loads = {load.group_id: load for load in state.loads}
+    return [(group, loads.get(group.group_id)) for group in state.groups]
+
+
+class ClusterMetrics(Collector):
+    """Reads ``engine.state()`` at each ``observe``; exports what it has seen so far."""
+
+    def __init__(self, engine: EngineClient, model_name: str) -> None:
+        self._engine = engine
+        self._model_name = model_name
+        self._state = engine.state()
+        self._last: dict[InstanceId, LoadReport] = {}
+        self._seen: set[TransitionId] = set()
+        self._moved_bytes: dict[str, int] = {"drop": 0, "restore": 0}
+        self.totals: dict[InstanceId, LeaderTotals] = {}
+        self._durations = {kind: self._duration_histogram() for kind in ("drop", "restore")}
+
+    @staticmethod
+    def _duration_histogram() -> Histogram:
+        return Histogram(
+            "kunserve:transition_duration_seconds",
+            "From a transition's start to its end, the KV exchange included.",
+            TRANSITION_BUCKETS,
+        )
+
+    def observe(self) -> ClusterState:
+        """Take a snapshot and add what is new in it to the counters."""
+        state = self._state = self._engine.state()
+        for group, load in loads_by_group(state):
+            if load is not None:
+                self._count(group.leader, load)
+        for record in state.transitions:
+            if record.finished_s is not None and record.transition_id not in self._seen:
+                self._seen.add(record.transition_id)
+                self._finished(record, record.finished_s)
+        return state
+
+    def _count(self, leader: InstanceId, load: LoadReport) -> None:
+        totals = self.totals.setdefault(leader, LeaderTotals())
+        before = self._last.get(leader)
+        for name, source in _COUNTED:
+            value: int = getattr(load, source)
+            known: int = getattr(before, source) if before is not None else 0
+            # A smaller value is a new group's fresh counter.
+            grown = value - known if value >= known else value
+            setattr(totals, name, getattr(totals, name) + grown)
+        self._last[leader] = load
+
+    def _finished(self, record: TransitionRecord, finished_s: float) -> None:
+        if record.outcome != DONE or record.kind not in self._durations:
+            return
+        self._durations[record.kind].observe(finished_s - record.started_s)
+        self._moved_bytes[record.kind] += record.moved_bytes
+
+    def collect(self) -> Iterable[Metric]:
+        """Everything, as of the last ``observe``."""
+        yield from self._group_gauges()
+        yield from self._leader_counters()
+        yield from self._instance_gauges()
+        yield from self._transition_metrics()
+
+    def _labels(self, engine: InstanceId) -> list[str]:
+        return [self._model_name, str(engine)]
+
+    def _gauge(self, name: str, documentation: str) -> GaugeMetricFamily:
+        return GaugeMetricFamily(name, documentation, labels=["model_name", "engine"])
+
+    def _group_gauges(self) -> Iterable[Metric]:
+        running = self._gauge("vllm:num_requests_running", "Requests in the running batch.")
+        waiting = self._gauge("vllm:num_requests_waiting", "Requests waiting to run.")
+        usage = self._gauge("vllm:kv_cache_usage_perc", "Used share of the KV cache, 0 to 1.")
+        capacity = self._gauge("kunserve:kv_capacity_blocks", "KV blocks of the group.")
+        used = self._gauge("kunserve:kv_used_blocks", "KV blocks in use.")
+        demand = self._gauge(
+            "kunserve:demand_blocks", "KV blocks used, still to grow, and of the queue's head."
+        )
+        stalled = self._gauge("kunserve:num_requests_stalled", "Requests waiting for their KV.")
+        size = self._gauge("kunserve:group_size", "Instances in the group that this one leads.")
+        for group, load in loads_by_group(self._state):
+            labels = self._labels(group.leader)
+            size.add_metric(labels, len(group.stages))
+            if load is None:
+                continue
+            running.add_metric(labels, load.num_running)
+            waiting.add_metric(labels, load.num_waiting)
+            usage.add_metric(labels, load.used_blocks / max(1, load.capacity_blocks))
+            capacity.add_metric(labels, load.capacity_blocks)
+            used.add_metric(labels, load.used_blocks)
+            demand.add_metric(labels, load.demand_blocks)
+            stalled.add_metric(labels, load.num_stalled)
+        yield from (running, waiting, usage, capacity, used, demand, stalled, size)
+
+    def _leader_counters(self) -> Iterable[Metric]:
+        names = ["model_name", "engine"]
+        preemptions = CounterMetricFamily(
+            "vllm:num_preemptions", "Requests preempted for lack of KV memory.", labels=names
+        )
+        lost = CounterMetricFamily(
+            "kunserve:lost_tokens", "Tokens of KV thrown away by preemptions.", labels=names
+        )
+        for leader, totals in self.totals.items():
+            preemptions.add_metric(self._labels(leader), totals.preemptions)
+            lost.add_metric(self._labels(leader), totals.lost_tokens)
+        yield from (preemptions, lost)
+
+    def _instance_gauges(self) -> Iterable[Metric]:
+        alive = self._gauge("kunserve:instance_alive", "1 while the instance lives.")
+        layers = self._gauge("kunserve:dropped_layers", "Layers whose weights are dropped.")
+        dropped = self._gauge("kunserve:dropped_bytes", "Weight bytes that serve as KV memory.")
+        config = GaugeMetricFamily(
+            "vllm:cache_config_info",
+            "The undropped KV cache.",
+            labels=["model_name", "engine", "block_size", "num_gpu_blocks"],
+        )
+        for instance in self._state.instances:
+            spec = instance.spec
+            labels = self._labels(spec.instance_id)
+            alive.add_metric(labels, float(instance.alive))
+            layers.add_metric(labels, spec.num_layers - instance.held.num_layers)
+            dropped.add_metric(labels, instance.dropped_bytes)
+            blocks = spec.blocks_when_holding(spec.num_layers)
+            config.add_metric([*labels, str(spec.block_size), str(blocks)], 1.0)
+        yield from (alive, layers, dropped, config)
+
+    def _transition_metrics(self) -> Iterable[Metric]:
+        for name, documentation, value in (
+            ("kunserve:drops", "Drops committed.", self._state.num_drops),
+            ("kunserve:restores", "Restores committed.", self._state.num_restores),
+        ):
+            family = CounterMetricFamily(name, documentation, labels=["model_name"])
+            family.add_metric([self._model_name], value)
+            yield family
+        moved = CounterMetricFamily(
+            "kunserve:exchange_bytes",
+            "KV bytes moved between instances, by the transition that moved them.",
+            labels=["model_name", "kind"],
+        )
+        for kind, moved_bytes in self._moved_bytes.items():
+            moved.add_metric([self._model_name, kind], moved_bytes)
+        yield moved
+        durations = None
+        for kind, histogram in self._durations.items():
+            family_of_kind = histogram.family({"model_name": self._model_name, "kind": kind})
+            if durations is None:
+                durations = family_of_kind
+            else:
+                durations.samples.extend(family_of_kind.samples)
+        if durations is not None:
+            yield durations

@@ -1,0 +1,66 @@
+"""What every endpoint shares: the engine, the text codec, the limits, and what is in flight."""
+
+from kunserve.cluster.api import EngineClient
+from kunserve.core.config import KunServeConfig
+from kunserve.core.errors import ModelNotFound, Unavailable
+from kunserve.server.generation import Generation, Interrupted
+from kunserve.server.limits import FrontLimits
+from kunserve.server.metrics import FrontMetrics
+from kunserve.server.sampling import SeedSource
+from kunserve.server.text import TextCodec
+from kunserve.server.timeline import Timeline
+
+
+class Front:
+    """One per application."""
+
+    def __init__(
+        self,
+        engine: EngineClient,
+        codec: TextCodec,
+        model_name: str,
+        config: KunServeConfig,
+        limits: FrontLimits,
+    ) -> None:
+        self.engine = engine
+        self.codec = codec
+        self.model_name = model_name
+        self.config = config
+        self.limits = limits
+        self.metrics = FrontMetrics(engine, model_name)
+        self.timeline = Timeline(self.metrics)
+        self.seeds = SeedSource(config.model.seed)
+        self.draining = False
+        self._in_flight: set[Generation] = set()
+
+    @property
+    def num_in_flight(self) -> int:
+        """HTTP requests whose answer is not complete."""
+        return len(self._in_flight)
+
+    def admit(self, model: str | None) -> None:
+        """Raise ModelNotFound or Unavailable unless a request for ``model`` may enter."""
+        if model is not None and model != self.model_name:
+            raise ModelNotFound(f"The model `{model[:200]}` does not exist.")
+        if self.draining:
+            raise Unavailable("The server is shutting down.")
+
+    def enter(self, generation: Generation) -> None:
+        """Start a generation and keep it until ``leave``. Raises what ``submit`` raises."""
+        generation.start()
+        self._in_flight.add(generation)
+
+    def leave(self, generation: Generation, reason: Exception) -> None:
+        """The answer is over; whatever still runs for it is aborted."""
+        generation.stop(reason)
+        self._in_flight.discard(generation)
+
+    def stop_admission(self) -> None:
+        """First step of a drain: new requests get 503 from now on."""
+        self.draining = True
+        self.engine.stop_admission()
+
+    def interrupt(self) -> None:
+        """Last step of a drain: what is still in flight ends with an error."""
+        for generation in list(self._in_flight):
+            generation.stop(Interrupted("The server shut down before this request was finished."))

@@ -1,0 +1,135 @@
+"""The engine requests behind one HTTP request: submitted together, aborted together."""
+
+import asyncio
+import time
+from collections.abc import Sequence
+from typing import Protocol
+
+from kunserve.cluster.api import EngineClient
+from kunserve.core.errors import KunServeError
+from kunserve.core.messages import TokenOutput
+from kunserve.core.request import FinishReason, Request
+from kunserve.server.choice import Choice
+
+
+class RequestClock(Protocol):
+    """Times one accepted request, for the metrics."""
+
+    def token(self, now_s: float) -> None:
+        """One output token came."""
+        ...
+
+    def ended(self, reason: FinishReason, now_s: float) -> None:
+        """The request is over."""
+        ...
+
+
+class RequestWatch(Protocol):
+    """Counts requests."""
+
+    def arrived(self, request: Request) -> RequestClock:
+        """The engine is about to be asked for this request."""
+        ...
+
+
+class ClientGone(Exception):
+    """Nobody is left to answer."""
+
+
+class EngineFailed(Exception):
+    """The engine could not finish a request; the client is told so."""
+
+
+class Interrupted(KunServeError):
+    """The server ends before the request did."""
+
+
+class Generation:
+    """Runs a set of choices on the engine and hands out their progress in batches."""
+
+    def __init__(
+        self, engine: EngineClient, choices: Sequence[Choice], watch: RequestWatch
+    ) -> None:
+        self.choices = choices
+        self._engine = engine
+        self._watch = watch
+        self._live: dict[int, tuple[Choice, RequestClock]] = {}
+        self._pending: list[tuple[Choice, TokenOutput]] = []
+        self._news = asyncio.Event()
+        self._end: Exception | None = None
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Over all choices."""
+        return sum(choice.num_tokens for choice in self.choices)
+
+    def start(self) -> None:
+        """Submit everything, or nothing: an error takes back what was already submitted."""
+        try:
+            for choice in self.choices:
+                self._submit(choice)
+        except BaseException:
+            self._abort_all()
+            raise
+
+    def stop(self, reason: Exception) -> None:
+        """Abort what still runs; whoever waits in ``advance`` gets ``reason`` raised."""
+        if self._end is None:
+            self._end = reason
+        self._abort_all()
+        self._news.set()
+
+    async def advance(self) -> list[Choice]:
+        """Wait for progress; the choices that moved, or an empty list when all are done."""
+        while not self._pending:
+            if self._end is not None:
+                raise self._end
+            if not self._live:
+                return []
+            self._news.clear()
+            await self._news.wait()
+        pending, self._pending = self._pending, []
+        moved: dict[int, Choice] = {}
+        for choice, output in pending:
+            choice.absorb(output)
+            moved[choice.index] = choice
+        for choice in moved.values():
+            if choice.finish_reason is FinishReason.ERROR:
+                raise EngineFailed("The engine failed while it worked on this request.")
+            if choice.ended_by_text:
+                self._close(choice, FinishReason.STOP)
+        return list(moved.values())
+
+    def _submit(self, choice: Choice) -> None:
+        index = choice.index
+        clock = self._watch.arrived(choice.request)
+
+        def deliver(output: TokenOutput) -> None:
+            if index not in self._live:
+                return
+            now_s = time.monotonic()
+            if output.token_id is not None:
+                clock.token(now_s)
+            if output.finish_reason is not None:
+                del self._live[index]
+                clock.ended(output.finish_reason, now_s)
+            self._pending.append((choice, output))
+            self._news.set()
+
+        self._live[index] = (choice, clock)
+        try:
+            self._engine.submit(choice.request, deliver)
+        except BaseException:
+            del self._live[index]
+            raise
+
+    def _close(self, choice: Choice, reason: FinishReason) -> None:
+        """End one choice before the engine does."""
+        live = self._live.pop(choice.index, None)
+        if live is not None:
+            self._engine.abort(choice.request.request_id)
+            live[1].ended(reason, time.monotonic())
+
+    def _abort_all(self) -> None:
+        for choice, _ in list(self._live.values()):
+            self._close(choice, FinishReason.ABORT)

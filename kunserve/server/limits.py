@@ -1,0 +1,28 @@
+"""What one client may cost the front. Sizes and times a user has no reason to set."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class FrontLimits:
+    """Bounds that keep one client's mistake from becoming everyone's problem."""
+
+    max_body_bytes: int = 16 << 20
+    """A larger request body is answered 413."""
+    max_discarded_bytes: int = 64 << 20
+    """How much of a too large body is read (and thrown away) so that the client hears the 413."""
+    body_timeout_s: float = 60.0
+    """A body must have arrived within this."""
+    header_timeout_s: float = 20.0
+    """A connection must send a request's headers within this."""
+    max_header_bytes: int = 64 << 10
+    write_timeout_s: float = 30.0
+    """A client that accepts no data for this long is dropped and its requests aborted."""
+    overflow_timeout_s: float = 1.0
+    """How long a connection beyond the limit may stay silent before it is told 503."""
+    max_choices: int = 128
+    """Largest ``n``."""
+    max_requests_per_call: int = 1024
+    """Prompts times ``n`` in one HTTP request."""
+    inline_encode_chars: int = 2000
+    """Longer prompts are tokenised in a thread, so that health checks never wait for one."""

@@ -1,0 +1,37 @@
+"""Snapshots as JSON objects with named fields."""
+
+import dataclasses
+from typing import Any
+
+from kunserve.core.snapshots import ClusterState
+from kunserve.server.cluster_metrics import loads_by_group
+
+
+def to_plain(value: Any) -> Any:
+    """Dataclasses and named tuples as dicts, tuples as lists, the rest as it is."""
+    if dataclasses.is_dataclass(value):
+        return {
+            field.name: to_plain(getattr(value, field.name)) for field in dataclasses.fields(value)
+        }
+    if isinstance(value, tuple):
+        names = getattr(value, "_fields", None)
+        if names is not None:
+            return {name: to_plain(one) for name, one in zip(names, value, strict=True)}
+        return [to_plain(one) for one in value]
+    return value
+
+
+def state_object(state: ClusterState) -> dict[str, Any]:
+    """``GET /kunserve/state``: the snapshot, each group with its load, plus what follows."""
+    plain: dict[str, Any] = to_plain(state)
+    for instance, shown in zip(state.instances, plain["instances"], strict=True):
+        shown["dropped_bytes"] = instance.dropped_bytes
+        shown["dropped_layers"] = instance.spec.num_layers - instance.held.num_layers
+    for (group, load), shown in zip(loads_by_group(state), plain["groups"], strict=True):
+        shown["leader"] = group.leader
+        shown["load"] = to_plain(load)
+        if load is not None:
+            shown["load"]["demand_blocks"] = load.demand_blocks
+    del plain["loads"]
+    plain["dropped_bytes"] = sum(instance.dropped_bytes for instance in state.instances)
+    return plain

@@ -1,0 +1,111 @@
+"""The four spellings of ``prompt``, and conversations, as token ids."""
+
+from typing import Any
+
+from kunserve.core.errors import InvalidRequest
+from kunserve.server.schema import ChatBody, TokenizeBody
+from kunserve.server.text import TextCodec, too_long
+from kunserve.server.vocabulary import check_token_ids
+
+
+async def encode_prompts(
+    codec: TextCodec, prompt: Any, add_special_tokens: bool, vocab_size: int, max_model_len: int
+) -> list[list[int]]:
+    """Every prompt of a completion request, each with at least one token."""
+    spelled = _split(prompt)
+    prompts: list[list[int]] = []
+    for one in spelled:
+        if isinstance(one, str):
+            token_ids = await codec.encode(one, add_special_tokens)
+        else:
+            token_ids = _check_ids(one, vocab_size, max_model_len)
+        if not token_ids:
+            raise InvalidRequest("`prompt` is empty.", "prompt")
+        prompts.append(token_ids)
+    return prompts
+
+
+def _split(prompt: Any) -> list[str | list[Any]]:
+    """A list with one entry per prompt."""
+    if isinstance(prompt, str):
+        return [prompt]
+    if isinstance(prompt, list):
+        if not prompt:
+            raise InvalidRequest("`prompt` is empty.", "prompt")
+        if all(isinstance(item, str) for item in prompt):
+            return list(prompt)
+        if all(type(item) is int for item in prompt):
+            return [prompt]
+        if all(isinstance(item, list) for item in prompt):
+            return list(prompt)
+    if prompt is None:
+        raise InvalidRequest("`prompt` is required.", "prompt")
+    raise InvalidRequest(
+        "`prompt` must be a string, a list of strings, a list of token ids, or a list of lists "
+        "of token ids.",
+        "prompt",
+    )
+
+
+def _check_ids(token_ids: list[Any], vocab_size: int, max_model_len: int) -> list[int]:
+    if len(token_ids) > max_model_len:
+        raise too_long(max_model_len, str(len(token_ids)), None)
+    return check_token_ids(token_ids, vocab_size, "prompt")
+
+
+def conversation_text(codec: TextCodec, body: ChatBody | TokenizeBody) -> str:
+    """A conversation through the chat template, up to where the answer begins."""
+    messages = [_message(index, one) for index, one in enumerate(body.messages or [])]
+    if not messages:
+        raise InvalidRequest("`messages` is empty.", "messages")
+    generate = body.add_generation_prompt
+    resume = bool(body.continue_final_message)
+    if resume and generate:
+        raise InvalidRequest(
+            "`continue_final_message` and `add_generation_prompt` exclude each other.",
+            "continue_final_message",
+        )
+    options: dict[str, Any] = dict(body.chat_template_kwargs or {})
+    for reserved in ("conversation", "tokenize", "chat_template", "return_tensors", "tools"):
+        if reserved in options:
+            raise InvalidRequest(
+                f"`chat_template_kwargs` may not set `{reserved}`.", "chat_template_kwargs"
+            )
+    options["continue_final_message"] = resume
+    options["add_generation_prompt"] = not resume if generate is None else generate
+    return codec.render_chat(messages, options)
+
+
+def _message(index: int, message: dict[str, Any]) -> dict[str, Any]:
+    where = f"messages.{index}"
+    role = message.get("role")
+    if not isinstance(role, str) or not role:
+        raise InvalidRequest(f"`{where}.role` must be a string.", "messages")
+    if message.get("tool_calls") or message.get("function_call"):
+        raise InvalidRequest(f"`{where}.tool_calls` is not supported by this server.", "messages")
+    content = _content(where, message.get("content"))
+    kept = {"role": "system" if role == "developer" else role, "content": content}
+    if isinstance(message.get("name"), str):
+        kept["name"] = message["name"]
+    return kept
+
+
+def _content(where: str, content: Any) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise InvalidRequest(
+            f"`{where}.content` must be a string or a list of text parts.", "messages"
+        )
+    texts = []
+    for part in content:
+        if not isinstance(part, dict) or part.get("type") not in ("text", "input_text"):
+            kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+            raise InvalidRequest(
+                f"`{where}.content`: only text parts are supported, not {str(kind)[:40]!r}.",
+                "messages",
+            )
+        if not isinstance(part.get("text"), str):
+            raise InvalidRequest(f"`{where}.content`: a text part needs `text`.", "messages")
+        texts.append(part["text"])
+    return "\n".join(texts)

@@ -1,0 +1,107 @@
+"""From a request body to the engine's ``SamplingParams``, one set per choice."""
+
+import hashlib
+import random
+from dataclasses import replace
+
+from kunserve.core.errors import InvalidRequest
+from kunserve.core.request import SamplingParams
+from kunserve.server.schema import GenerationBody
+from kunserve.server.text import too_long
+from kunserve.server.vocabulary import check_token_ids
+
+SEED_MASK = (1 << 63) - 1
+GREEDY_BELOW = 1e-5
+"""A smaller temperature would overflow the division it stands for: it means greedy."""
+
+
+class SeedSource:
+    """Seeds for requests that bring none; the same sequence after every start."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+
+    def draw(self) -> int:
+        """A fresh 63-bit seed."""
+        return self._random.getrandbits(63)
+
+
+def derive_seed(seed: int, choice: int) -> int:
+    """The seed of the ``choice``-th of ``n`` completions; the first keeps the request's own."""
+    if choice == 0:
+        return seed & SEED_MASK
+    digest = hashlib.blake2b(f"{seed & SEED_MASK}/{choice}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") & SEED_MASK
+
+
+def remaining_tokens(
+    max_model_len: int, num_prompt_tokens: int, asked: int | None, default: int | None
+) -> int:
+    """``max_tokens`` of a prompt. ``default`` None means all that remains.
+
+    Raises PromptTooLong when prompt and answer together cannot fit.
+    """
+    remains = max_model_len - num_prompt_tokens
+    if remains < 1:
+        raise too_long(max_model_len, str(num_prompt_tokens), None if asked is None else asked)
+    if asked is None:
+        return remains if default is None else min(default, remains)
+    if asked > remains:
+        raise too_long(max_model_len, str(num_prompt_tokens), asked)
+    return asked
+
+
+def resolve_sampling(
+    body: GenerationBody, num_logprobs: int | None, vocab_size: int, seed: int
+) -> SamplingParams:
+    """Everything but ``max_tokens``, which depends on the prompt (1 stands in its place)."""
+    temperature = 1.0 if body.temperature is None else body.temperature
+    return SamplingParams(
+        max_tokens=1,
+        temperature=0.0 if temperature < GREEDY_BELOW else temperature,
+        top_p=1.0 if body.top_p is None else body.top_p,
+        top_k=_top_k(body.top_k, vocab_size),
+        min_p=body.min_p or 0.0,
+        seed=seed & SEED_MASK,
+        stop_token_ids=tuple(
+            check_token_ids(body.stop_token_ids or [], vocab_size, "stop_token_ids")
+        ),
+        ignore_eos=bool(body.ignore_eos),
+        min_tokens=body.min_tokens or 0,
+        presence_penalty=body.presence_penalty or 0.0,
+        frequency_penalty=body.frequency_penalty or 0.0,
+        repetition_penalty=1.0 if body.repetition_penalty is None else body.repetition_penalty,
+        logit_bias=_logit_bias(body.logit_bias or {}, vocab_size),
+        num_logprobs=num_logprobs,
+    )
+
+
+def with_length(sampling: SamplingParams, max_tokens: int, choice: int) -> SamplingParams:
+    """The parameters of one choice of one prompt."""
+    if sampling.min_tokens > max_tokens:
+        raise InvalidRequest(
+            f"`min_tokens` ({sampling.min_tokens}) is more than the completion may have "
+            f"({max_tokens}).",
+            "min_tokens",
+        )
+    return replace(sampling, max_tokens=max_tokens, seed=derive_seed(sampling.seed, choice))
+
+
+def _top_k(top_k: int | None, vocab_size: int) -> int | None:
+    if top_k is None or top_k <= 0 or top_k >= vocab_size:
+        return None
+    return top_k
+
+
+def _logit_bias(bias: dict[str, float], vocab_size: int) -> tuple[tuple[int, float], ...]:
+    pairs = []
+    for key, value in bias.items():
+        if not (key.isascii() and key.isdecimal()) or len(key) > 12:
+            raise InvalidRequest(f"`logit_bias`: {key[:40]!r} is not a token id.", "logit_bias")
+        if not -100.0 <= value <= 100.0:
+            raise InvalidRequest(
+                f"`logit_bias`: {value} for token {key} is not between -100 and 100.", "logit_bias"
+            )
+        pairs.append((int(key), float(value)))
+    check_token_ids([token_id for token_id, _ in pairs], vocab_size, "logit_bias")
+    return tuple(pairs)

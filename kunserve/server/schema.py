@@ -1,0 +1,157 @@
+"""The request bodies we accept. Strict: a string is not a number, NaN is not a temperature."""
+
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from kunserve.core.errors import InvalidRequest
+
+INT64_MIN, INT64_MAX = -(1 << 63), (1 << 63) - 1
+
+
+def _as_list(value: object) -> object:
+    return [value] if isinstance(value, str) else value
+
+
+StopStrings = Annotated[
+    list[Annotated[str, Field(min_length=1, max_length=1024)]],
+    BeforeValidator(_as_list),
+    Field(max_length=64),
+]
+
+
+class StreamOptions(BaseModel):
+    """``stream_options`` of a streamed request."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class GenerationBody(BaseModel):
+    """What completions and chat share. None always means the default."""
+
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+
+    model: str | None = None
+    max_tokens: int | None = Field(None, ge=1)
+    temperature: float | None = Field(None, ge=0.0, le=2.0)
+    top_p: float | None = Field(None, gt=0.0, le=1.0)
+    top_k: int | None = Field(None, ge=-1, le=INT64_MAX)
+    min_p: float | None = Field(None, ge=0.0, le=1.0)
+    n: int | None = Field(None, ge=1)
+    seed: int | None = Field(None, ge=INT64_MIN, le=INT64_MAX)
+    stop: StopStrings | None = None
+    stop_token_ids: Annotated[list[int], Field(max_length=256)] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    min_tokens: int | None = Field(None, ge=0)
+    presence_penalty: float | None = Field(None, ge=-2.0, le=2.0)
+    frequency_penalty: float | None = Field(None, ge=-2.0, le=2.0)
+    repetition_penalty: float | None = Field(None, gt=0.0, le=10.0)
+    logit_bias: dict[str, float] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    skip_special_tokens: bool | None = None
+    add_special_tokens: bool | None = None
+    user: str | None = None
+
+
+class CompletionBody(GenerationBody):
+    """POST /v1/completions."""
+
+    prompt: Any = None
+    """A string, a list of strings, token ids, or a list of token id lists: see prompts.py."""
+    echo: bool | None = None
+    logprobs: int | None = Field(None, ge=0, le=20)
+
+
+class ChatBody(GenerationBody):
+    """POST /v1/chat/completions."""
+
+    messages: list[dict[str, Any]]
+    max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class TokenizeBody(BaseModel):
+    """POST /tokenize: a prompt or a conversation."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeBody(BaseModel):
+    """POST /detokenize."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    model: str | None = None
+    tokens: list[int]
+
+
+class DropBody(BaseModel):
+    """POST /kunserve/drop: how many bytes to free, one merge if not given."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    bytes: int | None = Field(None, ge=1, le=INT64_MAX)
+
+
+class RestoreBody(BaseModel):
+    """POST /kunserve/restore."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+
+class KillBody(BaseModel):
+    """POST /kunserve/kill."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    instance_id: int = Field(ge=0, le=INT64_MAX)
+
+
+Body = TypeVar("Body", bound=BaseModel)
+
+
+def parse_body(shape: type[Body], raw: bytes) -> Body:
+    """The body as a ``shape``, or InvalidRequest naming the first field at fault."""
+    try:
+        return shape.model_validate_json(raw)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False)[0]
+    kind, location, given = first["type"], first["loc"], first["input"]
+    if kind == "json_invalid":
+        raise InvalidRequest(f"The request body is not valid JSON: {first['msg']}")
+    if not location:
+        raise InvalidRequest("The request body must be a JSON object.")
+    name = ".".join(map(str, location))
+    if kind == "missing":
+        raise InvalidRequest(f"`{name}` is required.", name)
+    if kind == "extra_forbidden":
+        raise InvalidRequest(f"`{name}` is not a known field.", name)
+    raise InvalidRequest(f"`{name}`: {first['msg']} (got {shown_value(given)}).", str(location[0]))
+
+
+def shown_value(value: object) -> str:
+    """A value in an error message: short, whatever it is."""
+    if isinstance(value, int) and abs(value) >= 10**40:
+        return "an integer of more than 40 digits"
+    if isinstance(value, str | list | dict) and len(value) > 1000:
+        return f"a {type(value).__name__} of length {len(value)}"
+    shown = repr(value)
+    return shown if len(shown) <= 80 else shown[:77] + "..."

@@ -1,0 +1,64 @@
+"""The line every ten seconds that operators know from vLLM."""
+
+import asyncio
+import logging
+import time
+from dataclasses import replace
+
+from kunserve.core.ids import InstanceId
+from kunserve.core.snapshots import LoadReport
+from kunserve.server.cluster_metrics import ClusterMetrics, LeaderTotals, loads_by_group
+
+logger = logging.getLogger("kunserve.server")
+
+PERIOD_S = 10.0
+
+
+class StatsLog:
+    """One line per group that did something since the last one."""
+
+    def __init__(self, cluster: ClusterMetrics, period_s: float = PERIOD_S) -> None:
+        self._cluster = cluster
+        self._period_s = period_s
+        self._before: dict[InstanceId, LeaderTotals] = {}
+        self._last_s = time.monotonic()
+
+    async def run(self) -> None:
+        """Log for ever; cancelled when the application stops."""
+        while True:
+            await asyncio.sleep(self._period_s)
+            for line in self.lines(time.monotonic()):
+                logger.info("%s", line)
+
+    def lines(self, now_s: float) -> list[str]:
+        """The lines due now; counts from the previous call on."""
+        elapsed_s = max(1e-9, now_s - self._last_s)
+        self._last_s = now_s
+        state = self._cluster.observe()
+        lines = []
+        for group, load in loads_by_group(state):
+            if load is None:
+                continue
+            totals = self._cluster.totals[group.leader]
+            before = self._before.get(group.leader, LeaderTotals())
+            self._before[group.leader] = replace(totals)
+            if totals == before and not load.num_running and not load.num_waiting:
+                continue
+            prompt_rate = (totals.prompt_tokens - before.prompt_tokens) / elapsed_s
+            generation_rate = (totals.generation_tokens - before.generation_tokens) / elapsed_s
+            preemptions = totals.preemptions - before.preemptions
+            lines.append(
+                f"Engine {group.leader:03d}: "
+                f"Avg prompt throughput: {prompt_rate:.1f} tokens/s, "
+                f"Avg generation throughput: {generation_rate:.1f} tokens/s, "
+                f"{_load_text(load)}, Preemptions: {preemptions}, Stages: {len(group.stages)}"
+            )
+        return lines
+
+
+def _load_text(load: LoadReport) -> str:
+    usage = 100.0 * load.used_blocks / max(1, load.capacity_blocks)
+    return (
+        f"Running: {load.num_running} reqs, Waiting: {load.num_waiting} reqs, "
+        f"GPU KV cache usage: {usage:.1f}%"
+    )

@@ -1,0 +1,144 @@
+"""Answers that are written while the engine works, and what happens when nobody reads them."""
+
+import asyncio
+import logging
+from collections.abc import Sequence
+
+from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
+
+from kunserve.server.answers import error_answer, error_object
+from kunserve.server.front import Front
+from kunserve.server.generation import ClientGone, EngineFailed, Generation, Interrupted
+from kunserve.server.wire import (
+    DONE,
+    ChoiceStream,
+    Envelope,
+    event,
+    usage_chunk,
+    usage_object,
+    whole_answer,
+)
+
+logger = logging.getLogger("kunserve.server")
+
+DROP_CONNECTION = "kunserve.drop_connection"
+"""ASGI extension of our own protocol; its ``call`` resets the connection at once."""
+
+
+def _stream_start() -> Message:
+    return {
+        "type": "http.response.start",
+        "status": 200,
+        "headers": [
+            (b"content-type", b"text/event-stream; charset=utf-8"),
+            (b"cache-control", b"no-cache"),
+        ],
+    }
+
+
+class GenerationAnswer(Response):
+    """Runs a started generation and answers with it; a disconnect aborts it at once."""
+
+    def __init__(self, front: Front, generation: Generation, envelope: Envelope) -> None:
+        super().__init__()
+        self._front = front
+        self._generation = generation
+        self._envelope = envelope
+        self._prompt_tokens = 0
+
+    def count_prompts(self, prompts: Sequence[Sequence[int]]) -> None:
+        """For ``usage``: each prompt counts once, whatever ``n``."""
+        self._prompt_tokens = sum(map(len, prompts))
+
+    def usage(self) -> dict[str, int]:
+        """The ``usage`` object as of now."""
+        return usage_object(self._prompt_tokens, self._generation.num_output_tokens)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI: answer, and leave nothing running behind."""
+        watcher = asyncio.create_task(self._watch_client(receive))
+        try:
+            await self.answer(scope, receive, send)
+        except ClientGone:
+            pass
+        finally:
+            watcher.cancel()
+            self._front.leave(self._generation, ClientGone())
+
+    async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Write the response. Raises ClientGone when there is nobody to write it to."""
+        raise NotImplementedError
+
+    async def _watch_client(self, receive: Receive) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self._generation.stop(ClientGone())
+
+
+class WholeAnswer(GenerationAnswer):
+    """One JSON object at the end."""
+
+    async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See ``GenerationAnswer``."""
+        try:
+            while await self._generation.advance():
+                pass
+        except (EngineFailed, Interrupted) as error:
+            await error_answer(error)(scope, receive, send)
+            return
+        choices = self._generation.choices
+        deltas = [choice.take() for choice in choices]
+        body = whole_answer(self._envelope, choices, deltas, self.usage())
+        await Response(body, media_type="application/json")(scope, receive, send)
+
+
+class StreamedAnswer(GenerationAnswer):
+    """Server-sent events: a chunk per choice for all the tokens that came together."""
+
+    include_usage = False
+
+    async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See ``GenerationAnswer``."""
+        streams = [
+            ChoiceStream(self._envelope, choice.index, self.include_usage)
+            for choice in self._generation.choices
+        ]
+        try:
+            await self._write(send, _stream_start())
+            ending = await self._stream(send, streams)
+            await self._write(send, {"type": "http.response.body", "body": ending + DONE})
+        except TimeoutError:
+            logger.warning(
+                "client stopped reading request_id=%s timeout_s=%g",
+                self._envelope.response_id,
+                self._front.limits.write_timeout_s,
+            )
+            drop = scope.get("extensions", {}).get(DROP_CONNECTION)
+            if drop is not None:
+                drop["call"]()
+            raise ClientGone from None
+
+    async def _stream(self, send: Send, streams: Sequence[ChoiceStream]) -> bytes:
+        """Write every token; returns the events that come before ``[DONE]``."""
+        generation = self._generation
+        try:
+            while moved := await generation.advance():
+                chunks = [streams[choice.index].chunk(choice, choice.take()) for choice in moved]
+                body = b"".join(chunks)
+                if body:
+                    message = {"type": "http.response.body", "body": body, "more_body": True}
+                    await self._write(send, message)
+        except (EngineFailed, Interrupted) as error:
+            return event(error_object(error))
+        except (ClientGone, TimeoutError):
+            raise
+        except Exception as error:
+            logger.exception("stream failed request_id=%s", self._envelope.response_id)
+            return event(error_object(error))
+        return usage_chunk(self._envelope, self.usage()) if self.include_usage else b""
+
+    async def _write(self, send: Send, message: Message) -> None:
+        """Raises TimeoutError when the client accepts nothing for too long."""
+        async with asyncio.timeout(self._front.limits.write_timeout_s):
+            await send(message)

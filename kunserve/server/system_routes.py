@@ -1,0 +1,128 @@
+"""Everything that generates nothing: models, tokens, health, metrics, the cluster's state."""
+
+import math
+import time
+from typing import Any
+
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+import kunserve
+from kunserve.core.errors import InvalidRequest, ModelNotFound
+from kunserve.server.answers import json_answer
+from kunserve.server.body import read_body
+from kunserve.server.front import Front
+from kunserve.server.plain import state_object
+from kunserve.server.prompts import conversation_text
+from kunserve.server.schema import DetokenizeBody, TokenizeBody, parse_body
+from kunserve.server.vocabulary import check_token_ids
+
+
+class SystemRoutes:
+    """Read-only endpoints."""
+
+    def __init__(self, front: Front) -> None:
+        self._front = front
+        self._created = int(time.time())
+
+    async def health(self, _http: HttpRequest) -> Response:
+        """GET /health: 200 while a group serves."""
+        healthy = self._front.engine.is_healthy()
+        return json_answer({"status": "ok" if healthy else "unhealthy"}, 200 if healthy else 503)
+
+    async def ready(self, _http: HttpRequest) -> Response:
+        """GET /health/ready: 200 while new requests are welcome and work moves on."""
+        engine = self._front.engine
+        reason = None
+        if self._front.draining:
+            reason = "draining"
+        elif not engine.is_healthy():
+            reason = "unhealthy"
+        elif not engine.is_progressing():
+            reason = "stuck"
+        body = {"status": reason or "ready", "unfinished": engine.num_unfinished()}
+        return json_answer(body, 503 if reason else 200)
+
+    async def metrics(self, _http: HttpRequest) -> Response:
+        """GET /metrics."""
+        content = self._front.metrics.exposition()
+        return Response(content, headers={"content-type": CONTENT_TYPE_LATEST})
+
+    async def version(self, _http: HttpRequest) -> Response:
+        """GET /version."""
+        return json_answer({"version": kunserve.__version__})
+
+    async def models(self, _http: HttpRequest) -> Response:
+        """GET /v1/models."""
+        return json_answer({"object": "list", "data": [self._model()]})
+
+    async def model(self, http: HttpRequest) -> Response:
+        """GET /v1/models/{name}."""
+        name = http.path_params["name"]
+        if name != self._front.model_name:
+            raise ModelNotFound(f"The model `{name[:200]}` does not exist.")
+        return json_answer(self._model())
+
+    def _model(self) -> dict[str, Any]:
+        return {
+            "id": self._front.model_name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "kunserve",
+            "root": self._front.config.model.model,
+            "parent": None,
+            "max_model_len": self._front.engine.limits.max_model_len,
+        }
+
+    async def tokenize(self, http: HttpRequest) -> Response:
+        """POST /tokenize."""
+        front = self._front
+        body = parse_body(TokenizeBody, await read_body(http, front.limits))
+        self._check_model(body.model)
+        if (body.prompt is None) == (body.messages is None):
+            raise InvalidRequest("Give either `prompt` or `messages`.", "prompt")
+        if body.prompt is not None:
+            special = body.add_special_tokens is not False
+            token_ids = await front.codec.encode(body.prompt, special)
+        else:
+            text = conversation_text(front.codec, body)
+            token_ids = await front.codec.encode(text, bool(body.add_special_tokens))
+        strings = front.codec.token_strings(token_ids) if body.return_token_strs else None
+        return json_answer(
+            {
+                "count": len(token_ids),
+                "max_model_len": front.engine.limits.max_model_len,
+                "tokens": token_ids,
+                "token_strs": strings,
+            }
+        )
+
+    async def detokenize(self, http: HttpRequest) -> Response:
+        """POST /detokenize."""
+        front = self._front
+        body = parse_body(DetokenizeBody, await read_body(http, front.limits))
+        self._check_model(body.model)
+        check_token_ids(body.tokens, front.engine.limits.vocab_size, "tokens")
+        return json_answer({"prompt": front.codec.decode(body.tokens)})
+
+    async def state(self, _http: HttpRequest) -> Response:
+        """GET /kunserve/state."""
+        return json_answer(state_object(self._front.engine.state()))
+
+    async def timeline(self, http: HttpRequest) -> Response:
+        """GET /kunserve/timeline, optionally only what came after ``?since=<t_s>``."""
+        since = http.query_params.get("since")
+        since_s: float | None = None
+        if since is not None:
+            try:
+                since_s = float(since)
+            except ValueError:
+                since_s = math.nan
+            if not math.isfinite(since_s):
+                raise InvalidRequest("`since` must be a number of seconds.", "since")
+        return json_answer(self._front.timeline.view(since_s))
+
+    def _check_model(self, model: str | None) -> None:
+        if model is not None and model != self._front.model_name:
+            raise ModelNotFound(f"The model `{model[:200]}` does not exist.")

@@ -1,0 +1,114 @@
+"""Prompts to token ids and back, over a Hugging Face fast tokenizer."""
+
+import asyncio
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Protocol
+
+from jinja2 import TemplateError
+from tokenizers import Tokenizer
+
+from kunserve.core.errors import InvalidRequest, PromptTooLong
+from kunserve.server.detokenize import (
+    ByteDetokenizer,
+    Detokenizer,
+    TokenBytes,
+    WindowDetokenizer,
+)
+
+
+class FastTokenizer(Protocol):
+    """What we use of ``transformers.PreTrainedTokenizerFast``."""
+
+    chat_template: Any
+
+    @property
+    def backend_tokenizer(self) -> Tokenizer:
+        """The Rust tokenizer underneath."""
+        ...
+
+    def apply_chat_template(self, conversation: Any, **options: Any) -> Any:
+        """Render messages with the model's template."""
+        ...
+
+
+def too_long(max_model_len: int, prompt: str, max_tokens: int | None) -> PromptTooLong:
+    """The error that clients know by its first words. ``prompt`` says how long it is."""
+    asked = f"{prompt} in the prompt"
+    if max_tokens is not None:
+        asked += f", {max_tokens} in the completion"
+    return PromptTooLong(
+        f"This model's maximum context length is {max_model_len} tokens. However, you requested "
+        f"{asked}. Please reduce the length of the prompt or of the completion.",
+        "max_tokens" if max_tokens is not None else "prompt",
+    )
+
+
+class TextCodec:
+    """One tokenizer for all requests. Long prompts are encoded in threads, GIL released."""
+
+    def __init__(
+        self, tokenizer: FastTokenizer, max_model_len: int, inline_encode_chars: int
+    ) -> None:
+        self._template_owner = tokenizer
+        self._tokenizer = tokenizer.backend_tokenizer
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self._max_model_len = max_model_len
+        self._inline_chars = inline_encode_chars
+        self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="encode")
+        longest_token = max(map(len, self._tokenizer.get_vocab()), default=1)
+        self._max_chars = max_model_len * longest_token
+        self.token_bytes = TokenBytes(self._tokenizer)
+
+    def close(self) -> None:
+        """Let the threads go."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        """Token ids of a prompt. Raises PromptTooLong before encoding what cannot fit."""
+        if len(text) > self._max_chars:
+            at_least = len(text) * self._max_model_len // self._max_chars
+            raise too_long(self._max_model_len, f"at least {at_least}", None)
+        if len(text) <= self._inline_chars:
+            return self._encode(text, add_special_tokens)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._threads, self._encode, text, add_special_tokens)
+
+    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        # The batch call is the one that releases the GIL while it works.
+        (encoding,) = self._tokenizer.encode_batch_fast(
+            [text], add_special_tokens=add_special_tokens
+        )
+        return list(encoding.ids)
+
+    def render_chat(self, messages: Sequence[dict[str, Any]], options: dict[str, Any]) -> str:
+        """The prompt text of a conversation, by the model's chat template."""
+        if self._template_owner.chat_template is None:
+            raise InvalidRequest("This model has no chat template.", "messages")
+        try:
+            text = self._template_owner.apply_chat_template(
+                list(messages), tokenize=False, **options
+            )
+        except (TemplateError, ValueError, TypeError, KeyError, AttributeError) as error:
+            raise InvalidRequest(
+                f"The chat template cannot render these messages: {error}", "messages"
+            ) from error
+        assert isinstance(text, str), type(text)
+        return text
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
+        """The text of a whole sequence."""
+        return self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+
+    def detokenizer(
+        self, prompt_token_ids: Sequence[int], skip_special_tokens: bool
+    ) -> Detokenizer:
+        """A fresh incremental decoder for one output."""
+        if self.token_bytes.byte_level:
+            return ByteDetokenizer(self.token_bytes, skip_special_tokens)
+        return WindowDetokenizer(self._tokenizer, prompt_token_ids, skip_special_tokens)
+
+    def token_strings(self, token_ids: Sequence[int]) -> list[str]:
+        """The vocabulary's own spelling of each token."""
+        return [self._tokenizer.id_to_token(token_id) or "" for token_id in token_ids]

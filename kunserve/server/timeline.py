@@ -1,0 +1,88 @@
+"""The last minutes of the cluster, sampled for people: ``GET /kunserve/timeline``."""
+
+import asyncio
+import time
+from collections import deque
+from typing import Any
+
+from kunserve.core.ids import TransitionId
+from kunserve.core.snapshots import ClusterState, TransitionRecord
+from kunserve.server.cluster_metrics import loads_by_group
+from kunserve.server.metrics import FrontMetrics
+from kunserve.server.plain import to_plain
+
+PERIOD_S = 0.2
+KEPT_S = 1200.0
+
+
+class Timeline:
+    """A bounded ring of samples. Times are the controller's clock; ``unix_s`` ties it to ours."""
+
+    def __init__(
+        self, metrics: FrontMetrics, period_s: float = PERIOD_S, kept_s: float = KEPT_S
+    ) -> None:
+        self._metrics = metrics
+        self._period_s = period_s
+        self._samples: deque[dict[str, Any]] = deque(maxlen=max(1, int(kept_s / period_s)))
+        self._transitions: dict[TransitionId, TransitionRecord] = {}
+
+    async def run(self) -> None:
+        """Sample for ever; cancelled when the application stops."""
+        while True:
+            self.sample()
+            await asyncio.sleep(self._period_s)
+
+    def sample(self) -> None:
+        """Take one sample now."""
+        metrics = self._metrics
+        state = metrics.cluster.observe()
+        for record in state.transitions:
+            self._transitions[record.transition_id] = record
+        while len(self._transitions) > 1000:
+            del self._transitions[next(iter(self._transitions))]
+        now_s = time.monotonic()
+        first_p50, first_p99 = metrics.recent_first_token.percentiles(now_s, 0.5, 0.99)
+        (per_token_p50,) = metrics.recent_per_token.percentiles(now_s, 0.5)
+        self._samples.append(
+            {
+                "t_s": state.now_s,
+                "unix_s": time.time(),
+                "groups": _groups(state),
+                "num_running": sum(load.num_running for load in state.loads),
+                "num_waiting": sum(load.num_waiting for load in state.loads),
+                "num_dropped_instances": sum(
+                    instance.dropped_bytes > 0 for instance in state.instances
+                ),
+                "ttft_p50_s": first_p50,
+                "ttft_p99_s": first_p99,
+                "tpot_p50_s": per_token_p50,
+                "arrivals": metrics.arrivals,
+                "generation_tokens": metrics.generation_tokens,
+            }
+        )
+
+    def view(self, since_s: float | None) -> dict[str, Any]:
+        """Samples later than ``since_s`` (all if None) and every transition known."""
+        samples = [one for one in self._samples if since_s is None or one["t_s"] > since_s]
+        return {
+            "period_s": self._period_s,
+            "samples": samples,
+            "transitions": [to_plain(record) for record in self._transitions.values()],
+        }
+
+
+def _groups(state: ClusterState) -> list[dict[str, Any]]:
+    return [
+        {
+            "group_id": group.group_id,
+            "leader": group.leader,
+            "num_stages": len(group.stages),
+            "used_blocks": load.used_blocks,
+            "capacity_blocks": load.capacity_blocks,
+            "demand_blocks": load.demand_blocks,
+            "num_running": load.num_running,
+            "num_waiting": load.num_waiting,
+        }
+        for group, load in loads_by_group(state)
+        if load is not None
+    ]

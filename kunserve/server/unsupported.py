@@ -1,0 +1,66 @@
+"""What other servers offer and we do not: refused by name rather than silently ignored."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
+
+from kunserve.core.errors import InvalidRequest
+
+Neutral: TypeAlias = Callable[[Any], bool]
+"""Whether a field's value asks for nothing."""
+
+
+def _absent(value: Any) -> bool:
+    return value is None or value is False or value == [] or value == {} or value == ""
+
+
+def _is(*neutral: Any) -> Neutral:
+    return lambda value: _absent(value) or value in neutral
+
+
+def _plain_text(value: Any) -> bool:
+    return _absent(value) or (isinstance(value, dict) and value.get("type") == "text")
+
+
+_REFUSED: dict[str, Neutral] = {
+    "audio": _absent,
+    "modalities": lambda value: _absent(value) or value == ["text"],
+    "tools": _absent,
+    "functions": _absent,
+    "tool_choice": _is("none", "auto"),
+    "function_call": _is("none", "auto"),
+    "response_format": _plain_text,
+    "structured_outputs": _absent,
+    "guided_json": _absent,
+    "guided_regex": _absent,
+    "guided_choice": _absent,
+    "guided_grammar": _absent,
+    "guided_decoding_backend": _absent,
+    "best_of": _is(1),
+    "use_beam_search": _absent,
+    "length_penalty": _is(1, 1.0),
+    "suffix": _absent,
+    "prompt_logprobs": _absent,
+    "prompt_embeds": _absent,
+    "truncate_prompt_tokens": _absent,
+    "logits_processors": _absent,
+    "allowed_token_ids": _absent,
+    "bad_words": _absent,
+    "chat_template": _absent,
+    "documents": _absent,
+    "web_search_options": _absent,
+    "spaces_between_special_tokens": lambda value: value is None or value is True,
+    "priority": _is(0),
+    "kv_transfer_params": _absent,
+    "return_token_ids": _absent,
+    "mm_processor_kwargs": _absent,
+}
+"""Fields that would change the answer. Any other unknown field (``user``, ``store``,
+``metadata``, ...) changes nothing and is accepted, as vLLM does."""
+
+
+def refuse_unsupported(extra: Mapping[str, Any]) -> None:
+    """Raise InvalidRequest for the first field that asks for something we do not do."""
+    for name, value in extra.items():
+        asks_nothing = _REFUSED.get(name)
+        if asks_nothing is not None and not asks_nothing(value):
+            raise InvalidRequest(f"`{name}` is not supported by this server.", name)

@@ -1,0 +1,165 @@
+"""The bytes of answers: SSE chunks cut from prepared halves, and whole response objects.
+
+A streamed token costs one JSON string and one concatenation: everything else of its chunk is
+the same for the whole stream and is encoded once per choice.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+import msgspec
+
+from kunserve.server.choice import Choice, Delta, TokenEntry
+
+DONE = b"data: [DONE]\n\n"
+Kind: TypeAlias = Literal["completion", "chat"]
+FormatLogprobs: TypeAlias = Callable[[Sequence[TokenEntry], int], dict[str, Any]]
+"""(entries, offset of the output in the text) -> the API's ``logprobs`` object."""
+
+_encode = msgspec.json.Encoder().encode
+
+_OBJECTS = {
+    "completion": ("text_completion", "text_completion"),
+    "chat": ("chat.completion", "chat.completion.chunk"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Envelope:
+    """What every chunk and the whole answer of one HTTP request have in common."""
+
+    kind: Kind
+    response_id: str
+    created: int
+    model: str
+    format_logprobs: FormatLogprobs | None
+    prefixes: Sequence[str]
+    """Per choice: the prompt's text when it is echoed, else empty."""
+
+
+def usage_object(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
+    """The ``usage`` object."""
+    return {
+        "prompt_tokens": prompt_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        "completion_tokens": completion_tokens,
+    }
+
+
+def event(value: Any) -> bytes:
+    """One SSE event."""
+    return b"data: " + _encode(value) + b"\n\n"
+
+
+class ChoiceStream:
+    """Writes the chunks of one choice of one stream."""
+
+    __slots__ = ("_envelope", "_first", "_head", "_index", "_middle", "_plain_tail", "_tail")
+
+    def __init__(self, envelope: Envelope, index: int, with_usage: bool) -> None:
+        self._envelope = envelope
+        self._index = index
+        head = _encode(
+            {
+                "id": envelope.response_id,
+                "object": _OBJECTS[envelope.kind][1],
+                "created": envelope.created,
+                "model": envelope.model,
+            }
+        )
+        chat = envelope.kind == "chat"
+        opening = b'"delta":{"content":' if chat else b'"text":'
+        self._head = b'data: %b,"choices":[{"index":%d,%b' % (head[:-1], index, opening)
+        self._middle = b'},"logprobs":' if chat else b',"logprobs":'
+        self._tail = b'}],"usage":null}\n\n' if with_usage else b"}]}\n\n"
+        self._plain_tail = self._middle + b'null,"finish_reason":null' + self._tail
+        self._first = True
+
+    def chunk(self, choice: Choice, delta: Delta) -> bytes:
+        """The delta as SSE events; empty when there is nothing to tell yet."""
+        text = delta.text
+        opening = b""
+        if self._first:
+            self._first = False
+            opening, text = self._open(text)
+        finish = choice.finish_reason
+        if finish is None and not delta.entries:
+            if not text:
+                return opening
+            return opening + self._head + _encode(text) + self._plain_tail
+        logprobs = self._logprobs(delta.entries)
+        ending = b"null"
+        if finish is not None:
+            stop_reason = _encode(choice.stop_reason)
+            ending = b'%b,"stop_reason":%b' % (_encode(finish.value), stop_reason)
+        return b"".join(
+            (
+                opening,
+                self._head,
+                _encode(text),
+                self._middle,
+                logprobs,
+                b',"finish_reason":',
+                ending,
+                self._tail,
+            )
+        )
+
+    def _open(self, text: str) -> tuple[bytes, str]:
+        """What comes before the first text: the role, or the echoed prompt."""
+        if self._envelope.kind == "completion":
+            return b"", self._envelope.prefixes[self._index] + text
+        # The content's opening, with the role before it.
+        head = self._head.replace(b'"delta":{', b'"delta":{"role":"assistant",', 1)
+        return head + b'""' + self._plain_tail, text
+
+    def _logprobs(self, entries: Sequence[TokenEntry]) -> bytes:
+        formatter = self._envelope.format_logprobs
+        if formatter is None or not entries:
+            return b"null"
+        return _encode(formatter(entries, len(self._envelope.prefixes[self._index])))
+
+
+def usage_chunk(envelope: Envelope, usage: dict[str, int]) -> bytes:
+    """The last chunk of a stream with ``include_usage``."""
+    return event(
+        {
+            "id": envelope.response_id,
+            "object": _OBJECTS[envelope.kind][1],
+            "created": envelope.created,
+            "model": envelope.model,
+            "choices": [],
+            "usage": usage,
+        }
+    )
+
+
+def whole_answer(
+    envelope: Envelope, choices: Sequence[Choice], deltas: Sequence[Delta], usage: dict[str, int]
+) -> bytes:
+    """The body of an answer that is not streamed."""
+    bodies = []
+    for choice, delta in zip(choices, deltas, strict=True):
+        assert choice.finish_reason is not None, choice.index
+        prefix = envelope.prefixes[choice.index]
+        body: dict[str, Any] = {"index": choice.index}
+        if envelope.kind == "chat":
+            body["message"] = {"role": "assistant", "content": delta.text, "refusal": None}
+        else:
+            body["text"] = prefix + delta.text
+        formatter = envelope.format_logprobs
+        body["logprobs"] = formatter(delta.entries, len(prefix)) if formatter else None
+        body["finish_reason"] = choice.finish_reason.value
+        body["stop_reason"] = choice.stop_reason
+        bodies.append(body)
+    return _encode(
+        {
+            "id": envelope.response_id,
+            "object": _OBJECTS[envelope.kind][0],
+            "created": envelope.created,
+            "model": envelope.model,
+            "choices": bodies,
+            "usage": usage,
+        }
+    )
