@@ -149,9 +149,9 @@ class BlockTable:
     ) -> tuple[UnitCopy, ...] | None:
         """Blocks [first_block, end_block) get room for every current layer, keeping content.
 
-        Called in a restore, before the missing layers' KV is pulled from peers.
+        Called in a restore, before the missing layers' KV is pulled from peers. These blocks
+        must not be in a transfer, though others of the request may (and then it is pinned).
         """
-        assert request_id not in self._pins, f"{request_id} is pinned by a transfer"
         assert end_block <= self._num_blocks[request_id], (request_id, end_block)
         row = self._rows[request_id]
         blocks = [

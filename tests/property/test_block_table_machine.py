@@ -121,7 +121,7 @@ class BlockTableMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def relayout(self, data: st.DataObject) -> None:
-        name = self.known(data)
+        name = self.known(data, pinned=True)
         if name is None:
             return
         first, end = self.span(data, name)
@@ -144,6 +144,7 @@ class BlockTableMachine(RuleBasedStateMachine):
                 if (name, block, layer) in self.expected:
                     assert self.memory[self.unit(name, block, layer)] == (name, block, layer)
             self.write(name, block, layers)
+        self.pinned_places.pop(name, None)
 
     @rule(data=st.data())
     def pin(self, data: st.DataObject) -> None:

@@ -1,0 +1,62 @@
+"""How many KV blocks each request of a group may use. Counts only: instances place the blocks."""
+
+from kunserve.core.ids import RequestId
+
+
+class Ledger:
+    """Owner of a group's block counts.
+
+    The capacity is the minimum over the group's stages of units over layers held. It may fall
+    below what is used; then nothing grows until enough has been released.
+    """
+
+    def __init__(self, capacity_blocks: int) -> None:
+        self.capacity_blocks = capacity_blocks
+        self._used_blocks = 0
+        self._blocks: dict[RequestId, int] = {}
+
+    @property
+    def used_blocks(self) -> int:
+        """Blocks that requests may use now."""
+        return self._used_blocks
+
+    @property
+    def free_blocks(self) -> int:
+        """Blocks left to grow into; 0 when the capacity has fallen below what is used."""
+        return max(0, self.capacity_blocks - self._used_blocks)
+
+    def blocks_of(self, request_id: RequestId) -> int:
+        """The request's blocks; 0 if it is unknown."""
+        return self._blocks.get(request_id, 0)
+
+    def can_grow(self, request_id: RequestId, num_blocks: int) -> bool:
+        """Whether ``grow`` would succeed."""
+        more = num_blocks - self._blocks.get(request_id, 0)
+        return more <= 0 or self._used_blocks + more <= self.capacity_blocks
+
+    def grow(self, request_id: RequestId, num_blocks: int) -> bool:
+        """Let the request use ``num_blocks`` in total; False (nothing changed) on a shortage."""
+        more = num_blocks - self._blocks.get(request_id, 0)
+        if more > 0:
+            if self._used_blocks + more > self.capacity_blocks:
+                return False
+            self._used_blocks += more
+            self._blocks[request_id] = num_blocks
+        return True
+
+    def hold(self, request_id: RequestId, num_blocks: int) -> None:
+        """Count KV that exists already (it was handed over), whatever the capacity."""
+        assert request_id not in self._blocks and num_blocks > 0, (request_id, num_blocks)
+        self._blocks[request_id] = num_blocks
+        self._used_blocks += num_blocks
+
+    def release(self, request_id: RequestId) -> int:
+        """Free all of the request's blocks and return how many; unknown ids have none."""
+        freed = self._blocks.pop(request_id, 0)
+        self._used_blocks -= freed
+        return freed
+
+    def check(self) -> None:
+        """Assert that the total is the sum of its parts and no part is empty."""
+        assert self._used_blocks == sum(self._blocks.values()), (self._used_blocks, self._blocks)
+        assert all(count > 0 for count in self._blocks.values()), self._blocks

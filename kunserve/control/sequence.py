@@ -1,0 +1,176 @@
+"""A request's progress inside one scheduler, and the queue of those that wait."""
+
+import enum
+from bisect import bisect_left, insort
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from kunserve.core.ids import RequestId
+from kunserve.core.messages import SequenceState
+from kunserve.core.request import Request
+from kunserve.core.step import SequenceStart
+
+
+class Progress(enum.Enum):
+    """Where a sequence is."""
+
+    WAITING = "waiting"
+    """Without KV, in the queue."""
+    RUNNING = "running"
+    STALLED = "stalled"
+    """With KV that is still being exchanged: may not run."""
+    ENDED = "ended"
+
+
+QueueKey = tuple[float, int]
+"""(arrival, order of coming): a sequence's place, kept through preemptions."""
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One request's tokens and how many of them have KV.
+
+    There are no phases: a sequence with one token left to compute decodes, with more it prefills
+    (or recomputes), and a token is sampled whenever none is left.
+    """
+
+    request: Request
+    request_id: RequestId
+    key: QueueKey
+    token_ids: list[int]
+    """Prompt, then output."""
+    num_prompt: int
+    num_computed: int
+    """Tokens whose KV exists or will when the steps in flight have run."""
+    num_preemptions: int
+    state: Progress
+    max_total: int
+    """Prompt plus output at which the request ends."""
+    min_total: int
+    """Prompt plus output before which no token may end it."""
+    stop_ids: frozenset[int]
+    """Tokens that end the output."""
+    is_awaiting: bool = False
+    """A sampling chunk is in flight: the next token is not known yet."""
+    is_started: bool = False
+    """The stages have been told of it, and not told since to release it."""
+    last_step: int = -1
+    """The last step planned for it: who has waited longest decodes first."""
+
+    @property
+    def num_output(self) -> int:
+        """Output tokens so far."""
+        return len(self.token_ids) - self.num_prompt
+
+    @property
+    def num_left(self) -> int:
+        """Known tokens not computed yet."""
+        return len(self.token_ids) - self.num_computed
+
+    @property
+    def max_stored(self) -> int:
+        """Tokens of KV that the request may come to need (the last token's is never stored)."""
+        return self.max_total - 1
+
+    def start(self) -> SequenceStart:
+        """What the stages are told before the first chunk."""
+        sampling = self.request.sampling
+        history = tuple(self.token_ids) if sampling.needs_history else ()
+        return SequenceStart(self.request_id, sampling, self.num_prompt, history)
+
+    def hand_over(self, block_size: int) -> SequenceState:
+        """The sequence for another leader. No step of it may be in flight."""
+        assert not self.is_awaiting, self
+        return SequenceState(
+            request=self.request,
+            output_token_ids=tuple(self.token_ids[self.num_prompt :]),
+            num_computed=self.num_computed,
+            num_blocks=-(-self.num_computed // block_size),
+            num_preemptions=self.num_preemptions,
+        )
+
+
+def make_sequence(
+    request: Request,
+    output_token_ids: tuple[int, ...],
+    order: int,
+    eos_token_ids: frozenset[int],
+    max_model_len: int,
+) -> Sequence:
+    """A waiting sequence. Its ends are worked out once, so that the step loop only compares."""
+    sampling = request.sampling
+    num_prompt = len(request.prompt_token_ids)
+    max_total = min(num_prompt + sampling.max_tokens, max_model_len)
+    total = num_prompt + len(output_token_ids)
+    assert num_prompt > 0 and total < max_total, (request.request_id, total, max_total)
+    stop_ids = frozenset() if sampling.ignore_eos else eos_token_ids
+    if sampling.stop_token_ids:
+        stop_ids = stop_ids.union(sampling.stop_token_ids)
+    return Sequence(
+        request=request,
+        request_id=request.request_id,
+        key=(request.arrival_s, order),
+        token_ids=[*request.prompt_token_ids, *output_token_ids],
+        num_prompt=num_prompt,
+        num_computed=0,
+        num_preemptions=0,
+        state=Progress.WAITING,
+        max_total=max_total,
+        min_total=num_prompt + sampling.min_tokens,
+        stop_ids=stop_ids,
+    )
+
+
+class WaitingQueue:
+    """Sequences without KV in order of arrival, with running totals for load reports."""
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._entries: list[tuple[QueueKey, Sequence]] = []
+        self.num_tokens = 0
+        """Tokens that all waiting sequences must compute."""
+        self.num_blocks = 0
+        """Blocks that they need to hold those tokens."""
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return (seq for _, seq in self._entries)
+
+    @property
+    def head(self) -> Sequence | None:
+        """The sequence that came first."""
+        return self._entries[0][1] if self._entries else None
+
+    def add(self, seq: Sequence) -> None:
+        """Put the sequence at its place in order of arrival."""
+        insort(self._entries, (seq.key, seq))
+        self._count(seq, 1)
+
+    def remove(self, seq: Sequence) -> None:
+        """Take a sequence out, wherever it is."""
+        index = bisect_left(self._entries, seq.key, key=_key_of)
+        assert index < len(self._entries) and self._entries[index][1] is seq, seq.request_id
+        del self._entries[index]
+        self._count(seq, -1)
+
+    def check(self) -> None:
+        """Assert order, totals, and that nobody here has KV."""
+        keys = [key for key, _ in self._entries]
+        assert keys == sorted(set(keys)), keys
+        lengths = [len(seq.token_ids) for seq in self]
+        assert self.num_tokens == sum(lengths), (self.num_tokens, lengths)
+        assert self.num_blocks == sum(-(-n // self._block_size) for n in lengths)
+        for seq in self:
+            assert seq.state is Progress.WAITING and seq.num_computed == 0, seq
+            assert not seq.is_awaiting and not seq.is_started, seq
+
+    def _count(self, seq: Sequence, sign: int) -> None:
+        tokens = len(seq.token_ids)
+        self.num_tokens += sign * tokens
+        self.num_blocks += sign * -(-tokens // self._block_size)
+
+
+def _key_of(entry: tuple[QueueKey, Sequence]) -> QueueKey:
+    return entry[0]

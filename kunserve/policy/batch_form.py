@@ -1,0 +1,93 @@
+"""Forming a microbatch from what could run: which sequences, and how many tokens of each."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+
+class PromptWork(NamedTuple):
+    """A sequence with more than one token to compute."""
+
+    prefix: int
+    """Tokens whose KV exists already."""
+    remaining: int
+
+
+@dataclass(frozen=True, slots=True)
+class FormationView:
+    """Everything that could run now, memory permitting."""
+
+    decodes: Sequence[int]
+    """Context length of each sequence that could decode; who has waited longest comes first."""
+    prompts: Sequence[PromptWork]
+    """Those that run already, then the admissible queue, each in order of arrival."""
+    num_decodes_in_flight: int
+    """Sequences whose next token is being computed in other microbatches."""
+    num_in_flight: int
+    """Microbatches in flight, fewer than ``num_stages``."""
+    num_stages: int
+    max_num_tokens: int
+    """Of one microbatch."""
+    max_num_seqs: int
+    """Of one microbatch."""
+
+
+class PromptShare(NamedTuple):
+    """Tokens of one prompt that a microbatch computes."""
+
+    prompt: int
+    """Index into ``FormationView.prompts``."""
+    num_tokens: int
+
+
+class Microbatch(NamedTuple):
+    """A decision: what the next step computes. Empty parts mean that nothing should run."""
+
+    decodes: Sequence[int]
+    """Indices into ``FormationView.decodes``."""
+    prompts: Sequence[PromptShare]
+
+
+class FormBatch(Protocol):
+    """A way to form microbatches."""
+
+    def __call__(self, view: FormationView) -> Microbatch:
+        """The next microbatch."""
+        ...
+
+
+def form_token_budget(view: FormationView) -> Microbatch:
+    """Chunked prefill under a token budget (Sarathi, vLLM): decodes first, then prompts in order.
+
+    In a pipeline the paper's baseline: microbatches balanced by tokens, not by time.
+    """
+    num_decodes = min(share_of_decodes(view), view.max_num_tokens, view.max_num_seqs)
+    tokens_left = view.max_num_tokens - num_decodes
+    seqs_left = view.max_num_seqs - num_decodes
+    shares: list[PromptShare] = []
+    for index, work in enumerate(view.prompts):
+        if tokens_left == 0 or seqs_left == 0:
+            break
+        num_tokens = min(work.remaining, tokens_left)
+        shares.append(PromptShare(index, num_tokens))
+        tokens_left -= num_tokens
+        seqs_left -= 1
+    return Microbatch(range(num_decodes), shares)
+
+
+def share_of_decodes(view: FormationView) -> int:
+    """How many decodes one microbatch should carry, so that every stage has some to work on.
+
+    At most the S-th part of all that decode, in flight or not, so that a drained or uneven
+    pipeline evens out; at most the part of the ready ones that leaves some for the free slots.
+    """
+    ready = len(view.decodes)
+    if view.num_stages == 1:
+        return ready
+    even = _ceil_div(ready + view.num_decodes_in_flight, view.num_stages)
+    slots = view.num_stages - view.num_in_flight
+    return min(even, _ceil_div(ready, slots))
+
+
+def _ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
