@@ -35,6 +35,7 @@ EXIT_OK, EXIT_NONE_COMPLETED, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
 _ENDPOINTS = {"openai": "/v1/completions", "openai-chat": "/v1/chat/completions"}
 
 Flags = dict[str, Any]
+Fields = tuple[tuple[str, object], ...]
 
 
 def run_command(flags: Flags) -> int:
@@ -129,8 +130,11 @@ def _run(
     _check_outputs(flags)
     workload = build_workload(recipe_of(flags))
     prompts = _prompts(flags)
+    servers, extra_body = _servers(flags), _extra_body(flags["extra_body"])
     _allow_many_sockets(len(workload))
-    target, outcome, interrupted = asyncio.run(_measured(flags, workload, prompts))
+    target, outcome, interrupted = asyncio.run(
+        _measured(flags, servers, extra_body, workload, prompts)
+    )
     run = Run(
         label=flags["label"] or flags["backend"],
         provenance=workload.provenance,
@@ -154,17 +158,20 @@ def _run(
 
 
 async def _measured(
-    flags: Flags, workload: Workload, prompts: PromptSource
+    flags: Flags,
+    servers: tuple[str, ...],
+    extra_body: Fields,
+    workload: Workload,
+    prompts: PromptSource,
 ) -> tuple[Target, Outcome, bool]:
     """Finds the servers, then measures. The first Ctrl-C ends the run and keeps its numbers."""
-    servers = _servers(flags)
     ready_s = flags["ready_check_timeout_sec"]
 
     def waiting(reason: str) -> None:
         click.echo(f"Waiting up to {ready_s:g} s: {reason}.", err=True)
 
     model = await find_model(servers, flags["model"], flags["api_key"], ready_s, waiting)
-    target = _target(flags, servers, model)
+    target = _target(flags, servers, model, extra_body)
     _announce(target, workload)
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -182,7 +189,7 @@ async def _measured(
     return target, outcome, stop.is_set()
 
 
-def _target(flags: Flags, servers: tuple[str, ...], model: str) -> Target:
+def _target(flags: Flags, servers: tuple[str, ...], model: str, extra_body: Fields) -> Target:
     metrics_urls = tuple(flags["metrics_urls"]) or tuple(f"{url}/metrics" for url in servers)
     return Target(
         servers=servers,
@@ -194,7 +201,7 @@ def _target(flags: Flags, servers: tuple[str, ...], model: str) -> Target:
             temperature=flags["temperature"],
             api_key=flags["api_key"],
             timeout_s=flags["request_timeout_sec"],
-            extra_body=_extra_body(flags["extra_body"]),
+            extra_body=extra_body,
         ),
         metrics_urls=() if metrics_urls == ("none",) else metrics_urls,
         max_concurrency=flags["max_concurrency"],
@@ -210,7 +217,7 @@ def _servers(flags: Flags) -> tuple[str, ...]:
     return tuple(url.rstrip("/").removesuffix("/v1") for url in urls)
 
 
-def _extra_body(text: str | None) -> tuple[tuple[str, object], ...]:
+def _extra_body(text: str | None) -> Fields:
     if text is None:
         return ()
     try:

@@ -230,7 +230,7 @@ def _compare_ttft(axis: Axes, runs: Sequence[Run]) -> None:
     axis.set_title(f"Mean TTFT by moment of sending ({bin_s:g} s bins)")
     axis.set_ylabel("s")
     axis.set_ylim(bottom=0)
-    _legend(axis)
+    axis.legend(loc="best", frameon=True, facecolor="white", edgecolor="none", framealpha=0.85)
 
 
 def _compare_throughput(axis: Axes, runs: Sequence[Run]) -> None:

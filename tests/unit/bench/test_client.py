@@ -1,0 +1,207 @@
+"""The client against a server that behaves, and against servers that do not."""
+
+import asyncio
+import socket
+import time
+
+import pytest
+
+from kunserve.bench.client import Call, CallSettings, stream
+from kunserve.bench.prompts import TokenIdPrompts, WordPrompts
+from kunserve.bench.records import RequestRecord
+from kunserve.bench.replay import open_session, replay
+from kunserve.bench.session import ServerUnreachable, Target, find_model, measure
+from kunserve.core.errors import ConfigError
+from kunserve.workload.workload import Lengths, Workload
+
+COMPLETIONS = CallSettings(model="fake-model", endpoint="/v1/completions", chat=False)
+CHAT = CallSettings(model="fake-model", endpoint="/v1/chat/completions", chat=True)
+
+
+def workload(count: int, gap_s: float = 0.0, output_tokens: int = 5) -> Workload:
+    return Workload(
+        tuple(number * gap_s for number in range(count)),
+        Lengths((7,) * count, (output_tokens,) * count, "test"),
+        "test",
+    )
+
+
+def run(
+    url: str | tuple[str, ...],
+    load: Workload,
+    settings: CallSettings = COMPLETIONS,
+    max_concurrency: int | None = None,
+) -> list[RequestRecord]:
+    servers = (url,) if isinstance(url, str) else url
+    prompts = WordPrompts(0) if settings.chat else TokenIdPrompts(0, 1000)
+
+    async def go() -> list[RequestRecord]:
+        async with open_session(settings.timeout_s) as session:
+            start_s = time.perf_counter()
+            return await replay(
+                session, settings, servers, load.requests(), prompts, start_s, max_concurrency
+            )
+
+    return asyncio.run(go())
+
+
+def test_a_stream_of_completions(server) -> None:
+    server.behaviour.gap_s = 0.01
+    (record,) = run(server.url, workload(1))
+    assert record.error is None and record.finish_reason == "length"
+    assert (record.input_tokens, record.output_tokens) == (7, 5)
+    assert len(record.token_times_s) == 5
+    assert list(record.token_times_s) == sorted(record.token_times_s)
+    assert record.token_times_s[-1] == record.last_token_s <= record.finish_s
+    body = server.bodies[0]
+    assert len(body["prompt"]) == 7 and max(body["prompt"]) < 1000
+    assert body["stream"] and body["stream_options"] == {"include_usage": True}
+    assert (body["max_tokens"], body["temperature"]) == (5, 0.0)
+    assert "ignore_eos" not in body
+
+
+def test_a_chat_stream_does_not_count_its_opening(server) -> None:
+    (record,) = run(server.url, workload(1), CHAT)
+    assert record.error is None and len(record.token_times_s) == 5
+    assert server.bodies[0]["messages"][0]["content"].count(" ") == 6
+
+
+def test_tokens_are_counted_by_usage_when_there_is_one(server) -> None:
+    server.behaviour.tokens_per_chunk = 3
+    (record,) = run(server.url, workload(1, output_tokens=8))
+    assert (record.output_tokens, len(record.token_times_s)) == (8, 3)
+    server.behaviour.usage = False
+    (record,) = run(server.url, workload(1, output_tokens=8))
+    assert (record.output_tokens, record.input_tokens) == (3, 7)
+
+
+def test_requests_leave_on_time_and_servers_take_turns(server, second_server) -> None:
+    server.behaviour.gap_s = 0.05
+    records = run((server.url, second_server.url), workload(6, gap_s=0.03))
+    assert [record.server for record in records] == [server.url, second_server.url] * 3
+    assert all(0 <= record.sent_s - record.planned_s < 0.1 for record in records)
+    assert max(record.sent_s for record in records) < records[0].finish_s
+
+
+def test_max_concurrency_holds_requests_back(server) -> None:
+    server.behaviour.gap_s = 0.01
+    records = run(server.url, workload(3), max_concurrency=1)
+    assert records[1].sent_s >= records[0].finish_s
+    assert records[2].sent_s >= records[1].finish_s
+
+
+@pytest.mark.parametrize(
+    ("told", "reason"),
+    [
+        ({"status": 503}, "HTTP 503: as told"),
+        ({"status": 400}, "HTTP 400: as told"),
+        ({"cut_after": 2}, "the stream was cut off"),
+        ({"error_after": 2}, "error in stream: engine died"),
+        ({"raw": b"data: {nonsense\n\n"}, "malformed stream"),
+        ({"raw": b"data: [DONE]\n\n"}, "without a token"),
+        ({"raw": b"<html>hello</html>\n"}, "not a stream"),
+        ({"raw": b""}, "not a stream"),
+        ({"raw": b'data: {"choices": [{"text": "a"}]}\n\n'}, "ended early"),
+        ({"raw": b"\x00\xff" * 70_000}, "not a stream"),
+    ],
+)
+def test_failures_have_reasons(server, told: dict[str, object], reason: str) -> None:
+    for name, value in told.items():
+        setattr(server.behaviour, name, value)
+    records = run(server.url, workload(3))
+    assert len(records) == 3
+    assert all(record.error is not None and reason in record.error for record in records)
+
+
+def test_a_cut_stream_keeps_what_arrived(server) -> None:
+    server.behaviour.cut_after = 2
+    (record,) = run(server.url, workload(1))
+    assert len(record.token_times_s) == 2 and not record.succeeded
+
+
+def test_nobody_listens() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{free.getsockname()[1]}"
+        records = run(url, workload(2))
+    assert [record.error for record in records] == ["connection refused"] * 2
+
+
+def test_a_server_that_hangs_is_timed_out(server) -> None:
+    server.behaviour.hang = True
+    settings = CallSettings(model="m", endpoint="/v1/completions", chat=False, timeout_s=0.3)
+    (record,) = run(server.url, workload(1), settings)
+    assert record.error == "timed out"
+
+
+def test_stopping_keeps_records(server) -> None:
+    server.behaviour.gap_s = 0.05
+
+    async def go() -> list[RequestRecord]:
+        stop = asyncio.Event()
+        asyncio.get_running_loop().call_later(0.3, stop.set)
+        async with open_session(60) as session:
+            return await replay(
+                session, COMPLETIONS, (server.url,),
+                workload(100, gap_s=0.04, output_tokens=4).requests(),
+                TokenIdPrompts(0), time.perf_counter(), stop=stop,
+            )  # fmt: skip
+
+    records = asyncio.run(go())
+    assert 3 < len(records) < 20
+    errors = {record.error for record in records}
+    assert errors == {None, "interrupted"}
+
+
+def test_measure_warms_up_and_samples(server) -> None:
+    server.behaviour.gap_s = 0.05
+    target = Target((server.url,), COMPLETIONS, (f"{server.url}/metrics",), num_warmups=2)
+    outcome = asyncio.run(measure(target, workload(2, output_tokens=16), TokenIdPrompts(0)))
+    assert len(outcome.records) == 2 and len(server.bodies) == 4
+    assert len({tuple(body["prompt"]) for body in server.bodies}) == 4
+    assert outcome.samples and outcome.samples[0].num_running == 3.0
+    assert outcome.num_missed_samples == 0
+    assert outcome.duration_s >= max(record.finish_s for record in outcome.records)
+
+
+def test_a_server_without_metrics_is_no_obstacle(server) -> None:
+    server.behaviour.metrics = None
+    target = Target((server.url,), COMPLETIONS, (f"{server.url}/metrics",))
+    outcome = asyncio.run(measure(target, workload(1), TokenIdPrompts(0)))
+    assert outcome.samples == () and outcome.records[0].succeeded
+
+
+def test_finding_the_model(server) -> None:
+    assert asyncio.run(find_model((server.url,), None, None, 5)) == "fake-model"
+    assert asyncio.run(find_model((server.url,), "mine", None, 5)) == "mine"
+    server.behaviour.models = []
+    with pytest.raises(ConfigError, match="--model"):
+        asyncio.run(find_model((server.url,), None, None, 5))
+    server.behaviour.api_key = "secret"
+    with pytest.raises(ServerUnreachable, match="--api-key"):
+        asyncio.run(find_model((server.url,), None, "wrong", 5))
+    assert asyncio.run(find_model((server.url,), "m", "secret", 5)) == "m"
+
+
+def test_an_absent_server_is_waited_for_once_told() -> None:
+    told: list[str] = []
+    with pytest.raises(ServerUnreachable, match="connection refused"):
+        asyncio.run(find_model(("http://127.0.0.1:9",), None, None, 0.6, told.append))
+    assert len(told) == 1
+
+
+def test_prompts_are_repeatable_and_differ() -> None:
+    source = TokenIdPrompts(3, 500)
+    assert source.prompt(1, 40) == TokenIdPrompts(3, 500).prompt(1, 40) != source.prompt(2, 40)
+    words = WordPrompts(3)
+    assert len(words.prompt(0, 25).split()) == 25
+    assert words.prompt(0, 25) != words.prompt(1, 25)
+
+
+def test_stream_survives_a_bad_url() -> None:
+    async def go() -> RequestRecord:
+        call = Call(0, "http://[bad", 0.0, 1, 1, 0.0, [])
+        async with open_session(5) as session:
+            return await stream(session, COMPLETIONS, call, b"{}", 0.0)
+
+    assert "URL" in (asyncio.run(go()).error or "")
