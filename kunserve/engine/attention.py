@@ -1,0 +1,160 @@
+"""Attention over the paged KV cache: the fused kernel, and a plain one to check it against."""
+
+import ctypes
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from kunserve.core.errors import ConfigError
+from kunserve.core.model_spec import DTYPE_BYTES, ModelSpec
+from kunserve.engine.kernels.library import CBatch, CModel, kernel
+
+MAX_HEADS_PER_KV_HEAD = 36
+TORCH_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+@dataclass(slots=True)
+class StepBatch:
+    """One microbatch as the kernels want it: C-contiguous int32 arrays, prepared once per step.
+
+    Sequence ``s`` has tokens [q_starts[s], q_starts[s + 1]); they are the last ones of its
+    context_lens[s] tokens. Block ``b`` of its KV is entry tables[rows[s], b]: layer l's K and V of
+    it are unit entry + l.
+    """
+
+    token_ids: np.ndarray
+    """[T]."""
+    positions: np.ndarray
+    """[T]; consecutive within a sequence."""
+    tables: np.ndarray
+    """[rows, max_blocks] block table entries; may be negative down to -num_layers."""
+    rows: np.ndarray
+    """[S] each sequence's row of ``tables``."""
+    q_starts: np.ndarray
+    """[S + 1]."""
+    context_lens: np.ndarray
+    """[S] tokens including this step's."""
+    sample_rows: np.ndarray
+    """[n] token indices whose logits are wanted."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens computed in this step."""
+        return len(self.positions)
+
+    def check(self) -> None:
+        """Assert that the arrays are what the kernels read."""
+        for name in ("positions", "tables", "rows", "q_starts", "context_lens"):
+            array = getattr(self, name)
+            assert array.dtype == np.int32 and array.flags.c_contiguous, (name, array.dtype)
+        assert len(self.q_starts) == len(self.rows) + 1 == len(self.context_lens) + 1
+        assert self.q_starts[0] == 0 and self.q_starts[-1] == self.num_tokens, self.q_starts
+
+    def as_c(self, rope_address: int) -> CBatch:
+        """The kernels' view; valid while this batch and the rope table live."""
+        return CBatch(
+            positions=self.positions.ctypes.data,
+            tables=self.tables.ctypes.data,
+            rows=self.rows.ctypes.data,
+            q_starts=self.q_starts.ctypes.data,
+            context_lens=self.context_lens.ctypes.data,
+            rope=rope_address,
+            num_tokens=self.num_tokens,
+            num_seqs=len(self.rows),
+            max_blocks=self.tables.shape[1],
+        )
+
+
+def c_model(spec: ModelSpec, kv_base_address: int, block_size: int) -> CModel:
+    """The kernels' view of the model, after checking that they can run it."""
+    for name, size in (("hidden_size", spec.hidden_size), ("intermediate", spec.intermediate_size)):
+        if size * DTYPE_BYTES[spec.dtype] % 16:
+            raise ConfigError(f"{name} {size} of {spec.name} does not fill whole 16 bytes")
+    if spec.head_dim % 32:
+        raise ConfigError(f"head_dim {spec.head_dim} of {spec.name} is not a multiple of 32")
+    if not 0 < spec.num_heads // spec.num_kv_heads <= MAX_HEADS_PER_KV_HEAD:
+        raise ConfigError(f"{spec.num_heads} heads over {spec.num_kv_heads} KV heads: too many")
+    return CModel(
+        unit_bytes=spec.unit_bytes(block_size),
+        hidden=spec.hidden_size,
+        heads=spec.num_heads,
+        kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        intermediate=spec.intermediate_size,
+        block_size=block_size,
+        window=spec.sliding_window or 0,
+        eps=spec.rms_eps,
+        kv=kv_base_address,
+    )
+
+
+class AttentionBackend(Protocol):
+    """Causal attention of a step's queries over the KV cache of one layer."""
+
+    def attend(self, layer: int, qkv: torch.Tensor, batch: StepBatch, out: torch.Tensor) -> None:
+        """``qkv`` [T, q + 2 kv] holds rotated queries; ``out`` is [T, q]. K and V of the step's
+        own tokens are in the cache already.
+        """
+        ...
+
+
+class FusedAttention:
+    """The C kernel: paged, any mix of decodes and prompt chunks, bit-identical per query."""
+
+    def __init__(self, spec: ModelSpec, kv_base_address: int, block_size: int) -> None:
+        self._model = c_model(spec, kv_base_address, block_size)
+        self._kernel = kernel("kun_attention", TORCH_DTYPES[spec.dtype])
+
+    def attend(self, layer: int, qkv: torch.Tensor, batch: StepBatch, out: torch.Tensor) -> None:
+        """See ``AttentionBackend``."""
+        self._kernel(self._model, batch.as_c(0), qkv.data_ptr(), out.data_ptr(), layer)
+
+
+class ReferenceAttention:
+    """Gather, then plain float32 torch: slow, and what the fused kernel is tested against."""
+
+    def __init__(self, spec: ModelSpec, kv_base_address: int, block_size: int) -> None:
+        self._spec = spec
+        self._base = kv_base_address
+        self._block_size = block_size
+
+    def attend(self, layer: int, qkv: torch.Tensor, batch: StepBatch, out: torch.Tensor) -> None:
+        """See ``AttentionBackend``."""
+        spec = self._spec
+        group = spec.num_heads // spec.num_kv_heads
+        for s, row in enumerate(batch.rows):
+            start, end = int(batch.q_starts[s]), int(batch.q_starts[s + 1])
+            context = int(batch.context_lens[s])
+            if start == end:
+                continue
+            k, v = self._gather(layer, batch.tables[row], context)
+            q = qkv[start:end, : spec.q_size].float().view(end - start, spec.num_heads, -1)
+            k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
+            scores = torch.einsum("qhd,khd->hqk", q, k) * spec.head_dim**-0.5
+            q_at = torch.arange(context - (end - start), context)[:, None]
+            k_at = torch.arange(context)[None, :]
+            hidden = k_at > q_at
+            if spec.sliding_window is not None:
+                hidden |= k_at <= q_at - spec.sliding_window
+            weights = scores.masked_fill(hidden, float("-inf")).softmax(dim=-1)
+            mixed = torch.einsum("hqk,khd->qhd", weights, v)
+            out[start:end] = mixed.reshape(end - start, -1).to(out.dtype)
+
+    def _gather(
+        self, layer: int, entries: np.ndarray, context: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V [context, kv_heads, head_dim] in float32."""
+        num_blocks = -(-context // self._block_size)
+        units = torch.stack([self._unit(int(entry) + layer) for entry in entries[:num_blocks]])
+        both = units.permute(1, 0, 3, 2, 4).flatten(1, 2)[:, :context].float()
+        return both[0], both[1]
+
+    def _unit(self, unit: int) -> torch.Tensor:
+        """A view of one unit: [2, kv_heads, block_size, head_dim]."""
+        spec = self._spec
+        size = spec.unit_bytes(self._block_size)
+        raw = (ctypes.c_uint8 * size).from_address(self._base + unit * size)
+        flat = torch.frombuffer(raw, dtype=TORCH_DTYPES[spec.dtype])
+        return flat.view(2, spec.num_kv_heads, self._block_size, spec.head_dim)

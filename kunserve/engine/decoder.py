@@ -1,0 +1,216 @@
+"""The decoder layers of Llama, SmolLM2, Qwen2, Qwen3 and Mistral: one definition, any layer range.
+
+Weights and KV memory belong to the arena: only their addresses are kept here, and the memory of
+layers that a stage does not hold is never touched.
+"""
+
+import ctypes
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from kunserve.core.errors import ConfigError
+from kunserve.core.layout import LayerRange
+from kunserve.core.model_spec import ModelSpec
+from kunserve.engine.attention import (
+    TORCH_DTYPES,
+    AttentionBackend,
+    ReferenceAttention,
+    StepBatch,
+    c_model,
+)
+from kunserve.engine.kernels.library import (
+    LAYER_FIELDS,
+    CBatch,
+    CBuffers,
+    CLayer,
+    kernel,
+    set_num_threads,
+)
+from kunserve.engine.kernels.ops import Finish, argmax, linear, rms_norm
+from kunserve.engine.kernels.rope import RopeTable
+
+__all__ = ["Decoder", "LayerWeights", "ModelWeights", "StepBatch"]
+
+
+@dataclass(slots=True)
+class LayerWeights:
+    """One layer's tensors, contiguous views in the model's dtype."""
+
+    input_norm: torch.Tensor
+    """[hidden]."""
+    qkv: torch.Tensor
+    """[q + 2 kv, hidden], rows of q, then k, then v."""
+    o: torch.Tensor
+    """[hidden, q]."""
+    post_norm: torch.Tensor
+    """[hidden]."""
+    gate_up: torch.Tensor
+    """[2 * intermediate, hidden], rows of gate, then up."""
+    down: torch.Tensor
+    """[hidden, intermediate]."""
+    qkv_bias: torch.Tensor | None = None
+    q_norm: torch.Tensor | None = None
+    """[head_dim] (Qwen3)."""
+    k_norm: torch.Tensor | None = None
+    o_bias: torch.Tensor | None = None
+    gate_up_bias: torch.Tensor | None = None
+    down_bias: torch.Tensor | None = None
+
+
+@dataclass(slots=True)
+class ModelWeights:
+    """All tensors of a model."""
+
+    embedding: torch.Tensor
+    """[vocab, hidden]."""
+    layers: list[LayerWeights]
+    final_norm: torch.Tensor
+    """[hidden]."""
+    head: torch.Tensor
+    """[vocab, hidden]; the embedding itself when tied."""
+
+
+class _Scratch:
+    """Activations of a step, grown to the largest step so far and reused."""
+
+    def __init__(self, spec: ModelSpec, dtype: torch.dtype) -> None:
+        self._widths = {
+            "normed": spec.hidden_size,
+            "qkv": spec.qkv_size,
+            "mixed": spec.q_size,
+            "gated": spec.intermediate_size,
+        }
+        self._dtype = dtype
+        self._tensors: dict[str, torch.Tensor] = {}
+        self._capacity = 0
+
+    def __call__(self, name: str, num_tokens: int) -> torch.Tensor:
+        """Activation ``name`` for ``num_tokens`` tokens: [num_tokens, width]."""
+        if num_tokens > self._capacity:
+            self._capacity = num_tokens
+            self._tensors = {
+                key: torch.empty(num_tokens, width, dtype=self._dtype)
+                for key, width in self._widths.items()
+            }
+        return self._tensors[name][:num_tokens]
+
+    def as_c(self, hidden: torch.Tensor) -> CBuffers:
+        """The kernels' view, with ``hidden`` as the residual stream."""
+        buffers = CBuffers(hidden=hidden.data_ptr())
+        for name in self._widths:
+            setattr(buffers, name, self(name, hidden.shape[0]).data_ptr())
+        return buffers
+
+
+class Decoder:
+    """Runs steps over the layers of a stage. One step at a time; not thread-safe.
+
+    ``kv_base_address`` is where unit 0 lies. ``attention`` is "fused" (the whole stage is one C
+    call) or "reference" (plain torch attention between single kernels, for checking).
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        weights: ModelWeights,
+        kv_base_address: int,
+        block_size: int,
+        num_threads: int,
+        attention: str = "fused",
+    ) -> None:
+        if attention not in ("fused", "reference"):
+            raise ConfigError(f"attention must be 'fused' or 'reference', not {attention!r}")
+        self._spec = spec
+        self._weights = weights
+        self._dtype = TORCH_DTYPES[spec.dtype]
+        self._model = c_model(spec, kv_base_address, block_size)
+        self._layers = (CLayer * spec.num_layers)(*map(_as_c, weights.layers))
+        self._range = LayerRange(0, spec.num_layers)
+        self._rope = RopeTable(spec)
+        self._scratch = _Scratch(spec, self._dtype)
+        self._logits = torch.empty(0, spec.vocab_size)
+        self._backend: AttentionBackend | None = None
+        if attention == "reference":
+            self._backend = ReferenceAttention(spec, kv_base_address, block_size)
+        self._stage = kernel("kun_stage", self._dtype)
+        self._place = kernel("kun_place", self._dtype)
+        set_num_threads(num_threads)
+
+    def set_layers(self, layers: LayerRange) -> None:
+        """The layers that ``forward`` computes from now on; all of them at first."""
+        assert LayerRange(0, self._spec.num_layers).covers(layers), layers
+        self._range = layers
+
+    def embed(self, batch: StepBatch) -> torch.Tensor:
+        """The tokens' embeddings, [T, hidden], newly allocated."""
+        return self._weights.embedding.index_select(0, torch.from_numpy(batch.token_ids))
+
+    def forward(self, batch: StepBatch, hidden: torch.Tensor) -> torch.Tensor:
+        """The stage's layers over ``hidden`` [T, hidden], in place; returns it.
+
+        Writes the tokens' K and V into the cache.
+        """
+        batch.check()
+        shape = (batch.num_tokens, self._spec.hidden_size)
+        assert hidden.shape == shape and hidden.dtype == self._dtype, (hidden.shape, hidden.dtype)
+        assert hidden.is_contiguous()
+        if batch.num_tokens == 0:
+            return hidden
+        c_batch = batch.as_c(self._rope.address(int(batch.positions.max()) + 1))
+        buffers = self._scratch.as_c(hidden)
+        if self._backend is None:
+            first, end = self._range
+            self._stage(self._model, self._layers, c_batch, buffers, first, end)
+        else:
+            for layer in range(*self._range):
+                self._run_layer(layer, batch, c_batch, buffers, hidden)
+        return hidden
+
+    def logits(self, batch: StepBatch, hidden: torch.Tensor) -> torch.Tensor:
+        """Float32 logits [n, vocab] of ``batch.sample_rows``. Overwritten by the next call."""
+        rows = hidden.index_select(0, torch.from_numpy(batch.sample_rows))
+        rms_norm(rows, self._weights.final_norm, self._spec.rms_eps, out=rows)
+        if rows.shape[0] > self._logits.shape[0]:
+            self._logits = torch.empty(rows.shape[0], self._spec.vocab_size)
+        out = self._logits[: rows.shape[0]]
+        return linear(rows, self._weights.head, out=out, finish=Finish.FLOAT)
+
+    def greedy(self, batch: StepBatch, hidden: torch.Tensor) -> np.ndarray:
+        """The most likely token of each of ``batch.sample_rows``, int32 [n]; the lowest id wins."""
+        return argmax(self.logits(batch, hidden))
+
+    def _run_layer(
+        self,
+        layer: int,
+        batch: StepBatch,
+        c_batch: CBatch,
+        buffers: CBuffers,
+        hidden: torch.Tensor,
+    ) -> None:
+        """What the C stage does, an operation at a time, around the backend's attention."""
+        weights, count, eps = self._weights.layers[layer], batch.num_tokens, self._spec.rms_eps
+        assert self._backend is not None
+        normed, qkv, mixed, gated = (
+            self._scratch(name, count) for name in ("normed", "qkv", "mixed", "gated")
+        )
+        rms_norm(hidden, weights.input_norm, eps, out=normed)
+        linear(normed, weights.qkv, weights.qkv_bias, out=qkv)
+        self._place(self._model, self._layers[layer], c_batch, buffers, layer)
+        self._backend.attend(layer, qkv, batch, mixed)
+        linear(mixed, weights.o, weights.o_bias, hidden, Finish.RESIDUAL)
+        rms_norm(hidden, weights.post_norm, eps, out=normed)
+        linear(normed, weights.gate_up, weights.gate_up_bias, gated, Finish.SWIGLU)
+        linear(gated, weights.down, weights.down_bias, hidden, Finish.RESIDUAL)
+
+
+def _as_c(layer: LayerWeights) -> CLayer:
+    """The addresses of a layer's tensors."""
+    pointers = CLayer()
+    for name in LAYER_FIELDS:
+        tensor = getattr(layer, name)
+        if tensor is not None:
+            assert tensor.is_contiguous(), (name, tensor.shape, ctypes.sizeof(ctypes.c_void_p))
+            setattr(pointers, name, tensor.data_ptr())
+    return pointers

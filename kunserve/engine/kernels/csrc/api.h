@@ -1,0 +1,47 @@
+/* The structs that Python fills (kernels/library.py mirrors them field by field). */
+#ifndef KUN_API_H
+#define KUN_API_H
+
+#include <stdint.h>
+
+/* One layer's weights; a pointer is NULL where the model has no such tensor. */
+typedef struct {
+  const void *input_norm, *qkv, *qkv_bias, *q_norm, *k_norm, *o, *o_bias;
+  const void *post_norm, *gate_up, *gate_up_bias, *down, *down_bias;
+} kun_layer;
+
+typedef struct {
+  int64_t unit_bytes;
+  int32_t hidden, heads, kv_heads, head_dim, intermediate;
+  int32_t block_size;
+  int32_t window; /* attention window in tokens, 0 if unlimited */
+  float eps;
+  char *kv; /* unit 0 of layer 0 */
+} kun_model;
+
+/* One step. Sequence s has tokens [q_starts[s], q_starts[s + 1]), the last of its
+ * context_lens[s] tokens; its block table is row rows[s] of `tables`. */
+typedef struct {
+  const int32_t *positions, *tables, *rows, *q_starts, *context_lens;
+  const float *rope; /* [position][cos | sin][head_dim / 2] */
+  int32_t num_tokens, num_seqs, max_blocks;
+} kun_batch;
+
+/* Activations, in the model's dtype, [num_tokens][...]. */
+typedef struct {
+  void *hidden; /* [hidden] in and out: the residual stream */
+  void *normed; /* [hidden] */
+  void *qkv;    /* [(heads + 2 * kv_heads) * head_dim] */
+  void *mixed;  /* [heads * head_dim] attention output */
+  void *gated;  /* [intermediate] */
+} kun_buffers;
+
+/* How `kun_linear` finishes an output. */
+enum {
+  KUN_STORE = 0,    /* y = x w^T + bias */
+  KUN_RESIDUAL = 1, /* y = y + (x w^T + bias) */
+  KUN_SWIGLU = 2,   /* w is [gate | up]: y = silu(x gate^T) * (x up^T), n columns each */
+  KUN_FLOAT = 3     /* y in float32, unrounded */
+};
+
+#endif

@@ -1,0 +1,8 @@
+/* Every kernel for bfloat16. */
+#define KUN_BF16
+#include "typed.h"
+#include "tile.h"
+#include "linear.h"
+#include "rows.h"
+#include "attention.h"
+#include "stage.h"

@@ -1,0 +1,7 @@
+/* Every kernel for float32. */
+#include "typed.h"
+#include "tile.h"
+#include "linear.h"
+#include "rows.h"
+#include "attention.h"
+#include "stage.h"

@@ -1,0 +1,114 @@
+/* y = x w^T with w in its plain [n][k] layout. Needs typed.h and tile.h. */
+
+typedef struct {
+  const elem *x; /* [m][k] */
+  const elem *w; /* [n][k], or [2 n][k] for KUN_SWIGLU */
+  const elem *bias;
+  void *y; /* [m][n] */
+  long m, n, k;
+  int kind;
+} linear_job;
+
+#define X_BLOCK_BYTES (384 * 1024) /* rows of x that stay in the L2 cache while panels pass */
+
+/* Columns of y that one panel yields: a SwiGLU panel is 8 gate rows over 8 up rows. */
+INLINE long panel_columns(const linear_job *job) { return job->kind == KUN_SWIGLU ? 8 : PANEL; }
+
+INLINE void panel_rows(const char **rows, const linear_job *job, long column) {
+  long row_bytes = job->k * (long)sizeof(elem), columns = panel_columns(job);
+  for (int r = 0; r < PANEL; r++) {
+    long at = column + r % columns;
+    if (at > job->n - 1) at = job->n - 1;
+    rows[r] = (const char *)job->w + (at + (r / columns) * job->n) * row_bytes;
+  }
+}
+
+INLINE vf panel_bias(const linear_job *job, long column) {
+  vf bias = {};
+  if (job->bias == NULL) return bias;
+  long left = job->n - column;
+  if (job->kind != KUN_SWIGLU) return load_some(job->bias + column, (int)left);
+  int count = left < 8 ? (int)left : 8;
+  vf gate = load_part(job->bias + column, count);
+  vf up = load_part(job->bias + job->n + column, count);
+  return choose((vi){-1, -1, -1, -1, -1, -1, -1, -1}, gate, fold(up, 8));
+}
+
+/* Round, activate and store the rows of one tile. */
+INLINE void finish(const linear_job *job, const vf *tile_out, vf bias, long row, int rows,
+                   long column) {
+  int left = job->n - column < PANEL ? (int)(job->n - column) : PANEL;
+  for (int i = 0; i < rows; i++) {
+    vf v = tile_out[i];
+    if (job->bias != NULL) v += bias;
+    long at = (row + i) * job->n + column;
+    elem *y = (elem *)job->y + at;
+    switch (job->kind) {
+      case KUN_STORE: store_some(y, v, left); break;
+      case KUN_RESIDUAL: store_some(y, load_some(y, left) + rounded(v), left); break;
+      case KUN_SWIGLU: {
+        v = rounded(v);
+        vf gated = rounded(silu_vf(v)) * fold(v, 8);
+        store_part(y, gated, left < 8 ? left : 8);
+        break;
+      }
+      default:
+        if (left < PANEL) store_part_f32((float *)job->y + at, v, left);
+        else store_f32((float *)job->y + at, v);
+    }
+  }
+}
+
+/* One panel of columns for rows [first, end) of x; `ahead` is memory that is needed next. */
+static void panel_pass(const linear_job *job, char *packed, long column, long first, long end,
+                       const char *ahead) {
+  const char *rows[PANEL];
+  vf out[TILE_ROWS > DIRECT_ROWS ? TILE_ROWS : DIRECT_ROWS];
+  long row_bytes = job->k * (long)sizeof(elem), count = end - first;
+  long tiles = (count + TILE_ROWS - 1) / TILE_ROWS;
+  vf bias = panel_bias(job, column);
+  panel_rows(rows, job, column);
+  if (count <= DIRECT_ROWS) {
+    direct((int)count, out, rows, (const char *)(job->x + first * job->k), row_bytes, row_bytes,
+           ahead);
+    finish(job, out, bias, first, (int)count, column);
+    return;
+  }
+  /* The fetching is spread over packing and the first tiles, so that memory never rests. */
+  ahead = pack_panel(packed, rows, row_bytes, ahead, tiles < 4 ? 16 - 4 * (int)tiles : 0);
+  for (long t = 0; t < tiles; t++) {
+    long row = first + count * t / tiles;
+    int height = (int)(first + count * (t + 1) / tiles - row);
+    tile(height, out, packed, (const char *)(job->x + row * job->k), row_bytes, row_bytes / 16,
+         t < 4 ? ahead + t * row_bytes * 4 : NULL);
+    finish(job, out, bias, row, height, column);
+  }
+}
+
+/* Run inside a pool job; the caller puts a barrier before and after. */
+static void linear_part(const linear_job *job, int thread) {
+  long row_bytes = job->k * (long)sizeof(elem), columns = panel_columns(job);
+  long panels = (job->n + columns - 1) / columns;
+  long row_blocks = (job->m * row_bytes + X_BLOCK_BYTES - 1) / X_BLOCK_BYTES;
+  long chunk = panels / (kun_threads() * 6) + 1;
+  long chunks = (panels + chunk - 1) / chunk;
+  char *packed = pool_scratch(thread, (size_t)(row_bytes * PANEL));
+  for (long piece = pool_take(); piece < chunks * row_blocks; piece = pool_take()) {
+    long block = piece / chunks, from = piece % chunks * chunk;
+    long to = from + chunk < panels ? from + chunk : panels;
+    for (long panel = from; panel < to; panel++) {
+      const char *next = (const char *)job->w + (panel + 1) * columns * row_bytes;
+      panel_pass(job, packed, panel * columns, job->m * block / row_blocks,
+                 job->m * (block + 1) / row_blocks, next);
+    }
+  }
+}
+
+static void linear_job_fn(void *arg, int thread) { linear_part(arg, thread); }
+
+/* A whole product as one call. k must be a multiple of 16 bytes' worth of elements. */
+void NAME(kun_linear)(const elem *x, const elem *w, const elem *bias, void *y, int64_t m,
+                      int64_t n, int64_t k, int32_t kind) {
+  linear_job job = {x, w, bias, y, m, n, k, kind};
+  if (m > 0) pool_run(linear_job_fn, &job);
+}

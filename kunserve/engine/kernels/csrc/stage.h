@@ -1,0 +1,91 @@
+/* A run of layers as one job: one wake-up of the workers per step, barriers between operations. */
+
+typedef struct {
+  const kun_model *model;
+  const kun_layer *layers; /* indexed by absolute layer */
+  const kun_batch *batch;
+  const kun_buffers *buffers;
+  long first, end;
+} stage_job;
+
+static void run_layer(const stage_job *stage, long layer, int thread) {
+  const kun_model *m = stage->model;
+  const kun_layer *w = &stage->layers[layer];
+  const kun_buffers *b = stage->buffers;
+  long tokens = stage->batch->num_tokens, hidden = m->hidden, dim = m->head_dim;
+  long q_size = m->heads * dim, qkv_size = q_size + 2 * m->kv_heads * dim;
+  linear_job qkv = {b->normed, w->qkv, w->qkv_bias, b->qkv, tokens, qkv_size, hidden, KUN_STORE};
+  linear_job o = {b->mixed, w->o, w->o_bias, b->hidden, tokens, hidden, q_size, KUN_RESIDUAL};
+  linear_job gate_up = {b->normed, w->gate_up, w->gate_up_bias, b->gated,
+                        tokens, m->intermediate, hidden, KUN_SWIGLU};
+  linear_job down = {b->gated, w->down, w->down_bias, b->hidden,
+                     tokens, hidden, m->intermediate, KUN_RESIDUAL};
+  attention_job attention = {m, stage->batch, b->qkv, b->mixed, layer};
+
+  norm_part(b->normed, b->hidden, w->input_norm, tokens, hidden, m->eps, thread);
+  pool_barrier();
+  linear_part(&qkv, thread);
+  pool_barrier();
+  place_part(m, w, layer, stage->batch, b->qkv, thread);
+  pool_barrier();
+  attention_part(&attention, thread);
+  pool_barrier();
+  linear_part(&o, thread);
+  pool_barrier();
+  norm_part(b->normed, b->hidden, w->post_norm, tokens, hidden, m->eps, thread);
+  pool_barrier();
+  linear_part(&gate_up, thread);
+  pool_barrier();
+  linear_part(&down, thread);
+  pool_barrier();
+}
+
+static void stage_fn(void *arg, int thread) {
+  const stage_job *stage = arg;
+  for (long layer = stage->first; layer < stage->end; layer++) run_layer(stage, layer, thread);
+}
+
+/* Layers [first, end) over the step, `buffers->hidden` in place, K and V written to the cache. */
+void NAME(kun_stage)(const kun_model *model, const kun_layer *layers, const kun_batch *batch,
+                     const kun_buffers *buffers, int64_t first, int64_t end) {
+  stage_job stage = {model, layers, batch, buffers, first, end};
+  if (batch->num_tokens > 0) pool_run(stage_fn, &stage);
+}
+
+typedef struct {
+  const elem *x, *w;
+  elem *y;
+  long rows, n;
+  float eps;
+} norm_job;
+
+static void norm_fn(void *arg, int thread) {
+  const norm_job *job = arg;
+  norm_part(job->y, job->x, job->w, job->rows, job->n, job->eps, thread);
+}
+
+void NAME(kun_rms_norm)(const elem *x, const elem *w, elem *y, int64_t rows, int64_t n, float eps) {
+  norm_job job = {x, w, y, rows, n, eps};
+  pool_run(norm_fn, &job);
+}
+
+static void place_fn(void *arg, int thread) {
+  const stage_job *stage = arg;
+  place_part(stage->model, stage->layers, stage->first, stage->batch, stage->buffers->qkv, thread);
+}
+
+/* Norm (if any) and rotate q and k of `qkv` in place; write K and V of layer `layer`. */
+void NAME(kun_place)(const kun_model *model, const kun_layer *weights, const kun_batch *batch,
+                     const kun_buffers *buffers, int64_t layer) {
+  stage_job stage = {model, weights, batch, buffers, layer, layer + 1};
+  pool_run(place_fn, &stage);
+}
+
+static void attention_fn(void *arg, int thread) { attention_part(arg, thread); }
+
+/* Attention of layer `layer` over K and V in the cache. */
+void NAME(kun_attention)(const kun_model *model, const kun_batch *batch, const elem *qkv, elem *out,
+                         int64_t layer) {
+  attention_job job = {model, batch, qkv, out, layer};
+  pool_run(attention_fn, &job);
+}

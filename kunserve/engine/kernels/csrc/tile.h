@@ -1,0 +1,149 @@
+/* The one multiply-accumulate kernel: rows of x against a packed panel of 16 rows of w.
+ *
+ * A packed panel is [step][quad q][row r][16 bytes]: step s holds bytes [16 s, 16 s + 16) of the
+ * panel's rows {q, 4 + q, 8 + q, 12 + q}. An accumulator has one lane per (row, 4-byte slot of the
+ * step), each summed over the steps in order; then the four slots are added in a fixed order. So
+ * an output is the same bits however many rows share a call. Packing is scratch, redone each call.
+ */
+#define PANEL 16
+#define STEP_BYTES (PANEL * 16)
+#define DIRECT_ROWS 4
+
+/* Rows of x that share a pass, so that the accumulators fit the registers; and `call(n)` with the
+ * number of rows a compile-time constant. */
+#ifdef __AVX512F__
+#define TILE_ROWS 6
+#define WITH_CONSTANT_ROWS(rows, call) \
+  switch (rows) {                      \
+    case 1: call(1); break;            \
+    case 2: call(2); break;            \
+    case 3: call(3); break;            \
+    case 4: call(4); break;            \
+    case 5: call(5); break;            \
+    case 6: call(6); break;            \
+  }
+#else
+#define TILE_ROWS 2
+#define WITH_CONSTANT_ROWS(rows, call) \
+  switch (rows) {                      \
+    case 1: call(1); break;            \
+    case 2: call(2); break;            \
+  }
+#endif
+
+INLINE vi load_bytes(const char *p, long count) {
+  if (count >= 64) return *(const vi_u *)p;
+  vi v = {};
+  memcpy(&v, p, (size_t)count);
+  return v;
+}
+
+/* The next `steps` (at most 4) steps of quad q, from the four rows at `a`, `b`, `c` and `d`. */
+INLINE void quad_steps(vi *step, const char *a_at, const char *b_at, const char *c_at,
+                       const char *d_at, long left) {
+  vi a = load_bytes(a_at, left), b = load_bytes(b_at, left);
+  vi c = load_bytes(c_at, left), d = load_bytes(d_at, left);
+  vi ab01 = SHUFFLE(a, b, 0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
+  vi cd01 = SHUFFLE(c, d, 0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
+  vi ab23 = SHUFFLE(a, b, 8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31);
+  vi cd23 = SHUFFLE(c, d, 8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31);
+  step[0] = SHUFFLE(ab01, cd01, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23);
+  step[1] = SHUFFLE(ab01, cd01, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+  step[2] = SHUFFLE(ab23, cd23, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23);
+  step[3] = SHUFFLE(ab23, cd23, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+}
+
+/* Pull `lines` cache lines into the L2 cache (into L1 they would push out the packed panel). */
+INLINE const char *fetch_lines(const char *ahead, int lines) {
+  UNROLL for (int i = 0; i < lines; i++) __builtin_prefetch(ahead + 64 * i, 0, 2);
+  return ahead + 64 * lines;
+}
+
+/* Pack the 16 rows of `row_bytes` (a multiple of 16) bytes that `rows` point to, while fetching
+ * `lines` lines from `ahead` on for each 16 read; returns where it stopped. */
+INLINE const char *pack_panel(char *packed, const char *const *rows, long row_bytes,
+                              const char *ahead, int lines) {
+  for (long at = 0; at < row_bytes; at += 64) {
+    long left = row_bytes - at;
+    for (int i = 0; i < lines; i += 4) ahead = fetch_lines(ahead, 4);
+    UNROLL for (int q = 0; q < 4; q++) {
+      vi step[4];
+      char *out = packed + at * PANEL + q * 64;
+      quad_steps(step, rows[q] + at, rows[4 + q] + at, rows[8 + q] + at, rows[12 + q] + at, left);
+      UNROLL for (int s = 0; s < 4; s++) {
+        if (left > s * 16) *(vi_u *)(out + s * STEP_BYTES) = step[s];
+      }
+    }
+  }
+  return ahead;
+}
+
+/* Add each accumulator's four slots: lane 4 r + q of the result is quad q's row r. */
+INLINE vf add_slots(const vf *acc) {
+  vi a = (vi)acc[0], b = (vi)acc[1], c = (vi)acc[2], d = (vi)acc[3];
+  vf ab = (vf)SHUFFLE(a, b, 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29) +
+          (vf)SHUFFLE(a, b, 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31);
+  vf cd = (vf)SHUFFLE(c, d, 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29) +
+          (vf)SHUFFLE(c, d, 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31);
+  vi e = (vi)ab, f = (vi)cd;
+  return (vf)SHUFFLE(e, f, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29) +
+         (vf)SHUFFLE(e, f, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
+}
+
+INLINE void tile_of(const int rows, vf *out, const char *packed, const char *x, long x_stride,
+                    long steps, const char *ahead) {
+  vf acc[TILE_ROWS][4];
+  UNROLL for (int i = 0; i < rows; i++) UNROLL for (int q = 0; q < 4; q++) acc[i][q] = (vf){};
+  for (long s = 0; s < steps; s++) {
+    vi w[4];
+    if (ahead != NULL) fetch_lines(ahead + s * 64, 1);
+    UNROLL for (int q = 0; q < 4; q++) w[q] = *(const vi_u *)(packed + s * STEP_BYTES + q * 64);
+    UNROLL for (int i = 0; i < rows; i++) {
+      vi row = spread_16_bytes(x + i * x_stride + s * 16);
+      UNROLL for (int q = 0; q < 4; q++) acc[i][q] = dot(acc[i][q], w[q], row);
+    }
+  }
+  UNROLL for (int i = 0; i < rows; i++) out[i] = add_slots(acc[i]);
+}
+
+/* out[i] = the 16 dot products of x's row i with the panel, for i < rows <= TILE_ROWS. Fetches one
+ * line per step from `ahead` on, unless that is NULL. */
+static void tile(int rows, vf *out, const char *packed, const char *x, long x_stride, long steps,
+                 const char *ahead) {
+#define CALL(n) tile_of(n, out, packed, x, x_stride, steps, ahead)
+  WITH_CONSTANT_ROWS(rows, CALL)
+#undef CALL
+}
+
+/* The same for a few rows of x, straight from the panel's 16 rows of w: what is read once is not
+ * worth packing. Same order of additions, same bits. */
+INLINE void direct_of(const int rows, vf *out, const char *const *w_rows, const char *x,
+                      long x_stride, long row_bytes, const char *ahead) {
+  vf acc[DIRECT_ROWS][4];
+  UNROLL for (int i = 0; i < rows; i++) UNROLL for (int q = 0; q < 4; q++) acc[i][q] = (vf){};
+  for (long at = 0; at < row_bytes; at += 64) {
+    long left = row_bytes - at;
+    ahead = fetch_lines(ahead, 16);
+    UNROLL for (int q = 0; q < 4; q++) {
+      vi step[4];
+      quad_steps(step, w_rows[q] + at, w_rows[4 + q] + at, w_rows[8 + q] + at, w_rows[12 + q] + at,
+                 left);
+      UNROLL for (int s = 0; s < 4; s++) UNROLL for (int i = 0; i < rows; i++) {
+        if (left > s * 16) {
+          acc[i][q] = dot(acc[i][q], step[s], spread_16_bytes(x + i * x_stride + at + s * 16));
+        }
+      }
+    }
+  }
+  UNROLL for (int i = 0; i < rows; i++) out[i] = add_slots(acc[i]);
+}
+
+static void direct(int rows, vf *out, const char *const *w_rows, const char *x, long x_stride,
+                   long row_bytes, const char *ahead) {
+  switch (rows) {
+    case 1: direct_of(1, out, w_rows, x, x_stride, row_bytes, ahead); break;
+    case 2: direct_of(2, out, w_rows, x, x_stride, row_bytes, ahead); break;
+    case 3: direct_of(3, out, w_rows, x, x_stride, row_bytes, ahead); break;
+    case 4: direct_of(4, out, w_rows, x, x_stride, row_bytes, ahead); break;
+  }
+}

@@ -1,0 +1,167 @@
+/* A 16-lane float vector on every machine: AVX-512 intrinsics where present, GCC vectors elsewhere.
+ * Every function here is a pure function of its lanes, so results never depend on batching. */
+#ifndef KUN_VEC_H
+#define KUN_VEC_H
+
+#include <stdint.h>
+#include <string.h>
+#ifdef __AVX512F__
+#include <immintrin.h>
+#endif
+
+#define INLINE static inline __attribute__((always_inline))
+#define UNROLL _Pragma("GCC unroll 32")
+#define LANES 16
+
+typedef float vf __attribute__((vector_size(64)));
+typedef int32_t vi __attribute__((vector_size(64)));
+typedef float vf_u __attribute__((vector_size(64), aligned(4), may_alias));
+typedef int32_t vi_u __attribute__((vector_size(64), aligned(1), may_alias));
+typedef int32_t quarter __attribute__((vector_size(16), aligned(1), may_alias));
+typedef uint16_t half_u __attribute__((vector_size(32), aligned(2), may_alias));
+
+#ifdef __clang__
+#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (vi){__VA_ARGS__})
+#endif
+
+INLINE vf splat(float x) { return x - (vf){}; }
+INLINE vf load_f32(const float *p) { return *(const vf_u *)p; }
+INLINE void store_f32(float *p, vf v) { *(vf_u *)p = v; }
+
+INLINE vf load_part_f32(const float *p, int count) {
+  vf v = {};
+  memcpy(&v, p, (size_t)count * 4);
+  return v;
+}
+INLINE void store_part_f32(float *p, vf v, int count) { memcpy(p, &v, (size_t)count * 4); }
+
+/* bfloat16 <-> float, round to nearest even. */
+INLINE vf widen(half_u h) {
+#ifdef __AVX512F__
+  return (vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)h), 16);
+#else
+  vi wide;
+  for (int i = 0; i < LANES; i++) wide[i] = (int32_t)((uint32_t)h[i] << 16);
+  return (vf)wide;
+#endif
+}
+INLINE half_u narrow(vf v) {
+#ifdef __AVX512BF16__
+  return (half_u)_mm512_cvtneps_pbh((__m512)v);
+#else
+  vi bits = (vi)v;
+  bits += 0x7fff + ((bits >> 16) & 1);
+  half_u h;
+  for (int i = 0; i < LANES; i++) h[i] = (uint16_t)((uint32_t)bits[i] >> 16);
+  return h;
+#endif
+}
+INLINE vf load_bf16(const uint16_t *p) { return widen(*(const half_u *)p); }
+INLINE void store_bf16(uint16_t *p, vf v) { *(half_u *)p = narrow(v); }
+INLINE vf load_part_bf16(const uint16_t *p, int count) {
+  half_u h = {};
+  memcpy(&h, p, (size_t)count * 2);
+  return widen(h);
+}
+INLINE void store_part_bf16(uint16_t *p, vf v, int count) {
+  half_u h = narrow(v);
+  memcpy(p, &h, (size_t)count * 2);
+}
+
+/* The 16 bytes at p in each quarter of the vector. */
+INLINE vi spread_16_bytes(const void *p) {
+#ifdef __AVX512F__
+  return (vi)_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)p));
+#else
+  quarter q = *(const quarter *)p;
+  return (vi){q[0], q[1], q[2], q[3], q[0], q[1], q[2], q[3],
+              q[0], q[1], q[2], q[3], q[0], q[1], q[2], q[3]};
+#endif
+}
+/* The 4 bytes at p in each lane. */
+INLINE vi spread_4_bytes(const void *p) {
+  int32_t x;
+  memcpy(&x, p, 4);
+  return x - (vi){};
+}
+
+/* acc + a * b, lane by lane; a bf16 lane holds two products. */
+INLINE vf dot_f32(vf acc, vi a, vi b) {
+#ifdef __AVX512F__
+  return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)acc);
+#else
+  return acc + (vf)a * (vf)b;
+#endif
+}
+INLINE vf dot_bf16(vf acc, vi a, vi b) {
+#ifdef __AVX512BF16__
+  return (vf)_mm512_dpbf16_ps((__m512)acc, (__m512bh)a, (__m512bh)b);
+#else
+  acc = dot_f32(acc, a & (int32_t)0xffff0000, b & (int32_t)0xffff0000);
+  return dot_f32(acc, a << 16, b << 16);
+#endif
+}
+
+INLINE vf max_vf(vf a, vf b) {
+#ifdef __AVX512F__
+  return (vf)_mm512_max_ps((__m512)a, (__m512)b);
+#else
+  vi greater = a > b;
+  return (vf)((greater & (vi)a) | (~greater & (vi)b));
+#endif
+}
+/* Where the mask lane is all ones, a, else b. */
+INLINE vf choose(vi mask, vf a, vf b) { return (vf)((mask & (vi)a) | (~mask & (vi)b)); }
+
+INLINE vf fold(vf v, int half) {
+  switch (half) {
+    case 8: return (vf)SHUFFLE((vi)v, (vi)v, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7);
+    case 4: return (vf)SHUFFLE((vi)v, (vi)v, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11);
+    case 2: return (vf)SHUFFLE((vi)v, (vi)v, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13);
+    default: return (vf)SHUFFLE((vi)v, (vi)v, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14);
+  }
+}
+/* Sum and maximum over the lanes, in one fixed order. */
+INLINE float sum_lanes(vf v) {
+  v += fold(v, 8);
+  v += fold(v, 4);
+  v += fold(v, 2);
+  v += fold(v, 1);
+  return v[0];
+}
+INLINE float max_lanes(vf v) {
+  v = max_vf(v, fold(v, 8));
+  v = max_vf(v, fold(v, 4));
+  v = max_vf(v, fold(v, 2));
+  v = max_vf(v, fold(v, 1));
+  return v[0];
+}
+
+/* e^x for x <= 88, within 2 ulp; below -87 the result is e^-87. exp_vf(0) is exactly 1. */
+INLINE vf exp_vf(vf x) {
+  const vf magic = splat(12582912.0f); /* 1.5 * 2^23: adding it rounds to an integer */
+  x = max_vf(x, splat(-87.0f));
+  vf shifted = (vf)dot_f32(magic, (vi)x, (vi)splat(1.44269504f));
+  vf n = shifted - magic;
+  vf r = dot_f32(x, (vi)n, (vi)splat(-0.693359375f));
+  r = dot_f32(r, (vi)n, (vi)splat(2.12194440e-4f));
+  vf p = splat(1.9875691500e-4f);
+  p = dot_f32(splat(1.3981999507e-3f), (vi)p, (vi)r);
+  p = dot_f32(splat(8.3334519073e-3f), (vi)p, (vi)r);
+  p = dot_f32(splat(4.1665795894e-2f), (vi)p, (vi)r);
+  p = dot_f32(splat(1.6666665459e-1f), (vi)p, (vi)r);
+  p = dot_f32(splat(5.0000001201e-1f), (vi)p, (vi)r);
+  p = dot_f32(r + splat(1.0f), (vi)p, (vi)(r * r));
+  return (vf)((vi)p + ((vi)shifted << 23));
+}
+
+/* x * sigmoid(x). */
+INLINE vf silu_vf(vf x) {
+  vf e = exp_vf((vf)max_vf(-x, splat(-87.0f)));
+  vf capped = choose(x < splat(-87.0f), splat(6.0760302e37f), e);
+  return x / (splat(1.0f) + capped);
+}
+
+#endif

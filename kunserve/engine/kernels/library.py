@@ -1,0 +1,120 @@
+"""The compiled kernels as Python sees them: the structs of csrc/api.h and the loaded library."""
+
+import ctypes
+import functools
+from ctypes import POINTER, c_float, c_int32, c_int64, c_void_p
+
+import torch
+
+from kunserve.core.errors import ConfigError
+from kunserve.engine.kernels.build import build
+
+SUFFIX = {torch.bfloat16: "bf16", torch.float32: "f32"}
+
+LAYER_FIELDS = (
+    "input_norm",
+    "qkv",
+    "qkv_bias",
+    "q_norm",
+    "k_norm",
+    "o",
+    "o_bias",
+    "post_norm",
+    "gate_up",
+    "gate_up_bias",
+    "down",
+    "down_bias",
+)
+
+
+class CLayer(ctypes.Structure):
+    """``kun_layer``: addresses of one layer's tensors, None where there is none."""
+
+    _fields_ = [(name, c_void_p) for name in LAYER_FIELDS]
+
+
+class CModel(ctypes.Structure):
+    """``kun_model``: shapes, and where the KV array starts."""
+
+    _fields_ = [
+        ("unit_bytes", c_int64),
+        ("hidden", c_int32),
+        ("heads", c_int32),
+        ("kv_heads", c_int32),
+        ("head_dim", c_int32),
+        ("intermediate", c_int32),
+        ("block_size", c_int32),
+        ("window", c_int32),
+        ("eps", c_float),
+        ("kv", c_void_p),
+    ]
+
+
+class CBatch(ctypes.Structure):
+    """``kun_batch``: one step's tokens and tables."""
+
+    _fields_ = [
+        ("positions", c_void_p),
+        ("tables", c_void_p),
+        ("rows", c_void_p),
+        ("q_starts", c_void_p),
+        ("context_lens", c_void_p),
+        ("rope", c_void_p),
+        ("num_tokens", c_int32),
+        ("num_seqs", c_int32),
+        ("max_blocks", c_int32),
+    ]
+
+
+class CBuffers(ctypes.Structure):
+    """``kun_buffers``: the step's activations."""
+
+    _fields_ = [(name, c_void_p) for name in ("hidden", "normed", "qkv", "mixed", "gated")]
+
+
+_TYPED = {
+    "kun_linear": (c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_int32),
+    "kun_rms_norm": (c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_float),
+    "kun_place": (POINTER(CModel), POINTER(CLayer), POINTER(CBatch), POINTER(CBuffers), c_int64),
+    "kun_attention": (POINTER(CModel), POINTER(CBatch), c_void_p, c_void_p, c_int64),
+    "kun_stage": (
+        POINTER(CModel),
+        POINTER(CLayer),
+        POINTER(CBatch),
+        POINTER(CBuffers),
+        c_int64,
+        c_int64,
+    ),
+}
+
+
+@functools.cache
+def library() -> ctypes.CDLL:
+    """The loaded kernels, compiled first if need be. Calls release the GIL."""
+    return load(str(build()))
+
+
+def load(path: str) -> ctypes.CDLL:
+    """The library at ``path`` with every signature declared."""
+    loaded = ctypes.CDLL(path)
+    for name, arguments in _TYPED.items():
+        for suffix in SUFFIX.values():
+            function = getattr(loaded, f"{name}_{suffix}")
+            function.argtypes = arguments
+            function.restype = None
+    loaded.kun_argmax.argtypes = (c_void_p, c_void_p, c_int64, c_int64)
+    loaded.kun_argmax.restype = None
+    loaded.kun_set_threads.argtypes = (c_int32,)
+    loaded.kun_set_spin.argtypes = (c_int32, c_int32)
+    return loaded
+
+
+def kernel(name: str, dtype: torch.dtype) -> "ctypes._NamedFuncPointer":
+    """The kernel ``name`` for elements of ``dtype``."""
+    return getattr(library(), f"{name}_{SUFFIX[dtype]}")
+
+
+def set_num_threads(num_threads: int) -> None:
+    """Threads per kernel call in this process, the caller's included; 1 keeps no worker alive."""
+    if not library().kun_set_threads(num_threads):
+        raise ConfigError(f"cannot run {num_threads} kernel threads")

@@ -1,0 +1,144 @@
+"""Each kernel against torch, and the bits of a row against the company it keeps."""
+
+import re
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kunserve.core.errors import ConfigError
+from kunserve.engine.kernels import build as build_module
+from kunserve.engine.kernels.build import build
+from kunserve.engine.kernels.library import set_num_threads
+from kunserve.engine.kernels.ops import Finish, argmax, linear, rms_norm
+
+DTYPES = [torch.float32, torch.bfloat16]
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
+
+
+@pytest.fixture(autouse=True)
+def two_threads():
+    set_num_threads(2)
+    yield
+    set_num_threads(1)
+
+
+def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def close(actual: torch.Tensor, wanted: torch.Tensor, dtype: torch.dtype) -> None:
+    scale = max(1.0, float(wanted.abs().max()))
+    torch.testing.assert_close(
+        actual.double() / scale, wanted.double() / scale, rtol=0, atol=TOLERANCE[dtype]
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@given(m=st.integers(1, 40), n=st.integers(1, 70), k=st.integers(1, 20), seed=st.integers(0, 99))
+def test_linear_is_torch_linear(dtype, m, n, k, seed):
+    k *= 16 // dtype.itemsize
+    x, w = random(m, k, dtype=dtype, seed=seed), random(n, k, dtype=dtype, seed=seed + 1)
+    bias, past = random(n, dtype=dtype, seed=seed + 2), random(m, n, dtype=dtype, seed=seed + 3)
+    wanted = F.linear(x.double(), w.double())
+    close(linear(x, w), wanted, dtype)
+    close(linear(x, w, bias), wanted + bias.double(), dtype)
+    close(linear(x, w, finish=Finish.FLOAT), wanted, torch.float32)
+    total = past.clone()
+    linear(x, w, bias, total, Finish.RESIDUAL)
+    close(total, past.double() + wanted + bias.double(), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@given(m=st.integers(1, 14), n=st.integers(1, 40), seed=st.integers(0, 99))
+def test_linear_swiglu(dtype, m, n, seed):
+    x, w = random(m, 32, dtype=dtype, seed=seed), random(2 * n, 32, dtype=dtype, seed=seed + 1)
+    bias = random(2 * n, dtype=dtype, seed=seed + 2)
+    both = F.linear(x.double(), w.double())
+    close(linear(x, w, finish=Finish.SWIGLU), F.silu(both[:, :n]) * both[:, n:], dtype)
+    both += bias.double()
+    wanted = F.silu(both[:, :n]) * both[:, n:]
+    close(linear(x, w, bias, finish=Finish.SWIGLU), wanted, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_swiglu_of_extreme_gates(dtype):
+    gate = torch.tensor([-1e4, -200.0, -88.0, -1.0, 0.0, 1.0, 88.0, 1e4])
+    x = torch.zeros(1, 16, dtype=dtype)
+    x[0, 0] = 1
+    w = torch.zeros(16, 16, dtype=dtype)
+    w[:8, 0], w[8:, 0] = gate.to(dtype), 1
+    out = linear(x, w, finish=Finish.SWIGLU)[0]
+    assert out.isfinite().all()
+    close(out, F.silu(gate.to(dtype).double()), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("finish", [Finish.STORE, Finish.SWIGLU, Finish.FLOAT])
+@pytest.mark.parametrize("k", [64, 104, 1536])
+def test_linear_row_does_not_depend_on_its_batch(dtype, finish, k):
+    x, w = random(600, k, dtype=dtype), random(200, k, dtype=dtype, seed=1)
+    whole = linear(x, w, finish=finish)
+    for threads in (1, 2, 3):
+        set_num_threads(threads)
+        for first, end in [(0, 1), (5, 7), (9, 12), (13, 17), (20, 25), (30, 38), (99, 131)]:
+            assert torch.equal(linear(x[first:end], w, finish=finish), whole[first:end])
+        assert torch.equal(linear(x, w, finish=finish), whole)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("n", [16, 40, 64, 576])
+def test_rms_norm(dtype, n):
+    x, w = random(7, n, dtype=dtype), random(n, dtype=dtype, seed=1)
+    wide = x.double()
+    wanted = w.double() * wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-5)
+    out = rms_norm(x, w, 1e-5)
+    close(out, wanted, dtype)
+    for row in range(7):
+        assert torch.equal(rms_norm(x[row : row + 1], w, 1e-5)[0], out[row])
+
+
+@given(rows=st.integers(1, 9), n=st.integers(1, 100), seed=st.integers(0, 99))
+def test_argmax_takes_the_lowest_of_equals(rows, n, seed):
+    logits = torch.from_numpy(np.random.default_rng(seed).integers(0, 5, (rows, n))).float()
+    assert argmax(logits).tolist() == logits.numpy().argmax(-1).tolist()
+
+
+def test_argmax_of_infinities():
+    inf = float("inf")
+    assert argmax(torch.tensor([[-inf, -inf], [-inf, -3.0], [inf, inf]])).tolist() == [0, 1, 0]
+
+
+def test_thread_counts_come_and_go():
+    x, w = random(3, 64, dtype=torch.float32), random(64, 64, dtype=torch.float32)
+    wanted = linear(x, w)
+    for threads in (1, 4, 2, 2, 8, 1):
+        set_num_threads(threads)
+        for _ in range(20):
+            assert torch.equal(linear(x, w), wanted)
+    with pytest.raises(ConfigError):
+        set_num_threads(0)
+
+
+def test_build_is_cached():
+    path = build()
+    assert path == build() and path.exists()
+    assert re.fullmatch(r"kernels-[0-9a-f]{16}\.so", path.name)
+
+
+def test_build_without_a_compiler(monkeypatch):
+    monkeypatch.setattr(build_module.shutil, "which", lambda name: None)
+    with pytest.raises(ConfigError, match="C compiler"):
+        build()
+
+
+def test_build_that_fails(monkeypatch, tmp_path):
+    (tmp_path / "broken.c").write_text("not C")
+    monkeypatch.setattr(build_module, "SOURCES", tmp_path)
+    monkeypatch.setattr(build_module, "_folders", lambda: (tmp_path / "out",))
+    with pytest.raises(ConfigError, match="could not compile"):
+        build()
+    assert list((tmp_path / "out").iterdir()) == []
