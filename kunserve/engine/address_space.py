@@ -1,0 +1,108 @@
+"""The three system calls behind the arena: reserve, map and move pages at fixed addresses."""
+
+import ctypes
+import mmap
+import os
+from collections.abc import Iterator
+from typing import NamedTuple
+
+_PROT_NONE = 0
+_PROT_READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
+_MAP_SHARED = mmap.MAP_SHARED
+_MAP_PRIVATE_NOTHING = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000  # MAP_NORESERVE
+_MAP_FIXED = 0x10
+_MAP_POPULATE = 0x8000
+_MREMAP_MAYMOVE_FIXED_DONTUNMAP = 1 | 2 | 4
+_MADV_POPULATE_WRITE = 23
+_FAILED = ctypes.c_void_p(-1).value
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = (
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_long,
+)
+_libc.mremap.restype = ctypes.c_void_p
+_libc.mremap.argtypes = (
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_size_t,
+    ctypes.c_int,
+    ctypes.c_void_p,
+)
+_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+
+def _mmap(address: int | None, num_bytes: int, prot: int, flags: int, fd: int, offset: int) -> int:
+    result: int | None = _libc.mmap(address, num_bytes, prot, flags, fd, offset)
+    if result is None or result == _FAILED:
+        code = ctypes.get_errno()
+        raise OSError(code, f"mmap of {num_bytes} bytes failed: {os.strerror(code)}")
+    return result
+
+
+def reserve(num_bytes: int) -> int:
+    """Address of ``num_bytes`` of inaccessible address space; costs no memory."""
+    return _mmap(None, num_bytes, _PROT_NONE, _MAP_PRIVATE_NOTHING, -1, 0)
+
+
+def unreserve(address: int, num_bytes: int) -> None:
+    """Give the address space back."""
+    _libc.munmap(address, num_bytes)
+
+
+def map_file(address: int, num_bytes: int, fd: int, offset: int, populate: bool) -> None:
+    """Put ``num_bytes`` of the file at ``address``, replacing whatever was mapped there."""
+    flags = _MAP_SHARED | _MAP_FIXED | (_MAP_POPULATE if populate else 0)
+    _mmap(address, num_bytes, _PROT_READ_WRITE, flags, fd, offset)
+
+
+def unmap(address: int, num_bytes: int) -> None:
+    """Make ``num_bytes`` at ``address`` inaccessible, keeping them reserved."""
+    _mmap(address, num_bytes, _PROT_NONE, _MAP_PRIVATE_NOTHING | _MAP_FIXED, -1, 0)
+
+
+def move(source: int, target: int, num_bytes: int) -> bool:
+    """Move a mapping with its page tables, so that its pages need no new faults.
+
+    The source stays reserved and becomes inaccessible. False (and nothing done) where the
+    kernel cannot do it: before Linux 5.13, or if the source is not one mapping.
+    """
+    # Without DONTUNMAP the source's addresses would be free for an instant, and another
+    # thread's allocation could land there.
+    result: int | None = _libc.mremap(
+        source, num_bytes, num_bytes, _MREMAP_MAYMOVE_FIXED_DONTUNMAP, target
+    )
+    if result is None or result == _FAILED:
+        return False
+    unmap(source, num_bytes)
+    return True
+
+
+def populate(address: int, num_bytes: int) -> bool:
+    """Fault pages in without changing them; False where that is not possible (not mapped)."""
+    return bool(_libc.madvise(address, num_bytes, _MADV_POPULATE_WRITE) == 0)
+
+
+class Mapping(NamedTuple):
+    """One line of ``/proc/self/maps`` that belongs to a file."""
+
+    address: int
+    num_bytes: int
+    offset: int
+
+
+def mappings_of(fd: int) -> Iterator[Mapping]:
+    """Where the kernel says that the file is mapped in this process."""
+    inode = os.fstat(fd).st_ino
+    with open("/proc/self/maps", encoding="utf-8") as lines:
+        for line in lines:
+            span, _, offset, _, line_inode, *name = line.split(maxsplit=5)
+            if int(line_inode) == inode and name and name[0].startswith("/memfd:"):
+                first, last = (int(part, 16) for part in span.split("-"))
+                yield Mapping(first, last - first, int(offset, 16))

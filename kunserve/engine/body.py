@@ -1,0 +1,222 @@
+"""A real instance on CPU: its memory, its weights, and the steps it runs."""
+
+import logging
+import time
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kunserve.control.body import Remap, StepOutcome, StepWork, UnitCopy
+from kunserve.core.config import InstanceConfig, ModelConfig
+from kunserve.core.errors import TooLittleMemory
+from kunserve.core.ids import InstanceId, RequestId
+from kunserve.core.layout import LayerRange
+from kunserve.core.model_spec import ModelSpec
+from kunserve.core.snapshots import InstanceSpec
+from kunserve.core.step import SampledToken
+from kunserve.engine.decoder import Decoder, StepBatch
+from kunserve.engine.memory import InstanceMemory
+from kunserve.engine.sampler import Sampler
+from kunserve.engine.step_batch import build_batch
+from kunserve.engine.weights.loader import WeightLoader, packed_weights
+from kunserve.engine.weights.readers import open_reader
+from kunserve.model.config import read_eos_ids, read_spec
+from kunserve.model.source import ModelSource, resolve_model
+
+logger = logging.getLogger(__name__)
+
+_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+@dataclass(frozen=True, slots=True)
+class StartupAccount:
+    """What an instance has once its model is loaded."""
+
+    memory_bytes: int
+    weights_bytes: int
+    """Granules that hold weights."""
+    kv_bytes: int
+    kv_units: int
+    kv_blocks: int
+    """Blocks of all layers."""
+    longest_request_tokens: int
+    """Prompt plus output of the largest request that fits, and that the model allows."""
+    load_s: float
+
+    def __str__(self) -> str:
+        """One line for the log."""
+        mib = 1 << 20
+        return (
+            f"memory {self.memory_bytes / mib:.1f} MiB: "
+            f"weights {self.weights_bytes / mib:.1f} MiB, KV {self.kv_bytes / mib:.1f} MiB in {self.kv_blocks} blocks; longest request "
+            f"{self.longest_request_tokens} tokens; loaded in {self.load_s:.2f} s"
+        )
+
+
+class CpuBody:
+    """Implements ``control.body.Body``. One step at a time, called from one thread.
+
+    ``source`` saves looking the model up again where the caller has done so.
+    """
+
+    def __init__(
+        self,
+        instance_id: InstanceId,
+        model: ModelConfig,
+        instance: InstanceConfig,
+        source: ModelSource | None = None,
+    ) -> None:
+        started = time.perf_counter()
+        # torch copies and converts the weights; every body of a process has the same setting.
+        torch.set_num_threads(instance.num_threads)
+        source = source or resolve_model(model.model, model.load_format)
+        self.model = read_spec(source, model.dtype)
+        reader = open_reader(source, self.model, model.seed)
+        self.memory = InstanceMemory(instance_id, self.model, instance)
+        try:
+            _check_length(self.model, self.memory.spec, model.max_model_len)
+            layout = self.memory.layout
+            weights = packed_weights(layout, self.model, self.memory.weights.bytes_view())
+            self._loader = WeightLoader(reader, layout, self.model, weights)
+            self._loader.check()
+            self._loader.load_ends()
+            self._loader.load_layers(self.memory.held)
+            self._decoder = Decoder(
+                self.model,
+                weights,
+                self.memory.kv_base_address,
+                instance.block_size,
+                instance.num_threads,
+                instance.attention,
+            )
+        except BaseException:
+            self.memory.close()
+            raise
+        self._sampler = Sampler(read_eos_ids(source), self.model.vocab_size)
+        self._prompt_tokens: dict[RequestId, int] = {}
+        self.account = _account(self.memory, self.model, time.perf_counter() - started)
+        logger.info("instance=%d %s", instance_id, self.account)
+
+    @property
+    def spec(self) -> InstanceSpec:
+        """What the instance is made of."""
+        return self.memory.spec
+
+    def execute(self, work: StepWork, hidden: torch.Tensor | None) -> StepOutcome:
+        """Run the stage's layers over the microbatch; ``hidden`` [T, hidden] is overwritten."""
+        assert self.memory.held.covers(work.layers), (self.memory.held, work.layers)
+        assert (hidden is None) == work.is_first, work.is_first
+        batch = build_batch(work)
+        self._decoder.set_layers(work.layers)
+        if hidden is None:
+            hidden = self._decoder.embed(batch)
+        hidden = self._decoder.forward(batch, hidden)
+        if not work.is_last:
+            return StepOutcome(hidden, ())
+        return StepOutcome(None, self._sample(work, batch, hidden))
+
+    def _sample(
+        self, work: StepWork, batch: StepBatch, hidden: torch.Tensor
+    ) -> tuple[SampledToken, ...]:
+        for start in work.plan.started:
+            self._sampler.start(start)
+            self._prompt_tokens[start.request_id] = start.num_prompt_tokens
+        sampling = [chunk for chunk in work.plan.chunks if chunk.samples]
+        if not sampling:
+            return ()
+        positions = [
+            chunk.start + chunk.num_tokens - self._prompt_tokens[chunk.request_id]
+            for chunk in sampling
+        ]
+        logits = self._decoder.logits(batch, hidden)
+        return self._sampler.sample(logits, [chunk.request_id for chunk in sampling], positions)
+
+    def forget(self, request_id: RequestId) -> None:
+        """Drop what sampling keeps of a request; unknown ones are no mistake."""
+        self._sampler.forget(request_id)
+        self._prompt_tokens.pop(request_id, None)
+
+    def copy_units(self, copies: tuple[UnitCopy, ...]) -> None:
+        """Copy in order; a later copy may read what an earlier one wrote."""
+        self.memory.copy_units(copies)
+
+    def drop_layers(self, keep: LayerRange) -> Remap:
+        """Turn the memory of every held layer outside ``keep`` into KV units at the tail."""
+        return self.memory.drop(keep)
+
+    def reclaim_layers(self, layers: LayerRange) -> Remap:
+        """Turn KV units at the tail into memory for ``layers``, its content undefined.
+
+        ``layers`` are the missing ones, or all to be held; what is held keeps its content.
+        """
+        return self.memory.reclaim(layers)
+
+    def load_layers(self, layers: LayerRange) -> None:
+        """Fill mapped layers from disk."""
+        assert self.memory.held.covers(layers), (self.memory.held, layers)
+        self._loader.load_layers(layers)
+
+    def unit_view(self, unit: int, num_units: int) -> npt.NDArray[np.uint8]:
+        """Bytes of consecutive KV units, for a mover to read or fill."""
+        return self.memory.unit_view(unit, num_units)
+
+    def layer_view(self, layer: int) -> npt.NDArray[np.uint8]:
+        """Bytes of a held layer's weights, for a mover to read or fill."""
+        return self.memory.layer_view(layer)
+
+    def hidden_to_bytes(self, hidden: torch.Tensor) -> memoryview:
+        """The activations' bytes for the wire, no copy. Keep ``hidden`` unchanged until sent."""
+        assert hidden.is_contiguous()
+        return hidden.view(torch.uint8).numpy().data.cast("B")
+
+    def hidden_from_bytes(self, data: bytes | bytearray | memoryview) -> torch.Tensor:
+        """Activations [T, hidden] from the wire: no copy if ``data`` is writable.
+
+        ``execute`` overwrites them.
+        """
+        view = memoryview(data)
+        flat = torch.frombuffer(
+            bytearray(view) if view.readonly else view, dtype=_DTYPES[self.model.dtype]
+        )
+        return flat.view(-1, self.model.hidden_size)
+
+    def check(self) -> None:
+        """Assert that no memory is lost or used twice."""
+        self.memory.check(ask_kernel=True)
+
+    def close(self) -> None:
+        """Release the memory. The body must not be used any more."""
+        self.memory.close()
+
+
+def _account(memory: InstanceMemory, model: ModelSpec, load_s: float) -> StartupAccount:
+    spec = memory.spec
+    blocks = spec.blocks_when_holding(spec.num_layers)
+    return StartupAccount(
+        memory_bytes=spec.memory_bytes,
+        weights_bytes=memory.layout.num_bytes,
+        kv_bytes=spec.kv_units * spec.unit_bytes,
+        kv_units=spec.kv_units,
+        kv_blocks=blocks,
+        longest_request_tokens=min(model.max_position, blocks * spec.block_size),
+        load_s=load_s,
+    )
+
+
+def _check_length(model: ModelSpec, spec: InstanceSpec, max_model_len: int | None) -> None:
+    """Refuse a promised length that one instance's undropped KV memory cannot hold."""
+    if max_model_len is None:
+        return
+    fits = spec.blocks_when_holding(spec.num_layers) * spec.block_size
+    if max_model_len <= fits:
+        return
+    blocks = -(-max_model_len // spec.block_size)
+    needed = blocks * model.num_layers * spec.unit_bytes
+    raise TooLittleMemory(
+        f"a request of {max_model_len} tokens (--max-model-len) needs {needed / (1 << 20):.1f} MiB "
+        f"of KV memory; the instance has {spec.kv_units * spec.unit_bytes / (1 << 20):.1f} MiB, so "
+        f"the longest request that would fit has {fits} tokens. Give more with --instance-memory "
+        f"or lower --max-model-len"
+    )

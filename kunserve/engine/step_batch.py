@@ -1,0 +1,29 @@
+"""A step's work as the kernels want it: flat int32 arrays."""
+
+import numpy as np
+
+from kunserve.control.body import StepWork
+from kunserve.engine.decoder import StepBatch
+
+_NO_TOKENS = np.empty(0, dtype=np.int32)
+
+
+def build_batch(work: StepWork) -> StepBatch:
+    """The step's arrays; the logits wanted are those of the chunks that sample, in their order."""
+    chunks = work.plan.chunks
+    starts = np.array([chunk.start for chunk in chunks], dtype=np.int32)
+    lengths = np.array([chunk.num_tokens for chunk in chunks], dtype=np.int32)
+    q_starts = np.zeros(len(chunks) + 1, dtype=np.int32)
+    np.cumsum(lengths, out=q_starts[1:])
+    positions = np.arange(q_starts[-1], dtype=np.int32)
+    positions += np.repeat(starts - q_starts[:-1], lengths)
+    samples = np.array([chunk.samples for chunk in chunks], dtype=bool)
+    return StepBatch(
+        token_ids=_NO_TOKENS if work.token_ids is None else work.token_ids,
+        positions=positions,
+        tables=np.ascontiguousarray(work.tables, dtype=np.int32),
+        rows=np.ascontiguousarray(work.rows, dtype=np.int32),
+        q_starts=q_starts,
+        context_lens=starts + lengths,
+        sample_rows=q_starts[1:][samples] - 1,
+    )

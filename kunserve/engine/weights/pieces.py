@@ -1,0 +1,105 @@
+"""What checkpoints store of each packed tensor, and under which names.
+
+A packed tensor is one or more *pieces* stacked by rows: ``qkv`` is q, then k, then v.
+"""
+
+from typing import NamedTuple
+
+from kunserve.core.model_spec import ModelSpec
+
+PIECES_OF = {
+    "qkv": ("q", "k", "v"),
+    "qkv_bias": ("q_bias", "k_bias", "v_bias"),
+    "gate_up": ("gate", "up"),
+    "gate_up_bias": ("gate_bias", "up_bias"),
+}
+"""Fused tensors; every other one is a single piece of its own name."""
+
+HF_ENDS = {
+    "embedding": "model.embed_tokens.weight",
+    "final_norm": "model.norm.weight",
+    "head": "lm_head.weight",
+}
+HF_LAYER = {
+    "input_norm": "input_layernorm.weight",
+    "q": "self_attn.q_proj.weight",
+    "k": "self_attn.k_proj.weight",
+    "v": "self_attn.v_proj.weight",
+    "q_bias": "self_attn.q_proj.bias",
+    "k_bias": "self_attn.k_proj.bias",
+    "v_bias": "self_attn.v_proj.bias",
+    "q_norm": "self_attn.q_norm.weight",
+    "k_norm": "self_attn.k_norm.weight",
+    "o": "self_attn.o_proj.weight",
+    "o_bias": "self_attn.o_proj.bias",
+    "post_norm": "post_attention_layernorm.weight",
+    "gate": "mlp.gate_proj.weight",
+    "up": "mlp.up_proj.weight",
+    "gate_bias": "mlp.gate_proj.bias",
+    "up_bias": "mlp.up_proj.bias",
+    "down": "mlp.down_proj.weight",
+    "down_bias": "mlp.down_proj.bias",
+}
+GGUF_ENDS = {
+    "embedding": "token_embd.weight",
+    "final_norm": "output_norm.weight",
+    "head": "output.weight",
+}
+GGUF_LAYER = {
+    "input_norm": "attn_norm.weight",
+    "q": "attn_q.weight",
+    "k": "attn_k.weight",
+    "v": "attn_v.weight",
+    "q_bias": "attn_q.bias",
+    "k_bias": "attn_k.bias",
+    "v_bias": "attn_v.bias",
+    "q_norm": "attn_q_norm.weight",
+    "k_norm": "attn_k_norm.weight",
+    "o": "attn_output.weight",
+    "o_bias": "attn_output.bias",
+    "post_norm": "ffn_norm.weight",
+    "gate": "ffn_gate.weight",
+    "up": "ffn_up.weight",
+    "gate_bias": "ffn_gate.bias",
+    "up_bias": "ffn_up.bias",
+    "down": "ffn_down.weight",
+    "down_bias": "ffn_down.bias",
+}
+
+
+class Piece(NamedTuple):
+    """One stored tensor; ``layer`` is None for those outside the layers."""
+
+    layer: int | None
+    name: str
+
+    @property
+    def hf_name(self) -> str:
+        """Its name in a Hugging Face checkpoint."""
+        if self.layer is None:
+            return HF_ENDS[self.name]
+        return f"model.layers.{self.layer}.{HF_LAYER[self.name]}"
+
+    @property
+    def gguf_name(self) -> str:
+        """Its name in a GGUF file."""
+        if self.layer is None:
+            return GGUF_ENDS[self.name]
+        return f"blk.{self.layer}.{GGUF_LAYER[self.name]}"
+
+
+def rows_of(field: str, num_rows: int, spec: ModelSpec) -> list[tuple[str, int, int]]:
+    """(piece, first row, end row) of each piece of a packed tensor with ``num_rows`` rows."""
+    if field in ("qkv", "qkv_bias"):
+        sizes = [spec.q_size, spec.kv_size, spec.kv_size]
+    elif field in ("gate_up", "gate_up_bias"):
+        sizes = [spec.intermediate_size, spec.intermediate_size]
+    else:
+        sizes = [num_rows]
+    assert sum(sizes) == num_rows, (field, sizes, num_rows)
+    found = []
+    first = 0
+    for piece, size in zip(PIECES_OF.get(field, (field,)), sizes, strict=True):
+        found.append((piece, first, first + size))
+        first += size
+    return found

@@ -1,0 +1,193 @@
+"""Where weights come from: safetensors, GGUF, or nowhere (dummy)."""
+
+import zlib
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import safetensors
+import torch
+
+from kunserve.core.errors import ModelFiles, UnsupportedModel
+from kunserve.core.model_spec import ModelSpec
+from kunserve.engine.weights.pieces import Piece
+from kunserve.engine.weights.quants import dequantise, row_bytes
+from kunserve.model.config import read_json
+from kunserve.model.gguf_file import read_gguf
+from kunserve.model.source import ModelSource
+
+
+class Reader(Protocol):
+    """Gives the tensors of one checkpoint."""
+
+    def check(self, piece: Piece, shape: tuple[int, ...]) -> None:
+        """Raise ModelFiles unless the piece is there, whole and of this shape."""
+        ...
+
+    def read(self, piece: Piece, destination: torch.Tensor) -> None:
+        """Fill the contiguous destination with the piece, converting its dtype."""
+        ...
+
+
+def open_reader(source: ModelSource, spec: ModelSpec, seed: int) -> Reader:
+    """The reader for the source's format. ``seed`` makes dummy weights agree between instances."""
+    match source.weights:
+        case "safetensors":
+            return SafetensorsReader(source.path)
+        case "gguf":
+            return GgufReader(source.path, spec)
+        case "dummy":
+            return DummyReader(seed)
+
+
+class SafetensorsReader:
+    """A Hugging Face folder: one file, or shards with an index."""
+
+    _DTYPES = ("F64", "F32", "F16", "BF16")
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        index = folder / "model.safetensors.index.json"
+        if index.is_file():
+            weight_map = read_json(index).get("weight_map")
+            if not isinstance(weight_map, dict):
+                raise ModelFiles(f"{index}: 'weight_map' is missing")
+            self._file_of = {str(name): folder / str(file) for name, file in weight_map.items()}
+            paths = sorted(set(self._file_of.values()))
+            self._files = {path: _open(path) for path in paths}
+        else:
+            paths = sorted(folder.glob("*.safetensors"))
+            if not paths:
+                others = [p.name for p in folder.glob("*.bin")] + [
+                    p.name for p in folder.glob("*.pt")
+                ]
+                hint = f" (it has {', '.join(sorted(others))}: convert them)" if others else ""
+                raise ModelFiles(f"{folder}: holds no .safetensors file{hint}")
+            self._files = {path: _open(path) for path in paths}
+            self._file_of = {
+                name: path
+                for path, file in self._files.items()
+                for name in file.keys()  # noqa: SIM118
+            }
+
+    def check(self, piece: Piece, shape: tuple[int, ...]) -> None:
+        """Raise ModelFiles unless the piece is there, whole and of this shape."""
+        name = piece.hf_name
+        path = self._file_of.get(name)
+        if path is None:
+            raise ModelFiles(f"{self._folder}: tensor {name!r} is missing")
+        try:
+            stored = self._files[path].get_slice(name)
+        except safetensors.SafetensorError as error:
+            raise ModelFiles(f"{path}: tensor {name!r} is missing") from error
+        if tuple(stored.get_shape()) != shape:
+            raise ModelFiles(
+                f"{path}: tensor {name!r} has shape {tuple(stored.get_shape())}, "
+                f"config.json implies {shape}"
+            )
+        if stored.get_dtype() not in self._DTYPES:
+            raise UnsupportedModel(
+                f"{path}: tensor {name!r} has type {stored.get_dtype()}; "
+                f"supported are {', '.join(self._DTYPES)}"
+            )
+
+    def read(self, piece: Piece, destination: torch.Tensor) -> None:
+        """Fill the destination."""
+        name = piece.hf_name
+        destination.copy_(self._files[self._file_of[name]].get_tensor(name))
+
+
+def _open(path: Path) -> Any:
+    if not path.is_file():
+        raise ModelFiles(f"{path}: the file is missing")
+    try:
+        return safetensors.safe_open(path, framework="pt")
+    except (safetensors.SafetensorError, OSError) as error:
+        raise ModelFiles(f"{path}: truncated or corrupt: {error}") from error
+
+
+class GgufReader:
+    """One GGUF file of any quantisation."""
+
+    def __init__(self, path: Path, spec: ModelSpec) -> None:
+        self._file = read_gguf(path)
+        # Copy-on-write only because torch warns about arrays that cannot be written.
+        self._data = np.memmap(path, dtype=np.uint8, mode="c")
+        heads = {"q": spec.num_heads, "k": spec.num_kv_heads}
+        heads |= {f"{name}_bias": count for name, count in heads.items()}
+        # llama.cpp stores q and k of this architecture with interleaved rotary pairs.
+        is_interleaved = self._file.metadata.get("general.architecture") == "llama"
+        self._interleaved_heads = heads if is_interleaved else {}
+
+    def check(self, piece: Piece, shape: tuple[int, ...]) -> None:
+        """Raise ModelFiles unless the piece is there, whole and of this shape."""
+        path, name = self._file.path, piece.gguf_name
+        tensor = self._file.tensors.get(name)
+        if tensor is None:
+            raise ModelFiles(f"{path}: tensor {name!r} is missing")
+        if tensor.shape != shape:
+            raise ModelFiles(
+                f"{path}: tensor {name!r} has shape {tensor.shape}, its metadata implies {shape}"
+            )
+        size = row_bytes(tensor.quant_type, shape[-1])
+        if size is None:
+            raise UnsupportedModel(
+                f"{path}: tensor {name!r} has GGML type {tensor.quant_type}, which is not known"
+            )
+        if tensor.offset + self._num_bytes(piece) > self._file.num_bytes:
+            raise ModelFiles(f"{path}: truncated inside tensor {name!r}")
+
+    def read(self, piece: Piece, destination: torch.Tensor) -> None:
+        """Fill the destination."""
+        tensor = self._file.tensors[piece.gguf_name]
+        data = self._data[tensor.offset : tensor.offset + self._num_bytes(piece)]
+        raw = np.asarray(data)
+        num_heads = self._interleaved_heads.get(piece.name)
+        if num_heads is None:
+            dequantise(raw, tensor.quant_type, destination)
+            return
+        stored = torch.empty_like(destination)
+        dequantise(raw, tensor.quant_type, stored)
+        half = destination.shape[0] // num_heads // 2
+        pairs = stored.view(num_heads, half, 2, -1)
+        destination.view(num_heads, 2, half, -1).copy_(pairs.transpose(1, 2))
+
+    def _num_bytes(self, piece: Piece) -> int:
+        tensor = self._file.tensors[piece.gguf_name]
+        num_rows = tensor.shape[0] if len(tensor.shape) > 1 else 1
+        size = row_bytes(tensor.quant_type, tensor.shape[-1])
+        assert size is not None, tensor
+        return num_rows * size
+
+
+class DummyReader:
+    """Random weights, the same wherever the seed is the same, at the speed of a copy."""
+
+    _BLOCK_ELEMENTS = 1_048_573
+    """Prime, so that rows of no width repeat in step."""
+    _DEVIATION = 0.02
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        generator = torch.Generator().manual_seed(seed)
+        self._block = torch.randn(self._BLOCK_ELEMENTS, generator=generator) * self._DEVIATION
+
+    def check(self, piece: Piece, shape: tuple[int, ...]) -> None:
+        """Every piece of every shape is there."""
+
+    def read(self, piece: Piece, destination: torch.Tensor) -> None:
+        """Fill the destination."""
+        if piece.name.endswith("norm"):
+            destination.fill_(1.0)
+            return
+        if self._block.dtype != destination.dtype:
+            self._block = self._block.to(destination.dtype)
+        flat = destination.view(-1)
+        start = zlib.crc32(f"{self._seed}.{piece.layer}.{piece.name}".encode())
+        start %= self._BLOCK_ELEMENTS
+        done = 0
+        while done < flat.numel():
+            num = min(flat.numel() - done, self._BLOCK_ELEMENTS - start)
+            flat[done : done + num] = self._block[start : start + num]
+            done += num
+            start = 0

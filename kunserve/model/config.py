@@ -1,0 +1,224 @@
+"""A model's shape and its end-of-sequence tokens, from ``config.json`` or GGUF metadata."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from kunserve.core.errors import ConfigError, ModelFiles, UnsupportedModel
+from kunserve.core.model_spec import DTYPE_BYTES, ModelSpec
+from kunserve.model.gguf_config import eos_ids_from_gguf, spec_from_gguf
+from kunserve.model.gguf_file import read_gguf
+from kunserve.model.source import ModelSource
+
+_REQUIRED = object()
+
+SUPPORTED_ARCHITECTURES = (
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+)
+
+
+def read_spec(source: ModelSource, dtype: str) -> ModelSpec:
+    """The model's shape, held in ``dtype``.
+
+    Raises UnsupportedModel for what we do not implement, ModelFiles for what cannot be read.
+    """
+    if dtype not in DTYPE_BYTES:
+        raise ConfigError(f"dtype must be one of {', '.join(DTYPE_BYTES)}, not {dtype!r}")
+    if source.is_gguf:
+        return spec_from_gguf(read_gguf(source.path), source.name, dtype)
+    path = source.path / "config.json"
+    return spec_from_hf(_HfConfig(path, read_json(path)), source.name, dtype)
+
+
+def read_eos_ids(source: ModelSource) -> tuple[int, ...]:
+    """Every token that ends a reply, from the generation config and the model's config."""
+    if source.is_gguf:
+        return eos_ids_from_gguf(read_gguf(source.path))
+    found: list[int] = []
+    for file in ("generation_config.json", "config.json"):
+        path = source.path / file
+        if not path.is_file():
+            continue
+        value = read_json(path).get("eos_token_id")
+        ids = value if isinstance(value, list) else [value]
+        found += [token for token in ids if isinstance(token, int) and token not in found]
+        if found:
+            # The generation config is the later word; the model's own is only a fallback.
+            break
+    return tuple(found)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file; ModelFiles says what is wrong with it."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ModelFiles(f"{path}: cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise ModelFiles(f"{path}: not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ModelFiles(f"{path}: not a JSON object")
+    return value
+
+
+class _HfConfig:
+    """A ``config.json`` whose values are checked as they are read."""
+
+    def __init__(self, path: Path, values: dict[str, Any]) -> None:
+        self.path = path
+        self.values = values
+        # transformers 5 writes one object where older versions wrote two keys.
+        rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
+        self.rope: dict[str, Any] = rope if isinstance(rope, dict) else {}
+
+    def integer(self, key: str, default: Any = _REQUIRED) -> int:
+        """A positive integer."""
+        value = self._get(key, default)
+        if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
+            raise ModelFiles(f"{self.path}: {key!r} is {value!r}, not a positive integer")
+        return value
+
+    def number(self, key: str, default: Any = _REQUIRED) -> float:
+        """A positive number."""
+        value = self._get(key, default)
+        if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
+            raise ModelFiles(f"{self.path}: {key!r} is {value!r}, not a positive number")
+        return float(value)
+
+    def flag(self, key: str) -> bool:
+        """A boolean, false when missing."""
+        return bool(self.values.get(key, False))
+
+    def _get(self, key: str, default: Any) -> Any:
+        value = self.values.get(key)
+        if value is None:
+            if default is _REQUIRED:
+                raise ModelFiles(f"{self.path}: {key!r} is missing")
+            return default
+        return value
+
+
+def spec_from_hf(config: _HfConfig, name: str, dtype: str) -> ModelSpec:
+    """The shape that a Hugging Face configuration describes."""
+    architecture = _architecture(config)
+    _refuse_unsupported(config)
+    num_heads = config.integer("num_attention_heads")
+    num_kv_heads = config.integer("num_key_value_heads", num_heads)
+    hidden_size = config.integer("hidden_size")
+    if num_heads % num_kv_heads:
+        raise ModelFiles(
+            f"{config.path}: {num_heads} attention heads cannot share {num_kv_heads} KV heads"
+        )
+    max_position = config.integer("max_position_embeddings")
+    num_layers = config.integer("num_hidden_layers")
+    is_qwen2 = architecture == "Qwen2ForCausalLM"
+    biased = config.flag("attention_bias") and architecture != "MistralForCausalLM"
+    return ModelSpec(
+        name=name,
+        architecture=architecture,
+        num_layers=num_layers,
+        hidden_size=hidden_size,
+        intermediate_size=config.integer("intermediate_size"),
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=config.integer("head_dim", hidden_size // num_heads),
+        vocab_size=config.integer("vocab_size"),
+        max_position=max_position,
+        rope_theta=_rope_theta(config),
+        rms_eps=config.number("rms_norm_eps", 1e-6),
+        tied_embeddings=config.flag("tie_word_embeddings"),
+        attention_bias=is_qwen2 or biased,
+        output_bias=biased and not is_qwen2,
+        mlp_bias=config.flag("mlp_bias") and architecture == "LlamaForCausalLM",
+        qk_norm=architecture == "Qwen3ForCausalLM",
+        rope_scaling=_rope_scaling(config),
+        sliding_window=_sliding_window(config, architecture, num_layers, max_position),
+        dtype=dtype,
+    )
+
+
+def _architecture(config: _HfConfig) -> str:
+    names = config.values.get("architectures")
+    if not isinstance(names, list) or not names or not isinstance(names[0], str):
+        raise ModelFiles(f"{config.path}: 'architectures' is missing, so the model is unknown")
+    if names[0] not in SUPPORTED_ARCHITECTURES:
+        raise UnsupportedModel(
+            f"{config.path}: architecture {names[0]} is not supported; "
+            f"supported are {', '.join(SUPPORTED_ARCHITECTURES)}"
+        )
+    return names[0]
+
+
+def _refuse_unsupported(config: _HfConfig) -> None:
+    values = config.values
+    if values.get("quantization_config"):
+        method = values["quantization_config"].get("quant_method", "unknown")
+        raise UnsupportedModel(
+            f"{config.path}: weights quantised by {method} are not supported; use the original, "
+            "or a GGUF file"
+        )
+    activation = values.get("hidden_act", "silu")
+    if activation != "silu":
+        raise UnsupportedModel(f"{config.path}: activation {activation!r} is not supported")
+    if (
+        values.get("partial_rotary_factor", 1) != 1
+        or config.rope.get("partial_rotary_factor", 1) != 1
+    ):
+        raise UnsupportedModel(f"{config.path}: partial rotary embedding is not supported")
+
+
+def _rope_theta(config: _HfConfig) -> float:
+    theta = config.rope.get("rope_theta")
+    if isinstance(theta, int | float) and theta > 0:
+        return float(theta)
+    return config.number("rope_theta", 10000.0)
+
+
+def _rope_scaling(config: _HfConfig) -> tuple[float, float, float, int] | None:
+    kind = config.rope.get("rope_type", config.rope.get("type", "default"))
+    if kind == "default":
+        return None
+    if kind != "llama3":
+        raise UnsupportedModel(
+            f"{config.path}: rope scaling {kind!r} is not supported, only 'llama3'"
+        )
+    try:
+        return (
+            float(config.rope["factor"]),
+            float(config.rope["low_freq_factor"]),
+            float(config.rope["high_freq_factor"]),
+            int(config.rope["original_max_position_embeddings"]),
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise ModelFiles(f"{config.path}: llama3 rope scaling lacks {error}") from error
+
+
+def _sliding_window(
+    config: _HfConfig, architecture: str, num_layers: int, max_position: int
+) -> int | None:
+    """The window, where every layer has it; a mixture is not supported."""
+    values = config.values
+    if architecture == "MistralForCausalLM":
+        # A missing key means the library's default; an explicit null means none.
+        window = values.get("sliding_window", 4096)
+    elif architecture.startswith("Qwen") and config.flag("use_sliding_window"):
+        window = values.get("sliding_window", 4096)
+        kinds = values.get("layer_types")
+        first = values.get("max_window_layers", 28)
+        windowed = (
+            [kind == "sliding_attention" for kind in kinds]
+            if isinstance(kinds, list)
+            else [layer >= first for layer in range(num_layers)]
+        )
+        if not any(windowed):
+            window = None
+        elif not all(windowed) and window is not None and window < max_position:
+            raise UnsupportedModel(
+                f"{config.path}: a sliding window in only some layers is not supported"
+            )
+    else:
+        window = None
+    return window if window is not None and window < max_position else None

@@ -1,0 +1,107 @@
+"""A model's shape from GGUF metadata."""
+
+import dataclasses
+import math
+import struct
+
+from kunserve.core.errors import ModelFiles, UnsupportedModel
+from kunserve.core.model_spec import ModelSpec
+from kunserve.model.gguf_file import GgufFile
+
+GGUF_ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+"""llama.cpp writes Mistral models as ``llama``."""
+
+
+def spec_from_gguf(file: GgufFile, name: str, dtype: str) -> ModelSpec:
+    """The shape that the metadata and the tensors present describe."""
+    kind = file.get("general.architecture", str)
+    if kind not in GGUF_ARCHITECTURES:
+        raise UnsupportedModel(
+            f"{file.path}: GGUF architecture {kind!r} is not supported; "
+            f"supported are {', '.join(GGUF_ARCHITECTURES)}"
+        )
+    if file.metadata.get(f"{kind}.expert_count"):
+        raise UnsupportedModel(f"{file.path}: mixtures of experts are not supported")
+    scaling = file.metadata.get(f"{kind}.rope.scaling.type", "none")
+    if scaling != "none":
+        raise UnsupportedModel(f"{file.path}: rope scaling {scaling!r} is not supported")
+    if "token_embd.weight" not in file.tensors:
+        raise ModelFiles(f"{file.path}: tensor 'token_embd.weight' is missing")
+    num_heads = file.get(f"{kind}.attention.head_count", int)
+    hidden_size = file.get(f"{kind}.embedding_length", int)
+    head_dim = file.get(f"{kind}.attention.key_length", int, hidden_size // max(1, num_heads))
+    max_position = file.get(f"{kind}.context_length", int)
+    window = file.metadata.get(f"{kind}.attention.sliding_window") or None
+    spec = ModelSpec(
+        name=name,
+        architecture=GGUF_ARCHITECTURES[kind],
+        num_layers=file.get(f"{kind}.block_count", int),
+        hidden_size=hidden_size,
+        intermediate_size=file.get(f"{kind}.feed_forward_length", int),
+        num_heads=num_heads,
+        num_kv_heads=file.get(f"{kind}.attention.head_count_kv", int, num_heads),
+        head_dim=head_dim,
+        vocab_size=file.tensors["token_embd.weight"].shape[0],
+        max_position=max_position,
+        rope_theta=file.get(f"{kind}.rope.freq_base", float, 10000.0),
+        rms_eps=file.get(f"{kind}.attention.layer_norm_rms_epsilon", float),
+        tied_embeddings="output.weight" not in file.tensors,
+        attention_bias="blk.0.attn_q.bias" in file.tensors,
+        output_bias="blk.0.attn_output.bias" in file.tensors,
+        mlp_bias="blk.0.ffn_down.bias" in file.tensors,
+        qk_norm="blk.0.attn_q_norm.weight" in file.tensors,
+        rope_scaling=None,
+        sliding_window=window if window is not None and window < max_position else None,
+        dtype=dtype,
+    )
+    if num_heads <= 0 or spec.num_kv_heads <= 0 or num_heads % spec.num_kv_heads:
+        raise ModelFiles(f"{file.path}: {num_heads} heads cannot share {spec.num_kv_heads}")
+    return _with_rope_factors(file, spec)
+
+
+def eos_ids_from_gguf(file: GgufFile) -> tuple[int, ...]:
+    """Every token that ends a reply: end of sequence, of turn, of message."""
+    keys = ("eos_token_id", "eot_token_id", "eom_token_id")
+    values = [file.metadata.get(f"tokenizer.ggml.{key}") for key in keys]
+    return tuple(dict.fromkeys(value for value in values if isinstance(value, int)))
+
+
+def _with_rope_factors(file: GgufFile, spec: ModelSpec) -> ModelSpec:
+    """Recover Llama 3's rope scaling, which GGUF stores as one divisor per frequency."""
+    tensor = file.tensors.get("rope_freqs.weight")
+    if tensor is None:
+        return spec
+    count = spec.head_dim // 2
+    if tensor.shape != (count,) or tensor.quant_type != 0:
+        raise ModelFiles(f"{file.path}: 'rope_freqs.weight' is not {count} floats")
+    with file.path.open("rb") as data:
+        data.seek(tensor.offset)
+        raw = data.read(4 * count)
+    if len(raw) < 4 * count:
+        raise ModelFiles(f"{file.path}: truncated inside tensor 'rope_freqs.weight'")
+    divisors = struct.unpack(f"<{count}f", raw)
+    scaling = (max(divisors), 1.0, 4.0, 8192)
+    expected = _llama3_divisors(spec, *scaling)
+    if any(abs(a - b) > 1e-3 * b for a, b in zip(divisors, expected, strict=True)):
+        raise UnsupportedModel(f"{file.path}: its rope frequencies are not Llama 3's")
+    return dataclasses.replace(spec, rope_scaling=scaling)
+
+
+def _llama3_divisors(
+    spec: ModelSpec, factor: float, low: float, high: float, original: int
+) -> list[float]:
+    divisors = []
+    for index in range(spec.head_dim // 2):
+        wavelength = 2 * math.pi * spec.rope_theta ** (2 * index / spec.head_dim)
+        if wavelength < original / high:
+            divisors.append(1.0)
+        elif wavelength > original / low:
+            divisors.append(factor)
+        else:
+            smooth = (original / wavelength - low) / (high - low)
+            divisors.append(1 / ((1 - smooth) / factor + smooth))
+    return divisors
