@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import aiohttp
@@ -13,6 +13,7 @@ from kunserve.bench.prompts import PromptSource
 from kunserve.bench.records import RequestRecord
 from kunserve.workload.workload import WorkloadRequest
 
+AHEAD_BYTES = 64 * 2**20
 _KEEPALIVE_S = 4.0
 """Below uvicorn's 5 s, so that no request goes out on a connection that is being closed."""
 
@@ -39,6 +40,39 @@ class Silent:
         """Nothing."""
 
 
+class Bodies:
+    """The requests' JSON bodies: the first ``ahead_bytes`` of them are built before the clock
+    starts, the others as they are needed, so that bursts leave on time and memory is bounded.
+    """
+
+    def __init__(
+        self,
+        settings: CallSettings,
+        prompts: PromptSource,
+        requests: Sequence[WorkloadRequest],
+        ahead_bytes: int = AHEAD_BYTES,
+    ) -> None:
+        self._settings = settings
+        self._prompts = prompts
+        self._ahead: dict[int, bytes] = {}
+        num_bytes = 0
+        for request in requests:
+            if num_bytes >= ahead_bytes:
+                break
+            body = self._built(request)
+            self._ahead[request.number] = body
+            num_bytes += len(body)
+
+    def take(self, request: WorkloadRequest) -> bytes:
+        """The body of ``request``; it is forgotten afterwards."""
+        ready = self._ahead.pop(request.number, None)
+        return self._built(request) if ready is None else ready
+
+    def _built(self, request: WorkloadRequest) -> bytes:
+        prompt = self._prompts.prompt(request.number, request.input_tokens)
+        return self._settings.body(prompt, request.output_tokens)
+
+
 def open_session(timeout_s: float) -> aiohttp.ClientSession:
     """A session without a limit on connections: a limit would add waiting to the measurement."""
     return aiohttp.ClientSession(
@@ -52,8 +86,8 @@ async def replay(
     session: aiohttp.ClientSession,
     settings: CallSettings,
     servers: Sequence[str],
-    requests: Iterable[WorkloadRequest],
-    prompts: PromptSource,
+    requests: Sequence[WorkloadRequest],
+    bodies: Bodies,
     start_s: float,
     max_concurrency: int | None = None,
     observer: Observer | None = None,
@@ -79,8 +113,7 @@ async def replay(
         return record
 
     for request in requests:
-        prompt = prompts.prompt(request.number, request.input_tokens)
-        body = settings.body(prompt, request.output_tokens)
+        body = bodies.take(request)
         await _until(start_s + request.arrival_s, stopped)
         if stopped.is_set():
             break

@@ -124,7 +124,7 @@ def failure_lines(records: Sequence[RequestRecord], most: int = 5) -> list[str]:
 def cautions(records: Sequence[RequestRecord], ignore_eos: bool) -> list[str]:
     """What a careful reader of the numbers must know."""
     notes = []
-    late = sorted(client_lag_s(record) for record in records)
+    late = sorted(client_lag_s(record) for record in records if record.planned_s > 0)
     if late and late[int(0.99 * (len(late) - 1))] > 0.05:
         notes.append(
             f"1 % of the requests left over {late[int(0.99 * (len(late) - 1))]:.2f} s late: "

@@ -11,7 +11,7 @@ import msgspec
 from kunserve.bench.client import CallSettings, authorization, network_error
 from kunserve.bench.prompts import PromptSource
 from kunserve.bench.records import RequestRecord, ServerSample
-from kunserve.bench.replay import Observer, open_session, replay
+from kunserve.bench.replay import Bodies, Observer, open_session, replay
 from kunserve.bench.sampler import Sampling, sample_servers
 from kunserve.core.errors import ConfigError
 from kunserve.workload.workload import Workload, WorkloadRequest
@@ -85,6 +85,8 @@ async def measure(
     ):
         if target.num_warmups:
             await _warm_up(session, target, workload, prompts)
+        requests = workload.requests()
+        bodies = Bodies(settings, prompts, requests)
         start_s = time.perf_counter()
         sampling = Sampling()
         sampler = asyncio.create_task(
@@ -97,8 +99,8 @@ async def measure(
                 session,
                 settings,
                 servers,
-                workload.requests(),
-                prompts,
+                requests,
+                bodies,
                 start_s,
                 target.max_concurrency,
                 observer,
@@ -125,7 +127,7 @@ async def _warm_up(
         target.settings,
         target.servers,
         warmups,
-        prompts,
+        Bodies(target.settings, prompts, warmups),
         time.perf_counter(),
         target.max_concurrency,
     )

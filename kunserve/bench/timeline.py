@@ -67,15 +67,15 @@ def binned(times_s: Array, values: Array, duration_s: float, bin_s: float) -> Bi
 
 
 def ttft_points(records: Sequence[RequestRecord]) -> tuple[Array, Array]:
-    """(moment of sending, TTFT) of every request that got a token, in seconds."""
-    pairs = [(record.sent_s, ttft_s(record)) for record in records]
+    """(moment of sending, TTFT) of every completed request, in seconds."""
+    pairs = [(record.sent_s, ttft_s(record)) for record in records if record.succeeded]
     kept = [(moment, value) for moment, value in pairs if value is not None]
     return _columns(kept)
 
 
 def tpot_points(records: Sequence[RequestRecord]) -> tuple[Array, Array]:
-    """(moment of sending, TPOT) of every request of two tokens or more, in seconds."""
-    pairs = [(record.sent_s, tpot_s(record)) for record in records]
+    """(moment of sending, TPOT) of every completed request of two tokens or more, in seconds."""
+    pairs = [(record.sent_s, tpot_s(record)) for record in records if record.succeeded]
     kept = [(moment, value) for moment, value in pairs if value is not None]
     return _columns(kept)
 

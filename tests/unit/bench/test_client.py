@@ -9,7 +9,7 @@ import pytest
 from kunserve.bench.client import Call, CallSettings, stream
 from kunserve.bench.prompts import TokenIdPrompts, WordPrompts
 from kunserve.bench.records import RequestRecord
-from kunserve.bench.replay import open_session, replay
+from kunserve.bench.replay import Bodies, open_session, replay
 from kunserve.bench.session import ServerUnreachable, Target, find_model, measure
 from kunserve.core.errors import ConfigError
 from kunserve.workload.workload import Lengths, Workload
@@ -37,9 +37,11 @@ def run(
 
     async def go() -> list[RequestRecord]:
         async with open_session(settings.timeout_s) as session:
+            requests = load.requests()
+            bodies = Bodies(settings, prompts, requests, ahead_bytes=30)
             start_s = time.perf_counter()
             return await replay(
-                session, settings, servers, load.requests(), prompts, start_s, max_concurrency
+                session, settings, servers, requests, bodies, start_s, max_concurrency
             )
 
     return asyncio.run(go())
@@ -141,11 +143,19 @@ def test_stopping_keeps_records(server) -> None:
         stop = asyncio.Event()
         asyncio.get_running_loop().call_later(0.3, stop.set)
         async with open_session(60) as session:
+            requests = workload(100, gap_s=0.04, output_tokens=4).requests()
+            bodies = Bodies(COMPLETIONS, TokenIdPrompts(0), requests)
             return await replay(
-                session, COMPLETIONS, (server.url,),
-                workload(100, gap_s=0.04, output_tokens=4).requests(),
-                TokenIdPrompts(0), time.perf_counter(), stop=stop,
-            )  # fmt: skip
+                session,
+                COMPLETIONS,
+                (server.url,),
+                requests,
+                bodies,
+                time.perf_counter(),
+                None,
+                None,
+                stop,
+            )
 
     records = asyncio.run(go())
     assert 3 < len(records) < 20
