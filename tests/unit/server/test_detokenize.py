@@ -1,0 +1,100 @@
+"""Incremental text equals whole text, and no character is ever cut."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from kunserve.server.detokenize import (
+    ByteDetokenizer,
+    Detokenizer,
+    TokenBytes,
+    WindowDetokenizer,
+)
+from tests.unit.server.tiny_tokenizer import tiny_tokenizer
+
+BYTE_LEVEL = tiny_tokenizer().backend_tokenizer
+NUM_TOKENS = BYTE_LEVEL.get_vocab_size()
+TOKEN_BYTES = TokenBytes(BYTE_LEVEL)
+
+
+def sentencepiece_like() -> Tokenizer:
+    """Pieces with a space mark, and a byte token for everything else, as Llama 2 has."""
+    vocab = {"<unk>": 0, **{f"<0x{byte:02X}>": 1 + byte for byte in range(256)}}
+    for piece in ["▁", "▁the", "▁fox", "e", "s", "é"]:
+        vocab[piece] = len(vocab)
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>", byte_fallback=True))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    return tokenizer
+
+
+def run(detokenizer: Detokenizer, token_ids: list[int]) -> tuple[list[str], str]:
+    pieces = [detokenizer.push(token_id) for token_id in token_ids]
+    return pieces, detokenizer.finish()
+
+
+@given(st.text(max_size=60))
+def test_text_survives_byte_by_byte(text: str) -> None:
+    token_ids = BYTE_LEVEL.encode(text).ids
+    pieces, rest = run(ByteDetokenizer(TOKEN_BYTES, True), token_ids)
+    assert "".join(pieces) + rest == text
+    assert "\ufffd" in text or not any("\ufffd" in piece for piece in pieces)
+
+
+@given(st.lists(st.integers(0, NUM_TOKENS - 1), max_size=40), st.booleans())
+def test_any_tokens_equal_the_library(token_ids: list[int], skip: bool) -> None:
+    pieces, rest = run(ByteDetokenizer(TOKEN_BYTES, skip), token_ids)
+    expected = BYTE_LEVEL.decode(token_ids, skip_special_tokens=skip)
+    assert "".join(pieces) + rest == expected
+
+
+def test_an_incomplete_character_is_shown_at_the_end_only() -> None:
+    token_ids = BYTE_LEVEL.encode("é").ids[:1]
+    detokenizer = ByteDetokenizer(TOKEN_BYTES, True)
+    assert detokenizer.push(token_ids[0]) == ""
+    assert detokenizer.finish() == "\ufffd"
+
+
+def test_ids_outside_the_vocabulary_are_no_text() -> None:
+    # The model's output head may be padded beyond the tokenizer's vocabulary.
+    assert run(ByteDetokenizer(TOKEN_BYTES, True), [NUM_TOKENS + 7]) == ([""], "")
+
+
+@given(st.lists(st.sampled_from(["▁the", "▁fox", "e", "s", "é"]), min_size=1, max_size=30))
+def test_window_equals_the_library_for_other_decoders(words: list[str]) -> None:
+    tokenizer = sentencepiece_like()
+    assert not TokenBytes(tokenizer).byte_level
+    prompt = [tokenizer.token_to_id("▁the")]
+    token_ids = [tokenizer.token_to_id(word) for word in words]
+    pieces, rest = run(WindowDetokenizer(tokenizer, prompt, True), token_ids)
+    assert "the" + "".join(pieces) + rest == tokenizer.decode(prompt + token_ids)
+
+
+@pytest.mark.parametrize("text", ["漢字", "🙂🙂", "é", "a\u0301"])
+def test_window_joins_bytes_of_a_character(text: str) -> None:
+    tokenizer = sentencepiece_like()
+    token_ids = [1 + byte for byte in text.encode()]
+    prompt = [tokenizer.token_to_id("▁the")]
+    pieces, rest = run(WindowDetokenizer(tokenizer, prompt, True), token_ids)
+    assert "".join(pieces) + rest == text
+    assert not any("\ufffd" in piece for piece in pieces)
+
+
+def test_window_shows_broken_bytes_at_last() -> None:
+    tokenizer = sentencepiece_like()
+    pieces, rest = run(WindowDetokenizer(tokenizer, [], True), [1 + 0x80] * 20)
+    assert "\ufffd" in "".join(pieces)
+    assert set("".join(pieces) + rest) == {"\ufffd"}
+
+
+def test_bytes_of_a_token() -> None:
+    assert TOKEN_BYTES.of(BYTE_LEVEL.token_to_id("<|end|>")) == b"<|end|>"
+    assert b"".join(TOKEN_BYTES.of(one) for one in BYTE_LEVEL.encode(" é").ids) == " é".encode()
