@@ -1,0 +1,1 @@
+"""Moving messages and bytes between processes: control, activations, and bulk behind them."""

@@ -1,0 +1,319 @@
+"""The bulk mover: KV and weights between instances, beside the steps and behind activations.
+
+A thread of its own with sockets (and a ZeroMQ I/O thread) of its own. The receiver drives: it
+asks for one chunk at a time, so the bytes in flight are bounded, and writes them in place.
+"""
+
+import contextlib
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+
+import numpy as np
+import zmq
+
+from kunserve.core.ids import InstanceId, RequestId
+from kunserve.core.layout import LayerRange
+from kunserve.transport import bulk_wire, identity
+from kunserve.transport.bulk_sink import Ask, BulkSink, KvRun, LayersPull, Pulled
+from kunserve.transport.bulk_source import BulkSource, MovableMemory
+from kunserve.transport.bulk_wire import Answer, Bytes, Chunk, Int32Array
+from kunserve.transport.identity import Identity
+from kunserve.transport.pacing import BulkPacing, TokenBucket
+from kunserve.transport.sockets import (
+    ANY_PORT,
+    PollTarget,
+    Socket,
+    address_of,
+    bind_router,
+    connect_dealer,
+)
+from kunserve.transport.wakeup import Wakeup
+
+YIELD_STEP_S = 0.0002
+"""How often a paused chunk looks whether the activation has gone."""
+_SHORTEST_POLL_S = 0.001
+
+_BULK = b"b"
+
+
+class BulkMover:
+    """Implements ``control.body.Mover``. Methods are for the instance's loop thread.
+
+    Memory given to ``pull_kv`` and ``pull_layers`` is the mover's until the pull has ended in
+    ``completed``, or ``cancel`` or ``reset`` has returned. A lock keeps the mover's hands off
+    all memory while ``quiet`` is held.
+    """
+
+    def __init__(
+        self,
+        instance_id: InstanceId,
+        token: str,
+        memory: MovableMemory,
+        *,
+        link_gbps: float | None = None,
+        pacing: BulkPacing | None = None,
+        bind: str = ANY_PORT,
+    ) -> None:
+        """``link_gbps`` is short for a default pacing with that rate."""
+        self._pacing = pacing or BulkPacing(link_gbps=link_gbps)
+        self._me = Identity(_BULK, instance_id, identity.new_incarnation())
+        self._token = token
+        self._lock = threading.RLock()
+        self._source = BulkSource(memory)
+        self._sink = BulkSink(memory, self._pacing)
+        self._addresses: dict[InstanceId, str] = {}
+        self._activations_pending: Callable[[], bool] = _never
+        self._is_closing = False
+        self._failure: BaseException | None = None
+        self._to_thread = Wakeup()
+        self._to_loop = Wakeup()
+        # Belongs to the thread from here on.
+        self._context = zmq.Context()
+        self._inbox = bind_router(bind, context=self._context)
+        self._address = address_of(self._inbox)
+        self._links: dict[InstanceId, tuple[str, Socket]] = {}
+        self._backlog: deque[tuple[bytes, Chunk]] = deque()
+        self._egress = TokenBucket(self._pacing.link_gbps)
+        self._yielding_since_s: float | None = None
+        self.num_bytes_given = 0
+        """Bulk bytes that peers have been given so far."""
+        self._poller = zmq.Poller()
+        self._poller.register(self._inbox, zmq.POLLIN)
+        self._poller.register(self._to_thread.fileno(), zmq.POLLIN)
+        self._thread = threading.Thread(target=self._run, name="bulk", daemon=True)
+        self._thread.start()
+
+    # Wiring
+
+    @property
+    def address(self) -> str:
+        """Where peers reach the mover."""
+        return self._address
+
+    @property
+    def poll_sockets(self) -> tuple[PollTarget, ...]:
+        """Readable when ``completed`` may have something."""
+        return (self._to_loop.fileno(),)
+
+    def connect(self, addresses: Mapping[InstanceId, str]) -> None:
+        """Know these peers and no others; pulls from a peer that is gone end."""
+        with self._lock:
+            for peer, address in self._addresses.items():
+                if addresses.get(peer) != address:
+                    self._sink.lose(peer, time.monotonic())
+                    self._to_loop.set()
+            self._addresses = dict(addresses)
+        self._to_thread.set()
+
+    def yield_to(self, activations_pending: Callable[[], bool]) -> None:
+        """Pause between chunks while this, called from the thread, is true."""
+        self._activations_pending = activations_pending
+
+    # Giving
+
+    def export_kv(self, request_id: RequestId, entries: Int32Array) -> None:
+        """Let peers read the request's blocks (one entry each), until ``withdraw_kv``."""
+        with self._lock:
+            self._source.export(request_id, entries)
+
+    def withdraw_kv(self, request_id: RequestId) -> None:
+        """Once this returns, the request's blocks are read no more; peers get a refusal."""
+        with self._lock:
+            self._source.withdraw(request_id)
+
+    def offer_layers(self, layers: LayerRange | None) -> None:
+        """Let peers read these layers' weights and no others (none at first).
+
+        Narrow it before layers are unmapped; widen it once they are filled.
+        """
+        with self._lock:
+            self._source.offered = layers
+
+    # Taking
+
+    def pull_kv(self, piece: KvRun, entries: Int32Array) -> None:
+        """Fill blocks ``entries`` (one per block of the piece) over ``piece.layers``."""
+        with self._lock:
+            self._source.saw_transition(piece.transition_id)
+            self._sink.pull_kv(piece, entries, time.monotonic())
+        self._to_thread.set()
+
+    def pull_layers(self, layers: LayerRange, src: InstanceId) -> None:
+        """Fill the mapped weights of ``layers`` from a peer that holds them."""
+        with self._lock:
+            self._sink.pull_layers(LayersPull(layers, src), time.monotonic())
+        self._to_thread.set()
+
+    def completed(self) -> list[Pulled]:
+        """Pulls that ended since the last call. Raises if the thread has died."""
+        self._to_loop.clear()
+        if self._failure is not None:
+            raise RuntimeError("the bulk mover died") from self._failure
+        with self._lock:
+            return self._sink.drain()
+
+    def cancel(self, request_id: RequestId) -> None:
+        """Once this returns, nothing is written for the request, nor will its end be told."""
+        with self._lock:
+            self._sink.cancel(request_id)
+
+    def reset(self) -> None:
+        """Forget every export and every pull (the instance forms a group anew)."""
+        with self._lock:
+            self._source.withdraw_all()
+            self._sink.clear()
+
+    @contextlib.contextmanager
+    def quiet(self) -> Iterator[None]:
+        """Within, the mover touches no memory: for remapping it."""
+        with self._lock:
+            yield
+
+    def check(self) -> None:
+        """Assert the invariants."""
+        with self._lock:
+            self._sink.check()
+
+    def close(self) -> None:
+        """Stop the thread and release everything. Callable twice."""
+        if self._is_closing:
+            return
+        self._is_closing = True
+        self._to_thread.set()
+        self._thread.join()
+        self._to_thread.close()
+        self._to_loop.close()
+
+    # The thread
+
+    def _run(self) -> None:
+        try:
+            while not self._is_closing:
+                self._to_thread.clear()
+                self._rewire()
+                self._hear_requests()
+                self._hear_replies()
+                self._give()
+                self._ask()
+                self._wait()
+        except BaseException as failure:
+            self._failure = failure
+            self._to_loop.set()
+        finally:
+            for _, link in self._links.values():
+                link.close()
+            self._inbox.close()
+            self._context.term()
+
+    def _rewire(self) -> None:
+        with self._lock:
+            wanted = dict(self._addresses)
+        for peer in [p for p, (a, _) in self._links.items() if wanted.get(p) != a]:
+            _, link = self._links.pop(peer)
+            self._poller.unregister(link)
+            link.close()
+        for peer, address in wanted.items():
+            if peer not in self._links:
+                route = identity.pack(self._me, self._token)
+                link = connect_dealer(address, route, context=self._context)
+                self._links[peer] = (address, link)
+                self._poller.register(link, zmq.POLLIN)
+
+    def _hear_requests(self) -> None:
+        for route, *frames in _arrivals(self._inbox):
+            if identity.unpack(route.bytes, self._token) is not None:
+                self._backlog.append((route.bytes, bulk_wire.decode_chunk(frames[0].buffer)))
+
+    def _hear_replies(self) -> None:
+        for _, link in self._links.values():
+            for head, *rest in _arrivals(link):
+                reply = bulk_wire.decode_reply(head.buffer)
+                data = np.frombuffer(rest[0].buffer, dtype=np.uint8) if rest else None
+                with self._lock:
+                    self._sink.on_reply(reply.ticket, reply.answer, data, time.monotonic())
+                    self._tell_loop()
+
+    def _give(self) -> None:
+        """Answer requests, in order, as far as the rate and waiting activations allow."""
+        while self._backlog and self._give_delay_s(time.monotonic()) == 0.0:
+            route, chunk = self._backlog.popleft()
+            with self._lock:
+                answer, data = self._source.serve(chunk)
+            self._answer(route, chunk, answer, data)
+
+    def _answer(self, route: bytes, chunk: Chunk, answer: Answer, data: Bytes | None) -> None:
+        head = bulk_wire.encode(bulk_wire.Reply(chunk.ticket, answer))
+        if data is None:
+            self._inbox.send_multipart((route, head), zmq.NOBLOCK)
+            return
+        self._egress.take(data.nbytes, time.monotonic())
+        self._yielding_since_s = None
+        self.num_bytes_given += data.nbytes
+        self._inbox.send_multipart((route, head), zmq.NOBLOCK | zmq.SNDMORE)
+        self._inbox.send(data.data, zmq.NOBLOCK, copy=False)
+
+    def _give_delay_s(self, now_s: float) -> float:
+        delay_s = self._egress.delay_s(now_s)
+        if delay_s > 0.0 or not self._activations_pending():
+            return delay_s
+        if self._yielding_since_s is None:
+            self._yielding_since_s = now_s
+        if now_s - self._yielding_since_s < self._pacing.max_yield_s:
+            return YIELD_STEP_S
+        return 0.0
+
+    def _ask(self) -> None:
+        while True:
+            ask = self._next_ask()
+            if ask is None:
+                return
+            src, chunk = ask
+            link = self._links.get(src)
+            if link is not None:
+                link[1].send(bulk_wire.encode(chunk), zmq.NOBLOCK)
+                continue
+            with self._lock:
+                if src not in self._addresses:
+                    self._sink.lose(src, time.monotonic())
+                    self._tell_loop()
+                else:
+                    # Connected since this turn began: ask again once the link is there.
+                    self._sink.on_reply(chunk.ticket, Answer.NOT_YET, None, time.monotonic())
+
+    def _next_ask(self) -> Ask | None:
+        with self._lock:
+            return self._sink.next_ask(time.monotonic())
+
+    def _wait(self) -> None:
+        now_s = time.monotonic()
+        with self._lock:
+            self._sink.expire(now_s)
+            self._tell_loop()
+            wait_s = self._sink.wait_s(now_s)
+        if self._backlog:
+            delay_s = self._give_delay_s(now_s)
+            wait_s = delay_s if wait_s is None else min(delay_s, wait_s)
+        if wait_s is not None and wait_s < _SHORTEST_POLL_S:
+            # A poll counts in whole milliseconds, too coarse for pacing.
+            time.sleep(wait_s)
+            return
+        self._poller.poll(None if wait_s is None else int(wait_s * 1000))
+
+    def _tell_loop(self) -> None:
+        if self._sink.has_news:
+            self._to_loop.set()
+
+
+def _never() -> bool:
+    return False
+
+
+def _arrivals(socket: Socket) -> Iterator[list[zmq.Frame]]:
+    """The messages waiting on a socket, not copied."""
+    while True:
+        try:
+            yield socket.recv_multipart(zmq.NOBLOCK, copy=False)
+        except zmq.Again:
+            return

@@ -1,0 +1,97 @@
+"""The giving side of bulk: which memory peers may read. Sans-I/O; the mover holds the lock."""
+
+from collections import OrderedDict
+from typing import Protocol
+
+import numpy as np
+
+from kunserve.core.ids import RequestId
+from kunserve.core.layout import LayerRange
+from kunserve.transport.bulk_wire import Answer, Bytes, Chunk, Int32Array, KvChunk, unit_runs
+
+MAX_WITHDRAWN = 8192
+"""Withdrawn requests that are remembered."""
+
+_NO_TRANSITION = -1
+
+
+class MovableMemory(Protocol):
+    """An instance's memory as the bulk mover touches it, from a thread of its own."""
+
+    def unit_view(self, unit: int, num_units: int) -> Bytes:
+        """The bytes of consecutive KV units, writable in place."""
+        ...
+
+    def layer_view(self, layer: int) -> Bytes:
+        """The bytes of one mapped layer's weights, writable in place; every layer has as many."""
+        ...
+
+
+class BulkSource:
+    """Exported requests and offered layers."""
+
+    def __init__(self, memory: MovableMemory) -> None:
+        self._memory = memory
+        self._exports: dict[RequestId, Int32Array] = {}
+        self._withdrawn: OrderedDict[RequestId, int] = OrderedDict()
+        self._latest_transition = _NO_TRANSITION
+        self.offered: LayerRange | None = None
+        """Layers that peers may read; all that have memory and content."""
+
+    def export(self, request_id: RequestId, entries: Int32Array) -> None:
+        """Serve the request's blocks from now on."""
+        self._exports[request_id] = np.array(entries, dtype=np.int32)
+        self._withdrawn.pop(request_id, None)
+
+    def withdraw(self, request_id: RequestId) -> None:
+        """Refuse the request from now on, in every transition seen so far."""
+        if self._exports.pop(request_id, None) is None:
+            return
+        self._withdrawn[request_id] = self._latest_transition
+        if len(self._withdrawn) > MAX_WITHDRAWN:
+            self._withdrawn.popitem(last=False)
+
+    def withdraw_all(self) -> None:
+        """Serve no request's blocks."""
+        for request_id in tuple(self._exports):
+            self.withdraw(request_id)
+
+    def saw_transition(self, transition_id: int) -> None:
+        """A transition is under way here or at a peer.
+
+        A request that moved away in an earlier transition may be exported again in a later one;
+        until it is, a peer that is ahead of us is told to wait, not refused.
+        """
+        self._latest_transition = max(self._latest_transition, transition_id)
+
+    def serve(self, chunk: Chunk) -> tuple[Answer, Bytes | None]:
+        """The chunk's bytes, copied, or why there are none."""
+        if isinstance(chunk, KvChunk):
+            return self._serve_kv(chunk)
+        if self.offered is None or not self.offered.first <= chunk.layer < self.offered.end:
+            return Answer.REFUSED, None
+        view = self._memory.layer_view(chunk.layer)
+        if not (chunk.offset >= 0 and 0 < chunk.num_bytes <= view.nbytes - chunk.offset):
+            return Answer.REFUSED, None
+        return Answer.DATA, view[chunk.offset : chunk.offset + chunk.num_bytes].copy()
+
+    def _serve_kv(self, chunk: KvChunk) -> tuple[Answer, Bytes | None]:
+        self.saw_transition(chunk.transition_id)
+        request_id = RequestId(chunk.request_id)
+        entries = self._exports.get(request_id)
+        if entries is None:
+            gone_in = self._withdrawn.get(request_id)
+            is_gone = gone_in is not None and chunk.transition_id <= gone_in
+            return (Answer.REFUSED if is_gone else Answer.NOT_YET), None
+        layers = LayerRange(*chunk.layers)
+        first, end = chunk.blocks
+        num_units = (end - first) * layers.num_layers
+        if not (
+            0 <= first < end <= len(entries)
+            and chunk.first_unit >= 0
+            and 0 < chunk.num_units <= num_units - chunk.first_unit
+        ):
+            return Answer.REFUSED, None
+        runs = unit_runs(entries[first:end], layers, chunk.first_unit, chunk.num_units)
+        views = [self._memory.unit_view(unit, count) for unit, count in runs]
+        return Answer.DATA, np.concatenate(views)

@@ -1,0 +1,99 @@
+"""What bulk movers say to each other: chunk requests one way, their bytes the other."""
+
+import enum
+from collections.abc import Iterator
+from typing import TypeAlias
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from kunserve.core.layout import LayerRange
+from kunserve.transport.codec import MalformedMessage
+
+Bytes: TypeAlias = npt.NDArray[np.uint8]
+Int32Array: TypeAlias = npt.NDArray[np.int32]
+
+
+class KvChunk(msgspec.Struct, frozen=True, array_like=True, tag=0):
+    """Units [first_unit, first_unit + num_units) of a run of blocks, counted block by block."""
+
+    ticket: int
+    transition_id: int
+    request_id: str
+    layers: tuple[int, int]
+    blocks: tuple[int, int]
+    first_unit: int
+    num_units: int
+
+
+class LayerChunk(msgspec.Struct, frozen=True, array_like=True, tag=1):
+    """Bytes [offset, offset + num_bytes) of one layer's weights."""
+
+    ticket: int
+    layer: int
+    offset: int
+    num_bytes: int
+
+
+Chunk: TypeAlias = KvChunk | LayerChunk
+
+
+class Answer(enum.IntEnum):
+    """What a source says to a chunk request."""
+
+    DATA = 0
+    """The bytes follow in the next frame."""
+    NOT_YET = 1
+    """Never heard of it: the source may not have come to this transition yet. Ask again."""
+    REFUSED = 2
+    """Withdrawn, or not held: it will not come."""
+
+
+class Reply(msgspec.Struct, frozen=True, array_like=True):
+    """The first frame of an answer."""
+
+    ticket: int
+    answer: Answer
+
+
+_ENCODER = msgspec.msgpack.Encoder()
+_CHUNKS: msgspec.msgpack.Decoder[Chunk] = msgspec.msgpack.Decoder(Chunk)
+_REPLIES = msgspec.msgpack.Decoder(Reply)
+
+
+def encode(message: Chunk | Reply) -> bytes:
+    """Either kind as bytes."""
+    return _ENCODER.encode(message)
+
+
+def decode_chunk(data: bytes | memoryview) -> Chunk:
+    """A request. Raises MalformedMessage."""
+    try:
+        return _CHUNKS.decode(data)
+    except (msgspec.MsgspecError, ValueError) as error:
+        raise MalformedMessage(f"chunk request: {error}") from error
+
+
+def decode_reply(data: bytes | memoryview) -> Reply:
+    """An answer's first frame. Raises MalformedMessage."""
+    try:
+        return _REPLIES.decode(data)
+    except (msgspec.MsgspecError, ValueError) as error:
+        raise MalformedMessage(f"chunk reply: {error}") from error
+
+
+def unit_runs(
+    entries: Int32Array, layers: LayerRange, first_unit: int, num_units: int
+) -> Iterator[tuple[int, int]]:
+    """(first unit of memory, count) of each run of consecutive units that make up a chunk.
+
+    Entry ``e`` of a block puts layer ``l`` at unit ``e + l``, so a block's part of the chunk is
+    one run.
+    """
+    unit, end = first_unit, first_unit + num_units
+    while unit < end:
+        block, within = divmod(unit, layers.num_layers)
+        count = min(layers.num_layers - within, end - unit)
+        yield int(entries[block]) + layers.first + within, count
+        unit += count

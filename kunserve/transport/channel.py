@@ -1,0 +1,227 @@
+"""The control channel: one front, many instances.
+
+The front reads its socket from the event loop's ``add_reader`` instead of ``zmq.asyncio``:
+measured under uvloop, a round trip takes 85-130 us instead of 145-175 and a message costs
+2-4 us of processor time instead of 16-25, since no future is made per message.
+"""
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable
+
+import zmq
+
+from kunserve.core.ids import InstanceId
+from kunserve.core.messages import Alive, Message
+from kunserve.transport import codec, identity
+from kunserve.transport.identity import Identity
+from kunserve.transport.sockets import (
+    ANY_PORT,
+    PollTarget,
+    address_of,
+    bind_router,
+    connect_dealer,
+)
+
+logger = logging.getLogger(__name__)
+
+MESSAGES_PER_TURN = 256
+"""Read in one turn of the event loop at most, so that HTTP gets its turns too."""
+
+_MAIN = b"m"
+_HEARTBEAT = b"h"
+
+
+class FrontChannel:
+    """The front's end. All methods belong to one event loop."""
+
+    def __init__(
+        self,
+        on_event: Callable[[InstanceId, Message], None],
+        on_fault: Callable[[InstanceId, codec.MalformedMessage], None] | None = None,
+        token: str | None = None,
+    ) -> None:
+        """``on_event`` gets every message; ``on_fault`` hears of an instance that talks nonsense.
+
+        Without ``on_fault`` the error goes to the event loop's exception handler.
+        """
+        self.token = identity.new_token() if token is None else token
+        self.num_rejected = 0
+        """Messages of peers that do not know the token."""
+        self._on_event = on_event
+        self._on_fault = on_fault
+        self._speakers: dict[bytes, Identity] = {}
+        self._routes: dict[InstanceId, bytes] = {}
+        self._forgotten: set[bytes] = set()
+        self._is_drain_due = False
+
+    async def start(self, address: str = ANY_PORT) -> None:
+        """Bind and listen."""
+        self._socket = bind_router(address, mandatory=True)
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(self._socket.fileno(), self._drain)
+
+    @property
+    def address(self) -> str:
+        """Where instances connect. Known once started."""
+        return address_of(self._socket)
+
+    def send(self, instance_id: InstanceId, message: Message) -> bool:
+        """Queue a message; False when the instance is not connected (it died, or never came)."""
+        route = self._routes.get(instance_id)
+        if route is None:
+            return False
+        data = codec.encode(message)
+        try:
+            self._socket.send_multipart((route, data), zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            return False
+        finally:
+            # The descriptor is edge-triggered: sending may have taken the edge of an arrival.
+            self._drain_soon()
+        return True
+
+    def forget(self, instance_id: InstanceId) -> None:
+        """The instance's process died: what it still says is ignored; its successor is not."""
+        route = self._routes.pop(instance_id, None)
+        if route is not None:
+            self._forgotten.add(self._speakers[route].incarnation)
+        self._speakers = {
+            data: who
+            for data, who in self._speakers.items()
+            if who.incarnation not in self._forgotten
+        }
+
+    async def close(self) -> None:
+        """Stop listening and drop what was not sent. Callable before ``start``, and twice."""
+        if hasattr(self, "_socket") and not self._socket.closed:
+            self._loop.remove_reader(self._socket.fileno())
+            self._socket.close()
+
+    def _drain_soon(self) -> None:
+        if not self._is_drain_due:
+            self._is_drain_due = True
+            self._loop.call_soon(self._drain)
+
+    def _drain(self) -> None:
+        self._is_drain_due = False
+        if self._socket.closed:
+            return
+        try:
+            for _ in range(MESSAGES_PER_TURN):
+                try:
+                    frames = self._socket.recv_multipart(zmq.NOBLOCK)
+                except zmq.Again:
+                    return
+                self._take(frames)
+        except BaseException:
+            self._drain_soon()
+            raise
+        self._drain_soon()
+
+    def _take(self, frames: list[bytes]) -> None:
+        speaker = self._identify(frames[0])
+        if speaker is None:
+            return
+        try:
+            if len(frames) != 2:
+                raise codec.MalformedMessage(f"{len(frames)} frames instead of 2")
+            message = codec.decode(frames[1])
+        except codec.MalformedMessage as error:
+            if self._on_fault is None:
+                raise
+            self._on_fault(speaker.instance_id, error)
+        else:
+            self._on_event(speaker.instance_id, message)
+
+    def _identify(self, route: bytes) -> Identity | None:
+        known = self._speakers.get(route)
+        if known is not None:
+            return known
+        speaker = identity.unpack(route, self.token)
+        if speaker is None:
+            self.num_rejected += 1
+            logger.warning("rejected a message of a stranger on the control channel")
+            return None
+        if speaker.incarnation in self._forgotten:
+            return None
+        self._speakers[route] = speaker
+        if speaker.lane == _MAIN:
+            self._routes[speaker.instance_id] = route
+        return speaker
+
+
+class InstanceChannel:
+    """An instance's end. Belongs to the instance's loop thread; never blocks but in ``poll``."""
+
+    def __init__(self, address: str, token: str, instance_id: InstanceId) -> None:
+        self._address = address
+        self._token = token
+        self._me = Identity(_MAIN, instance_id, identity.new_incarnation())
+        self._socket = connect_dealer(address, identity.pack(self._me, token))
+        self._heartbeat: Heartbeat | None = None
+
+    @property
+    def poll_sockets(self) -> tuple[PollTarget, ...]:
+        """Readable when ``receive`` may have something."""
+        return (self._socket,)
+
+    def send(self, message: Message) -> None:
+        """Queue a message to the front."""
+        self._socket.send(codec.encode(message), zmq.NOBLOCK)
+
+    def receive(self) -> list[Message]:
+        """Everything that has arrived, in order. Raises MalformedMessage on nonsense."""
+        messages: list[Message] = []
+        while True:
+            try:
+                data = self._socket.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return messages
+            messages.append(codec.decode(data))
+
+    def poll(self, timeout_s: float) -> list[Message]:
+        """Wait until something arrives or the time is up, then ``receive``."""
+        self._socket.poll(max(0, round(timeout_s * 1000)))
+        return self.receive()
+
+    def start_heartbeat(self, period_s: float) -> None:
+        """Say ``Alive`` from a thread of its own, so also while a long step runs."""
+        assert self._heartbeat is None, "the heart beats already"
+        who = self._me._replace(lane=_HEARTBEAT)
+        self._heartbeat = Heartbeat(self._address, identity.pack(who, self._token), who, period_s)
+
+    def close(self) -> None:
+        """Stop the heartbeat and drop what was not sent."""
+        if self._heartbeat is not None:
+            self._heartbeat.close()
+        self._socket.close()
+
+
+class Heartbeat:
+    """A thread that says ``Alive`` on a socket of its own until closed."""
+
+    def __init__(self, address: str, route: bytes, me: Identity, period_s: float) -> None:
+        self._address = address
+        self._route = route
+        self._data = codec.encode(Alive(me.instance_id))
+        self._period_s = period_s
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        socket = connect_dealer(self._address, self._route)
+        try:
+            while not self._is_over.wait(self._period_s):
+                socket.send(self._data, zmq.NOBLOCK)
+        finally:
+            socket.close()
+
+    def close(self) -> None:
+        """Stop, and wait for the thread."""
+        self._is_over.set()
+        self._thread.join()

@@ -1,0 +1,54 @@
+"""Messages as bytes: one byte for the type, then MessagePack of its fields.
+
+The registry is the closed union of ``core.messages``; its order is the wire format, so both
+ends must run the same version (they are processes of one cluster).
+"""
+
+from typing import get_args
+
+import msgspec
+
+from kunserve.core.messages import Message
+
+MESSAGE_TYPES: tuple[type[Message], ...] = get_args(Message)
+"""Every type that crosses a process boundary; the position is the type's tag."""
+
+_ENCODER = msgspec.msgpack.Encoder()
+_DECODERS = tuple(msgspec.msgpack.Decoder(kind) for kind in MESSAGE_TYPES)
+_TAG_OF: dict[type, int] = {kind: tag for tag, kind in enumerate(MESSAGE_TYPES)}
+_INITIAL_BYTES = 4096
+
+
+class MalformedMessage(Exception):
+    """Bytes that are no message, or a message that cannot become bytes."""
+
+
+def encode(message: Message) -> bytearray:
+    """The message as bytes. Raises MalformedMessage where a value has no wire form.
+
+    Integers must fit 64 bits and strings must be valid Unicode.
+    """
+    tag = _TAG_OF.get(type(message))
+    if tag is None:
+        raise MalformedMessage(f"{type(message).__name__} is not in the union of messages")
+    buffer = bytearray(_INITIAL_BYTES)
+    buffer[0] = tag
+    try:
+        _ENCODER.encode_into(message, buffer, 1)
+    except (msgspec.MsgspecError, TypeError, ValueError, OverflowError) as error:
+        raise MalformedMessage(f"{type(message).__name__}: {error}") from error
+    return buffer
+
+
+def decode(data: bytes | bytearray | memoryview) -> Message:
+    """The message in ``data``, every field's type checked. Raises MalformedMessage."""
+    view = memoryview(data)
+    if not view:
+        raise MalformedMessage("no bytes")
+    tag = view[0]
+    if tag >= len(_DECODERS):
+        raise MalformedMessage(f"unknown type tag {tag}")
+    try:
+        return _DECODERS[tag].decode(view[1:])
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise MalformedMessage(f"{MESSAGE_TYPES[tag].__name__}: {error}") from error

@@ -1,0 +1,54 @@
+"""How fast bulk may go: chunk size, chunks in flight, a link's rate."""
+
+from dataclasses import dataclass
+
+KIB = 1024
+_MIN_CHUNK_BYTES = 64 * KIB
+_MAX_CHUNK_BYTES = 1024 * KIB
+
+
+@dataclass(frozen=True, slots=True)
+class BulkPacing:
+    """The bounds that keep bulk out of the way of activations (section 5 of the design)."""
+
+    chunk_bytes: int = 256 * KIB
+    """Asked for at once; at least one KV unit moves whatever this says."""
+    max_in_flight: int = 2
+    """Chunks an instance has asked for and not received, over all its sources."""
+    link_gbps: float | None = None
+    """Rate at which a source gives bytes; None is as fast as they go."""
+    max_yield_s: float = 0.02
+    """Longest pause of one chunk for activations, so that bulk never starves."""
+    chunk_timeout_s: float = 10.0
+    """A source silent for this long is taken for dead."""
+    unknown_grace_s: float = 20.0
+    """How long a source may not have heard of a request yet (it finishes its step first)."""
+
+    def __post_init__(self) -> None:
+        assert self.chunk_bytes > 0 and self.max_in_flight > 0, self
+        assert self.link_gbps is None or self.link_gbps > 0, self
+
+
+def chunk_bytes_for(link_gbps: float, stage_time_s: float) -> int:
+    """A chunk that occupies the measured link for about one stage's time."""
+    wanted = int(link_gbps * 1e9 / 8 * stage_time_s)
+    return max(_MIN_CHUNK_BYTES, min(_MAX_CHUNK_BYTES, wanted))
+
+
+class TokenBucket:
+    """A rate limit with a little credit, so that late timers do not lower the average."""
+
+    def __init__(self, gbps: float | None, credit_s: float = 0.005) -> None:
+        self._bytes_per_s = None if gbps is None else gbps * 1e9 / 8
+        self._credit_s = credit_s
+        self._free_at_s = 0.0
+
+    def delay_s(self, now_s: float) -> float:
+        """How long to wait before the next bytes may go."""
+        return max(0.0, self._free_at_s - now_s)
+
+    def take(self, num_bytes: int, now_s: float) -> None:
+        """The bytes go now."""
+        if self._bytes_per_s is not None:
+            began_s = max(self._free_at_s, now_s - self._credit_s)
+            self._free_at_s = began_s + num_bytes / self._bytes_per_s

@@ -1,0 +1,168 @@
+"""Links between instances: small messages and activations, in order, ahead of bulk.
+
+One connection per direction and peer. A message with hidden states is two frames, and the
+hidden states are sent from, and received into, memory that is not copied again.
+"""
+
+import logging
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import NamedTuple, Protocol
+
+import zmq
+
+from kunserve.core.ids import InstanceId
+from kunserve.core.messages import Message
+from kunserve.transport import codec, identity
+from kunserve.transport.identity import Identity
+from kunserve.transport.sockets import (
+    ANY_PORT,
+    EXPEDITED,
+    PollTarget,
+    Socket,
+    address_of,
+    bind_router,
+    connect_dealer,
+)
+
+logger = logging.getLogger(__name__)
+
+COPY_BELOW_BYTES = 16 * 1024
+"""Hidden states smaller than this are cheaper to copy than to hand over."""
+
+_PEER = b"p"
+
+
+class PeerMail(NamedTuple):
+    """A message from another instance, with its hidden states if it brought any."""
+
+    message: Message
+    payload: memoryview | None
+
+
+class BulkPort(Protocol):
+    """The bulk mover, as far as connecting goes."""
+
+    @property
+    def address(self) -> str:
+        """Where peers reach it."""
+        ...
+
+    def connect(self, addresses: Mapping[InstanceId, str]) -> None:
+        """Know these peers and no others."""
+        ...
+
+    def yield_to(self, activations_pending: Callable[[], bool]) -> None:
+        """Pause between chunks while this says that an activation waits."""
+        ...
+
+
+class PeerLinks:
+    """One instance's links to all others. Belongs to the instance's loop thread."""
+
+    def __init__(
+        self,
+        instance_id: InstanceId,
+        token: str,
+        mover: BulkPort | None = None,
+        *,
+        bind: str = ANY_PORT,
+        tos: int | None = EXPEDITED,
+    ) -> None:
+        """With a ``mover``, one address names both, and ``connect`` connects both."""
+        self.num_rejected = 0
+        """Messages of peers that do not know the token."""
+        self._token = token
+        self._me = Identity(_PEER, instance_id, identity.new_incarnation())
+        self._tos = tos
+        self._mover = mover
+        self._inbox = bind_router(bind, tos=tos)
+        self._links: dict[InstanceId, tuple[str, Socket]] = {}
+        self._under_way: deque[zmq.MessageTracker] = deque()
+        if mover is not None:
+            mover.yield_to(self.activations_pending)
+
+    @property
+    def address(self) -> str:
+        """What to give the peers for ``connect``: the links' address, and the mover's."""
+        own = address_of(self._inbox)
+        return own if self._mover is None else f"{own} {self._mover.address}"
+
+    @property
+    def poll_sockets(self) -> tuple[PollTarget, ...]:
+        """Readable when ``receive`` may have something."""
+        return (self._inbox,)
+
+    def connect(self, addresses: Mapping[InstanceId, str]) -> None:
+        """Know these peers and no others; a changed address is a new process."""
+        parts = {
+            peer: address.split(" ")
+            for peer, address in addresses.items()
+            if peer != self._me.instance_id
+        }
+        for peer in [p for p, (a, _) in self._links.items() if parts.get(p, [""])[0] != a]:
+            self._links.pop(peer)[1].close()
+        for peer, (address, *_) in parts.items():
+            if peer not in self._links:
+                route = identity.pack(self._me, self._token)
+                self._links[peer] = (address, connect_dealer(address, route, tos=self._tos))
+        if self._mover is not None:
+            self._mover.connect({peer: bulk for peer, (_, bulk) in parts.items()})
+
+    def send(self, dst: InstanceId, message: Message, payload: memoryview | None = None) -> bool:
+        """Queue a message; False when there is no such peer (it died: the controller knows).
+
+        The payload is not copied: its memory must not be written again (a step's hidden
+        states are a fresh array).
+        """
+        link = self._links.get(dst)
+        if link is None:
+            logger.warning("no link to instance=%d, message dropped: %.80r", dst, message)
+            return False
+        socket = link[1]
+        if payload is None:
+            socket.send(codec.encode(message), zmq.NOBLOCK)
+            return True
+        socket.send(codec.encode(message), zmq.NOBLOCK | zmq.SNDMORE)
+        if payload.nbytes < COPY_BELOW_BYTES:
+            socket.send(payload, zmq.NOBLOCK)
+            return True
+        while self._under_way and self._under_way[0].done:
+            self._under_way.popleft()
+        tracker = socket.send(payload, zmq.NOBLOCK, copy=False, track=True)
+        assert tracker is not None
+        self._under_way.append(tracker)
+        return True
+
+    def activations_pending(self) -> bool:
+        """Whether hidden states are still on their way out. Called from any thread."""
+        return any(not tracker.done for tracker in tuple(self._under_way))
+
+    def receive(self) -> list[PeerMail]:
+        """Everything that has arrived, in order per peer. Raises MalformedMessage."""
+        mail: list[PeerMail] = []
+        while True:
+            try:
+                route, *frames = self._inbox.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return mail
+            if identity.unpack(route.bytes, self._token) is None:
+                self.num_rejected += 1
+                logger.warning("rejected a message of a stranger on the peer links")
+                continue
+            if len(frames) not in (1, 2):
+                raise codec.MalformedMessage(f"{len(frames)} frames instead of 1 or 2")
+            payload = frames[1].buffer if len(frames) == 2 else None
+            mail.append(PeerMail(codec.decode(frames[0].buffer), payload))
+
+    def poll(self, timeout_s: float) -> list[PeerMail]:
+        """Wait until something arrives or the time is up, then ``receive``."""
+        self._inbox.poll(max(0, round(timeout_s * 1000)))
+        return self.receive()
+
+    def close(self) -> None:
+        """Close every link and drop what was not sent. The mover is closed by its owner."""
+        for _, socket in self._links.values():
+            socket.close()
+        self._links.clear()
+        self._inbox.close()
