@@ -74,21 +74,11 @@ class Arena:
         self.granule_bytes = granule_bytes
         self.num_granules = budget_bytes // granule_bytes
         self.num_calls = 0
-        """System calls made to map, move and unmap, for the log and the tests."""
+        """System calls made to map, move and unmap."""
         self._ranges: list[VirtualRange] = []
         self._owner: Granules = np.full(self.num_granules, _NOTHING, dtype=np.int32)
         self._slot: Granules = np.full(self.num_granules, _NOTHING, dtype=np.int32)
-        self._fd = os.memfd_create("kunserve-arena")
-        try:
-            os.ftruncate(self._fd, self.num_granules * granule_bytes)
-            if self.num_granules:
-                # Claimed now, so that a machine without this much says so at start.
-                os.posix_fallocate(self._fd, 0, self.num_granules * granule_bytes)
-        except OSError as error:
-            os.close(self._fd)
-            raise TooLittleMemory(
-                f"the machine cannot give {budget_bytes} bytes to this instance: {error.strerror}"
-            ) from error
+        self._fd = _claim(self.num_granules * granule_bytes)
 
     @property
     def num_free(self) -> int:
@@ -229,3 +219,31 @@ def _runs(granules: Granules) -> list[tuple[int, int]]:
     cuts = np.flatnonzero(np.diff(granules) != 1) + 1
     edges = [0, *cuts.tolist(), len(granules)]
     return list(itertools.pairwise(edges))
+
+
+def _claim(num_bytes: int) -> int:
+    """A memory file that has all its memory; TooLittleMemory where the machine has not so much."""
+    available = _available_bytes()
+    if num_bytes > available:
+        # Asking the kernel would wake its out-of-memory killer before it refuses.
+        raise TooLittleMemory(
+            f"an instance asks for {num_bytes} bytes of memory, the machine has {available} left"
+        )
+    fd = os.memfd_create("kunserve-arena")
+    try:
+        os.ftruncate(fd, num_bytes)
+        if num_bytes:
+            # Now, so that a shortage shows at start and not as a crash under load.
+            os.posix_fallocate(fd, 0, num_bytes)
+    except OSError as error:
+        os.close(fd)
+        raise TooLittleMemory(
+            f"the machine cannot give {num_bytes} bytes to an instance: {error.strerror}"
+        ) from error
+    return fd
+
+
+def _available_bytes() -> int:
+    with open("/proc/meminfo", encoding="ascii") as lines:
+        fields = dict(line.split(":", 1) for line in lines)
+    return int(fields["MemAvailable"].split()[0]) * 1024

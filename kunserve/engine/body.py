@@ -50,8 +50,9 @@ class StartupAccount:
         mib = 1 << 20
         return (
             f"memory {self.memory_bytes / mib:.1f} MiB: "
-            f"weights {self.weights_bytes / mib:.1f} MiB, KV {self.kv_bytes / mib:.1f} MiB in {self.kv_blocks} blocks; longest request "
-            f"{self.longest_request_tokens} tokens; loaded in {self.load_s:.2f} s"
+            f"weights {self.weights_bytes / mib:.1f} MiB, "
+            f"KV {self.kv_bytes / mib:.1f} MiB in {self.kv_blocks} blocks; "
+            f"longest request {self.longest_request_tokens} tokens; loaded in {self.load_s:.2f} s"
         )
 
 

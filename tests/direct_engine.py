@@ -1,0 +1,128 @@
+"""Drives bodies with hand-made plans: no scheduler, one table per stage, requests in lockstep."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kunserve.control.body import StepWork
+from kunserve.core.ids import GroupId, RequestId, StepId
+from kunserve.core.layout import LayerRange
+from kunserve.core.request import SamplingParams
+from kunserve.core.step import Chunk, SampledToken, SequenceStart, StepPlan
+from kunserve.engine.body import CpuBody
+
+GREEDY = SamplingParams(max_tokens=1000, temperature=0.0)
+
+
+@dataclass
+class Sequence_:
+    request_id: RequestId
+    tokens: list[int]
+    num_prompt: int
+    sampling: SamplingParams
+    first_step: int
+    num_computed: int = 0
+    is_known: bool = False
+    sampled: list[SampledToken] = field(default_factory=list)
+
+
+class DirectEngine:
+    """Stages in layer order; a single stage is an undropped instance."""
+
+    def __init__(self, stages: Sequence[tuple[CpuBody, LayerRange]], seed: int = 0) -> None:
+        self.stages = stages
+        self.block_size = stages[0][0].spec.block_size
+        generator = np.random.default_rng(seed)
+        self.free = []
+        for body, layers in stages:
+            held = body.memory.held.num_layers
+            num_runs = body.spec.units_when_holding(held) // layers.num_layers
+            starts = generator.permutation(num_runs) * layers.num_layers - layers.first
+            self.free.append([int(entry) for entry in starts])
+        self.tables: list[dict[RequestId, list[int]]] = [{} for _ in stages]
+        self.step_id = 0
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        num_tokens: int,
+        chunk_size: int = 1000,
+        sampling: SamplingParams | Sequence[SamplingParams] = GREEDY,
+    ) -> list[list[int]]:
+        """Output tokens of each prompt; prompt i arrives i steps late, so that steps are mixed."""
+        params = [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else sampling
+        sequences = [
+            Sequence_(RequestId(f"{self.step_id}-{i}"), list(prompt), len(prompt), one, i)
+            for i, (prompt, one) in enumerate(zip(prompts, params, strict=True))
+        ]
+        step = 0
+        while any(len(s.tokens) - s.num_prompt < num_tokens for s in sequences):
+            active = [
+                s
+                for s in sequences
+                if s.first_step <= step and len(s.tokens) - s.num_prompt < num_tokens
+            ]
+            self._step(active, chunk_size)
+            step += 1
+        for sequence in sequences:
+            self._release(sequence)
+        self.last = sequences
+        return [s.tokens[s.num_prompt :] for s in sequences]
+
+    def _step(self, active: list[Sequence_], chunk_size: int) -> None:
+        chunks, started, token_ids = [], [], []
+        for s in active:
+            num = min(chunk_size, len(s.tokens) - s.num_computed)
+            is_last = s.num_computed + num == len(s.tokens)
+            chunks.append(Chunk(s.request_id, s.num_computed, num, is_last))
+            token_ids += s.tokens[s.num_computed : s.num_computed + num]
+            if not s.is_known:
+                history = tuple(s.tokens) if s.sampling.needs_history else ()
+                started.append(SequenceStart(s.request_id, s.sampling, s.num_prompt, history))
+                s.is_known = True
+        plan = StepPlan(GroupId(0), StepId(self.step_id), (), tuple(started), tuple(chunks))
+        self.step_id += 1
+        hidden = None
+        outcome = None
+        for index, (body, layers) in enumerate(self.stages):
+            work = StepWork(
+                plan=plan,
+                layers=layers,
+                is_first=index == 0,
+                is_last=index == len(self.stages) - 1,
+                token_ids=np.array(token_ids, dtype=np.int32) if index == 0 else None,
+                tables=self._tables(index, chunks),
+                rows=np.arange(len(chunks), dtype=np.int32),
+            )
+            if hidden is not None:
+                hidden = body.hidden_from_bytes(bytearray(body.hidden_to_bytes(hidden)))
+            outcome = body.execute(work, hidden)
+            hidden = outcome.hidden
+        assert outcome is not None
+        by_id = {token.request_id: token for token in outcome.tokens}
+        for s, chunk in zip(active, chunks, strict=True):
+            s.num_computed += chunk.num_tokens
+            if chunk.samples:
+                s.tokens.append(by_id[s.request_id].token_id)
+                s.sampled.append(by_id[s.request_id])
+        assert len(by_id) == sum(chunk.samples for chunk in chunks)
+
+    def _tables(self, index: int, chunks: list[Chunk]) -> np.ndarray:
+        table, free = self.tables[index], self.free[index]
+        for chunk in chunks:
+            blocks = table.setdefault(chunk.request_id, [])
+            while len(blocks) * self.block_size < chunk.start + chunk.num_tokens:
+                blocks.append(free.pop())
+        width = max(len(table[chunk.request_id]) for chunk in chunks)
+        rows = np.zeros((len(chunks), width), dtype=np.int32)
+        for row, chunk in zip(rows, chunks, strict=True):
+            blocks = table[chunk.request_id]
+            row[: len(blocks)] = blocks
+        return rows
+
+    def _release(self, sequence: Sequence_) -> None:
+        for table, free in zip(self.tables, self.free, strict=True):
+            free += table.pop(sequence.request_id)
+        for body, _ in self.stages:
+            body.forget(sequence.request_id)

@@ -1,0 +1,141 @@
+"""Greedy tokens in float32 equal ``transformers``' for every architecture, whatever the batching."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+import transformers
+
+from kunserve.core.config import InstanceConfig, ModelConfig
+from kunserve.core.ids import InstanceId
+from kunserve.core.layout import LayerRange
+from kunserve.core.request import SamplingParams
+from kunserve.engine.body import CpuBody
+from tests.direct_engine import DirectEngine
+from tests.tiny_models import KINDS, VOCAB, expected_tokens, tiny_model
+
+NUM_LAYERS = 4
+NUM_TOKENS = 12
+PROMPTS = [
+    np.random.default_rng(length).integers(3, VOCAB, length).tolist() for length in (1, 7, 33, 60)
+]
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def saved(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, list[list[int]]]:
+    """A model folder, and what transformers generates from it."""
+    folder = tmp_path_factory.mktemp(request.param)
+    model = tiny_model(request.param, NUM_LAYERS)
+    model.save_pretrained(folder)
+    return folder, [expected_tokens(model, prompt, NUM_TOKENS) for prompt in PROMPTS]
+
+
+@contextmanager
+def bodies(folder: Path, num: int = 1, **options: object) -> Iterator[list[CpuBody]]:
+    settings = {"memory_bytes": 8 << 20, "granule_bytes": 8192, "block_size": 8, **options}
+    made = [
+        CpuBody(
+            InstanceId(i),
+            ModelConfig(model=str(folder), dtype="float32"),
+            InstanceConfig(**settings),  # type: ignore[arg-type]
+        )
+        for i in range(num)
+    ]
+    try:
+        yield made
+        for body in made:
+            body.check()
+    finally:
+        for body in made:
+            body.close()
+
+
+@pytest.mark.parametrize("block_size", [8, 16])
+@pytest.mark.parametrize("chunk_size", [1000, 5, 16])
+def test_batches_chunks_and_blocks_change_nothing(
+    saved: tuple[Path, list[list[int]]], chunk_size: int, block_size: int
+) -> None:
+    folder, expected = saved
+    with bodies(folder, block_size=block_size) as (body,):
+        engine = DirectEngine([(body, LayerRange(0, NUM_LAYERS))])
+        assert engine.generate(PROMPTS, NUM_TOKENS, chunk_size) == expected
+
+
+def test_the_reference_attention_agrees(saved: tuple[Path, list[list[int]]]) -> None:
+    folder, expected = saved
+    with bodies(folder, attention="reference") as (body,):
+        engine = DirectEngine([(body, LayerRange(0, NUM_LAYERS))])
+        assert engine.generate(PROMPTS, NUM_TOKENS, 16) == expected
+
+
+def test_dropped_halves_as_a_pipeline_and_back(saved: tuple[Path, list[list[int]]]) -> None:
+    folder, expected = saved
+    halves = [LayerRange(0, 2), LayerRange(2, 4)]
+    with bodies(folder, 2) as pair:
+        for body, keep in zip(pair, halves, strict=True):
+            before = body.memory.kv_units
+            remap = body.drop_layers(keep)
+            assert remap.kv_units == body.spec.units_when_holding(2) > before
+            assert remap.moved_bytes >= body.spec.layer_bytes
+        engine = DirectEngine(list(zip(pair, halves, strict=True)))
+        assert engine.generate(PROMPTS, NUM_TOKENS, 16) == expected
+        for body, keep in zip(pair, halves, strict=True):
+            missing = halves[1] if keep == halves[0] else halves[0]
+            assert body.reclaim_layers(missing).kv_units == body.spec.kv_units
+            body.load_layers(missing)
+            whole = DirectEngine([(body, LayerRange(0, NUM_LAYERS))])
+            assert whole.generate(PROMPTS, NUM_TOKENS, 16) == expected
+
+
+def test_uneven_stages_and_layers_from_a_peer(saved: tuple[Path, list[list[int]]]) -> None:
+    folder, expected = saved
+    ranges = [LayerRange(0, 1), LayerRange(1, 3), LayerRange(3, 4)]
+    with bodies(folder, 3) as three:
+        for body, keep in zip(three, ranges, strict=True):
+            body.drop_layers(keep)
+        engine = DirectEngine(list(zip(three, ranges, strict=True)))
+        assert engine.generate(PROMPTS, NUM_TOKENS, 7) == expected
+        first, middle, _ = three
+        first.reclaim_layers(LayerRange(0, 3))
+        for layer in (1, 2):
+            first.layer_view(layer)[:] = middle.layer_view(layer)
+        stages = [(first, LayerRange(0, 3)), (three[2], ranges[2])]
+        assert DirectEngine(stages).generate(PROMPTS, NUM_TOKENS, 7) == expected
+
+
+def test_sampling_does_not_depend_on_batching_or_stages(
+    saved: tuple[Path, list[list[int]]],
+) -> None:
+    folder, _ = saved
+    params = [
+        SamplingParams(100, seed=1),
+        SamplingParams(100, temperature=0.7, top_p=0.8, seed=2, num_logprobs=2),
+        SamplingParams(100, top_k=5, frequency_penalty=0.5, repetition_penalty=1.3, seed=3),
+        SamplingParams(100, min_p=0.1, presence_penalty=0.3, seed=4),
+    ]
+    with bodies(folder, 2) as pair:
+        whole = DirectEngine([(pair[0], LayerRange(0, NUM_LAYERS))])
+        alone = [
+            whole.generate([prompt], NUM_TOKENS, 1000, [one])[0]
+            for prompt, one in zip(PROMPTS, params, strict=True)
+        ]
+        assert whole.generate(PROMPTS, NUM_TOKENS, 5, params) == alone
+        stages = [(pair[0], LayerRange(0, 3)), (pair[1], LayerRange(3, 4))]
+        for body, keep in stages:
+            body.drop_layers(keep)
+        assert DirectEngine(stages).generate(PROMPTS, NUM_TOKENS, 16, params) == alone
+
+
+@pytest.mark.parametrize("kind", ["llama", "llama3", "mistral"])
+def test_one_file_or_shards(kind: str, tmp_path: Path) -> None:
+    model: transformers.PreTrainedModel = tiny_model(kind, NUM_LAYERS)
+    model.save_pretrained(tmp_path, max_shard_size="150KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    with bodies(tmp_path) as (body,):
+        engine = DirectEngine([(body, LayerRange(0, NUM_LAYERS))])
+        expected = [expected_tokens(model, PROMPTS[1], NUM_TOKENS)]
+        assert engine.generate(PROMPTS[1:2], NUM_TOKENS) == expected

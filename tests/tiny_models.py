@@ -1,0 +1,93 @@
+"""Tiny random models of every supported architecture, saved as Hugging Face folders."""
+
+from pathlib import Path
+
+import torch
+import transformers
+
+VOCAB = 160
+
+_SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 512,
+    "eos_token_id": 2,
+    "bos_token_id": 1,
+    "pad_token_id": 0,
+}
+_LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+
+def _config(kind: str, num_layers: int) -> transformers.PretrainedConfig:
+    sizes = {**_SIZES, "num_hidden_layers": num_layers}
+    match kind:
+        case "llama":
+            return transformers.LlamaConfig(**sizes, tie_word_embeddings=True)
+        case "llama3":
+            return transformers.LlamaConfig(
+                **sizes,
+                tie_word_embeddings=False,
+                rope_parameters=_LLAMA3_ROPE,
+                attention_bias=True,
+                mlp_bias=True,
+            )
+        case "qwen2":
+            sizes.pop("head_dim")
+            return transformers.Qwen2Config(**{**sizes, "hidden_size": 128})
+        case "qwen3":
+            return transformers.Qwen3Config(**sizes, tie_word_embeddings=True)
+        case "mistral":
+            return transformers.MistralConfig(**sizes, sliding_window=24)
+        case _:
+            raise ValueError(kind)
+
+
+KINDS = ("llama", "llama3", "qwen2", "qwen3", "mistral")
+
+
+def tiny_model(kind: str, num_layers: int = 4, seed: int = 0) -> transformers.PreTrainedModel:
+    """A float32 model whose weights are large enough that its tokens vary."""
+    torch.manual_seed(seed)
+    model = transformers.AutoModelForCausalLM.from_config(_config(kind, num_layers))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("norm.weight"):
+                parameter.uniform_(0.6, 1.4)
+            else:
+                parameter.normal_(0, 0.15)
+    return model.float().eval()
+
+
+def save_tiny(folder: Path, kind: str, num_layers: int = 4, **options: object) -> Path:
+    """Save a tiny model where the loader looks for one."""
+    tiny_model(kind, num_layers).save_pretrained(folder, **options)
+    return folder
+
+
+def expected_tokens(
+    model: transformers.PreTrainedModel, prompt: list[int], num_tokens: int
+) -> list[int]:
+    """What ``transformers`` generates greedily."""
+    ids = torch.tensor([prompt])
+    with torch.no_grad():
+        output = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            max_new_tokens=num_tokens,
+            min_new_tokens=num_tokens,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+    return output[0, len(prompt) :].tolist()
