@@ -5,6 +5,7 @@ connections stay for ever.
 """
 
 import asyncio
+import contextlib
 import json
 import logging
 from asyncio.events import TimerHandle
@@ -15,7 +16,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from kunserve.core.errors import Overloaded
 from kunserve.server.answers import error_answer, error_object
-from kunserve.server.door import OPEN_PATHS
+from kunserve.server.door import OPEN_PATHS, FrontDoor
 from kunserve.server.limits import FrontLimits
 from kunserve.server.streaming import DROP_CONNECTION
 
@@ -53,17 +54,21 @@ HEADERS_TOO_SLOW = _plain_error(
 class OverflowApp:
     """Stands in for the application on a connection beyond the limit: health checks only."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, body_timeout_s: float) -> None:
         self._app = app
+        self._body_timeout_s = body_timeout_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI: open paths are served, everything else is told to come back."""
         if scope["path"] in OPEN_PATHS:
             await self._app(scope, receive, send)
         else:
-            answer = error_answer(_TOO_MANY)
-            answer.headers["connection"] = "close"
-            await answer(scope, receive, send)
+            # Closing on a body that is still coming would reset the answer away.
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._body_timeout_s):
+                    while (await receive()).get("more_body"):
+                        pass
+            await FrontDoor(error_answer(_TOO_MANY), None)(scope, receive, send)
 
 
 class FrontProtocol(HttpToolsProtocol):
@@ -87,8 +92,7 @@ class FrontProtocol(HttpToolsProtocol):
         self._in_headers = True
         self._overflow = len(self.connections) > self.max_connections
         if self._overflow:
-            self.app = OverflowApp(self.app)
-            self.timeout_keep_alive = 0
+            self.app = OverflowApp(self.app, self.limits.overflow_timeout_s)
         self._arm()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -117,6 +121,8 @@ class FrontProtocol(HttpToolsProtocol):
         self._header_bytes = 0
         self.scope["extensions"] = {DROP_CONNECTION: {"call": self.transport.abort}}
         super().on_headers_complete()
+        if self._overflow:
+            self.cycle.keep_alive = False
 
     def send_400_response(self, msg: str) -> None:
         """A request that is no HTTP: our error shape instead of plain text."""

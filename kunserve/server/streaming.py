@@ -61,7 +61,8 @@ class GenerationAnswer(Response):
         try:
             await self.answer(scope, receive, send)
         except ClientGone:
-            pass
+            # After a drop the disconnect is still to be noticed.
+            await asyncio.wait({watcher}, timeout=1.0)
         finally:
             watcher.cancel()
             self._front.leave(self._generation, ClientGone())

@@ -8,7 +8,6 @@ import pytest
 
 from kunserve.core.config import ServerConfig
 from kunserve.core.errors import Overloaded, Unavailable
-from tests.unit.server.echo_engine import EchoEngine
 from tests.unit.server.live_server import MODEL, LiveServer, live_server, run_async
 from tests.unit.server.tiny_tokenizer import tiny_tokenizer
 
@@ -24,10 +23,7 @@ def shared() -> Generator[LiveServer, None, None]:
 @pytest.fixture
 def server(shared: LiveServer) -> LiveServer:
     """The module's server with an engine as new."""
-    fresh = EchoEngine()
-    fields = {name: getattr(fresh, name) for name in EchoEngine.__dataclass_fields__}
-    fields.pop("tasks")
-    shared.configure(**fields)
+    shared.renew_engine()
     return shared
 
 

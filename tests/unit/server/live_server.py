@@ -54,6 +54,12 @@ class LiveServer:
         """Set fields of the engine."""
         self.call(lambda: [setattr(self.engine, name, value) for name, value in fields.items()])
 
+    def renew_engine(self) -> None:
+        """Give every field of the engine its default; nothing may be running."""
+        assert not self.engine.tasks
+        fresh = EchoEngine()
+        self.configure(**{name: getattr(fresh, name) for name in EchoEngine.__dataclass_fields__})
+
     def request_drain(self) -> None:
         """What a SIGTERM does."""
         self.loop.call_soon_threadsafe(self.drain.request)
