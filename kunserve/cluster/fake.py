@@ -1,0 +1,311 @@
+"""A body without a model, whose tokens still depend on every byte of KV memory.
+
+The "transformer" is integer arithmetic: at layer l a token stores ``content = mix(hidden, l)`` in
+its slot of unit ``entry + l`` and attends by summing the contents of its request's positions
+0..p; the sum goes into the hidden state. So KV that is lost, stale or misplaced, a layer that runs
+twice or not at all, or a sampling parameter that got lost changes the tokens, while batching,
+chunking, block size and the split into stages change nothing. Memory is bytes too: weights that
+are not held or not loaded, and units beyond the backed tail, fail an assertion when used.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kunserve.control.body import Remap, StepOutcome, StepWork, UnitCopy
+from kunserve.core.ids import InstanceId, RequestId
+from kunserve.core.layout import LayerRange
+from kunserve.core.request import Request, SamplingParams, TokenLogprobs
+from kunserve.core.snapshots import InstanceSpec
+from kunserve.core.step import SampledToken, SequenceStart
+
+Uint64Array = npt.NDArray[np.uint64]
+Uint8Array = npt.NDArray[np.uint8]
+
+CONTENT_BYTES = 8
+"""KV of one token at one layer."""
+GARBAGE = 0xA5
+"""What memory holds after it changed hands."""
+
+_MASK = (1 << 64) - 1
+_FACTOR_1 = 0x9FB21C651E98DF25
+_FACTOR_2 = 0xD6E8FEB86659FD93
+_EMBED, _HEAD, _DRAW, _HISTORY = 1 << 40, 1 << 41, 1 << 42, 1 << 43
+
+
+@dataclass(frozen=True, slots=True)
+class FakeModel:
+    """What the tokens are made of, beside the prompt."""
+
+    num_layers: int
+    vocab_size: int = 1000
+    eos_token_ids: frozenset[int] = frozenset()
+
+
+def fake_spec(
+    instance_id: InstanceId,
+    num_layers: int,
+    kv_units: int,
+    block_size: int = 4,
+    layer_bytes: int = 256,
+    granule_bytes: int = 32,
+) -> InstanceSpec:
+    """An instance with memory for all layers and ``kv_units`` units of KV."""
+    unit_bytes = block_size * CONTENT_BYTES
+    weights = -(-num_layers * layer_bytes // granule_bytes) * granule_bytes
+    return InstanceSpec(
+        instance_id=instance_id,
+        num_layers=num_layers,
+        block_size=block_size,
+        unit_bytes=unit_bytes,
+        layer_bytes=layer_bytes,
+        memory_bytes=weights + kv_units * unit_bytes,
+        kv_units=kv_units,
+        granule_bytes=granule_bytes,
+    )
+
+
+def _mix_one(value: int, salt: int) -> int:
+    """``_mix`` of one integer, for the oracle."""
+    value = (value + salt * _FACTOR_2 + 1) & _MASK
+    value = ((value ^ (value >> 32)) * _FACTOR_1) & _MASK
+    value = ((value ^ (value >> 29)) * _FACTOR_2) & _MASK
+    return value ^ (value >> 32)
+
+
+def _mix(values: Uint64Array, salt: int) -> Uint64Array:
+    """A bijection of 64-bit integers that depends on ``salt`` and scatters every bit."""
+    mixed = values + np.uint64((salt * _FACTOR_2 + 1) & _MASK)
+    mixed = (mixed ^ (mixed >> np.uint64(32))) * np.uint64(_FACTOR_1)
+    mixed = (mixed ^ (mixed >> np.uint64(29))) * np.uint64(_FACTOR_2)
+    return mixed ^ (mixed >> np.uint64(32))
+
+
+def _draw(hidden: int, sampling: SamplingParams, position: int, history: list[int]) -> int:
+    """What the output head gives for output token ``position`` (before ``% vocab_size``)."""
+    value = _mix_one(hidden, _HEAD)
+    if sampling.temperature > 0:
+        value = _mix_one(value ^ _mix_one(sampling.seed, position), _DRAW)
+    if sampling.needs_history:
+        for token_id in history:
+            value = _mix_one(value ^ token_id, _HISTORY)
+    return value
+
+
+def expected_tokens(request: Request, model: FakeModel, max_model_len: int) -> tuple[int, ...]:
+    """The oracle: every output token of the request when nothing ever disturbs it.
+
+    Written without arrays, blocks or stages, so that it shares no mistake with the body.
+    """
+    sampling = request.sampling
+    stops = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else model.eos_token_ids)
+    limit = min(len(request.prompt_token_ids) + sampling.max_tokens, max_model_len)
+    tokens = list(request.prompt_token_ids)
+    num_prompt = len(tokens)
+    sums = [0] * model.num_layers
+    hidden = position = 0
+    while True:
+        while position < len(tokens):
+            hidden = _mix_one(tokens[position] * _FACTOR_1 + position, _EMBED)
+            for layer in range(model.num_layers):
+                sums[layer] = (sums[layer] + _mix_one(hidden, 2 * layer)) & _MASK
+                hidden = _mix_one(hidden + 3 * sums[layer], 2 * layer + 1)
+            position += 1
+        value = _draw(hidden, sampling, len(tokens) - num_prompt, tokens)
+        tokens.append(value % model.vocab_size)
+        is_stop = tokens[-1] in stops and len(tokens) - num_prompt >= sampling.min_tokens
+        if is_stop or len(tokens) >= limit:
+            return tuple(tokens[num_prompt:])
+
+
+class FakeBody:
+    """Implements ``control.body.Body`` and what a mover needs of one."""
+
+    def __init__(
+        self,
+        spec: InstanceSpec,
+        model: FakeModel,
+        delay: Callable[[StepWork], float] | None = None,
+    ) -> None:
+        """``delay`` gives the seconds that a step takes, where real time matters."""
+        assert spec.unit_bytes == spec.block_size * CONTENT_BYTES, spec
+        assert spec.num_layers == model.num_layers, (spec, model)
+        self._spec = spec
+        self._model = model
+        self._delay = delay
+        granule = spec.granule_bytes
+        self._weight_granules = -(-spec.num_layers * spec.layer_bytes // granule)
+        self._kv_bytes = spec.memory_bytes - self._weight_granules * granule
+        assert self._kv_bytes // spec.unit_bytes == spec.kv_units, spec
+        most = spec.memory_bytes // spec.unit_bytes
+        self._kv: Uint64Array = np.empty((most, spec.block_size), dtype=np.uint64)
+        self._kv.view(np.uint8).fill(GARBAGE)
+        self._weights: Uint8Array = np.zeros((spec.num_layers, spec.layer_bytes), dtype=np.uint8)
+        self._whole = LayerRange(0, spec.num_layers)
+        self.held = self._whole
+        self.kv_units = spec.kv_units
+        self._unverified = set(range(spec.num_layers))
+        """Layers whose bytes may have changed since a step last used them."""
+        self._starts: dict[RequestId, SequenceStart] = {}
+        self._history: dict[RequestId, list[int]] = {}
+        self.load_layers(self._whole)
+
+    @property
+    def spec(self) -> InstanceSpec:
+        """What the instance is made of."""
+        return self._spec
+
+    @property
+    def known_requests(self) -> set[RequestId]:
+        """Requests that the body keeps anything of, for tests that look for leaks."""
+        return set(self._starts)
+
+    # Steps
+
+    def execute(self, work: StepWork, hidden: Uint64Array | None) -> StepOutcome:
+        """Run the stage's layers over the microbatch."""
+        self._verify_weights(work.layers)
+        for start in work.plan.started:
+            self._starts[start.request_id] = start
+            self._history[start.request_id] = list(start.token_ids)
+        assert (hidden is None) == work.is_first, work.plan
+        if hidden is None:
+            hidden = self._embed(work)
+        assert hidden.shape == (work.plan.num_tokens,), (hidden.shape, work.plan)
+        offset = 0
+        outputs = np.empty_like(hidden)
+        for chunk, row in zip(work.plan.chunks, work.rows.tolist(), strict=True):
+            assert chunk.request_id in self._starts, f"{chunk.request_id} was never started"
+            end = offset + chunk.num_tokens
+            outputs[offset:end] = self._run_chunk(
+                hidden[offset:end], work.tables[row], chunk.start, work.layers
+            )
+            offset = end
+        if self._delay is not None:
+            time.sleep(self._delay(work))
+        if not work.is_last:
+            return StepOutcome(outputs, ())
+        return StepOutcome(None, tuple(self._sample(work, outputs)))
+
+    def _embed(self, work: StepWork) -> Uint64Array:
+        assert work.token_ids is not None and len(work.token_ids) == work.plan.num_tokens
+        positions = np.concatenate(
+            [np.arange(c.start, c.start + c.num_tokens) for c in work.plan.chunks]
+        )
+        tokens = work.token_ids.astype(np.uint64)
+        return _mix(tokens * np.uint64(_FACTOR_1) + positions.astype(np.uint64), _EMBED)
+
+    def _run_chunk(
+        self, hidden: Uint64Array, entries: npt.NDArray[np.int32], start: int, layers: LayerRange
+    ) -> Uint64Array:
+        block_size = self._spec.block_size
+        end = start + len(hidden)
+        blocks = entries[: -(-end // block_size)]
+        positions = np.arange(start, end)
+        for layer in range(*layers):
+            units = blocks + layer
+            assert units.min() >= 0 and units.max() < self.kv_units, (units, self.kv_units)
+            self._kv[units[positions // block_size], positions % block_size] = _mix(
+                hidden, 2 * layer
+            )
+            sums = np.cumsum(self._kv[units].reshape(-1)[:end])[start:]
+            hidden = _mix(hidden + np.uint64(3) * sums, 2 * layer + 1)
+        return hidden
+
+    def _sample(self, work: StepWork, hidden: Uint64Array) -> Iterator[SampledToken]:
+        end = 0
+        for chunk in work.plan.chunks:
+            end += chunk.num_tokens
+            if not chunk.samples:
+                continue
+            start = self._starts[chunk.request_id]
+            position = chunk.start + chunk.num_tokens - start.num_prompt_tokens
+            history = self._history[chunk.request_id]
+            value = _draw(int(hidden[end - 1]), start.sampling, position, history)
+            token_id = value % self._model.vocab_size
+            history.append(token_id)
+            wants_logprobs = start.sampling.num_logprobs is not None
+            logprobs = TokenLogprobs(-1.0, 1, ((token_id, -1.0),)) if wants_logprobs else None
+            yield SampledToken(chunk.request_id, token_id, logprobs)
+
+    def forget(self, request_id: RequestId) -> None:
+        """Drop per-request state; unknown ones are no mistake."""
+        self._starts.pop(request_id, None)
+        self._history.pop(request_id, None)
+
+    # Memory
+
+    def copy_units(self, copies: tuple[UnitCopy, ...]) -> None:
+        """Copy in order."""
+        for src, dst, num_units in copies:
+            assert num_units > 0 and abs(src - dst) >= num_units, (src, dst, num_units)
+            self.unit_view(dst, num_units)[:] = self.unit_view(src, num_units)
+
+    def drop_layers(self, keep: LayerRange) -> Remap:
+        """Turn the granules wholly outside ``keep`` into KV memory."""
+        assert self.held.covers(keep) and keep.num_layers > 0, (self.held, keep)
+        return self._hold(keep)
+
+    def reclaim_layers(self, layers: LayerRange) -> Remap:
+        """Turn the KV tail into memory for ``layers``, its content undefined."""
+        assert layers.covers(self.held), (self.held, layers)
+        return self._hold(layers)
+
+    def load_layers(self, layers: LayerRange) -> None:
+        """Fill mapped layers from "disk"."""
+        assert self.held.covers(layers), (self.held, layers)
+        for layer in range(*layers):
+            self._weights[layer] = self._true_weights(layer)
+            self._unverified.add(layer)
+
+    def _hold(self, layers: LayerRange) -> Remap:
+        spec, before = self._spec, self.kv_units
+        first = layers.first * spec.layer_bytes // spec.granule_bytes
+        end = -(-layers.end * spec.layer_bytes // spec.granule_bytes)
+        free_bytes = (self._weight_granules - (end - first)) * spec.granule_bytes
+        self.kv_units = (self._kv_bytes + free_bytes) // spec.unit_bytes
+        self._kv[min(before, self.kv_units) :].view(np.uint8).fill(GARBAGE)
+        kept = self.held.intersect(layers)
+        for layer in range(spec.num_layers):
+            if not kept.first <= layer < kept.end:
+                self._weights[layer].fill(GARBAGE)
+                self._unverified.add(layer)
+        self.held = layers
+        return Remap(self.kv_units, (self.kv_units - before) * spec.unit_bytes, 0.0)
+
+    def _true_weights(self, layer: int) -> Uint8Array:
+        indices = np.arange(self._spec.layer_bytes, dtype=np.uint64)
+        return (_mix(indices, layer) & np.uint64(0xFF)).astype(np.uint8)
+
+    def _verify_weights(self, layers: LayerRange) -> None:
+        assert self.held.covers(layers), f"layers {layers} are not held, only {self.held}"
+        for layer in self._unverified.intersection(range(*layers)):
+            true = self._true_weights(layer)
+            assert np.array_equal(self._weights[layer], true), f"layer {layer} is not loaded"
+            self._unverified.discard(layer)
+
+    # What movers use
+
+    def unit_view(self, unit: int, num_units: int) -> Uint8Array:
+        """The bytes of consecutive KV units."""
+        assert unit >= 0 and unit + num_units <= self.kv_units, (unit, num_units, self.kv_units)
+        view: Uint8Array = self._kv[unit : unit + num_units].reshape(-1).view(np.uint8)
+        return view
+
+    def layer_view(self, layer: int) -> Uint8Array:
+        """The bytes of a held layer's weights, to read or to fill."""
+        assert self.held.first <= layer < self.held.end, (layer, self.held)
+        self._unverified.add(layer)
+        view: Uint8Array = self._weights[layer]
+        return view
+
+    def hidden_to_bytes(self, hidden: Uint64Array) -> memoryview:
+        """The activations' bytes for the wire."""
+        return hidden.data.cast("B")
+
+    def hidden_from_bytes(self, data: bytes | bytearray | memoryview) -> Uint64Array:
+        """Activations from the wire."""
+        return np.frombuffer(data, dtype=np.uint64)
