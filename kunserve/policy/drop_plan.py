@@ -26,6 +26,12 @@ from kunserve.policy.layer_split import Member, Prefer, split_layers
 MAX_PARTNERS = 8
 """Partners tried for a group whose merge with the smallest one gains nothing."""
 
+MAX_EXACT_KINDS = 16
+"""Different budgets beyond which splits are worked out once for budgets within 6 % of another.
+
+What is gained is still counted for the very instances.
+"""
+
 
 @dataclass(frozen=True, slots=True)
 class Merge:
@@ -63,23 +69,29 @@ _Kind: TypeAlias = int
 """Instances of one kind have equal memory."""
 
 
+_Held: TypeAlias = tuple[tuple[LayerRange, _Kind], ...]
+_Stages: TypeAlias = tuple[tuple[int, LayerRange], ...]
+
+
 class _Shape(NamedTuple):
     """A group but for its instances' names: merging equal shapes gives equal results."""
 
     key: int
     """Equal for equal shapes made the same way."""
-    held: tuple[tuple[LayerRange, _Kind], ...]
-    """What each member holds now, in the order of ``_Group.members``."""
-    stages: tuple[tuple[int, LayerRange], ...]
+    held: _Held
+    """What each member holds before the plan."""
+    stages: _Stages
     """(index into ``held``, layers once merged), in stage order."""
     capacity_blocks: int
+    freed_bytes: int
 
 
 class _Group(NamedTuple):
     """A group of the plan so far."""
 
-    members: tuple[InstanceId, ...]
     old: tuple[GroupLayout, ...]
+    """Their members, in order, are those of ``shape.held``."""
+    old_capacity_blocks: int
     shape: _Shape
 
 
@@ -109,65 +121,77 @@ def plan_drop(
     merges at most: merges of equal shapes are worked out once.
     """
     shapes = _Shapes(specs, head_cost_layers)
-    short, fixed = frozenset(pressed), frozenset(untouchable)
-    heap: list[_Entry] = []
-    for position, layout in enumerate(layouts):
-        if layout.group_id not in fixed:
-            shape = shapes.of_layout(layout)
-            group = _Group(layout.members, (layout,), shape)
-            spare = layout.group_id not in short
-            heap.append((len(layout.stages), spare, shape.capacity_blocks, position, group))
-    heapq.heapify(heap)
-
+    heap = _smallest_first(layouts, shapes, frozenset(pressed), frozenset(untouchable))
     position = len(layouts)
     settled: list[_Group] = []
     gain = 0
     while gain < required_blocks and len(heap) > 1:
-        size, spare, capacity, _, group = heapq.heappop(heap)
-        found = _merge_with_smallest(heap, size, group, shapes, max_group_size)
-        if found is None:
+        size, spare, _, _, group = heapq.heappop(heap)
+        partner = _take_partner(heap, size, group, shapes, max_group_size)
+        if partner is None:
             settled.append(group)
             continue
-        merged, (_, other_spare, other_capacity, _, _) = found
-        gain += merged.shape.capacity_blocks - capacity - other_capacity
-        entry = (
-            len(merged.members),
-            spare and other_spare,
-            merged.shape.capacity_blocks,
-            position,
-            merged,
-        )
+        other_size, other_spare, _, _, other = partner
+        shape = shapes.merged(group.shape, other.shape)
+        assert shape is not None, (group, other)
+        gain += shape.capacity_blocks - group.shape.capacity_blocks - other.shape.capacity_blocks
+        old_capacity = group.old_capacity_blocks + other.old_capacity_blocks
+        merged = _Group(group.old + other.old, old_capacity, shape)
+        entry = (size + other_size, spare and other_spare, shape.capacity_blocks, position, merged)
         heapq.heappush(heap, entry)
         position += 1
 
-    changed = [entry for entry in sorted(heap) if len(entry[4].old) > 1]
-    groups = [g for g in settled if len(g.old) > 1] + [entry[4] for entry in changed]
-    merges = tuple(
-        shapes.finish(group, GroupId(first_id + number)) for number, group in enumerate(groups)
-    )
+    heap.sort()
+    groups = [g for g in (*settled, *[entry[4] for entry in heap]) if len(g.old) > 1]
+    merges = tuple(_name(group, GroupId(first_id + number)) for number, group in enumerate(groups))
     return DropPlan(merges, required_blocks, gain >= required_blocks)
 
 
-def _merge_with_smallest(
+def _smallest_first(
+    layouts: Sequence[GroupLayout],
+    shapes: "_Shapes",
+    pressed: frozenset[GroupId],
+    untouchable: frozenset[GroupId],
+) -> list[_Entry]:
+    """Algorithm 1's initial queue."""
+    heap: list[_Entry] = []
+    for position, layout in enumerate(layouts):
+        group_id = layout.group_id
+        if group_id not in untouchable:
+            shape = shapes.of_layout(layout)
+            capacity = shape.capacity_blocks
+            group = _Group((layout,), capacity, shape)
+            heap.append((len(layout.stages), group_id not in pressed, capacity, position, group))
+    heap.sort()
+    return heap
+
+
+def _take_partner(
     heap: list[_Entry], size: int, group: _Group, shapes: "_Shapes", max_group_size: int | None
-) -> tuple[_Group, _Entry] | None:
-    """Merge with the smallest group of the heap that gives a gain, and take that out of it."""
+) -> _Entry | None:
+    """Take the smallest group that gives a gain when merged with ``group`` out of the heap."""
     refused: list[_Entry] = []
-    found: tuple[_Group, _Entry] | None = None
+    partner: _Entry | None = None
     while heap and len(refused) < MAX_PARTNERS:
         if max_group_size is not None and size + heap[0][0] > max_group_size:
             break
         entry = heapq.heappop(heap)
-        other = entry[4]
-        shape = shapes.merged(group.shape, other.shape)
-        if shape is not None:
-            merged = _Group(group.members + other.members, group.old + other.old, shape)
-            found = merged, entry
+        if shapes.merged(group.shape, entry[4].shape) is not None:
+            partner = entry
             break
         refused.append(entry)
     for entry in refused:
         heapq.heappush(heap, entry)
-    return found
+    return partner
+
+
+def _name(group: _Group, group_id: GroupId) -> Merge:
+    """A group of the finished plan, with its instances' names."""
+    shape = group.shape
+    members = [member for layout in group.old for member, _ in layout.stages]
+    stages = tuple([Stage(members[index], layers) for index, layers in shape.stages])
+    gain = shape.capacity_blocks - group.old_capacity_blocks
+    return Merge(group.old, GroupLayout(group_id, stages), gain, shape.freed_bytes)
 
 
 class _Shapes:
@@ -180,9 +204,10 @@ class _Shapes:
         self._examples: list[InstanceSpec] = []
         self._layouts: dict[tuple[tuple[LayerRange, _Kind], ...], _Shape] = {}
         self._merged: dict[tuple[int, int], _Shape | None] = {}
+        self._splits: dict[tuple[_Held, Prefer], _Stages | None] = {}
+        self._near: dict[tuple[int, int], _Kind] = {}
 
-    def _kind(self, instance_id: InstanceId) -> _Kind:
-        spec = self._specs[instance_id]
+    def _kind(self, spec: InstanceSpec) -> _Kind:
         memory = (spec.kv_units, spec.layer_bytes, spec.unit_bytes, spec.granule_bytes)
         kind = self._kinds.get(memory)
         if kind is None:
@@ -192,11 +217,13 @@ class _Shapes:
 
     def of_layout(self, layout: GroupLayout) -> _Shape:
         """The shape of a group as it is."""
-        held = tuple([(layers, self._kind(instance)) for instance, layers in layout.stages])
+        specs = self._specs
+        held = tuple([(layers, self._kind(specs[member])) for member, layers in layout.stages])
         shape = self._layouts.get(held)
         if shape is None:
             stages = tuple((index, layers) for index, (layers, _) in enumerate(held))
-            shape = _Shape(len(self._layouts), held, stages, self._capacity(held, stages))
+            capacity = self._capacity(held, stages)
+            shape = _Shape(len(self._layouts), held, stages, capacity, 0)
             self._layouts[held] = shape
         return shape
 
@@ -214,48 +241,53 @@ class _Shapes:
 
     def _merge(self, one: _Shape, other: _Shape, prefer: Prefer) -> _Shape | None:
         held = one.held + other.held
-        members = [
-            Member(InstanceId(index), layers, self._examples[kind])
-            for index, (layers, kind) in enumerate(held)
-        ]
-        num_layers = members[0].spec.num_layers
-        split = split_layers(
-            members, num_layers, prefer=prefer, head_cost_layers=self._head_cost_layers
-        )
-        if split is None:
+        stages = self._split(held, prefer)
+        if stages is None:
             return None
-        stages = tuple((int(index), layers) for index, layers in split)
         capacity = self._capacity(held, stages)
         if capacity <= one.capacity_blocks + other.capacity_blocks:
             return None
-        return _Shape(self._next_key(), held, stages, capacity)
-
-    def _next_key(self) -> int:
         # Shapes of layouts count up from 0, made ones down from -1.
-        return -1 - len(self._merged)
+        key = -1 - len(self._merged)
+        return _Shape(key, held, stages, capacity, self._freed_bytes(held, stages))
 
-    def _capacity(
-        self,
-        held: Sequence[tuple[LayerRange, _Kind]],
-        stages: Sequence[tuple[int, LayerRange]],
-    ) -> int:
+    def _split(self, held: _Held, prefer: Prefer) -> _Stages | None:
+        """The layers of each member; chosen for nearly their memory when kinds are many."""
+        if len(self._examples) > MAX_EXACT_KINDS:
+            held = tuple([(layers, self._nearly(kind)) for layers, kind in held])
+        if (held, prefer) not in self._splits:
+            members = [
+                Member(InstanceId(index), layers, self._examples[kind])
+                for index, (layers, kind) in enumerate(held)
+            ]
+            split = split_layers(
+                members,
+                members[0].spec.num_layers,
+                prefer=prefer,
+                head_cost_layers=self._head_cost_layers,
+            )
+            self._splits[held, prefer] = (
+                None if split is None else tuple([(int(index), layers) for index, layers in split])
+            )
+        return self._splits[held, prefer]
+
+    def _nearly(self, kind: _Kind) -> _Kind:
+        """The first kind seen whose KV memory has the same five leading bits."""
+        units = self._examples[kind].kv_units
+        shift = max(0, units.bit_length() - 5)
+        return self._near.setdefault((units >> shift, shift), kind)
+
+    def _capacity(self, held: _Held, stages: _Stages) -> int:
         return min(stage_blocks(self._examples[held[index][1]], layers) for index, layers in stages)
 
-    def finish(self, group: _Group, group_id: GroupId) -> Merge:
-        """The merge of a group of the finished plan."""
-        shape = group.shape
-        old_capacity = sum(self.of_layout(layout).capacity_blocks for layout in group.old)
+    def _freed_bytes(self, held: _Held, stages: _Stages) -> int:
         freed_bytes = 0
-        for index, layers in shape.stages:
-            held, kind = shape.held[index]
+        for index, layers in stages:
+            before, kind = held[index]
             spec = self._examples[kind]
-            units = stage_units(spec, layers) - stage_units(spec, held)
+            units = stage_units(spec, layers) - stage_units(spec, before)
             freed_bytes += units * spec.unit_bytes
-        new = GroupLayout(
-            group_id,
-            tuple([Stage(group.members[index], layers) for index, layers in shape.stages]),
-        )
-        return Merge(group.old, new, shape.capacity_blocks - old_capacity, freed_bytes)
+        return freed_bytes
 
 
 def blocks_for_bytes(num_bytes: int, specs: Mapping[InstanceId, InstanceSpec]) -> int:

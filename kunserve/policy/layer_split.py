@@ -18,6 +18,10 @@ from kunserve.core.snapshots import InstanceSpec
 Prefer: TypeAlias = Literal["balance", "capacity"]
 
 
+EXACT_MEMBERS = 8
+"""Members of unequal memory beyond which the second and third aims are met only nearly."""
+
+
 class Member(NamedTuple):
     """An instance that joins a group, and the layers whose weights it has in memory."""
 
@@ -57,7 +61,7 @@ def split_layers(
 ) -> tuple[Stage, ...] | None:
     """Give every member a non-empty range within what it holds; None if no order allows it.
 
-    Chosen lexicographically, and exactly:
+    Chosen lexicographically, and exactly (see ``EXACT_MEMBERS``):
 
     1. ``cost = max over stages of layers (+ head_cost_layers on the last)`` is least;
     2. ``capacity = min over stages of blocks_when_holding(layers)`` is greatest;
@@ -69,7 +73,7 @@ def split_layers(
     """
     if not members or len(members) > num_layers:
         return None
-    task = _Task(num_layers, tuple(m.held for m in members), _precedence(members))
+    task = _Task(num_layers, tuple(m.held for m in members), _precedence(members, head_cost_layers))
 
     def limits(cost: int, capacity: int) -> _Limits:
         inner = tuple(_most_layers(m.spec, capacity, num_layers) for m in members)
@@ -95,24 +99,28 @@ def split_layers(
     return tuple(Stage(members[index].instance_id, layers) for index, layers in cut)
 
 
-def _precedence(members: Sequence[Member]) -> tuple[int, ...]:
-    """Which members may be taken to stand before which, without loss.
+def _precedence(members: Sequence[Member], head_cost_layers: int) -> tuple[int, ...]:
+    """Which members may be taken to stand before which.
 
-    i before j if i's window ends before j's starts (nothing else is possible), or if both have
-    the same memory and i's window starts and ends no later than j's: wherever j stands before i,
-    the two can change places, cuts unchanged, and both still lie within their windows. So the
-    stages of one old group keep their order, and merging groups of m and n stages visits at most
-    (m + 1) x (n + 1) sets of placed members rather than 2 ** (m + n).
+    i before j if i's window ends before j's starts: nothing else is possible. Nothing is lost
+    either if both have the same memory and i's window starts and ends no later than j's: wherever
+    j stands before i, the two can change places, cuts unchanged, and still lie in their windows.
+    And if all windows are equal, any order will do. So the stages of one old group keep their
+    order, and merging groups of m and n stages visits at most (m + 1) x (n + 1) sets of placed
+    members rather than 2 ** (m + n).
+
+    Beyond ``EXACT_MEMBERS`` the rule for equal memory is used for unequal memory too.
     """
+    alike = len(members) > EXACT_MEMBERS or (
+        head_cost_layers == 0 and all(m.held == members[0].held for m in members)
+    )
     before = [0] * len(members)
     for i, one in enumerate(members):
         for j, other in enumerate(members):
-            if i == j:
-                continue
             a, b = one.held, other.held
-            disjoint = a.end <= b.first
-            dominated = a.first <= b.first and a.end <= b.end and (a != b or i < j)
-            if disjoint or (dominated and _same_memory(one.spec, other.spec)):
+            if i == j or a.first > b.first or a.end > b.end or (a == b and i > j):
+                continue
+            if a.end <= b.first or alike or _same_memory(one.spec, other.spec):
                 before[j] |= 1 << i
     return tuple(before)
 

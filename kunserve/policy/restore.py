@@ -5,6 +5,7 @@ member each request goes when the pipeline splits.
 """
 
 import heapq
+import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -111,7 +112,7 @@ def choose_sources(
         sources: list[LayerSource] = []
         for gap in (LayerRange(0, held.first), LayerRange(held.end, num_layers)):
             cuts = [gap.first, *[b for b in borders if gap.first < b < gap.end], gap.end]
-            for first, end in zip(cuts[:-1], cuts[1:], strict=True):
+            for first, end in itertools.pairwise(cuts):
                 segment = LayerRange(first, end)
                 if segment.num_layers > 0:
                     sources += _share_out(segment, member, holders, given)
