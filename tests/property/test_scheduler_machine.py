@@ -1,0 +1,272 @@
+"""Random lives of a scheduler, with stages that check every plan as real ones would."""
+
+from collections import deque
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from kunserve.control.scheduler import Scheduler
+from kunserve.core.config import SchedulerConfig
+from kunserve.core.ids import GroupId, RequestId
+from kunserve.core.request import FinishReason, Request, SamplingParams
+from kunserve.core.step import SampledToken, StepPlan, StepResult
+
+BLOCK = 4
+EOS = 0
+
+
+def token_of(tokens: list[int]) -> int:
+    """The fake model: the next token depends on every token before it."""
+    return (sum((i + 1) * t for i, t in enumerate(tokens)) + len(tokens)) % 17
+
+
+def undisturbed(request: Request, max_model_len: int) -> list[int]:
+    """The output that the request must have, whatever happens around it."""
+    tokens = list(request.prompt_token_ids)
+    while True:
+        tokens.append(token_of(tokens))
+        num_output = len(tokens) - len(request.prompt_token_ids)
+        sampling = request.sampling
+        stops = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else (EOS,))}
+        if (
+            (tokens[-1] in stops and num_output >= sampling.min_tokens)
+            or num_output == sampling.max_tokens
+            or len(tokens) == max_model_len
+        ):
+            return tokens[len(request.prompt_token_ids) :]
+
+
+class Stages:
+    """What the stages of a group know: KV contents, block counts and the plans under way."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.kv: dict[RequestId, list[int]] = {}
+        self.started: set[RequestId] = set()
+
+    def run(self, plan: StepPlan, tokens: list[int]) -> StepResult:
+        for request_id in plan.released:
+            del self.kv[request_id]
+            self.started.discard(request_id)
+        for start in plan.started:
+            assert start.request_id not in self.started
+            self.started.add(start.request_id)
+            self.kv.setdefault(start.request_id, [])
+        sampled, position = [], 0
+        for request_id, start_at, count, samples in plan.chunks:
+            assert request_id in self.started and count > 0
+            kv = self.kv[request_id]
+            assert len(kv) == start_at, "a chunk out of order"
+            kv.extend(tokens[position : position + count])
+            position += count
+            if samples:
+                sampled.append(SampledToken(request_id, token_of(kv), None))
+        assert position == len(tokens)
+        used = sum(-(-len(kv) // BLOCK) for kv in self.kv.values())
+        assert used <= self.capacity, "the stages are out of memory"
+        return StepResult(plan.group_id, plan.step_id, tuple(sampled))
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Every request ends exactly once, with exactly the tokens of an undisturbed run."""
+
+    @initialize(
+        stages=st.integers(1, 4),
+        capacity=st.integers(6, 20),
+        seqs=st.integers(1, 5),
+        budget=st.integers(1, 12),
+    )
+    def start(self, stages: int, capacity: int, seqs: int, budget: int) -> None:
+        self.config = SchedulerConfig(max_num_seqs=seqs, max_num_batched_tokens=budget)
+        self.base_capacity = capacity
+        self.max_model_len = 6 * BLOCK - 1
+        self.now_s = 0.0
+        self.requests: dict[RequestId, Request] = {}
+        self.outputs: dict[RequestId, list[int]] = {}
+        self.ended: set[RequestId] = set()
+        self.stalled: set[RequestId] = set()
+        self.form(stages, capacity, 0)
+
+    def form(self, num_stages: int, capacity: int, group: int) -> None:
+        self.num_stages = num_stages
+        self.group = GroupId(group)
+        self.scheduler = Scheduler(
+            self.config, self.group, num_stages, BLOCK, capacity, frozenset({EOS}), 23
+        )
+        self.stages = Stages(10**9)
+        self.plans: deque[tuple[StepPlan, list[int]]] = deque()
+        self.results: deque[StepResult] = deque()
+
+    @rule(
+        prompt=st.lists(st.integers(0, 16), min_size=1, max_size=14),
+        max_tokens=st.integers(1, 9),
+        early=st.booleans(),
+        ignore_eos=st.booleans(),
+        min_tokens=st.integers(0, 3),
+        penalty=st.sampled_from([0.0, 0.5]),
+    )
+    def arrive(
+        self,
+        prompt: list[int],
+        max_tokens: int,
+        early: bool,
+        ignore_eos: bool,
+        min_tokens: int,
+        penalty: float,
+    ) -> None:
+        request = Request(
+            RequestId(f"r{len(self.requests)}"),
+            tuple(prompt),
+            SamplingParams(
+                max_tokens,
+                ignore_eos=ignore_eos,
+                min_tokens=min(min_tokens, max_tokens),
+                stop_token_ids=(3,),
+                presence_penalty=penalty,
+            ),
+            self.now_s - (5.0 if early else 0.0),
+        )
+        self.requests[request.request_id] = request
+        self.outputs[request.request_id] = []
+        self.scheduler.add(request)
+
+    @rule()
+    def plan(self) -> None:
+        self.now_s += 1.0
+        could = self.scheduler.can_schedule
+        running = {s.request_id for s in self.scheduler._running}
+        plan = self.scheduler.schedule(self.now_s)
+        for request_id, lost_tokens in self.scheduler.drain_preemptions():
+            assert request_id in running and lost_tokens > 0
+            assert self.scheduler.may_preempt
+        if plan is None:
+            return
+        assert could, "a driver that trusts can_schedule would have slept"
+        assert plan.group_id == self.group
+        assert 0 <= plan.num_tokens <= self.config.max_num_batched_tokens
+        assert len(plan.chunks) <= self.config.max_num_seqs
+        ids = [chunk.request_id for chunk in plan.chunks]
+        assert len(set(ids)) == len(ids) and self.stalled.isdisjoint(ids)
+        for start in plan.started:
+            known = (*self.requests[start.request_id].prompt_token_ids,
+                     *self.outputs[start.request_id])
+            assert start.token_ids == (known if start.sampling.needs_history else ())
+        self.plans.append((plan, self.scheduler.token_ids_of(plan).tolist()))
+
+    @precondition(lambda self: self.plans)
+    @rule()
+    def execute(self) -> None:
+        plan, tokens = self.plans.popleft()
+        self.results.append(self.stages.run(plan, tokens))
+
+    @precondition(lambda self: self.results)
+    @rule()
+    def complete(self) -> None:
+        self.now_s += 1.0
+        for output in self.scheduler.complete(self.results.popleft(), self.now_s):
+            assert output.request_id not in self.ended
+            tokens = self.outputs[output.request_id]
+            assert output.position == len(tokens) and output.token_id is not None
+            tokens.append(output.token_id)
+            if output.finish_reason is not None:
+                self.ended.add(output.request_id)
+                request = self.requests[output.request_id]
+                assert tokens == undisturbed(request, self.max_model_len)
+                stopped = output.finish_reason is FinishReason.STOP
+                assert stopped or len(tokens) == request.sampling.max_tokens or (
+                    len(tokens) + len(request.prompt_token_ids) == self.max_model_len
+                )
+
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        assert not self.scheduler.abort(RequestId("nobody"))
+        if not self.requests:
+            return
+        request_id = data.draw(st.sampled_from(sorted(self.requests)))
+        assert self.scheduler.abort(request_id) == (request_id not in self.ended)
+        self.ended.add(request_id)
+        self.stalled.discard(request_id)
+
+    @rule(blocks=st.integers(0, 30))
+    def change_capacity(self, blocks: int) -> None:
+        self.scheduler.set_capacity(blocks)
+
+    @rule(allowed=st.booleans())
+    def allow_preemption(self, allowed: bool) -> None:
+        self.scheduler.may_preempt = allowed
+
+    def drain(self) -> None:
+        while self.plans:
+            self.execute()
+        while self.results:
+            self.complete()
+
+    @rule(num_stages=st.integers(1, 4), stall_every=st.integers(1, 4))
+    def hand_over(self, num_stages: int, stall_every: int) -> None:
+        self.drain()
+        states = self.scheduler.export()
+        assert not self.scheduler.has_work and self.scheduler.used_blocks == 0
+        self.scheduler.check()
+        assert {s.request.request_id for s in states} == self.requests.keys() - self.ended
+        kv = self.stages.kv
+        self.form(num_stages, self.base_capacity, self.group + 1)
+        for state in states:
+            request_id = state.request.request_id
+            assert list(state.output_token_ids) == self.outputs[request_id]
+            if state.num_blocks:
+                assert len(kv[request_id]) == state.num_computed
+                assert state.num_blocks == -(-state.num_computed // BLOCK)
+                self.stages.kv[request_id] = kv[request_id]
+        self.stalled = set(sorted(self.stages.kv)[::stall_every])
+        self.scheduler.adopt(states, self.stalled)
+
+    @rule(data=st.data())
+    def resume(self, data: st.DataObject) -> None:
+        self.scheduler.resume(RequestId("nobody"))
+        if self.stalled:
+            request_id = data.draw(st.sampled_from(sorted(self.stalled)))
+            self.stalled.remove(request_id)
+            self.scheduler.resume(request_id)
+
+    @invariant()
+    def consistent(self) -> None:
+        if not hasattr(self, "scheduler"):
+            return
+        self.scheduler.check()
+        assert self.scheduler.num_in_flight == len(self.plans) + len(self.results)
+        load = self.scheduler.load(1, len(self.requests), self.now_s)
+        live = len(self.requests) - len(self.ended)
+        assert load.num_running + load.num_waiting + load.num_stalled == live
+        assert load.num_stalled == len(self.stalled)
+        assert load.growth_blocks >= 0 and load.stuck_s >= 0
+        if not live and not self.plans and not self.results:
+            assert load.demand_blocks == 0
+
+    def teardown(self) -> None:
+        """Once nothing disturbs it any more, everything ends: no deadlock, no leak."""
+        if not hasattr(self, "scheduler"):
+            return
+        self.scheduler.may_preempt = True
+        self.scheduler.set_capacity(self.base_capacity)
+        for request_id in sorted(self.stalled):
+            self.scheduler.resume(request_id)
+        self.stalled = set()
+        for _ in range(1500):
+            if not self.scheduler.has_work:
+                break
+            in_flight = self.scheduler.num_in_flight
+            self.plan()
+            if self.scheduler.num_in_flight in (in_flight, self.num_stages):
+                assert self.plans or self.results, "stuck"
+                if self.plans:
+                    self.execute()
+                self.complete()
+            self.scheduler.check()
+        assert self.ended == self.requests.keys(), "not everybody ended"
+        assert self.scheduler.used_blocks == 0
+        assert not self.stages.kv, "the stages keep KV that nobody owns"
+
+
+TestScheduler = SchedulerMachine.TestCase
+TestScheduler.settings = settings(max_examples=200, stateful_step_count=50, deadline=None)
