@@ -14,6 +14,7 @@ LATENCIES = {
     "e2el": ("E2EL", "End-to-end Latency"),
 }
 _WIDTH = 50
+_LAG_S = 0.1
 
 
 class Presentation(NamedTuple):
@@ -124,8 +125,8 @@ def failure_lines(records: Sequence[RequestRecord], most: int = 5) -> list[str]:
 def cautions(records: Sequence[RequestRecord], ignore_eos: bool) -> list[str]:
     """What a careful reader of the numbers must know."""
     notes = []
-    late = sorted(client_lag_s(record) for record in records if record.planned_s > 0)
-    if late and late[int(0.99 * (len(late) - 1))] > 0.05:
+    late = sorted(client_lag_s(record) for record in records)
+    if late and late[int(0.99 * (len(late) - 1))] > _LAG_S:
         notes.append(
             f"1 % of the requests left over {late[int(0.99 * (len(late) - 1))]:.2f} s late: "
             "the client, or its --max-concurrency, could not keep up with the workload."

@@ -44,7 +44,7 @@ def write_run(path: Path, run: Run) -> None:
     }
     lines: list[dict[str, object]] = [header]
     lines += [{"kind": "request", **_rounded(asdict(record))} for record in run.records]
-    lines += [{"kind": "sample", **_rounded(asdict(sample))} for sample in run.samples]
+    lines += [{"kind": "sample", **_known(_rounded(asdict(sample)))} for sample in run.samples]
     partial = path.with_name(path.name + ".partial")
     try:
         partial.write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
@@ -101,3 +101,7 @@ def _rounded(values: dict[str, object]) -> dict[str, object]:
         elif isinstance(value, tuple):
             values[name] = [round(item, 6) for item in value]
     return values
+
+
+def _known(values: dict[str, object]) -> dict[str, object]:
+    return {name: value for name, value in values.items() if value is not None}

@@ -16,7 +16,7 @@ _SUM = {
     "num_preemptions": ("vllm:num_preemptions_total", "vllm:num_preemptions"),
     "kv_used_blocks": ("kunserve:kv_used_blocks",),
     "kv_capacity_blocks": ("kunserve:kv_capacity_blocks",),
-    "kv_demand_blocks": ("kunserve:kv_demand_blocks",),
+    "kv_demand_blocks": ("kunserve:demand_blocks",),
     "num_drops": ("kunserve:drops_total",),
     "num_restores": ("kunserve:restores_total",),
 }

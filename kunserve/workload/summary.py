@@ -39,9 +39,10 @@ def summarize(workload: Workload, bin_s: float = 10.0) -> WorkloadSummary:
     duration_s = workload.duration_s
     mean_rate = len(workload) / duration_s if duration_s > 0 else float("inf")
     width_s = min(bin_s, duration_s) if duration_s > 0 else bin_s
-    peak_rate = max(arrivals_per_bin(workload.arrival_s, width_s)) / width_s
-    if duration_s == 0:
-        peak_rate = float("inf")
+    if duration_s <= bin_s:
+        peak_rate = mean_rate
+    else:
+        peak_rate = max(arrivals_per_bin(workload.arrival_s, width_s)) / width_s
     lengths = workload.lengths
     totals = np.array(lengths.input_tokens) + np.array(lengths.output_tokens)
     return WorkloadSummary(

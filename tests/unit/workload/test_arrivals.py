@@ -96,3 +96,8 @@ def test_summary_finds_the_peak() -> None:
     assert 2.5 < summary.peak_over_mean < 4.5
     assert sum(arrivals_per_bin(workload.arrival_s, 10.0)) == len(workload)
     assert arrivals_per_bin((), 1.0) == ()
+
+
+def test_a_short_workload_has_its_mean_as_its_peak() -> None:
+    summary = summarize(bursty_workload(5.0, 10.0, seed=1), bin_s=10.0)
+    assert summary.peak_rate == summary.mean_rate and summary.peak_over_mean == 1.0

@@ -1,0 +1,82 @@
+"""A ``kunserve serve`` of our own, for comparisons that start their servers themselves."""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Generator, Sequence
+from pathlib import Path
+
+from kunserve.bench.session import ServerUnreachable
+
+READY_S = 180.0
+STOP_S = 20.0
+
+
+class ServerProcess:
+    """One running server. Its log is kept in ``log_path``."""
+
+    def __init__(self, flags: Sequence[str], log_path: Path) -> None:
+        self.log_path = log_path
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        self.url = f"http://127.0.0.1:{port}"
+        self._log = log_path.open("wb")
+        command = [sys.executable, "-m", "kunserve.cli", "serve", *flags, "--port", str(port)]
+        self._process = subprocess.Popen(
+            command, stdout=self._log, stderr=self._log, start_new_session=True
+        )
+
+    def wait_ready(self) -> float:
+        """Seconds until the first health answer. Raises ServerUnreachable with the log's end."""
+        began_s = time.monotonic()
+        host, port = self.url.removeprefix("http://").split(":")
+        while time.monotonic() - began_s < READY_S:
+            if self._process.poll() is not None:
+                break
+            with contextlib.suppress(OSError):
+                with socket.create_connection((host, int(port)), timeout=1.0) as connection:
+                    connection.settimeout(1.0)
+                    connection.sendall(b"GET /health HTTP/1.0\r\n\r\n")
+                    if b" 200 " in connection.recv(64):
+                        return time.monotonic() - began_s
+            time.sleep(0.05)
+        raise ServerUnreachable(f"the server did not start:\n{self.log_tail()}")
+
+    def log_tail(self, num_lines: int = 15) -> str:
+        """The last lines of the server's log."""
+        lines = self.log_path.read_text(errors="replace").splitlines()
+        return "\n".join(lines[-num_lines:])
+
+    def transitions(self) -> list[str]:
+        """The server's own lines on its drops and restores."""
+        lines = self.log_path.read_text(errors="replace").splitlines()
+        return [line for line in lines if " drop id=" in line or " restore id=" in line]
+
+    def stop(self) -> None:
+        """Drain briefly, then make sure that nothing is left."""
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGTERM)
+            try:
+                self._process.wait(STOP_S)
+            except subprocess.TimeoutExpired:
+                os.killpg(self._process.pid, signal.SIGKILL)
+                self._process.wait()
+        self._log.close()
+
+
+@contextlib.contextmanager
+def running_server(flags: Sequence[str]) -> Generator[ServerProcess, None, None]:
+    """A ready server with these ``kunserve serve`` arguments (the model first)."""
+    with tempfile.TemporaryDirectory(prefix="kunserve-") as folder:
+        server = ServerProcess(flags, Path(folder) / "server.log")
+        try:
+            server.wait_ready()
+            yield server
+        finally:
+            server.stop()
