@@ -4,9 +4,9 @@ from typing import TypeAlias
 
 import zmq
 
-Socket: TypeAlias = "zmq.Socket[bytes]"
-Context: TypeAlias = "zmq.Context[zmq.Socket[bytes]]"
-PollTarget: TypeAlias = "zmq.Socket[bytes] | int"
+Socket: TypeAlias = zmq.Socket[bytes]
+Context: TypeAlias = zmq.Context[zmq.Socket[bytes]]
+PollTarget: TypeAlias = zmq.Socket[bytes] | int
 """What ``zmq.Poller.register`` takes: a socket or a file descriptor."""
 
 ANY_PORT = "tcp://127.0.0.1:*"

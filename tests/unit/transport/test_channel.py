@@ -1,0 +1,232 @@
+"""Loopback sockets; the front in an event loop, instances in the test's own thread."""
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+import zmq
+
+from kunserve.core.ids import InstanceId, RequestId
+from kunserve.core.messages import Abort, Alive, Message, Shutdown
+from kunserve.transport import channel as channel_module
+from kunserve.transport import identity
+from kunserve.transport.channel import FrontChannel, InstanceChannel
+from kunserve.transport.codec import MalformedMessage
+from kunserve.transport.sockets import connect_dealer
+
+ZERO, ONE = InstanceId(0), InstanceId(1)
+
+
+def abort(number: int) -> Abort:
+    return Abort(RequestId(f"r{number}"))
+
+
+async def until(probe: Callable[[], object], timeout_s: float = 10.0) -> None:
+    async with asyncio.timeout(timeout_s):
+        while not probe():
+            await asyncio.sleep(0.001)
+
+
+class Heard(list[tuple[InstanceId, Message]]):
+    def __call__(self, instance_id: InstanceId, message: Message) -> None:
+        self.append((instance_id, message))
+
+
+async def join(front: FrontChannel, heard: Heard, instance_id: InstanceId) -> InstanceChannel:
+    instance = InstanceChannel(front.address, front.token, instance_id)
+    before = len(heard)
+    instance.send(Alive(instance_id))
+    await until(lambda: len(heard) > before)
+    return instance
+
+
+def test_both_ways_in_order() -> None:
+    async def scenario() -> None:
+        heard = Heard()
+        front = FrontChannel(heard)
+        await front.start()
+        instances = [await join(front, heard, i) for i in (ZERO, ONE)]
+        for number in range(1000):
+            assert front.send(ZERO, abort(number))
+            instances[1].send(abort(number))
+        got: list[Message] = []
+        while len(got) < 1000:
+            got += instances[0].poll(5.0)
+        assert got == [abort(n) for n in range(1000)]
+        await until(lambda: len(heard) == 1002)
+        assert heard[2:] == [(ONE, abort(n)) for n in range(1000)]
+        assert instances[1].receive() == []
+        for instance in instances:
+            instance.close()
+        await front.close()
+        await front.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_long_queue_is_read_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channel_module, "MESSAGES_PER_TURN", 2)
+
+    async def scenario() -> None:
+        heard = Heard()
+        front = FrontChannel(heard)
+        await front.start()
+        instance = await join(front, heard, ZERO)
+        for number in range(50):
+            instance.send(abort(number))
+        await until(lambda: len(heard) == 51)
+        instance.close()
+        await front.close()
+
+    asyncio.run(scenario())
+
+
+def test_sending_to_nobody_is_told() -> None:
+    async def scenario() -> None:
+        heard = Heard()
+        front = FrontChannel(heard)
+        await front.start()
+        assert not front.send(ZERO, Shutdown())
+        instance = await join(front, heard, ZERO)
+        assert front.send(ZERO, Shutdown())
+        instance.close()
+        await until(lambda: not front.send(ZERO, Shutdown()))
+        await front.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_successor_takes_over_and_the_dead_are_not_heard() -> None:
+    async def scenario() -> None:
+        heard = Heard()
+        front = FrontChannel(heard)
+        await front.start()
+        old = await join(front, heard, ZERO)
+        front.forget(ZERO)
+        front.forget(ONE)
+        assert not front.send(ZERO, abort(0))
+        new = await join(front, heard, ZERO)
+        old.send(abort(1))
+        assert front.send(ZERO, abort(2))
+        assert new.poll(5.0) == [abort(2)]
+        new.send(abort(3))
+        await until(lambda: (ZERO, abort(3)) in heard)
+        assert (ZERO, abort(1)) not in heard
+        assert old.receive() == []
+        old.close()
+        new.close()
+        await front.close()
+
+    asyncio.run(scenario())
+
+
+def test_strangers_are_not_heard() -> None:
+    async def scenario() -> None:
+        heard = Heard()
+        front = FrontChannel(heard)
+        await front.start()
+        guess = InstanceChannel(front.address, identity.new_token(), ZERO)
+        guess.send(abort(0))
+        anonymous = zmq.Context.instance().socket(zmq.DEALER)
+        anonymous.linger = 0
+        anonymous.connect(front.address)
+        anonymous.send(b"hello")
+        await until(lambda: front.num_rejected == 2)
+        assert heard == []
+        assert not front.send(ZERO, abort(1))
+        guess.close()
+        anonymous.close()
+        await front.close()
+
+    asyncio.run(scenario())
+
+
+def test_nonsense_of_an_instance_is_reported() -> None:
+    async def scenario() -> None:
+        faults: list[tuple[InstanceId, MalformedMessage]] = []
+        heard = Heard()
+        front = FrontChannel(heard, on_fault=lambda who, error: faults.append((who, error)))
+        await front.start()
+        me = identity.Identity(b"m", ONE, identity.new_incarnation())
+        socket = connect_dealer(front.address, identity.pack(me, front.token))
+        socket.send(b"\xff\xff")
+        socket.send_multipart([b"two", b"frames"])
+        await until(lambda: len(faults) == 2)
+        assert [who for who, _ in faults] == [ONE, ONE]
+        assert heard == []
+        socket.close()
+        await front.close()
+
+    asyncio.run(scenario())
+
+
+def test_an_error_of_the_callback_reaches_the_loop_and_stops_nothing() -> None:
+    async def scenario() -> None:
+        errors: list[BaseException] = []
+        asyncio.get_running_loop().set_exception_handler(
+            lambda _, context: errors.append(context["exception"])
+        )
+        heard: list[Message] = []
+
+        def on_event(instance_id: InstanceId, message: Message) -> None:
+            if message == abort(1):
+                raise ValueError("a bug")
+            heard.append(message)
+
+        front = FrontChannel(on_event)
+        await front.start()
+        instance = InstanceChannel(front.address, front.token, ZERO)
+        for number in range(3):
+            instance.send(abort(number))
+        await until(lambda: len(heard) == 2)
+        assert [str(error) for error in errors] == ["a bug"]
+        instance.close()
+        await front.close()
+
+    asyncio.run(scenario())
+
+
+def test_the_heart_beats_while_the_loop_is_busy() -> None:
+    async def scenario() -> None:
+        heard = Heard()
+        front = FrontChannel(heard)
+        await front.start()
+        instance = await join(front, heard, ONE)
+        instance.start_heartbeat(0.002)
+        await until(lambda: len(heard) >= 5)
+        assert set(heard) == {(ONE, Alive(ONE))}
+        assert front.send(ONE, abort(0))
+        assert instance.poll(5.0) == [abort(0)], "the heartbeat's socket is not the channel"
+        instance.close()
+        await front.close()
+
+    asyncio.run(scenario())
+
+
+def test_an_instance_may_come_before_the_front() -> None:
+    async def scenario() -> None:
+        first = FrontChannel(Heard())
+        await first.start()
+        address = first.address
+        await first.close()
+        early = InstanceChannel(address, first.token, ZERO)
+        early.send(abort(7))
+        heard = Heard()
+        front = FrontChannel(heard, token=first.token)
+        await front.start(address)
+        await until(lambda: heard == [(ZERO, abort(7))])
+        early.close()
+        await front.close()
+
+    asyncio.run(scenario())
+
+
+def test_close_before_start() -> None:
+    asyncio.run(FrontChannel(Heard()).close())
+
+
+def test_poll_gives_up() -> None:
+    instance = InstanceChannel("tcp://127.0.0.1:9", identity.new_token(), ZERO)
+    assert instance.poll(0.001) == []
+    assert len(instance.poll_sockets) == 1
+    instance.close()

@@ -1,0 +1,166 @@
+from collections.abc import Callable, Iterator, Mapping
+
+import numpy as np
+import pytest
+import zmq
+
+from kunserve.core.ids import GroupId, InstanceId, RequestId, StepId
+from kunserve.core.messages import Abort, Activation, Message
+from kunserve.core.step import StepPlan
+from kunserve.transport import identity
+from kunserve.transport.codec import MalformedMessage
+from kunserve.transport.peers import PeerLinks, PeerMail
+from kunserve.transport.sockets import EXPEDITED, connect_dealer
+
+ZERO, ONE, TWO = InstanceId(0), InstanceId(1), InstanceId(2)
+TOKEN = identity.new_token()
+
+
+def activation(step: int) -> Activation:
+    return Activation(StepPlan(GroupId(1), StepId(step), (), (), ()))
+
+
+def abort(number: int) -> Abort:
+    return Abort(RequestId(f"r{number}"))
+
+
+def receive(links: PeerLinks, count: int) -> list[PeerMail]:
+    mail: list[PeerMail] = []
+    while len(mail) < count:
+        more = links.poll(10.0)
+        assert more, f"{len(mail)} of {count}"
+        mail += more
+    return mail
+
+
+@pytest.fixture
+def links() -> Iterator[list[PeerLinks]]:
+    made = [PeerLinks(InstanceId(i), TOKEN) for i in range(3)]
+    addresses = {InstanceId(i): each.address for i, each in enumerate(made)}
+    for each in made:
+        each.connect(addresses)
+    yield made
+    for each in made:
+        each.close()
+
+
+def test_messages_and_activations_arrive_in_order(links: list[PeerLinks]) -> None:
+    sent: list[Message] = []
+    for number in range(100):
+        hidden = np.full(number * 1000, number, dtype=np.uint16)
+        sent += [activation(number), abort(number)]
+        links[0].send(ONE, sent[-2], hidden.data)
+        links[0].send(ONE, sent[-1])
+    mail = receive(links[1], 200)
+    assert [message for message, _ in mail] == sent
+    for number, (_, payload) in enumerate(mail[::2]):
+        assert payload is not None
+        got = np.frombuffer(payload, dtype=np.uint16)
+        assert len(got) == number * 1000 and (got == number).all()
+    assert all(payload is None for _, payload in mail[1::2])
+
+
+def test_everyone_reaches_everyone(links: list[PeerLinks]) -> None:
+    for me, mine in enumerate(links):
+        for peer in range(3):
+            if peer != me:
+                assert mine.send(InstanceId(peer), abort(me))
+    for me, mine in enumerate(links):
+        got = {message.request_id for message, _ in receive(mine, 2) if isinstance(message, Abort)}
+        assert got == {f"r{peer}" for peer in range(3) if peer != me}
+
+
+def test_an_activation_is_pending_until_it_has_left(
+    links: list[PeerLinks], eventually: Callable[..., object]
+) -> None:
+    nowhere = PeerLinks(ZERO, TOKEN)
+    nowhere.connect({ONE: "tcp://127.0.0.1:9"})
+    assert not nowhere.activations_pending()
+    nowhere.send(ONE, activation(0), memoryview(bytes(1000)))
+    assert not nowhere.activations_pending(), "small ones are copied"
+    nowhere.send(ONE, activation(1), memoryview(bytes(1_000_000)))
+    assert nowhere.activations_pending()
+    nowhere.connect({})
+    eventually(lambda: not nowhere.activations_pending())
+    nowhere.close()
+
+    links[0].send(ONE, activation(2), memoryview(bytes(1_000_000)))
+    receive(links[1], 1)
+    eventually(lambda: not links[0].activations_pending())
+
+
+def test_no_such_peer(links: list[PeerLinks]) -> None:
+    assert not links[0].send(InstanceId(9), abort(0))
+    assert not links[0].send(ZERO, abort(0)), "an instance has no link to itself"
+
+
+def test_a_restarted_peer_has_a_new_address(links: list[PeerLinks]) -> None:
+    links[0].send(ONE, abort(0))
+    receive(links[1], 1)
+    successor = PeerLinks(ONE, TOKEN)
+    links[0].connect({ONE: successor.address})
+    links[0].send(ONE, abort(1))
+    assert receive(successor, 1) == [PeerMail(abort(1), None)]
+    assert not links[0].send(TWO, abort(2)), "connect names all peers"
+    successor.close()
+
+
+def test_leaving_and_coming_back(links: list[PeerLinks]) -> None:
+    links[0].send(ONE, abort(0))
+    receive(links[1], 1)
+    for number in range(1, 6):
+        links[0].connect({})
+        links[0].connect({ONE: links[1].address})
+        links[0].send(ONE, abort(number))
+        assert receive(links[1], 1) == [PeerMail(abort(number), None)]
+
+
+def test_strangers_and_nonsense(links: list[PeerLinks]) -> None:
+    stranger = PeerLinks(TWO, identity.new_token())
+    stranger.connect({ZERO: links[0].address})
+    stranger.send(ZERO, abort(0))
+    assert links[0].poll(10.0) == []
+    assert links[0].num_rejected == 1
+    me = identity.Identity(b"p", TWO, identity.new_incarnation())
+    liar = connect_dealer(links[0].address, identity.pack(me, TOKEN))
+    for frames in ([b"\xff"], [b"1", b"2", b"3"]):
+        liar.send_multipart(frames)
+        with pytest.raises(MalformedMessage):
+            links[0].poll(10.0)
+    liar.close()
+    stranger.close()
+
+
+class FakePort:
+    address = "tcp://127.0.0.1:1"
+
+    def __init__(self) -> None:
+        self.known: dict[InstanceId, str] = {}
+        self.pending: Callable[[], bool] | None = None
+
+    def connect(self, addresses: Mapping[InstanceId, str]) -> None:
+        self.known = dict(addresses)
+
+    def yield_to(self, activations_pending: Callable[[], bool]) -> None:
+        self.pending = activations_pending
+
+
+def test_one_address_connects_the_mover_too() -> None:
+    ports = [FakePort(), FakePort()]
+    ends = [PeerLinks(InstanceId(i), TOKEN, port) for i, port in enumerate(ports)]
+    addresses = {InstanceId(i): end.address for i, end in enumerate(ends)}
+    for end in ends:
+        end.connect(addresses)
+    assert ports[0].known == {ONE: FakePort.address}
+    assert ports[1].known == {ZERO: FakePort.address}
+    assert ports[0].pending is not None and not ports[0].pending()
+    ends[0].send(ONE, abort(1))
+    assert receive(ends[1], 1) == [PeerMail(abort(1), None)]
+    for end in ends:
+        end.close()
+
+
+def test_links_are_marked_for_the_network(links: list[PeerLinks]) -> None:
+    (inbox,) = links[0].poll_sockets
+    assert not isinstance(inbox, int)
+    assert inbox.getsockopt(zmq.TOS) == EXPEDITED
