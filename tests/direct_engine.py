@@ -27,6 +27,12 @@ class Sequence_:
     sampled: list[SampledToken] = field(default_factory=list)
 
 
+def arenas_mapped() -> set[str]:
+    """This process's mappings of any arena, as the kernel lists them."""
+    with open("/proc/self/maps", encoding="utf-8") as lines:
+        return {line for line in lines if "kunserve-arena" in line}
+
+
 class DirectEngine:
     """Stages in layer order; a single stage is an undropped instance."""
 

@@ -84,7 +84,7 @@ def _with_rope_factors(file: GgufFile, spec: ModelSpec) -> ModelSpec:
     if len(raw) < 4 * count:
         raise ModelFiles(f"{file.path}: truncated inside tensor 'rope_freqs.weight'")
     divisors = struct.unpack(f"<{count}f", raw)
-    scaling = (max(divisors), 1.0, 4.0, 8192)
+    scaling = (round(max(divisors), 3), 1.0, 4.0, 8192)
     expected = _llama3_divisors(spec, *scaling)
     if any(abs(a - b) > 1e-3 * b for a, b in zip(divisors, expected, strict=True)):
         raise UnsupportedModel(f"{file.path}: its rope frequencies are not Llama 3's")

@@ -1,0 +1,80 @@
+"""Writes a tiny model as GGUF, the way llama.cpp's converter does."""
+
+from pathlib import Path
+
+import gguf
+import numpy as np
+import torch
+import transformers
+
+from kunserve.engine.weights.pieces import GGUF_ENDS, GGUF_LAYER, HF_ENDS, HF_LAYER
+
+
+def _interleave(weight: np.ndarray, num_heads: int) -> np.ndarray:
+    """llama.cpp's order of q and k rows: the two rotary halves alternate."""
+    shape = weight.shape
+    return (
+        weight.reshape(num_heads, 2, shape[0] // num_heads // 2, *shape[1:])
+        .swapaxes(1, 2)
+        .reshape(shape)
+    )
+
+
+def write_gguf(
+    path: Path,
+    model: transformers.PreTrainedModel,
+    kind: str,
+    quant: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32,
+) -> Path:
+    """Save ``model`` under the architecture ``kind``, its matrices as ``quant``."""
+    config = model.config
+    writer = gguf.GGUFWriter(path, kind)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    if getattr(config, "head_dim", None):
+        writer.add_key_length(config.head_dim)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_eos_token_id(2)
+    writer.add_eot_token_id(5)
+    heads = {"q": config.num_attention_heads, "k": config.num_key_value_heads}
+    for name, tensor in _tensors(model, config.num_hidden_layers):
+        values = tensor.detach().float().numpy()
+        piece = name.split(".attn_")[-1].split(".")[0]
+        if kind == "llama" and ".attn_" in name and piece in heads:
+            values = np.ascontiguousarray(_interleave(values, heads[piece]))
+        if values.ndim == 1:
+            writer.add_tensor(name, values)
+        else:
+            writer.add_tensor(name, gguf.quants.quantize(values, quant), raw_dtype=quant)
+    if kind == "llama" and config.rope_parameters.get("rope_type") == "llama3":
+        writer.add_tensor("rope_freqs.weight", _rope_divisors(model))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def _tensors(model: transformers.PreTrainedModel, num_layers: int):
+    state = model.state_dict()
+    tied = model.config.tie_word_embeddings
+    for piece, hf_name in HF_ENDS.items():
+        if not (tied and piece == "head"):
+            yield GGUF_ENDS[piece], state[hf_name]
+    for layer in range(num_layers):
+        for piece, hf_name in HF_LAYER.items():
+            tensor = state.get(f"model.layers.{layer}.{hf_name}")
+            if tensor is not None:
+                yield f"blk.{layer}.{GGUF_LAYER[piece]}", tensor
+
+
+def _rope_divisors(model: transformers.PreTrainedModel) -> np.ndarray:
+    config = model.config
+    dim = config.head_dim
+    plain = config.rope_parameters["rope_theta"] ** -(torch.arange(0, dim, 2).float() / dim)
+    return (plain / model.model.rotary_emb.inv_freq).numpy().astype(np.float32)

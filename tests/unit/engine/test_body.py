@@ -1,0 +1,121 @@
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from kunserve.control.body import StepWork, UnitCopy
+from kunserve.core.config import InstanceConfig, ModelConfig
+from kunserve.core.errors import TooLittleMemory
+from kunserve.core.ids import GroupId, InstanceId, RequestId, StepId
+from kunserve.core.layout import LayerRange
+from kunserve.core.request import SamplingParams
+from kunserve.core.step import Chunk, StepPlan
+from kunserve.engine.body import CpuBody
+from kunserve.engine.step_batch import build_batch
+from tests.direct_engine import DirectEngine, arenas_mapped
+from tests.tiny_models import save_tiny
+
+SMALL = InstanceConfig(memory_bytes=4 << 20, granule_bytes=8192)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny(tmp_path_factory.mktemp("llama"), "llama", 3)
+
+
+@pytest.fixture
+def body(folder: Path) -> Iterator[CpuBody]:
+    made = CpuBody(InstanceId(4), ModelConfig(model=str(folder)), SMALL)
+    yield made
+    made.check()
+    made.close()
+
+
+def test_the_account_is_of_the_memory_there_is(body: CpuBody) -> None:
+    account, spec = body.account, body.spec
+    assert spec.instance_id == 4
+    assert account.memory_bytes == SMALL.memory_bytes
+    assert account.weights_bytes + account.kv_bytes <= account.memory_bytes
+    assert account.kv_blocks * 3 <= account.kv_units == spec.kv_units
+    assert account.longest_request_tokens == min(512, account.kv_blocks * 16)
+    assert "longest request 512 tokens" in str(account)
+
+
+def test_a_length_that_cannot_fit_is_refused(folder: Path) -> None:
+    tight = InstanceConfig(kv_cache_memory_bytes=100_000, granule_bytes=8192)
+    model = ModelConfig(model=str(folder), max_model_len=500)
+    before = arenas_mapped()
+    with pytest.raises(
+        TooLittleMemory, match=r"500 tokens.*longest request that would fit has \d+"
+    ):
+        CpuBody(InstanceId(0), model, tight)
+    assert arenas_mapped() == before
+
+
+def test_batches_are_flattened_in_plan_order() -> None:
+    chunks = (
+        Chunk(RequestId("a"), 5, 1, True),
+        Chunk(RequestId("b"), 0, 3, False),
+        Chunk(RequestId("c"), 2, 2, True),
+    )
+    work = StepWork(
+        plan=StepPlan(GroupId(0), StepId(0), (), (), chunks),
+        layers=LayerRange(0, 1),
+        is_first=True,
+        is_last=True,
+        token_ids=np.arange(6, dtype=np.int32),
+        tables=np.zeros((9, 2), dtype=np.int32),
+        rows=np.array([7, 1, 4], dtype=np.int32),
+    )
+    batch = build_batch(work)
+    assert batch.positions.tolist() == [5, 0, 1, 2, 2, 3]
+    assert batch.q_starts.tolist() == [0, 1, 4, 6]
+    assert batch.context_lens.tolist() == [6, 3, 4]
+    assert batch.sample_rows.tolist() == [0, 5]
+    batch.check()
+
+
+def test_activations_cross_the_wire_unchanged(body: CpuBody) -> None:
+    hidden = torch.randn(5, 64).bfloat16()
+    data = body.hidden_to_bytes(hidden)
+    assert data.nbytes == 5 * 64 * 2
+    writable = bytearray(data)
+    received = body.hidden_from_bytes(writable)
+    assert torch.equal(received, hidden)
+    received[0, 0] = 1.0
+    assert bytes(writable) != bytes(data), "writable memory is used as it is"
+    frozen = bytes(data)
+    copied = body.hidden_from_bytes(frozen)
+    copied.zero_()
+    assert frozen == bytes(data), "read-only memory is copied"
+
+
+def test_units_are_copied_in_order(body: CpuBody) -> None:
+    for unit in range(6):
+        body.unit_view(unit, 1)[:] = unit
+    body.copy_units((UnitCopy(0, 2, 2), UnitCopy(3, 5, 1)))
+    assert [int(body.unit_view(unit, 1)[0]) for unit in range(6)] == [0, 1, 0, 1, 4, 1]
+    with pytest.raises(AssertionError):
+        body.unit_view(body.memory.backed_units, 1)
+
+
+def test_logprobs_are_reported_and_state_forgotten(body: CpuBody) -> None:
+    engine = DirectEngine([(body, LayerRange(0, 3))])
+    params = SamplingParams(50, temperature=0.0, num_logprobs=3)
+    engine.generate([[7, 8, 9]], 4, sampling=params)
+    for token in engine.last[0].sampled:
+        assert token.logprobs is not None and token.logprobs.rank == 1
+        assert token.logprobs.top[0] == (token.token_id, token.logprobs.logprob)
+        assert len(token.logprobs.top) == 3
+    assert not body._sampler._states and not body._prompt_tokens
+    body.forget(RequestId("never seen"))
+
+
+def test_the_body_cannot_compute_what_it_does_not_hold(body: CpuBody) -> None:
+    body.drop_layers(LayerRange(0, 2))
+    with pytest.raises(AssertionError):
+        body.load_layers(LayerRange(2, 3))
+    with pytest.raises(AssertionError):
+        body.layer_view(2)

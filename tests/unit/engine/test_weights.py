@@ -1,0 +1,197 @@
+import json
+import struct
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Quant
+
+from kunserve.core.config import InstanceConfig, ModelConfig
+from kunserve.core.errors import ModelFiles, UnsupportedModel
+from kunserve.core.ids import InstanceId
+from kunserve.core.layout import LayerRange
+from kunserve.engine.body import CpuBody
+from kunserve.engine.weights.pieces import Piece
+from kunserve.engine.weights.quants import dequantise, row_bytes
+from kunserve.engine.weights.readers import DummyReader
+from tests.direct_engine import DirectEngine, arenas_mapped
+from tests.tiny_gguf import write_gguf
+from tests.tiny_models import expected_tokens, save_tiny, tiny_model
+
+SMALL = InstanceConfig(memory_bytes=4 << 20, granule_bytes=8192)
+PROMPT = [5, 9, 130, 77, 31, 8]
+
+
+def load(path: Path, **options: object) -> CpuBody:
+    model = ModelConfig(model=str(path), **{"dtype": "float32", **options})  # type: ignore[arg-type]
+    return CpuBody(InstanceId(0), model, SMALL)
+
+
+def generate(path: Path, num: int = 8) -> list[int]:
+    body = load(path)
+    try:
+        layers = LayerRange(0, body.model.num_layers)
+        return DirectEngine([(body, layers)]).generate([PROMPT], num)[0]
+    finally:
+        body.close()
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
+def test_gguf_gives_the_same_tokens(kind: str, tmp_path: Path) -> None:
+    model = tiny_model(kind, 2)
+    path = write_gguf(tmp_path / "model.gguf", model, kind)
+    assert generate(path) == expected_tokens(model, PROMPT, 8)
+
+
+def test_gguf_with_llama3_rope(tmp_path: Path) -> None:
+    model = tiny_model("llama3", 2)
+    # GGUF does not say the original length: every Llama 3 has this one.
+    rope = {**model.config.rope_parameters, "original_max_position_embeddings": 8192}
+    model.config.rope_parameters = rope
+    model = type(model)(model.config).eval()
+    path = write_gguf(tmp_path / "model.gguf", model, "llama")
+    body = load(path)
+    assert body.model.rope_scaling == (8.0, 1.0, 4.0, 8192)
+    body.close()
+    assert generate(path) == expected_tokens(model, PROMPT, 8)
+
+
+@pytest.mark.parametrize("quant", [Quant.Q4_0, Quant.Q4_1, Quant.Q8_0, Quant.Q5_1, Quant.BF16])
+def test_dequantised_values_are_the_gguf_packages(quant: Quant) -> None:
+    values = np.random.default_rng(0).normal(size=(70, 128)).astype(np.float32)
+    raw = gguf.quants.quantize(values, quant)
+    assert row_bytes(quant, 128) == raw.nbytes // 70
+    expected = torch.from_numpy(gguf.quants.dequantize(raw, quant))
+    for dtype in (torch.float32, torch.bfloat16):
+        found = torch.empty(70, 128, dtype=dtype)
+        dequantise(raw.reshape(-1).view(np.uint8), quant, found)
+        assert torch.equal(found, expected.to(dtype))
+
+
+def test_an_unknown_quantisation_is_named(tmp_path: Path) -> None:
+    assert row_bytes(10_000, 64) is None
+    assert row_bytes(Quant.Q8_0, 33) is None
+
+
+def test_a_quantised_file_serves(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "model.gguf", tiny_model("qwen3", 2), "qwen3", Quant.Q8_0)
+    assert len(generate(path)) == 8
+
+
+def test_dummy_weights_agree_between_instances(tmp_path: Path) -> None:
+    save_tiny(tmp_path, "qwen2", 3)
+    for file in tmp_path.glob("*.safetensors"):
+        file.unlink()
+    first, second, other = (load(tmp_path, load_format="dummy", seed=seed) for seed in (7, 7, 8))
+    for layer in range(3):
+        assert (first.layer_view(layer) == second.layer_view(layer)).all()
+        assert not (first.layer_view(layer) == other.layer_view(layer)).all()
+    assert not (first.layer_view(0) == first.layer_view(1)).all()
+    first.layer_view(1)[:] = 0
+    first.load_layers(LayerRange(1, 2))
+    assert (first.layer_view(1) == second.layer_view(1)).all()
+    for body in (first, second, other):
+        body.close()
+
+
+def test_dummy_values_fill_more_than_one_block() -> None:
+    big = torch.empty(1100, 1000)
+    DummyReader(0).read(Piece(None, "embedding"), big)
+    assert 0.015 < float(big.std()) < 0.025
+    assert not torch.equal(big[0], big[1])
+
+
+def test_layers_are_loaded_again_from_disk(tmp_path: Path) -> None:
+    save_tiny(tmp_path, "llama3", 3)
+    body = load(tmp_path)
+    before = body.layer_view(2).copy()
+    body.drop_layers(LayerRange(0, 1))
+    body.reclaim_layers(LayerRange(1, 3))
+    body.layer_view(2)[:] = 0
+    body.load_layers(LayerRange(1, 3))
+    assert (body.layer_view(2) == before).all()
+    body.close()
+
+
+# Bad folders and files: each says which file and what is wrong.
+
+
+def fails(path: Path, match: str, error: type[Exception] = ModelFiles) -> None:
+    with pytest.raises(error, match=match):
+        load(path).close()
+
+
+def test_a_truncated_safetensors_file(tmp_path: Path) -> None:
+    file = save_tiny(tmp_path, "llama", 2) / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    fails(tmp_path, r"model\.safetensors: truncated or corrupt")
+
+
+def test_a_safetensors_file_that_is_none(tmp_path: Path) -> None:
+    file = save_tiny(tmp_path, "llama", 2) / "model.safetensors"
+    file.write_bytes(b"version https://git-lfs.github.com/spec/v1\n")
+    fails(tmp_path, r"model\.safetensors: truncated or corrupt")
+
+
+def test_no_weights(tmp_path: Path) -> None:
+    (save_tiny(tmp_path, "llama", 2) / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
+    fails(tmp_path, r"holds no \.safetensors file \(it has pytorch_model\.bin")
+
+
+def test_a_missing_shard(tmp_path: Path) -> None:
+    save_tiny(tmp_path, "llama", 2, max_shard_size="100KB")
+    next(iter(sorted(tmp_path.glob("model-00002*")))).unlink()
+    fails(tmp_path, r"model-00002.*: the file is missing")
+
+
+def test_an_index_that_names_a_tensor_in_the_wrong_shard(tmp_path: Path) -> None:
+    save_tiny(tmp_path, "llama", 2, max_shard_size="100KB")
+    index = tmp_path / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    files = sorted(set(content["weight_map"].values()))
+    name = "model.norm.weight"
+    content["weight_map"][name] = next(f for f in files if f != content["weight_map"][name])
+    index.write_text(json.dumps(content))
+    fails(tmp_path, rf"tensor '{name}' is missing")
+
+
+def test_a_missing_tensor_and_a_wrong_shape(tmp_path: Path) -> None:
+    save_tiny(tmp_path, "llama", 2)
+    config = tmp_path / "config.json"
+    original = json.loads(config.read_text())
+    config.write_text(json.dumps({**original, "num_hidden_layers": 3}))
+    fails(tmp_path, r"tensor 'model\.layers\.2\.input_layernorm\.weight' is missing")
+    config.write_text(json.dumps({**original, "intermediate_size": 64}))
+    fails(tmp_path, r"has shape \(96, 64\), config\.json implies \(64, 64\)")
+
+
+def test_a_truncated_gguf_file(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "model.gguf", tiny_model("qwen3", 2), "qwen3")
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-5000])
+    fails(path, r"model\.gguf: truncated inside tensor")
+    path.write_bytes(whole[:200])
+    fails(path, r"model\.gguf: truncated or corrupt GGUF header")
+    path.write_bytes(b"")
+    fails(path, r"model\.gguf: truncated or corrupt GGUF header")
+    path.write_bytes(b"PK\x03\x04" + whole[4:])
+    fails(path, "not a GGUF file")
+    path.write_bytes(whole[:4] + struct.pack("<I", 99) + whole[8:])
+    fails(path, "version 99")
+
+
+def test_gguf_of_another_architecture(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "model.gguf", tiny_model("qwen3", 2), "gemma2")
+    fails(path, "'gemma2' is not supported; supported are llama, qwen2, qwen3", UnsupportedModel)
+
+
+def test_a_failed_load_releases_its_memory(tmp_path: Path) -> None:
+    save_tiny(tmp_path, "llama", 2)
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "num_hidden_layers": 3}))
+    before = arenas_mapped()
+    with pytest.raises(ModelFiles):
+        load(tmp_path)
+    assert arenas_mapped() == before
