@@ -1,0 +1,45 @@
+"""The ``kunserve`` command."""
+
+import importlib
+from typing import Any
+
+import click
+
+import kunserve
+
+_COMMANDS = {
+    "serve": ("kunserve.server.command", "serve_command", "Serve a model over several instances."),
+    "bench": ("kunserve.bench.command", "bench_command", "Load any OpenAI server and measure it."),
+    "demo": ("kunserve.bench.demo", "demo_command", "The story on a real model, on this machine."),
+}
+"""Name -> module, object, one line. Imported only when used, so that --help stays fast."""
+
+
+class _LazyGroup(click.Group):
+    """A group that imports a command's module when the command is asked for."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(_COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in _COMMANDS:
+            return None
+        module, name, _ = _COMMANDS[cmd_name]
+        command: Any = getattr(importlib.import_module(module), name)
+        assert isinstance(command, click.Command)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, text) for name, (_, _, text) in _COMMANDS.items()])
+
+
+@click.command(cls=_LazyGroup)
+@click.version_option(kunserve.__version__, prog_name="kunserve")
+def main() -> None:
+    """KunServe serves one large language model from several instances, and in a burst turns
+    replicated layers into KV cache instead of letting requests queue."""
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,118 @@
+"""Drives one agent over real sockets: read mail, run a step, send mail, report."""
+
+import logging
+import time
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import zmq
+
+from kunserve.control.agent import InstanceAgent
+from kunserve.control.body import Body, KvPiece
+from kunserve.core.messages import Connect
+from kunserve.transport.bulk import BulkMover
+from kunserve.transport.channel import InstanceChannel
+from kunserve.transport.peers import PeerLinks
+
+logger = logging.getLogger(__name__)
+
+
+class WiredBody(Body, Protocol):
+    """A body whose activations can cross a wire."""
+
+    def hidden_to_bytes(self, hidden: Any) -> memoryview:
+        """The hidden states as bytes, without a copy where possible."""
+        ...
+
+    def hidden_from_bytes(self, data: memoryview) -> Any:
+        """The inverse, on the receiving stage."""
+        ...
+
+    def unit_view(self, unit: int, num_units: int) -> npt.NDArray[np.uint8]:
+        """The memory of consecutive KV units."""
+        ...
+
+    def layer_view(self, layer: int) -> npt.NDArray[np.uint8]:
+        """The memory of one layer's weights."""
+        ...
+
+
+class InstanceLoop:
+    """One thread: the agent is never entered twice at once."""
+
+    def __init__(
+        self,
+        agent: InstanceAgent,
+        body: WiredBody,
+        channel: InstanceChannel,
+        peers: PeerLinks,
+        mover: BulkMover,
+        report_period_s: float,
+    ) -> None:
+        self._agent = agent
+        self._body = body
+        self._channel = channel
+        self._peers = peers
+        self._mover = mover
+        self._report_period_s = report_period_s
+        self._next_report_s = 0.0
+        self._poller = zmq.Poller()
+        for socket in (*channel.poll_sockets, *peers.poll_sockets, *mover.poll_sockets):
+            self._poller.register(socket, zmq.POLLIN)
+
+    def run(self) -> None:
+        """Until told to shut down."""
+        agent = self._agent
+        while not agent.is_stopping:
+            self._wait()
+            self._read_mail()
+            self._report_if_due()
+            self._send_mail()
+            work = agent.next_work(time.monotonic())
+            if work is not None:
+                outcome = self._body.execute(work.step, work.hidden)
+                agent.finished(work, outcome, time.monotonic())
+            self._send_mail()
+
+    def _wait(self) -> None:
+        timeout_s = 0.0
+        if not self._agent.has_ready_work():
+            timeout_s = max(0.0, self._next_report_s - time.monotonic())
+        self._poller.poll(timeout_s * 1000.0)
+
+    def _read_mail(self) -> None:
+        agent, now_s = self._agent, time.monotonic()
+        for message in self._channel.receive():
+            if isinstance(message, Connect):
+                self._peers.connect(dict(message.peers))
+            else:
+                agent.on(message, now_s)
+        for message, payload in self._peers.receive():
+            hidden = None if payload is None else self._body.hidden_from_bytes(payload)
+            agent.on(message, now_s, hidden)
+        for pull in self._mover.completed():
+            if isinstance(pull.what, KvPiece):
+                agent.pulled_kv(pull.what, pull.ok, now_s)
+            else:
+                agent.pulled_layers(pull.what.layers, pull.what.src, pull.ok, now_s)
+
+    def _report_if_due(self) -> None:
+        now_s = time.monotonic()
+        if now_s >= self._next_report_s:
+            self._next_report_s = now_s + self._report_period_s
+            self._agent.report(now_s)
+
+    def _send_mail(self) -> None:
+        for dst, message, hidden in self._agent.drain():
+            if dst is None:
+                self._channel.send(message)
+            else:
+                payload = None if hidden is None else self._body.hidden_to_bytes(hidden)
+                self._peers.send(dst, message, payload)
+        for preemption in self._agent.drain_preemptions():
+            logger.info(
+                "preempted request=%s lost_tokens=%d",
+                preemption.request_id,
+                preemption.lost_tokens,
+            )

@@ -1,0 +1,67 @@
+"""Starting one instance's process: what it is told, and how it says that it cannot start."""
+
+import asyncio
+import os
+import sys
+from dataclasses import dataclass
+
+import msgspec
+
+from kunserve.core.config import KunServeConfig
+from kunserve.core.errors import ConfigError, ModelFiles, TooLittleMemory, UnsupportedModel
+from kunserve.core.ids import InstanceId
+
+_ERRORS: dict[str, type[ConfigError]] = {
+    kind.__name__: kind for kind in (ConfigError, ModelFiles, TooLittleMemory, UnsupportedModel)
+}
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceOrder:
+    """Everything an instance process needs, written to its standard input as JSON."""
+
+    instance_id: InstanceId
+    kind: str
+    """``cpu``, or ``fake`` for a body with no model."""
+    front_address: str
+    token: str
+    config: KunServeConfig
+
+
+@dataclass(frozen=True, slots=True)
+class StartupFailure:
+    """What a process that cannot start writes to its standard output, as JSON."""
+
+    error: str
+    message: str
+
+    def to_error(self) -> ConfigError:
+        """The error as the front raises it."""
+        return _ERRORS.get(self.error, ConfigError)(self.message)
+
+
+def process_environment(num_threads: int) -> dict[str, str]:
+    """Thread pools sized before any library reads the environment."""
+    environment = dict(os.environ)
+    environment["OMP_NUM_THREADS"] = str(num_threads)
+    environment["MKL_NUM_THREADS"] = str(num_threads)
+    environment["OMP_WAIT_POLICY"] = "PASSIVE"
+    return environment
+
+
+async def start_instance(order: InstanceOrder) -> asyncio.subprocess.Process:
+    """Spawn (never fork) the process and hand it its order."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        "kunserve.cluster.instance_main",
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        env=process_environment(order.config.instance.num_threads),
+        start_new_session=True,
+    )
+    assert process.stdin is not None
+    process.stdin.write(msgspec.json.encode(order))
+    await process.stdin.drain()
+    process.stdin.close()
+    return process

@@ -1,0 +1,232 @@
+"""``kunserve serve``: from flags to a running server."""
+
+import asyncio
+import logging
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import fields, replace
+from typing import Any, TypeVar
+
+import click
+
+from kunserve.core.config import (
+    MIB,
+    ClusterConfig,
+    InstanceConfig,
+    KunServeConfig,
+    ModelConfig,
+    OverloadConfig,
+    SchedulerConfig,
+    ServerConfig,
+)
+from kunserve.core.errors import ConfigError, KunServeError
+from kunserve.server.launch import run_server
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+_SIZES = {"": 1, "b": 1, "k": 1 << 10, "m": MIB, "g": 1 << 30, "t": 1 << 40}
+
+
+class ByteSize(click.ParamType):
+    """A number of bytes with an optional unit: ``800MiB``, ``1.5g``, ``1073741824``."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """Bytes, or a usage error that says what is accepted."""
+        if isinstance(value, int):
+            return value
+        match = re.fullmatch(r"\s*([\d.]+)\s*([bkmgt]?)(i?b)?\s*", str(value).lower())
+        if match is None or match[1].count(".") > 1 or match[1] == ".":
+            self.fail(f"{value!r} is no size; write for example 800MiB or 1.5GiB", param, ctx)
+        return int(float(match[1]) * _SIZES[match[2]])
+
+
+_MODEL, _INSTANCE, _SCHEDULER = ModelConfig(), InstanceConfig(), SchedulerConfig()
+_OVERLOAD, _CLUSTER, _SERVER = OverloadConfig(), ClusterConfig(), ServerConfig()
+
+
+def _options(*decorators: Callable[[Any], Any]) -> Callable[[_F], _F]:
+    def apply(function: _F) -> _F:
+        for decorator in reversed(decorators):
+            function = decorator(function)
+        return function
+
+    return apply
+
+
+def _flag(name: str, default: Any, text: str, **more: Any) -> Callable[[Any], Any]:
+    return click.option(name, default=default, show_default=default is not None, help=text, **more)
+
+
+_model_options = _options(
+    _flag("--tokenizer", _MODEL.tokenizer, "Folder or hub id of the tokenizer [the model's own]."),
+    _flag("--served-model-name", _MODEL.served_model_name, "Name in the API [MODEL]."),
+    _flag("--dtype", _MODEL.dtype, "Weights and KV.", type=click.Choice(["bfloat16", "float32"])),
+    _flag(
+        "--load-format",
+        _MODEL.load_format,
+        "How weights are read; dummy makes random ones.",
+        type=click.Choice(["auto", "safetensors", "gguf", "dummy"]),
+    ),
+    _flag("--seed", _MODEL.seed, "For dummy weights.", type=int),
+    _flag(
+        "--max-model-len",
+        _MODEL.max_model_len,
+        "Longest prompt plus output in tokens [what model and memory allow].",
+        type=click.IntRange(min=1),
+    ),
+)
+
+_instance_options = _options(
+    _flag("--num-instances", _CLUSTER.num_instances, "Replicas.", type=click.IntRange(1, 64)),
+    _flag(
+        "--instance-memory",
+        "1GiB",
+        "Memory of each instance for weights and KV together.",
+        type=ByteSize(),
+    ),
+    _flag(
+        "--kv-cache-memory-bytes",
+        _INSTANCE.kv_cache_memory_bytes,
+        "KV memory of each instance; overrides --instance-memory.",
+        type=ByteSize(),
+    ),
+    _flag(
+        "--block-size", _INSTANCE.block_size, "Tokens in a KV block.", type=click.IntRange(1, 256)
+    ),
+    _flag(
+        "--num-threads",
+        _INSTANCE.num_threads,
+        "Compute threads of each instance.",
+        type=click.IntRange(1, 256),
+    ),
+    _flag(
+        "--attention",
+        _INSTANCE.attention,
+        "reference is slow and plain, for comparison.",
+        type=click.Choice(["fused", "reference"]),
+    ),
+    _flag(
+        "--max-num-seqs",
+        _SCHEDULER.max_num_seqs,
+        "Requests that run at once, per group.",
+        type=click.IntRange(min=1),
+    ),
+    _flag(
+        "--max-num-batched-tokens",
+        _SCHEDULER.max_num_batched_tokens,
+        "Tokens in one step.",
+        type=click.IntRange(min=1),
+    ),
+    _flag(
+        "--start-timeout",
+        _CLUSTER.start_timeout_s,
+        "Seconds until every instance must be ready.",
+        type=click.FloatRange(min=0, min_open=True),
+    ),
+)
+
+_overload_options = _options(
+    _flag(
+        "--overload-policy",
+        _OVERLOAD.policy,
+        "When KV memory runs out: drop frees replicated layers, recompute preempts requests.",
+        type=click.Choice(["recompute", "drop"]),
+    ),
+    _flag(
+        "--restore-below",
+        _OVERLOAD.restore_below,
+        "Restore when demand is under this share of the undropped KV memory.",
+        type=click.FloatRange(0.0, 1.0),
+    ),
+    _flag(
+        "--link-gbps",
+        _OVERLOAD.link_gbps,
+        "Limit bulk transfers between instances, to study their cost.",
+        type=click.FloatRange(min=0, min_open=True),
+    ),
+)
+
+_server_options = _options(
+    _flag("--host", _SERVER.host, "Address to listen on."),
+    _flag("--port", _SERVER.port, "0 picks a free one.", type=click.IntRange(0, 65535)),
+    _flag("--api-key", _SERVER.api_key, "Clients must send it as a Bearer token."),
+    _flag(
+        "--max-num-queued-reqs",
+        _SERVER.max_num_queued_reqs,
+        "Waiting requests beyond which new ones get 503 [no limit].",
+        type=click.IntRange(min=1),
+    ),
+    _flag(
+        "--max-num-queued-tokens",
+        _SERVER.max_num_queued_tokens,
+        "Waiting prompt tokens beyond which new requests get 503 [no limit].",
+        type=click.IntRange(min=1),
+    ),
+    _flag(
+        "--max-connections",
+        _SERVER.max_connections,
+        "Connections served at once.",
+        type=click.IntRange(min=1),
+    ),
+    _flag(
+        "--shutdown-timeout",
+        _SERVER.shutdown_timeout_s,
+        "Seconds that SIGTERM waits for requests under way.",
+        type=click.FloatRange(min=0),
+    ),
+    click.option(
+        "--enable-admin",
+        is_flag=True,
+        help="Let POST /kunserve/drop, /kunserve/restore and /kunserve/kill act.",
+    ),
+)
+
+
+@click.command("serve", context_settings={"show_default": True})
+@click.argument("model", default=_MODEL.model)
+@_model_options
+@_instance_options
+@_overload_options
+@_server_options
+def serve_command(**flags: Any) -> None:
+    """Serve MODEL over several instances behind one OpenAI-compatible address.
+
+    MODEL is smollm2-135m (built in), a Hugging Face folder or hub id, or a .gguf file.
+
+    \b
+    kunserve serve smollm2-135m
+    kunserve serve ./Qwen2.5-0.5B --num-instances 2 --instance-memory 2GiB
+    kunserve serve ./config-only --load-format dummy --overload-policy recompute
+    """
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr
+    )
+    try:
+        asyncio.run(run_server(config_from_flags(flags)))
+    except ConfigError as error:
+        raise click.ClickException(str(error)) from None
+    except KunServeError as error:
+        raise click.ClickException(str(error)) from None
+
+
+_RENAMED = {
+    "instance_memory": "memory_bytes",
+    "overload_policy": "policy",
+    "start_timeout": "start_timeout_s",
+    "shutdown_timeout": "shutdown_timeout_s",
+}
+
+
+def config_from_flags(flags: dict[str, Any]) -> KunServeConfig:
+    """Each flag into the field of the same name, wherever in the tree that is."""
+    left = {_RENAMED.get(name, name): value for name, value in flags.items()}
+    tree = KunServeConfig()
+    parts: dict[str, Any] = {}
+    for part in fields(tree):
+        branch = getattr(tree, part.name)
+        mine = {f.name: left.pop(f.name) for f in fields(branch) if f.name in left}
+        parts[part.name] = replace(branch, **mine)
+    assert not left, f"flags that set nothing: {sorted(left)}"
+    return KunServeConfig(**parts)
