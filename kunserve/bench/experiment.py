@@ -3,12 +3,8 @@
 import asyncio
 import contextlib
 import json
-import os
-import platform
 import resource
 import signal
-import subprocess
-import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -17,9 +13,9 @@ from typing import Any
 import click
 import msgspec
 
-import kunserve
 from kunserve.bench import report
 from kunserve.bench.client import CallSettings
+from kunserve.bench.environment import environment
 from kunserve.bench.metrics import RunMetrics, Slo, compute_metrics
 from kunserve.bench.progress import ProgressLine
 from kunserve.bench.prompts import PromptSource, TokenIdPrompts, WordPrompts
@@ -142,7 +138,7 @@ def _run(
         records=outcome.records,
         samples=outcome.samples,
         config=tuple(_config(flags, target).items()),
-        environment=tuple(_environment().items()),
+        environment=tuple(environment().items()),
     )
     metrics = compute_metrics(run.records, run.duration_s, percentiles, slo)
     _show(run, metrics, shown, flags["ignore_eos"])
@@ -352,28 +348,6 @@ def _config(flags: Flags, target: Target) -> dict[str, object]:
     }
     plain = {name: str(value) if isinstance(value, Path) else value for name, value in kept.items()}
     return plain | {"model": target.settings.model, "base_urls": target.servers}
-
-
-def _environment() -> dict[str, object]:
-    return {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "kunserve": kunserve.__version__,
-        "commit": _commit(),
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "cpus": os.cpu_count(),
-        "time_zone": time.strftime("%Z"),
-    }
-
-
-def _commit() -> str | None:
-    """The commit of this checkout, if it is one."""
-    root = Path(kunserve.__file__).parent.parent
-    with contextlib.suppress(OSError, subprocess.SubprocessError):
-        command = ["git", "-C", str(root), "describe", "--always", "--dirty"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True)
-        return done.stdout.strip()
-    return None
 
 
 def _allow_many_sockets(num_requests: int) -> None:

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from kunserve.bench.client import Call, CallSettings, stream
-from kunserve.bench.prompts import TokenIdPrompts, WordPrompts
+from kunserve.bench.prompts import TokenIdPrompts, TokenizedPrompts, WordPrompts
 from kunserve.bench.records import RequestRecord
 from kunserve.bench.replay import Bodies, open_session, replay
 from kunserve.bench.session import ServerUnreachable, Target, find_model, measure
@@ -215,3 +215,23 @@ def test_stream_survives_a_bad_url() -> None:
             return await stream(session, COMPLETIONS, call, b"{}", 0.0)
 
     assert "URL" in (asyncio.run(go()).error or "")
+
+
+class SlowTokenizer:
+    """One token per letter, and a beginning-of-text token."""
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        letters = [ord(letter) for letter in text]
+        return [1, *letters] if add_special_tokens else letters
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool = False) -> str:
+        return "".join(chr(token) for token in token_ids if token != 1)
+
+
+def test_tokenized_prompts_have_the_wanted_length() -> None:
+    source = TokenizedPrompts(0, SlowTokenizer())
+    for wanted in (1, 9, 200):
+        text = source.prompt(0, wanted)
+        num_tokens = len(SlowTokenizer().encode(text))
+        assert num_tokens == wanted or (wanted <= 8 and num_tokens == wanted + 1)
+    assert source.prompt(0, 50) != source.prompt(1, 50)
