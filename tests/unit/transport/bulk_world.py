@@ -1,0 +1,61 @@
+"""Instances' memories for the bulk mover's tests: arrays whose every byte is recognisable."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from kunserve.core.ids import InstanceId, RequestId, TransitionId
+from kunserve.core.layout import LayerRange
+from kunserve.transport.bulk_wire import Bytes, Int32Array
+
+UNIT_BYTES = 96
+LAYER_BYTES = 1000
+NUM_LAYERS = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Shaped like ``control.body.KvPiece``."""
+
+    transition_id: TransitionId
+    request_id: RequestId
+    src: InstanceId
+    layers: LayerRange
+    first_block: int
+    end_block: int
+
+
+class Memory:
+    """KV units and layers of one instance."""
+
+    def __init__(self, num_units: int, seed: int | None = None) -> None:
+        rng = np.random.default_rng(seed)
+        shape = (num_units * UNIT_BYTES, NUM_LAYERS * LAYER_BYTES)
+        self.kv, self.weights = (
+            np.zeros(n, np.uint8) if seed is None else rng.integers(1, 256, n, np.uint8)
+            for n in shape
+        )
+
+    def unit_view(self, unit: int, num_units: int) -> Bytes:
+        assert unit >= 0 and (unit + num_units) * UNIT_BYTES <= len(self.kv), (unit, num_units)
+        return self.kv[unit * UNIT_BYTES : (unit + num_units) * UNIT_BYTES]
+
+    def layer_view(self, layer: int) -> Bytes:
+        assert 0 <= layer < NUM_LAYERS, layer
+        return self.weights[layer * LAYER_BYTES : (layer + 1) * LAYER_BYTES]
+
+    def block(self, entry: int, layers: LayerRange) -> Bytes:
+        """One block's bytes over some layers."""
+        return self.unit_view(entry + layers.first, layers.num_layers)
+
+
+def entries(*values: int) -> Int32Array:
+    return np.array(values, dtype=np.int32)
+
+
+def piece(
+    request: str, src: int, layers: tuple[int, int], blocks: tuple[int, int], transition: int = 1
+) -> Piece:
+    return Piece(
+        TransitionId(transition), RequestId(request), InstanceId(src), LayerRange(*layers), *blocks
+    )
