@@ -123,13 +123,22 @@ def plan_drop(
     shapes = _Shapes(specs, head_cost_layers)
     heap = _smallest_first(layouts, shapes, frozenset(pressed), frozenset(untouchable))
     position = len(layouts)
-    settled: list[_Group] = []
+    refused: list[_Entry] = []
+    has_merged = False
     gain = 0
-    while gain < required_blocks and len(heap) > 1:
-        size, spare, _, _, group = heapq.heappop(heap)
+    while gain < required_blocks:
+        if len(heap) < 2:
+            if not (has_merged and refused):
+                break
+            # What found no partner may gain with the groups made since.
+            heap = sorted(heap + refused)
+            refused, has_merged = [], False
+            continue
+        smallest = heapq.heappop(heap)
+        size, spare, _, _, group = smallest
         partner = _take_partner(heap, size, group, shapes, max_group_size)
         if partner is None:
-            settled.append(group)
+            refused.append(smallest)
             continue
         other_size, other_spare, _, _, other = partner
         shape = shapes.merged(group.shape, other.shape)
@@ -140,9 +149,9 @@ def plan_drop(
         entry = (size + other_size, spare and other_spare, shape.capacity_blocks, position, merged)
         heapq.heappush(heap, entry)
         position += 1
+        has_merged = True
 
-    heap.sort()
-    groups = [g for g in (*settled, *[entry[4] for entry in heap]) if len(g.old) > 1]
+    groups = [entry[4] for entry in sorted(heap + refused) if len(entry[4].old) > 1]
     merges = tuple(_name(group, GroupId(first_id + number)) for number, group in enumerate(groups))
     return DropPlan(merges, required_blocks, gain >= required_blocks)
 

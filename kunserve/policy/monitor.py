@@ -73,7 +73,10 @@ class ClusterLoadView:
     groups: tuple[GroupLoad, ...]
     block_size: int
     transition_s: float | None = None
-    """What a drop takes with its exchange, as measured; ``forecast_s`` when None."""
+    """From a drop's decision to its commit, as measured; ``forecast_s`` when None.
+
+    Not to the end of its exchange: new requests run in the freed memory from the commit on.
+    """
 
 
 class GroupTrend(NamedTuple):

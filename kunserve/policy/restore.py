@@ -168,7 +168,7 @@ class SequenceToPlace(NamedTuple):
     num_blocks: int
     """Blocks of its KV; 0 when it waits."""
     need_blocks: int
-    """Blocks it needs to run: those of its KV, or those it waits for."""
+    """Blocks it may come to need: it goes to no group with fewer."""
     arrival_s: float
 
 
@@ -221,7 +221,11 @@ def _place(
     placed: dict[RequestId, GroupId] = {}
     for sequence in running:
         blocks = sequence.num_blocks
-        fitting = [g for g in assigned if assigned[g] + blocks <= capacities[g]]
+        fitting = [
+            g
+            for g in assigned
+            if assigned[g] + blocks <= capacities[g] and sequence.need_blocks <= capacities[g]
+        ]
         if not fitting:
             return None
         if emptiest:
