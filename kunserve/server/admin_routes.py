@@ -31,9 +31,8 @@ def _dropped_bytes(state: ClusterState) -> int:
 class AdminRoutes:
     """Force a drop or a restore, or kill an instance."""
 
-    def __init__(self, front: Front, verify_s: float = VERIFY_S) -> None:
+    def __init__(self, front: Front) -> None:
         self._front = front
-        self._verify_s = verify_s
 
     async def drop(self, http: HttpRequest) -> Response:
         """POST /kunserve/drop ``{"bytes": n}``."""
@@ -78,7 +77,7 @@ class AdminRoutes:
 
     async def _verified(self, action: str, holds: Callable[[ClusterState], bool]) -> ClusterState:
         """The first state in which the effect shows. Raises EffectMissing."""
-        deadline_s = time.monotonic() + self._verify_s
+        deadline_s = time.monotonic() + VERIFY_S
         while True:
             state = self._front.engine.state()
             if holds(state):

@@ -48,11 +48,13 @@ class Generation:
     """Runs a set of choices on the engine and hands out their progress in batches."""
 
     def __init__(
-        self, engine: EngineClient, choices: Sequence[Choice], watch: RequestWatch
+        self, engine: EngineClient, choices: Sequence[Choice], watch: RequestWatch, eager: bool
     ) -> None:
         self.choices = choices
         self._engine = engine
         self._watch = watch
+        self._eager = eager
+        """Whether each token is news, or only a request's end (nobody looks before)."""
         self._live: dict[int, tuple[Choice, RequestClock]] = {}
         self._pending: list[tuple[Choice, TokenOutput]] = []
         self._news = asyncio.Event()
@@ -114,7 +116,8 @@ class Generation:
                 del self._live[index]
                 clock.ended(output.finish_reason, now_s)
             self._pending.append((choice, output))
-            self._news.set()
+            if self._eager or output.finish_reason is not None:
+                self._news.set()
 
         self._live[index] = (choice, clock)
         try:

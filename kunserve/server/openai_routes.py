@@ -131,7 +131,8 @@ class OpenAIRoutes:
             format_logprobs=self._formatter(job),
             prefixes=[job.echoes[choice.index // num_choices] for choice in choices],
         )
-        generation = Generation(front.engine, choices, front.metrics)
+        eager = bool(job.body.stream or job.body.stop)
+        generation = Generation(front.engine, choices, front.metrics, eager)
         answer: GenerationAnswer
         if job.body.stream:
             streamed = StreamedAnswer(front, generation, envelope)

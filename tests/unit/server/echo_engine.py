@@ -1,8 +1,11 @@
 """An ``EngineClient`` with no model: repeats the prompt, one token per tick, as told by a test."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
+
+import pytest
 
 from kunserve.cluster.api import Deliver, ServingLimits
 from kunserve.core.errors import InvalidRequest, Unavailable
@@ -19,6 +22,7 @@ from kunserve.core.snapshots import (
 )
 
 LAYERS = 4
+T = TypeVar("T")
 Script = Callable[[Request], Sequence[int]]
 
 
@@ -230,3 +234,10 @@ class EchoEngine:
     async def close(self) -> None:
         for task in list(self.tasks.values()):
             task.cancel()
+
+
+def run_now(command: Coroutine[None, None, T]) -> T:
+    """Run an admin command that never waits."""
+    with pytest.raises(StopIteration) as end:
+        command.send(None)
+    return end.value.value

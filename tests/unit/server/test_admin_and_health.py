@@ -1,0 +1,153 @@
+"""Endpoints for operators: health, drain, and forced transitions that must show an effect."""
+
+import threading
+import time
+from collections.abc import Generator
+
+import httpx
+import pytest
+
+import kunserve.server.admin_routes as admin_routes
+from kunserve.core.config import ServerConfig
+from tests.conftest import wait_until
+from tests.unit.server.echo_engine import EchoEngine
+from tests.unit.server.live_server import LiveServer, live_server
+
+BODY = {"prompt": "ab", "max_tokens": 400}
+
+
+@pytest.fixture
+def admin(monkeypatch: pytest.MonkeyPatch) -> Generator[LiveServer, None, None]:
+    monkeypatch.setattr(admin_routes, "VERIFY_S", 0.2)
+    settings = ServerConfig(enable_admin=True, shutdown_timeout_s=1.0)
+    with live_server(server=settings) as server:
+        yield server
+
+
+def test_admin_is_off_by_default() -> None:
+    with live_server() as server, server.client() as client:
+        for action in ("drop", "restore", "kill"):
+            answer = client.post(f"/kunserve/{action}", json={"instance_id": 0})
+            assert answer.status_code == 403
+            assert "--enable-admin" in answer.json()["error"]["message"]
+        assert client.get("/kunserve/drop").status_code == 405
+        assert server.engine.snapshot.num_drops == 0
+
+
+def test_drop_and_restore_answer_with_what_changed(admin: LiveServer) -> None:
+    with admin.client() as client:
+        dropped = client.post("/kunserve/drop", json={"bytes": 100}).json()
+        assert (dropped["dropped_bytes_before"], dropped["dropped_bytes_after"]) == (0, 16384)
+        assert len(dropped["state"]["groups"]) == 1
+        again = client.post("/kunserve/drop")
+        assert again.status_code == 400 and "nothing is left" in again.text
+        restored = client.post("/kunserve/restore").json()
+        assert restored["dropped_bytes_after"] == 0
+        assert len(restored["state"]["groups"]) == 2
+
+
+def test_kill(admin: LiveServer) -> None:
+    with admin.client() as client:
+        killed = client.post("/kunserve/kill", json={"instance_id": 1})
+        assert [one["alive"] for one in killed.json()["state"]["instances"]] == [True, False]
+        for body in ({"instance_id": 1}, {"instance_id": 9}, {}, {"instance_id": "1"}):
+            assert client.post("/kunserve/kill", json=body).status_code == 400
+
+
+def test_a_success_that_changed_nothing_is_a_failure(admin: LiveServer) -> None:
+    admin.configure(lying=True)
+    with admin.client() as client:
+        for action, body in (("drop", {}), ("kill", {"instance_id": 0})):
+            answer = client.post(f"/kunserve/{action}", json=body)
+            assert answer.status_code == 500
+            assert "does not show it" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("body", [{"bytes": 0}, {"bytes": "1"}, {"byte": 5}, []])
+def test_bad_admin_bodies(admin: LiveServer, body: object) -> None:
+    with admin.client() as client:
+        assert client.post("/kunserve/drop", json=body).status_code == 400
+
+
+def test_health_and_readiness() -> None:
+    with live_server() as server, server.client() as client:
+        assert client.get("/health").status_code == 200
+        ready = client.get("/health/ready")
+        assert (ready.status_code, ready.json()["status"]) == (200, "ready")
+        server.configure(progressing=False)
+        assert client.get("/health").status_code == 200
+        assert client.get("/health/ready").json()["status"] == "stuck"
+        server.configure(healthy=False)
+        assert client.get("/health").status_code == 503
+        assert client.get("/health/ready").status_code == 503
+
+
+def test_busy_is_not_dead() -> None:
+    with live_server(EchoEngine(held=True)) as server, server.client() as client:
+        posting = start_posts(server, 100)
+        wait_until(lambda: len(server.engine.tasks) == 100)
+        assert client.get("/health/ready").json() == {"status": "ready", "unfinished": 100}
+        server.configure(held=False)
+        for thread in posting:
+            thread.join()
+
+
+def start_posts(
+    server: LiveServer, count: int, into: list[httpx.Response] | None = None
+) -> list[threading.Thread]:
+    def post() -> None:
+        with server.client() as client:
+            answer = client.post("/v1/completions", json=BODY)
+            if into is not None:
+                into.append(answer)
+
+    threads = [threading.Thread(target=post) for _ in range(count)]
+    for thread in threads:
+        thread.start()
+    return threads
+
+
+def test_drain_finishes_what_is_in_flight() -> None:
+    engine = EchoEngine(hold_after=5)
+    with live_server(engine) as server, server.client() as client:
+        answers: list[httpx.Response] = []
+        (posting,) = start_posts(server, 1, answers)
+        wait_until(lambda: engine.tasks)
+        server.request_drain()
+        wait_until(lambda: server.front.draining)
+        refused = client.post("/v1/completions", json=BODY)
+        assert refused.status_code == 503 and refused.headers["retry-after"]
+        assert client.get("/health").status_code == 200
+        assert client.get("/health/ready").json()["status"] == "draining"
+        server.configure(hold_after=None)
+        posting.join()
+        server.thread.join(20)
+        assert not server.thread.is_alive()
+        assert answers[0].status_code == 200
+        assert answers[0].json()["usage"]["completion_tokens"] == 400
+
+
+@pytest.mark.parametrize("signals", [1, 2])
+def test_drain_ends_by_timeout_or_by_a_second_signal(signals: int) -> None:
+    timeout_s = 0.5 if signals == 1 else 60.0
+    engine = EchoEngine(hold_after=5)
+    with live_server(engine, ServerConfig(shutdown_timeout_s=timeout_s)) as server:
+        answers: list[httpx.Response] = []
+        (posting,) = start_posts(server, 1, answers)
+        streamed = BODY | {"stream": True}
+        with (
+            server.client() as client,
+            client.stream("POST", "/v1/completions", json=streamed) as one,
+        ):
+            wait_until(lambda: len(engine.tasks) == 2)
+            started_s = time.monotonic()
+            for _ in range(signals):
+                server.request_drain()
+            events = [line for line in one.iter_lines() if line]
+        assert events[-1] == "data: [DONE]"
+        assert '"code":503' in events[-2] and "shut down" in events[-2]
+        posting.join()
+        server.thread.join(20)
+        assert time.monotonic() - started_s < 10
+        assert answers[0].status_code == 503
+        assert len(engine.aborted) == 2

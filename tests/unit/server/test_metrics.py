@@ -1,0 +1,212 @@
+"""Names, labels and arithmetic of the metrics."""
+
+from dataclasses import replace
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from kunserve.core.ids import RequestId
+from kunserve.core.request import FinishReason, Request, SamplingParams
+from kunserve.server.cluster_metrics import ClusterMetrics
+from kunserve.server.histogram import Histogram
+from kunserve.server.metrics import FIRST_TOKEN_BUCKETS, FrontMetrics, RecentValues
+from kunserve.server.stats_log import StatsLog
+from kunserve.server.timeline import Timeline
+from tests.unit.server.echo_engine import EchoEngine, idle_load, run_now
+from tests.unit.server.live_server import MODEL, live_server
+
+
+def samples(text: str) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
+    return {
+        (sample.name, frozenset(sample.labels.items())): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def labels(**pairs: str) -> frozenset[tuple[str, str]]:
+    return frozenset({"model_name": MODEL, **pairs}.items())
+
+
+def scrape(metrics: FrontMetrics) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
+    return samples(metrics.exposition().decode())
+
+
+def request(prompt_tokens: int = 5) -> Request:
+    return Request(RequestId("r"), (1,) * prompt_tokens, SamplingParams(8), arrival_s=100.0)
+
+
+def test_buckets_are_cumulative_and_bounds_inclusive() -> None:
+    histogram = Histogram("h", "text", (1.0, 2.0))
+    for value in (0.5, 1.0, 1.5, 9.0):
+        histogram.observe(value)
+    got = {
+        sample.labels.get("le", sample.name): sample.value
+        for sample in histogram.family({"a": "b"}).samples
+    }
+    assert got == {"1.0": 2.0, "2.0": 3.0, "+Inf": 4.0, "h_count": 4.0, "h_sum": 12.0}
+
+
+def test_first_token_buckets_are_vllms() -> None:
+    assert FIRST_TOKEN_BUCKETS[0] == 0.001 and FIRST_TOKEN_BUCKETS[-1] == 2560.0
+    assert len(FIRST_TOKEN_BUCKETS) == 22
+    assert list(FIRST_TOKEN_BUCKETS) == sorted(FIRST_TOKEN_BUCKETS)
+
+
+def test_a_request_is_timed_from_its_arrival() -> None:
+    metrics = FrontMetrics(EchoEngine(), MODEL)
+    clock = metrics.arrived(request())
+    clock.token(100.5)
+    clock.token(100.7)
+    clock.token(101.1)
+    clock.ended(FinishReason.LENGTH, 101.1)
+    got = scrape(metrics)
+    front = labels(engine="all")
+    assert got["vllm:prompt_tokens_total", front] == 5
+    assert got["vllm:generation_tokens_total", front] == 3
+    assert got["vllm:time_to_first_token_seconds_sum", front] == 0.5
+    assert got["vllm:time_to_first_token_seconds_count", front] == 1
+    assert got["vllm:inter_token_latency_seconds_count", front] == 2
+    assert got["vllm:request_time_per_output_token_seconds_sum", front] == pytest.approx(0.3)
+    assert got["vllm:e2e_request_latency_seconds_sum", front] == pytest.approx(1.1)
+    reasons = {
+        reason: got["vllm:request_success_total", labels(engine="all", finished_reason=reason)]
+        for reason in ("stop", "length", "abort", "error")
+    }
+    assert reasons == {"stop": 0, "length": 1, "abort": 0, "error": 0}
+
+
+def test_an_aborted_request_has_no_latency() -> None:
+    metrics = FrontMetrics(EchoEngine(), MODEL)
+    metrics.arrived(request()).ended(FinishReason.ABORT, 101.0)
+    got = scrape(metrics)
+    assert got["vllm:e2e_request_latency_seconds_count", labels(engine="all")] == 0
+
+
+def test_groups_and_instances() -> None:
+    engine = EchoEngine()
+    metrics = FrontMetrics(engine, MODEL)
+    load = replace(
+        idle_load(0),
+        num_running=3,
+        num_waiting=2,
+        used_blocks=25,
+        growth_blocks=10,
+        head_of_line_blocks=5,
+    )
+    engine.snapshot = replace(engine.snapshot, loads=(load, engine.snapshot.loads[1]))
+    got = scrape(metrics)
+    first = labels(engine="0")
+    assert got["vllm:num_requests_running", first] == 3
+    assert got["vllm:num_requests_waiting", first] == 2
+    assert got["vllm:kv_cache_usage_perc", first] == 0.25
+    assert got["kunserve:kv_capacity_blocks", first] == 100
+    assert got["kunserve:kv_used_blocks", first] == 25
+    assert got["kunserve:demand_blocks", first] == 40
+    assert got["kunserve:group_size", first] == 1
+    assert got["kunserve:dropped_bytes", first] == 0
+    info = labels(engine="1", block_size="16", num_gpu_blocks="100")
+    assert got["vllm:cache_config_info", info] == 1
+    assert got["vllm:num_requests_running", labels(engine="1")] == 0
+
+
+def test_a_drop_shows() -> None:
+    engine = EchoEngine()
+    metrics = FrontMetrics(engine, MODEL)
+    run_now(engine.drop(None))
+    for _ in range(2):  # looking twice counts nothing twice
+        got = scrape(metrics)
+        assert got["kunserve:drops_total", labels()] == 1
+        assert got["kunserve:restores_total", labels()] == 0
+        assert got["kunserve:group_size", labels(engine="0")] == 2
+        assert ("kunserve:group_size", labels(engine="1")) not in got
+        assert got["kunserve:dropped_layers", labels(engine="1")] == 2
+        assert got["kunserve:dropped_bytes", labels(engine="1")] == 2 * 4096
+        assert got["kunserve:exchange_bytes_total", labels(kind="drop")] == 5000
+        durations = "kunserve:transition_duration_seconds"
+        assert got[f"{durations}_count", labels(kind="drop")] == 1
+        assert got[f"{durations}_sum", labels(kind="drop")] == pytest.approx(0.3)
+        assert got[f"{durations}_count", labels(kind="restore")] == 0
+
+
+def test_counters_of_a_leader_never_fall() -> None:
+    engine = EchoEngine()
+    metrics = FrontMetrics(engine, MODEL)
+    seen = []
+    for reported in (3, 5, 0, 2):  # a new group starts to count afresh
+        load = replace(idle_load(0), num_preemptions=reported, lost_tokens=10 * reported)
+        engine.snapshot = replace(engine.snapshot, loads=(load,))
+        got = scrape(metrics)
+        seen.append(got["vllm:num_preemptions_total", labels(engine="0")])
+    assert seen == [3, 5, 5, 7]
+    assert got["kunserve:lost_tokens_total", labels(engine="0")] == 70
+
+
+def test_recent_values_forget() -> None:
+    recent = RecentValues(window_s=5.0)
+    assert recent.percentiles(0.0, 0.5) == [None]
+    for number in range(100):
+        recent.add(number / 100, float(number))
+    assert recent.percentiles(1.0, 0.5, 0.99) == [50.0, 99.0]
+    assert recent.percentiles(7.0, 0.5) == [None]
+
+
+def test_stats_lines_only_for_groups_that_do_something() -> None:
+    engine = EchoEngine()
+    log = StatsLog(ClusterMetrics(engine, MODEL))
+    log.lines(0.0)
+    assert log.lines(10.0) == []
+    load = replace(
+        idle_load(1),
+        prompt_tokens=500,
+        generation_tokens=200,
+        num_running=2,
+        num_waiting=1,
+        used_blocks=33,
+    )
+    engine.snapshot = replace(engine.snapshot, loads=(idle_load(0), load))
+    (line,) = log.lines(20.0)
+    assert line.startswith(
+        "Engine 001: Avg prompt throughput: 50.0 tokens/s, "
+        "Avg generation throughput: 20.0 tokens/s, Running: 2 reqs, Waiting: 1 reqs, "
+        "GPU KV cache usage: 33.0%"
+    )
+
+
+def test_timeline_is_bounded_and_incremental() -> None:
+    engine = EchoEngine()
+    metrics = FrontMetrics(engine, MODEL)
+    timeline = Timeline(metrics, period_s=1.0, kept_s=5.0)
+    metrics.arrived(request()).token(100.5)
+    for _ in range(9):
+        timeline.sample()
+    run_now(engine.drop(None))
+    timeline.sample()
+    view = timeline.view(None)
+    assert len(view["samples"]) == 5
+    last = view["samples"][-1]
+    assert last["arrivals"] == 1 and last["num_dropped_instances"] == 2
+    assert [group["num_stages"] for group in last["groups"]] == [2]
+    (transition,) = view["transitions"]
+    assert transition["kind"] == "drop" and transition["outcome"] == "done"
+    assert transition["groups_after"][0]["stages"][0]["layers"] == {"first": 0, "end": 4}
+    assert timeline.view(view["samples"][-2]["t_s"])["samples"] == [last]
+    assert timeline.view(last["t_s"])["samples"] == []
+
+
+def test_the_endpoints() -> None:
+    with live_server() as server, server.client() as client:
+        body = {"prompt": "hello", "max_tokens": 4}
+        assert client.post("/v1/completions", json=body).status_code == 200
+        answer = client.get("/metrics")
+        assert answer.headers["content-type"].startswith("text/plain")
+        got = samples(answer.text)
+        assert got["vllm:generation_tokens_total", labels(engine="all")] == 4
+        state = client.get("/kunserve/state").json()
+        assert [group["leader"] for group in state["groups"]] == [0, 1]
+        assert state["groups"][0]["load"]["capacity_blocks"] == 100
+        assert state["instances"][0]["held"] == {"first": 0, "end": 4}
+        timeline = client.get("/kunserve/timeline").json()
+        assert timeline["samples"] and timeline["transitions"] == []
+        assert client.get("/kunserve/timeline?since=1e9").json()["samples"] == []
+        assert client.get("/kunserve/timeline?since=x").status_code == 400

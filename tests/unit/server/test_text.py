@@ -1,0 +1,73 @@
+"""Encoding, chat templates, and what is refused before any work is done."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from kunserve.core.errors import InvalidRequest, PromptTooLong
+from kunserve.server.prompts import conversation_text, encode_prompts
+from kunserve.server.schema import ChatBody, parse_body
+from kunserve.server.text import TextCodec
+from tests.unit.server.tiny_tokenizer import tiny_tokenizer
+
+
+@pytest.fixture
+def codec() -> TextCodec:
+    return TextCodec(tiny_tokenizer(), max_model_len=100, inline_encode_chars=50)
+
+
+@pytest.mark.parametrize("text", ["hello", "hello world " * 10])
+def test_threads_and_inline_agree(codec: TextCodec, text: str) -> None:
+    token_ids = asyncio.run(codec.encode(text, True))
+    assert token_ids == tiny_tokenizer().backend_tokenizer.encode(text).ids
+    assert codec.decode(token_ids) == text
+    codec.close()
+
+
+def test_what_cannot_fit_is_not_encoded(codec: TextCodec) -> None:
+    with pytest.raises(PromptTooLong, match="^This model's maximum context length is 100 tokens"):
+        asyncio.run(codec.encode("a" * 10_000_000, True))
+
+
+def chat(codec: TextCodec, **body: Any) -> str:
+    messages = body.pop("messages", [{"role": "user", "content": "hi"}])
+    return conversation_text(codec, ChatBody(messages=messages, **body))
+
+
+def test_the_template_ends_where_the_answer_begins(codec: TextCodec) -> None:
+    assert chat(codec) == "<|start|>user\nhi<|end|>\n<|start|>assistant\n"
+    assert chat(codec, add_generation_prompt=False) == "<|start|>user\nhi<|end|>\n"
+
+
+def test_a_message_may_be_continued(codec: TextCodec) -> None:
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "I am"}]
+    text = chat(codec, messages=messages, continue_final_message=True)
+    assert text.endswith("<|start|>assistant\nI am")
+
+
+def test_text_parts_are_joined_and_developers_are_systems(codec: TextCodec) -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    text = chat(codec, messages=[{"role": "developer", "content": parts}])
+    assert text.startswith("<|start|>system\na\nb<|end|>")
+
+
+def test_a_model_without_a_template_says_so() -> None:
+    class Plain:
+        chat_template = None
+        backend_tokenizer = tiny_tokenizer().backend_tokenizer
+
+    with pytest.raises(InvalidRequest, match="no chat template"):
+        chat(TextCodec(Plain(), 100, 50))
+
+
+def test_prompts_keep_their_order(codec: TextCodec) -> None:
+    prompts = asyncio.run(encode_prompts(codec, ["b", "a" * 60, "c"], True, 400, 100))
+    assert [codec.decode(one) for one in prompts] == ["b", "a" * 60, "c"]
+
+
+def test_errors_name_the_innermost_field() -> None:
+    raw = b'{"messages": [], "stream_options": {"include_usage": "x"}}'
+    with pytest.raises(InvalidRequest, match=r"`stream_options.include_usage`") as error:
+        parse_body(ChatBody, raw)
+    assert error.value.param == "stream_options"
