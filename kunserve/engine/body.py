@@ -70,8 +70,9 @@ class CpuBody:
         source: ModelSource | None = None,
     ) -> None:
         started = time.perf_counter()
-        # torch copies and converts the weights; every body of a process has the same setting.
-        torch.set_num_threads(instance.num_threads)
+        # The kernels have threads of their own. torch's would meet at a barrier after each of the
+        # many small conversions of a load: ten times slower where cores are shared.
+        torch.set_num_threads(1)
         source = source or resolve_model(model.model, model.load_format)
         self.model = read_spec(source, model.dtype)
         reader = open_reader(source, self.model, model.seed)

@@ -37,18 +37,17 @@ def read_eos_ids(source: ModelSource) -> tuple[int, ...]:
     """Every token that ends a reply, from the generation config and the model's config."""
     if source.is_gguf:
         return eos_ids_from_gguf(read_gguf(source.path))
-    found: list[int] = []
     for file in ("generation_config.json", "config.json"):
         path = source.path / file
         if not path.is_file():
             continue
         value = read_json(path).get("eos_token_id")
         ids = value if isinstance(value, list) else [value]
-        found += [token for token in ids if isinstance(token, int) and token not in found]
+        found = [token for token in ids if isinstance(token, int)]
         if found:
             # The generation config is the later word; the model's own is only a fallback.
-            break
-    return tuple(found)
+            return tuple(dict.fromkeys(found))
+    return ()
 
 
 def read_json(path: Path) -> dict[str, Any]:

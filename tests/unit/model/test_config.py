@@ -1,0 +1,152 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kunserve.core.errors import ConfigError, ModelFiles, UnsupportedModel
+from kunserve.core.model_spec import ModelSpec
+from kunserve.model.config import read_eos_ids, read_spec
+from kunserve.model.source import ModelSource, resolve_model
+
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "num_hidden_layers": 4,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 100,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+}
+QWEN2 = {**LLAMA, "architectures": ["Qwen2ForCausalLM"]}
+MISTRAL = {**LLAMA, "architectures": ["MistralForCausalLM"]}
+
+
+@pytest.fixture
+def read(tmp_path: Path):
+    def from_values(values: object, dtype: str = "bfloat16") -> ModelSpec:
+        text = values if isinstance(values, str) else json.dumps(values)
+        (tmp_path / "config.json").write_text(text)
+        return read_spec(ModelSource("m", tmp_path, "dummy"), dtype)
+
+    return from_values
+
+
+def test_a_plain_llama(read) -> None:
+    spec = read(LLAMA)
+    assert (spec.num_layers, spec.head_dim, spec.num_kv_heads, spec.rope_theta) == (4, 16, 2, 1e4)
+    assert not (spec.attention_bias or spec.output_bias or spec.mlp_bias or spec.qk_norm)
+    assert spec.rope_scaling is None and spec.sliding_window is None and not spec.tied_embeddings
+
+
+def test_biases_and_norms_by_architecture(read) -> None:
+    biased = read({**LLAMA, "attention_bias": True, "mlp_bias": True})
+    assert biased.attention_bias and biased.output_bias and biased.mlp_bias
+    qwen2 = read(QWEN2)
+    assert qwen2.attention_bias and not qwen2.output_bias
+    qwen3 = read({**LLAMA, "architectures": ["Qwen3ForCausalLM"], "head_dim": 32})
+    assert qwen3.qk_norm and not qwen3.attention_bias and qwen3.q_size == 128
+
+
+def test_rope_as_old_and_new_versions_write_it(read) -> None:
+    scaling = {
+        "rope_type": "llama3",
+        "factor": 32.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    old = read({**LLAMA, "rope_theta": 5e5, "rope_scaling": scaling})
+    new = read({**LLAMA, "rope_parameters": {**scaling, "rope_theta": 5e5}})
+    assert old == new
+    assert old.rope_scaling == (32.0, 1.0, 4.0, 8192) and old.rope_theta == 5e5
+    with pytest.raises(UnsupportedModel, match="'yarn'"):
+        read({**LLAMA, "rope_scaling": {"type": "yarn", "factor": 2}})
+    with pytest.raises(ModelFiles, match="lacks 'factor'"):
+        read({**LLAMA, "rope_scaling": {"rope_type": "llama3"}})
+
+
+def test_sliding_windows(read) -> None:
+    assert read({**MISTRAL, "sliding_window": 100}).sliding_window == 100
+    assert read({**MISTRAL, "sliding_window": None}).sliding_window is None
+    assert read({**MISTRAL, "max_position_embeddings": 9000}).sliding_window == 4096
+    assert read({**MISTRAL, "sliding_window": 512}).sliding_window is None
+    assert read({**QWEN2, "sliding_window": 100}).sliding_window is None
+    windowed = {**QWEN2, "sliding_window": 100, "use_sliding_window": True}
+    assert read(windowed).sliding_window is None  # its first windowed layer is the 28th
+    assert read({**windowed, "max_window_layers": 0}).sliding_window == 100
+    with pytest.raises(UnsupportedModel, match="only some layers"):
+        read({**windowed, "max_window_layers": 2})
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({**LLAMA, "architectures": ["GemmaForCausalLM"]}, "GemmaForCausalLM is not supported"),
+        ({**LLAMA, "hidden_act": "gelu"}, "'gelu'"),
+        ({**LLAMA, "quantization_config": {"quant_method": "awq"}}, "awq"),
+        ({**LLAMA, "partial_rotary_factor": 0.5}, "partial rotary"),
+    ],
+)
+def test_what_is_not_implemented_is_refused_by_name(read, values, message) -> None:
+    with pytest.raises(UnsupportedModel, match=message):
+        read(values)
+
+
+def test_a_refusal_lists_what_is_supported(read) -> None:
+    with pytest.raises(UnsupportedModel, match="Llama.*Mistral.*Qwen2.*Qwen3"):
+        read({**LLAMA, "architectures": ["MambaForCausalLM"]})
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ("{", "not valid JSON"),
+        ("[]", "not a JSON object"),
+        ({}, "'architectures' is missing"),
+        ({k: v for k, v in LLAMA.items() if k != "hidden_size"}, "'hidden_size' is missing"),
+        ({**LLAMA, "vocab_size": "many"}, "'vocab_size' is 'many'"),
+        ({**LLAMA, "num_hidden_layers": 0}, "not a positive integer"),
+        ({**LLAMA, "num_key_value_heads": 3}, "cannot share"),
+    ],
+)
+def test_a_malformed_config_names_the_file_and_the_key(read, values, message) -> None:
+    with pytest.raises(ModelFiles, match=rf"config\.json.*{message}"):
+        read(values)
+
+
+def test_a_folder_without_config(tmp_path: Path) -> None:
+    with pytest.raises(ModelFiles, match=r"config\.json: cannot be read"):
+        read_spec(ModelSource("m", tmp_path, "dummy"), "bfloat16")
+
+
+def test_dtypes(read) -> None:
+    assert read(LLAMA, "float32").dtype_bytes == 4
+    with pytest.raises(ConfigError, match="float16"):
+        read(LLAMA, "float16")
+
+
+def test_end_tokens_come_from_the_generation_config_first(tmp_path: Path) -> None:
+    source = ModelSource("m", tmp_path, "dummy")
+    assert read_eos_ids(source) == ()
+    (tmp_path / "config.json").write_text('{"eos_token_id": 7}')
+    assert read_eos_ids(source) == (7,)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [9, 8, 9]}')
+    assert read_eos_ids(source) == (9, 8)
+    (tmp_path / "generation_config.json").write_text("{}")
+    assert read_eos_ids(source) == (7,)
+
+
+def test_the_built_in_model() -> None:
+    source = resolve_model("smollm2-135m")
+    spec = read_spec(source, "bfloat16")
+    assert (spec.num_layers, spec.hidden_size, spec.num_kv_heads, spec.vocab_size) == (
+        30,
+        576,
+        3,
+        49152,
+    )
+    assert spec.tied_embeddings and spec.max_position == 8192
+    assert read_eos_ids(source) == (2,)
