@@ -37,7 +37,7 @@ SMOOTHING_S = 1.0
 RELEASE_SMOOTHING_S = 3.0
 """Time constant of the release rate: requests end in lumps."""
 HEADROOM = 0.02
-"""Share of a group's blocks that its scheduler may keep back at admission."""
+"""Share of a group's blocks (one at least) that its scheduler may keep back at admission."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,10 +204,8 @@ def _missing_blocks(load: GroupLoad, trend: GroupTrend, config: OverloadConfig) 
     """Blocks that the group lacks, now or by the forecast; 0 if memory holds nothing up."""
     report = load.report
     capacity = report.capacity_blocks
-    blocked = (
-        report.num_waiting > 0
-        and report.used_blocks + report.head_of_line_blocks > capacity * (1.0 - HEADROOM)
-    )
+    room = capacity - max(1, int(HEADROOM * capacity)) - report.used_blocks
+    blocked = report.num_waiting > 0 and report.head_of_line_blocks > room
     demand = _forecast(load.demand_blocks, trend.demand_slope, config)
     used = _forecast(report.used_blocks, trend.used_slope, config)
     if not (blocked or trend.preempted or (demand > capacity and used > capacity)):
