@@ -2,6 +2,7 @@
 
 import ctypes
 import functools
+from collections.abc import Callable
 from ctypes import POINTER, c_float, c_int32, c_int64, c_void_p
 
 import torch
@@ -109,9 +110,10 @@ def load(path: str) -> ctypes.CDLL:
     return loaded
 
 
-def kernel(name: str, dtype: torch.dtype) -> "ctypes._NamedFuncPointer":
+def kernel(name: str, dtype: torch.dtype) -> Callable[..., None]:
     """The kernel ``name`` for elements of ``dtype``."""
-    return getattr(library(), f"{name}_{SUFFIX[dtype]}")
+    found: Callable[..., None] = getattr(library(), f"{name}_{SUFFIX[dtype]}")
+    return found
 
 
 def set_num_threads(num_threads: int) -> None:

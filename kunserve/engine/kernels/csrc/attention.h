@@ -34,6 +34,11 @@ typedef struct {
   long kv_head, context;
 } attention_piece;
 
+/* Where K and V of SPAN absolute positions lie. */
+typedef struct {
+  const char *keys[SPAN], *values[SPAN];
+} key_span;
+
 INLINE void *carve(char **at, long bytes) {
   void *p = *at;
   *at += (bytes + 63) / 64 * 64;
@@ -57,55 +62,53 @@ INLINE attention_buffers attention_scratch(int thread, long dim) {
   return b;
 }
 
-/* Pointers to the K and V rows of positions [from, from + SPAN); `zeros` past the context, whose
- * memory may be unwritten (or not there at all). */
-INLINE void span_rows(const attention_job *job, const attention_piece *piece, long from,
-                      const elem *zeros, const char **keys, const char **values) {
+/* Fill `span` for positions [from, from + SPAN), or as many as the context has; `zeros` stands for
+ * the rest, whose memory may be unwritten (or not there at all). */
+INLINE void find_span(key_span *span, const attention_job *job, const attention_piece *piece,
+                      long from, const elem *zeros) {
   const kun_model *model = job->model;
-  long size = model->block_size, dim = model->head_dim;
+  long size = model->block_size, dim = model->head_dim, i = 0;
   long count = piece->context - from < SPAN ? piece->context - from : SPAN;
-  for (long i = 0; i < count;) {
-    long slot = (from + i) % size;
-    const elem *unit = unit_at(model, job->layer, piece->table[(from + i) / size]);
+  for (long block = from / size, slot = from % size; i < count; block++, slot = 0) {
+    const elem *unit = unit_at(model, job->layer, piece->table[block]);
     const elem *k = unit + (piece->kv_head * size + slot) * dim;
     const elem *v = k + model->kv_heads * size * dim;
     for (; slot < size && i < count; slot++, i++, k += dim, v += dim) {
-      keys[i] = (const char *)k;
-      values[i] = (const char *)v;
+      span->keys[i] = (const char *)k;
+      span->values[i] = (const char *)v;
     }
   }
-  for (long i = count > 0 ? count : 0; i < SPAN; i++) keys[i] = values[i] = (const char *)zeros;
+  for (; i < SPAN; i++) span->keys[i] = span->values[i] = (const char *)zeros;
 }
 
-/* Fetch the span at `from` into the L2 cache: blocks are scattered, so the hardware will not. */
-INLINE void fetch_span(const attention_job *job, const attention_piece *piece, long from) {
-  const char *keys[SPAN], *values[SPAN];
-  if (from >= piece->context) return;
-  long bytes = job->model->head_dim * (long)sizeof(elem);
-  long count = piece->context - from < SPAN ? piece->context - from : SPAN;
-  span_rows(job, piece, from, NULL, keys, values);
-  for (long i = 0; i < count; i++) {
-    for (long at = 0; at < bytes; at += 64) {
-      __builtin_prefetch(keys[i] + at, 0, 2);
-      __builtin_prefetch(values[i] + at, 0, 2);
-    }
-  }
-}
-
-/* Packed V: [4 bytes' worth of keys][head_dim][4 bytes], so that one dot adds 1 or 2 keys. */
+/* 64 columns (or 32) of as many keys as 4 bytes hold, so that one dot adds them all: lane d of the
+ * vectors is column d of those keys. */
 #define KEYS_PER_STEP (4 / (long)sizeof(elem))
-INLINE void pack_values(char *packed, const char *const *values, long dim, long keys) {
-  for (long i = 0; i < keys; i += KEYS_PER_STEP) {
-    for (long d = 0; d < dim; d += LANES) {
-      vi lanes;
+INLINE void value_lanes(vi *lanes, const char *const *values, long column, int vectors) {
+  UNROLL for (int j = 0; j < vectors; j += 2) {
+    const elem *first = (const elem *)values[0] + column + j * LANES;
 #ifdef KUN_BF16
-      vi even = (vi)load((const elem *)values[i] + d);
-      vi odd = (vi)load((const elem *)values[i + 1] + d);
-      lanes = ((even >> 16) & 0xffff) | odd;
+    vi even = *(const vi_u *)first;
+    vi odd = *(const vi_u *)((const elem *)values[1] + column + j * LANES);
+    lanes[j] = interleave_words(even, odd, 0);
+    lanes[j + 1] = interleave_words(even, odd, 1);
 #else
-      lanes = *(const vi_u *)((const elem *)values[i] + d);
+    lanes[j] = *(const vi_u *)first;
+    lanes[j + 1] = *(const vi_u *)(first + LANES);
 #endif
-      *(vi_u *)(packed + (i / KEYS_PER_STEP * dim + d) * 4) = lanes;
+  }
+}
+
+/* Packed V: [step][head_dim] of those lanes. */
+INLINE void pack_values(char *packed, const char *const *values, const char *const *next, long dim,
+                        long keys) {
+  for (long i = 0; i < keys; i += KEYS_PER_STEP, packed += dim * 4) {
+    for (long d = 0; d < dim; d += 2 * LANES) {
+      vi lanes[2];
+      fetch(next + i, KEYS_PER_STEP, d * (long)sizeof(elem));
+      value_lanes(lanes, values + i, d, 2);
+      *(vi_u *)(packed + d * 4) = lanes[0];
+      *(vi_u *)(packed + (d + LANES) * 4) = lanes[1];
     }
   }
 }
@@ -140,8 +143,10 @@ INLINE void soften_row(const attention_job *job, attention_buffers *b, long row,
   b->peak[row] = peak;
 }
 
-/* acc = acc * rescale + weights x packed V, for `width` vectors of columns from d on. */
-INLINE void blend_of(const int rows, const int width, attention_buffers *b, long row, long d,
+/* acc = acc * rescale + weights x V, for `width` vectors of columns from d on. V is packed, or
+ * where `values` is not NULL taken from there: what few rows read is not worth packing. */
+INLINE void blend_of(const int rows, const int width, attention_buffers *b,
+                     const char *const *values, const char *const *next, long row, long d,
                      long dim, long steps) {
   vf acc[TILE_ROWS][4];
   UNROLL for (int i = 0; i < rows; i++) UNROLL for (int j = 0; j < width; j++) {
@@ -149,7 +154,12 @@ INLINE void blend_of(const int rows, const int width, attention_buffers *b, long
   }
   for (long s = 0; s < steps; s++) {
     vi v[4];
-    UNROLL for (int j = 0; j < width; j++) {
+    if (values != NULL) {
+      value_lanes(v, values + s * KEYS_PER_STEP, d, width);
+      UNROLL for (int j = 0; j < width * 64; j += 64 * (int)KEYS_PER_STEP) {
+        fetch(next + s * KEYS_PER_STEP, KEYS_PER_STEP, d * (long)sizeof(elem) + j);
+      }
+    } else UNROLL for (int j = 0; j < width; j++) {
       v[j] = *(const vi_u *)(b->values + (s * dim + d + j * LANES) * 4);
     }
     UNROLL for (int i = 0; i < rows; i++) {
@@ -162,93 +172,151 @@ INLINE void blend_of(const int rows, const int width, attention_buffers *b, long
   }
 }
 
-static void blend(int rows, attention_buffers *b, long row, long dim, long steps) {
+static void blend(int rows, attention_buffers *b, const char *const *values,
+                  const char *const *next, long row, long dim, long steps) {
   long d = 0;
-#define CALL(n) blend_of(n, 4, b, row, d, dim, steps)
+#define CALL(n) blend_of(n, 4, b, values, next, row, d, dim, steps)
   for (; d + 64 <= dim; d += 64) WITH_CONSTANT_ROWS(rows, CALL)
 #undef CALL
-#define CALL(n) blend_of(n, 2, b, row, d, dim, steps)
+#define CALL(n) blend_of(n, 2, b, values, next, row, d, dim, steps)
   for (; d < dim; d += 32) WITH_CONSTANT_ROWS(rows, CALL)
 #undef CALL
 }
 
-/* One span of keys for every row of the piece. */
+/* scores[row][i .. i + 16) for every row of the piece. */
+INLINE void score_panel(const char *const *keys, const char *const *next, attention_buffers *b,
+                        long i, long rows, long row_bytes) {
+  vf out[TILE_ROWS > DIRECT_ROWS ? TILE_ROWS : DIRECT_ROWS];
+  const char *q = (const char *)b->q;
+  if (rows <= DIRECT_ROWS) {
+    direct((int)rows, out, keys, q, row_bytes, row_bytes, next);
+    for (int r = 0; r < rows; r++) store_f32(b->scores + r * SPAN + i, out[r]);
+    return;
+  }
+  pack_panel(b->keys, keys, row_bytes, next, PANEL);
+  for (long row = 0; row < rows; row += TILE_ROWS) {
+    int height = rows - row < TILE_ROWS ? (int)(rows - row) : TILE_ROWS;
+    tile(height, out, b->keys, q + row * row_bytes, row_bytes, row_bytes / 16, NULL);
+    for (int r = 0; r < height; r++) store_f32(b->scores + (row + r) * SPAN + i, out[r]);
+  }
+}
+
+/* One span of keys, which starts at position `from`, for every row of the piece. */
 static void attend_span(const attention_job *job, const attention_piece *piece,
-                        attention_buffers *b, long from) {
-  const char *keys[SPAN], *values[SPAN];
-  vf out[TILE_ROWS];
+                        attention_buffers *b, long from, const key_span *span,
+                        const key_span *next) {
   long dim = job->model->head_dim, row_bytes = dim * (long)sizeof(elem);
   long group = job->model->heads / job->model->kv_heads, rows = piece->queries * group;
   long reach = piece->first + piece->queries - from; /* keys that the last query sees */
   long count = reach >= SPAN ? SPAN : (reach + LANES - 1) / LANES * LANES;
-  span_rows(job, piece, from, b->zeros, keys, values);
   for (long i = 0; i < count; i += PANEL) {
-    pack_panel(b->keys, keys + i, row_bytes, b->keys, 0);
-    for (long row = 0; row < rows; row += TILE_ROWS) {
-      int height = rows - row < TILE_ROWS ? (int)(rows - row) : TILE_ROWS;
-      tile(height, out, b->keys, (const char *)(b->q + row * dim), row_bytes, row_bytes / 16, NULL);
-      for (int r = 0; r < height; r++) store_f32(b->scores + (row + r) * SPAN + i, out[r]);
+    score_panel(span->keys + i, next->keys + i, b, i, rows, row_bytes);
+  }
+  for (long query = 0, row = 0; query < piece->queries; query++) {
+    for (long h = 0; h < group; h++, row++) {
+      soften_row(job, b, row, piece->first + query, from, count);
     }
   }
-  for (long row = 0; row < rows; row++) {
-    soften_row(job, b, row, piece->first + row / group, from, count);
-  }
-  pack_values(b->values, values, dim, count);
+  if (rows > TILE_ROWS) pack_values(b->values, span->values, next->values, dim, count);
   for (long row = 0; row < rows; row += TILE_ROWS) {
     int height = rows - row < TILE_ROWS ? (int)(rows - row) : TILE_ROWS;
-    blend(height, b, row, dim, count / KEYS_PER_STEP);
+    blend(height, b, rows > TILE_ROWS ? NULL : span->values, next->values, row, dim,
+          count / KEYS_PER_STEP);
   }
 }
 
-static void attend_piece(const attention_job *job, const attention_piece *piece, int thread) {
+/* Bring in the queries. */
+static void open_piece(const attention_job *job, const attention_piece *piece,
+                       attention_buffers *b) {
   const kun_model *model = job->model;
   long dim = model->head_dim, group = model->heads / model->kv_heads;
   long stride = (model->heads + 2 * model->kv_heads) * dim, rows = piece->queries * group;
-  long start = model->window > 0 && piece->first >= model->window
-                   ? (piece->first - model->window + 1) / SPAN * SPAN : 0;
-  attention_buffers b = attention_scratch(thread, dim);
-  fetch_span(job, piece, start);
-  memset(b.acc, 0, (size_t)(rows * dim) * 4);
-  memset(b.zeros, 0, (size_t)dim * sizeof(elem));
-  for (long row = 0; row < rows; row++) {
-    const elem *q = job->qkv + (piece->token + row / group) * stride;
-    memcpy(b.q + row * dim, q + (piece->kv_head * group + row % group) * dim,
-           (size_t)dim * sizeof(elem));
-    b.peak[row] = -__builtin_inff();
-    b.total[row] = 0.0f;
-  }
-  for (long from = start; from < piece->first + piece->queries; from += SPAN) {
-    fetch_span(job, piece, from + SPAN);
-    attend_span(job, piece, &b, from);
+  const elem *q = job->qkv + piece->token * stride + piece->kv_head * group * dim;
+  memset(b->acc, 0, (size_t)(rows * dim) * 4);
+  for (long query = 0; query < piece->queries; query++) {
+    memcpy(b->q + query * group * dim, q + query * stride, (size_t)(group * dim) * sizeof(elem));
   }
   for (long row = 0; row < rows; row++) {
-    elem *out = job->out + (piece->token + row / group) * model->heads * dim +
-                (piece->kv_head * group + row % group) * dim;
-    vf total = splat(b.total[row]);
-    for (long d = 0; d < dim; d += LANES) store(out + d, load_f32(b.acc + row * dim + d) / total);
+    b->peak[row] = -__builtin_inff();
+    b->total[row] = 0.0f;
   }
 }
 
-/* Run inside a pool job; the caller puts a barrier before and after. Pieces are numbered by
- * sequence, then by run of queries (the last, which has most keys, first), then by kv head. */
-static void attention_part(const attention_job *job, int thread) {
-  const kun_batch *batch = job->batch;
-  long kv_heads = job->model->kv_heads, group = job->model->heads / kv_heads;
-  long per_piece = MAX_ROWS / group, s = 0, before = 0;
-  for (long taken = pool_take();; taken = pool_take()) {
-    long queries, runs;
-    for (;; s++, before += runs * kv_heads) {
-      if (s == batch->num_seqs) return;
-      queries = batch->q_starts[s + 1] - batch->q_starts[s];
-      runs = (queries + per_piece - 1) / per_piece;
-      if (taken < before + runs * kv_heads) break;
+/* Write the results out. */
+static void close_piece(const attention_job *job, const attention_piece *piece,
+                        const attention_buffers *b) {
+  long dim = job->model->head_dim, group = job->model->heads / job->model->kv_heads;
+  elem *out = job->out + piece->token * job->model->heads * dim + piece->kv_head * group * dim;
+  for (long query = 0, row = 0; query < piece->queries; query++) {
+    for (long h = 0; h < group; h++, row++) {
+      vf total = splat(b->total[row]);
+      for (long d = 0; d < dim; d += LANES) {
+        store(out + query * job->model->heads * dim + h * dim + d,
+              load_f32(b->acc + row * dim + d) / total);
+      }
     }
-    long run = runs - 1 - (taken - before) / kv_heads, context = batch->context_lens[s];
-    long skip = run * per_piece, left = queries - skip;
-    attention_piece piece = {batch->tables + (long)batch->rows[s] * batch->max_blocks,
-                             batch->q_starts[s] + skip, context - queries + skip,
-                             left < per_piece ? left : per_piece, (taken - before) % kv_heads,
-                             context};
-    attend_piece(job, &piece, thread);
+  }
+}
+
+/* The first span that any of the piece's queries sees. */
+INLINE long first_span(const attention_job *job, const attention_piece *piece) {
+  long hidden = job->model->window > 0 ? piece->first - job->model->window + 1 : 0;
+  return hidden > 0 ? hidden / SPAN * SPAN : 0;
+}
+
+/* Work for one thread: pieces are numbered by sequence, then by run of queries (the last, which
+ * has most keys, first), then by kv head. */
+typedef struct {
+  long sequence, before; /* `before` pieces belong to earlier sequences */
+} piece_cursor;
+
+INLINE int take_piece(const attention_job *job, piece_cursor *at, attention_piece *piece) {
+  const kun_batch *batch = job->batch;
+  long kv_heads = job->model->kv_heads, per_piece = MAX_ROWS * kv_heads / job->model->heads;
+  long queries, runs, s, taken = pool_take();
+  for (;; at->sequence++, at->before += runs * kv_heads) {
+    s = at->sequence;
+    if (s == batch->num_seqs) return 0;
+    queries = batch->q_starts[s + 1] - batch->q_starts[s];
+    runs = (queries + per_piece - 1) / per_piece;
+    if (taken < at->before + runs * kv_heads) break;
+  }
+  long skip = (runs - 1 - (taken - at->before) / kv_heads) * per_piece;
+  piece->table = batch->tables + (long)batch->rows[s] * batch->max_blocks;
+  piece->token = batch->q_starts[s] + skip;
+  piece->first = batch->context_lens[s] - queries + skip;
+  piece->queries = queries - skip < per_piece ? queries - skip : per_piece;
+  piece->kv_head = (taken - at->before) % kv_heads;
+  piece->context = batch->context_lens[s];
+  return 1;
+}
+
+/* Run inside a pool job; the caller puts a barrier before and after. The next piece is known while
+ * one is computed, so that its first keys are fetched in time. */
+static void attention_part(const attention_job *job, int thread) {
+  piece_cursor cursor = {0, 0};
+  attention_piece pieces[2], *piece = &pieces[0], *following = &pieces[1];
+  key_span spans[2], *span = &spans[0], *next = &spans[1];
+  if (!take_piece(job, &cursor, piece)) return;
+  attention_buffers b = attention_scratch(thread, job->model->head_dim);
+  memset(b.zeros, 0, (size_t)job->model->head_dim * sizeof(elem));
+  find_span(span, job, piece, first_span(job, piece), b.zeros);
+  *next = *span;
+  for (int more = 1; more;) {
+    more = take_piece(job, &cursor, following);
+    long end = piece->first + piece->queries;
+    open_piece(job, piece, &b);
+    for (long from = first_span(job, piece); from < end; from += SPAN) {
+      if (from + SPAN < end) find_span(next, job, piece, from + SPAN, b.zeros);
+      else if (more) find_span(next, job, following, first_span(job, following), b.zeros);
+      attend_span(job, piece, &b, from, span, next);
+      key_span *spare = span;
+      span = next;
+      next = spare;
+    }
+    close_piece(job, piece, &b);
+    attention_piece *done = piece;
+    piece = following;
+    following = done;
   }
 }

@@ -35,23 +35,36 @@ INLINE vf panel_bias(const linear_job *job, long column) {
 }
 
 /* Round, activate and store the rows of one tile. */
+INLINE void finish_swiglu(const linear_job *job, const vf *tile_out, vf bias, long row, int rows,
+                          long column) {
+  long left = job->n - column < 8 ? job->n - column : 8;
+  for (int i = 0; i < rows; i += 2) { /* two rows fill a vector */
+    int second = i + 1 < rows ? i + 1 : i;
+    vf a = rounded(tile_out[i] + bias), b = rounded(tile_out[second] + bias);
+    vf gated = rounded(silu_vf(join_low(a, b))) * join_high(a, b);
+    elem both[LANES], *y = (elem *)job->y + (row + i) * job->n + column;
+    store(both, gated);
+    for (int r = 0; r <= second - i; r++, y += job->n) {
+      if (left == 8) memcpy(y, both + r * 8, 8 * sizeof(elem));
+      else memcpy(y, both + r * 8, (size_t)left * sizeof(elem));
+    }
+  }
+}
+
 INLINE void finish(const linear_job *job, const vf *tile_out, vf bias, long row, int rows,
                    long column) {
   int left = job->n - column < PANEL ? (int)(job->n - column) : PANEL;
+  if (job->kind == KUN_SWIGLU) {
+    finish_swiglu(job, tile_out, bias, row, rows, column);
+    return;
+  }
   for (int i = 0; i < rows; i++) {
-    vf v = tile_out[i];
-    if (job->bias != NULL) v += bias;
+    vf v = tile_out[i] + bias;
     long at = (row + i) * job->n + column;
     elem *y = (elem *)job->y + at;
     switch (job->kind) {
       case KUN_STORE: store_some(y, v, left); break;
       case KUN_RESIDUAL: store_some(y, load_some(y, left) + rounded(v), left); break;
-      case KUN_SWIGLU: {
-        v = rounded(v);
-        vf gated = rounded(silu_vf(v)) * fold(v, 8);
-        store_part(y, gated, left < 8 ? left : 8);
-        break;
-      }
       default:
         if (left < PANEL) store_part_f32((float *)job->y + at, v, left);
         else store_f32((float *)job->y + at, v);
@@ -59,28 +72,28 @@ INLINE void finish(const linear_job *job, const vf *tile_out, vf bias, long row,
   }
 }
 
-/* One panel of columns for rows [first, end) of x; `ahead` is memory that is needed next. */
-static void panel_pass(const linear_job *job, char *packed, long column, long first, long end,
-                       const char *ahead) {
-  const char *rows[PANEL];
+/* One panel of columns for rows [first, end) of x, while fetching the panel after it. */
+static void panel_pass(const linear_job *job, char *packed, long column, long first, long end) {
+  const char *rows[PANEL], *next[PANEL];
   vf out[TILE_ROWS > DIRECT_ROWS ? TILE_ROWS : DIRECT_ROWS];
   long row_bytes = job->k * (long)sizeof(elem), count = end - first;
   long tiles = (count + TILE_ROWS - 1) / TILE_ROWS;
   vf bias = panel_bias(job, column);
   panel_rows(rows, job, column);
+  panel_rows(next, job, column + panel_columns(job));
   if (count <= DIRECT_ROWS) {
     direct((int)count, out, rows, (const char *)(job->x + first * job->k), row_bytes, row_bytes,
-           ahead);
+           next);
     finish(job, out, bias, first, (int)count, column);
     return;
   }
-  /* The fetching is spread over packing and the first tiles, so that memory never rests. */
-  ahead = pack_panel(packed, rows, row_bytes, ahead, tiles < 4 ? 16 - 4 * (int)tiles : 0);
+  int fetching = tiles < 4 ? (int)tiles : 4; /* tiles that fetch four rows each; packing the rest */
+  pack_panel(packed, rows, row_bytes, next, PANEL - 4 * fetching);
   for (long t = 0; t < tiles; t++) {
     long row = first + count * t / tiles;
     int height = (int)(first + count * (t + 1) / tiles - row);
     tile(height, out, packed, (const char *)(job->x + row * job->k), row_bytes, row_bytes / 16,
-         t < 4 ? ahead + t * row_bytes * 4 : NULL);
+         t < fetching ? next + PANEL - 4 * (fetching - t) : NULL);
     finish(job, out, bias, row, height, column);
   }
 }
@@ -97,9 +110,8 @@ static void linear_part(const linear_job *job, int thread) {
     long block = piece / chunks, from = piece % chunks * chunk;
     long to = from + chunk < panels ? from + chunk : panels;
     for (long panel = from; panel < to; panel++) {
-      const char *next = (const char *)job->w + (panel + 1) * columns * row_bytes;
       panel_pass(job, packed, panel * columns, job->m * block / row_blocks,
-                 job->m * (block + 1) / row_blocks, next);
+                 job->m * (block + 1) / row_blocks);
     }
   }
 }

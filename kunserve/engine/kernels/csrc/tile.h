@@ -53,19 +53,20 @@ INLINE void quad_steps(vi *step, const char *a_at, const char *b_at, const char 
   step[3] = SHUFFLE(ab23, cd23, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
 }
 
-/* Pull `lines` cache lines into the L2 cache (into L1 they would push out the packed panel). */
-INLINE const char *fetch_lines(const char *ahead, int lines) {
-  UNROLL for (int i = 0; i < lines; i++) __builtin_prefetch(ahead + 64 * i, 0, 2);
-  return ahead + 64 * lines;
+/* Each kernel can pull what is needed next into the L2 cache as it goes, spread evenly so that
+ * memory never rests: `next` points to the rows of the next panel (NULL for none). Not into L1,
+ * where it would push out the packed panel. */
+INLINE void fetch(const char *const *next, int rows, long at) {
+  UNROLL for (int r = 0; r < rows; r++) __builtin_prefetch(next[r] + at, 0, 2);
 }
 
 /* Pack the 16 rows of `row_bytes` (a multiple of 16) bytes that `rows` point to, while fetching
- * `lines` lines from `ahead` on for each 16 read; returns where it stopped. */
-INLINE const char *pack_panel(char *packed, const char *const *rows, long row_bytes,
-                              const char *ahead, int lines) {
+ * the first `num_next` (a multiple of 4) of the next ones. */
+INLINE void pack_panel(char *packed, const char *const *rows, long row_bytes,
+                       const char *const *next, int num_next) {
   for (long at = 0; at < row_bytes; at += 64) {
     long left = row_bytes - at;
-    for (int i = 0; i < lines; i += 4) ahead = fetch_lines(ahead, 4);
+    for (int r = 0; r < num_next; r += 4) fetch(next + r, 4, at);
     UNROLL for (int q = 0; q < 4; q++) {
       vi step[4];
       char *out = packed + at * PANEL + q * 64;
@@ -75,7 +76,6 @@ INLINE const char *pack_panel(char *packed, const char *const *rows, long row_by
       }
     }
   }
-  return ahead;
 }
 
 /* Add each accumulator's four slots: lane 4 r + q of the result is quad q's row r. */
@@ -91,12 +91,12 @@ INLINE vf add_slots(const vf *acc) {
 }
 
 INLINE void tile_of(const int rows, vf *out, const char *packed, const char *x, long x_stride,
-                    long steps, const char *ahead) {
+                    long steps, const char *const *next) {
   vf acc[TILE_ROWS][4];
   UNROLL for (int i = 0; i < rows; i++) UNROLL for (int q = 0; q < 4; q++) acc[i][q] = (vf){};
   for (long s = 0; s < steps; s++) {
     vi w[4];
-    if (ahead != NULL) fetch_lines(ahead + s * 64, 1);
+    if (next != NULL) fetch(next + s % 4, 1, s / 4 * 64);
     UNROLL for (int q = 0; q < 4; q++) w[q] = *(const vi_u *)(packed + s * STEP_BYTES + q * 64);
     UNROLL for (int i = 0; i < rows; i++) {
       vi row = spread_16_bytes(x + i * x_stride + s * 16);
@@ -106,11 +106,11 @@ INLINE void tile_of(const int rows, vf *out, const char *packed, const char *x, 
   UNROLL for (int i = 0; i < rows; i++) out[i] = add_slots(acc[i]);
 }
 
-/* out[i] = the 16 dot products of x's row i with the panel, for i < rows <= TILE_ROWS. Fetches one
- * line per step from `ahead` on, unless that is NULL. */
+/* out[i] = the 16 dot products of x's row i with the panel, for i < rows <= TILE_ROWS. Fetches four
+ * rows. */
 static void tile(int rows, vf *out, const char *packed, const char *x, long x_stride, long steps,
-                 const char *ahead) {
-#define CALL(n) tile_of(n, out, packed, x, x_stride, steps, ahead)
+                 const char *const *next) {
+#define CALL(n) tile_of(n, out, packed, x, x_stride, steps, next)
   WITH_CONSTANT_ROWS(rows, CALL)
 #undef CALL
 }
@@ -118,12 +118,12 @@ static void tile(int rows, vf *out, const char *packed, const char *x, long x_st
 /* The same for a few rows of x, straight from the panel's 16 rows of w: what is read once is not
  * worth packing. Same order of additions, same bits. */
 INLINE void direct_of(const int rows, vf *out, const char *const *w_rows, const char *x,
-                      long x_stride, long row_bytes, const char *ahead) {
+                      long x_stride, long row_bytes, const char *const *next) {
   vf acc[DIRECT_ROWS][4];
   UNROLL for (int i = 0; i < rows; i++) UNROLL for (int q = 0; q < 4; q++) acc[i][q] = (vf){};
   for (long at = 0; at < row_bytes; at += 64) {
     long left = row_bytes - at;
-    ahead = fetch_lines(ahead, 16);
+    if (next != NULL) fetch(next, PANEL, at);
     UNROLL for (int q = 0; q < 4; q++) {
       vi step[4];
       quad_steps(step, w_rows[q] + at, w_rows[4 + q] + at, w_rows[8 + q] + at, w_rows[12 + q] + at,
@@ -139,11 +139,11 @@ INLINE void direct_of(const int rows, vf *out, const char *const *w_rows, const 
 }
 
 static void direct(int rows, vf *out, const char *const *w_rows, const char *x, long x_stride,
-                   long row_bytes, const char *ahead) {
+                   long row_bytes, const char *const *next) {
   switch (rows) {
-    case 1: direct_of(1, out, w_rows, x, x_stride, row_bytes, ahead); break;
-    case 2: direct_of(2, out, w_rows, x, x_stride, row_bytes, ahead); break;
-    case 3: direct_of(3, out, w_rows, x, x_stride, row_bytes, ahead); break;
-    case 4: direct_of(4, out, w_rows, x, x_stride, row_bytes, ahead); break;
+    case 1: direct_of(1, out, w_rows, x, x_stride, row_bytes, next); break;
+    case 2: direct_of(2, out, w_rows, x, x_stride, row_bytes, next); break;
+    case 3: direct_of(3, out, w_rows, x, x_stride, row_bytes, next); break;
+    case 4: direct_of(4, out, w_rows, x, x_stride, row_bytes, next); break;
   }
 }

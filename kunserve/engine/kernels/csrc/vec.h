@@ -17,6 +17,7 @@ typedef float vf __attribute__((vector_size(64)));
 typedef int32_t vi __attribute__((vector_size(64)));
 typedef float vf_u __attribute__((vector_size(64), aligned(4), may_alias));
 typedef int32_t vi_u __attribute__((vector_size(64), aligned(1), may_alias));
+typedef uint16_t words __attribute__((vector_size(64)));
 typedef int32_t quarter __attribute__((vector_size(16), aligned(1), may_alias));
 typedef uint16_t half_u __attribute__((vector_size(32), aligned(2), may_alias));
 
@@ -87,6 +88,21 @@ INLINE vi spread_4_bytes(const void *p) {
   return x - (vi){};
 }
 
+/* The 16-bit words of a and b in turn, a's first: of their lower (high = 0) or upper halves. */
+INLINE vi interleave_words(vi a, vi b, int high) {
+#define INTERLEAVED(i) i, i + 32, i + 1, i + 33, i + 2, i + 34, i + 3, i + 35
+#ifdef __clang__
+#define WORDS(i) (vi)__builtin_shufflevector((words)a, (words)b, INTERLEAVED(i), \
+    INTERLEAVED(i + 4), INTERLEAVED(i + 8), INTERLEAVED(i + 12))
+#else
+#define WORDS(i) (vi)__builtin_shuffle((words)a, (words)b, (words){INTERLEAVED(i), \
+    INTERLEAVED(i + 4), INTERLEAVED(i + 8), INTERLEAVED(i + 12)})
+#endif
+  return high ? WORDS(16) : WORDS(0);
+#undef INTERLEAVED
+#undef WORDS
+}
+
 /* acc + a * b, lane by lane; a bf16 lane holds two products. */
 INLINE vf dot_f32(vf acc, vi a, vi b) {
 #ifdef __AVX512F__
@@ -115,6 +131,15 @@ INLINE vf max_vf(vf a, vf b) {
 /* Where the mask lane is all ones, a, else b. */
 INLINE vf choose(vi mask, vf a, vf b) { return (vf)((mask & (vi)a) | (~mask & (vi)b)); }
 
+/* The lower halves of a and b side by side, and their upper halves. */
+INLINE vf join_low(vf a, vf b) {
+  return (vf)SHUFFLE((vi)a, (vi)b, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23);
+}
+INLINE vf join_high(vf a, vf b) {
+  return (vf)SHUFFLE((vi)a, (vi)b, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+}
+
+/* Lanes swapped with those `half` away. */
 INLINE vf fold(vf v, int half) {
   switch (half) {
     case 8: return (vf)SHUFFLE((vi)v, (vi)v, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7);
