@@ -5,7 +5,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 KERNEL_FILES := $(wildcard kunserve/engine/kernels/*.c kunserve/engine/kernels/*.h kunserve/engine/kernels/*.py)
 
 .PHONY: install demo check slow test clean
