@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kunserve.transport.codec import MESSAGE_TYPES, MalformedMessage, decode, encode
@@ -56,6 +56,7 @@ def shapes(value: Any) -> Iterable[type]:
 
 @pytest.mark.parametrize("kind", MESSAGE_TYPES, ids=lambda kind: kind.__name__)
 def test_round_trip(kind: type) -> None:
+    @settings(max_examples=40)
     @given(values_of(kind))
     def check(message: Any) -> None:
         again = decode(encode(message))
@@ -74,6 +75,7 @@ def test_any_bytes_give_a_message_or_the_typed_error(data: bytes) -> None:
     assert type(message) in MESSAGE_TYPES
 
 
+@settings(max_examples=60)
 @given(st.one_of([values_of(kind) for kind in MESSAGE_TYPES]), st.data())
 def test_truncated_messages_are_refused(message: Any, data: st.DataObject) -> None:
     whole = bytes(encode(message))
