@@ -55,7 +55,7 @@ def random_weights(spec: ModelSpec) -> ModelWeights:
     dtype, hidden = TORCH_DTYPES[spec.dtype], spec.hidden_size
 
     def matrix(rows: int, columns: int) -> torch.Tensor:
-        return (torch.randn(rows, columns) * columns**-0.5).to(dtype)
+        return torch.randn(rows, columns).mul(columns**-0.5).to(dtype)
 
     ones = torch.ones(hidden, dtype=dtype)
     layers = [

@@ -13,18 +13,18 @@ from kunserve.engine.decoder import Decoder, LayerWeights, ModelWeights, StepBat
 
 BLOCK_SIZE = 8
 MAX_BLOCKS = 12
-SHAPE = dict(
-    vocab_size=96,
-    hidden_size=64,
-    intermediate_size=112,
-    num_hidden_layers=3,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=256,
-    rms_norm_eps=1e-5,
-    attn_implementation="eager",
-    initializer_range=0.2,
-)
+SHAPE = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 112,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+    "attn_implementation": "eager",
+    "initializer_range": 0.2,
+}
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 10000.0,

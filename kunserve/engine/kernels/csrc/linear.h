@@ -11,6 +11,8 @@ typedef struct {
 
 #define X_BLOCK_BYTES (384 * 1024) /* rows of x that stay in the L2 cache while panels pass */
 
+#define STREAMING_ROWS 64          /* up to here reading w is what takes the time */
+
 /* Columns of y that one panel yields: a SwiGLU panel is 8 gate rows over 8 up rows. */
 INLINE long panel_columns(const linear_job *job) { return job->kind == KUN_SWIGLU ? 8 : PANEL; }
 
@@ -103,7 +105,9 @@ static void linear_part(const linear_job *job, int thread) {
   long row_bytes = job->k * (long)sizeof(elem), columns = panel_columns(job);
   long panels = (job->n + columns - 1) / columns;
   long row_blocks = (job->m * row_bytes + X_BLOCK_BYTES - 1) / X_BLOCK_BYTES;
-  long chunk = panels / (kun_threads() * 6) + 1;
+  /* Long runs of panels keep memory streaming; short ones share compute evenly with whoever else
+   * wants the cores. */
+  long chunk = job->m > STREAMING_ROWS ? 2 : panels / (kun_threads() * 6) + 1;
   long chunks = (panels + chunk - 1) / chunk;
   char *packed = pool_scratch(thread, (size_t)(row_bytes * PANEL));
   for (long piece = pool_take(); piece < chunks * row_blocks; piece = pool_take()) {

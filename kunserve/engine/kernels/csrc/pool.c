@@ -35,7 +35,7 @@ static struct {
   size_t bytes;
 } scratch[MAX_THREADS];
 static int idle_spins = 2000;
-static int barrier_spins = 4000;
+static int barrier_spins = 2000;
 
 static inline void relax(void) {
 #if defined(__x86_64__)
