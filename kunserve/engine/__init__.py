@@ -1,0 +1,1 @@
+"""The real body: memory, weights, kernels, sampling. The only room with torch."""

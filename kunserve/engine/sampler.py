@@ -15,10 +15,8 @@ import torch
 from kunserve.core.ids import RequestId
 from kunserve.core.request import SamplingParams, TokenLogprobs
 from kunserve.core.step import SampledToken, SequenceStart
+from kunserve.engine.distribution import Row, draw, token_logprobs
 from kunserve.engine.history import TokenHistory
-from kunserve.engine.kernels.ops import argmax
-
-Row = npt.NDArray[np.float32]
 
 _GREEDY_BELOW = 1e-5
 """Temperatures under this are greedy: dividing by them would overflow."""
@@ -78,16 +76,15 @@ class Sampler:
         """
         states = [self._states[request_id] for request_id in request_ids]
         reported = [i for i, state in enumerate(states) if state.sampling.num_logprobs is not None]
-        raw = logits[reported] if reported else None
+        raw = logits[reported].numpy() if reported else ()
         if all(state.is_greedy and state.is_plain for state in states):
-            tokens = argmax(logits)
+            tokens = logits.numpy().argmax(axis=1)
         else:
             tokens = self._choose(logits, states, positions)
         logprobs: list[TokenLogprobs | None] = [None] * len(states)
-        if raw is not None:
-            counts = [states[i].sampling.num_logprobs or 0 for i in reported]
-            for i, found in zip(reported, _logprobs(raw, tokens[reported], counts), strict=True):
-                logprobs[i] = found
+        for i, row in zip(reported, raw, strict=True):
+            count = states[i].sampling.num_logprobs or 0
+            logprobs[i] = token_logprobs(row, int(tokens[i]), count)
         chosen = tokens.tolist()
         for state, token in zip(states, chosen, strict=True):
             if state.history is not None:
@@ -96,21 +93,16 @@ class Sampler:
 
     def _choose(
         self, logits: torch.Tensor, states: Sequence[_State], positions: Sequence[int]
-    ) -> npt.NDArray[np.int32]:
+    ) -> npt.NDArray[np.int64]:
         rows = logits.numpy()
         for row, state, position in zip(rows, states, positions, strict=True):
             if not state.is_plain:
                 _adjust(row, state, position)
-        tokens = argmax(logits)
+        tokens: npt.NDArray[np.int64] = rows.argmax(axis=1)
         drawn = [i for i, state in enumerate(states) if not state.is_greedy]
-        if not drawn:
-            return tokens
-        params = [states[i].sampling for i in drawn]
-        temperatures = torch.tensor([p.temperature for p in params], dtype=torch.float32)
-        weights = torch.softmax(logits[drawn] / temperatures[:, None], dim=-1).numpy()
-        points = uniforms([p.seed for p in params], [positions[i] for i in drawn])
-        for i, row, sampling, point in zip(drawn, weights, params, points.tolist(), strict=True):
-            tokens[i] = draw(row, sampling, point)
+        points = uniforms([states[i].sampling.seed for i in drawn], [positions[i] for i in drawn])
+        for i, point in zip(drawn, points.tolist(), strict=True):
+            tokens[i] = draw(rows[i], states[i].sampling, point)
         return tokens
 
 
@@ -151,70 +143,3 @@ def _mix(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return values ^ (values >> np.uint64(31))
-
-
-def draw(probabilities: Row, sampling: SamplingParams, point: float) -> int:
-    """The token at ``point`` of the cumulative distribution that the filters leave.
-
-    ``probabilities`` [vocab] follow the temperature already. Filtered tokens are laid out most
-    likely first; unfiltered ones by id, which needs no sorting.
-    """
-    if sampling.min_p > 0:
-        floor = np.float32(sampling.min_p) * probabilities.max()
-        probabilities[probabilities < floor] = 0
-    if sampling.top_k is None and sampling.top_p >= 1.0:
-        return _at_point(probabilities, point)
-    ids = _candidates(probabilities, sampling)
-    return int(ids[_at_point(probabilities[ids], point)])
-
-
-def _at_point(weights: Row, point: float) -> int:
-    cumulative = np.cumsum(weights, dtype=np.float64)
-    index = int(np.searchsorted(cumulative, point * cumulative[-1], side="right"))
-    if index < len(weights):
-        return index
-    return int(np.flatnonzero(weights)[-1])
-
-
-def _candidates(probabilities: Row, sampling: SamplingParams) -> npt.NDArray[np.int64]:
-    """Ids that top_k and then top_p leave, most likely first (lower id first among equals)."""
-    num = sampling.top_k if sampling.top_k is not None else len(probabilities)
-    share = sampling.top_p * float(probabilities.sum(dtype=np.float64))
-    ids = np.empty(0, dtype=np.int64)
-    # Sorting the whole vocabulary takes milliseconds, and nearly always a few tokens decide.
-    for fraction in (2.0**-7, 2.0**-14, 0.0):
-        floor = np.float32(probabilities.max() * fraction)
-        ids = np.flatnonzero(probabilities > floor)
-        enough = sampling.top_k is None and probabilities[ids].sum(dtype=np.float64) >= share
-        if enough or len(ids) >= num:
-            break
-    ids = ids[np.argsort(-probabilities[ids], kind="stable")][:num]
-    if sampling.top_p < 1.0:
-        cumulative = np.cumsum(probabilities[ids], dtype=np.float64)
-        if sampling.top_k is not None:
-            share = sampling.top_p * float(cumulative[-1])
-        ids = ids[: int(np.searchsorted(cumulative, share, side="left")) + 1]
-    return ids
-
-
-def _logprobs(
-    raw: torch.Tensor, tokens: npt.NDArray[np.int32], counts: Sequence[int]
-) -> list[TokenLogprobs]:
-    """Of raw logits [n, vocab]: the chosen tokens' and each row's ``counts`` most likely ones."""
-    chosen = torch.from_numpy(tokens.astype(np.int64))[:, None]
-    norms = torch.logsumexp(raw, dim=-1, keepdim=True)
-    values = raw.gather(1, chosen)
-    ranks = (raw > values).sum(dim=-1) + 1
-    most = min(max(counts), raw.shape[1])
-    top_values, top_ids = torch.topk(raw, most, dim=-1)
-    return [
-        TokenLogprobs(value, rank, tuple(zip(ids[:count], tops[:count], strict=True)))
-        for value, rank, ids, tops, count in zip(
-            (values - norms).squeeze(1).tolist(),
-            ranks.tolist(),
-            top_ids.tolist(),
-            (top_values - norms).tolist(),
-            counts,
-            strict=True,
-        )
-    ]

@@ -1,4 +1,4 @@
-"""Greedy tokens in float32 equal ``transformers``' for every architecture, whatever the batching."""
+"""Greedy tokens in float32 are those of transformers for every architecture and any batching."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from kunserve.core.ids import RequestId
 from kunserve.core.request import SamplingParams
 from kunserve.core.step import SequenceStart
-from kunserve.engine.sampler import Sampler, draw, uniforms
+from kunserve.engine.sampler import Sampler, uniforms
 
 VOCAB = 40
 EOS = 2
@@ -123,34 +123,6 @@ def test_uniforms_are_uniform_and_distinct() -> None:
     assert counts.min() > 320
     neighbours = uniforms(range(4000), [0] * 4000)
     assert abs(np.corrcoef(points, neighbours)[0, 1]) < 0.06
-
-
-def test_draws_follow_the_distribution() -> None:
-    probabilities = np.array([0.5, 0.0, 0.3, 0.2], dtype=np.float32)
-    params = SamplingParams(1)
-    points = uniforms([1] * 5000, range(5000)).tolist()
-    drawn = np.bincount(
-        [draw(probabilities.copy(), params, point) for point in points], minlength=4
-    )
-    assert drawn[1] == 0
-    assert np.allclose(drawn / 5000, probabilities, atol=0.03)
-
-
-def test_the_last_point_finds_the_last_likely_token() -> None:
-    probabilities = np.array([0.5, 0.5, 0.0], dtype=np.float32)
-    assert draw(probabilities, SamplingParams(1), math.nextafter(1.0, 0.0)) == 1
-
-
-def test_a_flat_distribution_over_a_large_vocabulary() -> None:
-    """The shortcut that sorts few tokens must fall back on all of them."""
-    flat = np.full(50_000, 1 / 50_000, dtype=np.float32)
-    token = draw(flat.copy(), SamplingParams(1, top_p=0.5), 0.999)
-    assert 24_900 < token <= 25_000
-    peaked = flat.copy()
-    peaked[123] = 0.6
-    peaked /= peaked.sum()
-    assert draw(peaked.copy(), SamplingParams(1, top_p=0.3), 0.99) == 123
-    assert draw(peaked.copy(), SamplingParams(1, top_k=2), 0.99999) in (0, 123)
 
 
 def test_logprobs_are_of_the_raw_logits() -> None:

@@ -1,0 +1,111 @@
+"""Choosing from one row of logits. Each function makes a few passes over a row that fits a cache.
+
+Sorting or accumulating a whole vocabulary takes milliseconds; here sums and maxima of blocks of
+256 tokens find the few that matter.
+"""
+
+import numpy as np
+import numpy.typing as npt
+
+from kunserve.core.request import SamplingParams, TokenLogprobs
+
+Row = npt.NDArray[np.float32]
+Ids = npt.NDArray[np.int64]
+
+_BLOCK = 256
+_SHARES = (2.0**-7, 2.0**-14, 0.0)
+"""Weights, relative to the largest, above which candidates for ``top_p`` are looked for."""
+
+
+def draw(logits: Row, sampling: SamplingParams, point: float) -> int:
+    """The token at ``point`` in [0, 1) of the cumulative distribution that the filters leave.
+
+    Filtered tokens are laid out most likely first (lower id first among equals), unfiltered ones
+    by id.
+    """
+    weights = _weights(logits, sampling.temperature)
+    if sampling.min_p > 0:
+        weights[weights < np.float32(sampling.min_p)] = 0
+    if sampling.top_k is None and sampling.top_p >= 1.0:
+        return _at_point(weights, point)
+    ids = _candidates(weights, sampling)
+    return int(ids[_at_point(weights[ids], point)])
+
+
+def token_logprobs(logits: Row, token: int, count: int) -> TokenLogprobs:
+    """Of the softmax of ``logits``: the token's, its rank, and the ``count`` most likely ones."""
+    norm = float(logits.max()) + float(np.log(_weights(logits, 1.0).sum(dtype=np.float64)))
+    rank = int(np.count_nonzero(logits > logits[token])) + 1
+    ids = largest(logits, count)
+    top = ((token_id, float(logits[token_id]) - norm) for token_id in ids.tolist())
+    return TokenLogprobs(float(logits[token]) - norm, rank, tuple(top))
+
+
+def largest(values: Row, count: int) -> Ids:
+    """Ids of the ``count`` largest values, largest first, lower id first among equals."""
+    if count <= 0:
+        return np.empty(0, dtype=np.int64)
+    whole = len(values) // _BLOCK * _BLOCK
+    ids = np.arange(len(values))
+    if count < whole // _BLOCK:
+        # As many blocks have a maximum of at least ``bound``, so as many values have.
+        maxima = values[:whole].reshape(-1, _BLOCK).max(axis=1)
+        bound = np.partition(maxima, -count)[-count]
+        ids = np.flatnonzero(values >= bound)
+    return ids[np.argsort(-values[ids], kind="stable")][:count]
+
+
+def _weights(logits: Row, temperature: float) -> Row:
+    """Unnormalised probabilities; the largest is 1."""
+    weights: Row = logits - logits.max()
+    if temperature != 1.0:
+        weights /= np.float32(temperature)
+    np.exp(weights, out=weights)
+    return weights
+
+
+def _at_point(weights: Row, point: float) -> int:
+    """Index where the running sum of ``weights`` passes ``point`` times their sum."""
+    whole = len(weights) // _BLOCK * _BLOCK
+    sums = weights[:whole].reshape(-1, _BLOCK).sum(axis=1)
+    sums = np.append(sums, weights[whole:].sum())
+    reached = np.cumsum(sums, dtype=np.float64)
+    target = point * reached[-1]
+    block = _first_above(reached, target, sums)
+    inside = weights[block * _BLOCK : (block + 1) * _BLOCK]
+    target -= reached[block - 1] if block else 0.0
+    return block * _BLOCK + _first_above(np.cumsum(inside, dtype=np.float64), target, inside)
+
+
+def _first_above(cumulative: npt.NDArray[np.float64], target: float, weights: Row) -> int:
+    """First index whose running sum exceeds the target, or the last with weight if none does."""
+    index = int(np.searchsorted(cumulative, target, side="right"))
+    return index if index < len(weights) else int(np.flatnonzero(weights)[-1])
+
+
+def _heaviest_first(weights: Row, ids: Ids) -> Ids:
+    """Sort ids by weight, then by id: one sort of integers, many times faster than a stable one."""
+    # Floats that are not negative are ordered as their bits are.
+    keys = (~weights[ids].view(np.uint32)).astype(np.uint64) << np.uint64(32)
+    keys |= ids.astype(np.uint64)
+    keys.sort()
+    return (keys & np.uint64(0xFFFFFFFF)).astype(np.int64)
+
+
+def _candidates(weights: Row, sampling: SamplingParams) -> Ids:
+    """Ids that top_k and then top_p leave, most likely first."""
+    if sampling.top_k is not None:
+        ids = largest(weights, sampling.top_k)
+        share = sampling.top_p * float(weights[ids].sum(dtype=np.float64))
+    else:
+        share = sampling.top_p * float(weights.sum(dtype=np.float64))
+        ids = np.empty(0, dtype=np.int64)
+        for floor in _SHARES:
+            ids = np.flatnonzero(weights > np.float32(floor))
+            if weights[ids].sum(dtype=np.float64) >= share:
+                break
+        ids = _heaviest_first(weights, ids)
+    if sampling.top_p >= 1.0:
+        return ids
+    reached = np.cumsum(weights[ids], dtype=np.float64)
+    return ids[: int(np.searchsorted(reached, share, side="left")) + 1]
