@@ -81,6 +81,7 @@ class FrontProtocol(HttpToolsProtocol):
     _deadline: TimerHandle | None = None
     _header_bytes = 0
     _in_headers = False
+    _lost = False
     _overflow = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -97,6 +98,7 @@ class FrontProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Forget the deadline."""
+        self._lost = True
         self._disarm()
         super().connection_lost(exc)
 
@@ -128,6 +130,29 @@ class FrontProtocol(HttpToolsProtocol):
         """A request that is no HTTP: our error shape instead of plain text."""
         self._refuse(_plain_error(400, "Bad Request", "BadRequestError", msg))
 
+    def on_response_complete(self) -> None:
+        """The answer is written, but a client that does not read may keep us from closing."""
+        super().on_response_complete()
+        if not self._lost and self.transport.get_write_buffer_size():
+            self._abort_unless_read()
+
+    def timeout_keep_alive_handler(self) -> None:
+        """An idle connection is closed, whatever is left in its buffer."""
+        super().timeout_keep_alive_handler()
+        self._abort_unless_read()
+
+    def _abort_unless_read(self) -> None:
+        """Reset the connection as soon as its buffer stays as full as it was for too long."""
+        unread = self.transport.get_write_buffer_size()
+        self.loop.call_later(self.limits.write_timeout_s, self._check_reading, unread)
+
+    def _check_reading(self, unread_before: int) -> None:
+        unread = 0 if self._lost else self.transport.get_write_buffer_size()
+        if unread and unread == unread_before:
+            self.transport.abort()
+        elif unread:
+            self._abort_unless_read()
+
     def _arm(self) -> None:
         self._disarm()
         limits = self.limits
@@ -147,6 +172,7 @@ class FrontProtocol(HttpToolsProtocol):
         if not self.transport.is_closing():
             self.transport.write(answer)
             self.transport.close()
+            self._abort_unless_read()
 
 
 def limited_protocol(

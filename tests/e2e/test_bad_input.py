@@ -2,11 +2,15 @@
 
 import contextlib
 import json
+import resource
 import socket
 import struct
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Generator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -366,6 +370,16 @@ def test_a_client_that_vanishes(
     )
 
 
+def is_open(server_port: int, client_port: int) -> bool:
+    """Whether the server still holds its end of a connection."""
+    ends = (f":{server_port:04X}", f":{client_port:04X}")
+    for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
+        _, local, remote, state, *_ = line.split()
+        if (local[-5:], remote[-5:]) == ends:
+            return state == "01"  # ESTABLISHED
+    return False
+
+
 def test_a_client_that_never_reads(server: LiveServer) -> None:
     server.configure(
         max_model_len=512, per_tick=50, script=lambda request: [1] * request.sampling.max_tokens
@@ -382,12 +396,25 @@ def test_a_client_that_never_reads(server: LiveServer) -> None:
             assert quick.status_code == 200
         wait_until(lambda: not server.engine.tasks, 20)
         wait_until(lambda: server.front.num_in_flight == 0, 20)
+        wait_until(lambda: not is_open(server.port, connection.getsockname()[1]), 20)
         connection.settimeout(10)
         received = b""
         with contextlib.suppress(ConnectionResetError):
             while part := connection.recv(1 << 20):
                 received += part
     assert received and b"[DONE]" not in received
+
+
+def test_a_client_that_never_reads_a_whole_answer(server: LiveServer) -> None:
+    server.configure(per_tick=50, script=lambda request: [1] * request.sampling.max_tokens)
+    body = PROMPT | {"max_tokens": 150, "n": 100, "logprobs": 20}
+    with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.connect(("127.0.0.1", server.port))
+        connection.sendall(post_bytes(body))
+        wait_until(lambda: server.engine.submitted)
+        wait_until(lambda: server.front.num_in_flight == 0, 20)
+        wait_until(lambda: not is_open(server.port, connection.getsockname()[1]), 20)
 
 
 def test_pipelined_requests_are_answered_in_order(server: LiveServer) -> None:
@@ -449,3 +476,30 @@ def test_connections_beyond_the_limit() -> None:
         server.configure(held=False)
         with server.client() as client:
             assert client.post(COMPLETIONS, json=PROMPT).status_code == 200
+
+
+def test_ten_thousand_connections_beyond_the_limit() -> None:
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    count = 10_000 if hard == resource.RLIM_INFINITY else min(10_000, hard - 2000)
+    settings = ServerConfig(max_connections=50, shutdown_timeout_s=1.0)
+    with live_server(server=settings) as server, server.client() as client:
+        flood = subprocess.Popen(
+            [
+                sys.executable,
+                str(Path(__file__).with_name("flood.py")),
+                str(server.port),
+                str(count),
+            ],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        slowest_s = 0.0
+        while flood.poll() is None:
+            started_s = time.monotonic()
+            answer = client.get("/health", headers={"connection": "close"})
+            assert answer.status_code == 200
+            slowest_s = max(slowest_s, time.monotonic() - started_s)
+        told = json.loads(flood.communicate()[0])
+        assert told["refused"] >= count - 50 and told["silent"] <= 50, told
+        assert slowest_s < 5.0
+        assert client.post(COMPLETIONS, json=PROMPT).status_code == 200
