@@ -56,8 +56,8 @@ class BulkMover:
         pacing: BulkPacing | None = None,
         bind: str = ANY_PORT,
     ) -> None:
-        """``link_gbps`` is short for a default pacing with that rate."""
-        self._pacing = pacing or BulkPacing(link_gbps=link_gbps)
+        """``link_gbps`` is short for ``BulkPacing.for_link``; None is as fast as bytes go."""
+        self._pacing = pacing or BulkPacing.for_link(link_gbps)
         self._me = Identity(_BULK, instance_id, identity.new_incarnation())
         self._token = token
         self._lock = threading.RLock()

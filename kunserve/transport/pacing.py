@@ -5,13 +5,14 @@ from dataclasses import dataclass
 KIB = 1024
 _MIN_CHUNK_BYTES = 64 * KIB
 _MAX_CHUNK_BYTES = 1024 * KIB
+_STAGE_TIME_S = 0.002
 
 
 @dataclass(frozen=True, slots=True)
 class BulkPacing:
     """The bounds that keep bulk out of the way of activations (section 5 of the design)."""
 
-    chunk_bytes: int = 256 * KIB
+    chunk_bytes: int = 512 * KIB
     """Asked for at once; at least one KV unit moves whatever this says."""
     max_in_flight: int = 2
     """Chunks an instance has asked for and not received, over all its sources."""
@@ -27,6 +28,13 @@ class BulkPacing:
     def __post_init__(self) -> None:
         assert self.chunk_bytes > 0 and self.max_in_flight > 0, self
         assert self.link_gbps is None or self.link_gbps > 0, self
+
+    @classmethod
+    def for_link(cls, link_gbps: float | None) -> "BulkPacing":
+        """The defaults, with the chunk that suits a link of this rate."""
+        if link_gbps is None:
+            return cls()
+        return cls(chunk_bytes=chunk_bytes_for(link_gbps, _STAGE_TIME_S), link_gbps=link_gbps)
 
 
 def chunk_bytes_for(link_gbps: float, stage_time_s: float) -> int:
