@@ -302,10 +302,12 @@ class FakeBody:
         view: Uint8Array = self._weights[layer]
         return view
 
-    def hidden_to_bytes(self, hidden: Uint64Array) -> memoryview:
+    @staticmethod
+    def hidden_to_bytes(hidden: Uint64Array) -> memoryview:
         """The activations' bytes for the wire."""
         return hidden.data.cast("B")
 
-    def hidden_from_bytes(self, data: bytes | bytearray | memoryview) -> Uint64Array:
+    @staticmethod
+    def hidden_from_bytes(data: bytes | bytearray | memoryview) -> Uint64Array:
         """Activations from the wire."""
         return np.frombuffer(data, dtype=np.uint64)

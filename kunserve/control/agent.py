@@ -2,9 +2,10 @@
 
 The same agent runs over the CPU engine, the fake body of the tests and a simulated body.
 A driver calls ``on`` for every message, ``next_work`` when the body is idle, ``finished`` when
-a step is done, and sends what ``drain`` returns.
+a step is done, and sends what ``drain`` returns. Messages may come while a step runs.
 """
 
+from collections import deque
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -14,8 +15,8 @@ from kunserve.control.block_table import BlockTable
 from kunserve.control.body import Body, KvPiece, Mover, StepOutcome, StepWork
 from kunserve.control.regroup import Regroup
 from kunserve.control.reload import Reload
-from kunserve.control.seat import AgentConfig, Outgoing, Seat
-from kunserve.core.ids import InstanceId, RequestId
+from kunserve.control.seat import AgentConfig, Outgoing, Preemption, Seat
+from kunserve.core.ids import GroupId, InstanceId, RequestId
 from kunserve.core.layout import LayerRange
 from kunserve.core.messages import (
     Abort,
@@ -24,6 +25,7 @@ from kunserve.core.messages import (
     ExchangeProgress,
     Form,
     Handover,
+    KvDropped,
     KvMoved,
     LoadLayers,
     Message,
@@ -48,13 +50,6 @@ class Work(NamedTuple):
     hidden: Any
 
 
-class Preemption(NamedTuple):
-    """A request that lost its KV, for the driver's log."""
-
-    request_id: RequestId
-    lost_tokens: int
-
-
 class InstanceAgent:
     """Routes messages, localises step plans, and lets transitions advance between steps."""
 
@@ -62,31 +57,43 @@ class InstanceAgent:
         spec = body.spec
         whole = LayerRange(0, spec.num_layers)
         table = BlockTable(spec.num_layers, spec.kv_units, 64, 64)
-        table.set_layers(whole, spec.kv_units)
+        mover.offer_layers(whole)
         self.seat = Seat(config, body, mover, table, whole, specs={spec.instance_id: spec})
         self._regroup = Regroup(self.seat)
         self._reload = Reload(self.seat)
         self._num_received = 0
         self._report_number = 0
         self._early_aborts: dict[RequestId, None] = {}
-        self._preemptions: list[Preemption] = []
+        self._formed_id: GroupId | None = None
+        """The last group that was formed from nothing; requests of older groups are not ours."""
+        self._form: Form | None = None
+        """To be carried out as soon as the running step has ended."""
+        self._later: deque[tuple[Message, Any]] = deque()
+        """What came after that ``Form``."""
+        self._held: deque[Submit | Abort] = deque()
+        """Requests that come while this instance stands between two groups."""
+        self._lacks_units = False
+        """The next step waits for units that an exchange will free."""
         self.is_stopping = False
 
     # What the driver calls
 
     def on(self, message: Message, now_s: float, hidden: Any = None) -> None:
         """Take one message from the controller or a peer."""
+        if self._form is not None and not isinstance(message, Form):
+            self._later.append((message, hidden))
+            return
         self._take(message, now_s, hidden)
         self._settle(now_s)
 
     def pulled_kv(self, piece: KvPiece, ok: bool, now_s: float) -> None:
-        """The mover filled a piece, or its source had withdrawn it."""
+        """The mover filled a piece, or its source would not give it."""
         self._regroup.pulled(piece, ok)
         self._settle(now_s)
 
     def pulled_layers(self, layers: LayerRange, src: InstanceId, ok: bool, now_s: float) -> None:
         """The mover filled weights, or could not."""
-        self._reload.pulled(layers, src, ok, now_s)
+        self._reload.pulled(layers, src, ok)
         self._settle(now_s)
 
     def next_work(self, now_s: float) -> Work | None:
@@ -102,6 +109,9 @@ class InstanceAgent:
                     return None
                 plan, hidden = scheduled, None
             step = self._localize(plan)
+            if step is None:
+                seat.ready.appendleft((plan, hidden))
+                return None
             if plan.chunks:
                 seat.is_running = True
                 return Work(step, hidden)
@@ -110,10 +120,9 @@ class InstanceAgent:
 
     def finished(self, work: Work, outcome: StepOutcome, now_s: float) -> None:
         """The body ran the step."""
-        seat = self.seat
-        if seat.is_running:
-            seat.is_running = False
-            self._forward(work.step, outcome, now_s)
+        assert self.seat.is_running
+        self.seat.is_running = False
+        self._forward(work.step, outcome, now_s)
         self._settle(now_s)
 
     def drain(self) -> list[Outgoing]:
@@ -123,14 +132,14 @@ class InstanceAgent:
 
     def drain_preemptions(self) -> list[Preemption]:
         """Preemptions since the last call."""
-        preemptions, self._preemptions = self._preemptions, []
+        preemptions, self.seat.preemptions = self.seat.preemptions, []
         return preemptions
 
     def has_ready_work(self) -> bool:
         """Whether ``next_work`` may have something, so that the driver should not sleep."""
         seat = self.seat
         if seat.ready:
-            return True
+            return not self._lacks_units
         return (
             seat.scheduler is not None
             and not self._regroup.is_quiescing
@@ -138,8 +147,9 @@ class InstanceAgent:
         )
 
     def report(self, now_s: float) -> None:
-        """Queue a load report (leaders only)."""
+        """Queue a load report (leaders only). Called about ten times a second on everybody."""
         seat = self.seat
+        self._settle(now_s)
         if seat.scheduler is None:
             return
         self._report_number += 1
@@ -150,62 +160,87 @@ class InstanceAgent:
         """Assert every owner's invariants and their agreement."""
         seat = self.seat
         seat.table.check()
+        self._regroup.check()
         if seat.layout is not None:
             assert seat.held.covers(seat.layers), (seat.held, seat.layers)
         if seat.scheduler is not None:
             seat.scheduler.check()
+        assert self._form is not None or not seat.to_self, seat.to_self
 
     # Messages
 
     def _settle(self, now_s: float) -> None:
         """Let transitions take every step that has become possible, and read own mail."""
-        self._regroup.pump(now_s)
-        self._reload.pump(now_s)
-        while self.seat.to_self:
-            self._take(self.seat.to_self.popleft(), now_s, None)
+        self._lacks_units = False
+        while True:
+            if self._form is not None:
+                if self.seat.is_running:
+                    return
+                self._form_group(self._form, now_s)
             self._regroup.pump(now_s)
             self._reload.pump(now_s)
+            if self.seat.to_self:
+                self._take(self.seat.to_self.popleft(), now_s, None)
+            elif self._held and not self._is_between_groups:
+                self._take(self._held.popleft(), now_s, None)
+            elif self._later:
+                message, hidden = self._later.popleft()
+                self._take(message, now_s, hidden)
+            else:
+                return
 
     def _take(self, message: Message, now_s: float, hidden: Any) -> None:
         match message:
             case Activation():
-                self._activation(message.plan, hidden)
+                self.seat.arrived(message.plan, hidden)
             case Sampled():
                 self._sampled(message.result, now_s)
             case Submit():
                 self._submit(message)
             case Abort():
                 self._abort(message)
-            case KvMoved():
-                self._regroup.kv_moved(message)
+            case KvMoved() | KvDropped():
+                self._regroup.hear(message, now_s)
             case ExchangeProgress():
-                if not self._reload.member_back(message):
-                    self._regroup.progress(message, now_s)
+                if not self._regroup.hear(message, now_s):
+                    self._reload.member_back(message)
             case Handover():
-                self._regroup.handover(message)
+                self._regroup.handover(message, now_s)
             case Prepare():
-                self._regroup.prepare(message, self._reload.is_busy)
+                self._regroup.prepare(message, self._reload.is_busy, now_s)
             case Commit():
-                self._regroup.commit(message)
+                self._regroup.commit(message, now_s)
             case Rollback():
-                self._regroup.rollback(message)
-                self._reload.rollback(message.transition_id)
+                self._rollback(message)
             case LoadLayers():
-                self._reload.start(message, now_s)
+                self._reload.start(message, self._regroup.is_busy, now_s)
             case Form():
-                self._form(message, now_s)
+                self._form = message
+                self._later = deque(m for m in self._later if isinstance(m[0], Activation))
             case Shutdown():
                 self.is_stopping = True
             case _:
                 raise AssertionError(f"not for an instance: {message}")
 
+    # Requests
+
+    @property
+    def _is_between_groups(self) -> bool:
+        """No leader to give a request to: it is handing over, or not formed yet."""
+        return self.seat.layout is None or self._regroup.is_quiescing
+
     def _submit(self, message: Submit) -> None:
         seat = self.seat
-        if not message.is_forwarded:
+        if message.group_id is None:
             self._num_received += 1
+        elif self._formed_id is not None and message.group_id < self._formed_id:
+            return  # from before a failure: the controller runs the request again
+        if self._is_between_groups:
+            self._held.append(message)
+            return
+        assert seat.layout is not None
         if seat.scheduler is None:
-            if seat.layout is not None:
-                seat.send(seat.layout.leader, replace(message, is_forwarded=True))
+            seat.send(seat.layout.leader, replace(message, group_id=seat.layout.group_id))
         elif message.request.request_id in self._early_aborts:
             del self._early_aborts[message.request.request_id]
         else:
@@ -213,22 +248,24 @@ class InstanceAgent:
 
     def _abort(self, message: Abort) -> None:
         seat = self.seat
-        if self._regroup.abort(message.request_id):
+        if self._is_between_groups:
+            self._held.append(message)
             return
+        assert seat.layout is not None
+        request_id = message.request_id
+        elsewhere = self._regroup.new_leader_of(request_id)
         if seat.scheduler is None:
-            if seat.layout is not None:
-                seat.send(seat.layout.leader, message)
-        elif not seat.scheduler.abort(message.request_id):
-            self._early_aborts[message.request_id] = None
-            if len(self._early_aborts) > MAX_EARLY_ABORTS:
-                self._early_aborts.pop(next(iter(self._early_aborts)))
-
-    def _activation(self, plan: StepPlan, hidden: Any) -> None:
-        seat = self.seat
-        if seat.layout is not None and plan.group_id == seat.layout.group_id:
-            seat.ready.append((plan, hidden))
-        elif self._regroup.expects(plan.group_id):
-            seat.early.setdefault(plan.group_id, []).append((plan, hidden))
+            seat.send(seat.layout.leader if elsewhere is None else elsewhere, message)
+            return
+        self._regroup.ends(request_id)
+        if seat.scheduler.abort(request_id):
+            return
+        if elsewhere is not None:
+            seat.send(elsewhere, message)
+            return
+        self._early_aborts[request_id] = None
+        if len(self._early_aborts) > MAX_EARLY_ABORTS:
+            self._early_aborts.pop(next(iter(self._early_aborts)))
 
     def _sampled(self, result: StepResult, now_s: float) -> None:
         seat = self.seat
@@ -241,16 +278,26 @@ class InstanceAgent:
         if tokens:
             seat.send(None, Outputs(seat.me, tuple(tokens)))
 
-    def _form(self, message: Form, now_s: float) -> None:
+    # Groups
+
+    def _rollback(self, message: Rollback) -> None:
+        early = self._regroup.rollback(message)
+        self._reload.rollback(message.transition_id)
+        for progress in early:
+            self._reload.member_back(progress)
+
+    def _form_group(self, message: Form, now_s: float) -> None:
+        """Start anew, whatever was going on. No step runs."""
         seat = self.seat
+        self._form = None
+        seat.mover.reset()
         self._regroup = Regroup(seat)
         self._reload = Reload(seat)
-        seat.is_running = False
+        self._held.clear()
+        seat.to_self.clear()
         for request_id in seat.table.request_ids():
-            seat.mover.withdraw_kv(request_id)
-            seat.table.unpin(request_id)
-            seat.table.release(request_id)
-            seat.body.forget(request_id)
+            seat.table.unpin(request_id, 0, seat.table.num_blocks(request_id))
+            seat.free(request_id)
         layers = message.layout.layers_of(seat.me)
         assert layers is not None, (seat.me, message)
         whole = LayerRange(0, seat.spec.num_layers)
@@ -259,9 +306,11 @@ class InstanceAgent:
             seat.body.reclaim_layers(whole)
             seat.body.load_layers(whole)
             seat.held = whole
+            seat.mover.offer_layers(whole)
         seat.specs.update((spec.instance_id, spec) for spec in message.specs)
         seat.keep_only(layers)
         seat.enter(message.layout, now_s)
+        self._formed_id = message.layout.group_id
 
     # Steps
 
@@ -270,11 +319,14 @@ class InstanceAgent:
         if scheduler is None or self._regroup.is_quiescing:
             return None
         plan = scheduler.schedule(now_s)
-        self._preemptions.extend(Preemption(*item) for item in scheduler.drain_preemptions())
+        self.seat.preemptions.extend(Preemption(*item) for item in scheduler.drain_preemptions())
         return plan
 
-    def _localize(self, plan: StepPlan) -> StepWork:
-        """Free, take and name blocks for a plan, as every stage must before running it."""
+    def _localize(self, plan: StepPlan) -> StepWork | None:
+        """Free, take and name blocks for a plan, as every stage must before running it.
+
+        None when the units are there, but scattered between blocks that are in transfer.
+        """
         seat = self.seat
         table, block_size = seat.table, seat.spec.block_size
         for request_id in plan.released:
@@ -285,7 +337,10 @@ class InstanceAgent:
             needed = (start + num_tokens + block_size - 1) // block_size
             if table.num_blocks(request_id) < needed:
                 copies = table.grow(request_id, needed)
-                assert copies is not None, ("the ledger promised blocks", plan, table.free_units)
+                if copies is None:
+                    assert self._regroup.is_exchanging, (plan, table.free_units)
+                    self._lacks_units = True
+                    return None
                 if copies:
                     seat.body.copy_units(copies)
             rows[i] = table.row_of(request_id)

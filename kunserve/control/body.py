@@ -132,3 +132,18 @@ class Mover(Protocol):
     def pull_layers(self, layers: LayerRange, src: InstanceId) -> None:
         """Fill the mapped weights of ``layers`` from a peer that holds them."""
         ...
+
+    def offer_layers(self, layers: LayerRange | None) -> None:
+        """Let peers pull these layers and no others.
+
+        Narrowed before layers are unmapped, widened once they are filled.
+        """
+        ...
+
+    def cancel(self, request_id: RequestId) -> None:
+        """Once this returns nothing is written for the request; its pulls never complete."""
+        ...
+
+    def reset(self) -> None:
+        """Forget every export and every pull, of KV and of layers; none of them completes."""
+        ...

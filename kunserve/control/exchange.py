@@ -1,8 +1,9 @@
 """One instance's part in an exchange: which KV it gives, which it takes, and when (section 4.2).
 
-Receiver-driven: a member takes blocks for a piece only when it has free units, then pulls
-it; the source frees the piece on ``KvMoved``. Both sides so stay within their memory, and each
-request resumes as soon as its own KV is complete.
+Receiver-driven: a member takes blocks for a piece only when it has room, then pulls it; the
+source frees the piece on ``KvMoved``. Pieces are taken in the common order of ``policy.moves``,
+and never beyond the room that was promised to the leader as the exchange's share: so what the
+leader counts as free stays free, however late it learns of a piece.
 """
 
 from collections import deque
@@ -13,32 +14,25 @@ from typing import NamedTuple
 from kunserve.control.block_table import BlockTable
 from kunserve.control.body import Body, KvPiece, Mover
 from kunserve.core.ids import InstanceId, RequestId, TransitionId
-from kunserve.core.layout import GroupLayout, LayerRange
+from kunserve.core.layout import LayerRange
 from kunserve.core.messages import ExchangeProgress, KvMoved
-from kunserve.core.snapshots import InstanceSpec
-from kunserve.policy.exchange import cut_pieces, plan_exchange
+from kunserve.policy.exchange import ExchangeShare, plan_exchange
+from kunserve.policy.moves import Move, Piece
 
 PIECES_IN_FLIGHT = 2
 """Pieces that one instance pulls at once."""
+PATIENCE_S = 0.5
+"""How long a piece may wait for units that are free but scattered between blocks in transfer."""
 
 
-MAX_PIECE_BLOCKS = 16
-"""Blocks that one pull moves at most."""
-
-
-def choose_piece_blocks(specs: Iterable[InstanceSpec]) -> int:
-    """Blocks per pull, small beside the smallest pool, and the same on every instance."""
-    smallest = min(spec.kv_units // spec.num_layers for spec in specs)
-    return max(1, min(MAX_PIECE_BLOCKS, smallest // 16))
-
-
-class Move(NamedTuple):
-    """One request whose KV lies by ``old`` and shall lie by ``new``."""
+class _Step(NamedTuple):
+    """A piece that this instance takes or gives, in the common order."""
 
     request_id: RequestId
-    num_blocks: int
-    old: GroupLayout
-    new: GroupLayout
+    first: int
+    end: int
+    given_units: int
+    taken_units: int
 
 
 @dataclass(slots=True)
@@ -63,12 +57,11 @@ class _Taking:
     has_part: bool
     """Some of the layers are here already, so blocks are laid out anew instead of added."""
     num_layers: int
-    pieces_left: int
+    """Layers pulled."""
     unplaced_blocks: int
+    missing_blocks: int
     in_flight: dict[int, int] = field(default_factory=dict)
     """Sources still missing, by the first block of a piece under way."""
-    is_dead: bool = False
-    """Released while pieces were under way; its blocks are freed when the last one lands."""
 
 
 class Exchange:
@@ -81,137 +74,166 @@ class Exchange:
         table: BlockTable,
         body: Body,
         mover: Mover,
-        piece_blocks: int,
+        spare_units: int,
     ) -> None:
+        """``spare_units``: room beside before and after (``policy.moves.float_units``)."""
         self.transition_id = transition_id
+        self.num_in_flight = 0
         self._me = me
         self._table = table
         self._body = body
         self._mover = mover
-        self._piece_blocks = piece_blocks
+        self._spare_units = spare_units
         self._giving: dict[RequestId, _Giving] = {}
         self._taking: dict[RequestId, _Taking] = {}
-        self._queue: deque[tuple[RequestId, int, int]] = deque()
-        self._num_in_flight = 0
+        self._steps: deque[_Step] = deque()
+        self._open: set[InstanceId] = set()
+        """Sources that have switched too, so that their KV may be pulled."""
+        self._held_units = 0
+        """Of blocks given and not yet taken by all."""
+        self._owed_units = 0
+        """That the group's own blocks have yet to take."""
+        self._decline = 0
+        """How much less the exchange uses after all remaining steps."""
+        self._promise: int | None = None
+        self._blocked_s: float | None = None
         self._arrived: list[RequestId] = []
+        self._lost: list[RequestId] = []
         self._moved_bytes = 0
         self._acks: list[tuple[InstanceId, KvMoved]] = []
 
-    def begin(self, moves: Iterable[Move]) -> None:
-        """Work out this instance's share of each move, in the order given, and start."""
+    def begin(self, moves: Iterable[Move], pieces: Iterable[Piece]) -> None:
+        """Work out this instance's share. Pulling starts with ``advance``."""
+        shares: dict[RequestId, ExchangeShare] = {}
         for move in moves:
-            share = plan_exchange(move.old, move.new, self._me)
+            share = shares[move.request_id] = plan_exchange(move.old, move.new, self._me)
+            assert not (share.sends and share.receives), move
             if share.sends:
-                self._give(move, share.keep, share.sends)
+                self._give(move, share)
             if share.receives:
-                self._take(move, share.keep, share.receives)
-        self.advance()
+                num_layers = sum(layers.num_layers for _, layers in share.receives)
+                self._taking[move.request_id] = _Taking(
+                    receives=share.receives,
+                    has_part=share.keep.num_layers > 0,
+                    num_layers=num_layers,
+                    unplaced_blocks=move.num_blocks,
+                    missing_blocks=move.num_blocks,
+                )
+                self._owed_units += move.num_blocks * num_layers
+        for move, first, end in pieces:
+            share = shares[move.request_id]
+            given = sum(layers.num_layers for _, layers in share.sends) * (end - first)
+            taken = sum(layers.num_layers for _, layers in share.receives) * (end - first)
+            if given or taken:
+                self._steps.append(_Step(move.request_id, first, end, given, taken))
+                self._decline += given - taken
+        self._renew_promise()
 
-    def _give(
-        self,
-        move: Move,
-        keep: LayerRange,
-        sends: tuple[tuple[InstanceId, LayerRange], ...],
-    ) -> None:
+    def _give(self, move: Move, share: ExchangeShare) -> None:
         row = self._table.row_of(move.request_id)
-        self._mover.export_kv(
-            move.request_id, self._table.tables[row, : move.num_blocks].copy()
-        )
-        self._table.pin(move.request_id)
+        self._mover.export_kv(move.request_id, self._table.tables[row, : move.num_blocks].copy())
+        self._table.pin(move.request_id, 0, move.num_blocks)
+        num_layers = sum(layers.num_layers for _, layers in share.sends)
         self._giving[move.request_id] = _Giving(
-            keep=keep,
-            num_given_layers=sum(layers.num_layers for _, layers in sends),
-            num_takers=len(sends),
+            keep=share.keep,
+            num_given_layers=num_layers,
+            num_takers=len(share.sends),
             is_leaving=move.new.layers_of(self._me) is None,
             unmoved_blocks=move.num_blocks,
         )
+        self._held_units += move.num_blocks * num_layers
 
-    def _take(
-        self,
-        move: Move,
-        keep: LayerRange,
-        receives: tuple[tuple[InstanceId, LayerRange], ...],
-    ) -> None:
-        pieces = cut_pieces(move.num_blocks, self._piece_blocks)
-        self._queue.extend((move.request_id, first, end) for first, end in pieces)
-        self._taking[move.request_id] = _Taking(
-            receives=receives,
-            has_part=keep.num_layers > 0,
-            num_layers=sum(layers.num_layers for _, layers in receives),
-            pieces_left=len(pieces),
-            unplaced_blocks=move.num_blocks,
-        )
+    def open(self, source: InstanceId) -> None:
+        """The instance stands in its new group: what it gives may be pulled."""
+        self._open.add(source)
 
-    # Progress
+    # Taking
 
-    def advance(self) -> None:
-        """Start the next pulls that memory and the limit in flight admit."""
-        while self._queue and self._num_in_flight < PIECES_IN_FLIGHT:
-            request_id, first, end = self._queue[0]
-            taking = self._taking[request_id]
-            if not self._place(request_id, taking, first, end):
-                return
-            self._queue.popleft()
-            row = self._table.row_of(request_id)
-            entries = self._table.tables[row, first:end].copy()
-            taking.in_flight[first] = len(taking.receives)
-            self._num_in_flight += 1
-            for src, layers in taking.receives:
-                self._mover.pull_kv(
-                    KvPiece(self.transition_id, request_id, src, layers, first, end), entries
-                )
+    def advance(self, now_s: float) -> None:
+        """Start the next pulls that memory and the limit in flight admit. Not during a step."""
+        while self._steps:
+            step = self._steps[0]
+            if step.taken_units == 0:
+                self._pass_step()
+                continue
+            taking = self._taking[step.request_id]
+            if self.num_in_flight >= PIECES_IN_FLIGHT or not self._has_room(step):
+                break
+            if any(src not in self._open for src, _ in taking.receives):
+                break
+            if not self._place(step, taking):
+                self._wait_for_units(step.request_id, now_s)
+                break
+            self._blocked_s = None
+            self._pass_step()
+            self._pull(step, taking)
+        self._renew_promise()
 
-    def _place(self, request_id: RequestId, taking: _Taking, first: int, end: int) -> bool:
+    def _pass_step(self) -> None:
+        step = self._steps.popleft()
+        self._decline -= step.given_units - step.taken_units
+
+    def _has_room(self, step: _Step) -> bool:
+        assert self._promise is not None
+        return self._held_units - self._owed_units + step.taken_units <= self._promise
+
+    def _place(self, step: _Step, taking: _Taking) -> bool:
         if taking.has_part:
-            copies = self._table.relayout(request_id, first, end)
+            copies = self._table.relayout(step.request_id, step.first, step.end)
         else:
-            copies = self._table.grow(request_id, end)
+            copies = self._table.grow(step.request_id, step.end)
         if copies is None:
             return False
         if copies:
             self._body.copy_units(copies)
-        if first == 0:
-            self._table.pin(request_id)
-        taking.unplaced_blocks -= end - first
+        self._table.pin(step.request_id, step.first, step.end)
+        taking.unplaced_blocks -= step.end - step.first
+        self._owed_units -= step.taken_units
         return True
 
+    def _wait_for_units(self, request_id: RequestId, now_s: float) -> None:
+        """Enough units are free, but no run of them: give the request up if it stays so."""
+        if self.num_in_flight:
+            return
+        if self._blocked_s is None:
+            self._blocked_s = now_s
+        elif now_s - self._blocked_s >= PATIENCE_S:
+            self._lose(request_id)
+
+    def _pull(self, step: _Step, taking: _Taking) -> None:
+        row = self._table.row_of(step.request_id)
+        entries = self._table.tables[row, step.first : step.end].copy()
+        taking.in_flight[step.first] = len(taking.receives)
+        self.num_in_flight += 1
+        for src, layers in taking.receives:
+            piece = KvPiece(self.transition_id, step.request_id, src, layers, step.first, step.end)
+            self._mover.pull_kv(piece, entries)
+
     def pulled(self, piece: KvPiece, ok: bool) -> None:
-        """A piece landed, or its source no longer has the request (then it is dead here too)."""
+        """A piece landed, or its source could not give it."""
         taking = self._taking.get(piece.request_id)
         if taking is None or piece.first_block not in taking.in_flight:
             return
+        num_blocks = piece.end_block - piece.first_block
+        if not ok:
+            self._lose(piece.request_id)
+            return
+        self._blocked_s = None
+        self._moved_bytes += num_blocks * piece.layers.num_layers * self._body.spec.unit_bytes
+        message = KvMoved(self.transition_id, piece.request_id, piece.first_block, piece.end_block)
+        self._acks.append((piece.src, message))
         taking.in_flight[piece.first_block] -= 1
-        if ok:
-            self._moved_bytes += (
-                (piece.end_block - piece.first_block)
-                * piece.layers.num_layers
-                * self._body.spec.unit_bytes
-            )
-            self._acks.append(
-                (
-                    piece.src,
-                    KvMoved(
-                        self.transition_id, piece.request_id, piece.first_block, piece.end_block
-                    ),
-                )
-            )
-        else:
-            self._kill(piece.request_id, taking)
-        if taking.in_flight[piece.first_block] == 0:
-            self._land(piece.request_id, taking, piece.first_block)
-        self.advance()
+        if taking.in_flight[piece.first_block]:
+            return
+        del taking.in_flight[piece.first_block]
+        self.num_in_flight -= 1
+        self._table.unpin(piece.request_id, piece.first_block, piece.end_block)
+        taking.missing_blocks -= num_blocks
+        if taking.missing_blocks == 0:
+            del self._taking[piece.request_id]
+            self._arrived.append(piece.request_id)
 
-    def _land(self, request_id: RequestId, taking: _Taking, first_block: int) -> None:
-        del taking.in_flight[first_block]
-        self._num_in_flight -= 1
-        taking.pieces_left -= 1
-        if taking.is_dead:
-            if not taking.in_flight:
-                self._bury(request_id)
-        elif taking.pieces_left == 0:
-            del self._taking[request_id]
-            self._table.unpin(request_id)
-            self._arrived.append(request_id)
+    # Giving
 
     def moved(self, message: KvMoved) -> None:
         """A taker has a piece; once every taker has it, its given layers are free."""
@@ -222,61 +244,73 @@ class Exchange:
         giving.acks[first] = giving.acks.get(first, 0) + 1
         if giving.acks[first] < giving.num_takers:
             return
+        self._table.unpin(message.request_id, first, end)
         self._table.release_layers(message.request_id, first, end, giving.keep)
+        self._held_units -= (end - first) * giving.num_given_layers
         giving.unmoved_blocks -= end - first
         if giving.unmoved_blocks == 0:
             self._stop_giving(message.request_id)
-        self.advance()
+        self._blocked_s = None
 
     def _stop_giving(self, request_id: RequestId) -> None:
         giving = self._giving.pop(request_id)
+        self._held_units -= giving.unmoved_blocks * giving.num_given_layers
         self._mover.withdraw_kv(request_id)
-        self._table.unpin(request_id)
+        self._table.unpin(request_id, 0, self._table.num_blocks(request_id))
         if giving.is_leaving:
             self._table.release(request_id)
 
     # Ends in the middle
 
     def release(self, request_id: RequestId) -> None:
-        """Free a request's blocks here, now or as soon as no pull writes into them."""
+        """Free a request's blocks here, whatever is being done with them."""
         if request_id in self._giving:
-            self._giving[request_id].is_leaving = True
             self._stop_giving(request_id)
-        taking = self._taking.get(request_id)
+        taking = self._taking.pop(request_id, None)
         if taking is not None:
-            self._kill(request_id, taking)
-            if not taking.in_flight:
-                self._bury(request_id)
-        else:
-            self._table.release(request_id)
-        self.advance()
-
-    def _kill(self, request_id: RequestId, taking: _Taking) -> None:
-        taking.is_dead = True
-        self._queue = deque(item for item in self._queue if item[0] != request_id)
-
-    def _bury(self, request_id: RequestId) -> None:
-        del self._taking[request_id]
-        self._table.unpin(request_id)
+            self._stop_taking(request_id, taking)
         self._table.release(request_id)
+        self._blocked_s = None
+        kept = [step for step in self._steps if step.request_id != request_id]
+        if len(kept) < len(self._steps):
+            self._steps = deque(kept)
+            self._decline = sum(step.given_units - step.taken_units for step in kept)
+
+    def _stop_taking(self, request_id: RequestId, taking: _Taking) -> None:
+        if taking.in_flight:
+            self._mover.cancel(request_id)
+            self.num_in_flight -= len(taking.in_flight)
+        self._table.unpin(request_id, 0, self._table.num_blocks(request_id))
+        unplaced = taking.unplaced_blocks * taking.num_layers
+        self._owed_units -= unplaced
+        assert self._promise is not None
+        # The leader sets the blocks of a request that ends here aside until the exchange is over.
+        self._promise += unplaced
+
+    def _lose(self, request_id: RequestId) -> None:
+        """The KV cannot be had: the leader will have the request recomputed."""
+        self._lost.append(request_id)
+        self.release(request_id)
+
+    def dropped(self, request_id: RequestId) -> None:
+        """The request ended in a group without this instance: nobody will pull it any more."""
+        giving = self._giving.get(request_id)
+        if giving is not None and giving.is_leaving:
+            self.release(request_id)
 
     # Accounts
-
-    def is_leaving(self, request_id: RequestId) -> bool:
-        """Whether the request's KV is only here until others have pulled it."""
-        giving = self._giving.get(request_id)
-        return giving is not None and giving.is_leaving
 
     @property
     def is_finished(self) -> bool:
         """Nothing left to give or to take."""
         return not self._giving and not self._taking
 
-    def extra_units(self) -> int:
-        """Units held for others, less units that this member's own blocks have yet to take."""
-        held = sum(g.unmoved_blocks * g.num_given_layers for g in self._giving.values())
-        owed = sum(t.unplaced_blocks * t.num_layers for t in self._taking.values())
-        return held - owed
+    def _renew_promise(self) -> None:
+        """Lower the promised share to what the rest of the exchange may need; never raise it."""
+        wanted = max(0, self._held_units - self._owed_units)
+        if self._owed_units:
+            wanted = max(wanted, self._decline) + self._spare_units
+        self._promise = wanted if self._promise is None else min(self._promise, wanted)
 
     def drain_acks(self) -> list[tuple[InstanceId, KvMoved]]:
         """Messages to the sources of what has landed."""
@@ -284,15 +318,30 @@ class Exchange:
         return acks
 
     def progress(self) -> ExchangeProgress:
-        """What to tell the leader now; takes the arrivals since the last call."""
+        """What to tell the leader now; takes what happened since the last call."""
+        self._renew_promise()
+        assert self._promise is not None
         message = ExchangeProgress(
             transition_id=self.transition_id,
             instance_id=self._me,
-            extra_units=self.extra_units(),
+            extra_units=0 if self.is_finished else self._promise,
             arrived=tuple(self._arrived),
             moved_bytes=self._moved_bytes,
             is_finished=self.is_finished,
+            lost=tuple(self._lost),
         )
-        self._arrived = []
+        self._arrived, self._lost = [], []
         self._moved_bytes = 0
         return message
+
+    def check(self) -> None:
+        """Assert that the accounts agree with the gives and takes."""
+        held = sum(g.unmoved_blocks * g.num_given_layers for g in self._giving.values())
+        owed = sum(t.unplaced_blocks * t.num_layers for t in self._taking.values())
+        decline = sum(step.given_units - step.taken_units for step in self._steps)
+        flying = sum(len(taking.in_flight) for taking in self._taking.values())
+        assert held == self._held_units, (held, self._held_units)
+        assert owed == self._owed_units, (owed, self._owed_units)
+        assert decline == self._decline, (decline, self._decline)
+        assert flying == self.num_in_flight, (flying, self.num_in_flight)
+        assert self._promise is not None and held - owed <= self._promise, self._promise

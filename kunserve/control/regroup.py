@@ -5,8 +5,10 @@ back, and every request's KV moves from where it lies by the old layout to where
 the new one.
 """
 
+from dataclasses import replace
+
 from kunserve.control.body import KvPiece, Remap
-from kunserve.control.exchange import PIECES_IN_FLIGHT, Exchange, Move, choose_piece_blocks
+from kunserve.control.exchange import Exchange
 from kunserve.control.lead import Lead
 from kunserve.control.seat import Seat
 from kunserve.core.ids import GroupId, InstanceId, RequestId
@@ -16,15 +18,18 @@ from kunserve.core.messages import (
     Committed,
     ExchangeProgress,
     Handover,
+    KvDropped,
     KvMoved,
+    Outputs,
     Prepare,
     Prepared,
     Rollback,
     SequenceState,
+    TokenOutput,
 )
-from kunserve.policy.capacity import stage_units
-from kunserve.policy.exchange import order_moves
-from kunserve.policy.restore import assign_sequences
+from kunserve.core.request import FinishReason
+from kunserve.policy.moves import MovePlan, choose_piece_blocks, find_obstacle, float_units
+from kunserve.policy.moves import plan_moves as decide_moves
 
 
 class Regroup:
@@ -34,124 +39,138 @@ class Regroup:
         self._seat = seat
         self._pending: Prepare | None = None
         self._is_committing = False
+        self._committed_s = 0.0
         self._has_handed_over = False
         self._handovers: dict[GroupId, tuple[SequenceState, ...]] = {}
+        self._early: list[KvMoved | KvDropped | ExchangeProgress] = []
+        """From members that have switched before this one."""
         self._exchange: Exchange | None = None
         self._lead: Lead | None = None
-        self._last_progress: ExchangeProgress | None = None
+        self._last_told: tuple[int, bool] | None = None
+        self._moved_to: dict[RequestId, InstanceId] = {}
+        """New leaders of sequences that this instance led before the last switch."""
 
     # Two phases
 
-    def prepare(self, message: Prepare, is_reloading: bool) -> None:
+    def prepare(self, message: Prepare, is_reloading: bool, now_s: float) -> None:
         """Answer whether the transition can be done here. Changes nothing else."""
-        refusal = self._refusal(message, is_reloading)
+        refusal = self._refusal(message, is_reloading, now_s)
         if refusal is None:
             self._pending = message
             self._seat.specs.update((spec.instance_id, spec) for spec in message.specs)
         self._seat.send(None, Prepared(message.transition_id, self._seat.me, refusal))
 
-    def _refusal(self, message: Prepare, is_reloading: bool) -> str | None:
+    def _refusal(self, message: Prepare, is_reloading: bool, now_s: float) -> str | None:
         seat = self._seat
-        if self._pending is not None or self._exchange is not None or self._lead is not None:
+        if self.is_busy:
             return "another transition is under way"
         if is_reloading:
             return "layers are being loaded"
         if seat.layout not in message.old:
             return f"stands in {seat.layout}, not in one of the old groups"
         new = _layout_of(seat.me, message.new)
-        layers = new.layers_of(seat.me) if new is not None else None
+        layers = None if new is None else new.layers_of(seat.me)
         if layers is None or not seat.held.covers(layers):
             return f"holds {seat.held}, which does not cover {layers}"
-        piece = PIECES_IN_FLIGHT * choose_piece_blocks(message.specs) * layers.num_layers
-        gained = stage_units(seat.spec, layers) - stage_units(seat.spec, seat.held)
-        if layers != seat.held and gained < piece:
-            return f"the drop would free {gained} KV units, too few to exchange KV in"
-        return None
+        specs = {spec.instance_id: spec for spec in message.specs}
+        if seat.scheduler is not None:
+            largest = seat.scheduler.load(0, 0, now_s).largest_request_blocks
+            pool = max(
+                min(specs[m].blocks_when_holding(held.num_layers) for m, held in layout.stages)
+                for layout in message.new
+            )
+            if largest > pool:
+                return f"a request of {largest} blocks is larger than any new pool ({pool})"
+        return find_obstacle(seat.me, message.old, message.new, specs)
 
-    def commit(self, message: Commit) -> None:
+    def commit(self, message: Commit, now_s: float) -> None:
         """Stop at the next step boundary and change groups."""
         if self._pending is not None and self._pending.transition_id == message.transition_id:
-            self._is_committing = True
+            self._quiesce(now_s)
 
-    def rollback(self, message: Rollback) -> None:
-        """Forget a prepared transition."""
-        if self._pending is not None and self._pending.transition_id == message.transition_id:
-            assert not self._is_committing, "a rollback after the commit"
-            self._pending = None
+    def rollback(self, message: Rollback) -> list[ExchangeProgress]:
+        """Forget a prepared transition. Returns what was put by for it."""
+        if self._pending is None or self._pending.transition_id != message.transition_id:
+            return []
+        assert not self._is_committing, "a rollback after the commit"
+        self._pending = None
+        early, self._early = self._early, []
+        return [message for message in early if isinstance(message, ExchangeProgress)]
 
-    def handover(self, message: Handover) -> None:
+    def handover(self, message: Handover, now_s: float) -> None:
         """An old leader's sequences; it has committed, so this instance may too."""
         if self._pending is None or self._pending.transition_id != message.transition_id:
             return
-        self._is_committing = True
+        self._quiesce(now_s)
         self._handovers[message.old_group] = message.sequences
+
+    def _quiesce(self, now_s: float) -> None:
+        if not self._is_committing:
+            self._is_committing = True
+            self._committed_s = now_s
+
+    @property
+    def is_busy(self) -> bool:
+        """A transition is prepared or under way."""
+        return self._pending is not None or self._exchange is not None or self._lead is not None
 
     @property
     def is_quiescing(self) -> bool:
         """Whether no further step of the present group may start here."""
         return self._is_committing
 
-    def expects(self, group_id: GroupId) -> bool:
-        """Whether this instance is about to enter the group."""
-        return self._pending is not None and any(
-            layout.group_id == group_id for layout in self._pending.new
-        )
+    @property
+    def is_exchanging(self) -> bool:
+        """Whether KV is under way to or from here."""
+        return self._exchange is not None
 
     def pump(self, now_s: float) -> None:
         """Take whatever step of the transition has become possible."""
         seat, pending = self._seat, self._pending
-        if self._is_committing and pending is not None:
+        if self._is_committing and pending is not None and not seat.is_running:
             scheduler = seat.scheduler
-            if (
-                not self._has_handed_over
-                and scheduler is not None
-                and not seat.is_running
-                and scheduler.num_in_flight == 0
-            ):
+            if not self._has_handed_over and scheduler is not None and scheduler.num_in_flight == 0:
                 self._hand_over(pending)
-            if len(self._handovers) == len(pending.old) and not seat.is_running:
+            if len(self._handovers) == len(pending.old):
                 self._switch(pending, now_s)
-        self._tell_progress()
+        if self._exchange is not None:
+            if not seat.is_running:
+                self._exchange.advance(now_s)
+            self._tell_progress(self._exchange)
 
     def _hand_over(self, pending: Prepare) -> None:
         seat = self._seat
         assert seat.scheduler is not None and seat.layout is not None
         self._has_handed_over = True
-        message = Handover(
-            pending.transition_id, seat.layout.group_id, seat.scheduler.export()
-        )
+        message = Handover(pending.transition_id, seat.layout.group_id, seat.scheduler.export())
         self._handovers[seat.layout.group_id] = message.sequences
-        for layout in pending.old:
-            for member in layout.members:
-                if member != seat.me:
-                    seat.send(member, message)
+        for member in _members(pending.old):
+            if member != seat.me:
+                seat.send(member, message)
 
     # The switch
 
     def _switch(self, pending: Prepare, now_s: float) -> None:
         seat = self._seat
-        moves, states = self._plan_moves(pending)
-        piece_blocks = choose_piece_blocks(pending.specs)
-        alive = {move.request_id for move in moves}
-        for request_id in seat.table.request_ids():
-            if request_id not in alive:
-                seat.table.release(request_id)
-        for handed_over in self._handovers.values():
-            for state in handed_over:
-                seat.body.forget(state.request.request_id)
+        specs = {spec.instance_id: spec for spec in pending.specs}
+        handed_over = [(layout, self._handovers[layout.group_id]) for layout in pending.old]
+        plan = decide_moves(handed_over, pending.new, specs)
+        self._forget_old(pending, plan)
         new = _layout_of(seat.me, pending.new)
         assert new is not None and seat.layout is not None
-        gap_s = now_s - seat.last_step_s
+        gap_s = now_s - max(seat.last_step_s, self._committed_s)
         remap = self._settle_memory(new)
         seat.enter(new, now_s)
         self._exchange = Exchange(
-            pending.transition_id, seat.me, seat.table, seat.body, seat.mover, piece_blocks
+            pending.transition_id,
+            seat.me,
+            seat.table,
+            seat.body,
+            seat.mover,
+            float_units(seat.me, pending.old, pending.new, choose_piece_blocks(pending.specs)),
         )
-        if seat.scheduler is not None:
-            self._lead = Lead(
-                seat, pending.transition_id, piece_blocks, new, moves, states[new.group_id], now_s
-            )
-        self._exchange.begin(moves)
+        self._exchange.begin(plan.moves, plan.pieces)
+        sequences = self._lead_group(pending, new, plan, now_s)
         seat.send(
             None,
             Committed(
@@ -162,14 +181,33 @@ class Regroup:
                 freed_bytes=remap.moved_bytes,
                 remap_s=remap.seconds,
                 gap_s=gap_s + remap.seconds,
-                sequences=tuple(state.request.request_id for state in states[new.group_id])
-                if seat.leads
-                else (),
+                sequences=sequences,
             ),
         )
         self._pending = None
         self._is_committing = self._has_handed_over = False
         self._handovers = {}
+        self._tell_progress(self._exchange, _members(pending.old))
+        early, self._early = self._early, []
+        for message in early:
+            self.hear(message, now_s)
+
+    def _forget_old(self, pending: Prepare, plan: MovePlan) -> None:
+        """Free what does not move, and remember where this instance's sequences went."""
+        seat = self._seat
+        moving = {move.request_id for move in plan.moves}
+        for request_id in seat.table.request_ids():
+            if request_id not in moving:
+                seat.table.release(request_id)
+            seat.body.forget(request_id)
+        leaders = {layout.group_id: layout.leader for layout in pending.new}
+        assert seat.layout is not None
+        self._moved_to = {}
+        if seat.leads:
+            for state in self._handovers[seat.layout.group_id]:
+                leader = leaders[plan.homes[state.request.request_id]]
+                if leader != seat.me:
+                    self._moved_to[state.request.request_id] = leader
 
     def _settle_memory(self, new: GroupLayout) -> Remap:
         """Keep what the new group needs; before blocks grow back to all layers, pack them."""
@@ -182,55 +220,79 @@ class Regroup:
                 seat.body.copy_units(copies)
         return seat.keep_only(layers)
 
-    def _plan_moves(
-        self, pending: Prepare
-    ) -> tuple[list[Move], dict[GroupId, list[SequenceState]]]:
-        """Every sequence with KV as a move, and every sequence by its new group.
+    def _lead_group(
+        self, pending: Prepare, new: GroupLayout, plan: MovePlan, now_s: float
+    ) -> tuple[RequestId, ...]:
+        """On a new leader: take the group's sequences. Their ids; empty on a follower."""
+        seat = self._seat
+        if seat.scheduler is None:
+            return ()
+        moving = {move.request_id for move in plan.moves}
+        states: list[SequenceState] = []
+        for layout in pending.old:
+            for state in self._handovers[layout.group_id]:
+                request_id = state.request.request_id
+                if plan.homes[request_id] != new.group_id:
+                    continue
+                if state.num_blocks and request_id not in moving:
+                    seat.note_preemption(request_id, state.num_computed)
+                    state = replace(
+                        state,
+                        num_computed=0,
+                        num_blocks=0,
+                        num_preemptions=state.num_preemptions + 1,
+                    )
+                if self._fits(state):
+                    states.append(state)
+                else:
+                    end = TokenOutput(
+                        request_id, len(state.output_token_ids), None, None, FinishReason.ERROR
+                    )
+                    seat.send(None, Outputs(seat.me, (end,)))
+        self._lead = Lead(seat, pending.transition_id, new, plan, states, now_s)
+        return tuple(state.request.request_id for state in states)
 
-        All instances of the transition compute the same from the same handovers.
+    def _fits(self, state: SequenceState) -> bool:
+        """Whether the group can ever hold the sequence.
+
+        ``prepare`` is refused otherwise, so only a request that came after it may not.
         """
-        found = [
-            (state, layout)
-            for layout in pending.old
-            for state in self._handovers[layout.group_id]
-        ]
-        placed = self._assign(pending, [state for state, _ in found])
-        by_id = {layout.group_id: layout for layout in pending.new}
-        moves: list[Move] = []
-        states: dict[GroupId, list[SequenceState]] = {group_id: [] for group_id in by_id}
-        for state, layout in found:
-            new = by_id[placed[state.request.request_id]]
-            states[new.group_id].append(state)
-            if state.num_blocks:
-                moves.append(Move(state.request.request_id, state.num_blocks, layout, new))
-        return order_moves(moves), states
-
-    def _assign(
-        self, pending: Prepare, states: list[SequenceState]
-    ) -> dict[RequestId, GroupId]:
-        """The new group of every sequence, waiting ones included."""
-        if len(pending.new) == 1:
-            return {s.request.request_id: pending.new[0].group_id for s in states}
-        raise NotImplementedError
+        tokens = len(state.request.prompt_token_ids) + len(state.output_token_ids)
+        return tokens <= self._seat.capacity_blocks() * self._seat.spec.block_size
 
     # The exchange
 
     def pulled(self, piece: KvPiece, ok: bool) -> None:
-        """The mover filled a piece, or its source had withdrawn it."""
+        """The mover filled a piece, or its source could not give it."""
         exchange = self._exchange
         if exchange is not None and exchange.transition_id == piece.transition_id:
             exchange.pulled(piece, ok)
 
-    def kv_moved(self, message: KvMoved) -> None:
-        """A piece that this instance gave has arrived."""
+    def hear(self, message: KvMoved | KvDropped | ExchangeProgress, now_s: float) -> bool:
+        """A peer's word about an exchange; False if it is none of this instance's."""
+        if self._pending is not None and self._pending.transition_id == message.transition_id:
+            self._early.append(message)
+            return True
         exchange = self._exchange
+        known = exchange is not None and exchange.transition_id == message.transition_id
         if exchange is not None and exchange.transition_id == message.transition_id:
-            exchange.moved(message)
-
-    def progress(self, message: ExchangeProgress, now_s: float) -> None:
-        """On the leader: a member's account."""
-        if self._lead is not None and self._lead.on_progress(message, now_s):
-            self._lead = None
+            match message:
+                case KvMoved():
+                    exchange.moved(message)
+                case KvDropped():
+                    exchange.dropped(message.request_id)
+                case ExchangeProgress():
+                    exchange.open(message.instance_id)
+        lead = self._lead
+        if (
+            isinstance(message, ExchangeProgress)
+            and lead is not None
+            and lead.transition_id == message.transition_id
+        ):
+            known = True
+            if lead.on_progress(message, now_s):
+                self._lead = None
+        return known
 
     def release(self, request_id: RequestId) -> None:
         """Free a request's blocks, also in the middle of an exchange."""
@@ -239,29 +301,35 @@ class Regroup:
         else:
             self._seat.table.release(request_id)
 
-    def abort(self, request_id: RequestId) -> bool:
-        """Whether the request's only trace here was KV that leaves (now freed)."""
+    def ends(self, request_id: RequestId) -> None:
+        """On the leader: a request is aborted."""
         if self._lead is not None:
             self._lead.on_abort(request_id)
-        if self._exchange is None or not self._exchange.is_leaving(request_id):
-            return False
-        self._exchange.release(request_id)
-        return True
 
-    def _tell_progress(self) -> None:
-        exchange, seat = self._exchange, self._seat
-        if exchange is None or seat.layout is None:
-            return
-        exchange.advance()
-        for src, message in exchange.drain_acks():
-            seat.send(src, message)
+    def new_leader_of(self, request_id: RequestId) -> InstanceId | None:
+        """Who leads a request that left this instance in the last switch."""
+        return self._moved_to.get(request_id)
+
+    def _tell_progress(self, exchange: Exchange, to: tuple[InstanceId, ...] = ()) -> None:
+        """Tell the leader (and once, at the beginning, everybody) what has changed."""
+        seat = self._seat
+        assert seat.layout is not None
+        for src, ack in exchange.drain_acks():
+            seat.send(src, ack)
         progress = exchange.progress()
-        if progress != self._last_progress:
-            self._last_progress = progress
-            seat.send(seat.layout.leader, progress)
+        told = (progress.extra_units, progress.is_finished)
+        if told != self._last_told or progress.arrived or progress.lost or progress.moved_bytes:
+            self._last_told = told
+            for member in to or (seat.layout.leader,):
+                seat.send(member, progress)
         if progress.is_finished:
             self._exchange = None
-            self._last_progress = None
+            self._last_told = None
+
+    def check(self) -> None:
+        """Assert the exchange's accounts."""
+        if self._exchange is not None:
+            self._exchange.check()
 
 
 def _layout_of(me: InstanceId, layouts: tuple[GroupLayout, ...]) -> GroupLayout | None:
@@ -269,3 +337,7 @@ def _layout_of(me: InstanceId, layouts: tuple[GroupLayout, ...]) -> GroupLayout 
         if me in layout.members:
             return layout
     return None
+
+
+def _members(layouts: tuple[GroupLayout, ...]) -> tuple[InstanceId, ...]:
+    return tuple(member for layout in layouts for member in layout.members)

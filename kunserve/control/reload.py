@@ -1,9 +1,23 @@
-"""Getting layers back while the pipeline serves: the first half of a restore (section 4.4)."""
+"""Getting layers back while the pipeline serves: the first half of a restore (section 4.4).
+
+    idle -> waiting -> filling -> filled -> (the group changes) idle
+               any of them, on a rollback -> returning -> idle
+
+The leader narrows its ledger before anybody gives KV memory up, and widens it when all members
+have theirs again.
+"""
+
+from typing import Literal, TypeAlias
 
 from kunserve.control.seat import Seat
 from kunserve.core.ids import InstanceId, TransitionId
 from kunserve.core.layout import LayerRange
-from kunserve.core.messages import ExchangeProgress, LayersLoaded, LoadLayers, MemberSources
+from kunserve.core.messages import ExchangeProgress, LayersLoaded, LoadLayers
+
+Phase: TypeAlias = Literal["idle", "waiting", "filling", "filled", "returning"]
+
+MAX_CANCELLED = 64
+"""Rollbacks remembered in case their ``LoadLayers`` is still on its way here."""
 
 
 class Reload:
@@ -11,107 +25,122 @@ class Reload:
 
     def __init__(self, seat: Seat) -> None:
         self._seat = seat
-        self._clear()
+        self._cancelled: dict[TransitionId, None] = {}
+        self.clear()
 
-    def _clear(self) -> None:
+    def clear(self) -> None:
+        """The job is over: done with, or the groups have changed."""
+        self._phase: Phase = "idle"
         self._job: LoadLayers | None = None
-        self._is_passed_on = False
         self._missing: list[tuple[LayerRange, InstanceId]] = []
-        self._is_loading = False
+        self._from_disk: list[LayerRange] = []
+        """Layers that the body must load itself, between two steps."""
         self._loaded_bytes = 0
         self._started_s = 0.0
-        self._is_cancelled = False
+        self._is_mapped = False
+        self._is_back = False
+        """The memory has become KV again."""
         self._members_back: set[InstanceId] = set()
 
     @property
     def is_busy(self) -> bool:
         """A load or its cancellation is under way here."""
-        return self._is_loading or self._is_cancelled
+        return self._phase in ("waiting", "filling", "returning")
 
-    def start(self, job: LoadLayers, now_s: float) -> None:
+    def start(self, job: LoadLayers, is_regrouping: bool, now_s: float) -> None:
         """From the controller to the leader, or from the leader to a member."""
         seat = self._seat
         if seat.layout is None or seat.layout.group_id != job.group_id:
             return
-        self._job = job
-        self._started_s = now_s
-        if seat.scheduler is None:
-            self._load(job, now_s)
+        if job.transition_id in self._cancelled:
+            self._tell_back(job)
             return
-        seat.scheduler.set_capacity(min(job.capacity_blocks, seat.capacity_blocks()))
+        refusal = self._refusal(job, is_regrouping)
+        if refusal is not None:
+            self._answer(job, now_s, refusal)
+            if not seat.leads:
+                self._tell_back(job)
+            return
+        self.clear()
+        self._job, self._phase, self._started_s = job, "waiting", now_s
+        if seat.scheduler is not None:
+            seat.scheduler.set_capacity(min(job.capacity_blocks, seat.capacity_blocks()))
+            for member in seat.layout.members:
+                if member != seat.me:
+                    seat.send(member, job)
+
+    def _refusal(self, job: LoadLayers, is_regrouping: bool) -> str | None:
+        seat = self._seat
+        if is_regrouping or self._phase != "idle":
+            return "another transition is under way"
+        if job.capacity_blocks * seat.layers.num_layers > seat.spec.kv_units:
+            return f"{job.capacity_blocks} blocks do not fit into {seat.spec.kv_units} units"
+        if seat.scheduler is not None and seat.scheduler.used_blocks > job.capacity_blocks:
+            return f"{seat.scheduler.used_blocks} blocks are in use, not {job.capacity_blocks}"
+        return None
 
     def pump(self, now_s: float) -> None:
-        """On the leader: once the group's KV fits, pass the job on and do the own part."""
-        job, seat = self._job, self._seat
-        if job is None or self._is_passed_on or seat.scheduler is None:
+        """Go on as far as possible. Memory changes between steps only."""
+        if self._seat.is_running:
             return
-        if seat.scheduler.used_blocks > job.capacity_blocks:
-            return
-        self._is_passed_on = True
-        assert seat.layout is not None
-        for member in seat.layout.members:
-            if member != seat.me:
-                seat.send(member, job)
-        self._load(job, now_s)
+        if self._phase == "waiting":
+            self._map_layers()
+        if self._phase == "filling":
+            self._load_from_disk()
+            if not self._missing:
+                self._phase = "filled"
+                self._seat.held = LayerRange(0, self._seat.spec.num_layers)
+                self._seat.mover.offer_layers(self._seat.held)
+                assert self._job is not None
+                self._answer(self._job, now_s, None)
+        if self._phase == "returning" and not self._is_back and not self._missing:
+            self._give_back()
 
-    def _load(self, job: LoadLayers, now_s: float) -> None:
-        seat = self._seat
-        mine = [m for m in job.members if m.instance_id == seat.me]
-        if not mine or not mine[0].sources:
-            self._answer(now_s, None)
-            return
+    def _map_layers(self) -> None:
+        """Once live KV fits below the mark (released blocks may still be here), map weights."""
+        seat, job = self._seat, self._job
+        assert job is not None
         copies = seat.table.vacate(seat.spec.kv_units)
         if copies is None:
-            self._answer(now_s, "live KV does not fit below the mark")
             return
         if copies:
             seat.body.copy_units(copies)
+        self._phase, self._is_mapped = "filling", True
         whole = LayerRange(0, seat.spec.num_layers)
-        self._is_loading = True
         seat.table.set_layers(seat.layers, seat.spec.kv_units)
         seat.body.reclaim_layers(whole)
-        self._fill(mine[0])
-        self._finish_if_filled(now_s)
+        for member in job.members:
+            if member.instance_id == seat.me:
+                for source in member.sources:
+                    self._loaded_bytes += source.layers.num_layers * seat.spec.layer_bytes
+                    if source.instance_id is None:
+                        self._from_disk.append(source.layers)
+                    else:
+                        self._missing.append((source.layers, source.instance_id))
+                        seat.mover.pull_layers(source.layers, source.instance_id)
 
-    def _fill(self, mine: MemberSources) -> None:
-        for source in mine.sources:
-            self._loaded_bytes += source.layers.num_layers * self._seat.spec.layer_bytes
-            if source.instance_id is None:
-                self._seat.body.load_layers(source.layers)
-            else:
-                self._missing.append((source.layers, source.instance_id))
-                self._seat.mover.pull_layers(source.layers, source.instance_id)
+    def _load_from_disk(self) -> None:
+        from_disk, self._from_disk = self._from_disk, []
+        for layers in from_disk:
+            self._seat.body.load_layers(layers)
 
-    def pulled(self, layers: LayerRange, src: InstanceId, ok: bool, now_s: float) -> None:
+    def pulled(self, layers: LayerRange, src: InstanceId, ok: bool) -> None:
         """A peer's layers arrived; if the peer could not give them, disk does."""
         if (layers, src) not in self._missing:
             return
         self._missing.remove((layers, src))
-        if not ok and not self._is_cancelled:
-            self._seat.body.load_layers(layers)
-        self._finish_if_filled(now_s)
+        if not ok:
+            self._from_disk.append(layers)
 
-    def _finish_if_filled(self, now_s: float) -> None:
-        if self._missing or not self._is_loading:
-            return
-        self._is_loading = False
-        seat = self._seat
-        seat.held = LayerRange(0, seat.spec.num_layers)
-        if self._is_cancelled:
-            self._give_back()
-        else:
-            self._answer(now_s, None)
-
-    def _answer(self, now_s: float, refusal: str | None) -> None:
-        assert self._job is not None
+    def _answer(self, job: LoadLayers, now_s: float, refusal: str | None) -> None:
         self._seat.send(
             None,
             LayersLoaded(
-                transition_id=self._job.transition_id,
+                transition_id=job.transition_id,
                 instance_id=self._seat.me,
                 refusal=refusal,
-                loaded_bytes=self._loaded_bytes,
-                seconds=now_s - self._started_s,
+                loaded_bytes=0 if refusal else self._loaded_bytes,
+                seconds=0.0 if refusal else now_s - self._started_s,
             ),
         )
 
@@ -119,32 +148,37 @@ class Reload:
 
     def rollback(self, transition_id: TransitionId) -> None:
         """The restore is off: weights become KV again, once nothing writes into them."""
-        if self._job is None or self._job.transition_id != transition_id:
-            return
-        self._is_cancelled = True
-        if not self._is_loading:
-            self._give_back()
+        self._cancelled[transition_id] = None
+        if len(self._cancelled) > MAX_CANCELLED:
+            self._cancelled.pop(next(iter(self._cancelled)))
+        if self._job is not None and self._job.transition_id == transition_id:
+            self._phase = "returning"
 
     def _give_back(self) -> None:
         seat, job = self._seat, self._job
-        assert seat.layout is not None and job is not None
+        assert job is not None
+        if self._is_mapped:
+            seat.held = LayerRange(0, seat.spec.num_layers)
         seat.keep_only(seat.layers)
-        seat.send(
-            seat.layout.leader,
-            ExchangeProgress(job.transition_id, seat.me, 0, (), 0, is_finished=True),
-        )
+        self._is_back = True
+        self._tell_back(job)
         if not seat.leads:
-            self._clear()
+            self.clear()
+
+    def _tell_back(self, job: LoadLayers) -> None:
+        seat = self._seat
+        assert seat.layout is not None
+        message = ExchangeProgress(job.transition_id, seat.me, 0, (), 0, is_finished=True)
+        seat.send(seat.layout.leader, message)
 
     def member_back(self, message: ExchangeProgress) -> bool:
         """On the leader: a member gave its memory back. True if the message was for us."""
         job, seat = self._job, self._seat
-        if job is None or message.transition_id != job.transition_id or not self._is_cancelled:
+        if job is None or message.transition_id != job.transition_id:
             return False
         assert seat.layout is not None and seat.scheduler is not None
         self._members_back.add(message.instance_id)
-        waits_for = set(seat.layout.members) if self._is_passed_on else {seat.me}
-        if self._members_back >= waits_for:
+        if self._members_back >= set(seat.layout.members):
             seat.scheduler.set_capacity(seat.capacity_blocks())
-            self._clear()
+            self.clear()
         return True

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from kunserve.control.block_table import BlockTable
 from kunserve.control.body import Body, Mover, Remap
 from kunserve.control.scheduler import Scheduler
+from kunserve.control.scheduler_load import SchedulerTotals
 from kunserve.core.config import SchedulerConfig
 from kunserve.core.ids import GroupId, InstanceId, RequestId
 from kunserve.core.layout import GroupLayout, LayerRange
@@ -34,6 +35,13 @@ class Outgoing(NamedTuple):
     hidden: Any = None
 
 
+class Preemption(NamedTuple):
+    """A request that lost its KV, for the driver's log."""
+
+    request_id: RequestId
+    lost_tokens: int
+
+
 @dataclass(slots=True)
 class Seat:
     """The instance's memory, its place in a group, and its mail."""
@@ -47,24 +55,27 @@ class Seat:
     layout: GroupLayout | None = None
     scheduler: Scheduler | None = None
     """Only the leader of a group has one."""
+    totals: SchedulerTotals = field(default_factory=SchedulerTotals)
+    """What this instance's schedulers have done, one after the other."""
     specs: dict[InstanceId, InstanceSpec] = field(default_factory=dict)
     ready: deque[tuple[StepPlan, Any]] = field(default_factory=deque)
-    """Microbatches that came from the stage before."""
+    """Microbatches to run: from the stage before, or the leader's own that lacked units."""
     early: dict[GroupId, list[tuple[StepPlan, Any]]] = field(default_factory=dict)
-    """Microbatches of a group that this instance is about to enter."""
+    """Microbatches of groups that this instance has yet to enter."""
     is_running: bool = False
     last_step_s: float = 0.0
     outbox: list[Outgoing] = field(default_factory=list)
     to_self: deque[Message] = field(default_factory=deque)
+    preemptions: list[Preemption] = field(default_factory=list)
 
     @property
     def me(self) -> InstanceId:
-        """This instance's id."""
+        """The instance's id."""
         return self.config.instance_id
 
     @property
     def spec(self) -> InstanceSpec:
-        """This instance's make."""
+        """What the instance is made of."""
         return self.body.spec
 
     @property
@@ -87,22 +98,34 @@ class Seat:
         else:
             self.outbox.append(Outgoing(dst, message, hidden))
 
+    def note_preemption(self, request_id: RequestId, lost_tokens: int) -> None:
+        """A transition cost a request its KV."""
+        self.preemptions.append(Preemption(request_id, lost_tokens))
+        self.totals.num_preemptions += 1
+        self.totals.lost_tokens += lost_tokens
+
+    def free(self, request_id: RequestId) -> None:
+        """Forget a request that no transfer touches."""
+        self.table.release(request_id)
+        self.body.forget(request_id)
+
     def keep_only(self, layers: LayerRange) -> Remap:
         """Turn held layers outside ``layers`` into KV memory."""
         if self.held == layers:
             remap = Remap(self.table.num_units, 0, 0.0)
         else:
+            self.mover.offer_layers(layers)
             remap = self.body.drop_layers(layers)
             self.held = layers
         self.table.set_layers(layers, remap.kv_units)
         return remap
 
     def enter(self, layout: GroupLayout, now_s: float) -> None:
-        """Stand in a new group; microbatches of the old one are forgotten."""
+        """Stand in a new group; microbatches of older ones are forgotten."""
         self.layout = layout
         self.last_step_s = now_s
         self.ready = deque(self.early.pop(layout.group_id, []))
-        self.early.clear()
+        self.early = {g: plans for g, plans in self.early.items() if g > layout.group_id}
         self.scheduler = None
         if layout.leader == self.me:
             self.scheduler = Scheduler(
@@ -113,7 +136,20 @@ class Seat:
                 capacity_blocks=self.capacity_blocks(),
                 eos_token_ids=self.config.eos_token_ids,
                 max_model_len=self.config.max_model_len,
+                totals=self.totals,
             )
+
+    def arrived(self, plan: StepPlan, hidden: Any) -> None:
+        """A microbatch from the stage before.
+
+        It may come before this instance has entered the group (ids of groups only grow), or be
+        left over from one that it has left.
+        """
+        now = None if self.layout is None else self.layout.group_id
+        if plan.group_id == now:
+            self.ready.append((plan, hidden))
+        elif now is None or plan.group_id > now:
+            self.early.setdefault(plan.group_id, []).append((plan, hidden))
 
     def capacity_blocks(self) -> int:
         """KV blocks of the present group when no transition narrows it."""

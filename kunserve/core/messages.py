@@ -54,6 +54,8 @@ class Submit:
     """Take a request. A non-leader forwards it to its leader."""
 
     request: Request
+    group_id: GroupId | None = None
+    """Set when an instance forwards it: the group whose leader it is for."""
     is_forwarded: bool = False
     """Came by a peer; the controller counted it for that peer."""
 
@@ -122,7 +124,8 @@ class MemberSources:
 class LoadLayers:
     """Before a restore's commit: shrink the KV range and fill the missing layers, while serving.
 
-    The leader gets it, waits until the group's KV fits ``capacity_blocks``, and passes it on.
+    The leader gets it, keeps the group's KV within ``capacity_blocks`` from then on, and passes
+    it on; it refuses if more is in use.
     """
 
     transition_id: TransitionId
@@ -152,7 +155,10 @@ class Ready:
     spec: InstanceSpec
     data_address: str
     """Where peers reach the instance."""
-    kernel_info: str
+    max_model_len: int
+    """Longest prompt plus output that the instance can hold undropped."""
+    summary: str
+    """Weights, KV blocks and the longest request that fits, for people."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,25 +276,43 @@ class KvMoved:
 
 
 @dataclass(frozen=True, slots=True)
+class KvDropped:
+    """Nobody will pull the request's KV any more (it ended): the source may free it."""
+
+    transition_id: TransitionId
+    request_id: RequestId
+
+
+@dataclass(frozen=True, slots=True)
 class ExchangeProgress:
     """A member's account of an exchange, to its new leader, on every change.
 
-    ``extra_units`` corrects the leader's count: units that the member still holds for others,
-    less units that its own blocks have not taken yet.
+    The first one goes to every instance of the transition: from then on they may pull.
     """
 
     transition_id: TransitionId
     instance_id: InstanceId
     extra_units: int
+    """Units that the exchange may use at most from now on beside the group's own blocks."""
     arrived: tuple[RequestId, ...]
     """Requests whose KV is complete at this member since the last message."""
     moved_bytes: int
     """KV bytes received since the last message."""
     is_finished: bool
     """The member has nothing left to send or receive."""
+    lost: tuple[RequestId, ...] = ()
+    """Requests whose KV could not be had since the last message: to be recomputed."""
 
 
 PeerMessage: TypeAlias = (
-    Activation | Sampled | Handover | KvMoved | ExchangeProgress | LoadLayers | Submit | Abort
+    Activation
+    | Sampled
+    | Handover
+    | KvMoved
+    | KvDropped
+    | ExchangeProgress
+    | LoadLayers
+    | Submit
+    | Abort
 )
 Message: TypeAlias = Command | Event | PeerMessage

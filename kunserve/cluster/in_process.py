@@ -1,0 +1,395 @@
+"""A whole cluster in one process, without threads or real time: the caller picks what happens next.
+
+The real controller and real agents over fake bodies. Every link between two of them is a queue,
+steps have a beginning and an end, and bulk pulls are under way until they are completed, so that
+a test can choose any interleaving that processes and networks could produce (``actions``), or
+let the cluster run by itself (``run_until_idle``).
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeAlias
+
+from kunserve.cluster.fake import FakeBody, FakeModel
+from kunserve.control.agent import InstanceAgent, Work
+from kunserve.control.body import Int32Array, KvPiece
+from kunserve.control.controller import Announce, Controller, Deliver, Respawn, ScaleUp, Tell
+from kunserve.control.seat import AgentConfig
+from kunserve.core.config import KunServeConfig
+from kunserve.core.ids import InstanceId, RequestId
+from kunserve.core.layout import LayerRange
+from kunserve.core.messages import Connect, Event, Message, Ready
+from kunserve.core.request import FinishReason, Request
+from kunserve.core.snapshots import InstanceSpec, TransitionRecord
+from kunserve.transport.codec import decode, encode
+
+Address: TypeAlias = InstanceId | None
+"""None is the controller."""
+
+STEP_S = 0.001
+"""Virtual time that one action takes."""
+IDLE_S = 0.6
+"""Virtual time that passes when nothing else can happen."""
+MAX_IDLE_ROUNDS = 20
+"""Idle rounds in a row after which unfinished requests mean that the cluster hangs."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPull:
+    """Weights on their way."""
+
+    layers: LayerRange
+    src: InstanceId
+
+
+class Pull(NamedTuple):
+    """A bulk transfer under way."""
+
+    what: KvPiece | LayerPull
+    entries: Int32Array | None
+
+
+class InProcessMover:
+    """Implements ``control.body.Mover``: a pull copies when somebody completes it."""
+
+    def __init__(self) -> None:
+        self.exports: dict[RequestId, Int32Array] = {}
+        self.offered: LayerRange | None = None
+        self.pulls: list[Pull] = []
+
+    def export_kv(self, request_id: RequestId, entries: Int32Array) -> None:
+        """Let peers read the request's blocks."""
+        self.exports[request_id] = entries
+
+    def withdraw_kv(self, request_id: RequestId) -> None:
+        """Stop serving the request's blocks."""
+        self.exports.pop(request_id, None)
+
+    def pull_kv(self, piece: KvPiece, entries: Int32Array) -> None:
+        """Start filling blocks."""
+        self.pulls.append(Pull(piece, entries))
+
+    def pull_layers(self, layers: LayerRange, src: InstanceId) -> None:
+        """Start filling weights."""
+        self.pulls.append(Pull(LayerPull(layers, src), None))
+
+    def offer_layers(self, layers: LayerRange | None) -> None:
+        """Let peers pull these layers and no others."""
+        self.offered = layers
+
+    def cancel(self, request_id: RequestId) -> None:
+        """Forget the pulls of a request."""
+        self.pulls = [
+            pull
+            for pull in self.pulls
+            if isinstance(pull.what, LayerPull) or pull.what.request_id != request_id
+        ]
+
+    def reset(self) -> None:
+        """Forget every export and every pull."""
+        self.exports.clear()
+        self.pulls.clear()
+
+
+@dataclass(slots=True)
+class Member:
+    """One living instance."""
+
+    agent: InstanceAgent
+    body: FakeBody
+    mover: InProcessMover
+    work: Work | None = None
+    """The step that runs."""
+
+
+class Letter(NamedTuple):
+    """A message on a link: bytes, as between processes."""
+
+    data: bytes
+    hidden: bytes | None
+
+
+@dataclass(frozen=True, slots=True)
+class Deliverance:
+    """Deliver the first message of a link."""
+
+    src: Address
+    dst: Address
+
+
+@dataclass(frozen=True, slots=True)
+class StartStep:
+    """Let an instance begin its next step."""
+
+    instance_id: InstanceId
+
+
+@dataclass(frozen=True, slots=True)
+class FinishStep:
+    """Let an instance's step end."""
+
+    instance_id: InstanceId
+
+
+@dataclass(frozen=True, slots=True)
+class CompletePull:
+    """Let one of an instance's pulls end: copied, or refused."""
+
+    instance_id: InstanceId
+    index: int
+    fails: bool = False
+
+
+Action: TypeAlias = Deliverance | StartStep | FinishStep | CompletePull
+
+
+@dataclass(slots=True)
+class Account:
+    """What became of a request."""
+
+    request: Request
+    token_ids: list[int] = field(default_factory=list)
+    end: FinishReason | None = None
+    is_cancelled: bool = False
+
+
+class InProcessCluster:
+    """See the module."""
+
+    def __init__(
+        self,
+        model: FakeModel,
+        specs: Sequence[InstanceSpec],
+        config: KunServeConfig,
+        max_model_len: int,
+    ) -> None:
+        """Instances are started at once; deliver their mail to have them form groups."""
+        self.now_s = 0.0
+        self.controller = Controller(config)
+        self.members: dict[InstanceId, Member] = {}
+        self.accounts: dict[RequestId, Account] = {}
+        self.records: list[TransitionRecord] = []
+        """Finished transitions."""
+        self.scale_ups: list[str] = []
+        self.dead: list[InstanceId] = []
+        """Instances to be started again, as the controller wished."""
+        self.num_preemptions = 0
+        self._model = model
+        self._config = config
+        self._max_model_len = max_model_len
+        self._specs = {spec.instance_id: spec for spec in specs}
+        self._links: dict[tuple[Address, Address], deque[Letter]] = {}
+        for spec in specs:
+            self.start_instance(spec.instance_id)
+
+    # Instances
+
+    def start_instance(self, instance_id: InstanceId) -> None:
+        """Start an instance (again): it reports for duty."""
+        assert instance_id not in self.members, instance_id
+        if instance_id in self.dead:
+            self.dead.remove(instance_id)
+        spec = self._specs[instance_id]
+        body, mover = FakeBody(spec, self._model), InProcessMover()
+        config = AgentConfig(
+            instance_id, self._config.scheduler, self._model.eos_token_ids, self._max_model_len
+        )
+        self.members[instance_id] = Member(InstanceAgent(config, body, mover), body, mover)
+        self._post(instance_id, None, Ready(spec, "in-process", self._max_model_len, "fake"))
+
+    def kill_instance(self, instance_id: InstanceId) -> None:
+        """An instance dies; mail that it has sent may still arrive."""
+        del self.members[instance_id]
+        for src, dst in list(self._links):
+            if dst == instance_id:
+                del self._links[src, dst]
+        # What it told the controller came before the connection broke.
+        while self._links.get((instance_id, None)):
+            self.perform(Deliverance(instance_id, None))
+        self.controller.lost(instance_id, "killed", self.now_s)
+        self._obey()
+
+    # Requests
+
+    def submit(self, request: Request) -> None:
+        """A client sends a request."""
+        self.accounts[request.request_id] = Account(request)
+        self.controller.arrive(request, self.now_s)
+        self._obey()
+
+    def cancel(self, request_id: RequestId) -> None:
+        """A client goes away."""
+        self.accounts[request_id].is_cancelled = True
+        self.controller.cancel(request_id)
+        self._obey()
+
+    @property
+    def unfinished(self) -> list[RequestId]:
+        """Requests that have not ended."""
+        return [
+            request_id
+            for request_id, account in self.accounts.items()
+            if account.end is None and not account.is_cancelled
+        ]
+
+    # What can happen
+
+    def actions(self) -> list[Action]:
+        """Everything that may happen next, in a fixed order."""
+        found: list[Action] = [
+            Deliverance(src, dst) for (src, dst), letters in self._links.items() if letters
+        ]
+        for instance_id, member in self.members.items():
+            if member.work is not None:
+                found.append(FinishStep(instance_id))
+            elif member.agent.has_ready_work():
+                found.append(StartStep(instance_id))
+            found.extend(CompletePull(instance_id, i) for i in range(len(member.mover.pulls)))
+        return found
+
+    def perform(self, action: Action) -> None:
+        """Let it happen."""
+        self.now_s += STEP_S
+        match action:
+            case Deliverance(src, dst):
+                letter = self._links[src, dst].popleft()
+                self._deliver(src, dst, letter)
+            case StartStep(instance_id):
+                member = self.members[instance_id]
+                assert member.work is None, instance_id
+                member.work = member.agent.next_work(self.now_s)
+            case FinishStep(instance_id):
+                self._finish_step(self.members[instance_id])
+            case CompletePull(instance_id, index, fails):
+                self._complete_pull(self.members[instance_id], index, fails)
+        self._collect()
+
+    def pass_time(self, seconds: float) -> None:
+        """Let time pass: load reports and the controller's tick."""
+        self.now_s += seconds
+        for member in self.members.values():
+            member.agent.report(self.now_s)
+        self._collect()
+        self.controller.tick(self.now_s)
+        self._obey()
+
+    def run_until_idle(self, max_actions: int = 200_000) -> None:
+        """Let everything happen, the longest possible thing first, until all requests ended."""
+        idle_rounds = 0
+        for _ in range(max_actions):
+            found = self.actions()
+            for action in found:
+                if action in self.actions():
+                    self.perform(action)
+            if found:
+                idle_rounds = 0
+                continue
+            if not self.unfinished and not self.controller.transitions.active:
+                return
+            idle_rounds += 1
+            assert idle_rounds < MAX_IDLE_ROUNDS, f"hangs: {self.unfinished}"
+            self.pass_time(IDLE_S)
+        raise AssertionError("no end in sight")
+
+    # Mechanics
+
+    def _finish_step(self, member: Member) -> None:
+        work, member.work = member.work, None
+        assert work is not None
+        outcome = member.body.execute(work.step, work.hidden)
+        member.agent.finished(work, outcome, self.now_s)
+
+    def _complete_pull(self, member: Member, index: int, fails: bool) -> None:
+        what, entries = member.mover.pulls.pop(index)
+        source = self.members.get(what.src)
+        if isinstance(what, LayerPull):
+            ok = not fails and source is not None and self._copy_layers(what, source, member)
+            member.agent.pulled_layers(what.layers, what.src, ok, self.now_s)
+            return
+        assert entries is not None
+        ok = not fails and source is not None and self._copy_kv(what, source, member, entries)
+        member.agent.pulled_kv(what, ok, self.now_s)
+
+    def _copy_layers(self, what: LayerPull, source: Member, member: Member) -> bool:
+        if source.mover.offered is None or not source.mover.offered.covers(what.layers):
+            return False
+        for layer in range(*what.layers):
+            member.body.layer_view(layer)[:] = source.body.layer_view(layer)
+        return True
+
+    def _copy_kv(self, piece: KvPiece, source: Member, member: Member, entries: Int32Array) -> bool:
+        exported = source.mover.exports.get(piece.request_id)
+        if exported is None:
+            return False
+        given = exported[piece.first_block : piece.end_block].tolist()
+        first, num_layers = piece.layers.first, piece.layers.num_layers
+        for src, dst in zip(given, entries.tolist(), strict=True):
+            view = member.body.unit_view(dst + first, num_layers)
+            view[:] = source.body.unit_view(src + first, num_layers)
+        return True
+
+    def _post(self, src: Address, dst: Address, message: Message, hidden: Any = None) -> None:
+        if dst is not None and dst not in self.members:
+            return
+        data = None if hidden is None else bytes(FakeBody.hidden_to_bytes(hidden))
+        self._links.setdefault((src, dst), deque()).append(Letter(bytes(encode(message)), data))
+
+    def _deliver(self, src: Address, dst: Address, letter: Letter) -> None:
+        message = decode(letter.data)
+        if dst is None:
+            assert src is not None
+            self._to_controller(src, message)
+        elif not isinstance(message, Connect):
+            hidden = None if letter.hidden is None else FakeBody.hidden_from_bytes(letter.hidden)
+            self.members[dst].agent.on(message, self.now_s, hidden)
+
+    def _to_controller(self, src: InstanceId, message: Message) -> None:
+        assert isinstance(message, Event), message
+        self.controller.on(src, message, self.now_s)
+        self._obey()
+
+    def _collect(self) -> None:
+        """Put what agents want to send on the links."""
+        for instance_id, member in self.members.items():
+            for dst, message, hidden in member.agent.drain():
+                self._post(instance_id, dst, message, hidden)
+            self.num_preemptions += len(member.agent.drain_preemptions())
+
+    def _obey(self) -> None:
+        """Carry out the controller's commands."""
+        for command in self.controller.drain():
+            match command:
+                case Tell(instance_id, message):
+                    self._post(None, instance_id, message)
+                case Deliver(token):
+                    account = self.accounts[token.request_id]
+                    assert account.end is None and not account.is_cancelled, token
+                    if token.token_id is not None:
+                        assert token.position == len(account.token_ids), token
+                        account.token_ids.append(token.token_id)
+                    account.end = token.finish_reason
+                case Respawn(instance_id):
+                    self.dead.append(instance_id)
+                case Announce(record):
+                    self.records.append(record)
+                case ScaleUp(reason):
+                    self.scale_ups.append(reason)
+
+    # Proof
+
+    def check(self) -> None:
+        """Every owner's invariants."""
+        self.controller.check()
+        for member in self.members.values():
+            member.agent.check()
+            table = member.agent.seat.table
+            assert table.num_units <= member.body.kv_units, (table.num_units, member.body.kv_units)
+
+    def check_empty(self) -> None:
+        """When idle with no request alive: nothing is left of any."""
+        self.check()
+        for instance_id, member in self.members.items():
+            assert member.agent.seat.table.used_units == 0, instance_id
+            assert not member.body.known_requests, (instance_id, member.body.known_requests)
+            assert not member.mover.exports and not member.mover.pulls, instance_id

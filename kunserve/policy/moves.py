@@ -1,0 +1,206 @@
+"""Where requests go when groups change, and in which order their KV moves (section 4.2).
+
+An exchange is memory-neutral: every piece given makes room for one taken. It cannot get stuck if
+at every moment the instance that holds up the others has room for its next piece. So pieces have
+one common order in which all pairs of (old group, new group) advance in proportion: an instance's
+use of memory then goes from what it was to what it will be in a straight line, but for a few
+pieces, and ``float_units`` free units beside the larger of the two suffice. Whatever would not
+leave that room is recomputed instead.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from kunserve.core.ids import GroupId, InstanceId, RequestId
+from kunserve.core.layout import GroupLayout
+from kunserve.core.messages import SequenceState
+from kunserve.core.snapshots import InstanceSpec
+from kunserve.policy.capacity import Specs, group_capacity_blocks, stage_units
+from kunserve.policy.exchange import cut_pieces, order_moves, plan_exchange
+from kunserve.policy.restore import SequenceToPlace, assign_sequences
+
+MAX_PIECE_BLOCKS = 16
+"""Blocks that one pull moves at most."""
+PIECES_PER_POOL = 32
+"""A piece is at most this part of the smallest pool, so that the float stays small."""
+
+
+class Move(NamedTuple):
+    """One request whose KV lies by ``old`` and shall lie by ``new``."""
+
+    request_id: RequestId
+    num_blocks: int
+    old: GroupLayout
+    new: GroupLayout
+
+
+class Piece(NamedTuple):
+    """Blocks [first_block, end_block) of a move: what one pull takes."""
+
+    move: Move
+    first_block: int
+    end_block: int
+
+
+@dataclass(frozen=True, slots=True)
+class MovePlan:
+    """Computed alike by every instance of a transition from the same handovers."""
+
+    homes: dict[RequestId, GroupId]
+    """The new group of every sequence, waiting ones included."""
+    moves: tuple[Move, ...]
+    """Sequences that keep their KV. Others with KV are recomputed."""
+    pieces: tuple[Piece, ...]
+    """All pieces of all moves in the common order."""
+
+
+def choose_piece_blocks(specs: Iterable[InstanceSpec]) -> int:
+    """Blocks per pull, small beside the smallest pool, and the same on every instance."""
+    smallest = min(spec.kv_units // spec.num_layers for spec in specs)
+    return max(1, min(MAX_PIECE_BLOCKS, smallest // PIECES_PER_POOL))
+
+
+def float_units(
+    me: InstanceId, old: Sequence[GroupLayout], new: Sequence[GroupLayout], piece_blocks: int
+) -> int:
+    """KV units that ``me`` needs free beside its blocks during the exchange.
+
+    One piece of every pair of groups, since each may be a piece ahead or behind; the next piece;
+    and room to lay one block out anew where layers join those already here.
+    """
+    ahead = largest = relayout = 0
+    for before in old:
+        for after in new:
+            share = plan_exchange(before, after, me)
+            given = sum(layers.num_layers for _, layers in share.sends)
+            taken = sum(layers.num_layers for _, layers in share.receives)
+            ahead += max(given, taken)
+            largest = max(largest, taken)
+            if taken and share.keep.num_layers:
+                relayout = taken + share.keep.num_layers
+    return piece_blocks * (ahead + largest) + relayout
+
+
+def find_obstacle(
+    me: InstanceId, old: Sequence[GroupLayout], new: Sequence[GroupLayout], specs: Specs
+) -> str | None:
+    """Why ``me`` could not exchange KV in this change of groups, or None."""
+    for before in old:
+        for after in new:
+            share = plan_exchange(before, after, me)
+            if share.sends and share.receives:
+                return f"would give and take KV of the same request ({before}, {after})"
+    if len(new) > 1:
+        return None
+    spare = float_units(me, old, new, choose_piece_blocks(specs.values()))
+    used = sum(group_capacity_blocks(layout, specs) for layout in old)
+    layers = new[0].layers_of(me)
+    assert layers is not None, (me, new)
+    units = stage_units(specs[me], layers)
+    if used * layers.num_layers + spare > units:
+        return f"{units} KV units are too few for {used} blocks and the exchange"
+    for layout in old:
+        mine = layout.layers_of(me)
+        blocks = group_capacity_blocks(layout, specs)
+        if mine is not None and blocks * mine.num_layers + spare > units:
+            return f"the drop would free too few KV units to exchange in ({spare} are needed)"
+    return None
+
+
+def plan_moves(
+    handed_over: Sequence[tuple[GroupLayout, Sequence[SequenceState]]],
+    new: Sequence[GroupLayout],
+    specs: Specs,
+) -> MovePlan:
+    """The new group of every sequence, which keep their KV, and the order of the pieces.
+
+    Those that came last lose their KV first where memory would not suffice.
+    """
+    old = [layout for layout, _ in handed_over]
+    piece_blocks = choose_piece_blocks(specs.values())
+    room = {
+        stage.instance_id: stage_units(specs[stage.instance_id], stage.layers)
+        - float_units(stage.instance_id, old, new, piece_blocks)
+        for layout in new
+        for stage in layout.stages
+    }
+    capacities = {
+        layout.group_id: max(
+            0, min(room[stage.instance_id] // stage.layers.num_layers for stage in layout.stages)
+        )
+        for layout in new
+    }
+    kept: list[tuple[SequenceState, GroupLayout]] = []
+    for layout, states in handed_over:
+        most = min(room[stage.instance_id] // stage.layers.num_layers for stage in layout.stages)
+        used = 0
+        for state in sorted(states, key=_arrival):
+            used += state.num_blocks
+            if state.num_blocks and used <= most:
+                kept.append((state, layout))
+    kept.sort(key=lambda item: _arrival(item[0]))
+    everyone = [state for _, states in handed_over for state in states]
+    block_size = next(iter(specs.values())).block_size
+    while True:
+        with_kv = {state.request.request_id for state, _ in kept}
+        homes = _find_homes(everyone, with_kv, capacities, block_size)
+        if homes is not None:
+            break
+        kept.pop()
+    by_id = {layout.group_id: layout for layout in new}
+    moves = order_moves(
+        Move(state.request.request_id, state.num_blocks, layout, by_id[homes[_id(state)]])
+        for state, layout in kept
+    )
+    return MovePlan(homes, tuple(moves), _order_pieces(moves, piece_blocks))
+
+
+def _find_homes(
+    states: list[SequenceState],
+    with_kv: set[RequestId],
+    capacities: dict[GroupId, int],
+    block_size: int,
+) -> dict[RequestId, GroupId] | None:
+    if len(capacities) == 1:
+        (only,) = capacities
+        used = sum(state.num_blocks for state in states if _id(state) in with_kv)
+        return None if used > capacities[only] else dict.fromkeys(map(_id, states), only)
+    largest = max(capacities.values())
+    return assign_sequences(
+        [
+            SequenceToPlace(
+                _id(state),
+                state.num_blocks if _id(state) in with_kv else 0,
+                min(largest, -(-state.request.max_total_tokens // block_size)),
+                state.request.arrival_s,
+            )
+            for state in states
+        ],
+        capacities,
+    )
+
+
+def _order_pieces(moves: Sequence[Move], piece_blocks: int) -> tuple[Piece, ...]:
+    """Request by request within a pair of groups, and all pairs in proportion."""
+    by_pair: dict[tuple[GroupId, GroupId], list[Move]] = {}
+    for move in moves:
+        by_pair.setdefault((move.old.group_id, move.new.group_id), []).append(move)
+    placed: list[tuple[float, int, Piece]] = []
+    for number, pair in enumerate(sorted(by_pair)):
+        total = sum(move.num_blocks for move in by_pair[pair])
+        done = 0
+        for move in by_pair[pair]:
+            for first, end in cut_pieces(move.num_blocks, piece_blocks):
+                done += end - first
+                placed.append((done / total, number, Piece(move, first, end)))
+    placed.sort(key=lambda item: item[:2])
+    return tuple(piece for _, _, piece in placed)
+
+
+def _id(state: SequenceState) -> RequestId:
+    return state.request.request_id
+
+
+def _arrival(state: SequenceState) -> tuple[float, RequestId]:
+    return state.request.arrival_s, state.request.request_id
