@@ -4,6 +4,8 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from kunserve.control.body import Int32Array
+
 Span = tuple[int, int]
 """Units [start, end)."""
 
@@ -45,6 +47,12 @@ class FreeUnits:
         """Units [start, end) are free from now on."""
         self._merged = False
         self._carve(start, end)
+
+    def give_all(self, starts: Int32Array, ends: Int32Array) -> None:
+        """Like ``give`` for many spans, some of which may be empty."""
+        for start, end in zip(starts.tolist(), ends.tolist(), strict=True):
+            if start < end:
+                self.give(start, end)
 
     def give_runs(self, starts: list[int]) -> None:
         """Like ``give`` for many runs of exactly the current length."""

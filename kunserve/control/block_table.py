@@ -5,17 +5,19 @@ range of layers, usually exactly those that the instance computes; while layers 
 may hold more (not sent yet), fewer (not received yet) or none.
 """
 
-from collections import Counter
-
 import numpy as np
+import numpy.typing as npt
 
-from kunserve.control.block_packing import LiveRun, Packing, plan_vacate
+from kunserve.control.block_packing import RUN, Packing, RunArray, plan_vacate
 from kunserve.control.block_space import FreeUnits, Span
 from kunserve.control.body import Int32Array, UnitCopy
 from kunserve.core.ids import RequestId
 from kunserve.core.layout import LayerRange
 
 NOTHING = LayerRange(0, 0)
+
+SPARE_RUNS = 32
+"""Free runs that a compaction makes beyond those needed, at most, if cheaper by the run."""
 
 _Saved = tuple[Int32Array, Int32Array, Int32Array, list[Span]]
 
@@ -42,7 +44,7 @@ class BlockTable:
         self._rows: dict[RequestId, int] = {}
         self._num_blocks: dict[RequestId, int] = {}
         self._free_rows = list(range(shape[0] - 1, -1, -1))
-        self._pins: Counter[RequestId] = Counter()
+        self._pinned: npt.NDArray[np.bool_] = np.zeros(shape, dtype=np.bool_)
         self._free = FreeUnits(num_layers, [(0, num_units)])
 
     @property
@@ -101,14 +103,14 @@ class BlockTable:
         row = self._rows.get(request_id)
         if row is None:
             return
-        assert request_id not in self._pins, f"{request_id} is pinned by a transfer"
         count = self._num_blocks[request_id]
+        assert not self._pinned[row, :count].any(), f"{request_id} is in transfer"
         first, end = self._first[row, :count], self._end[row, :count]
         if (first == self.layers.first).all() and (end == self.layers.end).all():
             self._free.give_runs((self.tables[row, :count] + first).tolist())
+            first[:] = end[:] = 0
         else:
-            for block in range(count):
-                self._free_units_of(row, block, NOTHING)
+            self._keep_only(row, 0, count, NOTHING)
         del self._rows[request_id], self._num_blocks[request_id]
         self._free_rows.append(row)
 
@@ -137,12 +139,11 @@ class BlockTable:
     ) -> None:
         """Blocks [first_block, end_block) hold no other layers than ``keep`` any more.
 
-        Called when a peer has received them (or nobody needs them); allowed while pinned.
+        Called when peers have received them (or nobody needs them); allowed while pinned.
         """
         assert end_block <= self._num_blocks[request_id], (request_id, end_block)
         row = self._rows[request_id]
-        for block in range(first_block, end_block):
-            self._free_units_of(row, block, keep)
+        self._keep_only(row, first_block, end_block, keep)
 
     def relayout(
         self, request_id: RequestId, first_block: int, end_block: int
@@ -150,10 +151,11 @@ class BlockTable:
         """Blocks [first_block, end_block) get room for every current layer, keeping content.
 
         Called in a restore, before the missing layers' KV is pulled from peers. These blocks
-        must not be in a transfer, though others of the request may (and then it is pinned).
+        must not be pinned, though others of the request may be.
         """
         assert end_block <= self._num_blocks[request_id], (request_id, end_block)
         row = self._rows[request_id]
+        assert not self._pinned[row, first_block:end_block].any(), f"{request_id} is in transfer"
         blocks = [
             block
             for block in range(first_block, end_block)
@@ -187,29 +189,30 @@ class BlockTable:
         """
         if self.used_units > num_units:
             return None
-        packing = plan_vacate(self._live_runs, num_units)
+        packing = plan_vacate(self._live_runs(), num_units)
         if packing is None:
             return None
         self._apply(packing)
         return tuple(packing.copies)
 
-    def pin(self, request_id: RequestId) -> None:
-        """Leave the request's blocks where they are until as many ``unpin`` as ``pin``."""
-        self._pins[request_id] += 1
+    def pin(self, request_id: RequestId, first_block: int, end_block: int) -> None:
+        """Leave blocks [first_block, end_block) where they are: a transfer reads or fills them."""
+        assert end_block <= self._num_blocks[request_id], (request_id, end_block)
+        self._pinned[self._rows[request_id], first_block:end_block] = True
 
-    def unpin(self, request_id: RequestId) -> None:
-        """A transfer of the request's blocks is over. Allowed for requests not pinned."""
-        if self._pins[request_id] <= 1:
-            del self._pins[request_id]
-        else:
-            self._pins[request_id] -= 1
+    def unpin(self, request_id: RequestId, first_block: int, end_block: int) -> None:
+        """The transfer of these blocks is over. Allowed for blocks and requests not pinned."""
+        row = self._rows.get(request_id)
+        if row is not None:
+            self._pinned[row, first_block:end_block] = False
 
     def check(self) -> None:
         """Assert that every unit is held once or free once, and lies below ``num_units``."""
         owners = np.zeros(self.num_units, dtype=np.int32)
         for run in self._live_runs():
-            assert run.start >= 0 and run.end <= self.num_units, (run, self.num_units)
-            owners[run.start : run.end] += 1
+            start, end = int(run["start"]), int(run["start"] + run["length"])
+            assert start >= 0 and end <= self.num_units, (run, self.num_units)
+            owners[start:end] += 1
         for start, end in self._free.pieces():
             assert 0 <= start < end <= self.num_units, (start, end, self.num_units)
             owners[start:end] += 1
@@ -238,22 +241,18 @@ class BlockTable:
             self._free.give(old, old + held.num_layers)
         self._put(row, block, start)
 
-    def _free_units_of(self, row: int, block: int, keep: LayerRange) -> None:
-        first, end = int(self._first[row, block]), int(self._end[row, block])
-        entry = int(self.tables[row, block])
-        kept = LayerRange(first, end).intersect(keep)
-        if kept.num_layers == 0:
-            if end > first:
-                self._free.give(entry + first, entry + end)
-            self.tables[row, block] = 0
-            kept = NOTHING
-        else:
-            if kept.first > first:
-                self._free.give(entry + first, entry + kept.first)
-            if end > kept.end:
-                self._free.give(entry + kept.end, entry + end)
-        self._first[row, block] = kept.first
-        self._end[row, block] = kept.end
+    def _keep_only(self, row: int, first_block: int, end_block: int, keep: LayerRange) -> None:
+        """Shrink these blocks to ``keep`` and free the units on either side."""
+        blocks = slice(first_block, end_block)
+        entries = self.tables[row, blocks]
+        first, end = self._first[row, blocks], self._end[row, blocks]
+        kept_first = np.clip(keep.first, first, end)
+        kept_end = np.clip(keep.end, kept_first, end)
+        self._free.give_all(entries + first, entries + kept_first)
+        self._free.give_all(entries + kept_end, entries + end)
+        empty = kept_end <= kept_first
+        kept_first[empty] = kept_end[empty] = entries[empty] = 0
+        first[:], end[:] = kept_first, kept_end
 
     def _row_for(self, request_id: RequestId, num_blocks: int) -> int:
         rows, columns = self.tables.shape
@@ -265,6 +264,7 @@ class BlockTable:
             self.tables = np.pad(self.tables, pad)
             self._first = np.pad(self._first, pad)
             self._end = np.pad(self._end, pad)
+            self._pinned = np.pad(self._pinned, pad)
             self._free_rows.extend(range(rows + more_rows - 1, rows - 1, -1))
         if row is None:
             row = self._rows[request_id] = self._free_rows.pop()
@@ -276,16 +276,17 @@ class BlockTable:
         if self._free.num_units < count * length:
             return None
         packing = Packing(self._live_runs(), self.num_units)
-        if packing.reserve(length, count) is None:
+        spare = min(SPARE_RUNS, self._free.num_units // length)
+        if not packing.reserve(length, count, spare):
             return None
         self._apply(packing)
         return tuple(packing.copies)
 
     def _apply(self, packing: Packing) -> None:
+        runs = packing.runs[packing.runs["row"] >= 0]
+        moved = (runs["start"] - runs["origin"]).astype(np.int32)
+        self.tables[runs["row"], runs["block"]] += moved
         spans = packing.gaps()
-        for run in packing.runs:
-            if run.row is not None and run.start != run.origin:
-                self.tables[run.row, run.block] += run.start - run.origin
         if packing.limit < self.num_units:
             if spans and spans[-1][1] == packing.limit:
                 spans[-1] = (spans[-1][0], self.num_units)
@@ -293,22 +294,16 @@ class BlockTable:
                 spans.append((packing.limit, self.num_units))
         self._free.reset(self.layers.num_layers, spans)
 
-    def _live_runs(self) -> list[LiveRun]:
+    def _live_runs(self) -> RunArray:
         """Every non-empty block, in order of units."""
-        runs: list[LiveRun] = []
-        for request_id, row in self._rows.items():
-            count = self._num_blocks[request_id]
-            fixed = request_id in self._pins
-            firsts = self._first[row, :count]
-            starts = (self.tables[row, :count] + firsts).tolist()
-            lengths = (self._end[row, :count] - firsts).tolist()
-            runs.extend(
-                LiveRun(start, length, fixed, row, block, start)
-                for block, (start, length) in enumerate(zip(starts, lengths, strict=True))
-                if length
-            )
-        runs.sort(key=lambda run: run.start)
-        return runs
+        rows, blocks = np.nonzero(self._end > self._first)
+        firsts = self._first[rows, blocks]
+        runs = np.zeros(rows.size, dtype=RUN)
+        runs["start"] = runs["origin"] = self.tables[rows, blocks] + firsts
+        runs["length"] = self._end[rows, blocks] - firsts
+        runs["fixed"] = self._pinned[rows, blocks]
+        runs["row"], runs["block"] = rows, blocks
+        return runs[np.argsort(runs["start"], kind="stable")]
 
     def _save(self) -> _Saved:
         return self.tables.copy(), self._first.copy(), self._end.copy(), self._free.spans()

@@ -29,8 +29,8 @@ class BlockTableMachine(RuleBasedStateMachine):
         self.memory: dict[int, Tag] = {}
         self.expected: dict[Tag, None] = {}
         self.blocks: dict[RequestId, int] = {}
-        self.pinned: dict[RequestId, int] = {}
-        self.pinned_places: dict[RequestId, list[int]] = {}
+        self.pinned: dict[tuple[RequestId, int], int] = {}
+        """(request, block) -> the entry that must not change."""
 
     def unit(self, name: RequestId, block: int, layer: int) -> int:
         return int(self.table.tables[self.table.row_of(name), block]) + layer
@@ -42,7 +42,7 @@ class BlockTableMachine(RuleBasedStateMachine):
 
     def run(self, copies: tuple[UnitCopy, ...]) -> None:
         for src, dst, count in copies:
-            assert count > 0 and 0 <= src and 0 <= dst
+            assert count > 0 and min(src, dst) >= 0
             assert max(src, dst) + count <= self.table.num_units
             assert src + count <= dst or dst + count <= src, "overlap"
             for i in range(count):
@@ -57,7 +57,8 @@ class BlockTableMachine(RuleBasedStateMachine):
                 del self.expected[tag]
 
     def known(self, data: st.DataObject, pinned: bool = False) -> RequestId | None:
-        names = [name for name in self.blocks if pinned or name not in self.pinned]
+        fixed = set() if pinned else {name for name, _ in self.pinned}
+        names = [name for name in self.blocks if name not in fixed]
         return data.draw(st.sampled_from(names)) if names else None
 
     def span(self, data: st.DataObject, name: RequestId) -> tuple[int, int]:
@@ -125,6 +126,8 @@ class BlockTableMachine(RuleBasedStateMachine):
         if name is None:
             return
         first, end = self.span(data, name)
+        if any((name, block) in self.pinned for block in range(first, end)):
+            return
         layers = self.table.layers
         held = [self.table.held(name, block) for block in range(first, end)]
         if not all(layers.covers(old) for old in held):
@@ -144,24 +147,24 @@ class BlockTableMachine(RuleBasedStateMachine):
                 if (name, block, layer) in self.expected:
                     assert self.memory[self.unit(name, block, layer)] == (name, block, layer)
             self.write(name, block, layers)
-        self.pinned_places.pop(name, None)
 
     @rule(data=st.data())
     def pin(self, data: st.DataObject) -> None:
         name = self.known(data, pinned=True)
         if name is not None:
-            self.table.pin(name)
-            self.pinned[name] = self.pinned.get(name, 0) + 1
+            first, end = self.span(data, name)
+            self.table.pin(name, first, end)
+            for block in range(first, end):
+                self.pinned[name, block] = self.unit(name, block, 0)
 
     @precondition(lambda self: self.pinned)
     @rule(data=st.data())
     def unpin(self, data: st.DataObject) -> None:
-        name = data.draw(st.sampled_from(sorted(self.pinned)))
-        self.table.unpin(name)
-        self.pinned[name] -= 1
-        if not self.pinned[name]:
-            del self.pinned[name]
-            self.pinned_places.pop(name, None)
+        self.table.unpin(RequestId("nobody"), 0, 1)
+        name, block = data.draw(st.sampled_from(sorted(self.pinned)))
+        self.table.unpin(name, block, self.blocks[name])
+        for other in range(block, self.blocks[name]):
+            self.pinned.pop((name, other), None)
 
     @invariant()
     def content_is_kept(self) -> None:
@@ -179,20 +182,15 @@ class BlockTableMachine(RuleBasedStateMachine):
 
     @invariant()
     def pinned_blocks_stay(self) -> None:
-        for name in getattr(self, "pinned", ()):
-            row = self.table.row_of(name)
-            before = self.pinned_places.get(name, [])
-            now = self.table.tables[row, : self.blocks[name]].tolist()
-            for block, (old, new) in enumerate(zip(before, now, strict=False)):
-                assert old == new or self.table.held(name, block).num_layers == 0
-            self.pinned_places[name] = now
+        for (name, block), entry in getattr(self, "pinned", {}).items():
+            empty = self.table.held(name, block).num_layers == 0
+            assert empty or self.unit(name, block, 0) == entry
 
     def teardown(self) -> None:
         if not hasattr(self, "table"):
             return
         for name in list(self.blocks):
-            for _ in range(self.pinned.get(name, 0)):
-                self.table.unpin(name)
+            self.table.unpin(name, 0, self.blocks[name])
             self.table.release(name)
         self.table.check()
         assert self.table.used_units == 0

@@ -149,8 +149,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         ids = [chunk.request_id for chunk in plan.chunks]
         assert len(set(ids)) == len(ids) and self.stalled.isdisjoint(ids)
         for start in plan.started:
-            known = (*self.requests[start.request_id].prompt_token_ids,
-                     *self.outputs[start.request_id])
+            known = (
+                *self.requests[start.request_id].prompt_token_ids,
+                *self.outputs[start.request_id],
+            )
             assert start.token_ids == (known if start.sampling.needs_history else ())
         self.plans.append((plan, self.scheduler.token_ids_of(plan).tolist()))
 
@@ -174,8 +176,10 @@ class SchedulerMachine(RuleBasedStateMachine):
                 request = self.requests[output.request_id]
                 assert tokens == undisturbed(request, self.max_model_len)
                 stopped = output.finish_reason is FinishReason.STOP
-                assert stopped or len(tokens) == request.sampling.max_tokens or (
-                    len(tokens) + len(request.prompt_token_ids) == self.max_model_len
+                assert (
+                    stopped
+                    or len(tokens) == request.sampling.max_tokens
+                    or (len(tokens) + len(request.prompt_token_ids) == self.max_model_len)
                 )
 
     @rule(data=st.data())
