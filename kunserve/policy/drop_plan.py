@@ -83,6 +83,8 @@ class _Shape(NamedTuple):
     stages: _Stages
     """(index into ``held``, layers once merged), in stage order."""
     capacity_blocks: int
+    gain_blocks: int
+    """Less the capacities before the plan."""
     freed_bytes: int
 
 
@@ -91,12 +93,11 @@ class _Group(NamedTuple):
 
     old: tuple[GroupLayout, ...]
     """Their members, in order, are those of ``shape.held``."""
-    old_capacity_blocks: int
     shape: _Shape
 
 
-_Entry: TypeAlias = tuple[int, bool, int, int, _Group]
-"""(instances, whether it has memory to spare, capacity, position, group): the heap's order.
+_Entry: TypeAlias = tuple[int, bool, int, int]
+"""(instances, whether it has memory to spare, capacity, index of the group): the heap's order.
 
 Algorithm 1 leaves ties open. Groups that lack memory merge first, so that the gain is where the
 queue is; then groups of like capacity, since the scarcest stage bounds the merged group.
@@ -121,8 +122,8 @@ def plan_drop(
     merges at most: merges of equal shapes are worked out once.
     """
     shapes = _Shapes(specs, head_cost_layers)
-    heap = _smallest_first(layouts, shapes, frozenset(pressed), frozenset(untouchable))
-    position = len(layouts)
+    groups = [_Group((layout,), shapes.of_layout(layout)) for layout in layouts]
+    heap = _smallest_first(groups, frozenset(pressed), frozenset(untouchable))
     refused: list[_Entry] = []
     has_merged = False
     gain = 0
@@ -135,57 +136,61 @@ def plan_drop(
             refused, has_merged = [], False
             continue
         smallest = heapq.heappop(heap)
-        size, spare, _, _, group = smallest
-        partner = _take_partner(heap, size, group, shapes, max_group_size)
+        partner = _take_partner(heap, smallest, groups, shapes, max_group_size)
         if partner is None:
             refused.append(smallest)
             continue
-        other_size, other_spare, _, _, other = partner
-        shape = shapes.merged(group.shape, other.shape)
-        assert shape is not None, (group, other)
-        gain += shape.capacity_blocks - group.shape.capacity_blocks - other.shape.capacity_blocks
-        old_capacity = group.old_capacity_blocks + other.old_capacity_blocks
-        merged = _Group(group.old + other.old, old_capacity, shape)
-        entry = (size + other_size, spare and other_spare, shape.capacity_blocks, position, merged)
-        heapq.heappush(heap, entry)
-        position += 1
+        size, spare, capacity, index = smallest
+        other_size, other_spare, other_capacity, other_index = partner
+        old, shape = groups[index]
+        other_old, other_shape = groups[other_index]
+        merged = shapes.merged(shape, other_shape)
+        assert merged is not None, (shape, other_shape)
+        gain += merged.capacity_blocks - capacity - other_capacity
+        heapq.heappush(
+            heap,
+            (size + other_size, spare and other_spare, merged.capacity_blocks, len(groups)),
+        )
+        groups.append(_Group(old + other_old, merged))
         has_merged = True
 
-    groups = [entry[4] for entry in sorted(heap + refused) if len(entry[4].old) > 1]
-    merges = tuple(_name(group, GroupId(first_id + number)) for number, group in enumerate(groups))
+    left = (groups[index] for _, _, _, index in sorted(heap + refused))
+    changed = [group for group in left if len(group.old) > 1]
+    merges = tuple(
+        [_name(group, GroupId(first_id + number)) for number, group in enumerate(changed)]
+    )
     return DropPlan(merges, required_blocks, gain >= required_blocks)
 
 
 def _smallest_first(
-    layouts: Sequence[GroupLayout],
-    shapes: "_Shapes",
-    pressed: frozenset[GroupId],
-    untouchable: frozenset[GroupId],
+    groups: Sequence[_Group], pressed: frozenset[GroupId], untouchable: frozenset[GroupId]
 ) -> list[_Entry]:
     """Algorithm 1's initial queue."""
-    heap: list[_Entry] = []
-    for position, layout in enumerate(layouts):
+    heap = []
+    for index, ((layout,), shape) in enumerate(groups):
         group_id = layout.group_id
         if group_id not in untouchable:
-            shape = shapes.of_layout(layout)
-            capacity = shape.capacity_blocks
-            group = _Group((layout,), capacity, shape)
-            heap.append((len(layout.stages), group_id not in pressed, capacity, position, group))
+            heap.append((len(shape.stages), group_id not in pressed, shape.capacity_blocks, index))
     heap.sort()
     return heap
 
 
 def _take_partner(
-    heap: list[_Entry], size: int, group: _Group, shapes: "_Shapes", max_group_size: int | None
+    heap: list[_Entry],
+    smallest: _Entry,
+    groups: Sequence[_Group],
+    shapes: "_Shapes",
+    max_group_size: int | None,
 ) -> _Entry | None:
-    """Take the smallest group that gives a gain when merged with ``group`` out of the heap."""
+    """Take the smallest group that gives a gain when merged with ``smallest`` out of the heap."""
+    shape = groups[smallest[3]].shape
     refused: list[_Entry] = []
     partner: _Entry | None = None
     while heap and len(refused) < MAX_PARTNERS:
-        if max_group_size is not None and size + heap[0][0] > max_group_size:
+        if max_group_size is not None and smallest[0] + heap[0][0] > max_group_size:
             break
         entry = heapq.heappop(heap)
-        if shapes.merged(group.shape, entry[4].shape) is not None:
+        if shapes.merged(shape, groups[entry[3]].shape) is not None:
             partner = entry
             break
         refused.append(entry)
@@ -196,11 +201,10 @@ def _take_partner(
 
 def _name(group: _Group, group_id: GroupId) -> Merge:
     """A group of the finished plan, with its instances' names."""
-    shape = group.shape
-    members = [member for layout in group.old for member, _ in layout.stages]
+    old, shape = group
+    members = [member for layout in old for member, _ in layout.stages]
     stages = tuple([Stage(members[index], layers) for index, layers in shape.stages])
-    gain = shape.capacity_blocks - group.old_capacity_blocks
-    return Merge(group.old, GroupLayout(group_id, stages), gain, shape.freed_bytes)
+    return Merge(old, GroupLayout(group_id, stages), shape.gain_blocks, shape.freed_bytes)
 
 
 class _Shapes:
@@ -232,7 +236,7 @@ class _Shapes:
         if shape is None:
             stages = tuple((index, layers) for index, (layers, _) in enumerate(held))
             capacity = self._capacity(held, stages)
-            shape = _Shape(len(self._layouts), held, stages, capacity, 0)
+            shape = _Shape(len(self._layouts), held, stages, capacity, 0, 0)
             self._layouts[held] = shape
         return shape
 
@@ -254,11 +258,13 @@ class _Shapes:
         if stages is None:
             return None
         capacity = self._capacity(held, stages)
-        if capacity <= one.capacity_blocks + other.capacity_blocks:
+        gain = capacity - one.capacity_blocks - other.capacity_blocks
+        if gain <= 0:
             return None
+        gain += one.gain_blocks + other.gain_blocks
         # Shapes of layouts count up from 0, made ones down from -1.
         key = -1 - len(self._merged)
-        return _Shape(key, held, stages, capacity, self._freed_bytes(held, stages))
+        return _Shape(key, held, stages, capacity, gain, self._freed_bytes(held, stages))
 
     def _split(self, held: _Held, prefer: Prefer) -> _Stages | None:
         """The layers of each member; chosen for nearly their memory when kinds are many."""
