@@ -275,22 +275,27 @@ class InProcessCluster:
         self._obey()
 
     def run_until_idle(self, max_actions: int = 200_000) -> None:
-        """Let everything happen, the longest possible thing first, until all requests ended."""
+        """Let everything happen, in turns, until all requests and transitions have ended."""
         idle_rounds = 0
+        progress = self._progress()
         for _ in range(max_actions):
             found = self.actions()
             for action in found:
                 if action in self.actions():
                     self.perform(action)
             if found:
-                idle_rounds = 0
                 continue
             if not self.unfinished and not self.controller.transitions.active:
                 return
-            idle_rounds += 1
+            idle_rounds = idle_rounds + 1 if progress == self._progress() else 0
+            progress = self._progress()
             assert idle_rounds < MAX_IDLE_ROUNDS, f"hangs: {self.unfinished}"
             self.pass_time(IDLE_S)
         raise AssertionError("no end in sight")
+
+    def _progress(self) -> tuple[int, int, int]:
+        tokens = sum(len(account.token_ids) for account in self.accounts.values())
+        return tokens, len(self.unfinished), len(self.records)
 
     # Mechanics
 

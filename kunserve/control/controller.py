@@ -210,7 +210,9 @@ class Controller:
 
     def _view(self, group: Group) -> GroupView:
         if group.load is not None:
-            return GroupView.of(group.load, group.unreported_blocks)
+            # In a transition the leader reports less than the group will have.
+            view = GroupView.of(group.load, group.unreported_blocks)
+            return view._replace(capacity_blocks=group.capacity_blocks)
         return GroupView(
             group.layout.group_id, group.capacity_blocks, 0, 0, 0, 0, group.unreported_blocks
         )
@@ -347,6 +349,8 @@ class Controller:
         """About ten times a second."""
         self.transitions.expire(now_s)
         self._note_backoff(now_s)
+        if self._homeless:
+            self._rehome(now_s)
         self._watch(now_s)
 
     def _watch(self, now_s: float) -> None:
