@@ -7,6 +7,7 @@ under 50 ms.
 import argparse
 import time
 from collections.abc import Callable
+from functools import partial
 
 from kunserve.core.ids import GroupId, InstanceId
 from kunserve.core.layout import GroupLayout, LayerRange, Stage
@@ -39,10 +40,9 @@ def plans(num_instances: int, num_budgets: int) -> dict[str, Callable[[], DropPl
         InstanceId(i): make_spec(i, 20_000 + 40 * (i % num_budgets)) for i in range(num_instances)
     }
     layouts = [GroupLayout(GroupId(i), (Stage(i, LayerRange(0, NUM_LAYERS)),)) for i in specs]
+    first_id = GroupId(num_instances)
     return {
-        name: lambda required=required: plan_drop(  # type: ignore[misc]
-            layouts, specs, required, first_id=GroupId(num_instances)
-        )
+        name: partial(plan_drop, layouts, specs, required, first_id=first_id)
         for name, required in (
             ("one merge", 1),
             ("every instance paired", 287 * num_instances),

@@ -13,6 +13,7 @@ and what uneven memory budgets make differ from bytes.
 """
 
 import heapq
+from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
@@ -96,12 +97,60 @@ class _Group(NamedTuple):
     shape: _Shape
 
 
-_Entry: TypeAlias = tuple[int, bool, int, int]
-"""(instances, whether it has memory to spare, capacity, index of the group): the heap's order.
+class _Rank(NamedTuple):
+    """The order in which groups merge: Algorithm 1's key, then its ties, which it leaves open.
 
-Algorithm 1 leaves ties open. Groups that lack memory merge first, so that the gain is where the
-queue is; then groups of like capacity, since the scarcest stage bounds the merged group.
-"""
+    Groups that lack memory merge first, so that the gain is where the queue is; then groups of
+    like capacity, since the scarcest stage bounds the merged group; then the oldest.
+    """
+
+    num_instances: int
+    has_spare: bool
+    capacity_blocks: int
+
+
+class _Queue:
+    """Algorithm 1's priority queue of groups (by index). Equal ranks leave in order of entry.
+
+    A heap of ranks rather than of groups: a cluster has thousands of groups, but few ranks.
+    """
+
+    def __init__(self) -> None:
+        self._groups: dict[_Rank, deque[int]] = {}
+        self._ranks: list[_Rank] = []
+        self._num_groups = 0
+
+    def __len__(self) -> int:
+        return self._num_groups
+
+    def push(self, rank: _Rank, index: int) -> None:
+        groups = self._groups.get(rank)
+        if groups is None:
+            groups = self._groups[rank] = deque()
+            heapq.heappush(self._ranks, rank)
+        groups.append(index)
+        self._num_groups += 1
+
+    def push_back(self, rank: _Rank, index: int) -> None:
+        """Undo a pop: the group goes before its equals."""
+        self.push(rank, index)
+        self._groups[rank].rotate(1)
+
+    def first(self) -> _Rank:
+        return self._ranks[0]
+
+    def pop(self) -> tuple[_Rank, int]:
+        rank = self._ranks[0]
+        groups = self._groups[rank]
+        index = groups.popleft()
+        self._num_groups -= 1
+        if not groups:
+            del self._groups[heapq.heappop(self._ranks)]
+        return rank, index
+
+    def drain(self) -> list[int]:
+        """All groups in order."""
+        return [self.pop()[1] for _ in range(len(self))]
 
 
 def plan_drop(
@@ -118,43 +167,45 @@ def plan_drop(
     """Merge as few instances as possible until ``required_blocks`` more KV blocks exist.
 
     New groups are numbered from ``first_id`` in the order of ``DropPlan.merges``. ``pressed``
-    groups lack memory; ``untouchable`` ones are in transition. O(N log N) and N / 2 distinct
-    merges at most: merges of equal shapes are worked out once.
+    groups lack memory; ``untouchable`` ones are in transition. O(N log N), and merges of equal
+    shapes are worked out once.
     """
     shapes = _Shapes(specs, head_cost_layers)
     groups = [_Group((layout,), shapes.of_layout(layout)) for layout in layouts]
-    heap = _smallest_first(groups, frozenset(pressed), frozenset(untouchable))
-    refused: list[_Entry] = []
+    queue = _Queue()
+    short, fixed = frozenset(pressed), frozenset(untouchable)
+    for index, ((layout,), shape) in enumerate(groups):
+        group_id = layout.group_id
+        if group_id not in fixed:
+            rank = _Rank(len(shape.stages), group_id not in short, shape.capacity_blocks)
+            queue.push(rank, index)
+
+    refused: list[tuple[_Rank, int]] = []
     has_merged = False
     gain = 0
     while gain < required_blocks:
-        if len(heap) < 2:
+        if len(queue) < 2:
             if not (has_merged and refused):
                 break
             # What found no partner may gain with the groups made since.
-            heap = sorted(heap + refused)
+            for rank, index in refused:
+                queue.push(rank, index)
             refused, has_merged = [], False
             continue
-        smallest = heapq.heappop(heap)
-        partner = _take_partner(heap, smallest, groups, shapes, max_group_size)
-        if partner is None:
-            refused.append(smallest)
-            continue
-        size, spare, capacity, index = smallest
-        other_size, other_spare, other_capacity, other_index = partner
+        rank, index = queue.pop()
         old, shape = groups[index]
-        other_old, other_shape = groups[other_index]
-        merged = shapes.merged(shape, other_shape)
-        assert merged is not None, (shape, other_shape)
-        gain += merged.capacity_blocks - capacity - other_capacity
-        heapq.heappush(
-            heap,
-            (size + other_size, spare and other_spare, merged.capacity_blocks, len(groups)),
-        )
-        groups.append(_Group(old + other_old, merged))
+        partner = _take_partner(queue, rank, shape, groups, shapes, max_group_size)
+        if partner is None:
+            refused.append((rank, index))
+            continue
+        other_rank, other_index, merged = partner
+        gain += merged.capacity_blocks - rank.capacity_blocks - other_rank.capacity_blocks
+        has_spare = rank.has_spare and other_rank.has_spare
+        queue.push(_Rank(len(merged.stages), has_spare, merged.capacity_blocks), len(groups))
+        groups.append(_Group(old + groups[other_index].old, merged))
         has_merged = True
 
-    left = (groups[index] for _, _, _, index in sorted(heap + refused))
+    left = [groups[index] for index in (*queue.drain(), *(index for _, index in refused))]
     changed = [group for group in left if len(group.old) > 1]
     merges = tuple(
         [_name(group, GroupId(first_id + number)) for number, group in enumerate(changed)]
@@ -162,40 +213,29 @@ def plan_drop(
     return DropPlan(merges, required_blocks, gain >= required_blocks)
 
 
-def _smallest_first(
-    groups: Sequence[_Group], pressed: frozenset[GroupId], untouchable: frozenset[GroupId]
-) -> list[_Entry]:
-    """Algorithm 1's initial queue."""
-    heap = []
-    for index, ((layout,), shape) in enumerate(groups):
-        group_id = layout.group_id
-        if group_id not in untouchable:
-            heap.append((len(shape.stages), group_id not in pressed, shape.capacity_blocks, index))
-    heap.sort()
-    return heap
-
-
 def _take_partner(
-    heap: list[_Entry],
-    smallest: _Entry,
+    queue: _Queue,
+    rank: _Rank,
+    shape: _Shape,
     groups: Sequence[_Group],
     shapes: "_Shapes",
     max_group_size: int | None,
-) -> _Entry | None:
-    """Take the smallest group that gives a gain when merged with ``smallest`` out of the heap."""
-    shape = groups[smallest[3]].shape
-    refused: list[_Entry] = []
-    partner: _Entry | None = None
-    while heap and len(refused) < MAX_PARTNERS:
-        if max_group_size is not None and smallest[0] + heap[0][0] > max_group_size:
+) -> tuple[_Rank, int, _Shape] | None:
+    """Take the first group that gives a gain when merged with ``shape``; what they make is last."""
+    refused: list[tuple[_Rank, int]] = []
+    partner: tuple[_Rank, int, _Shape] | None = None
+    while queue and len(refused) < MAX_PARTNERS:
+        size = rank.num_instances + queue.first().num_instances
+        if max_group_size is not None and size > max_group_size:
             break
-        entry = heapq.heappop(heap)
-        if shapes.merged(shape, groups[entry[3]].shape) is not None:
-            partner = entry
+        other_rank, other = queue.pop()
+        merged = shapes.merged(shape, groups[other].shape)
+        if merged is not None:
+            partner = other_rank, other, merged
             break
-        refused.append(entry)
-    for entry in refused:
-        heapq.heappush(heap, entry)
+        refused.append((other_rank, other))
+    for other_rank, other in reversed(refused):
+        queue.push_back(other_rank, other)
     return partner
 
 

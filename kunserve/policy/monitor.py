@@ -161,7 +161,7 @@ def observe(
             else:
                 short.append((load, missing))
         elif load.demand_blocks > load.report.capacity_blocks:
-            excuses.append(f"group {group_id}: limited by compute, not memory")
+            excuses.append(f"group {group_id}: demand exceeds capacity, but memory is not filling")
         elif load.num_instances > 1 and _low_long_enough(trend, now_s, config):
             relaxed.append(load)
     return MonitorState(MappingProxyType(trends)), _verdict(short, relaxed, excuses)

@@ -105,7 +105,8 @@ class TestNotWorthADrop:
         watch = Watch()
         report = replace(IDLE, num_running=8, used_blocks=60, growth_blocks=60)
         for _ in range(50):
-            assert watch.report(report) == Calm("group 1: limited by compute, not memory")
+            verdict = watch.report(report)
+            assert verdict == Calm("group 1: demand exceeds capacity, but memory is not filling")
 
     @pytest.mark.parametrize(
         ("transition_s", "expected"), [(0.2, Overloaded), (None, Overloaded), (2.0, Calm)]
