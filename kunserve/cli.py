@@ -37,8 +37,10 @@ class _LazyGroup(click.Group):
 @click.command(cls=_LazyGroup)
 @click.version_option(kunserve.__version__, prog_name="kunserve")
 def main() -> None:
-    """KunServe serves one large language model from several instances, and in a burst turns
-    replicated layers into KV cache instead of letting requests queue."""
+    """Serve one large language model from several instances.
+
+    In a burst, KunServe turns replicated layers into KV cache instead of letting requests queue.
+    """
 
 
 if __name__ == "__main__":

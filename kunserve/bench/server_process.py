@@ -39,14 +39,19 @@ class ServerProcess:
         while time.monotonic() - began_s < READY_S:
             if self._process.poll() is not None:
                 break
-            with contextlib.suppress(OSError):
-                with socket.create_connection((host, int(port)), timeout=1.0) as connection:
-                    connection.settimeout(1.0)
-                    connection.sendall(b"GET /health HTTP/1.0\r\n\r\n")
-                    if b" 200 " in connection.recv(64):
-                        return time.monotonic() - began_s
+            if self._is_healthy(host, int(port)):
+                return time.monotonic() - began_s
             time.sleep(0.05)
         raise ServerUnreachable(f"the server did not start:\n{self.log_tail()}")
+
+    @staticmethod
+    def _is_healthy(host: str, port: int) -> bool:
+        try:
+            with socket.create_connection((host, port), timeout=1.0) as connection:
+                connection.sendall(b"GET /health HTTP/1.0\r\n\r\n")
+                return b" 200 " in connection.recv(64)
+        except OSError:
+            return False
 
     def log_tail(self, num_lines: int = 15) -> str:
         """The last lines of the server's log."""

@@ -79,7 +79,7 @@ class InstanceLoop:
         timeout_s = 0.0
         if not self._agent.has_ready_work():
             timeout_s = max(0.0, self._next_report_s - time.monotonic())
-        self._poller.poll(timeout_s * 1000.0)
+        self._poller.poll(int(timeout_s * 1000.0))
 
     def _read_mail(self) -> None:
         agent, now_s = self._agent, time.monotonic()

