@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import zmq
@@ -203,16 +204,13 @@ def test_the_heart_beats_while_the_loop_is_busy() -> None:
     asyncio.run(scenario())
 
 
-def test_an_instance_may_come_before_the_front() -> None:
+def test_an_instance_may_come_before_the_front(tmp_path: Path) -> None:
     async def scenario() -> None:
-        first = FrontChannel(Heard())
-        await first.start()
-        address = first.address
-        await first.close()
-        early = InstanceChannel(address, first.token, ZERO)
+        address, token = f"ipc://{tmp_path}/front", identity.new_token()
+        early = InstanceChannel(address, token, ZERO)
         early.send(abort(7))
         heard = Heard()
-        front = FrontChannel(heard, token=first.token)
+        front = FrontChannel(heard, token=token)
         await front.start(address)
         await until(lambda: heard == [(ZERO, abort(7))])
         early.close()
