@@ -208,7 +208,7 @@ class InProcessCluster:
         while self._links.get((instance_id, None)):
             self.perform(Deliverance(instance_id, None))
         self.controller.lost(instance_id, "killed", self.now_s)
-        self._obey()
+        self.obey()
 
     # Requests
 
@@ -216,13 +216,13 @@ class InProcessCluster:
         """A client sends a request."""
         self.accounts[request.request_id] = Account(request)
         self.controller.arrive(request, self.now_s)
-        self._obey()
+        self.obey()
 
     def cancel(self, request_id: RequestId) -> None:
         """A client goes away."""
         self.accounts[request_id].is_cancelled = True
         self.controller.cancel(request_id)
-        self._obey()
+        self.obey()
 
     @property
     def unfinished(self) -> list[RequestId]:
@@ -272,7 +272,7 @@ class InProcessCluster:
             member.agent.report(self.now_s)
         self._collect()
         self.controller.tick(self.now_s)
-        self._obey()
+        self.obey()
 
     def run_until_idle(self, max_actions: int = 200_000) -> None:
         """Let everything happen, in turns, until all requests and transitions have ended."""
@@ -352,7 +352,7 @@ class InProcessCluster:
     def _to_controller(self, src: InstanceId, message: Message) -> None:
         assert isinstance(message, Event), message
         self.controller.on(src, message, self.now_s)
-        self._obey()
+        self.obey()
 
     def _collect(self) -> None:
         """Put what agents want to send on the links."""
@@ -361,7 +361,7 @@ class InProcessCluster:
                 self._post(instance_id, dst, message, hidden)
             self.num_preemptions += len(member.agent.drain_preemptions())
 
-    def _obey(self) -> None:
+    def obey(self) -> None:
         """Carry out the controller's commands."""
         for command in self.controller.drain():
             match command:

@@ -1,0 +1,150 @@
+"""Clusters of fake instances for tests: building them, forcing transitions, proving tokens."""
+
+import random
+from collections.abc import Sequence
+
+from kunserve.cluster.fake import FakeModel, expected_tokens, fake_spec
+from kunserve.cluster.in_process import InProcessCluster
+from kunserve.core.config import (
+    InstanceConfig,
+    KunServeConfig,
+    OverloadConfig,
+    SchedulerConfig,
+)
+from kunserve.core.ids import GroupId, InstanceId, RequestId, TransitionId
+from kunserve.core.layout import GroupLayout, LayerRange, Stage
+from kunserve.core.messages import LoadLayers
+from kunserve.core.request import Request, SamplingParams
+from kunserve.policy.restore import choose_sources, transient_capacity_blocks
+
+
+class FakeCluster(InProcessCluster):
+    """An in-process cluster whose transitions the test forces, and that knows every answer."""
+
+    def __init__(
+        self,
+        num_layers: int = 4,
+        pools: Sequence[int] = (12, 12),
+        block_size: int = 2,
+        layer_units: int = 24,
+        max_num_seqs: int = 8,
+        max_num_batched_tokens: int = 16,
+        max_model_len: int | None = None,
+        extra_units: int = 0,
+        eos_token_ids: frozenset[int] = frozenset(),
+    ) -> None:
+        """``pools``: each instance's KV blocks with all layers; a layer frees ``layer_units``."""
+        self.model = FakeModel(num_layers, eos_token_ids=eos_token_ids)
+        specs = [
+            fake_spec(
+                InstanceId(i),
+                num_layers,
+                blocks * num_layers + extra_units,
+                block_size,
+                layer_bytes=layer_units * block_size * 8,
+                granule_bytes=block_size * 8,
+            )
+            for i, blocks in enumerate(pools)
+        ]
+        self.max_model_len = max_model_len or min(pools) * block_size
+        config = KunServeConfig(
+            instance=InstanceConfig(block_size=block_size),
+            scheduler=SchedulerConfig(max_num_seqs, max_num_batched_tokens),
+            overload=OverloadConfig(policy="recompute"),
+        )
+        super().__init__(self.model, specs, config, self.max_model_len)
+        self._num_requests = 0
+        self.run_until_idle()
+
+    # Requests
+
+    def request(
+        self, num_prompt: int = 5, max_tokens: int = 8, sampling: SamplingParams | None = None
+    ) -> RequestId:
+        """Submit a request with a prompt of its own."""
+        number = self._num_requests
+        self._num_requests += 1
+        draw = random.Random(number)
+        prompt = tuple(draw.randrange(1000) for _ in range(num_prompt))
+        request_id = RequestId(f"r{number}")
+        sampling = sampling or SamplingParams(max_tokens, temperature=0.0)
+        self.submit(Request(request_id, prompt, sampling, float(number)))
+        return request_id
+
+    def prove_tokens(self) -> None:
+        """Every request has ended once, with the tokens of an undisturbed run."""
+        for request_id, account in self.accounts.items():
+            true = expected_tokens(account.request, self.model, self.max_model_len)
+            got = tuple(account.token_ids)
+            if account.is_cancelled:
+                assert got == true[: len(got)], (request_id, got, true)
+            else:
+                assert account.end is not None, request_id
+                assert got == true, (request_id, got, true)
+
+    def finish(self) -> None:
+        """Run to the end of every request and prove everything."""
+        self.run_until_idle()
+        self.check_empty()
+        self.prove_tokens()
+
+    # Groups
+
+    def groups(self) -> list[GroupLayout]:
+        """The groups that stand, except those in transition."""
+        busy = self.controller.transitions.busy_groups
+        return [
+            group.layout
+            for group_id, group in self.controller.placement.groups.items()
+            if group_id not in busy
+        ]
+
+    def layout(self, *stages: tuple[int, int, int]) -> GroupLayout:
+        """A new group from (instance, first layer, end layer) of each stage."""
+        return GroupLayout(
+            self.controller.placement.new_ids(1),
+            tuple(Stage(InstanceId(i), LayerRange(first, end)) for i, first, end in stages),
+        )
+
+    def drop(self, *stages: tuple[int, int, int]) -> TransitionId:
+        """Merge the present groups of these instances into the group given."""
+        new = self.layout(*stages)
+        old = tuple(g for g in self.groups() if set(g.members) & set(new.members))
+        return self.drop_to(old, new)
+
+    def drop_to(self, old: tuple[GroupLayout, ...], new: GroupLayout) -> TransitionId:
+        """Merge groups into one."""
+        transition_id = self.controller.transitions.begin_drop(old, new, "test", self.now_s)
+        self.obey()
+        return transition_id
+
+    def restore(self, old: GroupLayout, capacity_blocks: int | None = None) -> TransitionId:
+        """Part a group, whatever its load; by default with as much KV as surely fits."""
+        placement = self.controller.placement
+        whole = LayerRange(0, self.model.num_layers)
+        first = placement.new_ids(len(old.stages))
+        new = tuple(
+            GroupLayout(GroupId(first + i), (Stage(member, whole),))
+            for i, member in enumerate(old.members)
+        )
+        sources = choose_sources(old, {stage.instance_id: stage.layers for stage in old.stages})
+        if capacity_blocks is None:
+            capacity_blocks = transient_capacity_blocks(old, placement.specs, 0)
+
+        def load(transition_id: TransitionId) -> LoadLayers:
+            return LoadLayers(transition_id, old.group_id, capacity_blocks, sources)
+
+        transition_id = self.controller.transitions.begin_restore(
+            old, new, load, "test", self.now_s
+        )
+        self.obey()
+        return transition_id
+
+    def roll_back(self, transition_id: TransitionId) -> bool:
+        """The controller changes its mind; False if it is too late."""
+        transition = self.controller.transitions.active.get(transition_id)
+        if transition is None or transition.phase not in ("loading", "preparing"):
+            return False
+        self.controller.transitions.roll_back(transition, "test", self.now_s)
+        self.obey()
+        return True

@@ -1,0 +1,186 @@
+"""Random lives of a cluster: whatever happens, every request gets exactly its own tokens.
+
+Arrivals, aborts, steps, messages, pulls, drops, restores, rollbacks, preemptions and deaths in
+any interleaving, over bodies whose tokens depend on every byte of KV.
+"""
+
+import random
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from kunserve.cluster.in_process import CompletePull
+from kunserve.core.ids import InstanceId
+from kunserve.core.layout import GroupLayout, LayerRange, Stage
+from kunserve.core.request import SamplingParams
+from tests.fake_cluster import FakeCluster
+
+MAX_REQUESTS = 40
+
+
+class TransitionsMachine(RuleBasedStateMachine):
+    """The real controller and agents over fake bodies."""
+
+    cluster: FakeCluster
+
+    @initialize(
+        num_layers=st.integers(4, 9),
+        pools=st.lists(st.sampled_from([8, 10, 10, 10, 16]), min_size=1, max_size=4),
+        block_size=st.sampled_from([1, 2, 4]),
+        layer_units=st.sampled_from([12, 24, 60]),
+        max_num_seqs=st.sampled_from([3, 8]),
+        budget=st.sampled_from([4, 16]),
+        extra_units=st.integers(0, 3),
+    )
+    def start(
+        self,
+        num_layers: int,
+        pools: list[int],
+        block_size: int,
+        layer_units: int,
+        max_num_seqs: int,
+        budget: int,
+        extra_units: int,
+    ) -> None:
+        self.cluster = FakeCluster(
+            num_layers,
+            pools,
+            block_size,
+            layer_units,
+            max_num_seqs,
+            budget,
+            extra_units=extra_units,
+        )
+
+    # Requests
+
+    @rule(
+        num_prompt=st.integers(1, 40),
+        max_tokens=st.integers(1, 16),
+        temperature=st.sampled_from([0.0, 1.0]),
+        seed=st.integers(0, 3),
+        penalty=st.sampled_from([0.0, 0.0, 1.0]),
+        count=st.integers(1, 6),
+    )
+    def arrive(
+        self,
+        num_prompt: int,
+        max_tokens: int,
+        temperature: float,
+        seed: int,
+        penalty: float,
+        count: int,
+    ) -> None:
+        cluster = self.cluster
+        longest = cluster.max_model_len
+        num_prompt = min(num_prompt, longest - 1)
+        sampling = SamplingParams(
+            max_tokens=min(max_tokens, longest - num_prompt),
+            temperature=temperature,
+            seed=seed,
+            frequency_penalty=penalty,
+        )
+        for _ in range(count):
+            if len(cluster.accounts) < MAX_REQUESTS:
+                cluster.request(num_prompt, sampling=sampling)
+
+    @precondition(lambda self: self.cluster.unfinished)
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        self.cluster.cancel(data.draw(st.sampled_from(self.cluster.unfinished)))
+
+    # What machines and networks do
+
+    @rule(choice=st.integers(0, 63))
+    def act(self, choice: int) -> None:
+        actions = self.cluster.actions()
+        if actions:
+            self.cluster.perform(actions[choice % len(actions)])
+
+    @rule(count=st.integers(1, 60), seed=st.integers(0, 2**16), fails=st.booleans())
+    def act_much(self, count: int, seed: int, fails: bool) -> None:
+        draw = random.Random(seed)
+        for _ in range(count):
+            actions = self.cluster.actions()
+            if not actions:
+                return
+            action = draw.choice(actions)
+            if isinstance(action, CompletePull) and fails and draw.random() < 0.1:
+                action = CompletePull(action.instance_id, action.index, fails=True)
+            self.cluster.perform(action)
+            self.cluster.check()
+
+    @rule(seconds=st.sampled_from([0.1, 0.6]))
+    def wait(self, seconds: float) -> None:
+        self.cluster.pass_time(seconds)
+
+    # Transitions
+
+    @precondition(lambda self: len(self.cluster.groups()) > 1)
+    @rule(data=st.data(), size=st.integers(2, 3), seed=st.integers(0, 2**16))
+    def drop(self, data: st.DataObject, size: int, seed: int) -> None:
+        groups = self.cluster.groups()
+        old = tuple(data.draw(st.permutations(groups))[:size])
+        new = self.merged(old, random.Random(seed))
+        if new is not None:
+            self.cluster.drop_to(old, new)
+
+    def merged(self, old: tuple[GroupLayout, ...], draw: random.Random) -> GroupLayout | None:
+        """Any split, even or not, that moves no parameters."""
+        held = {stage.instance_id: stage.layers for layout in old for stage in layout.stages}
+        num_layers = self.cluster.model.num_layers
+        if len(held) > num_layers:
+            return None
+        for _ in range(50):
+            order = draw.sample(sorted(held), len(held))
+            inner = sorted(draw.sample(range(1, num_layers), len(held) - 1))
+            cuts = [0, *inner, num_layers]
+            stages = tuple(
+                Stage(InstanceId(m), LayerRange(cuts[i], cuts[i + 1])) for i, m in enumerate(order)
+            )
+            if all(held[stage.instance_id].covers(stage.layers) for stage in stages):
+                return GroupLayout(self.cluster.controller.placement.new_ids(1), stages)
+        return None
+
+    @precondition(lambda self: any(len(g.stages) > 1 for g in self.cluster.groups()))
+    @rule(data=st.data(), capacity=st.one_of(st.none(), st.integers(1, 40)))
+    def restore(self, data: st.DataObject, capacity: int | None) -> None:
+        merged = [group for group in self.cluster.groups() if len(group.stages) > 1]
+        self.cluster.restore(data.draw(st.sampled_from(merged)), capacity)
+
+    @precondition(lambda self: self.cluster.controller.transitions.active)
+    @rule(data=st.data())
+    def roll_back(self, data: st.DataObject) -> None:
+        active = sorted(self.cluster.controller.transitions.active)
+        self.cluster.roll_back(data.draw(st.sampled_from(active)))
+
+    # Deaths
+
+    @precondition(lambda self: len(self.cluster.members) > 1)
+    @rule(data=st.data(), certainty=st.integers(0, 3))
+    def kill(self, data: st.DataObject, certainty: int) -> None:
+        if certainty == 0:
+            self.cluster.kill_instance(data.draw(st.sampled_from(sorted(self.cluster.members))))
+
+    @precondition(lambda self: self.cluster.dead)
+    @rule()
+    def start_again(self) -> None:
+        self.cluster.start_instance(self.cluster.dead[0])
+
+    # Proof
+
+    @invariant()
+    def everybody_checks(self) -> None:
+        if hasattr(self, "cluster"):
+            self.cluster.check()
+
+    def teardown(self) -> None:
+        if hasattr(self, "cluster"):
+            for instance_id in list(self.cluster.dead):
+                self.cluster.start_instance(instance_id)
+            self.cluster.finish()
+
+
+TestTransitions = TransitionsMachine.TestCase
+TestTransitions.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
