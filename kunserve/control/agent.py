@@ -274,6 +274,7 @@ class InstanceAgent:
         if result.group_id != seat.layout.group_id:
             return
         seat.last_step_s = now_s
+        self._reload.step_landed()
         tokens = seat.scheduler.complete(result, now_s)
         if tokens:
             seat.send(None, Outputs(seat.me, tuple(tokens)))

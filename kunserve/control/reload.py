@@ -1,10 +1,10 @@
 """Getting layers back while the pipeline serves: the first half of a restore (section 4.4).
 
-    idle -> waiting -> filling -> filled -> (the group changes) idle
-               any of them, on a rollback -> returning -> idle
+    idle -> (leader: draining ->) waiting -> filling -> filled -> (the group changes) idle
+                                 any of them, on a rollback -> returning -> idle
 
-The leader narrows its ledger before anybody gives KV memory up, and widens it when all members
-have theirs again.
+The leader narrows its ledger before anybody gives KV memory up, lets the steps land that were
+planned with more, and widens it when all members have their memory again.
 """
 
 from typing import Literal, TypeAlias
@@ -14,7 +14,7 @@ from kunserve.core.ids import InstanceId, TransitionId
 from kunserve.core.layout import LayerRange
 from kunserve.core.messages import ExchangeProgress, LayersLoaded, LoadLayers
 
-Phase: TypeAlias = Literal["idle", "waiting", "filling", "filled", "returning"]
+Phase: TypeAlias = Literal["idle", "draining", "waiting", "filling", "filled", "returning"]
 
 MAX_CANCELLED = 64
 """Rollbacks remembered in case their ``LoadLayers`` is still on its way here."""
@@ -37,6 +37,9 @@ class Reload:
         """Layers that the body must load itself, between two steps."""
         self._loaded_bytes = 0
         self._started_s = 0.0
+        self._num_to_land = 0
+        """On the leader: steps under way that were planned before its ledger was narrowed."""
+        self._is_passed_on = False
         self._is_mapped = False
         self._is_back = False
         """The memory has become KV again."""
@@ -45,7 +48,7 @@ class Reload:
     @property
     def is_busy(self) -> bool:
         """A load or its cancellation is under way here."""
-        return self._phase in ("waiting", "filling", "returning")
+        return self._phase in ("draining", "waiting", "filling", "returning")
 
     def start(self, job: LoadLayers, is_regrouping: bool, now_s: float) -> None:
         """From the controller to the leader, or from the leader to a member."""
@@ -64,10 +67,9 @@ class Reload:
         self.clear()
         self._job, self._phase, self._started_s = job, "waiting", now_s
         if seat.scheduler is not None:
+            self._phase = "draining"
+            self._num_to_land = seat.scheduler.num_in_flight
             seat.scheduler.set_capacity(min(job.capacity_blocks, seat.capacity_blocks()))
-            for member in seat.layout.members:
-                if member != seat.me:
-                    seat.send(member, job)
 
     def _refusal(self, job: LoadLayers, is_regrouping: bool) -> str | None:
         seat = self._seat
@@ -79,8 +81,15 @@ class Reload:
             return f"{seat.scheduler.used_blocks} blocks are in use, not {job.capacity_blocks}"
         return None
 
+    def step_landed(self) -> None:
+        """On the leader: a step's result has come. They come in order."""
+        if self._num_to_land:
+            self._num_to_land -= 1
+
     def pump(self, now_s: float) -> None:
         """Go on as far as possible. Memory changes between steps only."""
+        if self._phase == "draining" and not self._num_to_land:
+            self._pass_on()
         if self._seat.is_running:
             return
         if self._phase == "waiting":
@@ -95,6 +104,14 @@ class Reload:
                 self._answer(self._job, now_s, None)
         if self._phase == "returning" and not self._is_back and not self._missing:
             self._give_back()
+
+    def _pass_on(self) -> None:
+        seat, job = self._seat, self._job
+        assert seat.layout is not None and job is not None
+        self._phase, self._is_passed_on = "waiting", True
+        for member in seat.layout.members:
+            if member != seat.me:
+                seat.send(member, job)
 
     def _map_layers(self) -> None:
         """Once live KV fits below the mark (released blocks may still be here), map weights."""
@@ -178,7 +195,8 @@ class Reload:
             return False
         assert seat.layout is not None and seat.scheduler is not None
         self._members_back.add(message.instance_id)
-        if self._members_back >= set(seat.layout.members):
+        involved = set(seat.layout.members) if self._is_passed_on else {seat.me}
+        if self._members_back >= involved:
             seat.scheduler.set_capacity(seat.capacity_blocks())
             self.clear()
         return True
