@@ -9,6 +9,9 @@ from kunserve.core.layout import GroupLayout
 from kunserve.core.snapshots import InstanceSpec, LoadReport
 from kunserve.policy.capacity import group_capacity_blocks
 
+RATE_WEIGHT = 0.1
+"""Of each report in the smoothed prompt rate: about a second at ten reports a second."""
+
 
 @dataclass(slots=True)
 class Group:
@@ -20,15 +23,22 @@ class Group:
     unreported: deque[tuple[int, int]] = field(default_factory=deque)
     """(number of the submission to the leader, blocks), oldest first."""
     unreported_blocks: int = 0
+    prompt_tokens_per_s: float = 0.0
+    """Lately computed, for Retry-After."""
+    _reported_s: float | None = None
 
     def sent(self, number: int, blocks: int) -> None:
         """Account for a request that the next report may not include yet."""
         self.unreported.append((number, blocks))
         self.unreported_blocks += blocks
 
-    def report(self, load: LoadReport) -> None:
+    def report(self, load: LoadReport, now_s: float) -> None:
         """Take the leader's word; what it has received is in it."""
+        if self.load is not None and self._reported_s is not None and now_s > self._reported_s:
+            rate = (load.prompt_tokens - self.load.prompt_tokens) / (now_s - self._reported_s)
+            self.prompt_tokens_per_s += RATE_WEIGHT * (rate - self.prompt_tokens_per_s)
         self.load = load
+        self._reported_s = now_s
         while self.unreported and self.unreported[0][0] <= load.num_received:
             self.unreported_blocks -= self.unreported.popleft()[1]
 

@@ -305,7 +305,10 @@ class Scheduler:
     # Inside a step
 
     def _collect_runnable(self) -> tuple[list[Sequence], list[Sequence], int]:
-        """Running sequences that could decode, that could prefill, and how many await a token."""
+        """Running sequences that could decode, that could prefill, and how many await a token.
+
+        The last token of a prompt is no decode: it keeps its place before later prompts.
+        """
         decodes: list[Sequence] = []
         prompts: list[Sequence] = []
         num_awaiting = 0
@@ -313,7 +316,8 @@ class Scheduler:
             if seq.is_awaiting:
                 num_awaiting += 1
             elif seq.state is Progress.RUNNING:
-                if len(seq.token_ids) - seq.num_computed == 1:
+                computed = seq.num_computed
+                if computed >= seq.num_prompt and len(seq.token_ids) - computed == 1:
                     decodes.append(seq)
                 else:
                     prompts.append(seq)

@@ -30,8 +30,8 @@ QueueKey = tuple[float, int]
 class Sequence:
     """One request's tokens and how many of them have KV.
 
-    There are no phases: a sequence with one token left to compute decodes, with more it prefills
-    (or recomputes), and a token is sampled whenever none is left.
+    There are no phases: known tokens are computed, and when none is left one is sampled. (A
+    sequence decodes when just its newest output token is left.)
     """
 
     request: Request
