@@ -6,7 +6,7 @@ from typing import NamedTuple, Protocol
 
 
 class PromptWork(NamedTuple):
-    """A sequence with more than one token to compute."""
+    """A sequence with known tokens to compute: a prompt, or all of it again after preemption."""
 
     prefix: int
     """Tokens whose KV exists already."""

@@ -1,0 +1,122 @@
+"""The ledger's promise: what the scheduler plans, every stage's block table can place."""
+
+from collections import deque
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kunserve.control.block_table import BlockTable
+from kunserve.control.scheduler import Scheduler
+from kunserve.core.config import SchedulerConfig
+from kunserve.core.ids import GroupId, RequestId
+from kunserve.core.layout import LayerRange
+from kunserve.core.request import Request, SamplingParams
+from kunserve.core.step import SampledToken, StepPlan, StepResult
+
+BLOCK = 4
+SPLITS = [(30,), (15, 15), (10, 11, 9), (7, 8, 8, 7), (1, 29)]
+
+Arrival = tuple[int, int, int]
+"""(prompt tokens, output tokens, steps after the one before)."""
+
+
+class Group:
+    """A scheduler and its stages, each with its own units; plans run as late as allowed."""
+
+    def __init__(self, split: tuple[int, ...], slack: list[int], blocks: int, budget: int) -> None:
+        self.tables = []
+        first = 0
+        for layers, extra in zip(split, slack, strict=False):
+            table = BlockTable(30, 0, 2, 2)
+            table.set_layers(LayerRange(first, first + layers), layers * blocks + extra)
+            first += layers
+            self.tables.append(table)
+        self.scheduler = Scheduler(
+            SchedulerConfig(max_num_seqs=6, max_num_batched_tokens=budget),
+            GroupId(0),
+            len(split),
+            BLOCK,
+            min(t.num_units // t.layers.num_layers for t in self.tables),
+            frozenset(),
+            1000,
+        )
+        self.plans: deque[StepPlan] = deque()
+        self.log: list[object] = []
+        self.first_tokens: list[RequestId] = []
+        self.tokens: dict[RequestId, list[int]] = {}
+        self.num_preemptions = 0
+
+    def step(self, now_s: float) -> None:
+        plan = self.scheduler.schedule(now_s)
+        self.num_preemptions += len(self.scheduler.drain_preemptions())
+        if plan is not None:
+            self.plans.append(plan)
+            self.log.append(plan)
+        if self.plans and (plan is None or len(self.plans) == len(self.tables)):
+            self.run(self.plans.popleft(), now_s)
+
+    def run(self, plan: StepPlan, now_s: float) -> None:
+        for table in self.tables:
+            for request_id in plan.released:
+                assert table.num_blocks(request_id)
+                table.release(request_id)
+            for request_id, start, count, _ in plan.chunks:
+                needed = -(-(start + count) // BLOCK)
+                assert table.grow(request_id, needed) == ()
+                assert table.num_blocks(request_id) == needed
+        sampled = tuple(SampledToken(c.request_id, 1, None) for c in plan.chunks if c.samples)
+        result = StepResult(plan.group_id, plan.step_id, sampled)
+        for output in self.scheduler.complete(result, now_s):
+            self.log.append(output)
+            if output.position == 0:
+                self.first_tokens.append(output.request_id)
+            assert output.position == len(self.tokens.setdefault(output.request_id, []))
+            self.tokens[output.request_id].append(output.position)
+
+    def check(self) -> None:
+        self.scheduler.check()
+        for table in self.tables:
+            table.check()
+
+
+def serve(
+    arrivals: list[Arrival], split: tuple[int, ...], slack: list[int], blocks: int, budget: int
+) -> Group:
+    group = Group(split, slack, blocks, budget)
+    now = 0
+    for i, (num_prompt, num_output, delay) in enumerate(arrivals):
+        for _ in range(delay):
+            group.step(now)
+        sampling = SamplingParams(max_tokens=num_output)
+        group.scheduler.add(Request(RequestId(str(i)), (5,) * num_prompt, sampling, float(i)))
+        group.check()
+    while group.scheduler.has_work:
+        now += 1
+        assert now < 5000, "no progress"
+        group.step(now)
+    return group
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    arrivals=st.lists(
+        st.tuples(st.integers(1, 20), st.integers(1, 13), st.integers(0, 6)), max_size=14
+    ),
+    split=st.sampled_from(SPLITS),
+    slack=st.lists(st.integers(0, 40), min_size=4, max_size=4),
+    blocks=st.integers(8, 20),
+    budget=st.integers(1, 24),
+)
+def test_every_plan_can_be_placed_on_every_stage(
+    arrivals: list[Arrival], split: tuple[int, ...], slack: list[int], blocks: int, budget: int
+) -> None:
+    group = serve(arrivals, split, slack, blocks, budget)
+    for i, (_, num_output, _) in enumerate(arrivals):
+        assert len(group.tokens[RequestId(str(i))]) == num_output
+    group.check()
+    for table in group.tables:
+        assert table.used_units == 0 and not table.request_ids()
+    if not group.num_preemptions:
+        assert group.first_tokens == [str(i) for i in range(len(arrivals))], "first come"
+    again = serve(arrivals, split, slack, blocks, budget)
+    assert again.log == group.log, "the same events give the same plans"
