@@ -254,6 +254,7 @@ class Controller:
     def tick(self, now_s: float) -> None:
         """About ten times a second."""
         self.transitions.expire(now_s)
+        self._requests.rehome()
         self._overload.watch(now_s)
 
     def force_drop(self, num_bytes: int | None, now_s: float) -> list[TransitionId]:

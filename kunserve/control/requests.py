@@ -77,7 +77,7 @@ class Requests:
         self._tell(leader, Submit(request))
 
     def rehome(self) -> None:
-        """A group stands again: dispatch what had none."""
+        """Dispatch what no group could take: one may stand again."""
         homeless, self._homeless = self._homeless, []
         for request in homeless:
             self._dispatch(request)
@@ -130,7 +130,9 @@ class Requests:
 def view_of(group: Group) -> GroupView:
     """A group as the dispatcher sees it."""
     if group.load is not None:
-        return GroupView.of(group.load, group.unreported_blocks)
+        # In a transition the leader reports less room than the group will have.
+        view = GroupView.of(group.load, group.unreported_blocks)
+        return view._replace(capacity_blocks=group.capacity_blocks)
     return GroupView(
         group.layout.group_id, group.capacity_blocks, 0, 0, 0, 0, group.unreported_blocks
     )
