@@ -17,12 +17,26 @@ _ERRORS: dict[str, type[ConfigError]] = {
 
 
 @dataclass(frozen=True, slots=True)
+class FakeSettings:
+    """An instance with no model: the protocol, the memory and the timing are real."""
+
+    num_layers: int = 8
+    vocab_size: int = 1000
+    kv_blocks: int = 256
+    """Blocks of all layers that the undropped memory holds."""
+    layer_bytes: int = 64 * 1024
+    granule_bytes: int = 4096
+    step_s: float = 0.002
+    """How long a step over all layers takes."""
+
+
+@dataclass(frozen=True, slots=True)
 class InstanceOrder:
     """Everything an instance process needs, written to its standard input as JSON."""
 
     instance_id: InstanceId
-    kind: str
-    """``cpu``, or ``fake`` for a body with no model."""
+    fake: FakeSettings | None
+    """None: the real engine on CPU."""
     front_address: str
     token: str
     config: KunServeConfig
@@ -51,10 +65,11 @@ def process_environment(num_threads: int) -> dict[str, str]:
 
 async def start_instance(order: InstanceOrder) -> asyncio.subprocess.Process:
     """Spawn (never fork) the process and hand it its order."""
+    module = "instance_main" if order.fake is None else "fake_main"
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",
-        "kunserve.cluster.instance_main",
+        f"kunserve.cluster.{module}",
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         env=process_environment(order.config.instance.num_threads),

@@ -11,7 +11,7 @@ import msgspec
 
 from kunserve.cluster.api import Deliver as DeliverTo
 from kunserve.cluster.api import ServingLimits
-from kunserve.cluster.launch import InstanceOrder, StartupFailure, start_instance
+from kunserve.cluster.launch import FakeSettings, InstanceOrder, StartupFailure, start_instance
 from kunserve.control.controller import (
     Announce,
     Controller,
@@ -54,9 +54,9 @@ class _Process:
 class LocalCluster:
     """Implements ``EngineClient`` over local processes. Use ``await LocalCluster.start(...)``."""
 
-    def __init__(self, config: KunServeConfig, kind: str) -> None:
+    def __init__(self, config: KunServeConfig, fake: FakeSettings | None) -> None:
         self._config = config
-        self._kind = kind
+        self._fake = fake
         self._controller = Controller(config)
         self._channel = FrontChannel(self._on_event)
         self._processes: dict[InstanceId, _Process] = {}
@@ -77,11 +77,11 @@ class LocalCluster:
         config: KunServeConfig,
         *,
         vocab_size: int,
-        kind: str = "cpu",
+        fake: FakeSettings | None = None,
         on_ready: Callable[[Ready], None] = lambda _: None,
     ) -> "LocalCluster":
         """Spawn every instance and wait until all serve. Raises ConfigError when one cannot."""
-        cluster = cls(config, kind)
+        cluster = cls(config, fake)
         try:
             await cluster._start_all(vocab_size, on_ready)
         except BaseException:
@@ -131,7 +131,7 @@ class LocalCluster:
     async def _spawn(self, instance_id: InstanceId) -> None:
         order = InstanceOrder(
             instance_id=instance_id,
-            kind=self._kind,
+            fake=self._fake,
             front_address=self._channel.address,
             token=self._channel.token,
             config=self._config,

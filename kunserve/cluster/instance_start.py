@@ -1,0 +1,75 @@
+"""What every instance process does, whatever its body: read its order, assemble, serve."""
+
+import ctypes
+import logging
+import signal
+import sys
+from collections.abc import Callable
+from typing import NamedTuple
+
+import msgspec
+
+from kunserve.cluster.instance_loop import InstanceLoop, WiredBody
+from kunserve.cluster.launch import InstanceOrder, StartupFailure
+from kunserve.control.agent import InstanceAgent
+from kunserve.control.seat import AgentConfig
+from kunserve.core.errors import KunServeError
+from kunserve.core.messages import Ready
+from kunserve.transport.bulk import BulkMover
+from kunserve.transport.channel import InstanceChannel
+from kunserve.transport.peers import PeerLinks
+
+_PR_SET_PDEATHSIG = 1
+EXIT_REFUSED = 3
+"""The process could not start and said why."""
+
+
+class Loaded(NamedTuple):
+    """A body that is ready to serve."""
+
+    body: WiredBody
+    eos_token_ids: frozenset[int]
+    longest_request_tokens: int
+    summary: str
+    """Weights, KV blocks and the longest request, for people."""
+
+
+def run_instance(load: Callable[[InstanceOrder], Loaded]) -> int:
+    """Read the order from standard input, load, serve until told to stop; the exit code.
+
+    The process dies with its parent. A ConfigError while loading is written to standard output.
+    """
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    order = msgspec.json.decode(sys.stdin.buffer.read(), type=InstanceOrder)
+    logging.basicConfig(
+        level=logging.INFO,
+        format=f"%(asctime)s %(levelname)s instance={order.instance_id} %(message)s",
+        stream=sys.stderr,
+    )
+    try:
+        loop = _assemble(order, load(order))
+    except KunServeError as error:
+        failure = StartupFailure(type(error).__name__, str(error))
+        sys.stdout.buffer.write(msgspec.json.encode(failure))
+        sys.stdout.buffer.flush()
+        return EXIT_REFUSED
+    loop.run()
+    return 0
+
+
+def _assemble(order: InstanceOrder, loaded: Loaded) -> InstanceLoop:
+    config, body = order.config, loaded.body
+    spec = body.spec
+    longest = loaded.longest_request_tokens
+    max_model_len = min(longest, config.model.max_model_len or longest)
+    mover = BulkMover(spec.instance_id, order.token, body, link_gbps=config.overload.link_gbps)
+    peers = PeerLinks(spec.instance_id, order.token, mover)
+    channel = InstanceChannel(order.front_address, order.token, spec.instance_id)
+    agent = InstanceAgent(
+        AgentConfig(spec.instance_id, config.scheduler, loaded.eos_token_ids, max_model_len),
+        body,
+        mover,
+    )
+    channel.send(Ready(spec, peers.address, max_model_len, loaded.summary))
+    return InstanceLoop(agent, body, channel, peers, mover, config.cluster.report_period_s)
