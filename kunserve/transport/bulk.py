@@ -190,8 +190,10 @@ class BulkMover:
 
     def _run(self) -> None:
         try:
-            while not self._is_closing:
+            while True:
                 self._to_thread.clear()
+                if self._is_closing:
+                    return
                 self._rewire()
                 self._hear_requests()
                 self._hear_replies()

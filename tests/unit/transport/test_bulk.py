@@ -141,8 +141,8 @@ def test_refusals(world: World) -> None:
 
 def test_a_source_that_dies(world: World) -> None:
     giver, taker = world.movers
-    taker.pull_kv(piece("r", 0, (0, 6), (0, 1)), entries(50))
-    taker.pull_layers(LayerRange(0, 1), ZERO)
+    for name in ("r", "s"):
+        taker.pull_kv(piece(name, 0, (0, 6), (0, 1)), entries(50))
     giver.close()
     taker.connect({})
     assert [d.refusal for d in ended(taker, 2)] == ["the source is gone"] * 2
@@ -291,3 +291,8 @@ def test_memory_is_never_touched_outside_the_lock(world: World) -> None:
             is_quiet.clear()
     assert touched == []
     watched.close()
+
+
+def test_closing_at_once_does_not_hang() -> None:
+    for _ in range(30):
+        BulkMover(ZERO, TOKEN, Memory(10)).close()
