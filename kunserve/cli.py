@@ -10,6 +10,11 @@ import kunserve
 _COMMANDS = {
     "serve": ("kunserve.server.command", "serve_command", "Serve a model over several instances."),
     "bench": ("kunserve.bench.command", "bench_command", "Load any OpenAI server and measure it."),
+    "profile": (
+        "kunserve.engine.profile.command",
+        "profile_command",
+        "Measure what steps cost here.",
+    ),
     "demo": ("kunserve.bench.demo", "demo_command", "The story on a real model, on this machine."),
 }
 """Name -> module, object, one line. Imported only when used, so that --help stays fast."""

@@ -1,0 +1,121 @@
+"""``kunserve profile``: what steps of a model cost here."""
+
+from pathlib import Path
+
+import click
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Table
+
+from kunserve.core.config import InstanceConfig, ModelConfig, SchedulerConfig
+from kunserve.core.errors import KunServeError
+from kunserve.engine.profile.journal import Journal
+from kunserve.engine.profile.run import limits_of, make_plan, make_profile, measure, open_body
+from kunserve.engine.profile.stopwatch import Stopwatch
+from kunserve.model.profile import Profile, ProfileSubject, default_path, write_profile
+
+_MODEL, _INSTANCE, _SCHEDULER = ModelConfig(), InstanceConfig(), SchedulerConfig()
+_FULL, _QUICK = (48, 3), (12, 2)
+"""(Batches of each region, repeats of each)."""
+
+
+@click.command("profile", context_settings={"show_default": True})
+@click.argument("model", default=_MODEL.model)
+@click.option("--dtype", default=_MODEL.dtype, type=click.Choice(["bfloat16", "float32"]))
+@click.option("--load-format", default=_MODEL.load_format, hidden=True,
+              type=click.Choice(["auto", "safetensors", "gguf", "dummy"]))  # fmt: skip
+@click.option("--num-threads", default=_INSTANCE.num_threads, type=click.IntRange(1, 256),
+              help="Compute threads, as `serve` will have.")  # fmt: skip
+@click.option("--block-size", default=_INSTANCE.block_size, type=click.IntRange(1, 256))
+@click.option("--max-num-batched-tokens", default=_SCHEDULER.max_num_batched_tokens,
+              type=click.IntRange(min=32), help="Largest batch measured.")  # fmt: skip
+@click.option("--max-num-seqs", default=_SCHEDULER.max_num_seqs, type=click.IntRange(min=1),
+              help="Most decodes in a batch measured.")  # fmt: skip
+@click.option("--quick", is_flag=True, help="A quarter of the batches, two thirds of the repeats.")
+@click.option("--seed", default=0, help="Of the batches drawn.")
+@click.option("--out", type=click.Path(path_type=Path, dir_okay=False),
+              help="The profile [where `serve` looks for it].")  # fmt: skip
+def profile_command(
+    model: str,
+    dtype: str,
+    load_format: str,
+    num_threads: int,
+    block_size: int,
+    max_num_batched_tokens: int,
+    max_num_seqs: int,
+    quick: bool,
+    seed: int,
+    out: Path | None,
+) -> None:
+    """Measure what steps of MODEL cost on this machine, and fit the cost model of batch formation.
+
+    Batches of whole prompts, of later chunks, of decodes and of all mixed run on the real engine,
+    in random order and several times over. Interrupted, it goes on where it stopped.
+    """
+    settings = ModelConfig(model=model, dtype=dtype, load_format=load_format)  # type: ignore[arg-type]
+    try:
+        body = open_body(settings, block_size, num_threads)
+        try:
+            subject = ProfileSubject.of(body.model, num_threads, block_size)
+            path = out or default_path(subject)
+            num_per_region, num_repeats = _QUICK if quick else _FULL
+            limits = limits_of(body, max_num_batched_tokens, max_num_seqs)
+            plan = make_plan(subject, limits, num_per_region, num_repeats, seed)
+            journal = Journal(path.with_suffix(".samples.jsonl"), plan)
+            stopwatch = Stopwatch(body, num_threads)
+            try:
+                total = len(plan.shapes) * num_repeats
+                with _progress() as progress:
+                    task = progress.add_task(
+                        "measuring", total=total, completed=journal.num_measured
+                    )
+                    measure(stopwatch, plan, journal, lambda: progress.advance(task))
+                profile = make_profile(subject, plan.shapes, journal.seconds, stopwatch.clock, seed)
+            except BaseException:
+                journal.close()
+                raise
+        finally:
+            body.close()
+        write_profile(path, profile)
+        journal.remove()
+    except KunServeError as error:
+        raise click.ClickException(str(error)) from None
+    _tell(profile, path)
+
+
+def _progress() -> Progress:
+    return Progress(
+        TextColumn("[bold]{task.description}"),
+        BarColumn(bar_width=None),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+        transient=True,
+    )
+
+
+def _tell(profile: Profile, path: Path) -> None:
+    regions = [r for r in next(iter(profile.errors.values())) if r != "all"]
+    table = Table(title=f"Held-out error, mean (largest), in percent; {profile.clock}")
+    table.add_column("cost model")
+    for region in regions:
+        table.add_column(region, justify="right")
+    for name, errors in profile.errors.items():
+        cells = [f"{errors[r].mean * 100:.1f} ({errors[r].largest * 100:.0f})" for r in regions]
+        table.add_row(name, *cells)
+    Console().print(table)
+    c = profile.coefficients
+    click.echo(
+        f"attention {c.attention_s * 1e6:.3f} us/pair, token {c.token_s * 1e6:.1f} us, "
+        f"chunk {c.chunk_s * 1e3:.2f} ms ({c.shared_s * 1e3:.2f} shared), "
+        f"context {c.context_s * 1e6:.3f} us/token, sample {c.sample_s * 1e6:.1f} us"
+    )
+    click.echo(f"{profile.subject.model} on {profile.device}: {path}")

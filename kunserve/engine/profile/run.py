@@ -1,0 +1,125 @@
+"""From a model to a profile: draw shapes, measure them in turns, fit, judge."""
+
+import platform
+import statistics
+from collections.abc import Callable
+from dataclasses import asdict
+from datetime import UTC, datetime
+
+import numpy as np
+import torch
+
+import kunserve
+from kunserve.core.config import MIB, InstanceConfig, ModelConfig
+from kunserve.core.cost import CostSample
+from kunserve.core.ids import InstanceId
+from kunserve.engine.body import CpuBody
+from kunserve.engine.profile.journal import Journal, Plan
+from kunserve.engine.profile.shapes import BatchShape, ShapeLimits, draw_shapes
+from kunserve.engine.profile.stopwatch import Stopwatch
+from kunserve.model.config import read_spec
+from kunserve.model.profile import FORMAT, Profile, ProfileSubject, RegionError
+from kunserve.model.source import resolve_model
+from kunserve.policy.cost import FORMS, from_vector
+from kunserve.policy.cost_fit import fit, held_out_errors
+
+KV_BYTES = 512 * MIB
+MOST_KV_TOKENS = 32768
+LONGEST_CONTEXT = 8192
+KV_PATTERN = 0x3C
+"""Bytes that are small ordinary numbers in bfloat16 and in float32 (no denormals, no NaN)."""
+
+
+def open_body(model: ModelConfig, block_size: int, num_threads: int) -> CpuBody:
+    """An instance of its own for measuring, its KV memory touched."""
+    source = resolve_model(model.model, model.load_format)
+    token_bytes = read_spec(source, model.dtype).block_bytes(1)
+    instance = InstanceConfig(
+        kv_cache_memory_bytes=min(KV_BYTES, MOST_KV_TOKENS * token_bytes),
+        block_size=block_size,
+        num_threads=num_threads,
+    )
+    body = CpuBody(InstanceId(0), model, instance, source)
+    body.unit_view(0, body.spec.kv_units)[:] = KV_PATTERN
+    return body
+
+
+def limits_of(body: CpuBody, max_batch_tokens: int, max_decodes: int) -> ShapeLimits:
+    """The largest batches that this body can be measured with."""
+    spec = body.spec
+    room = spec.kv_units // spec.num_layers * spec.block_size
+    # A chunk's last block is counted whole.
+    room -= (max_decodes + 8) * spec.block_size
+    context = min(body.model.max_position, LONGEST_CONTEXT, room // 2)
+    return ShapeLimits(min(max_batch_tokens, context // 2), context, max_decodes, room)
+
+
+def make_plan(
+    subject: ProfileSubject, limits: ShapeLimits, num_per_region: int, num_repeats: int, seed: int
+) -> Plan:
+    """What to measure."""
+    return Plan(subject, num_repeats, draw_shapes(num_per_region, limits, seed))
+
+
+def measure(
+    stopwatch: Stopwatch, plan: Plan, journal: Journal, advance: Callable[[], None]
+) -> None:
+    """Every shape once, then every shape again, ...: a disturbance spoils one repeat of each."""
+    for shape in plan.shapes[:3]:
+        stopwatch.measure(shape)
+    for repeat in range(plan.num_repeats):
+        for index, shape in enumerate(plan.shapes):
+            if len(journal.seconds[index]) <= repeat:
+                journal.note(index, stopwatch.measure(shape))
+                advance()
+
+
+def make_profile(
+    subject: ProfileSubject,
+    shapes: list[BatchShape],
+    seconds: list[list[float]],
+    clock: str,
+    seed: int,
+) -> Profile:
+    """Fit the medians of the repeats; judge every cost model on the same samples."""
+    samples = tuple(
+        CostSample(
+            shape.region, shape.prefixes, shape.lengths, shape.num_samples, statistics.median(found)
+        )
+        for shape, found in zip(shapes, seconds, strict=True)
+    )
+    errors = {
+        form.name: {
+            region: RegionError(**asdict(error))
+            for region, error in held_out_errors(samples, form, seed).items()
+        }
+        for form in FORMS
+    }
+    return Profile(
+        format=FORMAT,
+        subject=subject,
+        device=device_name(),
+        clock=clock,
+        versions={
+            "kunserve": kunserve.__version__,
+            "python": platform.python_version(),
+            "torch": str(torch.__version__),
+            "numpy": np.__version__,
+        },
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        coefficients=from_vector(fit(samples)),
+        errors=errors,
+        samples=samples,
+    )
+
+
+def device_name() -> str:
+    """The CPU's own name where Linux tells it."""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as lines:
+            for line in lines:
+                if line.startswith("model name"):
+                    return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()

@@ -1,0 +1,76 @@
+"""Times single batches on a body, with hand-made plans: no scheduler, no neighbours."""
+
+import time
+
+import numpy as np
+
+from kunserve.control.body import StepWork
+from kunserve.core.ids import GroupId, RequestId, StepId
+from kunserve.core.layout import LayerRange
+from kunserve.core.request import SamplingParams
+from kunserve.core.step import Chunk, SequenceStart, StepPlan
+from kunserve.engine.body import CpuBody
+from kunserve.engine.profile.shapes import BatchShape
+
+GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
+
+
+class Stopwatch:
+    """Owner of nothing: the body's KV memory is overwritten.
+
+    With one thread the time is that thread's CPU time, which neighbours on the machine disturb
+    little; with more it is wall time.
+    """
+
+    def __init__(self, body: CpuBody, num_threads: int) -> None:
+        self._body = body
+        self._now = time.thread_time if num_threads == 1 else time.perf_counter
+        self.clock = "CPU time of the thread" if num_threads == 1 else "wall time"
+
+    def measure(self, shape: BatchShape) -> float:
+        """Seconds of one execution."""
+        work = self._work(shape)
+        began = self._now()
+        self._body.execute(work, None)
+        seconds = self._now() - began
+        for start in work.plan.started:
+            self._body.forget(start.request_id)
+        return seconds
+
+    def _work(self, shape: BatchShape) -> StepWork:
+        ids = [RequestId(str(i)) for i in range(len(shape.lengths))]
+        first_sampling = len(ids) - shape.num_samples
+        chunks = tuple(
+            Chunk(request_id, prefix, length, i >= first_sampling)
+            for i, (request_id, prefix, length) in enumerate(
+                zip(ids, shape.prefixes, shape.lengths, strict=True)
+            )
+        )
+        started = tuple(
+            SequenceStart(chunk.request_id, GREEDY, chunk.start + chunk.num_tokens, ())
+            for chunk in chunks
+        )
+        num_layers = self._body.spec.num_layers
+        return StepWork(
+            plan=StepPlan(GroupId(0), StepId(0), (), started, chunks),
+            layers=LayerRange(0, num_layers),
+            is_first=True,
+            is_last=True,
+            token_ids=np.arange(shape.num_tokens, dtype=np.int32) % self._body.model.vocab_size,
+            tables=self._tables(shape),
+            rows=np.arange(len(ids), dtype=np.int32),
+        )
+
+    def _tables(self, shape: BatchShape) -> np.ndarray:
+        spec = self._body.spec
+        counts = [
+            -(-(prefix + length) // spec.block_size)
+            for prefix, length in zip(shape.prefixes, shape.lengths, strict=True)
+        ]
+        assert sum(counts) <= spec.kv_units // spec.num_layers, (shape, spec)
+        tables = np.zeros((len(counts), max(counts)), dtype=np.int32)
+        first = 0
+        for row, count in zip(tables, counts, strict=True):
+            row[:count] = np.arange(first, first + count) * spec.num_layers
+            first += count
+        return tables

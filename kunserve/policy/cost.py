@@ -1,0 +1,144 @@
+"""What a microbatch costs (paper section 4.3, Eq. 1-3), and the models that the paper criticises.
+
+    chunk  = alpha * (p * c + (c * c + c) / 2) + beta * c + gamma             (Eq. 1)
+             + delta * p + epsilon * samples                                  (ours)
+    batch  = sum of its chunks - (n - 1) * gamma_shared                       (Eq. 2-3)
+
+for a chunk of ``c`` tokens after ``p`` tokens of prefix. Two terms are added to the paper's: a
+decode reads its whole prefix for one token, which memory bounds and alpha does not see (delta);
+the output head runs for sampled tokens only (epsilon). ``docs/decisions/cost-model.md`` shows
+what each of them bought.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kunserve.core.cost import CostCoefficients
+from kunserve.core.model_spec import ModelSpec
+
+Array = npt.NDArray[np.float64]
+Numbers = npt.ArrayLike
+
+NUM_TERMS = 6
+
+
+@dataclass(frozen=True, slots=True)
+class CostForm:
+    """Which of a chunk's work a cost model sees."""
+
+    name: str
+    prefix_attention: bool = True
+    self_attention: bool = True
+    added_terms: bool = True
+    """delta and epsilon."""
+
+    def pairs(self, prefixes: Numbers, lengths: Numbers) -> Array:
+        """Pairs of a token and one that it attends to, as far as the form sees them."""
+        p, c = np.asarray(prefixes, dtype=np.float64), np.asarray(lengths, dtype=np.float64)
+        pairs = np.zeros(np.broadcast(p, c).shape)
+        if self.prefix_attention:
+            pairs += p * c
+        if self.self_attention:
+            pairs += (c * c + c) / 2
+        return pairs
+
+    def features(self, prefixes: Numbers, lengths: Numbers, num_samples: int) -> Array:
+        """One batch as [pairs, tokens, chunks, 1, context tokens, samples]: cost is linear in it.
+
+        The fourth is what the batch pays once: ``(n * gamma) - (n - 1) * gamma_shared`` is
+        ``gamma_shared + n * (gamma - gamma_shared)``.
+        """
+        lengths = np.asarray(lengths, dtype=np.float64)
+        added = (float(np.sum(prefixes)), float(num_samples)) if self.added_terms else (0.0, 0.0)
+        pairs = float(self.pairs(prefixes, lengths).sum())
+        return np.array([pairs, float(lengths.sum()), float(lengths.size), 1.0, *added])
+
+
+OURS = CostForm("kunserve")
+PAPER = CostForm("Eq. 1-3", added_terms=False)
+NANOFLOW = CostForm("no self-attention (NanoFlow)", self_attention=False, added_terms=False)
+DISTSERVE = CostForm("no prefix attention (DistServe)", prefix_attention=False, added_terms=False)
+TOKENS = CostForm("no attention", prefix_attention=False, self_attention=False, added_terms=False)
+"""What balancing by token count assumes."""
+FORMS = (OURS, PAPER, NANOFLOW, DISTSERVE, TOKENS)
+
+
+def as_vector(cost: CostCoefficients) -> Array:
+    """The coefficients in the order of ``CostForm.features``."""
+    return np.array(
+        [
+            cost.attention_s,
+            cost.token_s,
+            cost.chunk_s - cost.shared_s,
+            cost.shared_s,
+            cost.context_s,
+            cost.sample_s,
+        ]
+    )
+
+
+def from_vector(vector: Array) -> CostCoefficients:
+    """The inverse of ``as_vector``."""
+    attention_s, token_s, own_s, shared_s, context_s, sample_s = vector.tolist()
+    return CostCoefficients(attention_s, token_s, own_s + shared_s, shared_s, context_s, sample_s)
+
+
+def chunk_cost(
+    cost: CostCoefficients, prefixes: Numbers, lengths: Numbers, samples: Numbers = 0
+) -> Array:
+    """Eq. 1: seconds that each chunk takes alone. ``samples`` is 1 where a token is sampled."""
+    p, c = np.asarray(prefixes, dtype=np.float64), np.asarray(lengths, dtype=np.float64)
+    return (
+        cost.attention_s * OURS.pairs(p, c)
+        + cost.token_s * c
+        + cost.chunk_s
+        + cost.context_s * p
+        + cost.sample_s * np.asarray(samples, dtype=np.float64)
+    )
+
+
+def batch_cost(
+    cost: CostCoefficients, prefixes: Numbers, lengths: Numbers, samples: Numbers = 0
+) -> float:
+    """Eq. 3: seconds that a microbatch of these chunks takes; 0 for none."""
+    chunks = chunk_cost(cost, prefixes, lengths, samples)
+    if chunks.size == 0:
+        return 0.0
+    return float(chunks.sum()) - (chunks.size - 1) * cost.shared_s
+
+
+def decode_cost(cost: CostCoefficients, num_decodes: int, num_context_tokens: int) -> float:
+    """What decodes add to a microbatch: chunks of one token that all sample.
+
+    Linear in their context, so that their number and their tokens are enough.
+    """
+    each = cost.attention_s + cost.token_s + cost.chunk_s - cost.shared_s + cost.sample_s
+    return num_decodes * each + num_context_tokens * (cost.attention_s + cost.context_s)
+
+
+MATRIX_FLOPS = 280e9
+ATTENTION_FLOPS = 110e9
+MEMORY_BYTES_PER_S = 15e9
+
+
+def assumed_cost(model: ModelSpec) -> CostCoefficients:
+    """Coefficients for a model that nobody has profiled: arithmetic over assumed rates.
+
+    The rates are those of one core of a server CPU running our kernels in bfloat16. Formation
+    needs ratios only, and those depend on the model's shape more than on the device.
+    """
+    layers_params = model.num_layers * model.layer_params
+    head_params = model.vocab_size * model.hidden_size
+    per_pair = 4.0 * model.num_layers * model.q_size
+    kv_bytes = model.block_bytes(1)
+    shared_s = model.num_layers * model.layer_bytes / MEMORY_BYTES_PER_S
+    return CostCoefficients(
+        attention_s=per_pair / ATTENTION_FLOPS,
+        token_s=2.0 * layers_params / MATRIX_FLOPS,
+        chunk_s=shared_s,
+        shared_s=shared_s,
+        context_s=kv_bytes / MEMORY_BYTES_PER_S,
+        sample_s=2.0 * head_params / MATRIX_FLOPS,
+    )

@@ -1,0 +1,88 @@
+"""Coefficients from measured batches: non-negative least squares, and how well they predict."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+from scipy.optimize import nnls
+
+from kunserve.core.cost import CostSample
+from kunserve.policy.cost import OURS, Array, CostForm
+
+NUM_FOLDS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class HeldOutError:
+    """Relative errors of predictions for batches that the fit had not seen."""
+
+    num_samples: int
+    mean: float
+    """Mean absolute error over measured time, as a fraction."""
+    largest: float
+
+
+def fit(samples: Sequence[CostSample], form: CostForm = OURS) -> Array:
+    """The vector of ``policy.cost.from_vector`` with the least squared *relative* error.
+
+    Relative, so that a decode of 20 ms counts as much as a prefill of 2 s. Needs more samples
+    than terms.
+    """
+    seconds = _seconds(samples)
+    rows = feature_rows(samples, form) / seconds[:, None]
+    # Columns of like size: nnls compares them.
+    scale = rows.max(axis=0)
+    scale[scale == 0.0] = 1.0
+    solution, _ = nnls(rows / scale, np.ones(len(samples)))
+    return np.asarray(solution / scale, dtype=np.float64)
+
+
+def predict(samples: Sequence[CostSample], form: CostForm, vector: Array) -> Array:
+    """Seconds that each batch takes according to a fitted form."""
+    return feature_rows(samples, form) @ vector
+
+
+def predict_held_out(samples: Sequence[CostSample], form: CostForm = OURS, seed: int = 0) -> Array:
+    """Seconds of each batch, predicted by a fit to the other folds."""
+    folds = _folds(samples, seed)
+    predicted = np.zeros(len(samples))
+    for fold in range(NUM_FOLDS):
+        inside = np.flatnonzero(folds == fold).tolist()
+        seen = [samples[i] for i in np.flatnonzero(folds != fold).tolist()]
+        predicted[inside] = predict([samples[i] for i in inside], form, fit(seen, form))
+    return predicted
+
+
+def held_out_errors(
+    samples: Sequence[CostSample], form: CostForm = OURS, seed: int = 0
+) -> dict[str, HeldOutError]:
+    """By region, and of all together under ``all``."""
+    errors = np.abs(predict_held_out(samples, form, seed) / _seconds(samples) - 1.0)
+    regions = np.array([sample.region for sample in samples])
+    found = {region: _summary(errors[regions == region]) for region in dict.fromkeys(regions)}
+    return {str(region): error for region, error in found.items()} | {"all": _summary(errors)}
+
+
+def feature_rows(samples: Sequence[CostSample], form: CostForm) -> Array:
+    """[samples, terms] of ``CostForm.features``."""
+    return np.stack([form.features(s.prefixes, s.lengths, s.num_samples) for s in samples])
+
+
+def _folds(samples: Sequence[CostSample], seed: int) -> npt.NDArray[np.int64]:
+    """A fold for every sample, each region spread evenly over all folds."""
+    generator = np.random.default_rng(seed)
+    folds = np.zeros(len(samples), dtype=np.int64)
+    regions = np.array([sample.region for sample in samples])
+    for region in dict.fromkeys(regions):
+        inside = np.flatnonzero(regions == region)
+        folds[generator.permutation(inside)] = np.arange(len(inside)) % NUM_FOLDS
+    return folds
+
+
+def _seconds(samples: Sequence[CostSample]) -> Array:
+    return np.array([sample.seconds for sample in samples], dtype=np.float64)
+
+
+def _summary(errors: Array) -> HeldOutError:
+    return HeldOutError(len(errors), float(errors.mean()), float(errors.max()))

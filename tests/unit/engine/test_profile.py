@@ -1,0 +1,80 @@
+"""Profiling a tiny model on the real engine: shapes, journal, and the command."""
+
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from kunserve.cli import main
+from kunserve.engine.profile.journal import Journal, Plan
+from kunserve.engine.profile.shapes import REGIONS, BatchShape, ShapeLimits, draw_shapes
+from kunserve.model.profile import ProfileSubject, read_profile
+from kunserve.policy.cost import FORMS
+from tests.tiny_models import save_tiny
+
+LIMITS = ShapeLimits(max_batch_tokens=512, max_context=4096, max_decodes=64, max_total_context=9000)
+SUBJECT = ProfileSubject("tiny", "LlamaForCausalLM", 3, 64, "bfloat16", 1, 16)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_shapes_stay_within_the_limits(seed: int) -> None:
+    shapes = draw_shapes(20, LIMITS, seed)
+    assert [sum(s.region == region for s in shapes) for region in REGIONS] == [20] * 4
+    for shape in shapes:
+        assert len(shape.prefixes) == len(shape.lengths) >= shape.num_samples
+        assert min(shape.lengths) > 0 and 0 < shape.num_tokens <= LIMITS.max_batch_tokens
+        ends = [p + c for p, c in zip(shape.prefixes, shape.lengths, strict=True)]
+        assert max(ends) <= LIMITS.max_context and sum(ends) <= LIMITS.max_total_context
+        if shape.region == "prefill":
+            assert not any(shape.prefixes)
+        if shape.region in ("prefix", "decode"):
+            assert all(shape.prefixes)
+        if shape.region == "decode":
+            assert set(shape.lengths) == {1} and shape.num_samples == len(shape.lengths)
+
+
+def test_shapes_cover_the_lengths_and_are_seeded() -> None:
+    shapes = draw_shapes(24, LIMITS, 3)
+    assert shapes == draw_shapes(24, LIMITS, 3) != draw_shapes(24, LIMITS, 4)
+    totals = sorted(s.num_tokens for s in shapes if s.region == "prefill")
+    assert totals[0] < 24 and totals[-1] > 400
+    assert [s.region for s in shapes] != sorted(s.region for s in shapes), "not in turns"
+
+
+def test_a_journal_is_resumed_where_it_ended(tmp_path: Path) -> None:
+    path = tmp_path / "j.jsonl"
+    plan = Plan(SUBJECT, 2, [BatchShape("prefill", (0,), (n,), 1) for n in (16, 32)])
+    journal = Journal(path, plan)
+    journal.note(0, 0.5)
+    journal.note(1, 1.0)
+    journal.close()
+    with path.open("ab") as file:
+        file.write(b'{"shape":0,"seco')
+    again = Journal(path, plan)
+    assert again.seconds == [[0.5], [1.0]] and again.num_measured == 2
+    again.note(0, 0.25)
+    again.close()
+    other = Journal(path, Plan(SUBJECT, 3, plan.shapes))
+    assert other.num_measured == 0, "another plan begins anew"
+    other.remove()
+    assert not path.exists()
+
+
+def test_the_command_writes_a_whole_profile(tmp_path: Path) -> None:
+    folder = save_tiny(tmp_path / "llama", "llama", 2)
+    out = tmp_path / "p.json"
+    arguments = ["profile", str(folder), "--quick", "--out", str(out), "--max-num-seqs", "16",
+                 "--max-num-batched-tokens", "64", "--block-size", "8"]  # fmt: skip
+    result = CliRunner().invoke(main, arguments, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    assert "Held-out error" in result.output
+    profile = read_profile(out)
+    assert profile.subject.num_layers == 2 and profile.subject.block_size == 8
+    assert len(profile.samples) == 48 and all(s.seconds > 0 for s in profile.samples)
+    assert set(profile.errors) == {form.name for form in FORMS}
+    assert [p.name for p in tmp_path.iterdir() if p.is_file()] == ["p.json"]
+
+
+def test_a_missing_model_is_a_plain_error() -> None:
+    result = CliRunner().invoke(main, ["profile", "./no-such-model"])
+    assert result.exit_code == 1 and "Error" in result.output

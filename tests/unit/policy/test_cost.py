@@ -1,0 +1,145 @@
+"""The cost model is the paper's Eq. 1-3, and its fit finds coefficients again."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kunserve.core.cost import CostCoefficients, CostSample
+from kunserve.core.model_spec import ModelSpec
+from kunserve.policy.cost import (
+    DISTSERVE,
+    FORMS,
+    NANOFLOW,
+    OURS,
+    PAPER,
+    TOKENS,
+    as_vector,
+    assumed_cost,
+    batch_cost,
+    chunk_cost,
+    decode_cost,
+    from_vector,
+)
+from kunserve.policy.cost_fit import fit, held_out_errors, predict
+
+COST = CostCoefficients(
+    attention_s=2.0, token_s=100.0, chunk_s=50.0, shared_s=40.0, context_s=3.0, sample_s=7.0
+)
+EQUATION = CostCoefficients(attention_s=2.0, token_s=100.0, chunk_s=50.0, shared_s=40.0)
+
+chunks = st.lists(st.tuples(st.integers(0, 9000), st.integers(1, 600)), min_size=1, max_size=20)
+
+
+def test_equation_1_by_hand() -> None:
+    # alpha * (p c + (c c + c) / 2) + beta c + gamma with p = 10, c = 4
+    assert chunk_cost(EQUATION, 10, 4) == 2 * (40 + 10) + 100 * 4 + 50
+
+
+def test_equation_3_by_hand() -> None:
+    each = [chunk_cost(EQUATION, 10, 4), chunk_cost(EQUATION, 0, 3), chunk_cost(EQUATION, 7, 1)]
+    assert batch_cost(EQUATION, [10, 0, 7], [4, 3, 1]) == sum(each) - 2 * 40
+    assert batch_cost(EQUATION, [], []) == 0.0
+
+
+def test_the_added_terms() -> None:
+    assert chunk_cost(COST, 10, 4, 1) == chunk_cost(EQUATION, 10, 4) + 3 * 10 + 7
+
+
+@given(p=st.integers(0, 5000), lengths=st.lists(st.integers(1, 300), min_size=1, max_size=8))
+def test_attention_of_a_prompt_does_not_depend_on_its_chunks(p: int, lengths: list[int]) -> None:
+    starts = p + np.cumsum([0, *lengths[:-1]])
+    assert OURS.pairs(starts, lengths).sum() == OURS.pairs(p, sum(lengths))
+
+
+@given(chunks)
+def test_cost_is_linear_in_the_features(work: list[tuple[int, int]]) -> None:
+    prefixes, lengths = zip(*work, strict=True)
+    samples = [1, *[0] * (len(work) - 1)]
+    direct = batch_cost(COST, prefixes, lengths, samples)
+    assert OURS.features(prefixes, lengths, 1) @ as_vector(COST) == pytest.approx(direct)
+
+
+@given(st.lists(st.integers(0, 5000), min_size=1, max_size=30))
+def test_decodes_need_only_their_number_and_context(contexts: list[int]) -> None:
+    ones = [1] * len(contexts)
+    alone = batch_cost(COST, contexts, ones, ones)
+    decodes = decode_cost(COST, len(contexts), sum(contexts))
+    assert decodes + COST.shared_s == pytest.approx(alone)
+
+
+def test_vectors_and_coefficients_are_the_same() -> None:
+    assert from_vector(as_vector(COST)) == COST
+
+
+def test_what_the_criticised_models_do_not_see() -> None:
+    assert NANOFLOW.pairs(10, 4) == 40
+    assert DISTSERVE.pairs(10, 4) == 10
+    assert TOKENS.pairs(10, 4) == 0
+    assert PAPER.pairs(10, 4) == OURS.pairs(10, 4) == 50
+    assert PAPER.features([10], [4], 1).tolist() == [50, 4, 1, 1, 0, 0]
+    assert OURS.features([10], [4], 1).tolist() == [50, 4, 1, 1, 10, 1]
+
+
+def test_nonsense_coefficients_are_a_bug() -> None:
+    with pytest.raises(AssertionError):
+        CostCoefficients(1.0, 1.0, chunk_s=1.0, shared_s=2.0)
+
+
+def test_an_unprofiled_model_has_sensible_ratios() -> None:
+    spec = ModelSpec("m", "LlamaForCausalLM", 30, 576, 1536, 9, 3, 64, 49152, 8192, 1e4, 1e-5,
+                     True, False, False, False, False, None, None, "bfloat16")  # fmt: skip
+    cost = assumed_cost(spec)
+    # At a prefix of a few thousand tokens attention outweighs everything else of a token.
+    assert cost.token_s / cost.attention_s == pytest.approx(1700, rel=0.5)
+
+
+def _samples(noise: float, seed: int = 0) -> list[CostSample]:
+    generator = np.random.default_rng(seed)
+    cost = CostCoefficients(6e-7, 1e-3, 0.012, 0.0115, 2e-6, 3e-4)
+    samples = []
+    for i in range(120):
+        region = ("prefill", "prefix", "decode", "mixed")[i % 4]
+        count = int(generator.integers(1, 20))
+        lengths = np.ones(count, int) if region == "decode" else generator.integers(1, 100, count)
+        prefixes = generator.integers(0, 4000, count) * (region != "prefill")
+        num_samples = int(generator.integers(0, count + 1))
+        marks = np.arange(count) < num_samples
+        seconds = batch_cost(cost, prefixes, lengths, marks) * generator.normal(1.0, noise)
+        samples.append(
+            CostSample(
+                region,
+                tuple(prefixes.tolist()),
+                tuple(lengths.tolist()),
+                num_samples,
+                float(seconds),
+            )
+        )
+    return samples
+
+
+def test_the_fit_finds_the_coefficients_again() -> None:
+    samples = _samples(noise=0.0)
+    found = from_vector(fit(samples))
+    assert found.attention_s == pytest.approx(6e-7, rel=1e-6)
+    assert found.token_s == pytest.approx(1e-3, rel=1e-6)
+    assert found.chunk_s - found.shared_s == pytest.approx(5e-4, rel=1e-4)
+    assert found.sample_s == pytest.approx(3e-4, rel=1e-4)
+
+
+def test_held_out_errors_by_region_tell_the_models_apart() -> None:
+    samples = _samples(noise=0.02)
+    errors = {form.name: held_out_errors(samples, form) for form in FORMS}
+    ours = errors[OURS.name]
+    assert set(ours) == {"prefill", "prefix", "decode", "mixed", "all"}
+    assert ours["all"].num_samples == len(samples) and ours["all"].mean < 0.03
+    assert ours["all"].largest >= ours["all"].mean
+    for blind in (DISTSERVE, TOKENS):
+        assert errors[blind.name]["prefix"].mean > 3 * ours["prefix"].mean
+    assert held_out_errors(samples) == ours, "the same folds every time"
+
+
+def test_predictions_are_of_the_fitted_form() -> None:
+    samples = _samples(noise=0.0)
+    predicted = predict(samples, OURS, fit(samples))
+    assert predicted == pytest.approx([sample.seconds for sample in samples])
