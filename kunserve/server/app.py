@@ -16,6 +16,7 @@ from kunserve.core.config import KunServeConfig
 from kunserve.core.errors import KunServeError
 from kunserve.server.admin_routes import AdminRoutes
 from kunserve.server.answers import EffectMissing, error_answer
+from kunserve.server.dashboard_routes import DashboardRoutes
 from kunserve.server.door import FrontDoor
 from kunserve.server.front import Front
 from kunserve.server.limits import FrontLimits
@@ -72,6 +73,7 @@ async def _answer_error(_http: HttpRequest, error: Exception) -> Response:
 
 def _routes(front: Front) -> list[Route]:
     system, openai, admin = SystemRoutes(front), OpenAIRoutes(front), AdminRoutes(front)
+    dashboard = DashboardRoutes()
     get, post = ["GET"], ["POST"]
     return [
         Route("/v1/completions", openai.completions, methods=post),
@@ -86,6 +88,8 @@ def _routes(front: Front) -> list[Route]:
         Route("/metrics", system.metrics, methods=get),
         Route("/kunserve/state", system.state, methods=get),
         Route("/kunserve/timeline", system.timeline, methods=get),
+        Route("/dashboard", dashboard.page, methods=get),
+        Route("/dashboard/{name}", dashboard.file, methods=get),
         Route("/kunserve/drop", admin.drop, methods=post),
         Route("/kunserve/restore", admin.restore, methods=post),
         Route("/kunserve/kill", admin.kill, methods=post),

@@ -14,6 +14,8 @@ logger = logging.getLogger("kunserve.server")
 
 OPEN_PATHS = frozenset({"/health", "/health/ready", "/metrics"})
 """Answered without a key, and also on connections beyond the limit."""
+DASHBOARD = "/dashboard"
+"""Root of the static page, answered without a key: the data it then asks for does need one."""
 _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,200}")
 
 
@@ -60,6 +62,8 @@ class FrontDoor:
 
     def _is_allowed(self, path: str, headers: dict[bytes, bytes]) -> bool:
         if self._api_key is None or path in OPEN_PATHS:
+            return True
+        if path == DASHBOARD or path.startswith(f"{DASHBOARD}/"):
             return True
         scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
         return scheme.lower() == b"bearer" and hmac.compare_digest(key.strip(), self._api_key)

@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+import uuid
 from collections import deque
 from typing import Any
 
@@ -25,6 +26,7 @@ class Timeline:
         self._period_s = period_s
         self._samples: deque[dict[str, Any]] = deque(maxlen=max(1, int(kept_s / period_s)))
         self._transitions: dict[TransitionId, TransitionRecord] = {}
+        self._run_id = uuid.uuid4().hex
 
     async def run(self) -> None:
         """Sample for ever; cancelled when the application stops."""
@@ -42,7 +44,7 @@ class Timeline:
             del self._transitions[next(iter(self._transitions))]
         now_s = time.monotonic()
         first_p50, first_p99 = metrics.recent_first_token.percentiles(now_s, 0.5, 0.99)
-        (per_token_p50,) = metrics.recent_per_token.percentiles(now_s, 0.5)
+        token_p50, token_p99 = metrics.recent_per_token.percentiles(now_s, 0.5, 0.99)
         self._samples.append(
             {
                 "t_s": state.now_s,
@@ -55,19 +57,30 @@ class Timeline:
                 ),
                 "ttft_p50_s": first_p50,
                 "ttft_p99_s": first_p99,
-                "tpot_p50_s": per_token_p50,
+                "tpot_p50_s": token_p50,
+                "tpot_p99_s": token_p99,
                 "arrivals": metrics.arrivals,
                 "generation_tokens": metrics.generation_tokens,
             }
         )
 
     def view(self, since_s: float | None) -> dict[str, Any]:
-        """Samples later than ``since_s`` (all if None) and every transition known."""
+        """Samples and ends of transitions later than ``since_s`` (all if None), and what runs.
+
+        Another ``run_id`` than before means another run of the server: its times and
+        transition ids have nothing to do with the last one's.
+        """
         samples = [one for one in self._samples if since_s is None or one["t_s"] > since_s]
+        transitions = [
+            record
+            for record in self._transitions.values()
+            if since_s is None or record.finished_s is None or record.finished_s > since_s
+        ]
         return {
+            "run_id": self._run_id,
             "period_s": self._period_s,
             "samples": samples,
-            "transitions": [to_plain(record) for record in self._transitions.values()],
+            "transitions": [to_plain(record) for record in transitions],
         }
 
 
@@ -80,6 +93,7 @@ def _groups(state: ClusterState) -> list[dict[str, Any]]:
             "used_blocks": load.used_blocks,
             "capacity_blocks": load.capacity_blocks,
             "demand_blocks": load.demand_blocks,
+            "need_blocks": load.used_blocks + load.growth_blocks + load.waiting_blocks,
             "num_running": load.num_running,
             "num_waiting": load.num_waiting,
         }

@@ -75,11 +75,12 @@ def live_server(
     engine: EchoEngine | None = None,
     server: ServerConfig | None = None,
     limits: FrontLimits | None = None,
+    listener: socket.socket | None = None,
 ) -> Generator[LiveServer, None, None]:
-    """Start a server; at the end it is drained and the thread joined."""
+    """Start a server, on an ephemeral port unless told; at the end it is drained and joined."""
     engine = engine or EchoEngine()
     config = replace(KunServeConfig(), server=server or ServerConfig(shutdown_timeout_s=5.0))
-    listener = socket.create_server(("127.0.0.1", 0), backlog=2048)
+    listener = listener or socket.create_server(("127.0.0.1", 0), backlog=2048)
     port = listener.getsockname()[1]
     started = threading.Event()
     made: dict[str, Any] = {}

@@ -1,0 +1,52 @@
+// The row of large numbers: how the whole cluster is now.
+
+import { element, setText } from "./elements.js";
+import { NOTHING, bytes, percent, perSecond, requests, seconds } from "./units.js";
+
+const RATE_SPAN_S = 5;
+
+/** name, what it says, and the smaller line below it. */
+const TILES = [
+  ["Running", (now) => [requests.text(now.latest.num_running), `${now.stalled} stalled`]],
+  ["Queue", (now) => [requests.text(now.latest.num_waiting), `${now.preemptions} preemptions`]],
+  ["KV in use", (now) => [percent(now.used / now.capacity), `of ${bytes.text(now.capacity)}`]],
+  ["KV demand", (now) => [percent(now.demand / now.capacity), bytes.text(now.demand)]],
+  ["TTFT p99", (now) => [seconds.text(now.latest.ttft_p99_s), `p50 ${seconds.text(now.latest.ttft_p50_s)}`]],
+  ["TPOT p50", (now) => [seconds.text(now.latest.tpot_p50_s), `p99 ${seconds.text(now.latest.tpot_p99_s)}`]],
+  ["Arrivals", (now) => [perSecond.text(now.arrivalRate), `${requests.text(now.latest.arrivals)} in all`]],
+  ["Output tokens", (now) => [perSecond.text(now.tokenRate), `${requests.text(now.latest.generation_tokens)} in all`]],
+  ["Drops", (now) => [String(now.state.num_drops), `${now.state.num_restores} restores`]],
+];
+
+export class Tiles {
+  constructor(root) {
+    this.views = TILES.map(([name, say]) => {
+      const value = element("dd", { class: "value" }, NOTHING);
+      const below = element("dd", { class: "below" }, NOTHING);
+      root.append(element("div", { class: "tile", "data-tile": name }, element("dt", {}, name), value, below));
+      return { say, value, below };
+    });
+  }
+
+  update(state, history, blockBytes) {
+    const { latest } = history;
+    const loads = state.groups.map((group) => group.load).filter(Boolean);
+    const total = (name) => loads.reduce((sum, load) => sum + load[name], 0);
+    const now = {
+      state,
+      latest,
+      stalled: total("num_stalled"),
+      preemptions: total("num_preemptions"),
+      used: total("used_blocks") * blockBytes,
+      demand: total("demand_blocks") * blockBytes,
+      capacity: total("capacity_blocks") * blockBytes,
+      arrivalRate: history.rate("arrivals", RATE_SPAN_S),
+      tokenRate: history.rate("generation_tokens", RATE_SPAN_S),
+    };
+    for (const { say, value, below } of this.views) {
+      const [large, small] = say(now);
+      setText(value, large);
+      setText(below, small);
+    }
+  }
+}
