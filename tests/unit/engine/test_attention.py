@@ -123,8 +123,9 @@ def random_queries(spec: ModelSpec, tokens: int, seed: int) -> torch.Tensor:
 
 
 @pytest.fixture(autouse=True)
-def two_threads():
-    set_num_threads(2)
+def one_thread():
+    """Threads only where a test asks: waking them on a busy machine takes most of the time."""
+    set_num_threads(1)
     yield
     set_num_threads(1)
 
@@ -181,9 +182,9 @@ def test_bits_do_not_depend_on_batching(dtype, window):
     whole = attend(16, 2, [[(s, n, n) for s, n in enumerate(lengths)]])
     assert torch.equal(whole, attend(8, 1, [[(s, n, n)] for s, n in enumerate(lengths)]))
     one_by_one = [[(s, 1, t + 1) for s, n in enumerate(lengths) if t < n] for t in range(200)]
-    assert torch.equal(whole, attend(32, 3, one_by_one))
+    assert torch.equal(whole, attend(32, 1, one_by_one))
     chunked = [[(0, 77, 77), (1, 1, 1), (2, 64, 64)], [(1, 130, 131), (0, 123, 200)]]
-    assert torch.equal(whole, attend(16, 2, chunked))
+    assert torch.equal(whole, attend(16, 3, chunked))
 
 
 def test_shapes_the_kernels_cannot_run():

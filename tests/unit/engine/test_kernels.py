@@ -20,8 +20,9 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 
 
 @pytest.fixture(autouse=True)
-def two_threads():
-    set_num_threads(2)
+def one_thread():
+    """Threads only where a test asks: waking them on a busy machine takes most of the time."""
+    set_num_threads(1)
     yield
     set_num_threads(1)
 
@@ -82,7 +83,7 @@ def test_swiglu_of_extreme_gates(dtype):
 def test_linear_row_does_not_depend_on_its_batch(dtype, finish, k):
     x, w = random(600, k, dtype=dtype), random(200, k, dtype=dtype, seed=1)
     whole = linear(x, w, finish=finish)
-    for threads in (1, 2, 3):
+    for threads in (2, 3):
         set_num_threads(threads)
         for first, end in [(0, 1), (5, 7), (9, 12), (13, 17), (20, 25), (30, 38), (99, 131)]:
             assert torch.equal(linear(x[first:end], w, finish=finish), whole[first:end])

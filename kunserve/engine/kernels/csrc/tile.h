@@ -123,18 +123,20 @@ INLINE void direct_of(const int rows, vf *out, const char *const *w_rows, const 
   UNROLL for (int i = 0; i < rows; i++) UNROLL for (int q = 0; q < 4; q++) acc[i][q] = (vf){};
   for (long at = 0; at < row_bytes; at += 64) {
     long left = row_bytes - at;
-    if (next != NULL) fetch(next, PANEL, at);
     UNROLL for (int q = 0; q < 4; q += 2) { /* two quads share each load of x */
       vi even[4], odd[4];
       quad_steps(even, w_rows[q] + at, w_rows[4 + q] + at, w_rows[8 + q] + at, w_rows[12 + q] + at,
                  left);
       quad_steps(odd, w_rows[q + 1] + at, w_rows[5 + q] + at, w_rows[9 + q] + at,
                  w_rows[13 + q] + at, left);
-      UNROLL for (int s = 0; s < 4; s++) UNROLL for (int i = 0; i < rows; i++) {
+      UNROLL for (int s = 0; s < 4; s++) {
+        if (next != NULL) fetch(next + 4 * q + 2 * s, 2, at);
         if (left <= s * 16) continue;
-        vi row = spread_16_bytes(x + i * x_stride + at + s * 16);
-        acc[i][q] = dot(acc[i][q], even[s], row);
-        acc[i][q + 1] = dot(acc[i][q + 1], odd[s], row);
+        UNROLL for (int i = 0; i < rows; i++) {
+          vi row = spread_16_bytes(x + i * x_stride + at + s * 16);
+          acc[i][q] = dot(acc[i][q], even[s], row);
+          acc[i][q + 1] = dot(acc[i][q + 1], odd[s], row);
+        }
       }
     }
   }
