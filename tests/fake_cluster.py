@@ -1,10 +1,11 @@
 """Clusters of fake instances for tests: building them, forcing transitions, proving tokens."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from kunserve.cluster.fake import FakeModel, expected_tokens, fake_spec
-from kunserve.cluster.in_process import InProcessCluster
+from kunserve.cluster.in_process import Action, Deliverance, InProcessCluster
+from kunserve.control.agent import InstanceAgent
 from kunserve.core.config import (
     InstanceConfig,
     KunServeConfig,
@@ -52,8 +53,9 @@ class FakeCluster(InProcessCluster):
             scheduler=SchedulerConfig(max_num_seqs, max_num_batched_tokens),
             overload=OverloadConfig(policy="recompute"),
         )
-        super().__init__(self.model, specs, config, self.max_model_len)
         self._num_requests = 0
+        self.num_actions = 0
+        super().__init__(self.model, specs, config, self.max_model_len)
         self.run_until_idle()
 
     # Requests
@@ -87,6 +89,37 @@ class FakeCluster(InProcessCluster):
         self.run_until_idle()
         self.check_empty()
         self.prove_tokens()
+
+    # Interleavings
+
+    def run_except(
+        self, blocked: Callable[[Action], bool], stop: Callable[[], bool] = lambda: False
+    ) -> None:
+        """Let everything happen but what is blocked, until nothing else can or ``stop``."""
+        while not stop():
+            allowed = [action for action in self.actions() if not blocked(action)]
+            if not allowed:
+                return
+            self.perform(allowed[self.num_actions % len(allowed)])
+            self.check()
+
+    def run_until(self, stop: Callable[[], bool]) -> None:
+        """Let everything happen, time too, until ``stop``."""
+        for _ in range(20):
+            self.run_except(lambda action: False, stop)
+            if stop():
+                return
+            self.pass_time(0.6)
+        raise AssertionError("it never stops")
+
+    def perform(self, action: Action) -> None:
+        """Let it happen, and count."""
+        self.num_actions += 1
+        super().perform(action)
+
+    def agent(self, instance_id: int) -> InstanceAgent:
+        """An instance's brain."""
+        return self.members[InstanceId(instance_id)].agent
 
     # Groups
 
@@ -148,3 +181,12 @@ class FakeCluster(InProcessCluster):
         self.controller.transitions.roll_back(transition, "test", self.now_s)
         self.obey()
         return True
+
+
+def link(src: int | None, dst: int | None) -> Callable[[Action], bool]:
+    """Blocks the deliveries on one link; None is the controller."""
+    return lambda action: action == Deliverance(_address(src), _address(dst))
+
+
+def _address(number: int | None) -> InstanceId | None:
+    return None if number is None else InstanceId(number)
