@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kunserve.core.errors import ConfigError
@@ -125,12 +125,14 @@ def random_queries(spec: ModelSpec, tokens: int, seed: int) -> torch.Tensor:
 @pytest.fixture(autouse=True)
 def one_thread():
     """Threads only where a test asks: waking them on a busy machine takes most of the time."""
+    torch.set_num_threads(1)
     set_num_threads(1)
     yield
     set_num_threads(1)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@settings(max_examples=50)
 @given(
     block_size=st.sampled_from([8, 16, 32]),
     dim=st.sampled_from([32, 64, 96, 128]),

@@ -44,6 +44,11 @@ CONFIGS = {
 }
 
 
+@pytest.fixture(autouse=True)
+def one_thread():
+    torch.set_num_threads(1)
+
+
 def make_model(kind: str, dtype: torch.dtype = torch.float32) -> nn.Module:
     torch.manual_seed(len(kind))
     model = transformers.AutoModelForCausalLM.from_config(CONFIGS[kind]())

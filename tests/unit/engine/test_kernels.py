@@ -22,6 +22,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 @pytest.fixture(autouse=True)
 def one_thread():
     """Threads only where a test asks: waking them on a busy machine takes most of the time."""
+    torch.set_num_threads(1)
     set_num_threads(1)
     yield
     set_num_threads(1)
