@@ -196,7 +196,7 @@ class InProcessCluster:
             instance_id, self._config.scheduler, self._model.eos_token_ids, self._max_model_len
         )
         self.members[instance_id] = Member(InstanceAgent(config, body, mover), body, mover)
-        self._post(instance_id, None, Ready(spec, "in-process", self._max_model_len, "fake"))
+        self.post(instance_id, None, Ready(spec, "in-process", self._max_model_len, "fake"))
 
     def kill_instance(self, instance_id: InstanceId) -> None:
         """An instance dies; mail that it has sent may still arrive."""
@@ -334,7 +334,8 @@ class InProcessCluster:
             view[:] = source.body.unit_view(src + first, num_layers)
         return True
 
-    def _post(self, src: Address, dst: Address, message: Message, hidden: Any = None) -> None:
+    def post(self, src: Address, dst: Address, message: Message, hidden: Any = None) -> None:
+        """Put a message on a link (lost when nobody is at its end)."""
         if dst is not None and dst not in self.members:
             return
         data = None if hidden is None else bytes(FakeBody.hidden_to_bytes(hidden))
@@ -358,7 +359,7 @@ class InProcessCluster:
         """Put what agents want to send on the links."""
         for instance_id, member in self.members.items():
             for dst, message, hidden in member.agent.drain():
-                self._post(instance_id, dst, message, hidden)
+                self.post(instance_id, dst, message, hidden)
             self.num_preemptions += len(member.agent.drain_preemptions())
 
     def obey(self) -> None:
@@ -366,7 +367,7 @@ class InProcessCluster:
         for command in self.controller.drain():
             match command:
                 case Tell(instance_id, message):
-                    self._post(None, instance_id, message)
+                    self.post(None, instance_id, message)
                 case Deliver(token):
                     account = self.accounts[token.request_id]
                     assert account.end is None and not account.is_cancelled, token
@@ -392,9 +393,10 @@ class InProcessCluster:
             assert table.num_units <= member.body.kv_units, (table.num_units, member.body.kv_units)
 
     def check_empty(self) -> None:
-        """When idle with no request alive: nothing is left of any."""
+        """When idle with no request alive: nothing is left of any, nor of a transition."""
         self.check()
         for instance_id, member in self.members.items():
+            assert not member.agent.is_in_transition, instance_id
             assert member.agent.seat.table.used_units == 0, instance_id
             assert not member.body.known_requests, (instance_id, member.body.known_requests)
             assert not member.mover.exports and not member.mover.pulls, instance_id

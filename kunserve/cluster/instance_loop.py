@@ -10,12 +10,15 @@ import zmq
 
 from kunserve.control.agent import InstanceAgent
 from kunserve.control.body import Body, KvPiece
+from kunserve.core.config import ClusterConfig
 from kunserve.core.messages import Connect
 from kunserve.transport.bulk import BulkMover
 from kunserve.transport.channel import InstanceChannel
 from kunserve.transport.peers import PeerLinks
 
 logger = logging.getLogger(__name__)
+
+HEARTBEATS_PER_TIMEOUT = 5
 
 
 class WiredBody(Body, Protocol):
@@ -48,14 +51,15 @@ class InstanceLoop:
         channel: InstanceChannel,
         peers: PeerLinks,
         mover: BulkMover,
-        report_period_s: float,
+        config: ClusterConfig,
     ) -> None:
         self._agent = agent
         self._body = body
         self._channel = channel
         self._peers = peers
         self._mover = mover
-        self._report_period_s = report_period_s
+        self._report_period_s = config.report_period_s
+        self._heartbeat_period_s = config.heartbeat_timeout_s / HEARTBEATS_PER_TIMEOUT
         self._next_report_s = 0.0
         self._poller = zmq.Poller()
         for socket in (*channel.poll_sockets, *peers.poll_sockets, *mover.poll_sockets):
@@ -64,15 +68,18 @@ class InstanceLoop:
     def run(self) -> None:
         """Until told to shut down."""
         agent = self._agent
+        self._channel.start_heartbeat(self._heartbeat_period_s)
         while not agent.is_stopping:
             self._wait()
-            self._read_mail()
+            with self._mover.quiet():  # a transition may remap what the mover reads and fills
+                self._read_mail()
             self._report_if_due()
             self._send_mail()
             work = agent.next_work(time.monotonic())
             if work is not None:
                 outcome = self._body.execute(work.step, work.hidden)
-                agent.finished(work, outcome, time.monotonic())
+                with self._mover.quiet():
+                    agent.finished(work, outcome, time.monotonic())
             self._send_mail()
 
     def _wait(self) -> None:

@@ -72,4 +72,4 @@ def _assemble(order: InstanceOrder, loaded: Loaded) -> InstanceLoop:
         mover,
     )
     channel.send(Ready(spec, peers.address, max_model_len, loaded.summary))
-    return InstanceLoop(agent, body, channel, peers, mover, config.cluster.report_period_s)
+    return InstanceLoop(agent, body, channel, peers, mover, config.cluster)

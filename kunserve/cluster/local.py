@@ -61,6 +61,7 @@ class LocalCluster:
         self._channel = FrontChannel(self._on_event)
         self._processes: dict[InstanceId, _Process] = {}
         self._deliver: dict[RequestId, DeliverTo] = {}
+        self._heard_s: dict[InstanceId, float] = {}
         self._deaths: dict[InstanceId, list[float]] = {}
         self._ready: dict[InstanceId, Ready] = {}
         self._changed = asyncio.Condition()
@@ -170,6 +171,7 @@ class LocalCluster:
     # Events and commands
 
     def _on_event(self, instance_id: InstanceId, event: Message) -> None:
+        self._heard_s[instance_id] = time.monotonic()
         if isinstance(event, Ready):
             self._ready[instance_id] = event
         self._controller.on(instance_id, _as_event(event), time.monotonic())
@@ -210,9 +212,20 @@ class LocalCluster:
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(TICK_S)
+            self._kill_silent()
             self._controller.tick(time.monotonic())
             self._flush()
             await self._notify()
+
+    def _kill_silent(self) -> None:
+        """A process without a heartbeat hangs (it beats also during a long step): end it."""
+        limit_s = self._config.cluster.heartbeat_timeout_s
+        for instance_id in self._ready:
+            silent_s = time.monotonic() - self._heard_s[instance_id]
+            process = self._processes[instance_id].process
+            if silent_s > limit_s and process.returncode is None:
+                logger.error("no heartbeat instance=%d silent_s=%.1f", instance_id, silent_s)
+                process.kill()
 
     # EngineClient
 
