@@ -146,6 +146,11 @@ class InstanceAgent:
             and seat.scheduler.can_schedule
         )
 
+    @property
+    def is_in_transition(self) -> bool:
+        """Whether a change of groups or of layers is prepared or under way here."""
+        return self._form is not None or self._regroup.is_busy or self._reload.is_busy
+
     def report(self, now_s: float) -> None:
         """Queue a load report (leaders only). Called about ten times a second on everybody."""
         seat = self.seat
