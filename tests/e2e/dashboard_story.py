@@ -6,7 +6,7 @@
 122 s  drop 1 is rolled back
 130 s  drop 2: groups 2 and 3 become group 5
 200 s  restore 3: group 4 becomes groups 6 and 7
-240 s  the story's end; its last state goes on
+240 s  the story's end
 """
 
 import math
@@ -122,7 +122,7 @@ def load_of(group: GroupLayout, t_s: float, traffic: bool) -> LoadReport:
 
 @dataclass
 class StoryEngine(EchoEngine):
-    """Tells the story up to ``at_s``, and how its last state goes on in real time."""
+    """Shows the story as it is at ``at_s``."""
 
     traffic: bool = True
     dead: frozenset[int] = frozenset()
@@ -130,7 +130,7 @@ class StoryEngine(EchoEngine):
     _began_s: float = field(default_factory=time.monotonic)
     at_s: float = 0.0
     runs: bool = True
-    """Whether time goes on by itself."""
+    """Whether time goes on from there."""
 
     def state(self) -> ClusterState:
         t_s = self.at_s + (time.monotonic() - self._began_s if self.runs else 0.0)
@@ -169,7 +169,7 @@ class StoryEngine(EchoEngine):
 
 
 def tell(server: LiveServer, until_s: float = END_S) -> None:
-    """Have the server live through the story, up to ``until_s``, in a moment."""
+    """Have the server live through the story in a moment; time then stands at ``until_s``."""
     engine, front = server.engine, server.front
     assert isinstance(engine, StoryEngine)
     metrics = front.metrics
@@ -182,7 +182,6 @@ def tell(server: LiveServer, until_s: float = END_S) -> None:
             _feel(metrics, t_s)
             front.timeline.sample()
         engine.jump(until_s)
-        engine.runs = True
 
     server.call(live)
 

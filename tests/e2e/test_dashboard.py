@@ -14,7 +14,7 @@ from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 from kunserve.core.config import ServerConfig
 from kunserve.server.dashboard_routes import FOLDER
-from tests.e2e.dashboard_story import TRIGGER, StoryEngine, tell
+from tests.e2e.dashboard_story import DROP_S, SECOND_DROP_S, TRIGGER, StoryEngine, tell
 from tests.unit.server.live_server import LiveServer, live_server
 
 CHROMIUM = next(
@@ -94,6 +94,24 @@ def test_the_files_are_short_and_know_no_other_host(path) -> None:
     for name in known:
         text = text.replace(name, "")
     assert "//" not in text.replace("// ", "") and "@import" not in text
+
+
+def test_the_timeline_repeats_no_transition_that_is_over() -> None:
+    with live_server(StoryEngine()) as server, server.client() as client:
+        tell(server, SECOND_DROP_S + 1)
+
+        def seen(since_s: float) -> dict[int, str]:
+            view = client.get(f"/kunserve/timeline?since={since_s}").json()
+            assert view["run_id"] == client.get("/kunserve/timeline").json()["run_id"]
+            return {one["transition_id"]: one["outcome"] for one in view["transitions"]}
+
+        rolled_back = seen(DROP_S)[1]
+        assert rolled_back.startswith("rolled back")
+        assert seen(DROP_S) == {0: "done", 1: rolled_back, 2: "running"}
+        assert seen(DROP_S + 5) == {1: rolled_back, 2: "running"}
+        assert seen(SECOND_DROP_S) == {2: "running"}
+        group = client.get("/kunserve/timeline").json()["samples"][0]["groups"][0]
+        assert group["need_blocks"] >= group["used_blocks"]
 
 
 # In a browser

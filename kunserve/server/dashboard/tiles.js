@@ -1,21 +1,21 @@
 // The row of large numbers: how the whole cluster is now.
 
 import { element, setText } from "./elements.js";
-import { NOTHING, bytes, percent, perSecond, requests, seconds } from "./units.js";
+import { NOTHING, bytes, percent, perSecond, plural, requests, seconds } from "./units.js";
 
 const RATE_SPAN_S = 5;
 
 /** name, what it says, and the smaller line below it. */
 const TILES = [
   ["Running", (now) => [requests.text(now.latest.num_running), `${now.stalled} stalled`]],
-  ["Queue", (now) => [requests.text(now.latest.num_waiting), `${now.preemptions} preemptions`]],
+  ["Queue", (now) => [requests.text(now.latest.num_waiting), plural(now.preemptions, "preemption")]],
   ["KV in use", (now) => [percent(now.used / now.capacity), `of ${bytes.text(now.capacity)}`]],
   ["KV demand", (now) => [percent(now.demand / now.capacity), bytes.text(now.demand)]],
   ["TTFT p99", (now) => [seconds.text(now.latest.ttft_p99_s), `p50 ${seconds.text(now.latest.ttft_p50_s)}`]],
   ["TPOT p50", (now) => [seconds.text(now.latest.tpot_p50_s), `p99 ${seconds.text(now.latest.tpot_p99_s)}`]],
   ["Arrivals", (now) => [perSecond.text(now.arrivalRate), `${requests.text(now.latest.arrivals)} in all`]],
   ["Output tokens", (now) => [perSecond.text(now.tokenRate), `${requests.text(now.latest.generation_tokens)} in all`]],
-  ["Drops", (now) => [String(now.state.num_drops), `${now.state.num_restores} restores`]],
+  ["Drops", (now) => [String(now.state.num_drops), plural(now.state.num_restores, "restore")]],
 ];
 
 export class Tiles {
