@@ -58,6 +58,8 @@ class Reload:
         if job.transition_id in self._cancelled:
             self._tell_back(job)
             return
+        if self._job is not None and self._job.group_id != job.group_id:
+            self.clear()  # that restore is done: the groups have changed since
         refusal = self._refusal(job, is_regrouping)
         if refusal is not None:
             self._answer(job, now_s, refusal)
