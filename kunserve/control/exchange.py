@@ -19,8 +19,8 @@ from kunserve.core.messages import ExchangeProgress, KvMoved
 from kunserve.policy.exchange import ExchangeShare, plan_exchange
 from kunserve.policy.moves import Move, Piece
 
-PIECES_IN_FLIGHT = 2
-"""Pieces that one instance pulls at once."""
+PIECES_IN_FLIGHT = 4
+"""Pieces that one instance pulls at once; the mover bounds the bytes on the wire."""
 PATIENCE_S = 0.5
 """How long a piece may wait for units that are free but scattered between blocks in transfer."""
 
