@@ -1,0 +1,1 @@
+"""Decisions: frozen views in, a frozen decision out."""
