@@ -1,0 +1,176 @@
+"""The real engine in real processes: a tiny float32 model's tokens are those of transformers,
+and SmolLM2's those of an undisturbed run, through drops, exchanges, restores and preemptions.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kunserve.cluster.local import LocalCluster
+from kunserve.core.config import (
+    ClusterConfig,
+    InstanceConfig,
+    KunServeConfig,
+    ModelConfig,
+    OverloadConfig,
+    SchedulerConfig,
+)
+from kunserve.core.errors import InvalidRequest
+from kunserve.core.ids import RequestId
+from kunserve.core.messages import TokenOutput
+from kunserve.core.request import Request, SamplingParams
+from tests.tiny_models import VOCAB, expected_tokens, tiny_model
+
+Story = Callable[[LocalCluster, "Answers"], Awaitable[None]]
+SEEDED = SamplingParams(max_tokens=1, temperature=0.9, top_p=0.95, seed=7)
+
+
+class Answers:
+    """Asks, and collects the tokens of every answer."""
+
+    def __init__(self, cluster: LocalCluster) -> None:
+        self._cluster = cluster
+        self.tokens: dict[str, list[int]] = {}
+        self._done: dict[str, asyncio.Event] = {}
+
+    def ask(self, name: str, prompt: list[int], num_tokens: int, like: SamplingParams) -> None:
+        sampling = SamplingParams(
+            max_tokens=num_tokens,
+            temperature=like.temperature,
+            top_p=like.top_p,
+            seed=like.seed,
+            ignore_eos=True,
+        )
+        self.tokens[name] = []
+        self._done[name] = asyncio.Event()
+        request = Request(RequestId(name), tuple(prompt), sampling, 0.0)
+        self._cluster.submit(request, self._deliver)
+
+    def _deliver(self, token: TokenOutput) -> None:
+        if token.token_id is not None:
+            self.tokens[token.request_id].append(token.token_id)
+        if token.finish_reason is not None:
+            self._done[token.request_id].set()
+
+    async def have(self, num_tokens: int) -> None:
+        """Every answer has at least so many tokens."""
+        async with asyncio.timeout(60.0):
+            while not all(len(tokens) >= num_tokens for tokens in self.tokens.values()):
+                await asyncio.sleep(0.005)
+
+    async def all(self) -> dict[str, list[int]]:
+        async with asyncio.timeout(90.0):
+            await asyncio.gather(*(event.wait() for event in self._done.values()))
+        return self.tokens
+
+
+def run(config: KunServeConfig, vocab_size: int, story: Story) -> dict[str, list[int]]:
+    async def main() -> dict[str, list[int]]:
+        cluster = await LocalCluster.start(config, vocab_size=vocab_size)
+        try:
+            answers = Answers(cluster)
+            await story(cluster, answers)
+            return await answers.all()
+        finally:
+            await cluster.close()
+
+    return asyncio.run(main())
+
+
+def config_of(
+    model: str,
+    dtype: str,
+    num_instances: int,
+    kv_bytes: int,
+    granule_bytes: int = 8192,
+    block_size: int = 8,
+) -> KunServeConfig:
+    return KunServeConfig(
+        model=ModelConfig(model=model, dtype=dtype),  # type: ignore[arg-type]
+        instance=InstanceConfig(
+            kv_cache_memory_bytes=kv_bytes, block_size=block_size, granule_bytes=granule_bytes
+        ),
+        scheduler=SchedulerConfig(max_num_batched_tokens=48),
+        overload=OverloadConfig(policy="drop", restore_below=0.0, link_gbps=1.0),
+        cluster=ClusterConfig(num_instances=num_instances),
+    )
+
+
+PROMPTS = {
+    f"r{i}": np.random.default_rng(i).integers(3, VOCAB, 5 + 13 * (i % 5)).tolist()
+    for i in range(10)
+}
+NUM_TOKENS = {name: 40 + 8 * i for i, name in enumerate(PROMPTS)}
+
+
+async def restore_when_it_fits(cluster: LocalCluster) -> None:
+    """A restore is postponed while the pipeline's KV would not fit: ask until it is done."""
+    async with asyncio.timeout(60.0):
+        while True:
+            try:
+                await cluster.restore()
+            except InvalidRequest:
+                await asyncio.sleep(0.01)
+            else:
+                return
+
+
+@pytest.mark.parametrize(
+    ("kind", "num_layers", "num_instances"), [("qwen2", 5, 2), ("llama", 9, 4)]
+)
+def test_tokens_are_those_of_transformers_through_everything(
+    kind: str, num_layers: int, num_instances: int, tmp_path: Path
+) -> None:
+    model = tiny_model(kind, num_layers)
+    model.save_pretrained(tmp_path)
+    unit_bytes = 2 * 8 * model.config.num_key_value_heads * 32 * 4
+    kv_bytes = 24 * num_layers * unit_bytes  # 192 tokens per instance: some are preempted
+    config = config_of(str(tmp_path), "float32", num_instances, kv_bytes)
+
+    async def story(cluster: LocalCluster, answers: Answers) -> None:
+        greedy = SamplingParams(max_tokens=1, temperature=0.0)
+        names = list(PROMPTS)
+        for name in names[:6]:
+            answers.ask(name, PROMPTS[name], NUM_TOKENS[name], greedy)
+        await answers.have(3)
+        await cluster.drop(None)
+        for name in names[6:]:
+            answers.ask(name, PROMPTS[name], NUM_TOKENS[name], greedy)
+        if num_instances > 2:
+            await cluster.drop(10**9)
+            assert len(cluster.state().groups) == 1
+        await answers.have(20)
+        await restore_when_it_fits(cluster)
+        assert len(cluster.state().groups) == num_instances
+
+    answers = run(config, VOCAB, story)
+    for name, prompt in PROMPTS.items():
+        assert answers[name] == expected_tokens(model, prompt, NUM_TOKENS[name]), name
+
+
+def test_smollm2_says_the_same_through_a_drop_and_a_restore_even_in_bfloat16() -> None:
+    config = config_of("smollm2-135m", "bfloat16", 2, 64 << 20, 256 * 1024, 16)
+    prompts = {
+        f"r{i}": np.random.default_rng(i).integers(100, 30000, 40 + 30 * i).tolist()
+        for i in range(5)
+    }
+
+    def ask_all(answers: Answers) -> None:
+        for i, (name, prompt) in enumerate(prompts.items()):
+            like = SEEDED if i % 2 else SamplingParams(max_tokens=1, temperature=0.0)
+            answers.ask(name, prompt, 48, like)
+
+    async def undisturbed(cluster: LocalCluster, answers: Answers) -> None:
+        ask_all(answers)
+
+    async def disturbed(cluster: LocalCluster, answers: Answers) -> None:
+        ask_all(answers)
+        await answers.have(5)
+        await cluster.drop(None)
+        await answers.have(16)
+        await cluster.restore()
+
+    assert run(config, 49152, disturbed) == run(config, 49152, undisturbed)
