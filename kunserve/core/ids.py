@@ -5,6 +5,6 @@ from typing import NewType
 RequestId = NewType("RequestId", str)
 InstanceId = NewType("InstanceId", int)
 GroupId = NewType("GroupId", int)
-"""Unique over the life of a cluster: a group formed by a transition never reuses an old id."""
+"""Unique over the life of a cluster, and growing: a younger group has a larger id."""
 TransitionId = NewType("TransitionId", int)
 StepId = NewType("StepId", int)
