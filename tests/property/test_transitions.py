@@ -183,4 +183,4 @@ class TransitionsMachine(RuleBasedStateMachine):
 
 
 TestTransitions = TransitionsMachine.TestCase
-TestTransitions.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestTransitions.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
