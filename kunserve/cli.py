@@ -16,6 +16,11 @@ _COMMANDS = {
         "Measure what steps cost here.",
     ),
     "demo": ("kunserve.bench.demo", "demo_command", "The story on a real model, on this machine."),
+    "simulate": (
+        "kunserve.bench.simulate.command",
+        "simulate_command",
+        "What would happen: real decisions over modelled GPUs.",
+    ),
 }
 """Name -> module, object, one line. Imported only when used, so that --help stays fast."""
 

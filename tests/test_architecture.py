@@ -22,6 +22,7 @@ IMPORTS_LATE = {
     "kunserve/cli.py",
     "kunserve/bench/command.py",
     "kunserve/bench/experiment.py",
+    "kunserve/bench/simulate/command.py",
 }
 """Commands: --help stays fast, and torch and matplotlib optional."""
 MAX_FUNCTION_LINES = 80

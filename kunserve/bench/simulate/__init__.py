@@ -1,0 +1,1 @@
+"""Experiments in the simulated world, measured as real ones are."""

@@ -1,0 +1,100 @@
+"""Results side by side, as text and as rows for other formats."""
+
+from collections.abc import Sequence
+
+from kunserve.bench.metrics import PERCENTILES, slo_violations_by_factor
+from kunserve.bench.simulate.run import SimResult
+
+SLO_FACTORS = tuple(float(factor) for factor in range(1, 11))
+
+
+def violations(results: Sequence[SimResult]) -> list[list[float]]:
+    """Per system the share of requests that miss either objective, at each of `SLO_FACTORS`.
+
+    The base is the best P50 among the systems, as in the paper.
+    """
+    ttft_s = min(result.metrics.ttft.median_s for result in results)
+    tpot_s = min(result.metrics.tpot.median_s for result in results)
+    return [
+        [
+            shares.either
+            for _, shares in slo_violations_by_factor(
+                result.run.records, ttft_s, tpot_s, SLO_FACTORS
+            )
+        ]
+        for result in results
+    ]
+
+
+def rows(results: Sequence[SimResult]) -> list[tuple[str, ...]]:
+    """The whole table, head first."""
+    lines = [("", *(result.run.label for result in results))]
+    for name in ("ttft", "tpot"):
+        for percentile in PERCENTILES:
+            values = [getattr(r.metrics, name).percentile_s(percentile) * 1e3 for r in results]
+            lines.append((f"{name.upper()} P{percentile:g} (ms)", *(f"{v:,.0f}" for v in values)))
+    for place, factor in enumerate(SLO_FACTORS):
+        shares = [by_factor[place] for by_factor in violations(results)]
+        lines.append((f"SLO violations {factor:g}x", *(f"{share:.1%}" for share in shares)))
+    lines.append(("requests/s", *(f"{r.metrics.request_throughput:.2f}" for r in results)))
+    lines.append(("output tokens/s", *(f"{r.metrics.output_throughput:,.0f}" for r in results)))
+    lines.append(
+        (
+            "completed / failed",
+            *(f"{r.metrics.num_completed} / {r.metrics.num_failed}" for r in results),
+        )
+    )
+    lines.append(("mean KV use", *(f"{_mean_use(r):.0%}" for r in results)))
+    lines.append(("preemptions", *(str(r.num_preemptions) for r in results)))
+    lines.append(("drops / restores", *(f"{r.num_drops} / {r.num_restores}" for r in results)))
+    lines.append(
+        (
+            "bubble ratio",
+            *("-" if r.bubble_ratio is None else f"{r.bubble_ratio:.1%}" for r in results),
+        )
+    )
+    lines.append(("GPU-hours", *(f"{r.gpu_hours:.2f}" for r in results)))
+    return lines
+
+
+def _mean_use(result: SimResult) -> float:
+    shares = [s.kv_usage for s in result.run.samples if s.kv_usage is not None]
+    return sum(shares) / max(1, len(shares))
+
+
+def as_text(lines: Sequence[tuple[str, ...]]) -> str:
+    """Aligned columns."""
+    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
+    shown = []
+    for first, *rest in lines:
+        cells = [cell.rjust(width) for cell, width in zip(rest, widths[1:], strict=True)]
+        shown.append("  ".join([first.ljust(widths[0]), *cells]).rstrip())
+    return "\n".join(shown)
+
+
+def summary(result: SimResult, scale: float) -> dict[str, object]:
+    """One line of a results file: everything a curve or a claim needs."""
+    metrics = result.metrics
+    values: dict[str, object] = {
+        "system": result.run.label,
+        "scale": scale,
+        "provenance": result.run.provenance,
+        "num_requests": len(result.run.records),
+        "num_failed": metrics.num_failed,
+        "duration_s": round(metrics.duration_s, 3),
+        "request_throughput": round(metrics.request_throughput, 4),
+        "output_throughput": round(metrics.output_throughput, 2),
+        "mean_kv_usage": round(_mean_use(result), 4),
+        "num_preemptions": result.num_preemptions,
+        "lost_tokens": result.lost_tokens,
+        "num_drops": result.num_drops,
+        "num_restores": result.num_restores,
+        "bubble_ratio": None if result.bubble_ratio is None else round(result.bubble_ratio, 4),
+        "gpu_hours": round(result.gpu_hours, 4),
+        "moved_gb": round(result.bulk_bytes / 1e9, 3),
+    }
+    for name in ("ttft", "tpot"):
+        stats = getattr(metrics, name)
+        for percentile in PERCENTILES:
+            values[f"{name}_p{percentile:g}_s"] = round(stats.percentile_s(percentile), 5)
+    return values

@@ -1,0 +1,1 @@
+"""The simulated world: virtual clock, instances without machines, links, and hardware profiles."""

@@ -1,0 +1,91 @@
+"""A body without memory or compute: it keeps accounts, and says how long things take."""
+
+from typing import Any
+
+from kunserve.control.body import Remap, StepOutcome, StepWork, UnitCopy
+from kunserve.core.ids import InstanceId, RequestId
+from kunserve.core.layout import LayerRange
+from kunserve.core.snapshots import InstanceSpec
+from kunserve.core.step import SampledToken
+from kunserve.sim.profile import InstanceProfile
+
+
+class SimBody:
+    """Implements ``control.body.Body``. Nothing takes time here: the driver lets it pass.
+
+    Hidden states are the number of their bytes. Every token is 0; workloads say how many there
+    are (``ignore_eos``).
+    """
+
+    def __init__(self, profile: InstanceProfile, instance_id: InstanceId) -> None:
+        self._profile = profile
+        self._spec = profile.spec_of(instance_id)
+        spec = self._spec
+        self._weight_granules = -(-spec.num_layers * spec.layer_bytes // spec.granule_bytes)
+        self.held = LayerRange(0, spec.num_layers)
+        self.kv_units = spec.kv_units
+        self._blocked_s = 0.0
+
+    @property
+    def spec(self) -> InstanceSpec:
+        """What the instance is made of."""
+        return self._spec
+
+    def step_s(self, work: StepWork) -> float:
+        """How long the step will take."""
+        return self._profile.times.stage_s(work.plan.chunks, work.layers.num_layers, work.is_last)
+
+    def take_blocked_s(self) -> float:
+        """How long memory work since the last call keeps the instance from doing anything."""
+        blocked_s, self._blocked_s = self._blocked_s, 0.0
+        return blocked_s
+
+    def execute(self, work: StepWork, hidden: Any) -> StepOutcome:
+        """What the step gives, once its time has passed."""
+        assert (hidden is None) == work.is_first, work.plan
+        assert self.held.covers(work.layers), (self.held, work.layers)
+        if not work.is_last:
+            model = self._profile.model
+            return StepOutcome(work.plan.num_tokens * model.hidden_size * model.dtype_bytes, ())
+        return StepOutcome(
+            None,
+            tuple([SampledToken(chunk[0], 0, None) for chunk in work.plan.chunks if chunk[3]]),
+        )
+
+    def forget(self, request_id: RequestId) -> None:
+        """Nothing is kept per request."""
+
+    def copy_units(self, copies: tuple[UnitCopy, ...]) -> None:
+        """Copies inside device memory."""
+        num_units = sum(copy.num_units for copy in copies)
+        self._blocked_s += num_units * self._spec.unit_bytes / self._profile.copy_bytes_per_s
+
+    def drop_layers(self, keep: LayerRange) -> Remap:
+        """Weights outside ``keep`` become KV memory."""
+        assert self.held.covers(keep) and keep.num_layers > 0, (self.held, keep)
+        return self._hold(keep)
+
+    def reclaim_layers(self, layers: LayerRange) -> Remap:
+        """KV memory becomes room for weights again."""
+        assert layers.covers(self.held), (self.held, layers)
+        return self._hold(layers)
+
+    def load_layers(self, layers: LayerRange) -> None:
+        """Fill weights from the copy in host memory."""
+        assert self.held.covers(layers), (self.held, layers)
+        num_bytes = layers.num_layers * self._spec.layer_bytes
+        self._blocked_s += num_bytes / self._profile.host_bytes_per_s
+
+    def _hold(self, layers: LayerRange) -> Remap:
+        """Only granules wholly outside the layers kept change hands, as in the real arena."""
+        spec, before = self._spec, self.kv_units
+        first = layers.first * spec.layer_bytes // spec.granule_bytes
+        end = -(-layers.end * spec.layer_bytes // spec.granule_bytes)
+        freed = self._weight_granules - (end - first)
+        self.kv_units = spec.kv_units + freed * spec.granule_bytes // spec.unit_bytes
+        self.held = layers
+        moved_bytes = (self.kv_units - before) * spec.unit_bytes
+        granules = abs(moved_bytes) // spec.granule_bytes
+        seconds = granules * self._profile.remap_granule_s
+        self._blocked_s += seconds
+        return Remap(self.kv_units, moved_bytes, seconds)

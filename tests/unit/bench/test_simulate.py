@@ -1,0 +1,109 @@
+"""``kunserve simulate``: outputs, experiment files, and errors that help."""
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from kunserve.bench.runfile import read_run
+from kunserve.bench.simulate.command import simulate_command
+from kunserve.bench.simulate.settings import Experiment, Load, build_scenario, read_experiment
+from kunserve.core.errors import ConfigError
+
+SMALL = ["--duration", "20", "--request-rate", "2", "--num-instances", "2"]
+ROOT = Path(__file__).parent.parent.parent.parent
+
+
+def call(*args: str) -> Result:
+    return CliRunner().invoke(simulate_command, args)
+
+
+def test_everything_is_written_and_equal_seeds_give_equal_files(tmp_path: Path) -> None:
+    outputs = []
+    for name in ("one", "two"):
+        folder = tmp_path / name
+        result = call(*SMALL, "--compare", "recompute,static-pp,drop", "-o", str(folder),
+                      "--save-requests", "--chrome-trace")  # fmt: skip
+        assert result.exit_code == 0, result.output
+        assert "TTFT P99.9 (ms)" in result.output and "SLO violations 10x" in result.output
+        outputs.append(folder)
+    one, two = outputs
+    names = sorted(path.name for path in one.iterdir())
+    assert {"results.jsonl", "table.txt", "report.html", "slo.png", "timeline.png"} <= set(names)
+    for name in ("results.jsonl", "table.txt", "drop.jsonl", "drop.trace.json"):
+        assert (one / name).read_bytes() == (two / name).read_bytes()
+    lines = [json.loads(line) for line in (one / "results.jsonl").read_text().splitlines()]
+    assert [line["system"] for line in lines] == ["recompute", "static-pp", "drop"]
+    assert len(read_run(one / "drop.jsonl").records) == lines[2]["num_requests"]
+    assert "data:image/png;base64," in (one / "report.html").read_text()
+    assert json.loads((one / "drop.trace.json").read_text())["traceEvents"]
+
+
+def test_several_loads_make_a_curve(tmp_path: Path) -> None:
+    result = call(*SMALL, "--scale", "0.5,1", "-o", str(tmp_path))
+    assert result.exit_code == 0, result.output
+    assert (tmp_path / "loads.png").stat().st_size > 10_000
+    lines = (tmp_path / "results.jsonl").read_text().splitlines()
+    scales = [json.loads(line)["scale"] for line in lines]
+    assert scales == [0.5, 0.5, 1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--model", "gpt-9"], "no model 'gpt-9' to simulate; there are: smollm2-135m"),
+        (["--device", "tpu"], "no device 'tpu' to simulate; there are: a100"),
+        (["--compare", "magic"], "no system 'magic' to compare; there are: recompute"),
+        (["--model", "Qwen2.5-72B", "--gpus-per-instance", "1"], "Give it more GPUs"),
+        (["--num-instances", "3", "--compare", "static-pp"], "3 cannot be parted so"),
+        (["--scale", "much"], "--scale takes numbers"),
+        (["--kill", "now"], "--kill takes SEC:INSTANCE"),
+        (["--trace", "missing.csv"], "missing.csv"),
+    ],
+)
+def test_mistakes_are_named(args: list[str], message: str) -> None:
+    result = call(*SMALL, *args)
+    assert result.exit_code == 1
+    assert message in result.output
+
+
+def test_a_malformed_trace_line_is_named(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.csv"
+    trace.write_text("arrival_s,input_tokens,output_tokens\n0.0,10,5\nsoon,10,5\n")
+    result = call("--trace", str(trace))
+    assert result.exit_code == 1
+    assert "trace.csv" in result.output and "line 3" in result.output and "soon" in result.output
+
+
+def test_an_experiment_file(tmp_path: Path) -> None:
+    path = tmp_path / "small.toml"
+    path.write_text(
+        'title = "Small"\ncompare = ["drop"]\nsweep = [0.5, 1]\n'
+        "[setup]\nnum_instances = 2\nkills = [[3.0, 1]]\n"
+        '[load]\ntrace = "t.csv"\nseed = 3\n'
+    )
+    experiment = read_experiment(path)
+    assert experiment.setup.kills == ((3.0, 1),) and experiment.sweep == (0.5, 1.0)
+    assert experiment.load.trace == tmp_path / "t.csv" and experiment.load.seed == 3
+    path.write_text("[setup]\nnum_instance = 2\n")
+    with pytest.raises(ConfigError, match=r"unknown setting 'num_instance'; there are: .*model"):
+        read_experiment(path)
+
+
+def test_a_burst_can_be_repeated() -> None:
+    once = build_scenario(Experiment().setup, Load(duration_s=100.0)).workload
+    again = build_scenario(
+        Experiment().setup, Load(duration_s=100.0, repeat=(5.0, 15.0, 4))
+    ).workload
+    in_burst = sum(5.0 <= moment < 15.0 for moment in once.arrival_s)
+    before = sum(moment < 5.0 for moment in once.arrival_s)
+    assert len(again) == before + 4 * in_burst
+    assert again.duration_s < 45.0
+
+
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "experiments").glob("*.toml")), ids=lambda path: path.name
+)
+def test_experiments_of_the_tree_can_be_read(path: Path) -> None:
+    assert read_experiment(path).compare

@@ -1,0 +1,120 @@
+"""Whole simulated clusters: every request ends, nothing leaks, equal seeds give equal runs."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kunserve.bench.simulate.systems import SYSTEMS
+from kunserve.core.ids import InstanceId
+from kunserve.sim.cluster import SimCluster, WorldConfig
+from kunserve.workload.workload import Lengths, Workload
+from tests.unit.sim.worlds import burst, run, scenario, small_profile
+
+OVERLOAD = burst(60, 0.1)
+
+
+def test_a_burst_queues_under_recompute_and_not_under_drop() -> None:
+    slow, fast = run("recompute", scenario(OVERLOAD)), run("drop", scenario(OVERLOAD))
+    assert slow.metrics.num_completed == fast.metrics.num_completed == 60
+    assert fast.num_drops == 1 and slow.num_drops == 0
+    assert fast.metrics.ttft.percentile_s(99.0) < 0.7 * slow.metrics.ttft.percentile_s(99.0)
+    assert all(r.output_tokens == r.asked_output_tokens for r in fast.run.records)
+
+
+def test_restored_twice() -> None:
+    """Two bursts with quiet between them: each drop is followed by a restore."""
+    first = burst(50, 0.1)
+    quiet = tuple(12.0 + i for i in range(30))
+    again = tuple(50.0 + moment for moment in first.arrival_s)
+    later = tuple(62.0 + i for i in range(30))
+    moments = (*first.arrival_s, *quiet, *again, *later)
+    lengths = Lengths((1000,) * len(moments), (200,) * len(moments), "fixed")
+    result = run("drop", scenario(Workload(moments, lengths, "two bursts")))
+    done = [record.kind for record in result.transitions if record.outcome == "done"]
+    assert done == ["drop", "restore", "drop", "restore"]
+    assert result.metrics.num_failed == 0
+
+
+@pytest.mark.parametrize("system", sorted(SYSTEMS))
+def test_equal_settings_equal_results(system: str) -> None:
+    world = scenario(burst(40, 0.08), world=WorldConfig(start_s=5.0))
+    assert run(system, world).run == run(system, world).run
+
+
+def test_static_pipelines_stand_from_the_start() -> None:
+    result = run("static-pp", scenario(burst(20, 0.2), num_instances=4))
+    assert result.num_drops == 0 and result.bubble_ratio is not None
+    assert result.metrics.num_completed == 20
+
+
+def test_restore_can_be_switched_off() -> None:
+    quiet = tuple(20.0 + i for i in range(30))
+    moments = (*OVERLOAD.arrival_s, *quiet)
+    lengths = Lengths((1000,) * len(moments), (200,) * len(moments), "fixed")
+    world = scenario(Workload(moments, lengths, "burst"))
+    assert run("drop", world).num_restores == 1
+    assert run("drop-no-restore", world).num_restores == 0
+
+
+def test_a_death_is_mended_and_no_request_is_lost() -> None:
+    world = scenario(OVERLOAD, world=WorldConfig(start_s=3.0, detect_s=0.5), kills=((4.0, 1),))
+    for system in ("recompute", "drop"):
+        result = run(system, world)
+        assert result.metrics.num_completed == 60
+        assert all(r.output_tokens == r.asked_output_tokens for r in result.run.records)
+
+
+def test_more_instances_when_nothing_is_left_to_drop() -> None:
+    world = scenario(burst(300, 0.07, (1000, 300)), world=WorldConfig(start_s=2.0))
+    small, large = run("drop", world), run("drop-autoscale", world)
+    assert large.metrics.ttft.mean_s < small.metrics.ttft.mean_s
+    assert large.gpu_hours / large.metrics.duration_s > small.gpu_hours / small.metrics.duration_s
+
+
+def test_a_request_that_can_never_fit_fails_at_once() -> None:
+    workload = Workload((0.0, 0.1), Lengths((50_000, 100), (10, 10), "one too long"), "two")
+    result = run("drop", scenario(workload))
+    assert [record.error is None for record in result.run.records] == [False, True]
+
+
+class _Checking:
+    """Calls every owner's ``check`` after every thing that happens."""
+
+    def __init__(self) -> None:
+        self.cluster: SimCluster | None = None
+
+    def stepped(self, instance_id: InstanceId, work: Any, start_s: float, end_s: float) -> None:
+        assert end_s > start_s
+
+    def happened(self, kind: str, time_s: float, *details: Any) -> None:
+        if kind == "command" and self.cluster is not None:
+            self.cluster.check()
+
+
+@settings(max_examples=12, suppress_health_check=list(HealthCheck))
+@given(
+    st.lists(
+        st.tuples(st.floats(0, 0.5), st.integers(1, 3000), st.integers(1, 150)),
+        min_size=1,
+        max_size=40,
+    ),
+    st.sampled_from(["recompute", "drop", "drop-no-priority"]),
+    st.integers(1, 4),
+    st.booleans(),
+)
+def test_no_request_is_lost_and_no_block_leaks(
+    sizes: list[tuple[float, int, int]], system: str, num_instances: int, reads: bool
+) -> None:
+    moments, now_s = [], 0.0
+    for gap_s, _, _ in sizes:
+        now_s += gap_s
+        moments.append(now_s)
+    lengths = Lengths(tuple(s[1] for s in sizes), tuple(s[2] for s in sizes), "any")
+    profile = replace(small_profile(8_000), reads_during_steps=reads)
+    world = scenario(Workload(tuple(moments), lengths, "any"), num_instances, profile)
+    result = run(system, world, is_drained=True)
+    assert result.metrics.num_completed == len(sizes)
+    assert [r.output_tokens for r in result.run.records] == [s[2] for s in sizes]
