@@ -8,6 +8,7 @@ from bisect import insort
 from collections.abc import Collection, Iterable
 from collections.abc import Sequence as SequenceOf
 
+from kunserve.control.batch_former import BatchFormer
 from kunserve.control.body import Int32Array
 from kunserve.control.ledger import Ledger
 from kunserve.control.scheduler_flights import Flights
@@ -19,7 +20,7 @@ from kunserve.core.messages import SequenceState, TokenOutput
 from kunserve.core.request import FinishReason, Request
 from kunserve.core.snapshots import LoadReport
 from kunserve.core.step import StepPlan, StepResult
-from kunserve.policy.batch_form import FormationView, FormBatch, PromptWork, form_token_budget
+from kunserve.policy.batch_form import FormationView, FormBatch, PromptWork
 from kunserve.policy.relief import Preemptible, choose_victim
 
 WATERMARK = 0.01
@@ -46,7 +47,7 @@ class Scheduler:
         eos_token_ids: frozenset[int],
         max_model_len: int,
         totals: SchedulerTotals | None = None,
-        form_batch: FormBatch = form_token_budget,
+        form_batch: FormBatch | None = None,
     ) -> None:
         self._config = config
         self._group_id = group_id
@@ -55,7 +56,7 @@ class Scheduler:
         self._eos_token_ids = eos_token_ids
         self._max_model_len = max_model_len
         self.totals = SchedulerTotals() if totals is None else totals
-        self._form_batch = form_batch
+        self._form_batch = BatchFormer(config) if form_batch is None else form_batch
         self._ledger = Ledger(capacity_blocks)
         self._largest_capacity = capacity_blocks
         self._may_preempt = True
@@ -161,7 +162,7 @@ class Scheduler:
         if len(self._flights) >= self._num_stages:
             return None
         self._note_work(now_s)
-        decodes, prompts, num_awaiting = self._collect_runnable()
+        decodes, prompts, num_awaiting, context_in_flight = self._collect_runnable()
         unfit = self._secure(decodes, prompts)
         if unfit is not None:
             # Memory is short: nobody is admitted, and who did not get a block sits out.
@@ -181,6 +182,7 @@ class Scheduler:
                 num_stages=self._num_stages,
                 max_num_tokens=config.max_num_batched_tokens,
                 max_num_seqs=config.max_num_seqs,
+                context_in_flight=context_in_flight,
             )
         )
         chosen = [(decodes[index], 1) for index in batch.decodes]
@@ -304,24 +306,26 @@ class Scheduler:
 
     # Inside a step
 
-    def _collect_runnable(self) -> tuple[list[Sequence], list[Sequence], int]:
-        """Running sequences that could decode, that could prefill, and how many await a token.
+    def _collect_runnable(self) -> tuple[list[Sequence], list[Sequence], int, int]:
+        """Running sequences that could decode, that could prefill; how many await a token, and
+        their context together.
 
         The last token of a prompt is no decode: it keeps its place before later prompts.
         """
         decodes: list[Sequence] = []
         prompts: list[Sequence] = []
-        num_awaiting = 0
+        num_awaiting = context = 0
         for seq in self._running:
             if seq.is_awaiting:
                 num_awaiting += 1
+                context += seq.num_computed
             elif seq.state is Progress.RUNNING:
                 computed = seq.num_computed
                 if computed >= seq.num_prompt and len(seq.token_ids) - computed == 1:
                     decodes.append(seq)
                 else:
                     prompts.append(seq)
-        return decodes, prompts, num_awaiting
+        return decodes, prompts, num_awaiting, context
 
     def _secure(
         self, decodes: Iterable[Sequence], prompts: Iterable[Sequence]
@@ -361,13 +365,16 @@ class Scheduler:
     def _admissible(self, num_tokens_ahead: int) -> list[Sequence]:
         """Waiting sequences that memory admits now, first come first served.
 
-        Enough of them to fill a microbatch behind ``num_tokens_ahead`` tokens of running prompts.
+        Enough of them to fill a microbatch behind ``num_tokens_ahead`` tokens of running prompts;
+        all of them where formation looks ahead.
         """
         ledger, config = self._ledger, self._config
         free = ledger.free_blocks
         watermark = max(1, int(WATERMARK * ledger.capacity_blocks)) if ledger.used_blocks else 0
         room = config.max_num_seqs * self._num_stages - len(self._running)
         wanted = config.max_num_batched_tokens - num_tokens_ahead
+        if config.lookahead and self._num_stages > 1:
+            wanted = self._waiting.num_tokens
         found: list[Sequence] = []
         for seq in self._waiting:
             if wanted <= 0 or len(found) >= room:

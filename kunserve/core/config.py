@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
+from kunserve.core.cost import CostCoefficients
+
 MIB = 1 << 20
 
 OverloadPolicy: TypeAlias = Literal["recompute", "drop"]
@@ -51,6 +53,14 @@ class SchedulerConfig:
     """Requests that run at once."""
     max_num_batched_tokens: int = 512
     """Tokens computed in one step."""
+    lookahead: bool = True
+    """In a pipeline, form microbatches of equal predicted time over all queued work."""
+    min_microbatch_tokens: int = 64
+    """Lookahead makes no smaller microbatches to have more of them."""
+    profile: str | None = None
+    """File of ``kunserve profile``; when None the default place is looked at."""
+    cost: CostCoefficients | None = None
+    """From the profile, or assumed from the model's shape; None costs every token the same."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,6 +30,8 @@ class FormationView:
     """Of one microbatch."""
     max_num_seqs: int
     """Of one microbatch."""
+    context_in_flight: int = 0
+    """Tokens of context of the decodes in flight, all together."""
 
 
 class PromptShare(NamedTuple):

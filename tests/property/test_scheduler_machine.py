@@ -8,6 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kunserve.control.scheduler import Scheduler
 from kunserve.core.config import SchedulerConfig
+from kunserve.core.cost import CostCoefficients
 from kunserve.core.ids import GroupId, RequestId
 from kunserve.core.request import FinishReason, Request, SamplingParams
 from kunserve.core.step import SampledToken, StepPlan, StepResult
@@ -76,9 +77,19 @@ class SchedulerMachine(RuleBasedStateMachine):
         capacity=st.integers(6, 20),
         seqs=st.integers(1, 5),
         budget=st.integers(1, 12),
+        min_tokens=st.sampled_from([None, 1, 3]),
     )
-    def start(self, stages: int, capacity: int, seqs: int, budget: int) -> None:
-        self.config = SchedulerConfig(max_num_seqs=seqs, max_num_batched_tokens=budget)
+    def start(
+        self, stages: int, capacity: int, seqs: int, budget: int, min_tokens: int | None
+    ) -> None:
+        """``min_tokens`` None is formation without lookahead."""
+        self.config = SchedulerConfig(
+            max_num_seqs=seqs,
+            max_num_batched_tokens=budget,
+            lookahead=min_tokens is not None,
+            min_microbatch_tokens=min_tokens or 1,
+            cost=CostCoefficients(0.2, 1.0, 0.5, 0.3, 0.1, 0.1),
+        )
         self.base_capacity = capacity
         self.max_model_len = 6 * BLOCK - 1
         self.now_s = 0.0

@@ -1,0 +1,290 @@
+"""Lookahead batch formation: microbatches of equal predicted time over all queued work (4.3).
+
+The paper halves one microbatch of everything by cost, again and again, until a half has too few
+tokens. Halving n times cuts the line of all prompt tokens, in order of arrival, where its
+cumulated cost passes k / 2^n of the whole; here any number m of parts is cut at k / m, in one
+vectorised pass instead of a recursion, so that m need not be a power of two and all parts cost
+the same (a recursion that stops by tokens leaves neighbours that differ by a factor of two).
+
+Decodes are no part of that line: each runs once per round of S microbatches, so an S-th of all,
+by cost, belongs to every microbatch.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import inf, sqrt
+
+import numpy as np
+import numpy.typing as npt
+
+from kunserve.core.cost import CostCoefficients
+from kunserve.policy.batch_form import (
+    FormationView,
+    Microbatch,
+    PromptShare,
+    PromptWork,
+    form_token_budget,
+)
+from kunserve.policy.cost import Array, decode_cost
+from kunserve.policy.work_line import WorkLine
+
+NUM_PASSES = 3
+"""A cut inside a prompt costs a chunk more, which moves the cuts: settled after two passes."""
+NUM_TRIES = 8
+"""Of a number of parts, until none exceeds a step's limits."""
+EPSILON = 1e-9
+DECODES_CHANGED = 0.125
+"""Share of all decodes that must have come or gone for a formation to be made anew."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lookahead:
+    """How to look ahead."""
+
+    cost: CostCoefficients
+    min_tokens: int
+    """Microbatches are not made smaller than this to have more of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Formation:
+    """All queued prompt tokens, cut into microbatches of equal cost."""
+
+    bounds: npt.NDArray[np.int64]
+    """[m + 1] where the line of prompt tokens is cut, from 0 to its end."""
+    costs: Array
+    """[m] predicted seconds of each, its share of the decodes included."""
+
+    @property
+    def num_microbatches(self) -> int:
+        """m."""
+        return len(self.costs)
+
+    @property
+    def imbalance(self) -> float:
+        """Largest cost over the mean."""
+        return float(self.costs.max() / self.costs.mean())
+
+    def shares(self, k: int, prompts: Sequence[PromptWork]) -> list[PromptShare]:
+        """The prompt tokens of microbatch ``k``; ``prompts`` are those it was formed from."""
+        shares, position = [], 0
+        first, end = int(self.bounds[k]), int(self.bounds[k + 1])
+        for index, work in enumerate(prompts):
+            taken = min(end, position + work.remaining) - max(first, position)
+            if taken > 0:
+                shares.append(PromptShare(index, taken))
+            position += work.remaining
+        return shares
+
+
+@dataclass(frozen=True, slots=True)
+class Course:
+    """What a scheduler keeps of a formation between its microbatches.
+
+    Each is cut when its slot opens, to the cost found, from what is there then: ends, aborts and
+    preemptions in between leave nothing to repair.
+    """
+
+    target_s: float
+    """Predicted cost of every microbatch."""
+    num_left: int
+    """Microbatches of the formation not planned yet."""
+    num_prompt_tokens: int
+    """Prompt tokens that the next view has, if nobody comes or goes."""
+    num_decodes: int
+    """Decodes, in flight or not, at the formation."""
+
+
+def looks_ahead(view: FormationView, min_tokens: int) -> bool:
+    """Whether to look ahead: a pipeline with enough prompt tokens for all of its stages.
+
+    Otherwise there is nothing to balance, and waiting for more work would cost latency.
+    """
+    if view.num_stages == 1:
+        return False
+    return sum(work.remaining for work in view.prompts) >= view.num_stages * min_tokens
+
+
+def form_lookahead(
+    view: FormationView, course: Course | None, how: Lookahead
+) -> tuple[Microbatch, Course | None]:
+    """The next microbatch, and the course to bring with the next view.
+
+    On course the target stands; it is formed anew when the last microbatch of it has been
+    planned, when prompts came or went, or when an eighth of the decodes did. Without enough
+    prompt tokens it is plain token-budget chunking, with decodes spread by cost in a pipeline.
+    """
+    if view.num_stages == 1:
+        return form_token_budget(view), None
+    if not looks_ahead(view, how.min_tokens):
+        return cut_microbatch(view, how, inf), None
+    num_tokens = sum(work.remaining for work in view.prompts)
+    if course is None or not _is_on_course(course, view, num_tokens):
+        formation = form_all(view, how)
+        course = Course(
+            target_s=float(formation.costs.mean()),
+            num_left=formation.num_microbatches,
+            num_prompt_tokens=num_tokens,
+            num_decodes=_num_decodes(view),
+        )
+    target_s = inf if course.num_left == 1 else course.target_s
+    batch = cut_microbatch(view, how, target_s)
+    taken = sum(share.num_tokens for share in batch.prompts)
+    return batch, replace(
+        course, num_left=course.num_left - 1, num_prompt_tokens=num_tokens - taken
+    )
+
+
+def form_all(view: FormationView, how: Lookahead) -> Formation:
+    """Cut all prompt tokens of the view into as few microbatches of equal cost as its limits allow.
+
+    At least as many as stages, if each can have ``min_tokens``. No part exceeds the view's
+    limits; where prompts differ so much that both bounds cannot hold, balance gives way.
+    """
+    line = WorkLine(view.prompts, how.cost)
+    decodes_s, num_decodes = _decode_share(view, how.cost)
+    most = max(1, view.max_num_tokens - num_decodes)
+    most_seqs = max(1, view.max_num_seqs - num_decodes)
+    total = line.num_tokens
+    wanted = min(view.num_stages, (total + _num_decodes(view)) // max(1, how.min_tokens))
+    least = max(1, how.min_tokens - num_decodes)
+    parts = max(1, wanted, -(-total // most))
+    most_parts = max(parts, total // least)
+    bounds = _cut_equally(line, parts)
+    for _ in range(NUM_TRIES):
+        excess = max(
+            float(np.diff(bounds).max()) / most, float(line.num_chunks(bounds).max()) / most_seqs
+        )
+        if excess <= 1.0 or parts == most_parts:
+            break
+        parts = min(max(parts + 1, int(parts * excess)), most_parts)
+        bounds = _cut_equally(line, parts)
+    bounds = _within_limits(line, bounds, least, most, most_seqs)
+    return Formation(bounds, line.costs(bounds) + decodes_s + how.cost.shared_s)
+
+
+def cut_microbatch(view: FormationView, how: Lookahead, target_s: float) -> Microbatch:
+    """One microbatch of that predicted cost: a share of the decodes, then prompts in order.
+
+    It has ``min_tokens`` if there are so many, and always a token of the first prompt unless
+    decodes alone reach a limit: nobody starves behind them.
+    """
+    cost = how.cost
+    num_decodes, decodes_s = _take_decodes(view, cost)
+    left_s = target_s - cost.shared_s - decodes_s
+    tokens_left = view.max_num_tokens - num_decodes
+    seqs_left = view.max_num_seqs - num_decodes
+    owed = min(tokens_left, max(1, how.min_tokens - num_decodes))
+    shares: list[PromptShare] = []
+    for index, (prefix, remaining) in enumerate(view.prompts):
+        if tokens_left <= 0 or len(shares) >= seqs_left:
+            break
+        num_tokens = _tokens_for(cost, prefix, remaining, left_s)
+        num_tokens = min(max(num_tokens, owed), remaining, tokens_left)
+        if num_tokens == 0:
+            break
+        shares.append(PromptShare(index, num_tokens))
+        tokens_left -= num_tokens
+        owed = max(0, owed - num_tokens)
+        left_s -= _chunk_s(cost, prefix, num_tokens)
+        if num_tokens < remaining:
+            break
+        left_s -= cost.sample_s
+    return Microbatch(range(num_decodes), shares)
+
+
+def _is_on_course(course: Course, view: FormationView, num_tokens: int) -> bool:
+    changed = abs(_num_decodes(view) - course.num_decodes)
+    return (
+        course.num_left > 0
+        and course.num_prompt_tokens == num_tokens
+        and changed <= DECODES_CHANGED * course.num_decodes
+    )
+
+
+def _num_decodes(view: FormationView) -> int:
+    return len(view.decodes) + view.num_decodes_in_flight
+
+
+def _decode_share(view: FormationView, cost: CostCoefficients) -> tuple[float, int]:
+    """(seconds, number) of the decodes that each microbatch will carry on average."""
+    number = _num_decodes(view)
+    context = sum(view.decodes) + view.context_in_flight
+    seconds = decode_cost(cost, number, context) / view.num_stages
+    return seconds, min(-(-number // view.num_stages), view.max_num_tokens - 1)
+
+
+def _take_decodes(view: FormationView, cost: CostCoefficients) -> tuple[int, float]:
+    """How many of the ready decodes come now, and their cost.
+
+    As much as the S-th part of all that decode, in flight or not, and no more than leaves some
+    for the other free slots: nothing packs together after a drain.
+    """
+    ready = len(view.decodes)
+    if ready == 0:
+        return 0, 0.0
+    all_s, _ = _decode_share(view, cost)
+    ready_s = decode_cost(cost, ready, sum(view.decodes))
+    slot_s = ready_s / (view.num_stages - view.num_in_flight) * (1.0 + EPSILON)
+    most_s = all_s + ready_s / ready / 2
+    most = min(ready, view.max_num_tokens, view.max_num_seqs)
+    taken, taken_s = 0, 0.0
+    for context in view.decodes[:most]:
+        one_s = decode_cost(cost, 1, context)
+        # As near to the free slot's part as it goes. The S-th of all bounds it with half a decode
+        # of slack: what is short in every slot would be left over in every round.
+        if taken and (taken_s + one_s / 2 > slot_s or taken_s >= most_s):
+            break
+        taken += 1
+        taken_s += one_s
+    return taken, taken_s
+
+
+def _chunk_s(cost: CostCoefficients, prefix: int, num_tokens: int) -> float:
+    """Eq. 1 without the shared part."""
+    pairs = prefix * num_tokens + (num_tokens * num_tokens + num_tokens) / 2
+    own_s = cost.chunk_s - cost.shared_s + cost.context_s * prefix
+    return cost.attention_s * pairs + cost.token_s * num_tokens + own_s
+
+
+def _tokens_for(cost: CostCoefficients, prefix: int, remaining: int, seconds: float) -> int:
+    """How many tokens of a prompt take that long: Eq. 1 solved for c, rounded."""
+    if _chunk_s(cost, prefix, remaining) <= seconds:
+        return remaining
+    seconds -= cost.chunk_s - cost.shared_s + cost.context_s * prefix
+    if seconds <= 0.0:
+        return 0
+    linear = cost.attention_s * (prefix + 0.5) + cost.token_s
+    root = sqrt(linear * linear + 2.0 * cost.attention_s * seconds)
+    return min(remaining, round(2.0 * seconds / (linear + root)))
+
+
+def _cut_equally(line: WorkLine, parts: int) -> npt.NDArray[np.int64]:
+    """Bounds of that many parts of equal cost."""
+    steps = np.arange(1, parts)
+    bounds = np.zeros(parts + 1, dtype=np.int64)
+    bounds[-1] = line.num_tokens
+    for _ in range(NUM_PASSES):
+        again = line.resume_costs(bounds[:-1])
+        each = (line.total_s + again.sum()) / parts
+        bounds[1:-1] = line.positions(steps * each - np.cumsum(again)[:-1])
+    bounds[1:-1] = np.maximum.accumulate(bounds[1:-1])
+    return bounds
+
+
+def _within_limits(
+    line: WorkLine, bounds: npt.NDArray[np.int64], least: int, most: int, most_seqs: int
+) -> npt.NDArray[np.int64]:
+    """The same bounds, moved as little as it takes for every part to keep the limits."""
+    sizes = np.diff(bounds)
+    is_within = sizes.min() >= min(least, most) and sizes.max() <= most
+    if is_within and line.num_chunks(bounds).max() <= most_seqs:
+        return bounds
+    kept, position, wanted = [0], 0, bounds[1:].tolist()
+    while position < line.num_tokens:
+        index = min(len(kept), len(wanted)) - 1
+        end = max(wanted[index], position + min(least, most))
+        end = min(end, position + most, line.end_of_chunks(position, most_seqs), line.num_tokens)
+        kept.append(end)
+        position = end
+    return np.array(kept, dtype=np.int64)
