@@ -118,9 +118,9 @@ def decode_cost(cost: CostCoefficients, num_decodes: int, num_context_tokens: in
     return num_decodes * each + num_context_tokens * (cost.attention_s + cost.context_s)
 
 
-MATRIX_FLOPS = 280e9
-ATTENTION_FLOPS = 110e9
-MEMORY_BYTES_PER_S = 15e9
+MATRIX_FLOPS = 200e9
+ATTENTION_FLOPS = 115e9
+MEMORY_BYTES_PER_S = 17e9
 
 
 def assumed_cost(model: ModelSpec) -> CostCoefficients:

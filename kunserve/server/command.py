@@ -119,6 +119,16 @@ _instance_options = _options(
         "Tokens in one step.",
         type=click.IntRange(min=1),
     ),
+    click.option(
+        "--lookahead/--no-lookahead",
+        default=_SCHEDULER.lookahead,
+        help="In a pipeline, balance microbatches by predicted time over the whole queue.",
+    ),
+    _flag(
+        "--profile",
+        _SCHEDULER.profile,
+        "Costs measured by `kunserve profile` [where it writes by default].",
+    ),
     _flag(
         "--start-timeout",
         _CLUSTER.start_timeout_s,

@@ -3,14 +3,19 @@
 import logging
 import socket
 import time
+from dataclasses import replace
+from pathlib import Path
 
 from kunserve.cluster.local import LocalCluster
 from kunserve.core.config import KunServeConfig
 from kunserve.core.errors import ConfigError
 from kunserve.core.messages import Ready
+from kunserve.core.model_spec import ModelSpec
 from kunserve.model.config import read_spec
+from kunserve.model.profile import ProfileSubject, find_cost
 from kunserve.model.source import resolve_model
 from kunserve.model.tokenizer import load_tokenizer
+from kunserve.policy.cost import assumed_cost
 from kunserve.server.app import create_app
 from kunserve.server.serve import serve
 
@@ -23,6 +28,7 @@ async def run_server(config: KunServeConfig) -> None:
     listener = _listen(config.server.host, config.server.port)
     source = resolve_model(config.model.model, config.model.load_format)
     spec = read_spec(source, config.model.dtype)
+    config = with_costs(config, spec)
     logger.info(
         "starting model=%s dtype=%s instances=%d threads_per_instance=%d",
         config.model.model,
@@ -47,6 +53,26 @@ async def run_server(config: KunServeConfig) -> None:
         await serve(app, config, sockets=[listener])
     finally:
         await cluster.close()
+
+
+def with_costs(config: KunServeConfig, spec: ModelSpec) -> KunServeConfig:
+    """The configuration with the costs that batch formation predicts by, and a line about them.
+
+    From the profile if there is one, else assumed from the model's shape: measuring at start
+    would take longer than loading the model. Raises ConfigError for a profile that does not fit.
+    """
+    scheduler, instance = config.scheduler, config.instance
+    if not scheduler.lookahead or scheduler.cost is not None:
+        return config
+    subject = ProfileSubject.of(spec, instance.num_threads, instance.block_size)
+    path = None if scheduler.profile is None else Path(scheduler.profile)
+    cost, origin = find_cost(subject, path)
+    if cost is None:
+        logger.info("step costs assumed from the model's shape: %s", origin)
+        cost = assumed_cost(spec)
+    else:
+        logger.info("step costs profile=%s", origin)
+    return replace(config, scheduler=replace(scheduler, cost=cost))
 
 
 def _log_ready(ready: Ready) -> None:

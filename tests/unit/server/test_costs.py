@@ -1,0 +1,70 @@
+"""Where the server takes the costs of batch formation from."""
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from kunserve.core.config import KunServeConfig, SchedulerConfig
+from kunserve.core.cost import CostCoefficients
+from kunserve.core.errors import ConfigError
+from kunserve.core.model_spec import ModelSpec
+from kunserve.model.profile import FORMAT, Profile, ProfileSubject, default_path, write_profile
+from kunserve.policy.cost import assumed_cost
+from kunserve.server.command import serve_command
+from kunserve.server.launch import with_costs
+
+SPEC = ModelSpec(
+    name="tiny", architecture="LlamaForCausalLM", num_layers=4, hidden_size=64,
+    intermediate_size=96, num_heads=4, num_kv_heads=2, head_dim=32, vocab_size=160,
+    max_position=512, rope_theta=1e4, rms_eps=1e-5, tied_embeddings=True, attention_bias=False,
+    output_bias=False, mlp_bias=False, qk_norm=False, rope_scaling=None, sliding_window=None,
+    dtype="bfloat16",
+)  # fmt: skip
+MEASURED = CostCoefficients(6e-7, 1e-3, 0.012, 0.011)
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(Path, "home", lambda: tmp_path)
+    return tmp_path
+
+
+def profile(path: Path, subject: ProfileSubject) -> None:
+    write_profile(path, Profile(FORMAT, subject, "cpu", "wall", {}, "", MEASURED, {}, ()))
+
+
+def test_without_a_profile_they_are_assumed_and_it_is_said(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level(logging.INFO):
+        config = with_costs(KunServeConfig(), SPEC)
+    assert config.scheduler.cost == assumed_cost(SPEC)
+    assert "assumed" in caplog.text and "kunserve profile" in caplog.text
+
+
+def test_the_profile_in_the_usual_place_is_taken() -> None:
+    subject = ProfileSubject.of(SPEC, 1, 16)
+    profile(default_path(subject), subject)
+    assert with_costs(KunServeConfig(), SPEC).scheduler.cost == MEASURED
+
+
+def test_a_profile_of_something_else_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "p.json"
+    profile(path, replace(ProfileSubject.of(SPEC, 1, 16), model="other"))
+    config = KunServeConfig(scheduler=SchedulerConfig(profile=str(path)))
+    with pytest.raises(ConfigError, match="other"):
+        with_costs(config, SPEC)
+
+
+def test_without_lookahead_nothing_is_read(tmp_path: Path) -> None:
+    scheduler = SchedulerConfig(lookahead=False, profile=str(tmp_path / "none.json"))
+    config = KunServeConfig(scheduler=scheduler)
+    assert with_costs(config, SPEC) is config
+
+
+def test_the_flags() -> None:
+    context = serve_command.make_context("serve", ["--no-lookahead", "--profile", "p.json"])
+    assert context.params["lookahead"] is False and context.params["profile"] == "p.json"
+    assert serve_command.make_context("serve", []).params["lookahead"] is True
