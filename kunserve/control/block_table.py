@@ -75,10 +75,13 @@ class BlockTable:
         row = self._rows[request_id]
         return LayerRange(int(self._first[row, block]), int(self._end[row, block]))
 
-    def grow(self, request_id: RequestId, num_blocks: int) -> tuple[UnitCopy, ...] | None:
+    def grow(
+        self, request_id: RequestId, num_blocks: int, *, may_compact: bool = True
+    ) -> tuple[UnitCopy, ...] | None:
         """Give the request blocks for the current layers until it has ``num_blocks``.
 
-        Called for every chunk of a plan; O(1) per new block unless runs are short.
+        Called for every chunk of a plan; O(1) per new block unless runs are short. Without
+        ``may_compact`` nothing is ever copied, so that a step may run meanwhile.
         """
         have = self._num_blocks.get(request_id, 0)
         count = num_blocks - have
@@ -87,7 +90,7 @@ class BlockTable:
         copies: tuple[UnitCopy, ...] | None = ()
         starts = self._free.take(count)
         if starts is None:
-            copies = self._compact(count)
+            copies = self._compact(count) if may_compact else None
             if copies is None:
                 return None
             starts = self._free.take(count)

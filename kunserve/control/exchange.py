@@ -149,8 +149,11 @@ class Exchange:
 
     # Taking
 
-    def advance(self, now_s: float) -> None:
-        """Start the next pulls that memory and the limit in flight admit. Not during a step."""
+    def advance(self, now_s: float, is_running: bool = False) -> None:
+        """Start the next pulls that memory and the limit in flight admit.
+
+        While a step runs (on a device that leaves its host free) only those that need no copies.
+        """
         while self._steps:
             step = self._steps[0]
             if step.taken_units == 0:
@@ -161,8 +164,11 @@ class Exchange:
                 break
             if any(src not in self._open for src, _ in taking.receives):
                 break
-            if not self._place(step, taking):
-                self._wait_for_units(step.request_id, now_s)
+            if is_running and taking.has_part:
+                break
+            if not self._place(step, taking, may_compact=not is_running):
+                if not is_running:
+                    self._wait_for_units(step.request_id, now_s)
                 break
             self._blocked_s = None
             self._pass_step()
@@ -177,11 +183,11 @@ class Exchange:
         assert self._promise is not None
         return self._held_units - self._owed_units + step.taken_units <= self._promise
 
-    def _place(self, step: _Step, taking: _Taking) -> bool:
+    def _place(self, step: _Step, taking: _Taking, *, may_compact: bool) -> bool:
         if taking.has_part:
             copies = self._table.relayout(step.request_id, step.first, step.end)
         else:
-            copies = self._table.grow(step.request_id, step.end)
+            copies = self._table.grow(step.request_id, step.end, may_compact=may_compact)
         if copies is None:
             return False
         if copies:

@@ -134,8 +134,7 @@ class Regroup:
             if len(self._handovers) == len(pending.old):
                 self._switch(pending, now_s)
         if self._exchange is not None:
-            if not seat.is_running:
-                self._exchange.advance(now_s)
+            self._exchange.advance(now_s, seat.is_running)
             self._tell_progress(self._exchange)
 
     def _hand_over(self, pending: Prepare) -> None:
