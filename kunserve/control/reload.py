@@ -36,6 +36,7 @@ class Reload:
         self._from_disk: list[LayerRange] = []
         """Layers that the body must load itself, between two steps."""
         self._loaded_bytes = 0
+        self._remap_s = 0.0
         self._started_s = 0.0
         self._num_to_land = 0
         """On the leader: steps under way that were planned before its ledger was narrowed."""
@@ -127,7 +128,7 @@ class Reload:
         self._phase, self._is_mapped = "filling", True
         whole = LayerRange(0, seat.spec.num_layers)
         seat.table.set_layers(seat.layers, seat.spec.kv_units)
-        seat.body.reclaim_layers(whole)
+        self._remap_s = seat.body.reclaim_layers(whole).seconds
         for member in job.members:
             if member.instance_id == seat.me:
                 for source in member.sources:
@@ -159,6 +160,7 @@ class Reload:
                 instance_id=self._seat.me,
                 refusal=refusal,
                 loaded_bytes=0 if refusal else self._loaded_bytes,
+                remap_s=self._remap_s,
                 seconds=0.0 if refusal else now_s - self._started_s,
             ),
         )

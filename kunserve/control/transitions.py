@@ -171,6 +171,12 @@ class Transitions:
         if message.refusal is not None:
             self.roll_back(transition, f"instance {message.instance_id}: {message.refusal}", now_s)
             return
+        record = transition.record
+        transition.record = replace(
+            record,
+            freed_bytes=record.freed_bytes - message.loaded_bytes,
+            remap_s=max(record.remap_s, message.remap_s),
+        )
         transition.waits_for.discard(message.instance_id)
         if not transition.waits_for:
             self._prepare(transition, now_s)

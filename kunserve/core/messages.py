@@ -194,6 +194,8 @@ class LayersLoaded:
     instance_id: InstanceId
     refusal: str | None
     loaded_bytes: int
+    remap_s: float
+    """The part that gave memory back from KV to weights."""
     seconds: float
 
 
