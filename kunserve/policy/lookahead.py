@@ -12,7 +12,7 @@ by cost, belongs to every microbatch.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import inf, sqrt
+from math import ceil, inf, sqrt
 
 import numpy as np
 import numpy.typing as npt
@@ -28,10 +28,19 @@ from kunserve.policy.batch_form import (
 from kunserve.policy.cost import Array, decode_cost
 from kunserve.policy.work_line import WorkLine
 
-NUM_PASSES = 3
+ROUNDS, ROOMY = 4, 3
+"""A short queue is spread over so many microbatches per stage, each that many times the least:
+the step from decodes alone to prompts and back is lower, and idles less."""
+CHUNK_TOKENS = 16
+"""Of prompts in a microbatch at least, however many decodes it has."""
+HORIZON = 512
+"""Microbatches of queue beyond which nothing more is learnt: a course is over before."""
+NUM_PASSES = 2
 """A cut inside a prompt costs a chunk more, which moves the cuts: settled after two passes."""
 NUM_TRIES = 8
 """Of a number of parts, until none exceeds a step's limits."""
+HEADROOM = 1.002
+"""Of the next number of parts, so that rounding does not cost one more try."""
 EPSILON = 1e-9
 DECODES_CHANGED = 0.125
 """Share of all decodes that must have come or gone for a formation to be made anew."""
@@ -96,13 +105,17 @@ class Course:
 
 
 def looks_ahead(view: FormationView, min_tokens: int) -> bool:
-    """Whether to look ahead: a pipeline with enough prompt tokens for all of its stages.
+    """Whether to look ahead: a pipeline, a prompt to split, and enough tokens for every stage.
 
     Otherwise there is nothing to balance, and waiting for more work would cost latency.
     """
     if view.num_stages == 1:
         return False
-    return sum(work.remaining for work in view.prompts) >= view.num_stages * min_tokens
+    num_tokens = sum(work.remaining for work in view.prompts)
+    return (
+        num_tokens >= 2 * CHUNK_TOKENS
+        and num_tokens + _num_decodes(view) >= view.num_stages * min_tokens
+    )
 
 
 def form_lookahead(
@@ -120,7 +133,7 @@ def form_lookahead(
         return cut_microbatch(view, how, inf), None
     num_tokens = sum(work.remaining for work in view.prompts)
     if course is None or not _is_on_course(course, view, num_tokens):
-        formation = form_all(view, how)
+        formation = form_all(_within_horizon(view), how)
         course = Course(
             target_s=float(formation.costs.mean()),
             num_left=formation.num_microbatches,
@@ -138,7 +151,8 @@ def form_lookahead(
 def form_all(view: FormationView, how: Lookahead) -> Formation:
     """Cut all prompt tokens of the view into as few microbatches of equal cost as its limits allow.
 
-    At least as many as stages, if each can have ``min_tokens``. No part exceeds the view's
+    At least as many as stages, if each can have ``min_tokens`` (decodes count), and several
+    rounds of them if they stay well above it. No part exceeds the view's
     limits; where prompts differ so much that both bounds cannot hold, balance gives way.
     """
     line = WorkLine(view.prompts, how.cost)
@@ -146,19 +160,17 @@ def form_all(view: FormationView, how: Lookahead) -> Formation:
     most = max(1, view.max_num_tokens - num_decodes)
     most_seqs = max(1, view.max_num_seqs - num_decodes)
     total = line.num_tokens
-    wanted = min(view.num_stages, (total + _num_decodes(view)) // max(1, how.min_tokens))
-    least = max(1, how.min_tokens - num_decodes)
+    least = max(min(CHUNK_TOKENS, how.min_tokens), how.min_tokens - num_decodes)
+    rounds = min(ROUNDS * view.num_stages, total // (ROOMY * least))
+    wanted = max(min(view.num_stages, total // least), rounds)
     parts = max(1, wanted, -(-total // most))
-    most_parts = max(parts, total // least)
-    bounds = _cut_equally(line, parts)
     for _ in range(NUM_TRIES):
-        excess = max(
-            float(np.diff(bounds).max()) / most, float(line.num_chunks(bounds).max()) / most_seqs
-        )
-        if excess <= 1.0 or parts == most_parts:
-            break
-        parts = min(max(parts + 1, int(parts * excess)), most_parts)
         bounds = _cut_equally(line, parts)
+        sizes = np.diff(bounds)
+        excess = max(sizes.max() / most, line.num_chunks(bounds).max() / most_seqs)
+        if excess <= 1.0 or sizes.min() <= least:
+            break
+        parts = max(parts + 1, ceil(parts * excess * HEADROOM))
     bounds = _within_limits(line, bounds, least, most, most_seqs)
     return Formation(bounds, line.costs(bounds) + decodes_s + how.cost.shared_s)
 
@@ -174,7 +186,8 @@ def cut_microbatch(view: FormationView, how: Lookahead, target_s: float) -> Micr
     left_s = target_s - cost.shared_s - decodes_s
     tokens_left = view.max_num_tokens - num_decodes
     seqs_left = view.max_num_seqs - num_decodes
-    owed = min(tokens_left, max(1, how.min_tokens - num_decodes))
+    least = max(min(CHUNK_TOKENS, how.min_tokens), how.min_tokens - num_decodes)
+    owed = min(tokens_left, least)
     shares: list[PromptShare] = []
     for index, (prefix, remaining) in enumerate(view.prompts):
         if tokens_left <= 0 or len(shares) >= seqs_left:
@@ -191,6 +204,16 @@ def cut_microbatch(view: FormationView, how: Lookahead, target_s: float) -> Micr
             break
         left_s -= cost.sample_s
     return Microbatch(range(num_decodes), shares)
+
+
+def _within_horizon(view: FormationView) -> FormationView:
+    """The view with no more prompts than ``HORIZON`` full microbatches hold."""
+    left = HORIZON * view.max_num_tokens
+    for index, work in enumerate(view.prompts):
+        if left <= 0:
+            return replace(view, prompts=view.prompts[:index])
+        left -= work.remaining
+    return view
 
 
 def _is_on_course(course: Course, view: FormationView, num_tokens: int) -> bool:

@@ -55,7 +55,7 @@ def halved(line: WorkLine, first: int, end: int, depth: int) -> list[int]:
 def test_cutting_at_once_is_the_papers_recursion() -> None:
     prompts = [PromptWork(0, 400), PromptWork(1500, 350), PromptWork(0, 250)]
     cost = replace(COST, context_s=0.0, sample_s=0.0)
-    formation = form_all(view(prompts=prompts, num_stages=4), Lookahead(cost, 1))
+    formation = form_all(view(prompts=prompts, num_stages=4), Lookahead(cost, 250))
     assert formation.num_microbatches == 4
     expected = halved(WorkLine(prompts, cost), 0, 1000, 2)
     assert formation.bounds[:-1].tolist() == pytest.approx(expected, abs=1)
@@ -103,6 +103,8 @@ def test_the_switch() -> None:
     assert looks_ahead(view(prompts=plenty), 64)
     assert not looks_ahead(view(prompts=plenty, num_stages=1), 64)
     assert not looks_ahead(view(prompts=[PromptWork(0, 100)]), 64)
+    assert looks_ahead(view(prompts=[PromptWork(0, 100)], decodes=[50] * 100), 64)
+    assert not looks_ahead(view(prompts=[PromptWork(0, 20)], decodes=[50] * 100), 64)
     assert not looks_ahead(view(decodes=[10] * 500), 64)
 
 
