@@ -338,10 +338,11 @@ class InstanceAgent:
         for request_id in plan.released:
             self._regroup.release(request_id)
             seat.body.forget(request_id)
-        rows = np.empty(len(plan.chunks), dtype=np.int32)
-        for i, (request_id, start, num_tokens, _) in enumerate(plan.chunks):
+        counts, row_of = table.counts, table.rows
+        rows: list[int] = []
+        for request_id, start, num_tokens, _ in plan.chunks:
             needed = (start + num_tokens + block_size - 1) // block_size
-            if table.num_blocks(request_id) < needed:
+            if counts.get(request_id, 0) < needed:
                 copies = table.grow(request_id, needed)
                 if copies is None:
                     assert self._regroup.is_exchanging, (plan, table.free_units)
@@ -349,7 +350,7 @@ class InstanceAgent:
                     return None
                 if copies:
                     seat.body.copy_units(copies)
-            rows[i] = table.row_of(request_id)
+            rows.append(row_of[request_id])
         layers = seat.layers
         scheduler = seat.scheduler
         return StepWork(
@@ -359,7 +360,7 @@ class InstanceAgent:
             is_last=layers.end == seat.spec.num_layers,
             token_ids=None if scheduler is None else scheduler.token_ids_of(plan),
             tables=table.tables,
-            rows=rows,
+            rows=np.array(rows, dtype=np.int32),
         )
 
     def _forward(self, step: StepWork, outcome: StepOutcome, now_s: float) -> None:

@@ -41,8 +41,10 @@ class BlockTable:
         """[rows, max_blocks] entries. Replaced by a larger array when it must grow."""
         self._first: Int32Array = np.zeros(shape, dtype=np.int32)
         self._end: Int32Array = np.zeros(shape, dtype=np.int32)
-        self._rows: dict[RequestId, int] = {}
-        self._num_blocks: dict[RequestId, int] = {}
+        self.rows: dict[RequestId, int] = {}
+        """Row of ``tables`` of each request, until its release; read only, as is the next."""
+        self.counts: dict[RequestId, int] = {}
+        """Blocks of each request."""
         self._free_rows = list(range(shape[0] - 1, -1, -1))
         self._pinned: npt.NDArray[np.bool_] = np.zeros(shape, dtype=np.bool_)
         self._free = FreeUnits(num_layers, [(0, num_units)])
@@ -59,20 +61,20 @@ class BlockTable:
 
     def row_of(self, request_id: RequestId) -> int:
         """The request's row of ``tables``, fixed from its first block to its release."""
-        return self._rows[request_id]
+        return self.rows[request_id]
 
     def num_blocks(self, request_id: RequestId) -> int:
         """Blocks that the request has; 0 if it is unknown."""
-        return self._num_blocks.get(request_id, 0)
+        return self.counts.get(request_id, 0)
 
     def request_ids(self) -> tuple[RequestId, ...]:
         """Every request that has blocks, so that an instance can free those it lost track of."""
-        return tuple(self._rows)
+        return tuple(self.rows)
 
     def held(self, request_id: RequestId, block: int) -> LayerRange:
         """The layers whose KV the block has room for."""
-        assert block < self._num_blocks[request_id], (request_id, block)
-        row = self._rows[request_id]
+        assert block < self.counts[request_id], (request_id, block)
+        row = self.rows[request_id]
         return LayerRange(int(self._first[row, block]), int(self._end[row, block]))
 
     def grow(
@@ -83,7 +85,7 @@ class BlockTable:
         Called for every chunk of a plan; O(1) per new block unless runs are short. Without
         ``may_compact`` nothing is ever copied, so that a step may run meanwhile.
         """
-        have = self._num_blocks.get(request_id, 0)
+        have = self.counts.get(request_id, 0)
         count = num_blocks - have
         if count <= 0:
             return ()
@@ -98,15 +100,15 @@ class BlockTable:
         row = self._row_for(request_id, num_blocks)
         for block, start in enumerate(starts, have):
             self._put(row, block, start)
-        self._num_blocks[request_id] = num_blocks
+        self.counts[request_id] = num_blocks
         return copies
 
     def release(self, request_id: RequestId) -> None:
         """Free everything of the request. Unknown ids are allowed; pinned ones are not."""
-        row = self._rows.get(request_id)
+        row = self.rows.get(request_id)
         if row is None:
             return
-        count = self._num_blocks[request_id]
+        count = self.counts[request_id]
         assert not self._pinned[row, :count].any(), f"{request_id} is in transfer"
         first, end = self._first[row, :count], self._end[row, :count]
         if (first == self.layers.first).all() and (end == self.layers.end).all():
@@ -114,7 +116,7 @@ class BlockTable:
             first[:] = end[:] = 0
         else:
             self._keep_only(row, 0, count, NOTHING)
-        del self._rows[request_id], self._num_blocks[request_id]
+        del self.rows[request_id], self.counts[request_id]
         self._free_rows.append(row)
 
     def set_layers(self, layers: LayerRange, num_units: int) -> None:
@@ -144,8 +146,8 @@ class BlockTable:
 
         Called when peers have received them (or nobody needs them); allowed while pinned.
         """
-        assert end_block <= self._num_blocks[request_id], (request_id, end_block)
-        row = self._rows[request_id]
+        assert end_block <= self.counts[request_id], (request_id, end_block)
+        row = self.rows[request_id]
         self._keep_only(row, first_block, end_block, keep)
 
     def relayout(
@@ -156,8 +158,8 @@ class BlockTable:
         Called in a restore, before the missing layers' KV is pulled from peers. These blocks
         must not be pinned, though others of the request may be.
         """
-        assert end_block <= self._num_blocks[request_id], (request_id, end_block)
-        row = self._rows[request_id]
+        assert end_block <= self.counts[request_id], (request_id, end_block)
+        row = self.rows[request_id]
         assert not self._pinned[row, first_block:end_block].any(), f"{request_id} is in transfer"
         blocks = [
             block
@@ -200,12 +202,12 @@ class BlockTable:
 
     def pin(self, request_id: RequestId, first_block: int, end_block: int) -> None:
         """Leave blocks [first_block, end_block) where they are: a transfer reads or fills them."""
-        assert end_block <= self._num_blocks[request_id], (request_id, end_block)
-        self._pinned[self._rows[request_id], first_block:end_block] = True
+        assert end_block <= self.counts[request_id], (request_id, end_block)
+        self._pinned[self.rows[request_id], first_block:end_block] = True
 
     def unpin(self, request_id: RequestId, first_block: int, end_block: int) -> None:
         """The transfer of these blocks is over. Allowed for blocks and requests not pinned."""
-        row = self._rows.get(request_id)
+        row = self.rows.get(request_id)
         if row is not None:
             self._pinned[row, first_block:end_block] = False
 
@@ -222,8 +224,8 @@ class BlockTable:
         wrong = np.flatnonzero(owners != 1)
         assert wrong.size == 0, f"units owned other than once: {wrong.tolist()}"
         assert self._free.run_length == self.layers.num_layers, self.layers
-        assert self._rows.keys() == self._num_blocks.keys()
-        rows = sorted([*self._rows.values(), *self._free_rows])
+        assert self.rows.keys() == self.counts.keys()
+        rows = sorted([*self.rows.values(), *self._free_rows])
         assert rows == list(range(self.tables.shape[0])), rows
 
     def _put(self, row: int, block: int, start: int) -> None:
@@ -259,7 +261,7 @@ class BlockTable:
 
     def _row_for(self, request_id: RequestId, num_blocks: int) -> int:
         rows, columns = self.tables.shape
-        row = self._rows.get(request_id)
+        row = self.rows.get(request_id)
         more_rows = rows if row is None and not self._free_rows else 0
         more_columns = 0 if num_blocks <= columns else max(columns, num_blocks - columns)
         if more_rows or more_columns:
@@ -270,7 +272,7 @@ class BlockTable:
             self._pinned = np.pad(self._pinned, pad)
             self._free_rows.extend(range(rows + more_rows - 1, rows - 1, -1))
         if row is None:
-            row = self._rows[request_id] = self._free_rows.pop()
+            row = self.rows[request_id] = self._free_rows.pop()
         return row
 
     def _compact(self, count: int) -> tuple[UnitCopy, ...] | None:

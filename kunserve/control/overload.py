@@ -22,6 +22,10 @@ from kunserve.policy.restore import Postponed, plan_restore
 
 SCALE_UP_PERIOD_S = 10.0
 """Shortest time between two scale-up events."""
+LOOK_GAP_S = 5e-3
+"""Shortest time between two looks at the load, per group: a look costs time for each of them."""
+MAX_LOOK_GAP_S = 0.05
+"""Of many groups: half a report period."""
 BACKOFF_S = 1.0
 """After a rolled-back transition, before the next is tried."""
 
@@ -45,6 +49,7 @@ class OverloadControl:
         self._monitor = MonitorState()
         self._asked_s: float | None = None
         self._backoff_until_s = 0.0
+        self._next_look_s = 0.0
         self.is_overloaded = False
         """By the last verdict."""
 
@@ -52,8 +57,10 @@ class OverloadControl:
         """Called at every report, arrival and tick."""
         if any(r.outcome.startswith("rolled back") for r in self._transitions.finished):
             self._backoff_until_s = now_s + BACKOFF_S
-        if self._config.policy != "drop":
+        if self._config.policy != "drop" or now_s < self._next_look_s:
             return
+        num_groups = len(self._placement.groups)
+        self._next_look_s = now_s + min(MAX_LOOK_GAP_S, LOOK_GAP_S * num_groups)
         view = ClusterLoadView(
             tuple(self._group_loads()), self._block_size, self._last_transition_s()
         )

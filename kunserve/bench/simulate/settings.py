@@ -12,6 +12,7 @@ from kunserve.bench.simulate.systems import find_system
 from kunserve.core.config import SchedulerConfig
 from kunserve.core.errors import ConfigError
 from kunserve.sim.cluster import WorldConfig
+from kunserve.sim.costs import profile_times
 from kunserve.sim.devices import find_device
 from kunserve.sim.models import find_model
 from kunserve.sim.profile import gpu_profile
@@ -133,7 +134,13 @@ def build_scenario(setup: Setup, load: Load) -> Scenario:
         profile=profile,
         num_instances=setup.num_instances,
         workload=workload,
-        scheduler=SchedulerConfig(setup.max_num_seqs, setup.max_num_batched_tokens),
+        scheduler=SchedulerConfig(
+            setup.max_num_seqs,
+            setup.max_num_batched_tokens,
+            cost=profile_times(
+                profile.times, profile.spec.num_layers, setup.max_num_batched_tokens
+            ),
+        ),
         world=WorldConfig(start_s=setup.start_s),
         kills=setup.kills,
     )

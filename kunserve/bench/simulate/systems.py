@@ -23,6 +23,8 @@ class SimSystem:
     overload: OverloadConfig
     description: str
     link_priority: bool = True
+    lookahead: bool = True
+    """Whether pipelines form microbatches of equal predicted time."""
     pipeline_stages: int = 1
     """Groups of so many instances from the start; 1 is none."""
     scales_up: bool = False
@@ -44,6 +46,7 @@ SYSTEMS = {
             OverloadConfig(policy="recompute"),
             "vLLM with pipelines: pairs of half models from the start",
             pipeline_stages=2,
+            lookahead=False,
         ),
         SimSystem("drop", _DROP, "KunServe: layers are dropped in a burst and restored after it"),
         SimSystem(
@@ -51,6 +54,19 @@ SYSTEMS = {
             _DROP,
             "drop, but activations wait behind bulk transfers on the links",
             link_priority=False,
+        ),
+        SimSystem(
+            "drop-no-lookahead",
+            _DROP,
+            "drop, with microbatches formed by a token budget",
+            lookahead=False,
+        ),
+        SimSystem(
+            "drop-basic",
+            _DROP,
+            "drop without lookahead and without priority on the links",
+            link_priority=False,
+            lookahead=False,
         ),
         SimSystem(
             "drop-no-restore",
@@ -99,7 +115,7 @@ def config_of(
             block_size=profile.spec.block_size,
             granule_bytes=profile.spec.granule_bytes,
         ),
-        scheduler=scheduler,
+        scheduler=replace(scheduler, lookahead=system.lookahead),
         overload=system.overload,
         cluster=ClusterConfig(num_instances=num_instances),
     )

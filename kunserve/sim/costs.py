@@ -1,0 +1,65 @@
+"""Step times from measured coefficients, and coefficients from step times."""
+
+from collections.abc import Sequence
+
+from kunserve.core.cost import CostCoefficients, CostSample
+from kunserve.core.ids import RequestId
+from kunserve.core.step import Chunk
+from kunserve.policy.cost import from_vector
+from kunserve.policy.cost_fit import fit
+from kunserve.sim.profile import StepTimes
+
+
+class MeasuredTimes:
+    """Implements ``StepTimes`` from what ``kunserve profile`` measured over the whole model.
+
+    A stage takes its share of the layers' part; the output head's part is the last stage's.
+    """
+
+    def __init__(self, cost: CostCoefficients, num_layers: int) -> None:
+        self._cost = cost
+        self._num_layers = num_layers
+
+    def stage_s(self, chunks: Sequence[Chunk], num_layers: int, is_last: bool) -> float:
+        """See ``StepTimes``."""
+        cost = self._cost
+        num_tokens = num_sampled = context = pairs = 0
+        for _, start, count, samples in chunks:
+            num_tokens += count
+            num_sampled += samples
+            context += start
+            pairs += count * start + count * (count + 1) // 2
+        layers_s = (
+            cost.attention_s * pairs
+            + cost.token_s * num_tokens
+            + cost.context_s * context
+            + cost.chunk_s * len(chunks)
+            - cost.shared_s * max(0, len(chunks) - 1)
+        )
+        head_s = cost.sample_s * num_sampled if is_last else 0.0
+        return layers_s * num_layers / self._num_layers + head_s
+
+
+def profile_times(times: StepTimes, num_layers: int, max_tokens: int) -> CostCoefficients:
+    """What ``kunserve profile`` would find on a simulated device: what formation plans with."""
+    batches: list[list[tuple[int, int]]] = []
+    for prefix in (0, 1024, 4096, 16_384):
+        length = 64
+        while length <= max_tokens:
+            batches.append([(prefix, length)])
+            batches.append([(prefix, length), (4096, 1), (1024, 1)])
+            length *= 2
+        batches.extend([(prefix, 1)] * num for num in (1, 8, 32, 128))
+    samples = []
+    for batch in batches:
+        chunks = [Chunk(RequestId(""), prefix, length, True) for prefix, length in batch]
+        samples.append(
+            CostSample(
+                region="mixed",
+                prefixes=tuple(prefix for prefix, _ in batch),
+                lengths=tuple(length for _, length in batch),
+                num_samples=len(batch),
+                seconds=times.stage_s(chunks, num_layers, True),
+            )
+        )
+    return from_vector(fit(samples))
