@@ -55,7 +55,7 @@ def halved(line: WorkLine, first: int, end: int, depth: int) -> list[int]:
 def test_cutting_at_once_is_the_papers_recursion() -> None:
     prompts = [PromptWork(0, 400), PromptWork(1500, 350), PromptWork(0, 250)]
     cost = replace(COST, context_s=0.0, sample_s=0.0)
-    formation = form_all(view(prompts=prompts, num_stages=4), Lookahead(cost, 250))
+    formation = form_all(view(prompts=prompts, num_stages=4), Lookahead(cost, 150))
     assert formation.num_microbatches == 4
     expected = halved(WorkLine(prompts, cost), 0, 1000, 2)
     assert formation.bounds[:-1].tolist() == pytest.approx(expected, abs=1)
