@@ -82,7 +82,7 @@ _instance_options = _options(
     _flag("--num-instances", _CLUSTER.num_instances, "Replicas.", type=click.IntRange(1, 64)),
     _flag(
         "--instance-memory",
-        "1GiB",
+        f"{_INSTANCE.memory_bytes // MIB}MiB",
         "Memory of each instance for weights and KV together.",
         type=ByteSize(),
     ),
@@ -128,6 +128,11 @@ _instance_options = _options(
         "--profile",
         _SCHEDULER.profile,
         "Costs measured by `kunserve profile` [where it writes by default].",
+    ),
+    _flag(
+        "--trace-out",
+        _CLUSTER.trace_out,
+        "Write steps, transfers and transitions there at the end (for Perfetto).",
     ),
     _flag(
         "--start-timeout",

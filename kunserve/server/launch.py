@@ -1,5 +1,6 @@
 """Starts the instances and the front, and tells people what they have."""
 
+import asyncio
 import logging
 import socket
 import time
@@ -36,9 +37,12 @@ async def run_server(config: KunServeConfig) -> None:
         config.cluster.num_instances,
         config.instance.num_threads,
     )
+    tokenizer_loading = asyncio.create_task(
+        asyncio.to_thread(load_tokenizer, source, config.model.tokenizer)
+    )
     cluster = await LocalCluster.start(config, vocab_size=spec.vocab_size, on_ready=_log_ready)
     try:
-        tokenizer = load_tokenizer(source, config.model.tokenizer)
+        tokenizer = await tokenizer_loading
         name = config.model.served_model_name or config.model.model
         app = create_app(cluster, tokenizer, name, config)
         host, port = listener.getsockname()[:2]
