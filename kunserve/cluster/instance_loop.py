@@ -8,7 +8,9 @@ import numpy as np
 import numpy.typing as npt
 import zmq
 
-from kunserve.control.agent import InstanceAgent
+from kunserve.cluster.stage_clock import StageClock
+from kunserve.cluster.trace import InstanceTrace
+from kunserve.control.agent import InstanceAgent, Work
 from kunserve.control.body import Body, KvPiece
 from kunserve.core.config import ClusterConfig
 from kunserve.core.messages import Connect
@@ -52,12 +54,15 @@ class InstanceLoop:
         peers: PeerLinks,
         mover: BulkMover,
         config: ClusterConfig,
+        trace: InstanceTrace | None = None,
     ) -> None:
         self._agent = agent
         self._body = body
         self._channel = channel
         self._peers = peers
         self._mover = mover
+        self._trace = trace
+        self._clock = StageClock(body.spec.instance_id)
         self._report_period_s = config.report_period_s
         self._heartbeat_period_s = config.heartbeat_timeout_s / HEARTBEATS_PER_TIMEOUT
         self._next_report_s = 0.0
@@ -77,10 +82,29 @@ class InstanceLoop:
             self._send_mail()
             work = agent.next_work(time.monotonic())
             if work is not None:
-                outcome = self._body.execute(work.step, work.hidden)
-                with self._mover.quiet():
-                    agent.finished(work, outcome, time.monotonic())
+                self._run(work)
             self._send_mail()
+        if self._trace is not None:
+            self._trace.close()
+
+    def _run(self, work: Work) -> None:
+        """One step of this stage, and what it adds to the accounts."""
+        began_s = self._look()
+        outcome = self._body.execute(work.step, work.hidden)
+        ended_s = time.monotonic()
+        self._clock.computed(ended_s - began_s)
+        if self._trace is not None:
+            self._trace.computed(work.step, began_s, ended_s)
+        self._look()
+        with self._mover.quiet():
+            self._agent.finished(work, outcome, time.monotonic())
+
+    def _look(self) -> float:
+        """Let the stage clock see what the group does now; returns the time."""
+        seat, now_s = self._agent.seat, time.monotonic()
+        num_in_flight = None if seat.scheduler is None else seat.scheduler.num_in_flight
+        self._clock.look(seat.layout, num_in_flight, now_s)
+        return now_s
 
     def _wait(self) -> None:
         timeout_s = 0.0
@@ -89,7 +113,7 @@ class InstanceLoop:
         self._poller.poll(int(timeout_s * 1000.0))
 
     def _read_mail(self) -> None:
-        agent, now_s = self._agent, time.monotonic()
+        agent, now_s = self._agent, self._look()
         for message in self._channel.receive():
             if isinstance(message, Connect):
                 self._peers.connect(dict(message.peers))
@@ -99,6 +123,8 @@ class InstanceLoop:
             hidden = None if payload is None else self._body.hidden_from_bytes(payload)
             agent.on(message, now_s, hidden)
         for pull in self._mover.completed():
+            if self._trace is not None:
+                self._trace.pulled(pull.what, pull.ok, now_s)
             if isinstance(pull.what, KvPiece):
                 agent.pulled_kv(pull.what, pull.ok, now_s)
             else:
@@ -109,6 +135,11 @@ class InstanceLoop:
         if now_s >= self._next_report_s:
             self._next_report_s = now_s + self._report_period_s
             self._agent.report(now_s)
+            stage_time = self._clock.report()
+            if stage_time is not None:
+                self._channel.send(stage_time)
+            if self._trace is not None:
+                self._trace.flush()
 
     def _send_mail(self) -> None:
         for dst, message, hidden in self._agent.drain():
@@ -117,6 +148,8 @@ class InstanceLoop:
             else:
                 payload = None if hidden is None else self._body.hidden_to_bytes(hidden)
                 self._peers.send(dst, message, payload)
+                if self._trace is not None and payload is not None:
+                    self._trace.sent(dst, message, payload.nbytes, time.monotonic())
         for preemption in self._agent.drain_preemptions():
             logger.info(
                 "preempted request=%s lost_tokens=%d",

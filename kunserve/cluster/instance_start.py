@@ -5,12 +5,14 @@ import logging
 import signal
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 
 from kunserve.cluster.instance_loop import InstanceLoop, WiredBody
 from kunserve.cluster.launch import InstanceOrder, StartupFailure
+from kunserve.cluster.trace import InstanceTrace
 from kunserve.control.agent import InstanceAgent
 from kunserve.control.seat import AgentConfig
 from kunserve.core.errors import KunServeError
@@ -72,4 +74,6 @@ def _assemble(order: InstanceOrder, loaded: Loaded) -> InstanceLoop:
         mover,
     )
     channel.send(Ready(spec, peers.address, max_model_len, loaded.summary))
-    return InstanceLoop(agent, body, channel, peers, mover, config.cluster)
+    trace_out = config.cluster.trace_out
+    trace = None if trace_out is None else InstanceTrace(Path(trace_out), spec.instance_id)
+    return InstanceLoop(agent, body, channel, peers, mover, config.cluster, trace)

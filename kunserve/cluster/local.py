@@ -6,12 +6,14 @@ import signal
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import msgspec
 
 from kunserve.cluster.api import Deliver as DeliverTo
 from kunserve.cluster.api import ServingLimits
 from kunserve.cluster.launch import FakeSettings, InstanceOrder, StartupFailure, start_instance
+from kunserve.cluster.trace import begin_trace, join_trace
 from kunserve.control.controller import (
     Announce,
     Controller,
@@ -31,7 +33,7 @@ from kunserve.core.errors import (
 from kunserve.core.ids import InstanceId, RequestId, TransitionId
 from kunserve.core.messages import Event, Message, Ready, Shutdown
 from kunserve.core.request import Request
-from kunserve.core.snapshots import ClusterState, TransitionRecord
+from kunserve.core.snapshots import ClusterState, StageTime, TransitionRecord
 from kunserve.transport.channel import FrontChannel
 
 logger = logging.getLogger(__name__)
@@ -64,6 +66,7 @@ class LocalCluster:
         self._heard_s: dict[InstanceId, float] = {}
         self._deaths: dict[InstanceId, list[float]] = {}
         self._ready: dict[InstanceId, Ready] = {}
+        self._stage_times: dict[InstanceId, StageTime] = {}
         self._changed = asyncio.Condition()
         self._limits: ServingLimits | None = None
         self._is_draining = False
@@ -94,6 +97,8 @@ class LocalCluster:
         await self._channel.start()
         self._ticker = asyncio.create_task(self._tick())
         ids = [InstanceId(i) for i in range(self._config.cluster.num_instances)]
+        if self._config.cluster.trace_out is not None:
+            begin_trace(Path(self._config.cluster.trace_out), ids)
         for instance_id in ids:
             await self._spawn(instance_id)
         told: set[InstanceId] = set()
@@ -174,6 +179,8 @@ class LocalCluster:
         self._heard_s[instance_id] = time.monotonic()
         if isinstance(event, Ready):
             self._ready[instance_id] = event
+        if isinstance(event, StageTime):
+            self._stage_times[instance_id] = event
         self._controller.on(instance_id, _as_event(event), time.monotonic())
         self._flush()
 
@@ -262,7 +269,8 @@ class LocalCluster:
 
     def state(self) -> ClusterState:
         """See ``EngineClient``."""
-        return self._controller.state(time.monotonic())
+        state = self._controller.state(time.monotonic())
+        return replace(state, stage_times=tuple(self._stage_times.values()))
 
     def is_healthy(self) -> bool:
         """See ``EngineClient``."""
@@ -337,6 +345,16 @@ class LocalCluster:
         for task in tuple(self._background):
             task.cancel()
         await self._channel.close()
+        if self._config.cluster.trace_out is not None:
+            self._join_trace(Path(self._config.cluster.trace_out))
+
+    def _join_trace(self, path: Path) -> None:
+        try:
+            join_trace(path, self._processes, self._controller.transitions.latest())
+        except OSError as error:
+            logger.error("cannot write the trace path=%s: %s", path, error.strerror)
+        else:
+            logger.info("trace written path=%s", path)
 
 
 def _as_event(message: Message) -> Event:

@@ -30,7 +30,13 @@ from kunserve.core.messages import (
     TokenOutput,
 )
 from kunserve.core.request import Request
-from kunserve.core.snapshots import ClusterState, InstanceState, LoadReport, TransitionRecord
+from kunserve.core.snapshots import (
+    ClusterState,
+    InstanceState,
+    LoadReport,
+    StageTime,
+    TransitionRecord,
+)
 from kunserve.policy.dispatch import QueueView, Shed, should_shed
 
 
@@ -175,7 +181,7 @@ class Controller:
                 self._committed(event, now_s)
             case ExchangeDone():
                 self.transitions.on_exchanged(event, now_s)
-            case Alive():
+            case Alive() | StageTime():
                 pass
 
     def _ready(self, event: Ready, now_s: float) -> None:

@@ -90,6 +90,8 @@ class ClusterConfig:
     """An instance silent for this long is dead."""
     start_timeout_s: float = 300.0
     """Model loading (and a first compilation of the kernels) must end within this."""
+    trace_out: str | None = None
+    """File for a Chrome trace of every step, transfer and transition, written at the end."""
 
 
 @dataclass(frozen=True, slots=True)

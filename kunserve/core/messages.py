@@ -10,7 +10,7 @@ from typing import NamedTuple, TypeAlias
 from kunserve.core.ids import GroupId, InstanceId, RequestId, TransitionId
 from kunserve.core.layout import GroupLayout, LayerRange
 from kunserve.core.request import FinishReason, Request, TokenLogprobs
-from kunserve.core.snapshots import InstanceSpec, LoadReport
+from kunserve.core.snapshots import InstanceSpec, LoadReport, StageTime
 from kunserve.core.step import StepPlan, StepResult
 
 
@@ -237,7 +237,15 @@ class Alive:
 
 
 Event: TypeAlias = (
-    Ready | Outputs | Report | Prepared | LayersLoaded | Committed | ExchangeDone | Alive
+    Ready
+    | Outputs
+    | Report
+    | Prepared
+    | LayersLoaded
+    | Committed
+    | ExchangeDone
+    | Alive
+    | StageTime
 )
 
 

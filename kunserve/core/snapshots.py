@@ -94,6 +94,19 @@ class InstanceState:
 
 
 @dataclass(frozen=True, slots=True)
+class StageTime:
+    """An instance's account of the pipeline it stands in, sent with reports; since it formed."""
+
+    instance_id: InstanceId
+    group_id: GroupId
+    num_stages: int
+    busy_s: float
+    """Computing."""
+    active_s: float | None
+    """With microbatches in flight anywhere in the group; only the leader knows."""
+
+
+@dataclass(frozen=True, slots=True)
 class TransitionRecord:
     """One drop or restore, finished or not, as measured."""
 
@@ -132,3 +145,5 @@ class ClusterState:
     """Most recent last; bounded."""
     num_drops: int
     num_restores: int
+    stage_times: tuple[StageTime, ...] = ()
+    """The last of every instance in a pipeline, those of pipelines that are gone included."""

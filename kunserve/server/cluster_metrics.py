@@ -12,6 +12,7 @@ from kunserve.core.ids import InstanceId, TransitionId
 from kunserve.core.layout import GroupLayout
 from kunserve.core.snapshots import ClusterState, LoadReport, TransitionRecord
 from kunserve.server.histogram import Histogram
+from kunserve.server.stage_metrics import StageMetrics
 
 TRANSITION_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 DONE = "done"
@@ -52,6 +53,7 @@ class ClusterMetrics(Collector):
         self._seen: set[TransitionId] = set()
         self._moved_bytes: dict[str, int] = {"drop": 0, "restore": 0}
         self.totals: dict[InstanceId, LeaderTotals] = {}
+        self._stages = StageMetrics(model_name)
         self._durations = {kind: self._duration_histogram() for kind in ("drop", "restore")}
 
     @staticmethod
@@ -72,6 +74,7 @@ class ClusterMetrics(Collector):
             if record.finished_s is not None and record.transition_id not in self._seen:
                 self._seen.add(record.transition_id)
                 self._finished(record, record.finished_s)
+        self._stages.observe(state)
         return state
 
     def _count(self, leader: InstanceId, load: LoadReport) -> None:
@@ -97,6 +100,7 @@ class ClusterMetrics(Collector):
         yield from self._leader_counters()
         yield from self._instance_gauges()
         yield from self._transition_metrics()
+        yield from self._stages.collect()
 
     def _labels(self, engine: InstanceId) -> list[str]:
         return [self._model_name, str(engine)]

@@ -1,0 +1,157 @@
+"""A Chrome trace of a cluster's life: who computed, sent and pulled what, and when.
+
+Every instance writes events to a part of its own while it runs; the front puts the parts and the
+transitions together at the end. The clock is the machine's monotonic one. Opens in Perfetto
+(ui.perfetto.dev) and ``chrome://tracing``.
+"""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from kunserve.control.body import KvPiece, StepWork
+from kunserve.core.errors import ConfigError
+from kunserve.core.ids import InstanceId
+from kunserve.core.layout import LayerRange
+from kunserve.core.messages import Activation, Message
+from kunserve.core.snapshots import TransitionRecord
+
+COMPUTE, LINK, TRANSITIONS = 0, 1, 2
+"""Rows (threads) of an instance (process): its stage, its links, its transitions."""
+_ROWS = {COMPUTE: "stage", LINK: "links", TRANSITIONS: "transitions"}
+
+
+def part_path(path: Path, instance_id: InstanceId) -> Path:
+    """Where an instance writes; a replacement goes on in the same file."""
+    return path.with_name(f"{path.name}.{instance_id}.part")
+
+
+def begin_trace(path: Path, instance_ids: Iterable[InstanceId]) -> None:
+    """Forget parts that a killed run left. Raises ConfigError where nothing can be written."""
+    try:
+        path.write_bytes(b"")
+        for instance_id in instance_ids:
+            part_path(path, instance_id).unlink(missing_ok=True)
+    except OSError as error:
+        raise ConfigError(f"cannot write the trace {path}: {error.strerror}") from None
+
+
+class InstanceTrace:
+    """One instance's events, a line of JSON each."""
+
+    def __init__(self, path: Path, me: InstanceId) -> None:
+        self._me = me
+        self._file = part_path(path, me).open("ab")
+        for row, name in _ROWS.items():
+            self._write({"ph": "M", "name": "thread_name", "tid": row, "args": {"name": name}})
+        name = {"name": f"instance {me}"}
+        self._write({"ph": "M", "name": "process_name", "tid": COMPUTE, "args": name})
+
+    def computed(self, step: StepWork, start_s: float, end_s: float) -> None:
+        """The stage ran a microbatch; an arrow leads to the same one on the next stage."""
+        plan = step.plan
+        decodes = sum(chunk.num_tokens == 1 for chunk in plan.chunks)
+        self._span(
+            f"step {plan.step_id}: {plan.num_tokens} tokens",
+            COMPUTE,
+            start_s,
+            end_s,
+            group=plan.group_id,
+            decodes=decodes,
+            prompt_tokens=plan.num_tokens - decodes,
+            context=sum(chunk.start for chunk in plan.chunks),
+            layers=list(step.layers),
+        )
+        if not (step.is_first and step.is_last):
+            arrow = "s" if step.is_first else "f" if step.is_last else "t"
+            self._write(
+                {
+                    "ph": arrow,
+                    "name": "microbatch",
+                    "cat": "microbatch",
+                    "id": f"{plan.group_id}.{plan.step_id}",
+                    "tid": COMPUTE,
+                    "ts": _us(start_s if step.is_last else end_s),
+                    "bp": "e",
+                }
+            )
+
+    def sent(self, dst: InstanceId, message: Message, num_bytes: int, now_s: float) -> None:
+        """Activations went to the next stage."""
+        if isinstance(message, Activation):
+            name = f"activations to {dst}"
+            self._instant(name, now_s, step=message.plan.step_id, bytes=num_bytes)
+
+    def pulled(self, what: Any, ok: bool, now_s: float) -> None:
+        """A run of KV blocks, or layers, came from a peer (or did not)."""
+        if isinstance(what, KvPiece):
+            blocks = [what.first_block, what.end_block]
+            name = f"KV from {what.src}"
+            self._instant(
+                name, now_s, request=what.request_id, blocks=blocks, layers=list(what.layers), ok=ok
+            )
+        else:
+            layers: LayerRange = what.layers
+            self._instant(f"layers from {what.src}", now_s, layers=list(layers), ok=ok)
+
+    def flush(self) -> None:
+        """So that little is lost when the process is killed. Called with every report."""
+        self._file.flush()
+
+    def close(self) -> None:
+        """The instance leaves."""
+        self._file.close()
+
+    def _span(self, name: str, row: int, start_s: float, end_s: float, **args: Any) -> None:
+        times = {"ts": _us(start_s), "dur": _us(end_s - start_s)}
+        self._write({"ph": "X", "name": name, "tid": row, "args": args} | times)
+
+    def _instant(self, name: str, now_s: float, **args: Any) -> None:
+        event = {"ph": "i", "s": "t", "name": name, "tid": LINK, "ts": _us(now_s), "args": args}
+        self._write(event)
+
+    def _write(self, event: dict[str, Any]) -> None:
+        self._file.write(msgspec.json.encode(event | {"pid": self._me}) + b"\n")
+
+
+def join_trace(
+    path: Path, instance_ids: Iterable[InstanceId], transitions: Iterable[TransitionRecord]
+) -> None:
+    """Write the whole trace from the parts, which are removed. A part cut off loses its end."""
+    events: list[Any] = []
+    for instance_id in instance_ids:
+        part = part_path(path, instance_id)
+        if part.exists():
+            for line in part.read_bytes().splitlines():
+                try:
+                    events.append(msgspec.json.decode(line))
+                except msgspec.DecodeError:
+                    break
+            part.unlink()
+    for record in transitions:
+        events += _transition_events(record)
+    path.write_bytes(msgspec.json.encode({"traceEvents": events, "displayTimeUnit": "ms"}))
+
+
+def _transition_events(record: TransitionRecord) -> list[dict[str, Any]]:
+    end_s = record.finished_s or record.committed_s or record.started_s
+    members = sorted({m for layout in record.groups_before for m in layout.members})
+    return [
+        {
+            "ph": "X",
+            "name": f"{record.kind} {record.transition_id}: {record.outcome}",
+            "pid": member,
+            "tid": TRANSITIONS,
+            "ts": _us(record.started_s),
+            "dur": _us(end_s - record.started_s),
+            "args": {"trigger": record.trigger, "moved_bytes": record.moved_bytes},
+        }
+        for member in members
+    ]
+
+
+def _us(seconds: float) -> float:
+    """Microseconds, the format's unit, to the nanosecond."""
+    return round(seconds * 1e6, 3)
