@@ -55,9 +55,10 @@ def run_experiment(
                     trace.write(output / f"{stem}.trace.json", result.transitions)
         by_scale.append((scale, results))
         print(f"\nload {scale:g}: {scenario.workload.provenance}")
-        print(as_text(rows(results)))
+        print(as_text(rows(results)), flush=True)
+        if output is not None:
+            _write(experiment, by_scale, output)
     if output is not None:
-        _write(experiment, by_scale, output)
         print(f"\nwritten to {output}")
     return by_scale
 

@@ -1,0 +1,72 @@
+"""How fast the simulator is: 8 instances for 640 s, and 1,000 instances for 60 s.
+
+    python benchmarks/simulator.py [--quick] [--system drop]
+
+The workload is the built-in bursty window with LongBench-like lengths (5,900 in, 500 out), at a
+rate that fills about half of the KV memory in the spikes. CPU seconds of this process, one core.
+"""
+
+import argparse
+import resource
+import time
+
+import numpy as np
+
+from kunserve.bench.simulate.run import Scenario, simulate
+from kunserve.bench.simulate.settings import Load, Setup, build_scenario
+from kunserve.bench.simulate.systems import find_system
+from kunserve.workload.workload import Lengths, Workload
+
+TARGETS_S = {(8, 640.0): 10.0, (1000, 60.0): 300.0}
+
+
+def scenario(num_instances: int, duration_s: float) -> Scenario:
+    """Arrivals of the built-in window; lengths drawn around LongBench's means."""
+    made = build_scenario(
+        Setup(num_instances=num_instances),
+        Load(rate=0.25 * num_instances, duration_s=duration_s),
+    )
+    arrivals = made.workload.arrival_s
+    rng = np.random.default_rng(0)
+    inputs = np.clip(rng.lognormal(8.5, 0.6, len(arrivals)), 100, 30_000).astype(int)
+    outputs = np.clip(rng.lognormal(6.1, 0.4, len(arrivals)), 10, 2000).astype(int)
+    lengths = Lengths(tuple(inputs.tolist()), tuple(outputs.tolist()), "LongBench-like")
+    return Scenario(
+        made.profile,
+        num_instances,
+        Workload(arrivals, lengths, made.workload.arrivals_source),
+        made.scheduler,
+    )
+
+
+def measure(system: str, num_instances: int, duration_s: float) -> None:
+    """Print one line."""
+    world = scenario(num_instances, duration_s)
+    began_s = time.process_time()
+    result = simulate(find_system(system), world)
+    took_s = time.process_time() - began_s
+    peak_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    target_s = TARGETS_S.get((num_instances, duration_s))
+    print(
+        f"{system:10} {num_instances:5} instances {duration_s:5.0f} s: {took_s:7.1f} s CPU"
+        + (f" (target {target_s:.0f})" if target_s else "")
+        + f", {result.num_events:,} events, {len(world.workload):,} requests, "
+        f"{result.metrics.num_failed} failed, {result.num_drops} drops, peak {peak_mb:.0f} MB",
+        flush=True,
+    )
+
+
+def main() -> None:
+    """Every size under every system asked for."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="a tenth of the time")
+    parser.add_argument("--system", action="append", help="recompute and drop by default")
+    args = parser.parse_args()
+    share = 0.1 if args.quick else 1.0
+    for num_instances, duration_s in TARGETS_S:
+        for system in args.system or ["recompute", "drop"]:
+            measure(system, num_instances, duration_s * share)
+
+
+if __name__ == "__main__":
+    main()
