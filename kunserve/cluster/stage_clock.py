@@ -2,7 +2,7 @@
 
 from kunserve.core.ids import GroupId, InstanceId
 from kunserve.core.layout import GroupLayout
-from kunserve.core.messages import StageTime
+from kunserve.core.snapshots import StageTime
 
 
 class StageClock:

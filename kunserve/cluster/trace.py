@@ -46,8 +46,8 @@ class InstanceTrace:
         self._file = part_path(path, me).open("ab")
         for row, name in _ROWS.items():
             self._write({"ph": "M", "name": "thread_name", "tid": row, "args": {"name": name}})
-        name = {"name": f"instance {me}"}
-        self._write({"ph": "M", "name": "process_name", "tid": COMPUTE, "args": name})
+        title = {"name": f"instance {me}"}
+        self._write({"ph": "M", "name": "process_name", "tid": COMPUTE, "args": title})
 
     def computed(self, step: StepWork, start_s: float, end_s: float) -> None:
         """The stage ran a microbatch; an arrow leads to the same one on the next stage."""
