@@ -189,7 +189,7 @@ class Scheduler:
         for index, num_tokens in batch.prompts:
             seq = prompts[index]
             if seq.state is Progress.WAITING:
-                self._admit(seq)
+                self._admit(seq, now_s)
             chosen.append((seq, num_tokens))
         if not chosen and (not self._released or self._flights):
             self._found_nothing = True
@@ -220,7 +220,10 @@ class Scheduler:
             elif total >= seq.max_total or total > pool_tokens:
                 reason = FinishReason.LENGTH
             position = total - seq.num_prompt - 1
-            outputs.append(TokenOutput(request_id, position, token_id, logprobs, reason))
+            queued_s = seq.queued_s if position == 0 else None
+            outputs.append(
+                TokenOutput(request_id, position, token_id, logprobs, reason, queued_s)
+            )
             if reason is not None:
                 num_ended += 1
                 self._end(seq)
@@ -387,11 +390,13 @@ class Scheduler:
             found.append(seq)
         return found
 
-    def _admit(self, seq: Sequence) -> None:
+    def _admit(self, seq: Sequence, now_s: float) -> None:
         fits = self._ledger.grow(seq.request_id, self._blocks_for(len(seq.token_ids)))
         assert fits, (seq.request_id, self._ledger.free_blocks)
         self._waiting.remove(seq)
         seq.state = Progress.RUNNING
+        if seq.queued_s is None:
+            seq.queued_s = now_s - seq.request.arrival_s
         insort(self._running, seq, key=_key_of)
 
     def _make(self, request: Request, output_token_ids: tuple[int, ...]) -> Sequence:

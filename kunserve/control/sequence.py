@@ -54,6 +54,8 @@ class Sequence:
     """A sampling chunk is in flight: the next token is not known yet."""
     is_started: bool = False
     """The stages have been told of it, and not told since to release it."""
+    queued_s: float | None = None
+    """From its arrival to its first admission here."""
     last_step: int = -1
     """The last step planned for it: who has waited longest decodes first."""
 

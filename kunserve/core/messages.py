@@ -24,6 +24,8 @@ class TokenOutput(NamedTuple):
     """None when the request ends without a token (aborted, or an error)."""
     logprobs: TokenLogprobs | None
     finish_reason: FinishReason | None
+    queued_s: float | None = None
+    """With the first token: from the arrival to the first step it was part of, where known."""
 
 
 @dataclass(frozen=True, slots=True)

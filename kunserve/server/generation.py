@@ -15,8 +15,8 @@ from kunserve.server.choice import Choice
 class RequestClock(Protocol):
     """Times one accepted request, for the metrics."""
 
-    def token(self, now_s: float) -> None:
-        """One output token came."""
+    def token(self, now_s: float, queued_s: float | None = None) -> None:
+        """One output token came; the first may tell how long the request queued."""
         ...
 
     def ended(self, reason: FinishReason, now_s: float) -> None:
@@ -111,7 +111,7 @@ class Generation:
                 return
             now_s = time.monotonic()
             if output.token_id is not None:
-                clock.token(now_s)
+                clock.token(now_s, output.queued_s)
             if output.finish_reason is not None:
                 del self._live[index]
                 clock.ended(output.finish_reason, now_s)

@@ -64,7 +64,7 @@ class RequestTiming:
         self._first_s = 0.0
         self._last_s = 0.0
 
-    def token(self, now_s: float) -> None:
+    def token(self, now_s: float, queued_s: float | None = None) -> None:
         """One output token came."""
         metrics = self._metrics
         metrics.generation_tokens += 1
@@ -74,6 +74,8 @@ class RequestTiming:
             waited_s = now_s - self._request.arrival_s
             metrics.prompt_tokens += len(self._request.prompt_token_ids)
             metrics.first_token.observe(waited_s)
+            if queued_s is not None:
+                metrics.queue_time.observe(queued_s)
             metrics.recent_first_token.add(now_s, waited_s)
         else:
             metrics.between_tokens.observe(now_s - self._last_s)
@@ -125,6 +127,11 @@ class FrontMetrics(Collector):
             "From the request's arrival to its last token.",
             REQUEST_BUCKETS,
         )
+        self.queue_time = Histogram(
+            "vllm:request_queue_time_seconds",
+            "From the request's arrival to the first step that it was part of.",
+            REQUEST_BUCKETS,
+        )
         self.recent_first_token = RecentValues()
         self.recent_per_token = RecentValues()
 
@@ -160,6 +167,7 @@ class FrontMetrics(Collector):
             self.between_tokens,
             self.per_token,
             self.whole_request,
+            self.queue_time,
         ):
             yield histogram.family(labels)
 

@@ -56,7 +56,7 @@ def test_first_token_buckets_are_vllms() -> None:
 def test_a_request_is_timed_from_its_arrival() -> None:
     metrics = FrontMetrics(EchoEngine(), MODEL)
     clock = metrics.arrived(request())
-    clock.token(100.5)
+    clock.token(100.5, 0.25)
     clock.token(100.7)
     clock.token(101.1)
     clock.ended(FinishReason.LENGTH, 101.1)
@@ -69,6 +69,7 @@ def test_a_request_is_timed_from_its_arrival() -> None:
     assert got["vllm:inter_token_latency_seconds_count", front] == 2
     assert got["vllm:request_time_per_output_token_seconds_sum", front] == pytest.approx(0.3)
     assert got["vllm:e2e_request_latency_seconds_sum", front] == pytest.approx(1.1)
+    assert got["vllm:request_queue_time_seconds_sum", front] == pytest.approx(0.25)
     reasons = {
         reason: got["vllm:request_success_total", labels(engine="all", finished_reason=reason)]
         for reason in ("stop", "length", "abort", "error")
