@@ -3,11 +3,14 @@
 from collections.abc import Sequence
 
 from kunserve.core.cost import CostCoefficients, CostSample
-from kunserve.core.ids import RequestId
+from kunserve.core.errors import TooLittleMemory
+from kunserve.core.ids import InstanceId, RequestId
+from kunserve.core.snapshots import InstanceSpec
 from kunserve.core.step import Chunk
 from kunserve.policy.cost import from_vector
 from kunserve.policy.cost_fit import fit
-from kunserve.sim.profile import StepTimes
+from kunserve.sim.models import SimModel
+from kunserve.sim.profile import InstanceProfile, StepTimes
 
 
 class MeasuredTimes:
@@ -38,6 +41,45 @@ class MeasuredTimes:
         )
         head_s = cost.sample_s * num_sampled if is_last else 0.0
         return layers_s * num_layers / self._num_layers + head_s
+
+
+def cpu_profile(
+    model: SimModel, cost: CostCoefficients, block_size: int, memory_bytes: int
+) -> InstanceProfile:
+    """An instance as ``kunserve serve`` runs it on a CPU, with measured step times.
+
+    Rates of transfers inside one machine are those measured for our transport and arena.
+    """
+    granule = 256 * 1024
+    weights = -(-model.weights_bytes // granule) * granule
+    unit_bytes = block_size * model.kv_token_bytes
+    kv_units = (memory_bytes - weights) // unit_bytes
+    if kv_units < model.num_layers:
+        raise TooLittleMemory(
+            f"{model.name} needs {model.weights_bytes / 2**20:.0f} MiB for its weights; the "
+            f"instance has {memory_bytes / 2**20:.0f} MiB"
+        )
+    spec = InstanceSpec(
+        instance_id=InstanceId(0),
+        num_layers=model.num_layers,
+        block_size=block_size,
+        unit_bytes=unit_bytes,
+        layer_bytes=model.layer_bytes,
+        memory_bytes=memory_bytes,
+        kv_units=kv_units,
+        granule_bytes=granule,
+    )
+    return InstanceProfile(
+        model=model,
+        spec=spec,
+        times=MeasuredTimes(cost, model.num_layers),
+        num_gpus=0,
+        network_bytes_per_s=2.5e9,
+        host_bytes_per_s=2.0e9,
+        copy_bytes_per_s=5.0e9,
+        remap_granule_s=10e-6,
+        reads_during_steps=False,
+    )
 
 
 def profile_times(times: StepTimes, num_layers: int, max_tokens: int) -> CostCoefficients:

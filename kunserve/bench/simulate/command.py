@@ -40,6 +40,10 @@ Examples
 @_cluster("--model", default="Qwen/Qwen2.5-14B", show_default=True, help="A built-in model.")
 @_cluster("--device", default="a800", show_default=True,
           help="a100, a800, h100, h800, h200 or b200.")
+@_cluster("--profile", type=_FILE,
+          help="A file of `kunserve profile`: CPU instances of its model, instead of GPUs.")
+@_cluster("--instance-mib", type=click.IntRange(min=1), default=785, show_default=True,
+          help="Memory of such an instance.")
 @_cluster("--num-instances", type=click.IntRange(min=1), default=8, show_default=True)
 @_cluster("--gpus-per-instance", type=click.IntRange(min=1),
           help="Under tensor or expert parallelism. Default: as in the paper, by the model.")

@@ -11,11 +11,12 @@ from kunserve.bench.simulate.run import Scenario
 from kunserve.bench.simulate.systems import find_system
 from kunserve.core.config import SchedulerConfig
 from kunserve.core.errors import ConfigError
+from kunserve.model.profile import read_profile
 from kunserve.sim.cluster import WorldConfig
-from kunserve.sim.costs import profile_times
+from kunserve.sim.costs import cpu_profile, profile_times
 from kunserve.sim.devices import find_device
 from kunserve.sim.models import find_model
-from kunserve.sim.profile import gpu_profile
+from kunserve.sim.profile import InstanceProfile, gpu_profile
 from kunserve.workload.recipe import Dataset, Recipe, build_workload
 from kunserve.workload.workload import Lengths, Workload
 
@@ -29,6 +30,10 @@ class Setup:
     num_instances: int = 8
     gpus_per_instance: int | None = None
     """None: as in the paper's table of models."""
+    profile: Path | None = None
+    """A file of ``kunserve profile``: CPU instances of its model instead of GPUs."""
+    instance_mib: int = 785
+    """Memory of such an instance."""
     memory_utilization: float = 0.9
     block_size: int = 64
     max_num_batched_tokens: int = 2048
@@ -97,6 +102,9 @@ def read_experiment(path: Path) -> Experiment:
     load = experiment.load
     return dataclasses.replace(
         experiment,
+        setup=dataclasses.replace(
+            experiment.setup, profile=_beside(path, experiment.setup.profile)
+        ),
         load=dataclasses.replace(
             load, trace=_beside(path, load.trace), lengths=_beside(path, load.lengths)
         ),
@@ -120,13 +128,7 @@ def build_scenario(setup: Setup, load: Load) -> Scenario:
         raise ConfigError(f"a cluster has at least 1 instance, not {setup.num_instances}")
     if not 0.0 < setup.memory_utilization <= 1.0:
         raise ConfigError(f"memory_utilization must be in (0, 1], not {setup.memory_utilization}")
-    profile = gpu_profile(
-        find_model(setup.model),
-        find_device(setup.device),
-        setup.gpus_per_instance,
-        memory_utilization=setup.memory_utilization,
-        block_size=setup.block_size,
-    )
+    profile = _instance_profile(setup)
     workload = build_workload(_recipe(load))
     if load.repeat is not None:
         workload = _repeated(workload, *load.repeat)
@@ -143,6 +145,24 @@ def build_scenario(setup: Setup, load: Load) -> Scenario:
         ),
         world=WorldConfig(start_s=setup.start_s),
         kills=setup.kills,
+    )
+
+
+def _instance_profile(setup: Setup) -> InstanceProfile:
+    if setup.profile is not None:
+        measured = read_profile(setup.profile)
+        return cpu_profile(
+            find_model(measured.subject.model),
+            measured.coefficients,
+            measured.subject.block_size,
+            setup.instance_mib << 20,
+        )
+    return gpu_profile(
+        find_model(setup.model),
+        find_device(setup.device),
+        setup.gpus_per_instance,
+        memory_utilization=setup.memory_utilization,
+        block_size=setup.block_size,
     )
 
 

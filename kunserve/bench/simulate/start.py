@@ -46,6 +46,8 @@ def _from_flags(flags: dict[str, Any]) -> Experiment:
         device=flags["device"],
         num_instances=flags["num_instances"],
         gpus_per_instance=flags["gpus_per_instance"],
+        profile=flags["profile"],
+        instance_mib=flags["instance_mib"],
         memory_utilization=flags["memory_utilization"],
         block_size=flags["block_size"],
         max_num_batched_tokens=flags["max_num_batched_tokens"],

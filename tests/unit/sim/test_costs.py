@@ -1,0 +1,47 @@
+"""Measured step times, and coefficients fitted to modelled ones."""
+
+import pytest
+
+from kunserve.core.errors import TooLittleMemory
+from kunserve.core.ids import RequestId
+from kunserve.core.step import Chunk
+from kunserve.policy.cost import batch_cost
+from kunserve.sim.costs import MeasuredTimes, cpu_profile, profile_times
+from kunserve.sim.devices import find_device
+from kunserve.sim.models import find_model
+from kunserve.sim.profile import gpu_profile
+from tests.unit.sim.worlds import burst, run, scenario
+
+BATCH = [Chunk(RequestId("a"), 0, 700, True), Chunk(RequestId("b"), 3000, 1, True)]
+
+
+def test_measured_times_are_the_cost_model() -> None:
+    cost = profile_times(
+        gpu_profile(find_model("Qwen2.5-14B"), find_device("a800")).times, 48, 2048
+    )
+    times = MeasuredTimes(cost, 48)
+    assert times.stage_s(BATCH, 48, True) == pytest.approx(
+        batch_cost(cost, [0, 3000], [700, 1], [1, 1])
+    )
+    halves = times.stage_s(BATCH, 24, False) + times.stage_s(BATCH, 24, True)
+    assert halves == pytest.approx(times.stage_s(BATCH, 48, True))
+
+
+def test_the_fit_follows_the_roofline_where_pipelines_work() -> None:
+    profile = gpu_profile(find_model("Qwen2.5-14B"), find_device("a800"))
+    fitted = MeasuredTimes(profile_times(profile.times, 48, 2048), 48)
+    for start, length in ((0, 512), (0, 2048), (4096, 1024), (8192, 2048)):
+        chunks = [Chunk(RequestId("r"), start, length, True)]
+        true_s = profile.times.stage_s(chunks, 48, True)
+        assert fitted.stage_s(chunks, 48, True) == pytest.approx(true_s, rel=0.2)
+
+
+def test_cpu_instances_serve() -> None:
+    model = find_model("smollm2-135m")
+    cost = profile_times(gpu_profile(model, find_device("a800")).times, 30, 512)
+    profile = cpu_profile(model, cost, 16, 785 << 20)
+    assert not profile.reads_during_steps
+    result = run("drop", scenario(burst(20, 0.05), profile=profile), is_drained=True)
+    assert result.metrics.num_completed == 20
+    with pytest.raises(TooLittleMemory, match="needs 257 MiB"):
+        cpu_profile(model, cost, 16, 200 << 20)
