@@ -19,7 +19,7 @@ class StageMetrics:
         self._model_name = model_name
         self._last: dict[InstanceId, StageTime] = {}
         self._busy_s: dict[InstanceId, float] = {}
-        self._idle_s: dict[InstanceId, float] = {}
+        self._active_s: dict[InstanceId, float] = {}
         self._window: dict[GroupId, tuple[float, float]] = {}
         """(busy, active) sums of a group at the beginning of its window."""
         self.ratios: dict[InstanceId, float] = {}
@@ -40,7 +40,8 @@ class StageMetrics:
             if active_s is None:
                 continue  # the leader has not reported yet
             grown_s = max(0.0, active_s - (before.active_s or 0.0))
-            self._add(time.instance_id, busy_s, max(0.0, grown_s - busy_s))
+            _add(self._busy_s, time.instance_id, busy_s)
+            _add(self._active_s, time.instance_id, grown_s)
             self._last[time.instance_id] = StageTime(
                 time.instance_id, time.group_id, time.num_stages, time.busy_s, active_s
             )
@@ -70,19 +71,15 @@ class StageMetrics:
             self.ratios[leader] = min(1.0, max(0.0, ratio))
             self._window[group_id] = (busy_s, active_s)
 
-    def _add(self, instance_id: InstanceId, busy_s: float, idle_s: float) -> None:
-        self._busy_s[instance_id] = self._busy_s.get(instance_id, 0.0) + busy_s
-        self._idle_s[instance_id] = self._idle_s.get(instance_id, 0.0) + idle_s
-
     def collect(self) -> Iterable[Metric]:
         """Everything, as of the last ``observe``."""
         names = ["model_name", "engine"]
         for name, documentation, sums in (
             ("kunserve:stage_busy_seconds", "A pipeline's stage computing.", self._busy_s),
             (
-                "kunserve:stage_idle_seconds",
-                "A pipeline's stage not computing while its group has work.",
-                self._idle_s,
+                "kunserve:stage_active_seconds",
+                "A pipeline's stage, computing or not, while its group has work.",
+                self._active_s,
             ),
         ):
             family = CounterMetricFamily(name, documentation, labels=names)
@@ -97,3 +94,7 @@ class StageMetrics:
         for leader, ratio in self.ratios.items():
             gauge.add_metric([self._model_name, str(leader)], ratio)
         yield gauge
+
+
+def _add(sums: dict[InstanceId, float], instance_id: InstanceId, seconds: float) -> None:
+    sums[instance_id] = sums.get(instance_id, 0.0) + seconds

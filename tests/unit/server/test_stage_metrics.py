@@ -32,13 +32,13 @@ def values(metrics: StageMetrics) -> dict[tuple[str, str], float]:
     }
 
 
-def test_idle_is_what_is_left_of_the_pipelines_working_time() -> None:
+def test_busy_and_working_time_of_every_stage() -> None:
     metrics = StageMetrics("m")
     metrics.observe(state(3.0, 2.0, 4.0))
     found = values(metrics)
     assert found["kunserve:stage_busy_seconds_total", "0"] == 3.0
-    assert found["kunserve:stage_idle_seconds_total", "0"] == 1.0
-    assert found["kunserve:stage_idle_seconds_total", "1"] == 2.0
+    assert found["kunserve:stage_active_seconds_total", "0"] == 4.0
+    assert found["kunserve:stage_active_seconds_total", "1"] == 4.0
     assert found["kunserve:bubble_ratio", "0"] == pytest.approx(3 / 8)
 
 
