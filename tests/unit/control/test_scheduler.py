@@ -72,7 +72,7 @@ def test_a_request_from_prompt_to_end() -> None:
     assert (plan.started[0].num_prompt_tokens, plan.started[0].token_ids) == (6, ())
     assert scheduler.token_ids_of(plan).tolist() == [100, 101, 102, 103, 104, 105]
     assert scheduler.schedule(0.0) is None, "its next token is not known yet"
-    assert finish(scheduler, plan) == [TokenOutput(RequestId("a"), 0, 7, None, None)]
+    assert finish(scheduler, plan) == [TokenOutput(RequestId("a"), 0, 7, None, None, queued_s=0.0)]
     plan = plan_of(scheduler)
     assert chunks(plan) == [("a", 6, 1, True)] and plan.started == ()
     assert scheduler.token_ids_of(plan).tolist() == [7]
