@@ -12,21 +12,24 @@ from kunserve.bench.server_process import running_server
 from kunserve.bench.versus import Result, System, run_systems, table
 from kunserve.core.errors import KunServeError
 from kunserve.workload.bursty import bursty_workload
-from kunserve.workload.lengths import burstgpt_lengths, scale_lengths
 from kunserve.workload.workload import Workload
 
 MODEL = "smollm2-135m"
 QUESTION = "What is the capital of France?"
-BURST_S = 60.0
-MEAN_RATE = 1.2
-LENGTH_SCALE = 0.5
+BURST_S = 80.0
+MEAN_RATE = 0.6
 
 
 @click.command("demo")
 @click.option("--seconds", default=BURST_S, show_default=True, help="Length of the burst window.")
 @click.option("--rate", default=MEAN_RATE, show_default=True, help="Mean requests per second.")
 @click.option("--seed", default=0, show_default=True, help="Of arrivals, lengths and prompts.")
-@click.option("--instance-memory", default="380MiB", show_default=True, help="Of each instance.")
+@click.option(
+    "--instance-memory",
+    default="343MiB",
+    show_default=True,
+    help="Of each instance; at 343MiB weights take 75 %.",
+)
 @click.option(
     "--out",
     default=Path("demo"),
@@ -44,7 +47,9 @@ def demo_command(seconds: float, rate: float, seed: int, instance_memory: str, o
         out.mkdir(parents=True, exist_ok=True)
         _ask_in_each_dtype()
         workload = bursty_workload(
-            seconds, rate, seed, lengths=scale_lengths(burstgpt_lengths(4096, seed), LENGTH_SCALE)
+            seconds,
+            rate,
+            seed,
         )
         results = _burst(workload, instance_memory, seed)
         _tell(results, out)
@@ -75,6 +80,7 @@ def _ask_in_each_dtype() -> None:
 
 def _burst(workload: Workload, instance_memory: str, seed: int) -> list[Result]:
     common = (MODEL, "--num-instances", "2", "--instance-memory", instance_memory)
+    common += ("--max-num-batched-tokens", "128")
     systems = [
         System(policy, (*common, "--overload-policy", policy)) for policy in ("recompute", "drop")
     ]
