@@ -59,6 +59,7 @@ def test_several_loads_make_a_curve(tmp_path: Path) -> None:
         (["--num-instances", "3", "--compare", "static-pp"], "3 cannot be parted so"),
         (["--scale", "much"], "--scale takes numbers"),
         (["--kill", "now"], "--kill takes SEC:INSTANCE"),
+        (["--profile", "missing.json"], "cannot read the profile missing.json"),
         (["--trace", "missing.csv"], "missing.csv"),
     ],
 )
