@@ -79,8 +79,10 @@ def _ask_in_each_dtype() -> None:
 
 
 def _burst(workload: Workload, instance_memory: str, seed: int) -> list[Result]:
-    common = (MODEL, "--num-instances", "2", "--instance-memory", instance_memory)
-    common += ("--max-num-batched-tokens", "128")
+    common = (
+        *(MODEL, "--num-instances", "2", "--instance-memory", instance_memory),
+        *("--max-num-batched-tokens", "128"),
+    )
     systems = [
         System(policy, (*common, "--overload-policy", policy)) for policy in ("recompute", "drop")
     ]
