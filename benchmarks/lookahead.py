@@ -3,8 +3,8 @@
 1. How long forming all queued requests takes, and how equal the microbatches are.
 2. Bubbles of pipelines of two and four stages over queues of long and of chat prompts. The real
    scheduler forms the batches; the stages are a clock. A microbatch takes what the profile's cost
-   model says *times an error drawn from the profile's own held-out residuals*, so that formation
-   does not balance by the very numbers that time it. Two cores cannot run four stages honestly.
+   model says times one of the held-out residuals of its region, so that formation does not
+   balance by the very numbers that time it. Two cores cannot run four stages honestly.
 """
 
 import argparse
@@ -96,7 +96,9 @@ class Truth:
     def __init__(self, profile: Profile, seed: int) -> None:
         self._cost = profile.coefficients
         measured = np.array([sample.seconds for sample in profile.samples])
-        self._errors = measured / predict_held_out(profile.samples)
+        errors = measured / predict_held_out(profile.samples)
+        regions = np.array([sample.region for sample in profile.samples])
+        self._errors = {region: errors[regions == region] for region in set(regions.tolist())}
         self._generator = np.random.default_rng(seed)
 
     def seconds(self, plan: StepPlan) -> float:
@@ -108,7 +110,17 @@ class Truth:
             [chunk.num_tokens for chunk in chunks],
             [chunk.samples for chunk in chunks],
         )
-        return predicted * float(self._generator.choice(self._errors))
+        return predicted * float(self._generator.choice(self._errors[_region_of(plan)]))
+
+
+def _region_of(plan: StepPlan) -> str:
+    """The region of a profile that a plan's batch belongs to."""
+    decodes = sum(chunk.num_tokens == 1 for chunk in plan.chunks)
+    if decodes == len(plan.chunks):
+        return "decode"
+    if decodes:
+        return "mixed"
+    return "prefix" if any(chunk.start for chunk in plan.chunks) else "prefill"
 
 
 def run_pipeline(
