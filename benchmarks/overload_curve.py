@@ -11,6 +11,7 @@ Without ``--trace`` the built-in bursty arrivals stand in.
 import argparse
 import json
 from pathlib import Path
+from typing import Any
 
 from matplotlib.figure import Figure
 
@@ -90,7 +91,7 @@ def main() -> None:
 
 def save(options: argparse.Namespace, points: list[tuple[float, list[Result]]]) -> None:
     """The summary as JSON and as a figure; rewritten after each load, so nothing is lost."""
-    summary = [
+    summary: list[dict[str, Any]] = [
         {
             "rate": rate,
             "system": result.run.label,
@@ -105,10 +106,15 @@ def save(options: argparse.Namespace, points: list[tuple[float, list[Result]]]) 
             "restores": result.num_restores,
             "failed": result.metrics.num_failed,
         }
-        for rate, results in points
+        for rate, results in sorted(points, key=lambda point: point[0])
         for result, violation in zip(results, violations(results), strict=True)
     ]
     (options.out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
+    draw(summary, options)
+
+
+def draw(summary: list[dict[str, Any]], options: argparse.Namespace) -> None:
+    """The curve over the loads."""
     panels = (
         ("ttft_p99_s", "P99 TTFT (s)", True),
         ("tpot_p50_s", "P50 TPOT (s)", False),
