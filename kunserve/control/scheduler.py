@@ -7,13 +7,14 @@ scheduler counts blocks (``Ledger``); instances place them when they run the pla
 from bisect import insort
 from collections.abc import Collection, Iterable
 from collections.abc import Sequence as SequenceOf
+from operator import attrgetter
 
 from kunserve.control.batch_former import BatchFormer
 from kunserve.control.body import Int32Array
 from kunserve.control.ledger import Ledger
 from kunserve.control.scheduler_flights import Flights
 from kunserve.control.scheduler_load import SchedulerTotals, measure_load
-from kunserve.control.sequence import Progress, QueueKey, Sequence, WaitingQueue, make_sequence
+from kunserve.control.sequence import Progress, Sequence, WaitingQueue, make_sequence
 from kunserve.core.config import SchedulerConfig
 from kunserve.core.ids import GroupId, RequestId
 from kunserve.core.messages import SequenceState, TokenOutput
@@ -25,6 +26,8 @@ from kunserve.policy.relief import Preemptible, choose_victim
 
 WATERMARK = 0.01
 """Share of the capacity that an admission leaves free, so that it does not preempt at once."""
+_key_of = attrgetter("key")
+_last_step_of = attrgetter("last_step")
 
 
 class Scheduler:
@@ -221,9 +224,7 @@ class Scheduler:
                 reason = FinishReason.LENGTH
             position = total - seq.num_prompt - 1
             queued_s = seq.queued_s if position == 0 else None
-            outputs.append(
-                TokenOutput(request_id, position, token_id, logprobs, reason, queued_s)
-            )
+            outputs.append(TokenOutput(request_id, position, token_id, logprobs, reason, queued_s))
             if reason is not None:
                 num_ended += 1
                 self._end(seq)
@@ -443,11 +444,3 @@ class Scheduler:
 
     def _blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self._block_size)
-
-
-def _key_of(seq: Sequence) -> QueueKey:
-    return seq.key
-
-
-def _last_step_of(seq: Sequence) -> int:
-    return seq.last_step
