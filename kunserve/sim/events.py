@@ -6,7 +6,7 @@ from typing import Any
 
 
 class EventHeap:
-    """Owner of the virtual clock. Implements ``core.clock.Clock``.
+    """Owner of the virtual clock.
 
     Events at one moment happen in the order in which they were scheduled, so equal inputs give
     equal runs.
