@@ -50,8 +50,6 @@ class OverloadControl:
         self._asked_s: float | None = None
         self._backoff_until_s = 0.0
         self._next_look_s = 0.0
-        self.is_overloaded = False
-        """By the last verdict."""
 
     def watch(self, now_s: float) -> None:
         """Called at every report, arrival and tick."""
@@ -65,7 +63,6 @@ class OverloadControl:
             tuple(self._group_loads()), self._block_size, self._last_transition_s()
         )
         self._monitor, verdict = observe(self._monitor, view, now_s, self._config)
-        self.is_overloaded = isinstance(verdict, Overloaded)
         match verdict:
             case Overloaded():
                 self._relieve(verdict, now_s)
