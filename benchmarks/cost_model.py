@@ -25,7 +25,7 @@ matplotlib.use("Agg")
 
 _COLORS = {OURS: "#2b6cb0", NANOFLOW: "#dd8a1b", DISTSERVE: "#c53030", TOKENS: "#9aa5b1"}
 _MARKS = {OURS: "o", NANOFLOW: "^", DISTSERVE: "s", TOKENS: "x"}
-TERM_NAMES = ("attention", "token", "own_chunk", "shared", "context", "sample")
+TERM_NAMES = ("attention", "token", "own_chunk", "shared", "context", "sample", "narrow")
 
 
 def print_errors(profile: Profile) -> None:

@@ -2,9 +2,10 @@
 
 1. How long forming all queued requests takes, and how equal the microbatches are.
 2. Bubbles of pipelines of two and four stages over queues of long and of chat prompts. The real
-   scheduler forms the batches; the stages are a clock. A microbatch takes what the profile's cost
-   model says times one of the held-out residuals of its region, so that formation does not
-   balance by the very numbers that time it. Two cores cannot run four stages honestly.
+   scheduler forms the batches; the stages are a clock. A stage takes the time that the profile's
+   cost model says of its layers, whole ones, and the last that of the output head too, times one
+   of the held-out residuals of the microbatch's region, so that formation does not balance by the
+   very numbers that time it. Two cores cannot run four stages honestly.
 """
 
 import argparse
@@ -14,6 +15,7 @@ import json
 import statistics
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -27,16 +29,16 @@ from kunserve.core.request import Request, SamplingParams
 from kunserve.core.step import SampledToken, StepPlan, StepResult
 from kunserve.model.profile import Profile, read_profile
 from kunserve.policy.batch_form import FormationView, PromptWork
-from kunserve.policy.cost import batch_cost
 from kunserve.policy.cost_fit import predict_held_out
 from kunserve.policy.lookahead import Lookahead, form_all, form_lookahead
+from kunserve.sim.costs import MeasuredTimes
 
 BLOCK = 16
 MAX_LEN = 8192
 HOP_S = 0.001
-INSTANCE_KV_TOKENS = 33_000
-"""Undropped, per instance: 1 GiB with SmolLM2-135M."""
-DROPPED_KV_TOKENS = {2: 78_000, 4: 167_000}
+STAGE_LAYERS = {2: (15, 15), 4: (7, 8, 8, 7)}
+"""What drops make of that many whole instances of SmolLM2-135M."""
+DROPPED_KV_TOKENS = {2: 78_000, 4: 156_000}
 """Of a group of that many stages, with the freed weights."""
 
 Lengths = list[tuple[int, int]]
@@ -83,34 +85,41 @@ class Account:
     queue_tokens: int = 0
     tpot_s: list[float] = field(default_factory=list)
 
-    def bubbles(self) -> tuple[float, float]:
-        """Idle share of stage time (while prompts were queued, over the whole run)."""
+    def bubbles(self) -> tuple[float, float, float]:
+        """Idle share of stage time: while prompts were queued, then of its busiest stage alone
+        (what the uneven layers and the output head leave no part of), and over the whole run.
+        """
         stages = len(self.busy_s)
         queued = 1 - sum(self.queue_busy_s) / (stages * self.queue_s)
-        return queued, 1 - sum(self.busy_s) / (stages * self.end_s)
+        busiest = 1 - max(self.queue_busy_s) / self.queue_s
+        return queued, busiest, 1 - sum(self.busy_s) / (stages * self.end_s)
 
 
 class Truth:
-    """How long a microbatch really takes: the model's prediction times one of its own errors."""
+    """How long a microbatch really takes: the model's prediction times one of its own errors.
 
-    def __init__(self, profile: Profile, seed: int) -> None:
-        self._cost = profile.coefficients
+    ``layers`` are those of each stage.
+    """
+
+    def __init__(self, profile: Profile, layers: Sequence[int], seed: int) -> None:
+        self._times = MeasuredTimes(profile.coefficients, profile.subject.num_layers)
+        self._layers = layers
         measured = np.array([sample.seconds for sample in profile.samples])
         errors = measured / predict_held_out(profile.samples)
         regions = np.array([sample.region for sample in profile.samples])
         self._errors = {region: errors[regions == region] for region in set(regions.tolist())}
         self._generator = np.random.default_rng(seed)
 
-    def seconds(self, plan: StepPlan) -> float:
-        """Of all stages together."""
-        chunks = plan.chunks
-        predicted = batch_cost(
-            self._cost,
-            [chunk.start for chunk in chunks],
-            [chunk.num_tokens for chunk in chunks],
-            [chunk.samples for chunk in chunks],
-        )
-        return predicted * float(self._generator.choice(self._errors[_region_of(plan)]))
+    def stage_seconds(self, plan: StepPlan) -> list[float]:
+        """Of each stage."""
+        if not plan.chunks:
+            return [0.0] * len(self._layers)
+        error = float(self._generator.choice(self._errors[_region_of(plan)]))
+        last = len(self._layers) - 1
+        return [
+            error * self._times.stage_s(plan.chunks, num_layers, stage == last)
+            for stage, num_layers in enumerate(self._layers)
+        ]
 
 
 def _region_of(plan: StepPlan) -> str:
@@ -146,13 +155,12 @@ def run_pipeline(
             free[0] = max(free[0], flights[0][0])
             _land(scheduler, flights, first_s, account)
             continue
-        each_s = truth.seconds(plan) / num_stages if plan.chunks else 0.0
         arrived = free[0]
-        for stage in range(num_stages):
+        for stage, seconds in enumerate(truth.stage_seconds(plan)):
             began = max(free[stage], arrived)
-            free[stage] = began + each_s
+            free[stage] = began + seconds
             arrived = free[stage] + HOP_S
-            account.busy_s[stage] += each_s
+            account.busy_s[stage] += seconds
         flights.append((arrived, plan))
         if scheduler.load(1, 0, 0.0).waiting_tokens:
             account.queue_busy_s = account.busy_s.copy()
@@ -185,8 +193,9 @@ def compare(
         config = SchedulerConfig(
             max_num_batched_tokens=num_tokens, lookahead=lookahead, cost=profile.coefficients
         )
-        account = run_pipeline(lengths, num_stages, config, Truth(profile, seed))
-        queued, whole = account.bubbles()
+        truth = Truth(profile, STAGE_LAYERS[num_stages], seed)
+        account = run_pipeline(lengths, num_stages, config, truth)
+        queued, busiest, whole = account.bubbles()
         rates.append((account.queue_tokens / account.queue_s, 1 / account.end_s))
         tpot = statistics.quantiles(account.tpot_s, n=100)
         line = {
@@ -194,6 +203,7 @@ def compare(
             "stages": num_stages,
             "formation": "lookahead" if lookahead else "tokens",
             "bubbles_queued": round(queued, 4),
+            "bubbles_busiest_stage": round(busiest, 4),
             "bubbles_whole_run": round(whole, 4),
             "tokens_per_s_queued": round(rates[-1][0], 1),
             "makespan_s": round(account.end_s, 1),

@@ -1,8 +1,9 @@
 """`recompute` against `drop` on a real model, over several loads of one bursty trace.
 
     python benchmarks/overload_curve.py --trace azure_merged_640s_off225.csv.gz
+    python benchmarks/overload_curve.py --systems drop drop-no-lookahead --loads 0.095
 
-Each point starts both servers afresh, one after the other, and replays the same requests: the
+Each point starts every server afresh, one after the other, and replays the same requests: the
 arrivals of the trace's window thinned to a load, BurstGPT-like lengths, client-side clocks. The
 output is one table per load, a curve over the loads as a figure, and every run as JSON lines.
 Without ``--trace`` the built-in bursty arrivals stand in.
@@ -17,6 +18,7 @@ from matplotlib.figure import Figure
 
 from kunserve.bench.plot import plot_comparison
 from kunserve.bench.runfile import write_run
+from kunserve.bench.timeline import whole_bubbles
 from kunserve.bench.versus import Result, System, run_systems, table, violations
 from kunserve.workload.bursty import bursty_workload
 from kunserve.workload.lengths import burstgpt_lengths, scale_lengths
@@ -26,6 +28,12 @@ from kunserve.workload.workload import Workload
 
 LOADS = (0.045, 0.06, 0.075, 0.095, 0.125)
 """Shares of the trace's requests that are kept."""
+SYSTEMS: dict[str, tuple[tuple[str, ...], str]] = {
+    "recompute": (("--overload-policy", "recompute"), "#c53030"),
+    "drop": (("--overload-policy", "drop"), "#2b6cb0"),
+    "drop-no-lookahead": (("--overload-policy", "drop", "--no-lookahead"), "#dd8a1b"),
+}
+"""Each one's flags, and its colour."""
 
 
 def workload_of(options: argparse.Namespace, share: float) -> Workload:
@@ -42,7 +50,7 @@ def workload_of(options: argparse.Namespace, share: float) -> Workload:
 
 
 def systems_of(options: argparse.Namespace) -> list[System]:
-    """Both policies with the same model, memory, block size and batch limits."""
+    """Several systems with the same model, memory, block size and batch limits."""
     common = (
         "smollm2-135m",
         "--num-instances",
@@ -52,8 +60,7 @@ def systems_of(options: argparse.Namespace) -> list[System]:
         "--max-num-batched-tokens",
         str(options.max_num_batched_tokens),
     )
-    policies = ("recompute", "drop")
-    return [System(policy, (*common, "--overload-policy", policy)) for policy in policies]
+    return [System(name, (*common, *SYSTEMS[name][0])) for name in options.systems]
 
 
 def main() -> None:
@@ -63,6 +70,14 @@ def main() -> None:
     parser.add_argument("--start", type=float, default=20.0, help="window in the trace, seconds")
     parser.add_argument("--end", type=float, default=220.0)
     parser.add_argument("--loads", type=float, nargs="+", default=LOADS)
+    parser.add_argument(
+        "--systems",
+        nargs="+",
+        choices=SYSTEMS,
+        default=["recompute", "drop"],
+        metavar="SYSTEM",
+        help=f"of {', '.join(SYSTEMS)}; ratios are of the first to each other",
+    )
     parser.add_argument("--instances", type=int, default=2)
     parser.add_argument("--instance-memory", default="367MiB", help="367MiB: weights take 70 %%")
     parser.add_argument("--max-num-batched-tokens", type=int, default=256)
@@ -98,6 +113,8 @@ def save(options: argparse.Namespace, points: list[tuple[float, list[Result]]]) 
             "ttft_p50_s": result.metrics.ttft.median_s,
             "ttft_p99_s": result.metrics.ttft.percentile_s(99.0),
             "tpot_p50_s": result.metrics.tpot.median_s,
+            "tpot_p99_s": result.metrics.tpot.percentile_s(99.0),
+            "bubbles": whole_bubbles(result.run.samples),
             "output_tokens_per_s": result.metrics.output_throughput,
             "slo_violations": violation.either,
             "slo_violations_ttft": violation.ttft,
@@ -124,7 +141,8 @@ def draw(summary: list[dict[str, Any]], options: argparse.Namespace) -> None:
     figure = Figure(figsize=(11, 3), layout="constrained")
     axes = figure.subplots(1, len(panels))
     for axis, (key, title, is_log) in zip(axes, panels, strict=True):
-        for system, color in (("recompute", "#c53030"), ("drop", "#2b6cb0")):
+        for system in options.systems:
+            color = SYSTEMS[system][1]
             rows = [row for row in summary if row["system"] == system]
             axis.plot(
                 [r["rate"] for r in rows], [r[key] for r in rows], "o-", color=color, label=system

@@ -11,12 +11,17 @@ from kunserve.core.config import (
     KunServeConfig,
     OverloadConfig,
     SchedulerConfig,
+    SwapConfig,
 )
+from kunserve.core.cost import CostCoefficients
 from kunserve.core.ids import GroupId, InstanceId, RequestId, TransitionId
 from kunserve.core.layout import GroupLayout, LayerRange, Stage
 from kunserve.core.messages import LoadLayers
 from kunserve.core.request import Request, SamplingParams
 from kunserve.policy.restore import choose_sources, transient_capacity_blocks
+
+COST = CostCoefficients(attention_s=0.0, token_s=1e-3, chunk_s=1e-3, shared_s=1e-3)
+"""What schedulers believe of steps."""
 
 
 class FakeCluster(InProcessCluster):
@@ -33,6 +38,7 @@ class FakeCluster(InProcessCluster):
         max_model_len: int | None = None,
         extra_units: int = 0,
         eos_token_ids: frozenset[int] = frozenset(),
+        swap: SwapConfig | None = None,
     ) -> None:
         """``pools``: each instance's KV blocks with all layers; a layer frees ``layer_units``."""
         self.model = FakeModel(num_layers, eos_token_ids=eos_token_ids)
@@ -50,7 +56,7 @@ class FakeCluster(InProcessCluster):
         self.max_model_len = max_model_len or min(pools) * block_size
         config = KunServeConfig(
             instance=InstanceConfig(block_size=block_size),
-            scheduler=SchedulerConfig(max_num_seqs, max_num_batched_tokens),
+            scheduler=SchedulerConfig(max_num_seqs, max_num_batched_tokens, cost=COST, swap=swap),
             overload=OverloadConfig(policy="recompute"),
         )
         self._num_requests = 0
@@ -172,6 +178,12 @@ class FakeCluster(InProcessCluster):
         )
         self.obey()
         return transition_id
+
+    def migrate(self, source: GroupId, target: GroupId, max_blocks: int = 1000) -> TransitionId:
+        """Move a running request of one group to another, however free they are."""
+        migration_id = self.controller.balance.begin(source, target, max_blocks)
+        self.obey()
+        return migration_id
 
     def roll_back(self, transition_id: TransitionId) -> bool:
         """The controller changes its mind; False if it is too late."""

@@ -38,17 +38,19 @@ _RUN_LINES = ("-", "-", "--", "-.", ":", "-")
 
 
 def plot_timeline(run: Run, path: Path) -> None:
-    """Arrivals, TTFT, TPOT, KV use and queue of one run over time, to an image file.
+    """Arrivals, TTFT, TPOT, KV use, bubbles and queue of one run over time, to an image file.
 
     What the server did not report is not drawn.
     """
     with matplotlib.rc_context(_STYLE):
         has_kv = tl.sampled(run.samples, "kv_usage") is not None
+        has_pipelines = tl.bubbles(run.samples) is not None
         panels = [
             _draw_arrivals,
             _draw_ttft,
             _draw_tpot,
             *([_draw_kv] if has_kv else []),
+            *([_draw_bubbles] if has_pipelines else []),
             _draw_queue,
         ]
         figure, axes = _panels(len(panels), 1, height=1.55, width=9.0)
@@ -139,6 +141,18 @@ def _draw_kv(axis: Axes, run: Run) -> None:
     _draw_memory(axis, run, _GREEN)
     axis.set_title("KV memory")
     axis.set_ylabel("% of capacity\nat start")
+
+
+def _draw_bubbles(axis: Axes, run: Run) -> None:
+    series = tl.bubbles(run.samples)
+    assert series is not None, "no pipeline worked"
+    shares = series.values * 100
+    # A value is of the window before it.
+    axis.step(series.times_s, shares, where="pre", color=_RED, linewidth=1.2)
+    axis.fill_between(series.times_s, shares, step="pre", color=_RED, alpha=0.25, linewidth=0)
+    axis.set_title("Bubbles: stages idle while their pipeline has work")
+    axis.set_ylabel("% of stage time")
+    axis.set_ylim(0, max(30.0, float(np.nanmax(shares)) * 1.12))
 
 
 def _draw_memory(axis: Axes, run: Run, color: str) -> None:

@@ -52,3 +52,7 @@ class ServerSample:
     """In use, still to be grown into, and needed by the head of the queue."""
     num_drops: float | None = None
     num_restores: float | None = None
+    stage_busy_s: float | None = None
+    """Computing time of pipelines' stages so far, all together."""
+    stage_active_s: float | None = None
+    """The same, idle while their pipelines had work included."""

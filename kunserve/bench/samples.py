@@ -19,6 +19,8 @@ _SUM = {
     "kv_demand_blocks": ("kunserve:demand_blocks",),
     "num_drops": ("kunserve:drops_total",),
     "num_restores": ("kunserve:restores_total",),
+    "stage_busy_s": ("kunserve:stage_busy_seconds_total",),
+    "stage_active_s": ("kunserve:stage_active_seconds_total",),
 }
 
 

@@ -113,6 +113,42 @@ def increments(samples: Sequence[ServerSample], field: str) -> Array:
     return series.times_s[1:][np.diff(series.values) > 0]
 
 
+def bubbles(samples: Sequence[ServerSample], window_s: float = 2.0) -> Steps | None:
+    """Idle share of the time of pipelines' stages over each window in which they had work.
+
+    None if there was no such window; NaN where no pipeline worked. ``docs/metrics.md``, Bubbles.
+    """
+    accounts = [
+        (sample.time_s, sample.stage_busy_s, sample.stage_active_s)
+        for sample in samples
+        if sample.stage_busy_s is not None and sample.stage_active_s is not None
+    ]
+    windows: list[tuple[float, float]] = []
+    for time_s, busy_s, active_s in accounts:
+        if not windows:
+            began = (time_s, busy_s, active_s)
+            windows.append((time_s, np.nan))
+        elif time_s - began[0] >= window_s:
+            worked_s = active_s - began[2]
+            share = 1.0 - (busy_s - began[1]) / worked_s if worked_s > 0.0 else np.nan
+            windows.append((time_s, float(np.clip(share, 0.0, 1.0))))
+            began = (time_s, busy_s, active_s)
+    series = Steps(*_columns(windows))
+    return None if np.isnan(series.values).all() else series
+
+
+def whole_bubbles(samples: Sequence[ServerSample]) -> float | None:
+    """Idle share of the time of pipelines' stages from the first to the last sample."""
+    if not samples:
+        return None
+    first, last = samples[0], samples[-1]
+    if last.stage_busy_s is None or last.stage_active_s is None:
+        return None
+    worked_s = last.stage_active_s - (first.stage_active_s or 0.0)
+    busy_s = last.stage_busy_s - (first.stage_busy_s or 0.0)
+    return 1.0 - busy_s / worked_s if worked_s > 0.0 else None
+
+
 def _edges(duration_s: float, bin_s: float) -> Array:
     count = max(1, int(np.ceil(duration_s / bin_s - 1e-9)))
     return np.arange(count + 1, dtype=np.float64) * bin_s

@@ -18,6 +18,7 @@ from kunserve.bench.prompts import TokenIdPrompts
 from kunserve.bench.runfile import Run
 from kunserve.bench.server_process import running_server
 from kunserve.bench.session import Target, find_model, measure
+from kunserve.bench.timeline import whole_bubbles
 from kunserve.workload.workload import Workload
 
 SLO_FACTOR = 5.0
@@ -52,12 +53,17 @@ def run_systems(
     seed: int = 0,
     timeout_s: float = 3600.0,
     say: Callable[[str], None] = lambda text: None,
+    prepare: Callable[[str], None] = lambda url: None,
 ) -> list[Result]:
-    """Start each system afresh, replay the same requests, stop it."""
+    """Start each system afresh, replay the same requests, stop it.
+
+    ``prepare`` is given the address of each server before its first request.
+    """
     results = []
     for system in systems:
         say(f"{system.label}: starting kunserve serve {' '.join(system.flags)}")
         with running_server(system.flags) as server:
+            prepare(server.url)
             say(f"{system.label}: {len(workload)} requests over {workload.duration_s:.0f} s")
             run = asyncio.run(_replay(system, server.url, workload, seed, timeout_s))
             transitions = tuple(server.transitions())
@@ -129,6 +135,10 @@ def table(results: Sequence[Result]) -> str:
     )
     rows.append(("preemptions", [str(r.num_preemptions) for r in results]))
     rows.append(("drops / restores", [f"{r.num_drops} / {r.num_restores}" for r in results]))
+    idle = [whole_bubbles(r.run.samples) for r in results]
+    if any(share is not None for share in idle):
+        cells = ["-" if share is None else f"{share:.1%}" for share in idle]
+        rows.append(("bubbles while pipelined", cells))
     labels = [r.run.label for r in results]
     head = ["", *labels, *[f"{labels[0]} / {label}" for label in labels[1:]]]
     return _aligned(head, rows)

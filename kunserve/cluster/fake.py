@@ -15,12 +15,13 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kunserve.control.body import Remap, StepOutcome, StepWork, UnitCopy
+from kunserve.control.body import HostCopy, Remap, StepOutcome, StepWork, UnitCopy
 from kunserve.core.ids import InstanceId, RequestId
 from kunserve.core.layout import LayerRange
 from kunserve.core.request import Request, SamplingParams, TokenLogprobs
 from kunserve.core.snapshots import InstanceSpec
 from kunserve.core.step import SampledToken, SequenceStart
+from kunserve.transport.host_store import HostStore
 
 Uint64Array = npt.NDArray[np.uint64]
 Uint8Array = npt.NDArray[np.uint8]
@@ -151,6 +152,7 @@ class FakeBody:
         """Layers whose bytes may have changed since a step last used them."""
         self._starts: dict[RequestId, SequenceStart] = {}
         self._history: dict[RequestId, list[int]] = {}
+        self.host = HostStore(self.unit_view)
         self.load_layers(self._whole)
 
     @property
@@ -165,8 +167,13 @@ class FakeBody:
 
     # Steps
 
-    def execute(self, work: StepWork, hidden: Uint64Array | None) -> StepOutcome:
-        """Run the stage's layers over the microbatch."""
+    def execute(
+        self,
+        work: StepWork,
+        hidden: Uint64Array | None,
+        look_up: Callable[[], None] | None = None,
+    ) -> StepOutcome:
+        """Run the stage's layers over the microbatch; ``look_up`` is called once, half-way."""
         self._verify_weights(work.layers)
         for start in work.plan.started:
             self._starts[start.request_id] = start
@@ -184,6 +191,8 @@ class FakeBody:
                 hidden[offset:end], work.tables[row], chunk.start, work.layers
             )
             offset = end
+        if look_up is not None:
+            look_up()
         if self._delay is not None:
             time.sleep(self._delay(work))
         if not work.is_last:
@@ -235,6 +244,7 @@ class FakeBody:
         """Drop per-request state; unknown ones are no mistake."""
         self._starts.pop(request_id, None)
         self._history.pop(request_id, None)
+        self.host.forget(request_id)
 
     # Memory
 
@@ -243,6 +253,18 @@ class FakeBody:
         for src, dst, num_units in copies:
             assert num_units > 0 and abs(src - dst) >= num_units, (src, dst, num_units)
             self.unit_view(dst, num_units)[:] = self.unit_view(src, num_units)
+
+    def swap_units(
+        self, out: tuple[HostCopy, ...], back: tuple[HostCopy, ...], *, beside_step: bool
+    ) -> None:
+        """Copy at once; what has left is garbage, though its units are not free yet."""
+        for request_id, first_block, starts, num_units in out:
+            for block, unit in enumerate(starts.tolist(), first_block):
+                self.host.put(request_id, block, unit, num_units)
+                self.unit_view(unit, num_units).fill(GARBAGE)
+        for request_id, first_block, starts, num_units in back:
+            for block, unit in enumerate(starts.tolist(), first_block):
+                self.host.take(request_id, block, unit, num_units)
 
     def drop_layers(self, keep: LayerRange) -> Remap:
         """Turn the granules wholly outside ``keep`` into KV memory."""

@@ -14,7 +14,15 @@ from typing import Any, NamedTuple, TypeAlias
 from kunserve.cluster.fake import FakeBody, FakeModel
 from kunserve.control.agent import InstanceAgent, Work
 from kunserve.control.body import Int32Array, KvPiece
-from kunserve.control.controller import Announce, Controller, Deliver, Respawn, ScaleUp, Tell
+from kunserve.control.controller import (
+    Announce,
+    Controller,
+    Deliver,
+    Respawn,
+    ScaleDown,
+    ScaleUp,
+    Tell,
+)
 from kunserve.control.seat import AgentConfig
 from kunserve.core.config import KunServeConfig
 from kunserve.core.ids import InstanceId, RequestId
@@ -172,6 +180,7 @@ class InProcessCluster:
         self.records: list[TransitionRecord] = []
         """Finished transitions."""
         self.scale_ups: list[str] = []
+        self.given_back: list[InstanceId] = []
         self.dead: list[InstanceId] = []
         """Instances to be started again, as the controller wished."""
         self.num_preemptions = 0
@@ -381,6 +390,8 @@ class InProcessCluster:
                     self.records.append(record)
                 case ScaleUp(reason):
                     self.scale_ups.append(reason)
+                case ScaleDown(instance_id):
+                    self.given_back.append(instance_id)
 
     # Proof
 
@@ -399,4 +410,5 @@ class InProcessCluster:
             assert not member.agent.is_in_transition, instance_id
             assert member.agent.seat.table.used_units == 0, instance_id
             assert not member.body.known_requests, (instance_id, member.body.known_requests)
+            assert member.body.host.num_bytes == 0, instance_id
             assert not member.mover.exports and not member.mover.pulls, instance_id

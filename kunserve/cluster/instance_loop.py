@@ -2,6 +2,7 @@
 
 import logging
 import time
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import numpy as np
@@ -11,7 +12,7 @@ import zmq
 from kunserve.cluster.stage_clock import StageClock
 from kunserve.cluster.trace import InstanceTrace
 from kunserve.control.agent import InstanceAgent, Work
-from kunserve.control.body import Body, KvPiece
+from kunserve.control.body import Body, KvPiece, StepOutcome, StepWork
 from kunserve.core.config import ClusterConfig
 from kunserve.core.messages import Connect
 from kunserve.transport.bulk import BulkMover
@@ -24,7 +25,13 @@ HEARTBEATS_PER_TIMEOUT = 5
 
 
 class WiredBody(Body, Protocol):
-    """A body whose activations can cross a wire."""
+    """A body whose activations can cross a wire, and whose host can read mail during a step."""
+
+    def execute(
+        self, work: StepWork, hidden: Any, look_up: Callable[[], None] | None = None
+    ) -> StepOutcome:
+        """As ``Body.execute``; calls ``look_up``, if given, between layers."""
+        ...
 
     def hidden_to_bytes(self, hidden: Any) -> memoryview:
         """The hidden states as bytes, without a copy where possible."""
@@ -82,6 +89,7 @@ class InstanceLoop:
             self._send_mail()
             work = agent.next_work(time.monotonic())
             if work is not None:
+                self._send_mail()
                 self._run(work)
             self._send_mail()
         if self._trace is not None:
@@ -90,7 +98,8 @@ class InstanceLoop:
     def _run(self, work: Work) -> None:
         """One step of this stage, and what it adds to the accounts."""
         began_s = self._look()
-        outcome = self._body.execute(work.step, work.hidden)
+        look_up = self._look_up if self._agent.is_exchanging else None
+        outcome = self._body.execute(work.step, work.hidden, look_up)
         ended_s = time.monotonic()
         self._clock.computed(ended_s - began_s)
         if self._trace is not None:
@@ -98,6 +107,15 @@ class InstanceLoop:
         self._look()
         with self._mover.quiet():
             self._agent.finished(work, outcome, time.monotonic())
+
+    def _look_up(self) -> None:
+        """In the middle of a step: requests stall until their KV has moved, so do not let it wait.
+
+        A step takes as long as many pieces; peers wait for what landed here, and it for them.
+        """
+        with self._mover.quiet():
+            self._read_mail()
+        self._send_mail()
 
     def _look(self) -> float:
         """Let the stage clock see what the group does now; returns the time."""

@@ -19,6 +19,7 @@ from kunserve.control.controller import (
     Controller,
     Deliver,
     Respawn,
+    ScaleDown,
     ScaleUp,
     Tell,
 )
@@ -204,6 +205,8 @@ class LocalCluster:
                     notify = True
                 case ScaleUp(reason):
                     logger.warning("scale_up_wanted reason=%r", reason)
+                case ScaleDown():
+                    raise AssertionError("a cluster on one machine does not grow, nor shrink")
         if notify:
             self._run(self._notify())
 

@@ -73,7 +73,7 @@ class InstanceTrace:
                     "cat": "microbatch",
                     "id": f"{plan.group_id}.{plan.step_id}",
                     "tid": COMPUTE,
-                    "ts": _us(start_s if step.is_last else end_s),
+                    "ts": _arrow_us(start_s, end_s, leaves=step.is_first),
                     "bp": "e",
                 }
             )
@@ -155,3 +155,9 @@ def _transition_events(record: TransitionRecord) -> list[dict[str, Any]]:
 def _us(seconds: float) -> float:
     """Microseconds, the format's unit, to the nanosecond."""
     return round(seconds * 1e6, 3)
+
+
+def _arrow_us(start_s: float, end_s: float, leaves: bool) -> float:
+    """Where on a slice an arrow begins or ends: strictly inside, or it is not drawn."""
+    start_us, end_us = _us(start_s), _us(end_s)
+    return max(start_us, round(end_us - 0.001, 3)) if leaves else start_us

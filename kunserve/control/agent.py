@@ -11,8 +11,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from kunserve.control import host_copies
 from kunserve.control.block_table import BlockTable
 from kunserve.control.body import Body, KvPiece, Mover, StepOutcome, StepWork
+from kunserve.control.migration import Migration
 from kunserve.control.regroup import Regroup
 from kunserve.control.reload import Reload
 from kunserve.control.seat import AgentConfig, Outgoing, Preemption, Seat
@@ -22,13 +24,17 @@ from kunserve.core.messages import (
     Abort,
     Activation,
     Commit,
+    EndMigration,
     ExchangeProgress,
     Form,
+    HandOff,
     Handover,
     KvDropped,
     KvMoved,
     LoadLayers,
     Message,
+    Migrate,
+    OfferKv,
     Outputs,
     Prepare,
     Report,
@@ -36,6 +42,7 @@ from kunserve.core.messages import (
     Sampled,
     Shutdown,
     Submit,
+    WithdrawKv,
 )
 from kunserve.core.step import StepPlan, StepResult
 
@@ -61,6 +68,7 @@ class InstanceAgent:
         self.seat = Seat(config, body, mover, table, whole, specs={spec.instance_id: spec})
         self._regroup = Regroup(self.seat)
         self._reload = Reload(self.seat)
+        self._migration = Migration(self.seat)
         self._num_received = 0
         self._report_number = 0
         self._early_aborts: dict[RequestId, None] = {}
@@ -89,6 +97,7 @@ class InstanceAgent:
     def pulled_kv(self, piece: KvPiece, ok: bool, now_s: float) -> None:
         """The mover filled a piece, or its source would not give it."""
         self._regroup.pulled(piece, ok)
+        self._migration.pulled(piece, ok)
         self._settle(now_s)
 
     def pulled_layers(self, layers: LayerRange, src: InstanceId, ok: bool, now_s: float) -> None:
@@ -147,14 +156,29 @@ class InstanceAgent:
         )
 
     @property
+    def is_exchanging(self) -> bool:
+        """Whether peers wait for KV from here or are waited for: mail should not wait for a step.
+
+        Messages and ends of pulls may then be given in the middle of a step too.
+        """
+        return self._regroup.is_exchanging
+
+    @property
     def is_in_transition(self) -> bool:
         """Whether a change of groups or of layers is prepared or under way here."""
-        return self._form is not None or self._regroup.is_busy or self._reload.is_busy
+        is_regrouping = self._regroup.is_busy or self._reload.is_busy
+        return self._form is not None or is_regrouping or self._migration.is_busy
 
     def report(self, now_s: float) -> None:
-        """Queue a load report (leaders only). Called about ten times a second on everybody."""
-        seat = self.seat
+        """Queue a load report (leaders only). Called about ten times a second on everybody.
+
+        Between two calls a leader reports by itself the moment memory gets short.
+        """
         self._settle(now_s)
+        self._send_report(now_s)
+
+    def _send_report(self, now_s: float) -> None:
+        seat = self.seat
         if seat.scheduler is None:
             return
         self._report_number += 1
@@ -184,6 +208,7 @@ class InstanceAgent:
                 self._form_group(self._form, now_s)
             self._regroup.pump(now_s)
             self._reload.pump(now_s)
+            self._migration.pump()
             if self.seat.to_self:
                 self._take(self.seat.to_self.popleft(), now_s, None)
             elif self._held and not self._is_between_groups:
@@ -206,13 +231,16 @@ class InstanceAgent:
                 self._abort(message)
             case KvMoved() | KvDropped():
                 self._regroup.hear(message, now_s)
+                self._migration.hear(message, self._regroup.is_busy)
+            case Migrate() | HandOff() | EndMigration() | OfferKv() | WithdrawKv():
+                self._migration.hear(message, self._regroup.is_busy)
             case ExchangeProgress():
                 if not self._regroup.hear(message, now_s):
                     self._reload.member_back(message)
             case Handover():
                 self._regroup.handover(message, now_s)
             case Prepare():
-                self._regroup.prepare(message, self._reload.is_busy, now_s)
+                self._regroup.prepare(message, self._obstacle(), now_s)
             case Commit():
                 self._regroup.commit(message, now_s)
             case Rollback():
@@ -246,6 +274,8 @@ class InstanceAgent:
         assert seat.layout is not None
         if seat.scheduler is None:
             seat.send(seat.layout.leader, replace(message, group_id=seat.layout.group_id))
+        elif self._migration.submit(message):
+            pass  # it runs as soon as its KV is here
         elif message.request.request_id in self._early_aborts:
             del self._early_aborts[message.request.request_id]
         else:
@@ -263,7 +293,7 @@ class InstanceAgent:
             seat.send(seat.layout.leader if elsewhere is None else elsewhere, message)
             return
         self._regroup.ends(request_id)
-        if seat.scheduler.abort(request_id):
+        if self._migration.abort(request_id) or seat.scheduler.abort(request_id):
             return
         if elsewhere is not None:
             seat.send(elsewhere, message)
@@ -286,6 +316,12 @@ class InstanceAgent:
 
     # Groups
 
+    def _obstacle(self) -> str | None:
+        """What a transition would get in the way of."""
+        if self._reload.is_busy:
+            return "layers are being loaded"
+        return "a request migrates" if self._migration.is_busy else None
+
     def _rollback(self, message: Rollback) -> None:
         early = self._regroup.rollback(message)
         self._reload.rollback(message.transition_id)
@@ -299,6 +335,7 @@ class InstanceAgent:
         seat.mover.reset()
         self._regroup = Regroup(seat)
         self._reload = Reload(seat)
+        self._migration = Migration(seat)
         self._held.clear()
         seat.to_self.clear()
         for request_id in seat.table.request_ids():
@@ -324,7 +361,10 @@ class InstanceAgent:
         scheduler = self.seat.scheduler
         if scheduler is None or self._regroup.is_quiescing:
             return None
+        was_short = scheduler.is_memory_short
         plan = scheduler.schedule(now_s)
+        if scheduler.is_memory_short and not was_short:
+            self._send_report(now_s)
         self.seat.preemptions.extend(Preemption(*item) for item in scheduler.drain_preemptions())
         return plan
 
@@ -335,9 +375,14 @@ class InstanceAgent:
         """
         seat = self.seat
         table, block_size = seat.table, seat.spec.block_size
+        if seat.stashed:
+            host_copies.free_stashed(seat)
         for request_id in plan.released:
+            self._migration.release(request_id)
             self._regroup.release(request_id)
             seat.body.forget(request_id)
+        if plan.fetched:
+            host_copies.make_room(seat, plan)
         counts, row_of = table.counts, table.rows
         rows: list[int] = []
         for request_id, start, num_tokens, _ in plan.chunks:
@@ -345,12 +390,16 @@ class InstanceAgent:
             if counts.get(request_id, 0) < needed:
                 copies = table.grow(request_id, needed)
                 if copies is None:
-                    assert self._regroup.is_exchanging, (plan, table.free_units)
+                    in_transfer = self._regroup.is_exchanging or self._migration.is_busy
+                    assert in_transfer, (plan, table.free_units)
+                    self._migration.make_room()
                     self._lacks_units = True
                     return None
                 if copies:
                     seat.body.copy_units(copies)
             rows.append(row_of[request_id])
+        if plan.stashed or plan.fetched:
+            host_copies.start_copies(seat, plan)
         layers = seat.layers
         scheduler = seat.scheduler
         return StepWork(

@@ -151,12 +151,13 @@ class BlockTable:
         self._keep_only(row, first_block, end_block, keep)
 
     def relayout(
-        self, request_id: RequestId, first_block: int, end_block: int
+        self, request_id: RequestId, first_block: int, end_block: int, *, may_compact: bool = True
     ) -> tuple[UnitCopy, ...] | None:
         """Blocks [first_block, end_block) get room for every current layer, keeping content.
 
         Called in a restore, before the missing layers' KV is pulled from peers. These blocks
-        must not be pinned, though others of the request may be.
+        must not be pinned, though others of the request may be. Without ``may_compact`` no
+        other block is moved, so that a step over other requests may run meanwhile.
         """
         assert end_block <= self.counts[request_id], (request_id, end_block)
         row = self.rows[request_id]
@@ -178,7 +179,7 @@ class BlockTable:
             moved: tuple[UnitCopy, ...] | None = ()
             starts = self._free.take(1)
             if starts is None:
-                moved = self._compact(1)
+                moved = self._compact(1) if may_compact else None
                 starts = None if moved is None else self._free.take(1)
             if moved is None or starts is None:
                 self._restore(saved)

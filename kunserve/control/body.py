@@ -26,6 +26,16 @@ class UnitCopy(NamedTuple):
     num_units: int
 
 
+class HostCopy(NamedTuple):
+    """Consecutive blocks of one request between KV memory and host memory."""
+
+    request_id: RequestId
+    first_block: int
+    starts: Int32Array
+    """[num_blocks] the first of each block's ``num_units`` consecutive units."""
+    num_units: int
+
+
 @dataclass(frozen=True, slots=True)
 class StepWork:
     """One plan, made local to one stage: which layers, and where each request's KV is."""
@@ -91,7 +101,21 @@ class Body(Protocol):
         ...
 
     def copy_units(self, copies: tuple[UnitCopy, ...]) -> None:
-        """Copy in order; a later copy may read what an earlier one wrote."""
+        """Copy in order; a later copy may read what an earlier one wrote. Done on return.
+
+        Between steps; or while one runs, over units that it neither reads nor writes.
+        """
+        ...
+
+    def swap_units(
+        self, out: tuple[HostCopy, ...], back: tuple[HostCopy, ...], *, beside_step: bool
+    ) -> None:
+        """Copy blocks to host memory, and others back from there, where they are kept no longer.
+
+        With ``beside_step`` copies may run while the step that follows does, which touches none
+        of these units, and have ended when it has; otherwise they are done on return. ``forget``
+        gives up what is in host memory of a request.
+        """
         ...
 
     def drop_layers(self, keep: LayerRange) -> Remap:

@@ -7,9 +7,11 @@ commands that ``drain`` returns, in order.
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
+from kunserve.control.balance import Balance
 from kunserve.control.overload import OverloadControl
 from kunserve.control.placement import Group, Placement
 from kunserve.control.requests import Requests
+from kunserve.control.scaling import Scaling
 from kunserve.control.transitions import Transition, Transitions
 from kunserve.core.config import KunServeConfig
 from kunserve.core.ids import InstanceId, RequestId, TransitionId
@@ -23,6 +25,8 @@ from kunserve.core.messages import (
     Form,
     LayersLoaded,
     Message,
+    MigrationOver,
+    MigrationReady,
     Outputs,
     Prepared,
     Ready,
@@ -66,12 +70,18 @@ class Announce(NamedTuple):
 
 
 class ScaleUp(NamedTuple):
-    """Nothing is left to drop: more instances are needed."""
+    """Nothing is left to drop: one more instance is needed."""
 
     reason: str
 
 
-ControlCommand: TypeAlias = Tell | Deliver | Respawn | Announce | ScaleUp
+class ScaleDown(NamedTuple):
+    """The instance serves nobody and is not needed: it may go."""
+
+    instance_id: InstanceId
+
+
+ControlCommand: TypeAlias = Tell | Deliver | Respawn | Announce | ScaleUp | ScaleDown
 
 
 @dataclass(slots=True)
@@ -98,12 +108,28 @@ class Controller:
             self._tell,
             lambda token: self._commands.append(Deliver(token)),
         )
+        self.balance = Balance(
+            config.overload,
+            config.instance.block_size,
+            self.placement,
+            self.transitions,
+            self._requests,
+            self._tell,
+        )
+        self._scaling = Scaling(
+            config.cluster,
+            self.placement,
+            self.transitions,
+            self._requests,
+            lambda reason: self._commands.append(ScaleUp(reason)),
+            self._give_back,
+        )
         self._overload = OverloadControl(
             config.overload,
             config.instance.block_size,
             self.placement,
             self.transitions,
-            lambda reason: self._commands.append(ScaleUp(reason)),
+            self._scaling,
         )
 
     def drain(self) -> list[ControlCommand]:
@@ -181,18 +207,25 @@ class Controller:
                 self._committed(event, now_s)
             case ExchangeDone():
                 self.transitions.on_exchanged(event, now_s)
+            case MigrationReady():
+                self.balance.on_ready(event)
+            case MigrationOver():
+                self.balance.on_over(event)
             case Alive() | StageTime():
                 pass
 
     def _ready(self, event: Ready, now_s: float) -> None:
         spec = event.spec
+        if spec.instance_id not in self.placement.specs:
+            self._scaling.arrived()
         self.placement.specs[spec.instance_id] = spec
         self._requests.restarted(spec.instance_id)
         whole = LayerRange(0, spec.num_layers)
         self._instances[spec.instance_id] = _Instance(event.data_address, whole, spec.kv_units)
         peers = tuple((i, inst.address) for i, inst in sorted(self._instances.items()))
+        connect = Connect(peers)
         for instance_id in sorted(self._instances):
-            self._tell(instance_id, Connect(peers))
+            self._tell(instance_id, connect)
         self._form_alone(spec.instance_id)
         self._requests.rehome()
         self._overload.watch(now_s)
@@ -212,6 +245,7 @@ class Controller:
             return
         group.report(event.load, now_s)
         self._overload.watch(now_s)
+        self.balance.watch()
 
     def _committed(self, event: Committed, now_s: float) -> None:
         instance = self._instances.get(event.instance_id)
@@ -229,6 +263,15 @@ class Controller:
         }
         old_leaders = [layout.leader for layout in record.groups_before]
         self._requests.relead(old_leaders, transition.followers, default)
+
+    def _give_back(self, instance_id: InstanceId) -> None:
+        """The instance has drained: forget it."""
+        group = self.placement.led_by(instance_id)
+        assert group is not None, instance_id
+        self.placement.remove((group.layout,))
+        del self.placement.specs[instance_id], self._instances[instance_id]
+        self.balance.end_with((instance_id,))
+        self._commands.append(ScaleDown(instance_id))
 
     def lost(self, instance_id: InstanceId, reason: str, now_s: float) -> None:
         """An instance died: its group's survivors start anew, its requests are run again."""
@@ -252,6 +295,8 @@ class Controller:
         for survivor in sorted(affected - {instance_id}):
             if survivor in self._instances:
                 self._form_alone(survivor)
+        self._scaling.keep_all()
+        self.balance.end_with(affected)
         self._requests.rerun(affected)
         self._commands.append(Respawn(instance_id))
 
@@ -297,6 +342,7 @@ class Controller:
     def check(self) -> None:
         """Assert that placement is whole and that every live request has a living leader."""
         self.placement.check()
+        self.balance.check()
         self._requests.check(self._instances)
 
 
@@ -321,4 +367,5 @@ def empty_load(group: Group) -> LoadReport:
         generation_tokens=0,
         stuck_s=0.0,
         largest_request_blocks=0,
+        largest_expected_blocks=0,
     )

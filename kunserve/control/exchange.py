@@ -19,8 +19,10 @@ from kunserve.core.messages import ExchangeProgress, KvMoved
 from kunserve.policy.exchange import ExchangeShare, plan_exchange
 from kunserve.policy.moves import Move, Piece
 
-PIECES_IN_FLIGHT = 4
-"""Pieces that one instance pulls at once; the mover bounds the bytes on the wire."""
+MAX_PIECES_IN_FLIGHT = 128
+"""Pieces asked of the mover at once. Room is what bounds them; the mover bounds the wire."""
+LEAD_SHARE = 0.5
+"""Share of the KV memory nobody uses yet that taking may run ahead of giving by."""
 PATIENCE_S = 0.5
 """How long a piece may wait for units that are free but scattered between blocks in transfer."""
 
@@ -95,6 +97,8 @@ class Exchange:
         """That the group's own blocks have yet to take."""
         self._decline = 0
         """How much less the exchange uses after all remaining steps."""
+        self._lead_units = 0
+        """How far taking may run ahead of giving beside ``spare_units``."""
         self._promise: int | None = None
         self._blocked_s: float | None = None
         self._arrived: list[RequestId] = []
@@ -127,7 +131,18 @@ class Exchange:
             if given or taken:
                 self._steps.append(_Step(move.request_id, first, end, given, taken))
                 self._decline += given - taken
+        self._lead_units = self._choose_lead()
         self._renew_promise()
+
+    def _choose_lead(self) -> int:
+        """Units lent to the exchange so that it need not wait for a peer after every few pieces.
+
+        A peer acknowledges between two layers or two steps, while its bytes take milliseconds.
+        The leader has the other half for new requests at once, and all of it soon after.
+        """
+        own = self._owed_units - self._held_units
+        promised = max(0, -own, self._decline) + self._spare_units
+        return max(0, int(LEAD_SHARE * (self._table.free_units - own - promised)))
 
     def _give(self, move: Move, share: ExchangeShare) -> None:
         row = self._table.row_of(move.request_id)
@@ -152,7 +167,7 @@ class Exchange:
     def advance(self, now_s: float, is_running: bool = False) -> None:
         """Start the next pulls that memory and the limit in flight admit.
 
-        While a step runs (on a device that leaves its host free) only those that need no copies.
+        While a step runs nothing is moved that it might use: only requests that stall anyway.
         """
         while self._steps:
             step = self._steps[0]
@@ -160,11 +175,9 @@ class Exchange:
                 self._pass_step()
                 continue
             taking = self._taking[step.request_id]
-            if self.num_in_flight >= PIECES_IN_FLIGHT or not self._has_room(step):
+            if self.num_in_flight >= MAX_PIECES_IN_FLIGHT or not self._has_room(step):
                 break
             if any(src not in self._open for src, _ in taking.receives):
-                break
-            if is_running and taking.has_part:
                 break
             if not self._place(step, taking, may_compact=not is_running):
                 if not is_running:
@@ -185,7 +198,9 @@ class Exchange:
 
     def _place(self, step: _Step, taking: _Taking, *, may_compact: bool) -> bool:
         if taking.has_part:
-            copies = self._table.relayout(step.request_id, step.first, step.end)
+            copies = self._table.relayout(
+                step.request_id, step.first, step.end, may_compact=may_compact
+            )
         else:
             copies = self._table.grow(step.request_id, step.end, may_compact=may_compact)
         if copies is None:
@@ -315,7 +330,8 @@ class Exchange:
         """Lower the promised share to what the rest of the exchange may need; never raise it."""
         wanted = max(0, self._held_units - self._owed_units)
         if self._owed_units:
-            wanted = max(wanted, self._decline) + self._spare_units
+            ahead = min(self._lead_units, self._owed_units)
+            wanted = max(wanted, self._decline) + self._spare_units + ahead
         self._promise = wanted if self._promise is None else min(self._promise, wanted)
 
     def drain_acks(self) -> list[tuple[InstanceId, KvMoved]]:

@@ -10,10 +10,18 @@ class Ledger:
     below what is used; then nothing grows until enough has been released.
     """
 
-    def __init__(self, capacity_blocks: int) -> None:
+    def __init__(self, capacity_blocks: int, watermark: float = 0.0) -> None:
+        """``watermark``: share of the capacity that admissions leave free, a block at least."""
         self.capacity_blocks = capacity_blocks
+        self._watermark = watermark
         self._used_blocks = 0
         self._blocks: dict[RequestId, int] = {}
+        self._migrating: set[RequestId] = set()
+
+    @property
+    def watermark_blocks(self) -> int:
+        """What admissions leave free."""
+        return max(1, int(self._watermark * self.capacity_blocks))
 
     @property
     def used_blocks(self) -> int:
@@ -28,11 +36,6 @@ class Ledger:
     def blocks_of(self, request_id: RequestId) -> int:
         """The request's blocks; 0 if it is unknown."""
         return self._blocks.get(request_id, 0)
-
-    def can_grow(self, request_id: RequestId, num_blocks: int) -> bool:
-        """Whether ``grow`` would succeed."""
-        more = num_blocks - self._blocks.get(request_id, 0)
-        return more <= 0 or self._used_blocks + more <= self.capacity_blocks
 
     def grow(self, request_id: RequestId, num_blocks: int) -> bool:
         """Let the request use ``num_blocks`` in total; False (nothing changed) on a shortage."""
@@ -50,11 +53,40 @@ class Ledger:
         self._blocks[request_id] = num_blocks
         self._used_blocks += num_blocks
 
+    def shrink(self, request_id: RequestId, num_blocks: int) -> None:
+        """The request uses only ``num_blocks`` from now on: no more than it did."""
+        have = self._blocks.get(request_id, 0)
+        assert 0 <= num_blocks <= have, (request_id, num_blocks, have)
+        self._used_blocks -= have - num_blocks
+        if num_blocks:
+            self._blocks[request_id] = num_blocks
+        else:
+            self._blocks.pop(request_id, None)
+
+    def reserve(self, request_id: RequestId, num_blocks: int) -> bool:
+        """Like ``grow``, for a request on its way to this group."""
+        fits = self.grow(request_id, num_blocks)
+        if fits and num_blocks > 0:
+            self._migrating.add(request_id)
+        return fits
+
+    @property
+    def migrating_blocks(self) -> int:
+        """Of requests that are on their way; part of what is used."""
+        return sum(self._blocks[request_id] for request_id in self._migrating)
+
     def release(self, request_id: RequestId) -> int:
         """Free all of the request's blocks and return how many; unknown ids have none."""
         freed = self._blocks.pop(request_id, 0)
+        self._migrating.discard(request_id)
         self._used_blocks -= freed
         return freed
+
+    def clear(self) -> None:
+        """Nobody uses anything any more."""
+        self._used_blocks = 0
+        self._blocks.clear()
+        self._migrating.clear()
 
     def check(self) -> None:
         """Assert that the total is the sum of its parts and no part is empty."""

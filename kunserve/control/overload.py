@@ -1,13 +1,11 @@
 """From load to transitions: when to drop, when to restore, when to ask for more instances."""
 
-from collections.abc import Callable
-
 from kunserve.control.placement import Placement
+from kunserve.control.scaling import Scaling
 from kunserve.control.transitions import Transitions
 from kunserve.core.config import OverloadConfig
 from kunserve.core.ids import GroupId, InstanceId, TransitionId
 from kunserve.core.messages import LoadLayers
-from kunserve.policy.capacity import undropped_capacity_blocks
 from kunserve.policy.drop_plan import blocks_for_bytes, plan_drop
 from kunserve.policy.monitor import (
     Calm,
@@ -20,14 +18,15 @@ from kunserve.policy.monitor import (
 )
 from kunserve.policy.restore import Postponed, plan_restore
 
-SCALE_UP_PERIOD_S = 10.0
-"""Shortest time between two scale-up events."""
 LOOK_GAP_S = 5e-3
 """Shortest time between two looks at the load, per group: a look costs time for each of them."""
 MAX_LOOK_GAP_S = 0.05
 """Of many groups: half a report period."""
 BACKOFF_S = 1.0
 """After a rolled-back transition, before the next is tried."""
+HEAD_COST_LAYERS = 1
+"""What the output head costs the last stage, in layers: the least, so that this stage is a shorter
+one where layers do not divide evenly. More would take memory from stages that hold more layers."""
 
 
 class OverloadControl:
@@ -39,15 +38,14 @@ class OverloadControl:
         block_size: int,
         placement: Placement,
         transitions: Transitions,
-        ask_for_instances: Callable[[str], None],
+        scaling: Scaling,
     ) -> None:
         self._config = config
         self._block_size = block_size
         self._placement = placement
         self._transitions = transitions
-        self._ask_for_instances = ask_for_instances
+        self._scaling = scaling
         self._monitor = MonitorState()
-        self._asked_s: float | None = None
         self._backoff_until_s = 0.0
         self._next_look_s = 0.0
 
@@ -55,7 +53,7 @@ class OverloadControl:
         """Called at every report, arrival and tick."""
         if any(r.outcome.startswith("rolled back") for r in self._transitions.finished):
             self._backoff_until_s = now_s + BACKOFF_S
-        if self._config.policy != "drop" or now_s < self._next_look_s:
+        if not (self._config.policy == "drop" or self._scaling.is_on) or now_s < self._next_look_s:
             return
         num_groups = len(self._placement.groups)
         self._next_look_s = now_s + min(MAX_LOOK_GAP_S, LOOK_GAP_S * num_groups)
@@ -63,6 +61,10 @@ class OverloadControl:
             tuple(self._group_loads()), self._block_size, self._last_transition_s()
         )
         self._monitor, verdict = observe(self._monitor, view, now_s, self._config)
+        if isinstance(verdict, Overloaded):
+            self._scaling.keep_all()
+        else:
+            self._scaling.shrink(view, now_s)
         match verdict:
             case Overloaded():
                 self._relieve(verdict, now_s)
@@ -79,7 +81,7 @@ class OverloadControl:
             GroupLoad(
                 report=group.load,
                 num_instances=len(group.layout.stages),
-                undropped_blocks=undropped_capacity_blocks(group.layout, self._placement.specs),
+                undropped_blocks=group.undropped_blocks,
                 unreported_blocks=group.unreported_blocks,
                 formed_s=self._transitions.last_end_s(group.layout.members),
                 in_transition=group.layout.group_id in busy,
@@ -106,13 +108,14 @@ class OverloadControl:
             for group in self._placement.groups.values()
             if self._dwells(group.layout.members, now_s)
         }
-        _, is_enough = self._drop(
-            verdict.required_blocks, verdict.group_ids, dwelling, verdict.trigger, now_s
-        )
-        lately = self._asked_s is not None and now_s - self._asked_s < SCALE_UP_PERIOD_S
-        if not is_enough and not lately:
-            self._asked_s = now_s
-            self._ask_for_instances(f"{verdict.trigger}; nothing more is left to drop")
+        is_enough = False
+        if self._config.policy == "drop":
+            _, is_enough = self._drop(
+                verdict.required_blocks, verdict.group_ids, dwelling, verdict.trigger, now_s
+            )
+        if not is_enough:
+            reason = f"{verdict.trigger}; nothing is left to drop"
+            self._scaling.grow(verdict.required_blocks, reason, now_s)
 
     def _dwells(self, members: tuple[InstanceId, ...], now_s: float) -> bool:
         formed_s = self._transitions.last_end_s(members)
@@ -135,6 +138,8 @@ class OverloadControl:
             first_id=self._placement.new_ids(len(layouts)),
             pressed=pressed,
             untouchable=self._transitions.busy_groups | dwelling,
+            max_group_size=self._config.max_group_size,
+            head_cost_layers=HEAD_COST_LAYERS,
         )
         begun = [
             self._transitions.begin_drop(merge.old, merge.new, trigger, now_s)

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from kunserve.core.ids import GroupId, InstanceId
 from kunserve.core.layout import GroupLayout
 from kunserve.core.snapshots import InstanceSpec, LoadReport
-from kunserve.policy.capacity import group_capacity_blocks
+from kunserve.policy.capacity import group_capacity_blocks, undropped_capacity_blocks
+from kunserve.policy.dispatch import GroupView
 
 RATE_WEIGHT = 0.1
 """Of each report in the smoothed prompt rate: about a second at ten reports a second."""
@@ -19,6 +20,8 @@ class Group:
 
     layout: GroupLayout
     capacity_blocks: int
+    undropped_blocks: int
+    """Room for blocks if each member held the whole model."""
     load: LoadReport | None = None
     unreported: deque[tuple[int, int]] = field(default_factory=deque)
     """(number of the submission to the leader, blocks), oldest first."""
@@ -26,11 +29,13 @@ class Group:
     prompt_tokens_per_s: float = 0.0
     """Lately computed, for Retry-After."""
     _reported_s: float | None = None
+    _view: GroupView | None = None
 
     def sent(self, number: int, blocks: int) -> None:
         """Account for a request that the next report may not include yet."""
         self.unreported.append((number, blocks))
         self.unreported_blocks += blocks
+        self._view = None
 
     def report(self, load: LoadReport, now_s: float) -> None:
         """Take the leader's word; what it has received is in it."""
@@ -41,6 +46,19 @@ class Group:
         self._reported_s = now_s
         while self.unreported and self.unreported[0][0] <= load.num_received:
             self.unreported_blocks -= self.unreported.popleft()[1]
+        self._view = None
+
+    def view(self) -> GroupView:
+        """The group as the dispatcher sees it: the same until something is sent or reported."""
+        if self._view is None:
+            layout, blocks = self.layout, self.capacity_blocks
+            view = GroupView(layout.group_id, blocks, 0, 0, 0, 0, self.unreported_blocks)
+            if self.load is not None:
+                # In a transition the leader reports less room than the group will have.
+                view = GroupView.of(self.load, self.unreported_blocks)
+                view = view._replace(capacity_blocks=blocks)
+            self._view = view
+        return self._view
 
 
 class Placement:
@@ -49,6 +67,8 @@ class Placement:
     def __init__(self) -> None:
         self.specs: dict[InstanceId, InstanceSpec] = {}
         self.groups: dict[GroupId, Group] = {}
+        self.leaving: set[GroupId] = set()
+        """Groups that get no more requests: their instances are given back once empty."""
         self._next_id = 0
 
     def new_ids(self, count: int) -> GroupId:
@@ -59,12 +79,17 @@ class Placement:
 
     def add(self, layout: GroupLayout) -> None:
         """A group that stands now."""
-        self.groups[layout.group_id] = Group(layout, group_capacity_blocks(layout, self.specs))
+        self.groups[layout.group_id] = Group(
+            layout,
+            group_capacity_blocks(layout, self.specs),
+            undropped_capacity_blocks(layout, self.specs),
+        )
 
     def remove(self, layouts: Iterable[GroupLayout]) -> None:
         """Groups that stand no longer (unknown ones are fine)."""
         for layout in layouts:
             self.groups.pop(layout.group_id, None)
+            self.leaving.discard(layout.group_id)
 
     def led_by(self, instance_id: InstanceId) -> Group | None:
         """The group that the instance leads."""
@@ -86,6 +111,7 @@ class Placement:
 
     def check(self) -> None:
         """Every instance stands in at most one group, and every group is whole."""
+        assert self.leaving <= self.groups.keys(), self.leaving
         seen: set[InstanceId] = set()
         for group in self.groups.values():
             num_layers = self.specs[group.layout.leader].num_layers

@@ -10,7 +10,7 @@ from dataclasses import replace
 from kunserve.control.body import KvPiece, Remap
 from kunserve.control.exchange import Exchange
 from kunserve.control.lead import Lead
-from kunserve.control.seat import Seat
+from kunserve.control.seat import Preemption, Seat
 from kunserve.core.ids import GroupId, InstanceId, RequestId
 from kunserve.core.layout import GroupLayout
 from kunserve.core.messages import (
@@ -52,20 +52,20 @@ class Regroup:
 
     # Two phases
 
-    def prepare(self, message: Prepare, is_reloading: bool, now_s: float) -> None:
+    def prepare(self, message: Prepare, obstacle: str | None, now_s: float) -> None:
         """Answer whether the transition can be done here. Changes nothing else."""
-        refusal = self._refusal(message, is_reloading, now_s)
+        refusal = self._refusal(message, obstacle, now_s)
         if refusal is None:
             self._pending = message
             self._seat.specs.update((spec.instance_id, spec) for spec in message.specs)
         self._seat.send(None, Prepared(message.transition_id, self._seat.me, refusal))
 
-    def _refusal(self, message: Prepare, is_reloading: bool, now_s: float) -> str | None:
+    def _refusal(self, message: Prepare, obstacle: str | None, now_s: float) -> str | None:
         seat = self._seat
         if self.is_busy:
             return "another transition is under way"
-        if is_reloading:
-            return "layers are being loaded"
+        if obstacle is not None:
+            return obstacle
         if seat.layout not in message.old:
             return f"stands in {seat.layout}, not in one of the old groups"
         new = _layout_of(seat.me, message.new)
@@ -81,7 +81,7 @@ class Regroup:
             )
             if largest > pool:
                 return f"a request of {largest} blocks is larger than any new pool ({pool})"
-        return find_obstacle(seat.me, message.old, message.new, specs)
+        return find_obstacle((seat.me,), message.old, message.new, specs)
 
     def commit(self, message: Commit, now_s: float) -> None:
         """Stop at the next step boundary and change groups."""
@@ -142,6 +142,7 @@ class Regroup:
         assert seat.scheduler is not None and seat.layout is not None
         self._has_handed_over = True
         message = Handover(pending.transition_id, seat.layout.group_id, seat.scheduler.export())
+        seat.preemptions.extend(Preemption(*item) for item in seat.scheduler.drain_preemptions())
         self._handovers[seat.layout.group_id] = message.sequences
         for member in _members(pending.old):
             if member != seat.me:

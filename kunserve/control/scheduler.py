@@ -6,26 +6,26 @@ scheduler counts blocks (``Ledger``); instances place them when they run the pla
 
 from bisect import insort
 from collections.abc import Collection, Iterable
-from collections.abc import Sequence as SequenceOf
 from operator import attrgetter
 
-from kunserve.control.batch_former import BatchFormer
+from kunserve.control.admission import Admission
+from kunserve.control.batch_former import BatchFormer, collect_runnable
 from kunserve.control.body import Int32Array
 from kunserve.control.ledger import Ledger
 from kunserve.control.scheduler_flights import Flights
 from kunserve.control.scheduler_load import SchedulerTotals, measure_load
 from kunserve.control.sequence import Progress, Sequence, WaitingQueue, make_sequence
+from kunserve.control.swap import SwapSpace
+from kunserve.control.travel import Travel
 from kunserve.core.config import SchedulerConfig
 from kunserve.core.ids import GroupId, RequestId
 from kunserve.core.messages import SequenceState, TokenOutput
-from kunserve.core.request import FinishReason, Request
+from kunserve.core.request import Request
 from kunserve.core.snapshots import LoadReport
 from kunserve.core.step import StepPlan, StepResult
 from kunserve.policy.batch_form import FormationView, FormBatch, PromptWork
-from kunserve.policy.relief import Preemptible, choose_victim
+from kunserve.policy.relief import HostLink, Preemptible, choose_victim
 
-WATERMARK = 0.01
-"""Share of the capacity that an admission leaves free, so that it does not preempt at once."""
 _key_of = attrgetter("key")
 _last_step_of = attrgetter("last_step")
 
@@ -35,9 +35,9 @@ class Scheduler:
 
     Running sequences are kept in order of arrival. A sequence is admitted with blocks for all its
     known tokens (so a prompt never runs out half-way) and grows block by block as it decodes;
-    when a block is missing the latest arrival is preempted and recomputed later, keeping its
-    place and its output (``policy.relief``). With S stages up to S plans are in flight, and S
-    times ``max_num_seqs`` sequences run: what S groups of one stage would run.
+    when a block is missing the latest arrival is preempted, keeping its place and its output: it
+    is recomputed later, or swapped (``policy.relief``). With S stages up to S plans are in
+    flight, and S times ``max_num_seqs`` sequences run: what S groups of one stage would run.
     """
 
     def __init__(
@@ -51,7 +51,9 @@ class Scheduler:
         max_model_len: int,
         totals: SchedulerTotals | None = None,
         form_batch: FormBatch | None = None,
+        host_link: HostLink | None = None,
     ) -> None:
+        """``host_link`` None: nobody is swapped."""
         self._config = config
         self._group_id = group_id
         self._num_stages = num_stages
@@ -60,11 +62,14 @@ class Scheduler:
         self._max_model_len = max_model_len
         self.totals = SchedulerTotals() if totals is None else totals
         self._form_batch = BatchFormer(config) if form_batch is None else form_batch
-        self._ledger = Ledger(capacity_blocks)
+        self._ledger = Ledger(capacity_blocks, config.watermark)
         self._largest_capacity = capacity_blocks
         self._may_preempt = True
         self._live: dict[RequestId, Sequence] = {}
         self._waiting = WaitingQueue(block_size)
+        self._admission = Admission(config, num_stages, block_size, self._waiting, self._ledger)
+        self.travel = Travel(block_size, self._live, self._waiting, self._ledger)
+        self._swap = SwapSpace(host_link, config.cost, block_size, self._ledger)
         self._running: list[Sequence] = []
         """Running and stalled ones, in order of arrival."""
         self._flights = Flights(group_id)
@@ -72,6 +77,8 @@ class Scheduler:
         """For the next plan: what the stages hold and may free."""
         self._preemptions: list[tuple[RequestId, int]] = []
         self._num_added = 0
+        self.is_memory_short = False
+        """At the last ``schedule`` memory was what kept a request from being admitted or run."""
         self._found_nothing = False
         """The last ``schedule`` gave no plan, and nothing has happened since."""
         self._last_progress_s: float | None = None
@@ -85,7 +92,7 @@ class Scheduler:
         assert needed <= self._largest_capacity, f"{request.request_id} can never fit"
         self._waiting.add(seq)
 
-    def adopt(self, states: SequenceOf[SequenceState], stalled: Collection[RequestId] = ()) -> None:
+    def adopt(self, states: Iterable[SequenceState], stalled: Collection[RequestId] = ()) -> None:
         """Take sequences handed over by the group's former leaders, at a commit.
 
         Those with KV run on at once, but the ``stalled`` ones only after ``resume``.
@@ -102,16 +109,18 @@ class Scheduler:
             insort(self._running, seq, key=_key_of)
 
     def export(self) -> tuple[SequenceState, ...]:
-        """Hand everything live over, in order of arrival, and be empty.
+        """Hand everything live over, in order of arrival, and be empty. What is swapped is lost.
 
         Called between steps. Blocks that no plan has released yet are not named: whoever takes
         over frees whatever belongs to no handed-over sequence.
         """
         assert not self._flights, f"{len(self._flights)} steps in flight"
+        for seq in self._swap.clear():
+            self._lose_kv(seq)
         ordered = sorted(self._live.values(), key=_key_of)
         states = tuple(seq.hand_over(self._block_size) for seq in ordered)
-        self._ledger = Ledger(self._ledger.capacity_blocks)
-        self._waiting = WaitingQueue(self._block_size)
+        self._ledger.clear()
+        self._waiting.clear()
         self._live.clear()
         self._running.clear()
         self._released.clear()
@@ -132,7 +141,7 @@ class Scheduler:
         if seq.state is Progress.WAITING:
             self._waiting.remove(seq)
         else:
-            self._running.remove(seq)
+            self._leave(seq)
             self._free(seq)
         seq.state = Progress.ENDED
         self._found_nothing = False
@@ -154,6 +163,11 @@ class Scheduler:
         self._may_preempt = allowed
         self._found_nothing = False
 
+    def forgo(self, request_id: RequestId) -> None:
+        """The memory set aside for a request that migrates here is free again."""
+        self._ledger.release(request_id)
+        self._found_nothing = False
+
     # Steps
 
     def schedule(self, now_s: float) -> StepPlan | None:
@@ -165,14 +179,22 @@ class Scheduler:
         if len(self._flights) >= self._num_stages:
             return None
         self._note_work(now_s)
-        decodes, prompts, num_awaiting, context_in_flight = self._collect_runnable()
+        for seq in self._swap.settle() if self._swap else ():
+            seq.state = Progress.RUNNING
+            insort(self._running, seq, key=_key_of)
+        decodes, prompts, num_awaiting, context_in_flight = collect_runnable(self._running)
         unfit = self._secure(decodes, prompts)
+        num_waiting = len(self._waiting)
+        self.is_memory_short = unfit is not None
         if unfit is not None:
             # Memory is short: nobody is admitted, and who did not get a block sits out.
             decodes = [s for s in decodes if s.state is Progress.RUNNING and s not in unfit]
             prompts = [s for s in prompts if s.state is Progress.RUNNING and s not in unfit]
         else:
-            prompts.extend(self._admissible(sum(seq.num_left for seq in prompts)))
+            admissible = self._admissible(prompts)
+            prompts.extend(admissible)
+            num_waiting -= len(admissible)
+            self.is_memory_short = self._admission.lacks_memory
         config = self._config
         if self._num_stages > 1 or len(decodes) > config.max_num_batched_tokens:
             decodes.sort(key=_last_step_of)
@@ -186,6 +208,7 @@ class Scheduler:
                 max_num_tokens=config.max_num_batched_tokens,
                 max_num_seqs=config.max_num_seqs,
                 context_in_flight=context_in_flight,
+                has_backlog=num_waiting > 0,
             )
         )
         chosen = [(decodes[index], 1) for index in batch.decodes]
@@ -194,11 +217,11 @@ class Scheduler:
             if seq.state is Progress.WAITING:
                 self._admit(seq, now_s)
             chosen.append((seq, num_tokens))
-        if not chosen and (not self._released or self._flights):
+        if not chosen and (self._flights or not (self._released or self._swap.may_copy)):
             self._found_nothing = True
             return None
         released, self._released = self._released, []
-        return self._flights.launch(released, chosen)
+        return self._flights.launch(released, chosen, *self._swap.plan_copies(chosen))
 
     def complete(self, result: StepResult, now_s: float) -> list[TokenOutput]:
         """Take a step's sampled tokens; the outputs to stream, with ends detected."""
@@ -213,23 +236,16 @@ class Scheduler:
             if seq is None:
                 continue
             assert request_id == seq.request_id, (request_id, seq.request_id)
-            token_ids = seq.token_ids
-            token_ids.append(token_id)
-            seq.is_awaiting = False
-            total = len(token_ids)
-            reason = None
-            if token_id in seq.stop_ids and total >= seq.min_total:
-                reason = FinishReason.STOP
-            elif total >= seq.max_total or total > pool_tokens:
-                reason = FinishReason.LENGTH
-            position = total - seq.num_prompt - 1
+            reason = seq.take(token_id, pool_tokens)
+            position = seq.num_output - 1
             queued_s = seq.queued_s if position == 0 else None
             outputs.append(TokenOutput(request_id, position, token_id, logprobs, reason, queued_s))
             if reason is not None:
                 num_ended += 1
                 self._end(seq)
         if num_ended:
-            self._running = [s for s in self._running if s.state is not Progress.ENDED]
+            ended = Progress.ENDED
+            self._running = [s for s in self._running if s.state is not ended]
         self.totals.generation_tokens += len(outputs)
         self.totals.prompt_tokens += flight.num_prompt_tokens
         self._found_nothing = False
@@ -255,12 +271,11 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Whether anything is in flight, runs, waits or must be released (stalled ones do not)."""
-        return bool(
-            self._flights
-            or self._waiting
-            or self._released
-            or any(seq.state is Progress.RUNNING for seq in self._running)
-        )
+        running = Progress.RUNNING
+        for seq in self._running:
+            if seq.state is running:
+                return True
+        return bool(self._flights or self._waiting or self._swap or self._released)
 
     @property
     def can_schedule(self) -> bool:
@@ -292,44 +307,26 @@ class Scheduler:
         """Assert that sequences, queue, ledger and flights agree."""
         self._ledger.check()
         self._waiting.check()
-        assert len(self._live) == len(self._waiting) + len(self._running)
+        self._swap.check()
+        assert len(self._live) == len(self._waiting) + len(self._running) + len(self._swap)
         keys = [seq.key for seq in self._running]
         assert keys == sorted(set(keys)), keys
         assert len(self._flights) <= self._num_stages, len(self._flights)
-        self._flights.check(self._running)
-        reserved = 0
-        for seq in self._running:
+        kept = [*self._running, *self._swap]
+        self._flights.check(kept)
+        reserved = self._ledger.migrating_blocks
+        for seq in kept:
             blocks = self._ledger.blocks_of(seq.request_id)
             reserved += blocks
+            is_swapped = seq.state is Progress.SWAPPED
+            assert is_swapped or seq.state in (Progress.RUNNING, Progress.STALLED), seq
+            assert is_swapped or blocks >= self._blocks_for(seq.num_computed), (seq, blocks)
             assert self._live[seq.request_id] is seq, seq.request_id
-            assert seq.state in (Progress.RUNNING, Progress.STALLED), seq
             assert 0 <= seq.num_computed <= len(seq.token_ids), seq
-            assert blocks >= self._blocks_for(seq.num_computed), (seq, blocks)
             assert seq.num_left > 0 or seq.is_awaiting, seq
         assert reserved == self._ledger.used_blocks, (reserved, self._ledger.used_blocks)
 
     # Inside a step
-
-    def _collect_runnable(self) -> tuple[list[Sequence], list[Sequence], int, int]:
-        """Running sequences that could decode, that could prefill; how many await a token, and
-        their context together.
-
-        The last token of a prompt is no decode: it keeps its place before later prompts.
-        """
-        decodes: list[Sequence] = []
-        prompts: list[Sequence] = []
-        num_awaiting = context = 0
-        for seq in self._running:
-            if seq.is_awaiting:
-                num_awaiting += 1
-                context += seq.num_computed
-            elif seq.state is Progress.RUNNING:
-                computed = seq.num_computed
-                if computed >= seq.num_prompt and len(seq.token_ids) - computed == 1:
-                    decodes.append(seq)
-                else:
-                    prompts.append(seq)
-        return decodes, prompts, num_awaiting, context
 
     def _secure(
         self, decodes: Iterable[Sequence], prompts: Iterable[Sequence]
@@ -340,10 +337,8 @@ class Scheduler:
         """
         block_size, ledger = self._block_size, self._ledger
         edge = [s for s in decodes if s.num_computed % block_size == 0]
-        edge.extend(prompts)
         unfit: set[Sequence] | None = None
-        edge.sort(key=_key_of)
-        for seq in edge:
+        for seq in sorted([*edge, *prompts], key=_key_of):
             needed = -(-len(seq.token_ids) // block_size)
             if seq.state is not Progress.RUNNING or ledger.grow(seq.request_id, needed):
                 continue
@@ -355,10 +350,11 @@ class Scheduler:
     def _relieve(self, grower: Sequence, num_blocks: int) -> bool:
         """Preempt until the grower fits; False if it must wait."""
         while self._may_preempt:
+            if self._swap.makes_room(grower, num_blocks):
+                return False
             running = [seq for seq in self._running if seq.state is Progress.RUNNING]
-            victim = choose_victim(
-                [Preemptible(*seq.key) for seq in running], running.index(grower)
-            )
+            running += self._swap.returning
+            victim = choose_victim([Preemptible(*s.key) for s in running], running.index(grower))
             if victim is None:
                 return False
             self._preempt(running[victim])
@@ -366,35 +362,17 @@ class Scheduler:
                 return True
         return False
 
-    def _admissible(self, num_tokens_ahead: int) -> list[Sequence]:
-        """Waiting sequences that memory admits now, first come first served.
-
-        Enough of them to fill a microbatch behind ``num_tokens_ahead`` tokens of running prompts;
-        all of them where formation looks ahead.
-        """
-        ledger, config = self._ledger, self._config
-        free = ledger.free_blocks
-        watermark = max(1, int(WATERMARK * ledger.capacity_blocks)) if ledger.used_blocks else 0
-        room = config.max_num_seqs * self._num_stages - len(self._running)
-        wanted = config.max_num_batched_tokens - num_tokens_ahead
-        if config.lookahead and self._num_stages > 1:
-            wanted = self._waiting.num_tokens
-        found: list[Sequence] = []
-        for seq in self._waiting:
-            if wanted <= 0 or len(found) >= room:
-                break
-            free -= self._blocks_for(len(seq.token_ids))
-            if free < watermark:
-                break
-            watermark = max(1, int(WATERMARK * ledger.capacity_blocks))
-            wanted -= len(seq.token_ids)
-            found.append(seq)
-        return found
+    def _admissible(self, prompts: Iterable[Sequence]) -> list[Sequence]:
+        """Who may be admitted now behind these running prompts; the swapped come back in turn."""
+        room = self._admission.room(len(self._running))
+        if self._swap:
+            head = self._waiting.head
+            room -= self._swap.recall(None if head is None else head.key, room)
+        num_tokens_ahead = sum(seq.num_left for seq in prompts)
+        return self._admission.candidates(room, num_tokens_ahead, self._swap.first_away)
 
     def _admit(self, seq: Sequence, now_s: float) -> None:
-        fits = self._ledger.grow(seq.request_id, self._blocks_for(len(seq.token_ids)))
-        assert fits, (seq.request_id, self._ledger.free_blocks)
-        self._waiting.remove(seq)
+        self._admission.admit(seq)
         seq.state = Progress.RUNNING
         if seq.queued_s is None:
             seq.queued_s = now_s - seq.request.arrival_s
@@ -411,21 +389,42 @@ class Scheduler:
         return seq
 
     def _preempt(self, seq: Sequence) -> None:
-        self._preemptions.append((seq.request_id, seq.num_computed))
-        self.totals.num_preemptions += 1
-        self.totals.lost_tokens += seq.num_computed
-        self._running.remove(seq)
-        self._free(seq)
-        seq.num_preemptions += 1
+        """Take a sequence's memory: all at once, or as fast as it can be swapped."""
+        if not self._swap.push_out(seq):
+            self._leave(seq)
+            self._free(seq)
+            self._lose_kv(seq)
+        elif seq.state is Progress.RUNNING:
+            self._note_preemption(seq, 0)
+            self._running.remove(seq)
+            seq.state = Progress.SWAPPED
+
+    def _lose_kv(self, seq: Sequence) -> None:
+        """The sequence, in no list any more, must be computed again."""
+        self._note_preemption(seq, seq.num_computed)
         seq.num_computed = 0
         seq.is_started = False
         seq.state = Progress.WAITING
         self._waiting.add(seq)
 
+    def _note_preemption(self, seq: Sequence, lost_tokens: int) -> None:
+        self._preemptions.append((seq.request_id, lost_tokens))
+        self.totals.note_preemption(lost_tokens)
+        seq.num_preemptions += 1
+
+    def _leave(self, seq: Sequence) -> None:
+        """Take a sequence with KV out of where it is kept."""
+        if seq.state is Progress.SWAPPED:
+            self._swap.drop(seq)
+        else:
+            self._running.remove(seq)
+
     def _end(self, seq: Sequence) -> None:
         """The sequence finished by itself. The caller takes it out of the running list."""
         self.totals.note_finished(seq.num_output)
         del self._live[seq.request_id]
+        if seq.state is Progress.SWAPPED:
+            self._swap.drop(seq)
         self._free(seq)
         seq.state = Progress.ENDED
 

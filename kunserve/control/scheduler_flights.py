@@ -8,7 +8,7 @@ import numpy as np
 from kunserve.control.body import Int32Array
 from kunserve.control.sequence import Sequence
 from kunserve.core.ids import GroupId, RequestId, StepId
-from kunserve.core.step import Chunk, SequenceStart, StepPlan
+from kunserve.core.step import BlockRun, Chunk, SequenceStart, StepPlan
 
 
 @dataclass(slots=True)
@@ -38,7 +38,11 @@ class Flights:
         return len(self._flights)
 
     def launch(
-        self, released: Iterable[RequestId], chosen: Iterable[tuple[Sequence, int]]
+        self,
+        released: Iterable[RequestId],
+        chosen: Iterable[tuple[Sequence, int]],
+        stashed: tuple[BlockRun, ...] = (),
+        fetched: tuple[BlockRun, ...] = (),
     ) -> StepPlan:
         """Plan so many tokens of each chosen sequence, and advance it by them."""
         step = self._num_steps
@@ -64,7 +68,15 @@ class Flights:
             chunks.append(Chunk(seq.request_id, start, num_tokens, samples))
         step_id = StepId(step)
         self._flights[step_id] = flight
-        return StepPlan(self._group_id, step_id, tuple(released), tuple(started), tuple(chunks))
+        return StepPlan(
+            self._group_id,
+            step_id,
+            tuple(released),
+            tuple(started),
+            tuple(chunks),
+            stashed,
+            fetched,
+        )
 
     def land(self, step_id: StepId) -> Flight:
         """The step's result has come."""

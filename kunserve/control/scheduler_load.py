@@ -25,19 +25,24 @@ class SchedulerTotals:
     mean_output_tokens: float = PRIOR_OUTPUT_TOKENS
     """Exponentially weighted over finished requests."""
 
+    def note_preemption(self, lost_tokens: int) -> None:
+        """A request lost its place among the running, and so much KV."""
+        self.num_preemptions += 1
+        self.lost_tokens += lost_tokens
+
     def note_finished(self, num_output: int) -> None:
         """A request ended by itself after ``num_output`` tokens."""
         self.mean_output_tokens += OUTPUT_WEIGHT * (num_output - self.mean_output_tokens)
 
 
-def expected_tokens(seq: Sequence, mean_output_tokens: float) -> int:
+def expected_tokens(seq: Sequence, mean_output_tokens: int) -> int:
     """KV tokens that a sequence is expected to need in the end.
 
     It generates like the mean of those that finished, one more than now at least, and never
     past its own limit.
     """
-    output = max(int(mean_output_tokens), seq.num_output + 1)
-    return min(seq.num_prompt + output - 1, seq.max_stored)
+    total = max(seq.num_prompt + mean_output_tokens, len(seq.token_ids) + 1)
+    return min(total, seq.max_total) - 1
 
 
 def measure_load(
@@ -51,18 +56,30 @@ def measure_load(
     block_size: int,
     stuck_s: float,
 ) -> LoadReport:
-    """The leader's account of its group. ``num_running`` leaves stalled requests out."""
-    num_running = num_stalled = growth = largest = 0
+    """The leader's account of its group.
+
+    ``num_running`` leaves stalled requests out and counts swapped ones: their KV will want its
+    memory back.
+    """
+    num_running = num_stalled = growth = largest = largest_expected = 0
+    waits, stalls = Progress.WAITING, Progress.STALLED
+    mean_output, blocks_of = int(totals.mean_output_tokens), ledger.blocks_of
     for seq in live:
-        largest = max(largest, seq.max_stored)
-        if seq.state is Progress.WAITING:
+        if seq.max_total > largest + 1:
+            largest = seq.max_stored
+        expected = expected_tokens(seq, mean_output)
+        if expected > largest_expected:
+            largest_expected = expected
+        state = seq.state
+        if state is waits:
             continue
-        if seq.state is Progress.STALLED:
+        if state is stalls:
             num_stalled += 1
         else:
             num_running += 1
-        needed = -(-expected_tokens(seq, totals.mean_output_tokens) // block_size)
-        growth += max(0, needed - ledger.blocks_of(seq.request_id))
+        more = -(-expected // block_size) - blocks_of(seq.request_id)
+        if more > 0:
+            growth += more
     head = waiting.head
     return LoadReport(
         group_id=group_id,
@@ -83,4 +100,5 @@ def measure_load(
         generation_tokens=totals.generation_tokens,
         stuck_s=stuck_s,
         largest_request_blocks=-(-largest // block_size),
+        largest_expected_blocks=-(-largest_expected // block_size),
     )

@@ -13,8 +13,9 @@ from kunserve.core.ids import GroupId, InstanceId, RequestId
 from kunserve.core.layout import GroupLayout, LayerRange
 from kunserve.core.messages import Message
 from kunserve.core.snapshots import InstanceSpec
-from kunserve.core.step import StepPlan
+from kunserve.core.step import BlockRun, StepPlan
 from kunserve.policy.capacity import group_capacity_blocks
+from kunserve.policy.relief import HostLink, group_host_link
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +63,8 @@ class Seat:
     """Microbatches to run: from the stage before, or the leader's own that lacked units."""
     early: dict[GroupId, list[tuple[StepPlan, Any]]] = field(default_factory=dict)
     """Microbatches of groups that this instance has yet to enter."""
+    stashed: tuple[BlockRun, ...] = ()
+    """What the last plan copied to host memory: its units are free as of the next."""
     is_running: bool = False
     last_step_s: float = 0.0
     outbox: list[Outgoing] = field(default_factory=list)
@@ -125,6 +128,7 @@ class Seat:
         self.layout = layout
         self.last_step_s = now_s
         self.ready = deque(self.early.pop(layout.group_id, []))
+        self.stashed = ()
         self.early = {g: plans for g, plans in self.early.items() if g > layout.group_id}
         self.scheduler = None
         if layout.leader == self.me:
@@ -137,6 +141,7 @@ class Seat:
                 eos_token_ids=self.config.eos_token_ids,
                 max_model_len=self.config.max_model_len,
                 totals=self.totals,
+                host_link=self.host_link(),
             )
 
     def arrived(self, plan: StepPlan, hidden: Any) -> None:
@@ -155,3 +160,16 @@ class Seat:
         """KV blocks of the present group when no transition narrows it."""
         assert self.layout is not None
         return group_capacity_blocks(self.layout, self.specs)
+
+    def host_link(self) -> HostLink | None:
+        """The present group's way to host memory; None where nobody is swapped."""
+        swap = self.config.scheduler.swap
+        if swap is None:
+            return None
+        assert self.layout is not None
+        stages = [(self.specs[member].unit_bytes, held) for member, held in self.layout.stages]
+        return group_host_link(
+            swap.host_bytes_per_s,
+            swap.host_bytes,
+            [unit_bytes * held.num_layers for unit_bytes, held in stages],
+        )

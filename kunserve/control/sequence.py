@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from kunserve.core.ids import RequestId
 from kunserve.core.messages import SequenceState
-from kunserve.core.request import Request
+from kunserve.core.request import FinishReason, Request
 from kunserve.core.step import SequenceStart
 
 
@@ -19,6 +19,8 @@ class Progress(enum.Enum):
     RUNNING = "running"
     STALLED = "stalled"
     """With KV that is still being exchanged: may not run."""
+    SWAPPED = "swapped"
+    """With KV in host memory, or on its way there or back: may not run."""
     ENDED = "ended"
 
 
@@ -73,6 +75,17 @@ class Sequence:
     def max_stored(self) -> int:
         """Tokens of KV that the request may come to need (the last token's is never stored)."""
         return self.max_total - 1
+
+    def take(self, token_id: int, pool_tokens: int) -> FinishReason | None:
+        """Add a sampled token; why it is the last one, if it is."""
+        self.token_ids.append(token_id)
+        self.is_awaiting = False
+        total = len(self.token_ids)
+        if token_id in self.stop_ids and total >= self.min_total:
+            return FinishReason.STOP
+        if total >= self.max_total or total > pool_tokens:
+            return FinishReason.LENGTH
+        return None
 
     def start(self) -> SequenceStart:
         """What the stages are told before the first chunk."""
@@ -156,6 +169,11 @@ class WaitingQueue:
         assert index < len(self._entries) and self._entries[index][1] is seq, seq.request_id
         del self._entries[index]
         self._count(seq, -1)
+
+    def clear(self) -> None:
+        """Nobody waits any more."""
+        self._entries.clear()
+        self.num_tokens = self.num_blocks = 0
 
     def check(self) -> None:
         """Assert order, totals, and that nobody here has KV."""

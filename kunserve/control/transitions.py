@@ -74,6 +74,8 @@ class Transitions:
         """Ended since the controller last looked."""
         self.num_drops = 0
         self.num_restores = 0
+        self._last_end_s: dict[InstanceId, float] = {}
+        """Of the transitions that each instance was in."""
 
     @property
     def busy_groups(self) -> set[GroupId]:
@@ -116,6 +118,12 @@ class Transitions:
         self._tell(old.leader, transition.load)
         return transition.transition_id
 
+    def new_id(self) -> TransitionId:
+        """An id never used before, for whatever moves KV."""
+        transition_id = TransitionId(self._next_id)
+        self._next_id += 1
+        return transition_id
+
     def _begin(
         self,
         kind: str,
@@ -125,8 +133,7 @@ class Transitions:
         phase: Phase,
         now_s: float,
     ) -> Transition:
-        transition_id = TransitionId(self._next_id)
-        self._next_id += 1
+        transition_id = self.new_id()
         record = TransitionRecord(
             transition_id=transition_id,
             kind=kind,
@@ -273,6 +280,7 @@ class Transitions:
         self.records.append(record)
         del self.records[:-MAX_RECORDS]
         self.finished.append(record)
+        self._last_end_s.update(dict.fromkeys(transition.members, now_s))
 
     def latest(self) -> tuple[TransitionRecord, ...]:
         """Finished ones, then those under way."""
@@ -280,9 +288,5 @@ class Transitions:
 
     def last_end_s(self, members: Iterable[InstanceId]) -> float | None:
         """When the last finished transition that touched any of these instances ended."""
-        wanted = set(members)
-        for record in reversed(self.records):
-            touched = {m for layout in record.groups_before for m in layout.members}
-            if touched & wanted:
-                return record.finished_s
-        return None
+        ends = [self._last_end_s[member] for member in members if member in self._last_end_s]
+        return max(ends, default=None)

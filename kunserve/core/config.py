@@ -4,10 +4,11 @@ from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 from kunserve.core.cost import CostCoefficients
+from kunserve.core.errors import ConfigError
 
 MIB = 1 << 20
 
-OverloadPolicy: TypeAlias = Literal["recompute", "drop"]
+OverloadPolicy: TypeAlias = Literal["recompute", "migrate", "drop"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,16 @@ class InstanceConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class SwapConfig:
+    """Relief by swapping: a preempted request's KV waits in host memory."""
+
+    host_bytes_per_s: float
+    """Of each instance's link to host memory, each way."""
+    host_bytes: int | None = None
+    """Host memory of each instance for KV; None is no limit."""
+
+
+@dataclass(frozen=True, slots=True)
 class SchedulerConfig:
     """Limits of one group's scheduler."""
 
@@ -53,6 +64,8 @@ class SchedulerConfig:
     """Requests that run at once."""
     max_num_batched_tokens: int = 512
     """Tokens computed in one step."""
+    watermark: float = 0.01
+    """Share of the KV memory that an admission leaves free, so that it does not preempt at once."""
     lookahead: bool = True
     """In a pipeline, form microbatches of equal predicted time over all queued work."""
     min_microbatch_tokens: int = 64
@@ -61,6 +74,13 @@ class SchedulerConfig:
     """File of ``kunserve profile``; when None the default place is looked at."""
     cost: CostCoefficients | None = None
     """From the profile, or assumed from the model's shape; None costs every token the same."""
+    swap: SwapConfig | None = None
+    """None: the KV of a preempted request is thrown away and computed again."""
+
+    def __post_init__(self) -> None:
+        """Swapping is paced by the time that steps take, so that must be known."""
+        if self.swap is not None and self.cost is None:
+            raise ConfigError("swapping needs the cost of steps: give a profile")
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +96,8 @@ class OverloadConfig:
     """Demand must stay low this long before a restore."""
     forecast_s: float = 0.5
     """How far ahead demand is extrapolated: about the time that a drop takes."""
+    max_group_size: int | None = None
+    """Most instances that share one copy of the weights; None is no limit."""
     link_gbps: float | None = None
     """Limits bulk transfers between instances, to study their cost on one machine."""
 
@@ -85,6 +107,8 @@ class ClusterConfig:
     """How many instances, and how they are watched."""
 
     num_instances: int = 2
+    max_instances: int | None = None
+    """Order instances up to so many under overload, and give them back later; None: never."""
     report_period_s: float = 0.1
     heartbeat_timeout_s: float = 10.0
     """An instance silent for this long is dead."""
@@ -121,3 +145,10 @@ class KunServeConfig:
     overload: OverloadConfig = field(default_factory=OverloadConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
+
+    def __post_init__(self) -> None:
+        """A drop makes the memory that swapping does without: one of them at a time."""
+        if self.scheduler.swap is not None and self.overload.policy != "recompute":
+            raise ConfigError(
+                f"swapping goes with overload policy 'recompute', not {self.overload.policy!r}"
+            )

@@ -58,8 +58,8 @@ class Submit:
     request: Request
     group_id: GroupId | None = None
     """Set when an instance forwards it: the group whose leader it is for."""
-    is_forwarded: bool = False
-    """Came by a peer; the controller counted it for that peer."""
+    migration_id: TransitionId | None = None
+    """Set when the addressee is the target of the request's migration and has most of its KV."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,12 +138,56 @@ class LoadLayers:
 
 
 @dataclass(frozen=True, slots=True)
+class Migrate:
+    """Choose a running request and move it to another group while it runs.
+
+    Groups of one instance only. Ids of migrations are ids of transitions, from one counter.
+    """
+
+    migration_id: TransitionId
+    group_id: GroupId
+    """Which the addressee leads."""
+    target: InstanceId
+    target_group: GroupId
+    max_blocks: int
+    """The largest request that may move."""
+
+
+@dataclass(frozen=True, slots=True)
+class HandOff:
+    """The migrating request is the target's now: it runs here no more, nor does it come back.
+
+    Its KV stays until the target has it.
+    """
+
+    migration_id: TransitionId
+
+
+@dataclass(frozen=True, slots=True)
+class EndMigration:
+    """A side of the migration is gone: let the other forget it, keeping the request it has."""
+
+    migration_id: TransitionId
+
+
+@dataclass(frozen=True, slots=True)
 class Shutdown:
     """Leave. In-flight work is lost unless it was drained before."""
 
 
 Command: TypeAlias = (
-    Connect | Submit | Abort | Form | Prepare | Commit | Rollback | LoadLayers | Shutdown
+    Connect
+    | Submit
+    | Abort
+    | Form
+    | Prepare
+    | Commit
+    | Rollback
+    | LoadLayers
+    | Migrate
+    | HandOff
+    | EndMigration
+    | Shutdown
 )
 
 
@@ -232,6 +276,28 @@ class ExchangeDone:
 
 
 @dataclass(frozen=True, slots=True)
+class MigrationReady:
+    """The request has stopped at its source, and the target has all its KV but the last blocks.
+
+    The controller has been told every token of it by now.
+    """
+
+    migration_id: TransitionId
+    instance_id: InstanceId
+    request_id: RequestId
+
+
+@dataclass(frozen=True, slots=True)
+class MigrationOver:
+    """Nothing of the migration is left at its source."""
+
+    migration_id: TransitionId
+    instance_id: InstanceId
+    refusal: str | None
+    """Why nothing moved; None if the target has taken the request."""
+
+
+@dataclass(frozen=True, slots=True)
 class Alive:
     """A heartbeat, also while a long step runs."""
 
@@ -246,6 +312,8 @@ Event: TypeAlias = (
     | LayersLoaded
     | Committed
     | ExchangeDone
+    | MigrationReady
+    | MigrationOver
     | Alive
     | StageTime
 )
@@ -316,6 +384,34 @@ class ExchangeProgress:
     """Requests whose KV could not be had since the last message: to be recomputed."""
 
 
+@dataclass(frozen=True, slots=True)
+class OfferKv:
+    """A running request's blocks that will not change any more, for the target to pull.
+
+    The first offer of a migration asks it to set memory aside; ``KvMoved`` is a yes and says how
+    far it has them, ``KvDropped`` is a no.
+    """
+
+    migration_id: TransitionId
+    source: InstanceId
+    group_id: GroupId
+    """Which the target leads."""
+    request_id: RequestId
+    num_blocks: int
+    """[0, num_blocks) may be pulled."""
+    reserved_blocks: int
+    """To be set aside in all."""
+    largest_blocks: int
+    """What the request may come to need."""
+
+
+@dataclass(frozen=True, slots=True)
+class WithdrawKv:
+    """The migrating request stays where it is, or has ended."""
+
+    migration_id: TransitionId
+
+
 PeerMessage: TypeAlias = (
     Activation
     | Sampled
@@ -323,6 +419,8 @@ PeerMessage: TypeAlias = (
     | KvMoved
     | KvDropped
     | ExchangeProgress
+    | OfferKv
+    | WithdrawKv
     | LoadLayers
     | Submit
     | Abort

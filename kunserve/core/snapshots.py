@@ -69,7 +69,9 @@ class LoadReport:
     stuck_s: float
     """Seconds since the last completed step while there was work; 0 when idle."""
     largest_request_blocks: int
-    """Blocks the largest live request may come to need: what a restore must leave room for."""
+    """Blocks the largest live request may come to need: some pool must hold it after a restore."""
+    largest_expected_blocks: int
+    """Blocks the largest live request is expected to need: how unevenly they part at most."""
 
     @property
     def demand_blocks(self) -> int:

@@ -31,6 +31,14 @@ class SequenceStart(NamedTuple):
     """All tokens so far, for the stages that need history; else empty."""
 
 
+class BlockRun(NamedTuple):
+    """Blocks [first_block, end_block) of one request, on every stage."""
+
+    request_id: RequestId
+    first_block: int
+    end_block: int
+
+
 @dataclass(frozen=True, slots=True)
 class StepPlan:
     """One microbatch. Every stage of the group executes the same plans in the same order."""
@@ -41,6 +49,10 @@ class StepPlan:
     """Requests whose blocks every stage frees before anything else."""
     started: tuple[SequenceStart, ...]
     chunks: tuple[Chunk, ...]
+    stashed: tuple[BlockRun, ...] = ()
+    """KV to copy to host memory while the step runs; the next plan's step may use its blocks."""
+    fetched: tuple[BlockRun, ...] = ()
+    """KV to copy back meanwhile, into blocks of its own; whole when the next plan's step begins."""
 
     @property
     def num_tokens(self) -> int:

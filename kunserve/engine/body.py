@@ -2,13 +2,14 @@
 
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from kunserve.control.body import Remap, StepOutcome, StepWork, UnitCopy
+from kunserve.control.body import HostCopy, Remap, StepOutcome, StepWork, UnitCopy
 from kunserve.core.config import InstanceConfig, ModelConfig
 from kunserve.core.errors import TooLittleMemory
 from kunserve.core.ids import InstanceId, RequestId
@@ -24,6 +25,7 @@ from kunserve.engine.weights.loader import WeightLoader, packed_weights
 from kunserve.engine.weights.readers import open_reader
 from kunserve.model.config import read_eos_ids, read_spec
 from kunserve.model.source import ModelSource, resolve_model
+from kunserve.transport.host_store import HostStore
 
 logger = logging.getLogger(__name__)
 
@@ -98,6 +100,7 @@ class CpuBody:
             raise
         self._sampler = Sampler(read_eos_ids(source), self.model.vocab_size)
         self._prompt_tokens: dict[RequestId, int] = {}
+        self._host = HostStore(self.memory.unit_view)
         self.account = _account(self.memory, self.model, time.perf_counter() - started)
         logger.info("instance=%d %s", instance_id, self.account)
 
@@ -106,15 +109,24 @@ class CpuBody:
         """What the instance is made of."""
         return self.memory.spec
 
-    def execute(self, work: StepWork, hidden: torch.Tensor | None) -> StepOutcome:
-        """Run the stage's layers over the microbatch; ``hidden`` [T, hidden] is overwritten."""
+    def execute(
+        self,
+        work: StepWork,
+        hidden: torch.Tensor | None,
+        look_up: Callable[[], None] | None = None,
+    ) -> StepOutcome:
+        """Run the stage's layers over the microbatch; ``hidden`` [T, hidden] is overwritten.
+
+        ``look_up``, if given, is called between layers. It may change any memory but that of
+        the microbatch's own blocks.
+        """
         assert self.memory.held.covers(work.layers), (self.memory.held, work.layers)
         assert (hidden is None) == work.is_first, work.is_first
         batch = build_batch(work)
         self._decoder.set_layers(work.layers)
         if hidden is None:
             hidden = self._decoder.embed(batch)
-        hidden = self._decoder.forward(batch, hidden)
+        hidden = self._decoder.forward(batch, hidden, look_up)
         if not work.is_last:
             return StepOutcome(hidden, ())
         return StepOutcome(None, self._sample(work, batch, hidden))
@@ -136,13 +148,25 @@ class CpuBody:
         return self._sampler.sample(logits, [chunk.request_id for chunk in sampling], positions)
 
     def forget(self, request_id: RequestId) -> None:
-        """Drop what sampling keeps of a request; unknown ones are no mistake."""
+        """Drop what sampling and host memory keep of a request; unknown ones are no mistake."""
         self._sampler.forget(request_id)
         self._prompt_tokens.pop(request_id, None)
+        self._host.forget(request_id)
 
     def copy_units(self, copies: tuple[UnitCopy, ...]) -> None:
         """Copy in order; a later copy may read what an earlier one wrote."""
         self.memory.copy_units(copies)
+
+    def swap_units(
+        self, out: tuple[HostCopy, ...], back: tuple[HostCopy, ...], *, beside_step: bool
+    ) -> None:
+        """Copy at once: a CPU's host memory is its own, and its cores would do both anyway."""
+        for request_id, first_block, starts, num_units in out:
+            for block, unit in enumerate(starts.tolist(), first_block):
+                self._host.put(request_id, block, unit, num_units)
+        for request_id, first_block, starts, num_units in back:
+            for block, unit in enumerate(starts.tolist(), first_block):
+                self._host.take(request_id, block, unit, num_units)
 
     def drop_layers(self, keep: LayerRange) -> Remap:
         """Turn the memory of every held layer outside ``keep`` into KV units at the tail."""

@@ -5,6 +5,7 @@ layers that a stage does not hold is never touched.
 """
 
 import ctypes
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -147,10 +148,16 @@ class Decoder:
         """The tokens' embeddings, [T, hidden], newly allocated."""
         return self._weights.embedding.index_select(0, torch.from_numpy(batch.token_ids))
 
-    def forward(self, batch: StepBatch, hidden: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self,
+        batch: StepBatch,
+        hidden: torch.Tensor,
+        between_layers: Callable[[], None] | None = None,
+    ) -> torch.Tensor:
         """The stage's layers over ``hidden`` [T, hidden], in place; returns it.
 
-        Writes the tokens' K and V into the cache.
+        Writes the tokens' K and V into the cache. With ``between_layers`` the stage is a C call
+        per layer instead of a single one.
         """
         batch.check()
         shape = (batch.num_tokens, self._spec.hidden_size)
@@ -160,12 +167,17 @@ class Decoder:
             return hidden
         c_batch = batch.as_c(self._rope.address(int(batch.positions.max()) + 1))
         buffers = self._scratch.as_c(hidden)
-        if self._backend is None:
-            first, end = self._range
-            self._stage(self._model, self._layers, c_batch, buffers, first, end)
-        else:
-            for layer in range(*self._range):
-                self._run_layer(layer, batch, c_batch, buffers, hidden)
+        runs = [self._range]
+        if between_layers is not None:
+            runs = [LayerRange(layer, layer + 1) for layer in range(*self._range)]
+        for first, end in runs:
+            if self._backend is None:
+                self._stage(self._model, self._layers, c_batch, buffers, first, end)
+            else:
+                for layer in range(first, end):
+                    self._run_layer(layer, batch, c_batch, buffers, hidden)
+            if between_layers is not None:
+                between_layers()
         return hidden
 
     def logits(self, batch: StepBatch, hidden: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,7 @@ from kunserve.core.cost import CostCoefficients, CostSample
 from kunserve.core.errors import ConfigError
 from kunserve.core.model_spec import ModelSpec
 
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +60,10 @@ class Profile:
     created: str
     """ISO 8601, UTC."""
     coefficients: CostCoefficients
+    num_instances: int
+    """That computed on the machine meanwhile, the measured one included."""
+    serving: CostCoefficients
+    """Fitted to wall times among those instances: how long steps take while serving."""
     errors: dict[str, dict[str, RegionError]]
     """Cost model -> region -> error."""
     samples: tuple[CostSample, ...]

@@ -32,6 +32,8 @@ class FormationView:
     """Of one microbatch."""
     context_in_flight: int = 0
     """Tokens of context of the decodes in flight, all together."""
+    has_backlog: bool = False
+    """Whether requests wait that cannot be admitted yet: as others end, their prompts will come."""
 
 
 class PromptShare(NamedTuple):

@@ -4,10 +4,11 @@
              + delta * p + epsilon * samples                                  (ours)
     batch  = sum of its chunks - (n - 1) * gamma_shared                       (Eq. 2-3)
 
-for a chunk of ``c`` tokens after ``p`` tokens of prefix. Two terms are added to the paper's: a
+for a chunk of ``c`` tokens after ``p`` tokens of prefix. Three terms are added to the paper's: a
 decode reads its whole prefix for one token, which memory bounds and alpha does not see (delta);
-the output head runs for sampled tokens only (epsilon). ``docs/decisions/cost-model.md`` shows
-what each of them bought.
+the output head runs for sampled tokens only (epsilon); a batch of ``NARROW_TOKENS`` or fewer pays
+zeta once instead of beta and epsilon, since reading the weights is then all of its time.
+``docs/decisions/cost-model.md`` shows what each of them bought.
 """
 
 from dataclasses import dataclass
@@ -21,7 +22,9 @@ from kunserve.core.model_spec import ModelSpec
 Array = npt.NDArray[np.float64]
 Numbers = npt.ArrayLike
 
-NUM_TERMS = 6
+NUM_TERMS = 7
+NARROW_TOKENS = 4
+"""A batch of so many tokens takes no longer than one of a single token (our kernels' rows)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +35,7 @@ class CostForm:
     prefix_attention: bool = True
     self_attention: bool = True
     added_terms: bool = True
-    """delta and epsilon."""
+    """delta, epsilon and zeta."""
 
     def pairs(self, prefixes: Numbers, lengths: Numbers) -> Array:
         """Pairs of a token and one that it attends to, as far as the form sees them."""
@@ -45,15 +48,20 @@ class CostForm:
         return pairs
 
     def features(self, prefixes: Numbers, lengths: Numbers, num_samples: int) -> Array:
-        """One batch as [pairs, tokens, chunks, 1, context tokens, samples]: cost is linear in it.
+        """One batch as [pairs, tokens, chunks, 1, context tokens, samples, is narrow].
 
+        Cost is linear in it.
         The fourth is what the batch pays once: ``(n * gamma) - (n - 1) * gamma_shared`` is
         ``gamma_shared + n * (gamma - gamma_shared)``.
         """
         lengths = np.asarray(lengths, dtype=np.float64)
-        added = (float(np.sum(prefixes)), float(num_samples)) if self.added_terms else (0.0, 0.0)
-        pairs = float(self.pairs(prefixes, lengths).sum())
-        return np.array([pairs, float(lengths.sum()), float(lengths.size), 1.0, *added])
+        pairs, num_tokens = float(self.pairs(prefixes, lengths).sum()), float(lengths.sum())
+        added = (0.0, 0.0, 0.0)
+        if self.added_terms and num_tokens <= NARROW_TOKENS:
+            num_tokens, added = 0.0, (float(np.sum(prefixes)), 0.0, 1.0)
+        elif self.added_terms:
+            added = (float(np.sum(prefixes)), float(num_samples), 0.0)
+        return np.array([pairs, num_tokens, float(lengths.size), 1.0, *added])
 
 
 OURS = CostForm("kunserve")
@@ -75,14 +83,15 @@ def as_vector(cost: CostCoefficients) -> Array:
             cost.shared_s,
             cost.context_s,
             cost.sample_s,
+            cost.narrow_s,
         ]
     )
 
 
 def from_vector(vector: Array) -> CostCoefficients:
     """The inverse of ``as_vector``."""
-    attention_s, token_s, own_s, shared_s, context_s, sample_s = vector.tolist()
-    return CostCoefficients(attention_s, token_s, own_s + shared_s, shared_s, context_s, sample_s)
+    attention_s, token_s, own_s, shared_s, *added = vector.tolist()
+    return CostCoefficients(attention_s, token_s, own_s + shared_s, shared_s, *added)
 
 
 def chunk_cost(
@@ -106,7 +115,12 @@ def batch_cost(
     chunks = chunk_cost(cost, prefixes, lengths, samples)
     if chunks.size == 0:
         return 0.0
-    return float(chunks.sum()) - (chunks.size - 1) * cost.shared_s
+    num_tokens = int(np.sum(np.broadcast_to(np.asarray(lengths), chunks.shape)))
+    num_samples = int(np.sum(np.broadcast_to(np.asarray(samples), chunks.shape)))
+    total_s = float(chunks.sum()) - (chunks.size - 1) * cost.shared_s
+    if num_tokens <= NARROW_TOKENS:
+        total_s += cost.narrow_s - cost.token_s * num_tokens - cost.sample_s * num_samples
+    return total_s
 
 
 def decode_cost(cost: CostCoefficients, num_decodes: int, num_context_tokens: int) -> float:

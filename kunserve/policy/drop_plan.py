@@ -23,6 +23,7 @@ from kunserve.core.layout import GroupLayout, LayerRange, Stage
 from kunserve.core.snapshots import InstanceSpec
 from kunserve.policy.capacity import Specs, stage_blocks, stage_units
 from kunserve.policy.layer_split import Member, Prefer, split_layers
+from kunserve.policy.moves import find_obstacle
 
 MAX_PARTNERS = 8
 """Partners tried for a group whose merge with the smallest one gains nothing."""
@@ -281,7 +282,8 @@ class _Shapes:
         return shape
 
     def merged(self, one: _Shape, other: _Shape) -> _Shape | None:
-        """What the two make, or None when they cannot share the layers with a gain.
+        """What the two make, or None when they cannot share the layers with a gain, or their
+        members would refuse: KV could not be exchanged in what is freed.
 
         A balanced split is wanted; the split of greatest capacity is the second try, for
         instances of very different memory.
@@ -300,6 +302,8 @@ class _Shapes:
         capacity = self._capacity(held, stages)
         gain = capacity - one.capacity_blocks - other.capacity_blocks
         if gain <= 0:
+            return None
+        if self._has_obstacle(held, stages):
             return None
         gain += one.gain_blocks + other.gain_blocks
         # Shapes of layouts count up from 0, made ones down from -1.
@@ -334,6 +338,21 @@ class _Shapes:
 
     def _capacity(self, held: _Held, stages: _Stages) -> int:
         return min(stage_blocks(self._examples[held[index][1]], layers) for index, layers in stages)
+
+    def _has_obstacle(self, held: _Held, stages: _Stages) -> bool:
+        """Whether a member would refuse to become this (``moves.find_obstacle``)."""
+        specs = {InstanceId(index): self._examples[kind] for index, (_, kind) in enumerate(held)}
+        old: list[GroupLayout] = []
+        for index, (layers, _) in enumerate(held):
+            stage = Stage(InstanceId(index), layers)
+            if layers.first == 0:
+                old.append(GroupLayout(GroupId(len(old)), (stage,)))
+            else:
+                old[-1] = GroupLayout(old[-1].group_id, (*old[-1].stages, stage))
+        new = GroupLayout(
+            GroupId(len(old)), tuple([Stage(InstanceId(index), layers) for index, layers in stages])
+        )
+        return find_obstacle(tuple(specs), old, (new,), specs) is not None
 
     def _freed_bytes(self, held: _Held, stages: _Stages) -> int:
         freed_bytes = 0

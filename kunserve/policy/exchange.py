@@ -76,17 +76,6 @@ def cut_pieces(num_blocks: int, max_blocks_per_piece: int) -> tuple[tuple[int, i
     return tuple(itertools.pairwise(cuts))
 
 
-def blocks_per_piece(
-    link_bytes_per_s: float, stage_s: float, num_layers: int, unit_bytes: int
-) -> int:
-    """Blocks in a piece over ``num_layers`` layers that takes about one stage's time to send.
-
-    ``piece = link rate x stage time`` (section 4.2: "a chunk takes similar time to executing a
-    pipeline stage"), at least one block.
-    """
-    return max(1, int(link_bytes_per_s * stage_s / (num_layers * unit_bytes)))
-
-
 class Movable(Protocol):
     """A request whose KV has to move."""
 

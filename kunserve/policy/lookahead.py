@@ -31,6 +31,10 @@ from kunserve.policy.work_line import WorkLine
 ROUNDS, ROOMY = 4, 3
 """A short queue is spread over so many microbatches per stage, each that many times the least:
 the step from decodes alone to prompts and back is lower, and idles less."""
+BACKLOG_ROUNDS = 32
+"""The same while more requests wait for memory, each part as small as the least: prompts then
+come in one by one as others end, and an even flow of them idles least. Nobody is served later by
+it, since memory is what the queue waits for."""
 CHUNK_TOKENS = 16
 """Of prompts in a microbatch at least, however many decodes it has."""
 HORIZON = 512
@@ -129,10 +133,10 @@ def form_lookahead(
     """
     if view.num_stages == 1:
         return form_token_budget(view), None
-    if not looks_ahead(view, how.min_tokens):
-        return cut_microbatch(view, how, inf), None
     num_tokens = sum(work.remaining for work in view.prompts)
     if course is None or not _is_on_course(course, view, num_tokens):
+        if not looks_ahead(view, how.min_tokens):
+            return cut_microbatch(view, how, inf), None
         formation = form_all(_within_horizon(view), how)
         course = Course(
             target_s=float(formation.costs.mean()),
@@ -161,8 +165,9 @@ def form_all(view: FormationView, how: Lookahead) -> Formation:
     most_seqs = max(1, view.max_num_seqs - num_decodes)
     total = line.num_tokens
     least = max(min(CHUNK_TOKENS, how.min_tokens), how.min_tokens - num_decodes)
-    rounds = min(ROUNDS * view.num_stages, total // (ROOMY * least))
-    wanted = max(min(view.num_stages, total // least), rounds)
+    num_rounds, roomy = (BACKLOG_ROUNDS, 1) if view.has_backlog else (ROUNDS, ROOMY)
+    spread = min(num_rounds * view.num_stages, total // (roomy * least))
+    wanted = max(min(view.num_stages, total // least), spread)
     parts = max(1, wanted, -(-total // most))
     for _ in range(NUM_TRIES):
         bounds = _cut_equally(line, parts)

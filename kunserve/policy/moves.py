@@ -8,7 +8,7 @@ pieces, and ``float_units`` free units beside the larger of the two suffice. Wha
 leave that room is recomputed instead.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -17,7 +17,7 @@ from kunserve.core.layout import GroupLayout
 from kunserve.core.messages import SequenceState
 from kunserve.core.snapshots import InstanceSpec
 from kunserve.policy.capacity import Specs, group_capacity_blocks, stage_units
-from kunserve.policy.exchange import cut_pieces, order_moves, plan_exchange
+from kunserve.policy.exchange import cut_pieces, order_moves
 from kunserve.policy.restore import SequenceToPlace, assign_sequences
 
 MAX_PIECE_BLOCKS = 16
@@ -72,39 +72,61 @@ def float_units(
     ahead = largest = relayout = 0
     for before in old:
         for after in new:
-            share = plan_exchange(before, after, me)
-            given = sum(layers.num_layers for _, layers in share.sends)
-            taken = sum(layers.num_layers for _, layers in share.receives)
+            given, kept, taken = _count_layers(before, after, me)
             ahead += max(given, taken)
             largest = max(largest, taken)
-            if taken and share.keep.num_layers:
-                relayout = taken + share.keep.num_layers
+            if taken and kept:
+                relayout = taken + kept
     return piece_blocks * (ahead + largest) + relayout
 
 
+def _count_layers(before: GroupLayout, after: GroupLayout, me: InstanceId) -> tuple[int, int, int]:
+    """Layers of a request's KV that ``me`` gives, keeps and takes: sizes of ``plan_exchange``.
+
+    Each layer has one place before and one after: what is not kept is given, or taken.
+    """
+    held, wanted = before.layers_of(me), after.layers_of(me)
+    if held is None or wanted is None:
+        kept = 0
+    else:
+        kept = max(0, held.intersect(wanted).num_layers)
+    given = 0 if held is None else held.num_layers - kept
+    taken = 0 if wanted is None else wanted.num_layers - kept
+    return given, kept, taken
+
+
 def find_obstacle(
-    me: InstanceId, old: Sequence[GroupLayout], new: Sequence[GroupLayout], specs: Specs
+    members: Collection[InstanceId],
+    old: Sequence[GroupLayout],
+    new: Sequence[GroupLayout],
+    specs: Specs,
 ) -> str | None:
-    """Why ``me`` could not exchange KV in this change of groups, or None."""
+    """Why one of ``members`` could not exchange KV in this change of groups, or None.
+
+    ``specs`` are those of the change's instances and no others.
+    """
     for before in old:
         for after in new:
-            share = plan_exchange(before, after, me)
-            if share.sends and share.receives:
-                return f"would give and take KV of the same request ({before}, {after})"
+            for me in members:
+                given, _, taken = _count_layers(before, after, me)
+                if given and taken:
+                    return f"would give and take KV of the same request ({before}, {after})"
     if len(new) > 1:
         return None
-    spare = float_units(me, old, new, choose_piece_blocks(specs.values()))
-    used = sum(group_capacity_blocks(layout, specs) for layout in old)
-    layers = new[0].layers_of(me)
-    assert layers is not None, (me, new)
-    units = stage_units(specs[me], layers)
-    if used * layers.num_layers + spare > units:
-        return f"{units} KV units are too few for {used} blocks and the exchange"
-    for layout in old:
-        mine = layout.layers_of(me)
-        blocks = group_capacity_blocks(layout, specs)
-        if mine is not None and blocks * mine.num_layers + spare > units:
-            return f"the drop would free too few KV units to exchange in ({spare} are needed)"
+    piece_blocks = choose_piece_blocks(specs.values())
+    blocks = [group_capacity_blocks(layout, specs) for layout in old]
+    used = sum(blocks)
+    for me in members:
+        spare = float_units(me, old, new, piece_blocks)
+        layers = new[0].layers_of(me)
+        assert layers is not None, (me, new)
+        units = stage_units(specs[me], layers)
+        if used * layers.num_layers + spare > units:
+            return f"{units} KV units are too few for {used} blocks and the exchange"
+        for layout, own in zip(old, blocks, strict=True):
+            mine = layout.layers_of(me)
+            if mine is not None and own * mine.num_layers + spare > units:
+                return f"the drop would free too few KV units to exchange in ({spare} are needed)"
     return None
 
 

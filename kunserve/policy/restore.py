@@ -48,15 +48,19 @@ def plan_restore(
     """Part the group into whole instances numbered from ``first_id``.
 
     ``holders`` are the instances that layers may be pulled from with what they hold: the group's
-    own members when None. It waits while a request is larger than every member's undropped pool,
-    and while running requests (with growth) exceed ``transient_capacity_blocks``.
+    own members when None. It waits while a request may become larger than every member's
+    undropped pool, and while running requests (with growth) exceed ``transient_capacity_blocks``.
+
+    That bound takes the largest request as it is expected to be, not as its limit allows: one
+    that outgrows the expectation while layers load costs a recomputation at worst (``plan_moves``),
+    and the leader's narrowed ledger keeps memory safe whatever grows.
     """
     num_layers = layout.stages[-1].layers.end
     largest = load.largest_request_blocks
     pool = max(specs[m].kv_units // num_layers for m in layout.members)
     if largest > pool:
         return Postponed(f"a request of {largest} blocks is larger than a pool of {pool}")
-    capacity = transient_capacity_blocks(layout, specs, largest)
+    capacity = transient_capacity_blocks(layout, specs, load.largest_expected_blocks)
     running = load.used_blocks + load.growth_blocks
     if running > capacity:
         return Postponed(f"{running} blocks are in use or growing, {capacity} fit while parting")

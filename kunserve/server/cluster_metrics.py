@@ -56,6 +56,10 @@ class ClusterMetrics(Collector):
         self._stages = StageMetrics(model_name)
         self._durations = {kind: self._duration_histogram() for kind in ("drop", "restore")}
 
+    def bubble_ratio(self, leader: InstanceId) -> float | None:
+        """Idle share of the stages that the instance leads; None if it is none, or new."""
+        return self._stages.ratios.get(leader)
+
     @staticmethod
     def _duration_histogram() -> Histogram:
         return Histogram(

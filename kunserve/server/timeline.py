@@ -8,7 +8,7 @@ from typing import Any
 
 from kunserve.core.ids import TransitionId
 from kunserve.core.snapshots import ClusterState, TransitionRecord
-from kunserve.server.cluster_metrics import loads_by_group
+from kunserve.server.cluster_metrics import ClusterMetrics, loads_by_group
 from kunserve.server.metrics import FrontMetrics
 from kunserve.server.plain import to_plain
 
@@ -49,7 +49,7 @@ class Timeline:
             {
                 "t_s": state.now_s,
                 "unix_s": time.time(),
-                "groups": _groups(state),
+                "groups": _groups(state, metrics.cluster),
                 "num_running": sum(load.num_running for load in state.loads),
                 "num_waiting": sum(load.num_waiting for load in state.loads),
                 "num_dropped_instances": sum(
@@ -84,7 +84,7 @@ class Timeline:
         }
 
 
-def _groups(state: ClusterState) -> list[dict[str, Any]]:
+def _groups(state: ClusterState, metrics: ClusterMetrics) -> list[dict[str, Any]]:
     return [
         {
             "group_id": group.group_id,
@@ -96,6 +96,7 @@ def _groups(state: ClusterState) -> list[dict[str, Any]]:
             "need_blocks": load.used_blocks + load.growth_blocks + load.waiting_blocks,
             "num_running": load.num_running,
             "num_waiting": load.num_waiting,
+            "bubble_ratio": metrics.bubble_ratio(group.leader),
         }
         for group, load in loads_by_group(state)
         if load is not None

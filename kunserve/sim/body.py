@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from kunserve.control.body import Remap, StepOutcome, StepWork, UnitCopy
+from kunserve.control.body import HostCopy, Remap, StepOutcome, StepWork, UnitCopy
 from kunserve.core.ids import InstanceId, RequestId
 from kunserve.core.layout import LayerRange
 from kunserve.core.snapshots import InstanceSpec
@@ -25,6 +25,13 @@ class SimBody:
         self.held = LayerRange(0, spec.num_layers)
         self.kv_units = spec.kv_units
         self._blocked_s = 0.0
+        self._swap_s = 0.0
+        """What copies to and from host memory beside the next step take."""
+        self.swapped: dict[RequestId, set[int]] = {}
+        """Blocks in host memory."""
+        self.swapped_out_bytes = 0
+        """So far; as is the next."""
+        self.swapped_back_bytes = 0
 
     @property
     def spec(self) -> InstanceSpec:
@@ -32,8 +39,11 @@ class SimBody:
         return self._spec
 
     def step_s(self, work: StepWork) -> float:
-        """How long the step will take."""
-        return self._profile.times.stage_s(work.plan.chunks, work.layers.num_layers, work.is_last)
+        """How long the step will take, and the copies beside it. Called once for each."""
+        times, swap_s = self._profile.times, self._swap_s
+        self._swap_s = 0.0
+        step_s = times.stage_s(work.plan.chunks, work.layers.num_layers, work.is_last)
+        return max(step_s, swap_s)
 
     def take_blocked_s(self) -> float:
         """How long memory work since the last call keeps the instance from doing anything."""
@@ -53,12 +63,36 @@ class SimBody:
         )
 
     def forget(self, request_id: RequestId) -> None:
-        """Nothing is kept per request."""
+        """Give up what is in host memory of a request."""
+        self.swapped.pop(request_id, None)
 
     def copy_units(self, copies: tuple[UnitCopy, ...]) -> None:
         """Copies inside device memory."""
         num_units = sum(copy.num_units for copy in copies)
         self._blocked_s += num_units * self._spec.unit_bytes / self._profile.copy_bytes_per_s
+
+    def swap_units(
+        self, out: tuple[HostCopy, ...], back: tuple[HostCopy, ...], *, beside_step: bool
+    ) -> None:
+        """Copies over PCIe, both ways at once."""
+        num_out = num_back = 0
+        for request_id, first_block, starts, num_units in out:
+            blocks = range(first_block, first_block + len(starts))
+            assert self.swapped.setdefault(request_id, set()).isdisjoint(blocks), request_id
+            self.swapped[request_id].update(blocks)
+            num_out += len(blocks) * num_units
+        for request_id, first_block, starts, num_units in back:
+            blocks = range(first_block, first_block + len(starts))
+            assert self.swapped[request_id].issuperset(blocks), request_id
+            self.swapped[request_id].difference_update(blocks)
+            num_back += len(blocks) * num_units
+        self.swapped_out_bytes += num_out * self._spec.unit_bytes
+        self.swapped_back_bytes += num_back * self._spec.unit_bytes
+        seconds = max(num_out, num_back) * self._spec.unit_bytes / self._profile.host_bytes_per_s
+        if beside_step:
+            self._swap_s += seconds
+        else:
+            self._blocked_s += seconds
 
     def drop_layers(self, keep: LayerRange) -> Remap:
         """Weights outside ``keep`` become KV memory."""

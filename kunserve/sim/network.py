@@ -1,5 +1,6 @@
 """Links between simulated instances: bandwidth, latency, sharing, and who goes first."""
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -31,7 +32,8 @@ class _Port:
 
     def __init__(self) -> None:
         self.current: Transfer | None = None
-        self.waiting: list[Transfer] = []
+        self.waiting: dict[InstanceId, deque[Transfer]] = {}
+        """By the other end, whose port shares the queue: only its head can be next."""
         self.urgent_free_s = 0.0
         self.urgent_s = 0.0
         """Time that activations have used so far."""
@@ -70,9 +72,14 @@ class Network:
         """Call ``done`` when the bytes have arrived, or found nothing to send."""
         transfer = Transfer(self._num_transfers, src, dst, num_bytes, done, started)
         self._num_transfers += 1
-        self._port(self._out, src).waiting.append(transfer)
-        self._port(self._in, dst).waiting.append(transfer)
-        self._start_if_free(transfer)
+        out, into = self._port(self._out, src), self._port(self._in, dst)
+        if out.current is None and into.current is None:
+            self._start(transfer, out, into)
+            return
+        queue = out.waiting.get(dst)
+        if queue is None:
+            queue = out.waiting[dst] = into.waiting[src] = deque()
+        queue.append(transfer)
 
     def send_activation(
         self, src: InstanceId, dst: InstanceId, num_bytes: float, done: Callable[[], None]
@@ -101,12 +108,24 @@ class Network:
             port = ports[instance_id] = _Port()
         return port
 
-    def _start_if_free(self, transfer: Transfer) -> None:
-        out, into = self._out[transfer.src], self._in[transfer.dst]
-        if out.current is not None or into.current is not None:
-            return
-        out.waiting.remove(transfer)
-        into.waiting.remove(transfer)
+    def _start_waiting(self, out: _Port, into: _Port) -> None:
+        """Either port may be free: let those go that came first and whose both ends are."""
+        while True:
+            queues: list[deque[Transfer]] = []
+            if out.current is None:
+                queues += [q for q in out.waiting.values() if q and self._is_free(q[0])]
+            if into.current is None:
+                queues += [q for q in into.waiting.values() if q and self._is_free(q[0])]
+            if not queues:
+                return
+            transfer = min(queues, key=_number_of_head).popleft()
+            self._start(transfer, self._out[transfer.src], self._in[transfer.dst])
+
+    def _is_free(self, transfer: Transfer) -> bool:
+        ports = self._out[transfer.src], self._in[transfer.dst]
+        return ports[0].current is None and ports[1].current is None
+
+    def _start(self, transfer: Transfer, out: _Port, into: _Port) -> None:
         if transfer.started is not None and not transfer.started():
             self._heap.after(0.0, transfer.done)
             return
@@ -126,8 +145,8 @@ class Network:
         out.current = into.current = None
         self.bulk_bytes += transfer.num_bytes
         transfer.done()
-        freed = {waiting.number: waiting for waiting in (*out.waiting, *into.waiting)}
-        for number in sorted(freed):
-            waiting = freed[number]
-            if waiting in self._out[waiting.src].waiting:
-                self._start_if_free(waiting)
+        self._start_waiting(out, into)
+
+
+def _number_of_head(queue: deque[Transfer]) -> int:
+    return queue[0].number

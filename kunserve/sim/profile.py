@@ -155,6 +155,11 @@ def gpu_profile(
     granule = gpus * GPU_GRANULE_BYTES
     weights = -(-model.weights_bytes // granule) * granule
     kv_units = (memory_bytes - weights) // unit_bytes
+    if kv_units < model.num_layers and memory_bytes > weights:
+        raise TooLittleMemory(
+            f"{(memory_bytes - weights) / 1e9:.1f} GB beside the weights hold no block of "
+            f"{block_size} tokens of {model.name}. Make blocks smaller or memory larger."
+        )
     if kv_units < model.num_layers:
         raise TooLittleMemory(
             f"{model.name} needs {model.weights_bytes / 1e9:.0f} GB for its weights; an instance "

@@ -6,7 +6,7 @@ two overload events. The place, length and height of the spikes are those of the
 65 s); the lengths are a fit to BurstGPT's published means. It is synthetic, and says so.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -75,16 +75,24 @@ def bursty_workload(
     seed: int,
     burstiness: float = BURSTINESS,
     lengths: Lengths | None = None,
+    spikes: tuple[Spike, ...] = SPIKES,
 ) -> Workload:
     """The built-in bursty workload; ``lengths`` replaces the fit to BurstGPT's lengths."""
-    arrival_s = bursty_arrivals(duration_s, mean_rate, seed, burstiness)
+    arrival_s = bursty_arrivals(duration_s, mean_rate, seed, burstiness, spikes)
     drawn = burstgpt_lengths(len(arrival_s), seed) if lengths is None else lengths
-    heights = " and ".join(f"{spike.factor:g}x" for spike in SPIKES)
+    heights = " and ".join(f"{spike.factor:g}x" for spike in spikes)
     source = (
         f"synthetic, two spikes of {heights} the base rate in {duration_s:g} s, "
         f"mean {mean_rate:g} req/s, Gamma gaps (burstiness {burstiness:g}), seed {seed}"
     )
     return Workload(arrival_s, drawn.take(len(arrival_s)), source)
+
+
+def spikes_of(factor: float) -> tuple[Spike, ...]:
+    """`SPIKES` at their places, each ``factor`` times the base rate high."""
+    if not (factor >= 1 and np.isfinite(factor)):
+        raise ConfigError(f"a spike is at least 1 times the base rate, not {factor}")
+    return tuple(replace(spike, factor=factor) for spike in SPIKES)
 
 
 def _base_share(spikes: tuple[Spike, ...]) -> float:

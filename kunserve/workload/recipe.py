@@ -8,7 +8,7 @@ from kunserve.core.errors import ConfigError
 from kunserve.workload import lengths as lens
 from kunserve.workload import traces, transform
 from kunserve.workload.arrivals import gamma_arrivals, immediate_arrivals
-from kunserve.workload.bursty import BURSTINESS, WINDOW_S, bursty_workload
+from kunserve.workload.bursty import BURSTINESS, SPIKES, WINDOW_S, bursty_workload, spikes_of
 from kunserve.workload.workload import Lengths, Workload
 
 
@@ -41,6 +41,8 @@ class Recipe:
     """The trace, or for ``lengths`` the CSV of lengths."""
     lengths_path: Path | None = None
     """A CSV whose lengths replace those of the dataset, drawn with replacement."""
+    burstgpt_lengths: bool = False
+    """The fit to BurstGPT's published means replaces a trace's lengths (a bursty window has it)."""
     num_prompts: int | None = None
     """Requests at most. None: 1000, or all that a trace or the bursty window has."""
     request_rate: float | None = None
@@ -53,6 +55,8 @@ class Recipe:
     random_range_ratio: float = 0.0
     duration_s: float | None = None
     """Length of the bursty window. None: num_prompts / rate if both are given, else 640."""
+    spike_factor: float | None = None
+    """Height of the bursty window's spikes over its base rate. None: 3.5 and 4.5."""
     trace_start_s: float = 0.0
     trace_end_s: float | None = None
     """The part of the trace that is replayed, in the trace's own seconds."""
@@ -89,6 +93,9 @@ def build_workload(recipe: Recipe) -> Workload:
         pool = _pool(recipe, recipe.lengths_path)
         sampled = lens.sample_lengths(pool, len(workload), recipe.seed)
         workload = transform.with_lengths(workload, sampled)
+    elif recipe.burstgpt_lengths:
+        fitted = lens.burstgpt_lengths(len(workload), recipe.seed)
+        workload = transform.with_lengths(workload, fitted)
     elif recipe.max_total_tokens is not None and recipe.dataset is not Dataset.LENGTHS:
         raise ConfigError("max_total_tokens applies to lengths read from a file (lengths_path)")
     scaled = lens.scale_lengths(workload.lengths, recipe.length_scale)
@@ -136,7 +143,8 @@ def _bursty(recipe: Recipe) -> Workload:
         duration_s = recipe.num_prompts / rate if rate > 0 else WINDOW_S
     burstiness = BURSTINESS if recipe.burstiness is None else recipe.burstiness
     window_s = WINDOW_S if duration_s is None else duration_s
-    workload = bursty_workload(window_s, rate, recipe.seed, burstiness)
+    spikes = SPIKES if recipe.spike_factor is None else spikes_of(recipe.spike_factor)
+    workload = bursty_workload(window_s, rate, recipe.seed, burstiness, spikes=spikes)
     if not len(workload):
         raise ConfigError(f"no request arrives within {window_s:g} s at {rate:g} requests/s")
     if recipe.num_prompts is not None:
@@ -188,6 +196,10 @@ def _refuse_what_does_not_apply(recipe: Recipe) -> None:
     if given:
         hint = ": a trace replays its own arrivals" if recipe.dataset.is_trace else ""
         raise ConfigError(f"{given[0]} does not apply to dataset {recipe.dataset}{hint}")
+    if recipe.burstgpt_lengths and recipe.lengths_path is not None:
+        raise ConfigError(
+            "lengths come from a file (lengths_path) or from burstgpt_lengths, not both"
+        )
     drawn = recipe.dataset in (Dataset.RANDOM, Dataset.LENGTHS)
     if drawn and _all_at_once(recipe) and recipe.burstiness is not None:
         raise ConfigError("burstiness needs a finite request_rate")
@@ -201,6 +213,7 @@ _ARRIVALS = frozenset({"request_rate", "burstiness"})
 _RANDOM = frozenset({"random_input_tokens", "random_output_tokens", "random_range_ratio"})
 _TRACE = frozenset(
     {
+        "burstgpt_lengths",
         "dataset_path",
         "trace_start_s",
         "trace_end_s",
@@ -213,7 +226,7 @@ _TRACE = frozenset(
 _APPLIES: dict[Dataset, frozenset[str]] = {
     Dataset.RANDOM: _ARRIVALS | _RANDOM,
     Dataset.LENGTHS: _ARRIVALS | {"dataset_path"},
-    Dataset.BURSTY: _ARRIVALS | {"duration_s"},
+    Dataset.BURSTY: _ARRIVALS | {"duration_s", "spike_factor"},
     Dataset.BURSTGPT: _TRACE | {"trace_model"},
     Dataset.AZURE: _TRACE,
     Dataset.MOONCAKE: _TRACE | {"seconds_per_unit"},

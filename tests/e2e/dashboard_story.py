@@ -21,6 +21,7 @@ from kunserve.core.snapshots import (
     InstanceSpec,
     InstanceState,
     LoadReport,
+    StageTime,
     TransitionRecord,
 )
 from kunserve.server.metrics import FrontMetrics, RecentValues
@@ -30,6 +31,7 @@ from tests.unit.server.live_server import LiveServer
 
 MIB = 1 << 20
 LAYERS, HALF, INSTANCES = 30, 15, 4
+IDLE_SHARE = 0.25
 BURST_S, DROP_S, ROLLBACK_S, SECOND_DROP_S, RESTORE_S, END_S = 80, 110, 122, 130, 200, 240
 TRIGGER = "demand 431 of 407 blocks; head of queue does not fit"
 
@@ -120,6 +122,20 @@ def load_of(group: GroupLayout, t_s: float, traffic: bool) -> LoadReport:
     )
 
 
+def stage_times_of(group: GroupLayout, t_s: float) -> Iterator[StageTime]:
+    """A pipeline that never rests, and whose last stage waits for a fourth of its time."""
+    began_s = {4: DROP_S, 5: SECOND_DROP_S}.get(group.group_id)
+    if began_s is None:
+        return
+    for stage in group.stages:
+        is_leader = stage.instance_id == group.leader
+        active_s = t_s - began_s
+        busy_s = active_s * (1.0 if is_leader else 1.0 - IDLE_SHARE)
+        yield StageTime(
+            stage.instance_id, group.group_id, 2, busy_s, active_s if is_leader else None
+        )
+
+
 @dataclass
 class StoryEngine(EchoEngine):
     """Shows the story as it is at ``at_s``."""
@@ -153,6 +169,7 @@ class StoryEngine(EchoEngine):
             transitions=transitions,
             num_drops=sum(record.kind == "drop" for record in done),
             num_restores=sum(record.kind == "restore" for record in done),
+            stage_times=tuple(time for group in groups for time in stage_times_of(group, t_s)),
         )
 
     def _survivors(self, group: GroupLayout) -> Iterator[GroupLayout]:

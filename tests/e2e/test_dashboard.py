@@ -238,7 +238,7 @@ def test_transitions_are_listed_and_marked(story: LiveServer, visit: Callable[..
     expect(rolled_back).to_contain_text("rolled back: instance 3")
     expect(restore).to_contain_text("−203 MiB")
     charts = page.locator(".chart")
-    expect(charts).to_have_count(6)
+    expect(charts).to_have_count(7)
     for chart in charts.all():
         expect(chart.locator("[data-mark='drop']")).to_have_count(3)
         assert {"Drop", "Restore"} <= set(chart.locator(".mark > text").all_text_contents())
@@ -266,6 +266,26 @@ def test_legends_follow_the_pointer_and_the_window_its_button(
     page.get_by_role("button", name="20 min").click()
     expect(page.get_by_role("button", name="20 min")).to_have_attribute("aria-pressed", "true")
     expect(kv.locator("[data-mark='drop']")).to_have_count(3)
+    one.check(story)
+
+
+@needs_chromium
+def test_bubbles_are_drawn_while_there_are_pipelines(
+    story: LiveServer, visit: Callable[..., Visit]
+) -> None:
+    one = visit()
+    page = one.open(story)
+    expect(page.locator("[data-group='5'] .bubble-ratio")).to_have_text("bubbles 13 %")
+    expect(page.locator("[data-group='6'] .bubble-ratio")).to_be_hidden()
+    bubbles = page.locator("[data-chart='bubbles']")
+    expect(bubbles.locator("li")).to_have_text("idle 13 %")
+    expect(bubbles.locator(".nothing")).to_be_hidden()
+    line = bubbles.locator("path.line")
+    expect(line).to_have_count(1)
+    box, whole = line.bounding_box(), bubbles.locator("svg").bounding_box()
+    assert box and whole and 0.3 < box["width"] / whole["width"] < 0.5, "130 of 300 s"
+    bubbles.locator("svg").hover(position={"x": 80, "y": 80})
+    expect(bubbles.locator("li")).to_have_text("idle –")
     one.check(story)
 
 

@@ -11,6 +11,7 @@ from kunserve.core.snapshots import InstanceSpec
 from kunserve.policy.capacity import group_capacity_blocks, stage_units
 from kunserve.policy.drop_plan import plan_drop
 from kunserve.policy.layer_split import Member, split_layers
+from kunserve.policy.moves import find_obstacle
 
 
 def make_spec(
@@ -193,6 +194,9 @@ def test_a_drop_plan_keeps_its_promises(cluster, required, max_size, data):
             for i, layers in merge.new.stages
         )
         assert merge.freed_bytes == freed_units * 8
+        chosen = {member: specs[member] for member in merge.new.members}
+        obstacle = find_obstacle(merge.new.members, merge.old, (merge.new,), chosen)
+        assert obstacle is None, "its members would refuse it"
 
 
 @given(clusters(), st.integers(1, 400))
@@ -214,7 +218,8 @@ def test_a_drop_plan_exceeds_the_need_by_one_merge_at_most(cluster, required):
 
 @given(clusters(granule_bytes=1), st.integers(1, 400))
 def test_the_most_that_a_drop_can_give_is_found(cluster, required):
-    """Not enough is said only when no two groups of the plan could still merge with a gain.
+    """Not enough is said only when no two groups of the plan could still merge with a gain, by
+    an even split that their members would accept.
 
     Granules of a byte: otherwise what a split frees depends a little on the members' order.
     """
@@ -223,15 +228,18 @@ def test_the_most_that_a_drop_can_give_is_found(cluster, required):
     if plan.enough:
         return
     merged = {layout.group_id for merge in plan.merges for layout in merge.old}
-    final = [merge.new for merge in plan.merges]
-    final += [layout for layout in layouts if layout.group_id not in merged]
+    final = [(merge.new, merge.old) for merge in plan.merges]
+    final += [(layout, (layout,)) for layout in layouts if layout.group_id not in merged]
     held = {s.instance_id: s.layers for layout in layouts for s in layout.stages}
-    for one, other in itertools.combinations(final, 2):
+    for (one, before), (other, beside) in itertools.combinations(final, 2):
         members = [Member(i, held[i], specs[i]) for i in (*one.members, *other.members)]
         split = split_layers(members, num_layers)
         if split is not None:
-            old = group_capacity_blocks(one, specs) + group_capacity_blocks(other, specs)
-            assert group_capacity_blocks(GroupLayout(GroupId(0), split), specs) <= old
+            new = GroupLayout(GroupId(99), split)
+            chosen = {member.instance_id: member.spec for member in members}
+            if find_obstacle(new.members, (*before, *beside), (new,), chosen) is None:
+                old = group_capacity_blocks(one, specs) + group_capacity_blocks(other, specs)
+                assert group_capacity_blocks(new, specs) <= old
 
 
 @given(

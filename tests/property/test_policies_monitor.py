@@ -64,6 +64,7 @@ class Pair:
             generation_tokens=0,
             stuck_s=0.0,
             largest_request_blocks=9,
+            largest_expected_blocks=9,
         )
         return GroupLoad(
             report,
@@ -136,7 +137,7 @@ def test_steady_use_below_the_capacity_never_drops(used, growth, queue):
     for step in range(30):
         report = LoadReport(
             GroupId(0), step, 0, 1, len(queue), used, 100, growth, sum(fits), sum(queue),
-            0, 0, 0, 0, 0, 0, 0.0, 9,
+            0, 0, 0, 0, 0, 0, 0.0, 9, 9,
         )  # fmt: skip
         view = ClusterLoadView((GroupLoad(report, 1, 100),), 16)
         state, verdict = observe(state, view, 0.1 * step, CONFIG)

@@ -12,9 +12,15 @@ from kunserve.core.cost import CostCoefficients
 from kunserve.core.ids import GroupId, RequestId
 from kunserve.core.request import FinishReason, Request, SamplingParams
 from kunserve.core.step import SampledToken, StepPlan, StepResult
+from kunserve.policy.relief import HostLink
 
 BLOCK = 4
 EOS = 0
+GONE = -1
+
+
+LINKS = (HostLink(0.01, None), HostLink(0.4, None), HostLink(100.0, None), HostLink(100.0, 5))
+"""So slow that nobody is swapped, one block per step, everything at once, and little room."""
 
 
 def token_of(tokens: list[int]) -> int:
@@ -39,17 +45,41 @@ def undisturbed(request: Request, max_model_len: int) -> list[int]:
 
 
 class Stages:
-    """What the stages of a group know: KV contents, block counts and the plans under way."""
+    """What the stages of a group know: KV contents, in KV and in host memory."""
 
-    def __init__(self, capacity: int) -> None:
-        self.capacity = capacity
+    def __init__(self, host_blocks: int | None) -> None:
+        self.host_blocks = host_blocks
         self.kv: dict[RequestId, list[int]] = {}
+        self.host: dict[RequestId, dict[int, list[int]]] = {}
+        """Blocks in host memory; in ``kv`` their tokens are unreadable."""
         self.started: set[RequestId] = set()
+
+    def swap(self, plan: StepPlan) -> None:
+        idle = {run.request_id for run in (*plan.stashed, *plan.fetched)}
+        assert idle.isdisjoint(chunk.request_id for chunk in plan.chunks), "copied while it runs"
+        assert len(idle) == len(plan.stashed) + len(plan.fetched)
+        for request_id, first, end in plan.stashed:
+            kv, host = self.kv[request_id], self.host.setdefault(request_id, {})
+            for block in range(first, end):
+                part = slice(block * BLOCK, (block + 1) * BLOCK)
+                assert block not in host and kv[part] and GONE not in kv[part]
+                host[block] = kv[part]
+                kv[part] = [GONE] * len(kv[part])
+        for request_id, first, end in plan.fetched:
+            kv, host = self.kv[request_id], self.host[request_id]
+            for block in range(first, end):
+                kv[block * BLOCK : (block + 1) * BLOCK] = host.pop(block)
+            if not host:
+                del self.host[request_id]
+        used = sum(len(blocks) for blocks in self.host.values())
+        assert self.host_blocks is None or used <= self.host_blocks, "host memory is full"
 
     def run(self, plan: StepPlan, tokens: list[int]) -> StepResult:
         for request_id in plan.released:
             del self.kv[request_id]
+            self.host.pop(request_id, None)
             self.started.discard(request_id)
+        self.swap(plan)
         for start in plan.started:
             assert start.request_id not in self.started
             self.started.add(start.request_id)
@@ -59,13 +89,12 @@ class Stages:
             assert request_id in self.started and count > 0
             kv = self.kv[request_id]
             assert len(kv) == start_at, "a chunk out of order"
+            assert GONE not in kv, "KV that is in host memory"
             kv.extend(tokens[position : position + count])
             position += count
             if samples:
                 sampled.append(SampledToken(request_id, token_of(kv), None))
         assert position == len(tokens)
-        used = sum(-(-len(kv) // BLOCK) for kv in self.kv.values())
-        assert used <= self.capacity, "the stages are out of memory"
         return StepResult(plan.group_id, plan.step_id, tuple(sampled))
 
 
@@ -78,11 +107,19 @@ class SchedulerMachine(RuleBasedStateMachine):
         seqs=st.integers(1, 5),
         budget=st.integers(1, 12),
         min_tokens=st.sampled_from([None, 1, 3]),
+        link=st.sampled_from([None, *LINKS]),
     )
     def start(
-        self, stages: int, capacity: int, seqs: int, budget: int, min_tokens: int | None
+        self,
+        stages: int,
+        capacity: int,
+        seqs: int,
+        budget: int,
+        min_tokens: int | None,
+        link: HostLink | None,
     ) -> None:
-        """``min_tokens`` None is formation without lookahead."""
+        """``min_tokens`` None is formation without lookahead; ``link`` None is recomputation."""
+        self.link = link
         self.config = SchedulerConfig(
             max_num_seqs=seqs,
             max_num_batched_tokens=budget,
@@ -103,9 +140,16 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.num_stages = num_stages
         self.group = GroupId(group)
         self.scheduler = Scheduler(
-            self.config, self.group, num_stages, BLOCK, capacity, frozenset({EOS}), 23
+            self.config,
+            self.group,
+            num_stages,
+            BLOCK,
+            capacity,
+            frozenset({EOS}),
+            23,
+            host_link=self.link,
         )
-        self.stages = Stages(10**9)
+        self.stages = Stages(self.link.capacity_blocks if self.link else None)
         self.plans: deque[tuple[StepPlan, list[int]]] = deque()
         self.results: deque[StepResult] = deque()
 
@@ -146,13 +190,14 @@ class SchedulerMachine(RuleBasedStateMachine):
     def plan(self) -> None:
         self.now_s += 1.0
         could = self.scheduler.can_schedule
-        running = {s.request_id for s in self.scheduler._running}
+        running = {s.request_id for s in (*self.scheduler._running, *self.scheduler._swap)}
         plan = self.scheduler.schedule(self.now_s)
         for request_id, lost_tokens in self.scheduler.drain_preemptions():
-            assert request_id in running and lost_tokens > 0
+            assert request_id in running and (lost_tokens > 0 or self.link)
             assert self.scheduler.may_preempt
         if plan is None:
             return
+        assert self.link or not (plan.stashed or plan.fetched)
         assert could, "a driver that trusts can_schedule would have slept"
         assert plan.group_id == self.group
         assert 0 <= plan.num_tokens <= self.config.max_num_batched_tokens
@@ -280,6 +325,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.scheduler.check()
         assert self.ended == self.requests.keys(), "not everybody ended"
         assert self.scheduler.used_blocks == 0
+        assert not self.stages.host, "KV that nobody owns in host memory"
         assert not self.stages.kv, "the stages keep KV that nobody owns"
 
 

@@ -5,15 +5,18 @@ from collections import deque
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kunserve.control.block_table import BlockTable
+from kunserve.control.block_table import NOTHING, BlockTable
 from kunserve.control.scheduler import Scheduler
 from kunserve.core.config import SchedulerConfig
+from kunserve.core.cost import CostCoefficients
 from kunserve.core.ids import GroupId, RequestId
 from kunserve.core.layout import LayerRange
 from kunserve.core.request import Request, SamplingParams
-from kunserve.core.step import SampledToken, StepPlan, StepResult
+from kunserve.core.step import BlockRun, SampledToken, StepPlan, StepResult
+from kunserve.policy.relief import HostLink
 
 BLOCK = 4
+COST = CostCoefficients(attention_s=0.0, token_s=1.0, chunk_s=0.0, shared_s=0.0)
 SPLITS = [(30,), (15, 15), (10, 11, 9), (7, 8, 8, 7), (1, 29)]
 
 Arrival = tuple[int, int, int]
@@ -23,7 +26,14 @@ Arrival = tuple[int, int, int]
 class Group:
     """A scheduler and its stages, each with its own units; plans run as late as allowed."""
 
-    def __init__(self, split: tuple[int, ...], slack: list[int], blocks: int, budget: int) -> None:
+    def __init__(
+        self,
+        split: tuple[int, ...],
+        slack: list[int],
+        blocks: int,
+        budget: int,
+        link: HostLink | None,
+    ) -> None:
         self.tables = []
         first = 0
         for layers, extra in zip(split, slack, strict=False):
@@ -32,14 +42,16 @@ class Group:
             first += layers
             self.tables.append(table)
         self.scheduler = Scheduler(
-            SchedulerConfig(max_num_seqs=6, max_num_batched_tokens=budget),
+            SchedulerConfig(max_num_seqs=6, max_num_batched_tokens=budget, cost=COST),
             GroupId(0),
             len(split),
             BLOCK,
             min(t.num_units // t.layers.num_layers for t in self.tables),
             frozenset(),
             1000,
+            host_link=link,
         )
+        self.stashed: tuple[BlockRun, ...] = ()
         self.plans: deque[StepPlan] = deque()
         self.log: list[object] = []
         self.first_tokens: list[RequestId] = []
@@ -57,13 +69,18 @@ class Group:
 
     def run(self, plan: StepPlan, now_s: float) -> None:
         for table in self.tables:
+            for request_id, first, end in self.stashed:
+                table.release_layers(request_id, first, end, NOTHING)
             for request_id in plan.released:
                 assert table.num_blocks(request_id)
                 table.release(request_id)
+            for request_id, first, end in plan.fetched:
+                assert table.relayout(request_id, first, end) == ()
             for request_id, start, count, _ in plan.chunks:
                 needed = -(-(start + count) // BLOCK)
                 assert table.grow(request_id, needed) == ()
                 assert table.num_blocks(request_id) == needed
+        self.stashed = plan.stashed
         sampled = tuple(SampledToken(c.request_id, 1, None) for c in plan.chunks if c.samples)
         result = StepResult(plan.group_id, plan.step_id, sampled)
         for output in self.scheduler.complete(result, now_s):
@@ -80,9 +97,14 @@ class Group:
 
 
 def serve(
-    arrivals: list[Arrival], split: tuple[int, ...], slack: list[int], blocks: int, budget: int
+    arrivals: list[Arrival],
+    split: tuple[int, ...],
+    slack: list[int],
+    blocks: int,
+    budget: int,
+    link: HostLink | None,
 ) -> Group:
-    group = Group(split, slack, blocks, budget)
+    group = Group(split, slack, blocks, budget, link)
     now = 0
     for i, (num_prompt, num_output, delay) in enumerate(arrivals):
         for _ in range(delay):
@@ -106,11 +128,17 @@ def serve(
     slack=st.lists(st.integers(0, 40), min_size=4, max_size=4),
     blocks=st.integers(8, 20),
     budget=st.integers(1, 24),
+    link=st.sampled_from([None, HostLink(0.5, None), HostLink(50.0, None)]),
 )
 def test_every_plan_can_be_placed_on_every_stage(
-    arrivals: list[Arrival], split: tuple[int, ...], slack: list[int], blocks: int, budget: int
+    arrivals: list[Arrival],
+    split: tuple[int, ...],
+    slack: list[int],
+    blocks: int,
+    budget: int,
+    link: HostLink | None,
 ) -> None:
-    group = serve(arrivals, split, slack, blocks, budget)
+    group = serve(arrivals, split, slack, blocks, budget, link)
     for i, (_, num_output, _) in enumerate(arrivals):
         assert len(group.tokens[RequestId(str(i))]) == num_output
     group.check()
@@ -118,5 +146,5 @@ def test_every_plan_can_be_placed_on_every_stage(
         assert table.used_units == 0 and not table.request_ids()
     if not group.num_preemptions:
         assert group.first_tokens == [str(i) for i in range(len(arrivals))], "first come"
-    again = serve(arrivals, split, slack, blocks, budget)
+    again = serve(arrivals, split, slack, blocks, budget, link)
     assert again.log == group.log, "the same events give the same plans"

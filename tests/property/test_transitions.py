@@ -1,7 +1,7 @@
 """Random lives of a cluster: whatever happens, every request gets exactly its own tokens.
 
-Arrivals, aborts, steps, messages, pulls, drops, restores, rollbacks, preemptions and deaths in
-any interleaving, over bodies whose tokens depend on every byte of KV.
+Arrivals, aborts, steps, messages, pulls, drops, restores, rollbacks, live migrations, preemptions
+and deaths in any interleaving, over bodies whose tokens depend on every byte of KV.
 """
 
 import random
@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kunserve.cluster.in_process import CompletePull
-from kunserve.core.ids import InstanceId
+from kunserve.core.config import SwapConfig
+from kunserve.core.ids import GroupId, InstanceId
 from kunserve.core.layout import GroupLayout, LayerRange, Stage
 from kunserve.core.request import SamplingParams
 from tests.fake_cluster import FakeCluster
@@ -32,6 +33,7 @@ class TransitionsMachine(RuleBasedStateMachine):
         max_num_seqs=st.sampled_from([3, 8]),
         budget=st.sampled_from([4, 16]),
         extra_units=st.integers(0, 3),
+        swap=st.sampled_from([None, SwapConfig(1e4), SwapConfig(1e7), SwapConfig(1e7, 500)]),
     )
     def start(
         self,
@@ -42,6 +44,7 @@ class TransitionsMachine(RuleBasedStateMachine):
         max_num_seqs: int,
         budget: int,
         extra_units: int,
+        swap: SwapConfig | None,
     ) -> None:
         self.cluster = FakeCluster(
             num_layers,
@@ -51,6 +54,7 @@ class TransitionsMachine(RuleBasedStateMachine):
             max_num_seqs,
             budget,
             extra_units=extra_units,
+            swap=swap,
         )
 
     # Requests
@@ -154,6 +158,20 @@ class TransitionsMachine(RuleBasedStateMachine):
     def roll_back(self, data: st.DataObject) -> None:
         active = sorted(self.cluster.controller.transitions.active)
         self.cluster.roll_back(data.draw(st.sampled_from(active)))
+
+    # Migrations
+
+    @precondition(lambda self: len(self.single_groups()) > 1)
+    @rule(data=st.data(), max_blocks=st.sampled_from([2, 5, 1000]))
+    def migrate(self, data: st.DataObject, max_blocks: int) -> None:
+        groups = st.permutations(self.single_groups())
+        source, target = data.draw(groups)[:2]
+        self.cluster.migrate(source, target, max_blocks)
+
+    def single_groups(self) -> list[GroupId]:
+        busy = self.cluster.controller.balance.busy_groups
+        groups = [group for group in self.cluster.groups() if len(group.stages) == 1]
+        return [group.group_id for group in groups if group.group_id not in busy]
 
     # Deaths
 

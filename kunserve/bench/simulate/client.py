@@ -39,6 +39,8 @@ class SimClient:
         self._on_end = on_end
         self._pending = iter(workload.requests())
         self._open: dict[RequestId, _Open] = {}
+        self._heard_s = 0.0
+        """When the last token came. Tokens of one step share the number: records hold millions."""
         self._zeros = (0,) * max(workload.input_tokens, default=1)
         self._num_left = len(workload)
         self.records: list[RequestRecord] = []
@@ -71,6 +73,10 @@ class SimClient:
         if entry is None:
             return
         now_s = self._heap.now_s() - self._start_s
+        if now_s == self._heard_s:
+            now_s = self._heard_s
+        else:
+            self._heard_s = now_s
         if token.token_id is not None:
             entry.token_times_s.append(now_s)
         if token.finish_reason is not None:

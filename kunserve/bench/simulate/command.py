@@ -52,6 +52,8 @@ Examples
 @_cluster("--block-size", type=click.IntRange(min=1), default=64, show_default=True)
 @_cluster("--max-num-batched-tokens", type=click.IntRange(min=1), default=2048, show_default=True)
 @_cluster("--max-num-seqs", type=click.IntRange(min=1), default=256, show_default=True)
+@_cluster("--host-gib", type=click.FloatRange(min=0),
+          help="Host memory of each instance for swapped KV. Default: no limit.")
 @_cluster("--kill", "kills", many=True, metavar="SEC:INSTANCE...",
           help="An instance dies at this moment; a new one starts in its place.")
 @_workload("--trace", type=_FILE, help="Arrivals: azure, burstgpt (CSV) or timed_trace (JSONL).")

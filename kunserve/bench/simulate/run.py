@@ -10,7 +10,7 @@ from kunserve.bench.records import RequestRecord
 from kunserve.bench.runfile import Run
 from kunserve.bench.simulate.client import SimClient
 from kunserve.bench.simulate.systems import SimSystem, config_of, world_of
-from kunserve.core.config import SchedulerConfig
+from kunserve.core.config import SchedulerConfig, ServerConfig
 from kunserve.core.errors import ConfigError
 from kunserve.core.ids import InstanceId
 from kunserve.core.snapshots import TransitionRecord
@@ -37,6 +37,10 @@ class Scenario:
     world: WorldConfig = field(default_factory=WorldConfig)
     kills: tuple[tuple[float, int], ...] = ()
     """(seconds since the first request could come, instance) of each death."""
+    host_bytes: int | None = None
+    server: ServerConfig = field(default_factory=ServerConfig)
+    """For the limits of its queue."""
+    """Host memory of each instance for swapped KV; None is no limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +55,16 @@ class SimResult:
     lost_tokens: int
     num_drops: int
     num_restores: int
+    num_migrations: int
+    num_ordered: int
+    """Instances started beyond the first ones."""
+    num_given_back: int
     bubble_ratio: float | None
     gpu_hours: float
     bulk_bytes: float
+    swapped_out_bytes: int
+    """To host memory."""
+    swapped_back_bytes: int
     num_events: int
 
 
@@ -94,14 +105,21 @@ def _simulate(
 ) -> SimResult:
     heap = EventHeap()
     profile, workload = scenario.profile, scenario.workload
-    config = config_of(system, profile, scenario.num_instances, scenario.scheduler)
+    config = config_of(
+        system,
+        profile,
+        scenario.num_instances,
+        scenario.scheduler,
+        scenario.host_bytes,
+        scenario.server,
+    )
     client = SimClient(heap, workload, LEAD_S, ended)
     cluster = SimCluster(
         config,
         profile,
         heap,
         client.received,
-        world_of(system, scenario.world, scenario.num_instances),
+        world_of(system, scenario.world),
         watcher,
     )
     _form_groups(cluster, heap, system, scenario.num_instances)
@@ -151,7 +169,7 @@ def _result(
     num_first: int,
 ) -> SimResult:
     state = cluster.controller.state(heap.now_s())
-    totals = [agent.seat.totals for agent in cluster.instances.values()]
+    totals = cluster.totals
     duration_s = client.end_s
     run = Run(
         label=system.label,
@@ -177,8 +195,13 @@ def _result(
         lost_tokens=sum(total.lost_tokens for total in totals),
         num_drops=state.num_drops - num_first,
         num_restores=state.num_restores,
+        num_migrations=cluster.controller.balance.num_moved,
+        num_ordered=cluster.num_instances - scenario.num_instances,
+        num_given_back=cluster.num_given_back,
         bubble_ratio=cluster.pipelines.bubble_ratio,
         gpu_hours=cluster.instance_seconds * scenario.profile.num_gpus / 3600.0,
         bulk_bytes=cluster.network.bulk_bytes,
+        swapped_out_bytes=cluster.swapped_bytes[0],
+        swapped_back_bytes=cluster.swapped_bytes[1],
         num_events=heap.num_done,
     )

@@ -1,6 +1,7 @@
 """What a simulation is asked to do: flags or a TOML file, as one value."""
 
 import dataclasses
+import math
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +10,7 @@ import msgspec
 
 from kunserve.bench.simulate.run import Scenario
 from kunserve.bench.simulate.systems import find_system
-from kunserve.core.config import SchedulerConfig
+from kunserve.core.config import SchedulerConfig, ServerConfig
 from kunserve.core.errors import ConfigError
 from kunserve.model.profile import read_profile
 from kunserve.sim.cluster import WorldConfig
@@ -42,6 +43,11 @@ class Setup:
     """From the order for a new instance to its readiness."""
     kills: tuple[tuple[float, int], ...] = ()
     """(seconds, instance) of each death."""
+    host_gib: float | None = None
+    """Host memory of each instance for swapped KV; None is no limit."""
+    max_num_queued_reqs: int | None = None
+    """Waiting requests beyond which new ones are refused; None is no limit, as is the next."""
+    max_num_queued_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +58,8 @@ class Load:
     """A trace with arrivals. None: the built-in bursty window."""
     lengths: Path | None = None
     """A CSV whose lengths replace those of the trace."""
+    burstgpt_lengths: bool = False
+    """A fit to BurstGPT's mean lengths replaces those of the trace; the built-in window has it."""
     format: str | None = None
     """Of the trace; told from its columns when None."""
     scale: float = 1.0
@@ -62,6 +70,8 @@ class Load:
     """The part of the trace that is replayed."""
     duration_s: float = 640.0
     """Of the built-in window."""
+    spike_factor: float | None = None
+    """Height of the built-in window's spikes over its base rate. None: 3.5 and 4.5."""
     max_total_tokens: int | None = None
     repeat: tuple[float, float, int] | None = None
     """(from, to, times): the extreme burst, this part of the trace again and again."""
@@ -124,10 +134,9 @@ def _beside(path: Path, other: Path | None) -> Path | None:
 
 def build_scenario(setup: Setup, load: Load) -> Scenario:
     """The scenario, or a ConfigError that says what is wrong with it."""
-    if setup.num_instances < 1:
-        raise ConfigError(f"a cluster has at least 1 instance, not {setup.num_instances}")
-    if not 0.0 < setup.memory_utilization <= 1.0:
-        raise ConfigError(f"memory_utilization must be in (0, 1], not {setup.memory_utilization}")
+    _check_setup(setup)
+    if load.seed < 0:
+        raise ConfigError(f"seed must be at least 0, not {load.seed}")
     profile = _instance_profile(setup)
     workload = build_workload(_recipe(load))
     if load.repeat is not None:
@@ -145,7 +154,43 @@ def build_scenario(setup: Setup, load: Load) -> Scenario:
         ),
         world=WorldConfig(start_s=setup.start_s),
         kills=setup.kills,
+        host_bytes=None if setup.host_gib is None else int(setup.host_gib * (1 << 30)),
+        server=ServerConfig(
+            max_num_queued_reqs=setup.max_num_queued_reqs,
+            max_num_queued_tokens=setup.max_num_queued_tokens,
+        ),
     )
+
+
+_COUNTS = (
+    "num_instances",
+    "gpus_per_instance",
+    "instance_mib",
+    "block_size",
+    "max_num_batched_tokens",
+    "max_num_seqs",
+)
+"""Settings that are 1 at least."""
+
+
+def _check_setup(setup: Setup) -> None:
+    """What can be seen to be impossible before anything is built. Written so that NaN fails."""
+    for name in _COUNTS:
+        count = getattr(setup, name)
+        if count is not None and count < 1:
+            raise ConfigError(f"{name} must be at least 1, not {count}")
+    if not 0.0 < setup.memory_utilization <= 1.0:
+        raise ConfigError(f"memory_utilization must be in (0, 1], not {setup.memory_utilization}")
+    for name, amount in (("start_s", setup.start_s), ("host_gib", setup.host_gib)):
+        if amount is not None and not 0.0 <= amount < math.inf:
+            raise ConfigError(f"{name} must be at least 0 and finite, not {amount}")
+    for time_s, instance in setup.kills:
+        if not 0.0 <= time_s < math.inf:
+            raise ConfigError(f"an instance dies at a time of at least 0 s, not at {time_s} s")
+        if not 0 <= instance < setup.num_instances:
+            raise ConfigError(
+                f"no instance {instance} to kill: there are 0 to {setup.num_instances - 1}"
+            )
 
 
 def _instance_profile(setup: Setup) -> InstanceProfile:
@@ -153,7 +198,7 @@ def _instance_profile(setup: Setup) -> InstanceProfile:
         measured = read_profile(setup.profile)
         return cpu_profile(
             find_model(measured.subject.model),
-            measured.coefficients,
+            measured.serving,
             measured.subject.block_size,
             setup.instance_mib << 20,
         )
@@ -174,6 +219,8 @@ def _recipe(load: Load) -> Recipe:
             dataset=Dataset.BURSTY,
             request_rate=load.rate * load.scale,
             duration_s=load.duration_s,
+            spike_factor=load.spike_factor,
+            burstgpt_lengths=load.burstgpt_lengths,
             lengths_path=load.lengths,
             max_total_tokens=load.max_total_tokens,
             seed=load.seed,
@@ -182,6 +229,8 @@ def _recipe(load: Load) -> Recipe:
         dataset=_format_of(load),
         dataset_path=load.trace,
         lengths_path=load.lengths,
+        burstgpt_lengths=load.burstgpt_lengths,
+        spike_factor=load.spike_factor,
         trace_start_s=load.start_s,
         trace_end_s=load.end_s,
         trace_scale=max(1.0, load.scale),
@@ -218,6 +267,8 @@ def _repeated(workload: Workload, start_s: float, end_s: float, times: int) -> W
         raise ConfigError(f"repeat wants (from, to, times) with from < to, not {start_s, end_s}")
     requests = workload.requests()
     burst = [request for request in requests if start_s <= request.arrival_s < end_s]
+    if not burst:
+        raise ConfigError(f"repeat: no request arrives from {start_s:g} to {end_s:g} s")
     moments = [r.arrival_s for r in requests if r.arrival_s < end_s]
     inputs = [r.input_tokens for r in requests[: len(moments)]]
     outputs = [r.output_tokens for r in requests[: len(moments)]]

@@ -53,6 +53,7 @@ def _from_flags(flags: dict[str, Any]) -> Experiment:
         max_num_batched_tokens=flags["max_num_batched_tokens"],
         max_num_seqs=flags["max_num_seqs"],
         kills=tuple(_kill(text) for text in flags["kills"]),
+        host_gib=flags["host_gib"],
     )
     load = Load(
         trace=flags["trace"],

@@ -9,6 +9,8 @@ from kunserve.core.config import (
     ModelConfig,
     OverloadConfig,
     SchedulerConfig,
+    ServerConfig,
+    SwapConfig,
 )
 from kunserve.core.errors import ConfigError
 from kunserve.sim.cluster import WorldConfig
@@ -27,8 +29,12 @@ class SimSystem:
     """Whether pipelines form microbatches of equal predicted time."""
     pipeline_stages: int = 1
     """Groups of so many instances from the start; 1 is none."""
-    scales_up: bool = False
-    """More instances are started when nothing is left to drop."""
+    autoscales: bool = False
+    """Up to twice the instances are started under overload, and given back after it."""
+    watermark: float | None = None
+    """``SchedulerConfig.watermark`` where it is not the default."""
+    swaps: bool = False
+    """Preempted KV goes to host memory and comes back."""
 
 
 _DROP = OverloadConfig(policy="drop")
@@ -42,11 +48,42 @@ SYSTEMS = {
             "vLLM: the last to come is thrown out and computed again",
         ),
         SimSystem(
+            "recompute-watermark",
+            OverloadConfig(policy="recompute"),
+            "recompute, and admission leaves 5 % of the memory for those that run",
+            watermark=0.05,
+        ),
+        SimSystem(
+            "swap",
+            OverloadConfig(policy="recompute"),
+            "InferCept: the last to come waits in host memory; copies hide behind steps",
+            swaps=True,
+        ),
+        SimSystem(
             "static-pp",
             OverloadConfig(policy="recompute"),
             "vLLM with pipelines: pairs of half models from the start",
             pipeline_stages=2,
             lookahead=False,
+        ),
+        SimSystem(
+            "static-pp4",
+            OverloadConfig(policy="recompute"),
+            "static-pp with groups of four",
+            pipeline_stages=4,
+            lookahead=False,
+        ),
+        SimSystem(
+            "static-pp8",
+            OverloadConfig(policy="recompute"),
+            "static-pp with groups of eight",
+            pipeline_stages=8,
+            lookahead=False,
+        ),
+        SimSystem(
+            "migrate",
+            OverloadConfig(policy="migrate"),
+            "Llumnix: running requests move to the freest instance, KV and all",
         ),
         SimSystem("drop", _DROP, "KunServe: layers are dropped in a burst and restored after it"),
         SimSystem(
@@ -79,10 +116,26 @@ SYSTEMS = {
             "drop when memory is short, not when it is about to be",
         ),
         SimSystem(
+            "drop-pairs",
+            replace(_DROP, max_group_size=2),
+            "drop, and no more than two instances share a copy",
+        ),
+        SimSystem(
+            "drop-fours",
+            replace(_DROP, max_group_size=4),
+            "drop, and no more than four instances share a copy",
+        ),
+        SimSystem(
+            "autoscale",
+            OverloadConfig(policy="recompute"),
+            "recompute, and start instances when memory is short; they are given back later",
+            autoscales=True,
+        ),
+        SimSystem(
             "drop-autoscale",
             _DROP,
-            "drop, and start instances when nothing is left to drop",
-            scales_up=True,
+            "drop, and start instances when nothing is left to drop; they are given back later",
+            autoscales=True,
         ),
     )
 }
@@ -101,8 +154,14 @@ def config_of(
     profile: InstanceProfile,
     num_instances: int,
     scheduler: SchedulerConfig,
+    host_bytes: int | None = None,
+    server: ServerConfig | None = None,
 ) -> KunServeConfig:
-    """The settings that the system's controller and agents run under."""
+    """The settings that the system's controller and agents run under.
+
+    ``host_bytes`` is the host memory of each instance for swapped KV; None is no limit. Of
+    ``server`` the limits of the queue count.
+    """
     if num_instances % system.pipeline_stages:
         raise ConfigError(
             f"{system.label} makes groups of {system.pipeline_stages} instances, and "
@@ -115,13 +174,21 @@ def config_of(
             block_size=profile.spec.block_size,
             granule_bytes=profile.spec.granule_bytes,
         ),
-        scheduler=replace(scheduler, lookahead=system.lookahead),
+        scheduler=replace(
+            scheduler,
+            lookahead=system.lookahead,
+            watermark=scheduler.watermark if system.watermark is None else system.watermark,
+            swap=SwapConfig(profile.host_bytes_per_s, host_bytes) if system.swaps else None,
+        ),
         overload=system.overload,
-        cluster=ClusterConfig(num_instances=num_instances),
+        server=ServerConfig() if server is None else server,
+        cluster=ClusterConfig(
+            num_instances=num_instances,
+            max_instances=2 * num_instances if system.autoscales else None,
+        ),
     )
 
 
-def world_of(system: SimSystem, world: WorldConfig, num_instances: int) -> WorldConfig:
+def world_of(system: SimSystem, world: WorldConfig) -> WorldConfig:
     """The world as this system finds it."""
-    most = max(2 * num_instances, num_instances + 1) if system.scales_up else None
-    return replace(world, link_priority=system.link_priority, max_instances=most)
+    return replace(world, link_priority=system.link_priority)

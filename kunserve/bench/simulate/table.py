@@ -46,7 +46,18 @@ def rows(results: Sequence[SimResult]) -> list[tuple[str, ...]]:
     )
     lines.append(("mean KV use", *(f"{_mean_use(r):.0%}" for r in results)))
     lines.append(("preemptions", *(str(r.num_preemptions) for r in results)))
+    lines.append(("recomputed tokens", *(f"{r.lost_tokens:,}" for r in results)))
+    if any(r.swapped_out_bytes for r in results):
+        swapped = [f"{r.swapped_out_bytes / 1e9:,.1f}" for r in results]
+        lines.append(("swapped out (GB)", *swapped))
     lines.append(("drops / restores", *(f"{r.num_drops} / {r.num_restores}" for r in results)))
+    lines.append(("migrations", *(str(r.num_migrations) for r in results)))
+    lines.append(
+        (
+            "instances started / given back",
+            *(f"{r.num_ordered} / {r.num_given_back}" for r in results),
+        )
+    )
     lines.append(
         (
             "bubble ratio",
@@ -89,9 +100,14 @@ def summary(result: SimResult, scale: float) -> dict[str, object]:
         "lost_tokens": result.lost_tokens,
         "num_drops": result.num_drops,
         "num_restores": result.num_restores,
+        "num_migrations": result.num_migrations,
+        "num_ordered": result.num_ordered,
+        "num_given_back": result.num_given_back,
         "bubble_ratio": None if result.bubble_ratio is None else round(result.bubble_ratio, 4),
         "gpu_hours": round(result.gpu_hours, 4),
         "moved_gb": round(result.bulk_bytes / 1e9, 3),
+        "swapped_out_gb": round(result.swapped_out_bytes / 1e9, 3),
+        "swapped_back_gb": round(result.swapped_back_bytes / 1e9, 3),
     }
     for name in ("ttft", "tpot"):
         stats = getattr(metrics, name)

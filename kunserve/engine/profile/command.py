@@ -14,15 +14,17 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from kunserve.core.config import InstanceConfig, ModelConfig, SchedulerConfig
+from kunserve.core.config import ClusterConfig, InstanceConfig, ModelConfig, SchedulerConfig
 from kunserve.core.errors import KunServeError
 from kunserve.engine.profile.journal import Journal
+from kunserve.engine.profile.neighbours import neighbours
 from kunserve.engine.profile.run import limits_of, make_plan, make_profile, measure, open_body
 from kunserve.engine.profile.stopwatch import Stopwatch
 from kunserve.model.profile import Profile, ProfileSubject, default_path, write_profile
 
 _MODEL, _INSTANCE, _SCHEDULER = ModelConfig(), InstanceConfig(), SchedulerConfig()
-_FULL, _QUICK = (48, 3), (12, 2)
+_CLUSTER = ClusterConfig()
+_FULL, _QUICK = (48, 5), (12, 3)
 """(Batches of each region, repeats of each)."""
 
 
@@ -38,7 +40,9 @@ _FULL, _QUICK = (48, 3), (12, 2)
               type=click.IntRange(min=32), help="Largest batch measured.")  # fmt: skip
 @click.option("--max-num-seqs", default=_SCHEDULER.max_num_seqs, type=click.IntRange(min=1),
               help="Most decodes in a batch measured.")  # fmt: skip
-@click.option("--quick", is_flag=True, help="A quarter of the batches, two thirds of the repeats.")
+@click.option("--num-instances", default=_CLUSTER.num_instances, type=click.IntRange(1, 64),
+              help="As many as `serve` will run here: the others compute meanwhile.")  # fmt: skip
+@click.option("--quick", is_flag=True, help="A quarter of the batches, fewer repeats.")
 @click.option("--seed", default=0, help="Of the batches drawn.")
 @click.option("--out", type=click.Path(path_type=Path, dir_okay=False),
               help="The profile [where `serve` looks for it].")  # fmt: skip
@@ -50,6 +54,7 @@ def profile_command(
     block_size: int,
     max_num_batched_tokens: int,
     max_num_seqs: int,
+    num_instances: int,
     quick: bool,
     seed: int,
     out: Path | None,
@@ -72,12 +77,15 @@ def profile_command(
             stopwatch = Stopwatch(body, num_threads)
             try:
                 total = len(plan.shapes) * num_repeats
-                with _progress() as progress:
+                beside = neighbours(num_instances - 1, settings, block_size, num_threads)
+                with beside, _progress() as progress:
                     task = progress.add_task(
                         "measuring", total=total, completed=journal.num_measured
                     )
                     measure(stopwatch, plan, journal, lambda: progress.advance(task))
-                profile = make_profile(subject, plan.shapes, journal.seconds, stopwatch.clock, seed)
+                profile = make_profile(
+                    subject, plan.shapes, journal.found, stopwatch.clock, num_instances, seed
+                )
             except BaseException:
                 journal.close()
                 raise
@@ -112,10 +120,12 @@ def _tell(profile: Profile, path: Path) -> None:
         cells = [f"{errors[r].mean * 100:.1f} ({errors[r].largest * 100:.0f})" for r in regions]
         table.add_row(name, *cells)
     Console().print(table)
-    c = profile.coefficients
-    click.echo(
-        f"attention {c.attention_s * 1e6:.3f} us/pair, token {c.token_s * 1e6:.1f} us, "
-        f"chunk {c.chunk_s * 1e3:.2f} ms ({c.shared_s * 1e3:.2f} shared), "
-        f"context {c.context_s * 1e6:.3f} us/token, sample {c.sample_s * 1e6:.1f} us"
-    )
+    among = f"as wall time among {profile.num_instances} instances"
+    for clock, c in ((profile.clock, profile.coefficients), (among, profile.serving)):
+        click.echo(
+            f"attention {c.attention_s * 1e6:.3f} us/pair, token {c.token_s * 1e6:.1f} us, "
+            f"chunk {c.chunk_s * 1e3:.2f} ms ({c.shared_s * 1e3:.2f} shared), "
+            f"context {c.context_s * 1e6:.3f} us/token, sample {c.sample_s * 1e6:.1f} us, "
+            f"narrow {c.narrow_s * 1e3:.2f} ms; {clock}"
+        )
     click.echo(f"{profile.subject.model} on {profile.device}: {path}")

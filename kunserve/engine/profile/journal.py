@@ -6,6 +6,7 @@ import msgspec
 
 from kunserve.core.errors import ConfigError
 from kunserve.engine.profile.shapes import BatchShape
+from kunserve.engine.profile.stopwatch import Reading
 from kunserve.model.profile import ProfileSubject
 
 
@@ -23,13 +24,14 @@ class Measurement(msgspec.Struct, frozen=True):
     shape: int
     """Index into the plan's shapes."""
     seconds: float
+    wall_s: float
 
 
 class Journal:
     """Owner of one file of measurements. A file of another plan is begun anew."""
 
     def __init__(self, path: Path, plan: Plan) -> None:
-        self.seconds: list[list[float]] = [[] for _ in plan.shapes]
+        self.found: list[list[Reading]] = [[] for _ in plan.shapes]
         """What was measured of each shape."""
         header = msgspec.json.encode(plan)
         lines = path.read_bytes().splitlines() if path.exists() else []
@@ -49,11 +51,11 @@ class Journal:
     @property
     def num_measured(self) -> int:
         """Measurements there are."""
-        return sum(len(found) for found in self.seconds)
+        return sum(len(readings) for readings in self.found)
 
-    def note(self, shape: int, seconds: float) -> None:
+    def note(self, shape: int, reading: Reading) -> None:
         """Add one, at once on disk."""
-        line = msgspec.json.encode(Measurement(shape, seconds))
+        line = msgspec.json.encode(Measurement(shape, *reading))
         self._take(line)
         self._file.write(line + b"\n")
 
@@ -68,8 +70,8 @@ class Journal:
 
     def _take(self, line: bytes) -> bool:
         try:
-            found = msgspec.json.decode(line, type=Measurement)
+            noted = msgspec.json.decode(line, type=Measurement)
         except msgspec.MsgspecError:
             return False  # cut off when the last run ended
-        self.seconds[found.shape].append(found.seconds)
+        self.found[noted.shape].append(Reading(noted.seconds, noted.wall_s))
         return True

@@ -3,7 +3,7 @@
 import platform
 import statistics
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 
 import numpy as np
@@ -16,7 +16,7 @@ from kunserve.core.ids import InstanceId
 from kunserve.engine.body import CpuBody
 from kunserve.engine.profile.journal import Journal, Plan
 from kunserve.engine.profile.shapes import BatchShape, ShapeLimits, draw_shapes
-from kunserve.engine.profile.stopwatch import Stopwatch
+from kunserve.engine.profile.stopwatch import Reading, Stopwatch
 from kunserve.model.config import read_spec
 from kunserve.model.profile import FORMAT, Profile, ProfileSubject, RegionError
 from kunserve.model.source import resolve_model
@@ -69,7 +69,7 @@ def measure(
         stopwatch.measure(shape)
     for repeat in range(plan.num_repeats):
         for index, shape in enumerate(plan.shapes):
-            if len(journal.seconds[index]) <= repeat:
+            if len(journal.found[index]) <= repeat:
                 journal.note(index, stopwatch.measure(shape))
                 advance()
 
@@ -77,17 +77,28 @@ def measure(
 def make_profile(
     subject: ProfileSubject,
     shapes: list[BatchShape],
-    seconds: list[list[float]],
+    found: list[list[Reading]],
     clock: str,
+    num_instances: int,
     seed: int,
 ) -> Profile:
-    """Fit the medians of the repeats; judge every cost model on the same samples."""
-    samples = tuple(
-        CostSample(
-            shape.region, shape.prefixes, shape.lengths, shape.num_samples, statistics.median(found)
+    """Fit the least of the repeats; judge every cost model on the same samples.
+
+    The least, since a neighbour on the machine only ever adds time. How long steps take among
+    neighbours is fitted to the medians of the wall times.
+    """
+    samples, walls = [], []
+    for shape, readings in zip(shapes, found, strict=True):
+        sample = CostSample(
+            shape.region,
+            shape.prefixes,
+            shape.lengths,
+            shape.num_samples,
+            min(reading.seconds for reading in readings),
         )
-        for shape, found in zip(shapes, seconds, strict=True)
-    )
+        wall_s = statistics.median(reading.wall_s for reading in readings)
+        samples.append(sample)
+        walls.append(replace(sample, seconds=wall_s))
     errors = {
         form.name: {
             region: RegionError(**asdict(error))
@@ -108,8 +119,10 @@ def make_profile(
         },
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         coefficients=from_vector(fit(samples)),
+        num_instances=num_instances,
+        serving=from_vector(fit(walls)),
         errors=errors,
-        samples=samples,
+        samples=tuple(samples),
     )
 
 

@@ -1,6 +1,7 @@
 """Times single batches on a body, with hand-made plans: no scheduler, no neighbours."""
 
 import time
+from typing import NamedTuple
 
 import numpy as np
 
@@ -15,6 +16,15 @@ from kunserve.engine.profile.shapes import BatchShape
 GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
 
 
+class Reading(NamedTuple):
+    """One execution of a batch."""
+
+    seconds: float
+    """By the profile's clock: what it costs."""
+    wall_s: float
+    """How long it took, among neighbours."""
+
+
 class Stopwatch:
     """Owner of nothing: the body's KV memory is overwritten.
 
@@ -27,15 +37,15 @@ class Stopwatch:
         self._now = time.thread_time if num_threads == 1 else time.perf_counter
         self.clock = "CPU time of the thread" if num_threads == 1 else "wall time"
 
-    def measure(self, shape: BatchShape) -> float:
-        """Seconds of one execution."""
+    def measure(self, shape: BatchShape) -> Reading:
+        """Run the batch once."""
         work = self._work(shape)
-        began = self._now()
+        began_s, began = time.perf_counter(), self._now()
         self._body.execute(work, None)
-        seconds = self._now() - began
+        reading = Reading(self._now() - began, time.perf_counter() - began_s)
         for start in work.plan.started:
             self._body.forget(start.request_id)
-        return seconds
+        return reading
 
     def _work(self, shape: BatchShape) -> StepWork:
         ids = [RequestId(str(i)) for i in range(len(shape.lengths))]

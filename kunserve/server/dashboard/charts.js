@@ -2,7 +2,7 @@
 
 import { Chart } from "./chart.js";
 import { element } from "./elements.js";
-import { bytes, perSecond, requests, seconds, tokensPerSecond } from "./units.js";
+import { bytes, perSecond, requests, seconds, shares, tokensPerSecond } from "./units.js";
 
 export const SPANS_S = [60, 300, 1200];
 const MOST_BINS = 300;
@@ -50,6 +50,10 @@ function definitions(blockBytes) {
     {
       id: "output", title: "Output tokens per second", unit: tokensPerSecond,
       series: [{ name: "tokens", kind: "output", value: plain("tokens_per_s"), fill: true }],
+    },
+    {
+      id: "bubbles", title: "Bubbles: idle share of pipelines' stages", unit: shares,
+      series: [{ name: "idle", kind: "bubbles", value: plain("bubble_ratio"), fill: true, steps: true }],
     },
   ];
 }

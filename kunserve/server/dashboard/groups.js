@@ -28,6 +28,7 @@ export class GroupCard {
   constructor(id) {
     this.size = element("span", { class: "role" });
     this.busy = element("span", { class: "badge" });
+    this.bubbles = element("span", { class: "role bubble-ratio", title: "Idle share of its stages' time, lately" });
     const stages = element("ol", { class: "stages", "aria-label": "Stages in order" });
     this.stages = new KeyedList(stages, () => new StageBox());
     this.used = element("div", { class: "part used" });
@@ -44,7 +45,7 @@ export class GroupCard {
       "li", { class: "card group", "data-group": id },
       element(
         "div", { class: "card-head" },
-        element("h3", {}, `Group ${id}`), this.size, this.busy, counts,
+        element("h3", {}, `Group ${id}`), this.size, this.bubbles, this.busy, counts,
       ),
       stages,
       this.bar,
@@ -53,9 +54,11 @@ export class GroupCard {
     this.id = id;
   }
 
-  /** `transition` is the one that the group stands in now, if any. */
-  update({ group, blockBytes, transition }) {
+  /** `transition` is the one that the group stands in now, if any; `bubbles` may be null. */
+  update({ group, blockBytes, transition, bubbles }) {
     setText(this.size, group.stages.length === 1 ? "whole model" : `pipeline of ${plural(group.stages.length, "stage")}`);
+    this.bubbles.hidden = bubbles === null;
+    if (bubbles !== null) setText(this.bubbles, `bubbles ${percent(bubbles)}`);
     this.busy.hidden = !transition;
     if (transition) setText(this.busy, `${transition.kind} under way`);
     this.stages.update(

@@ -15,12 +15,23 @@ const FOLDS = {
   ttft_p99_s: "max",
   tpot_p50_s: "max",
   tpot_p99_s: "max",
+  bubble_ratio: "max",
 };
 const SUMMED = ["capacity_blocks", "used_blocks", "demand_blocks", "need_blocks"];
+
+/** Idle share of all stages of the pipelines that have worked; null without any. */
+function idleShare(groups) {
+  const known = groups.filter((group) => (group.bubble_ratio ?? null) !== null);
+  const stages = known.reduce((sum, group) => sum + group.num_stages, 0);
+  const idle = known.reduce((sum, group) => sum + group.num_stages * group.bubble_ratio, 0);
+  return stages ? idle / stages : null;
+}
 
 function row(sample) {
   const row = { ...sample };
   for (const name of SUMMED) row[name] = sample.groups.reduce((sum, group) => sum + group[name], 0);
+  row.bubbles = new Map(sample.groups.map((group) => [group.group_id, group.bubble_ratio ?? null]));
+  row.bubble_ratio = idleShare(sample.groups);
   delete row.groups;
   return row;
 }

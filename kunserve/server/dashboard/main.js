@@ -68,6 +68,7 @@ function showCluster(state) {
     group,
     blockBytes: blockBytes(state),
     transition: busy.get(group.group_id),
+    bubbles: history.latest.bubbles.get(group.group_id) ?? null,
   }));
   groups.update(
     shorten(shownGroups, byId("more-groups"), "groups"),

@@ -53,6 +53,12 @@ export const tokensPerSecond = {
   least: 10,
 };
 
+export const shares = {
+  text: (value) => (value === null || value === undefined ? NOTHING : percent(value)),
+  axis: () => [0.01, "%"],
+  least: 0.2,
+};
+
 export function percent(share) {
   return Number.isFinite(share) ? `${Math.round(100 * share)} %` : NOTHING;
 }

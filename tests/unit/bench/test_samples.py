@@ -28,6 +28,15 @@ def test_counts_are_summed_and_usage_is_averaged() -> None:
     assert (sample.num_preemptions, sample.num_waiting, sample.num_drops) == (20.0, None, None)
 
 
+def test_stage_times_are_summed_over_stages() -> None:
+    stages = "".join(
+        f'kunserve:stage_{kind}_seconds_total{{engine="{i}"}} {value}\n'
+        for i, kind, value in ((0, "busy", 3), (1, "busy", 2), (0, "active", 4), (1, "active", 4))
+    )
+    sample = server_sample(0.0, [stages])
+    assert (sample.stage_busy_s, sample.stage_active_s) == (5.0, 8.0)
+
+
 def test_blocks_say_more_than_shares() -> None:
     blocks = "kunserve:kv_capacity_blocks 100\nkunserve:kv_used_blocks 40\n"
     assert server_sample(0.0, [TEXT + blocks]).kv_usage == 0.4

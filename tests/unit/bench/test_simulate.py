@@ -10,6 +10,7 @@ from kunserve.bench.runfile import read_run
 from kunserve.bench.simulate.command import simulate_command
 from kunserve.bench.simulate.settings import Experiment, Load, build_scenario, read_experiment
 from kunserve.core.errors import ConfigError
+from tests.chrome_trace import check_trace
 
 SMALL = ["--duration", "20", "--request-rate", "2", "--num-instances", "2"]
 ROOT = Path(__file__).parent.parent.parent.parent
@@ -37,7 +38,10 @@ def test_everything_is_written_and_equal_seeds_give_equal_files(tmp_path: Path) 
     assert [line["system"] for line in lines] == ["recompute", "static-pp", "drop"]
     assert len(read_run(one / "drop.jsonl").records) == lines[2]["num_requests"]
     assert "data:image/png;base64," in (one / "report.html").read_text()
-    assert json.loads((one / "drop.trace.json").read_text())["traceEvents"]
+    for system in ("recompute", "static-pp", "drop"):
+        events = check_trace(one / f"{system}.trace.json")
+        assert sum(event["ph"] == "X" for event in events) > 100
+        assert ("s" in {event["ph"] for event in events}) is (system == "static-pp")
 
 
 def test_several_loads_make_a_curve(tmp_path: Path) -> None:
@@ -61,6 +65,17 @@ def test_several_loads_make_a_curve(tmp_path: Path) -> None:
         (["--kill", "now"], "--kill takes SEC:INSTANCE"),
         (["--profile", "missing.json"], "cannot read the profile missing.json"),
         (["--trace", "missing.csv"], "missing.csv"),
+        (["--scale", "0"], "scale must be above 0, not 0"),
+        (["--scale", "nan"], "scale must be above 0, not nan"),
+        (["--request-rate", "nan"], "finite request rate greater than 0"),
+        (["--duration", "nan"], "duration must be positive and finite, not nan s"),
+        (["--memory-utilization", "nan"], "memory_utilization must be in (0, 1], not nan"),
+        (["--host-gib", "nan"], "host_gib must be at least 0 and finite, not nan"),
+        (["--block-size", "100000000"], "hold no block of 100000000 tokens"),
+        (["--kill", "5:2"], "no instance 2 to kill: there are 0 to 1"),
+        (["--kill", "-1:0"], "a time of at least 0 s, not at -1.0 s"),
+        (["--kill", "nan:0"], "a time of at least 0 s, not at nan s"),
+        (["--compare", ","], "name at least one system"),
     ],
 )
 def test_mistakes_are_named(args: list[str], message: str) -> None:
@@ -77,16 +92,70 @@ def test_a_malformed_trace_line_is_named(tmp_path: Path) -> None:
     assert "trace.csv" in result.output and "line 3" in result.output and "soon" in result.output
 
 
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--trace-start", "100"], "no request arrives between 100 s and inf s"),
+        (["--trace-start", "5", "--trace-end", "2"], "a window must start at 0 or later"),
+        (["--trace-end", "nan"], "a window must start at 0 or later"),
+        (["--scale", "0.0001"], "no request is left"),
+    ],
+)
+def test_a_trace_that_leaves_nothing(args: list[str], message: str, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.csv"
+    trace.write_text("arrival_s,input_tokens,output_tokens\n0,10,5\n1,10,5\n")
+    result = call("--trace", str(trace), *args)
+    assert result.exit_code == 1 and message in result.output
+
+
+@pytest.mark.parametrize("rows", ["", "0,0,5\n"])
+def test_an_empty_trace(rows: str, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.csv"
+    trace.write_text(f"arrival_s,input_tokens,output_tokens\n{rows}")
+    result = call("--trace", str(trace))
+    assert result.exit_code == 1
+    assert "trace.csv: no request with both lengths above 0" in result.output
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[setup\n", "Expected ']'"),
+        ("setup = 3\n", "Expected `object`, got `int` - at `$.setup`"),
+        ("[load]\nlenghts = 'x'\n", "unknown setting 'lenghts'; there are: trace, lengths"),
+        ("titel = 'x'\n", "unknown setting 'titel'; there are: setup, load"),
+        ("[load]\nseed = 'x'\n", "Expected `int`, got `str`"),
+        ("[load]\nseed = -1\n", "seed must be at least 0, not -1"),
+        ("[load]\nrate = 0.0\n", "finite request rate greater than 0"),
+        ("sweep = [1.0, 0.0]\n", "scale must be above 0, not 0.0"),
+        ("compare = []\n", "name at least one system"),
+        ("[setup]\nnum_instances = 0\n", "num_instances must be at least 1, not 0"),
+        ("[setup]\nblock_size = 0\n", "block_size must be at least 1, not 0"),
+        ("[setup]\nmax_num_seqs = 0\n", "max_num_seqs must be at least 1, not 0"),
+        ("[setup]\nstart_s = -1.0\n", "start_s must be at least 0 and finite, not -1.0"),
+        ("[load]\nrepeat = [2.0, 1.0, 3]\n", "repeat wants (from, to, times)"),
+        ("[load]\nrepeat = [9000.0, 9001.0, 3]\n", "no request arrives from 9000 to 9001 s"),
+    ],
+)
+def test_mistakes_in_an_experiment_file(text: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "experiment.toml"
+    path.write_text(text)
+    result = call("--experiment", str(path))
+    assert result.exit_code == 1
+    assert message in result.output
+
+
 def test_an_experiment_file(tmp_path: Path) -> None:
     path = tmp_path / "small.toml"
     path.write_text(
         'title = "Small"\ncompare = ["drop"]\nsweep = [0.5, 1]\n'
-        "[setup]\nnum_instances = 2\nkills = [[3.0, 1]]\n"
+        "[setup]\nnum_instances = 2\nkills = [[3.0, 1]]\nmax_num_queued_reqs = 7\n"
         '[load]\ntrace = "t.csv"\nseed = 3\n'
     )
     experiment = read_experiment(path)
     assert experiment.setup.kills == ((3.0, 1),) and experiment.sweep == (0.5, 1.0)
     assert experiment.load.trace == tmp_path / "t.csv" and experiment.load.seed == 3
+    assert build_scenario(experiment.setup, Load()).server.max_num_queued_reqs == 7
     path.write_text("[setup]\nnum_instance = 2\n")
     with pytest.raises(ConfigError, match=r"unknown setting 'num_instance'; there are: .*model"):
         read_experiment(path)

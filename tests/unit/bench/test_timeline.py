@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import numpy as np
+from PIL import Image
 
 from kunserve.bench import timeline as tl
 from kunserve.bench.plot import plot_comparison, plot_timeline
@@ -57,6 +58,28 @@ def test_samples_and_counters() -> None:
     assert used is not None and used.values.tolist() == [10, 90]
     assert tl.increments(SAMPLES, "num_drops").tolist() == [1.0]
     assert tl.increments(SAMPLES, "num_restores").tolist() == []
+
+
+PIPELINED = (
+    ServerSample(0.0),
+    ServerSample(1.0, stage_busy_s=10.0, stage_active_s=20.0),
+    ServerSample(3.0, stage_busy_s=13.0, stage_active_s=24.0),
+    ServerSample(4.0, stage_busy_s=13.5, stage_active_s=25.0),
+    ServerSample(5.0, stage_busy_s=15.0, stage_active_s=28.0),
+    ServerSample(7.0, stage_busy_s=15.0, stage_active_s=28.0),
+)
+
+
+def test_bubbles_are_the_idle_share_of_each_window_with_work(tmp_path: Path) -> None:
+    series = tl.bubbles(PIPELINED)
+    assert series is not None and series.times_s.tolist() == [1.0, 3.0, 5.0, 7.0]
+    assert series.values[1:3].tolist() == [0.25, 0.5] and np.isnan(series.values[[0, 3]]).all()
+    assert tl.whole_bubbles(PIPELINED[1:]) == 1 - 5 / 8
+    assert tl.bubbles(SAMPLES) is None and tl.whole_bubbles(SAMPLES) is None
+    plot_timeline(run("p", RECORDS, PIPELINED), tmp_path / "with.png")
+    plot_timeline(run("p", RECORDS, ()), tmp_path / "without.png")
+    with Image.open(tmp_path / "with.png") as one, Image.open(tmp_path / "without.png") as other:
+        assert one.height > other.height, "no panel of bubbles"
 
 
 def test_figures_draw_what_there_is(tmp_path: Path) -> None:

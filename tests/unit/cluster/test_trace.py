@@ -15,6 +15,7 @@ from kunserve.core.layout import GroupLayout, LayerRange, Stage
 from kunserve.core.messages import Activation
 from kunserve.core.snapshots import TransitionRecord
 from kunserve.core.step import Chunk, StepPlan
+from tests.chrome_trace import check_trace
 
 A, B = InstanceId(0), InstanceId(1)
 R = RequestId("r")
@@ -45,7 +46,7 @@ def test_a_microbatch_is_seen_on_both_stages_with_an_arrow(tmp_path: Path) -> No
         trace.flush()
         trace.close()
     join_trace(path, [A, B], [_record()])
-    events = events_of(path)
+    events = check_trace(path)
     spans = [e for e in events if e["ph"] == "X" and e["tid"] == 0]
     assert [(e["pid"], e["ts"], e["dur"]) for e in spans] == [(0, 1e6, 0.5e6), (1, 1.6e6, 0.4e6)]
     assert spans[0]["args"]["decodes"] == 1 and spans[0]["args"]["prompt_tokens"] == 30

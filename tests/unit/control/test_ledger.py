@@ -8,7 +8,7 @@ A, B = RequestId("a"), RequestId("b")
 
 def test_grow_and_release() -> None:
     ledger = Ledger(10)
-    assert ledger.can_grow(A, 10) and not ledger.can_grow(A, 11)
+    assert not ledger.grow(A, 11) and ledger.free_blocks == 10
     assert ledger.grow(A, 4) and ledger.blocks_of(A) == 4
     assert ledger.grow(A, 2) and ledger.blocks_of(A) == 4, "never shrinks by growing"
     assert not ledger.grow(B, 7) and ledger.blocks_of(B) == 0
@@ -28,5 +28,5 @@ def test_capacity_may_fall_below_what_is_used() -> None:
     ledger.hold(B, 3)
     assert ledger.used_blocks == 11
     ledger.release(A)
-    assert ledger.grow(B, 5) and not ledger.can_grow(B, 6)
+    assert ledger.grow(B, 5) and not ledger.grow(B, 6)
     ledger.check()

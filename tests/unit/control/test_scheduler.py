@@ -12,6 +12,7 @@ from kunserve.core.ids import GroupId, RequestId
 from kunserve.core.messages import SequenceState, TokenOutput
 from kunserve.core.request import FinishReason, Request, SamplingParams
 from kunserve.core.step import SampledToken, StepPlan, StepResult
+from kunserve.policy.batch_form import FormationView, Microbatch, form_token_budget
 
 GROUP = GroupId(3)
 EOS = 99
@@ -365,6 +366,7 @@ def test_load_report() -> None:
     assert load.demand_blocks == 6
     assert (load.prompt_tokens, load.generation_tokens) == (8, 1)
     assert load.largest_request_blocks == 252
+    assert load.largest_expected_blocks == 66, "6 tokens and 255 more: the mean of any chat"
     assert load.stuck_s == 2.0, "the step was completed at 1.0"
     drive(scheduler, limit=3000)
     load = scheduler.load(6, 17, 9.0)
@@ -386,3 +388,44 @@ def test_steps_of_another_group_are_a_bug() -> None:
     plan = plan_of(scheduler)
     with pytest.raises(AssertionError):
         scheduler.complete(StepResult(GroupId(4), plan.step_id, ()), 0.0)
+
+
+@pytest.mark.parametrize(("num_requests", "has_backlog"), [(2, False), (3, True)])
+def test_formation_is_told_that_more_wait_than_memory_admits(
+    num_requests: int, has_backlog: bool
+) -> None:
+    seen: list[FormationView] = []
+
+    def note(view: FormationView) -> Microbatch:
+        seen.append(view)
+        return form_token_budget(view)
+
+    scheduler = Scheduler(SchedulerConfig(), GROUP, 2, 4, 17, frozenset({EOS}), 64, form_batch=note)
+    for i in range(num_requests):
+        scheduler.add(request(str(i), 30))  # 8 of 17 blocks
+    scheduler.schedule(0.0)
+    assert seen[0].has_backlog is has_backlog and len(seen[0].prompts) == 2
+
+
+@pytest.mark.parametrize(
+    ("stages", "lookahead", "num_prompt", "sizes"),
+    [
+        (2, True, 40, [13, 13, 14]),
+        (2, False, 40, [32, 8]),
+        (1, True, 40, [32, 8]),
+        (2, True, 20, [20]),
+    ],
+    ids=["pipeline with a queue", "switched off", "one stage", "too little to balance"],
+)
+def test_lookahead_is_used_in_pipelines_with_a_queue(
+    stages: int, lookahead: bool, num_prompt: int, sizes: list[int]
+) -> None:
+    limits = {"max_num_batched_tokens": 32, "min_microbatch_tokens": 4, "lookahead": lookahead}
+    scheduler = make(stages, **limits)
+    scheduler.add(request("a", num_prompt))
+    found: list[int] = []
+    while sum(found) < num_prompt:
+        plan = plan_of(scheduler)
+        found.append(plan.num_tokens)
+        finish(scheduler, plan)
+    assert found == sizes

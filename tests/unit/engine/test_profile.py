@@ -8,6 +8,7 @@ from click.testing import CliRunner
 from kunserve.cli import main
 from kunserve.engine.profile.journal import Journal, Plan
 from kunserve.engine.profile.shapes import REGIONS, BatchShape, ShapeLimits, draw_shapes
+from kunserve.engine.profile.stopwatch import Reading
 from kunserve.model.profile import ProfileSubject, read_profile
 from kunserve.policy.cost import FORMS
 from tests.tiny_models import save_tiny
@@ -45,14 +46,14 @@ def test_a_journal_is_resumed_where_it_ended(tmp_path: Path) -> None:
     path = tmp_path / "j.jsonl"
     plan = Plan(SUBJECT, 2, [BatchShape("prefill", (0,), (n,), 1) for n in (16, 32)])
     journal = Journal(path, plan)
-    journal.note(0, 0.5)
-    journal.note(1, 1.0)
+    journal.note(0, Reading(0.5, 0.6))
+    journal.note(1, Reading(1.0, 1.1))
     journal.close()
     with path.open("ab") as file:
         file.write(b'{"shape":0,"seco')
     again = Journal(path, plan)
-    assert again.seconds == [[0.5], [1.0]] and again.num_measured == 2
-    again.note(0, 0.25)
+    assert again.found == [[(0.5, 0.6)], [(1.0, 1.1)]] and again.num_measured == 2
+    again.note(0, Reading(0.25, 0.3))
     again.close()
     other = Journal(path, Plan(SUBJECT, 3, plan.shapes))
     assert other.num_measured == 0, "another plan begins anew"
@@ -70,6 +71,7 @@ def test_the_command_writes_a_whole_profile(tmp_path: Path) -> None:
     assert "Held-out error" in result.output
     profile = read_profile(out)
     assert profile.subject.num_layers == 2 and profile.subject.block_size == 8
+    assert profile.num_instances == 2 and profile.serving.token_s > 0
     assert len(profile.samples) == 48 and all(s.seconds > 0 for s in profile.samples)
     assert set(profile.errors) == {form.name for form in FORMS}
     assert [p.name for p in tmp_path.iterdir() if p.is_file()] == ["p.json"]

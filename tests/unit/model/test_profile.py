@@ -27,6 +27,8 @@ PROFILE = Profile(
     versions={"kunserve": "0.1.0"},
     created="2026-01-01T00:00:00+00:00",
     coefficients=CostCoefficients(6e-7, 1e-3, 0.012, 0.011, 2e-6, 3e-4),
+    num_instances=2,
+    serving=CostCoefficients(7e-7, 1.1e-3, 0.014, 0.013, 2.2e-6, 3e-4),
     errors={"kunserve": {"all": RegionError(4, 0.02, 0.05)}},
     samples=(CostSample("prefill", (0,), (64,), 1, 0.08),),
 )
@@ -69,7 +71,7 @@ def test_a_named_profile_must_exist_and_fit(tmp_path: Path) -> None:
         find_cost(replace(SUBJECT, num_threads=2), path)
 
 
-@pytest.mark.parametrize("text", ["", "{}", '{"format": 1}'])
+@pytest.mark.parametrize("text", ["", "{}", '{"format": 2}'])
 def test_what_is_no_profile_is_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "p.json"
     path.write_text(text)

@@ -11,6 +11,7 @@ from kunserve.policy.cost import (
     DISTSERVE,
     FORMS,
     NANOFLOW,
+    NARROW_TOKENS,
     OURS,
     PAPER,
     TOKENS,
@@ -24,7 +25,13 @@ from kunserve.policy.cost import (
 from kunserve.policy.cost_fit import fit, held_out_errors, predict
 
 COST = CostCoefficients(
-    attention_s=2.0, token_s=100.0, chunk_s=50.0, shared_s=40.0, context_s=3.0, sample_s=7.0
+    attention_s=2.0,
+    token_s=100.0,
+    chunk_s=50.0,
+    shared_s=40.0,
+    context_s=3.0,
+    sample_s=7.0,
+    narrow_s=11.0,
 )
 EQUATION = CostCoefficients(attention_s=2.0, token_s=100.0, chunk_s=50.0, shared_s=40.0)
 
@@ -46,6 +53,15 @@ def test_the_added_terms() -> None:
     assert chunk_cost(COST, 10, 4, 1) == chunk_cost(EQUATION, 10, 4) + 3 * 10 + 7
 
 
+def test_a_narrow_batch_pays_for_its_weights_but_not_for_its_tokens() -> None:
+    few, more = NARROW_TOKENS, NARROW_TOKENS + 1
+    pairs, context = 2 * few * (10 + 1), 3 * few * 10
+    narrow = batch_cost(COST, [10] * few, [1] * few, [1] * few)
+    assert narrow == pairs + context + 40 + few * (50 - 40) + 11
+    wide = batch_cost(COST, [10] * more, [1] * more, [1] * more)
+    assert wide == more * (2 * 11 + 3 * 10 + 50 - 40 + 100 + 7) + 40
+
+
 @given(p=st.integers(0, 5000), lengths=st.lists(st.integers(1, 300), min_size=1, max_size=8))
 def test_attention_of_a_prompt_does_not_depend_on_its_chunks(p: int, lengths: list[int]) -> None:
     starts = p + np.cumsum([0, *lengths[:-1]])
@@ -60,7 +76,7 @@ def test_cost_is_linear_in_the_features(work: list[tuple[int, int]]) -> None:
     assert OURS.features(prefixes, lengths, 1) @ as_vector(COST) == pytest.approx(direct)
 
 
-@given(st.lists(st.integers(0, 5000), min_size=1, max_size=30))
+@given(st.lists(st.integers(0, 5000), min_size=NARROW_TOKENS + 1, max_size=30))
 def test_decodes_need_only_their_number_and_context(contexts: list[int]) -> None:
     ones = [1] * len(contexts)
     alone = batch_cost(COST, contexts, ones, ones)
@@ -77,8 +93,9 @@ def test_what_the_criticised_models_do_not_see() -> None:
     assert DISTSERVE.pairs(10, 4) == 10
     assert TOKENS.pairs(10, 4) == 0
     assert PAPER.pairs(10, 4) == OURS.pairs(10, 4) == 50
-    assert PAPER.features([10], [4], 1).tolist() == [50, 4, 1, 1, 0, 0]
-    assert OURS.features([10], [4], 1).tolist() == [50, 4, 1, 1, 10, 1]
+    assert PAPER.features([10], [4], 1).tolist() == [50, 4, 1, 1, 0, 0, 0]
+    assert OURS.features([10], [4], 1).tolist() == [50, 0, 1, 1, 10, 0, 1]
+    assert OURS.features([10], [5], 1).tolist() == [65, 5, 1, 1, 10, 1, 0]
 
 
 def test_nonsense_coefficients_are_a_bug() -> None:

@@ -64,7 +64,7 @@ def test_where_requests_wait_for_compute_none_is_sent_while_another_group_is_ope
 
 
 def test_a_view_of_a_report_and_what_was_sent_since():
-    report = LoadReport(GroupId(3), 1, 7, 2, 4, 50, 100, 9, 6, 30, 480, 0, 0, 0, 0, 0, 0.0, 0)
+    report = LoadReport(GroupId(3), 1, 7, 2, 4, 50, 100, 9, 6, 30, 480, 0, 0, 0, 0, 0, 0.0, 0, 0)
     assert GroupView.of(report, unreported_blocks=8) == GroupView(
         group_id=GroupId(3),
         capacity_blocks=100,

@@ -9,6 +9,7 @@ from kunserve.policy.capacity import (
     undropped_capacity_blocks,
 )
 from kunserve.policy.drop_plan import DropPlan, blocks_for_bytes, plan_drop
+from kunserve.policy.moves import find_obstacle
 
 NUM_LAYERS = 12
 FIRST_ID = GroupId(50)
@@ -122,6 +123,19 @@ def test_very_unequal_budgets_are_split_by_memory_if_an_even_split_gains_nothing
     held = merge.new.layers_of(InstanceId(2))
     assert held is not None
     assert held.num_layers == layers
+
+
+def test_what_the_members_would_refuse_is_not_planned():
+    """An even split would gain, but leave no room to exchange KV in; another one does."""
+    specs = {InstanceId(1): spec(1, 1200), InstanceId(2): spec(2, 2340)}
+    old = [whole(1), whole(2)]
+    even = pipeline(3, 1, 2)
+    before = sum(group_capacity_blocks(layout, specs) for layout in old)
+    assert group_capacity_blocks(even, specs) > before
+    assert "too few" in str(find_obstacle(even.members, old, [even], specs))
+    (merge,) = plan_drop(old, specs, 1, first_id=FIRST_ID).merges
+    assert merge.new.layers_of(InstanceId(1)) == LayerRange(0, 5)
+    assert find_obstacle(merge.new.members, merge.old, [merge.new], specs) is None
 
 
 def test_a_merge_that_gains_nothing_is_not_made():

@@ -3,7 +3,6 @@ from typing import NamedTuple
 from kunserve.core.ids import GroupId, InstanceId
 from kunserve.core.layout import GroupLayout, LayerRange, Stage
 from kunserve.policy.exchange import (
-    blocks_per_piece,
     cut_pieces,
     order_moves,
     plan_exchange,
@@ -56,12 +55,6 @@ def test_pieces_are_even():
     assert cut_pieces(0, 4) == ()
     assert cut_pieces(4, 4) == ((0, 4),)
     assert cut_pieces(9, 4) == ((0, 3), (3, 6), (6, 9))
-
-
-def test_a_piece_fills_the_link_for_one_stage_time():
-    """10 Gbit/s for 20 ms is 25 MB; a block of 15 layers of 12 KiB units is 184 KB."""
-    assert blocks_per_piece(1.25e9, 0.020, 15, 12_288) == 135
-    assert blocks_per_piece(1.0, 0.020, 15, 12_288) == 1
 
 
 class Move(NamedTuple):

@@ -56,6 +56,15 @@ def test_the_output_head_makes_the_last_stage_shorter():
     assert split(members, 30, head_cost_layers=8) == {1: (0, 19), 2: (19, 30)}
 
 
+def test_a_head_of_one_layer_moves_the_shorter_stage_to_the_end_and_takes_no_memory():
+    for count in (2, 3, 4, 7):
+        members = [member(k, 0, 30, 30) for k in range(count)]
+        without, found = split(members, 30), split(members, 30, head_cost_layers=1)
+        sizes = [end - first for first, end in sorted(found.values())]
+        assert max(sizes) == max(end - first for first, end in without.values())
+        assert sizes[-1] == min(sizes)
+
+
 def test_uneven_pipelines_keep_within_what_they_hold():
     members = [
         member(1, 0, 10, 12),

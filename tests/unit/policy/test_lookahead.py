@@ -98,6 +98,15 @@ def test_too_little_for_all_stages_makes_fewer() -> None:
     assert formation.num_microbatches == 2
 
 
+def test_a_short_queue_is_spread_wider_while_more_wait_for_memory() -> None:
+    now = {"prompts": [PromptWork(0, 400)], "decodes": [500] * 200}
+    alone, behind = form_all(view(**now), HOW), form_all(view(**now, has_backlog=True), HOW)
+    assert alone.num_microbatches == 400 // (3 * 16)
+    assert behind.num_microbatches == 400 // 16
+    plenty = view(prompts=queue(100), has_backlog=True)
+    assert np.diff(form_all(plenty, HOW).bounds).max() > 450, "a long queue fills its steps"
+
+
 def test_the_switch() -> None:
     plenty = queue(10)
     assert looks_ahead(view(prompts=plenty), 64)

@@ -14,7 +14,7 @@ from kunserve.policy.restore import (
     transient_capacity_blocks,
 )
 
-IDLE = LoadReport(GroupId(7), 1, 0, 0, 0, 0, 500, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0.0, 0)
+IDLE = LoadReport(GroupId(7), 1, 0, 0, 0, 0, 500, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0.0, 0, 0)
 
 
 def layout(*stages: tuple[int, int, int]) -> GroupLayout:
@@ -44,7 +44,7 @@ def parted(load: LoadReport) -> RestorePlan | Postponed:
 
 
 def test_each_member_becomes_whole_from_the_other():
-    plan = parted(replace(IDLE, used_blocks=30, largest_request_blocks=20))
+    plan = parted(replace(IDLE, used_blocks=30, largest_expected_blocks=20))
     whole = LayerRange(0, 10)
     assert isinstance(plan, RestorePlan)
     assert plan.new == (
@@ -67,11 +67,18 @@ def test_a_request_larger_than_an_undropped_pool_postpones():
 
 
 def test_what_runs_and_grows_must_fit_while_parting():
-    fits = replace(IDLE, used_blocks=60, growth_blocks=30, largest_request_blocks=20)
+    fits = replace(IDLE, used_blocks=60, growth_blocks=30, largest_expected_blocks=20)
     assert isinstance(parted(fits), RestorePlan)
     assert parted(replace(fits, growth_blocks=31)) == Postponed(
         "91 blocks are in use or growing, 90 fit while parting"
     )
+
+
+def test_a_limit_that_is_not_expected_to_be_reached_does_not_delay():
+    """Clients ask for thousands of tokens and take hundreds."""
+    asked = replace(IDLE, used_blocks=60, largest_expected_blocks=20, largest_request_blocks=100)
+    assert isinstance(parted(asked), RestorePlan)
+    assert isinstance(parted(replace(asked, largest_expected_blocks=100)), Postponed)
 
 
 def test_the_scarcest_member_sets_the_bound():

@@ -59,6 +59,7 @@ def idle_load(group_id: int) -> LoadReport:
         generation_tokens=0,
         stuck_s=0.0,
         largest_request_blocks=0,
+        largest_expected_blocks=0,
     )
 
 

@@ -82,6 +82,26 @@ def test_health_and_readiness() -> None:
         assert client.get("/health/ready").status_code == 503
 
 
+def test_bad_requests_are_nobodys_failure() -> None:
+    """A client's 4xx reaches no instance and leaves every instance in good standing."""
+    with live_server() as server, server.client() as client:
+        before = client.get("/kunserve/state").json()["instances"]
+        for body in (
+            {},
+            {"prompt": "ab", "max_tokens": -1},
+            {"prompt": 1},
+            {"prompt": "ab" * 9000},
+        ):
+            for _ in range(10):
+                assert client.post("/v1/completions", json=body).status_code == 400
+        assert client.post("/v1/completions", json={**BODY, "model": "no"}).status_code == 404
+        assert not server.engine.tasks
+        assert client.get("/health").status_code == 200
+        assert client.get("/health/ready").json() == {"status": "ready", "unfinished": 0}
+        assert client.get("/kunserve/state").json()["instances"] == before
+        assert client.post("/v1/completions", json=BODY).status_code == 200
+
+
 def test_busy_is_not_dead() -> None:
     with live_server(EchoEngine(held=True)) as server, server.client() as client:
         posting = start_posts(server, 100)

@@ -32,7 +32,9 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def profile(path: Path, subject: ProfileSubject) -> None:
-    write_profile(path, Profile(FORMAT, subject, "cpu", "wall", {}, "", MEASURED, {}, ()))
+    write_profile(
+        path, Profile(FORMAT, subject, "cpu", "wall", {}, "", MEASURED, 1, MEASURED, {}, ())
+    )
 
 
 def test_without_a_profile_they_are_assumed_and_it_is_said(

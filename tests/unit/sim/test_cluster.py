@@ -1,15 +1,15 @@
 """Whole simulated clusters: every request ends, nothing leaks, equal seeds give equal runs."""
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kunserve.bench.simulate.systems import SYSTEMS
-from kunserve.core.ids import InstanceId
-from kunserve.sim.cluster import SimCluster, WorldConfig
+from kunserve.bench.simulate.systems import SYSTEMS, find_system
+from kunserve.control.scheduler import Scheduler
+from kunserve.core.step import StepPlan
+from kunserve.sim.cluster import WorldConfig
 from kunserve.workload.workload import Lengths, Workload
 from tests.unit.sim.worlds import burst, run, scenario, small_profile
 
@@ -22,6 +22,14 @@ def test_a_burst_queues_under_recompute_and_not_under_drop() -> None:
     assert fast.num_drops == 1 and slow.num_drops == 0
     assert fast.metrics.ttft.percentile_s(99.0) < 0.7 * slow.metrics.ttft.percentile_s(99.0)
     assert all(r.output_tokens == r.asked_output_tokens for r in fast.run.records)
+
+
+@pytest.mark.parametrize(("system", "largest"), [("drop", 4), ("drop-pairs", 2)])
+def test_groups_grow_no_larger_than_allowed(system: str, largest: int) -> None:
+    result = run(system, scenario(burst(300, 0.02), num_instances=4))
+    sizes = {len(new.members) for record in result.transitions for new in record.groups_after}
+    assert max(sizes) == largest
+    assert result.metrics.num_completed == 300
 
 
 def test_restored_twice() -> None:
@@ -40,12 +48,15 @@ def test_restored_twice() -> None:
 
 @pytest.mark.parametrize("system", sorted(SYSTEMS))
 def test_equal_settings_equal_results(system: str) -> None:
-    world = scenario(burst(40, 0.08), world=WorldConfig(start_s=5.0))
+    num_instances = max(2, find_system(system).pipeline_stages)
+    workload = burst(20 * num_instances, 0.16 / num_instances)
+    world = scenario(workload, num_instances=num_instances, world=WorldConfig(start_s=5.0))
     assert run(system, world).run == run(system, world).run
 
 
-def test_static_pipelines_stand_from_the_start() -> None:
-    result = run("static-pp", scenario(burst(20, 0.2), num_instances=4))
+@pytest.mark.parametrize("system", ["static-pp", "static-pp4", "static-pp8"])
+def test_static_pipelines_stand_from_the_start(system: str) -> None:
+    result = run(system, scenario(burst(20, 0.2), num_instances=8))
     assert result.num_drops == 0 and result.bubble_ratio is not None
     assert result.metrics.num_completed == 20
 
@@ -80,20 +91,6 @@ def test_a_request_that_can_never_fit_fails_at_once() -> None:
     assert [record.error is None for record in result.run.records] == [False, True]
 
 
-class _Checking:
-    """Calls every owner's ``check`` after every thing that happens."""
-
-    def __init__(self) -> None:
-        self.cluster: SimCluster | None = None
-
-    def stepped(self, instance_id: InstanceId, work: Any, start_s: float, end_s: float) -> None:
-        assert end_s > start_s
-
-    def happened(self, kind: str, time_s: float, *details: Any) -> None:
-        if kind == "command" and self.cluster is not None:
-            self.cluster.check()
-
-
 @settings(max_examples=12, suppress_health_check=list(HealthCheck))
 @given(
     st.lists(
@@ -118,3 +115,25 @@ def test_no_request_is_lost_and_no_block_leaks(
     result = run(system, world, is_drained=True)
     assert result.metrics.num_completed == len(sizes)
     assert [r.output_tokens for r in result.run.records] == [s[2] for s in sizes]
+
+
+@pytest.mark.parametrize("reads_during_steps", [True, False])
+def test_a_shortage_is_acted_upon_within_a_tenth_of_a_second(
+    reads_during_steps: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the moment that a scheduler finds memory short to the decision to drop."""
+    short_since: list[float] = []
+    schedule = Scheduler.schedule
+
+    def watched(scheduler: Scheduler, now_s: float) -> StepPlan | None:
+        plan = schedule(scheduler, now_s)
+        if scheduler.is_memory_short:
+            short_since.append(now_s)
+        return plan
+
+    monkeypatch.setattr(Scheduler, "schedule", watched)
+    profile = replace(small_profile(), reads_during_steps=reads_during_steps)
+    # A forecast would see it coming: here only the shortage itself may be the cause.
+    result = run("drop-no-forecast", scenario(OVERLOAD, profile=profile))
+    decided_s = result.transitions[0].started_s
+    assert short_since and 0.0 <= decided_s - short_since[0] < 0.1, (short_since[0], decided_s)

@@ -6,6 +6,7 @@ from typing import Any
 from kunserve.bench.simulate.run import Scenario, SimResult, simulate
 from kunserve.bench.simulate.systems import find_system
 from kunserve.core.config import SchedulerConfig
+from kunserve.sim.costs import profile_times
 from kunserve.sim.devices import find_device
 from kunserve.sim.models import find_model
 from kunserve.sim.profile import InstanceProfile, gpu_profile
@@ -32,7 +33,8 @@ def scenario(
 ) -> Scenario:
     """A cluster of small instances."""
     made = small_profile() if profile is None else profile
-    return Scenario(made, num_instances, workload, SchedulerConfig(256, 2048), **more)
+    cost = profile_times(made.times, made.spec.num_layers, 2048)
+    return Scenario(made, num_instances, workload, SchedulerConfig(256, 2048, cost=cost), **more)
 
 
 def run(system: str, world: Scenario, **more: Any) -> SimResult:

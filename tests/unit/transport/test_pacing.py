@@ -37,7 +37,7 @@ def test_a_chunk_is_about_one_stage_time_on_the_link() -> None:
     assert chunk_bytes_for(1.0, 0.002) == 250_000
     assert chunk_bytes_for(0.01, 0.002) == 64 * KIB
     assert chunk_bytes_for(100.0, 0.02) == 1024 * KIB
-    assert BulkPacing.for_link(None) == BulkPacing()
+    assert BulkPacing.for_link(None) == BulkPacing(chunk_bytes=1024 * 1024, max_in_flight=4)
     assert BulkPacing.for_link(1.0) == BulkPacing(chunk_bytes=250_000, link_gbps=1.0)
 
 

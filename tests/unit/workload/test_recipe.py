@@ -120,6 +120,23 @@ def test_the_bursty_window_follows_rate_and_count() -> None:
     assert fixed.duration_s <= 30
 
 
+def test_a_milder_spike_leaves_more_for_the_rest_of_the_window() -> None:
+    recipe = Recipe(Dataset.BURSTY, request_rate=20.0, spike_factor=2.0)
+    for workload, expected in ((build_workload(recipe), 2.0), (build_workload(Recipe(
+        Dataset.BURSTY, request_rate=20.0)), 4.5)):  # fmt: skip
+        num_before = sum(95 <= moment < 410 for moment in workload.arrival_s) / 315
+        num_spike = sum(415 <= moment < 480 for moment in workload.arrival_s) / 65
+        assert num_spike / num_before == pytest.approx(expected, rel=0.15)
+        assert f"{expected:g}x the base rate" in workload.provenance
+
+
+def test_burstgpt_lengths_replace_those_of_a_trace(azure: Path) -> None:
+    workload = build_workload(Recipe(Dataset.AZURE, azure, burstgpt_lengths=True, trace_scale=100))
+    mean_tokens = sum(workload.input_tokens) / len(workload)
+    assert len(workload) == 100 and 400 < mean_tokens < 900
+    assert "BurstGPT's means" in workload.provenance
+
+
 def test_lengths_and_timed_traces(tmp_path: Path, lengths: Path) -> None:
     drawn = build_workload(Recipe(Dataset.LENGTHS, dataset_path=lengths, num_prompts=50))
     assert set(drawn.input_tokens) == {1000, 2000}
@@ -150,6 +167,10 @@ def test_lengths_and_timed_traces(tmp_path: Path, lengths: Path) -> None:
         (Recipe(Dataset.AZURE, Path("x"), request_rate=3.0), "replays its own arrivals"),
         (Recipe(Dataset.AZURE, Path("x"), trace_model="GPT-4"), "trace_model"),
         (Recipe(Dataset.LENGTHS), "CSV"),
+        (Recipe(burstgpt_lengths=True), "burstgpt_lengths does not apply"),
+        (Recipe(Dataset.BURSTY, spike_factor=0.5), "at least 1 times the base rate"),
+        (Recipe(Dataset.AZURE, Path("x"), spike_factor=2.0), "spike_factor does not apply"),
+        (Recipe(Dataset.AZURE, Path("x"), lengths_path=Path("y"), burstgpt_lengths=True), "both"),
         (Recipe(Dataset.BURSTY, request_rate=float("inf")), "finite"),
         (Recipe(Dataset.BURSTY, request_rate=0.0, num_prompts=3), "request rate"),
         (Recipe(Dataset.BURSTY, random_input_tokens=3), "random_input_tokens"),

@@ -1,0 +1,117 @@
+"""What runs out first in a burst, memory or compute, and what dropping adds: no simulation.
+
+`python -m benchmarks.memory_or_compute` takes an instance in a steady state: `n` requests of mean
+lengths decode, and each step brings as many prompt tokens as `n` requests on their way through
+`out` tokens need, so that step time `T = T(n decodes, n * in / out prompt tokens)` and
+throughput is `n / (out * T)`. KV memory bounds `n`; the token budget bounds a step. Printed per
+workload: throughput when KV memory is full, as a share of what endless memory would give; then
+per depth of dropping the KV gained, the throughput gained or lost, and for how many seconds a
+burst of 1.5 times the full-memory throughput fits into the gained KV. In a group of `d` stages
+each instance runs `d` microbatches of `1/d` of the layers where it ran one step, and pays the
+host's part of a step `d` times. Bubbles are left out.
+"""
+
+from dataclasses import dataclass
+
+from kunserve.core.ids import RequestId
+from kunserve.core.step import Chunk
+from kunserve.sim.devices import find_device
+from kunserve.sim.models import find_model
+from kunserve.sim.profile import InstanceProfile, gpu_profile
+
+MAX_STEP_TOKENS = 2048
+BURST_FACTOR = 1.5
+DEPTHS = (2, 4, 8)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A model on a device under requests of these mean lengths."""
+
+    name: str
+    model: str
+    device: str
+    input_tokens: int
+    output_tokens: int
+    memory_utilization: float = 0.9
+    gpus: int | None = None
+
+    @property
+    def resident_tokens(self) -> float:
+        """KV of a request on average over its stay."""
+        return self.input_tokens + self.output_tokens / 2
+
+
+CASES = (
+    Case("LongBench, 14B, A800", "Qwen/Qwen2.5-14B", "a800", 5940, 513),
+    Case("ShareGPT, 14B, A800", "Qwen/Qwen2.5-14B", "a800", 1660, 373),
+    Case("BurstGPT, 14B, A800", "Qwen/Qwen2.5-14B", "a800", 642, 262),
+    Case("LongBench, 14B, weights 65 %", "Qwen/Qwen2.5-14B", "a800", 5940, 513, 0.53),
+    Case("BurstGPT, 14B, weights 65 %", "Qwen/Qwen2.5-14B", "a800", 642, 262, 0.53),
+    Case("LongBench, 72B, 4 H800", "Qwen/Qwen2.5-72B", "h800", 5940, 513),
+    Case("LongBench, 72B, 3 H800", "Qwen/Qwen2.5-72B", "h800", 5940, 513, 0.8, 3),
+)
+
+
+def step_s(profile: InstanceProfile, case: Case, num_requests: int, depth: int) -> float | None:
+    """Seconds between two tokens of ``num_requests`` per instance, as many microbatches as stages.
+
+    None where a microbatch is over the token budget.
+    """
+    prompt_tokens = num_requests * case.input_tokens / case.output_tokens
+    if num_requests + prompt_tokens > MAX_STEP_TOKENS:
+        return None
+    context = int(case.resident_tokens)
+    decodes = [Chunk(RequestId(""), context, 1, True)] * num_requests
+    prompt = Chunk(RequestId(""), case.input_tokens // 2, max(2, int(prompt_tokens)), False)
+    layers = profile.spec.num_layers // depth
+    inner_s = profile.times.stage_s([*decodes, prompt], layers, False)
+    last_s = profile.times.stage_s([*decodes, prompt], layers, True)
+    return (depth - 1) * inner_s + last_s
+
+
+def throughput(profile: InstanceProfile, case: Case, pool_tokens: float, depth: int = 1) -> float:
+    """Requests per second of an instance with that much KV, full."""
+    num_requests = max(1, int(pool_tokens / case.resident_tokens))
+    while (seconds := step_s(profile, case, num_requests, depth)) is None:
+        num_requests -= 1
+    return num_requests / (case.output_tokens * seconds)
+
+
+def describe(case: Case) -> list[str]:
+    """The case's lines of the table."""
+    profile = gpu_profile(
+        find_model(case.model),
+        find_device(case.device),
+        case.gpus,
+        memory_utilization=case.memory_utilization,
+    )
+    spec, pool = profile.spec, float(profile.pool_tokens)
+    weights = spec.num_layers * spec.layer_bytes
+    kv_bytes = spec.kv_units * spec.unit_bytes
+    full = throughput(profile, case, pool)
+    endless = max(throughput(profile, case, pool * factor) for factor in (1, 2, 3, 4, 6, 8, 16))
+    lines = [
+        f"{case.name}: weights {weights / (weights + kv_bytes):.0%} of the memory, "
+        f"{pool:,.0f} tokens of KV, {pool / case.resident_tokens:.0f} requests; "
+        f"{full:.2f} requests/s with full memory, {full / endless:.0%} of endless memory's"
+    ]
+    for depth in DEPTHS:
+        gained = weights * (1 - 1 / depth) / kv_bytes
+        more = throughput(profile, case, pool * (1 + gained), depth)
+        held_s = gained * pool / case.resident_tokens / ((BURST_FACTOR - 1) * full)
+        lines.append(
+            f"  groups of {depth}: KV +{gained:.0%}, throughput {more / full - 1:+.0%}, "
+            f"holds a burst of {BURST_FACTOR:g}x for {held_s:.0f} s more"
+        )
+    return lines
+
+
+def main() -> None:
+    """Print every case."""
+    for case in CASES:
+        print("\n".join(describe(case)))
+
+
+if __name__ == "__main__":
+    main()

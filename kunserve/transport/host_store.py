@@ -1,0 +1,41 @@
+"""KV in host memory: where a body keeps what was swapped out of its KV range."""
+
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+
+from kunserve.core.ids import RequestId
+
+Bytes = npt.NDArray[np.uint8]
+
+
+class HostStore:
+    """Owner of one instance's swapped KV, block by block."""
+
+    def __init__(self, unit_view: Callable[[int, int], Bytes]) -> None:
+        """``unit_view(unit, num_units)`` gives the bytes of consecutive KV units, no copy."""
+        self._unit_view = unit_view
+        self._blocks: dict[RequestId, dict[int, Bytes]] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        """In use now."""
+        return sum(data.nbytes for blocks in self._blocks.values() for data in blocks.values())
+
+    def put(self, request_id: RequestId, block: int, unit: int, num_units: int) -> None:
+        """Copy a block out of KV memory."""
+        blocks = self._blocks.setdefault(request_id, {})
+        assert block not in blocks, f"block {block} of {request_id} is in host memory already"
+        blocks[block] = self._unit_view(unit, num_units).copy()
+
+    def take(self, request_id: RequestId, block: int, unit: int, num_units: int) -> None:
+        """Copy a block back into KV memory, and keep it no longer."""
+        blocks = self._blocks[request_id]
+        self._unit_view(unit, num_units)[:] = blocks.pop(block)
+        if not blocks:
+            del self._blocks[request_id]
+
+    def forget(self, request_id: RequestId) -> None:
+        """The request is gone. Unknown ones are no mistake."""
+        self._blocks.pop(request_id, None)

@@ -1,0 +1,29 @@
+"""KV bytes that wait in host memory."""
+
+import numpy as np
+import pytest
+
+from kunserve.core.ids import RequestId
+from kunserve.transport.host_store import HostStore
+
+R = RequestId("r")
+
+
+def test_a_block_comes_back_elsewhere_and_is_kept_no_longer() -> None:
+    memory = np.arange(60, dtype=np.uint8).reshape(20, 3)
+    store = HostStore(lambda unit, num_units: memory[unit : unit + num_units].reshape(-1))
+    before = memory.copy()
+    store.put(R, 4, 2, 5)
+    store.put(R, 5, 10, 5)
+    memory[:] = 0
+    assert store.num_bytes == 30
+    store.take(R, 4, 13, 5)
+    assert (memory[13:18] == before[2:7]).all() and not memory[:13].any()
+    assert store.num_bytes == 15
+    with pytest.raises(AssertionError, match="block 5 of r is in host memory already"):
+        store.put(R, 5, 0, 5)
+    store.forget(R)
+    store.forget(RequestId("nobody"))
+    assert store.num_bytes == 0
+    with pytest.raises(KeyError):
+        store.take(R, 5, 0, 5)
