@@ -272,17 +272,15 @@ class BulkMover:
             if ask is None:
                 return
             src, chunk = ask
-            link = self._links.get(src)
-            if link is not None:
-                link[1].send(bulk_wire.encode(chunk), zmq.NOBLOCK)
+            if src not in self._links:
+                # Perhaps connected since this turn began; waiting a turn would cost its place.
+                self._rewire()
+            if src in self._links:
+                self._links[src][1].send(bulk_wire.encode(chunk), zmq.NOBLOCK)
                 continue
             with self._lock:
-                if src not in self._addresses:
-                    self._sink.lose(src, time.monotonic())
-                    self._tell_loop()
-                else:
-                    # Connected since this turn began: ask again once the link is there.
-                    self._sink.on_reply(chunk.ticket, Answer.NOT_YET, None, time.monotonic())
+                self._sink.lose(src, time.monotonic())
+                self._tell_loop()
 
     def _next_ask(self) -> Ask | None:
         with self._lock:
