@@ -2,13 +2,14 @@
 # make demo      the story on a real model
 # make check     what CI checks (needs an installed environment)
 # make test      install, then check
+# make hunt      the property tests once more, with examples drawn anew
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 KERNEL_FILES := $(wildcard kunserve/engine/kernels/*.c kunserve/engine/kernels/*.h kunserve/engine/kernels/*.py)
 
-.PHONY: install demo check slow test clean
+.PHONY: install demo check slow hunt test clean
 .DELETE_ON_ERROR:
 
 install: $(VENV)/.kernels
@@ -50,6 +51,9 @@ check:
 
 slow: install
 	$(BIN)/pytest -m slow
+
+hunt: install
+	$(BIN)/pytest --hypothesis-profile hunt $$(grep -rl --include='test_*.py' hypothesis tests)
 
 test: install check
 

@@ -13,9 +13,11 @@ from kunserve.control.controller import (
     Controller,
     Deliver,
     Respawn,
+    ScaleDown,
     ScaleUp,
     Tell,
 )
+from kunserve.control.scheduler_load import SchedulerTotals
 from kunserve.control.seat import AgentConfig
 from kunserve.core.config import KunServeConfig
 from kunserve.core.ids import InstanceId
@@ -44,8 +46,6 @@ class WorldConfig:
     """From an instance's death to the controller's knowledge of it."""
     link_priority: bool = True
     """Whether activations pass bulk transfers on the links."""
-    max_instances: int | None = None
-    """Grow up to so many instances when the controller asks for more; None: never."""
 
 
 class Watcher(Protocol):
@@ -95,7 +95,10 @@ class SimCluster:
         """Finished transitions."""
         self.scale_ups: list[tuple[float, str]] = []
         self.num_instances = 0
-        """Ordered so far, the starting ones included."""
+        """Ordered so far, the starting ones included: also the next one's id."""
+        self.num_given_back = 0
+        self.totals: list[SchedulerTotals] = []
+        """Of every instance that ever was."""
         self.pipelines = PipelineTime()
         self._config = config
         self._heap = heap
@@ -141,19 +144,28 @@ class SimCluster:
         held_s = sum(now_s - ordered_s for ordered_s in self._ordered_s.values())
         return self._past_instance_s + held_s
 
+    @property
+    def swapped_bytes(self) -> tuple[int, int]:
+        """KV that went to host memory, and came back, on the instances that live."""
+        bodies = [instance.body for instance in self._instances.values()]
+        out_bytes = sum(body.swapped_out_bytes for body in bodies)
+        return out_bytes, sum(body.swapped_back_bytes for body in bodies)
+
     def kill(self, instance_id: InstanceId) -> None:
         """An instance dies now; the controller learns of it later."""
-        instance = self._instances.pop(instance_id, None)
-        if instance is None:
-            return
+        if instance_id in self._instances:
+            self._remove(instance_id)
+            self._heap.after(self.world.detect_s, self._lost, instance_id)
+
+    # Instances
+
+    def _remove(self, instance_id: InstanceId) -> None:
+        instance = self._instances.pop(instance_id)
         instance.is_dead = True
         del self._movers[instance_id]
         self._past_instance_s += self._heap.now_s() - self._ordered_s.pop(instance_id)
         for ends in [ends for ends in self._wires if instance_id in ends]:
             del self._wires[ends]
-        self._heap.after(self.world.detect_s, self._lost, instance_id)
-
-    # Instances
 
     def _order(self, delay_s: float) -> None:
         instance_id = InstanceId(self.num_instances)
@@ -174,6 +186,7 @@ class SimCluster:
             body,
             mover,
         )
+        self.totals.append(agent.seat.totals)
         instance = _Instance(instance_id, agent, body, mover)
         self._instances[instance_id] = instance
         self._movers[instance_id] = mover
@@ -208,13 +221,18 @@ class SimCluster:
         self._heap.after(self._config.cluster.report_period_s, self._report_due, instance)
 
     def _hand(self, instance: _Instance, act: Callable[..., None], *args: Any) -> None:
-        """Give an instance something to read: now if it idles, else when it looks up."""
+        """Give an instance something to read: now if it idles, else when it looks up.
+
+        In an exchange every body lets it look up between layers, which is at once here.
+        """
         if instance.is_dead:
             return
         if not instance.is_busy:
             act(*args)
             self._pump(instance)
-        elif instance.agent.seat.is_running and self.profile.reads_during_steps:
+        elif instance.agent.seat.is_running and (
+            self.profile.reads_during_steps or instance.agent.is_exchanging
+        ):
             act(*args)
             if instance.agent.seat.outbox:
                 self._send(instance, 0.0)
@@ -306,7 +324,8 @@ class SimCluster:
                 else:
                     self._send_hidden(src, dst, letter, blocked_s)
         if instance.agent.seat.preemptions:
-            instance.agent.drain_preemptions()
+            for preemption in instance.agent.drain_preemptions():
+                self._note("preempted", src, preemption)
 
     def _send_hidden(
         self, src: InstanceId, dst: InstanceId, letter: "_Letter", blocked_s: float
@@ -338,7 +357,7 @@ class SimCluster:
 
     def _from_controller(self, dst: InstanceId, message: Message) -> None:
         instance = self._instances.get(dst)
-        if instance is not None and not isinstance(message, Connect):
+        if instance is not None:
             self._hand(instance, self._read, instance, None, message, None)
 
     def _tick(self) -> None:
@@ -352,9 +371,9 @@ class SimCluster:
             if isinstance(command, Deliver):
                 self._on_token(command.token)
             elif isinstance(command, Tell):
-                self._heap.after(
-                    self._latency_s, self._from_controller, command.instance_id, command.message
-                )
+                instance_id, message = command
+                if not isinstance(message, Connect):  # a simulated instance needs no addresses
+                    self._heap.after(self._latency_s, self._from_controller, instance_id, message)
             else:
                 self._carry_out(command)
             if self._watcher is not None:
@@ -369,9 +388,11 @@ class SimCluster:
                 self.records.append(record)
             case ScaleUp(reason):
                 self.scale_ups.append((self._heap.now_s(), reason))
-                most = self.world.max_instances
-                if most is not None and self.num_instances < most:
+                if self._config.cluster.max_instances is not None:
                     self._order(self.world.start_s)
+            case ScaleDown(instance_id):
+                self.num_given_back += 1
+                self._remove(instance_id)
 
     def _note(self, kind: str, *details: Any) -> None:
         if self._watcher is not None:
@@ -383,6 +404,11 @@ class SimCluster:
     def instances(self) -> dict[InstanceId, InstanceAgent]:
         """The brain of every living instance."""
         return {i: instance.agent for i, instance in self._instances.items()}
+
+    @property
+    def is_moving(self) -> bool:
+        """Whether KV or weights are on their way anywhere."""
+        return any(not instance.mover.is_quiet for instance in self._instances.values())
 
     def check(self) -> None:
         """Every owner's invariants, and the tables' agreement with the bodies."""
@@ -399,6 +425,7 @@ class SimCluster:
         for instance in self._instances.values():
             assert instance.agent.seat.table.used_units == 0, instance.instance_id
             assert instance.mover.is_quiet, instance.instance_id
+            assert not instance.body.swapped, instance.instance_id
 
 
 @dataclass(slots=True, eq=False)
