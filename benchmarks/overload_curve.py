@@ -49,7 +49,7 @@ def workload_of(options: argparse.Namespace, share: float) -> Workload:
     return with_lengths(base, lengths)
 
 
-def systems_of(options: argparse.Namespace) -> list[System]:
+def systems_of(options: argparse.Namespace, share: float) -> list[System]:
     """Several systems with the same model, memory, block size and batch limits."""
     common = (
         "smollm2-135m",
@@ -60,7 +60,12 @@ def systems_of(options: argparse.Namespace) -> list[System]:
         "--max-num-batched-tokens",
         str(options.max_num_batched_tokens),
     )
-    return [System(name, (*common, *SYSTEMS[name][0])) for name in options.systems]
+    systems = []
+    for name in options.systems:
+        trace = options.out / f"{name}-{share:g}.trace.json"
+        kept = ("--trace-out", str(trace)) if options.traces else ()
+        systems.append(System(name, (*common, *SYSTEMS[name][0], *kept)))
+    return systems
 
 
 def main() -> None:
@@ -83,6 +88,7 @@ def main() -> None:
     parser.add_argument("--max-num-batched-tokens", type=int, default=256)
     parser.add_argument("--length-scale", type=float, default=1.0)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--traces", action="store_true", help="keep every server's step trace")
     parser.add_argument("--out", type=Path, default=Path("overload"))
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
@@ -92,7 +98,7 @@ def main() -> None:
         rate = len(workload) / workload.duration_s
         print(f"\n== load {share:g}: {len(workload)} requests, mean {rate:.2f} req/s", flush=True)
         print(f"   {workload.provenance}", flush=True)
-        results = run_systems(systems_of(options), workload, seed=options.seed)
+        results = run_systems(systems_of(options, share), workload, seed=options.seed)
         print(table(results), flush=True)
         for result in results:
             for line in result.transitions:

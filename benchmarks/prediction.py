@@ -8,6 +8,9 @@ A run file holds its requests and the server's flags, so nothing else is needed.
 overload is chaotic: requests that come a millisecond later make another tail, in both worlds. So
 each run is simulated many times with arrivals moved by a few milliseconds; the table shows the
 median of the simulations, their range, and how far the real run is from the median.
+
+With `overload_curve --traces` the second table shows the same with step times fitted to the steps
+of that very run: what is left of an error then is the simulator's, what went is the profile's.
 """
 
 import argparse
@@ -16,17 +19,23 @@ import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeAlias
 
+from benchmarks.traced_steps import fit_steps, read_steps
 from kunserve.bench.metrics import RunMetrics, compute_metrics
 from kunserve.bench.runfile import Run, read_run
 from kunserve.bench.simulate.run import Scenario, simulate
 from kunserve.bench.simulate.systems import find_system
 from kunserve.core.config import KunServeConfig
+from kunserve.core.cost import CostCoefficients
 from kunserve.model.profile import Profile, read_profile
 from kunserve.server.command import config_from_flags, serve_command
 from kunserve.sim.costs import cpu_profile
 from kunserve.sim.models import find_model
 from kunserve.workload.workload import Lengths, Workload
+
+Steps: TypeAlias = tuple[CostCoefficients, CostCoefficients]
+"""What steps cost in company of other instances, and alone."""
 
 ROWS: tuple[tuple[str, Callable[[RunMetrics], float]], ...] = (
     ("TTFT P50 (s)", lambda m: m.ttft.median_s),
@@ -79,13 +88,15 @@ def workload_of(run: Run, generator: random.Random | None, jitter_s: float) -> W
     return Workload(tuple(moments), lengths, run.provenance)
 
 
-def predict(run: Run, profile: Profile, num_runs: int, jitter_s: float) -> list[Prediction]:
-    """Simulate the run's cluster under its requests."""
+def predict(
+    run: Run, profile: Profile, steps: Steps, num_runs: int, jitter_s: float
+) -> list[Prediction]:
+    """Simulate the run's cluster under its requests, with these step times."""
     config = config_of(run)
     scenario = Scenario(
         profile=cpu_profile(
             find_model(profile.subject.model),
-            profile.serving,
+            *steps,
             config.instance.block_size,
             config.instance.memory_bytes,
         ),
@@ -115,13 +126,24 @@ def main() -> None:
     for path in options.runs:
         run = read_run(path)
         print(f"\n{path.stem}: {len(run.records)} requests, {dict(run.config)['serve']}")
-        print(f"{'':18}{'real':>9}{'simulated':>11}{'range':>20}{'error':>9}")
-        for row in predict(run, profile, options.num_runs, options.jitter_ms / 1e3):
-            low, high = min(row.simulated), max(row.simulated)
-            print(
-                f"{row.name:18}{row.real:9.3f}{row.median:11.3f}"
-                f"{f'{low:.3f} - {high:.3f}':>20}{row.error:+9.1%}"
-            )
+        sources: list[tuple[str, Steps]] = [("by the profile", (profile.serving, profile.alone))]
+        trace = path.with_suffix(".trace.json")
+        if trace.exists():
+            sources.append(("by its own steps", fit_steps(read_steps(trace))))
+        for name, steps in sources:
+            rows = predict(run, profile, steps, options.num_runs, options.jitter_ms / 1e3)
+            show(name, rows)
+
+
+def show(name: str, rows: list[Prediction]) -> None:
+    """Print one table."""
+    print(f"{name:18}{'real':>9}{'simulated':>11}{'range':>20}{'error':>9}")
+    for row in rows:
+        low, high = min(row.simulated), max(row.simulated)
+        print(
+            f"{row.name:18}{row.real:9.3f}{row.median:11.3f}"
+            f"{f'{low:.3f} - {high:.3f}':>20}{row.error:+9.1%}"
+        )
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Generator, Sequence
 from pathlib import Path
@@ -78,10 +79,27 @@ class ServerProcess:
 @contextlib.contextmanager
 def running_server(flags: Sequence[str]) -> Generator[ServerProcess, None, None]:
     """A ready server with these ``kunserve serve`` arguments (the model first)."""
-    with tempfile.TemporaryDirectory(prefix="kunserve-") as folder:
+    with _unwinding_on_sigterm(), tempfile.TemporaryDirectory(prefix="kunserve-") as folder:
         server = ServerProcess(flags, Path(folder) / "server.log")
         try:
             server.wait_ready()
             yield server
         finally:
             server.stop()
+
+
+@contextlib.contextmanager
+def _unwinding_on_sigterm() -> Generator[None, None, None]:
+    """Within, SIGTERM ends this process as Ctrl-C does: its server is stopped first."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    previous = signal.signal(signal.SIGTERM, _exit)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+def _exit(number: int, frame: object) -> None:
+    sys.exit(128 + number)

@@ -62,6 +62,9 @@ class InstanceTrace:
             decodes=decodes,
             prompt_tokens=plan.num_tokens - decodes,
             context=sum(chunk.start for chunk in plan.chunks),
+            pairs=sum(c * p + c * (c + 1) // 2 for _, p, c, _ in plan.chunks),
+            chunks=len(plan.chunks),
+            samples=sum(chunk.samples for chunk in plan.chunks),
             layers=list(step.layers),
         )
         if not (step.is_first and step.is_last):

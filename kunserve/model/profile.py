@@ -9,7 +9,7 @@ from kunserve.core.cost import CostCoefficients, CostSample
 from kunserve.core.errors import ConfigError
 from kunserve.core.model_spec import ModelSpec
 
-FORMAT = 2
+FORMAT = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,9 @@ class Profile:
     num_instances: int
     """That computed on the machine meanwhile, the measured one included."""
     serving: CostCoefficients
-    """Fitted to wall times among those instances: how long steps take while serving."""
+    """Fitted to wall times while those instances compute: how long steps take in a burst."""
+    alone: CostCoefficients
+    """The same while the others rest: they leave it all of the machine's memory bandwidth."""
     errors: dict[str, dict[str, RegionError]]
     """Cost model -> region -> error."""
     samples: tuple[CostSample, ...]

@@ -29,12 +29,20 @@ def fit(samples: Sequence[CostSample], form: CostForm = OURS) -> Array:
     Relative, so that a decode of 20 ms counts as much as a prefill of 2 s. Needs more samples
     than terms.
     """
-    seconds = _seconds(samples)
-    rows = feature_rows(samples, form) / seconds[:, None]
+    return fit_rows(feature_rows(samples, form), _seconds(samples))
+
+
+def fit_rows(rows: Array, seconds: Array, unit_s: Array | None = None) -> Array:
+    """``fit`` for batches that are known by their features: [samples, terms] and [samples].
+
+    Errors count in units of ``unit_s``, by default what was measured.
+    """
+    unit_s = seconds if unit_s is None else unit_s
+    relative = rows / unit_s[:, None]
     # Columns of like size: nnls compares them.
-    scale = rows.max(axis=0)
+    scale = relative.max(axis=0)
     scale[scale == 0.0] = 1.0
-    solution, _ = nnls(rows / scale, np.ones(len(samples)))
+    solution, _ = nnls(relative / scale, seconds / unit_s)
     return np.asarray(solution / scale, dtype=np.float64)
 
 

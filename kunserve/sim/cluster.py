@@ -113,6 +113,8 @@ class SimCluster:
         )
         self._ordered_s: dict[InstanceId, float] = {}
         self._past_instance_s = 0.0
+        self._num_computing = 0
+        """Instances in the middle of a step, those included that died in it."""
         for _ in range(config.cluster.num_instances):
             self._order(0.0)
         heap.after(TICK_S, self._tick)
@@ -277,7 +279,9 @@ class SimCluster:
                 self._heap.after(blocked_s, self._look_up, instance)
             return
         instance.is_busy = True
-        end_s = now_s + blocked_s + instance.body.step_s(work.step)
+        company = self._num_computing / max(1, len(self._instances) - 1)
+        self._num_computing += 1
+        end_s = now_s + blocked_s + instance.body.step_s(work.step, company)
         layout = agent.seat.layout
         assert layout is not None
         if len(layout.stages) > 1:
@@ -288,6 +292,7 @@ class SimCluster:
 
     def _finish(self, instance: _Instance, work: Work, layout: Any) -> None:
         now_s = self._heap.now_s()
+        self._num_computing -= 1
         if len(layout.stages) > 1:
             self.pipelines.end(layout, now_s)
         if instance.is_dead:

@@ -55,9 +55,13 @@ class MeasuredTimes:
 
 
 def cpu_profile(
-    model: SimModel, cost: CostCoefficients, block_size: int, memory_bytes: int
+    model: SimModel,
+    serving: CostCoefficients,
+    alone: CostCoefficients,
+    block_size: int,
+    memory_bytes: int,
 ) -> InstanceProfile:
-    """An instance as ``kunserve serve`` runs it on a CPU, with measured step times.
+    """An instance as ``kunserve serve`` runs it on a CPU, with step times as a profile has them.
 
     Rates of transfers inside one machine are those measured for our transport and arena.
     """
@@ -83,7 +87,8 @@ def cpu_profile(
     return InstanceProfile(
         model=model,
         spec=spec,
-        times=MeasuredTimes(cost, model.num_layers, LOOP_S),
+        times=MeasuredTimes(serving, model.num_layers, LOOP_S),
+        times_alone=MeasuredTimes(alone, model.num_layers, LOOP_S),
         num_gpus=0,
         network_bytes_per_s=2.5e9,
         host_bytes_per_s=2.0e9,

@@ -30,6 +30,7 @@ class InstanceProfile:
     spec: InstanceSpec
     """Of instance 0; the others differ in their number."""
     times: StepTimes
+    """While the other instances compute."""
     num_gpus: int
     network_bytes_per_s: float
     """One way, for bulk and activations together."""
@@ -43,6 +44,8 @@ class InstanceProfile:
     """Whether mail is read while a step computes: a GPU leaves its host free, a CPU does not."""
     message_latency_s: float = 100e-6
     """From one process to another."""
+    times_alone: StepTimes | None = None
+    """While the others rest; None where instances do not share a machine."""
 
     def spec_of(self, instance_id: InstanceId) -> InstanceSpec:
         """The make of one instance."""
@@ -77,7 +80,11 @@ class RooflineTimes:
     all-reduces per layer join the shards; the host adds its part per step and per sequence.
     """
 
-    def __init__(self, model: SimModel, device: Device, num_gpus: int) -> None:
+    def __init__(
+        self, model: SimModel, device: Device, num_gpus: int, stage_host_share: float = 1.0
+    ) -> None:
+        """``stage_host_share``: of the host's part, what a stage before the last one pays."""
+        self._stage_host_share = stage_host_share
         self._model = model
         self._device = device
         self._num_gpus = num_gpus
@@ -114,9 +121,10 @@ class RooflineTimes:
         if self._num_gpus > 1:
             layer_s += 2.0 * self._reduce_s(num_tokens)
         total_s = num_layers * (layer_s + device.layer_overhead_s)
+        host_s = device.step_overhead_s + device.sequence_overhead_s * len(chunks)
         if is_last:
-            total_s += self._head_s(num_sampled)
-        return total_s + device.step_overhead_s + device.sequence_overhead_s * len(chunks)
+            return total_s + self._head_s(num_sampled) + host_s
+        return total_s + host_s * self._stage_host_share
 
     def matmul_s(self, num_tokens: int) -> float:
         """The matrix products of one layer."""
@@ -143,6 +151,7 @@ def gpu_profile(
     *,
     memory_utilization: float = 0.9,
     block_size: int = 64,
+    stage_host_share: float = 1.0,
 ) -> InstanceProfile:
     """An instance of ``num_gpus`` GPUs; raises TooLittleMemory when the model does not fit.
 
@@ -179,7 +188,7 @@ def gpu_profile(
     return InstanceProfile(
         model=model,
         spec=spec,
-        times=RooflineTimes(model, device, gpus),
+        times=RooflineTimes(model, device, gpus, stage_host_share),
         num_gpus=gpus,
         network_bytes_per_s=gpus * device.network_bytes_per_s * device.network_share,
         host_bytes_per_s=gpus * device.host_bytes_per_s,

@@ -1,23 +1,20 @@
 """Runs an experiment and writes what it found: text, JSONL, figures, a report."""
 
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import msgspec
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from kunserve.bench.plot import plot_comparison
 from kunserve.bench.runfile import write_run
-from kunserve.bench.simulate.chrome_trace import StepTrace
 from kunserve.bench.simulate.figures import plot_loads, plot_violations
 from kunserve.bench.simulate.html import write_report
-from kunserve.bench.simulate.run import Scenario, SimResult, simulate
+from kunserve.bench.simulate.jobs import Job, num_jobs_at_once, run_jobs
+from kunserve.bench.simulate.run import SimResult
 from kunserve.bench.simulate.settings import Experiment, build_scenario, check_systems
 from kunserve.bench.simulate.systems import find_system
-from kunserve.bench.simulate.table import as_text, rows, summary
+from kunserve.bench.simulate.table import as_text, rows, summary, windows
 from kunserve.core.errors import ConfigError
 
 
@@ -27,8 +24,12 @@ def run_experiment(
     *,
     save_requests: bool = False,
     chrome_trace: bool = False,
+    num_jobs: int | None = None,
 ) -> list[tuple[float, list[SimResult]]]:
-    """Every load in turn, every system at each. Prints as it goes."""
+    """Every system at every load, ``num_jobs`` of them at once (None: one per core).
+
+    Prints each load's table as soon as it is there.
+    """
     check_systems(experiment.compare)
     scales = experiment.sweep or (experiment.load.scale,)
     scenarios = [
@@ -40,48 +41,36 @@ def run_experiment(
             output.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(f"cannot write to {output}: {error.strerror}") from None
+    stems = {
+        (scale, label): f"{label}-{scale:g}" if len(scales) > 1 else label
+        for scale in scales
+        for label in experiment.compare
+    }
+    jobs = [
+        Job(label, scenario, _trace_path(output, stems[scale, label]) if chrome_trace else None)
+        for scale, scenario in scenarios
+        for label in experiment.compare
+    ]
     by_scale: list[tuple[float, list[SimResult]]] = []
+    finished = run_jobs(jobs, num_jobs_at_once(len(jobs), num_jobs))
     for scale, scenario in scenarios:
-        results = []
-        for label in experiment.compare:
-            trace = StepTrace() if chrome_trace and output is not None else None
-            result = _run_one(label, scenario, trace)
-            results.append(result)
-            if output is not None:
-                stem = f"{label}-{scale:g}" if len(scales) > 1 else label
-                if save_requests:
-                    write_run(output / f"{stem}.jsonl", result.run)
-                if trace is not None:
-                    trace.write(output / f"{stem}.trace.json", result.transitions)
+        results = [next(finished) for _ in experiment.compare]
         by_scale.append((scale, results))
         print(f"\nload {scale:g}: {scenario.workload.provenance}")
         print(as_text(rows(results)), flush=True)
         if output is not None:
+            for result in results if save_requests else ():
+                write_run(output / f"{stems[scale, result.run.label]}.jsonl", result.run)
             _write(experiment, by_scale, output)
+    if len(by_scale) > 1 and len(experiment.compare) > 1:
+        print(f"\n{as_text(windows(by_scale))}")
     if output is not None:
         print(f"\nwritten to {output}")
     return by_scale
 
 
-def _run_one(label: str, scenario: Scenario, trace: StepTrace | None) -> SimResult:
-    began_s = time.perf_counter()
-    columns = (
-        TextColumn(f"[bold]{label}"),
-        BarColumn(),
-        TextColumn("{task.completed}/{task.total} requests"),
-        TimeElapsedColumn(),
-    )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task(label, total=len(scenario.workload))
-        result = simulate(
-            find_system(label),
-            scenario,
-            watcher=trace,
-            ended=lambda record: progress.advance(task),
-        )
-    took_s = time.perf_counter() - began_s
-    print(f"{label}: {result.metrics.duration_s:.0f} s simulated in {took_s:.1f} s")
-    return result
+def _trace_path(output: Path | None, stem: str) -> Path | None:
+    return None if output is None else output / f"{stem}.trace.json"
 
 
 def _write(
@@ -101,6 +90,8 @@ def _write(
         figures.append((f"SLO violations, load {scale:g}", output / f"slo{ending}.png"))
         plot_violations(results, figures[-1][1])
     tables = [(f"Load {scale:g}", rows(results)) for scale, results in by_scale]
+    if len(by_scale) > 1 and len(experiment.compare) > 1:
+        tables.insert(0, ("Where it helps", windows(by_scale)))
     text = "\n\n".join(f"{name}\n{as_text(table)}" for name, table in tables)
     (output / "table.txt").write_text(text + "\n")
     write_report(

@@ -38,9 +38,9 @@ class Scenario:
     kills: tuple[tuple[float, int], ...] = ()
     """(seconds since the first request could come, instance) of each death."""
     host_bytes: int | None = None
+    """Host memory of each instance for swapped KV; None is no limit."""
     server: ServerConfig = field(default_factory=ServerConfig)
     """For the limits of its queue."""
-    """Host memory of each instance for swapped KV; None is no limit."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,6 +39,8 @@ class Setup:
     block_size: int = 64
     max_num_batched_tokens: int = 2048
     max_num_seqs: int = 256
+    stage_host_share: float = 1.0
+    """Of the host's time per step and sequence, what each stage of a pipeline but its last pays."""
     start_s: float = 120.0
     """From the order for a new instance to its readiness."""
     kills: tuple[tuple[float, int], ...] = ()
@@ -181,6 +183,8 @@ def _check_setup(setup: Setup) -> None:
             raise ConfigError(f"{name} must be at least 1, not {count}")
     if not 0.0 < setup.memory_utilization <= 1.0:
         raise ConfigError(f"memory_utilization must be in (0, 1], not {setup.memory_utilization}")
+    if not 0.0 <= setup.stage_host_share <= 1.0:
+        raise ConfigError(f"stage_host_share must be in [0, 1], not {setup.stage_host_share}")
     for name, amount in (("start_s", setup.start_s), ("host_gib", setup.host_gib)):
         if amount is not None and not 0.0 <= amount < math.inf:
             raise ConfigError(f"{name} must be at least 0 and finite, not {amount}")
@@ -199,6 +203,7 @@ def _instance_profile(setup: Setup) -> InstanceProfile:
         return cpu_profile(
             find_model(measured.subject.model),
             measured.serving,
+            measured.alone,
             measured.subject.block_size,
             setup.instance_mib << 20,
         )
@@ -208,6 +213,7 @@ def _instance_profile(setup: Setup) -> InstanceProfile:
         setup.gpus_per_instance,
         memory_utilization=setup.memory_utilization,
         block_size=setup.block_size,
+        stage_host_share=setup.stage_host_share,
     )
 
 

@@ -12,7 +12,7 @@ from kunserve.core.errors import ConfigError
 from kunserve.sim.devices import DEVICES
 from kunserve.sim.models import MODELS
 
-_OUTPUT_FLAGS = {"experiment", "output", "save_requests", "chrome_trace", "show_list"}
+_OUTPUT_FLAGS = {"experiment", "output", "save_requests", "chrome_trace", "jobs", "show_list"}
 
 
 def start(flags: dict[str, Any], given: Collection[str]) -> None:
@@ -37,6 +37,7 @@ def start(flags: dict[str, Any], given: Collection[str]) -> None:
         flags["output"],
         save_requests=flags["save_requests"],
         chrome_trace=flags["chrome_trace"],
+        num_jobs=flags["jobs"],
     )
 
 

@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from kunserve.bench.metrics import PERCENTILES, slo_violations_by_factor
 from kunserve.bench.simulate.run import SimResult
 
+CLEARLY = 1.1
+"""Times lower that a P99 must be for its load to count as inside the window."""
 SLO_FACTORS = tuple(float(factor) for factor in range(1, 11))
 
 
@@ -44,7 +46,7 @@ def rows(results: Sequence[SimResult]) -> list[tuple[str, ...]]:
             *(f"{r.metrics.num_completed} / {r.metrics.num_failed}" for r in results),
         )
     )
-    lines.append(("mean KV use", *(f"{_mean_use(r):.0%}" for r in results)))
+    lines.append(("mean KV use", *(f"{mean_kv_use(r):.0%}" for r in results)))
     lines.append(("preemptions", *(str(r.num_preemptions) for r in results)))
     lines.append(("recomputed tokens", *(f"{r.lost_tokens:,}" for r in results)))
     if any(r.swapped_out_bytes for r in results):
@@ -68,7 +70,31 @@ def rows(results: Sequence[SimResult]) -> list[tuple[str, ...]]:
     return lines
 
 
-def _mean_use(result: SimResult) -> float:
+def windows(by_scale: Sequence[tuple[float, Sequence[SimResult]]]) -> list[tuple[str, ...]]:
+    """Over several loads: where each system's P99 TTFT beats the first one's, and by how much."""
+    first, *others = by_scale[0][1]
+    head = f"P99 TTFT against {first.run.label}"
+    lines: list[tuple[str, ...]] = [(head, "at most", "at load", f"{CLEARLY}x or more at")]
+    for place, other in enumerate(others, start=1):
+        gains = [
+            (results[0].metrics.ttft.percentile_s(99.0) / p99_s if p99_s else 1.0, scale, results)
+            for scale, results in by_scale
+            for p99_s in [results[place].metrics.ttft.percentile_s(99.0)]
+        ]
+        best, where, _ = max(gains, key=lambda gain: gain[0])
+        inside = [
+            f"{scale:g} ({mean_kv_use(results[0]):.0%} KV)"
+            for gain, scale, results in gains
+            if gain >= CLEARLY
+        ]
+        lines.append(
+            (other.run.label, f"{best:.2f}x", f"{where:g}", ", ".join(inside) or "no load")
+        )
+    return lines
+
+
+def mean_kv_use(result: SimResult) -> float:
+    """Mean share of the KV memory in use, over samples of the run."""
     shares = [s.kv_usage for s in result.run.samples if s.kv_usage is not None]
     return sum(shares) / max(1, len(shares))
 
@@ -95,7 +121,7 @@ def summary(result: SimResult, scale: float) -> dict[str, object]:
         "duration_s": round(metrics.duration_s, 3),
         "request_throughput": round(metrics.request_throughput, 4),
         "output_throughput": round(metrics.output_throughput, 2),
-        "mean_kv_usage": round(_mean_use(result), 4),
+        "mean_kv_usage": round(mean_kv_use(result), 4),
         "num_preemptions": result.num_preemptions,
         "lost_tokens": result.lost_tokens,
         "num_drops": result.num_drops,

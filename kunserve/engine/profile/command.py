@@ -78,11 +78,11 @@ def profile_command(
             try:
                 total = len(plan.shapes) * num_repeats
                 beside = neighbours(num_instances - 1, settings, block_size, num_threads)
-                with beside, _progress() as progress:
+                with beside as others, _progress() as progress:
                     task = progress.add_task(
                         "measuring", total=total, completed=journal.num_measured
                     )
-                    measure(stopwatch, plan, journal, lambda: progress.advance(task))
+                    measure(stopwatch, plan, journal, others, lambda: progress.advance(task))
                 profile = make_profile(
                     subject, plan.shapes, journal.found, stopwatch.clock, num_instances, seed
                 )
@@ -120,8 +120,12 @@ def _tell(profile: Profile, path: Path) -> None:
         cells = [f"{errors[r].mean * 100:.1f} ({errors[r].largest * 100:.0f})" for r in regions]
         table.add_row(name, *cells)
     Console().print(table)
-    among = f"as wall time among {profile.num_instances} instances"
-    for clock, c in ((profile.clock, profile.coefficients), (among, profile.serving)):
+    fits = (
+        (profile.clock, profile.coefficients),
+        ("wall time while the others rest", profile.alone),
+        (f"wall time among {profile.num_instances} instances", profile.serving),
+    )
+    for clock, c in fits:
         click.echo(
             f"attention {c.attention_s * 1e6:.3f} us/pair, token {c.token_s * 1e6:.1f} us, "
             f"chunk {c.chunk_s * 1e3:.2f} ms ({c.shared_s * 1e3:.2f} shared), "

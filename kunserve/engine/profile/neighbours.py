@@ -1,11 +1,15 @@
 """The other instances of the machine, computing while one is measured.
 
 Instances of one machine share its memory bandwidth, caches and clock rate: a step takes longer
-beside others. Without neighbours a profile knows the machine idle, as no burst ever finds it.
+beside others. Without neighbours a profile knows the machine idle, as no burst ever finds it. They
+do what serving instances do: mostly decode few sequences at a time, which streams the weights and
+leaves others the least bandwidth, and between that run prompts.
 """
 
 import contextlib
+import itertools
 import multiprocessing
+import time
 from collections.abc import Iterator
 from multiprocessing.synchronize import Event
 
@@ -15,18 +19,45 @@ from kunserve.engine.profile.shapes import draw_shapes
 from kunserve.engine.profile.stopwatch import Stopwatch
 
 START_S = 120.0
+_SETTLE_S = 1.0
+"""After this much of a rest every batch that was under way has ended."""
+_REST_STEP_S = 0.01
 STOP_S = 10.0
 _BATCHES_PER_REGION = 8
+_MOST_DECODES = 16
+_DECODE_SHARE = 0.8
+"""Of an instance's busy time, steps that only decode (as `benchmarks/step_times.py` finds them)."""
+
+
+class Neighbours:
+    """The processes that compute, or rest."""
+
+    def __init__(self, rest: Event) -> None:
+        self._rest = rest
+
+    def let_rest(self, rests: bool) -> None:
+        """Stand still, or go on. Returns once they do."""
+        if rests == self._rest.is_set():
+            return
+        if rests:
+            self._rest.set()
+        else:
+            self._rest.clear()
+        time.sleep(_SETTLE_S)
 
 
 @contextlib.contextmanager
-def neighbours(count: int, model: ModelConfig, block_size: int, num_threads: int) -> Iterator[None]:
-    """Within, ``count`` more bodies run batches of all regions, each in a process of its own."""
+def neighbours(
+    count: int, model: ModelConfig, block_size: int, num_threads: int
+) -> Iterator[Neighbours]:
+    """Within, ``count`` more bodies compute, each in a process of its own."""
     context = multiprocessing.get_context("spawn")
-    ready, stop = [context.Event() for _ in range(count)], context.Event()
+    ready, stop, rest = [context.Event() for _ in range(count)], context.Event(), context.Event()
     processes = [
         context.Process(
-            target=_compute, args=(model, block_size, num_threads, seed, event, stop), daemon=True
+            target=_compute,
+            args=(model, block_size, num_threads, seed, event, stop, rest),
+            daemon=True,
         )
         for seed, event in enumerate(ready)
     ]
@@ -36,7 +67,7 @@ def neighbours(count: int, model: ModelConfig, block_size: int, num_threads: int
         for event in ready:
             if not event.wait(START_S):
                 raise RuntimeError("a neighbour did not start")
-        yield
+        yield Neighbours(rest)
     finally:
         stop.set()
         for process in processes:
@@ -45,19 +76,34 @@ def neighbours(count: int, model: ModelConfig, block_size: int, num_threads: int
 
 
 def _compute(
-    model: ModelConfig, block_size: int, num_threads: int, seed: int, ready: Event, stop: Event
+    model: ModelConfig,
+    block_size: int,
+    num_threads: int,
+    seed: int,
+    ready: Event,
+    stop: Event,
+    rest: Event,
 ) -> None:
     body = open_body(model, block_size, num_threads)
     try:
-        limits = limits_of(body, max_batch_tokens=256, max_decodes=64)
+        limits = limits_of(body, max_batch_tokens=256, max_decodes=_MOST_DECODES)
         stopwatch = Stopwatch(body, num_threads)
         shapes = draw_shapes(_BATCHES_PER_REGION, limits, seed)
+        decodes = itertools.cycle([shape for shape in shapes if shape.region == "decode"])
+        prompts = itertools.cycle([shape for shape in shapes if shape.region != "decode"])
         stopwatch.measure(shapes[0])
         ready.set()
-        while True:
-            for shape in shapes:
-                if stop.is_set():
-                    return
-                stopwatch.measure(shape)
+        decoding_s = others_s = 0.0
+        while not stop.is_set():
+            if rest.is_set():
+                time.sleep(_REST_STEP_S)
+                continue
+            is_decode = decoding_s * (1.0 - _DECODE_SHARE) < others_s * _DECODE_SHARE
+            began_s = time.monotonic()
+            stopwatch.measure(next(decodes if is_decode else prompts))
+            took_s = time.monotonic() - began_s
+            decoding_s, others_s = (
+                (decoding_s + took_s, others_s) if is_decode else (decoding_s, others_s + took_s)
+            )
     finally:
         body.close()

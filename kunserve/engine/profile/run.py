@@ -15,6 +15,7 @@ from kunserve.core.cost import CostSample
 from kunserve.core.ids import InstanceId
 from kunserve.engine.body import CpuBody
 from kunserve.engine.profile.journal import Journal, Plan
+from kunserve.engine.profile.neighbours import Neighbours
 from kunserve.engine.profile.shapes import BatchShape, ShapeLimits, draw_shapes
 from kunserve.engine.profile.stopwatch import Reading, Stopwatch
 from kunserve.model.config import read_spec
@@ -61,13 +62,23 @@ def make_plan(
     return Plan(subject, num_repeats, draw_shapes(num_per_region, limits, seed))
 
 
+def is_alone(repeat: int) -> bool:
+    """Whether the neighbours rest in this repeat: in every other one."""
+    return repeat % 2 == 1
+
+
 def measure(
-    stopwatch: Stopwatch, plan: Plan, journal: Journal, advance: Callable[[], None]
+    stopwatch: Stopwatch,
+    plan: Plan,
+    journal: Journal,
+    neighbours: Neighbours,
+    advance: Callable[[], None],
 ) -> None:
     """Every shape once, then every shape again, ...: a disturbance spoils one repeat of each."""
     for shape in plan.shapes[:3]:
         stopwatch.measure(shape)
     for repeat in range(plan.num_repeats):
+        neighbours.let_rest(is_alone(repeat))
         for index, shape in enumerate(plan.shapes):
             if len(journal.found[index]) <= repeat:
                 journal.note(index, stopwatch.measure(shape))
@@ -85,9 +96,11 @@ def make_profile(
     """Fit the least of the repeats; judge every cost model on the same samples.
 
     The least, since a neighbour on the machine only ever adds time. How long steps take among
-    neighbours is fitted to the medians of the wall times.
+    neighbours that compute, and while they rest, is fitted to the medians of those wall times.
     """
-    samples, walls = [], []
+    samples: list[CostSample] = []
+    beside: list[CostSample] = []
+    alone: list[CostSample] = []
     for shape, readings in zip(shapes, found, strict=True):
         sample = CostSample(
             shape.region,
@@ -96,9 +109,10 @@ def make_profile(
             shape.num_samples,
             min(reading.seconds for reading in readings),
         )
-        wall_s = statistics.median(reading.wall_s for reading in readings)
         samples.append(sample)
-        walls.append(replace(sample, seconds=wall_s))
+        for group, rests in ((beside, False), (alone, True)):
+            walls = [r.wall_s for i, r in enumerate(readings) if is_alone(i) is rests]
+            group.append(replace(sample, seconds=statistics.median(walls)))
     errors = {
         form.name: {
             region: RegionError(**asdict(error))
@@ -120,7 +134,8 @@ def make_profile(
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         coefficients=from_vector(fit(samples)),
         num_instances=num_instances,
-        serving=from_vector(fit(walls)),
+        serving=from_vector(fit(beside)),
+        alone=from_vector(fit(alone)),
         errors=errors,
         samples=tuple(samples),
     )

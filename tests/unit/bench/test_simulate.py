@@ -1,18 +1,27 @@
 """``kunserve simulate``: outputs, experiment files, and errors that help."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
 
 from kunserve.bench.runfile import read_run
+from kunserve.bench.simulate import jobs
 from kunserve.bench.simulate.command import simulate_command
-from kunserve.bench.simulate.settings import Experiment, Load, build_scenario, read_experiment
+from kunserve.bench.simulate.jobs import Job, WorkerDied, run_jobs
+from kunserve.bench.simulate.settings import (
+    Experiment,
+    Load,
+    Setup,
+    build_scenario,
+    read_experiment,
+)
 from kunserve.core.errors import ConfigError
 from tests.chrome_trace import check_trace
 
-SMALL = ["--duration", "20", "--request-rate", "2", "--num-instances", "2"]
+SMALL = ["--duration", "20", "--request-rate", "2", "--num-instances", "2", "--jobs", "1"]
 ROOT = Path(__file__).parent.parent.parent.parent
 
 
@@ -51,6 +60,33 @@ def test_several_loads_make_a_curve(tmp_path: Path) -> None:
     lines = (tmp_path / "results.jsonl").read_text().splitlines()
     scales = [json.loads(line)["scale"] for line in lines]
     assert scales == [0.5, 0.5, 1.0, 1.0]
+
+
+def test_runs_side_by_side_give_the_same(tmp_path: Path) -> None:
+    for count in ("1", "2"):
+        result = call(*SMALL, "--scale", "0.5,1", "--jobs", count, "--chrome-trace",
+                      "--save-requests", "-o", str(tmp_path / count))  # fmt: skip
+        assert result.exit_code == 0, result.output
+        assert "P99 TTFT against recompute" in result.output
+    for name in ("results.jsonl", "table.txt", "drop-1.jsonl", "recompute-0.5.trace.json"):
+        assert (tmp_path / "1" / name).read_bytes() == (tmp_path / "2" / name).read_bytes()
+
+
+def test_what_a_worker_finds_wrong_is_said() -> None:
+    result = call(*SMALL, "--num-instances", "3", "--compare", "recompute,static-pp", "--jobs", "2")
+    assert result.exit_code == 1 and "3 cannot be parted so" in result.output
+
+
+def test_a_worker_that_dies_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = build_scenario(Setup(num_instances=1), Load(rate=1.0, duration_s=5.0))
+    dying = [Job("recompute", made)] * 2
+    monkeypatch.setattr(jobs, "_run_and_tell", _die)
+    with pytest.raises(WorkerDied, match="try fewer at once: --jobs 1"):
+        list(run_jobs(dying, 2))
+
+
+def _die(job: Job) -> None:
+    os._exit(1)
 
 
 @pytest.mark.parametrize(
@@ -130,6 +166,7 @@ def test_an_empty_trace(rows: str, tmp_path: Path) -> None:
         ("sweep = [1.0, 0.0]\n", "scale must be above 0, not 0.0"),
         ("compare = []\n", "name at least one system"),
         ("[setup]\nnum_instances = 0\n", "num_instances must be at least 1, not 0"),
+        ("[setup]\nstage_host_share = 1.5\n", "stage_host_share must be in [0, 1], not 1.5"),
         ("[setup]\nblock_size = 0\n", "block_size must be at least 1, not 0"),
         ("[setup]\nmax_num_seqs = 0\n", "max_num_seqs must be at least 1, not 0"),
         ("[setup]\nstart_s = -1.0\n", "start_s must be at least 0 and finite, not -1.0"),

@@ -29,6 +29,7 @@ PROFILE = Profile(
     coefficients=CostCoefficients(6e-7, 1e-3, 0.012, 0.011, 2e-6, 3e-4),
     num_instances=2,
     serving=CostCoefficients(7e-7, 1.1e-3, 0.014, 0.013, 2.2e-6, 3e-4),
+    alone=CostCoefficients(6e-7, 1e-3, 0.012, 0.011, 2e-6, 3e-4),
     errors={"kunserve": {"all": RegionError(4, 0.02, 0.05)}},
     samples=(CostSample("prefill", (0,), (64,), 1, 0.08),),
 )

@@ -33,7 +33,8 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def profile(path: Path, subject: ProfileSubject) -> None:
     write_profile(
-        path, Profile(FORMAT, subject, "cpu", "wall", {}, "", MEASURED, 1, MEASURED, {}, ())
+        path,
+        Profile(FORMAT, subject, "cpu", "wall", {}, "", MEASURED, 1, MEASURED, MEASURED, {}, ()),
     )
 
 

@@ -5,7 +5,7 @@ import pytest
 from kunserve.core.errors import TooLittleMemory
 from kunserve.core.ids import RequestId
 from kunserve.core.step import Chunk
-from kunserve.policy.cost import batch_cost
+from kunserve.policy.cost import as_vector, batch_cost, from_vector
 from kunserve.sim.costs import MeasuredTimes, cpu_profile, profile_times
 from kunserve.sim.devices import find_device
 from kunserve.sim.models import find_model
@@ -39,9 +39,20 @@ def test_the_fit_follows_the_roofline_where_pipelines_work() -> None:
 def test_cpu_instances_serve() -> None:
     model = find_model("smollm2-135m")
     cost = profile_times(gpu_profile(model, find_device("a800")).times, 30, 512)
-    profile = cpu_profile(model, cost, 16, 785 << 20)
+    profile = cpu_profile(model, cost, cost, 16, 785 << 20)
     assert not profile.reads_during_steps
     result = run("drop", scenario(burst(20, 0.05), profile=profile), is_drained=True)
     assert result.metrics.num_completed == 20
     with pytest.raises(TooLittleMemory, match="needs 257 MiB"):
-        cpu_profile(model, cost, 16, 200 << 20)
+        cpu_profile(model, cost, cost, 16, 200 << 20)
+
+
+def test_steps_of_an_instance_without_company_are_faster() -> None:
+    """Two instances of one machine share its memory bandwidth."""
+    model = find_model("smollm2-135m")
+    alone = profile_times(gpu_profile(model, find_device("a800")).times, 30, 512)
+    beside = from_vector(2.0 * as_vector(alone))
+    one, two = burst(1, 1.0, (100, 50)), burst(2, 0.01, (100, 50))
+    profile = cpu_profile(model, beside, alone, 16, 785 << 20)
+    single, shared = (run("recompute", scenario(load, profile=profile)) for load in (one, two))
+    assert shared.metrics.tpot.median_s == pytest.approx(2 * single.metrics.tpot.median_s, rel=0.2)

@@ -1,0 +1,113 @@
+"""Steps of a real server, read from the Chrome trace of ``serve --trace-out``."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from kunserve.core.cost import CostCoefficients
+from kunserve.policy.cost import NARROW_TOKENS, Array, as_vector, from_vector
+from kunserve.policy.cost_fit import fit_rows
+
+
+@dataclass(frozen=True, slots=True)
+class TracedStep:
+    """One microbatch on one stage."""
+
+    instance: int
+    start_s: float
+    end_s: float
+    num_prompt_tokens: int
+    num_decodes: int
+    layers: tuple[int, int]
+    features: tuple[float, ...]
+    """As ``policy.cost.CostForm.features``, of the whole batch over the whole model."""
+
+    @property
+    def seconds(self) -> float:
+        """How long it computed."""
+        return self.end_s - self.start_s
+
+
+def read_steps(path: Path) -> list[TracedStep]:
+    """Every step, in order of their start."""
+    events = msgspec.json.decode(path.read_bytes())["traceEvents"]
+    steps = []
+    for event in events:
+        args = event.get("args", {})
+        if event["ph"] != "X" or "pairs" not in args:
+            continue
+        num_tokens = args["prompt_tokens"] + args["decodes"]
+        narrow = num_tokens <= NARROW_TOKENS
+        features = (
+            *(args["pairs"], 0 if narrow else num_tokens, args["chunks"], 1, args["context"]),
+            *(0 if narrow else args["samples"], int(narrow)),
+        )
+        start_s = event["ts"] / 1e6
+        steps.append(
+            TracedStep(
+                event["pid"],
+                start_s,
+                start_s + event["dur"] / 1e6,
+                args["prompt_tokens"],
+                args["decodes"],
+                (args["layers"][0], args["layers"][1]),
+                features,
+            )
+        )
+    return sorted(steps, key=lambda step: step.start_s)
+
+
+def num_layers_of(steps: list[TracedStep]) -> int:
+    """Of the model."""
+    return max(step.layers[1] for step in steps)
+
+
+def rows_of(steps: list[TracedStep]) -> Array:
+    """[steps, terms]: a stage takes its share of the layers' terms, the last one the samples'."""
+    num_layers = num_layers_of(steps)
+    rows = np.array([step.features for step in steps], dtype=np.float64)
+    layers = np.array([step.layers for step in steps], dtype=np.float64)
+    shares = (layers[:, 1] - layers[:, 0]) / num_layers
+    sampled = np.where(layers[:, 1] == num_layers, rows[:, 5], 0.0)
+    rows *= shares[:, None]
+    rows[:, 5] = sampled
+    return rows
+
+
+def predicted_s(cost: CostCoefficients, steps: list[TracedStep]) -> Array:
+    """What each step should take."""
+    return np.asarray(rows_of(steps) @ as_vector(cost))
+
+
+def overlaps(steps: list[TracedStep]) -> Array:
+    """For each step the share of its time in which other instances computed, 1 for each."""
+    shares = np.zeros(len(steps))
+    starts, ends = (np.array([getattr(s, name) for s in steps]) for name in ("start_s", "end_s"))
+    owners = np.array([step.instance for step in steps])
+    for instance in set(owners.tolist()):
+        mine = owners == instance
+        moments = np.stack((starts[mine], ends[mine]), axis=1).ravel()
+        busy_s = np.stack((np.zeros(mine.sum()), ends[mine] - starts[mine]), axis=1).ravel()
+        so_far_s = np.cumsum(busy_s)
+        within_s = np.interp(ends, moments, so_far_s) - np.interp(starts, moments, so_far_s)
+        shares += np.where(mine, 0.0, within_s / (ends - starts))
+    return shares
+
+
+def fit_steps(steps: list[TracedStep]) -> tuple[CostCoefficients, CostCoefficients]:
+    """The cost model of these very steps: of those that had company, and of those alone."""
+    rows, seconds = rows_of(steps), np.array([step.seconds for step in steps])
+    has_company = overlaps(steps) > 0.5
+    beside, alone = (
+        from_vector(_fit_mean(rows[chosen], seconds[chosen]))
+        for chosen in (has_company, ~has_company)
+    )
+    return beside, alone
+
+
+def _fit_mean(rows: Array, seconds: Array) -> Array:
+    """Errors relative to what was measured favour the fast ones of equal steps; relative to what
+    is expected of them they give their mean."""
+    return fit_rows(rows, seconds, rows @ fit_rows(rows, seconds))
