@@ -109,5 +109,6 @@ def fit_steps(steps: list[TracedStep]) -> tuple[CostCoefficients, CostCoefficien
 
 def _fit_mean(rows: Array, seconds: Array) -> Array:
     """Errors relative to what was measured favour the fast ones of equal steps; relative to what
-    is expected of them they give their mean."""
+    is expected of them they give their mean.
+    """
     return fit_rows(rows, seconds, rows @ fit_rows(rows, seconds))

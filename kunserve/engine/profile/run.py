@@ -15,7 +15,6 @@ from kunserve.core.cost import CostSample
 from kunserve.core.ids import InstanceId
 from kunserve.engine.body import CpuBody
 from kunserve.engine.profile.journal import Journal, Plan
-from kunserve.engine.profile.neighbours import Neighbours
 from kunserve.engine.profile.shapes import BatchShape, ShapeLimits, draw_shapes
 from kunserve.engine.profile.stopwatch import Reading, Stopwatch
 from kunserve.model.config import read_spec
@@ -71,14 +70,14 @@ def measure(
     stopwatch: Stopwatch,
     plan: Plan,
     journal: Journal,
-    neighbours: Neighbours,
+    let_neighbours_rest: Callable[[bool], None],
     advance: Callable[[], None],
 ) -> None:
     """Every shape once, then every shape again, ...: a disturbance spoils one repeat of each."""
     for shape in plan.shapes[:3]:
         stopwatch.measure(shape)
     for repeat in range(plan.num_repeats):
-        neighbours.let_rest(is_alone(repeat))
+        let_neighbours_rest(is_alone(repeat))
         for index, shape in enumerate(plan.shapes):
             if len(journal.found[index]) <= repeat:
                 journal.note(index, stopwatch.measure(shape))
