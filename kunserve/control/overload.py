@@ -111,7 +111,12 @@ class OverloadControl:
         is_enough = False
         if self._config.policy == "drop":
             _, is_enough = self._drop(
-                verdict.required_blocks, verdict.group_ids, dwelling, verdict.trigger, now_s
+                verdict.required_blocks,
+                verdict.group_ids,
+                dwelling,
+                verdict.trigger,
+                now_s,
+                self._config.min_deep_gain,
             )
         if not is_enough:
             reason = f"{verdict.trigger}; nothing is left to drop"
@@ -128,6 +133,7 @@ class OverloadControl:
         dwelling: set[GroupId],
         trigger: str,
         now_s: float,
+        min_deep_gain: float,
     ) -> tuple[list[TransitionId], bool]:
         """The transitions begun, and whether they will free enough."""
         layouts = [group.layout for group in self._placement.groups.values()]
@@ -139,6 +145,7 @@ class OverloadControl:
             pressed=pressed,
             untouchable=self._transitions.busy_groups | dwelling,
             max_group_size=self._config.max_group_size,
+            min_deep_gain=min_deep_gain,
             head_cost_layers=HEAD_COST_LAYERS,
         )
         begun = [
@@ -170,7 +177,7 @@ class OverloadControl:
     def force_drop(self, num_bytes: int | None, now_s: float) -> list[TransitionId]:
         """Drop at least that much, or by one merge; empty when nothing can be dropped."""
         blocks = 1 if num_bytes is None else blocks_for_bytes(num_bytes, self._placement.specs)
-        return self._drop(blocks, (), set(), "admin", now_s)[0]
+        return self._drop(blocks, (), set(), "admin", now_s, min_deep_gain=0.0)[0]
 
     def force_restore(self, now_s: float) -> list[TransitionId | str]:
         """Restore every dropped group; a string says why one was postponed."""

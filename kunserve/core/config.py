@@ -96,6 +96,8 @@ class OverloadConfig:
     """Demand must stay low this long before a restore."""
     forecast_s: float = 0.5
     """How far ahead demand is extrapolated: about the time that a drop takes."""
+    min_deep_gain: float = 0.2
+    """Least memory, of what its groups have, that a merge into more than two stages must add."""
     max_group_size: int | None = None
     """Most instances that share one copy of the weights; None is no limit."""
     link_gbps: float | None = None

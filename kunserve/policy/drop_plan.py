@@ -7,7 +7,9 @@
         freed += what one copy of the parameters gives when a and b share theirs
         push a + b
 
-Fewest instances per group, because the more stages the slower. Freed memory is counted in KV
+Fewest instances per group, because the more stages the slower: stages of a deep pipeline read the
+weights and pay the host once per microbatch. What a merge frees shrinks with depth, since a copy
+is shared by ever more; one into more than two stages must be worth it (``min_deep_gain``). Freed memory is counted in KV
 blocks, ``capacity(a + b) - capacity(a) - capacity(b)``, which is what the requirement is made of
 and what uneven memory budgets make differ from bytes.
 """
@@ -163,15 +165,17 @@ def plan_drop(
     pressed: Collection[GroupId] = (),
     untouchable: Collection[GroupId] = (),
     max_group_size: int | None = None,
+    min_deep_gain: float = 0.0,
     head_cost_layers: int = 0,
 ) -> DropPlan:
     """Merge as few instances as possible until ``required_blocks`` more KV blocks exist.
 
     New groups are numbered from ``first_id`` in the order of ``DropPlan.merges``. ``pressed``
-    groups lack memory; ``untouchable`` ones are in transition. O(N log N), and merges of equal
+    groups lack memory; ``untouchable`` ones are in transition. Merges into more than two stages
+    add at least ``min_deep_gain`` of the capacity that their groups have. O(N log N), and merges of equal
     shapes are worked out once.
     """
-    shapes = _Shapes(specs, head_cost_layers)
+    shapes = _Shapes(specs, min_deep_gain, head_cost_layers)
     groups = [_Group((layout,), shapes.of_layout(layout)) for layout in layouts]
     queue = _Queue()
     short, fixed = frozenset(pressed), frozenset(untouchable)
@@ -251,8 +255,9 @@ def _name(group: _Group, group_id: GroupId) -> Merge:
 class _Shapes:
     """Remembers what each pair of shapes makes, during one plan."""
 
-    def __init__(self, specs: Specs, head_cost_layers: int) -> None:
+    def __init__(self, specs: Specs, min_deep_gain: float, head_cost_layers: int) -> None:
         self._specs = specs
+        self._min_deep_gain = min_deep_gain
         self._head_cost_layers = head_cost_layers
         self._kinds: dict[tuple[int, int, int, int], _Kind] = {}
         self._examples: list[InstanceSpec] = []
@@ -300,8 +305,9 @@ class _Shapes:
         if stages is None:
             return None
         capacity = self._capacity(held, stages)
-        gain = capacity - one.capacity_blocks - other.capacity_blocks
-        if gain <= 0:
+        before = one.capacity_blocks + other.capacity_blocks
+        gain = capacity - before
+        if gain <= 0 or (len(stages) > 2 and gain < self._min_deep_gain * before):
             return None
         if self._has_obstacle(held, stages):
             return None

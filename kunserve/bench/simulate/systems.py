@@ -116,14 +116,14 @@ SYSTEMS = {
             "drop when memory is short, not when it is about to be",
         ),
         SimSystem(
+            "drop-deep",
+            replace(_DROP, min_deep_gain=0.0),
+            "drop into groups of any depth, as the paper's Algorithm 1",
+        ),
+        SimSystem(
             "drop-pairs",
             replace(_DROP, max_group_size=2),
             "drop, and no more than two instances share a copy",
-        ),
-        SimSystem(
-            "drop-fours",
-            replace(_DROP, max_group_size=4),
-            "drop, and no more than four instances share a copy",
         ),
         SimSystem(
             "autoscale",
