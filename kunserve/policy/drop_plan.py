@@ -9,9 +9,10 @@
 
 Fewest instances per group, because the more stages the slower: stages of a deep pipeline read the
 weights and pay the host once per microbatch. What a merge frees shrinks with depth, since a copy
-is shared by ever more; one into more than two stages must be worth it (``min_deep_gain``). Freed memory is counted in KV
-blocks, ``capacity(a + b) - capacity(a) - capacity(b)``, which is what the requirement is made of
-and what uneven memory budgets make differ from bytes.
+is shared by ever more; one into more than two stages must be worth it (``min_deep_gain``).
+
+Freed memory is counted in KV blocks, ``capacity(a + b) - capacity(a) - capacity(b)``, which is what
+the requirement is made of and what uneven memory budgets make differ from bytes.
 """
 
 import heapq
@@ -172,8 +173,8 @@ def plan_drop(
 
     New groups are numbered from ``first_id`` in the order of ``DropPlan.merges``. ``pressed``
     groups lack memory; ``untouchable`` ones are in transition. Merges into more than two stages
-    add at least ``min_deep_gain`` of the capacity that their groups have. O(N log N), and merges of equal
-    shapes are worked out once.
+    add at least ``min_deep_gain`` of the capacity that their groups have. O(N log N), and merges
+    of equal shapes are worked out once.
     """
     shapes = _Shapes(specs, min_deep_gain, head_cost_layers)
     groups = [_Group((layout,), shapes.of_layout(layout)) for layout in layouts]

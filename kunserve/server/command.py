@@ -156,6 +156,18 @@ _overload_options = _options(
         type=click.FloatRange(0.0, 1.0),
     ),
     _flag(
+        "--max-group-size",
+        _OVERLOAD.max_group_size,
+        "Most instances that may share one copy of the weights [no limit].",
+        type=click.IntRange(min=2),
+    ),
+    _flag(
+        "--min-deep-gain",
+        _OVERLOAD.min_deep_gain,
+        "Memory that a pipeline of more than two stages must add, as a share of what it had.",
+        type=click.FloatRange(0.0),
+    ),
+    _flag(
         "--link-gbps",
         _OVERLOAD.link_gbps,
         "Limit bulk transfers between instances, to study their cost.",

@@ -107,6 +107,15 @@ def test_a_largest_group_size():
     assert not found.enough
 
 
+def test_depth_must_be_worth_it():
+    """Pairs add 50 % of memory; fours, of pairs, 17 %."""
+    four = [whole(i) for i in range(4)]
+    assert shape(plan(four, 250, min_deep_gain=0.15)) == [[0, 1, 2, 3]]
+    found = plan(four, 250, min_deep_gain=0.2)
+    assert shape(found) == [[0, 1], [2, 3]] and not found.enough
+    assert shape(plan(four[:2], 30, min_deep_gain=9.0)) == [[0, 1]], "pairs need no excuse"
+
+
 def test_like_budgets_merge_since_the_scarcest_stage_bounds_the_group():
     budgets = {1: 600, 2: 2400, 3: 600, 4: 2400}
     specs = {InstanceId(k): spec(k, units) for k, units in budgets.items()}
