@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from kunserve.bench.metrics import PERCENTILES, slo_violations_by_factor
 from kunserve.bench.simulate.run import SimResult
 
+FULL = 0.97
+"""Use of the KV memory from which on no request of common size is admitted."""
 CLEARLY = 1.1
 """Times lower that a P99 must be for its load to count as inside the window."""
 SLO_FACTORS = tuple(float(factor) for factor in range(1, 11))
@@ -47,6 +49,8 @@ def rows(results: Sequence[SimResult]) -> list[tuple[str, ...]]:
         )
     )
     lines.append(("mean KV use", *(f"{mean_kv_use(r):.0%}" for r in results)))
+    full = [kv_full_s(r) for r in results]
+    lines.append(("KV memory full after (s)", *("-" if s is None else f"{s:.0f}" for s in full)))
     lines.append(("preemptions", *(str(r.num_preemptions) for r in results)))
     lines.append(("recomputed tokens", *(f"{r.lost_tokens:,}" for r in results)))
     if any(r.swapped_out_bytes for r in results):
@@ -99,6 +103,12 @@ def mean_kv_use(result: SimResult) -> float:
     return sum(shares) / max(1, len(shares))
 
 
+def kv_full_s(result: SimResult) -> float | None:
+    """When the KV memory of all instances together was first full; None if it never was."""
+    times = (s.time_s for s in result.run.samples if s.kv_usage is not None and s.kv_usage >= FULL)
+    return next(times, None)
+
+
 def as_text(lines: Sequence[tuple[str, ...]]) -> str:
     """Aligned columns."""
     widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
@@ -122,6 +132,7 @@ def summary(result: SimResult, scale: float) -> dict[str, object]:
         "request_throughput": round(metrics.request_throughput, 4),
         "output_throughput": round(metrics.output_throughput, 2),
         "mean_kv_usage": round(mean_kv_use(result), 4),
+        "kv_full_s": kv_full_s(result),
         "num_preemptions": result.num_preemptions,
         "lost_tokens": result.lost_tokens,
         "num_drops": result.num_drops,
