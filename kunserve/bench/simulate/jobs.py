@@ -3,10 +3,11 @@
 import multiprocessing
 import os
 import signal
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,6 @@ from kunserve.core.errors import KunServeError
 _LOOK_S = 0.2
 _TELL_EVERY = 16
 """Requests that end between two words of a worker."""
-
-_ended: Any = None
-"""In a worker: requests that have ended in all of them."""
 
 
 class WorkerDied(KunServeError):
@@ -62,34 +60,53 @@ def run_jobs(jobs: Sequence[Job], num_processes: int) -> Iterator[SimResult]:
 def _run_side_by_side(jobs: Sequence[Job], num_processes: int, bar: "_Bar") -> Iterator[SimResult]:
     context = multiprocessing.get_context("spawn")
     ended = context.Value("Q", 0)
-    pool = ProcessPoolExecutor(num_processes, context, _begin, (ended,))
+    left = deque(enumerate(jobs))
+    running: dict[Connection, tuple[int, BaseProcess]] = {}
+    results: dict[int, SimResult] = {}
     try:
-        for future in [pool.submit(_run_and_tell, job) for job in jobs]:
-            _await(future, lambda: bar.show(ended.value))
-            yield future.result()
-    except BrokenProcessPool:
-        raise WorkerDied(
-            "a process of the simulation ended early (out of memory?); try fewer at once: --jobs 1"
-        ) from None
+        for number in range(len(jobs)):
+            while number not in results:
+                while left and len(running) < num_processes:
+                    index, job = left.popleft()
+                    ours, theirs = context.Pipe(duplex=False)
+                    process: BaseProcess = context.Process(
+                        target=_work, args=(job, ended, theirs), daemon=True
+                    )
+                    process.start()
+                    theirs.close()
+                    running[ours] = index, process
+                for connection in wait(list(running), timeout=_LOOK_S):
+                    assert isinstance(connection, Connection)
+                    index, _ = running.pop(connection)
+                    results[index] = _received(connection)
+                bar.show(ended.value)
+            yield results.pop(number)
     finally:
-        pool.shutdown(wait=False, cancel_futures=True)
+        for _, process in running.values():
+            process.terminate()
 
 
-def _await(future: Future[SimResult], look: Callable[[], None]) -> None:
-    while not future.done():
-        wait([future], timeout=_LOOK_S)
-        look()
+def _received(connection: Connection) -> SimResult:
+    with connection:
+        try:
+            outcome: SimResult | Exception = connection.recv()
+        except EOFError:
+            raise WorkerDied(
+                "a run was killed (out of memory?); try fewer at once: --jobs 1"
+            ) from None
+    if isinstance(outcome, Exception):
+        raise outcome
+    return outcome
 
 
-def _begin(ended: Any) -> None:
-    """A worker starts. Interrupts end it at once and without a word: its parent says what is."""
-    global _ended
-    _ended = ended
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
-def _run_and_tell(job: Job) -> SimResult:
+def _work(job: Job, ended: Any, connection: Connection) -> None:
+    """A process of its own. Ctrl-C reaches it too, but ending it is for the parent."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     untold = 0
+
+    def add(count: int) -> None:
+        with ended.get_lock():
+            ended.value += count
 
     def tell() -> None:
         nonlocal untold
@@ -98,13 +115,13 @@ def _run_and_tell(job: Job) -> SimResult:
             add(untold)
             untold = 0
 
-    def add(count: int) -> None:
-        with _ended.get_lock():
-            _ended.value += count
-
-    result = _run(job, tell)
+    try:
+        result = _run(job, tell)
+    except Exception as error:
+        connection.send(error)
+        return
     add(untold)
-    return result
+    connection.send(result)
 
 
 def _run(job: Job, ended: Callable[[], None]) -> SimResult:

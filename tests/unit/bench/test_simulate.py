@@ -80,12 +80,12 @@ def test_what_a_worker_finds_wrong_is_said() -> None:
 def test_a_worker_that_dies_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     made = build_scenario(Setup(num_instances=1), Load(rate=1.0, duration_s=5.0))
     dying = [Job("recompute", made)] * 2
-    monkeypatch.setattr(jobs, "_run_and_tell", _die)
+    monkeypatch.setattr(jobs, "_work", _die)
     with pytest.raises(WorkerDied, match="try fewer at once: --jobs 1"):
         list(run_jobs(dying, 2))
 
 
-def _die(job: Job) -> None:
+def _die(*args: object) -> None:
     os._exit(1)
 
 
