@@ -1,9 +1,10 @@
 """How fast the simulator is: 8 instances for 640 s, and 1,000 instances for 60 s.
 
-    python benchmarks/simulator.py [--quick] [--system drop]
+    python benchmarks/simulator.py [--quick] [--system drop] [--rate 0.325]
 
 The workload is the built-in bursty window with LongBench-like lengths (5,900 in, 500 out), at a
-rate that fills about half of the KV memory in the spikes. CPU seconds of this process, one core.
+rate that fills about half of the KV memory in the spikes; at 0.325 requests/s per instance they
+overflow it and layers are dropped. CPU seconds of this process, one core.
 """
 
 import argparse
@@ -20,11 +21,11 @@ from kunserve.workload.workload import Lengths, Workload
 TARGETS_S = {(8, 640.0): 10.0, (1000, 60.0): 300.0}
 
 
-def scenario(num_instances: int, duration_s: float) -> Scenario:
+def scenario(num_instances: int, duration_s: float, rate: float) -> Scenario:
     """Arrivals of the built-in window; lengths drawn around LongBench's means."""
     made = build_scenario(
         Setup(num_instances=num_instances),
-        Load(rate=0.25 * num_instances, duration_s=duration_s),
+        Load(rate=rate * num_instances, duration_s=duration_s),
     )
     arrivals = made.workload.arrival_s
     rng = np.random.default_rng(0)
@@ -39,9 +40,9 @@ def scenario(num_instances: int, duration_s: float) -> Scenario:
     )
 
 
-def measure(system: str, num_instances: int, duration_s: float) -> None:
+def measure(system: str, num_instances: int, duration_s: float, rate: float) -> None:
     """Print one line."""
-    world = scenario(num_instances, duration_s)
+    world = scenario(num_instances, duration_s, rate)
     began_s = time.process_time()
     result = simulate(find_system(system), world)
     took_s = time.process_time() - began_s
@@ -61,11 +62,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="a tenth of the time")
     parser.add_argument("--system", action="append", help="recompute and drop by default")
+    parser.add_argument("--rate", type=float, default=0.25, help="requests/s per instance")
     args = parser.parse_args()
     share = 0.1 if args.quick else 1.0
     for num_instances, duration_s in TARGETS_S:
         for system in args.system or ["recompute", "drop"]:
-            measure(system, num_instances, duration_s * share)
+            measure(system, num_instances, duration_s * share, args.rate)
 
 
 if __name__ == "__main__":
