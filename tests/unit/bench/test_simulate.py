@@ -68,6 +68,7 @@ def test_runs_side_by_side_give_the_same(tmp_path: Path) -> None:
                       "--save-requests", "-o", str(tmp_path / count))  # fmt: skip
         assert result.exit_code == 0, result.output
         assert "P99 TTFT against recompute" in result.output
+        assert "KV memory full after (s)" in result.output
     for name in ("results.jsonl", "table.txt", "drop-1.jsonl", "recompute-0.5.trace.json"):
         assert (tmp_path / "1" / name).read_bytes() == (tmp_path / "2" / name).read_bytes()
 

@@ -50,6 +50,8 @@ def test_a_microbatch_is_seen_on_both_stages_with_an_arrow(tmp_path: Path) -> No
     spans = [e for e in events if e["ph"] == "X" and e["tid"] == 0]
     assert [(e["pid"], e["ts"], e["dur"]) for e in spans] == [(0, 1e6, 0.5e6), (1, 1.6e6, 0.4e6)]
     assert spans[0]["args"]["decodes"] == 1 and spans[0]["args"]["prompt_tokens"] == 30
+    sums = {name: spans[0]["args"][name] for name in ("context", "pairs", "chunks", "samples")}
+    assert sums == {"context": 9, "pairs": 465 + 10, "chunks": 2, "samples": 1}
     arrows = [(e["ph"], e["id"]) for e in events if e["ph"] in "sf"]
     assert arrows == [("s", "2.7"), ("f", "2.7")]
     instants = {e["name"] for e in events if e["ph"] == "i"}

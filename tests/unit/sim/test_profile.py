@@ -91,6 +91,15 @@ def test_a_step_takes_longer_with_more_of_anything() -> None:
             assert base < times.stage_s([chunk(0, 4096)], 4, False)
 
 
+def test_the_host_may_be_the_last_stages_business() -> None:
+    model, device = find_model("Qwen/Qwen2.5-14B"), find_device("a800")
+    everywhere, at_the_end = (RooflineTimes(model, device, 1, share) for share in (1.0, 0.0))
+    batch = [chunk(100, 1)] * 8
+    saved_s = everywhere.stage_s(batch, 24, False) - at_the_end.stage_s(batch, 24, False)
+    assert saved_s == pytest.approx(device.step_overhead_s + 8 * device.sequence_overhead_s)
+    assert everywhere.stage_s(batch, 24, True) == at_the_end.stage_s(batch, 24, True)
+
+
 def test_what_does_not_exist_or_fit_is_said() -> None:
     with pytest.raises(ConfigError, match=r"no model 'gpt-9'.*Qwen/Qwen2.5-14B"):
         find_model("gpt-9")
