@@ -21,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
-from kunserve.control.scheduler import Scheduler
+from kunserve.control.group.scheduler import Scheduler
 from kunserve.core.config import SchedulerConfig
 from kunserve.core.cost import CostCoefficients
 from kunserve.core.ids import GroupId, RequestId

@@ -10,8 +10,8 @@ import statistics
 import time
 from collections import deque
 
-from kunserve.control.block_table import BlockTable
-from kunserve.control.scheduler import Scheduler
+from kunserve.control.group.scheduler import Scheduler
+from kunserve.control.instance.block_table import BlockTable
 from kunserve.core.config import SchedulerConfig
 from kunserve.core.ids import GroupId, RequestId
 from kunserve.core.request import Request, SamplingParams

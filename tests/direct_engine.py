@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kunserve.control.body import StepWork
+from kunserve.control.instance.body import StepWork
 from kunserve.core.ids import GroupId, RequestId, StepId
 from kunserve.core.layout import LayerRange
 from kunserve.core.request import SamplingParams

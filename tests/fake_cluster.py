@@ -4,8 +4,8 @@ import random
 from collections.abc import Callable, Sequence
 
 from kunserve.cluster.fake import FakeModel, expected_tokens, fake_spec
-from kunserve.cluster.in_process import Action, Deliverance, InProcessCluster
-from kunserve.control.agent import InstanceAgent
+from kunserve.cluster.in_process import Action, Delivery, InProcessCluster
+from kunserve.control.instance.agent import InstanceAgent
 from kunserve.core.config import (
     InstanceConfig,
     KunServeConfig,
@@ -154,7 +154,7 @@ class FakeCluster(InProcessCluster):
     def drop_to(self, old: tuple[GroupLayout, ...], new: GroupLayout) -> TransitionId:
         """Merge groups into one."""
         transition_id = self.controller.transitions.begin_drop(old, new, "test", self.now_s)
-        self.obey()
+        self.carry_out()
         return transition_id
 
     def restore(self, old: GroupLayout, capacity_blocks: int | None = None) -> TransitionId:
@@ -176,13 +176,13 @@ class FakeCluster(InProcessCluster):
         transition_id = self.controller.transitions.begin_restore(
             old, new, load, "test", self.now_s
         )
-        self.obey()
+        self.carry_out()
         return transition_id
 
     def migrate(self, source: GroupId, target: GroupId, max_blocks: int = 1000) -> TransitionId:
         """Move a running request of one group to another, however free they are."""
         migration_id = self.controller.balance.begin(source, target, max_blocks)
-        self.obey()
+        self.carry_out()
         return migration_id
 
     def roll_back(self, transition_id: TransitionId) -> bool:
@@ -191,13 +191,13 @@ class FakeCluster(InProcessCluster):
         if transition is None or transition.phase not in ("loading", "preparing"):
             return False
         self.controller.transitions.roll_back(transition, "test", self.now_s)
-        self.obey()
+        self.carry_out()
         return True
 
 
 def link(src: int | None, dst: int | None) -> Callable[[Action], bool]:
     """Blocks the deliveries on one link; None is the controller."""
-    return lambda action: action == Deliverance(_address(src), _address(dst))
+    return lambda action: action == Delivery(_address(src), _address(dst))
 
 
 def _address(number: int | None) -> InstanceId | None:

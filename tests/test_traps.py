@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from kunserve.cluster.in_process import Deliverance
+from kunserve.cluster.in_process import Delivery
 from kunserve.core.ids import InstanceId
 from tests.fake_cluster import FakeCluster
 
-RACES = "unit/control/test_agent_races.py"
-FAULTS = "unit/control/test_transition_faults.py"
-GROUPS = "unit/control/test_agent_groups.py"
+RACES = "unit/control/instance/test_agent_races.py"
+FAULTS = "unit/control/instance/test_transition_faults.py"
+GROUPS = "unit/control/instance/test_agent_groups.py"
 HERE = "test_traps.py"
 
 TRAPS: dict[str, list[tuple[str, str]]] = {
@@ -69,14 +69,14 @@ TRAPS: dict[str, list[tuple[str, str]]] = {
     ],
     "decodes pack into one microbatch after a drain": [
         (
-            "unit/control/test_scheduler.py",
+            "unit/control/group/test_scheduler.py",
             "test_decodes_do_not_pack_into_one_microbatch_after_a_drain",
         ),
         (GROUPS, "test_decodes_spread_over_microbatches"),
     ],
     "a preempted request loses its place": [
         (
-            "unit/control/test_scheduler.py",
+            "unit/control/group/test_scheduler.py",
             "test_the_latest_arrival_is_preempted_and_keeps_its_place_and_output",
         ),
     ],
@@ -87,7 +87,7 @@ TRAPS: dict[str, list[tuple[str, str]]] = {
     ],
     "a token is lost when its request changes leaders": [
         (
-            "unit/control/test_requests.py",
+            "unit/control/cluster/test_requests.py",
             "test_the_new_leaders_tokens_wait_for_the_old_leaders_last",
         ),
     ],
@@ -140,7 +140,7 @@ def test_requests_on_their_way_to_an_instance_that_dies() -> None:
     for _ in range(4):
         cluster.request(4, 4)
     cluster.run_except(
-        lambda action: action == Deliverance(None, InstanceId(1)),
+        lambda action: action == Delivery(None, InstanceId(1)),
         lambda: cluster.num_actions >= 12,
     )
     assert cluster._links[None, InstanceId(1)], "nothing is on its way"

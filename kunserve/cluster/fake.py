@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kunserve.control.body import HostCopy, Remap, StepOutcome, StepWork, UnitCopy
+from kunserve.control.instance.body import HostCopy, Remap, StepOutcome, StepWork, UnitCopy
 from kunserve.core.ids import InstanceId, RequestId
 from kunserve.core.layout import LayerRange
 from kunserve.core.request import Request, SamplingParams, TokenLogprobs

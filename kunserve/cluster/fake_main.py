@@ -5,7 +5,7 @@ import sys
 from kunserve.cluster.fake import FakeBody, FakeModel, fake_spec
 from kunserve.cluster.instance_start import Loaded, run_instance
 from kunserve.cluster.launch import InstanceOrder
-from kunserve.control.body import StepWork
+from kunserve.control.instance.body import StepWork
 
 
 def load_fake(order: InstanceOrder) -> Loaded:

@@ -12,18 +12,19 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
 from kunserve.cluster.fake import FakeBody, FakeModel
-from kunserve.control.agent import InstanceAgent, Work
-from kunserve.control.body import Int32Array, KvPiece
-from kunserve.control.controller import (
+from kunserve.control.arrays import Int32Array
+from kunserve.control.cluster.controller import (
     Announce,
     Controller,
     Deliver,
     Respawn,
     ScaleDown,
     ScaleUp,
-    Tell,
+    Send,
 )
-from kunserve.control.seat import AgentConfig
+from kunserve.control.instance.agent import InstanceAgent, Work
+from kunserve.control.instance.body import KvPiece
+from kunserve.control.instance.state import AgentConfig
 from kunserve.core.config import KunServeConfig
 from kunserve.core.ids import InstanceId, RequestId
 from kunserve.core.layout import LayerRange
@@ -119,7 +120,7 @@ class Letter(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Deliverance:
+class Delivery:
     """Deliver the first message of a link."""
 
     src: Address
@@ -149,7 +150,7 @@ class CompletePull:
     fails: bool = False
 
 
-Action: TypeAlias = Deliverance | StartStep | FinishStep | CompletePull
+Action: TypeAlias = Delivery | StartStep | FinishStep | CompletePull
 
 
 @dataclass(slots=True)
@@ -215,9 +216,9 @@ class InProcessCluster:
                 del self._links[src, dst]
         # What it told the controller came before the connection broke.
         while self._links.get((instance_id, None)):
-            self.perform(Deliverance(instance_id, None))
+            self.perform(Delivery(instance_id, None))
         self.controller.lost(instance_id, "killed", self.now_s)
-        self.obey()
+        self.carry_out()
 
     # Requests
 
@@ -225,13 +226,13 @@ class InProcessCluster:
         """A client sends a request."""
         self.accounts[request.request_id] = Account(request)
         self.controller.arrive(request, self.now_s)
-        self.obey()
+        self.carry_out()
 
     def cancel(self, request_id: RequestId) -> None:
         """A client goes away."""
         self.accounts[request_id].is_cancelled = True
         self.controller.cancel(request_id)
-        self.obey()
+        self.carry_out()
 
     @property
     def unfinished(self) -> list[RequestId]:
@@ -247,7 +248,7 @@ class InProcessCluster:
     def actions(self) -> list[Action]:
         """Everything that may happen next, in a fixed order."""
         found: list[Action] = [
-            Deliverance(src, dst) for (src, dst), letters in self._links.items() if letters
+            Delivery(src, dst) for (src, dst), letters in self._links.items() if letters
         ]
         for instance_id, member in self.members.items():
             if member.work is not None:
@@ -261,7 +262,7 @@ class InProcessCluster:
         """Let it happen."""
         self.now_s += STEP_S
         match action:
-            case Deliverance(src, dst):
+            case Delivery(src, dst):
                 letter = self._links[src, dst].popleft()
                 self._deliver(src, dst, letter)
             case StartStep(instance_id):
@@ -281,7 +282,7 @@ class InProcessCluster:
             member.agent.report(self.now_s)
         self._collect()
         self.controller.tick(self.now_s)
-        self.obey()
+        self.carry_out()
 
     def run_until_idle(self, max_actions: int = 200_000) -> None:
         """Let everything happen, in turns, until all requests and transitions have ended."""
@@ -362,7 +363,7 @@ class InProcessCluster:
     def _to_controller(self, src: InstanceId, message: Message) -> None:
         assert isinstance(message, Event), message
         self.controller.on(src, message, self.now_s)
-        self.obey()
+        self.carry_out()
 
     def _collect(self) -> None:
         """Put what agents want to send on the links."""
@@ -371,11 +372,11 @@ class InProcessCluster:
                 self.post(instance_id, dst, message, hidden)
             self.num_preemptions += len(member.agent.drain_preemptions())
 
-    def obey(self) -> None:
+    def carry_out(self) -> None:
         """Carry out the controller's commands."""
         for command in self.controller.drain():
             match command:
-                case Tell(instance_id, message):
+                case Send(instance_id, message):
                     self.post(None, instance_id, message)
                 case Deliver(token):
                     account = self.accounts[token.request_id]

@@ -11,8 +11,8 @@ import zmq
 
 from kunserve.cluster.stage_clock import StageClock
 from kunserve.cluster.trace import InstanceTrace
-from kunserve.control.agent import InstanceAgent, Work
-from kunserve.control.body import Body, KvPiece, StepOutcome, StepWork
+from kunserve.control.instance.agent import InstanceAgent, Work
+from kunserve.control.instance.body import Body, KvPiece, StepOutcome, StepWork
 from kunserve.core.config import ClusterConfig
 from kunserve.core.messages import Connect
 from kunserve.transport.bulk import BulkMover

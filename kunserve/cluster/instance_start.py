@@ -13,8 +13,8 @@ import msgspec
 from kunserve.cluster.instance_loop import InstanceLoop, WiredBody
 from kunserve.cluster.launch import InstanceOrder, StartupFailure
 from kunserve.cluster.trace import InstanceTrace
-from kunserve.control.agent import InstanceAgent
-from kunserve.control.seat import AgentConfig
+from kunserve.control.instance.agent import InstanceAgent
+from kunserve.control.instance.state import AgentConfig
 from kunserve.core.errors import KunServeError
 from kunserve.core.messages import Ready
 from kunserve.transport.bulk import BulkMover

@@ -14,14 +14,14 @@ from kunserve.cluster.api import Deliver as DeliverTo
 from kunserve.cluster.api import ServingLimits
 from kunserve.cluster.launch import FakeSettings, InstanceOrder, StartupFailure, start_instance
 from kunserve.cluster.trace import begin_trace, join_trace
-from kunserve.control.controller import (
+from kunserve.control.cluster.controller import (
     Announce,
     Controller,
     Deliver,
     Respawn,
     ScaleDown,
     ScaleUp,
-    Tell,
+    Send,
 )
 from kunserve.core.config import KunServeConfig
 from kunserve.core.errors import (
@@ -195,7 +195,7 @@ class LocalCluster:
                         self._deliver.pop(token.request_id, None)
                     if deliver is not None:
                         deliver(token)
-                case Tell(instance_id, message):
+                case Send(instance_id, message):
                     self._channel.send(instance_id, message)
                     notify = True
                 case Respawn(instance_id):

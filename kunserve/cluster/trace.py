@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from kunserve.control.body import KvPiece, StepWork
+from kunserve.control.instance.body import KvPiece, StepWork
 from kunserve.core.errors import ConfigError
 from kunserve.core.ids import InstanceId
 from kunserve.core.layout import LayerRange

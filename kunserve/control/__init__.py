@@ -1,1 +1,1 @@
-"""Sans-I/O state machines that the real engine and the simulator share."""
+"""The brain: three deciders, sans-I/O. One room each: ``cluster``, ``group`` and ``instance``."""

@@ -80,7 +80,7 @@ class LoadReport:
 
 
 @dataclass(frozen=True, slots=True)
-class InstanceState:
+class InstanceSnapshot:
     """One instance as the controller sees it."""
 
     spec: InstanceSpec
@@ -139,7 +139,7 @@ class ClusterState:
     """Everything ``GET /kunserve/state`` and the dashboard show."""
 
     now_s: float
-    instances: tuple[InstanceState, ...]
+    instances: tuple[InstanceSnapshot, ...]
     groups: tuple[GroupLayout, ...]
     loads: tuple[LoadReport, ...]
     """One per group, in the same order."""

@@ -49,9 +49,9 @@ class StepPlan:
     """Requests whose blocks every stage frees before anything else."""
     started: tuple[SequenceStart, ...]
     chunks: tuple[Chunk, ...]
-    stashed: tuple[BlockRun, ...] = ()
+    swapped_out: tuple[BlockRun, ...] = ()
     """KV to copy to host memory while the step runs; the next plan's step may use its blocks."""
-    fetched: tuple[BlockRun, ...] = ()
+    swapped_in: tuple[BlockRun, ...] = ()
     """KV to copy back meanwhile, into blocks of its own; whole when the next plan's step begins."""
 
     @property

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kunserve.control.body import HostCopy, Remap, StepOutcome, StepWork, UnitCopy
+from kunserve.control.instance.body import HostCopy, Remap, StepOutcome, StepWork, UnitCopy
 from kunserve.core.config import InstanceConfig, ModelConfig
 from kunserve.core.errors import TooLittleMemory
 from kunserve.core.ids import InstanceId, RequestId

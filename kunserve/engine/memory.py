@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kunserve.control.body import Remap, UnitCopy
+from kunserve.control.instance.body import Remap, UnitCopy
 from kunserve.core.config import MIB, InstanceConfig
 from kunserve.core.errors import TooLittleMemory
 from kunserve.core.ids import InstanceId

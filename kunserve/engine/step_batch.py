@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from kunserve.control.body import StepWork
+from kunserve.control.instance.body import StepWork
 from kunserve.engine.decoder import StepBatch
 
 _NO_TOKENS = np.empty(0, dtype=np.int32)

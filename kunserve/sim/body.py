@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from kunserve.control.body import HostCopy, Remap, StepOutcome, StepWork, UnitCopy
+from kunserve.control.instance.body import HostCopy, Remap, StepOutcome, StepWork, UnitCopy
 from kunserve.core.ids import InstanceId, RequestId
 from kunserve.core.layout import LayerRange
 from kunserve.core.snapshots import InstanceSpec

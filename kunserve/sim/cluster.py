@@ -5,9 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from kunserve.control.agent import InstanceAgent, Work
-from kunserve.control.body import KvPiece
-from kunserve.control.controller import (
+from kunserve.control.cluster.controller import (
     Announce,
     ControlCommand,
     Controller,
@@ -15,10 +13,12 @@ from kunserve.control.controller import (
     Respawn,
     ScaleDown,
     ScaleUp,
-    Tell,
+    Send,
 )
-from kunserve.control.scheduler_load import SchedulerTotals
-from kunserve.control.seat import AgentConfig
+from kunserve.control.group.load import SchedulerTotals
+from kunserve.control.instance.agent import InstanceAgent, Work
+from kunserve.control.instance.body import KvPiece
+from kunserve.control.instance.state import AgentConfig
 from kunserve.core.config import KunServeConfig
 from kunserve.core.ids import InstanceId
 from kunserve.core.messages import Connect, Message, Ready, TokenOutput
@@ -375,7 +375,7 @@ class SimCluster:
         for command in self.controller.drain():
             if isinstance(command, Deliver):
                 self._on_token(command.token)
-            elif isinstance(command, Tell):
+            elif isinstance(command, Send):
                 instance_id, message = command
                 if not isinstance(message, Connect):  # a simulated instance needs no addresses
                     self._heap.after(self._latency_s, self._from_controller, instance_id, message)

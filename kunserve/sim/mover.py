@@ -3,7 +3,8 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from kunserve.control.body import Int32Array, KvPiece
+from kunserve.control.arrays import Int32Array
+from kunserve.control.instance.body import KvPiece
 from kunserve.core.ids import InstanceId, RequestId
 from kunserve.core.layout import LayerRange
 from kunserve.core.snapshots import InstanceSpec

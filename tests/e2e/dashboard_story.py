@@ -18,8 +18,8 @@ from kunserve.core.ids import InstanceId, TransitionId
 from kunserve.core.layout import GroupLayout, LayerRange
 from kunserve.core.snapshots import (
     ClusterState,
+    InstanceSnapshot,
     InstanceSpec,
-    InstanceState,
     LoadReport,
     StageTime,
     TransitionRecord,
@@ -158,7 +158,7 @@ class StoryEngine(EchoEngine):
             layers = held.get(InstanceId(number), LayerRange(0, 0))
             spec = spec_of(number)
             units = spec.units_when_holding(layers.num_layers) if layers.num_layers else 0
-            instances.append(InstanceState(spec, number not in self.dead, layers, units))
+            instances.append(InstanceSnapshot(spec, number not in self.dead, layers, units))
         transitions = tuple(transitions_at(t_s, self.trigger)) if self.traffic else ()
         done = [record for record in transitions if record.outcome == "done"]
         return ClusterState(

@@ -2,14 +2,14 @@
 
 from typing import Any
 
-from kunserve.control.controller import (
+from kunserve.control.cluster.controller import (
     Announce,
     ControlCommand,
     Deliver,
     Respawn,
     ScaleDown,
     ScaleUp,
-    Tell,
+    Send,
 )
 from kunserve.core.ids import InstanceId, RequestId
 from kunserve.core.layout import GroupLayout
@@ -86,7 +86,7 @@ class EventLog:
 
 def _command(command: ControlCommand) -> str | None:
     match command:
-        case Tell(instance_id, message):
+        case Send(instance_id, message):
             told = _told(message)
             return None if told is None else f"tell {instance_id} {told}"
         case Respawn(instance_id):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-import kunserve.control.overload as overload
+import kunserve.control.cluster.overload as overload
 from kunserve.bench.simulate.run import simulate
 from kunserve.bench.simulate.systems import find_system
 from kunserve.core.ids import GroupId

@@ -14,13 +14,13 @@ import kunserve.cluster.in_process as in_process
 from kunserve.cluster.fake import FakeModel, fake_spec
 from kunserve.cluster.in_process import (
     CompletePull,
-    Deliverance,
+    Delivery,
     FinishStep,
     InProcessCluster,
     StartStep,
 )
-from kunserve.control.body import KvPiece
-from kunserve.control.controller import Controller, Deliver, Tell
+from kunserve.control.cluster.controller import Controller, Deliver, Send
+from kunserve.control.instance.body import KvPiece
 from kunserve.core.config import (
     ClusterConfig,
     InstanceConfig,
@@ -137,9 +137,9 @@ class Follower:
                 cluster.submit(request)
             case "read", (src, dst, _):
                 self._skip_addresses(dst)
-                cluster.perform(Deliverance(src, dst))
+                cluster.perform(Delivery(src, dst))
             case "event", (src, _):
-                cluster.perform(Deliverance(src, None))
+                cluster.perform(Delivery(src, None))
             case "start", (instance_id,):
                 cluster.perform(StartStep(instance_id))
             case "finish", (instance_id,):
@@ -152,7 +152,7 @@ class Follower:
                 cluster._collect()
             case "tick", ():
                 cluster.controller.tick(time_s)
-                cluster.obey()
+                cluster.carry_out()
 
     def _skip_addresses(self, dst: InstanceId) -> None:
         """The simulator's instances need no addresses."""
@@ -183,7 +183,7 @@ def masked(command: Any) -> Any:
     if isinstance(command, Deliver):
         token = command.token
         return (token.request_id, token.position, token.finish_reason)
-    if isinstance(command, Tell) and isinstance(command.message, Connect):
+    if isinstance(command, Send) and isinstance(command.message, Connect):
         return (command.instance_id, [peer for peer, _ in command.message.peers])
     return command
 

@@ -5,8 +5,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kunserve.control.block_table import BlockTable
-from kunserve.control.body import UnitCopy
+from kunserve.control.instance.block_table import BlockTable
+from kunserve.control.instance.body import UnitCopy
 from kunserve.core.ids import RequestId
 from kunserve.core.layout import LayerRange
 

@@ -6,7 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kunserve.control.scheduler import Scheduler
+from kunserve.control.group.scheduler import Scheduler
 from kunserve.core.config import SchedulerConfig
 from kunserve.core.cost import CostCoefficients
 from kunserve.core.ids import GroupId, RequestId
@@ -55,17 +55,17 @@ class Stages:
         self.started: set[RequestId] = set()
 
     def swap(self, plan: StepPlan) -> None:
-        idle = {run.request_id for run in (*plan.stashed, *plan.fetched)}
+        idle = {run.request_id for run in (*plan.swapped_out, *plan.swapped_in)}
         assert idle.isdisjoint(chunk.request_id for chunk in plan.chunks), "copied while it runs"
-        assert len(idle) == len(plan.stashed) + len(plan.fetched)
-        for request_id, first, end in plan.stashed:
+        assert len(idle) == len(plan.swapped_out) + len(plan.swapped_in)
+        for request_id, first, end in plan.swapped_out:
             kv, host = self.kv[request_id], self.host.setdefault(request_id, {})
             for block in range(first, end):
                 part = slice(block * BLOCK, (block + 1) * BLOCK)
                 assert block not in host and kv[part] and GONE not in kv[part]
                 host[block] = kv[part]
                 kv[part] = [GONE] * len(kv[part])
-        for request_id, first, end in plan.fetched:
+        for request_id, first, end in plan.swapped_in:
             kv, host = self.kv[request_id], self.host[request_id]
             for block in range(first, end):
                 kv[block * BLOCK : (block + 1) * BLOCK] = host.pop(block)
@@ -197,7 +197,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert self.scheduler.may_preempt
         if plan is None:
             return
-        assert self.link or not (plan.stashed or plan.fetched)
+        assert self.link or not (plan.swapped_out or plan.swapped_in)
         assert could, "a driver that trusts can_schedule would have slept"
         assert plan.group_id == self.group
         assert 0 <= plan.num_tokens <= self.config.max_num_batched_tokens

@@ -5,8 +5,8 @@ from collections import deque
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kunserve.control.block_table import NOTHING, BlockTable
-from kunserve.control.scheduler import Scheduler
+from kunserve.control.group.scheduler import Scheduler
+from kunserve.control.instance.block_table import NOTHING, BlockTable
 from kunserve.core.config import SchedulerConfig
 from kunserve.core.cost import CostCoefficients
 from kunserve.core.ids import GroupId, RequestId
@@ -51,7 +51,7 @@ class Group:
             1000,
             host_link=link,
         )
-        self.stashed: tuple[BlockRun, ...] = ()
+        self.swapped_out: tuple[BlockRun, ...] = ()
         self.plans: deque[StepPlan] = deque()
         self.log: list[object] = []
         self.first_tokens: list[RequestId] = []
@@ -69,18 +69,18 @@ class Group:
 
     def run(self, plan: StepPlan, now_s: float) -> None:
         for table in self.tables:
-            for request_id, first, end in self.stashed:
+            for request_id, first, end in self.swapped_out:
                 table.release_layers(request_id, first, end, NOTHING)
             for request_id in plan.released:
                 assert table.num_blocks(request_id)
                 table.release(request_id)
-            for request_id, first, end in plan.fetched:
+            for request_id, first, end in plan.swapped_in:
                 assert table.relayout(request_id, first, end) == ()
             for request_id, start, count, _ in plan.chunks:
                 needed = -(-(start + count) // BLOCK)
                 assert table.grow(request_id, needed) == ()
                 assert table.num_blocks(request_id) == needed
-        self.stashed = plan.stashed
+        self.swapped_out = plan.swapped_out
         sampled = tuple(SampledToken(c.request_id, 1, None) for c in plan.chunks if c.samples)
         result = StepResult(plan.group_id, plan.step_id, sampled)
         for output in self.scheduler.complete(result, now_s):

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from kunserve.bench.simulate.client import SimClient
 from kunserve.bench.simulate.run import DRAIN_S, LEAD_S, Scenario
 from kunserve.bench.simulate.systems import config_of, find_system, world_of
-from kunserve.control.body import KvPiece
+from kunserve.control.instance.body import KvPiece
 from kunserve.core.ids import InstanceId
 from kunserve.sim.cluster import SimCluster, WorldConfig
 from kunserve.sim.events import EventHeap

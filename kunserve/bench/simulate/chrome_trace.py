@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from kunserve.control.agent import Work
+from kunserve.control.instance.agent import Work
 from kunserve.core.ids import InstanceId
 from kunserve.core.snapshots import TransitionRecord
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from kunserve.cluster.fake import FakeBody, FakeModel, expected_tokens, fake_spec
-from kunserve.control.body import StepWork, UnitCopy
+from kunserve.control.instance.body import StepWork, UnitCopy
 from kunserve.core.ids import GroupId, InstanceId, RequestId, StepId
 from kunserve.core.layout import LayerRange
 from kunserve.core.request import Request, SamplingParams

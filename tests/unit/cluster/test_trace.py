@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kunserve.cluster.trace import InstanceTrace, begin_trace, join_trace, part_path
-from kunserve.control.body import KvPiece, StepWork
+from kunserve.control.instance.body import KvPiece, StepWork
 from kunserve.core.errors import ConfigError
 from kunserve.core.ids import GroupId, InstanceId, RequestId, StepId, TransitionId
 from kunserve.core.layout import GroupLayout, LayerRange, Stage

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from kunserve.control.body import StepWork, UnitCopy
+from kunserve.control.instance.body import StepWork, UnitCopy
 from kunserve.core.config import InstanceConfig, ModelConfig
 from kunserve.core.errors import TooLittleMemory
 from kunserve.core.ids import GroupId, InstanceId, RequestId, StepId

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kunserve.control.body import UnitCopy
+from kunserve.control.instance.body import UnitCopy
 from kunserve.core.config import MIB, InstanceConfig
 from kunserve.core.errors import TooLittleMemory
 from kunserve.core.ids import InstanceId

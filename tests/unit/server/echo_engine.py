@@ -15,8 +15,8 @@ from kunserve.core.messages import TokenOutput
 from kunserve.core.request import FinishReason, Request, TokenLogprobs
 from kunserve.core.snapshots import (
     ClusterState,
+    InstanceSnapshot,
     InstanceSpec,
-    InstanceState,
     LoadReport,
     TransitionRecord,
 )
@@ -63,9 +63,9 @@ def idle_load(group_id: int) -> LoadReport:
     )
 
 
-def instance_state(instance_id: int, first: int = 0, end: int = LAYERS) -> InstanceState:
+def instance_state(instance_id: int, first: int = 0, end: int = LAYERS) -> InstanceSnapshot:
     spec = InstanceSpec(InstanceId(instance_id), LAYERS, 16, 1024, 4096, 1 << 20, 400, 512)
-    return InstanceState(spec, True, LayerRange(first, end), 400)
+    return InstanceSnapshot(spec, True, LayerRange(first, end), 400)
 
 
 def idle_state() -> ClusterState:

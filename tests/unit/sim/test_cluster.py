@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kunserve.bench.simulate.systems import SYSTEMS, find_system
-from kunserve.control.scheduler import Scheduler
+from kunserve.control.group.scheduler import Scheduler
 from kunserve.core.step import StepPlan
 from kunserve.sim.cluster import WorldConfig
 from kunserve.workload.workload import Lengths, Workload

@@ -8,7 +8,7 @@ import pytest
 
 from kunserve.bench.simulate.run import simulate
 from kunserve.bench.simulate.systems import config_of, find_system
-from kunserve.control.agent import Work
+from kunserve.control.instance.agent import Work
 from kunserve.core.ids import InstanceId, RequestId
 from kunserve.core.messages import TokenOutput
 from kunserve.core.request import Request, SamplingParams
@@ -34,7 +34,7 @@ class StepTimes:
 
     def stepped(self, instance_id: InstanceId, work: Work, start_s: float, end_s: float) -> None:
         plan, layers = work.step.plan, work.step.layers
-        if plan.stashed or plan.fetched:
+        if plan.swapped_out or plan.swapped_in:
             self.copied += 1
             self.steps_s += end_s - start_s
             self.compute_s += self._times.stage_s(plan.chunks, layers.num_layers, work.step.is_last)

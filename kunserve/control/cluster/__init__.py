@@ -1,0 +1,1 @@
+"""The cluster's decider, one per cluster: who serves what, and when groups change."""

@@ -1,0 +1,189 @@
+"""From load to transitions: when to drop, when to restore, when to ask for more instances."""
+
+from kunserve.control.cluster.placement import Placement
+from kunserve.control.cluster.scaling import Scaling
+from kunserve.control.cluster.transitions import Transitions
+from kunserve.core.config import OverloadConfig
+from kunserve.core.ids import GroupId, InstanceId, TransitionId
+from kunserve.core.messages import LoadLayers
+from kunserve.policy.drop_plan import blocks_for_bytes, plan_drop
+from kunserve.policy.monitor import (
+    Calm,
+    ClusterLoadView,
+    GroupLoad,
+    MonitorState,
+    Overloaded,
+    Relaxed,
+    observe,
+)
+from kunserve.policy.restore import Postponed, plan_restore
+
+LOOK_GAP_S = 5e-3
+"""Shortest time between two looks at the load, per group: a look costs time for each of them."""
+MAX_LOOK_GAP_S = 0.05
+"""Of many groups: half a report period."""
+BACKOFF_S = 1.0
+"""After a rolled-back transition, before the next is tried."""
+HEAD_COST_LAYERS = 1
+"""What the output head costs the last stage, in layers: the least, so that this stage is a shorter
+one where layers do not divide evenly. More would take memory from stages that hold more layers."""
+
+
+class OverloadControl:
+    """Asks the monitor, and turns its verdicts into transitions."""
+
+    def __init__(
+        self,
+        config: OverloadConfig,
+        block_size: int,
+        placement: Placement,
+        transitions: Transitions,
+        scaling: Scaling,
+    ) -> None:
+        self._config = config
+        self._block_size = block_size
+        self._placement = placement
+        self._transitions = transitions
+        self._scaling = scaling
+        self._monitor = MonitorState()
+        self._backoff_until_s = 0.0
+        self._next_look_s = 0.0
+
+    def watch(self, now_s: float) -> None:
+        """Called at every report, arrival and tick."""
+        if any(r.outcome.startswith("rolled back") for r in self._transitions.finished):
+            self._backoff_until_s = now_s + BACKOFF_S
+        if not (self._config.policy == "drop" or self._scaling.is_on) or now_s < self._next_look_s:
+            return
+        num_groups = len(self._placement.groups)
+        self._next_look_s = now_s + min(MAX_LOOK_GAP_S, LOOK_GAP_S * num_groups)
+        view = ClusterLoadView(
+            tuple(self._group_loads()), self._block_size, self._last_transition_s()
+        )
+        self._monitor, verdict = observe(self._monitor, view, now_s, self._config)
+        if isinstance(verdict, Overloaded):
+            self._scaling.keep_all()
+        else:
+            self._scaling.shrink(view, now_s)
+        match verdict:
+            case Overloaded():
+                self._relieve(verdict, now_s)
+            case Relaxed():
+                if now_s >= self._backoff_until_s:
+                    for group_id in verdict.group_ids:
+                        self._restore(group_id, verdict.trigger, now_s)
+            case Calm():
+                pass
+
+    def _group_loads(self) -> list[GroupLoad]:
+        busy = self._transitions.busy_groups
+        return [
+            GroupLoad(
+                report=group.load,
+                num_instances=len(group.layout.stages),
+                undropped_blocks=group.undropped_blocks,
+                unreported_blocks=group.unreported_blocks,
+                formed_s=self._transitions.last_end_s(group.layout.members),
+                in_transition=group.layout.group_id in busy,
+            )
+            for group in self._placement.groups.values()
+            if group.load is not None
+        ]
+
+    def _last_transition_s(self) -> float | None:
+        """From decision to commit, as last measured: new requests run from the commit on."""
+        for record in reversed(self._transitions.records):
+            if record.kind == "drop" and record.committed_s is not None:
+                return record.committed_s - record.started_s
+        return None
+
+    def _relieve(self, verdict: Overloaded, now_s: float) -> None:
+        for transition in tuple(self._transitions.active.values()):
+            if transition.record.kind == "restore" and transition.phase in ("loading", "preparing"):
+                self._transitions.roll_back(transition, "overloaded again", now_s)
+        if now_s < self._backoff_until_s:
+            return
+        dwelling = {
+            group.layout.group_id
+            for group in self._placement.groups.values()
+            if self._dwells(group.layout.members, now_s)
+        }
+        is_enough = False
+        if self._config.policy == "drop":
+            _, is_enough = self._drop(
+                verdict.required_blocks,
+                verdict.group_ids,
+                dwelling,
+                verdict.trigger,
+                now_s,
+                self._config.min_deep_gain,
+            )
+        if not is_enough:
+            reason = f"{verdict.trigger}; nothing is left to drop"
+            self._scaling.grow(verdict.required_blocks, reason, now_s)
+
+    def _dwells(self, members: tuple[InstanceId, ...], now_s: float) -> bool:
+        formed_s = self._transitions.last_end_s(members)
+        return formed_s is not None and now_s - formed_s < self._config.dwell_s
+
+    def _drop(
+        self,
+        required_blocks: int,
+        pressed: tuple[GroupId, ...],
+        dwelling: set[GroupId],
+        trigger: str,
+        now_s: float,
+        min_deep_gain: float,
+    ) -> tuple[list[TransitionId], bool]:
+        """The transitions begun, and whether they will free enough."""
+        layouts = [group.layout for group in self._placement.groups.values()]
+        plan = plan_drop(
+            layouts,
+            self._placement.specs,
+            required_blocks,
+            first_id=self._placement.new_ids(len(layouts)),
+            pressed=pressed,
+            untouchable=self._transitions.busy_groups | dwelling,
+            max_group_size=self._config.max_group_size,
+            min_deep_gain=min_deep_gain,
+            head_cost_layers=HEAD_COST_LAYERS,
+        )
+        begun = [
+            self._transitions.begin_drop(merge.old, merge.new, trigger, now_s)
+            for merge in plan.merges
+        ]
+        return begun, plan.enough or bool(self._transitions.active)
+
+    def _restore(self, group_id: GroupId, trigger: str, now_s: float) -> TransitionId | str:
+        group = self._placement.groups[group_id]
+        if group.load is None:
+            return "its load is not known yet"
+        plan = plan_restore(
+            group.layout,
+            self._placement.specs,
+            group.load,
+            first_id=self._placement.new_ids(len(group.layout.stages)),
+        )
+        if isinstance(plan, Postponed):
+            return plan.reason
+
+        def load(transition_id: TransitionId) -> LoadLayers:
+            return LoadLayers(transition_id, group_id, plan.capacity_blocks, plan.members)
+
+        return self._transitions.begin_restore(plan.old, plan.new, load, trigger, now_s)
+
+    # Admin
+
+    def force_drop(self, num_bytes: int | None, now_s: float) -> list[TransitionId]:
+        """Drop at least that much, or by one merge; empty when nothing can be dropped."""
+        blocks = 1 if num_bytes is None else blocks_for_bytes(num_bytes, self._placement.specs)
+        return self._drop(blocks, (), set(), "admin", now_s, min_deep_gain=0.0)[0]
+
+    def force_restore(self, now_s: float) -> list[TransitionId | str]:
+        """Restore every dropped group; a string says why one was postponed."""
+        busy = self._transitions.busy_groups
+        return [
+            self._restore(group_id, "admin", now_s)
+            for group_id, group in tuple(self._placement.groups.items())
+            if len(group.layout.stages) > 1 and group_id not in busy
+        ]

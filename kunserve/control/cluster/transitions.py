@@ -1,0 +1,292 @@
+"""Drops and restores under way, as the controller drives them: two phases, then the exchange.
+
+    drop     preparing -> committing -> exchanging -> done
+    restore  loading -> preparing -> committing -> exchanging -> done
+
+Any refusal before the commit rolls all members back. Groups in a transition belong to no other.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from typing import Literal, TypeAlias
+
+from kunserve.control.cluster.placement import Placement
+from kunserve.core.ids import GroupId, InstanceId, RequestId, TransitionId
+from kunserve.core.layout import GroupLayout
+from kunserve.core.messages import (
+    Commit,
+    Committed,
+    ExchangeDone,
+    LayersLoaded,
+    LoadLayers,
+    Message,
+    Prepare,
+    Prepared,
+    Rollback,
+)
+from kunserve.core.snapshots import TransitionRecord
+
+Phase: TypeAlias = Literal["loading", "preparing", "committing", "exchanging"]
+
+PATIENCE_S: dict[Phase, float] = {"loading": 120.0, "preparing": 10.0}
+"""How long answers may take before a transition is rolled back."""
+
+MAX_RECORDS = 256
+
+
+@dataclass(slots=True)
+class Transition:
+    """One change of groups and who still has to answer."""
+
+    record: TransitionRecord
+    phase: Phase
+    phase_since_s: float
+    load: LoadLayers | None = None
+    waits_for: set[InstanceId] = field(default_factory=set)
+    exchanging: set[GroupId] = field(default_factory=set)
+    followers: dict[RequestId, InstanceId] = field(default_factory=dict)
+    """New leader of each request, learnt from the members' answers."""
+
+    @property
+    def transition_id(self) -> TransitionId:
+        """The id all its messages carry."""
+        return self.record.transition_id
+
+    @property
+    def members(self) -> set[InstanceId]:
+        """Every instance in it."""
+        return {m for layout in self.record.groups_before for m in layout.members}
+
+
+SendTo: TypeAlias = Callable[[InstanceId, Message], None]
+
+
+class Transitions:
+    """All transitions under way and the latest finished ones."""
+
+    def __init__(self, placement: Placement, tell: SendTo) -> None:
+        self._placement = placement
+        self._tell = tell
+        self._next_id = 0
+        self.active: dict[TransitionId, Transition] = {}
+        self.records: list[TransitionRecord] = []
+        self.finished: list[TransitionRecord] = []
+        """Ended since the controller last looked."""
+        self.num_drops = 0
+        self.num_restores = 0
+        self._last_end_s: dict[InstanceId, float] = {}
+        """Of the transitions that each instance was in."""
+
+    @property
+    def busy_groups(self) -> set[GroupId]:
+        """Groups that stand in a transition, by their old and their new ids."""
+        return {
+            layout.group_id
+            for transition in self.active.values()
+            for layout in transition.record.groups_before + transition.record.groups_after
+        }
+
+    def with_member(self, instance_id: InstanceId) -> Transition | None:
+        """The transition that the instance is in."""
+        for transition in self.active.values():
+            if instance_id in transition.members:
+                return transition
+        return None
+
+    # Beginnings
+
+    def begin_drop(
+        self, old: tuple[GroupLayout, ...], new: GroupLayout, trigger: str, now_s: float
+    ) -> TransitionId:
+        """Ask the members of ``old`` to become ``new``."""
+        transition = self._begin("drop", old, (new,), trigger, "preparing", now_s)
+        self._prepare(transition, now_s)
+        return transition.transition_id
+
+    def begin_restore(
+        self,
+        old: GroupLayout,
+        new: tuple[GroupLayout, ...],
+        load: Callable[[TransitionId], LoadLayers],
+        trigger: str,
+        now_s: float,
+    ) -> TransitionId:
+        """Have the members load what they lack; the regrouping follows when all have it."""
+        transition = self._begin("restore", (old,), new, trigger, "loading", now_s)
+        transition.load = load(transition.transition_id)
+        transition.waits_for = set(old.members)
+        self._tell(old.leader, transition.load)
+        return transition.transition_id
+
+    def new_id(self) -> TransitionId:
+        """An id never used before, for whatever moves KV."""
+        transition_id = TransitionId(self._next_id)
+        self._next_id += 1
+        return transition_id
+
+    def _begin(
+        self,
+        kind: str,
+        old: tuple[GroupLayout, ...],
+        new: tuple[GroupLayout, ...],
+        trigger: str,
+        phase: Phase,
+        now_s: float,
+    ) -> Transition:
+        transition_id = self.new_id()
+        record = TransitionRecord(
+            transition_id=transition_id,
+            kind=kind,
+            trigger=trigger,
+            started_s=now_s,
+            committed_s=None,
+            finished_s=None,
+            outcome="running",
+            groups_before=old,
+            groups_after=new,
+            freed_bytes=0,
+            remap_s=0.0,
+            gap_s=0.0,
+            requests_moved=0,
+            moved_bytes=0,
+            max_stall_s=0.0,
+        )
+        transition = Transition(record, phase, now_s)
+        self.active[transition_id] = transition
+        return transition
+
+    def _prepare(self, transition: Transition, now_s: float) -> None:
+        record = transition.record
+        message = Prepare(
+            record.transition_id,
+            record.groups_before,
+            record.groups_after,
+            self._placement.specs_of(record.groups_before),
+        )
+        transition.phase, transition.phase_since_s = "preparing", now_s
+        transition.waits_for = transition.members
+        for member in sorted(transition.waits_for):
+            self._tell(member, message)
+
+    # Answers
+
+    def on_loaded(self, message: LayersLoaded, now_s: float) -> None:
+        """A member has its layers back, or could not get them."""
+        transition = self.active.get(message.transition_id)
+        if transition is None or transition.phase != "loading":
+            return
+        if message.refusal is not None:
+            self.roll_back(transition, f"instance {message.instance_id}: {message.refusal}", now_s)
+            return
+        record = transition.record
+        transition.record = replace(
+            record,
+            freed_bytes=record.freed_bytes - message.loaded_bytes,
+            remap_s=max(record.remap_s, message.remap_s),
+        )
+        transition.waits_for.discard(message.instance_id)
+        if not transition.waits_for:
+            self._prepare(transition, now_s)
+
+    def on_prepared(self, message: Prepared, now_s: float) -> None:
+        """A member's word; the last yes commits."""
+        transition = self.active.get(message.transition_id)
+        if transition is None or transition.phase != "preparing":
+            return
+        if message.refusal is not None:
+            self.roll_back(transition, f"instance {message.instance_id}: {message.refusal}", now_s)
+            return
+        transition.waits_for.discard(message.instance_id)
+        if transition.waits_for:
+            return
+        transition.phase, transition.phase_since_s = "committing", now_s
+        transition.waits_for = transition.members
+        transition.exchanging = {g.group_id for g in transition.record.groups_after}
+        for member in sorted(transition.waits_for):
+            self._tell(member, Commit(transition.transition_id))
+
+    def on_committed(self, message: Committed, now_s: float) -> Transition | None:
+        """A member stands in its new group. The transition when it was the last one."""
+        transition = self.active.get(message.transition_id)
+        if transition is None or transition.phase != "committing":
+            return None
+        record = transition.record
+        transition.record = replace(
+            record,
+            freed_bytes=record.freed_bytes + message.freed_bytes,
+            remap_s=max(record.remap_s, message.remap_s),
+            gap_s=max(record.gap_s, message.gap_s),
+            committed_s=now_s,
+        )
+        for request_id in message.sequences:
+            transition.followers[request_id] = message.instance_id
+        transition.waits_for.discard(message.instance_id)
+        if transition.waits_for:
+            return None
+        transition.phase, transition.phase_since_s = "exchanging", now_s
+        self._placement.remove(record.groups_before)
+        for layout in record.groups_after:
+            self._placement.add(layout)
+        if record.kind == "drop":
+            self.num_drops += 1
+        else:
+            self.num_restores += 1
+        self._finish_if_done(transition, now_s)
+        return transition
+
+    def on_exchanged(self, message: ExchangeDone, now_s: float) -> None:
+        """A new leader has all KV in place."""
+        transition = self.active.get(message.transition_id)
+        if transition is None:
+            return
+        record = transition.record
+        transition.record = replace(
+            record,
+            requests_moved=record.requests_moved + message.num_requests,
+            moved_bytes=record.moved_bytes + message.moved_bytes,
+            max_stall_s=max(record.max_stall_s, message.max_stall_s),
+        )
+        transition.exchanging.discard(message.group_id)
+        self._finish_if_done(transition, now_s)
+
+    def _finish_if_done(self, transition: Transition, now_s: float) -> None:
+        if transition.phase == "exchanging" and not transition.exchanging:
+            self._end(transition, "done", now_s)
+
+    # Ends
+
+    def roll_back(self, transition: Transition, reason: str, now_s: float) -> None:
+        """Nothing has been committed: every member forgets it."""
+        assert transition.phase in ("loading", "preparing"), transition
+        for member in sorted(transition.members):
+            self._tell(member, Rollback(transition.transition_id))
+        self._end(transition, f"rolled back: {reason}", now_s)
+
+    def fail(self, transition: Transition, reason: str, now_s: float) -> None:
+        """A member died after the commit; the controller forms its groups anew."""
+        self._end(transition, f"failed: {reason}", now_s)
+
+    def expire(self, now_s: float) -> None:
+        """Roll back what waits for an answer too long."""
+        for transition in tuple(self.active.values()):
+            patience_s = PATIENCE_S.get(transition.phase)
+            if patience_s is not None and now_s - transition.phase_since_s > patience_s:
+                missing = sorted(transition.waits_for)
+                self.roll_back(transition, f"no answer from instances {missing}", now_s)
+
+    def _end(self, transition: Transition, outcome: str, now_s: float) -> None:
+        del self.active[transition.transition_id]
+        record = replace(transition.record, outcome=outcome, finished_s=now_s)
+        self.records.append(record)
+        del self.records[:-MAX_RECORDS]
+        self.finished.append(record)
+        self._last_end_s.update(dict.fromkeys(transition.members, now_s))
+
+    def latest(self) -> tuple[TransitionRecord, ...]:
+        """Finished ones, then those under way."""
+        return (*self.records, *(t.record for t in self.active.values()))
+
+    def last_end_s(self, members: Iterable[InstanceId]) -> float | None:
+        """When the last finished transition that touched any of these instances ended."""
+        ends = [self._last_end_s[member] for member in members if member in self._last_end_s]
+        return max(ends, default=None)

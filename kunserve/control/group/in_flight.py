@@ -1,0 +1,107 @@
+"""The steps of a group that are on their way through its stages."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from kunserve.control.arrays import Int32Array
+from kunserve.control.group.sequence import Sequence
+from kunserve.core.ids import GroupId, RequestId, StepId
+from kunserve.core.step import BlockRun, Chunk, SequenceStart, StepPlan
+
+
+@dataclass(slots=True)
+class Flight:
+    """A plan whose result has not come yet."""
+
+    sequences: list[Sequence]
+    """One per chunk."""
+    sampling: list[Sequence | None]
+    """One per token to come; None where the token is to be ignored."""
+    num_prompt_tokens: int
+
+
+class InFlight:
+    """Owner of what was planned and not completed; makes the plans.
+
+    Sequences advance when they are planned, not when results come: stages run plans in order, so
+    the chunks of one prompt may follow each other closely. Only a sampled token is waited for.
+    """
+
+    def __init__(self, group_id: GroupId) -> None:
+        self._group_id = group_id
+        self._flights: dict[StepId, Flight] = {}
+        self._num_steps = 0
+
+    def __len__(self) -> int:
+        return len(self._flights)
+
+    def launch(
+        self,
+        released: Iterable[RequestId],
+        chosen: Iterable[tuple[Sequence, int]],
+        swapped_out: tuple[BlockRun, ...] = (),
+        swapped_in: tuple[BlockRun, ...] = (),
+    ) -> StepPlan:
+        """Plan so many tokens of each chosen sequence, and advance it by them."""
+        step = self._num_steps
+        self._num_steps += 1
+        flight = Flight([], [], 0)
+        chunks: list[Chunk] = []
+        started: list[SequenceStart] = []
+        for seq, num_tokens in chosen:
+            start = seq.num_computed
+            end = start + num_tokens
+            samples = end == len(seq.token_ids)
+            if num_tokens > 1 or start < seq.num_prompt:
+                flight.num_prompt_tokens += num_tokens
+            if not seq.is_started:
+                seq.is_started = True
+                started.append(seq.start())
+            if samples:
+                seq.is_awaiting = True
+                flight.sampling.append(seq)
+            seq.num_computed = end
+            seq.last_step = step
+            flight.sequences.append(seq)
+            chunks.append(Chunk(seq.request_id, start, num_tokens, samples))
+        step_id = StepId(step)
+        self._flights[step_id] = flight
+        return StepPlan(
+            self._group_id,
+            step_id,
+            tuple(released),
+            tuple(started),
+            tuple(chunks),
+            swapped_out,
+            swapped_in,
+        )
+
+    def land(self, step_id: StepId) -> Flight:
+        """The step's result has come."""
+        return self._flights.pop(step_id)
+
+    def ignore(self, seq: Sequence) -> None:
+        """The sequence is preempted or gone: a token of it still to come is not wanted."""
+        if seq.is_awaiting:
+            seq.is_awaiting = False
+            for flight in self._flights.values():
+                flight.sampling = [None if s is seq else s for s in flight.sampling]
+
+    def token_ids_of(self, plan: StepPlan) -> Int32Array:
+        """The plan's input tokens, chunk after chunk."""
+        tokens: list[int] = []
+        for chunk, seq in zip(plan.chunks, self._flights[plan.step_id].sequences, strict=True):
+            start = chunk.start
+            if chunk.num_tokens == 1:
+                tokens.append(seq.token_ids[start])
+            else:
+                tokens.extend(seq.token_ids[start : start + chunk.num_tokens])
+        return np.array(tokens, dtype=np.int32)
+
+    def check(self, running: Iterable[Sequence]) -> None:
+        """Assert that exactly the sequences that await a token have one coming."""
+        awaited = [s for f in self._flights.values() for s in f.sampling if s is not None]
+        assert len(awaited) == len(set(awaited)), "a token awaited twice"
+        assert set(awaited) == {seq for seq in running if seq.is_awaiting}, awaited

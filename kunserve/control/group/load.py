@@ -1,0 +1,104 @@
+"""A scheduler's counters and the load report made from them."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from kunserve.control.group.ledger import Ledger
+from kunserve.control.group.sequence import Progress, Sequence, WaitingQueue
+from kunserve.core.ids import GroupId
+from kunserve.core.snapshots import LoadReport
+
+PRIOR_OUTPUT_TOKENS = 256.0
+"""Expected output before anything has finished: about the mean of published chat traces."""
+OUTPUT_WEIGHT = 0.05
+"""Of each finished output in the moving mean: it remembers about the last twenty."""
+
+
+@dataclass(slots=True)
+class SchedulerTotals:
+    """What a leader has done so far. Handed on to its next scheduler, it goes on counting."""
+
+    num_preemptions: int = 0
+    lost_tokens: int = 0
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    mean_output_tokens: float = PRIOR_OUTPUT_TOKENS
+    """Exponentially weighted over finished requests."""
+
+    def note_preemption(self, lost_tokens: int) -> None:
+        """A request lost its place among the running, and so much KV."""
+        self.num_preemptions += 1
+        self.lost_tokens += lost_tokens
+
+    def note_finished(self, num_output: int) -> None:
+        """A request ended by itself after ``num_output`` tokens."""
+        self.mean_output_tokens += OUTPUT_WEIGHT * (num_output - self.mean_output_tokens)
+
+
+def expected_tokens(seq: Sequence, mean_output_tokens: int) -> int:
+    """KV tokens that a sequence is expected to need in the end.
+
+    It generates like the mean of those that finished, one more than now at least, and never
+    past its own limit.
+    """
+    total = max(seq.num_prompt + mean_output_tokens, len(seq.token_ids) + 1)
+    return min(total, seq.max_total) - 1
+
+
+def measure_load(
+    group_id: GroupId,
+    sequence_number: int,
+    num_received: int,
+    live: Iterable[Sequence],
+    waiting: WaitingQueue,
+    ledger: Ledger,
+    totals: SchedulerTotals,
+    block_size: int,
+    stuck_s: float,
+) -> LoadReport:
+    """The leader's account of its group.
+
+    ``num_running`` leaves stalled requests out and counts swapped ones: their KV will want its
+    memory back.
+    """
+    num_running = num_stalled = growth = largest = largest_expected = 0
+    waits, stalls = Progress.WAITING, Progress.STALLED
+    mean_output, blocks_of = int(totals.mean_output_tokens), ledger.blocks_of
+    for seq in live:
+        if seq.max_total > largest + 1:
+            largest = seq.max_stored
+        expected = expected_tokens(seq, mean_output)
+        if expected > largest_expected:
+            largest_expected = expected
+        state = seq.state
+        if state is waits:
+            continue
+        if state is stalls:
+            num_stalled += 1
+        else:
+            num_running += 1
+        more = -(-expected // block_size) - blocks_of(seq.request_id)
+        if more > 0:
+            growth += more
+    head = waiting.head
+    return LoadReport(
+        group_id=group_id,
+        sequence_number=sequence_number,
+        num_received=num_received,
+        num_running=num_running,
+        num_waiting=len(waiting),
+        used_blocks=ledger.used_blocks,
+        capacity_blocks=ledger.capacity_blocks,
+        growth_blocks=growth,
+        head_of_line_blocks=0 if head is None else -(-len(head.token_ids) // block_size),
+        waiting_blocks=waiting.num_blocks,
+        waiting_tokens=waiting.num_tokens,
+        num_stalled=num_stalled,
+        num_preemptions=totals.num_preemptions,
+        lost_tokens=totals.lost_tokens,
+        prompt_tokens=totals.prompt_tokens,
+        generation_tokens=totals.generation_tokens,
+        stuck_s=stuck_s,
+        largest_request_blocks=-(-largest // block_size),
+        largest_expected_blocks=-(-largest_expected // block_size),
+    )

@@ -1,0 +1,320 @@
+"""Which units hold each request's KV on one instance (architecture, section 4).
+
+Entry ``e`` of a block means that layer ``l`` of it is unit ``e + l``. A block holds a contiguous
+range of layers, usually exactly those that the instance computes; while layers are exchanged it
+may hold more (not sent yet), fewer (not received yet) or none.
+"""
+
+import numpy as np
+import numpy.typing as npt
+
+from kunserve.control.arrays import Int32Array
+from kunserve.control.instance.body import UnitCopy
+from kunserve.control.instance.compaction import RUN, Packing, RunArray, plan_vacate
+from kunserve.control.instance.free_units import FreeUnits, Span
+from kunserve.core.ids import RequestId
+from kunserve.core.layout import LayerRange
+
+NOTHING = LayerRange(0, 0)
+
+SPARE_RUNS = 32
+"""Free runs that a compaction makes beyond those needed, at most, if cheaper by the run."""
+
+_Saved = tuple[Int32Array, Int32Array, Int32Array, list[Span]]
+
+
+class BlockTable:
+    """Owner of one instance's KV units: each belongs to one block or is free.
+
+    A method that returns copies has already changed the table: the caller must execute the
+    copies, in order, before anything reads or writes KV. ``None`` is a shortage, and then
+    nothing has changed.
+    """
+
+    def __init__(
+        self, num_layers: int, num_units: int, max_requests: int, max_blocks_per_request: int
+    ) -> None:
+        """A table without blocks over every layer. The two maxima are first sizes, not limits."""
+        self.layers = LayerRange(0, num_layers)
+        self.num_units = num_units
+        shape = (max(1, max_requests), max(1, max_blocks_per_request))
+        self.tables: Int32Array = np.zeros(shape, dtype=np.int32)
+        """[rows, max_blocks] entries. Replaced by a larger array when it must grow."""
+        self._first: Int32Array = np.zeros(shape, dtype=np.int32)
+        self._end: Int32Array = np.zeros(shape, dtype=np.int32)
+        self.rows: dict[RequestId, int] = {}
+        """Row of ``tables`` of each request, until its release; read only, as is the next."""
+        self.counts: dict[RequestId, int] = {}
+        """Blocks of each request."""
+        self._free_rows = list(range(shape[0] - 1, -1, -1))
+        self._pinned: npt.NDArray[np.bool_] = np.zeros(shape, dtype=np.bool_)
+        self._free = FreeUnits(num_layers, [(0, num_units)])
+
+    @property
+    def free_units(self) -> int:
+        """Units that no block holds."""
+        return self._free.num_units
+
+    @property
+    def used_units(self) -> int:
+        """Units that blocks hold."""
+        return self.num_units - self._free.num_units
+
+    def row_of(self, request_id: RequestId) -> int:
+        """The request's row of ``tables``, fixed from its first block to its release."""
+        return self.rows[request_id]
+
+    def num_blocks(self, request_id: RequestId) -> int:
+        """Blocks that the request has; 0 if it is unknown."""
+        return self.counts.get(request_id, 0)
+
+    def request_ids(self) -> tuple[RequestId, ...]:
+        """Every request that has blocks, so that an instance can free those it lost track of."""
+        return tuple(self.rows)
+
+    def held(self, request_id: RequestId, block: int) -> LayerRange:
+        """The layers whose KV the block has room for."""
+        assert block < self.counts[request_id], (request_id, block)
+        row = self.rows[request_id]
+        return LayerRange(int(self._first[row, block]), int(self._end[row, block]))
+
+    def grow(
+        self, request_id: RequestId, num_blocks: int, *, may_compact: bool = True
+    ) -> tuple[UnitCopy, ...] | None:
+        """Give the request blocks for the current layers until it has ``num_blocks``.
+
+        Called for every chunk of a plan; O(1) per new block unless runs are short. Without
+        ``may_compact`` nothing is ever copied, so that a step may run meanwhile.
+        """
+        have = self.counts.get(request_id, 0)
+        count = num_blocks - have
+        if count <= 0:
+            return ()
+        copies: tuple[UnitCopy, ...] | None = ()
+        starts = self._free.take(count)
+        if starts is None:
+            copies = self._compact(count) if may_compact else None
+            if copies is None:
+                return None
+            starts = self._free.take(count)
+            assert starts is not None, (request_id, num_blocks)
+        row = self._row_for(request_id, num_blocks)
+        for block, start in enumerate(starts, have):
+            self._put(row, block, start)
+        self.counts[request_id] = num_blocks
+        return copies
+
+    def release(self, request_id: RequestId) -> None:
+        """Free everything of the request. Unknown ids are allowed; pinned ones are not."""
+        row = self.rows.get(request_id)
+        if row is None:
+            return
+        count = self.counts[request_id]
+        assert not self._pinned[row, :count].any(), f"{request_id} is in transfer"
+        first, end = self._first[row, :count], self._end[row, :count]
+        if (first == self.layers.first).all() and (end == self.layers.end).all():
+            self._free.give_runs((self.tables[row, :count] + first).tolist())
+            first[:] = end[:] = 0
+        else:
+            self._keep_only(row, 0, count, NOTHING)
+        del self.rows[request_id], self.counts[request_id]
+        self._free_rows.append(row)
+
+    def set_layers(self, layers: LayerRange, num_units: int) -> None:
+        """From now on blocks are for ``layers`` and the KV range has ``num_units`` units.
+
+        Called at a commit, and when the tail shrinks before a restore. Blocks that exist keep
+        their layers and places; those places must lie below ``num_units``.
+        """
+        assert layers.num_layers > 0, layers
+        spans = self._free.spans()
+        used = self.used_units
+        if num_units > self.num_units:
+            spans.append((self.num_units, num_units))
+        else:
+            spans = [(s, min(e, num_units)) for s, e in spans if s < num_units]
+        if len(spans) > 1 and spans[-2][1] == spans[-1][0]:
+            spans[-2:] = [(spans[-2][0], spans[-1][1])]
+        self._free.reset(layers.num_layers, spans)
+        self.layers = layers
+        self.num_units = num_units
+        assert self.used_units == used, f"live units at or above {num_units}"
+
+    def release_layers(
+        self, request_id: RequestId, first_block: int, end_block: int, keep: LayerRange
+    ) -> None:
+        """Blocks [first_block, end_block) hold no other layers than ``keep`` any more.
+
+        Called when peers have received them (or nobody needs them); allowed while pinned.
+        """
+        assert end_block <= self.counts[request_id], (request_id, end_block)
+        row = self.rows[request_id]
+        self._keep_only(row, first_block, end_block, keep)
+
+    def relayout(
+        self, request_id: RequestId, first_block: int, end_block: int, *, may_compact: bool = True
+    ) -> tuple[UnitCopy, ...] | None:
+        """Blocks [first_block, end_block) get room for every current layer, keeping content.
+
+        Called in a restore, before the missing layers' KV is pulled from peers. These blocks
+        must not be pinned, though others of the request may be. Without ``may_compact`` no
+        other block is moved, so that a step over other requests may run meanwhile.
+        """
+        assert end_block <= self.counts[request_id], (request_id, end_block)
+        row = self.rows[request_id]
+        assert not self._pinned[row, first_block:end_block].any(), f"{request_id} is in transfer"
+        blocks = [
+            block
+            for block in range(first_block, end_block)
+            if (self._first[row, block], self._end[row, block]) != self.layers
+        ]
+        copies: list[UnitCopy] = []
+        starts = self._free.take(len(blocks)) if blocks else []
+        if starts is not None:
+            for block, start in zip(blocks, starts, strict=True):
+                self._rehouse(row, block, start, copies)
+            return tuple(copies)
+        # Too little for all at once: one after the other, each leaving its old run to the next.
+        saved = self._save()
+        for block in blocks:
+            moved: tuple[UnitCopy, ...] | None = ()
+            starts = self._free.take(1)
+            if starts is None:
+                moved = self._compact(1) if may_compact else None
+                starts = None if moved is None else self._free.take(1)
+            if moved is None or starts is None:
+                self._restore(saved)
+                return None
+            copies.extend(moved)
+            self._rehouse(row, block, starts[0], copies)
+        return tuple(copies)
+
+    def vacate(self, num_units: int) -> tuple[UnitCopy, ...] | None:
+        """Move every live unit below ``num_units``, so that the tail can be given up.
+
+        None when they do not fit, or when pinned blocks are in the way.
+        """
+        if self.used_units > num_units:
+            return None
+        packing = plan_vacate(self._live_runs(), num_units)
+        if packing is None:
+            return None
+        self._apply(packing)
+        return tuple(packing.copies)
+
+    def pin(self, request_id: RequestId, first_block: int, end_block: int) -> None:
+        """Leave blocks [first_block, end_block) where they are: a transfer reads or fills them."""
+        assert end_block <= self.counts[request_id], (request_id, end_block)
+        self._pinned[self.rows[request_id], first_block:end_block] = True
+
+    def unpin(self, request_id: RequestId, first_block: int, end_block: int) -> None:
+        """The transfer of these blocks is over. Allowed for blocks and requests not pinned."""
+        row = self.rows.get(request_id)
+        if row is not None:
+            self._pinned[row, first_block:end_block] = False
+
+    def check(self) -> None:
+        """Assert that every unit is held once or free once, and lies below ``num_units``."""
+        owners = np.zeros(self.num_units, dtype=np.int32)
+        for run in self._live_runs():
+            start, end = int(run["start"]), int(run["start"] + run["length"])
+            assert start >= 0 and end <= self.num_units, (run, self.num_units)
+            owners[start:end] += 1
+        for start, end in self._free.pieces():
+            assert 0 <= start < end <= self.num_units, (start, end, self.num_units)
+            owners[start:end] += 1
+        wrong = np.flatnonzero(owners != 1)
+        assert wrong.size == 0, f"units owned other than once: {wrong.tolist()}"
+        assert self._free.run_length == self.layers.num_layers, self.layers
+        assert self.rows.keys() == self.counts.keys()
+        rows = sorted([*self.rows.values(), *self._free_rows])
+        assert rows == list(range(self.tables.shape[0])), rows
+
+    def _put(self, row: int, block: int, start: int) -> None:
+        """The block lies at units [start, start + layers held): a whole new run."""
+        layers = self.layers
+        self.tables[row, block] = start - layers.first
+        self._first[row, block] = layers.first
+        self._end[row, block] = layers.end
+
+    def _rehouse(self, row: int, block: int, start: int, copies: list[UnitCopy]) -> None:
+        """Move what the block holds into a run for every current layer; free its old run."""
+        held = LayerRange(int(self._first[row, block]), int(self._end[row, block]))
+        assert self.layers.covers(held), f"relayout would lose layers: {held}, {self.layers}"
+        if held.num_layers:
+            old = int(self.tables[row, block]) + held.first
+            new = start + held.first - self.layers.first
+            copies.append(UnitCopy(old, new, held.num_layers))
+            self._free.give(old, old + held.num_layers)
+        self._put(row, block, start)
+
+    def _keep_only(self, row: int, first_block: int, end_block: int, keep: LayerRange) -> None:
+        """Shrink these blocks to ``keep`` and free the units on either side."""
+        blocks = slice(first_block, end_block)
+        entries = self.tables[row, blocks]
+        first, end = self._first[row, blocks], self._end[row, blocks]
+        kept_first = np.clip(keep.first, first, end)
+        kept_end = np.clip(keep.end, kept_first, end)
+        self._free.give_all(entries + first, entries + kept_first)
+        self._free.give_all(entries + kept_end, entries + end)
+        empty = kept_end <= kept_first
+        kept_first[empty] = kept_end[empty] = entries[empty] = 0
+        first[:], end[:] = kept_first, kept_end
+
+    def _row_for(self, request_id: RequestId, num_blocks: int) -> int:
+        rows, columns = self.tables.shape
+        row = self.rows.get(request_id)
+        more_rows = rows if row is None and not self._free_rows else 0
+        more_columns = 0 if num_blocks <= columns else max(columns, num_blocks - columns)
+        if more_rows or more_columns:
+            pad = ((0, more_rows), (0, more_columns))
+            self.tables = np.pad(self.tables, pad)
+            self._first = np.pad(self._first, pad)
+            self._end = np.pad(self._end, pad)
+            self._pinned = np.pad(self._pinned, pad)
+            self._free_rows.extend(range(rows + more_rows - 1, rows - 1, -1))
+        if row is None:
+            row = self.rows[request_id] = self._free_rows.pop()
+        return row
+
+    def _compact(self, count: int) -> tuple[UnitCopy, ...] | None:
+        """Slide blocks together until ``count`` free runs exist."""
+        length = self.layers.num_layers
+        if self._free.num_units < count * length:
+            return None
+        packing = Packing(self._live_runs(), self.num_units)
+        spare = min(SPARE_RUNS, self._free.num_units // length)
+        if not packing.reserve(length, count, spare):
+            return None
+        self._apply(packing)
+        return tuple(packing.copies)
+
+    def _apply(self, packing: Packing) -> None:
+        runs = packing.runs[packing.runs["row"] >= 0]
+        moved = (runs["start"] - runs["origin"]).astype(np.int32)
+        self.tables[runs["row"], runs["block"]] += moved
+        spans = packing.gaps()
+        if packing.limit < self.num_units:
+            if spans and spans[-1][1] == packing.limit:
+                spans[-1] = (spans[-1][0], self.num_units)
+            else:
+                spans.append((packing.limit, self.num_units))
+        self._free.reset(self.layers.num_layers, spans)
+
+    def _live_runs(self) -> RunArray:
+        """Every non-empty block, in order of units."""
+        rows, blocks = np.nonzero(self._end > self._first)
+        firsts = self._first[rows, blocks]
+        runs = np.zeros(rows.size, dtype=RUN)
+        runs["start"] = runs["origin"] = self.tables[rows, blocks] + firsts
+        runs["length"] = self._end[rows, blocks] - firsts
+        runs["fixed"] = self._pinned[rows, blocks]
+        runs["row"], runs["block"] = rows, blocks
+        return runs[np.argsort(runs["start"], kind="stable")]
+
+    def _save(self) -> _Saved:
+        return self.tables.copy(), self._first.copy(), self._end.copy(), self._free.spans()
+
+    def _restore(self, saved: _Saved) -> None:
+        self.tables, self._first, self._end, spans = saved
+        self._free.reset(self.layers.num_layers, spans)

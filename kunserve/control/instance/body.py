@@ -1,0 +1,169 @@
+"""The seam between the brain and a body: what an instance's agent asks of its machine.
+
+Real (CPU), fake (tests) and simulated bodies implement these two protocols; nothing above
+them knows which one it has.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+from kunserve.control.arrays import Int32Array
+from kunserve.core.ids import InstanceId, RequestId, TransitionId
+from kunserve.core.layout import LayerRange
+from kunserve.core.snapshots import InstanceSpec
+from kunserve.core.step import SampledToken, StepPlan
+
+
+class UnitCopy(NamedTuple):
+    """Copy ``num_units`` consecutive units inside one instance. Ranges may not overlap."""
+
+    src: int
+    dst: int
+    num_units: int
+
+
+class HostCopy(NamedTuple):
+    """Consecutive blocks of one request between KV memory and host memory."""
+
+    request_id: RequestId
+    first_block: int
+    starts: Int32Array
+    """[num_blocks] the first of each block's ``num_units`` consecutive units."""
+    num_units: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepWork:
+    """One plan, made local to one stage: which layers, and where each request's KV is."""
+
+    plan: StepPlan
+    layers: LayerRange
+    is_first: bool
+    is_last: bool
+    token_ids: Int32Array | None
+    """[num_tokens] input tokens; only the first stage has them."""
+    tables: Int32Array
+    """[rows, max_blocks] block table entries of every sequence; entry e puts layer l at e + l."""
+    rows: Int32Array
+    """[num_chunks] the row of each chunk's request."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutcome:
+    """What running a step gave: hidden states for the next stage, or sampled tokens."""
+
+    hidden: Any
+    """Opaque to the brain; None on the last stage."""
+    tokens: tuple[SampledToken, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Remap:
+    """What a change of the weights range and the KV range really did."""
+
+    kv_units: int
+    """Units backed by memory now."""
+    moved_bytes: int
+    """From weights to KV; negative the other way."""
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class KvPiece:
+    """A run of one request's blocks to pull from ``src`` over ``layers``."""
+
+    transition_id: TransitionId
+    request_id: RequestId
+    src: InstanceId
+    layers: LayerRange
+    first_block: int
+    end_block: int
+
+
+class Body(Protocol):
+    """One instance's memory and compute. Called from one thread, between steps."""
+
+    @property
+    def spec(self) -> InstanceSpec:
+        """What the instance is made of."""
+        ...
+
+    def execute(self, work: StepWork, hidden: Any) -> StepOutcome:
+        """Run the stage's layers over the microbatch (``hidden`` is None on the first stage)."""
+        ...
+
+    def forget(self, request_id: RequestId) -> None:
+        """Drop per-request state such as the sampling history."""
+        ...
+
+    def copy_units(self, copies: tuple[UnitCopy, ...]) -> None:
+        """Copy in order; a later copy may read what an earlier one wrote. Done on return.
+
+        Between steps; or while one runs, over units that it neither reads nor writes.
+        """
+        ...
+
+    def swap_units(
+        self, out: tuple[HostCopy, ...], back: tuple[HostCopy, ...], *, beside_step: bool
+    ) -> None:
+        """Copy blocks to host memory, and others back from there, where they are kept no longer.
+
+        With ``beside_step`` copies may run while the step that follows does, which touches none
+        of these units, and have ended when it has; otherwise they are done on return. ``forget``
+        gives up what is in host memory of a request.
+        """
+        ...
+
+    def drop_layers(self, keep: LayerRange) -> Remap:
+        """Unmap every held layer outside ``keep`` and map its granules at the KV tail."""
+        ...
+
+    def reclaim_layers(self, layers: LayerRange) -> Remap:
+        """Shrink the KV range and map memory under ``layers`` again, its content undefined.
+
+        The caller has moved every live unit below ``spec.units_when_holding(layers)`` first.
+        """
+        ...
+
+    def load_layers(self, layers: LayerRange) -> None:
+        """Fill mapped layers from the host copy or disk."""
+        ...
+
+
+class Mover(Protocol):
+    """Bulk bytes between instances: receiver-driven, chunked, yielding to activations.
+
+    Runs beside the steps. Completion comes back to the agent as ``pulled_kv`` or
+    ``pulled_layers`` calls made by the driver, never from inside these methods.
+    """
+
+    def export_kv(self, request_id: RequestId, entries: Int32Array) -> None:
+        """Let peers read the request's blocks; the entries stay valid until ``withdraw_kv``."""
+        ...
+
+    def withdraw_kv(self, request_id: RequestId) -> None:
+        """Stop serving the request's blocks (they are about to be freed)."""
+        ...
+
+    def pull_kv(self, piece: KvPiece, entries: Int32Array) -> None:
+        """Fill blocks ``entries`` (one per block of the piece) over ``piece.layers``."""
+        ...
+
+    def pull_layers(self, layers: LayerRange, src: InstanceId) -> None:
+        """Fill the mapped weights of ``layers`` from a peer that holds them."""
+        ...
+
+    def offer_layers(self, layers: LayerRange | None) -> None:
+        """Let peers pull these layers and no others.
+
+        Narrowed before layers are unmapped, widened once they are filled.
+        """
+        ...
+
+    def cancel(self, request_id: RequestId) -> None:
+        """Once this returns nothing is written for the request; its pulls never complete."""
+        ...
+
+    def reset(self) -> None:
+        """Forget every export and every pull, of KV and of layers; none of them completes."""
+        ...
