@@ -171,6 +171,16 @@ class EndMigration:
 
 
 @dataclass(frozen=True, slots=True)
+class ReturnWaiting:
+    """Give these requests back if they wait without KV; ``Returned`` names those that did.
+
+    Sent to the leader that has them. What runs, has KV or is unknown stays as it is.
+    """
+
+    request_ids: tuple[RequestId, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Shutdown:
     """Leave. In-flight work is lost unless it was drained before."""
 
@@ -187,6 +197,7 @@ Command: TypeAlias = (
     | Migrate
     | HandOff
     | EndMigration
+    | ReturnWaiting
     | Shutdown
 )
 
@@ -213,6 +224,29 @@ class Outputs:
 
     instance_id: InstanceId
     tokens: tuple[TokenOutput, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Returned:
+    """The leader has taken these requests out of its queue: nothing of them is left there.
+
+    Sent in answer to ``ReturnWaiting`` (also when no request is given back), and unasked when the
+    leader's group changes. Every token of them has been sent before.
+    """
+
+    instance_id: InstanceId
+    request_ids: tuple[RequestId, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Formed:
+    """The answer to ``Form``: the instance stands in the group, with all weights it needs."""
+
+    instance_id: InstanceId
+    group_id: GroupId
+    loaded_bytes: int
+    """Weights that had to be loaded; 0 if all were there."""
+    seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,6 +341,8 @@ class Alive:
 Event: TypeAlias = (
     Ready
     | Outputs
+    | Returned
+    | Formed
     | Report
     | Prepared
     | LayersLoaded
