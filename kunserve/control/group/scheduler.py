@@ -20,7 +20,7 @@ from kunserve.control.group.travel import Travel
 from kunserve.core.config import SchedulerConfig
 from kunserve.core.ids import GroupId, RequestId
 from kunserve.core.messages import SequenceState, TokenOutput
-from kunserve.core.request import Request
+from kunserve.core.request import FinishReason, Request
 from kunserve.core.snapshots import LoadReport
 from kunserve.core.step import StepPlan, StepResult
 from kunserve.policy.batch_form import FormationView, FormBatch, PromptWork
@@ -224,18 +224,27 @@ class Scheduler:
         return self._flights.launch(released, chosen, *self._swap.plan_copies(chosen))
 
     def complete(self, result: StepResult, now_s: float) -> list[TokenOutput]:
-        """Take a step's sampled tokens; the outputs to stream, with ends detected."""
+        """Take a step's sampled tokens; the outputs to stream, with ends detected.
+
+        A request for which no token could be chosen ends with an error.
+        """
         assert result.group_id == self._group_id, (result.group_id, self._group_id)
         flight = self._flights.land(result.step_id)
         pool_tokens = self._largest_capacity * self._block_size
         outputs: list[TokenOutput] = []
-        num_ended = 0
+        num_ended = num_failed = 0
         for (request_id, token_id, logprobs), seq in zip(
             result.tokens, flight.sampling, strict=True
         ):
             if seq is None:
                 continue
             assert request_id == seq.request_id, (request_id, seq.request_id)
+            if token_id is None:
+                num_failed += 1
+                error = FinishReason.ERROR
+                outputs.append(TokenOutput(request_id, seq.num_output, None, None, error))
+                self.abort(request_id)
+                continue
             reason = seq.take(token_id, pool_tokens)
             position = seq.num_output - 1
             queued_s = seq.queued_s if position == 0 else None
@@ -246,7 +255,7 @@ class Scheduler:
         if num_ended:
             ended = Progress.ENDED
             self._running = [s for s in self._running if s.state is not ended]
-        self.totals.generation_tokens += len(outputs)
+        self.totals.generation_tokens += len(outputs) - num_failed
         self.totals.prompt_tokens += flight.num_prompt_tokens
         self._found_nothing = False
         self._last_progress_s = now_s if self.has_work else None
