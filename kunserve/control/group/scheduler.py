@@ -20,7 +20,7 @@ from kunserve.control.group.travel import Travel
 from kunserve.core.config import SchedulerConfig
 from kunserve.core.ids import GroupId, RequestId
 from kunserve.core.messages import SequenceState, TokenOutput
-from kunserve.core.request import FinishReason, Request
+from kunserve.core.request import Request
 from kunserve.core.snapshots import LoadReport
 from kunserve.core.step import StepPlan, StepResult
 from kunserve.policy.batch_form import FormationView, FormBatch, PromptWork
@@ -224,10 +224,7 @@ class Scheduler:
         return self._flights.launch(released, chosen, *self._swap.plan_copies(chosen))
 
     def complete(self, result: StepResult, now_s: float) -> list[TokenOutput]:
-        """Take a step's sampled tokens; the outputs to stream, with ends detected.
-
-        A request for which no token could be chosen ends with an error.
-        """
+        """Take a step's sampled tokens; the outputs to stream, with ends detected."""
         assert result.group_id == self._group_id, (result.group_id, self._group_id)
         flight = self._flights.land(result.step_id)
         pool_tokens = self._largest_capacity * self._block_size
@@ -239,14 +236,9 @@ class Scheduler:
             if seq is None:
                 continue
             assert request_id == seq.request_id, (request_id, seq.request_id)
-            if token_id is None:
-                num_failed += 1
-                error = FinishReason.ERROR
-                outputs.append(TokenOutput(request_id, seq.num_output, None, None, error))
-                self.abort(request_id)
-                continue
+            position = seq.num_output
             reason = seq.take(token_id, pool_tokens)
-            position = seq.num_output - 1
+            num_failed += token_id is None
             queued_s = seq.queued_s if position == 0 else None
             outputs.append(TokenOutput(request_id, position, token_id, logprobs, reason, queued_s))
             if reason is not None:

@@ -436,7 +436,6 @@ def test_a_request_without_a_token_ends_with_an_error_and_alone(stages: int) -> 
     scheduler = make(stages)
     scheduler.add(request("good", 3, max_tokens=3))
     scheduler.add(request("bad", 5, 0.0, max_tokens=9))
-    mean = scheduler.totals.mean_output_tokens
     outputs: list[TokenOutput] = []
     while scheduler.has_work:
         plans = [plan for plan in (scheduler.schedule(0.0) for _ in range(stages)) if plan]
@@ -450,8 +449,6 @@ def test_a_request_without_a_token_ends_with_an_error_and_alone(stages: int) -> 
             )
             outputs += scheduler.complete(StepResult(GROUP, plan.step_id, tokens), 1.0)
             scheduler.check()
-            if outputs[-1].finish_reason is FinishReason.ERROR:
-                assert scheduler.totals.mean_output_tokens == mean, "its length says nothing"
     assert [output for output in outputs if output.request_id == "bad"] == [
         TokenOutput(RequestId("bad"), 0, 7, None, None, queued_s=0.0),
         TokenOutput(RequestId("bad"), 1, None, None, FinishReason.ERROR),
