@@ -29,6 +29,7 @@ from kunserve.core.ids import GroupId, InstanceId, RequestId, StepId, Transition
 from kunserve.core.layout import LayerRange
 from kunserve.core.messages import Activation, KvMoved
 from kunserve.core.step import StepPlan
+from kunserve.core.transfer import KvPull
 from kunserve.transport.bulk import BulkMover
 from kunserve.transport.bulk_wire import Bytes
 from kunserve.transport.identity import new_token
@@ -69,18 +70,6 @@ class Way:
     """None where the mover is not used."""
     on_links: bool = False
     """Whether bulk goes through the activations' connection."""
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """A whole request's KV (the shape of ``control.body.KvPiece``)."""
-
-    transition_id: TransitionId
-    request_id: RequestId
-    src: InstanceId
-    layers: LayerRange
-    first_block: int
-    end_block: int
 
 
 class Memory:
@@ -217,7 +206,7 @@ class Taker:
             self._sender.send("bulk")
             return
         for number in range(load.num_requests):
-            piece = Piece(
+            piece = KvPull(
                 TransitionId(1), request_id(number), SENDER, LAYERS, 0, load.blocks_per_request
             )
             self._mover.pull_kv(piece, entries_of(load, number))

@@ -23,7 +23,6 @@ from kunserve.control.cluster.controller import (
     Send,
 )
 from kunserve.control.instance.agent import InstanceAgent, Work
-from kunserve.control.instance.body import KvPiece
 from kunserve.control.instance.state import AgentConfig
 from kunserve.core.config import KunServeConfig
 from kunserve.core.ids import InstanceId, RequestId
@@ -31,6 +30,7 @@ from kunserve.core.layout import LayerRange
 from kunserve.core.messages import Connect, Event, Message, Ready
 from kunserve.core.request import FinishReason, Request
 from kunserve.core.snapshots import InstanceSpec, TransitionRecord
+from kunserve.core.transfer import KvPull, LayerPull
 from kunserve.transport.codec import decode, encode
 
 Address: TypeAlias = InstanceId | None
@@ -44,18 +44,10 @@ MAX_IDLE_ROUNDS = 20
 """Idle rounds in a row after which unfinished requests mean that the cluster hangs."""
 
 
-@dataclass(frozen=True, slots=True)
-class LayerPull:
-    """Weights on their way."""
-
-    layers: LayerRange
-    src: InstanceId
-
-
 class Pull(NamedTuple):
     """A bulk transfer under way."""
 
-    what: KvPiece | LayerPull
+    what: KvPull | LayerPull
     entries: Int32Array | None
 
 
@@ -75,7 +67,7 @@ class InProcessMover:
         """Stop serving the request's blocks."""
         self.exports.pop(request_id, None)
 
-    def pull_kv(self, piece: KvPiece, entries: Int32Array) -> None:
+    def pull_kv(self, piece: KvPull, entries: Int32Array) -> None:
         """Start filling blocks."""
         self.pulls.append(Pull(piece, entries))
 
@@ -333,7 +325,7 @@ class InProcessCluster:
             member.body.layer_view(layer)[:] = source.body.layer_view(layer)
         return True
 
-    def _copy_kv(self, piece: KvPiece, source: Member, member: Member, entries: Int32Array) -> bool:
+    def _copy_kv(self, piece: KvPull, source: Member, member: Member, entries: Int32Array) -> bool:
         exported = source.mover.exports.get(piece.request_id)
         if exported is None:
             return False

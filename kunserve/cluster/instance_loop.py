@@ -12,9 +12,10 @@ import zmq
 from kunserve.cluster.stage_clock import StageClock
 from kunserve.cluster.trace import InstanceTrace
 from kunserve.control.instance.agent import InstanceAgent, Work
-from kunserve.control.instance.body import Body, KvPiece, StepOutcome, StepWork
+from kunserve.control.instance.body import Body, StepOutcome, StepWork
 from kunserve.core.config import ClusterConfig
 from kunserve.core.messages import Connect
+from kunserve.core.transfer import KvPull
 from kunserve.transport.bulk import BulkMover
 from kunserve.transport.channel import InstanceChannel
 from kunserve.transport.peers import PeerLinks
@@ -143,7 +144,7 @@ class InstanceLoop:
         for pull in self._mover.completed():
             if self._trace is not None:
                 self._trace.pulled(pull.what, pull.ok, now_s)
-            if isinstance(pull.what, KvPiece):
+            if isinstance(pull.what, KvPull):
                 agent.pulled_kv(pull.what, pull.ok, now_s)
             else:
                 agent.pulled_layers(pull.what.layers, pull.what.src, pull.ok, now_s)

@@ -11,12 +11,13 @@ from typing import Any
 
 import msgspec
 
-from kunserve.control.instance.body import KvPiece, StepWork
+from kunserve.control.instance.body import StepWork
 from kunserve.core.errors import ConfigError
 from kunserve.core.ids import InstanceId
 from kunserve.core.layout import LayerRange
 from kunserve.core.messages import Activation, Message
 from kunserve.core.snapshots import TransitionRecord
+from kunserve.core.transfer import KvPull, LayerPull
 
 COMPUTE, LINK, TRANSITIONS = 0, 1, 2
 """Rows (threads) of an instance (process): its stage, its links, its transitions."""
@@ -87,9 +88,9 @@ class InstanceTrace:
             name = f"activations to {dst}"
             self._instant(name, now_s, step=message.plan.step_id, bytes=num_bytes)
 
-    def pulled(self, what: Any, ok: bool, now_s: float) -> None:
+    def pulled(self, what: KvPull | LayerPull, ok: bool, now_s: float) -> None:
         """A run of KV blocks, or layers, came from a peer (or did not)."""
-        if isinstance(what, KvPiece):
+        if isinstance(what, KvPull):
             blocks = [what.first_block, what.end_block]
             name = f"KV from {what.src}"
             self._instant(

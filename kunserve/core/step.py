@@ -64,7 +64,8 @@ class SampledToken(NamedTuple):
     """One request's new token, from the stage that holds the output head."""
 
     request_id: RequestId
-    token_id: int
+    token_id: int | None
+    """None when no token could be chosen: the request ends with an error."""
     logprobs: TokenLogprobs | None
 
 

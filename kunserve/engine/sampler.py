@@ -2,9 +2,12 @@
 
 Order as in vLLM: log-probabilities are of the raw logits; then ``min_tokens``, ``logit_bias`` and
 the penalties; then greedy, or temperature, ``min_p``, ``top_k``, ``top_p`` and a draw. Everything
-depends on the request's own row alone, so batching and pipelining change nothing.
+depends on the request's own row alone, so batching and pipelining change nothing, and a request
+whose row cannot be sampled ends alone.
 """
 
+import logging
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -18,8 +21,11 @@ from kunserve.core.step import SampledToken, SequenceStart
 from kunserve.engine.distribution import Row, draw, token_logprobs
 from kunserve.engine.history import TokenHistory
 
+logger = logging.getLogger(__name__)
+
 _GREEDY_BELOW = 1e-5
 """Temperatures under this are greedy: dividing by them would overflow."""
+_MASK = (1 << 64) - 1
 
 
 @dataclass(slots=True)
@@ -30,6 +36,8 @@ class _State:
     is_greedy: bool
     is_plain: bool
     """Whether its logits are used as they are."""
+    is_argmax: bool
+    """Whether the largest raw logit is all there is to know."""
     early_ids: npt.NDArray[np.int64]
     """Tokens forbidden before ``min_tokens``."""
     bias_ids: npt.NDArray[np.int64]
@@ -46,22 +54,15 @@ class Sampler:
         self._states: dict[RequestId, _State] = {}
 
     def start(self, start: SequenceStart) -> None:
-        """Know a request, replacing what was known of it."""
-        sampling = start.sampling
-        stops = sampling.stop_token_ids + (() if sampling.ignore_eos else self._eos_ids)
-        bias = [pair for pair in sampling.logit_bias if 0 <= pair[0] < self._vocab_size]
-        history = None
-        if sampling.needs_history:
-            history = TokenHistory(start.token_ids, start.num_prompt_tokens)
-        self._states[start.request_id] = _State(
-            sampling=sampling,
-            is_greedy=sampling.temperature < _GREEDY_BELOW,
-            is_plain=history is None and not bias and sampling.min_tokens == 0,
-            early_ids=_ids(token for token in stops if 0 <= token < self._vocab_size),
-            bias_ids=_ids(token for token, _ in bias),
-            bias=np.array([value for _, value in bias], dtype=np.float32),
-            history=history,
-        )
+        """Know a request, replacing what was known of it.
+
+        A request whose parameters cannot be used is not known: its first token is None.
+        """
+        self.forget(start.request_id)
+        try:
+            self._states[start.request_id] = self._state_of(start)
+        except Exception:
+            logger.exception("cannot prepare sampling, request=%s ends", start.request_id)
 
     def forget(self, request_id: RequestId) -> None:
         """The request ended; unknown ones are no mistake."""
@@ -72,38 +73,81 @@ class Sampler:
     ) -> tuple[SampledToken, ...]:
         """One token for each row of ``logits`` [n, vocab] float32, which is overwritten.
 
-        ``positions`` are the tokens' indices among their request's output.
+        ``positions`` are the tokens' indices among their request's output. The token is None
+        where the row has a NaN or no finite maximum, or where sampling it fails.
         """
-        states = [self._states[request_id] for request_id in request_ids]
-        reported = [i for i, state in enumerate(states) if state.sampling.num_logprobs is not None]
-        raw = logits[reported].numpy() if reported else ()
-        if all(state.is_greedy and state.is_plain for state in states):
-            tokens = logits.numpy().argmax(axis=1)
-        else:
-            tokens = self._choose(logits, states, positions)
-        logprobs: list[TokenLogprobs | None] = [None] * len(states)
-        for i, row in zip(reported, raw, strict=True):
-            count = states[i].sampling.num_logprobs or 0
-            logprobs[i] = token_logprobs(row, int(tokens[i]), count)
-        chosen = tokens.tolist()
-        for state, token in zip(states, chosen, strict=True):
-            if state.history is not None:
-                state.history.append(token)
-        return tuple(map(SampledToken, request_ids, chosen, logprobs))
-
-    def _choose(
-        self, logits: torch.Tensor, states: Sequence[_State], positions: Sequence[int]
-    ) -> npt.NDArray[np.int64]:
         rows = logits.numpy()
-        for row, state, position in zip(rows, states, positions, strict=True):
-            if not state.is_plain:
-                _adjust(row, state, position)
-        tokens: npt.NDArray[np.int64] = rows.argmax(axis=1)
-        drawn = [i for i, state in enumerate(states) if not state.is_greedy]
-        points = uniforms([states[i].sampling.seed for i in drawn], [positions[i] for i in drawn])
-        for i, point in zip(drawn, points.tolist(), strict=True):
-            tokens[i] = draw(rows[i], states[i].sampling, point)
-        return tokens
+        largest = rows.argmax(axis=1)
+        # argmax takes a NaN for the largest, so the largest tells of the whole row.
+        is_sound = np.isfinite(rows[np.arange(len(rows)), largest]).tolist()
+        sampled = []
+        with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+            for i, (request_id, token) in enumerate(
+                zip(request_ids, largest.tolist(), strict=True)
+            ):
+                state = self._states.get(request_id)
+                if state is not None and state.is_argmax and is_sound[i]:
+                    sampled.append(SampledToken(request_id, token, None))
+                else:
+                    row = rows[i] if is_sound[i] else None
+                    sampled.append(_sample_row(request_id, row, state, positions[i]))
+        return tuple(sampled)
+
+    def _state_of(self, start: SequenceStart) -> _State:
+        sampling = start.sampling
+        stops = sampling.stop_token_ids + (() if sampling.ignore_eos else self._eos_ids)
+        bias = [pair for pair in sampling.logit_bias if 0 <= pair[0] < self._vocab_size]
+        history = None
+        if sampling.needs_history:
+            history = TokenHistory(start.token_ids, start.num_prompt_tokens)
+        is_greedy = sampling.temperature < _GREEDY_BELOW
+        is_plain = history is None and not bias and sampling.min_tokens == 0
+        return _State(
+            sampling=sampling,
+            is_greedy=is_greedy,
+            is_plain=is_plain,
+            is_argmax=is_greedy and is_plain and sampling.num_logprobs is None,
+            early_ids=_ids(token for token in stops if 0 <= token < self._vocab_size),
+            bias_ids=_ids(token for token, _ in bias),
+            bias=np.array([value for _, value in bias], dtype=np.float32),
+            history=history,
+        )
+
+
+def _sample_row(
+    request_id: RequestId, row: Row | None, state: _State | None, position: int
+) -> SampledToken:
+    """One request's token. Whatever goes wrong ends this request and no other."""
+    if state is None:
+        return SampledToken(request_id, None, None)  # ``start`` has told why
+    try:
+        chosen = None if row is None else _choose(row, state, position)
+    except Exception:
+        logger.exception("sampling failed, request=%s ends", request_id)
+        return SampledToken(request_id, None, None)
+    if chosen is None:
+        logger.error("no finite largest logit, request=%s ends", request_id)
+        return SampledToken(request_id, None, None)
+    return SampledToken(request_id, *chosen)
+
+
+def _choose(row: Row, state: _State, position: int) -> tuple[int, TokenLogprobs | None] | None:
+    """The token and what is reported of it; None if its own parameters spoil the row."""
+    sampling = state.sampling
+    raw = row
+    if not state.is_plain:
+        raw = row if sampling.num_logprobs is None else row.copy()
+        _adjust(row, state, position)
+    token = int(row.argmax())
+    if not math.isfinite(row[token]):
+        return None
+    if not state.is_greedy:
+        token = draw(row, sampling, uniform(sampling.seed, position))
+    if state.history is not None:
+        state.history.append(token)
+    if sampling.num_logprobs is None:
+        return token, None
+    return token, token_logprobs(raw, token, sampling.num_logprobs)
 
 
 def _ids(values: Iterable[int]) -> npt.NDArray[np.int64]:
@@ -130,16 +174,13 @@ def _adjust(row: Row, state: _State, position: int) -> None:
     row[ids] = seen
 
 
-def uniforms(seeds: Sequence[int], positions: Sequence[int]) -> npt.NDArray[np.float64]:
-    """A number in [0, 1) for each (seed, position): two rounds of splitmix64's finaliser."""
-    mask = (1 << 64) - 1
-    state = _mix(np.array([seed & mask for seed in seeds], dtype=np.uint64))
-    state = _mix(state + np.array(positions, dtype=np.uint64))
-    return (state >> np.uint64(11)).astype(np.float64) * 2.0**-53
+def uniform(seed: int, position: int) -> float:
+    """A number in [0, 1) for (seed, position): two rounds of splitmix64's finaliser."""
+    return (_mix(_mix(seed) + position) >> 11) * 2.0**-53
 
 
-def _mix(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    values = values + np.uint64(0x9E3779B97F4A7C15)
-    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return values ^ (values >> np.uint64(31))
+def _mix(value: int) -> int:
+    value = (value + 0x9E3779B97F4A7C15) & _MASK
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
+    return value ^ (value >> 31)

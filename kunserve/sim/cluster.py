@@ -17,16 +17,16 @@ from kunserve.control.cluster.controller import (
 )
 from kunserve.control.group.load import SchedulerTotals
 from kunserve.control.instance.agent import InstanceAgent, Work
-from kunserve.control.instance.body import KvPiece
 from kunserve.control.instance.state import AgentConfig
 from kunserve.core.config import KunServeConfig
 from kunserve.core.ids import InstanceId
 from kunserve.core.messages import Connect, Message, Ready, TokenOutput
 from kunserve.core.request import Request
 from kunserve.core.snapshots import TransitionRecord
+from kunserve.core.transfer import KvPull, LayerPull
 from kunserve.sim.body import SimBody
 from kunserve.sim.events import EventHeap
-from kunserve.sim.mover import LayerPull, SimMover
+from kunserve.sim.mover import SimMover
 from kunserve.sim.network import Network
 from kunserve.sim.pipeline_time import PipelineTime
 from kunserve.sim.profile import InstanceProfile
@@ -179,7 +179,7 @@ class SimCluster:
         profile, config = self.profile, self._config
         body = SimBody(profile, instance_id)
 
-        def landed(what: KvPiece | LayerPull, ok: bool) -> None:
+        def landed(what: KvPull | LayerPull, ok: bool) -> None:
             self._hand(instance, self._pulled, instance, what, ok)
 
         mover = SimMover(body.spec, self._heap, self.network, self._movers, self._latency_s, landed)
@@ -241,10 +241,10 @@ class SimCluster:
         else:
             instance.mail.append((act, args))
 
-    def _pulled(self, instance: _Instance, what: KvPiece | LayerPull, ok: bool) -> None:
+    def _pulled(self, instance: _Instance, what: KvPull | LayerPull, ok: bool) -> None:
         now_s = self._heap.now_s()
         self._note("pulled", instance.instance_id, what, ok)
-        if isinstance(what, KvPiece):
+        if isinstance(what, KvPull):
             instance.agent.pulled_kv(what, ok, now_s)
         else:
             instance.agent.pulled_layers(what.layers, what.src, ok, now_s)

@@ -1,26 +1,16 @@
 """Bulk pulls over simulated links."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
 from kunserve.control.arrays import Int32Array
-from kunserve.control.instance.body import KvPiece
 from kunserve.core.ids import InstanceId, RequestId
 from kunserve.core.layout import LayerRange
 from kunserve.core.snapshots import InstanceSpec
+from kunserve.core.transfer import KvPull, LayerPull
 from kunserve.sim.events import EventHeap
 from kunserve.sim.network import Network
 
-
-@dataclass(frozen=True, slots=True)
-class LayerPull:
-    """Weights on their way."""
-
-    layers: LayerRange
-    src: InstanceId
-
-
-Landed = Callable[[KvPiece | LayerPull, bool], None]
+Landed = Callable[[KvPull | LayerPull, bool], None]
 
 
 class SimMover:
@@ -44,7 +34,7 @@ class SimMover:
         self._landed = landed
         self._exports: dict[RequestId, Int32Array] = {}
         self._offered: LayerRange | None = None
-        self._pulls: dict[int, KvPiece | LayerPull] = {}
+        self._pulls: dict[int, KvPull | LayerPull] = {}
         self._num_pulls = 0
 
     @property
@@ -60,7 +50,7 @@ class SimMover:
         """Stop serving the request's blocks."""
         self._exports.pop(request_id, None)
 
-    def pull_kv(self, piece: KvPiece, entries: Int32Array) -> None:
+    def pull_kv(self, piece: KvPull, entries: Int32Array) -> None:
         """Fill blocks."""
         assert len(entries) == piece.end_block - piece.first_block, (piece, entries)
         num_bytes = len(entries) * piece.layers.num_layers * self._spec.unit_bytes
@@ -87,13 +77,13 @@ class SimMover:
         self._exports.clear()
         self._pulls.clear()
 
-    def can_give(self, what: KvPiece | LayerPull) -> bool:
+    def can_give(self, what: KvPull | LayerPull) -> bool:
         """Asked by a peer, when it begins and when it ends."""
-        if isinstance(what, KvPiece):
+        if isinstance(what, KvPull):
             return what.request_id in self._exports
         return self._offered is not None and self._offered.covers(what.layers)
 
-    def _pull(self, what: KvPiece | LayerPull, num_bytes: int) -> None:
+    def _pull(self, what: KvPull | LayerPull, num_bytes: int) -> None:
         number = self._num_pulls
         self._num_pulls += 1
         self._pulls[number] = what

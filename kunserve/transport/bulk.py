@@ -15,8 +15,9 @@ import zmq
 
 from kunserve.core.ids import InstanceId, RequestId
 from kunserve.core.layout import LayerRange
+from kunserve.core.transfer import KvPull, LayerPull
 from kunserve.transport import bulk_wire, identity
-from kunserve.transport.bulk_sink import Ask, BulkSink, KvRun, LayersPull, Pulled
+from kunserve.transport.bulk_sink import Ask, BulkSink, Pulled
 from kunserve.transport.bulk_source import BulkSource, MovableMemory
 from kunserve.transport.bulk_wire import Answer, Bytes, Chunk, Int32Array
 from kunserve.transport.identity import Identity
@@ -133,7 +134,7 @@ class BulkMover:
 
     # Taking
 
-    def pull_kv(self, piece: KvRun, entries: Int32Array) -> None:
+    def pull_kv(self, piece: KvPull, entries: Int32Array) -> None:
         """Fill blocks ``entries`` (one per block of the piece) over ``piece.layers``."""
         with self._lock:
             self._source.saw_transition(piece.transition_id)
@@ -143,7 +144,7 @@ class BulkMover:
     def pull_layers(self, layers: LayerRange, src: InstanceId) -> None:
         """Fill the mapped weights of ``layers`` from a peer that holds them."""
         with self._lock:
-            self._sink.pull_layers(LayersPull(layers, src), time.monotonic())
+            self._sink.pull_layers(LayerPull(layers, src), time.monotonic())
         self._to_thread.set()
 
     def completed(self) -> list[Pulled]:

@@ -9,8 +9,9 @@ from typing import Protocol, TypeAlias
 
 import numpy as np
 
-from kunserve.core.ids import InstanceId, RequestId, TransitionId
+from kunserve.core.ids import InstanceId, RequestId
 from kunserve.core.layout import LayerRange
+from kunserve.core.transfer import KvPull, LayerPull
 from kunserve.transport.bulk_source import MovableMemory
 from kunserve.transport.bulk_wire import (
     Answer,
@@ -27,53 +28,11 @@ RETRY_S = 0.005
 """Pause before asking a source again that had not heard of a request."""
 
 
-class KvRun(Protocol):
-    """A run of one request's blocks to pull (``control.body.KvPiece`` has this shape)."""
-
-    @property
-    def transition_id(self) -> TransitionId:
-        """The transition that moves it."""
-        ...
-
-    @property
-    def request_id(self) -> RequestId:
-        """Whose KV."""
-        ...
-
-    @property
-    def src(self) -> InstanceId:
-        """Who has it."""
-        ...
-
-    @property
-    def layers(self) -> LayerRange:
-        """Layers of the blocks."""
-        ...
-
-    @property
-    def first_block(self) -> int:
-        """First block of the run, among the request's."""
-        ...
-
-    @property
-    def end_block(self) -> int:
-        """End of the run."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class LayersPull:
-    """Weights to pull."""
-
-    layers: LayerRange
-    src: InstanceId
-
-
 @dataclass(frozen=True, slots=True)
 class Pulled:
     """The end of one pull. ``what`` is the very object that was asked for."""
 
-    what: KvRun | LayersPull
+    what: KvPull | LayerPull
     refusal: str | None
     """Why nothing came, or not all of it; None when all is in place."""
     num_bytes: int
@@ -101,7 +60,7 @@ class _Target(Protocol):
 
 
 class _KvTarget:
-    def __init__(self, memory: MovableMemory, piece: KvRun, entries: Int32Array) -> None:
+    def __init__(self, memory: MovableMemory, piece: KvPull, entries: Int32Array) -> None:
         num_blocks = piece.end_block - piece.first_block
         assert len(entries) == num_blocks > 0, (piece, len(entries))
         self._memory = memory
@@ -158,7 +117,7 @@ class _LayersTarget:
 
 @dataclass(slots=True)
 class _Pull:
-    what: KvRun | LayersPull
+    what: KvPull | LayerPull
     target: _Target
     asked_s: float
     next_item: int = 0
@@ -207,11 +166,11 @@ class BulkSink:
         """Whether ``drain`` has something."""
         return bool(self._done)
 
-    def pull_kv(self, piece: KvRun, entries: Int32Array, now_s: float) -> None:
+    def pull_kv(self, piece: KvPull, entries: Int32Array, now_s: float) -> None:
         """Ask for a run of blocks, after everything asked for before."""
         self._pulls.append(_Pull(piece, _KvTarget(self._memory, piece, entries), now_s))
 
-    def pull_layers(self, what: LayersPull, now_s: float) -> None:
+    def pull_layers(self, what: LayerPull, now_s: float) -> None:
         """Ask for weights, after everything asked for before."""
         self._pulls.append(_Pull(what, _LayersTarget(self._memory, what.layers), now_s))
 
@@ -278,7 +237,7 @@ class BulkSink:
         doomed = [
             pull
             for pull in self._pulls
-            if not isinstance(pull.what, LayersPull) and pull.what.request_id == request_id
+            if not isinstance(pull.what, LayerPull) and pull.what.request_id == request_id
         ]
         for pull in doomed:
             self._remove(pull)

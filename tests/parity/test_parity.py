@@ -20,7 +20,6 @@ from kunserve.cluster.in_process import (
     StartStep,
 )
 from kunserve.control.cluster.controller import Controller, Deliver, Send
-from kunserve.control.instance.body import KvPiece
 from kunserve.core.config import (
     ClusterConfig,
     InstanceConfig,
@@ -32,6 +31,7 @@ from kunserve.core.ids import InstanceId, RequestId
 from kunserve.core.messages import Connect
 from kunserve.core.request import Request, SamplingParams
 from kunserve.core.step import Chunk
+from kunserve.core.transfer import KvPull
 from kunserve.sim.cluster import SimCluster
 from kunserve.sim.events import EventHeap
 from kunserve.sim.models import find_model
@@ -163,10 +163,10 @@ class Follower:
     def _find(self, instance_id: InstanceId, what: Any) -> int:
         pulls = self.cluster.members[instance_id].mover.pulls
         for index, pull in enumerate(pulls):
-            if isinstance(what, KvPiece):
+            if isinstance(what, KvPull):
                 if pull.what == what:
                     return index
-            elif not isinstance(pull.what, KvPiece) and (pull.what.layers, pull.what.src) == (
+            elif not isinstance(pull.what, KvPull) and (pull.what.layers, pull.what.src) == (
                 what.layers,
                 what.src,
             ):

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from kunserve.bench.simulate.client import SimClient
 from kunserve.bench.simulate.run import DRAIN_S, LEAD_S, Scenario
 from kunserve.bench.simulate.systems import config_of, find_system, world_of
-from kunserve.control.instance.body import KvPiece
 from kunserve.core.ids import InstanceId
+from kunserve.core.transfer import KvPull
 from kunserve.sim.cluster import SimCluster, WorldConfig
 from kunserve.sim.events import EventHeap
 from kunserve.sim.network import Network
@@ -134,7 +134,7 @@ class Pulls:
             return
         link = (what.src, dst, "bulk")
         num_layers = what.layers.num_layers
-        if isinstance(what, KvPiece):
+        if isinstance(what, KvPull):
             num_bytes = (what.end_block - what.first_block) * num_layers * self._unit_bytes
             self.kv_bytes[link] += num_bytes
         else:

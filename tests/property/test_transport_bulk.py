@@ -9,7 +9,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kunserve.core.ids import RequestId
 from kunserve.core.layout import LayerRange
-from kunserve.transport.bulk_sink import BulkSink, KvRun, LayersPull
+from kunserve.core.transfer import KvPull, LayerPull
+from kunserve.transport.bulk_sink import BulkSink
 from kunserve.transport.bulk_source import BulkSource
 from kunserve.transport.bulk_wire import Chunk
 from kunserve.transport.pacing import BulkPacing
@@ -36,7 +37,7 @@ class Exchange(RuleBasedStateMachine):
         self.wire: list[tuple[int, Chunk]] = []
         self.exports: dict[tuple[int, RequestId], list[int]] = {}
         self.free = list(range(SLOTS))
-        self.wanted: dict[KvRun | LayersPull, list[int]] = {}
+        self.wanted: dict[KvPull | LayerPull, list[int]] = {}
         self.withdrawn: set[tuple[int, RequestId]] = set()
         self.names = 0
 
@@ -99,7 +100,7 @@ class Exchange(RuleBasedStateMachine):
         self.sink.cancel(what.request_id)
         self.give_back(what)
 
-    def give_back(self, what: KvRun | LayersPull) -> None:
+    def give_back(self, what: KvPull | LayerPull) -> None:
         """The slots are someone else's now: a late write into them would be seen."""
         for slot in self.wanted.pop(what):
             self.memory.block(slot * NUM_LAYERS, LayerRange(0, NUM_LAYERS))[:] = 0
@@ -108,7 +109,7 @@ class Exchange(RuleBasedStateMachine):
     def verify(self) -> None:
         for done in self.sink.drain():
             what = done.what
-            assert not isinstance(what, LayersPull)
+            assert not isinstance(what, LayerPull)
             blocks = self.exports[what.src, what.request_id]
             assert done.ok or (what.src, what.request_id) in self.withdrawn
             if done.ok:

@@ -229,15 +229,16 @@ class Scheduler:
         flight = self._flights.land(result.step_id)
         pool_tokens = self._largest_capacity * self._block_size
         outputs: list[TokenOutput] = []
-        num_ended = 0
+        num_ended = num_failed = 0
         for (request_id, token_id, logprobs), seq in zip(
             result.tokens, flight.sampling, strict=True
         ):
             if seq is None:
                 continue
             assert request_id == seq.request_id, (request_id, seq.request_id)
+            position = seq.num_output
             reason = seq.take(token_id, pool_tokens)
-            position = seq.num_output - 1
+            num_failed += token_id is None
             queued_s = seq.queued_s if position == 0 else None
             outputs.append(TokenOutput(request_id, position, token_id, logprobs, reason, queued_s))
             if reason is not None:
@@ -246,7 +247,7 @@ class Scheduler:
         if num_ended:
             ended = Progress.ENDED
             self._running = [s for s in self._running if s.state is not ended]
-        self.totals.generation_tokens += len(outputs)
+        self.totals.generation_tokens += len(outputs) - num_failed
         self.totals.prompt_tokens += flight.num_prompt_tokens
         self._found_nothing = False
         self._last_progress_s = now_s if self.has_work else None

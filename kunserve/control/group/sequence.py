@@ -76,10 +76,12 @@ class Sequence:
         """Tokens of KV that the request may come to need (the last token's is never stored)."""
         return self.max_total - 1
 
-    def take(self, token_id: int, pool_tokens: int) -> FinishReason | None:
-        """Add a sampled token; why it is the last one, if it is."""
-        self.token_ids.append(token_id)
+    def take(self, token_id: int | None, pool_tokens: int) -> FinishReason | None:
+        """Add a sampled token; why it is the last one, if it is. None: it could not be chosen."""
         self.is_awaiting = False
+        if token_id is None:
+            return FinishReason.ERROR
+        self.token_ids.append(token_id)
         total = len(self.token_ids)
         if token_id in self.stop_ids and total >= self.min_total:
             return FinishReason.STOP

@@ -13,7 +13,7 @@ import numpy as np
 
 from kunserve.control.instance import host_copies
 from kunserve.control.instance.block_table import BlockTable
-from kunserve.control.instance.body import Body, KvPiece, Mover, StepOutcome, StepWork
+from kunserve.control.instance.body import Body, Mover, StepOutcome, StepWork
 from kunserve.control.instance.layer_restore import LayerRestore
 from kunserve.control.instance.migration import Migration
 from kunserve.control.instance.state import AgentConfig, InstanceState, Outgoing, Preemption
@@ -45,6 +45,7 @@ from kunserve.core.messages import (
     WithdrawKv,
 )
 from kunserve.core.step import StepPlan, StepResult
+from kunserve.core.transfer import KvPull
 
 MAX_EARLY_ABORTS = 1024
 """Aborted ids remembered in case their request is still on its way here."""
@@ -94,7 +95,7 @@ class InstanceAgent:
         self._take(message, now_s, hidden)
         self._settle(now_s)
 
-    def pulled_kv(self, piece: KvPiece, ok: bool, now_s: float) -> None:
+    def pulled_kv(self, piece: KvPull, ok: bool, now_s: float) -> None:
         """The mover filled a piece, or its source would not give it."""
         self._regroup.pulled(piece, ok)
         self._migration.pulled(piece, ok)

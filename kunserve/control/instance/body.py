@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from kunserve.control.arrays import Int32Array
-from kunserve.core.ids import InstanceId, RequestId, TransitionId
+from kunserve.core.ids import InstanceId, RequestId
 from kunserve.core.layout import LayerRange
 from kunserve.core.snapshots import InstanceSpec
 from kunserve.core.step import SampledToken, StepPlan
+from kunserve.core.transfer import KvPull
 
 
 class UnitCopy(NamedTuple):
@@ -66,18 +67,6 @@ class Remap:
     moved_bytes: int
     """From weights to KV; negative the other way."""
     seconds: float
-
-
-@dataclass(frozen=True, slots=True)
-class KvPiece:
-    """A run of one request's blocks to pull from ``src`` over ``layers``."""
-
-    transition_id: TransitionId
-    request_id: RequestId
-    src: InstanceId
-    layers: LayerRange
-    first_block: int
-    end_block: int
 
 
 class Body(Protocol):
@@ -145,7 +134,7 @@ class Mover(Protocol):
         """Stop serving the request's blocks (they are about to be freed)."""
         ...
 
-    def pull_kv(self, piece: KvPiece, entries: Int32Array) -> None:
+    def pull_kv(self, piece: KvPull, entries: Int32Array) -> None:
         """Fill blocks ``entries`` (one per block of the piece) over ``piece.layers``."""
         ...
 

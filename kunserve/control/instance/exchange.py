@@ -12,10 +12,11 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kunserve.control.instance.block_table import BlockTable
-from kunserve.control.instance.body import Body, KvPiece, Mover
+from kunserve.control.instance.body import Body, Mover
 from kunserve.core.ids import InstanceId, RequestId, TransitionId
 from kunserve.core.layout import LayerRange
 from kunserve.core.messages import ExchangeProgress, KvMoved
+from kunserve.core.transfer import KvPull
 from kunserve.policy.exchange import ExchangeShare, plan_exchange
 from kunserve.policy.moves import Move, Piece
 
@@ -227,10 +228,10 @@ class Exchange:
         taking.in_flight[step.first] = len(taking.receives)
         self.num_in_flight += 1
         for src, layers in taking.receives:
-            piece = KvPiece(self.transition_id, step.request_id, src, layers, step.first, step.end)
+            piece = KvPull(self.transition_id, step.request_id, src, layers, step.first, step.end)
             self._mover.pull_kv(piece, entries)
 
-    def pulled(self, piece: KvPiece, ok: bool) -> None:
+    def pulled(self, piece: KvPull, ok: bool) -> None:
         """A piece landed, or its source could not give it."""
         taking = self._taking.get(piece.request_id)
         if taking is None or piece.first_block not in taking.in_flight:

@@ -2,7 +2,6 @@
 
 from typing import TypeAlias
 
-from kunserve.control.instance.body import KvPiece
 from kunserve.control.instance.migration_source import MigrationSource
 from kunserve.control.instance.migration_target import MigrationTarget
 from kunserve.control.instance.state import InstanceState
@@ -17,6 +16,7 @@ from kunserve.core.messages import (
     Submit,
     WithdrawKv,
 )
+from kunserve.core.transfer import KvPull
 
 MigrationMessage: TypeAlias = (
     Migrate | HandOff | EndMigration | OfferKv | WithdrawKv | KvMoved | KvDropped
@@ -55,7 +55,7 @@ class Migration:
         self._departure.pump()
         self._arrival.pump()
 
-    def pulled(self, piece: KvPiece, ok: bool) -> None:
+    def pulled(self, piece: KvPull, ok: bool) -> None:
         """The mover filled a piece, or its source would not give it."""
         self._arrival.pulled(piece, ok)
 

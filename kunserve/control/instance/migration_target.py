@@ -6,12 +6,12 @@ blocks have arrived; if they cannot be had it is computed again from its tokens.
 
 from dataclasses import dataclass, field
 
-from kunserve.control.instance.body import KvPiece
 from kunserve.control.instance.state import InstanceState
 from kunserve.core.ids import RequestId, TransitionId
 from kunserve.core.layout import LayerRange
 from kunserve.core.messages import KvDropped, KvMoved, OfferKv, SequenceState, Submit
 from kunserve.core.request import Request
+from kunserve.core.transfer import KvPull
 from kunserve.policy.exchange import cut_pieces
 from kunserve.policy.moves import choose_piece_blocks
 
@@ -126,13 +126,13 @@ class MigrationTarget:
         for begin, stop in cut_pieces(end - first, choose_piece_blocks([seat.spec])):
             coming.in_flight.add(first + begin)
             offer = coming.offer
-            piece = KvPiece(
+            piece = KvPull(
                 offer.migration_id, request_id, offer.source, layers, first + begin, first + stop
             )
             seat.mover.pull_kv(piece, entries[piece.first_block : piece.end_block].copy())
         return True
 
-    def pulled(self, piece: KvPiece, ok: bool) -> None:
+    def pulled(self, piece: KvPull, ok: bool) -> None:
         """A piece landed, or its source could not give it."""
         coming = self._coming
         if coming is None or coming.offer.migration_id != piece.transition_id:

@@ -7,7 +7,7 @@ the new one.
 
 from dataclasses import replace
 
-from kunserve.control.instance.body import KvPiece, Remap
+from kunserve.control.instance.body import Remap
 from kunserve.control.instance.exchange import Exchange
 from kunserve.control.instance.exchange_leader import ExchangeLeader
 from kunserve.control.instance.state import InstanceState, Preemption
@@ -28,6 +28,7 @@ from kunserve.core.messages import (
     TokenOutput,
 )
 from kunserve.core.request import FinishReason
+from kunserve.core.transfer import KvPull
 from kunserve.policy.moves import MovePlan, choose_piece_blocks, find_obstacle, float_units
 from kunserve.policy.moves import plan_moves as decide_moves
 
@@ -262,7 +263,7 @@ class TransitionMember:
 
     # The exchange
 
-    def pulled(self, piece: KvPiece, ok: bool) -> None:
+    def pulled(self, piece: KvPull, ok: bool) -> None:
         """The mover filled a piece, or its source could not give it."""
         exchange = self._exchange
         if exchange is not None and exchange.transition_id == piece.transition_id:

@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 
 from kunserve.cluster.trace import InstanceTrace, begin_trace, join_trace, part_path
-from kunserve.control.instance.body import KvPiece, StepWork
+from kunserve.control.instance.body import StepWork
 from kunserve.core.errors import ConfigError
 from kunserve.core.ids import GroupId, InstanceId, RequestId, StepId, TransitionId
 from kunserve.core.layout import GroupLayout, LayerRange, Stage
 from kunserve.core.messages import Activation
 from kunserve.core.snapshots import TransitionRecord
 from kunserve.core.step import Chunk, StepPlan
+from kunserve.core.transfer import KvPull
 from tests.chrome_trace import check_trace
 
 A, B = InstanceId(0), InstanceId(1)
@@ -41,7 +42,7 @@ def test_a_microbatch_is_seen_on_both_stages_with_an_arrow(tmp_path: Path) -> No
     first.computed(work(True), 1.0, 1.5)
     first.sent(B, Activation(PLAN), 100, 1.5)
     second.computed(work(False), 1.6, 2.0)
-    second.pulled(KvPiece(TransitionId(1), R, A, LayerRange(0, 2), 0, 3), True, 2.5)
+    second.pulled(KvPull(TransitionId(1), R, A, LayerRange(0, 2), 0, 3), True, 2.5)
     for trace in (first, second):
         trace.flush()
         trace.close()

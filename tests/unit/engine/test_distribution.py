@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from kunserve.core.request import SamplingParams
 from kunserve.engine.distribution import draw, largest, token_logprobs
-from kunserve.engine.sampler import uniforms
+from kunserve.engine.sampler import uniform
 
 PLAIN = SamplingParams(1)
 
@@ -19,7 +19,7 @@ def log(probabilities: list[float]) -> np.ndarray:
 
 def test_draws_follow_the_distribution() -> None:
     probabilities = [0.5, 0.0, 0.3, 0.2]
-    points = uniforms([1] * 5000, range(5000)).tolist()
+    points = [uniform(1, position) for position in range(5000)]
     drawn = np.bincount([draw(log(probabilities), PLAIN, point) for point in points], minlength=4)
     assert drawn[1] == 0
     assert np.allclose(drawn / 5000, probabilities, atol=0.03)
@@ -69,7 +69,7 @@ def test_a_flat_distribution_over_a_large_vocabulary() -> None:
 def test_temperature_sharpens_and_flattens() -> None:
     row = log([0.6, 0.4])
     sharp, soft = (SamplingParams(1, temperature=t) for t in (0.1, 100.0))
-    points = uniforms([1] * 300, range(300)).tolist()
+    points = [uniform(1, position) for position in range(300)]
     assert sum(draw(row, sharp, point) for point in points) < 20
     assert 110 < sum(draw(row, soft, point) for point in points) < 190
 

@@ -8,11 +8,14 @@ from hypothesis import strategies as st
 
 from kunserve.core.ids import RequestId
 from kunserve.core.request import SamplingParams
-from kunserve.core.step import SequenceStart
-from kunserve.engine.sampler import Sampler, uniforms
+from kunserve.core.step import SampledToken, SequenceStart
+from kunserve.engine import sampler as sampler_module
+from kunserve.engine.sampler import Sampler, uniform
 
 VOCAB = 40
 EOS = 2
+PLAIN = SamplingParams(9)
+POINTS = [0.6524484863740322, 0.9326645886693815, 0.11519606144792216]
 
 
 def naive(logits: np.ndarray, params: SamplingParams, prompt: list[int], output: list[int]) -> int:
@@ -47,7 +50,7 @@ def naive(logits: np.ndarray, params: SamplingParams, prompt: list[int], output:
         order = kept
     elif params.top_k is None:
         order = list(range(len(weights)))
-    point = uniforms([params.seed], [len(output)])[0] * sum(weights[token] for token in order)
+    point = uniform(params.seed, len(output)) * sum(weights[token] for token in order)
     for token in order:
         point -= weights[token]
         if point < 0:
@@ -114,14 +117,18 @@ def test_a_draw_depends_on_seed_and_position_only() -> None:
     assert together == alone
 
 
-def test_uniforms_are_uniform_and_distinct() -> None:
-    points = uniforms([3] * 4000, range(4000))
+def test_points_are_the_same_for_ever() -> None:
+    assert [uniform(0, 0), uniform(-5, 7), uniform(2**64 + 3, 900)] == POINTS
+
+
+def test_points_are_uniform_and_distinct() -> None:
+    points = np.array([uniform(3, position) for position in range(4000)])
     assert (points >= 0).all() and (points < 1).all()
     assert len(set(points.tolist())) == 4000
     assert abs(points.mean() - 0.5) < 0.02
     counts, _ = np.histogram(points, bins=10, range=(0, 1))
     assert counts.min() > 320
-    neighbours = uniforms(range(4000), [0] * 4000)
+    neighbours = np.array([uniform(seed, 0) for seed in range(4000)])
     assert abs(np.corrcoef(points, neighbours)[0, 1]) < 0.06
 
 
@@ -162,3 +169,125 @@ def test_a_restarted_request_replaces_its_history() -> None:
     assert again == first[1:]
     sampler.forget(name)
     sampler.forget(name)
+
+
+EXTREMES = [math.nan, math.inf, -math.inf, 3.4e38, -3.4e38, 1e-45, -1e-45, 0.0, 88.8, -104.0]
+
+
+def anything_the_api_allows(vocab: int) -> st.SearchStrategy[SamplingParams]:
+    """Every value that ``server.schema`` and ``server.sampling`` let through."""
+    token = st.integers(0, vocab - 1)
+    return st.builds(
+        SamplingParams,
+        max_tokens=st.integers(1, 2**40),
+        temperature=st.just(0.0) | st.floats(1e-5, 2.0),
+        top_p=st.floats(0.0, 1.0, exclude_min=True),
+        top_k=st.none() | st.integers(1, vocab - 1),
+        min_p=st.floats(0.0, 1.0),
+        seed=st.integers(0, 2**63 - 1),
+        stop_token_ids=st.lists(token, max_size=3).map(tuple),
+        ignore_eos=st.booleans(),
+        min_tokens=st.integers(0, 3),
+        presence_penalty=st.floats(-2.0, 2.0),
+        frequency_penalty=st.floats(-2.0, 2.0),
+        repetition_penalty=st.just(1.0) | st.floats(0.0, 10.0, exclude_min=True),
+        logit_bias=st.lists(st.tuples(token, st.floats(-100.0, 100.0)), max_size=3).map(tuple),
+        num_logprobs=st.none() | st.integers(0, 20),
+    )
+
+
+@st.composite
+def hostile_rows(draw_: st.DrawFn, vocab: int) -> np.ndarray:
+    """Logits of which any number are NaN, infinite, or at the ends of float32."""
+    generator = np.random.default_rng(draw_(st.integers(0, 2**32 - 1)))
+    row = generator.normal(0, draw_(st.sampled_from([0.0, 2.0, 1e30])), vocab)
+    for _ in range(draw_(st.integers(0, 3))):
+        row[generator.random(vocab) < draw_(st.sampled_from([0.03, 0.5, 1.0]))] = draw_(
+            st.sampled_from(EXTREMES)
+        )
+    return row.astype(np.float32)
+
+
+@given(st.data())
+@settings(max_examples=400)
+def test_no_row_and_no_parameter_fails_more_than_its_request(data: st.DataObject) -> None:
+    vocab = data.draw(st.sampled_from([1, 2, VOCAB, 700]), "vocab")
+    params = data.draw(st.lists(anything_the_api_allows(max(vocab, 2)), min_size=1, max_size=4))
+    rows = np.stack([data.draw(hostile_rows(vocab)) for _ in params])
+    names = [RequestId(str(i)) for i in range(len(params))]
+    prompt = tuple(range(min(vocab, 6)))
+
+    def sample(which: list[int]) -> list[SampledToken]:
+        sampler = Sampler([0], vocab)
+        for i in which:
+            history = (*prompt, 0) if params[i].needs_history else ()
+            sampler.start(SequenceStart(names[i], params[i], len(prompt), history))
+        logits = torch.from_numpy(rows[which].copy())
+        return list(sampler.sample(logits, [names[i] for i in which], [1] * len(which)))
+
+    together = sample(list(range(len(params))))
+    assert [token.request_id for token in together] == names
+    for i, token in enumerate(together):
+        assert sample([i]) == [token], "a neighbour changed it"
+        largest = rows[i].max()
+        if not math.isfinite(largest):
+            assert token.token_id is None
+            continue
+        is_plain = not params[i].needs_history and params[i].min_tokens == 0
+        if is_plain and not params[i].logit_bias:
+            assert token.token_id is not None
+        if token.token_id is None:
+            assert token.logprobs is None
+            continue
+        assert 0 <= token.token_id < vocab
+        assert (token.logprobs is None) == (params[i].num_logprobs is None)
+        if token.logprobs is not None:
+            assert math.isfinite(token.logprobs.logprob)
+            assert not any(math.isnan(logprob) for _, logprob in token.logprobs.top)
+
+
+def test_a_spoilt_row_ends_its_request_and_says_which(caplog: pytest.LogCaptureFixture) -> None:
+    """A checkpoint that overflows, and a penalty that does, beside a request without fault."""
+    sampler = Sampler([EOS], VOCAB)
+    tiny_penalty = SamplingParams(9, top_p=0.9, repetition_penalty=1e-38)
+    for name, params in (
+        ("sound", SamplingParams(9, top_p=0.9)),
+        ("nan", SamplingParams(9, top_p=0.9)),
+        ("inf", SamplingParams(9, temperature=0.0, num_logprobs=2)),
+        ("penalty", tiny_penalty),
+    ):
+        sampler.start(SequenceStart(RequestId(name), params, 3, (1, 2, 3)))
+    logits = torch.randn(4, VOCAB, generator=torch.Generator().manual_seed(1)).abs() * 20
+    logits[1, 5] = math.nan
+    logits[2, 5] = math.inf
+    names = [RequestId(name) for name in ("sound", "nan", "inf", "penalty")]
+    tokens = sampler.sample(logits, names, [0] * 4)
+    assert tokens[0].token_id is not None
+    assert [token.token_id for token in tokens[1:]] == [None] * 3
+    for name in names[1:]:
+        assert f"request={name}" in caplog.text
+    assert "request=sound" not in caplog.text
+
+
+def test_a_request_that_cannot_be_prepared_ends_alone(caplog: pytest.LogCaptureFixture) -> None:
+    sampler = Sampler([EOS], VOCAB)
+    sampler.start(SequenceStart(RequestId("good"), SamplingParams(9, temperature=0.0), 1, ()))
+    penalised = SamplingParams(9, presence_penalty=1.0)
+    sampler.start(SequenceStart(RequestId("bad"), penalised, 5, (1, 2)))  # a history too short
+    assert "request=bad" in caplog.text
+    tokens = sampler.sample(torch.randn(2, VOCAB), [RequestId("bad"), RequestId("good")], [0, 0])
+    assert tokens[0].token_id is None and tokens[1].token_id is not None
+
+
+def test_a_bug_in_sampling_ends_one_request(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    sampler = Sampler([EOS], VOCAB)
+    for name, params in (("greedy", SamplingParams(9, temperature=0.0)), ("drawn", PLAIN)):
+        sampler.start(SequenceStart(RequestId(name), params, 1, ()))
+    monkeypatch.setattr(sampler_module, "draw", lambda *_: [][0])
+    tokens = sampler.sample(
+        torch.randn(2, VOCAB), [RequestId("drawn"), RequestId("greedy")], [0, 0]
+    )
+    assert tokens[0].token_id is None and tokens[1].token_id is not None
+    assert "request=drawn" in caplog.text and "IndexError" in caplog.text

@@ -1,28 +1,15 @@
 """Instances' memories for the bulk mover's tests: arrays whose every byte is recognisable."""
 
-from dataclasses import dataclass
-
 import numpy as np
 
 from kunserve.core.ids import InstanceId, RequestId, TransitionId
 from kunserve.core.layout import LayerRange
+from kunserve.core.transfer import KvPull
 from kunserve.transport.bulk_wire import Bytes, Int32Array
 
 UNIT_BYTES = 96
 LAYER_BYTES = 1000
 NUM_LAYERS = 6
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """Shaped like ``control.body.KvPiece``."""
-
-    transition_id: TransitionId
-    request_id: RequestId
-    src: InstanceId
-    layers: LayerRange
-    first_block: int
-    end_block: int
 
 
 class Memory:
@@ -55,7 +42,7 @@ def entries(*values: int) -> Int32Array:
 
 def piece(
     request: str, src: int, layers: tuple[int, int], blocks: tuple[int, int], transition: int = 1
-) -> Piece:
-    return Piece(
+) -> KvPull:
+    return KvPull(
         TransitionId(transition), RequestId(request), InstanceId(src), LayerRange(*layers), *blocks
     )

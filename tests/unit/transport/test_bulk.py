@@ -10,9 +10,10 @@ import zmq
 
 from kunserve.core.ids import InstanceId, RequestId
 from kunserve.core.layout import LayerRange
+from kunserve.core.transfer import LayerPull
 from kunserve.transport import identity
 from kunserve.transport.bulk import BulkMover
-from kunserve.transport.bulk_sink import LayersPull, Pulled
+from kunserve.transport.bulk_sink import Pulled
 from kunserve.transport.bulk_wire import Bytes
 from kunserve.transport.pacing import BulkPacing
 from kunserve.transport.peers import PeerLinks
@@ -82,7 +83,7 @@ def test_kv_and_weights_arrive_in_place(world: World) -> None:
     done = ended(taker, 3)
     assert all(d.ok for d in done)
     assert done[0].what is pieces[0] and done[2].what is pieces[1]
-    assert done[1].what == LayersPull(LayerRange(1, 4), ZERO)
+    assert done[1].what == LayerPull(LayerRange(1, 4), ZERO)
     untouched = theirs.kv.copy()
     for source_entry, entry in zip(at_source, here, strict=True):
         got = theirs.block(int(entry), layers)
@@ -107,7 +108,7 @@ def test_an_exchange_both_ways_of_many_requests(world: World) -> None:
         one.export_kv(RequestId(f"b{i}"), entries(60 * i + 30))
         one.pull_kv(piece(f"a{i}", 0, tuple(upper), (0, 1)), entries(60 * i))
         zero.pull_kv(piece(f"b{i}", 1, tuple(lower), (0, 1)), entries(60 * i + 30))
-    names = [d.what.request_id for d in ended(one, 20) if not isinstance(d.what, LayersPull)]
+    names = [d.what.request_id for d in ended(one, 20) if not isinstance(d.what, LayerPull)]
     assert names == [f"a{i}" for i in range(20)], "in the order asked"
     ended(zero, 20)
     for i in range(20):

@@ -3,7 +3,8 @@ import pytest
 
 from kunserve.core.ids import InstanceId, RequestId
 from kunserve.core.layout import LayerRange
-from kunserve.transport.bulk_sink import RETRY_S, BulkSink, LayersPull
+from kunserve.core.transfer import LayerPull
+from kunserve.transport.bulk_sink import RETRY_S, BulkSink
 from kunserve.transport.bulk_wire import Answer, KvChunk, LayerChunk
 from kunserve.transport.pacing import BulkPacing
 from tests.unit.transport.bulk_world import LAYER_BYTES, UNIT_BYTES, Memory, entries, piece
@@ -49,7 +50,7 @@ def test_few_chunks_in_flight_in_the_order_asked() -> None:
 
 def test_weights_chunk_within_layers() -> None:
     made, memory = sink(BulkPacing(chunk_bytes=LAYER_BYTES - 200, max_in_flight=1))
-    what = LayersPull(LayerRange(2, 4), ONE)
+    what = LayerPull(LayerRange(2, 4), ONE)
     made.pull_layers(what, 0.0)
     asked = []
     while (ask := made.next_ask(0.0)) is not None:
@@ -111,7 +112,7 @@ def test_a_refusal_ends_the_pull_and_late_answers_touch_nothing() -> None:
 def test_chunks_of_another_size_are_refused() -> None:
     made, memory = sink()
     made.pull_kv(piece("r", 0, (0, 3), (0, 1)), entries(10), 0.0)
-    made.pull_layers(LayersPull(LayerRange(0, 1), ONE), 0.0)
+    made.pull_layers(LayerPull(LayerRange(0, 1), ONE), 0.0)
     made.next_ask(0.0)
     made.on_reply(0, Answer.DATA, some_bytes(5), 0.0)
     made.next_ask(0.0)
@@ -124,7 +125,7 @@ def test_a_silent_source_and_a_lost_one() -> None:
     made, _ = sink()
     made.pull_kv(piece("a", 0, (0, 3), (0, 1)), entries(10), 0.0)
     made.pull_kv(piece("b", 1, (0, 3), (0, 1)), entries(20), 0.0)
-    made.pull_layers(LayersPull(LayerRange(0, 1), ONE), 0.0)
+    made.pull_layers(LayerPull(LayerRange(0, 1), ONE), 0.0)
     made.next_ask(0.0)
     made.next_ask(1.0)
     made.expire(9.9)
@@ -142,7 +143,7 @@ def test_cancelling_writes_and_says_nothing() -> None:
     made.pull_kv(piece("a", 0, (0, 3), (0, 1)), entries(10), 0.0)
     made.pull_kv(piece("a", 1, (3, 6), (0, 1)), entries(10), 0.0)
     made.pull_kv(piece("b", 1, (0, 1), (0, 1)), entries(20), 0.0)
-    made.pull_layers(LayersPull(LayerRange(0, 1), ONE), 0.0)
+    made.pull_layers(LayerPull(LayerRange(0, 1), ONE), 0.0)
     made.next_ask(0.0)
     assert made.cancel(RequestId("a")) == 2
     made.on_reply(0, Answer.DATA, some_bytes(2 * UNIT_BYTES), 0.0)

@@ -429,3 +429,31 @@ def test_lookahead_is_used_in_pipelines_with_a_queue(
         found.append(plan.num_tokens)
         finish(scheduler, plan)
     assert found == sizes
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_request_without_a_token_ends_with_an_error_and_alone(stages: int) -> None:
+    scheduler = make(stages)
+    scheduler.add(request("good", 3, max_tokens=3))
+    scheduler.add(request("bad", 5, 0.0, max_tokens=9))
+    outputs: list[TokenOutput] = []
+    while scheduler.has_work:
+        plans = [plan for plan in (scheduler.schedule(0.0) for _ in range(stages)) if plan]
+        for plan in plans:
+            tokens = tuple(
+                SampledToken(
+                    c.request_id, 7 if c.request_id == "good" or c.start == 0 else None, None
+                )
+                for c in plan.chunks
+                if c.samples
+            )
+            outputs += scheduler.complete(StepResult(GROUP, plan.step_id, tokens), 1.0)
+            scheduler.check()
+    assert [output for output in outputs if output.request_id == "bad"] == [
+        TokenOutput(RequestId("bad"), 0, 7, None, None, queued_s=0.0),
+        TokenOutput(RequestId("bad"), 1, None, None, FinishReason.ERROR),
+    ]
+    good = [output for output in outputs if output.request_id == "good"]
+    assert [o.finish_reason for o in good] == [None, None, FinishReason.LENGTH]
+    assert scheduler.totals.generation_tokens == 4
+    assert scheduler.used_blocks == 0

@@ -1,0 +1,26 @@
+"""What one instance pulls from another: KV of a request, or weights of layers."""
+
+from dataclasses import dataclass
+
+from kunserve.core.ids import InstanceId, RequestId, TransitionId
+from kunserve.core.layout import LayerRange
+
+
+@dataclass(frozen=True, slots=True)
+class KvPull:
+    """A run of one request's blocks to pull from ``src`` over ``layers``."""
+
+    transition_id: TransitionId
+    request_id: RequestId
+    src: InstanceId
+    layers: LayerRange
+    first_block: int
+    end_block: int
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPull:
+    """Weights of ``layers`` to pull from ``src``."""
+
+    layers: LayerRange
+    src: InstanceId
