@@ -11,11 +11,11 @@ from starlette.responses import Response
 from kunserve.core.errors import InvalidRequest
 from kunserve.core.ids import InstanceId
 from kunserve.core.snapshots import ClusterState
-from kunserve.server.answers import EffectMissing, Forbidden, json_answer
 from kunserve.server.body import read_body
+from kunserve.server.errors import EffectMissing, Forbidden, json_answer
 from kunserve.server.front import Front
-from kunserve.server.plain import state_object
 from kunserve.server.schema import DropBody, KillBody, RestoreBody, parse_body
+from kunserve.server.state_json import state_object
 
 logger = logging.getLogger("kunserve.server")
 

@@ -15,11 +15,11 @@ from kunserve.cluster.api import EngineClient
 from kunserve.core.config import KunServeConfig
 from kunserve.core.errors import KunServeError
 from kunserve.server.admin_routes import AdminRoutes
-from kunserve.server.answers import EffectMissing, error_answer
 from kunserve.server.dashboard_routes import DashboardRoutes
-from kunserve.server.door import FrontDoor
+from kunserve.server.errors import EffectMissing, error_answer
 from kunserve.server.front import Front
 from kunserve.server.limits import FrontLimits
+from kunserve.server.middleware import FrontMiddleware
 from kunserve.server.openai_routes import OpenAIRoutes
 from kunserve.server.stats_log import StatsLog
 from kunserve.server.system_routes import SystemRoutes
@@ -54,7 +54,7 @@ def create_app(
 
     app = Starlette(
         routes=_routes(front),
-        middleware=[Middleware(FrontDoor, api_key=config.server.api_key)],
+        middleware=[Middleware(FrontMiddleware, api_key=config.server.api_key)],
         exception_handlers={
             HTTPException: _answer_error,
             KunServeError: _answer_error,

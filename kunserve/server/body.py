@@ -4,7 +4,7 @@ import asyncio
 
 from starlette.requests import Request
 
-from kunserve.server.answers import BodyTooLarge, BodyTooSlow
+from kunserve.server.errors import BodyTooLarge, BodyTooSlow
 from kunserve.server.limits import FrontLimits
 
 

@@ -15,9 +15,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from kunserve.core.errors import Overloaded
-from kunserve.server.answers import error_answer, error_object
-from kunserve.server.door import OPEN_PATHS, FrontDoor
+from kunserve.server.errors import error_answer, error_object
 from kunserve.server.limits import FrontLimits
+from kunserve.server.middleware import OPEN_PATHS, FrontMiddleware
 from kunserve.server.streaming import DROP_CONNECTION
 
 logger = logging.getLogger("kunserve.server")
@@ -68,7 +68,7 @@ class OverflowApp:
                 async with asyncio.timeout(self._body_timeout_s):
                     while (await receive()).get("more_body"):
                         pass
-            await FrontDoor(error_answer(_TOO_MANY), None)(scope, receive, send)
+            await FrontMiddleware(error_answer(_TOO_MANY), None)(scope, receive, send)
 
 
 class FrontProtocol(HttpToolsProtocol):

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from kunserve.server.answers import error_answer, error_object
+from kunserve.server.errors import error_answer, error_object
 from kunserve.server.front import Front
 from kunserve.server.generation import ClientGone, EngineFailed, Generation, Interrupted
 from kunserve.server.wire import (

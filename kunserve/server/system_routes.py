@@ -10,12 +10,12 @@ from starlette.responses import Response
 
 import kunserve
 from kunserve.core.errors import InvalidRequest, ModelNotFound
-from kunserve.server.answers import json_answer
 from kunserve.server.body import read_body
+from kunserve.server.errors import json_answer
 from kunserve.server.front import Front
-from kunserve.server.plain import state_object
 from kunserve.server.prompts import conversation_text
 from kunserve.server.schema import DetokenizeBody, TokenizeBody, parse_body
+from kunserve.server.state_json import state_object
 from kunserve.server.vocabulary import check_token_ids
 
 

@@ -10,7 +10,7 @@ from kunserve.core.ids import TransitionId
 from kunserve.core.snapshots import ClusterState, TransitionRecord
 from kunserve.server.cluster_metrics import ClusterMetrics, loads_by_group
 from kunserve.server.metrics import FrontMetrics
-from kunserve.server.plain import to_plain
+from kunserve.server.state_json import to_plain
 
 PERIOD_S = 0.2
 KEPT_S = 1200.0

@@ -8,7 +8,7 @@ import uuid
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from kunserve.server.answers import Unauthorized, error_answer
+from kunserve.server.errors import Unauthorized, error_answer
 
 logger = logging.getLogger("kunserve.server")
 
@@ -19,7 +19,7 @@ DASHBOARD = "/dashboard"
 _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,200}")
 
 
-class FrontDoor:
+class FrontMiddleware:
     """Pure ASGI middleware."""
 
     def __init__(self, app: ASGIApp, api_key: str | None) -> None:
