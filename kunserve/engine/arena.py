@@ -136,7 +136,11 @@ class Arena:
         target_slot: int,
         num: int,
     ) -> None:
-        """Take ``num`` consecutive granules, content included, from one range to another."""
+        """Take ``num`` consecutive granules, content included, from one range to another.
+
+        After an OSError some are moved and some are not, and old addresses may still show moved
+        ones: whoever called must give the arena up.
+        """
         granules = source.granules[source_slot : source_slot + num].copy()
         assert len(granules) == num and (granules != _NOTHING).all(), (source.name, source_slot)
         target_slots = target.granules[target_slot : target_slot + num]
@@ -152,10 +156,15 @@ class Arena:
                 target.address_of(target_slot + first),
                 len(run) * self.granule_bytes,
             )
-            self.num_calls += 2
+            self.num_calls += 1
             if moved:
+                # The granules are at the target now, whatever becomes of the next call.
                 self._erase(source, source_slot + first, run)
                 self._record(target, target_slot + first, run)
+                address_space.unmap(
+                    source.address_of(source_slot + first), len(run) * self.granule_bytes
+                )
+                self.num_calls += 1
             else:
                 self.unmap(source, source_slot + first, len(run))
                 self.map(target, target_slot + first, run)
