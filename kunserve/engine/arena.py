@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from kunserve.core.errors import ConfigError, TooLittleMemory
 from kunserve.engine import address_space
+from kunserve.engine.free_memory import available_bytes
 
 Granules = npt.NDArray[np.int32]
 
@@ -232,11 +233,12 @@ def _runs(granules: Granules) -> list[tuple[int, int]]:
 
 def _claim(num_bytes: int) -> int:
     """A memory file that has all its memory; TooLittleMemory where the machine has not so much."""
-    available = _available_bytes()
+    available = available_bytes()
     if num_bytes > available:
         # Asking the kernel would wake its out-of-memory killer before it refuses.
         raise TooLittleMemory(
-            f"an instance asks for {num_bytes} bytes of memory, the machine has {available} left"
+            f"an instance asks for {num_bytes} bytes of memory, the machine, or this process's "
+            f"cgroup, has {available} left"
         )
     fd = os.memfd_create("kunserve-arena")
     try:
@@ -250,9 +252,3 @@ def _claim(num_bytes: int) -> int:
             f"the machine cannot give {num_bytes} bytes to an instance: {error.strerror}"
         ) from error
     return fd
-
-
-def _available_bytes() -> int:
-    with open("/proc/meminfo", encoding="ascii") as lines:
-        fields = dict(line.split(":", 1) for line in lines)
-    return int(fields["MemAvailable"].split()[0]) * 1024
