@@ -7,7 +7,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
-KERNEL_FILES := $(wildcard kunserve/engine/kernels/*.c kunserve/engine/kernels/*.h kunserve/engine/kernels/*.py)
+KERNEL_FILES := $(wildcard kunserve/engine/kernels/csrc/*) kunserve/engine/kernels/build.py
 
 .PHONY: install demo check slow hunt test clean
 .DELETE_ON_ERROR:

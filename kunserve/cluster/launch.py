@@ -7,13 +7,17 @@ from dataclasses import dataclass
 
 import msgspec
 
-from kunserve.core.config import KunServeConfig
+from kunserve.core.config import MIB, KunServeConfig
 from kunserve.core.errors import ConfigError, ModelFiles, TooLittleMemory, UnsupportedModel
 from kunserve.core.ids import InstanceId
+from kunserve.engine.free_memory import available_bytes
 
 _ERRORS: dict[str, type[ConfigError]] = {
     kind.__name__: kind for kind in (ConfigError, ModelFiles, TooLittleMemory, UnsupportedModel)
 }
+
+PROCESS_BYTES = 170 * MIB
+"""Of an instance beside its arena: interpreter and torch, as measured with SmolLM2."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +56,26 @@ class StartupFailure:
     def to_error(self) -> ConfigError:
         """The error as the front raises it."""
         return _ERRORS.get(self.error, ConfigError)(self.message)
+
+
+def check_memory(config: KunServeConfig) -> None:
+    """Raise TooLittleMemory when all instances together ask for more than there is.
+
+    Each one checks for itself too, but they start at once and none sees the others' memory yet.
+    A KV size without a memory size says too little before the model is known.
+    """
+    num, instance = config.cluster.num_instances, config.instance
+    if instance.kv_cache_memory_bytes is not None:
+        return
+    needed = num * (instance.memory_bytes + PROCESS_BYTES)
+    available = available_bytes()
+    if needed > available:
+        raise TooLittleMemory(
+            f"{num} instances of {instance.memory_bytes / MIB:.0f} MiB (--instance-memory) and "
+            f"about {PROCESS_BYTES / MIB:.0f} MiB each for the program need "
+            f"{needed / MIB:.0f} MiB; the machine, or this process's cgroup, has "
+            f"{available / MIB:.0f} MiB left"
+        )
 
 
 def process_environment(num_threads: int) -> dict[str, str]:

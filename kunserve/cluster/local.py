@@ -12,7 +12,13 @@ import msgspec
 
 from kunserve.cluster.api import Deliver as DeliverTo
 from kunserve.cluster.api import ServingLimits
-from kunserve.cluster.launch import FakeSettings, InstanceOrder, StartupFailure, start_instance
+from kunserve.cluster.launch import (
+    FakeSettings,
+    InstanceOrder,
+    StartupFailure,
+    check_memory,
+    start_instance,
+)
 from kunserve.cluster.trace import begin_trace, join_trace
 from kunserve.control.cluster.controller import (
     Announce,
@@ -95,6 +101,8 @@ class LocalCluster:
         return cluster
 
     async def _start_all(self, vocab_size: int, on_ready: Callable[[Ready], None]) -> None:
+        if self._fake is None:
+            check_memory(self._config)
         await self._channel.start()
         self._ticker = asyncio.create_task(self._tick())
         ids = [InstanceId(i) for i in range(self._config.cluster.num_instances)]

@@ -70,7 +70,7 @@ def unmap(address: int, num_bytes: int) -> None:
 def move(source: int, target: int, num_bytes: int) -> bool:
     """Move a mapping with its page tables, so that its pages need no new faults.
 
-    The source stays reserved and becomes inaccessible. False (and nothing done) where the
+    The source stays reserved; ``unmap`` it afterwards. False (and nothing done) where the
     kernel cannot do it: before Linux 5.13, or if the source is not one mapping.
     """
     # Without DONTUNMAP the source's addresses would be free for an instant, and another
@@ -78,10 +78,7 @@ def move(source: int, target: int, num_bytes: int) -> bool:
     result: int | None = _libc.mremap(
         source, num_bytes, num_bytes, _MREMAP_MAYMOVE_FIXED_DONTUNMAP, target
     )
-    if result is None or result == _FAILED:
-        return False
-    unmap(source, num_bytes)
-    return True
+    return result is not None and result != _FAILED
 
 
 def populate(address: int, num_bytes: int) -> bool:

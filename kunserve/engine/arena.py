@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from kunserve.core.errors import ConfigError, TooLittleMemory
 from kunserve.engine import address_space
+from kunserve.engine.free_memory import available_bytes
 
 Granules = npt.NDArray[np.int32]
 
@@ -136,7 +137,11 @@ class Arena:
         target_slot: int,
         num: int,
     ) -> None:
-        """Take ``num`` consecutive granules, content included, from one range to another."""
+        """Take ``num`` consecutive granules, content included, from one range to another.
+
+        After an OSError some are moved and some are not, and old addresses may still show moved
+        ones: whoever called must give the arena up.
+        """
         granules = source.granules[source_slot : source_slot + num].copy()
         assert len(granules) == num and (granules != _NOTHING).all(), (source.name, source_slot)
         target_slots = target.granules[target_slot : target_slot + num]
@@ -152,10 +157,15 @@ class Arena:
                 target.address_of(target_slot + first),
                 len(run) * self.granule_bytes,
             )
-            self.num_calls += 2
+            self.num_calls += 1
             if moved:
+                # The granules are at the target now, whatever becomes of the next call.
                 self._erase(source, source_slot + first, run)
                 self._record(target, target_slot + first, run)
+                address_space.unmap(
+                    source.address_of(source_slot + first), len(run) * self.granule_bytes
+                )
+                self.num_calls += 1
             else:
                 self.unmap(source, source_slot + first, len(run))
                 self.map(target, target_slot + first, run)
@@ -223,11 +233,12 @@ def _runs(granules: Granules) -> list[tuple[int, int]]:
 
 def _claim(num_bytes: int) -> int:
     """A memory file that has all its memory; TooLittleMemory where the machine has not so much."""
-    available = _available_bytes()
+    available = available_bytes()
     if num_bytes > available:
         # Asking the kernel would wake its out-of-memory killer before it refuses.
         raise TooLittleMemory(
-            f"an instance asks for {num_bytes} bytes of memory, the machine has {available} left"
+            f"an instance asks for {num_bytes} bytes of memory, the machine, or this process's "
+            f"cgroup, has {available} left"
         )
     fd = os.memfd_create("kunserve-arena")
     try:
@@ -241,9 +252,3 @@ def _claim(num_bytes: int) -> int:
             f"the machine cannot give {num_bytes} bytes to an instance: {error.strerror}"
         ) from error
     return fd
-
-
-def _available_bytes() -> int:
-    with open("/proc/meminfo", encoding="ascii") as lines:
-        fields = dict(line.split(":", 1) for line in lines)
-    return int(fields["MemAvailable"].split()[0]) * 1024

@@ -16,7 +16,7 @@ from kunserve.core.layout import LayerRange
 from kunserve.core.model_spec import ModelSpec
 from kunserve.core.snapshots import InstanceSpec
 from kunserve.engine import address_space
-from kunserve.engine.arena import Arena
+from kunserve.engine.arena import Arena, VirtualRange
 from kunserve.engine.weights.layout import WeightLayout
 
 logger = logging.getLogger(__name__)
@@ -58,6 +58,19 @@ def _mib(num_bytes: int) -> str:
     return f"{num_bytes / MIB:.1f} MiB"
 
 
+class RemapFailed(SystemExit):
+    """A remap stopped half-way, so the instance must end.
+
+    No ``except Exception`` stops it: the other members of the transition count on memory that is
+    not there, and the controller knows what to do about a dead instance.
+    """
+
+    EXIT_CODE = 71
+
+    def __init__(self) -> None:
+        super().__init__(self.EXIT_CODE)
+
+
 class InstanceMemory:
     """The weights range, the KV range, and the granules that move between them."""
 
@@ -80,10 +93,16 @@ class InstanceMemory:
         self.held = LayerRange(0, model.num_layers)
         # Entries may be as low as -num_layers: their addresses must exist, though never touched.
         self._guard_slots = -(-model.num_layers * unit // granule)
-        self.weights = self.arena.reserve("weights", self.layout.num_bytes)
-        self.kv = self.arena.reserve("kv", (self._guard_slots + plan.num_granules) * granule)
-        self.arena.map(self.weights, 0, self.arena.take(plan.weights_granules), populate=True)
-        self.arena.map(self.kv, self._guard_slots, self.arena.take(self.arena.num_free))
+        try:
+            self.weights = self.arena.reserve("weights", self.layout.num_bytes)
+            self.kv = self.arena.reserve("kv", (self._guard_slots + plan.num_granules) * granule)
+            self.arena.map(self.weights, 0, self.arena.take(plan.weights_granules), populate=True)
+            self.arena.map(self.kv, self._guard_slots, self.arena.take(self.arena.num_free))
+        except OSError as error:
+            self.arena.close()
+            raise TooLittleMemory(
+                f"the machine cannot map {_mib(self.spec.memory_bytes)}: {error.strerror}"
+            ) from error
         self._prefault = _Prefault(self.kv_base_address, self._tail_slot_bytes())
 
     @property
@@ -102,21 +121,24 @@ class InstanceMemory:
         return self._tail_slot_bytes() // self.spec.unit_bytes
 
     def drop(self, keep: LayerRange) -> Remap:
-        """Move every granule that holds only layers outside ``keep`` to the KV tail."""
+        """Move every granule that holds only layers outside ``keep`` to the KV tail.
+
+        Raises RemapFailed, which ends the process, when the system refuses a call half-way.
+        """
         assert self.held.covers(keep) and keep.num_layers > 0, (self.held, keep)
         started = time.perf_counter()
         old_first, old_end = self.layout.granules_of(self.held)
         first, end = self.layout.granules_of(keep)
         for slot, num in ((old_first, first - old_first), (end, old_end - end)):
             if num > 0:
-                self.arena.move(self.weights, slot, self.kv, self._tail_slot, num)
+                self._move(self.weights, slot, self.kv, self._tail_slot, num)
         self.held = keep
         return self._remapped(first - old_first + old_end - end, started)
 
     def reclaim(self, layers: LayerRange) -> Remap:
         """Give back to the weights what ``layers`` (missing ones, or all to hold) need.
 
-        The memory of layers already held keeps its content.
+        The memory of layers already held keeps its content. Raises RemapFailed as ``drop`` does.
         """
         held = LayerRange(min(self.held.first, layers.first), max(self.held.end, layers.end))
         assert held.num_layers <= self.held.num_layers + layers.num_layers, (self.held, layers)
@@ -126,7 +148,7 @@ class InstanceMemory:
         # The reverse of a drop's order, so that runs of granules go back as they came.
         for slot, num in ((old_end, end - old_end), (first, old_first - first)):
             if num > 0:
-                self.arena.move(self.kv, self._tail_slot - num, self.weights, slot, num)
+                self._move(self.kv, self._tail_slot - num, self.weights, slot, num)
         self.held = held
         return self._remapped(-(old_first - first + end - old_end), started)
 
@@ -173,6 +195,23 @@ class InstanceMemory:
 
     def _tail_slot_bytes(self) -> int:
         return self.kv.num_mapped * self.arena.granule_bytes
+
+    def _move(
+        self, source: VirtualRange, slot: int, target: VirtualRange, target_slot: int, num: int
+    ) -> None:
+        try:
+            self.arena.move(source, slot, target, target_slot, num)
+        except OSError as error:
+            logger.critical(
+                "remap failed half-way, the instance ends: %s (held=[%d,%d) granules=%d from=%s "
+                "to=%s; see vm.max_map_count and vm.overcommit_memory)",
+                error.strerror,
+                *self.held,
+                num,
+                source.name,
+                target.name,
+            )
+            raise RemapFailed from error
 
     def _remapped(self, granules: int, started: float) -> Remap:
         moved_bytes = granules * self.arena.granule_bytes

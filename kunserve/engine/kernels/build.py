@@ -20,21 +20,27 @@ FLAGS = ("-O3", "-march=native", "-std=gnu11", "-fPIC", "-shared", "-pthread", "
 def build(force: bool = False, extra_flags: tuple[str, ...] = ()) -> Path:
     """The compiled library's path, compiling it if it is missing or ``force`` is set.
 
-    Raises ``ConfigError`` if there is no C compiler or it fails.
+    Once compiled no compiler is needed. Raises ``ConfigError`` if there is none or it fails.
     """
+    name = f"kernels-{_key(extra_flags)}.so"
+    folders = _folders()
+    for folder in folders:
+        if not force and os.access(folder / name, os.R_OK):
+            return folder / name
     compiler = _compiler()
-    key = _key(compiler, extra_flags)
-    for folder in _folders():
-        if not force and (folder / f"kernels-{key}.so").exists():
-            return folder / f"kernels-{key}.so"
-    for folder in _folders():
+    for folder in folders:
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=folder) as scratch:
-                return _compile(compiler, Path(scratch), folder / f"kernels-{key}.so", extra_flags)
-        except PermissionError:
+            scratch = tempfile.TemporaryDirectory(dir=folder)
+        except OSError:  # no permission, or a read-only file system
             continue
-    raise ConfigError(f"no writable folder for the compiled kernels: tried {_folders()}")
+        with scratch:
+            return _compile(compiler, Path(scratch.name), folder / name, extra_flags)
+    tried = ", ".join(map(str, folders))
+    raise ConfigError(
+        f"the kernels are not compiled for this processor, and no folder for them can be written: "
+        f"tried {tried}. Run `python -m kunserve.engine.kernels.build` where one can"
+    )
 
 
 def _compile(compiler: str, scratch: Path, target: Path, extra_flags: tuple[str, ...]) -> Path:
@@ -57,30 +63,36 @@ def _compiler() -> str:
     raise ConfigError("a C compiler is needed: install gcc (Debian: apt-get install gcc libc6-dev)")
 
 
-def _key(compiler: str, extra_flags: tuple[str, ...]) -> str:
-    """Whatever changes the machine code: sources, flags, compiler version, processor features."""
+def _key(extra_flags: tuple[str, ...]) -> str:
+    """Whatever decides whether a compiled library fits: sources, flags, processor features.
+
+    Not the compiler, because a machine that only runs the library has none.
+    """
     digest = hashlib.sha256()
     for path in sorted(SOURCES.iterdir()):
         digest.update(path.name.encode() + path.read_bytes())
     digest.update(" ".join((*FLAGS, *extra_flags)).encode())
-    version = subprocess.run([compiler, "--version"], capture_output=True, check=False)
-    digest.update(version.stdout + _processor().encode())
+    digest.update(_processor().encode())
     return digest.hexdigest()[:16]
 
 
 def _processor() -> str:
-    """The processor's model and features, as far as the system tells."""
+    """The processor's features, as far as the system tells: what ``-march=native`` looks at."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return sys.platform
-    kept = ("flags", "Features", "model", "cpu family", "CPU part")
+    kept = ("flags", "Features", "CPU part")
     return "\n".join(sorted({line for line in lines if line.startswith(kept)}))
 
 
-def _folders() -> tuple[Path, Path]:
+def _folders() -> tuple[Path, ...]:
     """Where a compiled library may lie, best first."""
-    return Path(__file__).parent / "_build", Path.home() / ".cache" / "kunserve"
+    beside = Path(__file__).parent / "_build"
+    try:
+        return beside, Path.home() / ".cache" / "kunserve"
+    except RuntimeError:  # a user without a home, as in some containers
+        return (beside,)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
 """Each kernel against torch, and the bits of a row against the company it keeps."""
 
+import errno
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -131,10 +133,45 @@ def test_build_is_cached():
     assert re.fullmatch(r"kernels-[0-9a-f]{16}\.so", path.name)
 
 
-def test_build_without_a_compiler(monkeypatch):
+def test_a_compiler_is_needed_once(monkeypatch, tmp_path):
+    """An image that is built with one and runs without starts."""
+    monkeypatch.setattr(build_module, "_folders", lambda: (tmp_path,))
+    monkeypatch.setattr(build_module, "FLAGS", ("-O0", "-shared", "-fPIC", "-std=gnu11"))
+    with monkeypatch.context() as without:
+        without.setattr(build_module.shutil, "which", lambda name: None)
+        with pytest.raises(ConfigError, match="C compiler"):
+            build()
+    path = build()
     monkeypatch.setattr(build_module.shutil, "which", lambda name: None)
-    with pytest.raises(ConfigError, match="C compiler"):
+    monkeypatch.setattr(build_module.subprocess, "run", None)
+    assert build() == path
+
+
+def test_a_folder_that_cannot_be_written_is_passed_over(monkeypatch, tmp_path):
+    """A read-only install, whether by rights or by its file system."""
+    readable, home = tmp_path / "install", tmp_path / "home"
+    true_mkdir = Path.mkdir
+
+    def mkdir(self, *args, **kwargs):
+        if self == readable:
+            raise OSError(errno.EROFS, "Read-only file system")
+        true_mkdir(self, *args, **kwargs)
+
+    monkeypatch.setattr(build_module.Path, "mkdir", mkdir)
+    monkeypatch.setattr(build_module, "FLAGS", ("-O0", "-shared", "-fPIC", "-std=gnu11"))
+    monkeypatch.setattr(build_module, "_folders", lambda: (readable, home))
+    assert build().parent == home
+    monkeypatch.setattr(build_module, "_folders", lambda: (readable,))
+    with pytest.raises(ConfigError, match=f"no folder for them can be written: tried {readable}"):
         build()
+
+
+def test_a_user_without_a_home_has_one_folder_less(monkeypatch):
+    def homeless():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(build_module.Path, "home", homeless)
+    assert [folder.name for folder in build_module._folders()] == ["_build"]
 
 
 def test_build_that_fails(monkeypatch, tmp_path):

@@ -1,0 +1,89 @@
+"""How much memory this process may still take: what the machine has, and what its cgroups allow.
+
+A container's limit is a cgroup's. Past it the kernel kills without a word, so it is asked first.
+"""
+
+from pathlib import Path
+from typing import NamedTuple
+
+_ROOT = Path("/")
+
+
+def available_bytes(root: Path = _ROOT) -> int:
+    """The least that any limit leaves; ``root`` is where ``proc`` and ``sys`` lie."""
+    return min([_machine_bytes(root), *map(_left_bytes, _cgroup_folders(root))])
+
+
+class _Files(NamedTuple):
+    """What a kind of cgroup calls its files."""
+
+    limit: str
+    used: str
+    reclaimable: str
+    """The key in ``memory.stat`` of page cache that goes before anything is killed."""
+
+
+_FILES = (
+    _Files("memory.max", "memory.current", "inactive_file"),
+    _Files("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
+"""Of version 2 and version 1."""
+_UNLIMITED_BYTES = 1 << 62
+
+
+def _machine_bytes(root: Path) -> int:
+    lines = (root / "proc/meminfo").read_text(encoding="ascii").splitlines()
+    fields = dict(line.split(":", 1) for line in lines)
+    return int(fields["MemAvailable"].split()[0]) * 1024
+
+
+def _left_bytes(folder: Path) -> int:
+    """What one cgroup's limit leaves; a very large number where it has none."""
+    for files in _FILES:
+        try:
+            limit = (folder / files.limit).read_text(encoding="ascii").strip()
+            if limit == "max":
+                return _UNLIMITED_BYTES
+            used = int((folder / files.used).read_text(encoding="ascii"))
+            lines = (folder / "memory.stat").read_text(encoding="ascii").splitlines()
+        except OSError:
+            continue  # the other version, or the root, which has no limit
+        stat = dict(line.split(" ", 1) for line in lines)
+        return max(0, int(limit) - used + int(stat.get(files.reclaimable, 0)))
+    return _UNLIMITED_BYTES
+
+
+def _cgroup_folders(root: Path) -> list[Path]:
+    """The process's cgroups that may limit memory, each with all above it."""
+    try:
+        groups = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
+        mounts = (root / "proc/self/mountinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return []
+    found = []
+    for line in groups:
+        number, controllers, path = line.split(":", 2)
+        is_unified = number == "0" and not controllers
+        if not is_unified and "memory" not in controllers.split(","):
+            continue
+        for mounted_root, mount_point in _mounts_of(mounts, is_unified):
+            # Inside a container the mount may show a part of the tree only, which begins at or
+            # below the path that the kernel names.
+            inner = Path(path)
+            shown = inner.relative_to(mounted_root) if inner.is_relative_to(mounted_root) else ""
+            top = root / mount_point.lstrip("/")
+            folder = top / shown
+            found += [one for one in (folder, *folder.parents) if one.is_relative_to(top)]
+    return found
+
+
+def _mounts_of(mounts: list[str], is_unified: bool) -> list[tuple[str, str]]:
+    """(root within the cgroup tree, mount point) of the cgroup mounts of one version."""
+    found = []
+    for line in mounts:
+        before, _, after = line.partition(" - ")
+        kind, _, options = after.split(" ", 2)
+        if kind == "cgroup2" if is_unified else kind == "cgroup" and "memory" in options.split(","):
+            fields = before.split()
+            found.append((fields[3], fields[4]))
+    return found
