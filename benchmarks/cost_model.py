@@ -1,25 +1,37 @@
-"""Held-out error of the cost model and of those that the paper criticises, on the same samples.
+"""How far the cost model is off: against a profile's measured steps, or the simulator's roofline.
 
-`python -m benchmarks.cost_model --profile P.json --out cost-model.png` (`kunserve profile` makes
-P.json; with `--max-num-batched-tokens 4096` chunks get long enough to set the models apart). The
-figure has the shape of the paper's: predicted over measured time by chunk length, without and
-with a prefix.
+    python -m benchmarks.cost_model --against profile --profile P.json [--figure cost-model.png]
+    python -m benchmarks.cost_model --against roofline
+
+*Profile*: held-out errors of our model and of those that the paper criticises, on the samples of
+`kunserve profile` (with `--max-num-batched-tokens 4096` chunks get long enough to set them apart).
+The figure has the shape of the paper's: predicted over measured time by chunk length, without and
+with a prefix. *Roofline*: the model as an experiment fits it (`profile_times`) predicts random
+batches that the fit has not seen, which the roofline times in the simulator; *no attention* is
+fitted to these very batches.
 """
 
 import argparse
-import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TypeAlias
 
 import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from benchmarks.report import Report
 from kunserve.core.cost import CostSample
+from kunserve.core.ids import RequestId
+from kunserve.core.step import Chunk
 from kunserve.model.profile import Profile, read_profile
-from kunserve.policy.cost import DISTSERVE, FORMS, NANOFLOW, OURS, PAPER, TOKENS
-from kunserve.policy.cost_fit import fit, held_out_errors, predict_held_out
+from kunserve.policy.cost import DISTSERVE, FORMS, NANOFLOW, OURS, PAPER, TOKENS, as_vector
+from kunserve.policy.cost_fit import fit, held_out_errors, predict, predict_held_out
+from kunserve.sim.costs import profile_times
+from kunserve.sim.devices import find_device
+from kunserve.sim.models import find_model
+from kunserve.sim.profile import InstanceProfile, gpu_profile
 
 matplotlib.use("Agg")
 
@@ -28,18 +40,90 @@ _MARKS = {OURS: "o", NANOFLOW: "^", DISTSERVE: "s", TOKENS: "x"}
 TERM_NAMES = ("attention", "token", "own_chunk", "shared", "context", "sample", "narrow")
 
 
-def print_errors(profile: Profile) -> None:
-    """One line of JSON per model: percent, mean and largest, per region."""
+NUM_BATCHES = 300
+MAX_TOKENS = 2048
+PAIRS = (("Qwen/Qwen2.5-14B", "a800"), ("Qwen/Qwen2.5-72B", "h800"))
+
+Batch: TypeAlias = list[tuple[int, int]]
+"""(prefix, length) of each chunk."""
+
+
+def against_profile(report: Report, profile: Profile) -> None:
+    """Errors per model and region, and each model's coefficients."""
     for form in FORMS:
-        errors = held_out_errors(profile.samples, form)
-        line: dict[str, object] = {"model": form.name}
-        for region, error in errors.items():
-            line[region] = [round(error.mean * 100, 2), round(error.largest * 100, 1)]
+        for region, error in held_out_errors(profile.samples, form).items():
+            report.add("mean error", error.mean * 100, "%", model=form.name, batch=region)
+            report.add("largest error", error.largest * 100, "%", model=form.name, batch=region)
+    for form in FORMS:
         vector = fit(profile.samples, form).tolist()
-        line["coefficients_us"] = {
-            name: round(value * 1e6, 3) for name, value in zip(TERM_NAMES, vector, strict=True)
-        }
-        print(json.dumps(line), flush=True)
+        for name, value in zip(TERM_NAMES, vector, strict=True):
+            report.add(name, value * 1e6, "us", model=form.name)
+
+
+def prompts(generator: np.random.Generator) -> Batch:
+    """One to four prompts from their beginning."""
+    count = int(generator.integers(1, 5))
+    return [(0, int(generator.integers(2, MAX_TOKENS // count))) for _ in range(count)]
+
+
+def later_chunks(generator: np.random.Generator) -> Batch:
+    """One chunk of a prompt, after up to 16 K tokens of it."""
+    return [(int(generator.integers(1, 16_384)), int(generator.integers(64, MAX_TOKENS)))]
+
+
+def decodes(generator: np.random.Generator) -> Batch:
+    """Up to 256 requests that decode."""
+    count = int(generator.integers(1, 257))
+    return [(int(prefix), 1) for prefix in generator.integers(16, 8192, count)]
+
+
+def mixed(generator: np.random.Generator) -> Batch:
+    """Decodes and a chunk beside them: what most steps of a burst are."""
+    return decodes(generator) + later_chunks(generator)
+
+
+KINDS: dict[str, Callable[[np.random.Generator], Batch]] = {
+    "prefill": prompts,
+    "prefix": later_chunks,
+    "decode": decodes,
+    "mixed": mixed,
+}
+
+
+def roofline_samples(profile: InstanceProfile, region: str) -> list[CostSample]:
+    """Random batches of one kind, with the time that the simulator gives them."""
+    generator = np.random.default_rng(0)
+    found = []
+    for _ in range(NUM_BATCHES):
+        batch = KINDS[region](generator)
+        chunks = [Chunk(RequestId(""), prefix, length, True) for prefix, length in batch]
+        found.append(
+            CostSample(
+                region=region,
+                prefixes=tuple(prefix for prefix, _ in batch),
+                lengths=tuple(length for _, length in batch),
+                num_samples=len(batch),
+                seconds=profile.times.stage_s(chunks, profile.spec.num_layers, True),
+            )
+        )
+    return found
+
+
+def against_roofline(report: Report) -> None:
+    """Errors per simulated GPU, model and kind of batch."""
+    for model, device in PAIRS:
+        profile = gpu_profile(find_model(model), find_device(device))
+        ours = as_vector(profile_times(profile.times, profile.spec.num_layers, MAX_TOKENS))
+        by_region = {region: roofline_samples(profile, region) for region in KINDS}
+        everything = [sample for samples in by_region.values() for sample in samples]
+        no_attention = fit(everything, TOKENS)
+        for region, samples in by_region.items():
+            seconds = np.array([sample.seconds for sample in samples])
+            for form, vector in ((OURS, ours), (TOKENS, no_attention)):
+                errors = np.abs(predict(samples, form, vector) / seconds - 1.0) * 100
+                case = {"steps": f"{model}, {device}", "model": form.name, "batch": region}
+                report.add("mean error", float(errors.mean()), "%", **case)
+                report.add("largest error", float(errors.max()), "%", **case)
 
 
 def draw(profile: Profile, path: Path) -> None:
@@ -103,15 +187,23 @@ def _clean(axis: Axes) -> None:
 
 
 def main() -> None:
-    """Errors to the terminal, the figure to a file."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--profile", type=Path, required=True)
-    parser.add_argument("--out", type=Path, default=Path("cost-model.png"))
-    args = parser.parse_args()
-    profile = read_profile(args.profile)
-    print_errors(profile)
-    draw(profile, args.out)
-    print(f"figure: {args.out}")
+    """Errors as figures; with a profile also drawn."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--against", choices=["profile", "roofline"], required=True)
+    parser.add_argument("--profile", type=Path, help="of `kunserve profile`")
+    parser.add_argument("--figure", type=Path, help="where the figure of a profile goes")
+    options = parser.parse_args()
+    if (options.against == "profile") != (options.profile is not None):
+        parser.error("--profile belongs to --against profile, and is needed there")
+    if options.against == "roofline":
+        with Report("cost_model", against="roofline") as report:
+            against_roofline(report)
+        return
+    profile = read_profile(options.profile)
+    with Report("cost_model", against="profile", profile=options.profile.name) as report:
+        against_profile(report, profile)
+    if options.figure is not None:
+        draw(profile, options.figure)
 
 
 if __name__ == "__main__":

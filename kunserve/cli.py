@@ -21,6 +21,11 @@ _COMMANDS = {
         "simulate_command",
         "What would happen: real decisions over modelled GPUs.",
     ),
+    "data": (
+        "kunserve.workload.data.command",
+        "data_command",
+        "Traces and lengths that can be asked for by name.",
+    ),
 }
 """Name -> module, object, one line. Imported only when used, so that --help stays fast."""
 

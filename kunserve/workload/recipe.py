@@ -9,6 +9,7 @@ from kunserve.workload import lengths as lens
 from kunserve.workload import traces, transform
 from kunserve.workload.arrivals import gamma_arrivals, immediate_arrivals
 from kunserve.workload.bursty import BURSTINESS, SPIKES, WINDOW_S, bursty_workload, spikes_of
+from kunserve.workload.data.catalog import BURSTGPT_LIKE, locate
 from kunserve.workload.workload import Lengths, Workload
 
 
@@ -38,9 +39,9 @@ class Recipe:
 
     dataset: Dataset = Dataset.RANDOM
     dataset_path: Path | None = None
-    """The trace, or for ``lengths`` the CSV of lengths."""
+    """The trace, or for ``lengths`` the CSV of lengths: a file, or a name of `workload.data`."""
     lengths_path: Path | None = None
-    """A CSV whose lengths replace those of the dataset, drawn with replacement."""
+    """A CSV, or a name, whose lengths replace those of the dataset, drawn with replacement."""
     burstgpt_lengths: bool = False
     """The fit to BurstGPT's published means replaces a trace's lengths (a bursty window has it)."""
     num_prompts: int | None = None
@@ -90,9 +91,8 @@ def build_workload(recipe: Recipe) -> Workload:
     else:
         workload = _drawn(recipe)
     if recipe.lengths_path is not None and recipe.dataset is not Dataset.LENGTHS:
-        pool = _pool(recipe, recipe.lengths_path)
-        sampled = lens.sample_lengths(pool, len(workload), recipe.seed)
-        workload = transform.with_lengths(workload, sampled)
+        drawn = _lengths(recipe, recipe.lengths_path, len(workload))
+        workload = transform.with_lengths(workload, drawn)
     elif recipe.burstgpt_lengths:
         fitted = lens.burstgpt_lengths(len(workload), recipe.seed)
         workload = transform.with_lengths(workload, fitted)
@@ -123,9 +123,9 @@ def _trace(recipe: Recipe) -> Workload:
         )
     match recipe.dataset:
         case Dataset.BURSTGPT:
-            return traces.read_burstgpt(path, recipe.trace_model)
+            return traces.read_burstgpt(locate(path), recipe.trace_model)
         case Dataset.AZURE:
-            return traces.read_azure(path)
+            return traces.read_azure(locate(path))
         case Dataset.MOONCAKE:
             default = traces.MOONCAKE_SECONDS_PER_UNIT
         case _:
@@ -133,7 +133,7 @@ def _trace(recipe: Recipe) -> Workload:
     unit = default if recipe.seconds_per_unit is None else recipe.seconds_per_unit
     if not unit > 0:
         raise ConfigError(f"the seconds per unit of a timestamp must be above 0, not {unit}")
-    return traces.read_timed_trace(path, unit)
+    return traces.read_timed_trace(locate(path), unit)
 
 
 def _bursty(recipe: Recipe) -> Workload:
@@ -158,7 +158,7 @@ def _drawn(recipe: Recipe) -> Workload:
         path = recipe.lengths_path or recipe.dataset_path
         if path is None:
             raise ConfigError("dataset lengths needs a CSV of input and output lengths")
-        drawn = lens.sample_lengths(_pool(recipe, path), count, recipe.seed)
+        drawn = _lengths(recipe, path, count)
     else:
         drawn = lens.random_lengths(
             count,
@@ -176,11 +176,16 @@ def _drawn(recipe: Recipe) -> Workload:
     return Workload(arrivals, drawn, f"{process}, {rate:g} req/s, seed {recipe.seed}")
 
 
-def _pool(recipe: Recipe, path: Path) -> Lengths:
-    pool = traces.read_lengths(path)
+def _lengths(recipe: Recipe, path: Path, count: int) -> Lengths:
+    """So many pairs of the file or data set."""
+    if str(path) == BURSTGPT_LIKE:
+        if recipe.max_total_tokens is not None:
+            raise ConfigError(f"max_total_tokens does not apply to {BURSTGPT_LIKE} lengths")
+        return lens.burstgpt_lengths(count, recipe.seed)
+    pool = traces.read_lengths(locate(path))
     if recipe.max_total_tokens is not None:
         pool = lens.clip_total(pool, recipe.max_total_tokens)
-    return pool
+    return lens.sample_lengths(pool, count, recipe.seed)
 
 
 def _refuse_what_does_not_apply(recipe: Recipe) -> None:

@@ -1,0 +1,1 @@
+"""Public traces and length sets by name: shipped here, downloaded once, or generated."""
