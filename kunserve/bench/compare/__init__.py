@@ -1,0 +1,49 @@
+'''Comparisons: several systems under the same requests, in the real or in the simulated world.
+
+One `System`, one result record, one table, one set of figures and one report serve both worlds.
+``kunserve demo``, ``kunserve simulate`` and ``kunserve compare FILE.toml`` all end here.
+
+**An experiment is a TOML file.** Unknown keys are errors. Every key has a default::
+
+    title = "End to end: LongBench lengths, Qwen2.5-14B on 8 A800"
+    claim = "What the paper says, for the report."
+    world = "simulated"            # or "real": starts `kunserve serve` once per run
+    base = "longbench_14b.toml"    # optional; this file's keys are laid over that file's
+    systems = ["recompute", "swap", "static-pp", "migrate", "drop"]
+    loads = [0.36, 0.4, 0.44]      # factors on the workload's rate; default [1.0]
+    seeds = [0]                    # of arrivals and lengths; several give a range
+    rounds = 1                     # real only (default 3): runs of each system, in turns (ABBA)
+
+    [workload]                     # compare.settings.WorkloadSettings
+    trace = "azure.csv.gz"         # omitted: the built-in bursty window
+    lengths = "longbench.csv"
+    max_total_tokens = 32768
+    start_s = 20.0
+    end_s = 220.0
+
+    [setup]                        # compare.settings.SimulatedSetup or RealSetup, by the world
+    model = "Qwen/Qwen2.5-14B"
+    device = "a800"
+    num_instances = 8
+
+A base is named relative to the file that names it, and may have a base of its own. Tables
+(``[workload]``, ``[setup]``) are merged key by key; everything else is replaced whole.
+
+The name of a data file is looked up by `experiment_file.find_data`: beside the TOML file, then in
+``data/`` beside the TOML file's folder. A file that is in neither place is an error that says
+how to get it.
+
+**A run is one line of results.jsonl**, written as soon as the run ends. Its key is (world, system,
+load, seed, round, digest of settings and workload). A run whose key is there is not run again.
+
+**Reading results**::
+
+    from kunserve.bench.compare.results import load
+    from kunserve.bench.compare.table import table
+
+    results = load(Path("out/results.jsonl"))   # list[RunResult]; reads older files too
+    print(table(results))                       # one table per load, then where each system helps
+
+``RunResult.percentile_s("ttft", 99.0)`` is one number of one run; `table.cells` gives the median
+over seeds and rounds with its range.
+'''
