@@ -40,12 +40,17 @@ class RecentValues:
         """Remember one value."""
         self._values.append((now_s, value))
 
-    def percentiles(self, now_s: float, *shares: float) -> list[float | None]:
-        """Nearest-rank percentiles of the window; None when nothing happened in it."""
+    def count(self, now_s: float) -> int:
+        """How many values the window has."""
         values = self._values
         while values and values[0][0] < now_s - self._window_s:
             values.popleft()
-        if not values:
+        return len(values)
+
+    def percentiles(self, now_s: float, *shares: float) -> list[float | None]:
+        """Nearest-rank percentiles of the window; None when nothing happened in it."""
+        values = self._values
+        if not self.count(now_s):
             return [None] * len(shares)
         ordered = sorted(value for _, value in values)
         last = len(ordered) - 1

@@ -10,6 +10,7 @@ from kunserve.core.ids import TransitionId
 from kunserve.core.snapshots import ClusterState, TransitionRecord
 from kunserve.server.cluster_metrics import ClusterMetrics, loads_by_group
 from kunserve.server.metrics import FrontMetrics
+from kunserve.server.savings import Savings
 from kunserve.server.state_json import to_plain
 
 PERIOD_S = 0.2
@@ -27,6 +28,7 @@ class Timeline:
         self._samples: deque[dict[str, Any]] = deque(maxlen=max(1, int(kept_s / period_s)))
         self._transitions: dict[TransitionId, TransitionRecord] = {}
         self._run_id = uuid.uuid4().hex
+        self._savings = Savings()
 
     async def run(self) -> None:
         """Sample for ever; cancelled when the application stops."""
@@ -38,6 +40,7 @@ class Timeline:
         """Take one sample now."""
         metrics = self._metrics
         state = metrics.cluster.observe()
+        self._savings.observe(state)
         for record in state.transitions:
             self._transitions[record.transition_id] = record
         while len(self._transitions) > 1000:
@@ -55,6 +58,9 @@ class Timeline:
                 "num_dropped_instances": sum(
                     instance.dropped_bytes > 0 for instance in state.instances
                 ),
+                "num_in_freed_memory": self._savings.num_requests,
+                "queueing_avoided_s": self._savings.request_s,
+                "ttft_count": metrics.recent_first_token.count(now_s),
                 "ttft_p50_s": first_p50,
                 "ttft_p99_s": first_p99,
                 "tpot_p50_s": token_p50,

@@ -210,7 +210,7 @@ def test_a_dropped_cluster_is_shown(story: LiveServer, visit: Callable[..., Visi
     expect(dropped).to_contain_text("layers 15-29 of 30")
     expect(dropped).to_contain_text("group 5, stage 1")
     expect(dropped).to_contain_text("weights 155 MiB")
-    expect(dropped).to_contain_text("freed 101 MiB")
+    expect(dropped).to_contain_text("from dropped layers 101 MiB")
     bar = dropped.get_by_role("img")
     expect(bar).to_have_attribute("aria-label", re.compile("101 MiB freed from dropped layers"))
     pipeline = page.locator("[data-group='5']")
@@ -222,6 +222,12 @@ def test_a_dropped_cluster_is_shown(story: LiveServer, visit: Callable[..., Visi
     for name in ("running", "waiting", "stalled"):
         expect(pipeline).to_contain_text(name)
     expect(page.locator("[data-tile='Drops']")).to_contain_text("2")
+    expect(page.locator("[data-tile='TTFT p99']")).to_contain_text(re.compile(r"n=[\d,]+"))
+    expect(page.locator("[data-tile='Wait avoided'] .value")).to_have_text(
+        re.compile(r"[1-9].* s$")
+    )
+    shown = [float(b.inner_text().split()[0]) for b in dropped.locator(".amount b").all()[:3]]
+    assert sum(shown) == pytest.approx(400, abs=1), "weights, used and free are all of the memory"
     one.check(story)
 
 
@@ -238,7 +244,7 @@ def test_transitions_are_listed_and_marked(story: LiveServer, visit: Callable[..
     expect(rolled_back).to_contain_text("rolled back: instance 3")
     expect(restore).to_contain_text("−203 MiB")
     charts = page.locator(".chart")
-    expect(charts).to_have_count(7)
+    expect(charts).to_have_count(8)
     for chart in charts.all():
         expect(chart.locator("[data-mark='drop']")).to_have_count(3)
         assert {"Drop", "Restore"} <= set(chart.locator(".mark > text").all_text_contents())
@@ -297,7 +303,7 @@ def test_memory_is_painted(
 ) -> None:
     one = visit(viewport=size, color_scheme=scheme)
     page = one.open(story)
-    expect(page.locator("[data-instance='3']")).to_contain_text("freed 101 MiB")
+    expect(page.locator("[data-instance='3']")).to_contain_text("from dropped layers 101 MiB")
     weights, used = (WEIGHTS, KV_USED) if scheme == "light" else (DARK_WEIGHTS, DARK_KV_USED)
     whole = picture(page, "[data-instance='0'] .bar")
     dropped = picture(page, "[data-instance='3'] .bar")

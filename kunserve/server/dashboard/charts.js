@@ -7,6 +7,7 @@ import { bytes, perSecond, requests, seconds, shares, tokensPerSecond } from "./
 export const SPANS_S = [60, 300, 1200];
 const MOST_BINS = 300;
 const LEAST_BIN_S = 0.2;
+const LEAST_SPAN_S = 30;
 
 /** Where `blockBytes` is needed it is looked up late: it is known with the first state only. */
 function definitions(blockBytes) {
@@ -55,6 +56,10 @@ function definitions(blockBytes) {
       id: "bubbles", title: "Bubbles: idle share of pipelines' stages", unit: shares,
       series: [{ name: "idle", kind: "bubbles", value: plain("bubble_ratio"), fill: true, steps: true }],
     },
+    {
+      id: "saved", title: "Requests that run in the memory of dropped layers", unit: requests,
+      series: [{ name: "would wait", kind: "saved", value: plain("num_in_freed_memory"), fill: true, steps: true }],
+    },
   ];
 }
 
@@ -98,11 +103,13 @@ export class Charts {
     const { history } = this;
     if (!history.latest) return;
     const toS = history.latest.t_s;
-    const fromS = toS - this.spanS;
+    // A server younger than the window fills it: else its story is squeezed into a corner.
+    const ageS = Math.max(LEAST_SPAN_S, toS - history.rows[0].t_s);
+    const fromS = toS - Math.min(this.spanS, ageS);
     const view = {
       fromS,
       toS,
-      bins: history.bins(fromS, toS, Math.max(LEAST_BIN_S, this.spanS / MOST_BINS)),
+      bins: history.bins(fromS, toS, Math.max(LEAST_BIN_S, (toS - fromS) / MOST_BINS)),
       records: history.newestTransitions(),
       hoverS: this.hoverS !== null && this.hoverS >= fromS ? this.hoverS : null,
       offsetS: history.unixOffsetS,

@@ -16,6 +16,7 @@ const FOLDS = {
   tpot_p50_s: "max",
   tpot_p99_s: "max",
   bubble_ratio: "max",
+  num_in_freed_memory: "last",
 };
 const SUMMED = ["capacity_blocks", "used_blocks", "demand_blocks", "need_blocks"];
 

@@ -25,18 +25,17 @@ export class InstanceCard {
     this.role = element("span", { class: "role" });
     this.held = element("span", { class: "held" });
     this.weights = element("div", { class: "part weights" });
-    this.freed = element("div", { class: "part freed" });
     this.used = element("div", { class: "part used" });
     this.hatch = element("div", { class: "part hatch" });
     this.bar = element(
-      "div", { class: "bar", role: "img" }, this.weights, this.freed, this.used, this.hatch,
+      "div", { class: "bar", role: "img" }, this.weights, this.used, this.hatch,
     );
     this.strip = element("div", { class: "strip", "aria-hidden": "true" });
     this.amounts = {
       weights: amount("weights", "weights"),
-      freed: amount("freed", "freed"),
       used: amount("used", "KV used"),
       free: amount("free", "KV free"),
+      freed: amount("freed", "of the KV, from dropped layers"),
     };
     this.root = element(
       "li", { class: "card instance", "data-instance": id },
@@ -77,8 +76,8 @@ export class InstanceCard {
   size({ total, weights, freed, used }) {
     const share = (part) => `${(100 * part) / total}%`;
     this.weights.style.width = share(weights);
-    this.freed.style.left = this.hatch.style.left = share(weights);
-    this.freed.style.width = this.hatch.style.width = share(freed);
+    this.hatch.style.left = share(weights);
+    this.hatch.style.width = share(freed);
     this.used.style.width = share(used);
   }
 

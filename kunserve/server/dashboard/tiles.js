@@ -11,11 +11,12 @@ const TILES = [
   ["Queue", (now) => [requests.text(now.latest.num_waiting), plural(now.preemptions, "preemption")]],
   ["KV in use", (now) => [percent(now.used / now.capacity), `of ${bytes.text(now.capacity)}`]],
   ["KV demand", (now) => [percent(now.demand / now.capacity), bytes.text(now.demand)]],
-  ["TTFT p99", (now) => [seconds.text(now.latest.ttft_p99_s), `p50 ${seconds.text(now.latest.ttft_p50_s)}`]],
+  ["TTFT p99", (now) => [seconds.text(now.latest.ttft_p99_s), `p50 ${seconds.text(now.latest.ttft_p50_s)}, n=${requests.text(now.latest.ttft_count)}`]],
   ["TPOT p50", (now) => [seconds.text(now.latest.tpot_p50_s), `p99 ${seconds.text(now.latest.tpot_p99_s)}`]],
   ["Arrivals", (now) => [perSecond.text(now.arrivalRate), `${requests.text(now.latest.arrivals)} in all`]],
   ["Output tokens", (now) => [perSecond.text(now.tokenRate), `${requests.text(now.latest.generation_tokens)} in all`]],
   ["Drops", (now) => [String(now.state.num_drops), plural(now.state.num_restores, "restore")]],
+  ["Wait avoided", (now) => [seconds.text(now.latest.queueing_avoided_s), `${plural(Math.round(now.latest.num_in_freed_memory), "request")} now`]],
 ];
 
 export class Tiles {
