@@ -17,7 +17,9 @@ from kunserve.core.layout import LayerRange
 from kunserve.core.model_spec import ModelSpec
 from kunserve.core.snapshots import InstanceSpec
 from kunserve.core.step import SampledToken
+from kunserve.engine.attention import c_model
 from kunserve.engine.decoder import Decoder, StepBatch
+from kunserve.engine.kernels.library import library
 from kunserve.engine.memory import InstanceMemory
 from kunserve.engine.sampler import Sampler
 from kunserve.engine.step_batch import build_batch
@@ -77,6 +79,9 @@ class CpuBody:
         torch.set_num_threads(1)
         source = source or resolve_model(model.model, model.load_format)
         self.model = read_spec(source, model.dtype)
+        # What the kernels refuse, and a lack of kernels, shows before minutes of loading.
+        c_model(self.model, 0, instance.block_size)
+        library()
         reader = open_reader(source, self.model, model.seed)
         self.memory = InstanceMemory(instance_id, self.model, instance)
         try:

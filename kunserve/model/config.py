@@ -1,6 +1,7 @@
 """A model's shape and its end-of-sequence tokens, from ``config.json`` or GGUF metadata."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,20 @@ from kunserve.model.gguf_file import read_gguf
 from kunserve.model.source import ModelSource
 
 _REQUIRED = object()
+
+_ROPE_KEYS = frozenset(
+    (
+        "rope_type",
+        "type",
+        "rope_theta",
+        "factor",
+        "low_freq_factor",
+        "high_freq_factor",
+        "original_max_position_embeddings",
+        "partial_rotary_factor",
+    )
+)
+"""What plain rotary embeddings and Llama 3's are described by."""
 
 SUPPORTED_ARCHITECTURES = (
     "LlamaForCausalLM",
@@ -56,7 +71,7 @@ def read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ModelFiles(f"{path}: cannot be read: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ModelFiles(f"{path}: not valid JSON: {error}") from error
     if not isinstance(value, dict):
         raise ModelFiles(f"{path}: not a JSON object")
@@ -69,9 +84,7 @@ class _HfConfig:
     def __init__(self, path: Path, values: dict[str, Any]) -> None:
         self.path = path
         self.values = values
-        # transformers 5 writes one object where older versions wrote two keys.
-        rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
-        self.rope: dict[str, Any] = rope if isinstance(rope, dict) else {}
+        self.rope = _rope_values(path, values)
 
     def integer(self, key: str, default: Any = _REQUIRED) -> int:
         """A positive integer."""
@@ -82,14 +95,30 @@ class _HfConfig:
 
     def number(self, key: str, default: Any = _REQUIRED) -> float:
         """A positive number."""
-        value = self._get(key, default)
-        if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
+        return self.positive(key, self._get(key, default))
+
+    def positive(self, key: str, value: object) -> float:
+        """The value of ``key`` as a positive number, not infinite."""
+        if value is None:
+            raise ModelFiles(f"{self.path}: {key!r} is missing")
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not 0 < value <= sys.float_info.max:
             raise ModelFiles(f"{self.path}: {key!r} is {value!r}, not a positive number")
         return float(value)
 
+    def window(self) -> int | None:
+        """The sliding window; a missing key means the library's default, null and 0 none."""
+        value = self.values.get("sliding_window", 4096)
+        if value is None or value == 0:
+            return None
+        return self.integer("sliding_window", value)
+
     def flag(self, key: str) -> bool:
         """A boolean, false when missing."""
-        return bool(self.values.get(key, False))
+        value = self.values.get(key)
+        if value is not None and not isinstance(value, bool):
+            raise ModelFiles(f"{self.path}: {key!r} is {value!r}, neither true nor false")
+        return bool(value)
 
     def _get(self, key: str, default: Any) -> Any:
         value = self.values.get(key)
@@ -98,6 +127,21 @@ class _HfConfig:
                 raise ModelFiles(f"{self.path}: {key!r} is missing")
             return default
         return value
+
+
+def _rope_values(path: Path, values: dict[str, Any]) -> dict[str, Any]:
+    """What is said of the rotary embedding; transformers 5 writes one object for older two keys."""
+    for key in ("rope_parameters", "rope_scaling"):
+        rope = values.get(key) or {}
+        if not isinstance(rope, dict):
+            raise ModelFiles(f"{path}: {key!r} is not an object")
+        rope = {name: value for name, value in rope.items() if value is not None}
+        unknown = sorted(rope.keys() - _ROPE_KEYS)
+        if unknown and rope.get("rope_type", rope.get("type")) in (None, "default", "llama3"):
+            raise UnsupportedModel(f"{path}: {key!r} with {', '.join(unknown)} is not supported")
+        if rope:
+            return rope
+    return {}
 
 
 def spec_from_hf(config: _HfConfig, name: str, dtype: str) -> ModelSpec:
@@ -153,8 +197,9 @@ def _architecture(config: _HfConfig) -> str:
 
 def _refuse_unsupported(config: _HfConfig) -> None:
     values = config.values
-    if values.get("quantization_config"):
-        method = values["quantization_config"].get("quant_method", "unknown")
+    quantised = values.get("quantization_config")
+    if quantised:
+        method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
         raise UnsupportedModel(
             f"{config.path}: weights quantised by {method} are not supported; use the original, "
             "or a GGUF file"
@@ -171,28 +216,34 @@ def _refuse_unsupported(config: _HfConfig) -> None:
 
 def _rope_theta(config: _HfConfig) -> float:
     theta = config.rope.get("rope_theta")
-    if isinstance(theta, int | float) and theta > 0:
-        return float(theta)
-    return config.number("rope_theta", 10000.0)
+    if theta is None:
+        return config.number("rope_theta", 10000.0)
+    return config.positive("rope_theta", theta)
 
 
 def _rope_scaling(config: _HfConfig) -> tuple[float, float, float, int] | None:
-    kind = config.rope.get("rope_type", config.rope.get("type", "default"))
+    rope = config.rope
+    kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
         return None
     if kind != "llama3":
         raise UnsupportedModel(
             f"{config.path}: rope scaling {kind!r} is not supported, only 'llama3'"
         )
-    try:
-        return (
-            float(config.rope["factor"]),
-            float(config.rope["low_freq_factor"]),
-            float(config.rope["high_freq_factor"]),
-            int(config.rope["original_max_position_embeddings"]),
+    factor, low, high, original = (
+        config.positive(key, rope.get(key))
+        for key in (
+            "factor",
+            "low_freq_factor",
+            "high_freq_factor",
+            "original_max_position_embeddings",
         )
-    except (KeyError, TypeError, ValueError) as error:
-        raise ModelFiles(f"{config.path}: llama3 rope scaling lacks {error}") from error
+    )
+    if low >= high:
+        raise ModelFiles(
+            f"{config.path}: llama3 rope scaling has no range from {low:g} to {high:g}"
+        )
+    return factor, low, high, int(original)
 
 
 def _sliding_window(
@@ -201,12 +252,13 @@ def _sliding_window(
     """The window, where every layer has it; a mixture is not supported."""
     values = config.values
     if architecture == "MistralForCausalLM":
-        # A missing key means the library's default; an explicit null means none.
-        window = values.get("sliding_window", 4096)
+        window = config.window()
     elif architecture.startswith("Qwen") and config.flag("use_sliding_window"):
-        window = values.get("sliding_window", 4096)
+        window = config.window()
         kinds = values.get("layer_types")
         first = values.get("max_window_layers", 28)
+        if not isinstance(first, int):
+            raise ModelFiles(f"{config.path}: 'max_window_layers' is {first!r}, no layer")
         windowed = (
             [kind == "sliding_attention" for kind in kinds]
             if isinstance(kinds, list)

@@ -26,41 +26,72 @@ def spec_from_gguf(file: GgufFile, name: str, dtype: str) -> ModelSpec:
         )
     if file.metadata.get(f"{kind}.expert_count"):
         raise UnsupportedModel(f"{file.path}: mixtures of experts are not supported")
-    scaling = file.metadata.get(f"{kind}.rope.scaling.type", "none")
-    if scaling != "none":
-        raise UnsupportedModel(f"{file.path}: rope scaling {scaling!r} is not supported")
-    if "token_embd.weight" not in file.tensors:
+    embedding = file.tensors.get("token_embd.weight")
+    if embedding is None:
         raise ModelFiles(f"{file.path}: tensor 'token_embd.weight' is missing")
-    num_heads = file.get(f"{kind}.attention.head_count", int)
-    hidden_size = file.get(f"{kind}.embedding_length", int)
-    head_dim = file.get(f"{kind}.attention.key_length", int, hidden_size // max(1, num_heads))
-    max_position = file.get(f"{kind}.context_length", int)
-    window = file.metadata.get(f"{kind}.attention.sliding_window") or None
+    if len(embedding.shape) != 2 or embedding.shape[0] == 0:
+        raise ModelFiles(f"{file.path}: 'token_embd.weight' has shape {embedding.shape}")
+    num_heads = file.count(f"{kind}.attention.head_count")
+    hidden_size = file.count(f"{kind}.embedding_length")
+    head_dim = file.count(f"{kind}.attention.key_length", hidden_size // num_heads)
+    _refuse_unsupported(file, kind, head_dim)
+    max_position = file.count(f"{kind}.context_length")
+    window = file.get(f"{kind}.attention.sliding_window", int, 0)
+    if window < 0:
+        raise ModelFiles(f"{file.path}: a sliding window of {window} tokens")
     spec = ModelSpec(
         name=name,
         architecture=GGUF_ARCHITECTURES[kind],
-        num_layers=file.get(f"{kind}.block_count", int),
+        num_layers=file.count(f"{kind}.block_count"),
         hidden_size=hidden_size,
-        intermediate_size=file.get(f"{kind}.feed_forward_length", int),
+        intermediate_size=file.count(f"{kind}.feed_forward_length"),
         num_heads=num_heads,
-        num_kv_heads=file.get(f"{kind}.attention.head_count_kv", int, num_heads),
+        num_kv_heads=file.count(f"{kind}.attention.head_count_kv", num_heads),
         head_dim=head_dim,
-        vocab_size=file.tensors["token_embd.weight"].shape[0],
+        vocab_size=embedding.shape[0],
         max_position=max_position,
-        rope_theta=file.get(f"{kind}.rope.freq_base", float, 10000.0),
-        rms_eps=file.get(f"{kind}.attention.layer_norm_rms_epsilon", float),
+        rope_theta=file.number(f"{kind}.rope.freq_base", 10000.0),
+        rms_eps=file.number(f"{kind}.attention.layer_norm_rms_epsilon"),
         tied_embeddings="output.weight" not in file.tensors,
         attention_bias="blk.0.attn_q.bias" in file.tensors,
         output_bias="blk.0.attn_output.bias" in file.tensors,
         mlp_bias="blk.0.ffn_down.bias" in file.tensors,
         qk_norm="blk.0.attn_q_norm.weight" in file.tensors,
         rope_scaling=None,
-        sliding_window=window if window is not None and window < max_position else None,
+        # 0 is no window, as in llama.cpp.
+        sliding_window=window if 0 < window < max_position else None,
         dtype=dtype,
     )
-    if num_heads <= 0 or spec.num_kv_heads <= 0 or num_heads % spec.num_kv_heads:
+    if num_heads % spec.num_kv_heads:
         raise ModelFiles(f"{file.path}: {num_heads} heads cannot share {spec.num_kv_heads}")
     return _with_rope_factors(file, spec)
+
+
+def _refuse_unsupported(file: GgufFile, kind: str, head_dim: int) -> None:
+    """Raise UnsupportedModel for what would load and answer plausibly wrong."""
+    if file.metadata.get(f"{kind}.expert_count"):
+        raise UnsupportedModel(f"{file.path}: mixtures of experts are not supported")
+    scaling = file.get(f"{kind}.rope.scaling.type", str, "linear")  # llama.cpp's default too
+    if scaling not in ("none", "linear"):
+        raise UnsupportedModel(f"{file.path}: rope scaling {scaling!r} is not supported")
+    if scaling == "linear":
+        # The second is the key of old files. 0 stands for no factor.
+        for key in (f"{kind}.rope.scaling.factor", f"{kind}.rope.scale_linear"):
+            factor = file.get(key, float, 1.0)
+            if factor not in (0.0, 1.0):
+                raise UnsupportedModel(
+                    f"{file.path}: linear rope scaling by {factor:g} is not supported"
+                )
+    rotated = file.get(f"{kind}.rope.dimension_count", int, head_dim)
+    if rotated != head_dim:
+        raise UnsupportedModel(
+            f"{file.path}: partial rotary embedding ({rotated} of {head_dim}) is not supported"
+        )
+    value_dim = file.get(f"{kind}.attention.value_length", int, head_dim)
+    if value_dim != head_dim:
+        raise UnsupportedModel(
+            f"{file.path}: values of {value_dim} and keys of {head_dim} per head are not supported"
+        )
 
 
 def eos_ids_from_gguf(file: GgufFile) -> tuple[int, ...]:
@@ -78,12 +109,13 @@ def _with_rope_factors(file: GgufFile, spec: ModelSpec) -> ModelSpec:
     count = spec.head_dim // 2
     if tensor.shape != (count,) or tensor.quant_type != 0:
         raise ModelFiles(f"{file.path}: 'rope_freqs.weight' is not {count} floats")
+    if tensor.offset + 4 * count > file.num_bytes:
+        raise ModelFiles(f"{file.path}: truncated inside tensor 'rope_freqs.weight'")
     with file.path.open("rb") as data:
         data.seek(tensor.offset)
-        raw = data.read(4 * count)
-    if len(raw) < 4 * count:
-        raise ModelFiles(f"{file.path}: truncated inside tensor 'rope_freqs.weight'")
-    divisors = struct.unpack(f"<{count}f", raw)
+        divisors = struct.unpack(f"<{count}f", data.read(4 * count))
+    if not all(0 < divisor < math.inf for divisor in divisors):
+        raise ModelFiles(f"{file.path}: 'rope_freqs.weight' holds no frequencies' divisors")
     scaling = (round(max(divisors), 3), 1.0, 4.0, 8192)
     expected = _llama3_divisors(spec, *scaling)
     if any(abs(a - b) > 1e-3 * b for a, b in zip(divisors, expected, strict=True)):

@@ -5,6 +5,7 @@ truncated file as an IndexError; both matter at every start of every instance.
 """
 
 import functools
+import math
 import mmap
 import struct
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ _SCALARS = {
 }
 _STRING = 8
 _ARRAY = 9
+_DEEPEST_ARRAY = 8
 _SUPPORTED_VERSIONS = (2, 3)
 
 
@@ -60,9 +62,29 @@ class GgufFile:
             raise ModelFiles(f"{self.path}: metadata has no {key!r}")
         if expected is float and isinstance(value, int):
             return float(value)
-        if not isinstance(value, expected):
-            raise ModelFiles(f"{self.path}: {key!r} is {value!r}, not a {expected.__name__}")
+        if not isinstance(value, expected) or isinstance(value, bool):
+            raise ModelFiles(f"{self.path}: {key!r} is {_shown(value)}, not a {expected.__name__}")
         return value
+
+    def count(self, key: str, default: int | None = None) -> int:
+        """A metadata integer above 0."""
+        value: int = self.get(key, int, default)
+        if value <= 0:
+            raise ModelFiles(f"{self.path}: {key!r} is {value}, not a positive integer")
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """A metadata number above 0, and not infinite."""
+        value: float = self.get(key, float, default)
+        if not 0 < value < math.inf:
+            raise ModelFiles(f"{self.path}: {key!r} is {value}, not a positive number")
+        return value
+
+
+def _shown(value: object) -> str:
+    """A value in a message, however long."""
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:80]}..."
 
 
 class _Cursor:
@@ -85,17 +107,19 @@ class _Cursor:
             raise struct.error("a string runs past the end of the file")
         return self.buffer[first : self.at].decode("utf-8", errors="replace")
 
-    def value(self, kind: int) -> Any:
+    def value(self, kind: int, depth: int = 0) -> Any:
         if kind == _STRING:
             return self.string()
         if kind == _ARRAY:
+            if depth == _DEEPEST_ARRAY:
+                raise struct.error("arrays are nested too deep")
             element, count = self.scalar("I"), self.scalar("Q")
             if element in _SCALARS:
                 layout = f"<{count}{_SCALARS[element]}"
                 values = struct.unpack_from(layout, self.buffer, self.at)
                 self.at += struct.calcsize(layout)
                 return list(values)
-            return [self.value(element) for _ in range(count)]
+            return [self.value(element, depth + 1) for _ in range(count)]
         if kind not in _SCALARS:
             raise struct.error(f"metadata of unknown type {kind}")
         return self.scalar(_SCALARS[kind])
@@ -136,7 +160,9 @@ def _parse(path: Path, cursor: _Cursor) -> GgufFile:
         name = cursor.string()
         shape = tuple(cursor.scalar("Q") for _ in range(cursor.scalar("I")))[::-1]
         found.append((name, shape, cursor.scalar("I"), cursor.scalar("Q")))
-    alignment = int(metadata.get("general.alignment", 32))
+    alignment = metadata.get("general.alignment", 32)
+    if not isinstance(alignment, int) or isinstance(alignment, bool) or alignment <= 0:
+        raise ModelFiles(f"{path}: 'general.alignment' is {_shown(alignment)}, no size")
     data_offset = -(-cursor.at // alignment) * alignment
     tensors = {
         name: GgufTensor(name, shape, quant_type, data_offset + offset)

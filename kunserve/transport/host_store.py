@@ -32,7 +32,8 @@ class HostStore:
     def take(self, request_id: RequestId, block: int, unit: int, num_units: int) -> None:
         """Copy a block back into KV memory, and keep it no longer."""
         blocks = self._blocks[request_id]
-        self._unit_view(unit, num_units)[:] = blocks.pop(block)
+        self._unit_view(unit, num_units)[:] = blocks[block]
+        del blocks[block]
         if not blocks:
             del self._blocks[request_id]
 

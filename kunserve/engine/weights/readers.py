@@ -1,5 +1,6 @@
 """Where weights come from: safetensors, GGUF, or nowhere (dummy)."""
 
+import os
 import zlib
 from pathlib import Path
 from typing import Any, Protocol
@@ -40,6 +41,32 @@ def open_reader(source: ModelSource, spec: ModelSpec, seed: int) -> Reader:
             return DummyReader(seed)
 
 
+class _Witness:
+    """Notices when a mapped file is written to: layers are read again as long as a server runs.
+
+    A file that is replaced by a new one of its name goes on giving the old content. One that is
+    changed in place would give a mixture, or crash the process where it got shorter.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        try:
+            self._seen = os.stat(path)
+        except OSError as error:
+            raise ModelFiles(f"{path}: cannot be read: {error.strerror}") from error
+
+    def check(self) -> None:
+        """Raise ModelFiles when the file was changed in place."""
+        try:
+            now = os.stat(self._path)
+        except OSError:
+            return  # removed: what is mapped stays
+        seen = self._seen
+        is_same_file = (now.st_dev, now.st_ino) == (seen.st_dev, seen.st_ino)
+        if is_same_file and (now.st_size, now.st_mtime_ns) != (seen.st_size, seen.st_mtime_ns):
+            raise ModelFiles(f"{self._path}: changed while it is served; start the server again")
+
+
 class SafetensorsReader:
     """A Hugging Face folder: one file, or shards with an index."""
 
@@ -54,7 +81,9 @@ class SafetensorsReader:
                 raise ModelFiles(f"{index}: 'weight_map' is missing")
             self._file_of = {str(name): folder / str(file) for name, file in weight_map.items()}
             paths = sorted(set(self._file_of.values()))
-            self._files = {path: _open(path) for path in paths}
+            for path in paths:
+                if path.parent != folder or path.name in ("", ".", ".."):
+                    raise ModelFiles(f"{index}: names {path}, which is not in its folder")
         else:
             paths = sorted(folder.glob("*.safetensors"))
             if not paths:
@@ -63,7 +92,10 @@ class SafetensorsReader:
                 ]
                 hint = f" (it has {', '.join(sorted(others))}: convert them)" if others else ""
                 raise ModelFiles(f"{folder}: holds no .safetensors file{hint}")
-            self._files = {path: _open(path) for path in paths}
+            self._file_of = {}
+        self._witnesses = {path: _Witness(path) for path in paths}
+        self._files = {path: _open(path) for path in paths}
+        if not self._file_of:
             self._file_of = {
                 name: path
                 for path, file in self._files.items()
@@ -94,12 +126,12 @@ class SafetensorsReader:
     def read(self, piece: Piece, destination: torch.Tensor) -> None:
         """Fill the destination."""
         name = piece.hf_name
-        destination.copy_(self._files[self._file_of[name]].get_tensor(name))
+        path = self._file_of[name]
+        self._witnesses[path].check()
+        destination.copy_(self._files[path].get_tensor(name))
 
 
 def _open(path: Path) -> Any:
-    if not path.is_file():
-        raise ModelFiles(f"{path}: the file is missing")
     try:
         return safetensors.safe_open(path, framework="pt")
     except (safetensors.SafetensorError, OSError) as error:
@@ -111,6 +143,7 @@ class GgufReader:
 
     def __init__(self, path: Path, spec: ModelSpec) -> None:
         self._file = read_gguf(path)
+        self._witness = _Witness(path)
         # Copy-on-write only because torch warns about arrays that cannot be written.
         self._data = np.memmap(path, dtype=np.uint8, mode="c")
         heads = {"q": spec.num_heads, "k": spec.num_kv_heads}
@@ -139,6 +172,7 @@ class GgufReader:
 
     def read(self, piece: Piece, destination: torch.Tensor) -> None:
         """Fill the destination."""
+        self._witness.check()
         tensor = self._file.tensors[piece.gguf_name]
         data = self._data[tensor.offset : tensor.offset + self._num_bytes(piece)]
         raw = np.asarray(data)

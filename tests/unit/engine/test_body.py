@@ -1,3 +1,4 @@
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -7,11 +8,12 @@ import torch
 
 from kunserve.control.instance.body import StepWork, UnitCopy
 from kunserve.core.config import InstanceConfig, ModelConfig
-from kunserve.core.errors import TooLittleMemory
+from kunserve.core.errors import ConfigError, TooLittleMemory
 from kunserve.core.ids import GroupId, InstanceId, RequestId, StepId
 from kunserve.core.layout import LayerRange
 from kunserve.core.request import SamplingParams
 from kunserve.core.step import Chunk, StepPlan
+from kunserve.engine import body as body_module
 from kunserve.engine.body import CpuBody
 from kunserve.engine.step_batch import build_batch
 from tests.direct_engine import DirectEngine, arenas_mapped
@@ -52,6 +54,17 @@ def test_a_length_that_cannot_fit_is_refused(folder: Path) -> None:
     ):
         CpuBody(InstanceId(0), model, tight)
     assert arenas_mapped() == before
+
+
+def test_a_shape_that_no_kernel_runs_is_refused_before_anything_is_loaded(
+    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = json.loads((folder / "config.json").read_text()) | {"head_dim": 80}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    monkeypatch.setattr(body_module, "InstanceMemory", None)
+    model = ModelConfig(model=str(tmp_path), load_format="dummy")
+    with pytest.raises(ConfigError, match="head_dim 80.*not a multiple of 32"):
+        CpuBody(InstanceId(0), model, SMALL)
 
 
 def test_batches_are_flattened_in_plan_order() -> None:

@@ -2,6 +2,8 @@
 
 import errno
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -125,6 +127,31 @@ def test_thread_counts_come_and_go():
             assert torch.equal(linear(x, w), wanted)
     with pytest.raises(ConfigError):
         set_num_threads(0)
+
+
+def test_kernels_run_in_a_forked_child():
+    """Its workers stayed behind: a call would wait for them for ever."""
+    code = """
+import os, signal, torch
+from kunserve.engine.kernels.library import set_num_threads
+from kunserve.engine.kernels.ops import linear
+set_num_threads(3)
+x, w = torch.randn(9, 64), torch.randn(64, 64)
+wanted = linear(x, w)
+child = os.fork()
+if child == 0:
+    signal.alarm(60)
+    same = torch.equal(linear(x, w), wanted)
+    set_num_threads(2)
+    os._exit(0 if same and torch.equal(linear(x, w), wanted) else 1)
+_, status = os.waitpid(child, 0)
+assert status == 0, status
+assert torch.equal(linear(x, w), wanted)
+"""
+    ended = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=False
+    )
+    assert ended.returncode == 0, ended.stderr
 
 
 def test_build_is_cached():

@@ -1,4 +1,5 @@
 import json
+import os
 import struct
 from pathlib import Path
 
@@ -123,6 +124,40 @@ def fails(path: Path, match: str, error: type[Exception] = ModelFiles) -> None:
         load(path).close()
 
 
+@pytest.mark.parametrize("is_gguf", [False, True])
+def test_a_file_that_is_changed_in_place_is_not_read_again(tmp_path: Path, is_gguf: bool) -> None:
+    """A cut file would be a SIGBUS, a new tensor in it mixed weights."""
+    if is_gguf:
+        path = file = write_gguf(tmp_path / "model.gguf", tiny_model("llama", 2), "llama")
+    else:
+        path = save_tiny(tmp_path, "llama", 2)
+        file = path / "model.safetensors"
+    body = load(path)
+    before = [body.layer_view(layer).copy() for layer in range(2)]
+    # Replaced as one should: the old content is read from the file that is open.
+    new = tmp_path / "new"
+    new.write_bytes(b"\0" * file.stat().st_size)
+    old = tmp_path / "old"
+    os.link(file, old)
+    os.replace(new, file)
+    body.load_layers(LayerRange(0, 2))
+    assert all((body.layer_view(layer) == before[layer]).all() for layer in range(2))
+    os.replace(old, file)
+    os.truncate(file, 1000)
+    with pytest.raises(ModelFiles, match=f"{file.name}: changed while it is served"):
+        body.load_layers(LayerRange(0, 2))
+    file.unlink()
+    body.close()
+
+
+@pytest.mark.parametrize("name", ["../other/model.safetensors", "/etc/passwd", "sub/x", ".."])
+def test_an_index_that_names_a_file_elsewhere(tmp_path: Path, name: str) -> None:
+    save_tiny(tmp_path, "llama", 2)
+    index = {"weight_map": {"model.norm.weight": name}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    fails(tmp_path, "which is not in its folder")
+
+
 def test_a_truncated_safetensors_file(tmp_path: Path) -> None:
     file = save_tiny(tmp_path, "llama", 2) / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
@@ -143,7 +178,7 @@ def test_no_weights(tmp_path: Path) -> None:
 def test_a_missing_shard(tmp_path: Path) -> None:
     save_tiny(tmp_path, "llama", 2, max_shard_size="100KB")
     next(iter(sorted(tmp_path.glob("model-00002*")))).unlink()
-    fails(tmp_path, r"model-00002.*: the file is missing")
+    fails(tmp_path, r"model-00002.*: cannot be read: No such file")
 
 
 def test_an_index_that_names_a_tensor_in_the_wrong_shard(tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,13 @@ LLAMA: dict[str, Any] = {
     "rms_norm_eps": 1e-5,
 }
 QWEN2 = {**LLAMA, "architectures": ["Qwen2ForCausalLM"]}
+LLAMA3: dict[str, Any] = {
+    "rope_type": "llama3",
+    "factor": 32.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
 MISTRAL = {**LLAMA, "architectures": ["MistralForCausalLM"]}
 
 
@@ -51,20 +59,13 @@ def test_biases_and_norms_by_architecture(read) -> None:
 
 
 def test_rope_as_old_and_new_versions_write_it(read) -> None:
-    scaling = {
-        "rope_type": "llama3",
-        "factor": 32.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-    }
-    old = read({**LLAMA, "rope_theta": 5e5, "rope_scaling": scaling})
-    new = read({**LLAMA, "rope_parameters": {**scaling, "rope_theta": 5e5}})
+    old = read({**LLAMA, "rope_theta": 5e5, "rope_scaling": LLAMA3})
+    new = read({**LLAMA, "rope_parameters": {**LLAMA3, "rope_theta": 5e5}})
     assert old == new
     assert old.rope_scaling == (32.0, 1.0, 4.0, 8192) and old.rope_theta == 5e5
     with pytest.raises(UnsupportedModel, match="'yarn'"):
         read({**LLAMA, "rope_scaling": {"type": "yarn", "factor": 2}})
-    with pytest.raises(ModelFiles, match="lacks 'factor'"):
+    with pytest.raises(ModelFiles, match="'factor' is missing"):
         read({**LLAMA, "rope_scaling": {"rope_type": "llama3"}})
 
 
@@ -73,6 +74,7 @@ def test_sliding_windows(read) -> None:
     assert read({**MISTRAL, "sliding_window": None}).sliding_window is None
     assert read({**MISTRAL, "max_position_embeddings": 9000}).sliding_window == 4096
     assert read({**MISTRAL, "sliding_window": 512}).sliding_window is None
+    assert read({**MISTRAL, "sliding_window": 0}).sliding_window is None
     assert read({**QWEN2, "sliding_window": 100}).sliding_window is None
     windowed = {**QWEN2, "sliding_window": 100, "use_sliding_window": True}
     assert read(windowed).sliding_window is None  # its first windowed layer is the 28th
@@ -87,7 +89,10 @@ def test_sliding_windows(read) -> None:
         ({**LLAMA, "architectures": ["GemmaForCausalLM"]}, "GemmaForCausalLM is not supported"),
         ({**LLAMA, "hidden_act": "gelu"}, "'gelu'"),
         ({**LLAMA, "quantization_config": {"quant_method": "awq"}}, "awq"),
+        ({**LLAMA, "quantization_config": "fp8"}, "fp8"),
         ({**LLAMA, "partial_rotary_factor": 0.5}, "partial rotary"),
+        ({**LLAMA, "rope_parameters": {"full_attention": {"factor": 2}}}, "full_attention"),
+        ({**LLAMA, "rope_scaling": {"mrope_section": [1, 2]}}, "mrope_section"),
     ],
 )
 def test_what_is_not_implemented_is_refused_by_name(read, values, message) -> None:
@@ -110,6 +115,22 @@ def test_a_refusal_lists_what_is_supported(read) -> None:
         ({**LLAMA, "vocab_size": "many"}, "'vocab_size' is 'many'"),
         ({**LLAMA, "num_hidden_layers": 0}, "not a positive integer"),
         ({**LLAMA, "num_key_value_heads": 3}, "cannot share"),
+        ("[" * 100_000, "not valid JSON"),
+        ({**LLAMA, "rope_theta": math.nan}, "'rope_theta' is nan"),
+        ({**LLAMA, "rope_theta": 10**400}, "not a positive number"),
+        ({**LLAMA, "rope_parameters": {"rope_theta": -1.0}}, "'rope_theta' is -1"),
+        ({**LLAMA, "rope_parameters": [1]}, "'rope_parameters' is not an object"),
+        ({**LLAMA, "rms_norm_eps": math.inf}, "'rms_norm_eps' is inf"),
+        ({**LLAMA, "rope_scaling": {**LLAMA3, "factor": 0}}, "'factor' is 0"),
+        ({**LLAMA, "rope_scaling": {**LLAMA3, "low_freq_factor": 4.0}}, "no range from 4 to 4"),
+        ({**LLAMA, "tie_word_embeddings": "yes"}, "neither true nor false"),
+        ({**MISTRAL, "sliding_window": "4096"}, "'sliding_window' is '4096'"),
+        ({**MISTRAL, "sliding_window": 10.5}, "'sliding_window' is 10.5"),
+        ({**MISTRAL, "sliding_window": -1}, "'sliding_window' is -1"),
+        (
+            {**QWEN2, "use_sliding_window": True, "max_window_layers": "2"},
+            "'max_window_layers' is '2'",
+        ),
     ],
 )
 def test_a_malformed_config_names_the_file_and_the_key(read, values, message) -> None:

@@ -27,3 +27,19 @@ def test_a_block_comes_back_elsewhere_and_is_kept_no_longer() -> None:
     assert store.num_bytes == 0
     with pytest.raises(KeyError):
         store.take(R, 5, 0, 5)
+
+
+def test_a_block_that_cannot_be_placed_is_kept() -> None:
+    memory = np.arange(60, dtype=np.uint8).reshape(20, 3)
+
+    def unit_view(unit: int, num_units: int) -> np.ndarray:
+        assert unit + num_units <= 20, unit
+        return memory[unit : unit + num_units].reshape(-1)
+
+    store = HostStore(unit_view)
+    store.put(R, 0, 2, 5)
+    with pytest.raises(AssertionError):
+        store.take(R, 0, 18, 5)
+    assert store.num_bytes == 15
+    store.take(R, 0, 13, 5)
+    assert (memory[13:18] == memory[2:7]).all() and store.num_bytes == 0

@@ -122,6 +122,19 @@ void *pool_scratch(int thread, size_t bytes) {
   return scratch[thread].memory;
 }
 
+/* In a child of fork() no worker exists, and a caller may have held the lock. */
+static void forget_workers(void) {
+  pool.threads = 1;
+  atomic_store(&pool.sleepers, 0);
+  atomic_store(&pool.arrived, 0);
+  atomic_store(&pool.phase_sleepers, 0);
+  pthread_mutex_init(&running, NULL);
+}
+
+__attribute__((constructor)) static void watch_forks(void) {
+  pthread_atfork(NULL, NULL, forget_workers);
+}
+
 int kun_set_threads(int threads) {
   if (threads < 1 || threads > MAX_THREADS) return 0;
   pthread_mutex_lock(&running);
