@@ -259,17 +259,17 @@ class LocalCluster:
             raise Unavailable("the server is shutting down")
         if not self._controller.can_serve:
             raise Unavailable("no instance is alive; a replacement is starting")
-        if request.max_total_tokens > self.limits.max_model_len:
+        asked_tokens = len(request.prompt_token_ids) + request.sampling.max_tokens
+        if asked_tokens > self.limits.max_model_len:
             raise PromptTooLong(
                 f"This model's maximum context length is {self.limits.max_model_len} tokens. "
-                f"However, you requested {request.max_total_tokens} tokens."
+                f"However, you requested {asked_tokens} tokens."
             )
         shed = self._controller.admit(request)
         if shed is not None:
             raise Overloaded(shed.reason, shed.retry_after_s)
-        request = replace(request, arrival_s=time.monotonic())
         self._deliver[request.request_id] = deliver
-        self._controller.arrive(request, request.arrival_s)
+        self._controller.arrive(request, time.monotonic())
         self._flush()
 
     def abort(self, request_id: RequestId) -> None:

@@ -11,10 +11,9 @@ from starlette.responses import Response
 from kunserve.core.errors import InvalidRequest
 from kunserve.core.ids import InstanceId
 from kunserve.core.snapshots import ClusterState
-from kunserve.server.body import read_body
 from kunserve.server.errors import EffectMissing, Forbidden, json_answer
 from kunserve.server.front import Front
-from kunserve.server.schema import DropBody, KillBody, RestoreBody, parse_body
+from kunserve.server.schema import DropBody, KillBody, RestoreBody
 from kunserve.server.state_json import state_object
 
 logger = logging.getLogger("kunserve.server")
@@ -37,7 +36,7 @@ class AdminRoutes:
     async def drop(self, http: HttpRequest) -> Response:
         """POST /kunserve/drop ``{"bytes": n}``."""
         self._check_enabled()
-        body = parse_body(DropBody, await read_body(http, self._front.limits) or b"{}")
+        body = await self._front.bodies.read(http, DropBody, b"{}")
         before = _dropped_bytes(self._front.engine.state())
         said = await self._front.engine.drop(body.bytes)
         state = await self._verified(
@@ -48,7 +47,7 @@ class AdminRoutes:
     async def restore(self, http: HttpRequest) -> Response:
         """POST /kunserve/restore."""
         self._check_enabled()
-        parse_body(RestoreBody, await read_body(http, self._front.limits) or b"{}")
+        await self._front.bodies.read(http, RestoreBody, b"{}")
         before = _dropped_bytes(self._front.engine.state())
         said = await self._front.engine.restore()
         state = await self._verified("restore", lambda state: _dropped_bytes(state) == 0)
@@ -57,7 +56,7 @@ class AdminRoutes:
     async def kill(self, http: HttpRequest) -> Response:
         """POST /kunserve/kill ``{"instance_id": n}``."""
         self._check_enabled()
-        body = parse_body(KillBody, await read_body(http, self._front.limits))
+        body = await self._front.bodies.read(http, KillBody)
         victim = InstanceId(body.instance_id)
         before = self._front.engine.state()
         if not any(one.spec.instance_id == victim and one.alive for one in before.instances):

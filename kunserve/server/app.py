@@ -35,7 +35,9 @@ def create_app(
 ) -> Starlette:
     """The ASGI application in front of a started ``engine``. ``app.state.front`` is its Front."""
     limits = limits or FrontLimits()
-    codec = TextCodec(tokenizer, engine.limits.max_model_len, limits.inline_encode_chars)
+    codec = TextCodec(
+        tokenizer, engine.limits.max_model_len, limits.inline_chars, limits.max_waiting_chars
+    )
     front = Front(engine, codec, model_name, config, limits)
 
     @contextlib.asynccontextmanager
@@ -50,7 +52,7 @@ def create_app(
             for task in background:
                 task.cancel()
             await asyncio.gather(*background, return_exceptions=True)
-            codec.close()
+            codec.threads.close()
 
     app = Starlette(
         routes=_routes(front),

@@ -74,11 +74,11 @@ class Choice:
         return self._matcher is not None and self._matcher.matched is not None
 
     def absorb(self, output: TokenOutput) -> None:
-        """Take the next token (or the end). Repeated and late ones are ignored."""
+        """Take the next token (or the end). What comes after a stop string is ignored."""
         if self.finish_reason is not None:
             return
         token_id = output.token_id
-        if token_id is not None and output.position >= self.num_tokens:
+        if token_id is not None:
             assert output.position == self.num_tokens, (output, self.num_tokens)
             self._take_token(token_id, output)
         if self.finish_reason is None and output.finish_reason is not None:

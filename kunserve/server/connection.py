@@ -6,23 +6,29 @@ connections stay for ever.
 
 import asyncio
 import contextlib
+import fcntl
 import json
 import logging
+import struct
+import termios
 from asyncio.events import TimerHandle
 from typing import Any
 
+import httptools
 from starlette.types import ASGIApp, Receive, Scope, Send
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from kunserve.core.errors import Overloaded
 from kunserve.server.errors import error_answer, error_object
 from kunserve.server.limits import FrontLimits
 from kunserve.server.middleware import OPEN_PATHS, FrontMiddleware
-from kunserve.server.streaming import DROP_CONNECTION
 
 logger = logging.getLogger("kunserve.server")
 
+MAX_PIPELINED = 16
+"""Requests that may wait for their turn on one connection before it is no longer read."""
 _TOO_MANY = Overloaded("Too many connections.")
+_HOP_BY_HOP = {b"upgrade", b"http2-settings"}
 
 
 def _raw_answer(status: str, body: dict[str, Any], *headers: str) -> bytes:
@@ -49,6 +55,7 @@ HEADERS_TOO_LARGE = _plain_error(
 HEADERS_TOO_SLOW = _plain_error(
     408, "Request Timeout", "RequestTimeoutError", "The request headers did not arrive in time."
 )
+MALFORMED = _plain_error(400, "Bad Request", "BadRequestError", "This is no valid HTTP request.")
 
 
 class OverflowApp:
@@ -71,6 +78,16 @@ class OverflowApp:
             await FrontMiddleware(error_answer(_TOO_MANY), None)(scope, receive, send)
 
 
+def kernel_held_bytes(transport: asyncio.Transport) -> int:
+    """Bytes written to a socket that its other end has not accepted yet."""
+    try:
+        number = transport.get_extra_info("socket").fileno()
+        held = fcntl.ioctl(number, termios.TIOCOUTQ, struct.pack("i", 0))
+    except (OSError, ValueError):  # closed meanwhile
+        return 0
+    return int(struct.unpack("i", held)[0])
+
+
 class FrontProtocol(HttpToolsProtocol):
     """One connection. Subclassed by ``limited_protocol``, which sets the limits."""
 
@@ -78,11 +95,17 @@ class FrontProtocol(HttpToolsProtocol):
     hard_limit: int
     limits: FrontLimits
 
+    _cycles: tuple[RequestResponseCycle, ...] = ()
+    """Requests whose answer is not complete: uvicorn itself remembers only the latest."""
     _deadline: TimerHandle | None = None
     _header_bytes = 0
     _in_headers = False
+    _is_deaf = False
+    """Whether what still comes is ignored, because the connection ends."""
     _lost = False
     _overflow = False
+    _read_check: TimerHandle | None = None
+    _wants_upgrade = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Take the connection, for a moment only if there are too many."""
@@ -97,16 +120,28 @@ class FrontProtocol(HttpToolsProtocol):
         self._arm()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Forget the deadline."""
+        """Tell every request of the connection that its client is gone."""
         self._lost = True
         self._disarm()
+        self._stop_read_check()
+        for cycle in self._unfinished():
+            cycle.disconnected = True
+            cycle.message_event.set()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Count header bytes, which the parser does not bound."""
+        """Parse, and count header bytes, which the parser does not bound."""
+        if self._is_deaf:
+            return
         if self._in_headers:
             self._header_bytes += len(data)
-        super().data_received(data)
+        self._unset_keepalive_if_required()
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            self._stay_with_http1(data[upgrade.args[0] :])
+        except httptools.HttpParserError:
+            self._refuse(MALFORMED)
         if self._in_headers and self._header_bytes > self.limits.max_header_bytes:
             self._refuse(HEADERS_TOO_LARGE)
 
@@ -118,40 +153,100 @@ class FrontProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         """The headers are here: what follows is the application's to bound."""
+        self._wants_upgrade = self.parser.should_upgrade()
+        if self._wants_upgrade:
+            return  # the parser now gives up, see ``_stay_with_http1``
         self._disarm()
         self._in_headers = False
         self._header_bytes = 0
-        self.scope["extensions"] = {DROP_CONNECTION: {"call": self.transport.abort}}
         super().on_headers_complete()
+        self._cycles = (*self._unfinished(), self.cycle)
         if self._overflow:
             self.cycle.keep_alive = False
+        if 0 < len(self.pipeline) < MAX_PIPELINED:
+            # A connection that is not read does not tell that its client is gone.
+            self.flow.resume_reading()
 
-    def send_400_response(self, msg: str) -> None:
-        """A request that is no HTTP: our error shape instead of plain text."""
-        self._refuse(_plain_error(400, "Bad Request", "BadRequestError", msg))
+    def on_message_complete(self) -> None:
+        """The body is here; a request that wants an upgrade is not begun yet."""
+        if not self._wants_upgrade:
+            super().on_message_complete()
 
     def on_response_complete(self) -> None:
         """The answer is written, but a client that does not read may keep us from closing."""
         super().on_response_complete()
-        if not self._lost and self.transport.get_write_buffer_size():
-            self._abort_unless_read()
+        self._abort_unless_read()
+
+    def pause_writing(self) -> None:
+        """The client reads more slowly than we write: see whether it reads at all."""
+        super().pause_writing()
+        self._abort_unless_read()
+
+    def resume_writing(self) -> None:
+        """The client has read."""
+        super().resume_writing()
+        self._stop_read_check()
 
     def timeout_keep_alive_handler(self) -> None:
         """An idle connection is closed, whatever is left in its buffer."""
         super().timeout_keep_alive_handler()
         self._abort_unless_read()
 
+    def _unfinished(self) -> list[RequestResponseCycle]:
+        return [cycle for cycle in self._cycles if not cycle.response_complete]
+
+    def _stay_with_http1(self, rest: bytes) -> None:
+        """Take a request that wants another protocol as if it did not, which HTTP allows.
+
+        The parser stops behind its headers, and would read its body as the next request.
+        """
+        method = self.parser.get_method()
+        if method == b"CONNECT":
+            self._refuse(MALFORMED)
+            return
+        head = [b"%b %b HTTP/%b" % (method, self.url, self.parser.get_http_version().encode())]
+        for name, value in self.headers:
+            if name == b"connection":
+                tokens = [token.strip() for token in value.split(b",")]
+                value = b", ".join(one for one in tokens if one.lower() not in _HOP_BY_HOP)
+            if name not in _HOP_BY_HOP:
+                head.append(b"%b: %b" % (name, value))
+        self.parser = httptools.HttpRequestParser(self)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
+        self.data_received(b"\r\n".join(head) + b"\r\n\r\n" + rest)
+
+    # A client that does not read
+
+    def _num_buffered(self) -> int:
+        return 0 if self._lost else self.transport.get_write_buffer_size()
+
+    def _num_unread(self) -> int:
+        """Bytes that the client has not accepted: ours, and those that the kernel holds."""
+        return self._num_buffered() + kernel_held_bytes(self.transport)
+
     def _abort_unless_read(self) -> None:
-        """Reset the connection as soon as its buffer stays as full as it was for too long."""
-        unread = self.transport.get_write_buffer_size()
-        self.loop.call_later(self.limits.write_timeout_s, self._check_reading, unread)
+        """Reset the connection as soon as the client accepts nothing for too long."""
+        self._stop_read_check()
+        if self._num_buffered():
+            self._read_check = self.loop.call_later(
+                self.limits.write_timeout_s, self._check_reading, self._num_unread()
+            )
+
+    def _stop_read_check(self) -> None:
+        if self._read_check is not None:
+            self._read_check.cancel()
+            self._read_check = None
 
     def _check_reading(self, unread_before: int) -> None:
-        unread = 0 if self._lost else self.transport.get_write_buffer_size()
-        if unread and unread == unread_before:
+        self._read_check = None
+        unread = self._num_unread()
+        if self._num_buffered() and unread == unread_before:
+            logger.warning("client stopped reading client=%s unread_bytes=%d", self.client, unread)
             self.transport.abort()
-        elif unread:
+        else:
             self._abort_unless_read()
+
+    # A request that does not come, or is none
 
     def _arm(self) -> None:
         self._disarm()
@@ -166,13 +261,32 @@ class FrontProtocol(HttpToolsProtocol):
 
     def _expire(self) -> None:
         self._deadline = None
-        self._refuse(REFUSAL if self._overflow else HEADERS_TOO_SLOW)
+        if self._overflow:
+            self._refuse(REFUSAL)
+        elif self._header_bytes or self._cycles:
+            self._refuse(HEADERS_TOO_SLOW)
+        else:
+            # Nothing was asked: a text would be taken for the answer to a request yet to come.
+            self._refuse(b"")
 
     def _refuse(self, answer: bytes) -> None:
-        if not self.transport.is_closing():
+        """End the connection; ``answer`` is for the request that is incomplete or malformed.
+
+        It is not sent into the answer to an earlier request. That one is finished first.
+        """
+        self._is_deaf = True
+        self._disarm()
+        if self.transport.is_closing():
+            return
+        sound = [cycle for cycle in self._unfinished() if not cycle.more_body]
+        broken = [cycle for cycle in self._unfinished() if cycle.more_body]
+        if sound:
+            sound[-1].keep_alive = False
+            return
+        if not any(cycle.response_started for cycle in broken):
             self.transport.write(answer)
-            self.transport.close()
-            self._abort_unless_read()
+        self.transport.close()
+        self._abort_unless_read()
 
 
 def limited_protocol(

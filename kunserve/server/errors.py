@@ -26,6 +26,10 @@ class BodyTooSlow(KunServeError):
     """The request body did not arrive in time: 408."""
 
 
+class TooManyBodies(KunServeError):
+    """The bodies that are arriving at the same time exceed the front's limit: 503."""
+
+
 class Unauthorized(KunServeError):
     """The API key is missing or wrong: 401."""
 
@@ -47,6 +51,7 @@ _STATUS: tuple[tuple[type[Exception], int, str], ...] = (
     (BodyTooLarge, 413, "PayloadTooLargeError"),
     (Overloaded, 503, "ServiceUnavailableError"),
     (Unavailable, 503, "ServiceUnavailableError"),
+    (TooManyBodies, 503, "ServiceUnavailableError"),
     (Interrupted, 503, "ServiceUnavailableError"),
     (EngineFailed, 500, "InternalServerError"),
     (EffectMissing, 500, "InternalServerError"),

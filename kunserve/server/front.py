@@ -3,6 +3,7 @@
 from kunserve.cluster.api import EngineClient
 from kunserve.core.config import KunServeConfig
 from kunserve.core.errors import ModelNotFound, Unavailable
+from kunserve.server.body import BodyReader
 from kunserve.server.generation import Generation, Interrupted
 from kunserve.server.limits import FrontLimits
 from kunserve.server.metrics import FrontMetrics
@@ -27,6 +28,7 @@ class Front:
         self.model_name = model_name
         self.config = config
         self.limits = limits
+        self.bodies = BodyReader(limits, engine.limits.max_model_len)
         self.metrics = FrontMetrics(engine, model_name)
         self.timeline = Timeline(self.metrics)
         self.seeds = SeedSource(config.model.seed)

@@ -1,6 +1,7 @@
 """The engine requests behind one HTTP request: submitted together, aborted together."""
 
 import asyncio
+import functools
 import time
 from collections.abc import Sequence
 from typing import Protocol
@@ -27,8 +28,12 @@ class RequestClock(Protocol):
 class RequestWatch(Protocol):
     """Counts requests."""
 
-    def arrived(self, request: Request) -> RequestClock:
-        """The engine is about to be asked for this request."""
+    def timing(self, request: Request) -> RequestClock:
+        """The clock of a request that the engine is about to be asked for."""
+        ...
+
+    def accepted(self) -> None:
+        """The engine took a request."""
         ...
 
 
@@ -56,6 +61,7 @@ class Generation:
         self._eager = eager
         """Whether each token is news, or only a request's end (nobody looks before)."""
         self._live: dict[int, tuple[Choice, RequestClock]] = {}
+        """By index: the choices that the engine works on."""
         self._pending: list[tuple[Choice, TokenOutput]] = []
         self._news = asyncio.Event()
         self._end: Exception | None = None
@@ -69,8 +75,12 @@ class Generation:
         """Submit everything, or nothing: an error takes back what was already submitted."""
         try:
             for choice in self.choices:
-                self._submit(choice)
+                clock = self._watch.timing(choice.request)
+                self._live[choice.index] = (choice, clock)
+                self._engine.submit(choice.request, functools.partial(self._deliver, choice, clock))
+                self._watch.accepted()
         except BaseException:
+            self._live.pop(choice.index)
             self._abort_all()
             raise
 
@@ -102,29 +112,16 @@ class Generation:
                 self._close(choice, FinishReason.STOP)
         return list(moved.values())
 
-    def _submit(self, choice: Choice) -> None:
-        index = choice.index
-        clock = self._watch.arrived(choice.request)
-
-        def deliver(output: TokenOutput) -> None:
-            if index not in self._live:
-                return
-            now_s = time.monotonic()
-            if output.token_id is not None:
-                clock.token(now_s, output.queued_s)
-            if output.finish_reason is not None:
-                del self._live[index]
-                clock.ended(output.finish_reason, now_s)
-            self._pending.append((choice, output))
-            if self._eager or output.finish_reason is not None:
-                self._news.set()
-
-        self._live[index] = (choice, clock)
-        try:
-            self._engine.submit(choice.request, deliver)
-        except BaseException:
-            del self._live[index]
-            raise
+    def _deliver(self, choice: Choice, clock: RequestClock, output: TokenOutput) -> None:
+        now_s = time.monotonic()
+        if output.token_id is not None:
+            clock.token(now_s, output.queued_s)
+        if output.finish_reason is not None:
+            del self._live[choice.index]
+            clock.ended(output.finish_reason, now_s)
+        self._pending.append((choice, output))
+        if self._eager or output.finish_reason is not None:
+            self._news.set()
 
     def _close(self, choice: Choice, reason: FinishReason) -> None:
         """End one choice before the engine does."""

@@ -24,5 +24,16 @@ class FrontLimits:
     """Largest ``n``."""
     max_requests_per_call: int = 1024
     """Prompts times ``n`` in one HTTP request."""
-    inline_encode_chars: int = 2000
-    """Longer prompts are tokenised in a thread, so that health checks never wait for one."""
+    inline_chars: int = 2000
+    """A request with more text is tokenised in a thread, so that nobody else waits for it."""
+    max_waiting_chars: int = 32 << 20
+    """Text that may wait to be tokenised, over all requests; more is answered 503."""
+    max_body_values: int = 1 << 18
+    """Values (counted by commas) in one body, because parsing holds up everybody else.
+
+    A model whose context is longer may be given two values per token of it.
+    """
+    max_unfinished_bytes: int = 256 << 20
+    """Bodies that have not arrived completely, over all connections; more is answered 503."""
+    small_body_bytes: int = 64 << 10
+    """The first bytes of each body that do not count there: small requests always get in."""

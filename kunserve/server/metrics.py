@@ -58,7 +58,7 @@ class RecentValues:
 
 
 class RequestTiming:
-    """One request's clock (``RequestClock``). Starts when its HTTP body was read."""
+    """One request's clock (``RequestClock``). Starts when its HTTP headers had come."""
 
     __slots__ = ("_first_s", "_last_s", "_metrics", "_num_tokens", "_request")
 
@@ -109,6 +109,7 @@ class FrontMetrics(Collector):
         self.registry.register(self)
         self.registry.register(self.cluster)
         self.arrivals = 0
+        """Requests that the engine took; refused ones are not among them."""
         self.prompt_tokens = 0
         self.generation_tokens = 0
         self.finished: Counter[FinishReason] = Counter()
@@ -140,10 +141,13 @@ class FrontMetrics(Collector):
         self.recent_first_token = RecentValues()
         self.recent_per_token = RecentValues()
 
-    def arrived(self, request: Request) -> RequestTiming:
-        """The engine is about to be asked for ``request``."""
-        self.arrivals += 1
+    def timing(self, request: Request) -> RequestTiming:
+        """The clock of a request that the engine is about to be asked for."""
         return RequestTiming(self, request)
+
+    def accepted(self) -> None:
+        """The engine took a request."""
+        self.arrivals += 1
 
     def exposition(self) -> bytes:
         """The text of ``/metrics``."""

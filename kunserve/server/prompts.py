@@ -1,28 +1,56 @@
 """The four spellings of ``prompt``, and conversations, as token ids."""
 
+from collections.abc import Sequence
 from typing import Any
 
+from kunserve.cluster.api import ServingLimits
 from kunserve.core.errors import InvalidRequest
-from kunserve.server.schema import ChatBody, TokenizeBody
+from kunserve.server.schema import ChatBody, CompletionBody, TokenizeBody
 from kunserve.server.text import TextCodec, too_long
 from kunserve.server.vocabulary import check_token_ids
 
 
 async def encode_prompts(
-    codec: TextCodec, prompt: Any, add_special_tokens: bool, vocab_size: int, max_model_len: int
+    codec: TextCodec, body: CompletionBody, limits: ServingLimits, max_requests: int
 ) -> list[list[int]]:
     """Every prompt of a completion request, each with at least one token."""
-    spelled = _split(prompt)
-    prompts: list[list[int]] = []
-    for one in spelled:
-        if isinstance(one, str):
-            token_ids = await codec.encode(one, add_special_tokens)
-        else:
-            token_ids = _check_ids(one, vocab_size, max_model_len)
-        if not token_ids:
-            raise InvalidRequest("`prompt` is empty.", "prompt")
-        prompts.append(token_ids)
+    spelled = _split(body.prompt)
+    if len(spelled) * (body.n or 1) > max_requests:
+        raise InvalidRequest(f"One call may ask for at most {max_requests} completions.", "prompt")
+    texts = [one for one in spelled if isinstance(one, str)]
+    if texts:
+        prompts = await codec.encode(texts, body.add_special_tokens is not False)
+    else:
+        prompts = [_check_ids(one, limits) for one in spelled]
+    if not all(prompts):
+        raise InvalidRequest("`prompt` is empty.", "prompt")
     return prompts
+
+
+async def echoes_of(
+    codec: TextCodec, body: CompletionBody, prompts: Sequence[list[int]]
+) -> list[str]:
+    """Per prompt: the text to repeat before the answer."""
+    if not body.echo:
+        return [""] * len(prompts)
+    given = _split(body.prompt)
+    texts = [one for one in given if isinstance(one, str)]
+    if texts:
+        return texts
+    num_tokens = sum(map(len, prompts))
+    return await codec.threads.run(num_tokens, lambda: [codec.decode(one) for one in prompts])
+
+
+async def encode_conversation(codec: TextCodec, body: ChatBody | TokenizeBody) -> list[int]:
+    """A conversation as the chat template writes it, in token ids."""
+    messages = body.messages or []
+    num_chars = 100 * len(messages) + sum(map(_content_size, messages))
+    text = await codec.threads.run(num_chars, conversation_text, codec, body)
+    # The template writes the special tokens itself.
+    (prompt,) = await codec.encode([text], bool(body.add_special_tokens))
+    if not prompt:
+        raise InvalidRequest("`messages` make an empty prompt.", "messages")
+    return prompt
 
 
 def _split(prompt: Any) -> list[str | list[Any]]:
@@ -47,10 +75,11 @@ def _split(prompt: Any) -> list[str | list[Any]]:
     )
 
 
-def _check_ids(token_ids: list[Any], vocab_size: int, max_model_len: int) -> list[int]:
-    if len(token_ids) > max_model_len:
-        raise too_long(max_model_len, str(len(token_ids)), None)
-    return check_token_ids(token_ids, vocab_size, "prompt")
+def _check_ids(token_ids: str | list[Any], limits: ServingLimits) -> list[int]:
+    assert isinstance(token_ids, list), type(token_ids)
+    if len(token_ids) > limits.max_model_len:
+        raise too_long(limits.max_model_len, str(len(token_ids)), None)
+    return check_token_ids(token_ids, limits.vocab_size, "prompt")
 
 
 def conversation_text(codec: TextCodec, body: ChatBody | TokenizeBody) -> str:
@@ -74,6 +103,13 @@ def conversation_text(codec: TextCodec, body: ChatBody | TokenizeBody) -> str:
     options["continue_final_message"] = resume
     options["add_generation_prompt"] = not resume if generate is None else generate
     return codec.render_chat(messages, options)
+
+
+def _content_size(message: dict[str, Any]) -> int:
+    content = message.get("content")
+    if isinstance(content, str):
+        return len(content)
+    return 100 * len(content) if isinstance(content, list) else 0
 
 
 def _message(index: int, message: dict[str, Any]) -> dict[str, Any]:

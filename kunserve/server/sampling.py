@@ -1,8 +1,8 @@
-"""From a request body to the engine's ``SamplingParams``, one set per choice."""
+"""From a request body to the engine's ``SamplingParams``, one set per completion."""
 
 import hashlib
 import random
-from dataclasses import replace
+from collections.abc import Sequence
 
 from kunserve.core.errors import InvalidRequest
 from kunserve.core.request import SamplingParams
@@ -52,39 +52,45 @@ def remaining_tokens(
 
 
 def resolve_sampling(
-    body: GenerationBody, num_logprobs: int | None, vocab_size: int, seed: int
-) -> SamplingParams:
-    """Everything but ``max_tokens``, which depends on the prompt (1 stands in its place)."""
+    body: GenerationBody, vocab_size: int, max_tokens: Sequence[int], seeds: SeedSource
+) -> list[SamplingParams]:
+    """The parameters of every completion: ``n`` for each prompt, whose ``max_tokens`` is given."""
     temperature = 1.0 if body.temperature is None else body.temperature
-    return SamplingParams(
-        max_tokens=1,
-        temperature=0.0 if temperature < GREEDY_BELOW else temperature,
-        top_p=1.0 if body.top_p is None else body.top_p,
-        top_k=_top_k(body.top_k, vocab_size),
-        min_p=body.min_p or 0.0,
-        seed=seed & SEED_MASK,
-        stop_token_ids=tuple(
-            check_token_ids(body.stop_token_ids or [], vocab_size, "stop_token_ids")
-        ),
-        ignore_eos=bool(body.ignore_eos),
-        min_tokens=body.min_tokens or 0,
-        presence_penalty=body.presence_penalty or 0.0,
-        frequency_penalty=body.frequency_penalty or 0.0,
-        repetition_penalty=1.0 if body.repetition_penalty is None else body.repetition_penalty,
-        logit_bias=_logit_bias(body.logit_bias or {}, vocab_size),
-        num_logprobs=num_logprobs,
-    )
-
-
-def with_length(sampling: SamplingParams, max_tokens: int, choice: int) -> SamplingParams:
-    """The parameters of one choice of one prompt."""
-    if sampling.min_tokens > max_tokens:
+    min_tokens = body.min_tokens or 0
+    if min_tokens > min(max_tokens):
         raise InvalidRequest(
-            f"`min_tokens` ({sampling.min_tokens}) is more than the completion may have "
-            f"({max_tokens}).",
+            f"`min_tokens` ({min_tokens}) is more than the completion may have "
+            f"({min(max_tokens)}).",
             "min_tokens",
         )
-    return replace(sampling, max_tokens=max_tokens, seed=derive_seed(sampling.seed, choice))
+    # Checked once, because one call may ask for many completions.
+    stop_token_ids = tuple(check_token_ids(body.stop_token_ids or [], vocab_size, "stop_token_ids"))
+    logit_bias = _logit_bias(body.logit_bias or {}, vocab_size)
+
+    def resolved(length: int, seed: int) -> SamplingParams:
+        return SamplingParams(
+            max_tokens=length,
+            temperature=0.0 if temperature < GREEDY_BELOW else temperature,
+            top_p=1.0 if body.top_p is None else body.top_p,
+            top_k=_top_k(body.top_k, vocab_size),
+            min_p=body.min_p or 0.0,
+            seed=seed,
+            stop_token_ids=stop_token_ids,
+            ignore_eos=bool(body.ignore_eos),
+            min_tokens=min_tokens,
+            presence_penalty=body.presence_penalty or 0.0,
+            frequency_penalty=body.frequency_penalty or 0.0,
+            repetition_penalty=1.0 if body.repetition_penalty is None else body.repetition_penalty,
+            logit_bias=logit_bias,
+            num_logprobs=body.num_logprobs,
+        )
+
+    completions: list[SamplingParams] = []
+    for length in max_tokens:
+        seed = seeds.draw() if body.seed is None else body.seed
+        choices = range(body.n or 1)
+        completions += [resolved(length, derive_seed(seed, choice)) for choice in choices]
+    return completions
 
 
 def _top_k(top_k: int | None, vocab_size: int) -> int | None:

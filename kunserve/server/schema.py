@@ -1,12 +1,15 @@
 """The request bodies we accept. Strict: a string is not a number, NaN is not a temperature."""
 
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from kunserve.core.errors import InvalidRequest
 
 INT64_MIN, INT64_MAX = -(1 << 63), (1 << 63) - 1
+DEFAULT_COMPLETION_TOKENS = 16
+"""OpenAI's; a chat's default is all that remains of the context."""
+Kind: TypeAlias = Literal["completion", "chat"]
 
 
 def _as_list(value: object) -> object:
@@ -33,6 +36,9 @@ class GenerationBody(BaseModel):
     """What completions and chat share. None always means the default."""
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+    kind: ClassVar[Kind]
+    default_tokens: ClassVar[int | None]
+    """``max_tokens`` of a body that gives none; None means all that remains of the context."""
 
     model: str | None = None
     max_tokens: int | None = Field(None, ge=1)
@@ -57,18 +63,39 @@ class GenerationBody(BaseModel):
     add_special_tokens: bool | None = None
     user: str | None = None
 
+    @property
+    def asked_tokens(self) -> int | None:
+        """The completion length that the client asks for, by whichever name."""
+        return self.max_tokens
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Alternatives to report with each token; None for no log-probabilities at all."""
+        raise NotImplementedError
+
 
 class CompletionBody(GenerationBody):
     """POST /v1/completions."""
+
+    kind: ClassVar[Kind] = "completion"
+    default_tokens: ClassVar[int | None] = DEFAULT_COMPLETION_TOKENS
 
     prompt: Any = None
     """A string, a list of strings, token ids, or a list of token id lists: see prompts.py."""
     echo: bool | None = None
     logprobs: int | None = Field(None, ge=0, le=20)
 
+    @property
+    def num_logprobs(self) -> int | None:
+        """See ``GenerationBody``."""
+        return self.logprobs
+
 
 class ChatBody(GenerationBody):
     """POST /v1/chat/completions."""
+
+    kind: ClassVar[Kind] = "chat"
+    default_tokens: ClassVar[int | None] = None
 
     messages: list[dict[str, Any]]
     max_completion_tokens: int | None = Field(None, ge=1)
@@ -77,6 +104,16 @@ class ChatBody(GenerationBody):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+
+    @property
+    def asked_tokens(self) -> int | None:
+        """See ``GenerationBody``; the newer name goes before the older one."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """See ``GenerationBody``."""
+        return (self.top_logprobs or 0) if self.logprobs else None
 
 
 class TokenizeBody(BaseModel):

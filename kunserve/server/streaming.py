@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-from collections.abc import Sequence
 
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
@@ -21,9 +20,6 @@ from kunserve.server.wire import (
 )
 
 logger = logging.getLogger("kunserve.server")
-
-DROP_CONNECTION = "kunserve.drop_connection"
-"""ASGI extension of our own protocol; its ``call`` resets the connection at once."""
 
 
 def _stream_start() -> Message:
@@ -45,15 +41,10 @@ class GenerationAnswer(Response):
         self._front = front
         self._generation = generation
         self._envelope = envelope
-        self._prompt_tokens = 0
-
-    def count_prompts(self, prompts: Sequence[Sequence[int]]) -> None:
-        """For ``usage``: each prompt counts once, whatever ``n``."""
-        self._prompt_tokens = sum(map(len, prompts))
 
     def usage(self) -> dict[str, int]:
         """The ``usage`` object as of now."""
-        return usage_object(self._prompt_tokens, self._generation.num_output_tokens)
+        return usage_object(self._envelope.num_prompt_tokens, self._generation.num_output_tokens)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI: answer, and leave nothing running behind."""
@@ -61,8 +52,7 @@ class GenerationAnswer(Response):
         try:
             await self.answer(scope, receive, send)
         except ClientGone:
-            # After a drop the disconnect is still to be noticed.
-            await asyncio.wait({watcher}, timeout=1.0)
+            pass
         finally:
             watcher.cancel()
             self._front.leave(self._generation, ClientGone())
@@ -97,49 +87,36 @@ class WholeAnswer(GenerationAnswer):
 class StreamedAnswer(GenerationAnswer):
     """Server-sent events: a chunk per choice for all the tokens that came together."""
 
-    include_usage = False
+    def __init__(
+        self, front: Front, generation: Generation, envelope: Envelope, include_usage: bool
+    ) -> None:
+        super().__init__(front, generation, envelope)
+        self._include_usage = include_usage
 
     async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ``GenerationAnswer``."""
-        streams = [
-            ChoiceStream(self._envelope, choice.index, self.include_usage)
-            for choice in self._generation.choices
-        ]
-        try:
-            await self._write(send, _stream_start())
-            ending = await self._stream(send, streams)
-            await self._write(send, {"type": "http.response.body", "body": ending + DONE})
-        except TimeoutError:
-            logger.warning(
-                "client stopped reading request_id=%s timeout_s=%g",
-                self._envelope.response_id,
-                self._front.limits.write_timeout_s,
-            )
-            drop = scope.get("extensions", {}).get(DROP_CONNECTION)
-            if drop is not None:
-                drop["call"]()
-            raise ClientGone from None
+        await send(_stream_start())
+        ending = await self._stream(send)
+        await send({"type": "http.response.body", "body": ending + DONE})
 
-    async def _stream(self, send: Send, streams: Sequence[ChoiceStream]) -> bytes:
+    async def _stream(self, send: Send) -> bytes:
         """Write every token; returns the events that come before ``[DONE]``."""
         generation = self._generation
+        streams = [
+            ChoiceStream(self._envelope, choice.index, self._include_usage)
+            for choice in generation.choices
+        ]
         try:
             while moved := await generation.advance():
                 chunks = [streams[choice.index].chunk(choice, choice.take()) for choice in moved]
                 body = b"".join(chunks)
                 if body:
-                    message = {"type": "http.response.body", "body": body, "more_body": True}
-                    await self._write(send, message)
+                    await send({"type": "http.response.body", "body": body, "more_body": True})
         except (EngineFailed, Interrupted) as error:
             return event(error_object(error))
-        except (ClientGone, TimeoutError):
+        except ClientGone:
             raise
         except Exception as error:
             logger.exception("stream failed request_id=%s", self._envelope.response_id)
             return event(error_object(error))
-        return usage_chunk(self._envelope, self.usage()) if self.include_usage else b""
-
-    async def _write(self, send: Send, message: Message) -> None:
-        """Raises TimeoutError when the client accepts nothing for too long."""
-        async with asyncio.timeout(self._front.limits.write_timeout_s):
-            await send(message)
+        return usage_chunk(self._envelope, self.usage()) if self._include_usage else b""

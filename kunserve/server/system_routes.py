@@ -10,11 +10,11 @@ from starlette.responses import Response
 
 import kunserve
 from kunserve.core.errors import InvalidRequest, ModelNotFound
-from kunserve.server.body import read_body
+from kunserve.server.body import unless_gone
 from kunserve.server.errors import json_answer
 from kunserve.server.front import Front
-from kunserve.server.prompts import conversation_text
-from kunserve.server.schema import DetokenizeBody, TokenizeBody, parse_body
+from kunserve.server.prompts import encode_conversation
+from kunserve.server.schema import DetokenizeBody, TokenizeBody
 from kunserve.server.state_json import state_object
 from kunserve.server.vocabulary import check_token_ids
 
@@ -78,16 +78,16 @@ class SystemRoutes:
     async def tokenize(self, http: HttpRequest) -> Response:
         """POST /tokenize."""
         front = self._front
-        body = parse_body(TokenizeBody, await read_body(http, front.limits))
+        body = await front.bodies.read(http, TokenizeBody)
         self._check_model(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise InvalidRequest("Give either `prompt` or `messages`.", "prompt")
         if body.prompt is not None:
             special = body.add_special_tokens is not False
-            token_ids = await front.codec.encode(body.prompt, special)
+            encoding = front.codec.encode([body.prompt], special)
+            (token_ids,) = await unless_gone(http, encoding)
         else:
-            text = conversation_text(front.codec, body)
-            token_ids = await front.codec.encode(text, bool(body.add_special_tokens))
+            token_ids = await unless_gone(http, encode_conversation(front.codec, body))
         strings = front.codec.token_strings(token_ids) if body.return_token_strs else None
         return json_answer(
             {
@@ -101,10 +101,12 @@ class SystemRoutes:
     async def detokenize(self, http: HttpRequest) -> Response:
         """POST /detokenize."""
         front = self._front
-        body = parse_body(DetokenizeBody, await read_body(http, front.limits))
+        body = await front.bodies.read(http, DetokenizeBody)
         self._check_model(body.model)
         check_token_ids(body.tokens, front.engine.limits.vocab_size, "tokens")
-        return json_answer({"prompt": front.codec.decode(body.tokens)})
+        codec = front.codec
+        text = await codec.threads.run(len(body.tokens), codec.decode, body.tokens)
+        return json_answer({"prompt": text})
 
     async def state(self, _http: HttpRequest) -> Response:
         """GET /kunserve/state."""

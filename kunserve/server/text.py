@@ -1,8 +1,6 @@
 """Prompts to token ids and back, over a Hugging Face fast tokenizer."""
 
-import asyncio
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 from jinja2 import TemplateError
@@ -15,6 +13,7 @@ from kunserve.server.detokenize import (
     TokenBytes,
     WindowDetokenizer,
 )
+from kunserve.server.text_threads import TextThreads
 
 
 class FastTokenizer(Protocol):
@@ -48,39 +47,47 @@ class TextCodec:
     """One tokenizer for all requests. Long prompts are encoded in threads, GIL released."""
 
     def __init__(
-        self, tokenizer: FastTokenizer, max_model_len: int, inline_encode_chars: int
+        self,
+        tokenizer: FastTokenizer,
+        max_model_len: int,
+        inline_chars: int,
+        max_waiting_chars: int = 32 << 20,
     ) -> None:
         self._template_owner = tokenizer
         self._tokenizer = tokenizer.backend_tokenizer
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._max_model_len = max_model_len
-        self._inline_chars = inline_encode_chars
-        self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="encode")
+        self.threads = TextThreads(inline_chars, max_waiting_chars)
         longest_token = max(map(len, self._tokenizer.get_vocab()), default=1)
         self._max_chars = max_model_len * longest_token
         self.token_bytes = TokenBytes(self._tokenizer)
 
-    def close(self) -> None:
-        """Let the threads go."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+    async def encode(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
+        """Token ids of the prompts of one request.
 
-    async def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        """Token ids of a prompt. Raises PromptTooLong before encoding what cannot fit."""
-        if len(text) > self._max_chars:
-            at_least = len(text) * self._max_model_len // self._max_chars
+        Raises PromptTooLong before encoding what cannot fit, Overloaded when too much waits.
+        """
+        longest = max(map(len, texts))
+        if longest > self._max_chars:
+            at_least = longest * self._max_model_len // self._max_chars
             raise too_long(self._max_model_len, f"at least {at_least}", None)
-        if len(text) <= self._inline_chars:
-            return self._encode(text, add_special_tokens)
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._threads, self._encode, text, add_special_tokens)
+        num_chars = sum(map(len, texts))
+        if num_chars <= self.threads.inline_chars:
+            return self._encode(texts, add_special_tokens)
+        encoded: list[list[int]] = []
+        with self.threads.room(num_chars):
+            # In pieces, because between them other requests have their turn.
+            for batch in _batches(texts, self.threads.inline_chars):
+                encoded += await self.threads.call(self._encode, batch, add_special_tokens)
+        return encoded
 
-    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+    def _encode(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
         # The batch call is the one that releases the GIL while it works.
-        (encoding,) = self._tokenizer.encode_batch_fast(
-            [text], add_special_tokens=add_special_tokens
-        )
-        return list(encoding.ids)
+        encode = self._tokenizer.encode_batch_fast
+        return [
+            list(encode([text], add_special_tokens=add_special_tokens)[0].ids) for text in texts
+        ]
 
     def render_chat(self, messages: Sequence[dict[str, Any]], options: dict[str, Any]) -> str:
         """The prompt text of a conversation, by the model's chat template."""
@@ -112,3 +119,17 @@ class TextCodec:
     def token_strings(self, token_ids: Sequence[int]) -> list[str]:
         """The vocabulary's own spelling of each token."""
         return [self._tokenizer.id_to_token(token_id) or "" for token_id in token_ids]
+
+
+def _batches(texts: Sequence[str], least_chars: int) -> Iterator[list[str]]:
+    """The texts in order, in lists that end when they reach ``least_chars``."""
+    batch: list[str] = []
+    num_chars = 0
+    for text in texts:
+        batch.append(text)
+        num_chars += len(text)
+        if num_chars >= least_chars:
+            yield batch
+            batch, num_chars = [], 0
+    if batch:
+        yield batch

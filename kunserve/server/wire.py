@@ -6,14 +6,14 @@ the same for the whole stream and is encoded once per choice.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 import msgspec
 
 from kunserve.server.choice import Choice, Delta, TokenEntry
+from kunserve.server.schema import Kind
 
 DONE = b"data: [DONE]\n\n"
-Kind: TypeAlias = Literal["completion", "chat"]
 FormatLogprobs: TypeAlias = Callable[[Sequence[TokenEntry], int], dict[str, Any]]
 """(entries, offset of the output in the text) -> the API's ``logprobs`` object."""
 
@@ -36,6 +36,8 @@ class Envelope:
     format_logprobs: FormatLogprobs | None
     prefixes: Sequence[str]
     """Per choice: the prompt's text when it is echoed, else empty."""
+    num_prompt_tokens: int
+    """For ``usage``: each prompt counts once, whatever ``n``."""
 
 
 def usage_object(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:

@@ -322,7 +322,7 @@ def test_body_that_never_comes(server: LiveServer) -> None:
 
 def test_headers_that_never_end(server: LiveServer) -> None:
     assert raw(server, b"GET /health HTTP/1.1\r\nx-a: ").startswith(b"HTTP/1.1 408")
-    assert raw(server, b"").startswith(b"HTTP/1.1 408")
+    assert raw(server, b"") == b""  # nothing was asked, so nothing is answered
     endless = b"GET /health HTTP/1.1\r\nx-a: " + b"a" * (1 << 17)
     assert raw(server, endless).startswith(b"HTTP/1.1 431")
 

@@ -1,6 +1,7 @@
 """Real processes and sockets around fake bodies: tokens survive drops, restores and deaths."""
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 
 import pytest
@@ -153,10 +154,32 @@ def test_all_instances_dead_then_one_returns() -> None:
     with_cluster(story)
 
 
+def test_a_request_waits_since_it_arrived_at_the_front() -> None:
+    async def story(cluster: LocalCluster, client: Client) -> None:
+        outputs: list[TokenOutput] = []
+        done = asyncio.Event()
+
+        def deliver(output: TokenOutput) -> None:
+            outputs.append(output)
+            if output.finish_reason is not None:
+                done.set()
+
+        arrival_s = time.monotonic() - 1000.0
+        sampling = SamplingParams(max_tokens=2, temperature=0.0)
+        cluster.submit(Request(RequestId("early"), (1, 2, 3), sampling, arrival_s), deliver)
+        async with asyncio.timeout(30.0):
+            await done.wait()
+        assert outputs[0].queued_s is not None and outputs[0].queued_s >= 1000.0
+
+    with_cluster(story)
+
+
 def test_refusals() -> None:
     async def story(cluster: LocalCluster, client: Client) -> None:
         with pytest.raises(PromptTooLong, match=r"maximum context length is \d+ tokens"):
             client.submit("huge", prompt_tokens=MAX_LEN, max_tokens=10)
+        with pytest.raises(PromptTooLong):  # the last token counts, as in the HTTP front
+            client.submit("full", prompt_tokens=MAX_LEN, max_tokens=1)
         with pytest.raises(InvalidRequest, match="no group is dropped"):
             await cluster.restore()
         cluster.stop_admission()

@@ -1,4 +1,4 @@
-"""One output: order, repeats, ends, and text that does not depend on how tokens arrive."""
+"""One output: order, ends, and text that does not depend on how tokens arrive."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -26,14 +26,6 @@ def output(position: int, token_id: int | None, reason: FinishReason | None = No
 
 def tokens(text: str) -> list[int]:
     return list(BACKEND.encode(text).ids)
-
-
-def test_a_rerun_repeats_nothing() -> None:
-    one = choice()
-    ids = tokens("abc")
-    for position in (0, 1, 0, 1, 2):
-        one.absorb(output(position, ids[position]))
-    assert one.take().text == "abc" and one.num_tokens == 3
 
 
 def test_nothing_after_the_end() -> None:

@@ -55,7 +55,7 @@ def test_first_token_buckets_are_vllms() -> None:
 
 def test_a_request_is_timed_from_its_arrival() -> None:
     metrics = FrontMetrics(EchoEngine(), MODEL)
-    clock = metrics.arrived(request())
+    clock = metrics.timing(request())
     clock.token(100.5, 0.25)
     clock.token(100.7)
     clock.token(101.1)
@@ -79,7 +79,7 @@ def test_a_request_is_timed_from_its_arrival() -> None:
 
 def test_an_aborted_request_has_no_latency() -> None:
     metrics = FrontMetrics(EchoEngine(), MODEL)
-    metrics.arrived(request()).ended(FinishReason.ABORT, 101.0)
+    metrics.timing(request()).ended(FinishReason.ABORT, 101.0)
     got = scrape(metrics)
     assert got["vllm:e2e_request_latency_seconds_count", labels(engine="all")] == 0
 
@@ -178,7 +178,8 @@ def test_timeline_is_bounded_and_incremental() -> None:
     engine = EchoEngine()
     metrics = FrontMetrics(engine, MODEL)
     timeline = Timeline(metrics, period_s=1.0, kept_s=5.0)
-    metrics.arrived(request()).token(100.5)
+    metrics.accepted()
+    metrics.timing(request()).token(100.5)
     for _ in range(9):
         timeline.sample()
     run_now(engine.drop(None))

@@ -5,29 +5,30 @@ from typing import Any
 
 import pytest
 
+from kunserve.cluster.api import ServingLimits
 from kunserve.core.errors import InvalidRequest, PromptTooLong
 from kunserve.server.prompts import conversation_text, encode_prompts
-from kunserve.server.schema import ChatBody, parse_body
+from kunserve.server.schema import ChatBody, CompletionBody, parse_body
 from kunserve.server.text import TextCodec
 from tests.unit.server.tiny_tokenizer import tiny_tokenizer
 
 
 @pytest.fixture
 def codec() -> TextCodec:
-    return TextCodec(tiny_tokenizer(), max_model_len=100, inline_encode_chars=50)
+    return TextCodec(tiny_tokenizer(), max_model_len=100, inline_chars=50)
 
 
 @pytest.mark.parametrize("text", ["hello", "hello world " * 10])
 def test_threads_and_inline_agree(codec: TextCodec, text: str) -> None:
-    token_ids = asyncio.run(codec.encode(text, True))
+    token_ids = asyncio.run(codec.encode([text], True))[0]
     assert token_ids == tiny_tokenizer().backend_tokenizer.encode(text).ids
     assert codec.decode(token_ids) == text
-    codec.close()
+    codec.threads.close()
 
 
 def test_what_cannot_fit_is_not_encoded(codec: TextCodec) -> None:
     with pytest.raises(PromptTooLong, match="^This model's maximum context length is 100 tokens"):
-        asyncio.run(codec.encode("a" * 10_000_000, True))
+        asyncio.run(codec.encode(["a" * 10_000_000], True))
 
 
 def chat(codec: TextCodec, **body: Any) -> str:
@@ -62,7 +63,8 @@ def test_a_model_without_a_template_says_so() -> None:
 
 
 def test_prompts_keep_their_order(codec: TextCodec) -> None:
-    prompts = asyncio.run(encode_prompts(codec, ["b", "a" * 60, "c"], True, 400, 100))
+    body = CompletionBody(prompt=["b", "a" * 60, "c"])
+    prompts = asyncio.run(encode_prompts(codec, body, ServingLimits(100, 16, 400), 10))
     assert [codec.decode(one) for one in prompts] == ["b", "a" * 60, "c"]
 
 
