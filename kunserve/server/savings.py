@@ -1,12 +1,15 @@
 """What drops have saved: requests that run in memory which was weights before."""
 
+from collections.abc import Mapping
+
+from kunserve.core.ids import InstanceId
 from kunserve.core.layout import GroupLayout
 from kunserve.core.snapshots import ClusterState, InstanceSpec, LoadReport
 from kunserve.server.cluster_metrics import loads_by_group
 
 
 def requests_in_freed_memory(
-    layout: GroupLayout, load: LoadReport, specs: dict[int, InstanceSpec]
+    layout: GroupLayout, load: LoadReport, specs: Mapping[InstanceId, InstanceSpec]
 ) -> float:
     """Running requests of a group that its members could not hold undropped, an estimate.
 
@@ -38,8 +41,7 @@ class Savings:
             self.request_s += self.num_requests * max(0.0, state.now_s - self._last_s)
         self._last_s = state.now_s
         specs = {instance.spec.instance_id: instance.spec for instance in state.instances}
-        self.num_requests = sum(
-            requests_in_freed_memory(layout, load, specs)
-            for layout, load in loads_by_group(state)
-            if load is not None and all(member in specs for member in layout.members)
-        )
+        self.num_requests = 0.0
+        for layout, load in loads_by_group(state):
+            if load is not None and all(member in specs for member in layout.members):
+                self.num_requests += requests_in_freed_memory(layout, load, specs)
