@@ -120,9 +120,13 @@ class InstanceLoop:
 
     def _look(self) -> float:
         """Let the stage clock see what the group does now; returns the time."""
-        seat, now_s = self._agent.seat, time.monotonic()
-        num_in_flight = None if seat.scheduler is None else seat.scheduler.num_in_flight
-        self._clock.look(seat.layout, num_in_flight, now_s)
+        membership, now_s = self._agent.membership, time.monotonic()
+        if membership is None:
+            self._clock.look(None, None, now_s)
+        else:
+            scheduler = membership.scheduler
+            num_in_flight = None if scheduler is None else scheduler.num_in_flight
+            self._clock.look(membership.layout, num_in_flight, now_s)
         return now_s
 
     def _wait(self) -> None:

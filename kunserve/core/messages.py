@@ -422,11 +422,19 @@ class ExchangeProgress:
 
 
 @dataclass(frozen=True, slots=True)
+class LayersDropped:
+    """A restore is off: the member holds no other layers than before it. To its leader."""
+
+    transition_id: TransitionId
+    instance_id: InstanceId
+
+
+@dataclass(frozen=True, slots=True)
 class OfferKv:
     """A running request's blocks that will not change any more, for the target to pull.
 
-    The first offer of a migration asks it to set memory aside; ``KvMoved`` is a yes and says how
-    far it has them, ``KvDropped`` is a no.
+    The first offer of a migration asks it to set memory aside. The answer is ``OfferTaken`` or
+    ``OfferRefused``.
     """
 
     migration_id: TransitionId
@@ -443,6 +451,21 @@ class OfferKv:
 
 
 @dataclass(frozen=True, slots=True)
+class OfferTaken:
+    """The target of a migration has the request's blocks [0, end_block)."""
+
+    migration_id: TransitionId
+    end_block: int
+
+
+@dataclass(frozen=True, slots=True)
+class OfferRefused:
+    """The target of a migration takes nothing, or nothing more, and has freed what it had."""
+
+    migration_id: TransitionId
+
+
+@dataclass(frozen=True, slots=True)
 class WithdrawKv:
     """The migrating request stays where it is, or has ended."""
 
@@ -456,7 +479,10 @@ PeerMessage: TypeAlias = (
     | KvMoved
     | KvDropped
     | ExchangeProgress
+    | LayersDropped
     | OfferKv
+    | OfferTaken
+    | OfferRefused
     | WithdrawKv
     | LoadLayers
     | Submit
