@@ -49,6 +49,8 @@ from kunserve.transport.channel import FrontChannel
 logger = logging.getLogger(__name__)
 
 TICK_S = 0.1
+SETTLE_S = 10.0
+"""How long a restore by hand waits for transitions under way and for leaders' first reports."""
 STUCK_S = 60.0
 """A group with work that completes no step for this long is stuck."""
 MAX_RESPAWNS = 5
@@ -307,6 +309,11 @@ class LocalCluster:
 
     async def restore(self) -> str:
         """See ``EngineClient``."""
+        try:
+            async with asyncio.timeout(SETTLE_S):
+                await self._until(lambda: self._controller.is_settled)
+        except TimeoutError:
+            logger.warning("restore asked for while groups still change")
         begun = self._controller.force_restore(time.monotonic())
         self._flush()
         ids = [item for item in begun if not isinstance(item, Postponed)]

@@ -9,7 +9,7 @@ from typing import NamedTuple, TypeAlias
 
 from kunserve.core.ids import GroupId, InstanceId, RequestId, TransitionId
 from kunserve.core.layout import GroupLayout, LayerRange
-from kunserve.core.load import LoadReport
+from kunserve.core.load import NOTHING_DONE, LeaderTotals, LoadReport
 from kunserve.core.request import FinishReason, Request, TokenLogprobs
 from kunserve.core.snapshots import InstanceSpec, StageTime
 from kunserve.core.step import StepPlan, StepResult
@@ -295,6 +295,8 @@ class Committed:
     """From the end of the last step in the old group to readiness in the new one."""
     sequences: tuple[RequestId, ...]
     """Requests that the instance leads now; empty on a follower."""
+    totals: LeaderTotals = NOTHING_DONE
+    """All that the instance has done as a leader: one that becomes a follower reports no more."""
 
 
 @dataclass(frozen=True, slots=True)

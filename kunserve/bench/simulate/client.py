@@ -156,7 +156,7 @@ def sample_of(state: ClusterState, time_s: float) -> ServerSample:
         kv_usage=used / capacity if capacity else None,
         num_running=float(sum(load.num_running for load in state.loads)),
         num_waiting=float(sum(load.num_waiting for load in state.loads)),
-        num_preemptions=float(sum(load.num_preemptions for load in state.loads)),
+        num_preemptions=float(sum(one.totals.num_preemptions for one in state.instances)),
         kv_used_blocks=float(used),
         kv_capacity_blocks=float(capacity),
         kv_demand_blocks=float(sum(load.demand_blocks for load in state.loads)),

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from kunserve.control.group.ledger import Ledger
 from kunserve.control.group.sequence import Progress, Sequence, WaitingQueue
 from kunserve.core.ids import GroupId
-from kunserve.core.load import LoadReport
+from kunserve.core.load import LeaderTotals, LoadReport
 
 PRIOR_OUTPUT_TOKENS = 256.0
 """Expected output before anything has finished: about the mean of published chat traces."""
@@ -24,6 +24,12 @@ class SchedulerTotals:
     generation_tokens: int = 0
     mean_output_tokens: float = PRIOR_OUTPUT_TOKENS
     """Exponentially weighted over finished requests."""
+
+    def so_far(self) -> LeaderTotals:
+        """As a value."""
+        return LeaderTotals(
+            self.num_preemptions, self.lost_tokens, self.prompt_tokens, self.generation_tokens
+        )
 
     def note_preemption(self, lost_tokens: int) -> None:
         """A request lost its place among the running, and so much KV."""
