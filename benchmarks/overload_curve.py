@@ -14,12 +14,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+from kunserve.bench.versus import Result, System, run_systems, table, violations
 from matplotlib.figure import Figure
 
 from kunserve.bench.plot import plot_comparison
 from kunserve.bench.runfile import write_run
 from kunserve.bench.timeline import whole_bubbles
-from kunserve.bench.versus import Result, System, run_systems, table, violations
 from kunserve.workload.bursty import bursty_workload
 from kunserve.workload.lengths import burstgpt_lengths, scale_lengths
 from kunserve.workload.traces import read_azure

@@ -14,10 +14,11 @@ import json
 import urllib.request
 from pathlib import Path
 
+from kunserve.bench.versus import Result, System, run_systems, table
+
 from benchmarks.lookahead import lengths_of
 from kunserve.bench.runfile import write_run
 from kunserve.bench.timeline import whole_bubbles
-from kunserve.bench.versus import Result, System, run_systems, table
 from kunserve.workload.lengths import clip_total
 from kunserve.workload.workload import Lengths, Workload
 
