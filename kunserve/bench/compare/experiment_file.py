@@ -3,19 +3,19 @@
 import dataclasses
 import tomllib
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar, get_type_hints
 
 import msgspec
 
 from kunserve.bench.compare.experiment import Experiment, World
-from kunserve.bench.compare.settings import RealSetup, SimulatedSetup, WorkloadSettings
+from kunserve.bench.compare.settings import RealSetup, SimulatedSetup
 from kunserve.core.errors import ConfigError
 
 _PATHS = {"workload": ("trace", "lengths"), "setup": ("profile",)}
 """Settings that name a file."""
 _RENAMED = {"compare": "systems", "sweep": "loads", "load": "workload"}
 """Keys of older files, and what they are called now."""
-Values = dict[str, object]
+Values = dict[str, Any]
 _T = TypeVar("_T")
 
 
@@ -36,8 +36,9 @@ def read_experiment(path: Path) -> Experiment:
         setup = _converted(path, given, RealSetup, "setup")
     else:
         setup = _converted(path, given, SimulatedSetup, "setup")
-    experiment = _converted(path, values, Experiment, "")
-    return dataclasses.replace(experiment, setup=setup)
+    kinds = get_type_hints(Experiment)
+    fields = {name: _converted(path, value, kinds[name], name) for name, value in values.items()}
+    return Experiment(setup=setup, **fields)
 
 
 def _merged(path: Path, users: tuple[Path, ...]) -> Values:
@@ -70,7 +71,6 @@ def _read(path: Path) -> Values:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: {error}") from None
     _check_keys(path, values, Experiment, "world", "base")
-    _check_keys(path, values.get("workload", {}), WorkloadSettings)
     for table, names in _PATHS.items():
         settings = values.get(table)
         if not isinstance(settings, dict):
@@ -96,10 +96,11 @@ def _check_keys(path: Path, values: object, kind: type, *more: str) -> None:
             raise ConfigError(f"{path}: unknown setting {key!r}; {hint}")
 
 
-def _converted(path: Path, values: object, kind: type[_T], table: str) -> _T:
-    _check_keys(path, values, kind)
+def _converted(path: Path, value: object, kind: type[_T], name: str) -> _T:
+    """One of the file's keys as what it stands for."""
+    if dataclasses.is_dataclass(kind):
+        _check_keys(path, value, kind)
     try:
-        return msgspec.convert(values, kind, dec_hook=lambda to, value: to(value), strict=True)
+        return msgspec.convert(value, kind, dec_hook=lambda to, text: to(text), strict=True)
     except msgspec.ValidationError as error:
-        place = f" in [{table}]" if table else ""
-        raise ConfigError(f"{path}{place}: {error}") from None
+        raise ConfigError(f"{path}, {name}: {error}") from None
