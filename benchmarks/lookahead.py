@@ -14,8 +14,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.report import Report, Setting
-from kunserve.bench.simulate.run import Scenario, SimResult, simulate
-from kunserve.bench.simulate.systems import SimSystem, find_system
+from kunserve.bench.compare.simulated.scenario import Scenario
+from kunserve.bench.compare.simulated.simulation import SimResult, simulate
+from kunserve.bench.compare.systems import System, find_system
 from kunserve.core.config import SchedulerConfig
 from kunserve.sim.costs import profile_times
 from kunserve.sim.devices import find_device
@@ -40,7 +41,7 @@ def queue_of(name: str, count: int, seed: int) -> Workload:
     return build_workload(recipe)
 
 
-def run(system: SimSystem, num_stages: int, budget_tokens: int, queue: Workload) -> SimResult:
+def run(system: System, num_stages: int, budget_tokens: int, queue: Workload) -> SimResult:
     """The queue through one pipeline."""
     profile = gpu_profile(find_model("Qwen/Qwen2.5-14B"), find_device("a800"))
     cost = profile_times(profile.times, profile.spec.num_layers, budget_tokens)

@@ -10,21 +10,20 @@ as busy. `benchmarks.lookahead` asks the same of simulated pipelines.
 """
 
 import argparse
-import json
 import sys
-import urllib.request
 from pathlib import Path
 
 from benchmarks.report import Report, Setting
+from kunserve.bench.compare.real import RealRun, run_system
+from kunserve.bench.compare.settings import RealSetup
+from kunserve.bench.compare.systems import find_system
 from kunserve.bench.timeline import whole_bubbles
-from kunserve.bench.versus import Result, System, run_systems
 from kunserve.workload.data.catalog import locate
 from kunserve.workload.lengths import clip_total, sample_lengths
 from kunserve.workload.traces import read_lengths
 from kunserve.workload.workload import Lengths, Workload
 
-MODEL = "smollm2-135m"
-DROP_TIMEOUT_S = 60.0
+SYSTEMS = ("static-pp-lookahead", "static-pp")
 
 
 def queue_of(name: str, count: int, options: argparse.Namespace) -> Workload:
@@ -36,42 +35,14 @@ def queue_of(name: str, count: int, options: argparse.Namespace) -> Workload:
     return Workload((0.0,) * count, clip_total(lengths, options.max_total_tokens), "all at once")
 
 
-def systems_of(options: argparse.Namespace) -> list[System]:
-    """The same servers but for formation. Nothing drops or restores by itself."""
-    common: tuple[str, ...] = (
-        *(MODEL, "--num-instances", "2", "--num-threads", "1"),
-        *("--instance-memory", options.instance_memory, "--overload-policy", "recompute"),
-        *("--max-num-batched-tokens", str(options.max_num_batched_tokens), "--enable-admin"),
-    )
-    if options.profile is not None:
-        common = (*common, "--profile", str(options.profile))
-    return [
-        System("lookahead", common),
-        System("no-lookahead", (*common, "--no-lookahead")),
-    ]
-
-
-def drop(url: str) -> None:
-    """Make one pipeline of the two instances."""
-    request = urllib.request.Request(
-        f"{url}/kunserve/drop",
-        data=b"{}",
-        headers={"content-type": "application/json"},
-        method="POST",
-    )
-    with urllib.request.urlopen(request, timeout=DROP_TIMEOUT_S) as answer:
-        state = json.load(answer)["state"]
-    assert len(state["groups"]) == 1, state["groups"]
-
-
-def queued_bubbles(result: Result) -> float | None:
+def queued_bubbles(result: RealRun) -> float | None:
     """Bubbles until the last request was admitted: while there was a queue to look ahead over."""
     samples = result.run.samples
     queued = [index for index, sample in enumerate(samples) if sample.num_waiting]
     return whole_bubbles(samples[: queued[-1] + 1]) if queued else None
 
 
-def describe(report: Report, result: Result, queue: str, round_number: int) -> None:
+def describe(report: Report, result: RealRun, queue: str, round_number: int) -> None:
     """What one system did with one queue."""
     metrics = result.metrics
     case: dict[str, Setting] = {"queue": queue, "system": result.run.label, "round": round_number}
@@ -102,13 +73,24 @@ def main() -> None:
     options = parser.parse_args()
     counts = {"longbench": options.num_long, "sharegpt": options.num_chat}
     queues = {name: queue_of(name, count, options) for name, count in counts.items() if count}
-    with Report("pipeline_bubbles", model=MODEL, budget=options.max_num_batched_tokens) as report:
+    setup = RealSetup(
+        instance_memory=options.instance_memory,
+        max_num_batched_tokens=options.max_num_batched_tokens,
+        profile=options.profile,
+    )
+    with Report(
+        "pipeline_bubbles", model=setup.model, budget=setup.max_num_batched_tokens
+    ) as report:
         for number in range(options.rounds):
             for name, queue in queues.items():
-                print(f"round {number}: {queue.provenance}", file=sys.stderr, flush=True)
-                results = run_systems(systems_of(options), queue, seed=options.seed, prepare=drop)
-                for result in results:
-                    describe(report, result, name, number)
+                for label in SYSTEMS:
+                    found = run_system(find_system(label), setup, queue, seed=options.seed, say=say)
+                    describe(report, found, name, number)
+
+
+def say(text: str) -> None:
+    """Progress, beside the figures."""
+    print(text, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

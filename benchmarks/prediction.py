@@ -38,10 +38,11 @@ from benchmarks.traced_steps import (
     predicted_s,
     read_steps,
 )
+from kunserve.bench.compare.simulated.scenario import Scenario
+from kunserve.bench.compare.simulated.simulation import simulate
+from kunserve.bench.compare.systems import find_system
 from kunserve.bench.metrics import RunMetrics, compute_metrics
 from kunserve.bench.runfile import Run, read_run
-from kunserve.bench.simulate.run import Scenario, simulate
-from kunserve.bench.simulate.systems import find_system
 from kunserve.core.config import KunServeConfig
 from kunserve.core.cost import CostCoefficients
 from kunserve.model.profile import Profile, read_profile

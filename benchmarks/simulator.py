@@ -14,9 +14,10 @@ import time
 import numpy as np
 
 from benchmarks.report import Report, Setting
-from kunserve.bench.simulate.run import Scenario, simulate
-from kunserve.bench.simulate.settings import Load, Setup, build_scenario
-from kunserve.bench.simulate.systems import find_system
+from kunserve.bench.compare.settings import SimulatedSetup, WorkloadSettings, workload_of
+from kunserve.bench.compare.simulated.scenario import Scenario, build_scenario
+from kunserve.bench.compare.simulated.simulation import simulate
+from kunserve.bench.compare.systems import find_system
 from kunserve.workload.workload import Lengths, Workload
 
 TARGETS_S = {(8, 640.0): 10.0, (1000, 60.0): 300.0}
@@ -24,9 +25,9 @@ TARGETS_S = {(8, 640.0): 10.0, (1000, 60.0): 300.0}
 
 def scenario(num_instances: int, duration_s: float, rate: float) -> Scenario:
     """Arrivals of the built-in window; lengths drawn around LongBench's means."""
+    window = WorkloadSettings(rate=rate * num_instances, duration_s=duration_s)
     made = build_scenario(
-        Setup(num_instances=num_instances),
-        Load(rate=rate * num_instances, duration_s=duration_s),
+        SimulatedSetup(num_instances=num_instances), workload_of(window, 1.0, seed=0)
     )
     arrivals = made.workload.arrival_s
     rng = np.random.default_rng(0)

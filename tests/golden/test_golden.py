@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 import kunserve.control.cluster.overload as overload
-from kunserve.bench.simulate.run import simulate
-from kunserve.bench.simulate.systems import find_system
+from kunserve.bench.compare.simulated.simulation import simulate
+from kunserve.bench.compare.systems import find_system
 from kunserve.core.ids import GroupId
 from kunserve.policy.restore import Postponed, plan_restore
 from tests.golden.event_log import EventLog

@@ -1,4 +1,4 @@
-'''Comparisons: several systems under the same requests, in the real or in the simulated world.
+"""Comparisons: several systems under the same requests, in the real or in the simulated world.
 
 One `System`, one result record, one table, one set of figures and one report serve both worlds.
 ``kunserve demo``, ``kunserve simulate`` and ``kunserve compare FILE.toml`` all end here.
@@ -46,4 +46,4 @@ load, seed, round, digest of settings and workload). A run whose key is there is
 
 ``RunResult.percentile_s("ttft", 99.0)`` is one number of one run; `table.cells` gives the median
 over seeds and rounds with its range.
-'''
+"""

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
-
 from kunserve.bench.command import bench_command
+
 from kunserve.bench.runfile import read_run
 
 QUICK = ["--num-prompts", "6", "--random-input-len", "8", "--random-output-len", "4"]

@@ -6,8 +6,6 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
-
-from kunserve.bench.runfile import read_run
 from kunserve.bench.simulate import jobs
 from kunserve.bench.simulate.command import simulate_command
 from kunserve.bench.simulate.jobs import Job, WorkerDied, run_jobs
@@ -18,6 +16,8 @@ from kunserve.bench.simulate.settings import (
     build_scenario,
     read_experiment,
 )
+
+from kunserve.bench.runfile import read_run
 from kunserve.core.errors import ConfigError
 from tests.chrome_trace import check_trace
 

@@ -14,7 +14,7 @@ from benchmarks.report import Report
 ROOT = FOLDER.parent
 
 
-@pytest.mark.parametrize("name", sorted(benchmarks().keys() - {"overload_curve"}))
+@pytest.mark.parametrize("name", benchmarks())
 def test_a_benchmark_says_what_it_asks_and_how_it_is_called(name: str) -> None:
     text = ast.get_docstring(ast.parse((FOLDER / f"{name}.py").read_text()))
     assert text is not None

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from kunserve.bench.records import RequestRecord, ServerSample
 from kunserve.core.ids import RequestId
 from kunserve.core.messages import TokenOutput
-from kunserve.core.request import Request, SamplingParams
+from kunserve.core.request import FinishReason, Request, SamplingParams
 from kunserve.core.snapshots import ClusterState
 from kunserve.sim.cluster import SimCluster
 from kunserve.sim.events import EventHeap
@@ -14,6 +14,8 @@ from kunserve.workload.workload import Workload, WorkloadRequest
 
 SAMPLE_PERIOD_S = 0.5
 SERVER = "simulated"
+_WHOLE = (FinishReason.STOP, FinishReason.LENGTH)
+"""How a response ends that counts as completed."""
 
 
 @dataclass(slots=True)
@@ -81,7 +83,8 @@ class SimClient:
             entry.token_times_s.append(now_s)
         if token.finish_reason is not None:
             del self._open[token.request_id]
-            error = None if entry.token_times_s else f"ended by {token.finish_reason}"
+            is_whole = token.finish_reason in _WHOLE and bool(entry.token_times_s)
+            error = None if is_whole else f"ended by {token.finish_reason}"
             self._record(entry, now_s, str(token.finish_reason), error)
 
     def give_up(self, reason: str) -> None:

@@ -1,7 +1,6 @@
-"""Runs side by side: each system at each load is a process's work, and one bar shows them all."""
+"""Simulated runs side by side: each is a process's work, and one bar shows them all."""
 
 import multiprocessing
-import os
 import signal
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -14,9 +13,11 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from kunserve.bench.simulate.chrome_trace import StepTrace
-from kunserve.bench.simulate.run import Scenario, SimResult, simulate
-from kunserve.bench.simulate.systems import find_system
+from kunserve.bench.compare.experiment import Place
+from kunserve.bench.compare.simulated.scenario import Scenario
+from kunserve.bench.compare.simulated.simulation import SimResult, simulate
+from kunserve.bench.compare.simulated.step_trace import StepTrace
+from kunserve.bench.compare.systems import find_system
 from kunserve.core.errors import KunServeError
 
 _LOOK_S = 0.2
@@ -30,24 +31,20 @@ class WorkerDied(KunServeError):
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One system under one load."""
+    """One run to come."""
 
-    label: str
+    place: Place
     scenario: Scenario
+    digest: str = ""
     trace_to: Path | None = None
     """Where a Chrome trace goes."""
 
 
-def num_jobs_at_once(num_jobs: int, limit: int | None) -> int:
-    """As many as there are cores, unless a limit is given."""
-    return max(1, min(num_jobs, len(os.sched_getaffinity(0)) if limit is None else limit))
-
-
-def run_jobs(jobs: Sequence[Job], num_processes: int) -> Iterator[SimResult]:
-    """Results in the order of the jobs. Raises WorkerDied, and what a job raises."""
+def run_jobs(jobs: Sequence[Job], num_processes: int) -> Iterator[tuple[Job, SimResult]]:
+    """Each job's result as soon as it is there. Raises WorkerDied, and what a job raises."""
     bar = _Bar(f"{len(jobs)} runs", sum(len(job.scenario.workload) for job in jobs))
     results = (
-        (_run(job, bar.advance) for job in jobs)
+        ((job, _run(job, bar.advance)) for job in jobs)
         if num_processes == 1
         else _run_side_by_side(jobs, num_processes, bar)
     )
@@ -57,30 +54,30 @@ def run_jobs(jobs: Sequence[Job], num_processes: int) -> Iterator[SimResult]:
         yield result
 
 
-def _run_side_by_side(jobs: Sequence[Job], num_processes: int, bar: "_Bar") -> Iterator[SimResult]:
+def _run_side_by_side(
+    jobs: Sequence[Job], num_processes: int, bar: "_Bar"
+) -> Iterator[tuple[Job, SimResult]]:
     context = multiprocessing.get_context("spawn")
     ended = context.Value("Q", 0)
-    left = deque(enumerate(jobs))
-    running: dict[Connection, tuple[int, BaseProcess]] = {}
-    results: dict[int, SimResult] = {}
+    left = deque(jobs)
+    running: dict[Connection, tuple[Job, BaseProcess]] = {}
     try:
-        for number in range(len(jobs)):
-            while number not in results:
-                while left and len(running) < num_processes:
-                    index, job = left.popleft()
-                    ours, theirs = context.Pipe(duplex=False)
-                    process: BaseProcess = context.Process(
-                        target=_work, args=(job, ended, theirs), daemon=True
-                    )
-                    process.start()
-                    theirs.close()
-                    running[ours] = index, process
-                for connection in wait(list(running), timeout=_LOOK_S):
-                    assert isinstance(connection, Connection)
-                    index, _ = running.pop(connection)
-                    results[index] = _received(connection)
-                bar.show(ended.value)
-            yield results.pop(number)
+        while left or running:
+            while left and len(running) < num_processes:
+                job = left.popleft()
+                ours, theirs = context.Pipe(duplex=False)
+                process: BaseProcess = context.Process(
+                    target=_work, args=(job, ended, theirs), daemon=True
+                )
+                process.start()
+                theirs.close()
+                running[ours] = job, process
+            done = wait(list(running), timeout=_LOOK_S)
+            bar.show(ended.value)
+            for connection in done:
+                assert isinstance(connection, Connection)
+                job, _ = running.pop(connection)
+                yield job, _received(connection)
     finally:
         for _, process in running.values():
             process.terminate()
@@ -127,7 +124,7 @@ def _work(job: Job, ended: Any, connection: Connection) -> None:
 def _run(job: Job, ended: Callable[[], None]) -> SimResult:
     trace = None if job.trace_to is None else StepTrace()
     result = simulate(
-        find_system(job.label), job.scenario, watcher=trace, ended=lambda record: ended()
+        find_system(job.place.system), job.scenario, watcher=trace, ended=lambda record: ended()
     )
     if trace is not None and job.trace_to is not None:
         trace.write(job.trace_to, result.transitions)

@@ -1,4 +1,4 @@
-"""``kunserve bench``: the flags, and nothing else. What they start is in `experiment`.
+"""``kunserve bench``: the flags, and nothing else. What they start is in `run`.
 
 Heavy imports happen when the command runs, so that ``kunserve --help`` stays fast.
 """
@@ -149,6 +149,6 @@ def bench_command(ctx: click.Context, /, **flags: Any) -> None:
     are taken at the client. Flags, JSON keys and report are those of `vllm bench serve`; any
     server with /v1/completions or /v1/chat/completions will do.
     """
-    from kunserve.bench.experiment import run_command
+    from kunserve.bench.run import run_command
 
     ctx.exit(run_command(flags))

@@ -3,44 +3,25 @@
 import contextlib
 import gc
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
+from kunserve.bench.compare.simulated.scenario import Scenario, config_of, world_of
+from kunserve.bench.compare.simulated.sim_client import SimClient
+from kunserve.bench.compare.systems import System
 from kunserve.bench.metrics import RunMetrics, compute_metrics
 from kunserve.bench.records import RequestRecord
 from kunserve.bench.runfile import Run
-from kunserve.bench.simulate.client import SimClient
-from kunserve.bench.simulate.systems import SimSystem, config_of, world_of
-from kunserve.core.config import SchedulerConfig, ServerConfig
 from kunserve.core.errors import ConfigError
 from kunserve.core.ids import InstanceId
 from kunserve.core.snapshots import TransitionRecord
-from kunserve.sim.cluster import SimCluster, Watcher, WorldConfig
+from kunserve.sim.cluster import SimCluster, Watcher
 from kunserve.sim.events import EventHeap
-from kunserve.sim.profile import InstanceProfile
-from kunserve.workload.workload import Workload
 
 LEAD_S = 5.0
 """Virtual time before the first request, in which instances form their groups."""
 DRAIN_S = 30.0
 STALL_S = 600.0
 """Virtual time without the end of a request after which the rest has failed."""
-
-
-@dataclass(frozen=True, slots=True)
-class Scenario:
-    """Everything that the compared systems have in common."""
-
-    profile: InstanceProfile
-    num_instances: int
-    workload: Workload
-    scheduler: SchedulerConfig
-    world: WorldConfig = field(default_factory=WorldConfig)
-    kills: tuple[tuple[float, int], ...] = ()
-    """(seconds since the first request could come, instance) of each death."""
-    host_bytes: int | None = None
-    """Host memory of each instance for swapped KV; None is no limit."""
-    server: ServerConfig = field(default_factory=ServerConfig)
-    """For the limits of its queue."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +50,7 @@ class SimResult:
 
 
 def simulate(
-    system: SimSystem,
+    system: System,
     scenario: Scenario,
     *,
     watcher: Watcher | None = None,
@@ -97,7 +78,7 @@ def _without_collector() -> Iterator[None]:
 
 
 def _simulate(
-    system: SimSystem,
+    system: System,
     scenario: Scenario,
     watcher: Watcher | None,
     ended: Callable[[RequestRecord], None],
@@ -142,9 +123,7 @@ def _simulate(
     return result
 
 
-def _form_groups(
-    cluster: SimCluster, heap: EventHeap, system: SimSystem, num_instances: int
-) -> None:
+def _form_groups(cluster: SimCluster, heap: EventHeap, system: System, num_instances: int) -> None:
     """Let instances come up; pair them where the system wants pipelines from the start."""
     while heap.now_s() < 1.0:
         heap.step()
@@ -157,11 +136,11 @@ def _form_groups(
             heap.step()
         stages = {len(g.layout.stages) for g in cluster.controller.placement.groups.values()}
         if stages != {system.pipeline_stages}:
-            raise ConfigError(f"{system.label}: groups of {sorted(stages)} stages came about")
+            raise ConfigError(f"{system.name}: groups of {sorted(stages)} stages came about")
 
 
 def _result(
-    system: SimSystem,
+    system: System,
     scenario: Scenario,
     cluster: SimCluster,
     client: SimClient,
@@ -172,13 +151,13 @@ def _result(
     totals = cluster.totals
     duration_s = client.end_s
     run = Run(
-        label=system.label,
+        label=system.name,
         provenance=scenario.workload.provenance,
         duration_s=duration_s,
         records=tuple(sorted(client.records, key=lambda record: record.number)),
         samples=tuple(client.samples),
         config=(
-            ("system", system.label),
+            ("system", system.name),
             ("model", scenario.profile.model.name),
             ("num_instances", scenario.num_instances),
             ("num_gpus", scenario.profile.num_gpus),
