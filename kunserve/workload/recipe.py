@@ -42,8 +42,6 @@ class Recipe:
     """The trace, or for ``lengths`` the CSV of lengths: a file, or a name of `workload.data`."""
     lengths_path: Path | None = None
     """A CSV, or a name, whose lengths replace those of the dataset, drawn with replacement."""
-    burstgpt_lengths: bool = False
-    """The fit to BurstGPT's published means replaces a trace's lengths (a bursty window has it)."""
     num_prompts: int | None = None
     """Requests at most. None: 1000, or all that a trace or the bursty window has."""
     request_rate: float | None = None
@@ -93,9 +91,6 @@ def build_workload(recipe: Recipe) -> Workload:
     if recipe.lengths_path is not None and recipe.dataset is not Dataset.LENGTHS:
         drawn = _lengths(recipe, recipe.lengths_path, len(workload))
         workload = transform.with_lengths(workload, drawn)
-    elif recipe.burstgpt_lengths:
-        fitted = lens.burstgpt_lengths(len(workload), recipe.seed)
-        workload = transform.with_lengths(workload, fitted)
     elif recipe.max_total_tokens is not None and recipe.dataset is not Dataset.LENGTHS:
         raise ConfigError("max_total_tokens applies to lengths read from a file (lengths_path)")
     scaled = lens.scale_lengths(workload.lengths, recipe.length_scale)
@@ -201,10 +196,6 @@ def _refuse_what_does_not_apply(recipe: Recipe) -> None:
     if given:
         hint = ": a trace replays its own arrivals" if recipe.dataset.is_trace else ""
         raise ConfigError(f"{given[0]} does not apply to dataset {recipe.dataset}{hint}")
-    if recipe.burstgpt_lengths and recipe.lengths_path is not None:
-        raise ConfigError(
-            "lengths come from a file (lengths_path) or from burstgpt_lengths, not both"
-        )
     drawn = recipe.dataset in (Dataset.RANDOM, Dataset.LENGTHS)
     if drawn and _all_at_once(recipe) and recipe.burstiness is not None:
         raise ConfigError("burstiness needs a finite request_rate")
@@ -218,7 +209,6 @@ _ARRIVALS = frozenset({"request_rate", "burstiness"})
 _RANDOM = frozenset({"random_input_tokens", "random_output_tokens", "random_range_ratio"})
 _TRACE = frozenset(
     {
-        "burstgpt_lengths",
         "dataset_path",
         "trace_start_s",
         "trace_end_s",

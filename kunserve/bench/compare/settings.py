@@ -71,8 +71,6 @@ class WorkloadSettings:
     """A trace with arrivals: a file, or a data set's name. None: the built-in bursty window."""
     lengths: Path | None = None
     """A CSV or a data set whose lengths replace those of the trace."""
-    burstgpt_lengths: bool = False
-    """A fit to BurstGPT's mean lengths replaces those of the trace; the built-in window has it."""
     format: str | None = None
     """Of the trace; told from its name when None."""
     rate: float = 8.0
@@ -135,7 +133,6 @@ def _content(value: object) -> object:
 def _recipe(settings: WorkloadSettings, load: float, seed: int) -> Recipe:
     shared = Recipe(
         spike_factor=settings.spike_factor,
-        burstgpt_lengths=settings.burstgpt_lengths,
         lengths_path=settings.lengths,
         max_total_tokens=settings.max_total_tokens,
         length_scale=settings.length_scale,

@@ -131,7 +131,8 @@ def test_a_milder_spike_leaves_more_for_the_rest_of_the_window() -> None:
 
 
 def test_burstgpt_lengths_replace_those_of_a_trace(azure: Path) -> None:
-    workload = build_workload(Recipe(Dataset.AZURE, azure, burstgpt_lengths=True, trace_scale=100))
+    recipe = Recipe(Dataset.AZURE, azure, lengths_path=Path("burstgpt-like"), trace_scale=100)
+    workload = build_workload(recipe)
     mean_tokens = sum(workload.input_tokens) / len(workload)
     assert len(workload) == 100 and 400 < mean_tokens < 900
     assert "BurstGPT's means" in workload.provenance
@@ -167,10 +168,8 @@ def test_lengths_and_timed_traces(tmp_path: Path, lengths: Path) -> None:
         (Recipe(Dataset.AZURE, Path("x"), request_rate=3.0), "replays its own arrivals"),
         (Recipe(Dataset.AZURE, Path("x"), trace_model="GPT-4"), "trace_model"),
         (Recipe(Dataset.LENGTHS), "CSV"),
-        (Recipe(burstgpt_lengths=True), "burstgpt_lengths does not apply"),
         (Recipe(Dataset.BURSTY, spike_factor=0.5), "at least 1 times the base rate"),
         (Recipe(Dataset.AZURE, Path("x"), spike_factor=2.0), "spike_factor does not apply"),
-        (Recipe(Dataset.AZURE, Path("x"), lengths_path=Path("y"), burstgpt_lengths=True), "both"),
         (Recipe(Dataset.BURSTY, request_rate=float("inf")), "finite"),
         (Recipe(Dataset.BURSTY, request_rate=0.0, num_prompts=3), "request rate"),
         (Recipe(Dataset.BURSTY, random_input_tokens=3), "random_input_tokens"),
