@@ -8,14 +8,16 @@ from typing import Any
 
 import click
 
+from kunserve.bench.config import BenchConfig
 from kunserve.bench.options import GroupedCommand, option
 
-_server = option("Server")
-_workload = option("Workload")
-_random = option("Workload: random lengths")
-_trace = option("Workload: traces")
-_client = option("Client")
-_report = option("Report")
+_CONFIG = BenchConfig()
+_server = option("Server", _CONFIG)
+_workload = option("Workload", _CONFIG)
+_random = option("Workload: random lengths", _CONFIG)
+_trace = option("Workload: traces", _CONFIG)
+_client = option("Client", _CONFIG)
+_report = option("Report", _CONFIG)
 
 _DATASETS = ["random", "lengths", "bursty", "burstgpt", "azure", "mooncake", "timed_trace"]
 _FILE = click.Path(dir_okay=False, path_type=Path)
@@ -46,12 +48,12 @@ Examples
     epilog=_EPILOG,
     context_settings={"max_content_width": 100, "help_option_names": ["-h", "--help"]},
 )
-@_server("--backend", type=click.Choice(["openai", "openai-chat"]), default="openai",
-         show_default=True, help="openai: /v1/completions; openai-chat: /v1/chat/completions.")
+@_server("--backend", type=click.Choice(["openai", "openai-chat"]),
+         help="openai: /v1/completions; openai-chat: /v1/chat/completions.")
 @_server("--base-url", "base_urls", many=True, metavar="URL...",
          help="Server address, such as http://127.0.0.1:8000. Several take turns.")
-@_server("--host", default="127.0.0.1", show_default=True, help="Used without --base-url.")
-@_server("--port", type=click.IntRange(1, 65535), default=8000, show_default=True,
+@_server("--host", help="Used without --base-url.")
+@_server("--port", type=click.IntRange(1, 65535),
          help="Used without --base-url.")
 @_server("--endpoint", default=None, metavar="PATH",
          help="Path of the API; the default follows --backend.")
@@ -60,9 +62,9 @@ Examples
          help="Sent as a Bearer token. [env: OPENAI_API_KEY]")
 @_server("--metrics-url", "metrics_urls", many=True, metavar="URL...",
          help="Prometheus pages to sample; default: /metrics of each server. 'none' turns it off.")
-@_server("--ready-check-timeout-sec", type=click.FloatRange(min=0), default=30, show_default=True,
+@_server("--ready-check-timeout-sec", type=click.FloatRange(min=0),
          help="How long to wait for the servers to answer.")
-@_workload("--dataset-name", type=click.Choice(_DATASETS), default="random", show_default=True,
+@_workload("--dataset-name", type=click.Choice(_DATASETS),
            help="random, lengths: drawn lengths at --request-rate; bursty: a built-in window "
            "with two overload spikes; the others replay a file at its own times.")
 @_workload("--dataset-path", type=_FILE, help="The trace; for lengths, a CSV of input,output.")
@@ -78,58 +80,58 @@ Examples
 @_workload("--bursty-duration", type=_POSITIVE, metavar="SEC",
            help="Length of the bursty window. Default: num-prompts / request-rate if both are "
            "given, else 640.")
-@_workload("--length-scale", type=_POSITIVE, default=1.0, show_default=True,
+@_workload("--length-scale", type=_POSITIVE,
            help="Multiplies every length, for small models and machines.")
 @_workload("--max-total-tokens", type=click.IntRange(min=2),
            help="Cut inputs of --lengths-path so that input + output fits (the paper's rule for "
            "ShareGPT: 4096).")
-@_workload("--seed", type=click.IntRange(min=0), default=0, show_default=True,
+@_workload("--seed", type=click.IntRange(min=0),
            help="Equal seeds give equal arrivals, lengths and prompts.")
-@_random("--random-input-len", type=click.IntRange(min=1), default=1024, show_default=True,
+@_random("--random-input-len", type=click.IntRange(min=1),
          help="Input tokens.")
-@_random("--random-output-len", type=click.IntRange(min=1), default=128, show_default=True,
+@_random("--random-output-len", type=click.IntRange(min=1),
          help="Output tokens.")
-@_random("--random-range-ratio", type=click.FloatRange(0, 1, max_open=True), default=0.0,
-         show_default=True, help="Lengths are drawn from [len * (1 - r), len * (1 + r)].")
-@_trace("--trace-start", type=click.FloatRange(min=0), default=0.0, metavar="SEC",
+@_random("--random-range-ratio", type=click.FloatRange(0, 1, max_open=True),
+         help="Lengths are drawn from [len * (1 - r), len * (1 + r)].")
+@_trace("--trace-start", type=click.FloatRange(min=0), show_default=False, metavar="SEC",
         help="Replay from here, in the trace's own time. Default: its first arrival.")
 @_trace("--trace-end", type=_POSITIVE, metavar="SEC", help="Replay up to here.")
-@_trace("--trace-scale", type=_POSITIVE, default=1.0, show_default=True,
+@_trace("--trace-scale", type=_POSITIVE,
         help="Multiply the rate, keeping the pattern (TraceUpscaler). Stops at the original "
         "number of requests.")
 @_trace("--trace-keep-window", is_flag=True,
         help="Let --trace-scale cover the whole window, with more requests.")
-@_trace("--trace-time-scale", type=_POSITIVE, default=1.0, show_default=True,
+@_trace("--trace-time-scale", type=_POSITIVE,
         help="Multiply arrival times: 0.1 plays ten times as fast.")
-@_trace("--thin", type=click.FloatRange(0, 1, min_open=True), default=1.0, show_default=True,
+@_trace("--thin", type=click.FloatRange(0, 1, min_open=True),
         help="Keep this fraction of the requests.")
 @_trace("--trace-model", help="Only the requests of this model (burstgpt).")
 @_trace("--timed-trace-sec-multiplier", type=_POSITIVE,
         help="Seconds per unit of 'timestamp'. Default: 0.001 for mooncake, 1 for timed_trace.")
 @_client("--ignore-eos", is_flag=True,
          help="Generate exactly the lengths of the workload (vLLM's extension of the API).")
-@_client("--temperature", type=click.FloatRange(min=0), default=0.0, show_default=True,
+@_client("--temperature", type=click.FloatRange(min=0),
          help="0 is greedy.")
 @_client("--tokenizer", metavar="ID_OR_PATH",
          help="Makes text prompts of exact length (needs transformers). Without it, completions "
          "get token ids and chat gets common words.")
-@_client("--prompt-format", type=click.Choice(["auto", "token-ids", "text"]), default="auto",
-         show_default=True, help="What prompts are made of.")
-@_client("--prompt-vocab-size", type=click.IntRange(min=2), default=32_000, show_default=True,
+@_client("--prompt-format", type=click.Choice(["auto", "token-ids", "text"]),
+         help="What prompts are made of.")
+@_client("--prompt-vocab-size", type=click.IntRange(min=2),
          help="Token ids are drawn below this.")
 @_client("--max-concurrency", type=click.IntRange(min=1),
          help="Requests in flight at most. Hides queueing: never use it in overload runs.")
-@_client("--num-warmups", type=click.IntRange(min=0), default=0, show_default=True,
+@_client("--num-warmups", type=click.IntRange(min=0),
          help="Requests sent and finished before the clock starts.")
-@_client("--request-timeout-sec", type=_POSITIVE, default=3600.0, show_default=True,
+@_client("--request-timeout-sec", type=_POSITIVE,
          help="A request that takes longer has failed.")
 @_client("--extra-body", metavar="JSON", help="Further fields of every request.")
 @_client("--disable-tqdm", is_flag=True, help="No progress line.")
 @_report("--goodput", many=True, metavar="KEY:MS...",
          help="Objectives in milliseconds, such as ttft:500 tpot:50 (also e2el).")
-@_report("--percentile-metrics", default="ttft,tpot,itl", show_default=True,
+@_report("--percentile-metrics",
          help="Latencies to print: ttft, tpot, itl, e2el.")
-@_report("--metric-percentiles", default="50,90,99,99.9", show_default=True,
+@_report("--metric-percentiles",
          help="Percentiles to compute.")
 @_report("--save-result", is_flag=True,
          help="Write vLLM's JSON, and beside it a .jsonl with every request and sample.")
@@ -151,4 +153,4 @@ def bench_command(ctx: click.Context, /, **flags: Any) -> None:
     """
     from kunserve.bench.run import run_command
 
-    ctx.exit(run_command(flags))
+    ctx.exit(run_command(BenchConfig(**flags)))

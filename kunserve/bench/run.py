@@ -2,19 +2,20 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 import resource
 import signal
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 import click
 import msgspec
 
 from kunserve.bench import report
 from kunserve.bench.client import CallSettings
+from kunserve.bench.config import BenchConfig
 from kunserve.bench.environment import environment
 from kunserve.bench.metrics import RunMetrics, Slo, compute_metrics
 from kunserve.bench.progress import ProgressLine
@@ -30,55 +31,54 @@ from kunserve.workload.workload import Workload
 EXIT_OK, EXIT_NONE_COMPLETED, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
 _ENDPOINTS = {"openai": "/v1/completions", "openai-chat": "/v1/chat/completions"}
 
-Flags = dict[str, Any]
 Fields = tuple[tuple[str, object], ...]
 
 
-def run_command(flags: Flags) -> int:
+def run_command(config: BenchConfig) -> int:
     """Runs one experiment, or reports saved ones; returns the process's exit code.
 
     A caller's mistake, an unreachable server included, is one line on stderr and exit code 2.
     """
     try:
         shown = report.Presentation(
-            parse_latencies(flags["percentile_metrics"]),
-            flags["request_rate"] if flags["request_rate"] != float("inf") else None,
-            flags["max_concurrency"],
+            parse_latencies(config.percentile_metrics),
+            config.request_rate if config.request_rate != float("inf") else None,
+            config.max_concurrency,
         )
-        percentiles = parse_percentiles(flags["metric_percentiles"])
-        slo = parse_goodput(flags["goodput"])
-        if flags["load_results"]:
-            return _report_saved(flags, shown, percentiles, slo)
-        return _run(flags, shown, percentiles, slo)
+        percentiles = parse_percentiles(config.metric_percentiles)
+        slo = parse_goodput(config.goodput)
+        if config.load_results:
+            return _report_saved(config, shown, percentiles, slo)
+        return _run(config, shown, percentiles, slo)
     except ConfigError as error:
         click.echo(f"kunserve bench: {error}", err=True)
         return EXIT_USAGE
 
 
-def recipe_of(flags: Flags) -> Recipe:
+def recipe_of(config: BenchConfig) -> Recipe:
     """The workload that the flags ask for."""
     return Recipe(
-        dataset=Dataset(flags["dataset_name"]),
-        dataset_path=flags["dataset_path"],
-        lengths_path=flags["lengths_path"],
-        num_prompts=flags["num_prompts"],
-        request_rate=flags["request_rate"],
-        burstiness=flags["burstiness"],
-        seed=flags["seed"],
-        random_input_tokens=flags["random_input_len"],
-        random_output_tokens=flags["random_output_len"],
-        random_range_ratio=flags["random_range_ratio"],
-        duration_s=flags["bursty_duration"],
-        trace_start_s=flags["trace_start"],
-        trace_end_s=flags["trace_end"],
-        trace_model=flags["trace_model"],
-        trace_time_scale=flags["trace_time_scale"],
-        trace_scale=flags["trace_scale"],
-        trace_keep_window=flags["trace_keep_window"],
-        thin=flags["thin"],
-        seconds_per_unit=flags["timed_trace_sec_multiplier"],
-        max_total_tokens=flags["max_total_tokens"],
-        length_scale=flags["length_scale"],
+        dataset=Dataset(config.dataset_name),
+        dataset_path=config.dataset_path,
+        lengths_path=config.lengths_path,
+        num_prompts=config.num_prompts,
+        request_rate=config.request_rate,
+        burstiness=config.burstiness,
+        seed=config.seed,
+        random_input_tokens=config.random_input_len,
+        random_output_tokens=config.random_output_len,
+        random_range_ratio=config.random_range_ratio,
+        duration_s=config.bursty_duration,
+        trace_start_s=config.trace_start,
+        trace_end_s=config.trace_end,
+        trace_model=config.trace_model,
+        trace_time_scale=config.trace_time_scale,
+        trace_scale=config.trace_scale,
+        trace_keep_window=config.trace_keep_window,
+        thin=config.thin,
+        seconds_per_unit=config.timed_trace_sec_multiplier,
+        max_total_tokens=config.max_total_tokens,
+        length_scale=config.length_scale,
     )
 
 
@@ -121,53 +121,53 @@ def parse_percentiles(text: str) -> tuple[float, ...]:
 
 
 def _run(
-    flags: Flags, shown: report.Presentation, percentiles: tuple[float, ...], slo: Slo | None
+    config: BenchConfig, shown: report.Presentation, percentiles: tuple[float, ...], slo: Slo | None
 ) -> int:
-    _check_outputs(flags)
-    workload = build_workload(recipe_of(flags))
-    prompts = _prompts(flags)
-    servers, extra_body = _servers(flags), _extra_body(flags["extra_body"])
+    _check_outputs(config)
+    workload = build_workload(recipe_of(config))
+    prompts = _prompts(config)
+    servers, extra_body = _servers(config), _extra_body(config.extra_body)
     _allow_many_sockets(len(workload))
     target, outcome, interrupted = asyncio.run(
-        _measured(flags, servers, extra_body, workload, prompts)
+        _measured(config, servers, extra_body, workload, prompts)
     )
     run = Run(
-        label=flags["label"] or flags["backend"],
+        label=config.label or config.backend,
         provenance=workload.provenance,
         duration_s=outcome.duration_s,
         records=outcome.records,
         samples=outcome.samples,
-        config=tuple(_config(flags, target).items()),
+        config=tuple(_config(config, target).items()),
         environment=tuple(environment().items()),
     )
     metrics = compute_metrics(run.records, run.duration_s, percentiles, slo)
-    _show(run, metrics, shown, flags["ignore_eos"])
+    _show(run, metrics, shown, config.ignore_eos)
     if outcome.num_missed_samples and target.metrics_urls:
         click.echo(f"Note: {outcome.num_missed_samples} looks at /metrics got no answer.")
-    if flags["save_result"]:
-        _save(flags, target, run, metrics)
-    if flags["plot_path"]:
-        _plot([run], flags["plot_path"])
+    if config.save_result:
+        _save(config, target, run, metrics)
+    if config.plot_path:
+        _plot([run], config.plot_path)
     if interrupted:
         return EXIT_INTERRUPTED
     return EXIT_OK if metrics.num_completed else EXIT_NONE_COMPLETED
 
 
 async def _measured(
-    flags: Flags,
+    config: BenchConfig,
     servers: tuple[str, ...],
     extra_body: Fields,
     workload: Workload,
     prompts: PromptSource,
 ) -> tuple[Target, Outcome, bool]:
     """Finds the servers, then measures. The first Ctrl-C ends the run and keeps its numbers."""
-    ready_s = flags["ready_check_timeout_sec"]
+    ready_s = config.ready_check_timeout_sec
 
     def waiting(reason: str) -> None:
         click.echo(f"Waiting up to {ready_s:g} s: {reason}.", err=True)
 
-    model = await find_model(servers, flags["model"], flags["api_key"], ready_s, waiting)
-    target = _target(flags, servers, model, extra_body)
+    model = await find_model(servers, config.model, config.api_key, ready_s, waiting)
+    target = _target(config, servers, model, extra_body)
     _announce(target, workload)
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -176,7 +176,7 @@ async def _measured(
         with contextlib.ExitStack() as stack:
             observer = (
                 Silent()
-                if flags["disable_tqdm"]
+                if config.disable_tqdm
                 else stack.enter_context(ProgressLine(len(workload)))
             )
             outcome = await measure(target, workload, prompts, observer, stop)
@@ -185,28 +185,30 @@ async def _measured(
     return target, outcome, stop.is_set()
 
 
-def _target(flags: Flags, servers: tuple[str, ...], model: str, extra_body: Fields) -> Target:
-    metrics_urls = tuple(flags["metrics_urls"]) or tuple(f"{url}/metrics" for url in servers)
+def _target(
+    config: BenchConfig, servers: tuple[str, ...], model: str, extra_body: Fields
+) -> Target:
+    metrics_urls = tuple(config.metrics_urls) or tuple(f"{url}/metrics" for url in servers)
     return Target(
         servers=servers,
         settings=CallSettings(
             model=model,
-            endpoint="/" + (flags["endpoint"] or _ENDPOINTS[flags["backend"]]).lstrip("/"),
-            chat=flags["backend"] == "openai-chat",
-            ignore_eos=flags["ignore_eos"],
-            temperature=flags["temperature"],
-            api_key=flags["api_key"],
-            timeout_s=flags["request_timeout_sec"],
+            endpoint="/" + (config.endpoint or _ENDPOINTS[config.backend]).lstrip("/"),
+            chat=config.backend == "openai-chat",
+            ignore_eos=config.ignore_eos,
+            temperature=config.temperature,
+            api_key=config.api_key,
+            timeout_s=config.request_timeout_sec,
             extra_body=extra_body,
         ),
         metrics_urls=() if metrics_urls == ("none",) else metrics_urls,
-        max_concurrency=flags["max_concurrency"],
-        num_warmups=flags["num_warmups"],
+        max_concurrency=config.max_concurrency,
+        num_warmups=config.num_warmups,
     )
 
 
-def _servers(flags: Flags) -> tuple[str, ...]:
-    urls = flags["base_urls"] or (f"http://{flags['host']}:{flags['port']}",)
+def _servers(config: BenchConfig) -> tuple[str, ...]:
+    urls = config.base_urls or (f"http://{config.host}:{config.port}",)
     for url in urls:
         if not url.startswith(("http://", "https://")):
             raise ConfigError(f"--base-url {url}: expected http://HOST:PORT")
@@ -222,20 +224,20 @@ def _extra_body(text: str | None) -> Fields:
         raise ConfigError(f"--extra-body: {error}") from None
 
 
-def _prompts(flags: Flags) -> PromptSource:
-    seed, wanted = flags["seed"], flags["prompt_format"]
-    if flags["tokenizer"] is not None:
+def _prompts(config: BenchConfig) -> PromptSource:
+    seed, wanted = config.seed, config.prompt_format
+    if config.tokenizer is not None:
         if wanted == "token-ids":
             raise ConfigError("--tokenizer makes text prompts: it excludes token-ids")
         from kunserve.bench.tokenizer import tokenized_prompts
 
-        return tokenized_prompts(seed, flags["tokenizer"])
-    chat = flags["backend"] == "openai-chat"
+        return tokenized_prompts(seed, config.tokenizer)
+    chat = config.backend == "openai-chat"
     if wanted == "token-ids" and chat:
         raise ConfigError("--prompt-format token-ids needs --backend openai: a chat has text only")
     if wanted == "text" or chat:
         return WordPrompts(seed)
-    return TokenIdPrompts(seed, flags["prompt_vocab_size"])
+    return TokenIdPrompts(seed, config.prompt_vocab_size)
 
 
 def _announce(target: Target, workload: Workload) -> None:
@@ -266,28 +268,28 @@ def _show(run: Run, metrics: RunMetrics, shown: report.Presentation, ignore_eos:
         click.echo(f"Note: {note}")
 
 
-def _save(flags: Flags, target: Target, run: Run, metrics: RunMetrics) -> None:
+def _save(config: BenchConfig, target: Target, run: Run, metrics: RunMetrics) -> None:
     """vLLM's JSON under the name asked for, and everything as JSON lines beside it."""
     moment = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
     model = target.settings.model.rsplit("/", 1)[-1]
-    rate = flags["request_rate"] or ("inf" if flags["dataset_name"] == "random" else "trace")
-    name = flags["result_filename"] or f"{run.label}-{rate}qps-{model}-{moment}.json"
-    path = (flags["result_dir"] or Path()) / name
+    rate = config.request_rate or ("inf" if config.dataset_name == "random" else "trace")
+    name = config.result_filename or f"{run.label}-{rate}qps-{model}-{moment}.json"
+    path = (config.result_dir or Path()) / name
     header = {
         "date": moment,
-        "backend": flags["backend"],
+        "backend": config.backend,
         "label": run.label,
         "model_id": target.settings.model,
-        "tokenizer_id": flags["tokenizer"],
+        "tokenizer_id": config.tokenizer,
         "num_prompts": len(run.records),
-        "request_rate": flags["request_rate"] or "inf",
-        "burstiness": flags["burstiness"],
-        "max_concurrency": flags["max_concurrency"],
+        "request_rate": config.request_rate or "inf",
+        "burstiness": config.burstiness,
+        "max_concurrency": config.max_concurrency,
         "workload": run.provenance,
     }
-    metadata = dict(pair.partition("=")[::2] for pair in flags["metadata"])
+    metadata = dict(pair.partition("=")[::2] for pair in config.metadata)
     result = header | metadata | report.result_json(metrics)
-    if flags["save_detailed"]:
+    if config.save_detailed:
         result |= report.detailed_json(run.records)
     summary = path if path.suffix == ".json" else path.with_name(path.name + ".json")
     lines = summary.with_suffix(".jsonl")
@@ -310,24 +312,24 @@ def _plot(runs: Sequence[Run], path: Path) -> None:
 
 
 def _report_saved(
-    flags: Flags, shown: report.Presentation, percentiles: tuple[float, ...], slo: Slo | None
+    config: BenchConfig, shown: report.Presentation, percentiles: tuple[float, ...], slo: Slo | None
 ) -> int:
-    _check_outputs(flags)
-    runs = [read_run(path) for path in flags["load_results"]]
+    _check_outputs(config)
+    runs = [read_run(path) for path in config.load_results]
     for run in runs:
         click.echo(f"{run.label}: {run.provenance}")
         metrics = compute_metrics(run.records, run.duration_s, percentiles, slo)
         ignored = bool(dict(run.config).get("ignore_eos"))
         _show(run, metrics, shown, ignored)
-    if flags["plot_path"]:
-        _plot(runs, flags["plot_path"])
+    if config.plot_path:
+        _plot(runs, config.plot_path)
     return EXIT_OK
 
 
-def _check_outputs(flags: Flags) -> None:
+def _check_outputs(config: BenchConfig) -> None:
     """What cannot be written is found out before the run, not after it."""
-    folders: list[Path] = [flags["result_dir"]] if flags["result_dir"] is not None else []
-    plot: Path | None = flags["plot_path"]
+    folders: list[Path] = [config.result_dir] if config.result_dir is not None else []
+    plot: Path | None = config.plot_path
     if plot is not None:
         if plot.suffix not in (".png", ".svg", ".pdf", ".jpg", ".webp"):
             raise ConfigError(f"--plot {plot}: expected a .png, .svg or .pdf file")
@@ -339,11 +341,11 @@ def _check_outputs(flags: Flags) -> None:
             raise ConfigError(f"cannot make the folder {folder}: {error.strerror}") from None
 
 
-def _config(flags: Flags, target: Target) -> dict[str, object]:
+def _config(config: BenchConfig, target: Target) -> dict[str, object]:
     """The flags as given, without the key."""
     kept = {
         name: value
-        for name, value in flags.items()
+        for name, value in dataclasses.asdict(config).items()
         if name not in ("api_key", "load_results") and value not in (None, ())
     }
     plain = {name: str(value) if isinstance(value, Path) else value for name, value in kept.items()}

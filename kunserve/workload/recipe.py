@@ -64,7 +64,7 @@ class Recipe:
     trace_time_scale: float = 1.0
     """Multiplies arrival times, after the window."""
     trace_scale: float = 1.0
-    """TraceUpscaler's factor, after the window."""
+    """TraceUpscaler's factor, after the window. Below 1 requests are left out, lengths and all."""
     trace_keep_window: bool = False
     """Whether upscaling covers the whole window instead of the original count."""
     thin: float = 1.0
@@ -100,8 +100,11 @@ def build_workload(recipe: Recipe) -> Workload:
 def _replayed(recipe: Recipe) -> Workload:
     workload = transform.window(_trace(recipe), recipe.trace_start_s, recipe.trace_end_s)
     workload = transform.scale_time(workload, recipe.trace_time_scale)
-    scale = transform.upscale_whole if recipe.trace_keep_window else transform.upscale
-    workload = scale(workload, recipe.trace_scale, recipe.seed)
+    if recipe.trace_scale < 1.0:
+        workload = transform.thin(workload, recipe.trace_scale, recipe.seed)
+    else:
+        scale = transform.upscale_whole if recipe.trace_keep_window else transform.upscale
+        workload = scale(workload, recipe.trace_scale, recipe.seed)
     workload = transform.thin(workload, recipe.thin, recipe.seed)
     if not len(workload):
         raise ConfigError(f"no request is left: {workload.arrivals_source}")

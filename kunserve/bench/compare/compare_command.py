@@ -34,7 +34,6 @@ _output = option("Output")
 @_output("--chrome-trace", is_flag=True, help="Also every step, for Perfetto.")
 @_output("--jobs", type=click.IntRange(min=1),
          help="Simulations at once, each in a process of its own. Default: one per core.")
-# fmt: on
 def compare_command(path: Path, **flags: Any) -> None:
     """Run the comparison that FILE.toml describes; its world is real or simulated.
 

@@ -10,12 +10,12 @@ from kunserve.bench.compare.settings import SimulatedSetup, WorkloadSettings
 from kunserve.bench.options import GroupedCommand, option
 from kunserve.core.errors import KunServeError
 
-_cluster = option("Cluster")
+_REQUESTS, _EXPERIMENT = WorkloadSettings(), Experiment()
+_cluster = option("Cluster", SimulatedSetup())
 _workload = option("Workload")
 _compare = option("Comparison")
 _output = option("Output")
 
-_SETUP, _REQUESTS, _EXPERIMENT = SimulatedSetup(), WorkloadSettings(), Experiment()
 _FILE = click.Path(dir_okay=False, path_type=Path)
 _POSITIVE = click.FloatRange(min=0, min_open=True)
 
@@ -40,34 +40,30 @@ Examples
     epilog=_EPILOG,
     context_settings={"max_content_width": 100, "help_option_names": ["-h", "--help"]},
 )
-@_cluster("--model", default=_SETUP.model, show_default=True, help="A built-in model.")
-@_cluster("--device", default=_SETUP.device, show_default=True,
-          help="a100, a800, h100, h800, h200 or b200.")
+@_cluster("--model", help="A built-in model.")
+@_cluster("--device", help="a100, a800, h100, h800, h200 or b200.")
 @_cluster("--profile", type=_FILE,
           help="A file of `kunserve profile`: CPU instances of its model, instead of GPUs.")
-@_cluster("--instance-mib", type=click.IntRange(min=1), default=_SETUP.instance_mib,
-          show_default=True, help="Memory of such an instance.")
-@_cluster("--num-instances", type=click.IntRange(min=1), default=_SETUP.num_instances,
-          show_default=True)
+@_cluster("--instance-mib", type=click.IntRange(min=1), help="Memory of such an instance.")
+@_cluster("--num-instances", type=click.IntRange(min=1))
 @_cluster("--gpus-per-instance", type=click.IntRange(min=1),
           help="Under tensor or expert parallelism. Default: as in the paper, by the model.")
 @_cluster("--memory-utilization", type=click.FloatRange(0, 1, min_open=True),
-          default=_SETUP.memory_utilization, show_default=True,
           help="Share of the GPU memory for weights and KV.")
-@_cluster("--block-size", type=click.IntRange(min=1), default=_SETUP.block_size,
-          show_default=True)
-@_cluster("--max-num-batched-tokens", type=click.IntRange(min=1),
-          default=_SETUP.max_num_batched_tokens, show_default=True)
-@_cluster("--max-num-seqs", type=click.IntRange(min=1), default=_SETUP.max_num_seqs,
-          show_default=True)
+@_cluster("--block-size", type=click.IntRange(min=1))
+@_cluster("--max-num-batched-tokens", type=click.IntRange(min=1))
+@_cluster("--max-num-seqs", type=click.IntRange(min=1))
 @_cluster("--host-gib", type=click.FloatRange(min=0),
           help="Host memory of each instance for swapped KV. Default: no limit.")
 @_cluster("--kill", "kills", many=True, metavar="SEC:INSTANCE...",
           help="An instance dies at this moment; a new one starts in its place.")
-@_workload("--trace", type=_FILE, help="Arrivals: azure, burstgpt (CSV) or timed_trace (JSONL).")
+@_workload("--trace", type=_FILE, help="Arrivals: azure, burstgpt (CSV), timed_trace (JSONL), "
+           "or a name that `kunserve data` lists.")
 @_workload("--trace-format", type=click.Choice(["azure", "burstgpt", "mooncake", "timed_trace"]),
            help="Default: told from the file's name.")
-@_workload("--lengths", type=_FILE, help="CSV whose lengths replace those of the trace.")
+@_workload("--lengths", type=_FILE,
+           help="CSV or data set whose lengths replace those of the trace. "
+           "Default without a trace: longbench.")
 @_workload("--max-total-tokens", type=click.IntRange(min=2),
            help="Cut inputs of --lengths so that input + output fits.")
 @_workload("--trace-start", type=click.FloatRange(min=0), default=0.0, metavar="SEC")
@@ -80,7 +76,7 @@ Examples
 @_workload("--scale", default="1", show_default=True, metavar="F[,F...]",
            help="Multiply the rate, keeping the pattern; several values make a curve.")
 @_workload("--seed", type=click.IntRange(min=0), default=_EXPERIMENT.seeds[0],
-           show_default=True)
+           show_default=True, help="Of arrivals and lengths.")
 @_compare("--compare", default=",".join(_EXPERIMENT.systems), show_default=True,
           metavar="NAME[,NAME...]", help="The systems; --list shows them.")
 @_compare("--experiment", type=_FILE,

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Collection
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +10,17 @@ from kunserve.bench.compare.comparison import Options, compare
 from kunserve.bench.compare.experiment import Experiment, World
 from kunserve.bench.compare.experiment_file import read_experiment
 from kunserve.bench.compare.flag_values import names, numbers
-from kunserve.bench.compare.settings import SimulatedSetup, WorkloadSettings
+from kunserve.bench.compare.settings import SimulatedSetup, WorkloadSettings, workload_of
 from kunserve.bench.compare.simulated.rate import filling_rate
+from kunserve.bench.compare.simulated.scenario import build_scenario
 from kunserve.bench.compare.systems import SYSTEMS
 from kunserve.core.errors import ConfigError
 from kunserve.sim.devices import DEVICES
 from kunserve.sim.models import MODELS
 
+DEFAULT_LENGTHS = Path("longbench")
+"""Long documents and summaries: KV memory runs out before compute does."""
+DEFAULT_MAX_TOTAL_TOKENS = 32768
 _OUTPUT_FLAGS = {"experiment", "output", "save_requests", "chrome_trace", "jobs", "fresh"}
 _OVERRIDES = {"compare", "scale", "seed"}
 """Flags that replace what an experiment file says."""
@@ -44,7 +49,7 @@ def _from_file(path: Path, flags: dict[str, Any], given: Collection[str]) -> Exp
     experiment = read_experiment(path)
     if experiment.world is World.REAL:
         raise ConfigError(f"{path} is of the real world: kunserve compare {path}")
-    return dataclasses.replace(experiment, **_asked(flags, given))
+    return replace(experiment, **_asked(flags, given))
 
 
 def _from_flags(flags: dict[str, Any]) -> Experiment:
@@ -63,10 +68,22 @@ def _from_flags(flags: dict[str, Any]) -> Experiment:
         max_total_tokens=flags["max_total_tokens"],
     )
     if workload.trace is None:
-        rate = flags["request_rate"]
-        rate = filling_rate(setup, workload) if rate is None else rate
-        workload = dataclasses.replace(workload, rate=rate)
+        workload = _built_in(setup, workload, flags["request_rate"])
     return Experiment(setup, workload, title="Simulation", **_asked(flags, _OVERRIDES))
+
+
+def _built_in(
+    setup: SimulatedSetup, workload: WorkloadSettings, rate: float | None
+) -> WorkloadSettings:
+    """The built-in window with what was not given: long documents, at a rate that fills memory."""
+    if workload.lengths is None:
+        tokens = workload.max_total_tokens or DEFAULT_MAX_TOTAL_TOKENS
+        workload = replace(workload, lengths=DEFAULT_LENGTHS, max_total_tokens=tokens)
+    if rate is None:
+        few = workload_of(replace(workload, rate=1.0), 1.0, seed=0)
+        rate = filling_rate(build_scenario(setup, few))
+        print(f"--request-rate {rate:g}: about where the window's spikes fill the KV memory")
+    return replace(workload, rate=rate)
 
 
 def _asked(flags: dict[str, Any], given: Collection[str]) -> dict[str, Any]:

@@ -112,6 +112,15 @@ def test_a_trace_is_cut_scaled_and_given_other_lengths(azure: Path, lengths: Pat
     assert build_workload(recipe) == workload
 
 
+def test_a_scale_below_one_keeps_every_request_with_its_own_lengths(azure: Path) -> None:
+    whole = build_workload(Recipe(Dataset.AZURE, azure))
+    half = build_workload(Recipe(Dataset.AZURE, azure, trace_scale=0.5))
+    pairs = set(zip(whole.arrival_s, whole.input_tokens, strict=True))
+    assert set(zip(half.arrival_s, half.input_tokens, strict=True)) <= pairs
+    assert 30 < len(half) < 70 and max(half.input_tokens) > 90
+    assert half == build_workload(Recipe(Dataset.AZURE, azure, thin=0.5))
+
+
 def test_the_bursty_window_follows_rate_and_count() -> None:
     assert 630 < build_workload(Recipe(Dataset.BURSTY, request_rate=5.0)).duration_s <= 640
     short = build_workload(Recipe(Dataset.BURSTY, request_rate=5.0, num_prompts=300))

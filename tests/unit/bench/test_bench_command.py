@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
-from kunserve.bench.command import bench_command
 
+from kunserve.bench.bench_command import bench_command
 from kunserve.bench.runfile import read_run
 
 QUICK = ["--num-prompts", "6", "--random-input-len", "8", "--random-output-len", "4"]
@@ -142,7 +142,7 @@ def test_help_teaches() -> None:
 
 def test_importing_the_command_is_cheap() -> None:
     code = (
-        "import sys, kunserve.bench.command as c; "
+        "import sys, kunserve.bench.bench_command as c; "
         "print([m for m in ('numpy', 'aiohttp', 'matplotlib', 'rich') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
