@@ -188,7 +188,7 @@ class FakeCluster(InProcessCluster):
     def roll_back(self, transition_id: TransitionId) -> bool:
         """The controller changes its mind; False if it is too late."""
         transition = self.controller.transitions.active.get(transition_id)
-        if transition is None or transition.phase not in ("loading", "preparing"):
+        if transition is None or not transition.may_roll_back:
             return False
         self.controller.transitions.roll_back(transition, "test", self.now_s)
         self.carry_out()

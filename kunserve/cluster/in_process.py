@@ -13,21 +13,22 @@ from typing import Any, NamedTuple, TypeAlias
 
 from kunserve.cluster.fake import FakeBody, FakeModel
 from kunserve.control.arrays import Int32Array
-from kunserve.control.cluster.controller import (
-    Announce,
-    Controller,
+from kunserve.control.cluster.commands import (
     Deliver,
+    LogReason,
+    LogTransition,
     Respawn,
     ScaleDown,
     ScaleUp,
     Send,
 )
+from kunserve.control.cluster.controller import Controller
 from kunserve.control.instance.agent import InstanceAgent, Work
 from kunserve.control.instance.state import AgentConfig
 from kunserve.core.config import KunServeConfig
 from kunserve.core.ids import InstanceId, RequestId
 from kunserve.core.layout import LayerRange
-from kunserve.core.messages import Connect, Event, Message, Ready
+from kunserve.core.messages import Connect, Event, Message, Ready, TokenOutput
 from kunserve.core.request import FinishReason, Request
 from kunserve.core.snapshots import InstanceSpec, TransitionRecord
 from kunserve.core.transfer import KvPull, LayerPull
@@ -154,6 +155,14 @@ class Account:
     end: FinishReason | None = None
     is_cancelled: bool = False
 
+    def take(self, token: TokenOutput) -> None:
+        """The client's part: tokens come in order, each once, and none after the end."""
+        assert self.end is None and not self.is_cancelled, token
+        if token.token_id is not None:
+            assert token.position == len(self.token_ids), token
+            self.token_ids.append(token.token_id)
+        self.end = token.finish_reason
+
 
 class InProcessCluster:
     """See the module."""
@@ -216,8 +225,8 @@ class InProcessCluster:
 
     def submit(self, request: Request) -> None:
         """A client sends a request."""
-        self.accounts[request.request_id] = Account(request)
-        self.controller.arrive(request, self.now_s)
+        account = self.accounts[request.request_id] = Account(request)
+        self.controller.arrive(request, account.take, self.now_s)
         self.carry_out()
 
     def cancel(self, request_id: RequestId) -> None:
@@ -370,21 +379,18 @@ class InProcessCluster:
             match command:
                 case Send(instance_id, message):
                     self.post(None, instance_id, message)
-                case Deliver(token):
-                    account = self.accounts[token.request_id]
-                    assert account.end is None and not account.is_cancelled, token
-                    if token.token_id is not None:
-                        assert token.position == len(account.token_ids), token
-                        account.token_ids.append(token.token_id)
-                    account.end = token.finish_reason
+                case Deliver(token, client):
+                    client(token)
                 case Respawn(instance_id):
                     self.dead.append(instance_id)
-                case Announce(record):
+                case LogTransition(record):
                     self.records.append(record)
                 case ScaleUp(reason):
                     self.scale_ups.append(reason)
                 case ScaleDown(instance_id):
                     self.given_back.append(instance_id)
+                case LogReason():
+                    pass
 
     # Proof
 

@@ -13,7 +13,7 @@ def load_model(order: InstanceOrder) -> Loaded:
     """The model in its arena. Raises ConfigError when files, memory or settings forbid it."""
     config = order.config
     source = resolve_model(config.model.model, config.model.load_format)
-    body = CpuBody(order.instance_id, config.model, config.instance, source)
+    body = CpuBody(order.instance_id, config.model, config.instance, source, config.scheduler)
     account = body.account
     eos = frozenset(read_eos_ids(source))
     return Loaded(body, eos, account.longest_request_tokens, str(account))

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import msgspec
 
-from kunserve.cluster.api import Deliver as DeliverTo
 from kunserve.cluster.api import ServingLimits
 from kunserve.cluster.launch import (
     FakeSettings,
@@ -20,15 +19,18 @@ from kunserve.cluster.launch import (
     start_instance,
 )
 from kunserve.cluster.trace import begin_trace, join_trace
-from kunserve.control.cluster.controller import (
-    Announce,
-    Controller,
+from kunserve.control.cluster.commands import (
+    Client,
     Deliver,
+    LogReason,
+    LogTransition,
     Respawn,
     ScaleDown,
     ScaleUp,
     Send,
 )
+from kunserve.control.cluster.controller import Controller
+from kunserve.control.cluster.transitions import Transition
 from kunserve.core.config import KunServeConfig
 from kunserve.core.errors import (
     ConfigError,
@@ -40,7 +42,8 @@ from kunserve.core.errors import (
 from kunserve.core.ids import InstanceId, RequestId, TransitionId
 from kunserve.core.messages import Event, Message, Ready, Shutdown
 from kunserve.core.request import Request
-from kunserve.core.snapshots import ClusterState, StageTime, TransitionRecord
+from kunserve.core.snapshots import ClusterState, Outcome, StageTime, TransitionRecord
+from kunserve.policy.restore import Postponed
 from kunserve.transport.channel import FrontChannel
 
 logger = logging.getLogger(__name__)
@@ -69,7 +72,6 @@ class LocalCluster:
         self._controller = Controller(config)
         self._channel = FrontChannel(self._on_event)
         self._processes: dict[InstanceId, _Process] = {}
-        self._deliver: dict[RequestId, DeliverTo] = {}
         self._heard_s: dict[InstanceId, float] = {}
         self._deaths: dict[InstanceId, list[float]] = {}
         self._ready: dict[InstanceId, Ready] = {}
@@ -197,20 +199,18 @@ class LocalCluster:
         notify = False
         for command in self._controller.drain():
             match command:
-                case Deliver(token):
-                    deliver = self._deliver.get(token.request_id)
-                    if token.finish_reason is not None:
-                        self._deliver.pop(token.request_id, None)
-                    if deliver is not None:
-                        deliver(token)
+                case Deliver(token, client):
+                    client(token)
                 case Send(instance_id, message):
                     self._channel.send(instance_id, message)
                     notify = True
                 case Respawn(instance_id):
                     self._run(self._respawn(instance_id))
-                case Announce(record):
+                case LogTransition(record):
                     log_transition(record)
                     notify = True
+                case LogReason(group_id, reason):
+                    logger.info("nothing done group=%d reason=%r", group_id, reason)
                 case ScaleUp(reason):
                     logger.warning("scale_up_wanted reason=%r", reason)
                 case ScaleDown():
@@ -253,7 +253,7 @@ class LocalCluster:
         assert self._limits is not None
         return self._limits
 
-    def submit(self, request: Request, deliver: DeliverTo) -> None:
+    def submit(self, request: Request, deliver: Client) -> None:
         """See ``EngineClient``."""
         if self._is_draining:
             raise Unavailable("the server is shutting down")
@@ -268,13 +268,11 @@ class LocalCluster:
         shed = self._controller.admit(request)
         if shed is not None:
             raise Overloaded(shed.reason, shed.retry_after_s)
-        self._deliver[request.request_id] = deliver
-        self._controller.arrive(request, time.monotonic())
+        self._controller.arrive(request, deliver, time.monotonic())
         self._flush()
 
     def abort(self, request_id: RequestId) -> None:
         """See ``EngineClient``."""
-        self._deliver.pop(request_id, None)
         self._controller.cancel(request_id)
         self._flush()
 
@@ -305,27 +303,31 @@ class LocalCluster:
         self._flush()
         if not ids:
             raise InvalidRequest("nothing can be dropped: one group is left, or all are changing")
-        return await self._outcome(ids, {"committing", "preparing", "loading"})
+        return await self._outcome(ids, lambda transition: transition.is_committed)
 
     async def restore(self) -> str:
         """See ``EngineClient``."""
         begun = self._controller.force_restore(time.monotonic())
         self._flush()
-        ids = [item for item in begun if not isinstance(item, str)]
+        ids = [item for item in begun if not isinstance(item, Postponed)]
         if not ids:
-            why = "; ".join(str(item) for item in begun) or "no group is dropped"
+            reasons = [item.reason for item in begun if isinstance(item, Postponed)]
+            why = "; ".join(reasons) or "no group is dropped"
             raise InvalidRequest(f"nothing was restored: {why}")
-        return await self._outcome(ids, {"committing", "preparing", "loading", "exchanging"})
+        return await self._outcome(ids, lambda transition: False)
 
-    async def _outcome(self, ids: list[TransitionId], unfinished: set[str]) -> str:
+    async def _outcome(
+        self, ids: list[TransitionId], is_enough: Callable[[Transition], bool]
+    ) -> str:
+        """Wait until each has ended, or is far enough; what became of them."""
         active = self._controller.transitions.active
 
         def is_over() -> bool:
-            return not any(i in active and active[i].phase in unfinished for i in ids)
+            return all(i not in active or is_enough(active[i]) for i in ids)
 
         await self._until(is_over)
         records = [r for r in self._controller.transitions.latest() if r.transition_id in ids]
-        failed = [r.outcome for r in records if r.outcome not in ("running", "done")]
+        failed = [r.ending for r in records if r.outcome in (Outcome.ROLLED_BACK, Outcome.FAILED)]
         if failed:
             raise InvalidRequest("; ".join(failed))
         return "; ".join(describe(record) for record in records)
@@ -386,7 +388,7 @@ def describe(record: TransitionRecord) -> str:
     after = "+".join(str(len(g.stages)) for g in record.groups_after)
     took_s = (record.finished_s or record.started_s) - record.started_s
     return (
-        f"{record.kind} id={record.transition_id} outcome={record.outcome!r} "
+        f"{record.kind} id={record.transition_id} outcome={record.ending!r} "
         f"trigger={record.trigger!r} groups={before}->{after} bytes={record.freed_bytes} "
         f"remap_ms={record.remap_s * 1e3:.2f} gap_ms={record.gap_s * 1e3:.1f} "
         f"requests_moved={record.requests_moved} moved_bytes={record.moved_bytes} "
@@ -396,5 +398,5 @@ def describe(record: TransitionRecord) -> str:
 
 def log_transition(record: TransitionRecord) -> None:
     """One line per drop or restore."""
-    level = logging.INFO if record.outcome == "done" else logging.WARNING
+    level = logging.INFO if record.outcome is Outcome.DONE else logging.WARNING
     logger.log(level, describe(record))

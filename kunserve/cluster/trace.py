@@ -145,7 +145,7 @@ def _transition_events(record: TransitionRecord) -> list[dict[str, Any]]:
     return [
         {
             "ph": "X",
-            "name": f"{record.kind} {record.transition_id}: {record.outcome}",
+            "name": f"{record.kind} {record.transition_id}: {record.ending}",
             "pid": member,
             "tid": TRANSITIONS,
             "ts": _us(record.started_s),

@@ -136,6 +136,16 @@ class ServerConfig:
     enable_admin: bool = False
     """Whether the write endpoints under /kunserve answer."""
 
+    def __post_init__(self) -> None:
+        """A key that nobody could send, or that everybody sends, is a mistake."""
+        if self.api_key is not None and (not self.api_key or self.api_key != self.api_key.strip()):
+            raise ConfigError("the API key must not be empty, nor begin or end with a space")
+
+    @property
+    def has_open_admin(self) -> bool:
+        """Whether the write endpoints answer without a key."""
+        return self.enable_admin and self.api_key is None
+
 
 @dataclass(frozen=True, slots=True)
 class KunServeConfig:

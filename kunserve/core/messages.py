@@ -9,8 +9,9 @@ from typing import NamedTuple, TypeAlias
 
 from kunserve.core.ids import GroupId, InstanceId, RequestId, TransitionId
 from kunserve.core.layout import GroupLayout, LayerRange
+from kunserve.core.load import LoadReport
 from kunserve.core.request import FinishReason, Request, TokenLogprobs
-from kunserve.core.snapshots import InstanceSpec, LoadReport, StageTime
+from kunserve.core.snapshots import InstanceSpec, StageTime
 from kunserve.core.step import StepPlan, StepResult
 
 

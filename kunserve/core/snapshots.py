@@ -1,9 +1,11 @@
-"""Frozen views that decisions are made on."""
+"""Frozen views that decisions are made on, and that people see."""
 
+import enum
 from dataclasses import dataclass
 
 from kunserve.core.ids import GroupId, InstanceId, TransitionId
 from kunserve.core.layout import GroupLayout, LayerRange
+from kunserve.core.load import LoadReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,48 +40,6 @@ class InstanceSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class LoadReport:
-    """A leader's account of its group, sent about ten times a second and on sharp change."""
-
-    group_id: GroupId
-    sequence_number: int
-    """Counts this leader's reports, so that an old one is not taken for news."""
-    num_received: int
-    """Requests the leader has accepted so far: what was sent after it is not in this report."""
-    num_running: int
-    num_waiting: int
-    used_blocks: int
-    capacity_blocks: int
-    growth_blocks: int
-    """Blocks that the running requests are still expected to need."""
-    head_of_line_blocks: int
-    """Blocks that the first waiting request needs."""
-    waiting_blocks: int
-    """Blocks that all waiting requests need."""
-    waiting_tokens: int
-    """Prompt tokens of all waiting requests not yet computed."""
-    num_stalled: int
-    """Requests that wait for their KV in an exchange."""
-    num_preemptions: int
-    lost_tokens: int
-    """Tokens of KV thrown away by preemptions so far."""
-    prompt_tokens: int
-    """Prompt tokens computed so far (recomputation included)."""
-    generation_tokens: int
-    stuck_s: float
-    """Seconds since the last completed step while there was work; 0 when idle."""
-    largest_request_blocks: int
-    """Blocks the largest live request may come to need: some pool must hold it after a restore."""
-    largest_expected_blocks: int
-    """Blocks the largest live request is expected to need: how unevenly they part at most."""
-
-    @property
-    def demand_blocks(self) -> int:
-        """Running demand with growth, plus the queue's head (Llumnix's virtual usage)."""
-        return self.used_blocks + self.growth_blocks + self.head_of_line_blocks
-
-
-@dataclass(frozen=True, slots=True)
 class InstanceSnapshot:
     """One instance as the controller sees it."""
 
@@ -108,30 +68,53 @@ class StageTime:
     """With microbatches in flight anywhere in the group; only the leader knows."""
 
 
+class Kind(enum.StrEnum):
+    """What a transition does."""
+
+    DROP = "drop"
+    RESTORE = "restore"
+
+
+class Outcome(enum.StrEnum):
+    """How far a transition has come."""
+
+    RUNNING = "running"
+    DONE = "done"
+    ROLLED_BACK = "rolled back"
+    """Before its commit: nothing has changed."""
+    FAILED = "failed"
+    """After its commit: its members formed groups anew."""
+
+
 @dataclass(frozen=True, slots=True)
 class TransitionRecord:
     """One drop or restore, finished or not, as measured."""
 
     transition_id: TransitionId
-    kind: str
-    """``drop``, ``restore`` or ``recover``."""
+    kind: Kind
     trigger: str
-    """Why: the demand and capacity seen, ``admin``, or the instance that died."""
+    """Why: the demand and capacity seen, or ``admin``."""
     started_s: float
     """On the controller's clock, as is every time here."""
-    committed_s: float | None
-    finished_s: float | None
-    outcome: str
-    """``running``, ``done``, ``rolled back: ...`` or ``failed: ...``."""
     groups_before: tuple[GroupLayout, ...]
     groups_after: tuple[GroupLayout, ...]
-    freed_bytes: int
-    remap_s: float
+    committed_s: float | None = None
+    finished_s: float | None = None
+    outcome: Outcome = Outcome.RUNNING
+    reason: str | None = None
+    """Why it was rolled back, or failed."""
+    freed_bytes: int = 0
+    remap_s: float = 0.0
     """Slowest member."""
-    gap_s: float
-    requests_moved: int
-    moved_bytes: int
-    max_stall_s: float
+    gap_s: float = 0.0
+    requests_moved: int = 0
+    moved_bytes: int = 0
+    max_stall_s: float = 0.0
+
+    @property
+    def ending(self) -> str:
+        """The outcome with its reason, for people."""
+        return self.outcome if self.reason is None else f"{self.outcome}: {self.reason}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,5 +130,7 @@ class ClusterState:
     """Most recent last; bounded."""
     num_drops: int
     num_restores: int
+    reasons: tuple[str, ...] = ()
+    """Why nothing is done about groups whose load asks for something: one line per group."""
     stage_times: tuple[StageTime, ...] = ()
     """The last of every instance in a pipeline, those of pipelines that are gone included."""

@@ -67,7 +67,8 @@ class VirtualRange:
 class Arena:
     """Owns the granules: which are free, and where each of the others is mapped."""
 
-    def __init__(self, budget_bytes: int, granule_bytes: int) -> None:
+    def __init__(self, budget_bytes: int, granule_bytes: int, beside_bytes: int = 0) -> None:
+        """``beside_bytes`` is what the process will need beside the arena."""
         if granule_bytes <= 0 or granule_bytes % mmap.PAGESIZE:
             raise ConfigError(
                 f"granule_bytes must be a multiple of {mmap.PAGESIZE}, not {granule_bytes}"
@@ -79,7 +80,7 @@ class Arena:
         self._ranges: list[VirtualRange] = []
         self._owner: Granules = np.full(self.num_granules, _NOTHING, dtype=np.int32)
         self._slot: Granules = np.full(self.num_granules, _NOTHING, dtype=np.int32)
-        self._fd = _claim(self.num_granules * granule_bytes)
+        self._fd = _claim(self.num_granules * granule_bytes, beside_bytes)
 
     @property
     def num_free(self) -> int:
@@ -231,14 +232,14 @@ def _runs(granules: Granules) -> list[tuple[int, int]]:
     return list(itertools.pairwise(edges))
 
 
-def _claim(num_bytes: int) -> int:
+def _claim(num_bytes: int, beside_bytes: int) -> int:
     """A memory file that has all its memory; TooLittleMemory where the machine has not so much."""
     available = available_bytes()
-    if num_bytes > available:
+    if num_bytes + beside_bytes > available:
         # Asking the kernel would wake its out-of-memory killer before it refuses.
         raise TooLittleMemory(
-            f"an instance asks for {num_bytes} bytes of memory, the machine, or this process's "
-            f"cgroup, has {available} left"
+            f"an instance asks for {num_bytes} bytes of memory and {beside_bytes} for its steps, "
+            f"the machine, or this process's cgroup, has {available} left"
         )
     fd = os.memfd_create("kunserve-arena")
     try:

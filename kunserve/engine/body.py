@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 
 from kunserve.control.instance.body import HostCopy, Remap, StepOutcome, StepWork, UnitCopy
-from kunserve.core.config import InstanceConfig, ModelConfig
+from kunserve.core.config import InstanceConfig, ModelConfig, SchedulerConfig
 from kunserve.core.errors import TooLittleMemory
 from kunserve.core.ids import InstanceId, RequestId
 from kunserve.core.layout import LayerRange
@@ -18,9 +18,10 @@ from kunserve.core.model_spec import ModelSpec
 from kunserve.core.snapshots import InstanceSpec
 from kunserve.core.step import SampledToken
 from kunserve.engine.attention import c_model
-from kunserve.engine.decoder import Decoder, StepBatch
+from kunserve.engine.decoder import Decoder, StepBatch, StepLimits
+from kunserve.engine.free_memory import anonymous_bytes
 from kunserve.engine.kernels.library import library
-from kunserve.engine.memory import InstanceMemory
+from kunserve.engine.memory import InstanceMemory, MemoryPlan
 from kunserve.engine.sampler import Sampler
 from kunserve.engine.step_batch import build_batch
 from kunserve.engine.weights.loader import WeightLoader, packed_weights
@@ -47,6 +48,10 @@ class StartupAccount:
     """Blocks of all layers."""
     longest_request_tokens: int
     """Prompt plus output of the largest request that fits, and that the model allows."""
+    buffer_bytes: int
+    """Beside that memory: activations, logits and positions of the largest step."""
+    process_bytes: int
+    """All of it, with interpreter and libraries."""
     load_s: float
 
     def __str__(self) -> str:
@@ -56,14 +61,17 @@ class StartupAccount:
             f"memory {self.memory_bytes / mib:.1f} MiB: "
             f"weights {self.weights_bytes / mib:.1f} MiB, "
             f"KV {self.kv_bytes / mib:.1f} MiB in {self.kv_blocks} blocks; "
+            f"beside it {self.buffer_bytes / mib:.1f} MiB for steps, "
+            f"{self.process_bytes / mib:.1f} MiB in all; "
             f"longest request {self.longest_request_tokens} tokens; loaded in {self.load_s:.2f} s"
         )
 
 
 class CpuBody:
-    """Implements ``control.body.Body``. One step at a time, called from one thread.
+    """Implements ``control.instance.body.Body``. One step at a time, called from one thread.
 
-    ``source`` saves looking the model up again where the caller has done so.
+    ``source`` saves looking the model up again where the caller has done so. ``scheduler`` bounds
+    the steps, whose memory is then reserved at once; without it buffers grow with the steps.
     """
 
     def __init__(
@@ -72,6 +80,7 @@ class CpuBody:
         model: ModelConfig,
         instance: InstanceConfig,
         source: ModelSource | None = None,
+        scheduler: SchedulerConfig | None = None,
     ) -> None:
         started = time.perf_counter()
         # The kernels have threads of their own. torch's would meet at a barrier after each of the
@@ -83,7 +92,9 @@ class CpuBody:
         c_model(self.model, 0, instance.block_size)
         library()
         reader = open_reader(source, self.model, model.seed)
-        self.memory = InstanceMemory(instance_id, self.model, instance)
+        limits = _step_limits(self.model, model, instance, scheduler)
+        buffer_bytes = limits.buffer_bytes(self.model)
+        self.memory = InstanceMemory(instance_id, self.model, instance, buffer_bytes)
         try:
             _check_length(self.model, self.memory.spec, model.max_model_len)
             layout = self.memory.layout
@@ -100,13 +111,15 @@ class CpuBody:
                 instance.num_threads,
                 instance.attention,
             )
+            self._decoder.reserve(limits)
         except BaseException:
             self.memory.close()
             raise
         self._sampler = Sampler(read_eos_ids(source), self.model.vocab_size)
         self._prompt_tokens: dict[RequestId, int] = {}
         self._host = HostStore(self.memory.unit_view)
-        self.account = _account(self.memory, self.model, time.perf_counter() - started)
+        load_s = time.perf_counter() - started
+        self.account = _account(self.memory, self.model, self._decoder.buffer_bytes, load_s)
         logger.info("instance=%d %s", instance_id, self.account)
 
     @property
@@ -222,7 +235,25 @@ class CpuBody:
         self.memory.close()
 
 
-def _account(memory: InstanceMemory, model: ModelSpec, load_s: float) -> StartupAccount:
+def _step_limits(
+    spec: ModelSpec, model: ModelConfig, instance: InstanceConfig, scheduler: SchedulerConfig | None
+) -> StepLimits:
+    """The largest step that the scheduler may form, of requests that fit."""
+    if scheduler is None:
+        return StepLimits(0, 0, 0)
+    blocks = MemoryPlan.of(spec, instance).kv_units // spec.num_layers
+    longest = min(spec.max_position, blocks * instance.block_size)
+    num_tokens = scheduler.max_num_batched_tokens
+    return StepLimits(
+        num_tokens=num_tokens,
+        num_sampled=min(num_tokens, scheduler.max_num_seqs),
+        num_positions=min(longest, model.max_model_len or longest),
+    )
+
+
+def _account(
+    memory: InstanceMemory, model: ModelSpec, buffer_bytes: int, load_s: float
+) -> StartupAccount:
     spec = memory.spec
     blocks = spec.blocks_when_holding(spec.num_layers)
     return StartupAccount(
@@ -232,6 +263,8 @@ def _account(memory: InstanceMemory, model: ModelSpec, load_s: float) -> Startup
         kv_units=spec.kv_units,
         kv_blocks=blocks,
         longest_request_tokens=min(model.max_position, blocks * spec.block_size),
+        buffer_bytes=buffer_bytes,
+        process_bytes=spec.memory_bytes + anonymous_bytes(),
         load_s=load_s,
     )
 

@@ -73,6 +73,23 @@ class ModelWeights:
     """[vocab, hidden]; the embedding itself when tied."""
 
 
+@dataclass(frozen=True, slots=True)
+class StepLimits:
+    """The largest step that a decoder will see."""
+
+    num_tokens: int
+    num_sampled: int
+    """Rows of logits."""
+    num_positions: int
+
+    def buffer_bytes(self, spec: ModelSpec) -> int:
+        """What such steps need beside weights and KV."""
+        widths = spec.hidden_size + spec.qkv_size + spec.q_size + spec.intermediate_size
+        activations = self.num_tokens * widths * spec.dtype_bytes
+        logits = self.num_sampled * spec.vocab_size * 4
+        return activations + logits + self.num_positions * spec.head_dim * 4
+
+
 class _Scratch:
     """Activations of a step, grown to the largest step so far and reused."""
 
@@ -90,12 +107,21 @@ class _Scratch:
     def __call__(self, name: str, num_tokens: int) -> torch.Tensor:
         """Activation ``name`` for ``num_tokens`` tokens: [num_tokens, width]."""
         if num_tokens > self._capacity:
-            self._capacity = num_tokens
-            self._tensors = {
-                key: torch.empty(num_tokens, width, dtype=self._dtype)
-                for key, width in self._widths.items()
-            }
+            self.reserve(num_tokens)
         return self._tensors[name][:num_tokens]
+
+    def reserve(self, num_tokens: int) -> None:
+        """Take memory for steps of this size, whose pages are there on return."""
+        self._capacity = num_tokens
+        self._tensors = {
+            key: torch.empty(num_tokens, width, dtype=self._dtype).zero_()
+            for key, width in self._widths.items()
+        }
+
+    @property
+    def num_bytes(self) -> int:
+        """In use now."""
+        return sum(tensor.nbytes for tensor in self._tensors.values())
 
     def as_c(self, hidden: torch.Tensor) -> CBuffers:
         """The kernels' view, with ``hidden`` as the residual stream."""
@@ -138,6 +164,17 @@ class Decoder:
         self._stage = kernel("kun_stage", self._dtype)
         self._place = kernel("kun_place", self._dtype)
         set_num_threads(num_threads)
+
+    def reserve(self, limits: StepLimits) -> None:
+        """Take all memory that steps within these limits need, so that none fails or waits."""
+        self._rope.reserve(limits.num_positions)
+        self._scratch.reserve(limits.num_tokens)
+        self._logits = torch.empty(limits.num_sampled, self._spec.vocab_size).zero_()
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Memory of activations, logits and positions."""
+        return self._scratch.num_bytes + self._logits.nbytes + self._rope.num_bytes
 
     def set_layers(self, layers: LayerRange) -> None:
         """The layers that ``forward`` computes from now on; all of them at first."""

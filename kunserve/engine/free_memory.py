@@ -14,6 +14,13 @@ def available_bytes(root: Path = _ROOT) -> int:
     return min([_machine_bytes(root), *map(_left_bytes, _cgroup_folders(root))])
 
 
+def anonymous_bytes() -> int:
+    """What this process holds of memory that is no file's: interpreter, libraries, buffers."""
+    lines = Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines()
+    fields = dict(line.split(":", 1) for line in lines)
+    return int(fields["RssAnon"].split()[0]) * 1024
+
+
 class _Files(NamedTuple):
     """What a kind of cgroup calls its files."""
 

@@ -74,12 +74,19 @@ class RemapFailed(SystemExit):
 class InstanceMemory:
     """The weights range, the KV range, and the granules that move between them."""
 
-    def __init__(self, instance_id: InstanceId, model: ModelSpec, config: InstanceConfig) -> None:
+    def __init__(
+        self,
+        instance_id: InstanceId,
+        model: ModelSpec,
+        config: InstanceConfig,
+        beside_bytes: int = 0,
+    ) -> None:
+        """``beside_bytes`` is what the instance will need beside weights and KV."""
         plan = MemoryPlan.of(model, config)
         granule = config.granule_bytes
         unit = model.unit_bytes(config.block_size)
         self.layout = WeightLayout(model, granule)
-        self.arena = Arena(plan.num_granules * granule, granule)
+        self.arena = Arena(plan.num_granules * granule, granule, beside_bytes)
         self.spec = InstanceSpec(
             instance_id=instance_id,
             num_layers=model.num_layers,

@@ -97,7 +97,7 @@ class _HfConfig:
         """A positive number."""
         return self.positive(key, self._get(key, default))
 
-    def positive(self, key: str, value: object) -> float:
+    def positive(self, key: str, value: Any) -> float:
         """The value of ``key`` as a positive number, not infinite."""
         if value is None:
             raise ModelFiles(f"{self.path}: {key!r} is missing")

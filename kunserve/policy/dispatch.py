@@ -4,45 +4,15 @@ Load, as Llumnix has it, is ``(running demand + head-of-line queue) / capacity``
 about 100 ms old, so what was sent since is added: a burst inside one report period spreads.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 from kunserve.core.ids import GroupId
-from kunserve.core.snapshots import LoadReport
+from kunserve.core.load import GroupLoad
 
 
-class GroupView(NamedTuple):
-    """A group as the dispatcher sees it: its last report, and what was sent after it."""
-
-    group_id: GroupId
-    capacity_blocks: int
-    demand_blocks: int
-    """Reported: running with growth, plus the head of the queue."""
-    head_of_line_blocks: int
-    """Reported; part of ``demand_blocks``."""
-    queued_blocks: int
-    """Reported: all that wait, the head included."""
-    num_queued: int
-    """Reported."""
-    unreported_blocks: int = 0
-    """Of requests sent that the report does not know of (``LoadReport.num_received``)."""
-
-    @classmethod
-    def of(cls, report: LoadReport, unreported_blocks: int) -> "GroupView":
-        """The view that a report and the caller's account of what it sent give."""
-        return cls(
-            group_id=report.group_id,
-            capacity_blocks=report.capacity_blocks,
-            demand_blocks=report.demand_blocks,
-            head_of_line_blocks=report.head_of_line_blocks,
-            queued_blocks=report.waiting_blocks,
-            num_queued=report.num_waiting,
-            unreported_blocks=unreported_blocks,
-        )
-
-
-def choose_group(groups: Sequence[GroupView], request_blocks: int) -> GroupId | None:
+def choose_group(groups: Iterable[GroupLoad], request_blocks: int) -> GroupId | None:
     """The group where the request starts soonest; None if no group can ever hold it.
 
     With ``load = (demand + unreported + request) / capacity`` a group is *open* when load <= 1
@@ -61,24 +31,13 @@ def choose_group(groups: Sequence[GroupView], request_blocks: int) -> GroupId | 
     return None if best is None else best[2]
 
 
-def _rank(group: GroupView, request_blocks: int) -> tuple[bool, float, GroupId]:
-    demand = group.demand_blocks + group.unreported_blocks + request_blocks
-    queues = demand > group.capacity_blocks or group.num_queued > 1
+def _rank(group: GroupLoad, request_blocks: int) -> tuple[bool, float, GroupId]:
+    report = group.report
+    demand = group.demand_blocks + request_blocks
+    queues = demand > group.capacity_blocks or report.num_waiting > 1
     if queues:
-        demand += group.queued_blocks - group.head_of_line_blocks
-    return queues, demand / group.capacity_blocks, group.group_id
-
-
-class QueueView(NamedTuple):
-    """What waits in the whole cluster."""
-
-    num_reqs: int
-    num_tokens: int
-    """Prompt tokens not yet computed."""
-    prompt_tokens_per_s: float
-    """Lately computed; 0 when unknown."""
-    drop_may_help: bool
-    """A drop is under way, or would start now: it is tried before anything is shed."""
+        demand += report.waiting_blocks - report.head_of_line_blocks
+    return queues, demand / group.capacity_blocks, report.group_id
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,32 +55,38 @@ MAX_RETRY_AFTER_S = 60
 
 
 def should_shed(
-    queue: QueueView,
+    groups: Iterable[GroupLoad],
     request_tokens: int,
     *,
+    drop_may_help: bool,
     max_num_queued_reqs: int | None,
     max_num_queued_tokens: int | None,
 ) -> ShedDecision:
     """Whether the queue limits refuse a request; None admits it.
 
     A request never waits behind an empty queue, so one longer than the token limit is admitted
-    when nothing waits.
+    when nothing waits. A drop that is under way (``drop_may_help``) is tried before anything is
+    shed.
     """
-    if queue.drop_may_help or queue.num_reqs == 0:
+    groups = tuple(groups)
+    num_reqs = sum(group.report.num_waiting + group.num_unreported for group in groups)
+    if drop_may_help or num_reqs == 0:
         return None
-    if max_num_queued_reqs is not None and queue.num_reqs >= max_num_queued_reqs:
-        reason = f"{queue.num_reqs} requests are waiting, the limit is {max_num_queued_reqs}"
-        return Shed(reason, _retry_after_s(queue))
+    if max_num_queued_reqs is not None and num_reqs >= max_num_queued_reqs:
+        reason = f"{num_reqs} requests are waiting, the limit is {max_num_queued_reqs}"
+        return Shed(reason, _retry_after_s(groups))
     if max_num_queued_tokens is not None:
-        tokens = queue.num_tokens + request_tokens
+        tokens = sum(group.report.waiting_tokens for group in groups) + request_tokens
         if tokens > max_num_queued_tokens:
             reason = f"{tokens} tokens would be waiting, the limit is {max_num_queued_tokens}"
-            return Shed(reason, _retry_after_s(queue))
+            return Shed(reason, _retry_after_s(groups))
     return None
 
 
-def _retry_after_s(queue: QueueView) -> int:
+def _retry_after_s(groups: Iterable[GroupLoad]) -> int:
     """Time to compute the queued tokens, in whole seconds from 1 to ``MAX_RETRY_AFTER_S``."""
-    if queue.prompt_tokens_per_s <= 0.0:
+    tokens = sum(group.report.waiting_tokens for group in groups)
+    tokens_per_s = sum(group.prompt_tokens_per_s for group in groups)
+    if tokens_per_s <= 0.0:
         return 1
-    return max(1, min(MAX_RETRY_AFTER_S, round(queue.num_tokens / queue.prompt_tokens_per_s)))
+    return max(1, min(MAX_RETRY_AFTER_S, round(tokens / tokens_per_s)))

@@ -17,33 +17,12 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from kunserve.core.ids import GroupId, RequestId
+from kunserve.core.load import GroupLoad
 
 LOW_STEPS = 16.0
 """A group that can make fewer decode steps than this gives requests away."""
 HIGH_STEPS = 64.0
 """A group that can make more takes requests."""
-
-
-class BalanceView(NamedTuple):
-    """A group of one instance, by its last report and what was sent since."""
-
-    group_id: GroupId
-    capacity_blocks: int
-    used_blocks: int
-    head_of_line_blocks: int
-    unreported_blocks: int
-    num_running: int
-    num_waiting: int
-
-    @property
-    def spare_blocks(self) -> int:
-        """Blocks that virtual usage leaves; negative when the queue's head does not fit."""
-        virtual = self.used_blocks + self.head_of_line_blocks + self.unreported_blocks
-        return self.capacity_blocks - virtual
-
-    def freeness_steps(self, block_size: int) -> float:
-        """Decode steps that fit the spare memory, about."""
-        return self.spare_blocks * block_size / max(1, self.num_running)
 
 
 class Pair(NamedTuple):
@@ -62,31 +41,42 @@ class Movable(NamedTuple):
     num_blocks: int
 
 
-def plan_migrations(groups: Iterable[BalanceView], block_size: int) -> tuple[Pair, ...]:
+def plan_migrations(groups: Iterable[GroupLoad], block_size: int) -> tuple[Pair, ...]:
     """The least free with the freest, the second least with the second freest, and so on.
 
-    Called with the groups that have no part in a migration or transition already. Ties go to the
-    lower group id.
+    Called with the groups of one instance that have no part in a migration or transition already.
+    Ties go to the lower group id.
     """
-    ranked = sorted(groups, key=lambda group: (group.freeness_steps(block_size), group.group_id))
-    sources = [group for group in ranked if group.freeness_steps(block_size) < LOW_STEPS]
+    ranked = sorted((_freeness_steps(group, block_size), group.group_id, group) for group in groups)
+    sources = [group for steps, _, group in ranked if steps < LOW_STEPS]
     targets = [
         group
-        for group in reversed(ranked)
-        if group.freeness_steps(block_size) > HIGH_STEPS and group.num_waiting == 0
+        for steps, _, group in reversed(ranked)
+        if steps > HIGH_STEPS and group.report.num_waiting == 0
     ]
     pairs = []
     for source, target in zip(sources, targets, strict=False):
         most = _largest_move(source, target, block_size)
-        if source.num_running and most > 0:
+        if source.report.num_running and most > 0:
             pairs.append(Pair(source.group_id, target.group_id, most))
     return tuple(pairs)
 
 
-def _largest_move(source: BalanceView, target: BalanceView, block_size: int) -> int:
-    evened = (target.spare_blocks - source.spare_blocks) // 2
-    kept = -(-LOW_STEPS * (target.num_running + 1) // block_size)
-    return min(evened, target.spare_blocks - int(kept))
+def _spare_blocks(group: GroupLoad) -> int:
+    """Blocks that virtual usage leaves; negative when the queue's head does not fit."""
+    virtual = group.report.used_blocks + group.report.head_of_line_blocks
+    return group.capacity_blocks - virtual - group.unreported_blocks
+
+
+def _freeness_steps(group: GroupLoad, block_size: int) -> float:
+    """Decode steps that fit the spare memory, about."""
+    return _spare_blocks(group) * block_size / max(1, group.report.num_running)
+
+
+def _largest_move(source: GroupLoad, target: GroupLoad, block_size: int) -> int:
+    evened = (_spare_blocks(target) - _spare_blocks(source)) // 2
+    kept = -(-LOW_STEPS * (target.report.num_running + 1) // block_size)
+    return min(evened, _spare_blocks(target) - int(kept))
 
 
 def choose_request(

@@ -30,7 +30,7 @@ from typing import NamedTuple, TypeAlias
 
 from kunserve.core.config import OverloadConfig
 from kunserve.core.ids import GroupId
-from kunserve.core.snapshots import LoadReport
+from kunserve.core.load import GroupLoad
 
 SMOOTHING_S = 1.0
 """Time constant of the slopes of demand and use."""
@@ -38,32 +38,6 @@ RELEASE_SMOOTHING_S = 3.0
 """Time constant of the release rate: requests end in lumps."""
 HEADROOM = 0.02
 """Share of a group's blocks (one at least) that its scheduler may keep back at admission."""
-
-
-@dataclass(frozen=True, slots=True)
-class GroupLoad:
-    """One group's last report, and what the controller knows besides."""
-
-    report: LoadReport
-    num_instances: int
-    undropped_blocks: int
-    """Capacity of its members if each held the whole model."""
-    unreported_blocks: int = 0
-    """Of requests sent that the report does not know of."""
-    formed_s: float | None = None
-    """When the transition that made the group was over; None if there was none."""
-    in_transition: bool = False
-
-    @property
-    def demand_blocks(self) -> int:
-        """Running demand with growth, the queue's head, and what is on its way."""
-        return self.report.demand_blocks + self.unreported_blocks
-
-    @property
-    def need_blocks(self) -> int:
-        """Demand with the whole queue: the paper's memory demand of all queued requests."""
-        queue = self.report.waiting_blocks - self.report.head_of_line_blocks
-        return self.demand_blocks + queue
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,11 +81,21 @@ class MonitorState:
     trends: Mapping[GroupId, GroupTrend] = field(default_factory=lambda: MappingProxyType({}))
 
 
+class Excuse(NamedTuple):
+    """Why nothing is done about a group whose load asks for something."""
+
+    group_id: GroupId
+    cause: str
+    """The same as long as the reason differs in its numbers only."""
+    reason: str
+    """For people."""
+
+
 @dataclass(frozen=True, slots=True)
 class Calm:
-    """Nothing to do. ``reason`` says why a group that looks loaded does not count."""
+    """Nothing to do. The excuses say why groups that look loaded do not count."""
 
-    reason: str = ""
+    excuses: tuple[Excuse, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +129,7 @@ def observe(
     trends: dict[GroupId, GroupTrend] = {}
     short: list[tuple[GroupLoad, int]] = []
     relaxed: list[GroupLoad] = []
-    excuses: list[str] = []
+    excuses: list[Excuse] = []
     transition_s = config.forecast_s if view.transition_s is None else view.transition_s
     for load in view.groups:
         group_id = load.report.group_id
@@ -157,18 +141,20 @@ def observe(
         if missing > 0:
             wait_s = _wait_for_memory_s(load, trend, config)
             if wait_s < transition_s:
-                excuses.append(f"group {group_id}: memory is free again in {wait_s:.2f} s")
+                reason = f"memory is free again in {wait_s:.2f} s"
+                excuses.append(Excuse(group_id, "brief", reason))
             else:
                 short.append((load, missing))
         elif load.demand_blocks > load.report.capacity_blocks:
-            excuses.append(f"group {group_id}: demand exceeds capacity, but memory is not filling")
+            reason = "demand exceeds capacity, but memory is not filling"
+            excuses.append(Excuse(group_id, "not filling", reason))
         elif load.num_instances > 1 and _low_long_enough(trend, now_s, config):
             relaxed.append(load)
     return MonitorState(MappingProxyType(trends)), _verdict(short, relaxed, excuses)
 
 
 def _verdict(
-    short: list[tuple[GroupLoad, int]], relaxed: list[GroupLoad], excuses: list[str]
+    short: list[tuple[GroupLoad, int]], relaxed: list[GroupLoad], excuses: list[Excuse]
 ) -> Verdict:
     if short:
         demand = sum(load.need_blocks for load, _ in short)
@@ -185,7 +171,7 @@ def _verdict(
             group_ids=tuple(load.report.group_id for load in relaxed),
             trigger=f"demand {demand} blocks, undropped capacity {undropped}",
         )
-    return Calm("; ".join(excuses))
+    return Calm(tuple(excuses))
 
 
 def _dwells(load: GroupLoad, now_s: float, config: OverloadConfig) -> bool:

@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 from kunserve.core.ids import GroupId, InstanceId, RequestId
 from kunserve.core.layout import GroupLayout, LayerRange, Stage
+from kunserve.core.load import LoadReport
 from kunserve.core.messages import LayerSource, MemberSources
-from kunserve.core.snapshots import LoadReport
 from kunserve.policy.capacity import Specs
 
 
@@ -34,7 +34,10 @@ class RestorePlan:
 class Postponed:
     """Not now. The pipeline goes on serving and nothing is lost."""
 
+    cause: str
+    """The same as long as the reason differs in its numbers only."""
     reason: str
+    """For people."""
 
 
 def plan_restore(
@@ -59,11 +62,14 @@ def plan_restore(
     largest = load.largest_request_blocks
     pool = max(specs[m].kv_units // num_layers for m in layout.members)
     if largest > pool:
-        return Postponed(f"a request of {largest} blocks is larger than a pool of {pool}")
+        return Postponed(
+            "large request", f"a request of {largest} blocks is larger than a pool of {pool}"
+        )
     capacity = transient_capacity_blocks(layout, specs, load.largest_expected_blocks)
     running = load.used_blocks + load.growth_blocks
     if running > capacity:
-        return Postponed(f"{running} blocks are in use or growing, {capacity} fit while parting")
+        reason = f"{running} blocks are in use or growing, {capacity} fit while parting"
+        return Postponed("too much in use", reason)
     whole = LayerRange(0, num_layers)
     new = tuple(
         GroupLayout(GroupId(first_id + number), (Stage(member, whole),))

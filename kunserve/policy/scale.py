@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from kunserve.core.ids import GroupId
+from kunserve.core.load import GroupLoad
 
 GIVE_BACK_BELOW = 0.5
 """Share of the remaining instances' memory under which demand must be."""
@@ -46,20 +47,10 @@ def is_oversized(view: ScaleView, need_blocks: int, num_waiting: int) -> bool:
     return need_blocks < GIVE_BACK_BELOW * rest
 
 
-class Candidate(NamedTuple):
-    """A group of one instance that could be given back."""
+def choose_leaver(candidates: Iterable[GroupLoad]) -> GroupId | None:
+    """The one whose requests end soonest: the least loaded, the youngest of equals. None of none.
 
-    used_blocks: int
-    youth: int
-    """Its group's id, negated: of two that are equally loaded the younger goes."""
-
-    @property
-    def group_id(self) -> GroupId:
-        """The group."""
-        return GroupId(-self.youth)
-
-
-def choose_leaver(candidates: Iterable[Candidate]) -> GroupId | None:
-    """The one whose requests end soonest: the least loaded. None of none."""
-    chosen = min(candidates, default=None)
-    return None if chosen is None else chosen.group_id
+    Called with the groups of one instance that may be given back.
+    """
+    ranked = [(group.report.used_blocks, -group.group_id, group.group_id) for group in candidates]
+    return min(ranked)[2] if ranked else None

@@ -15,6 +15,7 @@ from kunserve.server.errors import EffectMissing, Forbidden, json_answer
 from kunserve.server.front import Front
 from kunserve.server.schema import DropBody, KillBody, RestoreBody
 from kunserve.server.state_json import state_object
+from kunserve.server.web_guard import check_page
 
 logger = logging.getLogger("kunserve.server")
 
@@ -35,7 +36,7 @@ class AdminRoutes:
 
     async def drop(self, http: HttpRequest) -> Response:
         """POST /kunserve/drop ``{"bytes": n}``."""
-        self._check_enabled()
+        self._check_allowed(http)
         body = await self._front.bodies.read(http, DropBody, b"{}")
         before = _dropped_bytes(self._front.engine.state())
         said = await self._front.engine.drop(body.bytes)
@@ -46,7 +47,7 @@ class AdminRoutes:
 
     async def restore(self, http: HttpRequest) -> Response:
         """POST /kunserve/restore."""
-        self._check_enabled()
+        self._check_allowed(http)
         await self._front.bodies.read(http, RestoreBody, b"{}")
         before = _dropped_bytes(self._front.engine.state())
         said = await self._front.engine.restore()
@@ -55,7 +56,7 @@ class AdminRoutes:
 
     async def kill(self, http: HttpRequest) -> Response:
         """POST /kunserve/kill ``{"instance_id": n}``."""
-        self._check_enabled()
+        self._check_allowed(http)
         body = await self._front.bodies.read(http, KillBody)
         victim = InstanceId(body.instance_id)
         before = self._front.engine.state()
@@ -70,9 +71,12 @@ class AdminRoutes:
         )
         return self._done("kill", f"instance {victim} killed", _dropped_bytes(before), state)
 
-    def _check_enabled(self) -> None:
-        if not self._front.config.server.enable_admin:
+    def _check_allowed(self, http: HttpRequest) -> None:
+        server = self._front.config.server
+        if not server.enable_admin:
             raise Forbidden("Admin endpoints are off; start the server with --enable-admin.")
+        if server.has_open_admin:
+            check_page(http.headers)
 
     async def _verified(self, action: str, holds: Callable[[ClusterState], bool]) -> ClusterState:
         """The first state in which the effect shows. Raises EffectMissing."""

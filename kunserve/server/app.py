@@ -24,6 +24,7 @@ from kunserve.server.openai_routes import OpenAIRoutes
 from kunserve.server.stats_log import StatsLog
 from kunserve.server.system_routes import SystemRoutes
 from kunserve.server.text import FastTokenizer, TextCodec
+from kunserve.server.web_guard import is_loopback
 
 
 def create_app(
@@ -35,6 +36,7 @@ def create_app(
 ) -> Starlette:
     """The ASGI application in front of a started ``engine``. ``app.state.front`` is its Front."""
     limits = limits or FrontLimits()
+    server = config.server
     codec = TextCodec(
         tokenizer, engine.limits.max_model_len, limits.inline_chars, limits.max_waiting_chars
     )
@@ -56,7 +58,13 @@ def create_app(
 
     app = Starlette(
         routes=_routes(front),
-        middleware=[Middleware(FrontMiddleware, api_key=config.server.api_key)],
+        middleware=[
+            Middleware(
+                FrontMiddleware,
+                api_key=server.api_key,
+                only_this_host=server.has_open_admin and is_loopback(server.host),
+            )
+        ],
         exception_handlers={
             HTTPException: _answer_error,
             KunServeError: _answer_error,

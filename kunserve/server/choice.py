@@ -6,14 +6,14 @@ from typing import NamedTuple
 from kunserve.core.messages import TokenOutput
 from kunserve.core.request import FinishReason, Request, TokenLogprobs
 from kunserve.server.detokenize import Detokenizer
-from kunserve.server.stop import StopMatcher
+from kunserve.server.stop import StopMatcher, StopStrings
 
 
 @dataclass(frozen=True, slots=True)
 class TextOptions:
     """How tokens become text: the part of sampling that the engine never sees."""
 
-    stop: tuple[str, ...] = ()
+    stop: StopStrings | None = None
     include_stop: bool = False
     skip_special_tokens: bool = True
 
@@ -58,7 +58,9 @@ class Choice:
         self.index = index
         self.request = request
         self._detokenizer = detokenizer
-        self._matcher = StopMatcher(options.stop, options.include_stop) if options.stop else None
+        self._matcher = (
+            None if options.stop is None else StopMatcher(options.stop, options.include_stop)
+        )
         self._include_stop = options.include_stop
         self._pieces: list[str] = []
         self._entries: list[TokenEntry] = []

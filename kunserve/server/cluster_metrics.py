@@ -10,12 +10,12 @@ from prometheus_client.registry import Collector
 from kunserve.cluster.api import EngineClient
 from kunserve.core.ids import InstanceId, TransitionId
 from kunserve.core.layout import GroupLayout
-from kunserve.core.snapshots import ClusterState, LoadReport, TransitionRecord
+from kunserve.core.load import LoadReport
+from kunserve.core.snapshots import ClusterState, Kind, Outcome, TransitionRecord
 from kunserve.server.histogram import Histogram
 from kunserve.server.stage_metrics import StageMetrics
 
 TRANSITION_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
-DONE = "done"
 
 
 @dataclass(slots=True)
@@ -51,10 +51,10 @@ class ClusterMetrics(Collector):
         self._state = engine.state()
         self._last: dict[InstanceId, LoadReport] = {}
         self._seen: set[TransitionId] = set()
-        self._moved_bytes: dict[str, int] = {"drop": 0, "restore": 0}
+        self._moved_bytes = dict.fromkeys(Kind, 0)
         self.totals: dict[InstanceId, LeaderTotals] = {}
         self._stages = StageMetrics(model_name)
-        self._durations = {kind: self._duration_histogram() for kind in ("drop", "restore")}
+        self._durations = {kind: self._duration_histogram() for kind in Kind}
 
     def bubble_ratio(self, leader: InstanceId) -> float | None:
         """Idle share of the stages that the instance leads; None if it is none, or new."""
@@ -93,7 +93,7 @@ class ClusterMetrics(Collector):
         self._last[leader] = load
 
     def _finished(self, record: TransitionRecord, finished_s: float) -> None:
-        if record.outcome != DONE or record.kind not in self._durations:
+        if record.outcome is not Outcome.DONE:
             return
         self._durations[record.kind].observe(finished_s - record.started_s)
         self._moved_bytes[record.kind] += record.moved_bytes

@@ -20,7 +20,7 @@ from kunserve.core.config import (
     SchedulerConfig,
     ServerConfig,
 )
-from kunserve.core.errors import ConfigError, KunServeError
+from kunserve.core.errors import KunServeError
 from kunserve.server.launch import run_server
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -232,8 +232,6 @@ def serve_command(**flags: Any) -> None:
     )
     try:
         asyncio.run(run_server(config_from_flags(flags)))
-    except ConfigError as error:
-        raise click.ClickException(str(error)) from None
     except KunServeError as error:
         raise click.ClickException(str(error)) from None
 

@@ -75,7 +75,7 @@ class OverflowApp:
                 async with asyncio.timeout(self._body_timeout_s):
                     while (await receive()).get("more_body"):
                         pass
-            await FrontMiddleware(error_answer(_TOO_MANY), None)(scope, receive, send)
+            await FrontMiddleware(error_answer(_TOO_MANY))(scope, receive, send)
 
 
 def kernel_held_bytes(transport: asyncio.Transport) -> int:

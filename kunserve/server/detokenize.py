@@ -87,43 +87,64 @@ class ByteDetokenizer:
 class WindowDetokenizer:
     """For every other vocabulary: decode a short window with and without the new tokens.
 
-    The window starts with the prompt's last tokens, since such decoders treat the very first
-    token of a text differently (they strip its space).
+    The window starts with tokens whose text is shown already, because such decoders treat the
+    very first token of a text differently (they strip its space). It is cut only where shown
+    text ends: a character that is spelled in bytes makes all bytes around it unreadable when a
+    part of it is missing.
     """
 
     _CONTEXT = 6
-    _LONGEST_CHARACTER = 8
-    """Tokens after which an incomplete character is taken to be broken, and shown as such."""
+    """Tokens of the prompt in the first window."""
+    _LONGEST_CHARACTER = 4
+    """Tokens of a character that is spelled in bytes."""
 
     def __init__(
         self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], skip_special_tokens: bool
     ) -> None:
         self._tokenizer = tokenizer
         self._skip = skip_special_tokens
-        self._window = list(prompt_token_ids[-self._CONTEXT :])
-        self._shown = self._decode()
-        self._pending = 0
+        self._context = self._readable_tail(prompt_token_ids)
+        self._shown = self._decode(self._context)
+        self._pending: list[int] = []
+        """Tokens whose text is not shown yet."""
 
-    def _decode(self) -> str:
-        return self._tokenizer.decode(self._window, skip_special_tokens=self._skip)
+    def _readable_tail(self, token_ids: Sequence[int]) -> list[int]:
+        """The prompt's last tokens, none of which is a part of a character only."""
+        for length in range(self._CONTEXT, self._CONTEXT + self._LONGEST_CHARACTER):
+            tail = list(token_ids[-length:])
+            if REPLACEMENT not in self._decode(tail):
+                return tail
+        return []
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return self._tokenizer.decode(token_ids, skip_special_tokens=self._skip)
 
     def push(self, token_id: int) -> str:
         """See ``Detokenizer``."""
-        self._window.append(token_id)
-        self._pending += 1
-        text = self._decode()
-        if text.endswith(REPLACEMENT) and self._pending < self._LONGEST_CHARACTER:
+        self._pending.append(token_id)
+        text = self._new_text()
+        if not text.endswith(REPLACEMENT):
+            return self._advance(len(self._pending), text)
+        if len(self._pending) < self._LONGEST_CHARACTER:
             return ""
-        return self._advance(text)
+        # The first byte begins no character; those behind it may.
+        return self._advance(1, self._decode(self._pending[:1]))
 
     def finish(self) -> str:
         """See ``Detokenizer``."""
-        return self._advance(self._decode()) if self._pending else ""
+        return self._advance(len(self._pending), self._new_text()) if self._pending else ""
 
-    def _advance(self, text: str) -> str:
-        new = text[len(self._shown) :]
-        keep = max(self._CONTEXT, self._pending)
-        self._window = self._window[-keep:]
-        self._shown = self._decode()
-        self._pending = 0
-        return new
+    def _new_text(self) -> str:
+        """The text of the pending tokens."""
+        text = self._decode(self._context + self._pending)
+        if text.startswith(self._shown):
+            return text[len(self._shown) :]
+        return self._decode(self._pending)
+
+    def _advance(self, num_tokens: int, text: str) -> str:
+        """Show the first pending tokens: ``text`` is theirs."""
+        tokens, self._pending = self._pending[:num_tokens], self._pending[num_tokens:]
+        shown = self._decode(tokens)
+        if shown and REPLACEMENT not in shown:
+            self._context, self._shown = tokens, shown
+        return text

@@ -8,7 +8,8 @@ import uuid
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from kunserve.server.errors import Unauthorized, error_answer
+from kunserve.server.errors import Forbidden, Unauthorized, error_answer
+from kunserve.server.web_guard import check_host
 
 logger = logging.getLogger("kunserve.server")
 
@@ -20,11 +21,15 @@ _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,200}")
 
 
 class FrontMiddleware:
-    """Pure ASGI middleware."""
+    """Pure ASGI middleware. With ``only_this_host`` a foreign Host header is refused."""
 
-    def __init__(self, app: ASGIApp, api_key: str | None) -> None:
+    def __init__(
+        self, app: ASGIApp, api_key: str | None = None, only_this_host: bool = False
+    ) -> None:
+        assert api_key != "", "an empty key would let everybody in"
         self._app = app
-        self._api_key = api_key.encode() if api_key else None
+        self._api_key = None if api_key is None else api_key.encode()
+        self._only_this_host = only_this_host
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI: every request leaves with an X-Request-Id and, on failure, a JSON error."""
@@ -44,10 +49,9 @@ class FrontMiddleware:
             await send(message)
 
         try:
-            if not self._is_allowed(scope["path"], headers):
-                await error_answer(Unauthorized("The API key is missing or wrong."))(
-                    scope, receive, send_with_id
-                )
+            refusal = self._refusal(scope["path"], headers)
+            if refusal is not None:
+                await error_answer(refusal)(scope, receive, send_with_id)
                 return
             await self._app(scope, receive, send_with_id)
         except ClientDisconnect:
@@ -60,10 +64,19 @@ class FrontMiddleware:
                 raise
             await error_answer(error)(scope, receive, send_with_id)
 
-    def _is_allowed(self, path: str, headers: dict[bytes, bytes]) -> bool:
-        if self._api_key is None or path in OPEN_PATHS:
-            return True
-        if path == DASHBOARD or path.startswith(f"{DASHBOARD}/"):
-            return True
+    def _refusal(self, path: str, headers: dict[bytes, bytes]) -> Exception | None:
+        """Why this request may not enter, judged by its headers."""
+        if path in OPEN_PATHS:
+            return None
+        if self._only_this_host:
+            host = headers.get(b"host")
+            try:
+                check_host(None if host is None else host.decode("latin-1"))
+            except Forbidden as refusal:
+                return refusal
+        if self._api_key is None or path == DASHBOARD or path.startswith(f"{DASHBOARD}/"):
+            return None
         scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
-        return scheme.lower() == b"bearer" and hmac.compare_digest(key.strip(), self._api_key)
+        if scheme.lower() == b"bearer" and hmac.compare_digest(key.strip(), self._api_key):
+            return None
+        return Unauthorized("The API key is missing or wrong.")

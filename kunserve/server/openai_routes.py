@@ -19,6 +19,7 @@ from kunserve.server.logprobs import chat_logprobs, completion_logprobs
 from kunserve.server.prompts import echoes_of, encode_conversation, encode_prompts
 from kunserve.server.sampling import remaining_tokens, resolve_sampling
 from kunserve.server.schema import ChatBody, CompletionBody, GenerationBody
+from kunserve.server.stop import StopStrings
 from kunserve.server.streaming import GenerationAnswer, StreamedAnswer, WholeAnswer
 from kunserve.server.unsupported import refuse_unsupported
 from kunserve.server.wire import Envelope, FormatLogprobs
@@ -118,7 +119,9 @@ class OpenAIRoutes:
         limits = front.engine.limits
         skip_special = body.skip_special_tokens is not False
         options = TextOptions(
-            tuple(body.stop or ()), bool(body.include_stop_str_in_output), skip_special
+            StopStrings(body.stop) if body.stop else None,
+            bool(body.include_stop_str_in_output),
+            skip_special,
         )
         max_tokens = [
             remaining_tokens(

@@ -4,7 +4,8 @@ from collections.abc import Mapping
 
 from kunserve.core.ids import InstanceId
 from kunserve.core.layout import GroupLayout
-from kunserve.core.snapshots import ClusterState, InstanceSpec, LoadReport
+from kunserve.core.load import LoadReport
+from kunserve.core.snapshots import ClusterState, InstanceSpec
 from kunserve.server.cluster_metrics import loads_by_group
 
 

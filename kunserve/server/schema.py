@@ -2,7 +2,15 @@
 
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+)
+from pydantic_core import PydanticCustomError
 
 from kunserve.core.errors import InvalidRequest
 
@@ -12,14 +20,29 @@ DEFAULT_COMPLETION_TOKENS = 16
 Kind: TypeAlias = Literal["completion", "chat"]
 
 
+MAX_STOP_CHARS = 8192
+"""Of all stop strings of a request together, because each is prepared before the first token."""
+LEAST_REPETITION_PENALTY, MOST_REPETITION_PENALTY = 0.01, 10.0
+"""vLLM wants more than 0. Nearer to it, a float32 logit divided by the penalty is infinite."""
+
+
 def _as_list(value: object) -> object:
     return [value] if isinstance(value, str) else value
 
 
-StopStrings = Annotated[
+def _check_total(stops: list[str]) -> list[str]:
+    if sum(map(len, stops)) > MAX_STOP_CHARS:
+        raise PydanticCustomError(
+            "too_long", f"Stop strings may have {MAX_STOP_CHARS} characters together"
+        )
+    return stops
+
+
+StopList = Annotated[
     list[Annotated[str, Field(min_length=1, max_length=1024)]],
     BeforeValidator(_as_list),
     Field(max_length=64),
+    AfterValidator(_check_total),
 ]
 
 
@@ -48,14 +71,16 @@ class GenerationBody(BaseModel):
     min_p: float | None = Field(None, ge=0.0, le=1.0)
     n: int | None = Field(None, ge=1)
     seed: int | None = Field(None, ge=INT64_MIN, le=INT64_MAX)
-    stop: StopStrings | None = None
+    stop: StopList | None = None
     stop_token_ids: Annotated[list[int], Field(max_length=256)] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     min_tokens: int | None = Field(None, ge=0)
     presence_penalty: float | None = Field(None, ge=-2.0, le=2.0)
     frequency_penalty: float | None = Field(None, ge=-2.0, le=2.0)
-    repetition_penalty: float | None = Field(None, gt=0.0, le=10.0)
+    repetition_penalty: float | None = Field(
+        None, ge=LEAST_REPETITION_PENALTY, le=MOST_REPETITION_PENALTY
+    )
     logit_bias: dict[str, float] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None

@@ -33,5 +33,7 @@ def state_object(state: ClusterState) -> dict[str, Any]:
         if load is not None:
             shown["load"]["demand_blocks"] = load.demand_blocks
     del plain["loads"]
+    for record, shown in zip(state.transitions, plain["transitions"], strict=True):
+        shown["outcome"] = record.ending
     plain["dropped_bytes"] = sum(instance.dropped_bytes for instance in state.instances)
     return plain

@@ -6,7 +6,7 @@ import time
 from dataclasses import replace
 
 from kunserve.core.ids import InstanceId
-from kunserve.core.snapshots import LoadReport
+from kunserve.core.load import LoadReport
 from kunserve.server.cluster_metrics import ClusterMetrics, LeaderTotals, loads_by_group
 
 logger = logging.getLogger("kunserve.server")

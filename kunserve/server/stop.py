@@ -3,6 +3,32 @@
 from collections.abc import Sequence
 
 
+class StopStrings:
+    """The stop strings of one request, prepared once for all its choices.
+
+    ``fallbacks[i][k - 1]`` is the length of the longest proper beginning of string ``i`` that its
+    first ``k`` characters end with (Knuth, Morris and Pratt). So a character of output costs a
+    few steps per stop string, however long the strings are.
+    """
+
+    __slots__ = ("fallbacks", "strings")
+
+    def __init__(self, strings: Sequence[str]) -> None:
+        assert strings and all(strings), strings
+        self.strings = tuple(strings)
+        self.fallbacks = tuple(map(_fallbacks, self.strings))
+
+
+def _fallbacks(string: str) -> list[int]:
+    lengths = [0]
+    for character in string[1:]:
+        length = lengths[-1]
+        while length and string[length] != character:
+            length = lengths[length - 1]
+        lengths.append(length + (string[length] == character))
+    return lengths
+
+
 class StopMatcher:
     """Cuts a stream of text at the first place where a stop string is complete.
 
@@ -10,12 +36,13 @@ class StopMatcher:
     result depends on the text alone, never on how it was cut into tokens.
     """
 
-    __slots__ = ("_held", "_include", "_stops", "matched")
+    __slots__ = ("_held", "_include", "_progress", "_stops", "matched")
 
-    def __init__(self, stops: Sequence[str], include: bool = False) -> None:
-        assert stops and all(stops), stops
-        self._stops = tuple(stops)
+    def __init__(self, stops: StopStrings, include: bool = False) -> None:
+        self._stops = stops
         self._include = include
+        self._progress = [0] * len(stops.strings)
+        """Per stop string: how much of its beginning the text so far ends with."""
         self._held = ""
         """Text not shown yet: the longest tail that may be the start of a stop string."""
         self.matched: str | None = None
@@ -25,13 +52,13 @@ class StopMatcher:
         if self.matched is not None or not text:
             return ""
         buffer = self._held + text
-        hit = self._find(buffer)
-        if hit is not None:
-            end, stop = hit
-            self.matched = stop
-            self._held = ""
-            return buffer[: end if self._include else end - len(stop)]
-        held = self._undecided(buffer)
+        for end, character in enumerate(text, len(self._held) + 1):
+            stop = self._step(character)
+            if stop is not None:
+                self.matched = stop
+                self._held = ""
+                return buffer[: end if self._include else end - len(stop)]
+        held = max(self._progress)
         self._held = buffer[len(buffer) - held :] if held else ""
         return buffer[: len(buffer) - held]
 
@@ -40,23 +67,20 @@ class StopMatcher:
         held, self._held = self._held, ""
         return held
 
-    def _find(self, buffer: str) -> tuple[int, str] | None:
-        best: tuple[int, str] | None = None
-        for stop in self._stops:
-            start = buffer.find(stop)
-            if start < 0:
-                continue
-            end = start + len(stop)
-            if best is None or end < best[0] or (end == best[0] and len(stop) > len(best[1])):
-                best = (end, stop)
-        return best
-
-    def _undecided(self, buffer: str) -> int:
-        """Length of the longest tail of ``buffer`` that starts some stop string."""
-        longest = 0
-        for stop in self._stops:
-            for length in range(min(len(stop) - 1, len(buffer)), longest, -1):
-                if buffer.endswith(stop[:length]):
-                    longest = length
-                    break
-        return longest
+    def _step(self, character: str) -> str | None:
+        """Take one character; the longest stop string that it completes."""
+        complete: str | None = None
+        progress = self._progress
+        stops = self._stops
+        for number, string in enumerate(stops.strings):
+            length = progress[number]
+            while length and string[length] != character:
+                length = stops.fallbacks[number][length - 1]
+            if string[length] == character:
+                length += 1
+                if length == len(string):
+                    if complete is None or length > len(complete):
+                        complete = string
+                    length = 0
+            progress[number] = length
+        return complete

@@ -5,16 +5,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from kunserve.control.cluster.controller import (
-    Announce,
+from kunserve.control.cluster.commands import (
     ControlCommand,
-    Controller,
     Deliver,
+    LogReason,
+    LogTransition,
     Respawn,
     ScaleDown,
     ScaleUp,
     Send,
 )
+from kunserve.control.cluster.controller import Controller
 from kunserve.control.group.load import SchedulerTotals
 from kunserve.control.instance.agent import InstanceAgent, Work
 from kunserve.control.instance.state import AgentConfig
@@ -124,7 +125,7 @@ class SimCluster:
     def submit(self, request: Request) -> None:
         """A request reaches the front."""
         self._note("submit", request)
-        self.controller.arrive(request, self._heap.now_s())
+        self.controller.arrive(request, self._on_token, self._heap.now_s())
         self._obey()
 
     def cancel(self, request_id: Any) -> None:
@@ -374,7 +375,7 @@ class SimCluster:
     def _obey(self) -> None:
         for command in self.controller.drain():
             if isinstance(command, Deliver):
-                self._on_token(command.token)
+                command.client(command.token)
             elif isinstance(command, Send):
                 instance_id, message = command
                 if not isinstance(message, Connect):  # a simulated instance needs no addresses
@@ -389,7 +390,7 @@ class SimCluster:
             case Respawn(instance_id):
                 self._ordered_s[instance_id] = self._heap.now_s()
                 self._heap.after(self.world.start_s, self._start, instance_id)
-            case Announce(record):
+            case LogTransition(record):
                 self.records.append(record)
             case ScaleUp(reason):
                 self.scale_ups.append((self._heap.now_s(), reason))
@@ -398,6 +399,8 @@ class SimCluster:
             case ScaleDown(instance_id):
                 self.num_given_back += 1
                 self._remove(instance_id)
+            case LogReason():
+                pass
 
     def _note(self, kind: str, *details: Any) -> None:
         if self._watcher is not None:

@@ -1,6 +1,7 @@
 """The taking side of bulk: what to ask for next, and where it goes. Sans-I/O, one lock above.
 
 Pulls are served in the order they were asked for, with few chunks in flight over all of them.
+A source that does not answer holds up its own pulls only.
 """
 
 from collections import deque
@@ -176,10 +177,12 @@ class BulkSink:
 
     def next_ask(self, now_s: float) -> Ask | None:
         """The next chunk to request, and of whom; it counts as in flight from now on."""
-        if len(self._in_flight) >= self._pacing.max_in_flight:
+        stalled = self._stalled(now_s)
+        num_counted = sum(e.pull.what.src not in stalled for e in self._in_flight.values())
+        if num_counted >= self._pacing.max_in_flight:
             return None
         for pull in self._pulls:
-            if not pull.wants_more or pull.not_before_s > now_s:
+            if not pull.wants_more or pull.not_before_s > now_s or pull.what.src in stalled:
                 continue
             first, limit = pull.again.pop() if pull.again else (pull.next_item, None)
             ticket = self._next_ticket
@@ -221,16 +224,15 @@ class BulkSink:
                     self._end(pull, "the source never heard of it", now_s)
 
     def expire(self, now_s: float) -> None:
-        """End the pulls whose source has gone silent."""
+        """End every pull from a source that has gone silent."""
         limit_s = self._pacing.chunk_timeout_s
-        for entry in tuple(self._in_flight.values()):
-            if now_s - entry.sent_s > limit_s and entry.pull in self._pulls:
-                self._end(entry.pull, f"the source was silent for {limit_s:g} s", now_s)
+        late = self._in_flight.values()
+        for src in {e.pull.what.src for e in late if now_s - e.sent_s > limit_s}:
+            self._end_all(src, f"the source was silent for {limit_s:g} s", now_s)
 
     def lose(self, src: InstanceId, now_s: float) -> None:
         """End every pull from a peer that is gone."""
-        for pull in [p for p in self._pulls if p.what.src == src]:
-            self._end(pull, "the source is gone", now_s)
+        self._end_all(src, "the source is gone", now_s)
 
     def cancel(self, request_id: RequestId) -> int:
         """Forget the pulls of a request without a word; how many there were."""
@@ -259,13 +261,21 @@ class BulkSink:
         waits: list[float] = []
         if self._in_flight:
             waits.append(self._pacing.chunk_timeout_s / 10)
-        if len(self._in_flight) < self._pacing.max_in_flight:
-            waits.extend(p.not_before_s - now_s for p in self._pulls if p.wants_more)
+        stalled = self._stalled(now_s)
+        in_time = [e for e in self._in_flight.values() if e.pull.what.src not in stalled]
+        wanting = [p for p in self._pulls if p.wants_more and p.what.src not in stalled]
+        if len(in_time) < self._pacing.max_in_flight:
+            waits.extend(p.not_before_s - now_s for p in wanting)
+        elif wanting:
+            # Its source may stall, and then its slot is another's.
+            waits.append(min(e.sent_s for e in in_time) + self._pacing.stall_s - now_s)
         return max(0.0, min(waits)) if waits else None
 
     def check(self) -> None:
         """Assert that every item of every pull is placed, in flight, or still to ask for."""
-        assert len(self._in_flight) <= self._pacing.max_in_flight, self._in_flight
+        sources = [e.pull.what.src for e in self._in_flight.values()]
+        for src in set(sources):
+            assert sources.count(src) <= self._pacing.max_in_flight, (src, self._in_flight)
         for pull in self._pulls:
             flying = sum(e.num for e in self._in_flight.values() if e.pull is pull)
             waiting = sum(end - first for first, end in pull.again)
@@ -273,6 +283,15 @@ class BulkSink:
             total = pull.num_placed + flying + waiting
             assert total == pull.target.num_items, (pull, flying, waiting)
         assert all(any(e.pull is p for p in self._pulls) for e in self._in_flight.values())
+
+    def _stalled(self, now_s: float) -> set[InstanceId]:
+        """Sources that owe a chunk for too long."""
+        limit_s = self._pacing.stall_s
+        return {e.pull.what.src for e in self._in_flight.values() if now_s - e.sent_s >= limit_s}
+
+    def _end_all(self, src: InstanceId, refusal: str, now_s: float) -> None:
+        for pull in [p for p in self._pulls if p.what.src == src]:
+            self._end(pull, refusal, now_s)
 
     def _end(self, pull: _Pull, refusal: str | None, now_s: float) -> None:
         self._remove(pull)

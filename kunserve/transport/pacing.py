@@ -16,13 +16,18 @@ class BulkPacing:
     chunk_bytes: int = 512 * KIB
     """Asked for at once; at least one KV unit moves whatever this says."""
     max_in_flight: int = 2
-    """Chunks an instance has asked for and not received, over all its sources."""
+    """Chunks an instance has asked for and not received, over all sources that answer in time."""
     link_gbps: float | None = None
     """Rate at which a source gives bytes; None is as fast as they go."""
     max_yield_s: float = 0.02
     """Longest pause of one chunk for activations, so that bulk never starves."""
+    stall_s: float = 0.1
+    """A source that owes a chunk for this long is asked for no more until it answers.
+
+    The chunks it owes are no longer counted, so that the other sources go on.
+    """
     chunk_timeout_s: float = 10.0
-    """A source silent for this long is taken for dead."""
+    """A source silent for this long is taken for dead: all its pulls end."""
     unknown_grace_s: float = 20.0
     """How long a source may not have heard of a request yet (it finishes its step first)."""
 

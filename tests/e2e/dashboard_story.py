@@ -16,11 +16,13 @@ from dataclasses import dataclass, field, replace
 
 from kunserve.core.ids import InstanceId, TransitionId
 from kunserve.core.layout import GroupLayout, LayerRange
+from kunserve.core.load import LoadReport
 from kunserve.core.snapshots import (
     ClusterState,
     InstanceSnapshot,
     InstanceSpec,
-    LoadReport,
+    Kind,
+    Outcome,
     StageTime,
     TransitionRecord,
 )
@@ -61,28 +63,32 @@ def groups_at(t_s: float) -> tuple[GroupLayout, ...]:
     return left + right
 
 
+REFUSAL = "instance 3: a layer is being loaded"
+
+
 def transitions_at(t_s: float, trigger: str = TRIGGER) -> Iterator[TransitionRecord]:
     left, right = (whole(0, 0), whole(1, 1)), (whole(2, 2), whole(3, 3))
     split = (whole(6, 0), whole(7, 1))
     freed = 2 * HALF * spec_of(0).layer_bytes
-    outcome = "rolled back: instance 3: a layer is being loaded"
-    for number, kind, began_s, took_s, old, new, said in (
-        (0, "drop", DROP_S, 1.9, left, (halves(4, 0, 1),), "done"),
-        (1, "drop", ROLLBACK_S, 0.2, right, (halves(8, 2, 3),), outcome),
-        (2, "drop", SECOND_DROP_S, 2.6, right, (halves(5, 2, 3),), "done"),
-        (3, "restore", RESTORE_S - 4, 6.0, (halves(4, 0, 1),), split, "done"),
+    for number, kind, began_s, took_s, old, new, refusal in (
+        (0, Kind.DROP, DROP_S, 1.9, left, (halves(4, 0, 1),), None),
+        (1, Kind.DROP, ROLLBACK_S, 0.2, right, (halves(8, 2, 3),), REFUSAL),
+        (2, Kind.DROP, SECOND_DROP_S, 2.6, right, (halves(5, 2, 3),), None),
+        (3, Kind.RESTORE, RESTORE_S - 4, 6.0, (halves(4, 0, 1),), split, None),
     ):
         if t_s < began_s:
             return
-        committed = said == "done"
+        committed, is_over = refusal is None, t_s >= began_s + took_s
+        ending = Outcome.DONE if committed else Outcome.ROLLED_BACK
         yield TransitionRecord(
             transition_id=TransitionId(number),
             kind=kind,
             trigger=trigger if kind == "drop" else "need 98 of 814 blocks undropped for 3.0 s",
             started_s=began_s,
             committed_s=(began_s + 0.04 if kind == "drop" else RESTORE_S) if committed else None,
-            finished_s=began_s + took_s if t_s >= began_s + took_s else None,
-            outcome=said if t_s >= began_s + took_s else "running",
+            finished_s=began_s + took_s if is_over else None,
+            outcome=ending if is_over else Outcome.RUNNING,
+            reason=refusal if is_over else None,
             groups_before=old,
             groups_after=new,
             freed_bytes=(freed if kind == "drop" else -freed) if committed else 0,

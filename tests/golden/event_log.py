@@ -2,16 +2,17 @@
 
 from typing import Any
 
-from kunserve.control.cluster.controller import (
-    Announce,
+from kunserve.control.cluster.commands import (
     ControlCommand,
     Deliver,
+    LogReason,
+    LogTransition,
     Respawn,
     ScaleDown,
     ScaleUp,
     Send,
 )
-from kunserve.core.ids import InstanceId, RequestId
+from kunserve.core.ids import GroupId, InstanceId, RequestId
 from kunserve.core.layout import GroupLayout
 from kunserve.core.messages import (
     Abort,
@@ -48,6 +49,7 @@ class EventLog:
     def __init__(self) -> None:
         self.lines: list[str] = []
         self._first_s: dict[RequestId, float] = {}
+        self._postponed: set[GroupId] = set()
 
     def stepped(self, instance_id: InstanceId, work: Any, start_s: float, end_s: float) -> None:
         """Steps show in the times of everything else."""
@@ -57,6 +59,11 @@ class EventLog:
         match kind, details:
             case "command", (Deliver(token),):
                 self._token(time_s, token)
+            case "command", (LogReason(group_id, reason),):
+                if reason.startswith("restore ") and group_id not in self._postponed:
+                    self._postponed.add(group_id)
+                    why = reason.removeprefix("restore postponed: ")
+                    self.lines.append(f"            postponed g{group_id}: {why}")
             case "command", (command,):
                 self.write(time_s, _command(command))
             case "event", (src, message):
@@ -91,9 +98,9 @@ def _command(command: ControlCommand) -> str | None:
             return None if told is None else f"tell {instance_id} {told}"
         case Respawn(instance_id):
             return f"respawn {instance_id}"
-        case Announce(record):
+        case LogTransition(record):
             return (
-                f"announce {record.kind} {record.transition_id} {record.outcome}: "
+                f"announce {record.kind} {record.transition_id} {record.ending}: "
                 f"{record.requests_moved} requests, {record.moved_bytes} bytes moved, "
                 f"{record.freed_bytes} freed, stall {record.max_stall_s:.6f}; {record.trigger}"
             )

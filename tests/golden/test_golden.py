@@ -9,39 +9,26 @@ from pathlib import Path
 
 import pytest
 
-import kunserve.control.cluster.overload as overload
 from kunserve.bench.compare.simulated.simulation import simulate
 from kunserve.bench.compare.systems import find_system
-from kunserve.core.ids import GroupId
-from kunserve.policy.restore import Postponed, plan_restore
 from tests.golden.event_log import EventLog
 from tests.golden.stories import STORIES, Story
 
 LOGS = Path(__file__).parent / "logs"
 
 
-def tell(story: Story, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The story's log. The reason of a postponement is no command: it is taken where it arises."""
+def tell(story: Story) -> list[str]:
+    """The story's log."""
     log = EventLog()
-    postponed: set[GroupId] = set()
-
-    def plan(layout, *rest, **more):  # type: ignore[no-untyped-def]
-        decided = plan_restore(layout, *rest, **more)
-        if isinstance(decided, Postponed) and layout.group_id not in postponed:
-            postponed.add(layout.group_id)
-            log.lines.append(f"            postponed g{layout.group_id}: {decided.reason}")
-        return decided
-
-    monkeypatch.setattr(overload, "plan_restore", plan)
     result = simulate(find_system(story.system), story.scenario, watcher=log, is_drained=True)
     assert result.metrics.num_failed == 0
     return log.lines
 
 
 @pytest.mark.parametrize("name", sorted(STORIES))
-def test_log_is_as_kept(name: str, renew: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_log_is_as_kept(name: str, renew: bool) -> None:
     story, path = STORIES[name], LOGS / f"{name}.txt"
-    lines = tell(story, monkeypatch)
+    lines = tell(story)
     left = iter(lines)
     for part in story.shows:
         assert any(part in line for line in left), f"no line (any more) with {part!r}"

@@ -19,7 +19,8 @@ from kunserve.cluster.in_process import (
     InProcessCluster,
     StartStep,
 )
-from kunserve.control.cluster.controller import Controller, Deliver, Send
+from kunserve.control.cluster.commands import Deliver, Send
+from kunserve.control.cluster.controller import Controller
 from kunserve.core.config import (
     ClusterConfig,
     InstanceConfig,

@@ -4,22 +4,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kunserve.core.ids import GroupId
-from kunserve.policy.dispatch import GroupView, choose_group
+from kunserve.core.load import GroupLoad, LoadReport
+from kunserve.policy.dispatch import choose_group
 
 
 @st.composite
-def views(draw: st.DrawFn, group: int) -> GroupView:
+def views(draw: st.DrawFn, group: int) -> GroupLoad:
     running = draw(st.integers(0, 200))
     queue = draw(st.lists(st.integers(1, 30), max_size=5))
-    return GroupView(
-        group_id=GroupId(group),
-        capacity_blocks=draw(st.integers(1, 200)),
-        demand_blocks=running + sum(queue[:1]),
+    report = LoadReport(
+        GroupId(group),
+        used_blocks=running,
+        num_waiting=len(queue),
         head_of_line_blocks=sum(queue[:1]),
-        queued_blocks=sum(queue),
-        num_queued=len(queue),
-        unreported_blocks=draw(st.integers(0, 100)),
+        waiting_blocks=sum(queue),
     )
+    capacity_blocks = draw(st.integers(1, 200))
+    return GroupLoad(report, capacity_blocks, unreported_blocks=draw(st.integers(0, 100)))
 
 
 groups_of_views = st.integers(1, 6).flatmap(
@@ -41,8 +42,7 @@ def test_the_choice_fits_and_does_not_depend_on_order(groups, blocks, random):
 def test_a_group_that_starts_at_once_is_preferred_to_one_that_queues(groups, blocks):
     chosen = choose_group(groups, blocks)
     is_open = {
-        g.group_id: g.demand_blocks + g.unreported_blocks + blocks <= g.capacity_blocks
-        and g.num_queued <= 1
+        g.group_id: g.demand_blocks + blocks <= g.capacity_blocks and g.report.num_waiting <= 1
         for g in groups
     }
     if any(is_open.values()):
@@ -61,7 +61,7 @@ def test_a_burst_between_two_reports_spreads_within_one_request(num_groups, burs
     sent = [0] * num_groups
     for blocks in burst:
         groups = [
-            GroupView(GroupId(g), capacity, used, 0, 0, 0, unreported_blocks=sent[g])
+            GroupLoad(LoadReport(GroupId(g), used_blocks=used), capacity, unreported_blocks=sent[g])
             for g in range(num_groups)
         ]
         chosen = choose_group(groups, blocks)

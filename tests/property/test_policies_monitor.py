@@ -8,10 +8,9 @@ from hypothesis import strategies as st
 
 from kunserve.core.config import OverloadConfig
 from kunserve.core.ids import GroupId
-from kunserve.core.snapshots import LoadReport
+from kunserve.core.load import GroupLoad, LoadReport
 from kunserve.policy.monitor import (
     ClusterLoadView,
-    GroupLoad,
     MonitorState,
     Overloaded,
     Relaxed,
@@ -68,6 +67,7 @@ class Pair:
         )
         return GroupLoad(
             report,
+            capacity,
             num_instances=2 if self.is_dropped else 1,
             undropped_blocks=UNDROPPED_BLOCKS * (2 if self.is_dropped else 1),
             formed_s=self.formed_s,
@@ -139,6 +139,6 @@ def test_steady_use_below_the_capacity_never_drops(used, growth, queue):
             GroupId(0), step, 0, 1, len(queue), used, 100, growth, sum(fits), sum(queue),
             0, 0, 0, 0, 0, 0, 0.0, 9, 9,
         )  # fmt: skip
-        view = ClusterLoadView((GroupLoad(report, 1, 100),), 16)
+        view = ClusterLoadView((GroupLoad(report, 100, 1, 100),), 16)
         state, verdict = observe(state, view, 0.1 * step, CONFIG)
         assert not isinstance(verdict, Overloaded)

@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 from kunserve.core.ids import GroupId, InstanceId, RequestId
 from kunserve.core.layout import GroupLayout, LayerRange, Stage
-from kunserve.core.snapshots import InstanceSpec, LoadReport
+from kunserve.core.load import LoadReport
+from kunserve.core.snapshots import InstanceSpec
 from kunserve.policy.exchange import cut_pieces, plan_exchange, receivers
 from kunserve.policy.restore import (
     Postponed,

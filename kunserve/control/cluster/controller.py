@@ -4,93 +4,34 @@ One per cluster, in the front's process. Sans-I/O: a driver feeds it events and 
 commands that ``drain`` returns, in order.
 """
 
-from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
-
+from kunserve.control.cluster.commands import Client, ControlCommand, Outbox, ScaleDown
+from kunserve.control.cluster.instances import Instances
 from kunserve.control.cluster.migrations import Migrations
 from kunserve.control.cluster.overload import OverloadControl
-from kunserve.control.cluster.placement import Group, Placement
+from kunserve.control.cluster.placement import Placement
+from kunserve.control.cluster.recovery import Recovery
 from kunserve.control.cluster.requests import Requests
 from kunserve.control.cluster.scaling import Scaling
-from kunserve.control.cluster.transitions import Transition, Transitions
+from kunserve.control.cluster.transitions import Phase, Transition, Transitions
 from kunserve.core.config import KunServeConfig
 from kunserve.core.ids import InstanceId, RequestId, TransitionId
-from kunserve.core.layout import GroupLayout, LayerRange, Stage
 from kunserve.core.messages import (
     Alive,
     Committed,
-    Connect,
     Event,
     ExchangeDone,
-    Form,
     LayersLoaded,
-    Message,
     MigrationOver,
     MigrationReady,
     Outputs,
     Prepared,
     Ready,
     Report,
-    TokenOutput,
 )
 from kunserve.core.request import Request
-from kunserve.core.snapshots import (
-    ClusterState,
-    InstanceSnapshot,
-    LoadReport,
-    StageTime,
-    TransitionRecord,
-)
-from kunserve.policy.dispatch import QueueView, Shed, should_shed
-
-
-class Send(NamedTuple):
-    """Send a message to an instance."""
-
-    instance_id: InstanceId
-    message: Message
-
-
-class Deliver(NamedTuple):
-    """Give a token to whoever waits for it."""
-
-    token: TokenOutput
-
-
-class Respawn(NamedTuple):
-    """Start a process in the place of a dead instance."""
-
-    instance_id: InstanceId
-
-
-class Announce(NamedTuple):
-    """A transition ended: one line for the log."""
-
-    record: TransitionRecord
-
-
-class ScaleUp(NamedTuple):
-    """Nothing is left to drop: one more instance is needed."""
-
-    reason: str
-
-
-class ScaleDown(NamedTuple):
-    """The instance serves nobody and is not needed: it may go."""
-
-    instance_id: InstanceId
-
-
-ControlCommand: TypeAlias = Send | Deliver | Respawn | Announce | ScaleUp | ScaleDown
-
-
-@dataclass(slots=True)
-class _Instance:
-    """What a living instance last said of itself."""
-
-    address: str
-    held: LayerRange
-    kv_units: int
+from kunserve.core.snapshots import ClusterState, Kind, StageTime
+from kunserve.policy.dispatch import Shed, should_shed
+from kunserve.policy.restore import Postponed
 
 
 class Controller:
@@ -98,50 +39,28 @@ class Controller:
 
     def __init__(self, config: KunServeConfig) -> None:
         self._config = config
-        self._commands: list[ControlCommand] = []
-        self._instances: dict[InstanceId, _Instance] = {}
-        self.placement = Placement()
-        self.transitions = Transitions(self.placement, self._tell)
-        self._requests = Requests(
-            self.placement,
-            config.instance.block_size,
-            self._tell,
-            lambda token: self._commands.append(Deliver(token)),
-        )
+        block_size = config.instance.block_size
+        self._outbox = outbox = Outbox()
+        self.placement = placement = Placement()
+        self.transitions = transitions = Transitions(placement, outbox)
+        self._instances = Instances(placement, outbox)
+        self._requests = requests = Requests(placement, block_size, outbox)
         self.balance = Migrations(
-            config.overload,
-            config.instance.block_size,
-            self.placement,
-            self.transitions,
-            self._requests,
-            self._tell,
+            config.overload, block_size, placement, transitions, requests, outbox
         )
-        self._scaling = Scaling(
-            config.cluster,
-            self.placement,
-            self.transitions,
-            self._requests,
-            lambda reason: self._commands.append(ScaleUp(reason)),
-            self._give_back,
+        self._scaling = scaling = Scaling(
+            config.cluster, placement, transitions, requests, outbox, self._give_back
         )
         self._overload = OverloadControl(
-            config.overload,
-            config.instance.block_size,
-            self.placement,
-            self.transitions,
-            self._scaling,
+            config.overload, block_size, placement, transitions, scaling, outbox
+        )
+        self._recovery = Recovery(
+            self._instances, placement, transitions, requests, self.balance, scaling, outbox
         )
 
     def drain(self) -> list[ControlCommand]:
         """Commands since the last call, in order."""
-        for record in self.transitions.finished:
-            self._commands.append(Announce(record))
-        self.transitions.finished.clear()
-        commands, self._commands = self._commands, []
-        return commands
-
-    def _tell(self, instance_id: InstanceId, message: Message) -> None:
-        self._commands.append(Send(instance_id, message))
+        return self._outbox.drain()
 
     # Requests
 
@@ -150,21 +69,13 @@ class Controller:
         limits = self._config.server
         if limits.max_num_queued_reqs is None and limits.max_num_queued_tokens is None:
             return None
-        groups = self.placement.groups.values()
-        loads = [group.load for group in groups if group.load is not None]
-        queue = QueueView(
-            num_reqs=sum(load.num_waiting for load in loads)
-            + sum(len(group.unreported) for group in groups),
-            num_tokens=sum(load.waiting_tokens for load in loads),
-            prompt_tokens_per_s=sum(group.prompt_tokens_per_s for group in groups),
+        return should_shed(
+            [group.load for group in self.placement.groups.values()],
+            len(request.prompt_token_ids),
             drop_may_help=any(
-                t.record.kind == "drop" and t.phase in ("preparing", "committing")
+                t.record.kind is Kind.DROP and t.phase in (Phase.PREPARING, Phase.COMMITTING)
                 for t in self.transitions.active.values()
             ),
-        )
-        return should_shed(
-            queue,
-            len(request.prompt_token_ids),
             max_num_queued_reqs=limits.max_num_queued_reqs,
             max_num_queued_tokens=limits.max_num_queued_tokens,
         )
@@ -179,13 +90,16 @@ class Controller:
         """Requests that have not ended."""
         return len(self._requests)
 
-    def arrive(self, request: Request, now_s: float) -> None:
-        """A request to serve; it ends with exactly one finish reason unless cancelled."""
-        self._requests.add(request)
+    def arrive(self, request: Request, client: Client, now_s: float) -> None:
+        """A request to serve; it ends with exactly one finish reason unless cancelled.
+
+        ``client`` comes back with every token, in a ``Deliver`` command.
+        """
+        self._requests.add(request, client)
         self._overload.watch(now_s)
 
     def cancel(self, request_id: RequestId) -> None:
-        """The client is gone."""
+        """The client is gone. Commands not drained yet may still name it."""
         self._requests.cancel(request_id)
 
     # Instances
@@ -215,42 +129,25 @@ class Controller:
                 pass
 
     def _ready(self, event: Ready, now_s: float) -> None:
-        spec = event.spec
-        if spec.instance_id not in self.placement.specs:
+        instance_id = event.spec.instance_id
+        if instance_id not in self.placement.specs:
             self._scaling.arrived()
-        self.placement.specs[spec.instance_id] = spec
-        self._requests.restarted(spec.instance_id)
-        whole = LayerRange(0, spec.num_layers)
-        self._instances[spec.instance_id] = _Instance(event.data_address, whole, spec.kv_units)
-        peers = tuple((i, inst.address) for i, inst in sorted(self._instances.items()))
-        connect = Connect(peers)
-        for instance_id in sorted(self._instances):
-            self._tell(instance_id, connect)
-        self._form_alone(spec.instance_id)
+        self._requests.restarted(instance_id)
+        self._instances.ready(event)
+        self._instances.form_alone(instance_id)
         self._requests.rehome()
         self._overload.watch(now_s)
-
-    def _form_alone(self, instance_id: InstanceId) -> None:
-        spec = self.placement.specs[instance_id]
-        whole = LayerRange(0, spec.num_layers)
-        layout = GroupLayout(self.placement.new_ids(1), (Stage(instance_id, whole),))
-        self.placement.add(layout)
-        instance = self._instances[instance_id]
-        instance.held, instance.kv_units = whole, spec.kv_units
-        self._tell(instance_id, Form(layout, (spec,)))
 
     def _report(self, event: Report, now_s: float) -> None:
         group = self.placement.groups.get(event.load.group_id)
         if group is None or group.layout.leader != event.instance_id:
             return
-        group.report(event.load, now_s)
+        group.take(event.load, now_s)
         self._overload.watch(now_s)
         self.balance.watch()
 
     def _committed(self, event: Committed, now_s: float) -> None:
-        instance = self._instances.get(event.instance_id)
-        if instance is not None:
-            instance.held, instance.kv_units = event.held, event.kv_units
+        self._instances.committed(event)
         transition = self.transitions.on_committed(event, now_s)
         if transition is not None:
             self._relead(transition)
@@ -269,36 +166,14 @@ class Controller:
         group = self.placement.led_by(instance_id)
         assert group is not None, instance_id
         self.placement.remove((group.layout,))
-        del self.placement.specs[instance_id], self._instances[instance_id]
+        del self.placement.specs[instance_id]
+        self._instances.forget(instance_id)
         self.balance.end_with((instance_id,))
-        self._commands.append(ScaleDown(instance_id))
+        self._outbox.add(ScaleDown(instance_id))
 
     def lost(self, instance_id: InstanceId, reason: str, now_s: float) -> None:
-        """An instance died: its group's survivors start anew, its requests are run again."""
-        if self._instances.pop(instance_id, None) is None:
-            return
-        affected = {instance_id}
-        group = self.placement.with_member(instance_id)
-        if group is not None:
-            affected |= set(group.layout.members)
-        transition = self.transitions.with_member(instance_id)
-        died = f"instance {instance_id} died ({reason})"
-        if transition is not None:
-            if transition.phase in ("loading", "preparing"):
-                self.transitions.roll_back(transition, died, now_s)
-            else:
-                affected |= transition.members
-                self.transitions.fail(transition, died, now_s)
-        for standing in tuple(self.placement.groups.values()):
-            if affected & set(standing.layout.members):
-                self.placement.remove((standing.layout,))
-        for survivor in sorted(affected - {instance_id}):
-            if survivor in self._instances:
-                self._form_alone(survivor)
-        self._scaling.keep_all()
-        self.balance.end_with(affected)
-        self._requests.rerun(affected)
-        self._commands.append(Respawn(instance_id))
+        """An instance died (paper section 4.4)."""
+        self._recovery.lost(instance_id, reason, now_s)
 
     # Overload
 
@@ -312,60 +187,28 @@ class Controller:
         """Drop at least that much, or by one merge; empty when nothing can be dropped."""
         return self._overload.force_drop(num_bytes, now_s)
 
-    def force_restore(self, now_s: float) -> list[TransitionId | str]:
-        """Restore every dropped group; a string says why one was postponed."""
+    def force_restore(self, now_s: float) -> list[TransitionId | Postponed]:
+        """Restore every dropped group, where it is possible now."""
         return self._overload.force_restore(now_s)
 
     # Accounts
 
     def state(self, now_s: float) -> ClusterState:
         """Everything people and metrics see."""
-        instances = tuple(
-            InstanceSnapshot(spec, i in self._instances, *self._memory(i))
-            for i, spec in sorted(self.placement.specs.items())
-        )
         groups = tuple(self.placement.groups.values())
         return ClusterState(
             now_s=now_s,
-            instances=instances,
+            instances=self._instances.snapshots(),
             groups=tuple(group.layout for group in groups),
-            loads=tuple(group.load or empty_load(group) for group in groups),
+            loads=tuple(group.report for group in groups),
             transitions=self.transitions.latest(),
             num_drops=self.transitions.num_drops,
             num_restores=self.transitions.num_restores,
+            reasons=self._overload.reasons.texts,
         )
-
-    def _memory(self, instance_id: InstanceId) -> tuple[LayerRange, int]:
-        instance = self._instances.get(instance_id)
-        return (LayerRange(0, 0), 0) if instance is None else (instance.held, instance.kv_units)
 
     def check(self) -> None:
         """Assert that placement is whole and that every live request has a living leader."""
         self.placement.check()
         self.balance.check()
-        self._requests.check(self._instances)
-
-
-def empty_load(group: Group) -> LoadReport:
-    """A group that has not reported yet."""
-    return LoadReport(
-        group_id=group.layout.group_id,
-        sequence_number=0,
-        num_received=0,
-        num_running=0,
-        num_waiting=0,
-        used_blocks=0,
-        capacity_blocks=group.capacity_blocks,
-        growth_blocks=0,
-        head_of_line_blocks=0,
-        waiting_blocks=0,
-        waiting_tokens=0,
-        num_stalled=0,
-        num_preemptions=0,
-        lost_tokens=0,
-        prompt_tokens=0,
-        generation_tokens=0,
-        stuck_s=0.0,
-        largest_request_blocks=0,
-        largest_expected_blocks=0,
-    )
+        self._requests.check(self._instances.living)

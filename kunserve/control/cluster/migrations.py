@@ -7,10 +7,10 @@ The request changes hands here, at one moment: after every token that the source
 before any that the target makes. When a side dies, whoever has it then runs it.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TypeAlias
 
+from kunserve.control.cluster.commands import Outbox
 from kunserve.control.cluster.placement import Group, Placement
 from kunserve.control.cluster.requests import Requests
 from kunserve.control.cluster.transitions import Transitions
@@ -19,12 +19,11 @@ from kunserve.core.ids import GroupId, InstanceId, TransitionId
 from kunserve.core.messages import (
     EndMigration,
     HandOff,
-    Message,
     Migrate,
     MigrationOver,
     MigrationReady,
 )
-from kunserve.policy.migrate import BalanceView, plan_migrations
+from kunserve.policy.migrate import plan_migrations
 
 FRESH_REPORTS = 2
 """Reports after a migration until a group may have a part in the next: one may be on its way."""
@@ -38,9 +37,6 @@ class _Migration:
     target_group: GroupId
 
 
-SendTo: TypeAlias = Callable[[InstanceId, Message], None]
-
-
 class Migrations:
     """Starts migrations where the policy wants them, and sees them through."""
 
@@ -51,14 +47,14 @@ class Migrations:
         placement: Placement,
         transitions: Transitions,
         requests: Requests,
-        tell: SendTo,
+        outbox: Outbox,
     ) -> None:
         self._config = config
         self._block_size = block_size
         self._placement = placement
         self._transitions = transitions
         self._requests = requests
-        self._tell = tell
+        self._outbox = outbox
         self._active: dict[TransitionId, _Migration] = {}
         self._wait_for_report: dict[GroupId, int] = {}
         """Groups that have migrated lately, and the number of the report that shows it."""
@@ -69,19 +65,19 @@ class Migrations:
         """Called at every report."""
         if self._config.policy != "migrate":
             return
-        views = [_view_of(group) for group in self._placement.groups.values() if self._free(group)]
-        for pair in plan_migrations(views, self._block_size):
+        loads = [group.load for group in self._placement.groups.values() if self._free(group)]
+        for pair in plan_migrations(loads, self._block_size):
             self.begin(pair.source, pair.target, pair.max_blocks)
 
     def _free(self, group: Group) -> bool:
         group_id = group.layout.group_id
-        if group.load is None or len(group.layout.stages) > 1:
+        if not group.is_reported or len(group.layout.stages) > 1:
             return False
         if group_id in self._placement.leaving:
             return False
         if group_id in self.busy_groups or group_id in self._transitions.busy_groups:
             return False
-        return group.load.sequence_number >= self._wait_for_report.get(group_id, 0)
+        return group.report.sequence_number >= self._wait_for_report.get(group_id, 0)
 
     @property
     def busy_groups(self) -> set[GroupId]:
@@ -99,7 +95,7 @@ class Migrations:
         migration_id = self._transitions.new_id()
         self._active[migration_id] = _Migration(source_leader, target_leader, source, target)
         message = Migrate(migration_id, source, target_leader, target, max_blocks)
-        self._tell(source_leader, message)
+        self._outbox.send(source_leader, message)
         return migration_id
 
     def on_ready(self, event: MigrationReady) -> None:
@@ -111,7 +107,7 @@ class Migrations:
         if group is None:
             self._end(event.migration_id, (migration.source, migration.target))
         elif self._requests.migrate(event.request_id, migration.source, group, event.migration_id):
-            self._tell(migration.source, HandOff(event.migration_id))
+            self._outbox.send(migration.source, HandOff(event.migration_id))
             self.num_moved += 1
 
     def on_over(self, event: MigrationOver) -> None:
@@ -131,12 +127,12 @@ class Migrations:
     def _end(self, migration_id: TransitionId, tell: Iterable[InstanceId]) -> None:
         migration = self._active.pop(migration_id)
         for instance_id in tell:
-            self._tell(instance_id, EndMigration(migration_id))
+            self._outbox.send(instance_id, EndMigration(migration_id))
         groups = self._placement.groups
         for group_id in (migration.source_group, migration.target_group):
             group = groups.get(group_id)
-            if group is not None and group.load is not None:
-                number = group.load.sequence_number + FRESH_REPORTS
+            if group is not None and group.is_reported:
+                number = group.report.sequence_number + FRESH_REPORTS
                 self._wait_for_report[group_id] = number
         for group_id in self._wait_for_report.keys() - groups.keys():
             del self._wait_for_report[group_id]
@@ -146,17 +142,3 @@ class Migrations:
         parts = [m.source_group for m in self._active.values()]
         parts += [m.target_group for m in self._active.values()]
         assert len(parts) == len(set(parts)), self._active
-
-
-def _view_of(group: Group) -> BalanceView:
-    load = group.load
-    assert load is not None
-    return BalanceView(
-        group_id=group.layout.group_id,
-        capacity_blocks=group.capacity_blocks,
-        used_blocks=load.used_blocks,
-        head_of_line_blocks=load.head_of_line_blocks,
-        unreported_blocks=group.unreported_blocks,
-        num_running=load.num_running,
-        num_waiting=load.num_waiting,
-    )

@@ -1,16 +1,22 @@
 """From load to transitions: when to drop, when to restore, when to ask for more instances."""
 
+from dataclasses import replace
+
+from kunserve.control.cluster.commands import Outbox
 from kunserve.control.cluster.placement import Placement
+from kunserve.control.cluster.reasons import Reasons
 from kunserve.control.cluster.scaling import Scaling
 from kunserve.control.cluster.transitions import Transitions
 from kunserve.core.config import OverloadConfig
 from kunserve.core.ids import GroupId, InstanceId, TransitionId
+from kunserve.core.load import GroupLoad
 from kunserve.core.messages import LoadLayers
+from kunserve.core.snapshots import Kind
 from kunserve.policy.drop_plan import blocks_for_bytes, plan_drop
 from kunserve.policy.monitor import (
     Calm,
     ClusterLoadView,
-    GroupLoad,
+    Excuse,
     MonitorState,
     Overloaded,
     Relaxed,
@@ -22,8 +28,6 @@ LOOK_GAP_S = 5e-3
 """Shortest time between two looks at the load, per group: a look costs time for each of them."""
 MAX_LOOK_GAP_S = 0.05
 """Of many groups: half a report period."""
-BACKOFF_S = 1.0
-"""After a rolled-back transition, before the next is tried."""
 HEAD_COST_LAYERS = 1
 """What the output head costs the last stage, in layers: the least, so that this stage is a shorter
 one where layers do not divide evenly. More would take memory from stages that hold more layers."""
@@ -39,6 +43,7 @@ class OverloadControl:
         placement: Placement,
         transitions: Transitions,
         scaling: Scaling,
+        outbox: Outbox,
     ) -> None:
         self._config = config
         self._block_size = block_size
@@ -46,13 +51,11 @@ class OverloadControl:
         self._transitions = transitions
         self._scaling = scaling
         self._monitor = MonitorState()
-        self._backoff_until_s = 0.0
         self._next_look_s = 0.0
+        self.reasons = Reasons(outbox)
 
     def watch(self, now_s: float) -> None:
         """Called at every report, arrival and tick."""
-        if any(r.outcome.startswith("rolled back") for r in self._transitions.finished):
-            self._backoff_until_s = now_s + BACKOFF_S
         if not (self._config.policy == "drop" or self._scaling.is_on) or now_s < self._next_look_s:
             return
         num_groups = len(self._placement.groups)
@@ -65,43 +68,41 @@ class OverloadControl:
             self._scaling.keep_all()
         else:
             self._scaling.shrink(view, now_s)
+        excuses: list[Excuse] = []
         match verdict:
             case Overloaded():
                 self._relieve(verdict, now_s)
             case Relaxed():
-                if now_s >= self._backoff_until_s:
-                    for group_id in verdict.group_ids:
-                        self._restore(group_id, verdict.trigger, now_s)
+                if now_s >= self._transitions.backoff_until_s:
+                    excuses = self._restore_all(verdict, now_s)
             case Calm():
-                pass
+                excuses = list(verdict.excuses)
+        self.reasons.replace(excuses, now_s)
 
     def _group_loads(self) -> list[GroupLoad]:
         busy = self._transitions.busy_groups
         return [
-            GroupLoad(
-                report=group.load,
-                num_instances=len(group.layout.stages),
-                undropped_blocks=group.undropped_blocks,
-                unreported_blocks=group.unreported_blocks,
+            replace(
+                group.load,
                 formed_s=self._transitions.last_end_s(group.layout.members),
-                in_transition=group.layout.group_id in busy,
+                in_transition=group_id in busy,
             )
-            for group in self._placement.groups.values()
-            if group.load is not None
+            for group_id, group in self._placement.groups.items()
+            if group.is_reported
         ]
 
     def _last_transition_s(self) -> float | None:
         """From decision to commit, as last measured: new requests run from the commit on."""
         for record in reversed(self._transitions.records):
-            if record.kind == "drop" and record.committed_s is not None:
+            if record.kind is Kind.DROP and record.committed_s is not None:
                 return record.committed_s - record.started_s
         return None
 
     def _relieve(self, verdict: Overloaded, now_s: float) -> None:
         for transition in tuple(self._transitions.active.values()):
-            if transition.record.kind == "restore" and transition.phase in ("loading", "preparing"):
+            if transition.record.kind is Kind.RESTORE and transition.may_roll_back:
                 self._transitions.roll_back(transition, "overloaded again", now_s)
-        if now_s < self._backoff_until_s:
+        if now_s < self._transitions.backoff_until_s:
             return
         dwelling = {
             group.layout.group_id
@@ -154,18 +155,27 @@ class OverloadControl:
         ]
         return begun, plan.enough or bool(self._transitions.active)
 
-    def _restore(self, group_id: GroupId, trigger: str, now_s: float) -> TransitionId | str:
+    def _restore_all(self, verdict: Relaxed, now_s: float) -> list[Excuse]:
+        excuses = []
+        for group_id in verdict.group_ids:
+            begun = self._restore(group_id, verdict.trigger, now_s)
+            if isinstance(begun, Postponed):
+                reason = f"restore postponed: {begun.reason}"
+                excuses.append(Excuse(group_id, begun.cause, reason))
+        return excuses
+
+    def _restore(self, group_id: GroupId, trigger: str, now_s: float) -> TransitionId | Postponed:
         group = self._placement.groups[group_id]
-        if group.load is None:
-            return "its load is not known yet"
+        if not group.is_reported:
+            return Postponed("unreported", "its load is not known yet")
         plan = plan_restore(
             group.layout,
             self._placement.specs,
-            group.load,
+            group.report,
             first_id=self._placement.new_ids(len(group.layout.stages)),
         )
         if isinstance(plan, Postponed):
-            return plan.reason
+            return plan
 
         def load(transition_id: TransitionId) -> LoadLayers:
             return LoadLayers(transition_id, group_id, plan.capacity_blocks, plan.members)
@@ -179,8 +189,8 @@ class OverloadControl:
         blocks = 1 if num_bytes is None else blocks_for_bytes(num_bytes, self._placement.specs)
         return self._drop(blocks, (), set(), "admin", now_s, min_deep_gain=0.0)[0]
 
-    def force_restore(self, now_s: float) -> list[TransitionId | str]:
-        """Restore every dropped group; a string says why one was postponed."""
+    def force_restore(self, now_s: float) -> list[TransitionId | Postponed]:
+        """Restore every dropped group, where it is possible now."""
         busy = self._transitions.busy_groups
         return [
             self._restore(group_id, "admin", now_s)

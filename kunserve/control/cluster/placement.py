@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 
 from kunserve.core.ids import GroupId, InstanceId
 from kunserve.core.layout import GroupLayout
-from kunserve.core.snapshots import InstanceSpec, LoadReport
+from kunserve.core.load import GroupLoad, LoadReport
+from kunserve.core.snapshots import InstanceSpec
 from kunserve.policy.capacity import group_capacity_blocks, undropped_capacity_blocks
-from kunserve.policy.dispatch import GroupView
 
 RATE_WEIGHT = 0.1
 """Of each report in the smoothed prompt rate: about a second at ten reports a second."""
@@ -22,43 +22,53 @@ class Group:
     capacity_blocks: int
     undropped_blocks: int
     """Room for blocks if each member held the whole model."""
-    load: LoadReport | None = None
+    report: LoadReport
+    """The leader's last; all zeros before its first."""
     unreported: deque[tuple[int, int]] = field(default_factory=deque)
     """(number of the submission to the leader, blocks), oldest first."""
     unreported_blocks: int = 0
     prompt_tokens_per_s: float = 0.0
     """Lately computed, for Retry-After."""
     _reported_s: float | None = None
-    _view: GroupView | None = None
+    _load: GroupLoad | None = None
 
     def sent(self, number: int, blocks: int) -> None:
         """Account for a request that the next report may not include yet."""
         self.unreported.append((number, blocks))
         self.unreported_blocks += blocks
-        self._view = None
+        self._load = None
 
-    def report(self, load: LoadReport, now_s: float) -> None:
+    def take(self, report: LoadReport, now_s: float) -> None:
         """Take the leader's word; what it has received is in it."""
-        if self.load is not None and self._reported_s is not None and now_s > self._reported_s:
-            rate = (load.prompt_tokens - self.load.prompt_tokens) / (now_s - self._reported_s)
+        if self._reported_s is not None and now_s > self._reported_s:
+            new_tokens = report.prompt_tokens - self.report.prompt_tokens
+            rate = new_tokens / (now_s - self._reported_s)
             self.prompt_tokens_per_s += RATE_WEIGHT * (rate - self.prompt_tokens_per_s)
-        self.load = load
+        self.report = report
         self._reported_s = now_s
-        while self.unreported and self.unreported[0][0] <= load.num_received:
+        while self.unreported and self.unreported[0][0] <= report.num_received:
             self.unreported_blocks -= self.unreported.popleft()[1]
-        self._view = None
+        self._load = None
 
-    def view(self) -> GroupView:
-        """The group as the dispatcher sees it: the same until something is sent or reported."""
-        if self._view is None:
-            layout, blocks = self.layout, self.capacity_blocks
-            view = GroupView(layout.group_id, blocks, 0, 0, 0, 0, self.unreported_blocks)
-            if self.load is not None:
-                # In a transition the leader reports less room than the group will have.
-                view = GroupView.of(self.load, self.unreported_blocks)
-                view = view._replace(capacity_blocks=blocks)
-            self._view = view
-        return self._view
+    @property
+    def is_reported(self) -> bool:
+        """Whether the leader has reported yet."""
+        return self._reported_s is not None
+
+    @property
+    def load(self) -> GroupLoad:
+        """As policies see it: the same value until something is sent or reported."""
+        if self._load is None:
+            self._load = GroupLoad(
+                report=self.report,
+                capacity_blocks=self.capacity_blocks,
+                num_instances=len(self.layout.stages),
+                undropped_blocks=self.undropped_blocks,
+                num_unreported=len(self.unreported),
+                unreported_blocks=self.unreported_blocks,
+                prompt_tokens_per_s=self.prompt_tokens_per_s,
+            )
+        return self._load
 
 
 class Placement:
@@ -79,11 +89,10 @@ class Placement:
 
     def add(self, layout: GroupLayout) -> None:
         """A group that stands now."""
-        self.groups[layout.group_id] = Group(
-            layout,
-            group_capacity_blocks(layout, self.specs),
-            undropped_capacity_blocks(layout, self.specs),
-        )
+        blocks = group_capacity_blocks(layout, self.specs)
+        undropped_blocks = undropped_capacity_blocks(layout, self.specs)
+        nothing = LoadReport(layout.group_id, capacity_blocks=blocks)
+        self.groups[layout.group_id] = Group(layout, blocks, undropped_blocks, nothing)
 
     def remove(self, layouts: Iterable[GroupLayout]) -> None:
         """Groups that stand no longer (unknown ones are fine)."""

@@ -1,11 +1,12 @@
 """Requests that have not ended: where each one is, and what its client already has."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
+from kunserve.control.cluster.commands import Client, Deliver, Outbox
 from kunserve.control.cluster.placement import Group, Placement
 from kunserve.core.ids import InstanceId, RequestId, TransitionId
-from kunserve.core.messages import Abort, Message, Outputs, Submit, TokenOutput
+from kunserve.core.messages import Abort, Outputs, Submit, TokenOutput
 from kunserve.core.request import Request
 from kunserve.policy.dispatch import choose_group
 
@@ -15,6 +16,7 @@ NOWHERE = InstanceId(-1)
 @dataclass(slots=True)
 class _Live:
     request: Request
+    client: Client
     leader: InstanceId
     output_token_ids: list[int]
     early: dict[int, TokenOutput] = field(default_factory=dict)
@@ -24,20 +26,14 @@ class _Live:
 class Requests:
     """Dispatches requests, follows them through transitions, and runs them again after a death.
 
-    A token reaches the client once: a re-run's repeats are known by their position.
+    Owns who waits for a request. A token reaches the client once: a re-run's repeats are known by
+    their position.
     """
 
-    def __init__(
-        self,
-        placement: Placement,
-        block_size: int,
-        tell: Callable[[InstanceId, Message], None],
-        deliver: Callable[[TokenOutput], None],
-    ) -> None:
+    def __init__(self, placement: Placement, block_size: int, outbox: Outbox) -> None:
         self._placement = placement
         self._block_size = block_size
-        self._tell = tell
-        self._deliver = deliver
+        self._outbox = outbox
         self._live: dict[RequestId, _Live] = {}
         self._homeless: list[Request] = []
         """Requests whose group died while no other stood."""
@@ -47,9 +43,10 @@ class Requests:
     def __len__(self) -> int:
         return len(self._live)
 
-    def add(self, request: Request) -> None:
+    def add(self, request: Request, client: Client) -> None:
         """Send a new request to a group; it is kept until a group stands if there is none."""
-        self._live[request.request_id] = _Live(request, NOWHERE, list(request.output_token_ids))
+        output_token_ids = list(request.output_token_ids)
+        self._live[request.request_id] = _Live(request, client, NOWHERE, output_token_ids)
         self._dispatch(request)
 
     def cancel(self, request_id: RequestId) -> None:
@@ -59,18 +56,18 @@ class Requests:
             return
         self._homeless = [r for r in self._homeless if r.request_id != request_id]
         if live.leader != NOWHERE:
-            self._tell(live.leader, Abort(request_id))
+            self._outbox.send(live.leader, Abort(request_id))
 
     def _dispatch(self, request: Request) -> None:
         tokens = len(request.prompt_token_ids) + len(request.output_token_ids)
         blocks = -(-tokens // self._block_size)
         leaving = self._placement.leaving
-        views = [
-            group.view()
+        loads = [
+            group.load
             for group_id, group in self._placement.groups.items()
             if group_id not in leaving
         ]
-        group_id = choose_group(views, blocks)
+        group_id = choose_group(loads, blocks)
         if group_id is None:
             self._live[request.request_id].leader = NOWHERE
             self._homeless.append(request)
@@ -83,7 +80,7 @@ class Requests:
         self._num_sent[leader] = number
         group.sent(number, blocks)
         self._live[message.request.request_id].leader = leader
-        self._tell(leader, message)
+        self._outbox.send(leader, message)
 
     def rehome(self) -> None:
         """Dispatch what no group could take: one may stand again."""
@@ -114,7 +111,7 @@ class Requests:
             if token.position != len(live.output_token_ids):
                 return
             live.output_token_ids.append(token.token_id)
-        self._deliver(token)
+        self._outbox.add(Deliver(token, live.client))
         if token.finish_reason is not None:
             del self._live[token.request_id]
 

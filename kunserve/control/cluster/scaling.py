@@ -2,15 +2,16 @@
 
 from collections.abc import Callable
 
+from kunserve.control.cluster.commands import Outbox, ScaleUp
 from kunserve.control.cluster.placement import Placement
 from kunserve.control.cluster.requests import Requests
 from kunserve.control.cluster.transitions import Transitions
 from kunserve.core.config import ClusterConfig
 from kunserve.core.ids import GroupId, InstanceId
+from kunserve.core.load import GroupLoad
 from kunserve.policy.monitor import ClusterLoadView
 from kunserve.policy.scale import (
     GIVE_BACK_HOLD_S,
-    Candidate,
     ScaleView,
     choose_leaver,
     instances_to_order,
@@ -30,14 +31,14 @@ class Scaling:
         placement: Placement,
         transitions: Transitions,
         requests: Requests,
-        order: Callable[[str], None],
+        outbox: Outbox,
         give_back: Callable[[InstanceId], None],
     ) -> None:
         self._config = config
         self._placement = placement
         self._transitions = transitions
         self._requests = requests
-        self._order = order
+        self._outbox = outbox
         self._give_back = give_back
         self._num_ordered = 0
         self._said_s: float | None = None
@@ -62,12 +63,12 @@ class Scaling:
         if not self.is_on:
             if self._said_s is None or now_s - self._said_s >= SAY_PERIOD_S:
                 self._said_s = now_s
-                self._order(reason)
+                self._outbox.add(ScaleUp(reason))
             return
         count = instances_to_order(self._view(), missing_blocks)
         self._num_ordered += count
         for _ in range(count):
-            self._order(reason)
+            self._outbox.add(ScaleUp(reason))
 
     def shrink(self, loads: ClusterLoadView, now_s: float) -> None:
         """Called when memory is not short: give back who has drained, and choose who leaves."""
@@ -93,15 +94,15 @@ class Scaling:
         if group_id not in self._transitions.busy_groups and self._requests.num_at(leader) == 0:
             self._give_back(leader)
 
-    def _candidates(self) -> list[Candidate]:
+    def _candidates(self) -> list[GroupLoad]:
         """None while a group is dropped: restoring it comes first."""
         groups = self._placement.groups
         if any(len(group.layout.stages) > 1 for group in groups.values()):
             return []
         return [
-            Candidate(group.load.used_blocks, -group_id)
+            group.load
             for group_id, group in groups.items()
-            if group.load is not None and group_id not in self._placement.leaving
+            if group.is_reported and group_id not in self._placement.leaving
         ]
 
     def _view(self) -> ScaleView:

@@ -6,10 +6,11 @@
 Any refusal before the commit rolls all members back. Groups in a transition belong to no other.
 """
 
+import enum
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from typing import Literal, TypeAlias
 
+from kunserve.control.cluster.commands import LogTransition, Outbox
 from kunserve.control.cluster.placement import Placement
 from kunserve.core.ids import GroupId, InstanceId, RequestId, TransitionId
 from kunserve.core.layout import GroupLayout
@@ -19,18 +20,26 @@ from kunserve.core.messages import (
     ExchangeDone,
     LayersLoaded,
     LoadLayers,
-    Message,
     Prepare,
     Prepared,
     Rollback,
 )
-from kunserve.core.snapshots import TransitionRecord
+from kunserve.core.snapshots import Kind, Outcome, TransitionRecord
 
-Phase: TypeAlias = Literal["loading", "preparing", "committing", "exchanging"]
 
-PATIENCE_S: dict[Phase, float] = {"loading": 120.0, "preparing": 10.0}
+class Phase(enum.StrEnum):
+    """What a transition waits for."""
+
+    LOADING = "loading"
+    PREPARING = "preparing"
+    COMMITTING = "committing"
+    EXCHANGING = "exchanging"
+
+
+PATIENCE_S: dict[Phase, float] = {Phase.LOADING: 120.0, Phase.PREPARING: 10.0}
 """How long answers may take before a transition is rolled back."""
-
+BACKOFF_S = 1.0
+"""After a rolled-back transition, before the next is tried."""
 MAX_RECORDS = 256
 
 
@@ -57,21 +66,28 @@ class Transition:
         """Every instance in it."""
         return {m for layout in self.record.groups_before for m in layout.members}
 
+    @property
+    def may_roll_back(self) -> bool:
+        """Whether no member has changed anything that it could not take back."""
+        return self.phase in (Phase.LOADING, Phase.PREPARING)
 
-SendTo: TypeAlias = Callable[[InstanceId, Message], None]
+    @property
+    def is_committed(self) -> bool:
+        """Whether all members stand in the new groups."""
+        return self.phase is Phase.EXCHANGING
 
 
 class Transitions:
     """All transitions under way and the latest finished ones."""
 
-    def __init__(self, placement: Placement, tell: SendTo) -> None:
+    def __init__(self, placement: Placement, outbox: Outbox) -> None:
         self._placement = placement
-        self._tell = tell
+        self._outbox = outbox
         self._next_id = 0
         self.active: dict[TransitionId, Transition] = {}
         self.records: list[TransitionRecord] = []
-        self.finished: list[TransitionRecord] = []
-        """Ended since the controller last looked."""
+        self.backoff_until_s = 0.0
+        """No new transition before then: one was rolled back just now."""
         self.num_drops = 0
         self.num_restores = 0
         self._last_end_s: dict[InstanceId, float] = {}
@@ -99,7 +115,7 @@ class Transitions:
         self, old: tuple[GroupLayout, ...], new: GroupLayout, trigger: str, now_s: float
     ) -> TransitionId:
         """Ask the members of ``old`` to become ``new``."""
-        transition = self._begin("drop", old, (new,), trigger, "preparing", now_s)
+        transition = self._begin(Kind.DROP, old, (new,), trigger, Phase.PREPARING, now_s)
         self._prepare(transition, now_s)
         return transition.transition_id
 
@@ -112,10 +128,10 @@ class Transitions:
         now_s: float,
     ) -> TransitionId:
         """Have the members load what they lack; the regrouping follows when all have it."""
-        transition = self._begin("restore", (old,), new, trigger, "loading", now_s)
+        transition = self._begin(Kind.RESTORE, (old,), new, trigger, Phase.LOADING, now_s)
         transition.load = load(transition.transition_id)
         transition.waits_for = set(old.members)
-        self._tell(old.leader, transition.load)
+        self._outbox.send(old.leader, transition.load)
         return transition.transition_id
 
     def new_id(self) -> TransitionId:
@@ -126,7 +142,7 @@ class Transitions:
 
     def _begin(
         self,
-        kind: str,
+        kind: Kind,
         old: tuple[GroupLayout, ...],
         new: tuple[GroupLayout, ...],
         trigger: str,
@@ -139,17 +155,8 @@ class Transitions:
             kind=kind,
             trigger=trigger,
             started_s=now_s,
-            committed_s=None,
-            finished_s=None,
-            outcome="running",
             groups_before=old,
             groups_after=new,
-            freed_bytes=0,
-            remap_s=0.0,
-            gap_s=0.0,
-            requests_moved=0,
-            moved_bytes=0,
-            max_stall_s=0.0,
         )
         transition = Transition(record, phase, now_s)
         self.active[transition_id] = transition
@@ -163,17 +170,17 @@ class Transitions:
             record.groups_after,
             self._placement.specs_of(record.groups_before),
         )
-        transition.phase, transition.phase_since_s = "preparing", now_s
+        transition.phase, transition.phase_since_s = Phase.PREPARING, now_s
         transition.waits_for = transition.members
         for member in sorted(transition.waits_for):
-            self._tell(member, message)
+            self._outbox.send(member, message)
 
     # Answers
 
     def on_loaded(self, message: LayersLoaded, now_s: float) -> None:
         """A member has its layers back, or could not get them."""
         transition = self.active.get(message.transition_id)
-        if transition is None or transition.phase != "loading":
+        if transition is None or transition.phase is not Phase.LOADING:
             return
         if message.refusal is not None:
             self.roll_back(transition, f"instance {message.instance_id}: {message.refusal}", now_s)
@@ -191,7 +198,7 @@ class Transitions:
     def on_prepared(self, message: Prepared, now_s: float) -> None:
         """A member's word; the last yes commits."""
         transition = self.active.get(message.transition_id)
-        if transition is None or transition.phase != "preparing":
+        if transition is None or transition.phase is not Phase.PREPARING:
             return
         if message.refusal is not None:
             self.roll_back(transition, f"instance {message.instance_id}: {message.refusal}", now_s)
@@ -199,16 +206,16 @@ class Transitions:
         transition.waits_for.discard(message.instance_id)
         if transition.waits_for:
             return
-        transition.phase, transition.phase_since_s = "committing", now_s
+        transition.phase, transition.phase_since_s = Phase.COMMITTING, now_s
         transition.waits_for = transition.members
         transition.exchanging = {g.group_id for g in transition.record.groups_after}
         for member in sorted(transition.waits_for):
-            self._tell(member, Commit(transition.transition_id))
+            self._outbox.send(member, Commit(transition.transition_id))
 
     def on_committed(self, message: Committed, now_s: float) -> Transition | None:
         """A member stands in its new group. The transition when it was the last one."""
         transition = self.active.get(message.transition_id)
-        if transition is None or transition.phase != "committing":
+        if transition is None or transition.phase is not Phase.COMMITTING:
             return None
         record = transition.record
         transition.record = replace(
@@ -223,11 +230,11 @@ class Transitions:
         transition.waits_for.discard(message.instance_id)
         if transition.waits_for:
             return None
-        transition.phase, transition.phase_since_s = "exchanging", now_s
+        transition.phase, transition.phase_since_s = Phase.EXCHANGING, now_s
         self._placement.remove(record.groups_before)
         for layout in record.groups_after:
             self._placement.add(layout)
-        if record.kind == "drop":
+        if record.kind is Kind.DROP:
             self.num_drops += 1
         else:
             self.num_restores += 1
@@ -250,21 +257,22 @@ class Transitions:
         self._finish_if_done(transition, now_s)
 
     def _finish_if_done(self, transition: Transition, now_s: float) -> None:
-        if transition.phase == "exchanging" and not transition.exchanging:
-            self._end(transition, "done", now_s)
+        if transition.is_committed and not transition.exchanging:
+            self._end(transition, Outcome.DONE, None, now_s)
 
     # Ends
 
     def roll_back(self, transition: Transition, reason: str, now_s: float) -> None:
         """Nothing has been committed: every member forgets it."""
-        assert transition.phase in ("loading", "preparing"), transition
+        assert transition.may_roll_back, transition
         for member in sorted(transition.members):
-            self._tell(member, Rollback(transition.transition_id))
-        self._end(transition, f"rolled back: {reason}", now_s)
+            self._outbox.send(member, Rollback(transition.transition_id))
+        self.backoff_until_s = now_s + BACKOFF_S
+        self._end(transition, Outcome.ROLLED_BACK, reason, now_s)
 
     def fail(self, transition: Transition, reason: str, now_s: float) -> None:
         """A member died after the commit; the controller forms its groups anew."""
-        self._end(transition, f"failed: {reason}", now_s)
+        self._end(transition, Outcome.FAILED, reason, now_s)
 
     def expire(self, now_s: float) -> None:
         """Roll back what waits for an answer too long."""
@@ -274,12 +282,14 @@ class Transitions:
                 missing = sorted(transition.waits_for)
                 self.roll_back(transition, f"no answer from instances {missing}", now_s)
 
-    def _end(self, transition: Transition, outcome: str, now_s: float) -> None:
+    def _end(
+        self, transition: Transition, outcome: Outcome, reason: str | None, now_s: float
+    ) -> None:
         del self.active[transition.transition_id]
-        record = replace(transition.record, outcome=outcome, finished_s=now_s)
+        record = replace(transition.record, outcome=outcome, reason=reason, finished_s=now_s)
         self.records.append(record)
         del self.records[:-MAX_RECORDS]
-        self.finished.append(record)
+        self._outbox.add(LogTransition(record))
         self._last_end_s.update(dict.fromkeys(transition.members, now_s))
 
     def latest(self) -> tuple[TransitionRecord, ...]:

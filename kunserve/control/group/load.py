@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from kunserve.control.group.ledger import Ledger
 from kunserve.control.group.sequence import Progress, Sequence, WaitingQueue
 from kunserve.core.ids import GroupId
-from kunserve.core.snapshots import LoadReport
+from kunserve.core.load import LoadReport
 
 PRIOR_OUTPUT_TOKENS = 256.0
 """Expected output before anything has finished: about the mean of published chat traces."""

@@ -19,9 +19,9 @@ from kunserve.control.group.swap import SwapSpace
 from kunserve.control.group.travel import Travel
 from kunserve.core.config import SchedulerConfig
 from kunserve.core.ids import GroupId, RequestId
+from kunserve.core.load import LoadReport
 from kunserve.core.messages import SequenceState, TokenOutput
 from kunserve.core.request import Request
-from kunserve.core.snapshots import LoadReport
 from kunserve.core.step import StepPlan, StepResult
 from kunserve.policy.batch_form import FormationView, FormBatch, PromptWork
 from kunserve.policy.relief import HostLink, Preemptible, choose_victim

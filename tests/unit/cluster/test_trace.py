@@ -13,7 +13,7 @@ from kunserve.core.errors import ConfigError
 from kunserve.core.ids import GroupId, InstanceId, RequestId, StepId, TransitionId
 from kunserve.core.layout import GroupLayout, LayerRange, Stage
 from kunserve.core.messages import Activation
-from kunserve.core.snapshots import TransitionRecord
+from kunserve.core.snapshots import Kind, Outcome, TransitionRecord
 from kunserve.core.step import Chunk, StepPlan
 from kunserve.core.transfer import KvPull
 from tests.chrome_trace import check_trace
@@ -89,5 +89,13 @@ def test_an_unwritable_place_is_told_at_start(tmp_path: Path) -> None:
 def _record() -> TransitionRecord:
     before = tuple(GroupLayout(GroupId(i), (Stage(i, LayerRange(0, 4)),)) for i in (A, B))
     return TransitionRecord(
-        TransitionId(1), "drop", "why", 1.0, 1.5, 3.0, "done", before, (), 1, 0.1, 0.1, 1, 1, 0.1
+        TransitionId(1),
+        Kind.DROP,
+        "why",
+        1.0,
+        before,
+        (),
+        committed_s=1.5,
+        finished_s=3.0,
+        outcome=Outcome.DONE,
     )

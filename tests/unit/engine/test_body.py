@@ -7,12 +7,13 @@ import pytest
 import torch
 
 from kunserve.control.instance.body import StepWork, UnitCopy
-from kunserve.core.config import InstanceConfig, ModelConfig
+from kunserve.core.config import InstanceConfig, ModelConfig, SchedulerConfig
 from kunserve.core.errors import ConfigError, TooLittleMemory
 from kunserve.core.ids import GroupId, InstanceId, RequestId, StepId
 from kunserve.core.layout import LayerRange
 from kunserve.core.request import SamplingParams
 from kunserve.core.step import Chunk, StepPlan
+from kunserve.engine import arena
 from kunserve.engine import body as body_module
 from kunserve.engine.body import CpuBody
 from kunserve.engine.step_batch import build_batch
@@ -43,6 +44,33 @@ def test_the_account_is_of_the_memory_there_is(body: CpuBody) -> None:
     assert account.kv_blocks * 3 <= account.kv_units == spec.kv_units
     assert account.longest_request_tokens == min(512, account.kv_blocks * 16)
     assert "longest request 512 tokens" in str(account)
+
+
+def test_the_largest_step_takes_no_memory_that_was_not_reserved(folder: Path) -> None:
+    model = ModelConfig(model=str(folder), max_model_len=200)
+    limits = SchedulerConfig(max_num_seqs=3, max_num_batched_tokens=48)
+    body = CpuBody(InstanceId(0), model, SMALL, scheduler=limits)
+    try:
+        buffers = body.account.buffer_bytes
+        hidden, logits, rope = 64 + 256 + 128 + 96, 3 * 160 * 4, 200 * 32 * 4
+        assert buffers == 48 * hidden * 2 + logits + rope == body._decoder.buffer_bytes
+        mib = f"{buffers / (1 << 20):.1f}"
+        assert f"beside it {mib} MiB for steps" in str(body.account)
+        assert body.account.process_bytes > SMALL.memory_bytes + buffers
+        engine = DirectEngine([(body, LayerRange(0, 3))])
+        engine.generate([[7] * 100, [9] * 150, [3] * 150], 50, chunk_size=16)
+        assert body._decoder.buffer_bytes == buffers
+    finally:
+        body.close()
+
+
+def test_memory_for_steps_is_asked_for_with_the_rest(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scheduler = SchedulerConfig(max_num_seqs=1000, max_num_batched_tokens=1000)
+    monkeypatch.setattr(arena, "available_bytes", lambda: SMALL.memory_bytes + 1000 * 160 * 4)
+    with pytest.raises(TooLittleMemory, match=r"4194304 bytes of memory and \d{7} for its steps"):
+        CpuBody(InstanceId(0), ModelConfig(model=str(folder)), SMALL, scheduler=scheduler)
 
 
 def test_a_length_that_cannot_fit_is_refused(folder: Path) -> None:

@@ -1,5 +1,7 @@
 """The decoder against transformers, and its own bits under other batching and layer splits."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -10,6 +12,8 @@ from kunserve.core.errors import ConfigError
 from kunserve.core.layout import LayerRange
 from kunserve.core.model_spec import ModelSpec
 from kunserve.engine.decoder import Decoder, LayerWeights, ModelWeights, StepBatch
+from kunserve.engine.kernels.rope import RopeTable, inverse_frequencies
+from tests.unit.engine.test_memory import SMOLLM2
 
 BLOCK_SIZE = 8
 MAX_BLOCKS = 12
@@ -232,3 +236,18 @@ def test_an_empty_step_and_an_unknown_backend():
     assert hidden.shape == (0, 64) and bench.decoder.logits(batch, hidden).shape == (0, 96)
     with pytest.raises(ConfigError, match="attention"):
         Bench(model, attention="fast")
+
+
+def test_positions_are_the_same_however_the_table_grew() -> None:
+    spec = dataclasses.replace(SMOLLM2, head_dim=96)
+    angles = torch.outer(torch.arange(9000).float(), inverse_frequencies(spec))
+    whole = torch.stack((angles.cos(), angles.sin()), dim=1)
+    table = RopeTable(spec)
+    table.reserve(5000)
+    table.reserve(4000)
+    table.reserve(9000)
+    assert torch.equal(table._table, whole)
+    before = table.address(9000)
+    assert table.address(1) == before and table.num_bytes == 9000 * 96 * 4
+    table.address(9001)
+    assert torch.equal(table._table[:9000], whole)

@@ -3,20 +3,25 @@ from collections import Counter
 import pytest
 
 from kunserve.core.ids import GroupId
-from kunserve.core.snapshots import LoadReport
-from kunserve.policy.dispatch import GroupView, QueueView, Shed, choose_group, should_shed
+from kunserve.core.load import GroupLoad, LoadReport
+from kunserve.policy.dispatch import Shed, choose_group, should_shed
 
 
-def view(group: int, demand: int = 0, queue: tuple[int, ...] = (), **known: int) -> GroupView:
-    head = queue[0] if queue else 0
-    fields = {
-        "capacity_blocks": 100,
-        "demand_blocks": demand + head,
-        "head_of_line_blocks": head,
-        "queued_blocks": sum(queue),
-        "num_queued": len(queue),
-    }
-    return GroupView(GroupId(group), **{**fields, **known})
+def view(
+    group: int,
+    demand: int = 0,
+    queue: tuple[int, ...] = (),
+    capacity_blocks: int = 100,
+    unreported_blocks: int = 0,
+) -> GroupLoad:
+    report = LoadReport(
+        GroupId(group),
+        used_blocks=demand,
+        num_waiting=len(queue),
+        head_of_line_blocks=queue[0] if queue else 0,
+        waiting_blocks=sum(queue),
+    )
+    return GroupLoad(report, capacity_blocks, unreported_blocks=unreported_blocks)
 
 
 def test_the_least_loaded_group_wins_relative_to_its_capacity():
@@ -63,29 +68,21 @@ def test_where_requests_wait_for_compute_none_is_sent_while_another_group_is_ope
     assert choose_group(groups, 10) == 2
 
 
-def test_a_view_of_a_report_and_what_was_sent_since():
-    report = LoadReport(GroupId(3), 1, 7, 2, 4, 50, 100, 9, 6, 30, 480, 0, 0, 0, 0, 0, 0.0, 0, 0)
-    assert GroupView.of(report, unreported_blocks=8) == GroupView(
-        group_id=GroupId(3),
-        capacity_blocks=100,
-        demand_blocks=65,
-        head_of_line_blocks=6,
-        queued_blocks=30,
-        num_queued=4,
-        unreported_blocks=8,
-    )
-
-
 def shed(num_reqs: int, num_tokens: int, request_tokens: int = 50, **known: object) -> Shed | None:
-    queue = QueueView(
-        num_reqs,
-        num_tokens,
-        prompt_tokens_per_s=float(known.get("rate", 0.0)),  # type: ignore[arg-type]
-        drop_may_help=bool(known.get("drop_may_help")),
+    """Of two groups: one that has reported, and one that has just been sent two requests."""
+    num_unreported = min(2, num_reqs)
+    rate = float(known.get("rate", 0.0))  # type: ignore[arg-type]
+    report = LoadReport(
+        GroupId(0), num_waiting=num_reqs - num_unreported, waiting_tokens=num_tokens
     )
+    groups = [
+        GroupLoad(report, 100, prompt_tokens_per_s=rate),
+        GroupLoad(LoadReport(GroupId(1)), 100, num_unreported=num_unreported),
+    ]
     return should_shed(
-        queue,
+        groups,
         request_tokens,
+        drop_may_help=bool(known.get("drop_may_help")),
         max_num_queued_reqs=known.get("reqs"),  # type: ignore[arg-type]
         max_num_queued_tokens=known.get("tokens"),  # type: ignore[arg-type]
     )

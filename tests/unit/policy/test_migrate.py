@@ -1,10 +1,10 @@
 import random
 
 from kunserve.core.ids import GroupId, RequestId
+from kunserve.core.load import GroupLoad, LoadReport
 from kunserve.policy.migrate import (
     HIGH_STEPS,
     LOW_STEPS,
-    BalanceView,
     Movable,
     choose_request,
     plan_migrations,
@@ -13,9 +13,21 @@ from kunserve.policy.migrate import (
 BLOCK_SIZE = 16
 
 
-def group(number: int, used: int, head: int = 0, running: int = 10, **known: int) -> BalanceView:
-    values = {"unreported_blocks": 0, "num_waiting": int(head > 0), **known}
-    return BalanceView(GroupId(number), 100, used, head, num_running=running, **values)
+def group(
+    number: int, used: int, head: int = 0, running: int = 10, unreported_blocks: int = 0
+) -> GroupLoad:
+    report = LoadReport(
+        GroupId(number),
+        used_blocks=used,
+        head_of_line_blocks=head,
+        num_running=running,
+        num_waiting=int(head > 0),
+    )
+    return GroupLoad(report, 100, unreported_blocks=unreported_blocks)
+
+
+def spare_blocks(group: GroupLoad) -> int:
+    return 100 - group.report.used_blocks - group.report.head_of_line_blocks
 
 
 def test_the_least_free_gives_to_the_freest() -> None:
@@ -70,9 +82,9 @@ def test_the_target_does_not_become_a_source() -> None:
         for source, target, size in plan_migrations(views, BLOCK_SIZE):
             num_pairs += 1
             before, after = by_id[source], by_id[target]
-            left = after.spare_blocks - size
-            assert left * BLOCK_SIZE / (after.num_running + 1) >= LOW_STEPS
-            assert left >= before.spare_blocks + size
+            left = spare_blocks(after) - size
+            assert left * BLOCK_SIZE / (after.report.num_running + 1) >= LOW_STEPS
+            assert left >= spare_blocks(before) + size
     assert num_pairs > 100
 
 

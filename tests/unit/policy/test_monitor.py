@@ -5,11 +5,11 @@ import pytest
 
 from kunserve.core.config import OverloadConfig
 from kunserve.core.ids import GroupId
-from kunserve.core.snapshots import LoadReport
+from kunserve.core.load import GroupLoad, LoadReport
 from kunserve.policy.monitor import (
     Calm,
     ClusterLoadView,
-    GroupLoad,
+    Excuse,
     MonitorState,
     Overloaded,
     Relaxed,
@@ -22,7 +22,8 @@ IDLE = LoadReport(GroupId(1), 1, 0, 0, 0, 0, 100, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0.0
 
 
 def load_of(report: LoadReport, **known: Any) -> GroupLoad:
-    return GroupLoad(report, **{"num_instances": 1, "undropped_blocks": 100, **known})
+    fields = {"num_instances": 1, "undropped_blocks": 100, **known}
+    return GroupLoad(report, report.capacity_blocks, **fields)
 
 
 def waiting(report: LoadReport, *blocks: int) -> LoadReport:
@@ -106,7 +107,15 @@ class TestNotWorthADrop:
         report = replace(IDLE, num_running=8, used_blocks=60, growth_blocks=60)
         for _ in range(50):
             verdict = watch.report(report)
-            assert verdict == Calm("group 1: demand exceeds capacity, but memory is not filling")
+            assert verdict == Calm(
+                (
+                    Excuse(
+                        GroupId(1),
+                        "not filling",
+                        "demand exceeds capacity, but memory is not filling",
+                    ),
+                )
+            )
 
     @pytest.mark.parametrize(
         ("transition_s", "expected"), [(0.2, Overloaded), (None, Overloaded), (2.0, Calm)]

@@ -2,8 +2,9 @@ from dataclasses import replace
 
 from kunserve.core.ids import GroupId, InstanceId, RequestId
 from kunserve.core.layout import GroupLayout, LayerRange, Stage
+from kunserve.core.load import LoadReport
 from kunserve.core.messages import LayerSource, MemberSources
-from kunserve.core.snapshots import InstanceSpec, LoadReport
+from kunserve.core.snapshots import InstanceSpec
 from kunserve.policy.restore import (
     Postponed,
     RestorePlan,
@@ -62,7 +63,7 @@ def test_each_member_becomes_whole_from_the_other():
 def test_a_request_larger_than_an_undropped_pool_postpones():
     """It goes on in the pipeline; nothing dies (the deadlock that others have)."""
     assert parted(replace(IDLE, largest_request_blocks=101)) == Postponed(
-        "a request of 101 blocks is larger than a pool of 100"
+        "large request", "a request of 101 blocks is larger than a pool of 100"
     )
 
 
@@ -70,7 +71,7 @@ def test_what_runs_and_grows_must_fit_while_parting():
     fits = replace(IDLE, used_blocks=60, growth_blocks=30, largest_expected_blocks=20)
     assert isinstance(parted(fits), RestorePlan)
     assert parted(replace(fits, growth_blocks=31)) == Postponed(
-        "91 blocks are in use or growing, 90 fit while parting"
+        "too much in use", "91 blocks are in use or growing, 90 fit while parting"
     )
 
 

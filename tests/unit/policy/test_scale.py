@@ -2,8 +2,9 @@ from dataclasses import dataclass
 
 import pytest
 
+from kunserve.core.ids import GroupId
+from kunserve.core.load import GroupLoad, LoadReport
 from kunserve.policy.scale import (
-    Candidate,
     ScaleView,
     choose_leaver,
     instances_to_order,
@@ -51,6 +52,9 @@ def test_the_cluster_never_gets_smaller_than_it_was_set_up() -> None:
 
 
 def test_the_least_loaded_leaves_and_of_equals_the_youngest() -> None:
-    groups = [Candidate(5, -1), Candidate(3, -2), Candidate(3, -7), Candidate(9, -8)]
+    groups = [
+        GroupLoad(LoadReport(GroupId(number), used_blocks=used), 100)
+        for used, number in ((5, 1), (3, 2), (3, 7), (9, 8))
+    ]
     assert choose_leaver(groups) == 7
     assert choose_leaver([]) is None

@@ -11,13 +11,15 @@ from kunserve.cluster.api import Deliver, ServingLimits
 from kunserve.core.errors import InvalidRequest, Unavailable
 from kunserve.core.ids import GroupId, InstanceId, RequestId, TransitionId
 from kunserve.core.layout import GroupLayout, LayerRange, Stage
+from kunserve.core.load import LoadReport
 from kunserve.core.messages import TokenOutput
 from kunserve.core.request import FinishReason, Request, TokenLogprobs
 from kunserve.core.snapshots import (
     ClusterState,
     InstanceSnapshot,
     InstanceSpec,
-    LoadReport,
+    Kind,
+    Outcome,
     TransitionRecord,
 )
 
@@ -40,27 +42,7 @@ def group_of(group_id: int, *stages: tuple[int, int, int]) -> GroupLayout:
 
 
 def idle_load(group_id: int) -> LoadReport:
-    return LoadReport(
-        group_id=GroupId(group_id),
-        sequence_number=1,
-        num_received=0,
-        num_running=0,
-        num_waiting=0,
-        used_blocks=0,
-        capacity_blocks=100,
-        growth_blocks=0,
-        head_of_line_blocks=0,
-        waiting_blocks=0,
-        waiting_tokens=0,
-        num_stalled=0,
-        num_preemptions=0,
-        lost_tokens=0,
-        prompt_tokens=0,
-        generation_tokens=0,
-        stuck_s=0.0,
-        largest_request_blocks=0,
-        largest_expected_blocks=0,
-    )
+    return LoadReport(GroupId(group_id), sequence_number=1, capacity_blocks=100)
 
 
 def instance_state(instance_id: int, first: int = 0, end: int = LAYERS) -> InstanceSnapshot:
@@ -199,7 +181,7 @@ class EchoEngine:
                 instances=(instance_state(0, 0, half), instance_state(1, half, LAYERS)),
                 groups=(group_of(2, (0, 0, half), (1, half, LAYERS)),),
                 loads=(idle_load(2),),
-                transitions=(*self.snapshot.transitions, self._record("drop")),
+                transitions=(*self.snapshot.transitions, self._record(Kind.DROP)),
                 num_drops=self.snapshot.num_drops + 1,
             )
         return "2 groups merged"
@@ -209,18 +191,31 @@ class EchoEngine:
             fresh = idle_state()
             self.snapshot = replace(
                 fresh,
-                transitions=(*self.snapshot.transitions, self._record("restore")),
+                transitions=(*self.snapshot.transitions, self._record(Kind.RESTORE)),
                 num_drops=self.snapshot.num_drops,
                 num_restores=self.snapshot.num_restores + 1,
             )
         return "1 group split"
 
-    def _record(self, kind: str) -> TransitionRecord:
+    def _record(self, kind: Kind) -> TransitionRecord:
         number = len(self.snapshot.transitions)
         return TransitionRecord(
-            TransitionId(number), kind, "admin", 1.0, 1.1, 1.3, "done",
-            self.snapshot.groups, self.snapshot.groups, 8192, 0.002, 0.01, 3, 5000, 0.05,
-        )  # fmt: skip
+            TransitionId(number),
+            kind,
+            "admin",
+            1.0,
+            self.snapshot.groups,
+            self.snapshot.groups,
+            committed_s=1.1,
+            finished_s=1.3,
+            outcome=Outcome.DONE,
+            freed_bytes=8192,
+            remap_s=0.002,
+            gap_s=0.01,
+            requests_moved=3,
+            moved_bytes=5000,
+            max_stall_s=0.05,
+        )
 
     async def kill(self, instance_id: InstanceId) -> None:
         if not self.lying:

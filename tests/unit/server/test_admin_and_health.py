@@ -6,14 +6,18 @@ from collections.abc import Generator
 
 import httpx
 import pytest
+from click.testing import CliRunner
 
 import kunserve.server.admin_routes as admin_routes
 from kunserve.core.config import ServerConfig
+from kunserve.core.errors import ConfigError
+from kunserve.server.command import serve_command
 from tests.conftest import wait_until
 from tests.unit.server.echo_engine import EchoEngine
 from tests.unit.server.live_server import LiveServer, live_server
 
 BODY = {"prompt": "ab", "max_tokens": 400}
+JSON = {"content-type": "application/json"}
 
 
 @pytest.fixture
@@ -39,9 +43,9 @@ def test_drop_and_restore_answer_with_what_changed(admin: LiveServer) -> None:
         dropped = client.post("/kunserve/drop", json={"bytes": 100}).json()
         assert (dropped["dropped_bytes_before"], dropped["dropped_bytes_after"]) == (0, 16384)
         assert len(dropped["state"]["groups"]) == 1
-        again = client.post("/kunserve/drop")
+        again = client.post("/kunserve/drop", headers=JSON)
         assert again.status_code == 400 and "nothing is left" in again.text
-        restored = client.post("/kunserve/restore").json()
+        restored = client.post("/kunserve/restore", headers=JSON).json()
         assert restored["dropped_bytes_after"] == 0
         assert len(restored["state"]["groups"]) == 2
 
@@ -67,6 +71,62 @@ def test_a_success_that_changed_nothing_is_a_failure(admin: LiveServer) -> None:
 def test_bad_admin_bodies(admin: LiveServer, body: object) -> None:
     with admin.client() as client:
         assert client.post("/kunserve/drop", json=body).status_code == 400
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"content-type": "text/plain"},
+        {"content-type": ""},
+        JSON | {"origin": "http://evil.example"},
+        JSON | {"origin": "null"},
+        JSON | {"sec-fetch-site": "cross-site"},
+        JSON | {"sec-fetch-site": "same-site"},
+        JSON | {"host": "attacker.example"},
+        JSON | {"host": "attacker.example:8000"},
+        JSON | {"host": "127.0.0.1.attacker.example"},
+    ],
+    ids=str,
+)
+def test_no_web_page_drops_or_kills(admin: LiveServer, headers: dict[str, str]) -> None:
+    with admin.client() as client:
+        for action, body in (("drop", b"{}"), ("restore", b""), ("kill", b'{"instance_id": 1}')):
+            answer = client.post(f"/kunserve/{action}", content=body, headers=headers)
+            assert answer.status_code == 403
+            assert answer.json()["error"]["type"] == "PermissionDeniedError"
+        snapshot = admin.engine.snapshot
+        assert snapshot.num_drops == 0 and all(one.alive for one in snapshot.instances)
+
+
+def test_no_rebound_name_reads_the_state(admin: LiveServer) -> None:
+    with admin.client() as client:
+        for path in ("/kunserve/state", "/v1/models", "/dashboard"):
+            assert client.get(path, headers={"host": "attacker.example"}).status_code == 403
+            for host in ("localhost", "localhost:1", "127.0.0.1", "127.8.0.1:80", "[::1]:8000"):
+                assert client.get(path, headers={"host": host}).status_code == 200
+        assert client.get("/health", headers={"host": "pod.cluster"}).status_code == 200
+
+
+def test_the_own_page_may_ask(admin: LiveServer) -> None:
+    own = JSON | {"origin": admin.url, "sec-fetch-site": "same-origin"}
+    with admin.client() as client:
+        assert client.post("/kunserve/drop", content=b"{}", headers=own).status_code == 200
+
+
+def test_who_has_the_key_needs_no_more() -> None:
+    settings = ServerConfig(enable_admin=True, api_key="k", shutdown_timeout_s=1.0)
+    with live_server(server=settings) as server, server.client() as client:
+        headers = {"authorization": "Bearer k", "host": "proxy.example"}
+        assert client.post("/kunserve/drop", headers=headers).status_code == 200
+        assert client.post("/kunserve/drop", headers={"host": "x"}).status_code == 401
+
+
+@pytest.mark.parametrize("key", ["", " ", "k "])
+def test_an_empty_key_is_refused(key: str) -> None:
+    with pytest.raises(ConfigError, match="API key"):
+        ServerConfig(api_key=key)
+    refused = CliRunner().invoke(serve_command, ["--api-key", key])
+    assert refused.exit_code == 1 and "API key must not be empty" in refused.output
 
 
 def test_health_and_readiness() -> None:

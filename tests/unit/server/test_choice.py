@@ -8,6 +8,7 @@ from kunserve.core.messages import TokenOutput
 from kunserve.core.request import FinishReason, Request, SamplingParams, TokenLogprobs
 from kunserve.server.choice import Choice, TextOptions
 from kunserve.server.detokenize import ByteDetokenizer, TokenBytes
+from kunserve.server.stop import StopStrings
 from tests.unit.server.tiny_tokenizer import tiny_tokenizer
 
 BACKEND = tiny_tokenizer().backend_tokenizer
@@ -45,7 +46,8 @@ def test_an_end_without_a_token() -> None:
 @given(st.text("abé", max_size=20), st.lists(st.text("abé", min_size=1, max_size=3), max_size=2))
 def test_what_is_taken_piecewise_is_the_whole(text: str, stops: list[str]) -> None:
     ids = tokens(text + ".")
-    taken, at_once = choice(TextOptions(tuple(stops))), choice(TextOptions(tuple(stops)))
+    options = TextOptions(StopStrings(stops) if stops else None)
+    taken, at_once = choice(options), choice(options)
     pieces, offsets = [], []
     for position, token_id in enumerate(ids):
         reason = FinishReason.LENGTH if position + 1 == len(ids) else None
@@ -65,7 +67,7 @@ def test_what_is_taken_piecewise_is_the_whole(text: str, stops: list[str]) -> No
 
 def test_stop_strings_wait_for_min_tokens() -> None:
     ids = tokens("b") * 4
-    one = choice(TextOptions(("b",)), min_tokens=2)
+    one = choice(TextOptions(StopStrings(["b"])), min_tokens=2)
     for position, token_id in enumerate(ids):
         one.absorb(output(position, token_id))
     assert one.take().text == "bb" and one.ended_by_text and one.num_tokens == 3

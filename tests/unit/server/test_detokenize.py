@@ -78,7 +78,7 @@ def test_window_equals_the_library_for_other_decoders(words: list[str]) -> None:
     assert "the" + "".join(pieces) + rest == tokenizer.decode(prompt + token_ids)
 
 
-@pytest.mark.parametrize("text", ["漢字", "🙂🙂", "é", "a\u0301"])
+@pytest.mark.parametrize("text", ["漢字", "🙂🙂", "🎉🎉🎉🎉", "é", "a\u0301", "ไทย ß 漢"])
 def test_window_joins_bytes_of_a_character(text: str) -> None:
     tokenizer = sentencepiece_like()
     token_ids = [1 + byte for byte in text.encode()]
@@ -86,6 +86,41 @@ def test_window_joins_bytes_of_a_character(text: str) -> None:
     pieces, rest = run(WindowDetokenizer(tokenizer, prompt, True), token_ids)
     assert "".join(pieces) + rest == text
     assert not any("\ufffd" in piece for piece in pieces)
+
+
+@given(st.text(max_size=30), st.text(max_size=12), st.booleans())
+def test_window_shows_every_character_once(text: str, prompt: str, words: bool) -> None:
+    tokenizer = sentencepiece_like()
+    vocab = tokenizer.get_vocab()
+
+    def encode(part: str) -> list[int]:
+        """In bytes, or in pieces of the vocabulary where there are any."""
+        ids: list[int] = []
+        for character in part:
+            piece = "▁" if character == " " else character
+            spelled = [1 + byte for byte in character.encode()]
+            ids += [vocab[piece]] if words and piece in vocab else spelled
+        return ids
+
+    the = vocab["▁the"]
+    window = WindowDetokenizer(tokenizer, [the, *encode(prompt)], True)
+    pieces, rest = run(window, [*encode(text), the])
+    assert "".join(pieces) + rest == text + " the"
+
+
+def test_window_goes_on_after_a_broken_byte() -> None:
+    tokenizer = sentencepiece_like()
+    broken = [1 + 0xFF, *(1 + byte for byte in "🎉é".encode())]
+    pieces, rest = run(WindowDetokenizer(tokenizer, [], True), broken)
+    assert "".join(pieces) + rest == "\ufffd🎉é"
+
+
+def test_window_keeps_the_space_after_a_special_token() -> None:
+    tokenizer = sentencepiece_like()
+    tokenizer.add_special_tokens(["<end>"])
+    end, the = tokenizer.token_to_id("<end>"), tokenizer.token_to_id("▁the")
+    pieces, rest = run(WindowDetokenizer(tokenizer, [the], True), [the, *[end] * 20, the])
+    assert "".join(pieces) + rest == " the the"
 
 
 def test_window_shows_broken_bytes_at_last() -> None:

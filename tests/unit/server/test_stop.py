@@ -1,10 +1,13 @@
 """Stop strings: the same cut however the text arrives, and nothing of one ever shown."""
 
+import sys
+from types import FrameType
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kunserve.server.stop import StopMatcher
+from kunserve.server.stop import StopMatcher, StopStrings
 
 STOPS = st.lists(st.text("abc", min_size=1, max_size=4), min_size=1, max_size=4)
 PIECES = st.lists(st.text("abc", max_size=4), max_size=20)
@@ -24,7 +27,7 @@ def reference(text: str, stops: list[str], include: bool) -> tuple[str, str | No
 def test_the_cut_depends_on_the_text_alone(
     pieces: list[str], stops: list[str], include: bool
 ) -> None:
-    matcher = StopMatcher(stops, include)
+    matcher = StopMatcher(StopStrings(stops), include)
     shown = ""
     expected, matched = reference("".join(pieces), stops, include)
     for piece in pieces:
@@ -38,7 +41,7 @@ def test_the_cut_depends_on_the_text_alone(
 def test_no_more_is_held_back_than_may_become_a_stop_string(
     pieces: list[str], stops: list[str]
 ) -> None:
-    matcher = StopMatcher(stops)
+    matcher = StopMatcher(StopStrings(stops))
     shown = text = ""
     for piece in pieces:
         shown += matcher.feed(piece)
@@ -59,12 +62,33 @@ def test_no_more_is_held_back_than_may_become_a_stop_string(
     ],
 )
 def test_examples(pieces: list[str], stops: list[str], expected: str) -> None:
-    matcher = StopMatcher(stops)
+    matcher = StopMatcher(StopStrings(stops))
     shown = "".join(matcher.feed(piece) for piece in pieces) + matcher.finish()
     assert shown == expected
 
 
 def test_silence_after_a_match() -> None:
-    matcher = StopMatcher(["b"])
+    matcher = StopMatcher(StopStrings(["b"]))
     assert matcher.feed("abc") == "a"
     assert matcher.feed("more") == matcher.finish() == ""
+
+
+def test_the_cost_does_not_grow_with_the_strings() -> None:
+    """Lines run per character, where one string goes on and on and the others never begin."""
+    strings = [*("b" * 300 + chr(0x100 + number) for number in range(15)), "a" * 300]
+    matcher = StopMatcher(StopStrings(strings))
+    steps = 0
+
+    def count(frame: FrameType, event: str, _argument: object) -> object:
+        nonlocal steps
+        frame.f_trace_lines = True
+        steps += event == "line"
+        return count
+
+    sys.settrace(count)  # type: ignore[arg-type]
+    try:
+        for _ in range(200):
+            matcher.feed("a")
+    finally:
+        sys.settrace(None)
+    assert steps < 200 * len(strings) * 12

@@ -127,7 +127,7 @@ def test_a_silent_source_and_a_lost_one() -> None:
     made.pull_kv(piece("b", 1, (0, 3), (0, 1)), entries(20), 0.0)
     made.pull_layers(LayerPull(LayerRange(0, 1), ONE), 0.0)
     made.next_ask(0.0)
-    made.next_ask(1.0)
+    made.next_ask(0.0)
     made.expire(9.9)
     assert made.drain() == []
     made.expire(10.5)
@@ -136,6 +136,33 @@ def test_a_silent_source_and_a_lost_one() -> None:
     assert [d.refusal for d in made.drain()] == ["the source is gone"] * 2
     assert made.num_pulls == 0
     made.check()
+
+
+def test_a_silent_source_holds_up_its_own_pulls_only() -> None:
+    """Hundreds of its pulls come first; those of the other source are done as if it were alone."""
+    made, _ = sink()
+    for number in range(100):
+        made.pull_kv(piece(f"a{number}", 0, (0, 3), (0, 1)), entries(10), 0.0)
+    for number in range(5):
+        made.pull_kv(piece(f"b{number}", 1, (0, 1), (0, 1)), entries(20), 0.0)
+    assert [made.next_ask(0.0) is not None for _ in range(3)] == [True, True, False]
+    assert made.wait_s(0.0) == pytest.approx(PACING.stall_s), "then the slots are another's"
+    now_s = PACING.stall_s
+    for _ in range(5):
+        ask = made.next_ask(now_s)
+        made.check()
+        assert ask is not None and ask[0] == ONE
+        made.on_reply(ask[1].ticket, Answer.DATA, some_bytes(UNIT_BYTES), now_s)
+    assert made.next_ask(now_s) is None, "the silent source is asked for no more"
+    assert [d.ok for d in made.drain()] == [True] * 5
+    made.on_reply(0, Answer.DATA, some_bytes(2 * UNIT_BYTES), now_s)
+    assert made.next_ask(now_s) is None, "it still owes one"
+    made.on_reply(1, Answer.DATA, some_bytes(UNIT_BYTES), now_s)
+    assert [made.next_ask(now_s) is not None for _ in range(3)] == [True, True, False]
+    made.expire(now_s + PACING.chunk_timeout_s + 0.1)
+    ended = made.drain()
+    assert [d.ok for d in ended] == [True] + [False] * 99, "all of it at once"
+    assert made.num_pulls == 0 and made.wait_s(99.0) is None
 
 
 def test_cancelling_writes_and_says_nothing() -> None:

@@ -61,7 +61,7 @@ class StepTrace:
         for record in transitions:
             end_s = record.finished_s if record.finished_s is not None else record.started_s
             for member in (m for layout in record.groups_before for m in layout.members):
-                name = f"{record.kind} {record.transition_id}: {record.outcome}"
+                name = f"{record.kind} {record.transition_id}: {record.ending}"
                 instances.add(member)
                 events.append(_span(name, member, TRANSITIONS, record.started_s, end_s))
         for instance_id in sorted(instances):

@@ -1,5 +1,6 @@
 """What the client gets when leaders change, and their words come late, early or twice."""
 
+from kunserve.control.cluster.commands import Deliver, Outbox
 from kunserve.control.cluster.placement import Placement
 from kunserve.control.cluster.requests import Requests
 from kunserve.core.ids import InstanceId, RequestId
@@ -10,11 +11,21 @@ REQUEST = Request(RequestId("r"), (1, 2), SamplingParams(max_tokens=9), 0.0)
 OLD, NEW = InstanceId(0), InstanceId(1)
 
 
-def followed() -> tuple[Requests, list[TokenOutput]]:
-    delivered: list[TokenOutput] = []
-    requests = Requests(Placement(), 4, lambda instance_id, message: None, delivered.append)
-    requests.add(REQUEST)
-    return requests, delivered
+class Followed:
+    """One request, whose client keeps what it is given."""
+
+    def __init__(self) -> None:
+        self._outbox = Outbox()
+        self._delivered: list[TokenOutput] = []
+        self.requests = Requests(Placement(), 4, self._outbox)
+        self.requests.add(REQUEST, self._delivered.append)
+
+    @property
+    def delivered(self) -> list[TokenOutput]:
+        for command in self._outbox.drain():
+            assert isinstance(command, Deliver), command
+            command.client(command.token)
+        return self._delivered
 
 
 def says(leader: InstanceId, first: int, end: int, reason: FinishReason | None = None) -> Outputs:
@@ -30,38 +41,38 @@ def says(leader: InstanceId, first: int, end: int, reason: FinishReason | None =
 
 
 def test_the_new_leaders_tokens_wait_for_the_old_leaders_last() -> None:
-    requests, delivered = followed()
-    requests.take(says(OLD, 0, 2))
-    requests.take(says(NEW, 4, 6, FinishReason.LENGTH))
-    requests.take(says(NEW, 3, 4))
-    assert [token.position for token in delivered] == [0, 1]
-    requests.take(says(OLD, 2, 3))
-    assert [token.token_id for token in delivered] == [100, 101, 102, 103, 104, 105]
-    assert delivered[-1].finish_reason is FinishReason.LENGTH
-    assert len(requests) == 0
+    client = Followed()
+    client.requests.take(says(OLD, 0, 2))
+    client.requests.take(says(NEW, 4, 6, FinishReason.LENGTH))
+    client.requests.take(says(NEW, 3, 4))
+    assert [token.position for token in client.delivered] == [0, 1]
+    client.requests.take(says(OLD, 2, 3))
+    assert [token.token_id for token in client.delivered] == [100, 101, 102, 103, 104, 105]
+    assert client.delivered[-1].finish_reason is FinishReason.LENGTH
+    assert len(client.requests) == 0
 
 
 def test_an_end_without_a_token_waits_too() -> None:
-    requests, delivered = followed()
+    client = Followed()
     end = TokenOutput(REQUEST.request_id, 1, None, None, FinishReason.ERROR)
-    requests.take(Outputs(NEW, (end,)))
-    assert not delivered
-    requests.take(says(OLD, 0, 1))
-    assert delivered[-1] == end
-    assert len(requests) == 0
+    client.requests.take(Outputs(NEW, (end,)))
+    assert not client.delivered
+    client.requests.take(says(OLD, 0, 1))
+    assert client.delivered[-1] == end
+    assert len(client.requests) == 0
 
 
 def test_repeats_of_a_re_run_are_not_delivered() -> None:
-    requests, delivered = followed()
-    requests.take(says(OLD, 0, 3))
-    requests.take(says(NEW, 1, 4))
-    assert [token.position for token in delivered] == [0, 1, 2, 3]
+    client = Followed()
+    client.requests.take(says(OLD, 0, 3))
+    client.requests.take(says(NEW, 1, 4))
+    assert [token.position for token in client.delivered] == [0, 1, 2, 3]
 
 
 def test_what_a_dead_leader_said_too_early_is_forgotten() -> None:
-    requests, delivered = followed()
-    requests.take(says(OLD, 0, 1))
-    requests.take(says(NEW, 2, 4))
-    requests.rerun({InstanceId(-1)})
-    requests.take(says(OLD, 1, 2))
-    assert [token.position for token in delivered] == [0, 1]
+    client = Followed()
+    client.requests.take(says(OLD, 0, 1))
+    client.requests.take(says(NEW, 2, 4))
+    client.requests.rerun({InstanceId(-1)})
+    client.requests.take(says(OLD, 1, 2))
+    assert [token.position for token in client.delivered] == [0, 1]

@@ -27,7 +27,7 @@ def busy(cluster: FakeCluster, count: int = 8, steps: int = 60) -> None:
 
 
 def outcomes(cluster: FakeCluster) -> list[str]:
-    return [record.outcome for record in cluster.records]
+    return [record.ending for record in cluster.records]
 
 
 def test_one_instance_alone() -> None:

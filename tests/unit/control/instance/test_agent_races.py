@@ -9,6 +9,7 @@ from kunserve.core.ids import InstanceId, RequestId
 from kunserve.core.layout import GroupLayout, LayerRange, Stage
 from kunserve.core.messages import Form, LayersLoaded
 from kunserve.core.request import FinishReason
+from kunserve.policy.restore import Postponed
 from tests.fake_cluster import FakeCluster, link
 
 NOTHING: Callable[[Action], bool] = lambda action: False  # noqa: E731
@@ -51,7 +52,7 @@ def merged(count: int = 3, **settings: object) -> tuple[FakeCluster, GroupLayout
 
 
 def last_outcome(cluster: FakeCluster) -> str:
-    return cluster.records[-1].outcome
+    return cluster.records[-1].ending
 
 
 # Aborts
@@ -339,10 +340,10 @@ def test_a_request_larger_than_one_pool_postpones_the_restore() -> None:
     cluster.run_except(NOTHING, lambda: bool(cluster.accounts[large].token_ids))
     cluster.pass_time(0.1)
     cluster.run_except(
-        NOTHING, lambda: cluster.controller.placement.groups[group.group_id].load is not None
+        NOTHING, lambda: cluster.controller.placement.groups[group.group_id].is_reported
     )
-    (reason,) = cluster.controller.force_restore(cluster.now_s)
-    assert isinstance(reason, str) and "larger than a pool" in reason
+    (postponed,) = cluster.controller.force_restore(cluster.now_s)
+    assert isinstance(postponed, Postponed) and "larger than a pool" in postponed.reason
     # Forced on the instances all the same, their leader refuses before anything has changed.
     cluster.restore(group)
     cluster.finish()

@@ -205,7 +205,7 @@ def test_a_drop_and_a_migration_exclude_each_other(after: int) -> None:
     run_for(cluster, after)
     cluster.drop((0, 0, 2), (1, 2, 4))
     cluster.finish()
-    (outcome,) = [record.outcome for record in cluster.records]
+    (outcome,) = [record.ending for record in cluster.records]
     assert outcome == "done" or outcome.endswith("a request migrates")
 
 

@@ -15,7 +15,7 @@ from typing import Literal, TypeAlias
 import pytest
 
 from kunserve.cluster.in_process import Action, CompletePull, Letter, StartStep
-from kunserve.control.cluster.transitions import PATIENCE_S
+from kunserve.control.cluster.transitions import PATIENCE_S, Phase
 from kunserve.control.instance import transition
 from kunserve.core.ids import InstanceId, TransitionId
 from kunserve.core.layout import GroupLayout, LayerRange
@@ -93,7 +93,7 @@ class Scene:
             self.transition_id = self.cluster.restore(group)
 
     @property
-    def phase(self) -> str:
+    def phase(self) -> Phase:
         return self.cluster.controller.transitions.active[self.transition_id].phase
 
     def awaits(self, member: int) -> bool:
@@ -138,7 +138,7 @@ class Scene:
     @property
     def outcome(self) -> str:
         records = self.cluster.controller.transitions.latest()
-        return next(r.outcome for r in records if r.transition_id == self.transition_id)
+        return next(r.ending for r in records if r.transition_id == self.transition_id)
 
     def prove_rolled_back(self) -> None:
         """Everything is as before, for everybody, and the same can be done again."""
@@ -258,7 +258,7 @@ def test_a_member_hears_nothing(kind: Kind, moment: str, member: int) -> None:
     if scene.outcome != "running" or scene.phase not in PATIENCE_S:
         scene.prove_it_can_be_done()  # it had heard enough
         return
-    scene.cluster.pass_time(PATIENCE_S["loading"] + 1.0)
+    scene.cluster.pass_time(PATIENCE_S[Phase.LOADING] + 1.0)
     scene.prove_rolled_back()
 
 

@@ -1,0 +1,76 @@
+"""The instances that live, and what each last said of itself."""
+
+from dataclasses import dataclass
+
+from kunserve.control.cluster.commands import Outbox
+from kunserve.control.cluster.placement import Placement
+from kunserve.core.ids import InstanceId
+from kunserve.core.layout import GroupLayout, LayerRange, Stage
+from kunserve.core.messages import Committed, Connect, Form, Ready
+from kunserve.core.snapshots import InstanceSnapshot
+
+
+@dataclass(slots=True)
+class _Instance:
+    address: str
+    held: LayerRange
+    kv_units: int
+
+
+class Instances:
+    """Owns who lives. ``Placement`` owns the specs of all that were ever ready."""
+
+    def __init__(self, placement: Placement, outbox: Outbox) -> None:
+        self._placement = placement
+        self._outbox = outbox
+        self._living: dict[InstanceId, _Instance] = {}
+
+    def __contains__(self, instance_id: object) -> bool:
+        return instance_id in self._living
+
+    @property
+    def living(self) -> set[InstanceId]:
+        """Those that are ready and have not died."""
+        return set(self._living)
+
+    def ready(self, event: Ready) -> None:
+        """An instance can be given a group: all of them learn where all are."""
+        spec = event.spec
+        self._placement.specs[spec.instance_id] = spec
+        whole = LayerRange(0, spec.num_layers)
+        self._living[spec.instance_id] = _Instance(event.data_address, whole, spec.kv_units)
+        peers = tuple((i, instance.address) for i, instance in sorted(self._living.items()))
+        connect = Connect(peers)
+        for instance_id in sorted(self._living):
+            self._outbox.send(instance_id, connect)
+
+    def form_alone(self, instance_id: InstanceId) -> None:
+        """Make it a group of its own, whatever it was before."""
+        spec = self._placement.specs[instance_id]
+        whole = LayerRange(0, spec.num_layers)
+        layout = GroupLayout(self._placement.new_ids(1), (Stage(instance_id, whole),))
+        self._placement.add(layout)
+        instance = self._living[instance_id]
+        instance.held, instance.kv_units = whole, spec.kv_units
+        self._outbox.send(instance_id, Form(layout, (spec,)))
+
+    def committed(self, event: Committed) -> None:
+        """A transition has changed what the instance holds."""
+        instance = self._living.get(event.instance_id)
+        if instance is not None:
+            instance.held, instance.kv_units = event.held, event.kv_units
+
+    def forget(self, instance_id: InstanceId) -> bool:
+        """It is gone. False if it was not known to live."""
+        return self._living.pop(instance_id, None) is not None
+
+    def snapshots(self) -> tuple[InstanceSnapshot, ...]:
+        """Every instance that was ever ready, as people see it."""
+        found = []
+        for instance_id, spec in sorted(self._placement.specs.items()):
+            instance = self._living.get(instance_id)
+            if instance is None:
+                found.append(InstanceSnapshot(spec, False, LayerRange(0, 0), 0))
+            else:
+                found.append(InstanceSnapshot(spec, True, instance.held, instance.kv_units))
+        return tuple(found)

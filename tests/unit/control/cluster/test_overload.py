@@ -1,0 +1,160 @@
+"""From reported load to transitions: what is begun, what is called off, and what is said of it."""
+
+from kunserve.control.cluster.commands import LogReason, ScaleUp
+from kunserve.control.cluster.transitions import BACKOFF_S
+from kunserve.core.ids import InstanceId
+from kunserve.core.messages import LoadLayers, Prepare, Prepared, Rollback
+from kunserve.core.snapshots import Outcome
+from tests.unit.control.cluster.brain import BLOCKS, Brain
+
+SHORT = {
+    "num_running": 9,
+    "used_blocks": BLOCKS,
+    "num_waiting": 3,
+    "head_of_line_blocks": 20,
+    "waiting_blocks": 60,
+}
+"""A load that memory holds up."""
+
+
+def refuse(brain: Brain, number: int) -> None:
+    (prepare,) = {message.transition_id for _, message in brain.take(Prepare)}
+    brain.tell(number, Prepared(prepare, brain.group_of(number).leader, "no memory"))
+
+
+def dropped(num_instances: int = 2, **overload: float) -> Brain:
+    """All instances have become one pipeline, and it has reported that it is idle."""
+    brain = Brain(num_instances, **overload)
+    while len(brain.groups) > 1:
+        brain.controller.force_drop(None, brain.now_s)
+        brain.pass_time()
+        brain.complete()
+    assert brain.groups == [tuple(range(num_instances))]
+    brain.ended.clear()
+    return brain
+
+
+def test_a_short_group_is_merged_with_an_idle_one() -> None:
+    brain = Brain()
+    brain.report(1)
+    brain.report(0, **SHORT)
+    ((first, prepare), (second, _)) = brain.take(Prepare)
+    assert {first, second} == {0, 1}
+    assert [layout.members for layout in prepare.new] == [(0, 1)]
+    (transition,) = brain.controller.transitions.active.values()
+    assert "demand" in transition.record.trigger
+
+
+def test_other_policies_drop_nothing() -> None:
+    brain = Brain(policy="recompute")
+    brain.report(0, **SHORT)
+    assert not brain.take(Prepare)
+
+
+def test_after_a_refusal_the_next_drop_waits() -> None:
+    brain = Brain()
+    brain.report(0, **SHORT)
+    refuse(brain, 1)
+    assert brain.ended[0].outcome is Outcome.ROLLED_BACK
+    brain.report(0, after_s=BACKOFF_S / 2, **SHORT)
+    assert not brain.take(Prepare), "a refused drop is tried again at once"
+    brain.report(0, after_s=BACKOFF_S, **SHORT)
+    assert brain.take(Prepare)
+
+
+def test_after_no_answer_too() -> None:
+    brain = Brain()
+    brain.report(0, **SHORT)
+    brain.take(Prepare)
+    (transition,) = brain.controller.transitions.active.values()
+    brain.controller.transitions.roll_back(transition, "no answer", brain.now_s)
+    brain.report(0, after_s=BACKOFF_S / 2, **SHORT)
+    assert not brain.take(Prepare)
+
+
+def test_where_nothing_is_left_to_drop_an_instance_is_wished_for() -> None:
+    brain = dropped()
+    short = {**SHORT, "used_blocks": 1000, "waiting_blocks": 90}
+    brain.report(0, **short)
+    (wish,) = brain.said(ScaleUp)
+    assert "nothing is left to drop" in wish.reason
+    brain.report(0, **short)
+    assert not brain.said(ScaleUp), "it is said now and then only"
+
+
+def test_an_idle_pipeline_is_restored() -> None:
+    brain = dropped()
+    brain.report(0)
+    ((leader, load),) = brain.take(LoadLayers)
+    assert leader == 0 and [member.instance_id for member in load.members] == [0, 1]
+    for member in load.members:
+        (source,) = member.sources
+        assert source.instance_id == 1 - member.instance_id, "layers come from the other"
+
+
+def test_why_a_restore_is_postponed_is_said_once_and_shown() -> None:
+    brain = dropped()
+    for _ in range(5):
+        brain.report(0, largest_request_blocks=BLOCKS + 1)
+    (said,) = brain.said(LogReason)
+    assert said.group_id == brain.group_id(0)
+    assert "restore postponed: a request of 101 blocks" in said.reason
+    assert brain.controller.state(brain.now_s).reasons == (f"group {said.group_id}: {said.reason}",)
+    brain.report(0)
+    assert brain.controller.state(brain.now_s).reasons == ()
+    assert brain.take(LoadLayers)
+
+
+def test_a_reason_that_comes_back_after_a_while_is_said_again() -> None:
+    brain = dropped(restore_hold_s=1.0)
+    brain.report(0, after_s=2.0, largest_request_blocks=BLOCKS + 1)
+    brain.report(0, after_s=2.0, largest_request_blocks=BLOCKS + 1)
+    assert len(brain.said(LogReason)) == 1
+    busy = {"used_blocks": 80, "growth_blocks": 40}
+    for _ in range(12):
+        brain.report(0, after_s=2.0, **busy)
+    assert not brain.said(LogReason)
+    brain.report(0, after_s=2.0, largest_request_blocks=BLOCKS + 1)
+    brain.report(0, after_s=2.0, largest_request_blocks=BLOCKS + 1)
+    assert len(brain.said(LogReason)) == 1
+
+
+def test_demand_that_does_not_fill_memory_is_explained() -> None:
+    brain = Brain()
+    brain.report(0, used_blocks=50, growth_blocks=80)
+    (said,) = brain.said(LogReason)
+    assert "memory is not filling" in said.reason
+
+
+def test_a_restore_is_called_off_when_memory_is_short() -> None:
+    brain = Brain(4)
+    brain.controller.force_drop(None, brain.now_s)
+    brain.pass_time()
+    brain.complete()
+    pair = next(members for members in brain.groups if len(members) == 2)
+    (single, *_) = (members for members in brain.groups if len(members) == 1)
+    brain.report(pair[0])
+    assert brain.take(LoadLayers)
+    brain.report(single[0], **SHORT)
+    assert {instance_id for instance_id, _ in brain.take(Rollback)} == set(pair)
+
+
+def test_a_drop_by_hand_is_one_merge_or_as_many_as_the_bytes_need() -> None:
+    assert len(Brain(8).controller.force_drop(None, 0.0)) == 1
+    layer_bytes = Brain(8).controller.placement.specs[InstanceId(0)].layer_bytes
+    assert len(Brain(8).controller.force_drop(4 * 3 * layer_bytes, 0.0)) > 1
+
+
+def test_a_restore_by_hand_takes_every_pipeline() -> None:
+    brain = Brain(4)
+    for _ in range(2):
+        brain.controller.force_drop(None, brain.now_s)
+        brain.pass_time()
+        brain.complete()
+    assert brain.groups == [(0, 1), (2, 3)]
+    brain.report(0, used_blocks=1)
+    brain.report(2, used_blocks=1)
+    brain.take(LoadLayers)
+    for transition in tuple(brain.controller.transitions.active.values()):
+        brain.controller.transitions.roll_back(transition, "by hand instead", brain.now_s)
+    assert len(brain.controller.force_restore(brain.now_s)) == 2
