@@ -10,7 +10,6 @@ from typing import IO, NamedTuple
 
 from kunserve.core.errors import ConfigError
 
-
 MAX_COUNT = 10**9
 """Largest count that a file may give: no request has so many tokens."""
 
