@@ -6,19 +6,14 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
-from kunserve.bench.simulate import jobs
-from kunserve.bench.simulate.command import simulate_command
-from kunserve.bench.simulate.jobs import Job, WorkerDied, run_jobs
-from kunserve.bench.simulate.settings import (
-    Experiment,
-    Load,
-    Setup,
-    build_scenario,
-    read_experiment,
-)
 
+from kunserve.bench.compare.experiment import Place
+from kunserve.bench.compare.settings import SimulatedSetup, WorkloadSettings, workload_of
+from kunserve.bench.compare.simulate_command import simulate_command
+from kunserve.bench.compare.simulated import jobs
+from kunserve.bench.compare.simulated.jobs import Job, WorkerDied, run_jobs
+from kunserve.bench.compare.simulated.scenario import build_scenario
 from kunserve.bench.runfile import read_run
-from kunserve.core.errors import ConfigError
 from tests.chrome_trace import check_trace
 
 SMALL = ["--duration", "20", "--request-rate", "2", "--num-instances", "2", "--jobs", "1"]
@@ -36,7 +31,8 @@ def test_everything_is_written_and_equal_seeds_give_equal_files(tmp_path: Path) 
         result = call(*SMALL, "--compare", "recompute,static-pp,drop", "-o", str(folder),
                       "--save-requests", "--chrome-trace")  # fmt: skip
         assert result.exit_code == 0, result.output
-        assert "TTFT P99.9 (ms)" in result.output and "SLO violations 10x" in result.output
+        assert "TTFT slowest (ms)" in result.output and "SLO violations 10x" in result.output
+        assert "memory never fills at this rate" in result.output
         outputs.append(folder)
     one, two = outputs
     names = sorted(path.name for path in one.iterdir())
@@ -58,8 +54,8 @@ def test_several_loads_make_a_curve(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     assert (tmp_path / "loads.png").stat().st_size > 10_000
     lines = (tmp_path / "results.jsonl").read_text().splitlines()
-    scales = [json.loads(line)["scale"] for line in lines]
-    assert scales == [0.5, 0.5, 1.0, 1.0]
+    loads = [json.loads(line)["load"] for line in lines]
+    assert loads == [0.5, 0.5, 1.0, 1.0]
 
 
 def test_runs_side_by_side_give_the_same(tmp_path: Path) -> None:
@@ -68,7 +64,6 @@ def test_runs_side_by_side_give_the_same(tmp_path: Path) -> None:
                       "--save-requests", "-o", str(tmp_path / count))  # fmt: skip
         assert result.exit_code == 0, result.output
         assert "P99 TTFT against recompute" in result.output
-        assert "KV memory full after (s)" in result.output
     for name in ("results.jsonl", "table.txt", "drop-1.jsonl", "recompute-0.5.trace.json"):
         assert (tmp_path / "1" / name).read_bytes() == (tmp_path / "2" / name).read_bytes()
 
@@ -79,8 +74,9 @@ def test_what_a_worker_finds_wrong_is_said() -> None:
 
 
 def test_a_worker_that_dies_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = build_scenario(Setup(num_instances=1), Load(rate=1.0, duration_s=5.0))
-    dying = [Job("recompute", made)] * 2
+    requests = workload_of(WorkloadSettings(rate=1.0, duration_s=5.0), 1.0, seed=0)
+    made = build_scenario(SimulatedSetup(num_instances=1), requests)
+    dying = [Job(Place(1.0, 0, 0, "recompute"), made)] * 2
     monkeypatch.setattr(jobs, "_work", _die)
     with pytest.raises(WorkerDied, match="try fewer at once: --jobs 1"):
         list(run_jobs(dying, 2))
@@ -102,8 +98,8 @@ def _die(*args: object) -> None:
         (["--kill", "now"], "--kill takes SEC:INSTANCE"),
         (["--profile", "missing.json"], "cannot read the profile missing.json"),
         (["--trace", "missing.csv"], "missing.csv"),
-        (["--scale", "0"], "scale must be above 0, not 0"),
-        (["--scale", "nan"], "scale must be above 0, not nan"),
+        (["--scale", "0"], "a load must be above 0, not 0.0"),
+        (["--scale", "nan"], "a load must be above 0, not nan"),
         (["--request-rate", "nan"], "finite request rate greater than 0"),
         (["--duration", "nan"], "duration must be positive and finite, not nan s"),
         (["--memory-utilization", "nan"], "memory_utilization must be in (0, 1], not nan"),
@@ -152,66 +148,3 @@ def test_an_empty_trace(rows: str, tmp_path: Path) -> None:
     result = call("--trace", str(trace))
     assert result.exit_code == 1
     assert "trace.csv: no request with both lengths above 0" in result.output
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("[setup\n", "Expected ']'"),
-        ("setup = 3\n", "Expected `object`, got `int` - at `$.setup`"),
-        ("[load]\nlenghts = 'x'\n", "unknown setting 'lenghts'; there are: trace, lengths"),
-        ("titel = 'x'\n", "unknown setting 'titel'; there are: setup, load"),
-        ("[load]\nseed = 'x'\n", "Expected `int`, got `str`"),
-        ("[load]\nseed = -1\n", "seed must be at least 0, not -1"),
-        ("[load]\nrate = 0.0\n", "finite request rate greater than 0"),
-        ("sweep = [1.0, 0.0]\n", "scale must be above 0, not 0.0"),
-        ("compare = []\n", "name at least one system"),
-        ("[setup]\nnum_instances = 0\n", "num_instances must be at least 1, not 0"),
-        ("[setup]\nstage_host_share = 1.5\n", "stage_host_share must be in [0, 1], not 1.5"),
-        ("[setup]\nblock_size = 0\n", "block_size must be at least 1, not 0"),
-        ("[setup]\nmax_num_seqs = 0\n", "max_num_seqs must be at least 1, not 0"),
-        ("[setup]\nstart_s = -1.0\n", "start_s must be at least 0 and finite, not -1.0"),
-        ("[load]\nrepeat = [2.0, 1.0, 3]\n", "repeat wants (from, to, times)"),
-        ("[load]\nrepeat = [9000.0, 9001.0, 3]\n", "no request arrives from 9000 to 9001 s"),
-    ],
-)
-def test_mistakes_in_an_experiment_file(text: str, message: str, tmp_path: Path) -> None:
-    path = tmp_path / "experiment.toml"
-    path.write_text(text)
-    result = call("--experiment", str(path))
-    assert result.exit_code == 1
-    assert message in result.output
-
-
-def test_an_experiment_file(tmp_path: Path) -> None:
-    path = tmp_path / "small.toml"
-    path.write_text(
-        'title = "Small"\ncompare = ["drop"]\nsweep = [0.5, 1]\n'
-        "[setup]\nnum_instances = 2\nkills = [[3.0, 1]]\nmax_num_queued_reqs = 7\n"
-        '[load]\ntrace = "t.csv"\nseed = 3\n'
-    )
-    experiment = read_experiment(path)
-    assert experiment.setup.kills == ((3.0, 1),) and experiment.sweep == (0.5, 1.0)
-    assert experiment.load.trace == tmp_path / "t.csv" and experiment.load.seed == 3
-    assert build_scenario(experiment.setup, Load()).server.max_num_queued_reqs == 7
-    path.write_text("[setup]\nnum_instance = 2\n")
-    with pytest.raises(ConfigError, match=r"unknown setting 'num_instance'; there are: .*model"):
-        read_experiment(path)
-
-
-def test_a_burst_can_be_repeated() -> None:
-    once = build_scenario(Experiment().setup, Load(duration_s=100.0)).workload
-    again = build_scenario(
-        Experiment().setup, Load(duration_s=100.0, repeat=(5.0, 15.0, 4))
-    ).workload
-    in_burst = sum(5.0 <= moment < 15.0 for moment in once.arrival_s)
-    before = sum(moment < 5.0 for moment in once.arrival_s)
-    assert len(again) == before + 4 * in_burst
-    assert again.duration_s < 45.0
-
-
-@pytest.mark.parametrize(
-    "path", sorted((ROOT / "experiments").glob("*.toml")), ids=lambda path: path.name
-)
-def test_experiments_of_the_tree_can_be_read(path: Path) -> None:
-    assert read_experiment(path).compare
