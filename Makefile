@@ -3,13 +3,14 @@
 # make check     what CI checks (needs an installed environment)
 # make test      install, then check
 # make hunt      the property tests once more, with examples drawn anew
+# make experiments   the paper's figures, simulated: an hour, goes on where it stopped
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 KERNEL_FILES := $(wildcard kunserve/engine/kernels/csrc/*) kunserve/engine/kernels/build.py
 
-.PHONY: install demo check slow hunt test clean
+.PHONY: install demo check slow hunt test experiments clean
 .DELETE_ON_ERROR:
 
 install: $(VENV)/.kernels
@@ -56,6 +57,9 @@ hunt: install
 	$(BIN)/pytest --hypothesis-profile hunt $$(grep -rl --include='test_*.py' hypothesis tests)
 
 test: install check
+
+experiments: install
+	@$(BIN)/python -m benchmarks.reproduction
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build *.egg-info

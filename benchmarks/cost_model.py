@@ -21,7 +21,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from benchmarks.report import Report
+from benchmarks.report import Report, Setting
 from kunserve.core.cost import CostSample
 from kunserve.core.ids import RequestId
 from kunserve.core.step import Chunk
@@ -121,7 +121,11 @@ def against_roofline(report: Report) -> None:
             seconds = np.array([sample.seconds for sample in samples])
             for form, vector in ((OURS, ours), (TOKENS, no_attention)):
                 errors = np.abs(predict(samples, form, vector) / seconds - 1.0) * 100
-                case = {"steps": f"{model}, {device}", "model": form.name, "batch": region}
+                case: dict[str, Setting] = {
+                    "steps": f"{model}, {device}",
+                    "model": form.name,
+                    "batch": region,
+                }
                 report.add("mean error", float(errors.mean()), "%", **case)
                 report.add("largest error", float(errors.max()), "%", **case)
 

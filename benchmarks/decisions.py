@@ -15,7 +15,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from benchmarks.report import Report
+from benchmarks.report import Report, Setting
 from kunserve.core.ids import GroupId, InstanceId
 from kunserve.core.layout import GroupLayout, LayerRange, Stage
 from kunserve.core.snapshots import InstanceSpec
@@ -82,7 +82,11 @@ def time_plans(report: Report, num_instances: int) -> None:
     for num_budgets in (1, 4, 64):
         for name, call in plans(num_instances, num_budgets).items():
             spent_ms, plan = best_ms(call)
-            case = {"decision": "drop plan", "instances": num_instances, "budgets": num_budgets}
+            case: dict[str, Setting] = {
+                "decision": "drop plan",
+                "instances": num_instances,
+                "budgets": num_budgets,
+            }
             report.add("time", spent_ms, "ms", **case, needed=name)
             report.add("groups", len(plan.merges), "", **case, needed=name)
 
@@ -99,7 +103,11 @@ def time_formations(report: Report) -> None:
             view = FormationView([800] * 128, prompts, 64, 1, 4, 512, 256, 50_000)
             how = Lookahead(cost, 64)
             spent_ms, _ = best_ms(lambda v=view, h=how: form_lookahead(v, None, h))  # type: ignore[misc]
-            case = {"decision": "formation", "queued": num_queued, "prompts": kind}
+            case: dict[str, Setting] = {
+                "decision": "formation",
+                "queued": num_queued,
+                "prompts": kind,
+            }
             report.add("time", spent_ms, "ms", **case)
             report.add("imbalance", form_all(view, how).imbalance, "", **case)
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import aiohttp
 
+from benchmarks.report import Report
 from kunserve.bench.client import Call, CallSettings, stream
 from kunserve.bench.prompts import TokenIdPrompts
 from kunserve.bench.replay import open_session
@@ -142,25 +143,25 @@ async def measure(url: str, options: argparse.Namespace) -> dict[str, Kind]:
     return found
 
 
-def describe(kind: str, found: Kind) -> str:
-    """One line of the table: mean and max of every quantity, in milliseconds."""
-    line = f"{kind:8} {len(found.records):3}"
+def describe(report: Report, kind: str, found: Kind) -> None:
+    """Mean and largest of every quantity."""
+    report.add("count", len(found.records), "", transition=kind)
     moved = [record["moved_bytes"] / MIB for record in found.records]
-    line += f" {sum(moved) / len(moved):8.1f}"
-    columns = [
-        [record["max_stall_s"] for record in found.records],
-        [record["finished_s"] - record["started_s"] for record in found.records],
-        [record["gap_s"] for record in found.records],
-        [record["remap_s"] for record in found.records],
-        found.pauses_s,
-    ]
-    for values in columns:
-        line += f" {sum(values) / len(values) * 1e3:8.1f} {max(values) * 1e3:7.1f}"
-    return line
+    report.add("moved", sum(moved) / len(moved), "MiB", transition=kind)
+    for name, values in (
+        ("stall", [record["max_stall_s"] for record in found.records]),
+        ("total", [record["finished_s"] - record["started_s"] for record in found.records]),
+        ("gap", [record["gap_s"] for record in found.records]),
+        ("remap", [record["remap_s"] for record in found.records]),
+        ("client's pause", found.pauses_s),
+    ):
+        if values:
+            report.add(f"{name}, mean", sum(values) / len(values) * 1e3, "ms", transition=kind)
+            report.add(f"{name}, most", max(values) * 1e3, "ms", transition=kind)
 
 
 def main() -> None:
-    """Measure and print."""
+    """Measure, then say."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--streams", type=int, default=10, help="that decode when a drop comes")
@@ -174,11 +175,9 @@ def main() -> None:
     flags += ["--max-num-batched-tokens", "128", "--overload-policy", "recompute", *serve_flags]
     with running_server(flags) as server:
         found = asyncio.run(measure(server.url, options))
-    names = ("stall", "total", "gap", "remap", "client pause")
-    print(f"{'ms':8} {'n':>3} {'MiB':>8}" + "".join(f" {name:>16}" for name in names))
-    print(f"{'':21}" + f" {'mean':>8} {'max':>7}" * len(names))
-    for kind, values in found.items():
-        print(describe(kind, values))
+    with Report("drop_stall", rounds=options.rounds, streams=options.streams) as report:
+        for kind, values in found.items():
+            describe(report, kind, values)
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ import numpy as np
 import zmq
 
 from benchmarks.emulated_link import Route, parse_address, run_link
+from benchmarks.report import Report
 from kunserve.core.ids import GroupId, InstanceId, RequestId, StepId, TransitionId
 from kunserve.core.layout import LayerRange
 from kunserve.core.messages import Activation, KvMoved
@@ -271,23 +272,22 @@ def ways(load: Load, stage_time_s: float, in_flight: int) -> list[Way]:
     ]
 
 
-def describe(way: Way, outcome: Outcome, alone: Outcome) -> str:
-    """One line of the table."""
-    p50, p99 = np.percentile(outcome.latencies_s, [50, 99])
-    base50, base99 = np.percentile(alone.latencies_s, [50, 99])
-    line = (
-        f"{way.name:26} {p50 * 1e3:8.2f} {p99 * 1e3:8.2f} {p50 / base50:7.1f}x {p99 / base99:7.1f}x"
-    )
-    if not outcome.rounds_s:
-        return line
-    gbps = outcome.bulk_bytes * 8 / outcome.seconds / 1e9
-    all_at_once_s = float(np.mean(outcome.rounds_s))
-    one_by_one_s = float(np.mean(outcome.stalls_s))
-    return f"{line} {gbps:9.2f} {all_at_once_s * 1e3:13.0f} {one_by_one_s * 1e3:13.0f}"
+def describe(report: Report, way: Way, outcome: Outcome, alone: Outcome) -> None:
+    """One way's figures, beside those of activations that have the link to themselves."""
+    for name, percentile in (("P50", 50), ("P99", 99)):
+        latency_s = float(np.percentile(outcome.latencies_s, percentile))
+        alone_s = float(np.percentile(alone.latencies_s, percentile))
+        report.add(f"activation {name}", latency_s * 1e3, "ms", way=way.name)
+        report.add(f"{name} against alone", latency_s / alone_s, "x", way=way.name)
+    if outcome.rounds_s:
+        gbps = outcome.bulk_bytes * 8 / outcome.seconds / 1e9
+        report.add("bulk", gbps, "Gbit/s", way=way.name)
+        report.add("a request's stall", float(np.mean(outcome.stalls_s)) * 1e3, "ms", way=way.name)
+        report.add("all requests'", float(np.mean(outcome.rounds_s)) * 1e3, "ms", way=way.name)
 
 
 def main() -> None:
-    """Measure and print."""
+    """Every way, one after the other."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--link-gbps", type=float, default=1.0)
     parser.add_argument("--seconds", type=float, default=5.0, help="of each way")
@@ -306,24 +306,20 @@ def main() -> None:
         num_requests=options.requests,
         request_bytes=options.request_mib << 20,
     )
-    print(
-        f"link {load.link_gbps:g} Gbit/s (emulated), activations of {options.activation_kib} KiB "
-        f"every {options.period_ms:g} ms, exchange of {options.requests} x {options.request_mib} "
-        f"MiB, repeated for {load.seconds:g} s"
-    )
-    print(
-        f"{'':26} {'activation latency, ms':>17} {'against alone':>15} {'bulk':>11} "
-        f"{'mean stall of a request, ms':>27}"
-    )
-    print(
-        f"{'':26} {'p50':>8} {'p99':>8} {'p50':>8} {'p99':>8} {'Gbit/s':>9} "
-        f"{'all at once':>13} {'one by one':>13}"
-    )
-    alone: Outcome | None = None
-    for way in ways(load, options.stage_ms / 1e3, options.in_flight):
-        outcome = measure(load, way)
-        alone = alone or outcome
-        print(describe(way, outcome, alone), flush=True)
+    with Report(
+        "exchange_priority",
+        link_gbps=load.link_gbps,
+        activation_kib=options.activation_kib,
+        period_ms=options.period_ms,
+        requests=options.requests,
+        request_mib=options.request_mib,
+        seconds=load.seconds,
+    ) as report:
+        alone: Outcome | None = None
+        for way in ways(load, options.stage_ms / 1e3, options.in_flight):
+            outcome = measure(load, way)
+            alone = alone or outcome
+            describe(report, way, outcome, alone)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,10 @@
 """CPU microseconds that the HTTP front spends per streamed token, and per request.
 
+    python -m benchmarks.front_overhead [--streams 1 8 32 128]
+
 An engine without a model hands one token to every stream at each tick; clients live in another
 process. What is counted is the CPU time of the server's thread, less what the same engine costs
-when nobody listens. Run: ``python benchmarks/front_overhead.py``.
+when nobody listens.
 """
 
 import argparse
@@ -19,6 +21,7 @@ from typing import Any
 import uvloop
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from benchmarks.report import Report
 from kunserve.cluster.api import Deliver, ServingLimits
 from kunserve.core.config import KunServeConfig
 from kunserve.core.ids import InstanceId, RequestId
@@ -222,22 +225,21 @@ async def measure(case: Case, num_streams: int, pulse_s: float) -> tuple[float, 
 
 
 def main() -> None:
-    """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    """Every kind of request at every number of streams."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--streams", type=int, nargs="*", default=[1, 8, 32, 128])
     parser.add_argument("--pulse-ms", type=float, default=2.0)
     options = parser.parse_args()
     logging.disable(logging.WARNING)
-    print(f"front CPU per token in microseconds, {NUM_TOKENS} tokens per request")
-    streams = "".join(f"{one:>9d}" for one in options.streams)
-    print(f"{'streams at once':32s}{streams}   a request's start")
-    for case in CASES:
-        row = []
-        for num_streams in options.streams:
-            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-                row.append(runner.run(measure(case, num_streams, options.pulse_ms / 1e3)))
-        per_token = "".join(f"{one:9.1f}" for one, _ in row)
-        print(f"{case.name:32s}{per_token}{row[-1][1]:20.0f}", flush=True)
+    with Report("front_overhead", tokens_per_request=NUM_TOKENS) as report:
+        for case in CASES:
+            for num_streams in options.streams:
+                with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+                    token_us, request_us = runner.run(
+                        measure(case, num_streams, options.pulse_ms / 1e3)
+                    )
+                report.add("per token", token_us, "us", request=case.name, streams=num_streams)
+                report.add("per request", request_us, "us", request=case.name, streams=num_streams)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from benchmarks.report import Report, Setting
 from kunserve.core.model_spec import ModelSpec
 from kunserve.engine.attention import TORCH_DTYPES
 from kunserve.engine.decoder import Decoder, LayerWeights, ModelWeights, StepBatch
@@ -87,7 +88,9 @@ def best_s(
     return min(times)
 
 
-def compare_linear(weights: ModelWeights, m: int, threads: int, skip_torch: bool) -> None:
+def compare_linear(
+    report: Report, weights: ModelWeights, m: int, threads: int, skip_torch: bool
+) -> None:
     """Every matrix of every layer times ``m`` rows, ours and torch's."""
     matrices = [
         w for layer in weights.layers for w in (layer.qkv, layer.o, layer.gate_up, layer.down)
@@ -99,16 +102,16 @@ def compare_linear(weights: ModelWeights, m: int, threads: int, skip_torch: bool
     )
     num_bytes = sum(w.numel() * w.element_size() for w in matrices)
     flops = 2 * m * sum(w.numel() for w in matrices)
-    line = (
-        f"linear M={m:4d} threads={threads}: {ours_s * 1e3:7.2f} ms"
-        f" {num_bytes / ours_s / 1e9:6.1f} GB/s {flops / ours_s / 1e9:6.0f} GFLOP/s"
-    )
+    case: dict[str, Setting] = {"linears": "of all layers", "threads": threads, "rows": m}
+    report.add("time", ours_s * 1e3, "ms", **case)
+    report.add("weights read", num_bytes / ours_s / 1e9, "GB/s", **case)
+    report.add("speed", flops / ours_s / 1e9, "GFLOP/s", **case)
     if not skip_torch:
         torch.set_num_threads(threads)
         torch_s = best_s(lambda: [F.linear(inputs[w.shape], w) for w in matrices], 0.0)
         torch.set_num_threads(1)
-        line += f" | torch {torch_s * 1e3:7.2f} ms, ratio {torch_s / ours_s:4.2f}"
-    print(line, flush=True)
+        report.add("torch", torch_s * 1e3, "ms", **case)
+        report.add("torch / ours", torch_s / ours_s, "x", **case)
 
 
 def make_batch(num_seqs: int, queries: int, context: int) -> StepBatch:
@@ -127,7 +130,7 @@ def make_batch(num_seqs: int, queries: int, context: int) -> StepBatch:
     )
 
 
-def measure_steps(spec: ModelSpec, weights: ModelWeights, threads: int) -> None:
+def measure_steps(report: Report, spec: ModelSpec, weights: ModelWeights, threads: int) -> None:
     """Whole steps: embedding, layers, logits, argmax."""
     shapes = [(1, 1, 160), (8, 1, 160), (32, 1, 160), (32, 1, 900), (1, 1, 4000), (1, 512, 512)]
     for num_seqs, queries, context in shapes:
@@ -140,16 +143,18 @@ def measure_steps(spec: ModelSpec, weights: ModelWeights, threads: int) -> None:
             lambda d=decoder, b=batch: d.greedy(b, d.forward(b, d.embed(b))),  # type: ignore[misc]
             0.0,
         )
-        print(
-            f"step {num_seqs:2d} x {queries:3d} tokens, context {context:4d}, threads={threads}:"
-            f" {step_s * 1e3:7.2f} ms {num_seqs * queries / step_s:7.0f} tok/s",
-            flush=True,
-        )
+        case: dict[str, Setting] = {
+            "step": f"{num_seqs} x {queries} tokens",
+            "context": context,
+            "threads": threads,
+        }
+        report.add("time", step_s * 1e3, "ms", **case)
+        report.add("throughput", num_seqs * queries / step_s, "tokens/s", **case)
 
 
 def main() -> None:
-    """Print every measurement."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    """Every measurement."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--dtype", default="bfloat16", choices=list(TORCH_DTYPES))
     parser.add_argument("--skip-torch", action="store_true")
@@ -158,11 +163,12 @@ def main() -> None:
     torch.set_num_threads(1)
     spec = smollm2(args.dtype)
     weights = random_weights(spec)
-    for threads in args.threads:
-        set_num_threads(threads)
-        for m in () if args.skip_linear else (1, 2, 4, 8, 16, 32, 64, 512):
-            compare_linear(weights, m, threads, args.skip_torch)
-        measure_steps(spec, weights, threads)
+    with Report("kernels", model=spec.name, dtype=args.dtype) as report:
+        for threads in args.threads:
+            set_num_threads(threads)
+            for m in () if args.skip_linear else (1, 2, 4, 8, 16, 32, 64, 512):
+                compare_linear(report, weights, m, threads, args.skip_torch)
+            measure_steps(report, spec, weights, threads)
 
 
 if __name__ == "__main__":

@@ -1,18 +1,20 @@
 """What runs out first in a burst, memory or compute, and what dropping adds: no simulation.
 
-`python -m benchmarks.memory_or_compute` takes an instance in a steady state: `n` requests of mean
-lengths decode, and each step brings as many prompt tokens as `n` requests on their way through
-`out` tokens need, so that step time `T = T(n decodes, n * in / out prompt tokens)` and
-throughput is `n / (out * T)`. KV memory bounds `n`; the token budget bounds a step. Printed per
-workload: throughput when KV memory is full, as a share of what endless memory would give; then
-per depth of dropping the KV gained, the throughput gained or lost, and for how many seconds a
-burst of 1.5 times the full-memory throughput fits into the gained KV. In a group of `d` stages
-each instance runs `d` microbatches of `1/d` of the layers where it ran one step, and pays the
-host's part of a step `d` times. Bubbles are left out.
+    python -m benchmarks.memory_or_compute
+
+An instance is taken in a steady state: `n` requests of mean lengths decode, and each step brings
+as many prompt tokens as `n` requests on their way through `out` tokens need. So step time is
+`T = T(n decodes, n * in / out prompt tokens)` and throughput `n / (out * T)`. KV memory bounds
+`n`, the token budget bounds a step. Per workload: throughput when KV memory is full, as a share of
+what endless memory would give. Per depth of dropping: the KV gained, the throughput gained or
+lost, and for how many seconds a burst of 1.5 times the full-memory throughput fits into the gained
+KV. In a group of `d` stages each instance runs `d` microbatches of `1/d` of the layers where it ran
+one step, and pays the host's part of a step `d` times. Bubbles are left out.
 """
 
 from dataclasses import dataclass
 
+from benchmarks.report import Report
 from kunserve.core.ids import RequestId
 from kunserve.core.step import Chunk
 from kunserve.sim.devices import find_device
@@ -46,8 +48,8 @@ CASES = (
     Case("LongBench, 14B, A800", "Qwen/Qwen2.5-14B", "a800", 5940, 513),
     Case("ShareGPT, 14B, A800", "Qwen/Qwen2.5-14B", "a800", 1660, 373),
     Case("BurstGPT, 14B, A800", "Qwen/Qwen2.5-14B", "a800", 642, 262),
-    Case("LongBench, 14B, weights 65 %", "Qwen/Qwen2.5-14B", "a800", 5940, 513, 0.53),
-    Case("BurstGPT, 14B, weights 65 %", "Qwen/Qwen2.5-14B", "a800", 642, 262, 0.53),
+    Case("LongBench, 14B, less memory", "Qwen/Qwen2.5-14B", "a800", 5940, 513, 0.53),
+    Case("BurstGPT, 14B, less memory", "Qwen/Qwen2.5-14B", "a800", 642, 262, 0.53),
     Case("LongBench, 72B, 4 H800", "Qwen/Qwen2.5-72B", "h800", 5940, 513),
     Case("LongBench, 72B, 3 H800", "Qwen/Qwen2.5-72B", "h800", 5940, 513, 0.8, 3),
 )
@@ -78,8 +80,8 @@ def throughput(profile: InstanceProfile, case: Case, pool_tokens: float, depth: 
     return num_requests / (case.output_tokens * seconds)
 
 
-def describe(case: Case) -> list[str]:
-    """The case's lines of the table."""
+def describe(report: Report, case: Case) -> None:
+    """The case's figures."""
     profile = gpu_profile(
         find_model(case.model),
         find_device(case.device),
@@ -91,26 +93,24 @@ def describe(case: Case) -> list[str]:
     kv_bytes = spec.kv_units * spec.unit_bytes
     full = throughput(profile, case, pool)
     endless = max(throughput(profile, case, pool * factor) for factor in (1, 2, 3, 4, 6, 8, 16))
-    lines = [
-        f"{case.name}: weights {weights / (weights + kv_bytes):.0%} of the memory, "
-        f"{pool:,.0f} tokens of KV, {pool / case.resident_tokens:.0f} requests; "
-        f"{full:.2f} requests/s with full memory, {full / endless:.0%} of endless memory's"
-    ]
+    report.add("weights", 100 * weights / (weights + kv_bytes), "% of memory", case=case.name)
+    report.add("KV", pool, "tokens", case=case.name)
+    report.add("full-memory throughput", full, "requests/s", case=case.name)
+    report.add("of endless memory's", 100 * full / endless, "%", case=case.name)
     for depth in DEPTHS:
         gained = weights * (1 - 1 / depth) / kv_bytes
         more = throughput(profile, case, pool * (1 + gained), depth)
         held_s = gained * pool / case.resident_tokens / ((BURST_FACTOR - 1) * full)
-        lines.append(
-            f"  groups of {depth}: KV +{gained:.0%}, throughput {more / full - 1:+.0%}, "
-            f"holds a burst of {BURST_FACTOR:g}x for {held_s:.0f} s more"
-        )
-    return lines
+        report.add("KV gained", 100 * gained, "%", case=case.name, stages=depth)
+        report.add("throughput gained", 100 * (more / full - 1), "%", case=case.name, stages=depth)
+        report.add("burst of 1.5x held for", held_s, "s more", case=case.name, stages=depth)
 
 
 def main() -> None:
-    """Print every case."""
-    for case in CASES:
-        print("\n".join(describe(case)))
+    """Every case."""
+    with Report("memory_or_compute", burst=BURST_FACTOR) as report:
+        for case in CASES:
+            describe(report, case)
 
 
 if __name__ == "__main__":

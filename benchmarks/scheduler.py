@@ -1,15 +1,17 @@
-"""Time that scheduling takes per step: `python -m benchmarks.scheduler` (target: under 1 ms).
+"""What scheduling takes per step with many running and waiting requests; target: under 1 ms.
+
+    python -m benchmarks.scheduler [--num-running 256] [--num-steps 300]
 
 No model and no clock but this script's: the real scheduler plans and completes decode steps of
 256 running requests (some prompts among them), and the real block table follows.
 """
 
 import argparse
-import json
 import statistics
 import time
 from collections import deque
 
+from benchmarks.report import Report
 from kunserve.control.group.scheduler import Scheduler
 from kunserve.control.instance.block_table import BlockTable
 from kunserve.core.config import SchedulerConfig
@@ -67,10 +69,10 @@ def measure(
             samples[name].append(seconds * 1e3)
     scheduler.check()
     steps = [sum(parts) for parts in zip(samples["schedule"], samples["complete"], strict=True)]
-    figures = {f"{name}_ms": statistics.median(values) for name, values in samples.items()}
-    figures["step_ms"] = statistics.median(steps)
-    figures["step_p99_ms"] = statistics.quantiles(steps, n=100)[98]
-    return {name: round(value, 4) for name, value in figures.items()}
+    figures = {name: statistics.median(values) for name, values in samples.items()}
+    figures["step"] = statistics.median(steps)
+    figures["step, P99"] = statistics.quantiles(steps, n=100)[98]
+    return figures
 
 
 def _grow(table: BlockTable, plan: StepPlan) -> None:
@@ -89,16 +91,17 @@ def _sample(plan: StepPlan) -> StepResult:
 
 
 def main() -> None:
-    """Print one line of JSON per case."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    """Every number of stages, with and without a long queue."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--num-running", type=int, default=256)
     parser.add_argument("--num-steps", type=int, default=300)
     args = parser.parse_args()
-    for num_stages in (1, 2, 4):
-        for num_waiting in (0, 10_000):
-            figures = measure(args.num_running, num_waiting, num_stages, args.num_steps)
-            case = {"stages": num_stages, "running": args.num_running, "waiting": num_waiting}
-            print(json.dumps(case | figures), flush=True)
+    with Report("scheduler", running=args.num_running) as report:
+        for num_stages in (1, 2, 4):
+            for num_waiting in (0, 10_000):
+                figures = measure(args.num_running, num_waiting, num_stages, args.num_steps)
+                for name, value_ms in figures.items():
+                    report.add(name, value_ms, "ms", stages=num_stages, waiting=num_waiting)
 
 
 if __name__ == "__main__":

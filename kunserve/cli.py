@@ -9,15 +9,24 @@ import kunserve
 
 _COMMANDS = {
     "serve": ("kunserve.server.command", "serve_command", "Serve a model over several instances."),
-    "bench": ("kunserve.bench.command", "bench_command", "Load any OpenAI server and measure it."),
+    "bench": (
+        "kunserve.bench.bench_command",
+        "bench_command",
+        "Load any OpenAI server and measure it.",
+    ),
     "profile": (
         "kunserve.engine.profile.command",
         "profile_command",
         "Measure what steps cost here.",
     ),
     "demo": ("kunserve.bench.demo", "demo_command", "The story on a real model, on this machine."),
+    "compare": (
+        "kunserve.bench.compare.compare_command",
+        "compare_command",
+        "Several systems under the same requests, real or simulated, from a TOML file.",
+    ),
     "simulate": (
-        "kunserve.bench.simulate.command",
+        "kunserve.bench.compare.simulate_command",
         "simulate_command",
         "What would happen: real decisions over modelled GPUs.",
     ),

@@ -20,9 +20,10 @@ READS_ENVIRONMENT = {
 """The command line, what is handed on to child processes, and a user's CC."""
 IMPORTS_LATE = {
     "kunserve/cli.py",
-    "kunserve/bench/command.py",
-    "kunserve/bench/experiment.py",
-    "kunserve/bench/simulate/command.py",
+    "kunserve/bench/bench_command.py",
+    "kunserve/bench/run.py",
+    "kunserve/bench/compare/compare_command.py",
+    "kunserve/bench/compare/simulate_command.py",
 }
 """Commands: --help stays fast, and torch and matplotlib optional."""
 MAX_FUNCTION_LINES = 80

@@ -1,32 +1,43 @@
-"""``kunserve demo``: a question, then the same burst served twice, on a real model."""
+"""``kunserve demo``: a question, then the same burst served by two systems, on a real model."""
 
-from collections.abc import Sequence
+import json
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import click
-from openai import OpenAI
 
-from kunserve.bench.plot import plot_comparison
-from kunserve.bench.runfile import write_run
+from kunserve.bench.compare.comparison import Options, compare
+from kunserve.bench.compare.experiment import Experiment
+from kunserve.bench.compare.settings import RealSetup, WorkloadSettings
 from kunserve.bench.server_process import running_server
-from kunserve.bench.versus import Result, System, run_systems, table
+from kunserve.bench.session import ServerUnreachable
 from kunserve.core.errors import KunServeError
-from kunserve.workload.bursty import bursty_workload
-from kunserve.workload.workload import Workload
 
-MODEL = "smollm2-135m"
 QUESTION = "What is the capital of France?"
-BURST_S = 80.0
-MEAN_RATE = 0.6
+SETUP = RealSetup(instance_memory="343MiB", max_num_batched_tokens=128)
+REQUESTS = WorkloadSettings(rate=0.6, duration_s=80.0)
+ANSWER_S = 120.0
+"""How long the model may think about the question."""
 
 
 @click.command("demo")
-@click.option("--seconds", default=BURST_S, show_default=True, help="Length of the burst window.")
-@click.option("--rate", default=MEAN_RATE, show_default=True, help="Mean requests per second.")
+@click.option(
+    "--seconds", default=REQUESTS.duration_s, show_default=True, help="Length of the burst window."
+)
+@click.option("--rate", default=REQUESTS.rate, show_default=True, help="Mean requests per second.")
 @click.option("--seed", default=0, show_default=True, help="Of arrivals, lengths and prompts.")
 @click.option(
+    "--rounds",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    help="Runs of each system. One is a draw; three tell a difference from noise.",
+)
+@click.option(
     "--instance-memory",
-    default="343MiB",
+    default=SETUP.instance_memory,
     show_default=True,
     help="Of each instance; at 343MiB weights take 75 %.",
 )
@@ -35,73 +46,65 @@ MEAN_RATE = 0.6
     default=Path("demo"),
     show_default=True,
     type=click.Path(path_type=Path, file_okay=False),
-    help="Folder for the figure and the raw runs.",
+    help="Folder for the table, the figures and the raw runs.",
 )
-def demo_command(seconds: float, rate: float, seed: int, instance_memory: str, out: Path) -> None:
+def demo_command(
+    seconds: float, rate: float, seed: int, rounds: int, instance_memory: str, out: Path
+) -> None:
     """Ask a real model a question, then send it one burst under two overload policies.
 
     Both servers have the same model, memory, arrivals and lengths. `recompute` preempts and
     queues as vLLM does; `drop` frees replicated layers and runs the instances as a pipeline.
     """
+    experiment = Experiment(
+        setup=replace(SETUP, instance_memory=instance_memory),
+        workload=WorkloadSettings(rate=rate, duration_s=seconds),
+        seeds=(seed,),
+        rounds=rounds,
+        title="The demo: one burst, two overload policies",
+    )
     try:
-        out.mkdir(parents=True, exist_ok=True)
-        _ask_in_each_dtype()
-        workload = bursty_workload(
-            seconds,
-            rate,
-            seed,
-        )
-        results = _burst(workload, instance_memory, seed)
-        _tell(results, out)
+        for dtype in ("bfloat16", "float32"):
+            _ask_in(dtype)
+        click.secho("\nOne burst, twice", bold=True)
+        compare(experiment, out, Options(is_fresh=True), click.echo)
     except KunServeError as error:
         raise click.ClickException(str(error)) from None
     except KeyboardInterrupt:
         raise click.Abort from None
+    click.secho(f"Figure: {out / 'timeline.png'}", bold=True)
 
 
-def _ask_in_each_dtype() -> None:
-    for dtype in ("bfloat16", "float32"):
-        click.secho(f"\nStarting two instances of SmolLM2-135M-Instruct in {dtype} ...", bold=True)
-        with running_server([MODEL, "--num-instances", "2", "--dtype", dtype]) as server:
-            client = OpenAI(base_url=f"{server.url}/v1", api_key="none")
-            click.echo(f"> {QUESTION}")
-            stream = client.chat.completions.create(
-                model=MODEL,
-                messages=[{"role": "user", "content": QUESTION}],
-                max_tokens=32,
-                temperature=0,
-                stream=True,
-            )
-            for chunk in stream:
-                if chunk.choices and chunk.choices[0].delta.content:
-                    click.echo(chunk.choices[0].delta.content, nl=False)
-            click.echo()
+def _ask_in(dtype: str) -> None:
+    model = SETUP.model
+    click.secho(f"\nStarting two instances of {model} in {dtype} ...", bold=True)
+    with running_server([model, "--num-instances", "2", "--dtype", dtype]) as server:
+        click.echo(f"> {QUESTION}")
+        for piece in answer(server.url, model, QUESTION):
+            click.echo(piece, nl=False)
+        click.echo()
 
 
-def _burst(workload: Workload, instance_memory: str, seed: int) -> list[Result]:
-    common = (
-        *(MODEL, "--num-instances", "2", "--instance-memory", instance_memory),
-        *("--max-num-batched-tokens", "128"),
+def answer(url: str, model: str, question: str) -> Iterator[str]:
+    """The pieces of a streamed chat answer, as they come."""
+    body = {
+        "model": model,
+        "messages": [{"role": "user", "content": question}],
+        "max_tokens": 32,
+        "temperature": 0,
+        "stream": True,
+    }
+    request = urllib.request.Request(
+        f"{url}/v1/chat/completions",
+        json.dumps(body).encode(),
+        {"Content-Type": "application/json"},
     )
-    systems = [
-        System(policy, (*common, "--overload-policy", policy)) for policy in ("recompute", "drop")
-    ]
-    click.secho(
-        f"\nOne burst, twice: {len(workload)} requests over {workload.duration_s:.0f} s, "
-        f"{workload.provenance}",
-        bold=True,
-    )
-    return run_systems(systems, workload, seed=seed, say=lambda text: click.echo(f"  {text}"))
-
-
-def _tell(results: Sequence[Result], out: Path) -> None:
-    click.echo("\n" + table(results))
-    for result in results:
-        if result.transitions:
-            click.echo(f"\n{result.run.label}: what the server logged of its transitions")
-            for line in result.transitions:
-                click.echo(f"  {line}")
-        write_run(out / f"{result.run.label}.jsonl", result.run)
-    figure = out / "burst.png"
-    plot_comparison([result.run for result in results], figure)
-    click.secho(f"\nFigure: {figure}", bold=True)
+    try:
+        with urllib.request.urlopen(request, timeout=ANSWER_S) as response:
+            for line in response:
+                payload = line.removeprefix(b"data: ").strip()
+                if payload and payload != b"[DONE]":
+                    for choice in json.loads(payload)["choices"]:
+                        yield choice["delta"].get("content") or ""
+    except OSError as error:
+        raise ServerUnreachable(f"{url}: {error}") from None

@@ -1,6 +1,7 @@
 """The conditions of a run, stored with its result."""
 
 import contextlib
+import functools
 import os
 import platform
 import subprocess
@@ -10,18 +11,24 @@ from pathlib import Path
 import kunserve
 
 
+def version() -> dict[str, object]:
+    """What a simulation depends on besides its settings."""
+    return {"kunserve": kunserve.__version__, "commit": _commit()}
+
+
 def environment() -> dict[str, object]:
-    """Date, versions, commit and machine of the client."""
+    """Date, versions, commit and machine of the client, and how busy the machine is."""
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "kunserve": kunserve.__version__,
-        "commit": _commit(),
+        **version(),
         "python": platform.python_version(),
         "platform": platform.platform(),
         "cpus": os.cpu_count(),
+        "load_average": [round(value, 2) for value in os.getloadavg()],
     }
 
 
+@functools.cache
 def _commit() -> str | None:
     """The commit of this checkout, if it is one."""
     root = Path(kunserve.__file__).parent.parent

@@ -1,13 +1,12 @@
 """Prometheus text to a `ServerSample`. Pure."""
 
 import math
-import re
 from collections import defaultdict
 from collections.abc import Iterable
 
-from kunserve.bench.records import ServerSample
+from prometheus_client.parser import text_string_to_metric_families
 
-_LINE = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{.*\})?\s+(\S+)(?:\s+-?\d+)?\s*$")
+from kunserve.bench.records import ServerSample
 
 _MEAN = {"kv_usage": ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc")}
 _SUM = {
@@ -24,19 +23,24 @@ _SUM = {
 }
 
 
+_WANTED = tuple(name for names in (*_MEAN.values(), *_SUM.values()) for name in names)
+
+
 def parse_prometheus(text: str) -> dict[str, list[float]]:
-    """The finite values of each metric over all its label sets. Other lines are skipped."""
+    """The finite values of each metric that a sample needs, over all its label sets.
+
+    Other lines are not parsed, because a page may have hundreds and is read twice a second. A
+    page that is not Prometheus text has no values.
+    """
+    wanted = "".join(f"{line}\n" for line in text.splitlines() if line.startswith(_WANTED))
     values: dict[str, list[float]] = defaultdict(list)
-    for line in text.splitlines():
-        found = None if line.startswith("#") else _LINE.match(line)
-        if found is None:
-            continue
-        try:
-            value = float(found[2])
-        except ValueError:
-            continue
-        if math.isfinite(value):
-            values[found[1]].append(value)
+    try:
+        for family in text_string_to_metric_families(wanted):
+            for sample in family.samples:
+                if math.isfinite(sample.value):
+                    values[sample.name].append(sample.value)
+    except ValueError:
+        return {}
     return dict(values)
 
 

@@ -12,7 +12,7 @@ from kunserve.bench.client import CallSettings, authorization, network_error
 from kunserve.bench.prompts import PromptSource
 from kunserve.bench.records import RequestRecord, ServerSample
 from kunserve.bench.replay import Bodies, Observer, open_session, replay
-from kunserve.bench.sampler import Sampling, sample_servers
+from kunserve.bench.server_watch import Sampling, sample_servers
 from kunserve.core.errors import ConfigError
 from kunserve.workload.workload import Workload, WorkloadRequest
 

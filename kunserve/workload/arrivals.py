@@ -47,10 +47,10 @@ def modulated_arrivals(
 ) -> tuple[float, ...]:
     """Arrivals whose rate is ``rates[i]`` between ``times_s[i]`` and ``times_s[i + 1]``.
 
-    A Gamma renewal process of unit rate is mapped through the inverse of the cumulative rate,
-    so the count over any span has the mean that the rates say, whatever the burstiness.
-    Promises at least one arrival if any rate is positive and the span is long enough to have
-    a mean of one.
+    A stationary Gamma renewal process of unit rate is mapped through the inverse of the
+    cumulative rate. So the mean count over any span is what the rates say, whatever the
+    burstiness. One draw may differ much, and may be empty: with few arrivals to expect, and
+    bursty ones, it often is.
     """
     assert len(times_s) == len(rates) + 1, (len(times_s), len(rates))
     cumulative = np.concatenate(([0.0], np.cumsum(rates * np.diff(times_s))))
@@ -58,6 +58,7 @@ def modulated_arrivals(
     rng = seeds.generator(seed, seeds.ARRIVALS)
     count = int(total + 10 * np.sqrt(total / min(burstiness, 1.0)) + 10)
     moments = _unit_renewal(count, burstiness, rng)
+    moments = moments - moments[0] + _first_moment(burstiness, rng)
     while moments[-1] < total:
         more = _unit_renewal(count, burstiness, rng)
         moments = np.concatenate((moments, moments[-1] + more))
@@ -78,6 +79,17 @@ def _unit_renewal(
     if moments[-1] <= 0.0:  # a tiny shape underflows to gaps of 0
         return np.arange(1, count + 1, dtype=np.float64)
     return moments
+
+
+def _first_moment(burstiness: float, rng: np.random.Generator) -> float:
+    """When the first arrival comes after a moment that knows nothing of the process.
+
+    Such a moment falls into a gap with a chance in proportion to the gap's length, and anywhere
+    in it. A gap drawn so has a Gamma distribution of one shape more.
+    """
+    if np.isinf(burstiness):
+        return 1.0
+    return float(rng.uniform() * rng.gamma(shape=burstiness + 1.0, scale=1.0 / burstiness))
 
 
 def _check_rate(rate: float) -> None:

@@ -10,6 +10,9 @@ from typing import IO, NamedTuple
 
 from kunserve.core.errors import ConfigError
 
+MAX_COUNT = 10**9
+"""Largest count that a file may give: no request has so many tokens."""
+
 
 class WorkloadFileError(ConfigError):
     """A workload file that is missing or malformed. Names the file, the line and the reason."""
@@ -36,7 +39,7 @@ class Row(NamedTuple):
             raise WorkloadFileError(self.path, self.line, f"no value for {column!r}")
         try:
             number = float(value)  # type: ignore[arg-type]
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             reason = f"{column!r} is not a number: {_shown(value)}"
             raise WorkloadFileError(self.path, self.line, reason) from None
         if not math.isfinite(number):
@@ -47,6 +50,9 @@ class Row(NamedTuple):
     def count(self, column: str) -> int:
         """The column as a whole number of at least 0."""
         number = self.number(column)
+        if number > MAX_COUNT:
+            reason = f"{column!r} is too large: {number:g} is more than {MAX_COUNT:,}"
+            raise WorkloadFileError(self.path, self.line, reason)
         if number < 0 or number != int(number):
             reason = f"{column!r} must be a whole number of at least 0, not {number:g}"
             raise WorkloadFileError(self.path, self.line, reason)
@@ -74,6 +80,9 @@ def read_csv(path: Path) -> Table:
             header = tuple(name.strip() for name in next(reader, []))
             if not any(header):
                 raise WorkloadFileError(path, 1, "the file is empty: a header line is needed")
+            twice = [name for name in header if name and header.count(name) > 1]
+            if twice:
+                raise WorkloadFileError(path, 1, f"two columns are called {twice[0]!r}")
             rows = []
             for cells in reader:
                 if not any(cell.strip() for cell in cells):
@@ -100,6 +109,8 @@ def read_jsonl(path: Path) -> list[Row]:
                     values = json.loads(text)
                 except ValueError as error:
                     raise WorkloadFileError(path, line, f"not JSON ({error})") from None
+                except RecursionError:
+                    raise WorkloadFileError(path, line, "nested too deeply") from None
                 if not isinstance(values, dict):
                     raise WorkloadFileError(path, line, f"not a JSON object: {_shown(values)}")
                 rows.append(Row(path, line, values))

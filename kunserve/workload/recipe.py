@@ -42,8 +42,6 @@ class Recipe:
     """The trace, or for ``lengths`` the CSV of lengths: a file, or a name of `workload.data`."""
     lengths_path: Path | None = None
     """A CSV, or a name, whose lengths replace those of the dataset, drawn with replacement."""
-    burstgpt_lengths: bool = False
-    """The fit to BurstGPT's published means replaces a trace's lengths (a bursty window has it)."""
     num_prompts: int | None = None
     """Requests at most. None: 1000, or all that a trace or the bursty window has."""
     request_rate: float | None = None
@@ -66,7 +64,7 @@ class Recipe:
     trace_time_scale: float = 1.0
     """Multiplies arrival times, after the window."""
     trace_scale: float = 1.0
-    """TraceUpscaler's factor, after the window."""
+    """TraceUpscaler's factor, after the window. Below 1 requests are left out, lengths and all."""
     trace_keep_window: bool = False
     """Whether upscaling covers the whole window instead of the original count."""
     thin: float = 1.0
@@ -93,9 +91,6 @@ def build_workload(recipe: Recipe) -> Workload:
     if recipe.lengths_path is not None and recipe.dataset is not Dataset.LENGTHS:
         drawn = _lengths(recipe, recipe.lengths_path, len(workload))
         workload = transform.with_lengths(workload, drawn)
-    elif recipe.burstgpt_lengths:
-        fitted = lens.burstgpt_lengths(len(workload), recipe.seed)
-        workload = transform.with_lengths(workload, fitted)
     elif recipe.max_total_tokens is not None and recipe.dataset is not Dataset.LENGTHS:
         raise ConfigError("max_total_tokens applies to lengths read from a file (lengths_path)")
     scaled = lens.scale_lengths(workload.lengths, recipe.length_scale)
@@ -105,8 +100,11 @@ def build_workload(recipe: Recipe) -> Workload:
 def _replayed(recipe: Recipe) -> Workload:
     workload = transform.window(_trace(recipe), recipe.trace_start_s, recipe.trace_end_s)
     workload = transform.scale_time(workload, recipe.trace_time_scale)
-    scale = transform.upscale_whole if recipe.trace_keep_window else transform.upscale
-    workload = scale(workload, recipe.trace_scale, recipe.seed)
+    if recipe.trace_scale < 1.0:
+        workload = transform.thin(workload, recipe.trace_scale, recipe.seed)
+    else:
+        scale = transform.upscale_whole if recipe.trace_keep_window else transform.upscale
+        workload = scale(workload, recipe.trace_scale, recipe.seed)
     workload = transform.thin(workload, recipe.thin, recipe.seed)
     if not len(workload):
         raise ConfigError(f"no request is left: {workload.arrivals_source}")
@@ -201,10 +199,6 @@ def _refuse_what_does_not_apply(recipe: Recipe) -> None:
     if given:
         hint = ": a trace replays its own arrivals" if recipe.dataset.is_trace else ""
         raise ConfigError(f"{given[0]} does not apply to dataset {recipe.dataset}{hint}")
-    if recipe.burstgpt_lengths and recipe.lengths_path is not None:
-        raise ConfigError(
-            "lengths come from a file (lengths_path) or from burstgpt_lengths, not both"
-        )
     drawn = recipe.dataset in (Dataset.RANDOM, Dataset.LENGTHS)
     if drawn and _all_at_once(recipe) and recipe.burstiness is not None:
         raise ConfigError("burstiness needs a finite request_rate")
@@ -218,7 +212,6 @@ _ARRIVALS = frozenset({"request_rate", "burstiness"})
 _RANDOM = frozenset({"random_input_tokens", "random_output_tokens", "random_range_ratio"})
 _TRACE = frozenset(
     {
-        "burstgpt_lengths",
         "dataset_path",
         "trace_start_s",
         "trace_end_s",

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from kunserve.bench.simulate.run import Scenario
+from kunserve.bench.compare.simulated.scenario import Scenario
 from kunserve.sim.cluster import WorldConfig
 from kunserve.workload.workload import Lengths, Workload
 from tests.unit.sim.worlds import scenario, small_profile

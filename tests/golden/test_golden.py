@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from kunserve.bench.simulate.run import simulate
-from kunserve.bench.simulate.systems import find_system
+from kunserve.bench.compare.simulated.simulation import simulate
+from kunserve.bench.compare.systems import find_system
 from tests.golden.event_log import EventLog
 from tests.golden.stories import STORIES, Story
 

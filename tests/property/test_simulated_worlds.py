@@ -11,9 +11,10 @@ from typing import Any
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kunserve.bench.simulate.client import SimClient
-from kunserve.bench.simulate.run import DRAIN_S, LEAD_S, Scenario
-from kunserve.bench.simulate.systems import config_of, find_system, world_of
+from kunserve.bench.compare.simulated.scenario import Scenario, config_of, world_of
+from kunserve.bench.compare.simulated.sim_client import SimClient
+from kunserve.bench.compare.simulated.simulation import DRAIN_S, LEAD_S
+from kunserve.bench.compare.systems import find_system
 from kunserve.core.ids import InstanceId
 from kunserve.core.transfer import KvPull
 from kunserve.sim.cluster import SimCluster, WorldConfig

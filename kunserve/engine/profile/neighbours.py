@@ -26,7 +26,7 @@ STOP_S = 10.0
 _BATCHES_PER_REGION = 8
 _MOST_DECODES = 16
 _DECODE_SHARE = 0.8
-"""Of an instance's busy time, steps that only decode (as `benchmarks/step_times.py` finds them)."""
+"""Of an instance's busy time, steps that only decode (as `benchmarks/prediction.py` finds them)."""
 
 
 class Neighbours:

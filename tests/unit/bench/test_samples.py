@@ -8,7 +8,7 @@ vllm:num_requests_running{engine="1"} 3 1700000000000
 vllm:kv_cache_usage_perc{engine="0"} 0.25
 vllm:kv_cache_usage_perc{engine="1"} 0.75
 vllm:num_preemptions_total 1e1
-some_nan NaN
+vllm:num_requests_waiting NaN
 broken{ 4
 nothing
 word x
@@ -19,7 +19,12 @@ def test_parsing() -> None:
     values = parse_prometheus(TEXT)
     assert values["vllm:num_requests_running"] == [2.0, 3.0]
     assert values["vllm:num_preemptions_total"] == [10.0]
-    assert not {"some_nan", "broken", "word"} & set(values)
+    assert not {"vllm:num_requests_waiting", "broken", "word"} & set(values)
+
+
+def test_a_page_that_is_no_prometheus_text_has_no_values() -> None:
+    assert parse_prometheus("<html>busy</html>") == {}
+    assert parse_prometheus("kunserve:drops_total 3\nvllm:num_requests_running{ 4\n") == {}
 
 
 def test_counts_are_summed_and_usage_is_averaged() -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kunserve.bench.simulate.systems import SYSTEMS, find_system
+from kunserve.bench.compare.systems import SYSTEMS, find_system
 from kunserve.control.group.scheduler import Scheduler
 from kunserve.core.step import StepPlan
 from kunserve.sim.cluster import WorldConfig

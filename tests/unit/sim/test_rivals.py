@@ -7,7 +7,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kunserve.bench.simulate.systems import config_of, find_system, world_of
+from kunserve.bench.compare.simulated.scenario import config_of, world_of
+from kunserve.bench.compare.systems import find_system
 from kunserve.core.config import SchedulerConfig, ServerConfig
 from kunserve.core.ids import InstanceId, RequestId
 from kunserve.core.messages import TokenOutput

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from kunserve.bench.simulate.run import simulate
-from kunserve.bench.simulate.systems import config_of, find_system
+from kunserve.bench.compare.simulated.scenario import config_of
+from kunserve.bench.compare.simulated.simulation import simulate
+from kunserve.bench.compare.systems import find_system
 from kunserve.control.instance.agent import Work
 from kunserve.core.ids import InstanceId, RequestId
 from kunserve.core.messages import TokenOutput

@@ -3,8 +3,9 @@
 from dataclasses import replace
 from typing import Any
 
-from kunserve.bench.simulate.run import Scenario, SimResult, simulate
-from kunserve.bench.simulate.systems import find_system
+from kunserve.bench.compare.simulated.scenario import Scenario
+from kunserve.bench.compare.simulated.simulation import SimResult, simulate
+from kunserve.bench.compare.systems import find_system
 from kunserve.core.config import SchedulerConfig
 from kunserve.sim.costs import profile_times
 from kunserve.sim.devices import find_device

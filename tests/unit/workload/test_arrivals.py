@@ -62,6 +62,21 @@ def test_a_modulated_process_has_its_rate_in_every_span() -> None:
     assert counts[2] == 0
 
 
+@pytest.mark.parametrize("burstiness", [0.05, 0.1, 0.5, 1.0, 4.0])
+def test_the_mean_count_is_what_the_rates_say_from_the_start_on(burstiness: float) -> None:
+    """A process that begins with an arrival has too many at first: 110 of 100 at 0.05."""
+    times, rates = np.array([0.0, 5.0, 100.0]), np.array([1.0, 1.0])
+    counts = np.array(
+        [
+            np.histogram(modulated_arrivals(times, rates, burstiness, seed), times)[0]
+            for seed in range(1500)
+        ]
+    )
+    errors = counts.std(axis=0) / 1500**0.5
+    assert abs(counts[:, 0].mean() - 5.0) < 4 * errors[0]
+    assert abs(counts[:, 1].mean() - 95.0) < 4 * errors[1]
+
+
 def test_the_bursty_window_has_two_spikes_of_the_stated_height() -> None:
     arrivals = np.array(bursty_arrivals(640.0, 100.0, seed=0))
     assert len(arrivals) == pytest.approx(64_000, rel=0.03)

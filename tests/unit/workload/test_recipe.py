@@ -112,6 +112,15 @@ def test_a_trace_is_cut_scaled_and_given_other_lengths(azure: Path, lengths: Pat
     assert build_workload(recipe) == workload
 
 
+def test_a_scale_below_one_keeps_every_request_with_its_own_lengths(azure: Path) -> None:
+    whole = build_workload(Recipe(Dataset.AZURE, azure))
+    half = build_workload(Recipe(Dataset.AZURE, azure, trace_scale=0.5))
+    pairs = set(zip(whole.arrival_s, whole.input_tokens, strict=True))
+    assert set(zip(half.arrival_s, half.input_tokens, strict=True)) <= pairs
+    assert 30 < len(half) < 70 and max(half.input_tokens) > 90
+    assert half == build_workload(Recipe(Dataset.AZURE, azure, thin=0.5))
+
+
 def test_the_bursty_window_follows_rate_and_count() -> None:
     assert 630 < build_workload(Recipe(Dataset.BURSTY, request_rate=5.0)).duration_s <= 640
     short = build_workload(Recipe(Dataset.BURSTY, request_rate=5.0, num_prompts=300))
@@ -131,7 +140,8 @@ def test_a_milder_spike_leaves_more_for_the_rest_of_the_window() -> None:
 
 
 def test_burstgpt_lengths_replace_those_of_a_trace(azure: Path) -> None:
-    workload = build_workload(Recipe(Dataset.AZURE, azure, burstgpt_lengths=True, trace_scale=100))
+    recipe = Recipe(Dataset.AZURE, azure, lengths_path=Path("burstgpt-like"), trace_scale=100)
+    workload = build_workload(recipe)
     mean_tokens = sum(workload.input_tokens) / len(workload)
     assert len(workload) == 100 and 400 < mean_tokens < 900
     assert "BurstGPT's means" in workload.provenance
@@ -167,10 +177,8 @@ def test_lengths_and_timed_traces(tmp_path: Path, lengths: Path) -> None:
         (Recipe(Dataset.AZURE, Path("x"), request_rate=3.0), "replays its own arrivals"),
         (Recipe(Dataset.AZURE, Path("x"), trace_model="GPT-4"), "trace_model"),
         (Recipe(Dataset.LENGTHS), "CSV"),
-        (Recipe(burstgpt_lengths=True), "burstgpt_lengths does not apply"),
         (Recipe(Dataset.BURSTY, spike_factor=0.5), "at least 1 times the base rate"),
         (Recipe(Dataset.AZURE, Path("x"), spike_factor=2.0), "spike_factor does not apply"),
-        (Recipe(Dataset.AZURE, Path("x"), lengths_path=Path("y"), burstgpt_lengths=True), "both"),
         (Recipe(Dataset.BURSTY, request_rate=float("inf")), "finite"),
         (Recipe(Dataset.BURSTY, request_rate=0.0, num_prompts=3), "request rate"),
         (Recipe(Dataset.BURSTY, random_input_tokens=3), "random_input_tokens"),

@@ -85,6 +85,8 @@ BAD_CSV = [
     (BURSTGPT + "1,ChatGPT,1.5,1,2,log\n", 5, "whole number"),
     (BURSTGPT + "inf,ChatGPT,1,1,2,log\n", 5, "not finite"),
     (BURSTGPT + "1,ChatGPT,,1,2,log\n", 5, "no value"),
+    (BURSTGPT + "1,ChatGPT,1e300,1,2,log\n", 5, "too large"),
+    ("Timestamp,Model,Request tokens,Request tokens\n", 1, "two columns are called 'Request"),
     (BURSTGPT.splitlines()[0] + "\n", None, "no request"),
 ]
 
@@ -109,6 +111,8 @@ def test_a_bad_csv_names_file_line_and_reason(
         ('{"timestamp": 1, "input_length": 4}', "no value for 'output_length'"),
         ('{"timestamp": true, "input_length": 4, "output_length": 1}', "'timestamp'"),
         ('{"timestamp": [1], "input_length": 4, "output_length": 1}', "not a number"),
+        ("[" * 100_000, "nested too deeply"),
+        (f'{{"timestamp": 1, "input_length": {10**400}, "output_length": 1}}', "not a number"),
     ],
 )
 def test_a_bad_jsonl_names_its_line(tmp_path: Path, text: str, reason: str) -> None:

@@ -1,0 +1,122 @@
+"""The tables of docs/reproduction.md, each a function of the results in benchmarks/results."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from benchmarks.claims import CLAIMS
+from benchmarks.kept_results import HEAVY, LONGBENCH, RESULTS, Runs, figures_of, runs_of, signed
+from kunserve.bench.compare.results import RunResult
+
+Row = Sequence[str]
+
+
+def claims() -> list[Row]:
+    """Claim by claim."""
+    head = ("claim", "paper", "ours", "why", "run")
+    return [head, *((c.what, c.paper, c.ours(), c.why, c.where) for c in CLAIMS)]
+
+
+def _seconds(run: RunResult) -> str:
+    return f"{run.ttft_p50_s:.1f} / {run.ttft_p99_s:.1f}"
+
+
+def longbench() -> list[Row]:
+    """The first burst, LongBench's lengths, where weights take 36 % of the memory."""
+    return _over_loads(runs_of(LONGBENCH))
+
+
+def heavy_weights() -> list[Row]:
+    """The same where they take 63 %."""
+    return _over_loads(runs_of(HEAVY))
+
+
+def _over_loads(runs: Runs) -> list[Row]:
+    """Loads across, systems down. Where nothing is dropped, `drop` is `recompute`: left out."""
+    loads = runs.differing
+    rows: list[Row] = [("load", *(f"{at:g}" for at in loads))]
+    use = [runs.run("recompute", at).mean_kv_usage or 0.0 for at in loads]
+    rows.append(("mean KV use", *(f"{100 * share:.0f} %" for share in use)))
+    for system in ("recompute", "static-pp", "drop-deep", "drop"):
+        cells = (_seconds(runs.run(system, at)) for at in loads)
+        rows.append((f"{system}: P50 / P99 (s)", *cells))
+    rows.append(("drop: P99 lower by", *(f"{runs.gain(at):.1f}x" for at in loads)))
+    for system, what, field in (
+        ("drop", "output tokens/s", "output_throughput"),
+        ("drop-deep", "output tokens/s", "output_throughput"),
+        ("drop", "P50 TPOT", "tpot_p50_s"),
+    ):
+        ratios = [
+            getattr(runs.run(system, at), field) / getattr(runs.run("recompute", at), field)
+            for at in loads
+        ]
+        rows.append((f"{system}: {what}", *(signed(100 * (ratio - 1)) for ratio in ratios)))
+    return rows
+
+
+def memory_or_compute() -> list[Row]:
+    """What full memory gives, and what each depth of dropping adds and costs."""
+    found: dict[tuple[Any, ...], float] = {}
+    for line in figures_of("memory_or_compute"):
+        settings = line["settings"]
+        found[settings["case"], settings.get("stages"), line["name"]] = line["value"]
+    cases = list(dict.fromkeys(case for case, _, _ in found))
+    rows: list[Row] = [
+        (
+            *("", "weights, of memory", "throughput, of endless memory's"),
+            *(f"{name}: KV, throughput" for name in ("pairs", "fours", "eights")),
+        )
+    ]
+    for case in cases:
+        cells = [
+            f"{signed(found[case, depth, 'KV gained'])}, "
+            f"{signed(found[case, depth, 'throughput gained'])}"
+            for depth in (2, 4, 8)
+        ]
+        weights = found[case, None, "weights"]
+        full = found[case, None, "of endless memory's"]
+        rows.append((case, f"{weights:.0f} %", f"{full:.0f} %", *cells))
+    return rows
+
+
+def prediction() -> list[Row]:
+    """How far the simulated figures of real runs are off, on Zen 5."""
+    names = ("TTFT P50 (s)", "TTFT P99 (s)", "TPOT P50 (s)", "TPOT P99 (s)")
+    errors: dict[tuple[str, str], dict[str, float]] = {}
+    for line in figures_of("prediction"):
+        settings = line["settings"]
+        if line["name"] == "error" and settings["machine"] == "Zen 5":
+            key = settings["run"], settings["step_times"]
+            errors.setdefault(key, {})[settings["of"]] = line["value"]
+    rows: list[Row] = [
+        ("load", "system", "step times of", *(name.removesuffix(" (s)") for name in names))
+    ]
+    for (run, source), values in errors.items():
+        system, at = run.rsplit("-", 1)
+        told = "the profile" if source == "profile" else "the run itself"
+        rows.append((at, system, told, *(signed(values[name]) for name in names)))
+    return rows
+
+
+def provenance() -> list[Row]:
+    """Which results are of which commit."""
+    by_commit: dict[str, list[str]] = {}
+    for path in sorted((RESULTS / "simulated").glob("*.jsonl")):
+        by_commit.setdefault(", ".join(runs_of(path.stem).commits), []).append(f"`{path.stem}`")
+    return [("commit", "results"), *((c, ", ".join(names)) for c, names in by_commit.items())]
+
+
+TABLES: dict[str, Callable[[], list[Row]]] = {
+    "claims": claims,
+    "longbench": longbench,
+    "memory-or-compute": memory_or_compute,
+    "heavy-weights": heavy_weights,
+    "prediction": prediction,
+    "provenance": provenance,
+}
+
+
+def markdown(rows: Sequence[Row]) -> str:
+    """A table of a document; the first row is its head."""
+    head, *body = rows
+    lines = [head, ["---"] * len(head), *body]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)

@@ -1,0 +1,135 @@
+"""What an experiment leaves in its folder: results, tables, figures and a report."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from kunserve.bench.compare.experiment import Experiment, Place, World
+from kunserve.bench.compare.figures import plot_loads, plot_violations
+from kunserve.bench.compare.report_page import write_report
+from kunserve.bench.compare.results import AtLoad, Outcome, RunResult, append, by_load, load, save
+from kunserve.bench.compare.systems import find_system
+from kunserve.bench.compare.table import notes, rows, table, windows
+from kunserve.bench.plot import plot_comparison
+from kunserve.bench.runfile import Run, read_run, write_run
+from kunserve.core.errors import ConfigError
+
+
+class OutputFolder:
+    """The folder of one experiment. ``results.jsonl`` grows by a line with every run."""
+
+    def __init__(self, path: Path, experiment: Experiment, places: Sequence[Place]) -> None:
+        self.path = path
+        self._experiment = experiment
+        self._places = places
+        self._runs: dict[Place, Run] = {}
+        """Of loads that are not drawn yet; only what a figure shows."""
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"cannot write to {path}: {error.strerror}") from None
+
+    @property
+    def results_path(self) -> Path:
+        """One line per run."""
+        return self.path / "results.jsonl"
+
+    def begin(self, digests: Mapping[Place, str]) -> dict[Place, RunResult]:
+        """The results that are there already, of the same settings and requests."""
+        if not self.results_path.exists():
+            return {}
+        return {
+            result.place: result
+            for result in load(self.results_path)
+            if result.world is self._experiment.world and digests.get(result.place) == result.digest
+        }
+
+    def keep(self, outcome: Outcome, with_requests: bool) -> None:
+        """Called as soon as a run ends, so that nothing is lost by what happens later."""
+        place = outcome.result.place
+        append(self.results_path, outcome.result)
+        if with_requests or self._experiment.world is World.REAL:
+            write_run(self._run_path(place), outcome.run)
+        if self._is_drawn(place):
+            self._runs[place] = outcome.run
+
+    def draw(self, group: AtLoad) -> None:
+        """The figures of one load. A timeline shows the first seed's first round."""
+        runs = [self._run_of(p) for p in self._places if p.load == group.load and self._is_drawn(p)]
+        there = [run for run in runs if run is not None]
+        if len(there) == len(runs):
+            plot_comparison(there, self._timeline_path(group.load))
+        for place in [place for place in self._runs if place.load == group.load]:
+            del self._runs[place]
+        if any(run.ttft_ms for run in group.runs):
+            plot_violations(group, self._slo_path(group.load))
+
+    def finish(self, results: Sequence[RunResult], verdict: Sequence[str]) -> None:
+        """Everything that is of all loads together."""
+        ours = {result.place for result in results}
+        others = [r for r in load(self.results_path) if r.place not in ours]
+        save(self.results_path, [*results, *others])
+        groups = by_load(results)
+        text = "\n\n".join([table(results), "\n".join(verdict)])
+        (self.path / "table.txt").write_text(text + "\n")
+        figures = [
+            (f"{name}, load {group.load:g}", path)
+            for group in groups
+            for name, path in (
+                ("Over time", self._timeline_path(group.load)),
+                ("SLO violations", self._slo_path(group.load)),
+            )
+        ]
+        tables = [(f"Load {group.load:g}", rows(group), notes(group)) for group in groups]
+        if len(groups) > 1:
+            plot_loads(groups, self.path / "loads.png")
+            figures.insert(0, ("Over the load", self.path / "loads.png"))
+        if windows(groups):
+            tables.insert(0, ("Where it helps", windows(groups), []))
+        write_report(
+            self.path / "report.html",
+            self._experiment,
+            [*self._conditions(), ("workload", results[0].provenance)],
+            verdict,
+            tables,
+            [(name, path) for name, path in figures if path.exists()],
+        )
+
+    def trace_path(self, place: Place) -> Path:
+        """Where the steps of a run are written."""
+        return self.path / f"{self._stem(place)}.trace.json"
+
+    def _conditions(self) -> list[tuple[str, str]]:
+        setup, named = self._experiment.setup, self._experiment.systems
+        pairs = [(f.name, getattr(setup, f.name)) for f in dataclasses.fields(setup)]
+        shown = [(name, str(value)) for name, value in pairs if value not in (None, ())]
+        seeds = ", ".join(map(str, self._experiment.seeds))
+        shown += [("seeds", seeds), ("rounds", str(self._experiment.num_rounds))]
+        return shown + [(name, find_system(name).description) for name in named]
+
+    def _is_drawn(self, place: Place) -> bool:
+        return place.seed == self._experiment.seeds[0] and place.round == 0
+
+    def _run_of(self, place: Place) -> Run | None:
+        """From this call, or from the file that an earlier one left."""
+        run = self._runs.get(place)
+        if run is None and self._run_path(place).exists():
+            run = read_run(self._run_path(place))
+        return run
+
+    def _run_path(self, place: Place) -> Path:
+        return self.path / f"{self._stem(place)}.jsonl"
+
+    def _timeline_path(self, at: float) -> Path:
+        return self.path / f"timeline{self._ending(at)}.png"
+
+    def _slo_path(self, at: float) -> Path:
+        return self.path / f"slo{self._ending(at)}.png"
+
+    def _ending(self, at: float) -> str:
+        return f"-{at:g}" if len(self._experiment.loads) > 1 else ""
+
+    def _stem(self, place: Place) -> str:
+        seed = f"-seed{place.seed}" if len(self._experiment.seeds) > 1 else ""
+        number = f"-round{place.round + 1}" if self._experiment.num_rounds > 1 else ""
+        return f"{place.system}{self._ending(place.load)}{seed}{number}"

@@ -1,0 +1,204 @@
+"""The real world: a server of its own for each run, and the client of ``kunserve bench``."""
+
+import asyncio
+import json
+import os
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kunserve.bench import report
+from kunserve.bench.client import CallSettings
+from kunserve.bench.compare.experiment import Place, World
+from kunserve.bench.compare.results import Outcome, result_of
+from kunserve.bench.compare.settings import RealSetup
+from kunserve.bench.compare.systems import System, find_system, serve_flags
+from kunserve.bench.environment import environment
+from kunserve.bench.metrics import RunMetrics, client_lag_s, compute_metrics
+from kunserve.bench.progress import ProgressLine
+from kunserve.bench.prompts import TokenIdPrompts
+from kunserve.bench.runfile import Run
+from kunserve.bench.server_process import running_server
+from kunserve.bench.session import ServerUnreachable, Target, find_model, measure
+from kunserve.bench.timeline import whole_bubbles
+from kunserve.core.errors import ConfigError
+from kunserve.workload.workload import Workload
+
+MODEL_S = 30.0
+"""How long a server that answers may take to list its model."""
+FORM_S = 60.0
+"""How long a forced drop may take."""
+PART_OF_DROP = 0.9
+"""Share of the bytes that the merges free that a forced drop asks for: no merge too many."""
+
+
+@dataclass(frozen=True, slots=True)
+class RealJob:
+    """One run to come."""
+
+    place: Place
+    workload: Workload
+    digest: str
+    trace_to: Path | None = None
+    """Where the server writes its steps."""
+
+
+@dataclass(frozen=True, slots=True)
+class RealRun:
+    """What a server and its client leave."""
+
+    run: Run
+    metrics: RunMetrics
+    log: tuple[str, ...]
+    """The server's own lines on its drops and restores."""
+    load_average: tuple[float, float]
+    """Of the machine over a minute, at the run's start and end."""
+
+
+def run_jobs(
+    jobs: Sequence[RealJob], setup: RealSetup, say: Callable[[str], None]
+) -> Iterator[Outcome]:
+    """One job after the other, each with a server of its own."""
+    for number, job in enumerate(jobs, start=1):
+        place = job.place
+        say(f"run {number} of {len(jobs)}: {place.system}, load {place.load:g}, seed {place.seed}, "
+            f"round {place.round + 1}")  # fmt: skip
+        system = find_system(place.system)
+        done = run_system(
+            system, setup, job.workload, seed=place.seed, trace_to=job.trace_to, say=say
+        )
+        yield _outcome(job, done)
+
+
+def run_system(
+    system: System,
+    setup: RealSetup,
+    workload: Workload,
+    *,
+    seed: int = 0,
+    trace_to: Path | None = None,
+    say: Callable[[str], None] = lambda text: None,
+) -> RealRun:
+    """Start the system afresh, replay the requests, stop it."""
+    flags = serve_arguments(system, setup, trace_to)
+    say(f"  kunserve serve {' '.join(flags)}")
+    with running_server(flags) as server:
+        if system.pipeline_stages > 1:
+            form_pipelines(server.url, system.pipeline_stages)
+        say(f"  {len(workload)} requests over {workload.duration_s:.0f} s")
+        at_start = os.getloadavg()[0]
+        run = asyncio.run(_replay(system.name, flags, server.url, setup, workload, seed))
+        at_end = os.getloadavg()[0]
+        log = tuple(server.transitions())
+    metrics = compute_metrics(run.records, run.duration_s)
+    return RealRun(run, metrics, log, (round(at_start, 2), round(at_end, 2)))
+
+
+def serve_arguments(system: System, setup: RealSetup, trace_to: Path | None) -> tuple[str, ...]:
+    """What ``kunserve serve`` is called with."""
+    flags = [
+        setup.model,
+        *("--num-instances", str(setup.num_instances)),
+        *("--instance-memory", setup.instance_memory),
+        *("--max-num-batched-tokens", str(setup.max_num_batched_tokens)),
+        *("--num-threads", str(setup.num_threads)),
+        *serve_flags(system),
+    ]
+    if setup.profile is not None:
+        flags += ["--profile", str(setup.profile)]
+    if system.pipeline_stages > 1:
+        if setup.num_instances % system.pipeline_stages:
+            raise ConfigError(
+                f"{system.name} makes groups of {system.pipeline_stages} instances, and "
+                f"{setup.num_instances} cannot be parted so"
+            )
+        flags.append("--enable-admin")
+    if trace_to is not None:
+        flags += ["--trace-out", str(trace_to)]
+    return (*flags, *setup.serve_flags)
+
+
+def form_pipelines(url: str, num_stages: int) -> None:
+    """Merge the server's instances into groups of ``num_stages`` by a forced drop."""
+    state = _asked(f"{url}/kunserve/state", None)
+    specs = [instance["spec"] for instance in state["instances"]]
+    num_merges = len(specs) - len(specs) // num_stages
+    num_bytes = num_merges * specs[0]["num_layers"] * specs[0]["layer_bytes"]
+    answer = _asked(f"{url}/kunserve/drop", {"bytes": int(num_bytes * PART_OF_DROP)})
+    stages = {len(group["stages"]) for group in answer["state"]["groups"]}
+    if stages != {num_stages}:
+        raise ConfigError(f"groups of {sorted(stages)} stages came about, not of {num_stages}")
+
+
+def _asked(url: str, body: Mapping[str, object] | None) -> dict[str, Any]:
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+    try:
+        with urllib.request.urlopen(request, timeout=FORM_S) as answer:
+            values: dict[str, Any] = json.load(answer)
+            return values
+    except urllib.error.HTTPError as error:
+        said = error.read(500).decode(errors="replace")
+        raise ServerUnreachable(f"{url}: HTTP {error.code}: {said}") from None
+    except OSError as error:
+        raise ServerUnreachable(f"{url}: {error}") from None
+
+
+async def _replay(
+    name: str,
+    flags: Sequence[str],
+    url: str,
+    setup: RealSetup,
+    workload: Workload,
+    seed: int,
+) -> Run:
+    model = await find_model([url], None, None, MODEL_S)
+    settings = CallSettings(
+        model=model,
+        endpoint="/v1/completions",
+        chat=False,
+        ignore_eos=True,
+        timeout_s=setup.timeout_s,
+    )
+    target = Target((url,), settings, (f"{url}/metrics",), num_warmups=setup.num_warmups)
+    with ProgressLine(len(workload)) as progress:
+        outcome = await measure(target, workload, TokenIdPrompts(seed), progress)
+    return Run(
+        label=name,
+        provenance=workload.provenance,
+        duration_s=outcome.duration_s,
+        records=outcome.records,
+        samples=outcome.samples,
+        config=(("serve", " ".join(flags)), ("seed", seed), ("ignore_eos", True)),
+        environment=tuple(environment().items()),
+    )
+
+
+def _outcome(job: RealJob, done: RealRun) -> Outcome:
+    run = done.run
+    lags = sorted(client_lag_s(record) for record in run.records)
+    result = result_of(
+        World.REAL,
+        job.place,
+        job.digest,
+        run,
+        done.metrics,
+        num_preemptions=_grown(run, "num_preemptions"),
+        num_drops=_grown(run, "num_drops"),
+        num_restores=_grown(run, "num_restores"),
+        bubble_ratio=whole_bubbles(run.samples),
+        client_lag_s=round(lags[int(0.99 * (len(lags) - 1))], 4) if lags else None,
+        load_average=done.load_average,
+        cautions=tuple(report.cautions(run.records, ignore_eos=True)),
+        environment=dict(run.environment),
+    )
+    return Outcome(result, run, done.log)
+
+
+def _grown(run: Run, field: str) -> int:
+    """How far a counter of the server rose over the run."""
+    values = [v for v in (getattr(sample, field) for sample in run.samples) if v is not None]
+    return int(values[-1] - values[0]) if values else 0

@@ -1,0 +1,164 @@
+"""One scenario of the simulated world: what the compared systems have in common."""
+
+import math
+from dataclasses import dataclass, field, replace
+
+from kunserve.bench.compare.settings import SimulatedSetup
+from kunserve.bench.compare.systems import System
+from kunserve.core.config import (
+    ClusterConfig,
+    InstanceConfig,
+    KunServeConfig,
+    ModelConfig,
+    SchedulerConfig,
+    ServerConfig,
+    SwapConfig,
+)
+from kunserve.core.errors import ConfigError
+from kunserve.model.profile import read_profile
+from kunserve.sim.cluster import WorldConfig
+from kunserve.sim.costs import cpu_profile, profile_times
+from kunserve.sim.devices import find_device
+from kunserve.sim.models import find_model
+from kunserve.sim.profile import InstanceProfile, gpu_profile
+from kunserve.workload.workload import Workload
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """Everything that the compared systems have in common."""
+
+    profile: InstanceProfile
+    num_instances: int
+    workload: Workload
+    scheduler: SchedulerConfig
+    world: WorldConfig = field(default_factory=WorldConfig)
+    kills: tuple[tuple[float, int], ...] = ()
+    """(seconds since the first request could come, instance) of each death."""
+    host_bytes: int | None = None
+    """Host memory of each instance for swapped KV; None is no limit."""
+    server: ServerConfig = field(default_factory=ServerConfig)
+    """For the limits of its queue."""
+
+
+def build_scenario(setup: SimulatedSetup, workload: Workload) -> Scenario:
+    """The scenario, or a ConfigError that says what is wrong with it."""
+    _check_setup(setup)
+    profile = _instance_profile(setup)
+    return Scenario(
+        profile=profile,
+        num_instances=setup.num_instances,
+        workload=workload,
+        scheduler=SchedulerConfig(
+            setup.max_num_seqs,
+            setup.max_num_batched_tokens,
+            cost=profile_times(
+                profile.times, profile.spec.num_layers, setup.max_num_batched_tokens
+            ),
+        ),
+        world=WorldConfig(start_s=setup.start_s),
+        kills=setup.kills,
+        host_bytes=None if setup.host_gib is None else int(setup.host_gib * (1 << 30)),
+        server=ServerConfig(
+            max_num_queued_reqs=setup.max_num_queued_reqs,
+            max_num_queued_tokens=setup.max_num_queued_tokens,
+        ),
+    )
+
+
+_COUNTS = (
+    "num_instances",
+    "gpus_per_instance",
+    "instance_mib",
+    "block_size",
+    "max_num_batched_tokens",
+    "max_num_seqs",
+)
+"""Settings that are 1 at least."""
+
+
+def _check_setup(setup: SimulatedSetup) -> None:
+    """What can be seen to be impossible before anything is built. Written so that NaN fails."""
+    for name in _COUNTS:
+        count = getattr(setup, name)
+        if count is not None and count < 1:
+            raise ConfigError(f"{name} must be at least 1, not {count}")
+    if not 0.0 < setup.memory_utilization <= 1.0:
+        raise ConfigError(f"memory_utilization must be in (0, 1], not {setup.memory_utilization}")
+    if not 0.0 <= setup.stage_host_share <= 1.0:
+        raise ConfigError(f"stage_host_share must be in [0, 1], not {setup.stage_host_share}")
+    for name, amount in (("start_s", setup.start_s), ("host_gib", setup.host_gib)):
+        if amount is not None and not 0.0 <= amount < math.inf:
+            raise ConfigError(f"{name} must be at least 0 and finite, not {amount}")
+    for time_s, instance in setup.kills:
+        if not 0.0 <= time_s < math.inf:
+            raise ConfigError(f"an instance dies at a time of at least 0 s, not at {time_s} s")
+        if not 0 <= instance < setup.num_instances:
+            raise ConfigError(
+                f"no instance {instance} to kill: there are 0 to {setup.num_instances - 1}"
+            )
+
+
+def _instance_profile(setup: SimulatedSetup) -> InstanceProfile:
+    if setup.profile is not None:
+        measured = read_profile(setup.profile)
+        return cpu_profile(
+            find_model(measured.subject.model),
+            measured.serving,
+            measured.alone,
+            measured.subject.block_size,
+            setup.instance_mib << 20,
+        )
+    return gpu_profile(
+        find_model(setup.model),
+        find_device(setup.device),
+        setup.gpus_per_instance,
+        memory_utilization=setup.memory_utilization,
+        block_size=setup.block_size,
+        stage_host_share=setup.stage_host_share,
+    )
+
+
+def config_of(
+    system: System,
+    profile: InstanceProfile,
+    num_instances: int,
+    scheduler: SchedulerConfig,
+    host_bytes: int | None = None,
+    server: ServerConfig | None = None,
+) -> KunServeConfig:
+    """The settings that the system's controller and agents run under.
+
+    ``host_bytes`` is the host memory of each instance for swapped KV; None is no limit. Of
+    ``server`` the limits of the queue count.
+    """
+    if num_instances % system.pipeline_stages:
+        raise ConfigError(
+            f"{system.name} makes groups of {system.pipeline_stages} instances, and "
+            f"{num_instances} cannot be parted so"
+        )
+    return KunServeConfig(
+        model=ModelConfig(model=profile.model.name),
+        instance=InstanceConfig(
+            memory_bytes=profile.spec.memory_bytes,
+            block_size=profile.spec.block_size,
+            granule_bytes=profile.spec.granule_bytes,
+        ),
+        scheduler=replace(
+            scheduler,
+            lookahead=system.lookahead,
+            watermark=scheduler.watermark if system.watermark is None else system.watermark,
+            swap=SwapConfig(profile.host_bytes_per_s, host_bytes) if system.swaps else None,
+        ),
+        overload=system.overload,
+        server=ServerConfig() if server is None else server,
+        cluster=ClusterConfig(
+            num_instances=num_instances,
+            max_instances=2 * num_instances if system.autoscales else None,
+        ),
+    )
+
+
+def world_of(system: System, world: WorldConfig) -> WorldConfig:
+    """The world as this system finds it."""
+    return replace(world, link_priority=system.link_priority)

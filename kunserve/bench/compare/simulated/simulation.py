@@ -1,0 +1,186 @@
+"""One simulated run, from settings to records."""
+
+import contextlib
+import gc
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from kunserve.bench.compare.simulated.scenario import Scenario, config_of, world_of
+from kunserve.bench.compare.simulated.sim_client import SimClient
+from kunserve.bench.compare.systems import System
+from kunserve.bench.metrics import RunMetrics, compute_metrics
+from kunserve.bench.records import RequestRecord
+from kunserve.bench.runfile import Run
+from kunserve.core.errors import ConfigError
+from kunserve.core.ids import InstanceId
+from kunserve.core.snapshots import TransitionRecord
+from kunserve.sim.cluster import SimCluster, Watcher
+from kunserve.sim.events import EventHeap
+
+LEAD_S = 5.0
+"""Virtual time before the first request, in which instances form their groups."""
+DRAIN_S = 30.0
+STALL_S = 600.0
+"""Virtual time without the end of a request after which the rest has failed."""
+
+
+@dataclass(frozen=True, slots=True)
+class SimResult:
+    """What one system made of the scenario."""
+
+    run: Run
+    metrics: RunMetrics
+    transitions: tuple[TransitionRecord, ...]
+    """Times count from the run's start, as in the records."""
+    num_preemptions: int
+    lost_tokens: int
+    num_drops: int
+    num_restores: int
+    num_migrations: int
+    num_ordered: int
+    """Instances started beyond the first ones."""
+    num_given_back: int
+    bubble_ratio: float | None
+    gpu_hours: float
+    bulk_bytes: float
+    swapped_out_bytes: int
+    """To host memory."""
+    swapped_back_bytes: int
+    num_events: int
+
+
+def simulate(
+    system: System,
+    scenario: Scenario,
+    *,
+    watcher: Watcher | None = None,
+    ended: Callable[[RequestRecord], None] = lambda record: None,
+    is_drained: bool = False,
+) -> SimResult:
+    """Replay the scenario under one system. Equal arguments give equal results.
+
+    With ``is_drained`` the cluster runs on for a while, and nothing may be left of any request.
+    """
+    with _without_collector():
+        return _simulate(system, scenario, watcher, ended, is_drained)
+
+
+@contextlib.contextmanager
+def _without_collector() -> Iterator[None]:
+    """A run makes millions of small objects and no cycles: looking for them costs a third."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def _simulate(
+    system: System,
+    scenario: Scenario,
+    watcher: Watcher | None,
+    ended: Callable[[RequestRecord], None],
+    is_drained: bool,
+) -> SimResult:
+    heap = EventHeap()
+    profile, workload = scenario.profile, scenario.workload
+    config = config_of(
+        system,
+        profile,
+        scenario.num_instances,
+        scenario.scheduler,
+        scenario.host_bytes,
+        scenario.server,
+    )
+    client = SimClient(heap, workload, LEAD_S, ended)
+    cluster = SimCluster(
+        config,
+        profile,
+        heap,
+        client.received,
+        world_of(system, scenario.world),
+        watcher,
+    )
+    _form_groups(cluster, heap, system, scenario.num_instances)
+    num_first = cluster.controller.transitions.num_drops
+    client.begin(cluster)
+    for time_s, instance_id in scenario.kills:
+        heap.at(LEAD_S + time_s, cluster.kill, InstanceId(instance_id))
+    num_left, progress_s = client.num_left, 0.0
+    while client.num_left:
+        heap.step()
+        if client.num_left != num_left:
+            num_left, progress_s = client.num_left, heap.now_s()
+        elif heap.now_s() - progress_s > STALL_S and client.is_waiting:
+            client.give_up(f"no request ended for {STALL_S:.0f} s")
+    result = _result(system, scenario, cluster, client, heap, num_first)
+    if is_drained:
+        while heap.now_s() < LEAD_S + result.run.duration_s + DRAIN_S:
+            heap.step()
+        cluster.check_empty()
+    return result
+
+
+def _form_groups(cluster: SimCluster, heap: EventHeap, system: System, num_instances: int) -> None:
+    """Let instances come up; pair them where the system wants pipelines from the start."""
+    while heap.now_s() < 1.0:
+        heap.step()
+    if system.pipeline_stages > 1:
+        merges = num_instances - num_instances // system.pipeline_stages
+        spec = cluster.profile.spec
+        freed = merges * spec.num_layers * spec.layer_bytes
+        cluster.force_drop(int(freed * 0.9))
+        while heap.now_s() < LEAD_S - 0.5:
+            heap.step()
+        stages = {len(g.layout.stages) for g in cluster.controller.placement.groups.values()}
+        if stages != {system.pipeline_stages}:
+            raise ConfigError(f"{system.name}: groups of {sorted(stages)} stages came about")
+
+
+def _result(
+    system: System,
+    scenario: Scenario,
+    cluster: SimCluster,
+    client: SimClient,
+    heap: EventHeap,
+    num_first: int,
+) -> SimResult:
+    state = cluster.controller.state(heap.now_s())
+    totals = cluster.totals
+    duration_s = client.end_s
+    run = Run(
+        label=system.name,
+        provenance=scenario.workload.provenance,
+        duration_s=duration_s,
+        records=tuple(sorted(client.records, key=lambda record: record.number)),
+        samples=tuple(client.samples),
+        config=(
+            ("system", system.name),
+            ("model", scenario.profile.model.name),
+            ("num_instances", scenario.num_instances),
+            ("num_gpus", scenario.profile.num_gpus),
+            ("max_num_batched_tokens", scenario.scheduler.max_num_batched_tokens),
+            ("max_num_seqs", scenario.scheduler.max_num_seqs),
+            ("block_size", scenario.profile.spec.block_size),
+        ),
+    )
+    return SimResult(
+        run=run,
+        metrics=compute_metrics(run.records, duration_s),
+        transitions=tuple(state.transitions),
+        num_preemptions=sum(total.num_preemptions for total in totals),
+        lost_tokens=sum(total.lost_tokens for total in totals),
+        num_drops=state.num_drops - num_first,
+        num_restores=state.num_restores,
+        num_migrations=cluster.controller.balance.num_moved,
+        num_ordered=cluster.num_instances - scenario.num_instances,
+        num_given_back=cluster.num_given_back,
+        bubble_ratio=cluster.pipelines.bubble_ratio,
+        gpu_hours=cluster.instance_seconds * scenario.profile.num_gpus / 3600.0,
+        bulk_bytes=cluster.network.bulk_bytes,
+        swapped_out_bytes=cluster.swapped_bytes[0],
+        swapped_back_bytes=cluster.swapped_bytes[1],
+        num_events=heap.num_done,
+    )

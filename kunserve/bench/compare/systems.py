@@ -1,0 +1,215 @@
+"""The systems that are compared, each with its configuration in either world."""
+
+import dataclasses
+from dataclasses import dataclass, replace
+
+from kunserve.core.config import OverloadConfig
+from kunserve.core.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class System:
+    """One column of a comparison: the same brain under other policies.
+
+    The simulated world takes every setting as it stands. The real world turns them into flags of
+    ``kunserve serve`` (`serve_flags`); some settings exist in the simulated world only.
+    """
+
+    name: str
+    overload: OverloadConfig
+    description: str
+    link_priority: bool = True
+    """Whether activations pass bulk transfers on the links."""
+    lookahead: bool = True
+    """Whether pipelines form microbatches of equal predicted time."""
+    pipeline_stages: int = 1
+    """Groups of so many instances from the start; 1 is none."""
+    autoscales: bool = False
+    """Up to twice the instances are started under overload, and given back after it."""
+    watermark: float | None = None
+    """``SchedulerConfig.watermark`` where it is not the default."""
+    swaps: bool = False
+    """Preempted KV goes to host memory and comes back."""
+
+    @property
+    def drops(self) -> bool:
+        """Whether the system may drop layers. One that may not is a *baseline*."""
+        return self.overload.policy == "drop"
+
+
+_DROP = OverloadConfig(policy="drop")
+
+SYSTEMS = {
+    system.name: system
+    for system in (
+        System(
+            "recompute",
+            OverloadConfig(policy="recompute"),
+            "vLLM: the last to come is thrown out and computed again",
+        ),
+        System(
+            "recompute-watermark",
+            OverloadConfig(policy="recompute"),
+            "recompute, and admission leaves 5 % of the memory for those that run",
+            watermark=0.05,
+        ),
+        System(
+            "swap",
+            OverloadConfig(policy="recompute"),
+            "InferCept: the last to come waits in host memory; copies hide behind steps",
+            swaps=True,
+        ),
+        System(
+            "static-pp",
+            OverloadConfig(policy="recompute"),
+            "vLLM with pipelines: pairs of half models from the start",
+            pipeline_stages=2,
+            lookahead=False,
+        ),
+        System(
+            "static-pp-lookahead",
+            OverloadConfig(policy="recompute"),
+            "static-pp with microbatches of equal predicted time",
+            pipeline_stages=2,
+        ),
+        System(
+            "static-pp4",
+            OverloadConfig(policy="recompute"),
+            "static-pp with groups of four",
+            pipeline_stages=4,
+            lookahead=False,
+        ),
+        System(
+            "static-pp8",
+            OverloadConfig(policy="recompute"),
+            "static-pp with groups of eight",
+            pipeline_stages=8,
+            lookahead=False,
+        ),
+        System(
+            "migrate",
+            OverloadConfig(policy="migrate"),
+            "Llumnix: running requests move to the freest instance, KV and all",
+        ),
+        System("drop", _DROP, "KunServe: layers are dropped in a burst and restored after it"),
+        System(
+            "drop-no-priority",
+            _DROP,
+            "drop, but activations wait behind bulk transfers on the links",
+            link_priority=False,
+        ),
+        System(
+            "drop-no-lookahead",
+            _DROP,
+            "drop, with microbatches formed by a token budget",
+            lookahead=False,
+        ),
+        System(
+            "drop-basic",
+            _DROP,
+            "drop without lookahead and without priority on the links",
+            link_priority=False,
+            lookahead=False,
+        ),
+        System(
+            "drop-no-restore",
+            replace(_DROP, restore_below=0.0),
+            "drop, and never restore",
+        ),
+        System(
+            "drop-no-forecast",
+            replace(_DROP, forecast_s=0.0),
+            "drop when memory is short, not when it is about to be",
+        ),
+        System(
+            "drop-deep",
+            replace(_DROP, min_deep_gain=0.0),
+            "drop into groups of any depth, as the paper's Algorithm 1",
+        ),
+        System(
+            "drop-pairs",
+            replace(_DROP, max_group_size=2),
+            "drop, and no more than two instances share a copy",
+        ),
+        System(
+            "autoscale",
+            OverloadConfig(policy="recompute"),
+            "recompute, and start instances when memory is short; they are given back later",
+            autoscales=True,
+        ),
+        System(
+            "drop-autoscale",
+            _DROP,
+            "drop, and start instances when nothing is left to drop; they are given back later",
+            autoscales=True,
+        ),
+    )
+}
+
+
+_FLAGS = {
+    "policy": "--overload-policy",
+    "restore_below": "--restore-below",
+    "min_deep_gain": "--min-deep-gain",
+    "max_group_size": "--max-group-size",
+}
+"""Fields of `OverloadConfig` that ``kunserve serve`` has a flag for."""
+
+
+def find_system(name: str) -> System:
+    """The system of that name."""
+    system = SYSTEMS.get(name)
+    if system is None:
+        raise ConfigError(f"no system {name!r} to compare; there are: {', '.join(SYSTEMS)}")
+    return system
+
+
+def is_baseline(name: str) -> bool:
+    """Whether the system of that name never drops layers. A name of an older file may be gone."""
+    system = SYSTEMS.get(name)
+    return not name.startswith("drop") if system is None else not system.drops
+
+
+def serve_flags(system: System) -> tuple[str, ...]:
+    """The flags of ``kunserve serve`` that make this system.
+
+    Groups of `System.pipeline_stages` have no flag: they come about by a forced drop
+    (`real.form_pipelines`). Raises ConfigError for what ``kunserve serve`` cannot do.
+    """
+    missing = _simulated_only(system)
+    if missing:
+        real = ", ".join(one.name for one in SYSTEMS.values() if not _simulated_only(one))
+        raise ConfigError(
+            f"{system.name} needs {missing[0]}, which only the simulated world has; "
+            f"real systems are: {real}"
+        )
+    flags = [_FLAGS["policy"], system.overload.policy]
+    for name, value in _changed(system.overload).items():
+        flags += [_FLAGS[name], str(value)]
+    if not system.lookahead:
+        flags.append("--no-lookahead")
+    return tuple(flags)
+
+
+def _simulated_only(system: System) -> list[str]:
+    """What of the system ``kunserve serve`` cannot do."""
+    asked = (
+        ("links without priority", not system.link_priority),
+        ("instances ordered under overload", system.autoscales),
+        ("a watermark", system.watermark is not None),
+        ("swapping", system.swaps),
+        ("migration", system.overload.policy == "migrate"),
+    )
+    unknown = [f"overload.{name}" for name in _changed(system.overload) if name not in _FLAGS]
+    return [what for what, is_asked in asked if is_asked] + unknown
+
+
+def _changed(overload: OverloadConfig) -> dict[str, object]:
+    """The settings that are not the default, without the policy."""
+    fields = {field.name: field.default for field in dataclasses.fields(OverloadConfig)}
+    del fields["policy"]
+    return {
+        name: getattr(overload, name)
+        for name, default in fields.items()
+        if getattr(overload, name) != default
+    }
