@@ -7,7 +7,7 @@ from kunserve.control.cluster.commands import Client, Deliver, Outbox
 from kunserve.control.cluster.placement import Group, Placement
 from kunserve.core.ids import InstanceId, RequestId, TransitionId
 from kunserve.core.messages import Abort, Outputs, Submit, TokenOutput
-from kunserve.core.request import Request
+from kunserve.core.request import FinishReason, Request
 from kunserve.policy.dispatch import choose_group
 
 NOWHERE = InstanceId(-1)
@@ -87,6 +87,16 @@ class Requests:
         homeless, self._homeless = self._homeless, []
         for request in homeless:
             self._dispatch(request)
+
+    def end_homeless(self) -> tuple[RequestId, ...]:
+        """End what no group can take with an error, because none will stand soon."""
+        homeless, self._homeless = self._homeless, []
+        for request in homeless:
+            live = self._live.pop(request.request_id)
+            position = len(live.output_token_ids)
+            end = TokenOutput(request.request_id, position, None, None, FinishReason.ERROR)
+            self._outbox.add(Deliver(end, live.client))
+        return tuple(request.request_id for request in homeless)
 
     def take(self, outputs: Outputs) -> None:
         """Deliver tokens that the client does not have yet, each when those before it are there.
