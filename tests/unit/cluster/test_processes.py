@@ -70,6 +70,12 @@ class World:
         self.started.append(process)
         return process
 
+    def has_started(self, num: int) -> bool:
+        """So many processes in all, and the last one of each instance in its place."""
+        return len(self.started) == num and all(
+            self.processes.pid_of(i) is not None for i in self.ids
+        )
+
     def _on_death(self, death: Death) -> bool:
         self.deaths.append(death)
         return True
@@ -98,7 +104,7 @@ def story(
     async def main() -> None:
         world = World(num_instances)
         world.processes.keep(dict.fromkeys(world.ids))
-        await until(lambda: len(world.started) == num_instances)
+        await until(lambda: world.has_started(num_instances))
         await tell(world)
         await world.processes.close(lambda _: None)
         assert world.background.num_errors == 0
@@ -112,16 +118,16 @@ def test_a_replacement_that_dies_or_hangs_is_replaced_too(monkeypatch: pytest.Mo
         world.processes.ready(ZERO)
         world.processes.serve()
         world.started[0].end()
-        await until(lambda: len(world.started) == 2)
+        await until(lambda: world.has_started(2))
         assert world.processes.num_missing == 1
         world.started[1].end()  # before it was ready
-        await until(lambda: len(world.started) == 3)
+        await until(lambda: world.has_started(3))
         world.pass_time(CONFIG.start_timeout_s + 1.0)  # it hangs while it loads
-        await until(lambda: len(world.started) == 4)
+        await until(lambda: world.has_started(4))
         assert "not ready within 50 s" in world.deaths[-1].reason
         for number in range(4, 12):
             world.started[-1].end()
-            await until(lambda n=number: len(world.started) == n + 1)
+            await until(lambda n=number: world.has_started(n + 1))
         world.processes.ready(ZERO)
         assert world.processes.num_missing == 0
 
@@ -139,7 +145,7 @@ def test_a_start_that_is_refused_by_the_system_is_tried_again(
         assert "no process left" in world.deaths[-1].reason
         assert world.processes.is_hopeless
         world.error = None
-        await until(lambda: len(world.started) == 2)
+        await until(lambda: world.has_started(2))
         world.processes.ready(ZERO)
         assert not world.processes.is_hopeless
 
@@ -240,7 +246,7 @@ def test_a_process_that_cannot_be_killed_is_given_up_once(
         world.pass_time(CONFIG.heartbeat_timeout_s + 1.0)
         world.pass_time(5.0)
         assert world.started[0].num_kills == 1
-        await until(lambda: len(world.started) == 2)
+        await until(lambda: world.has_started(2))
         assert [death.instance_id for death in world.deaths] == [ZERO]
         world.processes.ready(ZERO)
         assert world.processes.num_missing == 0
@@ -268,9 +274,9 @@ def test_a_change_of_capacity_is_logged_once(
         first = next(p for p in world.started if p.instance_id == ONE)
         first.end()
         for number in range(3, 6):
-            await until(lambda n=number: len(world.started) == n)
+            await until(lambda n=number: world.has_started(n))
             world.started[-1].end()
-        await until(lambda: len(world.started) == 6)
+        await until(lambda: world.has_started(6))
         world.processes.ready(ONE)
 
     with caplog.at_level(logging.INFO):
@@ -288,7 +294,7 @@ def test_closing_asks_who_serves_and_kills_the_others_all_at_once(
         world = World(3)
         asked: list[InstanceId] = []
         world.processes.keep(dict.fromkeys(world.ids))
-        await until(lambda: len(world.started) == 3)
+        await until(lambda: world.has_started(3))
         world.processes.ready(ZERO)
         world.processes.ready(ONE)
 
