@@ -336,9 +336,15 @@ class MigrationOver:
 
 @dataclass(frozen=True, slots=True)
 class Alive:
-    """A heartbeat, also while a long step runs."""
+    """A heartbeat, also while a long step runs; it tells whether the instance's loop moves on."""
 
     instance_id: InstanceId
+    num_turns: int = 0
+    """Grows with every turn of the loop, about ten times a second when idle."""
+    longest_step_s: float = 0.0
+    """Of all steps so far."""
+    is_computing: bool = False
+    """Whether the loop is inside a step."""
 
 
 Event: TypeAlias = (

@@ -138,6 +138,23 @@ class ClusterMetrics(Collector):
             blocks = spec.blocks_when_holding(spec.num_layers)
             config.add_metric([*labels, str(spec.block_size), str(blocks)], 1.0)
         yield from (alive, layers, dropped, config)
+        yield from self._vital_signs()
+
+    def _vital_signs(self) -> Iterable[Metric]:
+        vitals = self._engine.vitals()
+        missing = GaugeMetricFamily(
+            "kunserve:instances_missing",
+            "Instances that do not serve now; replacements are being started.",
+            labels=["model_name"],
+        )
+        missing.add_metric([self._model_name], vitals.num_missing)
+        errors = CounterMetricFamily(
+            "kunserve:internal_errors",
+            "Internal errors that the front survived; each one is a bug.",
+            labels=["model_name"],
+        )
+        errors.add_metric([self._model_name], vitals.num_errors)
+        yield from (missing, errors)
 
     def _transition_metrics(self) -> Iterable[Metric]:
         for name, documentation, value in (

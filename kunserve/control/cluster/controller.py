@@ -108,6 +108,10 @@ class Controller:
         """The client is gone. Commands not drained yet may still name it."""
         self._requests.cancel(request_id)
 
+    def give_up_waiting(self) -> tuple[RequestId, ...]:
+        """No group stands, nor can one be expected: what waits for one ends with an error."""
+        return self._requests.end_homeless()
+
     # Instances
 
     def on(self, instance_id: InstanceId, event: Event, now_s: float) -> None:

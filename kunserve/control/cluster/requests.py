@@ -7,7 +7,7 @@ from kunserve.control.cluster.commands import Client, Deliver, Outbox
 from kunserve.control.cluster.placement import Group, Placement
 from kunserve.core.ids import InstanceId, RequestId, TransitionId
 from kunserve.core.messages import Abort, Outputs, Submit, TokenOutput
-from kunserve.core.request import Request
+from kunserve.core.request import FinishReason, Request
 from kunserve.policy.dispatch import choose_group
 
 
@@ -114,6 +114,16 @@ class Requests:
         """Dispatch what no group could take: one may stand again."""
         for live in _by_arrival(self._by_leader[None]):
             self._dispatch(live)
+
+    def end_homeless(self) -> tuple[RequestId, ...]:
+        """End what no group can take with an error, because none will stand soon."""
+        homeless, self._homeless = self._homeless, []
+        for request in homeless:
+            live = self._live.pop(request.request_id)
+            position = len(live.output_token_ids)
+            end = TokenOutput(request.request_id, position, None, None, FinishReason.ERROR)
+            self._outbox.add(Deliver(end, live.client))
+        return tuple(request.request_id for request in homeless)
 
     def take(self, outputs: Outputs) -> None:
         """Deliver tokens that the client does not have yet, each when those before it are there.
