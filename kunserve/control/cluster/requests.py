@@ -117,13 +117,13 @@ class Requests:
 
     def end_homeless(self) -> tuple[RequestId, ...]:
         """End what no group can take with an error, because none will stand soon."""
-        homeless, self._homeless = self._homeless, []
-        for request in homeless:
-            live = self._live.pop(request.request_id)
+        homeless = _by_arrival(self._by_leader[None])
+        for live in homeless:
             position = len(live.output_token_ids)
-            end = TokenOutput(request.request_id, position, None, None, FinishReason.ERROR)
+            end = TokenOutput(live.request.request_id, position, None, None, FinishReason.ERROR)
+            self._forget(live)
             self._outbox.add(Deliver(end, live.client))
-        return tuple(request.request_id for request in homeless)
+        return tuple(live.request.request_id for live in homeless)
 
     def take(self, outputs: Outputs) -> None:
         """Deliver tokens that the client does not have yet, each when those before it are there.
