@@ -14,9 +14,9 @@ from kunserve.control.group.batch_former import BatchFormer, collect_runnable
 from kunserve.control.group.in_flight import InFlight
 from kunserve.control.group.ledger import Ledger
 from kunserve.control.group.load import SchedulerTotals, measure_load
+from kunserve.control.group.migration import MigrationAccess
 from kunserve.control.group.sequence import Progress, Sequence, WaitingQueue, make_sequence
 from kunserve.control.group.swap import SwapSpace
-from kunserve.control.group.travel import Travel
 from kunserve.core.config import SchedulerConfig
 from kunserve.core.ids import GroupId, RequestId
 from kunserve.core.load import LoadReport
@@ -68,7 +68,9 @@ class Scheduler:
         self._live: dict[RequestId, Sequence] = {}
         self._waiting = WaitingQueue(block_size)
         self._admission = Admission(config, num_stages, block_size, self._waiting, self._ledger)
-        self.travel = Travel(block_size, self._live, self._waiting, self._ledger)
+        self.migration = MigrationAccess(
+            block_size, self._live, self._waiting, self._ledger, self._note_change
+        )
         self._swap = SwapSpace(host_link, config.cost, block_size, self._ledger)
         self._running: list[Sequence] = []
         """Running and stalled ones, in order of arrival."""
@@ -161,11 +163,6 @@ class Scheduler:
     @may_preempt.setter
     def may_preempt(self, allowed: bool) -> None:
         self._may_preempt = allowed
-        self._found_nothing = False
-
-    def forgo(self, request_id: RequestId) -> None:
-        """The memory set aside for a request that migrates here is free again."""
-        self._ledger.release(request_id)
         self._found_nothing = False
 
     # Steps
@@ -434,6 +431,9 @@ class Scheduler:
         self._ledger.release(seq.request_id)
         self._released.append(seq.request_id)
         self._flights.ignore(seq)
+
+    def _note_change(self) -> None:
+        self._found_nothing = False
 
     def _note_work(self, now_s: float) -> None:
         """Remember since when there has been work without a completed step."""

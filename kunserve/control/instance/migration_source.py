@@ -86,7 +86,9 @@ class MigrationSource:
         scheduler = self._seat.scheduler
         assert scheduler is not None
         chosen = choose_request(
-            scheduler.travel.movable(), scheduler.travel.missing_blocks, leaving.order.max_blocks
+            scheduler.migration.movable(),
+            scheduler.migration.missing_blocks,
+            leaving.order.max_blocks,
         )
         if chosen is None:
             self._leaving = None
@@ -99,7 +101,7 @@ class MigrationSource:
         """Offer what was written since the last offer, or stop the request for the rest."""
         seat, request_id = self._seat, leaving.request_id
         assert seat.scheduler is not None and request_id is not None
-        tokens = seat.scheduler.travel.written_tokens(request_id)
+        tokens = seat.scheduler.migration.written_tokens(request_id)
         if tokens is None:
             self._stay("preempted")
             return
@@ -108,7 +110,7 @@ class MigrationSource:
         is_last = needed - leaving.copied_blocks <= MAX_LAST_BLOCKS
         is_last = is_last or leaving.num_offers >= MAX_OFFERS
         if leaving.num_offers and is_last and needed <= leaving.reserved_blocks:
-            seat.scheduler.travel.pause(request_id)
+            seat.scheduler.migration.pause(request_id)
             leaving.phase = "ready"
             self._export(leaving, needed)
             seat.send(None, MigrationReady(leaving.order.migration_id, seat.me, request_id))
@@ -139,7 +141,7 @@ class MigrationSource:
                 request_id=request_id,
                 num_blocks=leaving.offered_blocks,
                 reserved_blocks=leaving.reserved_blocks,
-                largest_blocks=seat.scheduler.travel.largest_blocks(request_id),
+                largest_blocks=seat.scheduler.migration.largest_blocks(request_id),
             ),
         )
 

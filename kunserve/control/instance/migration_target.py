@@ -55,7 +55,7 @@ class MigrationTarget:
             self._refuse(offer)
             return
         assert scheduler is not None
-        if not scheduler.travel.reserve(offer.request_id, offer.reserved_blocks):
+        if not scheduler.migration.reserve(offer.request_id, offer.reserved_blocks):
             self._fail(coming)
             return
         coming.offer = offer
@@ -70,7 +70,7 @@ class MigrationTarget:
             and layout.group_id == offer.group_id
             and len(layout.stages) == 1
             and offer.largest_blocks <= seat.capacity_blocks()
-            and not scheduler.travel.knows(offer.request_id)
+            and not scheduler.migration.knows(offer.request_id)
             and seat.table.num_blocks(offer.request_id) == 0
         )
 
@@ -155,7 +155,7 @@ class MigrationTarget:
         scheduler = self._seat.scheduler
         assert scheduler is not None
         self._coming = None
-        scheduler.forgo(coming.request_id)
+        scheduler.migration.unreserve(coming.request_id)
         num_tokens = len(request.prompt_token_ids) + len(request.output_token_ids)
         state = SequenceState(
             request, request.output_token_ids, num_tokens - 1, coming.wanted_blocks, 0
@@ -197,5 +197,5 @@ class MigrationTarget:
             seat.mover.cancel(request_id)
         seat.table.unpin(request_id, 0, seat.table.num_blocks(request_id))
         seat.table.release(request_id)
-        seat.scheduler.forgo(request_id)
+        seat.scheduler.migration.unreserve(request_id)
         self._refuse(coming.offer)

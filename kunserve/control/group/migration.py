@@ -1,6 +1,6 @@
 """What a live migration asks of a scheduler's sequences and memory, on either side."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from kunserve.control.group.admission import watermark_blocks
 from kunserve.control.group.ledger import Ledger
@@ -9,7 +9,7 @@ from kunserve.core.ids import RequestId
 from kunserve.policy.migrate import Movable
 
 
-class Travel:
+class MigrationAccess:
     """Looks at one group's requests; only those that decode may leave it.
 
     What it says of them holds while no step is in flight.
@@ -21,11 +21,13 @@ class Travel:
         live: Mapping[RequestId, Sequence],
         waiting: WaitingQueue,
         ledger: Ledger,
+        changed: Callable[[], None],
     ) -> None:
         self._block_size = block_size
         self._live = live
         self._waiting = waiting
         self._ledger = ledger
+        self._changed = changed
 
     def knows(self, request_id: RequestId) -> bool:
         """Whether the request is one of the group's."""
@@ -67,6 +69,11 @@ class Travel:
         if more > 0 and (self._waiting or self._ledger.free_blocks - more < margin):
             return False
         return self._ledger.reserve(request_id, num_blocks)
+
+    def unreserve(self, request_id: RequestId) -> None:
+        """The memory set aside for a request is free again."""
+        self._ledger.release(request_id)
+        self._changed()
 
     def _blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self._block_size)
