@@ -1,10 +1,10 @@
 """What a live migration asks of a scheduler's sequences and memory, on either side."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
-from kunserve.control.group.admission import watermark_blocks
 from kunserve.control.group.ledger import Ledger
-from kunserve.control.group.sequence import Progress, Sequence, WaitingQueue
+from kunserve.control.group.queue import WaitingQueue, watermark_blocks
+from kunserve.control.group.sequence import Progress, Sequence
 from kunserve.core.ids import RequestId
 from kunserve.policy.migrate import Movable
 
@@ -21,13 +21,11 @@ class MigrationAccess:
         live: Mapping[RequestId, Sequence],
         waiting: WaitingQueue,
         ledger: Ledger,
-        changed: Callable[[], None],
     ) -> None:
         self._block_size = block_size
         self._live = live
         self._waiting = waiting
         self._ledger = ledger
-        self._changed = changed
 
     def knows(self, request_id: RequestId) -> bool:
         """Whether the request is one of the group's."""
@@ -54,7 +52,7 @@ class MigrationAccess:
 
     def largest_blocks(self, request_id: RequestId) -> int:
         """What the request may come to need."""
-        return self._blocks_for(self._live[request_id].max_stored)
+        return self._blocks_for(self._live[request_id].max_stored_tokens)
 
     def pause(self, request_id: RequestId) -> None:
         """Until ``Scheduler.resume`` the request keeps its KV and does not run."""
@@ -73,7 +71,6 @@ class MigrationAccess:
     def unreserve(self, request_id: RequestId) -> None:
         """The memory set aside for a request is free again."""
         self._ledger.release(request_id)
-        self._changed()
 
     def _blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self._block_size)
