@@ -13,7 +13,7 @@ by cost, belongs to every microbatch.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from math import ceil, inf, sqrt
+from math import ceil, inf
 
 import numpy as np
 import numpy.typing as npt
@@ -29,7 +29,7 @@ from kunserve.policy.batch_form import (
     PromptWork,
     form_token_budget,
 )
-from kunserve.policy.cost import Array, decode_cost
+from kunserve.policy.cost import Array, decode_cost, own_cost, tokens_within
 from kunserve.policy.work_line import WorkLine
 
 ROUNDS_OF_SHORT_QUEUE = 4
@@ -205,7 +205,7 @@ def cut_microbatch(view: FormationView, how: Lookahead, target_s: float) -> Micr
         shares.append(PromptShare(index, num_tokens))
         tokens_left -= num_tokens
         owed = max(0, owed - num_tokens)
-        left_s -= _chunk_s(cost, prefix, num_tokens)
+        left_s -= own_cost(cost, prefix, num_tokens)
         if num_tokens < remaining:
             break
         left_s -= cost.sample_s
@@ -270,23 +270,11 @@ def _take_decodes(view: FormationView, cost: CostCoefficients) -> tuple[int, flo
     return taken, taken_s
 
 
-def _chunk_s(cost: CostCoefficients, prefix: int, num_tokens: int) -> float:
-    """Eq. 1 without the shared part."""
-    pairs = prefix * num_tokens + (num_tokens * num_tokens + num_tokens) / 2
-    own_s = cost.chunk_s - cost.shared_s + cost.context_s * prefix
-    return cost.attention_s * pairs + cost.token_s * num_tokens + own_s
-
-
 def _tokens_for(cost: CostCoefficients, prefix: int, remaining: int, seconds: float) -> int:
-    """How many tokens of a prompt take that long: Eq. 1 solved for c, rounded."""
-    if _chunk_s(cost, prefix, remaining) <= seconds:
+    """How many tokens of a prompt take that long."""
+    if own_cost(cost, prefix, remaining) <= seconds:
         return remaining
-    seconds -= cost.chunk_s - cost.shared_s + cost.context_s * prefix
-    if seconds <= 0.0:
-        return 0
-    linear = cost.attention_s * (prefix + 0.5) + cost.token_s
-    root = sqrt(linear * linear + 2.0 * cost.attention_s * seconds)
-    return min(remaining, round(2.0 * seconds / (linear + root)))
+    return min(remaining, round(tokens_within(cost, prefix, seconds)))
 
 
 def _cut_equally(line: WorkLine, parts: int) -> npt.NDArray[np.int64]:
