@@ -88,8 +88,8 @@ class MigrationSource:
             self._go_on(self._leaving)
 
     def _choose(self) -> None:
-        travel = self._scheduler.travel
-        chosen = choose_request(travel.movable(), travel.missing_blocks, self._order.max_blocks)
+        requests = self._scheduler.migration
+        chosen = choose_request(requests.movable(), requests.missing_blocks, self._order.max_blocks)
         if chosen is None:
             self._end("no request can move")
             return
@@ -99,7 +99,7 @@ class MigrationSource:
     def _go_on(self, leaving: _Leaving) -> None:
         """Offer what was written since the last offer, or stop the request for the rest."""
         state = self._state
-        tokens = self._scheduler.travel.written_tokens(leaving.request_id)
+        tokens = self._scheduler.migration.written_tokens(leaving.request_id)
         if tokens is None:
             self._stay("preempted")
             return
@@ -108,7 +108,7 @@ class MigrationSource:
         is_last = needed - self._copied_blocks <= MAX_LAST_BLOCKS
         is_last = is_last or self._num_offers >= MAX_OFFERS
         if self._num_offers and is_last and needed <= self._reserved_blocks:
-            self._scheduler.travel.pause(leaving.request_id)
+            self._scheduler.migration.pause(leaving.request_id)
             self._phase, self._offered_blocks = "ready", needed
             leaving.kv.offer(needed)
             state.send(None, MigrationReady(self.migration_id, state.me, leaving.request_id))
@@ -128,7 +128,7 @@ class MigrationSource:
             request_id=request_id,
             num_blocks=self._offered_blocks,
             reserved_blocks=self._reserved_blocks,
-            largest_blocks=self._scheduler.travel.largest_blocks(request_id),
+            largest_blocks=self._scheduler.migration.largest_blocks(request_id),
         )
         self._state.send(order.target, offer)
 

@@ -55,7 +55,7 @@ class MigrationTarget:
             and membership.layout.group_id == offer.group_id
             and len(membership.layout.stages) == 1
             and offer.largest_blocks <= membership.capacity_blocks
-            and not scheduler.travel.knows(offer.request_id)
+            and not scheduler.migration.knows(offer.request_id)
             and state.table.num_blocks(offer.request_id) == 0
         ):
             target = cls(state, scheduler, offer)
@@ -71,7 +71,7 @@ class MigrationTarget:
 
     def extend(self, offer: OfferKv) -> None:
         """The source's next blocks."""
-        if self._scheduler.travel.reserve(offer.request_id, offer.reserved_blocks):
+        if self._scheduler.migration.reserve(offer.request_id, offer.reserved_blocks):
             self._offer = offer
             self._wanted_blocks = offer.num_blocks
         else:
@@ -133,7 +133,7 @@ class MigrationTarget:
     def _finish(self, request: Request) -> None:
         """All KV is here: the request runs."""
         self.is_over = True
-        self._scheduler.forgo(request.request_id)
+        self._scheduler.migration.unreserve(request.request_id)
         num_tokens = len(request.prompt_token_ids) + len(request.output_token_ids)
         sequence = SequenceState(
             request, request.output_token_ids, num_tokens - 1, self._wanted_blocks, 0
@@ -164,5 +164,5 @@ class MigrationTarget:
         self.is_over = True
         self._kv.cancel()
         state.table.release(request_id)
-        self._scheduler.forgo(request_id)
+        self._scheduler.migration.unreserve(request_id)
         state.send(self._offer.source, OfferRefused(self.migration_id))

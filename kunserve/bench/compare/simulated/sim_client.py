@@ -111,8 +111,8 @@ class SimClient:
         )
         entry = _Open(wanted)
         limit = self._cluster.profile.max_model_len
-        if request.max_total_tokens > limit:
-            error = f"{request.max_total_tokens} tokens are more than the {limit} that fit"
+        if request.max_stored_tokens > limit:
+            error = f"{request.max_stored_tokens} tokens are more than the {limit} that fit"
             self._record(entry, wanted.arrival_s, None, error)
             return
         shed = self._cluster.controller.admit(request)
