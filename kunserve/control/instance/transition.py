@@ -193,7 +193,7 @@ class TransitionMember:
                 remap_s=remap.seconds,
                 gap_s=gap_s + remap.seconds,
                 sequences=sequences,
-                totals=seat.totals.so_far(),
+                totals=state.totals.so_far(),
             ),
         )
         self._phase = "exchanging"
