@@ -15,6 +15,7 @@ from kunserve.cluster.in_process import InProcessCluster
 from kunserve.core.layout import LayerRange
 from kunserve.core.snapshots import ClusterState
 from kunserve.server.cluster_metrics import ClusterMetrics
+from tests.fake_cluster import FakeCluster
 from tests.property.test_transitions import TransitionsMachine
 
 REQUEST_GAUGES = (
@@ -114,3 +115,27 @@ class MetricsMachine(TransitionsMachine):
 
 TestMetrics: Any = MetricsMachine.TestCase
 TestMetrics.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+def test_what_a_follower_did_before_it_followed_is_counted_at_once() -> None:
+    """It reports no more: its last steps would show when it leads again, on an idle cluster."""
+    cluster = FakeCluster(pools=(12, 12))
+    for _ in range(6):
+        cluster.request(4, 6)
+    begin = cluster.num_actions
+    cluster.run_except(lambda action: False, lambda: cluster.num_actions >= begin + 30)
+    scraper = Scraper(cluster)
+    cluster.drop((0, 0, 2), (1, 2, 4))
+    cluster.finish()
+    cluster.pass_time(0.1)
+    cluster.run_until_idle()
+    scraper.look()
+    known = scraper.counters
+    assert known["generation", "0"] + known["generation", "1"] == 6 * 6
+    (group,) = cluster.groups()
+    cluster.restore(group)
+    cluster.run_until_idle()
+    cluster.pass_time(0.1)
+    cluster.run_until_idle()
+    scraper.look()
+    assert scraper.counters == known
