@@ -27,6 +27,8 @@ class ModelConfig:
     """Seeds dummy weights and the sampling of requests that bring no seed."""
     max_model_len: int | None = None
     """Longest prompt plus output in tokens; what the model and the memory allow when None."""
+    generation_config: Literal["auto", "vllm"] = "auto"
+    """Defaults of sampling: the model's own (``generation_config.json``), or neutral ones."""
 
 
 @dataclass(frozen=True, slots=True)
