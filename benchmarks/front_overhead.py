@@ -22,7 +22,7 @@ import uvloop
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from benchmarks.report import Report
-from kunserve.cluster.api import Deliver, ServingLimits
+from kunserve.cluster.api import Deliver, ServingLimits, Vitals
 from kunserve.core.config import KunServeConfig
 from kunserve.core.ids import InstanceId, RequestId
 from kunserve.core.messages import TokenOutput
@@ -93,6 +93,10 @@ class PulseEngine:
     def is_progressing(self) -> bool:
         """Always."""
         return True
+
+    def vitals(self) -> Vitals:
+        """Whole."""
+        return Vitals(num_instances=1, num_missing=0, num_errors=0)
 
     def num_unfinished(self) -> int:
         """Live requests."""

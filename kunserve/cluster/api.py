@@ -23,6 +23,18 @@ class ServingLimits:
     vocab_size: int
 
 
+@dataclass(frozen=True, slots=True)
+class Vitals:
+    """How whole the cluster is."""
+
+    num_instances: int
+    """As many as were asked for."""
+    num_missing: int
+    """Of these, those that do not serve now: replacements are being started."""
+    num_errors: int
+    """Internal errors that the cluster survived. Each one is a bug."""
+
+
 class EngineClient(Protocol):
     """A running cluster. All methods belong to one event loop."""
 
@@ -53,6 +65,10 @@ class EngineClient(Protocol):
 
     def is_progressing(self) -> bool:
         """No group is stuck: every one with work completed a step lately."""
+        ...
+
+    def vitals(self) -> Vitals:
+        """How whole the cluster is; it serves with what it has."""
         ...
 
     def num_unfinished(self) -> int:

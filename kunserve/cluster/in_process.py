@@ -399,7 +399,7 @@ class InProcessCluster:
         self.controller.check()
         for member in self.members.values():
             member.agent.check()
-            table = member.agent.seat.table
+            table = member.agent.state.table
             assert table.num_units <= member.body.kv_units, (table.num_units, member.body.kv_units)
 
     def check_empty(self) -> None:
@@ -407,7 +407,7 @@ class InProcessCluster:
         self.check()
         for instance_id, member in self.members.items():
             assert not member.agent.is_in_transition, instance_id
-            assert member.agent.seat.table.used_units == 0, instance_id
+            assert member.agent.state.table.used_units == 0, instance_id
             assert not member.body.known_requests, (instance_id, member.body.known_requests)
             assert member.body.host.num_bytes == 0, instance_id
             assert not member.mover.exports and not member.mover.pulls, instance_id

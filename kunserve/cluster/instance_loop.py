@@ -3,6 +3,7 @@
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -14,7 +15,7 @@ from kunserve.cluster.trace import InstanceTrace
 from kunserve.control.instance.agent import InstanceAgent, Work
 from kunserve.control.instance.body import Body, StepOutcome, StepWork
 from kunserve.core.config import ClusterConfig
-from kunserve.core.messages import Connect
+from kunserve.core.messages import Alive, Connect
 from kunserve.core.transfer import KvPull
 from kunserve.transport.bulk import BulkMover
 from kunserve.transport.channel import InstanceChannel
@@ -71,6 +72,9 @@ class InstanceLoop:
         self._mover = mover
         self._trace = trace
         self._clock = StageClock(body.spec.instance_id)
+        self._progress = Alive(body.spec.instance_id)
+        """Read by the heartbeat's thread: replaced as a whole, so never seen half changed."""
+        self._checks = config.check_invariants
         self._report_period_s = config.report_period_s
         self._heartbeat_period_s = config.heartbeat_timeout_s / HEARTBEATS_PER_TIMEOUT
         self._next_report_s = 0.0
@@ -79,10 +83,18 @@ class InstanceLoop:
             self._poller.register(socket, zmq.POLLIN)
 
     def run(self) -> None:
-        """Until told to shut down."""
+        """Until told to shut down: read mail, then take one step, over and over.
+
+        A step has four parts, and they meet here. On the leader the agent *schedules* a plan
+        (``Scheduler.schedule``) and *localizes* it: it names the blocks (``BlockTable``). Both
+        happen in ``next_work``. ``_run`` has the body *execute* it. ``finished`` then *completes*
+        the step: its tokens go to the leader's scheduler (``Scheduler.complete``), or its hidden
+        states to the next stage, which localizes and executes the same plan.
+        """
         agent = self._agent
-        self._channel.start_heartbeat(self._heartbeat_period_s)
+        self._channel.start_heartbeat(self._heartbeat_period_s, lambda: self._progress)
         while not agent.is_stopping:
+            self._turn(is_computing=False)
             self._wait()
             with self._mover.quiet():  # a transition may remap what the mover reads and fills
                 self._read_mail()
@@ -92,17 +104,31 @@ class InstanceLoop:
             if work is not None:
                 self._send_mail()
                 self._run(work)
+            elif self._checks:
+                agent.check()
             self._send_mail()
         if self._trace is not None:
             self._trace.close()
 
+    def _turn(self, *, is_computing: bool, step_s: float = 0.0) -> None:
+        """The loop moves on: the next heartbeat says so."""
+        before = self._progress
+        self._progress = replace(
+            before,
+            num_turns=before.num_turns + 1,
+            longest_step_s=max(before.longest_step_s, step_s),
+            is_computing=is_computing,
+        )
+
     def _run(self, work: Work) -> None:
         """One step of this stage, and what it adds to the accounts."""
+        self._turn(is_computing=True)
         began_s = self._look()
         look_up = self._look_up if self._agent.is_exchanging else None
         outcome = self._body.execute(work.step, work.hidden, look_up)
         ended_s = time.monotonic()
         self._clock.computed(ended_s - began_s)
+        self._turn(is_computing=False, step_s=ended_s - began_s)
         if self._trace is not None:
             self._trace.computed(work.step, began_s, ended_s)
         self._look()
@@ -114,15 +140,20 @@ class InstanceLoop:
 
         A step takes as long as many pieces; peers wait for what landed here, and it for them.
         """
+        self._turn(is_computing=True)
         with self._mover.quiet():
             self._read_mail()
         self._send_mail()
 
     def _look(self) -> float:
         """Let the stage clock see what the group does now; returns the time."""
-        seat, now_s = self._agent.seat, time.monotonic()
-        num_in_flight = None if seat.scheduler is None else seat.scheduler.num_in_flight
-        self._clock.look(seat.layout, num_in_flight, now_s)
+        membership, now_s = self._agent.membership, time.monotonic()
+        if membership is None:
+            self._clock.look(None, None, now_s)
+        else:
+            scheduler = membership.scheduler
+            num_in_flight = None if scheduler is None else scheduler.num_in_flight
+            self._clock.look(membership.layout, num_in_flight, now_s)
         return now_s
 
     def _wait(self) -> None:

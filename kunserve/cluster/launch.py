@@ -3,7 +3,9 @@
 import asyncio
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import msgspec
 
@@ -87,20 +89,83 @@ def process_environment(num_threads: int) -> dict[str, str]:
     return environment
 
 
-async def start_instance(order: InstanceOrder) -> asyncio.subprocess.Process:
-    """Spawn (never fork) the process and hand it its order."""
-    module = "instance_main" if order.fake is None else "fake_main"
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-m",
-        f"kunserve.cluster.{module}",
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        env=process_environment(order.config.instance.num_threads),
-        start_new_session=True,
-    )
-    assert process.stdin is not None
-    process.stdin.write(msgspec.json.encode(order))
-    await process.stdin.drain()
-    process.stdin.close()
-    return process
+class InstanceProcess(Protocol):
+    """One instance's process, wherever it runs. Many may wait for its end."""
+
+    @property
+    def pid(self) -> int:
+        """Its number on its machine."""
+        ...
+
+    @property
+    def said(self) -> bytes:
+        """What it wrote to standard output: a ``StartupFailure``. Known once it has ended."""
+        ...
+
+    async def wait(self) -> str:
+        """Wait for its end; how it ended, for people."""
+        ...
+
+    def kill(self) -> None:
+        """End it at once. May be called again, and after its end."""
+        ...
+
+
+class Launcher(Protocol):
+    """Starts instances: here, or on another machine."""
+
+    async def start(self, order: InstanceOrder) -> InstanceProcess:
+        """Start a process that carries out the order. Raises OSError when it cannot."""
+        ...
+
+
+class LocalLauncher:
+    """Spawns (never forks) processes on this machine."""
+
+    def __init__(self, program: Sequence[str] | None = None) -> None:
+        """``program`` is what Python runs instead of the instance's own entry point."""
+        self._program = program
+
+    async def start(self, order: InstanceOrder) -> "LocalProcess":
+        """Spawn the process and hand it its order."""
+        module = "instance_main" if order.fake is None else "fake_main"
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            *(self._program or ("-m", f"kunserve.cluster.{module}")),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            env=process_environment(order.config.instance.num_threads),
+            start_new_session=True,
+        )
+        assert process.stdin is not None
+        try:
+            process.stdin.write(msgspec.json.encode(order))
+            await process.stdin.drain()
+            process.stdin.close()
+        except (BrokenPipeError, ConnectionResetError):
+            pass  # it died before it read its order: whoever waits for its end sees that
+        return LocalProcess(process)
+
+
+class LocalProcess:
+    """A child of this process."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+        self._end = asyncio.create_task(self._see_end())
+        self.said = b""
+        self.pid = process.pid
+
+    async def _see_end(self) -> str:
+        assert self._process.stdout is not None
+        self.said = await self._process.stdout.read()
+        return f"exit code {await self._process.wait()}"
+
+    async def wait(self) -> str:
+        """Wait for its end; how it ended."""
+        return await asyncio.shield(self._end)
+
+    def kill(self) -> None:
+        """SIGKILL, unless it has ended."""
+        if self._process.returncode is None:
+            self._process.kill()

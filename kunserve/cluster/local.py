@@ -1,26 +1,32 @@
-"""A cluster on this machine: spawned instance processes around one controller."""
+"""A cluster of processes around one controller: the driver of events, commands and time."""
 
 import asyncio
 import logging
-import signal
 import time
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, replace
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 
-from kunserve.cluster.api import ServingLimits
+from kunserve.cluster.api import ServingLimits, Vitals
+from kunserve.cluster.background import Background
+from kunserve.cluster.front_clock import FrontClock
 from kunserve.cluster.launch import (
     FakeSettings,
     InstanceOrder,
+    Launcher,
+    LocalLauncher,
     StartupFailure,
     check_memory,
-    start_instance,
 )
+from kunserve.cluster.processes import Death, Processes
 from kunserve.cluster.trace import begin_trace, join_trace
+from kunserve.cluster.transition_log import describe, log_transition
 from kunserve.control.cluster.commands import (
     Client,
+    ControlCommand,
     Deliver,
     LogReason,
     LogTransition,
@@ -40,48 +46,50 @@ from kunserve.core.errors import (
     Unavailable,
 )
 from kunserve.core.ids import InstanceId, RequestId, TransitionId
-from kunserve.core.messages import Event, Message, Ready, Shutdown
+from kunserve.core.messages import Alive, Event, Message, Ready, Shutdown
 from kunserve.core.request import Request
-from kunserve.core.snapshots import ClusterState, Outcome, StageTime, TransitionRecord
+from kunserve.core.snapshots import ClusterState, Outcome, StageTime
 from kunserve.policy.restore import Postponed
 from kunserve.transport.channel import FrontChannel
+from kunserve.transport.codec import MalformedMessage
 
 logger = logging.getLogger(__name__)
 
 TICK_S = 0.1
+SETTLE_S = 10.0
+"""How long a restore by hand waits for transitions under way and for leaders' first reports."""
 STUCK_S = 60.0
 """A group with work that completes no step for this long is stuck."""
-MAX_RESPAWNS = 5
-"""Deaths of one instance within a minute after which it stays dead."""
-
-
-@dataclass(slots=True)
-class _Process:
-    """One instance's process and its watcher."""
-
-    process: asyncio.subprocess.Process
-    watcher: asyncio.Task[None]
 
 
 class LocalCluster:
     """Implements ``EngineClient`` over local processes. Use ``await LocalCluster.start(...)``."""
 
-    def __init__(self, config: KunServeConfig, fake: FakeSettings | None) -> None:
+    def __init__(
+        self, config: KunServeConfig, fake: FakeSettings | None, launcher: Launcher
+    ) -> None:
         self._config = config
         self._fake = fake
         self._controller = Controller(config)
-        self._channel = FrontChannel(self._on_event)
-        self._processes: dict[InstanceId, _Process] = {}
-        self._heard_s: dict[InstanceId, float] = {}
-        self._deaths: dict[InstanceId, list[float]] = {}
+        self._commands: deque[ControlCommand] = deque()
+        self._is_flushing = False
+        self._clock = FrontClock(time.monotonic)
+        self._background = Background()
+        self._channel = FrontChannel(self._on_event, self._on_nonsense)
+        self._processes = Processes(
+            config.cluster,
+            launcher,
+            self._clock,
+            self._background,
+            self._order_of,
+            self._on_death,
+        )
         self._ready: dict[InstanceId, Ready] = {}
         self._stage_times: dict[InstanceId, StageTime] = {}
         self._changed = asyncio.Condition()
         self._limits: ServingLimits | None = None
         self._is_draining = False
         self._is_closing = False
-        self._ticker: asyncio.Task[None] | None = None
-        self._background: set[asyncio.Task[None]] = set()
         self._startup_error: ConfigError | None = None
 
     @classmethod
@@ -91,10 +99,11 @@ class LocalCluster:
         *,
         vocab_size: int,
         fake: FakeSettings | None = None,
+        launcher: Launcher | None = None,
         on_ready: Callable[[Ready], None] = lambda _: None,
     ) -> "LocalCluster":
         """Spawn every instance and wait until all serve. Raises ConfigError when one cannot."""
-        cluster = cls(config, fake)
+        cluster = cls(config, fake, launcher or LocalLauncher())
         try:
             await cluster._start_all(vocab_size, on_ready)
         except BaseException:
@@ -106,12 +115,11 @@ class LocalCluster:
         if self._fake is None:
             check_memory(self._config)
         await self._channel.start()
-        self._ticker = asyncio.create_task(self._tick())
+        self._background.run("tick", self._tick())
         ids = [InstanceId(i) for i in range(self._config.cluster.num_instances)]
         if self._config.cluster.trace_out is not None:
             begin_trace(Path(self._config.cluster.trace_out), ids)
-        for instance_id in ids:
-            await self._spawn(instance_id)
+        self._processes.keep(dict.fromkeys(ids))
         told: set[InstanceId] = set()
 
         def is_up() -> bool:
@@ -120,24 +128,11 @@ class LocalCluster:
                 on_ready(self._ready[instance_id])
             return self._startup_error is not None or len(self._ready) == len(ids)
 
-        try:
-            async with asyncio.timeout(self._config.cluster.start_timeout_s):
-                await self._until(is_up)
-        except TimeoutError:
-            missing = sorted(set(ids) - set(self._ready))
-            raise ConfigError(
-                f"instances {missing} were not ready within "
-                f"{self._config.cluster.start_timeout_s:g} s (--start-timeout raises the limit)"
-            ) from None
+        await self._until(is_up)
         if self._startup_error is not None:
             raise self._startup_error
-        specs = [ready.spec for ready in self._ready.values()]
-        pools = [spec.kv_units // spec.num_layers * spec.block_size for spec in specs]
-        self._limits = ServingLimits(
-            max_model_len=min(min(pools), *(r.max_model_len for r in self._ready.values())),
-            block_size=specs[0].block_size,
-            vocab_size=vocab_size,
-        )
+        self._limits = _limits(tuple(self._ready.values()), vocab_size)
+        self._processes.serve()
 
     async def _until(self, condition: Callable[[], bool]) -> None:
         async with self._changed:
@@ -145,105 +140,107 @@ class LocalCluster:
 
     # Processes
 
-    async def _spawn(self, instance_id: InstanceId) -> None:
-        order = InstanceOrder(
+    def _order_of(self, instance_id: InstanceId) -> InstanceOrder:
+        return InstanceOrder(
             instance_id=instance_id,
             fake=self._fake,
             front_address=self._channel.address,
             token=self._channel.token,
             config=self._config,
         )
-        process = await start_instance(order)
-        watcher = asyncio.create_task(self._watch(instance_id, process))
-        self._processes[instance_id] = _Process(process, watcher)
 
-    async def _watch(self, instance_id: InstanceId, process: asyncio.subprocess.Process) -> None:
-        assert process.stdout is not None
-        said = await process.stdout.read()
-        code = await process.wait()
-        if self._is_closing:
-            return
-        if instance_id not in self._ready and self._limits is None:
-            self._startup_error = _startup_error(instance_id, said, code)
-            await self._notify()
-            return
-        logger.error("instance died instance=%d exit_code=%s", instance_id, code)
-        self._ready.pop(instance_id, None)
+    def _on_death(self, death: Death) -> bool:
+        instance_id = death.instance_id
+        if self._limits is None:
+            self._startup_error = _startup_error(death)
+            return False
+        was_ready = self._ready.pop(instance_id, None) is not None
         self._channel.forget(instance_id)
-        self._controller.lost(instance_id, f"exit code {code}", time.monotonic())
-        self._flush()
+        if was_ready:
+            self._controller.lost(instance_id, death.reason, self._clock.now_s())
+            self._flush()
+        elif death.said:
+            logger.error("%s", _startup_error(death))
+        return True
 
-    async def _respawn(self, instance_id: InstanceId) -> None:
-        now_s = time.monotonic()
-        deaths = [t for t in self._deaths.get(instance_id, []) if now_s - t < 60.0]
-        self._deaths[instance_id] = [*deaths, now_s]
-        if len(deaths) >= MAX_RESPAWNS:
-            logger.error("instance dies again and again, giving up instance=%d", instance_id)
-            return
-        await asyncio.sleep(min(10.0, 0.25 * 2 ** len(deaths)))
-        if not self._is_closing:
-            await self._spawn(instance_id)
+    def _on_nonsense(self, instance_id: InstanceId, error: MalformedMessage) -> None:
+        self._processes.condemn(instance_id, f"it sent nonsense: {error}")
 
     # Events and commands
 
     def _on_event(self, instance_id: InstanceId, event: Message) -> None:
-        self._heard_s[instance_id] = time.monotonic()
-        if isinstance(event, Ready):
-            self._ready[instance_id] = event
-        if isinstance(event, StageTime):
-            self._stage_times[instance_id] = event
-        self._controller.on(instance_id, _as_event(event), time.monotonic())
+        with self._background.surviving(f"event {type(event).__name__}"):
+            self._processes.heard(instance_id, event if isinstance(event, Alive) else None)
+            if isinstance(event, Ready):
+                self._ready[instance_id] = event
+                self._processes.ready(instance_id)
+            if isinstance(event, StageTime):
+                self._stage_times[instance_id] = event
+            self._controller.on(instance_id, _as_event(event), self._clock.now_s())
         self._flush()
 
     def _flush(self) -> None:
-        notify = False
-        for command in self._controller.drain():
-            match command:
-                case Deliver(token, client):
-                    client(token)
-                case Send(instance_id, message):
-                    self._channel.send(instance_id, message)
-                    notify = True
-                case Respawn(instance_id):
-                    self._run(self._respawn(instance_id))
-                case LogTransition(record):
-                    log_transition(record)
-                    notify = True
-                case LogReason(group_id, reason):
-                    logger.info("nothing done group=%d reason=%r", group_id, reason)
-                case ScaleUp(reason):
-                    logger.warning("scale_up_wanted reason=%r", reason)
-                case ScaleDown():
-                    raise AssertionError("a cluster on one machine does not grow, nor shrink")
-        if notify:
-            self._run(self._notify())
+        """Carry out what the controller has decided, in order, also what is added meanwhile."""
+        self._commands += self._controller.drain()
+        if self._is_flushing:
+            return
+        self._is_flushing = True
+        may_change = False
+        try:
+            while self._commands:
+                command = self._commands.popleft()
+                may_change |= not isinstance(command, Deliver)
+                with self._background.surviving(f"command {type(command).__name__}"):
+                    self._carry_out(command)
+        finally:
+            self._is_flushing = False
+        if may_change:
+            self._background.run("notify", self._notify())
 
-    def _run(self, work: Awaitable[None]) -> None:
-        task = asyncio.ensure_future(work)
-        self._background.add(task)
-        task.add_done_callback(self._background.discard)
+    def _carry_out(self, command: ControlCommand) -> None:
+        match command:
+            case Deliver(token, client):
+                client(token)
+            case Send(instance_id, message):
+                if not self._channel.send(instance_id, message) and instance_id in self._ready:
+                    what = type(message).__name__
+                    self._processes.condemn(instance_id, f"{what} could not be sent to it")
+            case Respawn():
+                pass  # ``Processes`` sees the end of a process itself, also of one not yet ready
+            case LogTransition(record):
+                log_transition(record)
+            case LogReason(group_id, reason):
+                logger.info("nothing done group=%d reason=%r", group_id, reason)
+            case ScaleUp(reason):
+                logger.warning("scale_up_wanted reason=%r", reason)
+            case ScaleDown():
+                raise AssertionError("a cluster on one machine does not grow, nor shrink")
 
     async def _notify(self) -> None:
+        """Have everybody who waits in ``_until`` look again."""
         async with self._changed:
             self._changed.notify_all()
 
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(TICK_S)
-            self._kill_silent()
-            self._controller.tick(time.monotonic())
+            with self._background.surviving("watching processes"):
+                self._processes.look()
+            with self._background.surviving("tick"):
+                self._controller.tick(self._clock.now_s())
+            if self._config.cluster.check_invariants:
+                with self._background.surviving("check"):
+                    self._controller.check()
+            with self._background.surviving("hopeless requests"):
+                self._end_hopeless()
             self._flush()
             await self._notify()
 
-    def _kill_silent(self) -> None:
-        """A process without a heartbeat hangs (it beats also during a long step): end it."""
-        limit_s = self._config.cluster.heartbeat_timeout_s
-        for instance_id in self._ready:
-            silent_s = time.monotonic() - self._heard_s[instance_id]
-            process = self._processes[instance_id].process
-            if silent_s > limit_s and process.returncode is None:
-                logger.error("no heartbeat instance=%d silent_s=%.1f", instance_id, silent_s)
-                process.kill()
+    def _end_hopeless(self) -> None:
+        """While no instance can be started, no request shall wait without a word."""
+        if not self._controller.can_serve and self._processes.is_hopeless:
+            for request_id in self._controller.give_up_waiting():
+                logger.error("request ended, no instance can be started request=%s", request_id)
 
     # EngineClient
 
@@ -259,16 +256,16 @@ class LocalCluster:
             raise Unavailable("the server is shutting down")
         if not self._controller.can_serve:
             raise Unavailable("no instance is alive; a replacement is starting")
-        asked_tokens = len(request.prompt_token_ids) + request.sampling.max_tokens
-        if asked_tokens > self.limits.max_model_len:
+        num_tokens = len(request.prompt_token_ids) + request.sampling.max_tokens
+        if num_tokens > self.limits.max_model_len:
             raise PromptTooLong(
                 f"This model's maximum context length is {self.limits.max_model_len} tokens. "
-                f"However, you requested {asked_tokens} tokens."
+                f"However, you requested {num_tokens} tokens."
             )
         shed = self._controller.admit(request)
         if shed is not None:
             raise Overloaded(shed.reason, shed.retry_after_s)
-        self._controller.arrive(request, deliver, time.monotonic())
+        self._controller.arrive(request, deliver, self._clock.now_s())
         self._flush()
 
     def abort(self, request_id: RequestId) -> None:
@@ -278,8 +275,16 @@ class LocalCluster:
 
     def state(self) -> ClusterState:
         """See ``EngineClient``."""
-        state = self._controller.state(time.monotonic())
+        state = self._controller.state(self._clock.now_s())
         return replace(state, stage_times=tuple(self._stage_times.values()))
+
+    def vitals(self) -> Vitals:
+        """See ``EngineClient``."""
+        return Vitals(
+            num_instances=self._config.cluster.num_instances,
+            num_missing=self._processes.num_missing,
+            num_errors=self._background.num_errors,
+        )
 
     def is_healthy(self) -> bool:
         """See ``EngineClient``."""
@@ -299,7 +304,7 @@ class LocalCluster:
 
     async def drop(self, num_bytes: int | None) -> str:
         """See ``EngineClient``."""
-        ids = self._controller.force_drop(num_bytes, time.monotonic())
+        ids = self._controller.force_drop(num_bytes, self._clock.now_s())
         self._flush()
         if not ids:
             raise InvalidRequest("nothing can be dropped: one group is left, or all are changing")
@@ -307,7 +312,12 @@ class LocalCluster:
 
     async def restore(self) -> str:
         """See ``EngineClient``."""
-        begun = self._controller.force_restore(time.monotonic())
+        try:
+            async with asyncio.timeout(SETTLE_S):
+                await self._until(lambda: self._controller.is_settled)
+        except TimeoutError:
+            logger.warning("restore asked for while groups still change")
+        begun = self._controller.force_restore(self._clock.now_s())
         self._flush()
         ids = [item for item in begun if not isinstance(item, Postponed)]
         if not ids:
@@ -332,38 +342,28 @@ class LocalCluster:
             raise InvalidRequest("; ".join(failed))
         return "; ".join(describe(record) for record in records)
 
+    def pid_of(self, instance_id: InstanceId) -> int | None:
+        """The instance's process; None between two."""
+        return self._processes.pid_of(instance_id)
+
     async def kill(self, instance_id: InstanceId) -> None:
         """See ``EngineClient``."""
-        process = self._processes.get(instance_id)
-        if process is None or process.process.returncode is not None:
+        if not await self._processes.kill(instance_id):
             raise InvalidRequest(f"instance {instance_id} does not run")
-        process.process.send_signal(signal.SIGKILL)
-        await process.process.wait()
 
     async def close(self) -> None:
         """See ``EngineClient``."""
         self._is_closing = True
-        if self._ticker is not None:
-            self._ticker.cancel()
-        for instance_id in self._ready:
-            self._channel.send(instance_id, Shutdown())
-        for entry in self._processes.values():
-            try:
-                async with asyncio.timeout(3.0):
-                    await entry.process.wait()
-            except TimeoutError:
-                entry.process.kill()
-                await entry.process.wait()
-            entry.watcher.cancel()
-        for task in tuple(self._background):
-            task.cancel()
+        await self._processes.close(lambda i: self._channel.send(i, Shutdown()))
+        await self._background.close()
         await self._channel.close()
         if self._config.cluster.trace_out is not None:
             self._join_trace(Path(self._config.cluster.trace_out))
 
     def _join_trace(self, path: Path) -> None:
+        ids = [InstanceId(i) for i in range(self._config.cluster.num_instances)]
         try:
-            join_trace(path, self._processes, self._controller.transitions.latest())
+            join_trace(path, ids, self._controller.transitions.latest())
         except OSError as error:
             logger.error("cannot write the trace path=%s: %s", path, error.strerror)
         else:
@@ -374,29 +374,19 @@ def _as_event(message: Message) -> Event:
     return message  # type: ignore[return-value]
 
 
-def _startup_error(instance_id: InstanceId, said: bytes, code: int | None) -> ConfigError:
-    try:
-        failure = msgspec.json.decode(said, type=StartupFailure)
-    except msgspec.MsgspecError:
-        return ConfigError(f"instance {instance_id} died at start with exit code {code}")
-    return failure.to_error()
-
-
-def describe(record: TransitionRecord) -> str:
-    """One line on a transition: what, why, and what was measured."""
-    before = "+".join("".join(str(len(g.stages))) for g in record.groups_before)
-    after = "+".join(str(len(g.stages)) for g in record.groups_after)
-    took_s = (record.finished_s or record.started_s) - record.started_s
-    return (
-        f"{record.kind} id={record.transition_id} outcome={record.ending!r} "
-        f"trigger={record.trigger!r} groups={before}->{after} bytes={record.freed_bytes} "
-        f"remap_ms={record.remap_s * 1e3:.2f} gap_ms={record.gap_s * 1e3:.1f} "
-        f"requests_moved={record.requests_moved} moved_bytes={record.moved_bytes} "
-        f"max_stall_ms={record.max_stall_s * 1e3:.0f} total_ms={took_s * 1e3:.0f}"
+def _limits(ready: tuple[Ready, ...], vocab_size: int) -> ServingLimits:
+    specs = [one.spec for one in ready]
+    pools = [spec.kv_units // spec.num_layers * spec.block_size for spec in specs]
+    return ServingLimits(
+        max_model_len=min(min(pools), *(one.max_model_len for one in ready)),
+        block_size=specs[0].block_size,
+        vocab_size=vocab_size,
     )
 
 
-def log_transition(record: TransitionRecord) -> None:
-    """One line per drop or restore."""
-    level = logging.INFO if record.outcome is Outcome.DONE else logging.WARNING
-    logger.log(level, describe(record))
+def _startup_error(death: Death) -> ConfigError:
+    try:
+        failure = msgspec.json.decode(death.said, type=StartupFailure)
+    except msgspec.MsgspecError:
+        return ConfigError(f"instance {death.instance_id} did not start: {death.reason}")
+    return failure.to_error()

@@ -114,10 +114,15 @@ class ClusterConfig:
     report_period_s: float = 0.1
     heartbeat_timeout_s: float = 10.0
     """An instance silent for this long is dead."""
+    hang_timeout_s: float = 60.0
+    """An instance that beats, but whose loop stands still for this long and for ten times its
+    longest step, hangs. It is killed and replaced."""
     start_timeout_s: float = 300.0
     """Model loading (and a first compilation of the kernels) must end within this."""
     trace_out: str | None = None
     """File for a Chrome trace of every step, transfer and transition, written at the end."""
+    check_invariants: bool = False
+    """Whether the drivers check every owner's invariants when idle (for tests; it costs time)."""
 
 
 @dataclass(frozen=True, slots=True)

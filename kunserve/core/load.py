@@ -1,8 +1,41 @@
 """A group's load: what its leader reports, and what the controller knows besides."""
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 from kunserve.core.ids import GroupId
+
+
+@dataclass(frozen=True, slots=True)
+class LeaderTotals:
+    """What an instance has done as a leader of groups, one after the other, since it started."""
+
+    num_preemptions: int = 0
+    lost_tokens: int = 0
+    """Tokens of KV thrown away by preemptions."""
+    prompt_tokens: int = 0
+    """Prompt tokens computed (recomputation included)."""
+    generation_tokens: int = 0
+
+    def __add__(self, other: "LeaderTotals") -> "LeaderTotals":
+        return LeaderTotals(
+            self.num_preemptions + other.num_preemptions,
+            self.lost_tokens + other.lost_tokens,
+            self.prompt_tokens + other.prompt_tokens,
+            self.generation_tokens + other.generation_tokens,
+        )
+
+    def since(self, before: "LeaderTotals") -> "LeaderTotals":
+        """What was added; nothing is ever taken away."""
+        return LeaderTotals(
+            max(0, self.num_preemptions - before.num_preemptions),
+            max(0, self.lost_tokens - before.lost_tokens),
+            max(0, self.prompt_tokens - before.prompt_tokens),
+            max(0, self.generation_tokens - before.generation_tokens),
+        )
+
+
+NOTHING_DONE = LeaderTotals()
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +81,45 @@ class LoadReport:
     def demand_blocks(self) -> int:
         """Running demand with growth, plus the queue's head (Llumnix's virtual usage)."""
         return self.used_blocks + self.growth_blocks + self.head_of_line_blocks
+
+    @property
+    def totals(self) -> LeaderTotals:
+        """The leader's counters, which survive its groups."""
+        return LeaderTotals(
+            self.num_preemptions, self.lost_tokens, self.prompt_tokens, self.generation_tokens
+        )
+
+    def of_live(self, num_live: int) -> "LoadReport":
+        """The same report told of ``num_live`` requests: those it does not know of wait."""
+        num_stalled = min(self.num_stalled, num_live)
+        num_running = min(self.num_running, num_live - num_stalled)
+        num_waiting = num_live - num_stalled - num_running
+        return replace(
+            self, num_stalled=num_stalled, num_running=num_running, num_waiting=num_waiting
+        )
+
+
+def inherited(
+    group_id: GroupId, capacity_blocks: int, old: Iterable[LoadReport], part: int, whole: int
+) -> LoadReport:
+    """What is known of a group before its leader reports: its part of the old groups' loads.
+
+    Only what has KV: waiting requests are sent anew. ``part`` of ``whole`` requests are its.
+    """
+    old = tuple(old)
+
+    def share(total: int) -> int:
+        return total * part // whole if whole else 0
+
+    return LoadReport(
+        group_id,
+        capacity_blocks=capacity_blocks,
+        num_running=share(sum(report.num_running + report.num_stalled for report in old)),
+        used_blocks=share(sum(report.used_blocks for report in old)),
+        growth_blocks=share(sum(report.growth_blocks for report in old)),
+        largest_request_blocks=max((report.largest_request_blocks for report in old), default=0),
+        largest_expected_blocks=max((report.largest_expected_blocks for report in old), default=0),
+    )
 
 
 @dataclass(frozen=True, slots=True)

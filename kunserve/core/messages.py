@@ -9,7 +9,7 @@ from typing import NamedTuple, TypeAlias
 
 from kunserve.core.ids import GroupId, InstanceId, RequestId, TransitionId
 from kunserve.core.layout import GroupLayout, LayerRange
-from kunserve.core.load import LoadReport
+from kunserve.core.load import NOTHING_DONE, LeaderTotals, LoadReport
 from kunserve.core.request import FinishReason, Request, TokenLogprobs
 from kunserve.core.snapshots import InstanceSpec, StageTime
 from kunserve.core.step import StepPlan, StepResult
@@ -295,6 +295,8 @@ class Committed:
     """From the end of the last step in the old group to readiness in the new one."""
     sequences: tuple[RequestId, ...]
     """Requests that the instance leads now; empty on a follower."""
+    totals: LeaderTotals = NOTHING_DONE
+    """All that the instance has done as a leader: one that becomes a follower reports no more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -334,9 +336,15 @@ class MigrationOver:
 
 @dataclass(frozen=True, slots=True)
 class Alive:
-    """A heartbeat, also while a long step runs."""
+    """A heartbeat, also while a long step runs; it tells whether the instance's loop moves on."""
 
     instance_id: InstanceId
+    num_turns: int = 0
+    """Grows with every turn of the loop, about ten times a second when idle."""
+    longest_step_s: float = 0.0
+    """Of all steps so far."""
+    is_computing: bool = False
+    """Whether the loop is inside a step."""
 
 
 Event: TypeAlias = (
@@ -422,11 +430,19 @@ class ExchangeProgress:
 
 
 @dataclass(frozen=True, slots=True)
+class LayersDropped:
+    """A restore is off: the member holds no other layers than before it. To its leader."""
+
+    transition_id: TransitionId
+    instance_id: InstanceId
+
+
+@dataclass(frozen=True, slots=True)
 class OfferKv:
     """A running request's blocks that will not change any more, for the target to pull.
 
-    The first offer of a migration asks it to set memory aside; ``KvMoved`` is a yes and says how
-    far it has them, ``KvDropped`` is a no.
+    The first offer of a migration asks it to set memory aside. The answer is ``OfferTaken`` or
+    ``OfferRefused``.
     """
 
     migration_id: TransitionId
@@ -443,6 +459,21 @@ class OfferKv:
 
 
 @dataclass(frozen=True, slots=True)
+class OfferTaken:
+    """The target of a migration has the request's blocks [0, end_block)."""
+
+    migration_id: TransitionId
+    end_block: int
+
+
+@dataclass(frozen=True, slots=True)
+class OfferRefused:
+    """The target of a migration takes nothing, or nothing more, and has freed what it had."""
+
+    migration_id: TransitionId
+
+
+@dataclass(frozen=True, slots=True)
 class WithdrawKv:
     """The migrating request stays where it is, or has ended."""
 
@@ -456,7 +487,10 @@ PeerMessage: TypeAlias = (
     | KvMoved
     | KvDropped
     | ExchangeProgress
+    | LayersDropped
     | OfferKv
+    | OfferTaken
+    | OfferRefused
     | WithdrawKv
     | LoadLayers
     | Submit

@@ -61,7 +61,7 @@ class Request:
     """Tokens the client already has, when a request is re-run after its instance died."""
 
     @property
-    def max_total_tokens(self) -> int:
+    def max_stored_tokens(self) -> int:
         """Tokens of KV that the request may come to need (the last token's KV is never stored)."""
         return len(self.prompt_token_ids) + self.sampling.max_tokens - 1
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from kunserve.core.ids import GroupId, InstanceId, TransitionId
 from kunserve.core.layout import GroupLayout, LayerRange
-from kunserve.core.load import LoadReport
+from kunserve.core.load import NOTHING_DONE, LeaderTotals, LoadReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +48,8 @@ class InstanceSnapshot:
     held: LayerRange
     """Layers whose weights are in memory."""
     kv_units: int
+    totals: LeaderTotals = NOTHING_DONE
+    """Over all processes that the instance ever had: they only grow."""
 
     @property
     def dropped_bytes(self) -> int:
@@ -125,11 +127,14 @@ class ClusterState:
     instances: tuple[InstanceSnapshot, ...]
     groups: tuple[GroupLayout, ...]
     loads: tuple[LoadReport, ...]
-    """One per group, in the same order."""
+    """One per group, in the same order: its leader's last, or until there is one its part of what
+    its old groups last reported. Running, stalled and waiting requests are those that live now."""
     transitions: tuple[TransitionRecord, ...]
     """Most recent last; bounded."""
     num_drops: int
     num_restores: int
+    num_unplaced: int = 0
+    """Live requests that no group has: until one can take them."""
     reasons: tuple[str, ...] = ()
     """Why nothing is done about groups whose load asks for something: one line per group."""
     stage_times: tuple[StageTime, ...] = ()

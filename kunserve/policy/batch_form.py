@@ -52,11 +52,31 @@ class Microbatch(NamedTuple):
     prompts: Sequence[PromptShare]
 
 
+@dataclass(frozen=True, slots=True)
+class OngoingFormation:
+    """A formation whose microbatches are not all planned: the scheduler keeps it between them.
+
+    Only a cost is kept. Each microbatch is cut when its slot opens, to that cost, from what is
+    there then: ends, aborts and preemptions in between leave nothing to repair.
+    """
+
+    target_s: float
+    """Predicted cost of every microbatch."""
+    num_left: int
+    """Microbatches not planned yet."""
+    num_prompt_tokens: int
+    """Prompt tokens that the next view has, if nobody comes or goes."""
+    num_decodes: int
+    """Decodes, in flight or not, at the formation."""
+
+
 class FormBatch(Protocol):
     """A way to form microbatches."""
 
-    def __call__(self, view: FormationView) -> Microbatch:
-        """The next microbatch."""
+    def __call__(
+        self, view: FormationView, ongoing: OngoingFormation | None
+    ) -> tuple[Microbatch, OngoingFormation | None]:
+        """The next microbatch, and what to bring with the next view."""
         ...
 
 

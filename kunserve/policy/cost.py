@@ -12,6 +12,8 @@ zeta once instead of beta and epsilon, since reading the weights is then all of 
 """
 
 from dataclasses import dataclass
+from math import sqrt
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +23,7 @@ from kunserve.core.model_spec import ModelSpec
 
 Array = npt.NDArray[np.float64]
 Numbers = npt.ArrayLike
+Number = TypeVar("Number", float, Array)
 
 NUM_TERMS = 7
 NARROW_TOKENS = 4
@@ -94,42 +97,92 @@ def from_vector(vector: Array) -> CostCoefficients:
     return CostCoefficients(attention_s, token_s, own_s + shared_s, shared_s, *added)
 
 
-def chunk_cost(
-    cost: CostCoefficients, prefixes: Numbers, lengths: Numbers, samples: Numbers = 0
-) -> Array:
-    """Eq. 1: seconds that each chunk takes alone. ``samples`` is 1 where a token is sampled."""
-    p, c = np.asarray(prefixes, dtype=np.float64), np.asarray(lengths, dtype=np.float64)
-    return (
-        cost.attention_s * OURS.pairs(p, c)
-        + cost.token_s * c
-        + cost.chunk_s
-        + cost.context_s * p
-        + cost.sample_s * np.asarray(samples, dtype=np.float64)
+def own_cost(cost: CostCoefficients, prefix: Number, num_tokens: Number) -> Number:
+    """Eq. 1 less what chunks of a batch share: seconds that a chunk adds to a batch.
+
+    For one chunk, or elementwise for an array of them.
+    """
+    pairs = prefix * num_tokens + (num_tokens * num_tokens + num_tokens) / 2
+    fixed_s = cost.chunk_s - cost.shared_s + cost.context_s * prefix
+    return cost.attention_s * pairs + cost.token_s * num_tokens + fixed_s
+
+
+def tokens_within(cost: CostCoefficients, prefix: float, seconds: float) -> float:
+    """The inverse of ``own_cost``: tokens of a chunk that adds ``seconds``; 0 if none does."""
+    left_s = seconds - (cost.chunk_s - cost.shared_s + cost.context_s * prefix)
+    if left_s <= 0.0:
+        return 0.0
+    linear_s = cost.attention_s * (prefix + 0.5) + cost.token_s
+    return 2.0 * left_s / (linear_s + sqrt(linear_s * linear_s + 2.0 * cost.attention_s * left_s))
+
+
+def tokens_within_each(cost: CostCoefficients, prefixes: Array, seconds: Array) -> Array:
+    """``tokens_within`` of many chunks."""
+    left_s = seconds - (cost.chunk_s - cost.shared_s + cost.context_s * prefixes)
+    left_s = np.maximum(left_s, 0.0)
+    linear_s = cost.attention_s * (prefixes + 0.5) + cost.token_s
+    root_s: Array = np.sqrt(linear_s * linear_s + 2.0 * cost.attention_s * left_s)
+    return 2.0 * left_s / (linear_s + root_s)
+
+
+def decode_cost(cost: CostCoefficients, num_decodes: int, num_context_tokens: int) -> float:
+    """What decodes add to a batch: chunks of one token that all sample.
+
+    Linear in their context, so that their number and their tokens are enough.
+    """
+    each_s = cost.attention_s + cost.token_s + cost.chunk_s - cost.shared_s + cost.sample_s
+    return num_decodes * each_s + num_context_tokens * (cost.attention_s + cost.context_s)
+
+
+class BatchTotals(NamedTuple):
+    """All that a batch's cost depends on, summed over its chunks."""
+
+    num_chunks: int
+    num_tokens: int
+    num_pairs: float
+    """Pairs of a token and one that it attends to."""
+    num_context_tokens: int
+    """Of prefix."""
+    num_samples: int
+
+
+def layers_cost(cost: CostCoefficients, totals: BatchTotals) -> float:
+    """Eq. 2-3 but for the output head: seconds that all layers take."""
+    layers_s = (
+        cost.attention_s * totals.num_pairs
+        + cost.token_s * totals.num_tokens
+        + cost.context_s * totals.num_context_tokens
+        + cost.chunk_s * totals.num_chunks
+        - cost.shared_s * max(0, totals.num_chunks - 1)
     )
+    if totals.num_tokens <= NARROW_TOKENS:
+        layers_s += cost.narrow_s - cost.token_s * totals.num_tokens
+    return layers_s
+
+
+def head_cost(cost: CostCoefficients, totals: BatchTotals) -> float:
+    """Seconds that the output head takes."""
+    return 0.0 if totals.num_tokens <= NARROW_TOKENS else cost.sample_s * totals.num_samples
 
 
 def batch_cost(
     cost: CostCoefficients, prefixes: Numbers, lengths: Numbers, samples: Numbers = 0
 ) -> float:
-    """Eq. 3: seconds that a microbatch of these chunks takes; 0 for none."""
-    chunks = chunk_cost(cost, prefixes, lengths, samples)
-    if chunks.size == 0:
-        return 0.0
-    num_tokens = int(np.sum(np.broadcast_to(np.asarray(lengths), chunks.shape)))
-    num_samples = int(np.sum(np.broadcast_to(np.asarray(samples), chunks.shape)))
-    total_s = float(chunks.sum()) - (chunks.size - 1) * cost.shared_s
-    if num_tokens <= NARROW_TOKENS:
-        total_s += cost.narrow_s - cost.token_s * num_tokens - cost.sample_s * num_samples
-    return total_s
+    """Eq. 3: seconds that a microbatch of these chunks takes; 0 for none.
 
-
-def decode_cost(cost: CostCoefficients, num_decodes: int, num_context_tokens: int) -> float:
-    """What decodes add to a microbatch: chunks of one token that all sample.
-
-    Linear in their context, so that their number and their tokens are enough.
+    ``samples`` is 1 where a token is sampled.
     """
-    each = cost.attention_s + cost.token_s + cost.chunk_s - cost.shared_s + cost.sample_s
-    return num_decodes * each + num_context_tokens * (cost.attention_s + cost.context_s)
+    p, c = np.asarray(prefixes, dtype=np.float64), np.asarray(lengths, dtype=np.float64)
+    if c.size == 0:
+        return 0.0
+    totals = BatchTotals(
+        num_chunks=c.size,
+        num_tokens=int(c.sum()),
+        num_pairs=float(OURS.pairs(p, c).sum()),
+        num_context_tokens=int(p.sum()),
+        num_samples=int(np.sum(np.broadcast_to(np.asarray(samples), c.shape))),
+    )
+    return layers_cost(cost, totals) + head_cost(cost, totals)
 
 
 MATRIX_FLOPS = 200e9

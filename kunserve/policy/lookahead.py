@@ -12,33 +12,40 @@ by cost, belongs to every microbatch.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import ceil, inf, sqrt
+from functools import partial
+from math import ceil, inf
 
 import numpy as np
 import numpy.typing as npt
 
+from kunserve.core.config import SchedulerConfig
 from kunserve.core.cost import CostCoefficients
 from kunserve.policy.batch_form import (
     FormationView,
+    FormBatch,
     Microbatch,
+    OngoingFormation,
     PromptShare,
     PromptWork,
     form_token_budget,
 )
-from kunserve.policy.cost import Array, decode_cost
+from kunserve.policy.cost import Array, decode_cost, own_cost, tokens_within
 from kunserve.policy.work_line import WorkLine
 
-ROUNDS, ROOMY = 4, 3
-"""A short queue is spread over so many microbatches per stage, each that many times the least:
-the step from decodes alone to prompts and back is lower, and idles less."""
-BACKLOG_ROUNDS = 32
-"""The same while more requests wait for memory, each part as small as the least: prompts then
-come in one by one as others end, and an even flow of them idles least. Nobody is served later by
-it, since memory is what the queue waits for."""
+ROUNDS_OF_SHORT_QUEUE = 4
+"""A queue is split into up to so many microbatches per stage while each has
+``ROUNDS_LEAST_FACTOR`` times ``min_tokens``. Stages idle less when prompts and decodes mix in
+smaller steps."""
+ROUNDS_LEAST_FACTOR = 3
+"""See ``ROUNDS_OF_SHORT_QUEUE``."""
+ROUNDS_OF_BACKLOG = 32
+"""The same while more requests wait for memory, with parts of ``min_tokens``. Prompts then come
+one by one, as others end, and stages idle least when they come evenly. Nobody is served later,
+because the queue waits for memory."""
 CHUNK_TOKENS = 16
 """Of prompts in a microbatch at least, however many decodes it has."""
 HORIZON = 512
-"""Microbatches of queue beyond which nothing more is learnt: a course is over before."""
+"""Full microbatches of queue that a formation looks at. It is made anew before more are planned."""
 NUM_PASSES = 2
 """A cut inside a prompt costs a chunk more, which moves the cuts: settled after two passes."""
 NUM_TRIES = 8
@@ -46,6 +53,8 @@ NUM_TRIES = 8
 HEADROOM = 1.002
 """Of the next number of parts, so that rounding does not cost one more try."""
 EPSILON = 1e-9
+BY_TOKENS = CostCoefficients(attention_s=0.0, token_s=1.0, chunk_s=0.0, shared_s=0.0)
+"""Where nobody gave coefficients, every token costs the same."""
 DECODES_CHANGED = 0.125
 """Share of all decodes that must have come or gone for a formation to be made anew."""
 
@@ -90,24 +99,6 @@ class Formation:
         return shares
 
 
-@dataclass(frozen=True, slots=True)
-class Course:
-    """What a scheduler keeps of a formation between its microbatches.
-
-    Each is cut when its slot opens, to the cost found, from what is there then: ends, aborts and
-    preemptions in between leave nothing to repair.
-    """
-
-    target_s: float
-    """Predicted cost of every microbatch."""
-    num_left: int
-    """Microbatches of the formation not planned yet."""
-    num_prompt_tokens: int
-    """Prompt tokens that the next view has, if nobody comes or goes."""
-    num_decodes: int
-    """Decodes, in flight or not, at the formation."""
-
-
 def looks_ahead(view: FormationView, min_tokens: int) -> bool:
     """Whether to look ahead: a pipeline, a prompt to split, and enough tokens for every stage.
 
@@ -122,33 +113,41 @@ def looks_ahead(view: FormationView, min_tokens: int) -> bool:
     )
 
 
-def form_lookahead(
-    view: FormationView, course: Course | None, how: Lookahead
-) -> tuple[Microbatch, Course | None]:
-    """The next microbatch, and the course to bring with the next view.
+def choose_formation(config: SchedulerConfig) -> FormBatch:
+    """The way that the configuration wants: by lookahead, or by token budget alone."""
+    if not config.lookahead:
+        return lambda view, ongoing: (form_token_budget(view), None)
+    how = Lookahead(config.cost or BY_TOKENS, config.min_microbatch_tokens)
+    return partial(form_lookahead, how=how)
 
-    On course the target stands; it is formed anew when the last microbatch of it has been
-    planned, when prompts came or went, or when an eighth of the decodes did. Without enough
-    prompt tokens it is plain token-budget chunking, with decodes spread by cost in a pipeline.
+
+def form_lookahead(
+    view: FormationView, ongoing: OngoingFormation | None, how: Lookahead
+) -> tuple[Microbatch, OngoingFormation | None]:
+    """The next microbatch, and the formation to bring with the next view.
+
+    A formation is made anew when its last microbatch has been planned, when prompts came or went,
+    or when an eighth of the decodes did; until then its target stands. Without enough prompt
+    tokens this is plain token-budget chunking, with decodes spread by cost in a pipeline.
     """
     if view.num_stages == 1:
         return form_token_budget(view), None
     num_tokens = sum(work.remaining for work in view.prompts)
-    if course is None or not _is_on_course(course, view, num_tokens):
+    if ongoing is None or not _holds(ongoing, view, num_tokens):
         if not looks_ahead(view, how.min_tokens):
             return cut_microbatch(view, how, inf), None
         formation = form_all(_within_horizon(view), how)
-        course = Course(
+        ongoing = OngoingFormation(
             target_s=float(formation.costs.mean()),
             num_left=formation.num_microbatches,
             num_prompt_tokens=num_tokens,
             num_decodes=_num_decodes(view),
         )
-    target_s = inf if course.num_left == 1 else course.target_s
+    target_s = inf if ongoing.num_left == 1 else ongoing.target_s
     batch = cut_microbatch(view, how, target_s)
     taken = sum(share.num_tokens for share in batch.prompts)
     return batch, replace(
-        course, num_left=course.num_left - 1, num_prompt_tokens=num_tokens - taken
+        ongoing, num_left=ongoing.num_left - 1, num_prompt_tokens=num_tokens - taken
     )
 
 
@@ -165,8 +164,10 @@ def form_all(view: FormationView, how: Lookahead) -> Formation:
     most_seqs = max(1, view.max_num_seqs - num_decodes)
     total = line.num_tokens
     least = max(min(CHUNK_TOKENS, how.min_tokens), how.min_tokens - num_decodes)
-    num_rounds, roomy = (BACKLOG_ROUNDS, 1) if view.has_backlog else (ROUNDS, ROOMY)
-    spread = min(num_rounds * view.num_stages, total // (roomy * least))
+    num_rounds, factor = ROUNDS_OF_SHORT_QUEUE, ROUNDS_LEAST_FACTOR
+    if view.has_backlog:
+        num_rounds, factor = ROUNDS_OF_BACKLOG, 1
+    spread = min(num_rounds * view.num_stages, total // (factor * least))
     wanted = max(min(view.num_stages, total // least), spread)
     parts = max(1, wanted, -(-total // most))
     for _ in range(NUM_TRIES):
@@ -204,7 +205,7 @@ def cut_microbatch(view: FormationView, how: Lookahead, target_s: float) -> Micr
         shares.append(PromptShare(index, num_tokens))
         tokens_left -= num_tokens
         owed = max(0, owed - num_tokens)
-        left_s -= _chunk_s(cost, prefix, num_tokens)
+        left_s -= own_cost(cost, prefix, num_tokens)
         if num_tokens < remaining:
             break
         left_s -= cost.sample_s
@@ -221,12 +222,13 @@ def _within_horizon(view: FormationView) -> FormationView:
     return view
 
 
-def _is_on_course(course: Course, view: FormationView, num_tokens: int) -> bool:
-    changed = abs(_num_decodes(view) - course.num_decodes)
+def _holds(ongoing: OngoingFormation, view: FormationView, num_tokens: int) -> bool:
+    """Whether the formation is still good: it was made from about what is there now."""
+    changed = abs(_num_decodes(view) - ongoing.num_decodes)
     return (
-        course.num_left > 0
-        and course.num_prompt_tokens == num_tokens
-        and changed <= DECODES_CHANGED * course.num_decodes
+        ongoing.num_left > 0
+        and ongoing.num_prompt_tokens == num_tokens
+        and changed <= DECODES_CHANGED * ongoing.num_decodes
     )
 
 
@@ -268,23 +270,11 @@ def _take_decodes(view: FormationView, cost: CostCoefficients) -> tuple[int, flo
     return taken, taken_s
 
 
-def _chunk_s(cost: CostCoefficients, prefix: int, num_tokens: int) -> float:
-    """Eq. 1 without the shared part."""
-    pairs = prefix * num_tokens + (num_tokens * num_tokens + num_tokens) / 2
-    own_s = cost.chunk_s - cost.shared_s + cost.context_s * prefix
-    return cost.attention_s * pairs + cost.token_s * num_tokens + own_s
-
-
 def _tokens_for(cost: CostCoefficients, prefix: int, remaining: int, seconds: float) -> int:
-    """How many tokens of a prompt take that long: Eq. 1 solved for c, rounded."""
-    if _chunk_s(cost, prefix, remaining) <= seconds:
+    """How many tokens of a prompt take that long."""
+    if own_cost(cost, prefix, remaining) <= seconds:
         return remaining
-    seconds -= cost.chunk_s - cost.shared_s + cost.context_s * prefix
-    if seconds <= 0.0:
-        return 0
-    linear = cost.attention_s * (prefix + 0.5) + cost.token_s
-    root = sqrt(linear * linear + 2.0 * cost.attention_s * seconds)
-    return min(remaining, round(2.0 * seconds / (linear + root)))
+    return min(remaining, round(tokens_within(cost, prefix, seconds)))
 
 
 def _cut_equally(line: WorkLine, parts: int) -> npt.NDArray[np.int64]:

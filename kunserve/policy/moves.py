@@ -194,7 +194,7 @@ def _find_homes(
             SequenceToPlace(
                 _id(state),
                 state.num_blocks if _id(state) in with_kv else 0,
-                min(largest, -(-state.request.max_total_tokens // block_size)),
+                min(largest, -(-state.request.max_stored_tokens // block_size)),
                 state.request.arrival_s,
             )
             for state in states

@@ -8,7 +8,7 @@ import numpy.typing as npt
 
 from kunserve.core.cost import CostCoefficients
 from kunserve.policy.batch_form import PromptWork
-from kunserve.policy.cost import Array
+from kunserve.policy.cost import Array, own_cost, tokens_within_each
 
 Positions = npt.NDArray[np.int64]
 
@@ -43,14 +43,10 @@ class WorkLine:
 
     def positions(self, seconds: Array) -> Positions:
         """Where the cost from the beginning reaches each of ``seconds``, to the nearest token."""
-        cost = self._cost
         index = self._index(self._start_s, seconds)
-        prefix = self._prefixes[index]
-        left = seconds - self._start_s[index] - self._own_s - cost.context_s * prefix
-        left = np.maximum(left, 0.0)
-        linear = cost.attention_s * (prefix + 0.5) + cost.token_s
-        root = np.sqrt(linear * linear + 2.0 * cost.attention_s * left)
-        tokens = np.minimum(np.rint(2.0 * left / (linear + root)), self._lengths[index])
+        left_s = seconds - self._start_s[index]
+        tokens = np.rint(tokens_within_each(self._cost, self._prefixes[index], left_s))
+        tokens = np.minimum(tokens, self._lengths[index])
         return np.clip(self._starts[index] + tokens.astype(np.int64), 0, self.num_tokens)
 
     def resume_costs(self, positions: Positions) -> Array:
@@ -78,10 +74,7 @@ class WorkLine:
 
     def _inside(self, index: Positions, tokens: Array) -> Array:
         """Cost of the first tokens of a prompt, as one chunk."""
-        cost, prefix = self._cost, self._prefixes[index]
-        pairs = prefix * tokens + (tokens * tokens + tokens) / 2
-        fixed = self._own_s + cost.context_s * prefix
-        return cost.attention_s * pairs + cost.token_s * tokens + fixed
+        return own_cost(self._cost, self._prefixes[index], tokens)
 
     def _locate(self, positions: Positions) -> tuple[Positions, Array]:
         """(prompt, tokens of it before) of each position."""

@@ -1,7 +1,6 @@
 """Metrics of groups, instances and transitions, read from the controller's snapshot."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
@@ -15,25 +14,9 @@ from kunserve.core.snapshots import ClusterState, Kind, Outcome, TransitionRecor
 from kunserve.server.histogram import Histogram
 from kunserve.server.stage_metrics import StageMetrics
 
+NO_ENGINE = "none"
+"""Label of requests that wait for an engine to take them: so that gauges sum to all of them."""
 TRANSITION_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
-
-
-@dataclass(slots=True)
-class LeaderTotals:
-    """Counters of one leader, kept growing over the groups it leads one after another."""
-
-    preemptions: int = 0
-    lost_tokens: int = 0
-    prompt_tokens: int = 0
-    generation_tokens: int = 0
-
-
-_COUNTED = (
-    ("preemptions", "num_preemptions"),
-    ("lost_tokens", "lost_tokens"),
-    ("prompt_tokens", "prompt_tokens"),
-    ("generation_tokens", "generation_tokens"),
-)
 
 
 def loads_by_group(state: ClusterState) -> list[tuple[GroupLayout, LoadReport | None]]:
@@ -49,10 +32,8 @@ class ClusterMetrics(Collector):
         self._engine = engine
         self._model_name = model_name
         self._state = engine.state()
-        self._last: dict[InstanceId, LoadReport] = {}
         self._seen: set[TransitionId] = set()
         self._moved_bytes = dict.fromkeys(Kind, 0)
-        self.totals: dict[InstanceId, LeaderTotals] = {}
         self._stages = StageMetrics(model_name)
         self._durations = {kind: self._duration_histogram() for kind in Kind}
 
@@ -71,26 +52,12 @@ class ClusterMetrics(Collector):
     def observe(self) -> ClusterState:
         """Take a snapshot and add what is new in it to the counters."""
         state = self._state = self._engine.state()
-        for group, load in loads_by_group(state):
-            if load is not None:
-                self._count(group.leader, load)
         for record in state.transitions:
             if record.finished_s is not None and record.transition_id not in self._seen:
                 self._seen.add(record.transition_id)
                 self._finished(record, record.finished_s)
         self._stages.observe(state)
         return state
-
-    def _count(self, leader: InstanceId, load: LoadReport) -> None:
-        totals = self.totals.setdefault(leader, LeaderTotals())
-        before = self._last.get(leader)
-        for name, source in _COUNTED:
-            value: int = getattr(load, source)
-            known: int = getattr(before, source) if before is not None else 0
-            # A smaller value is a new group's fresh counter.
-            grown = value - known if value >= known else value
-            setattr(totals, name, getattr(totals, name) + grown)
-        self._last[leader] = load
 
     def _finished(self, record: TransitionRecord, finished_s: float) -> None:
         if record.outcome is not Outcome.DONE:
@@ -135,6 +102,8 @@ class ClusterMetrics(Collector):
             used.add_metric(labels, load.used_blocks)
             demand.add_metric(labels, load.demand_blocks)
             stalled.add_metric(labels, load.num_stalled)
+        if self._state.num_unplaced:
+            waiting.add_metric([self._model_name, NO_ENGINE], self._state.num_unplaced)
         yield from (running, waiting, usage, capacity, used, demand, stalled, size)
 
     def _leader_counters(self) -> Iterable[Metric]:
@@ -145,9 +114,10 @@ class ClusterMetrics(Collector):
         lost = CounterMetricFamily(
             "kunserve:lost_tokens", "Tokens of KV thrown away by preemptions.", labels=names
         )
-        for leader, totals in self.totals.items():
-            preemptions.add_metric(self._labels(leader), totals.preemptions)
-            lost.add_metric(self._labels(leader), totals.lost_tokens)
+        for instance in self._state.instances:
+            labels, totals = self._labels(instance.spec.instance_id), instance.totals
+            preemptions.add_metric(labels, totals.num_preemptions)
+            lost.add_metric(labels, totals.lost_tokens)
         yield from (preemptions, lost)
 
     def _instance_gauges(self) -> Iterable[Metric]:
@@ -168,6 +138,23 @@ class ClusterMetrics(Collector):
             blocks = spec.blocks_when_holding(spec.num_layers)
             config.add_metric([*labels, str(spec.block_size), str(blocks)], 1.0)
         yield from (alive, layers, dropped, config)
+        yield from self._vital_signs()
+
+    def _vital_signs(self) -> Iterable[Metric]:
+        vitals = self._engine.vitals()
+        missing = GaugeMetricFamily(
+            "kunserve:instances_missing",
+            "Instances that do not serve now; replacements are being started.",
+            labels=["model_name"],
+        )
+        missing.add_metric([self._model_name], vitals.num_missing)
+        errors = CounterMetricFamily(
+            "kunserve:internal_errors",
+            "Internal errors that the front survived; each one is a bug.",
+            labels=["model_name"],
+        )
+        errors.add_metric([self._model_name], vitals.num_errors)
+        yield from (missing, errors)
 
     def _transition_metrics(self) -> Iterable[Metric]:
         for name, documentation, value in (

@@ -140,6 +140,17 @@ _instance_options = _options(
         "Seconds until every instance must be ready.",
         type=click.FloatRange(min=0, min_open=True),
     ),
+    _flag(
+        "--hang-timeout",
+        _CLUSTER.hang_timeout_s,
+        "Replace an instance whose loop stands still so many seconds (and ten longest steps).",
+        type=click.FloatRange(min=0, min_open=True),
+    ),
+    click.option(
+        "--check-invariants",
+        is_flag=True,
+        help="Check every part's invariants whenever idle (slow; for the hunt of bugs).",
+    ),
 )
 
 _overload_options = _options(
@@ -240,6 +251,7 @@ _RENAMED = {
     "instance_memory": "memory_bytes",
     "overload_policy": "policy",
     "start_timeout": "start_timeout_s",
+    "hang_timeout": "hang_timeout_s",
     "shutdown_timeout": "shutdown_timeout_s",
 }
 

@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any
 
-from kunserve.core.snapshots import ClusterState
+from kunserve.core.snapshots import ClusterState, TransitionRecord
 from kunserve.server.cluster_metrics import loads_by_group
 
 
@@ -21,6 +21,12 @@ def to_plain(value: Any) -> Any:
     return value
 
 
+def record_object(record: TransitionRecord) -> dict[str, Any]:
+    """A transition; its outcome with the reason, as people read it."""
+    plain: dict[str, Any] = to_plain(record)
+    return {**plain, "outcome": record.ending}
+
+
 def state_object(state: ClusterState) -> dict[str, Any]:
     """``GET /kunserve/state``: the snapshot, each group with its load, plus what follows."""
     plain: dict[str, Any] = to_plain(state)
@@ -33,7 +39,6 @@ def state_object(state: ClusterState) -> dict[str, Any]:
         if load is not None:
             shown["load"]["demand_blocks"] = load.demand_blocks
     del plain["loads"]
-    for record, shown in zip(state.transitions, plain["transitions"], strict=True):
-        shown["outcome"] = record.ending
+    plain["transitions"] = [record_object(record) for record in state.transitions]
     plain["dropped_bytes"] = sum(instance.dropped_bytes for instance in state.instances)
     return plain

@@ -3,11 +3,10 @@
 import asyncio
 import logging
 import time
-from dataclasses import replace
 
 from kunserve.core.ids import InstanceId
-from kunserve.core.load import LoadReport
-from kunserve.server.cluster_metrics import ClusterMetrics, LeaderTotals, loads_by_group
+from kunserve.core.load import NOTHING_DONE, LeaderTotals, LoadReport
+from kunserve.server.cluster_metrics import ClusterMetrics, loads_by_group
 
 logger = logging.getLogger("kunserve.server")
 
@@ -35,18 +34,26 @@ class StatsLog:
         elapsed_s = max(1e-9, now_s - self._last_s)
         self._last_s = now_s
         state = self._cluster.observe()
+        # A member that led a group of its own until lately has a part in what the group did.
+        done_by = {
+            one.spec.instance_id: one.totals.since(
+                self._before.get(one.spec.instance_id, NOTHING_DONE)
+            )
+            for one in state.instances
+        }
+        self._before = {one.spec.instance_id: one.totals for one in state.instances}
         lines = []
         for group, load in loads_by_group(state):
             if load is None:
                 continue
-            totals = self._cluster.totals[group.leader]
-            before = self._before.get(group.leader, LeaderTotals())
-            self._before[group.leader] = replace(totals)
-            if totals == before and not load.num_running and not load.num_waiting:
+            done = NOTHING_DONE
+            for member in group.members:
+                done += done_by.get(member, NOTHING_DONE)
+            if done == NOTHING_DONE and not load.num_running and not load.num_waiting:
                 continue
-            prompt_rate = (totals.prompt_tokens - before.prompt_tokens) / elapsed_s
-            generation_rate = (totals.generation_tokens - before.generation_tokens) / elapsed_s
-            preemptions = totals.preemptions - before.preemptions
+            prompt_rate = done.prompt_tokens / elapsed_s
+            generation_rate = done.generation_tokens / elapsed_s
+            preemptions = done.num_preemptions
             lines.append(
                 f"Engine {group.leader:03d}: "
                 f"Avg prompt throughput: {prompt_rate:.1f} tokens/s, "

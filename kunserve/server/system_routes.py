@@ -27,9 +27,18 @@ class SystemRoutes:
         self._created = int(time.time())
 
     async def health(self, _http: HttpRequest) -> Response:
-        """GET /health: 200 while a group serves."""
-        healthy = self._front.engine.is_healthy()
-        return json_answer({"status": "ok" if healthy else "unhealthy"}, 200 if healthy else 503)
+        """GET /health: 200 while a group serves; ``degraded`` says that instances are missing."""
+        engine = self._front.engine
+        vitals = engine.vitals()
+        status = "degraded" if vitals.num_missing else "ok"
+        if not engine.is_healthy():
+            status = "unhealthy"
+        body = {
+            "status": status,
+            "instances": vitals.num_instances,
+            "instances_missing": vitals.num_missing,
+        }
+        return json_answer(body, 503 if status == "unhealthy" else 200)
 
     async def ready(self, _http: HttpRequest) -> Response:
         """GET /health/ready: 200 while new requests are welcome and work moves on."""

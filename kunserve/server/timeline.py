@@ -11,7 +11,7 @@ from kunserve.core.snapshots import ClusterState, TransitionRecord
 from kunserve.server.cluster_metrics import ClusterMetrics, loads_by_group
 from kunserve.server.metrics import FrontMetrics
 from kunserve.server.savings import Savings
-from kunserve.server.state_json import to_plain
+from kunserve.server.state_json import record_object
 
 PERIOD_S = 0.2
 KEPT_S = 1200.0
@@ -86,7 +86,7 @@ class Timeline:
             "run_id": self._run_id,
             "period_s": self._period_s,
             "samples": samples,
-            "transitions": [to_plain(record) for record in transitions],
+            "transitions": [record_object(record) for record in transitions],
         }
 
 

@@ -190,7 +190,7 @@ class SimCluster:
             body,
             mover,
         )
-        self.totals.append(agent.seat.totals)
+        self.totals.append(agent.state.totals)
         instance = _Instance(instance_id, agent, body, mover)
         self._instances[instance_id] = instance
         self._movers[instance_id] = mover
@@ -211,9 +211,9 @@ class SimCluster:
         if not instance.is_busy:
             self._report(instance)
             self._pump(instance)
-        elif instance.agent.seat.is_running and self.profile.reads_during_steps:
+        elif instance.agent.state.is_running and self.profile.reads_during_steps:
             self._report(instance)
-            if instance.agent.seat.outbox:
+            if instance.agent.state.outbox:
                 self._send(instance, 0.0)
         else:
             instance.is_report_due = True
@@ -234,11 +234,11 @@ class SimCluster:
         if not instance.is_busy:
             act(*args)
             self._pump(instance)
-        elif instance.agent.seat.is_running and (
+        elif instance.agent.state.is_running and (
             self.profile.reads_during_steps or instance.agent.is_exchanging
         ):
             act(*args)
-            if instance.agent.seat.outbox:
+            if instance.agent.state.outbox:
                 self._send(instance, 0.0)
         else:
             instance.mail.append((act, args))
@@ -261,7 +261,7 @@ class SimCluster:
         """Send what is to be sent, then begin a step if there is one."""
         agent = instance.agent
         blocked_s = instance.body.take_blocked_s()
-        if agent.seat.outbox:
+        if agent.state.outbox:
             self._send(instance, blocked_s)
         if blocked_s > 0.0:
             instance.is_busy = True
@@ -273,7 +273,7 @@ class SimCluster:
         self._note("start", instance.instance_id)
         work = agent.next_work(now_s)
         blocked_s = instance.body.take_blocked_s()
-        if agent.seat.outbox:
+        if agent.state.outbox:
             self._send(instance, blocked_s)
         if work is None:
             if blocked_s > 0.0:
@@ -284,8 +284,8 @@ class SimCluster:
         company = self._num_computing / max(1, len(self._instances) - 1)
         self._num_computing += 1
         end_s = now_s + blocked_s + instance.body.step_s(work.step, company)
-        layout = agent.seat.layout
-        assert layout is not None
+        assert agent.membership is not None
+        layout = agent.membership.layout
         if len(layout.stages) > 1:
             self.pipelines.begin(layout, now_s)
         if self._watcher is not None:
@@ -331,7 +331,7 @@ class SimCluster:
                     self._heap.after(takes_s, self._arrived, src, dst, letter)
                 else:
                     self._send_hidden(src, dst, letter, blocked_s)
-        if instance.agent.seat.preemptions:
+        if instance.agent.state.preemptions:
             for preemption in instance.agent.drain_preemptions():
                 self._note("preempted", src, preemption)
 
@@ -432,14 +432,14 @@ class SimCluster:
         for instance in self._instances.values():
             if not instance.is_busy:
                 instance.agent.check()
-            table = instance.agent.seat.table
+            table = instance.agent.state.table
             assert table.num_units <= instance.body.kv_units, (table.num_units, instance.body)
 
     def check_empty(self) -> None:
         """When no request is alive: nothing is left of any."""
         self.check()
         for instance in self._instances.values():
-            assert instance.agent.seat.table.used_units == 0, instance.instance_id
+            assert instance.agent.state.table.used_units == 0, instance.instance_id
             assert instance.mover.is_quiet, instance.instance_id
             assert not instance.body.swapped, instance.instance_id
 

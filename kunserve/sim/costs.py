@@ -9,7 +9,7 @@ from kunserve.core.errors import TooLittleMemory
 from kunserve.core.ids import InstanceId, RequestId
 from kunserve.core.snapshots import InstanceSpec
 from kunserve.core.step import Chunk
-from kunserve.policy.cost import NARROW_TOKENS, from_vector
+from kunserve.policy.cost import BatchTotals, from_vector, head_cost, layers_cost
 from kunserve.policy.cost_fit import fit
 from kunserve.sim.models import SimModel
 from kunserve.sim.profile import InstanceProfile, StepTimes
@@ -33,25 +33,15 @@ class MeasuredTimes:
 
     def stage_s(self, chunks: Sequence[Chunk], num_layers: int, is_last: bool) -> float:
         """See ``StepTimes``."""
-        cost = self._cost
-        num_tokens = num_sampled = context = pairs = 0
+        num_tokens = num_samples = context = pairs = 0
         for _, start, count, samples in chunks:
             num_tokens += count
-            num_sampled += samples
+            num_samples += samples
             context += start
             pairs += count * start + count * (count + 1) // 2
-        layers_s = (
-            cost.attention_s * pairs
-            + cost.token_s * num_tokens
-            + cost.context_s * context
-            + cost.chunk_s * len(chunks)
-            - cost.shared_s * max(0, len(chunks) - 1)
-        )
-        head_s = cost.sample_s * num_sampled if is_last else 0.0
-        if num_tokens <= NARROW_TOKENS:
-            layers_s += cost.narrow_s - cost.token_s * num_tokens
-            head_s = 0.0
-        return layers_s * num_layers / self._num_layers + head_s + self._loop_s
+        totals = BatchTotals(len(chunks), num_tokens, pairs, context, num_samples)
+        layers_s = layers_cost(self._cost, totals) * num_layers / self._num_layers
+        return layers_s + (head_cost(self._cost, totals) if is_last else 0.0) + self._loop_s
 
 
 def cpu_profile(

@@ -188,11 +188,16 @@ class InstanceChannel:
         self._socket.poll(max(0, round(timeout_s * 1000)))
         return self.receive()
 
-    def start_heartbeat(self, period_s: float) -> None:
-        """Say ``Alive`` from a thread of its own, so also while a long step runs."""
+    def start_heartbeat(self, period_s: float, say: Callable[[], Alive] | None = None) -> None:
+        """Say ``Alive`` from a thread of its own, so also while a long step runs.
+
+        ``say`` makes each message, in that thread.
+        """
         assert self._heartbeat is None, "the heart beats already"
         who = self._me._replace(lane=_HEARTBEAT)
-        self._heartbeat = Heartbeat(self._address, identity.pack(who, self._token), who, period_s)
+        route = identity.pack(who, self._token)
+        say = say or (lambda: Alive(who.instance_id))
+        self._heartbeat = Heartbeat(self._address, route, say, period_s)
 
     def close(self) -> None:
         """Stop the heartbeat and drop what was not sent."""
@@ -204,10 +209,12 @@ class InstanceChannel:
 class Heartbeat:
     """A thread that says ``Alive`` on a socket of its own until closed."""
 
-    def __init__(self, address: str, route: bytes, me: Identity, period_s: float) -> None:
+    def __init__(
+        self, address: str, route: bytes, say: Callable[[], Alive], period_s: float
+    ) -> None:
         self._address = address
         self._route = route
-        self._data = codec.encode(Alive(me.instance_id))
+        self._say = say
         self._period_s = period_s
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
@@ -217,7 +224,7 @@ class Heartbeat:
         socket = connect_dealer(self._address, self._route)
         try:
             while not self._is_over.wait(self._period_s):
-                socket.send(self._data, zmq.NOBLOCK)
+                socket.send(codec.encode(self._say()), zmq.NOBLOCK)
         finally:
             socket.close()
 

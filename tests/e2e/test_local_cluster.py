@@ -2,89 +2,15 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
 
 import pytest
 
-from kunserve.cluster.fake import FakeModel, expected_tokens
-from kunserve.cluster.launch import FakeSettings
 from kunserve.cluster.local import LocalCluster
-from kunserve.core.config import ClusterConfig, InstanceConfig, KunServeConfig, OverloadConfig
 from kunserve.core.errors import InvalidRequest, PromptTooLong, Unavailable
 from kunserve.core.ids import InstanceId, RequestId
 from kunserve.core.messages import TokenOutput
-from kunserve.core.request import FinishReason, Request, SamplingParams
-
-FAKE = FakeSettings(step_s=0.004)
-MODEL = FakeModel(FAKE.num_layers, FAKE.vocab_size)
-MAX_LEN = FAKE.kv_blocks * 16
-
-
-def config(num_instances: int = 2, policy: str = "drop") -> KunServeConfig:
-    # restore_below=0: restores happen only when a test asks for one.
-    return KunServeConfig(
-        instance=InstanceConfig(block_size=16),
-        overload=OverloadConfig(policy=policy, restore_below=0.0),  # type: ignore[arg-type]
-        cluster=ClusterConfig(num_instances=num_instances),
-    )
-
-
-class Client:
-    """Submits requests and collects what they produce."""
-
-    def __init__(self, cluster: LocalCluster) -> None:
-        self.cluster = cluster
-        self.tokens: dict[str, list[int]] = {}
-        self.ends: dict[str, FinishReason] = {}
-        self.requests: dict[str, Request] = {}
-        self._changed = asyncio.Event()
-
-    def submit(self, name: str, prompt_tokens: int = 40, max_tokens: int = 60) -> None:
-        request = Request(
-            RequestId(name),
-            tuple((i * 7 + len(name)) % FAKE.vocab_size for i in range(prompt_tokens)),
-            SamplingParams(max_tokens=max_tokens, temperature=0.0),
-            arrival_s=0.0,
-        )
-        self.requests[name] = request
-        self.tokens[name] = []
-        self.cluster.submit(request, self._deliver)
-
-    def _deliver(self, token: TokenOutput) -> None:
-        if token.token_id is not None:
-            assert token.position == len(self.tokens[token.request_id])
-            self.tokens[token.request_id].append(token.token_id)
-        if token.finish_reason is not None:
-            assert token.request_id not in self.ends, "ended twice"
-            self.ends[token.request_id] = token.finish_reason
-        self._changed.set()
-
-    async def until(self, condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
-        async with asyncio.timeout(timeout_s):
-            while not condition():
-                self._changed.clear()
-                await self._changed.wait()
-
-    async def all_done(self) -> None:
-        await self.until(lambda: len(self.ends) == len(self.requests))
-        for name, request in self.requests.items():
-            assert tuple(self.tokens[name]) == expected_tokens(request, MODEL, MAX_LEN), name
-            assert self.ends[name] is FinishReason.LENGTH
-
-
-def with_cluster(
-    story: Callable[[LocalCluster, Client], Awaitable[None]], num_instances: int = 2
-) -> None:
-    async def main() -> None:
-        cluster = await LocalCluster.start(
-            config(num_instances), vocab_size=FAKE.vocab_size, fake=FAKE
-        )
-        try:
-            await story(cluster, Client(cluster))
-        finally:
-            await cluster.close()
-
-    asyncio.run(main())
+from kunserve.core.request import Request, SamplingParams
+from tests.live_cluster import FAKE, MAX_LEN, Client, until, with_cluster
 
 
 def test_tokens_survive_a_drop_and_a_restore() -> None:
@@ -178,7 +104,7 @@ def test_refusals() -> None:
     async def story(cluster: LocalCluster, client: Client) -> None:
         with pytest.raises(PromptTooLong, match=r"maximum context length is \d+ tokens"):
             client.submit("huge", prompt_tokens=MAX_LEN, max_tokens=10)
-        with pytest.raises(PromptTooLong):  # the last token counts, as in the HTTP front
+        with pytest.raises(PromptTooLong, match=rf"you requested {MAX_LEN + 1} tokens"):
             client.submit("full", prompt_tokens=MAX_LEN, max_tokens=1)
         with pytest.raises(InvalidRequest, match="no group is dropped"):
             await cluster.restore()
@@ -196,9 +122,9 @@ def test_aborted_requests_leave_no_block() -> None:
         await client.until(lambda: any(client.tokens.values()))
         for name in client.requests:
             cluster.abort(RequestId(name))
-        async with asyncio.timeout(10.0):
-            while any(load.used_blocks or load.num_waiting for load in cluster.state().loads):
-                await asyncio.sleep(0.02)
+        await until(
+            lambda: not any(ld.used_blocks or ld.num_waiting for ld in cluster.state().loads)
+        )
         assert cluster.num_unfinished() == 0
 
     with_cluster(story)

@@ -190,7 +190,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def plan(self) -> None:
         self.now_s += 1.0
         could = self.scheduler.can_schedule
-        running = {s.request_id for s in (*self.scheduler._running, *self.scheduler._swap)}
+        running = {s.request_id for s in self.scheduler._holders}
         plan = self.scheduler.schedule(self.now_s)
         for request_id, lost_tokens in self.scheduler.drain_preemptions():
             assert request_id in running and (lost_tokens > 0 or self.link)

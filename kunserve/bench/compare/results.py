@@ -73,10 +73,10 @@ class RunResult:
     """What a careful reader of the numbers must know."""
     environment: dict[str, object] = dataclasses.field(default_factory=dict)
     """Version and commit; in the real world the machine and the date too."""
-    ttft_ms: tuple[float | None, ...] = ()
-    """Of every request in order of arrival; None for one that failed. Empty in older files."""
+    ttft_ms: tuple[int | None, ...] = ()
+    """To the millisecond, of every request in order of arrival; None for one that failed. Empty in older files."""
     tpot_ms: tuple[float | None, ...] = ()
-    """The same; None too for a request of one token."""
+    """The same, to a tenth; None too for a request of one token."""
 
     @property
     def place(self) -> Place:
@@ -139,8 +139,8 @@ def result_of(
         mean_kv_usage=round(sum(shares) / len(shares), 4) if shares else None,
         peak_kv_usage=round(max(shares), 4) if shares else None,
         kv_full_s=next(full, None),
-        ttft_ms=tuple(_ms(ttft_s(r), 0) if r.succeeded else None for r in run.records),
-        tpot_ms=tuple(_ms(tpot_s(r), 1) if r.succeeded else None for r in run.records),
+        ttft_ms=tuple(_whole_ms(ttft_s(r)) if r.succeeded else None for r in run.records),
+        tpot_ms=tuple(_tenth_ms(tpot_s(r)) if r.succeeded else None for r in run.records),
         **latencies,
         **more,
     )
@@ -202,11 +202,12 @@ def _line(result: RunResult) -> bytes:
     return msgspec.json.encode(known) + b"\n"
 
 
-def _ms(seconds: float | None, digits: int) -> float | None:
-    """Milliseconds; without digits a whole number, which takes half the place in a file."""
-    if seconds is None:
-        return None
-    return round(seconds * 1e3, digits) if digits else round(seconds * 1e3)
+def _whole_ms(seconds: float | None) -> int | None:
+    return None if seconds is None else round(seconds * 1e3)
+
+
+def _tenth_ms(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds * 1e3, 1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -86,6 +86,12 @@ class Controller:
         return bool(self.placement.groups)
 
     @property
+    def is_settled(self) -> bool:
+        """Whether no transition is under way, and every leader has reported."""
+        groups = self.placement.groups.values()
+        return not self.transitions.active and all(group.is_reported for group in groups)
+
+    @property
     def num_unfinished(self) -> int:
         """Requests that have not ended."""
         return len(self._requests)
@@ -101,6 +107,10 @@ class Controller:
     def cancel(self, request_id: RequestId) -> None:
         """The client is gone. Commands not drained yet may still name it."""
         self._requests.cancel(request_id)
+
+    def give_up_waiting(self) -> tuple[RequestId, ...]:
+        """No group stands, nor can one be expected: what waits for one ends with an error."""
+        return self._requests.end_homeless()
 
     # Instances
 
@@ -139,6 +149,7 @@ class Controller:
         self._overload.watch(now_s)
 
     def _report(self, event: Report, now_s: float) -> None:
+        self._instances.counted(event.instance_id, event.load.totals)
         group = self.placement.groups.get(event.load.group_id)
         if group is None or group.layout.leader != event.instance_id:
             return
@@ -148,6 +159,7 @@ class Controller:
 
     def _committed(self, event: Committed, now_s: float) -> None:
         self._instances.committed(event)
+        self._instances.counted(event.instance_id, event.totals)
         transition = self.transitions.on_committed(event, now_s)
         if transition is not None:
             self._relead(transition)
@@ -200,10 +212,13 @@ class Controller:
             now_s=now_s,
             instances=self._instances.snapshots(),
             groups=tuple(group.layout for group in groups),
-            loads=tuple(group.report for group in groups),
+            loads=tuple(
+                group.report.of_live(self._requests.num_at(group.layout.leader)) for group in groups
+            ),
             transitions=self.transitions.latest(),
             num_drops=self.transitions.num_drops,
             num_restores=self.transitions.num_restores,
+            num_unplaced=self._requests.num_unplaced,
             reasons=self._overload.reasons.texts,
         )
 

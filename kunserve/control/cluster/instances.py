@@ -6,6 +6,7 @@ from kunserve.control.cluster.commands import Outbox
 from kunserve.control.cluster.placement import Placement
 from kunserve.core.ids import InstanceId
 from kunserve.core.layout import GroupLayout, LayerRange, Stage
+from kunserve.core.load import NOTHING_DONE, LeaderTotals
 from kunserve.core.messages import Committed, Connect, Form, Ready
 from kunserve.core.snapshots import InstanceSnapshot
 
@@ -15,6 +16,7 @@ class _Instance:
     address: str
     held: LayerRange
     kv_units: int
+    totals: LeaderTotals = NOTHING_DONE
 
 
 class Instances:
@@ -24,6 +26,8 @@ class Instances:
         self._placement = placement
         self._outbox = outbox
         self._living: dict[InstanceId, _Instance] = {}
+        self._past: dict[InstanceId, LeaderTotals] = {}
+        """What processes that died had done, by instance."""
 
     def __contains__(self, instance_id: object) -> bool:
         return instance_id in self._living
@@ -60,17 +64,30 @@ class Instances:
         if instance is not None:
             instance.held, instance.kv_units = event.held, event.kv_units
 
+    def counted(self, instance_id: InstanceId, totals: LeaderTotals) -> None:
+        """An instance says what it has done since its process started."""
+        instance = self._living.get(instance_id)
+        if instance is not None:
+            instance.totals += totals.since(instance.totals)
+
     def forget(self, instance_id: InstanceId) -> bool:
         """It is gone. False if it was not known to live."""
-        return self._living.pop(instance_id, None) is not None
+        instance = self._living.pop(instance_id, None)
+        if instance is None:
+            return False
+        self._past[instance_id] = self._past.get(instance_id, NOTHING_DONE) + instance.totals
+        return True
 
     def snapshots(self) -> tuple[InstanceSnapshot, ...]:
         """Every instance that was ever ready, as people see it."""
         found = []
         for instance_id, spec in sorted(self._placement.specs.items()):
             instance = self._living.get(instance_id)
+            past = self._past.get(instance_id, NOTHING_DONE)
             if instance is None:
-                found.append(InstanceSnapshot(spec, False, LayerRange(0, 0), 0))
+                found.append(InstanceSnapshot(spec, False, LayerRange(0, 0), 0, past))
             else:
-                found.append(InstanceSnapshot(spec, True, instance.held, instance.kv_units))
+                totals = past + instance.totals
+                held, kv_units = instance.held, instance.kv_units
+                found.append(InstanceSnapshot(spec, True, held, kv_units, totals))
         return tuple(found)

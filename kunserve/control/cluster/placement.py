@@ -1,12 +1,12 @@
 """Which groups exist, who leads them, and what is known of their load. The one owner of both."""
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from kunserve.core.ids import GroupId, InstanceId
 from kunserve.core.layout import GroupLayout
-from kunserve.core.load import GroupLoad, LoadReport
+from kunserve.core.load import GroupLoad, LoadReport, inherited
 from kunserve.core.snapshots import InstanceSpec
 from kunserve.policy.capacity import group_capacity_blocks, undropped_capacity_blocks
 
@@ -87,8 +87,24 @@ class Placement:
         self._next_id += count
         return GroupId(first)
 
+    def replace(
+        self,
+        old: Iterable[GroupLayout],
+        new: Iterable[GroupLayout],
+        leads: Mapping[InstanceId, int],
+    ) -> None:
+        """Groups become others; ``leads`` says how many requests with KV each new leader has."""
+        reports = [self.groups[layout.group_id].report for layout in old]
+        self.remove(old)
+        whole = sum(leads.values())
+        for layout in new:
+            self.add(layout)
+            group = self.groups[layout.group_id]
+            part = leads.get(layout.leader, 0)
+            group.report = inherited(layout.group_id, group.capacity_blocks, reports, part, whole)
+
     def add(self, layout: GroupLayout) -> None:
-        """A group that stands now."""
+        """A group that stands now, with nothing in it."""
         blocks = group_capacity_blocks(layout, self.specs)
         undropped_blocks = undropped_capacity_blocks(layout, self.specs)
         nothing = LoadReport(layout.group_id, capacity_blocks=blocks)

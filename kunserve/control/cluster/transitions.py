@@ -7,6 +7,7 @@ Any refusal before the commit rolls all members back. Groups in a transition bel
 """
 
 import enum
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
@@ -231,9 +232,8 @@ class Transitions:
         if transition.waits_for:
             return None
         transition.phase, transition.phase_since_s = Phase.EXCHANGING, now_s
-        self._placement.remove(record.groups_before)
-        for layout in record.groups_after:
-            self._placement.add(layout)
+        leads = Counter(transition.followers.values())
+        self._placement.replace(record.groups_before, record.groups_after, leads)
         if record.kind is Kind.DROP:
             self.num_drops += 1
         else:

@@ -12,7 +12,7 @@ from kunserve.core.step import BlockRun, Chunk, SequenceStart, StepPlan
 
 
 @dataclass(slots=True)
-class Flight:
+class PlannedStep:
     """A plan whose result has not come yet."""
 
     sequences: list[Sequence]
@@ -31,13 +31,15 @@ class InFlight:
 
     def __init__(self, group_id: GroupId) -> None:
         self._group_id = group_id
-        self._flights: dict[StepId, Flight] = {}
+        self._steps: dict[StepId, PlannedStep] = {}
         self._num_steps = 0
+        self.version = 0
+        """Counts completed steps."""
 
     def __len__(self) -> int:
-        return len(self._flights)
+        return len(self._steps)
 
-    def launch(
+    def add(
         self,
         released: Iterable[RequestId],
         chosen: Iterable[tuple[Sequence, int]],
@@ -47,7 +49,7 @@ class InFlight:
         """Plan so many tokens of each chosen sequence, and advance it by them."""
         step = self._num_steps
         self._num_steps += 1
-        flight = Flight([], [], 0)
+        planned = PlannedStep([], [], 0)
         chunks: list[Chunk] = []
         started: list[SequenceStart] = []
         for seq, num_tokens in chosen:
@@ -55,19 +57,19 @@ class InFlight:
             end = start + num_tokens
             samples = end == len(seq.token_ids)
             if num_tokens > 1 or start < seq.num_prompt:
-                flight.num_prompt_tokens += num_tokens
+                planned.num_prompt_tokens += num_tokens
             if not seq.is_started:
                 seq.is_started = True
                 started.append(seq.start())
             if samples:
                 seq.is_awaiting = True
-                flight.sampling.append(seq)
+                planned.sampling.append(seq)
             seq.num_computed = end
             seq.last_step = step
-            flight.sequences.append(seq)
+            planned.sequences.append(seq)
             chunks.append(Chunk(seq.request_id, start, num_tokens, samples))
         step_id = StepId(step)
-        self._flights[step_id] = flight
+        self._steps[step_id] = planned
         return StepPlan(
             self._group_id,
             step_id,
@@ -78,21 +80,22 @@ class InFlight:
             swapped_in,
         )
 
-    def land(self, step_id: StepId) -> Flight:
-        """The step's result has come."""
-        return self._flights.pop(step_id)
+    def complete(self, step_id: StepId) -> PlannedStep:
+        """Forget the step, since its result has come."""
+        self.version += 1
+        return self._steps.pop(step_id)
 
     def ignore(self, seq: Sequence) -> None:
         """The sequence is preempted or gone: a token of it still to come is not wanted."""
         if seq.is_awaiting:
             seq.is_awaiting = False
-            for flight in self._flights.values():
-                flight.sampling = [None if s is seq else s for s in flight.sampling]
+            for planned in self._steps.values():
+                planned.sampling = [None if s is seq else s for s in planned.sampling]
 
     def token_ids_of(self, plan: StepPlan) -> Int32Array:
         """The plan's input tokens, chunk after chunk."""
         tokens: list[int] = []
-        for chunk, seq in zip(plan.chunks, self._flights[plan.step_id].sequences, strict=True):
+        for chunk, seq in zip(plan.chunks, self._steps[plan.step_id].sequences, strict=True):
             start = chunk.start
             if chunk.num_tokens == 1:
                 tokens.append(seq.token_ids[start])
@@ -102,6 +105,6 @@ class InFlight:
 
     def check(self, running: Iterable[Sequence]) -> None:
         """Assert that exactly the sequences that await a token have one coming."""
-        awaited = [s for f in self._flights.values() for s in f.sampling if s is not None]
+        awaited = [s for p in self._steps.values() for s in p.sampling if s is not None]
         assert len(awaited) == len(set(awaited)), "a token awaited twice"
         assert set(awaited) == {seq for seq in running if seq.is_awaiting}, awaited

@@ -13,6 +13,8 @@ class Ledger:
     def __init__(self, capacity_blocks: int, watermark: float = 0.0) -> None:
         """``watermark``: share of the capacity that admissions leave free, a block at least."""
         self.capacity_blocks = capacity_blocks
+        self.version = 0
+        """Counts what may have made room: releases, and changes of the capacity."""
         self._watermark = watermark
         self._used_blocks = 0
         self._blocks: dict[RequestId, int] = {}
@@ -32,6 +34,11 @@ class Ledger:
     def free_blocks(self) -> int:
         """Blocks left to grow into; 0 when the capacity has fallen below what is used."""
         return max(0, self.capacity_blocks - self._used_blocks)
+
+    def resize(self, capacity_blocks: int) -> None:
+        """The group's memory is so many blocks from now on."""
+        self.capacity_blocks = capacity_blocks
+        self.version += 1
 
     def blocks_of(self, request_id: RequestId) -> int:
         """The request's blocks; 0 if it is unknown."""
@@ -58,6 +65,7 @@ class Ledger:
         have = self._blocks.get(request_id, 0)
         assert 0 <= num_blocks <= have, (request_id, num_blocks, have)
         self._used_blocks -= have - num_blocks
+        self.version += 1
         if num_blocks:
             self._blocks[request_id] = num_blocks
         else:
@@ -80,11 +88,13 @@ class Ledger:
         freed = self._blocks.pop(request_id, 0)
         self._migrating.discard(request_id)
         self._used_blocks -= freed
+        self.version += 1
         return freed
 
     def clear(self) -> None:
         """Nobody uses anything any more."""
         self._used_blocks = 0
+        self.version += 1
         self._blocks.clear()
         self._migrating.clear()
 

@@ -4,9 +4,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from kunserve.control.group.ledger import Ledger
-from kunserve.control.group.sequence import Progress, Sequence, WaitingQueue
+from kunserve.control.group.queue import WaitingQueue
+from kunserve.control.group.sequence import Progress, Sequence
 from kunserve.core.ids import GroupId
-from kunserve.core.load import LoadReport
+from kunserve.core.load import LeaderTotals, LoadReport
 
 PRIOR_OUTPUT_TOKENS = 256.0
 """Expected output before anything has finished: about the mean of published chat traces."""
@@ -25,6 +26,12 @@ class SchedulerTotals:
     mean_output_tokens: float = PRIOR_OUTPUT_TOKENS
     """Exponentially weighted over finished requests."""
 
+    def so_far(self) -> LeaderTotals:
+        """As a value."""
+        return LeaderTotals(
+            self.num_preemptions, self.lost_tokens, self.prompt_tokens, self.generation_tokens
+        )
+
     def note_preemption(self, lost_tokens: int) -> None:
         """A request lost its place among the running, and so much KV."""
         self.num_preemptions += 1
@@ -35,6 +42,28 @@ class SchedulerTotals:
         self.mean_output_tokens += OUTPUT_WEIGHT * (num_output - self.mean_output_tokens)
 
 
+class ProgressClock:
+    """Since when a group has had work without completing a step."""
+
+    def __init__(self) -> None:
+        self._since_s: float | None = None
+
+    def look(self, has_work: bool, now_s: float) -> None:
+        """Called often."""
+        if not has_work:
+            self._since_s = None
+        elif self._since_s is None:
+            self._since_s = now_s
+
+    def completed(self, has_work: bool, now_s: float) -> None:
+        """A step is complete."""
+        self._since_s = now_s if has_work else None
+
+    def stuck_s(self, now_s: float) -> float:
+        """How long no step has been completed although there was work."""
+        return 0.0 if self._since_s is None else max(0.0, now_s - self._since_s)
+
+
 def expected_tokens(seq: Sequence, mean_output_tokens: int) -> int:
     """KV tokens that a sequence is expected to need in the end.
 
@@ -42,7 +71,7 @@ def expected_tokens(seq: Sequence, mean_output_tokens: int) -> int:
     past its own limit.
     """
     total = max(seq.num_prompt + mean_output_tokens, len(seq.token_ids) + 1)
-    return min(total, seq.max_total) - 1
+    return min(total, seq.max_total_tokens) - 1
 
 
 def measure_load(
@@ -65,8 +94,8 @@ def measure_load(
     waits, stalls = Progress.WAITING, Progress.STALLED
     mean_output, blocks_of = int(totals.mean_output_tokens), ledger.blocks_of
     for seq in live:
-        if seq.max_total > largest + 1:
-            largest = seq.max_stored
+        if seq.max_total_tokens > largest + 1:
+            largest = seq.max_stored_tokens
         expected = expected_tokens(seq, mean_output)
         if expected > largest_expected:
             largest_expected = expected

@@ -1,8 +1,6 @@
-"""A request's progress inside one scheduler, and the queue of those that wait."""
+"""A request's progress inside one scheduler."""
 
 import enum
-from bisect import bisect_left, insort
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from kunserve.core.ids import RequestId
@@ -46,9 +44,9 @@ class Sequence:
     """Tokens whose KV exists or will when the steps in flight have run."""
     num_preemptions: int
     state: Progress
-    max_total: int
+    max_total_tokens: int
     """Prompt plus output at which the request ends."""
-    min_total: int
+    min_total_tokens: int
     """Prompt plus output before which no token may end it."""
     stop_ids: frozenset[int]
     """Tokens that end the output."""
@@ -72,20 +70,20 @@ class Sequence:
         return len(self.token_ids) - self.num_computed
 
     @property
-    def max_stored(self) -> int:
+    def max_stored_tokens(self) -> int:
         """Tokens of KV that the request may come to need (the last token's is never stored)."""
-        return self.max_total - 1
+        return self.max_total_tokens - 1
 
-    def take(self, token_id: int | None, pool_tokens: int) -> FinishReason | None:
+    def append_token(self, token_id: int | None, pool_tokens: int) -> FinishReason | None:
         """Add a sampled token; why it is the last one, if it is. None: it could not be chosen."""
         self.is_awaiting = False
         if token_id is None:
             return FinishReason.ERROR
         self.token_ids.append(token_id)
         total = len(self.token_ids)
-        if token_id in self.stop_ids and total >= self.min_total:
+        if token_id in self.stop_ids and total >= self.min_total_tokens:
             return FinishReason.STOP
-        if total >= self.max_total or total > pool_tokens:
+        if total >= self.max_total_tokens or total > pool_tokens:
             return FinishReason.LENGTH
         return None
 
@@ -117,9 +115,13 @@ def make_sequence(
     """A waiting sequence. Its ends are worked out once, so that the step loop only compares."""
     sampling = request.sampling
     num_prompt = len(request.prompt_token_ids)
-    max_total = min(num_prompt + sampling.max_tokens, max_model_len)
+    max_total_tokens = min(num_prompt + sampling.max_tokens, max_model_len)
     total = num_prompt + len(output_token_ids)
-    assert num_prompt > 0 and total < max_total, (request.request_id, total, max_total)
+    assert num_prompt > 0 and total < max_total_tokens, (
+        request.request_id,
+        total,
+        max_total_tokens,
+    )
     stop_ids = frozenset() if sampling.ignore_eos else eos_token_ids
     if sampling.stop_token_ids:
         stop_ids = stop_ids.union(sampling.stop_token_ids)
@@ -132,67 +134,7 @@ def make_sequence(
         num_computed=0,
         num_preemptions=0,
         state=Progress.WAITING,
-        max_total=max_total,
-        min_total=num_prompt + sampling.min_tokens,
+        max_total_tokens=max_total_tokens,
+        min_total_tokens=num_prompt + sampling.min_tokens,
         stop_ids=stop_ids,
     )
-
-
-class WaitingQueue:
-    """Sequences without KV in order of arrival, with running totals for load reports."""
-
-    def __init__(self, block_size: int) -> None:
-        self._block_size = block_size
-        self._entries: list[tuple[QueueKey, Sequence]] = []
-        self.num_tokens = 0
-        """Tokens that all waiting sequences must compute."""
-        self.num_blocks = 0
-        """Blocks that they need to hold those tokens."""
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    def __iter__(self) -> Iterator[Sequence]:
-        return (seq for _, seq in self._entries)
-
-    @property
-    def head(self) -> Sequence | None:
-        """The sequence that came first."""
-        return self._entries[0][1] if self._entries else None
-
-    def add(self, seq: Sequence) -> None:
-        """Put the sequence at its place in order of arrival."""
-        insort(self._entries, (seq.key, seq))
-        self._count(seq, 1)
-
-    def remove(self, seq: Sequence) -> None:
-        """Take a sequence out, wherever it is."""
-        index = bisect_left(self._entries, seq.key, key=_key_of)
-        assert index < len(self._entries) and self._entries[index][1] is seq, seq.request_id
-        del self._entries[index]
-        self._count(seq, -1)
-
-    def clear(self) -> None:
-        """Nobody waits any more."""
-        self._entries.clear()
-        self.num_tokens = self.num_blocks = 0
-
-    def check(self) -> None:
-        """Assert order, totals, and that nobody here has KV."""
-        keys = [key for key, _ in self._entries]
-        assert keys == sorted(set(keys)), keys
-        lengths = [len(seq.token_ids) for seq in self]
-        assert self.num_tokens == sum(lengths), (self.num_tokens, lengths)
-        assert self.num_blocks == sum(-(-n // self._block_size) for n in lengths)
-        for seq in self:
-            assert seq.state is Progress.WAITING and seq.num_computed == 0, seq
-            assert not seq.is_awaiting and not seq.is_started, seq
-
-    def _count(self, seq: Sequence, sign: int) -> None:
-        tokens = len(seq.token_ids)
-        self.num_tokens += sign * tokens
-        self.num_blocks += sign * -(-tokens // self._block_size)
-
-
-def _key_of(entry: tuple[QueueKey, Sequence]) -> QueueKey:
-    return entry[0]

@@ -9,8 +9,8 @@ from bisect import insort
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from kunserve.control.group.admission import watermark_blocks
 from kunserve.control.group.ledger import Ledger
+from kunserve.control.group.queue import watermark_blocks
 from kunserve.control.group.sequence import QueueKey, Sequence
 from kunserve.core.cost import CostCoefficients
 from kunserve.core.step import BlockRun
@@ -88,7 +88,7 @@ class SwapSpace:
         """Host memory in use: all blocks of everybody here, for as long as they are."""
         return sum(entry.num_blocks for entry in self._entries)
 
-    def push_out(self, seq: Sequence) -> bool:
+    def swap_out(self, seq: Sequence) -> bool:
         """Preempt a running or returning sequence by swapping; False if it shall be recomputed.
 
         Blocks that hold no KV yet are free at once.
@@ -117,7 +117,7 @@ class SwapSpace:
         self._promised_blocks += missing
         return True
 
-    def settle(self) -> list[Sequence]:
+    def finish_copies(self) -> list[Sequence]:
         """The last plan is on its way: free what it copied out; those that may run again."""
         self._promised_blocks = 0
         back: list[Sequence] = []
@@ -128,10 +128,10 @@ class SwapSpace:
             elif entry.is_returning and entry.num_resident == entry.num_blocks:
                 back.append(entry.seq)
         for seq in back:
-            self.drop(seq)
+            self.remove(seq)
         return back
 
-    def recall(self, first_waiting: QueueKey | None, room: int) -> int:
+    def swap_in(self, first_waiting: QueueKey | None, room: int) -> int:
         """Let up to ``room`` come back, first come first served, as memory allows.
 
         The number that have a place kept now.
@@ -168,7 +168,7 @@ class SwapSpace:
         budget = hidden_blocks(self._link, self._step_s(chosen))
         return self._plan_out(budget), self._plan_back(budget)
 
-    def drop(self, seq: Sequence) -> None:
+    def remove(self, seq: Sequence) -> None:
         """The sequence is back, or gone (the caller releases what it holds)."""
         entry = self._find(seq)
         assert entry is not None, seq.request_id

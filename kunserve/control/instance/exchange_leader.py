@@ -2,9 +2,10 @@
 
 from dataclasses import replace
 
+from kunserve.control.group.scheduler import Scheduler
+from kunserve.control.instance.membership import Membership
 from kunserve.control.instance.state import InstanceState
 from kunserve.core.ids import InstanceId, RequestId, TransitionId
-from kunserve.core.layout import GroupLayout
 from kunserve.core.messages import ExchangeDone, ExchangeProgress, KvDropped, SequenceState
 from kunserve.core.request import Request
 from kunserve.policy.capacity import stage_units
@@ -17,28 +18,32 @@ class ExchangeLeader:
 
     def __init__(
         self,
-        seat: InstanceState,
+        state: InstanceState,
+        membership: Membership,
+        scheduler: Scheduler,
         transition_id: TransitionId,
-        layout: GroupLayout,
         plan: MovePlan,
-        states: list[SequenceState],
+        sequences: list[SequenceState],
         now_s: float,
     ) -> None:
         self.transition_id = transition_id
-        self._seat = seat
-        self._layout = layout
+        self._state = state
+        self._capacity_blocks = membership.capacity_blocks
+        self._layout = membership.layout
+        self._scheduler = scheduler
         self._started_s = now_s
-        self._moves = {m.request_id: m for m in plan.moves if m.new == layout}
+        self._moves = {m.request_id: m for m in plan.moves if m.new == self._layout}
         self._requests: dict[RequestId, Request] = {}
         """Stalled ones, to be run again should their KV get lost."""
         self._waits: dict[RequestId, set[InstanceId]] = {}
-        for state in states:
-            move = self._moves.get(state.request.request_id)
+        for sequence in sequences:
+            request_id = sequence.request.request_id
+            move = self._moves.get(request_id)
             takers = () if move is None else receivers(move.old, move.new)
             if takers:
-                self._waits[state.request.request_id] = set(takers)
-                self._requests[state.request.request_id] = replace(
-                    state.request, output_token_ids=state.output_token_ids
+                self._waits[request_id] = set(takers)
+                self._requests[request_id] = replace(
+                    sequence.request, output_token_ids=sequence.output_token_ids
                 )
         self._num_requests = len(self._waits)
         self._ended_blocks = 0
@@ -47,23 +52,20 @@ class ExchangeLeader:
         self._finished: set[InstanceId] = set()
         self._moved_bytes = 0
         self._max_stall_s = 0.0
-        assert seat.scheduler is not None
-        seat.scheduler.may_preempt = False
-        seat.scheduler.adopt(states, frozenset(self._waits))
+        scheduler.may_preempt = False
+        scheduler.adopt(sequences, frozenset(self._waits))
         self._narrow()
 
     def _narrow(self) -> None:
         """What may be used at this moment: less than the capacity while KV is under way."""
-        seat, layout = self._seat, self._layout
-        assert seat.scheduler is not None
-        capacity = seat.capacity_blocks()
-        if len(self._extra) < len(layout.stages):
-            capacity = min(capacity, seat.scheduler.used_blocks)
-        for stage in layout.stages:
-            units = stage_units(seat.specs[stage.instance_id], stage.layers)
+        stages, capacity = self._layout.stages, self._capacity_blocks
+        if len(self._extra) < len(stages):
+            capacity = min(capacity, self._scheduler.used_blocks)
+        for stage in stages:
+            units = stage_units(self._state.specs[stage.instance_id], stage.layers)
             units -= self._extra.get(stage.instance_id, 0)
             capacity = min(capacity, units // stage.layers.num_layers)
-        seat.scheduler.set_capacity(max(0, capacity - self._ended_blocks))
+        self._scheduler.set_capacity(max(0, capacity - self._ended_blocks))
 
     def on_progress(self, message: ExchangeProgress, now_s: float) -> bool:
         """Take a member's account; True when the exchange is over."""
@@ -91,21 +93,18 @@ class ExchangeLeader:
         if not waits:
             del self._waits[request_id]
             self._max_stall_s = max(self._max_stall_s, now_s - self._started_s)
-            assert self._seat.scheduler is not None
-            self._seat.scheduler.resume(request_id)
+            self._scheduler.resume(request_id)
 
     def _lose(self, request_id: RequestId) -> None:
         """A member could not get the KV: it is computed again."""
         if request_id not in self._waits:
             return
         self.on_abort(request_id)
-        scheduler, request = self._seat.scheduler, self._requests[request_id]
-        assert scheduler is not None
-        aborted = scheduler.abort(request_id)
+        aborted = self._scheduler.abort(request_id)
         assert aborted, request_id
-        scheduler.add(request)
-        tokens = self._moves[request_id].num_blocks * self._seat.spec.block_size
-        self._seat.note_preemption(request_id, tokens)
+        self._scheduler.add(self._requests[request_id])
+        tokens = self._moves[request_id].num_blocks * self._state.spec.block_size
+        self._state.note_preemption(request_id, tokens)
 
     def on_abort(self, request_id: RequestId) -> None:
         """The request ends, as the scheduler is told too: nobody shall wait for its KV."""
@@ -116,15 +115,13 @@ class ExchangeLeader:
         for member in move.old.members:
             # Members of the group hear of it in the next plan.
             if self._layout.layers_of(member) is None:
-                self._seat.send(member, KvDropped(self.transition_id, request_id))
+                self._state.send(member, KvDropped(self.transition_id, request_id))
         self._narrow()
 
     def _finish(self, now_s: float) -> None:
-        seat = self._seat
-        assert seat.scheduler is not None
-        seat.scheduler.may_preempt = True
-        seat.scheduler.set_capacity(seat.capacity_blocks())
-        seat.send(
+        self._scheduler.may_preempt = True
+        self._scheduler.set_capacity(self._capacity_blocks)
+        self._state.send(
             None,
             ExchangeDone(
                 transition_id=self.transition_id,

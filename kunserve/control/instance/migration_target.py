@@ -4,198 +4,165 @@ The request is this instance's once the controller submits it here. It runs as s
 blocks have arrived; if they cannot be had it is computed again from its tokens.
 """
 
-from dataclasses import dataclass, field
-
+from kunserve.control.group.scheduler import Scheduler
+from kunserve.control.instance.kv_transfer import KvImport
+from kunserve.control.instance.membership import Membership
 from kunserve.control.instance.state import InstanceState
 from kunserve.core.ids import RequestId, TransitionId
-from kunserve.core.layout import LayerRange
-from kunserve.core.messages import KvDropped, KvMoved, OfferKv, SequenceState, Submit
+from kunserve.core.messages import OfferKv, OfferRefused, OfferTaken, SequenceState, Submit
 from kunserve.core.request import Request
 from kunserve.core.transfer import KvPull
 from kunserve.policy.exchange import cut_pieces
 from kunserve.policy.moves import choose_piece_blocks
 
 
-@dataclass(slots=True)
-class _Coming:
-    offer: OfferKv
-    request: Request | None = None
-    """Once it is this instance's."""
-    wanted_blocks: int = 0
-    """To have, as far as is known; ``asked_blocks`` of them are here or on their way."""
-    asked_blocks: int = 0
-    told_blocks: int | None = None
-    """What the source was last told of."""
-    in_flight: set[int] = field(default_factory=set)
-    """First blocks of pieces on their way."""
-
-    @property
-    def request_id(self) -> RequestId:
-        return self.offer.request_id
-
-
 class MigrationTarget:
-    """At most one at a time."""
+    """One request's way in."""
 
-    def __init__(self, seat: InstanceState) -> None:
-        self._seat = seat
-        self._coming: _Coming | None = None
+    occupation = "a request migrates"
+    """Why nothing else can begin meanwhile."""
+
+    def __init__(self, state: InstanceState, scheduler: Scheduler, offer: OfferKv) -> None:
+        self._state = state
+        self._scheduler = scheduler
+        self._offer = offer
+        self._kv = KvImport(
+            state,
+            offer.migration_id,
+            offer.request_id,
+            ((offer.source, state.whole_model),),
+            has_part=False,
+        )
+        self._request: Request | None = None
+        """Once it is this instance's."""
+        self._wanted_blocks = 0
+        """To have, as far as is known; ``_asked_blocks`` of them are here or on their way."""
+        self._asked_blocks = 0
+        self._told_blocks: int | None = None
+        """What the source was last told of."""
+        self.is_over = False
+        """Nothing of the migration is left here but, perhaps, the request."""
+
+    @classmethod
+    def begin(
+        cls, state: InstanceState, membership: Membership, offer: OfferKv, obstacle: str | None
+    ) -> "MigrationTarget | None":
+        """The source's first offer; None if the request cannot come."""
+        scheduler = membership.scheduler
+        if (
+            obstacle is None
+            and scheduler is not None
+            and membership.layout.group_id == offer.group_id
+            and len(membership.layout.stages) == 1
+            and offer.largest_blocks <= membership.capacity_blocks
+            and not scheduler.migration.knows(offer.request_id)
+            and state.table.num_blocks(offer.request_id) == 0
+        ):
+            target = cls(state, scheduler, offer)
+            target.extend(offer)
+            return None if target.is_over else target
+        state.send(offer.source, OfferRefused(offer.migration_id))
+        return None
 
     @property
-    def is_busy(self) -> bool:
-        """Whether a request is on its way here."""
-        return self._coming is not None
+    def migration_id(self) -> TransitionId:
+        """Which migration it is."""
+        return self._offer.migration_id
 
-    def offer(self, offer: OfferKv, is_busy: bool) -> None:
-        """The source's next blocks; ``is_busy`` with a transition."""
-        coming, scheduler = self._coming, self._seat.scheduler
-        if coming is None and not is_busy and self._may_come(offer):
-            coming = self._coming = _Coming(offer)
-        elif coming is None or coming.offer.migration_id != offer.migration_id:
-            self._refuse(offer)
-            return
-        assert scheduler is not None
-        if not scheduler.travel.reserve(offer.request_id, offer.reserved_blocks):
-            self._fail(coming)
-            return
-        coming.offer = offer
-        coming.wanted_blocks = offer.num_blocks
+    def extend(self, offer: OfferKv) -> None:
+        """The source's next blocks."""
+        if self._scheduler.migration.reserve(offer.request_id, offer.reserved_blocks):
+            self._offer = offer
+            self._wanted_blocks = offer.num_blocks
+        else:
+            self.give_up()
 
-    def _may_come(self, offer: OfferKv) -> bool:
-        seat = self._seat
-        layout, scheduler = seat.layout, seat.scheduler
-        return (
-            layout is not None
-            and scheduler is not None
-            and layout.group_id == offer.group_id
-            and len(layout.stages) == 1
-            and offer.largest_blocks <= seat.capacity_blocks()
-            and not scheduler.travel.knows(offer.request_id)
-            and seat.table.num_blocks(offer.request_id) == 0
-        )
-
-    def _refuse(self, offer: OfferKv) -> None:
-        self._seat.send(offer.source, KvDropped(offer.migration_id, offer.request_id))
-
-    def submit(self, message: Submit) -> bool:
+    def accept(self, message: Submit) -> bool:
         """The request is this instance's now; False if nothing of it has come."""
-        coming = self._coming
-        if coming is None or coming.request_id != message.request.request_id:
+        request = message.request
+        if self.is_over or request.request_id != self._offer.request_id:
             return False
-        if coming.offer.migration_id != message.migration_id:
-            self._fail(coming)
+        if message.migration_id != self.migration_id:
+            self.give_up()
             return False
-        request = coming.request = message.request
+        self._request = request
         num_tokens = len(request.prompt_token_ids) + len(request.output_token_ids)
-        coming.wanted_blocks = -(-(num_tokens - 1) // self._seat.spec.block_size)
-        assert coming.wanted_blocks <= coming.offer.reserved_blocks, (coming, num_tokens)
+        self._wanted_blocks = -(-(num_tokens - 1) // self._state.spec.block_size)
+        assert self._wanted_blocks <= self._offer.reserved_blocks, (self._offer, num_tokens)
         return True
 
     # Taking
 
-    def pump(self) -> None:
+    def advance(self, now_s: float) -> None:
         """Ask for what is wanted, and tell of what is here."""
-        coming = self._coming
-        if coming is None:
+        if self._asked_blocks < self._wanted_blocks and not self._ask():
             return
-        if coming.asked_blocks < coming.wanted_blocks and not self._ask(coming):
+        if self._kv.num_in_flight or self._asked_blocks < self._wanted_blocks:
             return
-        if coming.in_flight or coming.asked_blocks < coming.wanted_blocks:
-            return
-        if coming.request is not None:
-            self._finish(coming, coming.request)
-        elif coming.told_blocks != coming.wanted_blocks:
-            self._tell(coming)
+        if self._request is not None:
+            self._finish(self._request)
+        elif self._told_blocks != self._wanted_blocks:
+            self._tell_taken()
 
-    def _ask(self, coming: _Coming) -> bool:
+    def _ask(self) -> bool:
         """Take units for the blocks wanted and pull them; False if that must wait."""
-        seat, request_id = self._seat, coming.request_id
-        first, end = coming.asked_blocks, coming.wanted_blocks
-        copies = seat.table.grow(request_id, end, may_compact=not seat.is_running)
-        if copies is None:
-            if not seat.is_running:
-                self._fail(coming)
+        state = self._state
+        first, end = self._asked_blocks, self._wanted_blocks
+        if not self._kv.place(first, end, may_compact=not state.is_running):
+            if not state.is_running:
+                self.give_up()
             return False
-        if copies:
-            seat.body.copy_units(copies)
-        seat.table.pin(request_id, first, end)
-        coming.asked_blocks = end
-        row = seat.table.row_of(request_id)
-        entries = seat.table.tables[row]
-        layers = LayerRange(0, seat.spec.num_layers)
-        for begin, stop in cut_pieces(end - first, choose_piece_blocks([seat.spec])):
-            coming.in_flight.add(first + begin)
-            offer = coming.offer
-            piece = KvPull(
-                offer.migration_id, request_id, offer.source, layers, first + begin, first + stop
-            )
-            seat.mover.pull_kv(piece, entries[piece.first_block : piece.end_block].copy())
+        self._asked_blocks = end
+        for begin, stop in cut_pieces(end - first, choose_piece_blocks([state.spec])):
+            self._kv.pull(first + begin, first + stop)
         return True
 
     def pulled(self, piece: KvPull, ok: bool) -> None:
         """A piece landed, or its source could not give it."""
-        coming = self._coming
-        if coming is None or coming.offer.migration_id != piece.transition_id:
+        if not self._kv.awaits(piece):
             return
-        if piece.first_block not in coming.in_flight:
-            return
-        coming.in_flight.discard(piece.first_block)
-        if not ok:
-            self._fail(coming)
-            return
-        self._seat.table.unpin(coming.request_id, piece.first_block, piece.end_block)
+        if ok:
+            self._kv.accept(piece)
+        else:
+            self.give_up()
 
-    def _tell(self, coming: _Coming) -> None:
-        message = KvMoved(coming.offer.migration_id, coming.request_id, 0, coming.wanted_blocks)
-        coming.told_blocks = coming.wanted_blocks
-        self._seat.send(coming.offer.source, message)
+    def _tell_taken(self) -> None:
+        self._told_blocks = self._wanted_blocks
+        self._state.send(self._offer.source, OfferTaken(self.migration_id, self._wanted_blocks))
 
-    def _finish(self, coming: _Coming, request: Request) -> None:
+    def _finish(self, request: Request) -> None:
         """All KV is here: the request runs."""
-        scheduler = self._seat.scheduler
-        assert scheduler is not None
-        self._coming = None
-        scheduler.forgo(coming.request_id)
+        self.is_over = True
+        self._scheduler.migration.unreserve(request.request_id)
         num_tokens = len(request.prompt_token_ids) + len(request.output_token_ids)
-        state = SequenceState(
-            request, request.output_token_ids, num_tokens - 1, coming.wanted_blocks, 0
+        sequence = SequenceState(
+            request, request.output_token_ids, num_tokens - 1, self._wanted_blocks, 0
         )
-        scheduler.adopt((state,))
-        self._tell(coming)
+        self._scheduler.adopt((sequence,))
+        self._tell_taken()
 
     # Ends
 
-    def ended(self, migration_id: TransitionId) -> None:
-        """The source or the controller ends it: nothing more comes."""
-        if self._coming is not None and self._coming.offer.migration_id == migration_id:
-            self._fail(self._coming)
-
     def abort(self, request_id: RequestId) -> bool:
         """The client is gone; False if the request is not on its way here."""
-        coming = self._coming
-        if coming is None or coming.request_id != request_id or coming.request is None:
+        if self._request is None or request_id != self._request.request_id:
             return False
-        self._drop(coming)
+        self._free()
         return True
 
-    def _fail(self, coming: _Coming) -> None:
+    def give_up(self) -> None:
         """Free what has come. If the request is this instance's already it is computed again."""
-        seat = self._seat
-        self._drop(coming)
-        if coming.request is not None:
-            assert seat.scheduler is not None
-            request = coming.request
+        self._free()
+        request = self._request
+        if request is not None:
             num_tokens = len(request.prompt_token_ids) + len(request.output_token_ids)
-            seat.note_preemption(coming.request_id, num_tokens - 1)
-            seat.scheduler.add(request)
+            self._state.note_preemption(request.request_id, num_tokens - 1)
+            self._scheduler.add(request)
 
-    def _drop(self, coming: _Coming) -> None:
-        seat, request_id = self._seat, coming.request_id
-        assert seat.scheduler is not None
-        self._coming = None
-        if coming.in_flight:
-            seat.mover.cancel(request_id)
-        seat.table.unpin(request_id, 0, seat.table.num_blocks(request_id))
-        seat.table.release(request_id)
-        seat.scheduler.forgo(request_id)
-        self._refuse(coming.offer)
+    def _free(self) -> None:
+        state, request_id = self._state, self._offer.request_id
+        self.is_over = True
+        self._kv.cancel()
+        state.table.release(request_id)
+        self._scheduler.migration.unreserve(request_id)
+        state.send(self._offer.source, OfferRefused(self.migration_id))

@@ -18,9 +18,11 @@ from kunserve.policy.cost import (
     as_vector,
     assumed_cost,
     batch_cost,
-    chunk_cost,
     decode_cost,
     from_vector,
+    own_cost,
+    tokens_within,
+    tokens_within_each,
 )
 from kunserve.policy.cost_fit import fit, held_out_errors, predict
 
@@ -40,17 +42,51 @@ chunks = st.lists(st.tuples(st.integers(0, 9000), st.integers(1, 600)), min_size
 
 def test_equation_1_by_hand() -> None:
     # alpha * (p c + (c c + c) / 2) + beta c + gamma with p = 10, c = 4
-    assert chunk_cost(EQUATION, 10, 4) == 2 * (40 + 10) + 100 * 4 + 50
+    assert own_cost(EQUATION, 10, 4) == 2 * (40 + 10) + 100 * 4 + (50 - 40)
 
 
 def test_equation_3_by_hand() -> None:
-    each = [chunk_cost(EQUATION, 10, 4), chunk_cost(EQUATION, 0, 3), chunk_cost(EQUATION, 7, 1)]
-    assert batch_cost(EQUATION, [10, 0, 7], [4, 3, 1]) == sum(each) - 2 * 40
+    each = [own_cost(EQUATION, 10, 4), own_cost(EQUATION, 0, 3), own_cost(EQUATION, 7, 1)]
+    assert batch_cost(EQUATION, [10, 0, 7], [4, 3, 1]) == sum(each) + 40
     assert batch_cost(EQUATION, [], []) == 0.0
 
 
 def test_the_added_terms() -> None:
-    assert chunk_cost(COST, 10, 4, 1) == chunk_cost(EQUATION, 10, 4) + 3 * 10 + 7
+    assert own_cost(COST, 10, 4) == own_cost(EQUATION, 10, 4) + 3 * 10
+    assert batch_cost(COST, [10], [5], [1]) == batch_cost(COST, [10], [5]) + 7
+
+
+costs = st.builds(
+    CostCoefficients,
+    attention_s=st.floats(0, 1e-3),
+    token_s=st.floats(1e-6, 1e-2),
+    chunk_s=st.floats(1e-3, 1e-2),
+    shared_s=st.floats(0, 1e-3),
+    context_s=st.floats(0, 1e-4),
+)
+
+
+@given(costs, chunks)
+def test_one_chunk_and_many_cost_the_same(
+    cost: CostCoefficients, work: list[tuple[int, int]]
+) -> None:
+    prefixes, lengths = (np.array(column, dtype=np.float64) for column in zip(*work, strict=True))
+    each = own_cost(cost, prefixes, lengths)
+    assert each.tolist() == [own_cost(cost, prefix, length) for prefix, length in work]
+    if lengths.sum() > NARROW_TOKENS:
+        assert batch_cost(cost, prefixes, lengths) == pytest.approx(each.sum() + cost.shared_s)
+    seconds = each * np.linspace(0.5, 1.5, len(work))
+    assert tokens_within_each(cost, prefixes, seconds).tolist() == [
+        tokens_within(cost, prefix, s) for (prefix, _), s in zip(work, seconds, strict=True)
+    ]
+
+
+@given(costs, st.integers(0, 9000), st.integers(1, 600))
+def test_tokens_within_is_the_inverse(cost: CostCoefficients, prefix: int, length: int) -> None:
+    seconds = own_cost(cost, prefix, length)
+    assert tokens_within(cost, prefix, seconds) == pytest.approx(length)
+    fixed_s = cost.chunk_s - cost.shared_s + cost.context_s * prefix
+    assert tokens_within(cost, prefix, 0.5 * fixed_s) == 0.0
 
 
 def test_a_narrow_batch_pays_for_its_weights_but_not_for_its_tokens() -> None:
@@ -80,6 +116,8 @@ def test_cost_is_linear_in_the_features(work: list[tuple[int, int]]) -> None:
 def test_decodes_need_only_their_number_and_context(contexts: list[int]) -> None:
     ones = [1] * len(contexts)
     alone = batch_cost(COST, contexts, ones, ones)
+    one_s = own_cost(COST, contexts[0], 1) + COST.sample_s
+    assert decode_cost(COST, 1, contexts[0]) == pytest.approx(one_s)
     decodes = decode_cost(COST, len(contexts), sum(contexts))
     assert decodes + COST.shared_s == pytest.approx(alone)
 

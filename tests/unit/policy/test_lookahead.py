@@ -1,4 +1,4 @@
-"""Lookahead formation: balance, the switch, and a course kept or left."""
+"""Lookahead formation: balance, the switch, and a formation kept or left."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -124,8 +124,8 @@ def test_a_single_stage_is_plain_chunked_prefill() -> None:
 
 def test_a_pipeline_without_a_queue_fills_the_budget() -> None:
     now = view(prompts=[PromptWork(0, 100)], decodes=[30, 40, 50, 60])
-    batch, course = form_lookahead(now, None, HOW)
-    assert course is None and batch == form_token_budget(now)
+    batch, ongoing = form_lookahead(now, None, HOW)
+    assert ongoing is None and batch == form_token_budget(now)
 
 
 def test_decodes_are_shared_by_cost_not_number() -> None:
@@ -134,14 +134,14 @@ def test_decodes_are_shared_by_cost_not_number() -> None:
     assert len(cut_microbatch(view(decodes=decodes), HOW, inf).decodes) == 1
 
 
-def test_a_course_is_kept_while_nothing_changes() -> None:
+def test_a_formation_is_kept_while_nothing_changes() -> None:
     prompts = queue(20)
-    batch, course = form_lookahead(view(prompts=prompts), None, HOW)
-    assert course is not None
+    batch, ongoing = form_lookahead(view(prompts=prompts), None, HOW)
+    assert ongoing is not None
     rest = advance(prompts, batch.prompts)
-    _, second = form_lookahead(view(prompts=rest, num_in_flight=1), course, HOW)
+    _, second = form_lookahead(view(prompts=rest, num_in_flight=1), ongoing, HOW)
     assert second is not None
-    assert second.target_s == course.target_s and second.num_left == course.num_left - 1
+    assert second.target_s == ongoing.target_s and second.num_left == ongoing.num_left - 1
 
 
 @pytest.mark.parametrize(
@@ -152,22 +152,22 @@ def test_a_course_is_kept_while_nothing_changes() -> None:
     ],
     ids=["queue", "decodes"],
 )
-def test_a_course_is_left_when_work_changes(change: dict[str, Any]) -> None:
+def test_a_formation_is_left_when_work_changes(change: dict[str, Any]) -> None:
     prompts = queue(20)
-    batch, course = form_lookahead(view(prompts=prompts), None, HOW)
-    assert course is not None
+    batch, ongoing = form_lookahead(view(prompts=prompts), None, HOW)
+    assert ongoing is not None
     now = view(**({"prompts": advance(prompts, batch.prompts), "num_in_flight": 1} | change))
-    _, second = form_lookahead(now, course, HOW)
-    assert second is not None and second.num_left != course.num_left - 1
+    _, second = form_lookahead(now, ongoing, HOW)
+    assert second is not None and second.num_left != ongoing.num_left - 1
 
 
-def test_a_course_run_to_its_end_is_the_formation() -> None:
+def test_its_microbatches_are_those_of_the_formation() -> None:
     prompts = queue(30)
     formation = form_all(view(prompts=prompts), HOW)
     line = WorkLine(prompts, COST)
-    course, bounds = None, [0]
+    ongoing, bounds = None, [0]
     while prompts:
-        batch, course = form_lookahead(view(prompts=prompts), course, HOW)
+        batch, ongoing = form_lookahead(view(prompts=prompts), ongoing, HOW)
         bounds.append(bounds[-1] + sum(share.num_tokens for share in batch.prompts))
         prompts = advance(prompts, batch.prompts)
     assert len(bounds) - 1 == formation.num_microbatches

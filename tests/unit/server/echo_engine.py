@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import pytest
 
-from kunserve.cluster.api import Deliver, ServingLimits
+from kunserve.cluster.api import Deliver, ServingLimits, Vitals
 from kunserve.core.errors import InvalidRequest, Unavailable
 from kunserve.core.ids import GroupId, InstanceId, RequestId, TransitionId
 from kunserve.core.layout import GroupLayout, LayerRange, Stage
@@ -83,6 +83,7 @@ class EchoEngine:
     refusal: Callable[[Request], Exception | None] = lambda request: None
     healthy: bool = True
     progressing: bool = True
+    wholeness: Vitals = field(default_factory=lambda: Vitals(2, num_missing=0, num_errors=0))
     lying: bool = False
     """Admin commands report success and change nothing."""
     snapshot: ClusterState = field(default_factory=idle_state)
@@ -164,6 +165,9 @@ class EchoEngine:
 
     def is_progressing(self) -> bool:
         return self.progressing
+
+    def vitals(self) -> Vitals:
+        return self.wholeness
 
     def num_unfinished(self) -> int:
         return len(self.tasks)

@@ -1,5 +1,6 @@
 """Endpoints for operators: health, drain, and forced transitions that must show an effect."""
 
+import re
 import threading
 import time
 from collections.abc import Generator
@@ -9,6 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 import kunserve.server.admin_routes as admin_routes
+from kunserve.cluster.api import Vitals
 from kunserve.core.config import ServerConfig
 from kunserve.core.errors import ConfigError
 from kunserve.server.command import serve_command
@@ -140,6 +142,21 @@ def test_health_and_readiness() -> None:
         server.configure(healthy=False)
         assert client.get("/health").status_code == 503
         assert client.get("/health/ready").status_code == 503
+
+
+def test_missing_capacity_shows_while_the_rest_serves() -> None:
+    with live_server() as server, server.client() as client:
+        whole = {"status": "ok", "instances": 2, "instances_missing": 0}
+        assert client.get("/health").json() == whole
+        assert "kunserve:instances_missing{" in client.get("/metrics").text
+        server.configure(wholeness=Vitals(2, num_missing=1, num_errors=3))
+        answer = client.get("/health")
+        assert answer.status_code == 200
+        assert answer.json() == {"status": "degraded", "instances": 2, "instances_missing": 1}
+        metrics = client.get("/metrics").text
+        assert re.search(r"kunserve:instances_missing\{[^}]*\} 1.0", metrics)
+        assert re.search(r"kunserve:internal_errors_total\{[^}]*\} 3.0", metrics)
+        assert client.get("/health/ready").status_code == 200
 
 
 def test_bad_requests_are_nobodys_failure() -> None:

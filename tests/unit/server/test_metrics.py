@@ -6,6 +6,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from kunserve.core.ids import RequestId
+from kunserve.core.load import LeaderTotals
 from kunserve.core.request import FinishReason, Request, SamplingParams
 from kunserve.server.cluster_metrics import ClusterMetrics
 from kunserve.server.histogram import Histogram
@@ -130,17 +131,31 @@ def test_a_drop_shows() -> None:
         assert got[f"{durations}_count", labels(kind="restore")] == 0
 
 
-def test_counters_of_a_leader_never_fall() -> None:
+def test_counters_are_those_of_instances() -> None:
     engine = EchoEngine()
     metrics = FrontMetrics(engine, MODEL)
-    seen = []
-    for reported in (3, 5, 0, 2):  # a new group starts to count afresh
-        load = replace(idle_load(0), num_preemptions=reported, lost_tokens=10 * reported)
-        engine.snapshot = replace(engine.snapshot, loads=(load,))
+    done = LeaderTotals(num_preemptions=7, lost_tokens=70)
+    first, second = engine.snapshot.instances
+    engine.snapshot = replace(engine.snapshot, instances=(replace(first, totals=done), second))
+    for _ in range(2):
         got = scrape(metrics)
-        seen.append(got["vllm:num_preemptions_total", labels(engine="0")])
-    assert seen == [3, 5, 5, 7]
-    assert got["kunserve:lost_tokens_total", labels(engine="0")] == 70
+        assert got["vllm:num_preemptions_total", labels(engine="0")] == 7
+        assert got["kunserve:lost_tokens_total", labels(engine="0")] == 70
+        assert got["vllm:num_preemptions_total", labels(engine="1")] == 0
+        if engine.snapshot.num_drops == 0:
+            run_now(engine.drop(None))  # no matter who leads what, and what was reported of it
+        engine.snapshot = replace(
+            engine.snapshot,
+            instances=(replace(engine.snapshot.instances[0], totals=done), second),
+        )
+
+
+def test_requests_that_no_engine_has_are_waiting_too() -> None:
+    engine = EchoEngine()
+    engine.snapshot = replace(engine.snapshot, num_unplaced=3)
+    got = scrape(FrontMetrics(engine, MODEL))
+    waiting = {key: value for key, value in got.items() if key[0] == "vllm:num_requests_waiting"}
+    assert sum(waiting.values()) == waiting["vllm:num_requests_waiting", labels(engine="none")] == 3
 
 
 def test_recent_values_forget() -> None:
@@ -157,15 +172,12 @@ def test_stats_lines_only_for_groups_that_do_something() -> None:
     log = StatsLog(ClusterMetrics(engine, MODEL))
     log.lines(0.0)
     assert log.lines(10.0) == []
-    load = replace(
-        idle_load(1),
-        prompt_tokens=500,
-        generation_tokens=200,
-        num_running=2,
-        num_waiting=1,
-        used_blocks=33,
+    load = replace(idle_load(1), num_running=2, num_waiting=1, used_blocks=33)
+    first, second = engine.snapshot.instances
+    second = replace(second, totals=LeaderTotals(prompt_tokens=500, generation_tokens=200))
+    engine.snapshot = replace(
+        engine.snapshot, loads=(idle_load(0), load), instances=(first, second)
     )
-    engine.snapshot = replace(engine.snapshot, loads=(idle_load(0), load))
     (line,) = log.lines(20.0)
     assert line.startswith(
         "Engine 001: Avg prompt throughput: 50.0 tokens/s, "

@@ -111,8 +111,8 @@ class SimClient:
         )
         entry = _Open(wanted)
         limit = self._cluster.profile.max_model_len
-        if request.max_total_tokens > limit:
-            error = f"{request.max_total_tokens} tokens are more than the {limit} that fit"
+        if request.max_stored_tokens > limit:
+            error = f"{request.max_stored_tokens} tokens are more than the {limit} that fit"
             self._record(entry, wanted.arrival_s, None, error)
             return
         shed = self._cluster.controller.admit(request)
@@ -159,7 +159,7 @@ def sample_of(state: ClusterState, time_s: float) -> ServerSample:
         kv_usage=used / capacity if capacity else None,
         num_running=float(sum(load.num_running for load in state.loads)),
         num_waiting=float(sum(load.num_waiting for load in state.loads)),
-        num_preemptions=float(sum(load.num_preemptions for load in state.loads)),
+        num_preemptions=float(sum(one.totals.num_preemptions for one in state.instances)),
         kv_used_blocks=float(used),
         kv_capacity_blocks=float(capacity),
         kv_demand_blocks=float(sum(load.demand_blocks for load in state.loads)),

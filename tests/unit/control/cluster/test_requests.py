@@ -1,11 +1,11 @@
 """What the client gets when leaders change, and their words come late, early or twice."""
 
 from kunserve.control.cluster.commands import Deliver, Outbox
-from kunserve.control.cluster.placement import Placement
 from kunserve.control.cluster.requests import Requests
 from kunserve.core.ids import InstanceId, RequestId
 from kunserve.core.messages import Outputs, TokenOutput
 from kunserve.core.request import FinishReason, Request, SamplingParams
+from tests.unit.control.cluster.test_placement import placed
 
 REQUEST = Request(RequestId("r"), (1, 2), SamplingParams(max_tokens=9), 0.0)
 OLD, NEW = InstanceId(0), InstanceId(1)
@@ -17,14 +17,14 @@ class Followed:
     def __init__(self) -> None:
         self._outbox = Outbox()
         self._delivered: list[TokenOutput] = []
-        self.requests = Requests(Placement(), 4, self._outbox)
+        self.requests = Requests(placed((OLD,)), 4, self._outbox)
         self.requests.add(REQUEST, self._delivered.append)
 
     @property
     def delivered(self) -> list[TokenOutput]:
         for command in self._outbox.drain():
-            assert isinstance(command, Deliver), command
-            command.client(command.token)
+            if isinstance(command, Deliver):
+                command.client(command.token)
         return self._delivered
 
 
@@ -73,6 +73,6 @@ def test_what_a_dead_leader_said_too_early_is_forgotten() -> None:
     client = Followed()
     client.requests.take(says(OLD, 0, 1))
     client.requests.take(says(NEW, 2, 4))
-    client.requests.rerun({InstanceId(-1)})
+    client.requests.rerun({OLD})
     client.requests.take(says(OLD, 1, 2))
     assert [token.position for token in client.delivered] == [0, 1]

@@ -12,7 +12,12 @@ from kunserve.core.ids import GroupId, RequestId
 from kunserve.core.messages import SequenceState, TokenOutput
 from kunserve.core.request import FinishReason, Request, SamplingParams
 from kunserve.core.step import SampledToken, StepPlan, StepResult
-from kunserve.policy.batch_form import FormationView, Microbatch, form_token_budget
+from kunserve.policy.batch_form import (
+    FormationView,
+    Microbatch,
+    OngoingFormation,
+    form_token_budget,
+)
 
 GROUP = GroupId(3)
 EOS = 99
@@ -396,9 +401,9 @@ def test_formation_is_told_that_more_wait_than_memory_admits(
 ) -> None:
     seen: list[FormationView] = []
 
-    def note(view: FormationView) -> Microbatch:
+    def note(view: FormationView, ongoing: OngoingFormation | None) -> tuple[Microbatch, None]:
         seen.append(view)
-        return form_token_budget(view)
+        return form_token_budget(view), None
 
     scheduler = Scheduler(SchedulerConfig(), GROUP, 2, 4, 17, frozenset({EOS}), 64, form_batch=note)
     for i in range(num_requests):

@@ -210,11 +210,11 @@ def space(*held: Sequence, capacity: int) -> tuple[SwapSpace, Ledger]:
 def test_who_came_earlier_and_was_recomputed_goes_first() -> None:
     victim = sequence("v", 2.0, 9)
     swap, ledger = space(victim, capacity=10)
-    assert swap.push_out(victim)
-    assert swap.recall((1.0, 0), 8) == 0, "an earlier one waits without KV"
-    assert swap.recall((3.0, 0), 0) == 0, "no room among the running"
+    assert swap.swap_out(victim)
+    assert swap.swap_in((1.0, 0), 8) == 0, "an earlier one waits without KV"
+    assert swap.swap_in((3.0, 0), 0) == 0, "no room among the running"
     assert swap.first_away == victim.key
-    assert swap.recall((3.0, 0), 8) == 1
+    assert swap.swap_in((3.0, 0), 8) == 1
     assert swap.returning == [victim] and swap.first_away is None
     assert ledger.used_blocks == 3
     swap.check()
@@ -223,26 +223,26 @@ def test_who_came_earlier_and_was_recomputed_goes_first() -> None:
 def test_it_may_turn_round_half_way() -> None:
     victim = sequence("v", 0.0, 5 * BLOCK)
     swap, ledger = space(victim, capacity=10)
-    assert swap.push_out(victim)
+    assert swap.swap_out(victim)
     assert swap.plan_copies([]) == ((("v", 0, 5),), ())
     assert ledger.used_blocks == 5, "until the next plan"
-    assert swap.settle() == [] and ledger.used_blocks == 0
-    assert swap.recall(None, 8) == 1 and ledger.used_blocks == 5
-    assert swap.push_out(victim), "before anything came back"
+    assert swap.finish_copies() == [] and ledger.used_blocks == 0
+    assert swap.swap_in(None, 8) == 1 and ledger.used_blocks == 5
+    assert swap.swap_out(victim), "before anything came back"
     assert ledger.used_blocks == 0 and not swap.returning and not swap.may_copy
-    assert swap.recall(None, 8) == 1
+    assert swap.swap_in(None, 8) == 1
     assert swap.plan_copies([]) == ((), (("v", 0, 5),))
     swap.check()
-    assert swap.settle() == [victim] and not swap
+    assert swap.finish_copies() == [victim] and not swap
 
 
 def test_what_one_waits_for_is_not_promised_to_another() -> None:
     victim, first, second = (sequence(name, i, 8) for i, name in enumerate("vab"))
     swap, ledger = space(victim, first, second, capacity=6)
-    assert swap.push_out(victim)
+    assert swap.swap_out(victim)
     assert swap.makes_room(first, 3) and swap.makes_room(second, 3)
     assert not swap.makes_room(first, 3), "two blocks leave"
-    assert swap.settle() == []
+    assert swap.finish_copies() == []
     assert swap.makes_room(first, 4), "a new plan, a new count"
     assert ledger.used_blocks == 6
 

@@ -66,9 +66,9 @@ def test_a_drop_moves_memory_and_capacity_is_the_minimum_over_stages() -> None:
     for instance_id, dropped in ((InstanceId(0), 2), (InstanceId(1), 4)):
         member = cluster.members[instance_id]
         assert member.body.kv_units == before[instance_id] + dropped * 30
-        assert member.agent.seat.table.num_units == member.body.kv_units
+        assert member.agent.state.table.num_units == member.body.kv_units
         assert member.body.held.num_layers == 6 - dropped
-    scheduler = cluster.agent(0).seat.scheduler
+    scheduler = cluster.agent(0).membership.scheduler
     assert scheduler is not None
     # One granule less for sure than what was freed: that is what is promised.
     assert scheduler.load(0, 0, 0.0).capacity_blocks == min(
@@ -101,7 +101,7 @@ def test_levels_of_drops_and_the_way_back(levels: list[list[tuple[int, int, int]
     assert outcomes(cluster) == ["done"] * len(levels)
     busy(cluster, 4, steps=60)
     (group,) = (group for group in cluster.groups() if len(group.stages) > 1)
-    scheduler = cluster.agent(group.leader).seat.scheduler
+    scheduler = cluster.agent(group.leader).membership.scheduler
     assert scheduler is not None
     cluster.run_until(lambda: scheduler.used_blocks < 10)
     cluster.restore(group)
@@ -109,7 +109,7 @@ def test_levels_of_drops_and_the_way_back(levels: list[list[tuple[int, int, int]
     assert outcomes(cluster)[-1] == "done"
     for member in cluster.members.values():
         assert member.body.held == LayerRange(0, 8)
-        assert member.body.kv_units == member.agent.seat.table.num_units == 16 * 8
+        assert member.body.kv_units == member.agent.state.table.num_units == 16 * 8
 
 
 def test_two_pairs_at_once() -> None:
@@ -132,9 +132,9 @@ def fill(cluster: FakeCluster, free_units: int, count: int = 12) -> None:
     members = cluster.members.values()
     cluster.run_except(
         lambda action: False,
-        lambda: all(m.agent.seat.table.free_units <= free_units for m in members),
+        lambda: all(m.agent.state.table.free_units <= free_units for m in members),
     )
-    assert all(m.agent.seat.table.free_units <= free_units for m in members)
+    assert all(m.agent.state.table.free_units <= free_units for m in members)
 
 
 def test_new_requests_run_in_freed_memory_while_kv_is_exchanged() -> None:
@@ -184,7 +184,7 @@ def test_memory_exactly_full_on_both_sides() -> None:
     leaders = [cluster.agent(0), cluster.agent(1)]
     cluster.run_except(
         lambda action: isinstance(action, StartStep),
-        lambda: all(agent.seat.layout.group_id == 2 for agent in leaders),
+        lambda: all(agent.membership.layout.group_id == 2 for agent in leaders),
     )
     cluster.finish()
     assert outcomes(cluster) == ["done"]

@@ -31,7 +31,7 @@ def started(count: int = 4, max_tokens: int = 9, **settings: object) -> FakeClus
 
 def led_by(cluster: FakeCluster, instance_id: int) -> RequestId:
     """A request that runs on the instance."""
-    return cluster.agent(instance_id).seat.table.request_ids()[0]
+    return cluster.agent(instance_id).state.table.request_ids()[0]
 
 
 def merge(cluster: FakeCluster) -> None:
@@ -95,7 +95,7 @@ def test_abort_of_a_stalled_request_frees_it_on_both_sides() -> None:
     cluster.cancel(victim)
     cluster.run_except(is_pull)
     for member in cluster.members.values():
-        assert member.agent.seat.table.num_blocks(victim) == 0
+        assert member.agent.state.table.num_blocks(victim) == 0
         assert victim not in member.mover.exports
     cluster.finish()
 
@@ -103,8 +103,13 @@ def test_abort_of_a_stalled_request_frees_it_on_both_sides() -> None:
 def test_abort_at_the_old_leader_follows_a_request_that_moved() -> None:
     cluster, group = merged(4)
     cluster.restore(group, capacity_blocks=20)
-    cluster.run_until(lambda: cluster.agent(0).seat.layout != group and cluster.agent(1).seat.leads)
-    there = cluster.agent(1).seat.scheduler
+    cluster.run_until(
+        lambda: (
+            cluster.agent(0).membership.layout != group
+            and cluster.agent(1).membership.scheduler is not None
+        )
+    )
+    there = cluster.agent(1).membership.scheduler
     assert there is not None
     moved = next(r for r in cluster.unfinished if r in there._live)
     cluster.cancel(moved)  # the controller has not heard of the new leaders
@@ -137,7 +142,7 @@ def test_a_request_that_comes_after_the_handover_is_not_forgotten() -> None:
     for _ in range(4):
         cluster.request(2, 3)
     cluster.run_except(lambda action: link(1, 0)(action) or link(0, 1)(action))
-    assert all(member.agent.seat.layout.group_id < 2 for member in cluster.members.values())
+    assert all(member.agent.membership.layout.group_id < 2 for member in cluster.members.values())
     cluster.finish()
     assert last_outcome(cluster) == "done"
 
@@ -152,7 +157,7 @@ def test_an_activation_comes_before_the_member_has_switched() -> None:
     cluster.run_except(link(2, 1))
     cluster.cancel(led_by(cluster, 0))
     cluster.run_except(link(2, 1))
-    assert cluster.agent(1).seat.early, "no plan was early"
+    assert cluster.agent(1)._early_plans, "no plan was early"
     cluster.finish()
 
 
@@ -182,7 +187,7 @@ def test_a_pipeline_formed_anew_whose_second_stage_hears_of_it_last() -> None:
         cluster.post(None, member, Form(layout, specs))
     cluster.request(4, 5)
     cluster.run_except(link(None, 1))
-    assert cluster.agent(1).seat.early
+    assert cluster.agent(1)._early_plans
     cluster.finish()
 
 
@@ -242,16 +247,16 @@ def test_a_group_formed_anew_waits_for_the_running_step() -> None:
     cluster = started()
     cluster.run_except(NOTHING, lambda: cluster.members[InstanceId(0)].work is not None)
     work = cluster.members[InstanceId(0)].work
-    layout = cluster.agent(0).seat.layout
+    layout = cluster.agent(0).membership.layout
     assert work is not None and layout is not None
     new = GroupLayout(cluster.controller.placement.new_ids(1), layout.stages)
     spec = cluster.controller.placement.specs[InstanceId(0)]
     cluster.agent(0).on(Form(new, (spec,)), cluster.now_s)
-    assert cluster.agent(0).seat.layout == layout
-    assert cluster.agent(0).seat.table.used_units > 0
+    assert cluster.agent(0).membership.layout == layout
+    assert cluster.agent(0).state.table.used_units > 0
     cluster.perform(next(a for a in cluster.actions() if "Finish" in type(a).__name__))
-    assert cluster.agent(0).seat.layout == new
-    assert cluster.agent(0).seat.table.used_units == 0
+    assert cluster.agent(0).membership.layout == new
+    assert cluster.agent(0).state.table.used_units == 0
 
 
 # Rollbacks
@@ -279,15 +284,15 @@ def test_rollback_of_a_load_in_every_phase(after: int) -> None:
     transition_id = cluster.restore(group)
     begin = cluster.num_actions
     cluster.run_except(NOTHING, lambda: cluster.num_actions >= begin + after)
-    scheduler = cluster.agent(0).seat.scheduler
+    scheduler = cluster.agent(0).membership.scheduler
     assert cluster.roll_back(transition_id), "it had committed already"
     cluster.run_until_idle()
     assert cluster.groups() == [group]
     for number, member in enumerate(cluster.members.values()):
         assert member.body.held == group.stages[number].layers
-        assert member.agent.seat.table.num_units == member.body.kv_units
+        assert member.agent.state.table.num_units == member.body.kv_units
     assert scheduler is not None
-    assert scheduler.load(0, 0, 0.0).capacity_blocks == cluster.agent(0).seat.capacity_blocks()
+    assert scheduler.load(0, 0, 0.0).capacity_blocks == cluster.agent(0).membership.capacity_blocks
     cluster.request(3, 5)
     cluster.restore(group)
     cluster.finish()
@@ -300,7 +305,7 @@ def test_a_rollback_that_overtakes_the_order_to_load() -> None:
     cluster.run_except(link(0, 1))  # the leader's word to the member is late
     assert cluster.roll_back(transition_id)
     cluster.run_except(link(0, 1))
-    assert cluster.agent(1).seat.held == LayerRange(2, 4)
+    assert cluster.agent(1).state.held == LayerRange(2, 4)
     cluster.run_until_idle()
     assert cluster.members[InstanceId(1)].body.held == LayerRange(2, 4)
     cluster.restore(group)
@@ -358,8 +363,8 @@ def test_what_does_not_fit_after_a_restore_is_recomputed() -> None:
     leader = cluster.agent(0)
 
     def used() -> int:
-        assert leader.seat.scheduler is not None
-        return leader.seat.scheduler.used_blocks
+        assert leader.membership.scheduler is not None
+        return leader.membership.scheduler.used_blocks
 
     cluster.run_until(lambda: used() >= 22)
     cluster.restore(group, capacity_blocks=24)

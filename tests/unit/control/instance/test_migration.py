@@ -23,7 +23,7 @@ def lopsided(num: int = 3, max_tokens: int = 12, **settings: object) -> FakeClus
     cluster.run_except(NOTHING, lambda: len(running(cluster, 0)) == min_running)
     cluster.start_instance(InstanceId(1))
     is_step = lambda action: isinstance(action, StartStep)  # noqa: E731
-    cluster.run_except(is_step, lambda: cluster.agent(1).seat.scheduler is not None)
+    cluster.run_except(is_step, lambda: cluster.agent(1).membership is not None)
     assert len(running(cluster, 0)) == min_running and not running(cluster, 1)
     return cluster
 
@@ -32,7 +32,7 @@ def running(cluster: FakeCluster, instance_id: int) -> tuple[RequestId, ...]:
     """Requests that have been computed in part on the instance and are not over."""
     return tuple(
         request_id
-        for request_id in cluster.agent(instance_id).seat.table.request_ids()
+        for request_id in cluster.agent(instance_id).state.table.request_ids()
         if cluster.accounts[request_id].token_ids and cluster.accounts[request_id].end is None
     )
 
@@ -57,12 +57,12 @@ def test_a_request_moves_with_its_kv_and_goes_on_where_it_was() -> None:
     cluster.run_until(lambda: moved(cluster) == 1)
     cluster.run_until(lambda: not cluster.controller.balance.busy_groups)
     (mover,) = running(cluster, 1)
-    cluster.run_until(lambda: mover not in cluster.agent(0).seat.table.request_ids())
+    cluster.run_until(lambda: mover not in cluster.agent(0).state.table.request_ids())
     assert mover in cluster.unfinished
     cluster.finish()
     assert cluster.num_preemptions == 0, "nothing was computed twice"
     prompts = sum(len(a.request.prompt_token_ids) for a in cluster.accounts.values())
-    totals = [cluster.agent(i).seat.totals for i in (0, 1)]
+    totals = [cluster.agent(i).state.totals for i in (0, 1)]
     assert sum(total.prompt_tokens for total in totals) == prompts
 
 
@@ -82,10 +82,10 @@ def test_the_source_decodes_the_request_while_its_blocks_are_copied() -> None:
 def test_the_target_sets_memory_aside_before_anything_moves() -> None:
     cluster = lopsided(1)
     migrate(cluster)
-    scheduler = cluster.agent(1).seat.scheduler
+    scheduler = cluster.agent(1).membership.scheduler
     assert scheduler is not None
     cluster.run_except(NOTHING, lambda: bool(cluster.members[InstanceId(1)].mover.pulls))
-    assert scheduler.used_blocks > cluster.agent(1).seat.table.num_blocks(running(cluster, 0)[0])
+    assert scheduler.used_blocks > cluster.agent(1).state.table.num_blocks(running(cluster, 0)[0])
     cluster.finish()
 
 
@@ -120,7 +120,7 @@ def test_sampling_parameters_move_along() -> None:
     sampling = SamplingParams(14, temperature=1.0, seed=3, frequency_penalty=0.5)
     request_id = cluster.request(4, sampling=sampling)
     cluster.run_until(lambda: len(cluster.accounts[request_id].token_ids) > 2)
-    source = int(request_id not in cluster.agent(0).seat.table.request_ids())
+    source = int(request_id not in cluster.agent(0).state.table.request_ids())
     migrate(cluster, source)
     cluster.run_until(lambda: moved(cluster) == 1)
     cluster.finish()
@@ -249,7 +249,9 @@ def test_messages_of_migrations_long_over_change_nothing() -> None:
     agent = cluster.agent(0)
     agent.on(HandOff(migration_id), cluster.now_s)
     agent.on(
-        OfferKv(migration_id, InstanceId(1), agent.seat.layout.group_id, request_id, 99, 99, 1),
+        OfferKv(
+            migration_id, InstanceId(1), agent.membership.layout.group_id, request_id, 99, 99, 1
+        ),
         cluster.now_s,
     )
     cluster.controller.on(InstanceId(0), MigrationOver(migration_id, InstanceId(0), None), 0.0)

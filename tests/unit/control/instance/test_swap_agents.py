@@ -13,7 +13,7 @@ FAST, SLOW = SwapConfig(1e7), SwapConfig(2e5)
 
 def totals(cluster: FakeCluster) -> tuple[int, int]:
     """Preemptions and lost tokens so far."""
-    each = [member.agent.seat.totals for member in cluster.members.values()]
+    each = [member.agent.state.totals for member in cluster.members.values()]
     return sum(t.num_preemptions for t in each), sum(t.lost_tokens for t in each)
 
 
@@ -63,11 +63,11 @@ def test_a_drop_between_a_plan_that_swaps_and_the_next() -> None:
     """What the last plan copied out is nothing to the new group, where the request starts anew."""
     cluster = FakeCluster(pools=(14, 14), swap=SLOW)
     load_up(cluster, 12)
-    seats = [cluster.agent(i).seat for i in (0, 1)]
-    cluster.run_until(lambda: bool(seats[0].swapped_out))
+    agent = cluster.agent(0)
+    cluster.run_until(lambda: bool(agent.membership.swapped_out))
     cluster.drop((0, 0, 2), (1, 2, 4))
     cluster.run_except(lambda action: action == StartStep(InstanceId(0)))
-    assert seats[0].layout is not None and len(seats[0].layout.stages) == 2
+    assert len(agent.membership.layout.stages) == 2
     cluster.finish()
 
 

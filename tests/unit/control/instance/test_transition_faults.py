@@ -17,6 +17,8 @@ import pytest
 from kunserve.cluster.in_process import Action, CompletePull, Letter, StartStep
 from kunserve.control.cluster.transitions import PATIENCE_S, Phase
 from kunserve.control.instance import transition
+from kunserve.control.instance.agent import InstanceAgent
+from kunserve.control.instance.layer_restore import LayerRestore
 from kunserve.core.ids import InstanceId, TransitionId
 from kunserve.core.layout import GroupLayout, LayerRange
 from kunserve.core.messages import LayersLoaded, Prepared
@@ -102,10 +104,10 @@ class Scene:
         return InstanceId(member) in active[self.transition_id].waits_for
 
     def load_phases(self) -> list[str]:
-        return [m.agent._reload._phase for m in self.cluster.members.values()]
+        return [load_phase(m.agent) for m in self.cluster.members.values()]
 
     def is_ready(self, member: int) -> bool:
-        return self.cluster.agent(member)._regroup._pending is not None
+        return isinstance(self.cluster.agent(member).change, transition.TransitionMember)
 
     def reach(self, moment: str) -> None:
         cluster = self.cluster
@@ -150,14 +152,16 @@ class Scene:
         for layout in self.before:
             for member, layers in layout.stages:
                 one = cluster.members[member]
-                assert one.agent.seat.layout == layout
-                assert one.body.held == one.agent.seat.held == one.mover.offered == layers
-                assert one.agent.seat.table.num_units == one.body.kv_units
+                assert one.agent.membership.layout == layout
+                assert one.body.held == one.agent.state.held == one.mover.offered == layers
+                assert one.agent.state.table.num_units == one.body.kv_units
                 assert not one.mover.pulls and not one.mover.exports
             leader = cluster.agent(layout.leader)
-            assert leader.seat.scheduler is not None and leader.seat.scheduler.may_preempt
-            capacity = leader.seat.scheduler.load(0, 0, 0.0).capacity_blocks
-            assert capacity == leader.seat.capacity_blocks()
+            assert (
+                leader.membership.scheduler is not None and leader.membership.scheduler.may_preempt
+            )
+            capacity = leader.membership.scheduler.load(0, 0, 0.0).capacity_blocks
+            assert capacity == leader.membership.capacity_blocks
         self.prove_it_can_be_done()
 
     def prove_it_can_be_done(self) -> None:
@@ -170,6 +174,14 @@ class Scene:
             one = self.cluster.members[InstanceId(number)]
             wanted = LayerRange(*STAGES[number][1:]) if self.kind == "drop" else whole
             assert one.body.held == one.mover.offered == wanted
+
+
+def load_phase(agent: InstanceAgent) -> str:
+    """How far the instance is with loading its layers."""
+    change = agent.change
+    if isinstance(change, transition.TransitionMember):
+        change = change.restored
+    return change.phase if isinstance(change, LayerRestore) else "idle"
 
 
 def members(cluster: FakeCluster):  # type: ignore[no-untyped-def]
@@ -359,7 +371,7 @@ def arrive(scene: Scene, member: int) -> None:
 
 
 def abort(scene: Scene, member: int) -> None:
-    table = scene.cluster.agent(member).seat.table
+    table = scene.cluster.agent(member).state.table
     for request_id in table.request_ids()[:2]:
         if request_id in scene.cluster.unfinished:
             scene.cluster.cancel(request_id)

@@ -2,14 +2,14 @@
 
 from collections.abc import Mapping
 
-from kunserve.control.group.admission import watermark_blocks
 from kunserve.control.group.ledger import Ledger
-from kunserve.control.group.sequence import Progress, Sequence, WaitingQueue
+from kunserve.control.group.queue import WaitingQueue, watermark_blocks
+from kunserve.control.group.sequence import Progress, Sequence
 from kunserve.core.ids import RequestId
 from kunserve.policy.migrate import Movable
 
 
-class Travel:
+class MigrationAccess:
     """Looks at one group's requests; only those that decode may leave it.
 
     What it says of them holds while no step is in flight.
@@ -52,7 +52,7 @@ class Travel:
 
     def largest_blocks(self, request_id: RequestId) -> int:
         """What the request may come to need."""
-        return self._blocks_for(self._live[request_id].max_stored)
+        return self._blocks_for(self._live[request_id].max_stored_tokens)
 
     def pause(self, request_id: RequestId) -> None:
         """Until ``Scheduler.resume`` the request keeps its KV and does not run."""
@@ -67,6 +67,10 @@ class Travel:
         if more > 0 and (self._waiting or self._ledger.free_blocks - more < margin):
             return False
         return self._ledger.reserve(request_id, num_blocks)
+
+    def unreserve(self, request_id: RequestId) -> None:
+        """The memory set aside for a request is free again."""
+        self._ledger.release(request_id)
 
     def _blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self._block_size)

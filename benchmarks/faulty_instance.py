@@ -1,0 +1,95 @@
+"""An instance that fails on demand: files in a folder say how. For fault drills and tests.
+
+LocalLauncher(program_of(folder))
+
+refuse-N  instance N exits while it loads        sleep-N  it loads for ever
+hang-N    its next step never ends               slow-N   it loads layers slowly
+poison    the step that begins a request whose prompt begins with POISON raises an error
+"""
+
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from kunserve.cluster.fake_main import load_fake
+from kunserve.cluster.instance_start import Loaded, run_instance
+from kunserve.cluster.launch import InstanceOrder
+from kunserve.control.instance.body import StepOutcome, StepWork
+from kunserve.core.layout import LayerRange
+
+POISON = (3, 1, 4, 1, 5)
+"""A prompt that begins so kills the instance that takes it up, while ``poison`` is there."""
+SLOW_LAYER_S = 0.2
+POLL_S = 0.02
+
+
+def program_of(folder: Path) -> tuple[str, str]:
+    """What ``LocalLauncher`` runs so that ``folder`` rules."""
+    return (__file__, str(folder))
+
+
+class FaultyBody:
+    """A body with faults. Everything else is the body's own."""
+
+    def __init__(self, body: Any, folder: Path) -> None:
+        self._body = body
+        self._folder = folder
+        self._me = body.spec.instance_id
+
+    def __getattr__(self, name: str) -> Any:
+        """What has no fault."""
+        return getattr(self._body, name)
+
+    def _shall(self, fault: str) -> bool:
+        return (self._folder / f"{fault}-{self._me}").exists()
+
+    def execute(
+        self, work: StepWork, hidden: Any, look_up: Callable[[], None] | None = None
+    ) -> StepOutcome:
+        """As the body's own, unless the step shall hang or raise."""
+        while self._shall("hang"):
+            time.sleep(POLL_S)
+        if work.is_first and (self._folder / "poison").exists():
+            assert not _takes_poison(work), "poisoned"
+        outcome: StepOutcome = self._body.execute(work, hidden, look_up)
+        return outcome
+
+    def load_layers(self, layers: LayerRange) -> None:
+        """As the body's own, unless the disk shall be slow."""
+        for _ in range(*layers):
+            if self._shall("slow"):
+                time.sleep(SLOW_LAYER_S)
+        self._body.load_layers(layers)
+
+
+def _takes_poison(work: StepWork) -> bool:
+    assert work.token_ids is not None
+    first = 0
+    for chunk in work.plan.chunks:
+        tokens = work.token_ids[first : first + chunk.num_tokens].tolist()
+        if chunk.start == 0 and tuple(tokens[: len(POISON)]) == POISON:
+            return True
+        first += chunk.num_tokens
+    return False
+
+
+def _load(order: InstanceOrder) -> Loaded:
+    folder, me = Path(sys.argv[1]), order.instance_id
+    if (folder / f"refuse-{me}").exists():
+        sys.exit(1)
+    while (folder / f"sleep-{me}").exists():
+        time.sleep(POLL_S)
+    if order.fake is not None:
+        loaded = load_fake(order)
+    else:
+        from kunserve.cluster.instance_main import load_model  # brings torch
+
+        loaded = load_model(order)
+    faulty: Any = FaultyBody(loaded.body, folder)
+    return loaded._replace(body=faulty)
+
+
+if __name__ == "__main__":
+    sys.exit(run_instance(_load))

@@ -1,0 +1,309 @@
+"""The instances' processes: started, watched, replaced for as long as the cluster lives, ended.
+
+    starting -> ready -> over -> (a pause that doubles) starting ...
+
+A process that misses a deadline is *condemned*: it is killed, and counts as over even if the
+kernel cannot end it yet, because a killed process runs none of its code any more.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from kunserve.cluster.background import Background
+from kunserve.cluster.front_clock import FrontClock
+from kunserve.cluster.launch import InstanceOrder, InstanceProcess, Launcher
+from kunserve.core.config import ClusterConfig
+from kunserve.core.ids import InstanceId
+from kunserve.core.messages import Alive
+
+logger = logging.getLogger(__name__)
+
+FIRST_PAUSE_S = 0.25
+MAX_PAUSE_S = 30.0
+"""Between the end of a process and the start of the next: doubled by each that ends soon."""
+SOON_S = 60.0
+"""A process that was ready for so long does not count as one that ends soon."""
+END_S = 5.0
+"""How long a killed process is waited for, before its replacement starts beside it."""
+LEAVE_S = 3.0
+"""How long an instance may take to leave by itself when the cluster closes."""
+STEPS_PER_HANG = 10.0
+"""A loop that stands still longer than so many of its longest steps hangs."""
+FAILED_STARTS = 2
+"""Starts in a row that failed, after which nobody should wait for the next one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Death:
+    """A process is over."""
+
+    instance_id: InstanceId
+    reason: str
+    said: bytes
+    """What it wrote before its end, if it refused to start."""
+
+
+@dataclass(slots=True)
+class _Place:
+    """One instance's place in the cluster: the process in it, and how those before it fared."""
+
+    process: InstanceProcess | None = None
+    is_ready: bool = False
+    since_s: float = 0.0
+    """When the process was started, and later when it became ready."""
+    heard_s: float = 0.0
+    last: Alive | None = None
+    moved_s: float = 0.0
+    """When its loop was last seen to have moved on."""
+    condemned: asyncio.Event = field(default_factory=asyncio.Event)
+    verdict: str | None = None
+    """Why it was condemned."""
+    num_soon_over: int = 0
+    num_failed_starts: int = 0
+
+
+class Processes:
+    """One process for each instance, always. Belongs to one event loop."""
+
+    def __init__(
+        self,
+        config: ClusterConfig,
+        launcher: Launcher,
+        clock: FrontClock,
+        background: Background,
+        order_of: Callable[[InstanceId], InstanceOrder],
+        on_death: Callable[[Death], bool],
+    ) -> None:
+        """``on_death`` says whether the instance is to be started again."""
+        self._config = config
+        self._launcher = launcher
+        self._clock = clock
+        self._background = background
+        self._order_of = order_of
+        self._on_death = on_death
+        self._places: dict[InstanceId, _Place] = {}
+        self._keepers: list[asyncio.Task[None]] = []
+        self._num_noted_missing: int | None = None
+        """As last logged; None before the cluster serves."""
+
+    # What is known
+
+    @property
+    def ready_ids(self) -> tuple[InstanceId, ...]:
+        """Instances that serve."""
+        return tuple(i for i, place in self._places.items() if place.is_ready)
+
+    @property
+    def num_missing(self) -> int:
+        """Instances that do not serve: being started, or waiting for the next start."""
+        return sum(not place.is_ready for place in self._places.values())
+
+    @property
+    def is_hopeless(self) -> bool:
+        """No instance serves, and each one has failed to start more than once."""
+        return all(
+            not place.is_ready and place.num_failed_starts >= FAILED_STARTS
+            for place in self._places.values()
+        )
+
+    def pid_of(self, instance_id: InstanceId) -> int | None:
+        """The process in the instance's place; None between two."""
+        place = self._places.get(instance_id)
+        return None if place is None or place.process is None else place.process.pid
+
+    # Beginnings
+
+    def keep(self, found: Mapping[InstanceId, InstanceProcess | None]) -> None:
+        """Start every instance, or go on with a process that was found; from now on replace."""
+        for instance_id, process in found.items():
+            self._places[instance_id] = _Place()
+            keeper = self._background.run(
+                f"processes of instance {instance_id}", self._keep(instance_id, process)
+            )
+            self._keepers.append(keeper)
+
+    async def _keep(self, instance_id: InstanceId, process: InstanceProcess | None) -> None:
+        """One instance's processes, one after the other. Ends when it is cancelled only."""
+        place = self._places[instance_id]
+        while True:
+            said = b""
+            try:
+                if process is None:
+                    process = await self._start(instance_id)
+            except OSError as error:
+                reason = f"cannot be started: {error}"
+            else:
+                reason = await self._end_of(instance_id, place, process)
+                said = process.said
+            process = None
+            pause_s = self._count_end(place)
+            is_wanted = True
+            with self._background.surviving("death of an instance"):
+                is_wanted = self._on_death(Death(instance_id, reason, said))
+            if not is_wanted:
+                return
+            logger.error(
+                "instance is over instance=%d reason=%r next_start_s=%.2f",
+                instance_id,
+                reason,
+                pause_s,
+            )
+            self._note_missing()
+            await asyncio.sleep(pause_s)
+
+    async def _start(self, instance_id: InstanceId) -> InstanceProcess:
+        starting = asyncio.ensure_future(self._launcher.start(self._order_of(instance_id)))
+        try:
+            return await asyncio.shield(starting)
+        except asyncio.CancelledError:
+            (await starting).kill()
+            raise
+
+    async def _end_of(
+        self, instance_id: InstanceId, place: _Place, process: InstanceProcess
+    ) -> str:
+        """Wait until the process is over; why it is."""
+        place.process, place.verdict, place.last = process, None, None
+        place.condemned.clear()
+        place.since_s = place.heard_s = place.moved_s = self._clock.now_s()
+        ended = asyncio.ensure_future(process.wait())
+        condemned = asyncio.ensure_future(place.condemned.wait())
+        try:
+            await asyncio.wait({ended, condemned}, return_when=asyncio.FIRST_COMPLETED)
+            if not ended.done():
+                await asyncio.wait({ended}, timeout=END_S)
+            if not ended.done():
+                logger.error(
+                    "killed, but does not end instance=%d pid=%d", instance_id, process.pid
+                )
+        finally:
+            condemned.cancel()
+            ended.cancel()
+        return place.verdict or ended.result()
+
+    def _count_end(self, place: _Place) -> float:
+        """Take the process out of its place; how long to wait for the next start."""
+        if place.is_ready:
+            place.num_failed_starts = 0
+            if self._clock.now_s() - place.since_s > SOON_S:
+                place.num_soon_over = 0
+        else:
+            place.num_failed_starts += 1
+        place.process, place.is_ready = None, False
+        place.num_soon_over += 1
+        return min(MAX_PAUSE_S, FIRST_PAUSE_S * 2.0 ** min(place.num_soon_over - 1, 16))
+
+    # What instances say
+
+    def ready(self, instance_id: InstanceId) -> None:
+        """The instance is loaded and serves."""
+        place = self._places[instance_id]
+        place.is_ready = True
+        place.num_failed_starts = 0
+        place.since_s = place.moved_s = self._clock.now_s()
+        self._note_missing()
+
+    def heard(self, instance_id: InstanceId, alive: Alive | None) -> None:
+        """The instance said something; a heartbeat tells whether its loop moves on."""
+        place = self._places[instance_id]
+        now_s = place.heard_s = self._clock.now_s()
+        if alive is not None:
+            if place.last is None or alive.num_turns != place.last.num_turns:
+                place.moved_s = now_s
+            place.last = alive
+
+    # Watching
+
+    def look(self) -> None:
+        """Condemn every process that has missed a deadline. Called about ten times a second."""
+        now_s = self._clock.now_s()
+        for instance_id, place in self._places.items():
+            if place.process is not None and place.verdict is None:
+                verdict = self._judge(place, now_s)
+                if verdict is not None:
+                    self.condemn(instance_id, verdict)
+
+    def _judge(self, place: _Place, now_s: float) -> str | None:
+        config = self._config
+        if not place.is_ready:
+            if now_s - place.since_s > config.start_timeout_s:
+                limit_s = config.start_timeout_s
+                return f"not ready within {limit_s:g} s (--start-timeout raises the limit)"
+            return None
+        if now_s - place.heard_s > config.heartbeat_timeout_s:
+            return f"no heartbeat for {now_s - place.heard_s:.1f} s"
+        if now_s - place.moved_s > self._patience_s(place.last):
+            return f"its loop stands still since {now_s - place.moved_s:.1f} s"
+        return None
+
+    def _patience_s(self, last: Alive | None) -> float:
+        """How long the loop may stand still: between steps it may load weights, as at a start."""
+        if last is None or not last.is_computing:
+            return max(self._config.hang_timeout_s, self._config.start_timeout_s)
+        return max(self._config.hang_timeout_s, STEPS_PER_HANG * last.longest_step_s)
+
+    def condemn(self, instance_id: InstanceId, reason: str) -> None:
+        """Kill the instance's process, for a reason that is logged once."""
+        place = self._places[instance_id]
+        if place.process is None or place.verdict is not None:
+            return
+        place.verdict = reason
+        logger.error("instance killed instance=%d reason=%r", instance_id, reason)
+        place.process.kill()
+        place.condemned.set()
+
+    async def kill(self, instance_id: InstanceId) -> bool:
+        """Kill the instance's process and wait for its end; False if there is none."""
+        place = self._places.get(instance_id)
+        process = None if place is None else place.process
+        if place is None or process is None:
+            return False
+        process.kill()
+        await process.wait()
+        return True
+
+    def serve(self) -> None:
+        """The cluster serves: from now on every change of its capacity is logged."""
+        self._num_noted_missing = 0
+        self._note_missing()
+
+    def _note_missing(self) -> None:
+        num_missing, num_places = self.num_missing, len(self._places)
+        if self._num_noted_missing in (None, num_missing):
+            return
+        self._num_noted_missing = num_missing
+        if num_missing:
+            logger.warning(
+                "capacity is missing instances_missing=%d of=%d", num_missing, num_places
+            )
+        else:
+            logger.info("capacity is complete instances=%d", num_places)
+
+    # The end
+
+    async def close(self, ask_to_leave: Callable[[InstanceId], object]) -> None:
+        """End all processes at once: those that serve are asked first, the others are killed."""
+        self._num_noted_missing = None
+        for keeper in self._keepers:
+            keeper.cancel()
+        await asyncio.gather(*self._keepers, return_exceptions=True)
+        places = [(i, place) for i, place in self._places.items() if place.process is not None]
+        for instance_id, place in places:
+            if place.is_ready and place.verdict is None:
+                ask_to_leave(instance_id)
+        await asyncio.gather(*(self._end(place) for _, place in places))
+
+    async def _end(self, place: _Place) -> None:
+        process = place.process
+        assert process is not None
+        leaving = asyncio.ensure_future(process.wait())
+        if place.is_ready and place.verdict is None:
+            await asyncio.wait({leaving}, timeout=LEAVE_S)
+        process.kill()
+        await asyncio.wait({leaving}, timeout=END_S)
+        if not leaving.done():
+            logger.error("killed, but does not end pid=%d", process.pid)
+            leaving.cancel()
+        place.process = None

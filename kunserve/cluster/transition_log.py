@@ -1,0 +1,27 @@
+"""Drops and restores in words: for the log, and for who asked for one."""
+
+import logging
+
+from kunserve.core.snapshots import Outcome, TransitionRecord
+
+logger = logging.getLogger(__name__)
+
+
+def describe(record: TransitionRecord) -> str:
+    """One line on a transition: what, why, and what was measured."""
+    before = "+".join("".join(str(len(g.stages))) for g in record.groups_before)
+    after = "+".join(str(len(g.stages)) for g in record.groups_after)
+    took_s = (record.finished_s or record.started_s) - record.started_s
+    return (
+        f"{record.kind} id={record.transition_id} outcome={record.ending!r} "
+        f"trigger={record.trigger!r} groups={before}->{after} bytes={record.freed_bytes} "
+        f"remap_ms={record.remap_s * 1e3:.2f} gap_ms={record.gap_s * 1e3:.1f} "
+        f"requests_moved={record.requests_moved} moved_bytes={record.moved_bytes} "
+        f"max_stall_ms={record.max_stall_s * 1e3:.0f} total_ms={took_s * 1e3:.0f}"
+    )
+
+
+def log_transition(record: TransitionRecord) -> None:
+    """One line per drop or restore."""
+    level = logging.INFO if record.outcome is Outcome.DONE else logging.WARNING
+    logger.log(level, describe(record))

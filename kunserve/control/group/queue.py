@@ -1,0 +1,143 @@
+"""The queue of a group's waiting sequences, and who of them gets memory now: first come first."""
+
+from bisect import bisect_left, insort
+from collections.abc import Iterator
+
+from kunserve.control.group.ledger import Ledger
+from kunserve.control.group.sequence import Progress, QueueKey, Sequence
+from kunserve.core.config import SchedulerConfig
+
+
+class WaitingQueue:
+    """Sequences without KV in order of arrival, with running totals for load reports."""
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._entries: list[tuple[QueueKey, Sequence]] = []
+        self.num_tokens = 0
+        """Known tokens of all waiting sequences together."""
+        self.num_blocks = 0
+        """Blocks that they need together."""
+        self.version = 0
+        """Counts the changes."""
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return (seq for _, seq in self._entries)
+
+    @property
+    def head(self) -> Sequence | None:
+        """The sequence that came first."""
+        return self._entries[0][1] if self._entries else None
+
+    def add(self, seq: Sequence) -> None:
+        """Put the sequence at its place in order of arrival."""
+        insort(self._entries, (seq.key, seq))
+        self._count(seq, 1)
+
+    def remove(self, seq: Sequence) -> None:
+        """Take a sequence out, wherever it is."""
+        index = bisect_left(self._entries, seq.key, key=_key_of)
+        assert index < len(self._entries) and self._entries[index][1] is seq, seq.request_id
+        del self._entries[index]
+        self._count(seq, -1)
+
+    def clear(self) -> None:
+        """Nobody waits any more."""
+        self._entries.clear()
+        self.num_tokens = self.num_blocks = 0
+        self.version += 1
+
+    def check(self) -> None:
+        """Assert order, totals, and that nobody here has KV."""
+        keys = [key for key, _ in self._entries]
+        assert keys == sorted(set(keys)), keys
+        lengths = [len(seq.token_ids) for seq in self]
+        assert self.num_tokens == sum(lengths), (self.num_tokens, lengths)
+        assert self.num_blocks == sum(-(-n // self._block_size) for n in lengths)
+        for seq in self:
+            assert seq.state is Progress.WAITING and seq.num_computed == 0, seq
+            assert not seq.is_awaiting and not seq.is_started, seq
+
+    def _count(self, seq: Sequence, sign: int) -> None:
+        tokens = len(seq.token_ids)
+        self.num_tokens += sign * tokens
+        self.num_blocks += sign * -(-tokens // self._block_size)
+        self.version += 1
+
+
+class Admission:
+    """Looks at a group's queue and its ledger."""
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        num_stages: int,
+        block_size: int,
+        waiting: WaitingQueue,
+        ledger: Ledger,
+    ) -> None:
+        self._config = config
+        self._num_stages = num_stages
+        self._block_size = block_size
+        self._waiting = waiting
+        self._ledger = ledger
+        self.lacks_memory = False
+        """Somebody was turned away by the last ``candidates`` for want of memory."""
+
+    def room(self, num_running: int) -> int:
+        """How many more sequences may run: each stage's worth of ``max_num_seqs``."""
+        return self._config.max_num_seqs * self._num_stages - num_running
+
+    def admit(self, seq: Sequence) -> None:
+        """Give a candidate blocks for all its known tokens."""
+        fits = self._ledger.grow(seq.request_id, -(-len(seq.token_ids) // self._block_size))
+        assert fits, (seq.request_id, self._ledger.free_blocks)
+        self._waiting.remove(seq)
+
+    def candidates(
+        self, room: int, num_tokens_ahead: int, first_away: QueueKey | None = None
+    ) -> list[Sequence]:
+        """Up to ``room`` waiting sequences that memory admits.
+
+        Enough of them to fill a microbatch behind ``num_tokens_ahead`` tokens of running prompts;
+        all of them where formation looks ahead. None that came after ``first_away``, who waits
+        for memory too.
+        """
+        ledger, config = self._ledger, self._config
+        free = ledger.free_blocks
+        watermark = watermark_blocks(ledger)
+        wanted = config.max_num_batched_tokens - num_tokens_ahead
+        if config.lookahead and self._num_stages > 1:
+            wanted = self._waiting.num_tokens
+        self.lacks_memory = False
+        found: list[Sequence] = []
+        for seq in self._waiting:
+            if wanted <= 0 or len(found) >= room:
+                break
+            if first_away is not None and first_away < seq.key:
+                break
+            free -= -(-len(seq.token_ids) // self._block_size)
+            if free < watermark:
+                self.lacks_memory = True
+                break
+            watermark = ledger.watermark_blocks
+            wanted -= len(seq.token_ids)
+            found.append(seq)
+        return found
+
+
+def watermark_blocks(ledger: Ledger, own_blocks: int = 0) -> int:
+    """Blocks that an admission leaves free; none where it has the memory for itself.
+
+    ``own_blocks`` is what the admitted one holds already.
+    """
+    if ledger.used_blocks == own_blocks:
+        return 0
+    return ledger.watermark_blocks
+
+
+def _key_of(entry: tuple[QueueKey, Sequence]) -> QueueKey:
+    return entry[0]

@@ -1,0 +1,262 @@
+"""Who holds KV memory in a group, and who gives it up when a block is missing (relief)."""
+
+from bisect import insort
+from collections.abc import Iterable, Iterator
+from itertools import chain
+from operator import attrgetter
+from typing import NamedTuple
+
+from kunserve.control.group.in_flight import InFlight
+from kunserve.control.group.ledger import Ledger
+from kunserve.control.group.load import SchedulerTotals
+from kunserve.control.group.queue import WaitingQueue
+from kunserve.control.group.sequence import Progress, QueueKey, Sequence
+from kunserve.control.group.swap import SwapSpace
+from kunserve.core.ids import RequestId
+from kunserve.core.step import BlockRun
+from kunserve.policy.relief import Preemptible, choose_victim
+
+_key_of = attrgetter("key")
+
+
+class Runnable(NamedTuple):
+    """What the running sequences could do in the next step."""
+
+    decodes: list[Sequence]
+    prompts: list[Sequence]
+    """With known tokens to compute. The last token of a prompt is no decode: it keeps its place
+    before later prompts."""
+    num_awaiting: int
+    """Sequences whose next token is being computed."""
+    num_context_awaiting: int
+    """Their tokens of context, all together."""
+
+
+class Holders:
+    """Owner of the sequences that have KV: running and stalled ones, in order of arrival.
+
+    When one of them lacks a block the latest arrival is preempted, keeping its place and its
+    output. It is computed again later, or its KV is swapped (``SwapSpace``).
+    """
+
+    def __init__(
+        self,
+        block_size: int,
+        ledger: Ledger,
+        waiting: WaitingQueue,
+        in_flight: InFlight,
+        swap: SwapSpace,
+        totals: SchedulerTotals,
+    ) -> None:
+        self._block_size = block_size
+        self._ledger = ledger
+        self._waiting = waiting
+        self._in_flight = in_flight
+        self._swap = swap
+        self._totals = totals
+        self._running: list[Sequence] = []
+        self.released: list[RequestId] = []
+        """For the next plan: what the stages hold and may free."""
+        self.preemptions: list[tuple[RequestId, int]] = []
+        """(request, tokens of KV lost) of each, for the log."""
+        self.version = 0
+        """Counts who came, and who may run again."""
+
+    def __len__(self) -> int:
+        return len(self._running) + len(self._swap)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return chain(self._running, self._swap)
+
+    @property
+    def num_running(self) -> int:
+        """Running and stalled ones."""
+        return len(self._running)
+
+    @property
+    def have_work(self) -> bool:
+        """Whether any runs, is swapped or must be released (stalled ones have none)."""
+        running = Progress.RUNNING
+        for seq in self._running:
+            if seq.state is running:
+                return True
+        return bool(self._swap or self.released)
+
+    @property
+    def may_copy(self) -> bool:
+        """Whether a plan could move swapped KV."""
+        return self._swap.may_copy
+
+    # They come and go
+
+    def add(self, seq: Sequence) -> None:
+        """The sequence has memory from now on."""
+        insort(self._running, seq, key=_key_of)
+        self.version += 1
+
+    def resume(self, seq: Sequence) -> None:
+        """A stalled one may run."""
+        seq.state = Progress.RUNNING
+        self.version += 1
+
+    def remove(self, seq: Sequence) -> None:
+        """Forget the sequence: its memory is free, and a token still in flight is ignored."""
+        self._take_out(seq)
+        self._free(seq)
+
+    def end(self, seq: Sequence) -> None:
+        """The sequence has its last token. Call ``drop_ended`` after the last of a step."""
+        if seq.state is Progress.SWAPPED:
+            self._swap.remove(seq)
+        self._free(seq)
+        seq.state = Progress.ENDED
+
+    def drop_ended(self) -> None:
+        """Forget those that ended."""
+        ended = Progress.ENDED
+        self._running = [seq for seq in self._running if seq.state is not ended]
+
+    def lose_swapped(self) -> None:
+        """Give all swapped KV up: its requests wait to be computed again."""
+        for seq in self._swap.clear():
+            self._lose_kv(seq)
+
+    def clear(self) -> None:
+        """Nobody has KV any more."""
+        self._running.clear()
+        self.released.clear()
+
+    def take_released(self) -> list[RequestId]:
+        """What the next plan releases."""
+        released, self.released = self.released, []
+        return released
+
+    # In a step
+
+    def end_copies(self) -> None:
+        """The last plan is on its way: whoever is back from host memory runs."""
+        if self._swap:
+            for seq in self._swap.finish_copies():
+                seq.state = Progress.RUNNING
+                insort(self._running, seq, key=_key_of)
+
+    def runnable(self) -> Runnable:
+        """Who could run."""
+        decodes: list[Sequence] = []
+        prompts: list[Sequence] = []
+        num_awaiting = context = 0
+        runs = Progress.RUNNING
+        for seq in self._running:
+            if seq.is_awaiting:
+                num_awaiting += 1
+                context += seq.num_computed
+            elif seq.state is runs:
+                computed = seq.num_computed
+                if computed >= seq.num_prompt and len(seq.token_ids) - computed == 1:
+                    decodes.append(seq)
+                else:
+                    prompts.append(seq)
+        return Runnable(decodes, prompts, num_awaiting, context)
+
+    def secure(
+        self, decodes: Iterable[Sequence], prompts: Iterable[Sequence], *, may_preempt: bool
+    ) -> set[Sequence] | None:
+        """Get blocks for all known tokens of these; who could not, or None if memory sufficed.
+
+        Only a decode at a block's edge, and a prompt adopted half-way, ever lacks one.
+        """
+        block_size, ledger = self._block_size, self._ledger
+        edge = [s for s in decodes if s.num_computed % block_size == 0]
+        unfit: set[Sequence] | None = None
+        for seq in sorted([*edge, *prompts], key=_key_of):
+            needed = -(-len(seq.token_ids) // block_size)
+            if seq.state is not Progress.RUNNING or ledger.grow(seq.request_id, needed):
+                continue
+            unfit = set() if unfit is None else unfit
+            if not (may_preempt and self._relieve(seq, needed)):
+                unfit.add(seq)
+        return unfit
+
+    def swap_in(self, first_waiting: QueueKey | None, room: int) -> tuple[int, QueueKey | None]:
+        """Let swapped ones come back before whoever waits behind them.
+
+        How many of the ``room`` among the running are kept for them, and the place of the first
+        that must stay away: nobody behind it may be admitted.
+        """
+        if not self._swap:
+            return 0, None
+        num_kept = self._swap.swap_in(first_waiting, room)
+        return num_kept, self._swap.first_away
+
+    def plan_copies(
+        self, chosen: list[tuple[Sequence, int]]
+    ) -> tuple[tuple[BlockRun, ...], tuple[BlockRun, ...]]:
+        """What the plan of these chunks swaps out, and back in."""
+        return self._swap.plan_copies(chosen)
+
+    def check(self) -> None:
+        """Assert order, states, and that everybody has the memory that its KV takes."""
+        self._swap.check()
+        keys = [seq.key for seq in self._running]
+        assert keys == sorted(set(keys)), keys
+        self._in_flight.check(self)
+        reserved = self._ledger.migrating_blocks
+        for seq in self:
+            blocks = self._ledger.blocks_of(seq.request_id)
+            reserved += blocks
+            is_swapped = seq.state is Progress.SWAPPED
+            assert is_swapped or seq.state in (Progress.RUNNING, Progress.STALLED), seq
+            assert is_swapped or blocks >= -(-seq.num_computed // self._block_size), (seq, blocks)
+            assert 0 <= seq.num_computed <= len(seq.token_ids), seq
+            assert seq.num_left > 0 or seq.is_awaiting, seq
+        assert reserved == self._ledger.used_blocks, (reserved, self._ledger.used_blocks)
+
+    # Relief
+
+    def _relieve(self, grower: Sequence, num_blocks: int) -> bool:
+        """Preempt until the grower fits; False if it must wait."""
+        while True:
+            if self._swap.makes_room(grower, num_blocks):
+                return False
+            running = [seq for seq in self._running if seq.state is Progress.RUNNING]
+            running += self._swap.returning
+            victim = choose_victim([Preemptible(*s.key) for s in running], running.index(grower))
+            if victim is None:
+                return False
+            self._preempt(running[victim])
+            if self._ledger.grow(grower.request_id, num_blocks):
+                return True
+
+    def _preempt(self, seq: Sequence) -> None:
+        """Take a sequence's memory: all at once, or as fast as it can be swapped."""
+        if not self._swap.swap_out(seq):
+            self.remove(seq)
+            self._lose_kv(seq)
+        elif seq.state is Progress.RUNNING:
+            self._note_preemption(seq, 0)
+            self._running.remove(seq)
+            seq.state = Progress.SWAPPED
+
+    def _lose_kv(self, seq: Sequence) -> None:
+        """The sequence, in no list any more, must be computed again."""
+        self._note_preemption(seq, seq.num_computed)
+        seq.num_computed = 0
+        seq.is_started = False
+        seq.state = Progress.WAITING
+        self._waiting.add(seq)
+
+    def _note_preemption(self, seq: Sequence, lost_tokens: int) -> None:
+        self.preemptions.append((seq.request_id, lost_tokens))
+        self._totals.note_preemption(lost_tokens)
+        seq.num_preemptions += 1
+
+    def _take_out(self, seq: Sequence) -> None:
+        if seq.state is Progress.SWAPPED:
+            self._swap.remove(seq)
+        else:
+            self._running.remove(seq)
+
+    def _free(self, seq: Sequence) -> None:
+        self._ledger.release(seq.request_id)
+        self.released.append(seq.request_id)
+        self._in_flight.ignore(seq)

@@ -1,0 +1,77 @@
+"""How a step plan, which names requests, becomes work on units of one instance.
+
+Every stage of a group does this for every plan, in the same order, before it runs it.
+"""
+
+import numpy as np
+
+from kunserve.control.instance.block_table import NOTHING
+from kunserve.control.instance.body import HostCopy, StepWork
+from kunserve.control.instance.membership import Membership
+from kunserve.control.instance.state import InstanceState
+from kunserve.core.step import BlockRun, StepPlan
+
+
+def free_swapped_out(state: InstanceState, membership: Membership) -> None:
+    """The plan before has run here: what it copied to host memory holds no units any more."""
+    for request_id, first_block, end_block in membership.swapped_out:
+        state.table.release_layers(request_id, first_block, end_block, NOTHING)
+    membership.swapped_out = ()
+
+
+def localize(state: InstanceState, membership: Membership, plan: StepPlan) -> StepWork | None:
+    """Take and name the blocks of a plan, whose released requests have been freed.
+
+    None when the units are there, but scattered between blocks that are in transfer.
+    """
+    table, block_size = state.table, state.spec.block_size
+    if plan.swapped_in:
+        _make_room(state, plan)
+    counts, row_of = table.counts, table.rows
+    rows: list[int] = []
+    for request_id, start, num_tokens, _ in plan.chunks:
+        needed = (start + num_tokens + block_size - 1) // block_size
+        if counts.get(request_id, 0) < needed:
+            copies = table.grow(request_id, needed)
+            if copies is None:
+                return None
+            if copies:
+                state.body.copy_units(copies)
+        rows.append(row_of[request_id])
+    if plan.swapped_out or plan.swapped_in:
+        _start_host_copies(state, membership, plan)
+    layers, scheduler = membership.layers, membership.scheduler
+    return StepWork(
+        plan=plan,
+        layers=layers,
+        is_first=layers.first == 0,
+        is_last=layers.end == state.spec.num_layers,
+        token_ids=None if scheduler is None else scheduler.token_ids_of(plan),
+        tables=table.tables,
+        rows=np.array(rows, dtype=np.int32),
+    )
+
+
+def _make_room(state: InstanceState, plan: StepPlan) -> None:
+    """Give every block that comes back from host memory units of its own."""
+    for request_id, first_block, end_block in plan.swapped_in:
+        copies = state.table.relayout(request_id, first_block, end_block)
+        assert copies is not None, (plan, state.table.free_units)
+        if copies:
+            state.body.copy_units(copies)
+
+
+def _start_host_copies(state: InstanceState, membership: Membership, plan: StepPlan) -> None:
+    """Have the body copy, once every block of the plan has its place."""
+    membership.swapped_out = plan.swapped_out
+    state.body.swap_units(
+        tuple(_locate(state, membership, run) for run in plan.swapped_out),
+        tuple(_locate(state, membership, run) for run in plan.swapped_in),
+        beside_step=bool(plan.chunks),
+    )
+
+
+def _locate(state: InstanceState, membership: Membership, run: BlockRun) -> HostCopy:
+    table, layers = state.table, membership.layers
+    entries = table.tables[table.row_of(run.request_id), run.first_block : run.end_block]
+    return HostCopy(run.request_id, run.first_block, entries + layers.first, layers.num_layers)

@@ -1,0 +1,71 @@
+"""An instance's place in the group in which it stands, from its entry to the next change.
+
+The first stage leads: it alone has the group's scheduler.
+"""
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+from kunserve.control.group.scheduler import Scheduler
+from kunserve.control.instance.state import InstanceState
+from kunserve.core.ids import InstanceId, RequestId
+from kunserve.core.layout import GroupLayout, LayerRange
+from kunserve.core.step import BlockRun, StepPlan
+from kunserve.policy.capacity import group_capacity_blocks
+from kunserve.policy.relief import HostLink, group_host_link
+
+
+@dataclass(slots=True)
+class Membership:
+    """One instance in one group."""
+
+    layout: GroupLayout
+    layers: LayerRange
+    """Which this instance computes."""
+    capacity_blocks: int
+    """KV blocks of the group when no change narrows it."""
+    scheduler: Scheduler | None
+    """Only the leader has one."""
+    last_step_s: float
+    """When the leader heard of a step's end, or of its entry."""
+    ready: deque[tuple[StepPlan, Any]] = field(default_factory=deque)
+    """Microbatches to run: from the stage before, or the leader's own that lacked units."""
+    swapped_out: tuple[BlockRun, ...] = ()
+    """What the last plan copied to host memory: its units are free as of the next."""
+    former_requests: dict[RequestId, InstanceId] = field(default_factory=dict)
+    """New leaders of requests that this instance led before it entered."""
+
+
+def enter_group(state: InstanceState, layout: GroupLayout, now_s: float) -> Membership:
+    """Stand in a new group. The instance's memory has been laid out for it."""
+    layers = layout.layers_of(state.me)
+    assert layers is not None, (state.me, layout)
+    capacity_blocks = group_capacity_blocks(layout, state.specs)
+    scheduler = None
+    if layout.leader == state.me:
+        scheduler = Scheduler(
+            config=state.config.scheduler,
+            group_id=layout.group_id,
+            num_stages=len(layout.stages),
+            block_size=state.spec.block_size,
+            capacity_blocks=capacity_blocks,
+            eos_token_ids=state.config.eos_token_ids,
+            max_model_len=state.config.max_model_len,
+            totals=state.totals,
+            host_link=_find_host_link(state, layout),
+        )
+    return Membership(layout, layers, capacity_blocks, scheduler, now_s)
+
+
+def _find_host_link(state: InstanceState, layout: GroupLayout) -> HostLink | None:
+    """The group's way to host memory; None where nobody is swapped."""
+    swap = state.config.scheduler.swap
+    if swap is None:
+        return None
+    stages = [(state.specs[member].unit_bytes, held) for member, held in layout.stages]
+    return group_host_link(
+        swap.host_bytes_per_s,
+        swap.host_bytes,
+        [unit_bytes * held.num_layers for unit_bytes, held in stages],
+    )

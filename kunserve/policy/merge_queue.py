@@ -1,0 +1,111 @@
+"""Algorithm 1's priority queue Q: groups by number of instances, and which two merge next."""
+
+import heapq
+from collections import deque
+from typing import NamedTuple
+
+from kunserve.core.layout import GroupLayout
+from kunserve.policy.merge_cache import MergeCache, Shape
+
+MAX_PARTNERS = 8
+"""Partners tried for a group whose merge with the smallest one gains nothing."""
+
+
+class PlannedGroup(NamedTuple):
+    """A group of the plan so far."""
+
+    old: tuple[GroupLayout, ...]
+    """Their members, in order, are those of ``shape.held``."""
+    shape: Shape
+    has_spare: bool
+    """None of ``old`` lacks memory."""
+
+
+class _Rank(NamedTuple):
+    """The order in which groups merge: Algorithm 1's key, then its ties, which it leaves open.
+
+    Groups that lack memory merge first, so that the gain is where the queue is. Then come groups
+    of like capacity, because the scarcest stage bounds the merged group. Then the oldest.
+    """
+
+    num_instances: int
+    has_spare: bool
+    capacity_blocks: int
+
+
+class MergeQueue:
+    """Groups in order of rank; equal ranks leave in order of entry.
+
+    A heap of ranks rather than of groups: a cluster has thousands of groups, but few ranks.
+    """
+
+    def __init__(self, cache: MergeCache, max_group_size: int | None) -> None:
+        self._cache = cache
+        self._max_group_size = max_group_size
+        self._groups: dict[_Rank, deque[PlannedGroup]] = {}
+        self._ranks: list[_Rank] = []
+        self._num_groups = 0
+        self._refused: list[PlannedGroup] = []
+        """They found no partner; they may gain with groups made since."""
+        self._has_merged = False
+
+    def push(self, group: PlannedGroup) -> None:
+        """Let the group take part."""
+        shape = group.shape
+        rank = _Rank(len(shape.stages), group.has_spare, shape.capacity_blocks)
+        groups = self._groups.get(rank)
+        if groups is None:
+            groups = self._groups[rank] = deque()
+            heapq.heappush(self._ranks, rank)
+        groups.append(group)
+        self._num_groups += 1
+
+    def pop_pair(self) -> tuple[PlannedGroup, PlannedGroup, Shape] | None:
+        """The two smallest groups that gain by merging, and what they make; None: no two do."""
+        while True:
+            if self._num_groups < 2:
+                if not (self._has_merged and self._refused):
+                    return None
+                for group in self._refused:
+                    self.push(group)
+                self._refused, self._has_merged = [], False
+                continue
+            rank, group = self._pop()
+            partner = self._pop_partner(rank, group)
+            if partner is not None:
+                self._has_merged = True
+                return group, *partner
+            self._refused.append(group)
+
+    def drain(self) -> list[PlannedGroup]:
+        """All groups in order, those that found no partner last."""
+        groups = [self._pop()[1] for _ in range(self._num_groups)]
+        return [*groups, *self._refused]
+
+    def _pop_partner(self, rank: _Rank, group: PlannedGroup) -> tuple[PlannedGroup, Shape] | None:
+        """Take the first group that gives a gain when merged with this one."""
+        tried: list[tuple[_Rank, PlannedGroup]] = []
+        partner: tuple[PlannedGroup, Shape] | None = None
+        while self._num_groups and len(tried) < MAX_PARTNERS:
+            size = rank.num_instances + self._ranks[0].num_instances
+            if self._max_group_size is not None and size > self._max_group_size:
+                break
+            other_rank, other = self._pop()
+            merged = self._cache.merge(group.shape, other.shape)
+            if merged is not None:
+                partner = other, merged
+                break
+            tried.append((other_rank, other))
+        for other_rank, other in reversed(tried):
+            self.push(other)
+            self._groups[other_rank].rotate(1)  # before its equals, where it was
+        return partner
+
+    def _pop(self) -> tuple[_Rank, PlannedGroup]:
+        rank = self._ranks[0]
+        groups = self._groups[rank]
+        group = groups.popleft()
+        self._num_groups -= 1
+        if not groups:
+            del self._groups[heapq.heappop(self._ranks)]
+        return rank, group

@@ -1,0 +1,208 @@
+"""Real processes that die, hang, refuse to start: nobody waits for ever, and all is mended."""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from kunserve.cluster.local import LocalCluster
+from kunserve.control.cluster.controller import Controller
+from kunserve.core.errors import ConfigError, Unavailable
+from kunserve.core.ids import InstanceId, RequestId
+from kunserve.core.messages import Message, Submit, TokenOutput
+from kunserve.core.request import FinishReason, Request, SamplingParams
+from kunserve.transport.channel import FrontChannel
+from tests.live_cluster import Client, until, with_cluster
+
+ZERO, ONE = InstanceId(0), InstanceId(1)
+
+
+def is_there(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_a_replacement_that_dies_while_it_loads_is_replaced(tmp_path: Path) -> None:
+    """The rest serves; the capacity that is missing shows, and comes back."""
+
+    async def story(cluster: LocalCluster, client: Client) -> None:
+        (tmp_path / "refuse-1").touch()
+        client.submit("before", max_tokens=100)
+        await cluster.kill(ONE)
+        await until(lambda: cluster.vitals().num_missing == 1)
+        seen: set[int] = set()
+
+        def has_started_thrice() -> bool:
+            seen.add(cluster.pid_of(ONE) or 0)
+            return len(seen - {0}) >= 3
+
+        await until(has_started_thrice)
+        client.submit("meanwhile")
+        await client.all_done()
+        assert cluster.is_healthy() and cluster.vitals().num_missing == 1
+        (tmp_path / "refuse-1").unlink()
+        await until(lambda: cluster.vitals().num_missing == 0)
+        assert len(cluster.state().groups) == 2
+
+    with_cluster(story, faults=tmp_path)
+
+
+@pytest.mark.parametrize("dropped", [False, True])
+def test_an_instance_whose_loop_hangs_is_replaced(tmp_path: Path, dropped: bool) -> None:
+    """It beats, so only its lack of progress shows."""
+
+    async def story(cluster: LocalCluster, client: Client) -> None:
+        for i in range(6):
+            client.submit(f"r{i}", max_tokens=300)
+        await client.all_flow()
+        if dropped:
+            await cluster.drop(None)
+        pid = cluster.pid_of(ONE)
+        (tmp_path / "hang-1").touch()
+        await until(lambda: cluster.pid_of(ONE) not in (pid, None))
+        (tmp_path / "hang-1").unlink()
+        await client.all_done()
+        await until(lambda: cluster.vitals().num_missing == 0)
+
+    with_cluster(story, faults=tmp_path, hang_timeout_s=2.0)
+
+
+def test_all_loops_hang(tmp_path: Path) -> None:
+    async def story(cluster: LocalCluster, client: Client) -> None:
+        for i in range(4):
+            client.submit(f"r{i}", max_tokens=200)
+        await client.all_flow()
+        for name in ("hang-0", "hang-1"):
+            (tmp_path / name).touch()
+        pids = {cluster.pid_of(ZERO), cluster.pid_of(ONE)}
+        await until(lambda: not pids & {cluster.pid_of(ZERO), cluster.pid_of(ONE)})
+        for name in ("hang-0", "hang-1"):
+            (tmp_path / name).unlink()
+        await client.all_done()
+
+    with_cluster(story, faults=tmp_path, hang_timeout_s=2.0)
+
+
+def test_nothing_can_be_started(tmp_path: Path) -> None:
+    """A stream ends with an error instead of staying open without a word."""
+
+    async def story(cluster: LocalCluster, client: Client) -> None:
+        client.submit("hopeless", max_tokens=2000)
+        await client.all_flow()
+        (tmp_path / "refuse-0").touch()
+        await cluster.kill(ZERO)
+        await client.until(lambda: "hopeless" in client.ends)
+        assert client.ends.pop("hopeless") is FinishReason.ERROR
+        del client.requests["hopeless"]
+        with pytest.raises(Unavailable):
+            client.submit("refused")
+        assert cluster.num_unfinished() == 0
+        (tmp_path / "refuse-0").unlink()
+        await until(lambda: cluster.vitals().num_missing == 0)
+        client.submit("again")
+        await client.all_done()
+
+    with_cluster(story, num_instances=1, faults=tmp_path)
+
+
+def test_errors_in_ticks_stop_neither_detection_nor_service(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def story(cluster: LocalCluster, client: Client) -> None:
+        def fail(self: Controller, now_s: float) -> None:
+            raise RuntimeError("injected")
+
+        for i in range(4):
+            client.submit(f"r{i}", max_tokens=200)
+        await client.all_flow()
+        tick = Controller.tick
+        monkeypatch.setattr(Controller, "tick", fail)
+        await until(lambda: cluster.vitals().num_errors > 2)
+        pid = cluster.pid_of(ONE)
+        assert pid is not None
+        os.kill(pid, signal.SIGSTOP)
+        await until(lambda: cluster.pid_of(ONE) not in (pid, None))
+        assert not is_there(pid)
+        assert cluster.vitals().num_errors > 2
+        monkeypatch.setattr(Controller, "tick", tick)
+        await client.all_done()
+
+    with_cluster(story, may_err=True, heartbeat_timeout_s=2.0)
+
+
+def test_a_client_that_fails_costs_the_others_nothing() -> None:
+    async def story(cluster: LocalCluster, client: Client) -> None:
+        def fail(token: TokenOutput) -> None:
+            raise RuntimeError("injected")
+
+        broken = Request(RequestId("broken"), (1, 2, 3), SamplingParams(max_tokens=50), 0.0)
+        cluster.submit(broken, fail)
+        for i in range(4):
+            client.submit(f"r{i}", max_tokens=100)
+        await client.all_done()
+        assert cluster.vitals().num_errors > 0
+        await until(lambda: cluster.num_unfinished() == 0)
+
+    with_cluster(story, may_err=True)
+
+
+def test_a_message_that_cannot_be_sent_is_a_failure_of_its_instance(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def story(cluster: LocalCluster, client: Client) -> None:
+        send = FrontChannel.send
+        unsent: list[Message] = []
+
+        def lose_one(self: FrontChannel, instance_id: InstanceId, message: Message) -> bool:
+            if isinstance(message, Submit) and not unsent:
+                unsent.append(message)
+                return False
+            return send(self, instance_id, message)
+
+        pids = {cluster.pid_of(ZERO), cluster.pid_of(ONE)}
+        monkeypatch.setattr(FrontChannel, "send", lose_one)
+        for i in range(4):
+            client.submit(f"r{i}", max_tokens=50)
+        await client.all_done()
+        assert unsent
+        await until(lambda: cluster.vitals().num_missing == 0)
+        assert len(pids & {cluster.pid_of(ZERO), cluster.pid_of(ONE)}) == 1
+
+    with_cluster(story)
+
+
+def test_nothing_is_left_after_the_end(tmp_path: Path) -> None:
+    """Also of instances that hang, are stopped, or are still loading."""
+    pids: list[int] = []
+
+    async def story(cluster: LocalCluster, client: Client) -> None:
+        client.submit("r", max_tokens=500)
+        await client.all_flow()
+        (tmp_path / "hang-0").touch()
+        (tmp_path / "sleep-2").touch()
+        await cluster.kill(InstanceId(2))
+        await until(lambda: cluster.pid_of(InstanceId(2)) is None)
+        await until(lambda: cluster.pid_of(InstanceId(2)) is not None)
+        pids.extend(pid for i in range(4) if (pid := cluster.pid_of(InstanceId(i))) is not None)
+        os.kill(pids[1], signal.SIGSTOP)
+
+    with_cluster(story, num_instances=4, faults=tmp_path)
+    assert len(pids) == 4 and not any(is_there(pid) for pid in pids)
+
+
+def test_instances_that_cannot_start_are_told_at_once(tmp_path: Path) -> None:
+    (tmp_path / "refuse-1").touch()
+
+    async def story(cluster: LocalCluster, client: Client) -> None:
+        raise AssertionError("it serves")
+
+    with pytest.raises(ConfigError, match="instance 1 did not start: exit code 1"):
+        with_cluster(story, faults=tmp_path)
+    (tmp_path / "refuse-1").unlink()
+    (tmp_path / "sleep-1").touch()
+    with pytest.raises(ConfigError, match=r"instance \d did not start: not ready within 2 s"):
+        with_cluster(story, faults=tmp_path, start_timeout_s=2.0)

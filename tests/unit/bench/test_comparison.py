@@ -1,0 +1,117 @@
+"""Comparisons of either world: what is run, in which order, what is kept, and what is not rerun."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from kunserve.bench.compare import comparison, real
+from kunserve.bench.compare.comparison import Options, compare
+from kunserve.bench.compare.experiment import Experiment
+from kunserve.bench.compare.real import RealRun, serve_arguments
+from kunserve.bench.compare.results import load
+from kunserve.bench.compare.settings import RealSetup, SimulatedSetup, WorkloadSettings
+from kunserve.bench.compare.systems import find_system
+from kunserve.bench.metrics import compute_metrics
+from kunserve.bench.runfile import read_run
+from tests.unit.bench.comparisons import run_of
+
+REQUESTS = WorkloadSettings(duration_s=20.0, rate=1.0)
+REAL = Experiment(RealSetup(), REQUESTS, systems=("recompute", "drop"), rounds=2)
+SMALL = Experiment(
+    SimulatedSetup(num_instances=2), WorkloadSettings(duration_s=5.0, rate=2.0), loads=(0.5, 1.0)
+)
+
+
+class Servers:
+    """Stands in for servers and clients, and writes down what was asked of them."""
+
+    def __init__(self) -> None:
+        self.started: list[str] = []
+        self.fails_after: int | None = None
+
+    def run_system(self, system, setup, workload, **more) -> RealRun:  # type: ignore[no-untyped-def]
+        if len(self.started) == self.fails_after:
+            raise KeyboardInterrupt
+        self.started.append(system.name)
+        run = run_of(system.name, [0.1] * 20)
+        metrics = compute_metrics(run.records, run.duration_s)
+        return RealRun(run, metrics, (f"{system.name} drop id=0",), (0.5, 1.0))
+
+
+@pytest.fixture
+def servers(monkeypatch: pytest.MonkeyPatch) -> Servers:
+    made = Servers()
+    monkeypatch.setattr(real, "run_system", made.run_system)
+    return made
+
+
+def test_real_systems_run_in_turns_and_are_kept(servers: Servers, tmp_path: Path) -> None:
+    said: list[str] = []
+    results = compare(REAL, tmp_path, say=said.append)
+    assert servers.started == ["recompute", "drop", "drop", "recompute"]
+    assert len(results) == 4 and load(tmp_path) == results
+    names = {path.name for path in tmp_path.iterdir()}
+    assert {"table.txt", "report.html", "timeline.png", "slo.png"} <= names
+    assert len(read_run(tmp_path / "drop-round2.jsonl").records) == 20
+    text = "\n".join(said)
+    assert "run 3 of 4: drop, load 1, seed 0, round 2" in text
+    assert "recompute drop id=0" in text and "client lag P99 (ms)" in text
+    assert "2 runs of each system" in (tmp_path / "table.txt").read_text()
+    assert results[0].environment == {} and results[0].load_average == (0.5, 1.0)
+
+
+def test_an_interrupted_comparison_goes_on_where_it_stopped(
+    servers: Servers, tmp_path: Path
+) -> None:
+    servers.fails_after = 3
+    with pytest.raises(KeyboardInterrupt):
+        compare(REAL, tmp_path, say=lambda text: None)
+    assert len(load(tmp_path)) == 3
+    servers.fails_after = None
+    said: list[str] = []
+    results = compare(REAL, tmp_path, say=said.append)
+    assert servers.started == ["recompute", "drop", "drop", "recompute"]
+    assert len(results) == 4 and said[0].startswith("3 of 4 runs are in")
+    assert (tmp_path / "timeline.png").exists()
+    compare(REAL, tmp_path, say=said.append)
+    assert len(servers.started) == 4
+    compare(REAL, tmp_path, Options(is_fresh=True), said.append)
+    assert len(servers.started) == 8
+
+
+def test_other_settings_are_run_again(servers: Servers, tmp_path: Path) -> None:
+    compare(REAL, tmp_path, say=lambda text: None)
+    larger = dataclasses.replace(REAL, setup=RealSetup(instance_memory="400MiB"))
+    compare(larger, tmp_path, say=lambda text: None)
+    assert len(servers.started) == 8
+    other = dataclasses.replace(REAL, systems=("recompute", "drop-deep"))
+    compare(dataclasses.replace(other, setup=larger.setup), tmp_path, say=lambda text: None)
+    assert servers.started[8:] == ["drop-deep", "drop-deep"]
+    assert len(load(tmp_path)) == 6
+
+
+def test_simulations_are_not_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = Options(num_jobs=1)
+    first = compare(SMALL, tmp_path, options, say=lambda text: None)
+    table = (tmp_path / "table.txt").read_text()
+    written = (tmp_path / "results.jsonl").read_bytes()
+
+    def none_left(jobs, limit):  # type: ignore[no-untyped-def]
+        assert not jobs
+        return iter(())
+
+    monkeypatch.setattr(comparison, "run_simulated", none_left)
+    said: list[str] = []
+    assert compare(SMALL, tmp_path, options, said.append) == first
+    assert said[0].startswith("4 of 4 runs are in")
+    assert (tmp_path / "results.jsonl").read_bytes() == written
+    assert (tmp_path / "table.txt").read_text() == table
+
+
+def test_what_a_server_is_started_with() -> None:
+    setup = RealSetup(num_instances=4, serve_flags=("--dtype", "float32"))
+    flags = serve_arguments(find_system("static-pp"), setup, Path("t.json"))
+    assert flags[0] == "smollm2-135m" and "--enable-admin" in flags and "--no-lookahead" in flags
+    assert flags[-4:] == ("--trace-out", "t.json", "--dtype", "float32")
+    assert "--enable-admin" not in serve_arguments(find_system("drop"), setup, None)
