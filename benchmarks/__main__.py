@@ -1,11 +1,13 @@
 """Lists the benchmarks, each with its first line: ``python -m benchmarks``."""
 
 import ast
+import functools
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
 
 
+@functools.cache
 def benchmarks() -> dict[str, str]:
     """Name and first line of every module that can be run."""
     found = {}

@@ -27,6 +27,7 @@ from kunserve.core.snapshots import TransitionRecord
 from kunserve.core.transfer import KvPull, LayerPull
 from kunserve.sim.body import SimBody
 from kunserve.sim.events import EventHeap
+from kunserve.sim.message_time import tokens_s
 from kunserve.sim.mover import SimMover
 from kunserve.sim.network import Network
 from kunserve.sim.pipeline_time import PipelineTime
@@ -326,7 +327,8 @@ class SimCluster:
                 letter = _Letter(message, hidden)
                 wire.append(letter)
                 if hidden is None:
-                    self._heap.after(blocked_s + self._latency_s, self._arrived, src, dst, letter)
+                    takes_s = blocked_s + self._latency_s + tokens_s(message, self.profile)
+                    self._heap.after(takes_s, self._arrived, src, dst, letter)
                 else:
                     self._send_hidden(src, dst, letter, blocked_s)
         if instance.agent.state.preemptions:
@@ -373,13 +375,19 @@ class SimCluster:
         self._heap.after(TICK_S, self._tick)
 
     def _obey(self) -> None:
+        behind_s: dict[InstanceId, float] = {}
         for command in self.controller.drain():
             if isinstance(command, Deliver):
                 command.client(command.token)
             elif isinstance(command, Send):
                 instance_id, message = command
                 if not isinstance(message, Connect):  # a simulated instance needs no addresses
-                    self._heap.after(self._latency_s, self._from_controller, instance_id, message)
+                    # Requests that are sent in one go wait for one another's tokens.
+                    late_s = behind_s.get(instance_id, 0.0)
+                    behind_s[instance_id] = late_s + tokens_s(message, self.profile)
+                    self._heap.after(
+                        self._latency_s + late_s, self._from_controller, instance_id, message
+                    )
             else:
                 self._carry_out(command)
             if self._watcher is not None:

@@ -32,6 +32,18 @@ def test_groups_grow_no_larger_than_allowed(system: str, largest: int) -> None:
     assert result.metrics.num_completed == 300
 
 
+def test_a_handover_takes_as_long_as_its_tokens() -> None:
+    """So a commit with long prompts costs more than a message."""
+    gaps_s = []
+    for token_s in (0.0, 20e-6):
+        profile = replace(small_profile(), codec_token_s=token_s)
+        result = run("drop", scenario(OVERLOAD, profile=profile))
+        gaps_s.append(result.transitions[0].gap_s)
+        assert result.metrics.num_failed == 0
+    num_tokens = (gaps_s[1] - gaps_s[0]) / 20e-6
+    assert num_tokens > 10_000, "the KV memory of an instance holds 20,000"
+
+
 def test_restored_twice() -> None:
     """Two bursts with quiet between them: each drop is followed by a restore."""
     first = burst(50, 0.1)
