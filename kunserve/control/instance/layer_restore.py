@@ -68,17 +68,17 @@ class LayerRestore:
             None, LayersLoaded(job.transition_id, state.me, refusal, 0, remap_s=0.0, seconds=0.0)
         )
         if membership.scheduler is None:
-            answer_called_off(state, membership, job.transition_id)
+            _report_dropped(state, membership, job.transition_id)
         return None
 
     @property
-    def transition_id(self) -> TransitionId:
+    def change_id(self) -> TransitionId:
         """Of the transition that follows."""
         return self._job.transition_id
 
     def precedes(self, proposal: Prepare) -> bool:
         """Whether this has loaded the layers that the transition needs."""
-        return self._phase == "filled" and proposal.transition_id == self.transition_id
+        return self._phase == "filled" and proposal.transition_id == self.change_id
 
     @property
     def phase(self) -> Phase:
@@ -156,7 +156,7 @@ class LayerRestore:
         state.held = state.whole_model
         state.mover.offer_layers(state.held)
         message = LayersLoaded(
-            transition_id=self.transition_id,
+            transition_id=self.change_id,
             instance_id=state.me,
             refusal=None,
             loaded_bytes=self._loaded_bytes,
@@ -177,7 +177,7 @@ class LayerRestore:
             state.held = state.whole_model
         state.keep_only(self._membership.layers)
         self._is_back = True
-        answer_called_off(state, self._membership, self.transition_id)
+        _report_dropped(state, self._membership, self.change_id)
         if self._membership.scheduler is None:
             self._phase = "over"
 
@@ -191,7 +191,7 @@ class LayerRestore:
             self._phase = "over"
 
 
-def answer_called_off(
+def _report_dropped(
     state: InstanceState, membership: Membership, transition_id: TransitionId
 ) -> None:
     """Tell the leader that nothing is loaded here for a restore."""

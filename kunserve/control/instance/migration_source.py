@@ -69,7 +69,7 @@ class MigrationSource:
         return None
 
     @property
-    def migration_id(self) -> TransitionId:
+    def change_id(self) -> TransitionId:
         """Which migration it is."""
         return self._order.migration_id
 
@@ -111,7 +111,7 @@ class MigrationSource:
             self._scheduler.migration.pause(leaving.request_id)
             self._phase, self._offered_blocks = "ready", needed
             leaving.kv.offer(needed)
-            state.send(None, MigrationReady(self.migration_id, state.me, leaving.request_id))
+            state.send(None, MigrationReady(self.change_id, state.me, leaving.request_id))
             return
         self._phase, self._offered_blocks = "copying", tokens // block_size
         self._num_offers += 1
@@ -197,9 +197,9 @@ class MigrationSource:
             if self._phase == "ready":
                 self._scheduler.resume(self._leaving.request_id)
             if tell_target:
-                self._state.send(self._order.target, WithdrawKv(self.migration_id))
+                self._state.send(self._order.target, WithdrawKv(self.change_id))
         self._end(reason)
 
     def _end(self, refusal: str | None) -> None:
         self._phase, self._leaving = "over", None
-        self._state.send(None, MigrationOver(self.migration_id, self._state.me, refusal))
+        self._state.send(None, MigrationOver(self.change_id, self._state.me, refusal))

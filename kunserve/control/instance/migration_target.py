@@ -65,7 +65,7 @@ class MigrationTarget:
         return None
 
     @property
-    def migration_id(self) -> TransitionId:
+    def change_id(self) -> TransitionId:
         """Which migration it is."""
         return self._offer.migration_id
 
@@ -82,7 +82,7 @@ class MigrationTarget:
         request = message.request
         if self.is_over or request.request_id != self._offer.request_id:
             return False
-        if message.migration_id != self.migration_id:
+        if message.migration_id != self.change_id:
             self.give_up()
             return False
         self._request = request
@@ -90,6 +90,10 @@ class MigrationTarget:
         self._wanted_blocks = -(-(num_tokens - 1) // self._state.spec.block_size)
         assert self._wanted_blocks <= self._offer.reserved_blocks, (self._offer, num_tokens)
         return True
+
+    def awaits(self, request_id: RequestId) -> bool:
+        """Whether the request is this instance's, and not all of its KV is here."""
+        return self._request is not None and request_id == self._request.request_id
 
     # Taking
 
@@ -128,7 +132,7 @@ class MigrationTarget:
 
     def _tell_taken(self) -> None:
         self._told_blocks = self._wanted_blocks
-        self._state.send(self._offer.source, OfferTaken(self.migration_id, self._wanted_blocks))
+        self._state.send(self._offer.source, OfferTaken(self.change_id, self._wanted_blocks))
 
     def _finish(self, request: Request) -> None:
         """All KV is here: the request runs."""
@@ -165,4 +169,4 @@ class MigrationTarget:
         self._kv.cancel()
         state.table.release(request_id)
         self._scheduler.migration.unreserve(request_id)
-        state.send(self._offer.source, OfferRefused(self.migration_id))
+        state.send(self._offer.source, OfferRefused(self.change_id))

@@ -69,8 +69,6 @@ class TransitionMember:
         self._exchange: Exchange | None = None
         self._leader: ExchangeLeader | None = None
         self._last_told: tuple[int, bool] | None = None
-        self.early: list[KvMoved | KvDropped | ExchangeProgress] = []
-        """From members that have switched before this one."""
 
     @classmethod
     def begin(
@@ -92,7 +90,7 @@ class TransitionMember:
         return cls(state, membership, enter, proposal, restored)
 
     @property
-    def transition_id(self) -> TransitionId:
+    def change_id(self) -> TransitionId:
         """Which transition it is."""
         return self._proposal.transition_id
 
@@ -200,9 +198,6 @@ class TransitionMember:
         self.restored = None
         self._handovers = {}
         self._report_progress(exchange, _members_of(proposal.old))
-        early, self.early = self.early, []
-        for message in early:
-            self.read(message, now_s)
 
     def _free_what_stays(self, plan: MovePlan) -> None:
         """Free what does not move."""
@@ -258,7 +253,7 @@ class TransitionMember:
                 else:
                     state.send(None, Outputs(state.me, (_failed(sequence),)))
         self._leader = ExchangeLeader(
-            state, membership, scheduler, self.transition_id, plan, taken, now_s
+            state, membership, scheduler, self.change_id, plan, taken, now_s
         )
         return tuple(sequence.request.request_id for sequence in taken)
 
@@ -273,10 +268,7 @@ class TransitionMember:
     # The exchange
 
     def read(self, message: KvMoved | KvDropped | ExchangeProgress, now_s: float) -> None:
-        """A peer's word about the exchange."""
-        if not self.has_switched:
-            self.early.append(message)
-            return
+        """A peer's word about the exchange, after the switch."""
         match message:
             case KvMoved():
                 if self._exchange is not None:
@@ -292,7 +284,7 @@ class TransitionMember:
 
     def pulled(self, piece: KvPull, ok: bool) -> None:
         """The mover filled a piece, or its source could not give it."""
-        if self._exchange is not None and piece.transition_id == self.transition_id:
+        if self._exchange is not None and piece.transition_id == self.change_id:
             self._exchange.pulled(piece, ok)
 
     def release(self, request_id: RequestId) -> None:
