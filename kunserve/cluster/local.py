@@ -42,6 +42,7 @@ from kunserve.core.messages import Event, Message, Ready, Shutdown
 from kunserve.core.request import Request
 from kunserve.core.snapshots import ClusterState, StageTime, TransitionRecord
 from kunserve.transport.channel import FrontChannel
+from kunserve.transport.socket_folder import SocketFolder
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +68,7 @@ class LocalCluster:
         self._config = config
         self._fake = fake
         self._controller = Controller(config)
+        self._sockets = SocketFolder()
         self._channel = FrontChannel(self._on_event)
         self._processes: dict[InstanceId, _Process] = {}
         self._deliver: dict[RequestId, DeliverTo] = {}
@@ -103,7 +105,7 @@ class LocalCluster:
     async def _start_all(self, vocab_size: int, on_ready: Callable[[Ready], None]) -> None:
         if self._fake is None:
             check_memory(self._config)
-        await self._channel.start()
+        await self._channel.start(self._sockets.address("front"))
         self._ticker = asyncio.create_task(self._tick())
         ids = [InstanceId(i) for i in range(self._config.cluster.num_instances)]
         if self._config.cluster.trace_out is not None:
@@ -148,7 +150,7 @@ class LocalCluster:
             instance_id=instance_id,
             fake=self._fake,
             front_address=self._channel.address,
-            token=self._channel.token,
+            socket_folder=str(self._sockets.path),
             config=self._config,
         )
         process = await start_instance(order)
@@ -356,6 +358,7 @@ class LocalCluster:
         for task in tuple(self._background):
             task.cancel()
         await self._channel.close()
+        self._sockets.remove()
         if self._config.cluster.trace_out is not None:
             self._join_trace(Path(self._config.cluster.trace_out))
 

@@ -41,6 +41,7 @@ from kunserve.core.snapshots import (
     StageTime,
     TransitionRecord,
 )
+from kunserve.core.transfer import PeerAddress
 from kunserve.policy.dispatch import QueueView, Shed, should_shed
 
 
@@ -88,7 +89,7 @@ ControlCommand: TypeAlias = Send | Deliver | Respawn | Announce | ScaleUp | Scal
 class _Instance:
     """What a living instance last said of itself."""
 
-    address: str
+    address: PeerAddress
     held: LayerRange
     kv_units: int
 
@@ -221,7 +222,7 @@ class Controller:
         self.placement.specs[spec.instance_id] = spec
         self._requests.restarted(spec.instance_id)
         whole = LayerRange(0, spec.num_layers)
-        self._instances[spec.instance_id] = _Instance(event.data_address, whole, spec.kv_units)
+        self._instances[spec.instance_id] = _Instance(event.address, whole, spec.kv_units)
         peers = tuple((i, inst.address) for i, inst in sorted(self._instances.items()))
         connect = Connect(peers)
         for instance_id in sorted(self._instances):
