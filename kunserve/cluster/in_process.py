@@ -31,12 +31,13 @@ from kunserve.core.layout import LayerRange
 from kunserve.core.messages import Connect, Event, Message, Ready, TokenOutput
 from kunserve.core.request import FinishReason, Request
 from kunserve.core.snapshots import InstanceSpec, TransitionRecord
-from kunserve.core.transfer import KvPull, LayerPull
+from kunserve.core.transfer import KvPull, LayerPull, PeerAddress
 from kunserve.transport.codec import decode, encode
 
 Address: TypeAlias = InstanceId | None
 """None is the controller."""
 
+NOWHERE = PeerAddress("in-process", "in-process")
 STEP_S = 0.001
 """Virtual time that one action takes."""
 IDLE_S = 0.6
@@ -207,7 +208,7 @@ class InProcessCluster:
             instance_id, self._config.scheduler, self._model.eos_token_ids, self._max_model_len
         )
         self.members[instance_id] = Member(InstanceAgent(config, body, mover), body, mover)
-        self.post(instance_id, None, Ready(spec, "in-process", self._max_model_len, "fake"))
+        self.post(instance_id, None, Ready(spec, NOWHERE, self._max_model_len, "fake"))
 
     def kill_instance(self, instance_id: InstanceId) -> None:
         """An instance dies; mail that it has sent may still arrive."""

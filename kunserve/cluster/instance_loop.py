@@ -166,7 +166,8 @@ class InstanceLoop:
         agent, now_s = self._agent, self._look()
         for message in self._channel.receive():
             if isinstance(message, Connect):
-                self._peers.connect(dict(message.peers))
+                self._peers.connect({peer: at.links for peer, at in message.peers})
+                self._mover.connect({peer: at.bulk for peer, at in message.peers})
             else:
                 agent.on(message, now_s)
         for message, payload in self._peers.receive():

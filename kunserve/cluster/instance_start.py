@@ -2,6 +2,7 @@
 
 import ctypes
 import logging
+import os
 import signal
 import sys
 from collections.abc import Callable
@@ -17,9 +18,11 @@ from kunserve.control.instance.agent import InstanceAgent
 from kunserve.control.instance.state import AgentConfig
 from kunserve.core.errors import KunServeError
 from kunserve.core.messages import Ready
+from kunserve.core.transfer import PeerAddress
 from kunserve.transport.bulk import BulkMover
 from kunserve.transport.channel import InstanceChannel
 from kunserve.transport.peers import PeerLinks
+from kunserve.transport.socket_folder import address_in
 
 _PR_SET_PDEATHSIG = 1
 EXIT_REFUSED = 3
@@ -65,15 +68,22 @@ def _assemble(order: InstanceOrder, loaded: Loaded) -> InstanceLoop:
     spec = body.spec
     longest = loaded.longest_request_tokens
     max_model_len = min(longest, config.model.max_model_len or longest)
-    mover = BulkMover(spec.instance_id, order.token, body, link_gbps=config.overload.link_gbps)
-    peers = PeerLinks(spec.instance_id, order.token, mover)
-    channel = InstanceChannel(order.front_address, order.token, spec.instance_id)
+    # The process's number keeps the sockets apart from those of the one it replaces.
+    links_at, bulk_at = (
+        address_in(order.socket_folder, f"{kind}-{spec.instance_id}-{os.getpid()}")
+        for kind in ("links", "bulk")
+    )
+    mover = BulkMover(spec.instance_id, bulk_at, body, link_gbps=config.overload.link_gbps)
+    peers = PeerLinks(spec.instance_id, links_at)
+    mover.yield_to(peers.activations_pending)
+    channel = InstanceChannel(order.front_address, spec.instance_id)
     agent = InstanceAgent(
         AgentConfig(spec.instance_id, config.scheduler, loaded.eos_token_ids, max_model_len),
         body,
         mover,
     )
-    channel.send(Ready(spec, peers.address, max_model_len, loaded.summary))
+    address = PeerAddress(peers.address, mover.address)
+    channel.send(Ready(spec, address, max_model_len, loaded.summary))
     trace_out = config.cluster.trace_out
     trace = None if trace_out is None else InstanceTrace(Path(trace_out), spec.instance_id)
     return InstanceLoop(agent, body, channel, peers, mover, config.cluster, trace)

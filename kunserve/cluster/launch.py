@@ -44,7 +44,8 @@ class InstanceOrder:
     fake: FakeSettings | None
     """None: the real engine on CPU."""
     front_address: str
-    token: str
+    socket_folder: str
+    """Where its own sockets are bound."""
     config: KunServeConfig
 
 

@@ -52,6 +52,7 @@ from kunserve.core.snapshots import ClusterState, Outcome, StageTime
 from kunserve.policy.restore import Postponed
 from kunserve.transport.channel import FrontChannel
 from kunserve.transport.codec import MalformedMessage
+from kunserve.transport.socket_folder import SocketFolder
 
 logger = logging.getLogger(__name__)
 
@@ -75,6 +76,7 @@ class LocalCluster:
         self._is_flushing = False
         self._clock = FrontClock(time.monotonic)
         self._background = Background()
+        self._sockets = SocketFolder()
         self._channel = FrontChannel(self._on_event, self._on_nonsense)
         self._processes = Processes(
             config.cluster,
@@ -114,7 +116,7 @@ class LocalCluster:
     async def _start_all(self, vocab_size: int, on_ready: Callable[[Ready], None]) -> None:
         if self._fake is None:
             check_memory(self._config)
-        await self._channel.start()
+        await self._channel.start(self._sockets.address("front"))
         self._background.run("tick", self._tick())
         ids = [InstanceId(i) for i in range(self._config.cluster.num_instances)]
         if self._config.cluster.trace_out is not None:
@@ -145,7 +147,7 @@ class LocalCluster:
             instance_id=instance_id,
             fake=self._fake,
             front_address=self._channel.address,
-            token=self._channel.token,
+            socket_folder=str(self._sockets.path),
             config=self._config,
         )
 
@@ -357,6 +359,7 @@ class LocalCluster:
         await self._processes.close(lambda i: self._channel.send(i, Shutdown()))
         await self._background.close()
         await self._channel.close()
+        self._sockets.remove()
         if self._config.cluster.trace_out is not None:
             self._join_trace(Path(self._config.cluster.trace_out))
 

@@ -13,6 +13,7 @@ from kunserve.core.load import NOTHING_DONE, LeaderTotals, LoadReport
 from kunserve.core.request import FinishReason, Request, TokenLogprobs
 from kunserve.core.snapshots import InstanceSpec, StageTime
 from kunserve.core.step import StepPlan, StepResult
+from kunserve.core.transfer import PeerAddress
 
 
 class TokenOutput(NamedTuple):
@@ -49,7 +50,7 @@ class SequenceState:
 class Connect:
     """Where the peers are. Sent to everyone whenever an instance joins."""
 
-    peers: tuple[tuple[InstanceId, str], ...]
+    peers: tuple[tuple[InstanceId, PeerAddress], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,8 +212,7 @@ class Ready:
     """The model is loaded and the instance can be given a group."""
 
     spec: InstanceSpec
-    data_address: str
-    """Where peers reach the instance."""
+    address: PeerAddress
     max_model_len: int
     """Longest prompt plus output that the instance can hold undropped."""
     summary: str

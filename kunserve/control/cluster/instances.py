@@ -9,11 +9,12 @@ from kunserve.core.layout import GroupLayout, LayerRange, Stage
 from kunserve.core.load import NOTHING_DONE, LeaderTotals
 from kunserve.core.messages import Committed, Connect, Form, Ready
 from kunserve.core.snapshots import InstanceSnapshot
+from kunserve.core.transfer import PeerAddress
 
 
 @dataclass(slots=True)
 class _Instance:
-    address: str
+    address: PeerAddress
     held: LayerRange
     kv_units: int
     totals: LeaderTotals = NOTHING_DONE
@@ -42,7 +43,7 @@ class Instances:
         spec = event.spec
         self._placement.specs[spec.instance_id] = spec
         whole = LayerRange(0, spec.num_layers)
-        self._living[spec.instance_id] = _Instance(event.data_address, whole, spec.kv_units)
+        self._living[spec.instance_id] = _Instance(event.address, whole, spec.kv_units)
         peers = tuple((i, instance.address) for i, instance in sorted(self._living.items()))
         connect = Connect(peers)
         for instance_id in sorted(self._living):
