@@ -29,8 +29,7 @@ def test_a_response_that_was_broken_off_has_failed(reason: FinishReason, error: 
     cluster.profile.max_model_len = 100
     cluster.controller.admit.return_value = None
     cluster.submit.side_effect = lambda request: answer(client, request, reason)
-    client._cluster = cluster
-    client._schedule_next()
+    client.begin(cluster)
     heap.step()
     (record,) = client.records
     assert (record.error, record.finish_reason) == (error, str(reason))
