@@ -36,7 +36,7 @@ HOST = "127.0.0.1"
 FAKE = FakeSettings(vocab_size=256, step_s=0.001)
 MAX_MODEL_LEN = 512
 """Short, because a chat that names no length is answered up to it."""
-PATIENCE_S = 20.0
+PATIENCE_S = 120.0
 """How long an answer to a sound request may take on a busy machine."""
 IMPATIENCE_S = 0.2
 """How long a client waits that sent no sound request."""
