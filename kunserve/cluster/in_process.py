@@ -191,7 +191,8 @@ class InProcessCluster:
         self._config = config
         self._max_model_len = max_model_len
         self._specs = {spec.instance_id: spec for spec in specs}
-        self._links: dict[tuple[Address, Address], deque[Letter]] = {}
+        self.links: dict[tuple[Address, Address], deque[Letter]] = {}
+        """Letters on their way, by sender and addressee, in order."""
         for spec in specs:
             self.start_instance(spec.instance_id)
 
@@ -213,11 +214,11 @@ class InProcessCluster:
     def kill_instance(self, instance_id: InstanceId) -> None:
         """An instance dies; mail that it has sent may still arrive."""
         del self.members[instance_id]
-        for src, dst in list(self._links):
+        for src, dst in list(self.links):
             if dst == instance_id:
-                del self._links[src, dst]
+                del self.links[src, dst]
         # What it told the controller came before the connection broke.
-        while self._links.get((instance_id, None)):
+        while self.links.get((instance_id, None)):
             self.perform(Delivery(instance_id, None))
         self.controller.lost(instance_id, "killed", self.now_s)
         self.carry_out()
@@ -250,7 +251,7 @@ class InProcessCluster:
     def actions(self) -> list[Action]:
         """Everything that may happen next, in a fixed order."""
         found: list[Action] = [
-            Delivery(src, dst) for (src, dst), letters in self._links.items() if letters
+            Delivery(src, dst) for (src, dst), letters in self.links.items() if letters
         ]
         for instance_id, member in self.members.items():
             if member.work is not None:
@@ -265,7 +266,7 @@ class InProcessCluster:
         self.now_s += STEP_S
         match action:
             case Delivery(src, dst):
-                letter = self._links[src, dst].popleft()
+                letter = self.links[src, dst].popleft()
                 self._deliver(src, dst, letter)
             case StartStep(instance_id):
                 member = self.members[instance_id]
@@ -275,14 +276,14 @@ class InProcessCluster:
                 self._finish_step(self.members[instance_id])
             case CompletePull(instance_id, index, fails):
                 self._complete_pull(self.members[instance_id], index, fails)
-        self._collect()
+        self.collect_mail()
 
     def pass_time(self, seconds: float) -> None:
         """Let time pass: load reports and the controller's tick."""
         self.now_s += seconds
         for member in self.members.values():
             member.agent.report(self.now_s)
-        self._collect()
+        self.collect_mail()
         self.controller.tick(self.now_s)
         self.carry_out()
 
@@ -351,7 +352,7 @@ class InProcessCluster:
         if dst is not None and dst not in self.members:
             return
         data = None if hidden is None else bytes(FakeBody.hidden_to_bytes(hidden))
-        self._links.setdefault((src, dst), deque()).append(Letter(bytes(encode(message)), data))
+        self.links.setdefault((src, dst), deque()).append(Letter(bytes(encode(message)), data))
 
     def _deliver(self, src: Address, dst: Address, letter: Letter) -> None:
         message = decode(letter.data)
@@ -367,7 +368,7 @@ class InProcessCluster:
         self.controller.on(src, message, self.now_s)
         self.carry_out()
 
-    def _collect(self) -> None:
+    def collect_mail(self) -> None:
         """Put what agents want to send on the links."""
         for instance_id, member in self.members.items():
             for dst, message, hidden in member.agent.drain():

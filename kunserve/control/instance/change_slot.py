@@ -127,13 +127,13 @@ class ChangeSlot:
             case TransitionMember() as transition, Commit():
                 transition.commit(now_s)
             case TransitionMember() as transition, Handover():
-                transition.accept_handover(message, now_s)
+                transition.read_handover(message, now_s)
             case TransitionMember() as transition, KvMoved() | KvDropped() | ExchangeProgress():
                 transition.read(message, now_s)
             case LayerRestore() as restore, LayersDropped():
-                restore.member_back(message.instance_id)
+                restore.count_dropped(message.instance_id)
             case TransitionMember(restored=LayerRestore() as restore), LayersDropped():
-                restore.member_back(message.instance_id)
+                restore.count_dropped(message.instance_id)
             case MigrationSource() as source, OfferTaken():
                 source.offer_taken(message.end_block)
             case MigrationSource() as source, OfferRefused():

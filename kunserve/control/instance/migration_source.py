@@ -146,7 +146,7 @@ class MigrationSource:
     def offer_refused(self) -> None:
         """The target takes no more."""
         if self._phase in ("copying", "copied"):
-            self._stay("the target gave it up", tell_target=False)
+            self._stay("the target gave it up", inform_target=False)
         else:
             # Whose the request is now, the controller says.
             self._is_target_done = True
@@ -189,14 +189,14 @@ class MigrationSource:
         assert was_here, self._leaving
         self._end(refusal)
 
-    def _stay(self, reason: str, *, tell_target: bool = True) -> None:
+    def _stay(self, reason: str, *, inform_target: bool = True) -> None:
         """The request, if it lives, goes on here."""
         assert self._phase != "handed off", self._leaving
         if self._leaving is not None:
             self._leaving.kv.close()
             if self._phase == "ready":
                 self._scheduler.resume(self._leaving.request_id)
-            if tell_target:
+            if inform_target:
                 self._state.send(self._order.target, WithdrawKv(self.change_id))
         self._end(reason)
 

@@ -38,8 +38,8 @@ class MigrationTarget:
         self._wanted_blocks = 0
         """To have, as far as is known; ``_asked_blocks`` of them are here or on their way."""
         self._asked_blocks = 0
-        self._told_blocks: int | None = None
-        """What the source was last told of."""
+        self._confirmed_blocks: int | None = None
+        """That the source knows to be here."""
         self.is_over = False
         """Nothing of the migration is left here but, perhaps, the request."""
 
@@ -98,17 +98,17 @@ class MigrationTarget:
     # Taking
 
     def advance(self, now_s: float) -> None:
-        """Ask for what is wanted, and tell of what is here."""
-        if self._asked_blocks < self._wanted_blocks and not self._ask():
+        """Pull what is wanted, and confirm what is here."""
+        if self._asked_blocks < self._wanted_blocks and not self._pull():
             return
         if self._kv.num_in_flight or self._asked_blocks < self._wanted_blocks:
             return
         if self._request is not None:
             self._finish(self._request)
-        elif self._told_blocks != self._wanted_blocks:
-            self._tell_taken()
+        elif self._confirmed_blocks != self._wanted_blocks:
+            self._confirm()
 
-    def _ask(self) -> bool:
+    def _pull(self) -> bool:
         """Take units for the blocks wanted and pull them; False if that must wait."""
         state = self._state
         first, end = self._asked_blocks, self._wanted_blocks
@@ -130,8 +130,8 @@ class MigrationTarget:
         else:
             self.give_up()
 
-    def _tell_taken(self) -> None:
-        self._told_blocks = self._wanted_blocks
+    def _confirm(self) -> None:
+        self._confirmed_blocks = self._wanted_blocks
         self._state.send(self._offer.source, OfferTaken(self.change_id, self._wanted_blocks))
 
     def _finish(self, request: Request) -> None:
@@ -143,7 +143,7 @@ class MigrationTarget:
             request, request.output_token_ids, num_tokens - 1, self._wanted_blocks, 0
         )
         self._scheduler.adopt((sequence,))
-        self._tell_taken()
+        self._confirm()
 
     # Ends
 

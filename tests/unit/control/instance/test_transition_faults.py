@@ -220,7 +220,7 @@ def say_no(cluster: FakeCluster, member: InstanceId) -> None:
             cluster.post = post  # type: ignore[method-assign]
         post(src, dst, message, hidden)
 
-    letters = cluster._links.get((member, None), ())
+    letters = cluster.links.get((member, None), ())
     for index, letter in enumerate(letters):
         message = decode(letter.data)
         if isinstance(message, Prepared | LayersLoaded):
