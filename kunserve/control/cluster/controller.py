@@ -154,12 +154,15 @@ class Controller:
         if group is None or group.layout.leader != event.instance_id:
             return
         group.take(event.load, now_s)
+        self.transitions.progressed(event.load.group_id, event.load.num_stalled, now_s)
         self._overload.watch(now_s)
         self.balance.watch()
 
     def _committed(self, event: Committed, now_s: float) -> None:
-        self._instances.committed(event)
         self._instances.counted(event.instance_id, event.totals)
+        if event.transition_id not in self.transitions.active:
+            return  # its members have formed anew since
+        self._instances.committed(event)
         transition = self.transitions.on_committed(event, now_s)
         if transition is not None:
             self._relead(transition)
@@ -191,7 +194,8 @@ class Controller:
 
     def tick(self, now_s: float) -> None:
         """About ten times a second."""
-        self.transitions.expire(now_s)
+        for transition in self.transitions.expire(now_s):
+            self._recovery.give_up(transition, now_s)
         self._requests.rehome()
         self._overload.watch(now_s)
 

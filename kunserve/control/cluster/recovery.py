@@ -13,7 +13,7 @@ from kunserve.control.cluster.migrations import Migrations
 from kunserve.control.cluster.placement import Placement
 from kunserve.control.cluster.requests import Requests
 from kunserve.control.cluster.scaling import Scaling
-from kunserve.control.cluster.transitions import Transitions
+from kunserve.control.cluster.transitions import Transition, Transitions
 from kunserve.core.ids import InstanceId
 
 
@@ -54,11 +54,20 @@ class Recovery:
             else:
                 affected |= transition.members
                 self._transitions.fail(transition, died, now_s)
+        self._start_over(affected)
+        self._outbox.add(Respawn(instance_id))
+
+    def give_up(self, transition: Transition, now_s: float) -> None:
+        """Members of a committed transition do not answer: all of them start anew."""
+        affected = transition.members
+        self._transitions.fail(transition, transition.silence, now_s)
+        self._start_over(affected)
+
+    def _start_over(self, affected: set[InstanceId]) -> None:
         self._form_anew(affected)
         self._scaling.keep_all()
         self._migrations.end_with(affected)
         self._requests.rerun(affected)
-        self._outbox.add(Respawn(instance_id))
 
     def _form_anew(self, members: Iterable[InstanceId]) -> None:
         """Those of them that live become groups of their own, without any request."""
