@@ -12,7 +12,6 @@ from kunserve.control.instance.state import InstanceState
 from kunserve.core.ids import InstanceId, RequestId, TransitionId
 from kunserve.core.messages import ExchangeDone, ExchangeProgress, KvDropped, SequenceState
 from kunserve.core.request import Request
-from kunserve.policy.capacity import stage_units
 from kunserve.policy.exchange import receivers
 from kunserve.policy.moves import MovePlan
 
@@ -66,7 +65,7 @@ class ExchangeLeader:
         if len(self._extra) < len(stages):
             capacity = min(capacity, self._scheduler.used_blocks)
         for stage in stages:
-            units = stage_units(self._state.specs[stage.instance_id], stage.layers)
+            units = self._state.specs[stage.instance_id].units_when_holding(stage.layers.num_layers)
             units -= self._extra.get(stage.instance_id, 0)
             capacity = min(capacity, units // stage.layers.num_layers)
         self._scheduler.set_capacity(max(0, capacity - self._ended_blocks))
