@@ -187,6 +187,7 @@ class InProcessCluster:
         self.dead: list[InstanceId] = []
         """Instances to be started again, as the controller wished."""
         self.num_preemptions = 0
+        self.num_fronts = 0
         self._model = model
         self._config = config
         self._max_model_len = max_model_len
@@ -221,6 +222,32 @@ class InProcessCluster:
         while self.links.get((instance_id, None)):
             self.perform(Delivery(instance_id, None))
         self.controller.lost(instance_id, "killed", self.now_s)
+        self.carry_out()
+
+    def restart_front(self, *, loses_mail: bool = False) -> None:
+        """The front dies and a new one comes: requests are gone, instances keep their weights.
+
+        Mail that was on its way to the old front reaches the new one, as over real sockets; the
+        old front's own mail arrives, or is lost.
+        """
+        self.num_fronts += 1
+        self.controller = Controller(self._config, first_id=self.num_fronts * 1000)
+        for request_id in self.unfinished:
+            self.accounts[request_id].is_cancelled = True
+        for src, dst in list(self._links):
+            while src is None and not loses_mail and self._links[src, dst]:
+                self.perform(Delivery(src, dst))
+            if src is None:
+                self._links.pop((src, dst), None)
+        events = []
+        for instance_id, member in sorted(self.members.items()):
+            ready = Ready(self._specs[instance_id], NOWHERE, self._max_model_len, "fake")
+            events.append(member.agent.rejoin(ready))
+            letters = self._links.get((instance_id, None), deque())
+            # A driver takes no word for the first one of an instance that was there before.
+            for letter in [x for x in letters if isinstance(decode(x.data), Ready)]:
+                letters.remove(letter)
+        self.controller.rejoin(events, self.now_s)
         self.carry_out()
 
     # Requests

@@ -13,6 +13,7 @@ import msgspec
 
 from kunserve.cluster.instance_loop import InstanceLoop, WiredBody
 from kunserve.cluster.launch import InstanceOrder, StartupFailure
+from kunserve.cluster.lease import Lease
 from kunserve.cluster.trace import InstanceTrace
 from kunserve.control.instance.agent import InstanceAgent
 from kunserve.control.instance.state import AgentConfig
@@ -42,18 +43,22 @@ class Loaded(NamedTuple):
 def run_instance(load: Callable[[InstanceOrder], Loaded]) -> int:
     """Read the order from standard input, load, serve until told to stop; the exit code.
 
-    The process dies with its parent. A ConfigError while loading is written to standard output.
+    The process dies with its parent, or by the terms of its lease. A ConfigError while loading
+    is written to standard output.
     """
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     order = msgspec.json.decode(sys.stdin.buffer.read(), type=InstanceOrder)
+    # A stopped process could not see that its lease is over: the parent's death wakes it.
+    at_parents_death = signal.SIGKILL if order.lease is None else signal.SIGCONT
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, at_parents_death)
+    lease = None if order.lease is None else Lease(order.lease)
     logging.basicConfig(
         level=logging.INFO,
         format=f"%(asctime)s %(levelname)s instance={order.instance_id} %(message)s",
         stream=sys.stderr,
     )
     try:
-        loop = _assemble(order, load(order))
+        loop = _assemble(order, load(order), lease)
     except KunServeError as error:
         failure = StartupFailure(type(error).__name__, str(error))
         sys.stdout.buffer.write(msgspec.json.encode(failure))
@@ -63,7 +68,7 @@ def run_instance(load: Callable[[InstanceOrder], Loaded]) -> int:
     return 0
 
 
-def _assemble(order: InstanceOrder, loaded: Loaded) -> InstanceLoop:
+def _assemble(order: InstanceOrder, loaded: Loaded, lease: Lease | None) -> InstanceLoop:
     config, body = order.config, loaded.body
     spec = body.spec
     longest = loaded.longest_request_tokens
@@ -83,7 +88,8 @@ def _assemble(order: InstanceOrder, loaded: Loaded) -> InstanceLoop:
         mover,
     )
     address = PeerAddress(peers.address, mover.address)
-    channel.send(Ready(spec, address, max_model_len, loaded.summary))
+    ready = Ready(spec, address, max_model_len, loaded.summary)
+    channel.send(ready)
     trace_out = config.cluster.trace_out
     trace = None if trace_out is None else InstanceTrace(Path(trace_out), spec.instance_id)
-    return InstanceLoop(agent, body, channel, peers, mover, config.cluster, trace)
+    return InstanceLoop(agent, body, channel, peers, mover, config.cluster, ready, lease, trace)

@@ -220,6 +220,23 @@ class Ready:
 
 
 @dataclass(frozen=True, slots=True)
+class Rejoin:
+    """An instance of an earlier front to the new one: it is loaded, and this is where it stands.
+
+    It works on nothing until the new front has it ``Form`` a group.
+    """
+
+    ready: Ready
+    """As it told its first front."""
+    held: LayerRange
+    kv_units: int
+    layout: GroupLayout | None
+    """The group it stands in; None when it could not go on with that."""
+    num_received: int
+    """As in ``LoadReport``: it goes on counting."""
+
+
+@dataclass(frozen=True, slots=True)
 class Outputs:
     """Tokens of one step, or ends of requests."""
 
@@ -349,6 +366,7 @@ class Alive:
 
 Event: TypeAlias = (
     Ready
+    | Rejoin
     | Outputs
     | Returned
     | Formed

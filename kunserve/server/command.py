@@ -170,6 +170,13 @@ _instance_options = _options(
         "Replace an instance whose loop stands still so many seconds (and ten longest steps).",
         type=click.FloatRange(min=0, min_open=True),
     ),
+    _flag(
+        "--front-grace",
+        _CLUSTER.front_grace_s,
+        "Seconds that instances outlive this process, so that the same command, given again, "
+        "serves without loading weights.",
+        type=click.FloatRange(min=0),
+    ),
     click.option(
         "--check-invariants",
         is_flag=True,
@@ -271,6 +278,7 @@ _RENAMED = {
     "overload_policy": "policy",
     "start_timeout": "start_timeout_s",
     "hang_timeout": "hang_timeout_s",
+    "front_grace": "front_grace_s",
     "shutdown_timeout": "shutdown_timeout_s",
 }
 

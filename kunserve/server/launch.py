@@ -2,7 +2,9 @@
 
 import asyncio
 import logging
+import os
 import socket
+import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -47,7 +49,12 @@ async def run_server(config: KunServeConfig) -> None:
     tokenizer_loading = asyncio.create_task(
         asyncio.to_thread(load_tokenizer, source, config.model.tokenizer)
     )
-    cluster = await LocalCluster.start(config, vocab_size=spec.vocab_size, on_ready=_log_ready)
+    cluster = await LocalCluster.start(
+        config,
+        vocab_size=spec.vocab_size,
+        run_folder=_run_folder(config),
+        on_ready=_log_ready,
+    )
     try:
         tokenizer = await tokenizer_loading
         name = config.model.served_model_name or config.model.model
@@ -94,6 +101,18 @@ def with_costs(config: KunServeConfig, spec: ModelSpec) -> KunServeConfig:
     else:
         logger.info("step costs profile=%s", origin)
     return replace(config, scheduler=replace(scheduler, cost=cost))
+
+
+def _run_folder(config: KunServeConfig) -> Path | None:
+    """Where the next server at the same address looks for this one's instances.
+
+    None if it could not: a free port is another one each time.
+    """
+    host, port = config.server.host, config.server.port
+    if port == 0 or config.cluster.front_grace_s == 0.0:
+        return None
+    name = f"kunserve-{os.getuid()}-{host}-{port}".replace("/", "-")
+    return Path(tempfile.gettempdir()) / name
 
 
 def _log_ready(ready: Ready) -> None:

@@ -18,8 +18,9 @@ class SocketFolder:
     So nobody else can connect to a process of the cluster, nor wait in a dead one's place.
     """
 
-    def __init__(self) -> None:
-        self.path = _make()
+    def __init__(self, path: Path | None = None) -> None:
+        """Make a new one, or own the one that an earlier front of the cluster has left."""
+        self.path = _make() if path is None else path
 
     def address(self, name: str) -> str:
         """Where a socket of this name is bound and reached."""

@@ -80,12 +80,12 @@ class Group:
 class Placement:
     """Groups by id and by leader."""
 
-    def __init__(self) -> None:
+    def __init__(self, first_id: int = 0) -> None:
         self.specs: dict[InstanceId, InstanceSpec] = {}
         self.groups: dict[GroupId, Group] = {}
         self.leaving: set[GroupId] = set()
         """Groups that get no more requests: their instances are given back once empty."""
-        self._next_id = 0
+        self._next_id = first_id
 
     def new_ids(self, count: int) -> GroupId:
         """The first of ``count`` group ids never used before."""

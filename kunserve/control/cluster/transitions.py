@@ -111,10 +111,10 @@ class Transition:
 class Transitions:
     """All transitions under way and the latest finished ones."""
 
-    def __init__(self, placement: Placement, outbox: Outbox) -> None:
+    def __init__(self, placement: Placement, outbox: Outbox, first_id: int = 0) -> None:
         self._placement = placement
         self._outbox = outbox
-        self._next_id = 0
+        self._next_id = first_id
         self.active: dict[TransitionId, Transition] = {}
         self.records: list[TransitionRecord] = []
         self.backoff_until_s = 0.0

@@ -12,6 +12,7 @@ from kunserve.control.instance.block_table import BlockTable
 from kunserve.control.instance.body import Body, Mover, StepOutcome, StepWork
 from kunserve.control.instance.change_slot import Change, ChangeSlot
 from kunserve.control.instance.inbox import Inbox, Mail, Moment
+from kunserve.control.instance.layer_restore import LayerRestore
 from kunserve.control.instance.localize import free_swapped_out, localize
 from kunserve.control.instance.membership import Membership, enter_group
 from kunserve.control.instance.state import AgentConfig, InstanceState, Outgoing, Preemption
@@ -37,6 +38,8 @@ from kunserve.core.messages import (
     OfferTaken,
     Outputs,
     Prepare,
+    Ready,
+    Rejoin,
     Report,
     Rollback,
     Sampled,
@@ -167,6 +170,17 @@ class InstanceAgent:
     def change(self) -> Change | None:
         """What is under way here beside steps."""
         return self._changes.change
+
+    def rejoin(self, ready: Ready) -> Rejoin:
+        """What a new front must know; ``ready`` is what the instance said at first.
+
+        While layers are being loaded, memory is neither as in the group nor as in the next one:
+        then the instance cannot go on with its group.
+        """
+        state, change = self.state, self._changes.change
+        is_loading = isinstance(change, LayerRestore) and change.phase != "filled"
+        layout = None if self.membership is None or is_loading else self.membership.layout
+        return Rejoin(ready, state.held, state.table.num_units, layout, self._num_received)
 
     def report(self, now_s: float) -> None:
         """Queue a load report (leaders only). Called about ten times a second on everybody.
