@@ -234,16 +234,16 @@ class InProcessCluster:
         self.controller = Controller(self._config, first_id=self.num_fronts * 1000)
         for request_id in self.unfinished:
             self.accounts[request_id].is_cancelled = True
-        for src, dst in list(self._links):
-            while src is None and not loses_mail and self._links[src, dst]:
+        for src, dst in list(self.links):
+            while src is None and not loses_mail and self.links[src, dst]:
                 self.perform(Delivery(src, dst))
             if src is None:
-                self._links.pop((src, dst), None)
+                self.links.pop((src, dst), None)
         events = []
         for instance_id, member in sorted(self.members.items()):
             ready = Ready(self._specs[instance_id], NOWHERE, self._max_model_len, "fake")
             events.append(member.agent.rejoin(ready))
-            letters = self._links.get((instance_id, None), deque())
+            letters = self.links.get((instance_id, None), deque())
             # A driver takes no word for the first one of an instance that was there before.
             for letter in [x for x in letters if isinstance(decode(x.data), Ready)]:
                 letters.remove(letter)
