@@ -33,9 +33,9 @@ from kunserve.core.step import StepPlan
 from kunserve.core.transfer import KvPull
 from kunserve.transport.bulk import BulkMover
 from kunserve.transport.bulk_wire import Bytes
-from kunserve.transport.identity import new_token
 from kunserve.transport.pacing import BulkPacing, chunk_bytes_for
 from kunserve.transport.peers import PeerLinks
+from kunserve.transport.sockets import ANY_PORT
 
 SENDER, TAKER = InstanceId(0), InstanceId(1)
 LAYERS = LayerRange(15, 30)
@@ -117,14 +117,17 @@ def memory_for(load: Load) -> Memory:
     return Memory(load.num_requests * load.blocks_per_request * LAYERS.num_layers)
 
 
-def run_sender(control: Connection, token: str, load: Load, way: Way) -> None:
+def run_sender(control: Connection, load: Load, way: Way) -> None:
     """The earlier stage, in a process of its own."""
-    mover = BulkMover(SENDER, token, memory_for(load), pacing=way.pacing)
-    links = PeerLinks(SENDER, token, mover)
+    mover = BulkMover(SENDER, ANY_PORT, memory_for(load), pacing=way.pacing)
+    links = PeerLinks(SENDER, ANY_PORT)
+    mover.yield_to(links.activations_pending)
     for number in range(load.num_requests):
         mover.export_kv(request_id(number), entries_of(load, number))
     control.send(mover.address)
-    links.connect({TAKER: control.recv()})
+    to_links, to_bulk = control.recv()
+    links.connect({TAKER: to_links})
+    mover.connect({TAKER: to_bulk})
     next_s = time.monotonic()
     while True:
         timeout_s = max(0.0, next_s - time.monotonic())
@@ -236,10 +239,9 @@ class Taker:
 
 def measure(load: Load, way: Way) -> Outcome:
     """Run one way from start to end."""
-    token = new_token()
-    mover = BulkMover(TAKER, token, memory_for(load), pacing=way.pacing)
-    links = PeerLinks(TAKER, token)
-    with child(run_sender, token, load, way) as sender:
+    mover = BulkMover(TAKER, ANY_PORT, memory_for(load), pacing=way.pacing)
+    links = PeerLinks(TAKER, ANY_PORT)
+    with child(run_sender, load, way) as sender:
         routes = [
             Route(parse_address(links.address), is_limited_inwards=True),
             Route(parse_address(sender.recv()), is_limited_inwards=False),
@@ -247,7 +249,7 @@ def measure(load: Load, way: Way) -> Outcome:
         with child(run_link, load.link_gbps, routes) as link:
             to_links, to_bulk = link.recv()
             mover.connect({SENDER: to_bulk})
-            sender.send(f"{to_links} {mover.address}")
+            sender.send((to_links, mover.address))
             outcome = Taker(load, way, links, mover, sender).run()
     links.close()
     mover.close()

@@ -105,7 +105,7 @@ def test_a_burst_before_any_report_spreads_over_the_instances() -> None:
     cluster = FakeCluster(pools=(24, 24, 24))
     for _ in range(12):
         cluster.request(4, 4)
-    for (src, dst), letters in cluster._links.items():
+    for (src, dst), letters in cluster.links.items():
         if src is None and dst is not None:
             assert len(letters) == 4, dst
     cluster.finish()
@@ -143,7 +143,7 @@ def test_requests_on_their_way_to_an_instance_that_dies() -> None:
         lambda action: action == Delivery(None, InstanceId(1)),
         lambda: cluster.num_actions >= 12,
     )
-    assert cluster._links[None, InstanceId(1)], "nothing is on its way"
+    assert cluster.links[None, InstanceId(1)], "nothing is on its way"
     cluster.kill_instance(InstanceId(1))
     cluster.finish()
 

@@ -20,6 +20,8 @@ from kunserve.bench.sse import (
 )
 
 _MAX_ERROR_BYTES = 64 * 1024
+_BROKEN_OFF = ("abort", "error")
+"""Reasons with which some servers end a stream that they could not complete."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +105,8 @@ class Call:
         """What is known now, for good."""
         if error is None and self.last_token_s is None:
             error = "the response ended without a token"
+        if error is None and self.finish_reason in _BROKEN_OFF:
+            error = f"ended by {self.finish_reason}"
         if error is None and not self.done and self.finish_reason is None:
             error = "the stream ended early"
         times = tuple(self.token_times_s)

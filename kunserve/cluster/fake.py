@@ -137,10 +137,6 @@ class FakeBody:
         self._spec = spec
         self._model = model
         self._delay = delay
-        granule = spec.granule_bytes
-        self._weight_granules = -(-spec.num_layers * spec.layer_bytes // granule)
-        self._kv_bytes = spec.memory_bytes - self._weight_granules * granule
-        assert self._kv_bytes // spec.unit_bytes == spec.kv_units, spec
         most = spec.memory_bytes // spec.unit_bytes
         self._kv: Uint64Array = np.empty((most, spec.block_size), dtype=np.uint64)
         self._kv.view(np.uint8).fill(GARBAGE)
@@ -285,10 +281,7 @@ class FakeBody:
 
     def _hold(self, layers: LayerRange) -> Remap:
         spec, before = self._spec, self.kv_units
-        first = layers.first * spec.layer_bytes // spec.granule_bytes
-        end = -(-layers.end * spec.layer_bytes // spec.granule_bytes)
-        free_bytes = (self._weight_granules - (end - first)) * spec.granule_bytes
-        self.kv_units = (self._kv_bytes + free_bytes) // spec.unit_bytes
+        self.kv_units = spec.backed_units(layers)
         self._kv[min(before, self.kv_units) :].view(np.uint8).fill(GARBAGE)
         kept = self.held.intersect(layers)
         for layer in range(spec.num_layers):

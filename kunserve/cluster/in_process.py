@@ -31,12 +31,13 @@ from kunserve.core.layout import LayerRange
 from kunserve.core.messages import Connect, Event, Message, Ready, TokenOutput
 from kunserve.core.request import FinishReason, Request
 from kunserve.core.snapshots import InstanceSpec, TransitionRecord
-from kunserve.core.transfer import KvPull, LayerPull
+from kunserve.core.transfer import KvPull, LayerPull, PeerAddress
 from kunserve.transport.codec import decode, encode
 
 Address: TypeAlias = InstanceId | None
 """None is the controller."""
 
+NOWHERE = PeerAddress("in-process", "in-process")
 STEP_S = 0.001
 """Virtual time that one action takes."""
 IDLE_S = 0.6
@@ -186,11 +187,13 @@ class InProcessCluster:
         self.dead: list[InstanceId] = []
         """Instances to be started again, as the controller wished."""
         self.num_preemptions = 0
+        self.num_fronts = 0
         self._model = model
         self._config = config
         self._max_model_len = max_model_len
         self._specs = {spec.instance_id: spec for spec in specs}
-        self._links: dict[tuple[Address, Address], deque[Letter]] = {}
+        self.links: dict[tuple[Address, Address], deque[Letter]] = {}
+        """Letters on their way, by sender and addressee, in order."""
         for spec in specs:
             self.start_instance(spec.instance_id)
 
@@ -207,18 +210,44 @@ class InProcessCluster:
             instance_id, self._config.scheduler, self._model.eos_token_ids, self._max_model_len
         )
         self.members[instance_id] = Member(InstanceAgent(config, body, mover), body, mover)
-        self.post(instance_id, None, Ready(spec, "in-process", self._max_model_len, "fake"))
+        self.post(instance_id, None, Ready(spec, NOWHERE, self._max_model_len, "fake"))
 
     def kill_instance(self, instance_id: InstanceId) -> None:
         """An instance dies; mail that it has sent may still arrive."""
         del self.members[instance_id]
-        for src, dst in list(self._links):
+        for src, dst in list(self.links):
             if dst == instance_id:
-                del self._links[src, dst]
+                del self.links[src, dst]
         # What it told the controller came before the connection broke.
-        while self._links.get((instance_id, None)):
+        while self.links.get((instance_id, None)):
             self.perform(Delivery(instance_id, None))
         self.controller.lost(instance_id, "killed", self.now_s)
+        self.carry_out()
+
+    def restart_front(self, *, loses_mail: bool = False) -> None:
+        """The front dies and a new one comes: requests are gone, instances keep their weights.
+
+        Mail that was on its way to the old front reaches the new one, as over real sockets; the
+        old front's own mail arrives, or is lost.
+        """
+        self.num_fronts += 1
+        self.controller = Controller(self._config, first_id=self.num_fronts * 1000)
+        for request_id in self.unfinished:
+            self.accounts[request_id].is_cancelled = True
+        for src, dst in list(self.links):
+            while src is None and not loses_mail and self.links[src, dst]:
+                self.perform(Delivery(src, dst))
+            if src is None:
+                self.links.pop((src, dst), None)
+        events = []
+        for instance_id, member in sorted(self.members.items()):
+            ready = Ready(self._specs[instance_id], NOWHERE, self._max_model_len, "fake")
+            events.append(member.agent.rejoin(ready))
+            letters = self.links.get((instance_id, None), deque())
+            # A driver takes no word for the first one of an instance that was there before.
+            for letter in [x for x in letters if isinstance(decode(x.data), Ready)]:
+                letters.remove(letter)
+        self.controller.rejoin(events, self.now_s)
         self.carry_out()
 
     # Requests
@@ -249,7 +278,7 @@ class InProcessCluster:
     def actions(self) -> list[Action]:
         """Everything that may happen next, in a fixed order."""
         found: list[Action] = [
-            Delivery(src, dst) for (src, dst), letters in self._links.items() if letters
+            Delivery(src, dst) for (src, dst), letters in self.links.items() if letters
         ]
         for instance_id, member in self.members.items():
             if member.work is not None:
@@ -264,7 +293,7 @@ class InProcessCluster:
         self.now_s += STEP_S
         match action:
             case Delivery(src, dst):
-                letter = self._links[src, dst].popleft()
+                letter = self.links[src, dst].popleft()
                 self._deliver(src, dst, letter)
             case StartStep(instance_id):
                 member = self.members[instance_id]
@@ -274,14 +303,14 @@ class InProcessCluster:
                 self._finish_step(self.members[instance_id])
             case CompletePull(instance_id, index, fails):
                 self._complete_pull(self.members[instance_id], index, fails)
-        self._collect()
+        self.collect_mail()
 
     def pass_time(self, seconds: float) -> None:
         """Let time pass: load reports and the controller's tick."""
         self.now_s += seconds
         for member in self.members.values():
             member.agent.report(self.now_s)
-        self._collect()
+        self.collect_mail()
         self.controller.tick(self.now_s)
         self.carry_out()
 
@@ -350,7 +379,7 @@ class InProcessCluster:
         if dst is not None and dst not in self.members:
             return
         data = None if hidden is None else bytes(FakeBody.hidden_to_bytes(hidden))
-        self._links.setdefault((src, dst), deque()).append(Letter(bytes(encode(message)), data))
+        self.links.setdefault((src, dst), deque()).append(Letter(bytes(encode(message)), data))
 
     def _deliver(self, src: Address, dst: Address, letter: Letter) -> None:
         message = decode(letter.data)
@@ -366,7 +395,7 @@ class InProcessCluster:
         self.controller.on(src, message, self.now_s)
         self.carry_out()
 
-    def _collect(self) -> None:
+    def collect_mail(self) -> None:
         """Put what agents want to send on the links."""
         for instance_id, member in self.members.items():
             for dst, message, hidden in member.agent.drain():

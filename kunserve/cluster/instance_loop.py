@@ -10,12 +10,13 @@ import numpy as np
 import numpy.typing as npt
 import zmq
 
+from kunserve.cluster.lease import Lease
 from kunserve.cluster.stage_clock import StageClock
 from kunserve.cluster.trace import InstanceTrace
 from kunserve.control.instance.agent import InstanceAgent, Work
 from kunserve.control.instance.body import Body, StepOutcome, StepWork
 from kunserve.core.config import ClusterConfig
-from kunserve.core.messages import Alive, Connect
+from kunserve.core.messages import Alive, Connect, Form, Ready
 from kunserve.core.transfer import KvPull
 from kunserve.transport.bulk import BulkMover
 from kunserve.transport.channel import InstanceChannel
@@ -63,8 +64,16 @@ class InstanceLoop:
         peers: PeerLinks,
         mover: BulkMover,
         config: ClusterConfig,
+        ready: Ready,
+        lease: Lease | None = None,
         trace: InstanceTrace | None = None,
     ) -> None:
+        """``ready`` is the instance's first word; without a ``lease`` there is one front only."""
+        self._ready = ready
+        self._lease = lease
+        self._front = None if lease is None else lease.front
+        self._awaits_group = False
+        """A new front has been told where this instance stands, and will have it form a group."""
         self._agent = agent
         self._body = body
         self._channel = channel
@@ -98,9 +107,10 @@ class InstanceLoop:
             self._wait()
             with self._mover.quiet():  # a transition may remap what the mover reads and fills
                 self._read_mail()
+            self._meet_new_front()
             self._report_if_due()
             self._send_mail()
-            work = agent.next_work(time.monotonic())
+            work = None if self._has_no_front else agent.next_work(time.monotonic())
             if work is not None:
                 self._send_mail()
                 self._run(work)
@@ -109,6 +119,19 @@ class InstanceLoop:
             self._send_mail()
         if self._trace is not None:
             self._trace.close()
+
+    @property
+    def _has_no_front(self) -> bool:
+        """Nobody waits for what this instance computes."""
+        return self._awaits_group or (self._lease is not None and self._lease.is_alone)
+
+    def _meet_new_front(self) -> None:
+        lease = self._lease
+        if lease is not None and lease.front != self._front:
+            self._front = lease.front
+            self._awaits_group = True
+            self._channel.send(self._agent.rejoin(self._ready))
+            logger.info("a new front is there, told it where this instance stands")
 
     def _turn(self, *, is_computing: bool, step_s: float = 0.0) -> None:
         """The loop moves on: the next heartbeat says so."""
@@ -158,7 +181,7 @@ class InstanceLoop:
 
     def _wait(self) -> None:
         timeout_s = 0.0
-        if not self._agent.has_ready_work():
+        if self._has_no_front or not self._agent.has_ready_work():
             timeout_s = max(0.0, self._next_report_s - time.monotonic())
         self._poller.poll(int(timeout_s * 1000.0))
 
@@ -166,8 +189,10 @@ class InstanceLoop:
         agent, now_s = self._agent, self._look()
         for message in self._channel.receive():
             if isinstance(message, Connect):
-                self._peers.connect(dict(message.peers))
+                self._peers.connect({peer: at.links for peer, at in message.peers})
+                self._mover.connect({peer: at.bulk for peer, at in message.peers})
             else:
+                self._awaits_group &= not isinstance(message, Form)
                 agent.on(message, now_s)
         for message, payload in self._peers.receive():
             hidden = None if payload is None else self._body.hidden_from_bytes(payload)

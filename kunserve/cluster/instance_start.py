@@ -2,6 +2,7 @@
 
 import ctypes
 import logging
+import os
 import signal
 import sys
 from collections.abc import Callable
@@ -12,14 +13,17 @@ import msgspec
 
 from kunserve.cluster.instance_loop import InstanceLoop, WiredBody
 from kunserve.cluster.launch import InstanceOrder, StartupFailure
+from kunserve.cluster.lease import Lease
 from kunserve.cluster.trace import InstanceTrace
 from kunserve.control.instance.agent import InstanceAgent
 from kunserve.control.instance.state import AgentConfig
 from kunserve.core.errors import KunServeError
 from kunserve.core.messages import Ready
+from kunserve.core.transfer import PeerAddress
 from kunserve.transport.bulk import BulkMover
 from kunserve.transport.channel import InstanceChannel
 from kunserve.transport.peers import PeerLinks
+from kunserve.transport.socket_folder import address_in
 
 _PR_SET_PDEATHSIG = 1
 EXIT_REFUSED = 3
@@ -39,18 +43,22 @@ class Loaded(NamedTuple):
 def run_instance(load: Callable[[InstanceOrder], Loaded]) -> int:
     """Read the order from standard input, load, serve until told to stop; the exit code.
 
-    The process dies with its parent. A ConfigError while loading is written to standard output.
+    The process dies with its parent, or by the terms of its lease. A ConfigError while loading
+    is written to standard output.
     """
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     order = msgspec.json.decode(sys.stdin.buffer.read(), type=InstanceOrder)
+    # A stopped process could not see that its lease is over: the parent's death wakes it.
+    at_parents_death = signal.SIGKILL if order.lease is None else signal.SIGCONT
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, at_parents_death)
+    lease = None if order.lease is None else Lease(order.lease)
     logging.basicConfig(
         level=logging.INFO,
         format=f"%(asctime)s %(levelname)s instance={order.instance_id} %(message)s",
         stream=sys.stderr,
     )
     try:
-        loop = _assemble(order, load(order))
+        loop = _assemble(order, load(order), lease)
     except KunServeError as error:
         failure = StartupFailure(type(error).__name__, str(error))
         sys.stdout.buffer.write(msgspec.json.encode(failure))
@@ -60,20 +68,28 @@ def run_instance(load: Callable[[InstanceOrder], Loaded]) -> int:
     return 0
 
 
-def _assemble(order: InstanceOrder, loaded: Loaded) -> InstanceLoop:
+def _assemble(order: InstanceOrder, loaded: Loaded, lease: Lease | None) -> InstanceLoop:
     config, body = order.config, loaded.body
     spec = body.spec
     longest = loaded.longest_request_tokens
     max_model_len = min(longest, config.model.max_model_len or longest)
-    mover = BulkMover(spec.instance_id, order.token, body, link_gbps=config.overload.link_gbps)
-    peers = PeerLinks(spec.instance_id, order.token, mover)
-    channel = InstanceChannel(order.front_address, order.token, spec.instance_id)
+    # The process's number keeps the sockets apart from those of the one it replaces.
+    links_at, bulk_at = (
+        address_in(order.socket_folder, f"{kind}-{spec.instance_id}-{os.getpid()}")
+        for kind in ("links", "bulk")
+    )
+    mover = BulkMover(spec.instance_id, bulk_at, body, link_gbps=config.overload.link_gbps)
+    peers = PeerLinks(spec.instance_id, links_at)
+    mover.yield_to(peers.activations_pending)
+    channel = InstanceChannel(order.front_address, spec.instance_id)
     agent = InstanceAgent(
         AgentConfig(spec.instance_id, config.scheduler, loaded.eos_token_ids, max_model_len),
         body,
         mover,
     )
-    channel.send(Ready(spec, peers.address, max_model_len, loaded.summary))
+    address = PeerAddress(peers.address, mover.address)
+    ready = Ready(spec, address, max_model_len, loaded.summary)
+    channel.send(ready)
     trace_out = config.cluster.trace_out
     trace = None if trace_out is None else InstanceTrace(Path(trace_out), spec.instance_id)
-    return InstanceLoop(agent, body, channel, peers, mover, config.cluster, trace)
+    return InstanceLoop(agent, body, channel, peers, mover, config.cluster, ready, lease, trace)

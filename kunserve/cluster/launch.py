@@ -9,6 +9,8 @@ from typing import Protocol
 
 import msgspec
 
+from kunserve.cluster.lease import LeaseTerms
+from kunserve.cluster.process_mark import FoundProcess, mark_of, open_marked
 from kunserve.core.config import MIB, KunServeConfig
 from kunserve.core.errors import ConfigError, ModelFiles, TooLittleMemory, UnsupportedModel
 from kunserve.core.ids import InstanceId
@@ -44,8 +46,11 @@ class InstanceOrder:
     fake: FakeSettings | None
     """None: the real engine on CPU."""
     front_address: str
-    token: str
+    socket_folder: str
+    """Where its own sockets are bound."""
     config: KunServeConfig
+    lease: LeaseTerms | None = None
+    """None: it dies with its front."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +103,11 @@ class InstanceProcess(Protocol):
         ...
 
     @property
+    def mark(self) -> str:
+        """By which its launcher finds it again."""
+        ...
+
+    @property
     def said(self) -> bytes:
         """What it wrote to standard output: a ``StartupFailure``. Known once it has ended."""
         ...
@@ -112,10 +122,14 @@ class InstanceProcess(Protocol):
 
 
 class Launcher(Protocol):
-    """Starts instances: here, or on another machine."""
+    """Starts instances, here or on another machine, and finds those of an earlier front."""
 
     async def start(self, order: InstanceOrder) -> InstanceProcess:
         """Start a process that carries out the order. Raises OSError when it cannot."""
+        ...
+
+    def find(self, mark: str) -> InstanceProcess | None:
+        """The process of this mark, whoever started it; None if it has ended."""
         ...
 
 
@@ -146,6 +160,11 @@ class LocalLauncher:
             pass  # it died before it read its order: whoever waits for its end sees that
         return LocalProcess(process)
 
+    def find(self, mark: str) -> FoundProcess | None:
+        """The process of this mark, unless it has ended."""
+        fd = open_marked(mark)
+        return None if fd is None else FoundProcess(mark, fd)
+
 
 class LocalProcess:
     """A child of this process."""
@@ -155,6 +174,7 @@ class LocalProcess:
         self._end = asyncio.create_task(self._see_end())
         self.said = b""
         self.pid = process.pid
+        self.mark = mark_of(process.pid) or f"{process.pid}:gone"
 
     async def _see_end(self) -> str:
         assert self._process.stdout is not None

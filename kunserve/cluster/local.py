@@ -12,18 +12,21 @@ import msgspec
 
 from kunserve.cluster.api import ServingLimits, Vitals
 from kunserve.cluster.background import Background
-from kunserve.cluster.front_clock import FrontClock
+from kunserve.cluster.forced import ForcedTransitions
 from kunserve.cluster.launch import (
     FakeSettings,
     InstanceOrder,
+    InstanceProcess,
     Launcher,
     LocalLauncher,
     StartupFailure,
     check_memory,
 )
 from kunserve.cluster.processes import Death, Processes
+from kunserve.cluster.succession import Succession
 from kunserve.cluster.trace import begin_trace, join_trace
-from kunserve.cluster.transition_log import describe, log_transition
+from kunserve.cluster.transition_log import log_transition
+from kunserve.cluster.waking_clock import WakingClock
 from kunserve.control.cluster.commands import (
     Client,
     ControlCommand,
@@ -36,7 +39,6 @@ from kunserve.control.cluster.commands import (
     Send,
 )
 from kunserve.control.cluster.controller import Controller
-from kunserve.control.cluster.transitions import Transition
 from kunserve.core.config import KunServeConfig
 from kunserve.core.errors import (
     ConfigError,
@@ -45,19 +47,19 @@ from kunserve.core.errors import (
     PromptTooLong,
     Unavailable,
 )
-from kunserve.core.ids import InstanceId, RequestId, TransitionId
-from kunserve.core.messages import Alive, Event, Message, Ready, Shutdown
+from kunserve.core.ids import InstanceId, RequestId
+from kunserve.core.messages import Alive, Event, Message, Ready, Rejoin, Shutdown
 from kunserve.core.request import Request
-from kunserve.core.snapshots import ClusterState, Outcome, StageTime
-from kunserve.policy.restore import Postponed
+from kunserve.core.snapshots import ClusterState, StageTime
 from kunserve.transport.channel import FrontChannel
 from kunserve.transport.codec import MalformedMessage
+from kunserve.transport.socket_folder import SocketFolder
 
 logger = logging.getLogger(__name__)
 
 TICK_S = 0.1
-SETTLE_S = 10.0
-"""How long a restore by hand waits for transitions under way and for leaders' first reports."""
+REJOIN_S = 5.0
+"""How long instances of an earlier front are waited for before those that are back serve."""
 STUCK_S = 60.0
 """A group with work that completes no step for this long is stuck."""
 
@@ -66,15 +68,24 @@ class LocalCluster:
     """Implements ``EngineClient`` over local processes. Use ``await LocalCluster.start(...)``."""
 
     def __init__(
-        self, config: KunServeConfig, fake: FakeSettings | None, launcher: Launcher
+        self,
+        config: KunServeConfig,
+        fake: FakeSettings | None,
+        launcher: Launcher,
+        succession: Succession | None,
     ) -> None:
         self._config = config
         self._fake = fake
-        self._controller = Controller(config)
+        self._succession = succession
+        self._controller = Controller(config, 0 if succession is None else succession.first_id)
+        self._forced = ForcedTransitions(
+            self._controller, lambda: self._clock.now_s(), self._flush, self._until
+        )
         self._commands: deque[ControlCommand] = deque()
         self._is_flushing = False
-        self._clock = FrontClock(time.monotonic)
+        self._clock = WakingClock(time.monotonic)
         self._background = Background()
+        self._sockets = SocketFolder() if succession is None else succession.sockets
         self._channel = FrontChannel(self._on_event, self._on_nonsense)
         self._processes = Processes(
             config.cluster,
@@ -83,13 +94,18 @@ class LocalCluster:
             self._background,
             self._order_of,
             self._on_death,
+            self._note_processes,
         )
+        self._rejoining: dict[InstanceId, Rejoin | None] = {}
+        """Instances of an earlier front that shall stand in groups together; None: not yet back."""
         self._ready: dict[InstanceId, Ready] = {}
         self._stage_times: dict[InstanceId, StageTime] = {}
         self._changed = asyncio.Condition()
         self._limits: ServingLimits | None = None
         self._is_draining = False
         self._is_closing = False
+        self._has_predecessor = False
+        """Whether these settings have worked already, so that a start that fails is tried again."""
         self._startup_error: ConfigError | None = None
 
     @classmethod
@@ -100,10 +116,17 @@ class LocalCluster:
         vocab_size: int,
         fake: FakeSettings | None = None,
         launcher: Launcher | None = None,
+        run_folder: Path | None = None,
         on_ready: Callable[[Ready], None] = lambda _: None,
     ) -> "LocalCluster":
-        """Spawn every instance and wait until all serve. Raises ConfigError when one cannot."""
-        cluster = cls(config, fake, launcher or LocalLauncher())
+        """Spawn every instance and wait until all serve. Raises ConfigError when one cannot.
+
+        With a ``run_folder`` instances outlive this process for a while, and those of an earlier
+        one with the same folder and settings are taken over.
+        """
+        launcher = launcher or LocalLauncher()
+        succession = run_folder and Succession(run_folder, config, fake, launcher)
+        cluster = cls(config, fake, launcher, succession or None)
         try:
             await cluster._start_all(vocab_size, on_ready)
         except BaseException:
@@ -112,27 +135,50 @@ class LocalCluster:
         return cluster
 
     async def _start_all(self, vocab_size: int, on_ready: Callable[[Ready], None]) -> None:
-        if self._fake is None:
-            check_memory(self._config)
-        await self._channel.start()
-        self._background.run("tick", self._tick())
         ids = [InstanceId(i) for i in range(self._config.cluster.num_instances)]
+        found: dict[InstanceId, InstanceProcess] = {}
+        if self._succession is not None:
+            found = await self._succession.take_over()
+        await self._channel.start(self._sockets.address("front"))
+        if self._fake is None and not found:
+            check_memory(self._config)
         if self._config.cluster.trace_out is not None:
-            begin_trace(Path(self._config.cluster.trace_out), ids)
-        self._processes.keep(dict.fromkeys(ids))
+            begin_trace(Path(self._config.cluster.trace_out), set(ids) - set(found))
+        self._has_predecessor = bool(found)
+        self._rejoining = dict.fromkeys(found)
+        self._background.run("tick", self._tick())
+        self._processes.keep({i: found.get(i) for i in ids})
+        if found:
+            await self._rejoin()
         told: set[InstanceId] = set()
 
         def is_up() -> bool:
             for instance_id in sorted(set(self._ready) - told):
                 told.add(instance_id)
                 on_ready(self._ready[instance_id])
-            return self._startup_error is not None or len(self._ready) == len(ids)
+            num_needed = 1 if found else len(ids)
+            return self._startup_error is not None or len(self._ready) >= num_needed
 
         await self._until(is_up)
         if self._startup_error is not None:
             raise self._startup_error
         self._limits = _limits(tuple(self._ready.values()), vocab_size)
         self._processes.serve()
+
+    async def _rejoin(self) -> None:
+        """Wait until all that run are back, or long enough; then they stand in groups again."""
+        until_s = self._clock.now_s() + REJOIN_S
+
+        def are_back() -> bool:
+            gone = [i for i in self._rejoining if not self._processes.was_found(i)]
+            is_late = self._clock.now_s() > until_s
+            return is_late or all(self._rejoining[i] or i in gone for i in self._rejoining)
+
+        await self._until(are_back)
+        back = [event for event in self._rejoining.values() if event is not None]
+        self._rejoining = {}
+        self._controller.rejoin(back, self._clock.now_s())
+        self._flush()
 
     async def _until(self, condition: Callable[[], bool]) -> None:
         async with self._changed:
@@ -145,13 +191,18 @@ class LocalCluster:
             instance_id=instance_id,
             fake=self._fake,
             front_address=self._channel.address,
-            token=self._channel.token,
+            socket_folder=str(self._sockets.path),
             config=self._config,
+            lease=None if self._succession is None else self._succession.lease(),
         )
+
+    def _note_processes(self) -> None:
+        if self._succession is not None:
+            self._succession.note(self._processes.marks)
 
     def _on_death(self, death: Death) -> bool:
         instance_id = death.instance_id
-        if self._limits is None:
+        if self._limits is None and not self._has_predecessor:
             self._startup_error = _startup_error(death)
             return False
         was_ready = self._ready.pop(instance_id, None) is not None
@@ -171,9 +222,14 @@ class LocalCluster:
     def _on_event(self, instance_id: InstanceId, event: Message) -> None:
         with self._background.surviving(f"event {type(event).__name__}"):
             self._processes.heard(instance_id, event if isinstance(event, Alive) else None)
-            if isinstance(event, Ready):
-                self._ready[instance_id] = event
+            if isinstance(event, Ready) and self._processes.was_found(instance_id):
+                return  # a word for the earlier front; ``Rejoin`` follows
+            if isinstance(event, Ready | Rejoin):
+                self._ready[instance_id] = event if isinstance(event, Ready) else event.ready
                 self._processes.ready(instance_id)
+            if isinstance(event, Rejoin) and instance_id in self._rejoining:
+                self._rejoining[instance_id] = event
+                return
             if isinstance(event, StageTime):
                 self._stage_times[instance_id] = event
             self._controller.on(instance_id, _as_event(event), self._clock.now_s())
@@ -304,43 +360,11 @@ class LocalCluster:
 
     async def drop(self, num_bytes: int | None) -> str:
         """See ``EngineClient``."""
-        ids = self._controller.force_drop(num_bytes, self._clock.now_s())
-        self._flush()
-        if not ids:
-            raise InvalidRequest("nothing can be dropped: one group is left, or all are changing")
-        return await self._outcome(ids, lambda transition: transition.is_committed)
+        return await self._forced.drop(num_bytes)
 
     async def restore(self) -> str:
         """See ``EngineClient``."""
-        try:
-            async with asyncio.timeout(SETTLE_S):
-                await self._until(lambda: self._controller.is_settled)
-        except TimeoutError:
-            logger.warning("restore asked for while groups still change")
-        begun = self._controller.force_restore(self._clock.now_s())
-        self._flush()
-        ids = [item for item in begun if not isinstance(item, Postponed)]
-        if not ids:
-            reasons = [item.reason for item in begun if isinstance(item, Postponed)]
-            why = "; ".join(reasons) or "no group is dropped"
-            raise InvalidRequest(f"nothing was restored: {why}")
-        return await self._outcome(ids, lambda transition: False)
-
-    async def _outcome(
-        self, ids: list[TransitionId], is_enough: Callable[[Transition], bool]
-    ) -> str:
-        """Wait until each has ended, or is far enough; what became of them."""
-        active = self._controller.transitions.active
-
-        def is_over() -> bool:
-            return all(i not in active or is_enough(active[i]) for i in ids)
-
-        await self._until(is_over)
-        records = [r for r in self._controller.transitions.latest() if r.transition_id in ids]
-        failed = [r.ending for r in records if r.outcome in (Outcome.ROLLED_BACK, Outcome.FAILED)]
-        if failed:
-            raise InvalidRequest("; ".join(failed))
-        return "; ".join(describe(record) for record in records)
+        return await self._forced.restore()
 
     def pid_of(self, instance_id: InstanceId) -> int | None:
         """The instance's process; None between two."""
@@ -357,6 +381,8 @@ class LocalCluster:
         await self._processes.close(lambda i: self._channel.send(i, Shutdown()))
         await self._background.close()
         await self._channel.close()
+        if self._succession is not None:
+            self._succession.close()
         if self._config.cluster.trace_out is not None:
             self._join_trace(Path(self._config.cluster.trace_out))
 

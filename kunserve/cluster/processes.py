@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from kunserve.cluster.background import Background
-from kunserve.cluster.front_clock import FrontClock
 from kunserve.cluster.launch import InstanceOrder, InstanceProcess, Launcher
+from kunserve.cluster.waking_clock import WakingClock
 from kunserve.core.config import ClusterConfig
 from kunserve.core.ids import InstanceId
 from kunserve.core.messages import Alive
@@ -51,6 +51,8 @@ class _Place:
 
     process: InstanceProcess | None = None
     is_ready: bool = False
+    was_found: bool = False
+    """An earlier front started the process: it has loaded, or nearly so."""
     since_s: float = 0.0
     """When the process was started, and later when it became ready."""
     heard_s: float = 0.0
@@ -71,10 +73,11 @@ class Processes:
         self,
         config: ClusterConfig,
         launcher: Launcher,
-        clock: FrontClock,
+        clock: WakingClock,
         background: Background,
         order_of: Callable[[InstanceId], InstanceOrder],
         on_death: Callable[[Death], bool],
+        on_start: Callable[[], None] = lambda: None,
     ) -> None:
         """``on_death`` says whether the instance is to be started again."""
         self._config = config
@@ -83,6 +86,7 @@ class Processes:
         self._background = background
         self._order_of = order_of
         self._on_death = on_death
+        self._on_start = on_start
         self._places: dict[InstanceId, _Place] = {}
         self._keepers: list[asyncio.Task[None]] = []
         self._num_noted_missing: int | None = None
@@ -108,6 +112,17 @@ class Processes:
             for place in self._places.values()
         )
 
+    @property
+    def marks(self) -> dict[InstanceId, str]:
+        """Of all processes, by which a launcher finds them again."""
+        places = self._places.items()
+        return {i: place.process.mark for i, place in places if place.process is not None}
+
+    def was_found(self, instance_id: InstanceId) -> bool:
+        """Whether an earlier front started the instance's process."""
+        place = self._places.get(instance_id)
+        return place is not None and place.was_found
+
     def pid_of(self, instance_id: InstanceId) -> int | None:
         """The process in the instance's place; None between two."""
         place = self._places.get(instance_id)
@@ -118,7 +133,7 @@ class Processes:
     def keep(self, found: Mapping[InstanceId, InstanceProcess | None]) -> None:
         """Start every instance, or go on with a process that was found; from now on replace."""
         for instance_id, process in found.items():
-            self._places[instance_id] = _Place()
+            self._places[instance_id] = _Place(process=process, was_found=process is not None)
             keeper = self._background.run(
                 f"processes of instance {instance_id}", self._keep(instance_id, process)
             )
@@ -168,6 +183,8 @@ class Processes:
         place.process, place.verdict, place.last = process, None, None
         place.condemned.clear()
         place.since_s = place.heard_s = place.moved_s = self._clock.now_s()
+        with self._background.surviving("start of an instance"):
+            self._on_start()
         ended = asyncio.ensure_future(process.wait())
         condemned = asyncio.ensure_future(place.condemned.wait())
         try:
@@ -191,7 +208,7 @@ class Processes:
                 place.num_soon_over = 0
         else:
             place.num_failed_starts += 1
-        place.process, place.is_ready = None, False
+        place.process, place.is_ready, place.was_found = None, False, False
         place.num_soon_over += 1
         return min(MAX_PAUSE_S, FIRST_PAUSE_S * 2.0 ** min(place.num_soon_over - 1, 16))
 
@@ -227,7 +244,7 @@ class Processes:
 
     def _judge(self, place: _Place, now_s: float) -> str | None:
         config = self._config
-        if not place.is_ready:
+        if not place.is_ready and not place.was_found:
             if now_s - place.since_s > config.start_timeout_s:
                 limit_s = config.start_timeout_s
                 return f"not ready within {limit_s:g} s (--start-timeout raises the limit)"

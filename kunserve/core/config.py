@@ -27,6 +27,8 @@ class ModelConfig:
     """Seeds dummy weights and the sampling of requests that bring no seed."""
     max_model_len: int | None = None
     """Longest prompt plus output in tokens; what the model and the memory allow when None."""
+    generation_config: Literal["auto", "vllm"] = "auto"
+    """Defaults of sampling: the model's own (``generation_config.json``), or neutral ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +123,8 @@ class ClusterConfig:
     """Model loading (and a first compilation of the kernels) must end within this."""
     trace_out: str | None = None
     """File for a Chrome trace of every step, transfer and transition, written at the end."""
+    front_grace_s: float = 30.0
+    """How long the instances of a server outlive their front, for the next one to find them."""
     check_invariants: bool = False
     """Whether the drivers check every owner's invariants when idle (for tests; it costs time)."""
 

@@ -141,6 +141,8 @@ class GroupLoad:
     formed_s: float | None = None
     """When the transition that made the group was over; None if there was none."""
     in_transition: bool = False
+    is_restoring: bool = False
+    """In a restore that can still be called off: the report tells of the memory it leaves."""
 
     @property
     def group_id(self) -> GroupId:

@@ -13,6 +13,7 @@ from kunserve.core.load import NOTHING_DONE, LeaderTotals, LoadReport
 from kunserve.core.request import FinishReason, Request, TokenLogprobs
 from kunserve.core.snapshots import InstanceSpec, StageTime
 from kunserve.core.step import StepPlan, StepResult
+from kunserve.core.transfer import PeerAddress
 
 
 class TokenOutput(NamedTuple):
@@ -49,7 +50,7 @@ class SequenceState:
 class Connect:
     """Where the peers are. Sent to everyone whenever an instance joins."""
 
-    peers: tuple[tuple[InstanceId, str], ...]
+    peers: tuple[tuple[InstanceId, PeerAddress], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,12 +212,28 @@ class Ready:
     """The model is loaded and the instance can be given a group."""
 
     spec: InstanceSpec
-    data_address: str
-    """Where peers reach the instance."""
+    address: PeerAddress
     max_model_len: int
     """Longest prompt plus output that the instance can hold undropped."""
     summary: str
     """Weights, KV blocks and the longest request that fits, for people."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rejoin:
+    """An instance of an earlier front to the new one: it is loaded, and this is where it stands.
+
+    It works on nothing until the new front has it ``Form`` a group.
+    """
+
+    ready: Ready
+    """As it told its first front."""
+    held: LayerRange
+    kv_units: int
+    layout: GroupLayout | None
+    """The group it stands in; None when it could not go on with that."""
+    num_received: int
+    """As in ``LoadReport``: it goes on counting."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -349,6 +366,7 @@ class Alive:
 
 Event: TypeAlias = (
     Ready
+    | Rejoin
     | Outputs
     | Returned
     | Formed

@@ -24,15 +24,27 @@ class InstanceSpec:
     granule_bytes: int
 
     def units_when_holding(self, num_layers: int) -> int:
-        """KV units once ``self.num_layers - num_layers`` contiguous layers are dropped.
+        """KV units that every body promises once it holds so many contiguous layers only.
 
-        Whole granules only: at worst one granule at each end of the run stays with the weights.
+        Everybody counts on this number before a remap has happened. Only whole granules change
+        hands: at worst one at each end of the run kept stays with the weights, wherever it lies.
         """
         dropped_bytes = (self.num_layers - num_layers) * self.layer_bytes
         if dropped_bytes <= 0:
             return self.kv_units
         granules = max(0, dropped_bytes // self.granule_bytes - 1)
         return self.kv_units + granules * self.granule_bytes // self.unit_bytes
+
+    def backed_units(self, held: LayerRange) -> int:
+        """KV units in memory while exactly these layers are held, at least the promise.
+
+        For bodies without an arena of their own. Weights begin at a granule, layer after layer.
+        """
+        first = held.first * self.layer_bytes // self.granule_bytes
+        end = -(-held.end * self.layer_bytes // self.granule_bytes)
+        weights = -(-self.num_layers * self.layer_bytes // self.granule_bytes)
+        freed = weights - (end - first)
+        return self.kv_units + freed * self.granule_bytes // self.unit_bytes
 
     def blocks_when_holding(self, num_layers: int) -> int:
         """KV blocks of a stage that computes ``num_layers`` layers."""

@@ -1,6 +1,7 @@
-"""What one instance pulls from another: KV of a request, or weights of layers."""
+"""What one instance pulls from another, KV of a request or weights of layers, and where it is."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from kunserve.core.ids import InstanceId, RequestId, TransitionId
 from kunserve.core.layout import LayerRange
@@ -24,3 +25,12 @@ class LayerPull:
 
     layers: LayerRange
     src: InstanceId
+
+
+class PeerAddress(NamedTuple):
+    """Where peers reach an instance."""
+
+    links: str
+    """Messages and activations."""
+    bulk: str
+    """KV and weights."""

@@ -62,7 +62,7 @@ class GgufFile:
             raise ModelFiles(f"{self.path}: metadata has no {key!r}")
         if expected is float and isinstance(value, int):
             return float(value)
-        if not isinstance(value, expected) or isinstance(value, bool):
+        if not isinstance(value, expected) or (isinstance(value, bool) and expected is not bool):
             raise ModelFiles(f"{self.path}: {key!r} is {_shown(value)}, not a {expected.__name__}")
         return value
 

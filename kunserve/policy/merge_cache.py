@@ -11,7 +11,7 @@ from typing import NamedTuple, TypeAlias
 from kunserve.core.ids import GroupId, InstanceId
 from kunserve.core.layout import GroupLayout, LayerRange, Stage
 from kunserve.core.snapshots import InstanceSpec
-from kunserve.policy.capacity import Specs, stage_blocks, stage_units
+from kunserve.policy.capacity import Specs
 from kunserve.policy.layer_split import Member, Prefer, split_layers
 from kunserve.policy.moves import find_obstacle
 
@@ -136,7 +136,10 @@ class MergeCache:
         return self._near.setdefault((doublings, step), kind)
 
     def _capacity_blocks(self, held: Held, stages: Stages) -> int:
-        return min(stage_blocks(self._examples[held[index][1]], layers) for index, layers in stages)
+        return min(
+            self._examples[held[index][1]].blocks_when_holding(layers.num_layers)
+            for index, layers in stages
+        )
 
     def _has_obstacle(self, held: Held, stages: Stages) -> bool:
         """Whether a member would refuse to become this (``moves.find_obstacle``)."""
@@ -158,6 +161,6 @@ class MergeCache:
         for index, layers in stages:
             before, kind = held[index]
             spec = self._examples[kind]
-            units = stage_units(spec, layers) - stage_units(spec, before)
-            freed_bytes += units * spec.unit_bytes
+            units = spec.units_when_holding(layers.num_layers)
+            freed_bytes += (units - spec.units_when_holding(before.num_layers)) * spec.unit_bytes
         return freed_bytes

@@ -17,7 +17,7 @@ missing blocks before it could:
 
     brief:  (used + whole queue + unreported - capacity) / release rate < transition time
 
-The cluster is *relaxed* when a dropped group's need has been under ``restore_below`` of what its
+A dropped group is *relaxed* when its need has been under ``restore_below`` of what its
 members hold undropped for ``restore_hold_s``. The distance between the two thresholds, the hold
 and the dwell after each transition keep it from flapping.
 """
@@ -26,7 +26,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 from kunserve.core.config import OverloadConfig
 from kunserve.core.ids import GroupId
@@ -92,13 +92,6 @@ class Excuse(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Calm:
-    """Nothing to do. The excuses say why groups that look loaded do not count."""
-
-    excuses: tuple[Excuse, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
 class Overloaded:
     """Memory is short: free at least this much."""
 
@@ -115,7 +108,16 @@ class Relaxed:
     trigger: str
 
 
-Verdict: TypeAlias = Calm | Overloaded | Relaxed
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What the load asks for, each group judged by itself."""
+
+    overloaded: Overloaded | None = None
+    relaxed: Relaxed | None = None
+    squeezed: tuple[GroupId, ...] = ()
+    """Groups that their own restore makes short of memory: it is to be called off."""
+    excuses: tuple[Excuse, ...] = ()
+    """Why other groups that look loaded do not count."""
 
 
 def observe(
@@ -124,22 +126,29 @@ def observe(
     """Called at every report (and at least every report period): what the load asks for.
 
     A shortage is seen with the first report that shows it. The verdict repeats while its cause
-    lasts; groups in a transition, or formed less than ``dwell_s`` ago, have no say.
+    lasts; groups in a transition, or formed less than ``dwell_s`` ago, have no say, but for those
+    whose restore is being prepared: they may want it called off.
     """
     trends: dict[GroupId, GroupTrend] = {}
     short: list[tuple[GroupLoad, int]] = []
     relaxed: list[GroupLoad] = []
+    squeezed: list[GroupId] = []
     excuses: list[Excuse] = []
     transition_s = config.forecast_s if view.transition_s is None else view.transition_s
     for load in view.groups:
         group_id = load.report.group_id
         trend = _follow(state.trends.get(group_id), load, now_s, view.block_size, config)
         trends[group_id] = trend
-        if load.in_transition or _dwells(load, now_s, config):
+        if load.in_transition and not load.is_restoring:
+            continue
+        if _dwells(load, now_s, config):
             continue
         missing = _missing_blocks(load, trend, config)
-        if missing > 0:
-            wait_s = _wait_for_memory_s(load, trend, config)
+        wait_s = _wait_for_memory_s(load, trend, config)
+        if load.is_restoring:
+            if missing > 0 and wait_s >= transition_s:
+                squeezed.append(group_id)
+        elif missing > 0:
             if wait_s < transition_s:
                 reason = f"memory is free again in {wait_s:.2f} s"
                 excuses.append(Excuse(group_id, "brief", reason))
@@ -150,28 +159,32 @@ def observe(
             excuses.append(Excuse(group_id, "not filling", reason))
         elif load.num_instances > 1 and _low_long_enough(trend, now_s, config):
             relaxed.append(load)
-    return MonitorState(MappingProxyType(trends)), _verdict(short, relaxed, excuses)
+    return MonitorState(MappingProxyType(trends)), Verdict(
+        _overloaded(short), _relaxed(relaxed), tuple(squeezed), tuple(excuses)
+    )
 
 
-def _verdict(
-    short: list[tuple[GroupLoad, int]], relaxed: list[GroupLoad], excuses: list[Excuse]
-) -> Verdict:
-    if short:
-        demand = sum(load.need_blocks for load, _ in short)
-        capacity = sum(load.report.capacity_blocks for load, _ in short)
-        return Overloaded(
-            required_blocks=sum(missing for _, missing in short),
-            group_ids=tuple(load.report.group_id for load, _ in short),
-            trigger=f"demand {demand} blocks, capacity {capacity}",
-        )
-    if relaxed:
-        demand = sum(load.need_blocks for load in relaxed)
-        undropped = sum(load.undropped_blocks for load in relaxed)
-        return Relaxed(
-            group_ids=tuple(load.report.group_id for load in relaxed),
-            trigger=f"demand {demand} blocks, undropped capacity {undropped}",
-        )
-    return Calm(tuple(excuses))
+def _overloaded(short: list[tuple[GroupLoad, int]]) -> Overloaded | None:
+    if not short:
+        return None
+    demand = sum(load.need_blocks for load, _ in short)
+    capacity = sum(load.report.capacity_blocks for load, _ in short)
+    return Overloaded(
+        required_blocks=sum(missing for _, missing in short),
+        group_ids=tuple(load.group_id for load, _ in short),
+        trigger=f"demand {demand} blocks, capacity {capacity}",
+    )
+
+
+def _relaxed(relaxed: list[GroupLoad]) -> Relaxed | None:
+    if not relaxed:
+        return None
+    demand = sum(load.need_blocks for load in relaxed)
+    undropped = sum(load.undropped_blocks for load in relaxed)
+    return Relaxed(
+        group_ids=tuple(load.group_id for load in relaxed),
+        trigger=f"demand {demand} blocks, undropped capacity {undropped}",
+    )
 
 
 def _dwells(load: GroupLoad, now_s: float, config: OverloadConfig) -> bool:

@@ -16,7 +16,7 @@ from kunserve.core.ids import GroupId, InstanceId, RequestId
 from kunserve.core.layout import GroupLayout
 from kunserve.core.messages import SequenceState
 from kunserve.core.snapshots import InstanceSpec
-from kunserve.policy.capacity import Specs, group_capacity_blocks, stage_units
+from kunserve.policy.capacity import Specs, group_capacity_blocks
 from kunserve.policy.exchange import cut_pieces, order_moves
 from kunserve.policy.restore import SequenceToPlace, assign_sequences
 
@@ -120,7 +120,7 @@ def find_obstacle(
         spare = float_units(me, old, new, piece_blocks)
         layers = new[0].layers_of(me)
         assert layers is not None, (me, new)
-        units = stage_units(specs[me], layers)
+        units = specs[me].units_when_holding(layers.num_layers)
         if used * layers.num_layers + spare > units:
             return f"{units} KV units are too few for {used} blocks and the exchange"
         for layout, own in zip(old, blocks, strict=True):
@@ -142,7 +142,7 @@ def plan_moves(
     old = [layout for layout, _ in handed_over]
     piece_blocks = choose_piece_blocks(specs.values())
     room = {
-        stage.instance_id: stage_units(specs[stage.instance_id], stage.layers)
+        stage.instance_id: specs[stage.instance_id].units_when_holding(stage.layers.num_layers)
         - float_units(stage.instance_id, old, new, piece_blocks)
         for layout in new
         for stage in layout.stages

@@ -14,6 +14,7 @@ from starlette.routing import Route
 from kunserve.cluster.api import EngineClient
 from kunserve.core.config import KunServeConfig
 from kunserve.core.errors import KunServeError
+from kunserve.model.generation_config import SamplingDefaults
 from kunserve.server.admin_routes import AdminRoutes
 from kunserve.server.dashboard_routes import DashboardRoutes
 from kunserve.server.errors import EffectMissing, error_answer
@@ -33,6 +34,7 @@ def create_app(
     model_name: str,
     config: KunServeConfig,
     limits: FrontLimits | None = None,
+    defaults: SamplingDefaults | None = None,
 ) -> Starlette:
     """The ASGI application in front of a started ``engine``. ``app.state.front`` is its Front."""
     limits = limits or FrontLimits()
@@ -40,7 +42,7 @@ def create_app(
     codec = TextCodec(
         tokenizer, engine.limits.max_model_len, limits.inline_chars, limits.max_waiting_chars
     )
-    front = Front(engine, codec, model_name, config, limits)
+    front = Front(engine, codec, model_name, config, limits, defaults or SamplingDefaults())
 
     @contextlib.asynccontextmanager
     async def lifespan(_app: Starlette) -> AsyncIterator[None]:

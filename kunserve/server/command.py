@@ -1,6 +1,5 @@
 """``kunserve serve``: from flags to a running server."""
 
-import asyncio
 import logging
 import re
 import sys
@@ -9,6 +8,7 @@ from dataclasses import fields, replace
 from typing import Any, TypeVar
 
 import click
+import uvloop
 
 from kunserve.core.config import (
     MIB,
@@ -21,6 +21,7 @@ from kunserve.core.config import (
     ServerConfig,
 )
 from kunserve.core.errors import KunServeError
+from kunserve.server.foreign_flags import ServeCommand
 from kunserve.server.launch import run_server
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -39,9 +40,21 @@ class ByteSize(click.ParamType[int]):
         match = re.fullmatch(r"\s*([\d.]+)\s*([bkmgt]?)(i?b)?\s*", str(value).lower())
         if match is None or match[1].count(".") > 1 or match[1] == ".":
             self.fail(f"{value!r} is no size; write for example 800MiB or 1.5GiB", param, ctx)
-        return int(float(match[1]) * _SIZES[match[2]])
+        size_bytes = int(float(match[1]) * _SIZES[match[2]])
+        if match[2] == "" and match[3] is None and size_bytes < MIB:
+            self.fail(f"{value} bytes are too few; write {value}MiB if you mean that", param, ctx)
+        return size_bytes
 
 
+CONTEXT = {"show_default": True, "help_option_names": ["-h", "--help"]}
+EXAMPLES = "\b\n" + "\n".join(
+    (
+        "Examples:",
+        "  kunserve serve smollm2-135m",
+        "  kunserve serve ./Qwen2.5-0.5B --num-instances 2 --instance-memory 2GiB",
+        "  kunserve serve smollm2-135m --load-format dummy --overload-policy recompute",
+    )
+)
 _MODEL, _INSTANCE, _SCHEDULER = ModelConfig(), InstanceConfig(), SchedulerConfig()
 _OVERLOAD, _CLUSTER, _SERVER = OverloadConfig(), ClusterConfig(), ServerConfig()
 
@@ -69,7 +82,18 @@ _model_options = _options(
         "How weights are read; dummy makes random ones.",
         type=click.Choice(["auto", "safetensors", "gguf", "dummy"]),
     ),
-    _flag("--seed", _MODEL.seed, "For dummy weights.", type=int),
+    _flag(
+        "--seed",
+        _MODEL.seed,
+        "For dummy weights, and for requests that bring no seed.",
+        type=int,
+    ),
+    _flag(
+        "--generation-config",
+        _MODEL.generation_config,
+        "Defaults of sampling: auto takes the model's generation_config.json, vllm neutral ones.",
+        type=click.Choice(["auto", "vllm"]),
+    ),
     _flag(
         "--max-model-len",
         _MODEL.max_model_len,
@@ -145,6 +169,13 @@ _instance_options = _options(
         _CLUSTER.hang_timeout_s,
         "Replace an instance whose loop stands still so many seconds (and ten longest steps).",
         type=click.FloatRange(min=0, min_open=True),
+    ),
+    _flag(
+        "--front-grace",
+        _CLUSTER.front_grace_s,
+        "Seconds that instances outlive this process, so that the same command, given again, "
+        "serves without loading weights.",
+        type=click.FloatRange(min=0),
     ),
     click.option(
         "--check-invariants",
@@ -222,27 +253,22 @@ _server_options = _options(
 )
 
 
-@click.command("serve", context_settings={"show_default": True})
+@click.command("serve", cls=ServeCommand, context_settings=CONTEXT, epilog=EXAMPLES)
 @click.argument("model", default=_MODEL.model)
 @_model_options
 @_instance_options
 @_overload_options
 @_server_options
 def serve_command(**flags: Any) -> None:
-    r"""Serve MODEL over several instances behind one OpenAI-compatible address.
+    """Serve MODEL over several instances behind one OpenAI-compatible address.
 
     MODEL is smollm2-135m (built in), a Hugging Face folder or hub id, or a .gguf file.
-
-    \b
-    kunserve serve smollm2-135m
-    kunserve serve ./Qwen2.5-0.5B --num-instances 2 --instance-memory 2GiB
-    kunserve serve ./config-only --load-format dummy --overload-policy recompute
     """
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr
     )
     try:
-        asyncio.run(run_server(config_from_flags(flags)))
+        uvloop.run(run_server(config_from_flags(flags)))
     except KunServeError as error:
         raise click.ClickException(str(error)) from None
 
@@ -252,6 +278,7 @@ _RENAMED = {
     "overload_policy": "policy",
     "start_timeout": "start_timeout_s",
     "hang_timeout": "hang_timeout_s",
+    "front_grace": "front_grace_s",
     "shutdown_timeout": "shutdown_timeout_s",
 }
 

@@ -2,7 +2,8 @@
 
 from kunserve.cluster.api import EngineClient
 from kunserve.core.config import KunServeConfig
-from kunserve.core.errors import ModelNotFound, Unavailable
+from kunserve.core.errors import ModelNotFound, Overloaded, Unavailable
+from kunserve.model.generation_config import SamplingDefaults
 from kunserve.server.body import BodyReader
 from kunserve.server.generation import Generation, Interrupted
 from kunserve.server.limits import FrontLimits
@@ -22,12 +23,14 @@ class Front:
         model_name: str,
         config: KunServeConfig,
         limits: FrontLimits,
+        defaults: SamplingDefaults,
     ) -> None:
         self.engine = engine
         self.codec = codec
         self.model_name = model_name
         self.config = config
         self.limits = limits
+        self.defaults = defaults
         self.bodies = BodyReader(limits, engine.limits.max_model_len)
         self.metrics = FrontMetrics(engine, model_name)
         self.timeline = Timeline(self.metrics)
@@ -45,11 +48,17 @@ class Front:
         if model is not None and model != self.model_name:
             raise ModelNotFound(f"The model `{model[:200]}` does not exist.")
         if self.draining:
-            raise Unavailable("The server is shutting down.")
+            refusal = Unavailable("The server is shutting down.")
+            self.metrics.refused(refusal)
+            raise refusal
 
     def enter(self, generation: Generation) -> None:
         """Start a generation and keep it until ``leave``. Raises what ``submit`` raises."""
-        generation.start()
+        try:
+            generation.start()
+        except (Overloaded, Unavailable) as refusal:
+            self.metrics.refused(refusal)
+            raise
         self._in_flight.add(generation)
 
     def leave(self, generation: Generation, reason: Exception) -> None:

@@ -2,7 +2,9 @@
 
 import asyncio
 import logging
+import os
 import socket
+import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +15,7 @@ from kunserve.core.errors import ConfigError
 from kunserve.core.messages import Ready
 from kunserve.core.model_spec import ModelSpec
 from kunserve.model.config import read_spec
+from kunserve.model.generation_config import SamplingDefaults, read_sampling_defaults
 from kunserve.model.profile import ProfileSubject, find_cost
 from kunserve.model.source import resolve_model
 from kunserve.model.tokenizer import load_tokenizer
@@ -29,6 +32,12 @@ async def run_server(config: KunServeConfig) -> None:
     listener = _listen(config.server.host, config.server.port)
     source = resolve_model(config.model.model, config.model.load_format)
     spec = read_spec(source, config.model.dtype)
+    check_length(config, spec)
+    defaults = SamplingDefaults()
+    if config.model.generation_config == "auto":
+        defaults = read_sampling_defaults(source)
+    if defaults != SamplingDefaults():
+        logger.info("sampling defaults of the model: %s", defaults.shown)
     config = with_costs(config, spec)
     logger.info(
         "starting model=%s dtype=%s instances=%d threads_per_instance=%d",
@@ -40,11 +49,16 @@ async def run_server(config: KunServeConfig) -> None:
     tokenizer_loading = asyncio.create_task(
         asyncio.to_thread(load_tokenizer, source, config.model.tokenizer)
     )
-    cluster = await LocalCluster.start(config, vocab_size=spec.vocab_size, on_ready=_log_ready)
+    cluster = await LocalCluster.start(
+        config,
+        vocab_size=spec.vocab_size,
+        run_folder=_run_folder(config),
+        on_ready=_log_ready,
+    )
     try:
         tokenizer = await tokenizer_loading
         name = config.model.served_model_name or config.model.model
-        app = create_app(cluster, tokenizer, name, config)
+        app = create_app(cluster, tokenizer, name, config, defaults=defaults)
         host, port = listener.getsockname()[:2]
         logger.info(
             "ready url=http://%s:%d/v1 model=%s max_model_len=%d seconds=%.1f",
@@ -57,6 +71,16 @@ async def run_server(config: KunServeConfig) -> None:
         await serve(app, config, sockets=[listener])
     finally:
         await cluster.close()
+
+
+def check_length(config: KunServeConfig, spec: ModelSpec) -> None:
+    """Raise ConfigError for a longest request that the model was not made for."""
+    asked = config.model.max_model_len
+    if asked is not None and asked > spec.max_position:
+        raise ConfigError(
+            f"--max-model-len {asked} is more than the {spec.max_position} tokens that the model "
+            "was trained for"
+        )
 
 
 def with_costs(config: KunServeConfig, spec: ModelSpec) -> KunServeConfig:
@@ -77,6 +101,18 @@ def with_costs(config: KunServeConfig, spec: ModelSpec) -> KunServeConfig:
     else:
         logger.info("step costs profile=%s", origin)
     return replace(config, scheduler=replace(scheduler, cost=cost))
+
+
+def _run_folder(config: KunServeConfig) -> Path | None:
+    """Where the next server at the same address looks for this one's instances.
+
+    None if it could not: a free port is another one each time.
+    """
+    host, port = config.server.host, config.server.port
+    if port == 0 or config.cluster.front_grace_s == 0.0:
+        return None
+    name = f"kunserve-{os.getuid()}-{host}-{port}".replace("/", "-")
+    return Path(tempfile.gettempdir()) / name
 
 
 def _log_ready(ready: Ready) -> None:

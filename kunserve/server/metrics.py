@@ -9,12 +9,14 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from kunserve.cluster.api import EngineClient
+from kunserve.core.errors import Overloaded, Unavailable
 from kunserve.core.request import FinishReason, Request
 from kunserve.server.cluster_metrics import ClusterMetrics
 from kunserve.server.histogram import Histogram
 
 ALL_ENGINES = "all"
 """``engine`` label of what the front measures: a request may change engines while it runs."""
+REFUSAL_REASONS = ("queue_full", "unavailable")
 
 # vLLM's buckets, in seconds.
 _TAIL = (5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
@@ -110,6 +112,7 @@ class FrontMetrics(Collector):
         self.registry.register(self.cluster)
         self.arrivals = 0
         """Requests that the engine took; refused ones are not among them."""
+        self.refusals = dict.fromkeys(REFUSAL_REASONS, 0)
         self.prompt_tokens = 0
         self.generation_tokens = 0
         self.finished: Counter[FinishReason] = Counter()
@@ -149,6 +152,10 @@ class FrontMetrics(Collector):
         """The engine took a request."""
         self.arrivals += 1
 
+    def refused(self, refusal: Overloaded | Unavailable) -> None:
+        """An HTTP request was answered 503 instead of being begun."""
+        self.refusals["queue_full" if isinstance(refusal, Overloaded) else "unavailable"] += 1
+
     def exposition(self) -> bytes:
         """The text of ``/metrics``."""
         self.cluster.observe()
@@ -171,6 +178,14 @@ class FrontMetrics(Collector):
         for reason in FinishReason:
             success.add_metric([*labels.values(), reason.value], self.finished[reason])
         yield success
+        refused = CounterMetricFamily(
+            "vllm:admission_rejections",
+            "HTTP requests refused with 503: a queue is full, or no instance takes any.",
+            labels=[*labels, "reason"],
+        )
+        for why, count in self.refusals.items():
+            refused.add_metric([*labels.values(), why], count)
+        yield refused
         for histogram in (
             self.first_token,
             self.between_tokens,

@@ -17,6 +17,8 @@ OPEN_PATHS = frozenset({"/health", "/health/ready", "/metrics"})
 """Answered without a key, and also on connections beyond the limit."""
 DASHBOARD = "/dashboard"
 """Root of the static page, answered without a key: the data it then asks for does need one."""
+GIVEN_ID = "request_id"
+"""In ``scope["state"]``: the X-Request-Id that the client sent, if it is fit for a log."""
 _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,200}")
 
 
@@ -39,6 +41,8 @@ class FrontMiddleware:
         headers = dict(scope["headers"])
         given = headers.get(b"x-request-id", b"")
         request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex.encode()
+        if request_id is given:
+            scope["state"][GIVEN_ID] = given.decode("ascii")
         started = False
 
         async def send_with_id(message: Message) -> None:

@@ -16,13 +16,14 @@ from kunserve.server.choice import Choice, TextOptions
 from kunserve.server.front import Front
 from kunserve.server.generation import Generation
 from kunserve.server.logprobs import chat_logprobs, completion_logprobs
+from kunserve.server.middleware import GIVEN_ID
 from kunserve.server.prompts import echoes_of, encode_conversation, encode_prompts
 from kunserve.server.sampling import remaining_tokens, resolve_sampling
 from kunserve.server.schema import ChatBody, CompletionBody, GenerationBody
 from kunserve.server.stop import StopStrings
 from kunserve.server.streaming import GenerationAnswer, StreamedAnswer, WholeAnswer
-from kunserve.server.unsupported import refuse_unsupported
-from kunserve.server.wire import Envelope, FormatLogprobs
+from kunserve.server.unsupported import ForeignFields
+from kunserve.server.wire import Envelope, FormatLogprobs, UsageIn
 
 
 class OpenAIRoutes:
@@ -30,6 +31,7 @@ class OpenAIRoutes:
 
     def __init__(self, front: Front) -> None:
         self._front = front
+        self._foreign_fields = ForeignFields()
 
     async def completions(self, http: HttpRequest) -> Response:
         """POST /v1/completions."""
@@ -43,7 +45,7 @@ class OpenAIRoutes:
         encoding = encode_prompts(front.codec, body, limits, most)
         prompts = await unless_gone(http, encoding)
         echoes = await unless_gone(http, echoes_of(front.codec, body, prompts))
-        return self._answer(body, prompts, echoes, arrival_s)
+        return self._answer(http, body, prompts, echoes, arrival_s)
 
     async def chat(self, http: HttpRequest) -> Response:
         """POST /v1/chat/completions."""
@@ -54,25 +56,21 @@ class OpenAIRoutes:
         if body.top_logprobs is not None and not body.logprobs:
             raise InvalidRequest("`top_logprobs` needs `logprobs` to be true.", "top_logprobs")
         prompt = await unless_gone(http, encode_conversation(front.codec, body))
-        return self._answer(body, [prompt], [""], arrival_s)
+        return self._answer(http, body, [prompt], [""], arrival_s)
 
     def _check(self, body: GenerationBody) -> None:
         """What can be refused before the prompt is looked at."""
         self._front.admit(body.model)
-        refuse_unsupported(body.model_extra or {})
+        self._foreign_fields.check(body.model_extra or {})
         if body.n is not None and body.n > self._front.limits.max_choices:
             raise InvalidRequest(f"`n` may be at most {self._front.limits.max_choices}.", "n")
         options = body.stream_options
         if options is not None and not body.stream:
             raise InvalidRequest("`stream_options` needs `stream` to be true.", "stream_options")
-        if options is not None and options.continuous_usage_stats:
-            raise InvalidRequest(
-                "`stream_options.continuous_usage_stats` is not supported by this server.",
-                "stream_options",
-            )
 
     def _answer(
         self,
+        http: HttpRequest,
         body: GenerationBody,
         prompts: Sequence[list[int]],
         echoes: Sequence[str],
@@ -84,8 +82,12 @@ class OpenAIRoutes:
         """
         front = self._front
         prefix = "chatcmpl-" if body.kind == "chat" else "cmpl-"
-        response_id = prefix + uuid.uuid4().hex
-        choices = self._choices(body, prompts, response_id, arrival_s)
+        unique = uuid.uuid4().hex
+        given = http.scope["state"].get(GIVEN_ID)
+        response_id = prefix + (given or unique)
+        # Clients may send one id twice; the engine's ids differ all the same.
+        engine_id = f"{response_id}-{unique[:8]}" if given else response_id
+        choices = self._choices(body, prompts, engine_id, arrival_s)
         num_choices = body.n or 1
         envelope = Envelope(
             kind=body.kind,
@@ -100,9 +102,8 @@ class OpenAIRoutes:
         generation = Generation(front.engine, choices, front.metrics, eager)
         answer: GenerationAnswer
         if body.stream:
-            options = body.stream_options
-            include_usage = bool(options and options.include_usage)
-            answer = StreamedAnswer(front, generation, envelope, include_usage)
+            usage = UsageIn.of(body.stream_options)
+            answer = StreamedAnswer(front, generation, envelope, usage)
         else:
             answer = WholeAnswer(front, generation, envelope)
         front.enter(generation)
@@ -112,7 +113,7 @@ class OpenAIRoutes:
         self,
         body: GenerationBody,
         prompts: Sequence[list[int]],
-        response_id: str,
+        engine_id: str,
         arrival_s: float,
     ) -> list[Choice]:
         front = self._front
@@ -123,19 +124,22 @@ class OpenAIRoutes:
             bool(body.include_stop_str_in_output),
             skip_special,
         )
+        default_tokens = body.default_tokens
+        if front.defaults.max_new_tokens is not None:
+            default_tokens = min(front.defaults.max_new_tokens, default_tokens or 1 << 62)
         max_tokens = [
-            remaining_tokens(
-                limits.max_model_len, len(prompt), body.asked_tokens, body.default_tokens
-            )
+            remaining_tokens(limits.max_model_len, len(prompt), body.asked_tokens, default_tokens)
             for prompt in prompts
         ]
         num_choices = body.n or 1
         tuples = [tuple(prompt) for prompt in prompts]
         choices: list[Choice] = []
-        for sampling in resolve_sampling(body, limits.vocab_size, max_tokens, front.seeds):
+        for sampling in resolve_sampling(
+            body, front.defaults, limits.vocab_size, max_tokens, front.seeds
+        ):
             index = len(choices)
             token_ids = tuples[index // num_choices]
-            request_id = RequestId(f"{response_id}-{index}")
+            request_id = RequestId(f"{engine_id}-{index}")
             request = Request(request_id, token_ids, sampling, arrival_s)
             detokenizer = front.codec.detokenizer(token_ids, skip_special)
             choices.append(Choice(index, request, detokenizer, options))

@@ -3,12 +3,16 @@
 import hashlib
 import random
 from collections.abc import Sequence
+from typing import TypeVar
 
 from kunserve.core.errors import InvalidRequest
 from kunserve.core.request import SamplingParams
+from kunserve.model.generation_config import SamplingDefaults
 from kunserve.server.schema import GenerationBody
 from kunserve.server.text import too_long
 from kunserve.server.vocabulary import check_token_ids
+
+Number = TypeVar("Number", int, float)
 
 SEED_MASK = (1 << 63) - 1
 GREEDY_BELOW = 1e-5
@@ -52,10 +56,18 @@ def remaining_tokens(
 
 
 def resolve_sampling(
-    body: GenerationBody, vocab_size: int, max_tokens: Sequence[int], seeds: SeedSource
+    body: GenerationBody,
+    defaults: SamplingDefaults,
+    vocab_size: int,
+    max_tokens: Sequence[int],
+    seeds: SeedSource,
 ) -> list[SamplingParams]:
     """The parameters of every completion: ``n`` for each prompt, whose ``max_tokens`` is given."""
-    temperature = 1.0 if body.temperature is None else body.temperature
+    temperature = _first(body.temperature, defaults.temperature, 1.0)
+    top_p = _first(body.top_p, defaults.top_p, 1.0)
+    top_k = _top_k(_first(body.top_k, defaults.top_k, 0), vocab_size)
+    min_p = _first(body.min_p, defaults.min_p, 0.0)
+    repetition_penalty = _first(body.repetition_penalty, defaults.repetition_penalty, 1.0)
     min_tokens = body.min_tokens or 0
     if min_tokens > min(max_tokens):
         raise InvalidRequest(
@@ -71,16 +83,16 @@ def resolve_sampling(
         return SamplingParams(
             max_tokens=length,
             temperature=0.0 if temperature < GREEDY_BELOW else temperature,
-            top_p=1.0 if body.top_p is None else body.top_p,
-            top_k=_top_k(body.top_k, vocab_size),
-            min_p=body.min_p or 0.0,
+            top_p=top_p,
+            top_k=top_k,
+            min_p=min_p,
             seed=seed,
             stop_token_ids=stop_token_ids,
             ignore_eos=bool(body.ignore_eos),
             min_tokens=min_tokens,
             presence_penalty=body.presence_penalty or 0.0,
             frequency_penalty=body.frequency_penalty or 0.0,
-            repetition_penalty=1.0 if body.repetition_penalty is None else body.repetition_penalty,
+            repetition_penalty=repetition_penalty,
             logit_bias=logit_bias,
             num_logprobs=body.num_logprobs,
         )
@@ -93,10 +105,15 @@ def resolve_sampling(
     return completions
 
 
-def _top_k(top_k: int | None, vocab_size: int) -> int | None:
-    if top_k is None or top_k <= 0 or top_k >= vocab_size:
-        return None
-    return top_k
+def _first(asked: Number | None, recommended: Number | None, neutral: Number) -> Number:
+    """What the request says, else what the model's makers say, else what changes nothing."""
+    if asked is not None:
+        return asked
+    return neutral if recommended is None else recommended
+
+
+def _top_k(top_k: int, vocab_size: int) -> int | None:
+    return top_k if 0 < top_k < vocab_size else None
 
 
 def _logit_bias(bias: dict[str, float], vocab_size: int) -> tuple[tuple[int, float], ...]:

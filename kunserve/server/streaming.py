@@ -13,6 +13,7 @@ from kunserve.server.wire import (
     DONE,
     ChoiceStream,
     Envelope,
+    UsageIn,
     event,
     usage_chunk,
     usage_object,
@@ -88,10 +89,10 @@ class StreamedAnswer(GenerationAnswer):
     """Server-sent events: a chunk per choice for all the tokens that came together."""
 
     def __init__(
-        self, front: Front, generation: Generation, envelope: Envelope, include_usage: bool
+        self, front: Front, generation: Generation, envelope: Envelope, usage: UsageIn
     ) -> None:
         super().__init__(front, generation, envelope)
-        self._include_usage = include_usage
+        self._usage_in = usage
 
     async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ``GenerationAnswer``."""
@@ -103,7 +104,7 @@ class StreamedAnswer(GenerationAnswer):
         """Write every token; returns the events that come before ``[DONE]``."""
         generation = self._generation
         streams = [
-            ChoiceStream(self._envelope, choice.index, self._include_usage)
+            ChoiceStream(self._envelope, choice.index, self._usage_in)
             for choice in generation.choices
         ]
         try:
@@ -119,4 +120,6 @@ class StreamedAnswer(GenerationAnswer):
         except Exception as error:
             logger.exception("stream failed request_id=%s", self._envelope.response_id)
             return event(error_object(error))
-        return usage_chunk(self._envelope, self.usage()) if self._include_usage else b""
+        if self._usage_in is UsageIn.NONE:
+            return b""
+        return usage_chunk(self._envelope, self.usage())

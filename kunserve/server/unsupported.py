@@ -1,9 +1,12 @@
 """What other servers offer and we do not: refused by name rather than silently ignored."""
 
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 from kunserve.core.errors import InvalidRequest
+
+logger = logging.getLogger("kunserve.server")
 
 Neutral: TypeAlias = Callable[[Any], bool]
 """Whether a field's value asks for nothing."""
@@ -21,7 +24,7 @@ def _plain_text(value: Any) -> bool:
     return _absent(value) or (isinstance(value, dict) and value.get("type") == "text")
 
 
-_REFUSED: dict[str, Neutral] = {
+REFUSED: dict[str, Neutral] = {
     "audio": _absent,
     "modalities": lambda value: _absent(value) or value == ["text"],
     "tools": _absent,
@@ -54,13 +57,38 @@ _REFUSED: dict[str, Neutral] = {
     "return_token_ids": _absent,
     "mm_processor_kwargs": _absent,
 }
-"""Fields that would change the answer. Any other unknown field (``user``, ``store``,
-``metadata``, ...) changes nothing and is accepted, as vLLM does."""
+"""Fields that would change the answer. Any other unknown field is accepted, as vLLM does."""
+HARMLESS = frozenset(
+    {"metadata", "parallel_tool_calls", "prompt_cache_key", "request_id", "safety_identifier"}
+    | {"service_tier", "store", "verbosity"}
+)
+"""Fields of OpenAI's and vLLM's that change no answer of ours."""
 
 
-def refuse_unsupported(extra: Mapping[str, Any]) -> None:
-    """Raise InvalidRequest for the first field that asks for something we do not do."""
-    for name, value in extra.items():
-        asks_nothing = _REFUSED.get(name)
-        if asks_nothing is not None and not asks_nothing(value):
-            raise InvalidRequest(f"`{name}` is not supported by this server.", name)
+MAX_NOTED = 100
+"""Names that are remembered, because clients choose them."""
+
+
+class ForeignFields:
+    """Looks through the fields that our bodies do not have."""
+
+    def __init__(self) -> None:
+        self._noted: set[str] = set()
+
+    def check(self, extra: Mapping[str, Any]) -> None:
+        """Raise InvalidRequest for the first field that asks for something we do not do.
+
+        A name that nobody knows is logged once: it may be a slip of the pen.
+        """
+        for name, value in extra.items():
+            asks_nothing = REFUSED.get(name)
+            if asks_nothing is None:
+                self._note(name)
+            elif not asks_nothing(value):
+                raise InvalidRequest(f"`{name}` is not supported by this server.", name)
+
+    def _note(self, name: str) -> None:
+        if name in HARMLESS or name in self._noted or len(self._noted) >= MAX_NOTED:
+            return
+        self._noted.add(name)
+        logger.info("a request's field is unknown and ignored field=%s", ascii(name[:60]))

@@ -4,6 +4,7 @@ A streamed token costs one JSON string and one concatenation: everything else of
 the same for the whole stream and is encoded once per choice.
 """
 
+import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -11,7 +12,7 @@ from typing import Any, TypeAlias
 import msgspec
 
 from kunserve.server.choice import Choice, Delta, TokenEntry
-from kunserve.server.schema import Kind
+from kunserve.server.schema import Kind, StreamOptions
 
 DONE = b"data: [DONE]\n\n"
 FormatLogprobs: TypeAlias = Callable[[Sequence[TokenEntry], int], dict[str, Any]]
@@ -54,13 +55,40 @@ def event(value: Any) -> bytes:
     return b"data: " + _encode(value) + b"\n\n"
 
 
+class UsageIn(enum.Enum):
+    """Which chunks of a stream tell the usage."""
+
+    NONE = enum.auto()
+    LAST = enum.auto()
+    """One more at the end; the others say null."""
+    EACH = enum.auto()
+    """Each one that of its choice so far, and one more at the end."""
+
+    @classmethod
+    def of(cls, options: StreamOptions | None) -> "UsageIn":
+        """As vLLM reads ``stream_options``."""
+        if options is None or not options.include_usage:
+            return cls.NONE
+        return cls.EACH if options.continuous_usage_stats else cls.LAST
+
+
 class ChoiceStream:
     """Writes the chunks of one choice of one stream."""
 
-    __slots__ = ("_envelope", "_first", "_head", "_index", "_middle", "_plain_tail", "_tail")
+    __slots__ = (
+        "_closing",
+        "_envelope",
+        "_first",
+        "_head",
+        "_index",
+        "_middle",
+        "_tail",
+        "_usage",
+    )
 
-    def __init__(self, envelope: Envelope, index: int, with_usage: bool) -> None:
+    def __init__(self, envelope: Envelope, index: int, usage: UsageIn) -> None:
         self._envelope = envelope
+        self._usage = usage
         self._index = index
         head = _encode(
             {
@@ -74,22 +102,26 @@ class ChoiceStream:
         opening = b'"delta":{"content":' if chat else b'"text":'
         self._head = b'data: %b,"choices":[{"index":%d,%b' % (head[:-1], index, opening)
         self._middle = b'},"logprobs":' if chat else b',"logprobs":'
-        self._tail = b'}],"usage":null}\n\n' if with_usage else b"}]}\n\n"
-        self._plain_tail = self._middle + b'null,"finish_reason":null' + self._tail
+        self._closing = self._middle + b'null,"finish_reason":null'
+        self._tail = b"}]}\n\n" if usage is UsageIn.NONE else b'}],"usage":null}\n\n'
         self._first = True
 
     def chunk(self, choice: Choice, delta: Delta) -> bytes:
         """The delta as SSE events; empty when there is nothing to tell yet."""
         text = delta.text
         opening = b""
+        tail = self._tail
+        if self._usage is UsageIn.EACH:
+            usage = usage_object(self._envelope.num_prompt_tokens, choice.num_tokens)
+            tail = b'}],"usage":%b}\n\n' % _encode(usage)
         if self._first:
             self._first = False
-            opening, text = self._open(text)
+            opening, text = self._open(text, tail)
         finish = choice.finish_reason
         if finish is None and not delta.entries:
             if not text:
                 return opening
-            return opening + self._head + _encode(text) + self._plain_tail
+            return opening + self._head + _encode(text) + self._closing + tail
         logprobs = self._logprobs(delta.entries)
         ending = b"null"
         if finish is not None:
@@ -104,17 +136,17 @@ class ChoiceStream:
                 logprobs,
                 b',"finish_reason":',
                 ending,
-                self._tail,
+                tail,
             )
         )
 
-    def _open(self, text: str) -> tuple[bytes, str]:
+    def _open(self, text: str, tail: bytes) -> tuple[bytes, str]:
         """What comes before the first text: the role, or the echoed prompt."""
         if self._envelope.kind == "completion":
             return b"", self._envelope.prefixes[self._index] + text
         # The content's opening, with the role before it.
         head = self._head.replace(b'"delta":{', b'"delta":{"role":"assistant",', 1)
-        return head + b'""' + self._plain_tail, text
+        return head + b'""' + self._closing + tail, text
 
     def _logprobs(self, entries: Sequence[TokenEntry]) -> bytes:
         formatter = self._envelope.format_logprobs

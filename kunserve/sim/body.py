@@ -21,7 +21,6 @@ class SimBody:
         self._profile = profile
         self._spec = profile.spec_of(instance_id)
         spec = self._spec
-        self._weight_granules = -(-spec.num_layers * spec.layer_bytes // spec.granule_bytes)
         self.held = LayerRange(0, spec.num_layers)
         self.kv_units = spec.kv_units
         self._blocked_s = 0.0
@@ -117,12 +116,8 @@ class SimBody:
         self._blocked_s += num_bytes / self._profile.host_bytes_per_s
 
     def _hold(self, layers: LayerRange) -> Remap:
-        """Only granules wholly outside the layers kept change hands, as in the real arena."""
         spec, before = self._spec, self.kv_units
-        first = layers.first * spec.layer_bytes // spec.granule_bytes
-        end = -(-layers.end * spec.layer_bytes // spec.granule_bytes)
-        freed = self._weight_granules - (end - first)
-        self.kv_units = spec.kv_units + freed * spec.granule_bytes // spec.unit_bytes
+        self.kv_units = spec.backed_units(layers)
         self.held = layers
         moved_bytes = (self.kv_units - before) * spec.unit_bytes
         granules = abs(moved_bytes) // spec.granule_bytes

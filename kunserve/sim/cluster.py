@@ -24,7 +24,7 @@ from kunserve.core.ids import InstanceId
 from kunserve.core.messages import Connect, Message, Ready, TokenOutput
 from kunserve.core.request import Request
 from kunserve.core.snapshots import TransitionRecord
-from kunserve.core.transfer import KvPull, LayerPull
+from kunserve.core.transfer import KvPull, LayerPull, PeerAddress
 from kunserve.sim.body import SimBody
 from kunserve.sim.events import EventHeap
 from kunserve.sim.message_time import tokens_s
@@ -194,7 +194,12 @@ class SimCluster:
         instance = _Instance(instance_id, agent, body, mover)
         self._instances[instance_id] = instance
         self._movers[instance_id] = mover
-        ready = Ready(body.spec, "simulated", profile.max_model_len, profile.model.name)
+        ready = Ready(
+            body.spec,
+            PeerAddress("simulated", "simulated"),
+            profile.max_model_len,
+            profile.model.name,
+        )
         self._heap.after(self._latency_s, self._to_controller, instance_id, ready)
         period_s = config.cluster.report_period_s
         offset_s = period_s * (instance_id * _GOLDEN % 1.0)

@@ -23,8 +23,8 @@ from kunserve.transport.bulk_wire import Answer, Bytes, Chunk, Int32Array
 from kunserve.transport.identity import Identity
 from kunserve.transport.pacing import BulkPacing, TokenBucket
 from kunserve.transport.sockets import (
-    ANY_PORT,
     PollTarget,
+    Rejections,
     Socket,
     address_of,
     bind_router,
@@ -50,17 +50,19 @@ class BulkMover:
     def __init__(
         self,
         instance_id: InstanceId,
-        token: str,
+        bind: str,
         memory: MovableMemory,
         *,
         link_gbps: float | None = None,
         pacing: BulkPacing | None = None,
-        bind: str = ANY_PORT,
     ) -> None:
-        """``link_gbps`` is short for ``BulkPacing.for_link``; None is as fast as bytes go."""
+        """Listen at ``bind``.
+
+        ``link_gbps`` is short for ``BulkPacing.for_link``; None is as fast as bytes go.
+        """
         self._pacing = pacing or BulkPacing.for_link(link_gbps)
         self._me = Identity(_BULK, instance_id, identity.new_incarnation())
-        self._token = token
+        self.rejections = Rejections("bulk")
         self._lock = threading.RLock()
         self._source = BulkSource(memory)
         self._sink = BulkSink(memory, self._pacing)
@@ -105,7 +107,7 @@ class BulkMover:
                 if addresses.get(peer) != address:
                     self._sink.lose(peer, time.monotonic())
                     self._to_loop.set()
-            self._addresses = dict(addresses)
+            self._addresses = {p: a for p, a in addresses.items() if p != self._me.instance_id}
         self._to_thread.set()
 
     def yield_to(self, activations_pending: Callable[[], bool]) -> None:
@@ -219,14 +221,16 @@ class BulkMover:
             link.close()
         for peer, address in wanted.items():
             if peer not in self._links:
-                route = identity.pack(self._me, self._token)
+                route = identity.pack(self._me)
                 link = connect_dealer(address, route, context=self._context)
                 self._links[peer] = (address, link)
                 self._poller.register(link, zmq.POLLIN)
 
     def _hear_requests(self) -> None:
         for route, *frames in _arrivals(self._inbox):
-            if identity.unpack(route.bytes, self._token) is not None:
+            if identity.unpack(route.bytes) is None:
+                self.rejections.note()
+            else:
                 self._backlog.append((route.bytes, bulk_wire.decode_chunk(frames[0].buffer)))
 
     def _hear_replies(self) -> None:

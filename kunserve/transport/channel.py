@@ -17,8 +17,8 @@ from kunserve.core.messages import Alive, Message
 from kunserve.transport import codec, identity
 from kunserve.transport.identity import Identity
 from kunserve.transport.sockets import (
-    ANY_PORT,
     PollTarget,
+    Rejections,
     address_of,
     bind_router,
     connect_dealer,
@@ -40,15 +40,12 @@ class FrontChannel:
         self,
         on_event: Callable[[InstanceId, Message], None],
         on_fault: Callable[[InstanceId, codec.MalformedMessage], None] | None = None,
-        token: str | None = None,
     ) -> None:
         """``on_event`` gets every message; ``on_fault`` hears of an instance that talks nonsense.
 
         Without ``on_fault`` the error goes to the event loop's exception handler.
         """
-        self.token = identity.new_token() if token is None else token
-        self.num_rejected = 0
-        """Messages of peers that do not know the token."""
+        self.rejections = Rejections("control")
         self._on_event = on_event
         self._on_fault = on_fault
         self._speakers: dict[bytes, Identity] = {}
@@ -56,7 +53,7 @@ class FrontChannel:
         self._forgotten: set[bytes] = set()
         self._is_drain_due = False
 
-    async def start(self, address: str = ANY_PORT) -> None:
+    async def start(self, address: str) -> None:
         """Bind and listen."""
         self._socket = bind_router(address, mandatory=True)
         self._loop = asyncio.get_running_loop()
@@ -68,7 +65,10 @@ class FrontChannel:
         return address_of(self._socket)
 
     def send(self, instance_id: InstanceId, message: Message) -> bool:
-        """Queue a message; False when the instance is not connected (it died, or never came)."""
+        """Queue a message; False when the instance is not connected (it died, or never came).
+
+        Nor is it queued when the instance has read nothing for very long.
+        """
         route = self._routes.get(instance_id)
         if route is None:
             return False
@@ -76,7 +76,9 @@ class FrontChannel:
         try:
             self._socket.send_multipart((route, data), zmq.NOBLOCK)
         except zmq.ZMQError as error:
-            if error.errno != zmq.EHOSTUNREACH:
+            if error.errno == zmq.EAGAIN:
+                logger.error("queue full, message dropped instance=%d %.80r", instance_id, message)
+            elif error.errno != zmq.EHOSTUNREACH:
                 raise
             return False
         finally:
@@ -141,10 +143,9 @@ class FrontChannel:
         known = self._speakers.get(route)
         if known is not None:
             return known
-        speaker = identity.unpack(route, self.token)
+        speaker = identity.unpack(route)
         if speaker is None:
-            self.num_rejected += 1
-            logger.warning("rejected a message of a stranger on the control channel")
+            self.rejections.note()
             return None
         if speaker.incarnation in self._forgotten:
             return None
@@ -157,11 +158,10 @@ class FrontChannel:
 class InstanceChannel:
     """An instance's end. Belongs to the instance's loop thread; never blocks but in ``poll``."""
 
-    def __init__(self, address: str, token: str, instance_id: InstanceId) -> None:
+    def __init__(self, address: str, instance_id: InstanceId) -> None:
         self._address = address
-        self._token = token
         self._me = Identity(_MAIN, instance_id, identity.new_incarnation())
-        self._socket = connect_dealer(address, identity.pack(self._me, token))
+        self._socket = connect_dealer(address, identity.pack(self._me))
         self._heartbeat: Heartbeat | None = None
 
     @property
@@ -195,7 +195,7 @@ class InstanceChannel:
         """
         assert self._heartbeat is None, "the heart beats already"
         who = self._me._replace(lane=_HEARTBEAT)
-        route = identity.pack(who, self._token)
+        route = identity.pack(who)
         say = say or (lambda: Alive(who.instance_id))
         self._heartbeat = Heartbeat(self._address, route, say, period_s)
 

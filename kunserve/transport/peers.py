@@ -6,8 +6,8 @@ hidden states are sent from, and received into, memory that is not copied again.
 
 import logging
 from collections import deque
-from collections.abc import Callable, Mapping
-from typing import NamedTuple, Protocol
+from collections.abc import Mapping
+from typing import NamedTuple
 
 import zmq
 
@@ -16,9 +16,9 @@ from kunserve.core.messages import Message
 from kunserve.transport import codec, identity
 from kunserve.transport.identity import Identity
 from kunserve.transport.sockets import (
-    ANY_PORT,
     EXPEDITED,
     PollTarget,
+    Rejections,
     Socket,
     address_of,
     bind_router,
@@ -40,53 +40,28 @@ class PeerMail(NamedTuple):
     payload: memoryview | None
 
 
-class BulkPort(Protocol):
-    """The bulk mover, as far as connecting goes."""
-
-    @property
-    def address(self) -> str:
-        """Where peers reach it."""
-        ...
-
-    def connect(self, addresses: Mapping[InstanceId, str]) -> None:
-        """Know these peers and no others."""
-        ...
-
-    def yield_to(self, activations_pending: Callable[[], bool]) -> None:
-        """Pause between chunks while this says that an activation waits."""
-        ...
-
-
 class PeerLinks:
     """One instance's links to all others. Belongs to the instance's loop thread."""
 
     def __init__(
         self,
         instance_id: InstanceId,
-        token: str,
-        mover: BulkPort | None = None,
+        bind: str,
         *,
-        bind: str = ANY_PORT,
         tos: int | None = EXPEDITED,
     ) -> None:
-        """With a ``mover``, one address names both, and ``connect`` connects both."""
-        self.num_rejected = 0
-        """Messages of peers that do not know the token."""
-        self._token = token
+        """Listen at ``bind``."""
+        self.rejections = Rejections("peers")
         self._me = Identity(_PEER, instance_id, identity.new_incarnation())
         self._tos = tos
-        self._mover = mover
         self._inbox = bind_router(bind, tos=tos)
         self._links: dict[InstanceId, tuple[str, Socket]] = {}
         self._under_way: deque[zmq.MessageTracker] = deque()
-        if mover is not None:
-            mover.yield_to(self.activations_pending)
 
     @property
     def address(self) -> str:
-        """What to give the peers for ``connect``: the links' address, and the mover's."""
-        own = address_of(self._inbox)
-        return own if self._mover is None else f"{own} {self._mover.address}"
+        """What to give the peers for ``connect``."""
+        return address_of(self._inbox)
 
     @property
     def poll_sockets(self) -> tuple[PollTarget, ...]:
@@ -95,23 +70,17 @@ class PeerLinks:
 
     def connect(self, addresses: Mapping[InstanceId, str]) -> None:
         """Know these peers and no others; a changed address is a new process."""
-        parts = {
-            peer: address.split(" ")
-            for peer, address in addresses.items()
-            if peer != self._me.instance_id
-        }
-        for peer in [p for p, (a, _) in self._links.items() if parts.get(p, [""])[0] != a]:
+        for peer in [p for p, (a, _) in self._links.items() if addresses.get(p) != a]:
             self._links.pop(peer)[1].close()
-        for peer, (address, *_) in parts.items():
-            if peer not in self._links:
-                route = identity.pack(self._me, self._token)
+        for peer, address in addresses.items():
+            if peer != self._me.instance_id and peer not in self._links:
+                route = identity.pack(self._me)
                 self._links[peer] = (address, connect_dealer(address, route, tos=self._tos))
-        if self._mover is not None:
-            self._mover.connect({peer: bulk for peer, (_, bulk) in parts.items()})
 
     def send(self, dst: InstanceId, message: Message, payload: memoryview | None = None) -> bool:
         """Queue a message; False when there is no such peer (it died: the controller knows).
 
+        Nor is it queued when the peer has read nothing for very long.
         The payload is not copied: its memory must not be written again (a step's hidden
         states are a fresh array).
         """
@@ -120,10 +89,14 @@ class PeerLinks:
             logger.warning("no link to instance=%d, message dropped: %.80r", dst, message)
             return False
         socket = link[1]
+        flags = zmq.NOBLOCK if payload is None else zmq.NOBLOCK | zmq.SNDMORE
+        try:
+            socket.send(codec.encode(message), flags)
+        except zmq.Again:
+            logger.error("queue full, message dropped instance=%d %.80r", dst, message)
+            return False
         if payload is None:
-            socket.send(codec.encode(message), zmq.NOBLOCK)
             return True
-        socket.send(codec.encode(message), zmq.NOBLOCK | zmq.SNDMORE)
         if payload.nbytes < COPY_BELOW_BYTES:
             socket.send(payload, zmq.NOBLOCK)
             return True
@@ -146,9 +119,8 @@ class PeerLinks:
                 route, *frames = self._inbox.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return mail
-            if identity.unpack(route.bytes, self._token) is None:
-                self.num_rejected += 1
-                logger.warning("rejected a message of a stranger on the peer links")
+            if identity.unpack(route.bytes) is None:
+                self.rejections.note()
                 continue
             if len(frames) not in (1, 2):
                 raise codec.MalformedMessage(f"{len(frames)} frames instead of 1 or 2")
@@ -161,7 +133,7 @@ class PeerLinks:
         return self.receive()
 
     def close(self) -> None:
-        """Close every link and drop what was not sent. The mover is closed by its owner."""
+        """Close every link and drop what was not sent."""
         for _, socket in self._links.values():
             socket.close()
         self._links.clear()

@@ -147,7 +147,6 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str | None]] = [
     ({"stream": "yes"}, "stream"),
     ({"stream_options": {"include_usage": True}}, "stream_options"),
     ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options"),
-    ({"stream": True, "stream_options": {"continuous_usage_stats": True}}, "stream_options"),
     ({"best_of": 2}, "best_of"),
     ({"suffix": "end"}, "suffix"),
     ({"response_format": {"type": "json_object"}}, "response_format"),

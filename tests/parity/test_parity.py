@@ -150,14 +150,14 @@ class Follower:
                 cluster.perform(CompletePull(instance_id, index, fails=not ok))
             case "report", (instance_id,):
                 cluster.members[instance_id].agent.report(time_s)
-                cluster._collect()
+                cluster.collect_mail()
             case "tick", ():
                 cluster.controller.tick(time_s)
                 cluster.carry_out()
 
     def _skip_addresses(self, dst: InstanceId) -> None:
         """The simulator's instances need no addresses."""
-        letters = self.cluster._links.get((None, dst))
+        letters = self.cluster.links.get((None, dst))
         while letters and isinstance(decode(letters[0].data), Connect):
             letters.popleft()
 

@@ -10,7 +10,6 @@ from kunserve.core.ids import GroupId, InstanceId, RequestId
 from kunserve.core.layout import GroupLayout, LayerRange, Stage
 from kunserve.core.messages import SequenceState
 from kunserve.core.request import Request, SamplingParams
-from kunserve.policy.capacity import stage_units
 from kunserve.policy.exchange import plan_exchange
 from kunserve.policy.moves import MovePlan, choose_piece_blocks, float_units, plan_moves
 
@@ -66,9 +65,8 @@ def test_memory_suffices_at_every_moment(change: tuple[Handed, list[GroupLayout]
     old = [layout for layout, _ in handed]
     piece_blocks = choose_piece_blocks(specs.values())
     for me in specs:
-        units = stage_units(
-            specs[me], next(held for g in new if (held := g.layers_of(me)) is not None)
-        )
+        held = next(held for g in new if (held := g.layers_of(me)) is not None)
+        units = specs[me].units_when_holding(held.num_layers)
         spare = float_units(me, old, new, piece_blocks)
         used = sum(m.num_blocks * held_in(m.old, me) for m in plan.moves)
         after = sum(m.num_blocks * held_in(m.new, me) for m in plan.moves)

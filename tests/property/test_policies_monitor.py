@@ -97,9 +97,10 @@ def test_it_never_flaps_and_never_sleeps(pieces):
             now_s += 0.1
             view = ClusterLoadView(pair.loads(demand, growth, now_s), block_size=16)
             frozen = dict(state.trends)
-            new_state, verdict = observe(state, view, now_s, CONFIG)
+            new_state, judged = observe(state, view, now_s, CONFIG)
             assert dict(state.trends) == frozen
-            assert observe(state, view, now_s, CONFIG) == (new_state, verdict)
+            assert observe(state, view, now_s, CONFIG) == (new_state, judged)
+            verdict = judged.overloaded or judged.relaxed
             state = new_state
             is_low = demand + growth < CONFIG.restore_below * 2 * UNDROPPED_BLOCKS
             low_since_s = (now_s if low_since_s is None else low_since_s) if is_low else None
@@ -141,4 +142,4 @@ def test_steady_use_below_the_capacity_never_drops(used, growth, queue):
         )  # fmt: skip
         view = ClusterLoadView((GroupLoad(report, 100, 1, 100),), 16)
         state, verdict = observe(state, view, 0.1 * step, CONFIG)
-        assert not isinstance(verdict, Overloaded)
+        assert verdict.overloaded is None

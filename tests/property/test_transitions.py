@@ -1,7 +1,8 @@
 """Random lives of a cluster: whatever happens, every request gets exactly its own tokens.
 
-Arrivals, aborts, steps, messages, pulls, drops, restores, rollbacks, live migrations, preemptions
-and deaths in any interleaving, over bodies whose tokens depend on every byte of KV.
+Arrivals, aborts, steps, messages, pulls, drops, restores, rollbacks, live migrations, preemptions,
+deaths of instances and of the front in any interleaving, over bodies whose tokens depend on every
+byte of KV.
 """
 
 import random
@@ -185,6 +186,11 @@ class TransitionsMachine(RuleBasedStateMachine):
     @rule()
     def start_again(self) -> None:
         self.cluster.start_instance(self.cluster.dead[0])
+
+    @rule(certainty=st.integers(0, 3), loses_mail=st.booleans())
+    def front_dies(self, certainty: int, loses_mail: bool) -> None:
+        if certainty == 0:
+            self.cluster.restart_front(loses_mail=loses_mail)
 
     # Proof
 

@@ -74,7 +74,7 @@ class RunResult:
     environment: dict[str, object] = dataclasses.field(default_factory=dict)
     """Version and commit; in the real world the machine and the date too."""
     ttft_ms: tuple[int | None, ...] = ()
-    """To the millisecond, of every request in order of arrival; None for one that failed. Empty in older files."""
+    """Of every request in order of arrival; None for one that failed. Empty in older files."""
     tpot_ms: tuple[float | None, ...] = ()
     """The same, to a tenth; None too for a request of one token."""
 

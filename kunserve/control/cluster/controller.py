@@ -4,6 +4,8 @@ One per cluster, in the front's process. Sans-I/O: a driver feeds it events and 
 commands that ``drain`` returns, in order.
 """
 
+from collections.abc import Sequence
+
 from kunserve.control.cluster.commands import Client, ControlCommand, Outbox, ScaleDown
 from kunserve.control.cluster.instances import Instances
 from kunserve.control.cluster.migrations import Migrations
@@ -26,6 +28,7 @@ from kunserve.core.messages import (
     Outputs,
     Prepared,
     Ready,
+    Rejoin,
     Report,
 )
 from kunserve.core.request import Request
@@ -37,12 +40,13 @@ from kunserve.policy.restore import Postponed
 class Controller:
     """See the module. Everything that happens goes through its public methods."""
 
-    def __init__(self, config: KunServeConfig) -> None:
+    def __init__(self, config: KunServeConfig, first_id: int = 0) -> None:
+        """Ids of groups and transitions begin at ``first_id``, above those of earlier fronts."""
         self._config = config
         block_size = config.instance.block_size
         self._outbox = outbox = Outbox()
-        self.placement = placement = Placement()
-        self.transitions = transitions = Transitions(placement, outbox)
+        self.placement = placement = Placement(first_id)
+        self.transitions = transitions = Transitions(placement, outbox, first_id)
         self._instances = Instances(placement, outbox)
         self._requests = requests = Requests(placement, block_size, outbox)
         self.balance = Migrations(
@@ -123,6 +127,8 @@ class Controller:
                 self._report(event, now_s)
             case Ready():
                 self._ready(event, now_s)
+            case Rejoin():
+                self.rejoin((event,), now_s)
             case Prepared():
                 self.transitions.on_prepared(event, now_s)
             case LayersLoaded():
@@ -137,6 +143,12 @@ class Controller:
                 self.balance.on_over(event)
             case Alive() | StageTime():
                 pass
+
+    def rejoin(self, events: Sequence[Rejoin], now_s: float) -> None:
+        """Instances of an earlier front: those that come together may stand in one group again."""
+        self._recovery.rejoin(events)
+        self._requests.rehome()
+        self._overload.watch(now_s)
 
     def _ready(self, event: Ready, now_s: float) -> None:
         instance_id = event.spec.instance_id
@@ -154,12 +166,15 @@ class Controller:
         if group is None or group.layout.leader != event.instance_id:
             return
         group.take(event.load, now_s)
+        self.transitions.progressed(event.load.group_id, event.load.num_stalled, now_s)
         self._overload.watch(now_s)
         self.balance.watch()
 
     def _committed(self, event: Committed, now_s: float) -> None:
-        self._instances.committed(event)
         self._instances.counted(event.instance_id, event.totals)
+        if event.transition_id not in self.transitions.active:
+            return  # its members have formed anew since
+        self._instances.committed(event)
         transition = self.transitions.on_committed(event, now_s)
         if transition is not None:
             self._relead(transition)
@@ -191,7 +206,8 @@ class Controller:
 
     def tick(self, now_s: float) -> None:
         """About ten times a second."""
-        self.transitions.expire(now_s)
+        for transition in self.transitions.expire(now_s):
+            self._recovery.give_up(transition, now_s)
         self._requests.rehome()
         self._overload.watch(now_s)
 

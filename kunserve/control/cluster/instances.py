@@ -7,13 +7,14 @@ from kunserve.control.cluster.placement import Placement
 from kunserve.core.ids import InstanceId
 from kunserve.core.layout import GroupLayout, LayerRange, Stage
 from kunserve.core.load import NOTHING_DONE, LeaderTotals
-from kunserve.core.messages import Committed, Connect, Form, Ready
+from kunserve.core.messages import Committed, Connect, Form, Ready, Rejoin
 from kunserve.core.snapshots import InstanceSnapshot
+from kunserve.core.transfer import PeerAddress
 
 
 @dataclass(slots=True)
 class _Instance:
-    address: str
+    address: PeerAddress
     held: LayerRange
     kv_units: int
     totals: LeaderTotals = NOTHING_DONE
@@ -42,21 +43,34 @@ class Instances:
         spec = event.spec
         self._placement.specs[spec.instance_id] = spec
         whole = LayerRange(0, spec.num_layers)
-        self._living[spec.instance_id] = _Instance(event.data_address, whole, spec.kv_units)
+        self._living[spec.instance_id] = _Instance(event.address, whole, spec.kv_units)
         peers = tuple((i, instance.address) for i, instance in sorted(self._living.items()))
         connect = Connect(peers)
         for instance_id in sorted(self._living):
             self._outbox.send(instance_id, connect)
 
+    def rejoined(self, event: Rejoin) -> None:
+        """An instance of an earlier front is back, with its weights."""
+        self.ready(event.ready)
+        instance = self._living[event.ready.spec.instance_id]
+        instance.held, instance.kv_units = event.held, event.kv_units
+
     def form_alone(self, instance_id: InstanceId) -> None:
         """Make it a group of its own, whatever it was before."""
-        spec = self._placement.specs[instance_id]
-        whole = LayerRange(0, spec.num_layers)
-        layout = GroupLayout(self._placement.new_ids(1), (Stage(instance_id, whole),))
+        whole = LayerRange(0, self._placement.specs[instance_id].num_layers)
+        self.form((Stage(instance_id, whole),))
+
+    def form(self, stages: tuple[Stage, ...]) -> None:
+        """Make them a new group without any request, whatever they were before."""
+        layout = GroupLayout(self._placement.new_ids(1), stages)
+        specs = self._placement.specs_of((layout,))
         self._placement.add(layout)
-        instance = self._living[instance_id]
-        instance.held, instance.kv_units = whole, spec.kv_units
-        self._outbox.send(instance_id, Form(layout, (spec,)))
+        for (instance_id, layers), spec in zip(stages, specs, strict=True):
+            instance = self._living[instance_id]
+            if instance.held != layers:
+                instance.held = layers
+                instance.kv_units = spec.units_when_holding(layers.num_layers)
+            self._outbox.send(instance_id, Form(layout, specs))
 
     def committed(self, event: Committed) -> None:
         """A transition has changed what the instance holds."""

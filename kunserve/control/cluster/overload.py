@@ -14,7 +14,6 @@ from kunserve.core.messages import LoadLayers
 from kunserve.core.snapshots import Kind
 from kunserve.policy.drop_plan import blocks_for_bytes, plan_drop
 from kunserve.policy.monitor import (
-    Calm,
     ClusterLoadView,
     Excuse,
     MonitorState,
@@ -64,28 +63,25 @@ class OverloadControl:
             tuple(self._group_loads()), self._block_size, self._last_transition_s()
         )
         self._monitor, verdict = observe(self._monitor, view, now_s, self._config)
-        if isinstance(verdict, Overloaded):
-            self._scaling.keep_all()
-        else:
+        self._call_off(verdict.squeezed, now_s)
+        if verdict.overloaded is None:
             self._scaling.shrink(view, now_s)
-        excuses: list[Excuse] = []
-        match verdict:
-            case Overloaded():
-                self._relieve(verdict, now_s)
-            case Relaxed():
-                if now_s >= self._transitions.backoff_until_s:
-                    excuses = self._restore_all(verdict, now_s)
-            case Calm():
-                excuses = list(verdict.excuses)
+        else:
+            self._scaling.keep_all()
+            self._relieve(verdict.overloaded, now_s)
+        excuses = list(verdict.excuses)
+        if verdict.relaxed is not None and now_s >= self._transitions.backoff_until_s:
+            excuses += self._restore_all(verdict.relaxed, now_s)
         self.reasons.replace(excuses, now_s)
 
     def _group_loads(self) -> list[GroupLoad]:
-        busy = self._transitions.busy_groups
+        busy, restoring = self._transitions.busy_groups, self._transitions.restoring_groups
         return [
             replace(
                 group.load,
                 formed_s=self._transitions.last_end_s(group.layout.members),
                 in_transition=group_id in busy,
+                is_restoring=group_id in restoring,
             )
             for group_id, group in self._placement.groups.items()
             if group.is_reported
@@ -98,10 +94,13 @@ class OverloadControl:
                 return record.committed_s - record.started_s
         return None
 
-    def _relieve(self, verdict: Overloaded, now_s: float) -> None:
+    def _call_off(self, squeezed: tuple[GroupId, ...], now_s: float) -> None:
         for transition in tuple(self._transitions.active.values()):
-            if transition.record.kind is Kind.RESTORE and transition.may_roll_back:
+            is_squeezed = not transition.old_groups.isdisjoint(squeezed)
+            if transition.is_restoring and is_squeezed:
                 self._transitions.roll_back(transition, "overloaded again", now_s)
+
+    def _relieve(self, verdict: Overloaded, now_s: float) -> None:
         if now_s < self._transitions.backoff_until_s:
             return
         dwelling = {
@@ -157,7 +156,10 @@ class OverloadControl:
 
     def _restore_all(self, verdict: Relaxed, now_s: float) -> list[Excuse]:
         excuses = []
+        busy = self._transitions.busy_groups
         for group_id in verdict.group_ids:
+            if group_id in busy:
+                continue
             begun = self._restore(group_id, verdict.trigger, now_s)
             if isinstance(begun, Postponed):
                 reason = f"restore postponed: {begun.reason}"

@@ -1,5 +1,6 @@
 """Which groups exist, who leads them, and what is known of their load. The one owner of both."""
 
+import math
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -10,6 +11,8 @@ from kunserve.core.load import GroupLoad, LoadReport, inherited
 from kunserve.core.snapshots import InstanceSpec
 from kunserve.policy.capacity import group_capacity_blocks, undropped_capacity_blocks
 
+STEP_MEMORY_S = 120.0
+"""Time constant with which the longest gap between reports is forgotten."""
 RATE_WEIGHT = 0.1
 """Of each report in the smoothed prompt rate: about a second at ten reports a second."""
 
@@ -29,6 +32,8 @@ class Group:
     unreported_blocks: int = 0
     prompt_tokens_per_s: float = 0.0
     """Lately computed, for Retry-After."""
+    step_s: float = 0.0
+    """Longest gap between two reports lately: leaders report between steps only."""
     _reported_s: float | None = None
     _load: GroupLoad | None = None
 
@@ -41,8 +46,9 @@ class Group:
     def take(self, report: LoadReport, now_s: float) -> None:
         """Take the leader's word; what it has received is in it."""
         if self._reported_s is not None and now_s > self._reported_s:
-            new_tokens = report.prompt_tokens - self.report.prompt_tokens
-            rate = new_tokens / (now_s - self._reported_s)
+            gap_s = now_s - self._reported_s
+            self.step_s = max(gap_s, self.step_s * math.exp(-gap_s / STEP_MEMORY_S))
+            rate = (report.prompt_tokens - self.report.prompt_tokens) / gap_s
             self.prompt_tokens_per_s += RATE_WEIGHT * (rate - self.prompt_tokens_per_s)
         self.report = report
         self._reported_s = now_s
@@ -74,12 +80,12 @@ class Group:
 class Placement:
     """Groups by id and by leader."""
 
-    def __init__(self) -> None:
+    def __init__(self, first_id: int = 0) -> None:
         self.specs: dict[InstanceId, InstanceSpec] = {}
         self.groups: dict[GroupId, Group] = {}
         self.leaving: set[GroupId] = set()
         """Groups that get no more requests: their instances are given back once empty."""
-        self._next_id = 0
+        self._next_id = first_id
 
     def new_ids(self, count: int) -> GroupId:
         """The first of ``count`` group ids never used before."""
@@ -95,11 +101,13 @@ class Placement:
     ) -> None:
         """Groups become others; ``leads`` says how many requests with KV each new leader has."""
         reports = [self.groups[layout.group_id].report for layout in old]
+        step_s = max(self.groups[layout.group_id].step_s for layout in old)
         self.remove(old)
         whole = sum(leads.values())
         for layout in new:
             self.add(layout)
             group = self.groups[layout.group_id]
+            group.step_s = step_s
             part = leads.get(layout.leader, 0)
             group.report = inherited(layout.group_id, group.capacity_blocks, reports, part, whole)
 

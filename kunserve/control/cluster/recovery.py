@@ -1,11 +1,11 @@
-"""Fault tolerance (paper section 4.4): what the rest of the cluster does when an instance dies.
+"""Fault tolerance (paper section 4.4): what the cluster does when an instance or a front dies.
 
 the dead one's group    its survivors hold parts of the model only: each forms a group alone
 its transition          rolled back before the commit, failed after it; then its members form too
 its requests            run again elsewhere, from the prompt and the tokens already delivered
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from kunserve.control.cluster.commands import Outbox, Respawn
 from kunserve.control.cluster.instances import Instances
@@ -13,8 +13,33 @@ from kunserve.control.cluster.migrations import Migrations
 from kunserve.control.cluster.placement import Placement
 from kunserve.control.cluster.requests import Requests
 from kunserve.control.cluster.scaling import Scaling
-from kunserve.control.cluster.transitions import Transitions
+from kunserve.control.cluster.transitions import Transition, Transitions
 from kunserve.core.ids import InstanceId
+from kunserve.core.layout import GroupLayout, LayerRange
+from kunserve.core.messages import Rejoin
+
+
+def choose_standing(events: Iterable[Rejoin]) -> list[GroupLayout]:
+    """The groups that can stand again as they were; newest first, because ids only grow."""
+    by_instance = {event.ready.spec.instance_id: event for event in events}
+    claimed = {
+        event.layout.group_id: event.layout
+        for event in by_instance.values()
+        if event.layout is not None
+    }
+
+    def can_take_part(instance_id: InstanceId, layers: LayerRange) -> bool:
+        event = by_instance.get(instance_id)
+        return event is not None and event.layout is not None and event.held.covers(layers)
+
+    standing: list[GroupLayout] = []
+    taken: set[InstanceId] = set()
+    for _, layout in sorted(claimed.items(), reverse=True):
+        is_free = not taken & set(layout.members)
+        if is_free and all(can_take_part(i, layers) for i, layers in layout.stages):
+            standing.append(layout)
+            taken |= set(layout.members)
+    return standing
 
 
 class Recovery:
@@ -54,11 +79,37 @@ class Recovery:
             else:
                 affected |= transition.members
                 self._transitions.fail(transition, died, now_s)
+        self._start_over(affected)
+        self._outbox.add(Respawn(instance_id))
+
+    def give_up(self, transition: Transition, now_s: float) -> None:
+        """Members of a committed transition do not answer: all of them start anew."""
+        affected = transition.members
+        self._transitions.fail(transition, transition.silence, now_s)
+        self._start_over(affected)
+
+    def _start_over(self, affected: set[InstanceId]) -> None:
         self._form_anew(affected)
         self._scaling.keep_all()
         self._migrations.end_with(affected)
         self._requests.rerun(affected)
-        self._outbox.add(Respawn(instance_id))
+
+    def rejoin(self, events: Sequence[Rejoin]) -> None:
+        """Instances of an earlier front are back: their groups stand again, without requests.
+
+        What was only prepared is forgotten by that. Of what was half committed the newest groups
+        stand whose members all have their layers; the others form groups alone.
+        """
+        members = {event.ready.spec.instance_id for event in events}
+        for event in events:
+            self._requests.restarted(event.ready.spec.instance_id, event.num_received)
+            self._instances.rejoined(event)
+        standing = choose_standing(events)
+        for layout in standing:
+            self._instances.form(layout.stages)
+        in_groups = {member for layout in standing for member in layout.members}
+        for member in sorted(members - in_groups):
+            self._instances.form_alone(member)
 
     def _form_anew(self, members: Iterable[InstanceId]) -> None:
         """Those of them that live become groups of their own, without any request."""

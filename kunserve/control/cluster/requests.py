@@ -179,9 +179,9 @@ class Requests:
         self._send(live, target, message, self._blocks_of(request))
         return True
 
-    def restarted(self, instance_id: InstanceId) -> None:
-        """A new process counts its submissions from zero."""
-        self._num_sent.pop(instance_id, None)
+    def restarted(self, instance_id: InstanceId, num_received: int = 0) -> None:
+        """A new process counts its submissions from zero, an earlier front's one goes on."""
+        self._num_sent[instance_id] = num_received
 
     def rerun(self, leaders: set[InstanceId]) -> None:
         """Run the requests of these leaders again, from prompt and tokens already delivered."""

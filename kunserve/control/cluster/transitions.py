@@ -37,10 +37,21 @@ class Phase(enum.StrEnum):
     EXCHANGING = "exchanging"
 
 
-PATIENCE_S: dict[Phase, float] = {Phase.LOADING: 120.0, Phase.PREPARING: 10.0}
-"""How long answers may take before a transition is rolled back."""
+PATIENCE_S = {
+    Phase.LOADING: 120.0,
+    Phase.PREPARING: 10.0,
+    Phase.COMMITTING: 60.0,
+    Phase.EXCHANGING: 60.0,
+}
+"""How long a phase may take where steps and transfers take no time."""
+PATIENCE_STEPS = 4
+"""Steps of each stage that a phase may take beside: members read mail between two steps."""
+PATIENCE_TRANSFERS = 5
+"""Times the longest such phase lately that loading and exchanging may take beside."""
 BACKOFF_S = 1.0
 """After a rolled-back transition, before the next is tried."""
+PATIENCE_MEMORY = 0.8
+"""Of the longest phase, kept at each further one."""
 MAX_RECORDS = 256
 
 
@@ -54,6 +65,8 @@ class Transition:
     load: LoadLayers | None = None
     waits_for: set[InstanceId] = field(default_factory=set)
     exchanging: set[GroupId] = field(default_factory=set)
+    num_stalled: dict[GroupId, int] = field(default_factory=dict)
+    """Requests that still wait for KV, as new leaders last told."""
     followers: dict[RequestId, InstanceId] = field(default_factory=dict)
     """New leader of each request, learnt from the members' answers."""
 
@@ -66,6 +79,23 @@ class Transition:
     def members(self) -> set[InstanceId]:
         """Every instance in it."""
         return {m for layout in self.record.groups_before for m in layout.members}
+
+    @property
+    def silence(self) -> str:
+        """Who has yet to answer, for people."""
+        if self.is_committed:
+            return f"no end of the exchange in groups {sorted(self.exchanging)}"
+        return f"no answer from instances {sorted(self.waits_for)}"
+
+    @property
+    def old_groups(self) -> set[GroupId]:
+        """The groups that change."""
+        return {layout.group_id for layout in self.record.groups_before}
+
+    @property
+    def is_restoring(self) -> bool:
+        """Whether it is a restore that can still be called off."""
+        return self.record.kind is Kind.RESTORE and self.may_roll_back
 
     @property
     def may_roll_back(self) -> bool:
@@ -81,16 +111,18 @@ class Transition:
 class Transitions:
     """All transitions under way and the latest finished ones."""
 
-    def __init__(self, placement: Placement, outbox: Outbox) -> None:
+    def __init__(self, placement: Placement, outbox: Outbox, first_id: int = 0) -> None:
         self._placement = placement
         self._outbox = outbox
-        self._next_id = 0
+        self._next_id = first_id
         self.active: dict[TransitionId, Transition] = {}
         self.records: list[TransitionRecord] = []
         self.backoff_until_s = 0.0
         """No new transition before then: one was rolled back just now."""
         self.num_drops = 0
         self.num_restores = 0
+        self._longest_s: dict[Phase, float] = {}
+        """Of loading and exchanging, as they were lately: they depend on the link and on sizes."""
         self._last_end_s: dict[InstanceId, float] = {}
         """Of the transitions that each instance was in."""
 
@@ -101,6 +133,16 @@ class Transitions:
             layout.group_id
             for transition in self.active.values()
             for layout in transition.record.groups_before + transition.record.groups_after
+        }
+
+    @property
+    def restoring_groups(self) -> set[GroupId]:
+        """Groups whose restore can still be called off."""
+        return {
+            group_id
+            for transition in self.active.values()
+            if transition.is_restoring
+            for group_id in transition.old_groups
         }
 
     def with_member(self, instance_id: InstanceId) -> Transition | None:
@@ -194,6 +236,7 @@ class Transitions:
         )
         transition.waits_for.discard(message.instance_id)
         if not transition.waits_for:
+            self._leave(transition, Phase.LOADING, now_s)
             self._prepare(transition, now_s)
 
     def on_prepared(self, message: Prepared, now_s: float) -> None:
@@ -258,6 +301,7 @@ class Transitions:
 
     def _finish_if_done(self, transition: Transition, now_s: float) -> None:
         if transition.is_committed and not transition.exchanging:
+            self._leave(transition, Phase.EXCHANGING, now_s)
             self._end(transition, Outcome.DONE, None, now_s)
 
     # Ends
@@ -274,13 +318,43 @@ class Transitions:
         """A member died after the commit; the controller forms its groups anew."""
         self._end(transition, Outcome.FAILED, reason, now_s)
 
-    def expire(self, now_s: float) -> None:
-        """Roll back what waits for an answer too long."""
+    def progressed(self, group_id: GroupId, num_stalled: int, now_s: float) -> None:
+        """A leader tells how many requests wait for KV: as long as they get fewer, all is well."""
+        for transition in self.active.values():
+            if transition.is_committed and group_id in transition.exchanging:
+                before = transition.num_stalled.get(group_id)
+                transition.num_stalled[group_id] = num_stalled
+                if before is None or num_stalled < before:
+                    transition.phase_since_s = now_s
+
+    def expire(self, now_s: float) -> list[Transition]:
+        """Roll back what waits for an answer too long; what has committed is for the caller."""
+        overdue = []
         for transition in tuple(self.active.values()):
-            patience_s = PATIENCE_S.get(transition.phase)
-            if patience_s is not None and now_s - transition.phase_since_s > patience_s:
-                missing = sorted(transition.waits_for)
-                self.roll_back(transition, f"no answer from instances {missing}", now_s)
+            if now_s - transition.phase_since_s <= self._patience_s(transition):
+                continue
+            if transition.may_roll_back:
+                self.roll_back(transition, transition.silence, now_s)
+            else:
+                overdue.append(transition)
+        return overdue
+
+    def _patience_s(self, transition: Transition) -> float:
+        phase, members = transition.phase, transition.members
+        groups = self._placement.groups.values()
+        steps_s = [group.step_s for group in groups if not members.isdisjoint(group.layout.members)]
+        num_stages = max(
+            len(g.stages) for g in transition.record.groups_before + transition.record.groups_after
+        )
+        patience_s = PATIENCE_S[phase]
+        patience_s += PATIENCE_STEPS * num_stages * max(steps_s, default=0.0)
+        return patience_s + PATIENCE_TRANSFERS * self._longest_s.get(phase, 0.0)
+
+    def _leave(self, transition: Transition, phase: Phase, now_s: float) -> None:
+        """A phase is over, or the transition: remember how long it takes."""
+        if transition.phase is phase:
+            took_s = now_s - transition.phase_since_s
+            self._longest_s[phase] = max(took_s, PATIENCE_MEMORY * self._longest_s.get(phase, 0.0))
 
     def _end(
         self, transition: Transition, outcome: Outcome, reason: str | None, now_s: float
@@ -290,13 +364,15 @@ class Transitions:
         self.records.append(record)
         del self.records[:-MAX_RECORDS]
         self._outbox.add(LogTransition(record))
-        self._last_end_s.update(dict.fromkeys(transition.members, now_s))
+        if outcome is not Outcome.ROLLED_BACK or record.kind is Kind.RESTORE:
+            # A drop that was rolled back has changed nothing.
+            self._last_end_s.update(dict.fromkeys(transition.members, now_s))
 
     def latest(self) -> tuple[TransitionRecord, ...]:
         """Finished ones, then those under way."""
         return (*self.records, *(t.record for t in self.active.values()))
 
     def last_end_s(self, members: Iterable[InstanceId]) -> float | None:
-        """When the last finished transition that touched any of these instances ended."""
+        """When the last transition ended that changed memory of any of these instances."""
         ends = [self._last_end_s[member] for member in members if member in self._last_end_s]
         return max(ends, default=None)

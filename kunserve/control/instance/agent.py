@@ -5,20 +5,18 @@ A driver calls ``on`` for every message, ``next_work`` when the body is idle, ``
 a step is done, and sends what ``drain`` returns. Messages may come while a step runs.
 """
 
-from collections import deque
 from dataclasses import replace
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 from kunserve.control.instance.block_table import BlockTable
 from kunserve.control.instance.body import Body, Mover, StepOutcome, StepWork
-from kunserve.control.instance.layer_restore import LayerRestore, answer_called_off
+from kunserve.control.instance.change_slot import Change, ChangeSlot
+from kunserve.control.instance.inbox import Inbox, Mail, Moment
+from kunserve.control.instance.layer_restore import LayerRestore
 from kunserve.control.instance.localize import free_swapped_out, localize
 from kunserve.control.instance.membership import Membership, enter_group
-from kunserve.control.instance.migration_source import MigrationSource
-from kunserve.control.instance.migration_target import MigrationTarget
 from kunserve.control.instance.state import AgentConfig, InstanceState, Outgoing, Preemption
-from kunserve.control.instance.transition import TransitionMember
-from kunserve.core.ids import GroupId, InstanceId, RequestId, TransitionId
+from kunserve.core.ids import GroupId, InstanceId, RequestId
 from kunserve.core.layout import GroupLayout, LayerRange
 from kunserve.core.messages import (
     Abort,
@@ -40,6 +38,8 @@ from kunserve.core.messages import (
     OfferTaken,
     Outputs,
     Prepare,
+    Ready,
+    Rejoin,
     Report,
     Rollback,
     Sampled,
@@ -49,14 +49,6 @@ from kunserve.core.messages import (
 )
 from kunserve.core.step import StepPlan, StepResult
 from kunserve.core.transfer import KvPull
-
-MAX_EARLY_ABORTS = 1024
-"""Aborted ids remembered in case their request is still on its way here."""
-MAX_CALLED_OFF = 64
-"""Rollbacks remembered in case their ``LoadLayers`` is still on its way here."""
-
-Change: TypeAlias = TransitionMember | LayerRestore | MigrationSource | MigrationTarget
-"""What may be under way on an instance beside steps: one at a time."""
 
 
 class Work(NamedTuple):
@@ -69,8 +61,8 @@ class Work(NamedTuple):
 class InstanceAgent:
     """Routes messages, localizes step plans, and lets the change under way advance.
 
-    Owner of two facts: in which group the instance stands (``membership``), and what changes
-    there (``_change``).
+    Owner of the fact in which group the instance stands. What changes there is in ``changes``,
+    what came before its time in ``inbox``.
     """
 
     def __init__(self, config: AgentConfig, body: Body, mover: Mover) -> None:
@@ -81,21 +73,14 @@ class InstanceAgent:
         self.state = InstanceState(config, body, mover, table, whole, {spec.instance_id: spec})
         self.membership: Membership | None = None
         """None until the first ``Form``."""
-        self._change: Change | None = None
+        self.inbox = Inbox()
+        self._changes = ChangeSlot(self.state, self._enter)
         self._num_received = 0
         self._report_number = 0
-        self._early_aborts: dict[RequestId, None] = {}
-        self._called_off: dict[TransitionId, None] = {}
-        self._early_plans: dict[GroupId, list[tuple[StepPlan, Any]]] = {}
-        """Microbatches of groups that this instance has yet to enter."""
         self._formed_id: GroupId | None = None
         """The last group that was formed from nothing; requests of older groups are not ours."""
         self._form: Form | None = None
         """To be carried out as soon as the running step has ended."""
-        self._later: deque[tuple[Message, Any]] = deque()
-        """What came after that ``Form``."""
-        self._held: deque[Submit | Abort] = deque()
-        """Requests that come while this instance stands between two groups."""
         self._lacks_units = False
         """The next step waits for units that an exchange will free."""
         self.is_stopping = False
@@ -104,22 +89,19 @@ class InstanceAgent:
 
     def on(self, message: Message, now_s: float, hidden: Any = None) -> None:
         """Take one message from the controller or a peer."""
-        if self._form is not None and not isinstance(message, Form):
-            self._later.append((message, hidden))
-            return
-        self._read(message, now_s, hidden)
+        mail = Mail(message, hidden)
+        if self.inbox.accept(mail, self._moment()):
+            self._read(mail, now_s)
         self._advance(now_s)
 
     def pulled_kv(self, piece: KvPull, ok: bool, now_s: float) -> None:
         """The mover filled a piece, or its source would not give it."""
-        if isinstance(self._change, TransitionMember | MigrationTarget):
-            self._change.pulled(piece, ok)
+        self._changes.pulled_kv(piece, ok)
         self._advance(now_s)
 
     def pulled_layers(self, layers: LayerRange, src: InstanceId, ok: bool, now_s: float) -> None:
         """The mover filled weights, or could not."""
-        if isinstance(self._change, LayerRestore):
-            self._change.pulled(layers, src, ok)
+        self._changes.pulled_layers(layers, src, ok)
         self._advance(now_s)
 
     def next_work(self, now_s: float) -> Work | None:
@@ -169,7 +151,7 @@ class InstanceAgent:
         if membership.ready:
             return not self._lacks_units
         scheduler = membership.scheduler
-        return scheduler is not None and not self._is_quiescing and scheduler.can_schedule
+        return scheduler is not None and not self._changes.is_quiescing and scheduler.can_schedule
 
     @property
     def is_exchanging(self) -> bool:
@@ -177,17 +159,28 @@ class InstanceAgent:
 
         Messages and ends of pulls may then be given in the middle of a step too.
         """
-        return isinstance(self._change, TransitionMember) and self._change.is_exchanging
+        return self._changes.is_exchanging
 
     @property
     def is_in_transition(self) -> bool:
         """Whether a change of groups or of layers, or a migration, is under way here."""
-        return self._form is not None or self._change is not None
+        return self._form is not None or self._changes.change is not None
 
     @property
     def change(self) -> Change | None:
         """What is under way here beside steps."""
-        return self._change
+        return self._changes.change
+
+    def rejoin(self, ready: Ready) -> Rejoin:
+        """What a new front must know; ``ready`` is what the instance said at first.
+
+        While layers are being loaded, memory is neither as in the group nor as in the next one:
+        then the instance cannot go on with its group.
+        """
+        state, change = self.state, self._changes.change
+        is_loading = isinstance(change, LayerRestore) and change.phase != "filled"
+        layout = None if self.membership is None or is_loading else self.membership.layout
+        return Rejoin(ready, state.held, state.table.num_units, layout, self._num_received)
 
     def report(self, now_s: float) -> None:
         """Queue a load report (leaders only). Called about ten times a second on everybody.
@@ -208,9 +201,8 @@ class InstanceAgent:
         """Assert every owner's invariants and their agreement."""
         state, membership = self.state, self.membership
         state.table.check()
-        if isinstance(self._change, TransitionMember):
-            self._change.check()
-        assert self._change is None or not self._change.is_over, self._change
+        self._changes.check()
+        self.inbox.check(self._moment())
         if membership is not None:
             assert state.held.covers(membership.layers), (state.held, membership.layers)
             if membership.scheduler is not None:
@@ -219,248 +211,130 @@ class InstanceAgent:
 
     # Messages
 
+    def _moment(self) -> Moment:
+        """What decides when a message is read."""
+        membership, changes = self.membership, self._changes
+        return Moment(
+            group_id=None if membership is None else membership.layout.group_id,
+            formed_id=self._formed_id,
+            leads=membership is not None and membership.scheduler is not None,
+            is_forming=self._form is not None,
+            is_quiescing=changes.is_quiescing,
+            change_id=changes.change_id,
+            has_switched=changes.has_switched,
+            knows=self._knows,
+        )
+
     def _advance(self, now_s: float) -> None:
-        """Let the change take every step that has become possible, and read own mail."""
+        """Read what has become due, and let the change take every step that it can."""
         self._lacks_units = False
         while True:
             if self._form is not None:
                 if self.state.is_running:
                     return
                 self._form_group(self._form, now_s)
-            self._forget_change_if_over()
-            if self._change is not None:
-                self._change.advance(now_s)
-                self._forget_change_if_over()
-            if self.state.to_self:
-                self._read(self.state.to_self.popleft(), now_s, None)
-            elif self._held and not self._is_between_groups:
-                self._read(self._held.popleft(), now_s, None)
-            elif self._later:
-                message, hidden = self._later.popleft()
-                self._read(message, now_s, hidden)
-            else:
-                return
+            mail = self._next_mail()
+            if mail is None:
+                self._changes.advance(now_s)
+                mail = self._next_mail()
+                if mail is None:
+                    return
+            self._read(mail, now_s)
 
-    def _read(self, message: Message, now_s: float, hidden: Any) -> None:
-        match message:
-            case Activation():
-                self._activation(message.plan, hidden)
-            case Sampled():
-                self._complete(message.result, now_s)
-            case Submit():
-                self._submit(message)
-            case Abort():
-                self._abort(message)
-            case Prepare() | LoadLayers() | Migrate() | OfferKv():
-                self._begin(message, now_s)
-            case Commit() | Handover() | KvMoved() | KvDropped() | ExchangeProgress():
-                self._read_of_transition(message, now_s)
-            case Rollback():
-                self._roll_back(message.transition_id)
-            case LayersDropped():
-                restore = self._layer_restore
-                if restore is not None and restore.transition_id == message.transition_id:
-                    restore.member_back(message.instance_id)
-            case OfferTaken() | OfferRefused() | HandOff() | EndMigration() | WithdrawKv():
-                self._read_of_migration(message)
-            case Form():
-                self._form = message
-                self._later = deque(m for m in self._later if isinstance(m[0], Activation))
+    def _next_mail(self) -> Mail | None:
+        """What is to be read now: own messages, then those whose time has come."""
+        while self.state.to_self:
+            mail = Mail(self.state.to_self.popleft(), None)
+            if self.inbox.accept(mail, self._moment()):
+                return mail
+        return self.inbox.next_due(self._moment())
+
+    def _read(self, mail: Mail, now_s: float) -> None:
+        match mail.message:
+            case Form() as form:
+                self._form = form
+                self.inbox.start_anew()
+                return
             case Shutdown():
                 self.is_stopping = True
-            case _:
-                raise AssertionError(f"not for an instance: {message}")
-
-    def _activation(self, plan: StepPlan, hidden: Any) -> None:
-        """A microbatch from the stage before.
-
-        It may come before this instance has entered the group (ids of groups only grow), or be
-        left over from one that it has left.
-        """
+                return
         membership = self.membership
-        now = None if membership is None else membership.layout.group_id
-        if membership is not None and plan.group_id == now:
-            membership.ready.append((plan, hidden))
-        elif now is None or plan.group_id > now:
-            self._early_plans.setdefault(plan.group_id, []).append((plan, hidden))
+        assert membership is not None, mail.message
+        match mail.message:
+            case Activation(plan):
+                membership.ready.append((plan, mail.hidden))
+            case Sampled(result):
+                self._complete(membership, result, now_s)
+            case Submit() as submit:
+                self._submit(membership, submit)
+            case Abort() as abort:
+                self._abort(membership, abort)
+            case Prepare() | LoadLayers() | Migrate() | OfferKv() as order:
+                self._changes.begin(order, membership, now_s)
+            case Rollback(transition_id):
+                self._changes.roll_back(transition_id)
+            case (
+                Commit()
+                | Handover()
+                | KvMoved()
+                | KvDropped()
+                | ExchangeProgress()
+                | LayersDropped()
+                | OfferTaken()
+                | OfferRefused()
+                | HandOff()
+                | EndMigration()
+                | WithdrawKv() as word
+            ):
+                self._changes.read(word, now_s)
+            case _:
+                raise AssertionError(f"not for an instance: {mail.message}")
 
     # Requests
 
-    @property
-    def _is_between_groups(self) -> bool:
-        """No leader to give a request to: it is handing over, or not formed yet."""
-        return self.membership is None or self._is_quiescing
-
-    def _submit(self, message: Submit) -> None:
+    def _submit(self, membership: Membership, message: Submit) -> None:
         if message.group_id is None:
             self._num_received += 1
-        elif self._formed_id is not None and message.group_id < self._formed_id:
-            return  # from before a failure: the controller runs the request again
-        membership = self.membership
-        if membership is None or self._is_quiescing:
-            self._held.append(message)
-            return
-        layout, scheduler = membership.layout, membership.scheduler
-        if scheduler is None:
-            self.state.send(layout.leader, replace(message, group_id=layout.group_id))
-        elif isinstance(self._change, MigrationTarget) and self._change.accept(message):
-            pass  # it runs as soon as its KV is here
-        elif message.request.request_id in self._early_aborts:
-            del self._early_aborts[message.request.request_id]
-        else:
-            scheduler.add(message.request)
-
-    def _abort(self, message: Abort) -> None:
-        membership = self.membership
-        if membership is None or self._is_quiescing:
-            self._held.append(message)
-            return
-        request_id = message.request_id
-        elsewhere = membership.former_requests.get(request_id)
         if membership.scheduler is None:
-            leader = membership.layout.leader
-            self.state.send(leader if elsewhere is None else elsewhere, message)
+            layout = membership.layout
+            self.state.send(layout.leader, replace(message, group_id=layout.group_id))
+        elif not self._changes.accept(message):
+            membership.scheduler.add(message.request)
+
+    def _knows(self, request_id: RequestId) -> bool:
+        """Whether an abort of the request finds it, here or by forwarding."""
+        membership = self.membership
+        if membership is None:
+            return False
+        return (
+            membership.scheduler is None
+            or request_id in membership.former_requests
+            or membership.scheduler.migration.knows(request_id)
+            or self._changes.awaits(request_id)
+        )
+
+    def _abort(self, membership: Membership, message: Abort) -> None:
+        request_id, scheduler = message.request_id, membership.scheduler
+        if scheduler is not None and self._changes.abort(request_id):
             return
-        match self._change:
-            case TransitionMember():
-                self._change.abort(request_id)
-            case MigrationSource():
-                self._change.request_ends(request_id, "aborted")
-            case MigrationTarget():
-                if self._change.abort(request_id):
-                    return
-        if membership.scheduler.abort(request_id):
+        if scheduler is not None and scheduler.abort(request_id):
             return
-        if elsewhere is not None:
-            self.state.send(elsewhere, message)
-            return
-        self._early_aborts[request_id] = None
-        if len(self._early_aborts) > MAX_EARLY_ABORTS:
-            self._early_aborts.pop(next(iter(self._early_aborts)))
-
-    # Changes: one at a time
-
-    def _begin(self, message: Prepare | LoadLayers | Migrate | OfferKv, now_s: float) -> None:
-        """Begin what is asked for, or answer why not: because something else is under way.
-
-        Only a restore's transition follows the change that has loaded its layers.
-        """
-        state, membership, change = self.state, self.membership, self._change
-        assert membership is not None, message
-        obstacle = None if change is None else change.occupation
-        begun: Change | None
-        match message:
-            case Prepare():
-                restored = None
-                if isinstance(change, LayerRestore) and change.precedes(message):
-                    restored, obstacle = change, None
-                begun = TransitionMember.begin(
-                    state, membership, self._enter, message, restored, obstacle, now_s
-                )
-            case LoadLayers():
-                if membership.layout.group_id != message.group_id:
-                    return
-                if message.transition_id in self._called_off:
-                    answer_called_off(state, membership, message.transition_id)
-                    return
-                begun = LayerRestore.begin(state, membership, message, obstacle, now_s)
-            case Migrate():
-                begun = MigrationSource.begin(state, membership, message, obstacle)
-            case OfferKv():
-                if (
-                    isinstance(change, MigrationTarget)
-                    and change.migration_id == message.migration_id
-                ):
-                    change.extend(message)
-                    return
-                begun = MigrationTarget.begin(state, membership, message, obstacle)
-        if begun is not None:
-            self._change = begun
-
-    def _read_of_transition(
-        self, message: Commit | Handover | KvMoved | KvDropped | ExchangeProgress, now_s: float
-    ) -> None:
-        """Word of a transition under way; that of another is void."""
-        change = self._change
-        if not isinstance(change, TransitionMember):
-            return
-        if change.transition_id != message.transition_id:
-            return
-        match message:
-            case Commit():
-                change.commit(now_s)
-            case Handover():
-                change.accept_handover(message, now_s)
-            case KvMoved() | KvDropped() | ExchangeProgress():
-                change.read(message, now_s)
-
-    def _read_of_migration(
-        self, message: OfferTaken | OfferRefused | HandOff | EndMigration | WithdrawKv
-    ) -> None:
-        """Word of a migration under way; that of another is void."""
-        change = self._change
-        if not isinstance(change, MigrationSource | MigrationTarget):
-            return
-        if change.migration_id != message.migration_id:
-            return
-        match change, message:
-            case MigrationSource(), OfferTaken(_, end_block):
-                change.offer_taken(end_block)
-            case MigrationSource(), OfferRefused():
-                change.offer_refused()
-            case MigrationSource(), HandOff():
-                change.hand_off()
-            case MigrationSource(), EndMigration():
-                change.give_up("ended by the controller")
-            case MigrationTarget(), EndMigration() | WithdrawKv():
-                change.give_up()
-
-    def _roll_back(self, transition_id: TransitionId) -> None:
-        """Forget what was prepared, and give back what was loaded for it."""
-        self._called_off[transition_id] = None
-        if len(self._called_off) > MAX_CALLED_OFF:
-            self._called_off.pop(next(iter(self._called_off)))
-        change = self._change
-        if isinstance(change, TransitionMember) and change.transition_id == transition_id:
-            assert change.is_prepared, "a rollback after the commit"
-            self._change = change.restored
-        restore = self._layer_restore
-        if restore is not None and restore.transition_id == transition_id:
-            restore.call_off()
-
-    def _forget_change_if_over(self) -> None:
-        if self._change is not None and self._change.is_over:
-            self._change = None
-
-    @property
-    def _layer_restore(self) -> LayerRestore | None:
-        """What loads layers here, or has loaded them for the transition that is prepared."""
-        change = self._change
-        if isinstance(change, TransitionMember):
-            return change.restored
-        return change if isinstance(change, LayerRestore) else None
-
-    @property
-    def _is_quiescing(self) -> bool:
-        """Whether no further step of the present group may start here."""
-        return isinstance(self._change, TransitionMember) and self._change.is_quiescing
+        leader = membership.former_requests.get(request_id, membership.layout.leader)
+        if leader != self.state.me:
+            self.state.send(leader, message)
 
     # Groups
 
     def _enter(self, layout: GroupLayout, now_s: float) -> Membership:
-        """Stand in a new group; microbatches of older ones are forgotten."""
-        membership = self.membership = enter_group(self.state, layout, now_s)
-        membership.ready.extend(self._early_plans.pop(layout.group_id, ()))
-        self._early_plans = {g: p for g, p in self._early_plans.items() if g > layout.group_id}
-        return membership
+        """Stand in a new group."""
+        self.membership = enter_group(self.state, layout, now_s)
+        return self.membership
 
     def _form_group(self, message: Form, now_s: float) -> None:
         """Start anew, whatever was going on: fault tolerance (paper 4.4). No step runs."""
         state = self.state
         self._form = None
-        self._change = None
-        self._called_off.clear()
-        self._held.clear()
+        self._changes.clear()
         state.mover.reset()
         state.to_self.clear()
         for request_id in state.table.request_ids():
@@ -484,7 +358,7 @@ class InstanceAgent:
 
     def _schedule(self, membership: Membership, now_s: float) -> StepPlan | None:
         scheduler = membership.scheduler
-        if scheduler is None or self._is_quiescing:
+        if scheduler is None or self._changes.is_quiescing:
             return None
         was_short = scheduler.is_memory_short
         plan = scheduler.schedule(now_s)
@@ -499,25 +373,13 @@ class InstanceAgent:
         if membership.swapped_out:
             free_swapped_out(state, membership)
         for request_id in plan.released:
-            self._release(request_id)
+            self._changes.release(request_id)
             state.body.forget(request_id)
         step = localize(state, membership, plan)
         if step is None:
-            assert self._change is not None, (plan, state.table.free_units)
+            self._changes.make_room()
             self._lacks_units = True
-            if isinstance(self._change, MigrationSource):
-                self._change.make_room()
-        self._forget_change_if_over()
         return step
-
-    def _release(self, request_id: RequestId) -> None:
-        """Free a request's blocks, whatever is being done with them."""
-        if isinstance(self._change, TransitionMember):
-            self._change.release(request_id)
-            return
-        if isinstance(self._change, MigrationSource):
-            self._change.request_ends(request_id, "ended or preempted")
-        self.state.table.release(request_id)
 
     def _forward(
         self, membership: Membership, step: StepWork, outcome: StepOutcome, now_s: float
@@ -530,20 +392,15 @@ class InstanceAgent:
             return
         result = StepResult(step.plan.group_id, step.plan.step_id, outcome.tokens)
         if membership.scheduler is not None:
-            self._complete(result, now_s)
+            self._complete(membership, result, now_s)
         else:
             state.send(layout.leader, Sampled(result))
 
-    def _complete(self, result: StepResult, now_s: float) -> None:
+    def _complete(self, membership: Membership, result: StepResult, now_s: float) -> None:
         """On the leader: a step has run on all stages."""
-        membership = self.membership
-        if membership is None or membership.scheduler is None:
-            return
-        if result.group_id != membership.layout.group_id:
-            return
+        assert membership.scheduler is not None, result
         membership.last_step_s = now_s
-        if isinstance(self._change, LayerRestore):
-            self._change.step_landed()
+        self._changes.step_landed()
         tokens = membership.scheduler.complete(result, now_s)
         if tokens:
             self.state.send(None, Outputs(self.state.me, tuple(tokens)))

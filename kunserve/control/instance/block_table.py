@@ -1,4 +1,4 @@
-"""Which units hold each request's KV on one instance (architecture, section 4).
+"""Which KV units hold each request's blocks on one instance: the memory that a drop adds to.
 
 Entry ``e`` of a block means that layer ``l`` of it is unit ``e + l``. A block holds a contiguous
 range of layers, usually exactly those that the instance computes; while layers are exchanged it
@@ -91,12 +91,12 @@ class BlockTable:
         if count <= 0:
             return ()
         copies: tuple[UnitCopy, ...] | None = ()
-        starts = self._free.take(count)
+        starts = self._free.allocate(count)
         if starts is None:
             copies = self._compact(count) if may_compact else None
             if copies is None:
                 return None
-            starts = self._free.take(count)
+            starts = self._free.allocate(count)
             assert starts is not None, (request_id, num_blocks)
         row = self._row_for(request_id, num_blocks)
         for block, start in enumerate(starts, have):
@@ -113,7 +113,7 @@ class BlockTable:
         assert not self._pinned[row, :count].any(), f"{request_id} is in transfer"
         first, end = self._first[row, :count], self._end[row, :count]
         if (first == self.layers.first).all() and (end == self.layers.end).all():
-            self._free.give_runs((self.tables[row, :count] + first).tolist())
+            self._free.free_runs((self.tables[row, :count] + first).tolist())
             first[:] = end[:] = 0
         else:
             self._keep_only(row, 0, count, NOTHING)
@@ -169,7 +169,7 @@ class BlockTable:
             if (self._first[row, block], self._end[row, block]) != self.layers
         ]
         copies: list[UnitCopy] = []
-        starts = self._free.take(len(blocks)) if blocks else []
+        starts = self._free.allocate(len(blocks)) if blocks else []
         if starts is not None:
             for block, start in zip(blocks, starts, strict=True):
                 self._rehouse(row, block, start, copies)
@@ -178,10 +178,10 @@ class BlockTable:
         saved = self._save()
         for block in blocks:
             moved: tuple[UnitCopy, ...] | None = ()
-            starts = self._free.take(1)
+            starts = self._free.allocate(1)
             if starts is None:
                 moved = self._compact(1) if may_compact else None
-                starts = None if moved is None else self._free.take(1)
+                starts = None if moved is None else self._free.allocate(1)
             if moved is None or starts is None:
                 self._restore(saved)
                 return None
@@ -245,7 +245,7 @@ class BlockTable:
             old = int(self.tables[row, block]) + held.first
             new = start + held.first - self.layers.first
             copies.append(UnitCopy(old, new, held.num_layers))
-            self._free.give(old, old + held.num_layers)
+            self._free.free(old, old + held.num_layers)
         self._put(row, block, start)
 
     def _keep_only(self, row: int, first_block: int, end_block: int, keep: LayerRange) -> None:
@@ -255,8 +255,8 @@ class BlockTable:
         first, end = self._first[row, blocks], self._end[row, blocks]
         kept_first = np.clip(keep.first, first, end)
         kept_end = np.clip(keep.end, kept_first, end)
-        self._free.give_all(entries + first, entries + kept_first)
-        self._free.give_all(entries + kept_end, entries + end)
+        self._free.free_all(entries + first, entries + kept_first)
+        self._free.free_all(entries + kept_end, entries + end)
         empty = kept_end <= kept_first
         kept_first[empty] = kept_end[empty] = entries[empty] = 0
         first[:], end[:] = kept_first, kept_end

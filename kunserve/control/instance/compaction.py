@@ -1,8 +1,7 @@
 """Compaction as a plan: which runs to slide so that free runs of a given length appear.
 
 Worked out on a copy of the memory map; the owner applies the result or throws it away. Needed
-after uneven splits and in tight restores only (architecture, section 4): an even split frees
-exactly new blocks.
+after uneven splits and in tight restorations only, because an even split frees exactly new blocks.
 """
 
 from collections.abc import Iterator

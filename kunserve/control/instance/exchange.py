@@ -270,7 +270,7 @@ class Exchange:
         return acks
 
     def progress(self) -> ExchangeProgress:
-        """What to tell the leader now; takes what happened since the last call."""
+        """The account for the leader; what happened since the last call is in it."""
         self._budget.lower_promise()
         message = ExchangeProgress(
             transition_id=self._transition_id,

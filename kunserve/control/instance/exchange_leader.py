@@ -1,4 +1,8 @@
-"""The new leader's part in an exchange: who still waits for KV, and what memory may be used."""
+"""The new leader's part in a coordinated exchange (paper 4.2).
+
+It decides when a stalled request may run again, and how much KV memory new requests may use
+meanwhile: all but what the members have reserved for the exchange.
+"""
 
 from dataclasses import replace
 
@@ -8,7 +12,6 @@ from kunserve.control.instance.state import InstanceState
 from kunserve.core.ids import InstanceId, RequestId, TransitionId
 from kunserve.core.messages import ExchangeDone, ExchangeProgress, KvDropped, SequenceState
 from kunserve.core.request import Request
-from kunserve.policy.capacity import stage_units
 from kunserve.policy.exchange import receivers
 from kunserve.policy.moves import MovePlan
 
@@ -62,12 +65,12 @@ class ExchangeLeader:
         if len(self._extra) < len(stages):
             capacity = min(capacity, self._scheduler.used_blocks)
         for stage in stages:
-            units = stage_units(self._state.specs[stage.instance_id], stage.layers)
+            units = self._state.specs[stage.instance_id].units_when_holding(stage.layers.num_layers)
             units -= self._extra.get(stage.instance_id, 0)
             capacity = min(capacity, units // stage.layers.num_layers)
         self._scheduler.set_capacity(max(0, capacity - self._ended_blocks))
 
-    def on_progress(self, message: ExchangeProgress, now_s: float) -> bool:
+    def read_progress(self, message: ExchangeProgress, now_s: float) -> bool:
         """Take a member's account; True when the exchange is over."""
         if self._layout.layers_of(message.instance_id) is None:
             return False
@@ -99,21 +102,21 @@ class ExchangeLeader:
         """A member could not get the KV: it is computed again."""
         if request_id not in self._waits:
             return
-        self.on_abort(request_id)
+        self.abort(request_id)
         aborted = self._scheduler.abort(request_id)
         assert aborted, request_id
         self._scheduler.add(self._requests[request_id])
         tokens = self._moves[request_id].num_blocks * self._state.spec.block_size
         self._state.note_preemption(request_id, tokens)
 
-    def on_abort(self, request_id: RequestId) -> None:
+    def abort(self, request_id: RequestId) -> None:
         """The request ends, as the scheduler is told too: nobody shall wait for its KV."""
         if self._waits.pop(request_id, None) is None:
             return
         move = self._moves[request_id]
         self._ended_blocks += move.num_blocks
         for member in move.old.members:
-            # Members of the group hear of it in the next plan.
+            # The next plan releases it on members of the group.
             if self._layout.layers_of(member) is None:
                 self._state.send(member, KvDropped(self.transition_id, request_id))
         self._narrow()

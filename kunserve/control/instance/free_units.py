@@ -26,7 +26,7 @@ class FreeUnits:
         self._merged = True
         self.reset(run_length, spans)
 
-    def take(self, count: int) -> list[int] | None:
+    def allocate(self, count: int) -> list[int] | None:
         """The starts of ``count`` runs, or None (and nothing changed) when they do not exist."""
         assert count > 0, count
         runs = self._runs
@@ -43,18 +43,18 @@ class FreeUnits:
         self.num_units -= count * self.run_length
         return taken
 
-    def give(self, start: int, end: int) -> None:
+    def free(self, start: int, end: int) -> None:
         """Units [start, end) are free from now on."""
         self._merged = False
         self._carve(start, end)
 
-    def give_all(self, starts: Int32Array, ends: Int32Array) -> None:
+    def free_all(self, starts: Int32Array, ends: Int32Array) -> None:
         """Like ``give`` for many spans, some of which may be empty."""
         for start, end in zip(starts.tolist(), ends.tolist(), strict=True):
             if start < end:
-                self.give(start, end)
+                self.free(start, end)
 
-    def give_runs(self, starts: list[int]) -> None:
+    def free_runs(self, starts: list[int]) -> None:
         """Like ``give`` for many runs of exactly the current length."""
         self._merged = False
         self._runs.extend(starts)

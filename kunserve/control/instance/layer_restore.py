@@ -39,9 +39,9 @@ class LayerRestore:
         self._remap_s = 0.0
         self._is_passed_on = False
         self._is_mapped = False
-        self._is_back = False
+        self._has_dropped = False
         """The memory has become KV again."""
-        self._members_back: set[InstanceId] = set()
+        self._members_dropped: set[InstanceId] = set()
         self._phase: Phase = "waiting"
         self._num_to_land = 0
         """On the leader: steps under way that were planned before its ledger was narrowed."""
@@ -68,17 +68,17 @@ class LayerRestore:
             None, LayersLoaded(job.transition_id, state.me, refusal, 0, remap_s=0.0, seconds=0.0)
         )
         if membership.scheduler is None:
-            answer_called_off(state, membership, job.transition_id)
+            _report_dropped(state, membership, job.transition_id)
         return None
 
     @property
-    def transition_id(self) -> TransitionId:
+    def change_id(self) -> TransitionId:
         """Of the transition that follows."""
         return self._job.transition_id
 
     def precedes(self, proposal: Prepare) -> bool:
         """Whether this has loaded the layers that the transition needs."""
-        return self._phase == "filled" and proposal.transition_id == self.transition_id
+        return self._phase == "filled" and proposal.transition_id == self.change_id
 
     @property
     def phase(self) -> Phase:
@@ -107,7 +107,7 @@ class LayerRestore:
             self._load_from_disk()
             if not self._missing:
                 self._finish(now_s)
-        if self._phase == "returning" and not self._is_back and not self._missing:
+        if self._phase == "returning" and not self._has_dropped and not self._missing:
             self._drop_again()
 
     def _pass_on(self) -> None:
@@ -156,7 +156,7 @@ class LayerRestore:
         state.held = state.whole_model
         state.mover.offer_layers(state.held)
         message = LayersLoaded(
-            transition_id=self.transition_id,
+            transition_id=self.change_id,
             instance_id=state.me,
             refusal=None,
             loaded_bytes=self._loaded_bytes,
@@ -176,22 +176,22 @@ class LayerRestore:
         if self._is_mapped:
             state.held = state.whole_model
         state.keep_only(self._membership.layers)
-        self._is_back = True
-        answer_called_off(state, self._membership, self.transition_id)
+        self._has_dropped = True
+        _report_dropped(state, self._membership, self.change_id)
         if self._membership.scheduler is None:
             self._phase = "over"
 
-    def member_back(self, member: InstanceId) -> None:
+    def count_dropped(self, member: InstanceId) -> None:
         """On the leader: a member's weights are KV memory again, or never were anything else."""
-        self._members_back.add(member)
+        self._members_dropped.add(member)
         scheduler, layout = self._membership.scheduler, self._membership.layout
         involved = set(layout.members) if self._is_passed_on else {self._state.me}
-        if scheduler is not None and self._members_back >= involved:
+        if scheduler is not None and self._members_dropped >= involved:
             scheduler.set_capacity(self._membership.capacity_blocks)
             self._phase = "over"
 
 
-def answer_called_off(
+def _report_dropped(
     state: InstanceState, membership: Membership, transition_id: TransitionId
 ) -> None:
     """Tell the leader that nothing is loaded here for a restore."""

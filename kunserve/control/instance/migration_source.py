@@ -69,7 +69,7 @@ class MigrationSource:
         return None
 
     @property
-    def migration_id(self) -> TransitionId:
+    def change_id(self) -> TransitionId:
         """Which migration it is."""
         return self._order.migration_id
 
@@ -111,7 +111,7 @@ class MigrationSource:
             self._scheduler.migration.pause(leaving.request_id)
             self._phase, self._offered_blocks = "ready", needed
             leaving.kv.offer(needed)
-            state.send(None, MigrationReady(self.migration_id, state.me, leaving.request_id))
+            state.send(None, MigrationReady(self.change_id, state.me, leaving.request_id))
             return
         self._phase, self._offered_blocks = "copying", tokens // block_size
         self._num_offers += 1
@@ -146,7 +146,7 @@ class MigrationSource:
     def offer_refused(self) -> None:
         """The target takes no more."""
         if self._phase in ("copying", "copied"):
-            self._stay("the target gave it up", tell_target=False)
+            self._stay("the target gave it up", inform_target=False)
         else:
             # Whose the request is now, the controller says.
             self._is_target_done = True
@@ -189,17 +189,17 @@ class MigrationSource:
         assert was_here, self._leaving
         self._end(refusal)
 
-    def _stay(self, reason: str, *, tell_target: bool = True) -> None:
+    def _stay(self, reason: str, *, inform_target: bool = True) -> None:
         """The request, if it lives, goes on here."""
         assert self._phase != "handed off", self._leaving
         if self._leaving is not None:
             self._leaving.kv.close()
             if self._phase == "ready":
                 self._scheduler.resume(self._leaving.request_id)
-            if tell_target:
-                self._state.send(self._order.target, WithdrawKv(self.migration_id))
+            if inform_target:
+                self._state.send(self._order.target, WithdrawKv(self.change_id))
         self._end(reason)
 
     def _end(self, refusal: str | None) -> None:
         self._phase, self._leaving = "over", None
-        self._state.send(None, MigrationOver(self.migration_id, self._state.me, refusal))
+        self._state.send(None, MigrationOver(self.change_id, self._state.me, refusal))

@@ -38,8 +38,8 @@ class MigrationTarget:
         self._wanted_blocks = 0
         """To have, as far as is known; ``_asked_blocks`` of them are here or on their way."""
         self._asked_blocks = 0
-        self._told_blocks: int | None = None
-        """What the source was last told of."""
+        self._confirmed_blocks: int | None = None
+        """That the source knows to be here."""
         self.is_over = False
         """Nothing of the migration is left here but, perhaps, the request."""
 
@@ -65,7 +65,7 @@ class MigrationTarget:
         return None
 
     @property
-    def migration_id(self) -> TransitionId:
+    def change_id(self) -> TransitionId:
         """Which migration it is."""
         return self._offer.migration_id
 
@@ -82,7 +82,7 @@ class MigrationTarget:
         request = message.request
         if self.is_over or request.request_id != self._offer.request_id:
             return False
-        if message.migration_id != self.migration_id:
+        if message.migration_id != self.change_id:
             self.give_up()
             return False
         self._request = request
@@ -91,20 +91,24 @@ class MigrationTarget:
         assert self._wanted_blocks <= self._offer.reserved_blocks, (self._offer, num_tokens)
         return True
 
+    def awaits(self, request_id: RequestId) -> bool:
+        """Whether the request is this instance's, and not all of its KV is here."""
+        return self._request is not None and request_id == self._request.request_id
+
     # Taking
 
     def advance(self, now_s: float) -> None:
-        """Ask for what is wanted, and tell of what is here."""
-        if self._asked_blocks < self._wanted_blocks and not self._ask():
+        """Pull what is wanted, and confirm what is here."""
+        if self._asked_blocks < self._wanted_blocks and not self._pull():
             return
         if self._kv.num_in_flight or self._asked_blocks < self._wanted_blocks:
             return
         if self._request is not None:
             self._finish(self._request)
-        elif self._told_blocks != self._wanted_blocks:
-            self._tell_taken()
+        elif self._confirmed_blocks != self._wanted_blocks:
+            self._confirm()
 
-    def _ask(self) -> bool:
+    def _pull(self) -> bool:
         """Take units for the blocks wanted and pull them; False if that must wait."""
         state = self._state
         first, end = self._asked_blocks, self._wanted_blocks
@@ -126,9 +130,9 @@ class MigrationTarget:
         else:
             self.give_up()
 
-    def _tell_taken(self) -> None:
-        self._told_blocks = self._wanted_blocks
-        self._state.send(self._offer.source, OfferTaken(self.migration_id, self._wanted_blocks))
+    def _confirm(self) -> None:
+        self._confirmed_blocks = self._wanted_blocks
+        self._state.send(self._offer.source, OfferTaken(self.change_id, self._wanted_blocks))
 
     def _finish(self, request: Request) -> None:
         """All KV is here: the request runs."""
@@ -139,7 +143,7 @@ class MigrationTarget:
             request, request.output_token_ids, num_tokens - 1, self._wanted_blocks, 0
         )
         self._scheduler.adopt((sequence,))
-        self._tell_taken()
+        self._confirm()
 
     # Ends
 
@@ -165,4 +169,4 @@ class MigrationTarget:
         self._kv.cancel()
         state.table.release(request_id)
         self._scheduler.migration.unreserve(request_id)
-        state.send(self._offer.source, OfferRefused(self.migration_id))
+        state.send(self._offer.source, OfferRefused(self.change_id))

@@ -68,9 +68,7 @@ class TransitionMember:
         self._handovers: dict[GroupId, tuple[SequenceState, ...]] = {}
         self._exchange: Exchange | None = None
         self._leader: ExchangeLeader | None = None
-        self._last_told: tuple[int, bool] | None = None
-        self.early: list[KvMoved | KvDropped | ExchangeProgress] = []
-        """From members that have switched before this one."""
+        self._last_reported: tuple[int, bool] | None = None
 
     @classmethod
     def begin(
@@ -92,13 +90,13 @@ class TransitionMember:
         return cls(state, membership, enter, proposal, restored)
 
     @property
-    def transition_id(self) -> TransitionId:
+    def change_id(self) -> TransitionId:
         """Which transition it is."""
         return self._proposal.transition_id
 
     @property
     def is_prepared(self) -> bool:
-        """Whether the instance stands in its old group still and may be told to roll back."""
+        """Whether the instance stands in its old group still and may roll back."""
         return self._phase == "prepared"
 
     @property
@@ -129,7 +127,7 @@ class TransitionMember:
             self._phase = "committing"
             self._committed_s = now_s
 
-    def accept_handover(self, message: Handover, now_s: float) -> None:
+    def read_handover(self, message: Handover, now_s: float) -> None:
         """An old leader's sequences; it has committed, so this instance may too."""
         if not self.has_switched:
             self.commit(now_s)
@@ -181,7 +179,7 @@ class TransitionMember:
         exchange.begin(plan.moves, plan.pieces)
         sequences: tuple[RequestId, ...] = ()
         if membership.scheduler is not None:
-            sequences = self._lead(membership, membership.scheduler, plan, now_s)
+            sequences = self._adopt_sequences(membership, membership.scheduler, plan, now_s)
         state.send(
             None,
             Committed(
@@ -200,9 +198,6 @@ class TransitionMember:
         self.restored = None
         self._handovers = {}
         self._report_progress(exchange, _members_of(proposal.old))
-        early, self.early = self.early, []
-        for message in early:
-            self.read(message, now_s)
 
     def _free_what_stays(self, plan: MovePlan) -> None:
         """Free what does not move."""
@@ -238,7 +233,7 @@ class TransitionMember:
                 state.body.copy_units(copies)
         return state.keep_only(layers)
 
-    def _lead(
+    def _adopt_sequences(
         self, membership: Membership, scheduler: Scheduler, plan: MovePlan, now_s: float
     ) -> tuple[RequestId, ...]:
         """On a new leader: take the group's sequences. Their ids."""
@@ -258,7 +253,7 @@ class TransitionMember:
                 else:
                     state.send(None, Outputs(state.me, (_failed(sequence),)))
         self._leader = ExchangeLeader(
-            state, membership, scheduler, self.transition_id, plan, taken, now_s
+            state, membership, scheduler, self.change_id, plan, taken, now_s
         )
         return tuple(sequence.request.request_id for sequence in taken)
 
@@ -273,10 +268,7 @@ class TransitionMember:
     # The exchange
 
     def read(self, message: KvMoved | KvDropped | ExchangeProgress, now_s: float) -> None:
-        """A peer's word about the exchange."""
-        if not self.has_switched:
-            self.early.append(message)
-            return
+        """A peer's word about the exchange, after the switch."""
         match message:
             case KvMoved():
                 if self._exchange is not None:
@@ -287,12 +279,12 @@ class TransitionMember:
             case ExchangeProgress():
                 if self._exchange is not None:
                     self._exchange.open(message.instance_id)
-                if self._leader is not None and self._leader.on_progress(message, now_s):
+                if self._leader is not None and self._leader.read_progress(message, now_s):
                     self._leader = None
 
     def pulled(self, piece: KvPull, ok: bool) -> None:
         """The mover filled a piece, or its source could not give it."""
-        if self._exchange is not None and piece.transition_id == self.transition_id:
+        if self._exchange is not None and piece.transition_id == self.change_id:
             self._exchange.pulled(piece, ok)
 
     def release(self, request_id: RequestId) -> None:
@@ -305,7 +297,7 @@ class TransitionMember:
     def abort(self, request_id: RequestId) -> None:
         """On the leader: nobody shall wait for the request's KV."""
         if self._leader is not None:
-            self._leader.on_abort(request_id)
+            self._leader.abort(request_id)
 
     def _report_progress(self, exchange: Exchange, to: tuple[InstanceId, ...] = ()) -> None:
         """Tell the leader (and once, at the beginning, everybody) what has changed."""
@@ -313,9 +305,14 @@ class TransitionMember:
         for src, ack in exchange.drain_acks():
             state.send(src, ack)
         progress = exchange.progress()
-        told = (progress.extra_units, progress.is_finished)
-        if told != self._last_told or progress.arrived or progress.lost or progress.moved_bytes:
-            self._last_told = told
+        account = (progress.extra_units, progress.is_finished)
+        if (
+            account != self._last_reported
+            or progress.arrived
+            or progress.lost
+            or progress.moved_bytes
+        ):
+            self._last_reported = account
             for member in to or (self._membership.layout.leader,):
                 state.send(member, progress)
         if progress.is_finished:

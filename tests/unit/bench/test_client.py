@@ -105,6 +105,10 @@ def test_max_concurrency_holds_requests_back(server) -> None:
         ({"raw": b""}, "not a stream"),
         ({"raw": b'data: {"choices": [{"text": "a"}]}\n\n'}, "ended early"),
         ({"raw": b"\x00\xff" * 70_000}, "not a stream"),
+        (
+            {"raw": b'data: {"choices": [{"text": "a", "finish_reason": "abort"}]}\n\n'},
+            "ended by abort",
+        ),
     ],
 )
 def test_failures_have_reasons(server, told: dict[str, object], reason: str) -> None:

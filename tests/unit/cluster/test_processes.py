@@ -8,9 +8,9 @@ import pytest
 
 from kunserve.cluster import processes as processes_module
 from kunserve.cluster.background import Background
-from kunserve.cluster.front_clock import FrontClock
 from kunserve.cluster.launch import InstanceOrder
 from kunserve.cluster.processes import FAILED_STARTS, Death, Processes
+from kunserve.cluster.waking_clock import WakingClock
 from kunserve.core.config import ClusterConfig, KunServeConfig
 from kunserve.core.ids import InstanceId
 from kunserve.core.messages import Alive
@@ -56,7 +56,7 @@ class World:
         self.processes = Processes(
             CONFIG,
             self,
-            FrontClock(lambda: self.outside_s),
+            WakingClock(lambda: self.outside_s),
             self.background,
             lambda i: InstanceOrder(i, None, "", "", KunServeConfig()),
             self._on_death,

@@ -12,6 +12,7 @@ import pytest
 from kunserve.core.errors import ModelFiles, UnsupportedModel
 from kunserve.core.model_spec import ModelSpec
 from kunserve.model.config import read_spec
+from kunserve.model.gguf_file import GgufFile
 from kunserve.model.source import ModelSource
 
 HEADER: dict[str, Any] = {
@@ -152,3 +153,12 @@ def test_arrays_in_arrays(tmp_path: Path) -> None:
     path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + key + array)
     with pytest.raises(ModelFiles, match="nested too deep"):
         read_spec(ModelSource("m", path, "gguf"), "bfloat16")
+
+
+def test_a_flag_is_a_flag_and_no_number(tmp_path: Path) -> None:
+    file = GgufFile(tmp_path / "m.gguf", {"flag": False, "count": 3}, {}, 0)
+    assert file.get("flag", bool) is False
+    with pytest.raises(ModelFiles, match="'flag' is False, not a int"):
+        file.get("flag", int)
+    with pytest.raises(ModelFiles, match="'count' is 3, not a bool"):
+        file.get("count", bool)

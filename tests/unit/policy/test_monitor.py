@@ -7,7 +7,6 @@ from kunserve.core.config import OverloadConfig
 from kunserve.core.ids import GroupId
 from kunserve.core.load import GroupLoad, LoadReport
 from kunserve.policy.monitor import (
-    Calm,
     ClusterLoadView,
     Excuse,
     MonitorState,
@@ -45,13 +44,15 @@ class Watch:
         self.known = known
         self.number = 0
 
-    def report(self, report: LoadReport, after_s: float = 0.1, **known: Any) -> Verdict:
+    def report(
+        self, report: LoadReport, after_s: float = 0.1, **known: Any
+    ) -> Verdict | Overloaded | Relaxed:
         self.now_s += after_s
         self.number += 1
         load = load_of(replace(report, sequence_number=self.number), **{**self.known, **known})
         view = ClusterLoadView((load,), block_size=16, transition_s=self.transition_s)
         self.state, verdict = observe(self.state, view, self.now_s, CONFIG)
-        return verdict
+        return verdict.overloaded or verdict.relaxed or verdict
 
 
 def test_a_shortage_is_seen_with_the_first_report_that_shows_it():
@@ -73,7 +74,7 @@ def test_what_was_sent_and_not_reported_is_required_too():
 
 def test_a_head_held_back_by_the_watermark_is_blocked():
     assert isinstance(Watch().report(waiting(replace(IDLE, used_blocks=89), 10)), Overloaded)
-    assert isinstance(Watch().report(waiting(replace(IDLE, used_blocks=88), 10)), Calm)
+    assert isinstance(Watch().report(waiting(replace(IDLE, used_blocks=88), 10)), Verdict)
 
 
 def test_several_groups_add_up_and_the_calm_one_is_not_named():
@@ -87,9 +88,9 @@ def test_several_groups_add_up_and_the_calm_one_is_not_named():
         block_size=16,
     )
     _, verdict = observe(MonitorState(), view, 0.0, CONFIG)
-    assert isinstance(verdict, Overloaded)
-    assert verdict.group_ids == (1, 3)
-    assert verdict.required_blocks == 20 + 22
+    assert verdict.overloaded is not None
+    assert verdict.overloaded.group_ids == (1, 3)
+    assert verdict.overloaded.required_blocks == 20 + 22
 
 
 class TestNotWorthADrop:
@@ -99,7 +100,7 @@ class TestNotWorthADrop:
         report = waiting(replace(IDLE, num_running=8, used_blocks=40, growth_blocks=20), *[12] * 50)
         for _ in range(100):
             verdict = watch.report(report)
-            assert isinstance(verdict, Calm)
+            assert isinstance(verdict, Verdict)
 
     def test_growth_that_never_comes_to_pass_is_not_a_shortage(self):
         """Requests end as fast as others grow: use stays flat far below the capacity."""
@@ -107,8 +108,8 @@ class TestNotWorthADrop:
         report = replace(IDLE, num_running=8, used_blocks=60, growth_blocks=60)
         for _ in range(50):
             verdict = watch.report(report)
-            assert verdict == Calm(
-                (
+            assert verdict == Verdict(
+                excuses=(
                     Excuse(
                         GroupId(1),
                         "not filling",
@@ -118,7 +119,7 @@ class TestNotWorthADrop:
             )
 
     @pytest.mark.parametrize(
-        ("transition_s", "expected"), [(0.2, Overloaded), (None, Overloaded), (2.0, Calm)]
+        ("transition_s", "expected"), [(0.2, Overloaded), (None, Overloaded), (2.0, Verdict)]
     )
     def test_memory_that_frees_itself_sooner_than_a_drop_would(self, transition_s, expected):
         """Requests of 10 blocks end at 100 ms intervals: 20 missing blocks are 0.2 s away."""
@@ -157,7 +158,7 @@ class TestForecast:
     def test_falling_demand_is_no_threat(self):
         watch = Watch()
         for used in range(99, 10, -2):
-            assert isinstance(watch.report(replace(IDLE, used_blocks=used)), Calm)
+            assert isinstance(watch.report(replace(IDLE, used_blocks=used)), Verdict)
 
     def test_the_same_report_twice_is_not_news(self):
         state, view = MonitorState(), ClusterLoadView((load_of(IDLE),), 16)
@@ -179,13 +180,13 @@ def test_a_preemption_is_a_shortage_even_if_the_head_fits_by_now():
     watch.report(replace(IDLE, used_blocks=80))
     preempted = waiting(replace(IDLE, used_blocks=70, num_preemptions=1, lost_tokens=200), 15)
     assert isinstance(watch.report(preempted), Overloaded)
-    assert isinstance(watch.report(preempted), Calm)
+    assert isinstance(watch.report(preempted), Verdict)
 
 
 def test_a_group_in_transition_or_just_formed_has_no_say():
     report = waiting(replace(IDLE, used_blocks=99), 50)
-    assert isinstance(Watch(in_transition=True).report(report), Calm)
-    assert isinstance(Watch(formed_s=50.0).report(report), Calm)
+    assert isinstance(Watch(in_transition=True).report(report), Verdict)
+    assert isinstance(Watch(formed_s=50.0).report(report), Verdict)
     assert isinstance(Watch(formed_s=50.1 - CONFIG.dwell_s).report(report), Overloaded)
 
 
@@ -218,7 +219,7 @@ class TestRelaxed:
         watch = self.dropped()
         low = replace(IDLE, capacity_blocks=700, used_blocks=50)
         assert self.until_relaxed(watch, low, limit=29) is None
-        assert isinstance(watch.report(replace(low, used_blocks=150)), Calm)
+        assert isinstance(watch.report(replace(low, used_blocks=150)), Verdict)
         after_s = self.until_relaxed(watch, low)
         assert after_s == pytest.approx(CONFIG.restore_hold_s + 0.1)
 
@@ -240,7 +241,7 @@ class TestRelaxed:
         watch = Watch(num_instances=1, undropped_blocks=100)
         assert self.until_relaxed(watch, IDLE) is None
 
-    def test_another_groups_overload_goes_first(self):
+    def test_another_groups_overload_holds_up_nobody(self):
         low = load_of(replace(IDLE, capacity_blocks=700), num_instances=2, undropped_blocks=200)
         short = load_of(
             waiting(replace(IDLE, group_id=GroupId(2), used_blocks=99), 50),
@@ -251,4 +252,25 @@ class TestRelaxed:
         for step in range(60):
             view = ClusterLoadView((low, short), 16)
             state, verdict = observe(state, view, 0.1 * step, CONFIG)
-            assert isinstance(verdict, Overloaded)
+            assert verdict.overloaded is not None and verdict.overloaded.group_ids == (2,)
+        assert verdict.relaxed is not None and verdict.relaxed.group_ids == (1,)
+
+
+class TestSqueezed:
+    """A group whose restore is being prepared has given most of its memory back already."""
+
+    def test_its_own_shortage_calls_the_restore_off(self):
+        watch = Watch(in_transition=True, is_restoring=True, num_instances=2)
+        narrowed = replace(IDLE, capacity_blocks=24, used_blocks=24)
+        assert watch.report(narrowed) == Verdict()
+        assert watch.report(waiting(narrowed, 5)) == Verdict(squeezed=(GroupId(1),))
+
+    def test_nobody_elses_does(self):
+        calm = load_of(IDLE, in_transition=True, is_restoring=True, num_instances=2)
+        short = load_of(waiting(replace(IDLE, group_id=GroupId(2), used_blocks=99), 50))
+        _, verdict = observe(MonitorState(), ClusterLoadView((calm, short), 16), 0.0, CONFIG)
+        assert verdict.squeezed == () and verdict.overloaded is not None
+
+    def test_past_its_commit_it_is_too_late(self):
+        watch = Watch(in_transition=True, num_instances=2)
+        assert watch.report(waiting(replace(IDLE, used_blocks=99), 50)) == Verdict()

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
@@ -14,13 +14,12 @@ from kunserve.core.transfer import LayerPull
 from kunserve.transport import identity
 from kunserve.transport.bulk import BulkMover
 from kunserve.transport.bulk_sink import Pulled
-from kunserve.transport.bulk_wire import Bytes
+from kunserve.transport.bulk_wire import Bytes, KvChunk, encode
 from kunserve.transport.pacing import BulkPacing
-from kunserve.transport.peers import PeerLinks
 from kunserve.transport.sockets import connect_dealer
+from tests.unit.transport.addresses import fresh_address
 from tests.unit.transport.bulk_world import NUM_LAYERS, UNIT_BYTES, Memory, entries, piece
 
-TOKEN = identity.new_token()
 PACING = BulkPacing(chunk_bytes=4 * UNIT_BYTES, chunk_timeout_s=5.0, unknown_grace_s=5.0)
 ZERO, ONE = InstanceId(0), InstanceId(1)
 R = RequestId("r")
@@ -32,7 +31,7 @@ class World:
     def __init__(self, pacing: BulkPacing = PACING) -> None:
         self.memories = [Memory(3000, seed=1), Memory(3000)]
         self.movers = [
-            BulkMover(InstanceId(i), TOKEN, memory, pacing=pacing)
+            BulkMover(InstanceId(i), fresh_address(), memory, pacing=pacing)
             for i, memory in enumerate(self.memories)
         ]
         self.connect()
@@ -147,7 +146,7 @@ def test_a_source_that_dies(world: World) -> None:
     giver.close()
     taker.connect({})
     assert [d.refusal for d in ended(taker, 2)] == ["the source is gone"] * 2
-    successor = BulkMover(ZERO, TOKEN, world.memories[0], pacing=PACING)
+    successor = BulkMover(ZERO, fresh_address(), world.memories[0], pacing=PACING)
     successor.export_kv(R, entries(0))
     taker.connect({ZERO: successor.address})
     taker.pull_kv(piece("r", 0, (0, 6), (0, 1), transition=2), entries(50))
@@ -157,8 +156,8 @@ def test_a_source_that_dies(world: World) -> None:
 
 def test_a_silent_source() -> None:
     quick = BulkPacing(chunk_timeout_s=0.05)
-    taker = BulkMover(ONE, TOKEN, Memory(100), pacing=quick)
-    taker.connect({ZERO: "tcp://127.0.0.1:9"})
+    taker = BulkMover(ONE, fresh_address(), Memory(100), pacing=quick)
+    taker.connect({ZERO: fresh_address()})
     taker.pull_kv(piece("r", 0, (0, 6), (0, 1)), entries(0))
     assert [d.refusal for d in ended(taker, 1)] == ["the source was silent for 0.05 s"]
     taker.close()
@@ -227,23 +226,23 @@ def test_bulk_waits_for_activations_but_not_for_ever() -> None:
     world.close()
 
 
-def test_strangers_get_nothing(world: World) -> None:
+def test_strangers_get_nothing(world: World, eventually: Callable[..., object]) -> None:
     giver = world.movers[0]
     giver.export_kv(R, entries(0))
-    stranger = BulkMover(
-        ONE, identity.new_token(), Memory(100), pacing=BulkPacing(chunk_timeout_s=0.05)
-    )
-    stranger.connect({ZERO: giver.address})
-    stranger.pull_kv(piece("r", 0, (0, 6), (0, 1)), entries(0))
-    assert [d.ok for d in ended(stranger, 1)] == [False]
+    chunk = KvChunk(0, 1, "r", (0, 6), (0, 1), 0, 6)
+    for route in (b"somebody", identity.pack(identity.Identity(b"b", ONE, b"12345678")) + b"x"):
+        stranger = connect_dealer(giver.address, route)
+        stranger.send(encode(chunk))
+        eventually(lambda: giver.rejections.num > 0)
+        giver.rejections.num = 0
+        stranger.close()
     assert giver.num_bytes_given == 0
-    stranger.close()
 
 
 def test_a_dead_thread_is_told(world: World) -> None:
     giver = world.movers[0]
     me = identity.Identity(b"b", ONE, identity.new_incarnation())
-    liar = connect_dealer(giver.address, identity.pack(me, TOKEN))
+    liar = connect_dealer(giver.address, identity.pack(me))
     liar.send(b"\xff")
     poller = zmq.Poller()
     poller.register(*giver.poll_sockets, zmq.POLLIN)
@@ -251,22 +250,6 @@ def test_a_dead_thread_is_told(world: World) -> None:
     with pytest.raises(RuntimeError, match="died"):
         giver.completed()
     liar.close()
-
-
-def test_with_peer_links_one_address_is_enough() -> None:
-    memories = [Memory(100, seed=1), Memory(100)]
-    movers = [BulkMover(InstanceId(i), TOKEN, m, link_gbps=10.0) for i, m in enumerate(memories)]
-    links = [PeerLinks(InstanceId(i), TOKEN, mover) for i, mover in enumerate(movers)]
-    addresses = {InstanceId(i): each.address for i, each in enumerate(links)}
-    for each in links:
-        each.connect(addresses)
-    movers[0].export_kv(R, entries(0))
-    movers[1].pull_kv(piece("r", 0, (0, 6), (0, 1)), entries(0))
-    assert [d.ok for d in ended(movers[1], 1)] == [True]
-    for each, mover in zip(links, movers, strict=True):
-        each.close()
-        mover.close()
-        mover.close()
 
 
 def test_memory_is_never_touched_outside_the_lock(world: World) -> None:
@@ -281,7 +264,7 @@ def test_memory_is_never_touched_outside_the_lock(world: World) -> None:
                 touched.append("unit")
             return super().unit_view(unit, num_units)
 
-    watched = BulkMover(InstanceId(2), TOKEN, Watched(3000, seed=2), pacing=PACING)
+    watched = BulkMover(InstanceId(2), fresh_address(), Watched(3000, seed=2), pacing=PACING)
     watched.export_kv(R, entries(*range(0, 600, 6)))
     taker.connect({InstanceId(2): watched.address})
     taker.pull_kv(piece("r", 2, (0, 6), (0, 100)), entries(*range(0, 600, 6)))
@@ -296,4 +279,6 @@ def test_memory_is_never_touched_outside_the_lock(world: World) -> None:
 
 def test_closing_at_once_does_not_hang() -> None:
     for _ in range(30):
-        BulkMover(ZERO, TOKEN, Memory(10)).close()
+        mover = BulkMover(ZERO, fresh_address(), Memory(10))
+        mover.close()
+        mover.close()

@@ -1,8 +1,7 @@
-"""Loopback sockets; the front in an event loop, instances in the test's own thread."""
+"""Real sockets; the front in an event loop, instances in the test's own thread."""
 
 import asyncio
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import zmq
@@ -12,8 +11,9 @@ from kunserve.core.messages import Abort, Alive, Message, Shutdown
 from kunserve.transport import channel as channel_module
 from kunserve.transport import identity
 from kunserve.transport.channel import FrontChannel, InstanceChannel
-from kunserve.transport.codec import MalformedMessage
+from kunserve.transport.codec import MalformedMessage, encode
 from kunserve.transport.sockets import connect_dealer
+from tests.unit.transport.addresses import fresh_address
 
 ZERO, ONE = InstanceId(0), InstanceId(1)
 
@@ -34,7 +34,7 @@ class Heard(list[tuple[InstanceId, Message]]):
 
 
 async def join(front: FrontChannel, heard: Heard, instance_id: InstanceId) -> InstanceChannel:
-    instance = InstanceChannel(front.address, front.token, instance_id)
+    instance = InstanceChannel(front.address, instance_id)
     before = len(heard)
     instance.send(Alive(instance_id))
     await until(lambda: len(heard) > before)
@@ -45,7 +45,7 @@ def test_both_ways_in_order() -> None:
     async def scenario() -> None:
         heard = Heard()
         front = FrontChannel(heard)
-        await front.start()
+        await front.start(fresh_address())
         instances = [await join(front, heard, i) for i in (ZERO, ONE)]
         for number in range(1000):
             assert front.send(ZERO, abort(number))
@@ -71,7 +71,7 @@ def test_a_long_queue_is_read_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
         heard = Heard()
         front = FrontChannel(heard)
-        await front.start()
+        await front.start(fresh_address())
         instance = await join(front, heard, ZERO)
         for number in range(50):
             instance.send(abort(number))
@@ -86,7 +86,7 @@ def test_sending_to_nobody_is_told() -> None:
     async def scenario() -> None:
         heard = Heard()
         front = FrontChannel(heard)
-        await front.start()
+        await front.start(fresh_address())
         assert not front.send(ZERO, Shutdown())
         instance = await join(front, heard, ZERO)
         assert front.send(ZERO, Shutdown())
@@ -101,7 +101,7 @@ def test_a_successor_takes_over_and_the_dead_are_not_heard() -> None:
     async def scenario() -> None:
         heard = Heard()
         front = FrontChannel(heard)
-        await front.start()
+        await front.start(fresh_address())
         old = await join(front, heard, ZERO)
         front.forget(ZERO)
         front.forget(ONE)
@@ -125,14 +125,15 @@ def test_strangers_are_not_heard() -> None:
     async def scenario() -> None:
         heard = Heard()
         front = FrontChannel(heard)
-        await front.start()
-        guess = InstanceChannel(front.address, identity.new_token(), ZERO)
-        guess.send(abort(0))
+        await front.start(fresh_address())
+        forged = identity.pack(identity.Identity(b"m", ZERO, identity.new_incarnation())) + b"x"
+        guess = connect_dealer(front.address, forged)
+        guess.send(encode(abort(0)))
         anonymous = zmq.Context.instance().socket(zmq.DEALER)
         anonymous.linger = 0
         anonymous.connect(front.address)
         anonymous.send(b"hello")
-        await until(lambda: front.num_rejected == 2)
+        await until(lambda: front.rejections.num == 2)
         assert heard == []
         assert not front.send(ZERO, abort(1))
         guess.close()
@@ -147,9 +148,9 @@ def test_nonsense_of_an_instance_is_reported() -> None:
         faults: list[tuple[InstanceId, MalformedMessage]] = []
         heard = Heard()
         front = FrontChannel(heard, on_fault=lambda who, error: faults.append((who, error)))
-        await front.start()
+        await front.start(fresh_address())
         me = identity.Identity(b"m", ONE, identity.new_incarnation())
-        socket = connect_dealer(front.address, identity.pack(me, front.token))
+        socket = connect_dealer(front.address, identity.pack(me))
         socket.send(b"\xff\xff")
         socket.send_multipart([b"two", b"frames"])
         await until(lambda: len(faults) == 2)
@@ -175,8 +176,8 @@ def test_an_error_of_the_callback_reaches_the_loop_and_stops_nothing() -> None:
             heard.append(message)
 
         front = FrontChannel(on_event)
-        await front.start()
-        instance = InstanceChannel(front.address, front.token, ZERO)
+        await front.start(fresh_address())
+        instance = InstanceChannel(front.address, ZERO)
         for number in range(3):
             instance.send(abort(number))
         await until(lambda: len(heard) == 2)
@@ -191,7 +192,7 @@ def test_the_heart_beats_while_the_loop_is_busy() -> None:
     async def scenario() -> None:
         heard = Heard()
         front = FrontChannel(heard)
-        await front.start()
+        await front.start(fresh_address())
         instance = await join(front, heard, ONE)
         instance.start_heartbeat(0.002)
         await until(lambda: len(heard) >= 5)
@@ -204,13 +205,13 @@ def test_the_heart_beats_while_the_loop_is_busy() -> None:
     asyncio.run(scenario())
 
 
-def test_an_instance_may_come_before_the_front(tmp_path: Path) -> None:
+def test_an_instance_may_come_before_the_front() -> None:
     async def scenario() -> None:
-        address, token = f"ipc://{tmp_path}/front", identity.new_token()
-        early = InstanceChannel(address, token, ZERO)
+        address = fresh_address()
+        early = InstanceChannel(address, ZERO)
         early.send(abort(7))
         heard = Heard()
-        front = FrontChannel(heard, token=token)
+        front = FrontChannel(heard)
         await front.start(address)
         await until(lambda: heard == [(ZERO, abort(7))])
         early.close()
@@ -224,7 +225,7 @@ def test_close_before_start() -> None:
 
 
 def test_poll_gives_up() -> None:
-    instance = InstanceChannel("tcp://127.0.0.1:9", identity.new_token(), ZERO)
+    instance = InstanceChannel(fresh_address(), ZERO)
     assert instance.poll(0.001) == []
     assert len(instance.poll_sockets) == 1
     instance.close()

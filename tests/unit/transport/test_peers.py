@@ -1,4 +1,5 @@
-from collections.abc import Callable, Iterator, Mapping
+import logging
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
@@ -7,13 +8,13 @@ import zmq
 from kunserve.core.ids import GroupId, InstanceId, RequestId, StepId
 from kunserve.core.messages import Abort, Activation, Message
 from kunserve.core.step import StepPlan
-from kunserve.transport import identity
-from kunserve.transport.codec import MalformedMessage
+from kunserve.transport import identity, sockets
+from kunserve.transport.codec import MalformedMessage, encode
 from kunserve.transport.peers import PeerLinks, PeerMail
-from kunserve.transport.sockets import EXPEDITED, connect_dealer
+from kunserve.transport.sockets import ANY_PORT, EXPEDITED, connect_dealer
+from tests.unit.transport.addresses import fresh_address
 
 ZERO, ONE, TWO = InstanceId(0), InstanceId(1), InstanceId(2)
-TOKEN = identity.new_token()
 
 
 def activation(step: int) -> Activation:
@@ -35,7 +36,7 @@ def receive(links: PeerLinks, count: int) -> list[PeerMail]:
 
 @pytest.fixture
 def links() -> Iterator[list[PeerLinks]]:
-    made = [PeerLinks(InstanceId(i), TOKEN) for i in range(3)]
+    made = [PeerLinks(InstanceId(i), fresh_address()) for i in range(3)]
     addresses = {InstanceId(i): each.address for i, each in enumerate(made)}
     for each in made:
         each.connect(addresses)
@@ -73,8 +74,8 @@ def test_everyone_reaches_everyone(links: list[PeerLinks]) -> None:
 def test_an_activation_is_pending_until_it_has_left(
     links: list[PeerLinks], eventually: Callable[..., object]
 ) -> None:
-    nowhere = PeerLinks(ZERO, TOKEN)
-    nowhere.connect({ONE: "tcp://127.0.0.1:9"})
+    nowhere = PeerLinks(ZERO, fresh_address())
+    nowhere.connect({ONE: fresh_address()})
     assert not nowhere.activations_pending()
     nowhere.send(ONE, activation(0), memoryview(bytes(1000)))
     assert not nowhere.activations_pending(), "small ones are copied"
@@ -97,7 +98,7 @@ def test_no_such_peer(links: list[PeerLinks]) -> None:
 def test_a_restarted_peer_has_a_new_address(links: list[PeerLinks]) -> None:
     links[0].send(ONE, abort(0))
     receive(links[1], 1)
-    successor = PeerLinks(ONE, TOKEN)
+    successor = PeerLinks(ONE, fresh_address())
     links[0].connect({ONE: successor.address})
     links[0].send(ONE, abort(1))
     assert receive(successor, 1) == [PeerMail(abort(1), None)]
@@ -115,14 +116,16 @@ def test_leaving_and_coming_back(links: list[PeerLinks]) -> None:
         assert receive(links[1], 1) == [PeerMail(abort(number), None)]
 
 
-def test_strangers_and_nonsense(links: list[PeerLinks]) -> None:
-    stranger = PeerLinks(TWO, identity.new_token())
-    stranger.connect({ZERO: links[0].address})
-    stranger.send(ZERO, abort(0))
-    assert links[0].poll(10.0) == []
-    assert links[0].num_rejected == 1
+def test_strangers_and_nonsense(links: list[PeerLinks], caplog: pytest.LogCaptureFixture) -> None:
+    stranger = connect_dealer(links[0].address, b"somebody")
+    for number in range(100):
+        stranger.send(encode(abort(number)))
+    with caplog.at_level(logging.WARNING):
+        while links[0].rejections.num < 100:
+            assert links[0].poll(10.0) == []
+    assert caplog.text.count("rejected messages of strangers wire=peers") == 1, "not one by one"
     me = identity.Identity(b"p", TWO, identity.new_incarnation())
-    liar = connect_dealer(links[0].address, identity.pack(me, TOKEN))
+    liar = connect_dealer(links[0].address, identity.pack(me))
     for frames in ([b"\xff"], [b"1", b"2", b"3"]):
         liar.send_multipart(frames)
         with pytest.raises(MalformedMessage):
@@ -131,36 +134,38 @@ def test_strangers_and_nonsense(links: list[PeerLinks]) -> None:
     stranger.close()
 
 
-class FakePort:
-    address = "tcp://127.0.0.1:1"
+def test_a_queue_that_nobody_reads_is_bounded(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(sockets, "MAX_QUEUED", 5)
+    links = PeerLinks(ZERO, fresh_address())
+    links.connect({ONE: fresh_address()})
+    payload = memoryview(bytes(20))
+    told = [links.send(ONE, activation(number), payload) for number in range(9)]
+    assert told == [True] * 5 + [False] * 4
+    assert "queue full, message dropped instance=1" in caplog.text
+    links.close()
 
-    def __init__(self) -> None:
-        self.known: dict[InstanceId, str] = {}
-        self.pending: Callable[[], bool] | None = None
 
-    def connect(self, addresses: Mapping[InstanceId, str]) -> None:
-        self.known = dict(addresses)
-
-    def yield_to(self, activations_pending: Callable[[], bool]) -> None:
-        self.pending = activations_pending
-
-
-def test_one_address_connects_the_mover_too() -> None:
-    ports = [FakePort(), FakePort()]
-    ends = [PeerLinks(InstanceId(i), TOKEN, port) for i, port in enumerate(ports)]
-    addresses = {InstanceId(i): end.address for i, end in enumerate(ends)}
-    for end in ends:
-        end.connect(addresses)
-    assert ports[0].known == {ONE: FakePort.address}
-    assert ports[1].known == {ZERO: FakePort.address}
-    assert ports[0].pending is not None and not ports[0].pending()
-    ends[0].send(ONE, abort(1))
-    assert receive(ends[1], 1) == [PeerMail(abort(1), None)]
-    for end in ends:
+def test_a_frame_of_any_size_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sockets, "MAX_FRAME_BYTES", 100_000)
+    taker, giver = (PeerLinks(InstanceId(i), fresh_address()) for i in range(2))
+    giver.connect({ZERO: taker.address})
+    giver.send(ZERO, activation(0), memoryview(bytes(99_000)))
+    assert len(receive(taker, 1)) == 1
+    giver.send(ZERO, activation(1), memoryview(bytes(101_000)))
+    # The connection ends; the next one brings the next message.
+    giver.connect({})
+    giver.connect({ZERO: taker.address})
+    giver.send(ZERO, activation(2), memoryview(bytes(10)))
+    assert [mail.message for mail in receive(taker, 1)] == [activation(2)]
+    for end in (taker, giver):
         end.close()
 
 
-def test_links_are_marked_for_the_network(links: list[PeerLinks]) -> None:
-    (inbox,) = links[0].poll_sockets
+def test_links_are_marked_for_the_network() -> None:
+    links = PeerLinks(ZERO, ANY_PORT)
+    (inbox,) = links.poll_sockets
     assert not isinstance(inbox, int)
     assert inbox.getsockopt(zmq.TOS) == EXPEDITED
+    links.close()

@@ -126,7 +126,8 @@ def test_demand_that_does_not_fill_memory_is_explained() -> None:
     assert "memory is not filling" in said.reason
 
 
-def test_a_restore_is_called_off_when_memory_is_short() -> None:
+def restoring() -> tuple[Brain, int, int]:
+    """A pipeline that loads its layers, its leader, and an instance that stands alone."""
     brain = Brain(4)
     brain.controller.force_drop(None, brain.now_s)
     brain.pass_time()
@@ -135,8 +136,36 @@ def test_a_restore_is_called_off_when_memory_is_short() -> None:
     (single, *_) = (members for members in brain.groups if len(members) == 1)
     brain.report(pair[0])
     assert brain.take(LoadLayers)
-    brain.report(single[0], **SHORT)
-    assert {instance_id for instance_id, _ in brain.take(Rollback)} == set(pair)
+    return brain, pair[0], single[0]
+
+
+def test_a_restore_is_called_off_by_the_group_that_it_squeezes() -> None:
+    brain, leader, _ = restoring()
+    narrowed = {"capacity_blocks": 100, "num_running": 4, "used_blocks": 20}
+    brain.report(leader, **narrowed)
+    assert not brain.take(Rollback)
+    brain.report(leader, **narrowed, num_waiting=9, head_of_line_blocks=81, waiting_blocks=99)
+    members = set(brain.group_of(leader).members)
+    assert {instance_id for instance_id, _ in brain.take(Rollback)} == members
+
+
+def test_a_restore_goes_on_while_another_group_is_short() -> None:
+    brain, _, single = restoring()
+    brain.report(single, **SHORT)
+    assert not brain.take(Rollback)
+    assert brain.take(Prepare), "and the short group is relieved meanwhile"
+
+
+def test_a_pipeline_is_restored_while_another_group_is_short() -> None:
+    brain = Brain(3, max_group_size=2)
+    brain.controller.force_drop(None, brain.now_s)
+    brain.pass_time()
+    brain.complete()
+    (leader,) = (members[0] for members in brain.groups if len(members) == 2)
+    (single,) = (members[0] for members in brain.groups if len(members) == 1)
+    brain.report(single, **SHORT)
+    brain.report(leader)
+    assert brain.take(LoadLayers)
 
 
 def test_a_drop_by_hand_is_one_merge_or_as_many_as_the_bytes_need() -> None:

@@ -220,7 +220,7 @@ def say_no(cluster: FakeCluster, member: InstanceId) -> None:
             cluster.post = post  # type: ignore[method-assign]
         post(src, dst, message, hidden)
 
-    letters = cluster._links.get((member, None), ())
+    letters = cluster.links.get((member, None), ())
     for index, letter in enumerate(letters):
         message = decode(letter.data)
         if isinstance(message, Prepared | LayersLoaded):
@@ -267,11 +267,25 @@ def test_a_member_hears_nothing(kind: Kind, moment: str, member: int) -> None:
     scene = Scene.set_up(kind, moment)
     deaf = [link(other, member) for other in (None, *MEMBERS) if other != member]
     scene.cluster.run_except(lambda action: any(blocks(action) for blocks in deaf))
-    if scene.outcome != "running" or scene.phase not in PATIENCE_S:
+    if scene.outcome != "running" or scene.phase not in (Phase.LOADING, Phase.PREPARING):
         scene.prove_it_can_be_done()  # it had heard enough
         return
     scene.cluster.pass_time(PATIENCE_S[Phase.LOADING] + 1.0)
     scene.prove_rolled_back()
+
+
+@on_every_member
+@pytest.mark.parametrize("kind", ["drop", "restore"])
+def test_a_member_hears_nothing_of_the_commit(kind: Kind, member: int) -> None:
+    """The others wait for it in vain, and start anew; it finds its way when its mail comes."""
+    scene = Scene.set_up(kind, "all are ready, unheard")
+    deaf = [link(other, member) for other in (None, *MEMBERS) if other != member]
+    scene.cluster.run_except(lambda action: any(blocks(action) for blocks in deaf))
+    assert scene.phase is Phase.COMMITTING
+    scene.cluster.pass_time(PATIENCE_S[Phase.COMMITTING] + 100.0)
+    assert scene.outcome.startswith("failed: no answer from instances"), scene.outcome
+    scene.cluster.finish()
+    assert [len(layout.stages) for layout in scene.cluster.groups()] == [1, 1, 1]
 
 
 # A member is lost

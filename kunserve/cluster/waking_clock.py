@@ -1,15 +1,15 @@
-"""The clock by which the front judges others. It stands still while the front itself does."""
+"""A clock that stands still while its own process does."""
 
 from collections.abc import Callable
 
 MAX_STRIDE_S = 0.5
-"""Longest time that passes between two looks at the clock; a running front looks every 0.1 s."""
+"""Longest time that passes between two looks at the clock; a running process looks every 0.1 s."""
 
 
-class FrontClock:
-    """Monotonic time without the front's own pauses.
+class WakingClock:
+    """Monotonic time without the pauses of the process that reads it.
 
-    A front that was stopped (a debugger, Ctrl-Z, a suspended laptop) has not listened meanwhile.
+    A process that was stopped (a debugger, Ctrl-Z, a suspended laptop) has not listened meanwhile.
     So the pause counts for nobody's deadline, because nobody could have been heard in it.
     """
 

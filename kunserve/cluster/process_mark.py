@@ -1,0 +1,74 @@
+"""A mark by which a process on this machine is found again, by others than its parent."""
+
+import asyncio
+import contextlib
+import os
+import signal
+from pathlib import Path
+
+
+def mark_of(pid: int) -> str | None:
+    """A process's number and start, so that another with its number is told from it."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    # Field 3 is the state and field 22 the start, as counted from 1 in proc(5).
+    return None if fields[0] in "ZX" else f"{pid}:{fields[19]}"
+
+
+def open_marked(mark: str) -> int | None:
+    """A descriptor of the marked process; None if it has ended."""
+    pid = pid_of(mark)
+    with contextlib.suppress(OSError):
+        fd = os.pidfd_open(pid)
+        if mark_of(pid) == mark:
+            return fd
+        os.close(fd)
+    return None
+
+
+def pid_of(mark: str) -> int:
+    """The process's number."""
+    return int(mark.partition(":")[0])
+
+
+def kill_marked(mark: str) -> None:
+    """SIGKILL the marked process, if it still runs."""
+    fd = open_marked(mark)
+    if fd is not None:
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(fd, signal.SIGKILL)
+        os.close(fd)
+
+
+class FoundProcess:
+    """A process that an earlier front of this machine started. Belongs to one event loop."""
+
+    said = b""
+    """Its standard output went to that front."""
+
+    def __init__(self, mark: str, fd: int) -> None:
+        """``fd`` is of ``open_marked``."""
+        self.mark = mark
+        self.pid = pid_of(mark)
+        self._fd = fd
+        self._ended = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(fd, self._see_end)
+
+    def _see_end(self) -> None:
+        self._loop.remove_reader(self._fd)
+        os.close(self._fd)
+        self._ended.set()
+
+    async def wait(self) -> str:
+        """Wait for its end; a process that is no child tells nobody its exit code."""
+        await self._ended.wait()
+        return "it ended"
+
+    def kill(self) -> None:
+        """SIGKILL, unless it has ended."""
+        if not self._ended.is_set():
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._fd, signal.SIGKILL)

@@ -1,0 +1,108 @@
+"""From one front to the next: what it takes over from the one before it, and what it leaves."""
+
+import asyncio
+import hashlib
+import logging
+import secrets
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+
+import kunserve
+from kunserve.cluster.launch import FakeSettings, InstanceProcess, Launcher
+from kunserve.cluster.lease import LeaseTerms
+from kunserve.cluster.run_folder import RunFolder, RunState
+from kunserve.core.config import KunServeConfig, ServerConfig
+from kunserve.core.ids import InstanceId
+from kunserve.transport.codec import MESSAGE_TYPES
+from kunserve.transport.socket_folder import SocketFolder
+
+logger = logging.getLogger(__name__)
+
+IDS_PER_FRONT = 1_000_000
+"""Ids of groups and transitions that one front may use: instances rely on ids that grow."""
+END_S = 10.0
+"""How long instances of no use may take to end, before new ones start beside them."""
+
+
+class Succession:
+    """The front's account in its run folder."""
+
+    def __init__(
+        self, folder: Path, config: KunServeConfig, fake: FakeSettings | None, launcher: Launcher
+    ) -> None:
+        """Become the front of this folder. Raises ConfigError when another one is."""
+        self._folder = RunFolder(folder)
+        self._grace_s = config.cluster.front_grace_s
+        self._settings = settings_digest(config, fake)
+        self._front = secrets.token_hex(8)
+        earlier = self._folder.read()
+        self._epoch = 0 if earlier is None else earlier.epoch + 1
+        self._found: dict[InstanceId, InstanceProcess] = {}
+        self._is_of_use = earlier is not None and earlier.settings == self._settings
+        if earlier is not None:
+            found = {i: launcher.find(mark) for i, mark in earlier.marks.items()}
+            self._found = {i: one for i, one in found.items() if one is not None}
+        if self._found and earlier is not None and self._is_of_use:
+            self.sockets = SocketFolder(Path(earlier.socket_folder))
+        else:
+            if earlier is not None:
+                SocketFolder(Path(earlier.socket_folder)).remove()
+            self.sockets = SocketFolder()
+
+    @property
+    def first_id(self) -> int:
+        """The first id of a group or a transition that no earlier front has used."""
+        return self._epoch * IDS_PER_FRONT
+
+    async def take_over(self) -> dict[InstanceId, InstanceProcess]:
+        """The earlier front's instances that run; those of other settings are ended."""
+        if self._found and self._is_of_use:
+            logger.info("instances found running instances=%s", sorted(self._found))
+            return self._found
+        if self._found:
+            logger.info("instances of other settings are ended instances=%s", sorted(self._found))
+            await self._end_found()
+        return {}
+
+    async def _end_found(self) -> None:
+        """End the earlier front's instances: they are of no use."""
+        ends = [asyncio.ensure_future(process.wait()) for process in self._found.values()]
+        for process in self._found.values():
+            process.kill()
+        self._found = {}
+        if ends:
+            _, late = await asyncio.wait(ends, timeout=END_S)
+            for end in late:
+                end.cancel()
+
+    def lease(self) -> LeaseTerms:
+        """What an instance that is started now is told of its front."""
+        return LeaseTerms(str(self._folder.path), self._front, self._grace_s)
+
+    def note(self, marks: dict[InstanceId, str]) -> None:
+        """For the next front: which processes run. From now on they may know this front."""
+        self._folder.write(
+            RunState(
+                front=self._front,
+                epoch=self._epoch,
+                settings=self._settings,
+                socket_folder=str(self.sockets.path),
+                marks=marks,
+            )
+        )
+
+    def close(self) -> None:
+        """All instances have ended: nothing is left for a next front."""
+        self._folder.remove()
+
+
+def settings_digest(config: KunServeConfig, fake: FakeSettings | None) -> str:
+    """Equal for fronts whose instances do for each other: all settings but the HTTP server's,
+    and the language that processes talk to each other.
+    """
+    language = [(kind.__name__, kind.__annotations__) for kind in MESSAGE_TYPES]
+    instances = msgspec.json.encode((replace(config, server=ServerConfig()), fake))
+    words = f"{kunserve.__version__} {language}".encode()
+    return hashlib.sha256(words + instances).hexdigest()

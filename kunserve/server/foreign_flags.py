@@ -1,0 +1,78 @@
+"""Flags of vLLM that ``kunserve serve`` does not have: refused by name, with what to do instead."""
+
+from collections.abc import Sequence
+
+import click
+
+_ON_CPU = "KunServe runs on CPUs"
+_ONE_MODEL = "KunServe serves the model as it is"
+_NOT_THERE = "KunServe does not do this"
+
+FLAGS = {
+    "--model": "give the model as the first argument: kunserve serve MODEL",
+    "--tensor-parallel-size": "each instance holds the whole model; see --num-instances",
+    "-tp": "each instance holds the whole model; see --num-instances",
+    "--pipeline-parallel-size": "pipelines form when memory runs out; see --overload-policy",
+    "-pp": "pipelines form when memory runs out; see --overload-policy",
+    "--data-parallel-size": "use --num-instances",
+    "-dp": "use --num-instances",
+    "--gpu-memory-utilization": "use --instance-memory",
+    "--num-gpu-blocks-override": "use --kv-cache-memory-bytes",
+    "--swap-space": "use --overload-policy",
+    "--cpu-offload-gb": _ON_CPU,
+    "--device": _ON_CPU,
+    "--enforce-eager": _ON_CPU,
+    "--compilation-config": _ON_CPU,
+    "--distributed-executor-backend": "instances are processes on this machine",
+    "--enable-prefix-caching": _NOT_THERE,
+    "--no-enable-prefix-caching": "there is no prefix cache, so leave the flag out",
+    "--enable-chunked-prefill": "prompts are always cut into chunks, so leave the flag out",
+    "--no-enable-chunked-prefill": "prompts are always cut into chunks",
+    "--kv-cache-dtype": "KV has the type of the weights; see --dtype",
+    "--quantization": "weights are expanded when they are loaded; see --load-format",
+    "-q": "weights are expanded when they are loaded; see --load-format",
+    "--revision": "give the folder of the revision instead of the hub id",
+    "--trust-remote-code": "no code of a model's repository is ever run",
+    "--tokenizer-mode": "only fast tokenizers are used",
+    "--chat-template": _ONE_MODEL + "; edit its tokenizer_config.json",
+    "--hf-overrides": _ONE_MODEL,
+    "--rope-scaling": _ONE_MODEL,
+    "--enable-lora": _NOT_THERE,
+    "--lora-modules": _NOT_THERE,
+    "--speculative-config": _NOT_THERE,
+    "--enable-auto-tool-choice": _NOT_THERE,
+    "--tool-call-parser": _NOT_THERE,
+    "--reasoning-parser": _NOT_THERE,
+    "--guided-decoding-backend": _NOT_THERE,
+    "--scheduling-policy": "requests run in the order of their arrival",
+    "--max-log-len": "prompts are never logged",
+    "--disable-log-requests": "requests are never logged, so leave the flag out",
+    "--no-enable-log-requests": "requests are never logged, so leave the flag out",
+    "--enable-log-requests": _NOT_THERE,
+    "--disable-log-stats": "statistics are logged only while there is work, so leave the flag out",
+    "--uvicorn-log-level": _NOT_THERE,
+    "--root-path": "let the proxy strip the path",
+    "--ssl-keyfile": "put a proxy with TLS in front",
+    "--ssl-certfile": "put a proxy with TLS in front",
+    "--allowed-origins": "put a proxy that answers CORS in front",
+    "--config": "give the settings as flags",
+}
+
+
+class ServeCommand(click.Command):
+    """Says why a flag that other servers have is not there."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """See ``click.Command``."""
+        refuse_foreign(args)
+        return super().parse_args(ctx, args)
+
+
+def refuse_foreign(args: Sequence[str]) -> None:
+    """Raise a usage error for the first flag of ``FLAGS``; what follows ``--`` is no flag."""
+    for arg in args:
+        if arg == "--":
+            return
+        flag = arg.partition("=")[0].replace("_", "-") if arg.startswith("-") else arg
+        if flag in FLAGS:
+            raise click.UsageError(f"{flag} is not supported: {FLAGS[flag]}.")

@@ -1,0 +1,131 @@
+"""A front in a process of its own, over fake instances: ``python -m tests.front_process``.
+
+    FOLDER NUM_INSTANCES FAULTS SETTINGS    arguments; the last one is JSON of ``ClusterConfig``
+
+It reads commands line by line and answers each with a line of JSON.
+
+    submit NAME MAX_TOKENS | drop | restore | kill N | finish | state | leave
+"""
+
+import asyncio
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from benchmarks.faulty_instance import program_of
+from kunserve.cluster.launch import LocalLauncher
+from kunserve.cluster.local import LocalCluster
+from kunserve.core.ids import InstanceId
+from tests.live_cluster import FAKE, Client, config
+
+
+async def serve(folder: str, num_instances: str, faults: str, settings: str) -> None:
+    cluster = await LocalCluster.start(
+        config(int(num_instances), **json.loads(settings)),
+        vocab_size=FAKE.vocab_size,
+        fake=FAKE,
+        launcher=LocalLauncher(program_of(Path(faults))),
+        run_folder=Path(folder),
+    )
+    client = Client(cluster)
+    lines = asyncio.StreamReader()
+    loop = asyncio.get_running_loop()
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
+    print(json.dumps("serving"), flush=True)
+    async for line in lines:
+        words = line.decode().split()
+        if words[0] == "leave":
+            break
+        print(json.dumps(await answer(cluster, client, words)), flush=True)
+    await cluster.close()
+    print(json.dumps("gone"), flush=True)
+
+
+async def answer(cluster: LocalCluster, client: Client, words: list[str]) -> Any:
+    match words:
+        case ["submit", name, max_tokens]:
+            client.submit(name, max_tokens=int(max_tokens))
+            await client.all_flow(2)
+        case ["drop"]:
+            return await cluster.drop(None)
+        case ["restore"]:
+            return await cluster.restore()
+        case ["kill", number]:
+            await cluster.kill(InstanceId(int(number)))
+        case ["finish"]:
+            await client.all_done()
+        case ["state"]:
+            state, vitals = cluster.state(), cluster.vitals()
+            return {
+                "pids": [cluster.pid_of(InstanceId(i)) for i in range(vitals.num_instances)],
+                "groups": [[list(stage) for stage in group.stages] for group in state.groups],
+                "ids": [group.group_id for group in state.groups],
+                "used_blocks": sum(load.used_blocks for load in state.loads),
+                "missing": vitals.num_missing,
+                "errors": vitals.num_errors,
+            }
+    return "done"
+
+
+class Front:
+    """A front that a test starts, asks and kills."""
+
+    def __init__(
+        self, folder: Path, num_instances: int, faults: Path, settings: dict[str, object]
+    ) -> None:
+        arguments = [str(folder), str(num_instances), str(faults), json.dumps(settings)]
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.front_process", *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def hear(self) -> Any:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line, "the front has died"
+        return json.loads(line)
+
+    def ask(self, command: str) -> Any:
+        assert self.process.stdin is not None
+        self.process.stdin.write(command + "\n")
+        self.process.stdin.flush()
+        return self.hear()
+
+    def die(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def pause(self) -> None:
+        self.process.send_signal(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        self.process.send_signal(signal.SIGCONT)
+
+    def __enter__(self) -> "Front":
+        assert self.hear() == "serving"
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self.process.poll() is None:
+            if kind is None:
+                assert self.ask("leave") == "gone"
+                self.process.wait(60.0)
+            self.die()
+        for pipe in (self.process.stdin, self.process.stdout):
+            assert pipe is not None
+            pipe.close()
+
+
+if __name__ == "__main__":
+    asyncio.run(serve(*sys.argv[1:]))

@@ -1,0 +1,83 @@
+"""``kunserve serve``: what its flags take, and what it says of those it does not have."""
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+import uvloop
+from click.testing import CliRunner
+
+import kunserve.server.command as command
+from kunserve.core.config import MIB, KunServeConfig, ModelConfig
+from kunserve.core.errors import ConfigError
+from kunserve.server.command import config_from_flags, serve_command
+from kunserve.server.foreign_flags import FLAGS
+from kunserve.server.launch import check_length
+from tests.unit.server.test_costs import SPEC
+
+
+def parsed(*args: str) -> KunServeConfig:
+    return config_from_flags(serve_command.make_context("serve", list(args)).params)
+
+
+def refused(*args: str) -> str:
+    result = CliRunner().invoke(serve_command, list(args))
+    assert result.exit_code == 2, result.output
+    return result.output
+
+
+@pytest.mark.parametrize("flag", ["-h", "--help"])
+def test_help_shows_examples_as_they_are_typed(flag: str) -> None:
+    text = CliRunner().invoke(serve_command, [flag]).output
+    assert "\\b" not in text and "\b" not in text
+    assert "  kunserve serve smollm2-135m\n" in text
+
+
+def test_the_server_runs_on_uvloop(monkeypatch: pytest.MonkeyPatch) -> None:
+    loops: list[type] = []
+
+    async def run_server(_config: KunServeConfig) -> None:
+        loops.append(type(asyncio.get_running_loop()))
+
+    monkeypatch.setattr(command, "run_server", run_server)
+    assert CliRunner().invoke(serve_command, []).exit_code == 0
+    assert loops == [uvloop.Loop]
+
+
+def test_a_small_number_without_a_unit_is_no_size() -> None:
+    assert "write 600MiB" in refused("--instance-memory", "600")
+    assert "write 1048575MiB" in refused("--kv-cache-memory-bytes", "1048575")
+    assert parsed("--instance-memory", "600b").instance.memory_bytes == 600
+    assert parsed("--instance-memory", "600MiB").instance.memory_bytes == 600 * MIB
+    assert parsed("--kv-cache-memory-bytes", "1048576").instance.kv_cache_memory_bytes == MIB
+
+
+@pytest.mark.parametrize("flag", sorted(FLAGS))
+def test_flags_of_other_servers_are_refused_with_a_reason(flag: str) -> None:
+    said = " ".join(refused("smollm2-135m", flag, "1").split())
+    assert f"{flag} is not supported: {FLAGS[flag]}." in said
+
+
+def test_other_spellings_of_those_flags() -> None:
+    assert "--num-instances" in refused("--tensor_parallel_size=2")
+    assert "No such option" in refused("--no-such-flag")
+
+
+def test_our_flags_are_not_among_those_refused() -> None:
+    ours = {name for parameter in serve_command.params for name in parameter.opts}
+    assert not ours & set(FLAGS)
+
+
+def test_a_length_that_the_model_was_not_made_for_is_refused() -> None:
+    def with_length(max_model_len: int | None) -> KunServeConfig:
+        return replace(KunServeConfig(), model=ModelConfig(max_model_len=max_model_len))
+
+    for length in (None, 1, SPEC.max_position):
+        check_length(with_length(length), SPEC)
+    with pytest.raises(ConfigError, match="513 is more than the 512 tokens"):
+        check_length(with_length(513), SPEC)
+
+
+def test_generation_config() -> None:
+    assert parsed().model.generation_config == "auto"
+    assert parsed("--generation-config", "vllm").model.generation_config == "vllm"
