@@ -67,9 +67,11 @@ Examples
 @_workload("--dataset-name", type=click.Choice(_DATASETS),
            help="random, lengths: drawn lengths at --request-rate; bursty: a built-in window "
            "with two overload spikes; the others replay a file at its own times.")
-@_workload("--dataset-path", type=_FILE, help="The trace; for lengths, a CSV of input,output.")
+@_workload("--dataset-path", type=_FILE,
+           help="The trace; for lengths, a CSV of input,output. Or a name of `kunserve data`.")
 @_workload("--lengths-path", type=_FILE,
-           help="CSV (.csv, .csv.gz) whose lengths replace those of the dataset.")
+           help="CSV (.csv, .csv.gz), or a name of `kunserve data`, whose lengths replace those of "
+           "the dataset.")
 @_workload("--num-prompts", type=click.IntRange(min=1),
            help="Requests at most. Default: 1000; for bursty and traces, all there are.")
 @_workload("--request-rate", type=_POSITIVE,

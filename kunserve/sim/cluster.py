@@ -1,6 +1,6 @@
 """The simulated driver: real controller and real agents over simulated bodies, links and time."""
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -380,19 +380,16 @@ class SimCluster:
         self._heap.after(TICK_S, self._tick)
 
     def _obey(self) -> None:
-        behind_s: dict[InstanceId, float] = {}
+        behind_s: dict[InstanceId, float] = defaultdict(float)  # the tokens of those before it
         for command in self.controller.drain():
             if isinstance(command, Deliver):
                 command.client(command.token)
             elif isinstance(command, Send):
                 instance_id, message = command
                 if not isinstance(message, Connect):  # a simulated instance needs no addresses
-                    # Requests that are sent in one go wait for one another's tokens.
-                    late_s = behind_s.get(instance_id, 0.0)
-                    behind_s[instance_id] = late_s + tokens_s(message, self.profile)
-                    self._heap.after(
-                        self._latency_s + late_s, self._from_controller, instance_id, message
-                    )
+                    delay_s = self._latency_s + behind_s[instance_id]
+                    behind_s[instance_id] += tokens_s(message, self.profile)
+                    self._heap.after(delay_s, self._from_controller, instance_id, message)
             else:
                 self._carry_out(command)
             if self._watcher is not None:

@@ -15,8 +15,8 @@ One `System`, one result record, one table, one set of figures and one report se
     rounds = 1                     # real only (default 3): runs of each system, in turns (ABBA)
 
     [workload]                     # compare.settings.WorkloadSettings
-    trace = "azure.csv.gz"         # omitted: the built-in bursty window
-    lengths = "longbench.csv"
+    trace = "azure-2023-conv"      # omitted: the built-in bursty window
+    lengths = "longbench"
     max_total_tokens = 32768
     start_s = 20.0
     end_s = 220.0
@@ -29,9 +29,8 @@ One `System`, one result record, one table, one set of figures and one report se
 A base is named relative to the file that names it, and may have a base of its own. Tables
 (``[workload]``, ``[setup]``) are merged key by key; everything else is replaced whole.
 
-The name of a data file is looked up by `experiment_file.find_data`: beside the TOML file, then in
-``data/`` beside the TOML file's folder. A file that is in neither place is an error that says
-how to get it.
+A trace or lengths are a data set that ``kunserve data`` lists, by its name, or a file, relative
+to the TOML file. A data set that is not on this machine is an error that says how to get it.
 
 **A run is one line of results.jsonl**, written as soon as the run ends. Its key is (world, system,
 load, seed, round, digest of settings and workload). A run whose key is there is not run again.

@@ -47,7 +47,7 @@ def test_the_document_has_the_tables_that_the_committed_results_give() -> None:
 
 def test_what_is_committed_of_a_run_can_be_read_again(tmp_path: Path) -> None:
     results = load(RESULTS / "simulated" / "ablation.jsonl")
-    latencies = {"ttft_ms": (100.0, 100.0, 1e6), "tpot_ms": (10.0, 10.0, 10.0)}
+    latencies = {"ttft_ms": (100, 100, 1_000_000), "tpot_ms": (10.0, 10.0, 10.0)}
     one = replace(results[0], ttft_p50_s=0.1, tpot_p50_s=0.01, **latencies)
     path = tmp_path / "some.jsonl"
     path.write_bytes(kept([one]))
