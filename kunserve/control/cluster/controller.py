@@ -163,7 +163,7 @@ class Controller:
     def rejoin(self, events: Sequence[Rejoin], now_s: float) -> None:
         """Instances of an earlier front: those that come together may stand in one group again."""
         self._recovery.rejoin(events)
-        self._requests.rehome()
+        self._requests.place()
         self._overload.watch(now_s)
 
     def _ready(self, event: Ready, now_s: float) -> None:
