@@ -78,8 +78,8 @@ class WorkloadSettings:
     start_s: float = 0.0
     end_s: float | None = None
     """The part of the trace that is replayed."""
-    duration_s: float = 640.0
-    """Of the built-in window."""
+    duration_s: float = 400.0
+    """Of the built-in window: long enough that its spikes fill the memory of a GPU."""
     spike_factor: float | None = None
     """Height of the built-in window's spikes over its base rate. None: 3.5 and 4.5."""
     max_total_tokens: int | None = None

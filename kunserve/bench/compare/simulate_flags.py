@@ -81,7 +81,7 @@ def _built_in(
         workload = replace(workload, lengths=DEFAULT_LENGTHS, max_total_tokens=tokens)
     if rate is None:
         few = workload_of(replace(workload, rate=1.0), 1.0, seed=0)
-        rate = filling_rate(build_scenario(setup, few))
+        rate = filling_rate(build_scenario(setup, few), workload.duration_s)
         print(f"--request-rate {rate:g}: about where the window's spikes fill the KV memory")
     return replace(workload, rate=rate)
 

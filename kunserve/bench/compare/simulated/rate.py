@@ -3,15 +3,18 @@
 from kunserve.bench.compare.simulated.scenario import Scenario
 from kunserve.core.ids import RequestId
 from kunserve.core.step import Chunk
-from kunserve.workload.bursty import peak_over_mean
+from kunserve.workload.bursty import SPIKES, peak_over_mean
 
-HEADROOM = 1.15
-"""Times the balanced rate: a spike ends before the balance is reached."""
+STEADY, FILLING_S = 0.75, 26.0
+"""The rate at which memory fills, over the balanced rate, is STEADY + FILLING_S / spike: a short
+spike ends before the balance is reached. From simulations of Qwen2.5-14B on eight A800."""
+MOST = 2.0
+"""Above it compute runs out long before memory."""
 _NOBODY = RequestId("nobody")
 
 
-def filling_rate(scenario: Scenario) -> float:
-    """Mean requests per second of the built-in window whose spikes fill the KV memory.
+def filling_rate(scenario: Scenario, window_s: float) -> float:
+    """Mean requests per second of the built-in window, ``window_s`` long, that fill the KV memory.
 
     At the peak an instance gets as many requests as it completes when its memory is full. One
     request takes the time of its prompt, and of as many decodes as it has tokens. A decode counts
@@ -35,4 +38,6 @@ def filling_rate(scenario: Scenario) -> float:
     decode_s = (step_s([prompt[0], *decodes]) - step_s([prompt[0]])) / num_running
     prompt_s = sum(step_s([chunk]) for chunk in prompt)
     busy_s = prompt_s + num_out * decode_s
-    return float(f"{HEADROOM * scenario.num_instances / busy_s / peak_over_mean():.2g}")
+    spike_s = max(spike.end - spike.start for spike in SPIKES) * window_s
+    headroom = min(MOST, STEADY + FILLING_S / spike_s)
+    return float(f"{headroom * scenario.num_instances / busy_s / peak_over_mean():.2g}")
