@@ -1,6 +1,7 @@
 # make install   an environment in .venv with everything built
 # make demo      the story on a real model
-# make check     what CI checks (needs an installed environment)
+# make check     what CI checks: lint, types, contracts, docs, tests (needs an installed environment)
+# make docs      the site, served at http://localhost:8001 while you write
 # make test      install, then check
 # make hunt      the property tests once more, with examples drawn anew
 # make experiments   the paper's figures, simulated: an hour, goes on where it stopped
@@ -10,7 +11,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 KERNEL_FILES := $(wildcard kunserve/engine/kernels/csrc/*) kunserve/engine/kernels/build.py
 
-.PHONY: install demo check slow hunt test experiments clean
+.PHONY: install demo check docs slow hunt test experiments clean
 .DELETE_ON_ERROR:
 
 install: $(VENV)/.kernels
@@ -48,7 +49,11 @@ check:
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 	$(BIN)/pytest
+
+docs: install
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve --dev-addr localhost:8001
 
 slow: install
 	$(BIN)/pytest -m slow

@@ -1,5 +1,6 @@
 """``kunserve demo``: a question, then the same burst served by two systems, on a real model."""
 
+import http.client
 import json
 import urllib.request
 from collections.abc import Iterator
@@ -90,7 +91,7 @@ def answer(url: str, model: str, question: str) -> Iterator[str]:
     body = {
         "model": model,
         "messages": [{"role": "user", "content": question}],
-        "max_tokens": 32,
+        "max_completion_tokens": 32,
         "temperature": 0,
         "stream": True,
     }
@@ -104,7 +105,7 @@ def answer(url: str, model: str, question: str) -> Iterator[str]:
             for line in response:
                 payload = line.removeprefix(b"data: ").strip()
                 if payload and payload != b"[DONE]":
-                    for choice in json.loads(payload)["choices"]:
+                    for choice in json.loads(payload).get("choices", ()):
                         yield choice["delta"].get("content") or ""
-    except OSError as error:
+    except (OSError, http.client.HTTPException) as error:
         raise ServerUnreachable(f"{url}: {error}") from None

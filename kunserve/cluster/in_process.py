@@ -15,6 +15,7 @@ from kunserve.cluster.fake import FakeBody, FakeModel
 from kunserve.control.arrays import Int32Array
 from kunserve.control.cluster.commands import (
     Deliver,
+    LogQuarantine,
     LogReason,
     LogTransition,
     Respawn,
@@ -212,7 +213,7 @@ class InProcessCluster:
         self.members[instance_id] = Member(InstanceAgent(config, body, mover), body, mover)
         self.post(instance_id, None, Ready(spec, NOWHERE, self._max_model_len, "fake"))
 
-    def kill_instance(self, instance_id: InstanceId) -> None:
+    def kill_instance(self, instance_id: InstanceId, *, is_deliberate: bool = True) -> None:
         """An instance dies; mail that it has sent may still arrive."""
         del self.members[instance_id]
         for src, dst in list(self.links):
@@ -221,7 +222,7 @@ class InProcessCluster:
         # What it told the controller came before the connection broke.
         while self.links.get((instance_id, None)):
             self.perform(Delivery(instance_id, None))
-        self.controller.lost(instance_id, "killed", self.now_s)
+        self.controller.lost(instance_id, "killed", self.now_s, is_deliberate=is_deliberate)
         self.carry_out()
 
     def restart_front(self, *, loses_mail: bool = False) -> None:
@@ -418,7 +419,7 @@ class InProcessCluster:
                     self.scale_ups.append(reason)
                 case ScaleDown(instance_id):
                     self.given_back.append(instance_id)
-                case LogReason():
+                case LogReason() | LogQuarantine():
                     pass
 
     # Proof

@@ -31,6 +31,7 @@ from kunserve.control.cluster.commands import (
     Client,
     ControlCommand,
     Deliver,
+    LogQuarantine,
     LogReason,
     LogTransition,
     Respawn,
@@ -267,6 +268,8 @@ class LocalCluster:
                 log_transition(record)
             case LogReason(group_id, reason):
                 logger.info("nothing done group=%d reason=%r", group_id, reason)
+            case LogQuarantine(request_id, reason):
+                logger.warning("quarantine request=%s: %s", request_id, reason)
             case ScaleUp(reason):
                 logger.warning("scale_up_wanted reason=%r", reason)
             case ScaleDown():

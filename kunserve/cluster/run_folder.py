@@ -119,6 +119,13 @@ class RunFolder:
         fresh.write_bytes(msgspec.json.encode(state))
         fresh.replace(self.path / "state.json")
 
+    def clear(self) -> None:
+        """Forget the front before this one, and its sockets."""
+        (self.path / "state.json").unlink(missing_ok=True)
+        for place in self.path.iterdir():
+            if place.is_dir():
+                shutil.rmtree(place, ignore_errors=True)
+
     def remove(self) -> None:
         """The cluster is gone. Callable twice."""
         shutil.rmtree(self.path, ignore_errors=True)

@@ -16,7 +16,7 @@ from kunserve.cluster.run_folder import RunFolder, RunState
 from kunserve.core.config import KunServeConfig, ServerConfig
 from kunserve.core.ids import InstanceId
 from kunserve.transport.codec import MESSAGE_TYPES
-from kunserve.transport.socket_folder import SocketFolder
+from kunserve.transport.socket_folder import SocketFolder, has_room
 
 logger = logging.getLogger(__name__)
 
@@ -47,14 +47,21 @@ class Succession:
         if self._found and earlier is not None and self._is_of_use:
             self.sockets = SocketFolder(Path(earlier.socket_folder))
         else:
-            if earlier is not None:
-                SocketFolder(Path(earlier.socket_folder)).remove()
-            self.sockets = SocketFolder()
+            self._folder.clear()
+            self.sockets = SocketFolder(self._place_for_sockets())
 
     @property
     def first_id(self) -> int:
         """The first id of a group or a transition that no earlier front has used."""
         return self._epoch * IDS_PER_FRONT
+
+    def _place_for_sockets(self) -> Path | None:
+        """Where no instance of an earlier front calls; None if that has no room for a path."""
+        place = self._folder.path / self._front[:8]
+        if not has_room(place):
+            return None
+        place.mkdir(mode=0o700)
+        return place
 
     async def take_over(self) -> dict[InstanceId, InstanceProcess]:
         """The earlier front's instances that run; those of other settings are ended."""

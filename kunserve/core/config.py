@@ -139,6 +139,9 @@ class ServerConfig:
     max_num_queued_reqs: int | None = None
     """Waiting requests beyond which new ones are shed with 503; None is no limit."""
     max_num_queued_tokens: int | None = None
+    request_timeout_s: float | None = None
+    """A request that has not ended after this long ends with an error; None is no limit. Without
+    one, a request that no instance can take ends after ``cluster.start_timeout_s``."""
     shutdown_timeout_s: float = 30.0
     """How long SIGTERM waits for in-flight requests."""
     max_connections: int = 4096

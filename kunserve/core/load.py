@@ -136,6 +136,10 @@ class GroupLoad:
     """Requests sent that the report does not know of (``LoadReport.num_received``)."""
     unreported_blocks: int = 0
     """KV blocks that those need."""
+    num_returning: int = 0
+    """Waiting requests in the report that were taken back since, or are about to be."""
+    returning_blocks: int = 0
+    """KV blocks that those need, about."""
     prompt_tokens_per_s: float = 0.0
     """Lately computed; 0 when unknown."""
     formed_s: float | None = None
@@ -155,12 +159,21 @@ class GroupLoad:
         return self.report.sequence_number > 0
 
     @property
+    def num_waiting(self) -> int:
+        """Requests that wait there and are not about to leave."""
+        return max(0, self.report.num_waiting - self.num_returning)
+
+    @property
     def demand_blocks(self) -> int:
         """Running demand with growth, the queue's head, and what is on its way."""
-        return self.report.demand_blocks + self.unreported_blocks
+        demand = self.report.demand_blocks + self.unreported_blocks
+        if self.num_returning and self.num_waiting == 0:
+            demand -= self.report.head_of_line_blocks
+        return demand
 
     @property
     def need_blocks(self) -> int:
         """Demand with the whole queue: the paper's memory demand of all queued requests."""
-        queue = self.report.waiting_blocks - self.report.head_of_line_blocks
-        return self.demand_blocks + queue
+        report = self.report
+        queue = max(0, report.waiting_blocks - self.returning_blocks)
+        return report.used_blocks + report.growth_blocks + queue + self.unreported_blocks

@@ -147,6 +147,14 @@ class ClusterState:
     num_restores: int
     num_unplaced: int = 0
     """Live requests that no group has: until one can take them."""
+    num_moved: int = 0
+    """Waiting requests that changed groups so far."""
+    num_quarantined: int = 0
+    """Requests that ran alone so far, because instances died that ran them among others."""
+    num_guilty: int = 0
+    """Those of them whose instance died then too: they ended with an error."""
+    num_missing: int = 0
+    """Instances that are not there: being started, loading, or given up."""
     reasons: tuple[str, ...] = ()
     """Why nothing is done about groups whose load asks for something: one line per group."""
     stage_times: tuple[StageTime, ...] = ()

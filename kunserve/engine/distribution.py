@@ -13,7 +13,7 @@ Row = npt.NDArray[np.float32]
 Ids = npt.NDArray[np.int64]
 
 _BLOCK = 256
-_SHARES = (2.0**-7, 2.0**-14, 0.0)
+_SHARES = (2.0**-7, 2.0**-10, 2.0**-12, 2.0**-14, 2.0**-16, 2.0**-20, 0.0)
 """Weights, relative to the largest, above which candidates for ``top_p`` are looked for."""
 
 
@@ -45,14 +45,21 @@ def largest(values: Row, count: int) -> Ids:
     """Ids of the ``count`` largest values, largest first, lower id first among equals."""
     if count <= 0:
         return np.empty(0, dtype=np.int64)
-    whole = len(values) // _BLOCK * _BLOCK
-    ids = np.arange(len(values))
-    if count < whole // _BLOCK:
-        # As many blocks have a maximum of at least ``bound``, so as many values have.
-        maxima = values[:whole].reshape(-1, _BLOCK).max(axis=1)
-        bound = np.partition(maxima, -count)[-count]
-        ids = np.flatnonzero(values >= bound)
+    if count >= len(values):
+        ids = np.arange(len(values))
+    else:
+        ids = np.flatnonzero(values >= _bound_of(values, count))
     return ids[np.argsort(-values[ids], kind="stable")][:count]
+
+
+def _bound_of(values: Row, count: int) -> np.float32:
+    """What at least ``count`` of the values reach, and not many more."""
+    whole = len(values) // _BLOCK * _BLOCK
+    if count < whole // _BLOCK:
+        # As many blocks have a maximum of at least the bound, so as many values have.
+        values = values[:whole].reshape(-1, _BLOCK).max(axis=1)
+    bound: np.float32 = np.partition(values, -count)[-count]
+    return bound
 
 
 def _weights(logits: Row, temperature: float) -> Row:

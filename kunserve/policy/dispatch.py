@@ -4,7 +4,7 @@ Load, as Llumnix has it, is ``(running demand + head-of-line queue) / capacity``
 about 100 ms old, so what was sent since is added: a burst inside one report period spreads.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -31,12 +31,27 @@ def choose_group(groups: Iterable[GroupLoad], request_blocks: int) -> GroupId | 
     return None if best is None else best[2]
 
 
+def choose_empty(
+    groups: Iterable[GroupLoad], request_blocks: int, num_at: Mapping[GroupId, int]
+) -> GroupId | None:
+    """The group with the fewest requests of those that can hold the request; None of none.
+
+    Ties go to the higher group id: the one formed last.
+    """
+    ranked = [
+        (num_at[group.group_id], -group.group_id)
+        for group in groups
+        if request_blocks <= group.capacity_blocks
+    ]
+    return GroupId(-min(ranked)[1]) if ranked else None
+
+
 def _rank(group: GroupLoad, request_blocks: int) -> tuple[bool, float, GroupId]:
     report = group.report
     demand = group.demand_blocks + request_blocks
-    queues = demand > group.capacity_blocks or report.num_waiting > 1
+    queues = demand > group.capacity_blocks or group.num_waiting > 1
     if queues:
-        demand += report.waiting_blocks - report.head_of_line_blocks
+        demand = group.need_blocks + request_blocks
     return queues, demand / group.capacity_blocks, report.group_id
 
 

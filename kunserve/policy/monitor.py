@@ -30,7 +30,7 @@ from typing import NamedTuple
 
 from kunserve.core.config import OverloadConfig
 from kunserve.core.ids import GroupId
-from kunserve.core.load import GroupLoad
+from kunserve.core.load import GroupLoad, LoadReport
 
 SMOOTHING_S = 1.0
 """Time constant of the slopes of demand and use."""
@@ -199,15 +199,22 @@ def _forecast(blocks: int, slope: float, config: OverloadConfig) -> float:
     return blocks + max(0.0, slope) * config.forecast_s
 
 
+def free_blocks(report: LoadReport) -> int:
+    """Blocks that the next admission may use, at least."""
+    capacity = report.capacity_blocks
+    return capacity - max(1, int(HEADROOM * capacity)) - report.used_blocks
+
+
 def _missing_blocks(load: GroupLoad, trend: GroupTrend, config: OverloadConfig) -> int:
     """Blocks that the group lacks, now or by the forecast; 0 if memory holds nothing up."""
     report = load.report
     capacity = report.capacity_blocks
-    room = capacity - max(1, int(HEADROOM * capacity)) - report.used_blocks
-    blocked = report.num_waiting > 0 and report.head_of_line_blocks > room
+    blocked = load.num_waiting > 0 and report.head_of_line_blocks > free_blocks(report)
+    # What was preempted waits: if all that waits is taken elsewhere, nothing is short here.
+    preempted = trend.preempted and (load.num_waiting > 0 or load.num_returning == 0)
     demand = _forecast(load.demand_blocks, trend.demand_slope, config)
     used = _forecast(report.used_blocks, trend.used_slope, config)
-    if not (blocked or trend.preempted or (demand > capacity and used > capacity)):
+    if not (blocked or preempted or (demand > capacity and used > capacity)):
         return 0
     return max(1, load.need_blocks - capacity, math.ceil(demand - capacity))
 

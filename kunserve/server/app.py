@@ -79,7 +79,9 @@ def create_app(
     return app
 
 
-async def _answer_error(_http: HttpRequest, error: Exception) -> Response:
+async def _answer_error(http: HttpRequest, error: Exception) -> Response:
+    front: Front = http.app.state.front
+    front.metrics.refused(error)
     return error_answer(error)
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import httptools
 from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from kunserve.core.errors import Overloaded
@@ -166,6 +167,12 @@ class FrontProtocol(HttpToolsProtocol):
         if 0 < len(self.pipeline) < MAX_PIPELINED:
             # A connection that is not read does not tell that its client is gone.
             self.flow.resume_reading()
+
+    def on_body(self, body: bytes) -> None:
+        """Keep a piece of a body; those of all requests on the connection have one bound."""
+        super().on_body(body)
+        if self.pipeline and sum(len(cycle.body) for cycle in self._cycles) > HIGH_WATER_LIMIT:
+            self.flow.pause_reading()
 
     def on_message_complete(self) -> None:
         """The body is here; a request that wants an upgrade is not begun yet."""

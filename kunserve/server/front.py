@@ -2,7 +2,7 @@
 
 from kunserve.cluster.api import EngineClient
 from kunserve.core.config import KunServeConfig
-from kunserve.core.errors import ModelNotFound, Overloaded, Unavailable
+from kunserve.core.errors import ModelNotFound, Unavailable
 from kunserve.model.generation_config import SamplingDefaults
 from kunserve.server.body import BodyReader
 from kunserve.server.generation import Generation, Interrupted
@@ -48,17 +48,11 @@ class Front:
         if model is not None and model != self.model_name:
             raise ModelNotFound(f"The model `{model[:200]}` does not exist.")
         if self.draining:
-            refusal = Unavailable("The server is shutting down.")
-            self.metrics.refused(refusal)
-            raise refusal
+            raise Unavailable("The server is shutting down.")
 
     def enter(self, generation: Generation) -> None:
         """Start a generation and keep it until ``leave``. Raises what ``submit`` raises."""
-        try:
-            generation.start()
-        except (Overloaded, Unavailable) as refusal:
-            self.metrics.refused(refusal)
-            raise
+        generation.start()
         self._in_flight.add(generation)
 
     def leave(self, generation: Generation, reason: Exception) -> None:

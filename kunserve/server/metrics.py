@@ -12,11 +12,16 @@ from kunserve.cluster.api import EngineClient
 from kunserve.core.errors import Overloaded, Unavailable
 from kunserve.core.request import FinishReason, Request
 from kunserve.server.cluster_metrics import ClusterMetrics
+from kunserve.server.errors import TooManyBodies
 from kunserve.server.histogram import Histogram
 
 ALL_ENGINES = "all"
 """``engine`` label of what the front measures: a request may change engines while it runs."""
-REFUSAL_REASONS = ("queue_full", "unavailable")
+REFUSAL_REASONS = {
+    Overloaded: "queue_full",
+    Unavailable: "unavailable",
+    TooManyBodies: "too_many_bodies",
+}
 
 # vLLM's buckets, in seconds.
 _TAIL = (5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
@@ -112,7 +117,7 @@ class FrontMetrics(Collector):
         self.registry.register(self.cluster)
         self.arrivals = 0
         """Requests that the engine took; refused ones are not among them."""
-        self.refusals = dict.fromkeys(REFUSAL_REASONS, 0)
+        self.refusals = dict.fromkeys(REFUSAL_REASONS.values(), 0)
         self.prompt_tokens = 0
         self.generation_tokens = 0
         self.finished: Counter[FinishReason] = Counter()
@@ -152,9 +157,11 @@ class FrontMetrics(Collector):
         """The engine took a request."""
         self.arrivals += 1
 
-    def refused(self, refusal: Overloaded | Unavailable) -> None:
-        """An HTTP request was answered 503 instead of being begun."""
-        self.refusals["queue_full" if isinstance(refusal, Overloaded) else "unavailable"] += 1
+    def refused(self, error: Exception) -> None:
+        """An HTTP request was answered with an error; those that are 503 are counted."""
+        for kind, reason in REFUSAL_REASONS.items():
+            if isinstance(error, kind):
+                self.refusals[reason] += 1
 
     def exposition(self) -> bytes:
         """The text of ``/metrics``."""
@@ -180,7 +187,7 @@ class FrontMetrics(Collector):
         yield success
         refused = CounterMetricFamily(
             "vllm:admission_rejections",
-            "HTTP requests refused with 503: a queue is full, or no instance takes any.",
+            "HTTP requests that were refused with 503, by reason.",
             labels=[*labels, "reason"],
         )
         for why, count in self.refusals.items():

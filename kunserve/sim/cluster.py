@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from kunserve.control.cluster.commands import (
     ControlCommand,
     Deliver,
+    LogQuarantine,
     LogReason,
     LogTransition,
     Respawn,
@@ -207,7 +208,7 @@ class SimCluster:
 
     def _lost(self, instance_id: InstanceId) -> None:
         self._note("lost", instance_id)
-        self.controller.lost(instance_id, "killed", self._heap.now_s())
+        self.controller.lost(instance_id, "killed", self._heap.now_s(), is_deliberate=True)
         self._obey()
 
     def _report_due(self, instance: _Instance) -> None:
@@ -409,7 +410,7 @@ class SimCluster:
             case ScaleDown(instance_id):
                 self.num_given_back += 1
                 self._remove(instance_id)
-            case LogReason():
+            case LogReason() | LogQuarantine():
                 pass
 
     def _note(self, kind: str, *details: Any) -> None:

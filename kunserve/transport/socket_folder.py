@@ -37,12 +37,17 @@ def address_in(folder: Path | str, name: str) -> str:
     return f"ipc://{folder}/{name}"
 
 
+def has_room(folder: Path) -> bool:
+    """Whether paths of sockets in the folder are short enough for the system."""
+    return len(os.fsencode(folder)) <= LONGEST_PATH_BYTES - 2 * _LONGEST_NAME
+
+
 def _make() -> Path:
     """A new folder of mode 0700, where paths may be short enough; ConfigError if there is none."""
     tried = []
     # Containers often allow writing to shared memory only.
     for parent in (_temporary(), Path("/tmp"), Path("/dev/shm")):
-        if parent is None or len(os.fsencode(parent)) > LONGEST_PATH_BYTES - 2 * _LONGEST_NAME:
+        if parent is None or not has_room(parent):
             continue
         try:
             return Path(tempfile.mkdtemp(prefix="kunserve-", dir=parent))

@@ -1,10 +1,17 @@
-"""Servers that comparisons start themselves do not outlive them."""
+"""Server processes from outside: they end with who started them, and survive their front."""
 
+import json
+import os
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
+import httpx
 import pytest
+
+from kunserve.cluster.process_mark import mark_of
+from tests.conftest import wait_until
 
 _HOLD = """
 import sys, time
@@ -26,3 +33,62 @@ def test_a_comparison_that_is_terminated_stops_its_server() -> None:
         assert holder.wait(60.0) == 143
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection((host, int(port)), timeout=5.0)
+
+
+def _serve(port: int, log: Path) -> subprocess.Popen[bytes]:
+    flags = ["--load-format", "dummy", "--instance-memory", "600MiB", "--port", str(port)]
+    command = [sys.executable, "-m", "kunserve.cli", "serve", "smollm2-135m", *flags]
+    with log.open("ab") as file:
+        return subprocess.Popen(command, stdout=file, stderr=file)
+
+
+def _text(url: str) -> str:
+    body = {"model": "smollm2-135m", "prompt": "The sea", "max_tokens": 8, "temperature": 0}
+    answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60.0)
+    assert answer.status_code == 200, answer.text
+    text: str = answer.json()["choices"][0]["text"]
+    return text
+
+
+@pytest.mark.timeout(300)
+def test_the_same_command_takes_the_instances_of_a_killed_server_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No weights are loaded: the processes are the same, and so is what they say."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    url, log = f"http://127.0.0.1:{port}", tmp_path / "log"
+    state = tmp_path / f"kunserve-{os.getuid()}-127.0.0.1-{port}" / "state.json"
+
+    def is_whole() -> bool:
+        try:
+            health = httpx.get(f"{url}/health", timeout=10.0)
+        except httpx.HTTPError:
+            return False
+        return bool(health.json() == {"status": "ok", "instances": 2, "instances_missing": 0})
+
+    first = _serve(port, log)
+    second = None
+    try:
+        wait_until(is_whole, 100.0)
+        text, marks = _text(url), json.loads(state.read_bytes())["marks"]
+        first.kill()
+        first.wait()
+        second = _serve(port, log)
+        wait_until(is_whole, 100.0)
+        assert json.loads(state.read_bytes())["marks"] == marks
+        assert _text(url) == text
+        second.terminate()
+        assert second.wait(60.0) == 0
+        assert not state.exists()
+        assert not [mark for mark in marks.values() if mark_of(int(mark.split(":")[0])) == mark]
+    except BaseException:
+        print(log.read_text())
+        raise
+    finally:
+        for process in (first, second):
+            if process is not None:
+                process.kill()
+                process.wait()

@@ -5,6 +5,7 @@ from typing import Any
 from kunserve.control.cluster.commands import (
     ControlCommand,
     Deliver,
+    LogQuarantine,
     LogReason,
     LogTransition,
     Respawn,
@@ -33,6 +34,7 @@ from kunserve.core.messages import (
     Prepare,
     Prepared,
     Ready,
+    ReturnWaiting,
     Rollback,
     Shutdown,
     Submit,
@@ -106,6 +108,8 @@ def _command(command: ControlCommand) -> str | None:
             )
         case ScaleUp(reason):
             return f"scale up: {reason}"
+        case LogQuarantine(request_id, reason):
+            return f"quarantine {request_id}: {reason}"
         case ScaleDown(instance_id):
             return f"scale down {instance_id}"
     raise AssertionError(command)
@@ -132,6 +136,8 @@ def _told(message: Message) -> str | None:
             return f"load {message.transition_id}: within {message.capacity_blocks}, {sources}"
         case Commit(transition_id) | Rollback(transition_id):
             return f"{type(message).__name__.lower()} {transition_id}"
+        case ReturnWaiting(request_ids):
+            return f"return {len(request_ids)} waiting"
         case Abort(request_id):
             return f"abort {request_id}"
         case Migrate() | HandOff() | EndMigration() | Shutdown():

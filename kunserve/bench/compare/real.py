@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -62,10 +63,17 @@ def run_jobs(
     jobs: Sequence[RealJob], setup: RealSetup, say: Callable[[str], None]
 ) -> Iterator[Outcome]:
     """One job after the other, each with a server of its own."""
-    for number, job in enumerate(jobs, start=1):
+    began_s = time.monotonic()
+    for number, job in enumerate(jobs):
         place = job.place
-        say(f"run {number} of {len(jobs)}: {place.system}, load {place.load:g}, seed {place.seed}, "
-            f"round {place.round + 1}")  # fmt: skip
+        took_s = time.monotonic() - began_s
+        left = (
+            f", about {took_s / number * (len(jobs) - number) / 60:.0f} min left" if number else ""
+        )
+        say(
+            f"run {number + 1} of {len(jobs)}{left}: {place.system}, load {place.load:g}, "
+            f"seed {place.seed}, round {place.round + 1}"
+        )
         system = find_system(place.system)
         done = run_system(
             system, setup, job.workload, seed=place.seed, trace_to=job.trace_to, say=say

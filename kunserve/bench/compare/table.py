@@ -35,11 +35,9 @@ class Cell:
     num_runs: int
 
     def shown(self, form: str) -> str:
-        """``12 (10-15)``; the range is left out where there is one run."""
-        text = format(self.median, form)
-        if self.num_runs == 1:
-            return text
-        return f"{text} ({format(self.least, form)}-{format(self.most, form)})"
+        """``12 (10-15)``; the range is left out where all runs show the same."""
+        least, median, most = (format(v, form) for v in (self.least, self.median, self.most))
+        return median if least == most else f"{median} ({least}-{most})"
 
 
 def cell(runs: Sequence[RunResult], pick: Pick) -> Cell | None:

@@ -38,8 +38,8 @@ def _against(group: AtLoad, name: str) -> list[str]:
     for label, pick in numbers:
         theirs, ours = cell(group.by_system[first], pick), cell(group.by_system[name], pick)
         if theirs is not None and ours is not None and ours.median > 0 and theirs.median > 0:
-            parts.append(f"{label} {_times(theirs.median / ours.median)}"
-                         f"{_by_run(group, first, name, pick)}")  # fmt: skip
+            ratio = theirs.median / ours.median
+            parts.append(f"{label} {_times(ratio)}{_by_run(group, first, name, pick, ratio)}")
     return [f"{name} against {first}: {', '.join(parts)}."] if parts else []
 
 
@@ -50,11 +50,11 @@ def _times(ratio: float) -> str:
     return f"{ratio:.1f}x lower" if ratio > 1 else f"{1 / ratio:.1f}x higher"
 
 
-def _by_run(group: AtLoad, first: str, name: str, pick: Pick) -> str:
-    """The range of the ratio over pairs of runs of the same seed and round."""
+def _by_run(group: AtLoad, first: str, name: str, pick: Pick, ratio: float) -> str:
+    """The range over pairs of runs of the same seed and round, the way round that is above 1."""
     theirs = {(r.seed, r.round): pick(r) for r in group.by_system[first]}
     ratios = [
-        before / after
+        before / after if ratio > 1 else after / before
         for run in group.by_system[name]
         for before, after in [(theirs.get((run.seed, run.round)), pick(run))]
         if before and after

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import NamedTuple, TypeAlias
 
-from kunserve.core.ids import GroupId, InstanceId
+from kunserve.core.ids import GroupId, InstanceId, RequestId
 from kunserve.core.messages import Message, TokenOutput
 from kunserve.core.snapshots import TransitionRecord
 
@@ -44,6 +44,13 @@ class LogReason(NamedTuple):
     reason: str
 
 
+class LogQuarantine(NamedTuple):
+    """What becomes of a request that may be what killed instances: one line for the log."""
+
+    request_id: RequestId
+    reason: str
+
+
 class ScaleUp(NamedTuple):
     """Nothing is left to drop: one more instance is needed."""
 
@@ -57,7 +64,7 @@ class ScaleDown(NamedTuple):
 
 
 ControlCommand: TypeAlias = (
-    Send | Deliver | Respawn | LogTransition | LogReason | ScaleUp | ScaleDown
+    Send | Deliver | Respawn | LogTransition | LogReason | LogQuarantine | ScaleUp | ScaleDown
 )
 
 

@@ -12,6 +12,7 @@ from kunserve.control.cluster.migrations import Migrations
 from kunserve.control.cluster.overload import OverloadControl
 from kunserve.control.cluster.placement import Placement
 from kunserve.control.cluster.recovery import Recovery
+from kunserve.control.cluster.redispatch import Redispatch
 from kunserve.control.cluster.requests import Requests
 from kunserve.control.cluster.scaling import Scaling
 from kunserve.control.cluster.transitions import Phase, Transition, Transitions
@@ -22,6 +23,7 @@ from kunserve.core.messages import (
     Committed,
     Event,
     ExchangeDone,
+    Formed,
     LayersLoaded,
     MigrationOver,
     MigrationReady,
@@ -30,6 +32,7 @@ from kunserve.core.messages import (
     Ready,
     Rejoin,
     Report,
+    Returned,
 )
 from kunserve.core.request import Request
 from kunserve.core.snapshots import ClusterState, Kind, StageTime
@@ -55,11 +58,19 @@ class Controller:
         self._scaling = scaling = Scaling(
             config.cluster, placement, transitions, requests, outbox, self._give_back
         )
+        self._redispatch = Redispatch(placement, requests, outbox)
         self._overload = OverloadControl(
             config.overload, block_size, placement, transitions, scaling, outbox
         )
         self._recovery = Recovery(
-            self._instances, placement, transitions, requests, self.balance, scaling, outbox
+            self._instances,
+            placement,
+            transitions,
+            requests,
+            self.balance,
+            scaling,
+            outbox,
+            config.scheduler.max_num_seqs,
         )
 
     def drain(self) -> list[ControlCommand]:
@@ -105,7 +116,7 @@ class Controller:
 
         ``client`` comes back with every token, in a ``Deliver`` command.
         """
-        self._requests.add(request, client)
+        self._requests.add(request, client, now_s)
         self._overload.watch(now_s)
 
     def cancel(self, request_id: RequestId) -> None:
@@ -123,6 +134,11 @@ class Controller:
         match event:
             case Outputs():
                 self._requests.take(event)
+            case Returned():
+                self._requests.returned(event)
+            case Formed():
+                self.placement.formed(event.group_id)
+                self._requests.place_if_changed()
             case Report():
                 self._report(event, now_s)
             case Ready():
@@ -147,7 +163,7 @@ class Controller:
     def rejoin(self, events: Sequence[Rejoin], now_s: float) -> None:
         """Instances of an earlier front: those that come together may stand in one group again."""
         self._recovery.rejoin(events)
-        self._requests.rehome()
+        self._requests.place()
         self._overload.watch(now_s)
 
     def _ready(self, event: Ready, now_s: float) -> None:
@@ -157,7 +173,7 @@ class Controller:
         self._requests.restarted(instance_id)
         self._instances.ready(event)
         self._instances.form_alone(instance_id)
-        self._requests.rehome()
+        self._requests.place()
         self._overload.watch(now_s)
 
     def _report(self, event: Report, now_s: float) -> None:
@@ -167,6 +183,8 @@ class Controller:
             return
         group.take(event.load, now_s)
         self.transitions.progressed(event.load.group_id, event.load.num_stalled, now_s)
+        self._redispatch.watch(now_s)
+        self._requests.place_if_changed()
         self._overload.watch(now_s)
         self.balance.watch()
 
@@ -187,6 +205,7 @@ class Controller:
         }
         old_leaders = [layout.leader for layout in record.groups_before]
         self._requests.relead(old_leaders, transition.followers, default)
+        self._requests.place()
 
     def _give_back(self, instance_id: InstanceId) -> None:
         """The instance has drained: forget it."""
@@ -198,9 +217,11 @@ class Controller:
         self.balance.end_with((instance_id,))
         self._outbox.add(ScaleDown(instance_id))
 
-    def lost(self, instance_id: InstanceId, reason: str, now_s: float) -> None:
-        """An instance died (paper section 4.4)."""
-        self._recovery.lost(instance_id, reason, now_s)
+    def lost(
+        self, instance_id: InstanceId, reason: str, now_s: float, *, is_deliberate: bool = False
+    ) -> None:
+        """An instance died (paper section 4.4), or was killed for a reason that is known."""
+        self._recovery.lost(instance_id, reason, now_s, is_deliberate=is_deliberate)
 
     # Overload
 
@@ -208,7 +229,11 @@ class Controller:
         """About ten times a second."""
         for transition in self.transitions.expire(now_s):
             self._recovery.give_up(transition, now_s)
-        self._requests.rehome()
+        limits = self._config
+        self._requests.expire(
+            now_s, limits.server.request_timeout_s, limits.cluster.start_timeout_s
+        )
+        self._requests.place_if_changed()
         self._overload.watch(now_s)
 
     def force_drop(self, num_bytes: int | None, now_s: float) -> list[TransitionId]:
@@ -235,8 +260,21 @@ class Controller:
             num_drops=self.transitions.num_drops,
             num_restores=self.transitions.num_restores,
             num_unplaced=self._requests.num_unplaced,
+            num_moved=self._requests.num_moved,
+            num_quarantined=self._requests.quarantine.num_quarantined,
+            num_guilty=self._requests.quarantine.num_guilty,
+            num_missing=self._num_missing,
             reasons=self._overload.reasons.texts,
         )
+
+    @property
+    def _num_missing(self) -> int:
+        standing = sum(
+            len(group.layout.stages)
+            for group in self.placement.groups.values()
+            if not group.is_forming
+        )
+        return max(0, self._config.cluster.num_instances - standing)
 
     def check(self) -> None:
         """Assert that placement is whole and that every live request has a living leader."""

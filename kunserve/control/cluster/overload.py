@@ -75,7 +75,8 @@ class OverloadControl:
         self.reasons.replace(excuses, now_s)
 
     def _group_loads(self) -> list[GroupLoad]:
-        busy, restoring = self._transitions.busy_groups, self._transitions.restoring_groups
+        restoring = self._transitions.restoring_groups
+        busy = self._transitions.busy_groups | self._placement.unready
         return [
             replace(
                 group.load,
@@ -143,7 +144,7 @@ class OverloadControl:
             required_blocks,
             first_id=self._placement.new_ids(len(layouts)),
             pressed=pressed,
-            untouchable=self._transitions.busy_groups | dwelling,
+            untouchable=self._transitions.busy_groups | dwelling | self._placement.unready,
             max_group_size=self._config.max_group_size,
             min_deep_gain=min_deep_gain,
             head_cost_layers=HEAD_COST_LAYERS,

@@ -2,7 +2,7 @@
 
 import math
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field
 
 from kunserve.core.ids import GroupId, InstanceId
@@ -30,6 +30,14 @@ class Group:
     unreported: deque[tuple[int, int]] = field(default_factory=deque)
     """(number of the submission to the leader, blocks), oldest first."""
     unreported_blocks: int = 0
+    is_forming: bool = False
+    """Its members may still be loading weights: no request is sent to it."""
+    num_returning: int = 0
+    returning_blocks: int = 0
+    """Waiting requests that were asked back, until a report shows that they are gone."""
+    asked_s: float = 0.0
+    is_returned: bool = False
+    """Whether they have come: the next report knows of it."""
     prompt_tokens_per_s: float = 0.0
     """Lately computed, for Retry-After."""
     step_s: float = 0.0
@@ -52,8 +60,19 @@ class Group:
             self.prompt_tokens_per_s += RATE_WEIGHT * (rate - self.prompt_tokens_per_s)
         self.report = report
         self._reported_s = now_s
+        self.is_forming = False
+        if self.is_returned:
+            self.num_returning = self.returning_blocks = 0
+            self.is_returned = False
         while self.unreported and self.unreported[0][0] <= report.num_received:
             self.unreported_blocks -= self.unreported.popleft()[1]
+        self._load = None
+
+    def asked_back(self, num_requests: int, num_blocks: int, now_s: float) -> None:
+        """The leader is told to return so many waiting requests."""
+        self.num_returning, self.returning_blocks = num_requests, num_blocks
+        self.asked_s = now_s
+        self.is_returned = False
         self._load = None
 
     @property
@@ -72,6 +91,8 @@ class Group:
                 undropped_blocks=self.undropped_blocks,
                 num_unreported=len(self.unreported),
                 unreported_blocks=self.unreported_blocks,
+                num_returning=self.num_returning,
+                returning_blocks=self.returning_blocks,
                 prompt_tokens_per_s=self.prompt_tokens_per_s,
             )
         return self._load
@@ -85,6 +106,14 @@ class Placement:
         self.groups: dict[GroupId, Group] = {}
         self.leaving: set[GroupId] = set()
         """Groups that get no more requests: their instances are given back once empty."""
+        self.expected: dict[GroupId, Group] = {}
+        """Groups that stand as soon as a commit under way is over: requests may wait for them."""
+        self._closing: dict[GroupId, tuple[GroupId, ...]] = {}
+        """Groups that become others in that commit: they get no more requests."""
+        self.reserved: GroupId | None = None
+        """Gets one request at a time, which runs alone."""
+        self.version = 0
+        """Changes whenever other groups may be sent requests than before."""
         self._next_id = first_id
 
     def new_ids(self, count: int) -> GroupId:
@@ -100,6 +129,7 @@ class Placement:
         leads: Mapping[InstanceId, int],
     ) -> None:
         """Groups become others; ``leads`` says how many requests with KV each new leader has."""
+        self.unexpect(old)
         reports = [self.groups[layout.group_id].report for layout in old]
         step_s = max(self.groups[layout.group_id].step_s for layout in old)
         self.remove(old)
@@ -113,14 +143,82 @@ class Placement:
 
     def add(self, layout: GroupLayout) -> None:
         """A group that stands now, with nothing in it."""
+        self.version += 1
+        self.groups[layout.group_id] = self._group(layout)
+
+    def _group(self, layout: GroupLayout) -> Group:
         blocks = group_capacity_blocks(layout, self.specs)
         undropped_blocks = undropped_capacity_blocks(layout, self.specs)
         nothing = LoadReport(layout.group_id, capacity_blocks=blocks)
-        self.groups[layout.group_id] = Group(layout, blocks, undropped_blocks, nothing)
+        return Group(layout, blocks, undropped_blocks, nothing)
+
+    def expect(self, old: Iterable[GroupLayout], new: Iterable[GroupLayout]) -> None:
+        """Groups are about to become others."""
+        self.version += 1
+        old, new = tuple(old), tuple(new)
+        reports = [self.groups[layout.group_id].report for layout in old]
+        for layout in new:
+            group = self._group(layout)
+            group.report = inherited(layout.group_id, group.capacity_blocks, reports, 1, len(new))
+            self.expected[layout.group_id] = group
+        for layout in old:
+            self._closing[layout.group_id] = tuple(layout.group_id for layout in new)
+
+    def unexpect(self, old: Iterable[GroupLayout]) -> None:
+        """What was expected of these groups has come, or will not."""
+        self.version += 1
+        for layout in old:
+            for group_id in self._closing.pop(layout.group_id, ()):
+                self.expected.pop(group_id, None)
+
+    def reserve(self, group_id: GroupId | None) -> None:
+        """Keep a group for one request that runs alone, or let it be as any other."""
+        if group_id != self.reserved:
+            self.version += 1
+            self.reserved = group_id
+
+    def formed(self, group_id: GroupId) -> None:
+        """The group can take requests."""
+        group = self.groups.get(group_id)
+        if group is not None and group.is_forming:
+            group.is_forming = False
+            self.version += 1
+
+    @property
+    def closing(self) -> Set[GroupId]:
+        """Groups in the middle of a commit."""
+        return self._closing.keys()
+
+    @property
+    def unready(self) -> set[GroupId]:
+        """Groups that must not change now: they form, or one request runs alone there."""
+        forming = {group_id for group_id, group in self.groups.items() if group.is_forming}
+        return forming if self.reserved is None else forming | {self.reserved}
+
+    @property
+    def num_missing(self) -> int:
+        """Instances that were ready once and stand in no group that can take requests now."""
+        return len(self.specs) - sum(
+            len(group.layout.stages) for group in self.groups.values() if not group.is_forming
+        )
+
+    def candidates(self, *, is_reserved: bool = False) -> list[Group]:
+        """Groups that stand and may be sent a request; the reserved one too if asked for."""
+        return [
+            group
+            for group_id, group in self.groups.items()
+            if not group.is_forming
+            and group_id not in self.leaving
+            and group_id not in self._closing
+            and (is_reserved or group_id != self.reserved)
+        ]
 
     def remove(self, layouts: Iterable[GroupLayout]) -> None:
         """Groups that stand no longer (unknown ones are fine)."""
+        self.version += 1
         for layout in layouts:
+            if layout.group_id == self.reserved:
+                self.reserved = None
             self.groups.pop(layout.group_id, None)
             self.leaving.discard(layout.group_id)
 
@@ -145,6 +243,9 @@ class Placement:
     def check(self) -> None:
         """Every instance stands in at most one group, and every group is whole."""
         assert self.leaving <= self.groups.keys(), self.leaving
+        assert self.reserved is None or self.reserved in self.groups, self.reserved
+        assert self._closing.keys() <= self.groups.keys(), self._closing
+        assert not self.expected.keys() & self.groups.keys(), self.expected
         seen: set[InstanceId] = set()
         for group in self.groups.values():
             num_layers = self.specs[group.layout.leader].num_layers

@@ -5,7 +5,7 @@ its transition          rolled back before the commit, failed after it; then its
 its requests            run again elsewhere, from the prompt and the tokens already delivered
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from kunserve.control.cluster.commands import Outbox, Respawn
 from kunserve.control.cluster.instances import Instances
@@ -54,6 +54,7 @@ class Recovery:
         migrations: Migrations,
         scaling: Scaling,
         outbox: Outbox,
+        max_num_seqs: int,
     ) -> None:
         self._instances = instances
         self._placement = placement
@@ -62,9 +63,15 @@ class Recovery:
         self._migrations = migrations
         self._scaling = scaling
         self._outbox = outbox
+        self._max_num_seqs = max_num_seqs
 
-    def lost(self, instance_id: InstanceId, reason: str, now_s: float) -> None:
-        """An instance died: its group's survivors start anew, its requests are run again."""
+    def lost(
+        self, instance_id: InstanceId, reason: str, now_s: float, *, is_deliberate: bool
+    ) -> None:
+        """An instance died: its group's survivors start anew, its requests are run again.
+
+        Whatever ran there may be why, unless the death was deliberate.
+        """
         if not self._instances.forget(instance_id):
             return
         affected = {instance_id}
@@ -79,20 +86,37 @@ class Recovery:
             else:
                 affected |= transition.members
                 self._transitions.fail(transition, died, now_s)
-        self._start_over(affected)
+        num_suspects = {} if is_deliberate else self._num_suspects(affected)
+        self._start_over(affected, num_suspects)
         self._outbox.add(Respawn(instance_id))
+
+    def _num_suspects(self, affected: set[InstanceId]) -> dict[InstanceId, int]:
+        """How many requests of each leader can have run in its last steps: those that came first.
+
+        The last report tells what ran then. Since then at most as many more have been admitted as
+        may run at once.
+        """
+        return {
+            group.layout.leader: group.report.num_running
+            + group.report.num_stalled
+            + self._max_num_seqs
+            for group in self._placement.groups.values()
+            if group.layout.leader in affected
+        }
 
     def give_up(self, transition: Transition, now_s: float) -> None:
         """Members of a committed transition do not answer: all of them start anew."""
         affected = transition.members
         self._transitions.fail(transition, transition.silence, now_s)
-        self._start_over(affected)
+        self._start_over(affected, {})
 
-    def _start_over(self, affected: set[InstanceId]) -> None:
+    def _start_over(
+        self, affected: set[InstanceId], num_suspects: Mapping[InstanceId, int]
+    ) -> None:
         self._form_anew(affected)
         self._scaling.keep_all()
         self._migrations.end_with(affected)
-        self._requests.rerun(affected)
+        self._requests.rerun(affected, num_suspects)
 
     def rejoin(self, events: Sequence[Rejoin]) -> None:
         """Instances of an earlier front are back: their groups stand again, without requests.

@@ -253,6 +253,7 @@ class Transitions:
         transition.phase, transition.phase_since_s = Phase.COMMITTING, now_s
         transition.waits_for = transition.members
         transition.exchanging = {g.group_id for g in transition.record.groups_after}
+        self._placement.expect(transition.record.groups_before, transition.record.groups_after)
         for member in sorted(transition.waits_for):
             self._outbox.send(member, Commit(transition.transition_id))
 
@@ -316,6 +317,7 @@ class Transitions:
 
     def fail(self, transition: Transition, reason: str, now_s: float) -> None:
         """A member died after the commit; the controller forms its groups anew."""
+        self._placement.unexpect(transition.record.groups_before)
         self._end(transition, Outcome.FAILED, reason, now_s)
 
     def progressed(self, group_id: GroupId, num_stalled: int, now_s: float) -> None:

@@ -55,7 +55,8 @@ def test_real_systems_run_in_turns_and_are_kept(servers: Servers, tmp_path: Path
     assert {"table.txt", "report.html", "timeline.png", "slo.png"} <= names
     assert len(read_run(tmp_path / "drop-round2.jsonl").records) == 20
     text = "\n".join(said)
-    assert "run 3 of 4: drop, load 1, seed 0, round 2" in text
+    assert "run 1 of 4: recompute, load 1, seed 0, round 1" in text
+    assert "run 3 of 4, about 0 min left: drop, load 1, seed 0, round 2" in text
     assert "recompute drop id=0" in text and "client lag P99 (ms)" in text
     assert "2 runs of each system" in (tmp_path / "table.txt").read_text()
     assert results[0].environment == {} and results[0].load_average == (0.5, 1.0)

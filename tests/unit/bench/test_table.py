@@ -1,5 +1,7 @@
 """Tables, objectives and verdicts: what they say, and what they must not say."""
 
+import dataclasses
+
 import pytest
 
 from kunserve.bench.compare.experiment import Experiment, World
@@ -48,6 +50,7 @@ def test_a_cell_is_the_median_with_its_range() -> None:
     group = at(*runs)
     assert line(group, "TTFT P99 (ms)") == ("lower", "200 (100-300)")
     assert line(group, "output tokens/s")[0] == "higher"
+    assert line(group, "completed") == ("higher", "200")
     assert "3 runs of each system: median (least-most)" in load_text(group)
 
 
@@ -134,4 +137,9 @@ def test_a_verdict_says_what_dropping_gained() -> None:
     ]
     first, second = verdict(Experiment(), [at(*runs)])
     assert "TTFT P50 4.0x lower (2.0-8.0x by run)" in first
+    slower = [
+        dataclasses.replace(run, system="drop" if run.system == "recompute" else "recompute")
+        for run in runs
+    ]
+    assert "TTFT P50 4.0x higher (2.0-8.0x by run)" in verdict(Experiment(), [at(*slower[::-1])])[0]
     assert second == "load 1: the KV memory is full after 1 s under recompute."

@@ -124,6 +124,16 @@ def test_a_pipelined_request_hides_no_disconnect(server: LiveServer, state: str)
     wait_until(lambda: server.engine.aborted)
 
 
+def test_pipelined_bodies_have_a_bound_together(server: LiveServer) -> None:
+    server.configure(held=True)
+    messages = post_bytes(PROMPT | {"user": "a" * 40_000}) * 1500
+    with server.connect() as connection:
+        connection.settimeout(2.0)
+        with pytest.raises(TimeoutError):  # the server has stopped to read
+            connection.sendall(messages)
+        server.configure(held=False)
+
+
 def until_a_late_header_is_refused(server: LiveServer) -> None:
     """Return when the deadline of a header that begins now has passed."""
     with server.connect() as connection:

@@ -5,7 +5,11 @@
  * softmax is online over the spans. A row's bits depend on its own query and on absolute key
  * positions only: a span that a row may not see multiplies by 1 and adds 0. */
 #define SPAN 64
-#define MAX_ROWS 36
+/* Rows of a piece: keys are packed once for all of them, so that many are a third faster than few
+ * in a long prompt. Fewer give every thread work where the step is short. */
+#define MAX_ROWS 144
+#define FEW_ROWS 36 /* >= MAX_HEADS_PER_KV_HEAD of attention.py */
+#define PIECES_PER_THREAD 4
 
 typedef struct {
   const kun_model *model;
@@ -268,11 +272,21 @@ INLINE long first_span(const attention_job *job, const attention_piece *piece) {
  * has most keys, first), then by kv head. */
 typedef struct {
   long sequence, before; /* `before` pieces belong to earlier sequences */
+  long per_piece;        /* queries */
 } piece_cursor;
+
+INLINE piece_cursor first_piece(const attention_job *job) {
+  long group = job->model->heads / job->model->kv_heads;
+  long work = job->batch->num_tokens * job->model->kv_heads;
+  long per_thread = work / (PIECES_PER_THREAD * kun_threads());
+  long least = FEW_ROWS / group, most = MAX_ROWS / group;
+  long per_piece = per_thread < least ? least : per_thread > most ? most : per_thread;
+  return (piece_cursor){0, 0, per_piece};
+}
 
 INLINE int take_piece(const attention_job *job, piece_cursor *at, attention_piece *piece) {
   const kun_batch *batch = job->batch;
-  long kv_heads = job->model->kv_heads, per_piece = MAX_ROWS * kv_heads / job->model->heads;
+  long kv_heads = job->model->kv_heads, per_piece = at->per_piece;
   long queries, runs, s, taken = pool_take();
   for (;; at->sequence++, at->before += runs * kv_heads) {
     s = at->sequence;
@@ -294,7 +308,7 @@ INLINE int take_piece(const attention_job *job, piece_cursor *at, attention_piec
 /* Run inside a pool job; the caller puts a barrier before and after. The next piece is known while
  * one is computed, so that its first keys are fetched in time. */
 static void attention_part(const attention_job *job, int thread) {
-  piece_cursor cursor = {0, 0};
+  piece_cursor cursor = first_piece(job);
   attention_piece pieces[2], *piece = &pieces[0], *following = &pieces[1];
   key_span spans[2], *span = &spans[0], *next = &spans[1];
   if (!take_piece(job, &cursor, piece)) return;

@@ -18,7 +18,7 @@ class Followed:
         self._outbox = Outbox()
         self._delivered: list[TokenOutput] = []
         self.requests = Requests(placed((OLD,)), 4, self._outbox)
-        self.requests.add(REQUEST, self._delivered.append)
+        self.requests.add(REQUEST, self._delivered.append, 0.0)
 
     @property
     def delivered(self) -> list[TokenOutput]:
@@ -73,6 +73,6 @@ def test_what_a_dead_leader_said_too_early_is_forgotten() -> None:
     client = Followed()
     client.requests.take(says(OLD, 0, 1))
     client.requests.take(says(NEW, 2, 4))
-    client.requests.rerun({OLD})
+    client.requests.rerun({OLD}, {})
     client.requests.take(says(OLD, 1, 2))
     assert [token.position for token in client.delivered] == [0, 1]

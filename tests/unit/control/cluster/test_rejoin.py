@@ -1,0 +1,90 @@
+"""What a new front makes of the instances of an earlier one."""
+
+from kunserve.control.cluster.commands import Send
+from kunserve.control.cluster.controller import Controller
+from kunserve.control.cluster.recovery import choose_standing
+from kunserve.core.config import KunServeConfig
+from kunserve.core.ids import GroupId, InstanceId
+from kunserve.core.layout import GroupLayout, LayerRange, Stage
+from kunserve.core.messages import Form, Ready, Rejoin
+from kunserve.core.snapshots import InstanceSpec
+from kunserve.core.transfer import PeerAddress
+
+NUM_LAYERS = 8
+WHOLE = LayerRange(0, NUM_LAYERS)
+LOW, HIGH = LayerRange(0, 4), LayerRange(4, 8)
+
+
+def layout(group_id: int, *stages: tuple[int, LayerRange]) -> GroupLayout:
+    return GroupLayout(GroupId(group_id), tuple(Stage(InstanceId(i), held) for i, held in stages))
+
+
+def alone(group_id: int, instance_id: int) -> GroupLayout:
+    return layout(group_id, (instance_id, WHOLE))
+
+
+def back(
+    instance_id: int, held: LayerRange, stands_in: GroupLayout | None, num_received: int = 0
+) -> Rejoin:
+    spec = InstanceSpec(
+        instance_id=InstanceId(instance_id),
+        num_layers=NUM_LAYERS,
+        block_size=16,
+        unit_bytes=1024,
+        layer_bytes=4096,
+        memory_bytes=1 << 20,
+        kv_units=800,
+        granule_bytes=1024,
+    )
+    ready = Ready(spec, PeerAddress("links", "bulk"), 100, "")
+    return Rejoin(ready, held, 800, stands_in, num_received)
+
+
+PIPELINE = layout(5, (0, LOW), (1, HIGH))
+
+
+def standing(*events: Rejoin) -> list[int]:
+    return [int(group.group_id) for group in choose_standing(events)]
+
+
+def test_groups_stand_again() -> None:
+    third = back(2, WHOLE, alone(3, 2))
+    assert standing(back(0, LOW, PIPELINE), back(1, HIGH, PIPELINE), third) == [5, 3]
+
+
+def test_a_pipeline_without_one_of_its_stages_does_not_stand() -> None:
+    assert standing(back(0, LOW, PIPELINE)) == []
+    assert standing(back(0, LOW, PIPELINE), back(1, HIGH, None)) == []
+
+
+def test_a_drop_half_committed_is_completed() -> None:
+    """One member has dropped its layers; the other still has all of them."""
+    assert standing(back(0, LOW, PIPELINE), back(1, WHOLE, alone(1, 1))) == [5]
+
+
+def test_a_restore_half_committed_leaves_everybody_alone() -> None:
+    """All had loaded their layers; one stands alone already."""
+    events = back(0, WHOLE, alone(6, 0)), back(1, WHOLE, PIPELINE)
+    assert standing(*events) == [6]
+
+
+def test_layers_that_are_not_held_make_no_stage() -> None:
+    assert standing(back(0, LOW, PIPELINE), back(1, LOW, PIPELINE)) == []
+
+
+def test_the_controller_forms_them_with_ids_never_used_before() -> None:
+    controller = Controller(KunServeConfig(), first_id=1000)
+    events = [back(0, LOW, PIPELINE, 17), back(1, HIGH, PIPELINE), back(2, LOW, None)]
+    controller.rejoin(events, 0.0)
+    formed = {
+        command.instance_id: command.message.layout
+        for command in controller.drain()
+        if isinstance(command, Send) and isinstance(command.message, Form)
+    }
+    assert formed[InstanceId(0)] == formed[InstanceId(1)]
+    assert formed[InstanceId(0)].stages == PIPELINE.stages
+    assert formed[InstanceId(2)].stages == (Stage(InstanceId(2), WHOLE),)
+    assert all(group.group_id >= 1000 for group in formed.values())
+    controller.check()
+    snapshots = {i.spec.instance_id: i for i in controller.state(0.0).instances}
+    assert snapshots[InstanceId(1)].held == HIGH and snapshots[InstanceId(2)].held == WHOLE
