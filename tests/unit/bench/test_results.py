@@ -52,8 +52,8 @@ def test_lines_of_older_versions(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "path",
-    sorted((ROOT / "benchmarks" / "results").rglob("results.jsonl")),
-    ids=lambda path: path.parent.name,
+    sorted((ROOT / "benchmarks" / "results" / "simulated").glob("*.jsonl")),
+    ids=lambda path: path.stem,
 )
 def test_results_of_the_tree_can_be_read(path: Path) -> None:
     groups = by_load(load(path))
