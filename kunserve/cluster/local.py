@@ -13,6 +13,7 @@ import msgspec
 from kunserve.cluster.api import ServingLimits, Vitals
 from kunserve.cluster.background import Background
 from kunserve.cluster.forced import ForcedTransitions
+from kunserve.cluster.group_watch import GroupWatch
 from kunserve.cluster.launch import (
     FakeSettings,
     InstanceOrder,
@@ -97,6 +98,7 @@ class LocalCluster:
             self._on_death,
             self._note_processes,
         )
+        self._group_watch = GroupWatch(self._processes.patience_s)
         self._rejoining: dict[InstanceId, Rejoin | None] = {}
         """Instances of an earlier front that shall stand in groups together; None: not yet back."""
         self._ready: dict[InstanceId, Ready] = {}
@@ -285,6 +287,8 @@ class LocalCluster:
             await asyncio.sleep(TICK_S)
             with self._background.surviving("watching processes"):
                 self._processes.look()
+            with self._background.surviving("watching groups"):
+                self._watch_groups()
             with self._background.surviving("tick"):
                 self._controller.tick(self._clock.now_s())
             if self._config.cluster.check_invariants:
@@ -294,6 +298,15 @@ class LocalCluster:
                 self._end_hopeless()
             self._flush()
             await self._notify()
+
+    def _watch_groups(self) -> None:
+        """Kill the leaders of groups that stand still; their requests run again."""
+        busy = self._controller.transitions.busy_groups
+        groups = self._controller.placement.groups.items()
+        reports = [(group.layout, group.report) for i, group in groups if i not in busy]
+        for layout, still_s in self._group_watch.stuck(reports, self._clock.now_s()):
+            reason = f"its group completes no step since {still_s:.1f} s"
+            self._processes.condemn(layout.leader, reason)
 
     def _end_hopeless(self) -> None:
         """While no instance can be started, no request shall wait without a word."""

@@ -251,15 +251,19 @@ class Processes:
             return None
         if now_s - place.heard_s > config.heartbeat_timeout_s:
             return f"no heartbeat for {now_s - place.heard_s:.1f} s"
-        if now_s - place.moved_s > self._patience_s(place.last):
-            return f"its loop stands still since {now_s - place.moved_s:.1f} s"
-        return None
-
-    def _patience_s(self, last: Alive | None) -> float:
-        """How long the loop may stand still: between steps it may load weights, as at a start."""
+        still_s, last = now_s - place.moved_s, place.last
+        limit_s = self._patience_of(place)
         if last is None or not last.is_computing:
-            return max(self._config.hang_timeout_s, self._config.start_timeout_s)
-        return max(self._config.hang_timeout_s, STEPS_PER_HANG * last.longest_step_s)
+            limit_s = max(limit_s, config.start_timeout_s)  # it may load weights, as at a start
+        return f"its loop stands still since {still_s:.1f} s" if still_s > limit_s else None
+
+    def patience_s(self, instance_id: InstanceId) -> float:
+        """How long the instance may take for what is a step's work."""
+        return self._patience_of(self._places[instance_id])
+
+    def _patience_of(self, place: _Place) -> float:
+        longest_step_s = 0.0 if place.last is None else place.last.longest_step_s
+        return max(self._config.hang_timeout_s, STEPS_PER_HANG * longest_step_s)
 
     def condemn(self, instance_id: InstanceId, reason: str) -> None:
         """Kill the instance's process, for a reason that is logged once."""

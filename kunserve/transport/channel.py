@@ -3,10 +3,15 @@
 The front reads its socket from the event loop's ``add_reader`` instead of ``zmq.asyncio``:
 measured under uvloop, a round trip takes 85-130 us instead of 145-175 and a message costs
 2-4 us of processor time instead of 16-25, since no future is made per message.
+
+Messages are numbered per connection and direction. ZeroMQ connects again by itself when a
+connection breaks, and what was on its way is gone: the gap in the numbers tells, and is a failure
+of the instance. One message lost in silence would be a request that never ends.
 """
 
 import asyncio
 import logging
+import struct
 import threading
 from collections.abc import Callable
 
@@ -29,6 +34,7 @@ logger = logging.getLogger(__name__)
 MESSAGES_PER_TURN = 256
 """Read in one turn of the event loop at most, so that HTTP gets its turns too."""
 
+_NUMBER = struct.Struct("<Q")
 _MAIN = b"m"
 _HEARTBEAT = b"h"
 
@@ -51,6 +57,9 @@ class FrontChannel:
         self._speakers: dict[bytes, Identity] = {}
         self._routes: dict[InstanceId, bytes] = {}
         self._forgotten: set[bytes] = set()
+        self._num_told: dict[bytes, int] = {}
+        """Messages sent, by route."""
+        self._num_heard: dict[bytes, int] = {}
         self._is_drain_due = False
 
     async def start(self, address: str) -> None:
@@ -74,7 +83,9 @@ class FrontChannel:
             return False
         data = codec.encode(message)
         try:
-            self._socket.send_multipart((route, data), zmq.NOBLOCK)
+            number = self._num_told.get(route, 0)
+            self._socket.send_multipart((route, _NUMBER.pack(number), data), zmq.NOBLOCK)
+            self._num_told[route] = number + 1
         except zmq.ZMQError as error:
             if error.errno == zmq.EAGAIN:
                 logger.error("queue full, message dropped instance=%d %.80r", instance_id, message)
@@ -91,6 +102,8 @@ class FrontChannel:
         route = self._routes.pop(instance_id, None)
         if route is not None:
             self._forgotten.add(self._speakers[route].incarnation)
+            self._num_told.pop(route, None)
+            self._num_heard.pop(route, None)
         self._speakers = {
             data: who
             for data, who in self._speakers.items()
@@ -129,9 +142,14 @@ class FrontChannel:
         if speaker is None:
             return
         try:
-            if len(frames) != 2:
-                raise codec.MalformedMessage(f"{len(frames)} frames instead of 2")
-            message = codec.decode(frames[1])
+            if len(frames) != 3:
+                raise codec.MalformedMessage(f"{len(frames)} frames instead of 3")
+            if speaker.lane == _MAIN:
+                # A front that comes later hears an instance from the middle on.
+                number = _number_of(frames[1])
+                _check_number(number, self._num_heard.get(frames[0], number))
+                self._num_heard[frames[0]] = number + 1
+            message = codec.decode(frames[2])
         except codec.MalformedMessage as error:
             if self._on_fault is None:
                 raise
@@ -163,6 +181,8 @@ class InstanceChannel:
         self._me = Identity(_MAIN, instance_id, identity.new_incarnation())
         self._socket = connect_dealer(address, identity.pack(self._me))
         self._heartbeat: Heartbeat | None = None
+        self._num_sent = 0
+        self._num_received = 0
 
     @property
     def poll_sockets(self) -> tuple[PollTarget, ...]:
@@ -171,17 +191,28 @@ class InstanceChannel:
 
     def send(self, message: Message) -> None:
         """Queue a message to the front."""
-        self._socket.send(codec.encode(message), zmq.NOBLOCK)
+        frames = (_NUMBER.pack(self._num_sent), codec.encode(message))
+        self._socket.send_multipart(frames, zmq.NOBLOCK)
+        self._num_sent += 1
 
     def receive(self) -> list[Message]:
-        """Everything that has arrived, in order. Raises MalformedMessage on nonsense."""
+        """Everything that has arrived, in order.
+
+        Raises MalformedMessage on nonsense, LostMessages when something is missing.
+        """
         messages: list[Message] = []
         while True:
             try:
-                data = self._socket.recv(zmq.NOBLOCK)
+                frames = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return messages
-            messages.append(codec.decode(data))
+            if len(frames) != 2:
+                raise codec.MalformedMessage(f"{len(frames)} frames instead of 2")
+            number = _number_of(frames[0])
+            if number:  # a new front begins with 0
+                _check_number(number, self._num_received)
+            self._num_received = number + 1
+            messages.append(codec.decode(frames[1]))
 
     def poll(self, timeout_s: float) -> list[Message]:
         """Wait until something arrives or the time is up, then ``receive``."""
@@ -206,6 +237,18 @@ class InstanceChannel:
         self._socket.close()
 
 
+def _number_of(frame: bytes) -> int:
+    if len(frame) != _NUMBER.size:
+        raise codec.MalformedMessage(f"a number of {len(frame)} bytes")
+    number: int = _NUMBER.unpack(frame)[0]
+    return number
+
+
+def _check_number(number: int, expected: int) -> None:
+    if number != expected:
+        raise codec.LostMessages(f"message {number} has come, but {expected} was due")
+
+
 class Heartbeat:
     """A thread that says ``Alive`` on a socket of its own until closed."""
 
@@ -224,7 +267,7 @@ class Heartbeat:
         socket = connect_dealer(self._address, self._route)
         try:
             while not self._is_over.wait(self._period_s):
-                socket.send(codec.encode(self._say()), zmq.NOBLOCK)
+                socket.send_multipart((b"", codec.encode(self._say())), zmq.NOBLOCK)
         finally:
             socket.close()
 

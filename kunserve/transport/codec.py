@@ -23,6 +23,10 @@ class MalformedMessage(Exception):
     """Bytes that are no message, or a message that cannot become bytes."""
 
 
+class LostMessages(MalformedMessage):
+    """The messages before this one have not come."""
+
+
 def encode(message: Message) -> bytearray:
     """The message as bytes. Raises MalformedMessage where a value has no wire form.
 

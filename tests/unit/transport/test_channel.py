@@ -11,8 +11,8 @@ from kunserve.core.messages import Abort, Alive, Message, Shutdown
 from kunserve.transport import channel as channel_module
 from kunserve.transport import identity
 from kunserve.transport.channel import FrontChannel, InstanceChannel
-from kunserve.transport.codec import MalformedMessage, encode
-from kunserve.transport.sockets import connect_dealer
+from kunserve.transport.codec import LostMessages, MalformedMessage, encode
+from kunserve.transport.sockets import address_of, bind_router, connect_dealer
 from tests.unit.transport.addresses import fresh_address
 
 ZERO, ONE = InstanceId(0), InstanceId(1)
@@ -151,13 +151,52 @@ def test_nonsense_of_an_instance_is_reported() -> None:
         await front.start(fresh_address())
         me = identity.Identity(b"m", ONE, identity.new_incarnation())
         socket = connect_dealer(front.address, identity.pack(me))
-        socket.send(b"\xff\xff")
-        socket.send_multipart([b"two", b"frames"])
-        await until(lambda: len(faults) == 2)
-        assert [who for who, _ in faults] == [ONE, ONE]
+        socket.send_multipart([bytes(8), b"\xff\xff"])
+        socket.send_multipart([b"three", b"frames", b"here"])
+        socket.send_multipart([b"no number", bytes(encode(abort(0)))])
+        await until(lambda: len(faults) == 3)
+        assert [who for who, _ in faults] == [ONE, ONE, ONE]
         assert heard == []
         socket.close()
         await front.close()
+
+    asyncio.run(scenario())
+
+
+def numbered(number: int, message: Message) -> list[bytes]:
+    return [number.to_bytes(8, "little"), bytes(encode(message))]
+
+
+def test_a_gap_is_told_by_both_ends() -> None:
+    async def scenario() -> None:
+        faults: list[MalformedMessage] = []
+        heard = Heard()
+        front = FrontChannel(heard, on_fault=lambda who, error: faults.append(error))
+        await front.start(fresh_address())
+        me = identity.Identity(b"m", ONE, identity.new_incarnation())
+        socket = connect_dealer(front.address, identity.pack(me))
+        for number in (7, 8, 10, 11):  # what came before 7 was for an earlier front
+            socket.send_multipart(numbered(number, abort(number)))
+        await until(lambda: len(heard) == 2 and len(faults) == 2)  # nothing after it is taken
+        assert isinstance(faults[0], LostMessages)
+        socket.close()
+        await front.close()
+
+        router = bind_router(fresh_address())
+        instance = InstanceChannel(address_of(router), ZERO)
+        instance.send(abort(0))
+        route = router.recv_multipart()[0]
+        for number in (0, 1, 0, 1):  # a new front begins anew
+            router.send_multipart([route, *numbered(number, abort(number))])
+        got: list[Message] = []
+        while len(got) < 4:
+            got += instance.poll(5.0)
+        router.send_multipart([route, *numbered(3, abort(3))])
+        with pytest.raises(LostMessages):
+            while True:
+                instance.poll(5.0)
+        instance.close()
+        router.close()
 
     asyncio.run(scenario())
 

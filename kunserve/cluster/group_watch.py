@@ -1,0 +1,37 @@
+"""Finds groups that have work and complete no step, though all of their loops move on.
+
+Something was lost between their stages. Judged by the front's clock, because a leader that was
+stopped for a while counts that time too.
+"""
+
+from collections.abc import Callable, Iterable
+
+from kunserve.core.ids import GroupId, InstanceId
+from kunserve.core.layout import GroupLayout
+from kunserve.core.load import LoadReport
+
+
+class GroupWatch:
+    """Knows when each group was last seen to complete a step, or to have nothing to do."""
+
+    def __init__(self, patience_s: Callable[[InstanceId], float]) -> None:
+        """``patience_s``: how long an instance may take for what is a step's work."""
+        self._patience_s = patience_s
+        self._moved: dict[GroupId, tuple[float, float]] = {}
+        """(when, what the leader said of the time since its last step)"""
+
+    def stuck(
+        self, groups: Iterable[tuple[GroupLayout, LoadReport]], now_s: float
+    ) -> list[tuple[GroupLayout, float]]:
+        """Groups that stand still for too long, and for how long. Called at every tick."""
+        found, moved = [], {}
+        for layout, report in groups:
+            since_s, before_s = self._moved.get(layout.group_id, (now_s, 0.0))
+            if report.stuck_s < before_s or not report.stuck_s:
+                since_s = now_s
+            moved[layout.group_id] = (since_s, report.stuck_s)
+            still_s = min(now_s - since_s, report.stuck_s)
+            if still_s > max(self._patience_s(member) for member in layout.members):
+                found.append((layout, still_s))
+        self._moved = moved
+        return found
