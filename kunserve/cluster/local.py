@@ -397,6 +397,7 @@ class LocalCluster:
         await self._processes.close(lambda i: self._channel.send(i, Shutdown()))
         await self._background.close()
         await self._channel.close()
+        self._sockets.remove()
         if self._succession is not None:
             self._succession.close()
         if self._config.cluster.trace_out is not None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from pathlib import Path
 
 import pytest
 
@@ -128,3 +129,14 @@ def test_aborted_requests_leave_no_block() -> None:
         assert cluster.num_unfinished() == 0
 
     with_cluster(story)
+
+
+def test_the_sockets_are_gone_with_the_cluster() -> None:
+    folders: list[Path] = []
+
+    async def story(cluster: LocalCluster, _: Client) -> None:
+        folders.append(cluster._sockets.path)
+        assert (folders[0] / "front").is_socket()
+
+    with_cluster(story)
+    assert not folders[0].exists()
