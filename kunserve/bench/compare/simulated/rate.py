@@ -5,7 +5,7 @@ from kunserve.core.ids import RequestId
 from kunserve.core.step import Chunk
 from kunserve.workload.bursty import SPIKES, peak_over_mean
 
-STEADY, FILLING_S = 0.75, 26.0
+STEADY, FILLING_S = 0.85, 26.0
 """The rate at which memory fills, over the balanced rate, is STEADY + FILLING_S / spike: a short
 spike ends before the balance is reached. From simulations of Qwen2.5-14B on eight A800."""
 MOST = 2.0
