@@ -28,6 +28,7 @@ from kunserve.core.ids import InstanceId, RequestId
 from kunserve.core.messages import TokenOutput
 from kunserve.core.request import FinishReason, Request, SamplingParams, TokenLogprobs
 from kunserve.core.snapshots import ClusterState
+from kunserve.core.tokens import TokenIds
 from kunserve.server.app import create_app
 from kunserve.server.serve import Drain, serve
 
@@ -193,7 +194,9 @@ async def engine_alone(num_streams: int, pulse_s: float) -> float:
     engine = PulseEngine(pulse_s)
     sampling = SamplingParams(max_tokens=NUM_TOKENS)
     for number in range(num_streams):
-        engine.submit(Request(RequestId(str(number)), (1,), sampling, 0.0), lambda output: None)
+        engine.submit(
+            Request(RequestId(str(number)), TokenIds((1,)), sampling, 0.0), lambda output: None
+        )
     started_s = time.thread_time()
     await engine.pulse()
     return time.thread_time() - started_s

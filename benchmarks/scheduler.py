@@ -18,6 +18,7 @@ from kunserve.core.config import SchedulerConfig
 from kunserve.core.ids import GroupId, RequestId
 from kunserve.core.request import Request, SamplingParams
 from kunserve.core.step import SampledToken, StepPlan, StepResult
+from kunserve.core.tokens import TokenIds
 
 BLOCK_SIZE = 16
 NUM_LAYERS = 30
@@ -40,7 +41,7 @@ def measure(
     table = BlockTable(NUM_LAYERS, NUM_LAYERS * capacity, num_running, 80)
     for i in range(num_running + num_waiting):
         sampling = SamplingParams(max_tokens=4 * num_steps + 64)
-        prompt = tuple(range(1, 33 + i % 64))
+        prompt = TokenIds(range(1, 33 + i % 64))
         scheduler.add(Request(RequestId(f"cmpl-{i:024d}-0"), prompt, sampling, float(i)))
     samples: dict[str, list[float]] = {"schedule": [], "tokens": [], "tables": [], "complete": []}
     plans: deque[StepPlan] = deque()

@@ -13,6 +13,7 @@ from kunserve.core.load import NOTHING_DONE, LeaderTotals, LoadReport
 from kunserve.core.request import FinishReason, Request, TokenLogprobs
 from kunserve.core.snapshots import InstanceSpec, StageTime
 from kunserve.core.step import StepPlan, StepResult
+from kunserve.core.tokens import TokenIds
 from kunserve.core.transfer import PeerAddress
 
 
@@ -35,7 +36,7 @@ class SequenceState:
     """A live request as its leader knows it, for handing it to another leader."""
 
     request: Request
-    output_token_ids: tuple[int, ...]
+    output_token_ids: TokenIds
     num_computed: int
     """Tokens whose KV exists; 0 when it waits."""
     num_blocks: int

@@ -4,6 +4,7 @@ import enum
 from dataclasses import dataclass
 
 from kunserve.core.ids import RequestId
+from kunserve.core.tokens import NO_TOKENS, TokenIds
 
 
 class FinishReason(enum.StrEnum):
@@ -53,11 +54,11 @@ class Request:
     """One prompt to complete once. ``n > 1`` is several requests, made by the front."""
 
     request_id: RequestId
-    prompt_token_ids: tuple[int, ...]
+    prompt_token_ids: TokenIds
     sampling: SamplingParams
     arrival_s: float
     """Orders the queue: a preempted or re-run request keeps its place."""
-    output_token_ids: tuple[int, ...] = ()
+    output_token_ids: TokenIds = NO_TOKENS
     """Tokens the client already has, when a request is re-run after its instance died."""
 
     @property

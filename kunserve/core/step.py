@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from kunserve.core.ids import GroupId, RequestId, StepId
 from kunserve.core.request import SamplingParams, TokenLogprobs
+from kunserve.core.tokens import TokenIds
 
 
 class Chunk(NamedTuple):
@@ -27,7 +28,7 @@ class SequenceStart(NamedTuple):
     request_id: RequestId
     sampling: SamplingParams
     num_prompt_tokens: int
-    token_ids: tuple[int, ...]
+    token_ids: TokenIds
     """All tokens so far, for the stages that need history; else empty."""
 
 

@@ -11,6 +11,7 @@ from starlette.responses import Response
 from kunserve.core.errors import InvalidRequest
 from kunserve.core.ids import RequestId
 from kunserve.core.request import Request
+from kunserve.core.tokens import TokenIds
 from kunserve.server.body import unless_gone
 from kunserve.server.choice import Choice, TextOptions
 from kunserve.server.front import Front
@@ -132,13 +133,13 @@ class OpenAIRoutes:
             for prompt in prompts
         ]
         num_choices = body.n or 1
-        tuples = [tuple(prompt) for prompt in prompts]
+        token_ids_of = [TokenIds(prompt) for prompt in prompts]
         choices: list[Choice] = []
         for sampling in resolve_sampling(
             body, front.defaults, limits.vocab_size, max_tokens, front.seeds
         ):
             index = len(choices)
-            token_ids = tuples[index // num_choices]
+            token_ids = token_ids_of[index // num_choices]
             request_id = RequestId(f"{engine_id}-{index}")
             request = Request(request_id, token_ids, sampling, arrival_s)
             detokenizer = front.codec.detokenizer(token_ids, skip_special)

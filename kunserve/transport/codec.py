@@ -1,20 +1,37 @@
-"""Messages as bytes: one byte for the type, then MessagePack of its fields.
+"""Messages as bytes: one byte for the type, then MessagePack of its fields; tokens as int32.
 
 The registry is the closed union of ``core.messages``; its order is the wire format, so both
 ends must run the same version (they are processes of one cluster).
 """
 
-from typing import get_args
+from typing import Any, get_args
 
 import msgspec
 
 from kunserve.core.messages import Message
+from kunserve.core.tokens import TokenIds
 
 MESSAGE_TYPES: tuple[type[Message], ...] = get_args(Message)
 """Every type that crosses a process boundary; the position is the type's tag."""
 
-_ENCODER = msgspec.msgpack.Encoder()
-_DECODERS = tuple(msgspec.msgpack.Decoder(kind) for kind in MESSAGE_TYPES)
+
+def _encode_tokens(value: Any) -> bytes:
+    if isinstance(value, TokenIds):
+        return value.to_bytes()
+    raise NotImplementedError(type(value).__name__)
+
+
+def _decode_tokens(kind: type, value: Any) -> TokenIds:
+    """Bytes, or the list that a plain tuple became."""
+    if kind is TokenIds and isinstance(value, bytes):
+        return TokenIds.from_bytes(value)
+    if kind is TokenIds and isinstance(value, list):
+        return TokenIds(value)
+    raise ValueError(f"{type(value).__name__} is no {kind.__name__}")
+
+
+_ENCODER = msgspec.msgpack.Encoder(enc_hook=_encode_tokens)
+_DECODERS = tuple(msgspec.msgpack.Decoder(kind, dec_hook=_decode_tokens) for kind in MESSAGE_TYPES)
 _TAG_OF: dict[type, int] = {kind: tag for tag, kind in enumerate(MESSAGE_TYPES)}
 _INITIAL_BYTES = 4096
 
@@ -54,5 +71,5 @@ def decode(data: bytes | bytearray | memoryview) -> Message:
         raise MalformedMessage(f"unknown type tag {tag}")
     try:
         return _DECODERS[tag].decode(view[1:])
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+    except (msgspec.MsgspecError, TypeError, ValueError, OverflowError, RecursionError) as error:
         raise MalformedMessage(f"{MESSAGE_TYPES[tag].__name__}: {error}") from error

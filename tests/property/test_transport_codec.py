@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kunserve.core.tokens import TokenIds
 from kunserve.transport.codec import MESSAGE_TYPES, MalformedMessage, decode, encode
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
@@ -19,6 +20,7 @@ LEAVES: dict[Any, st.SearchStrategy[Any]] = {
     bool: st.booleans(),
     str: TEXT,
     type(None): st.none(),
+    TokenIds: st.lists(st.integers(-(2**31), 2**31 - 1), max_size=20).map(TokenIds),
 }
 
 

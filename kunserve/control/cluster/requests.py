@@ -9,6 +9,7 @@ from kunserve.control.cluster.quarantine import Quarantine
 from kunserve.core.ids import InstanceId, RequestId, TransitionId
 from kunserve.core.messages import Abort, Outputs, Returned, Submit, TokenOutput
 from kunserve.core.request import FinishReason, Request
+from kunserve.core.tokens import TokenIds
 from kunserve.policy.dispatch import choose_group
 
 MAX_MOVES = 4
@@ -37,7 +38,7 @@ class _Live:
 
     def so_far(self) -> Request:
         """The request with what its client has: a new run goes on from there."""
-        return replace(self.request, output_token_ids=tuple(self.output_token_ids))
+        return replace(self.request, output_token_ids=TokenIds(self.output_token_ids))
 
 
 class Requests:

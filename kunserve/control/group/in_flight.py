@@ -55,7 +55,7 @@ class InFlight:
         for seq, num_tokens in chosen:
             start = seq.num_computed
             end = start + num_tokens
-            samples = end == len(seq.token_ids)
+            samples = end == seq.num_tokens
             if num_tokens > 1 or start < seq.num_prompt:
                 planned.num_prompt_tokens += num_tokens
             if not seq.is_started:
@@ -97,10 +97,10 @@ class InFlight:
         tokens: list[int] = []
         for chunk, seq in zip(plan.chunks, self._steps[plan.step_id].sequences, strict=True):
             start = chunk.start
-            if chunk.num_tokens == 1:
-                tokens.append(seq.token_ids[start])
+            if chunk.num_tokens == 1 and start >= seq.num_prompt:
+                tokens.append(seq.output_token_ids[start - seq.num_prompt])
             else:
-                tokens.extend(seq.token_ids[start : start + chunk.num_tokens])
+                tokens.extend(seq.known_tokens(start, start + chunk.num_tokens))
         return np.array(tokens, dtype=np.int32)
 
     def check(self, running: Iterable[Sequence]) -> None:

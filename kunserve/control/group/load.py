@@ -70,7 +70,7 @@ def expected_tokens(seq: Sequence, mean_output_tokens: int) -> int:
     It generates like the mean of those that finished, one more than now at least, and never
     past its own limit.
     """
-    total = max(seq.num_prompt + mean_output_tokens, len(seq.token_ids) + 1)
+    total = max(seq.num_prompt + mean_output_tokens, seq.num_tokens + 1)
     return min(total, seq.max_total_tokens) - 1
 
 
@@ -119,7 +119,7 @@ def measure_load(
         used_blocks=ledger.used_blocks,
         capacity_blocks=ledger.capacity_blocks,
         growth_blocks=growth,
-        head_of_line_blocks=0 if head is None else -(-len(head.token_ids) // block_size),
+        head_of_line_blocks=0 if head is None else -(-head.num_tokens // block_size),
         waiting_blocks=waiting.num_blocks,
         waiting_tokens=waiting.num_tokens,
         num_stalled=num_stalled,

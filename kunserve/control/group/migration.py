@@ -43,7 +43,7 @@ class MigrationAccess:
         head = self._waiting.head
         if head is None:
             return 0
-        return max(0, self._blocks_for(len(head.token_ids)) - self._ledger.free_blocks)
+        return max(0, self._blocks_for(head.num_tokens) - self._ledger.free_blocks)
 
     def written_tokens(self, request_id: RequestId) -> int | None:
         """Tokens whose KV exists; None unless the request may leave."""

@@ -54,7 +54,7 @@ class WaitingQueue:
         """Assert order, totals, and that nobody here has KV."""
         keys = [key for key, _ in self._entries]
         assert keys == sorted(set(keys)), keys
-        lengths = [len(seq.token_ids) for seq in self]
+        lengths = [seq.num_tokens for seq in self]
         assert self.num_tokens == sum(lengths), (self.num_tokens, lengths)
         assert self.num_blocks == sum(-(-n // self._block_size) for n in lengths)
         for seq in self:
@@ -62,7 +62,7 @@ class WaitingQueue:
             assert not seq.is_awaiting and not seq.is_started, seq
 
     def _count(self, seq: Sequence, sign: int) -> None:
-        tokens = len(seq.token_ids)
+        tokens = seq.num_tokens
         self.num_tokens += sign * tokens
         self.num_blocks += sign * -(-tokens // self._block_size)
         self.version += 1
@@ -93,7 +93,7 @@ class Admission:
 
     def admit(self, seq: Sequence) -> None:
         """Give a candidate blocks for all its known tokens."""
-        fits = self._ledger.grow(seq.request_id, -(-len(seq.token_ids) // self._block_size))
+        fits = self._ledger.grow(seq.request_id, -(-seq.num_tokens // self._block_size))
         assert fits, (seq.request_id, self._ledger.free_blocks)
         self._waiting.remove(seq)
 
@@ -119,12 +119,12 @@ class Admission:
                 break
             if first_away is not None and first_away < seq.key:
                 break
-            free -= -(-len(seq.token_ids) // self._block_size)
+            free -= -(-seq.num_tokens // self._block_size)
             if free < watermark:
                 self.lacks_memory = True
                 break
             watermark = ledger.watermark_blocks
-            wanted -= len(seq.token_ids)
+            wanted -= seq.num_tokens
             found.append(seq)
         return found
 

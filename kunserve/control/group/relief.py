@@ -152,7 +152,7 @@ class Holders:
                 context += seq.num_computed
             elif seq.state is runs:
                 computed = seq.num_computed
-                if computed >= seq.num_prompt and len(seq.token_ids) - computed == 1:
+                if computed >= seq.num_prompt and seq.num_tokens - computed == 1:
                     decodes.append(seq)
                 else:
                     prompts.append(seq)
@@ -169,7 +169,7 @@ class Holders:
         edge = [s for s in decodes if s.num_computed % block_size == 0]
         unfit: set[Sequence] | None = None
         for seq in sorted([*edge, *prompts], key=_key_of):
-            needed = -(-len(seq.token_ids) // block_size)
+            needed = -(-seq.num_tokens // block_size)
             if seq.state is not Progress.RUNNING or ledger.grow(seq.request_id, needed):
                 continue
             unfit = set() if unfit is None else unfit
@@ -207,7 +207,7 @@ class Holders:
             is_swapped = seq.state is Progress.SWAPPED
             assert is_swapped or seq.state in (Progress.RUNNING, Progress.STALLED), seq
             assert is_swapped or blocks >= -(-seq.num_computed // self._block_size), (seq, blocks)
-            assert 0 <= seq.num_computed <= len(seq.token_ids), seq
+            assert 0 <= seq.num_computed <= seq.num_tokens, seq
             assert seq.num_left > 0 or seq.is_awaiting, seq
         assert reserved == self._ledger.used_blocks, (reserved, self._ledger.used_blocks)
 

@@ -22,6 +22,7 @@ from kunserve.core.load import LoadReport
 from kunserve.core.messages import SequenceState, TokenOutput
 from kunserve.core.request import Request
 from kunserve.core.step import StepPlan, StepResult
+from kunserve.core.tokens import TokenIds
 from kunserve.policy.batch_form import (
     FormationView,
     FormBatch,
@@ -93,7 +94,7 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queue a request by its arrival (ties by order of coming), output so far included."""
         seq = self._make(request, request.output_token_ids)
-        needed = self._blocks_for(len(seq.token_ids))
+        needed = self._blocks_for(seq.num_tokens)
         assert needed <= self._largest_capacity, f"{request.request_id} can never fit"
         self._waiting.add(seq)
 
@@ -331,7 +332,7 @@ class Scheduler:
             seq.queued_s = now_s - seq.request.arrival_s
         self._holders.add(seq)
 
-    def _make(self, request: Request, output_token_ids: tuple[int, ...]) -> Sequence:
+    def _make(self, request: Request, output_token_ids: TokenIds) -> Sequence:
         assert request.request_id not in self._live, f"{request.request_id} is here already"
         seq = make_sequence(
             request, output_token_ids, self._num_added, self._eos_token_ids, self._max_model_len

@@ -7,6 +7,7 @@ from kunserve.core.ids import RequestId
 from kunserve.core.messages import SequenceState
 from kunserve.core.request import FinishReason, Request
 from kunserve.core.step import SequenceStart
+from kunserve.core.tokens import NO_TOKENS, TokenIds
 
 
 class Progress(enum.Enum):
@@ -37,8 +38,10 @@ class Sequence:
     request: Request
     request_id: RequestId
     key: QueueKey
-    token_ids: list[int]
-    """Prompt, then output."""
+    output_token_ids: list[int]
+    """Those of the prompt are in ``request``."""
+    num_tokens: int
+    """Prompt and output so far."""
     num_prompt: int
     num_computed: int
     """Tokens whose KV exists or will when the steps in flight have run."""
@@ -62,12 +65,12 @@ class Sequence:
     @property
     def num_output(self) -> int:
         """Output tokens so far."""
-        return len(self.token_ids) - self.num_prompt
+        return self.num_tokens - self.num_prompt
 
     @property
     def num_left(self) -> int:
         """Known tokens not computed yet."""
-        return len(self.token_ids) - self.num_computed
+        return self.num_tokens - self.num_computed
 
     @property
     def max_stored_tokens(self) -> int:
@@ -79,18 +82,28 @@ class Sequence:
         self.is_awaiting = False
         if token_id is None:
             return FinishReason.ERROR
-        self.token_ids.append(token_id)
-        total = len(self.token_ids)
+        self.output_token_ids.append(token_id)
+        self.num_tokens = total = self.num_tokens + 1
         if token_id in self.stop_ids and total >= self.min_total_tokens:
             return FinishReason.STOP
         if total >= self.max_total_tokens or total > pool_tokens:
             return FinishReason.LENGTH
         return None
 
+    def known_tokens(self, start: int, end: int) -> list[int]:
+        """Tokens [start, end) of prompt and output."""
+        prompt, num_prompt = self.request.prompt_token_ids, self.num_prompt
+        if end <= num_prompt:
+            return list(prompt[start:end])
+        output = self.output_token_ids[max(0, start - num_prompt) : end - num_prompt]
+        return [*prompt[start:], *output] if start < num_prompt else output
+
     def start(self) -> SequenceStart:
         """What the stages are told before the first chunk."""
         sampling = self.request.sampling
-        history = tuple(self.token_ids) if sampling.needs_history else ()
+        history = NO_TOKENS
+        if sampling.needs_history:
+            history = TokenIds(self.known_tokens(0, self.num_tokens))
         return SequenceStart(self.request_id, sampling, self.num_prompt, history)
 
     def hand_over(self, block_size: int) -> SequenceState:
@@ -98,7 +111,7 @@ class Sequence:
         assert not self.is_awaiting, self
         return SequenceState(
             request=self.request,
-            output_token_ids=tuple(self.token_ids[self.num_prompt :]),
+            output_token_ids=TokenIds(self.output_token_ids),
             num_computed=self.num_computed,
             num_blocks=-(-self.num_computed // block_size),
             num_preemptions=self.num_preemptions,
@@ -107,7 +120,7 @@ class Sequence:
 
 def make_sequence(
     request: Request,
-    output_token_ids: tuple[int, ...],
+    output_token_ids: TokenIds,
     order: int,
     eos_token_ids: frozenset[int],
     max_model_len: int,
@@ -129,7 +142,8 @@ def make_sequence(
         request=request,
         request_id=request.request_id,
         key=(request.arrival_s, order),
-        token_ids=[*request.prompt_token_ids, *output_token_ids],
+        output_token_ids=list(output_token_ids),
+        num_tokens=total,
         num_prompt=num_prompt,
         num_computed=0,
         num_preemptions=0,

@@ -149,7 +149,7 @@ class SwapSpace:
             if first_waiting is not None and first_waiting < seq.key:
                 break
             held = ledger.blocks_of(seq.request_id)
-            needed = self._blocks_for(len(seq.token_ids))
+            needed = self._blocks_for(seq.num_tokens)
             if ledger.free_blocks - (needed - held) < watermark_blocks(ledger, held):
                 break
             fits = ledger.grow(seq.request_id, needed)
@@ -217,7 +217,7 @@ class SwapSpace:
             self._cost,
             [seq.num_computed for seq, _ in chosen],
             [count for _, count in chosen],
-            [seq.num_computed + count == len(seq.token_ids) for seq, count in chosen],
+            [seq.num_computed + count == seq.num_tokens for seq, count in chosen],
         )
 
     def _plan_out(self, budget: int) -> tuple[BlockRun, ...]:

@@ -10,6 +10,7 @@ from kunserve.core.ids import GroupId, RequestId, StepId
 from kunserve.core.layout import LayerRange
 from kunserve.core.request import SamplingParams
 from kunserve.core.step import Chunk, SequenceStart, StepPlan
+from kunserve.core.tokens import NO_TOKENS
 from kunserve.engine.body import CpuBody
 from kunserve.engine.profile.shapes import BatchShape
 
@@ -57,7 +58,7 @@ class Stopwatch:
             )
         )
         started = tuple(
-            SequenceStart(chunk.request_id, GREEDY, chunk.start + chunk.num_tokens, ())
+            SequenceStart(chunk.request_id, GREEDY, chunk.start + chunk.num_tokens, NO_TOKENS)
             for chunk in chunks
         )
         num_layers = self._body.spec.num_layers

@@ -8,6 +8,7 @@ from kunserve.core.ids import RequestId
 from kunserve.core.messages import TokenOutput
 from kunserve.core.request import FinishReason, Request, SamplingParams
 from kunserve.core.snapshots import ClusterState
+from kunserve.core.tokens import TokenIds
 from kunserve.sim.cluster import SimCluster
 from kunserve.sim.events import EventHeap
 from kunserve.workload.workload import Workload, WorkloadRequest
@@ -43,7 +44,7 @@ class SimClient:
         self._open: dict[RequestId, _Open] = {}
         self._heard_s = 0.0
         """When the last token came. Tokens of one step share the number: records hold millions."""
-        self._zeros = (0,) * max(workload.input_tokens, default=1)
+        self._zeros = TokenIds([0] * max(workload.input_tokens, default=1))
         self._num_left = len(workload)
         self.records: list[RequestRecord] = []
         self.samples: list[ServerSample] = []

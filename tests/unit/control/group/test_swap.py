@@ -203,7 +203,7 @@ def space(*held: Sequence, capacity: int) -> tuple[SwapSpace, Ledger]:
     """These sequences hold what their tokens need."""
     ledger = Ledger(capacity)
     for seq in held:
-        assert ledger.grow(seq.request_id, -(-len(seq.token_ids) // BLOCK))
+        assert ledger.grow(seq.request_id, -(-seq.num_tokens // BLOCK))
     return SwapSpace(FAST, COST, BLOCK, ledger), ledger
 
 

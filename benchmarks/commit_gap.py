@@ -1,0 +1,109 @@
+"""How long no token comes when groups change while a long queue waits.
+
+    python -m benchmarks.commit_gap [--num-queued 0,10000] [--prompt-tokens 2000] [--rounds 3]
+
+Two processes with fake bodies serve a few streams; behind them wait requests with long prompts.
+A drop by hand merges the two groups. Reported: the longest time without any token from the order
+on, the gap as the instances measured it, and the new leader's memory.
+"""
+
+import argparse
+import asyncio
+import itertools
+import time
+
+from benchmarks.report import Report
+from kunserve.cluster.launch import FakeSettings
+from kunserve.cluster.local import LocalCluster
+from kunserve.core.config import (
+    ClusterConfig,
+    InstanceConfig,
+    KunServeConfig,
+    OverloadConfig,
+    SchedulerConfig,
+)
+from kunserve.core.ids import InstanceId, RequestId
+from kunserve.core.messages import TokenOutput
+from kunserve.core.request import Request, SamplingParams
+from kunserve.core.tokens import TokenIds
+
+FAKE = FakeSettings(kv_blocks=1024, step_s=0.005)
+CONFIG = KunServeConfig(
+    instance=InstanceConfig(block_size=16),
+    scheduler=SchedulerConfig(max_num_seqs=8),
+    overload=OverloadConfig(policy="drop", restore_below=0.0),
+    cluster=ClusterConfig(num_instances=2),
+)
+NUM_STREAMS = 2 * CONFIG.scheduler.max_num_seqs
+"""As many as run at once: all others wait."""
+AFTER_S = 1.0
+"""How long tokens are watched once they flow again."""
+
+
+async def measure(num_queued: int, prompt_tokens: int) -> dict[str, float]:
+    """Seconds without a token and the new leader's MiB, for one drop."""
+    cluster = await LocalCluster.start(CONFIG, vocab_size=FAKE.vocab_size, fake=FAKE)
+    moments: list[float] = []
+    try:
+
+        def deliver(token: TokenOutput) -> None:
+            moments.append(time.monotonic())
+
+        for number in range(NUM_STREAMS):
+            cluster.submit(_request(f"stream{number}", 16, 8000), deliver)
+        while len(moments) < 10 * NUM_STREAMS:
+            await asyncio.sleep(0.01)
+        for number in range(num_queued):
+            cluster.submit(_request(f"queued{number}", prompt_tokens, 16), deliver)
+            if number % 100 == 0:
+                await asyncio.sleep(0)
+        while sum(load.num_waiting for load in cluster.state().loads) < num_queued:
+            await asyncio.sleep(0.05)
+        await asyncio.sleep(0.5)
+        began_s = time.monotonic()
+        await cluster.drop(None)
+        flows_s = moments[-1]
+        while moments[-1] == flows_s or time.monotonic() < began_s + AFTER_S:
+            await asyncio.sleep(0.01)
+        watched = [moment for moment in moments if moment >= began_s - 0.1]
+        gaps = [after - before for before, after in itertools.pairwise(watched)]
+        record = cluster.state().transitions[-1]
+        return {
+            "longest time without a token": max(gaps),
+            "gap as measured by instances": record.gap_s,
+            "memory of the new leader": _memory_mib(cluster, record.groups_after[0].leader),
+        }
+    finally:
+        await cluster.close()
+
+
+def _request(name: str, num_prompt: int, max_tokens: int) -> Request:
+    prompt = TokenIds((number * 7 + len(name)) % FAKE.vocab_size for number in range(num_prompt))
+    sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+    return Request(RequestId(name), prompt, sampling, arrival_s=0.0)
+
+
+def _memory_mib(cluster: LocalCluster, instance_id: InstanceId) -> float:
+    """Resident memory of the instance's process."""
+    with open(f"/proc/{cluster.pid_of(instance_id)}/statm", encoding="ascii") as statm:
+        return int(statm.read().split()[1]) * 4096 / 2**20
+
+
+def main() -> None:
+    """Parse the command line and measure."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--num-queued", default="0,10000")
+    parser.add_argument("--prompt-tokens", type=int, default=2000)
+    parser.add_argument("--rounds", type=int, default=3)
+    options = parser.parse_args()
+    with Report("commit_gap", prompt_tokens=options.prompt_tokens) as report:
+        for num_queued in (int(part) for part in options.num_queued.split(",")):
+            for number in range(options.rounds):
+                figures = asyncio.run(measure(num_queued, options.prompt_tokens))
+                for name, value in figures.items():
+                    unit = "MiB" if name.startswith("memory") else "s"
+                    report.add(name, value, unit, num_queued=num_queued, round=number)
+
+
+if __name__ == "__main__":
+    main()
