@@ -153,8 +153,6 @@ class ClusterState:
     """Requests that ran alone so far, because instances died that ran them among others."""
     num_guilty: int = 0
     """Those of them whose instance died then too: they ended with an error."""
-    num_missing: int = 0
-    """Instances that are not there: being started, loading, or given up."""
     reasons: tuple[str, ...] = ()
     """Why nothing is done about groups whose load asks for something: one line per group."""
     stage_times: tuple[StageTime, ...] = ()

@@ -157,7 +157,19 @@ class ClusterMetrics(Collector):
         yield from (missing, errors)
 
     def _transition_metrics(self) -> Iterable[Metric]:
+        state = self._state
         for name, documentation, value in (
+            ("kunserve:requests_moved", "Waiting requests that changed groups.", state.num_moved),
+            (
+                "kunserve:quarantined_requests",
+                "Requests that ran alone because instances died that ran them among others.",
+                state.num_quarantined,
+            ),
+            (
+                "kunserve:guilty_requests",
+                "Requests ended with an error because their instance died when they ran alone.",
+                state.num_guilty,
+            ),
             ("kunserve:drops", "Drops committed.", self._state.num_drops),
             ("kunserve:restores", "Restores committed.", self._state.num_restores),
         ):

@@ -52,7 +52,7 @@ STORIES = {
             world=WorldConfig(start_s=3.0, detect_s=0.2),
             kills=((3.72, 1),),
         ),
-        ("committed 0", "died 1", "again after", "respawn 1", "announce drop 0 failed", "1 ready"),
+        ("committed 0", "died 1", "respawn 1", "drop 0 failed", "again after", "1 ready"),
     ),
     "preemption_storm": Story(
         "recompute",

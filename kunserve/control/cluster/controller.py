@@ -137,7 +137,7 @@ class Controller:
             case Returned():
                 self._requests.returned(event)
             case Formed():
-                self.placement.formed(event.group_id)
+                self.placement.formed(event.group_id, event.instance_id)
                 self._requests.place_if_changed()
             case Report():
                 self._report(event, now_s)
@@ -263,18 +263,8 @@ class Controller:
             num_moved=self._requests.num_moved,
             num_quarantined=self._requests.quarantine.num_quarantined,
             num_guilty=self._requests.quarantine.num_guilty,
-            num_missing=self._num_missing,
             reasons=self._overload.reasons.texts,
         )
-
-    @property
-    def _num_missing(self) -> int:
-        standing = sum(
-            len(group.layout.stages)
-            for group in self.placement.groups.values()
-            if not group.is_forming
-        )
-        return max(0, self._config.cluster.num_instances - standing)
 
     def check(self) -> None:
         """Assert that placement is whole and that every live request has a living leader."""

@@ -65,6 +65,7 @@ class Instances:
         layout = GroupLayout(self._placement.new_ids(1), stages)
         specs = self._placement.specs_of((layout,))
         self._placement.add(layout)
+        self._placement.groups[layout.group_id].forming = set(layout.members)
         for (instance_id, layers), spec in zip(stages, specs, strict=True):
             instance = self._living[instance_id]
             if instance.held != layers:

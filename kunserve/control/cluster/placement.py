@@ -30,8 +30,8 @@ class Group:
     unreported: deque[tuple[int, int]] = field(default_factory=deque)
     """(number of the submission to the leader, blocks), oldest first."""
     unreported_blocks: int = 0
-    is_forming: bool = False
-    """Its members may still be loading weights: no request is sent to it."""
+    forming: set[InstanceId] = field(default_factory=set)
+    """Members that may still be loading weights: no request is sent to the group."""
     num_returning: int = 0
     returning_blocks: int = 0
     """Waiting requests that were asked back, until a report shows that they are gone."""
@@ -60,7 +60,6 @@ class Group:
             self.prompt_tokens_per_s += RATE_WEIGHT * (rate - self.prompt_tokens_per_s)
         self.report = report
         self._reported_s = now_s
-        self.is_forming = False
         if self.is_returned:
             self.num_returning = self.returning_blocks = 0
             self.is_returned = False
@@ -177,11 +176,11 @@ class Placement:
             self.version += 1
             self.reserved = group_id
 
-    def formed(self, group_id: GroupId) -> None:
-        """The group can take requests."""
+    def formed(self, group_id: GroupId, instance_id: InstanceId) -> None:
+        """A member has all its weights; the group can take requests once all have."""
         group = self.groups.get(group_id)
-        if group is not None and group.is_forming:
-            group.is_forming = False
+        if group is not None and group.forming:
+            group.forming.discard(instance_id)
             self.version += 1
 
     @property
@@ -192,14 +191,14 @@ class Placement:
     @property
     def unready(self) -> set[GroupId]:
         """Groups that must not change now: they form, or one request runs alone there."""
-        forming = {group_id for group_id, group in self.groups.items() if group.is_forming}
+        forming = {group_id for group_id, group in self.groups.items() if group.forming}
         return forming if self.reserved is None else forming | {self.reserved}
 
     @property
     def num_missing(self) -> int:
         """Instances that were ready once and stand in no group that can take requests now."""
         return len(self.specs) - sum(
-            len(group.layout.stages) for group in self.groups.values() if not group.is_forming
+            len(group.layout.stages) for group in self.groups.values() if not group.forming
         )
 
     def candidates(self, *, is_reserved: bool = False) -> list[Group]:
@@ -207,7 +206,7 @@ class Placement:
         return [
             group
             for group_id, group in self.groups.items()
-            if not group.is_forming
+            if not group.forming
             and group_id not in self.leaving
             and group_id not in self._closing
             and (is_reserved or group_id != self.reserved)

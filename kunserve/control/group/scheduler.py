@@ -148,6 +148,15 @@ class Scheduler:
         seq.state = Progress.ENDED
         return True
 
+    def give_back(self, request_ids: Iterable[RequestId] | None) -> tuple[RequestId, ...]:
+        """Forget those of these requests that wait, or all that do; they run elsewhere."""
+        known = self._live if request_ids is None else request_ids
+        found = [self._live[i] for i in known if i in self._live]
+        waiting = [seq for seq in found if seq.state is Progress.WAITING]
+        for seq in waiting:
+            self.abort(seq.request_id)
+        return tuple(seq.request_id for seq in waiting)
+
     def set_capacity(self, blocks: int) -> None:
         """The group's KV memory is ``blocks`` from now on; it may be less than what is used."""
         self._ledger.resize(blocks)

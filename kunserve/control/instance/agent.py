@@ -25,6 +25,7 @@ from kunserve.core.messages import (
     EndMigration,
     ExchangeProgress,
     Form,
+    Formed,
     HandOff,
     Handover,
     KvDropped,
@@ -41,6 +42,8 @@ from kunserve.core.messages import (
     Ready,
     Rejoin,
     Report,
+    Returned,
+    ReturnWaiting,
     Rollback,
     Sampled,
     Shutdown,
@@ -269,6 +272,10 @@ class InstanceAgent:
                 self._submit(membership, submit)
             case Abort() as abort:
                 self._abort(membership, abort)
+            case ReturnWaiting(request_ids):
+                scheduler = membership.scheduler
+                found = () if scheduler is None else scheduler.give_back(request_ids)
+                self.state.send(None, Returned(self.state.me, found))
             case Prepare() | LoadLayers() | Migrate() | OfferKv() as order:
                 self._changes.begin(order, membership, now_s)
             case Rollback(transition_id):
@@ -353,6 +360,7 @@ class InstanceAgent:
         state.keep_only(layers)
         self._enter(message.layout, now_s)
         self._formed_id = message.layout.group_id
+        state.send(None, Formed(state.me, self._formed_id, loaded_bytes=0, seconds=0.0))
 
     # Steps
 

@@ -29,6 +29,7 @@ from kunserve.core.messages import (
     Outputs,
     Prepare,
     Prepared,
+    Returned,
     SequenceState,
     TokenOutput,
 )
@@ -151,6 +152,9 @@ class TransitionMember:
         state, proposal = self._state, self._proposal
         self._has_handed_over = True
         old_group = self._membership.layout.group_id
+        returned = scheduler.give_back(None)
+        if returned:
+            state.send(None, Returned(state.me, returned))
         message = Handover(proposal.transition_id, old_group, scheduler.export())
         state.preemptions.extend(Preemption(*item) for item in scheduler.drain_preemptions())
         self._handovers[old_group] = message.sequences

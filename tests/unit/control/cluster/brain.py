@@ -22,6 +22,8 @@ from kunserve.core.messages import (
     Committed,
     Event,
     ExchangeDone,
+    Form,
+    Formed,
     LayersLoaded,
     LoadLayers,
     Outputs,
@@ -67,6 +69,8 @@ class Brain:
         self._numbers: Counter[InstanceId] = Counter()
         self._num_received: Counter[InstanceId] = Counter()
         self._num_requests = 0
+        self.slow: set[int] = set()
+        """Instances that take their time to form a group: until ``formed``."""
         for number in range(num_instances):
             self.start(number)
 
@@ -211,8 +215,14 @@ class Brain:
         """Its id."""
         return self.group_of(number).group_id
 
+    def formed(self, number: int) -> None:
+        """An instance that was told to form a group has done it."""
+        instance_id = InstanceId(number)
+        self.tell(number, Formed(instance_id, self.group_id(number), 0, 0.0))
+
     def _drain(self) -> None:
         self.controller.check()
+        told = []
         for command in self.controller.drain():
             if isinstance(command, Deliver):
                 command.client(command.token)
@@ -220,3 +230,8 @@ class Brain:
             self.commands.append(command)
             if isinstance(command, Send) and isinstance(command.message, Submit):
                 self._num_received[command.instance_id] += 1
+            if isinstance(command, Send) and isinstance(command.message, Form):
+                told.append(command.instance_id)
+        for instance_id in told:
+            if instance_id not in self.slow:
+                self.formed(instance_id)
