@@ -9,7 +9,13 @@ from benchmarks.faulty_instance import program_of
 from kunserve.cluster.fake import FakeModel, expected_tokens
 from kunserve.cluster.launch import FakeSettings, LocalLauncher
 from kunserve.cluster.local import LocalCluster
-from kunserve.core.config import ClusterConfig, InstanceConfig, KunServeConfig, OverloadConfig
+from kunserve.core.config import (
+    ClusterConfig,
+    InstanceConfig,
+    KunServeConfig,
+    OverloadConfig,
+    ServerConfig,
+)
 from kunserve.core.ids import RequestId
 from kunserve.core.messages import TokenOutput
 from kunserve.core.request import FinishReason, Request, SamplingParams
@@ -17,17 +23,23 @@ from kunserve.core.request import FinishReason, Request, SamplingParams
 FAKE = FakeSettings(step_s=0.004)
 MODEL = FakeModel(FAKE.num_layers, FAKE.vocab_size)
 MAX_LEN = FAKE.kv_blocks * 16
-PATIENCE_S = 60.0
+PATIENCE_S = 100.0
 """How long a test waits for what comes at once on an idle machine."""
 
 
-def config(num_instances: int = 2, policy: str = "drop", **cluster: object) -> KunServeConfig:
+def config(
+    num_instances: int = 2,
+    policy: str = "drop",
+    request_timeout_s: float | None = None,
+    **cluster: object,
+) -> KunServeConfig:
     # restore_below=0: restores happen only when a test asks for one.
     settings = ClusterConfig(num_instances=num_instances, check_invariants=True)
     return KunServeConfig(
         instance=InstanceConfig(block_size=16),
         overload=OverloadConfig(policy=policy, restore_below=0.0),  # type: ignore[arg-type]
         cluster=replace(settings, **cluster),  # type: ignore[arg-type]
+        server=ServerConfig(request_timeout_s=request_timeout_s),
     )
 
 
@@ -112,7 +124,7 @@ def with_cluster(
 
     async def main() -> None:
         cluster = await LocalCluster.start(
-            config(num_instances, **cluster_settings),
+            config(num_instances, **cluster_settings),  # type: ignore[arg-type]
             vocab_size=FAKE.vocab_size,
             fake=FAKE,
             launcher=None if faults is None else LocalLauncher(program_of(faults)),

@@ -211,7 +211,12 @@ class LocalCluster:
         was_ready = self._ready.pop(instance_id, None) is not None
         self._channel.forget(instance_id)
         if was_ready:
-            self._controller.lost(instance_id, death.reason, self._clock.now_s())
+            self._controller.lost(
+                instance_id,
+                death.reason,
+                self._clock.now_s(),
+                is_deliberate=death.is_deliberate,
+            )
             self._flush()
         elif death.said:
             logger.error("%s", _startup_error(death))
@@ -262,8 +267,8 @@ class LocalCluster:
                 client(token)
             case Send(instance_id, message):
                 if not self._channel.send(instance_id, message) and instance_id in self._ready:
-                    what = type(message).__name__
-                    self._processes.condemn(instance_id, f"{what} could not be sent to it")
+                    reason = f"{type(message).__name__} could not be sent to it"
+                    self._processes.condemn(instance_id, reason, is_deliberate=True)
             case Respawn():
                 pass  # ``Processes`` sees the end of a process itself, also of one not yet ready
             case LogTransition(record):

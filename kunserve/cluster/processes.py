@@ -43,6 +43,8 @@ class Death:
     reason: str
     said: bytes
     """What it wrote before its end, if it refused to start."""
+    is_deliberate: bool = False
+    """No request can be the cause."""
 
 
 @dataclass(slots=True)
@@ -62,6 +64,7 @@ class _Place:
     condemned: asyncio.Event = field(default_factory=asyncio.Event)
     verdict: str | None = None
     """Why it was condemned."""
+    is_deliberate: bool = False
     num_soon_over: int = 0
     num_failed_starts: int = 0
 
@@ -156,7 +159,8 @@ class Processes:
             pause_s = self._count_end(place)
             is_wanted = True
             with self._background.surviving("death of an instance"):
-                is_wanted = self._on_death(Death(instance_id, reason, said))
+                death = Death(instance_id, reason, said, place.is_deliberate)
+                is_wanted = self._on_death(death)
             if not is_wanted:
                 return
             logger.error(
@@ -181,6 +185,7 @@ class Processes:
     ) -> str:
         """Wait until the process is over; why it is."""
         place.process, place.verdict, place.last = process, None, None
+        place.is_deliberate = False
         place.condemned.clear()
         place.since_s = place.heard_s = place.moved_s = self._clock.now_s()
         with self._background.surviving("start of an instance"):
@@ -265,12 +270,12 @@ class Processes:
         longest_step_s = 0.0 if place.last is None else place.last.longest_step_s
         return max(self._config.hang_timeout_s, STEPS_PER_HANG * longest_step_s)
 
-    def condemn(self, instance_id: InstanceId, reason: str) -> None:
+    def condemn(self, instance_id: InstanceId, reason: str, *, is_deliberate: bool = False) -> None:
         """Kill the instance's process, for a reason that is logged once."""
         place = self._places[instance_id]
         if place.process is None or place.verdict is not None:
             return
-        place.verdict = reason
+        place.verdict, place.is_deliberate = reason, is_deliberate
         logger.error("instance killed instance=%d reason=%r", instance_id, reason)
         place.process.kill()
         place.condemned.set()
@@ -281,6 +286,7 @@ class Processes:
         process = None if place is None else place.process
         if place is None or process is None:
             return False
+        place.is_deliberate = True
         process.kill()
         await process.wait()
         return True

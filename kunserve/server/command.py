@@ -240,6 +240,12 @@ _server_options = _options(
         type=click.IntRange(min=1),
     ),
     _flag(
+        "--request-timeout",
+        _SERVER.request_timeout_s,
+        "Seconds after which a request that has not ended ends with an error [no limit].",
+        type=click.FloatRange(min=0, min_open=True),
+    ),
+    _flag(
         "--shutdown-timeout",
         _SERVER.shutdown_timeout_s,
         "Seconds that SIGTERM waits for requests under way.",
@@ -280,6 +286,7 @@ _RENAMED = {
     "hang_timeout": "hang_timeout_s",
     "front_grace": "front_grace_s",
     "shutdown_timeout": "shutdown_timeout_s",
+    "request_timeout": "request_timeout_s",
 }
 
 

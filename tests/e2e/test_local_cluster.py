@@ -13,6 +13,8 @@ from kunserve.core.messages import TokenOutput
 from kunserve.core.request import Request, SamplingParams
 from tests.live_cluster import FAKE, MAX_LEN, Client, until, with_cluster
 
+pytestmark = pytest.mark.timeout(300)  # a busy machine; the tests have deadlines of their own
+
 
 def test_tokens_survive_a_drop_and_a_restore() -> None:
     async def story(cluster: LocalCluster, client: Client) -> None:
