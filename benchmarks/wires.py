@@ -27,7 +27,7 @@ Keys = tuple[bytes, bytes]
 
 def reply(control: Connection, address: str, keys: Keys | None) -> None:
     """The other process: echoes, takes in, or acknowledges, as the first byte says."""
-    socket = zmq.Context.instance().socket(zmq.ROUTER)
+    socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
     socket.linger = 0
     if keys is not None:
         socket.curve_publickey, socket.curve_secretkey = keys
