@@ -45,7 +45,9 @@ class OpenAIRoutes:
         most, limits = front.limits.max_requests_per_call, front.engine.limits
         encoding = encode_prompts(front.codec, body, limits, most)
         prompts = await unless_gone(http, encoding)
-        echoes = await unless_gone(http, echoes_of(front.codec, body, prompts))
+        echoes = [""] * len(prompts)
+        if body.echo:
+            echoes = await unless_gone(http, echoes_of(front.codec, body, prompts))
         return self._answer(http, body, prompts, echoes, arrival_s)
 
     async def chat(self, http: HttpRequest) -> Response:

@@ -30,9 +30,7 @@ async def encode_prompts(
 async def echoes_of(
     codec: TextCodec, body: CompletionBody, prompts: Sequence[list[int]]
 ) -> list[str]:
-    """Per prompt: the text to repeat before the answer."""
-    if not body.echo:
-        return [""] * len(prompts)
+    """Per prompt: the text to repeat before the answer. Called when the request wants it."""
     given = _split(body.prompt)
     texts = [one for one in given if isinstance(one, str)]
     if texts:
