@@ -5,6 +5,7 @@ import pytest
 from kunserve.cluster.in_process import Action, CompletePull, StartStep
 from kunserve.core.ids import InstanceId
 from kunserve.core.layout import LayerRange
+from kunserve.core.messages import Returned, ReturnWaiting
 from kunserve.core.request import SamplingParams
 from tests.fake_cluster import FakeCluster
 
@@ -190,3 +191,25 @@ def test_memory_exactly_full_on_both_sides() -> None:
     assert outcomes(cluster) == ["done"]
     assert cluster.records[0].requests_moved >= 4
     assert cluster.records[0].moved_bytes == 2 * 12 * 2 * 8
+
+
+def test_a_leader_returns_what_waits_and_a_follower_has_nothing() -> None:
+    cluster = FakeCluster(pools=(24,), max_num_seqs=1)
+    names = [cluster.request(3, 4) for _ in range(3)]
+    cluster.run_except(lambda action: False, lambda: bool(cluster.accounts[names[0]].token_ids))
+    agent = cluster.agent(0)
+    agent.on(ReturnWaiting(tuple(names)), cluster.now_s)
+    (answer,) = [out.message for out in agent.drain() if isinstance(out.message, Returned)]
+    assert answer == Returned(InstanceId(0), tuple(names[1:]))
+    cluster.controller.on(InstanceId(0), answer, cluster.now_s)
+    cluster.carry_out()
+    cluster.finish()
+
+
+def test_an_abort_may_cross_the_return_of_its_request() -> None:
+    cluster = FakeCluster(pools=(24,), max_num_seqs=1)
+    names = [cluster.request(3, 4) for _ in range(2)]
+    cluster.run_except(lambda action: False, lambda: bool(cluster.accounts[names[0]].token_ids))
+    cluster.post(None, InstanceId(0), ReturnWaiting((names[1],)))
+    cluster.cancel(names[1])
+    cluster.finish()
