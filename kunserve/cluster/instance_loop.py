@@ -11,10 +11,10 @@ import numpy.typing as npt
 import zmq
 
 from kunserve.cluster.lease import Lease
-from kunserve.cluster.stage_clock import StageClock
 from kunserve.cluster.trace import InstanceTrace
 from kunserve.control.instance.agent import InstanceAgent, Work
 from kunserve.control.instance.body import Body, StepOutcome, StepWork
+from kunserve.control.instance.stage_clock import StageClock
 from kunserve.core.config import ClusterConfig
 from kunserve.core.messages import Alive, Connect, Form, Ready
 from kunserve.core.transfer import KvPull
@@ -170,13 +170,8 @@ class InstanceLoop:
 
     def _look(self) -> float:
         """Let the stage clock see what the group does now; returns the time."""
-        membership, now_s = self._agent.membership, time.monotonic()
-        if membership is None:
-            self._clock.look(None, None, now_s)
-        else:
-            scheduler = membership.scheduler
-            num_in_flight = None if scheduler is None else scheduler.num_in_flight
-            self._clock.look(membership.layout, num_in_flight, now_s)
+        now_s = time.monotonic()
+        self._clock.look(self._agent.layout, self._agent.num_in_flight, now_s)
         return now_s
 
     def _wait(self) -> None:

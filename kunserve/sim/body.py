@@ -37,17 +37,17 @@ class SimBody:
         """What the instance is made of."""
         return self._spec
 
-    def step_s(self, work: StepWork, company: float) -> float:
+    def step_s(self, work: StepWork, busy_share: float) -> float:
         """How long the step will take, and the copies beside it. Called once for each.
 
-        ``company`` is the share of the other instances that compute as it begins.
+        ``busy_share`` is the share of the other instances that compute as it begins.
         """
         profile, swap_s = self._profile, self._swap_s
         self._swap_s = 0.0
         batch = work.plan.chunks, work.layers.num_layers, work.is_last
         step_s = profile.times.stage_s(*batch)
-        if profile.times_alone is not None and company < 1.0:
-            step_s = company * step_s + (1.0 - company) * profile.times_alone.stage_s(*batch)
+        if profile.times_alone is not None and busy_share < 1.0:
+            step_s = busy_share * step_s + (1.0 - busy_share) * profile.times_alone.stage_s(*batch)
         return max(step_s, swap_s)
 
     def take_blocked_s(self) -> float:

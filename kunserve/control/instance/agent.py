@@ -8,6 +8,7 @@ a step is done, and sends what ``drain`` returns. Messages may come while a step
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from kunserve.control.group.load import SchedulerTotals
 from kunserve.control.instance.block_table import BlockTable
 from kunserve.control.instance.body import Body, Mover, StepOutcome, StepWork
 from kunserve.control.instance.change_slot import Change, ChangeSlot
@@ -136,6 +137,11 @@ class InstanceAgent:
         self._forward(self.membership, work.step, outcome, now_s)
         self._advance(now_s)
 
+    @property
+    def has_mail(self) -> bool:
+        """Whether ``drain`` gives anything."""
+        return bool(self.state.outbox)
+
     def drain(self) -> list[Outgoing]:
         """Messages to send now, in order."""
         outbox, self.state.outbox = self.state.outbox, []
@@ -163,6 +169,28 @@ class InstanceAgent:
         Messages and ends of pulls may then be given in the middle of a step too.
         """
         return self._changes.is_exchanging
+
+    @property
+    def layout(self) -> GroupLayout | None:
+        """The group in which the instance stands; None before the first."""
+        return None if self.membership is None else self.membership.layout
+
+    @property
+    def num_in_flight(self) -> int | None:
+        """Microbatches on their way through the group; None where another instance leads."""
+        if self.membership is None or self.membership.scheduler is None:
+            return None
+        return self.membership.scheduler.num_in_flight
+
+    @property
+    def table(self) -> BlockTable:
+        """Where the instance's blocks are."""
+        return self.state.table
+
+    @property
+    def totals(self) -> SchedulerTotals:
+        """What the instance's schedulers have done."""
+        return self.state.totals
 
     @property
     def is_in_transition(self) -> bool:

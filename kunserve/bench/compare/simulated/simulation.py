@@ -148,7 +148,7 @@ def _result(
     num_first: int,
 ) -> SimResult:
     state = cluster.controller.state(heap.now_s())
-    totals = cluster.totals
+    totals = cluster.accounts.totals
     duration_s = client.end_s
     run = Run(
         label=system.name,
@@ -176,9 +176,11 @@ def _result(
         num_restores=state.num_restores,
         num_migrations=cluster.controller.balance.num_moved,
         num_ordered=cluster.num_instances - scenario.num_instances,
-        num_given_back=cluster.num_given_back,
-        bubble_ratio=cluster.pipelines.bubble_ratio,
-        gpu_hours=cluster.instance_seconds * scenario.profile.num_gpus / 3600.0,
+        num_given_back=cluster.accounts.num_given_back,
+        bubble_ratio=cluster.accounts.bubble_ratio,
+        gpu_hours=cluster.accounts.instance_seconds(heap.now_s())
+        * scenario.profile.num_gpus
+        / 3600.0,
         bulk_bytes=cluster.network.bulk_bytes,
         swapped_out_bytes=cluster.swapped_bytes[0],
         swapped_back_bytes=cluster.swapped_bytes[1],

@@ -1,6 +1,6 @@
 """What a stage reports of its time."""
 
-from kunserve.cluster.stage_clock import StageClock
+from kunserve.control.instance.stage_clock import StageClock
 from kunserve.core.ids import GroupId, InstanceId
 from kunserve.core.layout import GroupLayout, LayerRange, Stage
 from kunserve.core.snapshots import StageTime
