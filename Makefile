@@ -3,6 +3,7 @@
 # make check     what CI checks: lint, types, contracts, docs, tests (needs an installed environment)
 # make docs      the site, served at http://localhost:8001 while you write
 # make test      install, then check
+# make chaos     random faults on the real engine, for MINUTES=30
 # make hunt      the property tests once more, with examples drawn anew
 # make experiments   the paper's figures, simulated: an hour, goes on where it stopped
 PYTHON ?= python3
@@ -11,7 +12,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 KERNEL_FILES := $(wildcard kunserve/engine/kernels/csrc/*) kunserve/engine/kernels/build.py
 
-.PHONY: install demo check docs slow hunt test experiments clean
+.PHONY: install demo check docs slow chaos hunt test experiments clean
 .DELETE_ON_ERROR:
 
 install: $(VENV)/.kernels
@@ -57,6 +58,10 @@ docs: install
 
 slow: install
 	$(BIN)/pytest -m slow
+
+MINUTES ?= 30
+chaos: install
+	$(BIN)/python -m benchmarks.chaos --minutes $(MINUTES) --seed $$(date +%s)
 
 hunt: install
 	$(BIN)/pytest --hypothesis-profile hunt $$(grep -rl --include='test_*.py' hypothesis tests)

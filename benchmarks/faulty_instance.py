@@ -7,6 +7,10 @@ hang-N    its next step never ends               slow-N   it loads layers slowly
 poison    the step that begins a request whose prompt begins with POISON raises an error
 """
 
+import contextlib
+import os
+import socket
+import stat
 import sys
 import time
 from collections.abc import Callable
@@ -51,6 +55,9 @@ class FaultyBody:
         """As the body's own, unless the step shall hang or raise."""
         while self._shall("hang"):
             time.sleep(POLL_S)
+        if self._shall("cut"):
+            (self._folder / f"cut-{self._me}").unlink(missing_ok=True)
+            _cut_connections()
         if work.is_first and (self._folder / "poison").exists():
             assert not _takes_poison(work), "poisoned"
         outcome: StepOutcome = self._body.execute(work, hidden, look_up)
@@ -62,6 +69,16 @@ class FaultyBody:
             if self._shall("slow"):
                 time.sleep(SLOW_LAYER_S)
         self._body.load_layers(layers)
+
+
+def _cut_connections() -> None:
+    """Shut every connection down, as a network does; what was on its way is lost."""
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if stat.S_ISSOCK(os.stat(f"/proc/self/fd/{name}").st_mode):
+                with socket.socket(fileno=os.dup(int(name))) as connection:
+                    connection.getpeername()  # not of one that listens
+                    connection.shutdown(socket.SHUT_RDWR)
 
 
 def _takes_poison(work: StepWork) -> bool:

@@ -268,7 +268,7 @@ class LocalCluster:
             case Send(instance_id, message):
                 if not self._channel.send(instance_id, message) and instance_id in self._ready:
                     reason = f"{type(message).__name__} could not be sent to it"
-                    self._processes.condemn(instance_id, reason, is_deliberate=True)
+                    self._processes.condemn(instance_id, reason)  # most likely it has just died
             case Respawn():
                 pass  # ``Processes`` sees the end of a process itself, also of one not yet ready
             case LogTransition(record):

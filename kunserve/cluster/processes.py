@@ -275,7 +275,7 @@ class Processes:
         place = self._places[instance_id]
         if place.process is None or place.verdict is not None:
             return
-        place.verdict, place.is_deliberate = reason, is_deliberate
+        place.verdict = reason
         logger.error("instance killed instance=%d reason=%r", instance_id, reason)
         place.process.kill()
         place.condemned.set()
