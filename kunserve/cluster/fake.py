@@ -123,7 +123,7 @@ def expected_tokens(request: Request, model: FakeModel, max_model_len: int) -> t
 
 
 class FakeBody:
-    """Implements ``control.body.Body`` and what a mover needs of one."""
+    """Implements ``control.instance.body.Body`` and what a mover needs of one."""
 
     def __init__(
         self,

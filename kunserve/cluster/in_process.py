@@ -55,7 +55,7 @@ class Pull(NamedTuple):
 
 
 class InProcessMover:
-    """Implements ``control.body.Mover``: a pull copies when somebody completes it."""
+    """Implements ``control.instance.body.Mover``: a pull copies when somebody completes it."""
 
     def __init__(self) -> None:
         self.exports: dict[RequestId, Int32Array] = {}

@@ -30,6 +30,7 @@ _SCALARS = {
 _STRING = 8
 _ARRAY = 9
 _DEEPEST_ARRAY = 8
+_NAMES = {int: "an integer", float: "a number", str: "a string", list: "a list", bool: "a flag"}
 _SUPPORTED_VERSIONS = (2, 3)
 
 
@@ -60,10 +61,10 @@ class GgufFile:
         value = self.metadata.get(key, default)
         if value is None:
             raise ModelFiles(f"{self.path}: metadata has no {key!r}")
-        if expected is float and isinstance(value, int):
+        if expected is float and type(value) is int:
             return float(value)
         if not isinstance(value, expected) or (isinstance(value, bool) and expected is not bool):
-            raise ModelFiles(f"{self.path}: {key!r} is {_shown(value)}, not a {expected.__name__}")
+            raise ModelFiles(f"{self.path}: {key!r} is {_shown(value)}, not {_NAMES[expected]}")
         return value
 
     def count(self, key: str, default: int | None = None) -> int:

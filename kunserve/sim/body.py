@@ -11,7 +11,7 @@ from kunserve.sim.profile import InstanceProfile
 
 
 class SimBody:
-    """Implements ``control.body.Body``. Nothing takes time here: the driver lets it pass.
+    """Implements ``control.instance.body.Body``. Nothing takes time here: the driver lets it pass.
 
     Hidden states are the number of their bytes. Every token is 0; workloads say how many there
     are (``ignore_eos``).

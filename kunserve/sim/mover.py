@@ -14,7 +14,7 @@ Landed = Callable[[KvPull | LayerPull, bool], None]
 
 
 class SimMover:
-    """Implements ``control.body.Mover``: asks the source, then waits for the bytes."""
+    """Implements ``control.instance.body.Mover``: asks the source, then waits for the bytes."""
 
     def __init__(
         self,

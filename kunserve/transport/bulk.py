@@ -40,7 +40,7 @@ _BULK = b"b"
 
 
 class BulkMover:
-    """Implements ``control.body.Mover``. Methods are for the instance's loop thread.
+    """Implements ``control.instance.body.Mover``. Methods are for the instance's loop thread.
 
     Memory given to ``pull_kv`` and ``pull_layers`` is the mover's until the pull has ended in
     ``completed``, or ``cancel`` or ``reset`` has returned. A lock keeps the mover's hands off

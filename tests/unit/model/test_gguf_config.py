@@ -104,13 +104,13 @@ def test_what_is_not_implemented_is_refused(read: Write, changes: Any, message: 
         ({"general.alignment": 0}, "'general.alignment' is 0"),
         ({"general.alignment": -32}, "'general.alignment' is -32"),
         ({"general.alignment": [1, 2]}, r"'general.alignment' is \[1, 2\]"),
-        ({"llama.attention.sliding_window": "wide"}, "not a int"),
-        ({"llama.attention.sliding_window": [5, 6]}, "not a int"),
+        ({"llama.attention.sliding_window": "wide"}, "not an integer"),
+        ({"llama.attention.sliding_window": [5, 6]}, "not an integer"),
         ({"llama.attention.sliding_window": -3}, "window of -3"),
         ({"llama.embedding_length": 0}, "not a positive integer"),
         ({"llama.block_count": 0}, "not a positive integer"),
         ({"llama.block_count": -1}, "not a positive integer"),
-        ({"llama.block_count": True}, "True, not a int"),
+        ({"llama.block_count": True}, "True, not an integer"),
         ({"llama.attention.head_count_kv": 3}, "cannot share"),
         ({"llama.rope.freq_base": float("nan")}, "not a positive number"),
         ({"llama.attention.layer_norm_rms_epsilon": float("inf")}, "not a positive number"),
@@ -158,7 +158,9 @@ def test_arrays_in_arrays(tmp_path: Path) -> None:
 def test_a_flag_is_a_flag_and_no_number(tmp_path: Path) -> None:
     file = GgufFile(tmp_path / "m.gguf", {"flag": False, "count": 3}, {}, 0)
     assert file.get("flag", bool) is False
-    with pytest.raises(ModelFiles, match="'flag' is False, not a int"):
+    with pytest.raises(ModelFiles, match="'flag' is False, not an integer"):
         file.get("flag", int)
-    with pytest.raises(ModelFiles, match="'count' is 3, not a bool"):
+    with pytest.raises(ModelFiles, match="'flag' is False, not a number"):
+        file.get("flag", float)
+    with pytest.raises(ModelFiles, match="'count' is 3, not a flag"):
         file.get("count", bool)
