@@ -42,6 +42,7 @@ from kunserve.core.errors import InvalidRequest, Overloaded, Unavailable
 from kunserve.core.ids import InstanceId, RequestId
 from kunserve.core.messages import TokenOutput
 from kunserve.core.request import FinishReason, Request, SamplingParams
+from kunserve.core.tokens import TokenIds
 
 NUM_JOBS = 24
 VOCAB = 49152
@@ -124,7 +125,7 @@ class Clients:
         what = Job(POISON, SamplingParams(max_tokens=20)) if job is None else self._jobs[job]
         request_id = RequestId(f"r{len(self.stories) + self.num_refused}")
         story = Story(job)
-        request = Request(request_id, what.prompt, what.sampling, time.monotonic())
+        request = Request(request_id, TokenIds(what.prompt), what.sampling, time.monotonic())
         try:
             self._cluster.submit(request, lambda token: self._take(story, token))
         except (Unavailable, Overloaded):
