@@ -128,7 +128,8 @@ class TransitionRecord:
     @property
     def ending(self) -> str:
         """The outcome with its reason, for people."""
-        return self.outcome if self.reason is None else f"{self.outcome}: {self.reason}"
+        outcome = self.outcome.value
+        return outcome if self.reason is None else f"{outcome}: {self.reason}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,5 @@
 """A real instance on CPU: its memory, its weights, and the steps it runs."""
 
-import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,8 +28,6 @@ from kunserve.engine.weights.readers import open_reader
 from kunserve.model.config import read_eos_ids, read_spec
 from kunserve.model.source import ModelSource, resolve_model
 from kunserve.transport.host_store import HostStore
-
-logger = logging.getLogger(__name__)
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -120,7 +117,6 @@ class CpuBody:
         self._host = HostStore(self.memory.unit_view)
         load_s = time.perf_counter() - started
         self.account = _account(self.memory, self.model, self._decoder.buffer_bytes, load_s)
-        logger.info("instance=%d %s", instance_id, self.account)
 
     @property
     def spec(self) -> InstanceSpec:
