@@ -184,6 +184,8 @@ class Controller:
         group.take(event.load, now_s)
         self.transitions.progressed(event.load.group_id, event.load.num_stalled, now_s)
         self._redispatch.watch(now_s)
+        if event.load.group_id == self.placement.reserved:
+            self._requests.place()
         self._requests.place_if_changed()
         self._overload.watch(now_s)
         self.balance.watch()

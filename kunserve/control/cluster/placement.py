@@ -80,6 +80,13 @@ class Group:
         return self._reported_s is not None
 
     @property
+    def is_clear(self) -> bool:
+        """Whether nothing is left of any request, as far as the leader has told."""
+        report = self.report
+        num_there = report.num_running + report.num_waiting + report.num_stalled
+        return num_there == 0 and not self.unreported
+
+    @property
     def load(self) -> GroupLoad:
         """As policies see it: the same value until something is sent or reported."""
         if self._load is None:

@@ -76,7 +76,8 @@ class Quarantine:
             placement.reserve(None)
             return None
         placement.reserve(group_id)
-        return placement.groups[group_id] if num_at[group_id] == 0 else None
+        group = placement.groups[group_id]
+        return group if num_at[group_id] == 0 and group.is_clear else None
 
     def isolate(self, request_id: RequestId, num_tokens: int) -> None:
         """The request is sent to the reserved group, which has nothing else."""

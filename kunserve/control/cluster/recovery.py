@@ -94,12 +94,12 @@ class Recovery:
         """How many requests of each leader can have run in its last steps: those that came first.
 
         The last report tells what ran then. Since then at most as many more have been admitted as
-        may run at once.
+        may run at once, in each stage.
         """
         return {
             group.layout.leader: group.report.num_running
             + group.report.num_stalled
-            + self._max_num_seqs
+            + self._max_num_seqs * len(group.layout.stages)
             for group in self._placement.groups.values()
             if group.layout.leader in affected
         }

@@ -12,6 +12,7 @@ from kunserve.core.config import (
     InstanceConfig,
     KunServeConfig,
     OverloadConfig,
+    SchedulerConfig,
     ServerConfig,
 )
 from kunserve.core.ids import GroupId, InstanceId, RequestId
@@ -52,12 +53,14 @@ class Brain:
         num_instances: int = 2,
         cluster: ClusterConfig | None = None,
         server: ServerConfig | None = None,
+        max_num_seqs: int = 256,
         **overload: Any,
     ) -> None:
         if cluster is None:
             cluster = ClusterConfig(num_instances=num_instances)
         config = KunServeConfig(
             instance=InstanceConfig(block_size=4),
+            scheduler=SchedulerConfig(max_num_seqs=max_num_seqs),
             overload=OverloadConfig(**{"dwell_s": 0.0, "restore_hold_s": 0.0, **overload}),
             cluster=cluster,
             server=ServerConfig() if server is None else server,
