@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -50,10 +50,15 @@ VOCAB = 49152
 IN_FLIGHT = 10
 BETWEEN_FAULTS_S = 2.0
 """On average."""
-POISON_SHARE = 0.08
+POISON_SHARE = 0.15
 """Of the faults that may be blamed on a request."""
+MAX_GENTLE = 3
+"""Other faults at once."""
 SETTLE_S = 240.0
 """How long everything may take to end, and to be whole again, after the last fault."""
+FAULT_S = 60.0
+"""How long a fault may take to show, and to be mended, before the next one that may be blamed."""
+CUT_S = 15.0
 POLL_S = 0.05
 
 
@@ -193,24 +198,29 @@ class Misfortune:
         """Let one thing after the other happen, and put an end to all of them."""
         until_s = time.monotonic() + seconds
         (self._folder / "poison").touch()
-        gentle: dict[Callable[[], Awaitable[None]], int] = {
+        gentle: dict[Callable[[], Coroutine[None, None, None]], int] = {
             self._leave: 4,
             self._drop: 4,
             self._restore: 3,
             self._slow: 2,
             self._kill: 1,
         }
+        under_way: set[asyncio.Task[None]] = set()
         while time.monotonic() < until_s:
             await asyncio.sleep(self._draw.expovariate(1.0 / BETWEEN_FAULTS_S))
             self.look()
             is_quiet = self._blamable is None or self._blamable.done()
             if is_quiet and self._draw.random() < 0.5:
-                poisons = self._draw.random() < POISON_SHARE * 2.0
+                poisons = self._draw.random() < POISON_SHARE
                 self._blamable = asyncio.create_task(self._poison() if poisons else self._fail())
             else:
-                await self._draw.choices(list(gentle), list(gentle.values()))[0]()
+                action = self._draw.choices(list(gentle), list(gentle.values()))[0]
+                under_way = {task for task in under_way if not task.done()}
+                if len(under_way) < MAX_GENTLE:
+                    under_way.add(asyncio.create_task(action()))
         if self._blamable is not None:
-            await self._blamable
+            under_way.add(self._blamable)
+        await asyncio.gather(*under_way)
 
     async def _leave(self) -> None:
         self.counts["aborts"] += 1
@@ -260,16 +270,17 @@ class Misfortune:
         else:
             path.touch()
         # A hang or a cut begins with the next step; an idle instance goes on being well.
-        await self._until(lambda: self._cluster.pid_of(instance_id) != pid, 60.0)
+        limit_s = CUT_S if how == "cut" else FAULT_S  # nothing may have been on its way
+        await self._until(lambda: self._cluster.pid_of(instance_id) != pid, limit_s)
         path.unlink(missing_ok=True)
-        await self._until(lambda: not self._cluster.vitals().num_missing, 60.0)
+        await self._until(lambda: not self._cluster.vitals().num_missing, FAULT_S)
 
     async def _poison(self) -> None:
         request_id = self._clients.ask(None)
         if request_id is not None:
             self.counts["poison"] += 1
             story = self._clients.stories[request_id]
-            await self._until(lambda: bool(story.ends), 120.0)
+            await self._until(lambda: bool(story.ends), 2.0 * FAULT_S)
 
     async def _until(self, condition: Callable[[], bool], limit_s: float) -> None:
         until_s = time.monotonic() + limit_s

@@ -19,6 +19,7 @@ from kunserve.core.config import (
 from kunserve.core.ids import RequestId
 from kunserve.core.messages import TokenOutput
 from kunserve.core.request import FinishReason, Request, SamplingParams
+from kunserve.core.tokens import TokenIds
 
 FAKE = FakeSettings(step_s=0.004)
 MODEL = FakeModel(FAKE.num_layers, FAKE.vocab_size)
@@ -71,7 +72,7 @@ class Client:
         made = tuple((i * 7 + len(name)) % FAKE.vocab_size for i in range(prompt_tokens))
         request = Request(
             RequestId(name),
-            prompt or made,
+            TokenIds(prompt or made),
             SamplingParams(max_tokens=max_tokens, temperature=0.0),
             arrival_s=0.0,
         )

@@ -6,12 +6,14 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.faulty_instance import POISON
 from kunserve.cluster.local import LocalCluster
 from kunserve.control.cluster.controller import Controller
 from kunserve.core.errors import ConfigError, Unavailable
 from kunserve.core.ids import InstanceId, RequestId
 from kunserve.core.messages import Message, Submit, TokenOutput
 from kunserve.core.request import FinishReason, Request, SamplingParams
+from kunserve.core.tokens import TokenIds
 from kunserve.transport.channel import FrontChannel
 from tests.live_cluster import Client, until, with_cluster
 
@@ -125,6 +127,40 @@ def test_a_request_that_takes_too_long_ends(tmp_path: Path) -> None:
     with_cluster(story, num_instances=1, faults=tmp_path, request_timeout_s=5.0)
 
 
+def test_a_request_that_kills_its_instance_is_found_out(tmp_path: Path) -> None:
+    """It ends with an error after three deaths; everybody else gets all tokens."""
+
+    async def story(cluster: LocalCluster, client: Client) -> None:
+        (tmp_path / "poison").touch()
+        for i in range(6):
+            client.submit(f"r{i}", max_tokens=300)
+        await client.all_flow()
+        client.submit("poison", prompt=POISON)
+        await client.until(lambda: "poison" in client.ends)
+        assert client.ends.pop("poison") is FinishReason.ERROR
+        del client.requests["poison"]
+        await client.all_done()
+        await until(lambda: cluster.vitals().num_missing == 0)
+
+    with_cluster(story, faults=tmp_path)
+
+
+def test_a_broken_connection_is_a_failure_of_its_instance(tmp_path: Path) -> None:
+    """Of what was on its way nothing is missed in silence: requests run again, or go on."""
+
+    async def story(cluster: LocalCluster, client: Client) -> None:
+        for i in range(6):
+            client.submit(f"r{i}", max_tokens=400)
+        await client.all_flow()
+        await cluster.drop(None)
+        (tmp_path / "cut-1").touch()
+        await until(lambda: not (tmp_path / "cut-1").exists())
+        await client.all_done()
+        await until(lambda: cluster.vitals().num_missing == 0)
+
+    with_cluster(story, faults=tmp_path, hang_timeout_s=5.0)
+
+
 def test_errors_in_ticks_stop_neither_detection_nor_service(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -155,7 +191,9 @@ def test_a_client_that_fails_costs_the_others_nothing() -> None:
         def fail(token: TokenOutput) -> None:
             raise RuntimeError("injected")
 
-        broken = Request(RequestId("broken"), (1, 2, 3), SamplingParams(max_tokens=50), 0.0)
+        broken = Request(
+            RequestId("broken"), TokenIds((1, 2, 3)), SamplingParams(max_tokens=50), 0.0
+        )
         cluster.submit(broken, fail)
         for i in range(4):
             client.submit(f"r{i}", max_tokens=100)
