@@ -462,3 +462,16 @@ def test_a_request_without_a_token_ends_with_an_error_and_alone(stages: int) -> 
     assert [o.finish_reason for o in good] == [None, None, FinishReason.LENGTH]
     assert scheduler.totals.generation_tokens == 4
     assert scheduler.used_blocks == 0
+
+
+def test_only_what_waits_without_kv_is_given_back() -> None:
+    scheduler = make(capacity=8, max_num_seqs=1)
+    for name in ("runs", "waits", "waits too"):
+        scheduler.add(request(name, 4))
+    scheduler.schedule(0.0)
+    names = [RequestId(name) for name in ("runs", "waits too", "unknown", "waits")]
+    assert scheduler.give_back(names) == ("waits too", "waits")
+    scheduler.check()
+    assert scheduler.load(0, 0, 0.0).num_waiting == 0
+    scheduler.add(request("waits", 4))
+    scheduler.check()
