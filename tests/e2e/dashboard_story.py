@@ -28,6 +28,7 @@ from kunserve.core.snapshots import (
 )
 from kunserve.server.metrics import FrontMetrics, RecentValues
 from kunserve.server.timeline import PERIOD_S
+from tests.specs import instance_spec
 from tests.unit.server.echo_engine import EchoEngine, group_of, idle_load
 from tests.unit.server.live_server import LiveServer
 
@@ -42,8 +43,14 @@ def spec_of(instance_id: int) -> InstanceSpec:
     """Like SmolLM2-135M with 400 MiB: 156 MiB for KV before a drop."""
     unit_bytes, layer_bytes = 12288, 7_080_192
     kv_units = 144 * MIB // unit_bytes
-    return InstanceSpec(
-        InstanceId(instance_id), LAYERS, 16, unit_bytes, layer_bytes, 400 * MIB, kv_units, MIB // 4
+    return instance_spec(
+        instance_id,
+        LAYERS,
+        kv_units,
+        unit_bytes=unit_bytes,
+        layer_bytes=layer_bytes,
+        granule_bytes=MIB // 4,
+        memory_bytes=400 * MIB,
     )
 
 

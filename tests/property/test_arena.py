@@ -11,33 +11,22 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kunserve.core.config import InstanceConfig
 from kunserve.core.ids import InstanceId
 from kunserve.core.layout import LayerRange
-from kunserve.core.model_spec import ModelSpec
 from kunserve.engine.arena import Arena
 from kunserve.engine.memory import InstanceMemory, MemoryPlan
+from tests.specs import model_spec
 
 PAGE = mmap.PAGESIZE
 SLOTS = 12
 
-MODEL = ModelSpec(
-    name="tiny",
-    architecture="LlamaForCausalLM",
+MODEL = model_spec(
     num_layers=6,
     hidden_size=32,
     intermediate_size=64,
     num_heads=1,
     num_kv_heads=1,
-    head_dim=32,
     vocab_size=50,
     max_position=128,
-    rope_theta=1e4,
     rms_eps=1e-6,
-    tied_embeddings=True,
-    attention_bias=False,
-    output_bias=False,
-    mlp_bias=False,
-    qk_norm=False,
-    rope_scaling=None,
-    sliding_window=None,
     dtype="float32",
 )
 

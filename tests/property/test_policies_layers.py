@@ -12,20 +12,14 @@ from kunserve.policy.capacity import group_capacity_blocks
 from kunserve.policy.drop_plan import plan_drop
 from kunserve.policy.layer_split import Member, split_layers
 from kunserve.policy.moves import find_obstacle
+from tests.specs import instance_spec
 
 
 def make_spec(
     instance: int, num_layers: int, kv_units: int, granule_bytes: int = 16
 ) -> InstanceSpec:
-    return InstanceSpec(
-        instance_id=InstanceId(instance),
-        num_layers=num_layers,
-        block_size=16,
-        unit_bytes=8,
-        layer_bytes=96,
-        memory_bytes=num_layers * 96 + kv_units * 8,
-        kv_units=kv_units,
-        granule_bytes=granule_bytes,
+    return instance_spec(
+        instance, num_layers, kv_units, unit_bytes=8, layer_bytes=96, granule_bytes=granule_bytes
     )
 
 
@@ -250,7 +244,9 @@ def test_promised_units_are_freed_wherever_the_layers_lie(
     """Counts the granules that no byte of the layers held lies in, one by one."""
     first = data.draw(st.integers(0, num_layers - 1))
     end = data.draw(st.integers(first + 1, num_layers))
-    spec = InstanceSpec(InstanceId(0), num_layers, 16, 8, layer_bytes, 10**6, 100, granule_bytes)
+    spec = instance_spec(
+        0, num_layers, 100, unit_bytes=8, layer_bytes=layer_bytes, granule_bytes=granule_bytes
+    )
     weights_bytes = num_layers * layer_bytes
     freed = sum(
         begin + granule_bytes <= first * layer_bytes or begin >= end * layer_bytes

@@ -47,7 +47,6 @@ class Pair:
         report = LoadReport(
             group_id=group_id,
             sequence_number=self.number,
-            num_received=0,
             num_running=1,
             num_waiting=-(-queued // 9),
             used_blocks=demand - queued,
@@ -55,13 +54,6 @@ class Pair:
             growth_blocks=growth,
             head_of_line_blocks=min(9, queued),
             waiting_blocks=queued,
-            waiting_tokens=0,
-            num_stalled=0,
-            num_preemptions=0,
-            lost_tokens=0,
-            prompt_tokens=0,
-            generation_tokens=0,
-            stuck_s=0.0,
             largest_request_blocks=9,
             largest_expected_blocks=9,
         )
@@ -137,9 +129,18 @@ def test_steady_use_below_the_capacity_never_drops(used, growth, queue):
     state = MonitorState()
     for step in range(30):
         report = LoadReport(
-            GroupId(0), step, 0, 1, len(queue), used, 100, growth, sum(fits), sum(queue),
-            0, 0, 0, 0, 0, 0, 0.0, 9, 9,
-        )  # fmt: skip
+            GroupId(0),
+            sequence_number=step,
+            num_running=1,
+            num_waiting=len(queue),
+            used_blocks=used,
+            capacity_blocks=100,
+            growth_blocks=growth,
+            head_of_line_blocks=sum(fits),
+            waiting_blocks=sum(queue),
+            largest_request_blocks=9,
+            largest_expected_blocks=9,
+        )
         view = ClusterLoadView((GroupLoad(report, 100, 1, 100),), 16)
         state, verdict = observe(state, view, 0.1 * step, CONFIG)
         assert verdict.overloaded is None

@@ -17,17 +17,25 @@ from kunserve.policy.restore import (
     choose_sources,
     plan_restore,
 )
+from tests.specs import instance_spec
 
 
 def make_spec(instance: int, num_layers: int, kv_units: int) -> InstanceSpec:
-    return InstanceSpec(
-        InstanceId(instance), num_layers, 16, 8, 96, num_layers * 96 + kv_units * 8, kv_units, 16
+    return instance_spec(
+        instance, num_layers, kv_units, unit_bytes=8, layer_bytes=96, granule_bytes=16
     )
 
 
 def make_load(used: int, growth: int, largest: int) -> LoadReport:
     return LoadReport(
-        GroupId(0), 1, 0, 1, 0, used, 10**6, growth, 0, 0, 0, 0, 0, 0, 0, 0, 0.0, largest, largest
+        GroupId(0),
+        sequence_number=1,
+        num_running=1,
+        used_blocks=used,
+        capacity_blocks=10**6,
+        growth_blocks=growth,
+        largest_request_blocks=largest,
+        largest_expected_blocks=largest,
     )
 
 

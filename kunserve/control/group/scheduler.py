@@ -243,13 +243,8 @@ class Scheduler:
     @property
     def _version(self) -> tuple[int, bool]:
         """Another value whenever something has happened that may give ``schedule`` a plan."""
-        num_changes = (
-            self._waiting.version
-            + self._ledger.version
-            + self._in_flight.version
-            + self._holders.version
-        )
-        return num_changes, self.may_preempt
+        num_changes = self._waiting.version + self._ledger.version + self._in_flight.version
+        return num_changes + self._holders.version, self.may_preempt
 
     def load(self, sequence_number: int, num_received: int, now_s: float) -> LoadReport:
         """The group's load, about ten times a second."""
@@ -322,7 +317,11 @@ class Scheduler:
         for index, num_tokens in batch.prompts:
             seq = prompts[index]
             if seq.state is Progress.WAITING:
-                self._admit(seq, now_s)
+                self._admission.admit(seq)
+                seq.state = Progress.RUNNING
+                if seq.queued_s is None:
+                    seq.queued_s = now_s - seq.request.arrival_s
+                self._holders.add(seq)
             chosen.append((seq, num_tokens))
         return chosen
 
@@ -333,13 +332,6 @@ class Scheduler:
         num_kept, first_away = self._holders.swap_in(None if head is None else head.key, room)
         num_tokens_ahead = sum(seq.num_left for seq in prompts)
         return self._admission.candidates(room - num_kept, num_tokens_ahead, first_away)
-
-    def _admit(self, seq: Sequence, now_s: float) -> None:
-        self._admission.admit(seq)
-        seq.state = Progress.RUNNING
-        if seq.queued_s is None:
-            seq.queued_s = now_s - seq.request.arrival_s
-        self._holders.add(seq)
 
     def _make(self, request: Request, output_token_ids: TokenIds) -> Sequence:
         assert request.request_id not in self._live, f"{request.request_id} is here already"

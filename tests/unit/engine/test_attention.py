@@ -18,6 +18,7 @@ from kunserve.engine.attention import (
     c_model,
 )
 from kunserve.engine.kernels.library import set_num_threads
+from tests.specs import model_spec
 
 NUM_LAYERS = 3
 
@@ -25,25 +26,14 @@ NUM_LAYERS = 3
 def make_spec(
     dtype: str, kv_heads: int = 2, group: int = 3, dim: int = 64, window: int | None = None
 ) -> ModelSpec:
-    return ModelSpec(
-        name="tiny",
-        architecture="LlamaForCausalLM",
+    return model_spec(
         num_layers=NUM_LAYERS,
-        hidden_size=64,
         intermediate_size=64,
         num_heads=kv_heads * group,
         num_kv_heads=kv_heads,
         head_dim=dim,
         vocab_size=32,
         max_position=2048,
-        rope_theta=10000.0,
-        rms_eps=1e-5,
-        tied_embeddings=True,
-        attention_bias=False,
-        output_bias=False,
-        mlp_bias=False,
-        qk_norm=False,
-        rope_scaling=None,
         sliding_window=window,
         dtype=dtype,
     )

@@ -13,6 +13,7 @@ from kunserve.core.layout import LayerRange
 from kunserve.core.model_spec import ModelSpec
 from kunserve.engine.decoder import Decoder, LayerWeights, ModelWeights, StepBatch
 from kunserve.engine.kernels.rope import RopeTable, inverse_frequencies
+from tests.specs import model_spec
 from tests.unit.engine.test_memory import SMOLLM2
 
 BLOCK_SIZE = 8
@@ -67,8 +68,7 @@ def spec_of(model: nn.Module) -> ModelSpec:
     layer = model.model.layers[0]
     rope = config.rope_parameters
     scaled = rope["rope_type"] == "llama3"
-    return ModelSpec(
-        name="tiny",
+    return model_spec(
         architecture=type(model).__name__,
         num_layers=config.num_hidden_layers,
         hidden_size=config.hidden_size,

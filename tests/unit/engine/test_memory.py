@@ -17,34 +17,13 @@ from kunserve.core.config import MIB, InstanceConfig
 from kunserve.core.errors import TooLittleMemory
 from kunserve.core.ids import InstanceId
 from kunserve.core.layout import LayerRange
-from kunserve.core.model_spec import ModelSpec
 from kunserve.engine import address_space
 from kunserve.engine.memory import InstanceMemory, MemoryPlan, RemapFailed
 from kunserve.engine.weights.layout import WeightLayout
 from tests.direct_engine import arenas_mapped
+from tests.specs import SMOLLM2_135M
 
-SMOLLM2 = ModelSpec(
-    name="smollm2-135m",
-    architecture="LlamaForCausalLM",
-    num_layers=30,
-    hidden_size=576,
-    intermediate_size=1536,
-    num_heads=9,
-    num_kv_heads=3,
-    head_dim=64,
-    vocab_size=49152,
-    max_position=8192,
-    rope_theta=1e5,
-    rms_eps=1e-5,
-    tied_embeddings=True,
-    attention_bias=False,
-    output_bias=False,
-    mlp_bias=False,
-    qk_norm=False,
-    rope_scaling=None,
-    sliding_window=None,
-    dtype="bfloat16",
-)
+SMOLLM2 = SMOLLM2_135M
 SMALL = dataclasses.replace(
     SMOLLM2, hidden_size=96, intermediate_size=64, num_heads=1, num_kv_heads=1, vocab_size=100
 )

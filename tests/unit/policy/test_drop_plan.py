@@ -9,6 +9,7 @@ from kunserve.policy.capacity import (
 )
 from kunserve.policy.drop_plan import DropPlan, blocks_for_bytes, plan_drop
 from kunserve.policy.moves import find_obstacle
+from tests.specs import instance_spec
 
 NUM_LAYERS = 12
 FIRST_ID = GroupId(50)
@@ -16,7 +17,7 @@ FIRST_ID = GroupId(50)
 
 def spec(instance: int, kv_units: int = 1200) -> InstanceSpec:
     """A copy of the weights is worth 1,200 units: 100 whole blocks, as its KV is."""
-    return InstanceSpec(InstanceId(instance), NUM_LAYERS, 16, 10, 1000, 24_000, kv_units, 10)
+    return instance_spec(instance, NUM_LAYERS, kv_units)
 
 
 def whole(instance: int) -> GroupLayout:

@@ -2,14 +2,12 @@ from collections.abc import Sequence
 
 from kunserve.core.ids import InstanceId
 from kunserve.core.layout import LayerRange
-from kunserve.core.snapshots import InstanceSpec
 from kunserve.policy.layer_split import Member, split_layers
+from tests.specs import instance_spec
 
 
 def member(instance: int, first: int, end: int, num_layers: int, kv_units: int = 1000) -> Member:
-    spec = InstanceSpec(
-        InstanceId(instance), num_layers, 16, 10, 100, num_layers * 100, kv_units, 10
-    )
+    spec = instance_spec(instance, num_layers, kv_units, layer_bytes=100)
     return Member(InstanceId(instance), LayerRange(first, end), spec)
 
 

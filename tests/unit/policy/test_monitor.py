@@ -17,7 +17,7 @@ from kunserve.policy.monitor import (
 )
 
 CONFIG = OverloadConfig()
-IDLE = LoadReport(GroupId(1), 1, 0, 0, 0, 0, 100, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0.0, 0, 0)
+IDLE = LoadReport(GroupId(1), sequence_number=1, capacity_blocks=100)
 
 
 def load_of(report: LoadReport, **known: Any) -> GroupLoad:

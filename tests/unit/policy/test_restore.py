@@ -4,7 +4,6 @@ from kunserve.core.ids import GroupId, InstanceId, RequestId
 from kunserve.core.layout import GroupLayout, LayerRange, Stage
 from kunserve.core.load import LoadReport
 from kunserve.core.messages import LayerSource, MemberSources
-from kunserve.core.snapshots import InstanceSpec
 from kunserve.policy.restore import (
     Postponed,
     RestorePlan,
@@ -14,8 +13,9 @@ from kunserve.policy.restore import (
     plan_restore,
     transient_capacity_blocks,
 )
+from tests.specs import instance_spec
 
-IDLE = LoadReport(GroupId(7), 1, 0, 0, 0, 0, 500, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0.0, 0, 0)
+IDLE = LoadReport(GroupId(7), sequence_number=1, capacity_blocks=500)
 
 
 def layout(*stages: tuple[int, int, int]) -> GroupLayout:
@@ -25,10 +25,7 @@ def layout(*stages: tuple[int, int, int]) -> GroupLayout:
 
 
 PAIR = layout((1, 0, 5), (2, 5, 10))
-SPECS = {
-    InstanceId(i): InstanceSpec(InstanceId(i), 10, 16, 10, 1000, 20_000, 1000, 10)
-    for i in range(1, 5)
-}
+SPECS = {InstanceId(i): instance_spec(i, 10, 1000) for i in range(1, 5)}
 
 
 def source(first: int, end: int, instance: int | None) -> LayerSource:

@@ -17,11 +17,11 @@ from kunserve.core.request import FinishReason, Request, TokenLogprobs
 from kunserve.core.snapshots import (
     ClusterState,
     InstanceSnapshot,
-    InstanceSpec,
     Kind,
     Outcome,
     TransitionRecord,
 )
+from tests.specs import instance_spec
 
 LAYERS = 4
 T = TypeVar("T")
@@ -46,7 +46,15 @@ def idle_load(group_id: int) -> LoadReport:
 
 
 def instance_state(instance_id: int, first: int = 0, end: int = LAYERS) -> InstanceSnapshot:
-    spec = InstanceSpec(InstanceId(instance_id), LAYERS, 16, 1024, 4096, 1 << 20, 400, 512)
+    spec = instance_spec(
+        instance_id,
+        LAYERS,
+        400,
+        unit_bytes=1024,
+        layer_bytes=4096,
+        granule_bytes=512,
+        memory_bytes=1 << 20,
+    )
     return InstanceSnapshot(spec, True, LayerRange(first, end), 400)
 
 

@@ -9,19 +9,13 @@ import pytest
 from kunserve.core.config import KunServeConfig, SchedulerConfig
 from kunserve.core.cost import CostCoefficients
 from kunserve.core.errors import ConfigError
-from kunserve.core.model_spec import ModelSpec
 from kunserve.model.profile import FORMAT, Profile, ProfileSubject, default_path, write_profile
 from kunserve.policy.cost import assumed_cost
 from kunserve.server.command import serve_command
 from kunserve.server.launch import with_costs
+from tests.specs import model_spec
 
-SPEC = ModelSpec(
-    name="tiny", architecture="LlamaForCausalLM", num_layers=4, hidden_size=64,
-    intermediate_size=96, num_heads=4, num_kv_heads=2, head_dim=32, vocab_size=160,
-    max_position=512, rope_theta=1e4, rms_eps=1e-5, tied_embeddings=True, attention_bias=False,
-    output_bias=False, mlp_bias=False, qk_norm=False, rope_scaling=None, sliding_window=None,
-    dtype="bfloat16",
-)  # fmt: skip
+SPEC = model_spec()
 MEASURED = CostCoefficients(6e-7, 1e-3, 0.012, 0.011)
 
 

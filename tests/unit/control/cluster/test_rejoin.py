@@ -7,8 +7,8 @@ from kunserve.core.config import KunServeConfig
 from kunserve.core.ids import GroupId, InstanceId
 from kunserve.core.layout import GroupLayout, LayerRange, Stage
 from kunserve.core.messages import Form, Ready, Rejoin
-from kunserve.core.snapshots import InstanceSpec
 from kunserve.core.transfer import PeerAddress
+from tests.specs import instance_spec
 
 NUM_LAYERS = 8
 WHOLE = LayerRange(0, NUM_LAYERS)
@@ -26,15 +26,8 @@ def alone(group_id: int, instance_id: int) -> GroupLayout:
 def back(
     instance_id: int, held: LayerRange, stands_in: GroupLayout | None, num_received: int = 0
 ) -> Rejoin:
-    spec = InstanceSpec(
-        instance_id=InstanceId(instance_id),
-        num_layers=NUM_LAYERS,
-        block_size=16,
-        unit_bytes=1024,
-        layer_bytes=4096,
-        memory_bytes=1 << 20,
-        kv_units=800,
-        granule_bytes=1024,
+    spec = instance_spec(
+        instance_id, NUM_LAYERS, 800, unit_bytes=1024, layer_bytes=4096, granule_bytes=1024
     )
     ready = Ready(spec, PeerAddress("links", "bulk"), 100, "")
     return Rejoin(ready, held, 800, stands_in, num_received)
