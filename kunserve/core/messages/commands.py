@@ -1,0 +1,168 @@
+"""What the controller tells an instance."""
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from kunserve.core.ids import GroupId, InstanceId, RequestId, TransitionId
+from kunserve.core.layout import GroupLayout, LayerRange
+from kunserve.core.request import Request
+from kunserve.core.snapshots import InstanceSpec
+from kunserve.core.transfer import PeerAddress
+
+
+@dataclass(frozen=True, slots=True)
+class Connect:
+    """Where the peers are. Sent to everyone whenever an instance joins."""
+
+    peers: tuple[tuple[InstanceId, PeerAddress], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Submit:
+    """Take a request. A non-leader forwards it to its leader."""
+
+    request: Request
+    group_id: GroupId | None = None
+    """Set when an instance forwards it: the group whose leader it is for."""
+    migration_id: TransitionId | None = None
+    """Set when the addressee is the target of the request's migration and has most of its KV."""
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """Free everything of a request. Unknown ids are remembered in case the request is late."""
+
+    request_id: RequestId
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """Become (part of) a group at once, forgetting every sequence and its KV.
+
+    Sent when an instance joins and after a failure; loads layers that are not held from disk.
+    """
+
+    layout: GroupLayout
+    specs: tuple[InstanceSpec, ...]
+    """Of the layout's members, in stage order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prepare:
+    """First phase of a transition: say whether it can be done. Changes nothing."""
+
+    transition_id: TransitionId
+    old: tuple[GroupLayout, ...]
+    new: tuple[GroupLayout, ...]
+    specs: tuple[InstanceSpec, ...]
+    """Of every instance in the transition."""
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """Second phase: do what was prepared, at the next step boundary."""
+
+    transition_id: TransitionId
+
+
+@dataclass(frozen=True, slots=True)
+class Rollback:
+    """Forget what was prepared."""
+
+    transition_id: TransitionId
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSource:
+    """Where a restore pulls layers from: a peer, or disk when ``instance_id`` is None."""
+
+    layers: LayerRange
+    instance_id: InstanceId | None
+
+
+@dataclass(frozen=True, slots=True)
+class MemberSources:
+    """What one member of a group has to load."""
+
+    instance_id: InstanceId
+    sources: tuple[LayerSource, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadLayers:
+    """Before a restore's commit: shrink the KV range and fill the missing layers, while serving.
+
+    The leader gets it, keeps the group's KV within ``capacity_blocks`` from then on, and passes
+    it on; it refuses if more is in use.
+    """
+
+    transition_id: TransitionId
+    group_id: GroupId
+    capacity_blocks: int
+    """The group's KV capacity once every member holds the whole model again."""
+    members: tuple[MemberSources, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Migrate:
+    """Choose a running request and move it to another group while it runs.
+
+    Groups of one instance only. Ids of migrations are ids of transitions, from one counter.
+    """
+
+    migration_id: TransitionId
+    group_id: GroupId
+    """Which the addressee leads."""
+    target: InstanceId
+    target_group: GroupId
+    max_blocks: int
+    """The largest request that may move."""
+
+
+@dataclass(frozen=True, slots=True)
+class HandOff:
+    """The migrating request is the target's now: it runs here no more, nor does it come back.
+
+    Its KV stays until the target has it.
+    """
+
+    migration_id: TransitionId
+
+
+@dataclass(frozen=True, slots=True)
+class EndMigration:
+    """A side of the migration is gone: let the other forget it, keeping the request it has."""
+
+    migration_id: TransitionId
+
+
+@dataclass(frozen=True, slots=True)
+class ReturnWaiting:
+    """Give these requests back if they wait without KV; ``Returned`` names those that did.
+
+    Sent to the leader that has them. What runs, has KV or is unknown stays as it is.
+    """
+
+    request_ids: tuple[RequestId, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Shutdown:
+    """Leave. In-flight work is lost unless it was drained before."""
+
+
+Command: TypeAlias = (
+    Connect
+    | Submit
+    | Abort
+    | Form
+    | Prepare
+    | Commit
+    | Rollback
+    | LoadLayers
+    | Migrate
+    | HandOff
+    | EndMigration
+    | ReturnWaiting
+    | Shutdown
+)

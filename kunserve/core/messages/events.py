@@ -1,0 +1,200 @@
+"""What an instance tells the controller."""
+
+from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
+
+from kunserve.core.ids import GroupId, InstanceId, RequestId, TransitionId
+from kunserve.core.layout import GroupLayout, LayerRange
+from kunserve.core.load import NOTHING_DONE, LeaderTotals, LoadReport
+from kunserve.core.request import FinishReason, TokenLogprobs
+from kunserve.core.snapshots import InstanceSpec, StageTime
+from kunserve.core.transfer import PeerAddress
+
+
+class TokenOutput(NamedTuple):
+    """One request's next output token, or its end without one."""
+
+    request_id: RequestId
+    position: int
+    """Index among the request's output tokens, so that a re-run repeats none."""
+    token_id: int | None
+    """None when the request ends without a token (aborted, or an error)."""
+    logprobs: TokenLogprobs | None
+    finish_reason: FinishReason | None
+    queued_s: float | None = None
+    """With the first token: from the arrival to the first step it was part of, where known."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """The model is loaded and the instance can be given a group."""
+
+    spec: InstanceSpec
+    address: PeerAddress
+    max_model_len: int
+    """Longest prompt plus output that the instance can hold undropped."""
+    summary: str
+    """Weights, KV blocks and the longest request that fits, for people."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rejoin:
+    """An instance of an earlier front to the new one: it is loaded, and this is where it stands.
+
+    It works on nothing until the new front has it ``Form`` a group.
+    """
+
+    ready: Ready
+    """As it told its first front."""
+    held: LayerRange
+    kv_units: int
+    layout: GroupLayout | None
+    """The group it stands in; None when it could not go on with that."""
+    num_received: int
+    """As in ``LoadReport``: it goes on counting."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outputs:
+    """Tokens of one step, or ends of requests."""
+
+    instance_id: InstanceId
+    tokens: tuple[TokenOutput, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Returned:
+    """The leader has taken these requests out of its queue: nothing of them is left there.
+
+    Sent in answer to ``ReturnWaiting`` (also when no request is given back), and unasked when the
+    leader's group changes. Every token of them has been sent before.
+    """
+
+    instance_id: InstanceId
+    request_ids: tuple[RequestId, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Formed:
+    """The answer to ``Form``: the instance stands in the group, with all weights it needs."""
+
+    instance_id: InstanceId
+    group_id: GroupId
+    loaded_bytes: int
+    """Weights that had to be loaded; 0 if all were there."""
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """A leader's load."""
+
+    instance_id: InstanceId
+    load: LoadReport
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """The answer to ``Prepare``; a refusal says why."""
+
+    transition_id: TransitionId
+    instance_id: InstanceId
+    refusal: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class LayersLoaded:
+    """The answer to ``LoadLayers``."""
+
+    transition_id: TransitionId
+    instance_id: InstanceId
+    refusal: str | None
+    loaded_bytes: int
+    remap_s: float
+    """The part that gave memory back from KV to weights."""
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """The instance runs in its new group; what the remap really did."""
+
+    transition_id: TransitionId
+    instance_id: InstanceId
+    held: LayerRange
+    kv_units: int
+    freed_bytes: int
+    """Bytes that moved from weights to KV; negative when they moved back."""
+    remap_s: float
+    gap_s: float
+    """From the end of the last step in the old group to readiness in the new one."""
+    sequences: tuple[RequestId, ...]
+    """Requests that the instance leads now; empty on a follower."""
+    totals: LeaderTotals = NOTHING_DONE
+    """All that the instance has done as a leader: one that becomes a follower reports no more."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExchangeDone:
+    """Every request of the new group has its KV where its layers are (sent by the leader)."""
+
+    transition_id: TransitionId
+    group_id: GroupId
+    num_requests: int
+    """Requests whose KV moved."""
+    moved_bytes: int
+    seconds: float
+    max_stall_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class MigrationReady:
+    """The request has stopped at its source, and the target has all its KV but the last blocks.
+
+    The controller has been told every token of it by now.
+    """
+
+    migration_id: TransitionId
+    instance_id: InstanceId
+    request_id: RequestId
+
+
+@dataclass(frozen=True, slots=True)
+class MigrationOver:
+    """Nothing of the migration is left at its source."""
+
+    migration_id: TransitionId
+    instance_id: InstanceId
+    refusal: str | None
+    """Why nothing moved; None if the target has taken the request."""
+
+
+@dataclass(frozen=True, slots=True)
+class Alive:
+    """A heartbeat, also while a long step runs; it tells whether the instance's loop moves on."""
+
+    instance_id: InstanceId
+    num_turns: int = 0
+    """Grows with every turn of the loop, about ten times a second when idle."""
+    longest_step_s: float = 0.0
+    """Of all steps so far."""
+    is_computing: bool = False
+    """Whether the loop is inside a step."""
+
+
+Event: TypeAlias = (
+    Ready
+    | Rejoin
+    | Outputs
+    | Returned
+    | Formed
+    | Report
+    | Prepared
+    | LayersLoaded
+    | Committed
+    | ExchangeDone
+    | MigrationReady
+    | MigrationOver
+    | Alive
+    | StageTime
+)

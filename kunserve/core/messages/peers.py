@@ -1,0 +1,154 @@
+"""What instances of one group, or of one transition, tell each other."""
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from kunserve.core.ids import GroupId, InstanceId, RequestId, TransitionId
+from kunserve.core.messages.commands import Abort, LoadLayers, Submit
+from kunserve.core.request import Request
+from kunserve.core.step import StepPlan, StepResult
+from kunserve.core.tokens import TokenIds
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceState:
+    """A live request as its leader knows it, for handing it to another leader."""
+
+    request: Request
+    output_token_ids: TokenIds
+    num_computed: int
+    """Tokens whose KV exists; 0 when it waits."""
+    num_blocks: int
+    """Blocks its KV occupies; 0 when it waits."""
+    num_preemptions: int
+
+
+@dataclass(frozen=True, slots=True)
+class Activation:
+    """A microbatch on its way to the next stage; the hidden states travel beside it."""
+
+    plan: StepPlan
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """The last stage's result, to the leader."""
+
+    result: StepResult
+
+
+@dataclass(frozen=True, slots=True)
+class Handover:
+    """An old leader's sequences, to every instance of the transition."""
+
+    transition_id: TransitionId
+    old_group: GroupId
+    sequences: tuple[SequenceState, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class KvMoved:
+    """Blocks [first_block, end_block) of a request arrived: the source may free them."""
+
+    transition_id: TransitionId
+    request_id: RequestId
+    first_block: int
+    end_block: int
+
+
+@dataclass(frozen=True, slots=True)
+class KvDropped:
+    """Nobody will pull the request's KV any more (it ended): the source may free it."""
+
+    transition_id: TransitionId
+    request_id: RequestId
+
+
+@dataclass(frozen=True, slots=True)
+class ExchangeProgress:
+    """A member's account of an exchange, to its new leader, on every change.
+
+    The first one goes to every instance of the transition: from then on they may pull.
+    """
+
+    transition_id: TransitionId
+    instance_id: InstanceId
+    extra_units: int
+    """Units that the exchange may use at most from now on beside the group's own blocks."""
+    arrived: tuple[RequestId, ...]
+    """Requests whose KV is complete at this member since the last message."""
+    moved_bytes: int
+    """KV bytes received since the last message."""
+    is_finished: bool
+    """The member has nothing left to send or receive."""
+    lost: tuple[RequestId, ...] = ()
+    """Requests whose KV could not be had since the last message: to be recomputed."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayersDropped:
+    """A restore is off: the member holds no other layers than before it. To its leader."""
+
+    transition_id: TransitionId
+    instance_id: InstanceId
+
+
+@dataclass(frozen=True, slots=True)
+class OfferKv:
+    """A running request's blocks that will not change any more, for the target to pull.
+
+    The first offer of a migration asks it to set memory aside. The answer is ``OfferTaken`` or
+    ``OfferRefused``.
+    """
+
+    migration_id: TransitionId
+    source: InstanceId
+    group_id: GroupId
+    """Which the target leads."""
+    request_id: RequestId
+    num_blocks: int
+    """[0, num_blocks) may be pulled."""
+    reserved_blocks: int
+    """To be set aside in all."""
+    largest_blocks: int
+    """What the request may come to need."""
+
+
+@dataclass(frozen=True, slots=True)
+class OfferTaken:
+    """The target of a migration has the request's blocks [0, end_block)."""
+
+    migration_id: TransitionId
+    end_block: int
+
+
+@dataclass(frozen=True, slots=True)
+class OfferRefused:
+    """The target of a migration takes nothing, or nothing more, and has freed what it had."""
+
+    migration_id: TransitionId
+
+
+@dataclass(frozen=True, slots=True)
+class WithdrawKv:
+    """The migrating request stays where it is, or has ended."""
+
+    migration_id: TransitionId
+
+
+PeerMessage: TypeAlias = (
+    Activation
+    | Sampled
+    | Handover
+    | KvMoved
+    | KvDropped
+    | ExchangeProgress
+    | LayersDropped
+    | OfferKv
+    | OfferTaken
+    | OfferRefused
+    | WithdrawKv
+    | LoadLayers
+    | Submit
+    | Abort
+)
