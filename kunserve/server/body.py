@@ -23,7 +23,8 @@ class BodyReader:
     def __init__(self, limits: FrontLimits, max_model_len: int) -> None:
         self._limits = limits
         self._max_values = max(limits.max_body_values, 2 * max_model_len)
-        self._unfinished_bytes = 0
+        self.unfinished_bytes = 0
+        """Of bodies that are being read, beyond the first part of each."""
 
     async def read(self, http: HttpRequest, shape: type[Body], default: bytes = b"") -> Body:
         """The body as a ``shape``; ``default`` stands for an empty one.
@@ -59,7 +60,7 @@ class BodyReader:
                     more = max(0, size - limits.small_body_bytes) - counted
                     if size > limits.max_body_bytes:
                         refusal = too_large
-                    elif more and self._unfinished_bytes + more > limits.max_unfinished_bytes:
+                    elif more and self.unfinished_bytes + more > limits.max_unfinished_bytes:
                         refusal = TooManyBodies("Too many large request bodies are on their way.")
                     if refusal is None:
                         parts.append(part)
@@ -67,13 +68,13 @@ class BodyReader:
                         parts.clear()
                         more = -counted
                     counted += more
-                    self._unfinished_bytes += more
+                    self.unfinished_bytes += more
         except TimeoutError:
             raise BodyTooSlow(
                 f"The request body did not arrive within {limits.body_timeout_s:g} s."
             ) from None
         finally:
-            self._unfinished_bytes -= counted
+            self.unfinished_bytes -= counted
         if refusal is not None:
             raise refusal
         return b"".join(parts)

@@ -20,7 +20,8 @@ class TextThreads:
     def __init__(self, inline_chars: int, max_waiting_chars: int) -> None:
         self.inline_chars = inline_chars
         self._max_waiting_chars = max_waiting_chars
-        self._held_chars = 0
+        self.held_chars = 0
+        """Characters that wait to be worked on, or are worked on."""
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="text")
 
     def close(self) -> None:
@@ -33,13 +34,13 @@ class TextThreads:
 
         One text alone always has room, however long it is.
         """
-        if self._held_chars and self._held_chars + num_chars > self._max_waiting_chars:
+        if self.held_chars and self.held_chars + num_chars > self._max_waiting_chars:
             raise Overloaded("Too much text is waiting to be tokenised.")
-        self._held_chars += num_chars
+        self.held_chars += num_chars
         try:
             yield
         finally:
-            self._held_chars -= num_chars
+            self.held_chars -= num_chars
 
     async def call(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
         """Run ``function`` in a thread. A caller that is cancelled takes it out of the queue."""

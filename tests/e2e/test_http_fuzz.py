@@ -47,8 +47,8 @@ def test_hostile_requests_break_nothing(
         asyncio.run(attack())
         wait_until(lambda: not server.engine.tasks, 30)
         wait_until(lambda: not server.front.num_in_flight, 30)
-        wait_until(lambda: not server.front.bodies._unfinished_bytes, 30)
-        wait_until(lambda: not server.front.codec.threads._held_chars, 30)
+        wait_until(lambda: not server.front.bodies.unfinished_bytes, 30)
+        wait_until(lambda: not server.front.codec.threads.held_chars, 30)
         wait_until(lambda: open_files(os.getpid()) <= num_files, 30)
         with server.client() as client:
             answer = client.post("/v1/completions", json={"prompt": "hello", "max_tokens": 4})

@@ -270,8 +270,8 @@ def test_texts_of_clients_that_left_are_not_encoded(
         for _ in range(5):  # together they would not have room
             with server.connect() as connection:
                 connection.sendall(post_bytes(body))
-                wait_until(lambda: threads._held_chars)
-            wait_until(lambda: not threads._held_chars)
+                wait_until(lambda: threads.held_chars)
+            wait_until(lambda: not threads.held_chars)
     with busy_threads(server):  # what was queued before has had its turn
         assert encoded == []
 
@@ -282,13 +282,13 @@ def test_texts_that_wait_have_a_bound(server: LiveServer) -> None:
     with server.connect() as first:
         with busy_threads(server):
             first.sendall(post_bytes(long))
-            wait_until(lambda: threads._held_chars == 3000)
+            wait_until(lambda: threads.held_chars == 3000)
             with server.client() as client:
                 refused = client.post(COMPLETIONS, json=long)
                 assert refused.status_code == 503 and refused.headers["retry-after"]
                 assert client.post(COMPLETIONS, json=PROMPT).status_code == 200
         assert first.recv(100).startswith(b"HTTP/1.1 400")  # too long, as its encoding shows
-    wait_until(lambda: not threads._held_chars)
+    wait_until(lambda: not threads.held_chars)
 
 
 def test_bodies_on_their_way_have_a_bound(server: LiveServer) -> None:
@@ -297,12 +297,12 @@ def test_bodies_on_their_way_have_a_bound(server: LiveServer) -> None:
     with contextlib.ExitStack() as stack:
         for count in (1, 2):
             stack.enter_context(server.connect()).sendall(part)
-            wait_until(lambda count=count: bodies._unfinished_bytes > 95_000 * count)
+            wait_until(lambda count=count: bodies.unfinished_bytes > 95_000 * count)
         with server.client() as client:
             refused = client.post(COMPLETIONS, json=PROMPT | {"user": "a" * 100_000})
             assert refused.status_code == 503 and refused.headers["retry-after"]
             assert client.post(COMPLETIONS, json=PROMPT).status_code == 200
-    wait_until(lambda: bodies._unfinished_bytes == 0)
+    wait_until(lambda: bodies.unfinished_bytes == 0)
     with server.client() as client:
         body = PROMPT | {"user": "a" * 100_000}
         assert client.post(COMPLETIONS, json=body).status_code == 200
