@@ -8,8 +8,10 @@ A waiting request has no KV, so it is cheap to move. In blocks, per group:
 
 A group that queues gives its oldest waiting requests, as many of their mean size as the spare
 memory of others takes: all of them where memory holds them up, and half of them where compute
-does, because there the source works its queue off by itself. A request moves only to where it need
-not wait, and what waits nowhere is not moved, so moves come to an end.
+does, because there the source works its queue off by itself. A group takes no more at once than it
+computes until its next report: what waits longer waits better where it has not yet been decided. A
+request moves only to where it need not wait, and what waits nowhere is not moved, so moves come to
+an end.
 """
 
 from collections.abc import Iterable
@@ -19,6 +21,8 @@ from kunserve.core.ids import GroupId
 from kunserve.core.load import GroupLoad
 from kunserve.policy.monitor import free_blocks
 
+STEPS_AHEAD = 2
+"""Steps whose prompts a group is given at once: it computes them until its next report."""
 HEADROOM = 0.05
 """Share of its capacity that a group keeps for the growth of what runs there."""
 MAX_RECALLED = 256
@@ -34,10 +38,13 @@ class Recall(NamedTuple):
     """About what they need."""
 
 
-def plan_recalls(sources: Iterable[GroupLoad], targets: Iterable[GroupLoad]) -> tuple[Recall, ...]:
+def plan_recalls(
+    sources: Iterable[GroupLoad], targets: Iterable[GroupLoad], step_tokens: int
+) -> tuple[Recall, ...]:
     """Called after every report; O(groups) but for sorting them.
 
     ``sources`` may give and ``targets`` may take: a group can be both, and is one of them at most.
+    ``step_tokens`` are computed in one step.
     """
     spare = sorted(
         ((blocks, group.group_id) for group in targets if (blocks := _spare_blocks(group)) > 0),
@@ -54,7 +61,8 @@ def plan_recalls(sources: Iterable[GroupLoad], targets: Iterable[GroupLoad]) -> 
             break
         most = min(left, group.num_waiting if _is_memory_bound(group) else group.num_waiting // 2)
         size = max(1, -(-_queued_blocks(group) // group.num_waiting))
-        num = _fit(spare, size, most)
+        tokens = max(1, group.report.waiting_tokens // group.report.num_waiting)
+        num = _fit(spare, size, most, max(1, STEPS_AHEAD * step_tokens // tokens))
         if num:
             recalls.append(Recall(group.group_id, num, num * size))
             left -= num
@@ -85,14 +93,14 @@ def _spare_blocks(group: GroupLoad) -> int:
     return capacity_blocks - group.demand_blocks - int(HEADROOM * capacity_blocks)
 
 
-def _fit(spare: list[tuple[int, GroupId]], size: int, most: int) -> int:
-    """How many requests of a size fit the spare memory, which shrinks by them."""
+def _fit(spare: list[tuple[int, GroupId]], size: int, most: int, most_each: int) -> int:
+    """How many requests of a size fit the spare memory; a group that takes any takes no more."""
     num = 0
     rest = []
     for blocks, group_id in spare:
-        taken = min(most - num, blocks // size)
+        taken = min(most - num, most_each, blocks // size)
         num += taken
-        if blocks - taken * size > 0:
-            rest.append((blocks - taken * size, group_id))
+        if not taken:
+            rest.append((blocks, group_id))
     spare[:] = sorted(rest, key=lambda item: (-item[0], item[1]))
     return num

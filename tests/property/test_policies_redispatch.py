@@ -57,7 +57,7 @@ def test_moves_come_to_an_end_and_nothing_gets_lost(drawn: list[tuple[int, list[
     num_moved = 0
     for _ in range(60):
         loads = [group.load() for group in cluster]
-        recalls = plan_recalls(loads, loads)
+        recalls = plan_recalls(loads, loads, step_tokens=1000)
         if not recalls:
             break
         for recall in recalls:
@@ -85,7 +85,7 @@ def test_what_could_start_elsewhere_does(drawn: list[tuple[int, list[int]]]) -> 
     ]
     for _ in range(60):
         loads = [group.load() for group in cluster]
-        recalls = plan_recalls(loads, loads)
+        recalls = plan_recalls(loads, loads, step_tokens=1000)
         if not recalls:
             break
         for recall in recalls:

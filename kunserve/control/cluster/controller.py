@@ -58,7 +58,9 @@ class Controller:
         self._scaling = scaling = Scaling(
             config.cluster, placement, transitions, requests, outbox, self._give_back
         )
-        self._redispatch = Redispatch(placement, requests, outbox)
+        self._redispatch = Redispatch(
+            placement, requests, outbox, config.scheduler.max_num_batched_tokens
+        )
         self._overload = OverloadControl(
             config.overload, block_size, placement, transitions, scaling, outbox
         )

@@ -15,7 +15,10 @@ PATIENCE_S = 10.0
 class Redispatch:
     """Asks the policy after each report. What comes back, ``Requests`` sends anew."""
 
-    def __init__(self, placement: Placement, requests: Requests, outbox: Outbox) -> None:
+    def __init__(
+        self, placement: Placement, requests: Requests, outbox: Outbox, step_tokens: int
+    ) -> None:
+        self._step_tokens = step_tokens
         self._placement = placement
         self._requests = requests
         self._outbox = outbox
@@ -39,7 +42,7 @@ class Redispatch:
             and group_id not in placement.closing
             and group_id != placement.reserved
         ]
-        for recall in plan_recalls(sources, targets):
+        for recall in plan_recalls(sources, targets, self._step_tokens):
             self._recall(placement.groups[recall.group_id], recall.num_requests, now_s)
 
         if placement.reserved is not None and self._requests.quarantine.alone is None:

@@ -1,6 +1,10 @@
+from dataclasses import replace
+
 from kunserve.core.ids import GroupId
 from kunserve.core.load import GroupLoad, LoadReport
 from kunserve.policy.redispatch import MAX_RECALLED, Recall, plan_recalls
+
+STEP_TOKENS = 512
 
 
 def group(
@@ -20,7 +24,7 @@ def group(
 
 
 def plan(*groups: GroupLoad) -> tuple[Recall, ...]:
-    return plan_recalls(groups, groups)
+    return plan_recalls(groups, groups, STEP_TOKENS)
 
 
 def test_one_that_waits_for_memory_moves_to_an_idle_group() -> None:
@@ -30,6 +34,12 @@ def test_one_that_waits_for_memory_moves_to_an_idle_group() -> None:
 def test_as_many_move_as_others_can_start_at_once() -> None:
     (recall,) = plan(group(1, 95, (20,) * 50), group(2, 30), group(3, 80))
     assert recall.num_requests == (100 - 5 - 30) // 20  # the third has room for none
+
+
+def test_a_group_takes_no_more_than_it_computes_until_its_next_report() -> None:
+    waiting = replace(group(1, 95, (2,) * 40).report, waiting_tokens=40 * 100)
+    (recall,) = plan(GroupLoad(waiting, 100), group(2), group(3))
+    assert recall.num_requests == 2 * (2 * STEP_TOKENS // 100)
 
 
 def test_where_compute_is_what_they_wait_for_half_stay() -> None:
@@ -55,14 +65,15 @@ def test_what_is_on_its_way_back_is_not_recalled_twice() -> None:
 
 
 def test_room_is_given_away_once() -> None:
-    recalls = plan(group(1, 95, (40,)), group(2, 95, (50,)), group(3))
+    recalls = plan(group(1, 95, (40,)), group(2, 95, (50,)), group(3), group(4))
     assert [recall.group_id for recall in recalls] == [2, 1]
-    recalls = plan(group(1, 95, (60,)), group(2, 95, (70,)), group(3))
+    recalls = plan(group(1, 95, (40,)), group(2, 95, (50,)), group(3))
     assert [recall.group_id for recall in recalls] == [2]
 
 
 def test_the_longest_queue_goes_first_and_a_look_is_bounded() -> None:
-    groups = [group(n, 999, (1,) * (100 + n), 1000) for n in range(5)] + [group(9, 0, (), 10_000)]
+    groups = [group(n, 999, (1,) * (100 + n), 1000) for n in range(5)]
+    groups += [group(9 + n, 0, (), 10_000) for n in range(9)]
     recalls = plan(*groups)
     assert recalls[0].group_id == 4
     assert sum(recall.num_requests for recall in recalls) == MAX_RECALLED
