@@ -152,8 +152,9 @@ class Clients:
 
     def leave(self) -> None:
         """One client goes away."""
-        if self.open:
-            request_id = self._draw.choice(self.open)
+        healthy = [i for i in self.open if self.stories[i].job is not None]
+        if healthy:
+            request_id = self._draw.choice(healthy)
             self.stories[request_id].was_aborted = True
             self._cluster.abort(request_id)
 
@@ -337,12 +338,11 @@ async def run_chaos(setting: Setting) -> dict[str, object]:
         try:
             clients = Clients(cluster, jobs, draw)
             misfortune = Misfortune(cluster, clients, Path(folder), ids, draw)
-            num_open_files = _num_open_files()
             asking = asyncio.create_task(clients.keep_asking())
+            num_open_files = await _settled_open_files(clients)
             await misfortune.rage(setting.seconds)
             asking.cancel()
-            left = await settle(cluster, clients, misfortune)
-            left["open files"] = max(0, _num_open_files() - num_open_files)
+            left = await settle(cluster, clients, misfortune, num_open_files)
             num_errors = cluster.vitals().num_errors
         finally:
             await cluster.close()
@@ -363,7 +363,9 @@ async def run_chaos(setting: Setting) -> dict[str, object]:
     }
 
 
-async def settle(cluster: LocalCluster, clients: Clients, misfortune: Misfortune) -> dict[str, int]:
+async def settle(
+    cluster: LocalCluster, clients: Clients, misfortune: Misfortune, num_open_files: int
+) -> dict[str, int]:
     """Wait until all requests have ended and the cluster is whole; what is left over."""
     until_s = time.monotonic() + SETTLE_S
 
@@ -372,7 +374,8 @@ async def settle(cluster: LocalCluster, clients: Clients, misfortune: Misfortune
 
     def is_over() -> bool:
         misfortune.look()
-        return not (clients.open or cluster.vitals().num_missing or blocks())
+        is_whole = not cluster.vitals().num_missing and _num_open_files() <= num_open_files
+        return is_whole and not clients.open and not blocks()
 
     while not is_over() and time.monotonic() < until_s:
         await asyncio.sleep(POLL_S)
@@ -380,6 +383,7 @@ async def settle(cluster: LocalCluster, clients: Clients, misfortune: Misfortune
         "requests": cluster.num_unfinished(),
         "blocks": blocks(),
         "missing instances": cluster.vitals().num_missing,
+        "open files": max(0, _num_open_files() - num_open_files),
     }
 
 
@@ -408,6 +412,13 @@ def _verdict(story: Story, expected: list[tuple[int, ...]]) -> str:
     if story.job is None:
         return "poisoned" if story.ends == [FinishReason.ERROR] else "wrong"
     return "identical" if tuple(story.token_ids) == expected[story.job] else "wrong"
+
+
+async def _settled_open_files(clients: Clients) -> int:
+    """Of this process, once all instances have served: each has two connections by then."""
+    while not all(story.token_ids for story in clients.stories.values()) or not clients.stories:
+        await asyncio.sleep(POLL_S)
+    return _num_open_files()
 
 
 def _num_open_files() -> int:

@@ -7,6 +7,7 @@ byte of KV.
 
 import random
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -19,6 +20,8 @@ from kunserve.core.request import SamplingParams
 from tests.fake_cluster import FakeCluster
 
 MAX_REQUESTS = 40
+
+pytestmark = pytest.mark.timeout(900)  # a busy machine
 
 
 class TransitionsMachine(RuleBasedStateMachine):
