@@ -8,7 +8,6 @@ import struct
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
@@ -291,7 +290,6 @@ def test_over_long_prompts_say_so_first(client: httpx.Client) -> None:
 
 def test_body_of_50_mb(client: httpx.Client) -> None:
     content = b'{"prompt": "' + b"a" * (50 << 20) + b'"}'
-    started_s = time.monotonic()
     error_of(client.post(COMPLETIONS, content=content), 413)
 
     def chunks() -> Generator[bytes, None, None]:
@@ -299,7 +297,6 @@ def test_body_of_50_mb(client: httpx.Client) -> None:
             yield b"a" * (1 << 20)
 
     error_of(client.post(COMPLETIONS, content=chunks()), 413)
-    assert time.monotonic() - started_s < 10
 
 
 def raw(server: LiveServer, content: bytes) -> bytes:

@@ -2,7 +2,6 @@
 
 import re
 import threading
-import time
 from collections.abc import Generator
 
 import httpx
@@ -237,14 +236,13 @@ def test_drain_ends_by_timeout_or_by_a_second_signal(signals: int) -> None:
             client.stream("POST", "/v1/completions", json=streamed) as one,
         ):
             wait_until(lambda: len(engine.tasks) == 2)
-            started_s = time.monotonic()
             for _ in range(signals):
                 server.request_drain()
             events = [line for line in one.iter_lines() if line]
         assert events[-1] == "data: [DONE]"
         assert '"code":503' in events[-2] and "shut down" in events[-2]
         posting.join()
-        server.thread.join(20)
-        assert time.monotonic() - started_s < 10
+        server.thread.join(50)
+        assert not server.thread.is_alive(), "before the 60 s of a patient drain"
         assert answers[0].status_code == 503
         assert len(engine.aborted) == 2
