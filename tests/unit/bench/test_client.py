@@ -78,10 +78,11 @@ def test_tokens_are_counted_by_usage_when_there_is_one(server) -> None:
 
 
 def test_requests_leave_on_time_and_servers_take_turns(server, second_server) -> None:
-    server.behaviour.gap_s = 0.05
+    server.behaviour.gap_s = 0.5  # an answer takes much longer than all sends
     records = run((server.url, second_server.url), workload(6, gap_s=0.03))
     assert [record.server for record in records] == [server.url, second_server.url] * 3
     assert all(record.sent_s >= record.planned_s for record in records)
+    assert max(record.sent_s for record in records) < records[0].finish_s
 
 
 def test_max_concurrency_holds_requests_back(server) -> None:
