@@ -27,15 +27,16 @@ from kunserve.core.messages import TokenOutput
 from kunserve.core.request import Request, SamplingParams
 from kunserve.core.tokens import TokenIds
 
-FAKE = FakeSettings(kv_blocks=1024, step_s=0.005)
+FAKE = FakeSettings(kv_blocks=16384, step_s=0.005)
 CONFIG = KunServeConfig(
     instance=InstanceConfig(block_size=16),
     scheduler=SchedulerConfig(max_num_seqs=8),
-    overload=OverloadConfig(policy="drop", restore_below=0.0),
+    overload=OverloadConfig(policy="recompute"),
     cluster=ClusterConfig(num_instances=2),
 )
-NUM_STREAMS = 2 * CONFIG.scheduler.max_num_seqs
-"""As many as run at once: all others wait."""
+NUM_RUNNING = 2 * CONFIG.scheduler.max_num_seqs
+NUM_STREAMS = 3 * NUM_RUNNING
+"""More than run at once, however they are dispatched: whatever comes after them waits."""
 AFTER_S = 1.0
 """How long tokens are watched once they flow again."""
 
@@ -50,8 +51,8 @@ async def measure(num_queued: int, prompt_tokens: int) -> dict[str, float]:
             moments.append(time.monotonic())
 
         for number in range(NUM_STREAMS):
-            cluster.submit(_request(f"stream{number}", 16, 8000), deliver)
-        while len(moments) < 10 * NUM_STREAMS:
+            cluster.submit(_request(f"stream{number}", 16, 20_000), deliver)
+        while sum(load.num_running for load in cluster.state().loads) < NUM_RUNNING:
             await asyncio.sleep(0.01)
         for number in range(num_queued):
             cluster.submit(_request(f"queued{number}", prompt_tokens, 16), deliver)
