@@ -73,7 +73,9 @@ class Migrations:
         group_id = group.layout.group_id
         if not group.is_reported or len(group.layout.stages) > 1:
             return False
-        if group_id in self._placement.leaving or group_id in self._placement.unready:
+        if group_id in self._placement.leaving:
+            return False
+        if group.forming or group_id == self._placement.reserved:
             return False
         if group_id in self.busy_groups or group_id in self._transitions.busy_groups:
             return False
