@@ -210,8 +210,7 @@ class Misfortune:
         while time.monotonic() < until_s:
             await asyncio.sleep(self._draw.expovariate(1.0 / BETWEEN_FAULTS_S))
             self.look()
-            is_quiet = self._blamable is None or self._blamable.done()
-            if is_quiet and self._draw.random() < 0.5:
+            if self._is_nobody_suspected() and self._draw.random() < 0.5:
                 poisons = self._draw.random() < POISON_SHARE
                 self._blamable = asyncio.create_task(self._poison() if poisons else self._fail())
             else:
@@ -222,6 +221,12 @@ class Misfortune:
         if self._blamable is not None:
             under_way.add(self._blamable)
         await asyncio.gather(*under_way)
+
+    def _is_nobody_suspected(self) -> bool:
+        """A fault now can convict no innocent request: none runs alone, or waits for that."""
+        is_mended = self._blamable is None or self._blamable.done()
+        is_free = self._cluster._controller.placement.reserved is None
+        return is_mended and is_free and not self._cluster.state().num_unplaced
 
     async def _leave(self) -> None:
         self.counts["aborts"] += 1

@@ -10,6 +10,9 @@ from kunserve.core.ids import GroupId, InstanceId
 from kunserve.core.layout import GroupLayout
 from kunserve.core.load import LoadReport
 
+PATIENCE_FACTOR = 2.0
+"""Of a step's patience: a member that hangs is to be found first, and not its leader blamed."""
+
 
 class GroupWatch:
     """Knows when each group was last seen to complete a step, or to have nothing to do."""
@@ -31,7 +34,8 @@ class GroupWatch:
                 since_s = now_s
             moved[layout.group_id] = (since_s, report.stuck_s)
             still_s = min(now_s - since_s, report.stuck_s)
-            if still_s > max(self._patience_s(member) for member in layout.members):
+            patience_s = max(self._patience_s(member) for member in layout.members)
+            if still_s > PATIENCE_FACTOR * patience_s:
                 found.append((layout, still_s))
         self._moved = moved
         return found

@@ -1,5 +1,7 @@
 """Real processes that die, hang, refuse to start: nobody waits for ever, and all is mended."""
 
+import asyncio
+import contextlib
 import os
 import signal
 from pathlib import Path
@@ -15,7 +17,7 @@ from kunserve.core.messages import Message, Submit, TokenOutput
 from kunserve.core.request import FinishReason, Request, SamplingParams
 from kunserve.core.tokens import TokenIds
 from kunserve.transport.channel import FrontChannel
-from tests.live_cluster import Client, until, with_cluster
+from tests.live_cluster import PATIENCE_S, Client, until, with_cluster
 
 ZERO, ONE = InstanceId(0), InstanceId(1)
 
@@ -28,6 +30,24 @@ def is_there(pid: int) -> bool:
     except ProcessLookupError:
         return False
     return True
+
+
+async def hang_until_replaced(
+    cluster: LocalCluster, client: Client, faults: Path, victims: set[InstanceId]
+) -> None:
+    """A loop hangs in a step, so that each victim must get work: requests come all the time."""
+    pids = {victim: cluster.pid_of(victim) for victim in victims}
+    for victim in victims:
+        (faults / f"hang-{victim}").touch()
+    async with asyncio.timeout(PATIENCE_S):
+        while pids:
+            with contextlib.suppress(Unavailable):
+                client.submit(f"while-hanging-{len(client.requests)}", max_tokens=10)
+            await asyncio.sleep(0.25)
+            for victim, pid in tuple(pids.items()):
+                if cluster.pid_of(victim) not in (pid, None):
+                    (faults / f"hang-{victim}").unlink()
+                    del pids[victim]
 
 
 def test_a_replacement_that_dies_while_it_loads_is_replaced(tmp_path: Path) -> None:
@@ -65,10 +85,7 @@ def test_an_instance_whose_loop_hangs_is_replaced(tmp_path: Path, dropped: bool)
         await client.all_flow()
         if dropped:
             await cluster.drop(None)
-        pid = cluster.pid_of(ONE)
-        (tmp_path / "hang-1").touch()
-        await until(lambda: cluster.pid_of(ONE) not in (pid, None))
-        (tmp_path / "hang-1").unlink()
+        await hang_until_replaced(cluster, client, tmp_path, {ONE})
         await client.all_done()
         await until(lambda: cluster.vitals().num_missing == 0)
 
@@ -80,12 +97,7 @@ def test_all_loops_hang(tmp_path: Path) -> None:
         for i in range(4):
             client.submit(f"r{i}", max_tokens=200)
         await client.all_flow()
-        for name in ("hang-0", "hang-1"):
-            (tmp_path / name).touch()
-        pids = {cluster.pid_of(ZERO), cluster.pid_of(ONE)}
-        await until(lambda: not pids & {cluster.pid_of(ZERO), cluster.pid_of(ONE)})
-        for name in ("hang-0", "hang-1"):
-            (tmp_path / name).unlink()
+        await hang_until_replaced(cluster, client, tmp_path, {ZERO, ONE})
         await client.all_done()
 
     with_cluster(story, faults=tmp_path, hang_timeout_s=5.0)
