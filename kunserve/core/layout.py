@@ -25,6 +25,13 @@ class LayerRange(NamedTuple):
         """Whether every layer of ``other`` is here."""
         return other.num_layers == 0 or (self.first <= other.first and other.end <= self.end)
 
+    def without(self, other: "LayerRange") -> tuple["LayerRange", ...]:
+        """The layers of this range that are not in ``other``: at most two ranges, in order."""
+        if not self.intersect(other).num_layers:
+            return (self,) if self.num_layers else ()
+        parts = (LayerRange(self.first, other.first), LayerRange(other.end, self.end))
+        return tuple(part for part in parts if part.num_layers)
+
 
 class Stage(NamedTuple):
     """One instance's share of a group's model."""

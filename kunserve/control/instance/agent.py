@@ -377,18 +377,22 @@ class InstanceAgent:
             state.free(request_id)
         layers = message.layout.layers_of(state.me)
         assert layers is not None, (state.me, message)
+        missing: tuple[LayerRange, ...] = ()
         if not state.held.covers(layers):
             whole = state.whole_model
+            missing = whole.without(state.held)
             state.table.set_layers(whole, state.spec.kv_units)
             state.body.reclaim_layers(whole)
-            state.body.load_layers(whole)
+            for part in missing:
+                state.body.load_layers(part)
             state.held = whole
             state.mover.offer_layers(whole)
         state.specs.update((spec.instance_id, spec) for spec in message.specs)
         state.keep_only(layers)
         self._enter(message.layout, now_s)
         self._formed_id = message.layout.group_id
-        state.send(None, Formed(state.me, self._formed_id, loaded_bytes=0, seconds=0.0))
+        loaded_bytes = sum(part.num_layers for part in missing) * state.spec.layer_bytes
+        state.send(None, Formed(state.me, self._formed_id, loaded_bytes))
 
     # Steps
 

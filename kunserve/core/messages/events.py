@@ -82,7 +82,6 @@ class Formed:
     group_id: GroupId
     loaded_bytes: int
     """Weights that had to be loaded; 0 if all were there."""
-    seconds: float
 
 
 @dataclass(frozen=True, slots=True)

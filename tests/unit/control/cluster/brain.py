@@ -221,7 +221,7 @@ class Brain:
     def formed(self, number: int) -> None:
         """An instance that was told to form a group has done it."""
         instance_id = InstanceId(number)
-        self.tell(number, Formed(instance_id, self.group_id(number), 0, 0.0))
+        self.tell(number, Formed(instance_id, self.group_id(number), loaded_bytes=0))
 
     def _drain(self) -> None:
         self.controller.check()
