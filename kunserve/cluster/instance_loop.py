@@ -53,6 +53,12 @@ class WiredBody(Body, Protocol):
         ...
 
 
+LONG_STEP_S = 0.1
+"""Once a step has taken so long, mail is read in the middle of steps too."""
+LOOK_GAP_S = 0.05
+"""And that so often, because looking costs a little."""
+
+
 class InstanceLoop:
     """One thread: the agent is never entered twice at once."""
 
@@ -87,6 +93,8 @@ class InstanceLoop:
         self._report_period_s = config.report_period_s
         self._heartbeat_period_s = config.heartbeat_timeout_s / HEARTBEATS_PER_TIMEOUT
         self._next_report_s = 0.0
+        self._read_s = 0.0
+        """When mail was read last."""
         self._poller = zmq.Poller()
         for socket in (*channel.poll_sockets, *peers.poll_sockets, *mover.poll_sockets):
             self._poller.register(socket, zmq.POLLIN)
@@ -147,7 +155,8 @@ class InstanceLoop:
         """One step of this stage, and what it adds to the accounts."""
         self._turn(is_computing=True)
         began_s = self._look()
-        look_up = self._look_up if self._agent.is_exchanging else None
+        may_last = self._progress.longest_step_s >= LONG_STEP_S
+        look_up = self._look_up if may_last or self._agent.is_exchanging else None
         outcome = self._body.execute(work.step, work.hidden, look_up)
         ended_s = time.monotonic()
         self._clock.computed(ended_s - began_s)
@@ -159,10 +168,13 @@ class InstanceLoop:
             self._agent.finished(work, outcome, time.monotonic())
 
     def _look_up(self) -> None:
-        """In the middle of a step: requests stall until their KV has moved, so do not let it wait.
+        """In the middle of a step: read what should not wait for its end.
 
-        A step takes as long as many pieces; peers wait for what landed here, and it for them.
+        In an exchange a step takes as long as many pieces: peers wait for what landed here, and it
+        for them. At other times a long step would hold up the answer to a transition, and aborts.
         """
+        if not self._agent.is_exchanging and time.monotonic() - self._read_s < LOOK_GAP_S:
+            return
         self._turn(is_computing=True)
         with self._mover.quiet():
             self._read_mail()
@@ -182,6 +194,7 @@ class InstanceLoop:
 
     def _read_mail(self) -> None:
         agent, now_s = self._agent, self._look()
+        self._read_s = now_s
         for message in self._channel.receive():
             if isinstance(message, Connect):
                 self._peers.connect({peer: at.links for peer, at in message.peers})

@@ -1,0 +1,93 @@
+"""When the loop around an agent reads mail."""
+
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kunserve.cluster import instance_loop
+from kunserve.cluster.fake import fake_spec
+from kunserve.cluster.instance_loop import InstanceLoop
+from kunserve.core.config import ClusterConfig
+from kunserve.core.ids import InstanceId, RequestId
+from kunserve.core.messages import Abort
+
+NUM_LAYERS = 4
+ABORT = Abort(RequestId("r"))
+
+
+class StepBody:
+    """Looks up between the layers of a step, and says when mail comes: in the first one."""
+
+    def __init__(self) -> None:
+        self.spec = fake_spec(InstanceId(0), NUM_LAYERS, 8)
+        self.mail: list[Any] = []
+        self.is_computing = False
+
+    def execute(self, step: Any, hidden: Any, look_up: Any) -> None:
+        self.is_computing = True
+        self.mail.append(ABORT)
+        for _ in range(NUM_LAYERS):
+            if look_up is not None:
+                look_up()
+        self.is_computing = False
+
+
+def read_in_step(is_exchanging: bool) -> list[bool]:
+    """Run a step during which a message comes; for each message whether a step ran."""
+    body, read = StepBody(), []
+    agent = SimpleNamespace(
+        is_stopping=False,
+        is_exchanging=is_exchanging,
+        layout=None,
+        num_in_flight=None,
+        has_ready_work=lambda: True,
+        report=lambda now_s: None,
+        drain=list,
+        drain_preemptions=list,
+        on=lambda message, now_s: read.append(body.is_computing),
+    )
+    steps = [SimpleNamespace(step=None, hidden=None)]
+
+    def next_work(now_s: float) -> Any:
+        agent.is_stopping = not steps
+        return steps.pop() if steps else None
+
+    def receive() -> list[Any]:
+        mail, body.mail = body.mail, []
+        return mail
+
+    agent.next_work = next_work
+    agent.finished = lambda work, outcome, now_s: None
+    channel = SimpleNamespace(
+        poll_sockets=(),
+        start_heartbeat=lambda period_s, progress: None,
+        receive=receive,
+        send=lambda message: None,
+    )
+    peers = SimpleNamespace(poll_sockets=(), receive=list, lost=list)
+    mover = SimpleNamespace(poll_sockets=(), quiet=nullcontext, completed=list)
+    loop: Any = InstanceLoop(agent, body, channel, peers, mover, ClusterConfig(), None)  # type: ignore[arg-type]
+    loop.run()
+    return read
+
+
+def test_mail_waits_for_the_end_of_a_short_step() -> None:
+    assert read_in_step(is_exchanging=False) == [False]
+
+
+def test_mail_is_read_in_the_middle_of_a_step_in_an_exchange() -> None:
+    assert read_in_step(is_exchanging=True) == [True]
+
+
+def test_mail_is_read_in_the_middle_of_long_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(instance_loop, "LONG_STEP_S", 0.0)
+    monkeypatch.setattr(instance_loop, "LOOK_GAP_S", 0.0)
+    assert read_in_step(is_exchanging=False) == [True]
+
+
+def test_looking_up_is_not_done_between_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(instance_loop, "LONG_STEP_S", 0.0)
+    monkeypatch.setattr(instance_loop, "LOOK_GAP_S", 1e9)
+    assert read_in_step(is_exchanging=False) == [False]
