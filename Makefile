@@ -5,6 +5,7 @@
 # make test      install, then check
 # make chaos     random faults on the real engine, for MINUTES=30
 # make hunt      the property tests once more, with examples drawn anew
+# make chaos-sim 10,000 random schedules of everything that can go wrong, in virtual time
 # make experiments   the paper's figures, simulated: an hour, goes on where it stopped
 PYTHON ?= python3
 VENV := .venv
@@ -12,7 +13,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 KERNEL_FILES := $(wildcard kunserve/engine/kernels/csrc/*) kunserve/engine/kernels/build.py
 
-.PHONY: install demo check docs slow chaos hunt test experiments clean
+.PHONY: install demo check docs slow chaos chaos-sim hunt test experiments clean
 .DELETE_ON_ERROR:
 
 install: $(VENV)/.kernels
@@ -65,6 +66,9 @@ chaos: install
 
 hunt: install
 	$(BIN)/pytest --hypothesis-profile hunt $$(grep -rl --include='test_*.py' hypothesis tests)
+
+chaos-sim: install
+	CHAOS_SCHEDULES=10000 $(BIN)/pytest --hypothesis-profile hunt --timeout 0 tests/property/test_chaos.py
 
 test: install check
 

@@ -1,0 +1,222 @@
+"""Chaos in virtual time: a cluster under load while everything that can go wrong does.
+
+Deaths (in steps, exchanges and loads too), instances that hang, poison requests that kill whoever
+runs them, aborts, forced drops and restores, in any interleaving. Afterwards every accepted
+request has ended exactly once, with its own tokens, and no block of any is left. A schedule is a
+list of plain values, so that Hypothesis prints and shrinks what fails. ``make chaos-sim`` runs
+10,000 of them.
+"""
+
+import os
+import random
+from typing import NamedTuple
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kunserve.cluster.fake import expected_tokens
+from kunserve.cluster.in_process import (
+    Action,
+    CompletePull,
+    Delivery,
+    FinishStep,
+    StartStep,
+)
+from kunserve.core.ids import InstanceId, RequestId
+from kunserve.core.request import FinishReason
+from tests.fake_cluster import FakeCluster
+
+NUM_SCHEDULES = int(os.environ.get("CHAOS_SCHEDULES", "40"))
+MAX_DEATHS = 6
+"""Of one schedule, those by poison left out."""
+MAX_POISON = 2
+MAX_ROUNDS = 3_000
+"""Of everything that may happen, until all must have ended."""
+
+
+class Load(NamedTuple):
+    """Requests arrive."""
+
+    count: int
+    num_prompt: int
+    max_tokens: int
+    is_poison: bool
+
+
+class Run(NamedTuple):
+    """Things happen, in an order drawn from the seed; pulls fail now and then."""
+
+    num_actions: int
+    seed: int
+
+
+class Wait(NamedTuple):
+    """Time passes."""
+
+    seconds: float
+
+
+class Harm(NamedTuple):
+    """One of what can go wrong, or be asked for by hand. ``which`` chooses among whom it may."""
+
+    kind: str
+    which: int
+
+
+_rarely = st.sampled_from([False] * 11 + [True])
+_harms = ["drop", "drop", "restore", "restore", "kill", "hang", "start", "cancel"]
+_loads = st.builds(Load, st.integers(1, 6), st.integers(1, 14), st.integers(1, 10), _rarely)
+_runs = st.builds(Run, st.integers(1, 150), st.integers(0, 2**16))
+_waits = st.builds(Wait, st.sampled_from([0.1, 0.6, 3.0]))
+_harm = st.builds(Harm, st.sampled_from(_harms), st.integers(0, 7))
+schedules = st.lists(
+    st.one_of(_loads, _loads, _runs, _runs, _runs, _waits, _harm, _harm), min_size=12, max_size=40
+)
+
+
+class ChaosCluster(FakeCluster):
+    """An in-process cluster with hung instances and poison requests."""
+
+    def __init__(self, num_instances: int) -> None:
+        self.poison: set[RequestId] = set()
+        self.hung: set[InstanceId] = set()
+        self.num_suspicious_deaths = 0
+        """Not by poison, but not told from deaths by it."""
+        self.num_deaths = 0
+        self.is_healing = False
+        super().__init__(pools=(12,) * num_instances)
+
+    def actions(self) -> list[Action]:
+        """Nothing happens in a hung instance; what it has sent is on its way."""
+        return [action for action in super().actions() if _place_of(action) not in self.hung]
+
+    def perform(self, action: Action) -> None:
+        """Let it happen; a step over poison kills its instance instead of ending."""
+        if isinstance(action, FinishStep):
+            work = self.members[action.instance_id].work
+            assert work is not None
+            if any(chunk.request_id in self.poison for chunk in work.step.plan.chunks):
+                self.kill_instance(action.instance_id, is_deliberate=False)
+                return
+        super().perform(action)
+
+    def pass_time(self, seconds: float) -> None:
+        """Let time pass; who hangs says nothing. A dead one is replaced at the end."""
+        if self.is_healing:
+            self.heal()
+        self.now_s += seconds
+        for instance_id, member in self.members.items():
+            if instance_id not in self.hung:
+                member.agent.report(self.now_s)
+        self.collect_mail()
+        self.controller.tick(self.now_s)
+        self.carry_out()
+
+    def heal(self) -> None:
+        """A driver finds who hangs, and starts whoever is dead."""
+        self.is_healing = True
+        for instance_id in sorted(self.hung):
+            self._lose_hung(instance_id)
+        for instance_id in list(self.dead):
+            self.start_instance(instance_id)
+
+    def finish(self) -> None:
+        """Run to the end of every request and prove everything; fail soon if there is none."""
+        self.run_until_idle(max_actions=MAX_ROUNDS)
+        self.check_empty()
+        self.prove_tokens()
+
+    def harm(self, kind: str, which: int) -> None:
+        """Nothing, where there is nobody to harm."""
+        living = sorted(self.members)
+        match kind:
+            case "kill" if living and self.num_deaths < MAX_DEATHS:
+                self.num_deaths += 1
+                victim = living[which % len(living)]
+                self.hung.discard(victim)
+                self.kill_instance(victim)
+            case "hang" if living and self.num_deaths < MAX_DEATHS:
+                self.num_deaths += 1
+                self.hung.add(living[which % len(living)])
+            case "start" if self.hung:
+                self._lose_hung(sorted(self.hung)[which % len(self.hung)])
+            case "start" if self.dead:
+                self.start_instance(self.dead[which % len(self.dead)])
+            case "cancel" if self.unfinished:
+                self.cancel(self.unfinished[which % len(self.unfinished)])
+            case "drop":
+                self.controller.force_drop(None, self.now_s)
+                self.carry_out()
+            case "restore":
+                merged = [group for group in self.groups() if len(group.stages) > 1]
+                if merged:
+                    self.restore(merged[which % len(merged)])
+
+    def prove_tokens(self) -> None:
+        """Poison ends with an error, as does at most one innocent for a death of unknown cause."""
+        num_errors = 0
+        for request_id, account in self.accounts.items():
+            true = expected_tokens(account.request, self.model, self.max_model_len)
+            got = tuple(account.token_ids)
+            assert got == true[: len(got)], (request_id, got, true)
+            if account.is_cancelled:
+                continue
+            assert account.end is not None, request_id
+            if request_id in self.poison:
+                assert account.end is FinishReason.ERROR, (request_id, account)
+            elif account.end is FinishReason.ERROR:
+                num_errors += 1
+            else:
+                assert got == true, (request_id, got, true)
+        assert num_errors <= self.num_suspicious_deaths, num_errors
+
+    def _lose_hung(self, instance_id: InstanceId) -> None:
+        self.hung.remove(instance_id)
+        self.num_suspicious_deaths += 1
+        self.kill_instance(instance_id, is_deliberate=False)
+
+
+def _place_of(action: Action) -> InstanceId | None:
+    match action:
+        case Delivery(dst=dst):
+            return dst
+        case StartStep(instance_id) | FinishStep(instance_id) | CompletePull(instance_id):
+            return instance_id
+
+
+def play(cluster: ChaosCluster, schedule: list[Load | Run | Wait | Harm]) -> None:
+    for event in schedule:
+        match event:
+            case Load(count, num_prompt, max_tokens, is_poison):
+                for _ in range(count):
+                    request_id = cluster.request(num_prompt, max_tokens)
+                    if is_poison and len(cluster.poison) < MAX_POISON:
+                        cluster.poison.add(request_id)
+            case Run(num_actions, seed):
+                draw = random.Random(seed)
+                for _ in range(num_actions):
+                    found = cluster.actions()
+                    if not found:
+                        break
+                    action = draw.choice(found)
+                    if isinstance(action, CompletePull) and draw.random() < 0.1:
+                        action = CompletePull(action.instance_id, action.index, fails=True)
+                    cluster.perform(action)
+                cluster.check()
+            case Wait(seconds):
+                cluster.pass_time(seconds)
+            case Harm(kind, which):
+                cluster.harm(kind, which)
+
+
+@pytest.mark.timeout(600)  # a failure takes minutes to shrink
+@settings(max_examples=NUM_SCHEDULES)
+@given(num_instances=st.integers(1, 4), schedule=schedules)
+def test_chaos_leaves_every_request_ended_once_with_its_tokens(
+    num_instances: int, schedule: list[Load | Run | Wait | Harm]
+) -> None:
+    cluster = ChaosCluster(num_instances)
+    play(cluster, schedule)
+    cluster.heal()
+    cluster.finish()
