@@ -156,6 +156,7 @@ class StoryEngine(EchoEngine):
     traffic: bool = True
     dead: frozenset[int] = frozenset()
     trigger: str = TRIGGER
+    reasons: tuple[str, ...] = ()
     _began_s: float = field(default_factory=time.monotonic)
     at_s: float = 0.0
     runs: bool = True
@@ -182,6 +183,7 @@ class StoryEngine(EchoEngine):
             transitions=transitions,
             num_drops=sum(record.kind == "drop" for record in done),
             num_restores=sum(record.kind == "restore" for record in done),
+            reasons=self.reasons,
             stage_times=tuple(time for group in groups for time in stage_times_of(group, t_s)),
         )
 

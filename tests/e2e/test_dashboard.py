@@ -400,6 +400,17 @@ def test_the_page_asks_for_the_key(locked: LiveServer, visit: Callable[..., Visi
 
 
 @needs_chromium
+def test_it_says_why_nothing_is_done(visit: Callable[..., Visit]) -> None:
+    why = "group 5: the restore waits, because a request needs 300 blocks"
+    with live_server(StoryEngine(reasons=(why,))) as server:
+        tell(server)
+        one = visit()
+        page = one.open(server)
+        expect(page.locator("#reasons li")).to_have_text([why])
+        one.check(server)
+
+
+@needs_chromium
 def test_text_from_the_server_stays_text(visit: Callable[..., Visit]) -> None:
     """A record's words are shown as they are, never run."""
     with live_server(StoryEngine(trigger="<img src=x onerror=alert(1)>")) as server:

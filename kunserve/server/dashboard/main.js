@@ -1,7 +1,7 @@
 // Ties the feed to the views.
 
 import { Charts } from "./charts.js";
-import { KeyedList, byId, setAttribute, setText } from "./elements.js";
+import { KeyedList, byId, element, setAttribute, setText } from "./elements.js";
 import { Feed } from "./feed.js";
 import { GroupCard, blockBytes } from "./groups.js";
 import { History } from "./history.js";
@@ -76,6 +76,13 @@ function showCluster(state) {
   );
 }
 
+/** Why nothing is done about groups whose load asks for something. */
+function showReasons(state) {
+  const lines = state.reasons ?? [];
+  byId("reasons").hidden = lines.length === 0;
+  byId("reasons").replaceChildren(...lines.slice(0, MOST_CARDS).map((line) => element("li", {}, line)));
+}
+
 function showTransitions() {
   const records = history.newestTransitions();
   byId("no-transitions").hidden = records.length > 0;
@@ -101,6 +108,7 @@ const listener = {
     byId("empty").hidden = history.hasTraffic;
     tiles.update(state, history, blockBytes(state));
     showCluster(state);
+    showReasons(state);
     charts.update(blockBytes(state));
     showTransitions();
   },
