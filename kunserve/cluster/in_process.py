@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
 from kunserve.cluster.fake import FakeBody, FakeModel
+from kunserve.cluster.in_process_mover import InProcessMover
 from kunserve.control.arrays import Int32Array
 from kunserve.control.cluster.commands import (
     Deliver,
@@ -28,7 +29,6 @@ from kunserve.control.instance.agent import InstanceAgent, Work
 from kunserve.control.instance.state import AgentConfig
 from kunserve.core.config import KunServeConfig
 from kunserve.core.ids import InstanceId, RequestId
-from kunserve.core.layout import LayerRange
 from kunserve.core.messages import Connect, Event, Message, Ready, TokenOutput
 from kunserve.core.request import FinishReason, Request
 from kunserve.core.snapshots import InstanceSpec, TransitionRecord
@@ -45,55 +45,6 @@ IDLE_S = 0.6
 """Virtual time that passes when nothing else can happen."""
 MAX_IDLE_ROUNDS = 20
 """Idle rounds in a row after which unfinished requests mean that the cluster hangs."""
-
-
-class Pull(NamedTuple):
-    """A bulk transfer under way."""
-
-    what: KvPull | LayerPull
-    entries: Int32Array | None
-
-
-class InProcessMover:
-    """Implements ``control.instance.body.Mover``: a pull copies when somebody completes it."""
-
-    def __init__(self) -> None:
-        self.exports: dict[RequestId, Int32Array] = {}
-        self.offered: LayerRange | None = None
-        self.pulls: list[Pull] = []
-
-    def export_kv(self, request_id: RequestId, entries: Int32Array) -> None:
-        """Let peers read the request's blocks."""
-        self.exports[request_id] = entries
-
-    def withdraw_kv(self, request_id: RequestId) -> None:
-        """Stop serving the request's blocks."""
-        self.exports.pop(request_id, None)
-
-    def pull_kv(self, piece: KvPull, entries: Int32Array) -> None:
-        """Start filling blocks."""
-        self.pulls.append(Pull(piece, entries))
-
-    def pull_layers(self, layers: LayerRange, src: InstanceId) -> None:
-        """Start filling weights."""
-        self.pulls.append(Pull(LayerPull(layers, src), None))
-
-    def offer_layers(self, layers: LayerRange | None) -> None:
-        """Let peers pull these layers and no others."""
-        self.offered = layers
-
-    def cancel(self, request_id: RequestId) -> None:
-        """Forget the pulls of a request."""
-        self.pulls = [
-            pull
-            for pull in self.pulls
-            if isinstance(pull.what, LayerPull) or pull.what.request_id != request_id
-        ]
-
-    def reset(self) -> None:
-        """Forget every export and every pull."""
-        self.exports.clear()
-        self.pulls.clear()
 
 
 @dataclass(slots=True)
