@@ -23,7 +23,7 @@ from kunserve.cluster.launch import InstanceOrder
 from kunserve.control.instance.body import StepOutcome, StepWork
 from kunserve.core.layout import LayerRange
 
-POISON = (3, 1, 4, 1, 5)
+POISON = (31, 4, 1, 5, 9)
 """A prompt that begins so kills the instance that takes it up, while ``poison`` is there."""
 SLOW_LAYER_S = 0.2
 POLL_S = 0.02
@@ -86,7 +86,8 @@ def _takes_poison(work: StepWork) -> bool:
     first = 0
     for chunk in work.plan.chunks:
         tokens = work.token_ids[first : first + chunk.num_tokens].tolist()
-        if chunk.start == 0 and tuple(tokens[: len(POISON)]) == POISON:
+        head = tuple(tokens[: len(POISON)])  # a chunk may be shorter than the prompt
+        if chunk.start == 0 and head == POISON[: len(head)]:
             return True
         first += chunk.num_tokens
     return False
