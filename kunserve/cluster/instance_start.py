@@ -28,6 +28,8 @@ from kunserve.transport.socket_folder import address_in
 _PR_SET_PDEATHSIG = 1
 EXIT_REFUSED = 3
 """The process could not start and said why."""
+EXIT_ORPHANED = 4
+"""The front died before the process could ask to die with it."""
 
 
 class Loaded(NamedTuple):
@@ -51,6 +53,8 @@ def run_instance(load: Callable[[InstanceOrder], Loaded]) -> int:
     # A stopped process could not see that its lease is over: the parent's death wakes it.
     at_parents_death = signal.SIGKILL if order.lease is None else signal.SIGCONT
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, at_parents_death)
+    if order.lease is None and order.front_pid not in (None, os.getppid()):
+        return EXIT_ORPHANED  # the front died before the line above: its death gives no signal
     lease = None if order.lease is None else Lease(order.lease)
     logging.basicConfig(
         level=logging.INFO,

@@ -51,6 +51,8 @@ class InstanceOrder:
     config: KunServeConfig
     lease: LeaseTerms | None = None
     """None: it dies with its front."""
+    front_pid: int | None = None
+    """The parent that it dies with; another parent means that the front has died already."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import os
 import time
 from collections import deque
 from collections.abc import Callable
@@ -197,6 +198,7 @@ class LocalCluster:
             socket_folder=str(self._sockets.path),
             config=self._config,
             lease=None if self._succession is None else self._succession.lease(),
+            front_pid=os.getpid(),
         )
 
     def _note_processes(self) -> None:
