@@ -167,6 +167,8 @@ class LocalCluster:
         if self._startup_error is not None:
             raise self._startup_error
         self._limits = _limits(tuple(self._ready.values()), vocab_size)
+        placement = self._controller.placement
+        await self._until(lambda: bool(placement.candidates()) if found else not placement.unready)
         self._processes.serve()
 
     async def _rejoin(self) -> None:
