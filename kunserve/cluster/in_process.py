@@ -32,7 +32,7 @@ from kunserve.core.ids import InstanceId, RequestId
 from kunserve.core.messages import Connect, Event, Message, Ready, TokenOutput
 from kunserve.core.request import FinishReason, Request
 from kunserve.core.snapshots import InstanceSpec, TransitionRecord
-from kunserve.core.transfer import KvPull, LayerPull, PeerAddress
+from kunserve.core.transfer import KvPull, LayerLoad, LayerPull, PeerAddress
 from kunserve.transport.codec import decode, encode
 
 Address: TypeAlias = InstanceId | None
@@ -299,6 +299,10 @@ class InProcessCluster:
 
     def _complete_pull(self, member: Member, index: int, fails: bool) -> None:
         what, entries = member.mover.pulls.pop(index)
+        if isinstance(what, LayerLoad):
+            member.body.load_layers(what.layers)
+            member.agent.pulled_layers(what.layers, None, True, self.now_s)
+            return
         source = self.members.get(what.src)
         if isinstance(what, LayerPull):
             ok = not fails and source is not None and self._copy_layers(what, source, member)

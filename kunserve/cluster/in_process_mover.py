@@ -5,13 +5,13 @@ from typing import NamedTuple
 from kunserve.control.arrays import Int32Array
 from kunserve.core.ids import InstanceId, RequestId
 from kunserve.core.layout import LayerRange
-from kunserve.core.transfer import KvPull, LayerPull
+from kunserve.core.transfer import KvPull, LayerLoad, LayerPull
 
 
 class Pull(NamedTuple):
     """A bulk transfer under way."""
 
-    what: KvPull | LayerPull
+    what: KvPull | LayerPull | LayerLoad
     entries: Int32Array | None
 
 
@@ -35,9 +35,10 @@ class InProcessMover:
         """Start filling blocks."""
         self.pulls.append(Pull(piece, entries))
 
-    def pull_layers(self, layers: LayerRange, src: InstanceId) -> None:
+    def pull_layers(self, layers: LayerRange, src: InstanceId | None) -> None:
         """Start filling weights."""
-        self.pulls.append(Pull(LayerPull(layers, src), None))
+        what = LayerLoad(layers) if src is None else LayerPull(layers, src)
+        self.pulls.append(Pull(what, None))
 
     def offer_layers(self, layers: LayerRange | None) -> None:
         """Let peers pull these layers and no others."""
@@ -48,7 +49,7 @@ class InProcessMover:
         self.pulls = [
             pull
             for pull in self.pulls
-            if isinstance(pull.what, LayerPull) or pull.what.request_id != request_id
+            if not isinstance(pull.what, KvPull) or pull.what.request_id != request_id
         ]
 
     def reset(self) -> None:

@@ -10,15 +10,17 @@ import numpy as np
 import numpy.typing as npt
 import zmq
 
+from kunserve.cluster.instance_mover import InstanceMover, Loaded
 from kunserve.cluster.lease import Lease
 from kunserve.cluster.trace import InstanceTrace
 from kunserve.control.instance.agent import InstanceAgent, Work
 from kunserve.control.instance.body import Body, StepOutcome, StepWork
 from kunserve.control.instance.stage_clock import StageClock
 from kunserve.core.config import ClusterConfig
+from kunserve.core.layout import LayerRange
 from kunserve.core.messages import Alive, Connect, Form, Ready
 from kunserve.core.transfer import KvPull
-from kunserve.transport.bulk import BulkMover
+from kunserve.transport.bulk_sink import Pulled
 from kunserve.transport.channel import InstanceChannel
 from kunserve.transport.peers import PeerLinks
 
@@ -42,6 +44,10 @@ class WiredBody(Body, Protocol):
 
     def hidden_from_bytes(self, data: memoryview) -> Any:
         """The inverse, on the receiving stage."""
+        ...
+
+    def load_layers(self, layers: LayerRange) -> None:
+        """Fill mapped layers from disk."""
         ...
 
     def unit_view(self, unit: int, num_units: int) -> npt.NDArray[np.uint8]:
@@ -68,7 +74,7 @@ class InstanceLoop:
         body: WiredBody,
         channel: InstanceChannel,
         peers: PeerLinks,
-        mover: BulkMover,
+        mover: InstanceMover,
         config: ClusterConfig,
         ready: Ready,
         lease: Lease | None = None,
@@ -98,6 +104,7 @@ class InstanceLoop:
         self._poller = zmq.Poller()
         for socket in (*channel.poll_sockets, *peers.poll_sockets, *mover.poll_sockets):
             self._poller.register(socket, zmq.POLLIN)
+        self._poller.register(mover.loader.wakeup.fileno(), zmq.POLLIN)
 
     def run(self) -> None:
         """Until told to shut down: read mail, then take one step, over and over.
@@ -205,7 +212,8 @@ class InstanceLoop:
         for message, payload in self._peers.receive():
             hidden = None if payload is None else self._body.hidden_from_bytes(payload)
             agent.on(message, now_s, hidden)
-        for pull in self._mover.completed():
+        ended: list[Pulled | Loaded] = [*self._mover.completed(), *self._mover.loader.completed()]
+        for pull in ended:
             if self._trace is not None:
                 self._trace.pulled(pull.what, pull.ok, now_s)
             if isinstance(pull.what, KvPull):

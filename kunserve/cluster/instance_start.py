@@ -12,6 +12,7 @@ from typing import NamedTuple
 import msgspec
 
 from kunserve.cluster.instance_loop import InstanceLoop, WiredBody
+from kunserve.cluster.instance_mover import InstanceMover, LayerLoader
 from kunserve.cluster.launch import InstanceOrder, StartupFailure
 from kunserve.cluster.lease import Lease
 from kunserve.cluster.trace import InstanceTrace
@@ -20,7 +21,6 @@ from kunserve.control.instance.state import AgentConfig
 from kunserve.core.errors import KunServeError
 from kunserve.core.messages import Ready
 from kunserve.core.transfer import PeerAddress
-from kunserve.transport.bulk import BulkMover
 from kunserve.transport.channel import InstanceChannel
 from kunserve.transport.peers import PeerLinks
 from kunserve.transport.socket_folder import address_in
@@ -82,7 +82,8 @@ def _assemble(order: InstanceOrder, loaded: Loaded, lease: Lease | None) -> Inst
         address_in(order.socket_folder, f"{kind}-{spec.instance_id}-{os.getpid()}")
         for kind in ("links", "bulk")
     )
-    mover = BulkMover(spec.instance_id, bulk_at, body, link_gbps=config.overload.link_gbps)
+    mover = InstanceMover(spec.instance_id, bulk_at, body, link_gbps=config.overload.link_gbps)
+    mover.loader = LayerLoader(body.load_layers)
     peers = PeerLinks(spec.instance_id, links_at)
     mover.yield_to(peers.activations_pending)
     channel = InstanceChannel(order.front_address, spec.instance_id)

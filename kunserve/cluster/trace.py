@@ -17,7 +17,7 @@ from kunserve.core.ids import InstanceId
 from kunserve.core.layout import LayerRange
 from kunserve.core.messages import Activation, Message
 from kunserve.core.snapshots import TransitionRecord
-from kunserve.core.transfer import KvPull, LayerPull
+from kunserve.core.transfer import KvPull, LayerLoad, LayerPull
 
 COMPUTE, LINK, TRANSITIONS = 0, 1, 2
 """Rows (threads) of an instance (process): its stage, its links, its transitions."""
@@ -88,8 +88,8 @@ class InstanceTrace:
             name = f"activations to {dst}"
             self._instant(name, now_s, step=message.plan.step_id, bytes=num_bytes)
 
-    def pulled(self, what: KvPull | LayerPull, ok: bool, now_s: float) -> None:
-        """A run of KV blocks, or layers, came from a peer (or did not)."""
+    def pulled(self, what: KvPull | LayerPull | LayerLoad, ok: bool, now_s: float) -> None:
+        """A run of KV blocks, or layers, came from a peer or disk (or did not)."""
         if isinstance(what, KvPull):
             blocks = [what.first_block, what.end_block]
             name = f"KV from {what.src}"
@@ -98,7 +98,12 @@ class InstanceTrace:
             )
         else:
             layers: LayerRange = what.layers
-            self._instant(f"layers from {what.src}", now_s, layers=list(layers), ok=ok)
+            self._instant(
+                f"layers from {'disk' if what.src is None else what.src}",
+                now_s,
+                layers=list(layers),
+                ok=ok,
+            )
 
     def flush(self) -> None:
         """So that little is lost when the process is killed. Called with every report."""

@@ -27,6 +27,14 @@ class LayerPull:
     src: InstanceId
 
 
+@dataclass(frozen=True, slots=True)
+class LayerLoad:
+    """Weights of ``layers`` to load from disk, or from a copy in host memory."""
+
+    layers: LayerRange
+    src: None = None
+
+
 class PeerAddress(NamedTuple):
     """Where peers reach an instance."""
 

@@ -109,12 +109,6 @@ class SimBody:
         assert layers.covers(self.held), (self.held, layers)
         return self._hold(layers)
 
-    def load_layers(self, layers: LayerRange) -> None:
-        """Fill weights from the copy in host memory."""
-        assert self.held.covers(layers), (self.held, layers)
-        num_bytes = layers.num_layers * self._spec.layer_bytes
-        self._blocked_s += num_bytes / self._profile.host_bytes_per_s
-
     def _hold(self, layers: LayerRange) -> Remap:
         spec, before = self._spec, self.kv_units
         self.kv_units = spec.backed_units(layers)

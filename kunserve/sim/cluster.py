@@ -24,7 +24,7 @@ from kunserve.core.ids import InstanceId
 from kunserve.core.messages import Connect, Message, Ready, TokenOutput
 from kunserve.core.request import Request
 from kunserve.core.snapshots import StageTime, TransitionRecord
-from kunserve.core.transfer import KvPull, LayerPull, PeerAddress
+from kunserve.core.transfer import KvPull, LayerLoad, LayerPull, PeerAddress
 from kunserve.sim.accounts import ClusterAccounts
 from kunserve.sim.body import SimBody
 from kunserve.sim.events import EventHeap
@@ -163,10 +163,18 @@ class SimCluster:
         profile, config = self.profile, self._config
         body = SimBody(profile, instance_id)
 
-        def landed(what: KvPull | LayerPull, ok: bool) -> None:
+        def landed(what: KvPull | LayerPull | LayerLoad, ok: bool) -> None:
             instance.pulled(what, ok)
 
-        mover = SimMover(body.spec, self._heap, self.network, self._movers, self._latency_s, landed)
+        mover = SimMover(
+            body.spec,
+            self._heap,
+            self.network,
+            self._movers,
+            self._latency_s,
+            profile.host_bytes_per_s,
+            landed,
+        )
         agent = InstanceAgent(
             AgentConfig(instance_id, config.scheduler, frozenset(), profile.max_model_len),
             body,

@@ -9,7 +9,7 @@ from kunserve.control.instance.stage_clock import StageClock
 from kunserve.core.ids import InstanceId
 from kunserve.core.messages import Message
 from kunserve.core.snapshots import StageTime
-from kunserve.core.transfer import KvPull, LayerPull
+from kunserve.core.transfer import KvPull, LayerLoad, LayerPull
 from kunserve.sim.body import SimBody
 from kunserve.sim.events import EventHeap
 from kunserve.sim.mover import SimMover
@@ -75,7 +75,7 @@ class SimInstance:
         """A message is here; ``src`` None is the controller."""
         self._take(self._read, src, message, hidden)
 
-    def pulled(self, what: KvPull | LayerPull, ok: bool) -> None:
+    def pulled(self, what: KvPull | LayerPull | LayerLoad, ok: bool) -> None:
         """A pull has ended."""
         self._take(self._pulled, what, ok)
 
@@ -112,7 +112,7 @@ class SimInstance:
         self._surroundings.note("read", src, self.instance_id, message)
         self.agent.on(message, self._heap.now_s(), hidden)
 
-    def _pulled(self, what: KvPull | LayerPull, ok: bool) -> None:
+    def _pulled(self, what: KvPull | LayerPull | LayerLoad, ok: bool) -> None:
         self._surroundings.note("pulled", self.instance_id, what, ok)
         if isinstance(what, KvPull):
             self.agent.pulled_kv(what, ok, self._heap.now_s())

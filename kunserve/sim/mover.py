@@ -6,11 +6,11 @@ from kunserve.control.arrays import Int32Array
 from kunserve.core.ids import InstanceId, RequestId
 from kunserve.core.layout import LayerRange
 from kunserve.core.snapshots import InstanceSpec
-from kunserve.core.transfer import KvPull, LayerPull
+from kunserve.core.transfer import KvPull, LayerLoad, LayerPull
 from kunserve.sim.events import EventHeap
 from kunserve.sim.network import Network
 
-Landed = Callable[[KvPull | LayerPull, bool], None]
+Landed = Callable[[KvPull | LayerPull | LayerLoad, bool], None]
 
 
 class SimMover:
@@ -23,6 +23,7 @@ class SimMover:
         network: Network,
         peers: Mapping[InstanceId, "SimMover"],
         latency_s: float,
+        host_bytes_per_s: float,
         landed: Landed,
     ) -> None:
         """``landed`` is called for every pull that was not cancelled."""
@@ -31,10 +32,11 @@ class SimMover:
         self._network = network
         self._peers = peers
         self._latency_s = latency_s
+        self._host_bytes_per_s = host_bytes_per_s
         self._landed = landed
         self._exports: dict[RequestId, Int32Array] = {}
         self._offered: LayerRange | None = None
-        self._pulls: dict[int, KvPull | LayerPull] = {}
+        self._pulls: dict[int, KvPull | LayerPull | LayerLoad] = {}
         self._num_pulls = 0
 
     @property
@@ -54,11 +56,16 @@ class SimMover:
         """Fill blocks."""
         assert len(entries) == piece.end_block - piece.first_block, (piece, entries)
         num_bytes = len(entries) * piece.layers.num_layers * self._spec.unit_bytes
-        self._pull(piece, num_bytes)
+        self._pull(piece, piece.src, num_bytes)
 
-    def pull_layers(self, layers: LayerRange, src: InstanceId) -> None:
+    def pull_layers(self, layers: LayerRange, src: InstanceId | None) -> None:
         """Fill weights."""
-        self._pull(LayerPull(layers, src), layers.num_layers * self._spec.layer_bytes)
+        num_bytes = layers.num_layers * self._spec.layer_bytes
+        if src is None:
+            number = self._add(LayerLoad(layers))
+            self._heap.after(num_bytes / self._host_bytes_per_s, self._land, number, True)
+        else:
+            self._pull(LayerPull(layers, src), src, num_bytes)
 
     def offer_layers(self, layers: LayerRange | None) -> None:
         """Let peers pull these layers and no others."""
@@ -69,7 +76,7 @@ class SimMover:
         self._pulls = {
             number: pull
             for number, pull in self._pulls.items()
-            if isinstance(pull, LayerPull) or pull.request_id != request_id
+            if not isinstance(pull, KvPull) or pull.request_id != request_id
         }
 
     def reset(self) -> None:
@@ -77,25 +84,29 @@ class SimMover:
         self._exports.clear()
         self._pulls.clear()
 
-    def can_give(self, what: KvPull | LayerPull) -> bool:
+    def can_give(self, what: KvPull | LayerPull | LayerLoad) -> bool:
         """Asked by a peer, when it begins and when it ends."""
         if isinstance(what, KvPull):
             return what.request_id in self._exports
         return self._offered is not None and self._offered.covers(what.layers)
 
-    def _pull(self, what: KvPull | LayerPull, num_bytes: int) -> None:
+    def _add(self, what: KvPull | LayerPull | LayerLoad) -> int:
         number = self._num_pulls
         self._num_pulls += 1
         self._pulls[number] = what
+        return number
+
+    def _pull(self, what: KvPull | LayerPull | LayerLoad, src: InstanceId, num_bytes: int) -> None:
+        number = self._add(what)
 
         def is_there() -> bool:
-            source = self._peers.get(what.src)
+            source = self._peers.get(src)
             return number in self._pulls and source is not None and source.can_give(what)
 
         def begin() -> None:
             me = self._spec.instance_id
             self._network.send_bulk(
-                what.src, me, num_bytes, lambda: self._land(number, is_there()), is_there
+                src, me, num_bytes, lambda: self._land(number, is_there()), is_there
             )
 
         self._heap.after(self._latency_s, begin)

@@ -139,6 +139,7 @@ class Controller:
             case Returned():
                 self._requests.returned(event)
             case Formed():
+                self._instances.formed(event)
                 self.placement.formed(event.group_id, event.instance_id)
                 self._requests.place_if_changed()
             case Report():

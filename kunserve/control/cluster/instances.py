@@ -7,9 +7,10 @@ from kunserve.control.cluster.placement import Placement
 from kunserve.core.ids import InstanceId
 from kunserve.core.layout import GroupLayout, LayerRange, Stage
 from kunserve.core.load import NOTHING_DONE, LeaderTotals
-from kunserve.core.messages import Committed, Connect, Form, Ready, Rejoin
+from kunserve.core.messages import Committed, Connect, Form, Formed, Ready, Rejoin
 from kunserve.core.snapshots import InstanceSnapshot
 from kunserve.core.transfer import PeerAddress
+from kunserve.policy.restore import choose_sources
 
 
 @dataclass(slots=True)
@@ -66,12 +67,21 @@ class Instances:
         specs = self._placement.specs_of((layout,))
         self._placement.add(layout)
         self._placement.groups[layout.group_id].forming = set(layout.members)
-        for (instance_id, layers), spec in zip(stages, specs, strict=True):
-            instance = self._living[instance_id]
-            if instance.held != layers:
-                instance.held = layers
-                instance.kv_units = spec.units_when_holding(layers.num_layers)
-            self._outbox.send(instance_id, Form(layout, specs))
+        holders = {i: instance.held for i, instance in self._living.items()}
+        for member in choose_sources(layout, holders):
+            sources = member.sources if len(stages) == 1 else ()
+            self._outbox.send(member.instance_id, Form(layout, specs, sources))
+
+    def formed(self, event: Formed) -> None:
+        """The instance stands in its new group, with all layers of its stage and no others."""
+        instance = self._living.get(event.instance_id)
+        group = self._placement.groups.get(event.group_id)
+        layers = None if group is None else group.layout.layers_of(event.instance_id)
+        if instance is None or layers is None or instance.held == layers:
+            return
+        spec = self._placement.specs[event.instance_id]
+        instance.held = layers
+        instance.kv_units = spec.units_when_holding(layers.num_layers)
 
     def committed(self, event: Committed) -> None:
         """A transition has changed what the instance holds."""

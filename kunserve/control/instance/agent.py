@@ -12,6 +12,7 @@ from kunserve.control.group.load import SchedulerTotals
 from kunserve.control.instance.block_table import BlockTable
 from kunserve.control.instance.body import Body, Mover, StepOutcome, StepWork
 from kunserve.control.instance.change_slot import Change, ChangeSlot
+from kunserve.control.instance.formation import Formation
 from kunserve.control.instance.inbox import Inbox, Mail, Moment
 from kunserve.control.instance.layer_restore import LayerRestore
 from kunserve.control.instance.localize import free_swapped_out, localize
@@ -85,6 +86,8 @@ class InstanceAgent:
         """The last group that was formed from nothing; requests of older groups are not ours."""
         self._form: Form | None = None
         """To be carried out as soon as the running step has ended."""
+        self._formation: Formation | None = None
+        """The group to stand in next: some of its layers are still on their way here."""
         self._lacks_units = False
         """The next step waits for units that an exchange will free."""
         self.is_stopping = False
@@ -103,8 +106,12 @@ class InstanceAgent:
         self._changes.pulled_kv(piece, ok)
         self._advance(now_s)
 
-    def pulled_layers(self, layers: LayerRange, src: InstanceId, ok: bool, now_s: float) -> None:
+    def pulled_layers(
+        self, layers: LayerRange, src: InstanceId | None, ok: bool, now_s: float
+    ) -> None:
         """The mover filled weights, or could not."""
+        if self._formation is not None:
+            self._formation.pulled(layers, src, ok)
         self._changes.pulled_layers(layers, src, ok)
         self._advance(now_s)
 
@@ -195,7 +202,7 @@ class InstanceAgent:
     @property
     def is_in_transition(self) -> bool:
         """Whether a change of groups or of layers, or a migration, is under way here."""
-        return self._form is not None or self._changes.change is not None
+        return self._is_forming or self._changes.change is not None
 
     @property
     def change(self) -> Change | None:
@@ -238,7 +245,7 @@ class InstanceAgent:
             assert state.held.covers(membership.layers), (state.held, membership.layers)
             if membership.scheduler is not None:
                 membership.scheduler.check()
-        assert self._form is not None or not state.to_self, state.to_self
+        assert self._is_forming or not state.to_self, state.to_self
 
     # Messages
 
@@ -249,7 +256,7 @@ class InstanceAgent:
             group_id=None if membership is None else membership.layout.group_id,
             formed_id=self._formed_id,
             leads=membership is not None and membership.scheduler is not None,
-            is_forming=self._form is not None,
+            is_forming=self._is_forming,
             is_quiescing=changes.is_quiescing,
             change_id=changes.change_id,
             has_switched=changes.has_switched,
@@ -263,7 +270,11 @@ class InstanceAgent:
             if self._form is not None:
                 if self.state.is_running:
                     return
-                self._form_group(self._form, now_s)
+                self._begin_to_form(self._form)
+            if self._formation is not None:
+                if not self._formation.is_complete:
+                    return
+                self._finish_forming(self._formation, now_s)
             mail = self._next_mail()
             if mail is None:
                 self._changes.advance(now_s)
@@ -365,34 +376,26 @@ class InstanceAgent:
         self.membership = enter_group(self.state, layout, now_s)
         return self.membership
 
-    def _form_group(self, message: Form, now_s: float) -> None:
+    @property
+    def _is_forming(self) -> bool:
+        """A group is to be formed from nothing, and everything else waits for it."""
+        return self._form is not None or self._formation is not None
+
+    def _begin_to_form(self, form: Form) -> None:
         """Start anew, whatever was going on: fault tolerance (paper 4.4). No step runs."""
-        state = self.state
-        self._form = None
+        if self._formation is not None:
+            self._formation.cancel()
+        self._form = self.membership = None
         self._changes.clear()
-        state.mover.reset()
-        state.to_self.clear()
-        for request_id in state.table.request_ids():
-            state.table.unpin(request_id, 0, state.table.num_blocks(request_id))
-            state.free(request_id)
-        layers = message.layout.layers_of(state.me)
-        assert layers is not None, (state.me, message)
-        missing: tuple[LayerRange, ...] = ()
-        if not state.held.covers(layers):
-            whole = state.whole_model
-            missing = whole.without(state.held)
-            state.table.set_layers(whole, state.spec.kv_units)
-            state.body.reclaim_layers(whole)
-            for part in missing:
-                state.body.load_layers(part)
-            state.held = whole
-            state.mover.offer_layers(whole)
-        state.specs.update((spec.instance_id, spec) for spec in message.specs)
-        state.keep_only(layers)
-        self._enter(message.layout, now_s)
-        self._formed_id = message.layout.group_id
-        loaded_bytes = sum(part.num_layers for part in missing) * state.spec.layer_bytes
-        state.send(None, Formed(state.me, self._formed_id, loaded_bytes))
+        self._formation = Formation(self.state, form)
+
+    def _finish_forming(self, formation: Formation, now_s: float) -> None:
+        formation.finish()
+        self._formation = None
+        layout = formation.form.layout
+        self._enter(layout, now_s)
+        self._formed_id = layout.group_id
+        self.state.send(None, Formed(self.state.me, layout.group_id, formation.loaded_bytes))
 
     # Steps
 

@@ -114,10 +114,6 @@ class Body(Protocol):
         """
         ...
 
-    def load_layers(self, layers: LayerRange) -> None:
-        """Fill mapped layers from the host copy or disk."""
-        ...
-
 
 class Mover(Protocol):
     """Bulk bytes between instances: receiver-driven, chunked, yielding to activations.
@@ -138,8 +134,11 @@ class Mover(Protocol):
         """Fill blocks ``entries`` (one per block of the piece) over ``piece.layers``."""
         ...
 
-    def pull_layers(self, layers: LayerRange, src: InstanceId) -> None:
-        """Fill the mapped weights of ``layers`` from a peer that holds them."""
+    def pull_layers(self, layers: LayerRange, src: InstanceId | None) -> None:
+        """Fill the mapped weights of ``layers`` from a peer that holds them.
+
+        ``src`` None: from disk or a copy in host memory, which always succeeds.
+        """
         ...
 
     def offer_layers(self, layers: LayerRange | None) -> None:

@@ -170,7 +170,7 @@ class ChangeSlot:
         if isinstance(self._change, TransitionMember | MigrationTarget):
             self._change.pulled(piece, ok)
 
-    def pulled_layers(self, layers: LayerRange, src: InstanceId, ok: bool) -> None:
+    def pulled_layers(self, layers: LayerRange, src: InstanceId | None, ok: bool) -> None:
         """The mover filled weights, or could not."""
         if isinstance(self._change, LayerRestore):
             self._change.pulled(layers, src, ok)

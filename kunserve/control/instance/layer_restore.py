@@ -31,10 +31,8 @@ class LayerRestore:
         self._membership = membership
         self._job = job
         self._started_s = now_s
-        self._missing: list[tuple[LayerRange, InstanceId]] = []
-        """Layers that peers are to give."""
-        self._from_disk: list[LayerRange] = []
-        """Layers that the body must load itself, between two steps."""
+        self._missing: list[tuple[LayerRange, InstanceId | None]] = []
+        """Layers on their way here, and from whom; None is the disk."""
         self._loaded_bytes = 0
         self._remap_s = 0.0
         self._is_passed_on = False
@@ -103,10 +101,8 @@ class LayerRestore:
             return
         if self._phase == "waiting":
             self._map_layers()
-        if self._phase == "filling":
-            self._load_from_disk()
-            if not self._missing:
-                self._finish(now_s)
+        if self._phase == "filling" and not self._missing:
+            self._finish(now_s)
         if self._phase == "returning" and not self._has_dropped and not self._missing:
             self._drop_again()
 
@@ -131,24 +127,18 @@ class LayerRestore:
             if member.instance_id == state.me:
                 for source in member.sources:
                     self._loaded_bytes += source.layers.num_layers * state.spec.layer_bytes
-                    if source.instance_id is None:
-                        self._from_disk.append(source.layers)
-                    else:
-                        self._missing.append((source.layers, source.instance_id))
-                        state.mover.pull_layers(source.layers, source.instance_id)
+                    self._missing.append((source.layers, source.instance_id))
+                    state.mover.pull_layers(source.layers, source.instance_id)
 
-    def _load_from_disk(self) -> None:
-        from_disk, self._from_disk = self._from_disk, []
-        for layers in from_disk:
-            self._state.body.load_layers(layers)
-
-    def pulled(self, layers: LayerRange, src: InstanceId, ok: bool) -> None:
+    def pulled(self, layers: LayerRange, src: InstanceId | None, ok: bool) -> None:
         """A peer's layers arrived; if the peer could not give them, disk does."""
         if (layers, src) not in self._missing:
             return
         self._missing.remove((layers, src))
-        if not ok:
-            self._from_disk.append(layers)
+        if not ok and self._phase == "filling":
+            assert src is not None, layers
+            self._missing.append((layers, None))
+            self._state.mover.pull_layers(layers, None)
 
     def _finish(self, now_s: float) -> None:
         state = self._state

@@ -36,15 +36,26 @@ class Abort:
 
 
 @dataclass(frozen=True, slots=True)
+class LayerSource:
+    """Where layers are pulled from: a peer, or disk when ``instance_id`` is None."""
+
+    layers: LayerRange
+    instance_id: InstanceId | None
+
+
+@dataclass(frozen=True, slots=True)
 class Form:
     """Become (part of) a group at once, forgetting every sequence and its KV.
 
-    Sent when an instance joins and after a failure; loads layers that are not held from disk.
+    Sent when an instance joins and after a failure. The answer, ``Formed``, comes when all layers
+    of its stage are held: only those that are not are pulled.
     """
 
     layout: GroupLayout
     specs: tuple[InstanceSpec, ...]
     """Of the layout's members, in stage order."""
+    sources: tuple[LayerSource, ...] = ()
+    """Peers that hold layers which the addressee may lack. What none can give comes from disk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,14 +81,6 @@ class Rollback:
     """Forget what was prepared."""
 
     transition_id: TransitionId
-
-
-@dataclass(frozen=True, slots=True)
-class LayerSource:
-    """Where a restore pulls layers from: a peer, or disk when ``instance_id`` is None."""
-
-    layers: LayerRange
-    instance_id: InstanceId | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ import pytest
 from kunserve.cluster import instance_loop
 from kunserve.cluster.fake import fake_spec
 from kunserve.cluster.instance_loop import InstanceLoop
+from kunserve.cluster.instance_mover import LayerLoader
 from kunserve.core.config import ClusterConfig
 from kunserve.core.ids import InstanceId, RequestId
 from kunserve.core.messages import Abort
@@ -67,7 +68,9 @@ def read_in_step(is_exchanging: bool) -> list[bool]:
         send=lambda message: None,
     )
     peers = SimpleNamespace(poll_sockets=(), receive=list, lost=list)
-    mover = SimpleNamespace(poll_sockets=(), quiet=nullcontext, completed=list)
+    mover = SimpleNamespace(
+        poll_sockets=(), quiet=nullcontext, completed=list, loader=LayerLoader(lambda layers: None)
+    )
     loop: Any = InstanceLoop(agent, body, channel, peers, mover, ClusterConfig(), None)  # type: ignore[arg-type]
     loop.run()
     return read

@@ -6,7 +6,7 @@ from kunserve.control.cluster.recovery import choose_standing
 from kunserve.core.config import KunServeConfig
 from kunserve.core.ids import GroupId, InstanceId
 from kunserve.core.layout import GroupLayout, LayerRange, Stage
-from kunserve.core.messages import Form, Ready, Rejoin
+from kunserve.core.messages import Form, Formed, Ready, Rejoin
 from kunserve.core.transfer import PeerAddress
 from tests.specs import instance_spec
 
@@ -79,5 +79,7 @@ def test_the_controller_forms_them_with_ids_never_used_before() -> None:
     assert formed[InstanceId(2)].stages == (Stage(InstanceId(2), WHOLE),)
     assert all(group.group_id >= 1000 for group in formed.values())
     controller.check()
+    for instance_id, layout in formed.items():
+        controller.on(instance_id, Formed(instance_id, layout.group_id, 0), 0.0)
     snapshots = {i.spec.instance_id: i for i in controller.state(0.0).instances}
     assert snapshots[InstanceId(1)].held == HIGH and snapshots[InstanceId(2)].held == WHOLE

@@ -8,8 +8,8 @@ from kunserve.cluster.in_process import Action, CompletePull, Delivery, StartSte
 from kunserve.control.instance.agent import InstanceAgent
 from kunserve.core.ids import InstanceId, RequestId
 from kunserve.core.layout import GroupLayout, LayerRange, Stage
-from kunserve.core.messages import Activation, Form, LayersLoaded, Submit
-from kunserve.core.request import FinishReason
+from kunserve.core.messages import Activation, Form, LayersLoaded, Report, Submit
+from kunserve.core.request import FinishReason, Request, SamplingParams
 from kunserve.policy.restore import Postponed
 from tests.fake_cluster import FakeCluster, link
 
@@ -416,25 +416,15 @@ def test_the_answer_to_a_load_tells_what_was_loaded() -> None:
 def test_a_request_that_waits_for_the_commit_is_counted_once() -> None:
     """The controller matches ``num_received`` with what it has sent."""
     cluster = FakeCluster(pools=(12, 12), block_size=1)
-    sent: list[Submit] = []
-    post = cluster.post
-
-    def spy(src, dst, message, hidden=None):  # type: ignore[no-untyped-def]
-        if (src, dst) == (None, 0) and isinstance(message, Submit):
-            sent.append(message)
-        post(src, dst, message, hidden)
-
-    cluster.post = spy  # type: ignore[method-assign]
     merge(cluster)
     # Both have committed, and neither has the other's sequences yet.
     cluster.run_except(lambda action: link(1, 0)(action) or link(0, 1)(action))
-    for _ in range(4):
-        cluster.request(2, 3)
-    cluster.run_except(lambda action: link(1, 0)(action) or link(0, 1)(action))
-    assert any(isinstance(message, Submit) for message in cluster.agent(0).inbox.waiting)
-    cluster.finish()
-    cluster.pass_time(0.1)
+    agent = cluster.agent(0)
+    submit = Submit(Request(RequestId("late"), (1, 2), SamplingParams(3), 0.0))
+    agent.on(submit, cluster.now_s)
+    assert agent.inbox.waiting == (submit,)
     cluster.run_until_idle()
-    (group,) = cluster.controller.placement.groups.values()
-    cluster.run_until(lambda: group.is_reported)
-    assert group.report.num_received == len(sent) > 0
+    assert not agent.inbox.waiting
+    agent.report(cluster.now_s)
+    (report,) = [out.message for out in agent.drain() if isinstance(out.message, Report)]
+    assert report.load.num_received == 1

@@ -101,7 +101,8 @@ def test_a_target_whose_requests_wait_for_memory_takes_none() -> None:
     # One runs at a time: on instance 1 too there is a queue.
     for _ in range(4):
         cluster.request(3, 20)
-    run_for(cluster, 20)
+    target = cluster.agent(1).membership.scheduler
+    cluster.run_except(NOTHING, lambda: target.load(0, 0, 0.0).num_waiting > 0)
     migrate(cluster)
     run_for(cluster, 30)
     assert moved(cluster) == 0
