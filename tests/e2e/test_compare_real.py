@@ -23,6 +23,7 @@ length_scale = 0.05
 """
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_comparison_of_real_servers(tmp_path: Path) -> None:
     path = tmp_path / "small.toml"
