@@ -4,6 +4,7 @@ LocalLauncher(program_of(folder))
 
 refuse-N  instance N exits while it loads        sleep-N  it loads for ever
 hang-N    its next step never ends               slow-N   it loads layers slowly
+cut-N     its connections break in its next step mute-N   its next word to a peer is lost
 poison    the step that begins a request whose prompt begins with POISON raises an error
 """
 
@@ -17,11 +18,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from kunserve.cluster import instance_start
 from kunserve.cluster.fake_main import load_fake
 from kunserve.cluster.instance_start import Loaded, run_instance
 from kunserve.cluster.launch import InstanceOrder
 from kunserve.control.instance.body import StepOutcome, StepWork
+from kunserve.core.ids import InstanceId
 from kunserve.core.layout import LayerRange
+from kunserve.core.messages import Message
+from kunserve.transport.peers import PeerLinks
 
 POISON = (31, 4, 1, 5, 9)
 """A prompt that begins so kills the instance that takes it up, while ``poison`` is there."""
@@ -81,6 +86,20 @@ def _cut_connections() -> None:
                     connection.shutdown(socket.SHUT_RDWR)
 
 
+class MutedLinks(PeerLinks):
+    """Links on which a message is lost now and then."""
+
+    mute: Path
+
+    def send(self, dst: InstanceId, message: Message, payload: memoryview | None = None) -> bool:
+        """As on any link, unless the message shall be lost."""
+        if self.mute.exists():
+            self.mute.unlink(missing_ok=True)
+            self._outgoing.next(dst)
+            return True
+        return super().send(dst, message, payload)
+
+
 def _takes_poison(work: StepWork) -> bool:
     assert work.token_ids is not None
     first = 0
@@ -105,6 +124,9 @@ def _load(order: InstanceOrder) -> Loaded:
         from kunserve.cluster.instance_main import load_model  # brings torch
 
         loaded = load_model(order)
+    MutedLinks.mute = folder / f"mute-{me}"
+    assembly: Any = instance_start
+    assembly.PeerLinks = MutedLinks
     faulty: Any = FaultyBody(loaded.body, folder)
     return loaded._replace(body=faulty)
 

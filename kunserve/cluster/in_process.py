@@ -29,11 +29,20 @@ from kunserve.control.instance.agent import InstanceAgent, Work
 from kunserve.control.instance.state import AgentConfig
 from kunserve.core.config import KunServeConfig
 from kunserve.core.ids import InstanceId, RequestId
-from kunserve.core.messages import Connect, Event, Message, Ready, TokenOutput
+from kunserve.core.messages import (
+    Connect,
+    Event,
+    Form,
+    LinkBroken,
+    Message,
+    Ready,
+    TokenOutput,
+)
 from kunserve.core.request import FinishReason, Request
 from kunserve.core.snapshots import InstanceSpec, TransitionRecord
 from kunserve.core.transfer import KvPull, LayerLoad, LayerPull, PeerAddress
 from kunserve.transport.codec import decode, encode
+from kunserve.transport.numbering import Incoming, Outgoing, Stamp
 
 Address: TypeAlias = InstanceId | None
 """None is the controller."""
@@ -56,6 +65,10 @@ class Member:
     mover: InProcessMover
     work: Work | None = None
     """The step that runs."""
+    process: bytes = b""
+    """Tells the instance's processes apart, one after the other."""
+    outgoing: Outgoing = field(default_factory=Outgoing)
+    incoming: Incoming = field(default_factory=Incoming)
 
 
 class Letter(NamedTuple):
@@ -63,6 +76,10 @@ class Letter(NamedTuple):
 
     data: bytes
     hidden: bytes | None
+    process: bytes = b""
+    """Who sent it."""
+    stamp: Stamp | None = None
+    """Between instances: its number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +157,7 @@ class InProcessCluster:
         """Instances to be started again, as the controller wished."""
         self.num_preemptions = 0
         self.num_fronts = 0
+        self._num_processes = 0
         self._model = model
         self._config = config
         self._max_model_len = max_model_len
@@ -161,7 +179,13 @@ class InProcessCluster:
         config = AgentConfig(
             instance_id, self._config.scheduler, self._model.eos_token_ids, self._max_model_len
         )
-        self.members[instance_id] = Member(InstanceAgent(config, body, mover), body, mover)
+        self._num_processes += 1
+        self.members[instance_id] = Member(
+            InstanceAgent(config, body, mover),
+            body,
+            mover,
+            process=b"%d" % self._num_processes,
+        )
         self.post(instance_id, None, Ready(spec, NOWHERE, self._max_model_len, "fake"))
 
     def kill_instance(self, instance_id: InstanceId, *, is_deliberate: bool = True) -> None:
@@ -335,14 +359,35 @@ class InProcessCluster:
         if dst is not None and dst not in self.members:
             return
         data = None if hidden is None else bytes(FakeBody.hidden_to_bytes(hidden))
-        self.links.setdefault((src, dst), deque()).append(Letter(bytes(encode(message)), data))
+        letter = Letter(bytes(encode(message)), data)
+        if src is not None and dst is not None:
+            sender = self.members[src]
+            letter = letter._replace(process=sender.process, stamp=sender.outgoing.next(dst))
+        self.links.setdefault((src, dst), deque()).append(letter)
+
+    def lose(self, src: InstanceId, dst: InstanceId) -> None:
+        """The first message of a link between two instances is lost on its way."""
+        self.links[src, dst].popleft()
+
+    def double(self, src: InstanceId, dst: InstanceId) -> None:
+        """The first message of a link between two instances will come twice."""
+        letters = self.links[src, dst]
+        letters.insert(1, letters[0])
 
     def _deliver(self, src: Address, dst: Address, letter: Letter) -> None:
         message = decode(letter.data)
+        if src is not None and dst is not None and letter.stamp is not None:
+            fault = self.members[dst].incoming.take(letter.process, letter.stamp)
+            if fault:
+                self.post(dst, None, LinkBroken(dst, src, fault))
+            if fault is not None:
+                return
         if dst is None:
             assert src is not None
             self._to_controller(src, message)
         elif not isinstance(message, Connect):
+            if isinstance(message, Form):
+                self.members[dst].outgoing.begin_anew()
             hidden = None if letter.hidden is None else FakeBody.hidden_from_bytes(letter.hidden)
             self.members[dst].agent.on(message, self.now_s, hidden)
 

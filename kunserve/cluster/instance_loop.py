@@ -18,7 +18,7 @@ from kunserve.control.instance.body import Body, StepOutcome, StepWork
 from kunserve.control.instance.stage_clock import StageClock
 from kunserve.core.config import ClusterConfig
 from kunserve.core.layout import LayerRange
-from kunserve.core.messages import Alive, Connect, Form, Ready
+from kunserve.core.messages import Alive, Connect, Form, LinkBroken, Ready
 from kunserve.core.transfer import KvPull
 from kunserve.transport.bulk_sink import Pulled
 from kunserve.transport.channel import InstanceChannel
@@ -207,11 +207,16 @@ class InstanceLoop:
                 self._peers.connect({peer: at.links for peer, at in message.peers})
                 self._mover.connect({peer: at.bulk for peer, at in message.peers})
             else:
-                self._awaits_group &= not isinstance(message, Form)
+                if isinstance(message, Form):
+                    self._awaits_group = False
+                    self._peers.begin_anew()
                 agent.on(message, now_s)
         for message, payload in self._peers.receive():
             hidden = None if payload is None else self._body.hidden_from_bytes(payload)
             agent.on(message, now_s, hidden)
+        for peer, reason in self._peers.faults():
+            logger.error("link is broken from=%d reason=%r", peer, reason)
+            self._channel.send(LinkBroken(self._body.spec.instance_id, peer, reason))
         ended: list[Pulled | Loaded] = [*self._mover.completed(), *self._mover.loader.completed()]
         for pull in ended:
             if self._trace is not None:

@@ -1,7 +1,8 @@
 """Links between instances: small messages and activations, in order, ahead of bulk.
 
 One connection per direction and peer. A message with hidden states is two frames, and the
-hidden states are sent from, and received into, memory that is not copied again.
+hidden states are sent from, and received into, memory that is not copied again. Messages are
+numbered: what is missing, doubled or out of order is a fault of the link.
 """
 
 import logging
@@ -15,6 +16,7 @@ from kunserve.core.ids import InstanceId
 from kunserve.core.messages import Message
 from kunserve.transport import codec, identity
 from kunserve.transport.identity import Identity
+from kunserve.transport.numbering import STAMP_BYTES, Incoming, Outgoing, read_stamp
 from kunserve.transport.sockets import (
     EXPEDITED,
     PollTarget,
@@ -40,6 +42,14 @@ class PeerMail(NamedTuple):
     payload: memoryview | None
 
 
+class LinkFault(NamedTuple):
+    """What a link brings is not what was sent on it."""
+
+    peer: InstanceId
+    """The sender."""
+    reason: str
+
+
 class PeerLinks:
     """One instance's links to all others. Belongs to the instance's loop thread."""
 
@@ -57,6 +67,9 @@ class PeerLinks:
         self._inbox = bind_router(bind, tos=tos)
         self._links: dict[InstanceId, tuple[str, Socket]] = {}
         self._under_way: deque[zmq.MessageTracker] = deque()
+        self._outgoing = Outgoing()
+        self._incoming = Incoming()
+        self._faults: list[LinkFault] = []
 
     @property
     def address(self) -> str:
@@ -72,10 +85,23 @@ class PeerLinks:
         """Know these peers and no others; a changed address is a new process."""
         for peer in [p for p, (a, _) in self._links.items() if addresses.get(p) != a]:
             self._links.pop(peer)[1].close()
+            self._outgoing.begin_anew(peer)
         for peer, address in addresses.items():
             if peer != self._me.instance_id and peer not in self._links:
                 route = identity.pack(self._me)
                 self._links[peer] = (address, connect_dealer(address, route, tos=self._tos))
+
+    def begin_anew(self) -> None:
+        """The instance forms a group from nothing: links that had a fault are as good as new."""
+        self._outgoing.begin_anew()
+
+    def faults(self) -> list[LinkFault]:
+        """Faults since the last call. Of such a link nothing is read until its sender begins anew.
+
+        A fault shows when the next message comes.
+        """
+        faults, self._faults = self._faults, []
+        return faults
 
     def send(self, dst: InstanceId, message: Message, payload: memoryview | None = None) -> bool:
         """Queue a message; False when there is no such peer (it died: the controller knows).
@@ -90,8 +116,10 @@ class PeerLinks:
             return False
         socket = link[1]
         flags = zmq.NOBLOCK if payload is None else zmq.NOBLOCK | zmq.SNDMORE
+        data = codec.encode(message)
+        data += self._outgoing.next(dst).to_bytes()  # of one that is not sent too: it is missing
         try:
-            socket.send(codec.encode(message), flags)
+            socket.send(data, flags)
         except zmq.Again:
             logger.error("queue full, message dropped instance=%d %.80r", dst, message)
             return False
@@ -119,13 +147,21 @@ class PeerLinks:
                 route, *frames = self._inbox.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return mail
-            if identity.unpack(route.bytes) is None:
+            sender = identity.unpack(route.bytes)
+            if sender is None:
                 self.rejections.note()
                 continue
             if len(frames) not in (1, 2):
                 raise codec.MalformedMessage(f"{len(frames)} frames instead of 1 or 2")
-            payload = frames[1].buffer if len(frames) == 2 else None
-            mail.append(PeerMail(codec.decode(frames[0].buffer), payload))
+            data = frames[0].buffer
+            if len(data) <= STAMP_BYTES:
+                raise codec.MalformedMessage(f"a message of {len(data)} bytes")
+            fault = self._incoming.take(route.bytes, read_stamp(data[-STAMP_BYTES:]))
+            if fault is None:
+                payload = frames[1].buffer if len(frames) == 2 else None
+                mail.append(PeerMail(codec.decode(data[:-STAMP_BYTES]), payload))
+            elif fault:
+                self._faults.append(LinkFault(sender.instance_id, fault))
 
     def poll(self, timeout_s: float) -> list[PeerMail]:
         """Wait until something arrives or the time is up, then ``receive``."""

@@ -173,6 +173,25 @@ def test_a_broken_connection_is_a_failure_of_its_instance(tmp_path: Path) -> Non
     with_cluster(story, faults=tmp_path, hang_timeout_s=5.0)
 
 
+def test_a_word_lost_between_instances_costs_no_process(tmp_path: Path) -> None:
+    """The receiver misses it; both form anew, and requests run again."""
+
+    async def story(cluster: LocalCluster, client: Client) -> None:
+        for i in range(6):
+            client.submit(f"r{i}", max_tokens=400)
+        await client.all_flow()
+        await cluster.drop(None)
+        pids = cluster.pid_of(ZERO), cluster.pid_of(ONE)
+        ids = {group.group_id for group in cluster.state().groups}
+        (tmp_path / "mute-1").touch()
+        await until(lambda: ids.isdisjoint(g.group_id for g in cluster.state().groups))
+        assert not (tmp_path / "mute-1").exists()
+        await client.all_done()
+        assert (cluster.pid_of(ZERO), cluster.pid_of(ONE)) == pids
+
+    with_cluster(story, faults=tmp_path)
+
+
 def test_errors_in_ticks_stop_neither_detection_nor_service(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -65,7 +65,7 @@ class Harm(NamedTuple):
 
 
 _rarely = st.sampled_from([False] * 11 + [True])
-_harms = ["drop", "drop", "restore", "restore", "kill", "hang", "start", "cancel"]
+_harms = ["drop", "drop", "restore", "restore", "kill", "hang", "start", "cancel", "lose", "double"]
 _loads = st.builds(Load, st.integers(1, 6), st.integers(1, 14), st.integers(1, 10), _rarely)
 _runs = st.builds(Run, st.integers(1, 150), st.integers(0, 2**16))
 _waits = st.builds(Wait, st.sampled_from([0.1, 0.6, 3.0]))
@@ -145,6 +145,9 @@ class ChaosCluster(FakeCluster):
                 self.start_instance(self.dead[which % len(self.dead)])
             case "cancel" if self.unfinished:
                 self.cancel(self.unfinished[which % len(self.unfinished)])
+            case "lose" | "double" if full := self._links_in_use():
+                src, dst = full[which % len(full)]
+                (self.lose if kind == "lose" else self.double)(src, dst)
             case "drop":
                 self.controller.force_drop(None, self.now_s)
                 self.carry_out()
@@ -152,6 +155,14 @@ class ChaosCluster(FakeCluster):
                 merged = [group for group in self.groups() if len(group.stages) > 1]
                 if merged:
                     self.restore(merged[which % len(merged)])
+
+    def _links_in_use(self) -> list[tuple[InstanceId, InstanceId]]:
+        """Between instances, with something on its way."""
+        return [
+            (src, dst)
+            for (src, dst), letters in self.links.items()
+            if src is not None and dst is not None and letters
+        ]
 
     def prove_tokens(self) -> None:
         """Poison ends with an error, as does at most one innocent for a death of unknown cause."""

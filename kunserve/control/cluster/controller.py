@@ -25,6 +25,7 @@ from kunserve.core.messages import (
     ExchangeDone,
     Formed,
     LayersLoaded,
+    LinkBroken,
     MigrationOver,
     MigrationReady,
     Outputs,
@@ -160,6 +161,8 @@ class Controller:
                 self.balance.on_ready(event)
             case MigrationOver():
                 self.balance.on_over(event)
+            case LinkBroken():
+                self._recovery.link_broken(event, now_s)
             case Alive() | StageTime():
                 pass
 

@@ -16,7 +16,7 @@ from kunserve.control.cluster.scaling import Scaling
 from kunserve.control.cluster.transitions import Transition, Transitions
 from kunserve.core.ids import InstanceId
 from kunserve.core.layout import GroupLayout, LayerRange
-from kunserve.core.messages import Rejoin
+from kunserve.core.messages import LinkBroken, Rejoin
 
 
 def choose_standing(events: Iterable[Rejoin]) -> list[GroupLayout]:
@@ -74,21 +74,45 @@ class Recovery:
         """
         if not self._instances.forget(instance_id):
             return
-        affected = {instance_id}
-        group = self._placement.with_member(instance_id)
-        if group is not None:
-            affected |= set(group.layout.members)
-        transition = self._transitions.with_member(instance_id)
-        died = f"instance {instance_id} died ({reason})"
-        if transition is not None:
-            if transition.may_roll_back:
-                self._transitions.roll_back(transition, died, now_s)
-            else:
-                affected |= transition.members
-                self._transitions.fail(transition, died, now_s)
+        affected = self._end_all_of(
+            (instance_id,), f"instance {instance_id} died ({reason})", now_s
+        )
         num_suspects = {} if is_deliberate else self._num_suspects(affected)
         self._start_over(affected, num_suspects)
         self._outbox.add(Respawn(instance_id))
+
+    def link_broken(self, event: LinkBroken, now_s: float) -> None:
+        """Words between two instances are lost: all that they are part of starts anew.
+
+        Both ends form anew, because the sender's ``Form`` makes the link whole again.
+        """
+        ends = (event.instance_id, event.peer)
+        if not all(end in self._instances for end in ends):
+            return  # the other end has died, and what it was part of starts anew for that
+        groups = [self._placement.with_member(end) for end in ends]
+        if all(group is not None and group.forming for group in groups):
+            return  # the other direction has been told of before
+        lost = f"the link from instance {event.peer} to {event.instance_id} broke ({event.reason})"
+        self._start_over(self._end_all_of(ends, lost, now_s), {})
+
+    def _end_all_of(
+        self, instances: Iterable[InstanceId], reason: str, now_s: float
+    ) -> set[InstanceId]:
+        """End the transitions that these take part in; whoever must start anew with them."""
+        affected = set(instances)
+        for instance_id in tuple(affected):
+            group = self._placement.with_member(instance_id)
+            if group is not None:
+                affected |= set(group.layout.members)
+            transition = self._transitions.with_member(instance_id)
+            if transition is None:
+                continue
+            if transition.may_roll_back:
+                self._transitions.roll_back(transition, reason, now_s)
+            else:
+                affected |= transition.members
+                self._transitions.fail(transition, reason, now_s)
+        return affected
 
     def _num_suspects(self, affected: set[InstanceId]) -> dict[InstanceId, int]:
         """How many requests of each leader can have run in its last steps: those that came first.

@@ -169,6 +169,18 @@ class MigrationOver:
 
 
 @dataclass(frozen=True, slots=True)
+class LinkBroken:
+    """What came on the link from a peer is not what the peer sent: something is missing.
+
+    The instance reads nothing more on that link until the peer forms a group from nothing.
+    """
+
+    instance_id: InstanceId
+    peer: InstanceId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Alive:
     """A heartbeat, also while a long step runs; it tells whether the instance's loop moves on."""
 
@@ -194,6 +206,7 @@ Event: TypeAlias = (
     | ExchangeDone
     | MigrationReady
     | MigrationOver
+    | LinkBroken
     | Alive
     | StageTime
 )

@@ -10,7 +10,7 @@ from kunserve.core.messages import Abort, Activation, Message
 from kunserve.core.step import StepPlan
 from kunserve.transport import identity, sockets
 from kunserve.transport.codec import MalformedMessage, encode
-from kunserve.transport.peers import PeerLinks, PeerMail
+from kunserve.transport.peers import LinkFault, PeerLinks, PeerMail
 from kunserve.transport.sockets import ANY_PORT, EXPEDITED, connect_dealer
 from tests.unit.transport.addresses import fresh_address
 
@@ -169,3 +169,29 @@ def test_links_are_marked_for_the_network() -> None:
     assert not isinstance(inbox, int)
     assert inbox.getsockopt(zmq.TOS) == EXPEDITED
     links.close()
+
+
+def test_what_is_missing_doubled_or_overtaken_is_a_fault(links: list[PeerLinks]) -> None:
+    """Told once; nothing more is read until the sender begins anew."""
+    for harm in ("lost", "doubled"):
+        links[0].send(ONE, abort(0))
+        receive(links[1], 1)
+        if harm == "lost":
+            links[0]._outgoing.next(ONE)
+        else:
+            due = links[0]._outgoing._due
+            due[ONE] = due[ONE]._replace(number=due[ONE].number - 1)
+        for number in range(3):
+            links[0].send(ONE, abort(number))
+        links[2].send(ONE, abort(9))
+        faults: list[LinkFault] = []
+        mail: list[PeerMail] = []
+        while not (mail and faults):
+            mail += links[1].poll(10.0)
+            faults += links[1].faults()
+        assert [message.message for message in mail] == [abort(9)], "other links go on"
+        assert [fault.peer for fault in faults] == [ZERO]
+        links[0].begin_anew()
+        links[0].send(ONE, abort(5))
+        assert receive(links[1], 1) == [PeerMail(abort(5), None)]
+        assert links[1].faults() == []

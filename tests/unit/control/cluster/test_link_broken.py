@@ -1,0 +1,60 @@
+"""A word between two instances is lost or comes twice: their group forms anew, nobody dies."""
+
+import pytest
+
+from kunserve.core.ids import InstanceId
+from kunserve.core.messages import LinkBroken
+from tests.fake_cluster import FakeCluster
+
+ZERO, ONE = InstanceId(0), InstanceId(1)
+
+
+@pytest.mark.parametrize("harm", ["lose", "double"])
+@pytest.mark.parametrize(("src", "dst"), [(ZERO, ONE), (ONE, ZERO)])
+def test_a_pipeline_whose_link_is_broken_serves_on(
+    harm: str, src: InstanceId, dst: InstanceId
+) -> None:
+    cluster = FakeCluster()
+    for _ in range(4):
+        cluster.request(6, 9)
+    cluster.drop((0, 0, 2), (1, 2, 4))
+    cluster.run_until(lambda: len(cluster.groups()) == 1)
+    cluster.run_until(lambda: bool(cluster.links.get((src, dst))))
+    before = {i: member.agent for i, member in cluster.members.items()}
+    getattr(cluster, harm)(src, dst)
+    cluster.finish()
+    assert {i: member.agent for i, member in cluster.members.items()} == before
+    assert len(cluster.groups()) == 2
+    assert cluster.controller.state(cluster.now_s).num_quarantined == 0
+
+
+def test_words_lost_in_an_exchange_fail_it() -> None:
+    cluster = FakeCluster()
+    for _ in range(4):
+        cluster.request(6, 9)
+    cluster.run_until(lambda: all(a.token_ids for a in cluster.accounts.values()))
+    cluster.drop((0, 0, 2), (1, 2, 4))
+    cluster.run_until(lambda: bool(cluster.links.get((ONE, ZERO))))
+    cluster.lose(ONE, ZERO)
+    cluster.finish()
+    assert [str(record.outcome) for record in cluster.records] != []
+    assert len(cluster.groups()) == 2
+
+
+def test_what_comes_too_late_changes_nothing() -> None:
+    """Of an instance that has died meanwhile, or a second word on what forms anew already."""
+    cluster = FakeCluster()
+    cluster.request(6, 9)
+    broken = LinkBroken(ZERO, ONE, "lost")
+    cluster.controller.on(ZERO, broken, cluster.now_s)
+    cluster.carry_out()
+    groups = cluster.groups()
+    cluster.controller.on(ONE, LinkBroken(ONE, ZERO, "lost"), cluster.now_s)
+    cluster.carry_out()
+    assert cluster.groups() == groups
+    cluster.kill_instance(ONE)
+    groups = cluster.groups()
+    cluster.controller.on(ZERO, broken, cluster.now_s)
+    cluster.carry_out()
+    assert cluster.groups() == groups
+    cluster.finish()
