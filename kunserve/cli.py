@@ -4,6 +4,7 @@ import importlib
 from typing import Any
 
 import click
+import click.shell_completion
 
 import kunserve
 
@@ -52,6 +53,17 @@ class _LazyGroup(click.Group):
         command: Any = getattr(importlib.import_module(module), name)
         assert isinstance(command, click.Command)
         return command
+
+    def shell_complete(
+        self, ctx: click.Context, incomplete: str
+    ) -> list[click.shell_completion.CompletionItem]:
+        """Names of commands, without importing them: this runs at every Tab."""
+        names = [
+            click.shell_completion.CompletionItem(name, help=text)
+            for name, (_, _, text) in _COMMANDS.items()
+            if name.startswith(incomplete)
+        ]
+        return names + click.Command.shell_complete(self, ctx, incomplete)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):

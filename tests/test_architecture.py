@@ -16,6 +16,8 @@ READS_ENVIRONMENT = {
     "kunserve/cli.py",
     "kunserve/cluster/launch.py",
     "kunserve/engine/kernels/build.py",
+    "kunserve/server/flags/environment.py",
+    "kunserve/server/flags/option.py",
 }
 """The command line, what is handed on to child processes, and a user's CC."""
 IMPORTS_LATE = {
@@ -24,6 +26,7 @@ IMPORTS_LATE = {
     "kunserve/bench/run.py",
     "kunserve/bench/compare/compare_command.py",
     "kunserve/bench/compare/simulate_command.py",
+    "kunserve/server/command.py",
 }
 """Commands: --help stays fast, and torch and matplotlib optional."""
 MAX_FUNCTION_LINES = 60

@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from kunserve.bench.config import BenchConfig
-from kunserve.bench.options import GroupedCommand, option
+from kunserve.server.flags.grouped import GroupedCommand, option
 
 _CONFIG = BenchConfig()
 _server = option("Server", _CONFIG)

@@ -55,17 +55,7 @@ FLAGS = {
     "--ssl-keyfile": "put a proxy with TLS in front",
     "--ssl-certfile": "put a proxy with TLS in front",
     "--allowed-origins": "put a proxy that answers CORS in front",
-    "--config": "give the settings as flags",
 }
-
-
-class ServeCommand(click.Command):
-    """Says why a flag that other servers have is not there."""
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """See ``click.Command``."""
-        refuse_foreign(args)
-        return super().parse_args(ctx, args)
 
 
 def refuse_foreign(args: Sequence[str]) -> None:

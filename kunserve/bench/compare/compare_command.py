@@ -7,8 +7,8 @@ from typing import Any
 import click
 
 from kunserve.bench.compare.flag_values import names, numbers, whole_numbers
-from kunserve.bench.options import GroupedCommand, option
 from kunserve.core.errors import KunServeError
+from kunserve.server.flags.grouped import GroupedCommand, option
 
 _what = option("What is run")
 _output = option("Output")

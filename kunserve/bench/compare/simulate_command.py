@@ -7,8 +7,8 @@ import click
 
 from kunserve.bench.compare.experiment import Experiment
 from kunserve.bench.compare.settings import SimulatedSetup, WorkloadSettings
-from kunserve.bench.options import GroupedCommand, option
 from kunserve.core.errors import KunServeError
+from kunserve.server.flags.grouped import GroupedCommand, option
 
 _REQUESTS, _EXPERIMENT = WorkloadSettings(), Experiment()
 _cluster = option("Cluster", SimulatedSetup())

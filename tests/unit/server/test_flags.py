@@ -7,7 +7,7 @@ import pytest
 import uvloop
 from click.testing import CliRunner
 
-import kunserve.server.command as command
+import kunserve.server.launch as launch
 from kunserve.core.config import MIB, KunServeConfig, ModelConfig
 from kunserve.core.errors import ConfigError
 from kunserve.server.command import config_from_flags, serve_command
@@ -39,7 +39,7 @@ def test_the_server_runs_on_uvloop(monkeypatch: pytest.MonkeyPatch) -> None:
     async def run_server(_config: KunServeConfig) -> None:
         loops.append(type(asyncio.get_running_loop()))
 
-    monkeypatch.setattr(command, "run_server", run_server)
+    monkeypatch.setattr(launch, "run_server", run_server)
     assert CliRunner().invoke(serve_command, []).exit_code == 0
     assert loops == [uvloop.Loop]
 
@@ -64,7 +64,11 @@ def test_other_spellings_of_those_flags() -> None:
 
 
 def test_our_flags_are_not_among_those_refused() -> None:
-    ours = {name for parameter in serve_command.params for name in parameter.opts}
+    ours = {
+        name
+        for parameter in serve_command.params
+        for name in (*parameter.opts, *parameter.secondary_opts)
+    }
     assert not ours & set(FLAGS)
 
 

@@ -1,7 +1,7 @@
 """Click options in groups, and options that take several values as vLLM's do."""
 
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, TypeVar
 
 import click
 
@@ -19,7 +19,9 @@ class GroupedOption(click.Option):
         self.many = many
 
 
-def option(group: str, defaults: object = None) -> Callable[..., Callable[[_F], _F]]:
+def option(
+    group: str, defaults: object = None, cls: type[GroupedOption] = GroupedOption
+) -> Callable[..., Callable[[_F], _F]]:
     """``click.option`` for one group.
 
     An option whose value is a field of ``defaults`` takes its default from there and shows it.
@@ -29,7 +31,7 @@ def option(group: str, defaults: object = None) -> Callable[..., Callable[[_F], 
         value = getattr(defaults, _parameter(names), None)
         if not (value is None or value is False or value == ()):
             attrs = {"default": value, "show_default": True} | attrs
-        return click.option(*names, cls=GroupedOption, group=group, **attrs)
+        return click.option(*names, cls=cls, group=group, **attrs)
 
     return declare
 
@@ -37,14 +39,19 @@ def option(group: str, defaults: object = None) -> Callable[..., Callable[[_F], 
 def _parameter(names: Sequence[str]) -> str:
     """The name that click gives the value: the one without dashes, else the flag's own."""
     plain = [name for name in names if not name.startswith("-")]
-    return plain[0] if plain else names[-1].lstrip("-").replace("-", "_")
+    first = plain[0] if plain else names[-1].partition("/")[0]
+    return first.lstrip("-").replace("-", "_")
 
 
 class GroupedCommand(click.Command):
     """A command whose help is in groups; a ``many`` option takes values up to the next flag.
 
-    So ``--goodput ttft:500 tpot:50`` works as it does in vLLM.
+    So ``--goodput ttft:500 tpot:50`` works as it does in vLLM. If the command has an argument,
+    that must stand first: otherwise the last of several values could be meant to be it.
     """
+
+    group_texts: ClassVar[Mapping[str, str]] = {}
+    """What ``--help`` says above the options of a group."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Repeats the flag of a ``many`` option before each of its values."""
@@ -54,18 +61,26 @@ class GroupedCommand(click.Command):
             if isinstance(parameter, GroupedOption) and parameter.many
             for name in parameter.opts
         }
-        return super().parse_args(ctx, _repeated(args, many))
+        has_argument = any(isinstance(parameter, click.Argument) for parameter in self.params)
+        if not has_argument or (args and not args[0].startswith("-")):
+            args = _repeated(args, many)
+        return super().parse_args(ctx, args)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Writes one section per group, in the order in which groups first appear."""
         groups: dict[str, list[tuple[str, str]]] = {}
-        for parameter in self.get_params(ctx):
+        options = [one for one in self.get_params(ctx) if isinstance(one, click.Option)]
+        for parameter in sorted(options, key=lambda one: not isinstance(one, GroupedOption)):
             line = parameter.get_help_record(ctx)
             if line is not None:
                 name = parameter.group if isinstance(parameter, GroupedOption) else "Other"
                 groups.setdefault(name, []).append(line)
         for name, lines in groups.items():
             with formatter.section(name):
+                text = self.group_texts.get(name)
+                if text is not None:
+                    formatter.write_text(text)
+                    formatter.write_paragraph()
                 formatter.write_dl(lines, col_max=34)
 
 

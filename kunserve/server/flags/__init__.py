@@ -1,0 +1,1 @@
+"""The flags of ``kunserve serve``, one file for each group of them. Imports nothing heavy."""

@@ -1,0 +1,82 @@
+"""Flags of the instances: their memory, their batches, and how they are watched."""
+
+import click
+
+from kunserve.core.config import MIB, ClusterConfig, InstanceConfig, SchedulerConfig
+from kunserve.server.flags.option import ByteSize, all_of, flags_of
+
+_INSTANCE = InstanceConfig()
+_cluster = flags_of("Instances", ClusterConfig())
+_instance = flags_of("Instances", _INSTANCE)
+_batches = flags_of("Batches", SchedulerConfig())
+_faults = flags_of("Faults and traces", ClusterConfig())
+
+INSTANCE_FLAGS = all_of(
+    _cluster("--num-instances", type=click.IntRange(1, 64), help="Replicas."),
+    _instance(
+        "--instance-memory",
+        "memory_bytes",
+        default=f"{_INSTANCE.memory_bytes // MIB}MiB",
+        type=ByteSize(),
+        help="Memory of each instance for weights and KV together.",
+    ),
+    _instance(
+        "--kv-cache-memory-bytes",
+        type=ByteSize(),
+        help="KV memory of each instance; overrides --instance-memory.",
+    ),
+    _instance("--block-size", type=click.IntRange(1, 256), help="Tokens in a KV block."),
+    _instance(
+        "--num-threads", type=click.IntRange(1, 256), help="Compute threads of each instance."
+    ),
+    _instance(
+        "--attention",
+        type=click.Choice(["fused", "reference"]),
+        help="reference is slow and plain, for comparison.",
+    ),
+    _batches(
+        "--max-num-seqs",
+        type=click.IntRange(min=1),
+        help="Requests that run at once, per group.",
+    ),
+    _batches("--max-num-batched-tokens", type=click.IntRange(min=1), help="Tokens in one step."),
+    _batches(
+        "--lookahead/--no-lookahead",
+        help="In a pipeline, balance microbatches by predicted time over the whole queue.",
+    ),
+    _batches(
+        "--profile",
+        help="Costs measured by `kunserve profile` [where it writes by default].",
+    ),
+)
+
+FAULT_FLAGS = all_of(
+    _faults(
+        "--start-timeout",
+        "start_timeout_s",
+        type=click.FloatRange(min=0, min_open=True),
+        help="Seconds until every instance must be ready.",
+    ),
+    _faults(
+        "--hang-timeout",
+        "hang_timeout_s",
+        type=click.FloatRange(min=0, min_open=True),
+        help="Replace an instance whose loop stands still so many seconds (and ten longest steps).",
+    ),
+    _faults(
+        "--front-grace",
+        "front_grace_s",
+        type=click.FloatRange(min=0),
+        help="Seconds that instances outlive this process, so that the same command, given again, "
+        "serves without loading weights.",
+    ),
+    _faults(
+        "--trace-out",
+        help="Write steps, transfers and transitions there at the end (for Perfetto).",
+    ),
+    _faults(
+        "--check-invariants",
+        is_flag=True,
+        help="Check every part's invariants whenever idle (slow; for the hunt of bugs).",
+    ),
+)

@@ -1,0 +1,31 @@
+"""Flags of the model."""
+
+import click
+
+from kunserve.core.config import ModelConfig
+from kunserve.server.flags.option import all_of, flags_of
+
+_model = flags_of("Model", ModelConfig())
+
+MODEL_FLAGS = all_of(
+    _model("--tokenizer", help="Folder or hub id of the tokenizer [the model's own]."),
+    _model("--served-model-name", help="Name in the API [MODEL]."),
+    _model("--dtype", type=click.Choice(["bfloat16", "float32"]), help="Weights and KV."),
+    _model(
+        "--load-format",
+        type=click.Choice(["auto", "safetensors", "gguf", "dummy"]),
+        help="How weights are read; dummy makes random ones.",
+    ),
+    _model("--seed", type=int, help="For dummy weights, and for requests that bring no seed."),
+    _model(
+        "--generation-config",
+        type=click.Choice(["auto", "vllm"]),
+        help="Defaults of sampling: auto takes the model's generation_config.json, vllm neutral "
+        "ones.",
+    ),
+    _model(
+        "--max-model-len",
+        type=click.IntRange(min=1),
+        help="Longest prompt plus output in tokens [what model and memory allow].",
+    ),
+)

@@ -1,0 +1,132 @@
+"""A flag of ``kunserve serve``: also a variable of the environment and a key of the config file."""
+
+import os
+import re
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import click
+from click.core import ParameterSource
+
+from kunserve.core.config import MIB
+from kunserve.server.flags.grouped import GroupedOption, option
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+PREFIX = "KUNSERVE_"
+_KUBERNETES = re.compile(r"(tcp|udp|sctp)://")
+"""What Kubernetes writes into ``X_PORT`` of every pod beside a service that is named ``x``."""
+_SIZES = {"": 1, "b": 1, "k": 1 << 10, "m": MIB, "g": 1 << 30, "t": 1 << 40}
+
+
+class ByteSize(click.ParamType[int]):
+    """A number of bytes with an optional unit: ``800MiB``, ``1.5g``, ``1073741824``."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """Bytes, or a usage error that says what is accepted."""
+        match = re.fullmatch(r"\s*([\d.]+)\s*([bkmgt]?)(i?b)?\s*", str(value).lower())
+        if match is None or match[1].count(".") > 1 or match[1] == ".":
+            self.fail(f"{value!r} is no size; write for example 800MiB or 1.5GiB", param, ctx)
+        size_bytes = int(float(match[1]) * _SIZES[match[2]])
+        if match[2] == "" and match[3] is None and size_bytes < MIB:
+            self.fail(f"{value} bytes are too few; write {value}MiB if you mean that", param, ctx)
+        return size_bytes
+
+
+def expected(parameter: click.Parameter) -> str:
+    """What a parameter takes, in words."""
+    if getattr(parameter, "is_flag", False):
+        return "true or false"
+    one = _expected_one(parameter.type)
+    return f"one or several of {one}" if getattr(parameter, "multiple", False) else one
+
+
+def _expected_one(kind: click.ParamType[Any]) -> str:
+    match kind:
+        case click.Choice():
+            return "one of " + ", ".join(map(str, kind.choices))
+        case click.IntRange() | click.FloatRange():
+            noun = "an integer" if isinstance(kind, click.IntRange) else "a number"
+            low, high = kind.min, kind.max
+            if low is not None and high is not None:
+                return f"{noun} from {low:g} to {high:g}"
+            if low is not None:
+                return f"{noun} {'above' if kind.min_open else 'from'} {low:g}"
+            return noun
+        case ByteSize():
+            return "a size such as 800MiB"
+        case _ if kind is click.INT:
+            return "an integer"
+        case _:
+            return "a text"
+
+
+def variable_value(name: str) -> str | None:
+    """A variable's value; None if it has none, or one that Kubernetes gave it."""
+    value = os.environ.get(name)
+    return None if not value or _KUBERNETES.match(value) else value
+
+
+class ServeFlag(GroupedOption):
+    """See the module. A ``secret`` one must not be empty, wherever it comes from."""
+
+    def __init__(self, *args: Any, secret: bool = False, **attrs: Any) -> None:
+        super().__init__(*args, **attrs)
+        self.secret = secret
+
+    @property
+    def key(self) -> str:
+        """The flag without its dashes: its key in the config file."""
+        return max(self.opts, key=len).lstrip("-")
+
+    @property
+    def variable(self) -> str:
+        """Its variable in the environment."""
+        return PREFIX + self.key.replace("-", "_").upper()
+
+    def resolve_envvar_value(self, ctx: click.Context) -> str | None:
+        """See ``click.Option``. An empty variable counts as none, as it does elsewhere."""
+        if self.secret and os.environ.get(self.variable) == "":
+            raise click.UsageError(
+                f"The variable {self.variable} is empty. Give it a value, or remove it.", ctx
+            )
+        return variable_value(self.variable)
+
+    def process_value(self, ctx: click.Context, value: Any) -> Any:
+        """See ``click.Parameter``. A wrong value is told by the name that its user wrote."""
+        try:
+            return super().process_value(ctx, value)
+        except click.BadParameter as error:
+            source = ctx.get_parameter_source(self.name or "")
+            if source is not ParameterSource.ENVIRONMENT:
+                raise
+            raise click.UsageError(
+                f"The variable {self.variable} must be {expected(self)}: {error.message}", ctx
+            ) from None
+
+
+class ModelArgument(click.Argument):
+    """The model: also ``KUNSERVE_MODEL``, and ``model`` in the config file."""
+
+    key = "model"
+    variable = PREFIX + "MODEL"
+
+    def __init__(self, *args: Any, **attrs: Any) -> None:
+        super().__init__(*args, envvar=self.variable, **attrs)
+
+
+def flags_of(group: str, defaults: object = None) -> Callable[..., Callable[[_F], _F]]:
+    """``option`` of ``grouped``, for flags of ``kunserve serve``."""
+    return option(group, defaults, cls=ServeFlag)
+
+
+def all_of(*decorators: Callable[[Any], Any]) -> Callable[[_F], _F]:
+    """Several flags as one decorator, listed in this order."""
+
+    def apply(function: _F) -> _F:
+        for decorator in reversed(decorators):
+            function = decorator(function)
+        return function
+
+    return apply
