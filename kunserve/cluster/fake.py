@@ -144,6 +144,10 @@ class FakeBody:
         self._whole = LayerRange(0, spec.num_layers)
         self.held = self._whole
         self.kv_units = spec.kv_units
+        self.prepared: LayerRange | None = None
+        """Layers that the next remap will hold, if it was prepared."""
+        self.refusal: str | None = None
+        """What the next preparations answer, for tests of memory that cannot be mapped."""
         self._unverified = set(range(spec.num_layers))
         """Layers whose bytes may have changed since a step last used them."""
         self._starts: dict[RequestId, SequenceStart] = {}
@@ -262,6 +266,13 @@ class FakeBody:
             for block, unit in enumerate(starts.tolist(), first_block):
                 self.host.take(request_id, block, unit, num_units)
 
+    def prepare_layers(self, layers: LayerRange) -> str | None:
+        """Answer as the test wants it."""
+        self.prepared = None
+        if layers != self.held and self.refusal is None:
+            self.prepared = layers
+        return None if layers == self.held else self.refusal
+
     def drop_layers(self, keep: LayerRange) -> Remap:
         """Turn the granules wholly outside ``keep`` into KV memory."""
         assert self.held.covers(keep) and keep.num_layers > 0, (self.held, keep)
@@ -288,7 +299,7 @@ class FakeBody:
             if not kept.first <= layer < kept.end:
                 self._weights[layer].fill(GARBAGE)
                 self._unverified.add(layer)
-        self.held = layers
+        self.held, self.prepared = layers, None
         return Remap(self.kv_units, (self.kv_units - before) * spec.unit_bytes, 0.0)
 
     def _true_weights(self, layer: int) -> Uint8Array:

@@ -136,6 +136,7 @@ class CpuBody:
         """
         assert self.memory.held.covers(work.layers), (self.memory.held, work.layers)
         assert (hidden is None) == work.is_first, work.is_first
+        self.memory.tidy()
         batch = build_batch(work)
         self._decoder.set_layers(work.layers)
         if hidden is None:
@@ -181,6 +182,10 @@ class CpuBody:
         for request_id, first_block, starts, num_units in back:
             for block, unit in enumerate(starts.tolist(), first_block):
                 self._host.take(request_id, block, unit, num_units)
+
+    def prepare_layers(self, layers: LayerRange) -> str | None:
+        """Do now what may fail of a change to ``layers``. See ``InstanceMemory.prepare``."""
+        return self.memory.prepare(layers)
 
     def drop_layers(self, keep: LayerRange) -> Remap:
         """Turn the memory of every held layer outside ``keep`` into KV units at the tail."""

@@ -1,9 +1,9 @@
 """One instance's memory: packed weights, and KV units backed as far as granules reach."""
 
 import logging
-import threading
 import time
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -15,11 +15,14 @@ from kunserve.core.ids import InstanceId
 from kunserve.core.layout import LayerRange
 from kunserve.core.model_spec import ModelSpec
 from kunserve.core.snapshots import InstanceSpec
-from kunserve.engine import address_space
 from kunserve.engine.arena import Arena, VirtualRange
+from kunserve.engine.pages import HostPages, OpenPages
 from kunserve.engine.weights.layout import WeightLayout
 
 logger = logging.getLogger(__name__)
+
+_UNMAPPED_AT_ONCE = 16
+"""Granules that ``tidy`` unmaps in one call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +74,23 @@ class RemapFailed(SystemExit):
         super().__init__(self.EXIT_CODE)
 
 
+class _Move(NamedTuple):
+    """Consecutive granules that change their range."""
+
+    source: VirtualRange
+    slot: int
+    target: VirtualRange
+    target_slot: int
+    num: int
+
+
 class InstanceMemory:
-    """The weights range, the KV range, and the granules that move between them."""
+    """The weights range, the KV range, and the granules that change between them.
+
+    Host memory is moved, in one call. Device memory is first mapped a second time, while its old
+    addresses are in use (``prepare``). The change itself is then one of books, and the old
+    addresses are unmapped later (``tidy``).
+    """
 
     def __init__(
         self,
@@ -80,13 +98,14 @@ class InstanceMemory:
         model: ModelSpec,
         config: InstanceConfig,
         beside_bytes: int = 0,
+        open_pages: OpenPages = HostPages,
     ) -> None:
         """``beside_bytes`` is what the instance will need beside weights and KV."""
         plan = MemoryPlan.of(model, config)
         granule = config.granule_bytes
         unit = model.unit_bytes(config.block_size)
         self.layout = WeightLayout(model, granule)
-        self.arena = Arena(plan.num_granules * granule, granule, beside_bytes)
+        self.arena = Arena(open_pages(plan.num_granules * granule, granule, beside_bytes))
         self.spec = InstanceSpec(
             instance_id=instance_id,
             num_layers=model.num_layers,
@@ -98,6 +117,9 @@ class InstanceMemory:
             granule_bytes=granule,
         )
         self.held = LayerRange(0, model.num_layers)
+        self._prepared: LayerRange | None = None
+        """Layers to be held next, whose granules are linked already."""
+        self._has_warned = False
         # Entries may be as low as -num_layers: their addresses must exist, though never touched.
         self._guard_slots = -(-model.num_layers * unit // granule)
         try:
@@ -110,7 +132,7 @@ class InstanceMemory:
             raise TooLittleMemory(
                 f"the machine cannot map {_mib(self.spec.memory_bytes)}: {error.strerror}"
             ) from error
-        self._prefault = _Prefault(self.kv_base_address, self._tail_slot_bytes())
+        self.arena.pages.prefault(self.kv_base_address, self._tail_slot_bytes())
 
     @property
     def kv_base_address(self) -> int:
@@ -127,20 +149,32 @@ class InstanceMemory:
         """Units that lie wholly in mapped memory; at least ``kv_units``."""
         return self._tail_slot_bytes() // self.spec.unit_bytes
 
-    def drop(self, keep: LayerRange) -> Remap:
-        """Move every granule that holds only layers outside ``keep`` to the KV tail.
+    def prepare(self, layers: LayerRange) -> str | None:
+        """Do what may fail of a change to ``layers``, more or fewer; or say why it cannot be.
 
-        Raises RemapFailed, which ends the process, when the system refuses a call half-way.
+        What is held stays in use. Another call takes the place of this one, so preparing for
+        what is held calls it off.
+        """
+        if self._prepared == layers:
+            return None
+        self._prepared = None
+        if self.arena.pages.moves or layers == self.held:
+            return None
+        try:
+            for move in self._moves_to(layers):
+                self.arena.link(*move)
+        except OSError as error:
+            return f"cannot map memory a second time: {error.strerror}"
+        self._prepared = layers
+        return None
+
+    def drop(self, keep: LayerRange) -> Remap:
+        """Turn every granule that holds only layers outside ``keep`` into the KV tail.
+
+        Raises RemapFailed, which ends the process, when the system refuses what was not prepared.
         """
         assert self.held.covers(keep) and keep.num_layers > 0, (self.held, keep)
-        started = time.perf_counter()
-        old_first, old_end = self.layout.granules_of(self.held)
-        first, end = self.layout.granules_of(keep)
-        for slot, num in ((old_first, first - old_first), (end, old_end - end)):
-            if num > 0:
-                self._move(self.weights, slot, self.kv, self._tail_slot, num)
-        self.held = keep
-        return self._remapped(first - old_first + old_end - end, started)
+        return self._hold(keep)
 
     def reclaim(self, layers: LayerRange) -> Remap:
         """Give back to the weights what ``layers`` (missing ones, or all to hold) need.
@@ -149,15 +183,18 @@ class InstanceMemory:
         """
         held = LayerRange(min(self.held.first, layers.first), max(self.held.end, layers.end))
         assert held.num_layers <= self.held.num_layers + layers.num_layers, (self.held, layers)
-        started = time.perf_counter()
-        old_first, old_end = self.layout.granules_of(self.held)
-        first, end = self.layout.granules_of(held)
-        # The reverse of a drop's order, so that runs of granules go back as they came.
-        for slot, num in ((old_end, end - old_end), (first, old_first - first)):
-            if num > 0:
-                self._move(self.kv, self._tail_slot - num, self.weights, slot, num)
-        self.held = held
-        return self._remapped(-(old_first - first + end - old_end), started)
+        return self._hold(held)
+
+    def tidy(self) -> None:
+        """Unmap some addresses that were left. Call it often, between steps."""
+        if self._prepared is not None or not self.arena.num_aliases:
+            return
+        try:
+            self.arena.unlink_some(_UNMAPPED_AT_ONCE)
+        except OSError as error:
+            if not self._has_warned:
+                logger.warning("cannot unmap old addresses, will try again: %s", error.strerror)
+            self._has_warned = True
 
     def unit_view(self, unit: int, num_units: int) -> npt.NDArray[np.uint8]:
         """Bytes of consecutive backed units, [num_units * unit_bytes] uint8, no copy."""
@@ -192,7 +229,6 @@ class InstanceMemory:
 
     def close(self) -> None:
         """Release everything. Tensors over this memory must not be touched any more."""
-        self._prefault.stop()
         self.arena.close()
 
     @property
@@ -203,20 +239,52 @@ class InstanceMemory:
     def _tail_slot_bytes(self) -> int:
         return self.kv.num_mapped * self.arena.granule_bytes
 
-    def _move(
-        self, source: VirtualRange, slot: int, target: VirtualRange, target_slot: int, num: int
-    ) -> None:
+    def _moves_to(self, layers: LayerRange) -> list[_Move]:
+        """The stretches of granules that a change to ``layers`` takes to the other range."""
+        first, end = self.layout.granules_of(layers)
+        old_first, old_end = self.layout.granules_of(self.held)
+        moves, tail = [], self._tail_slot
+        if self.held.covers(layers):
+            for slot, num in ((old_first, first - old_first), (end, old_end - end)):
+                moves.append(_Move(self.weights, slot, self.kv, tail, num))
+                tail += num
+        else:
+            # The reverse of a drop's order, so that runs of granules go back as they came.
+            for slot, num in ((old_end, end - old_end), (first, old_first - first)):
+                tail -= num
+                moves.append(_Move(self.kv, tail, self.weights, slot, num))
+        return [move for move in moves if move.num]
+
+    def _hold(self, layers: LayerRange) -> Remap:
+        started = time.perf_counter()
+        before = self.kv.num_mapped
+        moves = self._moves_to(layers)
+        if self.arena.pages.moves:
+            for move in moves:
+                self._move(move)
+        else:
+            refusal = self.prepare(layers)
+            if refusal is not None:
+                logger.critical("remap failed, the instance ends: %s", refusal)
+                raise RemapFailed
+            for source, slot, _, _, num in moves:
+                self.arena.switch(source, slot, num)
+        self._prepared = None
+        self.held = layers
+        return self._remapped(self.kv.num_mapped - before, started)
+
+    def _move(self, move: _Move) -> None:
         try:
-            self.arena.move(source, slot, target, target_slot, num)
+            self.arena.move(*move)
         except OSError as error:
             logger.critical(
                 "remap failed half-way, the instance ends: %s (held=[%d,%d) granules=%d from=%s "
                 "to=%s; see vm.max_map_count and vm.overcommit_memory)",
                 error.strerror,
                 *self.held,
-                num,
-                source.name,
-                target.name,
+                move.num,
+                move.source.name,
+                move.target.name,
             )
             raise RemapFailed from error
 
@@ -231,32 +299,3 @@ class InstanceMemory:
             remap.seconds,
         )
         return remap
-
-
-class _Prefault:
-    """Touches the KV memory in the background.
-
-    The first touch of a page costs several microseconds, which steps would pay otherwise. Pieces
-    are small, since a remap waits for the one in progress.
-    """
-
-    _PIECE_BYTES = 128 * 1024
-
-    def __init__(self, address: int, num_bytes: int) -> None:
-        self._address = address
-        self._num_bytes = num_bytes
-        self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="kv-prefault", daemon=True)
-        self._thread.start()
-
-    def stop(self) -> None:
-        """Return once no page is touched any more."""
-        self._stopping.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        for offset in range(0, self._num_bytes, self._PIECE_BYTES):
-            size = min(self._PIECE_BYTES, self._num_bytes - offset)
-            # A piece that a remap took away meanwhile fails to populate: nothing is lost.
-            if self._stopping.is_set() or not address_space.populate(self._address + offset, size):
-                return

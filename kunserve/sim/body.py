@@ -99,6 +99,10 @@ class SimBody:
         else:
             self._blocked_s += seconds
 
+    def prepare_layers(self, layers: LayerRange) -> str | None:
+        """Nothing can fail here."""
+        return None
+
     def drop_layers(self, keep: LayerRange) -> Remap:
         """Weights outside ``keep`` become KV memory."""
         assert self.held.covers(keep) and keep.num_layers > 0, (self.held, keep)

@@ -13,6 +13,7 @@ from kunserve.core.ids import InstanceId
 from kunserve.core.layout import LayerRange
 from kunserve.engine.arena import Arena
 from kunserve.engine.memory import InstanceMemory, MemoryPlan
+from kunserve.engine.pages import Granules, HostPages
 from tests.specs import model_spec
 
 PAGE = mmap.PAGESIZE
@@ -36,7 +37,7 @@ class Arenas(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.arena = Arena(10 * PAGE, PAGE)
+        self.arena = Arena(HostPages(10 * PAGE, PAGE))
         self.ranges = [self.arena.reserve(name, SLOTS * PAGE) for name in ("a", "b")]
         self.stamps: list[dict[int, int]] = [{}, {}]
         self.next_stamp = 1
@@ -99,18 +100,49 @@ class Arenas(RuleBasedStateMachine):
         self.arena.close()
 
 
+class MappedTwice(HostPages):
+    """Host memory that is remapped as device memory is. The call ``fails_at`` is refused."""
+
+    moves = False
+    fails_at: int | None = None
+
+    def map(self, address: int, granules: Granules, populate: bool = False) -> None:
+        self.count()
+        super().map(address, granules, populate)
+
+    def unmap(self, address: int, num: int) -> None:
+        self.count()
+        super().unmap(address, num)
+
+    def count(self) -> None:
+        if self.fails_at is not None:
+            self.fails_at -= 1
+            if self.fails_at < 0:
+                self.fails_at = None
+                raise OSError(12, "refused by the test")
+
+
 class Memories(RuleBasedStateMachine):
     """Drops and reclaims layers; held weights and units below the mark keep their content."""
 
     memory: InstanceMemory | None = None
+    pages: MappedTwice | None = None
 
     @initialize(
+        is_mapped_twice=st.booleans(),
         granule_pages=st.integers(1, 3),
         block_size=st.sampled_from([1, 3, 16]),
         hidden_size=st.sampled_from([8, 24, 32]),
         kv_bytes=st.integers(40_000, 120_000),
     )
-    def start(self, granule_pages: int, block_size: int, hidden_size: int, kv_bytes: int) -> None:
+    def start(
+        self,
+        is_mapped_twice: bool,
+        granule_pages: int,
+        block_size: int,
+        hidden_size: int,
+        kv_bytes: int,
+    ) -> None:
         model = dataclasses.replace(MODEL, hidden_size=hidden_size)
         config = InstanceConfig(
             kv_cache_memory_bytes=kv_bytes,
@@ -118,7 +150,10 @@ class Memories(RuleBasedStateMachine):
             block_size=block_size,
         )
         assert MemoryPlan.of(model, config).kv_units >= model.num_layers
-        self.memory = InstanceMemory(InstanceId(0), model, config)
+        open_pages = MappedTwice if is_mapped_twice else HostPages
+        self.memory = InstanceMemory(InstanceId(0), model, config, 0, open_pages)
+        if isinstance(self.memory.arena.pages, MappedTwice):
+            self.pages = self.memory.arena.pages
         for layer in range(model.num_layers):
             self.memory.layer_view(layer)[:] = layer + 1
         self.marked_units = 0
@@ -149,6 +184,39 @@ class Memories(RuleBasedStateMachine):
         assert self.memory.held == whole
         for layer in {*range(*whole)} - {*range(*held)}:
             self.memory.layer_view(layer)[:] = layer + 1
+
+    @rule(
+        cut=st.tuples(st.integers(0, 5), st.integers(0, 5)),
+        is_drop=st.booleans(),
+        fails_at=st.none() | st.integers(0, 8),
+    )
+    def prepare(self, cut: tuple[int, int], is_drop: bool, fails_at: int | None) -> None:
+        """What is prepared is done by the next drop or reclaim, or called off by another one."""
+        assert self.memory is not None
+        held, some = self.memory.held, LayerRange(min(cut), max(cut) + 1)
+        layers = LayerRange(min(held.first, some.first), max(held.end, some.end))
+        if is_drop:
+            layers = held.intersect(some)
+        if layers.num_layers == 0:
+            return
+        if self.pages is not None:
+            self.pages.fails_at = fails_at
+        refusal = self.memory.prepare(layers)
+        assert refusal is None or (fails_at is not None and "refused by the test" in refusal)
+        if self.pages is not None:
+            self.pages.fails_at = None
+        assert self.memory.held == held
+
+    @rule(fails_at=st.none() | st.just(0))
+    def tidy(self, fails_at: int | None) -> None:
+        assert self.memory is not None
+        if self.pages is None:
+            self.memory.tidy()
+            assert self.memory.arena.num_aliases == 0
+            return
+        self.pages.fails_at = fails_at
+        self.memory.tidy()
+        self.pages.fails_at = None
 
     @rule()
     def fill_units(self) -> None:

@@ -103,6 +103,14 @@ class Body(Protocol):
         """
         ...
 
+    def prepare_layers(self, layers: LayerRange) -> str | None:
+        """Do now what may fail of a change to ``layers``; a text says why it cannot be done.
+
+        May be called while a step runs. Layers held and KV stay in use until ``drop_layers`` or
+        ``reclaim_layers`` makes the change. A call for the layers held calls it off.
+        """
+        ...
+
     def drop_layers(self, keep: LayerRange) -> Remap:
         """Unmap every held layer outside ``keep`` and map its granules at the KV tail."""
         ...

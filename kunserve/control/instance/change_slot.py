@@ -151,8 +151,7 @@ class ChangeSlot:
         if change is None or change.change_id != transition_id:
             return
         if isinstance(change, TransitionMember):
-            assert change.is_prepared, "a rollback after the commit"
-            change = self._change = change.restored
+            change = self._change = change.roll_back()
         if isinstance(change, LayerRestore):
             change.call_off()
 

@@ -1,6 +1,7 @@
 """Getting dropped layers back while the pipeline serves: a restoration's first half (paper 4.4).
 
     (leader: draining ->) waiting -> filling -> filled -> the group changes (``transition``)
+    waiting -> refused    memory could not be mapped: the controller will call it off
                           any of them, when it is called off -> returning -> over
 
 The leader narrows its ledger before anybody gives KV memory up, lets the steps land that were
@@ -15,7 +16,9 @@ from kunserve.core.ids import InstanceId, TransitionId
 from kunserve.core.layout import LayerRange
 from kunserve.core.messages import LayersDropped, LayersLoaded, LoadLayers, Prepare
 
-Phase: TypeAlias = Literal["draining", "waiting", "filling", "filled", "returning", "over"]
+Phase: TypeAlias = Literal[
+    "draining", "waiting", "refused", "filling", "filled", "returning", "over"
+]
 
 
 class LayerRestore:
@@ -62,9 +65,7 @@ class LayerRestore:
         refusal = obstacle or _find_refusal(state, membership, job)
         if refusal is None:
             return cls(state, membership, job, now_s)
-        state.send(
-            None, LayersLoaded(job.transition_id, state.me, refusal, 0, remap_s=0.0, seconds=0.0)
-        )
+        _report_refusal(state, job, refusal)
         if membership.scheduler is None:
             _report_dropped(state, membership, job.transition_id)
         return None
@@ -115,6 +116,11 @@ class LayerRestore:
     def _map_layers(self) -> None:
         """Once live KV fits below the mark (released blocks may still be here), map weights."""
         state = self._state
+        refusal = state.body.prepare_layers(state.whole_model)
+        if refusal is not None:
+            self._phase = "refused"
+            _report_refusal(state, self._job, refusal)
+            return
         copies = state.table.vacate(state.spec.kv_units)
         if copies is None:
             return
@@ -160,6 +166,8 @@ class LayerRestore:
     def call_off(self) -> None:
         """The restore is off: weights become KV again, once nothing writes into them."""
         self._phase = "returning"
+        if not self._is_mapped:
+            self._state.body.prepare_layers(self._state.held)
 
     def _drop_again(self) -> None:
         state = self._state
@@ -179,6 +187,13 @@ class LayerRestore:
         if scheduler is not None and self._members_dropped >= involved:
             scheduler.set_capacity(self._membership.capacity_blocks)
             self._phase = "over"
+
+
+def _report_refusal(state: InstanceState, job: LoadLayers, refusal: str) -> None:
+    """Tell the controller that nothing will be loaded here."""
+    state.send(
+        None, LayersLoaded(job.transition_id, state.me, refusal, 0, remap_s=0.0, seconds=0.0)
+    )
 
 
 def _report_dropped(

@@ -82,13 +82,26 @@ class TransitionMember:
         obstacle: str | None,
         now_s: float,
     ) -> "TransitionMember | None":
-        """Answer whether the transition can be done here; None if not. Changes nothing else."""
+        """Answer whether the transition can be done here; None if not.
+
+        Nothing changes, but what may fail of the remap is done.
+        """
         refusal = obstacle or _find_refusal(state, membership, proposal, now_s)
+        new = _layout_of(state.me, proposal.new)
+        layers = None if new is None else new.layers_of(state.me)
+        if refusal is None and layers is not None:
+            refusal = state.body.prepare_layers(layers)
         state.send(None, Prepared(proposal.transition_id, state.me, refusal))
         if refusal is not None:
             return None
         state.specs.update((spec.instance_id, spec) for spec in proposal.specs)
         return cls(state, membership, enter, proposal, restored)
+
+    def roll_back(self) -> LayerRestore | None:
+        """Forget what was prepared; what loaded the layers goes on."""
+        assert self.is_prepared, "a rollback after the commit"
+        self._state.body.prepare_layers(self._state.held)
+        return self.restored
 
     @property
     def change_id(self) -> TransitionId:

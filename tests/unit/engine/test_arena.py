@@ -7,13 +7,14 @@ import pytest
 from kunserve.core.errors import ConfigError, TooLittleMemory
 from kunserve.engine import address_space
 from kunserve.engine.arena import Arena
+from kunserve.engine.pages import HostPages
 
 PAGE = mmap.PAGESIZE
 
 
 @pytest.fixture
 def arena():
-    made = Arena(16 * PAGE, PAGE)
+    made = Arena(HostPages(16 * PAGE, PAGE))
     yield made
     made.close()
 
@@ -84,7 +85,7 @@ def test_a_lost_granule_is_noticed(arena: Arena) -> None:
 
 
 def test_close_releases_memory_and_addresses() -> None:
-    made = Arena(64 * PAGE, PAGE)
+    made = Arena(HostPages(64 * PAGE, PAGE))
     held = made.reserve("held", 64 * PAGE)
     made.map(held, 0, made.take(64))
     held.bytes_view()[:] = 1
@@ -101,6 +102,6 @@ def test_close_releases_memory_and_addresses() -> None:
 
 def test_bad_budgets_are_refused() -> None:
     with pytest.raises(ConfigError, match="multiple of"):
-        Arena(1 << 20, 1000)
+        Arena(HostPages(1 << 20, 1000))
     with pytest.raises(TooLittleMemory, match="has .* left"):
-        Arena(1 << 50, 1 << 30)
+        Arena(HostPages(1 << 50, 1 << 30))

@@ -13,8 +13,8 @@ from kunserve.core.ids import GroupId, InstanceId, RequestId, StepId
 from kunserve.core.layout import LayerRange
 from kunserve.core.request import SamplingParams
 from kunserve.core.step import Chunk, StepPlan
-from kunserve.engine import arena
 from kunserve.engine import body as body_module
+from kunserve.engine import pages
 from kunserve.engine.body import CpuBody
 from kunserve.engine.step_batch import build_batch
 from tests.direct_engine import DirectEngine, arenas_mapped
@@ -68,7 +68,7 @@ def test_memory_for_steps_is_asked_for_with_the_rest(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scheduler = SchedulerConfig(max_num_seqs=1000, max_num_batched_tokens=1000)
-    monkeypatch.setattr(arena, "available_bytes", lambda: SMALL.memory_bytes + 1000 * 160 * 4)
+    monkeypatch.setattr(pages, "available_bytes", lambda: SMALL.memory_bytes + 1000 * 160 * 4)
     with pytest.raises(TooLittleMemory, match=r"4194304 bytes of memory and \d{7} for its steps"):
         CpuBody(InstanceId(0), ModelConfig(model=str(folder)), SMALL, scheduler=scheduler)
 

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from kunserve.core.errors import TooLittleMemory
-from kunserve.engine import arena
-from kunserve.engine.arena import Arena
+from kunserve.engine import pages
 from kunserve.engine.free_memory import available_bytes
+from kunserve.engine.pages import HostPages
 
 GIB = 1 << 30
 V2 = "36 25 0:32 {root} {at} rw,nosuid shared:9 - cgroup2 cgroup2 rw,nsdelegate\n"
@@ -89,6 +89,6 @@ def test_version_1_and_both_at_once(tmp_path: Path) -> None:
 def test_an_instance_that_its_container_would_kill_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(arena, "available_bytes", lambda: 900 << 20)
+    monkeypatch.setattr(pages, "available_bytes", lambda: 900 << 20)
     with pytest.raises(TooLittleMemory, match="1073741824 bytes.*943718400 left"):
-        Arena(GIB, 1 << 18)
+        HostPages(GIB, 1 << 18)

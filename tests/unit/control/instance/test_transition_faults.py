@@ -4,7 +4,7 @@ Whatever happens the transition rolls back wholly (or goes on, where the fault i
 business), nothing is leaked, every request gets its own tokens, and the same transition succeeds
 afterwards. Faults after the commit, and deaths and aborts at every single action, are in
 ``test_agent_races``; random mixtures of all in ``tests/property/test_transitions``.
-A remap that fails leaves the arena undefined, so the instance's process dies of it; that layers
+A remap that fails after the commit ends the instance's process; that layers
 arrive whole is TCP's business, so a pull may end short but not with other bytes.
 """
 
@@ -156,6 +156,7 @@ class Scene:
                 assert one.body.held == one.agent.state.held == one.mover.offered == layers
                 assert one.agent.state.table.num_units == one.body.kv_units
                 assert not one.mover.pulls and not one.mover.exports
+                assert one.body.prepared is None
             leader = cluster.agent(layout.leader)
             assert (
                 leader.membership.scheduler is not None and leader.membership.scheduler.may_preempt
@@ -243,6 +244,19 @@ def test_a_member_cannot(kind: Kind, member: int, monkeypatch: pytest.MonkeyPatc
         patch.setattr(transition, "find_obstacle", obstacle)
         scene.cluster.run_until(lambda: scene.outcome != "running")
     assert f"instance {member}: no memory" in scene.outcome
+    scene.prove_rolled_back()
+
+
+@on_every_member
+@pytest.mark.parametrize("kind", ["drop", "restore"])
+def test_memory_that_cannot_be_mapped(kind: Kind, member: int) -> None:
+    """The body refuses before the commit, and so nothing has changed."""
+    scene = Scene.set_up(kind, "asked" if kind == "drop" else "told")
+    body = scene.cluster.members[InstanceId(member)].body
+    body.refusal = "no memory"
+    scene.cluster.run_until(lambda: scene.outcome != "running")
+    assert f"instance {member}: no memory" in scene.outcome
+    body.refusal = None
     scene.prove_rolled_back()
 
 

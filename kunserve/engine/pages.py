@@ -1,0 +1,232 @@
+"""Physical memory in granules, and address space to map them into.
+
+``Arena`` alone knows which granule belongs where. What is here carries its orders out, and may
+refuse them with an OSError.
+"""
+
+import itertools
+import mmap
+import os
+import threading
+from collections.abc import Callable
+from typing import Protocol, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from kunserve.core.errors import ConfigError, TooLittleMemory
+from kunserve.engine import address_space
+from kunserve.engine.free_memory import available_bytes
+
+Granules: TypeAlias = npt.NDArray[np.int32]
+
+NOTHING = -1
+_HUGE_PAGE_BYTES = 2 << 20
+
+
+class Pages(Protocol):
+    """One budget of physical memory. An OSError of ``map`` or ``unmap`` leaves things as before."""
+
+    granule_bytes: int
+    num_granules: int
+    num_calls: int
+    """Calls of the system made to map, move and unmap."""
+    is_host: bool
+    """Whether this process may read and write what is mapped."""
+    moves: bool
+    """Whether ``move`` is the cheapest remap. Otherwise granules are mapped a second time."""
+
+    def reserve(self, num_bytes: int) -> int:
+        """Address space without memory, at an address that suits the granules."""
+        ...
+
+    def unreserve(self, address: int) -> None:
+        """Give address space back, whatever is mapped there."""
+        ...
+
+    def map(self, address: int, granules: Granules, populate: bool = False) -> None:
+        """Map granules one after the other, also those that are mapped elsewhere.
+
+        With ``populate`` no later touch has to wait for a page.
+        """
+        ...
+
+    def unmap(self, address: int, num: int) -> None:
+        """Empty ``num`` consecutive full slots, which stay reserved."""
+        ...
+
+    def move(self, source: int, target: int, num: int) -> bool:
+        """Move consecutive granules with their page tables; False if that cannot be done.
+
+        The source may still show them: ``unmap`` it afterwards.
+        """
+        ...
+
+    def granules_at(self, address: int, num: int) -> Granules:
+        """[num] what the system says lies at consecutive slots, -1 for nothing. Slow."""
+        ...
+
+    def prefault(self, address: int, num_bytes: int) -> None:
+        """Get pages ready in the background, where a first touch is slow."""
+        ...
+
+    def check(self) -> None:
+        """Assert that no more memory is taken than the budget."""
+        ...
+
+    def close(self) -> None:
+        """Release all memory and address space."""
+        ...
+
+
+OpenPages: TypeAlias = Callable[[int, int, int], Pages]
+"""(bytes, granule bytes, bytes that the process needs beside them) to pages."""
+
+
+class HostPages:
+    """A memory file, mapped piece by piece."""
+
+    is_host = True
+    moves = True
+
+    def __init__(self, num_bytes: int, granule_bytes: int, beside_bytes: int = 0) -> None:
+        """``beside_bytes`` is what the process will need beside these pages."""
+        if granule_bytes <= 0 or granule_bytes % mmap.PAGESIZE:
+            raise ConfigError(
+                f"granule_bytes must be a multiple of {mmap.PAGESIZE}, not {granule_bytes}"
+            )
+        self.granule_bytes = granule_bytes
+        self.num_granules = num_bytes // granule_bytes
+        self.num_calls = 0
+        self._reserved: dict[int, tuple[int, int]] = {}
+        self._prefault: _Prefault | None = None
+        self._fd = _claim(self.num_granules * granule_bytes, beside_bytes)
+
+    def reserve(self, num_bytes: int) -> int:
+        """See ``Pages``."""
+        # Whole page-table pages can be moved only between equally aligned addresses.
+        reserved_bytes = num_bytes + _HUGE_PAGE_BYTES
+        reserved_at = address_space.reserve(reserved_bytes)
+        address = -(-reserved_at // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
+        self._reserved[address] = (reserved_at, reserved_bytes)
+        return address
+
+    def unreserve(self, address: int) -> None:
+        """See ``Pages``."""
+        address_space.unreserve(*self._reserved.pop(address))
+
+    def map(self, address: int, granules: Granules, populate: bool = False) -> None:
+        """See ``Pages``. One call for each stretch of consecutive granules."""
+        size, first = self.granule_bytes, 0
+        try:
+            for first, last in runs(granules):
+                num_bytes, offset = (last - first) * size, int(granules[first]) * size
+                at = address + first * size
+                address_space.map_file(at, num_bytes, self._fd, offset, populate)
+                self.num_calls += 1
+        except OSError:
+            if first:
+                address_space.unmap(address, first * size)
+            raise
+
+    def unmap(self, address: int, num: int) -> None:
+        """See ``Pages``."""
+        address_space.unmap(address, num * self.granule_bytes)
+        self.num_calls += 1
+
+    def move(self, source: int, target: int, num: int) -> bool:
+        """See ``Pages``. The granules must be consecutive ones of the file."""
+        self.num_calls += 1
+        return address_space.move(source, target, num * self.granule_bytes)
+
+    def granules_at(self, address: int, num: int) -> Granules:
+        """See ``Pages``."""
+        size = self.granule_bytes
+        found = np.full(num, NOTHING, dtype=np.int32)
+        for mapping in address_space.mappings_of(self._fd):
+            for shift in range(0, mapping.num_bytes, size):
+                slot = (mapping.address + shift - address) // size
+                if 0 <= slot < num:
+                    found[slot] = (mapping.offset + shift) // size
+        return found
+
+    def prefault(self, address: int, num_bytes: int) -> None:
+        """See ``Pages``."""
+        self._prefault = _Prefault(address, num_bytes)
+
+    def check(self) -> None:
+        """See ``Pages``."""
+        held = os.fstat(self._fd).st_blocks * 512
+        assert held <= self.num_granules * self.granule_bytes, held
+
+    def close(self) -> None:
+        """See ``Pages``."""
+        if self._prefault is not None:
+            self._prefault.stop()
+            self._prefault = None
+        for address in list(self._reserved):
+            self.unreserve(address)
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+def runs(granules: Granules) -> list[tuple[int, int]]:
+    """[first, last) index pairs of the stretches of consecutive ids."""
+    if not len(granules):
+        return []
+    cuts = np.flatnonzero(np.diff(granules) != 1) + 1
+    edges = [0, *cuts.tolist(), len(granules)]
+    return list(itertools.pairwise(edges))
+
+
+def _claim(num_bytes: int, beside_bytes: int) -> int:
+    """A memory file that has all its memory; TooLittleMemory where the machine has not so much."""
+    available = available_bytes()
+    if num_bytes + beside_bytes > available:
+        # Asking the kernel would wake its out-of-memory killer before it refuses.
+        raise TooLittleMemory(
+            f"an instance asks for {num_bytes} bytes of memory and {beside_bytes} for its steps, "
+            f"the machine, or this process's cgroup, has {available} left"
+        )
+    fd = os.memfd_create("kunserve-arena")
+    try:
+        os.ftruncate(fd, num_bytes)
+        if num_bytes:
+            # Now, so that a shortage shows at start and not as a crash under load.
+            os.posix_fallocate(fd, 0, num_bytes)
+    except OSError as error:
+        os.close(fd)
+        raise TooLittleMemory(
+            f"the machine cannot give {num_bytes} bytes to an instance: {error.strerror}"
+        ) from error
+    return fd
+
+
+class _Prefault:
+    """Touches memory in the background.
+
+    The first touch of a page costs several microseconds, which steps would pay otherwise. Pieces
+    are small, since a remap waits for the one in progress.
+    """
+
+    _PIECE_BYTES = 128 * 1024
+
+    def __init__(self, address: int, num_bytes: int) -> None:
+        self._address = address
+        self._num_bytes = num_bytes
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="kv-prefault", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Return once no page is touched any more."""
+        self._stopping.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        for offset in range(0, self._num_bytes, self._PIECE_BYTES):
+            size = min(self._PIECE_BYTES, self._num_bytes - offset)
+            # A piece that a remap took away meanwhile fails to populate: nothing is lost.
+            if self._stopping.is_set() or not address_space.populate(self._address + offset, size):
+                return
