@@ -58,7 +58,7 @@ async def measure(num_queued: int, prompt_tokens: int) -> dict[str, float]:
             cluster.submit(_request(f"queued{number}", prompt_tokens, 16), deliver)
             if number % 100 == 0:
                 await asyncio.sleep(0)
-        while sum(load.num_waiting for load in cluster.state().loads) < num_queued:
+        while cluster.state().num_waiting < num_queued:
             await asyncio.sleep(0.05)
         await asyncio.sleep(0.5)
         began_s = time.monotonic()

@@ -140,6 +140,8 @@ class GroupLoad:
     """Waiting requests in the report that were taken back since, or are about to be."""
     returning_blocks: int = 0
     """KV blocks that those need, about."""
+    backlog_blocks: int = 0
+    """The group's share of what waits for any group."""
     prompt_tokens_per_s: float = 0.0
     """Lately computed; 0 when unknown."""
     formed_s: float | None = None
@@ -175,5 +177,5 @@ class GroupLoad:
     def need_blocks(self) -> int:
         """Demand with the whole queue: the paper's memory demand of all queued requests."""
         report = self.report
-        queue = max(0, report.waiting_blocks - self.returning_blocks)
+        queue = max(0, report.waiting_blocks - self.returning_blocks) + self.backlog_blocks
         return report.used_blocks + report.growth_blocks + queue + self.unreported_blocks

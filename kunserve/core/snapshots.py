@@ -147,7 +147,7 @@ class ClusterState:
     num_drops: int
     num_restores: int
     num_unplaced: int = 0
-    """Live requests that no group has: until one can take them."""
+    """Live requests that no group has: they wait for the first that comes to them."""
     num_moved: int = 0
     """Waiting requests that changed groups so far."""
     num_quarantined: int = 0
@@ -158,3 +158,8 @@ class ClusterState:
     """Why nothing is done about groups whose load asks for something: one line per group."""
     stage_times: tuple[StageTime, ...] = ()
     """The last of every instance in a pipeline, those of pipelines that are gone included."""
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait to run, at a leader or for any group."""
+        return self.num_unplaced + sum(load.num_waiting for load in self.loads)

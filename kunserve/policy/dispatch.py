@@ -4,8 +4,9 @@ Load, as Llumnix has it, is ``(running demand + head-of-line queue) / capacity``
 about 100 ms old, so what was sent since is added: a burst inside one report period spreads.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import TypeAlias
 
 from kunserve.core.ids import GroupId
@@ -73,6 +74,8 @@ def should_shed(
     groups: Iterable[GroupLoad],
     request_tokens: int,
     *,
+    num_backlog_reqs: int = 0,
+    num_backlog_tokens: int = 0,
     drop_may_help: bool,
     max_num_queued_reqs: int | None,
     max_num_queued_tokens: int | None,
@@ -81,26 +84,34 @@ def should_shed(
 
     A request never waits behind an empty queue, so one longer than the token limit is admitted
     when nothing waits. A drop that is under way (``drop_may_help``) is tried before anything is
-    shed.
+    shed. The backlog is what no group has yet.
     """
     groups = tuple(groups)
-    num_reqs = sum(group.report.num_waiting + group.num_unreported for group in groups)
+    num_reqs = num_backlog_reqs
+    num_reqs += sum(group.report.num_waiting + group.num_unreported for group in groups)
     if drop_may_help or num_reqs == 0:
         return None
+    queued_tokens = num_backlog_tokens + sum(group.report.waiting_tokens for group in groups)
     if max_num_queued_reqs is not None and num_reqs >= max_num_queued_reqs:
         reason = f"{num_reqs} requests are waiting, the limit is {max_num_queued_reqs}"
-        return Shed(reason, _retry_after_s(groups))
+        return Shed(reason, _retry_after_s(groups, queued_tokens))
     if max_num_queued_tokens is not None:
-        tokens = sum(group.report.waiting_tokens for group in groups) + request_tokens
+        tokens = queued_tokens + request_tokens
         if tokens > max_num_queued_tokens:
             reason = f"{tokens} tokens would be waiting, the limit is {max_num_queued_tokens}"
-            return Shed(reason, _retry_after_s(groups))
+            return Shed(reason, _retry_after_s(groups, queued_tokens))
     return None
 
 
-def _retry_after_s(groups: Iterable[GroupLoad]) -> int:
+def share_out(num_blocks: int, capacities: Sequence[int]) -> list[int]:
+    """Parts of what waits for any group, by the groups' capacities. Their sum is the whole."""
+    total = max(1, sum(capacities))
+    bounds = [num_blocks * end // total for end in accumulate(capacities, initial=0)]
+    return [end - first for first, end in pairwise(bounds)]
+
+
+def _retry_after_s(groups: Iterable[GroupLoad], tokens: int) -> int:
     """Time to compute the queued tokens, in whole seconds from 1 to ``MAX_RETRY_AFTER_S``."""
-    tokens = sum(group.report.waiting_tokens for group in groups)
     tokens_per_s = sum(group.prompt_tokens_per_s for group in groups)
     if tokens_per_s <= 0.0:
         return 1

@@ -4,6 +4,7 @@ Per group, in blocks:
 
     demand   = used + growth + head of the queue + sent and not yet reported     (Llumnix's load)
     need     = used + growth + whole queue + sent and not yet reported  (what Algorithm 1 must fit)
+               + its share of what waits for any group
     forecast = x + max(0, dx/dt) * forecast_s, for x = demand and for x = used
 
 A group is *short* when memory is what holds work up, now or by the time that a drop is done:
@@ -15,7 +16,7 @@ Requests that wait although there is room wait for compute (``max_num_seqs``, th
 a drop would only make the pipeline longer. Nor is a drop made when finishing requests free the
 missing blocks before it could:
 
-    brief:  (used + whole queue + unreported - capacity) / release rate < transition time
+    brief:  (used + whole queue + share + unreported - capacity) / release rate < transition time
 
 A dropped group is *relaxed* when its need has been under ``restore_below`` of what its
 members hold undropped for ``restore_hold_s``. The distance between the two thresholds, the hold
@@ -222,7 +223,8 @@ def _missing_blocks(load: GroupLoad, trend: GroupTrend, config: OverloadConfig) 
 def _wait_for_memory_s(load: GroupLoad, trend: GroupTrend, config: OverloadConfig) -> float:
     """How long until ending requests have made room for all that wait, at the present rate."""
     report = load.report
-    queue = report.used_blocks + report.waiting_blocks + load.unreported_blocks
+    queue = report.used_blocks + report.waiting_blocks
+    queue += load.unreported_blocks + load.backlog_blocks
     used = _forecast(report.used_blocks, trend.used_slope, config)
     shortage = max(1.0, queue - report.capacity_blocks, used - report.capacity_blocks)
     return shortage / trend.release_rate if trend.release_rate > 0.0 else math.inf

@@ -54,7 +54,7 @@ class Timeline:
                 "unix_s": time.time(),
                 "groups": _groups(state, metrics.cluster),
                 "num_running": sum(load.num_running for load in state.loads),
-                "num_waiting": sum(load.num_waiting for load in state.loads),
+                "num_waiting": state.num_waiting,
                 "num_dropped_instances": sum(
                     instance.dropped_bytes > 0 for instance in state.instances
                 ),

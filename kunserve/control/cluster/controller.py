@@ -52,7 +52,9 @@ class Controller:
         self.placement = placement = Placement(first_id)
         self.transitions = transitions = Transitions(placement, outbox, first_id)
         self._instances = Instances(placement, outbox)
-        self._requests = requests = Requests(placement, block_size, outbox)
+        self._requests = requests = Requests(
+            placement, block_size, config.scheduler.max_num_batched_tokens, outbox
+        )
         self.balance = Migrations(
             config.overload, block_size, placement, transitions, requests, outbox
         )
@@ -63,7 +65,7 @@ class Controller:
             placement, requests, outbox, config.scheduler.max_num_batched_tokens
         )
         self._overload = OverloadControl(
-            config.overload, block_size, placement, transitions, scaling, outbox
+            config.overload, block_size, placement, transitions, requests, scaling, outbox
         )
         self._recovery = Recovery(
             self._instances,
@@ -90,6 +92,8 @@ class Controller:
         return should_shed(
             [group.load for group in self.placement.groups.values()],
             len(request.prompt_token_ids),
+            num_backlog_reqs=len(self._requests.backlog),
+            num_backlog_tokens=self._requests.backlog.num_tokens,
             drop_may_help=any(
                 t.record.kind is Kind.DROP and t.phase in (Phase.PREPARING, Phase.COMMITTING)
                 for t in self.transitions.active.values()
@@ -241,7 +245,6 @@ class Controller:
         self._requests.expire(
             now_s, limits.server.request_timeout_s, limits.cluster.start_timeout_s
         )
-        self._requests.place_if_changed()
         self._overload.watch(now_s)
 
     def force_drop(self, num_bytes: int | None, now_s: float) -> list[TransitionId]:
@@ -267,7 +270,7 @@ class Controller:
             transitions=self.transitions.latest(),
             num_drops=self.transitions.num_drops,
             num_restores=self.transitions.num_restores,
-            num_unplaced=self._requests.num_unplaced,
+            num_unplaced=len(self._requests.backlog),
             num_moved=self._requests.num_moved,
             num_quarantined=self._requests.quarantine.num_quarantined,
             num_guilty=self._requests.quarantine.num_guilty,

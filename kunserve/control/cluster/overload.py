@@ -5,6 +5,7 @@ from dataclasses import replace
 from kunserve.control.cluster.commands import Outbox
 from kunserve.control.cluster.placement import Placement
 from kunserve.control.cluster.reasons import Reasons
+from kunserve.control.cluster.requests import Requests
 from kunserve.control.cluster.scaling import Scaling
 from kunserve.control.cluster.transitions import Transitions
 from kunserve.core.config import OverloadConfig
@@ -12,6 +13,7 @@ from kunserve.core.ids import GroupId, InstanceId, TransitionId
 from kunserve.core.load import GroupLoad
 from kunserve.core.messages import LoadLayers
 from kunserve.core.snapshots import Kind
+from kunserve.policy.dispatch import share_out
 from kunserve.policy.drop_plan import blocks_for_bytes, plan_drop
 from kunserve.policy.monitor import (
     ClusterLoadView,
@@ -41,6 +43,7 @@ class OverloadControl:
         block_size: int,
         placement: Placement,
         transitions: Transitions,
+        requests: Requests,
         scaling: Scaling,
         outbox: Outbox,
     ) -> None:
@@ -48,6 +51,7 @@ class OverloadControl:
         self._block_size = block_size
         self._placement = placement
         self._transitions = transitions
+        self._requests = requests
         self._scaling = scaling
         self._monitor = MonitorState()
         self._next_look_s = 0.0
@@ -77,15 +81,19 @@ class OverloadControl:
     def _group_loads(self) -> list[GroupLoad]:
         restoring = self._transitions.restoring_groups
         busy = self._transitions.busy_groups | self._placement.unready
+        groups = [g for g in self._placement.groups.values() if g.is_reported]
+        shares = share_out(
+            self._requests.backlog.num_blocks, [group.capacity_blocks for group in groups]
+        )
         return [
             replace(
                 group.load,
+                backlog_blocks=share,
                 formed_s=self._transitions.last_end_s(group.layout.members),
-                in_transition=group_id in busy,
-                is_restoring=group_id in restoring,
+                in_transition=group.layout.group_id in busy,
+                is_restoring=group.layout.group_id in restoring,
             )
-            for group_id, group in self._placement.groups.items()
-            if group.is_reported
+            for group, share in zip(groups, shares, strict=True)
         ]
 
     def _last_transition_s(self) -> float | None:

@@ -121,6 +121,8 @@ class Placement:
         self.version = 0
         """Changes whenever other groups may be sent requests than before."""
         self._next_id = first_id
+        self._led: dict[InstanceId, Group] = {}
+        """Groups by their leaders."""
 
     def new_ids(self, count: int) -> GroupId:
         """The first of ``count`` group ids never used before."""
@@ -150,7 +152,8 @@ class Placement:
     def add(self, layout: GroupLayout) -> None:
         """A group that stands now, with nothing in it."""
         self.version += 1
-        self.groups[layout.group_id] = self._group(layout)
+        group = self._group(layout)
+        self.groups[layout.group_id] = self._led[layout.leader] = group
 
     def _group(self, layout: GroupLayout) -> Group:
         blocks = group_capacity_blocks(layout, self.specs)
@@ -210,14 +213,19 @@ class Placement:
 
     def candidates(self, *, is_reserved: bool = False) -> list[Group]:
         """Groups that stand and may be sent a request; the reserved one too if asked for."""
+        reserved = None if is_reserved else self.reserved
+        barred = {*self.leaving, *self._closing, *(() if reserved is None else (reserved,))}
         return [
             group
             for group_id, group in self.groups.items()
-            if not group.forming
-            and group_id not in self.leaving
-            and group_id not in self._closing
-            and (is_reserved or group_id != self.reserved)
+            if not group.forming and group_id not in barred
         ]
+
+    def candidates_led_by(self, leaders: Set[InstanceId]) -> list[Group]:
+        """Those of ``candidates`` that these instances lead."""
+        barred = {*self.leaving, *self._closing, self.reserved}
+        led = [self._led[leader] for leader in sorted(leaders) if leader in self._led]
+        return [g for g in led if not g.forming and g.layout.group_id not in barred]
 
     def remove(self, layouts: Iterable[GroupLayout]) -> None:
         """Groups that stand no longer (unknown ones are fine)."""
@@ -225,15 +233,13 @@ class Placement:
         for layout in layouts:
             if layout.group_id == self.reserved:
                 self.reserved = None
-            self.groups.pop(layout.group_id, None)
+            if self.groups.pop(layout.group_id, None) is not None:
+                del self._led[layout.leader]
             self.leaving.discard(layout.group_id)
 
     def led_by(self, instance_id: InstanceId) -> Group | None:
         """The group that the instance leads."""
-        for group in self.groups.values():
-            if group.layout.leader == instance_id:
-                return group
-        return None
+        return self._led.get(instance_id)
 
     def with_member(self, instance_id: InstanceId) -> Group | None:
         """The group that the instance belongs to."""
@@ -252,8 +258,10 @@ class Placement:
         assert self.reserved is None or self.reserved in self.groups, self.reserved
         assert self._closing.keys() <= self.groups.keys(), self._closing
         assert not self.expected.keys() & self.groups.keys(), self.expected
+        assert len(self._led) == len(self.groups), self._led.keys()
         seen: set[InstanceId] = set()
         for group in self.groups.values():
+            assert self._led[group.layout.leader] is group, group.layout
             num_layers = self.specs[group.layout.leader].num_layers
             group.layout.check(num_layers)
             assert not seen & set(group.layout.members), (seen, group.layout)

@@ -47,6 +47,11 @@ class Quarantine:
         """Whether the request may only run alone."""
         return self._num_deaths.get(request_id, 0) >= DEATHS_AMONG_OTHERS
 
+    @property
+    def holds_any(self) -> bool:
+        """Whether any request may only run alone."""
+        return any(map(self.holds, self._num_deaths))
+
     def interrupted(self, request_id: RequestId) -> None:
         """It runs no more where it ran, and has not ended."""
         if request_id == self.alone:

@@ -1,44 +1,20 @@
 """Requests that have not ended: where each one is, and what its client already has."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
 
+from kunserve.control.cluster.backlog import Backlog, SentAhead
 from kunserve.control.cluster.commands import Client, Deliver, Outbox
+from kunserve.control.cluster.live import Live
 from kunserve.control.cluster.placement import Group, Placement
 from kunserve.control.cluster.quarantine import Quarantine
 from kunserve.core.ids import InstanceId, RequestId, TransitionId
 from kunserve.core.messages import Abort, Outputs, Returned, Submit, TokenOutput
 from kunserve.core.request import FinishReason, Request
-from kunserve.core.tokens import TokenIds
 from kunserve.policy.dispatch import choose_group
+from kunserve.policy.placing import GroupChooser
 
 MAX_MOVES = 4
 """Groups between which a waiting request moves at most: its place in a queue is worth something."""
-
-
-@dataclass(slots=True)
-class _Live:
-    number: int
-    """Counts arrivals: the order in which requests are sent anew."""
-    request: Request
-    client: Client
-    leader: InstanceId | None
-    """None while no group has it."""
-    output_token_ids: list[int]
-    arrived_s: float
-    early: dict[int, TokenOutput] = field(default_factory=dict)
-    """By position: a new leader's word came before the last of the old one's."""
-    is_rerun: bool = False
-    """An instance died that ran it: its last words may still come."""
-    unplaced_s: float | None = None
-    """Since about when no group has it."""
-    returned_by: InstanceId | None = None
-    """The leader in whose queue it was last, while it is on its way to another."""
-    num_moves: int = 0
-
-    def so_far(self) -> Request:
-        """The request with what its client has: a new run goes on from there."""
-        return replace(self.request, output_token_ids=TokenIds(self.output_token_ids))
 
 
 class Requests:
@@ -48,7 +24,10 @@ class Requests:
     their position.
     """
 
-    def __init__(self, placement: Placement, block_size: int, outbox: Outbox) -> None:
+    def __init__(
+        self, placement: Placement, block_size: int, step_tokens: int, outbox: Outbox
+    ) -> None:
+        """``step_tokens``: computed in one step at most."""
         self._placement = placement
         self._block_size = block_size
         self._outbox = outbox
@@ -56,19 +35,18 @@ class Requests:
         self.quarantine = Quarantine(placement, outbox)
         self.num_moved = 0
         """Waiting requests that changed groups."""
+        self.backlog = Backlog(block_size)
+        self._ahead = SentAhead(step_tokens)
         self._placed_version = -1
-        self._live: dict[RequestId, _Live] = {}
-        self._by_leader: dict[InstanceId | None, dict[RequestId, _Live]] = {None: {}}
+        self._live: dict[RequestId, Live] = {}
+        self._by_leader: dict[InstanceId, dict[RequestId, Live]] = {}
+        self._homeless_since_s: dict[RequestId, float] = {}
+        """Requests in the backlog that no group may take as it is."""
         self._num_sent: dict[InstanceId, int] = {}
         """Submissions to each instance, to match ``LoadReport.num_received``."""
 
     def __len__(self) -> int:
         return len(self._live)
-
-    @property
-    def num_unplaced(self) -> int:
-        """Requests that no group has."""
-        return len(self._by_leader[None])
 
     def num_at(self, leader: InstanceId) -> int:
         """Requests that the instance leads."""
@@ -78,8 +56,9 @@ class Requests:
         """Send a new request to a group; it is kept until a group can take it."""
         self._num_arrived += 1
         tokens = list(request.output_token_ids)
-        live = _Live(self._num_arrived, request, client, None, tokens, now_s)
-        self._live[request.request_id] = self._by_leader[None][request.request_id] = live
+        live = Live(self._num_arrived, request, client, tokens, now_s)
+        self._live[request.request_id] = live
+        self.backlog.add(live)
         self._dispatch(live)
 
     def cancel(self, request_id: RequestId) -> None:
@@ -87,25 +66,47 @@ class Requests:
         live = self._live.get(request_id)
         if live is None:
             return
+        leader = live.leader
         self._forget(live)
-        if live.leader is not None:
-            self._outbox.send(live.leader, Abort(request_id))
+        if leader is not None:
+            self._outbox.send(leader, Abort(request_id))
+        self._refill()
 
-    def _forget(self, live: _Live) -> None:
+    def _forget(self, live: Live) -> None:
         request_id = live.request.request_id
-        del self._live[request_id], self._by_leader[live.leader][request_id]
+        del self._live[request_id]
+        self._take_away(live)
+        self._homeless_since_s.pop(request_id, None)
         self.quarantine.ended(request_id)
 
-    def _lead(self, live: _Live, leader: InstanceId | None) -> None:
-        request_id = live.request.request_id
-        del self._by_leader[live.leader][request_id]
-        self._by_leader.setdefault(leader, {})[request_id] = live
-        live.leader = leader
-        live.unplaced_s = None
+    def _take_away(self, live: Live) -> None:
+        """Wherever the request is, it is there no more."""
+        if live.leader is None:
+            self.backlog.remove(live)
+            return
+        if live.tokens_ahead:
+            self._ahead.remove(live)
+        del self._by_leader[live.leader][live.request.request_id]
 
-    def _dispatch(self, live: _Live) -> None:
-        """Send the request where it starts soonest; it stays unplaced if that is nowhere yet."""
-        groups = self._placement.candidates()
+    def _lead(self, live: Live, leader: InstanceId | None) -> None:
+        is_ahead = live.tokens_ahead > 0
+        self._take_away(live)
+        live.leader = leader
+        if leader is None:
+            self.backlog.add(live)
+            return
+        self._by_leader.setdefault(leader, {})[live.request.request_id] = live
+        if is_ahead:
+            self._ahead.add(live)
+
+    def _dispatch(self, live: Live) -> None:
+        """Send a new request where it starts soonest; it stays in the backlog if that is nowhere.
+
+        Those in the backlog found no room, so whoever finds some passes nobody.
+        """
+        groups = [group for group in self._placement.candidates() if self._has_room(group)]
+        if not groups:
+            return
         expected = self._placement.expected
         loads = [group.load for group in (*groups, *expected.values())]
         blocks = self._blocks_of(live)
@@ -113,18 +114,22 @@ class Requests:
         if group_id is not None and group_id not in expected:
             self._send(live, self._placement.groups[group_id], blocks)
 
-    def _blocks_of(self, live: _Live) -> int:
-        tokens = len(live.request.prompt_token_ids) + len(live.output_token_ids)
-        return -(-tokens // self._block_size)
+    def _has_room(self, group: Group) -> bool:
+        return self._ahead.has_room(group.layout.leader, len(group.layout.stages))
+
+    def _blocks_of(self, live: Live) -> int:
+        return -(-live.num_tokens // self._block_size)
 
     def _send(
-        self, live: _Live, group: Group, blocks: int, migration_id: TransitionId | None = None
+        self, live: Live, group: Group, blocks: int, migration_id: TransitionId | None = None
     ) -> None:
         leader = group.layout.leader
         number = self._num_sent.get(leader, 0) + 1
         self._num_sent[leader] = number
         group.sent(number, blocks)
         self._lead(live, leader)
+        if migration_id is None:
+            self._ahead.add(live)
         if live.returned_by not in (None, leader):
             live.num_moves += 1
             self.num_moved += 1
@@ -132,59 +137,84 @@ class Requests:
         self._outbox.send(leader, Submit(live.so_far(), migration_id=migration_id))
 
     def place(self) -> None:
-        """Send what no group has, in order of arrival: other groups may take it than before."""
+        """Send what the backlog has, in order of arrival: other groups may take it than before."""
         self._placed_version = self._placement.version
         self._isolate()
-        unplaced = self._by_leader[None]
-        if not unplaced:
-            return
-        expected = self._placement.expected
-        loads = {group.layout.group_id: group.load for group in self._placement.candidates()}
-        loads |= {group_id: group.load for group_id, group in expected.items()}
-        for live in _by_arrival(unplaced):
-            if self.quarantine.holds(live.request.request_id):
-                continue
-            blocks = self._blocks_of(live)
-            group_id = choose_group(loads.values(), blocks)
-            if group_id is None:
-                continue
-            if group_id in expected:
-                # It waits for this group, so the next ones find less room there.
-                sent = loads[group_id].unreported_blocks + blocks
-                loads[group_id] = replace(loads[group_id], unreported_blocks=sent)
-            else:
-                group = self._placement.groups[group_id]
-                self._send(live, group, blocks)
-                loads[group_id] = group.load
+        self._ahead.roomier.clear()
+        self._fill(self._placement.candidates())
 
     def place_if_changed(self) -> None:
-        """Called now and then: as ``place`` if other groups stand than at its last call."""
+        """Called often: as ``place`` if other groups stand than at its last call.
+
+        Otherwise leaders that have come to the end of what they were sent are sent more.
+        """
         if self._placement.version != self._placed_version:
             self.place()
+        else:
+            self._refill()
+
+    def _refill(self) -> None:
+        roomier = self._ahead.roomier
+        if not roomier:
+            return
+        if self.backlog:
+            self._fill(self._placement.candidates_led_by(roomier))
+        roomier.clear()
+
+    def _fill(self, groups: Iterable[Group]) -> None:
+        """Send from the backlog to those of the groups that have room.
+
+        What starts sooner in a group that is about to stand waits for that, as much of it as may
+        be sent there then.
+        """
+        roomy = {group.layout.group_id: group for group in groups if self._has_room(group)}
+        if not roomy or not self.backlog:
+            return
+        expected = self._placement.expected
+        chooser = GroupChooser(group.load for group in (*roomy.values(), *expected.values()))
+        promised_tokens = dict.fromkeys(expected, 0)
+        for _, live, num_tokens, blocks in self.backlog:
+            if not roomy:
+                return
+            if self.quarantine.holds(live.request.request_id):
+                continue
+            group_id = chooser.choose(blocks)
+            if group_id is None:
+                continue
+            chooser.sent(group_id, blocks)
+            if group_id in expected:
+                promised_tokens[group_id] += num_tokens
+                num_stages = len(expected[group_id].layout.stages)
+                if promised_tokens[group_id] >= self._ahead.most_tokens(num_stages):
+                    chooser.close(group_id)
+                continue
+            group = roomy[group_id]
+            self._send(live, group, blocks)
+            if not self._has_room(group):
+                chooser.close(group_id)
+                del roomy[group_id]
 
     def _isolate(self) -> None:
         """Let the oldest request that must run alone run, if a group is empty."""
         quarantine = self.quarantine
         if quarantine.alone is not None:
             return
-        held = {
-            request_id: live
-            for request_id, live in self._by_leader[None].items()
-            if quarantine.holds(request_id)
-        }
-        if not held:
+        held = None
+        if quarantine.holds_any:
+            waiting = (entry.live for entry in self.backlog)
+            held = next((one for one in waiting if quarantine.holds(one.request.request_id)), None)
+        if held is None:
             quarantine.nobody()
             return
-        live = _by_arrival(held)[0]
-        blocks = self._blocks_of(live)
+        blocks = self._blocks_of(held)
         num_at = {
             group.layout.group_id: self.num_at(group.layout.leader)
             for group in self._placement.groups.values()
         }
         group = quarantine.reserve(blocks, num_at)
         if group is not None:
-            self._send(live, group, blocks)
-            quarantine.isolate(live.request.request_id, len(live.output_token_ids))
+            self._send(held, group, blocks)
+            quarantine.isolate(held.request.request_id, len(held.output_token_ids))
 
     def waiting_at(self, group: Group) -> list[RequestId]:
         """The requests that wait there by the last report, oldest first.
@@ -211,28 +241,44 @@ class Requests:
         self.place()
 
     def end_homeless(self) -> tuple[RequestId, ...]:
-        """End what no group can take with an error, because none will stand soon."""
-        homeless = _by_arrival(self._by_leader[None])
+        """End what no group has with an error, because none will stand soon."""
+        homeless = [entry.live for entry in self.backlog]
         for live in homeless:
             self._fail(live)
         return tuple(live.request.request_id for live in homeless)
 
     def expire(self, now_s: float, timeout_s: float | None, placing_s: float) -> None:
-        """End what has not ended ``timeout_s`` after its arrival, or waits for a group too long."""
-        for live in tuple(self._by_leader[None].values()):
-            if live.unplaced_s is None:
-                live.unplaced_s = now_s
-            elif now_s - live.unplaced_s > placing_s:
+        """End what has not ended ``timeout_s`` after its arrival, or cannot run for too long."""
+        since_s = self._homeless_since_s
+        homeless = self._homeless()
+        self._homeless_since_s = {
+            live.request.request_id: since_s.get(live.request.request_id, now_s)
+            for live in homeless
+        }
+        for live in homeless:
+            if now_s - self._homeless_since_s[live.request.request_id] > placing_s:
                 self._fail(live)
-        if timeout_s is None:
-            return
-        while self._live:
+        while timeout_s is not None and self._live:
             oldest = next(iter(self._live.values()))
             if now_s - oldest.arrived_s <= timeout_s:
-                return
+                break
             self._fail(oldest)
+        self.place_if_changed()
 
-    def _fail(self, live: _Live) -> None:
+    def _homeless(self) -> list[Live]:
+        """What is in the backlog for another reason than that others are served first."""
+        capacities = (group.capacity_blocks for group in self._placement.candidates())
+        largest_blocks = max(capacities, default=0)
+        quarantine, backlog = self.quarantine, self.backlog
+        if backlog.largest_blocks <= largest_blocks and not quarantine.holds_any:
+            return []
+        return [
+            entry.live
+            for entry in backlog
+            if entry.num_blocks > largest_blocks or quarantine.holds(entry.live.request.request_id)
+        ]
+
+    def _fail(self, live: Live) -> None:
         """End a request with an error, wherever it is."""
         request_id = live.request.request_id
         end = TokenOutput(request_id, len(live.output_token_ids), None, None, FinishReason.ERROR)
@@ -258,9 +304,11 @@ class Requests:
             self._take_next(live, token, outputs.instance_id)
             while live.early and (early := live.early.pop(len(live.output_token_ids), None)):
                 self._take_next(live, early, outputs.instance_id)
+            if live.tokens_ahead and live.leader == outputs.instance_id:
+                self._ahead.remove(live)
         self.place_if_changed()
 
-    def _take_next(self, live: _Live, token: TokenOutput, src: InstanceId) -> None:
+    def _take_next(self, live: Live, token: TokenOutput, src: InstanceId) -> None:
         """A token, or an end without one, that is next in order or a repeat."""
         if token.token_id is not None:
             if token.position != len(live.output_token_ids):
@@ -323,13 +371,16 @@ class Requests:
         self.place()
 
     def check(self, alive: Iterable[InstanceId]) -> None:
-        """Assert that every request has a living leader, or none."""
+        """Assert that every request has a living leader, or is in the backlog."""
         living = set(alive)
+        self.backlog.check()
         for leader, led in self._by_leader.items():
-            assert leader is None or not led or leader in living, (leader, led.keys())
+            assert not led or leader in living, (leader, led.keys())
             assert all(live.leader == leader for live in led.values()), leader
-        assert sum(map(len, self._by_leader.values())) == len(self._live), self._by_leader.keys()
+            self._ahead.check(leader, list(led.values()))
+        num_live = len(self.backlog) + sum(map(len, self._by_leader.values()))
+        assert num_live == len(self._live), (num_live, len(self._live))
 
 
-def _by_arrival(lives: dict[RequestId, _Live]) -> list[_Live]:
+def _by_arrival(lives: dict[RequestId, Live]) -> list[Live]:
     return sorted(lives.values(), key=lambda live: live.number)

@@ -78,6 +78,7 @@ class Scaling:
             self._dismiss_if_empty(group_id)
         need = sum(load.need_blocks for load in loads.groups)
         num_waiting = sum(load.report.num_waiting for load in loads.groups)
+        num_waiting += len(self._requests.backlog)
         if not is_oversized(self._view(), need, num_waiting):
             self._oversized_since_s = None
         elif self._oversized_since_s is None:

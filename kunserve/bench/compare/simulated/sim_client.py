@@ -159,7 +159,7 @@ def sample_of(state: ClusterState, time_s: float) -> ServerSample:
         time_s=time_s,
         kv_usage=used / capacity if capacity else None,
         num_running=float(sum(load.num_running for load in state.loads)),
-        num_waiting=float(sum(load.num_waiting for load in state.loads)),
+        num_waiting=float(state.num_waiting),
         num_preemptions=float(sum(one.totals.num_preemptions for one in state.instances)),
         kv_used_blocks=float(used),
         kv_capacity_blocks=float(capacity),

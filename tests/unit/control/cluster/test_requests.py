@@ -17,7 +17,7 @@ class Followed:
     def __init__(self) -> None:
         self._outbox = Outbox()
         self._delivered: list[TokenOutput] = []
-        self.requests = Requests(placed((OLD,)), 4, self._outbox)
+        self.requests = Requests(placed((OLD,)), 4, 512, self._outbox)
         self.requests.add(REQUEST, self._delivered.append, 0.0)
 
     @property

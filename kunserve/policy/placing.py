@@ -1,0 +1,81 @@
+"""``choose_group`` for many requests one after the other, in much less time.
+
+Groups of equal capacity are ranked alike whatever the size of a request: the open ones by their
+demand, the others by their need. So one choice looks at the best of each capacity, and a cluster
+has few capacities however many groups it has.
+"""
+
+from collections.abc import Iterable
+from heapq import heapify, heappop, heappush
+
+from kunserve.core.ids import GroupId
+from kunserve.core.load import GroupLoad
+
+_Heap = list[tuple[int, GroupId]]
+
+
+class GroupChooser:
+    """Chooses as ``choose_group`` does, and remembers what was chosen.
+
+    Entries of a heap are out of date when their value is not the group's any more.
+    """
+
+    def __init__(self, groups: Iterable[GroupLoad]) -> None:
+        self._capacities: dict[GroupId, int] = {}
+        self._demand: dict[GroupId, int] = {}
+        self._need: dict[GroupId, int] = {}
+        self._may_be_open: set[GroupId] = set()
+        self._by_demand: dict[int, _Heap] = {}
+        """By capacity: those that may be open."""
+        self._by_need: dict[int, _Heap] = {}
+        for group in groups:
+            group_id, capacity = group.group_id, group.capacity_blocks
+            self._capacities[group_id] = capacity
+            self._demand[group_id] = group.demand_blocks
+            self._need[group_id] = group.need_blocks
+            by_demand = self._by_demand.setdefault(capacity, [])
+            if group.num_waiting <= 1:
+                self._may_be_open.add(group_id)
+                by_demand.append((group.demand_blocks, group_id))
+            self._by_need.setdefault(capacity, []).append((group.need_blocks, group_id))
+        for heap in (*self._by_demand.values(), *self._by_need.values()):
+            heapify(heap)
+
+    def __bool__(self) -> bool:
+        """Whether any group is left to choose."""
+        return bool(self._capacities)
+
+    def choose(self, request_blocks: int) -> GroupId | None:
+        """The group where the request starts soonest; None if no group can ever hold it."""
+        best: tuple[bool, float, GroupId] | None = None
+        for capacity, by_need in self._by_need.items():
+            if request_blocks > capacity:
+                continue
+            top = self._top(self._by_demand[capacity], self._demand)
+            is_open = top is not None and top[0] + request_blocks <= capacity
+            if not is_open:
+                top = self._top(by_need, self._need)
+            if top is None:
+                continue
+            rank = (not is_open, (top[0] + request_blocks) / capacity, top[1])
+            if best is None or rank < best:
+                best = rank
+        return None if best is None else best[2]
+
+    def _top(self, heap: _Heap, values: dict[GroupId, int]) -> tuple[int, GroupId] | None:
+        while heap and values.get(heap[0][1]) != heap[0][0]:
+            heappop(heap)
+        return heap[0] if heap else None
+
+    def sent(self, group_id: GroupId, request_blocks: int) -> None:
+        """So much more is on its way to the group."""
+        capacity = self._capacities[group_id]
+        self._demand[group_id] += request_blocks
+        self._need[group_id] += request_blocks
+        heappush(self._by_need[capacity], (self._need[group_id], group_id))
+        if group_id in self._may_be_open:
+            heappush(self._by_demand[capacity], (self._demand[group_id], group_id))
+
+    def close(self, group_id: GroupId) -> None:
+        """The group is chosen no more."""
+        del self._capacities[group_id], self._demand[group_id], self._need[group_id]

@@ -1,0 +1,67 @@
+"""Placing many requests at once: as ``choose_group`` for one after the other."""
+
+from dataclasses import replace
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kunserve.core.ids import GroupId
+from kunserve.core.load import GroupLoad, LoadReport
+from kunserve.policy.dispatch import choose_group, share_out
+from kunserve.policy.placing import GroupChooser
+
+
+@st.composite
+def loads(draw: st.DrawFn, group: int) -> GroupLoad:
+    queue = draw(st.lists(st.integers(1, 30), max_size=3))
+    report = LoadReport(
+        GroupId(group),
+        used_blocks=draw(st.integers(0, 60)),
+        growth_blocks=draw(st.integers(0, 9)),
+        num_waiting=len(queue),
+        head_of_line_blocks=sum(queue[:1]),
+        waiting_blocks=sum(queue),
+    )
+    return GroupLoad(
+        report,
+        capacity_blocks=draw(st.sampled_from((40, 60, 60, 90))),
+        unreported_blocks=draw(st.integers(0, 20)),
+        num_returning=draw(st.integers(0, 2)),
+        returning_blocks=draw(st.integers(0, 40)),
+    )
+
+
+groups_of_loads = st.integers(1, 6).flatmap(
+    lambda n: st.tuples(*[loads(group) for group in range(n)])
+)
+closings = st.lists(st.booleans(), min_size=25, max_size=25)
+
+
+@given(groups_of_loads, st.lists(st.integers(1, 100), max_size=25), closings)
+def test_the_choices_are_those_of_one_at_a_time(groups, sizes, closes):
+    one_at_a_time = {load.group_id: load for load in groups}
+    chooser = GroupChooser(groups)
+    for blocks, does_close in zip(sizes, closes, strict=False):
+        expected = choose_group(one_at_a_time.values(), blocks)
+        assert chooser.choose(blocks) == expected
+        if expected is None:
+            continue
+        load = one_at_a_time[expected]
+        if does_close:
+            chooser.close(expected)
+            del one_at_a_time[expected]
+        else:
+            chooser.sent(expected, blocks)
+            sent = load.unreported_blocks + blocks
+            one_at_a_time[expected] = replace(load, unreported_blocks=sent)
+    assert bool(chooser) == bool(one_at_a_time)
+
+
+@given(st.integers(0, 10**6), st.lists(st.integers(0, 10**4), min_size=1, max_size=30))
+def test_shares_are_whole_and_by_capacity(num_blocks, capacities):
+    shares = share_out(num_blocks, capacities)
+    assert len(shares) == len(capacities)
+    total = sum(capacities)
+    assert sum(shares) == (num_blocks if total else 0)
+    for share, capacity in zip(shares, capacities, strict=True):
+        assert abs(share - num_blocks * capacity / max(1, total)) < 1
