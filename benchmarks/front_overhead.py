@@ -114,6 +114,10 @@ class PulseEngine:
         """Not here."""
         raise NotImplementedError
 
+    def set_paused(self, paused: bool) -> None:
+        """Not here."""
+        raise NotImplementedError
+
     async def kill(self, instance_id: InstanceId) -> None:
         """Not here."""
         raise NotImplementedError

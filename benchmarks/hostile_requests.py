@@ -19,8 +19,8 @@ from kunserve.server.schema import (
     CompletionBody,
     DetokenizeBody,
     DropBody,
+    EmptyBody,
     KillBody,
-    RestoreBody,
     TokenizeBody,
 )
 from kunserve.server.unsupported import REFUSED
@@ -32,7 +32,9 @@ POSTS: tuple[tuple[str, type[BaseModel], dict[str, Any]], ...] = (
     ("/tokenize", TokenizeBody, {"prompt": "hello"}),
     ("/detokenize", DetokenizeBody, {"tokens": [65, 66]}),
     ("/kunserve/drop", DropBody, {"bytes": 1}),
-    ("/kunserve/restore", RestoreBody, {}),
+    ("/kunserve/restore", EmptyBody, {}),
+    ("/kunserve/pause", EmptyBody, {}),
+    ("/kunserve/resume", EmptyBody, {}),
     ("/kunserve/kill", KillBody, {"instance_id": 99}),
 )
 GENERATING = 2

@@ -90,6 +90,10 @@ class EngineClient(Protocol):
         """Force a restore of every dropped group; returns once done. Raises InvalidRequest."""
         ...
 
+    def set_paused(self, paused: bool) -> None:
+        """While paused, drops and restores are made by hand only."""
+        ...
+
     async def kill(self, instance_id: InstanceId) -> None:
         """Kill one instance's process (fault drills)."""
         ...

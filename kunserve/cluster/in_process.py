@@ -16,6 +16,7 @@ from kunserve.cluster.in_process_mover import InProcessMover
 from kunserve.control.arrays import Int32Array
 from kunserve.control.cluster.commands import (
     Deliver,
+    LogObserved,
     LogQuarantine,
     LogReason,
     LogTransition,
@@ -419,7 +420,7 @@ class InProcessCluster:
                     self.scale_ups.append(reason)
                 case ScaleDown(instance_id):
                     self.given_back.append(instance_id)
-                case LogReason() | LogQuarantine():
+                case LogReason() | LogObserved() | LogQuarantine():
                     pass
 
     # Proof

@@ -27,12 +27,13 @@ from kunserve.cluster.launch import (
 from kunserve.cluster.processes import Death, Processes
 from kunserve.cluster.succession import Succession
 from kunserve.cluster.trace import begin_trace, join_trace
-from kunserve.cluster.transition_log import log_transition
+from kunserve.cluster.transition_log import log_decision
 from kunserve.cluster.waking_clock import WakingClock
 from kunserve.control.cluster.commands import (
     Client,
     ControlCommand,
     Deliver,
+    LogObserved,
     LogQuarantine,
     LogReason,
     LogTransition,
@@ -275,14 +276,8 @@ class LocalCluster:
                     self._processes.condemn(instance_id, reason)  # most likely it has just died
             case Respawn():
                 pass  # ``Processes`` sees the end of a process itself, also of one not yet ready
-            case LogTransition(record):
-                log_transition(record)
-            case LogReason(group_id, reason):
-                logger.info("nothing done group=%d reason=%r", group_id, reason)
-            case LogQuarantine(request_id, reason):
-                logger.warning("quarantine request=%s: %s", request_id, reason)
-            case ScaleUp(reason):
-                logger.warning("scale_up_wanted reason=%r", reason)
+            case LogTransition() | LogReason() | LogObserved() | LogQuarantine() | ScaleUp():
+                log_decision(command)
             case ScaleDown():
                 raise AssertionError("a cluster on one machine does not grow, nor shrink")
 
@@ -390,6 +385,10 @@ class LocalCluster:
     async def restore(self) -> str:
         """See ``EngineClient``."""
         return await self._forced.restore()
+
+    def set_paused(self, paused: bool) -> None:
+        """See ``EngineClient``."""
+        self._controller.set_paused(paused)
 
     def pid_of(self, instance_id: InstanceId) -> int | None:
         """The instance's process; None between two."""

@@ -1,7 +1,14 @@
-"""Drops and restores in words: for the log, and for who asked for one."""
+"""Drops and restores in words: for the log, and for who asked for one. Other decisions too."""
 
 import logging
 
+from kunserve.control.cluster.commands import (
+    LogObserved,
+    LogQuarantine,
+    LogReason,
+    LogTransition,
+    ScaleUp,
+)
 from kunserve.core.snapshots import Outcome, TransitionRecord
 
 logger = logging.getLogger(__name__)
@@ -25,3 +32,20 @@ def log_transition(record: TransitionRecord) -> None:
     """One line per drop or restore."""
     level = logging.INFO if record.outcome is Outcome.DONE else logging.WARNING
     logger.log(level, describe(record))
+
+
+def log_decision(
+    command: LogTransition | LogReason | LogObserved | LogQuarantine | ScaleUp,
+) -> None:
+    """One line for what the controller has to say."""
+    match command:
+        case LogTransition(record):
+            log_transition(record)
+        case LogReason(group_id, reason):
+            logger.info("nothing done group=%d reason=%r", group_id, reason)
+        case LogObserved(text):
+            logger.info("observed only, nothing is done: %s", text)
+        case LogQuarantine(request_id, reason):
+            logger.warning("quarantine request=%s: %s", request_id, reason)
+        case ScaleUp(reason):
+            logger.warning("scale_up_wanted reason=%r", reason)

@@ -8,7 +8,7 @@ from kunserve.core.errors import ConfigError
 
 MIB = 1 << 20
 
-OverloadPolicy: TypeAlias = Literal["recompute", "migrate", "drop"]
+OverloadPolicy: TypeAlias = Literal["recompute", "migrate", "observe", "drop"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +90,7 @@ class OverloadConfig:
     """When to drop and when to restore."""
 
     policy: OverloadPolicy = "drop"
+    """``observe`` decides as ``drop`` and preempts as ``recompute``: it drops nothing."""
     restore_below: float = 0.5
     """Restore when demand is under this share of the undropped KV memory."""
     dwell_s: float = 2.0

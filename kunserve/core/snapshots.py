@@ -133,6 +133,24 @@ class TransitionRecord:
 
 
 @dataclass(frozen=True, slots=True)
+class ObservedDrops:
+    """What drops would have done so far, had the overload policy not been ``observe``."""
+
+    num_drops: int = 0
+    num_restores: int = 0
+    freed_bytes: int = 0
+    """Weight bytes that would have become KV memory, summed over these drops."""
+    num_requests: int = 0
+    """Requests that would have run earlier: per merge the most that would have at one time."""
+    wait_s: float = 0.0
+    """Waiting that these drops would have avoided, summed over requests."""
+    num_merged: int = 0
+    """Merges that would stand now."""
+    num_requests_now: int = 0
+    """Requests that would run now, and wait."""
+
+
+@dataclass(frozen=True, slots=True)
 class ClusterState:
     """Everything ``GET /kunserve/state`` and the dashboard show."""
 
@@ -156,6 +174,10 @@ class ClusterState:
     """Those of them whose instance died then too: they ended with an error."""
     reasons: tuple[str, ...] = ()
     """Why nothing is done about groups whose load asks for something: one line per group."""
+    paused: bool = False
+    """Whether drops and restores are made by hand only."""
+    observed: ObservedDrops | None = None
+    """None unless the overload policy is ``observe``."""
     stage_times: tuple[StageTime, ...] = ()
     """The last of every instance in a pipeline, those of pipelines that are gone included."""
 

@@ -99,6 +99,8 @@ class Overloaded:
     required_blocks: int
     group_ids: tuple[GroupId, ...]
     trigger: str
+    wait_s: float = math.inf
+    """Until ending requests would have made room for all that wait, in the slowest group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +133,7 @@ def observe(
     whose restore is being prepared: they may want it called off.
     """
     trends: dict[GroupId, GroupTrend] = {}
-    short: list[tuple[GroupLoad, int]] = []
+    short: list[tuple[GroupLoad, int, float]] = []
     relaxed: list[GroupLoad] = []
     squeezed: list[GroupId] = []
     excuses: list[Excuse] = []
@@ -154,7 +156,7 @@ def observe(
                 reason = f"memory is free again in {wait_s:.2f} s"
                 excuses.append(Excuse(group_id, "brief", reason))
             else:
-                short.append((load, missing))
+                short.append((load, missing, wait_s))
         elif load.demand_blocks > load.report.capacity_blocks:
             reason = "demand exceeds capacity, but memory is not filling"
             excuses.append(Excuse(group_id, "not filling", reason))
@@ -165,15 +167,16 @@ def observe(
     )
 
 
-def _overloaded(short: list[tuple[GroupLoad, int]]) -> Overloaded | None:
+def _overloaded(short: list[tuple[GroupLoad, int, float]]) -> Overloaded | None:
     if not short:
         return None
-    demand = sum(load.need_blocks for load, _ in short)
-    capacity = sum(load.report.capacity_blocks for load, _ in short)
+    demand = sum(load.need_blocks for load, _, _ in short)
+    capacity = sum(load.report.capacity_blocks for load, _, _ in short)
     return Overloaded(
-        required_blocks=sum(missing for _, missing in short),
-        group_ids=tuple(load.group_id for load, _ in short),
+        required_blocks=sum(missing for _, missing, _ in short),
+        group_ids=tuple(load.group_id for load, _, _ in short),
         trigger=f"demand {demand} blocks, capacity {capacity}",
+        wait_s=max(wait_s for _, _, wait_s in short),
     )
 
 

@@ -13,7 +13,7 @@ from kunserve.core.ids import InstanceId
 from kunserve.core.snapshots import ClusterState
 from kunserve.server.errors import EffectMissing, Forbidden, json_answer
 from kunserve.server.front import Front
-from kunserve.server.schema import DropBody, KillBody, RestoreBody
+from kunserve.server.schema import DropBody, EmptyBody, KillBody
 from kunserve.server.state_json import state_object
 from kunserve.server.web_guard import check_page
 
@@ -29,7 +29,7 @@ def _dropped_bytes(state: ClusterState) -> int:
 
 
 class AdminRoutes:
-    """Force a drop or a restore, or kill an instance."""
+    """Force a drop or a restore, pause both, or kill an instance."""
 
     def __init__(self, front: Front) -> None:
         self._front = front
@@ -48,7 +48,7 @@ class AdminRoutes:
     async def restore(self, http: HttpRequest) -> Response:
         """POST /kunserve/restore."""
         self._check_allowed(http)
-        await self._front.bodies.read(http, RestoreBody, b"{}")
+        await self._front.bodies.read(http, EmptyBody, b"{}")
         before = _dropped_bytes(self._front.engine.state())
         said = await self._front.engine.restore()
         state = await self._verified("restore", lambda state: _dropped_bytes(state) == 0)
@@ -70,6 +70,27 @@ class AdminRoutes:
             ),
         )
         return self._done("kill", f"instance {victim} killed", _dropped_bytes(before), state)
+
+    async def pause(self, http: HttpRequest) -> Response:
+        """POST /kunserve/pause: drops and restores are made by hand only."""
+        return await self._set_paused(http, True)
+
+    async def resume(self, http: HttpRequest) -> Response:
+        """POST /kunserve/resume: the end of a pause."""
+        return await self._set_paused(http, False)
+
+    async def _set_paused(self, http: HttpRequest, paused: bool) -> Response:
+        self._check_allowed(http)
+        await self._front.bodies.read(http, EmptyBody, b"{}")
+        engine = self._front.engine
+        before = engine.state()
+        engine.set_paused(paused)
+        action = "pause" if paused else "resume"
+        state = await self._verified(action, lambda state: state.paused == paused)
+        said = "drops and restores are made by hand only" if paused else "the policy acts again"
+        if before.paused == paused:
+            said += "; it was so before"
+        return self._done(action, said, _dropped_bytes(before), state)
 
     def _check_allowed(self, http: HttpRequest) -> None:
         server = self._front.config.server

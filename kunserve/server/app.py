@@ -107,4 +107,6 @@ def _routes(front: Front) -> list[Route]:
         Route("/kunserve/drop", admin.drop, methods=post),
         Route("/kunserve/restore", admin.restore, methods=post),
         Route("/kunserve/kill", admin.kill, methods=post),
+        Route("/kunserve/pause", admin.pause, methods=post),
+        Route("/kunserve/resume", admin.resume, methods=post),
     ]

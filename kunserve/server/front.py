@@ -8,6 +8,7 @@ from kunserve.server.body import BodyReader
 from kunserve.server.generation import Generation, Interrupted
 from kunserve.server.limits import FrontLimits
 from kunserve.server.metrics import FrontMetrics
+from kunserve.server.overload_metrics import OverloadMetrics
 from kunserve.server.sampling import SeedSource
 from kunserve.server.text import TextCodec
 from kunserve.server.timeline import Timeline
@@ -33,6 +34,7 @@ class Front:
         self.defaults = defaults
         self.bodies = BodyReader(limits, engine.limits.max_model_len)
         self.metrics = FrontMetrics(engine, model_name)
+        self.metrics.registry.register(OverloadMetrics(engine, model_name))
         self.timeline = Timeline(self.metrics)
         self.seeds = SeedSource(config.model.seed)
         self.draining = False

@@ -173,8 +173,8 @@ class DropBody(BaseModel):
     bytes: int | None = Field(None, ge=1, le=INT64_MAX)
 
 
-class RestoreBody(BaseModel):
-    """POST /kunserve/restore."""
+class EmptyBody(BaseModel):
+    """POST /kunserve/restore, /kunserve/pause and /kunserve/resume."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from kunserve.control.cluster.commands import (
     ControlCommand,
     Deliver,
+    LogObserved,
     LogQuarantine,
     LogReason,
     LogTransition,
@@ -321,7 +322,7 @@ class SimCluster:
             case ScaleDown(instance_id):
                 self.accounts.num_given_back += 1
                 self._remove(instance_id)
-            case LogReason() | LogQuarantine():
+            case LogReason() | LogObserved() | LogQuarantine():
                 pass
 
     # Proof

@@ -150,6 +150,9 @@ SYSTEMS = {
 _FLAGS = {
     "policy": "--overload-policy",
     "restore_below": "--restore-below",
+    "dwell_s": "--dwell",
+    "restore_hold_s": "--restore-hold",
+    "forecast_s": "--forecast",
     "min_deep_gain": "--min-deep-gain",
     "max_group_size": "--max-group-size",
 }

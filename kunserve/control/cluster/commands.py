@@ -44,6 +44,12 @@ class LogReason(NamedTuple):
     reason: str
 
 
+class LogObserved(NamedTuple):
+    """A drop or a restore that would have been made: one line for the log."""
+
+    text: str
+
+
 class LogQuarantine(NamedTuple):
     """What becomes of a request that may be what killed instances: one line for the log."""
 
@@ -64,7 +70,15 @@ class ScaleDown(NamedTuple):
 
 
 ControlCommand: TypeAlias = (
-    Send | Deliver | Respawn | LogTransition | LogReason | LogQuarantine | ScaleUp | ScaleDown
+    Send
+    | Deliver
+    | Respawn
+    | LogTransition
+    | LogReason
+    | LogObserved
+    | LogQuarantine
+    | ScaleUp
+    | ScaleDown
 )
 
 

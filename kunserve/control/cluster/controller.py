@@ -255,11 +255,16 @@ class Controller:
         """Restore every dropped group, where it is possible now."""
         return self._overload.force_restore(now_s)
 
+    def set_paused(self, paused: bool) -> None:
+        """While paused, drops and restores are made by hand only. What is under way goes on."""
+        self._overload.is_paused = paused
+
     # Accounts
 
     def state(self, now_s: float) -> ClusterState:
         """Everything people and metrics see."""
         groups = tuple(self.placement.groups.values())
+        observation = self._overload.observation
         return ClusterState(
             now_s=now_s,
             instances=self._instances.snapshots(),
@@ -274,7 +279,9 @@ class Controller:
             num_moved=self._requests.num_moved,
             num_quarantined=self._requests.quarantine.num_quarantined,
             num_guilty=self._requests.quarantine.num_guilty,
-            reasons=self._overload.reasons.texts,
+            reasons=self._overload.reason_texts,
+            paused=self._overload.is_paused,
+            observed=None if observation is None else observation.totals,
         )
 
     def check(self) -> None:

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from kunserve.control.cluster.commands import Outbox
+from kunserve.control.cluster.observed import Observation
 from kunserve.control.cluster.placement import Placement
 from kunserve.control.cluster.reasons import Reasons
 from kunserve.control.cluster.requests import Requests
@@ -21,6 +22,7 @@ from kunserve.policy.monitor import (
     MonitorState,
     Overloaded,
     Relaxed,
+    Verdict,
     observe,
 )
 from kunserve.policy.restore import Postponed, plan_restore
@@ -55,11 +57,23 @@ class OverloadControl:
         self._scaling = scaling
         self._monitor = MonitorState()
         self._next_look_s = 0.0
+        self.is_paused = False
+        """Whether drops and restores are made by hand only. The monitor watches all the same."""
         self.reasons = Reasons(outbox)
+        self.observation: Observation | None = None
+        if config.policy == "observe":
+            self.observation = Observation(config, HEAD_COST_LAYERS, block_size, placement, outbox)
+
+    @property
+    def reason_texts(self) -> tuple[str, ...]:
+        """Why nothing is done, for people."""
+        pause = ("drops and restores are paused: they are made by hand only",)
+        return (pause if self.is_paused else ()) + self.reasons.texts
 
     def watch(self, now_s: float) -> None:
         """Called at every report, arrival and tick."""
-        if not (self._config.policy == "drop" or self._scaling.is_on) or now_s < self._next_look_s:
+        is_on = self._config.policy in ("drop", "observe") or self._scaling.is_on
+        if not is_on or now_s < self._next_look_s:
             return
         num_groups = len(self._placement.groups)
         self._next_look_s = now_s + min(MAX_LOOK_GAP_S, LOOK_GAP_S * num_groups)
@@ -74,7 +88,12 @@ class OverloadControl:
             self._scaling.keep_all()
             self._relieve(verdict.overloaded, now_s)
         excuses = list(verdict.excuses)
-        if verdict.relaxed is not None and now_s >= self._transitions.backoff_until_s:
+        if self.observation is not None:
+            loads = {load.group_id: load for load in view.groups}
+            excuses = self.observation.look(loads, now_s)
+        elif self.is_paused:
+            excuses += _paused(verdict)
+        elif verdict.relaxed is not None and now_s >= self._transitions.backoff_until_s:
             excuses += self._restore_all(verdict.relaxed, now_s)
         self.reasons.replace(excuses, now_s)
 
@@ -117,8 +136,8 @@ class OverloadControl:
             for group in self._placement.groups.values()
             if self._dwells(group.layout.members, now_s)
         }
-        is_enough = False
-        if self._config.policy == "drop":
+        is_enough = self.observation is not None and not self._scaling.is_on
+        if self._config.policy == "drop" and not self.is_paused:
             _, is_enough = self._drop(
                 verdict.required_blocks,
                 verdict.group_ids,
@@ -128,7 +147,8 @@ class OverloadControl:
                 self._config.min_deep_gain,
             )
         if not is_enough:
-            reason = f"{verdict.trigger}; nothing is left to drop"
+            why = "drops are paused" if self.is_paused else "nothing is left to drop"
+            reason = f"{verdict.trigger}; {why}"
             self._scaling.grow(verdict.required_blocks, reason, now_s)
 
     def _dwells(self, members: tuple[InstanceId, ...], now_s: float) -> bool:
@@ -208,3 +228,15 @@ class OverloadControl:
             for group_id, group in tuple(self._placement.groups.items())
             if len(group.layout.stages) > 1 and group_id not in busy
         ]
+
+
+def _paused(verdict: Verdict) -> list[Excuse]:
+    """What is not done while drops and restores are paused."""
+    excuses = []
+    if verdict.overloaded is not None:
+        reason = f"drops are paused; {verdict.overloaded.trigger}"
+        excuses += [Excuse(group, "paused", reason) for group in verdict.overloaded.group_ids]
+    if verdict.relaxed is not None:
+        reason = f"restores are paused; {verdict.relaxed.trigger}"
+        excuses += [Excuse(group, "paused", reason) for group in verdict.relaxed.group_ids]
+    return excuses

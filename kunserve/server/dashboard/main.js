@@ -104,7 +104,7 @@ const listener = {
     document.body.classList.remove("stale");
     history.add(timeline);
     if (!history.latest) return; // the server has just started: its first sample is due
-    showStatus("live", "live");
+    showStatus("live", state.paused ? "live, drops paused" : "live");
     byId("empty").hidden = history.hasTraffic;
     tiles.update(state, history, blockBytes(state));
     showCluster(state);

@@ -3,7 +3,7 @@
 import click
 
 from kunserve.core.config import ServerConfig
-from kunserve.server.flags.option import all_of, flags_of
+from kunserve.server.flags.option import FiniteRange, all_of, flags_of
 
 _address = flags_of("Address", ServerConfig())
 _access = flags_of("Access", ServerConfig())
@@ -16,7 +16,7 @@ HTTP_FLAGS = all_of(
     _access(
         "--enable-admin",
         is_flag=True,
-        help="Let POST /kunserve/drop, /kunserve/restore and /kunserve/kill act.",
+        help="Let POST /kunserve/drop, restore, pause, resume and kill act.",
     ),
     _limits(
         "--max-num-queued-reqs",
@@ -32,13 +32,13 @@ HTTP_FLAGS = all_of(
     _limits(
         "--request-timeout",
         "request_timeout_s",
-        type=click.FloatRange(min=0, min_open=True),
+        type=FiniteRange(min=0, min_open=True),
         help="Seconds after which a request that has not ended ends with an error [no limit].",
     ),
     _limits(
         "--shutdown-timeout",
         "shutdown_timeout_s",
-        type=click.FloatRange(min=0),
+        type=FiniteRange(min=0),
         help="Seconds that SIGTERM waits for requests under way.",
     ),
 )

@@ -3,7 +3,7 @@
 import click
 
 from kunserve.core.config import MIB, ClusterConfig, InstanceConfig, SchedulerConfig
-from kunserve.server.flags.option import ByteSize, all_of, flags_of
+from kunserve.server.flags.option import ByteSize, FiniteRange, all_of, flags_of
 
 _INSTANCE = InstanceConfig()
 _cluster = flags_of("Instances", ClusterConfig())
@@ -54,19 +54,19 @@ FAULT_FLAGS = all_of(
     _faults(
         "--start-timeout",
         "start_timeout_s",
-        type=click.FloatRange(min=0, min_open=True),
+        type=FiniteRange(min=0, min_open=True),
         help="Seconds until every instance must be ready.",
     ),
     _faults(
         "--hang-timeout",
         "hang_timeout_s",
-        type=click.FloatRange(min=0, min_open=True),
+        type=FiniteRange(min=0, min_open=True),
         help="Replace an instance whose loop stands still so many seconds (and ten longest steps).",
     ),
     _faults(
         "--front-grace",
         "front_grace_s",
-        type=click.FloatRange(min=0),
+        type=FiniteRange(min=0),
         help="Seconds that instances outlive this process, so that the same command, given again, "
         "serves without loading weights.",
     ),

@@ -1,5 +1,6 @@
 """A flag of ``kunserve serve``: also a variable of the environment and a key of the config file."""
 
+import math
 import os
 import re
 from collections.abc import Callable
@@ -34,6 +35,19 @@ class ByteSize(click.ParamType[int]):
         return size_bytes
 
 
+class FiniteRange(click.FloatRange):
+    """A number within bounds. ``nan`` is within none, though no comparison says so."""
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        """The number, or a usage error."""
+        number = float(super().convert(value, param, ctx))
+        if not math.isfinite(number):
+            self.fail(f"{value} is no finite number", param, ctx)
+        return number
+
+
 def expected(parameter: click.Parameter) -> str:
     """What a parameter takes, in words."""
     if getattr(parameter, "is_flag", False):
@@ -46,7 +60,7 @@ def _expected_one(kind: click.ParamType[Any]) -> str:
     match kind:
         case click.Choice():
             return "one of " + ", ".join(map(str, kind.choices))
-        case click.IntRange() | click.FloatRange():
+        case click.IntRange() | FiniteRange():
             noun = "an integer" if isinstance(kind, click.IntRange) else "a number"
             low, high = kind.min, kind.max
             if low is not None and high is not None:

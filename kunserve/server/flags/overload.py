@@ -3,7 +3,7 @@
 import click
 
 from kunserve.core.config import OverloadConfig
-from kunserve.server.flags.option import all_of, flags_of
+from kunserve.server.flags.option import FiniteRange, all_of, flags_of
 
 GROUP = "Overload"
 TEXT = (
@@ -18,27 +18,51 @@ OVERLOAD_FLAGS = all_of(
     _overload(
         "--overload-policy",
         "policy",
-        type=click.Choice(["recompute", "drop"]),
-        help="When KV memory runs out: drop frees replicated layers, recompute preempts requests.",
+        type=click.Choice(["recompute", "observe", "drop"]),
+        help="When KV memory runs out: drop frees replicated layers; recompute preempts requests; "
+        "observe preempts too, and tells in the log and in /metrics what drop would have done.",
+    ),
+    _overload(
+        "--forecast",
+        "forecast_s",
+        type=FiniteRange(0.0, 60.0),
+        help="Drop when the demand of so many seconds ahead exceeds memory: about as long as a "
+        "drop takes. 0 waits until memory is short.",
+    ),
+    _overload(
+        "--dwell",
+        "dwell_s",
+        type=FiniteRange(0.0, 3600.0),
+        help="Seconds between two transitions of one group, at least. Raise it if groups drop and "
+        "restore in turns.",
     ),
     _overload(
         "--restore-below",
-        type=click.FloatRange(0.0, 1.0),
-        help="Restore when demand is under this share of the undropped KV memory.",
+        type=FiniteRange(0.0, 1.0),
+        help="Restore when demand is under this share of the undropped KV memory. 0: never.",
+    ),
+    _overload(
+        "--restore-hold",
+        "restore_hold_s",
+        type=FiniteRange(0.0, 3600.0),
+        help="Seconds that demand must stay there. Raise it above the pauses between your bursts, "
+        "and each burst finds the memory it needs; lower it, and tokens are fast again sooner.",
     ),
     _overload(
         "--max-group-size",
         type=click.IntRange(min=2),
-        help="Most instances that may share one copy of the weights [no limit].",
+        help="Most instances that may share one copy of the weights [no limit]. 2 keeps pipelines "
+        "short, and tokens fast.",
     ),
     _overload(
         "--min-deep-gain",
-        type=click.FloatRange(0.0),
-        help="Memory that a pipeline of more than two stages must add, as a share of what it had.",
+        type=FiniteRange(0.0),
+        help="Memory that a pipeline of more than two stages must add, as a share of what it had. "
+        "A deeper one frees less, and is slower.",
     ),
     _overload(
         "--link-gbps",
-        type=click.FloatRange(min=0, min_open=True),
+        type=FiniteRange(min=0, min_open=True),
         help="Limit bulk transfers between instances, to study their cost.",
     ),
 )

@@ -66,7 +66,7 @@ def test_mistakes_in_an_experiment_file(text: str, message: str, tmp_path: Path)
     ("text", "message"),
     [
         ("systems = ['swap']\n", "swap needs swapping, which only the simulated world has"),
-        ("systems = ['drop-no-forecast']\n", "needs overload.forecast_s"),
+        ("systems = ['migrate']\n", "migrate needs migration"),
         ("systems = ['static-pp4']\n", "2 cannot be parted so"),
         ("[setup]\ndevice = 'a800'\n", "unknown setting 'device'; there are: model"),
         ("rounds = 0\n", "rounds must be at least 1, not 0"),

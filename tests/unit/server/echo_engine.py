@@ -229,6 +229,10 @@ class EchoEngine:
             max_stall_s=0.05,
         )
 
+    def set_paused(self, paused: bool) -> None:
+        if not self.lying:
+            self.snapshot = replace(self.snapshot, paused=paused)
+
     async def kill(self, instance_id: InstanceId) -> None:
         if not self.lying:
             self.snapshot = replace(

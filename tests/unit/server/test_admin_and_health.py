@@ -3,6 +3,7 @@
 import re
 import threading
 from collections.abc import Generator
+from dataclasses import replace
 
 import httpx
 import pytest
@@ -12,6 +13,7 @@ import kunserve.server.admin_routes as admin_routes
 from kunserve.cluster.api import Vitals
 from kunserve.core.config import ServerConfig
 from kunserve.core.errors import ConfigError
+from kunserve.core.snapshots import ObservedDrops
 from kunserve.server.command import serve_command
 from tests.conftest import wait_until
 from tests.unit.server.echo_engine import EchoEngine
@@ -31,7 +33,7 @@ def admin(monkeypatch: pytest.MonkeyPatch) -> Generator[LiveServer, None, None]:
 
 def test_admin_is_off_by_default() -> None:
     with live_server() as server, server.client() as client:
-        for action in ("drop", "restore", "kill"):
+        for action in ("drop", "restore", "kill", "pause", "resume"):
             answer = client.post(f"/kunserve/{action}", json={"instance_id": 0})
             assert answer.status_code == 403
             assert "--enable-admin" in answer.json()["error"]["message"]
@@ -49,6 +51,39 @@ def test_drop_and_restore_answer_with_what_changed(admin: LiveServer) -> None:
         restored = client.post("/kunserve/restore", headers=JSON).json()
         assert restored["dropped_bytes_after"] == 0
         assert len(restored["state"]["groups"]) == 2
+
+
+def test_pause_and_resume(admin: LiveServer) -> None:
+    with admin.client() as client:
+        assert "kunserve:paused{" in client.get("/metrics").text
+        for action, paused, number in (("pause", True, "1.0"), ("resume", False, "0.0")):
+            first = client.post(f"/kunserve/{action}", headers=JSON).json()
+            assert first["state"]["paused"] is paused and "before" not in first["result"]
+            again = client.post(f"/kunserve/{action}", json={}).json()
+            assert again["result"].endswith("it was so before")
+            assert client.get("/kunserve/state").json()["paused"] is paused
+            assert f'kunserve:paused{{model_name="tiny"}} {number}' in client.get("/metrics").text
+        assert client.post("/kunserve/pause", json={"for": 5}).status_code == 400
+        assert client.post("/kunserve/pause", headers={"origin": "http://a"}).status_code == 403
+
+
+def test_what_drops_would_have_done_is_in_the_metrics(admin: LiveServer) -> None:
+    with admin.client() as client:
+        assert "kunserve:observed" not in client.get("/metrics").text
+        seen = ObservedDrops(2, 1, 4096, num_requests=7, wait_s=12.5, num_merged=1)
+        admin.configure(snapshot=replace(admin.engine.snapshot, observed=seen))
+        text = client.get("/metrics").text
+        for name, value in (
+            ("merges", 1.0),
+            ("requests_waiting", 0.0),
+            ("drops_total", 2.0),
+            ("restores_total", 1.0),
+            ("freed_bytes_total", 4096.0),
+            ("requests_total", 7.0),
+            ("wait_seconds_total", 12.5),
+        ):
+            assert f'kunserve:observed_{name}{{model_name="tiny"}} {value}\n' in text
+        assert client.get("/kunserve/state").json()["observed"]["freed_bytes"] == 4096
 
 
 def test_kill(admin: LiveServer) -> None:

@@ -82,6 +82,16 @@ def test_a_length_that_the_model_was_not_made_for_is_refused() -> None:
         check_length(with_length(513), SPEC)
 
 
+def test_the_knobs_of_the_mechanism() -> None:
+    flags = ("--dwell", "5", "--restore-hold", "60", "--forecast", "0", "--restore-below", "0.3")
+    overload = parsed(*flags, "--overload-policy", "observe").overload
+    assert (overload.dwell_s, overload.restore_hold_s, overload.forecast_s) == (5.0, 60.0, 0.0)
+    assert overload.policy == "observe"
+    assert "0<=x<=3600" in refused("--dwell", "-1").replace(".0", "")
+    assert "nan is no finite number" in refused("--forecast", "nan")
+    assert "inf is no finite number" in refused("--hang-timeout", "inf")
+
+
 def test_generation_config() -> None:
     assert parsed().model.generation_config == "auto"
     assert parsed("--generation-config", "vllm").model.generation_config == "vllm"

@@ -13,7 +13,7 @@ from kunserve.bench.records import RequestRecord
 from kunserve.bench.runfile import Run
 from kunserve.core.errors import ConfigError
 from kunserve.core.ids import InstanceId
-from kunserve.core.snapshots import TransitionRecord
+from kunserve.core.snapshots import ObservedDrops, TransitionRecord
 from kunserve.sim.cluster import SimCluster, Watcher
 from kunserve.sim.events import EventHeap
 
@@ -47,6 +47,8 @@ class SimResult:
     """To host memory."""
     swapped_back_bytes: int
     num_events: int
+    observed: ObservedDrops | None
+    """What drops would have done, by the policy ``observe``; None under another one."""
 
 
 def simulate(
@@ -185,4 +187,5 @@ def _result(
         swapped_out_bytes=cluster.swapped_bytes[0],
         swapped_back_bytes=cluster.swapped_bytes[1],
         num_events=heap.num_done,
+        observed=state.observed,
     )

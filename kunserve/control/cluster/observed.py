@@ -1,0 +1,218 @@
+"""The overload policy ``observe``: every drop and restore is decided, and none is made.
+
+The monitor and Algorithm 1 see the groups as they would stand had they merged (``policy.imagine``).
+So an operator learns from a day of real traffic what drops would have gained there.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from kunserve.control.cluster.commands import LogObserved, Outbox
+from kunserve.control.cluster.placement import Placement
+from kunserve.core.config import OverloadConfig
+from kunserve.core.ids import GroupId
+from kunserve.core.layout import GroupLayout
+from kunserve.core.load import GroupLoad
+from kunserve.core.snapshots import ObservedDrops
+from kunserve.policy.capacity import group_capacity_blocks
+from kunserve.policy.drop_plan import Merge, plan_drop
+from kunserve.policy.imagine import ImaginedLoad, imagine_merged
+from kunserve.policy.monitor import (
+    ClusterLoadView,
+    Excuse,
+    MonitorState,
+    Overloaded,
+    Verdict,
+    observe,
+)
+
+FIRST_ID = 1 << 48
+"""Imagined groups are numbered from here, so that no id is one of a real group."""
+
+
+@dataclass(slots=True)
+class _Imagined:
+    """A merge that was not made."""
+
+    layout: GroupLayout
+    parts: tuple[GroupLayout, ...]
+    """The real groups."""
+    began_s: float
+    formed_s: float
+    """When it would have been committed."""
+    capacity_blocks: int
+    num_admitted: int = 0
+    """Requests that would run now, and wait."""
+    most_admitted: int = 0
+    wait_s: float = 0.0
+
+
+class Observation:
+    """Knows which groups would be merged now, and what that would have gained so far."""
+
+    def __init__(
+        self,
+        config: OverloadConfig,
+        head_cost_layers: int,
+        block_size: int,
+        placement: Placement,
+        outbox: Outbox,
+    ) -> None:
+        self._config = config
+        self._head_cost_layers = head_cost_layers
+        self._block_size = block_size
+        self._placement = placement
+        self._outbox = outbox
+        self._monitor = MonitorState()
+        self._merged: dict[GroupId, _Imagined] = {}
+        self._next_id = FIRST_ID
+        self._looked_s: float | None = None
+        self._totals = ObservedDrops()
+
+    @property
+    def totals(self) -> ObservedDrops:
+        """What drops would have done so far."""
+        num_now = sum(one.num_admitted for one in self._merged.values())
+        return replace(self._totals, num_merged=len(self._merged), num_requests_now=num_now)
+
+    def look(self, loads: Mapping[GroupId, GroupLoad], now_s: float) -> list[Excuse]:
+        """Called at every look at the load; what is to be said of each real group."""
+        self._account(now_s)
+        self._forget_changed(loads)
+        imagined = self._imagine(loads, now_s)
+        taken = {part.group_id for one in self._merged.values() for part in one.parts}
+        seen = [load for group_id, load in loads.items() if group_id not in taken]
+        seen += [one.load for one in imagined.values()]
+        view = ClusterLoadView(tuple(seen), self._block_size)
+        self._monitor, verdict = observe(self._monitor, view, now_s, self._config)
+        if verdict.relaxed is not None:
+            for group_id in verdict.relaxed.group_ids:
+                self._restore(self._merged.pop(group_id, None), now_s)
+        if verdict.overloaded is not None:
+            self._drop(verdict.overloaded, loads, now_s)
+        return self._excuses(verdict, now_s)
+
+    def _account(self, now_s: float) -> None:
+        """What held at the last look held until now."""
+        elapsed_s = 0.0 if self._looked_s is None else max(0.0, now_s - self._looked_s)
+        self._looked_s = now_s
+        for one in self._merged.values():
+            one.wait_s += one.num_admitted * elapsed_s
+            self._totals = replace(
+                self._totals, wait_s=self._totals.wait_s + one.num_admitted * elapsed_s
+            )
+
+    def _forget_changed(self, loads: Mapping[GroupId, GroupLoad]) -> None:
+        """Merges of groups that are not there any more, after a death or a drop by hand."""
+        for group_id, one in tuple(self._merged.items()):
+            if any(part.group_id not in loads for part in one.parts):
+                del self._merged[group_id]
+
+    def _imagine(
+        self, loads: Mapping[GroupId, GroupLoad], now_s: float
+    ) -> dict[GroupId, ImaginedLoad]:
+        result = {}
+        for group_id, one in self._merged.items():
+            parts = [loads[part.group_id] for part in one.parts]
+            imagined = imagine_merged(group_id, one.capacity_blocks, one.formed_s, parts)
+            is_formed = now_s >= one.formed_s
+            load = replace(imagined.load, in_transition=not is_formed)
+            result[group_id] = imagined._replace(load=load)
+            one.num_admitted = imagined.num_admitted if is_formed else 0
+            more = max(0, one.num_admitted - one.most_admitted)
+            one.most_admitted += more
+            self._totals = replace(self._totals, num_requests=self._totals.num_requests + more)
+        return result
+
+    def _drop(self, verdict: Overloaded, loads: Mapping[GroupId, GroupLoad], now_s: float) -> None:
+        layouts = self._layouts()
+        plan = plan_drop(
+            layouts,
+            self._placement.specs,
+            verdict.required_blocks,
+            first_id=GroupId(self._next_id),
+            pressed=verdict.group_ids,
+            untouchable=self._untouchable(loads, now_s),
+            max_group_size=self._config.max_group_size,
+            min_deep_gain=self._config.min_deep_gain,
+            head_cost_layers=self._head_cost_layers,
+        )
+        for merge in plan.merges:
+            self._next_id += 1
+            self._merge(merge, verdict, now_s)
+
+    def _layouts(self) -> list[GroupLayout]:
+        """Groups as they would stand."""
+        taken = {part.group_id for one in self._merged.values() for part in one.parts}
+        real = [group.layout for group in self._placement.groups.values()]
+        return [one.layout for one in self._merged.values()] + [
+            layout for layout in real if layout.group_id not in taken
+        ]
+
+    def _untouchable(self, loads: Mapping[GroupId, GroupLoad], now_s: float) -> set[GroupId]:
+        dwelling = {
+            group_id
+            for group_id, one in self._merged.items()
+            if now_s - one.formed_s < self._config.dwell_s
+        }
+        unknown = {
+            group_id
+            for group_id in self._placement.groups
+            if group_id not in loads or loads[group_id].in_transition
+        }
+        return dwelling | unknown
+
+    def _merge(self, merge: Merge, verdict: Overloaded, now_s: float) -> None:
+        earlier = [self._merged.pop(layout.group_id, None) for layout in merge.old]
+        parts: list[GroupLayout] = []
+        for layout, one in zip(merge.old, earlier, strict=True):
+            parts += (layout,) if one is None else one.parts
+        self._merged[merge.new.group_id] = _Imagined(
+            merge.new,
+            tuple(parts),
+            began_s=min([now_s, *(one.began_s for one in earlier if one is not None)]),
+            formed_s=now_s + self._config.forecast_s,
+            capacity_blocks=group_capacity_blocks(merge.new, self._placement.specs),
+            most_admitted=sum(one.most_admitted for one in earlier if one is not None),
+            wait_s=sum(one.wait_s for one in earlier if one is not None),
+        )
+        totals = self._totals
+        self._totals = replace(
+            totals,
+            num_drops=totals.num_drops + 1,
+            freed_bytes=totals.freed_bytes + merge.freed_bytes,
+        )
+        self._outbox.add(
+            LogObserved(
+                f"drop groups={_names(parts)} bytes={merge.freed_bytes} "
+                f"blocks={merge.gain_blocks} trigger={verdict.trigger!r} "
+                f"memory_free_again_s={verdict.wait_s:.2f}"
+            )
+        )
+
+    def _restore(self, one: _Imagined | None, now_s: float) -> None:
+        if one is None:
+            return
+        self._totals = replace(self._totals, num_restores=self._totals.num_restores + 1)
+        self._outbox.add(
+            LogObserved(
+                f"restore groups={_names(one.parts)} after_s={now_s - one.began_s:.1f} "
+                f"requests_admitted={one.most_admitted} waiting_avoided_s={one.wait_s:.1f}"
+            )
+        )
+
+    def _excuses(self, verdict: Verdict, now_s: float) -> list[Excuse]:
+        """Of imagined groups each part is told."""
+        excuses = [one for one in verdict.excuses if one.group_id not in self._merged]
+        for one in self._merged.values():
+            for part in one.parts:
+                reason = (
+                    f"observed only: it would be merged since {now_s - one.began_s:.0f} s, "
+                    f"and {one.num_admitted} more requests would run"
+                )
+                excuses.append(Excuse(part.group_id, "observed", reason))
+        return excuses
+
+
+def _names(groups: list[GroupLayout] | tuple[GroupLayout, ...]) -> str:
+    return "+".join(str(layout.group_id) for layout in groups)

@@ -1,0 +1,148 @@
+"""The overload policy ``observe``, and the pause: what is decided, counted and said, not done."""
+
+from kunserve.control.cluster.commands import LogObserved, LogReason, ScaleUp
+from kunserve.core.messages import LoadLayers, Prepare
+from kunserve.core.snapshots import ObservedDrops
+from tests.unit.control.cluster.brain import BLOCKS, Brain
+from tests.unit.control.cluster.test_overload import SHORT, dropped
+
+
+def observed(brain: Brain) -> ObservedDrops:
+    totals = brain.controller.state(brain.now_s).observed
+    assert totals is not None
+    return totals
+
+
+def test_other_policies_observe_nothing() -> None:
+    assert Brain(policy="drop").controller.state(0.0).observed is None
+
+
+def test_a_drop_is_told_and_not_made() -> None:
+    brain = Brain(policy="observe")
+    brain.report(1)
+    brain.report(0, **SHORT)
+    assert not brain.take(Prepare) and not brain.said(ScaleUp)
+    (said,) = brain.said(LogObserved)
+    assert said.text.startswith("drop groups=") and "trigger='demand 160 blocks" in said.text
+    totals = observed(brain)
+    assert (totals.num_drops, totals.num_merged) == (1, 1)
+    assert 0 <= 4 * 3200 - totals.freed_bytes < 100, "one copy of the layers"
+    brain.report(0, **SHORT)
+    assert not brain.said(LogObserved), "it is told once, not at every look"
+    assert observed(brain).num_drops == 1
+
+
+def test_requests_that_would_run_are_counted_from_the_commit_on() -> None:
+    brain = Brain(policy="observe", forecast_s=0.5)
+    brain.report(1)
+    brain.report(0, **SHORT)
+    brain.report(0, **SHORT)
+    assert observed(brain).num_requests == 0, "a drop takes a moment"
+    brain.report(0, after_s=0.5, **SHORT)
+    assert observed(brain).num_requests_now == observed(brain).num_requests == 3
+    assert observed(brain).wait_s == 0.0
+    brain.report(0, after_s=2.0, **SHORT)
+    totals = observed(brain)
+    assert totals.num_requests == 3, "the same requests are not counted again"
+    assert 5.9 < totals.wait_s < 6.1, "three requests wait two seconds each"
+    reasons = brain.controller.state(brain.now_s).reasons
+    assert len(reasons) == 2 and all("3 more requests would run" in text for text in reasons)
+
+
+def test_only_what_fits_would_run() -> None:
+    brain = Brain(policy="observe", forecast_s=0.0)
+    full = {"num_running": 9, "used_blocks": BLOCKS}
+    brain.report(1, **full)
+    queue = {"num_waiting": 100, "head_of_line_blocks": 20, "waiting_blocks": 2000}
+    brain.report(0, **full, **queue)
+    brain.report(0, **full, **queue)
+    # The copy of the layers that is freed is all the room there is.
+    assert 0 < observed(brain).num_requests_now < 100
+    assert brain.said(LogObserved)[0].text.count("drop") == 1
+
+
+def test_requests_that_wait_for_compute_gain_nothing() -> None:
+    brain = Brain(policy="observe", forecast_s=0.0)
+    brain.report(1)
+    brain.report(0, **SHORT)
+    for _ in range(3):
+        brain.report(0, num_running=9, used_blocks=50, num_waiting=40, head_of_line_blocks=1)
+    assert observed(brain).num_requests_now == 0
+
+
+def test_a_merge_that_is_not_needed_any_more_is_told_with_what_it_gained() -> None:
+    brain = Brain(policy="observe", forecast_s=0.0, restore_hold_s=1.0)
+    brain.report(1)
+    brain.report(0, **SHORT)
+    brain.report(0, after_s=1.0, **SHORT)
+    brain.report(0, after_s=1.0)
+    brain.said(LogObserved)
+    brain.report(0, after_s=0.5)
+    assert not brain.said(LogObserved), "demand must stay low for a while"
+    brain.report(0, after_s=0.6)
+    (said,) = brain.said(LogObserved)
+    assert said.text.startswith("restore groups=")
+    assert "requests_admitted=3 waiting_avoided_s=3.0" in said.text
+    totals = observed(brain)
+    assert (totals.num_restores, totals.num_merged, totals.num_requests) == (1, 0, 3)
+    assert not brain.take(LoadLayers)
+
+
+def test_an_imagined_pipeline_gets_deeper_where_a_real_one_would() -> None:
+    brain = Brain(4, policy="observe", forecast_s=0.0, min_deep_gain=0.0)
+    full = {"num_running": 9, "used_blocks": BLOCKS}
+    queue = {"num_waiting": 10, "head_of_line_blocks": 20, "waiting_blocks": 200}
+    for number in (0, 1, 2, 3, 0, 1, 2, 3, 0):
+        brain.report(number, **full, **queue)
+    totals = observed(brain)
+    assert totals.num_merged == 1 and totals.num_drops > 1
+    texts = [said.text for said in brain.said(LogObserved)]
+    assert any(text.split("groups=")[1].split()[0].count("+") == 3 for text in texts)
+
+
+def test_a_death_ends_what_was_imagined_of_its_group() -> None:
+    brain = Brain(policy="observe", forecast_s=0.0)
+    brain.report(1)
+    brain.report(0, **SHORT)
+    brain.report(0, **SHORT)
+    brain.die(1)
+    brain.report(0, **SHORT)
+    assert observed(brain).num_merged == 0 and observed(brain).num_drops == 1
+
+
+def test_nothing_is_dropped_while_paused() -> None:
+    brain = Brain()
+    brain.controller.set_paused(True)
+    brain.report(1)
+    brain.report(0, **SHORT)
+    assert not brain.take(Prepare)
+    (wish,) = brain.said(ScaleUp)
+    assert "drops are paused" in wish.reason
+    state = brain.controller.state(brain.now_s)
+    assert state.paused and any("drops are paused; demand" in text for text in state.reasons)
+    brain.controller.set_paused(False)
+    assert not brain.controller.state(brain.now_s).paused
+    brain.report(0, **SHORT)
+    assert brain.take(Prepare), "what was remembered of the load still counts"
+
+
+def test_nothing_is_restored_while_paused_but_by_hand() -> None:
+    brain = dropped()
+    brain.controller.set_paused(True)
+    brain.report(0)
+    assert not brain.take(LoadLayers)
+    (said,) = brain.said(LogReason)
+    assert "restores are paused" in said.reason
+    brain.controller.force_restore(brain.now_s)
+    brain.pass_time()
+    assert brain.take(LoadLayers)
+
+
+def test_a_restore_that_squeezes_is_called_off_while_paused() -> None:
+    brain = dropped()
+    brain.report(0)
+    assert brain.take(LoadLayers)
+    brain.controller.set_paused(True)
+    brain.report(0, **{**SHORT, "used_blocks": 1000})
+    (transition,) = brain.ended
+    assert "overloaded again" in transition.ending
