@@ -91,7 +91,7 @@ def test_what_waits_is_part_of_what_a_drop_must_free() -> None:
     brain = Brain(2)
     for _ in range(2 * AHEAD + 10):
         brain.request(TOKENS)
-    brain.report(1)
+    brain.report(1, num_running=9, used_blocks=BLOCKS)
     brain.report(
         0,
         num_running=9,
