@@ -19,8 +19,8 @@ class ModelConfig:
     """The built-in model's name, a Hugging Face folder or hub id, or a .gguf file."""
     tokenizer: str | None = None
     """Folder or id of the tokenizer; the model's own when None."""
-    served_model_name: str | None = None
-    """Name in the API; ``model`` when None."""
+    served_model_name: tuple[str, ...] = ()
+    """Names in the API; the first one is in answers and metrics. ``model`` when empty."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     load_format: Literal["auto", "safetensors", "gguf", "dummy"] = "auto"
     seed: int = 0
@@ -29,6 +29,11 @@ class ModelConfig:
     """Longest prompt plus output in tokens; what the model and the memory allow when None."""
     generation_config: Literal["auto", "vllm"] = "auto"
     """Defaults of sampling: the model's own (``generation_config.json``), or neutral ones."""
+
+    def __post_init__(self) -> None:
+        """A name that no client could give is a mistake."""
+        if not all(self.served_model_name):
+            raise ConfigError("a served model name must not be empty")
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +141,25 @@ class ServerConfig:
 
     host: str = "127.0.0.1"
     port: int = 8000
+    root_path: str = ""
+    """What a proxy puts before every path."""
+    ssl_certfile: str | None = None
+    """Certificate in PEM: TLS is spoken when there is one."""
+    ssl_keyfile: str | None = None
+    """Its key; in the same file when None."""
+    ssl_ca_certs: str | None = None
+    """Those who sign certificates of clients."""
+    ssl_cert_reqs: int = 0
+    """Whether clients need a certificate, as ``ssl.VerifyMode``: 0 no, 1 if they want, 2 yes."""
     api_key: str | None = None
+    api_key_file: str | None = None
+    """More keys, one on a line."""
+    allowed_origins: tuple[str, ...] = ()
+    """Whose web pages may call the API from a browser; ``*`` is everybody's."""
+    allowed_methods: tuple[str, ...] = ("*",)
+    allowed_headers: tuple[str, ...] = ("*",)
+    allow_credentials: bool = False
+    """Whether those pages may send cookies and certificates."""
     max_num_queued_reqs: int | None = None
     """Waiting requests beyond which new ones are shed with 503; None is no limit."""
     max_num_queued_tokens: int | None = None
@@ -153,11 +176,29 @@ class ServerConfig:
         """A key that nobody could send, or that everybody sends, is a mistake."""
         if self.api_key is not None and (not self.api_key or self.api_key != self.api_key.strip()):
             raise ConfigError("the API key must not be empty, nor begin or end with a space")
+        if self.root_path and not self.root_path.startswith("/"):
+            raise ConfigError(f"the root path must begin with a slash: /{self.root_path}")
+        for origin in self.allowed_origins:
+            scheme, mark, rest = origin.partition("://")
+            if origin not in ("*", "null") and not (scheme and mark and rest and "/" not in rest):
+                raise ConfigError(
+                    f"{origin!r} is no origin; write for example https://chat.example.org, "
+                    "without a slash at the end"
+                )
+        if self.ssl_certfile is None and (self.ssl_keyfile or self.ssl_ca_certs):
+            raise ConfigError("TLS needs a certificate: give --ssl-certfile too")
+        if self.ssl_cert_reqs and self.ssl_ca_certs is None:
+            raise ConfigError("clients' certificates are checked against --ssl-ca-certs: give it")
+
+    @property
+    def wants_key(self) -> bool:
+        """Whether clients need a key."""
+        return self.api_key is not None or self.api_key_file is not None
 
     @property
     def has_open_admin(self) -> bool:
         """Whether the write endpoints answer without a key."""
-        return self.enable_admin and self.api_key is None
+        return self.enable_admin and not self.wants_key
 
 
 @dataclass(frozen=True, slots=True)

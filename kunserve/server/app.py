@@ -16,12 +16,14 @@ from kunserve.core.config import KunServeConfig
 from kunserve.core.errors import KunServeError
 from kunserve.model.generation_config import SamplingDefaults
 from kunserve.server.admin_routes import AdminRoutes
+from kunserve.server.cors import PageMiddleware
 from kunserve.server.dashboard_routes import DashboardRoutes
 from kunserve.server.errors import EffectMissing, error_answer
 from kunserve.server.front import Front
 from kunserve.server.limits import FrontLimits
 from kunserve.server.middleware import FrontMiddleware
 from kunserve.server.openai_routes import OpenAIRoutes
+from kunserve.server.paths import PAGE_WITH_SLASH, PathMiddleware
 from kunserve.server.stats_log import StatsLog
 from kunserve.server.system_routes import SystemRoutes
 from kunserve.server.text import FastTokenizer, TextCodec
@@ -61,11 +63,13 @@ def create_app(
     app = Starlette(
         routes=_routes(front),
         middleware=[
+            Middleware(PathMiddleware, root_path=server.root_path),
+            *([Middleware(PageMiddleware, server)] if server.allowed_origins else ()),
             Middleware(
                 FrontMiddleware,
-                api_key=server.api_key,
+                keys=front.keys,
                 only_this_host=server.has_open_admin and is_loopback(server.host),
-            )
+            ),
         ],
         exception_handlers={
             HTTPException: _answer_error,
@@ -99,10 +103,15 @@ def _routes(front: Front) -> list[Route]:
         Route("/detokenize", system.detokenize, methods=post),
         Route("/health", system.health, methods=get),
         Route("/health/ready", system.ready, methods=get),
+        Route("/ping", system.health, methods=["GET", "POST"]),
+        Route("/livez", system.live, methods=get),
+        Route("/readyz", system.ready, methods=get),
         Route("/metrics", system.metrics, methods=get),
         Route("/kunserve/state", system.state, methods=get),
         Route("/kunserve/timeline", system.timeline, methods=get),
+        Route("/", dashboard.root, methods=get),
         Route("/dashboard", dashboard.page, methods=get),
+        Route(PAGE_WITH_SLASH, dashboard.with_slash, methods=get),
         Route("/dashboard/{name}", dashboard.file, methods=get),
         Route("/kunserve/drop", admin.drop, methods=post),
         Route("/kunserve/restore", admin.restore, methods=post),

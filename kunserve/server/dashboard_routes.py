@@ -12,7 +12,7 @@ from pathlib import Path
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request as HttpRequest
-from starlette.responses import Response
+from starlette.responses import RedirectResponse, Response
 
 FOLDER = Path(__file__).parent / "dashboard"
 PAGE = "page.html"
@@ -71,6 +71,14 @@ class DashboardRoutes:
     async def page(self, http: HttpRequest) -> Response:
         """GET /dashboard."""
         return _answer(http, self._files[PAGE])
+
+    async def root(self, _http: HttpRequest) -> Response:
+        """GET /: a visitor wants the page. Relative, because a proxy may have put a prefix."""
+        return RedirectResponse("dashboard")
+
+    async def with_slash(self, _http: HttpRequest) -> Response:
+        """GET /dashboard/: the page's files have names relative to ``/dashboard``."""
+        return RedirectResponse("../dashboard")
 
     async def file(self, http: HttpRequest) -> Response:
         """GET /dashboard/{name}: a style sheet or a script."""

@@ -51,10 +51,6 @@ FLAGS = {
     "--enable-log-requests": _NOT_THERE,
     "--disable-log-stats": "statistics are logged only while there is work, so leave the flag out",
     "--uvicorn-log-level": _NOT_THERE,
-    "--root-path": "let the proxy strip the path",
-    "--ssl-keyfile": "put a proxy with TLS in front",
-    "--ssl-certfile": "put a proxy with TLS in front",
-    "--allowed-origins": "put a proxy that answers CORS in front",
 }
 
 

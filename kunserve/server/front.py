@@ -4,6 +4,7 @@ from kunserve.cluster.api import EngineClient
 from kunserve.core.config import KunServeConfig
 from kunserve.core.errors import ModelNotFound, Unavailable
 from kunserve.model.generation_config import SamplingDefaults
+from kunserve.server.api_keys import ApiKeys
 from kunserve.server.body import BodyReader
 from kunserve.server.generation import Generation, Interrupted
 from kunserve.server.limits import FrontLimits
@@ -29,6 +30,9 @@ class Front:
         self.engine = engine
         self.codec = codec
         self.model_name = model_name
+        self.model_names = tuple(dict.fromkeys((model_name, *config.model.served_model_name)))
+        """The first one is in answers and metrics."""
+        self.keys = ApiKeys.of(config.server)
         self.config = config
         self.limits = limits
         self.defaults = defaults
@@ -45,10 +49,14 @@ class Front:
         """HTTP requests whose answer is not complete."""
         return len(self._in_flight)
 
+    def check_model(self, model: str | None) -> None:
+        """Raise ModelNotFound unless ``model`` is one of our names, or none at all."""
+        if model is not None and model not in self.model_names:
+            raise ModelNotFound(f"The model `{model[:200]}` does not exist.")
+
     def admit(self, model: str | None) -> None:
         """Raise ModelNotFound or Unavailable unless a request for ``model`` may enter."""
-        if model is not None and model != self.model_name:
-            raise ModelNotFound(f"The model `{model[:200]}` does not exist.")
+        self.check_model(model)
         if self.draining:
             raise Unavailable("The server is shutting down.")
 

@@ -20,8 +20,10 @@ from kunserve.model.profile import ProfileSubject, find_cost
 from kunserve.model.source import resolve_model
 from kunserve.model.tokenizer import load_tokenizer
 from kunserve.policy.cost import assumed_cost
+from kunserve.server.api_keys import ApiKeys
 from kunserve.server.app import create_app
 from kunserve.server.serve import serve
+from kunserve.server.tls import check_certificates
 
 logger = logging.getLogger("kunserve.server")
 
@@ -29,6 +31,8 @@ logger = logging.getLogger("kunserve.server")
 async def run_server(config: KunServeConfig) -> None:
     """Serve until a signal. Raises ConfigError when it cannot start."""
     began_s = time.monotonic()
+    ApiKeys.of(config.server)
+    check_certificates(config.server)
     listener = _listen(config.server.host, config.server.port)
     source = resolve_model(config.model.model, config.model.load_format)
     spec = read_spec(source, config.model.dtype)
@@ -57,11 +61,12 @@ async def run_server(config: KunServeConfig) -> None:
     )
     try:
         tokenizer = await tokenizer_loading
-        name = config.model.served_model_name or config.model.model
+        name = (*config.model.served_model_name, config.model.model)[0]
         app = create_app(cluster, tokenizer, name, config, defaults=defaults)
         host, port = listener.getsockname()[:2]
         logger.info(
-            "ready url=http://%s:%d/v1 model=%s max_model_len=%d seconds=%.1f",
+            "ready url=%s://%s:%d/v1 model=%s max_model_len=%d seconds=%.1f",
+            "http" if config.server.ssl_certfile is None else "https",
             host,
             port,
             name,

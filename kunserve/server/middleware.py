@@ -1,6 +1,5 @@
 """The outermost layer of the application: request ids, the API key, and the last resort."""
 
-import hmac
 import logging
 import re
 import uuid
@@ -8,12 +7,13 @@ import uuid
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from kunserve.server.api_keys import ApiKeys
 from kunserve.server.errors import Forbidden, Unauthorized, error_answer
 from kunserve.server.web_guard import check_host
 
 logger = logging.getLogger("kunserve.server")
 
-OPEN_PATHS = frozenset({"/health", "/health/ready", "/metrics"})
+OPEN_PATHS = frozenset({"/health", "/health/ready", "/livez", "/metrics", "/ping", "/readyz"})
 """Answered without a key, and also on connections beyond the limit."""
 DASHBOARD = "/dashboard"
 """Root of the static page, answered without a key: the data it then asks for does need one."""
@@ -26,11 +26,10 @@ class FrontMiddleware:
     """Pure ASGI middleware. With ``only_this_host`` a foreign Host header is refused."""
 
     def __init__(
-        self, app: ASGIApp, api_key: str | None = None, only_this_host: bool = False
+        self, app: ASGIApp, keys: ApiKeys | None = None, only_this_host: bool = False
     ) -> None:
-        assert api_key != "", "an empty key would let everybody in"
         self._app = app
-        self._api_key = None if api_key is None else api_key.encode()
+        self._keys = keys
         self._only_this_host = only_this_host
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -78,9 +77,9 @@ class FrontMiddleware:
                 check_host(None if host is None else host.decode("latin-1"))
             except Forbidden as refusal:
                 return refusal
-        if self._api_key is None or path == DASHBOARD or path.startswith(f"{DASHBOARD}/"):
+        if self._keys is None or path in ("/", DASHBOARD) or path.startswith(f"{DASHBOARD}/"):
             return None
         scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
-        if scheme.lower() == b"bearer" and hmac.compare_digest(key.strip(), self._api_key):
+        if scheme.lower() == b"bearer" and self._keys.has(key.strip()):
             return None
         return Unauthorized("The API key is missing or wrong.")

@@ -13,6 +13,7 @@ import uvicorn
 from starlette.applications import Starlette
 
 from kunserve.core.config import KunServeConfig
+from kunserve.server.api_keys import ApiKeys
 from kunserve.server.connection import limited_protocol
 from kunserve.server.front import Front
 
@@ -63,7 +64,7 @@ async def serve(
     drain = drain or Drain()
     front: Front = app.state.front
     server = _Uvicorn(_uvicorn_config(app, config))
-    with _signals(drain):
+    with _signals(drain, front.keys):
         serving = asyncio.create_task(server.serve(sockets))
         requested = asyncio.create_task(drain.requested.wait())
         try:
@@ -106,6 +107,10 @@ def _uvicorn_config(app: Starlette, config: KunServeConfig) -> uvicorn.Config:
         log_level=logging.WARNING,
         access_log=False,
         proxy_headers=False,
+        ssl_certfile=config.server.ssl_certfile,
+        ssl_keyfile=config.server.ssl_keyfile,
+        ssl_ca_certs=config.server.ssl_ca_certs,
+        ssl_cert_reqs=config.server.ssl_cert_reqs,
         server_header=False,
         timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=LAST_WRITES_S,
@@ -123,15 +128,18 @@ def _raise_file_limit() -> int:
 
 
 @contextlib.contextmanager
-def _signals(drain: Drain) -> Generator[None, None, None]:
-    """SIGTERM and SIGINT go to ``drain``; only a main thread may ask for them."""
+def _signals(drain: Drain, keys: ApiKeys | None) -> Generator[None, None, None]:
+    """SIGTERM and SIGINT go to ``drain``, SIGHUP to keys; only a main thread may ask for them."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     loop = asyncio.get_running_loop()
-    caught = (signal.SIGTERM, signal.SIGINT)
+    caught = [signal.SIGTERM, signal.SIGINT]
     for number in caught:
         loop.add_signal_handler(number, drain.request)
+    if keys is not None and keys.has_file:
+        caught.append(signal.SIGHUP)
+        loop.add_signal_handler(signal.SIGHUP, keys.reload)
     try:
         yield
     finally:

@@ -9,7 +9,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 import kunserve
-from kunserve.core.errors import InvalidRequest, ModelNotFound
+from kunserve.core.errors import InvalidRequest
 from kunserve.server.body import unless_gone
 from kunserve.server.errors import json_answer
 from kunserve.server.front import Front
@@ -53,6 +53,10 @@ class SystemRoutes:
         body = {"status": reason or "ready", "unfinished": engine.num_unfinished()}
         return json_answer(body, 503 if reason else 200)
 
+    async def live(self, _http: HttpRequest) -> Response:
+        """GET /livez: 200 while the front answers at all, whatever becomes of its instances."""
+        return json_answer({"status": "alive"})
+
     async def metrics(self, _http: HttpRequest) -> Response:
         """GET /metrics."""
         content = self._front.metrics.exposition()
@@ -64,18 +68,18 @@ class SystemRoutes:
 
     async def models(self, _http: HttpRequest) -> Response:
         """GET /v1/models."""
-        return json_answer({"object": "list", "data": [self._model()]})
+        names = self._front.model_names
+        return json_answer({"object": "list", "data": [self._model(name) for name in names]})
 
     async def model(self, http: HttpRequest) -> Response:
         """GET /v1/models/{name}."""
         name = http.path_params["name"]
-        if name != self._front.model_name:
-            raise ModelNotFound(f"The model `{name[:200]}` does not exist.")
-        return json_answer(self._model())
+        self._front.check_model(name)
+        return json_answer(self._model(name))
 
-    def _model(self) -> dict[str, Any]:
+    def _model(self, name: str) -> dict[str, Any]:
         return {
-            "id": self._front.model_name,
+            "id": name,
             "object": "model",
             "created": self._created,
             "owned_by": "kunserve",
@@ -88,7 +92,7 @@ class SystemRoutes:
         """POST /tokenize."""
         front = self._front
         body = await front.bodies.read(http, TokenizeBody)
-        self._check_model(body.model)
+        front.check_model(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise InvalidRequest("Give either `prompt` or `messages`.", "prompt")
         if body.prompt is not None:
@@ -111,7 +115,7 @@ class SystemRoutes:
         """POST /detokenize."""
         front = self._front
         body = await front.bodies.read(http, DetokenizeBody)
-        self._check_model(body.model)
+        front.check_model(body.model)
         check_token_ids(body.tokens, front.engine.limits.vocab_size, "tokens")
         codec = front.codec
         text = await codec.threads.run(len(body.tokens), codec.decode, body.tokens)
@@ -133,7 +137,3 @@ class SystemRoutes:
             if not math.isfinite(since_s):
                 raise InvalidRequest("`since` must be a number of seconds.", "since")
         return json_answer(self._front.timeline.view(since_s))
-
-    def _check_model(self, model: str | None) -> None:
-        if model is not None and model != self._front.model_name:
-            raise ModelNotFound(f"The model `{model[:200]}` does not exist.")

@@ -12,7 +12,7 @@ from typing import Any
 import click
 import yaml
 
-from kunserve.server.flags.option import ModelArgument, ServeFlag, expected
+from kunserve.server.flags.option import ModelArgument, ServeFlag, TextList, expected
 from kunserve.server.foreign_flags import FLAGS
 
 
@@ -90,6 +90,9 @@ def _checked(parameter: click.Parameter, value: Any, is_off: bool, ctx: click.Co
         if not isinstance(value, bool):
             raise ValueError(f"{value!r} is neither")
         return value is not is_off
+    if isinstance(parameter.type, TextList):
+        parameter.type.convert(value, parameter, ctx)
+        return value
     many = getattr(parameter, "multiple", False)
     items = value if many and isinstance(value, list) else [value]
     for item in items:

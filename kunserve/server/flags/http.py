@@ -3,20 +3,59 @@
 import click
 
 from kunserve.core.config import ServerConfig
-from kunserve.server.flags.option import FiniteRange, all_of, flags_of
+from kunserve.server.flags.option import FiniteRange, TextList, all_of, flags_of
 
 _address = flags_of("Address", ServerConfig())
+_tls = flags_of("TLS", ServerConfig())
 _access = flags_of("Access", ServerConfig())
 _limits = flags_of("Limits", ServerConfig())
 
 HTTP_FLAGS = all_of(
     _address("--host", help="Address to listen on."),
     _address("--port", type=click.IntRange(0, 65535), help="0 picks a free one."),
-    _access("--api-key", secret=True, help="Clients must send it as a Bearer token."),
+    _address(
+        "--root-path",
+        show_default=False,
+        help="What a proxy puts before every path, for example /llm.",
+    ),
+    _tls("--ssl-certfile", help="Certificate in PEM; with it, https is spoken."),
+    _tls("--ssl-keyfile", help="Its key [in the same file]."),
+    _tls("--ssl-ca-certs", help="Who signs the certificates of clients, in PEM."),
+    _tls(
+        "--ssl-cert-reqs",
+        type=click.IntRange(0, 2),
+        help="Certificates of clients: 0 not asked for, 1 checked if they have one, 2 required.",
+    ),
+    _access(
+        "--api-key",
+        secret=True,
+        help="Clients must send it as a Bearer token. In ps it is seen by all: rather use "
+        "KUNSERVE_API_KEY.",
+    ),
+    _access(
+        "--api-key-file",
+        secret=True,
+        help="More keys, one on a line, read anew at SIGHUP. Lines with # in front are comments.",
+    ),
     _access(
         "--enable-admin",
         is_flag=True,
         help="Let POST /kunserve/drop, restore, pause, resume and kill act.",
+    ),
+    _access(
+        "--allowed-origins",
+        type=TextList(),
+        default=(),
+        show_default=False,
+        help="Whose web pages may call the API from a browser (CORS): origins with commas between "
+        "them, or vLLM's JSON list. Paths below /kunserve are never open to them.",
+    ),
+    _access("--allowed-methods", type=TextList(), help="What those pages may send."),
+    _access("--allowed-headers", type=TextList(), help="Headers that they may send."),
+    _access(
+        "--allow-credentials",
+        is_flag=True,
+        help="Let them send cookies and certificates.",
     ),
     _limits(
         "--max-num-queued-reqs",

@@ -9,7 +9,12 @@ _model = flags_of("Model", ModelConfig())
 
 MODEL_FLAGS = all_of(
     _model("--tokenizer", help="Folder or hub id of the tokenizer [the model's own]."),
-    _model("--served-model-name", help="Name in the API [MODEL]."),
+    _model(
+        "--served-model-name",
+        many=True,
+        help="Names in the API [MODEL]; several if MODEL stands first. Answers and metrics have "
+        "the first one.",
+    ),
     _model("--dtype", type=click.Choice(["bfloat16", "float32"]), help="Weights and KV."),
     _model(
         "--load-format",

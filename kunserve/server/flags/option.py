@@ -1,5 +1,6 @@
 """A flag of ``kunserve serve``: also a variable of the environment and a key of the config file."""
 
+import json
 import math
 import os
 import re
@@ -35,6 +36,26 @@ class ByteSize(click.ParamType[int]):
         return size_bytes
 
 
+class TextList(click.ParamType[tuple[str, ...]]):
+    """Texts with commas between them, or as a list of JSON, as vLLM wants them."""
+
+    name = "list"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[str, ...]:
+        """The texts, or a usage error."""
+        if isinstance(value, str) and value.lstrip().startswith("["):
+            try:
+                value = json.loads(value)
+            except ValueError:
+                self.fail(f"{value!r} is no list of JSON", param, ctx)
+        items = value.split(",") if isinstance(value, str) else value
+        if not isinstance(items, list | tuple) or not all(isinstance(one, str) for one in items):
+            self.fail(f"{value!r} is no list of texts", param, ctx)
+        return tuple(one.strip() for one in items if one.strip())
+
+
 class FiniteRange(click.FloatRange):
     """A number within bounds. ``nan`` is within none, though no comparison says so."""
 
@@ -68,6 +89,8 @@ def _expected_one(kind: click.ParamType[Any]) -> str:
             if low is not None:
                 return f"{noun} {'above' if kind.min_open else 'from'} {low:g}"
             return noun
+        case TextList():
+            return "a list of texts"
         case ByteSize():
             return "a size such as 800MiB"
         case _ if kind is click.INT:

@@ -5,13 +5,13 @@ import contextlib
 import socket
 import threading
 from collections.abc import Awaitable, Callable, Generator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import httpx
 import uvloop
 
-from kunserve.core.config import KunServeConfig, ServerConfig
+from kunserve.core.config import KunServeConfig, ModelConfig, ServerConfig
 from kunserve.server.app import create_app
 from kunserve.server.front import Front
 from kunserve.server.limits import FrontLimits
@@ -76,10 +76,13 @@ def live_server(
     server: ServerConfig | None = None,
     limits: FrontLimits | None = None,
     listener: socket.socket | None = None,
+    model: ModelConfig | None = None,
 ) -> Generator[LiveServer, None, None]:
     """Start a server, on an ephemeral port unless told; at the end it is drained and joined."""
     engine = engine or EchoEngine()
-    config = replace(KunServeConfig(), server=server or ServerConfig(shutdown_timeout_s=5.0))
+    config = KunServeConfig(
+        model=model or ModelConfig(), server=server or ServerConfig(shutdown_timeout_s=5.0)
+    )
     listener = listener or socket.create_server(("127.0.0.1", 0), backlog=2048)
     port = listener.getsockname()[1]
     started = threading.Event()

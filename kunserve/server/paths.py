@@ -1,0 +1,32 @@
+"""One path for each endpoint: without the proxy's prefix, and without a slash at its end."""
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+PAGE_WITH_SLASH = "/dashboard/"
+"""Redirected instead, because the page's files have names relative to ``/dashboard``."""
+
+
+class PathMiddleware:
+    """Pure ASGI middleware, outermost: the guards behind it see the path that is served.
+
+    The prefix is taken away if it is there: some proxies do it themselves.
+    """
+
+    def __init__(self, app: ASGIApp, root_path: str = "") -> None:
+        self._app = app
+        self._prefix = root_path.rstrip("/")
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See the module."""
+        if scope["type"] == "http":
+            path = self._plain(scope["path"])
+            if path != scope["path"]:
+                scope = {**scope, "path": path, "raw_path": path.encode()}
+        await self._app(scope, receive, send)
+
+    def _plain(self, path: str) -> str:
+        if self._prefix and f"{path}/".startswith(f"{self._prefix}/"):
+            path = path[len(self._prefix) :] or "/"
+        if path.endswith("/") and path != PAGE_WITH_SLASH:
+            path = path.rstrip("/") or "/"
+        return path
