@@ -36,19 +36,29 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_token_ids: TokenIds = NO_TOKENS
+    """No other token is ever chosen; empty allows all."""
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """Runs of tokens that the output never contains: the last of a run is forbidden after the
+    others."""
     num_logprobs: int | None = None
     """Top alternatives reported with each token; 0 reports the chosen token's only."""
     num_prompt_logprobs: int | None = None
     """The same for the prompt's tokens; None where nobody asked, and nothing is computed."""
 
     @property
-    def needs_history(self) -> bool:
-        """Whether sampling looks at the tokens so far (the penalties do)."""
+    def has_penalties(self) -> bool:
+        """Whether tokens become more or less likely by having come before."""
         return (
             self.presence_penalty != 0.0
             or self.frequency_penalty != 0.0
             or self.repetition_penalty != 1.0
         )
+
+    @property
+    def needs_history(self) -> bool:
+        """Whether sampling looks at the tokens so far."""
+        return self.has_penalties or any(len(word) > 1 for word in self.bad_words)
 
 
 @dataclass(frozen=True, slots=True)
