@@ -8,8 +8,8 @@ import numpy as np
 from kunserve.control.instance.body import StepWork
 from kunserve.core.ids import GroupId, RequestId, StepId
 from kunserve.core.layout import LayerRange
-from kunserve.core.request import SamplingParams
-from kunserve.core.step import Chunk, SampledToken, SequenceStart, StepPlan
+from kunserve.core.request import SamplingParams, TokenLogprobs
+from kunserve.core.step import Chunk, SampledToken, ScoreRun, SequenceStart, StepPlan
 from kunserve.engine.body import CpuBody
 
 GREEDY = SamplingParams(max_tokens=1000, temperature=0.0)
@@ -25,6 +25,7 @@ class Sequence_:
     num_computed: int = 0
     is_known: bool = False
     sampled: list[SampledToken] = field(default_factory=list)
+    scores: list[TokenLogprobs] = field(default_factory=list)
 
 
 def arenas_mapped() -> set[str]:
@@ -77,17 +78,28 @@ class DirectEngine:
         return [s.tokens[s.num_prompt :] for s in sequences]
 
     def _step(self, active: list[Sequence_], chunk_size: int) -> None:
-        chunks, started, token_ids = [], [], []
+        chunks, started, token_ids, scored = [], [], [], []
         for s in active:
             num = min(chunk_size, len(s.tokens) - s.num_computed)
             is_last = s.num_computed + num == len(s.tokens)
             chunks.append(Chunk(s.request_id, s.num_computed, num, is_last))
             token_ids += s.tokens[s.num_computed : s.num_computed + num]
+            wants_scores = s.sampling.num_prompt_logprobs is not None
+            if wants_scores and s.num_computed < s.num_prompt - 1:
+                end = min(s.num_computed + num, s.num_prompt - 1)
+                scored.append(ScoreRun(s.request_id, s.num_computed, end))
             if not s.is_known:
-                history = tuple(s.tokens) if s.sampling.needs_history else ()
+                history = tuple(s.tokens) if s.sampling.needs_history or wants_scores else ()
                 started.append(SequenceStart(s.request_id, s.sampling, s.num_prompt, history))
                 s.is_known = True
-        plan = StepPlan(GroupId(0), StepId(self.step_id), (), tuple(started), tuple(chunks))
+        plan = StepPlan(
+            GroupId(0),
+            StepId(self.step_id),
+            (),
+            tuple(started),
+            tuple(chunks),
+            scored=tuple(scored),
+        )
         self.step_id += 1
         hidden = None
         outcome = None
@@ -106,8 +118,12 @@ class DirectEngine:
             outcome = body.execute(work, hidden)
             hidden = outcome.hidden
         assert outcome is not None
+        scores = {one.request_id: one for one in outcome.scores if one is not None}
         by_id = {token.request_id: token for token in outcome.tokens}
         for s, chunk in zip(active, chunks, strict=True):
+            if s.request_id in scores:
+                assert scores[s.request_id].first == s.num_computed
+                s.scores += scores[s.request_id].rows()
             s.num_computed += chunk.num_tokens
             if chunk.samples:
                 s.tokens.append(by_id[s.request_id].token_id)

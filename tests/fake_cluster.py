@@ -3,7 +3,7 @@
 import random
 from collections.abc import Callable, Sequence
 
-from kunserve.cluster.fake import FakeModel, expected_tokens, fake_spec
+from kunserve.cluster.fake import FakeModel, expected_scores, expected_tokens, fake_spec
 from kunserve.cluster.in_process import Action, Delivery, InProcessCluster
 from kunserve.control.instance.agent import InstanceAgent
 from kunserve.core.config import (
@@ -89,6 +89,10 @@ class FakeCluster(InProcessCluster):
             else:
                 assert account.end is not None, request_id
                 assert got == true, (request_id, got, true)
+            if got:
+                scores = expected_scores(account.request, self.model)
+                pieces = account.prompt_scores
+                assert tuple(row for one in pieces for row in one.rows()) == scores, request_id
 
     def finish(self) -> None:
         """Run to the end of every request and prove everything."""

@@ -18,6 +18,7 @@ import numpy.typing as npt
 from kunserve.control.instance.body import HostCopy, Remap, StepOutcome, StepWork, UnitCopy
 from kunserve.core.ids import InstanceId, RequestId
 from kunserve.core.layout import LayerRange
+from kunserve.core.prompt_scores import PromptScores, pack_scores
 from kunserve.core.request import Request, SamplingParams, TokenLogprobs
 from kunserve.core.snapshots import InstanceSpec
 from kunserve.core.step import SampledToken, SequenceStart
@@ -96,6 +97,36 @@ def _draw(hidden: int, sampling: SamplingParams, position: int, history: list[in
     return value
 
 
+def _score_row(hidden: int, token_id: int) -> TokenLogprobs:
+    """What the output head says of a prompt's token: numbers that float32 holds exactly."""
+    value = _mix_one(hidden ^ token_id, _HEAD)
+    return TokenLogprobs(-float(value % 4096), value % 7 + 1, ((value % 1000, -1.0),))
+
+
+def expected_scores(request: Request, model: FakeModel) -> tuple[TokenLogprobs, ...]:
+    """The oracle: every score of the request's prompt."""
+    tokens = request.prompt_token_ids
+    hidden = _last_hidden(model)
+    return tuple(
+        _score_row(hidden(token_id, position), tokens[position + 1])
+        for position, token_id in enumerate(tokens[: request.num_to_score])
+    )
+
+
+def _last_hidden(model: FakeModel) -> Callable[[int, int], int]:
+    """What the layers make of each token, to be called with one after the other."""
+    sums = [0] * model.num_layers
+
+    def forward(token_id: int, position: int) -> int:
+        hidden = _mix_one(token_id * _FACTOR_1 + position, _EMBED)
+        for layer in range(model.num_layers):
+            sums[layer] = (sums[layer] + _mix_one(hidden, 2 * layer)) & _MASK
+            hidden = _mix_one(hidden + 3 * sums[layer], 2 * layer + 1)
+        return hidden
+
+    return forward
+
+
 def expected_tokens(request: Request, model: FakeModel, max_model_len: int) -> tuple[int, ...]:
     """The oracle: every output token of the request when nothing ever disturbs it.
 
@@ -106,14 +137,11 @@ def expected_tokens(request: Request, model: FakeModel, max_model_len: int) -> t
     limit = min(len(request.prompt_token_ids) + sampling.max_tokens, max_model_len)
     tokens = list(request.prompt_token_ids)
     num_prompt = len(tokens)
-    sums = [0] * model.num_layers
+    forward = _last_hidden(model)
     hidden = position = 0
     while True:
         while position < len(tokens):
-            hidden = _mix_one(tokens[position] * _FACTOR_1 + position, _EMBED)
-            for layer in range(model.num_layers):
-                sums[layer] = (sums[layer] + _mix_one(hidden, 2 * layer)) & _MASK
-                hidden = _mix_one(hidden + 3 * sums[layer], 2 * layer + 1)
+            hidden = forward(tokens[position], position)
             position += 1
         value = _draw(hidden, sampling, len(tokens) - num_prompt, tokens)
         tokens.append(value % model.vocab_size)
@@ -197,7 +225,8 @@ class FakeBody:
             time.sleep(self._delay(work))
         if not work.is_last:
             return StepOutcome(outputs, ())
-        return StepOutcome(None, tuple(self._sample(work, outputs)))
+        scores = tuple(self._score(work, outputs)) if work.plan.scored else ()
+        return StepOutcome(None, tuple(self._sample(work, outputs)), scores)
 
     def _embed(self, work: StepWork) -> Uint64Array:
         assert work.token_ids is not None and len(work.token_ids) == work.plan.num_tokens
@@ -223,6 +252,19 @@ class FakeBody:
             sums = np.cumsum(self._kv[units].reshape(-1)[:end])[start:]
             hidden = _mix(hidden + np.uint64(3) * sums, 2 * layer + 1)
         return hidden
+
+    def _score(self, work: StepWork, hidden: Uint64Array) -> Iterator[PromptScores]:
+        row_of, end = {}, 0
+        for chunk in work.plan.chunks:
+            row_of[chunk.request_id] = end - chunk.start
+            end += chunk.num_tokens
+        for request_id, first, last in work.plan.scored:
+            prompt, offset = self._starts[request_id].token_ids, row_of[request_id]
+            rows = [
+                _score_row(int(hidden[offset + position]), prompt[position + 1])
+                for position in range(first, last)
+            ]
+            yield pack_scores(request_id, first, 1, rows)
 
     def _sample(self, work: StepWork, hidden: Uint64Array) -> Iterator[SampledToken]:
         end = 0

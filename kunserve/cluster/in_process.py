@@ -39,6 +39,7 @@ from kunserve.core.messages import (
     Ready,
     TokenOutput,
 )
+from kunserve.core.prompt_scores import PromptScores
 from kunserve.core.request import FinishReason, Request
 from kunserve.core.snapshots import InstanceSpec, TransitionRecord
 from kunserve.core.transfer import KvPull, LayerLoad, LayerPull, PeerAddress
@@ -123,6 +124,7 @@ class Account:
 
     request: Request
     token_ids: list[int] = field(default_factory=list)
+    prompt_scores: tuple[PromptScores, ...] = ()
     end: FinishReason | None = None
     is_cancelled: bool = False
 
@@ -132,6 +134,7 @@ class Account:
         if token.token_id is not None:
             assert token.position == len(self.token_ids), token
             self.token_ids.append(token.token_id)
+            self.prompt_scores += token.prompt_scores
         self.end = token.finish_reason
 
 

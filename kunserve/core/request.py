@@ -36,17 +36,29 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_token_ids: TokenIds = NO_TOKENS
+    """No other token is ever chosen; empty allows all."""
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """Runs of tokens that the output never contains: the last of a run is forbidden after the
+    others."""
     num_logprobs: int | None = None
     """Top alternatives reported with each token; 0 reports the chosen token's only."""
+    num_prompt_logprobs: int | None = None
+    """The same for the prompt's tokens; None where nobody asked, and nothing is computed."""
 
     @property
-    def needs_history(self) -> bool:
-        """Whether sampling looks at the tokens so far (the penalties do)."""
+    def has_penalties(self) -> bool:
+        """Whether tokens become more or less likely by having come before."""
         return (
             self.presence_penalty != 0.0
             or self.frequency_penalty != 0.0
             or self.repetition_penalty != 1.0
         )
+
+    @property
+    def needs_history(self) -> bool:
+        """Whether sampling looks at the tokens so far."""
+        return self.has_penalties or any(len(word) > 1 for word in self.bad_words)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,11 +72,20 @@ class Request:
     """Orders the queue: a preempted or re-run request keeps its place."""
     output_token_ids: TokenIds = NO_TOKENS
     """Tokens the client already has, when a request is re-run after its instance died."""
+    num_scored: int = 0
+    """Scores of the prompt that are known already: a re-run computes the others."""
 
     @property
     def max_stored_tokens(self) -> int:
         """Tokens of KV that the request may come to need (the last token's KV is never stored)."""
         return len(self.prompt_token_ids) + self.sampling.max_tokens - 1
+
+    @property
+    def num_to_score(self) -> int:
+        """Scores that the prompt has in all; 0 where nobody asked for them."""
+        if self.sampling.num_prompt_logprobs is None:
+            return 0
+        return len(self.prompt_token_ids) - 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from kunserve.core.ids import GroupId, RequestId, StepId
+from kunserve.core.prompt_scores import PromptScores
 from kunserve.core.request import SamplingParams, TokenLogprobs
 from kunserve.core.tokens import TokenIds
 
@@ -29,7 +30,7 @@ class SequenceStart(NamedTuple):
     sampling: SamplingParams
     num_prompt_tokens: int
     token_ids: TokenIds
-    """All tokens so far, for the stages that need history; else empty."""
+    """All tokens so far, where penalties or scores of the prompt need them; else empty."""
 
 
 class BlockRun(NamedTuple):
@@ -38,6 +39,14 @@ class BlockRun(NamedTuple):
     request_id: RequestId
     first_block: int
     end_block: int
+
+
+class ScoreRun(NamedTuple):
+    """Scores [first, end) of one request's prompt, out of rows of its chunk."""
+
+    request_id: RequestId
+    first: int
+    end: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +63,9 @@ class StepPlan:
     """KV to copy to host memory while the step runs; the next plan's step may use its blocks."""
     swapped_in: tuple[BlockRun, ...] = ()
     """KV to copy back meanwhile, into blocks of its own; whole when the next plan's step begins."""
+    scored: tuple[ScoreRun, ...] = ()
+    """What the last stage computes of prompts whose clients asked; never more than a run a chunk,
+    and in the chunks' order."""
 
     @property
     def num_tokens(self) -> int:
@@ -77,3 +89,5 @@ class StepResult:
     group_id: GroupId
     step_id: StepId
     tokens: tuple[SampledToken, ...]
+    scores: tuple[PromptScores | None, ...] = ()
+    """One for each run of the plan's ``scored``. None ends the request with an error."""

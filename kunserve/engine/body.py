@@ -17,10 +17,11 @@ from kunserve.core.model_spec import ModelSpec
 from kunserve.core.snapshots import InstanceSpec
 from kunserve.core.step import SampledToken
 from kunserve.engine.attention import c_model
-from kunserve.engine.decoder import Decoder, StepBatch, StepLimits
+from kunserve.engine.decoder import PANEL_ROWS, Decoder, StepBatch, StepLimits
 from kunserve.engine.free_memory import anonymous_bytes
 from kunserve.engine.kernels.library import library
 from kunserve.engine.memory import InstanceMemory, MemoryPlan
+from kunserve.engine.prompt_scorer import PromptScorer
 from kunserve.engine.sampler import Sampler
 from kunserve.engine.step_batch import build_batch
 from kunserve.engine.weights.loader import WeightLoader, packed_weights
@@ -113,6 +114,7 @@ class CpuBody:
             self.memory.close()
             raise
         self._sampler = Sampler(read_eos_ids(source), self.model.vocab_size)
+        self._scorer = PromptScorer(self._decoder)
         self._prompt_tokens: dict[RequestId, int] = {}
         self._host = HostStore(self.memory.unit_view)
         load_s = time.perf_counter() - started
@@ -144,14 +146,16 @@ class CpuBody:
         hidden = self._decoder.forward(batch, hidden, look_up)
         if not work.is_last:
             return StepOutcome(hidden, ())
-        return StepOutcome(None, self._sample(work, batch, hidden))
+        for start in work.plan.started:
+            self._sampler.start(start)
+            self._scorer.start(start)
+            self._prompt_tokens[start.request_id] = start.num_prompt_tokens
+        scores = self._scorer.score(work.plan, batch, hidden) if work.plan.scored else ()
+        return StepOutcome(None, self._sample(work, batch, hidden), scores)
 
     def _sample(
         self, work: StepWork, batch: StepBatch, hidden: torch.Tensor
     ) -> tuple[SampledToken, ...]:
-        for start in work.plan.started:
-            self._sampler.start(start)
-            self._prompt_tokens[start.request_id] = start.num_prompt_tokens
         sampling = [chunk for chunk in work.plan.chunks if chunk.samples]
         if not sampling:
             return ()
@@ -165,6 +169,7 @@ class CpuBody:
     def forget(self, request_id: RequestId) -> None:
         """Drop what sampling and host memory keep of a request; unknown ones are no mistake."""
         self._sampler.forget(request_id)
+        self._scorer.forget(request_id)
         self._prompt_tokens.pop(request_id, None)
         self._host.forget(request_id)
 
@@ -247,7 +252,7 @@ def _step_limits(
     num_tokens = scheduler.max_num_batched_tokens
     return StepLimits(
         num_tokens=num_tokens,
-        num_sampled=min(num_tokens, scheduler.max_num_seqs),
+        num_sampled=min(num_tokens, max(scheduler.max_num_seqs, PANEL_ROWS)),
         num_positions=min(longest, model.max_model_len or longest),
     )
 

@@ -7,8 +7,10 @@ layers that a stage does not hold is never touched.
 import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from kunserve.core.errors import ConfigError
@@ -32,7 +34,10 @@ from kunserve.engine.kernels.library import (
 from kunserve.engine.kernels.ops import Finish, argmax, linear, rms_norm
 from kunserve.engine.kernels.rope import RopeTable
 
-__all__ = ["Decoder", "LayerWeights", "ModelWeights", "StepBatch"]
+__all__ = ["PANEL_ROWS", "Decoder", "LayerWeights", "ModelWeights", "StepBatch"]
+
+PANEL_ROWS = 32
+"""Rows of logits that are computed together of a prompt. Steps have memory for so many."""
 
 
 @dataclass(slots=True)
@@ -219,7 +224,11 @@ class Decoder:
 
     def logits(self, batch: StepBatch, hidden: torch.Tensor) -> torch.Tensor:
         """Float32 logits [n, vocab] of ``batch.sample_rows``. Overwritten by the next call."""
-        rows = hidden.index_select(0, torch.from_numpy(batch.sample_rows))
+        return self.logits_of(batch.sample_rows, hidden)
+
+    def logits_of(self, which: npt.NDArray[np.integer[Any]], hidden: torch.Tensor) -> torch.Tensor:
+        """As ``logits``, of these rows of ``hidden``."""
+        rows = hidden.index_select(0, torch.from_numpy(which))
         rms_norm(rows, self._weights.final_norm, self._spec.rms_eps, out=rows)
         if rows.shape[0] > self._logits.shape[0]:
             self._logits = torch.empty(rows.shape[0], self._spec.vocab_size)

@@ -1,9 +1,9 @@
 """Chooses each request's next token from its logits.
 
-Order as in vLLM: log-probabilities are of the raw logits; then ``min_tokens``, ``logit_bias`` and
-the penalties; then greedy, or temperature, ``min_p``, ``top_k``, ``top_p`` and a draw. Everything
-depends on the request's own row alone, so batching and pipelining change nothing, and a request
-whose row cannot be sampled ends alone.
+Order as in vLLM: log-probabilities are of the raw logits; then ``allowed_token_ids``,
+``bad_words``, ``min_tokens``, ``logit_bias`` and the penalties; then greedy, or temperature,
+``min_p``, ``top_k``, ``top_p`` and a draw. Everything depends on the request's own row alone, so
+batching and pipelining change nothing, and a request whose row cannot be sampled ends alone.
 """
 
 import logging
@@ -20,6 +20,7 @@ from kunserve.core.request import SamplingParams, TokenLogprobs
 from kunserve.core.step import SampledToken, SequenceStart
 from kunserve.engine.distribution import Row, draw, token_logprobs
 from kunserve.engine.history import TokenHistory
+from kunserve.engine.token_bans import TokenBans
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +44,7 @@ class _State:
     bias_ids: npt.NDArray[np.int64]
     bias: Row
     history: TokenHistory | None
+    bans: TokenBans | None
 
 
 class Sampler:
@@ -97,11 +99,13 @@ class Sampler:
         sampling = start.sampling
         stops = sampling.stop_token_ids + (() if sampling.ignore_eos else self._eos_ids)
         bias = [pair for pair in sampling.logit_bias if 0 <= pair[0] < self._vocab_size]
-        history = None
-        if sampling.needs_history:
+        history = bans = None
+        if sampling.has_penalties:
             history = TokenHistory(start.token_ids, start.num_prompt_tokens)
+        if TokenBans.are_in(sampling):
+            bans = TokenBans(start, self._vocab_size)
         is_greedy = sampling.temperature < _GREEDY_BELOW
-        is_plain = history is None and not bias and sampling.min_tokens == 0
+        is_plain = history is None and bans is None and not bias and sampling.min_tokens == 0
         return _State(
             sampling=sampling,
             is_greedy=is_greedy,
@@ -111,6 +115,7 @@ class Sampler:
             bias_ids=_ids(token for token, _ in bias),
             bias=np.array([value for _, value in bias], dtype=np.float32),
             history=history,
+            bans=bans,
         )
 
 
@@ -145,6 +150,8 @@ def _choose(row: Row, state: _State, position: int) -> tuple[int, TokenLogprobs 
         token = draw(row, sampling, uniform(sampling.seed, position))
     if state.history is not None:
         state.history.append(token)
+    if state.bans is not None:
+        state.bans.append(token)
     if sampling.num_logprobs is None:
         return token, None
     return token, token_logprobs(raw, token, sampling.num_logprobs)
@@ -157,6 +164,8 @@ def _ids(values: Iterable[int]) -> npt.NDArray[np.int64]:
 def _adjust(row: Row, state: _State, position: int) -> None:
     """Apply everything that changes the logits [vocab] themselves, in place."""
     sampling = state.sampling
+    if state.bans is not None:
+        state.bans.apply(row)
     if position < sampling.min_tokens:
         row[state.early_ids] = -np.inf
     np.add.at(row, state.bias_ids, state.bias)

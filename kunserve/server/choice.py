@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kunserve.core.messages import TokenOutput
+from kunserve.core.prompt_scores import PromptScores
 from kunserve.core.request import FinishReason, Request, TokenLogprobs
 from kunserve.server.detokenize import Detokenizer
 from kunserve.server.stop import StopMatcher, StopStrings
@@ -16,15 +17,18 @@ class TextOptions:
     stop: StopStrings | None = None
     include_stop: bool = False
     skip_special_tokens: bool = True
+    omits_answer: bool = False
+    """The client wants its prompt only: what the engine makes of it is not shown."""
 
 
 class TokenEntry(NamedTuple):
     """One token with what ``logprobs`` reports of it."""
 
     token_id: int
-    logprobs: TokenLogprobs
+    logprobs: TokenLogprobs | None
+    """None for the first token of an echoed prompt."""
     text_offset: int
-    """Characters of output before it."""
+    """Characters of output before it; negative in an echoed prompt."""
 
 
 @dataclass(slots=True)
@@ -33,6 +37,9 @@ class Delta:
 
     text: str = ""
     entries: list[TokenEntry] = field(default_factory=list)
+    starts: bool = False
+    """Whether the first token is in it. Then the prompt's scores are, where they were asked for."""
+    prompt_scores: tuple[PromptScores, ...] = ()
 
 
 class Choice:
@@ -44,7 +51,10 @@ class Choice:
         "_include_stop",
         "_matcher",
         "_num_characters",
+        "_omits_answer",
         "_pieces",
+        "_prompt_scores",
+        "_starts",
         "finish_reason",
         "index",
         "num_tokens",
@@ -62,6 +72,9 @@ class Choice:
             None if options.stop is None else StopMatcher(options.stop, options.include_stop)
         )
         self._include_stop = options.include_stop
+        self._omits_answer = options.omits_answer
+        self._starts = False
+        self._prompt_scores: tuple[PromptScores, ...] = ()
         self._pieces: list[str] = []
         self._entries: list[TokenEntry] = []
         self._num_characters = 0
@@ -82,15 +95,24 @@ class Choice:
         token_id = output.token_id
         if token_id is not None:
             assert output.position == self.num_tokens, (output, self.num_tokens)
+            if output.position == 0:
+                self._starts = True
+                self._prompt_scores = output.prompt_scores
+            if self._omits_answer:
+                self.finish_reason = FinishReason.LENGTH
+                return
             self._take_token(token_id, output)
         if self.finish_reason is None and output.finish_reason is not None:
             self._finish(output.finish_reason, token_id)
 
     def take(self) -> Delta:
         """Everything new since the last call."""
-        delta = Delta("".join(self._pieces), self._entries)
+        pieces, entries = self._pieces, self._entries
+        delta = Delta("".join(pieces), entries, self._starts, self._prompt_scores)
         self._pieces = []
         self._entries = []
+        self._starts = False
+        self._prompt_scores = ()
         return delta
 
     def _take_token(self, token_id: int, output: TokenOutput) -> None:

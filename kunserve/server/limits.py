@@ -35,5 +35,8 @@ class FrontLimits:
     """
     max_unfinished_bytes: int = 256 << 20
     """Bodies that have not arrived completely, over all connections; more is answered 503."""
+    max_prompt_logprobs: int = 1 << 21
+    """Log-probabilities of prompts in one call: the front keeps four bytes of each, and writes
+    about 24."""
     small_body_bytes: int = 64 << 10
     """The first bytes of each body that do not count there: small requests always get in."""

@@ -1,8 +1,8 @@
 """Log-probabilities in the two shapes of the OpenAI API."""
 
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
 from kunserve.server.choice import TokenEntry
 from kunserve.server.detokenize import TokenBytes
@@ -16,7 +16,11 @@ def finite(logprob: float) -> float:
     return logprob if math.isfinite(logprob) and logprob > LEAST_LOGPROB else LEAST_LOGPROB
 
 
-def _shown(raw: bytes) -> str:
+TokenName: TypeAlias = Callable[[int], str]
+"""How a token is written in an answer."""
+
+
+def shown(raw: bytes) -> str:
     """A token as text; one that is no whole character is spelled in bytes, as OpenAI does."""
     try:
         return raw.decode()
@@ -24,46 +28,59 @@ def _shown(raw: bytes) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
 
+def token_name(token_id: int) -> str:
+    """As ``return_tokens_as_token_ids`` wants it: unlike text, it tells all tokens apart."""
+    return f"token_id:{token_id}"
+
+
 def completion_logprobs(
-    entries: Sequence[TokenEntry], token_bytes: TokenBytes, num_top: int, base_offset: int
+    entries: Sequence[TokenEntry], name_of: TokenName, num_top: int, base_offset: int
 ) -> dict[str, Any]:
     """Parallel lists: tokens, token_logprobs, top_logprobs, text_offset."""
+    logprobs: list[float | None] = []
     tops: list[dict[str, float] | None] = []
     for entry in entries:
+        if entry.logprobs is None:
+            logprobs.append(None)
+            tops.append(None)
+            continue
         top: dict[str, float] = {}
         for token_id, logprob in entry.logprobs.top[:num_top]:
             # Two tokens may read the same (incomplete characters): the likelier one is kept.
-            top.setdefault(_shown(token_bytes.of(token_id)), finite(logprob))
-        if num_top:  # the sampled token is always reported
-            name = _shown(token_bytes.of(entry.token_id))
-            top.setdefault(name, finite(entry.logprobs.logprob))
+            top.setdefault(name_of(token_id), finite(logprob))
+        if num_top:  # the token itself is always reported
+            top.setdefault(name_of(entry.token_id), finite(entry.logprobs.logprob))
+        logprobs.append(finite(entry.logprobs.logprob))
         tops.append(top or None)
     return {
-        "tokens": [_shown(token_bytes.of(entry.token_id)) for entry in entries],
-        "token_logprobs": [finite(entry.logprobs.logprob) for entry in entries],
+        "tokens": [name_of(entry.token_id) for entry in entries],
+        "token_logprobs": logprobs,
         "top_logprobs": tops,
         "text_offset": [base_offset + entry.text_offset for entry in entries],
     }
 
 
-def _chat_token(token_id: int, logprob: float, token_bytes: TokenBytes) -> dict[str, Any]:
+def _chat_token(
+    token_id: int, logprob: float, token_bytes: TokenBytes, as_ids: bool
+) -> dict[str, Any]:
     raw = token_bytes.of(token_id)
     return {
-        "token": raw.decode(errors="replace"),
+        "token": token_name(token_id) if as_ids else raw.decode(errors="replace"),
         "logprob": finite(logprob),
         "bytes": list(raw),
     }
 
 
 def chat_logprobs(
-    entries: Sequence[TokenEntry], token_bytes: TokenBytes, num_top: int
+    entries: Sequence[TokenEntry], token_bytes: TokenBytes, num_top: int, as_ids: bool = False
 ) -> dict[str, Any]:
     """``content``: one object per token, each with its alternatives."""
     content = []
     for entry in entries:
-        one = _chat_token(entry.token_id, entry.logprobs.logprob, token_bytes)
+        assert entry.logprobs is not None, entry
+        one = _chat_token(entry.token_id, entry.logprobs.logprob, token_bytes, as_ids)
         one["top_logprobs"] = [
-            _chat_token(token_id, logprob, token_bytes)
+            _chat_token(token_id, logprob, token_bytes, as_ids)
             for token_id, logprob in entry.logprobs.top[:num_top]
         ]
         content.append(one)

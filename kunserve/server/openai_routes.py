@@ -3,7 +3,7 @@
 import time
 import uuid
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
@@ -16,15 +16,25 @@ from kunserve.server.body import unless_gone
 from kunserve.server.choice import Choice, TextOptions
 from kunserve.server.front import Front
 from kunserve.server.generation import Generation
-from kunserve.server.logprobs import chat_logprobs, completion_logprobs
+from kunserve.server.logprobs import chat_logprobs, completion_logprobs, shown, token_name
 from kunserve.server.middleware import GIVEN_ID
-from kunserve.server.prompts import echoes_of, encode_conversation, encode_prompts
+from kunserve.server.prompt_report import report_of
+from kunserve.server.prompts import (
+    bad_words_of,
+    continued_message,
+    echoes_of,
+    encode_conversation,
+    encode_prompts,
+)
 from kunserve.server.sampling import remaining_tokens, resolve_sampling
 from kunserve.server.schema import ChatBody, CompletionBody, GenerationBody
 from kunserve.server.stop import StopStrings
 from kunserve.server.streaming import GenerationAnswer, StreamedAnswer, WholeAnswer
+from kunserve.server.tools import check_tool_choice
 from kunserve.server.unsupported import ForeignFields
 from kunserve.server.wire import Envelope, FormatLogprobs, UsageIn
+
+BadWords: TypeAlias = tuple[tuple[int, ...], ...]
 
 
 class OpenAIRoutes:
@@ -40,15 +50,18 @@ class OpenAIRoutes:
         front = self._front
         body = await front.bodies.read(http, CompletionBody)
         self._check(body)
-        if body.echo and body.logprobs is not None:
-            raise InvalidRequest("`echo` together with `logprobs` is not supported.", "echo")
+        if body.max_tokens == 0 and not body.echo:
+            raise InvalidRequest("`max_tokens` must be at least 1 without `echo`.", "max_tokens")
+        if body.best_of not in (None, body.n or 1):
+            raise InvalidRequest("`best_of` other than `n` is not supported.", "best_of")
         most, limits = front.limits.max_requests_per_call, front.engine.limits
         encoding = encode_prompts(front.codec, body, limits, most)
         prompts = await unless_gone(http, encoding)
         echoes = [""] * len(prompts)
         if body.echo:
             echoes = await unless_gone(http, echoes_of(front.codec, body, prompts))
-        return self._answer(http, body, prompts, echoes, arrival_s)
+        bad_words = await bad_words_of(front.codec, body)
+        return self._answer(http, body, prompts, echoes, bad_words, arrival_s)
 
     async def chat(self, http: HttpRequest) -> Response:
         """POST /v1/chat/completions."""
@@ -58,8 +71,10 @@ class OpenAIRoutes:
         self._check(body)
         if body.top_logprobs is not None and not body.logprobs:
             raise InvalidRequest("`top_logprobs` needs `logprobs` to be true.", "top_logprobs")
+        check_tool_choice(body.tools, body.tool_choice)
         prompt = await unless_gone(http, encode_conversation(front.codec, body))
-        return self._answer(http, body, [prompt], [""], arrival_s)
+        bad_words = await bad_words_of(front.codec, body)
+        return self._answer(http, body, [prompt], [continued_message(body)], bad_words, arrival_s)
 
     def _check(self, body: GenerationBody) -> None:
         """What can be refused before the prompt is looked at."""
@@ -70,6 +85,10 @@ class OpenAIRoutes:
         options = body.stream_options
         if options is not None and not body.stream:
             raise InvalidRequest("`stream_options` needs `stream` to be true.", "stream_options")
+        if body.prompt_logprobs is not None and body.stream:
+            raise InvalidRequest(
+                "`prompt_logprobs` is not available when `stream` is true.", "prompt_logprobs"
+            )
 
     def _answer(
         self,
@@ -77,6 +96,7 @@ class OpenAIRoutes:
         body: GenerationBody,
         prompts: Sequence[list[int]],
         echoes: Sequence[str],
+        bad_words: BadWords,
         arrival_s: float,
     ) -> Response:
         """Submit the request; the response that will follow it to its end.
@@ -90,7 +110,9 @@ class OpenAIRoutes:
         response_id = prefix + (given or unique)
         # Clients may send one id twice; the engine's ids differ all the same.
         engine_id = f"{response_id}-{unique[:8]}" if given else response_id
-        choices = self._choices(body, prompts, engine_id, arrival_s)
+        most = front.limits.max_prompt_logprobs
+        report = report_of(front.codec, body, prompts, echoes, most)
+        choices = self._choices(body, prompts, bad_words, engine_id, arrival_s)
         num_choices = body.n or 1
         envelope = Envelope(
             kind=body.kind,
@@ -100,6 +122,7 @@ class OpenAIRoutes:
             format_logprobs=self._formatter(body),
             prefixes=[echoes[choice.index // num_choices] for choice in choices],
             num_prompt_tokens=sum(map(len, prompts)),
+            report=report,
         )
         eager = bool(body.stream or body.stop)
         generation = Generation(front.engine, choices, front.metrics, eager)
@@ -116,6 +139,7 @@ class OpenAIRoutes:
         self,
         body: GenerationBody,
         prompts: Sequence[list[int]],
+        bad_words: BadWords,
         engine_id: str,
         arrival_s: float,
     ) -> list[Choice]:
@@ -126,19 +150,22 @@ class OpenAIRoutes:
             StopStrings(body.stop) if body.stop else None,
             bool(body.include_stop_str_in_output),
             skip_special,
+            omits_answer=body.asked_tokens == 0,
         )
         default_tokens = body.default_tokens
         if front.defaults.max_new_tokens is not None:
             default_tokens = min(front.defaults.max_new_tokens, default_tokens or 1 << 62)
+        # The engine makes one token at least, which is not shown where none is asked for.
+        asked_tokens = None if body.asked_tokens is None else max(1, body.asked_tokens)
         max_tokens = [
-            remaining_tokens(limits.max_model_len, len(prompt), body.asked_tokens, default_tokens)
+            remaining_tokens(limits.max_model_len, len(prompt), asked_tokens, default_tokens)
             for prompt in prompts
         ]
         num_choices = body.n or 1
         token_ids_of = [TokenIds(prompt) for prompt in prompts]
         choices: list[Choice] = []
         for sampling in resolve_sampling(
-            body, front.defaults, limits.vocab_size, max_tokens, front.seeds
+            body, front.defaults, limits.vocab_size, max_tokens, front.seeds, bad_words
         ):
             index = len(choices)
             token_ids = token_ids_of[index // num_choices]
@@ -153,11 +180,15 @@ class OpenAIRoutes:
         if num_top is None:
             return None
         token_bytes = self._front.codec.token_bytes
+        as_ids = bool(body.return_tokens_as_token_ids)
+
+        def name_of(token_id: int) -> str:
+            return token_name(token_id) if as_ids else shown(token_bytes.of(token_id))
 
         def chat(entries: Sequence[Any], _offset: int) -> dict[str, Any]:
-            return chat_logprobs(entries, token_bytes, num_top)
+            return chat_logprobs(entries, token_bytes, num_top, as_ids)
 
         def completion(entries: Sequence[Any], offset: int) -> dict[str, Any]:
-            return completion_logprobs(entries, token_bytes, num_top, offset)
+            return completion_logprobs(entries, name_of, num_top, offset)
 
         return chat if body.kind == "chat" else completion

@@ -5,9 +5,13 @@ from typing import Any
 
 from kunserve.cluster.api import ServingLimits
 from kunserve.core.errors import InvalidRequest
-from kunserve.server.schema import ChatBody, CompletionBody, TokenizeBody
+from kunserve.server.schema import ChatBody, CompletionBody, GenerationBody, TokenizeBody
 from kunserve.server.text import TextCodec, too_long
+from kunserve.server.tools import called_tools, check_tools
 from kunserve.server.vocabulary import check_token_ids
+
+TOOL_CHARS = 4000
+"""About what a tool, or a past call, makes of text. So none is rendered on the event loop."""
 
 
 async def encode_prompts(
@@ -39,10 +43,40 @@ async def echoes_of(
     return await codec.threads.run(num_tokens, lambda: [codec.decode(one) for one in prompts])
 
 
+async def bad_words_of(codec: TextCodec, body: GenerationBody) -> tuple[tuple[int, ...], ...]:
+    """The tokens of each of ``bad_words``: at the beginning of a text, and inside one.
+
+    As vLLM does it: inside, a word has a space before it. Where that makes a token more, the
+    space is a token of its own, and what follows is the word as at the beginning.
+    """
+    if not body.bad_words:
+        return ()
+    words = [word.lstrip() for word in body.bad_words]
+    if not all(words):
+        raise InvalidRequest("`bad_words`: a word is empty.", "bad_words")
+    begins = await codec.encode(words, add_special_tokens=False)
+    inside = await codec.encode([" " + word for word in words], add_special_tokens=False)
+    found: dict[tuple[int, ...], None] = {}
+    for first, second in zip(begins, inside, strict=True):
+        found[tuple(first)] = None
+        if len(second) == len(first) and second[0] != first[0]:
+            found[tuple(second)] = None
+    return tuple(found)
+
+
+def continued_message(body: ChatBody) -> str:
+    """What ``echo`` repeats: the last message, if it is the assistant's. Called once checked."""
+    if not body.echo:
+        return ""
+    last = _message(len(body.messages) - 1, body.messages[-1])
+    return str(last["content"]) if last["role"] == "assistant" else ""
+
+
 async def encode_conversation(codec: TextCodec, body: ChatBody | TokenizeBody) -> list[int]:
     """A conversation as the chat template writes it, in token ids."""
     messages = body.messages or []
     num_chars = 100 * len(messages) + sum(map(_content_size, messages))
+    num_chars += TOOL_CHARS * len(body.tools or [])
     text = await codec.threads.run(num_chars, conversation_text, codec, body)
     # The template writes the special tokens itself.
     (prompt,) = await codec.encode([text], bool(body.add_special_tokens))
@@ -98,16 +132,20 @@ def conversation_text(codec: TextCodec, body: ChatBody | TokenizeBody) -> str:
             raise InvalidRequest(
                 f"`chat_template_kwargs` may not set `{reserved}`.", "chat_template_kwargs"
             )
+    tools = check_tools(body.tools)
+    if tools is not None:
+        options["tools"] = tools
     options["continue_final_message"] = resume
     options["add_generation_prompt"] = not resume if generate is None else generate
     return codec.render_chat(messages, options)
 
 
 def _content_size(message: dict[str, Any]) -> int:
-    content = message.get("content")
+    content, calls = message.get("content"), message.get("tool_calls")
+    size = TOOL_CHARS * len(calls) if isinstance(calls, list) else 0
     if isinstance(content, str):
-        return len(content)
-    return 100 * len(content) if isinstance(content, list) else 0
+        return size + len(content)
+    return size + 100 * len(content) if isinstance(content, list) else size
 
 
 def _message(index: int, message: dict[str, Any]) -> dict[str, Any]:
@@ -115,12 +153,20 @@ def _message(index: int, message: dict[str, Any]) -> dict[str, Any]:
     role = message.get("role")
     if not isinstance(role, str) or not role:
         raise InvalidRequest(f"`{where}.role` must be a string.", "messages")
-    if message.get("tool_calls") or message.get("function_call"):
-        raise InvalidRequest(f"`{where}.tool_calls` is not supported by this server.", "messages")
-    content = _content(where, message.get("content"))
-    kept = {"role": "system" if role == "developer" else role, "content": content}
-    if isinstance(message.get("name"), str):
-        kept["name"] = message["name"]
+    if message.get("function_call"):
+        raise InvalidRequest(
+            f"`{where}.function_call` is not supported by this server; use `tool_calls`.",
+            "messages",
+        )
+    content = message.get("content")
+    kept: dict[str, Any] = {"role": "system" if role == "developer" else role}
+    # An assistant that called tools may have said nothing.
+    kept["content"] = "" if content is None and role == "assistant" else _content(where, content)
+    if role == "assistant" and message.get("tool_calls"):
+        kept["tool_calls"] = called_tools(where, message["tool_calls"])
+    for name in ("name", "tool_call_id"):
+        if isinstance(message.get(name), str):
+            kept[name] = message[name]
     return kept
 
 

@@ -7,6 +7,7 @@ from typing import TypeVar
 
 from kunserve.core.errors import InvalidRequest
 from kunserve.core.request import SamplingParams
+from kunserve.core.tokens import TokenIds
 from kunserve.model.generation_config import SamplingDefaults
 from kunserve.server.schema import GenerationBody
 from kunserve.server.text import too_long
@@ -61,8 +62,12 @@ def resolve_sampling(
     vocab_size: int,
     max_tokens: Sequence[int],
     seeds: SeedSource,
+    bad_words: tuple[tuple[int, ...], ...] = (),
 ) -> list[SamplingParams]:
-    """The parameters of every completion: ``n`` for each prompt, whose ``max_tokens`` is given."""
+    """The parameters of every completion: ``n`` for each prompt, whose ``max_tokens`` is given.
+
+    ``bad_words`` are the client's, as tokens.
+    """
     temperature = _first(body.temperature, defaults.temperature, 1.0)
     top_p = _first(body.top_p, defaults.top_p, 1.0)
     top_k = _top_k(_first(body.top_k, defaults.top_k, 0), vocab_size)
@@ -77,6 +82,7 @@ def resolve_sampling(
         )
     # Checked once, because one call may ask for many completions.
     stop_token_ids = tuple(check_token_ids(body.stop_token_ids or [], vocab_size, "stop_token_ids"))
+    allowed = check_token_ids(body.allowed_token_ids or [], vocab_size, "allowed_token_ids")
     logit_bias = _logit_bias(body.logit_bias or {}, vocab_size)
 
     def resolved(length: int, seed: int) -> SamplingParams:
@@ -94,7 +100,10 @@ def resolve_sampling(
             frequency_penalty=body.frequency_penalty or 0.0,
             repetition_penalty=repetition_penalty,
             logit_bias=logit_bias,
+            allowed_token_ids=TokenIds(allowed),
+            bad_words=bad_words,
             num_logprobs=body.num_logprobs,
+            num_prompt_logprobs=body.num_prompt_logprobs,
         )
 
     completions: list[SamplingParams] = []

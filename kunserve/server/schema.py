@@ -20,6 +20,8 @@ DEFAULT_COMPLETION_TOKENS = 16
 Kind: TypeAlias = Literal["completion", "chat"]
 
 
+MAX_LOGPROBS = 20
+"""Alternatives reported with each token at most, as OpenAI and vLLM have it."""
 MAX_STOP_CHARS = 8192
 """Of all stop strings of a request together, because each is prepared before the first token."""
 LEAST_REPETITION_PENALTY, MOST_REPETITION_PENALTY = 0.01, 10.0
@@ -43,6 +45,11 @@ StopList = Annotated[
     BeforeValidator(_as_list),
     Field(max_length=64),
     AfterValidator(_check_total),
+]
+
+
+BadWords = Annotated[
+    list[Annotated[str, Field(min_length=1, max_length=256)]], Field(max_length=256)
 ]
 
 
@@ -82,6 +89,10 @@ class GenerationBody(BaseModel):
         None, ge=LEAST_REPETITION_PENALTY, le=MOST_REPETITION_PENALTY
     )
     logit_bias: dict[str, float] | None = None
+    allowed_token_ids: Annotated[list[int], Field(min_length=1)] | None = None
+    bad_words: BadWords | None = None
+    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    return_tokens_as_token_ids: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     skip_special_tokens: bool | None = None
@@ -98,6 +109,17 @@ class GenerationBody(BaseModel):
         """Alternatives to report with each token; None for no log-probabilities at all."""
         raise NotImplementedError
 
+    @property
+    def echoes_logprobs(self) -> bool:
+        """Whether ``logprobs`` begins with the prompt's tokens."""
+        return False
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """Alternatives wanted of each token of the prompt, in whichever field; None for none."""
+        wanted = [self.prompt_logprobs, self.num_logprobs if self.echoes_logprobs else None]
+        return max((num for num in wanted if num is not None), default=None)
+
 
 class CompletionBody(GenerationBody):
     """POST /v1/completions."""
@@ -107,13 +129,22 @@ class CompletionBody(GenerationBody):
 
     prompt: Any = None
     """A string, a list of strings, token ids, or a list of token id lists: see prompts.py."""
+    max_tokens: int | None = Field(None, ge=0)
+    """0 goes with ``echo`` only."""
     echo: bool | None = None
-    logprobs: int | None = Field(None, ge=0, le=20)
+    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    best_of: int | None = None
+    """What old clients send beside ``n``; nothing is chosen from, so it must be the same."""
 
     @property
     def num_logprobs(self) -> int | None:
         """See ``GenerationBody``."""
         return self.logprobs
+
+    @property
+    def echoes_logprobs(self) -> bool:
+        """See ``GenerationBody``."""
+        return bool(self.echo) and self.logprobs is not None
 
 
 class ChatBody(GenerationBody):
@@ -125,7 +156,12 @@ class ChatBody(GenerationBody):
     messages: list[dict[str, Any]]
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=0, le=20)
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    echo: bool | None = None
+    """Whether the answer begins with the message that it continues."""
+    tools: list[dict[str, Any]] | None = None
+    """For the template: the model is told of them, but cannot call them yet."""
+    tool_choice: Any = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -153,6 +189,7 @@ class TokenizeBody(BaseModel):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[dict[str, Any]] | None = None
     return_token_strs: bool | None = None
 
 

@@ -1,11 +1,14 @@
 """Answers that are written while the engine works, and what happens when nobody reads them."""
 
 import asyncio
+import functools
 import logging
+from collections.abc import Callable, Iterable, Sequence
 
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
+from kunserve.server.choice import Choice, Delta
 from kunserve.server.errors import error_answer, error_object
 from kunserve.server.front import Front
 from kunserve.server.generation import ClientGone, EngineFailed, Generation, Interrupted
@@ -32,6 +35,10 @@ def _stream_start() -> Message:
             (b"cache-control", b"no-cache"),
         ],
     }
+
+
+def _chunks(streams: Sequence[ChoiceStream], news: Iterable[tuple[Choice, Delta]]) -> bytes:
+    return b"".join([streams[choice.index].chunk(choice, delta) for choice, delta in news])
 
 
 class GenerationAnswer(Response):
@@ -62,6 +69,15 @@ class GenerationAnswer(Response):
         """Write the response. Raises ClientGone when there is nobody to write it to."""
         raise NotImplementedError
 
+    async def written(self, write: Callable[[], bytes]) -> bytes:
+        """What ``write`` gives. A long report of prompts is written in a thread, since others
+        would wait for it.
+        """
+        report, threads = self._envelope.report, self._front.codec.threads
+        if report is None or report.num_chars <= threads.inline_chars:
+            return write()
+        return await threads.call(write)
+
     async def _watch_client(self, receive: Receive) -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
@@ -81,7 +97,9 @@ class WholeAnswer(GenerationAnswer):
             return
         choices = self._generation.choices
         deltas = [choice.take() for choice in choices]
-        body = whole_answer(self._envelope, choices, deltas, self.usage())
+        body = await self.written(
+            lambda: whole_answer(self._envelope, choices, deltas, self.usage())
+        )
         await Response(body, media_type="application/json")(scope, receive, send)
 
 
@@ -109,8 +127,11 @@ class StreamedAnswer(GenerationAnswer):
         ]
         try:
             while moved := await generation.advance():
-                chunks = [streams[choice.index].chunk(choice, choice.take()) for choice in moved]
-                body = b"".join(chunks)
+                news = [(choice, choice.take()) for choice in moved]
+                if any(delta.prompt_scores for _, delta in news):
+                    body = await self.written(functools.partial(_chunks, streams, news))
+                else:
+                    body = _chunks(streams, news)
                 if body:
                     await send({"type": "http.response.body", "body": body, "more_body": True})
         except (EngineFailed, Interrupted) as error:

@@ -97,7 +97,14 @@ class TextCodec:
             text = self._template_owner.apply_chat_template(
                 list(messages), tokenize=False, **options
             )
-        except (TemplateError, ValueError, TypeError, KeyError, AttributeError) as error:
+        except (
+            TemplateError,
+            ValueError,
+            TypeError,
+            KeyError,
+            AttributeError,
+            RecursionError,
+        ) as error:
             raise InvalidRequest(
                 f"The chat template cannot render these messages: {error}", "messages"
             ) from error

@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 import msgspec
 
 from kunserve.server.choice import Choice, Delta, TokenEntry
+from kunserve.server.prompt_report import PromptReport
 from kunserve.server.schema import Kind, StreamOptions
 
 DONE = b"data: [DONE]\n\n"
@@ -39,6 +40,17 @@ class Envelope:
     """Per choice: the prompt's text when it is echoed, else empty."""
     num_prompt_tokens: int
     """For ``usage``: each prompt counts once, whatever ``n``."""
+    report: PromptReport | None = None
+    """Where the client asks for log-probabilities of its prompts."""
+
+    def logprobs(self, index: int, delta: Delta) -> dict[str, Any] | None:
+        """The ``logprobs`` object of a choice's news; an echoed prompt's tokens come first."""
+        if self.format_logprobs is None:
+            return None
+        entries: Sequence[TokenEntry] = delta.entries
+        if delta.starts and self.report is not None and self.report.in_entries:
+            entries = [*self.report.entries(index, delta.prompt_scores), *entries]
+        return self.format_logprobs(entries, len(self.prefixes[index]))
 
 
 def usage_object(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
@@ -122,7 +134,7 @@ class ChoiceStream:
             if not text:
                 return opening
             return opening + self._head + _encode(text) + self._closing + tail
-        logprobs = self._logprobs(delta.entries)
+        logprobs = self._logprobs(delta)
         ending = b"null"
         if finish is not None:
             stop_reason = _encode(choice.stop_reason)
@@ -141,18 +153,18 @@ class ChoiceStream:
         )
 
     def _open(self, text: str, tail: bytes) -> tuple[bytes, str]:
-        """What comes before the first text: the role, or the echoed prompt."""
+        """What comes before the first text: the role, and what is echoed."""
+        text = self._envelope.prefixes[self._index] + text
         if self._envelope.kind == "completion":
-            return b"", self._envelope.prefixes[self._index] + text
+            return b"", text
         # The content's opening, with the role before it.
         head = self._head.replace(b'"delta":{', b'"delta":{"role":"assistant",', 1)
         return head + b'""' + self._closing + tail, text
 
-    def _logprobs(self, entries: Sequence[TokenEntry]) -> bytes:
-        formatter = self._envelope.format_logprobs
-        if formatter is None or not entries:
+    def _logprobs(self, delta: Delta) -> bytes:
+        if not delta.entries and not delta.starts:
             return b"null"
-        return _encode(formatter(entries, len(self._envelope.prefixes[self._index])))
+        return _encode(self._envelope.logprobs(self._index, delta))
 
 
 def usage_chunk(envelope: Envelope, usage: dict[str, int]) -> bytes:
@@ -179,21 +191,27 @@ def whole_answer(
         prefix = envelope.prefixes[choice.index]
         body: dict[str, Any] = {"index": choice.index}
         if envelope.kind == "chat":
-            body["message"] = {"role": "assistant", "content": delta.text, "refusal": None}
+            text = prefix + delta.text
+            body["message"] = {"role": "assistant", "content": text, "refusal": None}
         else:
             body["text"] = prefix + delta.text
-        formatter = envelope.format_logprobs
-        body["logprobs"] = formatter(delta.entries, len(prefix)) if formatter else None
+        body["logprobs"] = envelope.logprobs(choice.index, delta)
         body["finish_reason"] = choice.finish_reason.value
         body["stop_reason"] = choice.stop_reason
         bodies.append(body)
-    return _encode(
-        {
-            "id": envelope.response_id,
-            "object": _OBJECTS[envelope.kind][0],
-            "created": envelope.created,
-            "model": envelope.model,
-            "choices": bodies,
-            "usage": usage,
-        }
-    )
+    answer = {
+        "id": envelope.response_id,
+        "object": _OBJECTS[envelope.kind][0],
+        "created": envelope.created,
+        "model": envelope.model,
+        "choices": bodies,
+        "usage": usage,
+    }
+    report = envelope.report
+    if report is not None and report.num_listed is not None:
+        if envelope.kind == "chat":  # which has one prompt
+            answer["prompt_logprobs"] = report.listing(0, deltas[0].prompt_scores)
+        else:
+            for body, delta in zip(bodies, deltas, strict=True):
+                body["prompt_logprobs"] = report.listing(body["index"], delta.prompt_scores)
+    return _encode(answer)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 import transformers
 
 from kunserve.core.config import InstanceConfig, ModelConfig
@@ -13,6 +14,7 @@ from kunserve.core.ids import InstanceId
 from kunserve.core.layout import LayerRange
 from kunserve.core.request import SamplingParams
 from kunserve.engine.body import CpuBody
+from kunserve.engine.decoder import PANEL_ROWS
 from tests.direct_engine import DirectEngine
 from tests.tiny_models import KINDS, VOCAB, expected_tokens, tiny_model
 
@@ -128,6 +130,41 @@ def test_sampling_does_not_depend_on_batching_or_stages(
         for body, keep in stages:
             body.drop_layers(keep)
         assert DirectEngine(stages).generate(PROMPTS, NUM_TOKENS, 16, params) == alone
+
+
+def test_scores_of_a_prompt_are_those_of_transformers_however_it_is_cut(
+    saved: tuple[Path, list[list[int]]],
+) -> None:
+    folder, _ = saved
+    prompt = [(37 * i + i * i) % (VOCAB - 3) + 3 for i in range(2 * PANEL_ROWS + 5)]
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    with torch.no_grad():
+        expected = torch.log_softmax(model(torch.tensor([prompt])).logits[0].float(), dim=-1)
+    asking = SamplingParams(100, temperature=0.0, num_prompt_logprobs=3)
+    with bodies(folder, 2) as pair:
+        whole = DirectEngine([(pair[0], LayerRange(0, NUM_LAYERS))])
+        plain = whole.generate([prompt], 2)
+        assert whole.generate([prompt], 2, 1000, asking) == plain
+        scores = whole.last[0].scores
+        assert len(scores) == len(prompt) - 1
+        for position, score in enumerate(scores):
+            row = expected[position]
+            target = float(row[prompt[position + 1]])
+            assert score.logprob == pytest.approx(target, abs=1e-4)
+            assert score.rank == int((row > target).sum()) + 1
+            top = torch.topk(row, 3)
+            assert [token for token, _ in score.top] == top.indices.tolist()
+            assert [one for _, one in score.top] == pytest.approx(top.values.tolist(), abs=1e-4)
+        # The same bits, among others too.
+        for chunk_size in (PANEL_ROWS, 7):
+            assert whole.generate([PROMPTS[0], prompt], 2, chunk_size, asking)[1:] == plain
+            assert whole.last[1].scores == scores
+        stages = [(pair[0], LayerRange(0, 3)), (pair[1], LayerRange(3, 4))]
+        for body, keep in stages:
+            body.drop_layers(keep)
+        pipeline = DirectEngine(stages)
+        assert pipeline.generate([prompt], 2, 16, asking) == plain
+        assert pipeline.last[0].scores == scores
 
 
 @pytest.mark.parametrize("kind", ["llama", "llama3", "mistral"])

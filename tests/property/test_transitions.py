@@ -1,4 +1,5 @@
-"""Random lives of a cluster: whatever happens, every request gets exactly its own tokens.
+"""Random lives of a cluster: whatever happens, every request gets exactly its own tokens,
+and the log-probabilities of its prompt where it asked for them.
 
 Arrivals, aborts, steps, messages, pulls, drops, restores, rollbacks, live migrations, preemptions,
 deaths of instances and of the front in any interleaving, over bodies whose tokens depend on every
@@ -69,6 +70,7 @@ class TransitionsMachine(RuleBasedStateMachine):
         temperature=st.sampled_from([0.0, 1.0]),
         seed=st.integers(0, 3),
         penalty=st.sampled_from([0.0, 0.0, 1.0]),
+        scores=st.sampled_from([None, 1]),
         count=st.integers(1, 6),
     )
     def arrive(
@@ -78,6 +80,7 @@ class TransitionsMachine(RuleBasedStateMachine):
         temperature: float,
         seed: int,
         penalty: float,
+        scores: int | None,
         count: int,
     ) -> None:
         cluster = self.cluster
@@ -88,6 +91,7 @@ class TransitionsMachine(RuleBasedStateMachine):
             temperature=temperature,
             seed=seed,
             frequency_penalty=penalty,
+            num_prompt_logprobs=scores,
         )
         for _ in range(count):
             if len(cluster.accounts) < MAX_REQUESTS:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field, replace
 
 from kunserve.control.cluster.commands import Client
+from kunserve.control.cluster.score_line import ScoreLine
 from kunserve.core.ids import InstanceId
 from kunserve.core.messages import TokenOutput
 from kunserve.core.request import Request
@@ -30,6 +31,12 @@ class Live:
     returned_by: InstanceId | None = None
     """The leader in whose queue it was last, while it is on its way to another."""
     num_moves: int = 0
+    scores: ScoreLine | None = None
+    """Where the client asked for scores of the prompt."""
+
+    def __post_init__(self) -> None:
+        if self.request.num_to_score:
+            self.scores = ScoreLine(self.request.num_to_score)
 
     @property
     def num_tokens(self) -> int:
@@ -38,6 +45,16 @@ class Live:
 
     def so_far(self) -> Request:
         """The request with what its client has: a new run goes on from there."""
-        if not self.output_token_ids and not self.request.output_token_ids:
-            return self.request
-        return replace(self.request, output_token_ids=TokenIds(self.output_token_ids))
+        request = self.request
+        if self.scores is not None:
+            request = replace(request, num_scored=self.scores.num_scored)
+        if not self.output_token_ids and not request.output_token_ids:
+            return request
+        return replace(request, output_token_ids=TokenIds(self.output_token_ids))
+
+    def is_early(self, token: TokenOutput) -> bool:
+        """Whether something that comes before the token is still missing."""
+        if token.position > len(self.output_token_ids):
+            return True
+        lacks_scores = self.scores is not None and not self.scores.is_complete
+        return lacks_scores and token.token_id is not None

@@ -294,19 +294,32 @@ class Requests:
         Mail of two leaders comes in any order.
         """
         live_by_id = self._live
+        for scores in outputs.scores:
+            live = live_by_id.get(scores.request_id)
+            if live is not None and live.scores is not None:
+                live.scores.take(scores)
+                self._take_early(live, outputs.instance_id)
         for token in outputs.tokens:
             live = live_by_id.get(token.request_id)
             if live is None:
                 continue
-            if token.position > len(live.output_token_ids):
+            if live.is_early(token):
                 live.early[token.position] = token
                 continue
             self._take_next(live, token, outputs.instance_id)
-            while live.early and (early := live.early.pop(len(live.output_token_ids), None)):
-                self._take_next(live, early, outputs.instance_id)
+            self._take_early(live, outputs.instance_id)
             if live.tokens_ahead and live.leader == outputs.instance_id:
                 self._ahead.remove(live)
         self.place_if_changed()
+
+    def _take_early(self, live: Live, src: InstanceId) -> None:
+        """Deliver what has waited for the tokens or scores before it."""
+        while live.early:
+            token = live.early.get(len(live.output_token_ids))
+            if token is None or live.is_early(token):
+                return
+            del live.early[token.position]
+            self._take_next(live, token, src)
 
     def _take_next(self, live: Live, token: TokenOutput, src: InstanceId) -> None:
         """A token, or an end without one, that is next in order or a repeat."""
@@ -314,6 +327,8 @@ class Requests:
             if token.position != len(live.output_token_ids):
                 return
             live.output_token_ids.append(token.token_id)
+            if token.position == 0 and live.scores is not None:
+                token = live.scores.with_first(token)
         self._outbox.add(Deliver(token, live.client))
         if token.finish_reason is not None:
             self._forget(live)
@@ -362,6 +377,8 @@ class Requests:
             for number, live in enumerate(lost):
                 request_id = live.request.request_id
                 live.early.clear()
+                if live.scores is not None:
+                    live.scores.forget_early()
                 self._lead(live, None)
                 if number >= num_suspects.get(leader, 0) or not self.quarantine.died(request_id):
                     self.quarantine.interrupted(request_id)

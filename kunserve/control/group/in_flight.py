@@ -8,7 +8,7 @@ import numpy as np
 from kunserve.control.arrays import Int32Array
 from kunserve.control.group.sequence import Sequence
 from kunserve.core.ids import GroupId, RequestId, StepId
-from kunserve.core.step import BlockRun, Chunk, SequenceStart, StepPlan
+from kunserve.core.step import BlockRun, Chunk, ScoreRun, SequenceStart, StepPlan
 
 
 @dataclass(slots=True)
@@ -20,6 +20,8 @@ class PlannedStep:
     sampling: list[Sequence | None]
     """One per token to come; None where the token is to be ignored."""
     num_prompt_tokens: int
+    scored: list[Sequence]
+    """One per run of scores to come."""
 
 
 class InFlight:
@@ -49,9 +51,10 @@ class InFlight:
         """Plan so many tokens of each chosen sequence, and advance it by them."""
         step = self._num_steps
         self._num_steps += 1
-        planned = PlannedStep([], [], 0)
+        planned = PlannedStep([], [], 0, [])
         chunks: list[Chunk] = []
         started: list[SequenceStart] = []
+        scored: list[ScoreRun] = []
         for seq, num_tokens in chosen:
             start = seq.num_computed
             end = start + num_tokens
@@ -64,6 +67,11 @@ class InFlight:
             if samples:
                 seq.is_awaiting = True
                 planned.sampling.append(seq)
+            if start < seq.num_to_score:
+                first, last = max(start, seq.num_scored), min(end, seq.num_to_score)
+                if first < last:
+                    scored.append(ScoreRun(seq.request_id, first, last))
+                    planned.scored.append(seq)
             seq.num_computed = end
             seq.last_step = step
             planned.sequences.append(seq)
@@ -78,6 +86,7 @@ class InFlight:
             tuple(chunks),
             swapped_out,
             swapped_in,
+            tuple(scored),
         )
 
     def complete(self, step_id: StepId) -> PlannedStep:

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable
 from operator import attrgetter
 
 from kunserve.control.arrays import Int32Array
-from kunserve.control.group.in_flight import InFlight
+from kunserve.control.group.in_flight import InFlight, PlannedStep
 from kunserve.control.group.ledger import Ledger
 from kunserve.control.group.load import ProgressClock, SchedulerTotals, measure_load
 from kunserve.control.group.migration import MigrationAccess
@@ -20,7 +20,8 @@ from kunserve.core.config import SchedulerConfig
 from kunserve.core.ids import GroupId, RequestId
 from kunserve.core.load import LoadReport
 from kunserve.core.messages import SequenceState, TokenOutput
-from kunserve.core.request import Request
+from kunserve.core.prompt_scores import PromptScores
+from kunserve.core.request import FinishReason, Request
 from kunserve.core.step import StepPlan, StepResult
 from kunserve.core.tokens import TokenIds
 from kunserve.policy.batch_form import (
@@ -88,6 +89,7 @@ class Scheduler:
         """The ``_version`` at which the last ``schedule`` found nothing."""
         self._clock = ProgressClock()
         self._num_added = 0
+        self._scores: list[PromptScores] = []
 
     # Requests come and go
 
@@ -187,8 +189,9 @@ class Scheduler:
         assert result.group_id == self._group_id, (result.group_id, self._group_id)
         step = self._in_flight.complete(result.step_id)
         pool_tokens = self._largest_capacity * self._block_size
-        outputs: list[TokenOutput] = []
-        num_ended = num_failed = 0
+        outputs = self._take_scores(result, step) if step.scored else []
+        num_ended = 0
+        num_failed = len(outputs)
         for (request_id, token_id, logprobs), seq in zip(result.tokens, step.sampling, strict=True):
             if seq is None:
                 continue
@@ -210,9 +213,32 @@ class Scheduler:
         self._clock.completed(self.has_work, now_s)
         return outputs
 
+    def take_scores(self) -> tuple[PromptScores, ...]:
+        """Scores of prompts since the last call, in order and each once."""
+        scores, self._scores = tuple(self._scores), []
+        return scores
+
     def token_ids_of(self, plan: StepPlan) -> Int32Array:
         """The plan's input tokens, chunk after chunk, while it is in flight (for stage 0)."""
         return self._in_flight.token_ids_of(plan)
+
+    def _take_scores(self, result: StepResult, step: PlannedStep) -> list[TokenOutput]:
+        """Keep the scores that are new; the ends of requests whose logits cannot be used."""
+        failed: list[TokenOutput] = []
+        for scores, seq in zip(result.scores, step.scored, strict=True):
+            if seq.state is Progress.ENDED:
+                continue
+            if scores is not None:
+                fresh = seq.take_scores(scores)
+                if fresh is not None:
+                    self._scores.append(fresh)
+                continue
+            request_id = seq.request_id
+            self.totals.note_finished(seq.num_output)
+            self.abort(request_id)
+            step.sampling = [None if one is seq else one for one in step.sampling]
+            failed.append(TokenOutput(request_id, seq.num_output, None, None, FinishReason.ERROR))
+        return failed
 
     # Seen from outside
 

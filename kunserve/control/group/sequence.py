@@ -1,10 +1,11 @@
 """A request's progress inside one scheduler."""
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kunserve.core.ids import RequestId
 from kunserve.core.messages import SequenceState
+from kunserve.core.prompt_scores import PromptScores
 from kunserve.core.request import FinishReason, Request
 from kunserve.core.step import SequenceStart
 from kunserve.core.tokens import NO_TOKENS, TokenIds
@@ -53,6 +54,10 @@ class Sequence:
     """Prompt plus output before which no token may end it."""
     stop_ids: frozenset[int]
     """Tokens that end the output."""
+    num_to_score: int = 0
+    """Scores that the prompt has in all."""
+    num_scored: int = 0
+    """Scores that have come: none of them is computed again."""
     is_awaiting: bool = False
     """A sampling chunk is in flight: the next token is not known yet."""
     is_started: bool = False
@@ -90,6 +95,15 @@ class Sequence:
             return FinishReason.LENGTH
         return None
 
+    def take_scores(self, scores: PromptScores) -> PromptScores | None:
+        """Those that had not come yet; after a preemption some are computed twice."""
+        known = self.num_scored
+        assert scores.first <= known, (self.request_id, scores.first, known)
+        if scores.end <= known:
+            return None
+        self.num_scored = scores.end
+        return scores.since(known)
+
     def known_tokens(self, start: int, end: int) -> list[int]:
         """Tokens [start, end) of prompt and output."""
         prompt, num_prompt = self.request.prompt_token_ids, self.num_prompt
@@ -102,15 +116,18 @@ class Sequence:
         """What the stages are told before the first chunk."""
         sampling = self.request.sampling
         history = NO_TOKENS
-        if sampling.needs_history:
+        if sampling.needs_history or self.num_scored < self.num_to_score:
             history = TokenIds(self.known_tokens(0, self.num_tokens))
         return SequenceStart(self.request_id, sampling, self.num_prompt, history)
 
     def hand_over(self, block_size: int) -> SequenceState:
         """The sequence for another leader. No step of it may be in flight."""
         assert not self.is_awaiting, self
+        request = self.request
+        if self.num_to_score:
+            request = replace(request, num_scored=self.num_scored)
         return SequenceState(
-            request=self.request,
+            request=request,
             output_token_ids=TokenIds(self.output_token_ids),
             num_computed=self.num_computed,
             num_blocks=-(-self.num_computed // block_size),
@@ -151,4 +168,6 @@ def make_sequence(
         max_total_tokens=max_total_tokens,
         min_total_tokens=num_prompt + sampling.min_tokens,
         stop_ids=stop_ids,
+        num_to_score=request.num_to_score,
+        num_scored=request.num_scored,
     )

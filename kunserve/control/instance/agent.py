@@ -433,7 +433,7 @@ class InstanceAgent:
             following = layout.members[layout.members.index(state.me) + 1]
             state.send(following, Activation(step.plan), outcome.hidden)
             return
-        result = StepResult(step.plan.group_id, step.plan.step_id, outcome.tokens)
+        result = outcome.result_of(step.plan)
         if membership.scheduler is not None:
             self._complete(membership, result, now_s)
         else:
@@ -445,5 +445,5 @@ class InstanceAgent:
         membership.last_step_s = now_s
         self._changes.step_landed()
         tokens = membership.scheduler.complete(result, now_s)
-        if tokens:
-            self.state.send(None, Outputs(self.state.me, tuple(tokens)))
+        if (scores := membership.scheduler.take_scores()) or tokens:
+            self.state.send(None, Outputs(self.state.me, tuple(tokens), scores))

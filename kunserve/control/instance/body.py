@@ -10,8 +10,9 @@ from typing import Any, NamedTuple, Protocol
 from kunserve.control.arrays import Int32Array
 from kunserve.core.ids import InstanceId, RequestId
 from kunserve.core.layout import LayerRange
+from kunserve.core.prompt_scores import PromptScores
 from kunserve.core.snapshots import InstanceSpec
-from kunserve.core.step import SampledToken, StepPlan
+from kunserve.core.step import SampledToken, StepPlan, StepResult
 from kunserve.core.transfer import KvPull
 
 
@@ -56,6 +57,12 @@ class StepOutcome:
     hidden: Any
     """Opaque to the brain; None on the last stage."""
     tokens: tuple[SampledToken, ...]
+    scores: tuple[PromptScores | None, ...] = ()
+    """As in ``StepResult``."""
+
+    def result_of(self, plan: StepPlan) -> StepResult:
+        """What the leader is told, on the last stage."""
+        return StepResult(plan.group_id, plan.step_id, self.tokens, self.scores)
 
 
 @dataclass(frozen=True, slots=True)

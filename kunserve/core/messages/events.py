@@ -6,6 +6,7 @@ from typing import NamedTuple, TypeAlias
 from kunserve.core.ids import GroupId, InstanceId, RequestId, TransitionId
 from kunserve.core.layout import GroupLayout, LayerRange
 from kunserve.core.load import NOTHING_DONE, LeaderTotals, LoadReport
+from kunserve.core.prompt_scores import PromptScores
 from kunserve.core.request import FinishReason, TokenLogprobs
 from kunserve.core.snapshots import InstanceSpec, StageTime
 from kunserve.core.transfer import PeerAddress
@@ -23,6 +24,8 @@ class TokenOutput(NamedTuple):
     finish_reason: FinishReason | None
     queued_s: float | None = None
     """With the first token: from the arrival to the first step it was part of, where known."""
+    prompt_scores: tuple[PromptScores, ...] = ()
+    """With the first token, from the controller to the client: all scores of the prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +59,15 @@ class Rejoin:
 
 @dataclass(frozen=True, slots=True)
 class Outputs:
-    """Tokens of one step, or ends of requests."""
+    """Tokens of one step, or ends of requests; and scores of the step's prompts.
+
+    The scores are bounded by a step's tokens, so a long prompt's come in several messages. All of
+    them come before the request's first token.
+    """
 
     instance_id: InstanceId
     tokens: tuple[TokenOutput, ...]
+    scores: tuple[PromptScores, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from kunserve.core.step import Chunk, StepPlan
 from kunserve.engine import body as body_module
 from kunserve.engine import pages
 from kunserve.engine.body import CpuBody
+from kunserve.engine.decoder import PANEL_ROWS
 from kunserve.engine.step_batch import build_batch
 from tests.direct_engine import DirectEngine, arenas_mapped
 from tests.tiny_models import save_tiny
@@ -52,7 +53,7 @@ def test_the_largest_step_takes_no_memory_that_was_not_reserved(folder: Path) ->
     body = CpuBody(InstanceId(0), model, SMALL, scheduler=limits)
     try:
         buffers = body.account.buffer_bytes
-        hidden, logits, rope = 64 + 256 + 128 + 96, 3 * 160 * 4, 200 * 32 * 4
+        hidden, logits, rope = 64 + 256 + 128 + 96, PANEL_ROWS * 160 * 4, 200 * 32 * 4
         assert buffers == 48 * hidden * 2 + logits + rope == body._decoder.buffer_bytes
         mib = f"{buffers / (1 << 20):.1f}"
         assert f"beside it {mib} MiB for steps" in str(body.account)

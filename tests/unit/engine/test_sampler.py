@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from kunserve.core.ids import RequestId
 from kunserve.core.request import SamplingParams
 from kunserve.core.step import SampledToken, SequenceStart
+from kunserve.core.tokens import TokenIds
 from kunserve.engine import sampler as sampler_module
 from kunserve.engine.sampler import Sampler, uniform
 
@@ -21,6 +22,12 @@ POINTS = [0.6524484863740322, 0.9326645886693815, 0.11519606144792216]
 def naive(logits: np.ndarray, params: SamplingParams, prompt: list[int], output: list[int]) -> int:
     """The definition, a token at a time in double precision."""
     values = logits.astype(np.float64)
+    for token in range(VOCAB):
+        if params.allowed_token_ids and token not in params.allowed_token_ids:
+            values[token] = -math.inf
+        for word in params.bad_words:
+            if [*output, token][-len(word) :] == list(word):
+                values[token] = -math.inf
     if len(output) < params.min_tokens:
         stops = set(params.stop_token_ids) | (set() if params.ignore_eos else {EOS})
         for token in stops:
@@ -74,6 +81,8 @@ def params_of(**options: object) -> st.SearchStrategy[SamplingParams]:
         frequency_penalty=st.sampled_from([0.0, 0.4, -0.5]),
         repetition_penalty=st.sampled_from([1.0, 1.4, 0.8]),
         logit_bias=st.sampled_from([(), ((5, 3.0), (9, -100.0))]),
+        allowed_token_ids=st.sampled_from([TokenIds(), TokenIds([4, 9, 12, 30, 33])]),
+        bad_words=st.sampled_from([(), ((4,),), ((9, 12), (12, 12), (30, 9, 4), (33, 33))]),
     )
 
 
@@ -291,3 +300,24 @@ def test_a_bug_in_sampling_ends_one_request(
     )
     assert tokens[0].token_id is None and tokens[1].token_id is not None
     assert "request=drawn" in caplog.text and "IndexError" in caplog.text
+
+
+def test_a_bad_word_is_known_after_a_re_run() -> None:
+    """The first token of the word was sampled before: greedy would finish the word."""
+    params = SamplingParams(9, temperature=0.0, bad_words=((5, 6),))
+    logits = torch.zeros(1, VOCAB)
+    logits[0, 6], logits[0, 7] = 3.0, 2.0
+    for before, expected in (([5], 7), ([6], 6), ([], 6)):
+        sampler = Sampler([], VOCAB)
+        history = TokenIds([5, *before])
+        sampler.start(SequenceStart(RequestId("r"), params, 1, history))
+        (token,) = sampler.sample(logits.clone(), [RequestId("r")], [len(before)])
+        assert token.token_id == expected
+
+
+def test_nothing_left_to_choose_ends_the_request() -> None:
+    params = SamplingParams(9, allowed_token_ids=TokenIds([4]), bad_words=((4,),))
+    sampler = Sampler([], VOCAB)
+    sampler.start(SequenceStart(RequestId("r"), params, 1, TokenIds()))
+    (token,) = sampler.sample(torch.zeros(1, VOCAB), [RequestId("r")], [0])
+    assert token.token_id is None

@@ -13,6 +13,7 @@ from kunserve.core.ids import GroupId, InstanceId, RequestId, TransitionId
 from kunserve.core.layout import GroupLayout, LayerRange, Stage
 from kunserve.core.load import LoadReport
 from kunserve.core.messages import TokenOutput
+from kunserve.core.prompt_scores import PromptScores, pack_scores
 from kunserve.core.request import FinishReason, Request, TokenLogprobs
 from kunserve.core.snapshots import (
     ClusterState,
@@ -32,6 +33,20 @@ def echo(request: Request) -> Sequence[int]:
     """The default script: the prompt over and over."""
     prompt = request.prompt_token_ids
     return [prompt[position % len(prompt)] for position in range(request.sampling.max_tokens)]
+
+
+def prompt_scores(request: Request) -> tuple[PromptScores, ...]:
+    """In two pieces: token ``p`` has log-probability ``-p`` and rank 2, behind token 0."""
+    num_top = request.sampling.num_prompt_logprobs
+    if num_top is None or request.num_to_score == 0:
+        return ()
+    top = tuple((one, -0.25 - one) for one in range(num_top))
+    rows = [TokenLogprobs(-float(p), 2, top) for p in range(1, request.num_to_score + 1)]
+    half = len(rows) // 2
+    return (
+        pack_scores(request.request_id, 0, num_top, rows[:half]),
+        pack_scores(request.request_id, half, num_top, rows[half:]),
+    )
 
 
 def group_of(group_id: int, *stages: tuple[int, int, int]) -> GroupLayout:
@@ -143,7 +158,10 @@ class EchoEngine:
                 if reason is not None:
                     self._end(request)
                 logprobs = self._logprobs(sampling.num_logprobs, token_id)
-                deliver(TokenOutput(request.request_id, position, token_id, logprobs, reason))
+                output = TokenOutput(request.request_id, position, token_id, logprobs, reason)
+                if position == 0:
+                    output = output._replace(prompt_scores=prompt_scores(request))
+                deliver(output)
                 if reason is not None:
                     return
                 position += 1

@@ -7,10 +7,14 @@ from transformers import PreTrainedTokenizerFast
 
 CORPUS = ["the quick brown fox jumps over the lazy dog", "hello world, hello there", "Paris!"]
 TEMPLATE = (
+    "{% if tools %}<|start|>tools\n{{ tools | tojson }}<|end|>\n{% endif %}"
     "{% for message in messages %}"
-    "{% if message.role not in ['system', 'user', 'assistant'] %}"
+    "{% if message.role not in ['system', 'user', 'assistant', 'tool'] %}"
     "{{ raise_exception('unknown role ' + message.role) }}{% endif %}"
-    "<|start|>{{ message.role }}\n{{ message.content }}<|end|>\n{% endfor %}"
+    "<|start|>{{ message.role }}\n{{ message.content }}"
+    "{% for call in message.tool_calls or [] %}"
+    "{{ call.function.name }}:{{ call.function.arguments.city }}{% endfor %}"
+    "<|end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
 )
 

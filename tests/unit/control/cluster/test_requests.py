@@ -1,10 +1,11 @@
 """What the client gets when leaders change, and their words come late, early or twice."""
 
-from kunserve.control.cluster.commands import Deliver, Outbox
+from kunserve.control.cluster.commands import Deliver, Outbox, Send
 from kunserve.control.cluster.requests import Requests
 from kunserve.core.ids import InstanceId, RequestId
 from kunserve.core.messages import Outputs, TokenOutput
-from kunserve.core.request import FinishReason, Request, SamplingParams
+from kunserve.core.prompt_scores import PromptScores, pack_scores
+from kunserve.core.request import FinishReason, Request, SamplingParams, TokenLogprobs
 from tests.unit.control.cluster.test_placement import placed
 
 REQUEST = Request(RequestId("r"), (1, 2), SamplingParams(max_tokens=9), 0.0)
@@ -14,11 +15,17 @@ OLD, NEW = InstanceId(0), InstanceId(1)
 class Followed:
     """One request, whose client keeps what it is given."""
 
-    def __init__(self) -> None:
+    def __init__(self, request: Request = REQUEST) -> None:
         self._outbox = Outbox()
         self._delivered: list[TokenOutput] = []
         self.requests = Requests(placed((OLD,)), 4, 512, self._outbox)
-        self.requests.add(REQUEST, self._delivered.append, 0.0)
+        self.requests.add(request, self._delivered.append, 0.0)
+
+    @property
+    def scores(self) -> list[float]:
+        """Of the prompt, as the client has them."""
+        pieces = [piece for token in self.delivered for piece in token.prompt_scores]
+        return [row.logprob for piece in pieces for row in piece.rows()]
 
     @property
     def delivered(self) -> list[TokenOutput]:
@@ -76,3 +83,46 @@ def test_what_a_dead_leader_said_too_early_is_forgotten() -> None:
     client.requests.rerun({OLD}, {})
     client.requests.take(says(OLD, 1, 2))
     assert [token.position for token in client.delivered] == [0, 1]
+
+
+SCORED = Request(
+    RequestId("r"), tuple(range(8)), SamplingParams(max_tokens=9, num_prompt_logprobs=1), 0.0
+)
+"""A prompt with scores 0 to 6."""
+
+
+def scores(first: int, end: int, request: Request = SCORED) -> PromptScores:
+    rows = [TokenLogprobs(-float(index), 1, ((5, 0.0),)) for index in range(first, end)]
+    return pack_scores(request.request_id, first, 1, rows)
+
+
+def test_scores_come_with_the_first_token_in_order_and_once() -> None:
+    client = Followed(SCORED)
+    client.requests.take(Outputs(NEW, (), (scores(4, 6),)))
+    client.requests.take(Outputs(NEW, says(NEW, 0, 2).tokens, (scores(6, 7),)))
+    assert not client.delivered
+    client.requests.take(Outputs(OLD, (), (scores(0, 3),)))
+    client.requests.take(Outputs(OLD, (), (scores(0, 3), scores(2, 5))))
+    assert [token.position for token in client.delivered] == [0, 1]
+    assert client.scores == [0, -1, -2, -3, -4, -5, -6]
+    assert client.delivered[1].prompt_scores == ()
+
+
+def test_a_re_run_is_asked_for_the_missing_scores_only() -> None:
+    client = Followed(SCORED)
+    client.requests.take(Outputs(OLD, (), (scores(0, 3), scores(5, 7))))
+    client.requests.rerun({OLD}, {})
+    sent = [c.message for c in client._outbox.drain() if isinstance(c, Send)]
+    assert [submit.request.num_scored for submit in sent] == [0, 3]
+    # What lay beyond the gap is computed again.
+    client.requests.take(Outputs(OLD, says(OLD, 0, 1).tokens, (scores(3, 5),)))
+    assert not client.delivered
+    client.requests.take(Outputs(OLD, (), (scores(5, 7),)))
+    assert client.scores == [0, -1, -2, -3, -4, -5, -6]
+
+
+def test_an_error_does_not_wait_for_scores() -> None:
+    client = Followed(SCORED)
+    end = TokenOutput(SCORED.request_id, 0, None, None, FinishReason.ERROR)
+    client.requests.take(Outputs(OLD, (end,), (scores(0, 3),)))
+    assert client.delivered == [end]

@@ -1,0 +1,241 @@
+"""What the official client sees of its own prompt: log-probabilities, echo, tools in the history;
+and the fields of vLLM's that shape an answer.
+"""
+
+import json
+import math
+from collections.abc import Generator
+from typing import Any
+
+import openai
+import pytest
+
+from kunserve.server.limits import FrontLimits
+from tests.unit.server.live_server import MODEL, LiveServer, live_server
+from tests.unit.server.tiny_tokenizer import tiny_tokenizer
+
+
+@pytest.fixture(scope="module")
+def shared() -> Generator[LiveServer, None, None]:
+    with live_server(limits=FrontLimits(max_prompt_logprobs=1000)) as server:
+        yield server
+
+
+@pytest.fixture
+def server(shared: LiveServer) -> LiveServer:
+    """The module's server with an engine as new."""
+    shared.renew_engine()
+    return shared
+
+
+@pytest.fixture
+def client(server: LiveServer) -> Generator[openai.OpenAI, None, None]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0) as one:
+        yield one
+
+
+def ids(text: str) -> list[int]:
+    return list(tiny_tokenizer().backend_tokenizer.encode(text).ids)
+
+
+def prompt_text(server: LiveServer) -> str:
+    return tiny_tokenizer().decode(list(server.engine.submitted[-1].prompt_token_ids))
+
+
+def pieces(client: openai.OpenAI, **options: Any) -> list[dict[str, Any]]:
+    """``logprobs`` and text of each choice, whole or put together from a stream."""
+    if not options.get("stream"):
+        answer = client.completions.create(model=MODEL, **options)
+        return [{"text": one.text, **one.logprobs.model_dump()} for one in answer.choices]
+    found: dict[int, dict[str, Any]] = {}
+    for chunk in client.completions.create(model=MODEL, **options):
+        one = chunk.choices[0]
+        whole = found.setdefault(one.index, {"text": ""})
+        whole["text"] += one.text
+        for name, values in (one.logprobs.model_dump() if one.logprobs else {}).items():
+            whole.setdefault(name, []).extend(values)
+    return [found[index] for index in sorted(found)]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_echo_with_logprobs(client: openai.OpenAI, stream: bool) -> None:
+    text = "hello é fox"
+    prompt = ids(text)
+    (one,) = pieces(client, prompt=text, max_tokens=2, echo=True, logprobs=1, stream=stream)
+    num = len(prompt)
+    assert len(one["tokens"]) == num + 2 and one["tokens"][0] == "hello"
+    assert one["text"].startswith(text)
+    assert one["token_logprobs"] == [None, *(-float(p) for p in range(1, num)), -0.5, -0.5]
+    assert one["top_logprobs"][0] is None
+    zero = tiny_tokenizer().decode([0])
+    for position, top in enumerate(one["top_logprobs"][1:num], 1):
+        # The likeliest token, and the prompt's own.
+        assert top == {zero: -0.25, one["tokens"][position]: -float(position)}
+    plain = [p for p, token in enumerate(one["tokens"][:num]) if not token.startswith("bytes:")]
+    for position in plain:
+        begin = one["text_offset"][position]
+        assert text[begin:].startswith(one["tokens"][position])
+    assert one["text_offset"] == sorted(one["text_offset"])
+    assert one["text_offset"][num] == len(text)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_prompts_alone(server: LiveServer, client: openai.OpenAI, stream: bool) -> None:
+    """As an evaluation asks: token ids, several prompts, no answer wanted."""
+    prompts = [ids("hello world"), ids("Paris"), [7]]
+    options: dict[str, Any] = {"prompt": prompts, "max_tokens": 0, "echo": True, "logprobs": 1}
+    found = pieces(client, **options, stream=stream)
+    for one, prompt in zip(found, prompts, strict=True):
+        assert one["text"] == tiny_tokenizer().decode(prompt)
+        expected = [None, *(-float(p) for p in range(1, len(prompt)))]
+        assert one["token_logprobs"] == expected
+        assert len(one["tokens"]) == len(one["text_offset"]) == len(prompt)
+    answer = client.completions.create(model=MODEL, **options)
+    assert answer.usage.completion_tokens == 0
+    assert [choice.finish_reason for choice in answer.choices] == ["length"] * 3
+    assert server.engine.submitted[-1].sampling.max_tokens == 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_echo_without_logprobs_asks_for_none(
+    server: LiveServer, client: openai.OpenAI, stream: bool
+) -> None:
+    answer = client.completions.create(
+        model=MODEL, prompt="hi", max_tokens=0, echo=True, stream=stream
+    )
+    chunks = list(answer) if stream else [answer]
+    assert "".join(chunk.choices[0].text for chunk in chunks) == "hi"
+    assert chunks[-1].choices[0].finish_reason == "length"
+    assert server.engine.submitted[-1].sampling.num_prompt_logprobs is None
+
+
+def test_tokens_as_ids(client: openai.OpenAI) -> None:
+    options = {"prompt": [5, 6], "max_tokens": 1, "echo": True, "logprobs": 1}
+    (one,) = pieces(client, **options, extra_body={"return_tokens_as_token_ids": True})
+    assert one["tokens"] == ["token_id:5", "token_id:6", "token_id:5"]
+    assert one["top_logprobs"][1] == {"token_id:0": -0.25, "token_id:6": -1.0}
+    chat = client.chat.completions.create(
+        model=MODEL,
+        messages=[{"role": "user", "content": "x"}],
+        max_tokens=1,
+        logprobs=True,
+        extra_body={"return_tokens_as_token_ids": True},
+    )
+    assert chat.choices[0].logprobs.content[0].token.startswith("token_id:")
+
+
+def test_prompt_logprobs_of_every_choice(client: openai.OpenAI) -> None:
+    prompts = [ids("hello"), ids("fox")]
+    answer = client.completions.create(
+        model=MODEL, prompt=prompts, n=2, max_tokens=1, extra_body={"prompt_logprobs": 2}
+    )
+    assert len(answer.choices) == 4
+    for choice in answer.choices:
+        prompt = prompts[choice.index // 2]
+        first, *others = choice.prompt_logprobs
+        assert first is None and len(others) == len(prompt) - 1
+        assert choice.logprobs is None
+        for position, one in enumerate(others, 1):
+            own = one[str(prompt[position])]
+            assert own["logprob"] == -position and own["rank"] == 2
+            assert own["decoded_token"] == tiny_tokenizer().decode([prompt[position]])
+            assert one["0"]["rank"] == 1 and len(one) == len({0, 1, prompt[position]})
+
+
+def test_prompt_logprobs_of_a_chat(server: LiveServer, client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(
+        model=MODEL,
+        messages=[{"role": "user", "content": "hi"}],
+        n=2,
+        max_tokens=1,
+        extra_body={"prompt_logprobs": 0},
+    )
+    prompt = list(server.engine.submitted[-1].prompt_token_ids)
+    first, *others = answer.prompt_logprobs
+    assert first is None
+    assert [list(map(int, one)) for one in others] == [[token] for token in prompt[1:]]
+
+
+def test_more_than_the_front_would_keep_is_refused(client: openai.OpenAI) -> None:
+    options: dict[str, Any] = {"max_tokens": 1, "extra_body": {"prompt_logprobs": 9}}
+    with pytest.raises(openai.BadRequestError, match="at most 1000"):
+        client.completions.create(model=MODEL, prompt=[5] * 101, **options)
+    client.completions.create(model=MODEL, prompt=[5] * 100, **options)
+    with pytest.raises(openai.BadRequestError, match="20"):
+        client.completions.create(model=MODEL, prompt="x", logprobs=21)
+
+
+def test_minus_infinity_and_numbers_survive_json(client: openai.OpenAI) -> None:
+    answer = client.completions.with_raw_response.create(
+        model=MODEL, prompt=[5] * 90, max_tokens=0, echo=True, logprobs=0
+    )
+    (choice,) = json.loads(answer.text)["choices"]
+    assert all(math.isfinite(one) for one in choice["logprobs"]["token_logprobs"][1:])
+    assert choice["logprobs"]["top_logprobs"] == [None] * 90
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_chat_may_repeat_the_message_that_it_continues(
+    client: openai.OpenAI, stream: bool
+) -> None:
+    answer = client.chat.completions.create(
+        model=MODEL,
+        messages=[{"role": "user", "content": "x"}, {"role": "assistant", "content": "Well, "}],
+        max_tokens=3,
+        stream=stream,
+        extra_body={"echo": True, "continue_final_message": True},
+    )
+    if stream:
+        text = "".join(chunk.choices[0].delta.content or "" for chunk in answer)
+    else:
+        text = answer.choices[0].message.content
+    assert text.startswith("Well, ") and len(text) > len("Well, ")
+
+
+CALL = {"name": "weather", "arguments": '{"city": "Paris"}'}
+TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {}}}]
+
+
+def test_an_agents_transcript_is_replayed(server: LiveServer, client: openai.OpenAI) -> None:
+    client.chat.completions.create(
+        model=MODEL,
+        messages=[
+            {"role": "user", "content": "Rain?"},
+            {
+                "role": "assistant",
+                "content": None,
+                "tool_calls": [{"id": "c1", "type": "function", "function": CALL}],
+            },
+            {"role": "tool", "tool_call_id": "c1", "content": "dry"},
+        ],
+        tools=TOOLS,
+        tool_choice="none",
+        max_tokens=1,
+    )
+    text = prompt_text(server)
+    assert text.startswith("<|start|>tools\n") and '"weather"' in text
+    assert "<|start|>assistant\nweather:Paris<|end|>" in text
+    assert "<|start|>tool\ndry<|end|>" in text
+
+
+def test_calling_tools_is_refused_with_a_way_out(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match='`tool_choice` "none"'):
+        client.chat.completions.create(
+            model=MODEL, messages=[{"role": "user", "content": "x"}], tools=TOOLS
+        )
+
+
+def test_words_and_tokens_that_shape_the_answer(server: LiveServer, client: openai.OpenAI) -> None:
+    client.completions.create(
+        model=MODEL,
+        prompt="x",
+        max_tokens=1,
+        n=2,
+        extra_body={"allowed_token_ids": [9, 3], "bad_words": ["fox", " zq"], "best_of": 2},
+    )
+    sampling = server.engine.submitted[-1].sampling
+    assert sampling.allowed_token_ids == (9, 3)
+    # Inside a text a word has a space before it; where that is one token with it, both count.
+    assert set(sampling.bad_words) >= {tuple(ids("fox")), tuple(ids("zq"))}
+    inside = tuple(ids(" fox"))
+    assert (inside in sampling.bad_words) == (len(inside) == len(ids("fox")))
