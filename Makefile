@@ -6,6 +6,7 @@
 # make chaos     random faults on the real engine, for MINUTES=30
 # make hunt      the property tests once more, with examples drawn anew
 # make chaos-sim 10,000 random schedules of everything that can go wrong, in virtual time
+# make package   source archive and wheel in dist/, with compiled kernels (docs/release.md)
 # make experiments   the paper's figures, simulated: an hour, goes on where it stopped
 PYTHON ?= python3
 VENV := .venv
@@ -13,7 +14,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 KERNEL_FILES := $(wildcard kunserve/engine/kernels/csrc/*) kunserve/engine/kernels/build.py
 
-.PHONY: install demo check docs slow chaos chaos-sim hunt test experiments clean
+.PHONY: install demo check docs slow chaos chaos-sim hunt test package experiments clean
 .DELETE_ON_ERROR:
 
 install: $(VENV)/.kernels
@@ -72,8 +73,11 @@ chaos-sim: install
 
 test: install check
 
+package: install
+	$(BIN)/python -m build
+
 experiments: install
 	@$(BIN)/python -m benchmarks.reproduction
 
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build *.egg-info
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build dist *.egg-info

@@ -38,6 +38,19 @@ _COMMANDS = {
     ),
 }
 """Name -> module, object, one line. Imported only when used, so that --help stays fast."""
+_EXTRAS = {"aiohttp": "bench", "matplotlib": "bench", "rich": "bench", "scipy": "bench"}
+"""Package -> the extra that brings it, because a server does not need it."""
+
+
+def _named(error: ModuleNotFoundError, command: str | None) -> Exception:
+    """The lack of a package that an extra brings as one line that says how to get it."""
+    missing = (error.name or "").partition(".")[0]
+    if missing not in _EXTRAS:
+        return error
+    return click.ClickException(
+        f"kunserve {command} needs the package {missing}: "
+        f"pip install 'kunserve[{_EXTRAS[missing]}]'"
+    )
 
 
 class _LazyGroup(click.Group):
@@ -50,9 +63,19 @@ class _LazyGroup(click.Group):
         if cmd_name not in _COMMANDS:
             return None
         module, name, _ = _COMMANDS[cmd_name]
-        command: Any = getattr(importlib.import_module(module), name)
+        try:
+            command: Any = getattr(importlib.import_module(module), name)
+        except ModuleNotFoundError as error:
+            raise _named(error, cmd_name) from None
         assert isinstance(command, click.Command)
         return command
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command; some import what they need only then."""
+        try:
+            return super().invoke(ctx)
+        except ModuleNotFoundError as error:
+            raise _named(error, ctx.invoked_subcommand) from None
 
     def shell_complete(
         self, ctx: click.Context, incomplete: str

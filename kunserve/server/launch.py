@@ -14,6 +14,7 @@ from kunserve.core.config import KunServeConfig
 from kunserve.core.errors import ConfigError
 from kunserve.core.messages import Ready
 from kunserve.core.model_spec import ModelSpec
+from kunserve.engine.kernels.build import find_or_build
 from kunserve.model.config import read_spec
 from kunserve.model.generation_config import SamplingDefaults, read_sampling_defaults
 from kunserve.model.profile import ProfileSubject, find_cost
@@ -50,6 +51,8 @@ async def run_server(config: KunServeConfig) -> None:
         config.cluster.num_instances,
         config.instance.num_threads,
     )
+    # Here, because every instance would compile them otherwise.
+    logger.info("kernels file=%s", (await asyncio.to_thread(find_or_build)).name)
     tokenizer_loading = asyncio.create_task(
         asyncio.to_thread(load_tokenizer, source, config.model.tokenizer)
     )

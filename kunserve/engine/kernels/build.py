@@ -1,33 +1,62 @@
-"""Compiles the C kernels on the machine that runs them, once per source and processor.
+"""The compiled C kernels: those that a wheel brings, or compiled on the machine that runs them.
 
-``python -m kunserve.engine.kernels.build`` does it at install time; first use does it otherwise.
+``python -m kunserve.engine.kernels.build`` compiles for this very processor, at install time. A
+wheel brings a library for each level of ``levels.py``. Whoever has neither compiles at first use.
 """
 
 import hashlib
+import logging
 import os
+import platform
 import shutil
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from kunserve.core.errors import ConfigError
+from kunserve.engine.kernels.levels import (
+    Level,
+    fitting_levels,
+    levels_of,
+    processor_features,
+    processor_text,
+)
+
+logger = logging.getLogger(__name__)
 
 SOURCES = Path(__file__).parent / "csrc"
-FLAGS = ("-O3", "-march=native", "-std=gnu11", "-fPIC", "-shared", "-pthread", "-Wall")
+SHIPPED = Path(__file__).parent / "shipped"
+"""Where a wheel has its libraries."""
+FLAGS = ("-O3", "-std=gnu11", "-fPIC", "-shared", "-pthread", "-Wall", "-Wno-psabi")
+NATIVE = ("-march=native",)
+
+
+def find_or_build() -> Path:
+    """The best library for this processor: compiled for it, else shipped, else compiled now.
+
+    Raises ``ConfigError`` if it must be compiled and cannot be.
+    """
+    folders = _folders()
+    found = _readable(folders, _native_name(())) or _shipped()
+    if found is not None:
+        return found
+    logger.warning("no compiled kernels fit this processor: compiling them once, for some seconds")
+    return build()
 
 
 def build(force: bool = False, extra_flags: tuple[str, ...] = ()) -> Path:
-    """The compiled library's path, compiling it if it is missing or ``force`` is set.
+    """The library for this very processor, compiled if it is missing or ``force`` is set.
 
     Once compiled no compiler is needed. Raises ``ConfigError`` if there is none or it fails.
     """
-    name = f"kernels-{_key(extra_flags)}.so"
+    name = _native_name(extra_flags)
     folders = _folders()
-    for folder in folders:
-        if not force and os.access(folder / name, os.R_OK):
-            return folder / name
-    compiler = _compiler()
+    found = _readable(folders, name)
+    if found is not None and not force:
+        return found
+    compiler = _compiler(prefers_clang=not _has_wide_vectors(processor_features()))
     for folder in folders:
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -35,7 +64,8 @@ def build(force: bool = False, extra_flags: tuple[str, ...] = ()) -> Path:
         except OSError:  # no permission, or a read-only file system
             continue
         with scratch:
-            return _compile(compiler, Path(scratch.name), folder / name, extra_flags)
+            flags = (*NATIVE, *extra_flags)
+            return _compile([compiler, *FLAGS, *flags], Path(scratch.name), folder / name)
     tried = ", ".join(map(str, folders))
     raise ConfigError(
         f"the kernels are not compiled for this processor, and no folder for them can be written: "
@@ -43,47 +73,86 @@ def build(force: bool = False, extra_flags: tuple[str, ...] = ()) -> Path:
     )
 
 
-def _compile(compiler: str, scratch: Path, target: Path, extra_flags: tuple[str, ...]) -> Path:
+def build_shipped(target: Path, machine: str | None = None) -> list[Path]:
+    """Compile for every level of this machine type, or of ``machine``, into the folder ``target``.
+
+    Called when a wheel is made. Raises ``ConfigError`` without a compiler.
+    """
+    levels = levels_of(machine or platform.machine())
+    if not levels:
+        return []
+    shutil.rmtree(target, ignore_errors=True)
+    target.mkdir(parents=True)
+    with ThreadPoolExecutor() as pool:
+        return list(pool.map(lambda level: _build_level(level, target), levels))
+
+
+def _build_level(level: Level, target: Path) -> Path:
+    compiler = _compiler(prefers_clang=not _has_wide_vectors(level.needs))
+    with tempfile.TemporaryDirectory(dir=target) as scratch:
+        return _compile([compiler, *FLAGS, *level.flags], Path(scratch), target / _name_of(level))
+
+
+def _compile(command: list[str], scratch: Path, target: Path) -> Path:
     """Compile into ``scratch``, then move into place at once: others may be loading it."""
     output = scratch / "kernels.so"
     sources = sorted(str(path) for path in SOURCES.glob("*.c"))
-    command = [compiler, *FLAGS, *extra_flags, "-o", str(output), *sources]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    result = subprocess.run(
+        [*command, "-o", str(output), *sources], capture_output=True, text=True, check=False
+    )
     if result.returncode != 0:
-        raise ConfigError(f"{compiler} could not compile the kernels:\n{result.stderr[:4000]}")
+        raise ConfigError(f"{command[0]} could not compile the kernels:\n{result.stderr[:4000]}")
     os.replace(output, target)
     return target
 
 
-def _compiler() -> str:
-    for name in ("gcc", "cc", "clang"):
+def _compiler(prefers_clang: bool) -> str:
+    """The compiler to take; gcc writes poor code for vectors wider than the processor's own."""
+    gcc, clang = ("gcc", "cc"), ("clang",)
+    for name in clang + gcc if prefers_clang else gcc + clang:
         found = shutil.which(name)
         if found is not None:
             return found
     raise ConfigError("a C compiler is needed: install gcc (Debian: apt-get install gcc libc6-dev)")
 
 
-def _key(extra_flags: tuple[str, ...]) -> str:
-    """Whatever decides whether a compiled library fits: sources, flags, processor features.
+def _has_wide_vectors(features: frozenset[str]) -> bool:
+    """Whether the processor has vectors of 64 bytes, which the kernels are written in."""
+    return "avx512f" in features
 
-    Not the compiler, because a machine that only runs the library has none.
+
+def _shipped() -> Path | None:
+    """The best library of the wheel that this processor can run, if the wheel brings any."""
+    for level in fitting_levels():
+        found = _readable((SHIPPED,), _name_of(level))
+        if found is not None:
+            return found
+    return None
+
+
+def _readable(folders: tuple[Path, ...], name: str) -> Path | None:
+    return next((folder / name for folder in folders if os.access(folder / name, os.R_OK)), None)
+
+
+def _native_name(extra_flags: tuple[str, ...]) -> str:
+    """A name that changes with whatever decides whether a compiled library fits.
+
+    Not with the compiler, because a machine that only runs the library has none.
     """
+    return f"kernels-{_digest(*NATIVE, *extra_flags, processor_text() or sys.platform)}.so"
+
+
+def _name_of(level: Level) -> str:
+    """A name that a library of other sources does not have."""
+    return f"kernels-{level.name}-{_digest(*level.flags)}.so"
+
+
+def _digest(*parts: str) -> str:
     digest = hashlib.sha256()
     for path in sorted(SOURCES.iterdir()):
         digest.update(path.name.encode() + path.read_bytes())
-    digest.update(" ".join((*FLAGS, *extra_flags)).encode())
-    digest.update(_processor().encode())
+    digest.update(" ".join((*FLAGS, *parts)).encode())
     return digest.hexdigest()[:16]
-
-
-def _processor() -> str:
-    """The processor's features, as far as the system tells: what ``-march=native`` looks at."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return sys.platform
-    kept = ("flags", "Features", "CPU part")
-    return "\n".join(sorted({line for line in lines if line.startswith(kept)}))
 
 
 def _folders() -> tuple[Path, ...]:

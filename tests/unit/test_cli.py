@@ -1,0 +1,47 @@
+"""The command line where a package is missing: a server install has no packages for figures."""
+
+import subprocess
+import sys
+
+import pytest
+
+WITHOUT = """
+import sys
+for name in {names!r}:
+    sys.modules[name] = None  # `import name` then fails as if it were not installed
+sys.argv = ["kunserve", *{args!r}]
+from kunserve.cli import main
+main()
+"""
+EXTRA_ONLY = ["aiohttp", "matplotlib", "rich", "scipy"]
+
+
+def run_without(names: list[str], *args: str) -> subprocess.CompletedProcess[str]:
+    script = WITHOUT.format(names=names, args=list(args))
+    return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+
+
+@pytest.mark.parametrize(
+    ("args", "missing"),
+    [
+        (["bench", "--dataset-name", "random", "--num-prompts", "1"], "aiohttp"),
+        (["profile", "--help"], "rich"),
+        (["demo"], "matplotlib"),
+        (["simulate", "--compare", "recompute,drop"], "rich"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_a_command_that_needs_an_extra_says_which(args: list[str], missing: str) -> None:
+    done = run_without([missing], *args)
+    assert done.returncode == 1
+    name = f"Error: kunserve {args[0]} needs the package {missing}: pip install 'kunserve[bench]'\n"
+    assert done.stderr == name and "Traceback" not in done.stdout
+
+
+def test_a_server_needs_no_extra() -> None:
+    script = (
+        "import sys\n"
+        f"for name in {EXTRA_ONLY!r}: sys.modules[name] = None\n"
+        "import kunserve.server.command, kunserve.server.launch, kunserve.cluster.instance_main\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)
