@@ -3,9 +3,11 @@
     python -m benchmarks.chaos --minutes 30 [--instances 4] [--seed 0] [--fake]
 
 Four real instances serve requests whose tokens are known from an undisturbed run. Meanwhile
-processes are killed, stopped, hung and cut off, disks are slow, clients leave, requests kill the
-instance that takes them up, and groups are dropped and restored by force. One line of JSON tells
-the counts; the exit code is 1 unless everything is as it must be.
+processes are killed, stopped, hung and cut off, words between them are lost, disks are slow,
+clients leave, requests kill the instance that takes them up, and groups are dropped and restored
+by force. The front is stopped now and then, and killed and started again by the same command:
+requests of that moment end for their clients, all others lose nothing. One line of JSON tells the
+counts; the exit code is 1 unless everything is as it must be.
 """
 
 import asyncio
@@ -20,15 +22,15 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import click
 
-from benchmarks.faulty_instance import POISON, program_of
-from kunserve.cluster.launch import FakeSettings, LocalLauncher
-from kunserve.cluster.local import LocalCluster
-from kunserve.cluster.process_mark import mark_of
+from benchmarks.chaos_clients import POLL_S, VOCAB, Clients, Job, judge, make_jobs
+from benchmarks.chaos_front import Front, FrontOrder
+from kunserve.cluster.launch import FakeSettings
+from kunserve.cluster.process_mark import kill_marked, mark_of, pid_of
 from kunserve.core.config import (
     MIB,
     ClusterConfig,
@@ -38,16 +40,8 @@ from kunserve.core.config import (
     OverloadConfig,
     SchedulerConfig,
 )
-from kunserve.core.errors import InvalidRequest, Overloaded, Unavailable
-from kunserve.core.ids import InstanceId, RequestId
-from kunserve.core.messages import TokenOutput
-from kunserve.core.request import FinishReason, Request, SamplingParams
-from kunserve.core.tokens import TokenIds
+from kunserve.core.ids import InstanceId
 
-NUM_JOBS = 24
-VOCAB = 49152
-"""Of SmolLM2."""
-IN_FLIGHT = 10
 BETWEEN_FAULTS_S = 2.0
 """On average."""
 POISON_SHARE = 0.15
@@ -59,7 +53,10 @@ SETTLE_S = 240.0
 FAULT_S = 60.0
 """How long a fault may take to show, and to be mended, before the next one that may be blamed."""
 CUT_S = 15.0
-POLL_S = 0.05
+MAX_DOWN_S = 2.0
+"""How long nobody starts the front again after it died, at most."""
+STOPPED_S = 2.0
+"""How long the front is stopped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,128 +69,34 @@ class Setting:
     is_fake: bool = False
     hang_timeout_s: float = 8.0
     heartbeat_timeout_s: float = 5.0
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """What is asked for, again and again."""
-
-    prompt: tuple[int, ...]
-    sampling: SamplingParams
-
-
-@dataclass(slots=True)
-class Story:
-    """What became of one request."""
-
-    job: int | None
-    """None: it is poison."""
-    token_ids: list[int] = field(default_factory=list)
-    ends: list[FinishReason] = field(default_factory=list)
-    was_aborted: bool = False
-    faults: list[str] = field(default_factory=list)
-    """What must never happen."""
-
-
-def make_jobs(draw: random.Random) -> list[Job]:
-    """Short and long, greedy and drawn."""
-    jobs = []
-    for number in range(NUM_JOBS):
-        prompt = tuple(draw.randrange(100, VOCAB) for _ in range(draw.choice([5, 40, 150, 400])))
-        sampling = SamplingParams(max_tokens=draw.choice([8, 24, 60, 120]), ignore_eos=True)
-        if number % 3 == 2:
-            sampling = replace(sampling, temperature=0.8, top_p=0.9, seed=number)
-        else:
-            sampling = replace(sampling, temperature=0.0)
-        jobs.append(Job(prompt, sampling))
-    return jobs
-
-
-class Clients:
-    """Keep a number of requests under way, and write down what becomes of each."""
-
-    def __init__(self, cluster: LocalCluster, jobs: list[Job], draw: random.Random) -> None:
-        self._cluster = cluster
-        self._jobs = jobs
-        self._draw = draw
-        self.stories: dict[RequestId, Story] = {}
-        self.num_refused = 0
-
-    @property
-    def open(self) -> list[RequestId]:
-        """Requests that have neither ended nor been given up by their client."""
-        items = self.stories.items()
-        return [i for i, story in items if not story.ends and not story.was_aborted]
-
-    def ask(self, job: int | None) -> RequestId | None:
-        """Submit a job, or poison; None when the cluster takes nothing just now."""
-        what = Job(POISON, SamplingParams(max_tokens=20)) if job is None else self._jobs[job]
-        request_id = RequestId(f"r{len(self.stories) + self.num_refused}")
-        story = Story(job)
-        request = Request(request_id, TokenIds(what.prompt), what.sampling, time.monotonic())
-        try:
-            self._cluster.submit(request, lambda token: self._take(story, token))
-        except (Unavailable, Overloaded):
-            self.num_refused += 1
-            return None
-        self.stories[request_id] = story
-        return request_id
-
-    @staticmethod
-    def _take(story: Story, token: TokenOutput) -> None:
-        if story.ends or story.was_aborted:
-            story.faults.append("a token after the end")
-        if token.token_id is not None:
-            if token.position != len(story.token_ids):
-                story.faults.append(f"token {token.position} after {len(story.token_ids)}")
-            story.token_ids.append(token.token_id)
-        if token.finish_reason is not None:
-            story.ends.append(token.finish_reason)
-
-    def leave(self) -> None:
-        """One client goes away."""
-        healthy = [i for i in self.open if self.stories[i].job is not None]
-        if healthy:
-            request_id = self._draw.choice(healthy)
-            self.stories[request_id].was_aborted = True
-            self._cluster.abort(request_id)
-
-    async def keep_asking(self) -> None:
-        """Until cancelled."""
-        while True:
-            while len(self.open) < IN_FLIGHT:
-                if self.ask(self._draw.randrange(len(self._jobs))) is None:
-                    break
-            await asyncio.sleep(POLL_S)
+    kills_fronts: bool = True
 
 
 class Misfortune:
-    """Faults by chance. Of those that may be blamed on a request, one at a time.
-
-    Two at once can convict an innocent request, because it was alone in both.
-    """
+    """Faults by chance. Of those that may be blamed on a request, one at a time."""
 
     def __init__(
-        self, cluster: LocalCluster, clients: Clients, folder: Path, ids: list[InstanceId],
-        draw: random.Random,
-    ) -> None:  # fmt: skip
-        self._cluster = cluster
+        self, front: Front, clients: Clients, folder: Path, setting: Setting, draw: random.Random
+    ) -> None:
+        self._front = front
         self._clients = clients
         self._folder = folder
-        self._ids = ids
+        self._setting = setting
+        self._ids = [InstanceId(i) for i in range(setting.num_instances)]
         self._draw = draw
         self.counts: Counter[str] = Counter()
         self.marks: set[str] = set()
-        """Of every process seen."""
+        """Of every process of an instance that was seen."""
         self._blamable: asyncio.Task[None] | None = None
 
     def look(self) -> None:
         """Note which processes run."""
-        for instance_id in self._ids:
-            pid = self._cluster.pid_of(instance_id)
-            mark = None if pid is None else mark_of(pid)
-            if mark is not None:
-                self.marks.add(mark)
+        if self._front.state is not None:
+            self.marks.update(mark for mark in self._front.state.marks if mark is not None)
+
+    def _mark(self, instance_id: InstanceId) -> str | None:
+        state = self._front.state
+        return None if state is None else state.marks[instance_id]
 
     async def rage(self, seconds: float) -> None:
         """Let one thing after the other happen, and put an end to all of them."""
@@ -204,45 +107,36 @@ class Misfortune:
             self._drop: 4,
             self._restore: 3,
             self._slow: 2,
+            self._mute: 2,
             self._kill: 1,
         }
+        if self._setting.kills_fronts:
+            gentle |= {self._kill_front: 2, self._stop_front: 1}
         under_way: set[asyncio.Task[None]] = set()
         while time.monotonic() < until_s:
             await asyncio.sleep(self._draw.expovariate(1.0 / BETWEEN_FAULTS_S))
             self.look()
-            if self._is_nobody_suspected() and self._draw.random() < 0.5:
+            if (self._blamable is None or self._blamable.done()) and self._draw.random() < 0.5:
                 poisons = self._draw.random() < POISON_SHARE
                 self._blamable = asyncio.create_task(self._poison() if poisons else self._fail())
             else:
                 action = self._draw.choices(list(gentle), list(gentle.values()))[0]
-                under_way = {task for task in under_way if not task.done()}
+                under_way = {task for task in under_way if not task.done() or task.exception()}
                 if len(under_way) < MAX_GENTLE:
                     under_way.add(asyncio.create_task(action()))
         if self._blamable is not None:
             under_way.add(self._blamable)
         await asyncio.gather(*under_way)
 
-    def _is_nobody_suspected(self) -> bool:
-        """A fault now can convict no innocent request: none runs alone, or waits for that."""
-        is_mended = self._blamable is None or self._blamable.done()
-        is_free = self._cluster._controller.placement.reserved is None
-        return is_mended and is_free and not self._cluster.state().num_unplaced
-
     async def _leave(self) -> None:
         self.counts["aborts"] += 1
-        self._clients.leave()
+        self._clients.leave(self._front)
 
     async def _drop(self) -> None:
-        with contextlib.suppress(InvalidRequest, TimeoutError):
-            async with asyncio.timeout(30.0):
-                await self._cluster.drop(None)
-            self.counts["drops"] += 1
+        self.counts["drops"] += await self._front.change("drop")
 
     async def _restore(self) -> None:
-        with contextlib.suppress(InvalidRequest, TimeoutError):
-            async with asyncio.timeout(60.0):
-                await self._cluster.restore()
-            self.counts["restores"] += 1
+        self.counts["restores"] += await self._front.change("restore")
 
     async def _slow(self) -> None:
         """The disk of one instance is slow for a while, and the instance must read."""
@@ -252,41 +146,65 @@ class Misfortune:
         self.counts["slow disks"] += 1
         asyncio.get_running_loop().call_later(5.0, lambda: path.unlink(missing_ok=True))
 
+    async def _mute(self) -> None:
+        """The next word from one instance to another is lost."""
+        (self._folder / f"mute-{self._draw.choice(self._ids)}").touch()
+        self.counts["words lost"] += 1
+
     async def _kill(self) -> None:
-        """By hand, so that no request is blamed. Where one runs alone, it would be."""
+        """By hand, so that no request is blamed."""
         instance_id = self._draw.choice(self._ids)
-        if self._cluster.pid_of(instance_id) is not None:
-            with contextlib.suppress(InvalidRequest, TimeoutError):
-                await self._cluster.kill(instance_id)
-                self.counts["kills by hand"] += 1
+        self.counts["kills by hand"] += await self._front.change("kill", instance_id)
+
+    async def _kill_front(self) -> None:
+        """By ``kill -9``; after a while it is started again by the same command."""
+        if not self._front.is_up:
+            return
+        self.counts["fronts killed"] += 1
+        await self._front.die()
+        self._clients.all_cut()
+        await asyncio.sleep(self._draw.uniform(0.0, MAX_DOWN_S))
+        await self._front.start()
+
+    async def _stop_front(self) -> None:
+        if not self._front.is_up:
+            return
+        self.counts["fronts stopped"] += 1
+        self._front.signal(signal.SIGSTOP)
+        await asyncio.sleep(STOPPED_S)
+        self._front.signal(signal.SIGCONT)
 
     async def _fail(self) -> None:
         """One instance dies, is stopped, hangs or loses its connections, until it is replaced."""
         instance_id = self._draw.choice(self._ids)
-        pid = self._cluster.pid_of(instance_id)
-        if pid is None:
+        mark = self._mark(instance_id)
+        if mark is None:
             return
         how = self._draw.choice(["kill -9", "stop", "hang", "cut"])
         self.counts[how] += 1
         path = self._folder / f"{how}-{instance_id}"
         if how == "kill -9":
-            os.kill(pid, signal.SIGKILL)
+            kill_marked(mark)
         elif how == "stop":
-            os.kill(pid, signal.SIGSTOP)
+            if mark_of(pid_of(mark)) == mark:
+                os.kill(pid_of(mark), signal.SIGSTOP)
         else:
             path.touch()
         # A hang or a cut begins with the next step; an idle instance goes on being well.
         limit_s = CUT_S if how == "cut" else FAULT_S  # nothing may have been on its way
-        await self._until(lambda: self._cluster.pid_of(instance_id) != pid, limit_s)
+        await self._until(lambda: self._mark(instance_id) not in (mark, None), limit_s)
         path.unlink(missing_ok=True)
-        await self._until(lambda: not self._cluster.vitals().num_missing, FAULT_S)
+        await self._until(self._is_whole, FAULT_S)
+
+    def _is_whole(self) -> bool:
+        state = self._front.state
+        return state is not None and not state.num_missing
 
     async def _poison(self) -> None:
-        request_id = self._clients.ask(None)
-        if request_id is not None:
+        story = self._clients.ask(self._front, None)
+        if story is not None:
             self.counts["poison"] += 1
-            story = self._clients.stories[request_id]
-            await self._until(lambda: bool(story.ends), 2.0 * FAULT_S)
+            await self._until(lambda: not story.is_open, 2.0 * FAULT_S)
 
     async def _until(self, condition: Callable[[], bool], limit_s: float) -> None:
         until_s = time.monotonic() + limit_s
@@ -295,22 +213,22 @@ class Misfortune:
             await asyncio.sleep(POLL_S)
 
 
-async def undisturbed(setting: Setting, jobs: list[Job]) -> list[tuple[int, ...]]:
+async def undisturbed(setting: Setting, jobs: list[Job], place: Path) -> list[tuple[int, ...]]:
     """The tokens of every job on one instance that is left alone."""
-    draw = random.Random(setting.seed)
-    cluster = await start(replace(setting, num_instances=1), None)
+    clients = Clients(jobs, random.Random(setting.seed))
+    front = front_of(replace(setting, num_instances=1), clients, place)
     try:
-        clients = Clients(cluster, jobs, draw)
-        for job in range(len(jobs)):
-            clients.ask(job)
+        await front.start()
+        stories = [clients.ask(front, job) for job in range(len(jobs))]
         while clients.open:
+            assert front.is_up, "the undisturbed front has died"
             await asyncio.sleep(POLL_S)
-        return [tuple(story.token_ids) for story in clients.stories.values()]
+        return [tuple(story.token_ids) for story in stories if story is not None]
     finally:
-        await cluster.close()
+        await front.leave()
 
 
-async def start(setting: Setting, faults: Path | None) -> LocalCluster:
+def front_of(setting: Setting, clients: Clients, place: Path) -> Front:
     """SmolLM2 in bfloat16 with little KV memory, so that load alone makes drops; or a fake."""
     config = KunServeConfig(
         model=ModelConfig(model="smollm2-135m", dtype="bfloat16"),
@@ -324,35 +242,38 @@ async def start(setting: Setting, faults: Path | None) -> LocalCluster:
             check_invariants=True,
         ),
     )
-    return await LocalCluster.start(
-        config,
-        vocab_size=VOCAB,
-        fake=FakeSettings(vocab_size=VOCAB, kv_blocks=80, step_s=0.02) if setting.is_fake else None,
-        launcher=None if faults is None else LocalLauncher(program_of(faults)),
-    )
+    fake = FakeSettings(vocab_size=VOCAB, kv_blocks=80, step_s=0.02) if setting.is_fake else None
+    temporary = place / "tmp"
+    temporary.mkdir(exist_ok=True)
+    order = FrontOrder(config, VOCAB, fake, str(place), str(temporary / "run"))
+    return Front(order, clients.hear, temporary)
 
 
 async def run_chaos(setting: Setting) -> dict[str, object]:
     """One run: its counts, and whether everything is as it must be (``ok``)."""
     draw = random.Random(setting.seed)
     jobs = make_jobs(draw)
-    expected = await undisturbed(setting, jobs)
-    ids = [InstanceId(i) for i in range(setting.num_instances)]
     with tempfile.TemporaryDirectory(prefix="chaos-") as folder:
-        cluster = await start(setting, Path(folder))
+        place = Path(folder)
+        expected = await undisturbed(setting, jobs, place)
+        shared_before = _shared_memory()
+        clients = Clients(jobs, draw)
+        front = front_of(setting, clients, place)
+        misfortune = Misfortune(front, clients, place, setting, draw)
         try:
-            clients = Clients(cluster, jobs, draw)
-            misfortune = Misfortune(cluster, clients, Path(folder), ids, draw)
-            asking = asyncio.create_task(clients.keep_asking())
-            num_open_files = await _settled_open_files(clients)
+            await front.start()
+            asking = asyncio.create_task(clients.keep_asking(front))
+            num_open_files = await _settled_open_files(front, clients)
             await misfortune.rage(setting.seconds)
             asking.cancel()
-            left = await settle(cluster, clients, misfortune, num_open_files)
-            num_errors = cluster.vitals().num_errors
+            left = await settle(front, clients, misfortune, num_open_files)
         finally:
-            await cluster.close()
-    left["processes"] = sum(mark_of(int(m.split(":")[0])) == m for m in misfortune.marks)
+            await front.leave()
+        left["processes"] = _num_processes(folder, misfortune.marks)
+        left["files"] = len(os.listdir(place / "tmp"))
+        left["shared memory"] = len(_shared_memory() - shared_before)
     counts = judge(clients.stories, expected)
+    num_errors = front.num_errors
     is_ok = not (any(left.values()) or counts["wrong"] or counts["unfinished"] or num_errors)
     return {
         "seconds": setting.seconds,
@@ -369,65 +290,47 @@ async def run_chaos(setting: Setting) -> dict[str, object]:
 
 
 async def settle(
-    cluster: LocalCluster, clients: Clients, misfortune: Misfortune, num_open_files: int
+    front: Front, clients: Clients, misfortune: Misfortune, num_open_files: int
 ) -> dict[str, int]:
     """Wait until all requests have ended and the cluster is whole; what is left over."""
     until_s = time.monotonic() + SETTLE_S
 
-    def blocks() -> int:
-        return sum(load.used_blocks + load.num_waiting for load in cluster.state().loads)
+    def left() -> dict[str, int]:
+        state = front.state
+        assert state is not None, "the front has died by itself"
+        return {
+            "requests": state.num_unfinished,
+            "blocks": state.num_held,
+            "missing instances": state.num_missing,
+            "open files": max(0, state.num_open_files - num_open_files),
+        }
 
-    def is_over() -> bool:
+    while (any(left().values()) or clients.open) and time.monotonic() < until_s:
         misfortune.look()
-        is_whole = not cluster.vitals().num_missing and _num_open_files() <= num_open_files
-        return is_whole and not clients.open and not blocks()
-
-    while not is_over() and time.monotonic() < until_s:
         await asyncio.sleep(POLL_S)
-    return {
-        "requests": cluster.num_unfinished(),
-        "blocks": blocks(),
-        "missing instances": cluster.vitals().num_missing,
-        "open files": max(0, _num_open_files() - num_open_files),
-    }
+    return left()
 
 
-def judge(stories: dict[RequestId, Story], expected: list[tuple[int, ...]]) -> dict[str, int]:
-    """Count what became of the requests. ``wrong`` is what must not happen at all."""
-    counts = Counter(
-        dict.fromkeys(("requests", "identical", "aborted", "poisoned", "wrong", "unfinished"), 0)
-    )
-    for request_id, story in stories.items():
-        counts["requests"] += 1
-        verdict = _verdict(story, expected)
-        counts[verdict] += 1
-        if verdict in ("wrong", "unfinished"):
-            print(f"{request_id}: {verdict}: {story}", file=sys.stderr)
-    return dict(counts)
+def _num_processes(folder: str, marks: set[str]) -> int:
+    """Processes that were started for this run and are still there."""
+    found = {pid_of(mark) for mark in marks if mark_of(pid_of(mark)) == mark}
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            if folder.encode() in path.read_bytes():
+                found.add(int(path.parent.name))
+    return len(found)
 
 
-def _verdict(story: Story, expected: list[tuple[int, ...]]) -> str:
-    if story.faults or len(story.ends) > 1:
-        return "wrong"
-    if story.was_aborted:
-        known = expected[story.job] if story.job is not None else ()
-        return "aborted" if tuple(story.token_ids) == known[: len(story.token_ids)] else "wrong"
-    if not story.ends:
-        return "unfinished"
-    if story.job is None:
-        return "poisoned" if story.ends == [FinishReason.ERROR] else "wrong"
-    return "identical" if tuple(story.token_ids) == expected[story.job] else "wrong"
+def _shared_memory() -> set[str]:
+    return {path.name for path in Path("/dev/shm").glob("kunserve*")}
 
 
-async def _settled_open_files(clients: Clients) -> int:
-    """Of this process, once all instances have served: each has two connections by then."""
+async def _settled_open_files(front: Front, clients: Clients) -> int:
+    """Of the front, once all instances have served: each has two connections by then."""
     while not all(story.token_ids for story in clients.stories.values()) or not clients.stories:
         await asyncio.sleep(POLL_S)
-    return _num_open_files()
-
-
-def _num_open_files() -> int:
-    return len(os.listdir("/proc/self/fd"))
+    assert front.state is not None
+    return front.state.num_open_files
 
 
 @click.command()
@@ -435,12 +338,13 @@ def _num_open_files() -> int:
 @click.option("--instances", default=4, type=click.IntRange(min=2))
 @click.option("--seed", default=0)
 @click.option("--fake", is_flag=True, help="Instances without a model.")
-def main(minutes: float, instances: int, seed: int, fake: bool) -> None:
+@click.option("--front-kills/--no-front-kills", default=True, help="Whether the front dies too.")
+def main(minutes: float, instances: int, seed: int, fake: bool, front_kills: bool) -> None:
     """Run it and say the counts."""
     logging.basicConfig(
         level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr
     )
-    setting = Setting(minutes * 60.0, instances, seed, fake)
+    setting = Setting(minutes * 60.0, instances, seed, fake, kills_fronts=front_kills)
     result = asyncio.run(run_chaos(setting))
     print(json.dumps(result))
     sys.exit(0 if result["ok"] else 1)

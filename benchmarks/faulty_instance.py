@@ -26,7 +26,7 @@ from kunserve.control.instance.body import StepOutcome, StepWork
 from kunserve.core.ids import InstanceId
 from kunserve.core.layout import LayerRange
 from kunserve.core.messages import Message
-from kunserve.transport.peers import PeerLinks
+from kunserve.transport.peers import COUNTS_TOLD, PeerLinks
 
 POISON = (31, 4, 1, 5, 9)
 """A prompt that begins so kills the instance that takes it up, while ``poison`` is there."""
@@ -95,6 +95,7 @@ class MutedLinks(PeerLinks):
         """As on any link, unless the message shall be lost."""
         if self.mute.exists():
             self.mute.unlink(missing_ok=True)
+            self._counts_due[dst] = COUNTS_TOLD
             self._outgoing.next(dst)
             return True
         return super().send(dst, message, payload)

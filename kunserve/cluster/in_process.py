@@ -291,6 +291,7 @@ class InProcessCluster:
         for member in self.members.values():
             member.agent.report(self.now_s)
         self.collect_mail()
+        self.compare_counts()
         self.controller.tick(self.now_s)
         self.carry_out()
 
@@ -377,6 +378,17 @@ class InProcessCluster:
         """The first message of a link between two instances will come twice."""
         letters = self.links[src, dst]
         letters.insert(1, letters[0])
+
+    def compare_counts(self) -> None:
+        """Senders tell how much they have sent; where nothing is on its way, all must be there."""
+        for src, sender in self.members.items():
+            for dst, receiver in self.members.items():
+                count = sender.outgoing.count(dst)
+                if count is None or self.links.get((src, dst)):
+                    continue
+                fault = receiver.incoming.compare(sender.process, count)
+                if fault:
+                    self.post(dst, None, LinkBroken(dst, src, fault))
 
     def _deliver(self, src: Address, dst: Address, letter: Letter) -> None:
         message = decode(letter.data)

@@ -83,7 +83,8 @@ class InstanceLoop:
         """``ready`` is the instance's first word; without a ``lease`` there is one front only."""
         self._ready = ready
         self._lease = lease
-        self._front = None if lease is None else lease.front
+        # While the instance loaded, another front may have come: that one waits for ``Rejoin``.
+        self._front = None if lease is None else lease.started_by
         self._awaits_group = False
         """A new front has been told where this instance stands, and will have it form a group."""
         self._agent = agent
@@ -231,6 +232,7 @@ class InstanceLoop:
         if now_s >= self._next_report_s:
             self._next_report_s = now_s + self._report_period_s
             self._agent.report(now_s)
+            self._peers.tell_counts()
             stage_time = self._clock.report()
             if stage_time is not None:
                 self._channel.send(stage_time)

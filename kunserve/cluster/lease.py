@@ -42,6 +42,7 @@ class Lease:
         self._lock = FrontLock(self._folder)
         self._grace_s = terms.grace_s
         self._mark = mark_of(os.getpid())
+        self.started_by = terms.front
         self.front = terms.front
         """The front that serves now; another one when a new one has come."""
         self.is_alone = False

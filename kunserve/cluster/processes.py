@@ -249,11 +249,12 @@ class Processes:
 
     def _judge(self, place: _Place, now_s: float) -> str | None:
         config = self._config
-        if not place.is_ready and not place.was_found:
+        if not place.is_ready:
             if now_s - place.since_s > config.start_timeout_s:
                 limit_s = config.start_timeout_s
                 return f"not ready within {limit_s:g} s (--start-timeout raises the limit)"
-            return None
+            if not place.was_found:
+                return None
         if now_s - place.heard_s > config.heartbeat_timeout_s:
             return f"no heartbeat for {now_s - place.heard_s:.1f} s"
         still_s, last = now_s - place.moved_s, place.last

@@ -2,7 +2,8 @@
 
 ZeroMQ connects again by itself when a connection breaks, and what was on its way is gone. A
 message that is missing would be a step that never ends, or KV that never comes. So the receiver
-tells a *fault*, and reads nothing more of that link until the sender begins an *epoch* anew.
+tells a *fault*, and reads nothing more of that link until the sender begins an *epoch* anew. The
+sender tells its count for a while after each message, because the last one may be what is lost.
 """
 
 import struct
@@ -50,6 +51,10 @@ class Outgoing:
         self._due[peer] = Stamp(due.epoch, due.number + 1)
         return due
 
+    def count(self, peer: InstanceId) -> Stamp | None:
+        """What the next message to the peer would carry; None before the first one."""
+        return self._due.get(peer)
+
     def begin_anew(self, peer: InstanceId | None = None) -> None:
         """What was said on the link to the peer, or to all of them, is of no use any more."""
         if peer is None:
@@ -75,6 +80,13 @@ class Incoming:
 
         An empty string is said of all that follows a fault: it is not to be read, nor told again.
         """
+        fault = self.compare(sender, stamp)
+        if fault is None:
+            self._heard[sender].due = Stamp(stamp.epoch, stamp.number + 1)
+        return fault
+
+    def compare(self, sender: bytes, stamp: Stamp) -> str | None:
+        """The sender tells what its next message would carry; the answer is as of ``take``."""
         heard = self._heard.get(sender)
         if heard is None:
             heard = self._heard[sender] = _Heard(Stamp(stamp.epoch, 0))
@@ -83,7 +95,6 @@ class Incoming:
         if heard.is_broken:
             return ""
         if stamp == heard.due:
-            heard.due = Stamp(stamp.epoch, stamp.number + 1)
             return None
         heard.is_broken = True
         return f"message {stamp.number} has come, but {heard.due.number} was due"

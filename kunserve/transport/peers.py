@@ -5,6 +5,7 @@ hidden states are sent from, and received into, memory that is not copied again.
 numbered: what is missing, doubled or out of order is a fault of the link.
 """
 
+import contextlib
 import logging
 from collections import deque
 from collections.abc import Mapping
@@ -31,6 +32,9 @@ logger = logging.getLogger(__name__)
 
 COPY_BELOW_BYTES = 16 * 1024
 """Hidden states smaller than this are cheaper to copy than to hand over."""
+
+COUNTS_TOLD = 10
+"""How often the count of a link is told after each message, a report's time apart."""
 
 _PEER = b"p"
 
@@ -70,6 +74,8 @@ class PeerLinks:
         self._outgoing = Outgoing()
         self._incoming = Incoming()
         self._faults: list[LinkFault] = []
+        self._counts_due: dict[InstanceId, int] = {}
+        """How often the count is still to be told, by peer."""
 
     @property
     def address(self) -> str:
@@ -86,6 +92,7 @@ class PeerLinks:
         for peer in [p for p, (a, _) in self._links.items() if addresses.get(p) != a]:
             self._links.pop(peer)[1].close()
             self._outgoing.begin_anew(peer)
+            self._counts_due.pop(peer, None)
         for peer, address in addresses.items():
             if peer != self._me.instance_id and peer not in self._links:
                 route = identity.pack(self._me)
@@ -94,11 +101,24 @@ class PeerLinks:
     def begin_anew(self) -> None:
         """The instance forms a group from nothing: links that had a fault are as good as new."""
         self._outgoing.begin_anew()
+        self._counts_due.clear()
+
+    def tell_counts(self) -> None:
+        """Let peers see whether the last message has come. Called about ten times a second."""
+        for peer, left in tuple(self._counts_due.items()):
+            count = self._outgoing.count(peer)
+            if count is not None and peer in self._links:
+                with contextlib.suppress(zmq.Again):
+                    self._links[peer][1].send(count.to_bytes(), zmq.NOBLOCK)
+            if left == 1:
+                del self._counts_due[peer]
+            else:
+                self._counts_due[peer] = left - 1
 
     def faults(self) -> list[LinkFault]:
         """Faults since the last call. Of such a link nothing is read until its sender begins anew.
 
-        A fault shows when the next message comes.
+        A fault shows when the next message comes, or the sender's count.
         """
         faults, self._faults = self._faults, []
         return faults
@@ -117,6 +137,7 @@ class PeerLinks:
         socket = link[1]
         flags = zmq.NOBLOCK if payload is None else zmq.NOBLOCK | zmq.SNDMORE
         data = codec.encode(message)
+        self._counts_due[dst] = COUNTS_TOLD
         data += self._outgoing.next(dst).to_bytes()  # of one that is not sent too: it is missing
         try:
             socket.send(data, flags)
@@ -154,10 +175,12 @@ class PeerLinks:
             if len(frames) not in (1, 2):
                 raise codec.MalformedMessage(f"{len(frames)} frames instead of 1 or 2")
             data = frames[0].buffer
-            if len(data) <= STAMP_BYTES:
+            if len(data) < STAMP_BYTES:
                 raise codec.MalformedMessage(f"a message of {len(data)} bytes")
-            fault = self._incoming.take(route.bytes, read_stamp(data[-STAMP_BYTES:]))
-            if fault is None:
+            stamp, is_count = read_stamp(data[-STAMP_BYTES:]), len(data) == STAMP_BYTES
+            judge = self._incoming.compare if is_count else self._incoming.take
+            fault = judge(route.bytes, stamp)
+            if fault is None and not is_count:
                 payload = frames[1].buffer if len(frames) == 2 else None
                 mail.append(PeerMail(codec.decode(data[:-STAMP_BYTES]), payload))
             elif fault:

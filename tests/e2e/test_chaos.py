@@ -21,6 +21,8 @@ def test_nothing_is_lost_doubled_changed_or_left(is_fake: bool) -> None:
     )
     result = asyncio.run(run_chaos(setting))
     assert result["ok"], result
+    faults = result["faults"]
+    assert isinstance(faults, dict) and faults.get("fronts killed"), faults
     assert result["requests"] == sum(
-        result[verdict] for verdict in ("identical", "aborted", "poisoned")
+        result[verdict] for verdict in ("identical", "aborted", "cut", "poisoned")
     )

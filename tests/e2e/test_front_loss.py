@@ -111,6 +111,23 @@ def test_three_fronts_and_an_instance_that_dies_between_two(place: Place) -> Non
         assert third.ask("state")["errors"] == 0
 
 
+def test_an_instance_that_loads_while_fronts_change_serves_the_new_one(place: Place) -> None:
+    with place.front() as first:
+        (place.faults / "sleep-1").touch()
+        first.ask("kill 1")
+        wait_until(lambda: first.ask("state")["pids"][1] is None, PATIENCE_S)
+        wait_until(lambda: first.ask("state")["pids"][1] is not None, PATIENCE_S)
+        pids = first.ask("state")["pids"]
+        first.die()
+    with place.front() as second:
+        (place.faults / "sleep-1").unlink()
+        state = whole(second)
+        assert state["pids"] == pids and len(state["groups"]) == 2
+        second.ask("submit a 30")
+        second.ask("finish")
+        assert second.ask("state")["errors"] == 0
+
+
 def test_other_settings_end_the_old_instances(place: Place) -> None:
     with place.front() as first:
         pids = first.ask("state")["pids"]

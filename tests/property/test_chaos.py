@@ -110,6 +110,7 @@ class ChaosCluster(FakeCluster):
             if instance_id not in self.hung:
                 member.agent.report(self.now_s)
         self.collect_mail()
+        self.compare_counts()
         self.controller.tick(self.now_s)
         self.carry_out()
 

@@ -61,6 +61,20 @@ def test_an_old_epoch_does_not_come_back() -> None:
     assert incoming.take(b"a", old)
 
 
+def test_the_last_word_of_all_is_missed_by_the_count() -> None:
+    outgoing, incoming = Outgoing(), Incoming()
+    assert outgoing.count(PEER) is None
+    assert incoming.take(b"a", outgoing.next(PEER)) is None
+    count = outgoing.count(PEER)
+    assert count is not None and incoming.compare(b"a", count) is None
+    assert incoming.take(b"a", outgoing.next(PEER)) is None
+    outgoing.next(PEER)
+    count = outgoing.count(PEER)
+    assert count is not None
+    assert incoming.compare(b"a", count) == "message 3 has come, but 2 was due"
+    assert incoming.compare(b"a", count) == ""
+
+
 def test_a_word_lost_at_the_beginning_is_missed() -> None:
     outgoing = Outgoing()
     outgoing.next(PEER)

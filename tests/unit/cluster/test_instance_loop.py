@@ -67,7 +67,7 @@ def read_in_step(is_exchanging: bool) -> list[bool]:
         receive=receive,
         send=lambda message: None,
     )
-    peers = SimpleNamespace(poll_sockets=(), receive=list, faults=list)
+    peers = SimpleNamespace(poll_sockets=(), receive=list, faults=list, tell_counts=list)
     mover = SimpleNamespace(
         poll_sockets=(), quiet=nullcontext, completed=list, loader=LayerLoader(lambda layers: None)
     )

@@ -195,3 +195,14 @@ def test_what_is_missing_doubled_or_overtaken_is_a_fault(links: list[PeerLinks])
         links[0].send(ONE, abort(5))
         assert receive(links[1], 1) == [PeerMail(abort(5), None)]
         assert links[1].faults() == []
+
+
+def test_the_last_message_of_all_is_missed(links: list[PeerLinks]) -> None:
+    links[0].send(ONE, abort(0))
+    receive(links[1], 1)
+    links[0].tell_counts()
+    links[0]._outgoing.next(ONE)  # lost, and nothing follows
+    links[0].tell_counts()
+    while not (faults := links[1].faults()):
+        assert links[1].poll(10.0) == []
+    assert faults == [LinkFault(ZERO, "message 2 has come, but 1 was due")]
