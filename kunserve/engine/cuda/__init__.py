@@ -1,0 +1,1 @@
+"""Device memory by the CUDA driver: the only room that knows libcuda."""

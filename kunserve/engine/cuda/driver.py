@@ -1,0 +1,297 @@
+"""The calls of libcuda that the engine makes. Its library may be a stand-in.
+
+By ctypes, because the driver's interface is stable and small, and no package has to be installed.
+"""
+
+import ctypes
+from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_uint, c_uint64, c_void_p
+from typing import Any, TypeAlias
+
+LIBRARY = "libcuda.so.1"
+
+Handle: TypeAlias = int
+"""Of a piece of physical memory."""
+
+_DEVICE = 1
+_PINNED = 1
+_READ_WRITE = 3
+_POSIX_FD = 1
+_HAS_VIRTUAL_MEMORY = 102
+_CAN_EXPORT_FD = 103
+_NOT_READY = 600
+_NON_BLOCKING = 1
+_NO_TIMING = 2
+
+
+class _Location(ctypes.Structure):
+    _fields_ = (("type", c_int), ("id", c_int))
+
+
+class AllocationProp(ctypes.Structure):
+    """``CUmemAllocationProp``: which memory is wanted."""
+
+    _fields_ = (
+        ("type", c_int),
+        ("handle_types", c_int),
+        ("location", _Location),
+        ("win32", c_void_p),
+        ("flags", ctypes.c_ubyte * 8),
+    )
+
+
+class AccessDesc(ctypes.Structure):
+    """``CUmemAccessDesc``: who may do what with mapped memory."""
+
+    _fields_ = (("location", _Location), ("flags", c_int))
+
+
+_P = POINTER
+_CALLS: dict[str, tuple[Any, ...]] = {
+    "cuInit": (c_uint,),
+    "cuDriverGetVersion": (_P(c_int),),
+    "cuDeviceGetCount": (_P(c_int),),
+    "cuDeviceGet": (_P(c_int), c_int),
+    "cuDeviceGetName": (c_char_p, c_int, c_int),
+    "cuDeviceGetAttribute": (_P(c_int), c_int, c_int),
+    "cuDeviceTotalMem_v2": (_P(c_size_t), c_int),
+    "cuDevicePrimaryCtxRetain": (_P(c_void_p), c_int),
+    "cuDevicePrimaryCtxRelease_v2": (c_int,),
+    "cuCtxSetCurrent": (c_void_p,),
+    "cuMemGetInfo_v2": (_P(c_size_t), _P(c_size_t)),
+    "cuMemGetAllocationGranularity": (_P(c_size_t), _P(AllocationProp), c_int),
+    "cuMemAddressReserve": (_P(c_uint64), c_size_t, c_size_t, c_uint64, c_uint64),
+    "cuMemAddressFree": (c_uint64, c_size_t),
+    "cuMemCreate": (_P(c_uint64), c_size_t, _P(AllocationProp), c_uint64),
+    "cuMemRelease": (c_uint64,),
+    "cuMemRetainAllocationHandle": (_P(c_uint64), c_uint64),
+    "cuMemMap": (c_uint64, c_size_t, c_size_t, c_uint64, c_uint64),
+    "cuMemUnmap": (c_uint64, c_size_t),
+    "cuMemSetAccess": (c_uint64, c_size_t, _P(AccessDesc), c_size_t),
+    "cuMemExportToShareableHandle": (c_void_p, c_uint64, c_int, c_uint64),
+    "cuMemImportFromShareableHandle": (_P(c_uint64), c_void_p, c_int),
+    "cuMemHostAlloc": (_P(c_void_p), c_size_t, c_uint),
+    "cuMemFreeHost": (c_void_p,),
+    "cuStreamCreate": (_P(c_void_p), c_uint),
+    "cuStreamDestroy_v2": (c_void_p,),
+    "cuStreamSynchronize": (c_void_p,),
+    "cuEventCreate": (_P(c_void_p), c_uint),
+    "cuEventDestroy_v2": (c_void_p,),
+    "cuEventRecord": (c_void_p, c_void_p),
+    "cuEventQuery": (c_void_p,),
+    "cuEventSynchronize": (c_void_p,),
+    "cuStreamWaitEvent": (c_void_p, c_void_p, c_uint),
+    "cuMemcpyHtoDAsync_v2": (c_uint64, c_void_p, c_size_t, c_void_p),
+    "cuMemcpyDtoHAsync_v2": (c_void_p, c_uint64, c_size_t, c_void_p),
+    "cuMemcpyDtoDAsync_v2": (c_uint64, c_uint64, c_size_t, c_void_p),
+}
+
+
+class CudaError(OSError):
+    """The driver refused a call. ``strerror`` names the error and the call."""
+
+
+class Driver:
+    """libcuda with one device. A thread calls ``enter`` before anything else."""
+
+    def __init__(self, ordinal: int = 0, library: str = LIBRARY) -> None:
+        """Raises OSError where there is no driver, CudaError where there is no such device."""
+        self._library = ctypes.CDLL(library)
+        for name, arguments in _CALLS.items():
+            function = getattr(self._library, name)
+            function.argtypes, function.restype = arguments, c_int
+        self._library.cuGetErrorName.argtypes = (c_int, _P(c_char_p))
+        self._call("cuInit", 0)
+        device, context = c_int(), c_void_p()
+        self._call("cuDeviceGet", byref(device), ordinal)
+        self.device = device.value
+        self._call("cuDevicePrimaryCtxRetain", byref(context), self.device)
+        self._context = context
+        self._prop = AllocationProp(
+            type=_PINNED, handle_types=_POSIX_FD, location=_Location(_DEVICE, ordinal)
+        )
+        self._access = AccessDesc(_Location(_DEVICE, ordinal), _READ_WRITE)
+        self.enter()
+
+    def enter(self) -> None:
+        """Let this thread use the device."""
+        self._call("cuCtxSetCurrent", self._context)
+
+    def close(self) -> None:
+        """Leave the device. Everything made must be gone."""
+        self._call("cuDevicePrimaryCtxRelease_v2", self.device)
+
+    # The device
+
+    @property
+    def version(self) -> int:
+        """Of CUDA that the driver knows: 13000 is 13.0."""
+        return self._number("cuDriverGetVersion")
+
+    @property
+    def name(self) -> str:
+        """What the device is called."""
+        text = ctypes.create_string_buffer(256)
+        self._call("cuDeviceGetName", text, len(text), self.device)
+        return text.value.decode()
+
+    @property
+    def has_virtual_memory(self) -> bool:
+        """Whether memory can be mapped at chosen addresses."""
+        return bool(self._number("cuDeviceGetAttribute", _HAS_VIRTUAL_MEMORY, self.device))
+
+    @property
+    def can_export(self) -> bool:
+        """Whether memory can be given to other processes as a file descriptor."""
+        return bool(self._number("cuDeviceGetAttribute", _CAN_EXPORT_FD, self.device))
+
+    def memory_bytes(self) -> tuple[int, int]:
+        """Device memory: what is free now, and all of it."""
+        free, total = c_size_t(), c_size_t()
+        self._call("cuMemGetInfo_v2", byref(free), byref(total))
+        return free.value, total.value
+
+    def granularity_bytes(self) -> int:
+        """Physical memory comes in multiples of this."""
+        size = c_size_t()
+        self._call("cuMemGetAllocationGranularity", byref(size), byref(self._prop), 0)
+        return size.value
+
+    # Virtual memory
+
+    def reserve(self, num_bytes: int, alignment: int) -> int:
+        """Address space without memory."""
+        address = c_uint64()
+        self._call("cuMemAddressReserve", byref(address), num_bytes, alignment, 0, 0)
+        return address.value
+
+    def unreserve(self, address: int, num_bytes: int) -> None:
+        """Give back all of what one ``reserve`` gave. Nothing may be mapped there."""
+        self._call("cuMemAddressFree", address, num_bytes)
+
+    def create(self, num_bytes: int) -> Handle:
+        """Physical memory. It lives until it is neither held nor mapped."""
+        handle = c_uint64()
+        self._call("cuMemCreate", byref(handle), num_bytes, byref(self._prop), 0)
+        return handle.value
+
+    def release(self, handle: Handle) -> None:
+        """Hold it no longer."""
+        self._call("cuMemRelease", handle)
+
+    def map(self, address: int, num_bytes: int, handle: Handle) -> None:
+        """Map all of a piece; nobody can touch it yet."""
+        self._call("cuMemMap", address, num_bytes, 0, handle, 0)
+
+    def allow(self, address: int, num_bytes: int) -> None:
+        """Let the device read and write whole mappings."""
+        self._call("cuMemSetAccess", address, num_bytes, byref(self._access), 1)
+
+    def unmap(self, address: int, num_bytes: int) -> None:
+        """Empty a stretch of whole mappings."""
+        self._call("cuMemUnmap", address, num_bytes)
+
+    def handle_at(self, address: int) -> Handle | None:
+        """What is mapped at an address; only to be compared."""
+        handle = c_uint64()
+        if self._library.cuMemRetainAllocationHandle(byref(handle), address):
+            return None
+        self.release(handle.value)
+        return handle.value
+
+    def export(self, handle: Handle) -> int:
+        """A file descriptor by which another process can map the piece. The caller closes it."""
+        fd = c_int(-1)
+        self._call("cuMemExportToShareableHandle", byref(fd), handle, _POSIX_FD, 0)
+        return fd.value
+
+    def import_(self, fd: int) -> Handle:
+        """Another process's piece. The descriptor may be closed afterwards."""
+        handle = c_uint64()
+        self._call("cuMemImportFromShareableHandle", byref(handle), c_void_p(fd), _POSIX_FD)
+        return handle.value
+
+    # Copies
+
+    def host_alloc(self, num_bytes: int) -> int:
+        """Address of host memory that copies need not wait for (pinned)."""
+        address = c_void_p()
+        self._call("cuMemHostAlloc", byref(address), num_bytes, 0)
+        assert address.value is not None
+        return address.value
+
+    def host_free(self, address: int) -> None:
+        """Give pinned memory back."""
+        self._call("cuMemFreeHost", address)
+
+    def stream(self) -> int:
+        """A queue of work that waits for no other."""
+        stream = c_void_p()
+        self._call("cuStreamCreate", byref(stream), _NON_BLOCKING)
+        assert stream.value is not None
+        return stream.value
+
+    def stream_destroy(self, stream: int) -> None:
+        """Let its work end, and forget it."""
+        self._call("cuStreamDestroy_v2", stream)
+
+    def synchronize(self, stream: int) -> None:
+        """Wait for all its work."""
+        self._call("cuStreamSynchronize", stream)
+
+    def event(self) -> int:
+        """A mark to be put into streams."""
+        event = c_void_p()
+        self._call("cuEventCreate", byref(event), _NO_TIMING)
+        assert event.value is not None
+        return event.value
+
+    def event_destroy(self, event: int) -> None:
+        """Forget it."""
+        self._call("cuEventDestroy_v2", event)
+
+    def record(self, event: int, stream: int) -> None:
+        """Mark what the stream has been given so far."""
+        self._call("cuEventRecord", event, stream)
+
+    def is_done(self, event: int) -> bool:
+        """Whether all work before the mark is done."""
+        result = self._library.cuEventQuery(event)
+        if result not in (0, _NOT_READY):
+            raise self._error("cuEventQuery", result)
+        return bool(result == 0)
+
+    def wait(self, event: int) -> None:
+        """Wait for all work before the mark."""
+        self._call("cuEventSynchronize", event)
+
+    def wait_on_stream(self, stream: int, event: int) -> None:
+        """Let a stream's later work wait for the mark."""
+        self._call("cuStreamWaitEvent", stream, event, 0)
+
+    def copy_in(self, target: int, source: int, num_bytes: int, stream: int) -> None:
+        """From host memory to the device; done when the stream says so."""
+        self._call("cuMemcpyHtoDAsync_v2", target, source, num_bytes, stream)
+
+    def copy_out(self, target: int, source: int, num_bytes: int, stream: int) -> None:
+        """From the device to host memory."""
+        self._call("cuMemcpyDtoHAsync_v2", target, source, num_bytes, stream)
+
+    def copy_inside(self, target: int, source: int, num_bytes: int, stream: int) -> None:
+        """From device memory to device memory."""
+        self._call("cuMemcpyDtoDAsync_v2", target, source, num_bytes, stream)
+
+    def _number(self, name: str, *arguments: int) -> int:
+        value = c_int()
+        self._call(name, byref(value), *arguments)
+        return value.value
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        result = getattr(self._library, name)(*arguments)
+        if result:
+            raise self._error(name, result)
+
+    def _error(self, name: str, result: int) -> CudaError:
+        text = c_char_p()
+        self._library.cuGetErrorName(result, byref(text))
+        what = (text.value or b"an unknown error").decode()
+        return CudaError(result, f"{what} ({result}) in {name}")

@@ -1,0 +1,149 @@
+"""Device memory in granules: one granule is one piece of the driver, because none can be cut."""
+
+import contextlib
+
+import numpy as np
+
+from kunserve.core.errors import ConfigError, TooLittleMemory
+from kunserve.engine.cuda.driver import Driver
+from kunserve.engine.cuda.staging import Staging
+from kunserve.engine.pages import NOTHING, Bytes, Granules, Spans
+
+
+class DevicePages:
+    """Implements ``Pages`` over one device. Nothing moves: granules are mapped a second time."""
+
+    is_host = False
+    moves = False
+
+    def __init__(self, driver: Driver, num_bytes: int, granule_bytes: int) -> None:
+        step = driver.granularity_bytes()
+        if granule_bytes <= 0 or granule_bytes % step:
+            raise ConfigError(
+                f"granule_bytes must be a multiple of {step} on {driver.name}, not {granule_bytes}"
+            )
+        self.granule_bytes = granule_bytes
+        self.num_granules = num_bytes // granule_bytes
+        self.num_calls = 0
+        self._driver = driver
+        self._reserved: dict[int, int] = {}
+        self._mapped: dict[int, int] = {}
+        """Granule at each mapped address."""
+        self._left_over: set[int] = set()
+        """Mapped addresses of which the arena does not know: taking them back failed, too."""
+        self._handles: list[int] = []
+        self._staging = Staging(driver)
+        self._is_closed = False
+        try:
+            for _ in range(self.num_granules):
+                self._handles.append(driver.create(granule_bytes))
+        except OSError as error:
+            self.close()
+            free, total = driver.memory_bytes()
+            raise TooLittleMemory(
+                f"an instance asks for {num_bytes} bytes on {driver.name}, which has {free} of "
+                f"{total} left: {error.strerror}"
+            ) from error
+
+    def reserve(self, num_bytes: int) -> int:
+        """See ``Pages``."""
+        address = self._driver.reserve(num_bytes, self.granule_bytes & -self.granule_bytes)
+        self._reserved[address] = num_bytes
+        return address
+
+    def unreserve(self, address: int) -> None:
+        """See ``Pages``."""
+        num_bytes = self._reserved[address]
+        for at in [at for at in self._mapped if address <= at < address + num_bytes]:
+            self._driver.unmap(at, self.granule_bytes)
+            del self._mapped[at]
+        self._driver.unreserve(address, num_bytes)
+        del self._reserved[address]
+
+    def map(self, address: int, granules: Granules, populate: bool = False) -> None:
+        """See ``Pages``. Device memory is there at once, so ``populate`` changes nothing."""
+        size = self.granule_bytes
+        self._remove_left_overs(address, len(granules))
+        slots = range(address, address + len(granules) * size, size)
+        try:
+            for at, granule in zip(slots, granules.tolist(), strict=True):
+                self._driver.map(at, size, self._handles[granule])
+                self._mapped[at] = granule
+                self.num_calls += 1
+            self._driver.allow(address, len(granules) * size)
+            self.num_calls += 1
+        except OSError:
+            self._left_over.update(at for at in slots if at in self._mapped)
+            # What cannot be removed now is in nobody's way before these slots are mapped again.
+            with contextlib.suppress(OSError):
+                self._remove_left_overs(address, len(granules))
+            raise
+
+    def unmap(self, address: int, num: int) -> None:
+        """See ``Pages``. One call for all."""
+        self._driver.unmap(address, num * self.granule_bytes)
+        self.num_calls += 1
+        for number in range(num):
+            del self._mapped[address + number * self.granule_bytes]
+
+    def move(self, source: int, target: int, num: int) -> bool:
+        """The driver cannot."""
+        return False
+
+    def granules_at(self, address: int, num: int) -> Granules:
+        """See ``Pages``."""
+        known = {handle: granule for granule, handle in enumerate(self._handles)}
+        found = np.full(num, NOTHING, dtype=np.int32)
+        for slot in range(num):
+            at = address + slot * self.granule_bytes
+            handle = self._driver.handle_at(at)
+            if handle is not None and at not in self._left_over:
+                found[slot] = known[handle]
+        return found
+
+    def prefault(self, address: int, num_bytes: int) -> None:
+        """Nothing is touched late here."""
+
+    def read(self, spans: Spans, into: Bytes) -> None:
+        """See ``Pages``."""
+        self._staging.read(spans, into)
+
+    def write(self, spans: Spans, data: Bytes) -> None:
+        """See ``Pages``."""
+        self._staging.write(spans, data)
+
+    def copy(self, target: int, source: int, num_bytes: int) -> None:
+        """See ``Pages``."""
+        self._staging.copy(target, source, num_bytes)
+
+    def check(self) -> None:
+        """See ``Pages``."""
+        assert len(self._handles) == self.num_granules, len(self._handles)
+        for address, granule in self._mapped.items():
+            found = self._driver.handle_at(address)
+            assert found == self._handles[granule], (address, granule)
+
+    def export(self, granule: int) -> int:
+        """A file descriptor by which another process on this machine can map the granule."""
+        return self._driver.export(self._handles[granule])
+
+    def close(self) -> None:
+        """See ``Pages``."""
+        for address in list(self._reserved):
+            self.unreserve(address)
+        for handle in self._handles:
+            self._driver.release(handle)
+        self._handles.clear()
+        if not self._is_closed:
+            self._staging.close()
+            self._is_closed = True
+
+    def _remove_left_overs(self, address: int, num: int) -> None:
+        """Unmap what a failed ``map`` has left in these slots."""
+        size = self.granule_bytes
+        for at in range(address, address + num * size, size):
+            if at in self._left_over:
+                self._driver.unmap(at, size)
+                self.num_calls += 1
+                self._left_over.discard(at)
+                del self._mapped[at]

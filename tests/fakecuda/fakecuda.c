@@ -1,0 +1,473 @@
+/* The part of libcuda that the engine calls, over memory files and mprotect.
+ *
+ * It keeps the driver's rules: whole granules, no offset, no mapping over another one, unmapping of
+ * whole mappings only, nothing reachable before its access is set, memory that lives as long as it
+ * is mapped or held, a current context in every thread. Streams run as late as they may: a copy
+ * whose end was not waited for has not happened. A copy that meets unmapped memory spoils the
+ * context for ever, as on a device.
+ *
+ * What the tests turn: memory, granularity, refused calls, latency (fake_*, at the end).
+ */
+#define _GNU_SOURCE
+#include <fcntl.h>
+#include <pthread.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <time.h>
+#include <unistd.h>
+
+#ifdef REAL_CUDA_H /* only to compare the shapes of what is passed */
+#include <cuda.h>
+#endif
+
+typedef unsigned long long u64;
+typedef int Result;
+enum {
+    OK = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, NOT_INITIALIZED = 3, INVALID_DEVICE = 101,
+    INVALID_CONTEXT = 201, INVALID_HANDLE = 400, NOT_READY = 600, ILLEGAL_ADDRESS = 700,
+    NOT_SUPPORTED = 801
+};
+
+typedef struct { int type, id; } Location;
+typedef struct {
+    int type, handle_types;
+    Location location;
+    void *win32;
+    unsigned char flags[8];
+} Prop;
+typedef struct { Location location; int flags; } Access;
+
+#ifdef REAL_CUDA_H
+_Static_assert(sizeof(Prop) == sizeof(CUmemAllocationProp), "CUmemAllocationProp");
+_Static_assert(sizeof(Access) == sizeof(CUmemAccessDesc), "CUmemAccessDesc");
+_Static_assert(offsetof(Prop, flags) == offsetof(CUmemAllocationProp, allocFlags), "allocFlags");
+#else
+
+/* Physical memory, and who keeps it alive. */
+typedef struct { int fd; size_t size, charged; int handles, mappings; } Memory;
+typedef struct { u64 address; size_t size; Memory *memory; int access; } Mapping;
+typedef struct { u64 address; size_t size; } Span;
+typedef struct Event Event;
+typedef struct Stream Stream;
+typedef enum { COPY, MARK, WAIT } Kind;
+typedef struct { Kind kind; u64 to, from; size_t size; Event *event; u64 ticket; } Op;
+struct Event { Stream *stream; u64 recorded, done; };
+struct Stream { Op *ops; size_t num, room; };
+
+#define TABLE(type, name) static type *name; static size_t num_##name, room_##name
+#define ADD(name) (num_##name == room_##name ? (void)(room_##name = room_##name * 2 + 64, \
+    name = realloc(name, room_##name * sizeof *name)) : (void)0, &name[num_##name++])
+#define TAKE_OUT(name, i) (name[i] = name[--num_##name])
+
+TABLE(Mapping, maps);
+TABLE(Span, spans);
+TABLE(Span, pinned);
+TABLE(Stream *, streams);
+
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+static size_t granularity = 2 << 20, total = 1ull << 30, used;
+static long num_calls, fails_from = -1, fails_to = -1;
+static int fails_with = OUT_OF_MEMORY, is_initialized, spoiled;
+static long call_ns, gib_ns, num_memories;
+static u64 tickets;
+static _Thread_local int has_context;
+
+static Result enter(int needs_context) {
+    pthread_mutex_lock(&lock);
+    if (!is_initialized) return NOT_INITIALIZED;
+    if (needs_context && !has_context) return INVALID_CONTEXT;
+    if (spoiled) return spoiled;
+    long call = num_calls++;
+    return call >= fails_from && call < fails_to ? fails_with : OK;
+}
+static Result leave(Result result) { pthread_mutex_unlock(&lock); return result; }
+#define ENTER Result entered = enter(1); if (entered) return leave(entered)
+#define REFUSE_IF(condition) if (condition) return leave(INVALID_VALUE)
+
+static void take_time(size_t num_bytes) {
+    long ns = call_ns + (long)((double)gib_ns * (double)num_bytes / (1 << 30));
+    struct timespec left = {ns / 1000000000, ns % 1000000000};
+    if (ns) nanosleep(&left, NULL);
+}
+
+/* ---- devices and contexts ---- */
+
+Result cuInit(unsigned flags) { is_initialized = 1; return flags ? INVALID_VALUE : OK; }
+Result cuDriverGetVersion(int *version) { *version = 13000; return OK; }
+Result cuDeviceGetCount(int *count) { *count = 1; return is_initialized ? OK : NOT_INITIALIZED; }
+Result cuDeviceGet(int *device, int ordinal) {
+    *device = ordinal;
+    return ordinal ? INVALID_DEVICE : OK;
+}
+Result cuDeviceGetName(char *name, int size, int device) {
+    snprintf(name, (size_t)size, "fake %d", device);
+    return OK;
+}
+Result cuDeviceGetAttribute(int *value, int attribute, int device) {
+    *value = attribute == 102 || attribute == 103;
+    return device ? INVALID_DEVICE : OK;
+}
+Result cuDeviceTotalMem_v2(size_t *bytes, int device) {
+    *bytes = total;
+    return device ? INVALID_DEVICE : OK;
+}
+Result cuDevicePrimaryCtxRetain(void **context, int device) {
+    *context = &total;
+    return device ? INVALID_DEVICE : OK;
+}
+Result cuDevicePrimaryCtxRelease_v2(int device) { return device ? INVALID_DEVICE : OK; }
+Result cuCtxSetCurrent(void *context) { has_context = context == &total; return OK; }
+Result cuMemGetInfo_v2(size_t *free_bytes, size_t *total_bytes) {
+    ENTER;
+    *free_bytes = total - used;
+    *total_bytes = total;
+    return leave(OK);
+}
+Result cuGetErrorName(Result error, const char **name) {
+    switch (error) {
+    case OK: *name = "CUDA_SUCCESS"; return OK;
+    case INVALID_VALUE: *name = "CUDA_ERROR_INVALID_VALUE"; return OK;
+    case OUT_OF_MEMORY: *name = "CUDA_ERROR_OUT_OF_MEMORY"; return OK;
+    case NOT_INITIALIZED: *name = "CUDA_ERROR_NOT_INITIALIZED"; return OK;
+    case INVALID_CONTEXT: *name = "CUDA_ERROR_INVALID_CONTEXT"; return OK;
+    case INVALID_HANDLE: *name = "CUDA_ERROR_INVALID_HANDLE"; return OK;
+    case ILLEGAL_ADDRESS: *name = "CUDA_ERROR_ILLEGAL_ADDRESS"; return OK;
+    default: *name = NULL; return INVALID_VALUE;
+    }
+}
+
+/* ---- virtual memory ---- */
+
+static int is_good(const Prop *prop) {
+    return prop->type == 1 && prop->location.type == 1 && prop->location.id == 0 && !prop->win32 &&
+           (prop->handle_types == 0 || prop->handle_types == 1);
+}
+static int is_whole(u64 value) { return value % granularity == 0; }
+static int overlaps(u64 a, size_t a_size, u64 b, size_t b_size) {
+    return a < b + b_size && b < a + a_size;
+}
+static Span *span_of(u64 address, size_t size) {
+    for (size_t i = 0; i < num_spans; i++)
+        if (address >= spans[i].address && address + size <= spans[i].address + spans[i].size)
+            return &spans[i];
+    return NULL;
+}
+static Mapping *mapping_at(u64 address) {
+    for (size_t i = 0; i < num_maps; i++)
+        if (address - maps[i].address < maps[i].size) return &maps[i];
+    return NULL;
+}
+/* Whether [address, address + size) is mapped from end to end, with that access if wanted. */
+static int covers(u64 address, size_t size, int wants_access) {
+    for (u64 at = address; at < address + size;) {
+        Mapping *mapping = mapping_at(at);
+        if (!mapping || (wants_access && mapping->access != 3)) return 0;
+        at = mapping->address + mapping->size;
+    }
+    return 1;
+}
+static void let_go(Memory *memory) {
+    if (memory->handles || memory->mappings) return;
+    used -= memory->charged;
+    close(memory->fd);
+    num_memories--;
+    free(memory);
+}
+
+Result cuMemGetAllocationGranularity(size_t *size, const Prop *prop, int option) {
+    ENTER;
+    REFUSE_IF(!is_good(prop) || (option != 0 && option != 1));
+    *size = granularity;
+    return leave(OK);
+}
+Result cuMemAddressReserve(u64 *at, size_t size, size_t alignment, u64 hint, u64 flags) {
+    ENTER;
+    REFUSE_IF(!size || !is_whole(size) || flags || (alignment & (alignment - 1)));
+    size_t align = alignment > granularity ? alignment : granularity;
+    char *raw = mmap(NULL, size + align, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (raw == MAP_FAILED) return leave(OUT_OF_MEMORY);
+    u64 start = ((u64)raw + align - 1) / align * align;
+    if (start > (u64)raw) munmap(raw, start - (u64)raw);
+    munmap((void *)(start + size), (u64)raw + align - start);
+    *ADD(spans) = (Span){start, size};
+    *at = start;
+    (void)hint;
+    return leave(OK);
+}
+Result cuMemAddressFree(u64 address, size_t size) {
+    ENTER;
+    for (size_t i = 0; i < num_maps; i++)
+        REFUSE_IF(overlaps(address, size, maps[i].address, maps[i].size));
+    for (size_t i = 0; i < num_spans; i++)
+        if (spans[i].address == address && spans[i].size == size) {
+            munmap((void *)address, size);
+            TAKE_OUT(spans, i);
+            return leave(OK);
+        }
+    return leave(INVALID_VALUE);
+}
+static Memory *new_memory(int fd, size_t size, size_t charged) {
+    Memory *memory = calloc(1, sizeof *memory);
+    *memory = (Memory){fd, size, charged, 1, 0};
+    used += charged;
+    num_memories++;
+    return memory;
+}
+Result cuMemCreate(u64 *handle, size_t size, const Prop *prop, u64 flags) {
+    ENTER;
+    REFUSE_IF(!size || !is_whole(size) || !is_good(prop) || flags);
+    if (used + size > total) return leave(OUT_OF_MEMORY);
+    int fd = memfd_create("fakecuda", MFD_CLOEXEC);
+    if (fd < 0 || ftruncate(fd, (off_t)size)) return leave(OUT_OF_MEMORY);
+    *handle = (u64)new_memory(fd, size, size);
+    return leave(OK);
+}
+Result cuMemRelease(u64 handle) {
+    ENTER;
+    Memory *memory = (Memory *)handle;
+    if (!memory || !memory->handles) return leave(INVALID_HANDLE);
+    memory->handles--;
+    let_go(memory);
+    return leave(OK);
+}
+Result cuMemRetainAllocationHandle(u64 *handle, u64 address) {
+    ENTER;
+    Mapping *mapping = mapping_at(address);
+    REFUSE_IF(!mapping);
+    mapping->memory->handles++;
+    *handle = (u64)mapping->memory;
+    return leave(OK);
+}
+Result cuMemMap(u64 address, size_t size, size_t offset, u64 handle, u64 flags) {
+    ENTER;
+    Memory *memory = (Memory *)handle;
+    if (!memory || !memory->handles) return leave(INVALID_HANDLE);
+    REFUSE_IF(offset || flags || size != memory->size || !is_whole(address));
+    REFUSE_IF(!span_of(address, size));
+    for (size_t i = 0; i < num_maps; i++)
+        REFUSE_IF(overlaps(address, size, maps[i].address, maps[i].size));
+    if (mmap((void *)address, size, PROT_NONE, MAP_SHARED | MAP_FIXED, memory->fd, 0) == MAP_FAILED)
+        return leave(OUT_OF_MEMORY);
+    memory->mappings++;
+    *ADD(maps) = (Mapping){address, size, memory, 0};
+    take_time(size);
+    return leave(OK);
+}
+Result cuMemSetAccess(u64 address, size_t size, const Access *access, size_t count) {
+    ENTER;
+    REFUSE_IF(count != 1 || access->location.type != 1 || access->location.id != 0);
+    REFUSE_IF(access->flags != 0 && access->flags != 1 && access->flags != 3);
+    REFUSE_IF(!size || !covers(address, size, 0));
+    int prot = access->flags == 3 ? PROT_READ | PROT_WRITE : access->flags ? PROT_READ : PROT_NONE;
+    for (size_t i = 0; i < num_maps; i++)
+        if (overlaps(address, size, maps[i].address, maps[i].size)) {
+            REFUSE_IF(maps[i].address < address);
+            REFUSE_IF(maps[i].address + maps[i].size > address + size);
+        }
+    for (size_t i = 0; i < num_maps; i++)
+        if (overlaps(address, size, maps[i].address, maps[i].size)) maps[i].access = access->flags;
+    mprotect((void *)address, size, prot);
+    take_time(size);
+    return leave(OK);
+}
+Result cuMemUnmap(u64 address, size_t size) {
+    ENTER;
+    REFUSE_IF(!size || !covers(address, size, 0));
+    for (size_t i = 0; i < num_maps; i++)
+        if (overlaps(address, size, maps[i].address, maps[i].size)) {
+            REFUSE_IF(maps[i].address < address);
+            REFUSE_IF(maps[i].address + maps[i].size > address + size);
+        }
+    mmap((void *)address, size, PROT_NONE,
+         MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
+    for (size_t i = 0; i < num_maps;)
+        if (overlaps(address, size, maps[i].address, maps[i].size)) {
+            maps[i].memory->mappings--;
+            let_go(maps[i].memory);
+            TAKE_OUT(maps, i);
+        } else {
+            i++;
+        }
+    take_time(size);
+    return leave(OK);
+}
+Result cuMemExportToShareableHandle(void *fd, u64 handle, int type, u64 flags) {
+    ENTER;
+    Memory *memory = (Memory *)handle;
+    if (!memory || !memory->handles) return leave(INVALID_HANDLE);
+    REFUSE_IF(type != 1 || flags);
+    *(int *)fd = fcntl(memory->fd, F_DUPFD_CLOEXEC, 0);
+    return leave(*(int *)fd < 0 ? OUT_OF_MEMORY : OK);
+}
+Result cuMemImportFromShareableHandle(u64 *handle, void *os_handle, int type) {
+    ENTER;
+    REFUSE_IF(type != 1);
+    struct stat info;
+    int fd = fcntl((int)(intptr_t)os_handle, F_DUPFD_CLOEXEC, 0);
+    REFUSE_IF(fd < 0 || fstat(fd, &info));
+    *handle = (u64)new_memory(fd, (size_t)info.st_size, 0); /* the exporter is charged */
+    return leave(OK);
+}
+
+/* ---- pinned memory, streams, events ---- */
+
+Result cuMemHostAlloc(void **at, size_t size, unsigned flags) {
+    ENTER;
+    *at = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (*at == MAP_FAILED) return leave(OUT_OF_MEMORY);
+    *ADD(pinned) = (Span){(u64)*at, size};
+    (void)flags;
+    return leave(OK);
+}
+Result cuMemFreeHost(void *at) {
+    ENTER;
+    for (size_t i = 0; i < num_pinned; i++)
+        if (pinned[i].address == (u64)at) {
+            munmap(at, pinned[i].size);
+            TAKE_OUT(pinned, i);
+            return leave(OK);
+        }
+    return leave(INVALID_VALUE);
+}
+static int is_pinned(u64 address, size_t size) {
+    for (size_t i = 0; i < num_pinned; i++)
+        if (address >= pinned[i].address && address + size <= pinned[i].address + pinned[i].size)
+            return 1;
+    return 0;
+}
+/* Run a stream's operations up to that ticket. */
+static void run(Stream *stream, u64 ticket) {
+    size_t done = 0;
+    while (done < stream->num && stream->ops[done].ticket <= ticket) {
+        Op op = stream->ops[done++];
+        if (op.kind == MARK) op.event->done = op.ticket;
+        if (op.kind == WAIT && op.from > op.event->done) run(op.event->stream, op.from);
+        if (op.kind != COPY) continue;
+        int is_there = (is_pinned(op.to, op.size) || covers(op.to, op.size, 1)) &&
+                       (is_pinned(op.from, op.size) || covers(op.from, op.size, 1));
+        if (is_there) memmove((void *)op.to, (void *)op.from, op.size);
+        else spoiled = ILLEGAL_ADDRESS;
+    }
+    memmove(stream->ops, stream->ops + done, (stream->num - done) * sizeof *stream->ops);
+    stream->num -= done;
+}
+static void queue(Stream *stream, Op op) {
+    if (stream->num == stream->room) {
+        stream->room = stream->room * 2 + 64;
+        stream->ops = realloc(stream->ops, stream->room * sizeof *stream->ops);
+    }
+    op.ticket = ++tickets;
+    stream->ops[stream->num++] = op;
+}
+Result cuStreamCreate(Stream **stream, unsigned flags) {
+    ENTER;
+    REFUSE_IF(flags > 1);
+    *stream = calloc(1, sizeof **stream);
+    *ADD(streams) = *stream;
+    return leave(OK);
+}
+Result cuStreamDestroy_v2(Stream *stream) {
+    ENTER;
+    run(stream, tickets);
+    for (size_t i = 0; i < num_streams; i++)
+        if (streams[i] == stream) { TAKE_OUT(streams, i); break; }
+    free(stream->ops);
+    free(stream);
+    return leave(OK);
+}
+Result cuStreamSynchronize(Stream *stream) {
+    ENTER;
+    run(stream, tickets);
+    return leave(spoiled);
+}
+Result cuEventCreate(Event **event, unsigned flags) {
+    ENTER;
+    *event = calloc(1, sizeof **event);
+    (void)flags;
+    return leave(OK);
+}
+Result cuEventDestroy_v2(Event *event) {
+    ENTER;
+    if (event->done < event->recorded) run(event->stream, event->recorded);
+    free(event);
+    return leave(OK);
+}
+Result cuEventRecord(Event *event, Stream *stream) {
+    ENTER;
+    queue(stream, (Op){.kind = MARK, .event = event});
+    event->stream = stream;
+    event->recorded = tickets;
+    return leave(OK);
+}
+Result cuEventQuery(Event *event) {
+    ENTER;
+    if (event->done >= event->recorded) return leave(OK);
+    run(event->stream, event->stream->ops[0].ticket); /* some progress, so that polling ends */
+    return leave(spoiled ? spoiled : NOT_READY);
+}
+Result cuEventSynchronize(Event *event) {
+    ENTER;
+    if (event->done < event->recorded) run(event->stream, event->recorded);
+    return leave(spoiled);
+}
+Result cuStreamWaitEvent(Stream *stream, Event *event, unsigned flags) {
+    ENTER;
+    REFUSE_IF(flags);
+    queue(stream, (Op){.kind = WAIT, .event = event, .from = event->recorded});
+    return leave(OK);
+}
+static Result copy(u64 to, u64 from, size_t size, Stream *stream, int to_host, int from_host) {
+    ENTER;
+    REFUSE_IF(!to_host && !covers(to, size, 1));
+    REFUSE_IF(!from_host && !covers(from, size, 1));
+    if ((to_host && !is_pinned(to, size)) || (from_host && !is_pinned(from, size))) {
+        run(stream, tickets); /* pageable memory: done on return */
+        memmove((void *)to, (void *)from, size);
+        return leave(spoiled);
+    }
+    queue(stream, (Op){.kind = COPY, .to = to, .from = from, .size = size});
+    return leave(OK);
+}
+Result cuMemcpyHtoDAsync_v2(u64 to, const void *from, size_t size, Stream *stream) {
+    return copy(to, (u64)from, size, stream, 0, 1);
+}
+Result cuMemcpyDtoHAsync_v2(void *to, u64 from, size_t size, Stream *stream) {
+    return copy((u64)to, from, size, stream, 1, 0);
+}
+Result cuMemcpyDtoDAsync_v2(u64 to, u64 from, size_t size, Stream *stream) {
+    return copy(to, from, size, stream, 0, 0);
+}
+
+/* ---- for the tests ---- */
+
+void fake_configure(size_t granularity_bytes, size_t total_bytes) {
+    granularity = granularity_bytes;
+    total = total_bytes;
+    spoiled = 0;
+    num_calls = 0;
+    fails_from = fails_to = -1;
+    call_ns = gib_ns = 0;
+}
+/* Refuse `count` calls, the first of them `after` calls from now. */
+void fake_refuse(long after, long count, int code) {
+    fails_from = num_calls + after;
+    fails_to = fails_from + count;
+    fails_with = code;
+}
+void fake_delay(long ns_per_call, long ns_per_gib) { call_ns = ns_per_call; gib_ns = ns_per_gib; }
+long fake_calls(void) { return num_calls; }
+size_t fake_used(void) { return used; }
+/* What is left: memories, mappings, reservations, pinned areas, streams. */
+void fake_left(long *counts) {
+    counts[0] = num_memories;
+    counts[1] = (long)num_maps;
+    counts[2] = (long)num_spans;
+    counts[3] = (long)num_pinned;
+    counts[4] = (long)num_streams;
+}
+#endif

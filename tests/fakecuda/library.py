@@ -1,0 +1,68 @@
+"""Builds the stand-in for libcuda, and turns its knobs."""
+
+import ctypes
+import functools
+import hashlib
+import os
+import subprocess
+import tempfile
+from pathlib import Path
+
+SOURCE = Path(__file__).parent / "fakecuda.c"
+KIB = 1 << 10
+MIB = 1 << 20
+REFUSED = 2
+"""The error of refused calls: out of memory."""
+LEFT = ("memories", "mappings", "reservations", "pinned areas", "streams")
+
+
+@functools.cache
+def build() -> str:
+    """Path of the compiled library; compiled again when its source has changed."""
+    digest = hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:16]
+    path = Path(tempfile.gettempdir()) / f"fakecuda-{os.getuid()}-{digest}.so"
+    if not path.exists():
+        made = path.with_suffix(f".{os.getpid()}")
+        command = ["gcc", "-O1", "-shared", "-fPIC", "-pthread", "-o", str(made), str(SOURCE)]
+        subprocess.run(command, check=True)
+        made.rename(path)
+    return str(path)
+
+
+class FakeCuda:
+    """What a test does to the driver of this process."""
+
+    def __init__(self, granularity_bytes: int = 4 * KIB, total_bytes: int = 64 * MIB) -> None:
+        self._library = ctypes.CDLL(build())
+        for name in ("fake_configure", "fake_refuse", "fake_delay"):
+            getattr(self._library, name).restype = None
+        self._library.fake_configure.argtypes = (ctypes.c_size_t, ctypes.c_size_t)
+        self._library.fake_refuse.argtypes = (ctypes.c_long, ctypes.c_long, ctypes.c_int)
+        self._library.fake_delay.argtypes = (ctypes.c_long, ctypes.c_long)
+        self._library.fake_calls.restype = ctypes.c_long
+        self._library.fake_used.restype = ctypes.c_size_t
+        self._library.fake_configure(granularity_bytes, total_bytes)
+
+    @property
+    def num_calls(self) -> int:
+        """Of the driver, since it was configured."""
+        return int(self._library.fake_calls())
+
+    @property
+    def used_bytes(self) -> int:
+        """Physical memory taken."""
+        return int(self._library.fake_used())
+
+    def refuse(self, after: int, count: int = 1) -> None:
+        """Refuse ``count`` calls, the first of them ``after`` calls from now."""
+        self._library.fake_refuse(after, count, REFUSED)
+
+    def refuse_nothing(self) -> None:
+        """Be good again."""
+        self._library.fake_refuse(0, 0, REFUSED)
+
+    def left(self) -> dict[str, int]:
+        """What nobody has given back."""
+        counts = (ctypes.c_long * len(LEFT))()
+        self._library.fake_left(counts)
+        return {name: count for name, count in zip(LEFT, counts, strict=True) if count}
