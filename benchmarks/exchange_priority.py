@@ -33,6 +33,7 @@ from kunserve.core.step import StepPlan
 from kunserve.core.transfer import KvPull
 from kunserve.transport.bulk import BulkMover
 from kunserve.transport.bulk_wire import Bytes
+from kunserve.transport.movable_memory import ViewedMemory
 from kunserve.transport.pacing import BulkPacing, chunk_bytes_for
 from kunserve.transport.peers import PeerLinks
 from kunserve.transport.sockets import ANY_PORT
@@ -73,7 +74,7 @@ class Way:
     """Whether bulk goes through the activations' connection."""
 
 
-class Memory:
+class Memory(ViewedMemory):
     """KV units only."""
 
     def __init__(self, num_units: int) -> None:
@@ -82,10 +83,6 @@ class Memory:
     def unit_view(self, unit: int, num_units: int) -> Bytes:
         """The bytes of consecutive units."""
         return self._kv[unit * UNIT_BYTES : (unit + num_units) * UNIT_BYTES]
-
-    def layer_view(self, layer: int) -> Bytes:
-        """There are no weights here."""
-        raise NotImplementedError
 
 
 @dataclass(slots=True)

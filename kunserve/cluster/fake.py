@@ -23,6 +23,7 @@ from kunserve.core.request import Request, SamplingParams, TokenLogprobs
 from kunserve.core.snapshots import InstanceSpec
 from kunserve.core.step import SampledToken, SequenceStart
 from kunserve.transport.host_store import HostStore
+from kunserve.transport.movable_memory import ViewedMemory
 
 Uint64Array = npt.NDArray[np.uint64]
 Uint8Array = npt.NDArray[np.uint8]
@@ -150,7 +151,7 @@ def expected_tokens(request: Request, model: FakeModel, max_model_len: int) -> t
             return tuple(tokens[num_prompt:])
 
 
-class FakeBody:
+class FakeBody(ViewedMemory):
     """Implements ``control.instance.body.Body`` and what a mover needs of one."""
 
     def __init__(
@@ -180,8 +181,13 @@ class FakeBody:
         """Layers whose bytes may have changed since a step last used them."""
         self._starts: dict[RequestId, SequenceStart] = {}
         self._history: dict[RequestId, list[int]] = {}
-        self.host = HostStore(self.unit_view)
+        self.host = HostStore(self)
         self.load_layers(self._whole)
+
+    @property
+    def layer_bytes(self) -> int:
+        """Of one layer's weights."""
+        return self._spec.layer_bytes
 
     @property
     def spec(self) -> InstanceSpec:

@@ -6,8 +6,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Protocol
 
-import numpy as np
-import numpy.typing as npt
 import zmq
 
 from kunserve.cluster.instance_mover import InstanceMover, Loaded
@@ -22,6 +20,7 @@ from kunserve.core.messages import Alive, Connect, Form, LinkBroken, Ready
 from kunserve.core.transfer import KvPull
 from kunserve.transport.bulk_sink import Pulled
 from kunserve.transport.channel import InstanceChannel
+from kunserve.transport.movable_memory import MovableMemory
 from kunserve.transport.peers import PeerLinks
 
 logger = logging.getLogger(__name__)
@@ -29,8 +28,11 @@ logger = logging.getLogger(__name__)
 HEARTBEATS_PER_TIMEOUT = 5
 
 
-class WiredBody(Body, Protocol):
-    """A body whose activations can cross a wire, and whose host can read mail during a step."""
+class WiredBody(Body, MovableMemory, Protocol):
+    """A body whose activations can cross a wire, and whose host can read mail during a step.
+
+    Its memory is what movers read and fill.
+    """
 
     def execute(
         self, work: StepWork, hidden: Any, look_up: Callable[[], None] | None = None
@@ -48,14 +50,6 @@ class WiredBody(Body, Protocol):
 
     def load_layers(self, layers: LayerRange) -> None:
         """Fill mapped layers from disk."""
-        ...
-
-    def unit_view(self, unit: int, num_units: int) -> npt.NDArray[np.uint8]:
-        """The memory of consecutive KV units."""
-        ...
-
-    def layer_view(self, layer: int) -> npt.NDArray[np.uint8]:
-        """The memory of one layer's weights."""
         ...
 
 

@@ -29,6 +29,7 @@ from kunserve.engine.weights.readers import open_reader
 from kunserve.model.config import read_eos_ids, read_spec
 from kunserve.model.source import ModelSource, resolve_model
 from kunserve.transport.host_store import HostStore
+from kunserve.transport.movable_memory import UnitRuns
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -116,7 +117,7 @@ class CpuBody:
         self._sampler = Sampler(read_eos_ids(source), self.model.vocab_size)
         self._scorer = PromptScorer(self._decoder)
         self._prompt_tokens: dict[RequestId, int] = {}
-        self._host = HostStore(self.memory.unit_view)
+        self._host = HostStore(self.memory)
         load_s = time.perf_counter() - started
         self.account = _account(self.memory, self.model, self._decoder.buffer_bytes, load_s)
 
@@ -207,6 +208,32 @@ class CpuBody:
         """Fill mapped layers from disk."""
         assert self.memory.held.covers(layers), (self.memory.held, layers)
         self._loader.load_layers(layers)
+
+    @property
+    def unit_bytes(self) -> int:
+        """Of one KV unit."""
+        return self.memory.unit_bytes
+
+    @property
+    def layer_bytes(self) -> int:
+        """Of one layer's packed weights."""
+        return self.memory.layer_bytes
+
+    def read_units(self, unit_runs: UnitRuns, into: npt.NDArray[np.uint8]) -> None:
+        """Copy the bytes of KV units, for a mover."""
+        self.memory.read_units(unit_runs, into)
+
+    def write_units(self, unit_runs: UnitRuns, data: npt.NDArray[np.uint8]) -> None:
+        """The reverse."""
+        self.memory.write_units(unit_runs, data)
+
+    def read_layer(self, layer: int, offset: int, into: npt.NDArray[np.uint8]) -> None:
+        """Copy bytes of a held layer's weights, for a mover."""
+        self.memory.read_layer(layer, offset, into)
+
+    def write_layer(self, layer: int, offset: int, data: npt.NDArray[np.uint8]) -> None:
+        """The reverse."""
+        self.memory.write_layer(layer, offset, data)
 
     def unit_view(self, unit: int, num_units: int) -> npt.NDArray[np.uint8]:
         """Bytes of consecutive KV units, for a mover to read or fill."""

@@ -18,6 +18,7 @@ from kunserve.core.snapshots import InstanceSpec
 from kunserve.engine.arena import Arena, VirtualRange
 from kunserve.engine.pages import HostPages, OpenPages
 from kunserve.engine.weights.layout import WeightLayout
+from kunserve.transport.movable_memory import UnitRuns
 
 logger = logging.getLogger(__name__)
 
@@ -208,10 +209,47 @@ class InstanceMemory:
         assert self.held.first <= layer < self.held.end, (layer, self.held)
         return self.weights.bytes_view(self.layout.layer_offset(layer), self.layout.layer.num_bytes)
 
+    @property
+    def unit_bytes(self) -> int:
+        """Of one unit."""
+        return self.spec.unit_bytes
+
+    @property
+    def layer_bytes(self) -> int:
+        """Of one layer's packed weights."""
+        return self.layout.layer.num_bytes
+
+    def read_units(self, unit_runs: UnitRuns, into: npt.NDArray[np.uint8]) -> None:
+        """Copy the bytes of backed units, run after run."""
+        self.arena.pages.read([self._unit_span(*run) for run in unit_runs], into)
+
+    def write_units(self, unit_runs: UnitRuns, data: npt.NDArray[np.uint8]) -> None:
+        """The reverse."""
+        self.arena.pages.write([self._unit_span(*run) for run in unit_runs], data)
+
+    def read_layer(self, layer: int, offset: int, into: npt.NDArray[np.uint8]) -> None:
+        """Copy bytes of a held layer's packed weights."""
+        self.arena.pages.read([self._layer_span(layer, offset, into.nbytes)], into)
+
+    def write_layer(self, layer: int, offset: int, data: npt.NDArray[np.uint8]) -> None:
+        """The reverse."""
+        self.arena.pages.write([self._layer_span(layer, offset, data.nbytes)], data)
+
     def copy_units(self, copies: tuple[UnitCopy, ...]) -> None:
         """Copy in order; a later copy may read what an earlier one wrote."""
-        for copy in copies:
-            self.unit_view(copy.dst, copy.num_units)[:] = self.unit_view(copy.src, copy.num_units)
+        for src, dst, num_units in copies:
+            source, num_bytes = self._unit_span(src, num_units)
+            self.arena.pages.copy(self._unit_span(dst, num_units)[0], source, num_bytes)
+
+    def _unit_span(self, unit: int, num_units: int) -> tuple[int, int]:
+        assert unit >= 0 and unit + num_units <= self.backed_units, (unit, num_units)
+        unit_bytes = self.spec.unit_bytes
+        return self.kv_base_address + unit * unit_bytes, num_units * unit_bytes
+
+    def _layer_span(self, layer: int, offset: int, num_bytes: int) -> tuple[int, int]:
+        assert self.held.first <= layer < self.held.end, (layer, self.held)
+        assert offset >= 0 and offset + num_bytes <= self.layer_bytes, (offset, num_bytes)
+        return self.weights.base_address + self.layout.layer_offset(layer) + offset, num_bytes
 
     def check(self, ask_kernel: bool = False) -> None:
         """Assert that every granule is where the layers held say it must be."""

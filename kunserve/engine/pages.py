@@ -4,11 +4,12 @@
 refuse them with an OSError.
 """
 
+import ctypes
 import itertools
 import mmap
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol, TypeAlias
 
 import numpy as np
@@ -19,6 +20,10 @@ from kunserve.engine import address_space
 from kunserve.engine.free_memory import available_bytes
 
 Granules: TypeAlias = npt.NDArray[np.int32]
+
+Bytes: TypeAlias = npt.NDArray[np.uint8]
+Spans: TypeAlias = Sequence[tuple[int, int]]
+"""(address, number of bytes) of stretches of mapped memory."""
 
 NOTHING = -1
 _HUGE_PAGE_BYTES = 2 << 20
@@ -68,6 +73,18 @@ class Pages(Protocol):
 
     def prefault(self, address: int, num_bytes: int) -> None:
         """Get pages ready in the background, where a first touch is slow."""
+        ...
+
+    def read(self, spans: Spans, into: Bytes) -> None:
+        """Copy what lies there, one span after the other; done on return."""
+        ...
+
+    def write(self, spans: Spans, data: Bytes) -> None:
+        """The reverse."""
+        ...
+
+    def copy(self, target: int, source: int, num_bytes: int) -> None:
+        """Copy between stretches that do not overlap; in order with all other copies."""
         ...
 
     def check(self) -> None:
@@ -154,6 +171,26 @@ class HostPages:
         """See ``Pages``."""
         self._prefault = _Prefault(address, num_bytes)
 
+    def read(self, spans: Spans, into: Bytes) -> None:
+        """See ``Pages``."""
+        position = 0
+        for address, num_bytes in spans:
+            into[position : position + num_bytes] = _view(address, num_bytes)
+            position += num_bytes
+        assert position == into.nbytes, (position, into.nbytes)
+
+    def write(self, spans: Spans, data: Bytes) -> None:
+        """See ``Pages``."""
+        position = 0
+        for address, num_bytes in spans:
+            _view(address, num_bytes)[:] = data[position : position + num_bytes]
+            position += num_bytes
+        assert position == data.nbytes, (position, data.nbytes)
+
+    def copy(self, target: int, source: int, num_bytes: int) -> None:
+        """See ``Pages``."""
+        _view(target, num_bytes)[:] = _view(source, num_bytes)
+
     def check(self) -> None:
         """See ``Pages``."""
         held = os.fstat(self._fd).st_blocks * 512
@@ -169,6 +206,10 @@ class HostPages:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+
+
+def _view(address: int, num_bytes: int) -> Bytes:
+    return np.ctypeslib.as_array((ctypes.c_uint8 * num_bytes).from_address(address))
 
 
 def runs(granules: Granules) -> list[tuple[int, int]]:

@@ -18,9 +18,10 @@ from kunserve.core.layout import LayerRange
 from kunserve.core.transfer import KvPull, LayerPull
 from kunserve.transport import bulk_wire, identity
 from kunserve.transport.bulk_sink import Ask, BulkSink, Pulled
-from kunserve.transport.bulk_source import BulkSource, MovableMemory
+from kunserve.transport.bulk_source import BulkSource
 from kunserve.transport.bulk_wire import Answer, Bytes, Chunk, Int32Array
 from kunserve.transport.identity import Identity
+from kunserve.transport.movable_memory import MovableMemory
 from kunserve.transport.pacing import BulkPacing, TokenBucket
 from kunserve.transport.sockets import (
     PollTarget,

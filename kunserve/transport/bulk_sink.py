@@ -13,7 +13,6 @@ import numpy as np
 from kunserve.core.ids import InstanceId, RequestId
 from kunserve.core.layout import LayerRange
 from kunserve.core.transfer import KvPull, LayerPull
-from kunserve.transport.bulk_source import MovableMemory
 from kunserve.transport.bulk_wire import (
     Answer,
     Bytes,
@@ -23,6 +22,7 @@ from kunserve.transport.bulk_wire import (
     LayerChunk,
     unit_runs,
 )
+from kunserve.transport.movable_memory import MovableMemory
 from kunserve.transport.pacing import BulkPacing
 
 RETRY_S = 0.005
@@ -67,7 +67,7 @@ class _KvTarget:
         self._memory = memory
         self._piece = piece
         self._entries = np.array(entries, dtype=np.int32)
-        self._unit_bytes = memory.unit_view(int(entries[0]) + piece.layers.first, 1).nbytes
+        self._unit_bytes = memory.unit_bytes
         self.num_items = num_blocks * piece.layers.num_layers
 
     def chunk_at(self, first: int, limit: int, chunk_bytes: int, ticket: int) -> tuple[Chunk, int]:
@@ -87,11 +87,8 @@ class _KvTarget:
     def write(self, first: int, num: int, data: Bytes) -> bool:
         if data.nbytes != num * self._unit_bytes:
             return False
-        position = 0
-        for unit, count in unit_runs(self._entries, self._piece.layers, first, num):
-            num_bytes = count * self._unit_bytes
-            self._memory.unit_view(unit, count)[:] = data[position : position + num_bytes]
-            position += num_bytes
+        runs = unit_runs(self._entries, self._piece.layers, first, num)
+        self._memory.write_units(list(runs), data)
         return True
 
 
@@ -100,7 +97,7 @@ class _LayersTarget:
         assert layers.num_layers > 0, layers
         self._memory = memory
         self._first_layer = layers.first
-        self._layer_bytes = memory.layer_view(layers.first).nbytes
+        self._layer_bytes = memory.layer_bytes
         self.num_items = layers.num_layers * self._layer_bytes
 
     def chunk_at(self, first: int, limit: int, chunk_bytes: int, ticket: int) -> tuple[Chunk, int]:
@@ -112,7 +109,7 @@ class _LayersTarget:
         if data.nbytes != num:
             return False
         layer, offset = divmod(first, self._layer_bytes)
-        self._memory.layer_view(self._first_layer + layer)[offset : offset + num] = data
+        self._memory.write_layer(self._first_layer + layer, offset, data)
         return True
 
 

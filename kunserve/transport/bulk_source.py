@@ -1,30 +1,18 @@
 """The giving side of bulk: which memory peers may read. Sans-I/O; the mover holds the lock."""
 
 from collections import OrderedDict
-from typing import Protocol
 
 import numpy as np
 
 from kunserve.core.ids import RequestId
 from kunserve.core.layout import LayerRange
 from kunserve.transport.bulk_wire import Answer, Bytes, Chunk, Int32Array, KvChunk, unit_runs
+from kunserve.transport.movable_memory import MovableMemory
 
 MAX_WITHDRAWN = 8192
 """Withdrawn requests that are remembered."""
 
 _NO_TRANSITION = -1
-
-
-class MovableMemory(Protocol):
-    """An instance's memory as the bulk mover touches it, from a thread of its own."""
-
-    def unit_view(self, unit: int, num_units: int) -> Bytes:
-        """The bytes of consecutive KV units, writable in place."""
-        ...
-
-    def layer_view(self, layer: int) -> Bytes:
-        """The bytes of one mapped layer's weights, writable in place; every layer has as many."""
-        ...
 
 
 class BulkSource:
@@ -70,10 +58,12 @@ class BulkSource:
             return self._serve_kv(chunk)
         if self.offered is None or not self.offered.first <= chunk.layer < self.offered.end:
             return Answer.REFUSED, None
-        view = self._memory.layer_view(chunk.layer)
-        if not (chunk.offset >= 0 and 0 < chunk.num_bytes <= view.nbytes - chunk.offset):
+        left = self._memory.layer_bytes - chunk.offset
+        if not (chunk.offset >= 0 and 0 < chunk.num_bytes <= left):
             return Answer.REFUSED, None
-        return Answer.DATA, view[chunk.offset : chunk.offset + chunk.num_bytes].copy()
+        data = np.empty(chunk.num_bytes, dtype=np.uint8)
+        self._memory.read_layer(chunk.layer, chunk.offset, data)
+        return Answer.DATA, data
 
     def _serve_kv(self, chunk: KvChunk) -> tuple[Answer, Bytes | None]:
         self.saw_transition(chunk.transition_id)
@@ -93,5 +83,6 @@ class BulkSource:
         ):
             return Answer.REFUSED, None
         runs = unit_runs(entries[first:end], layers, chunk.first_unit, chunk.num_units)
-        views = [self._memory.unit_view(unit, count) for unit, count in runs]
-        return Answer.DATA, np.concatenate(views)
+        data = np.empty(chunk.num_units * self._memory.unit_bytes, dtype=np.uint8)
+        self._memory.read_units(list(runs), data)
+        return Answer.DATA, data

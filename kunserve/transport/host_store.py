@@ -1,21 +1,16 @@
 """KV in host memory: where a body keeps what was swapped out of its KV range."""
 
-from collections.abc import Callable
-
 import numpy as np
-import numpy.typing as npt
 
 from kunserve.core.ids import RequestId
-
-Bytes = npt.NDArray[np.uint8]
+from kunserve.transport.movable_memory import Bytes, UnitMemory
 
 
 class HostStore:
     """Owner of one instance's swapped KV, block by block."""
 
-    def __init__(self, unit_view: Callable[[int, int], Bytes]) -> None:
-        """``unit_view(unit, num_units)`` gives the bytes of consecutive KV units, no copy."""
-        self._unit_view = unit_view
+    def __init__(self, memory: UnitMemory) -> None:
+        self._memory = memory
         self._blocks: dict[RequestId, dict[int, Bytes]] = {}
 
     @property
@@ -27,12 +22,14 @@ class HostStore:
         """Copy a block out of KV memory."""
         blocks = self._blocks.setdefault(request_id, {})
         assert block not in blocks, f"block {block} of {request_id} is in host memory already"
-        blocks[block] = self._unit_view(unit, num_units).copy()
+        data = np.empty(num_units * self._memory.unit_bytes, dtype=np.uint8)
+        self._memory.read_units([(unit, num_units)], data)
+        blocks[block] = data
 
     def take(self, request_id: RequestId, block: int, unit: int, num_units: int) -> None:
         """Copy a block back into KV memory, and keep it no longer."""
         blocks = self._blocks[request_id]
-        self._unit_view(unit, num_units)[:] = blocks[block]
+        self._memory.write_units([(unit, num_units)], blocks[block])
         del blocks[block]
         if not blocks:
             del self._blocks[request_id]

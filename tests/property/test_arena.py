@@ -12,8 +12,11 @@ from kunserve.core.config import InstanceConfig
 from kunserve.core.ids import InstanceId
 from kunserve.core.layout import LayerRange
 from kunserve.engine.arena import Arena
+from kunserve.engine.cuda.driver import Driver
+from kunserve.engine.cuda.pages import DevicePages
 from kunserve.engine.memory import InstanceMemory, MemoryPlan
-from kunserve.engine.pages import Granules, HostPages
+from kunserve.engine.pages import Granules, HostPages, OpenPages
+from tests.fakecuda.library import FakeCuda, build
 from tests.specs import model_spec
 
 PAGE = mmap.PAGESIZE
@@ -122,14 +125,33 @@ class MappedTwice(HostPages):
                 raise OSError(12, "refused by the test")
 
 
+class RefusedHere:
+    """Refuses a call of the driver, as ``MappedTwice`` does of the kernel."""
+
+    def __init__(self, fake: FakeCuda) -> None:
+        self._fake = fake
+
+    @property
+    def fails_at(self) -> None:
+        return None
+
+    @fails_at.setter
+    def fails_at(self, value: int | None) -> None:
+        if value is None:
+            self._fake.refuse_nothing()
+        else:
+            self._fake.refuse(after=value)
+
+
 class Memories(RuleBasedStateMachine):
     """Drops and reclaims layers; held weights and units below the mark keep their content."""
 
     memory: InstanceMemory | None = None
-    pages: MappedTwice | None = None
+    fake: FakeCuda | None = None
+    pages: MappedTwice | RefusedHere | None = None
 
     @initialize(
-        is_mapped_twice=st.booleans(),
+        kind=st.sampled_from(["moved", "mapped twice", "device"]),
         granule_pages=st.integers(1, 3),
         block_size=st.sampled_from([1, 3, 16]),
         hidden_size=st.sampled_from([8, 24, 32]),
@@ -137,7 +159,7 @@ class Memories(RuleBasedStateMachine):
     )
     def start(
         self,
-        is_mapped_twice: bool,
+        kind: str,
         granule_pages: int,
         block_size: int,
         hidden_size: int,
@@ -150,12 +172,18 @@ class Memories(RuleBasedStateMachine):
             block_size=block_size,
         )
         assert MemoryPlan.of(model, config).kv_units >= model.num_layers
-        open_pages = MappedTwice if is_mapped_twice else HostPages
+        open_pages: OpenPages = MappedTwice if kind == "mapped twice" else HostPages
+        if kind == "device":
+            self.fake = FakeCuda(granularity_bytes=PAGE)
+            driver = Driver(library=build())
+            open_pages = lambda size, granule, _: DevicePages(driver, size, granule)  # noqa: E731
         self.memory = InstanceMemory(InstanceId(0), model, config, 0, open_pages)
         if isinstance(self.memory.arena.pages, MappedTwice):
             self.pages = self.memory.arena.pages
+        if self.fake is not None:
+            self.pages = RefusedHere(self.fake)
         for layer in range(model.num_layers):
-            self.memory.layer_view(layer)[:] = layer + 1
+            self.fill_layer(layer)
         self.marked_units = 0
 
     @rule(cut=st.tuples(st.integers(0, 5), st.integers(0, 5)))
@@ -183,7 +211,7 @@ class Memories(RuleBasedStateMachine):
         self.memory.reclaim(whole)
         assert self.memory.held == whole
         for layer in {*range(*whole)} - {*range(*held)}:
-            self.memory.layer_view(layer)[:] = layer + 1
+            self.fill_layer(layer)
 
     @rule(
         cut=st.tuples(st.integers(0, 5), st.integers(0, 5)),
@@ -202,7 +230,7 @@ class Memories(RuleBasedStateMachine):
         if self.pages is not None:
             self.pages.fails_at = fails_at
         refusal = self.memory.prepare(layers)
-        assert refusal is None or (fails_at is not None and "refused by the test" in refusal)
+        assert refusal is None or fails_at is not None, refusal
         if self.pages is not None:
             self.pages.fails_at = None
         assert self.memory.held == held
@@ -218,11 +246,17 @@ class Memories(RuleBasedStateMachine):
         self.memory.tidy()
         self.pages.fails_at = None
 
+    def fill_layer(self, layer: int) -> None:
+        assert self.memory is not None
+        data = np.full(self.memory.layer_bytes, layer + 1, dtype=np.uint8)
+        self.memory.write_layer(layer, 0, data)
+
     @rule()
     def fill_units(self) -> None:
         assert self.memory is not None
         for unit in range(self.memory.kv_units):
-            self.memory.unit_view(unit, 1)[:] = unit % 251
+            data = np.full(self.memory.unit_bytes, unit % 251, dtype=np.uint8)
+            self.memory.write_units([(unit, 1)], data)
         self.marked_units = self.memory.kv_units
 
     @precondition(lambda self: self.memory is not None)
@@ -231,15 +265,18 @@ class Memories(RuleBasedStateMachine):
         assert self.memory is not None
         self.memory.check(ask_kernel=True)
         for layer in range(*self.memory.held):
-            view = self.memory.layer_view(layer)
+            view = np.empty(self.memory.layer_bytes, dtype=np.uint8)
+            self.memory.read_layer(layer, 0, view)
             assert (view == layer + 1).all(), layer
-        for unit in range(self.marked_units):
-            view = self.memory.unit_view(unit, 1)
-            assert view[0] == view[-1] == unit % 251, unit
+        units = np.empty((self.marked_units, self.memory.unit_bytes), dtype=np.uint8)
+        self.memory.read_units([(0, self.marked_units)], units.reshape(-1))
+        assert (units == (np.arange(self.marked_units) % 251)[:, None]).all()
 
     def teardown(self) -> None:
         if self.memory is not None:
             self.memory.close()
+        if self.fake is not None:
+            assert self.fake.left() == {}
 
 
 TestArenas = Arenas.TestCase

@@ -28,6 +28,8 @@ class _Location(ctypes.Structure):
 
 
 class AllocationProp(ctypes.Structure):
+    """``CUmemAllocationProp``: which memory is wanted."""
+
     _fields_ = (
         ("type", c_int),
         ("handle_types", c_int),
@@ -38,6 +40,8 @@ class AllocationProp(ctypes.Structure):
 
 
 class AccessDesc(ctypes.Structure):
+    """``CUmemAccessDesc``: who may do what with mapped memory."""
+
     _fields_ = (("location", _Location), ("flags", c_int))
 
 
@@ -254,7 +258,7 @@ class Driver:
         result = self._library.cuEventQuery(event)
         if result not in (0, _NOT_READY):
             raise self._error("cuEventQuery", result)
-        return result == 0
+        return bool(result == 0)
 
     def wait(self, event: int) -> None:
         """Wait for all work before the mark."""

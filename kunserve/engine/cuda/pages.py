@@ -6,7 +6,8 @@ import numpy as np
 
 from kunserve.core.errors import ConfigError, TooLittleMemory
 from kunserve.engine.cuda.driver import Driver
-from kunserve.engine.pages import NOTHING, Granules
+from kunserve.engine.cuda.staging import Staging
+from kunserve.engine.pages import NOTHING, Bytes, Granules, Spans
 
 
 class DevicePages:
@@ -31,6 +32,8 @@ class DevicePages:
         self._left_over: set[int] = set()
         """Mapped addresses of which the arena does not know: taking them back failed, too."""
         self._handles: list[int] = []
+        self._staging = Staging(driver)
+        self._is_closed = False
         try:
             for _ in range(self.num_granules):
                 self._handles.append(driver.create(granule_bytes))
@@ -101,6 +104,18 @@ class DevicePages:
     def prefault(self, address: int, num_bytes: int) -> None:
         """Nothing is touched late here."""
 
+    def read(self, spans: Spans, into: Bytes) -> None:
+        """See ``Pages``."""
+        self._staging.read(spans, into)
+
+    def write(self, spans: Spans, data: Bytes) -> None:
+        """See ``Pages``."""
+        self._staging.write(spans, data)
+
+    def copy(self, target: int, source: int, num_bytes: int) -> None:
+        """See ``Pages``."""
+        self._staging.copy(target, source, num_bytes)
+
     def check(self) -> None:
         """See ``Pages``."""
         assert len(self._handles) == self.num_granules, len(self._handles)
@@ -119,6 +134,9 @@ class DevicePages:
         for handle in self._handles:
             self._driver.release(handle)
         self._handles.clear()
+        if not self._is_closed:
+            self._staging.close()
+            self._is_closed = True
 
     def _remove_left_overs(self, address: int, num: int) -> None:
         """Unmap what a failed ``map`` has left in these slots."""

@@ -6,13 +6,14 @@ from kunserve.core.ids import InstanceId, RequestId, TransitionId
 from kunserve.core.layout import LayerRange
 from kunserve.core.transfer import KvPull
 from kunserve.transport.bulk_wire import Bytes, Int32Array
+from kunserve.transport.movable_memory import ViewedMemory
 
 UNIT_BYTES = 96
 LAYER_BYTES = 1000
 NUM_LAYERS = 6
 
 
-class Memory:
+class Memory(ViewedMemory):
     """KV units and layers of one instance."""
 
     def __init__(self, num_units: int, seed: int | None = None) -> None:
@@ -22,6 +23,9 @@ class Memory:
             np.zeros(n, np.uint8) if seed is None else rng.integers(1, 256, n, np.uint8)
             for n in shape
         )
+
+    layer_bytes = LAYER_BYTES
+    unit_bytes = UNIT_BYTES
 
     def unit_view(self, unit: int, num_units: int) -> Bytes:
         assert unit >= 0 and (unit + num_units) * UNIT_BYTES <= len(self.kv), (unit, num_units)

@@ -5,13 +5,23 @@ import pytest
 
 from kunserve.core.ids import RequestId
 from kunserve.transport.host_store import HostStore
+from kunserve.transport.movable_memory import ViewedMemory
 
 R = RequestId("r")
 
 
+class Units(ViewedMemory):
+    def __init__(self, memory: np.ndarray) -> None:
+        self._memory = memory
+
+    def unit_view(self, unit: int, num_units: int) -> np.ndarray:
+        assert unit + num_units <= len(self._memory), unit
+        return self._memory[unit : unit + num_units].reshape(-1)
+
+
 def test_a_block_comes_back_elsewhere_and_is_kept_no_longer() -> None:
     memory = np.arange(60, dtype=np.uint8).reshape(20, 3)
-    store = HostStore(lambda unit, num_units: memory[unit : unit + num_units].reshape(-1))
+    store = HostStore(Units(memory))
     before = memory.copy()
     store.put(R, 4, 2, 5)
     store.put(R, 5, 10, 5)
@@ -31,12 +41,7 @@ def test_a_block_comes_back_elsewhere_and_is_kept_no_longer() -> None:
 
 def test_a_block_that_cannot_be_placed_is_kept() -> None:
     memory = np.arange(60, dtype=np.uint8).reshape(20, 3)
-
-    def unit_view(unit: int, num_units: int) -> np.ndarray:
-        assert unit + num_units <= 20, unit
-        return memory[unit : unit + num_units].reshape(-1)
-
-    store = HostStore(unit_view)
+    store = HostStore(Units(memory))
     store.put(R, 0, 2, 5)
     with pytest.raises(AssertionError):
         store.take(R, 0, 18, 5)
