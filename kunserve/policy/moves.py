@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from kunserve.core.ids import GroupId, InstanceId, RequestId
 from kunserve.core.layout import GroupLayout
-from kunserve.core.messages import SequenceState
+from kunserve.core.messages import SequenceKv
 from kunserve.core.snapshots import InstanceSpec
 from kunserve.policy.capacity import Specs, group_capacity_blocks
 from kunserve.policy.exchange import cut_pieces, order_moves
@@ -131,7 +131,7 @@ def find_obstacle(
 
 
 def plan_moves(
-    handed_over: Sequence[tuple[GroupLayout, Sequence[SequenceState]]],
+    handed_over: Sequence[tuple[GroupLayout, Sequence[SequenceKv]]],
     new: Sequence[GroupLayout],
     specs: Specs,
 ) -> MovePlan:
@@ -153,7 +153,7 @@ def plan_moves(
         )
         for layout in new
     }
-    kept: list[tuple[SequenceState, GroupLayout]] = []
+    kept: list[tuple[SequenceKv, GroupLayout]] = []
     for layout, states in handed_over:
         most = min(room[stage.instance_id] // stage.layers.num_layers for stage in layout.stages)
         used = 0
@@ -165,37 +165,41 @@ def plan_moves(
     everyone = [state for _, states in handed_over for state in states]
     block_size = next(iter(specs.values())).block_size
     while True:
-        with_kv = {state.request.request_id for state, _ in kept}
+        with_kv = {state.request_id for state, _ in kept}
         homes = _find_homes(everyone, with_kv, capacities, block_size)
         if homes is not None:
             break
         kept.pop()
     by_id = {layout.group_id: layout for layout in new}
     moves = order_moves(
-        Move(state.request.request_id, state.num_blocks, layout, by_id[homes[_id(state)]])
+        Move(state.request_id, state.num_blocks, layout, by_id[homes[state.request_id]])
         for state, layout in kept
     )
     return MovePlan(homes, tuple(moves), _order_pieces(moves, piece_blocks))
 
 
 def _find_homes(
-    states: list[SequenceState],
+    states: list[SequenceKv],
     with_kv: set[RequestId],
     capacities: dict[GroupId, int],
     block_size: int,
 ) -> dict[RequestId, GroupId] | None:
     if len(capacities) == 1:
         (only,) = capacities
-        used = sum(state.num_blocks for state in states if _id(state) in with_kv)
-        return None if used > capacities[only] else dict.fromkeys(map(_id, states), only)
+        used = sum(state.num_blocks for state in states if state.request_id in with_kv)
+        return (
+            None
+            if used > capacities[only]
+            else dict.fromkeys((state.request_id for state in states), only)
+        )
     largest = max(capacities.values())
     return assign_sequences(
         [
             SequenceToPlace(
-                _id(state),
-                state.num_blocks if _id(state) in with_kv else 0,
-                min(largest, -(-state.request.max_stored_tokens // block_size)),
-                state.request.arrival_s,
+                state.request_id,
+                state.num_blocks if state.request_id in with_kv else 0,
+                min(largest, -(-state.max_stored_tokens // block_size)),
+                state.arrival_s,
             )
             for state in states
         ],
@@ -220,9 +224,5 @@ def _order_pieces(moves: Sequence[Move], piece_blocks: int) -> tuple[Piece, ...]
     return tuple(piece for _, _, piece in placed)
 
 
-def _id(state: SequenceState) -> RequestId:
-    return state.request.request_id
-
-
-def _arrival(state: SequenceState) -> tuple[float, RequestId]:
-    return state.request.arrival_s, state.request.request_id
+def _arrival(state: SequenceKv) -> tuple[float, RequestId]:
+    return state.arrival_s, state.request_id

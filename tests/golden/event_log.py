@@ -71,7 +71,7 @@ class EventLog:
             case "event", (src, message):
                 self.write(time_s, _answer(src, message))
             case "read", (src, dst, Handover() as handover):
-                num = len(handover.sequences)
+                num = len(handover.kv)
                 text = f"handover {handover.transition_id}: {src} -> {dst}, {num} requests"
                 self.write(time_s, text)
             case "preempted", (instance_id, preemption):

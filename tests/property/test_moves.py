@@ -8,17 +8,15 @@ from hypothesis import strategies as st
 from kunserve.cluster.fake import fake_spec
 from kunserve.core.ids import GroupId, InstanceId, RequestId
 from kunserve.core.layout import GroupLayout, LayerRange, Stage
-from kunserve.core.messages import SequenceState
-from kunserve.core.request import Request, SamplingParams
+from kunserve.core.messages import SequenceKv
 from kunserve.policy.exchange import plan_exchange
 from kunserve.policy.moves import MovePlan, choose_piece_blocks, float_units, plan_moves
 
-Handed = list[tuple[GroupLayout, list[SequenceState]]]
+Handed = list[tuple[GroupLayout, list[SequenceKv]]]
 
 
-def state(name: str, num_blocks: int, arrival_s: float) -> SequenceState:
-    request = Request(RequestId(name), (1,) * max(1, num_blocks), SamplingParams(4), arrival_s)
-    return SequenceState(request, (), num_blocks, num_blocks, 0)
+def state(name: str, num_blocks: int, arrival_s: float) -> SequenceKv:
+    return SequenceKv(RequestId(name), arrival_s, num_blocks, max(1, num_blocks) + 3)
 
 
 @st.composite
@@ -49,7 +47,7 @@ def changes(
     for layout in old:
         left = min(specs[m].kv_units // held.num_layers for m, held in layout.stages)
         left = left * draw(st.integers(1, 4)) // 4
-        states: list[SequenceState] = []
+        states: list[SequenceKv] = []
         while left > 0 and len(states) < 30:
             blocks = chance.randint(0, min(left, chance.choice([2, 5, 40])))
             left -= max(1, blocks)
@@ -101,7 +99,7 @@ def test_every_instance_finds_the_same_plan(
 
 def covered(handed: Handed, new: list[GroupLayout], plan: MovePlan) -> None:
     """Everybody has a home, and the pieces of a move are its blocks, in order."""
-    everybody = {s.request.request_id: s for _, states in handed for s in states}
+    everybody = {s.request_id: s for _, states in handed for s in states}
     assert plan.homes.keys() == everybody.keys()
     assert set(plan.homes.values()) <= {layout.group_id for layout in new}
     blocks: dict[RequestId, int] = {}
@@ -119,6 +117,6 @@ def test_who_came_first_keeps_its_kv(change: tuple[Handed, list[GroupLayout], di
     handed, new, specs = change
     kept = {move.request_id for move in plan_moves(handed, new, specs).moves}
     for _, states in handed:
-        with_kv = sorted((s for s in states if s.num_blocks), key=lambda s: (s.request.arrival_s,))
-        fates = [s.request.request_id in kept for s in with_kv]
+        with_kv = sorted((s for s in states if s.num_blocks), key=lambda s: (s.arrival_s,))
+        fates = [s.request_id in kept for s in with_kv]
         assert fates == sorted(fates, reverse=True)

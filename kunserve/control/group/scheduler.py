@@ -150,10 +150,17 @@ class Scheduler:
         seq.state = Progress.ENDED
         return True
 
-    def give_back(self, request_ids: Iterable[RequestId] | None) -> tuple[RequestId, ...]:
-        """Forget those of these requests that wait, or all that do; they run elsewhere."""
-        known = self._live if request_ids is None else request_ids
-        found = [self._live[i] for i in known if i in self._live]
+    def give_back_all(self) -> tuple[RequestId, ...]:
+        """At the group's end, as ``give_back`` of all that wait. What is swapped is lost: it waits.
+
+        Called between steps.
+        """
+        self._holders.lose_swapped()
+        return self.give_back(tuple(self._live))
+
+    def give_back(self, request_ids: Iterable[RequestId]) -> tuple[RequestId, ...]:
+        """Forget those of these requests that wait; they run elsewhere."""
+        found = [self._live[i] for i in request_ids if i in self._live]
         waiting = [seq for seq in found if seq.state is Progress.WAITING]
         for seq in waiting:
             self.abort(seq.request_id)

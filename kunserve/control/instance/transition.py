@@ -15,10 +15,11 @@ from kunserve.control.group.scheduler import Scheduler
 from kunserve.control.instance.body import Remap
 from kunserve.control.instance.exchange import Exchange
 from kunserve.control.instance.exchange_leader import ExchangeLeader
+from kunserve.control.instance.handover import Handovers
 from kunserve.control.instance.layer_restore import LayerRestore
 from kunserve.control.instance.membership import Membership
 from kunserve.control.instance.state import InstanceState, Preemption
-from kunserve.core.ids import GroupId, InstanceId, RequestId, TransitionId
+from kunserve.core.ids import InstanceId, RequestId, TransitionId
 from kunserve.core.layout import GroupLayout
 from kunserve.core.messages import (
     Committed,
@@ -36,7 +37,6 @@ from kunserve.core.messages import (
 from kunserve.core.request import FinishReason
 from kunserve.core.transfer import KvPull
 from kunserve.policy.moves import MovePlan, choose_piece_blocks, find_obstacle, float_units
-from kunserve.policy.moves import plan_moves as decide_moves
 
 Phase: TypeAlias = Literal["prepared", "committing", "exchanging", "over"]
 Enter: TypeAlias = Callable[[GroupLayout, float], Membership]
@@ -66,7 +66,7 @@ class TransitionMember:
         self._phase: Phase = "prepared"
         self._committed_s = 0.0
         self._has_handed_over = False
-        self._handovers: dict[GroupId, tuple[SequenceState, ...]] = {}
+        self._handovers = Handovers(state, proposal)
         self._exchange: Exchange | None = None
         self._leader: ExchangeLeader | None = None
         self._last_reported: tuple[int, bool] | None = None
@@ -145,7 +145,7 @@ class TransitionMember:
         """An old leader's sequences; it has committed, so this instance may too."""
         if not self.has_switched:
             self.commit(now_s)
-            self._handovers[message.old_group] = message.sequences
+            self._handovers.take(message)
 
     def advance(self, now_s: float) -> None:
         """Take whatever step of the transition has become possible."""
@@ -153,8 +153,8 @@ class TransitionMember:
             scheduler = self._membership.scheduler
             if not self._has_handed_over and scheduler is not None and not scheduler.num_in_flight:
                 self._hand_over(scheduler)
-            if len(self._handovers) == len(self._proposal.old):
-                self._switch(now_s)
+            if self._handovers.plan is not None:
+                self._switch(self._handovers.plan, now_s)
         if self._exchange is not None:
             self._exchange.advance(now_s, self._state.is_running)
             self._report_progress(self._exchange)
@@ -162,26 +162,20 @@ class TransitionMember:
             self._phase = "over"
 
     def _hand_over(self, scheduler: Scheduler) -> None:
-        state, proposal = self._state, self._proposal
+        state = self._state
         self._has_handed_over = True
         old_group = self._membership.layout.group_id
-        returned = scheduler.give_back(None)
+        returned = scheduler.give_back_all()
         if returned:
             state.send(None, Returned(state.me, returned))
-        message = Handover(proposal.transition_id, old_group, scheduler.export())
+        sequences = scheduler.export()
         state.preemptions.extend(Preemption(*item) for item in scheduler.drain_preemptions())
-        self._handovers[old_group] = message.sequences
-        for member in _members_of(proposal.old):
-            if member != state.me:
-                state.send(member, message)
+        self._handovers.give(old_group, sequences)
 
     # The switch
 
-    def _switch(self, now_s: float) -> None:
+    def _switch(self, plan: MovePlan, now_s: float) -> None:
         state, proposal, old = self._state, self._proposal, self._membership
-        specs = {spec.instance_id: spec for spec in proposal.specs}
-        handed_over = [(layout, self._handovers[layout.group_id]) for layout in proposal.old]
-        plan = decide_moves(handed_over, proposal.new, specs)
         self._free_what_stays(plan)
         layout = _layout_of(state.me, proposal.new)
         assert layout is not None, (state.me, proposal)
@@ -213,7 +207,7 @@ class TransitionMember:
         )
         self._phase = "exchanging"
         self.restored = None
-        self._handovers = {}
+        self._handovers = Handovers(state, proposal)
         self._report_progress(exchange, _members_of(proposal.old))
 
     def _free_what_stays(self, plan: MovePlan) -> None:
@@ -232,8 +226,8 @@ class TransitionMember:
         for layout in self._proposal.old:
             if layout.leader != self._state.me:
                 continue
-            for handed_over in self._handovers[layout.group_id]:
-                request_id = handed_over.request.request_id
+            for handed_over in self._handovers.of(layout):
+                request_id = handed_over.request_id
                 leader = leaders[plan.homes[request_id]]
                 if leader != self._state.me:
                     found[request_id] = leader
@@ -257,18 +251,15 @@ class TransitionMember:
         state, group_id = self._state, membership.layout.group_id
         moving = {move.request_id for move in plan.moves}
         taken: list[SequenceState] = []
-        for layout in self._proposal.old:
-            for sequence in self._handovers[layout.group_id]:
-                request_id = sequence.request.request_id
-                if plan.homes[request_id] != group_id:
-                    continue
-                if sequence.num_blocks and request_id not in moving:
-                    state.note_preemption(request_id, sequence.num_computed)
-                    sequence = _without_kv(sequence)
-                if self._fits(sequence, membership):
-                    taken.append(sequence)
-                else:
-                    state.send(None, Outputs(state.me, (_failed(sequence),)))
+        for sequence in self._handovers.led_here(group_id):
+            request_id = sequence.request.request_id
+            if sequence.num_blocks and request_id not in moving:
+                state.note_preemption(request_id, sequence.num_computed)
+                sequence = _without_kv(sequence)
+            if self._fits(sequence, membership):
+                taken.append(sequence)
+            else:
+                state.send(None, Outputs(state.me, (_failed(sequence),)))
         self._leader = ExchangeLeader(
             state, membership, scheduler, self.change_id, plan, taken, now_s
         )

@@ -54,6 +54,7 @@ from kunserve.core.messages.peers import (
     OfferTaken,
     PeerMessage,
     Sampled,
+    SequenceKv,
     SequenceState,
     WithdrawKv,
 )
@@ -102,6 +103,7 @@ __all__ = [
     "Returned",
     "Rollback",
     "Sampled",
+    "SequenceKv",
     "SequenceState",
     "Shutdown",
     "Submit",

@@ -11,6 +11,18 @@ from kunserve.core.tokens import TokenIds
 
 
 @dataclass(frozen=True, slots=True)
+class SequenceKv:
+    """A live request's KV, for those who move it."""
+
+    request_id: RequestId
+    arrival_s: float
+    num_blocks: int
+    """Blocks that the KV occupies; 0 when the request waits."""
+    max_stored_tokens: int
+    """Tokens of KV that the request may come to need."""
+
+
+@dataclass(frozen=True, slots=True)
 class SequenceState:
     """A live request as its leader knows it, for handing it to another leader."""
 
@@ -21,6 +33,14 @@ class SequenceState:
     num_blocks: int
     """Blocks its KV occupies; 0 when it waits."""
     num_preemptions: int
+
+    @property
+    def kv(self) -> SequenceKv:
+        """What everybody else must know of it."""
+        request = self.request
+        return SequenceKv(
+            request.request_id, request.arrival_s, self.num_blocks, request.max_stored_tokens
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +63,10 @@ class Handover:
 
     transition_id: TransitionId
     old_group: GroupId
+    kv: tuple[SequenceKv, ...]
+    """Of every sequence."""
     sequences: tuple[SequenceState, ...]
+    """With their tokens: those that the addressee leads from now on."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -111,7 +111,7 @@ def load(group_id: int, transition_id: TransitionId = OTHER) -> LoadLayers:
         (progress(OTHER), {}, "never"),
         (progress(CHANGE), {"change_id": None}, "never"),
         (Commit(CHANGE), {}, "now"),
-        (Handover(OTHER, GroupId(5), ()), {}, "never"),
+        (Handover(OTHER, GroupId(5), (), ()), {}, "never"),
         (LayersDropped(CHANGE, ME), {}, "now"),
         (LayersDropped(OTHER, ME), {}, "never"),
         (HandOff(OTHER), {}, "never"),
