@@ -26,7 +26,7 @@ def fragmented() -> Workload:
     """
     prompts, outputs, moments = [], [], []
     for number in range(12):
-        moments.append(0.05 * number)
+        moments.append(0.2 * number)
         prompts.append(2500)
         outputs.append(60 if number % 2 else 700)
     for number in range(4):

@@ -1,4 +1,4 @@
-"""At a commit every member is told what it needs: tokens for whoever leads a request, sizes for all."""
+"""At a commit tokens go to whoever leads a request from now on, sizes to everybody."""
 
 from typing import Any
 
