@@ -174,8 +174,12 @@ class GroupLoad:
         return demand
 
     @property
+    def queue_blocks(self) -> int:
+        """What requests need that wait, its share of the backlog and what is sent included."""
+        waiting = max(0, self.report.waiting_blocks - self.returning_blocks)
+        return waiting + self.backlog_blocks + self.unreported_blocks
+
+    @property
     def need_blocks(self) -> int:
         """Demand with the whole queue: the paper's memory demand of all queued requests."""
-        report = self.report
-        queue = max(0, report.waiting_blocks - self.returning_blocks) + self.backlog_blocks
-        return report.used_blocks + report.growth_blocks + queue + self.unreported_blocks
+        return self.report.used_blocks + self.report.growth_blocks + self.queue_blocks

@@ -73,6 +73,8 @@ def plan_drop(
     first_id: GroupId,
     pressed: Collection[GroupId] = (),
     untouchable: Collection[GroupId] = (),
+    waiting_blocks: int = 0,
+    spare_blocks: int = 0,
     max_group_size: int | None = None,
     min_deep_gain: float = 0.0,
     head_cost_layers: int = 0,
@@ -82,6 +84,10 @@ def plan_drop(
     New groups are numbered from ``first_id`` in the order of ``DropPlan.merges``. ``pressed``
     groups lack memory; ``untouchable`` ones are in transition. Merges into more than two stages
     add at least ``min_deep_gain`` of the capacity that their groups have. O(N log N).
+
+    ``waiting_blocks`` of the requirement are of requests that wait: these run wherever there is
+    memory, and ``spare_blocks`` of it are there for them now. What pressed groups need beyond that
+    is for what runs there, so first of all they merge themselves.
     """
     cache = MergeCache(specs, min_deep_gain, head_cost_layers)
     queue = MergeQueue(cache, max_group_size)
@@ -91,20 +97,28 @@ def plan_drop(
             has_spare = layout.group_id not in short
             queue.push(PlannedGroup((layout,), cache.shape_of(layout), has_spare))
 
-    gain = 0
-    while gain < required_blocks:
-        pair = queue.pop_pair()
+    needed = required_blocks - min(waiting_blocks, spare_blocks, required_blocks)
+    needed_there = max(0, required_blocks - waiting_blocks) if short else 0
+    gain = gain_there = 0
+    while gain < needed or gain_there < needed_there:
+        pair = queue.pop_pair(is_pressed=gain_there < needed_there)
+        if pair is None and gain_there < needed_there:
+            needed_there = 0  # they cannot merge: what they lack may wait, and run elsewhere
+            continue
         if pair is None:
             break
         a, b, merged = pair
-        gain += merged.capacity_blocks - a.shape.capacity_blocks - b.shape.capacity_blocks
-        queue.push(PlannedGroup(a.old + b.old, merged, a.has_spare and b.has_spare))
+        more = merged.capacity_blocks - a.shape.capacity_blocks - b.shape.capacity_blocks
+        has_spare = a.has_spare and b.has_spare
+        gain += more
+        gain_there += 0 if has_spare else more
+        queue.push(PlannedGroup(a.old + b.old, merged, has_spare))
 
     changed = [group for group in queue.drain() if len(group.old) > 1]
     merges = tuple(
         [_named(group, GroupId(first_id + number)) for number, group in enumerate(changed)]
     )
-    return DropPlan(merges, required_blocks, gain >= required_blocks)
+    return DropPlan(merges, required_blocks, gain >= needed)
 
 
 def _named(group: PlannedGroup, group_id: GroupId) -> Merge:

@@ -60,9 +60,21 @@ class MergeQueue:
         groups.append(group)
         self._num_groups += 1
 
-    def pop_pair(self) -> tuple[PlannedGroup, PlannedGroup, Shape] | None:
-        """The two smallest groups that gain by merging, and what they make; None: no two do."""
-        while True:
+    def pop_pair(
+        self, *, is_pressed: bool = False
+    ) -> tuple[PlannedGroup, PlannedGroup, Shape] | None:
+        """The two smallest groups that gain by merging, and what they make; None: no two do.
+
+        With ``is_pressed`` the first of them is the smallest that lacks memory.
+        """
+        while is_pressed and self._num_groups > 1:
+            rank = min((rank for rank in self._ranks if not rank.has_spare), default=None)
+            if rank is None:
+                break
+            merged = self._merge_first(rank)
+            if merged is not None:
+                return merged
+        while not is_pressed:
             if self._num_groups < 2:
                 if not (self._has_merged and self._refused):
                     return None
@@ -70,16 +82,24 @@ class MergeQueue:
                     self.push(group)
                 self._refused, self._has_merged = [], False
                 continue
-            rank, group = self._pop()
-            partner = self._pop_partner(rank, group)
-            if partner is not None:
-                self._has_merged = True
-                return group, *partner
+            merged = self._merge_first(self._ranks[0])
+            if merged is not None:
+                return merged
+        return None
+
+    def _merge_first(self, rank: _Rank) -> tuple[PlannedGroup, PlannedGroup, Shape] | None:
+        """The first group of a rank with its partner; if it has none, it is put aside."""
+        group = self._pop(rank)
+        partner = self._pop_partner(rank, group)
+        if partner is None:
             self._refused.append(group)
+            return None
+        self._has_merged = True
+        return group, *partner
 
     def drain(self) -> list[PlannedGroup]:
         """All groups in order, those that found no partner last."""
-        groups = [self._pop()[1] for _ in range(self._num_groups)]
+        groups = [self._pop(self._ranks[0]) for _ in range(self._num_groups)]
         return [*groups, *self._refused]
 
     def _pop_partner(self, rank: _Rank, group: PlannedGroup) -> tuple[PlannedGroup, Shape] | None:
@@ -90,7 +110,8 @@ class MergeQueue:
             size = rank.num_instances + self._ranks[0].num_instances
             if self._max_group_size is not None and size > self._max_group_size:
                 break
-            other_rank, other = self._pop()
+            other_rank = self._ranks[0]
+            other = self._pop(other_rank)
             merged = self._cache.merge(group.shape, other.shape)
             if merged is not None:
                 partner = other, merged
@@ -101,11 +122,15 @@ class MergeQueue:
             self._groups[other_rank].rotate(1)  # before its equals, where it was
         return partner
 
-    def _pop(self) -> tuple[_Rank, PlannedGroup]:
-        rank = self._ranks[0]
+    def _pop(self, rank: _Rank) -> PlannedGroup:
         groups = self._groups[rank]
         group = groups.popleft()
         self._num_groups -= 1
         if not groups:
-            del self._groups[heapq.heappop(self._ranks)]
-        return rank, group
+            del self._groups[rank]
+            if rank == self._ranks[0]:
+                heapq.heappop(self._ranks)
+            else:
+                self._ranks.remove(rank)
+                heapq.heapify(self._ranks)
+        return group

@@ -101,6 +101,10 @@ class Overloaded:
     trigger: str
     wait_s: float = math.inf
     """Until ending requests would have made room for all that wait, in the slowest group."""
+    waiting_blocks: int = 0
+    """Of what is required, the part of requests that wait: they may run in any group."""
+    largest_waiting_blocks: int = 0
+    """What the largest head of a queue needs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,6 +181,8 @@ def _overloaded(short: list[tuple[GroupLoad, int, float]]) -> Overloaded | None:
         group_ids=tuple(load.group_id for load, _, _ in short),
         trigger=f"demand {demand} blocks, capacity {capacity}",
         wait_s=max(wait_s for _, _, wait_s in short),
+        waiting_blocks=sum(min(missing, load.queue_blocks) for load, missing, _ in short),
+        largest_waiting_blocks=max(load.report.head_of_line_blocks for load, _, _ in short),
     )
 
 

@@ -69,6 +69,12 @@ def plan_recalls(
     return tuple(recalls)
 
 
+def spare_blocks(groups: Iterable[GroupLoad], request_blocks: int) -> int:
+    """Memory in which requests of a size start at once, all groups together."""
+    size = max(1, request_blocks)
+    return sum(max(0, _spare_blocks(group)) // size * size for group in groups)
+
+
 def _queued_blocks(group: GroupLoad) -> int:
     return max(0, group.report.waiting_blocks - group.returning_blocks)
 

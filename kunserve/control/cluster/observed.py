@@ -25,6 +25,7 @@ from kunserve.policy.monitor import (
     Verdict,
     observe,
 )
+from kunserve.policy.redispatch import spare_blocks
 
 FIRST_ID = 1 << 48
 """Imagined groups are numbered from here, so that no id is one of a real group."""
@@ -126,6 +127,7 @@ class Observation:
 
     def _drop(self, verdict: Overloaded, loads: Mapping[GroupId, GroupLoad], now_s: float) -> None:
         layouts = self._layouts()
+        others = [load for group_id, load in loads.items() if group_id not in verdict.group_ids]
         plan = plan_drop(
             layouts,
             self._placement.specs,
@@ -133,6 +135,8 @@ class Observation:
             first_id=GroupId(self._next_id),
             pressed=verdict.group_ids,
             untouchable=self._untouchable(loads, now_s),
+            waiting_blocks=verdict.waiting_blocks,
+            spare_blocks=spare_blocks(others, verdict.largest_waiting_blocks),
             max_group_size=self._config.max_group_size,
             min_deep_gain=self._config.min_deep_gain,
             head_cost_layers=self._head_cost_layers,

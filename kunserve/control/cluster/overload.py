@@ -25,6 +25,7 @@ from kunserve.policy.monitor import (
     Verdict,
     observe,
 )
+from kunserve.policy.redispatch import spare_blocks
 from kunserve.policy.restore import Postponed, plan_restore
 
 LOOK_GAP_S = 5e-3
@@ -138,14 +139,7 @@ class OverloadControl:
         }
         is_enough = self.observation is not None and not self._scaling.is_on
         if self._config.policy == "drop" and not self.is_paused:
-            _, is_enough = self._drop(
-                verdict.required_blocks,
-                verdict.group_ids,
-                dwelling,
-                verdict.trigger,
-                now_s,
-                self._config.min_deep_gain,
-            )
+            _, is_enough = self._drop(verdict, dwelling, now_s, self._config.min_deep_gain)
         if not is_enough:
             why = "drops are paused" if self.is_paused else "nothing is left to drop"
             reason = f"{verdict.trigger}; {why}"
@@ -156,29 +150,30 @@ class OverloadControl:
         return formed_s is not None and now_s - formed_s < self._config.dwell_s
 
     def _drop(
-        self,
-        required_blocks: int,
-        pressed: tuple[GroupId, ...],
-        dwelling: set[GroupId],
-        trigger: str,
-        now_s: float,
-        min_deep_gain: float,
+        self, wanted: Overloaded, dwelling: set[GroupId], now_s: float, min_deep_gain: float
     ) -> tuple[list[TransitionId], bool]:
-        """The transitions begun, and whether they will free enough."""
+        """The transitions begun, and whether there will be enough memory."""
         layouts = [group.layout for group in self._placement.groups.values()]
+        others = [
+            group.load
+            for group in self._placement.candidates()
+            if group.layout.group_id not in wanted.group_ids
+        ]
         plan = plan_drop(
             layouts,
             self._placement.specs,
-            required_blocks,
+            wanted.required_blocks,
             first_id=self._placement.new_ids(len(layouts)),
-            pressed=pressed,
+            pressed=wanted.group_ids,
             untouchable=self._transitions.busy_groups | dwelling | self._placement.unready,
+            waiting_blocks=wanted.waiting_blocks,
+            spare_blocks=spare_blocks(others, wanted.largest_waiting_blocks),
             max_group_size=self._config.max_group_size,
             min_deep_gain=min_deep_gain,
             head_cost_layers=HEAD_COST_LAYERS,
         )
         begun = [
-            self._transitions.begin_drop(merge.old, merge.new, trigger, now_s)
+            self._transitions.begin_drop(merge.old, merge.new, wanted.trigger, now_s)
             for merge in plan.merges
         ]
         return begun, plan.enough or bool(self._transitions.active)
@@ -218,7 +213,8 @@ class OverloadControl:
     def force_drop(self, num_bytes: int | None, now_s: float) -> list[TransitionId]:
         """Drop at least that much, or by one merge; empty when nothing can be dropped."""
         blocks = 1 if num_bytes is None else blocks_for_bytes(num_bytes, self._placement.specs)
-        return self._drop(blocks, (), set(), "admin", now_s, min_deep_gain=0.0)[0]
+        wanted = Overloaded(blocks, (), "admin")
+        return self._drop(wanted, set(), now_s, min_deep_gain=0.0)[0]
 
     def force_restore(self, now_s: float) -> list[TransitionId | Postponed]:
         """Restore every dropped group, where it is possible now."""

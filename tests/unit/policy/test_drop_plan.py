@@ -178,3 +178,33 @@ def test_bytes_asked_for_by_hand():
     assert blocks_for_bytes(1, specs) == 1
     assert blocks_for_bytes(240, specs) == 2
     assert blocks_for_bytes(241, specs) == 3
+
+
+class TestRequestsThatWait:
+    """They run in any group: a plan counts on it."""
+
+    def test_one_beside_two_idle_instances_moves_and_nothing_is_merged(self):
+        groups = [pipeline(1, 10, 11), whole(2), whole(3)]
+        found = plan(groups, 20, pressed={1}, waiting_blocks=20, spare_blocks=180)
+        assert found == DropPlan((), 20, True)
+
+    def test_what_has_no_room_elsewhere_is_freed(self):
+        groups = [whole(1), whole(2), whole(3)]
+        found = plan(groups, 120, pressed={1}, waiting_blocks=120, spare_blocks=50)
+        assert shape(found) == [[1, 2]]
+        assert found.enough
+
+    def test_only_what_waits_can_use_the_memory_of_others(self):
+        groups = [whole(1), whole(2), whole(3)]
+        found = plan(groups, 20, pressed={1}, waiting_blocks=5, spare_blocks=180)
+        assert shape(found) == [[1, 2]]
+
+    def test_what_runs_gets_memory_where_it_runs_and_idle_ones_stay_single(self):
+        groups = [pipeline(1, 10, 11), whole(2), whole(3)]
+        assert shape(plan(groups, 20, pressed={1})) == [[10, 2, 11]]
+        assert shape(plan(groups, 20, pressed={1}, waiting_blocks=20)) == [[2, 3]]
+
+    def test_where_the_pressed_cannot_merge_others_do(self):
+        groups = [pipeline(1, 10, 11), whole(2), whole(3)]
+        found = plan(groups, 20, pressed={1}, max_group_size=2)
+        assert shape(found) == [[2, 3]]

@@ -62,6 +62,8 @@ def test_a_shortage_is_seen_with_the_first_report_that_shows_it():
         required_blocks=90 + 7 + 90 - 100,
         group_ids=(GroupId(1),),
         trigger="demand 187 blocks, capacity 100",
+        waiting_blocks=87,
+        largest_waiting_blocks=20,
     )
 
 

@@ -2,7 +2,7 @@ from dataclasses import replace
 
 from kunserve.core.ids import GroupId
 from kunserve.core.load import GroupLoad, LoadReport
-from kunserve.policy.redispatch import MAX_RECALLED, Recall, plan_recalls
+from kunserve.policy.redispatch import MAX_RECALLED, Recall, plan_recalls, spare_blocks
 
 STEP_TOKENS = 512
 
@@ -77,3 +77,10 @@ def test_the_longest_queue_goes_first_and_a_look_is_bounded() -> None:
     recalls = plan(*groups)
     assert recalls[0].group_id == 4
     assert sum(recall.num_requests for recall in recalls) == MAX_RECALLED
+
+
+def test_spare_memory_is_counted_in_requests_that_start_there() -> None:
+    groups = [group(1), group(2, 60), group(3, 99), group(4, 0, (5,))]
+    assert spare_blocks(groups, 30) == 90 + 30, "95 and 35 blocks; nobody waits there"
+    assert spare_blocks(groups, 0) == 95 + 35
+    assert spare_blocks(groups, 200) == 0

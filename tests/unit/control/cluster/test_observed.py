@@ -19,7 +19,7 @@ def test_other_policies_observe_nothing() -> None:
 
 def test_a_drop_is_told_and_not_made() -> None:
     brain = Brain(policy="observe")
-    brain.report(1)
+    brain.report(1, used_blocks=50)
     brain.report(0, **SHORT)
     assert not brain.take(Prepare) and not brain.said(ScaleUp)
     (said,) = brain.said(LogObserved)
@@ -34,7 +34,7 @@ def test_a_drop_is_told_and_not_made() -> None:
 
 def test_requests_that_would_run_are_counted_from_the_commit_on() -> None:
     brain = Brain(policy="observe", forecast_s=0.5)
-    brain.report(1)
+    brain.report(1, used_blocks=50)
     brain.report(0, **SHORT)
     brain.report(0, **SHORT)
     assert observed(brain).num_requests == 0, "a drop takes a moment"
@@ -63,7 +63,7 @@ def test_only_what_fits_would_run() -> None:
 
 def test_requests_that_wait_for_compute_gain_nothing() -> None:
     brain = Brain(policy="observe", forecast_s=0.0)
-    brain.report(1)
+    brain.report(1, used_blocks=50)
     brain.report(0, **SHORT)
     for _ in range(3):
         brain.report(0, num_running=9, used_blocks=50, num_waiting=40, head_of_line_blocks=1)
@@ -72,7 +72,7 @@ def test_requests_that_wait_for_compute_gain_nothing() -> None:
 
 def test_a_merge_that_is_not_needed_any_more_is_told_with_what_it_gained() -> None:
     brain = Brain(policy="observe", forecast_s=0.0, restore_hold_s=1.0)
-    brain.report(1)
+    brain.report(1, used_blocks=50)
     brain.report(0, **SHORT)
     brain.report(0, after_s=1.0, **SHORT)
     brain.report(0, after_s=1.0)
@@ -102,7 +102,7 @@ def test_an_imagined_pipeline_gets_deeper_where_a_real_one_would() -> None:
 
 def test_a_death_ends_what_was_imagined_of_its_group() -> None:
     brain = Brain(policy="observe", forecast_s=0.0)
-    brain.report(1)
+    brain.report(1, used_blocks=50)
     brain.report(0, **SHORT)
     brain.report(0, **SHORT)
     brain.die(1)
@@ -113,7 +113,7 @@ def test_a_death_ends_what_was_imagined_of_its_group() -> None:
 def test_nothing_is_dropped_while_paused() -> None:
     brain = Brain()
     brain.controller.set_paused(True)
-    brain.report(1)
+    brain.report(1, used_blocks=50)
     brain.report(0, **SHORT)
     assert not brain.take(Prepare)
     (wish,) = brain.said(ScaleUp)

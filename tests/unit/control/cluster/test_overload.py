@@ -34,15 +34,28 @@ def dropped(num_instances: int = 2, **overload: float) -> Brain:
     return brain
 
 
-def test_a_short_group_is_merged_with_an_idle_one() -> None:
+def test_a_short_group_is_merged_with_one_that_has_less_room_than_what_waits() -> None:
     brain = Brain()
-    brain.report(1)
+    brain.report(1, used_blocks=50)
     brain.report(0, **SHORT)
     ((first, prepare), (second, _)) = brain.take(Prepare)
     assert {first, second} == {0, 1}
     assert [layout.members for layout in prepare.new] == [(0, 1)]
     (transition,) = brain.controller.transitions.active.values()
     assert "demand" in transition.record.trigger
+
+
+def test_nothing_is_merged_for_what_an_idle_group_has_room_for() -> None:
+    brain = Brain(3)
+    brain.report(1)
+    brain.report(0, **SHORT)
+    assert not brain.take(Prepare)
+    brain.report(2, used_blocks=50)
+    brain.report(1, used_blocks=50)
+    assert not brain.take(Prepare), "40 of 60 blocks in each of two"
+    brain.report(1, num_running=9, used_blocks=BLOCKS)
+    brain.report(0, **SHORT)
+    assert brain.take(Prepare)
 
 
 def test_other_policies_drop_nothing() -> None:
@@ -151,7 +164,7 @@ def test_a_restore_is_called_off_by_the_group_that_it_squeezes() -> None:
 
 def test_a_restore_goes_on_while_another_group_is_short() -> None:
     brain, _, single = restoring()
-    brain.report(single, **SHORT)
+    brain.report(single, **{**SHORT, "waiting_blocks": 400})
     assert not brain.take(Rollback)
     assert brain.take(Prepare), "and the short group is relieved meanwhile"
 
