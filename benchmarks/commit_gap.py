@@ -4,13 +4,17 @@
 
 Two processes with fake bodies serve a few streams; behind them wait requests with long prompts.
 A drop by hand merges the two groups. Reported: the longest time without any token from the order
-on, the gap as the instances measured it, and the new leader's memory.
+on, the gap as the instances measured it, and the memory of front and instances together that each
+queued token takes.
 """
 
 import argparse
 import asyncio
 import itertools
+import os
 import time
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 
 from benchmarks.report import Report
 from kunserve.cluster.launch import FakeSettings
@@ -42,7 +46,7 @@ AFTER_S = 1.0
 
 
 async def measure(num_queued: int, prompt_tokens: int) -> dict[str, float]:
-    """Seconds without a token and the new leader's MiB, for one drop."""
+    """Seconds without a token for one drop, and bytes per queued token."""
     cluster = await LocalCluster.start(CONFIG, vocab_size=FAKE.vocab_size, fake=FAKE)
     moments: list[float] = []
     try:
@@ -54,6 +58,7 @@ async def measure(num_queued: int, prompt_tokens: int) -> dict[str, float]:
             cluster.submit(_request(f"stream{number}", 16, 20_000), deliver)
         while sum(load.num_running for load in cluster.state().loads) < NUM_RUNNING:
             await asyncio.sleep(0.01)
+        before_bytes = _memory_bytes(cluster)
         for number in range(num_queued):
             cluster.submit(_request(f"queued{number}", prompt_tokens, 16), deliver)
             if number % 100 == 0:
@@ -61,6 +66,7 @@ async def measure(num_queued: int, prompt_tokens: int) -> dict[str, float]:
         while cluster.state().num_waiting < num_queued:
             await asyncio.sleep(0.05)
         await asyncio.sleep(0.5)
+        queue_bytes = _memory_bytes(cluster) - before_bytes
         began_s = time.monotonic()
         await cluster.drop(None)
         flows_s = moments[-1]
@@ -72,7 +78,7 @@ async def measure(num_queued: int, prompt_tokens: int) -> dict[str, float]:
         return {
             "longest time without a token": max(gaps),
             "gap as measured by instances": record.gap_s,
-            "memory of the new leader": _memory_mib(cluster, record.groups_after[0].leader),
+            "memory per queued token": queue_bytes / max(1, num_queued * prompt_tokens),
         }
     finally:
         await cluster.close()
@@ -84,10 +90,14 @@ def _request(name: str, num_prompt: int, max_tokens: int) -> Request:
     return Request(RequestId(name), prompt, sampling, arrival_s=0.0)
 
 
-def _memory_mib(cluster: LocalCluster, instance_id: InstanceId) -> float:
-    """Resident memory of the instance's process."""
-    with open(f"/proc/{cluster.pid_of(instance_id)}/statm", encoding="ascii") as statm:
-        return int(statm.read().split()[1]) * 4096 / 2**20
+def _memory_bytes(cluster: LocalCluster) -> int:
+    """Resident memory of the front, which is this process, and of its instances."""
+    instances = [cluster.pid_of(InstanceId(i)) for i in range(CONFIG.cluster.num_instances)]
+    total = 0
+    for pid in (os.getpid(), *instances):
+        with open(f"/proc/{pid}/statm", encoding="ascii") as statm:
+            total += int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return total
 
 
 def main() -> None:
@@ -97,13 +107,24 @@ def main() -> None:
     parser.add_argument("--prompt-tokens", type=int, default=2000)
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
-    with Report("commit_gap", prompt_tokens=options.prompt_tokens) as report:
-        for num_queued in (int(part) for part in options.num_queued.split(",")):
-            for number in range(options.rounds):
-                figures = asyncio.run(measure(num_queued, options.prompt_tokens))
-                for name, value in figures.items():
-                    unit = "MiB" if name.startswith("memory") else "s"
+    nums_queued = [int(part) for part in options.num_queued.split(",")]
+    # A process for each, because freed memory would be used again by the next.
+    with (
+        Report("commit_gap", prompt_tokens=options.prompt_tokens) as report,
+        ProcessPoolExecutor(1, get_context("spawn"), max_tasks_per_child=1) as processes,
+    ):
+        for number, num_queued in itertools.product(range(options.rounds), nums_queued):
+            figures = processes.submit(run, num_queued, options.prompt_tokens).result()
+            for name, value in figures.items():
+                is_memory = name.startswith("memory")
+                if num_queued or not is_memory:
+                    unit = "B" if is_memory else "s"
                     report.add(name, value, unit, num_queued=num_queued, round=number)
+
+
+def run(num_queued: int, prompt_tokens: int) -> dict[str, float]:
+    """``measure`` in a process of its own."""
+    return asyncio.run(measure(num_queued, prompt_tokens))
 
 
 if __name__ == "__main__":

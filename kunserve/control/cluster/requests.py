@@ -267,8 +267,9 @@ class Requests:
 
     def _homeless(self) -> list[Live]:
         """What is in the backlog for another reason than that others are served first."""
-        capacities = (group.capacity_blocks for group in self._placement.candidates())
-        largest_blocks = max(capacities, default=0)
+        placement = self._placement
+        groups = (*placement.candidates(), *placement.expected.values())
+        largest_blocks = max((group.capacity_blocks for group in groups), default=0)
         quarantine, backlog = self.quarantine, self.backlog
         if backlog.largest_blocks <= largest_blocks and not quarantine.holds_any:
             return []
