@@ -26,6 +26,7 @@ from kunserve.control.cluster.commands import (
     Send,
 )
 from kunserve.control.cluster.controller import Controller
+from kunserve.control.cluster.quarantine import NOBODY, Blame
 from kunserve.control.instance.agent import InstanceAgent, Work
 from kunserve.control.instance.state import AgentConfig
 from kunserve.core.config import KunServeConfig
@@ -192,7 +193,7 @@ class InProcessCluster:
         )
         self.post(instance_id, None, Ready(spec, NOWHERE, self._max_model_len, "fake"))
 
-    def kill_instance(self, instance_id: InstanceId, *, is_deliberate: bool = True) -> None:
+    def kill_instance(self, instance_id: InstanceId, blame: Blame = NOBODY) -> None:
         """An instance dies; mail that it has sent may still arrive."""
         del self.members[instance_id]
         for src, dst in list(self.links):
@@ -201,7 +202,7 @@ class InProcessCluster:
         # What it told the controller came before the connection broke.
         while self.links.get((instance_id, None)):
             self.perform(Delivery(instance_id, None))
-        self.controller.lost(instance_id, "killed", self.now_s, is_deliberate=is_deliberate)
+        self.controller.lost(instance_id, "killed", self.now_s, blame)
         self.carry_out()
 
     def restart_front(self, *, loses_mail: bool = False) -> None:

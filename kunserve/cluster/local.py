@@ -43,6 +43,7 @@ from kunserve.control.cluster.commands import (
     Send,
 )
 from kunserve.control.cluster.controller import Controller
+from kunserve.control.cluster.quarantine import Cause
 from kunserve.core.config import KunServeConfig
 from kunserve.core.errors import (
     ConfigError,
@@ -220,7 +221,7 @@ class LocalCluster:
                 instance_id,
                 death.reason,
                 self._clock.now_s(),
-                is_deliberate=death.is_deliberate,
+                death.blame,
             )
             self._flush()
         elif death.said:
@@ -228,7 +229,7 @@ class LocalCluster:
         return True
 
     def _on_nonsense(self, instance_id: InstanceId, error: MalformedMessage) -> None:
-        self._processes.condemn(instance_id, f"it sent nonsense: {error}")
+        self._processes.condemn(instance_id, f"it sent nonsense: {error}", Cause.OUTSIDE)
 
     # Events and commands
 
@@ -273,7 +274,8 @@ class LocalCluster:
             case Send(instance_id, message):
                 if not self._channel.send(instance_id, message) and instance_id in self._ready:
                     reason = f"{type(message).__name__} could not be sent to it"
-                    self._processes.condemn(instance_id, reason)  # most likely it has just died
+                    # Most likely it has just died.
+                    self._processes.condemn(instance_id, reason, Cause.OUTSIDE)
             case Respawn():
                 pass  # ``Processes`` sees the end of a process itself, also of one not yet ready
             case LogTransition() | LogReason() | LogObserved() | LogQuarantine() | ScaleUp():
@@ -310,7 +312,7 @@ class LocalCluster:
         reports = [(group.layout, group.report) for i, group in groups if i not in busy]
         for layout, still_s in self._group_watch.stuck(reports, self._clock.now_s()):
             reason = f"its group completes no step since {still_s:.1f} s"
-            self._processes.condemn(layout.leader, reason)
+            self._processes.condemn(layout.leader, reason, Cause.INSIDE)
 
     def _end_hopeless(self) -> None:
         """While no instance can be started, no request shall wait without a word."""

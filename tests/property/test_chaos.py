@@ -9,6 +9,7 @@ list of plain values, so that Hypothesis prints and shrinks what fails. ``make c
 
 import os
 import random
+from collections import Counter
 from typing import NamedTuple
 
 import pytest
@@ -23,6 +24,8 @@ from kunserve.cluster.in_process import (
     FinishStep,
     StartStep,
 )
+from kunserve.control.cluster.quarantine import Blame, Cause
+from kunserve.control.instance.agent import Work
 from kunserve.core.ids import InstanceId, RequestId
 from kunserve.core.request import FinishReason
 from tests.fake_cluster import FakeCluster
@@ -81,9 +84,8 @@ class ChaosCluster(FakeCluster):
     def __init__(self, num_instances: int) -> None:
         self.poison: set[RequestId] = set()
         self.hung: set[InstanceId] = set()
-        self.num_suspicious_deaths = 0
-        """Not by poison, but not told from deaths by it."""
         self.num_deaths = 0
+        self.num_poison_deaths: Counter[RequestId] = Counter()
         self.is_healing = False
         super().__init__(pools=(12,) * num_instances)
 
@@ -97,9 +99,16 @@ class ChaosCluster(FakeCluster):
             work = self.members[action.instance_id].work
             assert work is not None
             if any(chunk.request_id in self.poison for chunk in work.step.plan.chunks):
-                self.kill_instance(action.instance_id, is_deliberate=False)
+                self._die_of_poison(action.instance_id, work)
                 return
         super().perform(action)
+
+    def _die_of_poison(self, instance_id: InstanceId, work: Work) -> None:
+        """Every other process can say what was in its step."""
+        chunks = tuple(chunk.request_id for chunk in work.step.plan.chunks)
+        self.num_poison_deaths.update(self.poison.intersection(chunks))
+        is_named = self.num_poison_deaths.total() % 2 == 0
+        self.kill_instance(instance_id, Blame(Cause.INSIDE, chunks if is_named else ()))
 
     def pass_time(self, seconds: float) -> None:
         """Let time pass; who hangs says nothing. A dead one is replaced at the end."""
@@ -136,7 +145,7 @@ class ChaosCluster(FakeCluster):
                 self.num_deaths += 1
                 victim = living[which % len(living)]
                 self.hung.discard(victim)
-                self.kill_instance(victim)
+                self.kill_instance(victim, Blame([Cause.NOBODY, Cause.OUTSIDE][which % 2]))
             case "hang" if living and self.num_deaths < MAX_DEATHS:
                 self.num_deaths += 1
                 self.hung.add(living[which % len(living)])
@@ -166,8 +175,14 @@ class ChaosCluster(FakeCluster):
         ]
 
     def prove_tokens(self) -> None:
-        """Poison ends with an error, as does at most one innocent for a death of unknown cause."""
-        num_errors = 0
+        """Poison ends with an error, after a few deaths, and nothing else does.
+
+        A poison request kills twice among others, once for each halving of what may run at once,
+        and twice more alone. Each death of another cause may have it released once.
+        """
+        for request_id, num_deaths in self.num_poison_deaths.items():
+            others = self.num_deaths + self.num_poison_deaths.total() - num_deaths
+            assert num_deaths <= 2 + 4 + 2 + others, (request_id, self.num_poison_deaths)
         for request_id, account in self.accounts.items():
             true = expected_tokens(account.request, self.model, self.max_model_len)
             got = tuple(account.token_ids)
@@ -177,16 +192,13 @@ class ChaosCluster(FakeCluster):
             assert account.end is not None, request_id
             if request_id in self.poison:
                 assert account.end is FinishReason.ERROR, (request_id, account)
-            elif account.end is FinishReason.ERROR:
-                num_errors += 1
             else:
+                assert account.end is not FinishReason.ERROR, (request_id, account)
                 assert got == true, (request_id, got, true)
-        assert num_errors <= self.num_suspicious_deaths, num_errors
 
     def _lose_hung(self, instance_id: InstanceId) -> None:
         self.hung.remove(instance_id)
-        self.num_suspicious_deaths += 1
-        self.kill_instance(instance_id, is_deliberate=False)
+        self.kill_instance(instance_id, Blame(Cause.INSIDE))
 
 
 def _place_of(action: Action) -> InstanceId | None:
