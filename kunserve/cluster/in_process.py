@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
 from kunserve.cluster.fake import FakeBody, FakeModel
+from kunserve.cluster.in_process_account import Account
 from kunserve.cluster.in_process_mover import InProcessMover
 from kunserve.control.arrays import Int32Array
 from kunserve.control.cluster.commands import (
@@ -38,10 +39,8 @@ from kunserve.core.messages import (
     LinkBroken,
     Message,
     Ready,
-    TokenOutput,
 )
-from kunserve.core.prompt_scores import PromptScores
-from kunserve.core.request import FinishReason, Request
+from kunserve.core.request import Request
 from kunserve.core.snapshots import InstanceSpec, TransitionRecord
 from kunserve.core.transfer import KvPull, LayerLoad, LayerPull, PeerAddress
 from kunserve.transport.codec import decode, encode
@@ -117,26 +116,6 @@ class CompletePull:
 
 
 Action: TypeAlias = Delivery | StartStep | FinishStep | CompletePull
-
-
-@dataclass(slots=True)
-class Account:
-    """What became of a request."""
-
-    request: Request
-    token_ids: list[int] = field(default_factory=list)
-    prompt_scores: tuple[PromptScores, ...] = ()
-    end: FinishReason | None = None
-    is_cancelled: bool = False
-
-    def take(self, token: TokenOutput) -> None:
-        """The client's part: tokens come in order, each once, and none after the end."""
-        assert self.end is None and not self.is_cancelled, token
-        if token.token_id is not None:
-            assert token.position == len(self.token_ids), token
-            self.token_ids.append(token.token_id)
-            self.prompt_scores += token.prompt_scores
-        self.end = token.finish_reason
 
 
 class InProcessCluster:

@@ -84,6 +84,8 @@ def _run(loop: InstanceLoop) -> int:
     except LostMessages as error:
         logger.error("leaving: of the front's messages some are lost: %s", error)
         return EXIT_LOST_MESSAGES
+    except SystemExit:
+        raise  # for a reason that is no request's
     except BaseException:
         if loop.requests_of_step:
             _say(StepFailure(loop.requests_of_step))

@@ -55,6 +55,8 @@ class InstanceOrder:
     """None: it dies with its front."""
     front_pid: int | None = None
     """The parent that it dies with; another parent means that the front has died already."""
+    model_files: str | None = None
+    """The fingerprint of the files to load; others are refused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +69,14 @@ class StartupFailure:
     def to_error(self) -> ConfigError:
         """The error as the front raises it."""
         return _ERRORS.get(self.error, ConfigError)(self.message)
+
+
+def startup_error(instance_id: InstanceId, reason: str, said: bytes) -> ConfigError:
+    """Why a process did not come to serve."""
+    try:
+        return msgspec.json.decode(said, type=StartupFailure).to_error()
+    except msgspec.MsgspecError:
+        return ConfigError(f"instance {instance_id} did not start: {reason}")
 
 
 @dataclass(frozen=True, slots=True)
