@@ -9,7 +9,8 @@ from dataclasses import dataclass, field, replace
 from benchmarks.chaos_front import Abort, Front, Refused, Submit, Token
 from benchmarks.faulty_instance import POISON
 from kunserve.core.ids import RequestId
-from kunserve.core.request import FinishReason, SamplingParams
+from kunserve.core.request import FinishReason, Request, SamplingParams
+from kunserve.core.tokens import TokenIds
 
 VERDICTS = ("requests", "identical", "aborted", "cut", "poisoned", "wrong", "unfinished")
 NUM_JOBS = 24
@@ -80,7 +81,8 @@ class Clients:
         """Submit a job, or poison; None when no front is there."""
         what = Job(POISON, SamplingParams(max_tokens=20)) if job is None else self._jobs[job]
         request_id = RequestId(f"r{self._num_asked}")
-        if not front.ask(Submit(request_id, what.prompt, what.sampling)):
+        request = Request(request_id, TokenIds(what.prompt), what.sampling, 0.0)
+        if not front.ask(Submit.of(request)):
             return None
         self._num_asked += 1
         story = self.stories[request_id] = Story(job)

@@ -21,12 +21,12 @@ from benchmarks.faulty_instance import program_of
 from kunserve.cluster.launch import FakeSettings, LocalLauncher
 from kunserve.cluster.local import LocalCluster
 from kunserve.cluster.process_mark import mark_of
+from kunserve.core import messages
 from kunserve.core.config import KunServeConfig
 from kunserve.core.errors import InvalidRequest, Overloaded, Unavailable
 from kunserve.core.ids import InstanceId, RequestId
-from kunserve.core.messages import TokenOutput
-from kunserve.core.request import FinishReason, Request, SamplingParams
-from kunserve.core.tokens import TokenIds
+from kunserve.core.request import FinishReason, Request
+from kunserve.transport import codec
 
 STATE_PERIOD_S = 0.05
 CHANGE_S = 60.0
@@ -48,9 +48,20 @@ class FrontOrder(msgspec.Struct, frozen=True):
 class Submit(msgspec.Struct, frozen=True, tag=True):
     """A client sends a request."""
 
-    request_id: str
-    prompt: tuple[int, ...]
-    sampling: SamplingParams
+    message: bytes
+    """As between a front and its instances."""
+
+    @classmethod
+    def of(cls, request: Request) -> "Submit":
+        """From what the client asks for."""
+        return cls(bytes(codec.encode(messages.Submit(request))))
+
+    @property
+    def request(self) -> Request:
+        """What the client asks for."""
+        message = codec.decode(self.message)
+        assert isinstance(message, messages.Submit), message
+        return message.request
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):
@@ -155,14 +166,15 @@ def _say(news: News) -> None:
 
 
 def _submit(cluster: LocalCluster, asked: Submit) -> None:
-    def deliver(token: TokenOutput) -> None:
-        _say(Token(asked.request_id, token.position, token.token_id, token.finish_reason))
+    request = asked.request
 
-    request = Request(RequestId(asked.request_id), TokenIds(asked.prompt), asked.sampling, 0.0)
+    def deliver(token: messages.TokenOutput) -> None:
+        _say(Token(request.request_id, token.position, token.token_id, token.finish_reason))
+
     try:
         cluster.submit(request, deliver)
     except (Unavailable, Overloaded):
-        _say(Refused(asked.request_id))
+        _say(Refused(request.request_id))
 
 
 async def _change(cluster: LocalCluster, asked: Change) -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
 from kunserve.cluster.fake import FakeBody, FakeModel
+from kunserve.cluster.in_process_account import Account
 from kunserve.cluster.in_process_mover import InProcessMover
 from kunserve.control.arrays import Int32Array
 from kunserve.control.cluster.commands import (
@@ -26,6 +27,7 @@ from kunserve.control.cluster.commands import (
     Send,
 )
 from kunserve.control.cluster.controller import Controller
+from kunserve.control.cluster.quarantine import NOBODY, Blame
 from kunserve.control.instance.agent import InstanceAgent, Work
 from kunserve.control.instance.state import AgentConfig
 from kunserve.core.config import KunServeConfig
@@ -37,10 +39,8 @@ from kunserve.core.messages import (
     LinkBroken,
     Message,
     Ready,
-    TokenOutput,
 )
-from kunserve.core.prompt_scores import PromptScores
-from kunserve.core.request import FinishReason, Request
+from kunserve.core.request import Request
 from kunserve.core.snapshots import InstanceSpec, TransitionRecord
 from kunserve.core.transfer import KvPull, LayerLoad, LayerPull, PeerAddress
 from kunserve.transport.codec import decode, encode
@@ -118,26 +118,6 @@ class CompletePull:
 Action: TypeAlias = Delivery | StartStep | FinishStep | CompletePull
 
 
-@dataclass(slots=True)
-class Account:
-    """What became of a request."""
-
-    request: Request
-    token_ids: list[int] = field(default_factory=list)
-    prompt_scores: tuple[PromptScores, ...] = ()
-    end: FinishReason | None = None
-    is_cancelled: bool = False
-
-    def take(self, token: TokenOutput) -> None:
-        """The client's part: tokens come in order, each once, and none after the end."""
-        assert self.end is None and not self.is_cancelled, token
-        if token.token_id is not None:
-            assert token.position == len(self.token_ids), token
-            self.token_ids.append(token.token_id)
-            self.prompt_scores += token.prompt_scores
-        self.end = token.finish_reason
-
-
 class InProcessCluster:
     """See the module."""
 
@@ -192,7 +172,7 @@ class InProcessCluster:
         )
         self.post(instance_id, None, Ready(spec, NOWHERE, self._max_model_len, "fake"))
 
-    def kill_instance(self, instance_id: InstanceId, *, is_deliberate: bool = True) -> None:
+    def kill_instance(self, instance_id: InstanceId, blame: Blame = NOBODY) -> None:
         """An instance dies; mail that it has sent may still arrive."""
         del self.members[instance_id]
         for src, dst in list(self.links):
@@ -201,7 +181,7 @@ class InProcessCluster:
         # What it told the controller came before the connection broke.
         while self.links.get((instance_id, None)):
             self.perform(Delivery(instance_id, None))
-        self.controller.lost(instance_id, "killed", self.now_s, is_deliberate=is_deliberate)
+        self.controller.lost(instance_id, "killed", self.now_s, blame)
         self.carry_out()
 
     def restart_front(self, *, loses_mail: bool = False) -> None:

@@ -15,6 +15,7 @@ from kunserve.control.instance.agent import InstanceAgent, Work
 from kunserve.control.instance.body import Body, StepOutcome, StepWork
 from kunserve.control.instance.stage_clock import StageClock
 from kunserve.core.config import ClusterConfig
+from kunserve.core.ids import RequestId
 from kunserve.core.layout import LayerRange
 from kunserve.core.messages import Alive, Connect, Form, LinkBroken, Ready
 from kunserve.core.transfer import KvPull
@@ -96,6 +97,8 @@ class InstanceLoop:
         self._next_report_s = 0.0
         self._read_s = 0.0
         """When mail was read last."""
+        self.requests_of_step: tuple[RequestId, ...] = ()
+        """Of the step that runs, or that has failed."""
         self._poller = zmq.Poller()
         for socket in (*channel.poll_sockets, *peers.poll_sockets, *mover.poll_sockets):
             self._poller.register(socket, zmq.POLLIN)
@@ -155,6 +158,7 @@ class InstanceLoop:
 
     def _run(self, work: Work) -> None:
         """One step of this stage, and what it adds to the accounts."""
+        self.requests_of_step = tuple(chunk.request_id for chunk in work.step.plan.chunks)
         self._turn(is_computing=True)
         began_s = self._look()
         may_last = self._progress.longest_step_s >= LONG_STEP_S
@@ -168,6 +172,7 @@ class InstanceLoop:
         self._look()
         with self._mover.quiet():
             self._agent.finished(work, outcome, time.monotonic())
+        self.requests_of_step = ()
 
     def _look_up(self) -> None:
         """In the middle of a step: read what should not wait for its end.

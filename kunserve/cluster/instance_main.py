@@ -6,6 +6,7 @@ from kunserve.cluster.instance_start import Loaded, run_instance
 from kunserve.cluster.launch import InstanceOrder
 from kunserve.engine.body import CpuBody
 from kunserve.model.config import read_eos_ids
+from kunserve.model.fingerprint import check_fingerprint
 from kunserve.model.source import resolve_model
 
 
@@ -13,6 +14,7 @@ def load_model(order: InstanceOrder) -> Loaded:
     """The model in its arena. Raises ConfigError when files, memory or settings forbid it."""
     config = order.config
     source = resolve_model(config.model.model, config.model.load_format)
+    check_fingerprint(source, order.model_files)
     body = CpuBody(order.instance_id, config.model, config.instance, source, config.scheduler)
     account = body.account
     eos = frozenset(read_eos_ids(source))

@@ -1,5 +1,6 @@
 """What every instance process does, whatever its body: read its order, assemble, serve."""
 
+import contextlib
 import ctypes
 import logging
 import os
@@ -13,7 +14,12 @@ import msgspec
 
 from kunserve.cluster.instance_loop import InstanceLoop, WiredBody
 from kunserve.cluster.instance_mover import InstanceMover, LayerLoader
-from kunserve.cluster.launch import InstanceOrder, StartupFailure
+from kunserve.cluster.launch import (
+    EXIT_LOST_MESSAGES,
+    InstanceOrder,
+    StartupFailure,
+    StepFailure,
+)
 from kunserve.cluster.lease import Lease
 from kunserve.cluster.trace import InstanceTrace
 from kunserve.control.instance.agent import InstanceAgent
@@ -22,8 +28,11 @@ from kunserve.core.errors import KunServeError
 from kunserve.core.messages import Ready
 from kunserve.core.transfer import PeerAddress
 from kunserve.transport.channel import InstanceChannel
+from kunserve.transport.codec import LostMessages
 from kunserve.transport.peers import PeerLinks
 from kunserve.transport.socket_folder import address_in
+
+logger = logging.getLogger(__name__)
 
 _PR_SET_PDEATHSIG = 1
 EXIT_REFUSED = 3
@@ -64,12 +73,30 @@ def run_instance(load: Callable[[InstanceOrder], Loaded]) -> int:
     try:
         loop = _assemble(order, load(order), lease)
     except KunServeError as error:
-        failure = StartupFailure(type(error).__name__, str(error))
-        sys.stdout.buffer.write(msgspec.json.encode(failure))
-        sys.stdout.buffer.flush()
+        _say(StartupFailure(type(error).__name__, str(error)))
         return EXIT_REFUSED
-    loop.run()
+    return _run(loop)
+
+
+def _run(loop: InstanceLoop) -> int:
+    try:
+        loop.run()
+    except LostMessages as error:
+        logger.error("leaving: of the front's messages some are lost: %s", error)
+        return EXIT_LOST_MESSAGES
+    except SystemExit:
+        raise  # for a reason that is no request's
+    except BaseException:
+        if loop.requests_of_step:
+            _say(StepFailure(loop.requests_of_step))
+        raise
     return 0
+
+
+def _say(last_words: StartupFailure | StepFailure) -> None:
+    with contextlib.suppress(OSError):  # the front that read it may have died
+        sys.stdout.buffer.write(msgspec.json.encode(last_words))
+        sys.stdout.buffer.flush()
 
 
 def _assemble(order: InstanceOrder, loaded: Loaded, lease: Lease | None) -> InstanceLoop:

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,9 +12,10 @@ import msgspec
 
 from kunserve.cluster.lease import LeaseTerms
 from kunserve.cluster.process_mark import FoundProcess, mark_of, open_marked
+from kunserve.control.cluster.quarantine import Blame, Cause
 from kunserve.core.config import MIB, KunServeConfig
 from kunserve.core.errors import ConfigError, ModelFiles, TooLittleMemory, UnsupportedModel
-from kunserve.core.ids import InstanceId
+from kunserve.core.ids import InstanceId, RequestId
 from kunserve.engine.free_memory import available_bytes
 
 _ERRORS: dict[str, type[ConfigError]] = {
@@ -53,6 +55,8 @@ class InstanceOrder:
     """None: it dies with its front."""
     front_pid: int | None = None
     """The parent that it dies with; another parent means that the front has died already."""
+    model_files: str | None = None
+    """The fingerprint of the files to load; others are refused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +69,42 @@ class StartupFailure:
     def to_error(self) -> ConfigError:
         """The error as the front raises it."""
         return _ERRORS.get(self.error, ConfigError)(self.message)
+
+
+def startup_error(instance_id: InstanceId, reason: str, said: bytes) -> ConfigError:
+    """Why a process did not come to serve."""
+    try:
+        return msgspec.json.decode(said, type=StartupFailure).to_error()
+    except msgspec.MsgspecError:
+        return ConfigError(f"instance {instance_id} did not start: {reason}")
+
+
+@dataclass(frozen=True, slots=True)
+class StepFailure:
+    """What a process whose step failed writes there before its end, as JSON."""
+
+    request_ids: tuple[RequestId, ...]
+    """Of the step."""
+
+
+EXIT_LOST_MESSAGES = 72
+"""Exit code of a process that misses messages of the front."""
+EXIT_REMAP_FAILED = 71
+"""Of one that the system refused a call in the middle of a remap."""
+_OUTSIDE = (
+    *(-number for number in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)),
+    EXIT_LOST_MESSAGES,
+    EXIT_REMAP_FAILED,
+)
+
+
+def blame_for(exit_code: int | None, said: bytes) -> Blame:
+    """Whether a process that ended may have died of what it ran. No code: nobody knows."""
+    try:
+        return Blame(Cause.INSIDE, msgspec.json.decode(said, type=StepFailure).request_ids)
+    except msgspec.MsgspecError:
+        is_outside = exit_code is None or exit_code in _OUTSIDE
+        return Blame(Cause.OUTSIDE if is_outside else Cause.INSIDE)
 
 
 def check_memory(config: KunServeConfig) -> None:
@@ -111,7 +151,15 @@ class InstanceProcess(Protocol):
 
     @property
     def said(self) -> bytes:
-        """What it wrote to standard output: a ``StartupFailure``. Known once it has ended."""
+        """What it wrote to standard output: a ``StartupFailure`` or a ``StepFailure``.
+
+        Known once it has ended.
+        """
+        ...
+
+    @property
+    def exit_code(self) -> int | None:
+        """The negative signal if one ended it; None if it runs, or if nobody can know."""
         ...
 
     async def wait(self) -> str:
@@ -177,6 +225,11 @@ class LocalProcess:
         self.said = b""
         self.pid = process.pid
         self.mark = mark_of(process.pid) or f"{process.pid}:gone"
+
+    @property
+    def exit_code(self) -> int | None:
+        """See ``InstanceProcess``."""
+        return self._process.returncode
 
     async def _see_end(self) -> str:
         assert self._process.stdout is not None

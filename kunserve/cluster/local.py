@@ -9,8 +9,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-import msgspec
-
 from kunserve.cluster.api import ServingLimits, Vitals
 from kunserve.cluster.background import Background
 from kunserve.cluster.forced import ForcedTransitions
@@ -21,12 +19,13 @@ from kunserve.cluster.launch import (
     InstanceProcess,
     Launcher,
     LocalLauncher,
-    StartupFailure,
     check_memory,
+    startup_error,
 )
 from kunserve.cluster.processes import Death, Processes
 from kunserve.cluster.succession import Succession
-from kunserve.cluster.trace import begin_trace, join_trace
+from kunserve.cluster.sweep import sweep
+from kunserve.cluster.trace import begin_trace, end_trace
 from kunserve.cluster.transition_log import log_decision
 from kunserve.cluster.waking_clock import WakingClock
 from kunserve.control.cluster.commands import (
@@ -43,6 +42,7 @@ from kunserve.control.cluster.commands import (
     Send,
 )
 from kunserve.control.cluster.controller import Controller
+from kunserve.control.cluster.quarantine import Cause
 from kunserve.core.config import KunServeConfig
 from kunserve.core.errors import (
     ConfigError,
@@ -55,6 +55,8 @@ from kunserve.core.ids import InstanceId, RequestId
 from kunserve.core.messages import Alive, Event, Message, Ready, Rejoin, Shutdown
 from kunserve.core.request import Request
 from kunserve.core.snapshots import ClusterState, StageTime
+from kunserve.model.fingerprint import model_fingerprint
+from kunserve.model.source import resolve_model
 from kunserve.transport.channel import FrontChannel
 from kunserve.transport.codec import MalformedMessage
 from kunserve.transport.socket_folder import SocketFolder
@@ -77,10 +79,12 @@ class LocalCluster:
         fake: FakeSettings | None,
         launcher: Launcher,
         succession: Succession | None,
+        model_files: str | None = None,
     ) -> None:
         self._config = config
         self._fake = fake
         self._succession = succession
+        self._model_files = model_files
         self._controller = Controller(config, 0 if succession is None else succession.first_id)
         self._forced = ForcedTransitions(
             self._controller, lambda: self._clock.now_s(), self._flush, self._until
@@ -130,8 +134,10 @@ class LocalCluster:
         one with the same folder and settings are taken over.
         """
         launcher = launcher or LocalLauncher()
-        succession = run_folder and Succession(run_folder, config, fake, launcher)
-        cluster = cls(config, fake, launcher, succession or None)
+        # A replacement must load what its peers have: from them it takes layers.
+        files = None if fake is not None else _fingerprint(config)
+        succession = run_folder and Succession(run_folder, config, fake, launcher, files)
+        cluster = cls(config, fake, launcher, succession or None, files)
         try:
             await cluster._start_all(vocab_size, on_ready)
         except BaseException:
@@ -145,6 +151,8 @@ class LocalCluster:
         if self._succession is not None:
             found = await self._succession.take_over()
         await self._channel.start(self._sockets.address("front"))
+        with self._background.surviving("sweep"):
+            sweep()
         if self._fake is None and not found:
             check_memory(self._config)
         if self._config.cluster.trace_out is not None:
@@ -202,6 +210,7 @@ class LocalCluster:
             config=self._config,
             lease=None if self._succession is None else self._succession.lease(),
             front_pid=os.getpid(),
+            model_files=self._model_files,
         )
 
     def _note_processes(self) -> None:
@@ -211,7 +220,7 @@ class LocalCluster:
     def _on_death(self, death: Death) -> bool:
         instance_id = death.instance_id
         if self._limits is None and not self._has_predecessor:
-            self._startup_error = _startup_error(death)
+            self._startup_error = startup_error(instance_id, death.reason, death.said)
             return False
         was_ready = self._ready.pop(instance_id, None) is not None
         self._channel.forget(instance_id)
@@ -220,15 +229,15 @@ class LocalCluster:
                 instance_id,
                 death.reason,
                 self._clock.now_s(),
-                is_deliberate=death.is_deliberate,
+                death.blame,
             )
             self._flush()
         elif death.said:
-            logger.error("%s", _startup_error(death))
+            logger.error("%s", startup_error(instance_id, death.reason, death.said))
         return True
 
     def _on_nonsense(self, instance_id: InstanceId, error: MalformedMessage) -> None:
-        self._processes.condemn(instance_id, f"it sent nonsense: {error}")
+        self._processes.condemn(instance_id, f"it sent nonsense: {error}", Cause.OUTSIDE)
 
     # Events and commands
 
@@ -273,7 +282,8 @@ class LocalCluster:
             case Send(instance_id, message):
                 if not self._channel.send(instance_id, message) and instance_id in self._ready:
                     reason = f"{type(message).__name__} could not be sent to it"
-                    self._processes.condemn(instance_id, reason)  # most likely it has just died
+                    # Most likely it has just died.
+                    self._processes.condemn(instance_id, reason, Cause.OUTSIDE)
             case Respawn():
                 pass  # ``Processes`` sees the end of a process itself, also of one not yet ready
             case LogTransition() | LogReason() | LogObserved() | LogQuarantine() | ScaleUp():
@@ -310,7 +320,7 @@ class LocalCluster:
         reports = [(group.layout, group.report) for i, group in groups if i not in busy]
         for layout, still_s in self._group_watch.stuck(reports, self._clock.now_s()):
             reason = f"its group completes no step since {still_s:.1f} s"
-            self._processes.condemn(layout.leader, reason)
+            self._processes.condemn(layout.leader, reason, Cause.INSIDE)
 
     def _end_hopeless(self) -> None:
         """While no instance can be started, no request shall wait without a word."""
@@ -409,16 +419,14 @@ class LocalCluster:
         if self._succession is not None:
             self._succession.close()
         if self._config.cluster.trace_out is not None:
-            self._join_trace(Path(self._config.cluster.trace_out))
+            ids = [InstanceId(i) for i in range(self._config.cluster.num_instances)]
+            end_trace(
+                Path(self._config.cluster.trace_out), ids, self._controller.transitions.latest()
+            )
 
-    def _join_trace(self, path: Path) -> None:
-        ids = [InstanceId(i) for i in range(self._config.cluster.num_instances)]
-        try:
-            join_trace(path, ids, self._controller.transitions.latest())
-        except OSError as error:
-            logger.error("cannot write the trace path=%s: %s", path, error.strerror)
-        else:
-            logger.info("trace written path=%s", path)
+
+def _fingerprint(config: KunServeConfig) -> str:
+    return model_fingerprint(resolve_model(config.model.model, config.model.load_format))
 
 
 def _as_event(message: Message) -> Event:
@@ -433,11 +441,3 @@ def _limits(ready: tuple[Ready, ...], vocab_size: int) -> ServingLimits:
         block_size=specs[0].block_size,
         vocab_size=vocab_size,
     )
-
-
-def _startup_error(death: Death) -> ConfigError:
-    try:
-        failure = msgspec.json.decode(death.said, type=StartupFailure)
-    except msgspec.MsgspecError:
-        return ConfigError(f"instance {death.instance_id} did not start: {death.reason}")
-    return failure.to_error()

@@ -47,6 +47,8 @@ class FoundProcess:
 
     said = b""
     """Its standard output went to that front."""
+    exit_code: int | None = None
+    """Its parent alone is told."""
 
     def __init__(self, mark: str, fd: int) -> None:
         """``fd`` is of ``open_marked``."""

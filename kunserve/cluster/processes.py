@@ -12,8 +12,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from kunserve.cluster.background import Background
-from kunserve.cluster.launch import InstanceOrder, InstanceProcess, Launcher
+from kunserve.cluster.launch import InstanceOrder, InstanceProcess, Launcher, blame_for
 from kunserve.cluster.waking_clock import WakingClock
+from kunserve.control.cluster.quarantine import NOBODY, Blame, Cause
 from kunserve.core.config import ClusterConfig
 from kunserve.core.ids import InstanceId
 from kunserve.core.messages import Alive
@@ -43,8 +44,8 @@ class Death:
     reason: str
     said: bytes
     """What it wrote before its end, if it refused to start."""
-    is_deliberate: bool = False
-    """No request can be the cause."""
+    blame: Blame = NOBODY
+    """Whether a request may be the cause."""
 
 
 @dataclass(slots=True)
@@ -64,7 +65,8 @@ class _Place:
     condemned: asyncio.Event = field(default_factory=asyncio.Event)
     verdict: str | None = None
     """Why it was condemned."""
-    is_deliberate: bool = False
+    cause: Cause | None = None
+    """If that is known before its end."""
     num_soon_over: int = 0
     num_failed_starts: int = 0
 
@@ -146,7 +148,7 @@ class Processes:
         """One instance's processes, one after the other. Ends when it is cancelled only."""
         place = self._places[instance_id]
         while True:
-            said = b""
+            said, exit_code = b"", None
             try:
                 if process is None:
                     process = await self._start(instance_id)
@@ -154,12 +156,13 @@ class Processes:
                 reason = f"cannot be started: {error}"
             else:
                 reason = await self._end_of(instance_id, place, process)
-                said = process.said
+                said, exit_code = process.said, process.exit_code
             process = None
             pause_s = self._count_end(place)
             is_wanted = True
             with self._background.surviving("death of an instance"):
-                death = Death(instance_id, reason, said, place.is_deliberate)
+                blame = blame_for(exit_code, said) if place.cause is None else Blame(place.cause)
+                death = Death(instance_id, reason, said, blame)
                 is_wanted = self._on_death(death)
             if not is_wanted:
                 return
@@ -185,7 +188,7 @@ class Processes:
     ) -> str:
         """Wait until the process is over; why it is."""
         place.process, place.verdict, place.last = process, None, None
-        place.is_deliberate = False
+        place.cause = None
         place.condemned.clear()
         place.since_s = place.heard_s = place.moved_s = self._clock.now_s()
         with self._background.surviving("start of an instance"):
@@ -245,23 +248,26 @@ class Processes:
             if place.process is not None and place.verdict is None:
                 verdict = self._judge(place, now_s)
                 if verdict is not None:
-                    self.condemn(instance_id, verdict)
+                    self.condemn(instance_id, *verdict)
 
-    def _judge(self, place: _Place, now_s: float) -> str | None:
+    def _judge(self, place: _Place, now_s: float) -> tuple[str, Cause] | None:
         config = self._config
         if not place.is_ready:
             if now_s - place.since_s > config.start_timeout_s:
                 limit_s = config.start_timeout_s
-                return f"not ready within {limit_s:g} s (--start-timeout raises the limit)"
+                late = f"not ready within {limit_s:g} s (--start-timeout raises the limit)"
+                return late, Cause.OUTSIDE
             if not place.was_found:
                 return None
         if now_s - place.heard_s > config.heartbeat_timeout_s:
-            return f"no heartbeat for {now_s - place.heard_s:.1f} s"
+            return f"no heartbeat for {now_s - place.heard_s:.1f} s", Cause.OUTSIDE
         still_s, last = now_s - place.moved_s, place.last
         limit_s = self._patience_of(place)
         if last is None or not last.is_computing:
             limit_s = max(limit_s, config.start_timeout_s)  # it may load weights, as at a start
-        return f"its loop stands still since {still_s:.1f} s" if still_s > limit_s else None
+        if still_s <= limit_s:
+            return None
+        return f"its loop stands still since {still_s:.1f} s", Cause.INSIDE
 
     def patience_s(self, instance_id: InstanceId) -> float:
         """How long the instance may take for what is a step's work."""
@@ -271,12 +277,12 @@ class Processes:
         longest_step_s = 0.0 if place.last is None else place.last.longest_step_s
         return max(self._config.hang_timeout_s, STEPS_PER_HANG * longest_step_s)
 
-    def condemn(self, instance_id: InstanceId, reason: str, *, is_deliberate: bool = False) -> None:
+    def condemn(self, instance_id: InstanceId, reason: str, cause: Cause) -> None:
         """Kill the instance's process, for a reason that is logged once."""
         place = self._places[instance_id]
         if place.process is None or place.verdict is not None:
             return
-        place.verdict = reason
+        place.verdict, place.cause = reason, cause
         logger.error("instance killed instance=%d reason=%r", instance_id, reason)
         place.process.kill()
         place.condemned.set()
@@ -287,7 +293,7 @@ class Processes:
         process = None if place is None else place.process
         if place is None or process is None:
             return False
-        place.is_deliberate = True
+        place.cause = Cause.NOBODY
         process.kill()
         await process.wait()
         return True

@@ -30,12 +30,17 @@ class Succession:
     """The front's account in its run folder."""
 
     def __init__(
-        self, folder: Path, config: KunServeConfig, fake: FakeSettings | None, launcher: Launcher
+        self,
+        folder: Path,
+        config: KunServeConfig,
+        fake: FakeSettings | None,
+        launcher: Launcher,
+        model_files: str | None = None,
     ) -> None:
         """Become the front of this folder. Raises ConfigError when another one is."""
         self._folder = RunFolder(folder)
         self._grace_s = config.cluster.front_grace_s
-        self._settings = settings_digest(config, fake)
+        self._settings = settings_digest(config, fake, model_files)
         self._front = secrets.token_hex(8)
         earlier = self._folder.read()
         self._epoch = 0 if earlier is None else earlier.epoch + 1
@@ -105,11 +110,13 @@ class Succession:
         self._folder.remove()
 
 
-def settings_digest(config: KunServeConfig, fake: FakeSettings | None) -> str:
+def settings_digest(
+    config: KunServeConfig, fake: FakeSettings | None, model_files: str | None
+) -> str:
     """Equal for fronts whose instances do for each other: all settings but the HTTP server's,
-    and the language that processes talk to each other.
+    the files of the model, and the language that processes talk to each other.
     """
     language = [(kind.__name__, kind.__annotations__) for kind in MESSAGE_TYPES]
-    instances = msgspec.json.encode((replace(config, server=ServerConfig()), fake))
+    instances = msgspec.json.encode((replace(config, server=ServerConfig()), fake, model_files))
     words = f"{kunserve.__version__} {language}".encode()
     return hashlib.sha256(words + instances).hexdigest()

@@ -5,6 +5,7 @@ transitions together at the end. The clock is the machine's monotonic one. Opens
 (ui.perfetto.dev) and ``chrome://tracing``.
 """
 
+import logging
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ from kunserve.core.layout import LayerRange
 from kunserve.core.messages import Activation, Message
 from kunserve.core.snapshots import TransitionRecord
 from kunserve.core.transfer import KvPull, LayerLoad, LayerPull
+
+logger = logging.getLogger(__name__)
 
 COMPUTE, LINK, TRANSITIONS = 0, 1, 2
 """Rows (threads) of an instance (process): its stage, its links, its transitions."""
@@ -142,6 +145,18 @@ def join_trace(
     for record in transitions:
         events += _transition_events(record)
     path.write_bytes(msgspec.json.encode({"traceEvents": events, "displayTimeUnit": "ms"}))
+
+
+def end_trace(
+    path: Path, instance_ids: Iterable[InstanceId], transitions: Iterable[TransitionRecord]
+) -> None:
+    """As ``join_trace``, at the end of a cluster: what cannot be written is told in the log."""
+    try:
+        join_trace(path, instance_ids, transitions)
+    except OSError as error:
+        logger.error("cannot write the trace path=%s: %s", path, error.strerror)
+    else:
+        logger.info("trace written path=%s", path)
 
 
 def _transition_events(record: TransitionRecord) -> list[dict[str, Any]]:

@@ -3,6 +3,7 @@
 The server itself is imported when it starts, so that ``--help`` and completion are fast.
 """
 
+import gc
 import logging
 import sys
 from dataclasses import fields, replace
@@ -70,6 +71,7 @@ def serve_command(ctx: click.Context, /, **flags: Any) -> None:
 
     MODEL is smollm2-135m (built in), a Hugging Face folder or hub id, or a .gguf file.
     """
+    gc.disable()  # until the server serves: a start makes many objects, and none of them garbage
     import uvloop
 
     from kunserve.server.launch import run_server
@@ -83,6 +85,8 @@ def serve_command(ctx: click.Context, /, **flags: Any) -> None:
         uvloop.run(run_server(config))
     except KunServeError as error:
         raise click.ClickException(str(error)) from None
+    finally:
+        gc.enable()
 
 
 def _log_origins(ctx: click.Context) -> None:

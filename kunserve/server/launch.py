@@ -1,6 +1,8 @@
 """Starts the instances and the front, and tells people what they have."""
 
 import asyncio
+import gc
+import importlib
 import logging
 import os
 import socket
@@ -8,6 +10,7 @@ import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from kunserve.cluster.local import LocalCluster
 from kunserve.core.config import KunServeConfig
@@ -18,8 +21,7 @@ from kunserve.engine.kernels.build import find_or_build
 from kunserve.model.config import read_spec
 from kunserve.model.generation_config import SamplingDefaults, read_sampling_defaults
 from kunserve.model.profile import ProfileSubject, find_cost
-from kunserve.model.source import resolve_model
-from kunserve.model.tokenizer import load_tokenizer
+from kunserve.model.source import ModelSource, resolve_model
 from kunserve.policy.cost import assumed_cost
 from kunserve.server.api_keys import ApiKeys
 from kunserve.server.app import create_app
@@ -54,7 +56,7 @@ async def run_server(config: KunServeConfig) -> None:
     # Here, because every instance would compile them otherwise.
     logger.info("kernels file=%s", (await asyncio.to_thread(find_or_build)).name)
     tokenizer_loading = asyncio.create_task(
-        asyncio.to_thread(load_tokenizer, source, config.model.tokenizer)
+        asyncio.to_thread(_load_tokenizer, source, config.model.tokenizer)
     )
     cluster = await LocalCluster.start(
         config,
@@ -76,9 +78,20 @@ async def run_server(config: KunServeConfig) -> None:
             cluster.limits.max_model_len,
             time.monotonic() - began_s,
         )
+        gc.freeze()
+        gc.enable()
         await serve(app, config, sockets=[listener])
     finally:
         await cluster.close()
+
+
+def _load_tokenizer(source: ModelSource, tokenizer: str | None) -> Any:
+    """Called in a thread, while the instances start or are taken over.
+
+    Importing the library takes as long as all other imports together.
+    """
+    module = importlib.import_module("kunserve.model.tokenizer")
+    return module.load_tokenizer(source, tokenizer)
 
 
 def check_length(config: KunServeConfig, spec: ModelSpec) -> None:

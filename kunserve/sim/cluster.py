@@ -18,6 +18,7 @@ from kunserve.control.cluster.commands import (
     Send,
 )
 from kunserve.control.cluster.controller import Controller
+from kunserve.control.cluster.quarantine import NOBODY
 from kunserve.control.instance.agent import InstanceAgent, Work
 from kunserve.control.instance.state import AgentConfig
 from kunserve.core.config import KunServeConfig
@@ -205,7 +206,7 @@ class SimCluster:
 
     def _lost(self, instance_id: InstanceId) -> None:
         self.note("lost", instance_id)
-        self.controller.lost(instance_id, "killed", self._heap.now_s(), is_deliberate=True)
+        self.controller.lost(instance_id, "killed", self._heap.now_s(), NOBODY)
         self._carry_out_all()
 
     # What instances ask of it (``Surroundings``)

@@ -1,8 +1,13 @@
 """The private folder that a cluster's sockets lie in."""
 
+import contextlib
+import fcntl
 import os
 import shutil
+import socket
+import stat
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 from kunserve.core.errors import ConfigError
@@ -10,6 +15,9 @@ from kunserve.core.errors import ConfigError
 LONGEST_PATH_BYTES = 107
 """What the system takes for a socket's path."""
 _LONGEST_NAME = 24
+PREFIX = "kunserve-"
+"""Of the name of every folder that a cluster makes among temporary files."""
+_OWNER = "owner.lock"
 
 
 class SocketFolder:
@@ -21,6 +29,10 @@ class SocketFolder:
     def __init__(self, path: Path | None = None) -> None:
         """Make a new one, or own the one that an earlier front of the cluster has left."""
         self.path = _make() if path is None else path
+        # The kernel lets go of it when this process dies, of whatever.
+        self._lock_fd: int | None = os.open(self.path / _OWNER, os.O_RDWR | os.O_CREAT, 0o600)
+        with contextlib.suppress(BlockingIOError):  # an earlier front is not quite dead
+            fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def address(self, name: str) -> str:
         """Where a socket of this name is bound and reached."""
@@ -29,6 +41,44 @@ class SocketFolder:
     def remove(self) -> None:
         """The cluster is gone. Callable twice."""
         shutil.rmtree(self.path, ignore_errors=True)
+        if self._lock_fd is not None:
+            os.close(self._lock_fd)
+            self._lock_fd = None
+
+
+def is_abandoned(folder: Path) -> bool:
+    """Whether its owner is dead and nobody listens there: no instance waits for a next owner.
+
+    A folder that holds anything but sockets is none of ours.
+    """
+    sockets = [path for path in folder.iterdir() if path.name != _OWNER]
+    if not all(stat.S_ISSOCK(path.lstat().st_mode) for path in sockets):
+        return False
+    try:
+        fd = os.open(folder / _OWNER, os.O_RDONLY)
+    except FileNotFoundError:
+        if not sockets:
+            return False
+    else:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        finally:
+            os.close(fd)
+    return not any(map(_has_listener, sockets))
+
+
+def _has_listener(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.setblocking(False)
+        try:
+            probe.connect(str(path))
+        except ConnectionRefusedError:
+            return False
+        except BlockingIOError:
+            return True  # it listens, though it answers nobody now
+    return True
 
 
 def address_in(folder: Path | str, name: str) -> str:
@@ -45,19 +95,19 @@ def has_room(folder: Path) -> bool:
 def _make() -> Path:
     """A new folder of mode 0700, where paths may be short enough; ConfigError if there is none."""
     tried = []
-    # Containers often allow writing to shared memory only.
-    for parent in (_temporary(), Path("/tmp"), Path("/dev/shm")):
-        if parent is None or not has_room(parent):
+    for parent in places():
+        if not has_room(parent):
             continue
         try:
-            return Path(tempfile.mkdtemp(prefix="kunserve-", dir=parent))
+            return Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
         except OSError as error:
             tried.append(f"{parent} ({error.strerror})")
     raise ConfigError(f"no folder for the cluster's sockets can be made: tried {', '.join(tried)}")
 
 
-def _temporary() -> Path | None:
-    try:
-        return Path(tempfile.gettempdir())
-    except FileNotFoundError:  # none that can be written
-        return None
+def places() -> Iterator[Path]:
+    """Where folders are made: the first that can be used."""
+    with contextlib.suppress(FileNotFoundError):  # there is none that can be written
+        yield Path(tempfile.gettempdir())
+    yield Path("/tmp")
+    yield Path("/dev/shm")  # containers often allow writing to shared memory only

@@ -11,6 +11,7 @@ from kunserve.control.cluster.instances import Instances
 from kunserve.control.cluster.migrations import Migrations
 from kunserve.control.cluster.overload import OverloadControl
 from kunserve.control.cluster.placement import Placement
+from kunserve.control.cluster.quarantine import UNKNOWN, Blame
 from kunserve.control.cluster.recovery import Recovery
 from kunserve.control.cluster.redispatch import Redispatch
 from kunserve.control.cluster.requests import Requests
@@ -230,10 +231,10 @@ class Controller:
         self._outbox.add(ScaleDown(instance_id))
 
     def lost(
-        self, instance_id: InstanceId, reason: str, now_s: float, *, is_deliberate: bool = False
+        self, instance_id: InstanceId, reason: str, now_s: float, blame: Blame = UNKNOWN
     ) -> None:
         """An instance died (paper section 4.4), or was killed for a reason that is known."""
-        self._recovery.lost(instance_id, reason, now_s, is_deliberate=is_deliberate)
+        self._recovery.lost(instance_id, reason, now_s, blame)
 
     # Overload
 

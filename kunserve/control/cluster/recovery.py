@@ -11,6 +11,7 @@ from kunserve.control.cluster.commands import Outbox, Respawn
 from kunserve.control.cluster.instances import Instances
 from kunserve.control.cluster.migrations import Migrations
 from kunserve.control.cluster.placement import Placement
+from kunserve.control.cluster.quarantine import NOBODY, Blame
 from kunserve.control.cluster.requests import Requests
 from kunserve.control.cluster.scaling import Scaling
 from kunserve.control.cluster.transitions import Transition, Transitions
@@ -65,20 +66,18 @@ class Recovery:
         self._outbox = outbox
         self._max_num_seqs = max_num_seqs
 
-    def lost(
-        self, instance_id: InstanceId, reason: str, now_s: float, *, is_deliberate: bool
-    ) -> None:
+    def lost(self, instance_id: InstanceId, reason: str, now_s: float, blame: Blame) -> None:
         """An instance died: its group's survivors start anew, its requests are run again.
 
-        Whatever ran there may be why, unless the death was deliberate.
+        Whatever ran there may be why, as far as ``blame`` says.
         """
         if not self._instances.forget(instance_id):
             return
         affected = self._end_all_of(
             (instance_id,), f"instance {instance_id} died ({reason})", now_s
         )
-        num_suspects = {} if is_deliberate else self._num_suspects(affected)
-        self._start_over(affected, num_suspects)
+        num_suspects = self._num_suspects(affected) if blame.cause else {}
+        self._start_over(affected, num_suspects, blame)
         self._outbox.add(Respawn(instance_id))
 
     def link_broken(self, event: LinkBroken, now_s: float) -> None:
@@ -135,12 +134,15 @@ class Recovery:
         self._start_over(affected, {})
 
     def _start_over(
-        self, affected: set[InstanceId], num_suspects: Mapping[InstanceId, int]
+        self,
+        affected: set[InstanceId],
+        num_suspects: Mapping[InstanceId, int],
+        blame: Blame = NOBODY,
     ) -> None:
         self._form_anew(affected)
         self._scaling.keep_all()
         self._migrations.end_with(affected)
-        self._requests.rerun(affected, num_suspects)
+        self._requests.rerun(affected, num_suspects, blame)
 
     def rejoin(self, events: Sequence[Rejoin]) -> None:
         """Instances of an earlier front are back: their groups stand again, without requests.

@@ -45,7 +45,7 @@ class Redispatch:
         for recall in plan_recalls(sources, targets, self._step_tokens):
             self._recall(placement.groups[recall.group_id], recall.num_requests, now_s)
 
-        if placement.reserved is not None and self._requests.quarantine.alone is None:
+        if placement.reserved is not None and not self._requests.quarantine.tested:
             emptied = placement.groups[placement.reserved]
             if not emptied.num_returning:
                 self._recall(emptied, emptied.report.num_waiting, now_s)

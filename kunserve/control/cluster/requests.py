@@ -6,7 +6,7 @@ from kunserve.control.cluster.backlog import Backlog, SentAhead
 from kunserve.control.cluster.commands import Client, Deliver, Outbox
 from kunserve.control.cluster.live import Live
 from kunserve.control.cluster.placement import Group, Placement
-from kunserve.control.cluster.quarantine import Quarantine
+from kunserve.control.cluster.quarantine import NOBODY, Blame, Quarantine
 from kunserve.core.ids import InstanceId, RequestId, TransitionId
 from kunserve.core.messages import Abort, Outputs, Returned, Submit, TokenOutput
 from kunserve.core.request import FinishReason, Request
@@ -195,26 +195,28 @@ class Requests:
                 del roomy[group_id]
 
     def _isolate(self) -> None:
-        """Let the oldest request that must run alone run, if a group is empty."""
+        """Let the suspects that are to be tested next run, if a group is empty."""
         quarantine = self.quarantine
-        if quarantine.alone is not None:
+        if quarantine.tested:
             return
-        held = None
+        held = {}
         if quarantine.holds_any:
-            waiting = (entry.live for entry in self.backlog)
-            held = next((one for one in waiting if quarantine.holds(one.request.request_id)), None)
-        if held is None:
+            waiting = {entry.live.request.request_id: entry.live for entry in self.backlog}
+            held = {i: live for i, live in waiting.items() if quarantine.holds(i)}
+        if not held:
             quarantine.nobody()
             return
-        blocks = self._blocks_of(held)
+        chosen = [held[request_id] for request_id in quarantine.choose(tuple(held))]
+        blocks = max(map(self._blocks_of, chosen))
         num_at = {
             group.layout.group_id: self.num_at(group.layout.leader)
             for group in self._placement.groups.values()
         }
         group = quarantine.reserve(blocks, num_at)
         if group is not None:
-            self._send(held, group, blocks)
-            quarantine.isolate(held.request.request_id, len(held.output_token_ids))
+            for live in chosen:
+                self._send(live, group, self._blocks_of(live))
+            quarantine.isolate({x.request.request_id: len(x.output_token_ids) for x in chosen})
 
     def waiting_at(self, group: Group) -> list[RequestId]:
         """The requests that wait there by the last report, oldest first.
@@ -336,7 +338,7 @@ class Requests:
             if live.is_rerun and live.leader not in (None, src):
                 # Its last words came late: where it was to run again it is not wanted any more.
                 self._outbox.send(live.leader, Abort(token.request_id))
-        elif token.request_id == self.quarantine.alone:
+        elif token.request_id in self.quarantine.tested:
             self.quarantine.made_token(token.request_id, len(live.output_token_ids))
 
     def relead(
@@ -368,24 +370,31 @@ class Requests:
         """A new process counts its submissions from zero, an earlier front's one goes on."""
         self._num_sent[instance_id] = num_received
 
-    def rerun(self, leaders: set[InstanceId], num_suspects: Mapping[InstanceId, int]) -> None:
+    def rerun(
+        self,
+        leaders: set[InstanceId],
+        num_suspects: Mapping[InstanceId, int],
+        blame: Blame = NOBODY,
+    ) -> None:
         """Run the requests of these leaders again, from prompt and tokens already delivered.
 
         The first so many of a leader may be why it died.
         """
         for leader in leaders:
             lost = _by_arrival(self._by_leader.get(leader, {}))
-            for number, live in enumerate(lost):
+            first = lost[: num_suspects.get(leader, 0)]
+            guilty = self.quarantine.died([live.request.request_id for live in first], blame)
+            for live in lost:
                 request_id = live.request.request_id
                 live.early.clear()
                 if live.scores is not None:
                     live.scores.forget_early()
                 self._lead(live, None)
-                if number >= num_suspects.get(leader, 0) or not self.quarantine.died(request_id):
+                if request_id in guilty:
+                    self._fail(live)
+                else:
                     self.quarantine.interrupted(request_id)
                     live.is_rerun = True
-                else:
-                    self._fail(live)
         self.place()
 
     def check(self, alive: Iterable[InstanceId]) -> None:

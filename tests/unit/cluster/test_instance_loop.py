@@ -49,7 +49,7 @@ def read_in_step(is_exchanging: bool) -> list[bool]:
         drain_preemptions=list,
         on=lambda message, now_s: read.append(body.is_computing),
     )
-    steps = [SimpleNamespace(step=None, hidden=None)]
+    steps = [SimpleNamespace(step=SimpleNamespace(plan=SimpleNamespace(chunks=())), hidden=None)]
 
     def next_work(now_s: float) -> Any:
         agent.is_stopping = not steps

@@ -26,6 +26,7 @@ class Process:
         self.instance_id = instance_id
         self.pid = pid
         self.said = b""
+        self.exit_code: int | None = None
         self.num_kills = 0
         self._is_killable = is_killable
         self._over = asyncio.Event()

@@ -11,7 +11,6 @@ import pytest
 
 from kunserve.core.errors import ConfigError
 from kunserve.core.ids import InstanceId
-from kunserve.transport import socket_folder
 from kunserve.transport.peers import PeerLinks
 from kunserve.transport.socket_folder import LONGEST_PATH_BYTES, SocketFolder
 
@@ -84,7 +83,10 @@ def test_a_machine_without_any_folder_to_write_to(monkeypatch: pytest.MonkeyPatc
             raise OSError(30, "Read-only file system")
         return true(prefix=prefix, dir=dir)
 
-    monkeypatch.setattr(socket_folder, "_temporary", lambda: None)
+    def gettempdir() -> str:
+        raise FileNotFoundError
+
+    monkeypatch.setattr(tempfile, "gettempdir", gettempdir)
     monkeypatch.setattr(tempfile, "mkdtemp", mkdtemp)
     folder = SocketFolder()
     assert folder.path.parent == Path("/dev/shm")

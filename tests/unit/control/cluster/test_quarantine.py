@@ -1,18 +1,25 @@
 """Requests that kill instances: who is suspected, who runs alone, who ends with an error."""
 
 from kunserve.control.cluster.commands import LogQuarantine
-from kunserve.control.cluster.quarantine import CLEARING_TOKENS
+from kunserve.control.cluster.quarantine import CLEARING_TOKENS, Blame, Cause
 from kunserve.core.ids import RequestId
 from kunserve.core.messages import Submit
 from kunserve.core.request import FinishReason
 from tests.unit.control.cluster.brain import Brain
 
 
-def crash(brain: Brain, number: int) -> None:
-    """An instance dies of what it runs, and comes back."""
-    brain.controller.lost(brain.group_of(number).leader, "exit code 1", brain.now_s)
+def crash(
+    brain: Brain, number: int, named: tuple[str, ...] = (), cause: Cause = Cause.INSIDE
+) -> None:
+    """An instance dies, of what it runs as far as anybody knows, and comes back."""
+    blame = Blame(cause, tuple(map(RequestId, named)))
+    brain.controller.lost(brain.group_of(number).leader, "exit code 1", brain.now_s, blame)
     brain.pass_time(0.0)
     brain.start(number)
+
+
+def errors(brain: Brain) -> list[str]:
+    return [t.request_id for t in brain.tokens if t.finish_reason is FinishReason.ERROR]
 
 
 def end(brain: Brain, request_id: str) -> None:
@@ -45,20 +52,62 @@ def twice_dead(num_requests: int = 2) -> Brain:
     return brain
 
 
-def test_after_the_second_death_each_runs_alone() -> None:
-    brain = twice_dead()
-    assert submitted(brain) == [(0, "r0")], "and nothing beside it"
+def test_after_the_second_death_half_of_them_is_tested_then_the_other_half() -> None:
+    brain = twice_dead(4)
+    assert submitted(brain) == [(0, "r0"), (0, "r1")], "and nothing beside them"
     brain.request()
     assert submitted(brain) == []
-    assert brain.controller.state(brain.now_s).num_unplaced == 2
+    assert brain.controller.state(brain.now_s).num_unplaced == 3
+    end(brain, "r0")
+    assert submitted(brain) == []
+    end(brain, "r1")
+    assert submitted(brain) == [(0, "r2")]
+    end(brain, "r2")
+    assert submitted(brain) == [(0, "r3")]
+    end(brain, "r3")
+    assert submitted(brain) == [(0, "r4")], "and then whatever else has come"
+    assert brain.controller.state(brain.now_s).num_quarantined == 4
+
+
+def test_a_half_that_dies_clears_the_other_half_at_once() -> None:
+    brain = twice_dead(4)
+    assert submitted(brain) == [(0, "r0"), (0, "r1")]
+    crash(brain, 0)
+    assert submitted(brain) == [(0, "r0")]
     end(brain, "r0")
     assert submitted(brain) == [(0, "r1")]
-    end(brain, "r1")
-    assert submitted(brain) == [(0, "r2")], "and then whatever else has come"
-    assert brain.controller.state(brain.now_s).num_quarantined == 2
+    quarantine = brain.controller._requests.quarantine
+    assert not quarantine.holds("r2") and not quarantine.holds("r3")  # type: ignore[arg-type]
 
 
-def test_who_has_made_enough_tokens_alone_runs_among_others_again() -> None:
+def test_a_step_that_names_its_requests_narrows_the_search() -> None:
+    brain = Brain(1, policy="recompute")
+    for _ in range(8):
+        brain.request()
+    for _ in range(2):
+        crash(brain, 0, ("r5", "r6"))
+    # Released are all but these two, and run when the test is over; r5 is the older half.
+    assert submitted(brain)[-1] == (0, "r5")
+    end(brain, "r5")
+    assert submitted(brain)[0] == (0, "r6")
+    crash(brain, 0, ("r6",))
+    assert errors(brain) == ["r6"]
+    assert brain.controller.state(brain.now_s).num_guilty == 1
+
+
+def test_a_request_that_is_alone_in_a_step_that_fails_twice_is_guilty() -> None:
+    """Nothing needs to run alone for that."""
+    brain = Brain(1, policy="recompute")
+    for _ in range(3):
+        brain.request()
+    crash(brain, 0, ("r1",))
+    assert errors(brain) == []
+    crash(brain, 0, ("r1",))
+    assert errors(brain) == ["r1"]
+    assert brain.controller.state(brain.now_s).num_quarantined == 0
+
+
+def test_who_has_made_enough_tokens_in_the_test_runs_among_others_again() -> None:
     brain = twice_dead()
     submitted(brain)
     for _ in range(CLEARING_TOKENS):
@@ -71,33 +120,47 @@ def test_who_has_made_enough_tokens_alone_runs_among_others_again() -> None:
     assert not brain.controller.num_unfinished
 
 
-def test_who_dies_alone_ends_with_an_error_and_is_named() -> None:
+def test_who_dies_alone_three_times_ends_with_an_error_and_is_named() -> None:
     brain = twice_dead()
-    submitted(brain)
-    crash(brain, 0)
-    assert [t.finish_reason for t in brain.tokens] == [FinishReason.ERROR]
-    assert brain.tokens[0].request_id == "r0"
-    said = brain.said(LogQuarantine)
-    assert [command.request_id for command in said].count("r0") == 2
-    assert "ends with an error" in [c.reason for c in said if c.request_id == "r0"][-1]
+    for number in range(3):
+        assert submitted(brain)[0] == (0, "r0")
+        assert errors(brain) == [], number
+        crash(brain, 0)
+    assert errors(brain) == ["r0"]
+    said = [c.reason for c in brain.said(LogQuarantine) if c.request_id == "r0"]
+    assert len(said) == 4 and "ends with an error" in said[-1]
     assert brain.controller.state(brain.now_s).num_guilty == 1
-    assert submitted(brain) == [(0, "r1")]
+    assert submitted(brain)[-1] == (0, "r1")
+
+
+def test_two_deaths_from_outside_convict_nobody() -> None:
+    """Not even two more, while it runs alone."""
+    brain = Brain(1, policy="recompute")
+    brain.request()
+    for _ in range(3):
+        crash(brain, 0, cause=Cause.OUTSIDE)
+        assert brain.controller.state(brain.now_s).num_quarantined == 0
+    crash(brain, 0, cause=Cause.OUTSIDE)
+    assert brain.controller.state(brain.now_s).num_quarantined == 1
+    for _ in range(5):
+        crash(brain, 0, cause=Cause.OUTSIDE)
+        assert errors(brain) == []
+    crash(brain, 0, cause=Cause.OUTSIDE)
+    assert errors(brain) == ["r0"]
 
 
 def test_a_deliberate_death_is_no_requests_fault() -> None:
     brain = Brain(1, policy="recompute")
     brain.request()
     for _ in range(9):
-        brain.controller.lost(brain.group_of(0).leader, "killed", brain.now_s, is_deliberate=True)
-        brain.start(0)
+        crash(brain, 0, cause=Cause.NOBODY)
     assert not brain.tokens and brain.controller.state(brain.now_s).num_quarantined == 0
 
 
-def test_a_deliberate_death_in_quarantine_only_interrupts_it() -> None:
+def test_a_deliberate_death_in_a_test_only_interrupts_it() -> None:
     brain = twice_dead(1)
     submitted(brain)
-    brain.controller.lost(brain.group_of(0).leader, "killed", brain.now_s, is_deliberate=True)
-    brain.start(0)
+    crash(brain, 0, cause=Cause.NOBODY)
     assert not brain.tokens
     assert submitted(brain) == [(0, "r0")]
 
