@@ -101,6 +101,7 @@ def _routes(front: Front) -> list[Route]:
         Route("/version", system.version, methods=get),
         Route("/tokenize", system.tokenize, methods=post),
         Route("/detokenize", system.detokenize, methods=post),
+        Route("/tokenizer_info", system.tokenizer_info, methods=get),
         Route("/health", system.health, methods=get),
         Route("/health/ready", system.ready, methods=get),
         Route("/ping", system.health, methods=["GET", "POST"]),

@@ -111,6 +111,10 @@ class SystemRoutes:
             }
         )
 
+    async def tokenizer_info(self, _http: HttpRequest) -> Response:
+        """GET /tokenizer_info: what lm-eval asks before it has /tokenize do the rest."""
+        return json_answer(self._front.codec.tokenizer_info())
+
     async def detokenize(self, http: HttpRequest) -> Response:
         """POST /detokenize."""
         front = self._front

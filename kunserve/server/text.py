@@ -123,6 +123,15 @@ class TextCodec:
             return ByteDetokenizer(self.token_bytes, skip_special_tokens)
         return WindowDetokenizer(self._tokenizer, prompt_token_ids, skip_special_tokens)
 
+    def tokenizer_info(self) -> dict[str, Any]:
+        """The tokenizer's class, special tokens and chat template."""
+        owner = self._template_owner
+        info: dict[str, Any] = {"tokenizer_class": type(owner).__name__}
+        for name in ("bos_token", "eos_token", "pad_token", "unk_token", "chat_template"):
+            value = getattr(owner, name, None)
+            info[name] = value if value is None or isinstance(value, str) else str(value)
+        return info
+
     def token_strings(self, token_ids: Sequence[int]) -> list[str]:
         """The vocabulary's own spelling of each token."""
         return [self._tokenizer.id_to_token(token_id) or "" for token_id in token_ids]

@@ -239,3 +239,10 @@ def test_words_and_tokens_that_shape_the_answer(server: LiveServer, client: open
     assert set(sampling.bad_words) >= {tuple(ids("fox")), tuple(ids("zq"))}
     inside = tuple(ids(" fox"))
     assert (inside in sampling.bad_words) == (len(inside) == len(ids("fox")))
+
+
+def test_an_evaluation_learns_of_the_tokenizer(server: LiveServer) -> None:
+    with server.client() as http:
+        info = http.get("/tokenizer_info").json()
+    assert info["eos_token"] == "<|end|>" and info["bos_token"] is None
+    assert "<|start|>" in info["chat_template"]
