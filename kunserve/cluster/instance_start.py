@@ -1,7 +1,6 @@
 """What every instance process does, whatever its body: read its order, assemble, serve."""
 
 import ctypes
-import logging
 import os
 import signal
 import sys
@@ -15,6 +14,7 @@ from kunserve.cluster.instance_loop import InstanceLoop, WiredBody
 from kunserve.cluster.instance_mover import InstanceMover, LayerLoader
 from kunserve.cluster.launch import InstanceOrder, StartupFailure
 from kunserve.cluster.lease import Lease
+from kunserve.cluster.log_format import start_logging
 from kunserve.cluster.trace import InstanceTrace
 from kunserve.control.instance.agent import InstanceAgent
 from kunserve.control.instance.state import AgentConfig
@@ -56,11 +56,7 @@ def run_instance(load: Callable[[InstanceOrder], Loaded]) -> int:
     if order.lease is None and order.front_pid not in (None, os.getppid()):
         return EXIT_ORPHANED  # the front died before the line above: its death gives no signal
     lease = None if order.lease is None else Lease(order.lease)
-    logging.basicConfig(
-        level=logging.INFO,
-        format=f"%(asctime)s %(levelname)s instance={order.instance_id} %(message)s",
-        stream=sys.stderr,
-    )
+    start_logging(order.config.log, order.instance_id)
     try:
         loop = _assemble(order, load(order), lease)
     except KunServeError as error:

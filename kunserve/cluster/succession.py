@@ -13,7 +13,7 @@ import kunserve
 from kunserve.cluster.launch import FakeSettings, InstanceProcess, Launcher
 from kunserve.cluster.lease import LeaseTerms
 from kunserve.cluster.run_folder import RunFolder, RunState
-from kunserve.core.config import KunServeConfig, ServerConfig
+from kunserve.core.config import KunServeConfig, LogConfig, ServerConfig
 from kunserve.core.ids import InstanceId
 from kunserve.transport.codec import MESSAGE_TYPES
 from kunserve.transport.socket_folder import SocketFolder, has_room
@@ -106,10 +106,10 @@ class Succession:
 
 
 def settings_digest(config: KunServeConfig, fake: FakeSettings | None) -> str:
-    """Equal for fronts whose instances do for each other: all settings but the HTTP server's,
-    and the language that processes talk to each other.
+    """Equal for fronts whose instances do for each other: all settings but those of the HTTP
+    server and of the log, and the language that processes talk to each other.
     """
     language = [(kind.__name__, kind.__annotations__) for kind in MESSAGE_TYPES]
-    instances = msgspec.json.encode((replace(config, server=ServerConfig()), fake))
+    instances = msgspec.json.encode((replace(config, server=ServerConfig(), log=LogConfig()), fake))
     words = f"{kunserve.__version__} {language}".encode()
     return hashlib.sha256(words + instances).hexdigest()

@@ -21,7 +21,7 @@ from kunserve.server.dashboard_routes import DashboardRoutes
 from kunserve.server.errors import EffectMissing, error_answer
 from kunserve.server.front import Front
 from kunserve.server.limits import FrontLimits
-from kunserve.server.middleware import FrontMiddleware
+from kunserve.server.middleware import ANSWER_ID, FrontMiddleware
 from kunserve.server.openai_routes import OpenAIRoutes
 from kunserve.server.paths import PAGE_WITH_SLASH, PathMiddleware
 from kunserve.server.stats_log import StatsLog
@@ -86,6 +86,8 @@ def create_app(
 async def _answer_error(http: HttpRequest, error: Exception) -> Response:
     front: Front = http.app.state.front
     front.metrics.refused(error)
+    if front.request_log is not None:
+        front.request_log.refused(http, http.scope["state"][ANSWER_ID], error)
     return error_answer(error)
 
 

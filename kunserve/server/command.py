@@ -4,7 +4,6 @@ The server itself is imported when it starts, so that ``--help`` and completion 
 """
 
 import logging
-import sys
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from kunserve.server.flags.config_file import read_config_file
 from kunserve.server.flags.environment import set_variables, unknown_variables
 from kunserve.server.flags.http import HTTP_FLAGS
 from kunserve.server.flags.instances import FAULT_FLAGS, INSTANCE_FLAGS
+from kunserve.server.flags.logs import LOG_FLAGS
 from kunserve.server.flags.model import MODEL_FLAGS
 from kunserve.server.flags.option import ModelArgument, flags_of
 from kunserve.server.flags.overload import OVERLOAD_FLAGS
@@ -63,6 +63,7 @@ def _read_file(ctx: click.Context, _: click.Parameter, value: str | None) -> Non
 @INSTANCE_FLAGS
 @OVERLOAD_FLAGS
 @HTTP_FLAGS
+@LOG_FLAGS
 @FAULT_FLAGS
 @click.pass_context
 def serve_command(ctx: click.Context, /, **flags: Any) -> None:
@@ -72,13 +73,12 @@ def serve_command(ctx: click.Context, /, **flags: Any) -> None:
     """
     import uvloop
 
+    from kunserve.cluster.log_format import start_logging
     from kunserve.server.launch import run_server
 
-    logging.basicConfig(
-        level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr
-    )
     try:
         config = config_from_flags(flags)
+        start_logging(config.log)
         _log_origins(ctx)
         uvloop.run(run_server(config))
     except KunServeError as error:

@@ -21,7 +21,7 @@ class PathMiddleware:
         if scope["type"] == "http":
             path = self._plain(scope["path"])
             if path != scope["path"]:
-                scope = {**scope, "path": path, "raw_path": path.encode()}
+                scope = {**scope, "path": path}
         await self._app(scope, receive, send)
 
     def _plain(self, path: str) -> str:
