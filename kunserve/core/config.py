@@ -203,7 +203,7 @@ class ServerConfig:
 
 @dataclass(frozen=True, slots=True)
 class LogConfig:
-    """What is written to standard error, by the front and by every instance."""
+    """What is written to standard error, by the front and by every instance. Traces, too."""
 
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: Literal["text", "json"] = "text"
@@ -214,6 +214,16 @@ class LogConfig:
     uvicorn_log_level: Literal["critical", "error", "warning", "info", "debug", "trace"] = "warning"
     uvicorn_access_log: bool = False
     """A line for every HTTP request."""
+    otlp_traces_endpoint: str | None = None
+    """Where an OpenTelemetry collector takes spans by HTTP; None: none are made."""
+
+    def __post_init__(self) -> None:
+        """Spans are sent by HTTP, not by gRPC."""
+        endpoint = self.otlp_traces_endpoint
+        if endpoint is not None and not endpoint.startswith(("http://", "https://")):
+            raise ConfigError(
+                f"traces are sent by HTTP; write http://localhost:4318/v1/traces, not {endpoint}"
+            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,7 @@
 """What every endpoint shares: the engine, the text codec, the limits, and what is in flight."""
 
+from collections.abc import Sequence
+
 from kunserve.cluster.api import EngineClient
 from kunserve.core.config import KunServeConfig
 from kunserve.core.errors import ModelNotFound, Unavailable
@@ -28,6 +30,7 @@ class Front:
         config: KunServeConfig,
         limits: FrontLimits,
         defaults: SamplingDefaults,
+        witnesses: Sequence[Witness] = (),
     ) -> None:
         self.engine = engine
         self.codec = codec
@@ -44,7 +47,7 @@ class Front:
         self.request_log: RequestLog | None = None
         if config.log.enable_log_requests:
             self.request_log = RequestLog(codec, config.log.max_log_len)
-        witnesses: list[Witness] = [] if self.request_log is None else [self.request_log]
+            witnesses = (*witnesses, self.request_log)
         self.watch: RequestWatch = self.metrics
         """Whoever wants to know of requests."""
         if witnesses:

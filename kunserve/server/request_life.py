@@ -7,6 +7,9 @@ wants to know.
 from collections.abc import Sequence
 from typing import Protocol
 
+from starlette.types import ASGIApp
+
+from kunserve.cluster.api import EngineClient
 from kunserve.core.request import FinishReason, Request
 from kunserve.server.generation import RequestClock, RequestWatch
 
@@ -78,6 +81,22 @@ class Witness(Protocol):
 
     def ended(self, life: RequestLife) -> None:
         """The request is over. Called once for each that began."""
+        ...
+
+
+class Tracer(Protocol):
+    """Makes traces, where they are asked for (`tracing.OtlpTracer`, which needs an extra)."""
+
+    def witness(self, engine: EngineClient, model_name: str) -> Witness:
+        """Who tells of this engine's requests."""
+        ...
+
+    def wrap(self, app: ASGIApp) -> ASGIApp:
+        """The application behind something that notes the caller's trace."""
+        ...
+
+    def close(self) -> None:
+        """Send what is not sent yet. May take seconds."""
         ...
 
 

@@ -5,7 +5,7 @@ import click
 from kunserve.core.config import LogConfig
 from kunserve.server.flags.option import all_of, flags_of
 
-_logs = flags_of("Logs", LogConfig())
+_logs = flags_of("Logs and traces", LogConfig())
 
 LOG_FLAGS = all_of(
     _logs(
@@ -36,5 +36,10 @@ LOG_FLAGS = all_of(
         "--enable-uvicorn-access-log/--disable-uvicorn-access-log",
         "uvicorn_access_log",
         help="A line for every HTTP request.",
+    ),
+    _logs(
+        "--otlp-traces-endpoint",
+        help="Send requests and transitions as OpenTelemetry spans to this collector, for example "
+        "http://localhost:4318/v1/traces. Needs the extra: pip install 'kunserve[otel]'.",
     ),
 )
