@@ -74,7 +74,7 @@ def expected(parameter: click.Parameter) -> str:
     if getattr(parameter, "is_flag", False):
         return "true or false"
     one = _expected_one(parameter.type)
-    return f"one or several of {one}" if getattr(parameter, "multiple", False) else one
+    return "one or several texts" if getattr(parameter, "multiple", False) else one
 
 
 def _expected_one(kind: click.ParamType[Any]) -> str:
