@@ -11,6 +11,8 @@ from kunserve.core.config import LogConfig
 from kunserve.core.ids import InstanceId
 
 _PLACEHOLDER = re.compile(r"(?:(\w+)=)?%[-+ #0]*\d*(?:\.\d+)?([a-zA-Z%])")
+_AFTER_VALUE = re.compile(r"$|[\s,;]|: ")
+"""What follows a value; otherwise it is only the beginning of one."""
 
 
 class JsonFormatter(logging.Formatter):
@@ -43,8 +45,11 @@ def fields_of(record: logging.LogRecord) -> dict[str, Any]:
     found = [one for one in _PLACEHOLDER.finditer(str(record.msg)) if one[2] != "%"]
     if len(found) != len(record.args):
         return {}
+    text = str(record.msg)
     return {
-        one[1]: value for one, value in zip(found, record.args, strict=True) if one[1] is not None
+        one[1]: value
+        for one, value in zip(found, record.args, strict=True)
+        if one[1] is not None and _AFTER_VALUE.match(text, one.end())
     }
 
 

@@ -18,7 +18,7 @@ from kunserve.server.flags.http import HTTP_FLAGS
 from kunserve.server.flags.instances import FAULT_FLAGS, INSTANCE_FLAGS
 from kunserve.server.flags.logs import LOG_FLAGS
 from kunserve.server.flags.model import MODEL_FLAGS
-from kunserve.server.flags.option import ModelArgument, flags_of
+from kunserve.server.flags.option import ModelArgument, ServeFlag, flags_of
 from kunserve.server.flags.overload import OVERLOAD_FLAGS
 from kunserve.server.flags.serve_help import ServeCommand
 
@@ -46,7 +46,8 @@ def _read_file(ctx: click.Context, _: click.Parameter, value: str | None) -> Non
     """``--config``, before every other flag: the file's values stand where defaults would."""
     if value is not None and not ctx.resilient_parsing:
         ctx.default_map = read_config_file(Path(value), ctx.command, ctx)
-        ctx.meta[SETTINGS_FILE] = (value, sorted(ctx.default_map))
+        flags = [one for one in ctx.command.params if isinstance(one, ServeFlag | ModelArgument)]
+        ctx.meta[SETTINGS_FILE] = (value, [one.key for one in flags if one.name in ctx.default_map])
 
 
 @click.command("serve", cls=ServeCommand, context_settings=CONTEXT, epilog=EPILOG)

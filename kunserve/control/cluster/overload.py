@@ -68,7 +68,8 @@ class OverloadControl:
     def reason_texts(self) -> tuple[str, ...]:
         """Why nothing is done, for people."""
         pause = ("drops and restores are paused: they are made by hand only",)
-        return (pause if self.is_paused else ()) + self.reasons.texts
+        observed = () if self.observation is None else self.observation.texts
+        return (pause if self.is_paused else ()) + observed + self.reasons.texts
 
     def watch(self, now_s: float) -> None:
         """Called at every report, arrival and tick."""

@@ -151,6 +151,7 @@ def test_a_json_line_has_the_fields_of_the_text() -> None:
         ("100%% of x=%d", (3,), {"x": 3}),
         ("level=%s message=%s", ("a", "b"), {"level": "a", "message": "b"}),
         ("plain", (), {}),
+        ("url=%s://%s:%d/v1 model=%s", ("http", "a", 1, "m"), {"model": "m"}),
         ("%(name)s", ({"name": 1},), {}),
         ("x=%r y=%-5s", ([1], None), {"x": [1], "y": None}),
     ],
