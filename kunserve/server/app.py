@@ -23,7 +23,7 @@ from kunserve.server.front import Front
 from kunserve.server.limits import FrontLimits
 from kunserve.server.middleware import ANSWER_ID, FrontMiddleware
 from kunserve.server.openai_routes import OpenAIRoutes
-from kunserve.server.paths import PAGE_WITH_SLASH, PathMiddleware
+from kunserve.server.paths import PAGE_WITH_SLASH, PathMiddleware, unknown_path
 from kunserve.server.request_life import Tracer
 from kunserve.server.stats_log import StatsLog
 from kunserve.server.system_routes import SystemRoutes
@@ -91,6 +91,8 @@ def create_app(
 
 async def _answer_error(http: HttpRequest, error: Exception) -> Response:
     front: Front = http.app.state.front
+    if isinstance(error, HTTPException) and error.status_code == 404:
+        error = HTTPException(404, unknown_path(http.scope["path"], http.app.routes))
     front.metrics.refused(error)
     if front.request_log is not None:
         front.request_log.refused(http, http.scope["state"][ANSWER_ID], error)
