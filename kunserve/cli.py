@@ -1,5 +1,6 @@
 """The ``kunserve`` command."""
 
+import difflib
 import importlib
 from typing import Any
 
@@ -69,6 +70,16 @@ class _LazyGroup(click.Group):
             raise _named(error, cmd_name) from None
         assert isinstance(command, click.Command)
         return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """See ``click.Group``. A slip of the pen is told what it may have meant."""
+        if args and args[0] not in _COMMANDS and not args[0].startswith("-"):
+            close = difflib.get_close_matches(args[0], _COMMANDS, n=1)
+            hint = f" Did you mean '{close[0]}'?" if close else ""
+            ctx.fail(f"No such command '{args[0]}'.{hint}")
+        return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command; some import what they need only then."""

@@ -27,8 +27,9 @@ IMPORTS_LATE = {
     "kunserve/bench/compare/compare_command.py",
     "kunserve/bench/compare/simulate_command.py",
     "kunserve/server/command.py",
+    "kunserve/server/launch.py",
 }
-"""Commands: --help stays fast, and torch and matplotlib optional."""
+"""--help stays fast, and torch, matplotlib and OpenTelemetry optional."""
 MAX_FUNCTION_LINES = 60
 """Most have fewer than 30."""
 VAGUE_NAMES = {"utils", "util", "common", "helpers", "helper", "misc"}

@@ -2,7 +2,6 @@
 
 import contextlib
 import ctypes
-import logging
 import os
 import signal
 import sys
@@ -21,6 +20,7 @@ from kunserve.cluster.launch import (
     StepFailure,
 )
 from kunserve.cluster.lease import Lease
+from kunserve.cluster.log_format import start_logging
 from kunserve.cluster.trace import InstanceTrace
 from kunserve.control.instance.agent import InstanceAgent
 from kunserve.control.instance.state import AgentConfig
@@ -65,11 +65,7 @@ def run_instance(load: Callable[[InstanceOrder], Loaded]) -> int:
     if order.lease is None and order.front_pid not in (None, os.getppid()):
         return EXIT_ORPHANED  # the front died before the line above: its death gives no signal
     lease = None if order.lease is None else Lease(order.lease)
-    logging.basicConfig(
-        level=logging.INFO,
-        format=f"%(asctime)s %(levelname)s instance={order.instance_id} %(message)s",
-        stream=sys.stderr,
-    )
+    start_logging(order.config.log, order.instance_id)
     try:
         loop = _assemble(order, load(order), lease)
     except KunServeError as error:

@@ -13,7 +13,7 @@ import kunserve
 from kunserve.cluster.launch import FakeSettings, InstanceProcess, Launcher
 from kunserve.cluster.lease import LeaseTerms
 from kunserve.cluster.run_folder import RunFolder, RunState
-from kunserve.core.config import KunServeConfig, ServerConfig
+from kunserve.core.config import KunServeConfig, LogConfig, ServerConfig
 from kunserve.core.ids import InstanceId
 from kunserve.transport.codec import MESSAGE_TYPES
 from kunserve.transport.socket_folder import SocketFolder, has_room
@@ -113,10 +113,12 @@ class Succession:
 def settings_digest(
     config: KunServeConfig, fake: FakeSettings | None, model_files: str | None
 ) -> str:
-    """Equal for fronts whose instances do for each other: all settings but the HTTP server's,
-    the files of the model, and the language that processes talk to each other.
+    """Equal for fronts whose instances do for each other: all settings but those of the HTTP
+    server and of the log, the files of the model, and the language that processes talk to each
+    other.
     """
     language = [(kind.__name__, kind.__annotations__) for kind in MESSAGE_TYPES]
-    instances = msgspec.json.encode((replace(config, server=ServerConfig()), fake, model_files))
+    asked = replace(config, server=ServerConfig(), log=LogConfig())
+    instances = msgspec.json.encode((asked, fake, model_files))
     words = f"{kunserve.__version__} {language}".encode()
     return hashlib.sha256(words + instances).hexdigest()

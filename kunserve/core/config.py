@@ -202,6 +202,31 @@ class ServerConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class LogConfig:
+    """What is written to standard error, by the front and by every instance. Traces, too."""
+
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    log_format: Literal["text", "json"] = "text"
+    enable_log_requests: bool = False
+    """A line when a request arrives, and one when it has ended."""
+    max_log_len: int | None = None
+    """Characters of each prompt in those lines; None: prompts are not logged."""
+    uvicorn_log_level: Literal["critical", "error", "warning", "info", "debug", "trace"] = "warning"
+    uvicorn_access_log: bool = False
+    """A line for every HTTP request."""
+    otlp_traces_endpoint: str | None = None
+    """Where an OpenTelemetry collector takes spans by HTTP; None: none are made."""
+
+    def __post_init__(self) -> None:
+        """Spans are sent by HTTP, not by gRPC."""
+        endpoint = self.otlp_traces_endpoint
+        if endpoint is not None and not endpoint.startswith(("http://", "https://")):
+            raise ConfigError(
+                f"traces are sent by HTTP; write http://localhost:4318/v1/traces, not {endpoint}"
+            )
+
+
+@dataclass(frozen=True, slots=True)
 class KunServeConfig:
     """Everything ``kunserve serve`` needs."""
 
@@ -211,6 +236,7 @@ class KunServeConfig:
     overload: OverloadConfig = field(default_factory=OverloadConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
+    log: LogConfig = field(default_factory=LogConfig)
 
     def __post_init__(self) -> None:
         """A drop makes the memory that swapping does without: one of them at a time."""

@@ -142,6 +142,8 @@ class GroupLoad:
     """KV blocks that those need, about."""
     backlog_blocks: int = 0
     """The group's share of what waits for any group."""
+    num_backlog: int = 0
+    """Its share of the requests that do."""
     prompt_tokens_per_s: float = 0.0
     """Lately computed; 0 when unknown."""
     formed_s: float | None = None

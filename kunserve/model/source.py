@@ -44,6 +44,8 @@ def resolve_model(name: str, load_format: LoadFormat = "auto") -> ModelSource:
     else:
         path = Path(name).expanduser()
         if not path.exists():
+            if name.lower() == BUILT_IN_MODEL:
+                raise ModelFiles(f"no model {name!r}; did you mean {BUILT_IN_MODEL!r}?")
             path = _fetch(name, _MODEL_FILES)
     if path.is_dir():
         path = _pick_in_folder(path, load_format)

@@ -37,14 +37,15 @@ def imagine_merged(
     """
     reports = [part.report for part in parts]
     held_up = [part for part in parts if part.report.head_of_line_blocks > free_blocks(part.report)]
-    num_held_up = sum(part.num_waiting for part in held_up)
-    needed = sum(max(0, p.report.waiting_blocks - p.returning_blocks) for p in held_up)
+    for_compute = [part for part in parts if part not in held_up]
+    num_held_up = sum(part.num_waiting + part.num_backlog for part in held_up)
+    needed = sum(_queue_blocks(part) + part.backlog_blocks for part in held_up)
     used = sum(report.used_blocks for report in reports)
     whole = LoadReport(group_id, used_blocks=used, capacity_blocks=capacity_blocks)
     admitted_blocks = min(needed, max(0, free_blocks(whole)))
     num_admitted = num_held_up * admitted_blocks // needed if needed else 0
-    num_waiting = sum(part.num_waiting for part in parts) - num_admitted
-    waiting_blocks = sum(report.waiting_blocks for report in reports) - admitted_blocks
+    num_waiting = num_held_up - num_admitted + sum(part.num_waiting for part in for_compute)
+    waiting_blocks = needed - admitted_blocks + sum(map(_queue_blocks, for_compute))
     report = replace(
         whole,
         sequence_number=sum(report.sequence_number for report in reports),
@@ -53,7 +54,7 @@ def imagine_merged(
         used_blocks=used + admitted_blocks,
         growth_blocks=sum(report.growth_blocks for report in reports),
         head_of_line_blocks=-(-waiting_blocks // num_waiting) if num_waiting else 0,
-        waiting_blocks=max(0, waiting_blocks),
+        waiting_blocks=waiting_blocks,
         lost_tokens=sum(report.lost_tokens for report in reports),
         prompt_tokens=sum(report.prompt_tokens for report in reports),
         generation_tokens=sum(report.generation_tokens for report in reports),
@@ -65,6 +66,13 @@ def imagine_merged(
         undropped_blocks=sum(part.undropped_blocks for part in parts),
         num_unreported=sum(part.num_unreported for part in parts),
         unreported_blocks=sum(part.unreported_blocks for part in parts),
+        backlog_blocks=sum(part.backlog_blocks for part in for_compute),
+        num_backlog=sum(part.num_backlog for part in for_compute),
         formed_s=formed_s,
     )
     return ImaginedLoad(load, num_admitted)
+
+
+def _queue_blocks(part: GroupLoad) -> int:
+    """Blocks that the leader's own queue needs."""
+    return max(0, part.report.waiting_blocks - part.returning_blocks)

@@ -21,9 +21,10 @@ from kunserve.server.dashboard_routes import DashboardRoutes
 from kunserve.server.errors import EffectMissing, error_answer
 from kunserve.server.front import Front
 from kunserve.server.limits import FrontLimits
-from kunserve.server.middleware import FrontMiddleware
+from kunserve.server.middleware import ANSWER_ID, FrontMiddleware
 from kunserve.server.openai_routes import OpenAIRoutes
-from kunserve.server.paths import PAGE_WITH_SLASH, PathMiddleware
+from kunserve.server.paths import PAGE_WITH_SLASH, PathMiddleware, unknown_path
+from kunserve.server.request_life import Tracer
 from kunserve.server.stats_log import StatsLog
 from kunserve.server.system_routes import SystemRoutes
 from kunserve.server.text import FastTokenizer, TextCodec
@@ -37,6 +38,7 @@ def create_app(
     config: KunServeConfig,
     limits: FrontLimits | None = None,
     defaults: SamplingDefaults | None = None,
+    tracer: Tracer | None = None,
 ) -> Starlette:
     """The ASGI application in front of a started ``engine``. ``app.state.front`` is its Front."""
     limits = limits or FrontLimits()
@@ -44,7 +46,10 @@ def create_app(
     codec = TextCodec(
         tokenizer, engine.limits.max_model_len, limits.inline_chars, limits.max_waiting_chars
     )
-    front = Front(engine, codec, model_name, config, limits, defaults or SamplingDefaults())
+    witnesses = [] if tracer is None else [tracer.witness(engine, model_name)]
+    front = Front(
+        engine, codec, model_name, config, limits, defaults or SamplingDefaults(), witnesses
+    )
 
     @contextlib.asynccontextmanager
     async def lifespan(_app: Starlette) -> AsyncIterator[None]:
@@ -70,6 +75,7 @@ def create_app(
                 keys=front.keys,
                 only_this_host=server.has_open_admin and is_loopback(server.host),
             ),
+            *([] if tracer is None else [Middleware(tracer.wrap)]),
         ],
         exception_handlers={
             HTTPException: _answer_error,
@@ -85,7 +91,11 @@ def create_app(
 
 async def _answer_error(http: HttpRequest, error: Exception) -> Response:
     front: Front = http.app.state.front
+    if isinstance(error, HTTPException) and error.status_code == 404:
+        error = HTTPException(404, unknown_path(http.scope["path"], http.app.routes))
     front.metrics.refused(error)
+    if front.request_log is not None:
+        front.request_log.refused(http, http.scope["state"][ANSWER_ID], error)
     return error_answer(error)
 
 

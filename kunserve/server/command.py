@@ -5,7 +5,6 @@ The server itself is imported when it starts, so that ``--help`` and completion 
 
 import gc
 import logging
-import sys
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -18,8 +17,9 @@ from kunserve.server.flags.config_file import read_config_file
 from kunserve.server.flags.environment import set_variables, unknown_variables
 from kunserve.server.flags.http import HTTP_FLAGS
 from kunserve.server.flags.instances import FAULT_FLAGS, INSTANCE_FLAGS
+from kunserve.server.flags.logs import LOG_FLAGS
 from kunserve.server.flags.model import MODEL_FLAGS
-from kunserve.server.flags.option import ModelArgument, flags_of
+from kunserve.server.flags.option import ModelArgument, ServeFlag, flags_of
 from kunserve.server.flags.overload import OVERLOAD_FLAGS
 from kunserve.server.flags.serve_help import ServeCommand
 
@@ -47,7 +47,8 @@ def _read_file(ctx: click.Context, _: click.Parameter, value: str | None) -> Non
     """``--config``, before every other flag: the file's values stand where defaults would."""
     if value is not None and not ctx.resilient_parsing:
         ctx.default_map = read_config_file(Path(value), ctx.command, ctx)
-        ctx.meta[SETTINGS_FILE] = (value, sorted(ctx.default_map))
+        flags = [one for one in ctx.command.params if isinstance(one, ServeFlag | ModelArgument)]
+        ctx.meta[SETTINGS_FILE] = (value, [one.key for one in flags if one.name in ctx.default_map])
 
 
 @click.command("serve", cls=ServeCommand, context_settings=CONTEXT, epilog=EPILOG)
@@ -64,6 +65,7 @@ def _read_file(ctx: click.Context, _: click.Parameter, value: str | None) -> Non
 @INSTANCE_FLAGS
 @OVERLOAD_FLAGS
 @HTTP_FLAGS
+@LOG_FLAGS
 @FAULT_FLAGS
 @click.pass_context
 def serve_command(ctx: click.Context, /, **flags: Any) -> None:
@@ -74,13 +76,12 @@ def serve_command(ctx: click.Context, /, **flags: Any) -> None:
     gc.disable()  # until the server serves: a start makes many objects, and none of them garbage
     import uvloop
 
+    from kunserve.cluster.log_format import start_logging
     from kunserve.server.launch import run_server
 
-    logging.basicConfig(
-        level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr
-    )
     try:
         config = config_from_flags(flags)
+        start_logging(config.log)
         _log_origins(ctx)
         uvloop.run(run_server(config))
     except KunServeError as error:

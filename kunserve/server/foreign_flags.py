@@ -45,12 +45,8 @@ FLAGS = {
     "--reasoning-parser": _NOT_THERE,
     "--guided-decoding-backend": _NOT_THERE,
     "--scheduling-policy": "requests run in the order of their arrival",
-    "--max-log-len": "prompts are never logged",
-    "--disable-log-requests": "requests are never logged, so leave the flag out",
-    "--no-enable-log-requests": "requests are never logged, so leave the flag out",
-    "--enable-log-requests": _NOT_THERE,
+    "--disable-log-requests": "requests are not logged by default, so leave the flag out",
     "--disable-log-stats": "statistics are logged only while there is work, so leave the flag out",
-    "--uvicorn-log-level": _NOT_THERE,
 }
 
 

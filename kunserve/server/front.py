@@ -1,15 +1,19 @@
 """What every endpoint shares: the engine, the text codec, the limits, and what is in flight."""
 
+from collections.abc import Sequence
+
 from kunserve.cluster.api import EngineClient
 from kunserve.core.config import KunServeConfig
 from kunserve.core.errors import ModelNotFound, Unavailable
 from kunserve.model.generation_config import SamplingDefaults
 from kunserve.server.api_keys import ApiKeys
 from kunserve.server.body import BodyReader
-from kunserve.server.generation import Generation, Interrupted
+from kunserve.server.generation import Generation, Interrupted, RequestWatch
 from kunserve.server.limits import FrontLimits
 from kunserve.server.metrics import FrontMetrics
 from kunserve.server.overload_metrics import OverloadMetrics
+from kunserve.server.request_life import Witness, Witnessed
+from kunserve.server.request_log import RequestLog
 from kunserve.server.sampling import SeedSource
 from kunserve.server.text import TextCodec
 from kunserve.server.timeline import Timeline
@@ -26,6 +30,7 @@ class Front:
         config: KunServeConfig,
         limits: FrontLimits,
         defaults: SamplingDefaults,
+        witnesses: Sequence[Witness] = (),
     ) -> None:
         self.engine = engine
         self.codec = codec
@@ -39,6 +44,14 @@ class Front:
         self.bodies = BodyReader(limits, engine.limits.max_model_len)
         self.metrics = FrontMetrics(engine, model_name)
         self.metrics.registry.register(OverloadMetrics(engine, model_name))
+        self.request_log: RequestLog | None = None
+        if config.log.enable_log_requests:
+            self.request_log = RequestLog(codec, config.log.max_log_len)
+            witnesses = (*witnesses, self.request_log)
+        self.watch: RequestWatch = self.metrics
+        """Whoever wants to know of requests."""
+        if witnesses:
+            self.watch = Witnessed(self.metrics, witnesses)
         self.timeline = Timeline(self.metrics)
         self.seeds = SeedSource(config.model.seed)
         self.draining = False

@@ -25,6 +25,7 @@ from kunserve.model.source import ModelSource, resolve_model
 from kunserve.policy.cost import assumed_cost
 from kunserve.server.api_keys import ApiKeys
 from kunserve.server.app import create_app
+from kunserve.server.request_life import Tracer
 from kunserve.server.serve import serve
 from kunserve.server.tls import check_certificates
 
@@ -36,6 +37,7 @@ async def run_server(config: KunServeConfig) -> None:
     began_s = time.monotonic()
     ApiKeys.of(config.server)
     check_certificates(config.server)
+    tracer = _tracer(config)
     listener = _listen(config.server.host, config.server.port)
     source = resolve_model(config.model.model, config.model.load_format)
     spec = read_spec(source, config.model.dtype)
@@ -67,7 +69,7 @@ async def run_server(config: KunServeConfig) -> None:
     try:
         tokenizer = await tokenizer_loading
         name = (*config.model.served_model_name, config.model.model)[0]
-        app = create_app(cluster, tokenizer, name, config, defaults=defaults)
+        app = create_app(cluster, tokenizer, name, config, defaults=defaults, tracer=tracer)
         host, port = listener.getsockname()[:2]
         logger.info(
             "ready url=%s://%s:%d/v1 model=%s max_model_len=%d seconds=%.1f",
@@ -83,6 +85,22 @@ async def run_server(config: KunServeConfig) -> None:
         await serve(app, config, sockets=[listener])
     finally:
         await cluster.close()
+        if tracer is not None:
+            await asyncio.to_thread(tracer.close)
+
+
+def _tracer(config: KunServeConfig) -> Tracer | None:
+    """Whoever makes traces; its packages are imported only when they are needed."""
+    endpoint = config.log.otlp_traces_endpoint
+    if endpoint is None:
+        return None
+    try:
+        from kunserve.server.tracing import OtlpTracer
+    except ImportError as error:
+        raise ConfigError(
+            f"--otlp-traces-endpoint needs: pip install 'kunserve[otel]' ({error})"
+        ) from None
+    return OtlpTracer.to(endpoint)
 
 
 def _load_tokenizer(source: ModelSource, tokenizer: str | None) -> Any:

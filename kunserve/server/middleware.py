@@ -19,6 +19,8 @@ DASHBOARD = "/dashboard"
 """Root of the static page, answered without a key: the data it then asks for does need one."""
 GIVEN_ID = "request_id"
 """In ``scope["state"]``: the X-Request-Id that the client sent, if it is fit for a log."""
+ANSWER_ID = "answer_id"
+"""There too: the X-Request-Id of the answer, the client's or a new one."""
 _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,200}")
 
 
@@ -40,6 +42,7 @@ class FrontMiddleware:
         headers = dict(scope["headers"])
         given = headers.get(b"x-request-id", b"")
         request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex.encode()
+        scope["state"][ANSWER_ID] = request_id.decode("ascii")
         if request_id is given:
             scope["state"][GIVEN_ID] = given.decode("ascii")
         started = False
@@ -61,7 +64,9 @@ class FrontMiddleware:
             return
         except Exception as error:
             logger.exception(
-                "request failed path=%s request_id=%s", scope["path"], request_id.decode()
+                "request failed path=%s request=%s",
+                scope["raw_path"].decode("ascii", "replace"),
+                request_id.decode(),
             )
             if started:
                 raise

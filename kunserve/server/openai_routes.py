@@ -17,7 +17,7 @@ from kunserve.server.choice import Choice, TextOptions
 from kunserve.server.front import Front
 from kunserve.server.generation import Generation
 from kunserve.server.logprobs import chat_logprobs, completion_logprobs, shown, token_name
-from kunserve.server.middleware import GIVEN_ID
+from kunserve.server.middleware import ANSWER_ID, GIVEN_ID
 from kunserve.server.prompt_report import report_of
 from kunserve.server.prompts import (
     bad_words_of,
@@ -105,8 +105,9 @@ class OpenAIRoutes:
         """
         front = self._front
         prefix = "chatcmpl-" if body.kind == "chat" else "cmpl-"
-        unique = uuid.uuid4().hex
         given = http.scope["state"].get(GIVEN_ID)
+        # What the client did not name has one id everywhere: in the header, the body and the log.
+        unique = uuid.uuid4().hex if given else http.scope["state"][ANSWER_ID]
         response_id = prefix + (given or unique)
         # Clients may send one id twice; the engine's ids differ all the same.
         engine_id = f"{response_id}-{unique[:8]}" if given else response_id
@@ -125,7 +126,7 @@ class OpenAIRoutes:
             report=report,
         )
         eager = bool(body.stream or body.stop)
-        generation = Generation(front.engine, choices, front.metrics, eager)
+        generation = Generation(front.engine, choices, front.watch, eager)
         answer: GenerationAnswer
         if body.stream:
             usage = UsageIn.of(body.stream_options)

@@ -55,7 +55,7 @@ class OverloadMetrics(Collector):
         )
         yield self._counter(
             "kunserve:observed_wait_seconds",
-            "Time to first token that these drops would have saved, summed over requests.",
+            "Waiting for memory that these drops would have avoided, summed over requests.",
             observed.wait_s,
         )
 

@@ -1,9 +1,21 @@
 """One path for each endpoint: without the proxy's prefix, and without a slash at its end."""
 
+from collections.abc import Sequence
+
+from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 PAGE_WITH_SLASH = "/dashboard/"
 """Redirected instead, because the page's files have names relative to ``/dashboard``."""
+
+
+def unknown_path(path: str, routes: Sequence[BaseRoute]) -> str:
+    """What a client is told that asks for a path which is not there."""
+    known = {route.path for route in routes if isinstance(route, Route)}
+    near = (f"/v1{path}", path.replace("/v1/v1/", "/v1/", 1))
+    found = next((one for one in near if one != path and one in known), None)
+    hint = f" Did you mean {found}?" if found else ""
+    return f"There is no {path[:100]!a} on this server.{hint}"
 
 
 class PathMiddleware:
@@ -21,7 +33,7 @@ class PathMiddleware:
         if scope["type"] == "http":
             path = self._plain(scope["path"])
             if path != scope["path"]:
-                scope = {**scope, "path": path, "raw_path": path.encode()}
+                scope = {**scope, "path": path}
         await self._app(scope, receive, send)
 
     def _plain(self, path: str) -> str:

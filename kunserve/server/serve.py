@@ -96,7 +96,7 @@ def _uvicorn_config(app: Starlette, config: KunServeConfig) -> uvicorn.Config:
     if overflow < 0:
         logger.warning("max_connections=%d exceeds the open file limit", max_connections)
         max_connections, overflow = max(1, max_connections + overflow), 0
-    return uvicorn.Config(
+    made = uvicorn.Config(
         app,
         host=config.server.host,
         port=config.server.port,
@@ -104,8 +104,8 @@ def _uvicorn_config(app: Starlette, config: KunServeConfig) -> uvicorn.Config:
         ws="none",
         lifespan="on",
         log_config=None,
-        log_level=logging.WARNING,
-        access_log=False,
+        log_level=config.log.uvicorn_log_level,
+        access_log=config.log.uvicorn_access_log,
         proxy_headers=False,
         ssl_certfile=config.server.ssl_certfile,
         ssl_keyfile=config.server.ssl_keyfile,
@@ -115,6 +115,9 @@ def _uvicorn_config(app: Starlette, config: KunServeConfig) -> uvicorn.Config:
         timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=LAST_WRITES_S,
     )
+    if config.log.uvicorn_access_log:
+        logging.getLogger("uvicorn.access").setLevel(logging.INFO)  # whatever the others' level
+    return made
 
 
 def _raise_file_limit() -> int:

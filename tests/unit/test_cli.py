@@ -4,6 +4,9 @@ import subprocess
 import sys
 
 import pytest
+from click.testing import CliRunner
+
+from kunserve.cli import main
 
 WITHOUT = """
 import sys
@@ -45,3 +48,16 @@ def test_a_server_needs_no_extra() -> None:
         "import kunserve.server.command, kunserve.server.launch, kunserve.cluster.instance_main\n"
     )
     subprocess.run([sys.executable, "-c", script], check=True)
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("sreve", "Did you mean 'serve'?"),
+        ("simulat", "Did you mean 'simulate'?"),
+        ("xyz", "'xyz'."),
+    ],
+)
+def test_a_slip_in_a_command(word: str, said: str) -> None:
+    result = CliRunner().invoke(main, [word, "--port", "1"])
+    assert result.exit_code == 2 and result.output.rstrip().endswith(said)

@@ -22,7 +22,6 @@ from kunserve.policy.monitor import (
     Excuse,
     MonitorState,
     Overloaded,
-    Verdict,
     observe,
 )
 from kunserve.policy.redispatch import spare_blocks
@@ -76,6 +75,15 @@ class Observation:
         num_now = sum(one.num_admitted for one in self._merged.values())
         return replace(self._totals, num_merged=len(self._merged), num_requests_now=num_now)
 
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """For people: what would stand now."""
+        return tuple(
+            f"groups {_names(one.parts)} would be merged, and {one.num_admitted} more requests "
+            "would run (observed only)"
+            for one in self._merged.values()
+        )
+
     def look(self, loads: Mapping[GroupId, GroupLoad], now_s: float) -> list[Excuse]:
         """Called at every look at the load; what is to be said of each real group."""
         self._account(now_s)
@@ -91,7 +99,7 @@ class Observation:
                 self._restore(self._merged.pop(group_id, None), now_s)
         if verdict.overloaded is not None:
             self._drop(verdict.overloaded, loads, now_s)
-        return self._excuses(verdict, now_s)
+        return [one for one in verdict.excuses if one.group_id not in self._merged]
 
     def _account(self, now_s: float) -> None:
         """What held at the last look held until now."""
@@ -204,18 +212,6 @@ class Observation:
                 f"requests_admitted={one.most_admitted} waiting_avoided_s={one.wait_s:.1f}"
             )
         )
-
-    def _excuses(self, verdict: Verdict, now_s: float) -> list[Excuse]:
-        """Of imagined groups each part is told."""
-        excuses = [one for one in verdict.excuses if one.group_id not in self._merged]
-        for one in self._merged.values():
-            for part in one.parts:
-                reason = (
-                    f"observed only: it would be merged since {now_s - one.began_s:.0f} s, "
-                    f"and {one.num_admitted} more requests would run"
-                )
-                excuses.append(Excuse(part.group_id, "observed", reason))
-        return excuses
 
 
 def _names(groups: list[GroupLayout] | tuple[GroupLayout, ...]) -> str:

@@ -69,7 +69,8 @@ class OverloadControl:
     def reason_texts(self) -> tuple[str, ...]:
         """Why nothing is done, for people."""
         pause = ("drops and restores are paused: they are made by hand only",)
-        return (pause if self.is_paused else ()) + self.reasons.texts
+        observed = () if self.observation is None else self.observation.texts
+        return (pause if self.is_paused else ()) + observed + self.reasons.texts
 
     def watch(self, now_s: float) -> None:
         """Called at every report, arrival and tick."""
@@ -102,18 +103,22 @@ class OverloadControl:
         restoring = self._transitions.restoring_groups
         busy = self._transitions.busy_groups | self._placement.unready
         groups = [g for g in self._placement.groups.values() if g.is_reported]
-        shares = share_out(
-            self._requests.backlog.num_blocks, [group.capacity_blocks for group in groups]
-        )
+        backlog = self._requests.backlog
+        capacities = [group.capacity_blocks for group in groups]
+        block_shares = share_out(backlog.num_blocks, capacities)
+        num_shares = share_out(len(backlog), capacities)
         return [
             replace(
                 group.load,
-                backlog_blocks=share,
+                backlog_blocks=num_blocks,
+                num_backlog=num_requests,
                 formed_s=self._transitions.last_end_s(group.layout.members),
                 in_transition=group.layout.group_id in busy,
                 is_restoring=group.layout.group_id in restoring,
             )
-            for group, share in zip(groups, shares, strict=True)
+            for group, num_blocks, num_requests in zip(
+                groups, block_shares, num_shares, strict=True
+            )
         ]
 
     def _last_transition_s(self) -> float | None:

@@ -3,8 +3,18 @@
 import click
 
 from kunserve.core.config import ModelConfig
-from kunserve.server.flags.option import all_of, flags_of
+from kunserve.server.flags.option import HintedChoice, all_of, flags_of
 
+_NO_HALF = "this engine computes in bfloat16, the default, or float32"
+_DTYPES = HintedChoice(
+    ["bfloat16", "float32"],
+    {
+        "auto": "whatever the files hold, weights become bfloat16; leave the flag out",
+        "half": _NO_HALF,
+        "float16": _NO_HALF,
+        "float": "write float32",
+    },
+)
 _model = flags_of("Model", ModelConfig())
 
 MODEL_FLAGS = all_of(
@@ -15,7 +25,7 @@ MODEL_FLAGS = all_of(
         help="Names in the API [MODEL]; several if MODEL stands first. Answers and metrics have "
         "the first one.",
     ),
-    _model("--dtype", type=click.Choice(["bfloat16", "float32"]), help="Weights and KV."),
+    _model("--dtype", type=_DTYPES, help="Weights and KV."),
     _model(
         "--load-format",
         type=click.Choice(["auto", "safetensors", "gguf", "dummy"]),

@@ -4,7 +4,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import click
@@ -34,6 +34,21 @@ class ByteSize(click.ParamType[int]):
         if match[2] == "" and match[3] is None and size_bytes < MIB:
             self.fail(f"{value} bytes are too few; write {value}MiB if you mean that", param, ctx)
         return size_bytes
+
+
+class HintedChoice(click.Choice[str]):
+    """A choice that knows what users of other servers try, and what to tell them."""
+
+    def __init__(self, choices: list[str], hints: Mapping[str, str]) -> None:
+        super().__init__(choices)
+        self._hints = hints
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """The choice, or a usage error."""
+        hint = self._hints.get(str(value))
+        if hint is not None:
+            self.fail(f"{value!r}: {hint}", param, ctx)
+        return str(super().convert(value, param, ctx))
 
 
 class TextList(click.ParamType[tuple[str, ...]]):
@@ -74,7 +89,7 @@ def expected(parameter: click.Parameter) -> str:
     if getattr(parameter, "is_flag", False):
         return "true or false"
     one = _expected_one(parameter.type)
-    return f"one or several of {one}" if getattr(parameter, "multiple", False) else one
+    return "one or several texts" if getattr(parameter, "multiple", False) else one
 
 
 def _expected_one(kind: click.ParamType[Any]) -> str:

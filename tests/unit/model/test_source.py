@@ -22,6 +22,11 @@ def test_without_its_package_the_built_in_model_says_how_to_get_it(
         resolve_model("smollm2-135m")
 
 
+def test_the_built_in_model_in_other_letters() -> None:
+    with pytest.raises(ModelFiles, match="did you mean 'smollm2-135m'"):
+        resolve_model("SmolLM2-135M")
+
+
 def test_folders_and_files(tmp_path: Path) -> None:
     with pytest.raises(ModelFiles, match=r"holds neither config\.json nor a \.gguf file"):
         resolve_model(str(tmp_path))

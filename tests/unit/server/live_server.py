@@ -11,10 +11,11 @@ from typing import Any, TypeVar
 import httpx
 import uvloop
 
-from kunserve.core.config import KunServeConfig, ModelConfig, ServerConfig
+from kunserve.core.config import KunServeConfig, LogConfig, ModelConfig, ServerConfig
 from kunserve.server.app import create_app
 from kunserve.server.front import Front
 from kunserve.server.limits import FrontLimits
+from kunserve.server.request_life import Tracer
 from kunserve.server.serve import Drain, serve
 from tests.unit.server.echo_engine import EchoEngine
 from tests.unit.server.tiny_tokenizer import tiny_tokenizer
@@ -77,11 +78,15 @@ def live_server(
     limits: FrontLimits | None = None,
     listener: socket.socket | None = None,
     model: ModelConfig | None = None,
+    log: LogConfig | None = None,
+    tracer: Tracer | None = None,
 ) -> Generator[LiveServer, None, None]:
     """Start a server, on an ephemeral port unless told; at the end it is drained and joined."""
     engine = engine or EchoEngine()
     config = KunServeConfig(
-        model=model or ModelConfig(), server=server or ServerConfig(shutdown_timeout_s=5.0)
+        model=model or ModelConfig(),
+        server=server or ServerConfig(shutdown_timeout_s=5.0),
+        log=log or LogConfig(),
     )
     listener = listener or socket.create_server(("127.0.0.1", 0), backlog=2048)
     port = listener.getsockname()[1]
@@ -89,7 +94,7 @@ def live_server(
     made: dict[str, Any] = {}
 
     async def main() -> None:
-        app = create_app(engine, tiny_tokenizer(), MODEL, config, limits)
+        app = create_app(engine, tiny_tokenizer(), MODEL, config, limits, tracer=tracer)
         made.update(loop=asyncio.get_running_loop(), drain=Drain(), front=app.state.front)
         started.set()
         await serve(app, config, sockets=[listener], drain=made["drain"])

@@ -147,6 +147,22 @@ def test_a_slash_at_the_end_and_a_prefix_change_nothing(server: LiveServer, pref
         assert client.get(f"{prefix}x/health").status_code == 404
 
 
+@pytest.mark.parametrize(
+    ("path", "meant"),
+    [
+        ("/chat/completions", "/v1/chat/completions"),
+        ("/v1/v1/models", "/v1/models"),
+        ("/v1/embeddings", None),
+    ],
+)
+def test_a_wrong_base_url_is_recognised(server: LiveServer, path: str, meant: str | None) -> None:
+    with server.client(headers=bearer("own")) as client:
+        error = client.post(path, json=BODY).json()["error"]
+    hint = f" Did you mean {meant}?" if meant else ""
+    assert error["message"] == f"There is no '{path}' on this server.{hint}"
+    assert (error["code"], error["type"]) == (404, "NotFoundError")
+
+
 def test_the_page_is_found_from_the_root(server: LiveServer) -> None:
     with server.client() as client:
         for path, target in (

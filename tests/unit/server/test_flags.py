@@ -82,6 +82,12 @@ def test_a_length_that_the_model_was_not_made_for_is_refused() -> None:
         check_length(with_length(513), SPEC)
 
 
+def test_types_of_other_servers_are_refused_with_a_reason() -> None:
+    assert "leave the flag out" in refused("--dtype", "auto")
+    assert "bfloat16, the default" in refused("--dtype", "half")
+    assert "not one of" in refused("--dtype", "int4")
+
+
 def test_the_knobs_of_the_mechanism() -> None:
     flags = ("--dwell", "5", "--restore-hold", "60", "--forecast", "0", "--restore-below", "0.3")
     overload = parsed(*flags, "--overload-policy", "observe").overload

@@ -107,7 +107,9 @@ def test_the_log_says_where_settings_came_from(clean: pytest.MonkeyPatch, file: 
     clean.setenv("KUNSERVE_API_KEY", "hidden")
     clean.setenv("KUNSERVE_PROT", "80")
     said = said_at_start(clean, "--config", str(file))
-    assert f"settings file={file} keys=api_key,enable_admin,lookahead,memory_bytes" in said[0]
+    assert (
+        f"settings file={file} keys=model,num-instances,instance-memory,lookahead,port," in said[0]
+    )
     assert said[1:] == [
         "settings environment=KUNSERVE_API_KEY",
         "the variable KUNSERVE_PROT is no setting; did you mean KUNSERVE_PORT?",
