@@ -27,14 +27,17 @@ _EPILOG = """\b
 Examples
   Poisson arrivals at 4 req/s against the server on port 8000:
     kunserve bench --request-rate 4 --num-prompts 200 --ignore-eos
+
 \b
   The built-in bursty window (two overload spikes), with its timeline:
     kunserve bench --dataset-name bursty --request-rate 2 --ignore-eos --plot burst.png
+
 \b
   Arrivals of one file, lengths of another, twice the rate over the whole window:
     kunserve bench --dataset-name azure --dataset-path azure.csv.gz \\
       --lengths-path sharegpt.csv.gz --max-total-tokens 4096 \\
       --trace-scale 2 --trace-keep-window --ignore-eos --save-result
+
 \b
   Two saved runs on the same axes:
     kunserve bench --load-result vllm.jsonl kunserve.jsonl --plot compare.png

@@ -1,6 +1,7 @@
 """Starting one instance's process: what it is told, and how it says that it cannot start."""
 
 import asyncio
+import logging
 import os
 import signal
 import sys
@@ -16,14 +17,18 @@ from kunserve.control.cluster.quarantine import Blame, Cause
 from kunserve.core.config import MIB, KunServeConfig
 from kunserve.core.errors import ConfigError, ModelFiles, TooLittleMemory, UnsupportedModel
 from kunserve.core.ids import InstanceId, RequestId
-from kunserve.engine.free_memory import available_bytes
+from kunserve.engine.free_memory import anonymous_bytes, available_bytes
+
+logger = logging.getLogger(__name__)
 
 _ERRORS: dict[str, type[ConfigError]] = {
     kind.__name__: kind for kind in (ConfigError, ModelFiles, TooLittleMemory, UnsupportedModel)
 }
 
-PROCESS_BYTES = 170 * MIB
-"""Of an instance beside its arena: interpreter and torch, as measured with SmolLM2."""
+PROCESS_BYTES = 224 * MIB
+"""Of an instance beside its arena: interpreter, torch, a step's buffers. Measured with SmolLM2."""
+FRONT_BYTES = 160 * MIB
+"""Of the front, as measured after some requests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,23 +113,32 @@ def blame_for(exit_code: int | None, said: bytes) -> Blame:
 
 
 def check_memory(config: KunServeConfig) -> None:
-    """Raise TooLittleMemory when all instances together ask for more than there is.
+    """Log what the whole server needs; raise TooLittleMemory when that is more than there is.
 
-    Each one checks for itself too, but they start at once and none sees the others' memory yet.
-    A KV size without a memory size says too little before the model is known.
+    Each instance checks for itself too, but they start at once and none sees the others' memory
+    yet. A KV size without a memory size says too little before the model is known.
     """
     num, instance = config.cluster.num_instances, config.instance
     if instance.kv_cache_memory_bytes is not None:
         return
-    needed = num * (instance.memory_bytes + PROCESS_BYTES)
+    front_bytes = max(0, FRONT_BYTES - anonymous_bytes())  # what it has is no longer available
+    needed = num * (instance.memory_bytes + PROCESS_BYTES) + front_bytes
     available = available_bytes()
     if needed > available:
         raise TooLittleMemory(
-            f"{num} instances of {instance.memory_bytes / MIB:.0f} MiB (--instance-memory) and "
-            f"about {PROCESS_BYTES / MIB:.0f} MiB each for the program need "
-            f"{needed / MIB:.0f} MiB; the machine, or this process's cgroup, has "
-            f"{available / MIB:.0f} MiB left"
+            f"{num} instances of {instance.memory_bytes / MIB:.0f} MiB (--instance-memory), "
+            f"about {PROCESS_BYTES / MIB:.0f} MiB beside each and {front_bytes / MIB:.0f} MiB more "
+            f"for this process need {needed / MIB:.0f} MiB; the machine, or this process's cgroup, "
+            f"has {available / MIB:.0f} MiB left"
         )
+    logger.info(
+        "memory needed=%.0fMiB (each of %d instances: %.0f and %.0f beside it) available=%.0fMiB",
+        needed / MIB,
+        num,
+        instance.memory_bytes / MIB,
+        PROCESS_BYTES / MIB,
+        available / MIB,
+    )
 
 
 def process_environment(num_threads: int) -> dict[str, str]:
@@ -216,6 +230,22 @@ class LocalLauncher:
         return None if fd is None else FoundProcess(mark, fd)
 
 
+def end_of_process(exit_code: int) -> str:
+    """How a child ended, for people."""
+    if exit_code >= 0:
+        return f"exit code {exit_code}"
+    try:
+        name = signal.Signals(-exit_code).name
+    except ValueError:  # a real-time signal
+        name = f"signal {-exit_code}"
+    if exit_code != -signal.SIGKILL:
+        return f"exit code {exit_code}: ended by {name}"
+    return (
+        f"exit code {exit_code}: ended by {name}; if nobody sent it, the kernel did because memory "
+        "ran out (`dmesg` says so): lower --instance-memory or raise the container's limit"
+    )
+
+
 class LocalProcess:
     """A child of this process."""
 
@@ -234,7 +264,7 @@ class LocalProcess:
     async def _see_end(self) -> str:
         assert self._process.stdout is not None
         self.said = await self._process.stdout.read()
-        return f"exit code {await self._process.wait()}"
+        return end_of_process(await self._process.wait())
 
     async def wait(self) -> str:
         """Wait for its end; how it ended."""

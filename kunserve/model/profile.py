@@ -1,5 +1,6 @@
 """A profile on disk: what steps of one model cost on one device, and how well that is known."""
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -72,10 +73,16 @@ class Profile:
 
 
 def default_path(subject: ProfileSubject) -> Path:
-    """Where ``kunserve profile`` writes and ``kunserve serve`` looks."""
+    """Where ``kunserve profile`` writes and ``kunserve serve`` looks.
+
+    Raises ConfigError for a user without a home, as in some containers.
+    """
     name = "".join(c if c.isalnum() or c in "-._" else "-" for c in subject.model)
     threads = f"{subject.num_threads}t"
-    folder = Path.home() / ".cache" / "kunserve" / "profiles"
+    try:
+        folder = Path.home() / ".cache" / "kunserve" / "profiles"
+    except RuntimeError:
+        raise ConfigError("this user has no home folder: name the profile's file") from None
     return folder / f"{name}-{subject.dtype}-{threads}-b{subject.block_size}.json"
 
 
@@ -113,8 +120,11 @@ def find_cost(subject: ProfileSubject, path: Path | None) -> tuple[CostCoefficie
     A profile that is named must exist and fit; the default place may be empty (None).
     """
     if path is None:
-        path = default_path(subject)
-        if not path.exists():
+        try:
+            path = default_path(subject)
+        except ConfigError as error:
+            return None, str(error)
+        if not os.access(path, os.R_OK):
             return None, f"no profile at {path} (`kunserve profile` makes one)"
     profile = read_profile(path)
     if profile.subject != subject:

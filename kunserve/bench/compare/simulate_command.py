@@ -24,9 +24,11 @@ Examples
   Would dropping help with my traffic, my model, my GPUs?
     kunserve simulate --model Qwen/Qwen2.5-14B --device a800 --num-instances 8 \\
       --trace arrivals.csv --lengths lengths.csv --compare recompute,static-pp,drop -o out
+
 \b
   No file at hand: the built-in window with two spikes, at four loads:
     kunserve simulate --scale 0.7,0.8,0.9,1 --compare recompute,drop
+
 \b
   A figure of the paper:
     kunserve simulate --experiment experiments/end_to_end_longbench_14b.toml -o out

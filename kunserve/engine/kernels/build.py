@@ -29,7 +29,16 @@ logger = logging.getLogger(__name__)
 SOURCES = Path(__file__).parent / "csrc"
 SHIPPED = Path(__file__).parent / "shipped"
 """Where a wheel has its libraries."""
-FLAGS = ("-O3", "-std=gnu11", "-fPIC", "-shared", "-pthread", "-Wall", "-Wno-psabi")
+FLAGS = (
+    "-O3",
+    "-std=gnu11",
+    "-fPIC",
+    "-shared",
+    "-pthread",
+    "-Wall",
+    "-Wno-psabi",
+    "-fno-math-errno",  # else sqrtf is called, and libm would be needed
+)
 NATIVE = ("-march=native",)
 
 

@@ -1,3 +1,4 @@
+import logging
 import signal
 
 import msgspec
@@ -7,10 +8,12 @@ from kunserve.cluster import launch
 from kunserve.cluster.launch import (
     EXIT_LOST_MESSAGES,
     EXIT_REMAP_FAILED,
+    FRONT_BYTES,
     PROCESS_BYTES,
     StepFailure,
     blame_for,
     check_memory,
+    end_of_process,
 )
 from kunserve.control.cluster.quarantine import Blame, Cause
 from kunserve.core.config import MIB, ClusterConfig, InstanceConfig, KunServeConfig
@@ -25,13 +28,23 @@ def config(num_instances: int, **instance: int) -> KunServeConfig:
     )
 
 
-def test_instances_are_refused_together_before_any_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_instances_are_refused_together_before_any_loads(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The front counts too, as far as it has not got its memory yet."""
     each = 1024 * MIB + PROCESS_BYTES
-    monkeypatch.setattr(launch, "available_bytes", lambda: 2 * each)
-    check_memory(config(2, memory_bytes=1024 * MIB))
-    with pytest.raises(TooLittleMemory, match="3 instances of 1024 MiB.*has 2388 MiB left"):
+    monkeypatch.setattr(launch, "anonymous_bytes", lambda: 60 * MIB)
+    monkeypatch.setattr(launch, "available_bytes", lambda: 2 * each + FRONT_BYTES - 60 * MIB)
+    with caplog.at_level(logging.INFO):
+        check_memory(config(2, memory_bytes=1024 * MIB))
+    needed = "needed=2596MiB (each of 2 instances: 1024 and 224 beside it)"
+    assert f"memory {needed} available=2596MiB" in caplog.text
+    with pytest.raises(TooLittleMemory, match="3 instances of 1024 MiB.*has 2596 MiB left"):
         check_memory(config(3, memory_bytes=1024 * MIB))
     check_memory(config(3, memory_bytes=1024 * MIB, kv_cache_memory_bytes=MIB))
+    monkeypatch.setattr(launch, "available_bytes", lambda: 2 * each)
+    with pytest.raises(TooLittleMemory, match="100 MiB more for this process"):
+        check_memory(config(2, memory_bytes=1024 * MIB))
 
 
 @pytest.mark.parametrize(
@@ -54,3 +67,10 @@ def test_who_is_to_blame_for_an_end(exit_code: int | None, cause: Cause) -> None
 
 def test_a_failed_remap_is_known_by_its_exit_code() -> None:
     assert RemapFailed.EXIT_CODE == EXIT_REMAP_FAILED
+
+
+def test_an_end_is_explained() -> None:
+    assert end_of_process(3) == "exit code 3"
+    assert end_of_process(-signal.SIGSEGV) == "exit code -11: ended by SIGSEGV"
+    assert end_of_process(-40) == "exit code -40: ended by signal 40"
+    assert "memory ran out" in end_of_process(-signal.SIGKILL)

@@ -93,3 +93,12 @@ def test_a_wheel_has_a_library_for_each_level(monkeypatch, tmp_path: Path) -> No
 def test_this_processor_is_read() -> None:
     assert set(fitting_levels()) <= set(X86.values())
     assert "sse2" in levels.processor_features()
+
+
+@pytest.mark.skipif(shutil.which("nm") is None, reason="lists symbols with binutils")
+def test_the_library_needs_glibc_only() -> None:
+    """A symbol without a version is of a library that it does not say it needs, as libm was."""
+    command = ["nm", "--dynamic", "--undefined-only", str(find_or_build())]
+    listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    names = [line.split()[-1] for line in listed.splitlines() if " U " in line]
+    assert names and all("@GLIBC" in name for name in names), names

@@ -1,5 +1,6 @@
 """Profiles on disk: written whole, read strictly, found where they are expected."""
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -61,6 +62,24 @@ def test_without_a_profile_there_are_no_coefficients() -> None:
 def test_the_default_place_is_looked_at() -> None:
     write_profile(default_path(SUBJECT), PROFILE)
     assert find_cost(SUBJECT, None) == (PROFILE.coefficients, str(default_path(SUBJECT)))
+
+
+def test_a_user_without_a_home_has_no_profile(monkeypatch) -> None:
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", homeless)
+    assert find_cost(SUBJECT, None) == (
+        None,
+        "this user has no home folder: name the profile's file",
+    )
+
+
+def test_a_home_that_is_not_ours_holds_no_profile(monkeypatch) -> None:
+    """As root's is not for the user of a container."""
+    write_profile(default_path(SUBJECT), PROFILE)
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    assert find_cost(SUBJECT, None)[0] is None
 
 
 def test_a_named_profile_must_exist_and_fit(tmp_path: Path) -> None:

@@ -1,0 +1,47 @@
+"""The kernels compiled for processors that are not this one."""
+
+import platform
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from kunserve.engine.kernels.build import FLAGS, SOURCES
+from kunserve.engine.kernels.levels import LEVELS, Level, fitting_levels
+
+CHECK = Path(__file__).with_name("kernel_check.c")
+COMPILERS = {"x86_64": "x86_64-linux-gnu-gcc", "aarch64": "aarch64-linux-gnu-gcc"}
+
+
+def compiler_for(level: Level) -> str | None:
+    return shutil.which(COMPILERS[level.machine])
+
+
+def runner_for(level: Level) -> list[str] | None:
+    """What runs a program of the level; None if nothing here does."""
+    if level.machine == platform.machine():
+        return [] if level in fitting_levels() else None
+    emulator = shutil.which(f"qemu-{level.machine}")
+    return None if emulator is None else [emulator]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("level", LEVELS, ids=lambda level: level.name)
+def test_a_level_is_compiled_and_counts_right(level: Level, tmp_path: Path) -> None:
+    """Debian has the other compiler as gcc-aarch64-linux-gnu, and qemu-user runs its programs."""
+    compiler = compiler_for(level)
+    if compiler is None:
+        pytest.skip(f"no {COMPILERS[level.machine]}")
+    program = tmp_path / "check"
+    flags = [flag for flag in FLAGS if flag not in ("-shared", "-O3")]
+    sources = [str(CHECK), *map(str, SOURCES.glob("*.c"))]
+    subprocess.run(
+        [compiler, "-O1", "-static", *flags, *level.flags, f"-I{SOURCES}", "-o", program, *sources],
+        check=True,
+    )
+    runner = runner_for(level)
+    if runner is None:
+        pytest.skip(f"nothing here runs programs for {level.name}")
+    done = subprocess.run([*runner, program], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "right\n"), done.stdout
