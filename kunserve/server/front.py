@@ -9,7 +9,6 @@ from kunserve.server.body import BodyReader
 from kunserve.server.generation import Generation, Interrupted
 from kunserve.server.limits import FrontLimits
 from kunserve.server.metrics import FrontMetrics
-from kunserve.server.overload_metrics import OverloadMetrics
 from kunserve.server.sampling import SeedSource
 from kunserve.server.text import TextCodec
 from kunserve.server.timeline import Timeline
@@ -38,7 +37,6 @@ class Front:
         self.defaults = defaults
         self.bodies = BodyReader(limits, engine.limits.max_model_len)
         self.metrics = FrontMetrics(engine, model_name)
-        self.metrics.registry.register(OverloadMetrics(engine, model_name))
         self.timeline = Timeline(self.metrics)
         self.seeds = SeedSource(config.model.seed)
         self.draining = False
@@ -69,6 +67,8 @@ class Front:
         """The answer is over; whatever still runs for it is aborted."""
         generation.stop(reason)
         self._in_flight.discard(generation)
+        for lengths in generation.lengths_by_prompt:
+            self.metrics.answered(lengths)
 
     def stop_admission(self) -> None:
         """First step of a drain: new requests get 503 from now on."""

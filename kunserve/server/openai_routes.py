@@ -125,7 +125,7 @@ class OpenAIRoutes:
             report=report,
         )
         eager = bool(body.stream or body.stop)
-        generation = Generation(front.engine, choices, front.metrics, eager)
+        generation = Generation(front.engine, choices, front.metrics, eager, num_choices)
         answer: GenerationAnswer
         if body.stream:
             usage = UsageIn.of(body.stream_options)

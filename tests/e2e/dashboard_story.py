@@ -26,7 +26,8 @@ from kunserve.core.snapshots import (
     StageTime,
     TransitionRecord,
 )
-from kunserve.server.metrics import FrontMetrics, RecentValues
+from kunserve.server.metrics import FrontMetrics
+from kunserve.server.request_metrics import RecentValues
 from kunserve.server.timeline import PERIOD_S
 from tests.specs import instance_spec
 from tests.unit.server.echo_engine import EchoEngine, group_of, idle_load

@@ -35,6 +35,8 @@ class Requests:
         self.quarantine = Quarantine(placement, outbox)
         self.num_moved = 0
         """Waiting requests that changed groups."""
+        self.num_rerun = 0
+        """Times that a request began anew after a death."""
         self.backlog = Backlog(block_size)
         self._ahead = SentAhead(step_tokens)
         self._placed_version = -1
@@ -383,6 +385,7 @@ class Requests:
                 if number >= num_suspects.get(leader, 0) or not self.quarantine.died(request_id):
                     self.quarantine.interrupted(request_id)
                     live.is_rerun = True
+                    self.num_rerun += 1
                 else:
                     self._fail(live)
         self.place()
