@@ -2,8 +2,8 @@
 
     python -m benchmarks.boards [BOARD.json ...]    needs `prometheus` (Debian has it)
 
-A server of two instances gets a few streams, a forced drop, a restore and a death. Then every query of
-every panel is asked over the whole time. The rules of deploy/prometheus are evaluated as well.
+A server of two instances gets a few streams, a forced drop, a restore and a death. Then every
+query of every panel is asked over the whole time. The rules of deploy/prometheus are evaluated too.
 """
 
 import argparse

@@ -36,6 +36,9 @@ WAITING_BY_REASON = gauge(
 )
 USAGE = gauge("vllm:kv_cache_usage_perc", "Used share of the KV memory, 0 to 1.", "engine")
 CAPACITY_BLOCKS = gauge("kunserve:kv_capacity_blocks", "KV blocks of the group.", "engine")
+UNDROPPED_BLOCKS = gauge(
+    "kunserve:kv_undropped_blocks", "KV blocks of the instance when it holds all layers.", "engine"
+)
 USED_BLOCKS = gauge("kunserve:kv_used_blocks", "KV blocks in use.", "engine")
 DEMAND_BLOCKS = gauge(
     "kunserve:demand_blocks",
@@ -106,6 +109,7 @@ FAMILIES = (
     WAITING_BY_REASON,
     USAGE,
     CAPACITY_BLOCKS,
+    UNDROPPED_BLOCKS,
     USED_BLOCKS,
     DEMAND_BLOCKS,
     STALLED,
@@ -213,6 +217,9 @@ class ClusterMetrics(Collector):
                 for part, num_bytes in _memory_parts(instance).items()
             }
         )
+        yield UNDROPPED_BLOCKS.of(
+            {labels: _undropped_blocks(one) for labels, one in instances.items() if one.alive}
+        )
         yield CACHE_CONFIG.of(
             {(*labels, *_cache_config(instance)): 1.0 for labels, instance in instances.items()}
         )
@@ -247,6 +254,9 @@ def _memory_parts(instance: InstanceSnapshot) -> dict[str, int]:
     return {"weights": spec.memory_bytes - kv - freed, "kv": kv, "freed": freed}
 
 
+def _undropped_blocks(instance: InstanceSnapshot) -> int:
+    return instance.spec.blocks_when_holding(instance.spec.num_layers)
+
+
 def _cache_config(instance: InstanceSnapshot) -> tuple[str, str]:
-    spec = instance.spec
-    return str(spec.block_size), str(spec.blocks_when_holding(spec.num_layers))
+    return str(instance.spec.block_size), str(_undropped_blocks(instance))

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from benchmarks.boards import BOARD, RULES, queries, with_values
+from benchmarks.boards import BOARD, RULES, VARIABLES, queries, with_values
 from benchmarks.metric_table import process_families
 from kunserve.server.command import serve_command
 from kunserve.server.metric_family import Family, Type
@@ -57,6 +57,7 @@ def expressions() -> Iterator[str]:
     yield from re.findall(r"```promql\n(.*?)```", document, re.DOTALL)
 
 
+needs_promtool = pytest.mark.skipif(not shutil.which("promtool"), reason="needs promtool")
 RECORDED = {rule["record"] for rule in rules() if "record" in rule}
 KNOWN = families()
 
@@ -135,7 +136,7 @@ def test_where_the_board_is_found_its_data_source_is_too() -> None:
     assert dashboards["providers"][0]["options"]["path"] == "/var/lib/grafana/dashboards"
 
 
-@pytest.mark.skipif(shutil.which("promtool") is None, reason="needs promtool")
+@needs_promtool
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -145,4 +146,14 @@ def test_where_the_board_is_found_its_data_source_is_too() -> None:
 )
 def test_promtool_agrees(arguments: tuple[str, ...]) -> None:
     done = subprocess.run(["promtool", *arguments], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@needs_promtool
+def test_queries_of_the_board_and_of_the_docs_are_promql(tmp_path: Path) -> None:
+    written = {with_values(one, VARIABLES) for one in expressions() if "label_values" not in one}
+    made = [{"record": f"query{number}", "expr": one} for number, one in enumerate(sorted(written))]
+    path = tmp_path / "rules.yml"
+    path.write_text(yaml.safe_dump({"groups": [{"name": "queries", "rules": made}]}))
+    done = subprocess.run(["promtool", "check", "rules", path], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
