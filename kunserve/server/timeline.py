@@ -65,6 +65,7 @@ class Timeline:
                 "tpot_p50_s": token_p50,
                 "tpot_p99_s": token_p99,
                 "arrivals": metrics.arrivals,
+                "refusals": sum(metrics.refusals.values()),
                 "generation_tokens": metrics.generation_tokens,
             }
         )

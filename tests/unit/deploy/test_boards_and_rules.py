@@ -124,6 +124,8 @@ def test_the_board_is_whole() -> None:
     for query in queries(content):
         for name in re.findall(r"\$\{?(\w+)\}?", query.expression):
             assert name in variables | {"__rate_interval"}, query.expression
+    for annotation in content["annotations"]["list"]:
+        assert annotation.get("expr") == annotation.get("target", {}).get("expr")
     assert "$" not in with_values(next(queries(content)).expression, {})
 
 
