@@ -33,6 +33,8 @@ class Vitals:
     """Of these, those that do not serve now: replacements are being started."""
     num_errors: int
     """Internal errors that the cluster survived. Each one is a bug."""
+    pids: tuple[tuple[InstanceId, int], ...] = ()
+    """The process of each instance that has one."""
 
 
 class EngineClient(Protocol):

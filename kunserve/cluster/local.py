@@ -350,7 +350,7 @@ class LocalCluster:
             )
         shed = self._controller.admit(request)
         if shed is not None:
-            raise Overloaded(shed.reason, shed.retry_after_s)
+            raise Overloaded(shed.reason, shed.retry_after_s, shed.limit)
         self._controller.arrive(request, deliver, self._clock.now_s())
         self._flush()
 
@@ -370,6 +370,7 @@ class LocalCluster:
             num_instances=self._config.cluster.num_instances,
             num_missing=self._processes.num_missing,
             num_errors=self._background.num_errors,
+            pids=self._processes.pids,
         )
 
     def is_healthy(self) -> bool:

@@ -133,6 +133,12 @@ class Processes:
         place = self._places.get(instance_id)
         return None if place is None or place.process is None else place.process.pid
 
+    @property
+    def pids(self) -> tuple[tuple[InstanceId, int], ...]:
+        """Of all processes."""
+        places = self._places.items()
+        return tuple((i, place.process.pid) for i, place in places if place.process is not None)
+
     # Beginnings
 
     def keep(self, found: Mapping[InstanceId, InstanceProcess | None]) -> None:

@@ -35,12 +35,20 @@ class ModelNotFound(KunServeError):
     """The request names a model that is not served here."""
 
 
+MAX_QUEUED_REQS, MAX_QUEUED_TOKENS = "max_num_queued_reqs", "max_num_queued_tokens"
+MAX_WAITING_TEXT = "max_waiting_text"
+LIMITS = (MAX_QUEUED_REQS, MAX_QUEUED_TOKENS, MAX_WAITING_TEXT)
+"""What may be full: names for metrics, the first two are those of vLLM."""
+
+
 class Overloaded(KunServeError):
     """Queue limits are reached. The client may retry after ``retry_after_s`` seconds."""
 
-    def __init__(self, message: str, retry_after_s: int = 1) -> None:
+    def __init__(self, message: str, retry_after_s: int = 1, limit: str = MAX_QUEUED_REQS) -> None:
+        """``limit`` is one of ``LIMITS``."""
         super().__init__(message)
         self.retry_after_s = retry_after_s
+        self.limit = limit
 
 
 class Unavailable(KunServeError):

@@ -2,8 +2,12 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 
 from kunserve.core.ids import GroupId
+
+STEP_TOKEN_BOUNDS = (1, *(2**power for power in range(3, 15)))
+"""Upper bounds of the classes in which steps are counted by their tokens; one more has no bound."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,6 +20,8 @@ class LeaderTotals:
     prompt_tokens: int = 0
     """Prompt tokens computed (recomputation included)."""
     generation_tokens: int = 0
+    steps: tuple[int, ...] = ()
+    """Steps by their tokens (``STEP_TOKEN_BOUNDS``); empty before the first."""
 
     def __add__(self, other: "LeaderTotals") -> "LeaderTotals":
         return LeaderTotals(
@@ -23,15 +29,18 @@ class LeaderTotals:
             self.lost_tokens + other.lost_tokens,
             self.prompt_tokens + other.prompt_tokens,
             self.generation_tokens + other.generation_tokens,
+            tuple(a + b for a, b in zip_longest(self.steps, other.steps, fillvalue=0)),
         )
 
     def since(self, before: "LeaderTotals") -> "LeaderTotals":
         """What was added; nothing is ever taken away."""
+        steps = [max(0, a - b) for a, b in zip_longest(self.steps, before.steps, fillvalue=0)]
         return LeaderTotals(
             max(0, self.num_preemptions - before.num_preemptions),
             max(0, self.lost_tokens - before.lost_tokens),
             max(0, self.prompt_tokens - before.prompt_tokens),
             max(0, self.generation_tokens - before.generation_tokens),
+            tuple(steps) if any(steps) else (),
         )
 
 
@@ -76,6 +85,8 @@ class LoadReport:
     """Blocks the largest live request may come to need: some pool must hold it after a restore."""
     largest_expected_blocks: int = 0
     """Blocks the largest live request is expected to need: how unevenly they part at most."""
+    steps: tuple[int, ...] = ()
+    """As in ``LeaderTotals``."""
 
     @property
     def demand_blocks(self) -> int:
@@ -86,7 +97,11 @@ class LoadReport:
     def totals(self) -> LeaderTotals:
         """The leader's counters, which survive its groups."""
         return LeaderTotals(
-            self.num_preemptions, self.lost_tokens, self.prompt_tokens, self.generation_tokens
+            self.num_preemptions,
+            self.lost_tokens,
+            self.prompt_tokens,
+            self.generation_tokens,
+            self.steps,
         )
 
     def of_live(self, num_live: int) -> "LoadReport":

@@ -172,6 +172,12 @@ class ClusterState:
     """Requests that ran alone so far, because instances died that ran them among others."""
     num_guilty: int = 0
     """Those of them whose instance died then too: they ended with an error."""
+    num_rerun: int = 0
+    """Times that a request began anew so far, because instances died that had it."""
+    num_deaths: int = 0
+    """Instances that died so far."""
+    is_scale_up_wanted: bool = False
+    """Memory was short lately, and dropping did not give enough: more instances would help."""
     reasons: tuple[str, ...] = ()
     """Why nothing is done about groups whose load asks for something: one line per group."""
     paused: bool = False
@@ -185,3 +191,8 @@ class ClusterState:
     def num_waiting(self) -> int:
         """Requests that wait to run, at a leader or for any group."""
         return self.num_unplaced + sum(load.num_waiting for load in self.loads)
+
+    def loads_by_group(self) -> list[tuple[GroupLayout, LoadReport | None]]:
+        """Each group with its leader's last report, if there was one yet."""
+        loads = {load.group_id: load for load in self.loads}
+        return [(group, loads.get(group.group_id)) for group in self.groups]

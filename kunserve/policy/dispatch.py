@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import TypeAlias
 
+from kunserve.core.errors import MAX_QUEUED_REQS, MAX_QUEUED_TOKENS
 from kunserve.core.ids import GroupId
 from kunserve.core.load import GroupLoad
 
@@ -63,6 +64,8 @@ class Shed:
     reason: str
     retry_after_s: int
     """When the queue will have shrunk, as far as can be told."""
+    limit: str
+    """Which one is reached: of ``core.errors.LIMITS``."""
 
 
 ShedDecision: TypeAlias = Shed | None
@@ -94,12 +97,12 @@ def should_shed(
     queued_tokens = num_backlog_tokens + sum(group.report.waiting_tokens for group in groups)
     if max_num_queued_reqs is not None and num_reqs >= max_num_queued_reqs:
         reason = f"{num_reqs} requests are waiting, the limit is {max_num_queued_reqs}"
-        return Shed(reason, _retry_after_s(groups, queued_tokens))
+        return Shed(reason, _retry_after_s(groups, queued_tokens), MAX_QUEUED_REQS)
     if max_num_queued_tokens is not None:
         tokens = queued_tokens + request_tokens
         if tokens > max_num_queued_tokens:
             reason = f"{tokens} tokens would be waiting, the limit is {max_num_queued_tokens}"
-            return Shed(reason, _retry_after_s(groups, queued_tokens))
+            return Shed(reason, _retry_after_s(groups, queued_tokens), MAX_QUEUED_TOKENS)
     return None
 
 

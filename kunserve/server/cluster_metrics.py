@@ -1,28 +1,151 @@
-"""Metrics of groups, instances and transitions, read from the controller's snapshot."""
+"""Metrics of groups and instances, read from the controller's snapshot."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from kunserve.cluster.api import EngineClient
-from kunserve.core.ids import InstanceId, TransitionId
-from kunserve.core.layout import GroupLayout
-from kunserve.core.load import LoadReport
-from kunserve.core.snapshots import ClusterState, Kind, Outcome, TransitionRecord
+from kunserve.core.ids import InstanceId
+from kunserve.core.load import STEP_TOKEN_BOUNDS, LoadReport
+from kunserve.core.snapshots import ClusterState, InstanceSnapshot
 from kunserve.server.histogram import Histogram
+from kunserve.server.metric_family import Family, counter, gauge, histogram
+from kunserve.server.overload_metrics import overload_metrics
+from kunserve.server.process_metrics import ProcessMetrics
+from kunserve.server.savings import DroppedTime, Savings
 from kunserve.server.stage_metrics import StageMetrics
+from kunserve.server.transition_metrics import TransitionMetrics
 
 NO_ENGINE = "none"
 """Label of requests that wait for an engine to take them: so that gauges sum to all of them."""
-TRANSITION_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+CAPACITY = "capacity"
+"""Why requests wait. vLLM's other reason, ``deferred``, does not exist here."""
 
-
-def loads_by_group(state: ClusterState) -> list[tuple[GroupLayout, LoadReport | None]]:
-    """Each group with its leader's last report, if there was one yet."""
-    loads = {load.group_id: load for load in state.loads}
-    return [(group, loads.get(group.group_id)) for group in state.groups]
+RUNNING = gauge("vllm:num_requests_running", "Requests in the running batch.", "engine")
+WAITING = gauge(
+    "vllm:num_requests_waiting",
+    "Requests waiting to run; `engine` is `none` for those that no engine has.",
+    "engine",
+)
+WAITING_BY_REASON = gauge(
+    "vllm:num_requests_waiting_by_reason",
+    "The same; the reason is always `capacity`.",
+    "engine",
+    "reason",
+)
+USAGE = gauge("vllm:kv_cache_usage_perc", "Used share of the KV memory, 0 to 1.", "engine")
+CAPACITY_BLOCKS = gauge("kunserve:kv_capacity_blocks", "KV blocks of the group.", "engine")
+UNDROPPED_BLOCKS = gauge(
+    "kunserve:kv_undropped_blocks", "KV blocks of the instance when it holds all layers.", "engine"
+)
+USED_BLOCKS = gauge("kunserve:kv_used_blocks", "KV blocks in use.", "engine")
+DEMAND_BLOCKS = gauge(
+    "kunserve:demand_blocks",
+    "KV blocks that are used, that running requests will still need, and that the head of the "
+    "queue needs.",
+    "engine",
+)
+STALLED = gauge(
+    "kunserve:num_requests_stalled", "Requests waiting for their KV in an exchange.", "engine"
+)
+GROUP_SIZE = gauge("kunserve:group_size", "Instances in the group that this one leads.", "engine")
+PREEMPTIONS = counter(
+    "vllm:num_preemptions_total", "Requests preempted for lack of KV memory.", "engine"
+)
+STEP_TOKENS = histogram(
+    "vllm:iteration_tokens_total",
+    "Tokens of a step: prompt tokens computed, and tokens made.",
+    "engine",
+)
+LOST_TOKENS = counter(
+    "kunserve:lost_tokens_total", "Tokens of KV thrown away by preemptions.", "engine"
+)
+ALIVE = gauge("kunserve:instance_alive", "1 while the instance lives.", "engine")
+DROPPED_LAYERS = gauge("kunserve:dropped_layers", "Layers whose weights are dropped.", "engine")
+DROPPED_BYTES = gauge("kunserve:dropped_bytes", "Weight bytes that serve as KV memory.", "engine")
+MEMORY_BYTES = gauge(
+    "kunserve:memory_bytes",
+    "The instance's memory, by part: `weights`, `kv`, and `freed`, which is KV memory that was "
+    "weights.",
+    "engine",
+    "part",
+)
+CACHE_CONFIG = gauge(
+    "vllm:cache_config_info",
+    "Always 1; the labels tell of the KV memory when nothing is dropped.",
+    "engine",
+    "block_size",
+    "num_gpu_blocks",
+)
+MISSING = gauge(
+    "kunserve:instances_missing", "Instances that do not serve now and are being started anew."
+)
+ERRORS = counter(
+    "kunserve:internal_errors_total",
+    "Internal errors that the front survived; each one is a bug.",
+)
+DEATHS = counter("kunserve:instance_deaths_total", "Instances that died, killed ones included.")
+SCALE_UP = gauge(
+    "kunserve:scale_up_wanted",
+    "1 while memory was short in the last 10 s and dropping could not give enough.",
+)
+MOVED = counter("kunserve:requests_moved_total", "Waiting requests that changed groups.")
+RERUN = counter(
+    "kunserve:requests_rerun_total",
+    "Requests that went on elsewhere because an instance died that had them.",
+)
+QUARANTINED = counter(
+    "kunserve:quarantined_requests_total",
+    "Requests that ran alone because instances died that ran them among others.",
+)
+GUILTY = counter(
+    "kunserve:guilty_requests_total",
+    "Requests ended with an error because their instance died when they ran alone.",
+)
+FAMILIES = (
+    RUNNING,
+    WAITING,
+    WAITING_BY_REASON,
+    USAGE,
+    CAPACITY_BLOCKS,
+    UNDROPPED_BLOCKS,
+    USED_BLOCKS,
+    DEMAND_BLOCKS,
+    STALLED,
+    GROUP_SIZE,
+    PREEMPTIONS,
+    STEP_TOKENS,
+    LOST_TOKENS,
+    ALIVE,
+    DROPPED_LAYERS,
+    DROPPED_BYTES,
+    MEMORY_BYTES,
+    CACHE_CONFIG,
+    MISSING,
+    ERRORS,
+    DEATHS,
+    SCALE_UP,
+    MOVED,
+    RERUN,
+    QUARANTINED,
+    GUILTY,
+)
+_OF_LOAD: tuple[tuple[Family, Callable[[LoadReport], float]], ...] = (
+    (RUNNING, lambda load: load.num_running),
+    (USAGE, lambda load: load.used_blocks / max(1, load.capacity_blocks)),
+    (CAPACITY_BLOCKS, lambda load: load.capacity_blocks),
+    (USED_BLOCKS, lambda load: load.used_blocks),
+    (DEMAND_BLOCKS, lambda load: load.demand_blocks),
+    (STALLED, lambda load: load.num_stalled),
+)
+_OF_INSTANCE: tuple[tuple[Family, Callable[[InstanceSnapshot], float]], ...] = (
+    (PREEMPTIONS, lambda instance: instance.totals.num_preemptions),
+    (LOST_TOKENS, lambda instance: instance.totals.lost_tokens),
+    (ALIVE, lambda instance: instance.alive),
+    (DROPPED_LAYERS, lambda instance: instance.spec.num_layers - instance.held.num_layers),
+    (DROPPED_BYTES, lambda instance: instance.dropped_bytes),
+)
 
 
 class ClusterMetrics(Collector):
@@ -31,165 +154,109 @@ class ClusterMetrics(Collector):
     def __init__(self, engine: EngineClient, model_name: str) -> None:
         self._engine = engine
         self._model_name = model_name
-        self._state = engine.state()
-        self._seen: set[TransitionId] = set()
-        self._moved_bytes = dict.fromkeys(Kind, 0)
         self._stages = StageMetrics(model_name)
-        self._durations = {kind: self._duration_histogram() for kind in Kind}
+        self._transitions = TransitionMetrics(model_name)
+        self._processes = ProcessMetrics(model_name)
+        self.savings = Savings(model_name)
+        self._dropped_time = DroppedTime(model_name)
+        self._state = self.observe()
 
     def bubble_ratio(self, leader: InstanceId) -> float | None:
         """Idle share of the stages that the instance leads; None if it is none, or new."""
         return self._stages.ratios.get(leader)
 
-    @staticmethod
-    def _duration_histogram() -> Histogram:
-        return Histogram(
-            "kunserve:transition_duration_seconds",
-            "From a transition's start to its end, the KV exchange included.",
-            TRANSITION_BUCKETS,
-        )
-
     def observe(self) -> ClusterState:
         """Take a snapshot and add what is new in it to the counters."""
         state = self._state = self._engine.state()
-        for record in state.transitions:
-            if record.finished_s is not None and record.transition_id not in self._seen:
-                self._seen.add(record.transition_id)
-                self._finished(record, record.finished_s)
+        self._transitions.observe(state)
         self._stages.observe(state)
+        self.savings.observe(state)
+        self._dropped_time.observe(state)
         return state
-
-    def _finished(self, record: TransitionRecord, finished_s: float) -> None:
-        if record.outcome is not Outcome.DONE:
-            return
-        self._durations[record.kind].observe(finished_s - record.started_s)
-        self._moved_bytes[record.kind] += record.moved_bytes
 
     def collect(self) -> Iterable[Metric]:
         """Everything, as of the last ``observe``."""
-        yield from self._group_gauges()
-        yield from self._leader_counters()
-        yield from self._instance_gauges()
-        yield from self._transition_metrics()
+        yield from self._groups()
+        yield from self._instances()
+        yield from self._cluster()
+        yield from self._transitions.collect()
+        yield from overload_metrics(self._state, self._model_name)
+        yield from self.savings.collect()
+        yield from self._dropped_time.collect()
         yield from self._stages.collect()
+        yield from self._processes.collect(dict(self._engine.vitals().pids))
 
-    def _labels(self, engine: InstanceId) -> list[str]:
-        return [self._model_name, str(engine)]
-
-    def _gauge(self, name: str, documentation: str) -> GaugeMetricFamily:
-        return GaugeMetricFamily(name, documentation, labels=["model_name", "engine"])
-
-    def _group_gauges(self) -> Iterable[Metric]:
-        running = self._gauge("vllm:num_requests_running", "Requests in the running batch.")
-        waiting = self._gauge("vllm:num_requests_waiting", "Requests waiting to run.")
-        usage = self._gauge("vllm:kv_cache_usage_perc", "Used share of the KV cache, 0 to 1.")
-        capacity = self._gauge("kunserve:kv_capacity_blocks", "KV blocks of the group.")
-        used = self._gauge("kunserve:kv_used_blocks", "KV blocks in use.")
-        demand = self._gauge(
-            "kunserve:demand_blocks", "KV blocks used, still to grow, and of the queue's head."
-        )
-        stalled = self._gauge("kunserve:num_requests_stalled", "Requests waiting for their KV.")
-        size = self._gauge("kunserve:group_size", "Instances in the group that this one leads.")
-        for group, load in loads_by_group(self._state):
-            labels = self._labels(group.leader)
-            size.add_metric(labels, len(group.stages))
-            if load is None:
-                continue
-            running.add_metric(labels, load.num_running)
-            waiting.add_metric(labels, load.num_waiting)
-            usage.add_metric(labels, load.used_blocks / max(1, load.capacity_blocks))
-            capacity.add_metric(labels, load.capacity_blocks)
-            used.add_metric(labels, load.used_blocks)
-            demand.add_metric(labels, load.demand_blocks)
-            stalled.add_metric(labels, load.num_stalled)
+    def _groups(self) -> Iterable[Metric]:
+        model, loads = self._model_name, self._state.loads_by_group()
+        reported = {(model, str(g.leader)): load for g, load in loads if load is not None}
+        for family, value in _OF_LOAD:
+            yield family.of({labels: value(load) for labels, load in reported.items()})
+        waiting: dict[tuple[str, ...], float] = {
+            labels: load.num_waiting for labels, load in reported.items()
+        }
         if self._state.num_unplaced:
-            waiting.add_metric([self._model_name, NO_ENGINE], self._state.num_unplaced)
-        yield from (running, waiting, usage, capacity, used, demand, stalled, size)
+            waiting[model, NO_ENGINE] = self._state.num_unplaced
+        yield WAITING.of(waiting)
+        yield WAITING_BY_REASON.of({(*labels, CAPACITY): num for labels, num in waiting.items()})
+        yield GROUP_SIZE.of({(model, str(g.leader)): len(g.stages) for g, _ in loads})
 
-    def _leader_counters(self) -> Iterable[Metric]:
-        names = ["model_name", "engine"]
-        preemptions = CounterMetricFamily(
-            "vllm:num_preemptions", "Requests preempted for lack of KV memory.", labels=names
+    def _instances(self) -> Iterable[Metric]:
+        instances = {
+            (self._model_name, str(instance.spec.instance_id)): instance
+            for instance in self._state.instances
+        }
+        for family, value in _OF_INSTANCE:
+            yield family.of({labels: value(instance) for labels, instance in instances.items()})
+        yield STEP_TOKENS.of_histograms(
+            {labels: _steps(instance) for labels, instance in instances.items()}
         )
-        lost = CounterMetricFamily(
-            "kunserve:lost_tokens", "Tokens of KV thrown away by preemptions.", labels=names
+        yield MEMORY_BYTES.of(
+            {
+                (*labels, part): num_bytes
+                for labels, instance in instances.items()
+                for part, num_bytes in _memory_parts(instance).items()
+            }
         )
-        for instance in self._state.instances:
-            labels, totals = self._labels(instance.spec.instance_id), instance.totals
-            preemptions.add_metric(labels, totals.num_preemptions)
-            lost.add_metric(labels, totals.lost_tokens)
-        yield from (preemptions, lost)
+        yield UNDROPPED_BLOCKS.of(
+            {labels: _undropped_blocks(one) for labels, one in instances.items() if one.alive}
+        )
+        yield CACHE_CONFIG.of(
+            {(*labels, *_cache_config(instance)): 1.0 for labels, instance in instances.items()}
+        )
 
-    def _instance_gauges(self) -> Iterable[Metric]:
-        alive = self._gauge("kunserve:instance_alive", "1 while the instance lives.")
-        layers = self._gauge("kunserve:dropped_layers", "Layers whose weights are dropped.")
-        dropped = self._gauge("kunserve:dropped_bytes", "Weight bytes that serve as KV memory.")
-        config = GaugeMetricFamily(
-            "vllm:cache_config_info",
-            "The undropped KV cache.",
-            labels=["model_name", "engine", "block_size", "num_gpu_blocks"],
-        )
-        for instance in self._state.instances:
-            spec = instance.spec
-            labels = self._labels(spec.instance_id)
-            alive.add_metric(labels, float(instance.alive))
-            layers.add_metric(labels, spec.num_layers - instance.held.num_layers)
-            dropped.add_metric(labels, instance.dropped_bytes)
-            blocks = spec.blocks_when_holding(spec.num_layers)
-            config.add_metric([*labels, str(spec.block_size), str(blocks)], 1.0)
-        yield from (alive, layers, dropped, config)
-        yield from self._vital_signs()
-
-    def _vital_signs(self) -> Iterable[Metric]:
-        vitals = self._engine.vitals()
-        missing = GaugeMetricFamily(
-            "kunserve:instances_missing",
-            "Instances that do not serve now; replacements are being started.",
-            labels=["model_name"],
-        )
-        missing.add_metric([self._model_name], vitals.num_missing)
-        errors = CounterMetricFamily(
-            "kunserve:internal_errors",
-            "Internal errors that the front survived; each one is a bug.",
-            labels=["model_name"],
-        )
-        errors.add_metric([self._model_name], vitals.num_errors)
-        yield from (missing, errors)
-
-    def _transition_metrics(self) -> Iterable[Metric]:
-        state = self._state
-        for name, documentation, value in (
-            ("kunserve:requests_moved", "Waiting requests that changed groups.", state.num_moved),
-            (
-                "kunserve:quarantined_requests",
-                "Requests that ran alone because instances died that ran them among others.",
-                state.num_quarantined,
-            ),
-            (
-                "kunserve:guilty_requests",
-                "Requests ended with an error because their instance died when they ran alone.",
-                state.num_guilty,
-            ),
-            ("kunserve:drops", "Drops committed.", self._state.num_drops),
-            ("kunserve:restores", "Restores committed.", self._state.num_restores),
+    def _cluster(self) -> Iterable[Metric]:
+        state, vitals = self._state, self._engine.vitals()
+        for family, value in (
+            (MISSING, vitals.num_missing),
+            (ERRORS, vitals.num_errors),
+            (DEATHS, state.num_deaths),
+            (SCALE_UP, state.is_scale_up_wanted),
+            (MOVED, state.num_moved),
+            (RERUN, state.num_rerun),
+            (QUARANTINED, state.num_quarantined),
+            (GUILTY, state.num_guilty),
         ):
-            family = CounterMetricFamily(name, documentation, labels=["model_name"])
-            family.add_metric([self._model_name], value)
-            yield family
-        moved = CounterMetricFamily(
-            "kunserve:exchange_bytes",
-            "KV bytes moved between instances, by the transition that moved them.",
-            labels=["model_name", "kind"],
-        )
-        for kind, moved_bytes in self._moved_bytes.items():
-            moved.add_metric([self._model_name, kind], moved_bytes)
-        yield moved
-        durations = None
-        for kind, histogram in self._durations.items():
-            family_of_kind = histogram.family({"model_name": self._model_name, "kind": kind})
-            if durations is None:
-                durations = family_of_kind
-            else:
-                durations.samples.extend(family_of_kind.samples)
-        if durations is not None:
-            yield durations
+            yield family.of({(self._model_name,): value})
+
+
+def _steps(instance: InstanceSnapshot) -> Histogram:
+    totals = instance.totals
+    num_tokens = totals.prompt_tokens + totals.generation_tokens
+    return Histogram.of_counts(STEP_TOKEN_BOUNDS, totals.steps, num_tokens)
+
+
+def _memory_parts(instance: InstanceSnapshot) -> dict[str, int]:
+    """They sum to the instance's memory; nothing of a dead one."""
+    if not instance.alive:
+        return {}
+    spec, freed = instance.spec, instance.dropped_bytes
+    kv = spec.kv_units * spec.unit_bytes
+    return {"weights": spec.memory_bytes - kv - freed, "kv": kv, "freed": freed}
+
+
+def _undropped_blocks(instance: InstanceSnapshot) -> int:
+    return instance.spec.blocks_when_holding(instance.spec.num_layers)
+
+
+def _cache_config(instance: InstanceSnapshot) -> tuple[str, str]:
+    return str(instance.spec.block_size), str(_undropped_blocks(instance))

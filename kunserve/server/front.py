@@ -11,7 +11,6 @@ from kunserve.server.body import BodyReader
 from kunserve.server.generation import Generation, Interrupted, RequestWatch
 from kunserve.server.limits import FrontLimits
 from kunserve.server.metrics import FrontMetrics
-from kunserve.server.overload_metrics import OverloadMetrics
 from kunserve.server.request_life import Witness, Witnessed
 from kunserve.server.request_log import RequestLog
 from kunserve.server.sampling import SeedSource
@@ -43,7 +42,6 @@ class Front:
         self.defaults = defaults
         self.bodies = BodyReader(limits, engine.limits.max_model_len)
         self.metrics = FrontMetrics(engine, model_name)
-        self.metrics.registry.register(OverloadMetrics(engine, model_name))
         self.request_log: RequestLog | None = None
         if config.log.enable_log_requests:
             self.request_log = RequestLog(codec, config.log.max_log_len)
@@ -82,6 +80,8 @@ class Front:
         """The answer is over; whatever still runs for it is aborted."""
         generation.stop(reason)
         self._in_flight.discard(generation)
+        for lengths in generation.lengths_by_prompt:
+            self.metrics.answered(lengths)
 
     def stop_admission(self) -> None:
         """First step of a drain: new requests get 503 from now on."""

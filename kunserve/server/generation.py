@@ -12,6 +12,8 @@ from kunserve.core.messages import TokenOutput
 from kunserve.core.request import FinishReason, Request
 from kunserve.server.choice import Choice
 
+BY_THEMSELVES = (FinishReason.STOP, FinishReason.LENGTH)
+
 
 class RequestClock(Protocol):
     """Times one accepted request, for the metrics."""
@@ -53,8 +55,15 @@ class Generation:
     """Runs a set of choices on the engine and hands out their progress in batches."""
 
     def __init__(
-        self, engine: EngineClient, choices: Sequence[Choice], watch: RequestWatch, eager: bool
+        self,
+        engine: EngineClient,
+        choices: Sequence[Choice],
+        watch: RequestWatch,
+        eager: bool,
+        num_choices: int,
     ) -> None:
+        """``num_choices`` of each prompt, one prompt after the other."""
+        self._num_choices = num_choices
         self.choices = choices
         self._engine = engine
         self._watch = watch
@@ -70,6 +79,17 @@ class Generation:
     def num_output_tokens(self) -> int:
         """Over all choices."""
         return sum(choice.num_tokens for choice in self.choices)
+
+    @property
+    def lengths_by_prompt(self) -> list[list[int]]:
+        """Output tokens of each choice, for the prompts whose choices all ended by themselves."""
+        num = self._num_choices
+        of_prompts = [self.choices[at : at + num] for at in range(0, len(self.choices), num)]
+        return [
+            [choice.num_tokens for choice in choices]
+            for choices in of_prompts
+            if all(choice.finish_reason in BY_THEMSELVES for choice in choices)
+        ]
 
     def start(self) -> None:
         """Submit everything, or nothing: an error takes back what was already submitted."""

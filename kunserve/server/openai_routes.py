@@ -126,7 +126,7 @@ class OpenAIRoutes:
             report=report,
         )
         eager = bool(body.stream or body.stop)
-        generation = Generation(front.engine, choices, front.watch, eager)
+        generation = Generation(front.engine, choices, front.watch, eager, num_choices)
         answer: GenerationAnswer
         if body.stream:
             usage = UsageIn.of(body.stream_options)

@@ -2,14 +2,28 @@
 
 from collections.abc import Iterable
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 
 from kunserve.core.ids import GroupId, InstanceId
 from kunserve.core.snapshots import ClusterState, StageTime
+from kunserve.server.metric_family import counter, gauge
 
 WINDOW_S = 1.0
 """Working time of a pipeline that one value of the ratio covers, at least."""
+BUSY = counter(
+    "kunserve:stage_busy_seconds_total", "Time in which a pipeline's stage computed.", "engine"
+)
+ACTIVE = counter(
+    "kunserve:stage_active_seconds_total",
+    "Time in which a stage's pipeline had work, whether the stage computed or not.",
+    "engine",
+)
+BUBBLES = gauge(
+    "kunserve:bubble_ratio",
+    "Idle share of the stages' time over the pipeline's last second or more of work.",
+    "engine",
+)
+FAMILIES = (BUSY, ACTIVE, BUBBLES)
 
 
 class StageMetrics:
@@ -73,27 +87,12 @@ class StageMetrics:
 
     def collect(self) -> Iterable[Metric]:
         """Everything, as of the last ``observe``."""
-        names = ["model_name", "engine"]
-        for name, documentation, sums in (
-            ("kunserve:stage_busy_seconds", "A pipeline's stage computing.", self._busy_s),
-            (
-                "kunserve:stage_active_seconds",
-                "A pipeline's stage, computing or not, while its group has work.",
-                self._active_s,
-            ),
+        for family, values in (
+            (BUSY, self._busy_s),
+            (ACTIVE, self._active_s),
+            (BUBBLES, self.ratios),
         ):
-            family = CounterMetricFamily(name, documentation, labels=names)
-            for instance_id, seconds in sums.items():
-                family.add_metric([self._model_name, str(instance_id)], seconds)
-            yield family
-        gauge = GaugeMetricFamily(
-            "kunserve:bubble_ratio",
-            "Idle share of the stages' time over the pipeline's last second or more of work.",
-            labels=names,
-        )
-        for leader, ratio in self.ratios.items():
-            gauge.add_metric([self._model_name, str(leader)], ratio)
-        yield gauge
+            yield family.of({(self._model_name, str(i)): value for i, value in values.items()})
 
 
 def _add(sums: dict[InstanceId, float], instance_id: InstanceId, seconds: float) -> None:

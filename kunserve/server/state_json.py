@@ -4,7 +4,6 @@ import dataclasses
 from typing import Any
 
 from kunserve.core.snapshots import ClusterState, TransitionRecord
-from kunserve.server.cluster_metrics import loads_by_group
 
 
 def to_plain(value: Any) -> Any:
@@ -33,7 +32,7 @@ def state_object(state: ClusterState) -> dict[str, Any]:
     for instance, shown in zip(state.instances, plain["instances"], strict=True):
         shown["dropped_bytes"] = instance.dropped_bytes
         shown["dropped_layers"] = instance.spec.num_layers - instance.held.num_layers
-    for (group, load), shown in zip(loads_by_group(state), plain["groups"], strict=True):
+    for (group, load), shown in zip(state.loads_by_group(), plain["groups"], strict=True):
         shown["leader"] = group.leader
         shown["load"] = to_plain(load)
         if load is not None:

@@ -6,7 +6,7 @@ import time
 
 from kunserve.core.ids import InstanceId
 from kunserve.core.load import NOTHING_DONE, LeaderTotals, LoadReport
-from kunserve.server.cluster_metrics import ClusterMetrics, loads_by_group
+from kunserve.server.cluster_metrics import ClusterMetrics
 
 logger = logging.getLogger("kunserve.server")
 
@@ -43,7 +43,7 @@ class StatsLog:
         }
         self._before = {one.spec.instance_id: one.totals for one in state.instances}
         lines = []
-        for group, load in loads_by_group(state):
+        for group, load in state.loads_by_group():
             if load is None:
                 continue
             done = NOTHING_DONE

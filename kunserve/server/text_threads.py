@@ -6,7 +6,7 @@ from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
 from typing import ParamSpec, TypeVar
 
-from kunserve.core.errors import Overloaded
+from kunserve.core.errors import MAX_WAITING_TEXT, Overloaded
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -35,7 +35,7 @@ class TextThreads:
         One text alone always has room, however long it is.
         """
         if self.held_chars and self.held_chars + num_chars > self._max_waiting_chars:
-            raise Overloaded("Too much text is waiting to be tokenised.")
+            raise Overloaded("Too much text is waiting to be tokenised.", limit=MAX_WAITING_TEXT)
         self.held_chars += num_chars
         try:
             yield

@@ -8,9 +8,8 @@ from typing import Any
 
 from kunserve.core.ids import TransitionId
 from kunserve.core.snapshots import ClusterState, TransitionRecord
-from kunserve.server.cluster_metrics import ClusterMetrics, loads_by_group
+from kunserve.server.cluster_metrics import ClusterMetrics
 from kunserve.server.metrics import FrontMetrics
-from kunserve.server.savings import Savings
 from kunserve.server.state_json import record_object
 
 PERIOD_S = 0.2
@@ -28,19 +27,19 @@ class Timeline:
         self._samples: deque[dict[str, Any]] = deque(maxlen=max(1, int(kept_s / period_s)))
         self._transitions: dict[TransitionId, TransitionRecord] = {}
         self._run_id = uuid.uuid4().hex
-        self._savings = Savings()
 
     async def run(self) -> None:
         """Sample for ever; cancelled when the application stops."""
         while True:
             self.sample()
+            due_s = time.monotonic() + self._period_s
             await asyncio.sleep(self._period_s)
+            self._metrics.loop_lag.observe(max(0.0, time.monotonic() - due_s))
 
     def sample(self) -> None:
         """Take one sample now."""
         metrics = self._metrics
         state = metrics.cluster.observe()
-        self._savings.observe(state)
         for record in state.transitions:
             self._transitions[record.transition_id] = record
         while len(self._transitions) > 1000:
@@ -58,14 +57,15 @@ class Timeline:
                 "num_dropped_instances": sum(
                     instance.dropped_bytes > 0 for instance in state.instances
                 ),
-                "num_in_freed_memory": self._savings.num_requests,
-                "queueing_avoided_s": self._savings.request_s,
+                "num_in_freed_memory": metrics.cluster.savings.num_requests,
+                "queueing_avoided_s": metrics.cluster.savings.request_s,
                 "ttft_count": metrics.recent_first_token.count(now_s),
                 "ttft_p50_s": first_p50,
                 "ttft_p99_s": first_p99,
                 "tpot_p50_s": token_p50,
                 "tpot_p99_s": token_p99,
                 "arrivals": metrics.arrivals,
+                "refusals": sum(metrics.refusals.values()),
                 "generation_tokens": metrics.generation_tokens,
             }
         )
@@ -104,6 +104,6 @@ def _groups(state: ClusterState, metrics: ClusterMetrics) -> list[dict[str, Any]
             "num_waiting": load.num_waiting,
             "bubble_ratio": metrics.bubble_ratio(group.leader),
         }
-        for group, load in loads_by_group(state)
+        for group, load in state.loads_by_group()
         if load is not None
     ]

@@ -26,7 +26,8 @@ from kunserve.core.snapshots import (
     StageTime,
     TransitionRecord,
 )
-from kunserve.server.metrics import FrontMetrics, RecentValues
+from kunserve.server.metrics import FrontMetrics
+from kunserve.server.request_metrics import RecentValues
 from kunserve.server.timeline import PERIOD_S
 from tests.specs import instance_spec
 from tests.unit.server.echo_engine import EchoEngine, group_of, idle_load
@@ -157,6 +158,7 @@ class StoryEngine(EchoEngine):
     dead: frozenset[int] = frozenset()
     trigger: str = TRIGGER
     reasons: tuple[str, ...] = ()
+    is_scale_up_wanted: bool = False
     _began_s: float = field(default_factory=time.monotonic)
     at_s: float = 0.0
     runs: bool = True
@@ -184,6 +186,7 @@ class StoryEngine(EchoEngine):
             num_drops=sum(record.kind == "drop" for record in done),
             num_restores=sum(record.kind == "restore" for record in done),
             reasons=self.reasons,
+            is_scale_up_wanted=self.is_scale_up_wanted,
             stage_times=tuple(time for group in groups for time in stage_times_of(group, t_s)),
         )
 
@@ -226,6 +229,7 @@ def _feel(metrics: FrontMetrics, t_s: float) -> None:
     first_s = 0.11 + 0.03 * math.sin(t_s / 2) + queue_s
     token_s = 0.031 + pressure / 40_000 + (0.006 if DROP_S < t_s < RESTORE_S else 0.0)
     metrics.arrivals += max(0, round(pressure * PERIOD_S / 50 + math.sin(t_s * 5.3)) - 1)
+    metrics.refusals["max_num_queued_reqs"] += pressure > 600
     metrics.generation_tokens += round(pressure / 4)
     metrics.recent_first_token = RecentValues()
     metrics.recent_per_token = RecentValues()

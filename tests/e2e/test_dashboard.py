@@ -222,6 +222,7 @@ def test_a_dropped_cluster_is_shown(story: LiveServer, visit: Callable[..., Visi
     for name in ("running", "waiting", "stalled"):
         expect(pipeline).to_contain_text(name)
     expect(page.locator("[data-tile='Drops']")).to_contain_text("2")
+    expect(page.locator("[data-tile='Arrivals']")).to_contain_text(re.compile(r"[\d,]+ refused"))
     expect(page.locator("[data-tile='TTFT p99']")).to_contain_text(re.compile(r"n=[\d,]+"))
     expect(page.locator("[data-tile='Wait avoided'] .value")).to_have_text(
         re.compile(r"[1-9].* s$")
@@ -402,11 +403,12 @@ def test_the_page_asks_for_the_key(locked: LiveServer, visit: Callable[..., Visi
 @needs_chromium
 def test_it_says_why_nothing_is_done(visit: Callable[..., Visit]) -> None:
     why = "group 5: the restore waits, because a request needs 300 blocks"
-    with live_server(StoryEngine(reasons=(why,))) as server:
+    with live_server(StoryEngine(reasons=(why,), is_scale_up_wanted=True)) as server:
         tell(server)
         one = visit()
         page = one.open(server)
         expect(page.locator("#reasons li")).to_have_text([why])
+        expect(page.locator("#status")).to_have_text("live, more instances wanted")
         one.check(server)
 
 

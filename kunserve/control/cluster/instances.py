@@ -19,6 +19,8 @@ class _Instance:
     held: LayerRange
     kv_units: int
     totals: LeaderTotals = NOTHING_DONE
+    before: LeaderTotals = NOTHING_DONE
+    """What its process had done when an earlier front counted it."""
 
 
 class Instances:
@@ -55,6 +57,7 @@ class Instances:
         self.ready(event.ready)
         instance = self._living[event.ready.spec.instance_id]
         instance.held, instance.kv_units = event.held, event.kv_units
+        instance.before = event.totals
 
     def form_alone(self, instance_id: InstanceId) -> None:
         """Make it a group of its own, whatever it was before."""
@@ -93,7 +96,7 @@ class Instances:
         """An instance says what it has done since its process started."""
         instance = self._living.get(instance_id)
         if instance is not None:
-            instance.totals += totals.since(instance.totals)
+            instance.totals += totals.since(instance.before).since(instance.totals)
 
     def forget(self, instance_id: InstanceId) -> bool:
         """It is gone. False if it was not known to live."""

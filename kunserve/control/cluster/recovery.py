@@ -65,6 +65,8 @@ class Recovery:
         self._scaling = scaling
         self._outbox = outbox
         self._max_num_seqs = max_num_seqs
+        self.num_deaths = 0
+        """Instances that died so far."""
 
     def lost(self, instance_id: InstanceId, reason: str, now_s: float, blame: Blame) -> None:
         """An instance died: its group's survivors start anew, its requests are run again.
@@ -73,6 +75,7 @@ class Recovery:
         """
         if not self._instances.forget(instance_id):
             return
+        self.num_deaths += 1
         affected = self._end_all_of(
             (instance_id,), f"instance {instance_id} died ({reason})", now_s
         )

@@ -35,6 +35,8 @@ class Requests:
         self.quarantine = Quarantine(placement, outbox)
         self.num_moved = 0
         """Waiting requests that changed groups."""
+        self.num_rerun = 0
+        """Times that a request began anew after a death."""
         self.backlog = Backlog(block_size)
         self._ahead = SentAhead(step_tokens)
         self._placed_version = -1
@@ -395,6 +397,7 @@ class Requests:
                 else:
                     self.quarantine.interrupted(request_id)
                     live.is_rerun = True
+                    self.num_rerun += 1
         self.place()
 
     def check(self, alive: Iterable[InstanceId]) -> None:

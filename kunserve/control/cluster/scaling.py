@@ -19,7 +19,7 @@ from kunserve.policy.scale import (
 )
 
 SAY_PERIOD_S = 10.0
-"""Shortest time between two wishes for instances that nobody may order."""
+"""Shortest time between two wishes for instances that nobody may order, and how long one holds."""
 
 
 class Scaling:
@@ -42,12 +42,17 @@ class Scaling:
         self._give_back = give_back
         self._num_ordered = 0
         self._said_s: float | None = None
+        self._wanted_s: float | None = None
         self._oversized_since_s: float | None = None
 
     @property
     def is_on(self) -> bool:
         """Whether the cluster may grow."""
         return self._config.max_instances is not None
+
+    def is_wanted(self, now_s: float) -> bool:
+        """Whether more instances would have helped lately."""
+        return self._wanted_s is not None and now_s - self._wanted_s <= SAY_PERIOD_S
 
     def arrived(self) -> None:
         """An instance that was never here before is ready."""
@@ -60,6 +65,7 @@ class Scaling:
 
     def grow(self, missing_blocks: int, reason: str, now_s: float) -> None:
         """Memory is short, and dropping does not help: order instances, or say so now and then."""
+        self._wanted_s = now_s
         if not self.is_on:
             if self._said_s is None or now_s - self._said_s >= SAY_PERIOD_S:
                 self._said_s = now_s

@@ -1,13 +1,14 @@
 """A scheduler's counters and the load report made from them."""
 
+from bisect import bisect_left
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kunserve.control.group.ledger import Ledger
 from kunserve.control.group.queue import WaitingQueue
 from kunserve.control.group.sequence import Progress, Sequence
 from kunserve.core.ids import GroupId
-from kunserve.core.load import LeaderTotals, LoadReport
+from kunserve.core.load import STEP_TOKEN_BOUNDS, LeaderTotals, LoadReport
 
 PRIOR_OUTPUT_TOKENS = 256.0
 """Expected output before anything has finished: about the mean of published chat traces."""
@@ -25,12 +26,27 @@ class SchedulerTotals:
     generation_tokens: int = 0
     mean_output_tokens: float = PRIOR_OUTPUT_TOKENS
     """Exponentially weighted over finished requests."""
+    steps: list[int] = field(default_factory=list)
+    """By their tokens, as in ``LeaderTotals``."""
 
     def so_far(self) -> LeaderTotals:
         """As a value."""
         return LeaderTotals(
-            self.num_preemptions, self.lost_tokens, self.prompt_tokens, self.generation_tokens
+            self.num_preemptions,
+            self.lost_tokens,
+            self.prompt_tokens,
+            self.generation_tokens,
+            tuple(self.steps),
         )
+
+    def note_step(self, prompt_tokens: int, generation_tokens: int) -> None:
+        """A step is complete. One that only freed blocks is not counted."""
+        self.prompt_tokens += prompt_tokens
+        self.generation_tokens += generation_tokens
+        num_tokens = prompt_tokens + generation_tokens
+        if num_tokens:
+            self.steps = self.steps or [0] * (len(STEP_TOKEN_BOUNDS) + 1)
+            self.steps[bisect_left(STEP_TOKEN_BOUNDS, num_tokens)] += 1
 
     def note_preemption(self, lost_tokens: int) -> None:
         """A request lost its place among the running, and so much KV."""
@@ -130,4 +146,5 @@ def measure_load(
         stuck_s=stuck_s,
         largest_request_blocks=-(-largest // block_size),
         largest_expected_blocks=-(-largest_expected // block_size),
+        steps=tuple(totals.steps),
     )

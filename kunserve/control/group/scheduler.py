@@ -215,8 +215,7 @@ class Scheduler:
                 self._holders.end(seq)
         if num_ended:
             self._holders.drop_ended()
-        self.totals.generation_tokens += len(outputs) - num_failed
-        self.totals.prompt_tokens += step.num_prompt_tokens
+        self.totals.note_step(step.num_prompt_tokens, len(outputs) - num_failed)
         self._clock.completed(self.has_work, now_s)
         return outputs
 

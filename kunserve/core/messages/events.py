@@ -55,6 +55,8 @@ class Rejoin:
     """The group it stands in; None when it could not go on with that."""
     num_received: int
     """As in ``LoadReport``: it goes on counting."""
+    totals: LeaderTotals = NOTHING_DONE
+    """What earlier fronts have counted of it already."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -76,6 +76,14 @@ function showCluster(state) {
   );
 }
 
+/** What an operator should know before anything else. */
+function statusOf(state) {
+  const parts = ["live"];
+  if (state.paused) parts.push("drops paused");
+  if (state.is_scale_up_wanted) parts.push("more instances wanted");
+  return parts.join(", ");
+}
+
 /** Why nothing is done about groups whose load asks for something. */
 function showReasons(state) {
   const lines = state.reasons ?? [];
@@ -104,7 +112,7 @@ const listener = {
     document.body.classList.remove("stale");
     history.add(timeline);
     if (!history.latest) return; // the server has just started: its first sample is due
-    showStatus("live", state.paused ? "live, drops paused" : "live");
+    showStatus("live", statusOf(state));
     byId("empty").hidden = history.hasTraffic;
     tiles.update(state, history, blockBytes(state));
     showCluster(state);

@@ -5,6 +5,12 @@ import { NOTHING, bytes, percent, perSecond, plural, requests, seconds } from ".
 
 const RATE_SPAN_S = 5;
 
+/** Refused requests are no arrivals: they show only where there are any. */
+function inAll({ arrivals, refusals }) {
+  const taken = `${requests.text(arrivals)} in all`;
+  return refusals ? `${taken}, ${requests.text(refusals)} refused` : taken;
+}
+
 /** name, what it says, and the smaller line below it. */
 const TILES = [
   ["Running", (now) => [requests.text(now.latest.num_running), `${now.stalled} stalled`]],
@@ -13,7 +19,7 @@ const TILES = [
   ["KV demand", (now) => [percent(now.demand / now.capacity), bytes.text(now.demand)]],
   ["TTFT p99", (now) => [seconds.text(now.latest.ttft_p99_s), `p50 ${seconds.text(now.latest.ttft_p50_s)}, n=${requests.text(now.latest.ttft_count)}`]],
   ["TPOT p50", (now) => [seconds.text(now.latest.tpot_p50_s), `p99 ${seconds.text(now.latest.tpot_p99_s)}`]],
-  ["Arrivals", (now) => [perSecond.text(now.arrivalRate), `${requests.text(now.latest.arrivals)} in all`]],
+  ["Arrivals", (now) => [perSecond.text(now.arrivalRate), inAll(now.latest)]],
   ["Output tokens", (now) => [perSecond.text(now.tokenRate), `${requests.text(now.latest.generation_tokens)} in all`]],
   ["Drops", (now) => [String(now.state.num_drops), plural(now.state.num_restores, "restore")]],
   ["Wait avoided", (now) => [seconds.text(now.latest.queueing_avoided_s), `${plural(Math.round(now.latest.num_in_freed_memory), "request")} now`]],

@@ -94,11 +94,14 @@ class TestShedding:
 
     def test_the_request_limit(self):
         assert shed(7, 0, reqs=8) is None
-        assert shed(8, 0, reqs=8) == Shed("8 requests are waiting, the limit is 8", 1)
+        assert shed(8, 0, reqs=8) == Shed(
+            "8 requests are waiting, the limit is 8", 1, "max_num_queued_reqs"
+        )
 
     def test_the_token_limit_counts_the_request(self):
         assert shed(3, 950, tokens=1000) is None
-        assert shed(3, 951, tokens=1000) is not None
+        refused = shed(3, 951, tokens=1000)
+        assert refused is not None and refused.limit == "max_num_queued_tokens"
 
     def test_an_empty_queue_admits_anything(self):
         assert shed(0, 0, request_tokens=5000, tokens=1000, reqs=0) is None

@@ -69,7 +69,7 @@ def test_pause_and_resume(admin: LiveServer) -> None:
 
 def test_what_drops_would_have_done_is_in_the_metrics(admin: LiveServer) -> None:
     with admin.client() as client:
-        assert "kunserve:observed" not in client.get("/metrics").text
+        assert "kunserve:observed_merges{" not in client.get("/metrics").text
         seen = ObservedDrops(2, 1, 4096, num_requests=7, wait_s=12.5, num_merged=1)
         admin.configure(snapshot=replace(admin.engine.snapshot, observed=seen))
         text = client.get("/metrics").text

@@ -1,16 +1,20 @@
 """Names, labels and arithmetic of the metrics."""
 
+import os
 from dataclasses import replace
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from kunserve.core.ids import RequestId
+from kunserve.cluster.api import Vitals
+from kunserve.core.ids import InstanceId, RequestId, TransitionId
 from kunserve.core.load import LeaderTotals
 from kunserve.core.request import FinishReason, Request, SamplingParams
+from kunserve.core.snapshots import Kind, Outcome
 from kunserve.server.cluster_metrics import ClusterMetrics
-from kunserve.server.histogram import Histogram
-from kunserve.server.metrics import FIRST_TOKEN_BUCKETS, FrontMetrics, RecentValues
+from kunserve.server.histogram import FIRST_TOKEN_BUCKETS, Histogram, length_buckets
+from kunserve.server.metrics import FrontMetrics
+from kunserve.server.request_metrics import RecentValues
 from kunserve.server.stats_log import StatsLog
 from kunserve.server.timeline import Timeline
 from tests.unit.server.echo_engine import EchoEngine, idle_load, run_now
@@ -38,20 +42,22 @@ def request(prompt_tokens: int = 5) -> Request:
 
 
 def test_buckets_are_cumulative_and_bounds_inclusive() -> None:
-    histogram = Histogram("h", "text", (1.0, 2.0))
+    histogram = Histogram((1.0, 2.0))
     for value in (0.5, 1.0, 1.5, 9.0):
         histogram.observe(value)
-    got = {
-        sample.labels.get("le", sample.name): sample.value
-        for sample in histogram.family({"a": "b"}).samples
-    }
-    assert got == {"1.0": 2.0, "2.0": 3.0, "+Inf": 4.0, "h_count": 4.0, "h_sum": 12.0}
+    assert histogram.buckets() == [("1.0", 2.0), ("2.0", 3.0), ("+Inf", 4.0)]
+    assert histogram.total == 12.0
 
 
 def test_first_token_buckets_are_vllms() -> None:
     assert FIRST_TOKEN_BUCKETS[0] == 0.001 and FIRST_TOKEN_BUCKETS[-1] == 2560.0
     assert len(FIRST_TOKEN_BUCKETS) == 22
     assert list(FIRST_TOKEN_BUCKETS) == sorted(FIRST_TOKEN_BUCKETS)
+
+
+def test_lengths_fall_into_1_2_5_buckets_up_to_the_longest() -> None:
+    assert length_buckets(99) == (1.0, 2.0, 5.0, 10.0, 20.0, 50.0)
+    assert length_buckets(100)[-1] == 100.0
 
 
 def test_a_request_is_timed_from_its_arrival() -> None:
@@ -71,11 +77,26 @@ def test_a_request_is_timed_from_its_arrival() -> None:
     assert got["vllm:request_time_per_output_token_seconds_sum", front] == pytest.approx(0.3)
     assert got["vllm:e2e_request_latency_seconds_sum", front] == pytest.approx(1.1)
     assert got["vllm:request_queue_time_seconds_sum", front] == pytest.approx(0.25)
+    assert got["vllm:request_prefill_time_seconds_sum", front] == pytest.approx(0.25)
+    assert got["vllm:request_decode_time_seconds_sum", front] == pytest.approx(0.6)
+    assert got["vllm:request_inference_time_seconds_sum", front] == pytest.approx(0.85)
+    assert got["vllm:request_prompt_tokens_sum", front] == 5
+    assert got["vllm:request_generation_tokens_sum", front] == 3
+    assert got["vllm:request_params_max_tokens_sum", front] == 8
     reasons = {
         reason: got["vllm:request_success_total", labels(engine="all", finished_reason=reason)]
         for reason in ("stop", "length", "abort", "error")
     }
     assert reasons == {"stop": 0, "length": 1, "abort": 0, "error": 0}
+
+
+def test_a_prompt_counts_once_for_all_its_choices() -> None:
+    metrics = FrontMetrics(EchoEngine(), MODEL)
+    metrics.answered([3, 7, 5])
+    got = scrape(metrics)
+    assert got["vllm:request_params_n_sum", labels(engine="all")] == 3
+    assert got["vllm:request_params_n_count", labels(engine="all")] == 1
+    assert got["vllm:request_max_num_generation_tokens_sum", labels(engine="all")] == 7
 
 
 def test_an_aborted_request_has_no_latency() -> None:
@@ -125,6 +146,12 @@ def test_a_drop_shows() -> None:
         assert got["kunserve:dropped_layers", labels(engine="1")] == 2
         assert got["kunserve:dropped_bytes", labels(engine="1")] == 2 * 4096
         assert got["kunserve:exchange_bytes_total", labels(kind="drop")] == 5000
+        ended = labels(kind="drop", trigger="forced", outcome="done")
+        assert got["kunserve:transitions_total", ended] == 1
+        assert got["kunserve:exchanged_requests_total", labels(kind="drop")] == 3
+        assert got["kunserve:exchange_max_stall_seconds_sum", labels(kind="drop")] == 0.05
+        assert got["kunserve:transition_gap_seconds_sum", labels(kind="drop")] == 0.01
+        assert got["kunserve:transitions_under_way", labels(kind="drop")] == 0
         durations = "kunserve:transition_duration_seconds"
         assert got[f"{durations}_count", labels(kind="drop")] == 1
         assert got[f"{durations}_sum", labels(kind="drop")] == pytest.approx(0.3)
@@ -134,7 +161,7 @@ def test_a_drop_shows() -> None:
 def test_counters_are_those_of_instances() -> None:
     engine = EchoEngine()
     metrics = FrontMetrics(engine, MODEL)
-    done = LeaderTotals(num_preemptions=7, lost_tokens=70)
+    done = LeaderTotals(7, 70, prompt_tokens=50, generation_tokens=9, steps=(2, *[1] * 13))
     first, second = engine.snapshot.instances
     engine.snapshot = replace(engine.snapshot, instances=(replace(first, totals=done), second))
     for _ in range(2):
@@ -142,6 +169,10 @@ def test_counters_are_those_of_instances() -> None:
         assert got["vllm:num_preemptions_total", labels(engine="0")] == 7
         assert got["kunserve:lost_tokens_total", labels(engine="0")] == 70
         assert got["vllm:num_preemptions_total", labels(engine="1")] == 0
+        assert got["vllm:iteration_tokens_total_count", labels(engine="0")] == 15
+        assert got["vllm:iteration_tokens_total_sum", labels(engine="0")] == 59
+        assert got["vllm:iteration_tokens_total_bucket", labels(engine="0", le="8.0")] == 3
+        assert got["vllm:iteration_tokens_total_count", labels(engine="1")] == 0
         if engine.snapshot.num_drops == 0:
             run_now(engine.drop(None))  # no matter who leads what, and what was reported of it
         engine.snapshot = replace(
@@ -156,6 +187,63 @@ def test_requests_that_no_engine_has_are_waiting_too() -> None:
     got = scrape(FrontMetrics(engine, MODEL))
     waiting = {key: value for key, value in got.items() if key[0] == "vllm:num_requests_waiting"}
     assert sum(waiting.values()) == waiting["vllm:num_requests_waiting", labels(engine="none")] == 3
+    by_reason = "vllm:num_requests_waiting_by_reason"
+    assert got[by_reason, labels(engine="none", reason="capacity")] == 3
+    assert sum(value for (name, _), value in got.items() if name == by_reason) == 3
+
+
+def test_a_transition_under_way_has_an_age_and_counts_when_it_has_ended() -> None:
+    engine = EchoEngine()
+    metrics = FrontMetrics(engine, MODEL)
+    record = replace(engine._record(Kind.DROP), trigger="demand 9 blocks", moved_bytes=0)
+    running = replace(record, finished_s=None, outcome=Outcome.RUNNING)
+    engine.snapshot = replace(engine.snapshot, now_s=41.0, transitions=(running,))
+    got = scrape(metrics)
+    assert got["kunserve:transitions_under_way", labels(kind="drop")] == 1
+    assert got["kunserve:transition_age_seconds", labels()] == pytest.approx(40.0, abs=0.1)
+    for outcome, label in (
+        (Outcome.ROLLED_BACK, "rolled_back"),
+        (Outcome.FAILED, "failed"),
+        (Outcome.DONE, "done"),
+    ):
+        number = TransitionId(len(label))
+        ended = replace(record, transition_id=number, outcome=outcome)
+        engine.snapshot = replace(engine.snapshot, transitions=(ended,))
+        got = scrape(metrics)
+        which = labels(kind="drop", trigger="automatic", outcome=label)
+        assert got["kunserve:transitions_total", which] == 1
+    assert got["kunserve:transition_age_seconds", labels()] == 0
+    assert got["kunserve:transition_duration_seconds_count", labels(kind="drop")] == 1
+
+
+def test_memory_by_part_sums_to_the_memory() -> None:
+    engine = EchoEngine()
+    metrics = FrontMetrics(engine, MODEL)
+    run_now(engine.drop(None))
+    got = scrape(metrics)
+    parts = {
+        part: got["kunserve:memory_bytes", labels(engine="0", part=part)]
+        for part in ("weights", "kv", "freed")
+    }
+    assert sum(parts.values()) == engine.snapshot.instances[0].spec.memory_bytes
+    assert parts["freed"] == 2 * 4096 and parts["kv"] == 400 * 1024
+
+
+def test_what_the_processes_use() -> None:
+    engine = EchoEngine(wholeness=Vitals(2, 1, 0, pids=((InstanceId(1), os.getpid()),)))
+    metrics = FrontMetrics(engine, MODEL)
+    got = scrape(metrics)
+    assert got["kunserve:instance_resident_memory_bytes", labels(engine="1")] > 1e6
+    seconds = got["kunserve:instance_cpu_seconds_total", labels(engine="1")]
+    assert seconds > 0
+    engine.wholeness = Vitals(2, 1, 0)
+    got = scrape(metrics)
+    assert got["kunserve:instance_cpu_seconds_total", labels(engine="1")] == seconds
+    assert ("kunserve:instance_resident_memory_bytes", labels(engine="1")) not in got
+    assert got["process_resident_memory_bytes", frozenset()] > 1e6
+    engine.wholeness = Vitals(2, 0, 0, pids=((InstanceId(1), os.getppid()),))
+    got = scrape(metrics)
+    assert got["kunserve:instance_cpu_seconds_total", labels(engine="1")] >= seconds
 
 
 def test_recent_values_forget() -> None:

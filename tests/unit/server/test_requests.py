@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from kunserve.core.errors import Overloaded
+from kunserve.core.errors import MAX_QUEUED_REQS, MAX_QUEUED_TOKENS, Overloaded
 from kunserve.core.request import SamplingParams
 from kunserve.model.generation_config import SamplingDefaults
 from kunserve.server.sampling import SeedSource, resolve_sampling
@@ -112,12 +112,14 @@ def test_unknown_fields_are_told_once(
 
 
 def test_refusals_are_counted_by_reason(server: LiveServer, client: httpx.Client) -> None:
-    server.configure(refusal=lambda _request: Overloaded("full"))
-    assert client.post(COMPLETIONS, json=PROMPT | {"n": 3}).status_code == 503
+    for limit in (MAX_QUEUED_REQS, MAX_QUEUED_TOKENS):
+        server.configure(refusal=lambda _request, limit=limit: Overloaded("full", limit=limit))
+        assert client.post(COMPLETIONS, json=PROMPT | {"n": 3}).status_code == 503
     server.configure(refusal=lambda _request: None, admitting=False)
     for _ in range(2):
         assert client.post(COMPLETIONS, json=PROMPT).status_code == 503
     got = samples(client.get("/metrics").text)
     name = "vllm:admission_rejections_total"
-    assert got[name, labels(engine="all", reason="queue_full")] == 1
-    assert got[name, labels(engine="all", reason="unavailable")] == 2
+    assert got[name, labels(reason="max_num_queued_reqs")] == 1
+    assert got[name, labels(reason="max_num_queued_tokens")] == 1
+    assert got[name, labels(reason="unavailable")] == 2

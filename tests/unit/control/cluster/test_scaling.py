@@ -1,6 +1,7 @@
 """A cluster that may grow: orders under overload, and instances given back after it."""
 
 from kunserve.control.cluster.commands import ScaleDown, ScaleUp
+from kunserve.control.cluster.scaling import SAY_PERIOD_S
 from kunserve.core.config import ClusterConfig
 from kunserve.core.ids import InstanceId
 from kunserve.core.messages import Submit
@@ -96,3 +97,15 @@ def test_nobody_leaves_once_memory_is_short_again_or_somebody_died() -> None:
         else:
             brain.die(0)
         assert not brain.controller.placement.leaving, end
+
+
+def test_what_nobody_may_order_is_wanted_until_a_while_after_the_shortage() -> None:
+    brain = Brain(1, policy="drop")
+    brain.report(0)
+    assert not brain.controller.state(brain.now_s).is_scale_up_wanted
+    brain.report(0, **SHORT, waiting_blocks=150)
+    assert brain.controller.state(brain.now_s).is_scale_up_wanted
+    brain.report(0, after_s=SAY_PERIOD_S - 1.0)
+    assert brain.controller.state(brain.now_s).is_scale_up_wanted
+    brain.report(0, after_s=2.0)
+    assert not brain.controller.state(brain.now_s).is_scale_up_wanted
