@@ -71,10 +71,11 @@ def check_memory(config: KunServeConfig) -> None:
     """Raise TooLittleMemory when all instances together ask for more than there is.
 
     Each one checks for itself too, but they start at once and none sees the others' memory yet.
-    A KV size without a memory size says too little before the model is known.
+    A KV size without a memory size says too little before the model is known, and another
+    device's memory is not the machine's.
     """
     num, instance = config.cluster.num_instances, config.instance
-    if instance.kv_cache_memory_bytes is not None:
+    if instance.kv_cache_memory_bytes is not None or instance.device != "cpu":
         return
     needed = num * (instance.memory_bytes + PROCESS_BYTES)
     available = available_bytes()
