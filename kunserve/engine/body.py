@@ -159,7 +159,7 @@ class EngineBody:
             chunk.start + chunk.num_tokens - self._prompt_tokens[chunk.request_id]
             for chunk in sampling
         ]
-        logits = self._decoder.logits(batch, hidden).cpu()
+        logits = self._decoder.logits(batch, hidden)
         return self._sampler.sample(logits, [chunk.request_id for chunk in sampling], positions)
 
     def forget(self, request_id: RequestId) -> None:

@@ -18,6 +18,7 @@ from kunserve.engine.ops.reference import ReferenceOps
 from kunserve.engine.pages import OpenPages
 from kunserve.engine.sampler import Sampler
 from kunserve.engine.torch_decoder import TorchDecoder
+from kunserve.engine.torch_sampler import TorchSampler
 from kunserve.engine.weights.loader import WeightLoader
 from kunserve.engine.weights.readers import Reader
 
@@ -67,7 +68,7 @@ class CudaBackend:
 
     def sampler(self, eos_ids: Sequence[int], vocab_size: int) -> Sampler:
         """See ``Backend``."""
-        return Sampler(eos_ids, vocab_size)
+        return TorchSampler(eos_ids, vocab_size)
 
     def synchronize(self) -> None:
         """See ``Backend``."""
