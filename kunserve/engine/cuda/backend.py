@@ -1,6 +1,7 @@
 """Device memory and torch: a GPU, or a stand-in for its driver with torch on the CPU."""
 
 import functools
+import importlib
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -15,6 +16,7 @@ from kunserve.engine.cuda.pages import DevicePages
 from kunserve.engine.decoder import ModelWeights, StepDecoder
 from kunserve.engine.memory import InstanceMemory
 from kunserve.engine.ops.reference import ReferenceOps
+from kunserve.engine.ops.table import Ops
 from kunserve.engine.pages import OpenPages
 from kunserve.engine.sampler import Sampler
 from kunserve.engine.torch_decoder import TorchDecoder
@@ -64,7 +66,15 @@ class CudaBackend:
     ) -> StepDecoder:
         """See ``Backend``."""
         kv = kv_in(memory, self.device)
-        return TorchDecoder(spec, weights, kv, config.block_size, ReferenceOps(spec))
+        return TorchDecoder(spec, weights, kv, config.block_size, self._open_ops(spec, config))
+
+    def _open_ops(self, spec: ModelSpec, config: InstanceConfig) -> Ops:
+        """Triton's kernels on a device; plain torch where it has none, or if it is asked for."""
+        if self.device.type != "cuda" or config.attention == "reference":
+            return ReferenceOps(spec)
+        # Triton comes with torch for CUDA, and is not there without it.
+        ops: Ops = importlib.import_module("kunserve.engine.ops.triton_ops").TritonOps(spec)
+        return ops
 
     def sampler(self, eos_ids: Sequence[int], vocab_size: int) -> Sampler:
         """See ``Backend``."""
