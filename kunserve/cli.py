@@ -21,6 +21,11 @@ _COMMANDS = {
         "profile_command",
         "Measure what steps cost here.",
     ),
+    "doctor": (
+        "kunserve.engine.doctor",
+        "doctor_command",
+        "What this machine can do, and what would stop a server.",
+    ),
     "demo": ("kunserve.bench.demo", "demo_command", "The story on a real model, on this machine."),
     "compare": (
         "kunserve.bench.compare.compare_command",

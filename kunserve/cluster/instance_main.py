@@ -4,7 +4,8 @@ import sys
 
 from kunserve.cluster.instance_start import Loaded, run_instance
 from kunserve.cluster.launch import InstanceOrder
-from kunserve.engine.body import CpuBody
+from kunserve.engine.body import EngineBody
+from kunserve.engine.devices import open_backend
 from kunserve.model.config import read_eos_ids
 from kunserve.model.fingerprint import check_fingerprint
 from kunserve.model.source import resolve_model
@@ -15,7 +16,10 @@ def load_model(order: InstanceOrder) -> Loaded:
     config = order.config
     source = resolve_model(config.model.model, config.model.load_format)
     check_fingerprint(source, order.model_files)
-    body = CpuBody(order.instance_id, config.model, config.instance, source, config.scheduler)
+    backend = open_backend(config.instance.device, order.instance_id)
+    body = EngineBody(
+        order.instance_id, config.model, config.instance, source, config.scheduler, backend
+    )
     account = body.account
     eos = frozenset(read_eos_ids(source))
     return Loaded(body, eos, account.longest_request_tokens, str(account))

@@ -116,10 +116,11 @@ def check_memory(config: KunServeConfig) -> None:
     """Log what the whole server needs; raise TooLittleMemory when that is more than there is.
 
     Each instance checks for itself too, but they start at once and none sees the others' memory
-    yet. A KV size without a memory size says too little before the model is known.
+    yet. A KV size without a memory size says too little before the model is known, and another
+    device's memory is not the machine's.
     """
     num, instance = config.cluster.num_instances, config.instance
-    if instance.kv_cache_memory_bytes is not None:
+    if instance.kv_cache_memory_bytes is not None or instance.device != "cpu":
         return
     front_bytes = max(0, FRONT_BYTES - anonymous_bytes())  # what it has is no longer available
     needed = num * (instance.memory_bytes + PROCESS_BYTES) + front_bytes

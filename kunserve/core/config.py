@@ -40,8 +40,10 @@ class ModelConfig:
 class InstanceConfig:
     """One instance's resources."""
 
+    device: str = "cpu"
+    """Where weights and KV lie and steps are computed: "cpu" or "cuda"."""
     memory_bytes: int = 1024 * MIB
-    """Arena for weights and KV together."""
+    """Arena for weights and KV together, on that device."""
     kv_cache_memory_bytes: int | None = None
     """If given, the arena is the weights plus this, and ``memory_bytes`` is ignored."""
     block_size: int = 16

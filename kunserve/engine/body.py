@@ -1,4 +1,4 @@
-"""A real instance on CPU: its memory, its weights, and the steps it runs."""
+"""A real instance: its memory, its weights, and the steps it runs."""
 
 import time
 from collections.abc import Callable
@@ -16,15 +16,12 @@ from kunserve.core.layout import LayerRange
 from kunserve.core.model_spec import ModelSpec
 from kunserve.core.snapshots import InstanceSpec
 from kunserve.core.step import SampledToken
-from kunserve.engine.attention import c_model
-from kunserve.engine.decoder import PANEL_ROWS, Decoder, StepBatch, StepLimits
+from kunserve.engine.backend import Backend, CpuBackend, weights_in
+from kunserve.engine.decoder import PANEL_ROWS, StepBatch, StepLimits
 from kunserve.engine.free_memory import anonymous_bytes
-from kunserve.engine.kernels.library import library
 from kunserve.engine.memory import InstanceMemory, MemoryPlan
 from kunserve.engine.prompt_scorer import PromptScorer
-from kunserve.engine.sampler import Sampler
 from kunserve.engine.step_batch import build_batch
-from kunserve.engine.weights.loader import WeightLoader, packed_weights
 from kunserve.engine.weights.readers import open_reader
 from kunserve.model.config import read_eos_ids, read_spec
 from kunserve.model.source import ModelSource, resolve_model
@@ -66,11 +63,12 @@ class StartupAccount:
         )
 
 
-class CpuBody:
+class EngineBody:
     """Implements ``control.instance.body.Body``. One step at a time, called from one thread.
 
     ``source`` saves looking the model up again where the caller has done so. ``scheduler`` bounds
     the steps, whose memory is then reserved at once; without it buffers grow with the steps.
+    ``backend`` says where memory lies and what computes.
     """
 
     def __init__(
@@ -80,6 +78,7 @@ class CpuBody:
         instance: InstanceConfig,
         source: ModelSource | None = None,
         scheduler: SchedulerConfig | None = None,
+        backend: Backend | None = None,
     ) -> None:
         started = time.perf_counter()
         # The kernels have threads of their own. torch's would meet at a barrier after each of the
@@ -87,34 +86,27 @@ class CpuBody:
         torch.set_num_threads(1)
         source = source or resolve_model(model.model, model.load_format)
         self.model = read_spec(source, model.dtype)
-        # What the kernels refuse, and a lack of kernels, shows before minutes of loading.
-        c_model(self.model, 0, instance.block_size)
-        library()
+        self._backend = backend = backend or CpuBackend()
+        instance = backend.settle(self.model, instance)
         reader = open_reader(source, self.model, model.seed)
         limits = _step_limits(self.model, model, instance, scheduler)
         buffer_bytes = limits.buffer_bytes(self.model)
-        self.memory = InstanceMemory(instance_id, self.model, instance, buffer_bytes)
+        self.memory = InstanceMemory(
+            instance_id, self.model, instance, buffer_bytes, backend.open_pages
+        )
         try:
             _check_length(self.model, self.memory.spec, model.max_model_len)
-            layout = self.memory.layout
-            weights = packed_weights(layout, self.model, self.memory.weights.bytes_view())
-            self._loader = WeightLoader(reader, layout, self.model, weights)
+            weights = weights_in(self.memory, self.model, backend.device)
+            self._loader = backend.loader(reader, self.model, self.memory, weights)
             self._loader.check()
             self._loader.load_ends()
             self._loader.load_layers(self.memory.held)
-            self._decoder = Decoder(
-                self.model,
-                weights,
-                self.memory.kv_base_address,
-                instance.block_size,
-                instance.num_threads,
-                instance.attention,
-            )
+            self._decoder = backend.decoder(self.model, weights, self.memory, instance)
             self._decoder.reserve(limits)
         except BaseException:
             self.memory.close()
             raise
-        self._sampler = Sampler(read_eos_ids(source), self.model.vocab_size)
+        self._sampler = backend.sampler(read_eos_ids(source), self.model.vocab_size)
         self._scorer = PromptScorer(self._decoder)
         self._prompt_tokens: dict[RequestId, int] = {}
         self._host = HostStore(self.memory)
@@ -145,14 +137,17 @@ class CpuBody:
         if hidden is None:
             hidden = self._decoder.embed(batch)
         hidden = self._decoder.forward(batch, hidden, look_up)
-        if not work.is_last:
-            return StepOutcome(hidden, ())
-        for start in work.plan.started:
-            self._sampler.start(start)
-            self._scorer.start(start)
-            self._prompt_tokens[start.request_id] = start.num_prompt_tokens
-        scores = self._scorer.score(work.plan, batch, hidden) if work.plan.scored else ()
-        return StepOutcome(None, self._sample(work, batch, hidden), scores)
+        outcome = StepOutcome(hidden, ())
+        if work.is_last:
+            for start in work.plan.started:
+                self._sampler.start(start)
+                self._scorer.start(start)
+                self._prompt_tokens[start.request_id] = start.num_prompt_tokens
+            scores = self._scorer.score(work.plan, batch, hidden) if work.plan.scored else ()
+            outcome = StepOutcome(None, self._sample(work, batch, hidden), scores)
+        # Movers and the next stage read what this step has written.
+        self._backend.synchronize()
+        return outcome
 
     def _sample(
         self, work: StepWork, batch: StepBatch, hidden: torch.Tensor
@@ -244,9 +239,12 @@ class CpuBody:
         return self.memory.layer_view(layer)
 
     def hidden_to_bytes(self, hidden: torch.Tensor) -> memoryview:
-        """The activations' bytes for the wire, no copy. Keep ``hidden`` unchanged until sent."""
+        """The activations' bytes for the wire, on CPU no copy.
+
+        Keep ``hidden`` unchanged until they are sent.
+        """
         assert hidden.is_contiguous()
-        return hidden.view(torch.uint8).numpy().data.cast("B")
+        return hidden.cpu().view(torch.uint8).numpy().data.cast("B")
 
     def hidden_from_bytes(self, data: bytes | bytearray | memoryview) -> torch.Tensor:
         """Activations [T, hidden] from the wire: no copy if ``data`` is writable.
@@ -257,7 +255,7 @@ class CpuBody:
         flat = torch.frombuffer(
             bytearray(view) if view.readonly else view, dtype=_DTYPES[self.model.dtype]
         )
-        return flat.view(-1, self.model.hidden_size)
+        return flat.view(-1, self.model.hidden_size).to(self._backend.device)
 
     def check(self) -> None:
         """Assert that no memory is lost or used twice."""
@@ -266,6 +264,10 @@ class CpuBody:
     def close(self) -> None:
         """Release the memory. The body must not be used any more."""
         self.memory.close()
+
+
+class CpuBody(EngineBody):
+    """A body on the CPU."""
 
 
 def _step_limits(

@@ -7,7 +7,7 @@ layers that a stage does not hold is never touched.
 import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -34,7 +34,7 @@ from kunserve.engine.kernels.library import (
 from kunserve.engine.kernels.ops import Finish, argmax, linear, rms_norm
 from kunserve.engine.kernels.rope import RopeTable
 
-__all__ = ["PANEL_ROWS", "Decoder", "LayerWeights", "ModelWeights", "StepBatch"]
+__all__ = ["PANEL_ROWS", "Decoder", "LayerWeights", "ModelWeights", "StepBatch", "StepDecoder"]
 
 PANEL_ROWS = 32
 """Rows of logits that are computed together of a prompt. Steps have memory for so many."""
@@ -93,6 +93,44 @@ class StepLimits:
         activations = self.num_tokens * widths * spec.dtype_bytes
         logits = self.num_sampled * spec.vocab_size * 4
         return activations + logits + self.num_positions * spec.head_dim * 4
+
+
+class StepDecoder(Protocol):
+    """Runs steps over the layers of a stage."""
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Memory beside weights and KV."""
+        ...
+
+    def reserve(self, limits: StepLimits) -> None:
+        """Take all memory that steps within these limits need, so that none fails or waits."""
+        ...
+
+    def set_layers(self, layers: LayerRange) -> None:
+        """The layers that ``forward`` computes from now on."""
+        ...
+
+    def embed(self, batch: StepBatch) -> torch.Tensor:
+        """The tokens' embeddings, [T, hidden], newly allocated."""
+        ...
+
+    def forward(
+        self,
+        batch: StepBatch,
+        hidden: torch.Tensor,
+        between_layers: Callable[[], None] | None = None,
+    ) -> torch.Tensor:
+        """The stage's layers over ``hidden``, in place; returns it."""
+        ...
+
+    def logits(self, batch: StepBatch, hidden: torch.Tensor) -> torch.Tensor:
+        """Float32 logits [n, vocab] of ``batch.sample_rows``. Overwritten by the next call."""
+        ...
+
+    def logits_of(self, which: npt.NDArray[np.integer[Any]], hidden: torch.Tensor) -> torch.Tensor:
+        """As ``logits``, of these rows of ``hidden``."""
+        ...
 
 
 class _Scratch:

@@ -235,6 +235,10 @@ class InstanceMemory:
         """The reverse."""
         self.arena.pages.write([self._layer_span(layer, offset, data.nbytes)], data)
 
+    def put_weights(self, offset: int, data: npt.NDArray[np.uint8]) -> None:
+        """Copy bytes to mapped memory of the weights range."""
+        self.arena.pages.write([(self.weights.base_address + offset, data.nbytes)], data)
+
     def copy_units(self, copies: tuple[UnitCopy, ...]) -> None:
         """Copy in order; a later copy may read what an earlier one wrote."""
         for src, dst, num_units in copies:

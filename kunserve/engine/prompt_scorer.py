@@ -14,7 +14,7 @@ from kunserve.core.prompt_scores import PromptScores, pack_scores
 from kunserve.core.request import TokenLogprobs
 from kunserve.core.step import ScoreRun, SequenceStart, StepPlan
 from kunserve.core.tokens import TokenIds
-from kunserve.engine.decoder import PANEL_ROWS, Decoder, StepBatch
+from kunserve.engine.decoder import PANEL_ROWS, StepBatch, StepDecoder
 from kunserve.engine.distribution import token_logprobs
 
 logger = logging.getLogger(__name__)
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 class PromptScorer:
     """Lives where the output head is. One entry per running request that asked."""
 
-    def __init__(self, decoder: Decoder) -> None:
+    def __init__(self, decoder: StepDecoder) -> None:
         self._decoder = decoder
         self._prompts: dict[RequestId, tuple[TokenIds, int]] = {}
         """Tokens, and alternatives wanted of each."""
@@ -54,7 +54,7 @@ class PromptScorer:
         for first in range(run.first, run.end, PANEL_ROWS):
             end = min(run.end, first + PANEL_ROWS)
             rows = np.arange(first + offset, end + offset)
-            logits = self._decoder.logits_of(rows, hidden).numpy()
+            logits = self._decoder.logits_of(rows, hidden).cpu().numpy()
             # A row's largest logit tells of the whole row, because a NaN counts as the largest.
             if not np.isfinite(logits.max(axis=1)).all():
                 logger.error("no finite largest logit in the prompt, request=%s ends", run[0])

@@ -92,7 +92,7 @@ class Sampler:
                     sampled.append(SampledToken(request_id, token, None))
                 else:
                     row = rows[i] if is_sound[i] else None
-                    sampled.append(_sample_row(request_id, row, state, positions[i]))
+                    sampled.append(sample_row(request_id, row, state, positions[i]))
         return tuple(sampled)
 
     def _state_of(self, start: SequenceStart) -> _State:
@@ -119,7 +119,7 @@ class Sampler:
         )
 
 
-def _sample_row(
+def sample_row(
     request_id: RequestId, row: Row | None, state: _State | None, position: int
 ) -> SampledToken:
     """One request's token. Whatever goes wrong ends this request and no other."""

@@ -23,7 +23,9 @@ from kunserve.core.errors import InvalidRequest
 from kunserve.core.ids import RequestId
 from kunserve.core.messages import TokenOutput
 from kunserve.core.request import Request, SamplingParams
+from kunserve.engine.devices import STAND_IN
 from tests.chrome_trace import Event, check_trace
+from tests.fakecuda.library import build
 from tests.tiny_models import VOCAB, expected_tokens, tiny_model
 
 Story = Callable[[LocalCluster, "Answers"], Awaitable[None]]
@@ -90,12 +92,16 @@ def config_of(
     granule_bytes: int = 8192,
     block_size: int = 8,
     lookahead: bool = True,
+    device: str = "cpu",
     trace_out: str | None = None,
 ) -> KunServeConfig:
     return KunServeConfig(
         model=ModelConfig(model=model, dtype=dtype),  # type: ignore[arg-type]
         instance=InstanceConfig(
-            kv_cache_memory_bytes=kv_bytes, block_size=block_size, granule_bytes=granule_bytes
+            device=device,
+            kv_cache_memory_bytes=kv_bytes,
+            block_size=block_size,
+            granule_bytes=granule_bytes,
         ),
         scheduler=SchedulerConfig(
             max_num_batched_tokens=48, lookahead=lookahead, min_microbatch_tokens=8
@@ -182,6 +188,32 @@ def test_tokens_are_those_of_transformers_through_everything(
     for name, prompt in QUEUED.items():
         assert answers[name] == expected_tokens(model, prompt, QUEUED_TOKENS), name
     check_pipelined(check_trace(trace), num_layers, num_instances, lookahead)
+
+
+def test_so_they_are_over_a_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a stand-in for the driver: processes of their own, a drop, an exchange, a restore."""
+    monkeypatch.setenv("FAKECUDA_GRANULARITY_BYTES", "8192")
+    model = tiny_model("qwen3", 5)
+    model.save_pretrained(tmp_path)
+    kv_bytes = 24 * 5 * 2 * 8 * 2 * 32 * 4
+    config = config_of(str(tmp_path), "float32", 2, kv_bytes, device=STAND_IN + build())
+    early, late = list(PROMPTS)[:4], list(QUEUED)[:3]
+
+    async def story(cluster: LocalCluster, answers: Answers) -> None:
+        greedy = SamplingParams(max_tokens=1, temperature=0.0)
+        for name in early:
+            answers.ask(name, PROMPTS[name], 24, greedy)
+        await answers.have(1)
+        await drop_to(cluster, 1)
+        for name in late:
+            answers.ask(name, QUEUED[name], QUEUED_TOKENS, greedy)
+        await restore_when_it_fits(cluster)
+
+    answers = run(config, VOCAB, story)
+    for name in early:
+        assert answers[name] == expected_tokens(model, PROMPTS[name], 24), name
+    for name in late:
+        assert answers[name] == expected_tokens(model, QUEUED[name], QUEUED_TOKENS), name
 
 
 def check_pipelined(events: list[Event], num_layers: int, num_stages: int, lookahead: bool) -> None:

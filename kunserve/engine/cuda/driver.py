@@ -128,6 +128,11 @@ class Driver:
         return self._number("cuDriverGetVersion")
 
     @property
+    def num_devices(self) -> int:
+        """How many devices there are."""
+        return self._number("cuDeviceGetCount")
+
+    @property
     def name(self) -> str:
         """What the device is called."""
         text = ctypes.create_string_buffer(256)

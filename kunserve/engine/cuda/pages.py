@@ -16,13 +16,23 @@ class DevicePages:
     is_host = False
     moves = False
 
-    def __init__(self, driver: Driver, num_bytes: int, granule_bytes: int) -> None:
+    def __init__(
+        self, driver: Driver, num_bytes: int, granule_bytes: int, beside_bytes: int = 0
+    ) -> None:
+        """``beside_bytes`` is what the process will take of the device beside these pages."""
         step = driver.granularity_bytes()
         if granule_bytes <= 0 or granule_bytes % step:
             raise ConfigError(
                 f"granule_bytes must be a multiple of {step} on {driver.name}, not {granule_bytes}"
             )
         self.granule_bytes = granule_bytes
+        free_bytes, total_bytes = driver.memory_bytes()
+        has = f"{driver.name} has {free_bytes} of {total_bytes} left"
+        if num_bytes + beside_bytes > free_bytes:
+            raise TooLittleMemory(
+                f"an instance asks for {num_bytes} bytes of memory and {beside_bytes} for its "
+                f"steps, {has}"
+            )
         self.num_granules = num_bytes // granule_bytes
         self.num_calls = 0
         self._driver = driver
@@ -39,10 +49,8 @@ class DevicePages:
                 self._handles.append(driver.create(granule_bytes))
         except OSError as error:
             self.close()
-            free, total = driver.memory_bytes()
             raise TooLittleMemory(
-                f"an instance asks for {num_bytes} bytes on {driver.name}, which has {free} of "
-                f"{total} left: {error.strerror}"
+                f"cannot give {num_bytes} bytes to an instance: {error.strerror}; {has}"
             ) from error
 
     def reserve(self, num_bytes: int) -> int:

@@ -44,11 +44,15 @@ class RopeTable:
             piece[:, 0], piece[:, 1] = angles.cos(), angles.sin()
         self._table = table
 
-    def address(self, num_positions: int) -> int:
-        """Where the table starts, once it holds at least ``num_positions``. May move later."""
+    def table(self, num_positions: int) -> torch.Tensor:
+        """The table, once it holds at least ``num_positions``. Another one may replace it later."""
         if self._table.shape[0] < num_positions:
             self.reserve(max(FIRST_POSITIONS, 1 << (num_positions - 1).bit_length()))
-        return self._table.data_ptr()
+        return self._table
+
+    def address(self, num_positions: int) -> int:
+        """Where ``table`` starts."""
+        return self.table(num_positions).data_ptr()
 
     @property
     def num_bytes(self) -> int:

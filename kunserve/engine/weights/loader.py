@@ -1,6 +1,7 @@
 """Packed tensors over the weights range, and filling them from a checkpoint."""
 
-from collections.abc import Iterator
+from collections.abc import Callable
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -16,11 +17,8 @@ from kunserve.engine.weights.readers import Reader
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
-def packed_weights(
-    layout: WeightLayout, spec: ModelSpec, memory: npt.NDArray[np.uint8]
-) -> ModelWeights:
-    """Tensors as views of ``memory`` (the weights range); reads none of it."""
-    whole = torch.from_numpy(memory)
+def packed_weights(layout: WeightLayout, spec: ModelSpec, whole: torch.Tensor) -> ModelWeights:
+    """Tensors as views of ``whole``, the bytes of the weights range; reads none of it."""
     ends = _views(layout.ends, 0, spec, whole)
     layers = [
         LayerWeights(**_views(layout.layer, layout.layer_offset(layer), spec, whole))
@@ -42,16 +40,27 @@ def _views(
     return views
 
 
+Put: TypeAlias = Callable[[int, npt.NDArray[np.uint8]], None]
+"""Copies bytes to an offset of the weights range."""
+
+
 class WeightLoader:
     """Fills a model's packed tensors from one checkpoint, a piece at a time."""
 
     def __init__(
-        self, reader: Reader, layout: WeightLayout, spec: ModelSpec, weights: ModelWeights
+        self,
+        reader: Reader,
+        layout: WeightLayout,
+        spec: ModelSpec,
+        weights: ModelWeights,
+        put: Put | None = None,
     ) -> None:
+        """With ``put`` the weights are not in host memory: they get there a layer at a time."""
         self._reader = reader
         self._layout = layout
         self._spec = spec
         self._weights = weights
+        self._put = put
 
     def check(self) -> None:
         """Raise ModelFiles unless every piece is there, before any time is spent on reading."""
@@ -63,17 +72,23 @@ class WeightLoader:
 
     def load_ends(self) -> None:
         """Read what lies outside the layers: embedding, final norm, head."""
-        for field in self._layout.ends.slots:
-            self._reader.read(Piece(None, field), getattr(self._weights, field))
+        self._load(None, 0, self._layout.ends, self._weights)
 
     def load_layers(self, layers: LayerRange) -> None:
         """Read these layers, whose memory must be mapped."""
         for layer in range(*layers):
-            for name, destination in self._pieces(layer):
-                self._reader.read(Piece(layer, name), destination)
+            offset = self._layout.layer_offset(layer)
+            self._load(layer, offset, self._layout.layer, self._weights.layers[layer])
 
-    def _pieces(self, layer: int) -> Iterator[tuple[str, torch.Tensor]]:
-        for field, slot in self._layout.layer.slots.items():
-            tensor = getattr(self._weights.layers[layer], field)
+    def _load(
+        self, layer: int | None, offset: int, section: Section, held: ModelWeights | LayerWeights
+    ) -> None:
+        staged, tensors = None, {name: getattr(held, name) for name in section.slots}
+        if self._put is not None:
+            staged = torch.zeros(section.num_bytes, dtype=torch.uint8)
+            tensors = _views(section, 0, self._spec, staged)
+        for field, slot in section.slots.items():
             for name, first, end in rows_of(field, slot.shape[0], self._spec):
-                yield name, tensor[first:end]
+                self._reader.read(Piece(layer, name), tensors[field][first:end])
+        if self._put is not None and staged is not None:
+            self._put(offset, staged.numpy())

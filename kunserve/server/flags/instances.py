@@ -14,6 +14,11 @@ _faults = flags_of("Faults and traces", ClusterConfig())
 INSTANCE_FLAGS = all_of(
     _cluster("--num-instances", type=click.IntRange(1, 64), help="Replicas."),
     _instance(
+        "--device",
+        type=click.Choice(["cpu", "cuda"]),
+        help="Where instances compute; with cuda they take the devices in turn.",
+    ),
+    _instance(
         "--instance-memory",
         "memory_bytes",
         default=f"{_INSTANCE.memory_bytes // MIB}MiB",

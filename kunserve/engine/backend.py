@@ -1,0 +1,113 @@
+"""Where an instance's memory lies and what computes there: the CPU with its C kernels, or torch."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from kunserve.core.config import InstanceConfig
+from kunserve.core.model_spec import ModelSpec
+from kunserve.engine.attention import c_model
+from kunserve.engine.decoder import Decoder, ModelWeights, StepDecoder
+from kunserve.engine.kernels.library import library
+from kunserve.engine.memory import InstanceMemory
+from kunserve.engine.pages import HostPages, OpenPages
+from kunserve.engine.sampler import Sampler
+from kunserve.engine.weights.loader import WeightLoader, packed_weights
+from kunserve.engine.weights.readers import Reader
+from kunserve.engine.wrap import wrap
+
+
+class Backend(Protocol):
+    """What differs between bodies."""
+
+    device: torch.device
+    open_pages: OpenPages
+
+    def settle(self, spec: ModelSpec, config: InstanceConfig) -> InstanceConfig:
+        """The settings to be used; raises ConfigError for what cannot run here."""
+        ...
+
+    def loader(
+        self, reader: Reader, spec: ModelSpec, memory: InstanceMemory, weights: ModelWeights
+    ) -> WeightLoader:
+        """What fills the weights."""
+        ...
+
+    def decoder(
+        self,
+        spec: ModelSpec,
+        weights: ModelWeights,
+        memory: InstanceMemory,
+        config: InstanceConfig,
+    ) -> StepDecoder:
+        """What computes."""
+        ...
+
+    def sampler(self, eos_ids: Sequence[int], vocab_size: int) -> Sampler:
+        """What chooses tokens."""
+        ...
+
+    def synchronize(self) -> None:
+        """Return when all that was asked for is computed."""
+        ...
+
+
+def weights_in(memory: InstanceMemory, spec: ModelSpec, device: torch.device) -> ModelWeights:
+    """The packed tensors over an instance's weights range."""
+    layout = memory.layout
+    whole = wrap(memory.weights.base_address, layout.num_bytes, device)
+    return packed_weights(layout, spec, whole)
+
+
+def kv_in(memory: InstanceMemory, device: torch.device) -> torch.Tensor:
+    """The bytes of all units that can ever be, from ``num_layers`` units below unit 0 on."""
+    spec = memory.spec
+    below = spec.num_layers * spec.unit_bytes
+    room = memory.kv.address_of(memory.kv.num_slots) - memory.kv_base_address
+    units = room // spec.unit_bytes
+    return wrap(memory.kv_base_address - below, below + units * spec.unit_bytes, device)
+
+
+class CpuBackend:
+    """Host memory and our C kernels."""
+
+    device = torch.device("cpu")
+    open_pages: OpenPages = HostPages
+
+    def settle(self, spec: ModelSpec, config: InstanceConfig) -> InstanceConfig:
+        """See ``Backend``."""
+        # What the kernels refuse, and a lack of kernels, shows before minutes of loading.
+        c_model(spec, 0, config.block_size)
+        library()
+        return config
+
+    def loader(
+        self, reader: Reader, spec: ModelSpec, memory: InstanceMemory, weights: ModelWeights
+    ) -> WeightLoader:
+        """See ``Backend``."""
+        return WeightLoader(reader, memory.layout, spec, weights)
+
+    def decoder(
+        self,
+        spec: ModelSpec,
+        weights: ModelWeights,
+        memory: InstanceMemory,
+        config: InstanceConfig,
+    ) -> StepDecoder:
+        """See ``Backend``."""
+        return Decoder(
+            spec,
+            weights,
+            memory.kv_base_address,
+            config.block_size,
+            config.num_threads,
+            config.attention,
+        )
+
+    def sampler(self, eos_ids: Sequence[int], vocab_size: int) -> Sampler:
+        """See ``Backend``."""
+        return Sampler(eos_ids, vocab_size)
+
+    def synchronize(self) -> None:
+        """The kernels have ended when they return."""

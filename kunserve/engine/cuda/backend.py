@@ -1,0 +1,86 @@
+"""Device memory and torch: a GPU, or a stand-in for its driver with torch on the CPU."""
+
+import functools
+import importlib
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from kunserve.core.config import InstanceConfig
+from kunserve.core.errors import ConfigError
+from kunserve.core.model_spec import ModelSpec
+from kunserve.engine.backend import kv_in
+from kunserve.engine.cuda.driver import LIBRARY, Driver
+from kunserve.engine.cuda.pages import DevicePages
+from kunserve.engine.decoder import ModelWeights, StepDecoder
+from kunserve.engine.memory import InstanceMemory
+from kunserve.engine.ops.reference import ReferenceOps
+from kunserve.engine.ops.table import Ops
+from kunserve.engine.pages import OpenPages
+from kunserve.engine.sampler import Sampler
+from kunserve.engine.torch_decoder import TorchDecoder
+from kunserve.engine.torch_sampler import TorchSampler
+from kunserve.engine.weights.loader import WeightLoader
+from kunserve.engine.weights.readers import Reader
+
+_LARGEST_GRANULE_BYTES = 64 << 20
+_GRANULES_PER_LAYER = 8
+"""Larger granules save calls of the driver, smaller ones save what is left at a range's ends."""
+
+
+class CudaBackend:
+    """One device of the driver, and torch on it."""
+
+    def __init__(self, device: torch.device, library: str = LIBRARY) -> None:
+        """``device`` is torch's; the CPU where ``library`` stands in for libcuda."""
+        try:
+            self._driver = Driver(device.index or 0, library)
+        except OSError as error:
+            raise ConfigError(f"no device {device}: {error.strerror or error}") from error
+        if not self._driver.has_virtual_memory:
+            raise ConfigError(f"{self._driver.name} cannot map memory at chosen addresses")
+        self.device = device
+        self.open_pages: OpenPages = functools.partial(DevicePages, self._driver)
+
+    def settle(self, spec: ModelSpec, config: InstanceConfig) -> InstanceConfig:
+        """See ``Backend``. Granules that the device cannot have are replaced by its own size."""
+        step = self._driver.granularity_bytes()
+        if config.granule_bytes % step == 0:
+            return config
+        wanted = min(_LARGEST_GRANULE_BYTES, spec.layer_bytes // _GRANULES_PER_LAYER)
+        return replace(config, granule_bytes=max(step, wanted // step * step))
+
+    def loader(
+        self, reader: Reader, spec: ModelSpec, memory: InstanceMemory, weights: ModelWeights
+    ) -> WeightLoader:
+        """See ``Backend``."""
+        return WeightLoader(reader, memory.layout, spec, weights, memory.put_weights)
+
+    def decoder(
+        self,
+        spec: ModelSpec,
+        weights: ModelWeights,
+        memory: InstanceMemory,
+        config: InstanceConfig,
+    ) -> StepDecoder:
+        """See ``Backend``."""
+        kv = kv_in(memory, self.device)
+        return TorchDecoder(spec, weights, kv, config.block_size, self._open_ops(spec, config))
+
+    def _open_ops(self, spec: ModelSpec, config: InstanceConfig) -> Ops:
+        """Triton's kernels on a device; plain torch where it has none, or if it is asked for."""
+        if self.device.type != "cuda" or config.attention == "reference":
+            return ReferenceOps(spec)
+        # Triton comes with torch for CUDA, and is not there without it.
+        ops: Ops = importlib.import_module("kunserve.engine.ops.triton_ops").TritonOps(spec)
+        return ops
+
+    def sampler(self, eos_ids: Sequence[int], vocab_size: int) -> Sampler:
+        """See ``Backend``."""
+        return TorchSampler(eos_ids, vocab_size)
+
+    def synchronize(self) -> None:
+        """See ``Backend``."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)

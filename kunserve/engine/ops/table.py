@@ -1,0 +1,90 @@
+"""The operations that differ between devices, and a step's batch as they read it."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from kunserve.engine.attention import StepBatch
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceBatch:
+    """One microbatch on the device: int32 tensors, copied there in one go."""
+
+    host: StepBatch
+    token_ids: torch.Tensor
+    """[T], or empty where this is not the first stage."""
+    positions: torch.Tensor
+    """[T]."""
+    entries: torch.Tensor
+    """[T] the block table entry of each token's own block; may be negative."""
+    offsets: torch.Tensor
+    """[T] each token's place in its block."""
+    tables: torch.Tensor
+    """[S, max_blocks] entries of each sequence."""
+    q_starts: torch.Tensor
+    """[S + 1]."""
+    context_lens: torch.Tensor
+    """[S]."""
+    sample_rows: torch.Tensor
+    """[n]."""
+
+    @classmethod
+    def of(cls, batch: StepBatch, block_size: int, device: torch.device) -> "DeviceBatch":
+        """The batch, with what follows from it."""
+        batch.check()
+        tables = batch.tables[batch.rows]
+        lengths = np.diff(batch.q_starts)
+        sequences = np.repeat(np.arange(len(lengths)), lengths)
+        arrays = {
+            "token_ids": batch.token_ids,
+            "positions": batch.positions,
+            "entries": tables[sequences, batch.positions // block_size],
+            "offsets": batch.positions % block_size,
+            "tables": tables,
+            "q_starts": batch.q_starts,
+            "context_lens": batch.context_lens,
+            "sample_rows": batch.sample_rows,
+        }
+        flat = np.concatenate([array.reshape(-1) for array in arrays.values()], dtype=np.int32)
+        whole = torch.from_numpy(flat).to(device)
+        parts, first = {}, 0
+        for name, array in arrays.items():
+            parts[name] = whole[first : first + array.size].view(array.shape)
+            first += array.size
+        return cls(host=batch, **parts)
+
+
+class Ops(Protocol):
+    """Every operation writes into a tensor that is there already."""
+
+    def rms_norm(
+        self, x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor
+    ) -> None:
+        """Normalise the rows of ``x``; ``out`` may be ``x``."""
+        ...
+
+    def silu_mul(self, gate_up: torch.Tensor, out: torch.Tensor) -> None:
+        """silu(gate) * up of rows [gate | up]."""
+        ...
+
+    def rotate(self, heads: torch.Tensor, angles: torch.Tensor) -> None:
+        """Turn ``heads`` [T, n, head_dim] in place by ``angles`` [T, 2, head_dim / 2]: cos, sin."""
+        ...
+
+    def place(
+        self, layer: int, k: torch.Tensor, v: torch.Tensor, kv: torch.Tensor, batch: DeviceBatch
+    ) -> None:
+        """Write each token's K and V [T, kv_heads, head_dim] into its unit.
+
+        ``kv`` [units, 2, kv_heads, block_size, head_dim] begins ``num_layers`` units below unit 0.
+        """
+        ...
+
+    def attend(
+        self, layer: int, q: torch.Tensor, kv: torch.Tensor, batch: DeviceBatch, out: torch.Tensor
+    ) -> None:
+        """Attention of ``q`` [T, heads, head_dim] over what the units hold, into ``out``."""
+        ...

@@ -1,0 +1,165 @@
+"""``Decoder`` for any device of torch: the same layers over a table of operations."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kunserve.core.layout import LayerRange
+from kunserve.core.model_spec import ModelSpec
+from kunserve.engine.attention import TORCH_DTYPES
+from kunserve.engine.decoder import LayerWeights, ModelWeights, StepBatch, StepLimits
+from kunserve.engine.kernels.rope import RopeTable
+from kunserve.engine.ops.table import DeviceBatch, Ops
+
+
+class TorchDecoder:
+    """Runs steps over the layers of a stage. One step at a time; not thread-safe.
+
+    ``kv`` are the bytes of all units, from ``num_layers`` units below unit 0 on, because entries
+    may be as low. Only units that a batch names are touched.
+    """
+
+    def __init__(
+        self, spec: ModelSpec, weights: ModelWeights, kv: torch.Tensor, block_size: int, ops: Ops
+    ) -> None:
+        self._spec = spec
+        self._weights = weights
+        self._dtype = TORCH_DTYPES[spec.dtype]
+        self._device = kv.device
+        self._block_size = block_size
+        shape = (-1, 2, spec.num_kv_heads, block_size, spec.head_dim)
+        self._kv = kv.view(self._dtype).view(shape)
+        self._ops = ops
+        self._range = LayerRange(0, spec.num_layers)
+        self._rope = RopeTable(spec)
+        self._angles = torch.empty(0, 2, spec.head_dim // 2, device=self._device)
+        self._scratch: dict[str, torch.Tensor] = {}
+        self._logits = torch.empty(0, spec.vocab_size, device=self._device)
+        self.reserve(StepLimits(0, 0, 0))
+
+    def reserve(self, limits: StepLimits) -> None:
+        """Take all memory that steps within these limits need."""
+        spec = self._spec
+        widths = {
+            "normed": spec.hidden_size,
+            "qkv": spec.qkv_size,
+            "mixed": spec.q_size,
+            "gate_up": 2 * spec.intermediate_size,
+            "gated": spec.intermediate_size,
+        }
+        self._scratch = {
+            name: torch.zeros(limits.num_tokens, width, dtype=self._dtype, device=self._device)
+            for name, width in widths.items()
+        }
+        self._reserve_positions(limits.num_positions)
+        self._logits = torch.zeros(limits.num_sampled, spec.vocab_size, device=self._device)
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Memory of activations, logits and positions."""
+        tensors = (*self._scratch.values(), self._logits, self._angles)
+        return sum(tensor.nbytes for tensor in tensors)
+
+    def set_layers(self, layers: LayerRange) -> None:
+        """The layers that ``forward`` computes from now on; all of them at first."""
+        assert LayerRange(0, self._spec.num_layers).covers(layers), layers
+        self._range = layers
+
+    def embed(self, batch: StepBatch) -> torch.Tensor:
+        """The tokens' embeddings, [T, hidden], newly allocated."""
+        ids = torch.from_numpy(batch.token_ids).to(self._device)
+        return self._weights.embedding.index_select(0, ids)
+
+    def forward(
+        self,
+        batch: StepBatch,
+        hidden: torch.Tensor,
+        between_layers: Callable[[], None] | None = None,
+    ) -> torch.Tensor:
+        """The stage's layers over ``hidden`` [T, hidden], in place; returns it."""
+        shape = (batch.num_tokens, self._spec.hidden_size)
+        assert hidden.shape == shape and hidden.dtype == self._dtype, (hidden.shape, hidden.dtype)
+        if batch.num_tokens == 0:
+            return hidden
+        if batch.num_tokens > len(self._scratch["qkv"]):
+            self.reserve(StepLimits(batch.num_tokens, len(self._logits), len(self._angles)))
+        self._reserve_positions(int(batch.positions.max()) + 1)
+        on_device = DeviceBatch.of(batch, self._block_size, self._device)
+        angles = self._angles.index_select(0, on_device.positions)
+        for layer in range(*self._range):
+            self._run_layer(layer, hidden, angles, on_device)
+            if between_layers is not None:
+                between_layers()
+        return hidden
+
+    def logits(self, batch: StepBatch, hidden: torch.Tensor) -> torch.Tensor:
+        """Float32 logits [n, vocab] of ``batch.sample_rows``. Overwritten by the next call."""
+        return self.logits_of(batch.sample_rows, hidden)
+
+    def logits_of(self, which: npt.NDArray[np.integer[Any]], hidden: torch.Tensor) -> torch.Tensor:
+        """As ``logits``, of these rows of ``hidden``."""
+        rows = hidden.index_select(0, torch.from_numpy(which).to(self._device))
+        self._ops.rms_norm(rows, self._weights.final_norm, self._spec.rms_eps, rows)
+        if len(rows) > len(self._logits):
+            self._logits = torch.zeros(len(rows), self._spec.vocab_size, device=self._device)
+        out = self._logits[: len(rows)]
+        return out.copy_(rows @ self._weights.head.t())
+
+    def _run_layer(
+        self, layer: int, hidden: torch.Tensor, angles: torch.Tensor, batch: DeviceBatch
+    ) -> None:
+        spec, ops, weights = self._spec, self._ops, self._weights.layers[layer]
+        normed, qkv, mixed, gate_up, gated = (
+            tensor[: len(hidden)] for tensor in self._scratch.values()
+        )
+        ops.rms_norm(hidden, weights.input_norm, spec.rms_eps, normed)
+        _linear(normed, weights.qkv, weights.qkv_bias, qkv)
+        q, k, v = self._heads(qkv, weights)
+        ops.rotate(q, angles)
+        ops.rotate(k, angles)
+        ops.place(layer, k, v, self._kv, batch)
+        ops.attend(layer, q, self._kv, batch, mixed)
+        _add_linear(mixed, weights.o, weights.o_bias, hidden)
+        ops.rms_norm(hidden, weights.post_norm, spec.rms_eps, normed)
+        _linear(normed, weights.gate_up, weights.gate_up_bias, gate_up)
+        ops.silu_mul(gate_up, gated)
+        _add_linear(gated, weights.down, weights.down_bias, hidden)
+
+    def _heads(
+        self, qkv: torch.Tensor, weights: LayerWeights
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Views [T, heads, head_dim] of q, k and v, normalised where the model does so."""
+        spec = self._spec
+        heads = qkv.view(len(qkv), -1, spec.head_dim)
+        q_end, k_end = spec.num_heads, spec.num_heads + spec.num_kv_heads
+        q, k, v = heads[:, :q_end], heads[:, q_end:k_end], heads[:, k_end:]
+        if weights.q_norm is not None and weights.k_norm is not None:
+            self._ops.rms_norm(q, weights.q_norm, spec.rms_eps, q)
+            self._ops.rms_norm(k, weights.k_norm, spec.rms_eps, k)
+        return q, k, v
+
+    def _reserve_positions(self, num_positions: int) -> None:
+        if num_positions > len(self._angles):
+            self._angles = self._rope.table(num_positions).to(self._device)
+
+
+def _linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
+) -> None:
+    """``x`` times ``weight`` transposed, and the bias, into ``out``."""
+    if bias is None:
+        torch.mm(x, weight.t(), out=out)
+    else:
+        torch.addmm(bias, x, weight.t(), out=out)
+
+
+def _add_linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor
+) -> None:
+    """Add to ``residual``."""
+    residual.addmm_(x, weight.t())
+    if bias is not None:
+        residual.add_(bias)

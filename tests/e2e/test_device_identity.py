@@ -1,0 +1,111 @@
+"""The body of a GPU on a stand-in for its driver: greedy tokens in float32 are those of
+transformers, whatever is dropped and restored in between.
+"""
+
+import random
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from kunserve.core.config import InstanceConfig, ModelConfig
+from kunserve.core.errors import ConfigError
+from kunserve.core.ids import InstanceId
+from kunserve.core.layout import LayerRange
+from kunserve.engine.body import EngineBody
+from kunserve.engine.cuda.backend import CudaBackend
+from tests.direct_engine import DirectEngine
+from tests.fakecuda.library import KIB, FakeCuda, build
+from tests.tiny_models import KINDS, VOCAB, expected_tokens, tiny_model
+
+NUM_LAYERS = 4
+NUM_TOKENS = 8
+WHOLE = LayerRange(0, NUM_LAYERS)
+HALVES = (LayerRange(0, 2), LayerRange(2, 4))
+PROMPTS = [
+    np.random.default_rng(length).integers(3, VOCAB, length).tolist() for length in (1, 7, 40)
+]
+
+
+@pytest.fixture
+def fake() -> Iterator[FakeCuda]:
+    made = FakeCuda()
+    yield made
+    assert made.left() == {}
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def saved(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, list[list[int]]]:
+    """A model folder, and what transformers generates from it."""
+    folder = tmp_path_factory.mktemp(request.param)
+    model = tiny_model(request.param, NUM_LAYERS)
+    model.save_pretrained(folder)
+    return folder, [expected_tokens(model, prompt, NUM_TOKENS) for prompt in PROMPTS]
+
+
+def open_body(folder: Path, number: int = 0) -> EngineBody:
+    return EngineBody(
+        InstanceId(number),
+        ModelConfig(model=str(folder), dtype="float32"),
+        InstanceConfig(memory_bytes=4 << 20, granule_bytes=8 * KIB, block_size=8),
+        backend=CudaBackend(torch.device("cpu"), build()),
+    )
+
+
+def test_through_random_transitions(fake: FakeCuda, saved: tuple[Path, list[list[int]]]) -> None:
+    """Alone, as a pipeline of two, and back; remaps with and without a preparation."""
+    folder, expected = saved
+    draw = random.Random(folder.name)
+    with ExitStack() as stack:
+        pair = [stack.enter_context(closing(open_body(folder, number))) for number in range(2)]
+        for chunk_size in (1000, 5, 16):
+            for body, keep in zip(pair, HALVES, strict=True):
+                engine = DirectEngine([(body, WHOLE)])
+                assert engine.generate(PROMPTS, NUM_TOKENS, chunk_size) == expected
+                if draw.random() < 0.7:
+                    assert body.prepare_layers(keep) is None
+                if draw.random() < 0.3:
+                    # Called off, and then not.
+                    assert body.prepare_layers(WHOLE) is None
+                assert body.drop_layers(keep).kv_units == body.spec.units_when_holding(2)
+            engine = DirectEngine(list(zip(pair, HALVES, strict=True)))
+            assert engine.generate(PROMPTS, NUM_TOKENS, chunk_size) == expected
+            for body, missing in zip(pair, reversed(HALVES), strict=True):
+                fake.refuse(draw.randrange(6))
+                refusal = body.prepare_layers(WHOLE)
+                fake.refuse_nothing()
+                assert refusal is None or body.prepare_layers(WHOLE) is None
+                body.reclaim_layers(missing)
+                body.load_layers(missing)
+                body.check()
+
+
+def test_layers_and_kv_pass_as_bytes(fake: FakeCuda, saved: tuple[Path, list[list[int]]]) -> None:
+    """What a mover does: another instance's layers, one unit out and in."""
+    folder, expected = saved
+    with closing(open_body(folder)) as giver, closing(open_body(folder, 1)) as taker:
+        taker.drop_layers(HALVES[0])
+        taker.reclaim_layers(HALVES[1])
+        for layer in range(*HALVES[1]):
+            data = np.empty(giver.layer_bytes, dtype=np.uint8)
+            giver.read_layer(layer, 0, data)
+            taker.write_layer(layer, 0, data)
+        engine = DirectEngine([(taker, WHOLE)])
+        assert engine.generate(PROMPTS, NUM_TOKENS) == expected
+        units = np.random.default_rng(0).integers(0, 255, 3 * taker.unit_bytes, dtype=np.uint8)
+        taker.write_units([(5, 2), (1, 1)], units)
+        back = np.empty_like(units)
+        taker.read_units([(5, 2), (1, 1)], back)
+        assert (back == units).all()
+
+
+def test_no_driver_is_said_at_once(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no device cuda:3"):
+        CudaBackend(torch.device("cuda", 3), build())
+    with pytest.raises(ConfigError, match="no device cpu.*libnothing"):
+        CudaBackend(torch.device("cpu"), str(tmp_path / "libnothing.so"))

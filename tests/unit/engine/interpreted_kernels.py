@@ -1,0 +1,112 @@
+"""The Triton kernels in Triton's interpreter, against plain torch.
+
+``test_triton`` runs this file in a process of its own, because Triton reads its variable once.
+"""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from triton.runtime import interpreter
+
+from kunserve.core.model_spec import ModelSpec
+from kunserve.engine.attention import StepBatch
+from kunserve.engine.ops.reference import ReferenceOps
+from kunserve.engine.ops.table import DeviceBatch, Ops
+from kunserve.engine.ops.triton_ops import TritonOps
+from tests.specs import model_spec
+
+_patch = interpreter._patch_lang_tensor
+
+
+def _patch_for_numpy(tensor: Any, scope: Any) -> None:
+    """Bounds of a loop are arrays of one element, which NumPy 2.4 makes no integers of."""
+    _patch(tensor, scope)
+    tensor.__index__ = lambda self: int(self.handle.data.item())
+
+
+interpreter._patch_lang_tensor = _patch_for_numpy
+
+CPU = torch.device("cpu")
+NUM_UNITS = 40
+SHAPES = [  # heads, KV heads, head_dim, block size, window
+    (4, 4, 64, 8, None),
+    (9, 3, 64, 16, None),
+    (10, 2, 128, 4, 11),
+    (7, 1, 80, 16, None),
+    (8, 1, 32, 5, 3),
+]
+
+
+def spec_of(heads: int, kv_heads: int, head_dim: int, window: int | None) -> ModelSpec:
+    return model_spec(
+        num_layers=3, num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim,
+        hidden_size=64, sliding_window=window, dtype="float32",
+    )  # fmt: skip
+
+
+def mixed_batch(block_size: int, num_layers: int) -> StepBatch:
+    """A prompt, a chunk, and two single tokens; entries as low as they may be."""
+    generator = np.random.default_rng(0)
+    lengths, contexts = np.array([13, 1, 6, 1]), np.array([13, 20, 25, 1])
+    width = -(-int(contexts.max()) // block_size)
+    starts = generator.permutation(NUM_UNITS - 2 * num_layers)[: 4 * width]
+    # A stage whose layers are 1 and 2 writes entries one below the first unit.
+    tables = (starts - 1).reshape(4, -1).astype(np.int32)
+    tables[0, 0] = -1
+    q_starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    positions = [np.arange(c - n, c) for n, c in zip(lengths, contexts, strict=True)]
+    return StepBatch(
+        token_ids=np.zeros(int(q_starts[-1]), dtype=np.int32),
+        positions=np.concatenate(positions).astype(np.int32),
+        tables=tables,
+        rows=np.array([2, 0, 1, 3], dtype=np.int32),
+        q_starts=q_starts,
+        context_lens=contexts.astype(np.int32),
+        sample_rows=q_starts[1:] - 1,
+    )
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim", "block_size", "window"), SHAPES)
+def test_attention_and_the_cache(
+    heads: int, kv_heads: int, head_dim: int, block_size: int, window: int | None
+) -> None:
+    spec = spec_of(heads, kv_heads, head_dim, window)
+    torch.manual_seed(0)
+    units = (spec.num_layers + NUM_UNITS * 4, 2, kv_heads, block_size, head_dim)
+    batch = DeviceBatch.of(mixed_batch(block_size, spec.num_layers), block_size, CPU)
+    num = len(batch.positions)
+    qkv = torch.randn(num, heads + 2 * kv_heads, head_dim)
+    q, k, v = qkv.split([heads, kv_heads, kv_heads], dim=1)
+    kv = torch.randn(units)
+    results = []
+    for ops in (ReferenceOps(spec), TritonOps(spec)):
+        mine, out = kv.clone(), torch.full((num, heads * head_dim), 7.0)
+        for layer in (1, 2):
+            ops.place(layer, k, v, mine, batch)
+        ops.attend(2, q, mine, batch, out)
+        results.append((mine, out))
+    (kv_1, out_1), (kv_2, out_2) = results
+    assert torch.equal(kv_1, kv_2) and not torch.equal(kv_1, kv)
+    torch.testing.assert_close(out_2, out_1, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("width", [64, 96, 576])
+def test_rows(width: int) -> None:
+    spec = spec_of(4, 2, 32, None)
+    torch.manual_seed(0)
+    x, weight = torch.randn(5, width), torch.rand(width) + 0.5
+    heads, angles = torch.randn(5, 6, 32), torch.rand(5, 2, 16)
+    results: list[list[torch.Tensor]] = []
+    for ops in (ReferenceOps(spec), TritonOps(spec)):
+        checked: Ops = ops
+        normed, gated = torch.zeros(5, width), torch.zeros(5, width)
+        turned, by_head = heads.clone(), heads.clone()
+        checked.rms_norm(x, weight, 1e-5, normed)
+        checked.silu_mul(torch.cat((x, x.flip(1)), dim=1), gated)
+        checked.rotate(turned[:, 1:5], angles)
+        checked.rms_norm(by_head[:, :4], weight[:32], 1e-5, by_head[:, :4])
+        results.append([normed, gated, turned, by_head])
+    for expected, got in zip(*results, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
