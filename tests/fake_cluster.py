@@ -57,7 +57,7 @@ class FakeCluster(InProcessCluster):
         config = KunServeConfig(
             instance=InstanceConfig(block_size=block_size),
             scheduler=SchedulerConfig(max_num_seqs, max_num_batched_tokens, cost=COST, swap=swap),
-            overload=OverloadConfig(policy="recompute"),
+            overload=OverloadConfig(policy="recompute" if swap is None else "swap"),
         )
         self._num_requests = 0
         self.num_actions = 0

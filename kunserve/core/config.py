@@ -8,7 +8,8 @@ from kunserve.core.errors import ConfigError
 
 MIB = 1 << 20
 
-OverloadPolicy: TypeAlias = Literal["recompute", "migrate", "observe", "drop"]
+OverloadPolicy: TypeAlias = Literal["recompute", "swap", "migrate", "observe", "drop"]
+DispatchPolicy: TypeAlias = Literal["soonest", "round-robin"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +85,7 @@ class SchedulerConfig:
     cost: CostCoefficients | None = None
     """From the profile, or assumed from the model's shape; None costs every token the same."""
     swap: SwapConfig | None = None
-    """None: the KV of a preempted request is thrown away and computed again."""
+    """With overload policy ``swap``. None: the KV of a preempted request is computed again."""
 
     def __post_init__(self) -> None:
         """Swapping is paced by the time that steps take, so that must be known."""
@@ -119,6 +120,12 @@ class ClusterConfig:
     """How many instances, and how they are watched."""
 
     num_instances: int = 2
+    dispatch_policy: DispatchPolicy = "soonest"
+    """``soonest``: requests wait in one queue for the group that can start them first.
+    ``round-robin``: each goes to the next group in turn at once, as to servers that know nothing
+    of each other."""
+    pipeline_stages: int = 1
+    """Instances that share one copy of the weights from the start, and for good; 1: none do."""
     max_instances: int | None = None
     """Order instances up to so many under overload, and give them back later; None: never."""
     report_period_s: float = 0.1
@@ -242,7 +249,16 @@ class KunServeConfig:
 
     def __post_init__(self) -> None:
         """A drop makes the memory that swapping does without: one of them at a time."""
-        if self.scheduler.swap is not None and self.overload.policy != "recompute":
+        policy, stages = self.overload.policy, self.cluster.pipeline_stages
+        if self.scheduler.swap is not None and policy != "swap":
+            raise ConfigError(f"host memory is for overload policy 'swap', not {policy!r}")
+        if stages > 1 and policy in ("drop", "observe"):
             raise ConfigError(
-                f"swapping goes with overload policy 'recompute', not {self.overload.policy!r}"
+                f"pipelines of {stages} from the start have no layers to drop or restore: they go "
+                f"with overload policy 'recompute', 'swap' or 'migrate', not {policy!r}"
+            )
+        if self.cluster.num_instances % stages:
+            raise ConfigError(
+                f"{self.cluster.num_instances} instances cannot be parted into pipelines of "
+                f"{stages}"
             )

@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from kunserve.cluster.local import LocalCluster
-from kunserve.core.config import KunServeConfig
+from kunserve.core.config import MIB, KunServeConfig, SwapConfig
 from kunserve.core.errors import ConfigError
 from kunserve.core.messages import Ready
 from kunserve.core.model_spec import ModelSpec
+from kunserve.engine.copy_rate import measure_copy_rate
 from kunserve.engine.kernels.build import find_or_build
 from kunserve.model.config import read_spec
 from kunserve.model.generation_config import SamplingDefaults, read_sampling_defaults
@@ -47,7 +48,7 @@ async def run_server(config: KunServeConfig) -> None:
         defaults = read_sampling_defaults(source)
     if defaults != SamplingDefaults():
         logger.info("sampling defaults of the model: %s", defaults.shown)
-    config = with_costs(config, spec)
+    config = with_swap(with_costs(config, spec))
     logger.info(
         "starting model=%s dtype=%s instances=%d threads_per_instance=%d",
         config.model.model,
@@ -129,7 +130,8 @@ def with_costs(config: KunServeConfig, spec: ModelSpec) -> KunServeConfig:
     would take longer than loading the model. Raises ConfigError for a profile that does not fit.
     """
     scheduler, instance = config.scheduler, config.instance
-    if not scheduler.lookahead or scheduler.cost is not None:
+    is_used = scheduler.lookahead or config.overload.policy == "swap"
+    if not is_used or scheduler.cost is not None:
         return config
     subject = ProfileSubject.of(spec, instance.num_threads, instance.block_size)
     path = None if scheduler.profile is None else Path(scheduler.profile)
@@ -140,6 +142,23 @@ def with_costs(config: KunServeConfig, spec: ModelSpec) -> KunServeConfig:
     else:
         logger.info("step costs profile=%s", origin)
     return replace(config, scheduler=replace(scheduler, cost=cost))
+
+
+def with_swap(config: KunServeConfig) -> KunServeConfig:
+    """The configuration with a measured way to host memory, if overload policy ``swap`` wants it.
+
+    An instance gets as much host memory as it has for weights and KV.
+    """
+    if config.overload.policy != "swap":
+        return config
+    host_bytes = config.instance.memory_bytes
+    swap = SwapConfig(measure_copy_rate(), host_bytes)
+    logger.info(
+        "swap host_memory=%d MiB each, copies %.1f GB/s",
+        host_bytes // MIB,
+        swap.host_bytes_per_s / 1e9,
+    )
+    return replace(config, scheduler=replace(config.scheduler, swap=swap))
 
 
 def _run_folder(config: KunServeConfig) -> Path | None:

@@ -30,7 +30,7 @@ def test_tokens_are_those_of_transformers_through_host_memory(tmp_path: Path) ->
         scheduler=SchedulerConfig(
             max_num_batched_tokens=48, cost=COST, swap=SwapConfig(host_bytes_per_s=1e8)
         ),
-        overload=OverloadConfig(policy="recompute"),
+        overload=OverloadConfig(policy="swap"),
     )
     greedy = SamplingParams(max_tokens=1, temperature=0.0)
 

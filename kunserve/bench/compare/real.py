@@ -4,9 +4,8 @@ import asyncio
 import json
 import os
 import time
-import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from kunserve.bench.client import CallSettings
 from kunserve.bench.compare.experiment import Place, World
 from kunserve.bench.compare.results import Outcome, result_of
 from kunserve.bench.compare.settings import RealSetup
-from kunserve.bench.compare.systems import System, find_system, serve_flags
+from kunserve.bench.compare.systems import System, check_parts, find_system, serve_flags
 from kunserve.bench.environment import environment
 from kunserve.bench.metrics import RunMetrics, client_lag_s, compute_metrics
 from kunserve.bench.progress import ProgressLine
@@ -25,15 +24,14 @@ from kunserve.bench.runfile import Run
 from kunserve.bench.server_process import running_server
 from kunserve.bench.session import ServerUnreachable, Target, find_model, measure
 from kunserve.bench.timeline import whole_bubbles
-from kunserve.core.errors import ConfigError
+from kunserve.server.flags.option import ByteSize
 from kunserve.workload.workload import Workload
 
 MODEL_S = 30.0
 """How long a server that answers may take to list its model."""
 FORM_S = 60.0
-"""How long a forced drop may take."""
-PART_OF_DROP = 0.9
-"""Share of the bytes that the merges free that a forced drop asks for: no merge too many."""
+"""How long pipelines may take to form."""
+FORM_POLL_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +93,7 @@ def run_system(
     say(f"  kunserve serve {' '.join(flags)}")
     with running_server(flags) as server:
         if system.pipeline_stages > 1:
-            form_pipelines(server.url, system.pipeline_stages)
+            await_pipelines(server.url, system.pipeline_stages)
         say(f"  {len(workload)} requests over {workload.duration_s:.0f} s")
         at_start = os.getloadavg()[0]
         run = asyncio.run(_replay(system.name, flags, server.url, setup, workload, seed))
@@ -107,52 +105,46 @@ def run_system(
 
 def serve_arguments(system: System, setup: RealSetup, trace_to: Path | None) -> tuple[str, ...]:
     """What ``kunserve serve`` is called with."""
+    check_parts(system, setup.num_instances)
     flags = [
         setup.model,
         *("--num-instances", str(setup.num_instances)),
-        *("--instance-memory", setup.instance_memory),
+        *("--instance-memory", _times(setup.instance_memory, system.memory_factor)),
         *("--max-num-batched-tokens", str(setup.max_num_batched_tokens)),
         *("--num-threads", str(setup.num_threads)),
         *serve_flags(system),
     ]
     if setup.profile is not None:
         flags += ["--profile", str(setup.profile)]
-    if system.pipeline_stages > 1:
-        if setup.num_instances % system.pipeline_stages:
-            raise ConfigError(
-                f"{system.name} makes groups of {system.pipeline_stages} instances, and "
-                f"{setup.num_instances} cannot be parted so"
-            )
-        flags.append("--enable-admin")
     if trace_to is not None:
         flags += ["--trace-out", str(trace_to)]
     return (*flags, *setup.serve_flags)
 
 
-def form_pipelines(url: str, num_stages: int) -> None:
-    """Merge the server's instances into groups of ``num_stages`` by a forced drop."""
-    state = _asked(f"{url}/kunserve/state", None)
-    specs = [instance["spec"] for instance in state["instances"]]
-    num_merges = len(specs) - len(specs) // num_stages
-    num_bytes = num_merges * specs[0]["num_layers"] * specs[0]["layer_bytes"]
-    answer = _asked(f"{url}/kunserve/drop", {"bytes": int(num_bytes * PART_OF_DROP)})
-    stages = {len(group["stages"]) for group in answer["state"]["groups"]}
-    if stages != {num_stages}:
-        raise ConfigError(f"groups of {sorted(stages)} stages came about, not of {num_stages}")
+def await_pipelines(url: str, num_stages: int) -> None:
+    """Wait until all instances of the server stand in groups of ``num_stages``."""
+    deadline_s = time.monotonic() + FORM_S
+    while True:
+        stages = sorted({len(group["stages"]) for group in _state(url)["groups"]})
+        if stages == [num_stages]:
+            return
+        if time.monotonic() > deadline_s:
+            raise ServerUnreachable(f"{url}: groups of {stages} stages stand, not of {num_stages}")
+        time.sleep(FORM_POLL_S)
 
 
-def _asked(url: str, body: Mapping[str, object] | None) -> dict[str, Any]:
-    data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+def _state(url: str) -> dict[str, Any]:
     try:
-        with urllib.request.urlopen(request, timeout=FORM_S) as answer:
+        with urllib.request.urlopen(f"{url}/kunserve/state", timeout=FORM_S) as answer:
             values: dict[str, Any] = json.load(answer)
             return values
-    except urllib.error.HTTPError as error:
-        said = error.read(500).decode(errors="replace")
-        raise ServerUnreachable(f"{url}: HTTP {error.code}: {said}") from None
     except OSError as error:
         raise ServerUnreachable(f"{url}: {error}") from None
+
+
+def _times(size: str, factor: float) -> str:
+    """A size as a flag has it, multiplied."""
+    return size if factor == 1.0 else str(int(ByteSize().convert(size, None, None) * factor))
 
 
 async def _replay(

@@ -3,7 +3,7 @@
 import dataclasses
 from dataclasses import dataclass, replace
 
-from kunserve.core.config import OverloadConfig
+from kunserve.core.config import ClusterConfig, DispatchPolicy, OverloadConfig
 from kunserve.core.errors import ConfigError
 
 
@@ -28,13 +28,20 @@ class System:
     """Up to twice the instances are started under overload, and given back after it."""
     watermark: float | None = None
     """``SchedulerConfig.watermark`` where it is not the default."""
-    swaps: bool = False
-    """Preempted KV goes to host memory and comes back."""
+    dispatch: DispatchPolicy = "soonest"
+    """Which group a request is sent to."""
+    memory_factor: float = 1.0
+    """Memory of each instance as a multiple of what the others have."""
 
     @property
     def drops(self) -> bool:
-        """Whether the system may drop layers. One that may not is a *baseline*."""
+        """Whether the system may drop layers."""
         return self.overload.policy == "drop"
+
+    @property
+    def is_baseline(self) -> bool:
+        """Whether the system never drops layers, and has no more memory than the others."""
+        return not self.drops and self.memory_factor == 1.0
 
 
 _DROP = OverloadConfig(policy="drop")
@@ -48,6 +55,18 @@ SYSTEMS = {
             "vLLM: the last to come is thrown out and computed again",
         ),
         System(
+            "recompute-rr",
+            OverloadConfig(policy="recompute"),
+            "recompute, and requests go round robin: plain replicas behind a plain balancer",
+            dispatch="round-robin",
+        ),
+        System(
+            "endless",
+            OverloadConfig(policy="recompute"),
+            "recompute in five times the memory, which never fills: the bound",
+            memory_factor=5.0,
+        ),
+        System(
             "recompute-watermark",
             OverloadConfig(policy="recompute"),
             "recompute, and admission leaves 5 % of the memory for those that run",
@@ -55,9 +74,8 @@ SYSTEMS = {
         ),
         System(
             "swap",
-            OverloadConfig(policy="recompute"),
+            OverloadConfig(policy="swap"),
             "InferCept: the last to come waits in host memory; copies hide behind steps",
-            swaps=True,
         ),
         System(
             "static-pp",
@@ -92,6 +110,12 @@ SYSTEMS = {
             "Llumnix: running requests move to the freest instance, KV and all",
         ),
         System("drop", _DROP, "KunServe: layers are dropped in a burst and restored after it"),
+        System(
+            "drop-rr",
+            _DROP,
+            "drop, and requests go round robin",
+            dispatch="round-robin",
+        ),
         System(
             "drop-no-priority",
             _DROP,
@@ -168,16 +192,27 @@ def find_system(name: str) -> System:
 
 
 def is_baseline(name: str) -> bool:
-    """Whether the system of that name never drops layers. A name of an older file may be gone."""
+    """Whether the system of that name is one to be better than. A name of an older file may be
+    gone.
+    """
     system = SYSTEMS.get(name)
-    return not name.startswith("drop") if system is None else not system.drops
+    return not name.startswith("drop") if system is None else system.is_baseline
+
+
+def check_parts(system: System, num_instances: int) -> None:
+    """Raise ConfigError if so many instances do not make the system's pipelines."""
+    if num_instances % system.pipeline_stages:
+        raise ConfigError(
+            f"{system.name} makes groups of {system.pipeline_stages} instances, and "
+            f"{num_instances} cannot be parted so"
+        )
 
 
 def serve_flags(system: System) -> tuple[str, ...]:
     """The flags of ``kunserve serve`` that make this system.
 
-    Groups of `System.pipeline_stages` have no flag: they come about by a forced drop
-    (`real.form_pipelines`). Raises ConfigError for what ``kunserve serve`` cannot do.
+    `System.memory_factor` has no flag of its own: `real.serve_arguments` multiplies the memory.
+    Raises ConfigError for what ``kunserve serve`` cannot do.
     """
     missing = _simulated_only(system)
     if missing:
@@ -191,6 +226,10 @@ def serve_flags(system: System) -> tuple[str, ...]:
         flags += [_FLAGS[name], str(value)]
     if not system.lookahead:
         flags.append("--no-lookahead")
+    if system.dispatch != ClusterConfig().dispatch_policy:
+        flags += ["--dispatch-policy", system.dispatch]
+    if system.pipeline_stages > 1:
+        flags += ["--pipeline-parallel-size", str(system.pipeline_stages)]
     return tuple(flags)
 
 
@@ -200,8 +239,6 @@ def _simulated_only(system: System) -> list[str]:
         ("links without priority", not system.link_priority),
         ("instances ordered under overload", system.autoscales),
         ("a watermark", system.watermark is not None),
-        ("swapping", system.swaps),
-        ("migration", system.overload.policy == "migrate"),
     )
     unknown = [f"overload.{name}" for name in _changed(system.overload) if name not in _FLAGS]
     return [what for what, is_asked in asked if is_asked] + unknown

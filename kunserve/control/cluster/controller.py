@@ -54,7 +54,11 @@ class Controller:
         self.transitions = transitions = Transitions(placement, outbox, first_id)
         self._instances = Instances(placement, outbox)
         self._requests = requests = Requests(
-            placement, block_size, config.scheduler.max_num_batched_tokens, outbox
+            placement,
+            block_size,
+            config.scheduler.max_num_batched_tokens,
+            config.cluster.dispatch_policy,
+            outbox,
         )
         self.balance = Migrations(
             config.overload, block_size, placement, transitions, requests, outbox
@@ -66,7 +70,14 @@ class Controller:
             placement, requests, outbox, config.scheduler.max_num_batched_tokens
         )
         self._overload = OverloadControl(
-            config.overload, block_size, placement, transitions, requests, scaling, outbox
+            config.overload,
+            config.cluster.pipeline_stages,
+            block_size,
+            placement,
+            transitions,
+            requests,
+            scaling,
+            outbox,
         )
         self._recovery = Recovery(
             self._instances,
@@ -194,7 +205,8 @@ class Controller:
             return
         group.take(event.load, now_s)
         self.transitions.progressed(event.load.group_id, event.load.num_stalled, now_s)
-        self._redispatch.watch(now_s)
+        if self._config.cluster.dispatch_policy == "soonest":
+            self._redispatch.watch(now_s)
         if event.load.group_id == self.placement.reserved:
             self._requests.place()
         self._requests.place_if_changed()

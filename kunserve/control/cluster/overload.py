@@ -27,6 +27,7 @@ from kunserve.policy.monitor import (
 )
 from kunserve.policy.redispatch import spare_blocks
 from kunserve.policy.restore import Postponed, plan_restore
+from kunserve.policy.static_pipelines import plan_pipelines
 
 LOOK_GAP_S = 5e-3
 """Shortest time between two looks at the load, per group: a look costs time for each of them."""
@@ -43,6 +44,7 @@ class OverloadControl:
     def __init__(
         self,
         config: OverloadConfig,
+        pipeline_stages: int,
         block_size: int,
         placement: Placement,
         transitions: Transitions,
@@ -51,6 +53,7 @@ class OverloadControl:
         outbox: Outbox,
     ) -> None:
         self._config = config
+        self._pipeline_stages = pipeline_stages
         self._block_size = block_size
         self._placement = placement
         self._transitions = transitions
@@ -74,6 +77,8 @@ class OverloadControl:
 
     def watch(self, now_s: float) -> None:
         """Called at every report, arrival and tick."""
+        if self._pipeline_stages > 1:
+            self._form_pipelines(now_s)
         is_on = self._config.policy in ("drop", "observe") or self._scaling.is_on
         if not is_on or now_s < self._next_look_s:
             return
@@ -98,6 +103,28 @@ class OverloadControl:
         elif verdict.relaxed is not None and now_s >= self._transitions.backoff_until_s:
             excuses += self._restore_all(verdict.relaxed, now_s)
         self.reasons.replace(excuses, now_s)
+
+    def _form_pipelines(self, now_s: float) -> None:
+        """Merge instances that stand alone, at the start and after a death."""
+        untouchable = self._transitions.busy_groups | self._placement.unready
+        alone = [
+            group.layout
+            for group_id, group in self._placement.groups.items()
+            if len(group.layout.stages) == 1 and group_id not in untouchable
+        ]
+        if len(alone) < self._pipeline_stages or now_s < self._transitions.backoff_until_s:
+            return
+        pipelines = plan_pipelines(
+            alone,
+            self._placement.specs,
+            self._pipeline_stages,
+            first_id=self._placement.new_ids(len(alone)),
+            head_cost_layers=HEAD_COST_LAYERS,
+        )
+        for pipeline in pipelines:
+            self._transitions.begin_drop(
+                pipeline.old, pipeline.new, "pipelines from the start", now_s
+            )
 
     def _group_loads(self) -> list[GroupLoad]:
         restoring = self._transitions.restoring_groups

@@ -7,11 +7,13 @@ from kunserve.control.cluster.commands import Client, Deliver, Outbox
 from kunserve.control.cluster.live import Live
 from kunserve.control.cluster.placement import Group, Placement
 from kunserve.control.cluster.quarantine import NOBODY, Blame, Quarantine
+from kunserve.core.config import DispatchPolicy
 from kunserve.core.ids import InstanceId, RequestId, TransitionId
 from kunserve.core.messages import Abort, Outputs, Returned, Submit, TokenOutput
 from kunserve.core.request import FinishReason, Request
 from kunserve.policy.dispatch import choose_group
 from kunserve.policy.placing import GroupChooser
+from kunserve.policy.round_robin import RoundRobin
 
 MAX_MOVES = 4
 """Groups between which a waiting request moves at most: its place in a queue is worth something."""
@@ -25,12 +27,18 @@ class Requests:
     """
 
     def __init__(
-        self, placement: Placement, block_size: int, step_tokens: int, outbox: Outbox
+        self,
+        placement: Placement,
+        block_size: int,
+        step_tokens: int,
+        dispatch_policy: DispatchPolicy,
+        outbox: Outbox,
     ) -> None:
         """``step_tokens``: computed in one step at most."""
         self._placement = placement
         self._block_size = block_size
         self._outbox = outbox
+        self._turn = RoundRobin() if dispatch_policy == "round-robin" else None
         self._num_arrived = 0
         self.quarantine = Quarantine(placement, outbox)
         self.num_moved = 0
@@ -112,11 +120,16 @@ class Requests:
         expected = self._placement.expected
         loads = [group.load for group in (*groups, *expected.values())]
         blocks = self._blocks_of(live)
-        group_id = choose_group(loads, blocks)
+        if self._turn is None:
+            group_id = choose_group(loads, blocks)
+        else:
+            group_id = self._turn.among(loads).choose(blocks)
         if group_id is not None and group_id not in expected:
             self._send(live, self._placement.groups[group_id], blocks)
 
     def _has_room(self, group: Group) -> bool:
+        if self._turn is not None:
+            return True
         return self._ahead.has_room(group.layout.leader, len(group.layout.stages))
 
     def _blocks_of(self, live: Live) -> int:
@@ -173,7 +186,8 @@ class Requests:
         if not roomy or not self.backlog:
             return
         expected = self._placement.expected
-        chooser = GroupChooser(group.load for group in (*roomy.values(), *expected.values()))
+        loads = [group.load for group in (*roomy.values(), *expected.values())]
+        chooser = GroupChooser(loads) if self._turn is None else self._turn.among(loads)
         promised_tokens = dict.fromkeys(expected, 0)
         for _, live, num_tokens, blocks in self.backlog:
             if not roomy:

@@ -13,6 +13,19 @@ _faults = flags_of("Faults and traces", ClusterConfig())
 
 INSTANCE_FLAGS = all_of(
     _cluster("--num-instances", type=click.IntRange(1, 64), help="Replicas."),
+    _cluster(
+        "--dispatch-policy",
+        type=click.Choice(["soonest", "round-robin"]),
+        help="soonest: requests wait in one queue for the instance that starts them first; "
+        "round-robin: each goes to the next instance in turn, as behind a plain balancer.",
+    ),
+    _cluster(
+        "--pipeline-parallel-size",
+        "pipeline_stages",
+        type=click.IntRange(1, 64),
+        help="Instances that share one copy of the weights from the start, and for good: for "
+        "comparison, with an --overload-policy that drops nothing.",
+    ),
     _instance(
         "--device",
         type=click.Choice(["cpu", "cuda"]),

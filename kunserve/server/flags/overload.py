@@ -18,8 +18,9 @@ OVERLOAD_FLAGS = all_of(
     _overload(
         "--overload-policy",
         "policy",
-        type=click.Choice(["recompute", "observe", "drop"]),
+        type=click.Choice(["recompute", "swap", "migrate", "observe", "drop"]),
         help="When KV memory runs out: drop frees replicated layers; recompute preempts requests; "
+        "swap sends their KV to host memory, migrate moves running requests to other instances; "
         "observe preempts too, and tells in the log and in /metrics what drop would have done.",
     ),
     _overload(

@@ -113,6 +113,13 @@ def test_simulations_are_not_run_again(tmp_path: Path, monkeypatch: pytest.Monke
 def test_what_a_server_is_started_with() -> None:
     setup = RealSetup(num_instances=4, serve_flags=("--dtype", "float32"))
     flags = serve_arguments(find_system("static-pp"), setup, Path("t.json"))
-    assert flags[0] == "smollm2-135m" and "--enable-admin" in flags and "--no-lookahead" in flags
+    assert flags[0] == "smollm2-135m" and "--no-lookahead" in flags
+    assert flags[flags.index("--pipeline-parallel-size") + 1] == "2"
     assert flags[-4:] == ("--trace-out", "t.json", "--dtype", "float32")
-    assert "--enable-admin" not in serve_arguments(find_system("drop"), setup, None)
+    assert "--pipeline-parallel-size" not in serve_arguments(find_system("drop"), setup, None)
+
+
+def test_endless_memory_is_a_multiple_of_the_others() -> None:
+    setup = RealSetup(instance_memory="100MiB")
+    flags = serve_arguments(find_system("endless"), setup, None)
+    assert flags[flags.index("--instance-memory") + 1] == str(500 << 20)

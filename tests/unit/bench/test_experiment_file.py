@@ -65,8 +65,10 @@ def test_mistakes_in_an_experiment_file(text: str, message: str, tmp_path: Path)
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("systems = ['swap']\n", "swap needs swapping, which only the simulated world has"),
-        ("systems = ['migrate']\n", "migrate needs migration"),
+        (
+            "systems = ['autoscale']\n",
+            "autoscale needs instances ordered under overload, which only the simulated world has",
+        ),
         ("systems = ['static-pp4']\n", "2 cannot be parted so"),
         ("[setup]\ndevice = 'a800'\n", "unknown setting 'device'; there are: model"),
         ("rounds = 0\n", "rounds must be at least 1, not 0"),
@@ -139,10 +141,12 @@ def test_systems_as_flags_of_serve() -> None:
     assert serve_flags(find_system("recompute")) == ("--overload-policy", "recompute")
     assert serve_flags(find_system("drop-no-lookahead"))[2:] == ("--no-lookahead",)
     assert serve_flags(find_system("drop-deep"))[2:] == ("--min-deep-gain", "0.0")
-    with pytest.raises(ConfigError, match="real systems are: recompute, static-pp, "):
-        serve_flags(find_system("migrate"))
+    with pytest.raises(ConfigError, match="real systems are: recompute, recompute-rr, endless, "):
+        serve_flags(find_system("autoscale"))
+    assert serve_flags(find_system("swap")) == ("--overload-policy", "swap")
+    assert serve_flags(find_system("drop-rr"))[2:] == ("--dispatch-policy", "round-robin")
     assert [name for name in SYSTEMS if not is_baseline(name)] == [
-        name for name in SYSTEMS if name.startswith("drop")
+        name for name in SYSTEMS if name.startswith("drop") or name == "endless"
     ]
 
 

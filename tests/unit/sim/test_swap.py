@@ -10,6 +10,7 @@ from kunserve.bench.compare.simulated.scenario import config_of
 from kunserve.bench.compare.simulated.simulation import simulate
 from kunserve.bench.compare.systems import find_system
 from kunserve.control.instance.agent import Work
+from kunserve.core.config import OverloadConfig
 from kunserve.core.ids import InstanceId, RequestId
 from kunserve.core.messages import TokenOutput
 from kunserve.core.request import Request, SamplingParams
@@ -94,7 +95,7 @@ class _Counting:
 
 
 def test_pipelines_swap_too() -> None:
-    pipelines = replace(find_system("static-pp"), swaps=True)
+    pipelines = replace(find_system("static-pp"), overload=OverloadConfig(policy="swap"))
     world = scenario(burst(170, 0.05, (300, 700)), profile=small_profile(3_000))
     watcher = StepTimes(world.profile)
     result = simulate(pipelines, world, watcher=watcher, is_drained=True)

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, field, replace
 
 from kunserve.bench.compare.settings import SimulatedSetup
-from kunserve.bench.compare.systems import System
+from kunserve.bench.compare.systems import System, check_parts
 from kunserve.core.config import (
     ClusterConfig,
     InstanceConfig,
@@ -132,11 +132,8 @@ def config_of(
     ``host_bytes`` is the host memory of each instance for swapped KV; None is no limit. Of
     ``server`` the limits of the queue count.
     """
-    if num_instances % system.pipeline_stages:
-        raise ConfigError(
-            f"{system.name} makes groups of {system.pipeline_stages} instances, and "
-            f"{num_instances} cannot be parted so"
-        )
+    check_parts(system, num_instances)
+    is_swapping = system.overload.policy == "swap"
     return KunServeConfig(
         model=ModelConfig(model=profile.model.name),
         instance=InstanceConfig(
@@ -148,13 +145,29 @@ def config_of(
             scheduler,
             lookahead=system.lookahead,
             watermark=scheduler.watermark if system.watermark is None else system.watermark,
-            swap=SwapConfig(profile.host_bytes_per_s, host_bytes) if system.swaps else None,
+            swap=SwapConfig(profile.host_bytes_per_s, host_bytes) if is_swapping else None,
         ),
         overload=system.overload,
         server=ServerConfig() if server is None else server,
         cluster=ClusterConfig(
             num_instances=num_instances,
+            dispatch_policy=system.dispatch,
+            pipeline_stages=system.pipeline_stages,
             max_instances=2 * num_instances if system.autoscales else None,
+        ),
+    )
+
+
+def profile_of(system: System, profile: InstanceProfile) -> InstanceProfile:
+    """The instances of this system: with another multiple of their memory, for a bound."""
+    spec = profile.spec
+    more_units = int(spec.memory_bytes * (system.memory_factor - 1.0)) // spec.unit_bytes
+    return replace(
+        profile,
+        spec=replace(
+            spec,
+            memory_bytes=spec.memory_bytes + more_units * spec.unit_bytes,
+            kv_units=spec.kv_units + more_units,
         ),
     )
 

@@ -5,7 +5,7 @@ import gc
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from kunserve.bench.compare.simulated.scenario import Scenario, config_of, world_of
+from kunserve.bench.compare.simulated.scenario import Scenario, config_of, profile_of, world_of
 from kunserve.bench.compare.simulated.sim_client import SimClient
 from kunserve.bench.compare.systems import System
 from kunserve.bench.metrics import RunMetrics, compute_metrics
@@ -88,6 +88,7 @@ def _simulate(
 ) -> SimResult:
     heap = EventHeap()
     profile, workload = scenario.profile, scenario.workload
+    profile = profile_of(system, profile)
     config = config_of(
         system,
         profile,
@@ -105,7 +106,7 @@ def _simulate(
         world_of(system, scenario.world),
         watcher,
     )
-    _form_groups(cluster, heap, system, scenario.num_instances)
+    _form_groups(cluster, heap, system)
     num_first = cluster.controller.transitions.num_drops
     client.begin(cluster)
     for time_s, instance_id in scenario.kills:
@@ -125,20 +126,13 @@ def _simulate(
     return result
 
 
-def _form_groups(cluster: SimCluster, heap: EventHeap, system: System, num_instances: int) -> None:
-    """Let instances come up; pair them where the system wants pipelines from the start."""
-    while heap.now_s() < 1.0:
+def _form_groups(cluster: SimCluster, heap: EventHeap, system: System) -> None:
+    """Let instances come up and form their groups."""
+    while heap.now_s() < LEAD_S - 0.5:
         heap.step()
-    if system.pipeline_stages > 1:
-        merges = num_instances - num_instances // system.pipeline_stages
-        spec = cluster.profile.spec
-        freed = merges * spec.num_layers * spec.layer_bytes
-        cluster.force_drop(int(freed * 0.9))
-        while heap.now_s() < LEAD_S - 0.5:
-            heap.step()
-        stages = {len(g.layout.stages) for g in cluster.controller.placement.groups.values()}
-        if stages != {system.pipeline_stages}:
-            raise ConfigError(f"{system.name}: groups of {sorted(stages)} stages came about")
+    stages = {len(g.layout.stages) for g in cluster.controller.placement.groups.values()}
+    if stages != {system.pipeline_stages}:
+        raise ConfigError(f"{system.name}: groups of {sorted(stages)} stages came about")
 
 
 def _result(

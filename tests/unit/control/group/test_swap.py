@@ -251,6 +251,6 @@ def test_settings_that_cannot_work_are_refused() -> None:
     with pytest.raises(ConfigError, match="swapping needs the cost of steps"):
         SchedulerConfig(swap=SwapConfig(1e9))
     scheduler = SchedulerConfig(cost=COST, swap=SwapConfig(1e9))
-    with pytest.raises(ConfigError, match="goes with overload policy 'recompute', not 'drop'"):
+    with pytest.raises(ConfigError, match="is for overload policy 'swap', not 'drop'"):
         KunServeConfig(scheduler=scheduler)
-    KunServeConfig(scheduler=scheduler, overload=OverloadConfig(policy="recompute"))
+    KunServeConfig(scheduler=scheduler, overload=OverloadConfig(policy="swap"))

@@ -1,0 +1,46 @@
+from kunserve.cluster.fake import fake_spec
+from kunserve.core.ids import GroupId, InstanceId
+from kunserve.core.layout import GroupLayout, LayerRange, Stage
+from kunserve.core.load import GroupLoad, LoadReport
+from kunserve.policy.round_robin import RoundRobin
+from kunserve.policy.static_pipelines import plan_pipelines
+
+
+def loads(**capacities: int) -> list[GroupLoad]:
+    return [
+        GroupLoad(LoadReport(GroupId(int(name[1:])), used_blocks=capacity), capacity)
+        for name, capacity in capacities.items()
+    ]
+
+
+def test_requests_are_dealt_out_whatever_the_load() -> None:
+    turn = RoundRobin()
+    chooser = turn.among(loads(g3=10, g5=10, g8=10))
+    assert [chooser.choose(10) for _ in range(4)] == [3, 5, 8, 3]
+    assert turn.among(loads(g3=10, g5=10, g8=10)).choose(1) == 5, "the turn goes on"
+
+
+def test_a_group_that_can_never_hold_the_request_is_passed_over() -> None:
+    chooser = RoundRobin().among(loads(g3=10, g5=2, g8=10))
+    assert [chooser.choose(4) for _ in range(3)] == [3, 8, 3]
+    assert chooser.choose(11) is None
+
+
+def test_a_closed_group_has_no_turn() -> None:
+    chooser = RoundRobin().among(loads(g3=10, g5=10))
+    chooser.sent(GroupId(3), 5)
+    chooser.close(GroupId(3))
+    assert [chooser.choose(1), chooser.choose(1)] == [5, 5]
+
+
+def alone(number: int) -> GroupLayout:
+    return GroupLayout(GroupId(number), (Stage(InstanceId(number), LayerRange(0, 4)),))
+
+
+def test_instances_merge_in_the_order_of_their_numbers() -> None:
+    specs = {InstanceId(i): fake_spec(InstanceId(i), 4, 48, 2, 192, 16) for i in range(7)}
+    layouts = [alone(number) for number in (6, 0, 3, 1, 2, 5, 4)]
+    pipelines = plan_pipelines(layouts, specs, 3, first_id=GroupId(10), head_cost_layers=0)
+    assert [one.new.group_id for one in pipelines] == [10, 11]
+    assert [sorted(one.new.members) for one in pipelines] == [[0, 1, 2], [3, 4, 5]]
+    assert plan_pipelines(layouts[:2], specs, 3, first_id=GroupId(0), head_cost_layers=0) == ()
