@@ -124,6 +124,8 @@ class Misfortune:
                 under_way = {task for task in under_way if not task.done() or task.exception()}
                 if len(under_way) < MAX_GENTLE:
                     under_way.add(asyncio.create_task(action()))
+        if self._setting.kills_fronts and not self.counts["fronts killed"]:
+            await self._kill_front()  # so that a short run has it too
         if self._blamable is not None:
             under_way.add(self._blamable)
         await asyncio.gather(*under_way)
