@@ -89,7 +89,7 @@ PLANS: dict[str, Alone | Client | Server | Elsewhere] = {
         r'"status": ?"(ok|done|dropped)"|layers'
     ),
     f"{BURST} --bursty-duration 120 --request-rate 0.5 --ignore-eos --plot run.png": Client(
-        BLOCK, within_s=300.0, makes="run.png"
+        BLOCK, within_s=550.0, makes="run.png"
     ),
     "kunserve bench --dataset-name timed_trace --dataset-path FILE.jsonl": Client(BLOCK),
     "kunserve serve --overload-policy recompute": Server(),
@@ -335,7 +335,7 @@ def save_a_model(where: Path) -> None:
 
     config = transformers.Qwen2Config(
         vocab_size=300,
-        hidden_size=64,
+        hidden_size=128,
         intermediate_size=96,
         num_hidden_layers=4,
         num_attention_heads=4,

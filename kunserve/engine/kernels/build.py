@@ -120,8 +120,11 @@ def _compiler(prefers_clang: bool) -> str:
     gcc, clang = ("gcc", "cc"), ("clang",)
     for name in clang + gcc if prefers_clang else gcc + clang:
         found = shutil.which(name)
-        if found is not None:
-            return found
+        if found is None:
+            continue
+        if prefers_clang and name in gcc:
+            logger.warning("for processors without AVX-512 clang's kernels are 4-8 times faster")
+        return found
     raise ConfigError("a C compiler is needed: install gcc (Debian: apt-get install gcc libc6-dev)")
 
 
@@ -174,4 +177,4 @@ def _folders() -> tuple[Path, ...]:
 
 
 if __name__ == "__main__":
-    sys.stdout.write(f"{build()}\n")
+    sys.stdout.write(f"{build(force='--force' in sys.argv)}\n")

@@ -89,6 +89,13 @@ def test_a_wheel_has_a_library_for_each_level(monkeypatch, tmp_path: Path) -> No
     assert build_shipped(tmp_path / "none", machine="riscv64") == []
 
 
+def test_slow_kernels_are_told_of(monkeypatch, caplog) -> None:
+    monkeypatch.setattr(build_module.shutil, "which", lambda name: name if name == "gcc" else None)
+    assert build_module._compiler(prefers_clang=False) == "gcc" and not caplog.records
+    assert build_module._compiler(prefers_clang=True) == "gcc"
+    assert "clang's kernels are 4-8 times faster" in caplog.text
+
+
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="reads this machine's own features")
 def test_this_processor_is_read() -> None:
     assert set(fitting_levels()) <= set(X86.values())
