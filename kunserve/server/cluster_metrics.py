@@ -97,11 +97,11 @@ RERUN = counter(
 )
 QUARANTINED = counter(
     "kunserve:quarantined_requests_total",
-    "Requests that ran alone because instances died that ran them among others.",
+    "Times that a request ran among suspects only, because instances had died that ran it.",
 )
 GUILTY = counter(
     "kunserve:guilty_requests_total",
-    "Requests ended with an error because their instance died when they ran alone.",
+    "Requests ended with an error because instances died again and again when they ran.",
 )
 FAMILIES = (
     RUNNING,

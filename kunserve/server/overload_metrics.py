@@ -33,7 +33,7 @@ REQUESTS = counter(
 )
 WAIT = counter(
     "kunserve:observed_wait_seconds_total",
-    "Under the policy `observe`: time to first token that these drops would have saved, summed "
+    "Under the policy `observe`: waiting for memory that these drops would have avoided, summed "
     "over requests.",
 )
 _OF_OBSERVED: tuple[tuple[Family, Callable[[ObservedDrops], float]], ...] = (

@@ -218,14 +218,8 @@ class InstanceAgent:
         state, change = self.state, self._changes.change
         is_loading = isinstance(change, LayerRestore) and change.phase != "filled"
         layout = None if self.membership is None or is_loading else self.membership.layout
-        return Rejoin(
-            ready,
-            state.held,
-            state.table.num_units,
-            layout,
-            self._num_received,
-            state.totals.so_far(),
-        )
+        totals = state.totals.so_far()
+        return Rejoin(ready, state.held, state.table.num_units, layout, self._num_received, totals)
 
     def report(self, now_s: float) -> None:
         """Queue a load report (leaders only). Called about ten times a second on everybody.
