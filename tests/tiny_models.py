@@ -94,3 +94,11 @@ def expected_tokens(
             pad_token_id=0,
         )
     return output[0, len(prompt) :].tolist()
+
+
+def prompt_logprobs(model: transformers.PreTrainedModel, prompt: list[int]) -> list[float]:
+    """What ``transformers`` says of each token of the prompt but the first."""
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt])).logits[0, :-1].float()
+    found = torch.log_softmax(logits, dim=-1)[torch.arange(len(prompt) - 1), prompt[1:]]
+    return found.tolist()

@@ -22,11 +22,11 @@ from kunserve.core.config import (
 from kunserve.core.errors import InvalidRequest
 from kunserve.core.ids import RequestId
 from kunserve.core.messages import TokenOutput
-from kunserve.core.request import Request, SamplingParams
+from kunserve.core.request import Request, SamplingParams, TokenLogprobs
 from kunserve.engine.devices import STAND_IN
 from tests.chrome_trace import Event, check_trace
 from tests.fakecuda.library import build
-from tests.tiny_models import VOCAB, expected_tokens, tiny_model
+from tests.tiny_models import VOCAB, expected_tokens, prompt_logprobs, tiny_model
 
 Story = Callable[[LocalCluster, "Answers"], Awaitable[None]]
 SEEDED = SamplingParams(max_tokens=1, temperature=0.9, top_p=0.95, seed=7)
@@ -38,6 +38,8 @@ class Answers:
     def __init__(self, cluster: LocalCluster) -> None:
         self._cluster = cluster
         self.tokens: dict[str, list[int]] = {}
+        self.scores: dict[str, list[TokenLogprobs]] = {}
+        """Of the prompts."""
         self._done: dict[str, asyncio.Event] = {}
 
     def ask(self, name: str, prompt: list[int], num_tokens: int, like: SamplingParams) -> None:
@@ -47,13 +49,15 @@ class Answers:
             top_p=like.top_p,
             seed=like.seed,
             ignore_eos=True,
+            num_prompt_logprobs=1,
         )
-        self.tokens[name] = []
+        self.tokens[name], self.scores[name] = [], []
         self._done[name] = asyncio.Event()
         request = Request(RequestId(name), tuple(prompt), sampling, 0.0)
         self._cluster.submit(request, self._deliver)
 
     def _deliver(self, token: TokenOutput) -> None:
+        self.scores[token.request_id] += [row for one in token.prompt_scores for row in one.rows()]
         if token.token_id is not None:
             self.tokens[token.request_id].append(token.token_id)
         if token.finish_reason is not None:
@@ -65,14 +69,14 @@ class Answers:
             while not all(len(tokens) >= num_tokens for tokens in self.tokens.values()):
                 await asyncio.sleep(0.005)
 
-    async def all(self) -> dict[str, list[int]]:
+    async def all(self) -> "Answers":
         async with asyncio.timeout(90.0):
             await asyncio.gather(*(event.wait() for event in self._done.values()))
-        return self.tokens
+        return self
 
 
-def run(config: KunServeConfig, vocab_size: int, story: Story) -> dict[str, list[int]]:
-    async def main() -> dict[str, list[int]]:
+def run(config: KunServeConfig, vocab_size: int, story: Story) -> Answers:
+    async def main() -> Answers:
         cluster = await LocalCluster.start(config, vocab_size=vocab_size)
         try:
             answers = Answers(cluster)
@@ -183,10 +187,11 @@ def test_tokens_are_those_of_transformers_through_everything(
         assert len(cluster.state().groups) == num_instances
 
     answers = run(config, VOCAB, story)
-    for name, prompt in PROMPTS.items():
-        assert answers[name] == expected_tokens(model, prompt, NUM_TOKENS[name]), name
-    for name, prompt in QUEUED.items():
-        assert answers[name] == expected_tokens(model, prompt, QUEUED_TOKENS), name
+    for name, prompt in (PROMPTS | QUEUED).items():
+        num_tokens = NUM_TOKENS.get(name, QUEUED_TOKENS)
+        assert answers.tokens[name] == expected_tokens(model, prompt, num_tokens), name
+        scores = [row.logprob for row in answers.scores[name]]
+        assert scores == pytest.approx(prompt_logprobs(model, prompt), abs=1e-3), name
     check_pipelined(check_trace(trace), num_layers, num_instances, lookahead)
 
 
@@ -246,12 +251,17 @@ def test_smollm2_says_the_same_through_a_drop_and_a_restore_even_in_bfloat16() -
 
     async def undisturbed(cluster: LocalCluster, answers: Answers) -> None:
         ask_all(answers)
+        answers.ask("late", prompts["r4"][::-1], 4, SEEDED)
 
     async def disturbed(cluster: LocalCluster, answers: Answers) -> None:
         ask_all(answers)
         await answers.have(5)
         await cluster.drop(None)
-        await answers.have(16)
-        await cluster.restore()
+        answers.ask("late", prompts["r4"][::-1], 4, SEEDED)
+        await answers.have(4)
+        await restore_when_it_fits(cluster)
 
-    assert run(config, 49152, disturbed) == run(config, 49152, undisturbed)
+    one, other = run(config, 49152, disturbed), run(config, 49152, undisturbed)
+    assert one.tokens == other.tokens
+    assert one.scores == other.scores
+    assert all(len(one.scores[name]) == len(prompt) - 1 for name, prompt in prompts.items())
