@@ -18,7 +18,7 @@ class Followed:
     def __init__(self, request: Request = REQUEST) -> None:
         self._outbox = Outbox()
         self._delivered: list[TokenOutput] = []
-        self.requests = Requests(placed((OLD,)), 4, 512, self._outbox)
+        self.requests = Requests(placed((OLD,)), 4, 512, "soonest", self._outbox)
         self.requests.add(request, self._delivered.append, 0.0)
 
     @property
