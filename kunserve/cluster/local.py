@@ -32,13 +32,8 @@ from kunserve.control.cluster.commands import (
     Client,
     ControlCommand,
     Deliver,
-    LogObserved,
-    LogQuarantine,
-    LogReason,
-    LogTransition,
     Respawn,
     ScaleDown,
-    ScaleUp,
     Send,
 )
 from kunserve.control.cluster.controller import Controller
@@ -286,10 +281,10 @@ class LocalCluster:
                     self._processes.condemn(instance_id, reason, Cause.OUTSIDE)
             case Respawn():
                 pass  # ``Processes`` sees the end of a process itself, also of one not yet ready
-            case LogTransition() | LogReason() | LogObserved() | LogQuarantine() | ScaleUp():
-                log_decision(command)
             case ScaleDown():
                 raise AssertionError("a cluster on one machine does not grow, nor shrink")
+            case _:
+                log_decision(command)
 
     async def _notify(self) -> None:
         """Have everybody who waits in ``_until`` look again."""

@@ -6,6 +6,7 @@ from kunserve.control.cluster.commands import (
     LogObserved,
     LogQuarantine,
     LogReason,
+    LogRerun,
     LogTransition,
     ScaleUp,
 )
@@ -35,7 +36,7 @@ def log_transition(record: TransitionRecord) -> None:
 
 
 def log_decision(
-    command: LogTransition | LogReason | LogObserved | LogQuarantine | ScaleUp,
+    command: LogTransition | LogReason | LogObserved | LogQuarantine | LogRerun | ScaleUp,
 ) -> None:
     """One line for what the controller has to say."""
     match command:
@@ -47,5 +48,7 @@ def log_decision(
             logger.info("observed only, nothing is done: %s", text)
         case LogQuarantine(request_id, reason):
             logger.warning("quarantine request=%s: %s", request_id, reason)
+        case LogRerun(request_id, num_tokens):
+            logger.info("run again request=%s tokens=%d", request_id, num_tokens)
         case ScaleUp(reason):
             logger.warning("scale_up_wanted reason=%r", reason)

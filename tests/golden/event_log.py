@@ -5,8 +5,10 @@ from typing import Any
 from kunserve.control.cluster.commands import (
     ControlCommand,
     Deliver,
+    LogObserved,
     LogQuarantine,
     LogReason,
+    LogRerun,
     LogTransition,
     Respawn,
     ScaleDown,
@@ -112,6 +114,8 @@ def _command(command: ControlCommand) -> str | None:
             return f"quarantine {request_id}: {reason}"
         case ScaleDown(instance_id):
             return f"scale down {instance_id}"
+        case LogObserved() | LogRerun():
+            return None
     raise AssertionError(command)
 
 

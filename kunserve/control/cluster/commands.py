@@ -57,6 +57,14 @@ class LogQuarantine(NamedTuple):
     reason: str
 
 
+class LogRerun(NamedTuple):
+    """A request's instance is gone, and it runs again from these tokens: one line for the log."""
+
+    request_id: RequestId
+    num_tokens: int
+    """Tokens that its client has."""
+
+
 class ScaleUp(NamedTuple):
     """Nothing is left to drop: one more instance is needed."""
 
@@ -77,6 +85,7 @@ ControlCommand: TypeAlias = (
     | LogReason
     | LogObserved
     | LogQuarantine
+    | LogRerun
     | ScaleUp
     | ScaleDown
 )

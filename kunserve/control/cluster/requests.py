@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 
 from kunserve.control.cluster.backlog import Backlog, SentAhead
-from kunserve.control.cluster.commands import Client, Deliver, Outbox
+from kunserve.control.cluster.commands import Client, Deliver, LogRerun, Outbox
 from kunserve.control.cluster.live import Live
 from kunserve.control.cluster.placement import Group, Placement
 from kunserve.control.cluster.quarantine import NOBODY, Blame, Quarantine
@@ -412,6 +412,7 @@ class Requests:
                     self.quarantine.interrupted(request_id)
                     live.is_rerun = True
                     self.num_rerun += 1
+                    self._outbox.add(LogRerun(request_id, len(live.output_token_ids)))
         self.place()
 
     def check(self, alive: Iterable[InstanceId]) -> None:

@@ -1,7 +1,13 @@
 """The log line of a transition, as people and scripts read it."""
 
-from kunserve.cluster.transition_log import describe
-from kunserve.core.ids import TransitionId
+import logging
+
+import pytest
+
+from kunserve.cluster.log_format import fields_of
+from kunserve.cluster.transition_log import describe, log_decision
+from kunserve.control.cluster.commands import LogObserved, LogQuarantine, LogRerun
+from kunserve.core.ids import RequestId, TransitionId
 from kunserve.core.snapshots import Kind, Outcome, TransitionRecord
 
 
@@ -26,3 +32,17 @@ def test_the_outcome_is_a_plain_word() -> None:
 def test_a_failure_says_why() -> None:
     line = describe(record(Outcome.ROLLED_BACK, "no answer"))
     assert "outcome='rolled back: no answer'" in line
+
+
+def test_every_decision_about_a_request_names_it(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    log_decision(LogRerun(RequestId("cmpl-a-0"), 7))
+    log_decision(LogQuarantine(RequestId("cmpl-a-0"), "it runs alone"))
+    log_decision(LogObserved("drop groups=0+1"))
+    assert [record.getMessage() for record in caplog.records] == [
+        "run again request=cmpl-a-0 tokens=7",
+        "quarantine request=cmpl-a-0: it runs alone",
+        "observed only, nothing is done: drop groups=0+1",
+    ]
+    assert fields_of(caplog.records[0]) == {"request": "cmpl-a-0", "tokens": 7}
+    assert fields_of(caplog.records[1]) == {"request": "cmpl-a-0"}

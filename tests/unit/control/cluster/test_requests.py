@@ -1,6 +1,6 @@
 """What the client gets when leaders change, and their words come late, early or twice."""
 
-from kunserve.control.cluster.commands import Deliver, Outbox, Send
+from kunserve.control.cluster.commands import Deliver, LogRerun, Outbox, Send
 from kunserve.control.cluster.requests import Requests
 from kunserve.core.ids import InstanceId, RequestId
 from kunserve.core.messages import Outputs, TokenOutput
@@ -106,6 +106,14 @@ def test_scores_come_with_the_first_token_in_order_and_once() -> None:
     assert [token.position for token in client.delivered] == [0, 1]
     assert client.scores == [0, -1, -2, -3, -4, -5, -6]
     assert client.delivered[1].prompt_scores == ()
+
+
+def test_a_re_run_is_told_with_the_tokens_that_its_client_has() -> None:
+    client = Followed(REQUEST)
+    client.requests.take(says(OLD, 0, 2))
+    client.requests.rerun({OLD}, {})
+    told = [c for c in client._outbox.drain() if isinstance(c, LogRerun)]
+    assert told == [LogRerun(REQUEST.request_id, 2)]
 
 
 def test_a_re_run_is_asked_for_the_missing_scores_only() -> None:
