@@ -27,6 +27,7 @@ from kunserve.bench.server_process import running_server
 
 BOARD = Path("deploy/grafana/dashboards/kunserve.json")
 RULES = Path("deploy/prometheus/alerts.yml")
+DOCUMENT = Path("docs/metrics.md")
 MODEL = "smollm2-135m"
 SERVER = (
     MODEL, "--num-instances", "2", "--instance-memory", "343MiB", "--enable-admin",
@@ -60,6 +61,12 @@ def queries(board: dict[str, Any]) -> Iterator[Query]:
     for annotation in board["annotations"]["list"]:
         if "expr" in annotation:
             yield Query(f"annotation {annotation['name']}", annotation["expr"])
+
+
+def documented(text: str) -> Iterator[Query]:
+    """The queries that a document shows."""
+    for expression in re.findall(r"```promql\n(.*?)```", text, re.DOTALL):
+        yield Query("documented", expression)
 
 
 def with_values(expression: str, variables: dict[str, str]) -> str:
@@ -155,11 +162,12 @@ def load(url: str, until_s: float) -> None:
         thread.join()
 
 
-def report(prometheus: Prometheus, board: Path, since_s: float) -> int:
-    """Tell of each query what it found; how many found nothing."""
+def report(prometheus: Prometheus, source: Path, since_s: float) -> int:
+    """Tell of each query of a board or a document what it found; how many found nothing."""
     num_empty = 0
-    content = json.loads(board.read_text())
-    for query in queries(content):
+    text = source.read_text()
+    asked = queries(json.loads(text)) if source.suffix == ".json" else documented(text)
+    for query in asked:
         expression = with_values(query.expression, VARIABLES)
         try:
             values = prometheus.values(expression, since_s)
@@ -168,7 +176,7 @@ def report(prometheus: Prometheus, board: Path, since_s: float) -> int:
             values, told = [], f"WRONG {error}"
         num_empty += not values
         print(f"{told or 'EMPTY':40} {query.panel:35} {' '.join(query.expression.split())}")
-    print(f"{board}: {num_empty} queries are empty\n")
+    print(f"{source}: {num_empty} queries are empty\n")
     return num_empty
 
 
@@ -184,7 +192,7 @@ def main() -> None:
         since_s = time.time()
         load(server.url, since_s + LOAD_S)
         time.sleep(5.0)
-        num_empty = sum(report(prometheus, board, since_s) for board in boards)
+        num_empty = sum(report(prometheus, board, since_s) for board in (*boards, DOCUMENT))
         for group in prometheus.ask("rules")["groups"]:
             for rule in group["rules"]:
                 print(f"{rule['health']:8} {rule.get('state', ''):10} {rule['name']}")

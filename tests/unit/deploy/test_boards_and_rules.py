@@ -11,7 +11,15 @@ from typing import Any
 import pytest
 import yaml
 
-from benchmarks.boards import BOARD, RULES, VARIABLES, queries, with_values
+from benchmarks.boards import (
+    BOARD,
+    DOCUMENT,
+    RULES,
+    VARIABLES,
+    documented,
+    queries,
+    with_values,
+)
 from benchmarks.metric_table import process_families
 from kunserve.server.command import serve_command
 from kunserve.server.metric_family import Family, Type
@@ -53,8 +61,8 @@ def expressions() -> Iterator[str]:
     for variable in board()["templating"]["list"]:
         if variable["type"] == "query":
             yield variable["definition"]
-    document = (ROOT / "docs/metrics.md").read_text()
-    yield from re.findall(r"```promql\n(.*?)```", document, re.DOTALL)
+    for query in documented((ROOT / DOCUMENT).read_text()):
+        yield query.expression
 
 
 needs_promtool = pytest.mark.skipif(not shutil.which("promtool"), reason="needs promtool")
