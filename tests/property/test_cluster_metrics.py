@@ -169,7 +169,7 @@ class MetricsMachine(TransitionsMachine):
 
 
 TestMetrics: Any = MetricsMachine.TestCase
-TestMetrics.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestMetrics.settings = settings(max_examples=45, stateful_step_count=40, deadline=None)
 
 
 def test_what_a_follower_did_before_it_followed_is_counted_at_once() -> None:
