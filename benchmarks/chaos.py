@@ -102,7 +102,7 @@ class Misfortune:
         """Let one thing after the other happen, and put an end to all of them."""
         until_s = time.monotonic() + seconds
         (self._folder / "poison").touch()
-        gentle: dict[Callable[[], Coroutine[None, None, None]], int] = {
+        gentle: dict[Callable[[], Coroutine[None, None, None]], float] = {
             self._leave: 4,
             self._drop: 4,
             self._restore: 3,
@@ -111,7 +111,7 @@ class Misfortune:
             self._kill: 1,
         }
         if self._setting.kills_fronts:
-            gentle |= {self._kill_front: 2, self._stop_front: 1}
+            gentle |= {self._kill_front: 0.5, self._stop_front: 0.5}
         under_way: set[asyncio.Task[None]] = set()
         while time.monotonic() < until_s:
             await asyncio.sleep(self._draw.expovariate(1.0 / BETWEEN_FAULTS_S))
