@@ -13,6 +13,7 @@ import argparse
 import json
 import os
 import subprocess
+import sys
 import tempfile
 import time
 import urllib.request
@@ -92,6 +93,8 @@ def ours(options: argparse.Namespace, folder: Path) -> Answers:
     flags = [options.model, "--served-model-name", NAME, "--dtype", options.dtype]
     flags += ["--num-instances", str(options.num_instances)]
     flags += ["--instance-memory", options.instance_memory]
+    if options.drop:
+        flags.append("--enable-admin")
     server = ServerProcess(flags, folder / "server.log")
     try:
         server.wait_ready()
@@ -99,7 +102,7 @@ def ours(options: argparse.Namespace, folder: Path) -> Answers:
             request = urllib.request.Request(f"{server.url}/kunserve/drop", b"{}")
             request.add_header("content-type", "application/json")
             with urllib.request.urlopen(request) as answer:
-                print(answer.read().decode())
+                print(json.loads(answer.read())["result"], file=sys.stderr)
         model = f"model={NAME},base_url={server.url}/v1/completions,num_concurrent=4"
         if options.tokenizer:
             model += f",tokenizer={options.tokenizer}"

@@ -216,9 +216,9 @@ def test_so_they_are_over_a_device(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
     answers = run(config, VOCAB, story)
     for name in early:
-        assert answers[name] == expected_tokens(model, PROMPTS[name], 24), name
+        assert answers.tokens[name] == expected_tokens(model, PROMPTS[name], 24), name
     for name in late:
-        assert answers[name] == expected_tokens(model, QUEUED[name], QUEUED_TOKENS), name
+        assert answers.tokens[name] == expected_tokens(model, QUEUED[name], QUEUED_TOKENS), name
 
 
 def check_pipelined(events: list[Event], num_layers: int, num_stages: int, lookahead: bool) -> None:

@@ -48,4 +48,4 @@ def test_tokens_are_those_of_transformers(
 
     answers = run(config, VOCAB, story)
     for name, prompt in PROMPTS.items():
-        assert answers[name] == expected_tokens(model, prompt, NUM_TOKENS[name]), name
+        assert answers.tokens[name] == expected_tokens(model, prompt, NUM_TOKENS[name]), name
