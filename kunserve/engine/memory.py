@@ -241,9 +241,12 @@ class InstanceMemory:
 
     def copy_units(self, copies: tuple[UnitCopy, ...]) -> None:
         """Copy in order; a later copy may read what an earlier one wrote."""
-        for src, dst, num_units in copies:
-            source, num_bytes = self._unit_span(src, num_units)
-            self.arena.pages.copy(self._unit_span(dst, num_units)[0], source, num_bytes)
+        self.arena.pages.copy(
+            [
+                (self._unit_span(dst, num_units)[0], *self._unit_span(src, num_units))
+                for src, dst, num_units in copies
+            ]
+        )
 
     def _unit_span(self, unit: int, num_units: int) -> tuple[int, int]:
         assert unit >= 0 and unit + num_units <= self.backed_units, (unit, num_units)

@@ -24,6 +24,8 @@ Granules: TypeAlias = npt.NDArray[np.int32]
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 Spans: TypeAlias = Sequence[tuple[int, int]]
 """(address, number of bytes) of stretches of mapped memory."""
+Copies: TypeAlias = Sequence[tuple[int, int, int]]
+"""(target, source, number of bytes) between stretches that do not overlap."""
 
 NOTHING = -1
 _HUGE_PAGE_BYTES = 2 << 20
@@ -83,8 +85,8 @@ class Pages(Protocol):
         """The reverse."""
         ...
 
-    def copy(self, target: int, source: int, num_bytes: int) -> None:
-        """Copy between stretches that do not overlap; in order with all other copies."""
+    def copy(self, copies: Copies) -> None:
+        """Copy in order; a later copy may read what an earlier one wrote. Done on return."""
         ...
 
     def check(self) -> None:
@@ -187,9 +189,10 @@ class HostPages:
             position += num_bytes
         assert position == data.nbytes, (position, data.nbytes)
 
-    def copy(self, target: int, source: int, num_bytes: int) -> None:
+    def copy(self, copies: Copies) -> None:
         """See ``Pages``."""
-        _view(target, num_bytes)[:] = _view(source, num_bytes)
+        for target, source, num_bytes in copies:
+            _view(target, num_bytes)[:] = _view(source, num_bytes)
 
     def check(self) -> None:
         """See ``Pages``."""

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import transformers
 
 from kunserve.core.config import InstanceConfig, ModelConfig
 from kunserve.core.errors import ConfigError
@@ -102,6 +103,48 @@ def test_layers_and_kv_pass_as_bytes(fake: FakeCuda, saved: tuple[Path, list[lis
         back = np.empty_like(units)
         taker.read_units([(5, 2), (1, 1)], back)
         assert (back == units).all()
+
+
+@pytest.mark.gpu
+def test_so_it_is_on_a_real_device(tmp_path: Path) -> None:
+    """Layers of several granules, and the kernels instead of plain torch."""
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=768,
+        intermediate_size=2048,
+        num_hidden_layers=NUM_LAYERS,
+        num_attention_heads=12,
+        num_key_value_heads=4,
+        max_position_embeddings=512,
+    )
+    model = transformers.LlamaForCausalLM(config).float().eval()
+    model.save_pretrained(tmp_path)
+    expected = [expected_tokens(model, prompt, NUM_TOKENS) for prompt in PROMPTS]
+    with ExitStack() as stack:
+        pair = [
+            EngineBody(
+                InstanceId(number),
+                ModelConfig(model=str(tmp_path), dtype="float32"),
+                InstanceConfig(memory_bytes=256 << 20, block_size=16),
+                backend=CudaBackend(torch.device("cuda", 0)),
+            )
+            for number in range(2)
+        ]
+        for body in pair:
+            stack.enter_context(closing(body))
+        for _ in range(3):
+            for body, keep in zip(pair, HALVES, strict=True):
+                assert DirectEngine([(body, WHOLE)]).generate(PROMPTS, NUM_TOKENS) == expected
+                assert body.prepare_layers(keep) is None
+                assert body.drop_layers(keep).moved_bytes > 0
+            engine = DirectEngine(list(zip(pair, HALVES, strict=True)))
+            assert engine.generate(PROMPTS, NUM_TOKENS, 16) == expected
+            for body, missing in zip(pair, reversed(HALVES), strict=True):
+                assert body.prepare_layers(WHOLE) is None
+                body.reclaim_layers(missing)
+                body.load_layers(missing)
+                body.check()
 
 
 def test_no_driver_is_said_at_once(tmp_path: Path) -> None:

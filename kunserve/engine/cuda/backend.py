@@ -40,6 +40,8 @@ class CudaBackend:
             raise ConfigError(f"no device {device}: {error.strerror or error}") from error
         if not self._driver.has_virtual_memory:
             raise ConfigError(f"{self._driver.name} cannot map memory at chosen addresses")
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
         self.device = device
         self.open_pages: OpenPages = functools.partial(DevicePages, self._driver)
 

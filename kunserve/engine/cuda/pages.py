@@ -7,7 +7,7 @@ import numpy as np
 from kunserve.core.errors import ConfigError, TooLittleMemory
 from kunserve.engine.cuda.driver import Driver
 from kunserve.engine.cuda.staging import Staging
-from kunserve.engine.pages import NOTHING, Bytes, Granules, Spans
+from kunserve.engine.pages import NOTHING, Bytes, Copies, Granules, Spans
 
 
 class DevicePages:
@@ -120,9 +120,9 @@ class DevicePages:
         """See ``Pages``."""
         self._staging.write(spans, data)
 
-    def copy(self, target: int, source: int, num_bytes: int) -> None:
+    def copy(self, copies: Copies) -> None:
         """See ``Pages``."""
-        self._staging.copy(target, source, num_bytes)
+        self._staging.copy(copies)
 
     def check(self) -> None:
         """See ``Pages``."""

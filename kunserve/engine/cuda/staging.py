@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from kunserve.engine.cuda.driver import Driver
-from kunserve.engine.pages import Bytes, Spans
+from kunserve.engine.pages import Bytes, Copies, Spans
 
 PIECE_BYTES = 4 << 20
 
@@ -54,11 +54,12 @@ class Staging:
             self._driver.synchronize(self._stream)
             assert position == data.nbytes, (position, data.nbytes)
 
-    def copy(self, target: int, source: int, num_bytes: int) -> None:
-        """Copy inside device memory."""
+    def copy(self, copies: Copies) -> None:
+        """Copy inside device memory, in order."""
         with self._lock:
             self._driver.enter()
-            self._driver.copy_inside(target, source, num_bytes, self._stream)
+            for target, source, num_bytes in copies:
+                self._driver.copy_inside(target, source, num_bytes, self._stream)
             self._driver.synchronize(self._stream)
 
     def close(self) -> None:

@@ -3,6 +3,8 @@
 ``test_triton`` runs this file in a process of its own, because Triton reads its variable once.
 """
 
+from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,12 +12,20 @@ import pytest
 import torch
 from triton.runtime import interpreter
 
+from kunserve.core.config import InstanceConfig, ModelConfig
+from kunserve.core.ids import InstanceId
+from kunserve.core.layout import LayerRange
 from kunserve.core.model_spec import ModelSpec
 from kunserve.engine.attention import StepBatch
+from kunserve.engine.body import EngineBody
+from kunserve.engine.cuda.backend import CudaBackend
 from kunserve.engine.ops.reference import ReferenceOps
 from kunserve.engine.ops.table import DeviceBatch, Ops
 from kunserve.engine.ops.triton_ops import TritonOps
+from tests.direct_engine import DirectEngine
+from tests.fakecuda.library import KIB, FakeCuda, build
 from tests.specs import model_spec
+from tests.tiny_models import VOCAB, expected_tokens, tiny_model
 
 _patch = interpreter._patch_lang_tensor
 
@@ -110,3 +120,23 @@ def test_rows(width: int) -> None:
         results.append([normed, gated, turned, by_head])
     for expected, got in zip(*results, strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["mistral", "qwen3"])
+def test_a_whole_model(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A window, and norms of heads; over a stand-in for the driver, in blocks of 8."""
+    monkeypatch.setattr(CudaBackend, "_open_ops", lambda _, spec, config: TritonOps(spec))
+    model = tiny_model(kind, 2)
+    model.save_pretrained(tmp_path)
+    prompts = [np.random.default_rng(n).integers(3, VOCAB, n).tolist() for n in (3, 30)]
+    FakeCuda()
+    body = EngineBody(
+        InstanceId(0),
+        ModelConfig(model=str(tmp_path), dtype="float32"),
+        InstanceConfig(memory_bytes=4 << 20, granule_bytes=8 * KIB, block_size=8),
+        backend=CudaBackend(CPU, build()),
+    )
+    with closing(body):
+        engine = DirectEngine([(body, LayerRange(0, 2))])
+        expected = [expected_tokens(model, prompt, 3) for prompt in prompts]
+        assert engine.generate(prompts, 3, 16) == expected
