@@ -17,6 +17,7 @@ from kunserve.server.front import Front
 from kunserve.server.limits import FrontLimits
 from kunserve.server.request_life import Tracer
 from kunserve.server.serve import Drain, serve
+from tests.conftest import wait_until
 from tests.unit.server.echo_engine import EchoEngine
 from tests.unit.server.tiny_tokenizer import tiny_tokenizer
 
@@ -57,8 +58,8 @@ class LiveServer:
         self.call(lambda: [setattr(self.engine, name, value) for name, value in fields.items()])
 
     def renew_engine(self) -> None:
-        """Give every field of the engine its default; nothing may be running."""
-        assert not self.engine.tasks
+        """Give every field of the engine its default, once what ran has ended."""
+        wait_until(lambda: not self.engine.tasks)
         fresh = EchoEngine()
         self.configure(**{name: getattr(fresh, name) for name in EchoEngine.__dataclass_fields__})
 
