@@ -44,7 +44,10 @@ _COMMANDS = {
     ),
 }
 """Name -> module, object, one line. Imported only when used, so that --help stays fast."""
-_EXTRAS = {"aiohttp": "bench", "matplotlib": "bench", "rich": "bench", "scipy": "bench"}
+_EXTRAS = {
+    **dict.fromkeys(("aiohttp", "matplotlib", "rich", "scipy"), "bench"),
+    "opentelemetry": "otel",
+}
 """Package -> the extra that brings it, because a server does not need it."""
 
 

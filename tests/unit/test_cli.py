@@ -16,7 +16,7 @@ sys.argv = ["kunserve", *{args!r}]
 from kunserve.cli import main
 main()
 """
-EXTRA_ONLY = ["aiohttp", "matplotlib", "rich", "scipy"]
+EXTRA_ONLY = ["aiohttp", "matplotlib", "opentelemetry", "rich", "scipy", "triton"]
 
 
 def run_without(names: list[str], *args: str) -> subprocess.CompletedProcess[str]:
