@@ -118,9 +118,10 @@ class OverloadControl:
             alone,
             self._placement.specs,
             self._pipeline_stages,
-            first_id=self._placement.new_ids(len(alone)),
+            first_id=self._placement.next_id,
             head_cost_layers=HEAD_COST_LAYERS,
         )
+        self._placement.new_ids(len(pipelines))
         for pipeline in pipelines:
             self._transitions.begin_drop(
                 pipeline.old, pipeline.new, "pipelines from the start", now_s
@@ -195,7 +196,7 @@ class OverloadControl:
             layouts,
             self._placement.specs,
             wanted.required_blocks,
-            first_id=self._placement.new_ids(len(layouts)),
+            first_id=self._placement.next_id,
             pressed=wanted.group_ids,
             untouchable=self._transitions.busy_groups | dwelling | self._placement.unready,
             waiting_blocks=wanted.waiting_blocks,
@@ -204,6 +205,7 @@ class OverloadControl:
             min_deep_gain=min_deep_gain,
             head_cost_layers=HEAD_COST_LAYERS,
         )
+        self._placement.new_ids(len(plan.merges))
         begun = [
             self._transitions.begin_drop(merge.old, merge.new, wanted.trigger, now_s)
             for merge in plan.merges
@@ -230,10 +232,12 @@ class OverloadControl:
             group.layout,
             self._placement.specs,
             group.report,
-            first_id=self._placement.new_ids(len(group.layout.stages)),
+            first_id=self._placement.next_id,
         )
         if isinstance(plan, Postponed):
             return plan
+
+        self._placement.new_ids(len(plan.new))
 
         def load(transition_id: TransitionId) -> LoadLayers:
             return LoadLayers(transition_id, group_id, plan.capacity_blocks, plan.members)

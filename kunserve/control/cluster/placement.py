@@ -124,6 +124,11 @@ class Placement:
         self._led: dict[InstanceId, Group] = {}
         """Groups by their leaders."""
 
+    @property
+    def next_id(self) -> GroupId:
+        """The first group id never used before: a plan numbers from it, ``new_ids`` takes them."""
+        return GroupId(self._next_id)
+
     def new_ids(self, count: int) -> GroupId:
         """The first of ``count`` group ids never used before."""
         first = self._next_id
