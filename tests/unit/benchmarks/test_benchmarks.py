@@ -106,7 +106,11 @@ def test_the_cost_model_beats_one_without_attention(capsys: pytest.CaptureFixtur
 
 def test_decisions_are_timed(capsys: pytest.CaptureFixture[str]) -> None:
     figures = run(decisions.main, capsys, "--instances", "10")
-    assert {line["settings"]["decision"] for line in figures} == {"drop plan", "formation"}  # type: ignore[index]
+    assert {line["settings"]["decision"] for line in figures} == {
+        "drop plan",
+        "formation",
+        "placing",
+    }  # type: ignore[index]
 
 
 def test_a_module_that_is_not_run_serves_one_that_is() -> None:
