@@ -183,7 +183,7 @@ def _other_charset(draw: random.Random, content: bytes) -> tuple[bytes, list[str
 
 
 def _compressed(_draw: random.Random, content: bytes) -> tuple[bytes, list[str]]:
-    return gzip.compress(content), ["content-encoding: gzip"]
+    return gzip.compress(content, mtime=0), ["content-encoding: gzip"]
 
 
 def _twice(draw: random.Random, content: bytes) -> tuple[bytes, list[str]]:

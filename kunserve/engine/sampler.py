@@ -141,9 +141,15 @@ def _choose(row: Row, state: _State, position: int) -> tuple[int, TokenLogprobs 
     sampling = state.sampling
     raw = row
     if not state.is_plain:
-        raw = row if sampling.num_logprobs is None else row.copy()
+        keeps_raw = sampling.num_logprobs is not None or state.bans is not None
+        raw = row.copy() if keeps_raw else row
         _adjust(row, state, position)
     token = int(row.argmax())
+    if row[token] == -np.inf and state.bans is not None:
+        # The client has forbidden everything: of its wishes the allowed tokens hold.
+        row[:] = raw
+        state.bans.allow_only(row)
+        token = int(row.argmax())
     if not math.isfinite(row[token]):
         return None
     if not state.is_greedy:
@@ -165,7 +171,8 @@ def _adjust(row: Row, state: _State, position: int) -> None:
     """Apply everything that changes the logits [vocab] themselves, in place."""
     sampling = state.sampling
     if state.bans is not None:
-        state.bans.apply(row)
+        state.bans.allow_only(row)
+        state.bans.forbid_words(row)
     if position < sampling.min_tokens:
         row[state.early_ids] = -np.inf
     np.add.at(row, state.bias_ids, state.bias)

@@ -29,10 +29,13 @@ class TokenBans:
         """Whether the request has any."""
         return bool(sampling.allowed_token_ids or sampling.bad_words)
 
-    def apply(self, row: Row) -> None:
-        """Make the logits [vocab] of forbidden tokens minus infinity."""
+    def allow_only(self, row: Row) -> None:
+        """Make the logits [vocab] of all but the allowed tokens minus infinity."""
         if self._forbidden is not None:
             row[self._forbidden] = -np.inf
+
+    def forbid_words(self, row: Row) -> None:
+        """Make those of tokens that would end a bad word minus infinity."""
         for word in self._words:
             num_before = len(word) - 1
             if num_before == 0 or tuple(self._recent[-num_before:]) == word[:-1]:

@@ -315,9 +315,11 @@ def test_a_bad_word_is_known_after_a_re_run() -> None:
         assert token.token_id == expected
 
 
-def test_nothing_left_to_choose_ends_the_request() -> None:
-    params = SamplingParams(9, allowed_token_ids=TokenIds([4]), bad_words=((4,),))
+def test_where_everything_is_forbidden_the_allowed_tokens_hold() -> None:
+    """Else a client could make the engine fail."""
+    params = SamplingParams(9, allowed_token_ids=TokenIds([4]), bad_words=((4,),), num_logprobs=0)
     sampler = Sampler([], VOCAB)
     sampler.start(SequenceStart(RequestId("r"), params, 1, TokenIds()))
     (token,) = sampler.sample(torch.zeros(1, VOCAB), [RequestId("r")], [0])
-    assert token.token_id is None
+    assert token.token_id == 4 and token.logprobs is not None
+    assert token.logprobs.logprob == pytest.approx(-math.log(VOCAB))
