@@ -8,7 +8,7 @@ import torch
 from kunserve.core.config import InstanceConfig
 from kunserve.core.model_spec import ModelSpec
 from kunserve.engine.attention import c_model
-from kunserve.engine.decoder import Decoder, ModelWeights, StepDecoder
+from kunserve.engine.decoder import Decoder, ModelWeights, StepDecoder, StepLimits
 from kunserve.engine.kernels.library import library
 from kunserve.engine.memory import InstanceMemory
 from kunserve.engine.pages import HostPages, OpenPages
@@ -26,6 +26,10 @@ class Backend(Protocol):
 
     def settle(self, spec: ModelSpec, config: InstanceConfig) -> InstanceConfig:
         """The settings to be used; raises ConfigError for what cannot run here."""
+        ...
+
+    def buffer_bytes(self, spec: ModelSpec, limits: StepLimits) -> int:
+        """What steps within these limits need beside weights and KV."""
         ...
 
     def loader(
@@ -81,6 +85,10 @@ class CpuBackend:
         c_model(spec, 0, config.block_size)
         library()
         return config
+
+    def buffer_bytes(self, spec: ModelSpec, limits: StepLimits) -> int:
+        """See ``Backend``."""
+        return limits.buffer_bytes(spec)
 
     def loader(
         self, reader: Reader, spec: ModelSpec, memory: InstanceMemory, weights: ModelWeights

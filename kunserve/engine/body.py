@@ -90,7 +90,7 @@ class EngineBody:
         instance = backend.settle(self.model, instance)
         reader = open_reader(source, self.model, model.seed)
         limits = _step_limits(self.model, model, instance, scheduler)
-        buffer_bytes = limits.buffer_bytes(self.model)
+        buffer_bytes = backend.buffer_bytes(self.model, limits)
         self.memory = InstanceMemory(
             instance_id, self.model, instance, buffer_bytes, backend.open_pages
         )

@@ -14,7 +14,7 @@ from kunserve.core.request import SamplingParams
 from kunserve.core.step import SampledToken
 from kunserve.engine.sampler import Sampler, sample_row, uniform
 
-_ROWS_AT_ONCE = 32
+ROWS_AT_ONCE = 32
 """Rows whose running sums are in memory together, in float64."""
 
 
@@ -27,8 +27,8 @@ class TorchSampler(Sampler):
         """See ``Sampler.sample``."""
         largest, tokens = _first_largest(logits)
         drawn = [row for row in range(len(request_ids)) if self._is_drawn(request_ids[row])]
-        for first in range(0, len(drawn), _ROWS_AT_ONCE):
-            some = drawn[first : first + _ROWS_AT_ONCE]
+        for first in range(0, len(drawn), ROWS_AT_ONCE):
+            some = drawn[first : first + ROWS_AT_ONCE]
             sampling = [self._states[request_ids[row]].sampling for row in some]
             points = [
                 uniform(one.seed, positions[row]) for one, row in zip(sampling, some, strict=True)

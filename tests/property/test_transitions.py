@@ -189,6 +189,13 @@ class TransitionsMachine(RuleBasedStateMachine):
         if certainty == 0:
             self.cluster.kill_instance(data.draw(st.sampled_from(sorted(self.cluster.members))))
 
+    @rule(data=st.data(), refusal=st.sampled_from([None, None, "no memory"]))
+    def refuse_memory(self, data: st.DataObject, refusal: str | None) -> None:
+        """From now on a member's memory can be mapped, or not."""
+        members = sorted(self.cluster.members)
+        if members:
+            self.cluster.members[data.draw(st.sampled_from(members))].body.refusal = refusal
+
     @precondition(lambda self: self.cluster.dead)
     @rule()
     def start_again(self) -> None:

@@ -13,20 +13,22 @@ from kunserve.core.model_spec import ModelSpec
 from kunserve.engine.backend import kv_in
 from kunserve.engine.cuda.driver import LIBRARY, Driver
 from kunserve.engine.cuda.pages import DevicePages
-from kunserve.engine.decoder import ModelWeights, StepDecoder
+from kunserve.engine.decoder import ModelWeights, StepDecoder, StepLimits
 from kunserve.engine.memory import InstanceMemory
 from kunserve.engine.ops.reference import ReferenceOps
 from kunserve.engine.ops.table import Ops
 from kunserve.engine.pages import OpenPages
 from kunserve.engine.sampler import Sampler
 from kunserve.engine.torch_decoder import TorchDecoder
-from kunserve.engine.torch_sampler import TorchSampler
+from kunserve.engine.torch_sampler import ROWS_AT_ONCE, TorchSampler
 from kunserve.engine.weights.loader import WeightLoader
 from kunserve.engine.weights.readers import Reader
 
 _LARGEST_GRANULE_BYTES = 64 << 20
 _GRANULES_PER_LAYER = 8
 """Larger granules save calls of the driver, smaller ones save what is left at a range's ends."""
+_DRAW_BYTES = 48
+"""Of each logit of rows that are drawn: sorted weights, their ids and running sums, and masks."""
 
 
 class CudaBackend:
@@ -52,6 +54,12 @@ class CudaBackend:
             return config
         wanted = min(_LARGEST_GRANULE_BYTES, spec.layer_bytes // _GRANULES_PER_LAYER)
         return replace(config, granule_bytes=max(step, wanted // step * step))
+
+    def buffer_bytes(self, spec: ModelSpec, limits: StepLimits) -> int:
+        """See ``Backend``. Beside what the CPU needs: gate and up apart, and drawing."""
+        gate_up = limits.num_tokens * 2 * spec.intermediate_size * spec.dtype_bytes
+        drawing = min(limits.num_sampled, ROWS_AT_ONCE) * spec.vocab_size * _DRAW_BYTES
+        return limits.buffer_bytes(spec) + gate_up + drawing
 
     def loader(
         self, reader: Reader, spec: ModelSpec, memory: InstanceMemory, weights: ModelWeights
