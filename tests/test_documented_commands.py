@@ -92,7 +92,7 @@ PLANS: dict[str, Alone | Client | Server | Elsewhere] = {
         BLOCK, within_s=550.0, makes="run.png"
     ),
     "kunserve bench --dataset-name timed_trace --dataset-path FILE.jsonl": Client(BLOCK),
-    "kunserve serve --overload-policy recompute": Server(),
+    "kunserve serve --overload-policy observe": Server(),
     "kunserve serve --enable-admin": Server(),
     "kunserve data": Alone("burstgpt-like"),
     'eval "$(_KUNSERVE_COMPLETE=bash_source kunserve)"': Alone(""),
