@@ -191,6 +191,17 @@ class Placement:
             self.version += 1
             self.reserved = group_id
 
+    def leave(self, group_id: GroupId) -> None:
+        """The group gets no more requests."""
+        self.version += 1
+        self.leaving.add(group_id)
+
+    def keep_all(self) -> None:
+        """No group leaves: all may be sent requests again."""
+        if self.leaving:
+            self.version += 1
+            self.leaving.clear()
+
     def formed(self, group_id: GroupId, instance_id: InstanceId) -> None:
         """A member has all its weights; the group can take requests once all have."""
         group = self.groups.get(group_id)

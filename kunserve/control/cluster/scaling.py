@@ -60,7 +60,7 @@ class Scaling:
 
     def keep_all(self) -> None:
         """Memory is short, or somebody died: nobody leaves."""
-        self._placement.leaving.clear()
+        self._placement.keep_all()
         self._oversized_since_s = None
 
     def grow(self, missing_blocks: int, reason: str, now_s: float) -> None:
@@ -92,7 +92,7 @@ class Scaling:
         elif now_s - self._oversized_since_s >= GIVE_BACK_HOLD_S:
             leaver = choose_leaver(self._candidates())
             if leaver is not None:
-                self._placement.leaving.add(leaver)
+                self._placement.leave(leaver)
                 self._oversized_since_s = now_s
 
     def _dismiss_if_empty(self, group_id: GroupId) -> None:

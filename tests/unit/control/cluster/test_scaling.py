@@ -99,6 +99,25 @@ def test_nobody_leaves_once_memory_is_short_again_or_somebody_died() -> None:
         assert not brain.controller.placement.leaving, end
 
 
+def test_what_waits_runs_on_who_was_to_leave_and_stays() -> None:
+    brain = growing(num_instances=2)
+    brain.report(0, num_running=1, used_blocks=5)
+    brain.request()
+    end_s = brain.now_s + GIVE_BACK_HOLD_S + 4.0
+    while brain.now_s < end_s:
+        brain.report(0, after_s=1.0, num_running=1, used_blocks=5)
+        brain.report(1, after_s=1.0, num_running=1, used_blocks=2)
+    assert brain.controller.placement.leaving == {brain.group_id(1)}
+    brain.take(Submit)
+    for _ in range(60):
+        brain.request(360)
+    assert {int(leader) for leader, _ in brain.take(Submit)} == {0}
+    brain.report(0, num_running=2, used_blocks=BLOCKS, num_waiting=2, head_of_line_blocks=90)
+    assert not brain.controller.placement.leaving
+    brain.pass_time()
+    assert {int(leader) for leader, _ in brain.take(Submit)} == {1}
+
+
 def test_what_nobody_may_order_is_wanted_until_a_while_after_the_shortage() -> None:
     brain = Brain(1, policy="drop")
     brain.report(0)
