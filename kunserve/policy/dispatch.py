@@ -92,7 +92,7 @@ def should_shed(
     groups = tuple(groups)
     num_reqs = num_backlog_reqs
     num_reqs += sum(group.report.num_waiting + group.num_unreported for group in groups)
-    if drop_may_help or num_reqs == 0:
+    if drop_may_help or num_reqs <= 0:
         return None
     queued_tokens = num_backlog_tokens + sum(group.report.waiting_tokens for group in groups)
     if max_num_queued_reqs is not None and num_reqs >= max_num_queued_reqs:

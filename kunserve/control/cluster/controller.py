@@ -101,11 +101,17 @@ class Controller:
         limits = self._config.server
         if limits.max_num_queued_reqs is None and limits.max_num_queued_tokens is None:
             return None
+        groups = self.placement.groups.values()
+        # What has come back is in its leader's report still, and wherever it is now.
+        returned = [group for group in groups if group.is_returned]
+        num_twice = sum(group.num_returning for group in returned)
+        num_blocks_twice = sum(group.returning_blocks for group in returned)
+        backlog, block_size = self._requests.backlog, self._config.instance.block_size
         return should_shed(
-            [group.load for group in self.placement.groups.values()],
+            [group.load for group in groups],
             len(request.prompt_token_ids),
-            num_backlog_reqs=len(self._requests.backlog),
-            num_backlog_tokens=self._requests.backlog.num_tokens,
+            num_backlog_reqs=len(backlog) - num_twice,
+            num_backlog_tokens=backlog.num_tokens - num_blocks_twice * block_size,
             drop_may_help=any(
                 t.record.kind is Kind.DROP and t.phase in (Phase.PREPARING, Phase.COMMITTING)
                 for t in self.transitions.active.values()

@@ -1,8 +1,9 @@
 """Requests that wait go to where they start at once: what the controller sends, and what comes."""
 
+from kunserve.core.config import ServerConfig
 from kunserve.core.ids import InstanceId, RequestId
 from kunserve.core.messages import Abort, Prepare, Returned, ReturnWaiting, Submit
-from kunserve.core.request import FinishReason
+from kunserve.core.request import FinishReason, Request, SamplingParams
 from tests.fake_cluster import FakeCluster
 from tests.unit.control.cluster.brain import BLOCKS, Brain
 
@@ -11,9 +12,9 @@ def submitted(brain: Brain) -> list[tuple[int, str]]:
     return [(int(i), message.request.request_id) for i, message in brain.take(Submit)]
 
 
-def beside_idle_ones() -> tuple[Brain, int, RequestId]:
+def beside_idle_ones(server: ServerConfig | None = None) -> tuple[Brain, int, RequestId]:
     """A full pipeline of two with one waiting request, and two idle instances."""
-    brain = Brain(4)
+    brain = Brain(4, server=server)
     brain.controller.force_drop(None, brain.now_s)
     brain.pass_time()
     brain.complete()
@@ -137,3 +138,12 @@ def test_a_respawned_instance_takes_over_what_waits() -> None:
         cluster.pass_time(0.1)
     assert cluster.controller.state(cluster.now_s).num_moved > 0
     cluster.finish()
+
+
+def test_queue_limits_count_what_has_come_back_once() -> None:
+    limits = ServerConfig(max_num_queued_reqs=2, max_num_queued_tokens=100)
+    brain, leader, request_id = beside_idle_ones(limits)
+    one_more = Request(RequestId("x"), (1,), SamplingParams(max_tokens=1), 0.0)
+    assert brain.controller.admit(one_more) is None
+    brain.tell(leader, Returned(InstanceId(leader), (request_id,)))
+    assert brain.controller.admit(one_more) is None, "it is in the last report and on its way"
