@@ -55,6 +55,7 @@ class Controller:
         self._instances = Instances(placement, outbox)
         self._requests = requests = Requests(
             placement,
+            transitions,
             block_size,
             config.scheduler.max_num_batched_tokens,
             config.cluster.dispatch_policy,

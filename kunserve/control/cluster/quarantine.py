@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from kunserve.control.cluster.commands import LogQuarantine, Outbox
 from kunserve.control.cluster.placement import Group, Placement
+from kunserve.control.cluster.transitions import Transitions
 from kunserve.core.ids import GroupId, RequestId
 from kunserve.policy.dispatch import choose_empty
 
@@ -54,8 +55,9 @@ CLEARING_TOKENS = 16
 class Quarantine:
     """Knows who is suspected, and reserves a group for one test at a time."""
 
-    def __init__(self, placement: Placement, outbox: Outbox) -> None:
+    def __init__(self, placement: Placement, transitions: Transitions, outbox: Outbox) -> None:
         self._placement = placement
+        self._transitions = transitions
         self._outbox = outbox
         self._points: dict[RequestId, int] = {}
         self._points_alone: dict[RequestId, int] = {}
@@ -163,6 +165,12 @@ class Quarantine:
         """Which of those held, oldest first, to test next."""
         return held[: (len(held) + 1) // 2]
 
+    def testable(self) -> list[Group]:
+        """Groups in which a test may be made now: no transition changes them meanwhile."""
+        busy = self._transitions.busy_groups
+        candidates = self._placement.candidates(is_reserved=True)
+        return [group for group in candidates if group.layout.group_id not in busy]
+
     def reserve(self, blocks: int, num_at: dict[GroupId, int]) -> Group | None:
         """The group in which a request of so many blocks may be tested now; None: not yet.
 
@@ -170,7 +178,7 @@ class Quarantine:
         While an instance is missing none is emptied: its replacement comes with nothing in it.
         """
         placement = self._placement
-        loads = [group.load for group in placement.candidates(is_reserved=True)]
+        loads = [group.load for group in self.testable()]
         group_id = choose_empty(loads, blocks, num_at)
         if group_id is None or (num_at[group_id] > 0 and placement.num_missing > 0):
             placement.reserve(None)

@@ -7,6 +7,7 @@ from kunserve.control.cluster.commands import Client, Deliver, LogRerun, Outbox
 from kunserve.control.cluster.live import Live
 from kunserve.control.cluster.placement import Group, Placement
 from kunserve.control.cluster.quarantine import NOBODY, Blame, Quarantine
+from kunserve.control.cluster.transitions import Transitions
 from kunserve.core.config import DispatchPolicy
 from kunserve.core.ids import InstanceId, RequestId, TransitionId
 from kunserve.core.messages import Abort, Outputs, Returned, Submit, TokenOutput
@@ -29,6 +30,7 @@ class Requests:
     def __init__(
         self,
         placement: Placement,
+        transitions: Transitions,
         block_size: int,
         step_tokens: int,
         dispatch_policy: DispatchPolicy,
@@ -40,7 +42,7 @@ class Requests:
         self._outbox = outbox
         self._turn = RoundRobin() if dispatch_policy == "round-robin" else None
         self._num_arrived = 0
-        self.quarantine = Quarantine(placement, outbox)
+        self.quarantine = Quarantine(placement, transitions, outbox)
         self.num_moved = 0
         """Waiting requests that changed groups."""
         self.num_rerun = 0
@@ -217,7 +219,13 @@ class Requests:
             return
         held = {}
         if quarantine.holds_any:
-            waiting = {entry.live.request.request_id: entry.live for entry in self.backlog}
+            testable = quarantine.testable()
+            largest_blocks = max((group.capacity_blocks for group in testable), default=0)
+            waiting = {
+                entry.live.request.request_id: entry.live
+                for entry in self.backlog
+                if entry.num_blocks <= largest_blocks
+            }
             held = {i: live for i, live in waiting.items() if quarantine.holds(i)}
         if not held:
             quarantine.nobody()

@@ -5,6 +5,7 @@ from kunserve.control.cluster.quarantine import CLEARING_TOKENS, Blame, Cause
 from kunserve.core.ids import RequestId
 from kunserve.core.messages import Submit
 from kunserve.core.request import FinishReason
+from kunserve.policy.static_pipelines import plan_pipelines
 from tests.unit.control.cluster.brain import Brain
 
 
@@ -191,3 +192,37 @@ def test_a_serving_instance_is_not_emptied_while_another_is_missing() -> None:
     # r0 moved to instance 1 at the first death; whatever was on 0 at both is alone now, or nobody.
     brain.request()
     assert submitted(brain), "new requests are still served"
+
+
+def test_no_test_is_made_in_a_group_that_a_transition_will_change() -> None:
+    brain = Brain(3, policy="recompute")
+    first = brain.request()
+    crash(brain, 0)
+    assert submitted(brain) == [(0, first), (1, first)]
+    placement = brain.controller.placement
+    ((old, new),) = plan_pipelines(
+        (brain.group_of(0), brain.group_of(2)),
+        placement.specs,
+        2,
+        first_id=placement.new_ids(1),
+        head_cost_layers=1,
+    )
+    brain.controller.transitions.begin_drop(old, new, "test", brain.now_s)
+    crash(brain, 1)
+    assert submitted(brain) == [(1, first)]
+    assert placement.reserved == brain.group_id(1)
+
+
+def test_a_suspect_that_no_group_can_hold_keeps_no_other_from_its_test() -> None:
+    brain = Brain(2, policy="recompute")
+    for _ in range(2):
+        brain.controller.force_drop(None, brain.now_s)
+        brain.pass_time()
+        brain.complete()
+        assert len(brain.groups) == 1
+        if not brain.controller.num_unfinished:
+            large, small = brain.request(4 * 120), brain.request()
+        brain.take(Submit)
+        crash(brain, brain.group_of(0).leader)
+    assert [request_id for _, request_id in submitted(brain)] == [small]
+    assert brain.controller._requests.quarantine.holds(large)

@@ -2,6 +2,7 @@
 
 from kunserve.control.cluster.commands import Deliver, LogRerun, Outbox, Send
 from kunserve.control.cluster.requests import Requests
+from kunserve.control.cluster.transitions import Transitions
 from kunserve.core.ids import InstanceId, RequestId
 from kunserve.core.messages import Outputs, TokenOutput
 from kunserve.core.prompt_scores import PromptScores, pack_scores
@@ -18,7 +19,9 @@ class Followed:
     def __init__(self, request: Request = REQUEST) -> None:
         self._outbox = Outbox()
         self._delivered: list[TokenOutput] = []
-        self.requests = Requests(placed((OLD,)), 4, 512, "soonest", self._outbox)
+        placement = placed((OLD,))
+        transitions = Transitions(placement, self._outbox)
+        self.requests = Requests(placement, transitions, 4, 512, "soonest", self._outbox)
         self.requests.add(request, self._delivered.append, 0.0)
 
     @property
