@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping
 
 from kunserve.control.cluster.backlog import Backlog, SentAhead
 from kunserve.control.cluster.commands import Client, Deliver, LogRerun, Outbox
+from kunserve.control.cluster.homeless import Homeless
 from kunserve.control.cluster.live import Live
 from kunserve.control.cluster.placement import Group, Placement
 from kunserve.control.cluster.quarantine import NOBODY, Blame, Quarantine
@@ -23,8 +24,7 @@ MAX_MOVES = 4
 class Requests:
     """Dispatches requests, follows them through transitions, and runs them again after a death.
 
-    Owns who waits for a request. A token reaches the client once: a re-run's repeats are known by
-    their position.
+    Owns who waits for a request.
     """
 
     def __init__(
@@ -52,8 +52,7 @@ class Requests:
         self._placed_version = -1
         self._live: dict[RequestId, Live] = {}
         self._by_leader: dict[InstanceId, dict[RequestId, Live]] = {}
-        self._homeless_since_s: dict[RequestId, float] = {}
-        """Requests in the backlog that no group may take as it is."""
+        self._homeless = Homeless(placement, self.quarantine, self.backlog)
         self._num_sent: dict[InstanceId, int] = {}
         """Submissions to each instance, to match ``LoadReport.num_received``."""
 
@@ -88,7 +87,6 @@ class Requests:
         request_id = live.request.request_id
         del self._live[request_id]
         self._take_away(live)
-        self._homeless_since_s.pop(request_id, None)
         self.quarantine.ended(request_id)
 
     def _take_away(self, live: Live) -> None:
@@ -275,35 +273,14 @@ class Requests:
 
     def expire(self, now_s: float, timeout_s: float | None, placing_s: float) -> None:
         """End what has not ended ``timeout_s`` after its arrival, or cannot run for too long."""
-        since_s = self._homeless_since_s
-        homeless = self._homeless()
-        self._homeless_since_s = {
-            live.request.request_id: since_s.get(live.request.request_id, now_s)
-            for live in homeless
-        }
-        for live in homeless:
-            if now_s - self._homeless_since_s[live.request.request_id] > placing_s:
-                self._fail(live)
+        for live in self._homeless.overdue(now_s, placing_s):
+            self._fail(live)
         while timeout_s is not None and self._live:
             oldest = next(iter(self._live.values()))
             if now_s - oldest.arrived_s <= timeout_s:
                 break
             self._fail(oldest)
         self.place_if_changed()
-
-    def _homeless(self) -> list[Live]:
-        """What is in the backlog for another reason than that others are served first."""
-        placement = self._placement
-        groups = (*placement.candidates(), *placement.expected.values())
-        largest_blocks = max((group.capacity_blocks for group in groups), default=0)
-        quarantine, backlog = self.quarantine, self.backlog
-        if backlog.largest_blocks <= largest_blocks and not quarantine.holds_any:
-            return []
-        return [
-            entry.live
-            for entry in backlog
-            if entry.num_blocks > largest_blocks or quarantine.holds(entry.live.request.request_id)
-        ]
 
     def _fail(self, live: Live) -> None:
         """End a request with an error, wherever it is."""
@@ -316,54 +293,32 @@ class Requests:
         self._outbox.add(Deliver(end, client))
 
     def take(self, outputs: Outputs) -> None:
-        """Deliver tokens that the client does not have yet, each when those before it are there.
-
-        Mail of two leaders comes in any order.
-        """
-        live_by_id = self._live
+        """Deliver tokens that the client does not have yet, each when those before it are there."""
+        live_by_id, src = self._live, outputs.instance_id
         for scores in outputs.scores:
             live = live_by_id.get(scores.request_id)
-            if live is not None and live.scores is not None:
-                live.scores.take(scores)
-                self._take_early(live, outputs.instance_id)
+            if live is not None:
+                self._deliver(live, live.take_scores(scores), src)
         for token in outputs.tokens:
             live = live_by_id.get(token.request_id)
             if live is None:
                 continue
-            if live.is_early(token):
-                live.early[token.position] = token
-                continue
-            self._take_next(live, token, outputs.instance_id)
-            self._take_early(live, outputs.instance_id)
-            if live.tokens_ahead and live.leader == outputs.instance_id:
+            self._deliver(live, live.take(token), src)
+            if live.tokens_ahead and live.leader == src:
                 self._ahead.remove(live)
         self.place_if_changed()
 
-    def _take_early(self, live: Live, src: InstanceId) -> None:
-        """Deliver what has waited for the tokens or scores before it."""
-        while live.early:
-            token = live.early.get(len(live.output_token_ids))
-            if token is None or live.is_early(token):
+    def _deliver(self, live: Live, tokens: Iterable[TokenOutput], src: InstanceId) -> None:
+        for token in tokens:
+            self._outbox.add(Deliver(token, live.client))
+            if token.finish_reason is not None:
+                self._forget(live)
+                if live.is_rerun and live.leader not in (None, src):
+                    # Its last words came late: where it was to run again it is not wanted any more.
+                    self._outbox.send(live.leader, Abort(token.request_id))
                 return
-            del live.early[token.position]
-            self._take_next(live, token, src)
-
-    def _take_next(self, live: Live, token: TokenOutput, src: InstanceId) -> None:
-        """A token, or an end without one, that is next in order or a repeat."""
-        if token.token_id is not None:
-            if token.position != len(live.output_token_ids):
-                return
-            live.output_token_ids.append(token.token_id)
-            if token.position == 0 and live.scores is not None:
-                token = live.scores.with_first(token)
-        self._outbox.add(Deliver(token, live.client))
-        if token.finish_reason is not None:
-            self._forget(live)
-            if live.is_rerun and live.leader not in (None, src):
-                # Its last words came late: where it was to run again it is not wanted any more.
-                self._outbox.send(live.leader, Abort(token.request_id))
-        elif token.request_id in self.quarantine.tested:
-            self.quarantine.made_token(token.request_id, len(live.output_token_ids))
+            if token.request_id in self.quarantine.tested:
+                self.quarantine.made_token(token.request_id, token.position + 1)
 
     def relead(
         self,
@@ -410,9 +365,7 @@ class Requests:
             guilty = self.quarantine.died([live.request.request_id for live in first], blame)
             for live in lost:
                 request_id = live.request.request_id
-                live.early.clear()
-                if live.scores is not None:
-                    live.scores.forget_early()
+                live.forget_early()
                 self._lead(live, None)
                 if request_id in guilty:
                     self._fail(live)
