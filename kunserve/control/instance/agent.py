@@ -5,20 +5,21 @@ A driver calls ``on`` for every message, ``next_work`` when the body is idle, ``
 a step is done, and sends what ``drain`` returns. Messages may come while a step runs.
 """
 
-from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 from kunserve.control.group.load import SchedulerTotals
 from kunserve.control.instance.block_table import BlockTable
 from kunserve.control.instance.body import Body, Mover, StepOutcome, StepWork
 from kunserve.control.instance.change_slot import Change, ChangeSlot
-from kunserve.control.instance.formation import Formation
+from kunserve.control.instance.formation import FormationSlot
 from kunserve.control.instance.inbox import Inbox, Mail, Moment
+from kunserve.control.instance.intake import Intake
 from kunserve.control.instance.layer_restore import LayerRestore
 from kunserve.control.instance.localize import free_swapped_out, localize
 from kunserve.control.instance.membership import Membership, enter_group
 from kunserve.control.instance.state import AgentConfig, InstanceState, Outgoing, Preemption
-from kunserve.core.ids import GroupId, InstanceId, RequestId
+from kunserve.core.ids import InstanceId
 from kunserve.core.layout import GroupLayout, LayerRange
 from kunserve.core.messages import (
     Abort,
@@ -44,7 +45,6 @@ from kunserve.core.messages import (
     Ready,
     Rejoin,
     Report,
-    Returned,
     ReturnWaiting,
     Rollback,
     Sampled,
@@ -80,14 +80,9 @@ class InstanceAgent:
         """None until the first ``Form``."""
         self.inbox = Inbox()
         self._changes = ChangeSlot(self.state, self._enter)
-        self._num_received = 0
+        self._intake = Intake(self.state, self._changes)
         self._report_number = 0
-        self._formed_id: GroupId | None = None
-        """The last group that was formed from nothing; requests of older groups are not ours."""
-        self._form: Form | None = None
-        """To be carried out as soon as the running step has ended."""
-        self._formation: Formation | None = None
-        """The group to stand in next: some of its layers are still on their way here."""
+        self._forming = FormationSlot(self.state)
         self._lacks_units = False
         """The next step waits for units that an exchange will free."""
         self.is_stopping = False
@@ -110,8 +105,7 @@ class InstanceAgent:
         self, layers: LayerRange, src: InstanceId | None, ok: bool, now_s: float
     ) -> None:
         """The mover filled weights, or could not."""
-        if self._formation is not None:
-            self._formation.pulled(layers, src, ok)
+        self._forming.pulled(layers, src, ok)
         self._changes.pulled_layers(layers, src, ok)
         self._advance(now_s)
 
@@ -202,7 +196,7 @@ class InstanceAgent:
     @property
     def is_in_transition(self) -> bool:
         """Whether a change of groups or of layers, or a migration, is under way here."""
-        return self._is_forming or self._changes.change is not None
+        return self._forming.is_forming or self._changes.change is not None
 
     @property
     def change(self) -> Change | None:
@@ -218,8 +212,8 @@ class InstanceAgent:
         state, change = self.state, self._changes.change
         is_loading = isinstance(change, LayerRestore) and change.phase != "filled"
         layout = None if self.membership is None or is_loading else self.membership.layout
-        totals = state.totals.so_far()
-        return Rejoin(ready, state.held, state.table.num_units, layout, self._num_received, totals)
+        received, totals = self._intake.num_received, state.totals.so_far()
+        return Rejoin(ready, state.held, state.table.num_units, layout, received, totals)
 
     def report(self, now_s: float) -> None:
         """Queue a load report (leaders only). Called about ten times a second on everybody.
@@ -233,7 +227,7 @@ class InstanceAgent:
         if self.membership is None or self.membership.scheduler is None:
             return
         self._report_number += 1
-        load = self.membership.scheduler.load(self._report_number, self._num_received, now_s)
+        load = self.membership.scheduler.load(self._report_number, self._intake.num_received, now_s)
         self.state.send(None, Report(self.state.me, load))
 
     def check(self) -> None:
@@ -246,7 +240,7 @@ class InstanceAgent:
             assert state.held.covers(membership.layers), (state.held, membership.layers)
             if membership.scheduler is not None:
                 membership.scheduler.check()
-        assert self._is_forming or not state.to_self, state.to_self
+        assert self._forming.is_forming or not state.to_self, state.to_self
 
     # Messages
 
@@ -255,27 +249,21 @@ class InstanceAgent:
         membership, changes = self.membership, self._changes
         return Moment(
             group_id=None if membership is None else membership.layout.group_id,
-            formed_id=self._formed_id,
+            formed_id=self._forming.formed_id,
             leads=membership is not None and membership.scheduler is not None,
-            is_forming=self._is_forming,
+            is_forming=self._forming.is_forming,
             is_quiescing=changes.is_quiescing,
             change_id=changes.change_id,
             has_switched=changes.has_switched,
-            knows=self._knows,
+            knows=partial(self._intake.knows, membership),
         )
 
     def _advance(self, now_s: float) -> None:
         """Read what has become due, and let the change take every step that it can."""
         self._lacks_units = False
         while True:
-            if self._form is not None:
-                if self.state.is_running:
-                    return
-                self._begin_to_form(self._form)
-            if self._formation is not None:
-                if not self._formation.is_complete:
-                    return
-                self._finish_forming(self._formation, now_s)
+            if not self._form_if_asked(now_s):
+                return
             mail = self._next_mail()
             if mail is None:
                 self._changes.advance(now_s)
@@ -295,7 +283,7 @@ class InstanceAgent:
     def _read(self, mail: Mail, now_s: float) -> None:
         match mail.message:
             case Form() as form:
-                self._form = form
+                self._forming.ask(form)
                 self.inbox.start_anew()
                 return
             case Shutdown():
@@ -308,14 +296,8 @@ class InstanceAgent:
                 membership.ready.append((plan, mail.hidden))
             case Sampled(result):
                 self._complete(membership, result, now_s)
-            case Submit() as submit:
-                self._submit(membership, submit)
-            case Abort() as abort:
-                self._abort(membership, abort)
-            case ReturnWaiting(request_ids):
-                scheduler = membership.scheduler
-                found = () if scheduler is None else scheduler.give_back(request_ids)
-                self.state.send(None, Returned(self.state.me, found))
+            case Submit() | Abort() | ReturnWaiting() as request:
+                self._intake.read(request, membership)
             case Prepare() | LoadLayers() | Migrate() | OfferKv() as order:
                 self._changes.begin(order, membership, now_s)
             case Rollback(transition_id):
@@ -337,39 +319,6 @@ class InstanceAgent:
             case _:
                 raise AssertionError(f"not for an instance: {mail.message}")
 
-    # Requests
-
-    def _submit(self, membership: Membership, message: Submit) -> None:
-        if message.group_id is None:
-            self._num_received += 1
-        if membership.scheduler is None:
-            layout = membership.layout
-            self.state.send(layout.leader, replace(message, group_id=layout.group_id))
-        elif not self._changes.accept(message):
-            membership.scheduler.add(message.request)
-
-    def _knows(self, request_id: RequestId) -> bool:
-        """Whether an abort of the request finds it, here or by forwarding."""
-        membership = self.membership
-        if membership is None:
-            return False
-        return (
-            membership.scheduler is None
-            or request_id in membership.former_requests
-            or membership.scheduler.migration.knows(request_id)
-            or self._changes.awaits(request_id)
-        )
-
-    def _abort(self, membership: Membership, message: Abort) -> None:
-        request_id, scheduler = message.request_id, membership.scheduler
-        if scheduler is not None and self._changes.abort(request_id):
-            return
-        if scheduler is not None and scheduler.abort(request_id):
-            return
-        leader = membership.former_requests.get(request_id, membership.layout.leader)
-        if leader != self.state.me:
-            self.state.send(leader, message)
-
     # Groups
 
     def _enter(self, layout: GroupLayout, now_s: float) -> Membership:
@@ -377,26 +326,26 @@ class InstanceAgent:
         self.membership = enter_group(self.state, layout, now_s)
         return self.membership
 
-    @property
-    def _is_forming(self) -> bool:
-        """A group is to be formed from nothing, and everything else waits for it."""
-        return self._form is not None or self._formation is not None
+    def _form_if_asked(self, now_s: float) -> bool:
+        """Form a group from nothing if that is asked; False while anything else must wait for it.
 
-    def _begin_to_form(self, form: Form) -> None:
-        """Start anew, whatever was going on: fault tolerance (paper 4.4). No step runs."""
-        if self._formation is not None:
-            self._formation.cancel()
-        self._form = self.membership = None
-        self._changes.clear()
-        self._formation = Formation(self.state, form)
-
-    def _finish_forming(self, formation: Formation, now_s: float) -> None:
-        formation.finish()
-        self._formation = None
+        Whatever was going on is void: fault tolerance (paper 4.4).
+        """
+        if self._forming.is_asked:
+            if self.state.is_running:
+                return False
+            self.membership = None
+            self._changes.clear()
+            self._forming.begin()
+        if not self._forming.is_forming:
+            return True
+        formation = self._forming.finish()
+        if formation is None:
+            return False
         layout = formation.form.layout
         self._enter(layout, now_s)
-        self._formed_id = layout.group_id
         self.state.send(None, Formed(self.state.me, layout.group_id, formation.loaded_bytes))
+        return True
 
     # Steps
 

@@ -5,7 +5,7 @@ them, and loads from disk what nobody can give. It enters the group once it has 
 """
 
 from kunserve.control.instance.state import InstanceState
-from kunserve.core.ids import InstanceId
+from kunserve.core.ids import GroupId, InstanceId
 from kunserve.core.layout import LayerRange
 from kunserve.core.messages import Form
 
@@ -87,3 +87,50 @@ class Formation:
         if self._is_mapped:
             remap = state.body.drop_layers(state.held)
             state.table.set_layers(state.held, remap.kv_units)
+
+
+class FormationSlot:
+    """Owner of the rule that the group asked for last is formed, and no other beside it."""
+
+    def __init__(self, state: InstanceState) -> None:
+        self._state = state
+        self._asked: Form | None = None
+        self._formation: Formation | None = None
+        self.formed_id: GroupId | None = None
+        """The last group that was formed from nothing; requests of older groups are not ours."""
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether a group is to be formed as soon as the running step has ended."""
+        return self._asked is not None
+
+    @property
+    def is_forming(self) -> bool:
+        """Whether a group is to be formed, and everything else waits for it."""
+        return self._asked is not None or self._formation is not None
+
+    def ask(self, form: Form) -> None:
+        """Form this group, whatever was asked before."""
+        self._asked = form
+
+    def begin(self) -> None:
+        """Start with what is asked for. No step runs."""
+        assert self._asked is not None and not self._state.is_running, self._asked
+        if self._formation is not None:
+            self._formation.cancel()
+        self._formation, self._asked = Formation(self._state, self._asked), None
+
+    def pulled(self, layers: LayerRange, src: InstanceId | None, ok: bool) -> None:
+        """The mover filled weights, or could not."""
+        if self._formation is not None:
+            self._formation.pulled(layers, src, ok)
+
+    def finish(self) -> Formation | None:
+        """What is over now; None while layers are on their way here."""
+        formation = self._formation
+        if formation is None or not formation.is_complete:
+            return None
+        formation.finish()
+        self._formation = None
+        self.formed_id = formation.form.layout.group_id
+        return formation
