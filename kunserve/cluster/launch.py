@@ -17,18 +17,13 @@ from kunserve.control.cluster.quarantine import Blame, Cause
 from kunserve.core.config import MIB, KunServeConfig
 from kunserve.core.errors import ConfigError, ModelFiles, TooLittleMemory, UnsupportedModel
 from kunserve.core.ids import InstanceId, RequestId
-from kunserve.engine.free_memory import anonymous_bytes, available_bytes
+from kunserve.engine.free_memory import PROCESS_BYTES, available_bytes, front_bytes_left
 
 logger = logging.getLogger(__name__)
 
 _ERRORS: dict[str, type[ConfigError]] = {
     kind.__name__: kind for kind in (ConfigError, ModelFiles, TooLittleMemory, UnsupportedModel)
 }
-
-PROCESS_BYTES = 224 * MIB
-"""Of an instance beside its arena: interpreter, torch, a step's buffers. Measured with SmolLM2."""
-FRONT_BYTES = 160 * MIB
-"""Of the front, as measured after some requests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +117,7 @@ def check_memory(config: KunServeConfig) -> None:
     num, instance = config.cluster.num_instances, config.instance
     if instance.kv_cache_memory_bytes is not None or instance.device != "cpu":
         return
-    front_bytes = max(0, FRONT_BYTES - anonymous_bytes())  # what it has is no longer available
+    front_bytes = front_bytes_left()
     needed = num * (instance.memory_bytes + PROCESS_BYTES) + front_bytes
     available = available_bytes()
     if needed > available:

@@ -17,22 +17,41 @@ logger = logging.getLogger(__name__)
 
 def describe(record: TransitionRecord) -> str:
     """One line on a transition: what, why, and what was measured."""
-    before = "+".join("".join(str(len(g.stages))) for g in record.groups_before)
-    after = "+".join(str(len(g.stages)) for g in record.groups_after)
-    took_s = (record.finished_s or record.started_s) - record.started_s
-    return (
-        f"{record.kind} id={record.transition_id} outcome={record.ending!r} "
-        f"trigger={record.trigger!r} groups={before}->{after} bytes={record.freed_bytes} "
-        f"remap_ms={record.remap_s * 1e3:.2f} gap_ms={record.gap_s * 1e3:.1f} "
-        f"requests_moved={record.requests_moved} moved_bytes={record.moved_bytes} "
-        f"max_stall_ms={record.max_stall_s * 1e3:.0f} total_ms={took_s * 1e3:.0f}"
-    )
+    return _template(record) % _values(record)
 
 
 def log_transition(record: TransitionRecord) -> None:
-    """One line per drop or restore."""
+    """One line per drop or restore. Its values are arguments, because JSON shows them as fields."""
     level = logging.INFO if record.outcome is Outcome.DONE else logging.WARNING
-    logger.log(level, describe(record))
+    logger.log(level, _template(record), *_values(record))
+
+
+def _template(record: TransitionRecord) -> str:
+    return (
+        f"{record.kind} id=%d outcome=%r trigger=%r groups=%s bytes=%d remap_ms=%.2f gap_ms=%.1f "
+        "requests_moved=%d moved_bytes=%d max_stall_ms=%.0f total_ms=%.0f"
+    )
+
+
+def _values(record: TransitionRecord) -> tuple[object, ...]:
+    before, after = (
+        "+".join(str(len(layout.stages)) for layout in groups)
+        for groups in (record.groups_before, record.groups_after)
+    )
+    took_s = (record.finished_s or record.started_s) - record.started_s
+    return (
+        record.transition_id,
+        record.ending,
+        record.trigger,
+        f"{before}->{after}",
+        record.freed_bytes,
+        record.remap_s * 1e3,
+        record.gap_s * 1e3,
+        record.requests_moved,
+        record.moved_bytes,
+        record.max_stall_s * 1e3,
+        took_s * 1e3,
+    )
 
 
 def log_decision(

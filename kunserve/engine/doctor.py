@@ -19,7 +19,7 @@ from kunserve.core.config import MIB, ClusterConfig, InstanceConfig, ModelConfig
 from kunserve.core.errors import ConfigError
 from kunserve.engine.arena import Arena
 from kunserve.engine.cuda.driver import LIBRARY, CudaError, Driver
-from kunserve.engine.free_memory import available_bytes
+from kunserve.engine.free_memory import PROCESS_BYTES, available_bytes, front_bytes_left
 from kunserve.engine.kernels.build import find_or_build
 from kunserve.engine.kernels.levels import fitting_levels
 from kunserve.engine.pages import HostPages
@@ -65,10 +65,12 @@ def _kernels() -> Iterator[Finding]:
 
 def _memory() -> Iterator[Finding]:
     available, instances = available_bytes(), ClusterConfig().num_instances
-    wanted = instances * InstanceConfig().memory_bytes
+    wanted = instances * (InstanceConfig().memory_bytes + PROCESS_BYTES) + front_bytes_left()
     text = f"{available / MIB:.0f} MiB left for this process and its cgroups"
     if available < wanted:
-        text += f"; {instances} instances want {wanted / MIB:.0f} MiB: lower --instance-memory"
+        text += (
+            f"; {instances} instances want {wanted / MIB:.0f} MiB in all: lower --instance-memory"
+        )
     yield Finding("ok" if available >= wanted else "STOP", "memory", text)
     overcommit = _setting("vm/overcommit_memory")
     if overcommit == _NO_OVERCOMMIT:

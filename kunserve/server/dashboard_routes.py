@@ -72,9 +72,13 @@ class DashboardRoutes:
         """GET /dashboard."""
         return _answer(http, self._files[PAGE])
 
-    async def root(self, _http: HttpRequest) -> Response:
-        """GET /: a visitor wants the page. Relative, because a proxy may have put a prefix."""
-        return RedirectResponse("dashboard")
+    async def root(self, http: HttpRequest) -> Response:
+        """GET /: a visitor wants the page. Relative, because a proxy may have put a prefix.
+
+        A browser replaces what is after the last slash: a prefix without a slash is said again.
+        """
+        last = http.scope["raw_path"].rpartition(b"/")[2].decode("ascii", "replace")
+        return RedirectResponse(f"{last}/dashboard" if last else "dashboard")
 
     async def with_slash(self, _http: HttpRequest) -> Response:
         """GET /dashboard/: the page's files have names relative to ``/dashboard``."""

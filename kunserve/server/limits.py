@@ -37,6 +37,6 @@ class FrontLimits:
     """Bodies that have not arrived completely, over all connections; more is answered 503."""
     max_prompt_logprobs: int = 1 << 21
     """Log-probabilities of prompts in one call: the front keeps four bytes of each, and writes
-    about 24."""
+    about 60."""
     small_body_bytes: int = 64 << 10
     """The first bytes of each body that do not count there: small requests always get in."""

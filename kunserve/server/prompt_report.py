@@ -4,6 +4,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from kunserve.core.errors import InvalidRequest
 from kunserve.core.prompt_scores import PromptScores
 from kunserve.core.request import TokenLogprobs
@@ -12,8 +14,8 @@ from kunserve.server.logprobs import finite, shown
 from kunserve.server.schema import GenerationBody
 from kunserve.server.text import TextCodec
 
-CHARS_PER_NUMBER = 24
-"""About what one log-probability takes in an answer."""
+CHARS_PER_NUMBER = 60
+"""About what one log-probability takes in ``prompt_logprobs``; in ``logprobs`` it is less."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,20 +50,27 @@ class PromptReport:
         for token_id, row, offset in zip(prompt, _rows(scores), offsets, strict=True):
             yield TokenEntry(token_id, row, offset - len(echo))
 
-    def listing(
-        self, index: int, scores: Sequence[PromptScores]
-    ) -> list[dict[str, dict[str, Any]] | None]:
-        """``prompt_logprobs`` as vLLM has it: per token a dictionary by token id, or null."""
+    def listing(self, index: int, scores: Sequence[PromptScores]) -> msgspec.Raw:
+        """``prompt_logprobs`` as vLLM has it: per token a dictionary by token id, or null.
+
+        Each is written at once, because all of them as objects would take hundreds of megabytes.
+        """
         assert self.num_listed is not None
-        listed: list[dict[str, dict[str, Any]] | None] = []
+        encode = msgspec.json.Encoder().encode
+        written = bytearray()
         for token_id, row in zip(self._prompt(index), _rows(scores), strict=True):
-            if row is None:
-                listed.append(None)
-                continue
-            one = {str(token_id): self._listed(token_id, row.logprob, row.rank)}
-            for rank, (top_id, logprob) in enumerate(row.top[: self.num_listed], 1):
-                one.setdefault(str(top_id), self._listed(top_id, logprob, rank))
-            listed.append(one)
+            written += b"," if written else b"["
+            written += encode(self._list(token_id, row))
+        written += b"]"
+        return msgspec.Raw(written)
+
+    def _list(self, token_id: int, row: TokenLogprobs | None) -> dict[str, dict[str, Any]] | None:
+        """One token of the prompt, and its alternatives."""
+        if row is None:
+            return None
+        listed = {str(token_id): self._listed(token_id, row.logprob, row.rank)}
+        for rank, (top_id, logprob) in enumerate(row.top[: self.num_listed], 1):
+            listed.setdefault(str(top_id), self._listed(top_id, logprob, rank))
         return listed
 
     def _listed(self, token_id: int, logprob: float, rank: int) -> dict[str, Any]:

@@ -254,6 +254,8 @@ class OverloadControl:
 
     def force_restore(self, now_s: float) -> list[TransitionId | Postponed]:
         """Restore every dropped group, where it is possible now."""
+        if self._pipeline_stages > 1:  # they would be formed again at once
+            return [Postponed("pipelines", "the pipelines stand from the start, and for good")]
         busy = self._transitions.busy_groups
         return [
             self._restore(group_id, "admin", now_s)

@@ -8,8 +8,6 @@ from kunserve.cluster import launch
 from kunserve.cluster.launch import (
     EXIT_LOST_MESSAGES,
     EXIT_REMAP_FAILED,
-    FRONT_BYTES,
-    PROCESS_BYTES,
     StepFailure,
     blame_for,
     check_memory,
@@ -19,6 +17,8 @@ from kunserve.control.cluster.quarantine import Blame, Cause
 from kunserve.core.config import MIB, ClusterConfig, InstanceConfig, KunServeConfig
 from kunserve.core.errors import TooLittleMemory
 from kunserve.core.ids import RequestId
+from kunserve.engine import free_memory
+from kunserve.engine.free_memory import FRONT_BYTES, PROCESS_BYTES
 from kunserve.engine.memory import RemapFailed
 
 
@@ -33,7 +33,7 @@ def test_instances_are_refused_together_before_any_loads(
 ) -> None:
     """The front counts too, as far as it has not got its memory yet."""
     each = 1024 * MIB + PROCESS_BYTES
-    monkeypatch.setattr(launch, "anonymous_bytes", lambda: 60 * MIB)
+    monkeypatch.setattr(free_memory, "anonymous_bytes", lambda: 60 * MIB)
     monkeypatch.setattr(launch, "available_bytes", lambda: 2 * each + FRONT_BYTES - 60 * MIB)
     with caplog.at_level(logging.INFO):
         check_memory(config(2, memory_bytes=1024 * MIB))

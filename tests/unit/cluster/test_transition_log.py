@@ -5,7 +5,7 @@ import logging
 import pytest
 
 from kunserve.cluster.log_format import fields_of
-from kunserve.cluster.transition_log import describe, log_decision
+from kunserve.cluster.transition_log import describe, log_decision, log_transition
 from kunserve.control.cluster.commands import LogObserved, LogQuarantine, LogRerun
 from kunserve.core.ids import RequestId, TransitionId
 from kunserve.core.snapshots import Kind, Outcome, TransitionRecord
@@ -32,6 +32,16 @@ def test_the_outcome_is_a_plain_word() -> None:
 def test_a_failure_says_why() -> None:
     line = describe(record(Outcome.ROLLED_BACK, "no answer"))
     assert "outcome='rolled back: no answer'" in line
+
+
+def test_the_measurements_are_fields_of_a_json_line(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    log_transition(record(Outcome.DONE))
+    (line,) = caplog.records
+    assert line.getMessage() == describe(record(Outcome.DONE))
+    fields = fields_of(line)
+    assert (fields["id"], fields["outcome"], fields["total_ms"]) == (3, "done", 500.0)
+    assert {"trigger", "groups", "bytes", "gap_ms", "moved_bytes"} <= set(fields)
 
 
 def test_every_decision_about_a_request_names_it(caplog: pytest.LogCaptureFixture) -> None:

@@ -6,7 +6,9 @@ import pytest
 from click.testing import CliRunner
 
 from kunserve.cli import main
-from kunserve.core.errors import ConfigError
+from kunserve.cluster import launch
+from kunserve.core.config import KunServeConfig
+from kunserve.core.errors import ConfigError, TooLittleMemory
 from kunserve.engine import address_space, doctor
 from tests.fakecuda.library import build
 
@@ -27,6 +29,15 @@ def test_what_stops_a_server_is_the_exit_code(monkeypatch: pytest.MonkeyPatch) -
     result = CliRunner().invoke(main, ["doctor"])
     assert result.exit_code == 1
     assert "STOP memory" in result.output and "lower --instance-memory" in result.output
+
+
+def test_memory_that_the_server_would_refuse_is_no_good(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Room for the instances themselves, but none for their processes."""
+    monkeypatch.setattr(doctor, "available_bytes", lambda: 2100 << 20)
+    assert found("memory")[0].verdict == "STOP"
+    with pytest.raises(TooLittleMemory):
+        monkeypatch.setattr(launch, "available_bytes", lambda: 2100 << 20)
+        launch.check_memory(KunServeConfig())
 
 
 def test_a_check_that_fails_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:

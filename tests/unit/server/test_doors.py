@@ -168,6 +168,7 @@ def test_the_page_is_found_from_the_root(server: LiveServer) -> None:
         for path, target in (
             ("/", "dashboard"),
             ("/llm/", "dashboard"),
+            ("/llm", "llm/dashboard"),
             ("/dashboard/", "../dashboard"),
         ):
             answer = client.get(path)

@@ -2,9 +2,11 @@
 
 from kunserve.control.cluster.commands import LogReason, ScaleUp
 from kunserve.control.cluster.transitions import BACKOFF_S
+from kunserve.core.config import ClusterConfig
 from kunserve.core.ids import InstanceId
 from kunserve.core.messages import LoadLayers, Prepare, Prepared, Rollback
 from kunserve.core.snapshots import Outcome
+from kunserve.policy.restore import Postponed
 from tests.unit.control.cluster.brain import BLOCKS, Brain
 
 SHORT = {
@@ -200,3 +202,13 @@ def test_a_restore_by_hand_takes_every_pipeline() -> None:
     for transition in tuple(brain.controller.transitions.active.values()):
         brain.controller.transitions.roll_back(transition, "by hand instead", brain.now_s)
     assert len(brain.controller.force_restore(brain.now_s)) == 2
+
+
+def test_pipelines_from_the_start_are_not_restored_by_hand() -> None:
+    brain = Brain(2, ClusterConfig(num_instances=2, pipeline_stages=2), policy="recompute")
+    brain.pass_time()
+    brain.complete()
+    assert brain.groups == [(0, 1)]
+    brain.report(0, used_blocks=1)
+    (refusal,) = brain.controller.force_restore(brain.now_s)
+    assert isinstance(refusal, Postponed) and "for good" in refusal.reason
