@@ -98,7 +98,7 @@ class Observation:
             for group_id in verdict.relaxed.group_ids:
                 self._restore(self._merged.pop(group_id, None), now_s)
         if verdict.overloaded is not None:
-            self._drop(verdict.overloaded, loads, now_s)
+            self._drop(verdict.overloaded, view, self._untouchable(loads, now_s), now_s)
         return [one for one in verdict.excuses if one.group_id not in self._merged]
 
     def _account(self, now_s: float) -> None:
@@ -133,16 +133,18 @@ class Observation:
             self._totals = replace(self._totals, num_requests=self._totals.num_requests + more)
         return result
 
-    def _drop(self, verdict: Overloaded, loads: Mapping[GroupId, GroupLoad], now_s: float) -> None:
+    def _drop(
+        self, verdict: Overloaded, view: ClusterLoadView, untouchable: set[GroupId], now_s: float
+    ) -> None:
         layouts = self._layouts()
-        others = [load for group_id, load in loads.items() if group_id not in verdict.group_ids]
+        others = [load for load in view.groups if load.group_id not in verdict.group_ids]
         plan = plan_drop(
             layouts,
             self._placement.specs,
             verdict.required_blocks,
             first_id=GroupId(self._next_id),
             pressed=verdict.group_ids,
-            untouchable=self._untouchable(loads, now_s),
+            untouchable=untouchable,
             waiting_blocks=verdict.waiting_blocks,
             spare_blocks=spare_blocks(others, verdict.largest_waiting_blocks),
             max_group_size=self._config.max_group_size,

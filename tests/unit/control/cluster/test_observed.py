@@ -147,3 +147,15 @@ def test_a_restore_that_squeezes_is_called_off_while_paused() -> None:
     brain.report(0, **{**SHORT, "used_blocks": 1000})
     (transition,) = brain.ended
     assert "overloaded again" in transition.ending
+
+
+def test_memory_of_a_group_that_would_be_merged_is_not_spare() -> None:
+    brain = Brain(4, policy="observe", forecast_s=0.0)
+    for waiting_blocks in (50, 50, 160, 160, 160):
+        queue = {"num_waiting": waiting_blocks // 10, "waiting_blocks": waiting_blocks}
+        for number in (2, 3):
+            brain.report(number, num_running=9, used_blocks=BLOCKS)
+        brain.report(1, num_running=1, used_blocks=60)
+        brain.report(0, num_running=9, used_blocks=BLOCKS, head_of_line_blocks=10, **queue)
+    drops = [said.text.split()[1] for said in brain.said(LogObserved)]
+    assert drops == ["groups=0+1", "groups=2+3"]
