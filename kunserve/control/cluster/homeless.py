@@ -11,7 +11,8 @@ class Homeless:
     """Owner of the times since which requests in the backlog have been homeless.
 
     Most of the backlog waits because others are served first. A request is homeless when it waits
-    for another reason: no group is large enough for it, or it may only run in a test.
+    for another reason: no group is large enough for it, or it may only run in a test. A group in
+    which a test runs is as good as any other, because tests come to an end.
     """
 
     def __init__(self, placement: Placement, quarantine: Quarantine, backlog: Backlog) -> None:
@@ -34,7 +35,7 @@ class Homeless:
 
     def _find(self) -> list[Live]:
         placement = self._placement
-        groups = (*placement.candidates(), *placement.expected.values())
+        groups = (*placement.candidates(is_reserved=True), *placement.expected.values())
         largest_blocks = max((group.capacity_blocks for group in groups), default=0)
         quarantine, backlog = self._quarantine, self._backlog
         if backlog.largest_blocks <= largest_blocks and not quarantine.holds_any:

@@ -2,6 +2,7 @@
 
 from kunserve.control.cluster.commands import LogQuarantine
 from kunserve.control.cluster.quarantine import CLEARING_TOKENS, Blame, Cause
+from kunserve.core.config import ClusterConfig
 from kunserve.core.ids import RequestId
 from kunserve.core.messages import Submit
 from kunserve.core.request import FinishReason
@@ -226,3 +227,17 @@ def test_a_suspect_that_no_group_can_hold_keeps_no_other_from_its_test() -> None
         crash(brain, brain.group_of(0).leader)
     assert [request_id for _, request_id in submitted(brain)] == [small]
     assert brain.controller._requests.quarantine.holds(large)
+
+
+def test_who_waits_for_the_end_of_a_test_is_not_given_up() -> None:
+    brain = Brain(1, cluster=ClusterConfig(num_instances=1, start_timeout_s=30.0))
+    brain.request()
+    for _ in range(2):
+        crash(brain, 0)
+    brain.request()
+    for _ in range(40):
+        brain.pass_time(1.0)
+    assert errors(brain) == []
+    submitted(brain)
+    end(brain, "r0")
+    assert submitted(brain) == [(0, "r1")]
