@@ -41,10 +41,6 @@ class GroupChooser:
         for heap in (*self._by_demand.values(), *self._by_need.values()):
             heapify(heap)
 
-    def __bool__(self) -> bool:
-        """Whether any group is left to choose."""
-        return bool(self._capacities)
-
     def choose(self, request_blocks: int) -> GroupId | None:
         """The group where the request starts soonest; None if no group can ever hold it."""
         best: tuple[bool, float, GroupId] | None = None
