@@ -11,8 +11,8 @@ class Homeless:
     """Owner of the times since which requests in the backlog have been homeless.
 
     Most of the backlog waits because others are served first. A request is homeless when it waits
-    for another reason: no group is large enough for it, or it may only run in a test. A group in
-    which a test runs is as good as any other, because tests come to an end.
+    for another reason: no group is large enough for it, or it may only run in a test and no group
+    is reserved for tests. Whoever waits for the end of a test is not homeless: a test ends.
     """
 
     def __init__(self, placement: Placement, quarantine: Quarantine, backlog: Backlog) -> None:
@@ -38,10 +38,12 @@ class Homeless:
         groups = (*placement.candidates(is_reserved=True), *placement.expected.values())
         largest_blocks = max((group.capacity_blocks for group in groups), default=0)
         quarantine, backlog = self._quarantine, self._backlog
-        if backlog.largest_blocks <= largest_blocks and not quarantine.holds_any:
+        is_held_up = placement.reserved is None and quarantine.holds_any
+        if backlog.largest_blocks <= largest_blocks and not is_held_up:
             return []
         return [
             entry.live
             for entry in backlog
-            if entry.num_blocks > largest_blocks or quarantine.holds(entry.live.request.request_id)
+            if entry.num_blocks > largest_blocks
+            or (is_held_up and quarantine.holds(entry.live.request.request_id))
         ]

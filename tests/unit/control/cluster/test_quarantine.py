@@ -231,13 +231,15 @@ def test_a_suspect_that_no_group_can_hold_keeps_no_other_from_its_test() -> None
 
 def test_who_waits_for_the_end_of_a_test_is_not_given_up() -> None:
     brain = Brain(1, cluster=ClusterConfig(num_instances=1, start_timeout_s=30.0))
-    brain.request()
+    for _ in range(2):
+        brain.request()
     for _ in range(2):
         crash(brain, 0)
     brain.request()
-    for _ in range(40):
-        brain.pass_time(1.0)
-    assert errors(brain) == []
-    submitted(brain)
-    end(brain, "r0")
-    assert submitted(brain) == [(0, "r1")]
+    for tested, following in (("r0", "r1"), ("r1", "r2")):
+        for _ in range(40):
+            brain.pass_time(1.0)
+        assert errors(brain) == []
+        submitted(brain)
+        end(brain, tested)
+        assert submitted(brain) == [(0, following)]
