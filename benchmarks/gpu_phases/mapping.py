@@ -30,8 +30,10 @@ def run(machine: Machine, report: Report) -> None:
         _calls(driver, report, size, max(8, _PIECES_BYTES // size) if machine.is_real else 4)
     _alias(machine, driver, report, sizes[0])
     granules = sizes[:3] if machine.is_real else sizes[:1]
+    free_bytes, _ = driver.memory_bytes()
     for granule_bytes in granules:
-        _moved(driver, report, granule_bytes, 13 * GIB if machine.is_real else MIB)
+        num_bytes = min(13 * GIB, free_bytes // 2) if machine.is_real else MIB
+        _moved(driver, report, granule_bytes, num_bytes)
     for granule_bytes in granules:
         _half_a_model(machine, driver, report, granule_bytes)
     _beside_kernels(machine, driver, report, granules[-1])
@@ -111,9 +113,13 @@ def _moved(driver: Driver, report: Report, granule_bytes: int, num_bytes: int) -
 
 
 def _open_memory(machine: Machine, driver: Driver, granule_bytes: int) -> InstanceMemory:
-    spec = SHAPES["14b" if machine.is_real else "tiny"]
+    spec, memory_bytes = SHAPES["tiny"], 2 * MIB
+    if machine.is_real:
+        free_bytes, _ = driver.memory_bytes()
+        spec = SHAPES["14b" if free_bytes > 40 * GIB else "1.5b"]
+        memory_bytes = spec.weights_bytes + spec.weights_bytes // 4
     config = InstanceConfig(
-        memory_bytes=36 * GIB if machine.is_real else 2 * MIB,
+        memory_bytes=memory_bytes,
         block_size=64 if machine.is_real else 8,
         granule_bytes=granule_bytes,
     )
@@ -141,14 +147,9 @@ def _half_a_model(machine: Machine, driver: Driver, report: Report, granule_byte
     memory = _open_memory(machine, driver, granule_bytes)
     try:
         rounds = [_transitions(memory) for _ in range(3)]
-        moved_bytes = memory.layout.granules_of(LayerRange(0, memory.held.num_layers // 2))
-        report.add(
-            "granules of half of the layers",
-            moved_bytes[1] - moved_bytes[0],
-            "",
-            granule_kib=granule_bytes // KIB,
-            kernels=False,
-        )
+        first, end = memory.layout.granules_of(LayerRange(0, memory.held.num_layers // 2))
+        size = (end - first) * granule_bytes / MIB
+        report.add("half of the layers", size, "MiB", granule_kib=granule_bytes // KIB)
         for name in rounds[0]:
             value = median([one[name] for one in rounds]) * 1e3
             report.add(name, value, "ms", granule_kib=granule_bytes // KIB, kernels=False)
