@@ -9,6 +9,7 @@ and a report so far, so a crash or a limit loses one phase at most; what is done
 
 import argparse
 import contextlib
+import ctypes
 import importlib
 import json
 import os
@@ -19,6 +20,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from kunserve.engine.cuda.driver import LIBRARY
 
 ROOT = Path(__file__).parent.parent
 DONE = "done"
@@ -110,6 +113,15 @@ def known(name: str, out: Path) -> dict[str, Any] | None:
     return found
 
 
+def has_driver() -> bool:
+    """Without taking a context, which would hold memory of the device all day."""
+    try:
+        ctypes.CDLL(LIBRARY)
+    except OSError:
+        return False
+    return True
+
+
 def write_report(out: Path) -> Path:
     """What all phases so far have found, as Markdown."""
     from benchmarks.report import Figure, tables_of
@@ -175,6 +187,8 @@ def main() -> None:
     if options.one:
         run_here(options.one, options.device)
         return
+    if options.device == "cuda" and not has_driver():
+        sys.exit(f"no driver ({LIBRARY}) here; --device fake rehearses on the CPU")
     options.out.mkdir(parents=True, exist_ok=True)
     ends = time.monotonic() + (float("inf") if options.within is None else options.within)
     all_done = True

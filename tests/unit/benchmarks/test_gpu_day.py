@@ -77,6 +77,7 @@ def test_what_is_done_is_not_done_again(tmp_path: Path, monkeypatch: pytest.Monk
         return int(end.value.code or 0)
 
     monkeypatch.setattr(gpu_day, "run_apart", run_apart)
+    monkeypatch.setattr(gpu_day, "has_driver", lambda: True)
     assert call("--phases", "P0,P1") == 1 and ran == ["P0", "P1"]
     assert call("--phases", "P0,P1,P2") == 1 and ran == ["P0", "P2"]
     assert call("--phases", "P1", "--again") == 0 and ran == ["P1"]
@@ -92,6 +93,14 @@ def test_phases_that_are_not_written_say_so(
     with pytest.raises(SystemExit):
         gpu_day.main()
     assert "P4 is not written yet" in capsys.readouterr().err
+
+
+def test_no_driver_is_said_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_day, "LIBRARY", "libnothing.so")
+    monkeypatch.setattr(sys, "argv", ["gpu_day", "--out", str(tmp_path / "out")])
+    with pytest.raises(SystemExit, match=r"no driver \(libnothing.so\).*--device fake"):
+        gpu_day.main()
+    assert not (tmp_path / "out").exists()
 
 
 def test_half_a_line_of_a_killed_process_is_no_figure(tmp_path: Path) -> None:
