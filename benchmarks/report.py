@@ -6,6 +6,7 @@ by one program: ``benchmark``, ``name``, ``value``, ``unit``, ``settings`` and `
 
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TypeAlias
@@ -63,16 +64,21 @@ class Report:
         print(json.dumps(line), flush=True)
 
     def table(self) -> str:
-        """A row for each combination of settings, a column for each name of a figure.
-
-        Figures with other settings than those before make a table of their own.
-        """
-        parts: dict[tuple[str, ...], list[Figure]] = {}
-        for figure in self._figures:
-            parts.setdefault(tuple(figure.settings), []).append(figure)
+        """The common settings, and ``tables_of`` all figures."""
         common = ", ".join(f"{key} {_shown(value)}" for key, value in self._common.items())
         head = f"{self._benchmark}: {common}" if common else self._benchmark
-        return "\n\n".join([head, *(_part(figures) for figures in parts.values())])
+        return "\n\n".join([head, *tables_of(self._figures)])
+
+
+def tables_of(figures: Sequence[Figure]) -> list[str]:
+    """A row for each combination of settings, a column for each name of a figure.
+
+    Figures with other settings than those before make a table of their own.
+    """
+    parts: dict[tuple[str, ...], list[Figure]] = {}
+    for figure in figures:
+        parts.setdefault(tuple(figure.settings), []).append(figure)
+    return [_part(some) for some in parts.values()]
 
 
 def _part(figures: list[Figure]) -> str:

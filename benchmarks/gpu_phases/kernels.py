@@ -1,0 +1,177 @@
+"""P2: our Triton kernels and plain torch on the device, against sums in float64."""
+
+import importlib.util
+
+import numpy as np
+import torch
+
+from benchmarks.gpu_phases.machine import Machine
+from benchmarks.report import Report
+from kunserve.core.model_spec import ModelSpec
+from kunserve.engine.attention import StepBatch
+from kunserve.engine.ops.reference import ReferenceOps
+from kunserve.engine.ops.table import DeviceBatch, Ops
+
+_NUM_LAYERS = 3
+_SHAPES = [  # heads, KV heads, head_dim, block size, window
+    (4, 4, 64, 8, None),
+    (9, 3, 64, 16, None),
+    (10, 2, 128, 4, 11),
+    (7, 1, 80, 16, None),
+    (40, 8, 128, 64, None),
+    (28, 4, 128, 128, 300),
+]
+_LIMITS = {"float32": 1e-4, "bfloat16": 3e-2}
+"""Largest error of an output whose values are about 1."""
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def operations(spec: ModelSpec) -> dict[str, Ops]:
+    """Plain torch, and Triton where it is installed."""
+    found: dict[str, Ops] = {"torch": ReferenceOps(spec)}
+    if importlib.util.find_spec("triton") is not None:
+        from kunserve.engine.ops.triton_ops import TritonOps
+
+        found["triton"] = TritonOps(spec)
+    return found
+
+
+def run(machine: Machine, report: Report) -> None:
+    """Every shape in both types. Fails at the end if an error was too large."""
+    bad: list[str] = []
+    shapes = _SHAPES if machine.is_real else _SHAPES[1:3]
+    for shape in shapes:
+        for dtype in _DTYPES:
+            spec = _spec(shape, dtype)
+            for name, ops in operations(spec).items():
+                if name == "triton" and not machine.is_real:
+                    continue  # its interpreter has tests of its own
+                settings = {"ops": name, "dtype": dtype, "shape": "x".join(map(str, shape))}
+                try:
+                    errors = _errors(machine, spec, ops, shape[3])
+                except Exception as error:
+                    # A kernel that does not compile for one shape says nothing about the others.
+                    bad.append(f"{settings}: {error!r}")
+                    continue
+                for check, error_size in errors.items():
+                    report.add(check, error_size, "", **settings)
+                    if not error_size <= _LIMITS[dtype]:
+                        bad.append(f"{settings}: {check} is wrong by {error_size}")
+    assert not bad, "\n".join(bad)
+
+
+def _spec(shape: tuple[int, int, int, int, int | None], dtype: str) -> ModelSpec:
+    heads, kv_heads, head_dim, _, window = shape
+    return ModelSpec(
+        name="shape", architecture="LlamaForCausalLM", num_layers=_NUM_LAYERS, hidden_size=576,
+        intermediate_size=1536, num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim,
+        vocab_size=160, max_position=4096, rope_theta=1e4, rms_eps=1e-5, tied_embeddings=True,
+        attention_bias=False, output_bias=False, mlp_bias=False, qk_norm=False,
+        rope_scaling=None, sliding_window=window, dtype=dtype,
+    )  # fmt: skip
+
+
+def _batch(block_size: int) -> tuple[StepBatch, int]:
+    """Prompts, chunks and single tokens, entries as low as they may be; and units needed."""
+    generator = np.random.default_rng(0)
+    lengths = np.array([13, 1, 6, 1, 100, 1])
+    contexts = np.array([13, 20, 25, 1, 611, 700])
+    width = -(-int(contexts.max()) // block_size)
+    num_entries = len(lengths) * width * _NUM_LAYERS
+    starts = generator.permutation(num_entries)[: len(lengths) * width] - 1
+    q_starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    positions = [np.arange(c - n, c) for n, c in zip(lengths, contexts, strict=True)]
+    batch = StepBatch(
+        token_ids=np.zeros(int(q_starts[-1]), dtype=np.int32),
+        positions=np.concatenate(positions).astype(np.int32),
+        tables=starts.reshape(len(lengths), -1).astype(np.int32),
+        rows=generator.permutation(len(lengths)).astype(np.int32),
+        q_starts=q_starts,
+        context_lens=contexts.astype(np.int32),
+        sample_rows=q_starts[1:] - 1,
+    )
+    return batch, num_entries + 2 * _NUM_LAYERS
+
+
+def _errors(machine: Machine, spec: ModelSpec, ops: Ops, block_size: int) -> dict[str, float]:
+    """The largest error of each operation."""
+    device, dtype = machine.torch_device, _DTYPES[spec.dtype]
+    torch.manual_seed(0)
+    host, num_units = _batch(block_size)
+    batch = DeviceBatch.of(host, block_size, device)
+    num = host.num_tokens
+    kv_shape = (num_units, 2, spec.num_kv_heads, block_size, spec.head_dim)
+    kv = torch.randn(kv_shape, dtype=torch.float32).to(device, dtype)
+    qkv = torch.randn(num, spec.qkv_size // spec.head_dim, spec.head_dim).to(device, dtype)
+    k_end = spec.num_heads + spec.num_kv_heads
+    q, k, v = qkv[:, : spec.num_heads], qkv[:, spec.num_heads : k_end], qkv[:, k_end:]
+    placed = kv.clone()
+    ReferenceOps(spec).place(2, k, v, placed, batch)
+    ops.place(2, k, v, kv, batch)
+    out = torch.full((num, spec.q_size), 7.0, dtype=dtype, device=device)
+    ops.attend(2, q, kv, batch, out)
+    exact = _attention(spec, 2, q, placed, host, block_size)
+    errors = {"place": _largest(kv, placed), "attention": _largest(out, exact)}
+    # Alone or among others, a sequence's attention has the same bits.
+    last = int(host.q_starts[-2])
+    single = DeviceBatch.of(_last_alone(host), block_size, device)
+    lonely = torch.zeros_like(out[last:])
+    ops.attend(2, q[last:], kv, single, lonely)
+    errors["attention alone against among others"] = _largest(lonely, out[last:])
+    x = torch.randn(num, spec.hidden_size).to(device, dtype)
+    weight = torch.rand(spec.hidden_size).to(device, dtype)
+    normed, gated = torch.zeros_like(x), torch.zeros_like(x)
+    ops.rms_norm(x, weight, 1e-5, normed)
+    wide = x.double()
+    scale = torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + 1e-5)
+    errors["norm"] = _largest(normed, wide * scale * weight.double())
+    ops.silu_mul(torch.cat((x, x.flip(1)), dim=1), gated)
+    errors["activation"] = _largest(gated, torch.nn.functional.silu(wide) * wide.flip(1))
+    angles = torch.rand(num, 2, spec.head_dim // 2, device=device)
+    turned = q.clone()
+    ops.rotate(turned, angles)
+    first, second = q.double().chunk(2, dim=-1)
+    cos, sin = angles.double()[:, None, 0], angles.double()[:, None, 1]
+    exact = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    errors["rotation"] = _largest(turned, exact)
+    return errors
+
+
+def _last_alone(batch: StepBatch) -> StepBatch:
+    first = int(batch.q_starts[-2])
+    return StepBatch(
+        token_ids=batch.token_ids[first:].copy(),
+        positions=batch.positions[first:].copy(),
+        tables=batch.tables,
+        rows=batch.rows[-1:].copy(),
+        q_starts=np.array([0, batch.num_tokens - first], dtype=np.int32),
+        context_lens=batch.context_lens[-1:].copy(),
+        sample_rows=np.zeros(1, dtype=np.int32),
+    )
+
+
+def _attention(
+    spec: ModelSpec, layer: int, q: torch.Tensor, kv: torch.Tensor, batch: StepBatch, block: int
+) -> torch.Tensor:
+    """[T, heads * head_dim] in float64, on the host, one token after the other."""
+    queries, units = q.double().cpu(), kv.double().cpu()
+    group = spec.num_heads // spec.num_kv_heads
+    rows = []
+    for seq, row in enumerate(batch.rows.tolist()):
+        context = int(batch.context_lens[seq])
+        entries = torch.from_numpy(batch.tables[row, : -(-context // block)]).long()
+        blocks = units[entries + layer + spec.num_layers]
+        k, v = blocks.permute(1, 2, 0, 3, 4).flatten(2, 3)
+        for token in range(int(batch.q_starts[seq]), int(batch.q_starts[seq + 1])):
+            end = int(batch.positions[token]) + 1
+            begin = 0 if spec.sliding_window is None else max(0, end - spec.sliding_window)
+            heads = queries[token].view(spec.num_kv_heads, group, spec.head_dim)
+            scores = heads @ k[:, begin:end].transpose(1, 2) * spec.head_dim**-0.5
+            rows.append((scores.softmax(dim=-1) @ v[:, begin:end]).flatten())
+    return torch.stack(rows)
+
+
+def _largest(got: torch.Tensor, expected: torch.Tensor) -> float:
+    """Largest difference, of values above 1 relative to them."""
+    exact = expected.double().cpu()
+    return float(((got.double().cpu() - exact).abs() / exact.abs().clamp(min=1.0)).max())

@@ -1,0 +1,117 @@
+"""P6: two processes with random weights: what a drop and a restore cost while both decode."""
+
+import asyncio
+import json
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.gpu_phases.live import Asker, describe, with_cluster
+from benchmarks.gpu_phases.machine import FAKE_GRANULARITY_BYTES, GIB, MIB, SHAPES, Machine
+from benchmarks.report import Report
+from kunserve.core.config import (
+    ClusterConfig,
+    InstanceConfig,
+    KunServeConfig,
+    ModelConfig,
+    OverloadConfig,
+    SchedulerConfig,
+)
+from kunserve.core.ids import RequestId
+from kunserve.core.model_spec import ModelSpec
+
+_AFTER_S = 0.5
+"""How long tokens are watched after a transition has ended."""
+
+
+def run(machine: Machine, report: Report) -> None:
+    """A 7B and a 14B model on a GPU that has room for two of each."""
+    if not machine.is_real:
+        _measure(machine, report, SHAPES["tiny"], 2 * MIB)
+        return
+    free_bytes, _ = machine.driver().memory_bytes()
+    for name in ("7b", "14b"):
+        spec = SHAPES[name]
+        # What two processes take beside their arenas is some GiB.
+        memory_bytes = min((free_bytes - 12 * GIB) // 2, spec.weights_bytes + 24 * GIB)
+        if memory_bytes < spec.weights_bytes + 4 * GIB:
+            report.add("too little memory for two", None, "", model=spec.name)
+            continue
+        _measure(machine, report, spec, memory_bytes)
+
+
+def _measure(machine: Machine, report: Report, spec: ModelSpec, memory_bytes: int) -> None:
+    real = machine.is_real
+    num_streams, prompt_tokens, num_tokens = (64, 1000, 2000) if real else (4, 20, 200)
+    rounds = 3 if real else 1
+    generator = np.random.default_rng(0)
+
+    async def story(asker: Asker) -> None:
+        for number in range(rounds):
+            names = [f"{number}-{stream}" for stream in range(num_streams)]
+            for name in names:
+                prompt = generator.integers(3, spec.vocab_size, prompt_tokens).tolist()
+                asker.ask(name, prompt, num_tokens)
+            await asker.flow(3)
+            for change in (lambda: asker.cluster.drop(None), asker.cluster.restore):
+                began = time.monotonic()
+                record = await asker.change(change)
+                await asyncio.sleep(_AFTER_S)
+                until = time.monotonic()
+                describe(report, record, model=spec.name, round=number)
+                report.add(
+                    "longest pause of a stream",
+                    asker.longest_pause_s(began, until) * 1e3,
+                    "ms",
+                    transition=record.kind,
+                    model=spec.name,
+                    round=number,
+                )
+            for name in names:
+                asker.cluster.abort(RequestId(name))
+            await asker.until(lambda: asker.cluster.num_unfinished() == 0)
+            asker.answers.clear()
+
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text(json.dumps(_config_file(spec)), encoding="utf-8")
+        ready_s = with_cluster(_config(machine, folder, memory_bytes), spec.vocab_size, story)
+    report.add("both ready after", ready_s, "s", model=spec.name)
+
+
+def _config_file(spec: ModelSpec) -> dict[str, object]:
+    """What a model folder says of a Qwen2 model."""
+    return {
+        "architectures": [spec.architecture],
+        "model_type": "qwen2",
+        "num_hidden_layers": spec.num_layers,
+        "hidden_size": spec.hidden_size,
+        "intermediate_size": spec.intermediate_size,
+        "num_attention_heads": spec.num_heads,
+        "num_key_value_heads": spec.num_kv_heads,
+        "head_dim": spec.head_dim,
+        "vocab_size": spec.vocab_size,
+        "max_position_embeddings": spec.max_position,
+        "rope_theta": spec.rope_theta,
+        "rms_norm_eps": spec.rms_eps,
+        "tie_word_embeddings": spec.tied_embeddings,
+        "torch_dtype": "bfloat16",
+        "eos_token_id": 2,
+    }
+
+
+def _config(machine: Machine, folder: str, memory_bytes: int) -> KunServeConfig:
+    real = machine.is_real
+    return KunServeConfig(
+        model=ModelConfig(model=folder, load_format="dummy", dtype="bfloat16"),
+        instance=InstanceConfig(
+            device=machine.instance_device,
+            memory_bytes=memory_bytes,
+            block_size=64 if real else 8,
+            granule_bytes=64 * MIB if real else FAKE_GRANULARITY_BYTES,
+        ),
+        scheduler=SchedulerConfig(max_num_batched_tokens=2048 if real else 48),
+        overload=OverloadConfig(policy="drop", restore_below=0.0),
+        cluster=ClusterConfig(num_instances=2),
+    )

@@ -1,0 +1,113 @@
+"""The device that phases run on: a GPU, or the stand-in for its driver with torch on the CPU."""
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from kunserve.core.model_spec import ModelSpec
+from kunserve.engine.cuda.driver import LIBRARY, Driver
+
+KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+FAKE_GRANULARITY_BYTES = 8 * KIB
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Where a phase runs. Rehearsals are the same code with small sizes."""
+
+    is_real: bool
+    library: str
+    """libcuda, or its stand-in."""
+
+    @classmethod
+    def named(cls, device: str) -> "Machine":
+        """``cuda`` or ``fake``. The stand-in needs gcc and this project's tests."""
+        if device == "cuda":
+            return cls(True, LIBRARY)
+        from tests.fakecuda.library import build
+
+        os.environ["FAKECUDA_GRANULARITY_BYTES"] = str(FAKE_GRANULARITY_BYTES)
+        torch.set_num_threads(1)
+        return cls(False, build())
+
+    @property
+    def torch_device(self) -> torch.device:
+        """Where torch computes."""
+        return torch.device("cuda", 0) if self.is_real else torch.device("cpu")
+
+    @property
+    def instance_device(self) -> str:
+        """``InstanceConfig.device`` of instances on it."""
+        return "cuda" if self.is_real else f"stand-in:{self.library}"
+
+    def driver(self) -> Driver:
+        """The driver, with torch's context where torch uses the device."""
+        if self.is_real:
+            torch.cuda.set_device(self.torch_device)
+        return Driver(0, self.library)
+
+    def synchronize(self) -> None:
+        """Wait for everything that torch was given."""
+        if self.is_real:
+            torch.cuda.synchronize()
+
+    def seconds(self, work: Callable[[], object], rounds: int) -> tuple[float, float]:
+        """Median time of one call until the device is done, and until it has only been asked."""
+        work()
+        self.synchronize()
+        whole, asked = [], []
+        for _ in range(rounds):
+            began = time.perf_counter()
+            work()
+            asked.append(time.perf_counter() - began)
+            self.synchronize()
+            whole.append(time.perf_counter() - began)
+        return median(whole), median(asked)
+
+
+def median(values: list[float]) -> float:
+    """The middle one."""
+    return sorted(values)[len(values) // 2]
+
+
+def _qwen2(
+    name: str,
+    sizes: tuple[int, int, int, int, int],
+    heads: tuple[int, int, int],
+    dtype: str = "bfloat16",
+) -> ModelSpec:
+    layers, hidden, intermediate, vocab, positions = sizes
+    return ModelSpec(
+        name=name,
+        architecture="Qwen2ForCausalLM",
+        num_layers=layers,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_heads=heads[0],
+        num_kv_heads=heads[1],
+        head_dim=heads[2],
+        vocab_size=vocab,
+        max_position=positions,
+        rope_theta=1e6,
+        rms_eps=1e-6,
+        tied_embeddings=False,
+        attention_bias=True,
+        output_bias=False,
+        mlp_bias=False,
+        qk_norm=False,
+        rope_scaling=None,
+        sliding_window=None,
+        dtype=dtype,
+    )
+
+
+SHAPES = {
+    "tiny": _qwen2("tiny", (4, 64, 96, 160, 512), (4, 2, 32)),
+    "1.5b": _qwen2("qwen2.5-1.5b", (28, 1536, 8960, 151_936, 32_768), (12, 2, 128)),
+    "7b": _qwen2("qwen2.5-7b", (28, 3584, 18_944, 152_064, 32_768), (28, 4, 128)),
+    "14b": _qwen2("qwen2.5-14b", (48, 5120, 13_824, 152_064, 32_768), (40, 8, 128)),
+}
+"""Shapes of Qwen2.5; the weights are random."""

@@ -1,0 +1,187 @@
+"""P1: what mapping device memory costs, alone and beside running kernels."""
+
+import functools
+import time
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from benchmarks.gpu_phases.machine import GIB, KIB, MIB, SHAPES, Machine, median
+from benchmarks.report import Report
+from kunserve.core.config import InstanceConfig
+from kunserve.core.ids import InstanceId
+from kunserve.core.layout import LayerRange
+from kunserve.engine.arena import Arena
+from kunserve.engine.cuda.driver import Driver
+from kunserve.engine.cuda.pages import DevicePages
+from kunserve.engine.memory import InstanceMemory
+from kunserve.engine.wrap import wrap
+
+_PIECES_BYTES = 4 * GIB
+"""Of all pieces together whose calls are timed."""
+
+
+def run(machine: Machine, report: Report) -> None:
+    """Calls by size, what kernels notice of them, and half of a 14B model's layers."""
+    driver = machine.driver()
+    sizes = [2 * MIB, 16 * MIB, 64 * MIB, 256 * MIB] if machine.is_real else [8 * KIB, 64 * KIB]
+    for size in sizes:
+        _calls(driver, report, size, max(8, _PIECES_BYTES // size) if machine.is_real else 4)
+    _alias(machine, driver, report, sizes[0])
+    granules = sizes[:3] if machine.is_real else sizes[:1]
+    free_bytes, _ = driver.memory_bytes()
+    for granule_bytes in granules:
+        num_bytes = min(13 * GIB, free_bytes // 2) if machine.is_real else MIB
+        _moved(driver, report, granule_bytes, num_bytes)
+    for granule_bytes in granules:
+        _half_a_model(machine, driver, report, granule_bytes)
+    _beside_kernels(machine, driver, report, granules[-1])
+
+
+def _timed(work: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
+
+
+def _calls(driver: Driver, report: Report, size: int, num: int) -> None:
+    handles: list[int] = []
+    address = driver.reserve(num * size, size & -size)
+    places = [address + number * size for number in range(num)]
+    try:
+        creates = [_timed(lambda: handles.append(driver.create(size))) for _ in places]
+        maps = [
+            _timed(functools.partial(driver.map, at, size, handle))
+            for at, handle in zip(places, handles, strict=True)
+        ]
+        each = [_timed(functools.partial(driver.allow, at, size)) for at in places]
+        unmaps = [_timed(functools.partial(driver.unmap, at, size)) for at in places]
+        for at, handle in zip(places, handles, strict=True):
+            driver.map(at, size, handle)
+        whole = _timed(lambda: driver.allow(address, num * size))
+        gone = _timed(lambda: driver.unmap(address, num * size))
+    finally:
+        releases = [_timed(functools.partial(driver.release, handle)) for handle in handles]
+        driver.unreserve(address, num * size)
+    timings = {
+        "create": median(creates),
+        "map": median(maps),
+        "set access": median(each),
+        "set access, all in one call": whole / num,
+        "unmap": median(unmaps),
+        "unmap, all in one call": gone / num,
+        "release": median(releases),
+    }
+    for name, seconds in timings.items():
+        report.add(name, seconds * 1e6, "us", size_kib=size // KIB, pieces=num)
+
+
+def _alias(machine: Machine, driver: Driver, report: Report, size: int) -> None:
+    """Bytes written at one address are read at the other."""
+    handle, address = driver.create(size), driver.reserve(2 * size, size)
+    for at in (address, address + size):
+        driver.map(at, size, handle)
+    driver.allow(address, 2 * size)
+    first, second = (wrap(at, size, machine.torch_device) for at in (address, address + size))
+    first.fill_(7)
+    machine.synchronize()
+    is_seen = bool((second == 7).all())
+    report.add("bytes seen through a second mapping", int(is_seen), "")
+    driver.unmap(address, 2 * size)
+    driver.release(handle)
+    driver.unreserve(address, 2 * size)
+    assert is_seen, "an alias shows other bytes"
+
+
+def _moved(driver: Driver, report: Report, granule_bytes: int, num_bytes: int) -> None:
+    """The same granules taken to another range by unmapping first, and by mapping twice first."""
+    num = num_bytes // granule_bytes
+    arena = Arena(DevicePages(driver, num * granule_bytes, granule_bytes))
+    try:
+        here, there = (arena.reserve(name, num * granule_bytes) for name in ("here", "there"))
+        arena.map(here, 0, arena.take(num))
+        timings = {"unmap, then map": _timed(lambda: arena.move(here, 0, there, 0, num))}
+        timings["map a second time"] = _timed(lambda: arena.link(there, 0, here, 0, num))
+        timings["change the books"] = _timed(lambda: arena.switch(there, 0, num))
+        timings["unmap the old, all"] = _timed(lambda: arena.unlink_some(num))
+        arena.check(ask_kernel=num <= 512)
+    finally:
+        arena.close()
+    for name, seconds in timings.items():
+        report.add(name, seconds * 1e3, "ms", granule_kib=granule_bytes // KIB, granules=num)
+
+
+def _open_memory(machine: Machine, driver: Driver, granule_bytes: int) -> InstanceMemory:
+    spec, memory_bytes = SHAPES["tiny"], 2 * MIB
+    if machine.is_real:
+        free_bytes, _ = driver.memory_bytes()
+        spec = SHAPES["14b" if free_bytes > 40 * GIB else "1.5b"]
+        memory_bytes = spec.weights_bytes + spec.weights_bytes // 4
+    config = InstanceConfig(
+        memory_bytes=memory_bytes,
+        block_size=64 if machine.is_real else 8,
+        granule_bytes=granule_bytes,
+    )
+    pages = functools.partial(DevicePages, driver)
+    return InstanceMemory(InstanceId(0), spec, config, 0, pages)
+
+
+def _transitions(memory: InstanceMemory) -> dict[str, float]:
+    """Seconds of each part of a drop of half of the layers, and of the restore."""
+    whole, half = memory.held, LayerRange(0, memory.held.num_layers // 2)
+    seconds: dict[str, float] = {}
+    for name, layers in (("drop", half), ("restore", whole)):
+        seconds[f"prepare a {name}"] = _timed(functools.partial(memory.prepare, layers))
+        change = memory.drop if name == "drop" else memory.reclaim
+        seconds[f"commit a {name}"] = _timed(functools.partial(change, layers))
+        tidies = []
+        while memory.arena.num_aliases:
+            tidies.append(_timed(memory.tidy))
+        seconds[f"unmap after a {name}, all"] = sum(tidies)
+        seconds[f"unmap after a {name}, longest"] = max(tidies, default=0.0)
+    return seconds
+
+
+def _half_a_model(machine: Machine, driver: Driver, report: Report, granule_bytes: int) -> None:
+    memory = _open_memory(machine, driver, granule_bytes)
+    try:
+        rounds = [_transitions(memory) for _ in range(3)]
+        first, end = memory.layout.granules_of(LayerRange(0, memory.held.num_layers // 2))
+        size = (end - first) * granule_bytes / MIB
+        report.add("half of the layers", size, "MiB", granule_kib=granule_bytes // KIB)
+        for name in rounds[0]:
+            value = median([one[name] for one in rounds]) * 1e3
+            report.add(name, value, "ms", granule_kib=granule_bytes // KIB, kernels=False)
+    finally:
+        memory.close()
+
+
+def _beside_kernels(machine: Machine, driver: Driver, report: Report, granule_bytes: int) -> None:
+    """Whether a drop and a restore wait for queued kernels, and whether these wait for them."""
+    width, num = (8192, 300) if machine.is_real else (32, 4)
+    matrix = torch.randn(width, width, device=machine.torch_device).to(torch.bfloat16)
+    out = torch.empty_like(matrix)
+
+    def queue() -> None:
+        for _ in range(num):
+            torch.mm(matrix, matrix, out=out)
+
+    alone, _ = machine.seconds(queue, 3)
+    memory = _open_memory(machine, driver, granule_bytes)
+    try:
+        machine.synchronize()
+        began = time.perf_counter()
+        queue()
+        seconds = _transitions(memory)
+        changed = time.perf_counter() - began
+        machine.synchronize()
+        beside = time.perf_counter() - began
+    finally:
+        memory.close()
+    for name, value in seconds.items():
+        report.add(name, value * 1e3, "ms", granule_kib=granule_bytes // KIB, kernels=True)
+    report.add("queue of kernels, alone", alone * 1e3, "ms")
+    report.add("queue of kernels, beside a drop and a restore", beside * 1e3, "ms")
+    report.add("drop and restore done after", changed * 1e3, "ms")
+    assert np.isfinite(float(out.float().sum())), "a product is lost"

@@ -1,0 +1,125 @@
+"""The script for a day on a GPU, rehearsed on the stand-in for its driver."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import gpu_day
+from benchmarks.gpu_phases import probe
+
+QUICK = ("P0", "P1", "P2", "P5")
+
+
+def figures_of(lines: str) -> dict[str, float | None]:
+    found = [json.loads(line) for line in lines.splitlines() if line.startswith("{")]
+    return {figure["name"]: figure["value"] for figure in found}
+
+
+def test_phases_without_a_server() -> None:
+    """In one process, because most of the time goes into starting one."""
+    code = f"from benchmarks.gpu_day import run_here\nfor name in {QUICK}: run_here(name, 'fake')"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=gpu_day.ROOT, capture_output=True, text=True, timeout=250
+    )
+    assert done.returncode == 0, done.stderr
+    found = figures_of(done.stdout)
+    assert found["missing packages"] == 0
+    assert found["bytes seen through a second mapping"] == 1
+    assert {"set access, all in one call", "map a second time", "commit a drop"} <= set(found)
+    assert {"attention", "prompt speed", "step reads"} <= set(found)
+
+
+def test_two_processes_under_load(tmp_path: Path) -> None:
+    found = gpu_day.run_apart("P6", "fake", tmp_path, 250.0)
+    assert found["outcome"] == gpu_day.DONE, found["log"]
+    kinds = [one["settings"].get("transition") for one in found["figures"]]
+    assert {"drop", "restore"} <= set(kinds)
+    report = gpu_day.write_report(tmp_path).read_text()
+    assert "| P6 | load | done |" in report and "| P1 | mapping | not run |" in report
+    assert "not written yet" in report and "say nothing about a GPU" in report
+
+
+@pytest.mark.slow
+def test_all_phases(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "benchmarks.gpu_day", "--device", "fake", "--out", tmp_path]
+    subprocess.run(command, cwd=gpu_day.ROOT, check=True)
+    for name in gpu_day.PHASES:
+        assert json.loads((tmp_path / f"{name}.json").read_text())["outcome"] == gpu_day.DONE
+
+
+def test_a_phase_that_takes_too_long_is_stopped(tmp_path: Path) -> None:
+    found = gpu_day.run_apart("P1", "fake", tmp_path, 0.05)
+    assert found["outcome"].startswith("stopped after")
+    assert json.loads((tmp_path / "P1.json").read_text()) == found
+    assert "stopped after" in gpu_day.write_report(tmp_path).read_text()
+
+
+def test_what_is_done_is_not_done_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[str] = []
+    outcomes = {"P0": "failed with exit code 1", "P1": gpu_day.DONE, "P2": gpu_day.DONE}
+
+    def run_apart(name: str, device: str, out: Path, limit_s: float) -> dict[str, Any]:
+        ran.append(name)
+        found: dict[str, Any] = {"outcome": outcomes[name], "device": device, "seconds": 1.0}
+        found |= {"figures": [], "log": ["it broke"]}
+        (out / f"{name}.json").write_text(json.dumps(found))
+        return found
+
+    def call(*flags: str) -> int:
+        ran.clear()
+        monkeypatch.setattr(sys, "argv", ["gpu_day", "--out", str(tmp_path), *flags])
+        with pytest.raises(SystemExit) as end:
+            gpu_day.main()
+        return int(end.value.code or 0)
+
+    monkeypatch.setattr(gpu_day, "run_apart", run_apart)
+    monkeypatch.setattr(gpu_day, "has_driver", lambda: True)
+    assert call("--phases", "P0,P1") == 1 and ran == ["P0", "P1"]
+    assert call("--phases", "P0,P1,P2") == 1 and ran == ["P0", "P2"]
+    assert call("--phases", "P1", "--again") == 0 and ran == ["P1"]
+    assert call("--phases", "P1", "--device", "fake") == 0 and ran == ["P1"]
+    assert call("--phases", "P2", "--within", "0") == 0 and ran == [], "done, so no time is needed"
+    assert "it broke" in (tmp_path / "report.md").read_text()
+
+
+def test_phases_that_are_not_written_say_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["gpu_day", "--phases", "P4"])
+    with pytest.raises(SystemExit):
+        gpu_day.main()
+    assert "P4 is not written yet" in capsys.readouterr().err
+
+
+def test_no_driver_is_said_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_day, "LIBRARY", "libnothing.so")
+    monkeypatch.setattr(sys, "argv", ["gpu_day", "--out", str(tmp_path / "out")])
+    with pytest.raises(SystemExit, match=r"no driver \(libnothing.so\).*--device fake"):
+        gpu_day.main()
+    assert not (tmp_path / "out").exists()
+
+
+def test_half_a_line_of_a_killed_process_is_no_figure(tmp_path: Path) -> None:
+    path = tmp_path / "P1.jsonl"
+    path.write_text('{"name": "map", "settings": {}}\nother words\n{"name": "unm')
+    assert gpu_day._figures(path) == [{"name": "map", "settings": {}}]
+
+
+def test_missing_packages_come_with_a_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = probe.importlib.metadata.version
+
+    def version(name: str) -> str:
+        if name in ("msgspec", "gguf"):
+            raise probe.importlib.metadata.PackageNotFoundError(name)
+        return real(name)
+
+    monkeypatch.setattr(probe.importlib.metadata, "version", version)
+    assert probe.missing() == ["gguf>=0.17,<1", "msgspec>=0.19,<1"]
+    download, install = probe.how_to_bring(probe.missing()).splitlines()
+    assert download.startswith("pip download --only-binary=:all: --python-version 3")
+    assert download.endswith("--dest wheels 'gguf>=0.17,<1' 'msgspec>=0.19,<1'")
+    assert install.startswith("pip install --no-index --find-links wheels 'gguf")
