@@ -11,7 +11,9 @@ def check_certificates(server: ServerConfig) -> None:
     if server.ssl_certfile is None:
         return
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    files = f"--ssl-certfile {server.ssl_certfile}, --ssl-keyfile {server.ssl_keyfile}"
+    files = f"--ssl-certfile {server.ssl_certfile}"
+    if server.ssl_keyfile is not None:
+        files += f", --ssl-keyfile {server.ssl_keyfile}"
     try:
         # An empty password, because OpenSSL would ask the terminal for one.
         context.load_cert_chain(server.ssl_certfile, server.ssl_keyfile, password="")
@@ -35,4 +37,4 @@ def _reason(error: OSError) -> str:
         "NO_CERTIFICATE_OR_CRL_FOUND": "it holds no certificate in PEM",
         "NO_START_LINE": "it is no PEM",
     }
-    return known.get(error.reason or "", error.reason or str(error) or "it is no PEM")
+    return known.get(error.reason or "", error.reason or "it holds no certificate and key in PEM")
