@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from kunserve.cluster.launch import FRONT_BYTES, PROCESS_BYTES
 from kunserve.core.config import MIB, KunServeConfig
+from kunserve.engine.free_memory import FRONT_BYTES, PROCESS_BYTES
 from kunserve.server.app import create_app
 from kunserve.server.command import config_from_flags, serve_command
 from tests.unit.server.echo_engine import EchoEngine
