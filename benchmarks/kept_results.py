@@ -18,7 +18,6 @@ BURSTGPT = "end_to_end_burstgpt_14b"
 LONGBENCH_72B = "end_to_end_longbench_72b"
 HEAVY = "heavy_weights_14b"
 BOUNDS = "bounds_longbench_14b"
-HEAVY_BOUNDS = "bounds_heavy_weights_14b"
 
 
 class Runs:

@@ -8,7 +8,6 @@ from benchmarks.claims import CLAIMS
 from benchmarks.kept_results import (
     BOUNDS,
     HEAVY,
-    HEAVY_BOUNDS,
     LONGBENCH,
     RESULTS,
     Runs,
@@ -67,20 +66,18 @@ def _over_loads(runs: Runs) -> list[Row]:
 def bounds() -> list[Row]:
     """How near `drop` is to endless memory, and what dispatch alone gives. Over seeds."""
     systems = ("recompute-rr", "recompute", "drop-rr", "drop", "endless")
-    rows: list[Row] = [("", "load", *systems, "lower by", "against round robin")]
-    for weights, name in (("36 %", BOUNDS), ("63 %", HEAVY_BOUNDS)):
-        runs = by_load(load(RESULTS / "simulated" / f"{name}.jsonl"))
-        for group in runs:
-            p99 = {
-                system: {run.seed: run.ttft_p99_s for run in group.by_system[system]}
-                for system in systems
-            }
-            cells = (_ranged(p99[system].values(), " s") for system in systems)
-            gains = (
-                _ranged((p99[rival][seed] / lower for seed, lower in p99["drop"].items()), "x")
-                for rival in ("recompute", "recompute-rr")
-            )
-            rows.append((f"weights {weights}", f"{group.load:g}", *cells, *gains))
+    rows: list[Row] = [("load", *systems, "lower by", "against round robin")]
+    for group in by_load(load(RESULTS / "simulated" / f"{BOUNDS}.jsonl")):
+        p99 = {
+            system: {run.seed: run.ttft_p99_s for run in group.by_system[system]}
+            for system in systems
+        }
+        cells = (_ranged(p99[system].values(), " s") for system in systems)
+        gains = (
+            _ranged((p99[rival][seed] / lower for seed, lower in p99["drop"].items()), "x")
+            for rival in ("recompute", "recompute-rr")
+        )
+        rows.append((f"{group.load:g}", *cells, *gains))
     return rows
 
 
