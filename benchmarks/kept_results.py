@@ -17,6 +17,7 @@ SHAREGPT = "end_to_end_sharegpt_14b"
 BURSTGPT = "end_to_end_burstgpt_14b"
 LONGBENCH_72B = "end_to_end_longbench_72b"
 HEAVY = "heavy_weights_14b"
+BOUNDS = "bounds_longbench_14b"
 
 
 class Runs:

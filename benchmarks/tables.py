@@ -1,11 +1,21 @@
 """The tables of docs/reproduction.md, each a function of the results in benchmarks/results."""
 
-from collections.abc import Callable, Sequence
+import statistics
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from benchmarks.claims import CLAIMS
-from benchmarks.kept_results import HEAVY, LONGBENCH, RESULTS, Runs, figures_of, runs_of, signed
-from kunserve.bench.compare.results import RunResult
+from benchmarks.kept_results import (
+    BOUNDS,
+    HEAVY,
+    LONGBENCH,
+    RESULTS,
+    Runs,
+    figures_of,
+    runs_of,
+    signed,
+)
+from kunserve.bench.compare.results import RunResult, by_load, load
 
 Row = Sequence[str]
 
@@ -51,6 +61,31 @@ def _over_loads(runs: Runs) -> list[Row]:
         ]
         rows.append((f"{system}: {what}", *(signed(100 * (ratio - 1)) for ratio in ratios)))
     return rows
+
+
+def bounds() -> list[Row]:
+    """How near `drop` is to endless memory, and what dispatch alone gives. Over seeds."""
+    systems = ("recompute-rr", "recompute", "drop-rr", "drop", "endless")
+    rows: list[Row] = [("load", *systems, "lower by", "against round robin")]
+    for group in by_load(load(RESULTS / "simulated" / f"{BOUNDS}.jsonl")):
+        p99 = {
+            system: {run.seed: run.ttft_p99_s for run in group.by_system[system]}
+            for system in systems
+        }
+        cells = (_ranged(p99[system].values(), " s") for system in systems)
+        gains = (
+            _ranged((p99[rival][seed] / lower for seed, lower in p99["drop"].items()), "x")
+            for rival in ("recompute", "recompute-rr")
+        )
+        rows.append((f"{group.load:g}", *cells, *gains))
+    return rows
+
+
+def _ranged(values: Iterable[float], unit: str) -> str:
+    """Median and range."""
+    ordered = sorted(values)
+    middle = statistics.median(ordered)
+    return f"{middle:.1f}{unit} ({ordered[0]:.1f}-{ordered[-1]:.1f})"
 
 
 def memory_or_compute() -> list[Row]:
@@ -110,6 +145,7 @@ TABLES: dict[str, Callable[[], list[Row]]] = {
     "longbench": longbench,
     "memory-or-compute": memory_or_compute,
     "heavy-weights": heavy_weights,
+    "bounds": bounds,
     "prediction": prediction,
     "provenance": provenance,
 }
