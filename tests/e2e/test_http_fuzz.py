@@ -14,7 +14,7 @@ from tests.conftest import wait_until
 from tests.unit.server.live_server import live_server
 
 COUNT = 200
-LIMITS = FrontLimits(header_timeout_s=1.0, body_timeout_s=1.0)
+LIMITS = FrontLimits(header_timeout_s=10.0, body_timeout_s=10.0)
 
 
 def test_the_same_seed_draws_the_same_requests() -> None:
