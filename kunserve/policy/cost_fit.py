@@ -11,6 +11,14 @@ from kunserve.core.cost import CostSample
 from kunserve.policy.cost import OURS, Array, CostForm
 
 NUM_FOLDS = 5
+TOKENS_TERM = 1
+"""Where ``CostForm.features`` counts a batch's tokens."""
+LEAST_TOKENS_SHARE = 1e-3
+"""A token costs at least so much of the batch in which tokens weigh most.
+
+Because formation divides by it, and on a busy machine a tiny model's time per token is lost in the
+noise: the plain fit then says 0.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,14 +43,21 @@ def fit(samples: Sequence[CostSample], form: CostForm = OURS) -> Array:
 def fit_rows(rows: Array, seconds: Array, unit_s: Array | None = None) -> Array:
     """``fit`` for batches that are known by their features: [samples, terms] and [samples].
 
-    Errors count in units of ``unit_s``, by default what was measured.
+    Errors count in units of ``unit_s``, by default what was measured. A token always costs
+    something (``LEAST_TOKENS_SHARE``).
     """
     unit_s = seconds if unit_s is None else unit_s
     relative = rows / unit_s[:, None]
     # Columns of like size: nnls compares them.
     scale = relative.max(axis=0)
     scale[scale == 0.0] = 1.0
-    solution, _ = nnls(relative / scale, seconds / unit_s)
+    relative, seen = relative / scale, seconds / unit_s
+    solution, _ = nnls(relative, seen)
+    if solution[TOKENS_TERM] < LEAST_TOKENS_SHARE:
+        least = np.zeros_like(solution)
+        least[TOKENS_TERM] = LEAST_TOKENS_SHARE
+        above, _ = nnls(relative, seen - relative @ least)
+        solution = least + above
     return np.asarray(solution / scale, dtype=np.float64)
 
 

@@ -1,5 +1,7 @@
 """The cost model is the paper's Eq. 1-3, and its fit finds coefficients again."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -180,6 +182,16 @@ def test_the_fit_finds_the_coefficients_again() -> None:
     assert found.token_s == pytest.approx(1e-3, rel=1e-6)
     assert found.chunk_s - found.shared_s == pytest.approx(5e-4, rel=1e-4)
     assert found.sample_s == pytest.approx(3e-4, rel=1e-4)
+
+
+def test_a_token_costs_something_even_where_noise_hides_it() -> None:
+    generator = np.random.default_rng(1)
+    samples = [
+        replace(s, seconds=float(generator.uniform(0.5, 1.5)) / sum(s.lengths))
+        for s in _samples(noise=0.0)
+    ]
+    found = from_vector(fit(samples))
+    assert 0.0 < found.token_s < min(s.seconds for s in samples)
 
 
 def test_held_out_errors_by_region_tell_the_models_apart() -> None:
