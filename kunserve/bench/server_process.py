@@ -13,6 +13,7 @@ from collections.abc import Generator, Sequence
 from pathlib import Path
 
 from kunserve.bench.session import ServerUnreachable
+from kunserve.cluster.launch import python_command
 
 READY_S = 180.0
 STOP_S = 20.0
@@ -28,7 +29,7 @@ class ServerProcess:
             port = probe.getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"
         self._log = log_path.open("wb")
-        command = [sys.executable, "-m", "kunserve.cli", "serve", *flags, "--port", str(port)]
+        command = [*python_command(), "-m", "kunserve.cli", "serve", *flags, "--port", str(port)]
         self._process = subprocess.Popen(
             command, stdout=self._log, stderr=self._log, start_new_session=True
         )

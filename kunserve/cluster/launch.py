@@ -1,6 +1,7 @@
 """Starting one instance's process: what it is told, and how it says that it cannot start."""
 
 import asyncio
+import contextlib
 import logging
 import os
 import signal
@@ -204,7 +205,7 @@ class LocalLauncher:
         """Spawn the process and hand it its order."""
         module = "instance_main" if order.fake is None else "fake_main"
         process = await asyncio.create_subprocess_exec(
-            sys.executable,
+            *python_command(),
             *(self._program or ("-m", f"kunserve.cluster.{module}")),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
@@ -224,6 +225,19 @@ class LocalLauncher:
         """The process of this mark, unless it has ended."""
         fd = open_marked(mark)
         return None if fd is None else FoundProcess(mark, fd)
+
+
+def python_command() -> list[str]:
+    """The Python of a child that runs the code of its parent.
+
+    With ``-m`` a child looks into the working directory first. There may be another ``kunserve``,
+    for example a checkout of an older release. So ``-P`` forbids it, unless this process looks
+    there too.
+    """
+    places = {""}
+    with contextlib.suppress(FileNotFoundError):  # somebody has removed the directory
+        places.add(os.getcwd())
+    return [sys.executable] if places & set(sys.path) else [sys.executable, "-P"]
 
 
 def end_of_process(exit_code: int) -> str:

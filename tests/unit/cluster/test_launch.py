@@ -1,5 +1,8 @@
 import logging
 import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -12,6 +15,7 @@ from kunserve.cluster.launch import (
     blame_for,
     check_memory,
     end_of_process,
+    python_command,
 )
 from kunserve.control.cluster.quarantine import Blame, Cause
 from kunserve.core.config import MIB, ClusterConfig, InstanceConfig, KunServeConfig
@@ -74,3 +78,18 @@ def test_an_end_is_explained() -> None:
     assert end_of_process(-signal.SIGSEGV) == "exit code -11: ended by SIGSEGV"
     assert end_of_process(-40) == "exit code -40: ended by signal 40"
     assert "memory ran out" in end_of_process(-signal.SIGKILL)
+
+
+def test_a_child_does_not_run_another_kunserve_of_the_working_directory(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    other = tmp_path / "kunserve"
+    other.mkdir()
+    (other / "__init__.py").write_text("raise SystemExit('the wrong one')")
+    monkeypatch.chdir(tmp_path)
+    root = str(Path(launch.__file__).parents[2])
+    run = [*python_command(), "-m", "kunserve.cluster.launch"]
+    result = subprocess.run(run, env={"PYTHONPATH": root}, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    assert python_command() == [sys.executable], "this process would find it there, too"
