@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kunserve.bench.server_process import running_server
+from kunserve.bench.server_process import running_server, unwinding_on_sigterm
 
 BOARD = Path("deploy/grafana/dashboards/kunserve.json")
 RULES = Path("deploy/prometheus/alerts.yml")
@@ -101,7 +101,7 @@ class Prometheus:
 @contextlib.contextmanager
 def scraping(target: str) -> Generator[Prometheus, None, None]:
     """A Prometheus that scrapes one server, with our rules, in a folder of its own."""
-    with tempfile.TemporaryDirectory(prefix="boards-") as folder:
+    with unwinding_on_sigterm(), tempfile.TemporaryDirectory(prefix="boards-") as folder:
         settings = {
             "global": {"scrape_interval": "2s", "evaluation_interval": "2s"},
             "rule_files": [str(RULES.absolute())],

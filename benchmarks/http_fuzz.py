@@ -27,6 +27,7 @@ import uvloop
 
 from benchmarks.front_overhead import ByteTokenizer
 from benchmarks.hostile_requests import Hostile, hostile_requests
+from kunserve.bench.server_process import unwinding_on_sigterm
 from kunserve.cluster.launch import FakeSettings
 from kunserve.cluster.local import LocalCluster
 from kunserve.core.config import ClusterConfig, KunServeConfig, ModelConfig, ServerConfig
@@ -320,7 +321,7 @@ def running_server(model: str | None) -> Generator[tuple[int, int], None, None]:
         flags = ["--port", str(port), "--num-instances", "2", "--instance-memory", "400MiB"]
         flags += ["--max-model-len", str(MAX_MODEL_LEN)]
         command = [*module, "kunserve.cli", "serve", model, *flags, "--enable-admin"]
-    with tempfile.TemporaryFile() as log:
+    with unwinding_on_sigterm(), tempfile.TemporaryFile() as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
         try:
             deadline_s = time.monotonic() + 180.0

@@ -26,6 +26,7 @@ from benchmarks.report import Report
 from kunserve.bench.client import CallSettings
 from kunserve.bench.metrics import compute_metrics
 from kunserve.bench.prompts import TokenIdPrompts
+from kunserve.bench.server_process import unwinding_on_sigterm
 from kunserve.bench.session import Target, find_model, measure
 from kunserve.workload.arrivals import immediate_arrivals
 from kunserve.workload.lengths import random_lengths
@@ -112,7 +113,7 @@ def llama(root: Path, threads: int) -> Server:
 @contextlib.contextmanager
 def running(server: Server, logs: Path) -> Generator[None, None, None]:
     """The server's process, stopped at the end whatever happens."""
-    with (logs / f"{server.name}.log").open("wb") as log:
+    with unwinding_on_sigterm(), (logs / f"{server.name}.log").open("wb") as log:
         process = subprocess.Popen(
             server.command,
             env={**os.environ, **server.environment},

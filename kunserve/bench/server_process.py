@@ -80,7 +80,7 @@ class ServerProcess:
 @contextlib.contextmanager
 def running_server(flags: Sequence[str]) -> Generator[ServerProcess, None, None]:
     """A ready server with these ``kunserve serve`` arguments (the model first)."""
-    with _unwinding_on_sigterm(), tempfile.TemporaryDirectory(prefix="kunserve-") as folder:
+    with unwinding_on_sigterm(), tempfile.TemporaryDirectory(prefix="kunserve-") as folder:
         server = ServerProcess(flags, Path(folder) / "server.log")
         try:
             server.wait_ready()
@@ -90,7 +90,7 @@ def running_server(flags: Sequence[str]) -> Generator[ServerProcess, None, None]
 
 
 @contextlib.contextmanager
-def _unwinding_on_sigterm() -> Generator[None, None, None]:
+def unwinding_on_sigterm() -> Generator[None, None, None]:
     """Within, SIGTERM ends this process as Ctrl-C does: its server is stopped first."""
     if threading.current_thread() is not threading.main_thread():
         yield
