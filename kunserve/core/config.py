@@ -54,6 +54,8 @@ class InstanceConfig:
     granule_bytes: int = 256 * 1024
     """Smallest piece of memory that moves between weights and KV."""
     attention: Literal["fused", "reference"] = "fused"
+    enforce_eager: bool = False
+    """On a GPU: ask for every operation of every step, instead of recording steps as graphs."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,8 @@ class Backend(Protocol):
 
     device: torch.device
     open_pages: OpenPages
+    pads_steps: bool
+    """Whether steps are padded with tokens whose K and V go to the units below unit 0."""
 
     def settle(self, spec: ModelSpec, config: InstanceConfig) -> InstanceConfig:
         """The settings to be used; raises ConfigError for what cannot run here."""
@@ -78,6 +80,7 @@ class CpuBackend:
 
     device = torch.device("cpu")
     open_pages: OpenPages = HostPages
+    pads_steps = False
 
     def settle(self, spec: ModelSpec, config: InstanceConfig) -> InstanceConfig:
         """See ``Backend``."""

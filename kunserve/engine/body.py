@@ -92,7 +92,12 @@ class EngineBody:
         limits = _step_limits(self.model, model, instance, scheduler)
         buffer_bytes = backend.buffer_bytes(self.model, limits)
         self.memory = InstanceMemory(
-            instance_id, self.model, instance, buffer_bytes, backend.open_pages
+            instance_id,
+            self.model,
+            instance,
+            buffer_bytes,
+            backend.open_pages,
+            backs_guard=backend.pads_steps,
         )
         try:
             _check_length(self.model, self.memory.spec, model.max_model_len)

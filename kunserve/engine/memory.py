@@ -100,13 +100,22 @@ class InstanceMemory:
         config: InstanceConfig,
         beside_bytes: int = 0,
         open_pages: OpenPages = HostPages,
+        *,
+        backs_guard: bool = False,
     ) -> None:
-        """``beside_bytes`` is what the instance will need beside weights and KV."""
+        """``beside_bytes`` is what the instance will need beside weights and KV.
+
+        With ``backs_guard`` there is memory below unit 0, too, for padding to be written to.
+        """
         plan = MemoryPlan.of(model, config)
         granule = config.granule_bytes
         unit = model.unit_bytes(config.block_size)
         self.layout = WeightLayout(model, granule)
-        self.arena = Arena(open_pages(plan.num_granules * granule, granule, beside_bytes))
+        # Entries may be as low as -num_layers: their addresses must exist.
+        self._guard_slots = -(-model.num_layers * unit // granule)
+        self._guard_granules = self._guard_slots if backs_guard else 0
+        num_bytes = (plan.num_granules + self._guard_granules) * granule
+        self.arena = Arena(open_pages(num_bytes, granule, beside_bytes))
         self.spec = InstanceSpec(
             instance_id=instance_id,
             num_layers=model.num_layers,
@@ -121,12 +130,12 @@ class InstanceMemory:
         self._prepared: LayerRange | None = None
         """Layers to be held next, whose granules are linked already."""
         self._has_warned = False
-        # Entries may be as low as -num_layers: their addresses must exist, though never touched.
-        self._guard_slots = -(-model.num_layers * unit // granule)
         try:
             self.weights = self.arena.reserve("weights", self.layout.num_bytes)
             self.kv = self.arena.reserve("kv", (self._guard_slots + plan.num_granules) * granule)
             self.arena.map(self.weights, 0, self.arena.take(plan.weights_granules), populate=True)
+            if backs_guard:
+                self.arena.map(self.kv, 0, self.arena.take(self._guard_slots))
             self.arena.map(self.kv, self._guard_slots, self.arena.take(self.arena.num_free))
         except OSError as error:
             self.arena.close()
@@ -268,7 +277,8 @@ class InstanceMemory:
         assert ((self.weights.granules >= 0) == wanted).all(), self.held
         backed = self.kv.granules >= 0
         assert backed[self._guard_slots : self._tail_slot].all(), self._tail_slot
-        assert not backed[: self._guard_slots].any() and not backed[self._tail_slot :].any()
+        assert backed[: self._guard_slots].sum() == self._guard_granules, self._guard_granules
+        assert not backed[self._tail_slot :].any(), self._tail_slot
         assert self.arena.num_free == 0, self.arena.num_free
         assert self.backed_units >= self.kv_units, (self.backed_units, self.kv_units, self.held)
 
@@ -279,10 +289,15 @@ class InstanceMemory:
     @property
     def _tail_slot(self) -> int:
         """The first unbacked slot of the KV range: whatever is not weights is KV."""
-        return self._guard_slots + self.kv.num_mapped
+        return self._guard_slots + self._kv_granules
+
+    @property
+    def _kv_granules(self) -> int:
+        """Granules from unit 0 on."""
+        return self.kv.num_mapped - self._guard_granules
 
     def _tail_slot_bytes(self) -> int:
-        return self.kv.num_mapped * self.arena.granule_bytes
+        return self._kv_granules * self.arena.granule_bytes
 
     def _moves_to(self, layers: LayerRange) -> list[_Move]:
         """The stretches of granules that a change to ``layers`` takes to the other range."""

@@ -1,4 +1,7 @@
-"""``Decoder`` for any device of torch: the same layers over a table of operations."""
+"""``Decoder`` for any device of torch: the same layers over a table of operations.
+
+With a recorder, steps of one token per sequence run by graphs; see ``engine.graphs``.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,20 +14,33 @@ from kunserve.core.layout import LayerRange
 from kunserve.core.model_spec import ModelSpec
 from kunserve.engine.attention import TORCH_DTYPES
 from kunserve.engine.decoder import LayerWeights, ModelWeights, StepBatch, StepLimits
+from kunserve.engine.graph_inputs import GraphInputs
+from kunserve.engine.graphs import GraphCounts, LayerGraphs, Recorder, sizes_up_to
 from kunserve.engine.kernels.rope import RopeTable
 from kunserve.engine.ops.table import DeviceBatch, Ops
+
+RECORD_WITHIN_S = 60.0
+"""No further size of steps is recorded when the start has taken so long for it."""
 
 
 class TorchDecoder:
     """Runs steps over the layers of a stage. One step at a time; not thread-safe.
 
     ``kv`` are the bytes of all units, from ``num_layers`` units below unit 0 on, because entries
-    may be as low. Only units that a batch names are touched.
+    may be as low. Only units that a batch names are touched, and by recorded steps those below
+    unit 0.
     """
 
     def __init__(
-        self, spec: ModelSpec, weights: ModelWeights, kv: torch.Tensor, block_size: int, ops: Ops
+        self,
+        spec: ModelSpec,
+        weights: ModelWeights,
+        kv: torch.Tensor,
+        block_size: int,
+        ops: Ops,
+        recorder: Recorder | None = None,
     ) -> None:
+        """``reserve`` records steps if there is a ``recorder``."""
         self._spec = spec
         self._weights = weights
         self._dtype = TORCH_DTYPES[spec.dtype]
@@ -38,10 +54,45 @@ class TorchDecoder:
         self._angles = torch.empty(0, 2, spec.head_dim // 2, device=self._device)
         self._scratch: dict[str, torch.Tensor] = {}
         self._logits = torch.empty(0, spec.vocab_size, device=self._device)
-        self.reserve(StepLimits(0, 0, 0))
+        self._recorder = recorder
+        self._graphs: LayerGraphs | None = None
+        self._inputs: GraphInputs | None = None
+        self._recorded_scratch = self._scratch
+        """Graphs keep its addresses, so it stays when larger steps get larger buffers."""
+        self._reserve_scratch(0)
 
-    def reserve(self, limits: StepLimits) -> None:
-        """Take all memory that steps within these limits need."""
+    def reserve(self, limits: StepLimits, record_within_s: float = RECORD_WITHIN_S) -> None:
+        """Take all memory that steps within these limits need, and record what can be recorded.
+
+        Every layer must be held and loaded.
+        """
+        self._reserve_scratch(limits.num_tokens)
+        self._reserve_positions(limits.num_positions)
+        self._logits = torch.zeros(limits.num_sampled, self._spec.vocab_size, device=self._device)
+        sizes = sizes_up_to(min(limits.num_tokens, limits.num_sampled))
+        if self._recorder is not None and sizes:
+            self._record(self._recorder, sizes, limits.num_positions, record_within_s)
+
+    @property
+    def graph_counts(self) -> GraphCounts | None:
+        """What was recorded and asked for; None where nothing is recorded."""
+        return None if self._graphs is None else self._graphs.counts
+
+    def _record(
+        self, recorder: Recorder, sizes: tuple[int, ...], num_positions: int, within_s: float
+    ) -> None:
+        inputs = GraphInputs(self._spec, self._block_size, max(sizes), num_positions, self._device)
+        scratch = self._recorded_scratch = self._scratch
+
+        def begin(rows: int) -> Callable[[int], None]:
+            hidden, angles = inputs.hidden[:rows], inputs.angles[:rows]
+            batch = inputs.fill(rows, None)
+            return lambda layer: self._run_layer(layer, hidden, angles, batch, scratch)
+
+        self._graphs, self._inputs = LayerGraphs(self._spec.num_layers, recorder), inputs
+        self._graphs.record(sizes, begin, within_s)
+
+    def _reserve_scratch(self, num_tokens: int) -> None:
         spec = self._spec
         widths = {
             "normed": spec.hidden_size,
@@ -51,17 +102,16 @@ class TorchDecoder:
             "gated": spec.intermediate_size,
         }
         self._scratch = {
-            name: torch.zeros(limits.num_tokens, width, dtype=self._dtype, device=self._device)
+            name: torch.zeros(num_tokens, width, dtype=self._dtype, device=self._device)
             for name, width in widths.items()
         }
-        self._reserve_positions(limits.num_positions)
-        self._logits = torch.zeros(limits.num_sampled, spec.vocab_size, device=self._device)
 
     @property
     def buffer_bytes(self) -> int:
         """Memory of activations, logits and positions."""
         tensors = (*self._scratch.values(), self._logits, self._angles)
-        return sum(tensor.nbytes for tensor in tensors)
+        inputs_bytes = 0 if self._inputs is None else self._inputs.num_bytes
+        return inputs_bytes + sum(tensor.nbytes for tensor in tensors)
 
     def set_layers(self, layers: LayerRange) -> None:
         """The layers that ``forward`` computes from now on; all of them at first."""
@@ -84,13 +134,19 @@ class TorchDecoder:
         assert hidden.shape == shape and hidden.dtype == self._dtype, (hidden.shape, hidden.dtype)
         if batch.num_tokens == 0:
             return hidden
-        if batch.num_tokens > len(self._scratch["qkv"]):
-            self.reserve(StepLimits(batch.num_tokens, len(self._logits), len(self._angles)))
         self._reserve_positions(int(batch.positions.max()) + 1)
+        if self._graphs is not None and self._inputs is not None:
+            rows = self._graphs.rows_for(batch.num_tokens)
+            if rows is not None and self._inputs.holds(batch):
+                self._run_graphs(self._graphs, self._inputs, rows, batch, hidden)
+                return hidden
+            self._graphs.counts.eager_steps += 1
+        if batch.num_tokens > len(self._scratch["qkv"]):
+            self._reserve_scratch(batch.num_tokens)
         on_device = DeviceBatch.of(batch, self._block_size, self._device)
         angles = self._angles.index_select(0, on_device.positions)
         for layer in range(*self._range):
-            self._run_layer(layer, hidden, angles, on_device)
+            self._run_layer(layer, hidden, angles, on_device, self._scratch)
             if between_layers is not None:
                 between_layers()
         return hidden
@@ -108,13 +164,33 @@ class TorchDecoder:
         out = self._logits[: len(rows)]
         return out.copy_(rows @ self._weights.head.t())
 
+    def _run_graphs(
+        self,
+        graphs: LayerGraphs,
+        inputs: GraphInputs,
+        rows: int,
+        batch: StepBatch,
+        hidden: torch.Tensor,
+    ) -> None:
+        """The stage's layers over ``hidden``, padded to so many rows."""
+        on_device = inputs.fill(rows, batch)
+        angles = inputs.angles[:rows]
+        torch.index_select(self._angles, 0, on_device.positions, out=angles)
+        inputs.hidden[: batch.num_tokens].copy_(hidden)
+        inputs.hidden[batch.num_tokens : rows].zero_()
+        graphs.launch(rows, self._range)
+        hidden.copy_(inputs.hidden[: batch.num_tokens])
+
     def _run_layer(
-        self, layer: int, hidden: torch.Tensor, angles: torch.Tensor, batch: DeviceBatch
+        self,
+        layer: int,
+        hidden: torch.Tensor,
+        angles: torch.Tensor,
+        batch: DeviceBatch,
+        scratch: dict[str, torch.Tensor],
     ) -> None:
         spec, ops, weights = self._spec, self._ops, self._weights.layers[layer]
-        normed, qkv, mixed, gate_up, gated = (
-            tensor[: len(hidden)] for tensor in self._scratch.values()
-        )
+        normed, qkv, mixed, gate_up, gated = (tensor[: len(hidden)] for tensor in scratch.values())
         ops.rms_norm(hidden, weights.input_norm, spec.rms_eps, normed)
         _linear(normed, weights.qkv, weights.qkv_bias, qkv)
         q, k, v = self._heads(qkv, weights)

@@ -19,7 +19,6 @@ FLAGS = {
     "--num-gpu-blocks-override": "use --kv-cache-memory-bytes",
     "--swap-space": "use --overload-policy swap",
     "--cpu-offload-gb": _ON_CPU,
-    "--enforce-eager": _ON_CPU,
     "--compilation-config": _ON_CPU,
     "--distributed-executor-backend": "instances are processes on this machine",
     "--enable-prefix-caching": _NOT_THERE,

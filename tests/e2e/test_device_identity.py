@@ -12,14 +12,17 @@ import pytest
 import torch
 import transformers
 
-from kunserve.core.config import InstanceConfig, ModelConfig
+from kunserve.core.config import InstanceConfig, ModelConfig, SchedulerConfig
 from kunserve.core.errors import ConfigError
 from kunserve.core.ids import InstanceId
 from kunserve.core.layout import LayerRange
 from kunserve.engine.body import EngineBody
 from kunserve.engine.cuda.backend import CudaBackend
+from kunserve.engine.graphs import GraphCounts
+from kunserve.engine.torch_decoder import TorchDecoder
 from tests.direct_engine import DirectEngine
 from tests.fakecuda.library import KIB, FakeCuda, build
+from tests.tape import TapeRecorder
 from tests.tiny_models import KINDS, VOCAB, expected_tokens, tiny_model
 
 NUM_LAYERS = 4
@@ -49,13 +52,25 @@ def saved(
     return folder, [expected_tokens(model, prompt, NUM_TOKENS) for prompt in PROMPTS]
 
 
-def open_body(folder: Path, number: int = 0) -> EngineBody:
+def open_body(
+    folder: Path, number: int = 0, recorder: TapeRecorder | None = None, *, eager: bool = False
+) -> EngineBody:
     return EngineBody(
         InstanceId(number),
         ModelConfig(model=str(folder), dtype="float32"),
-        InstanceConfig(memory_bytes=4 << 20, granule_bytes=8 * KIB, block_size=8),
-        backend=CudaBackend(torch.device("cpu"), build()),
+        InstanceConfig(
+            memory_bytes=4 << 20, granule_bytes=8 * KIB, block_size=8, enforce_eager=eager
+        ),
+        scheduler=SchedulerConfig(max_num_seqs=3, max_num_batched_tokens=48),
+        backend=CudaBackend(torch.device("cpu"), build(), recorder),
     )
+
+
+def graph_counts(body: EngineBody) -> GraphCounts:
+    assert isinstance(body._decoder, TorchDecoder)
+    counts = body._decoder.graph_counts
+    assert counts is not None
+    return counts
 
 
 def test_through_random_transitions(fake: FakeCuda, saved: tuple[Path, list[list[int]]]) -> None:
@@ -84,6 +99,51 @@ def test_through_random_transitions(fake: FakeCuda, saved: tuple[Path, list[list
                 body.reclaim_layers(missing)
                 body.load_layers(missing)
                 body.check()
+
+
+@pytest.mark.parametrize("saved", ["mistral", "qwen3"], indirect=True)
+def test_recorded_steps_outlive_transitions(
+    fake: FakeCuda, saved: tuple[Path, list[list[int]]]
+) -> None:
+    """What was recorded at the start serves every stage that layers are ever parted into."""
+    folder, expected = saved
+    draw = random.Random(7)
+    recorder = TapeRecorder()
+    with ExitStack() as stack:
+        pair = [
+            stack.enter_context(closing(open_body(folder, number, recorder))) for number in range(2)
+        ]
+        recorder.is_closed = True
+        recorded = [graph_counts(body).recorded for body in pair]
+        assert sum(recorded) == recorder.num_recorded > 0
+        for chunk_size in (48, 5):
+            cut = draw.randrange(1, NUM_LAYERS)
+            stages = (LayerRange(0, cut), LayerRange(cut, NUM_LAYERS))
+            for body, keep in zip(pair, stages, strict=True):
+                engine = DirectEngine([(body, WHOLE)])
+                assert engine.generate(PROMPTS, NUM_TOKENS, chunk_size) == expected
+                assert draw.random() < 0.5 or body.prepare_layers(keep) is None
+                body.drop_layers(keep)
+            engine = DirectEngine(list(zip(pair, stages, strict=True)))
+            assert engine.generate(PROMPTS, NUM_TOKENS, chunk_size) == expected
+            for body, missing in zip(pair, reversed(stages), strict=True):
+                body.reclaim_layers(missing)
+                body.load_layers(missing)
+                body.check()
+        for body, count in zip(pair, recorded, strict=True):
+            counts = graph_counts(body)
+            assert counts.recorded == count
+            # Each run has as many steps of single tokens as tokens, but the first one's prompts.
+            assert counts.steps > counts.eager_steps > 0
+
+
+@pytest.mark.parametrize("saved", ["llama"], indirect=True)
+def test_eager_steps_are_not_recorded(fake: FakeCuda, saved: tuple[Path, list[list[int]]]) -> None:
+    folder, expected = saved
+    recorder = TapeRecorder()
+    with closing(open_body(folder, 0, recorder, eager=True)) as body:
+        assert recorder.num_recorded == 0
+        assert DirectEngine([(body, WHOLE)]).generate(PROMPTS, NUM_TOKENS) == expected
 
 
 def test_layers_and_kv_pass_as_bytes(fake: FakeCuda, saved: tuple[Path, list[list[int]]]) -> None:

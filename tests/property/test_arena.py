@@ -177,7 +177,9 @@ class Memories(RuleBasedStateMachine):
             self.fake = FakeCuda(granularity_bytes=PAGE)
             driver = Driver(library=build())
             open_pages = lambda size, granule, _: DevicePages(driver, size, granule)  # noqa: E731
-        self.memory = InstanceMemory(InstanceId(0), model, config, 0, open_pages)
+        self.memory = InstanceMemory(
+            InstanceId(0), model, config, 0, open_pages, backs_guard=kind != "moved"
+        )
         if isinstance(self.memory.arena.pages, MappedTwice):
             self.pages = self.memory.arena.pages
         if self.fake is not None:

@@ -13,7 +13,9 @@ from kunserve.core.model_spec import ModelSpec
 from kunserve.engine.backend import kv_in
 from kunserve.engine.cuda.driver import LIBRARY, Driver
 from kunserve.engine.cuda.pages import DevicePages
+from kunserve.engine.cuda.recorder import TorchRecorder
 from kunserve.engine.decoder import ModelWeights, StepDecoder, StepLimits
+from kunserve.engine.graphs import Recorder
 from kunserve.engine.memory import InstanceMemory
 from kunserve.engine.ops.reference import ReferenceOps
 from kunserve.engine.ops.table import Ops
@@ -34,8 +36,15 @@ _DRAW_BYTES = 48
 class CudaBackend:
     """One device of the driver, and torch on it."""
 
-    def __init__(self, device: torch.device, library: str = LIBRARY) -> None:
-        """``device`` is torch's; the CPU where ``library`` stands in for libcuda."""
+    pads_steps = True
+
+    def __init__(
+        self, device: torch.device, library: str = LIBRARY, recorder: Recorder | None = None
+    ) -> None:
+        """``device`` is torch's; the CPU where ``library`` stands in for libcuda.
+
+        There ``recorder`` records steps; without one they are not recorded.
+        """
         try:
             self._driver = Driver(device.index or 0, library)
         except OSError as error:
@@ -45,6 +54,7 @@ class CudaBackend:
         if device.type == "cuda":
             torch.cuda.set_device(device)
         self.device = device
+        self._recorder = recorder
         self.open_pages: OpenPages = functools.partial(DevicePages, self._driver)
 
     def settle(self, spec: ModelSpec, config: InstanceConfig) -> InstanceConfig:
@@ -75,8 +85,17 @@ class CudaBackend:
         config: InstanceConfig,
     ) -> StepDecoder:
         """See ``Backend``."""
-        kv = kv_in(memory, self.device)
-        return TorchDecoder(spec, weights, kv, config.block_size, self._open_ops(spec, config))
+        kv, ops = kv_in(memory, self.device), self._open_ops(spec, config)
+        recorder = self._open_recorder(config)
+        return TorchDecoder(spec, weights, kv, config.block_size, ops, recorder)
+
+    def _open_recorder(self, config: InstanceConfig) -> Recorder | None:
+        """What records steps, if they are to be recorded. Plain torch on a device is not."""
+        if config.enforce_eager:
+            return None
+        if self.device.type == "cuda" and config.attention != "reference":
+            return TorchRecorder(self.device)
+        return self._recorder
 
     def _open_ops(self, spec: ModelSpec, config: InstanceConfig) -> Ops:
         """Triton's kernels on a device; plain torch where it has none, or if it is asked for."""

@@ -48,6 +48,9 @@ class ReferenceOps:
         self, layer: int, q: torch.Tensor, kv: torch.Tensor, batch: DeviceBatch, out: torch.Tensor
     ) -> None:
         """See ``Ops``. One sequence after the other."""
+        if batch.host is None:
+            self._attend_single_tokens(layer, q, kv, batch, out)
+            return
         starts, contexts = batch.host.q_starts.tolist(), batch.host.context_lens.tolist()
         block_size = kv.shape[3]
         for s, context in enumerate(contexts):
@@ -65,6 +68,27 @@ class ReferenceOps:
             weights = scores.masked_fill(hidden, float("-inf")).softmax(dim=-1)
             mixed = torch.einsum("kgqt,ktd->qkgd", weights, v)
             out[start:end] = mixed.reshape(end - start, -1).to(out.dtype)
+
+    def _attend_single_tokens(
+        self, layer: int, q: torch.Tensor, kv: torch.Tensor, batch: DeviceBatch, out: torch.Tensor
+    ) -> None:
+        """All sequences at once, as long as their tables are wide."""
+        num, head_dim = len(q), q.shape[-1]
+        units = batch.tables.long() + (layer + self._num_layers)
+        blocks = kv.index_select(0, units.flatten())
+        blocks = blocks.view(num, -1, *kv.shape[1:])  # [S, blocks, 2, kv_heads, block, head_dim]
+        k, v = blocks.permute(2, 0, 3, 1, 4, 5).flatten(3, 4).float()
+        k_at = torch.arange(k.shape[2], device=q.device)
+        contexts = batch.context_lens[:, None]
+        hidden = k_at >= contexts
+        if self._window is not None:
+            hidden = hidden | (k_at < contexts - self._window)
+        rows = q.float().view(num, -1, self._group, head_dim)
+        scores = torch.einsum("skgd,sktd->skgt", rows, k) * head_dim**-0.5
+        weights = scores.masked_fill(hidden[:, None, None], float("-inf")).softmax(dim=-1)
+        # What was never written may be no number, and 0 times that is none either.
+        v = v.masked_fill(hidden[:, None, :, None], 0.0)
+        out.copy_(torch.einsum("skgt,sktd->skgd", weights, v).reshape(num, -1))
 
     def _hidden(self, num_queries: int, context: int) -> torch.Tensor:
         """[queries, context] what each of the last tokens must not see."""

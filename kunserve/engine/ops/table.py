@@ -8,12 +8,23 @@ import torch
 
 from kunserve.engine.attention import StepBatch
 
+_ALIGNMENT_ELEMENTS = 16
+"""Parts of a batch begin at multiples of this, because Triton compiles a kernel anew for each
+combination of aligned and other addresses."""
+
+
+def aligned(num_elements: int) -> int:
+    """Elements from the start of a part of a batch to the start of the next one."""
+    return -(-num_elements // _ALIGNMENT_ELEMENTS) * _ALIGNMENT_ELEMENTS
+
 
 @dataclass(frozen=True, slots=True)
 class DeviceBatch:
     """One microbatch on the device: int32 tensors, copied there in one go."""
 
-    host: StepBatch
+    host: StepBatch | None
+    """The same for the host. None in a recorded step, whose rows are sequences of one token each:
+    what is computed must follow from shapes and from what lies on the device."""
     token_ids: torch.Tensor
     """[T], or empty where this is not the first stage."""
     positions: torch.Tensor
@@ -48,12 +59,16 @@ class DeviceBatch:
             "context_lens": batch.context_lens,
             "sample_rows": batch.sample_rows,
         }
-        flat = np.concatenate([array.reshape(-1) for array in arrays.values()], dtype=np.int32)
-        whole = torch.from_numpy(flat).to(device)
-        parts, first = {}, 0
+        ends = np.cumsum([aligned(array.size) for array in arrays.values()]).tolist()
+        places = dict(zip(arrays, [0, *ends[:-1]], strict=True))
+        flat = np.zeros(ends[-1], dtype=np.int32)
         for name, array in arrays.items():
-            parts[name] = whole[first : first + array.size].view(array.shape)
-            first += array.size
+            flat[places[name] : places[name] + array.size] = array.reshape(-1)
+        whole = torch.from_numpy(flat).to(device)
+        parts = {
+            name: whole[places[name] : places[name] + array.size].view(array.shape)
+            for name, array in arrays.items()
+        }
         return cls(host=batch, **parts)
 
 

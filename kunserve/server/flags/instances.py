@@ -52,6 +52,11 @@ INSTANCE_FLAGS = all_of(
         type=click.Choice(["fused", "reference"]),
         help="reference is slow and plain, for comparison.",
     ),
+    _instance(
+        "--enforce-eager",
+        is_flag=True,
+        help="With --device cuda: record no steps as CUDA graphs.",
+    ),
     _batches(
         "--max-num-seqs",
         type=click.IntRange(min=1),

@@ -29,7 +29,7 @@ class DeviceMemory(InstanceMemory):
         def open_pages(num_bytes: int, granule_bytes: int, _: int) -> DevicePages:
             return DevicePages(driver, num_bytes, granule_bytes)
 
-        super().__init__(InstanceId(0), MODEL, CONFIG, 0, open_pages)
+        super().__init__(InstanceId(0), MODEL, CONFIG, 0, open_pages, backs_guard=True)
 
     def stamp(self) -> None:
         for layer in range(*self.held):
