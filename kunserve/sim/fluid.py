@@ -1,0 +1,321 @@
+"""What a burst does to the time to first token, as a flow of requests through one instance.
+
+The instance stands for a cluster whose instances are loaded alike. Requests flow in at a base rate,
+and at a higher one during the burst. They wait in order until KV memory has room for their prompt,
+then until their prompt is computed, then they decode. Memory that is full is followed by a drop,
+where there may be one: the group gets deeper, has more memory and another step time.
+
+Rates are in `X`, the requests per second that an instance sustains when its memory is full.
+
+What the model leaves out, all of which makes real queues longer: arrivals are even, so chance does
+not bunch them; instances are loaded alike; nobody is preempted; a drop takes no time but
+``DROP_S``, and its exchange stalls nobody; pipelines have no bubbles. Restores are left out too.
+"""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from kunserve.core.config import OverloadConfig
+from kunserve.sim.profile import InstanceProfile
+from kunserve.sim.steady import Array, RequestMix, StepTable
+
+TICK_S = 0.5
+DROP_S = 0.6
+"""From full memory to the memory of a drop: decision, agreement, remap."""
+BEFORE_S, AFTER_S = 45.0, 60.0
+"""Of base rate around the burst. P99 is over all who arrive from the first to the last second."""
+DRAIN_S = 120.0
+"""Time in which the last to come get their first token. Longer waits count as this long."""
+NUM_STAGES = 4
+"""Steps of equal length in which a request of a class decodes: they spread its end a little."""
+_EMPTY = 1e-6
+"""Requests that are none."""
+_BASE_MOST = 0.98
+"""A higher base rate has no steady state to begin with."""
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """What one instance can do for requests of one mix. Times are seconds, rates per second."""
+
+    mix: RequestMix
+    table: StepTable
+    pools_tokens: Array
+    """KV of an instance: alone, then as a member of a pair, of a four, while a drop is worth it."""
+    num_full: float
+    """Requests that decode when memory is full (or ``max_num_seqs`` is reached)."""
+    full_rate: float
+    """X: requests per second when memory is full."""
+    compute_rate: float
+    """C: requests per second whose prompts can be computed beside a full set of decodes."""
+    seats_bind: bool
+    """Whether ``max_num_seqs`` is reached before memory is full."""
+
+    @property
+    def residence_s(self) -> float:
+        """R: how long a request decodes when memory is full."""
+        return self.num_full / self.full_rate
+
+    @property
+    def gain(self) -> float:
+        """KV memory that all drops add, as a share of what there was."""
+        return float(self.pools_tokens[-1] / self.pools_tokens[0] - 1)
+
+    @property
+    def removable_s(self) -> float:
+        """Queueing that drops remove at most, by Little's law."""
+        return self.gain * self.residence_s
+
+    def floor_s(self, base: float) -> float:
+        """P99 of the time to first token when nobody waits, at ``base`` times X."""
+        num = _steady(self, np.array([min(base, _BASE_MOST)]))
+        return float(np.percentile(_own_s(self, np.zeros(1, dtype=np.int64), num), 99))
+
+    def most_gain(self, base: float) -> float:
+        """The rule: how many times lower drops can make P99 TTFT at most."""
+        return 1 + self.removable_s / self.floor_s(base)
+
+
+def capacity_of(
+    profile: InstanceProfile,
+    mix: RequestMix,
+    *,
+    num_instances: int,
+    max_tokens: int,
+    max_seqs: int,
+) -> Capacity:
+    """Of an instance of this make under these limits of the scheduler."""
+    depths = _depths(profile, num_instances)
+    pools = np.array([_pool_tokens(profile, depth) - _unused_tokens(mix) for depth in depths])
+    table = StepTable(profile, mix, depths, max_tokens, max_seqs)
+    empty = Capacity(mix, table, pools, 1.0, 1.0, 1.0, False)
+    by_memory = pools[0] / mix.context_tokens
+    num_full, rate = _fullest(empty, min(by_memory, table.max_seqs))
+    budget = max(1.0, table.max_tokens - num_full)
+    beside_s = table.seconds(_zeros(1), np.array([num_full]), np.array([budget]))[0]
+    compute_rate = float(budget / beside_s / mix.mean_input_tokens)
+    return replace(
+        empty,
+        num_full=num_full,
+        full_rate=rate,
+        compute_rate=compute_rate,
+        seats_bind=by_memory > table.max_seqs,
+    )
+
+
+def _depths(profile: InstanceProfile, num_instances: int) -> tuple[int, ...]:
+    """Depths of groups that drops reach: each doubles the one before, and must be worth it."""
+    depths, least = [1], OverloadConfig().min_deep_gain
+    while 2 * depths[-1] <= min(num_instances, profile.spec.num_layers):
+        deeper = 2 * depths[-1]
+        gain = _pool_tokens(profile, deeper) / _pool_tokens(profile, depths[-1]) - 1
+        if deeper > 2 and gain < least:
+            break
+        depths.append(deeper)
+    return tuple(depths)
+
+
+def _pool_tokens(profile: InstanceProfile, depth: int) -> float:
+    """KV tokens of an instance in groups of this depth."""
+    spec = profile.spec
+    freed = spec.num_layers * spec.layer_bytes * (1 - 1 / depth)
+    return profile.pool_tokens + freed / (spec.num_layers * spec.unit_bytes) * spec.block_size
+
+
+def _unused_tokens(mix: RequestMix) -> float:
+    """What stays free in a full memory on average, because the next prompt does not fit in it."""
+    prompts = mix.prompt_tokens
+    return float((prompts**2).mean() / prompts.mean() / 2)
+
+
+def _fullest(capacity: Capacity, num: float) -> tuple[float, float]:
+    """So many decodes at most, whose prompts a step's token budget can still bring; their rate."""
+    table, mix = capacity.table, capacity.mix
+    each = mix.mean_input_tokens / mix.mean_output_tokens
+    num = min(num, table.max_tokens / (1 + each))
+    seconds = table.seconds(_zeros(1), np.array([num]), np.array([num * each]))[0]
+    return num, float(num / (mix.mean_output_tokens * seconds))
+
+
+def _steady(capacity: Capacity, base: Array) -> Array:
+    """Requests that decode at ``base`` times X before the burst comes."""
+    table, mix, rate = capacity.table, capacity.mix, base * capacity.full_rate
+    num = base * capacity.num_full
+    for _ in range(60):
+        num = np.minimum(num, capacity.num_full)
+        seconds = table.seconds(
+            _zeros(num), num, num * mix.mean_input_tokens / mix.mean_output_tokens
+        )
+        num = (num + rate * mix.mean_output_tokens * seconds) / 2
+    return num
+
+
+def _zeros(like: int | Array) -> npt.NDArray[np.int64]:
+    return np.zeros(like if isinstance(like, int) else like.shape, dtype=np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class Bursts:
+    """Bursts to put the question for, elementwise. Heights and base are in X."""
+
+    height: Array
+    length_s: Array
+    base: Array
+
+
+@dataclass(frozen=True, slots=True)
+class Flow:
+    """What each burst does. Times are seconds."""
+
+    p99_s: Array
+    """P99 of the time to first token."""
+    peak_use: Array
+    """Most KV memory in use, as a share of what an undropped instance has."""
+    depth_level: npt.NDArray[np.int64]
+    """How many times groups were merged in the end."""
+
+
+def flow(capacity: Capacity, bursts: Bursts, *, drops: bool, endless: bool = False) -> Flow:
+    """Let each burst through. ``endless`` memory is never full."""
+    tank = _Tank(capacity, bursts.base, drops, endless)
+    horizon_s = float(bursts.length_s.max()) + AFTER_S + DRAIN_S
+    num_ticks = int(horizon_s / TICK_S) + 1
+    arrived = np.zeros((num_ticks + 1, len(bursts.height)))
+    started, num, level = arrived.copy(), arrived.copy(), _zeros(arrived)
+    num[0] = tank.num
+    for tick in range(num_ticks):
+        now_s = tick * TICK_S
+        in_burst = np.clip((bursts.length_s - now_s) / TICK_S, 0.0, 1.0)
+        factor = in_burst * bursts.height + (1 - in_burst) * bursts.base
+        new = factor * capacity.full_rate * TICK_S
+        arrived[tick + 1] = arrived[tick] + new
+        started[tick + 1] = started[tick] + tank.step(new)
+        num[tick + 1], level[tick + 1] = tank.num, tank.level
+    p99_s = np.array(
+        [
+            _p99_s(capacity, bursts.base[i] * capacity.full_rate, bursts.length_s[i] + AFTER_S,
+                   arrived[:, i], started[:, i], num[:, i], level[:, i])
+            for i in range(len(bursts.height))
+        ]
+    )  # fmt: skip
+    return Flow(p99_s, tank.peak_use, tank.level)
+
+
+class _Tank:
+    """The instance under each burst: who waits, who computes a prompt, who decodes."""
+
+    def __init__(self, capacity: Capacity, base: Array, drops: bool, endless: bool) -> None:
+        self._capacity = capacity
+        mix = capacity.mix
+        self._pools = np.full(1, np.inf) if endless else capacity.pools_tokens
+        self._top = len(self._pools) - 1 if drops else 0
+        self.level = _zeros(base)
+        self._short_s = np.zeros(len(base))
+        self._waiting = np.zeros(len(base))
+        self._uncomputed = np.zeros(len(base))
+        """Requests that are admitted and whose prompt is not computed yet."""
+        self.num = _steady(capacity, np.minimum(base, _BASE_MOST))
+        shares = mix.output_tokens / mix.output_tokens.sum()
+        self._decoding = self.num[:, None, None] * shares[:, None] / NUM_STAGES
+        self._decoding = np.repeat(self._decoding, NUM_STAGES, axis=2)
+        """By burst, class and stage of decoding."""
+        midst = (np.arange(NUM_STAGES) + 0.5) / NUM_STAGES
+        self._context = mix.input_tokens[:, None] + mix.output_tokens[:, None] * midst
+        self._pace = NUM_STAGES / mix.output_tokens[:, None]
+        self._tokens = np.zeros(len(base))
+        """Of prompts in a step, as it was in the last tick: where the next search begins."""
+        self.peak_use = np.zeros(len(base))
+
+    def step(self, new: Array) -> Array:
+        """One tick. Returns how many requests had their prompts computed."""
+        self._waiting += new
+        self._admit()
+        done, decode_tokens = self._compute()
+        self._decode(done, decode_tokens)
+        return done
+
+    def _admit(self) -> None:
+        mix, table = self._capacity.mix, self._capacity.table
+        used = np.einsum("bcs,cs->b", self._decoding, self._context)
+        used += self._uncomputed * mix.mean_input_tokens
+        room = (self._pools[self.level] - used) / mix.mean_input_tokens
+        seats = table.max_seqs - self.num - self._uncomputed
+        admitted = np.clip(np.minimum(room, seats), 0.0, self._waiting)
+        self._waiting -= admitted
+        self._uncomputed += admitted
+        used += admitted * mix.mean_input_tokens
+        self.peak_use = np.maximum(self.peak_use, used / self._capacity.pools_tokens[0])
+        is_short = (self._waiting > _EMPTY) & (room <= seats)
+        self._short_s = np.where(is_short, self._short_s + TICK_S, 0.0)
+        merges = (self._short_s >= DROP_S) & (self.level < self._top)
+        self.level = self.level + merges
+        self._short_s[merges] = 0.0
+
+    def _compute(self) -> tuple[Array, Array]:
+        """Prompts computed in a tick, and tokens of each decode."""
+        table, each = self._capacity.table, self._capacity.mix.mean_input_tokens
+        most = np.maximum(1.0, table.max_tokens - self.num)
+        wanted = self._uncomputed * each / TICK_S
+        tokens = self._tokens
+        for _ in range(3):
+            seconds = table.seconds(self.level, self.num, tokens)
+            tokens = np.minimum(most, wanted * seconds)
+        self._tokens = tokens
+        seconds = table.seconds(self.level, self.num, tokens)
+        done = np.minimum(self._uncomputed, tokens * TICK_S / seconds / each)
+        self._uncomputed -= done
+        return done, TICK_S / seconds
+
+    def _decode(self, done: Array, decode_tokens: Array) -> None:
+        left = -np.expm1(-self._pace * decode_tokens[:, None, None]) * self._decoding
+        self._decoding -= left
+        self._decoding[:, :, 1:] += left[:, :, :-1]
+        self._decoding[:, :, 0] += done[:, None] / self._decoding.shape[1]
+        self.num = self._decoding.sum(axis=(1, 2))
+
+
+def _own_s(capacity: Capacity, level: npt.NDArray[np.int64], num: Array) -> Array:
+    """Seconds of each prompt length alone, beside so many decodes: a row per entry of ``num``."""
+    table, prompts = capacity.table, capacity.mix.prompt_tokens
+    budget = np.maximum(1.0, table.max_tokens - num)[:, None]
+    last = np.minimum(prompts, budget)
+    shape = np.broadcast_shapes(last.shape, (len(num), len(prompts)))
+    levels = np.broadcast_to(level[:, None], shape)
+    nums = np.broadcast_to(num[:, None], shape)
+    seconds = table.seconds(levels, nums, np.broadcast_to(last, shape))
+    result: Array = seconds * np.maximum(1.0, prompts / budget)
+    return result
+
+
+def _p99_s(
+    capacity: Capacity,
+    base_rate: float,
+    window_s: float,
+    arrived: Array,
+    started: Array,
+    num: Array,
+    level: npt.NDArray[np.int64],
+) -> float:
+    """Over all who arrive in the window, and over prompt lengths."""
+    times_s: Array = np.arange(len(arrived), dtype=np.float64) * TICK_S
+    total = float(np.interp(window_s, times_s, arrived))
+    before = base_rate * BEFORE_S
+    who = (np.arange(_SAMPLES) + 0.5) / _SAMPLES * (before + total) - before
+    came_s = np.interp(np.maximum(who, 0.0), *_rising(arrived, times_s))
+    start_s = np.interp(np.maximum(who, 0.0), *_rising(started, times_s))
+    waits_s = np.where(who > 0, np.maximum(0.0, start_s - came_s), 0.0)
+    at = np.minimum((start_s / TICK_S).astype(np.int64), len(num) - 1)
+    at = np.where(who > 0, at, 0)
+    own_s = _own_s(capacity, level[at], num[at])
+    return float(np.percentile(waits_s[:, None] + own_s, 99))
+
+
+_SAMPLES = 200
+
+
+def _rising(counts: Array, times_s: Array) -> tuple[Array, Array]:
+    """For the moment at which a count is reached: the first of equal ones."""
+    rises = np.concatenate(([True], np.diff(counts) > _EMPTY))
+    return counts[rises], times_s[rises]
