@@ -18,6 +18,7 @@ from kunserve.core.ids import GroupId, InstanceId, RequestId, TransitionId
 from kunserve.core.layout import GroupLayout, LayerRange, Stage
 from kunserve.core.messages import LoadLayers
 from kunserve.core.request import Request, SamplingParams
+from kunserve.core.snapshots import HeadShape
 from kunserve.policy.restore import choose_sources, transient_capacity_blocks
 
 COST = CostCoefficients(attention_s=0.0, token_s=1e-3, chunk_s=1e-3, shared_s=1e-3)
@@ -39,9 +40,16 @@ class FakeCluster(InProcessCluster):
         extra_units: int = 0,
         eos_token_ids: frozenset[int] = frozenset(),
         swap: SwapConfig | None = None,
+        head_cost_layers: float | None = None,
     ) -> None:
-        """``pools``: each instance's KV blocks with all layers; a layer frees ``layer_units``."""
+        """``pools``: each instance's KV blocks with all layers; a layer frees ``layer_units``.
+
+        With ``head_cost_layers`` the stages of a pipeline compute the output head together.
+        """
         self.model = FakeModel(num_layers, eos_token_ids=eos_token_ids)
+        head = None
+        if head_cost_layers is not None:
+            head = HeadShape(self.model.vocab_size, head_cost_layers)
         specs = [
             fake_spec(
                 InstanceId(i),
@@ -50,6 +58,7 @@ class FakeCluster(InProcessCluster):
                 block_size,
                 layer_bytes=layer_units * block_size * 8,
                 granule_bytes=block_size * 8,
+                head=head,
             )
             for i, blocks in enumerate(pools)
         ]

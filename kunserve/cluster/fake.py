@@ -15,12 +15,20 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kunserve.control.instance.body import HostCopy, Remap, StepOutcome, StepWork, UnitCopy
+from kunserve.control.instance.body import (
+    HeadWork,
+    HostCopy,
+    Remap,
+    SampleWork,
+    StepOutcome,
+    StepWork,
+    UnitCopy,
+)
 from kunserve.core.ids import InstanceId, RequestId
 from kunserve.core.layout import LayerRange
 from kunserve.core.prompt_scores import PromptScores, pack_scores
 from kunserve.core.request import Request, SamplingParams, TokenLogprobs
-from kunserve.core.snapshots import InstanceSpec
+from kunserve.core.snapshots import HeadShape, InstanceSpec
 from kunserve.core.step import SampledToken, SequenceStart
 from kunserve.transport.host_store import HostStore
 from kunserve.transport.movable_memory import ViewedMemory
@@ -55,6 +63,7 @@ def fake_spec(
     block_size: int = 4,
     layer_bytes: int = 256,
     granule_bytes: int = 32,
+    head: HeadShape | None = None,
 ) -> InstanceSpec:
     """An instance with memory for all layers and ``kv_units`` units of KV."""
     unit_bytes = block_size * CONTENT_BYTES
@@ -68,6 +77,7 @@ def fake_spec(
         memory_bytes=weights + kv_units * unit_bytes,
         kv_units=kv_units,
         granule_bytes=granule_bytes,
+        head=head,
     )
 
 
@@ -232,7 +242,27 @@ class FakeBody(ViewedMemory):
         if not work.is_last:
             return StepOutcome(outputs, ())
         scores = tuple(self._score(work, outputs)) if work.plan.scored else ()
-        return StepOutcome(None, tuple(self._sample(work, outputs)), scores)
+        ends = np.cumsum([chunk.num_tokens for chunk in work.plan.chunks]) - 1
+        rows = outputs[ends[[chunk.samples for chunk in work.plan.chunks]]]
+        if work.gives_rows:
+            return StepOutcome(rows, (), scores)
+        return StepOutcome(None, tuple(self._sample(work, rows)), scores)
+
+    def head_part(self, work: HeadWork, rows: Uint64Array) -> Uint64Array:
+        """Which part it is, and the rows: enough to see that nothing is missing or mixed up."""
+        num_sampling = sum(chunk.samples for chunk in work.plan.chunks)
+        assert rows.shape == (num_sampling,), (rows.shape, work.plan)
+        return np.concatenate((np.array(work.rows, dtype=np.uint64), rows))
+
+    def sample(self, work: SampleWork) -> tuple[SampledToken, ...]:
+        """The tokens, once all parts of the vocabulary are there."""
+        first, rows = 0, work.parts[0][1][2:]
+        for named, part in work.parts:
+            assert named == part[0] == first < part[1], work
+            assert np.array_equal(part[2:], rows), work
+            first = int(part[1])
+        assert first == self._model.vocab_size, work
+        return tuple(self._sample(work, rows))
 
     def _embed(self, work: StepWork) -> Uint64Array:
         assert work.token_ids is not None and len(work.token_ids) == work.plan.num_tokens
@@ -272,16 +302,17 @@ class FakeBody(ViewedMemory):
             ]
             yield pack_scores(request_id, first, 1, rows)
 
-    def _sample(self, work: StepWork, hidden: Uint64Array) -> Iterator[SampledToken]:
-        end = 0
-        for chunk in work.plan.chunks:
-            end += chunk.num_tokens
-            if not chunk.samples:
+    def _sample(self, work: StepWork | SampleWork, rows: Uint64Array) -> Iterator[SampledToken]:
+        sampling = [chunk for chunk in work.plan.chunks if chunk.samples]
+        skipped = work.skipped if isinstance(work, SampleWork) else ()
+        for chunk, hidden in zip(sampling, rows.tolist(), strict=True):
+            if chunk.request_id in skipped:
+                yield SampledToken(chunk.request_id, None, None)
                 continue
             start = self._starts[chunk.request_id]
             position = chunk.start + chunk.num_tokens - start.num_prompt_tokens
             history = self._history[chunk.request_id]
-            value = _draw(int(hidden[end - 1]), start.sampling, position, history)
+            value = _draw(hidden, start.sampling, position, history)
             token_id = value % self._model.vocab_size
             history.append(token_id)
             wants_logprobs = start.sampling.num_logprobs is not None
@@ -380,6 +411,11 @@ class FakeBody(ViewedMemory):
     def hidden_to_bytes(hidden: Uint64Array) -> memoryview:
         """The activations' bytes for the wire."""
         return hidden.data.cast("B")
+
+    @staticmethod
+    def part_from_bytes(data: bytes | bytearray | memoryview) -> Uint64Array:
+        """A part of the output head from the wire."""
+        return np.frombuffer(data, dtype=np.uint64)
 
     @staticmethod
     def hidden_from_bytes(data: bytes | bytearray | memoryview) -> Uint64Array:

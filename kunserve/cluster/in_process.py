@@ -28,8 +28,9 @@ from kunserve.control.cluster.commands import (
 )
 from kunserve.control.cluster.controller import Controller
 from kunserve.control.cluster.quarantine import NOBODY, Blame
-from kunserve.control.instance.agent import InstanceAgent, Work
+from kunserve.control.instance.agent import InstanceAgent
 from kunserve.control.instance.state import AgentConfig
+from kunserve.control.instance.work import Work
 from kunserve.core.config import KunServeConfig
 from kunserve.core.ids import InstanceId, RequestId
 from kunserve.core.messages import (
@@ -303,8 +304,7 @@ class InProcessCluster:
     def _finish_step(self, member: Member) -> None:
         work, member.work = member.work, None
         assert work is not None
-        outcome = member.body.execute(work.step, work.hidden)
-        member.agent.finished(work, outcome, self.now_s)
+        member.agent.finished(work, work.run(member.body), self.now_s)
 
     def _complete_pull(self, member: Member, index: int, fails: bool) -> None:
         what, entries = member.mover.pulls.pop(index)

@@ -11,13 +11,14 @@ import zmq
 from kunserve.cluster.instance_mover import InstanceMover, Loaded
 from kunserve.cluster.lease import Lease
 from kunserve.cluster.trace import InstanceTrace
-from kunserve.control.instance.agent import InstanceAgent, Work
+from kunserve.control.instance.agent import InstanceAgent
 from kunserve.control.instance.body import Body, StepOutcome, StepWork
 from kunserve.control.instance.stage_clock import StageClock
+from kunserve.control.instance.work import Work
 from kunserve.core.config import ClusterConfig
 from kunserve.core.ids import RequestId
 from kunserve.core.layout import LayerRange
-from kunserve.core.messages import Alive, Connect, Form, LinkBroken, Ready
+from kunserve.core.messages import Alive, Connect, Form, HeadPart, LinkBroken, Message, Ready
 from kunserve.core.transfer import KvPull
 from kunserve.transport.bulk_sink import Pulled
 from kunserve.transport.channel import InstanceChannel
@@ -47,6 +48,10 @@ class WiredBody(Body, MovableMemory, Protocol):
 
     def hidden_from_bytes(self, data: memoryview) -> Any:
         """The inverse, on the receiving stage."""
+        ...
+
+    def part_from_bytes(self, data: memoryview) -> Any:
+        """The same for a part of the output head, whose bytes ``hidden_to_bytes`` gives too."""
         ...
 
     def load_layers(self, layers: LayerRange) -> None:
@@ -160,15 +165,18 @@ class InstanceLoop:
         """One step of this stage, and what it adds to the accounts."""
         self.requests_of_step = tuple(chunk.request_id for chunk in work.step.plan.chunks)
         self._turn(is_computing=True)
-        began_s = self._look()
+        began_s, began_cpu_s = self._look(), time.thread_time()
         may_last = self._progress.longest_step_s >= LONG_STEP_S
         look_up = self._look_up if may_last or self._agent.is_exchanging else None
-        outcome = self._body.execute(work.step, work.hidden, look_up)
+        if isinstance(work.step, StepWork):
+            outcome = self._body.execute(work.step, work.hidden, look_up)
+        else:
+            outcome = work.run(self._body)
         ended_s = time.monotonic()
         self._clock.computed(ended_s - began_s)
         self._turn(is_computing=False, step_s=ended_s - began_s)
         if self._trace is not None:
-            self._trace.computed(work.step, began_s, ended_s)
+            self._trace.computed(work.step, began_s, ended_s, time.thread_time() - began_cpu_s)
         self._look()
         with self._mover.quiet():
             self._agent.finished(work, outcome, time.monotonic())
@@ -212,8 +220,7 @@ class InstanceLoop:
                     self._peers.begin_anew()
                 agent.on(message, now_s)
         for message, payload in self._peers.receive():
-            hidden = None if payload is None else self._body.hidden_from_bytes(payload)
-            agent.on(message, now_s, hidden)
+            agent.on(message, now_s, self._hidden_of(message, payload))
         for peer, reason in self._peers.faults():
             logger.error("link is broken from=%d reason=%r", peer, reason)
             self._channel.send(LinkBroken(self._body.spec.instance_id, peer, reason))
@@ -225,6 +232,14 @@ class InstanceLoop:
                 agent.pulled_kv(pull.what, pull.ok, now_s)
             else:
                 agent.pulled_layers(pull.what.layers, pull.what.src, pull.ok, now_s)
+
+    def _hidden_of(self, message: Message, payload: memoryview | None) -> Any:
+        """What came beside a message, as the body wants it."""
+        if payload is None:
+            return None
+        if isinstance(message, HeadPart):
+            return self._body.part_from_bytes(payload)
+        return self._body.hidden_from_bytes(payload)
 
     def _report_if_due(self) -> None:
         now_s = time.monotonic()

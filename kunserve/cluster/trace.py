@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from kunserve.control.instance.body import StepWork
+from kunserve.control.instance.body import AnyWork, HeadWork, StepWork
 from kunserve.core.errors import ConfigError
 from kunserve.core.ids import InstanceId
 from kunserve.core.layout import LayerRange
@@ -53,22 +53,32 @@ class InstanceTrace:
         title = {"name": f"instance {me}"}
         self._write({"ph": "M", "name": "process_name", "tid": COMPUTE, "args": title})
 
-    def computed(self, step: StepWork, start_s: float, end_s: float) -> None:
-        """The stage ran a microbatch; an arrow leads to the same one on the next stage."""
+    def computed(self, step: AnyWork, start_s: float, end_s: float, cpu_s: float) -> None:
+        """The stage ran a microbatch; an arrow leads to the same one on the next stage.
+
+        ``cpu_s`` is what the instance's own thread computed meanwhile, whoever else had the core.
+        """
         plan = step.plan
+        if not isinstance(step, StepWork):
+            name = "head" if isinstance(step, HeadWork) else "sample"
+            num_rows = sum(chunk.samples for chunk in plan.chunks)
+            title = f"{name} {plan.step_id}: {num_rows} rows"
+            self._span(title, COMPUTE, start_s, end_s, cpu_s, group=plan.group_id, rows=num_rows)
+            return
         decodes = sum(chunk.num_tokens == 1 for chunk in plan.chunks)
         self._span(
             f"step {plan.step_id}: {plan.num_tokens} tokens",
             COMPUTE,
             start_s,
             end_s,
+            cpu_s,
             group=plan.group_id,
             decodes=decodes,
             prompt_tokens=plan.num_tokens - decodes,
             context=sum(chunk.start for chunk in plan.chunks),
             pairs=sum(c * p + c * (c + 1) // 2 for _, p, c, _ in plan.chunks),
             chunks=len(plan.chunks),
-            samples=sum(chunk.samples for chunk in plan.chunks),
+            samples=0 if step.gives_rows else sum(chunk.samples for chunk in plan.chunks),
             layers=list(step.layers),
         )
         if not (step.is_first and step.is_last):
@@ -116,8 +126,10 @@ class InstanceTrace:
         """The instance leaves."""
         self._file.close()
 
-    def _span(self, name: str, row: int, start_s: float, end_s: float, **args: Any) -> None:
-        times = {"ts": _us(start_s), "dur": _us(end_s - start_s)}
+    def _span(
+        self, name: str, row: int, start_s: float, end_s: float, cpu_s: float, **args: Any
+    ) -> None:
+        times = {"ts": _us(start_s), "dur": _us(end_s - start_s), "tdur": _us(cpu_s)}
         self._write({"ph": "X", "name": name, "tid": row, "args": args} | times)
 
     def _instant(self, name: str, now_s: float, **args: Any) -> None:

@@ -33,6 +33,18 @@ class LayerRange(NamedTuple):
         return tuple(part for part in parts if part.num_layers)
 
 
+class VocabRange(NamedTuple):
+    """Rows [first, end) of the output head: one for each token of the vocabulary."""
+
+    first: int
+    end: int
+
+    @property
+    def num_rows(self) -> int:
+        """Rows in the range; 0 when empty."""
+        return self.end - self.first
+
+
 class Stage(NamedTuple):
     """One instance's share of a group's model."""
 

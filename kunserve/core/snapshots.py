@@ -2,10 +2,20 @@
 
 import enum
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from kunserve.core.ids import GroupId, InstanceId, TransitionId
 from kunserve.core.layout import GroupLayout, LayerRange
 from kunserve.core.load import NOTHING_DONE, LeaderTotals, LoadReport
+
+
+class HeadShape(NamedTuple):
+    """An output head that a pipeline's stages can compute together."""
+
+    num_rows: int
+    """Tokens of the vocabulary."""
+    cost_layers: float
+    """What all rows cost, in layers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +32,8 @@ class InstanceSpec:
     kv_units: int
     """KV units when every layer is held."""
     granule_bytes: int
+    head: HeadShape | None = None
+    """None: the last stage of a pipeline computes the output head alone."""
 
     def units_when_holding(self, num_layers: int) -> int:
         """KV units that every body promises once it holds so many contiguous layers only.

@@ -1,26 +1,41 @@
 """A real instance: its memory, its weights, and the steps it runs."""
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from kunserve.control.instance.body import HostCopy, Remap, StepOutcome, StepWork, UnitCopy
+from kunserve.control.instance.body import (
+    HeadWork,
+    HostCopy,
+    Remap,
+    SampleWork,
+    StepOutcome,
+    StepWork,
+    UnitCopy,
+)
 from kunserve.core.config import InstanceConfig, ModelConfig, SchedulerConfig
 from kunserve.core.errors import TooLittleMemory
 from kunserve.core.ids import InstanceId, RequestId
 from kunserve.core.layout import LayerRange
 from kunserve.core.model_spec import ModelSpec
 from kunserve.core.snapshots import InstanceSpec
-from kunserve.core.step import SampledToken
+from kunserve.core.step import Chunk, SampledToken
 from kunserve.engine.backend import Backend, CpuBackend, weights_in
 from kunserve.engine.decoder import PANEL_ROWS, StepBatch, StepLimits
 from kunserve.engine.free_memory import anonymous_bytes
 from kunserve.engine.memory import InstanceMemory, MemoryPlan
 from kunserve.engine.prompt_scorer import PromptScorer
+from kunserve.engine.split_head import (
+    SplitHead,
+    head_shape,
+    join_largest,
+    join_logits,
+    part_of,
+)
 from kunserve.engine.step_batch import build_batch
 from kunserve.engine.weights.readers import open_reader
 from kunserve.model.config import read_eos_ids, read_spec
@@ -113,6 +128,10 @@ class EngineBody:
             raise
         self._sampler = backend.sampler(read_eos_ids(source), self.model.vocab_size)
         self._scorer = PromptScorer(self._decoder)
+        self._split_head = SplitHead(self.model, weights)
+        self._spec = self.memory.spec
+        if isinstance(backend, CpuBackend):
+            self._spec = replace(self._spec, head=head_shape(self.model))
         self._prompt_tokens: dict[RequestId, int] = {}
         self._host = HostStore(self.memory)
         load_s = time.perf_counter() - started
@@ -121,7 +140,7 @@ class EngineBody:
     @property
     def spec(self) -> InstanceSpec:
         """What the instance is made of."""
-        return self.memory.spec
+        return self._spec
 
     def execute(
         self,
@@ -142,17 +161,29 @@ class EngineBody:
         if hidden is None:
             hidden = self._decoder.embed(batch)
         hidden = self._decoder.forward(batch, hidden, look_up)
+        self._start(work)
         outcome = StepOutcome(hidden, ())
         if work.is_last:
-            for start in work.plan.started:
-                self._sampler.start(start)
-                self._scorer.start(start)
-                self._prompt_tokens[start.request_id] = start.num_prompt_tokens
             scores = self._scorer.score(work.plan, batch, hidden) if work.plan.scored else ()
-            outcome = StepOutcome(None, self._sample(work, batch, hidden), scores)
+            if work.gives_rows:
+                rows = hidden.index_select(0, torch.from_numpy(batch.sample_rows))
+                outcome = StepOutcome(rows, (), scores)
+            else:
+                outcome = StepOutcome(None, self._sample(work, batch, hidden), scores)
         # Movers and the next stage read what this step has written.
         self._backend.synchronize()
         return outcome
+
+    def _start(self, work: StepWork) -> None:
+        """Know the requests whose first chunk this is, as far as this stage must."""
+        for start in work.plan.started:
+            if work.is_last:
+                self._scorer.start(start)
+            if work.shares_head:
+                self._split_head.start(start)
+            if work.is_first if work.shares_head else work.is_last:
+                self._sampler.start(start)
+                self._prompt_tokens[start.request_id] = start.num_prompt_tokens
 
     def _sample(
         self, work: StepWork, batch: StepBatch, hidden: torch.Tensor
@@ -160,17 +191,45 @@ class EngineBody:
         sampling = [chunk for chunk in work.plan.chunks if chunk.samples]
         if not sampling:
             return ()
+        return self._sample_chunks(self._decoder.logits(batch, hidden), sampling)
+
+    def _sample_chunks(
+        self, logits: torch.Tensor, chunks: Sequence[Chunk]
+    ) -> tuple[SampledToken, ...]:
         positions = [
             chunk.start + chunk.num_tokens - self._prompt_tokens[chunk.request_id]
-            for chunk in sampling
+            for chunk in chunks
         ]
-        logits = self._decoder.logits(batch, hidden)
-        return self._sampler.sample(logits, [chunk.request_id for chunk in sampling], positions)
+        return self._sampler.sample(logits, [chunk.request_id for chunk in chunks], positions)
+
+    def head_part(self, work: HeadWork, rows: torch.Tensor) -> torch.Tensor:
+        """See ``Body``."""
+        request_ids = [chunk.request_id for chunk in work.plan.chunks if chunk.samples]
+        return self._split_head.part(request_ids, work.rows, rows)
+
+    def sample(self, work: SampleWork) -> tuple[SampledToken, ...]:
+        """See ``Body``."""
+        sampling = [chunk for chunk in work.plan.chunks if chunk.samples]
+        which = [i for i, chunk in enumerate(sampling) if chunk.request_id not in work.skipped]
+        wanted = [sampling[i] for i in which]
+        parts = [(first, part_of(data, len(sampling))) for first, data in work.parts]
+        request_ids = [chunk.request_id for chunk in wanted]
+        if self._split_head.is_brief(request_ids):
+            values, token_ids = join_largest(parts, which).T
+            tokens = self._sampler.sample_largest(values, token_ids, request_ids)
+        else:
+            tokens = self._sample_chunks(join_logits([p for _, p in parts], which), wanted)
+        found = {token.request_id: token for token in tokens}
+        return tuple(
+            found.get(chunk.request_id) or SampledToken(chunk.request_id, None, None)
+            for chunk in sampling
+        )
 
     def forget(self, request_id: RequestId) -> None:
         """Drop what sampling and host memory keep of a request; unknown ones are no mistake."""
         self._sampler.forget(request_id)
         self._scorer.forget(request_id)
+        self._split_head.forget(request_id)
         self._prompt_tokens.pop(request_id, None)
         self._host.forget(request_id)
 
@@ -261,6 +320,11 @@ class EngineBody:
             bytearray(view) if view.readonly else view, dtype=_DTYPES[self.model.dtype]
         )
         return flat.view(-1, self.model.hidden_size).to(self._backend.device)
+
+    @staticmethod
+    def part_from_bytes(data: memoryview) -> memoryview:
+        """A part of the output head from the wire."""
+        return data
 
     def check(self) -> None:
         """Assert that no memory is lost or used twice."""

@@ -95,6 +95,23 @@ class Sampler:
                     sampled.append(sample_row(request_id, row, state, positions[i]))
         return tuple(sampled)
 
+    def sample_largest(
+        self,
+        values: npt.NDArray[np.float32],
+        token_ids: npt.NDArray[np.float32],
+        request_ids: Sequence[RequestId],
+    ) -> tuple[SampledToken, ...]:
+        """As ``sample``, of requests that take the largest logit, of which these are known."""
+        is_sound = np.isfinite(values).tolist()
+        return tuple(
+            SampledToken(request_id, token, None)
+            if sound and request_id in self._states
+            else sample_row(request_id, None, self._states.get(request_id), 0)
+            for request_id, sound, token in zip(
+                request_ids, is_sound, token_ids.astype(np.int64).tolist(), strict=True
+            )
+        )
+
     def _state_of(self, start: SequenceStart) -> _State:
         sampling = start.sampling
         stops = sampling.stop_token_ids + (() if sampling.ignore_eos else self._eos_ids)
@@ -117,6 +134,16 @@ class Sampler:
             history=history,
             bans=bans,
         )
+
+
+def takes_largest(sampling: SamplingParams) -> bool:
+    """Whether the largest raw logit of a row is all that such a request needs of it."""
+    return (
+        sampling.temperature < _GREEDY_BELOW
+        and sampling.num_logprobs is None
+        and sampling.min_tokens == 0
+        and not (sampling.logit_bias or sampling.has_penalties or TokenBans.are_in(sampling))
+    )
 
 
 def sample_row(

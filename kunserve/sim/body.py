@@ -2,7 +2,15 @@
 
 from typing import Any
 
-from kunserve.control.instance.body import HostCopy, Remap, StepOutcome, StepWork, UnitCopy
+from kunserve.control.instance.body import (
+    HeadWork,
+    HostCopy,
+    Remap,
+    SampleWork,
+    StepOutcome,
+    StepWork,
+    UnitCopy,
+)
 from kunserve.core.ids import InstanceId, RequestId
 from kunserve.core.layout import LayerRange
 from kunserve.core.snapshots import InstanceSpec
@@ -66,6 +74,14 @@ class SimBody:
             None,
             tuple([SampledToken(chunk[0], 0, None) for chunk in work.plan.chunks if chunk[3]]),
         )
+
+    def head_part(self, work: HeadWork, rows: Any) -> Any:
+        """Not asked for: in the simulation the last stage computes the output head."""
+        raise AssertionError(work)
+
+    def sample(self, work: SampleWork) -> tuple[SampledToken, ...]:
+        """As above."""
+        raise AssertionError(work)
 
     def forget(self, request_id: RequestId) -> None:
         """Give up what is in host memory of a request."""

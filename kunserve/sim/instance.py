@@ -4,8 +4,9 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from kunserve.control.instance.agent import InstanceAgent, Work
+from kunserve.control.instance.agent import InstanceAgent
 from kunserve.control.instance.stage_clock import StageClock
+from kunserve.control.instance.work import Work
 from kunserve.core.ids import InstanceId
 from kunserve.core.messages import Message
 from kunserve.core.snapshots import StageTime
@@ -160,7 +161,7 @@ class SimInstance:
         self._is_computing = False
         self._clock.computed(now_s - began_s)
         self._surroundings.note("finish", self.instance_id)
-        self.agent.finished(work, self.body.execute(work.step, work.hidden), now_s)
+        self.agent.finished(work, work.run(self.body), now_s)
         self._look_up()
 
     def _wait(self, blocked_s: float) -> None:

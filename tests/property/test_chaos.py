@@ -27,7 +27,7 @@ from kunserve.cluster.in_process import (
     StartStep,
 )
 from kunserve.control.cluster.quarantine import Blame, Cause
-from kunserve.control.instance.agent import Work
+from kunserve.control.instance.work import Work
 from kunserve.core.ids import InstanceId, RequestId
 from kunserve.core.request import FinishReason
 from tests.fake_cluster import FakeCluster

@@ -39,6 +39,7 @@ class TransitionsMachine(RuleBasedStateMachine):
         budget=st.sampled_from([4, 16]),
         extra_units=st.integers(0, 3),
         swap=st.sampled_from([None, SwapConfig(1e4), SwapConfig(1e7), SwapConfig(1e7, 500)]),
+        head_cost_layers=st.sampled_from([None, 0.5, 3.0]),
     )
     def start(
         self,
@@ -50,6 +51,7 @@ class TransitionsMachine(RuleBasedStateMachine):
         budget: int,
         extra_units: int,
         swap: SwapConfig | None,
+        head_cost_layers: float | None,
     ) -> None:
         self.cluster = FakeCluster(
             num_layers,
@@ -60,6 +62,7 @@ class TransitionsMachine(RuleBasedStateMachine):
             budget,
             extra_units=extra_units,
             swap=swap,
+            head_cost_layers=head_cost_layers,
         )
 
     # Requests

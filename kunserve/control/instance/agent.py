@@ -6,7 +6,7 @@ a step is done, and sends what ``drain`` returns. Messages may come while a step
 """
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from kunserve.control.group.load import SchedulerTotals
 from kunserve.control.instance.block_table import BlockTable
@@ -19,6 +19,7 @@ from kunserve.control.instance.layer_restore import LayerRestore
 from kunserve.control.instance.localize import free_swapped_out, localize
 from kunserve.control.instance.membership import Membership, enter_group
 from kunserve.control.instance.state import AgentConfig, InstanceState, Outgoing, Preemption
+from kunserve.control.instance.work import Work
 from kunserve.core.ids import InstanceId
 from kunserve.core.layout import GroupLayout, LayerRange
 from kunserve.core.messages import (
@@ -27,10 +28,12 @@ from kunserve.core.messages import (
     Commit,
     EndMigration,
     ExchangeProgress,
+    FinalRows,
     Form,
     Formed,
     HandOff,
     Handover,
+    HeadPart,
     KvDropped,
     KvMoved,
     LayersDropped,
@@ -54,13 +57,6 @@ from kunserve.core.messages import (
 )
 from kunserve.core.step import StepPlan, StepResult
 from kunserve.core.transfer import KvPull
-
-
-class Work(NamedTuple):
-    """A step for the body, and the hidden states that came with it."""
-
-    step: StepWork
-    hidden: Any
 
 
 class InstanceAgent:
@@ -113,6 +109,10 @@ class InstanceAgent:
         """The next step for the body, or None. ``finished`` must come before the next call."""
         assert not self.state.is_running
         while (membership := self.membership) is not None:
+            head_work = None if membership.head is None else membership.head.next_work()
+            if head_work is not None:
+                self.state.is_running = True
+                return head_work
             if membership.ready:
                 plan, hidden = membership.ready.popleft()
             else:
@@ -135,7 +135,12 @@ class InstanceAgent:
         """The body ran the step."""
         assert self.state.is_running and self.membership is not None
         self.state.is_running = False
-        self._forward(self.membership, work.step, outcome, now_s)
+        if isinstance(work.step, StepWork):
+            self._forward(self.membership, work.step, outcome, now_s)
+        elif (head := self.membership.head) is not None:
+            result = head.finished(work.step, outcome)
+            if result is not None:
+                self._complete(self.membership, result, now_s)
         self._advance(now_s)
 
     @property
@@ -158,6 +163,8 @@ class InstanceAgent:
         membership = self.membership
         if membership is None:
             return False
+        if membership.head is not None and membership.head.has_work:
+            return True
         if membership.ready:
             return not self._lacks_units
         scheduler = membership.scheduler
@@ -296,6 +303,9 @@ class InstanceAgent:
                 membership.ready.append((plan, mail.hidden))
             case Sampled(result):
                 self._complete(membership, result, now_s)
+            case FinalRows() | HeadPart() as message:
+                assert membership.head is not None, message
+                membership.head.read(message, mail.hidden)
             case Submit() | Abort() | ReturnWaiting() as request:
                 self._intake.read(request, membership)
             case Prepare() | LoadLayers() | Migrate() | OfferKv() as order:
@@ -368,6 +378,8 @@ class InstanceAgent:
         for request_id in plan.released:
             self._changes.release(request_id)
             state.body.forget(request_id)
+        if membership.head is not None:
+            membership.head.release(plan.released)
         step = localize(state, membership, plan)
         if step is None:
             self._changes.make_room()
@@ -378,7 +390,9 @@ class InstanceAgent:
         self, membership: Membership, step: StepWork, outcome: StepOutcome, now_s: float
     ) -> None:
         """Pass a microbatch on: to the next stage, or its tokens to the leader."""
-        state, layout = self.state, membership.layout
+        state, layout, head = self.state, membership.layout, membership.head
+        if head is not None and head.ran(step, outcome):
+            return
         if not step.is_last:
             following = layout.members[layout.members.index(state.me) + 1]
             state.send(following, Activation(step.plan), outcome.hidden)

@@ -5,11 +5,11 @@ them knows which one it has.
 """
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from kunserve.control.arrays import Int32Array
 from kunserve.core.ids import InstanceId, RequestId
-from kunserve.core.layout import LayerRange
+from kunserve.core.layout import LayerRange, VocabRange
 from kunserve.core.prompt_scores import PromptScores
 from kunserve.core.snapshots import InstanceSpec
 from kunserve.core.step import SampledToken, StepPlan, StepResult
@@ -48,6 +48,41 @@ class StepWork:
     """[rows, max_blocks] block table entries of every sequence; entry e puts layer l at e + l."""
     rows: Int32Array
     """[num_chunks] the row of each chunk's request."""
+    shares_head: bool = False
+    """Whether all stages compute the output head together: then the last stage gives the rows that
+    sample, and the first one samples."""
+
+    @property
+    def gives_rows(self) -> bool:
+        """Whether the outcome's ``hidden`` is what the last layer gave for tokens that sample."""
+        return self.shares_head and self.is_last and any(c.samples for c in self.plan.chunks)
+
+
+@dataclass(frozen=True, slots=True)
+class HeadWork:
+    """A stage's part of the output head, of one microbatch."""
+
+    plan: StepPlan
+    rows: VocabRange
+    """Which tokens' logits to compute."""
+
+
+@dataclass(frozen=True, slots=True)
+class SampleWork:
+    """All parts of a microbatch's output head are there: its tokens are to be sampled."""
+
+    plan: StepPlan
+    parts: tuple[tuple[int, Any], ...]
+    """What ``Body.head_part`` gave on each stage, in the order of the vocabulary, and the first
+    row of each."""
+    skipped: frozenset[RequestId]
+    """Requests that are wanted no more: their tokens are None."""
+    scores: tuple[PromptScores | None, ...]
+    """As in ``StepResult``."""
+
+
+AnyWork: TypeAlias = StepWork | HeadWork | SampleWork
+"""What a stage computes of a microbatch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +90,7 @@ class StepOutcome:
     """What running a step gave: hidden states for the next stage, or sampled tokens."""
 
     hidden: Any
-    """Opaque to the brain; None on the last stage."""
+    """Opaque to the brain; None on the last stage, unless the step ``gives_rows``."""
     tokens: tuple[SampledToken, ...]
     scores: tuple[PromptScores | None, ...] = ()
     """As in ``StepResult``."""
@@ -86,6 +121,19 @@ class Body(Protocol):
 
     def execute(self, work: StepWork, hidden: Any) -> StepOutcome:
         """Run the stage's layers over the microbatch (``hidden`` is None on the first stage)."""
+        ...
+
+    def head_part(self, work: HeadWork, rows: Any) -> Any:
+        """The logits of some of the vocabulary for rows that a last stage gave, or what is enough
+        of them to sample from.
+        """
+        ...
+
+    def sample(self, work: SampleWork) -> tuple[SampledToken, ...]:
+        """A token for each sampling chunk, on the stage that ran the microbatch first.
+
+        What the body knows of a request that is skipped may be of a later start of it.
+        """
         ...
 
     def forget(self, request_id: RequestId) -> None:

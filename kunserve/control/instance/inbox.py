@@ -15,9 +15,11 @@ from kunserve.core.messages import (
     Commit,
     EndMigration,
     ExchangeProgress,
+    FinalRows,
     Form,
     HandOff,
     Handover,
+    HeadPart,
     KvDropped,
     KvMoved,
     LayersDropped,
@@ -31,6 +33,7 @@ from kunserve.core.messages import (
     Submit,
     WithdrawKv,
 )
+from kunserve.core.step import StepPlan, StepResult
 
 MAX_OVERTAKERS = 1024
 """Aborts and rollbacks kept for what they withdraw. The oldest is for something long over."""
@@ -68,7 +71,8 @@ def when_to_read(message: Message, moment: Moment) -> When:
     all others           as below                without a group, or while    -
                                                  one waits to be formed
     Activation           of this group           of a younger group           of an older group
-    Sampled              of this group           -                            of another group
+    Sampled, FinalRows,  of this group           -                            of another group
+    HeadPart
     Submit               to any group            while quiescing              forwarded before a
                                                                               failure
     Abort                its request is known    while quiescing; when it     -
@@ -90,8 +94,8 @@ def when_to_read(message: Message, moment: Moment) -> When:
             return "later"
         case Activation(plan):
             return _by_group(plan.group_id, moment.group_id)
-        case Sampled(result):
-            return "now" if result.group_id == moment.group_id else "never"
+        case Sampled(StepResult(group_id)) | FinalRows(StepPlan(group_id)) | HeadPart(group_id):
+            return "now" if group_id == moment.group_id else "never"
         case Submit(_, group_id):
             formed_id = moment.formed_id
             if group_id is not None and formed_id is not None and group_id < formed_id:

@@ -49,6 +49,7 @@ def localize(state: InstanceState, membership: Membership, plan: StepPlan) -> St
         token_ids=None if scheduler is None else scheduler.token_ids_of(plan),
         tables=table.tables,
         rows=np.array(rows, dtype=np.int32),
+        shares_head=membership.head is not None,
     )
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kunserve.control.group.scheduler import Scheduler
+from kunserve.control.instance.output_head import OutputHead, find_head
 from kunserve.control.instance.state import InstanceState
 from kunserve.core.ids import InstanceId, RequestId
 from kunserve.core.layout import GroupLayout, LayerRange
@@ -27,6 +28,8 @@ class Membership:
     """KV blocks of the group when no change narrows it."""
     scheduler: Scheduler | None
     """Only the leader has one."""
+    head: OutputHead | None
+    """None where the last stage computes the output head alone."""
     last_step_s: float
     """When the leader heard of a step's end, or of its entry."""
     ready: deque[tuple[StepPlan, Any]] = field(default_factory=deque)
@@ -55,7 +58,8 @@ def enter_group(state: InstanceState, layout: GroupLayout, now_s: float) -> Memb
             totals=state.totals,
             host_link=_find_host_link(state, layout),
         )
-    return Membership(layout, layers, capacity_blocks, scheduler, now_s)
+    head = find_head(state, layout)
+    return Membership(layout, layers, capacity_blocks, scheduler, head, now_s)
 
 
 def _find_host_link(state: InstanceState, layout: GroupLayout) -> HostLink | None:

@@ -3,8 +3,9 @@
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from kunserve.core.ids import GroupId, InstanceId, RequestId, TransitionId
+from kunserve.core.ids import GroupId, InstanceId, RequestId, StepId, TransitionId
 from kunserve.core.messages.commands import Abort, LoadLayers, Submit
+from kunserve.core.prompt_scores import PromptScores
 from kunserve.core.request import Request
 from kunserve.core.step import StepPlan, StepResult
 from kunserve.core.tokens import TokenIds
@@ -52,9 +53,31 @@ class Activation:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """The last stage's result, to the leader."""
+    """The last stage's result, to the leader; not where all stages compute the output head."""
 
     result: StepResult
+
+
+@dataclass(frozen=True, slots=True)
+class FinalRows:
+    """What the last layer gave for the tokens that sample; the rows travel beside it.
+
+    To every stage that computes a part of the output head, and to the leader.
+    """
+
+    plan: StepPlan
+    scores: tuple[PromptScores | None, ...]
+    """As in ``StepResult``; only the leader gets them."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeadPart:
+    """A stage has computed its part of the output head, to the leader; it travels beside it."""
+
+    group_id: GroupId
+    step_id: StepId
+    first_row: int
+    """Of the stage's rows of the output head."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +185,8 @@ class WithdrawKv:
 PeerMessage: TypeAlias = (
     Activation
     | Sampled
+    | FinalRows
+    | HeadPart
     | Handover
     | KvMoved
     | KvDropped

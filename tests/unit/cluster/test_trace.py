@@ -39,9 +39,9 @@ def test_a_microbatch_is_seen_on_both_stages_with_an_arrow(tmp_path: Path) -> No
     path = tmp_path / "t.json"
     begin_trace(path, [A, B])
     first, second = InstanceTrace(path, A), InstanceTrace(path, B)
-    first.computed(work(True), 1.0, 1.5)
+    first.computed(work(True), 1.0, 1.5, 0.4)
     first.sent(B, Activation(PLAN), 100, 1.5)
-    second.computed(work(False), 1.6, 2.0)
+    second.computed(work(False), 1.6, 2.0, 0.3)
     second.pulled(KvPull(TransitionId(1), R, A, LayerRange(0, 2), 0, 3), True, 2.5)
     for trace in (first, second):
         trace.flush()
@@ -66,7 +66,7 @@ def test_a_part_that_was_cut_off_loses_its_end_only(tmp_path: Path) -> None:
     path = tmp_path / "t.json"
     begin_trace(path, [A])
     trace = InstanceTrace(path, A)
-    trace.computed(work(True), 1.0, 1.5)
+    trace.computed(work(True), 1.0, 1.5, 0.4)
     trace.close()
     with part_path(path, A).open("ab") as file:
         file.write(b'{"ph":"X","na')

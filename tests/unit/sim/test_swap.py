@@ -9,7 +9,7 @@ import pytest
 from kunserve.bench.compare.simulated.scenario import config_of
 from kunserve.bench.compare.simulated.simulation import simulate
 from kunserve.bench.compare.systems import find_system
-from kunserve.control.instance.agent import Work
+from kunserve.control.instance.work import Work
 from kunserve.core.config import OverloadConfig
 from kunserve.core.ids import InstanceId, RequestId
 from kunserve.core.messages import TokenOutput

@@ -5,7 +5,8 @@ from typing import Any
 
 import msgspec
 
-from kunserve.control.instance.agent import Work
+from kunserve.control.instance.body import StepWork
+from kunserve.control.instance.work import Work
 from kunserve.core.ids import InstanceId
 from kunserve.core.snapshots import TransitionRecord
 
@@ -24,6 +25,7 @@ class StepTrace:
     def stepped(self, instance_id: InstanceId, work: Work, start_s: float, end_s: float) -> None:
         """An instance computes; an arrow leads to the same microbatch on the next stage."""
         step, plan = work.step, work.step.plan
+        assert isinstance(step, StepWork), "simulated stages share no output head"
         self._instances.add(instance_id)
         self._events.append(
             _span(

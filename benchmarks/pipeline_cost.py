@@ -1,0 +1,243 @@
+"""Where a token's time goes in a pair, beside two single instances: every part, from the trace.
+
+    python -m benchmarks.pipeline_cost [--rounds 3] [--other ../another/checkout]
+
+Two instances of SmolLM2, one thread each. Every round decodes the same number of streams twice:
+on two single instances, then on the pair that a forced drop makes of them. Parts come from
+`serve --trace-out`: what each stage computed, how long a microbatch waited for the other one, and
+what is left is the way between the processes. `--other` runs the server of another checkout in
+turns with this one's, and says how this one's figures compare. Where cores are shared, take
+processor times and ratios of turns: absolute times mean little.
+"""
+
+import argparse
+import asyncio
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from benchmarks.drop_stall import MODEL, Driver, Kind, Stream
+from benchmarks.report import Report
+from kunserve.bench.replay import open_session
+from kunserve.bench.server_process import running_server
+
+MEMORY = "343MiB"
+PARTS = ("step", "head", "sample")
+"""First words of the trace's names for what a stage computes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """Streams that decoded undisturbed, on the machine's monotonic clock."""
+
+    is_pair: bool
+    start_s: float
+    end_s: float
+    tpot_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Something that a stage computed."""
+
+    instance: int
+    part: str
+    microbatch: str
+    start_s: float
+    end_s: float
+    cpu_s: float
+
+
+def read_spans(path: Path) -> list[Span]:
+    """Everything that was computed, in order of start."""
+    spans = []
+    for event in msgspec.json.decode(path.read_bytes())["traceEvents"]:
+        part = event["name"].split(" ")[0]
+        if event["ph"] != "X" or part not in PARTS or event["tid"] != 0:
+            continue
+        name = event["name"].split(":")[0].removeprefix(part)
+        start_s, seconds = event["ts"] / 1e6, event["dur"] / 1e6
+        microbatch = f"{event['args']['group']}.{name.strip()}"
+        cpu_s = event.get("tdur", event["dur"]) / 1e6
+        spans.append(Span(event["pid"], part, microbatch, start_s, start_s + seconds, cpu_s))
+    return sorted(spans, key=lambda span: span.start_s)
+
+
+async def decode(driver: Driver, options: argparse.Namespace, is_pair: bool) -> Phase:
+    """All streams, for a while."""
+    streams = driver.send(options.streams)
+    await driver.decoding(streams)
+    start_s, from_s = time.monotonic(), driver.now_s()
+    await asyncio.sleep(options.seconds)
+    end_s, until_s = time.monotonic(), driver.now_s()
+    tpot_s = statistics.median(gaps_of(streams, from_s, until_s))
+    await driver.end(streams)
+    await asyncio.sleep(0.3)
+    return Phase(is_pair, start_s, end_s, tpot_s)
+
+
+def gaps_of(streams: Sequence[Stream], from_s: float, until_s: float) -> Iterator[float]:
+    """Mean time per token of each stream within the time."""
+    for one in streams:
+        times = [at for at in one.call.token_times_s if from_s <= at <= until_s]
+        if len(times) > 1:
+            yield (times[-1] - times[0]) / (len(times) - 1)
+
+
+async def measure(url: str, options: argparse.Namespace) -> list[Phase]:
+    """All rounds on one server."""
+    phases = []
+    async with open_session(600.0) as session:
+        driver = Driver(session, url, options)
+        for _ in range(options.turns):
+            phases.append(await decode(driver, options, is_pair=False))
+            await driver.transition("drop", (), Kind())
+            phases.append(await decode(driver, options, is_pair=True))
+            await driver.transition("restore", (), Kind())
+    return phases
+
+
+@contextmanager
+def serving_from(checkout: Path | None) -> Iterator[None]:
+    """Within, servers run the code of that checkout."""
+    before = os.environ.get("PYTHONPATH")
+    if checkout is not None:
+        os.environ["PYTHONPATH"] = str(checkout.resolve())
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop("PYTHONPATH", None)
+        else:
+            os.environ["PYTHONPATH"] = before
+
+
+def run(options: argparse.Namespace, checkout: Path | None) -> dict[str, float]:
+    """One server's figures: milliseconds, and shares of time."""
+    flags = [MODEL, "--num-instances", "2", "--instance-memory", MEMORY, "--enable-admin"]
+    flags += ["--overload-policy", "recompute", *options.serve_flags]
+    with tempfile.TemporaryDirectory(prefix="pipeline-cost-") as folder:
+        trace = Path(folder) / "trace.json"
+        with (
+            serving_from(checkout),
+            running_server([*flags, "--trace-out", str(trace)]) as server,
+        ):
+            phases = asyncio.run(measure(server.url, options))
+        spans = read_spans(trace)
+    found: dict[str, list[float]] = {}
+    for phase in phases:
+        inside = [s for s in spans if phase.start_s <= s.start_s < phase.end_s]
+        parts = pair_parts(inside, phase) if phase.is_pair else single_parts(inside, phase)
+        for name, value in parts.items():
+            found.setdefault(name, []).append(value)
+    return {name: statistics.median(values) for name, values in found.items()}
+
+
+def single_parts(spans: list[Span], phase: Phase) -> dict[str, float]:
+    """A single instance's step is all there is, but for planning and the mail."""
+    step_ms = 1e3 * statistics.mean(span.end_s - span.start_s for span in spans)
+    return {
+        "single: TPOT": 1e3 * phase.tpot_s,
+        "single: step": step_ms,
+        "single: step, processor": 1e3 * statistics.mean(span.cpu_s for span in spans),
+        "single: between steps": 1e3 * phase.tpot_s - step_ms,
+    }
+
+
+def pair_parts(spans: list[Span], phase: Phase) -> dict[str, float]:
+    """What a token's time is made of, from the first stage to the first stage again."""
+    instances = sorted({span.instance for span in spans})
+    chains: dict[str, list[Span]] = {}
+    for span in spans:
+        chains.setdefault(span.microbatch, []).append(span)
+    steps = {
+        key: [span for span in chain if span.part == "step"]
+        for key, chain in chains.items()
+        if sum(span.part == "step" for span in chain) == len(instances)
+    }
+    busy = {me: [s for s in spans if s.instance == me] for me in instances}
+    seconds = phase.end_s - phase.start_s
+    first, last = (spans_of[0] for spans_of in (busy[instances[0]], busy[instances[-1]]))
+    leader = next(iter(steps.values()))[0].instance
+    assert first.instance != last.instance, "a pipeline has two stages at least"
+    parts: dict[str, list[float]] = {}
+    for chain in steps.values():
+        one, two = chain[0], chain[-1]
+        among = [s for s in busy[two.instance] if s.microbatch != one.microbatch]
+        waited_s = overlap_s(one.end_s, two.start_s, among)
+        parts.setdefault("stage 0", []).append(one.end_s - one.start_s)
+        parts.setdefault("stage 0, processor", []).append(one.cpu_s)
+        parts.setdefault("waits for stage 1", []).append(waited_s)
+        parts.setdefault("on its way", []).append(two.start_s - one.end_s - waited_s)
+        parts.setdefault("stage 1", []).append(two.end_s - two.start_s)
+        parts.setdefault("stage 1, processor", []).append(two.cpu_s)
+    for span in spans:
+        if span.part != "step":
+            place = "stage 0" if span.instance == leader else "stage 1"
+            name = f"{span.part} on {place}"
+            parts.setdefault(name, []).append(span.end_s - span.start_s)
+            parts.setdefault(f"{name}, processor", []).append(span.cpu_s)
+    means_ms = {name: 1e3 * statistics.mean(values) for name, values in parts.items()}
+    accounted_ms = sum(means_ms[n] for n in ("stage 0", "waits for stage 1", "on its way"))
+    means_ms["after stage 1"] = 1e3 * phase.tpot_s - accounted_ms - means_ms["stage 1"]
+    idle = [1.0 - overlap_s(phase.start_s, phase.end_s, busy[me]) / seconds for me in instances]
+    order = [leader, *(me for me in instances if me != leader)]
+    cpu_s = [sum(span.cpu_s for span in busy[me]) for me in order]
+    return {
+        "pair: TPOT": 1e3 * phase.tpot_s,
+        **{f"pair: {name}": value for name, value in means_ms.items()},
+        "pair: bubbles, %": 100.0 * statistics.mean(idle),
+        "pair: processor of stage 1 / of stage 0": cpu_s[-1] / cpu_s[0],
+    }
+
+
+def overlap_s(start_s: float, end_s: float, spans: Sequence[Span]) -> float:
+    """How much of the time is within these."""
+    return sum(max(0.0, min(end_s, s.end_s) - max(start_s, s.start_s)) for s in spans)
+
+
+def describe(report: Report, name: str, found: dict[str, float], round_number: int) -> None:
+    """Every part, and the pair's TPOT over the singles'."""
+    case: dict[str, Any] = {"code": name, "round": round_number}
+    for part, value in found.items():
+        unit = "%" if "%" in part else "" if " / " in part else "ms"
+        report.add(part, value, unit, **case)
+    report.add("pair's TPOT / single's", found["pair: TPOT"] / found["single: TPOT"], "", **case)
+
+
+def main() -> None:
+    """Measure here, or in turns with another checkout."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=1, help="servers of each checkout")
+    parser.add_argument("--turns", type=int, default=2, help="drops and restores of a server")
+    parser.add_argument("--seconds", type=float, default=4.0, help="of each phase")
+    parser.add_argument("--streams", type=int, default=16)
+    parser.add_argument("--input-tokens", type=int, default=32)
+    parser.add_argument("--output-tokens", type=int, default=400)
+    parser.add_argument("--other", type=Path, help="a checkout to compare with")
+    parser.add_argument("--seed", type=int, default=0)
+    options, serve_flags = parser.parse_known_args()
+    options.serve_flags = serve_flags
+    checkouts = {"this": None} if options.other is None else {"other": options.other, "this": None}
+    ratios: list[float] = []
+    with Report("pipeline_cost", model=MODEL, streams=options.streams) as report:
+        for number in range(options.rounds):
+            found = {name: run(options, checkout) for name, checkout in checkouts.items()}
+            for name, parts in found.items():
+                describe(report, name, parts, number)
+            if options.other is not None:
+                ratios.append(found["this"]["pair: TPOT"] / found["other"]["pair: TPOT"])
+        if ratios:
+            report.add("pair's TPOT, this / other, median", statistics.median(ratios), "")
+
+
+if __name__ == "__main__":
+    main()

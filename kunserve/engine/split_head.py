@@ -1,0 +1,104 @@
+"""One stage's part of an output head that a pipeline's stages compute together, on the CPU."""
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kunserve.core.ids import RequestId
+from kunserve.core.layout import VocabRange
+from kunserve.core.model_spec import ModelSpec
+from kunserve.core.snapshots import HeadShape
+from kunserve.core.step import SequenceStart
+from kunserve.engine.decoder import ModelWeights
+from kunserve.engine.kernels.ops import Finish, linear, rms_norm
+from kunserve.engine.sampler import takes_largest
+
+Part = npt.NDArray[np.float32]
+"""[n, rows of the vocabulary] logits. Or [n, 2], where nobody needs more: each row's largest logit
+and the token that has it."""
+_BRIEF = 2
+
+
+def head_shape(spec: ModelSpec) -> HeadShape | None:
+    """What the head costs beside layers: of few tokens, the time to read the weights.
+
+    None for a vocabulary whose parts could not be told from brief ones.
+    """
+    if not 16 <= spec.vocab_size < 1 << 24:  # float32 holds every token
+        return None
+    return HeadShape(spec.vocab_size, spec.vocab_size * spec.hidden_size / spec.layer_params)
+
+
+class SplitHead:
+    """Computes parts on every stage, and joins them on the first one.
+
+    Where all requests of a microbatch take the largest raw logit, a part says which one that is:
+    eight bytes of a row instead of a hundred thousand.
+    """
+
+    def __init__(self, spec: ModelSpec, weights: ModelWeights) -> None:
+        self._spec = spec
+        self._weights = weights
+        self._take_largest: set[RequestId] = set()
+
+    def start(self, start: SequenceStart) -> None:
+        """Know a request."""
+        if takes_largest(start.sampling):
+            self._take_largest.add(start.request_id)
+        else:
+            self.forget(start.request_id)
+
+    def forget(self, request_id: RequestId) -> None:
+        """The request ended; unknown ones are no mistake."""
+        self._take_largest.discard(request_id)
+
+    def is_brief(self, request_ids: Iterable[RequestId]) -> bool:
+        """Whether all of them take the largest logit."""
+        return self._take_largest.issuperset(request_ids)
+
+    def part(
+        self, request_ids: Iterable[RequestId], vocab: VocabRange, rows: torch.Tensor
+    ) -> torch.Tensor:
+        """Of ``rows`` [n, hidden] that the last layer gave, one for each request."""
+        normed = rms_norm(rows, self._weights.final_norm, self._spec.rms_eps)
+        logits = linear(normed, self._weights.head[vocab.first : vocab.end], finish=Finish.FLOAT)
+        if not self.is_brief(request_ids):
+            return logits
+        return torch.from_numpy(_largest(logits.numpy(), vocab.first))
+
+
+def part_of(data: memoryview | torch.Tensor, num_rows: int) -> Part:
+    """A part as it came: from another process, or from this one."""
+    if isinstance(data, torch.Tensor):
+        part: Part = data.numpy()
+        return part
+    return np.frombuffer(data, dtype=np.float32).reshape(num_rows, -1)
+
+
+def join_logits(parts: Sequence[Part], which: Sequence[int]) -> torch.Tensor:
+    """The whole logits [n, vocab] of some rows, from whole parts in the order of the vocabulary."""
+    assert all(part.shape[1] != _BRIEF for part in parts), [part.shape for part in parts]
+    if len(which) < len(parts[0]):
+        parts = [part[list(which)] for part in parts]
+    return torch.from_numpy(np.concatenate(parts, axis=1))
+
+
+def join_largest(parts: Sequence[tuple[int, Part]], which: Sequence[int]) -> Part:
+    """[n, 2] the largest logit of some rows and its token; the lowest of equal ones wins.
+
+    ``parts`` begin at these rows of the vocabulary. A stage that has forgotten a request which is
+    not among these rows gives whole logits: they hold all that is needed.
+    """
+    brief = np.stack([p if p.shape[1] == _BRIEF else _largest(p, first) for first, p in parts])
+    best = brief[:, list(which)]
+    winner = best[:, :, 0].argmax(axis=0)  # takes a NaN for the largest, as the sampler does
+    found: Part = best[winner, np.arange(len(which))]
+    return found
+
+
+def _largest(logits: Part, first: int) -> Part:
+    tokens = logits.argmax(axis=1)
+    values = logits[np.arange(len(logits)), tokens]
+    return np.stack((values, (tokens + first).astype(np.float32)), axis=1)

@@ -1,0 +1,130 @@
+"""Parts of the output head give the very tokens that the whole head gives."""
+
+import itertools
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kunserve.core.ids import RequestId
+from kunserve.core.layout import VocabRange
+from kunserve.core.request import SamplingParams
+from kunserve.core.step import SequenceStart
+from kunserve.engine.kernels.ops import Finish, linear, rms_norm
+from kunserve.engine.sampler import Sampler, takes_largest
+from kunserve.engine.split_head import SplitHead, join_largest, join_logits, part_of
+
+VOCAB, HIDDEN, EPS = 1000, 64, 1e-5
+CUTS = ((0, 1000), (0, 512, 1000), (0, 16, 992, 1000), (0, 240, 256, 496, 1000))
+GREEDY = SamplingParams(max_tokens=9, temperature=0.0)
+SEEDED = SamplingParams(max_tokens=9, temperature=0.9, top_p=0.95, seed=7)
+
+
+def weights_of(dtype: torch.dtype, seed: int = 0) -> Any:
+    generator = torch.Generator().manual_seed(seed)
+    head = torch.randn(VOCAB, HIDDEN, generator=generator).to(dtype)
+    return SimpleNamespace(final_norm=torch.ones(HIDDEN, dtype=dtype), head=head)
+
+
+def head_of(weights: Any) -> SplitHead:
+    return SplitHead(SimpleNamespace(vocab_size=VOCAB, rms_eps=EPS), weights)  # type: ignore[arg-type]
+
+
+def parts_of(
+    weights: Any, cuts: tuple[int, ...], rows: torch.Tensor, params: list[SamplingParams]
+) -> list[tuple[int, np.ndarray]]:
+    """What stages give that know all requests; every other part crosses a wire."""
+    parts = []
+    for number, (first, end) in enumerate(itertools.pairwise(cuts)):
+        head = head_of(weights)
+        for index, sampling in enumerate(params):
+            head.start(SequenceStart(RequestId(str(index)), sampling, 1, ()))
+        part = head.part(
+            [RequestId(str(i)) for i in range(len(params))], VocabRange(first, end), rows
+        )
+        data = part if number % 2 else memoryview(part.numpy().tobytes())
+        parts.append((first, part_of(data, len(rows))))
+    return parts
+
+
+def whole(weights: Any, rows: torch.Tensor) -> torch.Tensor:
+    normed = rms_norm(rows, weights.final_norm, EPS)
+    return linear(normed, weights.head, finish=Finish.FLOAT)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("num_rows", [1, 3, 7, 40])
+@pytest.mark.parametrize("cuts", CUTS)
+def test_joined_logits_have_the_bits_of_the_whole_head(
+    dtype: torch.dtype, num_rows: int, cuts: tuple[int, ...]
+) -> None:
+    weights = weights_of(dtype)
+    rows = torch.randn(num_rows, HIDDEN, generator=torch.Generator().manual_seed(1)).to(dtype)
+    before = rows.clone()
+    parts = [part for _, part in parts_of(weights, cuts, rows, [SEEDED] * num_rows)]
+    assert torch.equal(rows, before), "the rows are on their way to other stages too"
+    assert torch.equal(join_logits(parts, range(num_rows)), whole(weights, rows))
+    some = list(range(0, num_rows, 2))
+    assert torch.equal(join_logits(parts, some), whole(weights, rows)[some])
+
+
+@pytest.mark.parametrize("cuts", CUTS)
+def test_the_largest_logits_of_parts_give_the_token_of_the_whole_head(
+    cuts: tuple[int, ...],
+) -> None:
+    weights = weights_of(torch.float32)
+    weights.head[700] = weights.head[3]  # equal logits: the lowest token wins
+    rows = torch.randn(6, HIDDEN, generator=torch.Generator().manual_seed(2))
+    rows[0] = weights.head[3]
+    parts = parts_of(weights, cuts, rows, [GREEDY] * 6)
+    assert all(part.shape == (6, 2) for _, part in parts)
+    values, tokens = join_largest(parts, range(6)).T
+    logits = whole(weights, rows).numpy()
+    assert tokens.tolist() == logits.argmax(axis=1).tolist() and tokens[0] == 3
+    assert values.tolist() == logits.max(axis=1).tolist()
+
+
+def test_a_stage_that_has_forgotten_a_skipped_request_gives_more_than_is_needed() -> None:
+    weights = weights_of(torch.float32)
+    rows = torch.randn(2, HIDDEN, generator=torch.Generator().manual_seed(3))
+    brief = parts_of(weights, (0, 512), rows, [GREEDY, GREEDY])
+    more = parts_of(weights, (512, VOCAB), rows, [GREEDY, SEEDED])
+    assert more[0][1].shape == (2, VOCAB - 512)
+    _, tokens = join_largest([*brief, *more], [0]).T
+    assert tokens.tolist() == whole(weights, rows).numpy()[:1].argmax(axis=1).tolist()
+
+
+def test_a_row_that_is_not_finite_ends_its_request_alone(caplog: pytest.LogCaptureFixture) -> None:
+    weights = weights_of(torch.float32)
+    rows = torch.randn(3, HIDDEN, generator=torch.Generator().manual_seed(4))
+    rows[1] = torch.nan
+    values, tokens = join_largest(
+        parts_of(weights, (0, 512, VOCAB), rows, [GREEDY] * 3), range(3)
+    ).T
+    sampler = Sampler([], VOCAB)
+    names = [RequestId(str(i)) for i in range(3)]
+    for name in names[:2]:
+        sampler.start(SequenceStart(name, GREEDY, 1, ()))
+    found = sampler.sample_largest(values, tokens, names)
+    assert found[0].token_id == whole(weights, rows)[0].argmax().item()
+    assert found[1].token_id is None, "no finite logit"
+    assert found[2].token_id is None, "never started"
+    assert "request=1" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"temperature": 1.0},
+        {"num_logprobs": 0},
+        {"min_tokens": 1},
+        {"logit_bias": ((3, 1.0),)},
+        {"presence_penalty": 0.5},
+        {"allowed_token_ids": (1, 2)},
+    ],
+)
+def test_who_needs_more_than_the_largest_logit(change: dict[str, Any]) -> None:
+    assert takes_largest(GREEDY)
+    assert not takes_largest(SamplingParams(**({"max_tokens": 9, "temperature": 0.0} | change)))
