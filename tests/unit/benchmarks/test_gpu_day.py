@@ -10,8 +10,10 @@ import pytest
 
 from benchmarks import gpu_day
 from benchmarks.gpu_phases import probe
+from benchmarks.gpu_phases.costs import PROFILE
+from kunserve.model.profile import read_profile
 
-QUICK = ("P0", "P1", "P2", "P5")
+QUICK = ("P0", "P1", "P2", "P5", "P8")
 
 
 def figures_of(lines: str) -> dict[str, float | None]:
@@ -19,9 +21,10 @@ def figures_of(lines: str) -> dict[str, float | None]:
     return {figure["name"]: figure["value"] for figure in found}
 
 
-def test_phases_without_a_server() -> None:
+def test_phases_without_a_server(tmp_path: Path) -> None:
     """In one process, because most of the time goes into starting one."""
-    code = f"from benchmarks.gpu_day import run_here\nfor name in {QUICK}: run_here(name, 'fake')"
+    code = "from benchmarks.gpu_day import run_here\nfrom pathlib import Path\n"
+    code += f"for name in {QUICK}: run_here(name, 'fake', Path({str(tmp_path)!r}))"
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=gpu_day.ROOT, capture_output=True, text=True, timeout=250
     )
@@ -31,6 +34,9 @@ def test_phases_without_a_server() -> None:
     assert found["bytes seen through a second mapping"] == 1
     assert {"set access, all in one call", "map a second time", "commit a drop"} <= set(found)
     assert {"attention", "prompt speed", "step reads"} <= set(found)
+    assert {"a token", "held-out error", "predicted / measured"} <= set(found)
+    assert len(read_profile(tmp_path / PROFILE).samples) == found["batches"]
+    assert not list(tmp_path.glob("*.samples.jsonl")), "its measurements are in the profile"
 
 
 def test_two_processes_under_load(tmp_path: Path) -> None:
@@ -40,7 +46,8 @@ def test_two_processes_under_load(tmp_path: Path) -> None:
     assert {"drop", "restore"} <= set(kinds)
     report = gpu_day.write_report(tmp_path).read_text()
     assert "| P6 | load | done |" in report and "| P1 | mapping | not run |" in report
-    assert "not written yet" in report and "say nothing about a GPU" in report
+    assert "P1: not run" in report and "say nothing about a GPU" in report
+    assert (tmp_path / "P6-a-drop-and-a-restore-under-load.png").exists()
 
 
 @pytest.mark.slow
