@@ -61,6 +61,7 @@ HEADLINES = (
     Headline("P3", "largest margin of those",
              "In bfloat16, tokens differ only where the reference prefers another one by {} at "
              "most (log-probability)."),
+    Headline("P4", "recorded again", "After drops and restores, {} graphs were recorded again."),
     Headline("P5", "prompt speed", "Prompts reach {} TFLOP/s."),
     Headline("P5", "step reads", "Steps that decode read {} GB/s at best."),
     Headline("P6", "commit gap", "A transition under load holds steps up for {} ms at most."),
@@ -84,6 +85,7 @@ CHARTS = (
         "prepare a drop", "commit a drop", "unmap after a drop, all", "prepare a restore",
         "commit a restore", "unmap after a restore, all"), "name", is_log=True,
         by=("granule_kib", "kernels")),
+    Chart("P4", "A step with and without graphs", ("step",), "batch", is_line=True, by=("graphs",)),
     Chart("P5", "Prompts", ("prompt speed",), "prompt_tokens", is_line=True,
           by=("ops", "block_size"), ceiling="bfloat16 product"),
     Chart("P5", "Steps that decode: bytes read", ("step reads",), "batch", is_line=True,
