@@ -21,10 +21,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu_phases import story
+from benchmarks.gpu_phases.story import DONE
 from kunserve.engine.cuda.driver import LIBRARY
 
 ROOT = Path(__file__).parent.parent
-DONE = "done"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,31 +42,31 @@ PHASES = {
     "P1": Phase("mapping", 120.0),
     "P2": Phase("kernels", 120.0),
     "P3": Phase("identity", 120.0),
+    "P4": Phase("replay", 150.0),
     "P5": Phase("speed", 240.0),
     "P6": Phase("load", 300.0),
+    "P8": Phase("costs", 180.0),
+    "P7": Phase("spike", 510.0),
+    "P9": Phase("peer", 150.0),
 }
-NOT_WRITTEN = {
-    "P4": "CUDA graphs through a drop and a restore",
-    "P7": "recomputing against dropping under a trace",
-    "P8": "a profile of steps, and the cost model's errors",
-    "P9": "transformers' continuous batching on the same prompts",
-}
+"""In the order in which they run: P7 serves and simulates with what P8 has measured."""
 
 
-def run_here(name: str, device: str) -> None:
+def run_here(name: str, device: str, out: Path) -> None:
     """The phase itself, in its own process: figures go to standard output."""
     from benchmarks.gpu_phases.machine import Machine
     from benchmarks.report import Report
 
     module = importlib.import_module(f"benchmarks.gpu_phases.{PHASES[name].module}")
     with Report(f"gpu_day {name}", device=device) as report:
-        module.run(Machine.named(device), report)
+        module.run(Machine.named(device, out), report)
 
 
 def run_apart(name: str, device: str, out: Path, limit_s: float) -> dict[str, Any]:
     """Run a phase as a process, and keep what it found."""
     figures, log = out / f"{name}.jsonl", out / f"{name}.log"
     command = [sys.executable, "-m", "benchmarks.gpu_day", "--one", name, "--device", device]
+    command += ["--out", str(out)]
     began = time.monotonic()
     with figures.open("wb") as stdout, log.open("wb") as stderr:
         process = subprocess.Popen(
@@ -123,44 +124,13 @@ def has_driver() -> bool:
 
 
 def write_report(out: Path) -> Path:
-    """What all phases so far have found, as Markdown."""
-    from benchmarks.report import Figure, tables_of
-
-    lines = ["# A day on a GPU", "", "| phase | what | outcome | seconds |", "|---|---|---|---|"]
-    parts: list[str] = []
-    for name, phase in PHASES.items():
-        found = known(name, out)
-        outcome, seconds = (found["outcome"], found["seconds"]) if found else ("not run", "")
-        lines.append(f"| {name} | {phase.module} | {outcome} | {seconds} |")
-        if found is None:
-            continue
-        parts += ["", f"## {name}: {phase.module} ({found['device']})", ""]
-        if found["device"] == "fake":
-            parts += ["A rehearsal on a CPU: these figures say nothing about a GPU.", ""]
-        figures = [
-            Figure(
-                one["name"],
-                one["value"],
-                one["unit"],
-                {key: value for key, value in one["settings"].items() if key != "device"},
-            )
-            for one in found["figures"]
-        ]
-        if figures:
-            parts += ["```text", "\n\n".join(tables_of(figures)), "```"]
-        if found["log"]:
-            parts += ["", "The end of its log:", "", "```text", *found["log"], "```"]
-    lines += [f"| {name} | {what} | not written yet | |" for name, what in NOT_WRITTEN.items()]
-    path = out / "report.md"
-    path.write_text("\n".join([*lines, *parts]) + "\n", encoding="utf-8")
-    return path
+    """What all phases so far have found, as Markdown with charts."""
+    return story.write_report(out, {name: phase.module for name, phase in PHASES.items()})
 
 
 def _names(text: str) -> list[str]:
     names = text.split(",")
     for name in names:
-        if name in NOT_WRITTEN:
-            raise argparse.ArgumentTypeError(f"{name} is not written yet: {NOT_WRITTEN[name]}")
         if name not in PHASES:
             raise argparse.ArgumentTypeError(f"{name} is none of {', '.join(PHASES)}")
     return names
@@ -174,7 +144,6 @@ def main() -> None:
         epilog="\n".join(
             ["phases:"]
             + [f"  {name}  {p.module}, at most {p.limit_s:.0f} s" for name, p in PHASES.items()]
-            + [f"  {name}  not written yet: {what}" for name, what in NOT_WRITTEN.items()]
         ),
     )
     parser.add_argument("--phases", type=_names, default=list(PHASES), metavar="P0,P1,...")
@@ -184,8 +153,9 @@ def main() -> None:
     parser.add_argument("--again", action="store_true", help="also what is done")
     parser.add_argument("--one", choices=PHASES, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    options.out = options.out.absolute()  # phases run in the project's folder
     if options.one:
-        run_here(options.one, options.device)
+        run_here(options.one, options.device, options.out)
         return
     if options.device == "cuda" and not has_driver():
         sys.exit(f"no driver ({LIBRARY}) here; --device fake rehearses on the CPU")

@@ -10,7 +10,7 @@ from kunserve.core.ids import GroupId, RequestId, StepId
 from kunserve.core.layout import LayerRange
 from kunserve.core.request import SamplingParams, TokenLogprobs
 from kunserve.core.step import Chunk, SampledToken, ScoreRun, SequenceStart, StepPlan
-from kunserve.engine.body import CpuBody
+from kunserve.engine.body import EngineBody
 
 GREEDY = SamplingParams(max_tokens=1000, temperature=0.0)
 
@@ -37,7 +37,7 @@ def arenas_mapped() -> set[str]:
 class DirectEngine:
     """Stages in layer order; a single stage is an undropped instance."""
 
-    def __init__(self, stages: Sequence[tuple[CpuBody, LayerRange]], seed: int = 0) -> None:
+    def __init__(self, stages: Sequence[tuple[EngineBody, LayerRange]], seed: int = 0) -> None:
         self.stages = stages
         self.block_size = stages[0][0].spec.block_size
         generator = np.random.default_rng(seed)

@@ -12,7 +12,7 @@ from kunserve.core.config import KunServeConfig
 from kunserve.core.errors import InvalidRequest
 from kunserve.core.ids import RequestId
 from kunserve.core.messages import TokenOutput
-from kunserve.core.request import FinishReason, Request, SamplingParams
+from kunserve.core.request import FinishReason, Request, SamplingParams, TokenLogprobs
 from kunserve.core.snapshots import TransitionRecord
 from kunserve.core.tokens import TokenIds
 
@@ -25,6 +25,7 @@ class Answer:
 
     tokens: list[int] = field(default_factory=list)
     times_s: list[float] = field(default_factory=list)
+    logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     finish: FinishReason | None = None
 
 
@@ -35,9 +36,17 @@ class Asker:
         self.cluster = cluster
         self.answers: dict[str, Answer] = {}
 
-    def ask(self, name: str, prompt: Sequence[int], num_tokens: int) -> None:
+    def ask(
+        self,
+        name: str,
+        prompt: Sequence[int],
+        num_tokens: int,
+        num_logprobs: int | None = None,
+    ) -> None:
         """Begin one request."""
-        sampling = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
+        sampling = SamplingParams(
+            max_tokens=num_tokens, temperature=0.0, ignore_eos=True, num_logprobs=num_logprobs
+        )
         self.answers[name] = Answer()
         request = Request(RequestId(name), TokenIds(prompt), sampling, 0.0)
         self.cluster.submit(request, self._deliver)
@@ -47,6 +56,7 @@ class Asker:
         if token.token_id is not None:
             answer.tokens.append(token.token_id)
             answer.times_s.append(time.monotonic())
+            answer.logprobs.append(token.logprobs)
         if token.finish_reason is not None:
             answer.finish = token.finish_reason
 

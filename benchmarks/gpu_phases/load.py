@@ -1,7 +1,6 @@
 """P6: two processes with random weights: what a drop and a restore cost while both decode."""
 
 import asyncio
-import json
 import tempfile
 import time
 from pathlib import Path
@@ -10,6 +9,7 @@ import numpy as np
 
 from benchmarks.gpu_phases.live import Asker, describe, with_cluster
 from benchmarks.gpu_phases.machine import FAKE_GRANULARITY_BYTES, GIB, MIB, SHAPES, Machine
+from benchmarks.gpu_phases.models import BESIDE_BYTES, write_model
 from benchmarks.report import Report
 from kunserve.core.config import (
     ClusterConfig,
@@ -34,8 +34,7 @@ def run(machine: Machine, report: Report) -> None:
     free_bytes, _ = machine.driver().memory_bytes()
     for name in ("7b", "14b"):
         spec = SHAPES[name]
-        # What two processes take beside their arenas is some GiB.
-        memory_bytes = min((free_bytes - 12 * GIB) // 2, spec.weights_bytes + 24 * GIB)
+        memory_bytes = min((free_bytes - BESIDE_BYTES) // 2, spec.weights_bytes + 24 * GIB)
         if memory_bytes < spec.weights_bytes + 4 * GIB:
             report.add("too little memory for two", None, "", model=spec.name)
             continue
@@ -75,30 +74,9 @@ def _measure(machine: Machine, report: Report, spec: ModelSpec, memory_bytes: in
             asker.answers.clear()
 
     with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "config.json").write_text(json.dumps(_config_file(spec)), encoding="utf-8")
+        write_model(spec, Path(folder))
         ready_s = with_cluster(_config(machine, folder, memory_bytes), spec.vocab_size, story)
     report.add("both ready after", ready_s, "s", model=spec.name)
-
-
-def _config_file(spec: ModelSpec) -> dict[str, object]:
-    """What a model folder says of a Qwen2 model."""
-    return {
-        "architectures": [spec.architecture],
-        "model_type": "qwen2",
-        "num_hidden_layers": spec.num_layers,
-        "hidden_size": spec.hidden_size,
-        "intermediate_size": spec.intermediate_size,
-        "num_attention_heads": spec.num_heads,
-        "num_key_value_heads": spec.num_kv_heads,
-        "head_dim": spec.head_dim,
-        "vocab_size": spec.vocab_size,
-        "max_position_embeddings": spec.max_position,
-        "rope_theta": spec.rope_theta,
-        "rms_norm_eps": spec.rms_eps,
-        "tie_word_embeddings": spec.tied_embeddings,
-        "torch_dtype": "bfloat16",
-        "eos_token_id": 2,
-    }
 
 
 def _config(machine: Machine, folder: str, memory_bytes: int) -> KunServeConfig:

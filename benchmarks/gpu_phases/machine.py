@@ -4,6 +4,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -21,17 +22,19 @@ class Machine:
     is_real: bool
     library: str
     """libcuda, or its stand-in."""
+    folder: Path
+    """What phases leave for those after them."""
 
     @classmethod
-    def named(cls, device: str) -> "Machine":
+    def named(cls, device: str, folder: Path) -> "Machine":
         """``cuda`` or ``fake``. The stand-in needs gcc and this project's tests."""
         if device == "cuda":
-            return cls(True, LIBRARY)
+            return cls(True, LIBRARY, folder)
         from tests.fakecuda.library import build
 
         os.environ["FAKECUDA_GRANULARITY_BYTES"] = str(FAKE_GRANULARITY_BYTES)
         torch.set_num_threads(1)
-        return cls(False, build())
+        return cls(False, build(), folder)
 
     @property
     def torch_device(self) -> torch.device:
@@ -106,6 +109,7 @@ def _qwen2(
 
 SHAPES = {
     "tiny": _qwen2("tiny", (4, 64, 96, 160, 512), (4, 2, 32)),
+    "tiny-words": _qwen2("tiny-words", (4, 64, 96, 32_768, 512), (4, 2, 32)),
     "1.5b": _qwen2("qwen2.5-1.5b", (28, 1536, 8960, 151_936, 32_768), (12, 2, 128)),
     "7b": _qwen2("qwen2.5-7b", (28, 3584, 18_944, 152_064, 32_768), (28, 4, 128)),
     "14b": _qwen2("qwen2.5-14b", (48, 5120, 13_824, 152_064, 32_768), (40, 8, 128)),

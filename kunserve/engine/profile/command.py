@@ -18,7 +18,14 @@ from kunserve.core.config import ClusterConfig, InstanceConfig, ModelConfig, Sch
 from kunserve.core.errors import KunServeError
 from kunserve.engine.profile.journal import Journal
 from kunserve.engine.profile.neighbours import neighbours
-from kunserve.engine.profile.run import limits_of, make_plan, make_profile, measure, open_body
+from kunserve.engine.profile.run import (
+    BodySettings,
+    limits_of,
+    make_plan,
+    make_profile,
+    measure,
+    open_body,
+)
 from kunserve.engine.profile.stopwatch import Stopwatch
 from kunserve.model.profile import Profile, ProfileSubject, default_path, write_profile
 
@@ -33,6 +40,8 @@ _FULL, _QUICK = (48, 5), (12, 3)
 @click.option("--dtype", default=_MODEL.dtype, type=click.Choice(["bfloat16", "float32"]))
 @click.option("--load-format", default=_MODEL.load_format, hidden=True,
               type=click.Choice(["auto", "safetensors", "gguf", "dummy"]))  # fmt: skip
+@click.option("--device", default=_INSTANCE.device, type=click.Choice(["cpu", "cuda"]),
+              help="Where `serve` will compute. A GPU times batches by its events.")  # fmt: skip
 @click.option("--num-threads", default=_INSTANCE.num_threads, type=click.IntRange(1, 256),
               help="Compute threads, as `serve` will have.")  # fmt: skip
 @click.option("--block-size", default=_INSTANCE.block_size, type=click.IntRange(1, 256))
@@ -50,6 +59,7 @@ def profile_command(
     model: str,
     dtype: str,
     load_format: str,
+    device: str,
     num_threads: int,
     block_size: int,
     max_num_batched_tokens: int,
@@ -64,9 +74,13 @@ def profile_command(
     Batches of whole prompts, of later chunks, of decodes and of all mixed run on the real engine,
     in random order and several times over. Interrupted, it goes on where it stopped.
     """
-    settings = ModelConfig(model=model, dtype=dtype, load_format=load_format)  # type: ignore[arg-type]
+    if device != "cpu" and out is None:
+        # The default place is that of the CPU's profile.
+        raise click.UsageError("a GPU's profile needs --out; give the file to `serve --profile`")
+    read = ModelConfig(model=model, dtype=dtype, load_format=load_format)  # type: ignore[arg-type]
+    settings = BodySettings(read, block_size, num_threads, device)
     try:
-        body = open_body(settings, block_size, num_threads)
+        body = open_body(settings)
         try:
             subject = ProfileSubject.of(body.model, num_threads, block_size)
             path = out or default_path(subject)
@@ -74,10 +88,10 @@ def profile_command(
             limits = limits_of(body, max_num_batched_tokens, max_num_seqs)
             plan = make_plan(subject, limits, num_per_region, num_repeats, seed)
             journal = Journal(path.with_suffix(".samples.jsonl"), plan)
-            stopwatch = Stopwatch(body, num_threads)
+            stopwatch = Stopwatch(body, settings.clock)
             try:
                 total = len(plan.shapes) * num_repeats
-                beside = neighbours(num_instances - 1, settings, block_size, num_threads)
+                beside = neighbours(num_instances - 1, settings)
                 with beside as others, _progress() as progress:
                     task = progress.add_task(
                         "measuring", total=total, completed=journal.num_measured
@@ -86,7 +100,7 @@ def profile_command(
                         stopwatch, plan, journal, others.let_rest, lambda: progress.advance(task)
                     )
                 profile = make_profile(
-                    subject, plan.shapes, journal.found, stopwatch.clock, num_instances, seed
+                    plan, journal.found, stopwatch.clock, num_instances, seed, device
                 )
             except BaseException:
                 journal.close()

@@ -13,8 +13,7 @@ import time
 from collections.abc import Iterator
 from multiprocessing.synchronize import Event
 
-from kunserve.core.config import ModelConfig
-from kunserve.engine.profile.run import limits_of, open_body
+from kunserve.engine.profile.run import BodySettings, limits_of, open_body
 from kunserve.engine.profile.shapes import draw_shapes
 from kunserve.engine.profile.stopwatch import Stopwatch
 
@@ -47,16 +46,14 @@ class Neighbours:
 
 
 @contextlib.contextmanager
-def neighbours(
-    count: int, model: ModelConfig, block_size: int, num_threads: int
-) -> Iterator[Neighbours]:
+def neighbours(count: int, settings: BodySettings) -> Iterator[Neighbours]:
     """Within, ``count`` more bodies compute, each in a process of its own."""
     context = multiprocessing.get_context("spawn")
     ready, stop, rest = [context.Event() for _ in range(count)], context.Event(), context.Event()
     processes = [
         context.Process(
             target=_compute,
-            args=(model, block_size, num_threads, seed, event, stop, rest),
+            args=(settings, seed, event, stop, rest),
             daemon=True,
         )
         for seed, event in enumerate(ready)
@@ -76,18 +73,16 @@ def neighbours(
 
 
 def _compute(
-    model: ModelConfig,
-    block_size: int,
-    num_threads: int,
+    settings: BodySettings,
     seed: int,
     ready: Event,
     stop: Event,
     rest: Event,
 ) -> None:
-    body = open_body(model, block_size, num_threads)
+    body = open_body(settings)
     try:
         limits = limits_of(body, max_batch_tokens=256, max_decodes=_MOST_DECODES)
-        stopwatch = Stopwatch(body, num_threads)
+        stopwatch = Stopwatch(body, settings.clock)
         shapes = draw_shapes(_BATCHES_PER_REGION, limits, seed)
         decodes = itertools.cycle([shape for shape in shapes if shape.region == "decode"])
         prompts = itertools.cycle([shape for shape in shapes if shape.region != "decode"])

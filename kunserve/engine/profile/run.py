@@ -3,7 +3,7 @@
 import platform
 import statistics
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 
 import numpy as np
@@ -13,10 +13,11 @@ import kunserve
 from kunserve.core.config import MIB, InstanceConfig, ModelConfig
 from kunserve.core.cost import CostSample
 from kunserve.core.ids import InstanceId
-from kunserve.engine.body import CpuBody
+from kunserve.engine.body import EngineBody
+from kunserve.engine.devices import open_backend
 from kunserve.engine.profile.journal import Journal, Plan
-from kunserve.engine.profile.shapes import BatchShape, ShapeLimits, draw_shapes
-from kunserve.engine.profile.stopwatch import Reading, Stopwatch
+from kunserve.engine.profile.shapes import ShapeLimits, draw_shapes
+from kunserve.engine.profile.stopwatch import Clock, DeviceClock, HostClock, Reading, Stopwatch
 from kunserve.model.config import read_spec
 from kunserve.model.profile import FORMAT, Profile, ProfileSubject, RegionError
 from kunserve.model.source import resolve_model
@@ -30,21 +31,44 @@ KV_PATTERN = 0x3C
 """Bytes that are small ordinary numbers in bfloat16 and in float32 (no denormals, no NaN)."""
 
 
-def open_body(model: ModelConfig, block_size: int, num_threads: int) -> CpuBody:
-    """An instance of its own for measuring, its KV memory touched."""
+@dataclass(frozen=True, slots=True)
+class BodySettings:
+    """What is measured, and where."""
+
+    model: ModelConfig
+    block_size: int
+    num_threads: int
+    device: str = "cpu"
+    kv_bytes: int | None = None
+    """KV memory. None: what the largest batches need, on a CPU 512 MiB at most."""
+
+    @property
+    def clock(self) -> Clock:
+        """What times its steps best."""
+        return DeviceClock() if self.device == "cuda" else HostClock(self.num_threads)
+
+
+def open_body(settings: BodySettings) -> EngineBody:
+    """An instance of its own for measuring. On the CPU its KV memory is touched."""
+    model, device = settings.model, settings.device
     source = resolve_model(model.model, model.load_format)
     token_bytes = read_spec(source, model.dtype).block_bytes(1)
+    most_bytes = MOST_KV_TOKENS * token_bytes
     instance = InstanceConfig(
-        kv_cache_memory_bytes=min(KV_BYTES, MOST_KV_TOKENS * token_bytes),
-        block_size=block_size,
-        num_threads=num_threads,
+        kv_cache_memory_bytes=settings.kv_bytes
+        or (min(KV_BYTES, most_bytes) if device == "cpu" else most_bytes),
+        block_size=settings.block_size,
+        num_threads=settings.num_threads,
+        device=device,
     )
-    body = CpuBody(InstanceId(0), model, instance, source)
-    body.unit_view(0, body.spec.kv_units)[:] = KV_PATTERN
+    number = InstanceId(0)
+    body = EngineBody(number, model, instance, source, backend=open_backend(device, number))
+    if device == "cpu":
+        body.unit_view(0, body.spec.kv_units)[:] = KV_PATTERN
     return body
 
 
-def limits_of(body: CpuBody, max_batch_tokens: int, max_decodes: int) -> ShapeLimits:
+def limits_of(body: EngineBody, max_batch_tokens: int, max_decodes: int) -> ShapeLimits:
     """The largest batches that this body can be measured with."""
     spec = body.spec
     room = spec.kv_units // spec.num_layers * spec.block_size
@@ -85,12 +109,12 @@ def measure(
 
 
 def make_profile(
-    subject: ProfileSubject,
-    shapes: list[BatchShape],
+    plan: Plan,
     found: list[list[Reading]],
     clock: str,
     num_instances: int,
     seed: int,
+    device: str = "cpu",
 ) -> Profile:
     """Fit the least of the repeats; judge every cost model on the same samples.
 
@@ -100,7 +124,7 @@ def make_profile(
     samples: list[CostSample] = []
     beside: list[CostSample] = []
     alone: list[CostSample] = []
-    for shape, readings in zip(shapes, found, strict=True):
+    for shape, readings in zip(plan.shapes, found, strict=True):
         sample = CostSample(
             shape.region,
             shape.prefixes,
@@ -121,8 +145,8 @@ def make_profile(
     }
     return Profile(
         format=FORMAT,
-        subject=subject,
-        device=device_name(),
+        subject=plan.subject,
+        device=device_name(device),
         clock=clock,
         versions={
             "kunserve": kunserve.__version__,
@@ -140,8 +164,10 @@ def make_profile(
     )
 
 
-def device_name() -> str:
-    """The CPU's own name where Linux tells it."""
+def device_name(device: str = "cpu") -> str:
+    """The GPU's name, or the CPU's own name where Linux tells it."""
+    if device == "cuda":
+        return torch.cuda.get_device_name()
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as lines:
             for line in lines:

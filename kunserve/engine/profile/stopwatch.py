@@ -1,9 +1,10 @@
 """Times single batches on a body, with hand-made plans: no scheduler, no neighbours."""
 
 import time
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
+import torch
 
 from kunserve.control.instance.body import StepWork
 from kunserve.core.ids import GroupId, RequestId, StepId
@@ -11,7 +12,7 @@ from kunserve.core.layout import LayerRange
 from kunserve.core.request import SamplingParams
 from kunserve.core.step import Chunk, SequenceStart, StepPlan
 from kunserve.core.tokens import NO_TOKENS
-from kunserve.engine.body import CpuBody
+from kunserve.engine.body import EngineBody
 from kunserve.engine.profile.shapes import BatchShape
 
 GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
@@ -26,24 +27,72 @@ class Reading(NamedTuple):
     """How long it took, among neighbours."""
 
 
-class Stopwatch:
-    """Owner of nothing: the body's KV memory is overwritten.
+class Clock(Protocol):
+    """What a batch costs, by its own measure."""
 
-    With one thread the time is that thread's CPU time, which neighbours on the machine disturb
-    little; with more it is wall time.
-    """
+    name: str
 
-    def __init__(self, body: CpuBody, num_threads: int) -> None:
-        self._body = body
+    def begin(self) -> None:
+        """A batch begins."""
+        ...
+
+    def seconds(self) -> float:
+        """Since ``begin``; the batch has ended."""
+        ...
+
+
+class HostClock:
+    """The thread's CPU time, which neighbours disturb little; with several threads wall time."""
+
+    def __init__(self, num_threads: int) -> None:
         self._now = time.thread_time if num_threads == 1 else time.perf_counter
-        self.clock = "CPU time of the thread" if num_threads == 1 else "wall time"
+        self.name = "CPU time of the thread" if num_threads == 1 else "wall time"
+        self._began = 0.0
+
+    def begin(self) -> None:
+        """See ``Clock``."""
+        self._began = self._now()
+
+    def seconds(self) -> float:
+        """See ``Clock``."""
+        return self._now() - self._began
+
+
+class DeviceClock:
+    """CUDA events around the batch, in the stream that computes it."""
+
+    name = "CUDA events"
+
+    def __init__(self) -> None:
+        self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]  # type: ignore[no-untyped-call]
+
+    def begin(self) -> None:
+        """See ``Clock``."""
+        self._events[0].record()
+
+    def seconds(self) -> float:
+        """See ``Clock``."""
+        begin, end = self._events
+        end.record()
+        end.synchronize()
+        return float(begin.elapsed_time(end)) / 1e3
+
+
+class Stopwatch:
+    """Owner of nothing: the body's KV memory is overwritten."""
+
+    def __init__(self, body: EngineBody, clock: Clock) -> None:
+        self._body = body
+        self._clock = clock
+        self.clock = clock.name
 
     def measure(self, shape: BatchShape) -> Reading:
         """Run the batch once."""
         work = self._work(shape)
-        began_s, began = time.perf_counter(), self._now()
+        began_s = time.perf_counter()
+        self._clock.begin()
         self._body.execute(work, None)
-        reading = Reading(self._now() - began, time.perf_counter() - began_s)
+        reading = Reading(self._clock.seconds(), time.perf_counter() - began_s)
         for start in work.plan.started:
             self._body.forget(start.request_id)
         return reading

@@ -10,8 +10,10 @@ import pytest
 
 from benchmarks import gpu_day
 from benchmarks.gpu_phases import probe
+from benchmarks.gpu_phases.costs import PROFILE
+from kunserve.model.profile import read_profile
 
-QUICK = ("P0", "P1", "P2", "P5")
+QUICK = ("P0", "P1", "P2", "P4", "P5", "P8")
 
 
 def figures_of(lines: str) -> dict[str, float | None]:
@@ -19,9 +21,10 @@ def figures_of(lines: str) -> dict[str, float | None]:
     return {figure["name"]: figure["value"] for figure in found}
 
 
-def test_phases_without_a_server() -> None:
+def test_phases_without_a_server(tmp_path: Path) -> None:
     """In one process, because most of the time goes into starting one."""
-    code = f"from benchmarks.gpu_day import run_here\nfor name in {QUICK}: run_here(name, 'fake')"
+    code = "from benchmarks.gpu_day import run_here\nfrom pathlib import Path\n"
+    code += f"for name in {QUICK}: run_here(name, 'fake', Path({str(tmp_path)!r}))"
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=gpu_day.ROOT, capture_output=True, text=True, timeout=250
     )
@@ -31,6 +34,10 @@ def test_phases_without_a_server() -> None:
     assert found["bytes seen through a second mapping"] == 1
     assert {"set access, all in one call", "map a second time", "commit a drop"} <= set(found)
     assert {"attention", "prompt speed", "step reads"} <= set(found)
+    assert found["recorded again"] == 0 < found["graphs launched"]
+    assert {"a token", "held-out error", "predicted / measured"} <= set(found)
+    assert len(read_profile(tmp_path / PROFILE).samples) == found["batches"]
+    assert not list(tmp_path.glob("*.samples.jsonl")), "its measurements are in the profile"
 
 
 def test_two_processes_under_load(tmp_path: Path) -> None:
@@ -40,7 +47,8 @@ def test_two_processes_under_load(tmp_path: Path) -> None:
     assert {"drop", "restore"} <= set(kinds)
     report = gpu_day.write_report(tmp_path).read_text()
     assert "| P6 | load | done |" in report and "| P1 | mapping | not run |" in report
-    assert "not written yet" in report and "say nothing about a GPU" in report
+    assert "P1: not run" in report and "say nothing about a GPU" in report
+    assert (tmp_path / "P6-a-drop-and-a-restore-under-load.png").exists()
 
 
 @pytest.mark.slow
@@ -86,13 +94,13 @@ def test_what_is_done_is_not_done_again(tmp_path: Path, monkeypatch: pytest.Monk
     assert "it broke" in (tmp_path / "report.md").read_text()
 
 
-def test_phases_that_are_not_written_say_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_a_phase_that_there_is_not_is_said(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["gpu_day", "--phases", "P4"])
+    monkeypatch.setattr(sys, "argv", ["gpu_day", "--phases", "P0,P11"])
     with pytest.raises(SystemExit):
         gpu_day.main()
-    assert "P4 is not written yet" in capsys.readouterr().err
+    assert "P11 is none of P0, P1" in capsys.readouterr().err
 
 
 def test_no_driver_is_said_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

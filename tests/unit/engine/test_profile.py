@@ -81,3 +81,8 @@ def test_the_command_writes_a_whole_profile(tmp_path: Path) -> None:
 def test_a_missing_model_is_a_plain_error() -> None:
     result = CliRunner().invoke(main, ["profile", "./no-such-model"])
     assert result.exit_code == 1 and "Error" in result.output
+
+
+def test_a_profile_of_a_gpu_is_not_kept_in_place_of_the_cpus() -> None:
+    result = CliRunner().invoke(main, ["profile", "--device", "cuda"])
+    assert result.exit_code == 2 and "needs --out" in result.output

@@ -1,0 +1,234 @@
+"""P7: a burst of Azure's trace against real servers: recompute and drop, and the simulator's word.
+
+Runs alternate, each with a server of its own. A run that is done is kept, so a call that ends in
+the middle goes on there.
+"""
+
+import json
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from benchmarks.gpu_phases.costs import (
+    PROFILE,
+    batch_tokens_of,
+    block_size_of,
+    measured,
+    stock_device,
+)
+from benchmarks.gpu_phases.machine import MIB, Machine, median
+from benchmarks.gpu_phases.models import serving_model, write_model
+from benchmarks.report import Report, Setting
+from kunserve.bench.compare import results
+from kunserve.bench.compare.experiment import Experiment, Place, World, plan
+from kunserve.bench.compare.real import RealJob, run_jobs
+from kunserve.bench.compare.results import RunResult, result_of
+from kunserve.bench.compare.settings import (
+    RealSetup,
+    WorkloadSettings,
+    digest_of,
+    workload_of,
+)
+from kunserve.bench.compare.simulated.scenario import Scenario
+from kunserve.bench.compare.simulated.simulation import simulate
+from kunserve.bench.compare.systems import find_system
+from kunserve.core.config import SchedulerConfig
+from kunserve.core.cost import CostCoefficients
+from kunserve.core.model_spec import ModelSpec
+from kunserve.policy.cost import as_vector, from_vector
+from kunserve.sim.costs import cpu_profile, profile_times
+from kunserve.sim.models import from_spec
+from kunserve.sim.profile import InstanceProfile, RooflineTimes
+from kunserve.workload.workload import Workload
+
+SYSTEMS = ("recompute", "drop")
+RUNS = "P7.runs.jsonl"
+"""In the folder of phases: a line for each run that is done."""
+_TRACE = "azure-2023-merged-640s"
+_KV_SHARE = 0.5
+"""KV memory of an instance over its weights: a burst shall fill it before it fills the time."""
+_LOADS = (0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1.0, 1.3, 1.7, 2.2, 3.0)
+_PREEMPTED_SHARE = 0.02
+"""Of the requests: so many preemptions, and a load overflows the memory."""
+_ROUNDS = 2
+_START_S = 60.0
+"""To start and stop a server, where none was measured yet."""
+_LIMIT_S = 500.0
+"""After which no further run is begun."""
+
+
+def run(machine: Machine, report: Report) -> None:
+    """Find a load that overflows the memory in the simulator, and play it to real servers."""
+    began_s = time.monotonic()
+    spec, kv_bytes = serving_model(machine)
+    kv_bytes = min(kv_bytes, int(spec.weights_bytes * _KV_SHARE)) if machine.is_real else kv_bytes
+    memory_bytes = spec.weights_bytes + kv_bytes
+    instance = _instance(machine, spec, memory_bytes)
+    load, simulated = _overflowing(machine, instance)
+    workload = _workload(machine, load)
+    report.add("requests", len(workload), "", model=spec.name, load=load)
+    report.add("KV memory of each", kv_bytes / MIB, "MiB", model=spec.name, load=load)
+    for result in simulated:
+        _tell(report, result, "simulated")
+    experiment = Experiment(
+        setup=_setup(machine, spec, memory_bytes),
+        systems=SYSTEMS,
+        loads=(load,),
+        rounds=_ROUNDS if machine.is_real else 1,
+    )
+    found: list[RunResult] = []
+    for job in _jobs(experiment, workload):
+        known = _known(machine.folder / RUNS).get((job.place, job.digest))
+        if known is None:
+            spent_s = time.monotonic() - began_s
+            longest_s = max((r.duration_s for r in found), default=workload.duration_s)
+            if spent_s + longest_s + _START_S > _LIMIT_S:
+                report.add("runs left out for time", None, "", system=job.place.system)
+                continue
+            assert isinstance(experiment.setup, RealSetup)
+            (outcome,) = run_jobs([job], experiment.setup, lambda text: None)
+            known = outcome.result
+            results.append(machine.folder / RUNS, known)
+        _tell(report, known, "real")
+        found.append(known)
+    _verdict(report, "real", found)
+    _verdict(report, "simulated", simulated)
+    assert not sum(result.num_failed for result in found), "requests failed"
+
+
+def _jobs(experiment: Experiment, workload: Workload) -> list[RealJob]:
+    return [
+        RealJob(place, workload, digest_of(experiment.setup, find_system(place.system), workload))
+        for place in plan(experiment)
+    ]
+
+
+def _known(path: Path) -> dict[tuple[Place, str], RunResult]:
+    """Runs of an earlier call."""
+    if not path.exists():
+        return {}
+    return {(result.place, result.digest): result for result in results.load(path)}
+
+
+def _workload(machine: Machine, load: float) -> Workload:
+    """70 s with the burst; in a rehearsal a few small requests of it."""
+    if machine.is_real:
+        settings = WorkloadSettings(trace=Path(_TRACE), start_s=390.0, end_s=460.0)
+    else:
+        settings = WorkloadSettings(
+            trace=Path(_TRACE), start_s=415.0, end_s=419.0, length_scale=0.02
+        )
+    return workload_of(settings, load, seed=0)
+
+
+def _setup(machine: Machine, spec: ModelSpec, memory_bytes: int) -> RealSetup:
+    """Servers of two instances. A rehearsal's compute on the CPU: `serve` knows no stand-in."""
+    folder = write_model(spec, machine.folder / spec.name)
+    is_measured = machine.is_real and measured(machine) is not None
+    return RealSetup(
+        model=str(folder),
+        instance_memory=str(memory_bytes),
+        max_num_batched_tokens=batch_tokens_of(machine),
+        profile=machine.folder / PROFILE if is_measured else None,
+        serve_flags=(
+            *("--device", "cuda" if machine.is_real else "cpu"),
+            *("--load-format", "dummy"),
+            *("--block-size", str(block_size_of(machine))),
+        ),
+        timeout_s=_LIMIT_S,
+    )
+
+
+def _instance(machine: Machine, spec: ModelSpec, memory_bytes: int) -> InstanceProfile:
+    """One of the two instances as the simulator has it: as P8 measured it, if it did."""
+    model, profile = from_spec(spec), measured(machine)
+    if profile is not None:
+        serving, alone = profile.serving, profile.alone
+    else:
+        times = RooflineTimes(model, stock_device(machine), 1, 1.0)
+        alone = profile_times(times, spec.num_layers, batch_tokens_of(machine))
+        serving = _twice(alone)  # two instances share the device
+    instance = cpu_profile(model, serving, alone, block_size_of(machine), memory_bytes)
+    exchange = _exchange_bytes_per_s(machine)
+    return instance if exchange is None else replace(instance, network_bytes_per_s=exchange)
+
+
+def _twice(cost: CostCoefficients) -> CostCoefficients:
+    return from_vector(2.0 * as_vector(cost))
+
+
+def _exchange_bytes_per_s(machine: Machine) -> float | None:
+    """What P6 saw."""
+    path = machine.folder / "P6.json"
+    if not path.exists():
+        return None
+    figures = json.loads(path.read_text(encoding="utf-8"))["figures"]
+    speeds = [f["value"] for f in figures if f["name"] == "exchange" and f["value"]]
+    return median(speeds) * 1e9 if speeds else None
+
+
+def _overflowing(machine: Machine, instance: InstanceProfile) -> tuple[float, list[RunResult]]:
+    """The smallest load at which recomputing preempts, or the largest there is; all answers."""
+    loads = _LOADS if machine.is_real else _LOADS[5:6]
+    for load in loads:
+        workload = _workload(machine, load)
+        scenario = Scenario(
+            profile=instance,
+            num_instances=2,
+            workload=workload,
+            scheduler=SchedulerConfig(
+                max_num_batched_tokens=batch_tokens_of(machine),
+                cost=profile_times(
+                    instance.times, instance.spec.num_layers, batch_tokens_of(machine)
+                ),
+            ),
+        )
+        answers = [_simulated(scenario, name, load) for name in SYSTEMS]
+        enough = math.ceil(_PREEMPTED_SHARE * len(workload))
+        if answers[0].num_preemptions >= enough or load == loads[-1]:
+            return load, answers
+    raise AssertionError(loads)
+
+
+def _simulated(scenario: Scenario, name: str, load: float) -> RunResult:
+    done = simulate(find_system(name), scenario)
+    return result_of(
+        World.SIMULATED,
+        Place(load, 0, 0, name),
+        "",
+        done.run,
+        done.metrics,
+        num_preemptions=done.num_preemptions,
+        num_drops=done.num_drops,
+        num_restores=done.num_restores,
+    )
+
+
+def _tell(report: Report, result: RunResult, world: str) -> None:
+    where: dict[str, Setting] = {
+        "world": world,
+        "system": result.system,
+        "round": result.round,
+    }
+    for name in ("ttft", "tpot"):
+        for percentile in (50.0, 99.0):
+            value = result.percentile_s(name, percentile) * 1e3
+            report.add(f"{name.upper()} P{percentile:g}", value, "ms", **where)
+    report.add("output", result.output_throughput, "tokens/s", **where)
+    for name in ("num_failed", "num_preemptions", "num_drops", "num_restores"):
+        report.add(name.removeprefix("num_"), getattr(result, name), "", **where)
+    if result.peak_kv_usage is not None:
+        report.add("peak use of KV memory", result.peak_kv_usage * 100, "%", **where)
+
+
+def _verdict(report: Report, world: str, found: Sequence[RunResult]) -> None:
+    """How much shorter the longest waits are when dropping."""
+    waits = {
+        name: [r.percentile_s("ttft", 99.0) for r in found if r.system == name] for name in SYSTEMS
+    }
+    if all(waits.values()):
+        recompute, drop = (median(waits[name]) for name in SYSTEMS)
+        ratio = recompute / drop if drop > 0 else None
+        report.add("TTFT P99, recompute / drop", ratio, "", world=world)
