@@ -1,7 +1,7 @@
 """The one frozen tree of settings. A default lives here and nowhere else."""
 
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from kunserve.core.cost import CostCoefficients
 from kunserve.core.errors import ConfigError
@@ -10,6 +10,11 @@ MIB = 1 << 20
 
 OverloadPolicy: TypeAlias = Literal["recompute", "swap", "migrate", "observe", "drop"]
 DispatchPolicy: TypeAlias = Literal["soonest", "round-robin"]
+
+CUDA_BLOCK_SIZE = 64
+"""On a GPU: larger than on a CPU, because blocks of one layer lie far from each other."""
+GPU_MEMORY_UTILIZATION = 0.9
+"""Of a GPU's memory, for all of its instances."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +27,8 @@ class ModelConfig:
     """Folder or id of the tokenizer; the model's own when None."""
     served_model_name: tuple[str, ...] = ()
     """Names in the API; the first one is in answers and metrics. ``model`` when empty."""
-    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    """Of weights and KV. float16 on a GPU only."""
     load_format: Literal["auto", "safetensors", "gguf", "dummy"] = "auto"
     seed: int = 0
     """Seeds dummy weights and the sampling of requests that bring no seed."""
@@ -45,6 +51,10 @@ class InstanceConfig:
     """Where weights and KV lie and steps are computed: "cpu" or "cuda"."""
     memory_bytes: int = 1024 * MIB
     """Arena for weights and KV together, on that device."""
+    gpu_memory_utilization: float | None = None
+    """If given, the share of a GPU's memory that each instance takes, with all that it needs:
+    ``memory_bytes`` is what that leaves for weights and KV. The flag of this name is the share of
+    all instances on a GPU together, which the front divides."""
     kv_cache_memory_bytes: int | None = None
     """If given, the arena is the weights plus this, and ``memory_bytes`` is ignored."""
     block_size: int = 16
@@ -56,6 +66,25 @@ class InstanceConfig:
     attention: Literal["fused", "reference"] = "fused"
     enforce_eager: bool = False
     """On a GPU: ask for every operation of every step, instead of recording steps as graphs."""
+
+    def __post_init__(self) -> None:
+        """A share is of a GPU's memory."""
+        share = self.gpu_memory_utilization
+        if share is not None and not 0.0 < share <= 1.0:
+            raise ConfigError(
+                f"--gpu-memory-utilization must be above 0 and at most 1, not {share}"
+            )
+        if share is not None and self.device == "cpu":
+            raise ConfigError("--gpu-memory-utilization needs --device cuda; see --instance-memory")
+
+    @classmethod
+    def of_device(cls, device: str, **given: Any) -> "InstanceConfig":
+        """What was given, and for the rest what suits the device."""
+        if device == "cuda":
+            given.setdefault("block_size", CUDA_BLOCK_SIZE)
+            if not given.keys() & {"memory_bytes", "kv_cache_memory_bytes"}:
+                given.setdefault("gpu_memory_utilization", GPU_MEMORY_UTILIZATION)
+        return cls(device=device, **given)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ All memory arithmetic of the project lives here: nobody else multiplies layers b
 
 from dataclasses import dataclass
 
-DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
+DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
 @dataclass(frozen=True, slots=True)

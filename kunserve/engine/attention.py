@@ -12,7 +12,11 @@ from kunserve.core.model_spec import DTYPE_BYTES, ModelSpec
 from kunserve.engine.kernels.library import CBatch, CModel, kernel
 
 MAX_HEADS_PER_KV_HEAD = 36
-TORCH_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+TORCH_DTYPES = {
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float32": torch.float32,
+}
 
 
 @dataclass(slots=True)
@@ -69,6 +73,10 @@ class StepBatch:
 
 def c_model(spec: ModelSpec, kv_base_address: int, block_size: int) -> CModel:
     """The kernels' view of the model, after checking that they can run it."""
+    if spec.dtype == "float16":
+        raise ConfigError(
+            "--dtype float16 needs --device cuda: CPUs compute in bfloat16 or float32"
+        )
     for name, size in (("hidden_size", spec.hidden_size), ("intermediate", spec.intermediate_size)):
         if size * DTYPE_BYTES[spec.dtype] % 16:
             raise ConfigError(f"{name} {size} of {spec.name} does not fill whole 16 bytes")

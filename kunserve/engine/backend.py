@@ -26,8 +26,11 @@ class Backend(Protocol):
     pads_steps: bool
     """Whether steps are padded with tokens whose K and V go to the units below unit 0."""
 
-    def settle(self, spec: ModelSpec, config: InstanceConfig) -> InstanceConfig:
-        """The settings to be used; raises ConfigError for what cannot run here."""
+    def settle(self, spec: ModelSpec, config: InstanceConfig, most: StepLimits) -> InstanceConfig:
+        """The settings to be used; raises ConfigError for what cannot run here.
+
+        ``most`` bounds the steps, whose memory is part of an instance's share of a device.
+        """
         ...
 
     def buffer_bytes(self, spec: ModelSpec, limits: StepLimits) -> int:
@@ -82,7 +85,7 @@ class CpuBackend:
     open_pages: OpenPages = HostPages
     pads_steps = False
 
-    def settle(self, spec: ModelSpec, config: InstanceConfig) -> InstanceConfig:
+    def settle(self, spec: ModelSpec, config: InstanceConfig, most: StepLimits) -> InstanceConfig:
         """See ``Backend``."""
         # What the kernels refuse, and a lack of kernels, shows before minutes of loading.
         c_model(spec, 0, config.block_size)

@@ -24,6 +24,7 @@ from kunserve.core.layout import LayerRange
 from kunserve.core.model_spec import ModelSpec
 from kunserve.core.snapshots import InstanceSpec
 from kunserve.core.step import Chunk, SampledToken
+from kunserve.engine.attention import TORCH_DTYPES
 from kunserve.engine.backend import Backend, CpuBackend, weights_in
 from kunserve.engine.decoder import PANEL_ROWS, StepBatch, StepLimits
 from kunserve.engine.free_memory import anonymous_bytes
@@ -42,8 +43,6 @@ from kunserve.model.config import read_eos_ids, read_spec
 from kunserve.model.source import ModelSource, resolve_model
 from kunserve.transport.host_store import HostStore
 from kunserve.transport.movable_memory import UnitRuns
-
-_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,9 +101,10 @@ class EngineBody:
         source = source or resolve_model(model.model, model.load_format)
         self.model = read_spec(source, model.dtype)
         self._backend = backend = backend or CpuBackend()
-        instance = backend.settle(self.model, instance)
+        most = _most_of_any_step(self.model, model, scheduler)
+        instance = backend.settle(self.model, instance, most)
+        limits = _step_limits(self.model, instance, most)
         reader = open_reader(source, self.model, model.seed)
-        limits = _step_limits(self.model, model, instance, scheduler)
         buffer_bytes = backend.buffer_bytes(self.model, limits)
         self.memory = InstanceMemory(
             instance_id,
@@ -317,7 +317,7 @@ class EngineBody:
         """
         view = memoryview(data)
         flat = torch.frombuffer(
-            bytearray(view) if view.readonly else view, dtype=_DTYPES[self.model.dtype]
+            bytearray(view) if view.readonly else view, dtype=TORCH_DTYPES[self.model.dtype]
         )
         return flat.view(-1, self.model.hidden_size).to(self._backend.device)
 
@@ -339,20 +339,24 @@ class CpuBody(EngineBody):
     """A body on the CPU."""
 
 
-def _step_limits(
-    spec: ModelSpec, model: ModelConfig, instance: InstanceConfig, scheduler: SchedulerConfig | None
+def _most_of_any_step(
+    spec: ModelSpec, model: ModelConfig, scheduler: SchedulerConfig | None
 ) -> StepLimits:
-    """The largest step that the scheduler may form, of requests that fit."""
+    """The largest step that the scheduler may form, whatever memory there is."""
     if scheduler is None:
         return StepLimits(0, 0, 0)
-    blocks = MemoryPlan.of(spec, instance).kv_units // spec.num_layers
-    longest = min(spec.max_position, blocks * instance.block_size)
     num_tokens = scheduler.max_num_batched_tokens
     return StepLimits(
         num_tokens=num_tokens,
         num_sampled=min(num_tokens, max(scheduler.max_num_seqs, PANEL_ROWS)),
-        num_positions=min(longest, model.max_model_len or longest),
+        num_positions=model.max_model_len or spec.max_position,
     )
+
+
+def _step_limits(spec: ModelSpec, instance: InstanceConfig, most: StepLimits) -> StepLimits:
+    """The same, of requests that fit."""
+    blocks = MemoryPlan.of(spec, instance).kv_units // spec.num_layers
+    return replace(most, num_positions=min(most.num_positions, blocks * instance.block_size))
 
 
 def _account(

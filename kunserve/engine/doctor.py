@@ -19,6 +19,7 @@ from kunserve.core.config import MIB, ClusterConfig, InstanceConfig, ModelConfig
 from kunserve.core.errors import ConfigError
 from kunserve.engine.arena import Arena
 from kunserve.engine.cuda.driver import LIBRARY, CudaError, Driver
+from kunserve.engine.devices import check_torch
 from kunserve.engine.free_memory import PROCESS_BYTES, available_bytes, front_bytes_left
 from kunserve.engine.kernels.build import find_or_build
 from kunserve.engine.kernels.levels import fitting_levels
@@ -124,8 +125,9 @@ def _devices(library: str) -> Iterator[Finding]:
     except CudaError as error:
         yield Finding("note", "CUDA", f"the driver refuses: {error.strerror}")
         return
-    except OSError:
-        yield Finding("note", "CUDA", "no driver, so --device cuda cannot be used")
+    except OSError as error:
+        text = f"no driver that could be used, so --device cuda cannot be ({error})"
+        yield Finding("note", "CUDA", text)
         return
     for ordinal in range(driver.num_devices):
         one = driver if ordinal == 0 else Driver(ordinal, library)
@@ -135,9 +137,10 @@ def _devices(library: str) -> Iterator[Finding]:
         text += f", granules of {one.granularity_bytes() >> 10} KiB" if able else ""
         text += "" if able else "; memory cannot be mapped at chosen addresses"
         yield Finding("ok" if able else "note", f"device {ordinal}", text)
-    if not torch.cuda.is_available():
-        text = f"torch {torch.__version__} was built without it: install a build with CUDA"
-        yield Finding("note", "CUDA", text)
+    try:
+        check_torch(torch.version.cuda, driver.version)
+    except ConfigError as error:
+        yield Finding("note", "CUDA", str(error))
 
 
 def _version(driver: Driver) -> str:

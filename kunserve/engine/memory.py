@@ -47,15 +47,23 @@ class MemoryPlan:
         plan = cls(num_granules, weights, max(0, num_granules - weights) * granule // unit)
         if plan.kv_units < model.num_layers:
             block = model.block_bytes(config.block_size)
+            is_share = config.gpu_memory_utilization is not None
+            flag = "--gpu-memory-utilization" if is_share else "--instance-memory"
             needed = (weights + -(-block // granule)) * granule
             raise TooLittleMemory(
                 f"{model.name} needs at least {_mib(needed)} per instance: "
                 f"{_mib(weights * granule)} of weights in {model.dtype} and {_mib(block)} for one "
                 f"KV block of {config.block_size} tokens; the instance has "
                 f"{_mib(num_granules * granule)}, so the longest request that would fit has 0 "
-                f"tokens. Give more with --instance-memory"
+                f"tokens. Give more with {flag}"
             )
         return plan
+
+
+def padding_granules(model: ModelSpec, config: InstanceConfig) -> int:
+    """Granules that hold a unit for each layer below unit 0."""
+    unit = model.unit_bytes(config.block_size)
+    return -(-model.num_layers * unit // config.granule_bytes)
 
 
 def _mib(num_bytes: int) -> str:
@@ -112,7 +120,7 @@ class InstanceMemory:
         unit = model.unit_bytes(config.block_size)
         self.layout = WeightLayout(model, granule)
         # Entries may be as low as -num_layers: their addresses must exist.
-        self._guard_slots = -(-model.num_layers * unit // granule)
+        self._guard_slots = padding_granules(model, config)
         self._guard_granules = self._guard_slots if backs_guard else 0
         num_bytes = (plan.num_granules + self._guard_granules) * granule
         self.arena = Arena(open_pages(num_bytes, granule, beside_bytes))

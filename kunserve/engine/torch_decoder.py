@@ -67,6 +67,7 @@ class TorchDecoder:
         Every layer must be held and loaded.
         """
         self._reserve_scratch(limits.num_tokens)
+        self._rope.reserve(limits.num_positions)  # exactly so many: what grows later is rounded up
         self._reserve_positions(limits.num_positions)
         self._logits = torch.zeros(limits.num_sampled, self._spec.vocab_size, device=self._device)
         sizes = sizes_up_to(min(limits.num_tokens, limits.num_sampled))

@@ -25,7 +25,8 @@ class TorchSampler(Sampler):
         self, logits: torch.Tensor, request_ids: Sequence[RequestId], positions: Sequence[int]
     ) -> tuple[SampledToken, ...]:
         """See ``Sampler.sample``."""
-        largest, tokens = _first_largest(logits)
+        # Among equals the first one, as torch promises.
+        largest, tokens = logits.max(dim=1)
         drawn = [row for row in range(len(request_ids)) if self._is_drawn(request_ids[row])]
         for first in range(0, len(drawn), ROWS_AT_ONCE):
             some = drawn[first : first + ROWS_AT_ONCE]
@@ -76,14 +77,6 @@ def draw_rows(
         chosen = _at_points(weights, [points[row] for row in rows])
         tokens[index] = chosen if ids is None else ids.gather(1, chosen[:, None])[:, 0]
     return tokens
-
-
-def _first_largest(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The largest value of each row, and the lowest id that has it (0 where there is a NaN)."""
-    largest = logits.amax(dim=1)
-    ids = torch.arange(logits.shape[1], device=logits.device)
-    first = torch.where(logits == largest[:, None], ids, logits.shape[1]).amin(dim=1)
-    return largest, torch.where(first < logits.shape[1], first, 0)
 
 
 def _weights(logits: torch.Tensor, sampling: Sequence[SamplingParams]) -> torch.Tensor:

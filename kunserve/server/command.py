@@ -11,8 +11,9 @@ from typing import Any
 
 import click
 
-from kunserve.core.config import KunServeConfig, ModelConfig
-from kunserve.core.errors import KunServeError
+from kunserve.core.config import InstanceConfig, KunServeConfig, ModelConfig
+from kunserve.core.errors import ConfigError, KunServeError
+from kunserve.engine.cuda.cards import auto_device
 from kunserve.server.flags.config_file import read_config_file
 from kunserve.server.flags.environment import set_variables, unknown_variables
 from kunserve.server.flags.http import HTTP_FLAGS
@@ -102,6 +103,15 @@ def _log_origins(ctx: click.Context) -> None:
         logger.warning("%s", line)
 
 
+def _instance_config(flags: dict[str, Any]) -> InstanceConfig:
+    """Flags that were not given take what suits the device."""
+    given = {name: value for name, value in flags.items() if value is not None}
+    if given.keys() >= {"gpu_memory_utilization", "memory_bytes"}:
+        raise ConfigError("--gpu-memory-utilization and --instance-memory: give one of them")
+    device = given.pop("device")
+    return InstanceConfig.of_device(auto_device() if device == "auto" else device, **given)
+
+
 def config_from_flags(flags: dict[str, Any]) -> KunServeConfig:
     """Each flag into the field of the same name, wherever in the tree that is."""
     left = dict(flags)
@@ -110,6 +120,9 @@ def config_from_flags(flags: dict[str, Any]) -> KunServeConfig:
     for part in fields(tree):
         branch = getattr(tree, part.name)
         mine = {f.name: left.pop(f.name) for f in fields(branch) if f.name in left}
-        parts[part.name] = replace(branch, **mine)
+        if isinstance(branch, InstanceConfig):
+            parts[part.name] = _instance_config(mine)
+        else:
+            parts[part.name] = replace(branch, **mine)
     assert not left, f"flags that set nothing: {sorted(left)}"
     return KunServeConfig(**parts)

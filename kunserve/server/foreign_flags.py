@@ -4,7 +4,6 @@ from collections.abc import Sequence
 
 import click
 
-_ON_CPU = "KunServe runs on CPUs"
 _ONE_MODEL = "KunServe serves the model as it is"
 _NOT_THERE = "KunServe does not do this"
 
@@ -15,11 +14,10 @@ FLAGS = {
     "-pp": "use --pipeline-parallel-size",
     "--data-parallel-size": "use --num-instances",
     "-dp": "use --num-instances",
-    "--gpu-memory-utilization": "use --instance-memory",
     "--num-gpu-blocks-override": "use --kv-cache-memory-bytes",
     "--swap-space": "use --overload-policy swap",
-    "--cpu-offload-gb": _ON_CPU,
-    "--compilation-config": _ON_CPU,
+    "--cpu-offload-gb": _NOT_THERE,
+    "--compilation-config": "see --enforce-eager",
     "--distributed-executor-backend": "instances are processes on this machine",
     "--enable-prefix-caching": _NOT_THERE,
     "--no-enable-prefix-caching": "there is no prefix cache, so leave the flag out",

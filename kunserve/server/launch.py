@@ -18,6 +18,7 @@ from kunserve.core.errors import ConfigError
 from kunserve.core.messages import Ready
 from kunserve.core.model_spec import ModelSpec
 from kunserve.engine.copy_rate import measure_copy_rate
+from kunserve.engine.cuda.cards import with_shares
 from kunserve.engine.kernels.build import find_or_build
 from kunserve.model.config import read_spec
 from kunserve.model.generation_config import SamplingDefaults, read_sampling_defaults
@@ -48,7 +49,7 @@ async def run_server(config: KunServeConfig) -> None:
         defaults = read_sampling_defaults(source)
     if defaults != SamplingDefaults():
         logger.info("sampling defaults of the model: %s", defaults.shown)
-    config = with_swap(with_costs(config, spec))
+    config = with_swap(with_costs(with_shares(config, spec), spec))
     logger.info(
         "starting model=%s dtype=%s instances=%d threads_per_instance=%d",
         config.model.model,

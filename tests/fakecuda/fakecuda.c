@@ -75,6 +75,7 @@ static long num_calls, fails_from = -1, fails_to = -1;
 static int fails_with = OUT_OF_MEMORY, is_initialized, spoiled;
 static long call_ns, gib_ns, num_memories;
 static u64 tickets;
+static int driver_version = 13000, has_virtual_memory = 1, num_devices = 1, capability = 90;
 static _Thread_local int has_context;
 
 static Result enter(int needs_context) {
@@ -98,23 +99,25 @@ static void take_time(size_t num_bytes) {
 /* ---- devices and contexts ---- */
 
 Result cuInit(unsigned flags) { is_initialized = 1; return flags ? INVALID_VALUE : OK; }
-Result cuDriverGetVersion(int *version) { *version = 13000; return OK; }
-Result cuDeviceGetCount(int *count) { *count = 1; return is_initialized ? OK : NOT_INITIALIZED; }
+Result cuDriverGetVersion(int *version) { *version = driver_version; return OK; }
+Result cuDeviceGetCount(int *count) { *count = num_devices; return is_initialized ? OK : NOT_INITIALIZED; }
 Result cuDeviceGet(int *device, int ordinal) {
     *device = ordinal;
-    return ordinal ? INVALID_DEVICE : OK;
+    return ordinal >= num_devices ? INVALID_DEVICE : OK;
 }
 Result cuDeviceGetName(char *name, int size, int device) {
     snprintf(name, (size_t)size, "fake %d", device);
     return OK;
 }
 Result cuDeviceGetAttribute(int *value, int attribute, int device) {
-    *value = attribute == 102 || attribute == 103;
-    return device ? INVALID_DEVICE : OK;
+    *value = attribute == 103 || (attribute == 102 && has_virtual_memory);
+    if (attribute == 75) *value = capability / 10;
+    if (attribute == 76) *value = capability % 10;
+    return device >= num_devices ? INVALID_DEVICE : OK;
 }
 Result cuDeviceTotalMem_v2(size_t *bytes, int device) {
     *bytes = total;
-    return device ? INVALID_DEVICE : OK;
+    return device >= num_devices ? INVALID_DEVICE : OK;
 }
 Result cuDevicePrimaryCtxRetain(void **context, int device) {
     *context = &total;
@@ -457,6 +460,15 @@ void fake_configure(size_t granularity_bytes, size_t total_bytes) {
     num_calls = 0;
     fails_from = fails_to = -1;
     call_ns = gib_ns = 0;
+    driver_version = 13000;
+    has_virtual_memory = num_devices = 1;
+    capability = 90;
+}
+void fake_describe(int version, int has_vmm, int count, int computes) {
+    driver_version = version;
+    has_virtual_memory = has_vmm;
+    num_devices = count;
+    capability = computes;
 }
 /* Refuse `count` calls, the first of them `after` calls from now. */
 void fake_refuse(long after, long count, int code) {

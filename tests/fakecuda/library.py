@@ -39,9 +39,21 @@ class FakeCuda:
         self._library.fake_configure.argtypes = (ctypes.c_size_t, ctypes.c_size_t)
         self._library.fake_refuse.argtypes = (ctypes.c_long, ctypes.c_long, ctypes.c_int)
         self._library.fake_delay.argtypes = (ctypes.c_long, ctypes.c_long)
+        self._library.fake_describe.restype = None
         self._library.fake_calls.restype = ctypes.c_long
         self._library.fake_used.restype = ctypes.c_size_t
         self._library.fake_configure(granularity_bytes, total_bytes)
+
+    def describe(
+        self,
+        *,
+        version: int = 13000,
+        has_virtual_memory: bool = True,
+        num_devices: int = 1,
+        capability: int = 90,
+    ) -> None:
+        """Be another machine, of cards that are all alike. Only the first one can be entered."""
+        self._library.fake_describe(version, int(has_virtual_memory), num_devices, capability)
 
     @property
     def num_calls(self) -> int:

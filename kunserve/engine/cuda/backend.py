@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from kunserve.core.config import InstanceConfig
-from kunserve.core.errors import ConfigError
+from kunserve.core.errors import ConfigError, TooLittleMemory
 from kunserve.core.model_spec import ModelSpec
 from kunserve.engine.backend import kv_in
 from kunserve.engine.cuda.driver import LIBRARY, Driver
@@ -16,7 +16,7 @@ from kunserve.engine.cuda.pages import DevicePages
 from kunserve.engine.cuda.recorder import TorchRecorder
 from kunserve.engine.decoder import ModelWeights, StepDecoder, StepLimits
 from kunserve.engine.graphs import Recorder
-from kunserve.engine.memory import InstanceMemory
+from kunserve.engine.memory import InstanceMemory, padding_granules
 from kunserve.engine.ops.reference import ReferenceOps
 from kunserve.engine.ops.table import Ops
 from kunserve.engine.pages import OpenPages
@@ -29,8 +29,16 @@ from kunserve.engine.weights.readers import Reader
 _LARGEST_GRANULE_BYTES = 64 << 20
 _GRANULES_PER_LAYER = 8
 """Larger granules save calls of the driver, smaller ones save what is left at a range's ends."""
+_LIBRARIES_BYTES = 768 << 20
+"""What the driver, torch, its libraries and recorded steps take of a device. Assumed."""
+_LEAST_BLOCK_SIZE = 16
+"""Block tables of recorded steps are assumed to have an entry for so many tokens."""
 _DRAW_BYTES = 48
 """Of each logit of rows that are drawn: sorted weights, their ids and running sums, and masks."""
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / (1 << 30):.1f} GiB"
 
 
 class CudaBackend:
@@ -57,19 +65,39 @@ class CudaBackend:
         self._recorder = recorder
         self.open_pages: OpenPages = functools.partial(DevicePages, self._driver)
 
-    def settle(self, spec: ModelSpec, config: InstanceConfig) -> InstanceConfig:
+    def settle(self, spec: ModelSpec, config: InstanceConfig, most: StepLimits) -> InstanceConfig:
         """See ``Backend``. Granules that the device cannot have are replaced by its own size."""
         step = self._driver.granularity_bytes()
-        if config.granule_bytes % step == 0:
+        if config.granule_bytes % step:
+            wanted = min(_LARGEST_GRANULE_BYTES, spec.layer_bytes // _GRANULES_PER_LAYER)
+            config = replace(config, granule_bytes=max(step, wanted // step * step))
+        share = config.gpu_memory_utilization
+        if share is None or config.kv_cache_memory_bytes is not None:
             return config
-        wanted = min(_LARGEST_GRANULE_BYTES, spec.layer_bytes // _GRANULES_PER_LAYER)
-        return replace(config, granule_bytes=max(step, wanted // step * step))
+        free_bytes, total_bytes = self._driver.memory_bytes()
+        libraries_bytes = _LIBRARIES_BYTES if self.device.type == "cuda" else 0
+        wanted_bytes = int(total_bytes * share) - libraries_bytes
+        if wanted_bytes > free_bytes:
+            raise TooLittleMemory(
+                f"{self._driver.name} has {_gib(free_bytes)} of {_gib(total_bytes)} left, and each "
+                f"instance is to take {_gib(int(total_bytes * share))}: other processes use it "
+                "(`nvidia-smi` names them). End them, or lower --gpu-memory-utilization"
+            )
+        padding_bytes = padding_granules(spec, config) * config.granule_bytes
+        arena_bytes = wanted_bytes - self.buffer_bytes(spec, most) - padding_bytes
+        return replace(config, memory_bytes=max(0, arena_bytes))
 
     def buffer_bytes(self, spec: ModelSpec, limits: StepLimits) -> int:
-        """See ``Backend``. Beside what the CPU needs: gate and up apart, and drawing."""
+        """See ``Backend``.
+
+        Beside what the CPU needs: gate and up apart, logits in the model's type, drawing, and what
+        recorded steps read.
+        """
         gate_up = limits.num_tokens * 2 * spec.intermediate_size * spec.dtype_bytes
+        logits = limits.num_sampled * spec.vocab_size * spec.dtype_bytes
         drawing = min(limits.num_sampled, ROWS_AT_ONCE) * spec.vocab_size * _DRAW_BYTES
-        return limits.buffer_bytes(spec) + gate_up + drawing
+        row = spec.hidden_size * spec.dtype_bytes + limits.num_positions // _LEAST_BLOCK_SIZE * 4
+        return limits.buffer_bytes(spec) + gate_up + logits + drawing + limits.num_sampled * row
 
     def loader(
         self, reader: Reader, spec: ModelSpec, memory: InstanceMemory, weights: ModelWeights

@@ -5,6 +5,7 @@ By ctypes, because the driver's interface is stable and small, and no package ha
 
 import ctypes
 from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_uint, c_uint64, c_void_p
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 LIBRARY = "libcuda.so.1"
@@ -18,6 +19,7 @@ _READ_WRITE = 3
 _POSIX_FD = 1
 _HAS_VIRTUAL_MEMORY = 102
 _CAN_EXPORT_FD = 103
+_CAPABILITY = (75, 76)
 _NOT_READY = 600
 _NON_BLOCKING = 1
 _NO_TIMING = 2
@@ -90,16 +92,78 @@ class CudaError(OSError):
     """The driver refused a call. ``strerror`` names the error and the call."""
 
 
+@dataclass(frozen=True, slots=True)
+class Card:
+    """A device that nobody has entered yet: entering takes hundreds of MiB of it."""
+
+    name: str
+    total_bytes: int
+    capability: tuple[int, int]
+    """Of computing: (9, 0) is an H100."""
+    has_virtual_memory: bool
+    driver_version: int
+    """Of CUDA that the driver knows: 13000 is 13.0."""
+
+
+def bind(library: str = LIBRARY) -> ctypes.CDLL:
+    """The library with the types of its functions. OSError where it is none, or too old."""
+    bound = ctypes.CDLL(library)
+    for name, arguments in _CALLS.items():
+        try:
+            function = getattr(bound, name)
+        except AttributeError as error:
+            raise OSError(f"{library} is too old: it has no {name}") from error
+        function.argtypes, function.restype = arguments, c_int
+    bound.cuGetErrorName.argtypes = (c_int, _P(c_char_p))
+    return bound
+
+
+def read_cards(library: str = LIBRARY) -> tuple[Card, ...]:
+    """All devices. OSError where there is no driver, CudaError where it refuses."""
+    bound = bind(library)
+
+    def number(name: str, *arguments: int) -> int:
+        value = c_int()
+        _call(bound, name, byref(value), *arguments)
+        return value.value
+
+    _call(bound, "cuInit", 0)
+    version, cards = number("cuDriverGetVersion"), []
+    for ordinal in range(number("cuDeviceGetCount")):
+        device, total = number("cuDeviceGet", ordinal), c_size_t()
+        _call(bound, "cuDeviceTotalMem_v2", byref(total), device)
+        major, minor = (number("cuDeviceGetAttribute", which, device) for which in _CAPABILITY)
+        is_able = bool(number("cuDeviceGetAttribute", _HAS_VIRTUAL_MEMORY, device))
+        name = _name(bound, device)
+        cards.append(Card(name, total.value, (major, minor), is_able, version))
+    return tuple(cards)
+
+
+def _name(bound: ctypes.CDLL, device: int) -> str:
+    text = ctypes.create_string_buffer(256)
+    _call(bound, "cuDeviceGetName", text, len(text), device)
+    return text.value.decode()
+
+
+def _call(bound: ctypes.CDLL, name: str, *arguments: Any) -> None:
+    result = getattr(bound, name)(*arguments)
+    if result:
+        raise _error(bound, name, result)
+
+
+def _error(bound: ctypes.CDLL, name: str, result: int) -> CudaError:
+    text = c_char_p()
+    bound.cuGetErrorName(result, byref(text))
+    what = (text.value or b"an unknown error").decode()
+    return CudaError(result, f"{what} ({result}) in {name}")
+
+
 class Driver:
     """libcuda with one device. A thread calls ``enter`` before anything else."""
 
     def __init__(self, ordinal: int = 0, library: str = LIBRARY) -> None:
         """Raises OSError where there is no driver, CudaError where there is no such device."""
-        self._library = ctypes.CDLL(library)
-        for name, arguments in _CALLS.items():
-            function = getattr(self._library, name)
-            function.argtypes, function.restype = arguments, c_int
-        self._library.cuGetErrorName.argtypes = (c_int, _P(c_char_p))
+        self._library = bind(library)
         self._call("cuInit", 0)
         device, context = c_int(), c_void_p()
         self._call("cuDeviceGet", byref(device), ordinal)
@@ -135,9 +199,7 @@ class Driver:
     @property
     def name(self) -> str:
         """What the device is called."""
-        text = ctypes.create_string_buffer(256)
-        self._call("cuDeviceGetName", text, len(text), self.device)
-        return text.value.decode()
+        return _name(self._library, self.device)
 
     @property
     def has_virtual_memory(self) -> bool:
@@ -262,7 +324,7 @@ class Driver:
         """Whether all work before the mark is done."""
         result = self._library.cuEventQuery(event)
         if result not in (0, _NOT_READY):
-            raise self._error("cuEventQuery", result)
+            raise _error(self._library, "cuEventQuery", result)
         return bool(result == 0)
 
     def wait(self, event: int) -> None:
@@ -291,12 +353,4 @@ class Driver:
         return value.value
 
     def _call(self, name: str, *arguments: Any) -> None:
-        result = getattr(self._library, name)(*arguments)
-        if result:
-            raise self._error(name, result)
-
-    def _error(self, name: str, result: int) -> CudaError:
-        text = c_char_p()
-        self._library.cuGetErrorName(result, byref(text))
-        what = (text.value or b"an unknown error").decode()
-        return CudaError(result, f"{what} ({result}) in {name}")
+        _call(self._library, name, *arguments)

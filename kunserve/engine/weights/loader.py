@@ -9,12 +9,11 @@ import torch
 
 from kunserve.core.layout import LayerRange
 from kunserve.core.model_spec import ModelSpec
+from kunserve.engine.attention import TORCH_DTYPES
 from kunserve.engine.decoder import LayerWeights, ModelWeights
 from kunserve.engine.weights.layout import Section, WeightLayout
 from kunserve.engine.weights.pieces import Piece, rows_of
 from kunserve.engine.weights.readers import Reader
-
-_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 def packed_weights(layout: WeightLayout, spec: ModelSpec, whole: torch.Tensor) -> ModelWeights:
@@ -31,7 +30,7 @@ def packed_weights(layout: WeightLayout, spec: ModelSpec, whole: torch.Tensor) -
 def _views(
     section: Section, offset: int, spec: ModelSpec, whole: torch.Tensor
 ) -> dict[str, torch.Tensor]:
-    dtype = _DTYPES[spec.dtype]
+    dtype = TORCH_DTYPES[spec.dtype]
     views = {}
     for name, slot in section.slots.items():
         num_bytes = int(np.prod(slot.shape)) * spec.dtype_bytes

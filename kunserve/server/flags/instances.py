@@ -2,7 +2,14 @@
 
 import click
 
-from kunserve.core.config import MIB, ClusterConfig, InstanceConfig, SchedulerConfig
+from kunserve.core.config import (
+    CUDA_BLOCK_SIZE,
+    GPU_MEMORY_UTILIZATION,
+    MIB,
+    ClusterConfig,
+    InstanceConfig,
+    SchedulerConfig,
+)
 from kunserve.server.flags.option import ByteSize, FiniteRange, all_of, flags_of
 
 _INSTANCE = InstanceConfig()
@@ -28,22 +35,35 @@ INSTANCE_FLAGS = all_of(
     ),
     _instance(
         "--device",
-        type=click.Choice(["cpu", "cuda"]),
-        help="Where instances compute; with cuda they take the devices in turn.",
+        type=click.Choice(["auto", "cpu", "cuda"]),
+        help="Where instances compute; with cuda they take the GPUs in turn; auto is cuda where "
+        "there is a GPU, and cpu elsewhere.",
     ),
     _instance(
         "--instance-memory",
         "memory_bytes",
-        default=f"{_INSTANCE.memory_bytes // MIB}MiB",
+        default=None,
         type=ByteSize(),
-        help="Memory of each instance for weights and KV together.",
+        help="Memory of each instance for weights and KV together "
+        f"[{_INSTANCE.memory_bytes // MIB}MiB; on a GPU see --gpu-memory-utilization].",
+    ),
+    _instance(
+        "--gpu-memory-utilization",
+        type=FiniteRange(0, 1, min_open=True),
+        help="With --device cuda: share of each GPU's memory for its instances together, for "
+        f"weights, KV and everything beside [{GPU_MEMORY_UTILIZATION}].",
     ),
     _instance(
         "--kv-cache-memory-bytes",
         type=ByteSize(),
         help="KV memory of each instance; overrides --instance-memory.",
     ),
-    _instance("--block-size", type=click.IntRange(1, 256), help="Tokens in a KV block."),
+    _instance(
+        "--block-size",
+        default=None,
+        type=click.IntRange(1, 256),
+        help=f"Tokens in a KV block [{_INSTANCE.block_size}; {CUDA_BLOCK_SIZE} on a GPU].",
+    ),
     _instance(
         "--num-threads", type=click.IntRange(1, 256), help="Compute threads of each instance."
     ),

@@ -5,13 +5,11 @@ import click
 from kunserve.core.config import ModelConfig
 from kunserve.server.flags.option import HintedChoice, all_of, flags_of
 
-_NO_HALF = "this engine computes in bfloat16, the default, or float32"
 _DTYPES = HintedChoice(
-    ["bfloat16", "float32"],
+    ["bfloat16", "float16", "float32"],
     {
         "auto": "whatever the files hold, weights become bfloat16; leave the flag out",
-        "half": _NO_HALF,
-        "float16": _NO_HALF,
+        "half": "write float16",
         "float": "write float32",
     },
 )
@@ -25,7 +23,7 @@ MODEL_FLAGS = all_of(
         help="Names in the API [MODEL]; several if MODEL stands first. Answers and metrics have "
         "the first one.",
     ),
-    _model("--dtype", type=_DTYPES, help="Weights and KV."),
+    _model("--dtype", type=_DTYPES, help="Weights and KV; float16 on a GPU only."),
     _model(
         "--load-format",
         type=click.Choice(["auto", "safetensors", "gguf", "dummy"]),

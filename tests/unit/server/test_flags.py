@@ -82,9 +82,27 @@ def test_a_length_that_the_model_was_not_made_for_is_refused() -> None:
         check_length(with_length(513), SPEC)
 
 
+def test_what_suits_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kunserve.server.command.auto_device", lambda: "cuda")
+    for device in ("cuda", "auto"):
+        instance = parsed("--device", device, "--gpu-memory-utilization", "0.5").instance
+        assert (instance.device, instance.gpu_memory_utilization) == ("cuda", 0.5)
+        assert instance.block_size == 64
+    assert parsed("--device", "cuda", "--block-size", "32").instance.block_size == 32
+    assert parsed("--device", "cuda").instance.gpu_memory_utilization == 0.9
+    sized = parsed("--device", "cuda", "--instance-memory", "2GiB").instance
+    assert (sized.memory_bytes, sized.gpu_memory_utilization) == (2048 * MIB, None)
+    plain = parsed().instance
+    assert (plain.device, plain.block_size, plain.memory_bytes) == ("cpu", 16, 1024 * MIB)
+    with pytest.raises(ConfigError, match="give one of them"):
+        parsed("--device", "cuda", "--instance-memory", "2GiB", "--gpu-memory-utilization", "0.5")
+    with pytest.raises(ConfigError, match="needs --device cuda"):
+        parsed("--gpu-memory-utilization", "0.5")
+
+
 def test_types_of_other_servers_are_refused_with_a_reason() -> None:
     assert "leave the flag out" in refused("--dtype", "auto")
-    assert "bfloat16, the default" in refused("--dtype", "half")
+    assert "write float16" in refused("--dtype", "half")
     assert "not one of" in refused("--dtype", "int4")
 
 

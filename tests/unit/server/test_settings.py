@@ -127,7 +127,7 @@ def test_the_log_says_where_settings_came_from(clean: pytest.MonkeyPatch, file: 
         ("port: 1.5", "`port` must be an integer from 0 to 65535: 1.5 is no integer"),
         ("port: true", "`port` must be an integer from 0 to 65535: True is something else"),
         ("port: [1]", "`port` must be an integer from 0 to 65535: [1] is something else"),
-        ("dtype: int4", "`dtype` must be one of bfloat16, float32: 'int4' is not one of"),
+        ("dtype: int4", "`dtype` must be one of bfloat16, float16, float32: 'int4' is not one of"),
         ("enable-admin: 1", "`enable-admin` must be true or false: 1 is neither"),
         ("api-key: 123", "`api-key` must be a text: 123 is no text, put it between quotes"),
         ("api-key:", "`api-key` must be a text: it has no value here"),

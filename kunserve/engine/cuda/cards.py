@@ -1,0 +1,118 @@
+"""What the front asks of the GPUs before it starts instances, without entering any."""
+
+import importlib.metadata
+import logging
+from dataclasses import replace
+
+from kunserve.core.config import MIB, KunServeConfig
+from kunserve.core.errors import ConfigError, TooLittleMemory
+from kunserve.core.model_spec import ModelSpec
+from kunserve.engine.cuda.driver import LIBRARY, Card, CudaError, read_cards
+from kunserve.engine.weights.layout import WeightLayout
+
+logger = logging.getLogger(__name__)
+
+STAND_IN = "stand-in:"
+"""Before the path of a library in libcuda's place, for tests."""
+_GRANULARITY_BYTES = 2 * MIB
+_GIB = 1 << 30
+_LEAST_CAPABILITY = {"bfloat16": (8, 0), "float16": (7, 0), "float32": (7, 0)}
+"""From there on there are tensor cores for the type, or Triton's kernels at all."""
+
+
+def library_of(device: str) -> str | None:
+    """The library of a device by its name; None for the CPU."""
+    if device.startswith(STAND_IN):
+        return device.removeprefix(STAND_IN)
+    return None if device == "cpu" else LIBRARY
+
+
+def auto_device(library: str = LIBRARY) -> str:
+    """``cuda`` where there is a GPU, and torch can use it; else ``cpu``."""
+    if importlib.metadata.version("torch").endswith("+cpu"):
+        return "cpu"
+    try:
+        return "cuda" if read_cards(library) else "cpu"
+    except OSError:
+        return "cpu"
+
+
+def find_cards(library: str) -> tuple[Card, ...]:
+    """All cards, at least one; ConfigError says what is in the way."""
+    try:
+        cards = read_cards(library)
+    except CudaError as error:
+        raise ConfigError(f"--device cuda: the driver refuses: {error.strerror}") from error
+    except OSError as error:
+        raise ConfigError(f"--device cuda: no NVIDIA driver that can be used: {error}") from error
+    if not cards:
+        raise ConfigError("--device cuda: the driver finds no GPU")
+    return cards
+
+
+def check_card(card: Card, dtype: str) -> None:
+    """Raise ConfigError for a card on which KunServe cannot run."""
+    if not card.has_virtual_memory:
+        raise ConfigError(
+            f"{card.name} cannot map memory at chosen addresses, which drops need: use another "
+            "GPU, or --device cpu"
+        )
+    least = _LEAST_CAPABILITY[dtype]
+    if card.capability < least:
+        have, need = (".".join(map(str, one)) for one in (card.capability, least))
+        other = "; use --dtype float16" if card.capability >= _LEAST_CAPABILITY["float16"] else ""
+        raise ConfigError(
+            f"{dtype} needs a GPU of compute capability {need}; {card.name} has {have}{other}"
+        )
+
+
+def with_shares(config: KunServeConfig, spec: ModelSpec) -> KunServeConfig:
+    """The configuration in which each instance has its own share of its card.
+
+    Raises ConfigError for what cannot run on these cards, before anything is started.
+    """
+    instance = config.instance
+    library = library_of(instance.device)
+    if library is None:
+        return config
+    cards = find_cards(library)
+    most = max(config.cluster.num_instances, config.cluster.max_instances or 0)
+    used = cards[:most]
+    for card in used:
+        check_card(card, spec.dtype)
+    on_each = -(-most // len(cards))
+    _check_weights(used, spec, on_each)
+    utilization = instance.gpu_memory_utilization
+    if utilization is None:
+        return config
+    share = utilization / on_each
+    smallest_bytes = min(card.total_bytes for card in used)
+    logger.info(
+        "cards=%d first=%s instances_on_each=%d memory_each=%.1fGiB",
+        len(used),
+        used[0].name,
+        on_each,
+        share * smallest_bytes / _GIB,
+    )
+    # Whoever asks for the memory of an instance before it has started gets the share.
+    settled = replace(
+        instance, gpu_memory_utilization=share, memory_bytes=int(share * smallest_bytes)
+    )
+    return replace(config, instance=settled)
+
+
+def _check_weights(cards: tuple[Card, ...], spec: ModelSpec, on_each: int) -> None:
+    """Raise TooLittleMemory where the weights alone are more than a card can hold."""
+    weights_bytes = WeightLayout(spec, _GRANULARITY_BYTES).num_bytes
+    for card in cards:
+        has = f"{card.name} has {card.total_bytes / _GIB:.1f} GiB"
+        each = f"{spec.name} has {weights_bytes / _GIB:.1f} GiB of weights in {spec.dtype}"
+        if weights_bytes >= card.total_bytes:
+            raise TooLittleMemory(
+                f"{each}; {has}. Each instance holds the whole model on one card, so this model "
+                "cannot be served here"
+            )
+        if on_each * weights_bytes >= card.total_bytes:
+            raise TooLittleMemory(
+                f"{each}; {has} for {on_each} instances. Give fewer with --num-instances"
+            )
