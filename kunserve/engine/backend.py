@@ -1,6 +1,6 @@
 """Where an instance's memory lies and what computes there: the CPU with its C kernels, or torch."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -57,8 +57,8 @@ class Backend(Protocol):
         """What chooses tokens."""
         ...
 
-    def synchronize(self) -> None:
-        """Return when all that was asked for is computed."""
+    def synchronize(self, look_up: Callable[[], None] | None = None) -> None:
+        """Return when all that was asked for is computed; meanwhile call ``look_up`` often."""
         ...
 
 
@@ -123,5 +123,5 @@ class CpuBackend:
         """See ``Backend``."""
         return Sampler(eos_ids, vocab_size)
 
-    def synchronize(self) -> None:
+    def synchronize(self, look_up: Callable[[], None] | None = None) -> None:
         """The kernels have ended when they return."""

@@ -37,7 +37,7 @@ from kunserve.engine.split_head import (
     join_logits,
     part_of,
 )
-from kunserve.engine.step_batch import build_batch
+from kunserve.engine.step_batch import build_batch, entries_of
 from kunserve.engine.weights.readers import open_reader
 from kunserve.model.config import read_eos_ids, read_spec
 from kunserve.model.source import ModelSource, resolve_model
@@ -150,17 +150,21 @@ class EngineBody:
     ) -> StepOutcome:
         """Run the stage's layers over the microbatch; ``hidden`` [T, hidden] is overwritten.
 
-        ``look_up``, if given, is called between layers. It may change any memory but that of
-        the microbatch's own blocks.
+        ``look_up``, if given, is called between layers, or while a device computes them. It may
+        change any memory but that of the microbatch's own blocks.
         """
-        assert self.memory.held.covers(work.layers), (self.memory.held, work.layers)
         assert (hidden is None) == work.is_first, work.is_first
         self.memory.tidy()
         batch = build_batch(work)
+        entries = entries_of(batch, self.memory.spec.block_size)
+        assert self.memory.backs(entries, work.layers), (self.memory.held, work.layers, entries)
         self._decoder.set_layers(work.layers)
         if hidden is None:
             hidden = self._decoder.embed(batch)
         hidden = self._decoder.forward(batch, hidden, look_up)
+        if look_up is not None:
+            # Where a device computes, it has only been asked to.
+            self._backend.synchronize(look_up)
         self._start(work)
         outcome = StepOutcome(hidden, ())
         if work.is_last:

@@ -1,6 +1,7 @@
 """A step's work as the kernels want it: flat int32 arrays."""
 
 import numpy as np
+import numpy.typing as npt
 
 from kunserve.control.instance.body import StepWork
 from kunserve.engine.decoder import StepBatch
@@ -27,3 +28,11 @@ def build_batch(work: StepWork) -> StepBatch:
         context_lens=starts + lengths,
         sample_rows=q_starts[1:][samples] - 1,
     )
+
+
+def entries_of(batch: StepBatch, block_size: int) -> npt.NDArray[np.int32]:
+    """The block table entries that a step reads or writes, each at least once."""
+    num_blocks = -(-batch.context_lens // block_size)
+    tables = batch.tables[batch.rows, : num_blocks.max(initial=0)]
+    is_used = np.arange(tables.shape[1]) < num_blocks[:, None]
+    return tables[is_used]

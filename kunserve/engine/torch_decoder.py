@@ -140,6 +140,8 @@ class TorchDecoder:
             rows = self._graphs.rows_for(batch.num_tokens)
             if rows is not None and self._inputs.holds(batch):
                 self._run_graphs(self._graphs, self._inputs, rows, batch, hidden)
+                if between_layers is not None:
+                    between_layers()
                 return hidden
             self._graphs.counts.eager_steps += 1
         if batch.num_tokens > len(self._scratch["qkv"]):

@@ -6,6 +6,7 @@ import random
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -16,9 +17,10 @@ from kunserve.core.config import InstanceConfig, ModelConfig, SchedulerConfig
 from kunserve.core.errors import ConfigError
 from kunserve.core.ids import InstanceId
 from kunserve.core.layout import LayerRange
-from kunserve.engine.body import EngineBody
+from kunserve.engine.body import CpuBody, EngineBody
 from kunserve.engine.cuda.backend import CudaBackend
 from kunserve.engine.graphs import GraphCounts
+from kunserve.engine.memory import InstanceMemory
 from kunserve.engine.torch_decoder import TorchDecoder
 from tests.direct_engine import DirectEngine
 from tests.fakecuda.library import KIB, FakeCuda, build
@@ -163,6 +165,42 @@ def test_layers_and_kv_pass_as_bytes(fake: FakeCuda, saved: tuple[Path, list[lis
         back = np.empty_like(units)
         taker.read_units([(5, 2), (1, 1)], back)
         assert (back == units).all()
+
+
+@pytest.mark.parametrize("saved", ["qwen3"], indirect=True)
+@pytest.mark.parametrize("load_format", ["safetensors", "dummy"])
+def test_weights_come_a_tensor_at_a_time_or_not_at_all(
+    fake: FakeCuda,
+    saved: tuple[Path, list[list[int]]],
+    load_format: Literal["safetensors", "dummy"],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Random ones are made where they lie, with the values that they have on a CPU."""
+    folder, _ = saved
+    model = ModelConfig(model=str(folder), dtype="float32", load_format=load_format)
+    staged: list[int] = []
+    put = InstanceMemory.put_weights
+
+    def put_and_tell(memory: InstanceMemory, offset: int, data: np.ndarray) -> None:
+        staged.append(data.nbytes)
+        put(memory, offset, data)
+
+    monkeypatch.setattr(InstanceMemory, "put_weights", put_and_tell)
+    sizes = InstanceConfig(memory_bytes=4 << 20, granule_bytes=8 * KIB, block_size=8)
+    backend = CudaBackend(torch.device("cpu"), build())
+    device = EngineBody(InstanceId(0), model, sizes, backend=backend)
+    host = CpuBody(InstanceId(1), model, sizes)
+    bodies = (device, host)
+    with closing(device), closing(host):
+        layout = device.memory.layout
+        tensors = {**layout.ends.slots, **layout.layer.slots}.values()
+        largest = max(int(np.prod(slot.shape)) * device.model.dtype_bytes for slot in tensors)
+        assert max(staged, default=0) == (0 if load_format == "dummy" else largest)
+        rows = [np.empty(body.layer_bytes, dtype=np.uint8) for body in bodies]
+        for layer in range(NUM_LAYERS):
+            for body, row in zip(bodies, rows, strict=True):
+                body.read_layer(layer, 0, row)
+            assert (rows[0] == rows[1]).all()
 
 
 @pytest.mark.gpu

@@ -2,7 +2,8 @@
 
 import functools
 import importlib
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -33,6 +34,8 @@ _LIBRARIES_BYTES = 768 << 20
 """What the driver, torch, its libraries and recorded steps take of a device. Assumed."""
 _LEAST_BLOCK_SIZE = 16
 """Block tables of recorded steps are assumed to have an entry for so many tokens."""
+_LOOK_GAP_S = 100e-6
+"""Between two looks while a device computes, for threads that move KV meanwhile."""
 _DRAW_BYTES = 48
 """Of each logit of rows that are drawn: sorted weights, their ids and running sums, and masks."""
 
@@ -137,7 +140,14 @@ class CudaBackend:
         """See ``Backend``."""
         return TorchSampler(eos_ids, vocab_size)
 
-    def synchronize(self) -> None:
+    def synchronize(self, look_up: Callable[[], None] | None = None) -> None:
         """See ``Backend``."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        if self.device.type != "cuda":
+            return
+        if look_up is not None:
+            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            done.record()
+            while not done.query():  # type: ignore[no-untyped-call]
+                look_up()
+                time.sleep(_LOOK_GAP_S)
+        torch.cuda.synchronize(self.device)

@@ -54,7 +54,7 @@ class WeightLoader:
         weights: ModelWeights,
         put: Put | None = None,
     ) -> None:
-        """With ``put`` the weights are not in host memory: they get there a layer at a time."""
+        """With ``put`` the weights are not in host memory: they get there a tensor at a time."""
         self._reader = reader
         self._layout = layout
         self._spec = spec
@@ -82,12 +82,14 @@ class WeightLoader:
     def _load(
         self, layer: int | None, offset: int, section: Section, held: ModelWeights | LayerWeights
     ) -> None:
-        staged, tensors = None, {name: getattr(held, name) for name in section.slots}
-        if self._put is not None:
-            staged = torch.zeros(section.num_bytes, dtype=torch.uint8)
-            tensors = _views(section, 0, self._spec, staged)
         for field, slot in section.slots.items():
+            there = getattr(held, field)
+            is_direct = self._put is None or self._reader.fills_devices
+            tensor = there if is_direct else torch.empty_like(there, device="cpu")
             for name, first, end in rows_of(field, slot.shape[0], self._spec):
-                self._reader.read(Piece(layer, name), tensors[field][first:end])
-        if self._put is not None and staged is not None:
-            self._put(offset, staged.numpy())
+                self._reader.read(Piece(layer, name), tensor[first:end])
+            if self._put is not None and not is_direct:
+                self._put(offset + slot.offset, tensor.view(-1).view(torch.uint8).numpy())
+            elif tensor.is_cuda:
+                # Whoever is told that a layer is loaded may copy it by another stream.
+                torch.cuda.current_stream(tensor.device).synchronize()

@@ -21,6 +21,9 @@ from kunserve.model.source import ModelSource
 class Reader(Protocol):
     """Gives the tensors of one checkpoint."""
 
+    fills_devices: bool
+    """Whether ``read`` makes what it gives where the destination lies, without host memory."""
+
     def check(self, piece: Piece, shape: tuple[int, ...]) -> None:
         """Raise ModelFiles unless the piece is there, whole and of this shape."""
         ...
@@ -70,6 +73,7 @@ class _Witness:
 class SafetensorsReader:
     """A Hugging Face folder: one file, or shards with an index."""
 
+    fills_devices = False
     _DTYPES = ("F64", "F32", "F16", "BF16")
 
     def __init__(self, folder: Path) -> None:
@@ -141,6 +145,8 @@ def _open(path: Path) -> Any:
 class GgufReader:
     """One GGUF file of any quantisation."""
 
+    fills_devices = False
+
     def __init__(self, path: Path, spec: ModelSpec) -> None:
         self._file = read_gguf(path)
         self._witness = _Witness(path)
@@ -197,6 +203,7 @@ class GgufReader:
 class DummyReader:
     """Random weights, the same wherever the seed is the same, at the speed of a copy."""
 
+    fills_devices = True
     _BLOCK_ELEMENTS = 1_048_573
     """Prime, so that rows of no width repeat in step."""
     _DEVIATION = 0.02
@@ -214,8 +221,8 @@ class DummyReader:
         if piece.name.endswith("norm"):
             destination.fill_(1.0)
             return
-        if self._block.dtype != destination.dtype:
-            self._block = self._block.to(destination.dtype)
+        if (self._block.dtype, self._block.device) != (destination.dtype, destination.device):
+            self._block = self._block.to(destination)
         flat = destination.view(-1)
         start = zlib.crc32(f"{self._seed}.{piece.layer}.{piece.name}".encode())
         start %= self._BLOCK_ELEMENTS

@@ -161,3 +161,30 @@ def test_the_body_cannot_compute_what_it_does_not_hold(body: CpuBody) -> None:
         body.load_layers(LayerRange(2, 3))
     with pytest.raises(AssertionError):
         body.layer_view(2)
+
+
+def work_at(entries: list[int], context: int, layers: LayerRange) -> StepWork:
+    """The last token of one sequence in blocks of 16."""
+    chunk = Chunk(RequestId("a"), context - 1, 1, False)
+    return StepWork(
+        plan=StepPlan(GroupId(0), StepId(0), (), (), (chunk,)),
+        layers=layers,
+        is_first=True,
+        is_last=False,
+        token_ids=np.array([5], dtype=np.int32),
+        tables=np.array([entries], dtype=np.int32),
+        rows=np.zeros(1, dtype=np.int32),
+    )
+
+
+def test_no_step_is_given_an_address_that_nothing_is_mapped_at(body: CpuBody) -> None:
+    whole = LayerRange(0, 3)
+    last = body.memory.backed_units - 3
+    body.execute(work_at([0, last, 9999], 32, whole), None)  # the third block is not in use
+    for entries in ([0, last + 1], [-1, 0]):
+        with pytest.raises(AssertionError):
+            body.execute(work_at(entries, 32, whole), None)
+    body.drop_layers(LayerRange(1, 3))
+    body.execute(work_at([-1, last + 1], 32, LayerRange(1, 3)), None)
+    with pytest.raises(AssertionError):
+        body.execute(work_at([0, 3], 32, whole), None)
