@@ -9,6 +9,7 @@ from kunserve.core.errors import ConfigError
 MIB = 1 << 20
 
 OverloadPolicy: TypeAlias = Literal["recompute", "swap", "migrate", "observe", "drop"]
+SchedulingPolicy: TypeAlias = Literal["fcfs", "deadline"]
 DispatchPolicy: TypeAlias = Literal["soonest", "round-robin"]
 
 CUDA_BLOCK_SIZE = 64
@@ -104,7 +105,13 @@ class SchedulerConfig:
     max_num_seqs: int = 256
     """Requests that run at once."""
     max_num_batched_tokens: int = 512
-    """Tokens computed in one step."""
+    """Tokens computed in one step, at most."""
+    tpot_slo_s: float | None = None
+    """How long a decode may wait for its next token while prompts queue. None: it runs in every
+    step, however long that takes."""
+    scheduling_policy: SchedulingPolicy = "fcfs"
+    """Whose turn it is: who came first, or whose first token is due first. A short prompt's token
+    is due sooner than that of a long one."""
     watermark: float = 0.01
     """Share of the KV memory that an admission leaves free, so that it does not preempt at once."""
     lookahead: bool = True

@@ -32,6 +32,8 @@ class FormationView:
     """Of one microbatch."""
     context_in_flight: int = 0
     """Tokens of context of the decodes in flight, all together."""
+    decode_rounds: int = 1
+    """A decode runs once in so many rounds of a microbatch for every stage."""
     has_backlog: bool = False
     """Whether requests wait that cannot be admitted yet: as others end, their prompts will come."""
 
@@ -104,11 +106,13 @@ def share_of_decodes(view: FormationView) -> int:
 
     At most the S-th part of all that decode, in flight or not, so that a drained or uneven
     pipeline evens out; at most the part of the ready ones that leaves some for the free slots.
+    Where decodes skip rounds it is a part of that.
     """
     ready = len(view.decodes)
-    if view.num_stages == 1:
+    parts = view.num_stages * view.decode_rounds
+    if parts == 1:
         return ready
-    even = _ceil_div(ready + view.num_decodes_in_flight, view.num_stages)
+    even = _ceil_div(ready + view.num_decodes_in_flight, parts)
     slots = view.num_stages - view.num_in_flight
     return min(even, _ceil_div(ready, slots))
 

@@ -240,8 +240,9 @@ def _decode_share(view: FormationView, cost: CostCoefficients) -> tuple[float, i
     """(seconds, number) of the decodes that each microbatch will carry on average."""
     number = _num_decodes(view)
     context = sum(view.decodes) + view.context_in_flight
-    seconds = decode_cost(cost, number, context) / view.num_stages
-    return seconds, min(-(-number // view.num_stages), view.max_num_tokens - 1)
+    parts = view.num_stages * view.decode_rounds
+    seconds = decode_cost(cost, number, context) / parts
+    return seconds, min(-(-number // parts), view.max_num_tokens - 1)
 
 
 def _take_decodes(view: FormationView, cost: CostCoefficients) -> tuple[int, float]:

@@ -131,12 +131,19 @@ def with_costs(config: KunServeConfig, spec: ModelSpec) -> KunServeConfig:
     would take longer than loading the model. Raises ConfigError for a profile that does not fit.
     """
     scheduler, instance = config.scheduler, config.instance
-    is_used = scheduler.lookahead or config.overload.policy == "swap"
+    is_used = (
+        scheduler.lookahead
+        or config.overload.policy == "swap"
+        or scheduler.scheduling_policy == "deadline"
+        or scheduler.tpot_slo_s is not None
+    )
     if not is_used or scheduler.cost is not None:
         return config
     subject = ProfileSubject.of(spec, instance.num_threads, instance.block_size)
     path = None if scheduler.profile is None else Path(scheduler.profile)
     cost, origin = find_cost(subject, path)
+    if cost is None and scheduler.tpot_slo_s is not None:
+        raise ConfigError(f"--tpot-slo needs measured step times; there is {origin}")
     if cost is None:
         logger.info("step costs assumed from the model's shape: %s", origin)
         cost = assumed_cost(spec)

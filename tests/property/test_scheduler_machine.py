@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kunserve.control.group.scheduler import Scheduler
-from kunserve.core.config import SchedulerConfig
+from kunserve.core.config import SchedulerConfig, SchedulingPolicy
 from kunserve.core.cost import CostCoefficients
 from kunserve.core.ids import GroupId, RequestId
 from kunserve.core.request import FinishReason, Request, SamplingParams
@@ -108,6 +108,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         budget=st.integers(1, 12),
         min_tokens=st.sampled_from([None, 1, 3]),
         link=st.sampled_from([None, *LINKS]),
+        policy=st.sampled_from(["fcfs", "deadline"]),
+        tpot_slo_s=st.sampled_from([None, 4.0, 40.0]),
     )
     def start(
         self,
@@ -117,6 +119,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         budget: int,
         min_tokens: int | None,
         link: HostLink | None,
+        policy: SchedulingPolicy,
+        tpot_slo_s: float | None,
     ) -> None:
         """``min_tokens`` None is formation without lookahead; ``link`` None is recomputation."""
         self.link = link
@@ -125,6 +129,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_num_batched_tokens=budget,
             lookahead=min_tokens is not None,
             min_microbatch_tokens=min_tokens or 1,
+            tpot_slo_s=tpot_slo_s,
+            scheduling_policy=policy,
             cost=CostCoefficients(0.2, 1.0, 0.5, 0.3, 0.1, 0.1),
         )
         self.base_capacity = capacity

@@ -3,7 +3,13 @@
 import dataclasses
 from dataclasses import dataclass, replace
 
-from kunserve.core.config import ClusterConfig, DispatchPolicy, OverloadConfig
+from kunserve.core.config import (
+    ClusterConfig,
+    DispatchPolicy,
+    OverloadConfig,
+    SchedulerConfig,
+    SchedulingPolicy,
+)
 from kunserve.core.errors import ConfigError
 
 
@@ -30,6 +36,10 @@ class System:
     """``SchedulerConfig.watermark`` where it is not the default."""
     dispatch: DispatchPolicy = "soonest"
     """Which group a request is sent to."""
+    scheduling: SchedulingPolicy = "fcfs"
+    """Whose turn it is."""
+    tpot_slo_s: float | None = None
+    """``SchedulerConfig.tpot_slo_s``."""
     memory_factor: float = 1.0
     """Memory of each instance as a multiple of what the others have."""
 
@@ -115,6 +125,18 @@ SYSTEMS = {
             _DROP,
             "drop, and requests go round robin",
             dispatch="round-robin",
+        ),
+        System(
+            "drop-deadline",
+            _DROP,
+            "drop, and whose first token is due first comes first",
+            scheduling="deadline",
+        ),
+        System(
+            "drop-tpot",
+            _DROP,
+            "drop, and next tokens wait up to a second while prompts queue",
+            tpot_slo_s=1.0,
         ),
         System(
             "drop-no-priority",
@@ -226,6 +248,10 @@ def serve_flags(system: System) -> tuple[str, ...]:
         flags += [_FLAGS[name], str(value)]
     if not system.lookahead:
         flags.append("--no-lookahead")
+    if system.scheduling != SchedulerConfig().scheduling_policy:
+        flags += ["--scheduling-policy", system.scheduling]
+    if system.tpot_slo_s is not None:
+        flags += ["--tpot-slo", str(system.tpot_slo_s)]
     if system.dispatch != ClusterConfig().dispatch_policy:
         flags += ["--dispatch-policy", system.dispatch]
     if system.pipeline_stages > 1:

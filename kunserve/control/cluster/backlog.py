@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from kunserve.control.cluster.live import Live
 from kunserve.core.ids import InstanceId
+from kunserve.policy.queue_order import DeadlineOrder
 
 STEPS_AHEAD = 4
 """Steps of prompts that a leader is sent ahead, per stage: the next ones come before they end."""
@@ -23,17 +24,19 @@ REQUESTS_AHEAD = 2
 class Waiting(NamedTuple):
     """A request in the backlog, as it was when it came."""
 
-    number: int
+    place: tuple[float, int]
     live: Live
     num_tokens: int
     num_blocks: int
 
 
 class Backlog:
-    """Owner of the requests that no group has, in order of arrival."""
+    """Owner of the requests that no group has, in the order in which they are sent."""
 
-    def __init__(self, block_size: int) -> None:
+    def __init__(self, block_size: int, order: DeadlineOrder | None = None) -> None:
+        """``order`` None: in order of arrival."""
         self._block_size = block_size
+        self._order = order
         self._entries: list[Waiting] = []
         self.num_tokens = 0
         self.num_blocks = 0
@@ -45,7 +48,7 @@ class Backlog:
         return len(self._entries)
 
     def __iter__(self) -> Iterator[Waiting]:
-        """In order of arrival. The one that was given last may be taken out meanwhile."""
+        """In order. The one that was given last may be taken out meanwhile."""
         entries = self._entries
         index = 0
         while index < len(entries):
@@ -57,15 +60,15 @@ class Backlog:
     def add(self, live: Live) -> None:
         """No group has the request."""
         num_tokens = live.num_tokens
-        entry = Waiting(live.number, live, num_tokens, -(-num_tokens // self._block_size))
-        insort(self._entries, entry, key=_number_of)
+        entry = Waiting(self.place_of(live), live, num_tokens, -(-num_tokens // self._block_size))
+        insort(self._entries, entry, key=_place_of)
         self.num_tokens += entry.num_tokens
         self.num_blocks += entry.num_blocks
         self.largest_blocks = max(self.largest_blocks, entry.num_blocks)
 
     def remove(self, live: Live) -> None:
         """A group has the request, or it has ended."""
-        index = bisect_left(self._entries, live.number, key=_number_of)
+        index = bisect_left(self._entries, self.place_of(live), key=_place_of)
         entry = self._entries.pop(index)
         assert entry.live is live, (entry, live)
         self.num_tokens -= entry.num_tokens
@@ -73,10 +76,22 @@ class Backlog:
         if not self._entries:
             self.largest_blocks = 0
 
+    @property
+    def is_by_arrival(self) -> bool:
+        """Whether nobody passes who came before."""
+        return self._order is None
+
+    def place_of(self, live: Live) -> tuple[float, int]:
+        """Requests are sent in order of it."""
+        if self._order is None:
+            return 0.0, live.number
+        request = live.request
+        return self._order.due_s(request.arrival_s, len(request.prompt_token_ids)), live.number
+
     def check(self) -> None:
         """Assert order and totals."""
-        numbers = [entry.number for entry in self._entries]
-        assert numbers == sorted(set(numbers)), numbers
+        places = [entry.place for entry in self._entries]
+        assert places == sorted(set(places)), places
         assert self.num_tokens == sum(entry.num_tokens for entry in self._entries)
         assert self.num_blocks == sum(entry.num_blocks for entry in self._entries)
         assert all(entry.live.leader is None for entry in self._entries), self._entries
@@ -133,5 +148,5 @@ class SentAhead:
         assert ahead == _Ahead(len(tokens), sum(tokens)), (leader, ahead, tokens)
 
 
-def _number_of(entry: Waiting) -> int:
-    return entry.number
+def _place_of(entry: Waiting) -> tuple[float, int]:
+    return entry.place

@@ -39,6 +39,7 @@ from kunserve.core.messages import (
 from kunserve.core.request import Request
 from kunserve.core.snapshots import ClusterState, Kind, StageTime
 from kunserve.policy.dispatch import Shed, should_shed
+from kunserve.policy.queue_order import choose_order
 from kunserve.policy.restore import Postponed
 
 
@@ -60,6 +61,7 @@ class Controller:
             config.scheduler.max_num_batched_tokens,
             config.cluster.dispatch_policy,
             outbox,
+            choose_order(config.scheduler),
         )
         self.balance = Migrations(
             config.overload, block_size, placement, transitions, requests, outbox

@@ -15,6 +15,7 @@ from kunserve.core.messages import Abort, Outputs, Returned, Submit, TokenOutput
 from kunserve.core.request import FinishReason, Request
 from kunserve.policy.dispatch import choose_group
 from kunserve.policy.placing import GroupChooser
+from kunserve.policy.queue_order import DeadlineOrder
 from kunserve.policy.round_robin import RoundRobin
 
 MAX_MOVES = 4
@@ -35,8 +36,9 @@ class Requests:
         step_tokens: int,
         dispatch_policy: DispatchPolicy,
         outbox: Outbox,
+        order: DeadlineOrder | None = None,
     ) -> None:
-        """``step_tokens``: computed in one step at most."""
+        """``step_tokens``: computed in one step at most. ``order`` None: in order of arrival."""
         self._placement = placement
         self._block_size = block_size
         self._outbox = outbox
@@ -47,7 +49,7 @@ class Requests:
         """Waiting requests that changed groups."""
         self.num_rerun = 0
         """Times that a request began anew after a death."""
-        self.backlog = Backlog(block_size)
+        self.backlog = Backlog(block_size, order)
         self._ahead = SentAhead(step_tokens)
         self._placed_version = -1
         self._live: dict[RequestId, Live] = {}
@@ -241,15 +243,19 @@ class Requests:
             quarantine.isolate({x.request.request_id: len(x.output_token_ids) for x in chosen})
 
     def waiting_at(self, group: Group) -> list[RequestId]:
-        """The requests that wait there by the last report, oldest first.
+        """The requests that wait there by the last report, in order.
 
-        A leader admits in order of arrival, so those that wait arrived last of those it knew.
+        A leader admits in that order, so those that wait come last of those it knew. By deadline
+        this is a guess, because who came late may come first.
         """
-        led = _by_arrival(self._by_leader.get(group.layout.leader, {}))
+        led = self._in_order(group.layout.leader)
         known = led[: len(led) - len(group.unreported)]
         num_waiting = min(group.report.num_waiting, len(known))
         waiting = known[len(known) - num_waiting :]
         return [live.request.request_id for live in waiting if live.num_moves < MAX_MOVES]
+
+    def _in_order(self, leader: InstanceId) -> list[Live]:
+        return sorted(self._by_leader.get(leader, {}).values(), key=self.backlog.place_of)
 
     def returned(self, event: Returned) -> None:
         """A leader has taken requests out of its queue: they are sent where they start soonest."""
@@ -357,11 +363,13 @@ class Requests:
     ) -> None:
         """Run the requests of these leaders again, from prompt and tokens already delivered.
 
-        The first so many of a leader may be why it died.
+        The first so many of a leader may be why it died. By deadline that may be any.
         """
         for leader in leaders:
-            lost = _by_arrival(self._by_leader.get(leader, {}))
+            lost = self._in_order(leader)
             first = lost[: num_suspects.get(leader, 0)]
+            if first and not self.backlog.is_by_arrival:
+                first = lost
             guilty = self.quarantine.died([live.request.request_id for live in first], blame)
             for live in lost:
                 request_id = live.request.request_id
@@ -386,7 +394,3 @@ class Requests:
             self._ahead.check(leader, list(led.values()))
         num_live = len(self.backlog) + sum(map(len, self._by_leader.values()))
         assert num_live == len(self._live), (num_live, len(self._live))
-
-
-def _by_arrival(lives: dict[RequestId, Live]) -> list[Live]:
-    return sorted(lives.values(), key=lambda live: live.number)

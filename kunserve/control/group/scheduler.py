@@ -32,9 +32,12 @@ from kunserve.policy.batch_form import (
     PromptWork,
 )
 from kunserve.policy.lookahead import choose_formation
+from kunserve.policy.pace import Pace, PaceView, choose_pace
+from kunserve.policy.queue_order import choose_order
 from kunserve.policy.relief import HostLink
 
 _key_of = attrgetter("key")
+_num_computed_of = attrgetter("num_computed")
 _last_step_of = attrgetter("last_step")
 
 
@@ -70,6 +73,7 @@ class Scheduler:
         self.totals = SchedulerTotals() if totals is None else totals
         self._form_batch = choose_formation(config) if form_batch is None else form_batch
         self._formation: OngoingFormation | None = None
+        self._order = choose_order(config)
         self._largest_capacity = capacity_blocks
         self._live: dict[RequestId, Sequence] = {}
         self._ledger = Ledger(capacity_blocks, config.watermark)
@@ -323,10 +327,13 @@ class Scheduler:
         else:
             admissible = self._admissible(prompts)
             prompts.extend(admissible)
+            if self._order is not None:
+                prompts.sort(key=_key_of)
             num_waiting -= len(admissible)
             self.is_memory_short = self._admission.lacks_memory
-        config = self._config
-        if self._num_stages > 1 or len(decodes) > config.max_num_batched_tokens:
+        pace = self._pace(decodes, prompts, num_awaiting, context)
+        is_split = self._num_stages > 1 or pace.decode_rounds > 1
+        if is_split or len(decodes) > pace.max_num_tokens:
             decodes.sort(key=_last_step_of)
         view = FormationView(
             decodes=[seq.num_computed for seq in decodes],
@@ -334,13 +341,36 @@ class Scheduler:
             num_decodes_in_flight=num_awaiting,
             num_in_flight=len(self._in_flight),
             num_stages=self._num_stages,
-            max_num_tokens=config.max_num_batched_tokens,
-            max_num_seqs=config.max_num_seqs,
+            max_num_tokens=pace.max_num_tokens,
+            max_num_seqs=self._config.max_num_seqs,
+            decode_rounds=pace.decode_rounds,
             context_in_flight=context,
             has_backlog=num_waiting > 0,
         )
         batch, self._formation = self._form_batch(view, self._formation)
         return self._admit_chosen(batch, decodes, prompts, now_s)
+
+    def _pace(
+        self, decodes: list[Sequence], prompts: list[Sequence], num_awaiting: int, context: int
+    ) -> Pace:
+        """How large the next step is, and how often decodes run."""
+        config, ledger, waiting = self._config, self._ledger, self._waiting
+        if config.tpot_slo_s is None or config.cost is None or not prompts:
+            return Pace(config.max_num_batched_tokens, 1)
+        num_queued = waiting.num_tokens
+        num_queued += sum(seq.num_left for seq in prompts if seq.state is Progress.RUNNING)
+        view = PaceView(
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            num_queued_tokens=num_queued,
+            prefix=prompts[0].num_computed,
+            num_decodes=len(decodes) + num_awaiting,
+            num_context_tokens=context + sum(map(_num_computed_of, decodes)),
+            num_stages=self._num_stages,
+            is_memory_short=self.is_memory_short,
+            num_blocks=ledger.used_blocks + waiting.num_blocks,
+            capacity_blocks=ledger.capacity_blocks,
+        )
+        return choose_pace(view, config.tpot_slo_s, config.cost)
 
     def _admit_chosen(
         self, batch: Microbatch, decodes: list[Sequence], prompts: list[Sequence], now_s: float
@@ -362,13 +392,23 @@ class Scheduler:
         room = self._admission.room(self._holders.num_running)
         head = self._waiting.head
         num_kept, first_away = self._holders.swap_in(None if head is None else head.key, room)
+        if self._order is not None and head is not None:
+            prompts = [seq for seq in prompts if seq.key < head.key]
         num_tokens_ahead = sum(seq.num_left for seq in prompts)
         return self._admission.candidates(room - num_kept, num_tokens_ahead, first_away)
 
     def _make(self, request: Request, output_token_ids: TokenIds) -> Sequence:
         assert request.request_id not in self._live, f"{request.request_id} is here already"
+        due_s = None
+        if self._order is not None:
+            due_s = self._order.due_s(request.arrival_s, len(request.prompt_token_ids))
         seq = make_sequence(
-            request, output_token_ids, self._num_added, self._eos_token_ids, self._max_model_len
+            request,
+            output_token_ids,
+            self._num_added,
+            self._eos_token_ids,
+            self._max_model_len,
+            due_s,
         )
         self._num_added += 1
         self._live[request.request_id] = seq

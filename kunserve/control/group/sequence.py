@@ -25,7 +25,8 @@ class Progress(enum.Enum):
 
 
 QueueKey = tuple[float, int]
-"""(arrival, order of coming): a sequence's place, kept through preemptions."""
+"""(arrival, order of coming): a sequence's place, kept through preemptions. By
+``DeadlineOrder`` (when its first token is due, order of coming)."""
 
 
 @dataclass(slots=True, eq=False)
@@ -141,8 +142,12 @@ def make_sequence(
     order: int,
     eos_token_ids: frozenset[int],
     max_model_len: int,
+    due_s: float | None = None,
 ) -> Sequence:
-    """A waiting sequence. Its ends are worked out once, so that the step loop only compares."""
+    """A waiting sequence. Its ends are worked out once, so that the step loop only compares.
+
+    ``due_s`` None: its place is by its arrival.
+    """
     sampling = request.sampling
     num_prompt = len(request.prompt_token_ids)
     max_total_tokens = min(num_prompt + sampling.max_tokens, max_model_len)
@@ -158,7 +163,7 @@ def make_sequence(
     return Sequence(
         request=request,
         request_id=request.request_id,
-        key=(request.arrival_s, order),
+        key=(request.arrival_s if due_s is None else due_s, order),
         output_token_ids=list(output_token_ids),
         num_tokens=total,
         num_prompt=num_prompt,

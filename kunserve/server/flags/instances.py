@@ -82,7 +82,26 @@ INSTANCE_FLAGS = all_of(
         type=click.IntRange(min=1),
         help="Requests that run at once, per group.",
     ),
-    _batches("--max-num-batched-tokens", type=click.IntRange(min=1), help="Tokens in one step."),
+    _batches(
+        "--max-num-batched-tokens",
+        type=click.IntRange(min=1),
+        help="Most tokens in one step. With --tpot-slo steps may be smaller, never larger.",
+    ),
+    _batches(
+        "--tpot-slo",
+        "tpot_slo_s",
+        type=FiniteRange(min=0, min_open=True),
+        help="Seconds that a request may wait for its next token. Steps take half of it, and up to "
+        "all of it while prompts queue and memory is not short; where they may not be larger, "
+        "next tokens skip steps. Needs `kunserve profile` [next tokens in every step, however "
+        "long it takes].",
+    ),
+    _batches(
+        "--scheduling-policy",
+        type=click.Choice(["fcfs", "deadline"]),
+        help="Whose turn it is. fcfs: who came first; deadline: short prompts pass long ones, but "
+        "nobody who came 30 seconds earlier.",
+    ),
     _batches(
         "--lookahead/--no-lookahead",
         help="In a pipeline, balance microbatches by predicted time over the whole queue.",

@@ -65,3 +65,19 @@ def test_the_flags() -> None:
     context = serve_command.make_context("serve", ["--no-lookahead", "--profile", "p.json"])
     assert context.params["lookahead"] is False and context.params["profile"] == "p.json"
     assert serve_command.make_context("serve", []).params["lookahead"] is True
+
+
+def test_an_objective_in_seconds_wants_measured_seconds() -> None:
+    config = KunServeConfig(scheduler=SchedulerConfig(lookahead=False, tpot_slo_s=0.5))
+    with pytest.raises(ConfigError, match=r"--tpot-slo .*`kunserve profile`"):
+        with_costs(config, SPEC)
+    subject = ProfileSubject.of(SPEC, 1, 16)
+    profile(default_path(subject), subject)
+    assert with_costs(config, SPEC).scheduler.cost == MEASURED
+
+
+def test_deadlines_go_by_assumed_costs_too() -> None:
+    config = KunServeConfig(
+        scheduler=SchedulerConfig(lookahead=False, scheduling_policy="deadline")
+    )
+    assert with_costs(config, SPEC).scheduler.cost == assumed_cost(SPEC)

@@ -144,6 +144,8 @@ def config_of(
         scheduler=replace(
             scheduler,
             lookahead=system.lookahead,
+            scheduling_policy=system.scheduling,
+            tpot_slo_s=scheduler.tpot_slo_s if system.tpot_slo_s is None else system.tpot_slo_s,
             watermark=scheduler.watermark if system.watermark is None else system.watermark,
             swap=SwapConfig(profile.host_bytes_per_s, host_bytes) if is_swapping else None,
         ),

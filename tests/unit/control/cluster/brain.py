@@ -54,13 +54,14 @@ class Brain:
         cluster: ClusterConfig | None = None,
         server: ServerConfig | None = None,
         max_num_seqs: int = 256,
+        scheduler: SchedulerConfig | None = None,
         **overload: Any,
     ) -> None:
         if cluster is None:
             cluster = ClusterConfig(num_instances=num_instances)
         config = KunServeConfig(
             instance=InstanceConfig(block_size=4),
-            scheduler=SchedulerConfig(max_num_seqs=max_num_seqs),
+            scheduler=scheduler or SchedulerConfig(max_num_seqs=max_num_seqs),
             overload=OverloadConfig(**{"dwell_s": 0.0, "restore_hold_s": 0.0, **overload}),
             cluster=cluster,
             server=ServerConfig() if server is None else server,

@@ -8,6 +8,7 @@ import pytest
 from kunserve.control.group.load import PRIOR_OUTPUT_TOKENS, SchedulerTotals
 from kunserve.control.group.scheduler import Scheduler
 from kunserve.core.config import SchedulerConfig
+from kunserve.core.cost import CostCoefficients
 from kunserve.core.ids import GroupId, RequestId
 from kunserve.core.messages import SequenceState, TokenOutput
 from kunserve.core.request import FinishReason, Request, SamplingParams
@@ -18,6 +19,7 @@ from kunserve.policy.batch_form import (
     OngoingFormation,
     form_token_budget,
 )
+from kunserve.policy.queue_order import MOST_S
 
 GROUP = GroupId(3)
 EOS = 99
@@ -475,3 +477,57 @@ def test_only_what_waits_without_kv_is_given_back() -> None:
     assert scheduler.load(0, 0, 0.0).num_waiting == 0
     scheduler.add(request("waits", 4))
     scheduler.check()
+
+
+COST = CostCoefficients(0.0, 0.01, 0.05, 0.05)
+
+
+def queue_behind_decodes(stages: int, **config: Any) -> Scheduler:
+    """Four that decode, and a long queue of prompts."""
+    scheduler = make(stages, max_num_seqs=32, cost=COST, **config)
+    for i in range(4):
+        scheduler.add(request(f"d{i}", 3, max_tokens=40))
+    for _ in range(2):
+        finish(scheduler, plan_of(scheduler))
+    for i in range(2):
+        scheduler.add(request(f"p{i}", 58, 1.0))
+    return scheduler
+
+
+@pytest.mark.parametrize(("tpot_slo_s", "period"), [(None, 1), (0.2, 1), (0.6, 2), (0.9, 4)])
+def test_decodes_take_turns_while_prompts_queue(tpot_slo_s: float | None, period: int) -> None:
+    scheduler = queue_behind_decodes(1, tpot_slo_s=tpot_slo_s)
+    ran: list[set[str]] = []
+    for _ in range(4):
+        plan = plan_of(scheduler)
+        ran.append({name for name, _, _, _ in chunks(plan) if name.startswith("d")})
+        finish(scheduler, plan)
+    for first in range(4 - period + 1):
+        turns = [name for step in ran[first : first + period] for name in step]
+        assert sorted(turns) == ["d0", "d1", "d2", "d3"], "everybody once in a period"
+
+
+def test_no_decode_waits_for_prompts_where_memory_is_short() -> None:
+    scheduler = queue_behind_decodes(1, capacity=20, tpot_slo_s=0.9)
+    names = [name for name, _, _, _ in chunks(plan_of(scheduler))]
+    assert {"d0", "d1", "d2", "d3"} <= set(names)
+
+
+def test_by_deadline_short_prompts_pass_long_ones() -> None:
+    late = 50 * COST.token_s
+    fcfs, deadline = (make(cost=COST, scheduling_policy=policy) for policy in ("fcfs", "deadline"))
+    first: list[str] = []
+    for scheduler in (fcfs, deadline):
+        scheduler.add(request("long", 60))
+        finish(scheduler, plan_of(scheduler))
+        scheduler.add(request("short", 4, late))
+        first.append(chunks(plan_of(scheduler))[0][0])
+    assert first == ["long", "short"], "also one that runs already"
+
+
+def test_by_deadline_nobody_passes_who_came_much_later() -> None:
+    scheduler = make(cost=CostCoefficients(0.0, 100.0, 0.0, 0.0), scheduling_policy="deadline")
+    scheduler.add(request("long", 60))
+    finish(scheduler, plan_of(scheduler))
+    scheduler.add(request("short", 4, MOST_S + 1.0))
+    assert chunks(plan_of(scheduler))[0][0] == "long"

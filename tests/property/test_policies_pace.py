@@ -1,0 +1,69 @@
+"""The pace over all that can be, and the order of deadlines."""
+
+from dataclasses import replace
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kunserve.core.cost import CostCoefficients
+from kunserve.policy.pace import AMPLE_SHARE, PaceView, choose_pace
+from kunserve.policy.queue_order import MOST_S, DeadlineOrder
+
+COSTS = st.sampled_from(
+    [
+        CostCoefficients(6e-9, 1e-4, 0.016, 0.016, 1.4e-7, 5.7e-5),
+        CostCoefficients(3e-7, 5e-4, 0.02, 0.0067, 1e-6, 1.6e-4),
+        CostCoefficients(0.0, 1.0, 0.0, 0.0),
+    ]
+)
+VIEWS = st.builds(
+    PaceView,
+    max_num_batched_tokens=st.integers(1, 9000),
+    num_queued_tokens=st.integers(0, 100_000),
+    prefix=st.integers(0, 30_000),
+    num_decodes=st.integers(0, 1000),
+    num_context_tokens=st.integers(0, 10**6),
+    num_stages=st.integers(1, 8),
+    is_memory_short=st.booleans(),
+    num_blocks=st.integers(0, 1000),
+    capacity_blocks=st.integers(1, 1000),
+)
+SLOS = st.floats(1e-3, 100.0)
+
+
+@given(VIEWS, COSTS, SLOS)
+@settings(max_examples=300, deadline=None)
+def test_the_users_limit_holds_and_something_runs(
+    view: PaceView, cost: CostCoefficients, slo_s: float
+) -> None:
+    size, rounds = choose_pace(view, slo_s, cost)
+    assert 1 <= size <= view.max_num_batched_tokens and rounds >= 1
+    if view.is_memory_short or view.num_blocks > AMPLE_SHARE * view.capacity_blocks:
+        assert rounds == 1, "slow decodes would hold memory that others wait for"
+
+
+@given(VIEWS, COSTS, SLOS, st.integers(0, 50_000))
+@settings(max_examples=200, deadline=None)
+def test_a_longer_queue_makes_no_step_smaller(
+    view: PaceView, cost: CostCoefficients, slo_s: float, more: int
+) -> None:
+    longer = replace(view, num_queued_tokens=view.num_queued_tokens + more)
+    before, after = choose_pace(view, slo_s, cost), choose_pace(longer, slo_s, cost)
+    assert after.max_num_tokens >= before.max_num_tokens
+    assert after.decode_rounds >= before.decode_rounds
+
+
+@given(
+    st.lists(st.tuples(st.floats(0, 1e4), st.integers(1, 200_000)), min_size=2, max_size=20),
+    COSTS,
+)
+@settings(max_examples=200, deadline=None)
+def test_nobody_is_passed_by_who_comes_much_later(
+    requests: list[tuple[float, int]], cost: CostCoefficients
+) -> None:
+    order = DeadlineOrder(cost)
+    for arrival_s, num_tokens in requests:
+        for other_s, other_tokens in requests:
+            if order.due_s(other_s, other_tokens) < order.due_s(arrival_s, num_tokens):
+                assert other_s < arrival_s + MOST_S
+                assert other_s < arrival_s or other_tokens < num_tokens, "only short ones pass"
