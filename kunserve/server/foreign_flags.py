@@ -39,7 +39,6 @@ FLAGS = {
     "--tool-call-parser": _NOT_THERE,
     "--reasoning-parser": _NOT_THERE,
     "--guided-decoding-backend": _NOT_THERE,
-    "--scheduling-policy": "requests run in the order of their arrival",
     "--disable-log-requests": "requests are not logged by default, so leave the flag out",
     "--disable-log-stats": "statistics are logged only while there is work, so leave the flag out",
 }
