@@ -12,12 +12,11 @@ processor times and ratios of turns: absolute times mean little.
 
 import argparse
 import asyncio
-import os
+import contextlib
 import statistics
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -105,29 +104,17 @@ async def measure(url: str, options: argparse.Namespace) -> list[Phase]:
     return phases
 
 
-@contextmanager
-def serving_from(checkout: Path | None) -> Iterator[None]:
-    """Within, servers run the code of that checkout."""
-    before = os.environ.get("PYTHONPATH")
-    if checkout is not None:
-        os.environ["PYTHONPATH"] = str(checkout.resolve())
-    try:
-        yield
-    finally:
-        if before is None:
-            os.environ.pop("PYTHONPATH", None)
-        else:
-            os.environ["PYTHONPATH"] = before
+def run(options: argparse.Namespace, checkout: Path) -> dict[str, float]:
+    """One server's figures: milliseconds, and shares of time.
 
-
-def run(options: argparse.Namespace, checkout: Path | None) -> dict[str, float]:
-    """One server's figures: milliseconds, and shares of time."""
+    A server runs the code of the folder that it is started in.
+    """
     flags = [MODEL, "--num-instances", "2", "--instance-memory", MEMORY, "--enable-admin"]
     flags += ["--overload-policy", "recompute", *options.serve_flags]
     with tempfile.TemporaryDirectory(prefix="pipeline-cost-") as folder:
         trace = Path(folder) / "trace.json"
         with (
-            serving_from(checkout),
+            contextlib.chdir(checkout),
             running_server([*flags, "--trace-out", str(trace)]) as server,
         ):
             phases = asyncio.run(measure(server.url, options))
@@ -196,6 +183,7 @@ def pair_parts(spans: list[Span], phase: Phase) -> dict[str, float]:
         **{f"pair: {name}": value for name, value in means_ms.items()},
         "pair: bubbles, %": 100.0 * statistics.mean(idle),
         "pair: processor of stage 1 / of stage 0": cpu_s[-1] / cpu_s[0],
+        "pair: processor of the busier stage": 1e3 * len(instances) * max(cpu_s) / len(steps),
     }
 
 
@@ -211,6 +199,9 @@ def describe(report: Report, name: str, found: dict[str, float], round_number: i
         unit = "%" if "%" in part else "" if " / " in part else "ms"
         report.add(part, value, unit, **case)
     report.add("pair's TPOT / single's", found["pair: TPOT"] / found["single: TPOT"], "", **case)
+    busier_ms = found["pair: processor of the busier stage"]
+    single_ms = found["single: step, processor"]
+    report.add("busier stage / single, processor", busier_ms / single_ms, "", **case)
 
 
 def main() -> None:
@@ -226,7 +217,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     options, serve_flags = parser.parse_known_args()
     options.serve_flags = serve_flags
-    checkouts = {"this": None} if options.other is None else {"other": options.other, "this": None}
+    here = Path(__file__).parents[1]
+    checkouts = {"this": here} if options.other is None else {"other": options.other, "this": here}
     ratios: list[float] = []
     with Report("pipeline_cost", model=MODEL, streams=options.streams) as report:
         for number in range(options.rounds):

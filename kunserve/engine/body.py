@@ -42,7 +42,7 @@ from kunserve.engine.weights.readers import open_reader
 from kunserve.model.config import read_eos_ids, read_spec
 from kunserve.model.source import ModelSource, resolve_model
 from kunserve.transport.host_store import HostStore
-from kunserve.transport.movable_memory import UnitRuns
+from kunserve.transport.movable_memory import Extents, UnitRuns
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,6 +289,19 @@ class EngineBody:
     def write_units(self, unit_runs: UnitRuns, data: npt.NDArray[np.uint8]) -> None:
         """The reverse."""
         self.memory.write_units(unit_runs, data)
+
+    @property
+    def shared_fd(self) -> int | None:
+        """The file of the memory, if it is one that peers can read."""
+        return self.memory.shared_fd
+
+    def locate_units(self, unit_runs: UnitRuns) -> Extents:
+        """Where KV units lie in the file, for a mover."""
+        return self.memory.locate_units(unit_runs)
+
+    def locate_layer(self, layer: int, offset: int, num_bytes: int) -> Extents:
+        """Where bytes of a held layer's weights lie in the file, for a mover."""
+        return self.memory.locate_layer(layer, offset, num_bytes)
 
     def read_layer(self, layer: int, offset: int, into: npt.NDArray[np.uint8]) -> None:
         """Copy bytes of a held layer's weights, for a mover."""

@@ -16,9 +16,9 @@ from kunserve.core.layout import LayerRange
 from kunserve.core.model_spec import ModelSpec
 from kunserve.core.snapshots import InstanceSpec
 from kunserve.engine.arena import Arena, VirtualRange
-from kunserve.engine.pages import HostPages, OpenPages
+from kunserve.engine.pages import HostPages, OpenPages, Spans
 from kunserve.engine.weights.layout import WeightLayout
-from kunserve.transport.movable_memory import UnitRuns
+from kunserve.transport.movable_memory import Extents, UnitRuns
 
 logger = logging.getLogger(__name__)
 
@@ -263,6 +263,38 @@ class InstanceMemory:
     def write_layer(self, layer: int, offset: int, data: npt.NDArray[np.uint8]) -> None:
         """The reverse."""
         self.arena.pages.write([self._layer_span(layer, offset, data.nbytes)], data)
+
+    @property
+    def shared_fd(self) -> int | None:
+        """The file of all granules; None where memory is no file."""
+        pages = self.arena.pages
+        return pages.fd if isinstance(pages, HostPages) else None
+
+    def locate_units(self, unit_runs: UnitRuns) -> Extents:
+        """Where backed units lie in the file, run after run."""
+        return self._locate(self.kv, [self._unit_span(*run) for run in unit_runs])
+
+    def locate_layer(self, layer: int, offset: int, num_bytes: int) -> Extents:
+        """Where bytes of a held layer's packed weights lie in the file."""
+        return self._locate(self.weights, [self._layer_span(layer, offset, num_bytes)])
+
+    def _locate(self, where: VirtualRange, spans: Spans) -> Extents:
+        """Stretches of the file behind stretches of addresses; neighbours are joined."""
+        size = self.arena.granule_bytes
+        found: list[tuple[int, int]] = []
+        for address, num_bytes in spans:
+            position, end = address - where.base_address, address - where.base_address + num_bytes
+            while position < end:
+                slot, within = divmod(position, size)
+                length = min(size - within, end - position)
+                offset = int(where.granules[slot]) * size + within
+                assert offset >= 0, (where.name, slot)
+                if found and sum(found[-1]) == offset:
+                    found[-1] = (found[-1][0], found[-1][1] + length)
+                else:
+                    found.append((offset, length))
+                position += length
+        return found
 
     def put_weights(self, offset: int, data: npt.NDArray[np.uint8]) -> None:
         """Copy bytes to mapped memory of the weights range."""

@@ -108,6 +108,11 @@ class HostPages:
     is_host = True
     moves = True
 
+    @property
+    def fd(self) -> int:
+        """The file: granule after granule."""
+        return self._fd
+
     def __init__(self, num_bytes: int, granule_bytes: int, beside_bytes: int = 0) -> None:
         """``beside_bytes`` is what the process will need beside these pages."""
         if granule_bytes <= 0 or granule_bytes % mmap.PAGESIZE:

@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 
+import msgspec
 import numpy as np
 import zmq
 
@@ -19,10 +20,11 @@ from kunserve.core.transfer import KvPull, LayerPull
 from kunserve.transport import bulk_wire, identity
 from kunserve.transport.bulk_sink import Ask, BulkSink, Pulled
 from kunserve.transport.bulk_source import BulkSource
-from kunserve.transport.bulk_wire import Answer, Bytes, Chunk, Int32Array
+from kunserve.transport.bulk_wire import Answer, Bytes, Chunk, Int32Array, Located
 from kunserve.transport.identity import Identity
 from kunserve.transport.movable_memory import MovableMemory
 from kunserve.transport.pacing import BulkPacing, TokenBucket
+from kunserve.transport.shared_files import Count, PeerFiles
 from kunserve.transport.sockets import (
     PollTarget,
     Rejections,
@@ -65,7 +67,8 @@ class BulkMover:
         self._me = Identity(_BULK, instance_id, identity.new_incarnation())
         self.rejections = Rejections("bulk")
         self._lock = threading.RLock()
-        self._source = BulkSource(memory)
+        self._count = Count()
+        self._source = BulkSource(memory, self._count)
         self._sink = BulkSink(memory, self._pacing)
         self._addresses: dict[InstanceId, str] = {}
         self._activations_pending: Callable[[], bool] = _never
@@ -81,6 +84,7 @@ class BulkMover:
         self._backlog: deque[tuple[bytes, Chunk]] = deque()
         self._egress = TokenBucket(self._pacing.link_gbps)
         self._yielding_since_s: float | None = None
+        self._peer_files = PeerFiles()
         self.num_bytes_given = 0
         """Bulk bytes that peers have been given so far."""
         self._poller = zmq.Poller()
@@ -133,7 +137,7 @@ class BulkMover:
         Narrow it before layers are unmapped; widen it once they are filled.
         """
         with self._lock:
-            self._source.offered = layers
+            self._source.offer(layers)
 
     # Taking
 
@@ -187,6 +191,7 @@ class BulkMover:
         self._is_closing = True
         self._to_thread.set()
         self._thread.join()
+        self._count.close()
         self._to_thread.close()
         self._to_loop.close()
 
@@ -212,12 +217,14 @@ class BulkMover:
                 link.close()
             self._inbox.close()
             self._context.term()
+            self._peer_files.close()
 
     def _rewire(self) -> None:
         with self._lock:
             wanted = dict(self._addresses)
         for peer in [p for p, (a, _) in self._links.items() if wanted.get(p) != a]:
             _, link = self._links.pop(peer)
+            self._peer_files.lose(peer)
             self._poller.unregister(link)
             link.close()
         for peer, address in wanted.items():
@@ -235,12 +242,21 @@ class BulkMover:
                 self._backlog.append((route.bytes, bulk_wire.decode_chunk(frames[0].buffer)))
 
     def _hear_replies(self) -> None:
-        for _, link in self._links.values():
+        for src, (_, link) in self._links.items():
             for head, *rest in _arrivals(link):
                 reply = bulk_wire.decode_reply(head.buffer)
-                data = np.frombuffer(rest[0].buffer, dtype=np.uint8) if rest else None
+                answer, data = reply.answer, None
+                if reply.located is not None:
+                    # Without the lock, because this is the slow part.
+                    answer, data = Answer.DATA, self._peer_files.read(src, reply.located)
+                elif rest:
+                    data = np.frombuffer(rest[0].buffer, dtype=np.uint8)
+                    self._peer_files.got_bytes(src)
                 with self._lock:
-                    self._sink.on_reply(reply.ticket, reply.answer, data, time.monotonic())
+                    if reply.located is not None and data is None:
+                        self._sink.ask_again(reply.ticket)
+                    else:
+                        self._sink.on_reply(reply.ticket, answer, data, time.monotonic())
                     self._tell_loop()
 
     def _give(self) -> None:
@@ -251,7 +267,14 @@ class BulkMover:
                 answer, data = self._source.serve(chunk)
             self._answer(route, chunk, answer, data)
 
-    def _answer(self, route: bytes, chunk: Chunk, answer: Answer, data: Bytes | None) -> None:
+    def _answer(
+        self, route: bytes, chunk: Chunk, answer: Answer, data: Bytes | Located | None
+    ) -> None:
+        if isinstance(data, Located):
+            self.num_bytes_given += sum(num_bytes for _, num_bytes in data.extents)
+            located = bulk_wire.encode(bulk_wire.Reply(chunk.ticket, answer, data))
+            self._inbox.send_multipart((route, located), zmq.NOBLOCK)
+            return
         head = bulk_wire.encode(bulk_wire.Reply(chunk.ticket, answer))
         if data is None:
             self._inbox.send_multipart((route, head), zmq.NOBLOCK)
@@ -282,6 +305,9 @@ class BulkMover:
                 # Perhaps connected since this turn began; waiting a turn would cost its place.
                 self._rewire()
             if src in self._links:
+                # A limit of the link's rate is for bytes that are sent.
+                if self._pacing.link_gbps is None and self._peer_files.may_read(src):
+                    chunk = msgspec.structs.replace(chunk, may_read=True)
                 self._links[src][1].send(bulk_wire.encode(chunk), zmq.NOBLOCK)
                 continue
             with self._lock:

@@ -220,6 +220,12 @@ class BulkSink:
                 elif now_s - pull.unknown_since_s > self._pacing.unknown_grace_s:
                     self._end(pull, "the source never heard of it", now_s)
 
+    def ask_again(self, ticket: int) -> None:
+        """What the source answered was of no use: its chunk is to be asked for once more."""
+        entry = self._in_flight.pop(ticket, None)
+        if entry is not None:
+            entry.pull.again.append((entry.first, entry.first + entry.num))
+
     def expire(self, now_s: float) -> None:
         """End every pull from a source that has gone silent."""
         limit_s = self._pacing.chunk_timeout_s

@@ -6,8 +6,18 @@ import numpy as np
 
 from kunserve.core.ids import RequestId
 from kunserve.core.layout import LayerRange
-from kunserve.transport.bulk_wire import Answer, Bytes, Chunk, Int32Array, KvChunk, unit_runs
+from kunserve.transport.bulk_wire import (
+    Answer,
+    Bytes,
+    Chunk,
+    Int32Array,
+    KvChunk,
+    Located,
+    SharedFile,
+    unit_runs,
+)
 from kunserve.transport.movable_memory import MovableMemory
+from kunserve.transport.shared_files import Count
 
 MAX_WITHDRAWN = 8192
 """Withdrawn requests that are remembered."""
@@ -18,16 +28,29 @@ _NO_TRANSITION = -1
 class BulkSource:
     """Exported requests and offered layers."""
 
-    def __init__(self, memory: MovableMemory) -> None:
+    def __init__(self, memory: MovableMemory, count: Count | None = None) -> None:
+        """``count`` tells takers when a place is void; without it they get bytes only."""
         self._memory = memory
+        self._count = count
         self._exports: dict[RequestId, Int32Array] = {}
         self._withdrawn: OrderedDict[RequestId, int] = OrderedDict()
         self._latest_transition = _NO_TRANSITION
-        self.offered: LayerRange | None = None
+        self._offered: LayerRange | None = None
+
+    @property
+    def offered(self) -> LayerRange | None:
         """Layers that peers may read; all that have memory and content."""
+        return self._offered
+
+    def offer(self, layers: LayerRange | None) -> None:
+        """Let peers read these layers from now on."""
+        self._offered = layers
+        self._void_places()
 
     def export(self, request_id: RequestId, entries: Int32Array) -> None:
         """Serve the request's blocks from now on."""
+        if request_id in self._exports:
+            self._void_places()
         self._exports[request_id] = np.array(entries, dtype=np.int32)
         self._withdrawn.pop(request_id, None)
 
@@ -35,6 +58,7 @@ class BulkSource:
         """Refuse the request from now on, in every transition seen so far."""
         if self._exports.pop(request_id, None) is None:
             return
+        self._void_places()
         self._withdrawn[request_id] = self._latest_transition
         if len(self._withdrawn) > MAX_WITHDRAWN:
             self._withdrawn.popitem(last=False)
@@ -52,8 +76,8 @@ class BulkSource:
         """
         self._latest_transition = max(self._latest_transition, transition_id)
 
-    def serve(self, chunk: Chunk) -> tuple[Answer, Bytes | None]:
-        """The chunk's bytes, copied, or why there are none."""
+    def serve(self, chunk: Chunk) -> tuple[Answer, Bytes | Located | None]:
+        """The chunk's bytes, copied; or where they lie; or why there are none."""
         if isinstance(chunk, KvChunk):
             return self._serve_kv(chunk)
         if self.offered is None or not self.offered.first <= chunk.layer < self.offered.end:
@@ -61,11 +85,26 @@ class BulkSource:
         left = self._memory.layer_bytes - chunk.offset
         if not (chunk.offset >= 0 and 0 < chunk.num_bytes <= left):
             return Answer.REFUSED, None
+        if chunk.may_read and (file := self._file()) is not None:
+            where = self._memory.locate_layer(chunk.layer, chunk.offset, chunk.num_bytes)
+            return Answer.LOCATED, Located(*file, tuple(where))
         data = np.empty(chunk.num_bytes, dtype=np.uint8)
         self._memory.read_layer(chunk.layer, chunk.offset, data)
         return Answer.DATA, data
 
-    def _serve_kv(self, chunk: KvChunk) -> tuple[Answer, Bytes | None]:
+    def _void_places(self) -> None:
+        """What takers were told may hold something else from now on."""
+        if self._count is not None:
+            self._count.add()
+
+    def _file(self) -> tuple[SharedFile, SharedFile, int] | None:
+        """The memory's file and the count; None where there is none to read."""
+        fd = self._memory.shared_fd
+        if fd is None or self._count is None:
+            return None
+        return SharedFile.of(fd), self._count.file, self._count.value
+
+    def _serve_kv(self, chunk: KvChunk) -> tuple[Answer, Bytes | Located | None]:
         self.saw_transition(chunk.transition_id)
         request_id = RequestId(chunk.request_id)
         entries = self._exports.get(request_id)
@@ -82,7 +121,9 @@ class BulkSource:
             and 0 < chunk.num_units <= num_units - chunk.first_unit
         ):
             return Answer.REFUSED, None
-        runs = unit_runs(entries[first:end], layers, chunk.first_unit, chunk.num_units)
+        runs = list(unit_runs(entries[first:end], layers, chunk.first_unit, chunk.num_units))
+        if chunk.may_read and (file := self._file()) is not None:
+            return Answer.LOCATED, Located(*file, tuple(self._memory.locate_units(runs)))
         data = np.empty(chunk.num_units * self._memory.unit_bytes, dtype=np.uint8)
-        self._memory.read_units(list(runs), data)
+        self._memory.read_units(runs, data)
         return Answer.DATA, data

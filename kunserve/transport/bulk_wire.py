@@ -1,6 +1,7 @@
 """What bulk movers say to each other: chunk requests one way, their bytes the other."""
 
 import enum
+import os
 from collections.abc import Iterator
 from typing import TypeAlias
 
@@ -25,6 +26,8 @@ class KvChunk(msgspec.Struct, frozen=True, array_like=True, tag=0):
     blocks: tuple[int, int]
     first_unit: int
     num_units: int
+    may_read: bool = False
+    """Whether the taker would rather read the bytes in the source's memory file."""
 
 
 class LayerChunk(msgspec.Struct, frozen=True, array_like=True, tag=1):
@@ -34,6 +37,7 @@ class LayerChunk(msgspec.Struct, frozen=True, array_like=True, tag=1):
     layer: int
     offset: int
     num_bytes: int
+    may_read: bool = False
 
 
 Chunk: TypeAlias = KvChunk | LayerChunk
@@ -48,6 +52,46 @@ class Answer(enum.IntEnum):
     """Never heard of it: the source may not have come to this transition yet. Ask again."""
     REFUSED = 2
     """Withdrawn, or not held: it will not come."""
+    LOCATED = 3
+    """The bytes lie there in the source's memory file."""
+
+
+class SharedFile(msgspec.Struct, frozen=True, array_like=True):
+    """A memory file, for processes of the same host and user."""
+
+    pid: int
+    fd: int
+    device: int
+    inode: int
+    """With the device: a number that another file has is another file."""
+
+    @classmethod
+    def of(cls, fd: int) -> "SharedFile":
+        """One of this process."""
+        status = os.fstat(fd)
+        return cls(os.getpid(), fd, status.st_dev, status.st_ino)
+
+    def open(self) -> int | None:
+        """A descriptor to read it; None where it cannot be reached, or is another file."""
+        try:
+            fd = os.open(f"/proc/{self.pid}/fd/{self.fd}", os.O_RDONLY | os.O_NONBLOCK)
+        except OSError:
+            return None
+        status = os.fstat(fd)
+        if (status.st_dev, status.st_ino) != (self.device, self.inode):
+            os.close(fd)
+            return None
+        return fd
+
+
+class Located(msgspec.Struct, frozen=True, array_like=True):
+    """Where bytes lie, and the count for which this is true."""
+
+    memory: SharedFile
+    count_file: SharedFile
+    count: int
+    extents: tuple[tuple[int, int], ...]
+    """(offset, bytes), one after the other."""
 
 
 class Reply(msgspec.Struct, frozen=True, array_like=True):
@@ -55,6 +99,7 @@ class Reply(msgspec.Struct, frozen=True, array_like=True):
 
     ticket: int
     answer: Answer
+    located: Located | None = None
 
 
 _ENCODER = msgspec.msgpack.Encoder()

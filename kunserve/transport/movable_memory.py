@@ -7,6 +7,8 @@ import numpy as np
 import numpy.typing as npt
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
+Extents: TypeAlias = Sequence[tuple[int, int]]
+"""(offset, bytes) of stretches of a file."""
 UnitRuns: TypeAlias = Sequence[tuple[int, int]]
 """(first unit, number of units) of stretches of consecutive units."""
 
@@ -36,6 +38,21 @@ class MovableMemory(UnitMemory, Protocol):
         """Of one layer's packed weights; every layer has as many."""
         ...
 
+    @property
+    def shared_fd(self) -> int | None:
+        """The file in which it all lies, so that peers on this host may read there; None if it
+        is no file. Neither ``locate`` is called then.
+        """
+        ...
+
+    def locate_units(self, unit_runs: UnitRuns) -> Extents:
+        """Where ``read_units`` would read."""
+        ...
+
+    def locate_layer(self, layer: int, offset: int, num_bytes: int) -> Extents:
+        """Where ``read_layer`` would read."""
+        ...
+
     def read_layer(self, layer: int, offset: int, into: Bytes) -> None:
         """Copy bytes of a mapped layer's weights."""
         ...
@@ -58,6 +75,19 @@ class ViewedMemory:
 
     @property
     def layer_bytes(self) -> int:
+        """See ``MovableMemory``."""
+        raise NotImplementedError
+
+    @property
+    def shared_fd(self) -> int | None:
+        """Views of arrays are no file."""
+        return None
+
+    def locate_units(self, unit_runs: UnitRuns) -> Extents:
+        """See ``MovableMemory``."""
+        raise NotImplementedError
+
+    def locate_layer(self, layer: int, offset: int, num_bytes: int) -> Extents:
         """See ``MovableMemory``."""
         raise NotImplementedError
 

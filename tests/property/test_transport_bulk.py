@@ -29,7 +29,7 @@ class Exchange(RuleBasedStateMachine):
         self.sources = [Memory(400, seed=s + 1) for s in SOURCES]
         self.givers = [BulkSource(memory) for memory in self.sources]
         for giver in self.givers:
-            giver.offered = LayerRange(0, NUM_LAYERS)
+            giver.offer(LayerRange(0, NUM_LAYERS))
         self.memory = Memory(SLOTS * NUM_LAYERS)
         pacing = BulkPacing(chunk_bytes=3 * UNIT_BYTES, max_in_flight=3, unknown_grace_s=1e9)
         self.sink = BulkSink(self.memory, pacing)

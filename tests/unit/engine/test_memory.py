@@ -1,6 +1,7 @@
 import ctypes
 import dataclasses
 import errno
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -252,3 +253,28 @@ def test_layers_are_packed_without_overlap() -> None:
             end = slot.offset + int(np.prod(slot.shape)) * 2
         assert end <= section.num_bytes
     assert layout.ends.num_bytes <= layout.layers_offset
+
+
+def test_peers_find_units_and_layers_in_the_file_whatever_was_remapped() -> None:
+    memory = InstanceMemory(InstanceId(0), SMALL, SMALL_INSTANCE)
+    rng = np.random.default_rng(5)
+    for change in (
+        lambda: memory.drop(LayerRange(4, 11)),
+        lambda: memory.reclaim(LayerRange(0, SMALL.num_layers)),
+        lambda: memory.drop(LayerRange(20, 30)),
+    ):
+        change()
+        runs = [(0, 3), (memory.backed_units - 7, 7), (memory.backed_units // 2, 5)]
+        for run in runs:
+            memory.unit_view(*run)[:] = rng.integers(0, 256, run[1] * memory.unit_bytes, np.uint8)
+        layer = memory.held.first
+        memory.layer_view(layer)[:] = rng.integers(0, 256, memory.layer_bytes, np.uint8)
+        assert memory.shared_fd is not None
+        for extents, want in (
+            (memory.locate_units(runs), np.concatenate([memory.unit_view(*run) for run in runs])),
+            (memory.locate_layer(layer, 0, memory.layer_bytes), memory.layer_view(layer)),
+            (memory.locate_layer(layer, 100, 500), memory.layer_view(layer)[100:600]),
+        ):
+            parts = [os.pread(memory.shared_fd, num, offset) for offset, num in extents]
+            assert b"".join(parts) == want.tobytes()
+    memory.close()

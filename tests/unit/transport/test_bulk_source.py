@@ -105,7 +105,7 @@ def test_layers_only_when_offered() -> None:
     made, memory = source()
     chunk = LayerChunk(1, 3, 100, 50)
     assert made.serve(chunk) == (Answer.REFUSED, None)
-    made.offered = LayerRange(3, 5)
+    made.offer(LayerRange(3, 5))
     answer, data = made.serve(chunk)
     assert answer is Answer.DATA and data is not None
     np.testing.assert_array_equal(data, memory.layer_view(3)[100:150])
