@@ -13,6 +13,7 @@ processor times and ratios of turns: absolute times mean little.
 import argparse
 import asyncio
 import contextlib
+import os
 import statistics
 import tempfile
 import time
@@ -20,6 +21,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import msgspec
 
@@ -107,7 +109,7 @@ async def measure(url: str, options: argparse.Namespace) -> list[Phase]:
 def run(options: argparse.Namespace, checkout: Path) -> dict[str, float]:
     """One server's figures: milliseconds, and shares of time.
 
-    A server runs the code of the folder that it is started in.
+    A server runs the code of ``checkout``, with the packages of this Python.
     """
     flags = [MODEL, "--num-instances", "2", "--instance-memory", MEMORY, "--enable-admin"]
     flags += ["--overload-policy", "recompute", *options.serve_flags]
@@ -115,6 +117,7 @@ def run(options: argparse.Namespace, checkout: Path) -> dict[str, float]:
         trace = Path(folder) / "trace.json"
         with (
             contextlib.chdir(checkout),
+            patch.dict(os.environ, {"PYTHONPATH": str(checkout)}),
             running_server([*flags, "--trace-out", str(trace)]) as server,
         ):
             phases = asyncio.run(measure(server.url, options))
@@ -218,7 +221,11 @@ def main() -> None:
     options, serve_flags = parser.parse_known_args()
     options.serve_flags = serve_flags
     here = Path(__file__).parents[1]
-    checkouts = {"this": here} if options.other is None else {"other": options.other, "this": here}
+    checkouts = (
+        {"this": here}
+        if options.other is None
+        else {"other": options.other.resolve(), "this": here}
+    )
     ratios: list[float] = []
     with Report("pipeline_cost", model=MODEL, streams=options.streams) as report:
         for number in range(options.rounds):
