@@ -64,7 +64,8 @@ class InstanceConfig:
     """Compute threads of each instance."""
     granule_bytes: int = 256 * 1024
     """Smallest piece of memory that moves between weights and KV."""
-    attention: Literal["fused", "reference"] = "fused"
+    attention: Literal["fused", "reference", "flashinfer"] = "fused"
+    """``flashinfer`` on a GPU only."""
     enforce_eager: bool = False
     """On a GPU: ask for every operation of every step, instead of recording steps as graphs."""
 

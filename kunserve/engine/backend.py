@@ -6,6 +6,7 @@ from typing import Protocol
 import torch
 
 from kunserve.core.config import InstanceConfig
+from kunserve.core.errors import ConfigError
 from kunserve.core.model_spec import ModelSpec
 from kunserve.engine.attention import c_model
 from kunserve.engine.decoder import Decoder, ModelWeights, StepDecoder, StepLimits
@@ -88,6 +89,8 @@ class CpuBackend:
     def settle(self, spec: ModelSpec, config: InstanceConfig, most: StepLimits) -> InstanceConfig:
         """See ``Backend``."""
         # What the kernels refuse, and a lack of kernels, shows before minutes of loading.
+        if config.attention == "flashinfer":
+            raise ConfigError("--attention-backend flashinfer needs --device cuda")
         c_model(spec, 0, config.block_size)
         library()
         return config

@@ -18,6 +18,7 @@ from kunserve.engine.cuda.recorder import TorchRecorder
 from kunserve.engine.decoder import ModelWeights, StepDecoder, StepLimits
 from kunserve.engine.graphs import Recorder
 from kunserve.engine.memory import InstanceMemory, padding_granules
+from kunserve.engine.ops import flashinfer_ops
 from kunserve.engine.ops.reference import ReferenceOps
 from kunserve.engine.ops.table import Ops
 from kunserve.engine.pages import OpenPages
@@ -66,10 +67,15 @@ class CudaBackend:
             torch.cuda.set_device(device)
         self.device = device
         self._recorder = recorder
+        self._attention = "fused"
+        """As settled."""
         self.open_pages: OpenPages = functools.partial(DevicePages, self._driver)
 
     def settle(self, spec: ModelSpec, config: InstanceConfig, most: StepLimits) -> InstanceConfig:
         """See ``Backend``. Granules that the device cannot have are replaced by its own size."""
+        self._attention = config.attention
+        if config.attention == "flashinfer":
+            flashinfer_ops.check_flashinfer(spec)
         step = self._driver.granularity_bytes()
         if config.granule_bytes % step:
             wanted = min(_LARGEST_GRANULE_BYTES, spec.layer_bytes // _GRANULES_PER_LAYER)
@@ -99,6 +105,8 @@ class CudaBackend:
         gate_up = limits.num_tokens * 2 * spec.intermediate_size * spec.dtype_bytes
         logits = limits.num_sampled * spec.vocab_size * spec.dtype_bytes
         drawing = min(limits.num_sampled, ROWS_AT_ONCE) * spec.vocab_size * _DRAW_BYTES
+        if self._attention == "flashinfer":
+            logits += flashinfer_ops.WORKSPACE_BYTES
         row = spec.hidden_size * spec.dtype_bytes + limits.num_positions // _LEAST_BLOCK_SIZE * 4
         return limits.buffer_bytes(spec) + gate_up + logits + drawing + limits.num_sampled * row
 
@@ -121,19 +129,19 @@ class CudaBackend:
         return TorchDecoder(spec, weights, kv, config.block_size, ops, recorder)
 
     def _open_recorder(self, config: InstanceConfig) -> Recorder | None:
-        """What records steps, if they are to be recorded. Plain torch on a device is not."""
-        if config.enforce_eager:
+        """What records steps, if they are to be recorded: with our own kernels only."""
+        if config.enforce_eager or config.attention != "fused":
             return None
-        if self.device.type == "cuda" and config.attention != "reference":
-            return TorchRecorder(self.device)
-        return self._recorder
+        return TorchRecorder(self.device) if self.device.type == "cuda" else self._recorder
 
     def _open_ops(self, spec: ModelSpec, config: InstanceConfig) -> Ops:
         """Triton's kernels on a device; plain torch where it has none, or if it is asked for."""
-        if self.device.type != "cuda" or config.attention == "reference":
-            return ReferenceOps(spec)
-        # Triton comes with torch for CUDA, and is not there without it.
-        ops: Ops = importlib.import_module("kunserve.engine.ops.triton_ops").TritonOps(spec)
+        ops: Ops = ReferenceOps(spec)
+        if self.device.type == "cuda" and config.attention != "reference":
+            # Triton comes with torch for CUDA, and is not there without it.
+            ops = importlib.import_module("kunserve.engine.ops.triton_ops").TritonOps(spec)
+        if config.attention == "flashinfer":
+            return flashinfer_ops.FlashInferOps(spec, ops, self.device)
         return ops
 
     def sampler(self, eos_ids: Sequence[int], vocab_size: int) -> Sampler:

@@ -68,9 +68,12 @@ INSTANCE_FLAGS = all_of(
         "--num-threads", type=click.IntRange(1, 256), help="Compute threads of each instance."
     ),
     _instance(
+        "--attention-backend",
         "--attention",
-        type=click.Choice(["fused", "reference"]),
-        help="reference is slow and plain, for comparison.",
+        "attention",
+        type=click.Choice(["fused", "reference", "flashinfer"], case_sensitive=False),
+        help="fused: our kernels; reference: slow and plain, for comparison; flashinfer: with "
+        "--device cuda, where it is installed.",
     ),
     _instance(
         "--enforce-eager",
