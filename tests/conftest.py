@@ -7,18 +7,24 @@ from typing import TypeVar
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.examples import COMMIT, HUNT
+
 T = TypeVar("T")
 
 # No deadline: a busy two-core machine must not turn a slow example into a failure. The same
-# examples every time, so that a commit is judged by what it changed; `make hunt` draws new ones.
+# examples every time, so that a commit is judged by what it changed; `make hunt` draws new ones,
+# and five times as many.
 settings.register_profile(
     "kunserve",
+    max_examples=COMMIT,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
     print_blob=True,
     derandomize=True,
 )
-settings.register_profile("hunt", settings.get_profile("kunserve"), derandomize=False)
+settings.register_profile(
+    "hunt", settings.get_profile("kunserve"), max_examples=HUNT, derandomize=False
+)
 settings.load_profile("kunserve")
 
 

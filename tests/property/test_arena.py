@@ -16,6 +16,7 @@ from kunserve.engine.cuda.driver import Driver
 from kunserve.engine.cuda.pages import DevicePages
 from kunserve.engine.memory import InstanceMemory, MemoryPlan
 from kunserve.engine.pages import Granules, HostPages, OpenPages
+from tests.examples import examples
 from tests.fakecuda.library import FakeCuda, build
 from tests.specs import model_spec
 
@@ -282,6 +283,6 @@ class Memories(RuleBasedStateMachine):
 
 
 TestArenas = Arenas.TestCase
-TestArenas.settings = settings(max_examples=40, stateful_step_count=25)
+TestArenas.settings = settings(max_examples=examples(20), stateful_step_count=25)
 TestMemories = Memories.TestCase
-TestMemories.settings = settings(max_examples=40, stateful_step_count=15)
+TestMemories.settings = settings(max_examples=examples(20), stateful_step_count=15)

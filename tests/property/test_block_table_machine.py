@@ -9,6 +9,7 @@ from kunserve.control.instance.block_table import BlockTable
 from kunserve.control.instance.body import UnitCopy
 from kunserve.core.ids import RequestId
 from kunserve.core.layout import LayerRange
+from tests.examples import examples
 
 NAMES = [RequestId(f"r{i}") for i in range(5)]
 Tag = tuple[RequestId, int, int]
@@ -198,4 +199,4 @@ class BlockTableMachine(RuleBasedStateMachine):
 
 
 TestBlockTable = BlockTableMachine.TestCase
-TestBlockTable.settings = settings(max_examples=120, stateful_step_count=30, deadline=None)
+TestBlockTable.settings = settings(max_examples=examples(60), stateful_step_count=30)

@@ -18,6 +18,7 @@ from kunserve.core.layout import LayerRange
 from kunserve.core.load import NOTHING_DONE, LeaderTotals
 from kunserve.core.snapshots import ClusterState
 from kunserve.server.cluster_metrics import ClusterMetrics
+from tests.examples import examples
 from tests.fake_cluster import FakeCluster
 from tests.property.test_transitions import TransitionsMachine
 
@@ -169,7 +170,7 @@ class MetricsMachine(TransitionsMachine):
 
 
 TestMetrics: Any = MetricsMachine.TestCase
-TestMetrics.settings = settings(max_examples=45, stateful_step_count=40, deadline=None)
+TestMetrics.settings = settings(max_examples=examples(20), stateful_step_count=40)
 
 
 def test_what_a_follower_did_before_it_followed_is_counted_at_once() -> None:

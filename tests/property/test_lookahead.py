@@ -10,6 +10,7 @@ from kunserve.core.cost import CostCoefficients
 from kunserve.policy.batch_form import FormationView, PromptWork
 from kunserve.policy.cost import NARROW_TOKENS, batch_cost
 from kunserve.policy.lookahead import Lookahead, cut_microbatch, form_all, form_lookahead
+from tests.examples import examples
 
 MEASURED = CostCoefficients(6e-7, 1.07e-3, 0.0117, 0.0117, 1.5e-6, 3.8e-4)
 STEEP = CostCoefficients(1e-5, 1e-3, 0.05, 0.01, 1e-4, 2e-3)
@@ -39,7 +40,7 @@ def views(draw: st.DrawFn) -> FormationView:
 
 
 @given(views(), costs, st.integers(1, 128))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(60))
 def test_a_formation_holds_every_token_once_in_order(
     view: FormationView, cost: CostCoefficients, min_tokens: int
 ) -> None:
@@ -60,7 +61,7 @@ def test_a_formation_holds_every_token_once_in_order(
 
 
 @given(views(), costs, st.integers(1, 64))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(60))
 def test_a_formation_keeps_the_limits(
     view: FormationView, cost: CostCoefficients, min_tokens: int
 ) -> None:
@@ -79,7 +80,7 @@ def test_a_formation_keeps_the_limits(
 
 
 @given(views(), costs)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(50))
 def test_predicted_costs_are_those_of_the_chunks(
     view: FormationView, cost: CostCoefficients
 ) -> None:
@@ -98,7 +99,7 @@ def test_predicted_costs_are_those_of_the_chunks(
 
 
 @given(views(), costs, st.integers(16, 64))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(50))
 def test_running_a_course_to_its_end_serves_everybody(
     view: FormationView, cost: CostCoefficients, min_tokens: int
 ) -> None:

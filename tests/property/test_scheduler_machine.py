@@ -13,6 +13,7 @@ from kunserve.core.ids import GroupId, RequestId
 from kunserve.core.request import FinishReason, Request, SamplingParams
 from kunserve.core.step import SampledToken, StepPlan, StepResult
 from kunserve.policy.relief import HostLink
+from tests.examples import examples
 
 BLOCK = 4
 EOS = 0
@@ -336,4 +337,4 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 TestScheduler = SchedulerMachine.TestCase
-TestScheduler.settings = settings(max_examples=200, stateful_step_count=50, deadline=None)
+TestScheduler.settings = settings(max_examples=examples(100), stateful_step_count=50)

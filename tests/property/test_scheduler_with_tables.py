@@ -14,6 +14,7 @@ from kunserve.core.layout import LayerRange
 from kunserve.core.request import Request, SamplingParams
 from kunserve.core.step import BlockRun, SampledToken, StepPlan, StepResult
 from kunserve.policy.relief import HostLink
+from tests.examples import examples
 
 BLOCK = 4
 COST = CostCoefficients(attention_s=0.0, token_s=1.0, chunk_s=0.0, shared_s=0.0)
@@ -119,7 +120,7 @@ def serve(
     return group
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(60))
 @given(
     arrivals=st.lists(
         st.tuples(st.integers(1, 20), st.integers(1, 13), st.integers(0, 6)), max_size=14

@@ -21,6 +21,7 @@ from kunserve.sim.cluster import SimCluster, WorldConfig
 from kunserve.sim.events import EventHeap
 from kunserve.sim.network import Network
 from kunserve.workload.workload import Lengths, Workload
+from tests.examples import examples
 from tests.unit.sim.worlds import run, scenario, small_profile
 
 SYSTEMS = ["recompute", "swap", "migrate", "autoscale", "drop", "drop-no-priority", "drop-basic"]
@@ -221,19 +222,19 @@ def scenarios(draw: st.DrawFn, *, dies: bool) -> Scenario:
     )
 
 
-@settings(max_examples=10, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(5), suppress_health_check=list(HealthCheck))
 @given(scenarios(dies=False), st.sampled_from(SYSTEMS))
 def test_nothing_is_lost_and_links_keep_their_accounts(world: Scenario, system: str) -> None:
     live(system, world)
 
 
-@settings(max_examples=8, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(4), suppress_health_check=list(HealthCheck))
 @given(scenarios(dies=True), st.sampled_from(SYSTEMS))
 def test_not_even_when_an_instance_dies(world: Scenario, system: str) -> None:
     live(system, world)
 
 
-@settings(max_examples=5, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(4), suppress_health_check=list(HealthCheck))
 @given(scenarios(dies=True), st.sampled_from(SYSTEMS))
 def test_equal_scenarios_have_equal_lives(world: Scenario, system: str) -> None:
     first, second = run(system, world), run(system, world)

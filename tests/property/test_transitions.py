@@ -18,6 +18,7 @@ from kunserve.core.config import SwapConfig
 from kunserve.core.ids import GroupId, InstanceId
 from kunserve.core.layout import GroupLayout, LayerRange, Stage
 from kunserve.core.request import SamplingParams
+from tests.examples import examples
 from tests.fake_cluster import FakeCluster
 
 MAX_REQUESTS = 40
@@ -224,4 +225,4 @@ class TransitionsMachine(RuleBasedStateMachine):
 
 
 TestTransitions = TransitionsMachine.TestCase
-TestTransitions.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
+TestTransitions.settings = settings(max_examples=examples(80), stateful_step_count=40)

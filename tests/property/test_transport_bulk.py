@@ -14,6 +14,7 @@ from kunserve.transport.bulk_sink import BulkSink
 from kunserve.transport.bulk_source import BulkSource
 from kunserve.transport.bulk_wire import Chunk
 from kunserve.transport.pacing import BulkPacing
+from tests.examples import examples
 from tests.unit.transport.bulk_world import NUM_LAYERS, UNIT_BYTES, Memory, entries, piece
 
 SOURCES = (0, 1)
@@ -141,4 +142,4 @@ class Exchange(RuleBasedStateMachine):
 
 
 TestExchange = Exchange.TestCase
-TestExchange.settings = settings(max_examples=40, stateful_step_count=40)
+TestExchange.settings = settings(max_examples=examples(20), stateful_step_count=40)

@@ -215,16 +215,18 @@ class BlockTable:
 
     def check(self) -> None:
         """Assert that every unit is held once or free once, and lies below ``num_units``."""
-        owners = np.zeros(self.num_units, dtype=np.int32)
-        for run in self._live_runs():
-            start, end = int(run["start"]), int(run["start"] + run["length"])
-            assert start >= 0 and end <= self.num_units, (run, self.num_units)
-            owners[start:end] += 1
-        for start, end in self._free.pieces():
-            assert 0 <= start < end <= self.num_units, (start, end, self.num_units)
-            owners[start:end] += 1
-        wrong = np.flatnonzero(owners != 1)
-        assert wrong.size == 0, f"units owned other than once: {wrong.tolist()}"
+        runs = self._live_runs()
+        free = np.array(self._free.pieces(), dtype=np.int64).reshape(-1, 2)
+        starts = np.concatenate((runs["start"], free[:, 0]))
+        ends = np.concatenate((runs["start"] + runs["length"], free[:, 1]))
+        assert (starts < ends).all(), (starts, ends)
+        order = np.argsort(starts)
+        # Sorted, each piece begins where the one before it ends: no gap, and no unit twice.
+        before = np.concatenate(([0], ends[order]))
+        after = np.concatenate((starts[order], [self.num_units]))
+        wrong = np.flatnonzero(before != after)
+        spans = list(zip(before[wrong].tolist(), after[wrong].tolist(), strict=True))
+        assert not spans, f"units owned other than once, between: {spans}"
         assert self._free.run_length == self.layers.num_layers, self.layers
         assert self.rows.keys() == self.counts.keys()
         rows = sorted([*self.rows.values(), *self._free_rows])

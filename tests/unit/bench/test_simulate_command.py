@@ -18,7 +18,7 @@ from kunserve.bench.runfile import read_run
 from tests.chrome_trace import check_trace
 
 SMALL = [
-    *("--duration", "10", "--request-rate", "3", "--num-instances", "2", "--jobs", "1"),
+    *("--duration", "5", "--request-rate", "3", "--num-instances", "2", "--jobs", "1"),
     *("--lengths", "sharegpt", "--max-total-tokens", "2048"),
 ]
 ROOT = Path(__file__).parent.parent.parent.parent

@@ -12,6 +12,7 @@ from kunserve.core.step import SampledToken, SequenceStart
 from kunserve.core.tokens import TokenIds
 from kunserve.engine import sampler as sampler_module
 from kunserve.engine.sampler import Sampler, uniform
+from tests.examples import examples
 
 VOCAB = 40
 EOS = 2
@@ -87,7 +88,7 @@ def params_of(**options: object) -> st.SearchStrategy[SamplingParams]:
 
 
 @given(st.lists(params_of(), min_size=1, max_size=5), st.integers(0, 2**32 - 1))
-@settings(max_examples=150)
+@settings(max_examples=examples(60))
 def test_tokens_are_those_of_the_definition(many: list[SamplingParams], seed: int) -> None:
     """A mixed batch over several steps, one request with history from an earlier life."""
     generator = np.random.default_rng(seed)
@@ -218,7 +219,7 @@ def hostile_rows(draw_: st.DrawFn, vocab: int) -> np.ndarray:
 
 
 @given(st.data())
-@settings(max_examples=400)
+@settings(max_examples=examples(100))
 def test_no_row_and_no_parameter_fails_more_than_its_request(data: st.DataObject) -> None:
     vocab = data.draw(st.sampled_from([1, 2, VOCAB, 700]), "vocab")
     params = data.draw(st.lists(anything_the_api_allows(max(vocab, 2)), min_size=1, max_size=4))

@@ -11,6 +11,7 @@ from kunserve.control.group.scheduler import Scheduler
 from kunserve.core.step import StepPlan
 from kunserve.sim.cluster import WorldConfig
 from kunserve.workload.workload import Lengths, Workload
+from tests.examples import examples
 from tests.unit.sim.worlds import burst, run, scenario, small_profile
 
 OVERLOAD = burst(60, 0.1)
@@ -103,7 +104,7 @@ def test_a_request_that_can_never_fit_fails_at_once() -> None:
     assert [record.error is None for record in result.run.records] == [False, True]
 
 
-@settings(max_examples=12, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(6), suppress_health_check=list(HealthCheck))
 @given(
     st.lists(
         st.tuples(st.floats(0, 0.5), st.integers(1, 3000), st.integers(1, 150)),

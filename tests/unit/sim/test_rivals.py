@@ -16,6 +16,7 @@ from kunserve.core.request import Request, SamplingParams
 from kunserve.sim.cluster import SimCluster, WorldConfig
 from kunserve.sim.events import EventHeap
 from kunserve.workload.workload import Lengths, Workload
+from tests.examples import examples
 from tests.unit.sim.worlds import burst, run, scenario, small_profile
 
 
@@ -122,7 +123,7 @@ class _Checking:
             self.cluster.check()
 
 
-@settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(4), suppress_health_check=list(HealthCheck))
 @given(
     sizes=st.lists(
         st.tuples(st.floats(0, 0.3), st.integers(1, 3000), st.integers(1, 150)),

@@ -242,3 +242,13 @@ def test_blocks_that_hold_nothing_cost_nothing() -> None:
     table.release(A)
     assert table.used_units == 8
     table.check()
+
+
+@pytest.mark.parametrize("moved_by", [-1, 1, -4, 4, 100, -100])
+def test_a_unit_held_twice_or_by_nobody_is_found(moved_by: int) -> None:
+    memory = full_table(num_layers=4, num_blocks=21)
+    memory.table.release(RequestId("r0"))
+    memory.table.check()
+    memory.table.tables[memory.table.row_of(RequestId("r1")), 2] += moved_by
+    with pytest.raises(AssertionError, match="owned other than once"):
+        memory.table.check()
