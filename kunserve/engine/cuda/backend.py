@@ -108,7 +108,9 @@ class CudaBackend:
         if self._attention == "flashinfer":
             logits += flashinfer_ops.WORKSPACE_BYTES
         row = spec.hidden_size * spec.dtype_bytes + limits.num_positions // _LEAST_BLOCK_SIZE * 4
-        return limits.buffer_bytes(spec) + gate_up + logits + drawing + limits.num_sampled * row
+        return (
+            limits.buffer_bytes(spec) + gate_up + logits + drawing + limits.most_single_tokens * row
+        )
 
     def loader(
         self, reader: Reader, spec: ModelSpec, memory: InstanceMemory, weights: ModelWeights
