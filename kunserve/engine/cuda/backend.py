@@ -31,7 +31,7 @@ from kunserve.engine.weights.readers import Reader
 _LARGEST_GRANULE_BYTES = 64 << 20
 _GRANULES_PER_LAYER = 8
 """Larger granules save calls of the driver, smaller ones save what is left at a range's ends."""
-_LIBRARIES_BYTES = 768 << 20
+_LIBRARIES_BYTES = 1 << 30
 """What the driver, torch, its libraries and recorded steps take of a device. Assumed."""
 _LEAST_BLOCK_SIZE = 16
 """Block tables of recorded steps are assumed to have an entry for so many tokens."""
