@@ -367,6 +367,7 @@ def _most_of_any_step(
         num_tokens=num_tokens,
         num_sampled=min(num_tokens, max(scheduler.max_num_seqs, PANEL_ROWS)),
         num_positions=model.max_model_len or spec.max_position,
+        num_seqs=scheduler.max_num_seqs,
     )
 
 

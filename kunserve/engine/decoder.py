@@ -86,6 +86,14 @@ class StepLimits:
     num_sampled: int
     """Rows of logits."""
     num_positions: int
+    num_seqs: int | None = None
+    """Sequences; None: as many as rows of logits."""
+
+    @property
+    def most_single_tokens(self) -> int:
+        """Sequences in a step that computes one token of each."""
+        num_seqs = self.num_sampled if self.num_seqs is None else self.num_seqs
+        return min(self.num_tokens, num_seqs)
 
     def buffer_bytes(self, spec: ModelSpec) -> int:
         """What such steps need beside weights and KV."""

@@ -70,7 +70,7 @@ class TorchDecoder:
         self._rope.reserve(limits.num_positions)  # exactly so many: what grows later is rounded up
         self._reserve_positions(limits.num_positions)
         self._logits = torch.zeros(limits.num_sampled, self._spec.vocab_size, device=self._device)
-        sizes = sizes_up_to(min(limits.num_tokens, limits.num_sampled))
+        sizes = sizes_up_to(limits.most_single_tokens)
         if self._recorder is not None and sizes:
             self._record(self._recorder, sizes, limits.num_positions, record_within_s)
 

@@ -31,7 +31,7 @@ from kunserve.engine.weights.readers import Reader
 _LARGEST_GRANULE_BYTES = 64 << 20
 _GRANULES_PER_LAYER = 8
 """Larger granules save calls of the driver, smaller ones save what is left at a range's ends."""
-_LIBRARIES_BYTES = 768 << 20
+_LIBRARIES_BYTES = 1 << 30
 """What the driver, torch, its libraries and recorded steps take of a device. Assumed."""
 _LEAST_BLOCK_SIZE = 16
 """Block tables of recorded steps are assumed to have an entry for so many tokens."""
@@ -108,7 +108,9 @@ class CudaBackend:
         if self._attention == "flashinfer":
             logits += flashinfer_ops.WORKSPACE_BYTES
         row = spec.hidden_size * spec.dtype_bytes + limits.num_positions // _LEAST_BLOCK_SIZE * 4
-        return limits.buffer_bytes(spec) + gate_up + logits + drawing + limits.num_sampled * row
+        return (
+            limits.buffer_bytes(spec) + gate_up + logits + drawing + limits.most_single_tokens * row
+        )
 
     def loader(
         self, reader: Reader, spec: ModelSpec, memory: InstanceMemory, weights: ModelWeights

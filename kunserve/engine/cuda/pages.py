@@ -4,10 +4,15 @@ import contextlib
 
 import numpy as np
 
+from kunserve.core.config import MIB
 from kunserve.core.errors import ConfigError, TooLittleMemory
 from kunserve.engine.cuda.driver import Driver
 from kunserve.engine.cuda.staging import Staging
 from kunserve.engine.pages import NOTHING, Bytes, Copies, Granules, Spans
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / MIB:.1f} MiB"
 
 
 class DevicePages:
@@ -27,11 +32,11 @@ class DevicePages:
             )
         self.granule_bytes = granule_bytes
         free_bytes, total_bytes = driver.memory_bytes()
-        has = f"{driver.name} has {free_bytes} of {total_bytes} left"
+        has = f"{driver.name} has {_mib(free_bytes)} of {_mib(total_bytes)} left"
         if num_bytes + beside_bytes > free_bytes:
             raise TooLittleMemory(
-                f"an instance asks for {num_bytes} bytes of memory and {beside_bytes} for its "
-                f"steps, {has}"
+                f"an instance asks for {_mib(num_bytes)} of memory and {_mib(beside_bytes)} for "
+                f"its steps; {has}. Give it less, or end what else uses it (see `nvidia-smi`)"
             )
         self.num_granules = num_bytes // granule_bytes
         self.num_calls = 0
@@ -50,7 +55,7 @@ class DevicePages:
         except OSError as error:
             self.close()
             raise TooLittleMemory(
-                f"cannot give {num_bytes} bytes to an instance: {error.strerror}; {has}"
+                f"cannot give {_mib(num_bytes)} to an instance: {error.strerror}; {has}"
             ) from error
 
     def reserve(self, num_bytes: int) -> int:

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import torch
 
+from kunserve.core.errors import ConfigError
 from kunserve.engine.graphs import Graph
 
 
@@ -29,13 +30,19 @@ class TorchRecorder:
         torch.cuda.synchronize(self._device)
 
     def record(self, work: Callable[[], None]) -> Graph:
-        """See ``Recorder``."""
+        """See ``Recorder``. Raises ConfigError where something cannot be recorded."""
         graph = torch.cuda.CUDAGraph()
-        # Not torch.cuda.graph(), which collects garbage each time: half a minute for a large model.
-        with torch.cuda.stream(self._stream):
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-            try:
-                work()
-            finally:
-                graph.capture_end()
+        try:
+            # Not torch.cuda.graph(), which collects garbage each time: half a minute for a large
+            # model.
+            with torch.cuda.stream(self._stream):
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                try:
+                    work()
+                finally:
+                    graph.capture_end()
+        except RuntimeError as error:
+            raise ConfigError(
+                f"steps cannot be recorded as CUDA graphs: {error}. Start with --enforce-eager"
+            ) from error
         return graph
