@@ -20,8 +20,6 @@ CALM_SHARE = 0.5
 QUEUE_PER_STEP = 2
 """A step may have one token more for so many that queue. First tokens come sooner from small
 steps, so a short queue makes none large."""
-AMPLE_SHARE = 0.9
-"""Of the KV memory: decodes may skip steps while no more is used or asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +39,6 @@ class PaceView:
     num_stages: int
     is_memory_short: bool
     """A request waits for memory."""
-    num_blocks: int
-    """KV blocks that the group's requests have, or wait for."""
-    capacity_blocks: int
 
 
 class Pace(NamedTuple):
@@ -75,9 +70,8 @@ def choose_pace(view: PaceView, tpot_slo_s: float, cost: CostCoefficients) -> Pa
     # In a pipeline lookahead parts the queue, and leaves each stage several microbatches.
     wanted = most if view.num_stages > 1 else decodes + view.num_queued_tokens // QUEUE_PER_STEP
     size = max(calm, min(wanted, within(tpot_slo_s)))
-    is_ample = view.num_blocks <= AMPLE_SHARE * view.capacity_blocks
     prompts = size - decodes
-    if size < most or not is_ample or prompts <= 0:
+    if size < most or prompts <= 0:
         return Pace(size, 1)
     steps_of_queue = view.num_queued_tokens // (prompts * view.num_stages)
     prompts_s = cost.shared_s + own_cost(cost, view.prefix, prompts)

@@ -29,6 +29,7 @@ from kunserve.core.config import (
     OverloadConfig,
     SchedulerConfig,
 )
+from kunserve.core.cost import CostCoefficients
 from kunserve.core.ids import InstanceId, RequestId
 from kunserve.core.messages import Connect, Submit
 from kunserve.core.request import Request, SamplingParams
@@ -65,10 +66,20 @@ class Recorder:
         self.happenings.append((kind, time_s, details))
 
 
-def config(policy: Any) -> KunServeConfig:
+PACED = {
+    "scheduling_policy": "deadline",
+    "tpot_slo_s": 0.05,
+    "cost": CostCoefficients(0.0, 6e-4, 0.012, 0.012),
+}
+"""Decodes skip steps, and short prompts pass long ones."""
+
+
+def config(name: str) -> KunServeConfig:
+    policy: Any = name.removesuffix("-paced")
+    more: dict[str, Any] = PACED if name.endswith("-paced") else {}
     return KunServeConfig(
         instance=InstanceConfig(block_size=4),
-        scheduler=SchedulerConfig(max_num_seqs=16, max_num_batched_tokens=64),
+        scheduler=SchedulerConfig(max_num_seqs=16, max_num_batched_tokens=64, **more),
         overload=OverloadConfig(policy=policy, dwell_s=0.3, restore_hold_s=0.5),
         cluster=ClusterConfig(num_instances=NUM_INSTANCES),
     )
@@ -195,7 +206,7 @@ def masked(command: Any) -> Any:
     return command
 
 
-@pytest.mark.parametrize("policy", ["recompute", "drop"])
+@pytest.mark.parametrize("policy", ["recompute", "drop", "drop-paced"])
 def test_equal_commands(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     happenings = simulated(policy)
     log: list[tuple[float, Any]] = []
@@ -212,5 +223,5 @@ def test_equal_commands(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     follower.cluster.check_empty()
     assert not follower.cluster.unfinished
     kinds = [record.kind for record in follower.cluster.records if record.outcome == "done"]
-    if policy == "drop":
+    if policy != "recompute":
         assert "drop" in kinds and "restore" in kinds

@@ -135,8 +135,8 @@ SYSTEMS = {
         System(
             "drop-tpot",
             _DROP,
-            "drop, and next tokens wait up to a second while prompts queue",
-            tpot_slo_s=1.0,
+            "drop, and a next token may wait 0.8 s while prompts queue",
+            tpot_slo_s=0.8,
         ),
         System(
             "drop-no-priority",

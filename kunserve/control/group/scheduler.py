@@ -354,10 +354,10 @@ class Scheduler:
         self, decodes: list[Sequence], prompts: list[Sequence], num_awaiting: int, context: int
     ) -> Pace:
         """How large the next step is, and how often decodes run."""
-        config, ledger, waiting = self._config, self._ledger, self._waiting
+        config = self._config
         if config.tpot_slo_s is None or config.cost is None or not prompts:
             return Pace(config.max_num_batched_tokens, 1)
-        num_queued = waiting.num_tokens
+        num_queued = self._waiting.num_tokens
         num_queued += sum(seq.num_left for seq in prompts if seq.state is Progress.RUNNING)
         view = PaceView(
             max_num_batched_tokens=config.max_num_batched_tokens,
@@ -367,8 +367,6 @@ class Scheduler:
             num_context_tokens=context + sum(map(_num_computed_of, decodes)),
             num_stages=self._num_stages,
             is_memory_short=self.is_memory_short,
-            num_blocks=ledger.used_blocks + waiting.num_blocks,
-            capacity_blocks=ledger.capacity_blocks,
         )
         return choose_pace(view, config.tpot_slo_s, config.cost)
 

@@ -10,7 +10,7 @@ from kunserve.core.config import (
     InstanceConfig,
     SchedulerConfig,
 )
-from kunserve.server.flags.option import ByteSize, FiniteRange, all_of, flags_of
+from kunserve.server.flags.option import ByteSize, FiniteRange, HintedChoice, all_of, flags_of
 
 _INSTANCE = InstanceConfig()
 _cluster = flags_of("Instances", ClusterConfig())
@@ -101,7 +101,10 @@ INSTANCE_FLAGS = all_of(
     ),
     _batches(
         "--scheduling-policy",
-        type=click.Choice(["fcfs", "deadline"]),
+        type=HintedChoice(
+            ["fcfs", "deadline"],
+            {"priority": "requests have no priorities; deadline lets short prompts pass long ones"},
+        ),
         help="Whose turn it is. fcfs: who came first; deadline: short prompts pass long ones, but "
         "nobody who came 30 seconds earlier.",
     ),

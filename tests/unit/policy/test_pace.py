@@ -25,8 +25,6 @@ def view(**fields: Any) -> PaceView:
         "num_context_tokens": 100_000,
         "num_stages": 1,
         "is_memory_short": False,
-        "num_blocks": 900,
-        "capacity_blocks": 1000,
     }
     return PaceView(**(defaults | fields))
 
@@ -71,11 +69,6 @@ def test_an_objective_that_decodes_alone_exceed_leaves_prompts_a_token() -> None
 def test_decodes_skip_steps_that_may_not_be_larger() -> None:
     rounds = [choose_pace(view(), slo_s, GPU).decode_rounds for slo_s in (0.4, 0.6, 1.1, 9.0)]
     assert rounds == [1, 1, 2, 4], "a full step takes 0.5 s, and the queue has four"
-
-
-def test_nobody_skips_steps_without_room_for_slow_decodes() -> None:
-    assert choose_pace(view(num_blocks=900), 1.1, GPU) == Pace(4096, 2)
-    assert choose_pace(view(num_blocks=901), 1.1, GPU) == Pace(4096, 1)
 
 
 def test_nobody_skips_steps_that_no_prompt_needs() -> None:
