@@ -1,8 +1,10 @@
 """A body without memory or compute: it keeps accounts, and says how long things take."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from kunserve.control.instance.body import (
+    AnyWork,
     HeadWork,
     HostCopy,
     Remap,
@@ -14,7 +16,7 @@ from kunserve.control.instance.body import (
 from kunserve.core.ids import InstanceId, RequestId
 from kunserve.core.layout import LayerRange
 from kunserve.core.snapshots import InstanceSpec
-from kunserve.core.step import SampledToken
+from kunserve.core.step import Chunk, SampledToken
 from kunserve.sim.profile import InstanceProfile
 
 
@@ -45,6 +47,18 @@ class SimBody:
         """What the instance is made of."""
         return self._spec
 
+    def work_s(self, work: AnyWork, busy_share: float) -> float:
+        """How long the body will take for anything. Called once for each."""
+        match work:
+            case StepWork():
+                return self.step_s(work, busy_share)
+            case HeadWork():
+                assert self._spec.head is not None, work
+                share = work.rows.num_rows / self._spec.head.num_rows
+                return share * self._head_s(work.plan.chunks, busy_share)
+            case SampleWork():
+                return 0.0
+
     def step_s(self, work: StepWork, busy_share: float) -> float:
         """How long the step will take, and the copies beside it. Called once for each.
 
@@ -52,11 +66,21 @@ class SimBody:
         """
         profile, swap_s = self._profile, self._swap_s
         self._swap_s = 0.0
-        batch = work.plan.chunks, work.layers.num_layers, work.is_last
+        has_head = work.is_last and not work.shares_head
+        batch = work.plan.chunks, work.layers.num_layers, has_head
         step_s = profile.times.stage_s(*batch)
         if profile.times_alone is not None and busy_share < 1.0:
             step_s = busy_share * step_s + (1.0 - busy_share) * profile.times_alone.stage_s(*batch)
         return max(step_s, swap_s)
+
+    def _head_s(self, chunks: Sequence[Chunk], busy_share: float) -> float:
+        """The whole output head: what it adds to a last stage."""
+        profile = self._profile
+        alone = profile.times_alone or profile.times
+        return sum(
+            share * (times.stage_s(chunks, 1, True) - times.stage_s(chunks, 1, False))
+            for times, share in ((profile.times, busy_share), (alone, 1.0 - busy_share))
+        )
 
     def take_blocked_s(self) -> float:
         """How long memory work since the last call keeps the instance from doing anything."""
@@ -67,21 +91,24 @@ class SimBody:
         """What the step gives, once its time has passed."""
         assert (hidden is None) == work.is_first, work.plan
         assert self.held.covers(work.layers), (self.held, work.layers)
+        model = self._profile.model
         if not work.is_last:
-            model = self._profile.model
             return StepOutcome(work.plan.num_tokens * model.hidden_size * model.dtype_bytes, ())
+        if work.gives_rows:
+            num_rows = sum(chunk[3] for chunk in work.plan.chunks)
+            return StepOutcome(num_rows * model.hidden_size * model.dtype_bytes, ())
         return StepOutcome(
             None,
             tuple([SampledToken(chunk[0], 0, None) for chunk in work.plan.chunks if chunk[3]]),
         )
 
     def head_part(self, work: HeadWork, rows: Any) -> Any:
-        """Not asked for: in the simulation the last stage computes the output head."""
-        raise AssertionError(work)
+        """Each row's largest logit, and its token."""
+        return 8 * sum(chunk[3] for chunk in work.plan.chunks)
 
     def sample(self, work: SampleWork) -> tuple[SampledToken, ...]:
-        """As above."""
-        raise AssertionError(work)
+        """Every token is 0."""
+        return tuple([SampledToken(chunk[0], 0, None) for chunk in work.plan.chunks if chunk[3]])
 
     def forget(self, request_id: RequestId) -> None:
         """Give up what is in host memory of a request."""

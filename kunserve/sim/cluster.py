@@ -20,7 +20,6 @@ from kunserve.control.cluster.commands import (
 from kunserve.control.cluster.controller import Controller
 from kunserve.control.cluster.quarantine import NOBODY
 from kunserve.control.instance.agent import InstanceAgent
-from kunserve.control.instance.body import StepWork
 from kunserve.control.instance.state import AgentConfig
 from kunserve.control.instance.work import Work
 from kunserve.core.config import KunServeConfig
@@ -218,8 +217,7 @@ class SimCluster:
         busy_share = self._num_computing / max(1, len(self._instances) - 1)
         self._num_computing += 1
         now_s = self._heap.now_s()
-        assert isinstance(work.step, StepWork), work
-        end_s = now_s + blocked_s + instance.body.step_s(work.step, busy_share)
+        end_s = now_s + blocked_s + instance.body.work_s(work.step, busy_share)
         if self._watcher is not None:
             self._watcher.stepped(instance.instance_id, work, now_s, end_s)
         return end_s

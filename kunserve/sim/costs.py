@@ -7,7 +7,7 @@ import numpy as np
 from kunserve.core.cost import CostCoefficients, CostSample
 from kunserve.core.errors import TooLittleMemory
 from kunserve.core.ids import InstanceId, RequestId
-from kunserve.core.snapshots import InstanceSpec
+from kunserve.core.snapshots import HeadShape, InstanceSpec
 from kunserve.core.step import Chunk
 from kunserve.policy.cost import BatchTotals, from_vector, head_cost, layers_cost
 from kunserve.policy.cost_fit import fit
@@ -73,6 +73,10 @@ def cpu_profile(
         memory_bytes=memory_bytes,
         kv_units=kv_units,
         granule_bytes=granule,
+        head=HeadShape(
+            model.embedding_bytes // (model.hidden_size * model.dtype_bytes),
+            model.embedding_bytes / model.layer_bytes,
+        ),
     )
     return InstanceProfile(
         model=model,

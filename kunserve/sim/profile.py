@@ -1,7 +1,7 @@
 """What one simulated instance is: its memory, and how long its steps take."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from kunserve.core.errors import TooLittleMemory
@@ -51,17 +51,7 @@ class InstanceProfile:
 
     def spec_of(self, instance_id: InstanceId) -> InstanceSpec:
         """The make of one instance."""
-        spec = self.spec
-        return InstanceSpec(
-            instance_id,
-            spec.num_layers,
-            spec.block_size,
-            spec.unit_bytes,
-            spec.layer_bytes,
-            spec.memory_bytes,
-            spec.kv_units,
-            spec.granule_bytes,
-        )
+        return replace(self.spec, instance_id=instance_id)
 
     @property
     def pool_tokens(self) -> int:

@@ -81,6 +81,8 @@ class OutputHead:
             self._gatherings[plan.step_id] = _Gathering(plan)
         if not step.gives_rows:
             return False
+        sampling = tuple(chunk for chunk in plan.chunks if chunk.samples)
+        plan = StepPlan(plan.group_id, plan.step_id, (), (), sampling)
         for other in sorted({*self._shares, self._leader} - {state.me}):
             scores = outcome.scores if other == self._leader else ()
             state.send(other, FinalRows(plan, scores), outcome.hidden)

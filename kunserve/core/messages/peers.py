@@ -66,6 +66,7 @@ class FinalRows:
     """
 
     plan: StepPlan
+    """Only its chunks that sample: the rest is known, and prompts may be long."""
     scores: tuple[PromptScores | None, ...]
     """As in ``StepResult``; only the leader gets them."""
 

@@ -1,11 +1,15 @@
 """Measured step times, and coefficients fitted to modelled ones."""
 
+import numpy as np
 import pytest
 
+from kunserve.control.instance.body import HeadWork, StepWork
 from kunserve.core.errors import TooLittleMemory
-from kunserve.core.ids import RequestId
-from kunserve.core.step import Chunk
+from kunserve.core.ids import GroupId, InstanceId, RequestId, StepId
+from kunserve.core.layout import LayerRange, VocabRange
+from kunserve.core.step import Chunk, StepPlan
 from kunserve.policy.cost import as_vector, batch_cost, from_vector
+from kunserve.sim.body import SimBody
 from kunserve.sim.costs import MeasuredTimes, cpu_profile, profile_times
 from kunserve.sim.devices import find_device
 from kunserve.sim.models import find_model
@@ -56,3 +60,32 @@ def test_steps_of_an_instance_without_company_are_faster() -> None:
     profile = cpu_profile(model, beside, alone, 16, 785 << 20)
     single, shared = (run("recompute", scenario(load, profile=profile)) for load in (one, two))
     assert shared.metrics.tpot.median_s == pytest.approx(2 * single.metrics.tpot.median_s, rel=0.2)
+
+
+def test_stages_of_a_cpu_share_the_output_head() -> None:
+    """As they do for real, so the last stage of a pair is no longer than the first."""
+    model = find_model("smollm2-135m")
+    cost = profile_times(gpu_profile(model, find_device("a800")).times, 30, 512)
+    profile = cpu_profile(model, cost, cost, 16, 785 << 20)
+    head = profile.spec.head
+    assert head is not None and head.num_rows == 49_152 and 7.9 < head.cost_layers < 8.1
+    body = SimBody(profile, InstanceId(1))
+    plan = StepPlan(GroupId(0), StepId(0), (), (), tuple(BATCH))
+    nothing = np.zeros((1, 0), dtype=np.int32)
+    layers = LayerRange(15, 30)
+    for busy_share in (0.0, 0.5, 1.0):
+        whole, shared = (
+            body.step_s(
+                StepWork(plan, layers, False, True, None, nothing, nothing[0], is_shared),
+                busy_share,
+            )
+            for is_shared in (False, True)
+        )
+        halves = [
+            body.work_s(HeadWork(plan, rows), busy_share)
+            for rows in (VocabRange(0, 24_576), VocabRange(24_576, 49_152))
+        ]
+        assert halves[0] == halves[1] > 0.0
+        assert shared + sum(halves) == pytest.approx(whole)
+    story = scenario(burst(20, 0.05), profile=profile)
+    assert run("static-pp", story, is_drained=True).metrics.num_completed == 20

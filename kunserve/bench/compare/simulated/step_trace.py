@@ -25,8 +25,11 @@ class StepTrace:
     def stepped(self, instance_id: InstanceId, work: Work, start_s: float, end_s: float) -> None:
         """An instance computes; an arrow leads to the same microbatch on the next stage."""
         step, plan = work.step, work.step.plan
-        assert isinstance(step, StepWork), "simulated stages share no output head"
         self._instances.add(instance_id)
+        if not isinstance(step, StepWork):
+            if end_s > start_s:
+                self._events.append(_span("head", instance_id, STAGE, start_s, end_s))
+            return
         self._events.append(
             _span(
                 f"{plan.num_tokens} tokens, {len(plan.chunks)} requests",
