@@ -1,11 +1,11 @@
-"""Where the fluid model and the simulator agree on what a drop does to a burst.
+"""Bursts of known height and length, simulated with and without drops.
 
-    python -m benchmarks.burst_map > benchmarks/results/burst_map.jsonl
+    python -m benchmarks.burst_map >> benchmarks/results/burst_map.jsonl
 
-For four mixes of lengths and two shares of memory that weights take: one burst in Poisson arrivals,
-of some heights and lengths, on four instances of Qwen2.5-14B on A800, simulated under `recompute`
-and `drop`. The fluid model is asked about the burst that `kunserve simulate` would find in these
-arrivals. Ten minutes of one core.
+For four mixes of lengths and two shares of memory that weights take: one burst in Poisson arrivals
+on four instances of Qwen2.5-14B on A800, under `recompute` and `drop`. A point that the results
+have already is not run again. All of them take ten minutes of one core. What the fluid model says
+of the same bursts, and the picture of both: `benchmarks.map_agreement`.
 """
 
 import argparse
@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from benchmarks.kept_results import figures_of
 from benchmarks.report import Report, Setting
 from kunserve.bench.compare.settings import SimulatedSetup
 from kunserve.bench.compare.simulated.scenario import Scenario, build_scenario
@@ -20,18 +21,19 @@ from kunserve.bench.compare.simulated.simulation import SimResult, simulate
 from kunserve.bench.compare.systems import find_system
 from kunserve.sim.fluid import AFTER_S, BEFORE_S, Capacity, capacity_of
 from kunserve.sim.steady import mix_of
-from kunserve.workload.burst import find_burst
+from kunserve.workload.burst import Burst, find_burst
 from kunserve.workload.bursty import Spike, bursty_arrivals
 from kunserve.workload.data.catalog import locate
 from kunserve.workload.lengths import burstgpt_lengths, clip_total, sample_lengths
 from kunserve.workload.traces import read_lengths
 from kunserve.workload.workload import Lengths, Workload
 
+BENCHMARK = "burst_map"
 NUM_INSTANCES = 4
 MAX_SEQS = 1024
 BASE = 0.5
 """Rate before and after the burst, in X."""
-POINTS = ((1.5, 60.0), (2.0, 20.0), (1.25, 60.0), (2.0, 60.0), (1.5, 30.0), (3.0, 20.0))
+POINTS = ((1.5, 60.0), (2.0, 20.0), (3.0, 45.0))
 """Height in X, and length in seconds."""
 UTILIZATIONS = (0.9, 0.53)
 """Of the GPU's memory: weights take 36 and 63 % of it."""
@@ -74,6 +76,31 @@ def points() -> Iterator[Point]:
         for utilization in UTILIZATIONS:
             for mix in mixes():
                 yield Point(mix, utilization, height, length_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Simulated:
+    """A point, the burst that is found in its requests, and what drops did."""
+
+    point: Point
+    burst: Burst
+    by_drop: float
+    """Times lower that P99 TTFT is under `drop`."""
+
+
+def kept() -> list[Simulated]:
+    """The points that the results have."""
+    values: dict[Point, dict[str, float]] = {}
+    for line in figures_of(BENCHMARK):
+        values.setdefault(Point(**line["settings"]), {})[line["name"]] = line["value"]
+    return [
+        Simulated(
+            point,
+            Burst(BEFORE_S, one["burst length"], one["burst rate"], one["base rate"]),
+            one["recompute P99 TTFT"] / one["drop P99 TTFT"],
+        )
+        for point, one in values.items()
+    ]
 
 
 def setup_of(utilization: float) -> SimulatedSetup:
@@ -139,11 +166,13 @@ def _p99_s(result: SimResult) -> float:
 
 
 def main() -> None:
-    """Every point."""
+    """Every point that is missing."""
     argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
-    with Report("burst_map", model="Qwen/Qwen2.5-14B", device="a800") as report:
+    known = {one.point for one in kept()}
+    with Report(BENCHMARK) as report:
         for point in points():
-            measure(report, point)
+            if point not in known:
+                measure(report, point)
 
 
 if __name__ == "__main__":

@@ -144,6 +144,8 @@ PLANS: dict[str, Alone | Client | Server | Elsewhere] = {
     "--trace arrivals.csv --lengths lengths.csv --compare recompute,static-pp,drop -o out": Alone(
         "drop against", within_s=600.0, makes="out/table.txt"
     ),
+    "kunserve simulate --map --device a800 --trace arrivals.csv --lengths lengths.csv "
+    "-o out": Alone("P99 TTFT: times lower with drops", makes="out/map.png"),
     "kunserve simulate --scale 0.7,0.8,0.9,1 --compare recompute,drop": Alone(
         r"load 1: the KV memory is full after \d+ s under recompute", within_s=900.0
     ),

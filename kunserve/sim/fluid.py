@@ -30,6 +30,10 @@ DRAIN_S = 120.0
 """Time in which the last to come get their first token. Longer waits count as this long."""
 NUM_STAGES = 4
 """Steps of equal length in which a request of a class decodes: they spread its end a little."""
+_SAMPLES = 100
+"""Requests whose wait is read off a flow, each combined with every length of a prompt."""
+_NUM_SHARES = 129
+"""Numbers of decodes, evenly from none to all that may run, for which prompts are timed."""
 _EMPTY = 1e-6
 """Requests that are none."""
 _BASE_MOST = 0.98
@@ -44,6 +48,10 @@ class Capacity:
     table: StepTable
     pools_tokens: Array
     """KV of an instance: alone, then as a member of a pair, of a four, while a drop is worth it."""
+    unused_tokens: float
+    """What stays free of a full memory on average, because the next prompt does not fit in it."""
+    own_s: Array
+    """Seconds of each prompt of the mix alone: by level of depth, and by decodes beside it."""
     num_full: float
     """Requests that decode when memory is full (or ``max_num_seqs`` is reached)."""
     full_rate: float
@@ -65,13 +73,19 @@ class Capacity:
 
     @property
     def removable_s(self) -> float:
-        """Queueing that drops remove at most, by Little's law."""
-        return self.gain * self.residence_s
+        """Queueing that drops remove at most: Little's law for what fits in their memory."""
+        added = float(self.pools_tokens[-1] - self.pools_tokens[0])
+        return added / self.mix.context_tokens / self.full_rate
 
     def floor_s(self, base: float) -> float:
         """P99 of the time to first token when nobody waits, at ``base`` times X."""
         num = _steady(self, np.array([min(base, _BASE_MOST)]))
-        return float(np.percentile(_own_s(self, np.zeros(1, dtype=np.int64), num), 99))
+        return float(np.percentile(self.own_s[0, self.share_of(num)], 99))
+
+    def share_of(self, num: Array) -> npt.NDArray[np.int64]:
+        """Where in ``own_s`` so many decodes are."""
+        shares = np.rint(num / self.table.max_seqs * (_NUM_SHARES - 1))
+        return np.minimum(shares, _NUM_SHARES - 1).astype(np.int64)
 
     def most_gain(self, base: float) -> float:
         """The rule: how many times lower drops can make P99 TTFT at most."""
@@ -88,10 +102,12 @@ def capacity_of(
 ) -> Capacity:
     """Of an instance of this make under these limits of the scheduler."""
     depths = _depths(profile, num_instances)
-    pools = np.array([_pool_tokens(profile, depth) - _unused_tokens(mix) for depth in depths])
+    pools = np.array([_pool_tokens(profile, depth) for depth in depths])
     table = StepTable(profile, mix, depths, max_tokens, max_seqs)
-    empty = Capacity(mix, table, pools, 1.0, 1.0, 1.0, False)
-    by_memory = pools[0] / mix.context_tokens
+    unused = min(_half_a_prompt(mix), pools[0] / 2)
+    own_s = _own_s(table, mix, len(depths))
+    empty = Capacity(mix, table, pools, unused, own_s, 1.0, 1.0, 1.0, False)
+    by_memory = (pools[0] - unused) / mix.context_tokens
     num_full, rate = _fullest(empty, min(by_memory, table.max_seqs))
     budget = max(1.0, table.max_tokens - num_full)
     beside_s = table.seconds(_zeros(1), np.array([num_full]), np.array([budget]))[0]
@@ -124,8 +140,8 @@ def _pool_tokens(profile: InstanceProfile, depth: int) -> float:
     return profile.pool_tokens + freed / (spec.num_layers * spec.unit_bytes) * spec.block_size
 
 
-def _unused_tokens(mix: RequestMix) -> float:
-    """What stays free in a full memory on average, because the next prompt does not fit in it."""
+def _half_a_prompt(mix: RequestMix) -> float:
+    """Of the prompts in which a token of a prompt lies: half of their mean length."""
     prompts = mix.prompt_tokens
     return float((prompts**2).mean() / prompts.mean() / 2)
 
@@ -171,10 +187,10 @@ class Flow:
 
     p99_s: Array
     """P99 of the time to first token."""
-    peak_use: Array
-    """Most KV memory in use, as a share of what an undropped instance has."""
-    depth_level: npt.NDArray[np.int64]
-    """How many times groups were merged in the end."""
+    waits_for_memory: npt.NDArray[np.bool_]
+    """Whether anybody waited because memory was full."""
+    waits_for_seats: npt.NDArray[np.bool_]
+    """Whether anybody waited although memory had room, because ``max_num_seqs`` ran."""
 
 
 def flow(capacity: Capacity, bursts: Bursts, *, drops: bool, endless: bool = False) -> Flow:
@@ -187,7 +203,7 @@ def flow(capacity: Capacity, bursts: Bursts, *, drops: bool, endless: bool = Fal
     num[0] = tank.num
     for tick in range(num_ticks):
         now_s = tick * TICK_S
-        in_burst = np.clip((bursts.length_s - now_s) / TICK_S, 0.0, 1.0)
+        in_burst = np.minimum(np.maximum(bursts.length_s - now_s, 0.0) / TICK_S, 1.0)
         factor = in_burst * bursts.height + (1 - in_burst) * bursts.base
         new = factor * capacity.full_rate * TICK_S
         arrived[tick + 1] = arrived[tick] + new
@@ -200,7 +216,7 @@ def flow(capacity: Capacity, bursts: Bursts, *, drops: bool, endless: bool = Fal
             for i in range(len(bursts.height))
         ]
     )  # fmt: skip
-    return Flow(p99_s, tank.peak_use, tank.level)
+    return Flow(p99_s, tank.was_short, tank.was_seated)
 
 
 class _Tank:
@@ -209,7 +225,8 @@ class _Tank:
     def __init__(self, capacity: Capacity, base: Array, drops: bool, endless: bool) -> None:
         self._capacity = capacity
         mix = capacity.mix
-        self._pools = np.full(1, np.inf) if endless else capacity.pools_tokens
+        usable = capacity.pools_tokens - capacity.unused_tokens
+        self._pools = np.full(1, np.inf) if endless else usable
         self._top = len(self._pools) - 1 if drops else 0
         self.level = _zeros(base)
         self._short_s = np.zeros(len(base))
@@ -226,7 +243,8 @@ class _Tank:
         self._pace = NUM_STAGES / mix.output_tokens[:, None]
         self._tokens = np.zeros(len(base))
         """Of prompts in a step, as it was in the last tick: where the next search begins."""
-        self.peak_use = np.zeros(len(base))
+        self.was_short = np.zeros(len(base), dtype=np.bool_)
+        self.was_seated = self.was_short.copy()
 
     def step(self, new: Array) -> Array:
         """One tick. Returns how many requests had their prompts computed."""
@@ -242,12 +260,12 @@ class _Tank:
         used += self._uncomputed * mix.mean_input_tokens
         room = (self._pools[self.level] - used) / mix.mean_input_tokens
         seats = table.max_seqs - self.num - self._uncomputed
-        admitted = np.clip(np.minimum(room, seats), 0.0, self._waiting)
+        admitted = np.minimum(np.maximum(np.minimum(room, seats), 0.0), self._waiting)
         self._waiting -= admitted
         self._uncomputed += admitted
-        used += admitted * mix.mean_input_tokens
-        self.peak_use = np.maximum(self.peak_use, used / self._capacity.pools_tokens[0])
         is_short = (self._waiting > _EMPTY) & (room <= seats)
+        self.was_short |= is_short
+        self.was_seated |= (self._waiting > _EMPTY) & ~is_short
         self._short_s = np.where(is_short, self._short_s + TICK_S, 0.0)
         merges = (self._short_s >= DROP_S) & (self.level < self._top)
         self.level = self.level + merges
@@ -259,7 +277,7 @@ class _Tank:
         most = np.maximum(1.0, table.max_tokens - self.num)
         wanted = self._uncomputed * each / TICK_S
         tokens = self._tokens
-        for _ in range(3):
+        for _ in range(2):
             seconds = table.seconds(self.level, self.num, tokens)
             tokens = np.minimum(most, wanted * seconds)
         self._tokens = tokens
@@ -276,16 +294,14 @@ class _Tank:
         self.num = self._decoding.sum(axis=(1, 2))
 
 
-def _own_s(capacity: Capacity, level: npt.NDArray[np.int64], num: Array) -> Array:
-    """Seconds of each prompt length alone, beside so many decodes: a row per entry of ``num``."""
-    table, prompts = capacity.table, capacity.mix.prompt_tokens
-    budget = np.maximum(1.0, table.max_tokens - num)[:, None]
-    last = np.minimum(prompts, budget)
-    shape = np.broadcast_shapes(last.shape, (len(num), len(prompts)))
-    levels = np.broadcast_to(level[:, None], shape)
-    nums = np.broadcast_to(num[:, None], shape)
-    seconds = table.seconds(levels, nums, np.broadcast_to(last, shape))
-    result: Array = seconds * np.maximum(1.0, prompts / budget)
+def _own_s(table: StepTable, mix: RequestMix, num_levels: int) -> Array:
+    """Seconds of each prompt alone, by level and by share of the decodes that may run."""
+    num = np.linspace(0.0, table.max_seqs, _NUM_SHARES)[None, :, None]
+    level = np.arange(num_levels)[:, None, None]
+    prompts = mix.prompt_tokens[None, None, :]
+    budget = np.maximum(1.0, table.max_tokens - num)
+    levels, nums, last = np.broadcast_arrays(level, num, np.minimum(prompts, budget))
+    result: Array = table.seconds(levels, nums, last) * np.maximum(1.0, prompts / budget)
     return result
 
 
@@ -303,19 +319,10 @@ def _p99_s(
     total = float(np.interp(window_s, times_s, arrived))
     before = base_rate * BEFORE_S
     who = (np.arange(_SAMPLES) + 0.5) / _SAMPLES * (before + total) - before
-    came_s = np.interp(np.maximum(who, 0.0), *_rising(arrived, times_s))
-    start_s = np.interp(np.maximum(who, 0.0), *_rising(started, times_s))
+    came_s = np.interp(np.maximum(who, 0.0), arrived, times_s)
+    start_s = np.interp(np.maximum(who, 0.0), started, times_s)
     waits_s = np.where(who > 0, np.maximum(0.0, start_s - came_s), 0.0)
     at = np.minimum((start_s / TICK_S).astype(np.int64), len(num) - 1)
     at = np.where(who > 0, at, 0)
-    own_s = _own_s(capacity, level[at], num[at])
+    own_s = capacity.own_s[level[at], capacity.share_of(num[at])]
     return float(np.percentile(waits_s[:, None] + own_s, 99))
-
-
-_SAMPLES = 200
-
-
-def _rising(counts: Array, times_s: Array) -> tuple[Array, Array]:
-    """For the moment at which a count is reached: the first of equal ones."""
-    rises = np.concatenate(([True], np.diff(counts) > _EMPTY))
-    return counts[rises], times_s[rises]

@@ -24,8 +24,6 @@ NUM_CLASSES = 6
 NUM_PROMPTS = 100
 """Prompt lengths that stand for all: each for one percent of the requests."""
 _NOBODY = RequestId("nobody")
-_ROUNDS = 60
-"""Of a fixed point. Each one at least halves the error where prompts are computed in time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,9 +124,10 @@ class StepTable:
         i, x = _place(self._nums, num)
         j, y = _place(self._tokens, tokens)
         table = self._seconds
-        low = (1 - y) * table[level, i, j] + y * table[level, i, j + 1]
-        high = (1 - y) * table[level, i + 1, j] + y * table[level, i + 1, j + 1]
-        result: Array = (1 - x) * low + x * high
+        low, high = table[level, i, j], table[level, i + 1, j]
+        low = low + y * (table[level, i, j + 1] - low)
+        high = high + y * (table[level, i + 1, j + 1] - high)
+        result: Array = low + x * (high - low)
         return result
 
 
@@ -137,10 +136,10 @@ _GRID = np.concatenate(([0.0], np.geomspace(1 / 64, 1.0, 13)))
 
 
 def _place(points: Array, values: Array) -> tuple[npt.NDArray[np.int64], Array]:
-    """The interval of each value, and where in it the value lies, from 0 to 1."""
-    index = np.clip(np.searchsorted(points, values, side="right") - 1, 0, len(points) - 2)
+    """The interval of each value from 0 on, and where in it the value lies, from 0 to 1."""
+    index = np.minimum(np.searchsorted(points, values, side="right") - 1, len(points) - 2)
     share = (values - points[index]) / (points[index + 1] - points[index])
-    return index, np.clip(share, 0.0, 1.0)
+    return index, np.minimum(share, 1.0)
 
 
 def _stage_s(profile: InstanceProfile, chunks: list[Chunk], layers: float, is_last: bool) -> float:

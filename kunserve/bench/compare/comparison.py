@@ -10,6 +10,7 @@ from kunserve.bench.compare.output import OutputFolder
 from kunserve.bench.compare.results import Outcome, RunResult, by_load
 from kunserve.bench.compare.settings import RealSetup, digest_of, workload_of
 from kunserve.bench.compare.simulated.jobs import Job
+from kunserve.bench.compare.simulated.outlook import outlook_lines
 from kunserve.bench.compare.simulated.runner import run_simulated
 from kunserve.bench.compare.simulated.scenario import build_scenario
 from kunserve.bench.compare.systems import find_system
@@ -89,12 +90,24 @@ class _Comparison:
         where = windows(groups)
         if where:
             self._say("\n" + as_text(where))
-        said = verdict(self._experiment, groups)
+        said = verdict(self._experiment, groups) + self._outlook()
         self._say("\n" + "\n".join(said))
         if folder is not None:
             folder.finish(ordered, said)
             self._say(f"\nwritten to {folder.path}")
         return ordered
+
+    def _outlook(self) -> list[str]:
+        """Where the simulated traffic lies, when a system drops. Of the first seed."""
+        if not any(find_system(name).drops for name in self._experiment.systems):
+            return []
+        return outlook_lines(
+            {
+                job.place.load: job.scenario
+                for job in reversed(self._jobs)
+                if isinstance(job, Job) and job.place.seed == self._experiment.seeds[0]
+            }
+        )
 
     def _outcomes(self, jobs: Sequence["Job | real.RealJob"]) -> Iterator[Outcome]:
         setup = self._experiment.setup

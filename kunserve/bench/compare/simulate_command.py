@@ -30,6 +30,10 @@ Examples
     kunserve simulate --scale 0.7,0.8,0.9,1 --compare recompute,drop
 
 \b
+  Which bursts would it help? A map, in seconds, with my traffic on it:
+    kunserve simulate --map --device a800 --trace arrivals.csv --lengths lengths.csv -o out
+
+\b
   A figure of the paper:
     kunserve simulate --experiment experiments/end_to_end_longbench_14b.toml -o out
 """
@@ -83,6 +87,8 @@ Examples
           metavar="NAME[,NAME...]", help="The systems; --list shows them.")
 @_compare("--experiment", type=_FILE,
           help="A TOML file with all of the above (kunserve compare runs it too).")
+@_compare("--map", is_flag=True,
+          help="Simulate nothing: a table (-o: a picture) of the bursts that drops help.")
 @_compare("--list", "show_list", is_flag=True, help="Show models, devices and systems.")
 @_output("-o", "--output", type=click.Path(file_okay=False, path_type=Path),
          help="Folder for results.jsonl, table.txt, figures and report.html.")

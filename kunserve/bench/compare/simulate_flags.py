@@ -10,6 +10,7 @@ from kunserve.bench.compare.comparison import Options, compare
 from kunserve.bench.compare.experiment import Experiment, World
 from kunserve.bench.compare.experiment_file import read_experiment
 from kunserve.bench.compare.flag_values import names, numbers
+from kunserve.bench.compare.map_output import show_map
 from kunserve.bench.compare.settings import SimulatedSetup, WorkloadSettings, workload_of
 from kunserve.bench.compare.simulated.rate import filling_rate
 from kunserve.bench.compare.simulated.scenario import build_scenario
@@ -21,7 +22,7 @@ from kunserve.sim.models import MODELS
 DEFAULT_LENGTHS = Path("longbench")
 """Long documents and summaries: KV memory runs out before compute does."""
 DEFAULT_MAX_TOTAL_TOKENS = 32768
-_OUTPUT_FLAGS = {"experiment", "output", "save_requests", "chrome_trace", "jobs", "fresh"}
+_OUTPUT_FLAGS = {"experiment", "output", "save_requests", "chrome_trace", "jobs", "fresh", "map"}
 _OVERRIDES = {"compare", "scale", "seed"}
 """Flags that replace what an experiment file says."""
 
@@ -33,6 +34,10 @@ def start(flags: dict[str, Any], given: Collection[str]) -> None:
         return
     path: Path | None = flags["experiment"]
     experiment = _from_flags(flags) if path is None else _from_file(path, flags, given)
+    if flags["map"]:
+        with_traffic = path is not None or bool({"trace", "request_rate"} & set(given))
+        show_map(experiment, with_traffic, flags["output"])
+        return
     options = Options(
         save_requests=flags["save_requests"],
         chrome_trace=flags["chrome_trace"],
