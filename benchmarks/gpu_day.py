@@ -44,6 +44,7 @@ PHASES = {
     "P3": Phase("identity", 120.0),
     "P4": Phase("replay", 150.0),
     "P5": Phase("speed", 240.0),
+    "P5b": Phase("yardstick", 240.0),
     "P6": Phase("load", 300.0),
     "P8": Phase("costs", 180.0),
     "P7": Phase("spike", 510.0),

@@ -110,7 +110,7 @@ def _errors(machine: Machine, spec: ModelSpec, ops: Ops, block_size: int) -> dic
     ops.place(2, k, v, kv, batch)
     out = torch.full((num, spec.q_size), 7.0, dtype=dtype, device=device)
     ops.attend(2, q, kv, batch, out)
-    exact = _attention(spec, 2, q, placed, host, block_size)
+    exact = exact_attention(spec, 2, q, placed, host, block_size)
     errors = {"place": _largest(kv, placed), "attention": _largest(out, exact)}
     # Alone or among others, a sequence's attention has the same bits.
     last = int(host.q_starts[-2])
@@ -150,7 +150,7 @@ def _last_alone(batch: StepBatch) -> StepBatch:
     )
 
 
-def _attention(
+def exact_attention(
     spec: ModelSpec, layer: int, q: torch.Tensor, kv: torch.Tensor, batch: StepBatch, block: int
 ) -> torch.Tensor:
     """[T, heads * head_dim] in float64, on the host, one token after the other."""

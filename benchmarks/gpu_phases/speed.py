@@ -36,7 +36,7 @@ def run(machine: Machine, report: Report) -> None:
     block_sizes = (64, 16, 32, 128) if machine.is_real else (8, 16)
     for block_size in block_sizes:
         num_tokens = max(*prompts, max(batches) * (context + block_size))
-        with _cache(machine, spec, num_tokens, block_size) as kv:
+        with kv_cache(machine, spec, num_tokens, block_size) as kv:
             for name, ops in operations(spec).items():
                 if name == "triton" and not machine.is_real:
                     continue
@@ -76,7 +76,7 @@ def _random_weights(spec: ModelSpec, device: torch.device) -> ModelWeights:
 
 
 @contextlib.contextmanager
-def _cache(
+def kv_cache(
     machine: Machine, spec: ModelSpec, num_tokens: int, block_size: int
 ) -> Iterator[torch.Tensor]:
     """The bytes of an instance's units over granules of its driver, all of them mapped."""
@@ -113,6 +113,11 @@ def _batch(spec: ModelSpec, lengths: list[int], context: int, block_size: int) -
         context_lens=np.full(num, context, dtype=np.int32),
         sample_rows=q_starts[1:] - 1,
     )
+
+
+def single_tokens(spec: ModelSpec, num: int, context: int, block_size: int) -> StepBatch:
+    """A token of each of so many sequences."""
+    return _batch(spec, [1] * num, context, block_size)
 
 
 def _step_seconds(
@@ -157,7 +162,7 @@ def _tokens(
 ) -> None:
     ops, block_size = settings
     for num in batches:
-        batch = _batch(spec, [1] * num, context, block_size)
+        batch = single_tokens(spec, num, context, block_size)
         whole, asked = _step_seconds(machine, decoder, batch, 10)
         read = spec.num_layers * spec.layer_bytes + spec.head_bytes
         read += num * context * spec.num_layers * spec.unit_bytes(1)
@@ -187,7 +192,7 @@ def _attention(
     shape = (-1, 2, spec.num_kv_heads, block_size, spec.head_dim)
     kv = kv_bytes.view(dtype).view(shape)
     for num in batches:
-        host = _batch(spec, [1] * num, context, block_size)
+        host = single_tokens(spec, num, context, block_size)
         batch = DeviceBatch.of(host, block_size, machine.torch_device)
         q = torch.randn(num, spec.num_heads, spec.head_dim, device=machine.torch_device).to(dtype)
         out = torch.empty(num, spec.q_size, dtype=dtype, device=machine.torch_device)

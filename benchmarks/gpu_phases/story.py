@@ -45,6 +45,8 @@ class Chart:
     is_log: bool = False
     by: tuple[str, ...] = ()
     """Settings that tell bars or lines apart. Of figures that agree in them the median counts."""
+    where: tuple[tuple[str, tuple[object, ...]], ...] = ()
+    """Settings, and which values of them are drawn; all of the others."""
     ceiling: str | None = None
     """A figure of P0 that nothing can exceed."""
 
@@ -64,6 +66,10 @@ HEADLINES = (
     Headline("P4", "recorded again", "After drops and restores, {} graphs were recorded again."),
     Headline("P5", "prompt speed", "Prompts reach {} TFLOP/s."),
     Headline("P5", "step reads", "Steps that decode read {} GB/s at best."),
+    Headline("P5b", "attention reads", "Our attention of single tokens reads {} GB/s at best.",
+             where=(("by", "triton"),)),
+    Headline("P5b", "attention reads", "FlashInfer's reads {} GB/s at best.",
+             where=(("by", "flashinfer"),)),
     Headline("P6", "commit gap", "A transition under load holds steps up for {} ms at most."),
     Headline("P6", "longest pause of a stream", "The longest pause that a stream sees is {} ms."),
     Headline("P6", "exchange", "The exchange moves {} GB/s at best."),
@@ -94,6 +100,11 @@ CHARTS = (
           by=("ops", "block_size"), ceiling="copy, read and written"),
     Chart("P5", "One step: in all, and while the host asks", ("step", "of it the host asks"),
           "batch", is_line=True, by=("ops",)),
+    Chart("P5b", "Attention of single tokens: bytes read", ("attention reads",), "batch",
+          by=("by", "block_size"), where=(("tiles", ("served", "its own")),),
+          ceiling="copy, read and written"),
+    Chart("P5b", "Other tiles, blocks of 64", ("attention reads",), "batch", by=("tiles",),
+          where=(("by", ("triton",)), ("block_size", (64,)))),
     Chart("P6", "A drop and a restore under load", (
         "remap", "commit gap", "longest stall", "longest pause of a stream"), "name",
         is_log=True, by=("model", "transition")),
@@ -241,6 +252,8 @@ def _series(
     for figure in figures:
         settings = figure["settings"]
         if figure["name"] not in chart.figures or figure["value"] is None:
+            continue
+        if any(settings.get(key) not in values for key, values in chart.where):
             continue
         if chart.over == "name":
             place, names = figure["name"], []

@@ -20,7 +20,7 @@ from kunserve.engine.graphs import Recorder
 from kunserve.engine.memory import InstanceMemory, padding_granules
 from kunserve.engine.ops import flashinfer_ops
 from kunserve.engine.ops.reference import ReferenceOps
-from kunserve.engine.ops.table import Ops
+from kunserve.engine.ops.table import Ops, sums_bytes
 from kunserve.engine.pages import OpenPages
 from kunserve.engine.sampler import Sampler
 from kunserve.engine.torch_decoder import TorchDecoder
@@ -99,8 +99,8 @@ class CudaBackend:
     def buffer_bytes(self, spec: ModelSpec, limits: StepLimits) -> int:
         """See ``Backend``.
 
-        Beside what the CPU needs: gate and up apart, logits in the model's type, drawing, and what
-        recorded steps read.
+        Beside what the CPU needs: gate and up apart, logits in the model's type, drawing, sums of
+        attention, and what recorded steps read.
         """
         gate_up = limits.num_tokens * 2 * spec.intermediate_size * spec.dtype_bytes
         logits = limits.num_sampled * spec.vocab_size * spec.dtype_bytes
@@ -108,9 +108,9 @@ class CudaBackend:
         if self._attention == "flashinfer":
             logits += flashinfer_ops.WORKSPACE_BYTES
         row = spec.hidden_size * spec.dtype_bytes + limits.num_positions // _LEAST_BLOCK_SIZE * 4
-        return (
-            limits.buffer_bytes(spec) + gate_up + logits + drawing + limits.most_single_tokens * row
-        )
+        num_single = limits.most_single_tokens
+        steps = num_single * row + sums_bytes(spec, num_single)
+        return limits.buffer_bytes(spec) + gate_up + logits + drawing + steps
 
     def loader(
         self, reader: Reader, spec: ModelSpec, memory: InstanceMemory, weights: ModelWeights

@@ -6,8 +6,11 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from kunserve.core.model_spec import ModelSpec
 from kunserve.engine.attention import StepBatch
 
+PARTS = 16
+"""Of the keys of a sequence of one token, at most; each has sums of its own."""
 _ALIGNMENT_ELEMENTS = 16
 """Parts of a batch begin at multiples of this, because Triton compiles a kernel anew for each
 combination of aligned and other addresses."""
@@ -70,6 +73,12 @@ class DeviceBatch:
             for name, array in arrays.items()
         }
         return cls(host=batch, **parts)
+
+
+def sums_bytes(spec: ModelSpec, num_sequences: int) -> int:
+    """What attention of so many sequences of one token takes beside its output."""
+    width = (1 << (spec.head_dim - 1).bit_length()) + 2
+    return num_sequences * spec.num_heads * PARTS * width * 4
 
 
 class Ops(Protocol):

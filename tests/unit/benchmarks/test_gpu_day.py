@@ -13,7 +13,7 @@ from benchmarks.gpu_phases import probe
 from benchmarks.gpu_phases.costs import PROFILE
 from kunserve.model.profile import read_profile
 
-QUICK = ("P0", "P1", "P2", "P4", "P5", "P8")
+QUICK = ("P0", "P1", "P2", "P4", "P5", "P5b", "P8")
 
 
 def figures_of(lines: str) -> dict[str, float | None]:
@@ -34,6 +34,7 @@ def test_phases_without_a_server(tmp_path: Path) -> None:
     assert found["bytes seen through a second mapping"] == 1
     assert {"set access, all in one call", "map a second time", "commit a drop"} <= set(found)
     assert {"attention", "prompt speed", "step reads"} <= set(found)
+    assert "attention reads" in found
     assert found["recorded again"] == 0 < found["graphs launched"]
     assert {"a token", "held-out error", "predicted / measured"} <= set(found)
     assert len(read_profile(tmp_path / PROFILE).samples) == found["batches"]

@@ -4,6 +4,7 @@
 """
 
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 from triton.runtime import interpreter
 
+from benchmarks.gpu_phases.kernels import exact_attention
 from kunserve.core.config import InstanceConfig, ModelConfig
 from kunserve.core.ids import InstanceId
 from kunserve.core.layout import LayerRange
@@ -19,6 +21,7 @@ from kunserve.core.model_spec import ModelSpec
 from kunserve.engine.attention import StepBatch
 from kunserve.engine.body import EngineBody
 from kunserve.engine.cuda.backend import CudaBackend
+from kunserve.engine.ops import triton_ops
 from kunserve.engine.ops.reference import ReferenceOps
 from kunserve.engine.ops.table import DeviceBatch, Ops
 from kunserve.engine.ops.triton_ops import TritonOps
@@ -100,6 +103,76 @@ def test_attention_and_the_cache(
     (kv_1, out_1), (kv_2, out_2) = results
     assert torch.equal(kv_1, kv_2) and not torch.equal(kv_1, kv)
     torch.testing.assert_close(out_2, out_1, rtol=2e-5, atol=2e-5)
+
+
+def batch_of(lengths: list[int], contexts: list[int], block_size: int, layers: int) -> StepBatch:
+    """Sequences whose blocks lie in random order, the first as low as it may be."""
+    width = -(-max(contexts) // block_size)
+    starts = np.random.default_rng(1).permutation(len(lengths) * width) * layers - layers
+    q_starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    positions = [np.arange(c - n, c) for n, c in zip(lengths, contexts, strict=True)]
+    return StepBatch(
+        token_ids=np.zeros(int(q_starts[-1]), dtype=np.int32),
+        positions=np.concatenate(positions).astype(np.int32),
+        tables=starts.reshape(len(lengths), width).astype(np.int32),
+        rows=np.arange(len(lengths), dtype=np.int32),
+        q_starts=q_starts,
+        context_lens=np.array(contexts, dtype=np.int32),
+        sample_rows=q_starts[1:] - 1,
+    )
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "most"),
+    [
+        ((9, 3, 64, 16, None), torch.float32, 1e-6),
+        ((7, 1, 80, 5, 70), torch.float32, 1e-6),
+        # The tiles of bfloat16, which the interpreter cannot multiply.
+        ((10, 2, 128, 64, None), torch.float16, 3e-3),
+    ],
+)
+def test_parts_of_the_keys_give_what_float64_gives(
+    shape: tuple[int, int, int, int, int | None],
+    dtype: torch.dtype,
+    most: float,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And the same bits in any company, and whatever number of programs shares a sequence."""
+    heads, kv_heads, head_dim, block_size, window = shape
+    monkeypatch.setattr(triton_ops, "PARTS", 4)
+    monkeypatch.setattr(triton_ops, "LEAST_PART_KEYS", 64)
+    name = "float32" if dtype is torch.float32 else "bfloat16"
+    spec = replace(spec_of(heads, kv_heads, head_dim, window), dtype=name)
+    lengths, contexts = [1, 30, 1, 1, 1, 1], [1, 90, 64, 65, 330, 129]
+    host = batch_of(lengths, contexts, block_size, spec.num_layers)
+    num_units = int(host.tables.max()) + 2 * spec.num_layers + 1
+    torch.manual_seed(0)
+    kv = torch.randn(num_units, 2, kv_heads, block_size, head_dim).to(dtype)
+    q = torch.randn(host.num_tokens, heads, head_dim).to(dtype)
+    found = []
+    for num_programs in (1, 264):
+        monkeypatch.setattr(triton_ops, "_PROGRAMS", num_programs)
+        out = torch.full((len(q), heads * head_dim), 7.0, dtype=dtype)
+        TritonOps(spec).attend(1, q, kv, DeviceBatch.of(host, block_size, CPU), out)
+        found.append(out)
+    assert torch.equal(*found)
+    exact = exact_attention(spec, 1, q, kv, host, block_size)
+    assert float((found[0].double() - exact).abs().max()) <= most
+    for seq in (3, 4):
+        first = int(host.q_starts[seq])
+        lonely = replace(
+            host,
+            token_ids=host.token_ids[first : first + 1],
+            positions=host.positions[first : first + 1],
+            rows=host.rows[seq : seq + 1],
+            q_starts=np.array([0, 1], dtype=np.int32),
+            context_lens=host.context_lens[seq : seq + 1],
+            sample_rows=np.zeros(1, dtype=np.int32),
+        )
+        alone = torch.zeros(1, heads * head_dim, dtype=dtype)
+        batch = DeviceBatch.of(lonely, block_size, CPU)
+        TritonOps(spec).attend(1, q[first : first + 1], kv, batch, alone)
+        assert torch.equal(alone[0], found[0][first])
 
 
 @pytest.mark.parametrize("width", [64, 96, 576])

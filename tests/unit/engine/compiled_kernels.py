@@ -1,0 +1,99 @@
+"""Compiles the Triton kernels for compute capability 9.0, and has ptxas say what they need.
+
+``test_triton`` runs this file, because the interpreter of its neighbour cannot be switched off
+within a process. No device is needed. Prints a line per kernel: its name, type and sizes, then
+bytes of shared memory, registers and bytes of spills.
+"""
+
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from kunserve.engine.ops.table import PARTS
+from kunserve.engine.ops.triton_ops import LEAST_PART_KEYS, Tile, tiles_for
+from kunserve.engine.triton.attention import attention_kernel, join_kernel, part_kernel
+from kunserve.engine.triton.rows import (
+    place_kernel,
+    rms_norm_kernel,
+    rotate_kernel,
+    silu_mul_kernel,
+)
+from tests.specs import model_spec
+
+PTXAS = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
+FLOATS = {"q", "kv", "out", "x", "weight", "gate_up", "heads", "k", "v"}
+FLOAT32S = {"sums", "angles"}
+INTS = {"tables", "q_starts", "context_lens", "entries", "offsets"}
+NO_TILE = Tile(0, 0, 4, 3)
+SHAPES = [  # heads, KV heads, head_dim, block size
+    (40, 8, 128, 64),
+    (28, 4, 128, 16),
+    (9, 3, 64, 16),
+    (16, 8, 256, 64),
+]
+
+
+def say(kernel: Any, dtype: str, constants: dict[str, int], tile: Tile = NO_TILE) -> None:
+    """Compiled as a launch would: addresses and strides are multiples of 16."""
+    signature: dict[str, str] = {}
+    attributes: dict[tuple[int], list[list[object]]] = {}
+    for number, name in enumerate(kernel.arg_names):
+        if name in constants:
+            signature[name] = "constexpr"
+        elif name in FLOATS:
+            signature[name] = "*fp32" if dtype == "float32" else "*bf16"
+        elif name in FLOAT32S:
+            signature[name] = "*fp32"
+        elif name in INTS:
+            signature[name] = "*i32"
+        else:
+            signature[name] = "fp32" if name in ("eps", "scale") else "i32"
+        if signature[name].startswith("*") or name.endswith("stride"):
+            attributes[number,] = [["tt.divisibility", 16]]
+    built = triton.compile(
+        ASTSource(kernel, signature, constants, attributes),
+        target=GPUTarget("cuda", 90, 32),
+        options={"num_warps": tile.num_warps, "num_stages": tile.num_stages},
+    )
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(built.asm["ptx"])
+        file.flush()
+        command = [PTXAS, "-v", "--gpu-name", "sm_90a", file.name, "-o", "/dev/null"]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    (registers,) = re.findall(r"Used (\d+) registers", said)
+    spilled = sum(map(int, re.findall(r"(\d+) bytes spill", said)))
+    sizes = ",".join(f"{name}={value}" for name, value in constants.items())
+    print(kernel.__name__, dtype, sizes, built.metadata.shared, registers, spilled, flush=True)
+
+
+def say_attention(shape: tuple[int, int, int, int], dtype: str) -> None:
+    heads, kv_heads, head_dim, block_size = shape
+    spec = model_spec(num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim, dtype=dtype)
+    tiles, group = tiles_for(spec), heads // kv_heads
+    head = {"HEAD_DIM": head_dim, "HEAD_PAD": head_dim}
+    shared = head | {"KV_HEADS": kv_heads, "GROUP": group, "BLOCK_SIZE": block_size}
+    parts = {"PARTS": PARTS, "LEAST": LEAST_PART_KEYS}
+    tile = tiles.several
+    own = {"ROWS": tile.rows, "KEYS": tile.keys, "QUERIES": tile.rows // group}
+    say(attention_kernel, dtype, shared | own, tile)
+    tile = tiles.single
+    own = {"ROWS": tile.rows, "KEYS": tile.keys}
+    say(part_kernel, dtype, shared | own | parts, tile)
+    say(join_kernel, dtype, head | parts | {"HEADS": heads, "KEYS": tile.keys})
+
+
+if __name__ == "__main__":
+    for dtype in ("float32", "bfloat16"):
+        for shape in SHAPES:
+            say_attention(shape, dtype)
+        say(rms_norm_kernel, dtype, {"WIDTH": 5120, "PAD": 8192})
+        say(silu_mul_kernel, dtype, {"WIDTH": 13824, "PIECE": 1024})
+        say(rotate_kernel, dtype, {"HALF": 64, "PAD": 64})
+        place = {"KV_HEADS": 8, "BLOCK_SIZE": 64, "HEAD_DIM": 128, "PAD": 128}
+        say(place_kernel, dtype, place)
