@@ -180,11 +180,11 @@ def test_without_a_front_everything_ends(place: Place) -> None:
 
 
 def test_a_front_that_is_stopped_for_a_while_loses_nobody(place: Place) -> None:
-    with place.front(3, heartbeat_timeout_s=3.0, front_grace_s=1.0) as front:
+    with place.front(3, heartbeat_timeout_s=5.0, front_grace_s=1.0) as front:
         front.ask("submit a 1500")
         pids = front.ask("state")["pids"]
         front.pause()
-        until_s = time.monotonic() + 6.0
+        until_s = time.monotonic() + 7.0
         wait_until(lambda: time.monotonic() > until_s, PATIENCE_S)
         front.go_on()
         front.ask("finish")

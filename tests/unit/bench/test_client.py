@@ -140,31 +140,47 @@ def test_a_server_that_hangs_is_timed_out(server) -> None:
     assert record.error == "timed out"
 
 
-def test_stopping_keeps_records(server) -> None:
-    server.behaviour.gap_s = 0.05
+class StopsWhileServerHangs:
+    """Three requests are answered, then the server hangs. With three more, the run is stopped."""
 
+    def __init__(self, server) -> None:
+        self.server = server
+        self.stop = asyncio.Event()
+        self.num_answered = self.num_hanging = 0
+
+    def sent(self) -> None:
+        self.num_hanging += self.server.behaviour.hang
+        if self.num_hanging == 3:
+            self.stop.set()
+
+    def ended(self, record: RequestRecord) -> None:
+        self.num_answered += 1
+        self.server.behaviour.hang = self.num_answered >= 3
+
+
+def test_stopping_keeps_records(server) -> None:
     async def go() -> list[RequestRecord]:
-        stop = asyncio.Event()
-        asyncio.get_running_loop().call_later(0.3, stop.set)
+        watcher = StopsWhileServerHangs(server)
         async with open_session(60) as session:
-            requests = workload(100, gap_s=0.04, output_tokens=4).requests()
+            requests = workload(200, gap_s=0.05, output_tokens=4).requests()
             bodies = Bodies(COMPLETIONS, TokenIdPrompts(0), requests)
+            start_s, servers = time.perf_counter(), (server.url,)
             return await replay(
                 session,
                 COMPLETIONS,
-                (server.url,),
+                servers,
                 requests,
                 bodies,
-                time.perf_counter(),
+                start_s,
                 None,
-                None,
-                stop,
+                watcher,
+                watcher.stop,
             )
 
     records = asyncio.run(go())
-    assert 3 < len(records) < 20
-    errors = {record.error for record in records}
-    assert errors == {None, "interrupted"}
+    assert 6 <= len(records) < 200
+    errors = [record.error for record in records]
+    assert errors.count(None) >= 3 and set(errors) == {None, "interrupted"}
 
 
 def test_measure_warms_up_and_samples(server) -> None:

@@ -7,6 +7,7 @@ import logging
 import socket
 import threading
 from collections.abc import Callable, Generator
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -33,6 +34,13 @@ LIMITS = FrontLimits(
 @pytest.fixture(scope="module")
 def shared() -> Generator[LiveServer, None, None]:
     with live_server(limits=LIMITS) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def patient() -> Generator[LiveServer, None, None]:
+    """For headers that come in parts: a busy machine takes its time between two."""
+    with live_server(limits=replace(LIMITS, header_timeout_s=60.0)) as server:
         yield server
 
 
@@ -71,15 +79,15 @@ UPGRADES = [
 @pytest.mark.parametrize("headers", UPGRADES, ids=lambda headers: headers[1])
 @pytest.mark.parametrize("cut", ["nowhere", "in the headers", "behind the headers", "in the body"])
 def test_a_request_that_wants_an_upgrade_keeps_its_body(
-    server: LiveServer, headers: tuple[str, ...], cut: str
+    patient: LiveServer, headers: tuple[str, ...], cut: str
 ) -> None:
     message = post_bytes(PROMPT, *headers)
     body_at = message.index(b"\r\n\r\n") + 4
     at = {"nowhere": 0, "in the headers": 9, "behind the headers": body_at}.get(cut, body_at + 5)
-    with server.connect() as connection:
+    with patient.connect() as connection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.sendall(message[:at])
-        with server.client() as other:  # a moment in which the first segment is read
+        with patient.client() as other:  # a moment in which the first segment is read
             assert other.get("/health").status_code == 200
         connection.sendall(message[at:] + b"GET /version HTTP/1.1\r\nconnection: close\r\n\r\n")
         answer = everything(connection)
@@ -88,18 +96,18 @@ def test_a_request_that_wants_an_upgrade_keeps_its_body(
 
 
 @pytest.mark.parametrize("segments", [1, 2])
-def test_no_request_is_read_out_of_a_body(server: LiveServer, segments: int) -> None:
+def test_no_request_is_read_out_of_a_body(patient: LiveServer, segments: int) -> None:
     inner = b"GET /version HTTP/1.1\r\nhost: x\r\n\r\n"
     head = (
         b"POST /tokenize HTTP/1.1\r\nconnection: close, upgrade\r\nupgrade: h2c\r\n"
         b"content-length: %d\r\n\r\n" % len(inner)
     )
-    with server.connect() as connection:
+    with patient.connect() as connection:
         if segments == 1:
             connection.sendall(head + inner)
         else:
             connection.sendall(head)
-            with server.client() as other:
+            with patient.client() as other:
                 assert other.get("/health").status_code == 200
             connection.sendall(inner)
         answer = everything(connection)
