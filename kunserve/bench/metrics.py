@@ -126,19 +126,6 @@ def slo_violations(
     return SloViolations(total, sum(by_ttft) / total, sum(by_tpot) / total, either / total)
 
 
-def slo_violations_by_factor(
-    records: Sequence[RequestRecord],
-    base_ttft_s: float,
-    base_tpot_s: float,
-    factors: Iterable[float],
-) -> tuple[tuple[float, SloViolations], ...]:
-    """Violations when each objective is ``factor`` times a baseline's P50 (the paper's sweep)."""
-    return tuple(
-        (factor, slo_violations(records, factor * base_ttft_s, factor * base_tpot_s))
-        for factor in factors
-    )
-
-
 def latency_stats(
     values_s: Sequence[float], percentiles: Sequence[float] = PERCENTILES
 ) -> LatencyStats:

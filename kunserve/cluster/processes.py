@@ -100,11 +100,6 @@ class Processes:
     # What is known
 
     @property
-    def ready_ids(self) -> tuple[InstanceId, ...]:
-        """Instances that serve."""
-        return tuple(i for i, place in self._places.items() if place.is_ready)
-
-    @property
     def num_missing(self) -> int:
         """Instances that do not serve: being started, or waiting for the next start."""
         return sum(not place.is_ready for place in self._places.values())

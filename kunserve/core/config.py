@@ -266,7 +266,11 @@ class LogConfig:
     """Where an OpenTelemetry collector takes spans by HTTP; None: none are made."""
 
     def __post_init__(self) -> None:
-        """Spans are sent by HTTP, not by gRPC."""
+        """No flag is ignored, and spans are sent by HTTP, not by gRPC."""
+        if self.max_log_len is not None and not self.enable_log_requests:
+            raise ConfigError(
+                "--max-log-len is about lines that are not written: give --enable-log-requests too"
+            )
         endpoint = self.otlp_traces_endpoint
         if endpoint is not None and not endpoint.startswith(("http://", "https://")):
             raise ConfigError(

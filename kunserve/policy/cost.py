@@ -25,7 +25,6 @@ Array = npt.NDArray[np.float64]
 Numbers = npt.ArrayLike
 Number = TypeVar("Number", float, Array)
 
-NUM_TERMS = 7
 NARROW_TOKENS = 4
 """A batch of so many tokens takes no longer than one of a single token (our kernels' rows)."""
 

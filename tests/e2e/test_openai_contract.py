@@ -9,7 +9,7 @@ import pytest
 from kunserve.core.config import ServerConfig
 from kunserve.core.errors import Overloaded, Unavailable
 from tests.unit.server.live_server import MODEL, LiveServer, live_server, run_async
-from tests.unit.server.tiny_tokenizer import tiny_tokenizer
+from tests.unit.server.tiny_tokenizer import ids, tiny_tokenizer
 
 EOS = tiny_tokenizer().convert_tokens_to_ids("<|end|>")
 
@@ -18,23 +18,6 @@ EOS = tiny_tokenizer().convert_tokens_to_ids("<|end|>")
 def shared() -> Generator[LiveServer, None, None]:
     with live_server() as server:
         yield server
-
-
-@pytest.fixture
-def server(shared: LiveServer) -> LiveServer:
-    """The module's server with an engine as new."""
-    shared.renew_engine()
-    return shared
-
-
-@pytest.fixture
-def client(server: LiveServer) -> Generator[openai.OpenAI, None, None]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0) as one:
-        yield one
-
-
-def ids(text: str) -> list[int]:
-    return list(tiny_tokenizer().backend_tokenizer.encode(text).ids)
 
 
 def say(text: str, *after: int):

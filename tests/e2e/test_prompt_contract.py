@@ -12,30 +12,13 @@ import pytest
 
 from kunserve.server.limits import FrontLimits
 from tests.unit.server.live_server import MODEL, LiveServer, live_server
-from tests.unit.server.tiny_tokenizer import tiny_tokenizer
+from tests.unit.server.tiny_tokenizer import ids, tiny_tokenizer
 
 
 @pytest.fixture(scope="module")
 def shared() -> Generator[LiveServer, None, None]:
     with live_server(limits=FrontLimits(max_prompt_logprobs=1000)) as server:
         yield server
-
-
-@pytest.fixture
-def server(shared: LiveServer) -> LiveServer:
-    """The module's server with an engine as new."""
-    shared.renew_engine()
-    return shared
-
-
-@pytest.fixture
-def client(server: LiveServer) -> Generator[openai.OpenAI, None, None]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0) as one:
-        yield one
-
-
-def ids(text: str) -> list[int]:
-    return list(tiny_tokenizer().backend_tokenizer.encode(text).ids)
 
 
 def prompt_text(server: LiveServer) -> str:

@@ -130,11 +130,6 @@ def cache_folder() -> Path:
     return Path.home() / ".cache" / "kunserve" / "data"
 
 
-def is_name(value: str | Path) -> bool:
-    """Whether this is a data set's name, not a path."""
-    return str(value) in DATA_SETS
-
-
 def file_of(data: DataSet, cache: Path | None = None) -> Path | None:
     """Where the data set's file is, or would be. None for one that is generated."""
     if data.file is None:

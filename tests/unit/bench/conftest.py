@@ -64,6 +64,10 @@ class FakeServer:
         self._ready.set()
         self._loop.run_forever()
         self._loop.run_until_complete(runner.cleanup())
+        hanging = asyncio.all_tasks(self._loop)
+        for task in hanging:
+            task.cancel()
+        self._loop.run_until_complete(asyncio.gather(*hanging, return_exceptions=True))
         self._loop.close()
 
     async def _open(self) -> web.AppRunner:

@@ -10,6 +10,7 @@ import pytest
 
 from kunserve.cluster.log_format import JsonFormatter, fields_of
 from kunserve.core.config import KunServeConfig, LogConfig, ServerConfig
+from kunserve.core.errors import ConfigError
 from kunserve.core.ids import InstanceId
 from kunserve.core.request import SamplingParams
 from kunserve.server.command import config_from_flags, serve_command
@@ -166,6 +167,11 @@ def test_fields(text: str, args: tuple[object, ...], fields: dict[str, object]) 
 def test_an_exception_is_in_the_same_line() -> None:
     line = JsonFormatter().format(record_of("failed", error=True))
     assert "\n" not in line and "ValueError: two\nlines" in json.loads(line)["exception"]
+
+
+def test_a_length_for_lines_that_are_not_written_is_refused() -> None:
+    with pytest.raises(ConfigError, match="give --enable-log-requests too"):
+        LogConfig(max_log_len=5)
 
 
 def test_the_flags() -> None:

@@ -35,3 +35,8 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, eos_token="<|end|>", chat_template=TEMPLATE
     )
+
+
+def ids(text: str) -> list[int]:
+    """The tokens of a text, without those that begin a prompt."""
+    return list(tiny_tokenizer().backend_tokenizer.encode(text).ids)
