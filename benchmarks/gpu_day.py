@@ -12,6 +12,7 @@ import contextlib
 import ctypes
 import importlib
 import json
+import math
 import os
 import signal
 import subprocess
@@ -41,33 +42,33 @@ PHASES = {
     "P0": Phase("probe", 60.0),
     "P1": Phase("mapping", 120.0),
     "P2": Phase("kernels", 120.0),
-    "P3": Phase("identity", 120.0),
+    "P3": Phase("identity", 180.0),
     "P4": Phase("replay", 150.0),
     "P5": Phase("speed", 240.0),
     "P5b": Phase("yardstick", 240.0),
-    "P6": Phase("load", 300.0),
-    "P8": Phase("costs", 180.0),
+    "P6": Phase("load", 400.0),
+    "P8": Phase("costs", 240.0),
     "P7": Phase("spike", 510.0),
     "P9": Phase("peer", 150.0),
 }
 """In the order in which they run: P7 serves and simulates with what P8 has measured."""
 
 
-def run_here(name: str, device: str, out: Path) -> None:
+def run_here(name: str, device: str, out: Path, limit_s: float = math.inf) -> None:
     """The phase itself, in its own process: figures go to standard output."""
     from benchmarks.gpu_phases.machine import Machine
     from benchmarks.report import Report
 
     module = importlib.import_module(f"benchmarks.gpu_phases.{PHASES[name].module}")
     with Report(f"gpu_day {name}", device=device) as report:
-        module.run(Machine.named(device, out), report)
+        module.run(Machine.named(device, out, limit_s), report)
 
 
 def run_apart(name: str, device: str, out: Path, limit_s: float) -> dict[str, Any]:
     """Run a phase as a process, and keep what it found."""
     figures, log = out / f"{name}.jsonl", out / f"{name}.log"
     command = [sys.executable, "-m", "benchmarks.gpu_day", "--one", name, "--device", device]
-    command += ["--out", str(out)]
+    command += ["--out", str(out), "--limit", str(limit_s)]
     began = time.monotonic()
     with figures.open("wb") as stdout, log.open("wb") as stderr:
         process = subprocess.Popen(
@@ -153,10 +154,11 @@ def main() -> None:
     parser.add_argument("--within", type=float, metavar="S", help="start nothing after that")
     parser.add_argument("--again", action="store_true", help="also what is done")
     parser.add_argument("--one", choices=PHASES, help=argparse.SUPPRESS)
+    parser.add_argument("--limit", type=float, default=math.inf, help=argparse.SUPPRESS)
     options = parser.parse_args()
     options.out = options.out.absolute()  # phases run in the project's folder
     if options.one:
-        run_here(options.one, options.device, options.out)
+        run_here(options.one, options.device, options.out, options.limit)
         return
     if options.device == "cuda" and not has_driver():
         sys.exit(f"no driver ({LIBRARY}) here; --device fake rehearses on the CPU")

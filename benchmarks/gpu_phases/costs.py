@@ -7,7 +7,7 @@ import numpy as np
 from benchmarks.gpu_phases.machine import Machine
 from benchmarks.gpu_phases.models import serving_model, write_model
 from benchmarks.report import Report
-from kunserve.core.config import ModelConfig
+from kunserve.core.config import ModelConfig, SchedulerConfig
 from kunserve.core.cost import CostSample
 from kunserve.core.ids import RequestId
 from kunserve.core.model_spec import ModelSpec
@@ -94,7 +94,10 @@ def _profile(machine: Machine, spec: ModelSpec, kv_bytes: int) -> Profile:
     real = machine.is_real
     folder = write_model(spec, machine.folder / spec.name)
     model = ModelConfig(model=str(folder), load_format="dummy", dtype="bfloat16")
-    settings = BodySettings(model, block_size_of(machine), 1, machine.instance_device, kv_bytes)
+    scheduler = SchedulerConfig(max_num_batched_tokens=batch_tokens_of(machine))
+    settings = BodySettings(
+        model, block_size_of(machine), 1, machine.instance_device, kv_bytes, scheduler
+    )
     num_per_region, num_repeats, most_decodes = (24, 4, 128) if real else (5, 2, 4)
     num_instances = 2 if real else 1
     body = open_body(settings)

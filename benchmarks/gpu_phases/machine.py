@@ -1,5 +1,6 @@
 """The device that phases run on: a GPU, or the stand-in for its driver with torch on the CPU."""
 
+import math
 import os
 import time
 from collections.abc import Callable
@@ -24,17 +25,19 @@ class Machine:
     """libcuda, or its stand-in."""
     folder: Path
     """What phases leave for those after them."""
+    limit_s: float = math.inf
+    """After which the phase is stopped."""
 
     @classmethod
-    def named(cls, device: str, folder: Path) -> "Machine":
+    def named(cls, device: str, folder: Path, limit_s: float = math.inf) -> "Machine":
         """``cuda`` or ``fake``. The stand-in needs gcc and this project's tests."""
         if device == "cuda":
-            return cls(True, LIBRARY, folder)
+            return cls(True, LIBRARY, folder, limit_s)
         from tests.fakecuda.library import build
 
         os.environ["FAKECUDA_GRANULARITY_BYTES"] = str(FAKE_GRANULARITY_BYTES)
         torch.set_num_threads(1)
-        return cls(False, build(), folder)
+        return cls(False, build(), folder, limit_s)
 
     @property
     def torch_device(self) -> torch.device:

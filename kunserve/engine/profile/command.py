@@ -1,5 +1,6 @@
 """``kunserve profile``: what steps of a model cost here."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import click
@@ -79,6 +80,9 @@ def profile_command(
         raise click.UsageError("a GPU's profile needs --out; give the file to `serve --profile`")
     read = ModelConfig(model=model, dtype=dtype, load_format=load_format)  # type: ignore[arg-type]
     settings = BodySettings(read, block_size, num_threads, device)
+    if device != "cpu":
+        steps = SchedulerConfig(max_num_seqs, max_num_batched_tokens)
+        settings = replace(settings, scheduler=steps)
     try:
         body = open_body(settings)
         try:

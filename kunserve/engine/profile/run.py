@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 import kunserve
-from kunserve.core.config import MIB, InstanceConfig, ModelConfig
+from kunserve.core.config import MIB, InstanceConfig, ModelConfig, SchedulerConfig
 from kunserve.core.cost import CostSample
 from kunserve.core.ids import InstanceId
 from kunserve.engine.body import EngineBody
@@ -41,6 +41,8 @@ class BodySettings:
     device: str = "cpu"
     kv_bytes: int | None = None
     """KV memory. None: what the largest batches need, on a CPU 512 MiB at most."""
+    scheduler: SchedulerConfig | None = None
+    """The limits of steps. A GPU records steps within them as graphs, as it does when it serves."""
 
     @property
     def clock(self) -> Clock:
@@ -62,7 +64,8 @@ def open_body(settings: BodySettings) -> EngineBody:
         device=device,
     )
     number = InstanceId(0)
-    body = EngineBody(number, model, instance, source, backend=open_backend(device, number))
+    backend = open_backend(device, number)
+    body = EngineBody(number, model, instance, source, settings.scheduler, backend)
     if device == "cpu":
         body.unit_view(0, body.spec.kv_units)[:] = KV_PATTERN
     return body

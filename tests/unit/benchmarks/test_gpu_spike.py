@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -96,3 +97,13 @@ def test_the_exchange_is_as_fast_as_it_was_seen(machine: Machine) -> None:
     spec = SHAPES["tiny-words"]
     instance = spike._instance(machine, spec, spec.weights_bytes + (1 << 20))
     assert instance.network_bytes_per_s == 2e9
+
+
+def test_runs_that_would_not_end_in_time_are_for_the_next_call(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[RealJob] = []
+    monkeypatch.setattr(spike, "run_jobs", served(asked))
+    with pytest.raises(SystemExit, match="call again"):
+        spike.run(replace(machine, limit_s=50.0), Report("test"))
+    assert not asked
