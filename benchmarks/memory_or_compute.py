@@ -3,13 +3,16 @@
     python -m benchmarks.memory_or_compute
 
 An instance is taken in a steady state: `n` requests of mean lengths decode, and each step brings
-as many prompt tokens as `n` requests on their way through `out` tokens need. So step time is
-`T = T(n decodes, n * in / out prompt tokens)` and throughput `n / (out * T)`. KV memory bounds
-`n`, the token budget bounds a step. Per workload: throughput when KV memory is full, as a share of
-what endless memory would give. Per depth of dropping: the KV gained, the throughput gained or
-lost, and for how many seconds a burst of 1.5 times the full-memory throughput fits into the gained
-KV. In a group of `d` stages each instance runs `d` microbatches of `1/d` of the layers where it ran
-one step, and pays the host's part of a step `d` times. Bubbles are left out.
+as many prompt tokens on average as `n` requests on their way through `out` tokens need. They come
+in lumps: where that is less than a prompt, some steps compute a whole prompt (or the token budget)
+and the others none. So a step takes `T(n decodes, n * in / out prompt tokens)` on average, and
+throughput is `n / (out * T)`. KV memory bounds `n`, the token budget bounds a step.
+
+Per workload: throughput when KV memory is full, as a share of what endless memory would give. Per
+depth of dropping: the KV gained, the throughput gained or lost, and for how many seconds a burst of
+1.5 times the full-memory throughput fits into the gained KV. In a group of `d` stages each instance
+runs `d` microbatches of `1/d` of the layers where it ran one step, and pays the host's part of a
+step `d` times. Bubbles are left out.
 """
 
 from dataclasses import dataclass
@@ -63,13 +66,23 @@ def step_s(profile: InstanceProfile, case: Case, num_requests: int, depth: int) 
     prompt_tokens = num_requests * case.input_tokens / case.output_tokens
     if num_requests + prompt_tokens > MAX_STEP_TOKENS:
         return None
-    context = int(case.resident_tokens)
-    decodes = [Chunk(RequestId(""), context, 1, True)] * num_requests
-    prompt = Chunk(RequestId(""), case.input_tokens // 2, max(2, int(prompt_tokens)), False)
+    lump = min(case.input_tokens, MAX_STEP_TOKENS - num_requests)
+    if prompt_tokens >= lump:
+        return _all_stages_s(profile, case, num_requests, int(prompt_tokens), depth)
+    alone_s = _all_stages_s(profile, case, num_requests, 0, depth)
+    lump_s = _all_stages_s(profile, case, num_requests, lump, depth)
+    return alone_s + prompt_tokens / lump * (lump_s - alone_s)
+
+
+def _all_stages_s(
+    profile: InstanceProfile, case: Case, num_requests: int, prompt_tokens: int, depth: int
+) -> float:
+    chunks = [Chunk(RequestId(""), int(case.resident_tokens), 1, True)] * num_requests
+    if prompt_tokens >= 2:
+        chunks.append(Chunk(RequestId(""), case.input_tokens // 2, prompt_tokens, False))
     layers = profile.spec.num_layers // depth
-    inner_s = profile.times.stage_s([*decodes, prompt], layers, False)
-    last_s = profile.times.stage_s([*decodes, prompt], layers, True)
-    return (depth - 1) * inner_s + last_s
+    inner_s = profile.times.stage_s(chunks, layers, False)
+    return (depth - 1) * inner_s + profile.times.stage_s(chunks, layers, True)
 
 
 def throughput(profile: InstanceProfile, case: Case, pool_tokens: float, depth: int = 1) -> float:

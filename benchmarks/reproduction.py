@@ -1,12 +1,13 @@
-"""Runs every experiment of the simulated world, and writes the tables of docs/reproduction.md.
+"""Runs every experiment of the simulated world, and writes the tables of the documents.
 
     python -m benchmarks.reproduction [NAME ...] [--jobs N]      (or: make experiments)
     python -m benchmarks.reproduction --tables
 
 A run that results/NAME has already, of the same settings and requests, is not run again: a broken
 off call goes on where it stopped. When an experiment is complete, what the document needs of it
-goes to benchmarks/results/simulated/NAME.jsonl, and the tables between the document's markers are
-written anew from there. ``--tables`` does only that. All of it takes an hour of one core.
+goes to benchmarks/results/simulated/NAME.jsonl, and the tables between the markers of
+docs/reproduction.md and docs/when-it-helps.md are written anew from there. ``--tables`` does only
+that. All of it takes an hour of one core.
 """
 
 import argparse
@@ -27,7 +28,7 @@ from kunserve.bench.compare.results import RunResult, by_load
 from kunserve.bench.compare.slo import FACTOR, strict_base, violations
 
 ROOT = Path(__file__).parent.parent
-DOCUMENT = ROOT / "docs" / "reproduction.md"
+DOCUMENTS = (ROOT / "docs" / "reproduction.md", ROOT / "docs" / "when-it-helps.md")
 LEFT_OUT = ("ttft_ms", "tpot_ms")
 """Of a run's fields, what no table needs: every request's latency is most of a file."""
 _MARKED = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -67,18 +68,19 @@ def write_tables(text: str) -> str:
     return _MARKED.sub(made, text)
 
 
-def update_document() -> None:
-    """Write the tables from the results as they are now."""
+def update_documents() -> None:
+    """Write the tables of both documents from the results as they are now."""
     runs_of.cache_clear()
     figures_of.cache_clear()
-    DOCUMENT.write_text(write_tables(DOCUMENT.read_text()))
+    for document in DOCUMENTS:
+        document.write_text(write_tables(document.read_text()))
 
 
 def run(name: str, path: Path, num_jobs: int | None) -> None:
     """One experiment, and its part of the document."""
     results = compare(read_experiment(path), ROOT / "results" / name, Options(num_jobs=num_jobs))
     (RESULTS / "simulated" / f"{name}.jsonl").write_bytes(kept(results))
-    update_document()
+    update_documents()
 
 
 def main() -> None:
@@ -96,8 +98,9 @@ def main() -> None:
     for number, name in enumerate(names, start=1):
         print(f"\n[{number}/{len(names)}] {name}", file=sys.stderr, flush=True)
         run(name, found[name], options.jobs)
-    update_document()
-    print(f"tables written to {DOCUMENT.relative_to(ROOT)}", file=sys.stderr)
+    update_documents()
+    names = ", ".join(str(document.relative_to(ROOT)) for document in DOCUMENTS)
+    print(f"tables written to {names}", file=sys.stderr)
 
 
 if __name__ == "__main__":

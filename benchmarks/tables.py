@@ -15,7 +15,9 @@ from benchmarks.kept_results import (
     runs_of,
     signed,
 )
+from benchmarks.map_agreement import EXPERIMENTS, Compared, compared
 from kunserve.bench.compare.results import RunResult, by_load, load
+from kunserve.bench.compare.simulated.outlook import HELPS
 
 Row = Sequence[str]
 
@@ -113,6 +115,23 @@ def memory_or_compute() -> list[Row]:
     return rows
 
 
+def agreement() -> list[Row]:
+    """What simulator and map say of the same bursts."""
+    groups: dict[str, list[Compared]] = {}
+    for one in compared():
+        is_drawn = one.where not in EXPERIMENTS
+        groups.setdefault("drawn bursts" if is_drawn else f"`{one.where}`", []).append(one)
+    rows: list[Row] = [
+        ("of", "bursts", "drops help: both say so", "neither", "only the simulator", "only the map")
+    ]
+    everything = [one for group in groups.values() for one in group]
+    for name, some in (*groups.items(), ("**all**", everything)):
+        said = [(one.simulated >= HELPS, one.modelled >= HELPS) for one in some]
+        cells = ((True, True), (False, False), (True, False), (False, True))
+        rows.append((name, str(len(some)), *(str(said.count(cell)) for cell in cells)))
+    return rows
+
+
 def prediction() -> list[Row]:
     """How far the simulated figures of real runs are off, on Zen 5."""
     names = ("TTFT P50 (s)", "TTFT P99 (s)", "TPOT P50 (s)", "TPOT P99 (s)")
@@ -144,6 +163,7 @@ TABLES: dict[str, Callable[[], list[Row]]] = {
     "claims": claims,
     "longbench": longbench,
     "memory-or-compute": memory_or_compute,
+    "agreement": agreement,
     "heavy-weights": heavy_weights,
     "bounds": bounds,
     "prediction": prediction,

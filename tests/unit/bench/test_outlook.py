@@ -96,7 +96,7 @@ def test_the_simulator_says_the_same_of_a_burst_on_the_ridge() -> None:
 
 
 def test_the_simulator_sustains_what_the_model_says() -> None:
-    """A cluster that gets twice X from the start is full, and ends requests at the rate X."""
+    """An instance that gets three times X is soon full, and ends requests at the rate X."""
     asked = scenario(2.0, 1.0)
     able = capacity(asked)
     lengths = random_lengths(60, 4000, 400, 0.0, seed=0)

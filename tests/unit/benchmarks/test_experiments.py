@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.__main__ import FOLDER
 from benchmarks.kept_results import RESULTS, Runs
-from benchmarks.reproduction import DOCUMENT, experiments, kept, write_tables
+from benchmarks.reproduction import DOCUMENTS, experiments, kept, write_tables
 from benchmarks.tables import TABLES
 from kunserve.bench.compare.experiment import check_experiment
 from kunserve.bench.compare.experiment_file import read_experiment
@@ -39,10 +39,12 @@ def test_a_base_is_for_several_experiments_and_is_none_itself() -> None:
         assert text.count(f'"base/{name}"') + bases.count(f'"{name}"') > 1, name
 
 
-def test_the_document_has_the_tables_that_the_committed_results_give() -> None:
-    text = DOCUMENT.read_text()
-    assert set(re.findall(r"<!-- table: ([\w-]+) -->", text)) == set(TABLES)
-    assert write_tables(text) == text, "run `python -m benchmarks.reproduction --tables`"
+def test_the_documents_have_the_tables_that_the_committed_results_give() -> None:
+    texts = [document.read_text() for document in DOCUMENTS]
+    shown = [name for text in texts for name in re.findall(r"<!-- table: ([\w-]+) -->", text)]
+    assert sorted(shown) == sorted(TABLES)
+    for text in texts:
+        assert write_tables(text) == text, "run `python -m benchmarks.reproduction --tables`"
 
 
 def test_what_is_committed_of_a_run_can_be_read_again(tmp_path: Path) -> None:
