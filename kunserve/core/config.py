@@ -102,7 +102,7 @@ class SwapConfig:
     """Requests that decode are parked there too, no longer than this, so that whoever waits gets
     its first token. None: nobody is parked."""
     is_second_line: bool = False
-    """Only groups that have dropped layers use host memory."""
+    """A group uses host memory only after ``AllowParking``: nothing is left to drop for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +130,7 @@ class SchedulerConfig:
     cost: CostCoefficients | None = None
     """From the profile, or assumed from the model's shape; None costs every token the same."""
     swap: SwapConfig | None = None
-    """With overload policies ``swap`` and ``park``, and where ``drop`` parks when it has dropped.
+    """With overload policies ``swap`` and ``park``, and with parking behind ``drop``.
     None: the KV of a preempted request is computed again."""
 
     def __post_init__(self) -> None:
@@ -161,27 +161,27 @@ class OverloadConfig:
     """Limits bulk transfers between instances, to study their cost on one machine."""
     max_park_s: float = 10.0
     """Longest pause of a request that is parked in host memory."""
-    park_when_dropped: bool = False
-    """With ``drop``: groups that have dropped layers park requests when memory is short again."""
+    park_behind_drop: bool = False
+    """With ``drop``: requests are parked where memory is short and nothing is left to drop."""
 
     def __post_init__(self) -> None:
         """Parking is a second line of ``drop`` only."""
-        if self.park_when_dropped and self.policy != "drop":
-            raise ConfigError(f"park_when_dropped goes with policy 'drop', not {self.policy!r}")
+        if self.park_behind_drop and self.policy != "drop":
+            raise ConfigError(f"park_behind_drop goes with policy 'drop', not {self.policy!r}")
         if not 0.0 < self.max_park_s < math.inf:
             raise ConfigError(f"max_park_s must be above 0 and finite, not {self.max_park_s}")
 
     @property
     def uses_host_memory(self) -> bool:
         """Whether KV may go to host memory."""
-        return self.policy in ("swap", "park") or self.park_when_dropped
+        return self.policy in ("swap", "park") or self.park_behind_drop
 
     def swap_config(self, host_bytes_per_s: float, host_bytes: int | None) -> SwapConfig | None:
         """How groups use a host memory that is reached so fast; None if they do not."""
         if not self.uses_host_memory:
             return None
         max_park_s = None if self.policy == "swap" else self.max_park_s
-        return SwapConfig(host_bytes_per_s, host_bytes, max_park_s, self.park_when_dropped)
+        return SwapConfig(host_bytes_per_s, host_bytes, max_park_s, self.park_behind_drop)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 RUN_SHARE = 0.5
 """Of the longest pause: how long a request runs before it is parked for the head of the queue."""
-MAX_AWAY_SHARE = 0.5
+MAX_AWAY_SHARE = 1.0
 """Of the group's memory: more is not parked for the head, so that all get back in time."""
 RETURN_STEPS = 6
 """A return is begun so many steps before its time, beside the copies: a step ends, in one another

@@ -184,8 +184,8 @@ SYSTEMS = {
         ),
         System(
             "drop-park",
-            replace(_DROP, park_when_dropped=True),
-            "drop, and groups that have dropped park when memory is short again",
+            replace(_DROP, park_behind_drop=True),
+            "drop, and park where nothing is left to drop",
         ),
         System(
             "autoscale",
@@ -212,7 +212,7 @@ _FLAGS = {
     "min_deep_gain": "--min-deep-gain",
     "max_group_size": "--max-group-size",
     "max_park_s": "--max-park-s",
-    "park_when_dropped": "--park-when-dropped",
+    "park_behind_drop": "--park-behind-drop",
 }
 """Fields of `OverloadConfig` that ``kunserve serve`` has a flag for."""
 

@@ -34,7 +34,7 @@ class Parking:
         swap: SwapSpace,
     ) -> None:
         """``step_s`` is the time of a full step."""
-        self._max_park_s = max_park_s
+        self.max_park_s = max_park_s
         self._step_s = step_s
         self._link = link
         self._block_size = block_size
@@ -65,10 +65,10 @@ class Parking:
         swap, rate = self._swap, self._link.blocks_per_s
         away = swap.away
         views = [
-            Away(now_s - since_s if seq.num_output else self._max_park_s, num_blocks / rate)
+            Away(now_s - since_s if seq.num_output else self.max_park_s, num_blocks / rate)
             for seq, since_s, num_blocks in away
         ]
-        due = num_due(views, self._step_s, self._max_park_s)
+        due = num_due(views, self._step_s, self.max_park_s)
         room -= len(swap.returning)
         kept_blocks = 0
         for index, (seq, _, _) in enumerate(away):
@@ -95,7 +95,7 @@ class Parking:
             missing += swap.missing_blocks(seq) + (free if number else 0)
             if missing <= 0 and room > len(swap.returning):
                 continue
-            found = choose_in_place(views, max(missing, 1), self._max_park_s)
+            found = choose_in_place(views, max(missing, 1), self.max_park_s)
             if not found:
                 break
             chosen = found
@@ -113,9 +113,9 @@ class Parking:
             self._swap.host_blocks,
             self._link.capacity_blocks,
             self._link.blocks_per_s,
-            self._max_park_s,
+            self.max_park_s,
         )
-        return [decodes[i] for i in choose_parked(views, missing_blocks, room, self._max_park_s)]
+        return [decodes[i] for i in choose_parked(views, missing_blocks, room, self.max_park_s)]
 
     def _views(
         self, running: Iterable[Sequence], now_s: float

@@ -62,6 +62,9 @@ class Holders:
         self._waiting = waiting
         self._in_flight = in_flight
         self._totals = totals
+        self._may_swap_until_s = math.inf
+        if config.swap is not None and config.swap.is_second_line:
+            self._may_swap_until_s = -math.inf
         max_park_s = None if config.swap is None else config.swap.max_park_s
         parks = max_park_s is not None
         self._swap = SwapSpace(host_link, config.cost, block_size, ledger, totals, parks=parks)
@@ -223,9 +226,16 @@ class Holders:
             self._park(parking.in_place(self._running, due, room, self._now_s))
         return len(swap.returning), BEFORE_ALL if due else None
 
+    def allow_parking(self, now_s: float) -> None:
+        """As a second line: sequences may go to host memory for as long as a pause may be."""
+        if self._parking is not None:
+            until_s = now_s + self._parking.max_park_s
+            self._may_swap_until_s = max(self._may_swap_until_s, until_s)
+            self.version += 1
+
     def park_for_head(self, missing_blocks: int) -> None:
         """The queue's head lacks so much: let decodes make way."""
-        if self._parking is not None:
+        if self._parking is not None and self._may_swap:
             self._park(self._parking.for_head(self._running, missing_blocks, self._now_s))
 
     def plan_copies(
@@ -253,6 +263,11 @@ class Holders:
 
     # Relief
 
+    @property
+    def _may_swap(self) -> bool:
+        """Whether sequences may go to host memory now: others may be due while some are there."""
+        return self._now_s < self._may_swap_until_s or bool(self._swap)
+
     def _relieve(self, grower: Sequence, num_blocks: int) -> bool:
         """Preempt until the grower fits; False if it must wait."""
         while True:
@@ -272,6 +287,8 @@ class Holders:
 
     def _make_way(self, parking: Parking, grower: Sequence, num_blocks: int) -> bool:
         """Park decodes for the grower, who waits for what they hold; False if none may go."""
+        if not self._may_swap:
+            return False
         victims = parking.for_grower(self._running, grower, num_blocks, self._now_s)
         self._park(victims)
         return bool(victims) and self._swap.makes_room(grower, num_blocks)
@@ -283,7 +300,7 @@ class Holders:
 
     def _preempt(self, seq: Sequence) -> None:
         """Take a sequence's memory: all at once, or as fast as it can be swapped."""
-        if not self._swap.swap_out(seq):
+        if not (self._may_swap and self._swap.swap_out(seq)):
             self.remove(seq)
             self._lose_kv(seq)
         elif seq.state is Progress.RUNNING:

@@ -179,6 +179,10 @@ class Scheduler:
         self._ledger.resize(blocks)
         self._largest_capacity = max(self._largest_capacity, blocks)
 
+    def allow_parking(self, now_s: float) -> None:
+        """Nothing is left to drop: for as long as a pause may be, requests may be parked."""
+        self._holders.allow_parking(now_s)
+
     # Steps
 
     def schedule(self, now_s: float) -> StepPlan | None:

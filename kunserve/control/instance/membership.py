@@ -65,7 +65,7 @@ def enter_group(state: InstanceState, layout: GroupLayout, now_s: float) -> Memb
 def _find_host_link(state: InstanceState, layout: GroupLayout) -> HostLink | None:
     """The group's way to host memory; None where nobody is swapped."""
     swap = state.config.scheduler.swap
-    if swap is None or (swap.is_second_line and len(layout.stages) == 1):
+    if swap is None:
         return None
     stages = [(state.specs[member].unit_bytes, held) for member, held in layout.stages]
     return group_host_link(

@@ -69,9 +69,9 @@ OVERLOAD_FLAGS = all_of(
         "let more requests begin.",
     ),
     _overload(
-        "--park-when-dropped",
+        "--park-behind-drop",
         is_flag=True,
-        help="With drop: groups that have dropped layers park answers when memory is short again.",
+        help="With drop: park answers where memory is short and nothing is left to drop.",
     ),
     _overload(
         "--link-gbps",

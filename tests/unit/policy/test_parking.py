@@ -68,10 +68,10 @@ def test_copies_of_all_before_it_are_in_time(away: list[tuple[float, float]], du
     assert num_due([Away(*one) for one in away], 1.0 / RETURN_STEPS, MAX_S) == due
 
 
-def test_half_the_memory_may_be_parked_and_what_the_host_holds() -> None:
-    assert room_for(100, 20, None, 1e3, MAX_S) == 30
+def test_as_much_may_be_parked_as_memory_and_the_host_hold() -> None:
+    assert room_for(100, 20, None, 1e3, MAX_S) == 80
     assert room_for(100, 20, 25, 1e3, MAX_S) == 5
-    assert room_for(100, 60, None, 1e3, MAX_S) == 0
+    assert room_for(100, 120, None, 1e3, MAX_S) == 0
 
 
 def test_over_a_slow_link_little_is_parked() -> None:

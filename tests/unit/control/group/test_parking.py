@@ -72,6 +72,17 @@ def test_pauses_keep_their_bound_and_all_take_turns(num_stages: int) -> None:
     assert totals.swapped_out_blocks == totals.swapped_back_blocks > 0
 
 
+def test_as_a_second_line_it_waits_until_it_is_allowed() -> None:
+    story = begin(FAST, *TWO, capacity=20, max_park_s=MAX_PARK_S, cost=COST, is_second_line=True)
+    for _ in range(30):
+        story.step()
+    assert not story.preempted
+    story.scheduler.allow_parking(story.now_s)
+    story.run_until(lambda plan: bool(plan.swapped_out))
+    story.finish()
+    assert max(gaps(story, "a")) <= MAX_PARK_S
+
+
 def test_nobody_is_parked_where_the_head_would_not_fit() -> None:
     story = begin(FAST, *TWO, capacity=20, max_park_s=MAX_PARK_S, cost=COST)
     story.scheduler.set_capacity(14)  # as while a restore is prepared

@@ -100,6 +100,7 @@ def begin(
     num_stages: int = 1,
     max_park_s: float | None = None,
     cost: CostCoefficients = COST,
+    is_second_line: bool = False,
 ) -> Story:
     """Requests of (name, prompt tokens, output tokens), in order of arrival. A step takes 1 s."""
     config = SchedulerConfig(
@@ -107,7 +108,7 @@ def begin(
         max_num_batched_tokens=32,
         lookahead=False,
         cost=cost,
-        swap=SwapConfig(1.0, max_park_s=max_park_s),
+        swap=SwapConfig(1.0, max_park_s=max_park_s, is_second_line=is_second_line),
     )
     scheduler = Scheduler(
         config, GroupId(0), num_stages, BLOCK, capacity, frozenset(), 1000, host_link=link
