@@ -71,6 +71,9 @@ class RunMetrics:
     tpot: LatencyStats
     itl: LatencyStats
     e2el: LatencyStats
+    pause: LatencyStats
+    """The longest gap within each response."""
+    longest_pause_s: float
 
 
 def ttft_s(record: RequestRecord) -> float | None:
@@ -94,6 +97,11 @@ def itls_s(record: RequestRecord) -> tuple[float, ...]:
     """Gaps between one chunk of tokens and the next."""
     times = record.token_times_s
     return tuple(after - before for before, after in pairwise(times))
+
+
+def pause_s(record: RequestRecord) -> float | None:
+    """The longest gap between one chunk of tokens and the next; None for fewer than two chunks."""
+    return max(itls_s(record), default=None)
 
 
 def client_lag_s(record: RequestRecord) -> float:
@@ -157,6 +165,7 @@ def compute_metrics(
     def stats(values: Iterable[float | None]) -> LatencyStats:
         return latency_stats([value for value in values if value is not None], percentiles)
 
+    pauses = [pause_s(record) for record in done]
     return RunMetrics(
         num_completed=len(done),
         num_failed=len(records) - len(done),
@@ -173,6 +182,8 @@ def compute_metrics(
         tpot=stats(map(tpot_s, done)),
         itl=stats(gap for record in done for gap in itls_s(record)),
         e2el=stats(map(e2el_s, done)),
+        pause=stats(pauses),
+        longest_pause_s=max((pause for pause in pauses if pause is not None), default=0.0),
     )
 
 

@@ -1,5 +1,6 @@
 """The one frozen tree of settings. A default lives here and nowhere else."""
 
+import math
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
@@ -8,7 +9,7 @@ from kunserve.core.errors import ConfigError
 
 MIB = 1 << 20
 
-OverloadPolicy: TypeAlias = Literal["recompute", "swap", "migrate", "observe", "drop"]
+OverloadPolicy: TypeAlias = Literal["recompute", "swap", "park", "migrate", "observe", "drop"]
 SchedulingPolicy: TypeAlias = Literal["fcfs", "deadline"]
 DispatchPolicy: TypeAlias = Literal["soonest", "round-robin"]
 
@@ -97,6 +98,11 @@ class SwapConfig:
     """Of each instance's link to host memory, each way."""
     host_bytes: int | None = None
     """Host memory of each instance for KV; None is no limit."""
+    max_park_s: float | None = None
+    """Requests that decode are parked there too, no longer than this, so that whoever waits gets
+    its first token. None: nobody is parked."""
+    is_second_line: bool = False
+    """A group uses host memory only after ``AllowParking``: nothing is left to drop for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +130,8 @@ class SchedulerConfig:
     cost: CostCoefficients | None = None
     """From the profile, or assumed from the model's shape; None costs every token the same."""
     swap: SwapConfig | None = None
-    """With overload policy ``swap``. None: the KV of a preempted request is computed again."""
+    """With overload policies ``swap`` and ``park``, and with parking behind ``drop``.
+    None: the KV of a preempted request is computed again."""
 
     def __post_init__(self) -> None:
         """Swapping is paced by the time that steps take, so that must be known."""
@@ -152,6 +159,29 @@ class OverloadConfig:
     """Most instances that share one copy of the weights; None is no limit."""
     link_gbps: float | None = None
     """Limits bulk transfers between instances, to study their cost on one machine."""
+    max_park_s: float = 10.0
+    """Longest pause of a request that is parked in host memory."""
+    park_behind_drop: bool = False
+    """With ``drop``: requests are parked where memory is short and nothing is left to drop."""
+
+    def __post_init__(self) -> None:
+        """Parking is a second line of ``drop`` only."""
+        if self.park_behind_drop and self.policy != "drop":
+            raise ConfigError(f"park_behind_drop goes with policy 'drop', not {self.policy!r}")
+        if not 0.0 < self.max_park_s < math.inf:
+            raise ConfigError(f"max_park_s must be above 0 and finite, not {self.max_park_s}")
+
+    @property
+    def uses_host_memory(self) -> bool:
+        """Whether KV may go to host memory."""
+        return self.policy in ("swap", "park") or self.park_behind_drop
+
+    def swap_config(self, host_bytes_per_s: float, host_bytes: int | None) -> SwapConfig | None:
+        """How groups use a host memory that is reached so fast; None if they do not."""
+        if not self.uses_host_memory:
+            return None
+        max_park_s = None if self.policy == "swap" else self.max_park_s
+        return SwapConfig(host_bytes_per_s, host_bytes, max_park_s, self.park_behind_drop)
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,14 +321,16 @@ class KunServeConfig:
     log: LogConfig = field(default_factory=LogConfig)
 
     def __post_init__(self) -> None:
-        """A drop makes the memory that swapping does without: one of them at a time."""
+        """Settings that cannot go together are a mistake."""
         policy, stages = self.overload.policy, self.cluster.pipeline_stages
-        if self.scheduler.swap is not None and policy != "swap":
-            raise ConfigError(f"host memory is for overload policy 'swap', not {policy!r}")
+        if self.scheduler.swap is not None and not self.overload.uses_host_memory:
+            raise ConfigError(
+                f"host memory is for overload policies 'swap' and 'park', not {policy!r}"
+            )
         if stages > 1 and policy in ("drop", "observe"):
             raise ConfigError(
                 f"pipelines of {stages} from the start have no layers to drop or restore: they go "
-                f"with overload policy 'recompute', 'swap' or 'migrate', not {policy!r}"
+                f"with overload policy 'recompute', 'swap', 'park' or 'migrate', not {policy!r}"
             )
         if self.cluster.num_instances % stages:
             raise ConfigError(

@@ -8,6 +8,8 @@ from kunserve.core.ids import GroupId
 
 STEP_TOKEN_BOUNDS = (1, *(2**power for power in range(3, 15)))
 """Upper bounds of the classes in which steps are counted by their tokens; one more has no bound."""
+PAUSE_BOUNDS_S = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 7.5, 10.0, 15.0, 20.0, 30.0, 60.0, 120.0)
+"""The same of the classes in which pauses are counted by their length."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +24,13 @@ class LeaderTotals:
     generation_tokens: int = 0
     steps: tuple[int, ...] = ()
     """Steps by their tokens (``STEP_TOKEN_BOUNDS``); empty before the first."""
+    swapped_out_blocks: int = 0
+    """KV copied to host memory, in blocks of all layers; as is the next."""
+    swapped_back_blocks: int = 0
+    pauses: tuple[int, ...] = ()
+    """Stays in host memory by their length (``PAUSE_BOUNDS_S``); empty before the first."""
+    paused_s: float = 0.0
+    """Of all of them together."""
 
     def __add__(self, other: "LeaderTotals") -> "LeaderTotals":
         return LeaderTotals(
@@ -30,17 +39,26 @@ class LeaderTotals:
             self.prompt_tokens + other.prompt_tokens,
             self.generation_tokens + other.generation_tokens,
             tuple(a + b for a, b in zip_longest(self.steps, other.steps, fillvalue=0)),
+            self.swapped_out_blocks + other.swapped_out_blocks,
+            self.swapped_back_blocks + other.swapped_back_blocks,
+            tuple(a + b for a, b in zip_longest(self.pauses, other.pauses, fillvalue=0)),
+            self.paused_s + other.paused_s,
         )
 
     def since(self, before: "LeaderTotals") -> "LeaderTotals":
         """What was added; nothing is ever taken away."""
         steps = [max(0, a - b) for a, b in zip_longest(self.steps, before.steps, fillvalue=0)]
+        pauses = [max(0, a - b) for a, b in zip_longest(self.pauses, before.pauses, fillvalue=0)]
         return LeaderTotals(
             max(0, self.num_preemptions - before.num_preemptions),
             max(0, self.lost_tokens - before.lost_tokens),
             max(0, self.prompt_tokens - before.prompt_tokens),
             max(0, self.generation_tokens - before.generation_tokens),
             tuple(steps) if any(steps) else (),
+            max(0, self.swapped_out_blocks - before.swapped_out_blocks),
+            max(0, self.swapped_back_blocks - before.swapped_back_blocks),
+            tuple(pauses) if any(pauses) else (),
+            max(0.0, self.paused_s - before.paused_s),
         )
 
 
@@ -86,7 +104,13 @@ class LoadReport:
     largest_expected_blocks: int = 0
     """Blocks the largest live request is expected to need: how unevenly they part at most."""
     steps: tuple[int, ...] = ()
-    """As in ``LeaderTotals``."""
+    """As in ``LeaderTotals``; as are the next four."""
+    swapped_out_blocks: int = 0
+    swapped_back_blocks: int = 0
+    pauses: tuple[int, ...] = ()
+    paused_s: float = 0.0
+    num_away: int = 0
+    """Requests whose KV is in host memory now, or on its way there or back."""
 
     @property
     def demand_blocks(self) -> int:
@@ -102,6 +126,10 @@ class LoadReport:
             self.prompt_tokens,
             self.generation_tokens,
             self.steps,
+            self.swapped_out_blocks,
+            self.swapped_back_blocks,
+            self.pauses,
+            self.paused_s,
         )
 
     def of_live(self, num_live: int) -> "LoadReport":

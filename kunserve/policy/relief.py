@@ -44,6 +44,10 @@ class HostLink:
     capacity_blocks: int | None
     """Of host memory; None is no limit."""
 
+    def has_room(self, num_blocks: int) -> bool:
+        """Whether host memory holds so many."""
+        return self.capacity_blocks is None or num_blocks <= self.capacity_blocks
+
 
 def group_host_link(
     bytes_per_s: float, host_bytes: int | None, stage_block_bytes: Sequence[int]
@@ -79,8 +83,7 @@ def choose_relief(victim: VictimView, link: HostLink, used_host_blocks: int) -> 
     but the victim's blocks are of no use meanwhile.
     Full host memory leaves no choice.
     """
-    capacity = link.capacity_blocks
-    if capacity is not None and used_host_blocks + victim.num_blocks > capacity:
+    if not link.has_room(used_host_blocks + victim.num_blocks):
         return Relief.RECOMPUTE
     swap_s = victim.num_blocks / link.blocks_per_s
     wasted_by_swap = 2.0 * swap_s * victim.num_blocks

@@ -10,6 +10,7 @@ from kunserve.core.ids import InstanceId
 from kunserve.core.load import STEP_TOKEN_BOUNDS, LoadReport
 from kunserve.core.snapshots import ClusterState, InstanceSnapshot
 from kunserve.server.histogram import Histogram
+from kunserve.server.host_memory_metrics import host_memory_metrics
 from kunserve.server.metric_family import Family, counter, gauge, histogram
 from kunserve.server.overload_metrics import overload_metrics
 from kunserve.server.process_metrics import ProcessMetrics
@@ -181,6 +182,7 @@ class ClusterMetrics(Collector):
         yield from self._cluster()
         yield from self._transitions.collect()
         yield from overload_metrics(self._state, self._model_name)
+        yield from host_memory_metrics(self._state, self._model_name)
         yield from self.savings.collect()
         yield from self._dropped_time.collect()
         yield from self._stages.collect()

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from kunserve.cluster.local import LocalCluster
-from kunserve.core.config import MIB, KunServeConfig, SwapConfig
+from kunserve.core.config import MIB, KunServeConfig
 from kunserve.core.errors import ConfigError
 from kunserve.core.messages import Ready
 from kunserve.core.model_spec import ModelSpec
@@ -133,7 +133,7 @@ def with_costs(config: KunServeConfig, spec: ModelSpec) -> KunServeConfig:
     scheduler, instance = config.scheduler, config.instance
     is_used = (
         scheduler.lookahead
-        or config.overload.policy == "swap"
+        or config.overload.uses_host_memory
         or scheduler.scheduling_policy == "deadline"
         or scheduler.tpot_slo_s is not None
     )
@@ -153,14 +153,15 @@ def with_costs(config: KunServeConfig, spec: ModelSpec) -> KunServeConfig:
 
 
 def with_swap(config: KunServeConfig) -> KunServeConfig:
-    """The configuration with a measured way to host memory, if overload policy ``swap`` wants it.
+    """The configuration with a measured way to host memory, if the overload policy wants it.
 
     An instance gets as much host memory as it has for weights and KV.
     """
-    if config.overload.policy != "swap":
+    if not config.overload.uses_host_memory:
         return config
     host_bytes = config.instance.memory_bytes
-    swap = SwapConfig(measure_copy_rate(), host_bytes)
+    swap = config.overload.swap_config(measure_copy_rate(), host_bytes)
+    assert swap is not None, config.overload
     logger.info(
         "swap host_memory=%d MiB each, copies %.1f GB/s",
         host_bytes // MIB,

@@ -14,6 +14,7 @@ from prometheus_client.metrics_core import Metric
 from kunserve.cluster.api import EngineClient
 from kunserve.server import (
     cluster_metrics,
+    host_memory_metrics,
     overload_metrics,
     process_metrics,
     request_metrics,
@@ -36,6 +37,7 @@ FAMILIES = (
     *cluster_metrics.FAMILIES,
     *transition_metrics.FAMILIES,
     *overload_metrics.FAMILIES,
+    *host_memory_metrics.FAMILIES,
     *savings.FAMILIES,
     *stage_metrics.FAMILIES,
     *process_metrics.FAMILIES,

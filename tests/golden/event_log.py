@@ -19,6 +19,7 @@ from kunserve.core.ids import GroupId, InstanceId, RequestId
 from kunserve.core.layout import GroupLayout
 from kunserve.core.messages import (
     Abort,
+    AllowParking,
     Commit,
     Committed,
     Connect,
@@ -144,7 +145,7 @@ def _told(message: Message) -> str | None:
             return f"return {len(request_ids)} waiting"
         case Abort(request_id):
             return f"abort {request_id}"
-        case Migrate() | HandOff() | EndMigration() | Shutdown():
+        case Migrate() | HandOff() | EndMigration() | AllowParking() | Shutdown():
             return repr(message)
         case Connect():
             return None

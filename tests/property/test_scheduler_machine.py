@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kunserve.control.group.scheduler import Scheduler
-from kunserve.core.config import SchedulerConfig, SchedulingPolicy
+from kunserve.core.config import SchedulerConfig, SchedulingPolicy, SwapConfig
 from kunserve.core.cost import CostCoefficients
 from kunserve.core.ids import GroupId, RequestId
 from kunserve.core.request import FinishReason, Request, SamplingParams
@@ -111,6 +111,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         link=st.sampled_from([None, *LINKS]),
         policy=st.sampled_from(["fcfs", "deadline"]),
         tpot_slo_s=st.sampled_from([None, 4.0, 40.0]),
+        max_park_s=st.sampled_from([None, 3.0, 12.0]),
     )
     def start(
         self,
@@ -122,6 +123,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         link: HostLink | None,
         policy: SchedulingPolicy,
         tpot_slo_s: float | None,
+        max_park_s: float | None,
     ) -> None:
         """``min_tokens`` None is formation without lookahead; ``link`` None is recomputation."""
         self.link = link
@@ -133,6 +135,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             tpot_slo_s=tpot_slo_s,
             scheduling_policy=policy,
             cost=CostCoefficients(0.2, 1.0, 0.5, 0.3, 0.1, 0.1),
+            swap=SwapConfig(1.0, max_park_s=max_park_s),
         )
         self.base_capacity = capacity
         self.max_model_len = 6 * BLOCK - 1

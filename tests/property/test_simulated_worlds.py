@@ -24,7 +24,7 @@ from kunserve.workload.workload import Lengths, Workload
 from tests.examples import examples
 from tests.unit.sim.worlds import run, scenario, small_profile
 
-SYSTEMS = ["recompute", "swap", "migrate", "autoscale", "drop", "drop-no-priority", "drop-basic"]
+SYSTEMS = ["recompute", "swap", "park", "migrate", "autoscale", "drop", "drop-park", "drop-basic"]
 Link = tuple[InstanceId, InstanceId, str]
 
 

@@ -25,6 +25,15 @@ MAX_REQUESTS = 40
 
 pytestmark = pytest.mark.timeout(900)  # a busy machine
 
+SWAPS = (
+    None,
+    SwapConfig(1e4),
+    SwapConfig(1e7),
+    SwapConfig(1e7, 500),
+    SwapConfig(1e7, max_park_s=0.5),
+    SwapConfig(1e7, 500, max_park_s=5.0, is_second_line=True),
+)
+
 
 class TransitionsMachine(RuleBasedStateMachine):
     """The real controller and agents over fake bodies."""
@@ -39,7 +48,7 @@ class TransitionsMachine(RuleBasedStateMachine):
         max_num_seqs=st.sampled_from([3, 8]),
         budget=st.sampled_from([4, 16]),
         extra_units=st.integers(0, 3),
-        swap=st.sampled_from([None, SwapConfig(1e4), SwapConfig(1e7), SwapConfig(1e7, 500)]),
+        swap=st.sampled_from(SWAPS),
         head_cost_layers=st.sampled_from([None, 0.5, 3.0]),
     )
     def start(

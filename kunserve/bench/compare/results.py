@@ -65,6 +65,9 @@ class RunResult:
     moved_gb: float | None = None
     swapped_out_gb: float | None = None
     swapped_back_gb: float | None = None
+    pause_p99_s: float | None = None
+    """Over requests, of the longest gap within each response; as is the next."""
+    longest_pause_s: float | None = None
     client_lag_s: float | None = None
     """How late the client sent the latest percent of the requests."""
     load_average: tuple[float, float] | None = None
@@ -139,6 +142,8 @@ def result_of(
         mean_kv_usage=round(sum(shares) / len(shares), 4) if shares else None,
         peak_kv_usage=round(max(shares), 4) if shares else None,
         kv_full_s=next(full, None),
+        pause_p99_s=round(metrics.pause.percentile_s(99.0), 5),
+        longest_pause_s=round(metrics.longest_pause_s, 5),
         ttft_ms=tuple(_whole_ms(ttft_s(r)) if r.succeeded else None for r in run.records),
         tpot_ms=tuple(_tenth_ms(tpot_s(r)) if r.succeeded else None for r in run.records),
         **latencies,

@@ -88,6 +88,11 @@ SYSTEMS = {
             "InferCept: the last to come waits in host memory; copies hide behind steps",
         ),
         System(
+            "park",
+            OverloadConfig(policy="park"),
+            "long answers pause in host memory so that whoever waits gets a first token",
+        ),
+        System(
             "static-pp",
             OverloadConfig(policy="recompute"),
             "vLLM with pipelines: pairs of half models from the start",
@@ -178,6 +183,11 @@ SYSTEMS = {
             "drop, and no more than two instances share a copy",
         ),
         System(
+            "drop-park",
+            replace(_DROP, park_behind_drop=True),
+            "drop, and park where nothing is left to drop",
+        ),
+        System(
             "autoscale",
             OverloadConfig(policy="recompute"),
             "recompute, and start instances when memory is short; they are given back later",
@@ -201,6 +211,8 @@ _FLAGS = {
     "forecast_s": "--forecast",
     "min_deep_gain": "--min-deep-gain",
     "max_group_size": "--max-group-size",
+    "max_park_s": "--max-park-s",
+    "park_behind_drop": "--park-behind-drop",
 }
 """Fields of `OverloadConfig` that ``kunserve serve`` has a flag for."""
 
@@ -245,7 +257,7 @@ def serve_flags(system: System) -> tuple[str, ...]:
         )
     flags = [_FLAGS["policy"], system.overload.policy]
     for name, value in _changed(system.overload).items():
-        flags += [_FLAGS[name], str(value)]
+        flags += [_FLAGS[name]] if value is True else [_FLAGS[name], str(value)]
     if not system.lookahead:
         flags.append("--no-lookahead")
     if system.scheduling != SchedulerConfig().scheduling_policy:

@@ -91,6 +91,8 @@ def rows(group: AtLoad) -> list[Row]:
     for name in ("ttft", "tpot"):
         for label, pick in _latency_rows(group, name):
             add(label, "lower", pick)
+    add("pause P99 (ms)", "lower", lambda r: r.pause_p99_s and r.pause_p99_s * 1e3)
+    add("longest pause (ms)", "lower", lambda r: r.longest_pause_s and r.longest_pause_s * 1e3)
     for label, pick in _slo_rows(group):
         add(label, "lower", pick, ".1%")
     add("requests/s", "higher", lambda r: r.request_throughput, ".2f")

@@ -1,5 +1,6 @@
 """From load to transitions: when to drop, when to restore, when to ask for more instances."""
 
+import math
 from dataclasses import replace
 
 from kunserve.control.cluster.commands import Outbox
@@ -12,7 +13,7 @@ from kunserve.control.cluster.transitions import Transitions
 from kunserve.core.config import OverloadConfig
 from kunserve.core.ids import GroupId, InstanceId, TransitionId
 from kunserve.core.load import GroupLoad
-from kunserve.core.messages import LoadLayers
+from kunserve.core.messages import AllowParking, LoadLayers
 from kunserve.core.snapshots import Kind
 from kunserve.policy.dispatch import share_out
 from kunserve.policy.drop_plan import blocks_for_bytes, plan_drop
@@ -59,7 +60,10 @@ class OverloadControl:
         self._transitions = transitions
         self._requests = requests
         self._scaling = scaling
+        self._outbox = outbox
         self._monitor = MonitorState()
+        self._parking_allowed_s: dict[GroupId, float] = {}
+        """When each group was last told so."""
         self._next_look_s = 0.0
         self.is_paused = False
         """Whether drops and restores are made by hand only. The monitor watches all the same."""
@@ -174,9 +178,22 @@ class OverloadControl:
         if self._config.policy == "drop" and not self.is_paused:
             _, is_enough = self._drop(verdict, dwelling, now_s, self._config.min_deep_gain)
         if not is_enough:
+            if self._config.park_behind_drop and not dwelling:
+                self._allow_parking(verdict.group_ids, now_s)
             why = "drops are paused" if self.is_paused else "nothing is left to drop"
             reason = f"{verdict.trigger}; {why}"
             self._scaling.grow(verdict.required_blocks, reason, now_s)
+
+    def _allow_parking(self, group_ids: tuple[GroupId, ...], now_s: float) -> None:
+        """Tell leaders that nothing is left to drop: twice in the time that they remember it."""
+        allowed_s = self._parking_allowed_s
+        for group_id in group_ids:
+            if now_s - allowed_s.get(group_id, -math.inf) >= self._config.max_park_s / 2.0:
+                allowed_s[group_id] = now_s
+                leader = self._placement.groups[group_id].layout.leader
+                self._outbox.send(leader, AllowParking(group_id))
+        for group_id in allowed_s.keys() - self._placement.groups.keys():
+            del allowed_s[group_id]
 
     def _dwells(self, members: tuple[InstanceId, ...], now_s: float) -> bool:
         formed_s = self._transitions.last_end_s(members)

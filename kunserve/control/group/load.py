@@ -3,12 +3,13 @@
 from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from kunserve.control.group.ledger import Ledger
 from kunserve.control.group.queue import WaitingQueue
 from kunserve.control.group.sequence import Progress, Sequence
 from kunserve.core.ids import GroupId
-from kunserve.core.load import STEP_TOKEN_BOUNDS, LeaderTotals, LoadReport
+from kunserve.core.load import PAUSE_BOUNDS_S, STEP_TOKEN_BOUNDS, LeaderTotals, LoadReport
 
 PRIOR_OUTPUT_TOKENS = 256.0
 """Expected output before anything has finished: about the mean of published chat traces."""
@@ -28,6 +29,11 @@ class SchedulerTotals:
     """Exponentially weighted over finished requests."""
     steps: list[int] = field(default_factory=list)
     """By their tokens, as in ``LeaderTotals``."""
+    swapped_out_blocks: int = 0
+    swapped_back_blocks: int = 0
+    pauses: list[int] = field(default_factory=list)
+    """By their length, as in ``LeaderTotals``."""
+    paused_s: float = 0.0
 
     def so_far(self) -> LeaderTotals:
         """As a value."""
@@ -37,6 +43,10 @@ class SchedulerTotals:
             self.prompt_tokens,
             self.generation_tokens,
             tuple(self.steps),
+            self.swapped_out_blocks,
+            self.swapped_back_blocks,
+            tuple(self.pauses),
+            self.paused_s,
         )
 
     def note_step(self, prompt_tokens: int, generation_tokens: int) -> None:
@@ -52,6 +62,12 @@ class SchedulerTotals:
         """A request lost its place among the running, and so much KV."""
         self.num_preemptions += 1
         self.lost_tokens += lost_tokens
+
+    def note_pause(self, pause_s: float) -> None:
+        """A request runs again that was in host memory so long."""
+        self.paused_s += pause_s
+        self.pauses = self.pauses or [0] * (len(PAUSE_BOUNDS_S) + 1)
+        self.pauses[bisect_left(PAUSE_BOUNDS_S, pause_s)] += 1
 
     def note_finished(self, num_output: int) -> None:
         """A request ended by itself after ``num_output`` tokens."""
@@ -90,6 +106,43 @@ def expected_tokens(seq: Sequence, mean_output_tokens: int) -> int:
     return min(total, seq.max_total_tokens) - 1
 
 
+class _Counts(NamedTuple):
+    """What the sequences of a group add up to."""
+
+    running: int
+    stalled: int
+    away: int
+    growth_blocks: int
+    largest_tokens: int
+    largest_expected_tokens: int
+
+
+def _count(
+    live: Iterable[Sequence], ledger: Ledger, mean_output_tokens: int, block_size: int
+) -> _Counts:
+    num_running = num_stalled = num_away = growth = largest = largest_expected = 0
+    waits, stalls, away = Progress.WAITING, Progress.STALLED, Progress.SWAPPED
+    blocks_of = ledger.blocks_of
+    for seq in live:
+        if seq.max_total_tokens > largest + 1:
+            largest = seq.max_stored_tokens
+        expected = expected_tokens(seq, mean_output_tokens)
+        if expected > largest_expected:
+            largest_expected = expected
+        state = seq.state
+        if state is waits:
+            continue
+        if state is stalls:
+            num_stalled += 1
+        else:
+            num_running += 1
+            num_away += state is away
+        more = -(-expected // block_size) - blocks_of(seq.request_id)
+        if more > 0:
+            growth += more
+    return _Counts(num_running, num_stalled, num_away, growth, largest, largest_expected)
+
+
 def measure_load(
     group_id: GroupId,
     sequence_number: int,
@@ -106,45 +159,32 @@ def measure_load(
     ``num_running`` leaves stalled requests out and counts swapped ones: their KV will want its
     memory back.
     """
-    num_running = num_stalled = growth = largest = largest_expected = 0
-    waits, stalls = Progress.WAITING, Progress.STALLED
-    mean_output, blocks_of = int(totals.mean_output_tokens), ledger.blocks_of
-    for seq in live:
-        if seq.max_total_tokens > largest + 1:
-            largest = seq.max_stored_tokens
-        expected = expected_tokens(seq, mean_output)
-        if expected > largest_expected:
-            largest_expected = expected
-        state = seq.state
-        if state is waits:
-            continue
-        if state is stalls:
-            num_stalled += 1
-        else:
-            num_running += 1
-        more = -(-expected // block_size) - blocks_of(seq.request_id)
-        if more > 0:
-            growth += more
+    counts = _count(live, ledger, int(totals.mean_output_tokens), block_size)
     head = waiting.head
     return LoadReport(
         group_id=group_id,
         sequence_number=sequence_number,
         num_received=num_received,
-        num_running=num_running,
+        num_running=counts.running,
         num_waiting=len(waiting),
         used_blocks=ledger.used_blocks,
         capacity_blocks=ledger.capacity_blocks,
-        growth_blocks=growth,
+        growth_blocks=counts.growth_blocks,
         head_of_line_blocks=0 if head is None else -(-head.num_tokens // block_size),
         waiting_blocks=waiting.num_blocks,
         waiting_tokens=waiting.num_tokens,
-        num_stalled=num_stalled,
+        num_stalled=counts.stalled,
         num_preemptions=totals.num_preemptions,
         lost_tokens=totals.lost_tokens,
         prompt_tokens=totals.prompt_tokens,
         generation_tokens=totals.generation_tokens,
         stuck_s=stuck_s,
-        largest_request_blocks=-(-largest // block_size),
-        largest_expected_blocks=-(-largest_expected // block_size),
+        largest_request_blocks=-(-counts.largest_tokens // block_size),
+        largest_expected_blocks=-(-counts.largest_expected_tokens // block_size),
         steps=tuple(totals.steps),
+        swapped_out_blocks=totals.swapped_out_blocks,
+        swapped_back_blocks=totals.swapped_back_blocks,
+        pauses=tuple(totals.pauses),
+        paused_s=totals.paused_s,
+        num_away=counts.away,
     )

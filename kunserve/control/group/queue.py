@@ -84,8 +84,8 @@ class Admission:
         self._block_size = block_size
         self._waiting = waiting
         self._ledger = ledger
-        self.lacks_memory = False
-        """Somebody was turned away by the last ``candidates`` for want of memory."""
+        self.missing_blocks = 0
+        """What the first lacks whom the last ``candidates`` turned away for want of memory."""
 
     def room(self, num_running: int) -> int:
         """How many more sequences may run: each stage's worth of ``max_num_seqs``."""
@@ -112,7 +112,7 @@ class Admission:
         wanted = config.max_num_batched_tokens - num_tokens_ahead
         if config.lookahead and self._num_stages > 1:
             wanted = self._waiting.num_tokens
-        self.lacks_memory = False
+        self.missing_blocks = 0
         found: list[Sequence] = []
         for seq in self._waiting:
             if wanted <= 0 or len(found) >= room:
@@ -121,7 +121,7 @@ class Admission:
                 break
             free -= -(-seq.num_tokens // self._block_size)
             if free < watermark:
-                self.lacks_memory = True
+                self.missing_blocks = watermark - free
                 break
             watermark = ledger.watermark_blocks
             wanted -= seq.num_tokens

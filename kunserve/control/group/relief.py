@@ -1,5 +1,6 @@
 """Who holds KV memory in a group, and who gives it up when a block is missing (relief)."""
 
+import math
 from bisect import insort
 from collections.abc import Iterable, Iterator
 from itertools import chain
@@ -9,14 +10,19 @@ from typing import NamedTuple
 from kunserve.control.group.in_flight import InFlight
 from kunserve.control.group.ledger import Ledger
 from kunserve.control.group.load import SchedulerTotals
+from kunserve.control.group.parking import Parking
 from kunserve.control.group.queue import WaitingQueue
 from kunserve.control.group.sequence import Progress, QueueKey, Sequence
 from kunserve.control.group.swap import SwapSpace
+from kunserve.core.config import SchedulerConfig
 from kunserve.core.ids import RequestId
 from kunserve.core.step import BlockRun
-from kunserve.policy.relief import Preemptible, choose_victim
+from kunserve.policy.cost import batch_cost
+from kunserve.policy.relief import HostLink, Preemptible, choose_victim
 
 _key_of = attrgetter("key")
+BEFORE_ALL: QueueKey = (-math.inf, 0)
+"""A place in the queue that nobody is before."""
 
 
 class Runnable(NamedTuple):
@@ -36,7 +42,8 @@ class Holders:
     """Owner of the sequences that have KV: running and stalled ones, in order of arrival.
 
     When one of them lacks a block the latest arrival is preempted, keeping its place and its
-    output. It is computed again later, or its KV is swapped (``SwapSpace``).
+    output. It is computed again later, or its KV is swapped (``SwapSpace``). Where there is
+    ``Parking``, sequences that decode make way too.
     """
 
     def __init__(
@@ -45,15 +52,29 @@ class Holders:
         ledger: Ledger,
         waiting: WaitingQueue,
         in_flight: InFlight,
-        swap: SwapSpace,
         totals: SchedulerTotals,
+        config: SchedulerConfig,
+        host_link: HostLink | None,
     ) -> None:
+        """``host_link`` None: nobody is swapped or parked."""
         self._block_size = block_size
         self._ledger = ledger
         self._waiting = waiting
         self._in_flight = in_flight
-        self._swap = swap
         self._totals = totals
+        self._may_swap_until_s = math.inf
+        if config.swap is not None and config.swap.is_second_line:
+            self._may_swap_until_s = -math.inf
+        max_park_s = None if config.swap is None else config.swap.max_park_s
+        parks = max_park_s is not None
+        self._swap = SwapSpace(host_link, config.cost, block_size, ledger, totals, parks=parks)
+        self._parking: Parking | None = None
+        if host_link is not None and max_park_s is not None:
+            assert config.cost is not None, config
+            step_s = batch_cost(config.cost, [0], [config.max_num_batched_tokens])
+            self._parking = Parking(
+                max_park_s, step_s, host_link, block_size, ledger, waiting, self._swap
+            )
         self._running: list[Sequence] = []
         self.released: list[RequestId] = []
         """For the next plan: what the stages hold and may free."""
@@ -61,6 +82,8 @@ class Holders:
         """(request, tokens of KV lost) of each, for the log."""
         self.version = 0
         """Counts who came, and who may run again."""
+        self._now_s = 0.0
+        """Of the schedule under way."""
 
     def __len__(self) -> int:
         return len(self._running) + len(self._swap)
@@ -72,6 +95,11 @@ class Holders:
     def num_running(self) -> int:
         """Running and stalled ones."""
         return len(self._running)
+
+    @property
+    def parks(self) -> bool:
+        """Whether sequences that decode make way for those that wait."""
+        return self._parking is not None
 
     @property
     def have_work(self) -> bool:
@@ -133,12 +161,13 @@ class Holders:
 
     # In a step
 
-    def end_copies(self) -> None:
+    def end_copies(self, now_s: float) -> None:
         """The last plan is on its way: whoever is back from host memory runs."""
-        if self._swap:
-            for seq in self._swap.finish_copies():
-                seq.state = Progress.RUNNING
-                insort(self._running, seq, key=_key_of)
+        self._now_s = now_s
+        for seq in self._swap.finish_copies(now_s):
+            seq.state = Progress.RUNNING
+            seq.streams_since_s = None
+            insort(self._running, seq, key=_key_of)
 
     def runnable(self) -> Runnable:
         """Who could run."""
@@ -177,16 +206,37 @@ class Holders:
                 unfit.add(seq)
         return unfit
 
-    def swap_in(self, first_waiting: QueueKey | None, room: int) -> tuple[int, QueueKey | None]:
-        """Let swapped ones come back before whoever waits behind them.
+    def swap_in(self, room: int, *, may_preempt: bool) -> tuple[int, QueueKey | None]:
+        """Let swapped ones come back before whoever waits behind them; the parked when it is time.
 
         How many of the ``room`` among the running are kept for them, and the place of the first
         that must stay away: nobody behind it may be admitted.
         """
-        if not self._swap:
+        swap, parking = self._swap, self._parking
+        if not swap:
             return 0, None
-        num_kept = self._swap.swap_in(first_waiting, room)
-        return num_kept, self._swap.first_away
+        if parking is None:
+            head = self._waiting.head
+            num_kept = swap.swap_in(None if head is None else head.key, room)
+            return num_kept, swap.first_away
+        runs = any(seq.state is Progress.RUNNING for seq in self._running)
+        is_idle = not runs and swap.leaving_blocks == 0
+        due = parking.bring_back(room, self._now_s, is_idle=is_idle)
+        if due and may_preempt:
+            self._park(parking.in_place(self._running, due, room, self._now_s))
+        return len(swap.returning), BEFORE_ALL if due else None
+
+    def allow_parking(self, now_s: float) -> None:
+        """As a second line: sequences may go to host memory for as long as a pause may be."""
+        if self._parking is not None:
+            until_s = now_s + self._parking.max_park_s
+            self._may_swap_until_s = max(self._may_swap_until_s, until_s)
+            self.version += 1
+
+    def park_for_head(self, missing_blocks: int) -> None:
+        """The queue's head lacks so much: let decodes make way."""
+        if self._parking is not None and self._may_swap:
+            self._park(self._parking.for_head(self._running, missing_blocks, self._now_s))
 
     def plan_copies(
         self, chosen: list[tuple[Sequence, int]]
@@ -213,13 +263,21 @@ class Holders:
 
     # Relief
 
+    @property
+    def _may_swap(self) -> bool:
+        """Whether sequences may go to host memory now: others may be due while some are there."""
+        return self._now_s < self._may_swap_until_s or bool(self._swap)
+
     def _relieve(self, grower: Sequence, num_blocks: int) -> bool:
         """Preempt until the grower fits; False if it must wait."""
         while True:
             if self._swap.makes_room(grower, num_blocks):
                 return False
+            if self._parking is not None and self._make_way(self._parking, grower, num_blocks):
+                return False
             running = [seq for seq in self._running if seq.state is Progress.RUNNING]
-            running += self._swap.returning
+            if self._parking is None:
+                running += self._swap.returning
             victim = choose_victim([Preemptible(*s.key) for s in running], running.index(grower))
             if victim is None:
                 return False
@@ -227,20 +285,35 @@ class Holders:
             if self._ledger.grow(grower.request_id, num_blocks):
                 return True
 
+    def _make_way(self, parking: Parking, grower: Sequence, num_blocks: int) -> bool:
+        """Park decodes for the grower, who waits for what they hold; False if none may go."""
+        if not self._may_swap:
+            return False
+        victims = parking.for_grower(self._running, grower, num_blocks, self._now_s)
+        self._park(victims)
+        return bool(victims) and self._swap.makes_room(grower, num_blocks)
+
+    def _park(self, victims: Iterable[Sequence]) -> None:
+        for seq in victims:
+            if self._swap.has_room_for(seq):
+                self._preempt(seq)
+
     def _preempt(self, seq: Sequence) -> None:
         """Take a sequence's memory: all at once, or as fast as it can be swapped."""
-        if not self._swap.swap_out(seq):
+        if not (self._may_swap and self._swap.swap_out(seq)):
             self.remove(seq)
             self._lose_kv(seq)
         elif seq.state is Progress.RUNNING:
             self._note_preemption(seq, 0)
             self._running.remove(seq)
             seq.state = Progress.SWAPPED
+            seq.num_parked += 1
 
     def _lose_kv(self, seq: Sequence) -> None:
         """The sequence, in no list any more, must be computed again."""
         self._note_preemption(seq, seq.num_computed)
         seq.num_computed = 0
+        seq.streams_since_s = None
         seq.is_started = False
         seq.state = Progress.WAITING
         self._waiting.add(seq)

@@ -15,7 +15,6 @@ from kunserve.control.group.migration import MigrationAccess
 from kunserve.control.group.queue import Admission, WaitingQueue
 from kunserve.control.group.relief import Holders
 from kunserve.control.group.sequence import Progress, Sequence, make_sequence
-from kunserve.control.group.swap import SwapSpace
 from kunserve.core.config import SchedulerConfig
 from kunserve.core.ids import GroupId, RequestId
 from kunserve.core.load import LoadReport
@@ -79,9 +78,14 @@ class Scheduler:
         self._ledger = Ledger(capacity_blocks, config.watermark)
         self._waiting = WaitingQueue(block_size)
         self._in_flight = InFlight(group_id)
-        swap = SwapSpace(host_link, config.cost, block_size, self._ledger)
         self._holders = Holders(
-            block_size, self._ledger, self._waiting, self._in_flight, swap, self.totals
+            block_size,
+            self._ledger,
+            self._waiting,
+            self._in_flight,
+            self.totals,
+            config,
+            host_link,
         )
         self._admission = Admission(config, num_stages, block_size, self._waiting, self._ledger)
         self.migration = MigrationAccess(block_size, self._live, self._waiting, self._ledger)
@@ -175,6 +179,10 @@ class Scheduler:
         self._ledger.resize(blocks)
         self._largest_capacity = max(self._largest_capacity, blocks)
 
+    def allow_parking(self, now_s: float) -> None:
+        """Nothing is left to drop: for as long as a pause may be, requests may be parked."""
+        self._holders.allow_parking(now_s)
+
     # Steps
 
     def schedule(self, now_s: float) -> StepPlan | None:
@@ -187,7 +195,7 @@ class Scheduler:
         if len(in_flight) >= self._num_stages:
             return None
         self._clock.look(self.has_work, now_s)
-        holders.end_copies()
+        holders.end_copies(now_s)
         chosen = self._choose(now_s)
         if not chosen and (in_flight or not (holders.released or holders.may_copy)):
             self._nothing_at = self._version
@@ -210,6 +218,8 @@ class Scheduler:
             position = seq.num_output
             reason = seq.append_token(token_id, pool_tokens)
             num_failed += token_id is None
+            if seq.streams_since_s is None:
+                seq.streams_since_s = now_s
             queued_s = seq.queued_s if position == 0 else None
             outputs.append(TokenOutput(request_id, position, token_id, logprobs, reason, queued_s))
             if reason is not None:
@@ -322,6 +332,9 @@ class Scheduler:
         if unfit is not None:
             # Memory is short: nobody is admitted, and who did not get a block sits out.
             self.is_memory_short = True
+            if self._holders.parks:
+                room = self._admission.room(self._holders.num_running)
+                self._holders.swap_in(room, may_preempt=self.may_preempt)
             decodes = [s for s in decodes if s.state is Progress.RUNNING and s not in unfit]
             prompts = [s for s in prompts if s.state is Progress.RUNNING and s not in unfit]
         else:
@@ -330,7 +343,9 @@ class Scheduler:
             if self._order is not None:
                 prompts.sort(key=_key_of)
             num_waiting -= len(admissible)
-            self.is_memory_short = self._admission.lacks_memory
+            self.is_memory_short = self._admission.missing_blocks > 0
+            if self._holders.parks:
+                decodes = [s for s in decodes if s.state is Progress.RUNNING]
         pace = self._pace(decodes, prompts, num_awaiting, context)
         is_split = self._num_stages > 1 or pace.decode_rounds > 1
         if is_split or len(decodes) > pace.max_num_tokens:
@@ -387,13 +402,17 @@ class Scheduler:
 
     def _admissible(self, prompts: Iterable[Sequence]) -> list[Sequence]:
         """Who may be admitted now behind these running prompts; the swapped come back in turn."""
-        room = self._admission.room(self._holders.num_running)
+        holders, admission = self._holders, self._admission
+        room = admission.room(holders.num_running)
+        num_kept, first_away = holders.swap_in(room, may_preempt=self.may_preempt)
         head = self._waiting.head
-        num_kept, first_away = self._holders.swap_in(None if head is None else head.key, room)
         if self._order is not None and head is not None:
             prompts = [seq for seq in prompts if seq.key < head.key]
         num_tokens_ahead = sum(seq.num_left for seq in prompts)
-        return self._admission.candidates(room - num_kept, num_tokens_ahead, first_away)
+        found = admission.candidates(room - num_kept, num_tokens_ahead, first_away)
+        if admission.missing_blocks and self.may_preempt:
+            holders.park_for_head(admission.missing_blocks)
+        return found
 
     def _make(self, request: Request, output_token_ids: TokenIds) -> Sequence:
         assert request.request_id not in self._live, f"{request.request_id} is here already"

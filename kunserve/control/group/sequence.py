@@ -65,6 +65,10 @@ class Sequence:
     """The stages have been told of it, and not told since to release it."""
     queued_s: float | None = None
     """From its arrival to its first admission here."""
+    streams_since_s: float | None = None
+    """When its first token here came, or the first one since it was swapped; None before."""
+    num_parked: int = 0
+    """Times that it went to host memory."""
     last_step: int = -1
     """The last step planned for it: who has waited longest decodes first."""
 

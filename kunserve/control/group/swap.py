@@ -3,6 +3,8 @@
 A sequence's KV has one edge: the blocks before it are in KV memory, those behind it in host
 memory. Leaving moves the edge down and coming back moves it up, a run of blocks with every plan,
 no more than the plan's step hides; a sequence may turn round half-way.
+
+Sequences leave because another lacked a block (relief), or to make way (`parking.Parking`).
 """
 
 from bisect import insort
@@ -10,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from kunserve.control.group.ledger import Ledger
+from kunserve.control.group.load import SchedulerTotals
 from kunserve.control.group.queue import watermark_blocks
 from kunserve.control.group.sequence import QueueKey, Sequence
 from kunserve.core.cost import CostCoefficients
@@ -26,6 +29,8 @@ class _Swapped:
     """One sequence and the edge of its KV."""
 
     seq: Sequence
+    since_s: float
+    """When it left."""
     num_blocks: int
     """Of its KV."""
     num_resident: int
@@ -48,13 +53,23 @@ class SwapSpace:
         cost: CostCoefficients | None,
         block_size: int,
         ledger: Ledger,
+        totals: SchedulerTotals,
+        *,
+        parks: bool = False,
     ) -> None:
-        """``link`` None: nobody is ever swapped. Otherwise ``cost`` tells how long steps take."""
+        """``link`` None: nobody is ever swapped. Otherwise ``cost`` tells how long steps take.
+
+        With ``parks`` a victim is swapped whenever host memory has room, however slow the link.
+        """
         assert link is None or cost is not None, "swapping is paced by the time of steps"
         self._link = link
         self._cost = cost
         self._block_size = block_size
         self._ledger = ledger
+        self._totals = totals
+        self._parks = parks
+        self._now_s = 0.0
+        """Of the schedule under way."""
         self._entries: list[_Swapped] = []
         self._promised_blocks = 0
         """Of those on their way out, what growers wait for already."""
@@ -77,11 +92,8 @@ class SwapSpace:
 
     @property
     def may_copy(self) -> bool:
-        """Whether a plan could move anything."""
-        return any(
-            entry.num_resident < entry.num_blocks if entry.is_returning else entry.num_resident
-            for entry in self._entries
-        )
+        """Whether a plan could move anything, or let one that is back run."""
+        return any(entry.is_returning or entry.num_resident for entry in self._entries)
 
     @property
     def host_blocks(self) -> int:
@@ -98,7 +110,7 @@ class SwapSpace:
             if not self._takes(seq):
                 return False
             num_blocks = self._blocks_for(seq.num_computed)
-            entry = _Swapped(seq, num_blocks, num_blocks)
+            entry = _Swapped(seq, self._now_s, num_blocks, num_blocks)
             insort(self._entries, entry, key=_key_of)
         entry.is_returning = False
         self._ledger.shrink(seq.request_id, entry.num_resident)
@@ -111,14 +123,20 @@ class SwapSpace:
         """
         ledger = self._ledger
         missing = num_blocks - ledger.blocks_of(grower.request_id) - ledger.free_blocks
-        leaving = sum(e.num_resident + e.num_leaving for e in self._entries if not e.is_returning)
-        if leaving - self._promised_blocks < missing:
+        if self.leaving_blocks < missing:
             return False
         self._promised_blocks += missing
         return True
 
-    def finish_copies(self) -> list[Sequence]:
+    @property
+    def leaving_blocks(self) -> int:
+        """Blocks on their way out that no grower waits for."""
+        leaving = sum(e.num_resident + e.num_leaving for e in self._entries if not e.is_returning)
+        return leaving - self._promised_blocks
+
+    def finish_copies(self, now_s: float) -> list[Sequence]:
         """The last plan is on its way: free what it copied out; those that may run again."""
+        self._now_s = now_s
         self._promised_blocks = 0
         back: list[Sequence] = []
         for entry in self._entries:
@@ -127,6 +145,7 @@ class SwapSpace:
                 self._ledger.shrink(entry.seq.request_id, entry.num_resident)
             elif entry.is_returning and entry.num_resident == entry.num_blocks:
                 back.append(entry.seq)
+                self._totals.note_pause(now_s - entry.since_s)
         for seq in back:
             self.remove(seq)
         return back
@@ -138,7 +157,6 @@ class SwapSpace:
 
         ``first_waiting`` is the place of the first without KV, who goes before those behind it.
         """
-        ledger = self._ledger
         num_returning = len(self.returning)
         for entry in self._entries:
             seq = entry.seq
@@ -148,15 +166,36 @@ class SwapSpace:
                 break
             if first_waiting is not None and first_waiting < seq.key:
                 break
-            held = ledger.blocks_of(seq.request_id)
-            needed = self._blocks_for(seq.num_tokens)
-            if ledger.free_blocks - (needed - held) < watermark_blocks(ledger, held):
+            if self.missing_blocks(seq) > 0:
                 break
-            fits = ledger.grow(seq.request_id, needed)
-            assert fits, (seq.request_id, needed, ledger.free_blocks)
-            entry.is_returning = True
+            self.bring_back(seq)
             num_returning += 1
         return num_returning
+
+    @property
+    def away(self) -> list[tuple[Sequence, float, int]]:
+        """(sequence, when it left, blocks of its KV) of those not coming back yet, oldest first.
+
+        Who has no token yet comes before all others.
+        """
+        entries = [entry for entry in self._entries if not entry.is_returning]
+        entries.sort(key=lambda entry: (entry.seq.num_output > 0, entry.since_s, entry.seq.key))
+        return [(entry.seq, entry.since_s, entry.num_blocks) for entry in entries]
+
+    def missing_blocks(self, seq: Sequence) -> int:
+        """What a swapped sequence lacks to come back now; not above 0 if it may."""
+        ledger = self._ledger
+        held = ledger.blocks_of(seq.request_id)
+        margin = watermark_blocks(ledger, held)
+        return self._blocks_for(seq.num_tokens) - held + margin - ledger.free_blocks
+
+    def bring_back(self, seq: Sequence) -> None:
+        """Reserve memory for all known tokens of a swapped sequence. It lacks none."""
+        entry = self._find(seq)
+        assert entry is not None and not entry.is_returning, seq.request_id
+        fits = self._ledger.grow(seq.request_id, self._blocks_for(seq.num_tokens))
+        assert fits, (seq.request_id, self._ledger.free_blocks)
+        entry.is_returning = True
 
     def plan_copies(
         self, chosen: list[tuple[Sequence, int]]
@@ -166,7 +205,10 @@ class SwapSpace:
             return (), ()
         assert self._link is not None
         budget = hidden_blocks(self._link, self._step_s(chosen))
-        return self._plan_out(budget), self._plan_back(budget)
+        out, back = self._plan_out(budget), self._plan_back(budget)
+        self._totals.swapped_out_blocks += sum(end - first for _, first, end in out)
+        self._totals.swapped_back_blocks += sum(end - first for _, first, end in back)
+        return out, back
 
     def remove(self, seq: Sequence) -> None:
         """The sequence is back, or gone (the caller releases what it holds)."""
@@ -196,10 +238,17 @@ class SwapSpace:
         if self._link is not None and self._link.capacity_blocks is not None:
             assert self.host_blocks <= self._link.capacity_blocks, self.host_blocks
 
+    def has_room_for(self, seq: Sequence) -> bool:
+        """Whether host memory has room for the sequence's KV."""
+        num_blocks = self.host_blocks + self._blocks_for(seq.num_computed)
+        return self._link is not None and self._link.has_room(num_blocks)
+
     def _takes(self, seq: Sequence) -> bool:
         link, cost = self._link, self._cost
         if link is None or cost is None:
             return False
+        if self._parks:
+            return self.has_room_for(seq)
         own = self._ledger.blocks_of(seq.request_id)
         victim = VictimView(
             num_blocks=self._blocks_for(seq.num_computed),

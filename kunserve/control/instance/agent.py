@@ -25,6 +25,7 @@ from kunserve.core.layout import GroupLayout, LayerRange
 from kunserve.core.messages import (
     Abort,
     Activation,
+    AllowParking,
     Commit,
     EndMigration,
     ExchangeProgress,
@@ -310,6 +311,9 @@ class InstanceAgent:
                 self._intake.read(request, membership)
             case Prepare() | LoadLayers() | Migrate() | OfferKv() as order:
                 self._changes.begin(order, membership, now_s)
+            case AllowParking():
+                if membership.scheduler is not None:
+                    membership.scheduler.allow_parking(now_s)
             case Rollback(transition_id):
                 self._changes.roll_back(transition_id)
             case (

@@ -12,6 +12,7 @@ from kunserve.core.ids import GroupId, RequestId, TransitionId
 from kunserve.core.messages import (
     Abort,
     Activation,
+    AllowParking,
     Commit,
     EndMigration,
     ExchangeProgress,
@@ -79,7 +80,8 @@ def when_to_read(message: Message, moment: Moment) -> When:
                                                  overtook its ``Submit``
     Rollback             of the present change   on a follower: it overtook   on a leader
                                                  its ``LoadLayers``
-    LoadLayers           for this group          -                            for another group
+    LoadLayers,          for this group          -                            for another group
+    AllowParking
     KvMoved, KvDropped,  of the present change   of the present change        of another change
     ExchangeProgress     after the switch        before the switch
     other words on a     of the present change   -                            of another change
@@ -108,7 +110,7 @@ def when_to_read(message: Message, moment: Moment) -> When:
             if transition_id == moment.change_id:
                 return "now"
             return "never" if moment.leads else "later"
-        case LoadLayers():
+        case LoadLayers() | AllowParking():
             return "now" if message.group_id == moment.group_id else "never"
         case KvMoved() | KvDropped() | ExchangeProgress():
             if message.transition_id != moment.change_id:

@@ -8,6 +8,7 @@ from typing import TypeAlias
 
 from kunserve.core.messages.commands import (
     Abort,
+    AllowParking,
     Command,
     Commit,
     Connect,
@@ -67,6 +68,7 @@ __all__ = [
     "Abort",
     "Activation",
     "Alive",
+    "AllowParking",
     "Command",
     "Commit",
     "Committed",

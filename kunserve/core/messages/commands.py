@@ -150,6 +150,16 @@ class ReturnWaiting:
 
 
 @dataclass(frozen=True, slots=True)
+class AllowParking:
+    """Nothing is left to drop for the group: for a while it may park requests.
+
+    Sent to its leader while its memory is short, again and again; not acknowledged.
+    """
+
+    group_id: GroupId
+
+
+@dataclass(frozen=True, slots=True)
 class Shutdown:
     """Leave. In-flight work is lost unless it was drained before."""
 
@@ -167,5 +177,6 @@ Command: TypeAlias = (
     | HandOff
     | EndMigration
     | ReturnWaiting
+    | AllowParking
     | Shutdown
 )

@@ -18,9 +18,10 @@ OVERLOAD_FLAGS = all_of(
     _overload(
         "--overload-policy",
         "policy",
-        type=click.Choice(["recompute", "swap", "migrate", "observe", "drop"]),
+        type=click.Choice(["recompute", "swap", "park", "migrate", "observe", "drop"]),
         help="When KV memory runs out: drop frees replicated layers; recompute preempts requests; "
-        "swap sends their KV to host memory, migrate moves running requests to other instances; "
+        "swap sends their KV to host memory; park sends that of long answers there, for others to "
+        "begin; migrate moves running requests to other instances; "
         "observe preempts too, and tells in the log and in /metrics what drop would have done.",
     ),
     _overload(
@@ -60,6 +61,17 @@ OVERLOAD_FLAGS = all_of(
         type=FiniteRange(0.0),
         help="Memory that a pipeline of more than two stages must add, as a share of what it had. "
         "A deeper one frees less, and is slower.",
+    ),
+    _overload(
+        "--max-park-s",
+        type=FiniteRange(0.0, 3600.0, min_open=True),
+        help="Longest pause of an answer that is parked in host memory, in seconds. Longer pauses "
+        "let more requests begin.",
+    ),
+    _overload(
+        "--park-behind-drop",
+        is_flag=True,
+        help="With drop: park answers where memory is short and nothing is left to drop.",
     ),
     _overload(
         "--link-gbps",

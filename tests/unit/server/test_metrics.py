@@ -181,6 +181,30 @@ def test_counters_are_those_of_instances() -> None:
         )
 
 
+def test_what_is_in_host_memory_is_counted_in_bytes_and_seconds() -> None:
+    engine = EchoEngine()
+    metrics = FrontMetrics(engine, MODEL)
+    first, second = engine.snapshot.instances
+    done = LeaderTotals(
+        swapped_out_blocks=5, swapped_back_blocks=3, pauses=(0, 2, 1, *[0] * 11), paused_s=0.8
+    )
+    loads = (replace(idle_load(0), num_away=2), idle_load(1))
+    engine.snapshot = replace(
+        engine.snapshot, instances=(replace(first, totals=done), second), loads=loads
+    )
+    got = scrape(metrics)
+    block_bytes = first.spec.unit_bytes * first.spec.num_layers
+    swapped = "kunserve:swapped_bytes_total"
+    assert got[swapped, labels(engine="0", direction="out")] == 5 * block_bytes
+    assert got[swapped, labels(engine="0", direction="back")] == 3 * block_bytes
+    assert got["kunserve:num_requests_away", labels(engine="0")] == 2
+    pause = "kunserve:request_pause_seconds"
+    assert got[f"{pause}_count", labels(engine="0")] == 3
+    assert got[f"{pause}_sum", labels(engine="0")] == 0.8
+    assert got[f"{pause}_bucket", labels(engine="0", le="0.25")] == 2
+    assert got[f"{pause}_count", labels(engine="1")] == 0
+
+
 def test_requests_that_no_engine_has_are_waiting_too() -> None:
     engine = EchoEngine()
     engine.snapshot = replace(engine.snapshot, num_unplaced=3)

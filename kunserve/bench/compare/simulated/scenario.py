@@ -12,7 +12,6 @@ from kunserve.core.config import (
     ModelConfig,
     SchedulerConfig,
     ServerConfig,
-    SwapConfig,
 )
 from kunserve.core.errors import ConfigError
 from kunserve.model.profile import read_profile
@@ -133,7 +132,6 @@ def config_of(
     ``server`` the limits of the queue count.
     """
     check_parts(system, num_instances)
-    is_swapping = system.overload.policy == "swap"
     return KunServeConfig(
         model=ModelConfig(model=profile.model.name),
         instance=InstanceConfig(
@@ -147,7 +145,7 @@ def config_of(
             scheduling_policy=system.scheduling,
             tpot_slo_s=scheduler.tpot_slo_s if system.tpot_slo_s is None else system.tpot_slo_s,
             watermark=scheduler.watermark if system.watermark is None else system.watermark,
-            swap=SwapConfig(profile.host_bytes_per_s, host_bytes) if is_swapping else None,
+            swap=system.overload.swap_config(profile.host_bytes_per_s, host_bytes),
         ),
         overload=system.overload,
         server=ServerConfig() if server is None else server,

@@ -4,7 +4,7 @@ from kunserve.control.cluster.commands import LogReason, ScaleUp
 from kunserve.control.cluster.transitions import BACKOFF_S
 from kunserve.core.config import ClusterConfig
 from kunserve.core.ids import InstanceId
-from kunserve.core.messages import LoadLayers, Prepare, Prepared, Rollback
+from kunserve.core.messages import AllowParking, LoadLayers, Prepare, Prepared, Rollback
 from kunserve.core.snapshots import Outcome
 from kunserve.policy.restore import Postponed
 from tests.unit.control.cluster.brain import BLOCKS, Brain
@@ -95,6 +95,21 @@ def test_where_nothing_is_left_to_drop_an_instance_is_wished_for() -> None:
     assert "nothing is left to drop" in wish.reason
     brain.report(0, **short)
     assert not brain.said(ScaleUp), "it is said now and then only"
+
+
+def test_parking_is_allowed_where_nothing_is_left_to_drop() -> None:
+    brain = Brain(park_behind_drop=True)
+    brain.report(0, **SHORT)
+    assert brain.take(Prepare) and not brain.take(AllowParking), "a drop comes first"
+    brain = dropped(park_behind_drop=True)
+    short = {**SHORT, "used_blocks": 1000, "waiting_blocks": 90}
+    brain.report(0, **short)
+    ((leader, allowed),) = brain.take(AllowParking)
+    assert (leader, allowed.group_id) == (0, brain.group_id(0))
+    brain.report(0, **short)
+    assert not brain.take(AllowParking), "it is remembered for a while"
+    brain.report(0, after_s=5.0, **short)
+    assert brain.take(AllowParking)
 
 
 def test_an_idle_pipeline_is_restored() -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from kunserve.control.group.ledger import Ledger
+from kunserve.control.group.load import SchedulerTotals
 from kunserve.control.group.scheduler import Scheduler
 from kunserve.control.group.sequence import Sequence, make_sequence
 from kunserve.control.group.swap import SwapSpace
@@ -37,9 +38,12 @@ class Story:
     outputs: list[TokenOutput] = field(default_factory=list)
     preempted: list[RequestId] = field(default_factory=list)
     in_flight: deque[StepPlan] = field(default_factory=deque)
+    step_s: float = 0.0
+    now_s: float = 0.0
 
     def step(self) -> bool:
-        plan = self.scheduler.schedule(0.0)
+        self.now_s += self.step_s
+        plan = self.scheduler.schedule(self.now_s)
         self.scheduler.check()
         self.preempted += [request_id for request_id, _ in self.scheduler.drain_preemptions()]
         if plan is not None:
@@ -49,7 +53,7 @@ class Story:
             done = self.in_flight.popleft()
             tokens = [SampledToken(c.request_id, 7, None) for c in done.chunks if c.samples]
             result = StepResult(done.group_id, done.step_id, tuple(tokens))
-            self.outputs += self.scheduler.complete(result, 0.0)
+            self.outputs += self.scheduler.complete(result, self.now_s)
             self.scheduler.check()
             return True
         return plan is not None
@@ -90,17 +94,29 @@ class Story:
 
 
 def begin(
-    link: HostLink, *requests: tuple[str, int, int], capacity: int = 10, num_stages: int = 1
+    link: HostLink,
+    *requests: tuple[str, int, int],
+    capacity: int = 10,
+    num_stages: int = 1,
+    max_park_s: float | None = None,
+    cost: CostCoefficients = COST,
+    is_second_line: bool = False,
 ) -> Story:
-    """Requests of (name, prompt tokens, output tokens), in order of arrival."""
-    config = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=32, lookahead=False, cost=COST)
+    """Requests of (name, prompt tokens, output tokens), in order of arrival. A step takes 1 s."""
+    config = SchedulerConfig(
+        max_num_seqs=8,
+        max_num_batched_tokens=32,
+        lookahead=False,
+        cost=cost,
+        swap=SwapConfig(1.0, max_park_s=max_park_s, is_second_line=is_second_line),
+    )
     scheduler = Scheduler(
         config, GroupId(0), num_stages, BLOCK, capacity, frozenset(), 1000, host_link=link
     )
     for i, (name, num_prompt, num_output) in enumerate(requests):
         sampling = SamplingParams(max_tokens=num_output)
         scheduler.add(Request(RequestId(name), (5,) * num_prompt, sampling, float(i)))
-    return Story(scheduler, num_stages)
+    return Story(scheduler, num_stages, step_s=1.0)
 
 
 TWO = (("a", 14, 20), ("b", 14, 20))
@@ -204,7 +220,7 @@ def space(*held: Sequence, capacity: int) -> tuple[SwapSpace, Ledger]:
     ledger = Ledger(capacity)
     for seq in held:
         assert ledger.grow(seq.request_id, -(-seq.num_tokens // BLOCK))
-    return SwapSpace(FAST, COST, BLOCK, ledger), ledger
+    return SwapSpace(FAST, COST, BLOCK, ledger, SchedulerTotals()), ledger
 
 
 def test_who_came_earlier_and_was_recomputed_goes_first() -> None:
@@ -226,14 +242,14 @@ def test_it_may_turn_round_half_way() -> None:
     assert swap.swap_out(victim)
     assert swap.plan_copies([]) == ((("v", 0, 5),), ())
     assert ledger.used_blocks == 5, "until the next plan"
-    assert swap.finish_copies() == [] and ledger.used_blocks == 0
+    assert swap.finish_copies(0.0) == [] and ledger.used_blocks == 0
     assert swap.swap_in(None, 8) == 1 and ledger.used_blocks == 5
     assert swap.swap_out(victim), "before anything came back"
     assert ledger.used_blocks == 0 and not swap.returning and not swap.may_copy
     assert swap.swap_in(None, 8) == 1
     assert swap.plan_copies([]) == ((), (("v", 0, 5),))
     swap.check()
-    assert swap.finish_copies() == [victim] and not swap
+    assert swap.finish_copies(0.0) == [victim] and not swap
 
 
 def test_what_one_waits_for_is_not_promised_to_another() -> None:
@@ -242,7 +258,7 @@ def test_what_one_waits_for_is_not_promised_to_another() -> None:
     assert swap.swap_out(victim)
     assert swap.makes_room(first, 3) and swap.makes_room(second, 3)
     assert not swap.makes_room(first, 3), "two blocks leave"
-    assert swap.finish_copies() == []
+    assert swap.finish_copies(0.0) == []
     assert swap.makes_room(first, 4), "a new plan, a new count"
     assert ledger.used_blocks == 6
 
@@ -251,6 +267,6 @@ def test_settings_that_cannot_work_are_refused() -> None:
     with pytest.raises(ConfigError, match="swapping needs the cost of steps"):
         SchedulerConfig(swap=SwapConfig(1e9))
     scheduler = SchedulerConfig(cost=COST, swap=SwapConfig(1e9))
-    with pytest.raises(ConfigError, match="is for overload policy 'swap', not 'drop'"):
+    with pytest.raises(ConfigError, match="is for overload policies 'swap' and 'park', not 'drop'"):
         KunServeConfig(scheduler=scheduler)
     KunServeConfig(scheduler=scheduler, overload=OverloadConfig(policy="swap"))

@@ -1,0 +1,139 @@
+"""Who of a group's sequences is parked and who comes back: `policy/parking` on what is there."""
+
+from collections.abc import Iterable
+
+from kunserve.control.group.ledger import Ledger
+from kunserve.control.group.queue import WaitingQueue
+from kunserve.control.group.sequence import Progress, Sequence
+from kunserve.control.group.swap import SwapSpace
+from kunserve.policy.parking import (
+    Away,
+    Decoding,
+    choose_in_place,
+    choose_parked,
+    num_due,
+    room_for,
+)
+from kunserve.policy.relief import HostLink
+
+STEPS_AHEAD = 2
+"""Steps until what a parked sequence frees is there: one copies it out, the next may use it."""
+
+
+class Parking:
+    """Looks at the sequences that run, at `SwapSpace` and at memory. It remembers nothing."""
+
+    def __init__(
+        self,
+        max_park_s: float,
+        step_s: float,
+        link: HostLink,
+        block_size: int,
+        ledger: Ledger,
+        waiting: WaitingQueue,
+        swap: SwapSpace,
+    ) -> None:
+        """``step_s`` is the time of a full step."""
+        self.max_park_s = max_park_s
+        self._step_s = step_s
+        self._link = link
+        self._block_size = block_size
+        self._ledger = ledger
+        self._waiting = waiting
+        self._swap = swap
+
+    def for_head(
+        self, running: Iterable[Sequence], missing_blocks: int, now_s: float
+    ) -> list[Sequence]:
+        """Whom to park so that the queue's head, which lacks so much, is admitted soon."""
+        return self._choose(running, missing_blocks - self._swap.leaving_blocks, now_s)
+
+    def for_grower(
+        self, running: Iterable[Sequence], grower: Sequence, num_blocks: int, now_s: float
+    ) -> list[Sequence]:
+        """Whom to park so that the grower has ``num_blocks``."""
+        ledger = self._ledger
+        missing = num_blocks - ledger.blocks_of(grower.request_id) - ledger.free_blocks
+        others = [seq for seq in running if seq is not grower]
+        return self._choose(others, missing - self._swap.leaving_blocks, now_s)
+
+    def bring_back(self, room: int, now_s: float, *, is_idle: bool) -> list[Sequence]:
+        """Let up to ``room`` come back; those that are due, and lack memory or a place.
+
+        Who is due goes first. Others take only what nobody waits for, unless the group is idle.
+        """
+        swap, rate = self._swap, self._link.blocks_per_s
+        away = swap.away
+        views = [
+            Away(now_s - since_s if seq.num_output else self.max_park_s, num_blocks / rate)
+            for seq, since_s, num_blocks in away
+        ]
+        due = num_due(views, self._step_s, self.max_park_s)
+        room -= len(swap.returning)
+        kept_blocks = 0
+        for index, (seq, _, _) in enumerate(away):
+            if index == due and not is_idle:
+                kept_blocks = self._waiting.num_blocks
+            if room <= 0 or swap.missing_blocks(seq) + kept_blocks > 0:
+                return [seq for seq, _, _ in away[index:due]]
+            swap.bring_back(seq)
+            room -= 1
+        return []
+
+    def in_place(
+        self, running: Iterable[Sequence], due: list[Sequence], room: int, now_s: float
+    ) -> list[Sequence]:
+        """Whom to park in the place of those who are due: of as many of them as can be.
+
+        ``room``: places among the running.
+        """
+        decodes, views = self._views(running, now_s)
+        swap, free = self._swap, self._ledger.free_blocks
+        missing = -swap.leaving_blocks
+        chosen: list[int] = []
+        for number, seq in enumerate(due):
+            missing += swap.missing_blocks(seq) + (free if number else 0)
+            if missing <= 0 and room > len(swap.returning):
+                continue
+            found = choose_in_place(views, max(missing, 1), self.max_park_s)
+            if not found:
+                break
+            chosen = found
+        return [decodes[i] for i in chosen]
+
+    def _choose(
+        self, running: Iterable[Sequence], missing_blocks: int, now_s: float
+    ) -> list[Sequence]:
+        if missing_blocks <= 0:
+            return []
+        decodes, views = self._views(running, now_s)
+        missing_blocks += -(-STEPS_AHEAD * len(decodes) // self._block_size)
+        room = room_for(
+            self._ledger.capacity_blocks,
+            self._swap.host_blocks,
+            self._link.capacity_blocks,
+            self._link.blocks_per_s,
+            self.max_park_s,
+        )
+        return [decodes[i] for i in choose_parked(views, missing_blocks, room, self.max_park_s)]
+
+    def _views(
+        self, running: Iterable[Sequence], now_s: float
+    ) -> tuple[list[Sequence], list[Decoding]]:
+        decodes = [seq for seq in running if _streams(seq)]
+        blocks_of = self._ledger.blocks_of
+        return decodes, [
+            Decoding(
+                blocks_of(seq.request_id),
+                seq.num_output,
+                seq.num_parked,
+                now_s - seq.streams_since_s,
+            )
+            for seq in decodes
+            if seq.streams_since_s is not None
+        ]
+
+
+def _streams(seq: Sequence) -> bool:
+    """Whether the sequence makes tokens, and has made one since it came here or back."""
+    return seq.streams_since_s is not None and seq.state is Progress.RUNNING and seq.num_left <= 1
