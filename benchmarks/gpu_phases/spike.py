@@ -5,7 +5,6 @@ the middle goes on there.
 """
 
 import json
-import math
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -47,11 +46,9 @@ SYSTEMS = ("recompute", "drop")
 RUNS = "P7.runs.jsonl"
 """In the folder of phases: a line for each run that is done."""
 _TRACE = "azure-2023-merged-640s"
-_KV_SHARE = 0.5
+_KV_SHARE = 0.15
 """KV memory of an instance over its weights: a burst shall fill it before it fills the time."""
-_LOADS = (0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1.0, 1.3, 1.7, 2.2, 3.0)
-_PREEMPTED_SHARE = 0.02
-"""Of the requests: so many preemptions, and a load overflows the memory."""
+_LOADS = (0.2, 0.35, 0.5, 0.7, 1.0, 1.5)
 _ROUNDS = 2
 _START_S = 90.0
 """To start and stop a server, where none was measured yet."""
@@ -169,8 +166,11 @@ def _exchange_bytes_per_s(machine: Machine) -> float | None:
 
 
 def _overflowing(machine: Machine, instance: InstanceProfile) -> tuple[float, list[RunResult]]:
-    """The smallest load at which recomputing preempts, or the largest there is; all answers."""
-    loads = _LOADS if machine.is_real else _LOADS[5:6]
+    """The smallest load that fills the memory of instances that recompute; all answers to it.
+
+    Where none does it is the largest one.
+    """
+    loads = _LOADS if machine.is_real else _LOADS[2:3]
     for load in loads:
         workload = _workload(machine, load)
         scenario = Scenario(
@@ -185,8 +185,7 @@ def _overflowing(machine: Machine, instance: InstanceProfile) -> tuple[float, li
             ),
         )
         answers = [_simulated(scenario, name, load) for name in SYSTEMS]
-        enough = math.ceil(_PREEMPTED_SHARE * len(workload))
-        if answers[0].num_preemptions >= enough or load == loads[-1]:
+        if (answers[0].peak_kv_usage or 0.0) >= results.FULL or load == loads[-1]:
             return load, answers
     raise AssertionError(loads)
 

@@ -82,7 +82,7 @@ def test_the_load_is_the_least_that_overflows_the_memory(
 
     def simulated(scenario: object, name: str, load: float) -> object:
         seen.append(load)
-        return type("Result", (), {"num_preemptions": 400 if load >= 1.0 else 0})
+        return type("Result", (), {"peak_kv_usage": 0.99 if load >= 1.0 else 0.5})
 
     monkeypatch.setattr(spike, "_simulated", simulated)
     spec = SHAPES["1.5b"]
