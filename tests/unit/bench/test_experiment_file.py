@@ -144,6 +144,8 @@ def test_systems_as_flags_of_serve() -> None:
     with pytest.raises(ConfigError, match="real systems are: recompute, recompute-rr, endless, "):
         serve_flags(find_system("autoscale"))
     assert serve_flags(find_system("swap")) == ("--overload-policy", "swap")
+    parks = ("--overload-policy", "drop", "--park-behind-drop")
+    assert serve_flags(find_system("drop-park")) == parks
     assert serve_flags(find_system("drop-rr"))[2:] == ("--dispatch-policy", "round-robin")
     assert [name for name in SYSTEMS if not is_baseline(name)] == [
         name for name in SYSTEMS if name.startswith("drop") or name == "endless"
