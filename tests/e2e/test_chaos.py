@@ -12,7 +12,7 @@ from benchmarks.chaos import Setting, run_chaos
 def test_nothing_is_lost_doubled_changed_or_left(is_fake: bool) -> None:
     """Patient limits: on a busy machine a healthy instance must not look like one that hangs."""
     setting = Setting(
-        seconds=8.0 if is_fake else 15.0,
+        seconds=6.0 if is_fake else 10.0,
         num_instances=4 if is_fake else 3,
         seed=7,
         is_fake=is_fake,
