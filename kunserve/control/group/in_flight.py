@@ -1,6 +1,6 @@
 """The steps of a group that are on their way through its stages."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -8,7 +8,7 @@ import numpy as np
 from kunserve.control.arrays import Int32Array
 from kunserve.control.group.sequence import Sequence
 from kunserve.core.ids import GroupId, RequestId, StepId
-from kunserve.core.step import BlockRun, Chunk, ScoreRun, SequenceStart, StepPlan
+from kunserve.core.step import BlockRun, Chunk, ScoreRun, SequenceStart, StepPlan, StepResult
 
 
 @dataclass(slots=True)
@@ -34,6 +34,8 @@ class InFlight:
     def __init__(self, group_id: GroupId) -> None:
         self._group_id = group_id
         self._steps: dict[StepId, PlannedStep] = {}
+        self._early: dict[StepId, StepResult] = {}
+        """Results that came before those of earlier steps."""
         self._num_steps = 0
         self.version = 0
         """Counts completed steps."""
@@ -89,10 +91,18 @@ class InFlight:
             tuple(scored),
         )
 
-    def complete(self, step_id: StepId) -> PlannedStep:
-        """Forget the step, since its result has come."""
-        self.version += 1
-        return self._steps.pop(step_id)
+    def complete(self, result: StepResult) -> Iterator[tuple[StepResult, PlannedStep]]:
+        """Take a result; the steps that are over with it, in their order.
+
+        A step that samples nothing may overtake one that samples, because the output head is then
+        computed by all stages. Scores of a prompt must come in order, so its result waits here.
+        Each step is forgotten when its turn comes: what the one before it ended is ignored in it.
+        """
+        assert result.step_id in self._steps, result.step_id
+        self._early[result.step_id] = result
+        while self._steps and (oldest := next(iter(self._steps))) in self._early:
+            self.version += 1
+            yield self._early.pop(oldest), self._steps.pop(oldest)
 
     def ignore(self, seq: Sequence) -> None:
         """The sequence is preempted or gone: a token of it still to come is not wanted."""
@@ -114,6 +124,7 @@ class InFlight:
 
     def check(self, running: Iterable[Sequence]) -> None:
         """Assert that exactly the sequences that await a token have one coming."""
+        assert self._early.keys() <= self._steps.keys(), "a result of no step"
         awaited = [s for p in self._steps.values() for s in p.sampling if s is not None]
         assert len(awaited) == len(set(awaited)), "a token awaited twice"
         assert set(awaited) == {seq for seq in running if seq.is_awaiting}, awaited

@@ -204,9 +204,19 @@ class Scheduler:
         return in_flight.add(holders.take_released(), chosen, *holders.plan_copies(chosen))
 
     def complete(self, result: StepResult, now_s: float) -> list[TokenOutput]:
-        """Take a step's sampled tokens; the outputs to stream, with ends detected."""
+        """Take a step's sampled tokens; the outputs to stream, with ends detected.
+
+        None while an earlier step's result is still to come: then its call gives both.
+        """
         assert result.group_id == self._group_id, (result.group_id, self._group_id)
-        step = self._in_flight.complete(result.step_id)
+        outputs: list[TokenOutput] = []
+        for due, step in self._in_flight.complete(result):
+            outputs += self._complete_step(due, step, now_s)
+        return outputs
+
+    def _complete_step(
+        self, result: StepResult, step: PlannedStep, now_s: float
+    ) -> list[TokenOutput]:
         pool_tokens = self._largest_capacity * self._block_size
         outputs = self._take_scores(result, step) if step.scored else []
         num_ended = 0

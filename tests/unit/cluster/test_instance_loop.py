@@ -4,15 +4,20 @@ from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kunserve.cluster import instance_loop
 from kunserve.cluster.fake import fake_spec
 from kunserve.cluster.instance_loop import InstanceLoop
 from kunserve.cluster.instance_mover import LayerLoader
+from kunserve.control.instance.body import StepWork
+from kunserve.control.instance.work import Work
 from kunserve.core.config import ClusterConfig
-from kunserve.core.ids import InstanceId, RequestId
+from kunserve.core.ids import GroupId, InstanceId, RequestId, StepId
+from kunserve.core.layout import LayerRange
 from kunserve.core.messages import Abort
+from kunserve.core.step import StepPlan
 
 NUM_LAYERS = 4
 ABORT = Abort(RequestId("r"))
@@ -49,7 +54,9 @@ def read_in_step(is_exchanging: bool) -> list[bool]:
         drain_preemptions=list,
         on=lambda message, now_s: read.append(body.is_computing),
     )
-    steps = [SimpleNamespace(step=SimpleNamespace(plan=SimpleNamespace(chunks=())), hidden=None)]
+    plan = StepPlan(GroupId(0), StepId(0), (), (), ())
+    none = np.zeros(0, np.int32)
+    steps = [Work(StepWork(plan, LayerRange(0, NUM_LAYERS), True, True, none, none, none), None)]
 
     def next_work(now_s: float) -> Any:
         agent.is_stopping = not steps

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from kunserve.core.errors import ConfigError, ModelFiles, UnsupportedModel
+from kunserve.core.errors import ModelFiles, UnsupportedModel
 from kunserve.core.model_spec import ModelSpec
 from kunserve.model.config import read_eos_ids, read_spec
 from kunserve.model.source import ModelSource, resolve_model
@@ -145,8 +145,7 @@ def test_a_folder_without_config(tmp_path: Path) -> None:
 
 def test_dtypes(read) -> None:
     assert read(LLAMA, "float32").dtype_bytes == 4
-    with pytest.raises(ConfigError, match="float16"):
-        read(LLAMA, "float16")
+    assert read(LLAMA, "float16").dtype_bytes == 2, "a GPU's; a CPU refuses it when it opens"
 
 
 def test_end_tokens_come_from_the_generation_config_first(tmp_path: Path) -> None:

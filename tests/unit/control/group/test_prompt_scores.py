@@ -92,3 +92,25 @@ def test_a_row_without_a_finite_logit_ends_its_request_and_no_other() -> None:
     ]
     assert scheduler.used_blocks == 0 and scheduler.take_scores() == ()
     assert scheduler.totals.generation_tokens == 1
+
+
+def test_a_step_that_overtakes_another_waits_for_it() -> None:
+    """Prefill without a sample needs no output head, so its result may come first."""
+    scheduler = make(stages=2, max_num_batched_tokens=8)
+    scheduler.add(request("r", 18, num_prompt_logprobs=0))
+    first, second = plan_of(scheduler), plan_of(scheduler)
+    assert run(scheduler, second) == [] and scheduler.take_scores() == ()
+    assert scheduler.num_in_flight == 2
+    run(scheduler, first)
+    assert [(one.first, one.end) for one in scheduler.take_scores()] == [(0, 8), (8, 16)]
+    assert scheduler.num_in_flight == 0
+
+
+def test_what_the_overtaken_step_ends_has_no_scores_after_it() -> None:
+    scheduler = make(stages=2, max_num_batched_tokens=8)
+    scheduler.add(request("r", 18, num_prompt_logprobs=0))
+    first, second = plan_of(scheduler), plan_of(scheduler)
+    run(scheduler, second)
+    (failed,) = run(scheduler, first, broken=True)
+    assert failed.finish_reason is FinishReason.ERROR and scheduler.take_scores() == ()
+    assert scheduler.num_in_flight == 0

@@ -164,11 +164,11 @@ def test_a_request_that_fills_the_pool_ends_by_length() -> None:
     assert len(outputs) == 5 and outputs[-1].finish_reason is FinishReason.LENGTH
 
 
-def preempting(stages: int = 1) -> tuple[Scheduler, StepPlan]:
+def preempting(stages: int = 1, max_tokens: int = 4) -> tuple[Scheduler, StepPlan]:
     """Two requests of one full block each in a pool of three: the second must give way."""
     scheduler = make(stages, capacity=3, max_num_batched_tokens=8)
     scheduler.add(request("a", 4, 0.0, max_tokens=8))
-    scheduler.add(request("b", 4, 1.0, max_tokens=4, presence_penalty=0.5))
+    scheduler.add(request("b", 4, 1.0, max_tokens=max_tokens, presence_penalty=0.5))
     plan = plan_of(scheduler)
     assert chunks(plan) == [("a", 0, 4, True), ("b", 0, 4, True)]
     return scheduler, plan
@@ -216,7 +216,7 @@ def test_growth_waits_when_preemption_is_not_allowed() -> None:
 
 
 def test_a_preempted_request_in_flight_is_recomputed_not_confused() -> None:
-    scheduler, first = preempting(stages=2)
+    scheduler, first = preempting(stages=2, max_tokens=8)
     assert scheduler.schedule(0.0) is None
     finish(scheduler, first)
     one, two = plan_of(scheduler), scheduler.schedule(0.0)
@@ -224,10 +224,14 @@ def test_a_preempted_request_in_flight_is_recomputed_not_confused() -> None:
     scheduler.set_capacity(4)
     two = plan_of(scheduler)
     assert chunks(two) == [("b", 4, 1, True)]
-    for _ in range(4):
+    for _ in range(3):
         finish(scheduler, one)
         one = plan_of(scheduler)
-    assert scheduler.drain_preemptions() == [("b", 5)]
+        finish(scheduler, two)
+        two = plan_of(scheduler)
+    finish(scheduler, one)
+    one = plan_of(scheduler)
+    assert scheduler.drain_preemptions() == [("b", 8)]
     assert one.released == ("b",) and finish(scheduler, two) == [], "its token is ignored"
 
 
