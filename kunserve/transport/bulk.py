@@ -217,7 +217,6 @@ class BulkMover:
                 link.close()
             self._inbox.close()
             self._context.term()
-            self._peer_files.close()
 
     def _rewire(self) -> None:
         with self._lock:

@@ -1,5 +1,6 @@
 """What bulk movers say to each other: chunk requests one way, their bytes the other."""
 
+import contextlib
 import enum
 import os
 from collections.abc import Iterator
@@ -71,17 +72,20 @@ class SharedFile(msgspec.Struct, frozen=True, array_like=True):
         status = os.fstat(fd)
         return cls(os.getpid(), fd, status.st_dev, status.st_ino)
 
-    def open(self) -> int | None:
-        """A descriptor to read it; None where it cannot be reached, or is another file."""
+    @contextlib.contextmanager
+    def opened(self) -> Iterator[int | None]:
+        """Within, a descriptor to read it; None where it cannot be reached, or is another file."""
         try:
             fd = os.open(f"/proc/{self.pid}/fd/{self.fd}", os.O_RDONLY | os.O_NONBLOCK)
         except OSError:
-            return None
-        status = os.fstat(fd)
-        if (status.st_dev, status.st_ino) != (self.device, self.inode):
+            yield None
+            return
+        try:
+            status = os.fstat(fd)
+            is_same = (status.st_dev, status.st_ino) == (self.device, self.inode)
+            yield fd if is_same else None
+        finally:
             os.close(fd)
-            return None
-        return fd
 
 
 class Located(msgspec.Struct, frozen=True, array_like=True):

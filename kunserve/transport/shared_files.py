@@ -7,7 +7,6 @@ one that came with the place, what it has read is not used.
 """
 
 import os
-from typing import NamedTuple
 
 import numpy as np
 
@@ -36,16 +35,14 @@ class Count:
         os.close(self._fd)
 
 
-class _Opened(NamedTuple):
-    memory_fd: int
-    count_fd: int
-
-
 class PeerFiles:
-    """A taker's: the files of its sources. Belongs to the mover's thread."""
+    """A taker's: what it reads in the files of its sources. Belongs to the mover's thread.
+
+    Files are opened for each read, which costs little beside the copy. A file that stays open would
+    keep all memory of a source that has died, while its successor needs as much.
+    """
 
     def __init__(self) -> None:
-        self._opened: dict[InstanceId, tuple[SharedFile, _Opened]] = {}
         self._refused: set[InstanceId] = set()
         self._stale: set[InstanceId] = set()
         self._room: Bytes = np.empty(0, dtype=np.uint8)
@@ -57,19 +54,19 @@ class PeerFiles:
 
     def read(self, src: InstanceId, located: Located) -> Bytes | None:
         """The bytes, until the next call. None if the source is to send them instead."""
-        opened = self._open(src, located)
-        if opened is None:
-            self._refused.add(src)
-            return None
-        total_bytes = sum(num_bytes for _, num_bytes in located.extents)
-        if total_bytes > self._room.nbytes:
-            self._room = np.empty(total_bytes, dtype=np.uint8)
-        data = self._room[:total_bytes]
-        position = 0
-        for offset, num_bytes in located.extents:
-            into = data[position : position + num_bytes].data
-            position += os.preadv(opened.memory_fd, [into], offset)
-        count = int.from_bytes(os.pread(opened.count_fd, _COUNT_BYTES, 0), "little")
+        with located.memory.opened() as memory_fd, located.count_file.opened() as count_fd:
+            if memory_fd is None or count_fd is None:
+                self._refused.add(src)
+                return None
+            total_bytes = sum(num_bytes for _, num_bytes in located.extents)
+            if total_bytes > self._room.nbytes:
+                self._room = np.empty(total_bytes, dtype=np.uint8)
+            data = self._room[:total_bytes]
+            position = 0
+            for offset, num_bytes in located.extents:
+                into = data[position : position + num_bytes].data
+                position += os.preadv(memory_fd, [into], offset)
+            count = int.from_bytes(os.pread(count_fd, _COUNT_BYTES, 0), "little")
         if count != located.count or position != data.nbytes:
             self._stale.add(src)
             return None
@@ -81,30 +78,5 @@ class PeerFiles:
 
     def lose(self, src: InstanceId) -> None:
         """The source's process is another one from now on, or gone."""
-        opened = self._opened.pop(src, None)
-        if opened is not None:
-            for fd in opened[1]:
-                os.close(fd)
         self._refused.discard(src)
         self._stale.discard(src)
-
-    def close(self) -> None:
-        """Close all files."""
-        for src in tuple(self._opened):
-            self.lose(src)
-
-    def _open(self, src: InstanceId, located: Located) -> _Opened | None:
-        known = self._opened.get(src)
-        if known is not None and known[0] == located.memory:
-            return known[1]
-        self.lose(src)
-        memory = located.memory.open()
-        count = located.count_file.open()
-        if memory is None or count is None:
-            for fd in (memory, count):
-                if fd is not None:
-                    os.close(fd)
-            return None
-        opened = _Opened(memory, count)
-        self._opened[src] = (located.memory, opened)
-        return opened

@@ -3,6 +3,7 @@
 import mmap
 import os
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 
 import msgspec
@@ -114,7 +115,7 @@ def test_a_link_of_limited_rate_carries_the_bytes() -> None:
 
 
 def test_what_cannot_be_opened_is_sent(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(SharedFile, "open", lambda _: None)
+    monkeypatch.setattr(SharedFile, "opened", lambda _: nullcontext(None))
     world.pull_some()
     assert world.ours.num_read_bytes == 4 * 3 * UNIT_BYTES
     monkeypatch.undo()
@@ -131,7 +132,7 @@ def test_a_file_that_was_cut_is_not_believed(world: World) -> None:
 
 
 def test_a_source_that_died_leaves_its_taker_whole(world: World) -> None:
-    """Its file lives as long as somebody has it open; what comes of its pulls is as ever."""
+    """Its pulls end as ever, and what its successor gives is read again."""
     world.pull_some()
     world.giver.export_kv(R, entries(0))
     world.giver.close()
@@ -167,7 +168,19 @@ def test_what_was_withdrawn_meanwhile_is_asked_for_again() -> None:
     files.got_bytes(ZERO)
     assert files.may_read(ZERO)
     assert files.read(ZERO, located(memory, count, (0, 100))) is not None
-    files.close()
+    count.close()
+
+
+def test_nothing_stays_open_that_would_keep_a_dead_sources_memory() -> None:
+    memory, count, files = FileMemory(10, seed=3), Count(), PeerFiles()
+    for wrong in ({}, {"inode": 0}):
+        where = located(memory, count, (0, 100))
+        where = msgspec.structs.replace(
+            where, memory=msgspec.structs.replace(where.memory, **wrong)
+        )
+        before = sorted(os.listdir("/proc/self/fd"))
+        files.read(ZERO, where)
+        assert sorted(os.listdir("/proc/self/fd")) == before
     count.close()
 
 
@@ -183,7 +196,6 @@ def test_a_file_that_is_not_the_one_named_is_not_read() -> None:
         files.lose(src)
         assert files.may_read(src), "another process may be there now"
         assert files.read(src, true) is not None
-    files.close()
     count.close()
 
 
