@@ -244,7 +244,10 @@ class EngineBody:
     def swap_units(
         self, out: tuple[HostCopy, ...], back: tuple[HostCopy, ...], *, beside_step: bool
     ) -> None:
-        """Copy at once: a CPU's host memory is its own, and its cores would do both anyway."""
+        """Copy at once: a CPU's host memory is its own, and its cores would do both anyway.
+
+        A device's step waits for its copies, which is right, though slower than it could be.
+        """
         for request_id, first_block, starts, num_units in out:
             for block, unit in enumerate(starts.tolist(), first_block):
                 self._host.put(request_id, block, unit, num_units)

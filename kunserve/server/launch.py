@@ -19,6 +19,7 @@ from kunserve.core.messages import Ready
 from kunserve.core.model_spec import ModelSpec
 from kunserve.engine.copy_rate import measure_copy_rate
 from kunserve.engine.cuda.cards import with_shares
+from kunserve.engine.free_memory import available_bytes
 from kunserve.engine.kernels.build import find_or_build
 from kunserve.model.config import read_spec
 from kunserve.model.generation_config import SamplingDefaults, read_sampling_defaults
@@ -141,9 +142,16 @@ def with_costs(config: KunServeConfig, spec: ModelSpec) -> KunServeConfig:
         return config
     subject = ProfileSubject.of(spec, instance.num_threads, instance.block_size)
     path = None if scheduler.profile is None else Path(scheduler.profile)
-    cost, origin = find_cost(subject, path)
+    cost, origin = None, "no --profile of a GPU (`kunserve profile --device cuda` makes one)"
+    if path is not None or instance.device == "cpu":  # the usual place has profiles of CPUs
+        cost, origin = find_cost(subject, path)
     if cost is None and scheduler.tpot_slo_s is not None:
         raise ConfigError(f"--tpot-slo needs measured step times; there is {origin}")
+    if cost is None and config.overload.uses_host_memory and instance.device != "cpu":
+        raise ConfigError(
+            f"with --device {instance.device}, KV goes to host memory at the pace of measured step "
+            f"times; there is {origin}"
+        )
     if cost is None:
         logger.info("step costs assumed from the model's shape: %s", origin)
         cost = assumed_cost(spec)
@@ -155,12 +163,16 @@ def with_costs(config: KunServeConfig, spec: ModelSpec) -> KunServeConfig:
 def with_swap(config: KunServeConfig) -> KunServeConfig:
     """The configuration with a measured way to host memory, if the overload policy wants it.
 
-    An instance gets as much host memory as it has for weights and KV.
+    An instance gets as much host memory as it has for weights and KV. Beside a GPU's memory there
+    may be less of the host's: half of what is available is shared out.
     """
     if not config.overload.uses_host_memory:
         return config
-    host_bytes = config.instance.memory_bytes
-    swap = config.overload.swap_config(measure_copy_rate(), host_bytes)
+    device, host_bytes = config.instance.device, config.instance.memory_bytes
+    if device != "cpu":
+        most = max(config.cluster.num_instances, config.cluster.max_instances or 0)
+        host_bytes = min(host_bytes, available_bytes() // (2 * most))
+    swap = config.overload.swap_config(measure_copy_rate(device), host_bytes)
     assert swap is not None, config.overload
     logger.info(
         "swap host_memory=%d MiB each, copies %.1f GB/s",

@@ -6,13 +6,20 @@ from pathlib import Path
 
 import pytest
 
-from kunserve.core.config import KunServeConfig, SchedulerConfig
+from kunserve.core.config import (
+    MIB,
+    InstanceConfig,
+    KunServeConfig,
+    OverloadConfig,
+    SchedulerConfig,
+)
 from kunserve.core.cost import CostCoefficients
 from kunserve.core.errors import ConfigError
 from kunserve.model.profile import FORMAT, Profile, ProfileSubject, default_path, write_profile
 from kunserve.policy.cost import assumed_cost
+from kunserve.server import launch
 from kunserve.server.command import serve_command
-from kunserve.server.launch import with_costs
+from kunserve.server.launch import with_costs, with_swap
 from tests.specs import model_spec
 
 SPEC = model_spec()
@@ -81,3 +88,36 @@ def test_deadlines_go_by_assumed_costs_too() -> None:
         scheduler=SchedulerConfig(lookahead=False, scheduling_policy="deadline")
     )
     assert with_costs(config, SPEC).scheduler.cost == assumed_cost(SPEC)
+
+
+def test_a_cpus_profile_says_nothing_of_a_gpu() -> None:
+    subject = ProfileSubject.of(SPEC, 1, 16)
+    profile(default_path(subject), subject)
+    config = KunServeConfig(instance=InstanceConfig(device="cuda"))
+    assert with_costs(config, SPEC).scheduler.cost == assumed_cost(SPEC)
+
+
+@pytest.mark.parametrize(
+    "overload",
+    [
+        OverloadConfig(policy="swap"),
+        OverloadConfig(policy="park"),
+        OverloadConfig(policy="drop", park_behind_drop=True),
+    ],
+)
+def test_host_memory_beside_a_gpu_wants_measured_seconds(
+    overload: OverloadConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Assumed ones are a CPU's: a plan would copy gigabytes within one step of theirs."""
+    instance = InstanceConfig(device="cuda", memory_bytes=1 << 40)
+    config = KunServeConfig(instance=instance, overload=overload)
+    with pytest.raises(ConfigError, match=r"measured .*`kunserve profile --device cuda`"):
+        with_costs(config, SPEC)
+    path = tmp_path / "gpu.json"
+    profile(path, ProfileSubject.of(SPEC, 1, 16))
+    config = with_costs(replace(config, scheduler=SchedulerConfig(profile=str(path))), SPEC)
+    monkeypatch.setattr(launch, "measure_copy_rate", {"cuda": 7e9}.__getitem__)
+    monkeypatch.setattr(launch, "available_bytes", lambda: 400 * MIB)
+    swap = with_swap(config).scheduler.swap
+    assert swap is not None and swap.host_bytes_per_s == 7e9, "the device's own rate"
+    assert swap.host_bytes == 400 * MIB // 2 // config.cluster.num_instances
