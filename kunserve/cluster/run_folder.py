@@ -20,6 +20,7 @@ import msgspec
 
 from kunserve.core.errors import ConfigError
 from kunserve.core.ids import InstanceId
+from kunserve.transport.file_lock import is_held
 
 LOCK_S = 3.0
 """How long to try for the lock: instances hold it for moments, one that leaves a little longer."""
@@ -68,17 +69,7 @@ class FrontLock:
 
     def is_free(self) -> bool:
         """Whether nobody has it, and no front lives."""
-        try:
-            fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
-        except FileNotFoundError:
-            return True
-        try:
-            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        finally:
-            os.close(fd)
-        return True
+        return not is_held(self._path)
 
     def release(self) -> None:
         """Let go. Callable twice."""

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from kunserve.core.errors import ConfigError
+from kunserve.transport.file_lock import is_held
 
 LONGEST_PATH_BYTES = 107
 """What the system takes for a socket's path."""
@@ -54,18 +55,9 @@ def is_abandoned(folder: Path) -> bool:
     sockets = [path for path in folder.iterdir() if path.name != _OWNER]
     if not all(stat.S_ISSOCK(path.lstat().st_mode) for path in sockets):
         return False
-    try:
-        fd = os.open(folder / _OWNER, os.O_RDONLY)
-    except FileNotFoundError:
-        if not sockets:
-            return False
-    else:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        finally:
-            os.close(fd)
+    has_owner = is_held(folder / _OWNER)
+    if has_owner or (has_owner is None and not sockets):
+        return False
     return not any(map(_has_listener, sockets))
 
 
