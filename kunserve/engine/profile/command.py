@@ -1,6 +1,5 @@
 """``kunserve profile``: what steps of a model cost here."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import click
@@ -15,7 +14,13 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from kunserve.core.config import ClusterConfig, InstanceConfig, ModelConfig, SchedulerConfig
+from kunserve.core.config import (
+    CUDA_BLOCK_SIZE,
+    ClusterConfig,
+    InstanceConfig,
+    ModelConfig,
+    SchedulerConfig,
+)
 from kunserve.core.errors import KunServeError
 from kunserve.engine.profile.journal import Journal
 from kunserve.engine.profile.neighbours import neighbours
@@ -38,14 +43,17 @@ _FULL, _QUICK = (48, 5), (12, 3)
 
 @click.command("profile", context_settings={"show_default": True})
 @click.argument("model", default=_MODEL.model)
-@click.option("--dtype", default=_MODEL.dtype, type=click.Choice(["bfloat16", "float32"]))
+@click.option(
+    "--dtype", default=_MODEL.dtype, type=click.Choice(["bfloat16", "float16", "float32"])
+)
 @click.option("--load-format", default=_MODEL.load_format, hidden=True,
               type=click.Choice(["auto", "safetensors", "gguf", "dummy"]))  # fmt: skip
 @click.option("--device", default=_INSTANCE.device, type=click.Choice(["cpu", "cuda"]),
               help="Where `serve` will compute. A GPU times batches by its events.")  # fmt: skip
 @click.option("--num-threads", default=_INSTANCE.num_threads, type=click.IntRange(1, 256),
               help="Compute threads, as `serve` will have.")  # fmt: skip
-@click.option("--block-size", default=_INSTANCE.block_size, type=click.IntRange(1, 256))
+@click.option("--block-size", type=click.IntRange(1, 256), help="As `serve` will have "
+              f"[{_INSTANCE.block_size}; {CUDA_BLOCK_SIZE} on a GPU].")  # fmt: skip
 @click.option("--max-num-batched-tokens", default=_SCHEDULER.max_num_batched_tokens,
               type=click.IntRange(min=32), help="Largest batch measured.")  # fmt: skip
 @click.option("--max-num-seqs", default=_SCHEDULER.max_num_seqs, type=click.IntRange(min=1),
@@ -62,7 +70,7 @@ def profile_command(
     load_format: str,
     device: str,
     num_threads: int,
-    block_size: int,
+    block_size: int | None,
     max_num_batched_tokens: int,
     max_num_seqs: int,
     num_instances: int,
@@ -79,10 +87,9 @@ def profile_command(
         # The default place is that of the CPU's profile.
         raise click.UsageError("a GPU's profile needs --out; give the file to `serve --profile`")
     read = ModelConfig(model=model, dtype=dtype, load_format=load_format)  # type: ignore[arg-type]
-    settings = BodySettings(read, block_size, num_threads, device)
-    if device != "cpu":
-        steps = SchedulerConfig(max_num_seqs, max_num_batched_tokens)
-        settings = replace(settings, scheduler=steps)
+    block_size = block_size or InstanceConfig.of_device(device).block_size
+    steps = None if device == "cpu" else SchedulerConfig(max_num_seqs, max_num_batched_tokens)
+    settings = BodySettings(read, block_size, num_threads, device, scheduler=steps)
     try:
         body = open_body(settings)
         try:

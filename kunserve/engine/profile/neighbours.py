@@ -79,7 +79,7 @@ def _compute(
     stop: Event,
     rest: Event,
 ) -> None:
-    body = open_body(settings)
+    body = open_body(settings, number=seed + 1)
     try:
         limits = limits_of(body, max_batch_tokens=256, max_decodes=_MOST_DECODES)
         stopwatch = Stopwatch(body, settings.clock)

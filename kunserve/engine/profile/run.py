@@ -50,8 +50,11 @@ class BodySettings:
         return DeviceClock() if self.device == "cuda" else HostClock(self.num_threads)
 
 
-def open_body(settings: BodySettings) -> EngineBody:
-    """An instance of its own for measuring. On the CPU its KV memory is touched."""
+def open_body(settings: BodySettings, number: int = 0) -> EngineBody:
+    """An instance of its own for measuring. On the CPU its KV memory is touched.
+
+    Instances take several GPUs in turn by their numbers, as those that serve do.
+    """
     model, device = settings.model, settings.device
     source = resolve_model(model.model, model.load_format)
     token_bytes = read_spec(source, model.dtype).block_bytes(1)
@@ -63,9 +66,9 @@ def open_body(settings: BodySettings) -> EngineBody:
         num_threads=settings.num_threads,
         device=device,
     )
-    number = InstanceId(0)
-    backend = open_backend(device, number)
-    body = EngineBody(number, model, instance, source, settings.scheduler, backend)
+    instance_id = InstanceId(number)
+    backend = open_backend(device, instance_id)
+    body = EngineBody(instance_id, model, instance, source, settings.scheduler, backend)
     if device == "cpu":
         body.unit_view(0, body.spec.kv_units)[:] = KV_PATTERN
     return body

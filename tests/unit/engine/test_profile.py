@@ -1,12 +1,17 @@
 """Profiling a tiny model on the real engine: shapes, journal, and the command."""
 
+from multiprocessing import Event
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
 from kunserve.cli import main
+from kunserve.core.config import InstanceConfig, ModelConfig
+from kunserve.core.errors import ConfigError
+from kunserve.engine.profile import command, neighbours, run
 from kunserve.engine.profile.journal import Journal, Plan
+from kunserve.engine.profile.run import BodySettings
 from kunserve.engine.profile.shapes import REGIONS, BatchShape, ShapeLimits, draw_shapes
 from kunserve.engine.profile.stopwatch import Reading
 from kunserve.model.profile import ProfileSubject, read_profile
@@ -86,3 +91,38 @@ def test_a_missing_model_is_a_plain_error() -> None:
 def test_a_profile_of_a_gpu_is_not_kept_in_place_of_the_cpus() -> None:
     result = CliRunner().invoke(main, ["profile", "--device", "cuda"])
     assert result.exit_code == 2 and "needs --out" in result.output
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_profile_is_of_what_serve_will_have(
+    device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``serve --profile`` refuses a profile of another block size."""
+    seen: list[BodySettings] = []
+
+    def open_body(settings: BodySettings) -> None:
+        seen.append(settings)
+        raise ConfigError("seen")
+
+    monkeypatch.setattr(command, "open_body", open_body)
+    arguments = ["profile", "any", "--device", device, "--out", str(tmp_path / "p.json")]
+    assert "seen" in CliRunner().invoke(main, [*arguments, "--dtype", "float16"]).output
+    served = InstanceConfig.of_device(device)
+    assert (seen[0].block_size, seen[0].device) == (served.block_size, device)
+
+
+def test_neighbours_take_the_gpus_that_are_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
+    numbers: list[int] = []
+
+    def open_backend(device: str, number: int) -> None:
+        numbers.append(number)
+        raise ConfigError("seen")
+
+    monkeypatch.setattr(run, "open_backend", open_backend)
+    settings = BodySettings(ModelConfig(), 16, 1, "cuda")
+    for seed in range(2):
+        with pytest.raises(ConfigError, match="seen"):
+            neighbours._compute(settings, seed, Event(), Event(), Event())
+    with pytest.raises(ConfigError, match="seen"):
+        run.open_body(settings)
+    assert numbers == [1, 2, 0]
