@@ -75,6 +75,9 @@ def move(giver: BulkMover, taker: BulkMover, num_blocks: int) -> tuple[float, fl
         poller.poll(1000)
         done = taker.completed()
         assert all(pull.ok for pull in done), done
+        for pull in done:
+            assert isinstance(pull.what, KvPull), pull
+            giver.withdraw_kv(pull.what.request_id)  # as an exchange does
         ended += len(done)
     seconds = time.perf_counter() - began_s, time.process_time() - began_cpu_s
     giver.reset()

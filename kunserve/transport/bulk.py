@@ -24,7 +24,7 @@ from kunserve.transport.bulk_wire import Answer, Bytes, Chunk, Int32Array, Locat
 from kunserve.transport.identity import Identity
 from kunserve.transport.movable_memory import MovableMemory
 from kunserve.transport.pacing import BulkPacing, TokenBucket
-from kunserve.transport.shared_files import Count, PeerFiles
+from kunserve.transport.shared_files import Counts, PeerFiles
 from kunserve.transport.sockets import (
     PollTarget,
     Rejections,
@@ -67,8 +67,8 @@ class BulkMover:
         self._me = Identity(_BULK, instance_id, identity.new_incarnation())
         self.rejections = Rejections("bulk")
         self._lock = threading.RLock()
-        self._count = Count()
-        self._source = BulkSource(memory, self._count)
+        self._counts = Counts()
+        self._source = BulkSource(memory, self._counts)
         self._sink = BulkSink(memory, self._pacing)
         self._addresses: dict[InstanceId, str] = {}
         self._activations_pending: Callable[[], bool] = _never
@@ -191,7 +191,7 @@ class BulkMover:
         self._is_closing = True
         self._to_thread.set()
         self._thread.join()
-        self._count.close()
+        self._counts.close()
         self._to_thread.close()
         self._to_loop.close()
 

@@ -17,7 +17,7 @@ from kunserve.transport.bulk_wire import (
     unit_runs,
 )
 from kunserve.transport.movable_memory import MovableMemory
-from kunserve.transport.shared_files import Count
+from kunserve.transport.shared_files import Counts
 
 MAX_WITHDRAWN = 8192
 """Withdrawn requests that are remembered."""
@@ -28,10 +28,10 @@ _NO_TRANSITION = -1
 class BulkSource:
     """Exported requests and offered layers."""
 
-    def __init__(self, memory: MovableMemory, count: Count | None = None) -> None:
-        """``count`` tells takers when a place is void; without it they get bytes only."""
+    def __init__(self, memory: MovableMemory, counts: Counts | None = None) -> None:
+        """``counts`` tell takers when a place is void; without them they get bytes only."""
         self._memory = memory
-        self._count = count
+        self._counts = counts
         self._exports: dict[RequestId, Int32Array] = {}
         self._withdrawn: OrderedDict[RequestId, int] = OrderedDict()
         self._latest_transition = _NO_TRANSITION
@@ -45,12 +45,12 @@ class BulkSource:
     def offer(self, layers: LayerRange | None) -> None:
         """Let peers read these layers from now on."""
         self._offered = layers
-        self._void_places()
+        self._void_places(None)
 
     def export(self, request_id: RequestId, entries: Int32Array) -> None:
         """Serve the request's blocks from now on."""
         if request_id in self._exports:
-            self._void_places()
+            self._void_places(request_id)
         self._exports[request_id] = np.array(entries, dtype=np.int32)
         self._withdrawn.pop(request_id, None)
 
@@ -58,7 +58,7 @@ class BulkSource:
         """Refuse the request from now on, in every transition seen so far."""
         if self._exports.pop(request_id, None) is None:
             return
-        self._void_places()
+        self._void_places(request_id)
         self._withdrawn[request_id] = self._latest_transition
         if len(self._withdrawn) > MAX_WITHDRAWN:
             self._withdrawn.popitem(last=False)
@@ -85,24 +85,26 @@ class BulkSource:
         left = self._memory.layer_bytes - chunk.offset
         if not (chunk.offset >= 0 and 0 < chunk.num_bytes <= left):
             return Answer.REFUSED, None
-        if chunk.may_read and (file := self._file()) is not None:
+        if chunk.may_read and (files := self._files(None)) is not None:
             where = self._memory.locate_layer(chunk.layer, chunk.offset, chunk.num_bytes)
-            return Answer.LOCATED, Located(*file, tuple(where))
+            return Answer.LOCATED, Located(*files, tuple(where))
         data = np.empty(chunk.num_bytes, dtype=np.uint8)
         self._memory.read_layer(chunk.layer, chunk.offset, data)
         return Answer.DATA, data
 
-    def _void_places(self) -> None:
-        """What takers were told may hold something else from now on."""
-        if self._count is not None:
-            self._count.add()
+    def _void_places(self, request_id: RequestId | None) -> None:
+        """What takers were told of a request, or of layers, may hold something else from now on."""
+        if self._counts is not None:
+            self._counts.add(request_id)
 
-    def _file(self) -> tuple[SharedFile, SharedFile, int] | None:
-        """The memory's file and the count; None where there is none to read."""
+    def _files(
+        self, request_id: RequestId | None
+    ) -> tuple[SharedFile, SharedFile, tuple[int, int]] | None:
+        """The memory's file, and the count of what lies there; None where there is none to read."""
         fd = self._memory.shared_fd
-        if fd is None or self._count is None:
+        if fd is None or self._counts is None:
             return None
-        return SharedFile.of(fd), self._count.file, self._count.value
+        return SharedFile.of(fd), self._counts.file, self._counts.of(request_id)
 
     def _serve_kv(self, chunk: KvChunk) -> tuple[Answer, Bytes | Located | None]:
         self.saw_transition(chunk.transition_id)
@@ -122,8 +124,8 @@ class BulkSource:
         ):
             return Answer.REFUSED, None
         runs = list(unit_runs(entries[first:end], layers, chunk.first_unit, chunk.num_units))
-        if chunk.may_read and (file := self._file()) is not None:
-            return Answer.LOCATED, Located(*file, tuple(self._memory.locate_units(runs)))
+        if chunk.may_read and (files := self._files(request_id)) is not None:
+            return Answer.LOCATED, Located(*files, tuple(self._memory.locate_units(runs)))
         data = np.empty(chunk.num_units * self._memory.unit_bytes, dtype=np.uint8)
         self._memory.read_units(runs, data)
         return Answer.DATA, data

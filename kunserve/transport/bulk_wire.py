@@ -92,8 +92,9 @@ class Located(msgspec.Struct, frozen=True, array_like=True):
     """Where bytes lie, and the count for which this is true."""
 
     memory: SharedFile
-    count_file: SharedFile
-    count: int
+    counts: SharedFile
+    count: tuple[int, int]
+    """Which one of them, and its value."""
     extents: tuple[tuple[int, int], ...]
     """(offset, bytes), one after the other."""
 

@@ -7,28 +7,43 @@ one that came with the place, what it has read is not used.
 """
 
 import os
+import zlib
 
 import numpy as np
 
-from kunserve.core.ids import InstanceId
+from kunserve.core.ids import InstanceId, RequestId
 from kunserve.transport.bulk_wire import Bytes, Located, SharedFile
 
 _COUNT_BYTES = 8
+_NUM_COUNTS = 1024
+"""Of the layers the first one; requests share the others."""
 
 
-class Count:
-    """A source's: how often bytes that takers may read have got another meaning."""
+class Counts:
+    """A source's: how often bytes that takers may read have got another meaning.
+
+    Requests have counts of their own, as far as there are any: during an exchange one ends after
+    the other, and that says nothing of those whose bytes are being read.
+    """
 
     def __init__(self) -> None:
-        self._fd = os.memfd_create("kunserve-count")
+        self._fd = os.memfd_create("kunserve-counts")
         self.file = SharedFile.of(self._fd)
-        self.value = -1
-        self.add()
+        os.ftruncate(self._fd, _NUM_COUNTS * _COUNT_BYTES)
+        self._values = [0] * _NUM_COUNTS
 
-    def add(self) -> None:
-        """Takers that read from now on know that what they were told is void."""
-        self.value += 1
-        os.pwrite(self._fd, self.value.to_bytes(_COUNT_BYTES, "little"), 0)
+    def of(self, request_id: RequestId | None) -> tuple[int, int]:
+        """Which count, and its value: a request's, or with None that of the layers."""
+        number = 0
+        if request_id is not None:
+            number = 1 + zlib.crc32(request_id.encode()) % (_NUM_COUNTS - 1)
+        return number, self._values[number]
+
+    def add(self, request_id: RequestId | None) -> None:
+        """Takers that read from now on know that what they were told of it is void."""
+        number, value = self.of(request_id)
+        self._values[number] = value + 1
+        os.pwrite(self._fd, (value + 1).to_bytes(_COUNT_BYTES, "little"), number * _COUNT_BYTES)
 
     def close(self) -> None:
         """The source leaves."""
@@ -54,7 +69,7 @@ class PeerFiles:
 
     def read(self, src: InstanceId, located: Located) -> Bytes | None:
         """The bytes, until the next call. None if the source is to send them instead."""
-        with located.memory.opened() as memory_fd, located.count_file.opened() as count_fd:
+        with located.memory.opened() as memory_fd, located.counts.opened() as count_fd:
             if memory_fd is None or count_fd is None:
                 self._refused.add(src)
                 return None
@@ -66,8 +81,9 @@ class PeerFiles:
             for offset, num_bytes in located.extents:
                 into = data[position : position + num_bytes].data
                 position += os.preadv(memory_fd, [into], offset)
-            count = int.from_bytes(os.pread(count_fd, _COUNT_BYTES, 0), "little")
-        if count != located.count or position != data.nbytes:
+            number, expected = located.count
+            found = os.pread(count_fd, _COUNT_BYTES, number * _COUNT_BYTES)
+        if int.from_bytes(found, "little") != expected or position != data.nbytes:
             self._stale.add(src)
             return None
         return data

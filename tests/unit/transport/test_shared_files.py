@@ -12,11 +12,12 @@ import pytest
 
 from kunserve.core.ids import InstanceId, RequestId
 from kunserve.core.layout import LayerRange
+from kunserve.core.transfer import LayerPull
 from kunserve.transport.bulk import BulkMover
 from kunserve.transport.bulk_wire import Bytes, Located, SharedFile
 from kunserve.transport.movable_memory import Extents, UnitRuns
 from kunserve.transport.pacing import BulkPacing
-from kunserve.transport.shared_files import Count, PeerFiles
+from kunserve.transport.shared_files import Counts, PeerFiles
 from tests.unit.transport.addresses import fresh_address
 from tests.unit.transport.bulk_world import (
     LAYER_BYTES,
@@ -30,7 +31,7 @@ from tests.unit.transport.test_bulk import ended
 
 PACING = BulkPacing(chunk_bytes=4 * UNIT_BYTES, chunk_timeout_s=30.0, unknown_grace_s=30.0)
 ZERO, ONE = InstanceId(0), InstanceId(1)
-R = RequestId("r")
+R, OTHER = RequestId("r"), RequestId("other")
 
 
 class FileMemory(Memory):
@@ -152,41 +153,44 @@ def test_a_source_that_died_leaves_its_taker_whole(world: World) -> None:
     successor.close()
 
 
-def located(memory: FileMemory, count: Count, *extents: tuple[int, int]) -> Located:
-    return Located(SharedFile.of(memory.fd), count.file, count.value, extents)
+def located(memory: FileMemory, counts: Counts, *extents: tuple[int, int]) -> Located:
+    return Located(SharedFile.of(memory.fd), counts.file, counts.of(R), extents)
 
 
 def test_what_was_withdrawn_meanwhile_is_asked_for_again() -> None:
-    memory, count, files = FileMemory(10, seed=3), Count(), PeerFiles()
-    where = located(memory, count, (0, 100), (300, 50))
+    memory, counts, files = FileMemory(10, seed=3), Counts(), PeerFiles()
+    where = located(memory, counts, (0, 100), (300, 50))
     data = files.read(ZERO, where)
     assert data is not None
     np.testing.assert_array_equal(data, np.concatenate((memory.kv[:100], memory.kv[300:350])))
-    count.add()
+    counts.add(OTHER)
+    counts.add(None)
+    assert files.read(ZERO, where) is not None, "others were withdrawn"
+    counts.add(R)
     assert files.read(ZERO, where) is None, "its bytes may be another request's"
     assert not files.may_read(ZERO), "so that it comes to an end"
     files.got_bytes(ZERO)
     assert files.may_read(ZERO)
-    assert files.read(ZERO, located(memory, count, (0, 100))) is not None
-    count.close()
+    assert files.read(ZERO, located(memory, counts, (0, 100))) is not None
+    counts.close()
 
 
 def test_nothing_stays_open_that_would_keep_a_dead_sources_memory() -> None:
-    memory, count, files = FileMemory(10, seed=3), Count(), PeerFiles()
+    memory, counts, files = FileMemory(10, seed=3), Counts(), PeerFiles()
     for wrong in ({}, {"inode": 0}):
-        where = located(memory, count, (0, 100))
+        where = located(memory, counts, (0, 100))
         where = msgspec.structs.replace(
             where, memory=msgspec.structs.replace(where.memory, **wrong)
         )
         before = sorted(os.listdir("/proc/self/fd"))
         files.read(ZERO, where)
         assert sorted(os.listdir("/proc/self/fd")) == before
-    count.close()
+    counts.close()
 
 
 def test_a_file_that_is_not_the_one_named_is_not_read() -> None:
-    memory, count, files = FileMemory(10, seed=3), Count(), PeerFiles()
-    true = located(memory, count, (0, 100))
+    memory, counts, files = FileMemory(10, seed=3), Counts(), PeerFiles()
+    true = located(memory, counts, (0, 100))
     other = msgspec.structs.replace(true.memory, inode=true.memory.inode + 1)
     gone = msgspec.structs.replace(true.memory, fd=1 << 20)
     for number, wrong in enumerate((other, gone)):
@@ -196,22 +200,42 @@ def test_a_file_that_is_not_the_one_named_is_not_read() -> None:
         files.lose(src)
         assert files.may_read(src), "another process may be there now"
         assert files.read(src, true) is not None
-    count.close()
+    counts.close()
 
 
 def test_places_are_void_before_a_withdrawal_returns(world: World) -> None:
-    count = world.giver._count
+    counts = world.giver._counts
     world.giver.export_kv(R, entries(0))
-    for change in (
-        lambda: world.giver.export_kv(R, entries(60)),
-        lambda: world.giver.withdraw_kv(R),
-        lambda: world.giver.offer_layers(LayerRange(0, 2)),
-        lambda: world.giver.offer_layers(None),
+    for what, change in (
+        (R, lambda: world.giver.export_kv(R, entries(60))),
+        (R, lambda: world.giver.withdraw_kv(R)),
+        (None, lambda: world.giver.offer_layers(LayerRange(0, 2))),
+        (None, lambda: world.giver.offer_layers(None)),
     ):
-        before = count.value
+        before = counts.of(what)
         change()
-        assert count.value > before
+        assert counts.of(what) > before
     world.giver.export_kv(R, entries(0))
-    before = count.value
+    before = counts.of(R)
     world.giver.reset()
-    assert count.value > before
+    assert counts.of(R) > before
+
+
+def test_whoever_was_moved_keeps_nobody_from_reading_the_rest(world: World) -> None:
+    """As in an exchange: each request is withdrawn when its taker has all of it."""
+    num_requests, num_blocks = 40, 2
+    names = [f"r{number}" for number in range(num_requests)]
+    for number, name in enumerate(names):
+        first = number * 12
+        world.giver.export_kv(RequestId(name), entries(first, first + 6))
+        world.taker.pull_kv(piece(name, 0, (0, 6), (0, num_blocks)), entries(first, first + 6))
+    moved = 0
+    while moved < num_requests:
+        for done in ended(world.taker, 1):
+            assert done.ok and not isinstance(done.what, LayerPull)
+            world.giver.withdraw_kv(done.what.request_id)
+            moved += 1
+    assert world.ours.num_read_bytes == 0, "nothing had to be sent"
+    np.testing.assert_array_equal(
+        world.theirs.kv[: 480 * UNIT_BYTES], world.ours.kv[: 480 * UNIT_BYTES]
+    )
