@@ -17,10 +17,10 @@ _PLATFORMS = ("manylinux_2_28_x86_64", "manylinux2014_x86_64", "manylinux_2_17_x
 
 
 def missing() -> list[str]:
-    """The project's requirements that are not installed here."""
+    """Requirements that are not installed here; ``bench`` too, because some phases need it."""
     project = tomllib.loads(_PYPROJECT.read_text(encoding="utf-8"))["project"]
     found = []
-    for requirement in project["dependencies"]:
+    for requirement in (*project["dependencies"], *project["optional-dependencies"]["bench"]):
         name = re.split(r"[<>=!~ \[]", requirement, maxsplit=1)[0]
         try:
             importlib.metadata.version(name)

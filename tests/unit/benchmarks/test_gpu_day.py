@@ -122,13 +122,13 @@ def test_missing_packages_come_with_a_command(monkeypatch: pytest.MonkeyPatch) -
     real = probe.importlib.metadata.version
 
     def version(name: str) -> str:
-        if name in ("msgspec", "gguf"):
+        if name in ("msgspec", "gguf", "scipy"):
             raise probe.importlib.metadata.PackageNotFoundError(name)
         return real(name)
 
     monkeypatch.setattr(probe.importlib.metadata, "version", version)
-    assert probe.missing() == ["gguf>=0.17,<1", "msgspec>=0.19,<1"]
+    assert probe.missing() == ["gguf>=0.17,<1", "msgspec>=0.19,<1", "scipy>=1.13,<2"]
     download, install = probe.how_to_bring(probe.missing()).splitlines()
     assert download.startswith("pip download --only-binary=:all: --python-version 3")
-    assert download.endswith("--dest wheels 'gguf>=0.17,<1' 'msgspec>=0.19,<1'")
+    assert download.endswith("--dest wheels 'gguf>=0.17,<1' 'msgspec>=0.19,<1' 'scipy>=1.13,<2'")
     assert install.startswith("pip install --no-index --find-links wheels 'gguf")
