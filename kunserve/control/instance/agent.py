@@ -139,8 +139,7 @@ class InstanceAgent:
         if isinstance(work.step, StepWork):
             self._forward(self.membership, work.step, outcome, now_s)
         elif (head := self.membership.head) is not None:
-            result = head.finished(work.step, outcome)
-            if result is not None:
+            for result in head.finished(work.step, outcome):
                 self._complete(self.membership, result, now_s)
         self._advance(now_s)
 
@@ -303,7 +302,9 @@ class InstanceAgent:
             case Activation(plan):
                 membership.ready.append((plan, mail.hidden))
             case Sampled(result):
-                self._complete(membership, result, now_s)
+                head = membership.head
+                for one in (result,) if head is None else head.in_order(result):
+                    self._complete(membership, one, now_s)
             case FinalRows() | HeadPart() as message:
                 assert membership.head is not None, message
                 membership.head.read(message, mail.hidden)

@@ -8,6 +8,7 @@ them. ``policy.head_split`` says why, and which rows.
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 from kunserve.control.instance.body import HeadWork, SampleWork, StepOutcome, StepWork
@@ -52,6 +53,9 @@ class OutputHead:
         self._rows: deque[tuple[StepPlan, Any]] = deque()
         """Microbatches whose part is to be computed here."""
         self._gatherings: dict[StepId, _Gathering] = {}
+        """In the order of their steps."""
+        self._early: list[StepResult] = []
+        """Results that came before those of older microbatches."""
 
     @property
     def has_work(self) -> bool:
@@ -60,9 +64,8 @@ class OutputHead:
 
     def next_work(self) -> Work | None:
         """What comes before any layers, because other stages wait for it and it is short."""
-        for step_id, gathering in self._gatherings.items():
+        for gathering in self._gatherings.values():
             if gathering.scores is not None and self._is_complete(gathering):
-                del self._gatherings[step_id]
                 parts = tuple(sorted(gathering.parts.items(), key=lambda item: item[0]))
                 skipped = frozenset(gathering.skipped)
                 return Work(SampleWork(gathering.plan, parts, skipped, gathering.scores), None)
@@ -109,17 +112,30 @@ class OutputHead:
             case HeadPart(_, step_id, first_row):
                 self._gatherings[step_id].parts[first_row] = hidden
 
-    def finished(self, work: HeadWork | SampleWork, outcome: StepOutcome) -> StepResult | None:
-        """The body did it: the microbatch's result, if this was the last of it."""
+    def finished(self, work: HeadWork | SampleWork, outcome: StepOutcome) -> tuple[StepResult, ...]:
+        """The body did it: the results that are due now."""
         plan = work.plan
         if isinstance(work, SampleWork):
-            return outcome.result_of(plan)
+            del self._gatherings[plan.step_id]
+            return self.in_order(outcome.result_of(plan))
         message = HeadPart(plan.group_id, plan.step_id, work.rows.first)
         if self._leads:
             self.read(message, outcome.hidden)
         else:
             self._state.send(self._leader, message, outcome.hidden)
-        return None
+        return ()
+
+    def in_order(self, result: StepResult) -> tuple[StepResult, ...]:
+        """On the leader: which results are due, now that this one is here.
+
+        A microbatch of which nothing is sampled has no head, so it may pass older ones. Its
+        result waits for theirs, because scores of a prompt follow each other.
+        """
+        results = sorted((*self._early, result), key=attrgetter("step_id"))
+        oldest = next(iter(self._gatherings), None)
+        due = tuple(one for one in results if oldest is None or one.step_id < oldest)
+        self._early = results[len(due) :]
+        return due
 
 
 def find_head(state: InstanceState, layout: GroupLayout) -> OutputHead | None:
