@@ -137,6 +137,16 @@ class OutputHead:
         self._early = results[len(due) :]
         return due
 
+    def check(self) -> None:
+        """Assert order, and that nothing is gathered or kept that nobody waits for."""
+        steps = list(self._gatherings)
+        assert self._leads or not (steps or self._early), (steps, self._early)
+        assert steps == sorted(steps), steps
+        assert all(steps and one.step_id > steps[0] for one in self._early), (steps, self._early)
+        firsts = {share.first for share in self._shares.values()}
+        for gathering in self._gatherings.values():
+            assert gathering.parts.keys() <= firsts, (gathering.parts.keys(), firsts)
+
 
 def find_head(state: InstanceState, layout: GroupLayout) -> OutputHead | None:
     """The group's shared head; None where the last stage computes it alone."""
