@@ -244,10 +244,7 @@ class EngineBody:
     def swap_units(
         self, out: tuple[HostCopy, ...], back: tuple[HostCopy, ...], *, beside_step: bool
     ) -> None:
-        """Copy at once: a CPU's host memory is its own, and its cores would do both anyway.
-
-        A device's step waits for its copies, which is right, though slower than it could be.
-        """
+        """Copy at once. On a CPU its cores would do both anyway; a device waits for the copies."""
         for request_id, first_block, starts, num_units in out:
             for block, unit in enumerate(starts.tolist(), first_block):
                 self._host.put(request_id, block, unit, num_units)

@@ -4,6 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+CHUNK_TOKENS = 16
+"""Of prompts in a microbatch at least, however many decodes it has."""
+
 
 class PromptWork(NamedTuple):
     """A sequence with known tokens to compute: a prompt, or all of it again after preemption."""
@@ -20,7 +23,8 @@ class FormationView:
     decodes: Sequence[int]
     """Context length of each sequence that could decode; who has waited longest comes first."""
     prompts: Sequence[PromptWork]
-    """Those that run already, then the admissible queue, each in order of arrival."""
+    """Those that run already, then the admissible queue, each in order of arrival; by deadline
+    both together in order."""
     num_decodes_in_flight: int
     """Sequences whose next token is being computed in other microbatches."""
     num_in_flight: int

@@ -21,6 +21,7 @@ import numpy.typing as npt
 from kunserve.core.config import SchedulerConfig
 from kunserve.core.cost import CostCoefficients
 from kunserve.policy.batch_form import (
+    CHUNK_TOKENS,
     FormationView,
     FormBatch,
     Microbatch,
@@ -42,8 +43,6 @@ ROUNDS_OF_BACKLOG = 32
 """The same while more requests wait for memory, with parts of ``min_tokens``. Prompts then come
 one by one, as others end, and stages idle least when they come evenly. Nobody is served later,
 because the queue waits for memory."""
-CHUNK_TOKENS = 16
-"""Of prompts in a microbatch at least, however many decodes it has."""
 HORIZON = 512
 """Full microbatches of queue that a formation looks at. It is made anew before more are planned."""
 NUM_PASSES = 2

@@ -13,10 +13,14 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from kunserve.core.cost import CostCoefficients
+from kunserve.policy.batch_form import CHUNK_TOKENS
 from kunserve.policy.cost import decode_cost, own_cost, tokens_within
 
 CALM_SHARE = 0.5
 """Of the objective, what a step may take however few prompts queue."""
+PROMPT_SHARE = 0.25
+"""Of what decodes leave of the objective, what prompts have however few queue. Otherwise many
+decodes would keep a prompt from its end while it holds its memory."""
 QUEUE_PER_STEP = 2
 """A step may have one token more for so many that queue. First tokens come sooner from small
 steps, so a short queue makes none large."""
@@ -53,7 +57,7 @@ def choose_pace(view: PaceView, tpot_slo_s: float, cost: CostCoefficients) -> Pa
     """How many tokens the next microbatch may have, and how often decodes run.
 
     A decode waits ``tpot_slo_s`` for its next token at most, as far as ``cost`` can tell: it must
-    be measured. Prompts get a token in every step.
+    be measured. Prompts get ``CHUNK_TOKENS`` in every step, even where decodes alone take longer.
     """
     most = view.max_num_batched_tokens
     decodes = -(-view.num_decodes // view.num_stages)
@@ -62,9 +66,9 @@ def choose_pace(view: PaceView, tpot_slo_s: float, cost: CostCoefficients) -> Pa
 
     def within(seconds: float) -> int:
         prompts = tokens_within(cost, view.prefix, seconds - fixed_s)
-        return min(most, decodes + max(1, int(prompts)))
+        return min(most, decodes + max(CHUNK_TOKENS, int(prompts)))
 
-    calm = within(CALM_SHARE * tpot_slo_s)
+    calm = within(max(CALM_SHARE * tpot_slo_s, fixed_s + PROMPT_SHARE * (tpot_slo_s - fixed_s)))
     if view.is_memory_short:
         return Pace(calm, 1)
     # In a pipeline lookahead parts the queue, and leaves each stage several microbatches.

@@ -13,9 +13,10 @@ import pytest
 import torch
 import transformers
 
+from kunserve.control.instance.body import HostCopy
 from kunserve.core.config import InstanceConfig, ModelConfig, SchedulerConfig
 from kunserve.core.errors import ConfigError
-from kunserve.core.ids import InstanceId
+from kunserve.core.ids import InstanceId, RequestId
 from kunserve.core.layout import LayerRange
 from kunserve.engine.body import CpuBody, EngineBody
 from kunserve.engine.cuda.backend import CudaBackend
@@ -149,7 +150,7 @@ def test_eager_steps_are_not_recorded(fake: FakeCuda, saved: tuple[Path, list[li
 
 
 def test_layers_and_kv_pass_as_bytes(fake: FakeCuda, saved: tuple[Path, list[list[int]]]) -> None:
-    """What a mover does: another instance's layers, one unit out and in."""
+    """What a mover does: another instance's layers, units out and in; and what swapping does."""
     folder, expected = saved
     with closing(open_body(folder)) as giver, closing(open_body(folder, 1)) as taker:
         taker.drop_layers(HALVES[0])
@@ -165,6 +166,12 @@ def test_layers_and_kv_pass_as_bytes(fake: FakeCuda, saved: tuple[Path, list[lis
         back = np.empty_like(units)
         taker.read_units([(5, 2), (1, 1)], back)
         assert (back == units).all()
+        copy = HostCopy(RequestId("r"), 0, np.array([5], dtype=np.int32), 2)
+        taker.swap_units((copy,), (), beside_step=False)
+        taker.write_units([(5, 2)], np.zeros_like(units[: 2 * taker.unit_bytes]))
+        taker.swap_units((), (copy._replace(starts=copy.starts + 3),), beside_step=False)
+        taker.read_units([(8, 2), (1, 1)], back)
+        assert (back == units).all(), "out to host memory, and back to another place"
 
 
 @pytest.mark.parametrize("saved", ["qwen3"], indirect=True)

@@ -248,6 +248,8 @@ class InstanceAgent:
             assert state.held.covers(membership.layers), (state.held, membership.layers)
             if membership.scheduler is not None:
                 membership.scheduler.check()
+            if membership.head is not None:
+                membership.head.check()
         assert self._forming.is_forming or not state.to_self, state.to_self
 
     # Messages

@@ -52,6 +52,7 @@ class OutputHead:
         self._rows: deque[tuple[StepPlan, Any]] = deque()
         """Microbatches whose part is to be computed here."""
         self._gatherings: dict[StepId, _Gathering] = {}
+        """In the order of their steps."""
 
     @property
     def has_work(self) -> bool:
@@ -120,6 +121,15 @@ class OutputHead:
         else:
             self._state.send(self._leader, message, outcome.hidden)
         return None
+
+    def check(self) -> None:
+        """Assert order, and that nothing is gathered that nobody waits for."""
+        steps = list(self._gatherings)
+        assert self._leads or not steps, steps
+        assert steps == sorted(steps), steps
+        firsts = {share.first for share in self._shares.values()}
+        for gathering in self._gatherings.values():
+            assert gathering.parts.keys() <= firsts, (gathering.parts.keys(), firsts)
 
 
 def find_head(state: InstanceState, layout: GroupLayout) -> OutputHead | None:

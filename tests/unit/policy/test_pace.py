@@ -1,12 +1,18 @@
 """How large steps are, and how often decodes run, under an objective for TPOT."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from kunserve.core.cost import CostCoefficients
-from kunserve.policy.batch_form import FormationView, PromptWork, form_token_budget
-from kunserve.policy.cost import batch_cost
+from kunserve.policy.batch_form import (
+    CHUNK_TOKENS,
+    FormationView,
+    PromptWork,
+    form_token_budget,
+)
+from kunserve.policy.cost import batch_cost, decode_cost
 from kunserve.policy.lookahead import Lookahead, form_all, form_lookahead
 from kunserve.policy.pace import Pace, PaceView, choose_pace
 
@@ -62,8 +68,19 @@ def test_short_memory_keeps_decodes_fast() -> None:
     assert choose_pace(view(is_memory_short=True), 5.0, GPU).decode_rounds == 1
 
 
-def test_an_objective_that_decodes_alone_exceed_leaves_prompts_a_token() -> None:
-    assert choose_pace(view(num_decodes=300), 0.001, CPU) == Pace(301, 1)
+@pytest.mark.parametrize("queued", [0, 16_384])
+def test_prompts_go_on_where_decodes_take_half_of_the_objective(queued: int) -> None:
+    """A prompt that stood still would hold its memory, and memory would stay short."""
+    busy = view(num_decodes=256, num_context_tokens=512_000, num_queued_tokens=queued)
+    fixed_s = decode_cost(GPU, 256, 512_000) + GPU.shared_s
+    assert fixed_s > 0.2 / 2
+    for is_short in (False, True):
+        size = choose_pace(replace(busy, is_memory_short=is_short), 0.2, GPU).max_num_tokens
+        assert size - 256 >= 0.9 * (0.2 - fixed_s) / 4 / GPU.token_s
+
+
+def test_an_objective_that_decodes_alone_exceed_leaves_prompts_a_chunk() -> None:
+    assert choose_pace(view(num_decodes=300), 0.001, CPU) == Pace(300 + CHUNK_TOKENS, 1)
 
 
 def test_decodes_skip_steps_that_may_not_be_larger() -> None:

@@ -52,6 +52,23 @@ def test_a_small_number_without_a_unit_is_no_size() -> None:
     assert parsed("--kv-cache-memory-bytes", "1048576").instance.kv_cache_memory_bytes == MIB
 
 
+@pytest.mark.parametrize("flag", ["--max-park-s", "--tpot-slo"])
+@pytest.mark.parametrize("seconds", ["0", "-1", "nan", "inf"])
+def test_seconds_that_no_request_can_wait_are_refused(flag: str, seconds: str) -> None:
+    assert f"Invalid value for '{flag}'" in refused("smollm2-135m", flag, seconds)
+
+
+def test_parking_goes_with_some_policies_only() -> None:
+    behind = parsed("smollm2-135m", "--park-behind-drop", "--max-park-s", "4").overload
+    assert behind.park_behind_drop and behind.max_park_s == 4.0
+    with pytest.raises(ConfigError, match="goes with policy 'drop', not 'park'"):
+        parsed("smollm2-135m", "--overload-policy", "park", "--park-behind-drop")
+    pair = ("--num-instances", "2", "--pipeline-parallel-size", "2")
+    assert parsed("smollm2-135m", *pair, "--overload-policy", "park").overload.uses_host_memory
+    with pytest.raises(ConfigError, match="no layers to drop"):
+        parsed("smollm2-135m", *pair, "--park-behind-drop")
+
+
 @pytest.mark.parametrize("flag", sorted(FLAGS))
 def test_flags_of_other_servers_are_refused_with_a_reason(flag: str) -> None:
     said = " ".join(refused("smollm2-135m", flag, "1").split())

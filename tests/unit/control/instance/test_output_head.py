@@ -3,7 +3,7 @@
 import pytest
 
 from kunserve.cluster.in_process import Delivery, FinishStep, StartStep
-from kunserve.control.instance.body import HeadWork, SampleWork
+from kunserve.control.instance.body import HeadWork, SampleWork, StepWork
 from kunserve.core.ids import InstanceId, RequestId
 from kunserve.core.messages import FinalRows, HeadPart
 from kunserve.core.request import SamplingParams
@@ -116,3 +116,24 @@ def test_a_restore_waits_for_the_head() -> None:
     cluster.restore(cluster.groups()[0])
     cluster.finish()
     assert len(cluster.groups()) == 2
+
+
+def test_results_come_in_the_order_of_their_microbatches() -> None:
+    """One of which nothing is sampled passes the one before it, whose head is under way."""
+    cluster = pair(pools=(40, 40), max_num_batched_tokens=4, max_model_len=60)
+    cluster.request(3, max_tokens=20)
+    cluster.run_except(lambda action: False, lambda: cluster.agent(0).totals.generation_tokens > 1)
+    scored = SamplingParams(max_tokens=2, temperature=0.0, num_prompt_logprobs=1)
+    cluster.request(40, sampling=scored)
+
+    def is_head_work(action: object) -> bool:
+        """The leader's part of the head takes as long as it can."""
+        work = cluster.members[InstanceId(0)].work
+        is_it = work is not None and not isinstance(work.step, StepWork)
+        return is_it and action == FinishStep(InstanceId(0))
+
+    while cluster.unfinished:
+        cluster.run_except(is_head_work)
+        if is_head_work(FinishStep(InstanceId(0))):
+            cluster.perform(FinishStep(InstanceId(0)))
+    cluster.finish()
