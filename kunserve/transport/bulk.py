@@ -270,6 +270,7 @@ class BulkMover:
         self, route: bytes, chunk: Chunk, answer: Answer, data: Bytes | Located | None
     ) -> None:
         if isinstance(data, Located):
+            self._yielding_since_s = None
             self.num_bytes_given += sum(num_bytes for _, num_bytes in data.extents)
             located = bulk_wire.encode(bulk_wire.Reply(chunk.ticket, answer, data))
             self._inbox.send_multipart((route, located), zmq.NOBLOCK)

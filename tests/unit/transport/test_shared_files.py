@@ -108,6 +108,19 @@ def test_bytes_are_read_in_the_file_and_not_sent(world: World) -> None:
         np.testing.assert_array_equal(world.theirs.layer_view(layer), world.ours.layer_view(layer))
 
 
+def test_every_read_waits_for_activations_too() -> None:
+    pacing = BulkPacing(chunk_bytes=3 * UNIT_BYTES, max_yield_s=0.01)
+    world = World(pacing)
+    world.giver.yield_to(lambda: True)
+    at_source = entries(*range(0, 600, 60))
+    world.giver.export_kv(R, at_source)
+    world.taker.pull_kv(piece("r", 0, (2, 5), (0, 10)), at_source)
+    (done,) = ended(world.taker, 1)
+    assert done.ok and done.seconds >= 10 * 0.01 * 0.9
+    assert world.ours.num_read_bytes == 0
+    world.close()
+
+
 def test_a_link_of_limited_rate_carries_the_bytes() -> None:
     world = World(replace(PACING, link_gbps=10.0))
     world.pull_some()
