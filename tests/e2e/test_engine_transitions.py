@@ -5,6 +5,7 @@ and SmolLM2's those of an undisturbed run, through drops, exchanges, restores an
 import asyncio
 from collections import defaultdict
 from collections.abc import Awaitable, Callable
+from itertools import count
 from pathlib import Path
 
 import numpy as np
@@ -150,6 +151,23 @@ async def drop_to(cluster: LocalCluster, num_groups: int) -> None:
                 await asyncio.sleep(0.01)
 
 
+async def drop_beside_decodes(cluster: LocalCluster, answers: Answers, traces: Path) -> None:
+    """Until the traces show that KV was pulled.
+
+    While this process stands still on a busy machine, whoever had KV may end or be preempted.
+    """
+    greedy = SamplingParams(max_tokens=1, temperature=0.0)
+    async with asyncio.timeout(120.0):
+        for number in count():
+            if any('"KV from' in file.read_text() for file in traces.glob("trace*")):
+                return
+            for which in range(2):
+                answers.ask(f"x{number}-{which}", PROMPTS["r0"], 150, greedy)
+            await answers.have(1)
+            await drop_to(cluster, 1)
+            await restore_when_it_fits(cluster)
+
+
 @pytest.mark.timeout(300)  # up to four instances compute on however few cores there are
 @pytest.mark.parametrize("lookahead", [True, False], ids=["lookahead", "no-lookahead"])
 @pytest.mark.parametrize(
@@ -185,6 +203,7 @@ def test_tokens_are_those_of_transformers_through_everything(
         await answers.have(10)
         await restore_when_it_fits(cluster)
         assert len(cluster.state().groups) == num_instances
+        await drop_beside_decodes(cluster, answers, tmp_path)
 
     answers = run(config, VOCAB, story)
     for name, prompt in (PROMPTS | QUEUED).items():
