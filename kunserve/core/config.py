@@ -121,6 +121,8 @@ class SchedulerConfig:
     is due sooner than that of a long one."""
     watermark: float = 0.01
     """Share of the KV memory that an admission leaves free, so that it does not preempt at once."""
+    enable_prefix_caching: bool = True
+    """Whether KV of equal beginnings is computed once."""
     lookahead: bool = True
     """In a pipeline, form microbatches of equal predicted time over all queued work."""
     min_microbatch_tokens: int = 64

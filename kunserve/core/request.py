@@ -2,6 +2,7 @@
 
 import enum
 from dataclasses import dataclass
+from typing import Literal, TypeAlias
 
 from kunserve.core.ids import RequestId
 from kunserve.core.tokens import NO_TOKENS, TokenIds
@@ -14,6 +15,19 @@ class FinishReason(enum.StrEnum):
     LENGTH = "length"
     ABORT = "abort"
     ERROR = "error"
+
+
+StructureKind: TypeAlias = Literal["json_object", "json_schema", "regex", "choice", "grammar"]
+
+
+@dataclass(frozen=True, slots=True)
+class StructuredOutput:
+    """A form that the output must have."""
+
+    kind: StructureKind
+    text: str
+    """The schema in JSON, the regular expression, a JSON list of choices, or the grammar; empty
+    for ``json_object``, which is any JSON object."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +55,8 @@ class SamplingParams:
     bad_words: tuple[tuple[int, ...], ...] = ()
     """Runs of tokens that the output never contains: the last of a run is forbidden after the
     others."""
+    structured: StructuredOutput | None = None
+    """Tokens that leave this form are forbidden; None allows any text."""
     num_logprobs: int | None = None
     """Top alternatives reported with each token; 0 reports the chosen token's only."""
     num_prompt_logprobs: int | None = None
@@ -72,6 +88,8 @@ class Request:
     """Orders the queue: a preempted or re-run request keeps its place."""
     output_token_ids: TokenIds = NO_TOKENS
     """Tokens the client already has, when a request is re-run after its instance died."""
+    cache_salt: str = ""
+    """Requests of different salts share no KV."""
     num_scored: int = 0
     """Scores of the prompt that are known already: a re-run computes the others."""
 

@@ -24,6 +24,8 @@ class TokenOutput(NamedTuple):
     finish_reason: FinishReason | None
     queued_s: float | None = None
     """With the first token: from the arrival to the first step it was part of, where known."""
+    num_cached_tokens: int = 0
+    """With the first token: of the prompt, those whose KV was found and not computed."""
     prompt_scores: tuple[PromptScores, ...] = ()
     """With the first token, from the controller to the client: all scores of the prompt."""
 
