@@ -16,7 +16,7 @@ from kunserve.control.instance.formation import FormationSlot
 from kunserve.control.instance.inbox import Inbox, Mail, Moment
 from kunserve.control.instance.intake import Intake
 from kunserve.control.instance.layer_restore import LayerRestore
-from kunserve.control.instance.localize import free_swapped_out, localize
+from kunserve.control.instance.localize import free_swapped_out, localize, obey_cache
 from kunserve.control.instance.membership import Membership, enter_group
 from kunserve.control.instance.state import AgentConfig, InstanceState, Outgoing, Preemption
 from kunserve.control.instance.work import Work
@@ -379,18 +379,29 @@ class InstanceAgent:
     def _localize(self, membership: Membership, plan: StepPlan) -> StepWork | None:
         """Free, take and name blocks for a plan; None when that must wait for a transfer."""
         state = self.state
-        if membership.swapped_out:
-            free_swapped_out(state, membership)
-        for request_id in plan.released:
-            self._changes.release(request_id)
-            state.body.forget(request_id)
-        if membership.head is not None:
-            membership.head.release(plan.released)
+        if membership.freed_step != plan.step_id:
+            membership.freed_step = plan.step_id
+            self._free(membership, plan)
         step = localize(state, membership, plan)
         if step is None:
             self._changes.make_room()
             self._lacks_units = True
         return step
+
+    def _free(self, membership: Membership, plan: StepPlan) -> None:
+        """Free, keep and share blocks as the plan says: once, before it takes any."""
+        state = self.state
+        if membership.swapped_out:
+            free_swapped_out(state, membership)
+        for kept in plan.kept:
+            state.table.keep(*kept)
+        for request_id in plan.released:
+            self._changes.release(request_id)
+            state.body.forget(request_id)
+        if membership.head is not None:
+            membership.head.release(plan.released)
+        if plan.evicted or plan.shared:
+            obey_cache(state, plan)
 
     def _forward(
         self, membership: Membership, step: StepWork, outcome: StepOutcome, now_s: float
