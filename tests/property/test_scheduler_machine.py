@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kunserve.control.group.scheduler import Scheduler
 from kunserve.core.config import SchedulerConfig, SchedulingPolicy, SwapConfig
 from kunserve.core.cost import CostCoefficients
-from kunserve.core.ids import GroupId, RequestId
+from kunserve.core.ids import GroupId, PrefixId, RequestId
 from kunserve.core.request import FinishReason, Request, SamplingParams
 from kunserve.core.step import SampledToken, StepPlan, StepResult
 from kunserve.core.tokens import TokenIds
@@ -186,6 +186,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.outputs: dict[RequestId, list[int]] = {}
         self.ended: set[RequestId] = set()
         self.stalled: set[RequestId] = set()
+        self.arriving: list[PrefixId] | None = None
+        """Prefixes on their way, in an exchange."""
         self.salts: dict[RequestId, str] = {}
         self.form(stages, capacity, 0)
 
@@ -335,11 +337,13 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(num_stages=st.integers(1, 4), stall_every=st.integers(1, 4))
     def hand_over(self, num_stages: int, stall_every: int) -> None:
         self.drain()
+        old = self.scheduler.cache
+        prefixes = () if old is None else old.export()
         states = self.scheduler.export()
         assert not self.scheduler.has_work and self.scheduler.used_blocks == 0
         self.scheduler.check()
         assert {s.request.request_id for s in states} == self.requests.keys() - self.ended
-        kv = self.stages.kv
+        kv, before = self.stages.kv, self.stages.prefixes
         self.form(num_stages, self.base_capacity, self.group + 1)
         for state in states:
             request_id = state.request.request_id
@@ -348,8 +352,30 @@ class SchedulerMachine(RuleBasedStateMachine):
                 assert len(kv[request_id]) == state.num_computed
                 assert state.num_blocks == -(-state.num_computed // BLOCK)
                 self.stages.kv[request_id] = kv[request_id]
+                if state.shared:
+                    self.stages.shared[request_id] = list(state.shared)
         self.stalled = set(sorted(self.stages.kv)[::stall_every])
+        if (cache := self.scheduler.cache) is not None:
+            cache.adopt(prefixes)
+            for one in prefixes:
+                first, tokens, salt = before[one.prefix_id]
+                tokens = tokens[: len(one.names) * BLOCK]
+                self.stages.prefixes[one.prefix_id] = first, tokens, salt
+            self.arriving = [prefix.prefix_id for prefix in prefixes]
         self.scheduler.adopt(states, self.stalled)
+
+    @precondition(lambda self: self.arriving is not None)
+    @rule(data=st.data())
+    def exchange(self, data: st.DataObject) -> None:
+        """A prefix arrives, or the exchange is over."""
+        cache, arriving = self.scheduler.cache, self.arriving
+        if arriving and data.draw(st.booleans()):
+            cache.arrived(arriving.pop())
+        else:
+            for prefix_id in arriving:
+                cache.arrived(prefix_id)
+            cache.end_exchange()
+            self.arriving = None
 
     @rule(data=st.data())
     def resume(self, data: st.DataObject) -> None:
@@ -378,6 +404,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         if not hasattr(self, "scheduler"):
             return
         self.scheduler.may_preempt = True
+        if self.arriving is not None:
+            self.scheduler.cache.end_exchange()
         self.scheduler.set_capacity(self.base_capacity)
         for request_id in sorted(self.stalled):
             self.scheduler.resume(request_id)

@@ -7,6 +7,7 @@ its own; they become the cache's the moment another sequence wants them, and whe
 from dataclasses import dataclass, field
 
 from kunserve.core.ids import PrefixId, RequestId
+from kunserve.core.messages import PrefixPart
 from kunserve.core.prefix import PrefixHash
 
 
@@ -24,8 +25,6 @@ class Prefix:
     """Sequences that share it up to a block, by that block."""
     used_end: int = 0
     """Blocks [first, used_end) are shared by a sequence; the others may be evicted."""
-    is_whole: bool = False
-    """All of it is evicted at once, because its blocks are in an exchange."""
 
     def __post_init__(self) -> None:
         """Nobody shares it yet."""
@@ -76,6 +75,11 @@ class Beginning:
     def __post_init__(self) -> None:
         """Nothing is shared yet."""
         self.own = Prefix(0, self)
+
+    @property
+    def parts(self) -> tuple[PrefixPart, ...]:
+        """What is shared, for another leader."""
+        return tuple(PrefixPart(p.prefix_id, end) for p, end in self.shared if p.prefix_id)
 
     @property
     def shared_end(self) -> int:

@@ -60,10 +60,19 @@ class Ledger:
             self._blocks[request_id] = num_blocks
         return True
 
-    def hold(self, request_id: RequestId, num_blocks: int) -> None:
-        """Count KV that exists already (it was handed over), whatever the capacity."""
+    def hold(self, request_id: RequestId, num_blocks: int, num_borrowed: int = 0) -> None:
+        """Count KV that exists already (it was handed over), whatever the capacity.
+
+        The first ``num_borrowed`` blocks are the cache's, and are lent already.
+        """
         assert request_id not in self._blocks and num_blocks > 0, (request_id, num_blocks)
         self._blocks[request_id] = num_blocks
+        self._borrow(request_id, num_borrowed)
+        self._used_blocks += num_blocks - num_borrowed
+
+    def hold_lent(self, num_blocks: int) -> None:
+        """The cache has so many blocks that were handed over, and are lent."""
+        self.lent_blocks += num_blocks
         self._used_blocks += num_blocks
 
     def shrink(self, request_id: RequestId, num_blocks: int) -> None:

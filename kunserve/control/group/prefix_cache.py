@@ -14,6 +14,7 @@ from kunserve.control.group.beginning import Beginning, Prefix
 from kunserve.control.group.ledger import Ledger
 from kunserve.control.group.sequence import Sequence
 from kunserve.core.ids import GroupId, PrefixId, RequestId
+from kunserve.core.messages import PrefixPart, PrefixState
 from kunserve.core.prefix import PrefixHash, name_blocks, salt_name
 from kunserve.core.step import EvictedPrefix, KeptPrefix, SharedPrefix
 from kunserve.core.tokens import TokenIds
@@ -51,8 +52,8 @@ class PrefixCache:
         self._kept: list[KeptPrefix] = []
         self._evicted: dict[PrefixId, int] = {}
         self._shared: list[SharedPrefix] = []
-        self.is_closed = False
-        """During an exchange: what leaves is not kept if its blocks may be on their way."""
+        self._arriving: dict[PrefixId, Prefix] | None = None
+        """During an exchange: what came in it, and stays until it is over."""
 
     # Sequences
 
@@ -60,10 +61,6 @@ class PrefixCache:
         """A sequence has come to the group, without KV."""
         seq.beginning = Beginning(seq.request_id)
         seq.names_at = self._block_size
-
-    def adopt(self, seq: Sequence) -> None:
-        """A sequence has come with KV of its own, which is named when it leaves."""
-        seq.names_at = maxsize
 
     def look_up(self, seq: Sequence) -> int:
         """Find a waiting sequence's beginning; how many blocks fewer than all of its own it needs.
@@ -121,7 +118,8 @@ class PrefixCache:
         if beginning is None:
             return
         own = beginning.own
-        if keeps and not (self.is_closed and seq.names_at == maxsize):
+        is_moving = self._arriving is not None and seq.names_at == maxsize
+        if keeps and not is_moving:
             self._name_own(seq)
             self._keep(own)
         else:
@@ -147,6 +145,61 @@ class PrefixCache:
             seq.beginning.own = Prefix(seq.beginning.shared_end, seq.beginning)
             seq.names_at = 0
 
+    # Changes of groups
+
+    def export(self) -> tuple[PrefixState, ...]:
+        """What the sequences share, when the group ends."""
+        return tuple(
+            PrefixState(prefix_id, p.first, tuple(p.names[: p.used_end - p.first]))
+            for prefix_id, p in self._prefixes.items()
+            if p.used_end > p.first
+        )
+
+    def adopt(self, prefixes: Iterable[PrefixState]) -> None:
+        """An exchange begins, in which these come: they stay, shared or not, until it is over."""
+        self._arriving = {}
+        for state in prefixes:
+            prefix = Prefix(state.first_block, None, state.prefix_id, list(state.names))
+            self._ledger.hold_lent(prefix.use(prefix.end))
+            self._prefixes[state.prefix_id] = self._arriving[state.prefix_id] = prefix
+
+    def adopt_shares(self, seq: Sequence, shared: Iterable[PrefixPart]) -> None:
+        """A sequence has come with KV: it shares this, and the rest is named when it leaves."""
+        beginning = seq.beginning
+        assert beginning is not None, seq.request_id
+        for prefix_id, end in shared:
+            prefix, start = self._prefixes[prefix_id], beginning.shared_end
+            prefix.use(end)
+            beginning.shared.append((prefix, end))
+            beginning.names += prefix.names[start - prefix.first : end - prefix.first]
+        beginning.own = Prefix(beginning.shared_end, beginning)
+        seq.names_at = maxsize
+
+    def arrived(self, prefix_id: PrefixId) -> None:
+        """All stages have all of the prefix: it is found from now on."""
+        prefix = self._prefixes[prefix_id]
+        for name in prefix.names:
+            self._index.setdefault(name, prefix)
+
+    def lost(self, prefix_id: PrefixId) -> None:
+        """A stage could not get the prefix. Nobody shares it any more."""
+        assert self._arriving is not None, prefix_id
+        prefix = self._arriving.pop(prefix_id)
+        self._ledger.leave_cached(prefix.leave(prefix.end))
+        assert not prefix.users, prefix
+        self._ledger.evict(prefix.num_unused)
+        self._evicted[prefix_id] = prefix.first
+        del self._prefixes[prefix_id]
+
+    def end_exchange(self) -> None:
+        """Everything is where it belongs."""
+        assert self._arriving is not None
+        arriving, self._arriving = self._arriving, None
+        for prefix_id, prefix in arriving.items():
+            self._ledger.leave_cached(prefix.leave(prefix.end))
+            if prefix.num_unused:
+                self._unused[prefix_id] = prefix
+
     # Memory
 
     def take_orders(self) -> CacheOrders:
@@ -159,16 +212,23 @@ class PrefixCache:
         self._kept, self._evicted, self._shared = [], {}, []
         return orders
 
+    @property
+    def has_orders(self) -> bool:
+        """Whether the next plan frees blocks of the cache."""
+        return bool(self._evicted or self._ledger.excess_blocks)
+
     def clear(self) -> None:
         """The group has ended: whoever takes over frees what is left."""
         self._index.clear()
         self._prefixes.clear()
         self._unused.clear()
         self._kept, self._evicted, self._shared = [], {}, []
+        self._arriving = None
 
     def check(self, holders: Iterable[Sequence]) -> None:
         """Assert that names, shares and the ledger agree."""
-        users: dict[tuple[PrefixId, int], int] = {}
+        arriving = self._arriving or {}
+        users = {(prefix_id, prefix.end): 1 for prefix_id, prefix in arriving.items()}
         owned: list[Prefix] = []
         for seq in holders:
             assert seq.beginning is not None, seq.request_id
@@ -306,8 +366,6 @@ class PrefixCache:
         while num_blocks > 0:
             prefix_id, prefix = next(iter(self._unused.items()))
             num = min(num_blocks, prefix.num_unused)
-            if prefix.is_whole:
-                num = prefix.num_unused
             end = prefix.end - num
             self._forget_names(prefix, end)
             self._ledger.evict(num)

@@ -155,12 +155,9 @@ class Holders:
     def lose_swapped(self) -> None:
         """Give all swapped KV up: its requests wait to be computed again."""
         for seq in self._swap.clear():
-            self._lose_kv(seq)
-
-    def lose_shared(self) -> None:
-        """Give up the KV of all that share some of it."""
-        for seq in [seq for seq in self._running if self._ledger.borrowed_of(seq.request_id)]:
-            self.remove(seq)
+            if self._cache is not None:
+                self._cache.leave(seq, keeps=False)
+            self._ledger.release(seq.request_id)
             self._lose_kv(seq)
 
     def clear(self) -> None:

@@ -69,9 +69,9 @@ class Scheduler:
         self._waiting = WaitingQueue(block_size)
         self._forming = Forming(config, num_stages, self._waiting, form_batch)
         self._in_flight = InFlight(group_id)
-        self._cache: PrefixCache | None = None
+        self.cache: PrefixCache | None = None
         if config.enable_prefix_caching:
-            self._cache = PrefixCache(group_id, block_size, self._ledger)
+            self.cache = PrefixCache(group_id, block_size, self._ledger)
         self._holders = Holders(
             block_size,
             self._ledger,
@@ -80,10 +80,10 @@ class Scheduler:
             self.totals,
             config,
             host_link,
-            self._cache,
+            self.cache,
         )
         self._admission = Admission(
-            config, num_stages, block_size, self._waiting, self._ledger, self._cache
+            config, num_stages, block_size, self._waiting, self._ledger, self.cache
         )
         self.migration = MigrationAccess(block_size, self._live, self._waiting, self._ledger)
         self.may_preempt = True
@@ -118,9 +118,11 @@ class Scheduler:
                 continue
             seq.num_computed = state.num_computed
             seq.state = Progress.STALLED if seq.request_id in stalled else Progress.RUNNING
-            self._ledger.hold(seq.request_id, self._blocks_for(state.num_computed))
-            if self._cache is not None:
-                self._cache.adopt(seq)
+            num_blocks = self._blocks_for(state.num_computed)
+            if self.cache is not None:
+                self.cache.adopt_shares(seq, state.shared)
+            num_shared = state.kv.first_own_block
+            self._ledger.hold(seq.request_id, num_blocks, num_shared)
             self._holders.add(seq)
 
     def export(self) -> tuple[SequenceState, ...]:
@@ -131,12 +133,11 @@ class Scheduler:
         """
         assert not self._in_flight, f"{len(self._in_flight)} steps in flight"
         self._holders.lose_swapped()
-        self._holders.lose_shared()
         ordered = sorted(self._live.values(), key=_key_of)
         states = tuple(seq.hand_over(self._block_size) for seq in ordered)
         self._ledger.clear()
-        if self._cache is not None:
-            self._cache.clear()
+        if self.cache is not None:
+            self.cache.clear()
         self._waiting.clear()
         self._live.clear()
         self._holders.clear()
@@ -166,7 +167,6 @@ class Scheduler:
         Called between steps.
         """
         self._holders.lose_swapped()
-        self._holders.lose_shared()
         return self.give_back(tuple(self._live))
 
     def give_back(self, request_ids: Iterable[RequestId]) -> tuple[RequestId, ...]:
@@ -205,10 +205,10 @@ class Scheduler:
             return None
         self._nothing_at = None
         copies = holders.plan_copies(chosen)
-        orders = NO_ORDERS if self._cache is None else self._cache.take_orders()
+        orders = NO_ORDERS if self.cache is None else self.cache.take_orders()
         plan = in_flight.add(holders.take_released(), chosen, *copies, orders)
-        if self._cache is not None and in_flight.filled:
-            self._cache.note_computed(in_flight.filled)
+        if self.cache is not None and in_flight.filled:
+            self.cache.note_computed(in_flight.filled)
         return plan
 
     def complete(self, result: StepResult, now_s: float) -> list[TokenOutput]:
@@ -301,7 +301,7 @@ class Scheduler:
             self._in_flight
             or self._waiting
             or self._holders.have_work
-            or self._ledger.excess_blocks
+            or (self.cache is not None and self.cache.has_orders)
         )
 
     @property
@@ -344,8 +344,8 @@ class Scheduler:
         self._ledger.check()
         self._waiting.check()
         self._holders.check()
-        if self._cache is not None:
-            self._cache.check(self._holders)
+        if self.cache is not None:
+            self.cache.check(self._holders)
         assert len(self._in_flight) <= self._num_stages, len(self._in_flight)
         assert len(self._live) == len(self._waiting) + len(self._holders)
         for seq in self._holders:
@@ -430,15 +430,15 @@ class Scheduler:
             due_s,
         )
         self._num_added += 1
-        if self._cache is not None:
-            self._cache.welcome(seq)
+        if self.cache is not None:
+            self.cache.welcome(seq)
         self._live[request.request_id] = seq
         return seq
 
     @property
     def _frees_memory(self) -> bool:
         """Whether the next plan frees blocks, whatever it computes."""
-        return bool(self._holders.released or self._ledger.excess_blocks)
+        return bool(self._holders.released or (self.cache is not None and self.cache.has_orders))
 
     def _blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self._block_size)

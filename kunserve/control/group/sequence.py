@@ -161,6 +161,7 @@ class Sequence:
             num_computed=self.num_computed,
             num_blocks=-(-self.num_computed // block_size),
             num_preemptions=self.num_preemptions,
+            shared=() if self.beginning is None else self.beginning.parts,
         )
 
 

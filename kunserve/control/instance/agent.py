@@ -16,7 +16,7 @@ from kunserve.control.instance.formation import FormationSlot
 from kunserve.control.instance.inbox import Inbox, Mail, Moment
 from kunserve.control.instance.intake import Intake
 from kunserve.control.instance.layer_restore import LayerRestore
-from kunserve.control.instance.localize import free_swapped_out, localize, obey_cache
+from kunserve.control.instance.localize import free_swapped_out, localize
 from kunserve.control.instance.membership import Membership, enter_group
 from kunserve.control.instance.state import AgentConfig, InstanceState, Outgoing, Preemption
 from kunserve.control.instance.work import Work
@@ -400,8 +400,10 @@ class InstanceAgent:
             state.body.forget(request_id)
         if membership.head is not None:
             membership.head.release(plan.released)
-        if plan.evicted or plan.shared:
-            obey_cache(state, plan)
+        for evicted in plan.evicted:
+            self._changes.evict(*evicted)
+        for shared in plan.shared:
+            state.table.share(*shared)
 
     def _forward(
         self, membership: Membership, step: StepWork, outcome: StepOutcome, now_s: float

@@ -8,6 +8,8 @@ Blocks of the prefix cache belong to prefixes, which have rows as requests have.
 shares them has their entries at the same places of its row, and no units there.
 """
 
+from collections.abc import Iterable, Mapping
+
 import numpy as np
 import numpy.typing as npt
 
@@ -50,7 +52,8 @@ class BlockTable:
         """Row of ``tables`` of each request, until its release; read only, as is the next."""
         self.counts: dict[RequestId, int] = {}
         """Blocks of each request."""
-        self._loans = Loans()
+        self.loans = Loans()
+        """Who shares what."""
         self._free_rows = list(range(shape[0] - 1, -1, -1))
         self._pinned: npt.NDArray[np.bool_] = np.zeros(shape, dtype=np.bool_)
         self._free = FreeUnits(num_layers, [(0, num_units)])
@@ -64,10 +67,6 @@ class BlockTable:
     def used_units(self) -> int:
         """Units that blocks hold."""
         return self.num_units - self._free.num_units
-
-    def num_shared(self, request_id: RequestId) -> int:
-        """The request's first blocks that are prefixes'."""
-        return self._loans.num_blocks(request_id)
 
     def row_of(self, request_id: RequestId) -> int:
         """The request's row of ``tables``, fixed from its first block to its release."""
@@ -124,9 +123,9 @@ class BlockTable:
         row = self.rows.get(request_id)
         if row is None:
             return
-        assert not self._loans.borrowers(request_id), f"{request_id} is shared"
-        self._free_blocks(row, self._loans.num_blocks(request_id), self.counts[request_id])
-        self._loans.cut(request_id, 0)
+        assert not self.loans.borrowers(request_id), f"{request_id} is shared"
+        self._free_blocks(row, self.loans.num_blocks(request_id), self.counts[request_id])
+        self.loans.cut(request_id, 0)
         del self.rows[request_id], self.counts[request_id]
         self._free_rows.append(row)
 
@@ -139,7 +138,7 @@ class BlockTable:
 
         It shares them if they follow those that it shares already.
         """
-        shared = self._loans.num_blocks(request_id)
+        shared = self.loans.num_blocks(request_id)
         assert prefix_id not in self.rows, prefix_id
         assert shared <= first_block < end_block <= self.counts[request_id], request_id
         row = self._row_for(prefix_id, end_block)
@@ -150,7 +149,7 @@ class BlockTable:
             array[old, blocks] = 0
         self.counts[prefix_id] = end_block
         if first_block == shared:
-            self._loans.add(request_id, Loan(prefix_id, first_block, end_block))
+            self.loans.add(request_id, Loan(prefix_id, first_block, end_block))
         else:
             # The request ends with this plan, and with it whatever transfer it was in.
             self._pinned[row, blocks] = False
@@ -163,11 +162,16 @@ class BlockTable:
         blocks = slice(first_block, end_block)
         self.tables[row, blocks] = self.tables[self.rows[prefix_id], blocks]
         self.counts[request_id] = end_block
-        self._loans.add(request_id, Loan(prefix_id, first_block, end_block))
+        self.loans.add(request_id, Loan(prefix_id, first_block, end_block))
 
     def evict(self, prefix_id: PrefixId, end_block: int) -> None:
-        """Free a prefix's blocks at ``end_block`` and behind, which nobody shares."""
-        assert self._loans.lent_end(prefix_id) <= end_block, f"{prefix_id} is shared"
+        """Free a prefix's blocks at ``end_block`` and behind, which nobody shares.
+
+        Unknown ids are allowed: an exchange may have lost it.
+        """
+        if prefix_id not in self.rows:
+            return
+        assert self.loans.lent_end(prefix_id) <= end_block, f"{prefix_id} is shared"
         row = self.rows[prefix_id]
         self._free_blocks(row, end_block, self.counts[prefix_id])
         self.counts[prefix_id] = end_block
@@ -194,6 +198,32 @@ class BlockTable:
         self.num_units = num_units
         assert self.used_units == used, f"live units at or above {num_units}"
 
+    def begin_at(self, holder: RequestId, first_block: int) -> None:
+        """A holder without blocks will have blocks at ``first_block`` and behind, none before."""
+        if holder not in self.rows:
+            self._row_for(holder, first_block)
+            self.counts[holder] = first_block
+
+    def copy(
+        self, prefix_id: PrefixId, copy_id: PrefixId, first_block: int, end_block: int
+    ) -> tuple[UnitCopy, ...] | None:
+        """Give another prefix the content of blocks [first_block, end_block), in its own units."""
+        self.begin_at(copy_id, first_block)
+        copies = self.grow(copy_id, end_block)
+        if copies is None:
+            self.release(copy_id)
+            return None
+        row, copy, layers = self.rows[prefix_id], self.rows[copy_id], self.layers
+        starts = self.tables[[row, copy], first_block:end_block] + layers.first
+        pairs = zip(*starts.tolist(), strict=True)
+        return (*copies, *(UnitCopy(src, dst, layers.num_layers) for src, dst in pairs))
+
+    def change_loans(self, holders: Iterable[RequestId], ids: Mapping[PrefixId, PrefixId]) -> None:
+        """Whoever of these shares a prefix shares the copy of it that ``ids`` names instead."""
+        for holder in holders:
+            self.loans.move(holder, ids)
+        self._refresh_loans()
+
     def release_layers(
         self, request_id: RequestId, first_block: int, end_block: int, keep: LayerRange
     ) -> None:
@@ -204,8 +234,8 @@ class BlockTable:
         assert end_block <= self.counts[request_id], (request_id, end_block)
         row = self.rows[request_id]
         if not keep.num_layers:
-            self._loans.cut(request_id, first_block)
-        assert self._loans.num_blocks(request_id) <= first_block, f"{request_id} shares these"
+            self.loans.cut(request_id, first_block)
+        assert self.loans.num_blocks(request_id) <= first_block, f"{request_id} shares these"
         self._keep_only(row, first_block, end_block, keep)
 
     def relayout(
@@ -218,7 +248,7 @@ class BlockTable:
         other block is moved, so that a step over other requests may run meanwhile.
         """
         assert end_block <= self.counts[request_id], (request_id, end_block)
-        assert self._loans.num_blocks(request_id) <= first_block, f"{request_id} shares these"
+        assert self.loans.num_blocks(request_id) <= first_block, f"{request_id} shares these"
         row = self.rows[request_id]
         assert not self._pinned[row, first_block:end_block].any(), f"{request_id} is in transfer"
         blocks = [
@@ -274,7 +304,7 @@ class BlockTable:
 
     def _set_pinned(self, request_id: RequestId, first: int, end: int, pinned: bool) -> None:
         self._pinned[self.rows[request_id], first:end] = pinned
-        for prefix_id, lent_first, lent_end in self._loans.of(request_id):
+        for prefix_id, lent_first, lent_end in self.loans.of(request_id):
             blocks = slice(max(first, lent_first), min(end, lent_end))
             self._pinned[self.rows[request_id], blocks] = False
             self._pinned[self.rows[prefix_id], blocks] = pinned
@@ -300,8 +330,8 @@ class BlockTable:
         self._check_loans()
 
     def _check_loans(self) -> None:
-        self._loans.check()
-        for request_id, (prefix_id, first, end) in self._loans:
+        self.loans.check()
+        for request_id, (prefix_id, first, end) in self.loans:
             row, lender = self.rows[request_id], self.rows[prefix_id]
             assert end <= min(self.counts[request_id], self.counts[prefix_id]), request_id
             blocks = slice(first, end)
@@ -309,11 +339,11 @@ class BlockTable:
             assert (self._first[row, blocks] == self._end[row, blocks]).all(), request_id
 
     def _is_lender(self, holder: RequestId) -> bool:
-        return bool(self._loans.borrowers(holder))
+        return bool(self.loans.borrowers(holder))
 
     def _refresh_loans(self) -> None:
         """Blocks have moved, perhaps shared ones: name their new places to all who share them."""
-        for request_id, (prefix_id, first, end) in self._loans:
+        for request_id, (prefix_id, first, end) in self.loans:
             source = self.tables[self.rows[prefix_id], first:end]
             self.tables[self.rows[request_id], first:end] = source
 

@@ -1,6 +1,6 @@
 """Who shares whose blocks on one instance: requests begin with blocks of the prefix cache."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from kunserve.core.ids import PrefixId, RequestId
@@ -63,6 +63,13 @@ class Loans:
             self._forget(prefix_id, request_id)
         if loans is not None and not loans:
             del self._of[request_id]
+
+    def move(self, request_id: RequestId, ids: Mapping[PrefixId, PrefixId]) -> None:
+        """What the request has borrowed of a prefix it has of that one's copy from now on."""
+        loans = list(self.of(request_id))
+        self.cut(request_id, 0)
+        for prefix_id, first_block, end_block in loans:
+            self.add(request_id, Loan(ids.get(prefix_id, prefix_id), first_block, end_block))
 
     def _forget(self, prefix_id: PrefixId, request_id: RequestId) -> None:
         borrowers = self._borrowers[prefix_id]

@@ -21,14 +21,6 @@ def free_swapped_out(state: InstanceState, membership: Membership) -> None:
     membership.swapped_out = ()
 
 
-def obey_cache(state: InstanceState, plan: StepPlan) -> None:
-    """Evict and share what the plan says, once its released requests have been freed."""
-    for prefix_id, end_block in plan.evicted:
-        state.table.evict(prefix_id, end_block)
-    for request_id, prefix_id, end_block in plan.shared:
-        state.table.share(request_id, prefix_id, end_block)
-
-
 def localize(state: InstanceState, membership: Membership, plan: StepPlan) -> StepWork | None:
     """Take and name the blocks of a plan, whose released requests have been freed.
 
@@ -86,7 +78,7 @@ def _locate(state: InstanceState, membership: Membership, run: BlockRun) -> Iter
     """Where the run's blocks are: those that others share, then its own."""
     table, layers = state.table, membership.layers
     row, (request_id, first, end) = table.row_of(run.request_id), run
-    border = min(end, max(first, table.num_shared(request_id)))
+    border = min(end, max(first, table.loans.num_blocks(request_id)))
     for start, stop, is_shared in ((first, border, True), (border, end, False)):
         if start < stop:
             starts = table.tables[row, start:stop] + layers.first
