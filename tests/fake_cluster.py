@@ -41,8 +41,11 @@ class FakeCluster(InProcessCluster):
         eos_token_ids: frozenset[int] = frozenset(),
         swap: SwapConfig | None = None,
         head_cost_layers: float | None = None,
+        caches: bool = True,
     ) -> None:
         """``pools``: each instance's KV blocks with all layers; a layer frees ``layer_units``.
+
+        ``caches``: whether KV of equal beginnings is computed once.
 
         With ``head_cost_layers`` the stages of a pipeline compute the output head together.
         """
@@ -65,7 +68,13 @@ class FakeCluster(InProcessCluster):
         self.max_model_len = max_model_len or min(pools) * block_size
         config = KunServeConfig(
             instance=InstanceConfig(block_size=block_size),
-            scheduler=SchedulerConfig(max_num_seqs, max_num_batched_tokens, cost=COST, swap=swap),
+            scheduler=SchedulerConfig(
+                max_num_seqs,
+                max_num_batched_tokens,
+                cost=COST,
+                swap=swap,
+                enable_prefix_caching=caches,
+            ),
             overload=OverloadConfig(policy="recompute" if swap is None else "swap"),
         )
         self._num_requests = 0
@@ -76,16 +85,23 @@ class FakeCluster(InProcessCluster):
     # Requests
 
     def request(
-        self, num_prompt: int = 5, max_tokens: int = 8, sampling: SamplingParams | None = None
+        self,
+        num_prompt: int = 5,
+        max_tokens: int = 8,
+        sampling: SamplingParams | None = None,
+        num_common: int = 0,
+        salt: str = "",
     ) -> RequestId:
-        """Submit a request with a prompt of its own."""
+        """Submit a request with a prompt of its own, but for its ``num_common`` first tokens."""
         number = self._num_requests
         self._num_requests += 1
         draw = random.Random(number)
         prompt = tuple(draw.randrange(1000) for _ in range(num_prompt))
+        common = random.Random("common")
+        prompt = (*(common.randrange(1000) for _ in range(num_common)), *prompt)[:num_prompt]
         request_id = RequestId(f"r{number}")
         sampling = sampling or SamplingParams(max_tokens, temperature=0.0)
-        self.submit(Request(request_id, prompt, sampling, float(number)))
+        self.submit(Request(request_id, prompt, sampling, float(number), cache_salt=salt))
         return request_id
 
     def prove_tokens(self) -> None:

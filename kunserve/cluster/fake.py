@@ -336,12 +336,15 @@ class FakeBody(ViewedMemory):
     def swap_units(
         self, out: tuple[HostCopy, ...], back: tuple[HostCopy, ...], *, beside_step: bool
     ) -> None:
-        """Copy at once; what has left is garbage, though its units are not free yet."""
-        for request_id, first_block, starts, num_units in out:
+        """Copy at once; what has left is garbage, though its units are not free yet, unless others
+        use it.
+        """
+        for request_id, first_block, starts, num_units, is_shared in out:
             for block, unit in enumerate(starts.tolist(), first_block):
                 self.host.put(request_id, block, unit, num_units)
-                self.unit_view(unit, num_units).fill(GARBAGE)
-        for request_id, first_block, starts, num_units in back:
+                if not is_shared:
+                    self.unit_view(unit, num_units).fill(GARBAGE)
+        for request_id, first_block, starts, num_units, _ in back:
             for block, unit in enumerate(starts.tolist(), first_block):
                 self.host.take(request_id, block, unit, num_units)
 

@@ -6,7 +6,7 @@ A plan names requests and token ranges, never blocks: each instance keeps its ow
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from kunserve.core.ids import GroupId, RequestId, StepId
+from kunserve.core.ids import GroupId, PrefixId, RequestId, StepId
 from kunserve.core.prompt_scores import PromptScores
 from kunserve.core.request import SamplingParams, TokenLogprobs
 from kunserve.core.tokens import TokenIds
@@ -41,6 +41,30 @@ class BlockRun(NamedTuple):
     end_block: int
 
 
+class KeptPrefix(NamedTuple):
+    """Blocks [first_block, end_block) of a request become the cache's; it shares them from now."""
+
+    request_id: RequestId
+    prefix_id: PrefixId
+    first_block: int
+    end_block: int
+
+
+class EvictedPrefix(NamedTuple):
+    """The cache keeps only the blocks below ``end_block`` of a prefix; none if it begins there."""
+
+    prefix_id: PrefixId
+    end_block: int
+
+
+class SharedPrefix(NamedTuple):
+    """A request's next blocks, up to ``end_block``, are those of a prefix in the cache."""
+
+    request_id: RequestId
+    prefix_id: PrefixId
+    end_block: int
+
+
 class ScoreRun(NamedTuple):
     """Scores [first, end) of one request's prompt, out of rows of its chunk."""
 
@@ -66,6 +90,11 @@ class StepPlan:
     scored: tuple[ScoreRun, ...] = ()
     """What the last stage computes of prompts whose clients asked; never more than a run a chunk,
     and in the chunks' order."""
+    kept: tuple[KeptPrefix, ...] = ()
+    """Blocks that go to the cache. The plan's ``released`` come after them, because who ends or is
+    preempted leaves its blocks there; then what is evicted; then what is shared."""
+    evicted: tuple[EvictedPrefix, ...] = ()
+    shared: tuple[SharedPrefix, ...] = ()
 
     @property
     def num_tokens(self) -> int:

@@ -9,7 +9,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import overload
 
 TYPE_CODE = "i"
-assert array(TYPE_CODE).itemsize == 4
+TOKEN_BYTES = 4
+assert array(TYPE_CODE).itemsize == TOKEN_BYTES
 
 
 class TokenIds(Sequence[int]):

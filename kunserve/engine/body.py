@@ -245,10 +245,10 @@ class EngineBody:
         self, out: tuple[HostCopy, ...], back: tuple[HostCopy, ...], *, beside_step: bool
     ) -> None:
         """Copy at once. On a CPU its cores would do both anyway; a device waits for the copies."""
-        for request_id, first_block, starts, num_units in out:
+        for request_id, first_block, starts, num_units, _ in out:
             for block, unit in enumerate(starts.tolist(), first_block):
                 self._host.put(request_id, block, unit, num_units)
-        for request_id, first_block, starts, num_units in back:
+        for request_id, first_block, starts, num_units, _ in back:
             for block, unit in enumerate(starts.tolist(), first_block):
                 self._host.take(request_id, block, unit, num_units)
 

@@ -8,16 +8,24 @@ pieces, and ``float_units`` free units beside the larger of the two suffice. Wha
 leave that room is recomputed instead.
 """
 
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from kunserve.core.ids import GroupId, InstanceId, RequestId
+from kunserve.core.ids import GroupId, InstanceId, PrefixId, RequestId
 from kunserve.core.layout import GroupLayout
-from kunserve.core.messages import SequenceKv
+from kunserve.core.messages import PrefixPart, PrefixState, SequenceKv
 from kunserve.core.snapshots import InstanceSpec
 from kunserve.policy.capacity import Specs, group_capacity_blocks
 from kunserve.policy.exchange import cut_pieces, order_moves
+from kunserve.policy.moved_prefixes import (
+    Kept,
+    MovedPrefix,
+    Use,
+    fair_shares,
+    has_room,
+    prefix_ids,
+)
 from kunserve.policy.restore import SequenceToPlace, assign_sequences
 
 MAX_PIECE_BLOCKS = 16
@@ -27,12 +35,20 @@ PIECES_PER_POOL = 32
 
 
 class Move(NamedTuple):
-    """One request whose KV lies by ``old`` and shall lie by ``new``."""
+    """One holder of KV, a request or a prefix, that lies by ``old`` and shall lie by ``new``."""
 
     request_id: RequestId
     num_blocks: int
+    """Of a request, with those that it shares."""
     old: GroupLayout
     new: GroupLayout
+    first_block: int = 0
+    """Blocks [first_block, num_blocks) are the holder's own and move; they may be none."""
+
+    @property
+    def num_own(self) -> int:
+        """Blocks that move."""
+        return self.num_blocks - self.first_block
 
 
 class Piece(NamedTuple):
@@ -50,9 +66,14 @@ class MovePlan:
     homes: dict[RequestId, GroupId]
     """The new group of every sequence, waiting ones included."""
     moves: tuple[Move, ...]
-    """Sequences that keep their KV. Others with KV are recomputed."""
+    """Sequences that keep their KV, each behind the prefixes that it shares. Others with KV are
+    recomputed."""
     pieces: tuple[Piece, ...]
     """All pieces of all moves in the common order."""
+    shared: dict[RequestId, tuple[PrefixPart, ...]] = field(default_factory=dict)
+    """What moving sequences share, by the ids that prefixes have in their new groups."""
+    prefixes: tuple[MovedPrefix, ...] = ()
+    """One for each prefix and each new group where it is wanted."""
 
 
 def choose_piece_blocks(specs: Iterable[InstanceSpec]) -> int:
@@ -134,10 +155,12 @@ def plan_moves(
     handed_over: Sequence[tuple[GroupLayout, Sequence[SequenceKv]]],
     new: Sequence[GroupLayout],
     specs: Specs,
+    prefixes: Iterable[PrefixState] = (),
 ) -> MovePlan:
     """The new group of every sequence, which keep their KV, and the order of the pieces.
 
-    Those that came last lose their KV first where memory would not suffice.
+    Those that came last lose their KV first where memory would not suffice. ``prefixes`` are all
+    that the sequences share.
     """
     old = [layout for layout, _ in handed_over]
     piece_blocks = choose_piece_blocks(specs.values())
@@ -147,57 +170,65 @@ def plan_moves(
         for layout in new
         for stage in layout.stages
     }
-    capacities = {
-        layout.group_id: max(
-            0, min(room[stage.instance_id] // stage.layers.num_layers for stage in layout.stages)
-        )
-        for layout in new
-    }
-    kept: list[tuple[SequenceKv, GroupLayout]] = []
+
+    def room_of(layout: GroupLayout) -> int:
+        return min(room[stage.instance_id] // stage.layers.num_layers for stage in layout.stages)
+
+    capacities = {layout.group_id: max(0, room_of(layout)) for layout in new}
+    by_prefix = {prefix.prefix_id: prefix for prefix in prefixes}
+    kept: list[Kept] = []
     for layout, states in handed_over:
-        most = min(room[stage.instance_id] // stage.layers.num_layers for stage in layout.stages)
-        used = 0
+        most, use = room_of(layout), Use(by_prefix)
         for state in sorted(states, key=_arrival):
-            used += state.num_blocks
-            if state.num_blocks and used <= most:
-                kept.append((state, layout))
-    kept.sort(key=lambda item: _arrival(item[0]))
+            use.add(state)
+            if state.num_blocks and use.num_blocks <= most:
+                kept.append(Kept(state, layout))
+    kept.sort(key=lambda one: _arrival(one.state))
     everyone = [state for _, states in handed_over for state in states]
     block_size = next(iter(specs.values())).block_size
     while True:
-        with_kv = {state.request_id for state, _ in kept}
-        homes = _find_homes(everyone, with_kv, capacities, block_size)
-        if homes is not None:
+        homes = _find_homes(everyone, kept, capacities, by_prefix, block_size)
+        if homes is not None and has_room(kept, homes, capacities, room_of, by_prefix):
             break
         kept.pop()
     by_id = {layout.group_id: layout for layout in new}
-    moves = order_moves(
-        Move(state.request_id, state.num_blocks, layout, by_id[homes[state.request_id]])
-        for state, layout in kept
-    )
-    return MovePlan(homes, tuple(moves), _order_pieces(moves, piece_blocks))
+    ids = prefix_ids(kept, homes)
+    moves: list[Move] = []
+    moved: dict[PrefixId, MovedPrefix] = {}
+    shared: dict[RequestId, tuple[PrefixPart, ...]] = {}
+    for state, layout in order_moves(kept):
+        home = by_id[homes[state.request_id]]
+        parts = [PrefixPart(ids[p, home.group_id], end) for p, end in state.shared]
+        for (old_id, _), (prefix_id, _) in zip(state.shared, parts, strict=True):
+            if prefix_id not in moved:
+                prefix = by_prefix[old_id]
+                moved[prefix_id] = MovedPrefix(prefix_id, prefix, home.group_id)
+                first, end = prefix.first_block, prefix.end_block
+                moves.append(Move(prefix_id, end, layout, home, first))
+        shared[state.request_id] = tuple(parts)
+        first = state.first_own_block
+        moves.append(Move(state.request_id, state.num_blocks, layout, home, first))
+    pieces = _order_pieces(moves, piece_blocks)
+    return MovePlan(homes, tuple(moves), pieces, shared, tuple(moved.values()))
 
 
 def _find_homes(
     states: list[SequenceKv],
-    with_kv: set[RequestId],
+    kept: list[Kept],
     capacities: dict[GroupId, int],
+    prefixes: Mapping[PrefixId, PrefixState],
     block_size: int,
 ) -> dict[RequestId, GroupId] | None:
     if len(capacities) == 1:
         (only,) = capacities
-        used = sum(state.num_blocks for state in states if state.request_id in with_kv)
-        return (
-            None
-            if used > capacities[only]
-            else dict.fromkeys((state.request_id for state in states), only)
-        )
+        return dict.fromkeys((state.request_id for state in states), only)
     largest = max(capacities.values())
+    shares = fair_shares(kept, prefixes)
     return assign_sequences(
         [
             SequenceToPlace(
                 state.request_id,
-                state.num_blocks if state.request_id in with_kv else 0,
+                shares.get(state.request_id, 0),
                 min(largest, -(-state.max_stored_tokens // block_size)),
                 state.arrival_s,
             )
@@ -214,12 +245,14 @@ def _order_pieces(moves: Sequence[Move], piece_blocks: int) -> tuple[Piece, ...]
         by_pair.setdefault((move.old.group_id, move.new.group_id), []).append(move)
     placed: list[tuple[float, int, Piece]] = []
     for number, pair in enumerate(sorted(by_pair)):
-        total = sum(move.num_blocks for move in by_pair[pair])
+        total = sum(move.num_own for move in by_pair[pair])
         done = 0
         for move in by_pair[pair]:
-            for first, end in cut_pieces(move.num_blocks, piece_blocks):
-                done += end - first
-                placed.append((done / total, number, Piece(move, first, end)))
+            for start, stop in cut_pieces(move.num_own, piece_blocks):
+                done += stop - start
+                first = move.first_block
+                piece = Piece(move, first + start, first + stop)
+                placed.append((done / total, number, piece))
     placed.sort(key=lambda item: item[:2])
     return tuple(piece for _, _, piece in placed)
 

@@ -124,12 +124,12 @@ class SimBody:
     ) -> None:
         """Copies over PCIe, both ways at once."""
         num_out = num_back = 0
-        for request_id, first_block, starts, num_units in out:
+        for request_id, first_block, starts, num_units, _ in out:
             blocks = range(first_block, first_block + len(starts))
             assert self.swapped.setdefault(request_id, set()).isdisjoint(blocks), request_id
             self.swapped[request_id].update(blocks)
             num_out += len(blocks) * num_units
-        for request_id, first_block, starts, num_units in back:
+        for request_id, first_block, starts, num_units, _ in back:
             blocks = range(first_block, first_block + len(starts))
             assert self.swapped[request_id].issuperset(blocks), request_id
             self.swapped[request_id].difference_update(blocks)

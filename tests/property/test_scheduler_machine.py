@@ -9,9 +9,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kunserve.control.group.scheduler import Scheduler
 from kunserve.core.config import SchedulerConfig, SchedulingPolicy, SwapConfig
 from kunserve.core.cost import CostCoefficients
-from kunserve.core.ids import GroupId, RequestId
+from kunserve.core.ids import GroupId, PrefixId, RequestId
 from kunserve.core.request import FinishReason, Request, SamplingParams
 from kunserve.core.step import SampledToken, StepPlan, StepResult
+from kunserve.core.tokens import TokenIds
 from kunserve.policy.relief import HostLink
 from tests.examples import examples
 
@@ -54,12 +55,51 @@ class Stages:
         self.host: dict[RequestId, dict[int, list[int]]] = {}
         """Blocks in host memory; in ``kv`` their tokens are unreadable."""
         self.started: set[RequestId] = set()
+        self.prefixes: dict[RequestId, tuple[int, list[int], str]] = {}
+        """First block, tokens and salt of each."""
+        self.salts: dict[RequestId, str] = {}
+        self.shared: dict[RequestId, list[tuple[RequestId, int]]] = {}
+        """Of each request: prefixes, each up to a block."""
+        self.next_shared: dict[RequestId, list[tuple[RequestId, int]]] = {}
+        """Of those that are copied out: what the next plan finds."""
+
+    def obey_cache(self, plan: StepPlan) -> None:
+        for request_id, prefix_id, first, end in plan.kept:
+            tokens = self.kv[request_id][first * BLOCK : end * BLOCK]
+            assert len(tokens) == (end - first) * BLOCK > 0 and GONE not in tokens
+            assert prefix_id not in self.prefixes
+            self.prefixes[prefix_id] = first, tokens, self.salts[request_id]
+            self.shared.setdefault(request_id, []).append((prefix_id, end))
+        for request_id in plan.released:
+            del self.kv[request_id]
+            self.host.pop(request_id, None)
+            self.started.discard(request_id)
+            self.shared.pop(request_id, None)
+        for prefix_id, end in plan.evicted:
+            shares = [share for shares in self.shared.values() for share in shares]
+            assert all(end >= used for other, used in shares if other == prefix_id), "still shared"
+            first, tokens, _ = self.prefixes[prefix_id]
+            assert end < first + len(tokens) // BLOCK, "nothing is evicted"
+            del tokens[(end - first) * BLOCK :]
+            if not tokens:
+                del self.prefixes[prefix_id]
+        for request_id, prefix_id, end in plan.shared:
+            first, tokens, salt = self.prefixes[prefix_id]
+            assert salt == self.salts[request_id], "another salt's KV"
+            kv = self.kv.setdefault(request_id, [])
+            start = len(kv) // BLOCK
+            assert first <= start < end <= first + len(tokens) // BLOCK
+            kv += tokens[(start - first) * BLOCK : (end - first) * BLOCK]
+            self.shared.setdefault(request_id, []).append((prefix_id, end))
 
     def swap(self, plan: StepPlan) -> None:
         idle = {run.request_id for run in (*plan.swapped_out, *plan.swapped_in)}
         assert idle.isdisjoint(chunk.request_id for chunk in plan.chunks), "copied while it runs"
         assert len(idle) == len(plan.swapped_out) + len(plan.swapped_in)
         for request_id, first, end in plan.swapped_out:
+            kept = [share for share in self.shared.get(request_id, ()) if share[1] <= first]
+            cut = [(p, first) for p, used in self.shared.get(request_id, ())[len(kept) :][:1]]
+            self.next_shared[request_id] = kept + cut
             kv, host = self.kv[request_id], self.host.setdefault(request_id, {})
             for block in range(first, end):
                 part = slice(block * BLOCK, (block + 1) * BLOCK)
@@ -76,10 +116,9 @@ class Stages:
         assert self.host_blocks is None or used <= self.host_blocks, "host memory is full"
 
     def run(self, plan: StepPlan, tokens: list[int]) -> StepResult:
-        for request_id in plan.released:
-            del self.kv[request_id]
-            self.host.pop(request_id, None)
-            self.started.discard(request_id)
+        self.shared |= self.next_shared
+        self.next_shared = {}
+        self.obey_cache(plan)
         self.swap(plan)
         for start in plan.started:
             assert start.request_id not in self.started
@@ -112,6 +151,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         policy=st.sampled_from(["fcfs", "deadline"]),
         tpot_slo_s=st.sampled_from([None, 4.0, 40.0]),
         max_park_s=st.sampled_from([None, 3.0, 12.0]),
+        caches=st.sampled_from([True, True, True, False]),
     )
     def start(
         self,
@@ -124,6 +164,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         policy: SchedulingPolicy,
         tpot_slo_s: float | None,
         max_park_s: float | None,
+        caches: bool,
     ) -> None:
         """``min_tokens`` None is formation without lookahead; ``link`` None is recomputation."""
         self.link = link
@@ -136,6 +177,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             scheduling_policy=policy,
             cost=CostCoefficients(0.2, 1.0, 0.5, 0.3, 0.1, 0.1),
             swap=SwapConfig(1.0, max_park_s=max_park_s),
+            enable_prefix_caching=caches,
         )
         self.base_capacity = capacity
         self.max_model_len = 6 * BLOCK - 1
@@ -144,6 +186,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.outputs: dict[RequestId, list[int]] = {}
         self.ended: set[RequestId] = set()
         self.stalled: set[RequestId] = set()
+        self.arriving: list[PrefixId] | None = None
+        """Prefixes on their way, in an exchange."""
+        self.salts: dict[RequestId, str] = {}
         self.form(stages, capacity, 0)
 
     def form(self, num_stages: int, capacity: int, group: int) -> None:
@@ -160,10 +205,13 @@ class SchedulerMachine(RuleBasedStateMachine):
             host_link=self.link,
         )
         self.stages = Stages(self.link.capacity_blocks if self.link else None)
+        self.stages.salts = self.salts
         self.plans: deque[tuple[StepPlan, list[int]]] = deque()
         self.results: deque[StepResult] = deque()
 
     @rule(
+        beginning=st.sampled_from([(), (1, 2, 4) * 3, (1, 2, 4) * 4, (1, 2, 4, 1) * 4]),
+        salt=st.sampled_from(["", "", "a"]),
         prompt=st.lists(st.integers(0, 16), min_size=1, max_size=14),
         max_tokens=st.integers(1, 9),
         early=st.booleans(),
@@ -173,6 +221,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     )
     def arrive(
         self,
+        beginning: tuple[int, ...],
+        salt: str,
         prompt: list[int],
         max_tokens: int,
         early: bool,
@@ -182,7 +232,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     ) -> None:
         request = Request(
             RequestId(f"r{len(self.requests)}"),
-            tuple(prompt),
+            TokenIds((*beginning, *prompt)[:14]),
             SamplingParams(
                 max_tokens,
                 ignore_eos=ignore_eos,
@@ -191,7 +241,9 @@ class SchedulerMachine(RuleBasedStateMachine):
                 presence_penalty=penalty,
             ),
             self.now_s - (5.0 if early else 0.0),
+            cache_salt=salt,
         )
+        self.salts[request.request_id] = salt
         self.requests[request.request_id] = request
         self.outputs[request.request_id] = []
         self.scheduler.add(request)
@@ -248,6 +300,16 @@ class SchedulerMachine(RuleBasedStateMachine):
                     or (len(tokens) + len(request.prompt_token_ids) == self.max_model_len)
                 )
 
+    @rule(count=st.integers(1, 12))
+    def go_on(self, count: int) -> None:
+        for _ in range(count):
+            self.plan()
+            self.scheduler.check()
+            if self.plans:
+                self.execute()
+            if self.results:
+                self.complete()
+
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
         assert not self.scheduler.abort(RequestId("nobody"))
@@ -275,11 +337,13 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(num_stages=st.integers(1, 4), stall_every=st.integers(1, 4))
     def hand_over(self, num_stages: int, stall_every: int) -> None:
         self.drain()
+        old = self.scheduler.cache
+        prefixes = () if old is None else old.export()
         states = self.scheduler.export()
         assert not self.scheduler.has_work and self.scheduler.used_blocks == 0
         self.scheduler.check()
         assert {s.request.request_id for s in states} == self.requests.keys() - self.ended
-        kv = self.stages.kv
+        kv, before = self.stages.kv, self.stages.prefixes
         self.form(num_stages, self.base_capacity, self.group + 1)
         for state in states:
             request_id = state.request.request_id
@@ -288,8 +352,30 @@ class SchedulerMachine(RuleBasedStateMachine):
                 assert len(kv[request_id]) == state.num_computed
                 assert state.num_blocks == -(-state.num_computed // BLOCK)
                 self.stages.kv[request_id] = kv[request_id]
+                if state.shared:
+                    self.stages.shared[request_id] = list(state.shared)
         self.stalled = set(sorted(self.stages.kv)[::stall_every])
+        if (cache := self.scheduler.cache) is not None:
+            cache.adopt(prefixes)
+            for one in prefixes:
+                first, tokens, salt = before[one.prefix_id]
+                tokens = tokens[: len(one.names) * BLOCK]
+                self.stages.prefixes[one.prefix_id] = first, tokens, salt
+            self.arriving = [prefix.prefix_id for prefix in prefixes]
         self.scheduler.adopt(states, self.stalled)
+
+    @precondition(lambda self: self.arriving is not None)
+    @rule(data=st.data())
+    def exchange(self, data: st.DataObject) -> None:
+        """A prefix arrives, or the exchange is over."""
+        cache, arriving = self.scheduler.cache, self.arriving
+        if arriving and data.draw(st.booleans()):
+            cache.arrived(arriving.pop())
+        else:
+            for prefix_id in arriving:
+                cache.arrived(prefix_id)
+            cache.end_exchange()
+            self.arriving = None
 
     @rule(data=st.data())
     def resume(self, data: st.DataObject) -> None:
@@ -318,6 +404,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         if not hasattr(self, "scheduler"):
             return
         self.scheduler.may_preempt = True
+        if self.arriving is not None:
+            self.scheduler.cache.end_exchange()
         self.scheduler.set_capacity(self.base_capacity)
         for request_id in sorted(self.stalled):
             self.scheduler.resume(request_id)
@@ -337,6 +425,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert self.scheduler.used_blocks == 0
         assert not self.stages.host, "KV that nobody owns in host memory"
         assert not self.stages.kv, "the stages keep KV that nobody owns"
+        cached = sum(len(tokens) // BLOCK for _, tokens, _ in self.stages.prefixes.values())
+        assert cached == self.scheduler.cached_blocks
 
 
 TestScheduler = SchedulerMachine.TestCase

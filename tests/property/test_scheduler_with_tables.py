@@ -13,6 +13,7 @@ from kunserve.core.ids import GroupId, RequestId
 from kunserve.core.layout import LayerRange
 from kunserve.core.request import Request, SamplingParams
 from kunserve.core.step import BlockRun, SampledToken, StepPlan, StepResult
+from kunserve.core.tokens import TokenIds
 from kunserve.policy.relief import HostLink
 from tests.examples import examples
 
@@ -20,8 +21,8 @@ BLOCK = 4
 COST = CostCoefficients(attention_s=0.0, token_s=1.0, chunk_s=0.0, shared_s=0.0)
 SPLITS = [(30,), (15, 15), (10, 11, 9), (7, 8, 8, 7), (1, 29)]
 
-Arrival = tuple[int, int, int]
-"""(prompt tokens, output tokens, steps after the one before)."""
+Arrival = tuple[int, int, int, int]
+"""(prompt tokens, output tokens, steps after the one before, which prompt it is of)."""
 
 
 class Group:
@@ -34,6 +35,7 @@ class Group:
         blocks: int,
         budget: int,
         link: HostLink | None,
+        caches: bool,
     ) -> None:
         self.tables = []
         first = 0
@@ -43,7 +45,7 @@ class Group:
             first += layers
             self.tables.append(table)
         self.scheduler = Scheduler(
-            SchedulerConfig(max_num_seqs=6, max_num_batched_tokens=budget, cost=COST),
+            SchedulerConfig(6, budget, cost=COST, enable_prefix_caching=caches),
             GroupId(0),
             len(split),
             BLOCK,
@@ -58,12 +60,14 @@ class Group:
         self.first_tokens: list[RequestId] = []
         self.tokens: dict[RequestId, list[int]] = {}
         self.num_preemptions = 0
+        self.num_shared = 0
 
     def step(self, now_s: float) -> None:
         plan = self.scheduler.schedule(now_s)
         self.num_preemptions += len(self.scheduler.drain_preemptions())
         if plan is not None:
             self.plans.append(plan)
+            self.num_shared += len(plan.shared)
             self.log.append(plan)
         if self.plans and (plan is None or len(self.plans) == len(self.tables)):
             self.run(self.plans.popleft(), now_s)
@@ -72,9 +76,15 @@ class Group:
         for table in self.tables:
             for request_id, first, end in self.swapped_out:
                 table.release_layers(request_id, first, end, NOTHING)
+            for kept in plan.kept:
+                table.keep(*kept)
             for request_id in plan.released:
                 assert table.num_blocks(request_id)
                 table.release(request_id)
+            for evicted in plan.evicted:
+                table.evict(*evicted)
+            for shared in plan.shared:
+                table.share(*shared)
             for request_id, first, end in plan.swapped_in:
                 assert table.relayout(request_id, first, end) == ()
             for request_id, start, count, _ in plan.chunks:
@@ -104,14 +114,16 @@ def serve(
     blocks: int,
     budget: int,
     link: HostLink | None,
+    caches: bool,
 ) -> Group:
-    group = Group(split, slack, blocks, budget, link)
+    group = Group(split, slack, blocks, budget, link, caches)
     now = 0
-    for i, (num_prompt, num_output, delay) in enumerate(arrivals):
+    for i, (num_prompt, num_output, delay, prompt) in enumerate(arrivals):
         for _ in range(delay):
             group.step(now)
         sampling = SamplingParams(max_tokens=num_output)
-        group.scheduler.add(Request(RequestId(str(i)), (5,) * num_prompt, sampling, float(i)))
+        tokens = TokenIds([prompt] * num_prompt)
+        group.scheduler.add(Request(RequestId(str(i)), tokens, sampling, float(i)))
         group.check()
     while group.scheduler.has_work:
         now += 1
@@ -123,13 +135,15 @@ def serve(
 @settings(max_examples=examples(60))
 @given(
     arrivals=st.lists(
-        st.tuples(st.integers(1, 20), st.integers(1, 13), st.integers(0, 6)), max_size=14
+        st.tuples(st.integers(1, 20), st.integers(1, 13), st.integers(0, 6), st.integers(0, 2)),
+        max_size=14,
     ),
     split=st.sampled_from(SPLITS),
     slack=st.lists(st.integers(0, 40), min_size=4, max_size=4),
     blocks=st.integers(8, 20),
     budget=st.integers(1, 24),
     link=st.sampled_from([None, HostLink(0.5, None), HostLink(50.0, None)]),
+    caches=st.sampled_from([True, True, False]),
 )
 def test_every_plan_can_be_placed_on_every_stage(
     arrivals: list[Arrival],
@@ -138,14 +152,16 @@ def test_every_plan_can_be_placed_on_every_stage(
     blocks: int,
     budget: int,
     link: HostLink | None,
+    caches: bool,
 ) -> None:
-    group = serve(arrivals, split, slack, blocks, budget, link)
-    for i, (_, num_output, _) in enumerate(arrivals):
+    group = serve(arrivals, split, slack, blocks, budget, link, caches)
+    for i, (_, num_output, _, _) in enumerate(arrivals):
         assert len(group.tokens[RequestId(str(i))]) == num_output
     group.check()
     for table in group.tables:
-        assert table.used_units == 0 and not table.request_ids()
+        assert table.used_units == table.layers.num_layers * group.scheduler.cached_blocks
+        assert caches or not (table.request_ids() or group.num_shared)
     if not group.num_preemptions:
         assert group.first_tokens == [str(i) for i in range(len(arrivals))], "first come"
-    again = serve(arrivals, split, slack, blocks, budget, link)
+    again = serve(arrivals, split, slack, blocks, budget, link, caches)
     assert again.log == group.log, "the same events give the same plans"

@@ -85,6 +85,8 @@ class TransitionsMachine(RuleBasedStateMachine):
         penalty=st.sampled_from([0.0, 0.0, 1.0]),
         scores=st.sampled_from([None, 1]),
         count=st.integers(1, 6),
+        num_common=st.sampled_from([0, 12, 13, 40]),
+        salt=st.sampled_from(["", "", "a"]),
     )
     def arrive(
         self,
@@ -95,6 +97,8 @@ class TransitionsMachine(RuleBasedStateMachine):
         penalty: float,
         scores: int | None,
         count: int,
+        num_common: int,
+        salt: str,
     ) -> None:
         cluster = self.cluster
         longest = cluster.max_model_len
@@ -108,7 +112,7 @@ class TransitionsMachine(RuleBasedStateMachine):
         )
         for _ in range(count):
             if len(cluster.accounts) < MAX_REQUESTS:
-                cluster.request(num_prompt, sampling=sampling)
+                cluster.request(num_prompt, sampling=sampling, num_common=num_common, salt=salt)
 
     @precondition(lambda self: self.cluster.unfinished)
     @rule(data=st.data())

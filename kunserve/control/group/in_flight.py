@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kunserve.control.arrays import Int32Array
+from kunserve.control.group.prefix_cache import NO_ORDERS, CacheOrders
 from kunserve.control.group.sequence import Sequence
 from kunserve.core.ids import GroupId, RequestId, StepId
 from kunserve.core.step import BlockRun, Chunk, ScoreRun, SequenceStart, StepPlan, StepResult
@@ -39,6 +40,8 @@ class InFlight:
         self._num_steps = 0
         self.version = 0
         """Counts completed steps."""
+        self.filled: list[Sequence] = []
+        """Those whose blocks the last plan fills, and want names."""
 
     def __len__(self) -> int:
         return len(self._steps)
@@ -49,6 +52,7 @@ class InFlight:
         chosen: Iterable[tuple[Sequence, int]],
         swapped_out: tuple[BlockRun, ...] = (),
         swapped_in: tuple[BlockRun, ...] = (),
+        orders: CacheOrders = NO_ORDERS,
     ) -> StepPlan:
         """Plan so many tokens of each chosen sequence, and advance it by them."""
         step = self._num_steps
@@ -57,6 +61,7 @@ class InFlight:
         chunks: list[Chunk] = []
         started: list[SequenceStart] = []
         scored: list[ScoreRun] = []
+        self.filled = []
         for seq, num_tokens in chosen:
             start = seq.num_computed
             end = start + num_tokens
@@ -76,6 +81,8 @@ class InFlight:
                     planned.scored.append(seq)
             seq.num_computed = end
             seq.last_step = step
+            if end >= seq.names_at:
+                self.filled.append(seq)
             planned.sequences.append(seq)
             chunks.append(Chunk(seq.request_id, start, num_tokens, samples))
         step_id = StepId(step)
@@ -89,6 +96,7 @@ class InFlight:
             swapped_out,
             swapped_in,
             tuple(scored),
+            *orders,
         )
 
     def complete(self, result: StepResult) -> Iterator[tuple[StepResult, PlannedStep]]:

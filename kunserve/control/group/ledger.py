@@ -19,6 +19,12 @@ class Ledger:
         self._used_blocks = 0
         self._blocks: dict[RequestId, int] = {}
         self._migrating: set[RequestId] = set()
+        self._borrowed: dict[RequestId, int] = {}
+        """Of each request's blocks, those that are the prefix cache's."""
+        self.lent_blocks = 0
+        """Of the cache's blocks, those that requests share: they count once."""
+        self.cached_blocks = 0
+        """Of the cache's blocks, those that nobody shares: they are free for whoever grows."""
 
     @property
     def watermark_blocks(self) -> int:
@@ -27,7 +33,7 @@ class Ledger:
 
     @property
     def used_blocks(self) -> int:
-        """Blocks that requests may use now."""
+        """Blocks that requests may use now, shared ones once."""
         return self._used_blocks
 
     @property
@@ -54,17 +60,31 @@ class Ledger:
             self._blocks[request_id] = num_blocks
         return True
 
-    def hold(self, request_id: RequestId, num_blocks: int) -> None:
-        """Count KV that exists already (it was handed over), whatever the capacity."""
+    def hold(self, request_id: RequestId, num_blocks: int, num_borrowed: int = 0) -> None:
+        """Count KV that exists already (it was handed over), whatever the capacity.
+
+        The first ``num_borrowed`` blocks are the cache's, and are lent already.
+        """
         assert request_id not in self._blocks and num_blocks > 0, (request_id, num_blocks)
         self._blocks[request_id] = num_blocks
+        self._borrow(request_id, num_borrowed)
+        self._used_blocks += num_blocks - num_borrowed
+
+    def hold_lent(self, num_blocks: int) -> None:
+        """The cache has so many blocks that were handed over, and are lent."""
+        self.lent_blocks += num_blocks
         self._used_blocks += num_blocks
 
     def shrink(self, request_id: RequestId, num_blocks: int) -> None:
         """The request uses only ``num_blocks`` from now on: no more than it did."""
         have = self._blocks.get(request_id, 0)
         assert 0 <= num_blocks <= have, (request_id, num_blocks, have)
-        self._used_blocks -= have - num_blocks
+        borrowed = self._borrowed.get(request_id, 0)
+        if borrowed > num_blocks:
+            self._used_blocks -= have - borrowed
+            self._borrow(request_id, num_blocks)
+        else:
+            self._used_blocks -= have - num_blocks
         self.version += 1
         if num_blocks:
             self._blocks[request_id] = num_blocks
@@ -76,6 +96,7 @@ class Ledger:
         fits = self.grow(request_id, num_blocks)
         if fits and num_blocks > 0:
             self._migrating.add(request_id)
+            self.version += 1
         return fits
 
     @property
@@ -84,8 +105,8 @@ class Ledger:
         return sum(self._blocks[request_id] for request_id in self._migrating)
 
     def release(self, request_id: RequestId) -> int:
-        """Free all of the request's blocks and return how many; unknown ids have none."""
-        freed = self._blocks.pop(request_id, 0)
+        """Free the request's own blocks and return how many; unknown ids have none."""
+        freed = self._blocks.pop(request_id, 0) - self._borrowed.pop(request_id, 0)
         self._migrating.discard(request_id)
         self._used_blocks -= freed
         self.version += 1
@@ -97,8 +118,63 @@ class Ledger:
         self.version += 1
         self._blocks.clear()
         self._migrating.clear()
+        self._borrowed.clear()
+        self.lent_blocks = self.cached_blocks = 0
+
+    # The prefix cache's blocks
+
+    @property
+    def excess_blocks(self) -> int:
+        """Blocks that the cache must give up, because requests may use their memory."""
+        excess = self._used_blocks + self.cached_blocks - self.capacity_blocks
+        return min(excess, self.cached_blocks) if excess > 0 else 0
+
+    def borrowed_of(self, request_id: RequestId) -> int:
+        """How many of the request's blocks are the cache's."""
+        return self._borrowed.get(request_id, 0)
+
+    def borrow(self, request_id: RequestId, num_blocks: int) -> None:
+        """A request without blocks begins with ``num_blocks`` of the cache, which are lent."""
+        assert request_id not in self._blocks and num_blocks > 0, (request_id, num_blocks)
+        self._blocks[request_id] = self._borrowed[request_id] = num_blocks
+
+    def lend(self, request_id: RequestId, num_blocks: int) -> None:
+        """The request's first ``num_blocks`` are the cache's from now on, and lent to it."""
+        more = num_blocks - self._borrowed.get(request_id, 0)
+        assert more > 0 and num_blocks <= self._blocks[request_id], (request_id, num_blocks)
+        self._borrowed[request_id] = num_blocks
+        self.lent_blocks += more
+
+    def use_cached(self, num_blocks: int) -> None:
+        """So many blocks of the cache are lent that were not."""
+        self.cached_blocks -= num_blocks
+        self.lent_blocks += num_blocks
+        self._used_blocks += num_blocks
+
+    def leave_cached(self, num_blocks: int) -> None:
+        """So many blocks of the cache are lent to nobody any more."""
+        self.use_cached(-num_blocks)
+        self.version += 1
+
+    def keep(self, num_blocks: int) -> None:
+        """The cache keeps so many blocks of a request that is about to be released."""
+        self.cached_blocks += num_blocks
+
+    def evict(self, num_blocks: int) -> None:
+        """The cache gives so many blocks up that it lends to nobody."""
+        self.cached_blocks -= num_blocks
+
+    def _borrow(self, request_id: RequestId, num_blocks: int) -> None:
+        if num_blocks:
+            self._borrowed[request_id] = num_blocks
+        else:
+            self._borrowed.pop(request_id, None)
 
     def check(self) -> None:
         """Assert that the total is the sum of its parts and no part is empty."""
-        assert self._used_blocks == sum(self._blocks.values()), (self._used_blocks, self._blocks)
+        own = sum(self._blocks.values()) - sum(self._borrowed.values())
+        assert self._used_blocks == own + self.lent_blocks, (self._used_blocks, self._blocks)
         assert all(count > 0 for count in self._blocks.values()), self._blocks
+        for request_id, count in self._borrowed.items():
+            assert 0 < count <= self._blocks[request_id], (request_id, count)
+        assert self.lent_blocks >= 0 and self.cached_blocks >= 0

@@ -34,6 +34,8 @@ class SchedulerTotals:
     pauses: list[int] = field(default_factory=list)
     """By their length, as in ``LeaderTotals``."""
     paused_s: float = 0.0
+    prefix_queried_tokens: int = 0
+    prefix_hit_tokens: int = 0
 
     def so_far(self) -> LeaderTotals:
         """As a value."""
@@ -47,7 +49,19 @@ class SchedulerTotals:
             self.swapped_back_blocks,
             tuple(self.pauses),
             self.paused_s,
+            self.prefix_queried_tokens,
+            self.prefix_hit_tokens,
         )
+
+    def note_first_admission(self, seq: Sequence) -> None:
+        """A sequence has memory for the first time, and what the prefix cache had of it.
+
+        A prompt whose scores are wanted is not looked for: all of it is computed.
+        """
+        seq.num_cached = min(seq.num_computed, seq.num_prompt)
+        if seq.beginning is not None and not seq.num_to_score:
+            self.prefix_queried_tokens += seq.num_prompt
+            self.prefix_hit_tokens += seq.num_cached
 
     def note_step(self, prompt_tokens: int, generation_tokens: int) -> None:
         """A step is complete. One that only freed blocks is not counted."""
@@ -187,4 +201,7 @@ def measure_load(
         pauses=tuple(totals.pauses),
         paused_s=totals.paused_s,
         num_away=counts.away,
+        prefix_queried_tokens=totals.prefix_queried_tokens,
+        prefix_hit_tokens=totals.prefix_hit_tokens,
+        cached_blocks=ledger.cached_blocks,
     )

@@ -4,6 +4,7 @@ from bisect import bisect_left, insort
 from collections.abc import Iterator
 
 from kunserve.control.group.ledger import Ledger
+from kunserve.control.group.prefix_cache import PrefixCache
 from kunserve.control.group.sequence import Progress, QueueKey, Sequence
 from kunserve.core.config import SchedulerConfig
 
@@ -78,7 +79,9 @@ class Admission:
         block_size: int,
         waiting: WaitingQueue,
         ledger: Ledger,
+        cache: PrefixCache | None = None,
     ) -> None:
+        self._cache = cache
         self._config = config
         self._num_stages = num_stages
         self._block_size = block_size
@@ -92,7 +95,9 @@ class Admission:
         return self._config.max_num_seqs * self._num_stages - num_running
 
     def admit(self, seq: Sequence) -> None:
-        """Give a candidate blocks for all its known tokens."""
+        """Give a candidate blocks for all its known tokens, those that the cache has included."""
+        if self._cache is not None:
+            self._cache.share(seq)
         fits = self._ledger.grow(seq.request_id, -(-seq.num_tokens // self._block_size))
         assert fits, (seq.request_id, self._ledger.free_blocks)
         self._waiting.remove(seq)
@@ -106,7 +111,7 @@ class Admission:
         all of them where formation looks ahead. None that came after ``first_away``, who waits
         for memory too.
         """
-        ledger, config = self._ledger, self._config
+        ledger, config, cache = self._ledger, self._config, self._cache
         free = ledger.free_blocks
         watermark = watermark_blocks(ledger)
         wanted = config.max_num_batched_tokens - num_tokens_ahead
@@ -120,11 +125,13 @@ class Admission:
             if first_away is not None and first_away < seq.key:
                 break
             free -= -(-seq.num_tokens // self._block_size)
+            if cache is not None:
+                free += cache.look_up(seq)
             if free < watermark:
                 self.missing_blocks = watermark - free
                 break
             watermark = ledger.watermark_blocks
-            wanted -= seq.num_tokens
+            wanted -= seq.num_tokens - seq.num_found
             found.append(seq)
         return found
 

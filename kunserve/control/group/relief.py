@@ -11,6 +11,7 @@ from kunserve.control.group.in_flight import InFlight
 from kunserve.control.group.ledger import Ledger
 from kunserve.control.group.load import SchedulerTotals
 from kunserve.control.group.parking import Parking
+from kunserve.control.group.prefix_cache import PrefixCache
 from kunserve.control.group.queue import WaitingQueue
 from kunserve.control.group.sequence import Progress, QueueKey, Sequence
 from kunserve.control.group.swap import SwapSpace
@@ -55,8 +56,10 @@ class Holders:
         totals: SchedulerTotals,
         config: SchedulerConfig,
         host_link: HostLink | None,
+        cache: PrefixCache | None = None,
     ) -> None:
         """``host_link`` None: nobody is swapped or parked."""
+        self._cache = cache
         self._block_size = block_size
         self._ledger = ledger
         self._waiting = waiting
@@ -67,7 +70,9 @@ class Holders:
             self._may_swap_until_s = -math.inf
         max_park_s = None if config.swap is None else config.swap.max_park_s
         parks = max_park_s is not None
-        self._swap = SwapSpace(host_link, config.cost, block_size, ledger, totals, parks=parks)
+        self._swap = SwapSpace(
+            host_link, config.cost, block_size, ledger, totals, cache, parks=parks
+        )
         self._parking: Parking | None = None
         if host_link is not None and max_park_s is not None:
             assert config.cost is not None, config
@@ -130,13 +135,16 @@ class Holders:
     def remove(self, seq: Sequence) -> None:
         """Forget the sequence: its memory is free, and a token still in flight is ignored."""
         self._take_out(seq)
-        self._free(seq)
+        self._free(seq, keeps=seq.state is Progress.RUNNING)
 
-    def end(self, seq: Sequence) -> None:
-        """The sequence has its last token. Call ``drop_ended`` after the last of a step."""
+    def end(self, seq: Sequence, *, keeps: bool) -> None:
+        """The sequence has its last token. Call ``drop_ended`` after the last of a step.
+
+        ``keeps``: its KV may go to the prefix cache, because nothing was wrong with it.
+        """
         if seq.state is Progress.SWAPPED:
             self._swap.remove(seq)
-        self._free(seq)
+        self._free(seq, keeps=keeps and seq.state is Progress.RUNNING)
         seq.state = Progress.ENDED
 
     def drop_ended(self) -> None:
@@ -147,6 +155,9 @@ class Holders:
     def lose_swapped(self) -> None:
         """Give all swapped KV up: its requests wait to be computed again."""
         for seq in self._swap.clear():
+            if self._cache is not None:
+                self._cache.leave(seq, keeps=False)
+            self._ledger.release(seq.request_id)
             self._lose_kv(seq)
 
     def clear(self) -> None:
@@ -250,10 +261,10 @@ class Holders:
         keys = [seq.key for seq in self._running]
         assert keys == sorted(set(keys)), keys
         self._in_flight.check(self)
-        reserved = self._ledger.migrating_blocks
+        reserved = self._ledger.migrating_blocks + self._ledger.lent_blocks
         for seq in self:
             blocks = self._ledger.blocks_of(seq.request_id)
-            reserved += blocks
+            reserved += blocks - self._ledger.borrowed_of(seq.request_id)
             is_swapped = seq.state is Progress.SWAPPED
             assert is_swapped or seq.state in (Progress.RUNNING, Progress.STALLED), seq
             assert is_swapped or blocks >= -(-seq.num_computed // self._block_size), (seq, blocks)
@@ -329,7 +340,9 @@ class Holders:
         else:
             self._running.remove(seq)
 
-    def _free(self, seq: Sequence) -> None:
+    def _free(self, seq: Sequence, *, keeps: bool) -> None:
+        if self._cache is not None:
+            self._cache.leave(seq, keeps=keeps)
         self._ledger.release(seq.request_id)
         self.released.append(seq.request_id)
         self._in_flight.ignore(seq)

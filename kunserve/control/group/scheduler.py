@@ -8,10 +8,12 @@ from collections.abc import Collection, Iterable
 from operator import attrgetter
 
 from kunserve.control.arrays import Int32Array
+from kunserve.control.group.forming import Forming
 from kunserve.control.group.in_flight import InFlight, PlannedStep
 from kunserve.control.group.ledger import Ledger
 from kunserve.control.group.load import ProgressClock, SchedulerTotals, measure_load
 from kunserve.control.group.migration import MigrationAccess
+from kunserve.control.group.prefix_cache import NO_ORDERS, PrefixCache
 from kunserve.control.group.queue import Admission, WaitingQueue
 from kunserve.control.group.relief import Holders
 from kunserve.control.group.sequence import Progress, Sequence, make_sequence
@@ -23,21 +25,11 @@ from kunserve.core.prompt_scores import PromptScores
 from kunserve.core.request import FinishReason, Request
 from kunserve.core.step import StepPlan, StepResult
 from kunserve.core.tokens import TokenIds
-from kunserve.policy.batch_form import (
-    FormationView,
-    FormBatch,
-    Microbatch,
-    OngoingFormation,
-    PromptWork,
-)
-from kunserve.policy.lookahead import choose_formation
-from kunserve.policy.pace import Pace, PaceView, choose_pace
+from kunserve.policy.batch_form import FormBatch, Microbatch
 from kunserve.policy.queue_order import choose_order
 from kunserve.policy.relief import HostLink
 
 _key_of = attrgetter("key")
-_num_computed_of = attrgetter("num_computed")
-_last_step_of = attrgetter("last_step")
 
 
 class Scheduler:
@@ -70,14 +62,16 @@ class Scheduler:
         self._eos_token_ids = eos_token_ids
         self._max_model_len = max_model_len
         self.totals = SchedulerTotals() if totals is None else totals
-        self._form_batch = choose_formation(config) if form_batch is None else form_batch
-        self._formation: OngoingFormation | None = None
         self._order = choose_order(config)
         self._largest_capacity = capacity_blocks
         self._live: dict[RequestId, Sequence] = {}
         self._ledger = Ledger(capacity_blocks, config.watermark)
         self._waiting = WaitingQueue(block_size)
+        self._forming = Forming(config, num_stages, self._waiting, form_batch)
         self._in_flight = InFlight(group_id)
+        self.cache: PrefixCache | None = None
+        if config.enable_prefix_caching:
+            self.cache = PrefixCache(group_id, block_size, self._ledger)
         self._holders = Holders(
             block_size,
             self._ledger,
@@ -86,8 +80,11 @@ class Scheduler:
             self.totals,
             config,
             host_link,
+            self.cache,
         )
-        self._admission = Admission(config, num_stages, block_size, self._waiting, self._ledger)
+        self._admission = Admission(
+            config, num_stages, block_size, self._waiting, self._ledger, self.cache
+        )
         self.migration = MigrationAccess(block_size, self._live, self._waiting, self._ledger)
         self.may_preempt = True
         """False during an exchange: what does not fit then waits instead of preempting."""
@@ -121,7 +118,11 @@ class Scheduler:
                 continue
             seq.num_computed = state.num_computed
             seq.state = Progress.STALLED if seq.request_id in stalled else Progress.RUNNING
-            self._ledger.hold(seq.request_id, self._blocks_for(state.num_computed))
+            num_blocks = self._blocks_for(state.num_computed)
+            if self.cache is not None:
+                self.cache.adopt_shares(seq, state.shared)
+            num_shared = state.kv.first_own_block
+            self._ledger.hold(seq.request_id, num_blocks, num_shared)
             self._holders.add(seq)
 
     def export(self) -> tuple[SequenceState, ...]:
@@ -135,6 +136,8 @@ class Scheduler:
         ordered = sorted(self._live.values(), key=_key_of)
         states = tuple(seq.hand_over(self._block_size) for seq in ordered)
         self._ledger.clear()
+        if self.cache is not None:
+            self.cache.clear()
         self._waiting.clear()
         self._live.clear()
         self._holders.clear()
@@ -197,11 +200,16 @@ class Scheduler:
         self._clock.look(self.has_work, now_s)
         holders.end_copies(now_s)
         chosen = self._choose(now_s)
-        if not chosen and (in_flight or not (holders.released or holders.may_copy)):
+        if not chosen and (in_flight or not (self._frees_memory or holders.may_copy)):
             self._nothing_at = self._version
             return None
         self._nothing_at = None
-        return in_flight.add(holders.take_released(), chosen, *holders.plan_copies(chosen))
+        copies = holders.plan_copies(chosen)
+        orders = NO_ORDERS if self.cache is None else self.cache.take_orders()
+        plan = in_flight.add(holders.take_released(), chosen, *copies, orders)
+        if self.cache is not None and in_flight.filled:
+            self.cache.note_computed(in_flight.filled)
+        return plan
 
     def complete(self, result: StepResult, now_s: float) -> list[TokenOutput]:
         """Take a step's sampled tokens; the outputs to stream, with ends detected.
@@ -230,13 +238,12 @@ class Scheduler:
             num_failed += token_id is None
             if seq.streams_since_s is None:
                 seq.streams_since_s = now_s
-            queued_s = seq.queued_s if position == 0 else None
-            outputs.append(TokenOutput(request_id, position, token_id, logprobs, reason, queued_s))
+            outputs.append(seq.output(position, token_id, logprobs, reason))
             if reason is not None:
                 num_ended += 1
                 self.totals.note_finished(seq.num_output)
                 del self._live[request_id]
-                self._holders.end(seq)
+                self._holders.end(seq, keeps=token_id is not None)
         if num_ended:
             self._holders.drop_ended()
         self.totals.note_step(step.num_prompt_tokens, len(outputs) - num_failed)
@@ -283,9 +290,19 @@ class Scheduler:
         return self._ledger.used_blocks
 
     @property
+    def cached_blocks(self) -> int:
+        """Blocks that only the prefix cache holds."""
+        return self._ledger.cached_blocks
+
+    @property
     def has_work(self) -> bool:
         """Whether anything is in flight, runs, waits or must be released (stalled ones do not)."""
-        return bool(self._in_flight or self._waiting or self._holders.have_work)
+        return bool(
+            self._in_flight
+            or self._waiting
+            or self._holders.have_work
+            or (self.cache is not None and self.cache.has_orders)
+        )
 
     @property
     def can_schedule(self) -> bool:
@@ -327,6 +344,8 @@ class Scheduler:
         self._ledger.check()
         self._waiting.check()
         self._holders.check()
+        if self.cache is not None:
+            self.cache.check(self._holders)
         assert len(self._in_flight) <= self._num_stages, len(self._in_flight)
         assert len(self._live) == len(self._waiting) + len(self._holders)
         for seq in self._holders:
@@ -356,44 +375,16 @@ class Scheduler:
             self.is_memory_short = self._admission.missing_blocks > 0
             if self._holders.parks:
                 decodes = [s for s in decodes if s.state is Progress.RUNNING]
-        pace = self._pace(decodes, prompts, num_awaiting, context)
-        is_split = self._num_stages > 1 or pace.decode_rounds > 1
-        if is_split or len(decodes) > pace.max_num_tokens:
-            decodes.sort(key=_last_step_of)
-        view = FormationView(
-            decodes=[seq.num_computed for seq in decodes],
-            prompts=[PromptWork(seq.num_computed, seq.num_left) for seq in prompts],
-            num_decodes_in_flight=num_awaiting,
+        batch = self._forming.form(
+            decodes,
+            prompts,
+            num_awaiting,
+            context,
             num_in_flight=len(self._in_flight),
-            num_stages=self._num_stages,
-            max_num_tokens=pace.max_num_tokens,
-            max_num_seqs=self._config.max_num_seqs,
-            decode_rounds=pace.decode_rounds,
-            context_in_flight=context,
-            has_backlog=num_waiting > 0,
-        )
-        batch, self._formation = self._form_batch(view, self._formation)
-        return self._admit_chosen(batch, decodes, prompts, now_s)
-
-    def _pace(
-        self, decodes: list[Sequence], prompts: list[Sequence], num_awaiting: int, context: int
-    ) -> Pace:
-        """How large the next step is, and how often decodes run."""
-        config = self._config
-        if config.tpot_slo_s is None or config.cost is None or not prompts:
-            return Pace(config.max_num_batched_tokens, 1)
-        num_queued = self._waiting.num_tokens
-        num_queued += sum(seq.num_left for seq in prompts if seq.state is Progress.RUNNING)
-        view = PaceView(
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            num_queued_tokens=num_queued,
-            prefix=prompts[0].num_computed,
-            num_decodes=len(decodes) + num_awaiting,
-            num_context_tokens=context + sum(map(_num_computed_of, decodes)),
-            num_stages=self._num_stages,
+            num_left_waiting=num_waiting,
             is_memory_short=self.is_memory_short,
         )
-        return choose_pace(view, config.tpot_slo_s, config.cost)
+        return self._admit_chosen(batch, decodes, prompts, now_s)
 
     def _admit_chosen(
         self, batch: Microbatch, decodes: list[Sequence], prompts: list[Sequence], now_s: float
@@ -406,6 +397,7 @@ class Scheduler:
                 seq.state = Progress.RUNNING
                 if seq.queued_s is None:
                     seq.queued_s = now_s - seq.request.arrival_s
+                    self.totals.note_first_admission(seq)
                 self._holders.add(seq)
             chosen.append((seq, num_tokens))
         return chosen
@@ -438,8 +430,15 @@ class Scheduler:
             due_s,
         )
         self._num_added += 1
+        if self.cache is not None:
+            self.cache.welcome(seq)
         self._live[request.request_id] = seq
         return seq
+
+    @property
+    def _frees_memory(self) -> bool:
+        """Whether the next plan frees blocks, whatever it computes."""
+        return bool(self._holders.released or (self.cache is not None and self.cache.has_orders))
 
     def _blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self._block_size)

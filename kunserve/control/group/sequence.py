@@ -1,12 +1,14 @@
 """A request's progress inside one scheduler."""
 
 import enum
+import sys
 from dataclasses import dataclass, replace
 
+from kunserve.control.group.beginning import Beginning
 from kunserve.core.ids import RequestId
-from kunserve.core.messages import SequenceState
+from kunserve.core.messages import SequenceState, TokenOutput
 from kunserve.core.prompt_scores import PromptScores
-from kunserve.core.request import FinishReason, Request
+from kunserve.core.request import FinishReason, Request, TokenLogprobs
 from kunserve.core.step import SequenceStart
 from kunserve.core.tokens import NO_TOKENS, TokenIds
 
@@ -71,6 +73,14 @@ class Sequence:
     """Times that it went to host memory."""
     last_step: int = -1
     """The last step planned for it: who has waited longest decodes first."""
+    beginning: Beginning | None = None
+    """What it shares with others; None without a prefix cache."""
+    num_found: int = 0
+    """While it waits: tokens whose KV the cache had when it was last looked for."""
+    num_cached: int = 0
+    """Prompt tokens whose KV was there when it was first admitted here."""
+    names_at: int = sys.maxsize
+    """Computed tokens at which a block of it is full and wants a name."""
 
     @property
     def num_output(self) -> int:
@@ -99,6 +109,20 @@ class Sequence:
         if total >= self.max_total_tokens or total > pool_tokens:
             return FinishReason.LENGTH
         return None
+
+    def output(
+        self,
+        position: int,
+        token_id: int | None,
+        logprobs: TokenLogprobs | None,
+        reason: FinishReason | None,
+    ) -> TokenOutput:
+        """The token at ``position`` of the output, or the end without one."""
+        if position:
+            return TokenOutput(self.request_id, position, token_id, logprobs, reason)
+        return TokenOutput(
+            self.request_id, 0, token_id, logprobs, reason, self.queued_s, self.num_cached
+        )
 
     def take_scores(self, scores: PromptScores) -> PromptScores | None:
         """Those that had not come yet; after a preemption some are computed twice."""
@@ -137,6 +161,7 @@ class Sequence:
             num_computed=self.num_computed,
             num_blocks=-(-self.num_computed // block_size),
             num_preemptions=self.num_preemptions,
+            shared=() if self.beginning is None else self.beginning.parts,
         )
 
 

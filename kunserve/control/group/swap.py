@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from kunserve.control.group.ledger import Ledger
 from kunserve.control.group.load import SchedulerTotals
+from kunserve.control.group.prefix_cache import PrefixCache
 from kunserve.control.group.queue import watermark_blocks
 from kunserve.control.group.sequence import QueueKey, Sequence
 from kunserve.core.cost import CostCoefficients
@@ -54,6 +55,7 @@ class SwapSpace:
         block_size: int,
         ledger: Ledger,
         totals: SchedulerTotals,
+        cache: PrefixCache | None = None,
         *,
         parks: bool = False,
     ) -> None:
@@ -67,6 +69,7 @@ class SwapSpace:
         self._block_size = block_size
         self._ledger = ledger
         self._totals = totals
+        self._cache = cache
         self._parks = parks
         self._now_s = 0.0
         """Of the schedule under way."""
@@ -112,8 +115,10 @@ class SwapSpace:
             num_blocks = self._blocks_for(seq.num_computed)
             entry = _Swapped(seq, self._now_s, num_blocks, num_blocks)
             insort(self._entries, entry, key=_key_of)
+            if self._cache is not None:
+                self._cache.depart(seq)
         entry.is_returning = False
-        self._ledger.shrink(seq.request_id, entry.num_resident)
+        self._shrink(seq, entry.num_resident)
         return True
 
     def makes_room(self, grower: Sequence, num_blocks: int) -> bool:
@@ -142,12 +147,14 @@ class SwapSpace:
         for entry in self._entries:
             if entry.num_leaving:
                 entry.num_leaving = 0
-                self._ledger.shrink(entry.seq.request_id, entry.num_resident)
+                self._shrink(entry.seq, entry.num_resident)
             elif entry.is_returning and entry.num_resident == entry.num_blocks:
                 back.append(entry.seq)
                 self._totals.note_pause(now_s - entry.since_s)
         for seq in back:
             self.remove(seq)
+            if self._cache is not None:
+                self._cache.arrive(seq)
         return back
 
     def swap_in(self, first_waiting: QueueKey | None, room: int) -> int:
@@ -242,6 +249,12 @@ class SwapSpace:
         """Whether host memory has room for the sequence's KV."""
         num_blocks = self.host_blocks + self._blocks_for(seq.num_computed)
         return self._link is not None and self._link.has_room(num_blocks)
+
+    def _shrink(self, seq: Sequence, num_blocks: int) -> None:
+        """Only the sequence's first blocks are in KV memory from now on, shared ones or not."""
+        self._ledger.shrink(seq.request_id, num_blocks)
+        if self._cache is not None:
+            self._cache.shrink(seq, num_blocks)
 
     def _takes(self, seq: Sequence) -> bool:
         link, cost = self._link, self._cost

@@ -379,18 +379,31 @@ class InstanceAgent:
     def _localize(self, membership: Membership, plan: StepPlan) -> StepWork | None:
         """Free, take and name blocks for a plan; None when that must wait for a transfer."""
         state = self.state
-        if membership.swapped_out:
-            free_swapped_out(state, membership)
-        for request_id in plan.released:
-            self._changes.release(request_id)
-            state.body.forget(request_id)
-        if membership.head is not None:
-            membership.head.release(plan.released)
+        if membership.freed_step != plan.step_id:
+            membership.freed_step = plan.step_id
+            self._free(membership, plan)
         step = localize(state, membership, plan)
         if step is None:
             self._changes.make_room()
             self._lacks_units = True
         return step
+
+    def _free(self, membership: Membership, plan: StepPlan) -> None:
+        """Free, keep and share blocks as the plan says: once, before it takes any."""
+        state = self.state
+        if membership.swapped_out:
+            free_swapped_out(state, membership)
+        for kept in plan.kept:
+            state.table.keep(*kept)
+        for request_id in plan.released:
+            self._changes.release(request_id)
+            state.body.forget(request_id)
+        if membership.head is not None:
+            membership.head.release(plan.released)
+        for evicted in plan.evicted:
+            self._changes.evict(*evicted)
+        for shared in plan.shared:
+            state.table.share(*shared)
 
     def _forward(
         self, membership: Membership, step: StepWork, outcome: StepOutcome, now_s: float

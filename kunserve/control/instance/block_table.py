@@ -3,7 +3,12 @@
 Entry ``e`` of a block means that layer ``l`` of it is unit ``e + l``. A block holds a contiguous
 range of layers, usually exactly those that the instance computes; while layers are exchanged it
 may hold more (not sent yet), fewer (not received yet) or none.
+
+Blocks of the prefix cache belong to prefixes, which have rows as requests have. A request that
+shares them has their entries at the same places of its row, and no units there.
 """
+
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 import numpy.typing as npt
@@ -12,7 +17,8 @@ from kunserve.control.arrays import Int32Array
 from kunserve.control.instance.body import UnitCopy
 from kunserve.control.instance.compaction import RUN, Packing, RunArray, plan_vacate
 from kunserve.control.instance.free_units import FreeUnits, Span
-from kunserve.core.ids import RequestId
+from kunserve.control.instance.loans import Loan, Loans
+from kunserve.core.ids import PrefixId, RequestId
 from kunserve.core.layout import LayerRange
 
 NOTHING = LayerRange(0, 0)
@@ -46,6 +52,8 @@ class BlockTable:
         """Row of ``tables`` of each request, until its release; read only, as is the next."""
         self.counts: dict[RequestId, int] = {}
         """Blocks of each request."""
+        self.loans = Loans()
+        """Who shares what."""
         self._free_rows = list(range(shape[0] - 1, -1, -1))
         self._pinned: npt.NDArray[np.bool_] = np.zeros(shape, dtype=np.bool_)
         self._free = FreeUnits(num_layers, [(0, num_units)])
@@ -69,8 +77,11 @@ class BlockTable:
         return self.counts.get(request_id, 0)
 
     def request_ids(self) -> tuple[RequestId, ...]:
-        """Every request that has blocks, so that an instance can free those it lost track of."""
-        return tuple(self.rows)
+        """Every holder of blocks, so that an instance can free those it lost track of.
+
+        Prefixes come last, because nobody may share what is released.
+        """
+        return tuple(sorted(self.rows, key=self._is_lender))
 
     def held(self, request_id: RequestId, block: int) -> LayerRange:
         """The layers whose KV the block has room for."""
@@ -105,20 +116,67 @@ class BlockTable:
         return copies
 
     def release(self, request_id: RequestId) -> None:
-        """Free everything of the request. Unknown ids are allowed; pinned ones are not."""
+        """Free everything of the request but what it shares. Unknown ids are allowed.
+
+        Pinned ones are not, nor prefixes that are shared.
+        """
         row = self.rows.get(request_id)
         if row is None:
             return
-        count = self.counts[request_id]
-        assert not self._pinned[row, :count].any(), f"{request_id} is in transfer"
-        first, end = self._first[row, :count], self._end[row, :count]
-        if (first == self.layers.first).all() and (end == self.layers.end).all():
-            self._free.free_runs((self.tables[row, :count] + first).tolist())
-            first[:] = end[:] = 0
-        else:
-            self._keep_only(row, 0, count, NOTHING)
+        assert not self.loans.borrowers(request_id), f"{request_id} is shared"
+        self._free_blocks(row, self.loans.num_blocks(request_id), self.counts[request_id])
+        self.loans.cut(request_id, 0)
         del self.rows[request_id], self.counts[request_id]
         self._free_rows.append(row)
+
+    # The prefix cache
+
+    def keep(
+        self, request_id: RequestId, prefix_id: PrefixId, first_block: int, end_block: int
+    ) -> None:
+        """The request's own blocks [first_block, end_block) are the prefix's from now on.
+
+        It shares them if they follow those that it shares already.
+        """
+        shared = self.loans.num_blocks(request_id)
+        assert prefix_id not in self.rows, prefix_id
+        assert shared <= first_block < end_block <= self.counts[request_id], request_id
+        row = self._row_for(prefix_id, end_block)
+        old, blocks = self.rows[request_id], slice(first_block, end_block)
+        self.tables[row, blocks] = self.tables[old, blocks]
+        for array in (self._first, self._end, self._pinned):
+            array[row, blocks] = array[old, blocks]
+            array[old, blocks] = 0
+        self.counts[prefix_id] = end_block
+        if first_block == shared:
+            self.loans.add(request_id, Loan(prefix_id, first_block, end_block))
+        else:
+            # The request ends with this plan, and with it whatever transfer it was in.
+            self._pinned[row, blocks] = False
+
+    def share(self, request_id: RequestId, prefix_id: PrefixId, end_block: int) -> None:
+        """The request's next blocks, up to ``end_block``, are those of the prefix."""
+        first_block = self.counts.get(request_id, 0)
+        assert end_block <= self.counts[prefix_id], (prefix_id, end_block)
+        row = self._row_for(request_id, end_block)
+        blocks = slice(first_block, end_block)
+        self.tables[row, blocks] = self.tables[self.rows[prefix_id], blocks]
+        self.counts[request_id] = end_block
+        self.loans.add(request_id, Loan(prefix_id, first_block, end_block))
+
+    def evict(self, prefix_id: PrefixId, end_block: int) -> None:
+        """Free a prefix's blocks at ``end_block`` and behind, which nobody shares.
+
+        Unknown ids are allowed: an exchange may have lost it.
+        """
+        if prefix_id not in self.rows:
+            return
+        assert self.loans.lent_end(prefix_id) <= end_block, f"{prefix_id} is shared"
+        row = self.rows[prefix_id]
+        self._free_blocks(row, end_block, self.counts[prefix_id])
+        self.counts[prefix_id] = end_block
+        if not (self._end[row, :end_block] > self._first[row, :end_block]).any():
+            self.release(prefix_id)
 
     def set_layers(self, layers: LayerRange, num_units: int) -> None:
         """From now on blocks are for ``layers`` and the KV range has ``num_units`` units.
@@ -140,6 +198,32 @@ class BlockTable:
         self.num_units = num_units
         assert self.used_units == used, f"live units at or above {num_units}"
 
+    def begin_at(self, holder: RequestId, first_block: int) -> None:
+        """A holder without blocks will have blocks at ``first_block`` and behind, none before."""
+        if holder not in self.rows:
+            self._row_for(holder, first_block)
+            self.counts[holder] = first_block
+
+    def copy(
+        self, prefix_id: PrefixId, copy_id: PrefixId, first_block: int, end_block: int
+    ) -> tuple[UnitCopy, ...] | None:
+        """Give another prefix the content of blocks [first_block, end_block), in its own units."""
+        self.begin_at(copy_id, first_block)
+        copies = self.grow(copy_id, end_block)
+        if copies is None:
+            self.release(copy_id)
+            return None
+        row, copy, layers = self.rows[prefix_id], self.rows[copy_id], self.layers
+        starts = self.tables[[row, copy], first_block:end_block] + layers.first
+        pairs = zip(*starts.tolist(), strict=True)
+        return (*copies, *(UnitCopy(src, dst, layers.num_layers) for src, dst in pairs))
+
+    def change_loans(self, holders: Iterable[RequestId], ids: Mapping[PrefixId, PrefixId]) -> None:
+        """Whoever of these shares a prefix shares the copy of it that ``ids`` names instead."""
+        for holder in holders:
+            self.loans.move(holder, ids)
+        self._refresh_loans()
+
     def release_layers(
         self, request_id: RequestId, first_block: int, end_block: int, keep: LayerRange
     ) -> None:
@@ -149,6 +233,9 @@ class BlockTable:
         """
         assert end_block <= self.counts[request_id], (request_id, end_block)
         row = self.rows[request_id]
+        if not keep.num_layers:
+            self.loans.cut(request_id, first_block)
+        assert self.loans.num_blocks(request_id) <= first_block, f"{request_id} shares these"
         self._keep_only(row, first_block, end_block, keep)
 
     def relayout(
@@ -161,6 +248,7 @@ class BlockTable:
         other block is moved, so that a step over other requests may run meanwhile.
         """
         assert end_block <= self.counts[request_id], (request_id, end_block)
+        assert self.loans.num_blocks(request_id) <= first_block, f"{request_id} shares these"
         row = self.rows[request_id]
         assert not self._pinned[row, first_block:end_block].any(), f"{request_id} is in transfer"
         blocks = [
@@ -173,6 +261,7 @@ class BlockTable:
         if starts is not None:
             for block, start in zip(blocks, starts, strict=True):
                 self._rehouse(row, block, start, copies)
+            self._refresh_loans()
             return tuple(copies)
         # Too little for all at once: one after the other, each leaving its old run to the next.
         saved = self._save()
@@ -187,6 +276,7 @@ class BlockTable:
                 return None
             copies.extend(moved)
             self._rehouse(row, block, starts[0], copies)
+        self._refresh_loans()
         return tuple(copies)
 
     def vacate(self, num_units: int) -> tuple[UnitCopy, ...] | None:
@@ -205,13 +295,19 @@ class BlockTable:
     def pin(self, request_id: RequestId, first_block: int, end_block: int) -> None:
         """Leave blocks [first_block, end_block) where they are: a transfer reads or fills them."""
         assert end_block <= self.counts[request_id], (request_id, end_block)
-        self._pinned[self.rows[request_id], first_block:end_block] = True
+        self._set_pinned(request_id, first_block, end_block, True)
 
     def unpin(self, request_id: RequestId, first_block: int, end_block: int) -> None:
         """The transfer of these blocks is over. Allowed for blocks and requests not pinned."""
-        row = self.rows.get(request_id)
-        if row is not None:
-            self._pinned[row, first_block:end_block] = False
+        if request_id in self.rows:
+            self._set_pinned(request_id, first_block, end_block, False)
+
+    def _set_pinned(self, request_id: RequestId, first: int, end: int, pinned: bool) -> None:
+        self._pinned[self.rows[request_id], first:end] = pinned
+        for prefix_id, lent_first, lent_end in self.loans.of(request_id):
+            blocks = slice(max(first, lent_first), min(end, lent_end))
+            self._pinned[self.rows[request_id], blocks] = False
+            self._pinned[self.rows[prefix_id], blocks] = pinned
 
     def check(self) -> None:
         """Assert that every unit is held once or free once, and lies below ``num_units``."""
@@ -231,6 +327,36 @@ class BlockTable:
         assert self.rows.keys() == self.counts.keys()
         rows = sorted([*self.rows.values(), *self._free_rows])
         assert rows == list(range(self.tables.shape[0])), rows
+        self._check_loans()
+
+    def _check_loans(self) -> None:
+        self.loans.check()
+        for request_id, (prefix_id, first, end) in self.loans:
+            row, lender = self.rows[request_id], self.rows[prefix_id]
+            assert end <= min(self.counts[request_id], self.counts[prefix_id]), request_id
+            blocks = slice(first, end)
+            assert (self.tables[row, blocks] == self.tables[lender, blocks]).all(), request_id
+            assert (self._first[row, blocks] == self._end[row, blocks]).all(), request_id
+
+    def _is_lender(self, holder: RequestId) -> bool:
+        return bool(self.loans.borrowers(holder))
+
+    def _refresh_loans(self) -> None:
+        """Blocks have moved, perhaps shared ones: name their new places to all who share them."""
+        for request_id, (prefix_id, first, end) in self.loans:
+            source = self.tables[self.rows[prefix_id], first:end]
+            self.tables[self.rows[request_id], first:end] = source
+
+    def _free_blocks(self, row: int, first_block: int, end_block: int) -> None:
+        """Free what these blocks hold, most often exactly the current layers."""
+        blocks = slice(first_block, end_block)
+        assert not self._pinned[row, blocks].any(), f"row {row} is in transfer"
+        first, end = self._first[row, blocks], self._end[row, blocks]
+        if (first == self.layers.first).all() and (end == self.layers.end).all():
+            self._free.free_runs((self.tables[row, blocks] + first).tolist())
+            first[:] = end[:] = 0
+        else:
+            self._keep_only(row, first_block, end_block, NOTHING)
 
     def _put(self, row: int, block: int, start: int) -> None:
         """The block lies at units [start, start + layers held): a whole new run."""
@@ -302,6 +428,7 @@ class BlockTable:
             else:
                 spans.append((packing.limit, self.num_units))
         self._free.reset(self.layers.num_layers, spans)
+        self._refresh_loans()
 
     def _live_runs(self) -> RunArray:
         """Every non-empty block, in order of units."""

@@ -32,6 +32,8 @@ class HostCopy(NamedTuple):
     starts: Int32Array
     """[num_blocks] the first of each block's ``num_units`` consecutive units."""
     num_units: int
+    is_shared: bool = False
+    """Others use these blocks too, and go on doing so."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from kunserve.control.instance.migration_source import MigrationSource
 from kunserve.control.instance.migration_target import MigrationTarget
 from kunserve.control.instance.state import InstanceState
 from kunserve.control.instance.transition import Enter, TransitionMember
-from kunserve.core.ids import InstanceId, RequestId, TransitionId
+from kunserve.core.ids import InstanceId, PrefixId, RequestId, TransitionId
 from kunserve.core.layout import LayerRange
 from kunserve.core.messages import (
     Commit,
@@ -209,6 +209,13 @@ class ChangeSlot:
             self._change.request_ends(request_id, "ended or preempted")
             self._forget_if_over()
         self._state.table.release(request_id)
+
+    def evict(self, prefix_id: PrefixId, end_block: int) -> None:
+        """Free blocks of the prefix cache, whatever is being done with them."""
+        if isinstance(self._change, TransitionMember):
+            self._change.evict(prefix_id, end_block)
+        else:
+            self._state.table.evict(prefix_id, end_block)
 
     def make_room(self) -> None:
         """A step lacks units because of blocks in transfer."""

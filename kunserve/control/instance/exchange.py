@@ -13,12 +13,12 @@ from typing import NamedTuple
 from kunserve.control.instance.exchange_budget import ExchangeBudget
 from kunserve.control.instance.kv_transfer import KvExport, KvImport
 from kunserve.control.instance.state import InstanceState
-from kunserve.core.ids import InstanceId, RequestId, TransitionId
+from kunserve.core.ids import InstanceId, PrefixId, RequestId, TransitionId
 from kunserve.core.layout import LayerRange
-from kunserve.core.messages import ExchangeProgress, KvMoved
+from kunserve.core.messages import ExchangeProgress, KvMoved, PrefixPart
 from kunserve.core.transfer import KvPull
 from kunserve.policy.exchange import ExchangeShare, plan_exchange
-from kunserve.policy.moves import Move, Piece
+from kunserve.policy.moves import Move, MovePlan
 
 MAX_PIECES_IN_FLIGHT = 128
 """Pieces asked of the mover at once. Room is what bounds them; the mover bounds the wire."""
@@ -71,6 +71,10 @@ class Exchange:
         self._budget = ExchangeBudget(float_units)
         self._num_in_flight = 0
         """Pieces under way to here."""
+        self._to_share: dict[RequestId, tuple[PrefixPart, ...]] = {}
+        """Of requests whose KV comes, the prefixes that they begin with."""
+        self._placed: set[RequestId] = set()
+        """Of what comes, all that has its units."""
         self._giving: dict[RequestId, _Giving] = {}
         self._taking: dict[RequestId, _Taking] = {}
         self._steps: deque[_Step] = deque()
@@ -82,16 +86,18 @@ class Exchange:
         self._moved_bytes = 0
         self._acks: list[tuple[InstanceId, KvMoved]] = []
 
-    def begin(self, moves: Iterable[Move], pieces: Iterable[Piece]) -> None:
+    def begin(self, plan: MovePlan) -> None:
         """Work out this instance's share. Pulling starts with ``advance``."""
-        me = self._state.me
+        me, moves, pieces = self._state.me, plan.moves, plan.pieces
         shares: dict[RequestId, ExchangeShare] = {}
         for move in moves:
             share = shares[move.request_id] = plan_exchange(move.old, move.new, me)
             assert not (share.sends and share.receives), move
-            if share.sends:
+            if share.receives and not share.keep.num_layers:
+                self._to_share[move.request_id] = plan.shared.get(move.request_id, ())
+            if share.sends and move.num_own:
                 self._give(move, share)
-            if share.receives:
+            if share.receives and move.num_own:
                 self._take(move, share)
         for move, first, end in pieces:
             share = shares[move.request_id]
@@ -103,7 +109,7 @@ class Exchange:
 
     def _give(self, move: Move, share: ExchangeShare) -> None:
         kv = KvExport(self._state, move.request_id)
-        kv.offer(move.num_blocks)
+        kv.offer(move.num_blocks, move.first_block)
         num_layers = sum(layers.num_layers for _, layers in share.sends)
         self._giving[move.request_id] = _Giving(
             kv=kv,
@@ -111,9 +117,9 @@ class Exchange:
             num_given_layers=num_layers,
             num_takers=len(share.sends),
             is_leaving=move.new.layers_of(self._state.me) is None,
-            unmoved_blocks=move.num_blocks,
+            unmoved_blocks=move.num_own,
         )
-        self._budget.add_given(move.num_blocks * num_layers)
+        self._budget.add_given(move.num_own * num_layers)
 
     def _take(self, move: Move, share: ExchangeShare) -> None:
         num_layers = sum(layers.num_layers for _, layers in share.receives)
@@ -124,12 +130,13 @@ class Exchange:
                 move.request_id,
                 share.receives,
                 has_part=share.keep.num_layers > 0,
+                first_block=move.first_block,
             ),
             num_layers=num_layers,
-            unplaced_blocks=move.num_blocks,
-            missing_blocks=move.num_blocks,
+            unplaced_blocks=move.num_own,
+            missing_blocks=move.num_own,
         )
-        self._budget.add_taken(move.num_blocks * num_layers)
+        self._budget.add_taken(move.num_own * num_layers)
 
     def open(self, source: InstanceId) -> None:
         """The instance stands in its new group: what it gives may be pulled."""
@@ -160,11 +167,23 @@ class Exchange:
                 break
             self._blocked_s = None
             taking.unplaced_blocks -= step.end - step.first
+            if not taking.unplaced_blocks:
+                self._share(step.request_id)
             self._budget.place(step.taken_units)
             self._pass_step()
             taking.kv.pull(step.first, step.end)
             self._num_in_flight += 1
         self._budget.lower_promise()
+
+    def _share(self, holder: RequestId) -> None:
+        """All of a holder has its units: if it is a prefix, those who wait for it may share it."""
+        self._placed.add(holder)
+        table = self._state.table
+        for request_id, parts in self._to_share.items():
+            while parts and parts[0].prefix_id in self._placed:
+                table.share(request_id, *parts[0])
+                parts = parts[1:]
+            self._to_share[request_id] = parts
 
     def _pass_step(self) -> None:
         step = self._steps.popleft()
@@ -232,6 +251,8 @@ class Exchange:
 
     def release(self, request_id: RequestId) -> None:
         """Free a request's blocks here, whatever is being done with them."""
+        self._to_share.pop(request_id, None)
+        self._placed.discard(request_id)
         if request_id in self._giving:
             self._stop_giving(request_id)
         taking = self._taking.pop(request_id, None)
@@ -247,7 +268,16 @@ class Exchange:
             self._budget.forget_steps(_decline_of(kept))
 
     def _lose(self, request_id: RequestId) -> None:
-        """The KV cannot be had: the leader will have the request recomputed."""
+        """The KV cannot be had: the leader will have the request recomputed.
+
+        If it is a prefix, all who share it.
+        """
+        sharing = {*self._state.table.loans.borrowers(request_id)}
+        for waiting, parts in self._to_share.items():
+            if any(part.prefix_id == request_id for part in parts):
+                sharing.add(waiting)
+        for borrower in sorted(sharing):
+            self._lose(borrower)
         self._lost.append(request_id)
         self.release(request_id)
 
@@ -256,6 +286,13 @@ class Exchange:
         giving = self._giving.get(request_id)
         if giving is not None and giving.is_leaving:
             self.release(request_id)
+
+    def evict(self, prefix_id: PrefixId, end_block: int) -> None:
+        """The cache gives blocks of a prefix up: all, if another member could not get it."""
+        if prefix_id in self._giving or prefix_id in self._taking:
+            self.release(prefix_id)
+        else:
+            self._state.table.evict(prefix_id, end_block)
 
     # Accounts
 

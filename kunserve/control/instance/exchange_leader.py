@@ -9,7 +9,7 @@ from dataclasses import replace
 from kunserve.control.group.scheduler import Scheduler
 from kunserve.control.instance.membership import Membership
 from kunserve.control.instance.state import InstanceState
-from kunserve.core.ids import InstanceId, RequestId, TransitionId
+from kunserve.core.ids import InstanceId, PrefixId, RequestId, TransitionId
 from kunserve.core.messages import ExchangeDone, ExchangeProgress, KvDropped, SequenceState
 from kunserve.core.request import Request
 from kunserve.policy.exchange import receivers
@@ -38,13 +38,24 @@ class ExchangeLeader:
         self._moves = {m.request_id: m for m in plan.moves if m.new == self._layout}
         self._requests: dict[RequestId, Request] = {}
         """Stalled ones, to be run again should their KV get lost."""
-        self._waits: dict[RequestId, set[InstanceId]] = {}
+        self._missing: dict[RequestId, set[InstanceId]] = {}
+        """Members that lack KV of a holder, request or prefix."""
+        for move in self._moves.values():
+            takers = receivers(move.old, move.new)
+            if takers and move.num_own:
+                self._missing[move.request_id] = set(takers)
+        self._waits: dict[RequestId, set[RequestId]] = {}
+        """What a stalled request waits for: its own KV, and prefixes that it shares."""
+        self._waiting_for: dict[RequestId, list[RequestId]] = {}
+        """The other way round; some of them may have ended."""
         for sequence in sequences:
             request_id = sequence.request.request_id
-            move = self._moves.get(request_id)
-            takers = () if move is None else receivers(move.old, move.new)
-            if takers:
-                self._waits[request_id] = set(takers)
+            holders = {request_id, *(part.prefix_id for part in sequence.shared)}
+            missing = holders & self._missing.keys()
+            if missing:
+                self._waits[request_id] = missing
+                for holder in missing:
+                    self._waiting_for.setdefault(holder, []).append(request_id)
                 self._requests[request_id] = replace(
                     sequence.request, output_token_ids=sequence.output_token_ids
                 )
@@ -56,6 +67,15 @@ class ExchangeLeader:
         self._moved_bytes = 0
         self._max_stall_s = 0.0
         scheduler.may_preempt = False
+        self._cache = scheduler.cache
+        self._prefix_ids: set[RequestId] = set()
+        if self._cache is not None:
+            here = [p for p in plan.prefixes if p.new_group == self._layout.group_id]
+            self._prefix_ids = {prefix.prefix_id for prefix in here}
+            self._cache.adopt(replace(p.old, prefix_id=p.prefix_id) for p in here)
+            for prefix in here:
+                if prefix.prefix_id not in self._missing:
+                    self._cache.arrived(prefix.prefix_id)
         scheduler.adopt(sequences, frozenset(self._waits))
         self._narrow()
 
@@ -82,24 +102,35 @@ class ExchangeLeader:
             self._arrived(request_id, message.instance_id, now_s)
         for request_id in message.lost:
             self._lose(request_id)
-        if self._waits or len(self._finished) < len(self._layout.stages):
+        if self._missing or len(self._finished) < len(self._layout.stages):
             self._narrow()
             return False
         self._finish(now_s)
         return True
 
     def _arrived(self, request_id: RequestId, member: InstanceId, now_s: float) -> None:
-        waits = self._waits.get(request_id)
-        if waits is None:
+        missing = self._missing.get(request_id)
+        if missing is None:
             return
-        waits.discard(member)
-        if not waits:
-            del self._waits[request_id]
-            self._max_stall_s = max(self._max_stall_s, now_s - self._started_s)
-            self._scheduler.resume(request_id)
+        missing.discard(member)
+        if missing:
+            return
+        del self._missing[request_id]
+        if self._cache is not None and request_id in self._prefix_ids:
+            self._cache.arrived(PrefixId(request_id))
+        for waiting in self._waiting_for.pop(request_id, ()):
+            holders = self._waits.get(waiting, set())
+            holders.discard(request_id)
+            if waiting in self._waits and not holders:
+                del self._waits[waiting]
+                self._max_stall_s = max(self._max_stall_s, now_s - self._started_s)
+                self._scheduler.resume(waiting)
 
     def _lose(self, request_id: RequestId) -> None:
         """A member could not get the KV: it is computed again."""
+        if request_id in self._prefix_ids:
+            self._lose_prefix(PrefixId(request_id))
+            return
         if request_id not in self._waits:
             return
         self.abort(request_id)
@@ -109,13 +140,27 @@ class ExchangeLeader:
         tokens = self._moves[request_id].num_blocks * self._state.spec.block_size
         self._state.note_preemption(request_id, tokens)
 
+    def _lose_prefix(self, prefix_id: PrefixId) -> None:
+        """A member could not get a prefix: whoever shares it is computed again."""
+        if prefix_id not in self._missing:
+            return
+        assert self._cache is not None
+        for waiting in self._waiting_for.pop(prefix_id, ()):
+            self._lose(waiting)
+        self._cache.lost(prefix_id)
+        self._forget(prefix_id)
+
     def abort(self, request_id: RequestId) -> None:
         """The request ends, as the scheduler is told too: nobody shall wait for its KV."""
-        if self._waits.pop(request_id, None) is None:
-            return
+        if self._waits.pop(request_id, None) is not None:
+            self._forget(request_id)
+
+    def _forget(self, request_id: RequestId) -> None:
+        """Nobody wants the holder's KV any more: whoever has it may free it."""
+        self._missing.pop(request_id, None)
         move = self._moves[request_id]
-        self._ended_blocks += move.num_blocks
-        for member in move.old.members:
+        self._ended_blocks += move.num_own
+        for member in move.old.members if move.num_own else ():
             # The next plan releases it on members of the group.
             if self._layout.layers_of(member) is None:
                 self._state.send(member, KvDropped(self.transition_id, request_id))
@@ -123,6 +168,8 @@ class ExchangeLeader:
 
     def _finish(self, now_s: float) -> None:
         self._scheduler.may_preempt = True
+        if self._cache is not None:
+            self._cache.end_exchange()
         self._scheduler.set_capacity(self._capacity_blocks)
         self._state.send(
             None,

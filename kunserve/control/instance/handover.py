@@ -7,7 +7,7 @@ moves. Only the new leader of a sequence gets its tokens. What waits goes back t
 from kunserve.control.instance.state import InstanceState
 from kunserve.core.ids import GroupId, InstanceId, RequestId
 from kunserve.core.layout import GroupLayout
-from kunserve.core.messages import Handover, Prepare, SequenceKv, SequenceState
+from kunserve.core.messages import Handover, PrefixState, Prepare, SequenceKv, SequenceState
 from kunserve.policy.moves import MovePlan, plan_moves
 
 
@@ -21,6 +21,8 @@ class Handovers:
         """Of each old group that has ended: all its sequences."""
         self._led: dict[RequestId, SequenceState] = {}
         """Sequences that this instance leads in its new group."""
+        self._prefixes: list[PrefixState] = []
+        """Of all old groups that have ended, what their sequences share."""
         self.plan: MovePlan | None = None
         """Once all old groups have ended."""
 
@@ -28,23 +30,29 @@ class Handovers:
         """An old group has ended."""
         proposal = self._proposal
         self._kv[message.old_group] = message.kv
+        self._prefixes += message.prefixes
         self._led.update((one.request.request_id, one) for one in message.sequences)
         if self.plan is None and len(self._kv) == len(proposal.old):
             specs = {spec.instance_id: spec for spec in proposal.specs}
             handed_over = [(layout, self._kv[layout.group_id]) for layout in proposal.old]
-            self.plan = plan_moves(handed_over, proposal.new, specs)
+            self.plan = plan_moves(handed_over, proposal.new, specs, self._prefixes)
 
-    def give(self, old_group: GroupId, sequences: tuple[SequenceState, ...]) -> None:
+    def give(
+        self,
+        old_group: GroupId,
+        sequences: tuple[SequenceState, ...],
+        prefixes: tuple[PrefixState, ...],
+    ) -> None:
         """On an old leader: its group has ended with these sequences."""
         me, proposal = self._state.me, self._proposal
         kv = tuple(sequence.kv for sequence in sequences)
-        self.take(Handover(proposal.transition_id, old_group, kv, ()))
+        self.take(Handover(proposal.transition_id, old_group, kv, (), prefixes))
         for layout in proposal.old:
             for member in layout.members:
                 theirs = self._led_by(member, sequences)
-                message = Handover(proposal.transition_id, old_group, kv, theirs)
+                message = Handover(proposal.transition_id, old_group, kv, theirs, prefixes)
                 if member == me:
-                    self.take(message)
+                    self._led.update((one.request.request_id, one) for one in theirs)
                 else:
                     self._state.send(member, message)
 

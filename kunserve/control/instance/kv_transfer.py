@@ -16,19 +16,22 @@ class KvExport:
     def __init__(self, state: InstanceState, request_id: RequestId) -> None:
         self._state = state
         self._request_id = request_id
+        self._first_block = 0
 
-    def offer(self, num_blocks: int) -> None:
-        """Blocks [0, num_blocks) may be pulled from now on."""
+    def offer(self, num_blocks: int, first_block: int = 0) -> None:
+        """Blocks [first_block, num_blocks) may be pulled from now on."""
         state, request_id = self._state, self._request_id
         row = state.table.row_of(request_id)
         state.mover.export_kv(request_id, state.table.tables[row, :num_blocks].copy())
-        state.table.pin(request_id, 0, num_blocks)
+        state.table.pin(request_id, first_block, num_blocks)
+        self._first_block = first_block
 
     def close(self) -> None:
         """Nothing may be pulled any more."""
         state, request_id = self._state, self._request_id
         state.mover.withdraw_kv(request_id)
-        state.table.unpin(request_id, 0, state.table.num_blocks(request_id))
+        end_block = state.table.num_blocks(request_id)
+        state.table.unpin(request_id, self._first_block, end_block)
 
 
 class KvImport:
@@ -42,8 +45,13 @@ class KvImport:
         sources: tuple[tuple[InstanceId, LayerRange], ...],
         *,
         has_part: bool,
+        first_block: int = 0,
     ) -> None:
-        """``has_part``: other layers of the blocks are here already."""
+        """``has_part``: other layers of the blocks are here already.
+
+        Blocks before ``first_block`` do not come: the request shares them, or they are not there.
+        """
+        self._first_block = first_block
         self.sources = sources
         self._state = state
         self._transfer_id = transfer_id
@@ -68,6 +76,8 @@ class KvImport:
                 request_id, first_block, end_block, may_compact=may_compact
             )
         else:
+            if self._first_block:
+                state.table.begin_at(request_id, self._first_block)
             copies = state.table.grow(request_id, end_block, may_compact=may_compact)
         if copies is None:
             return False
@@ -105,4 +115,5 @@ class KvImport:
         if self._in_flight:
             state.mover.cancel(request_id)
             self._in_flight.clear()
-        state.table.unpin(request_id, 0, state.table.num_blocks(request_id))
+        end_block = state.table.num_blocks(request_id)
+        state.table.unpin(request_id, self._first_block, end_block)

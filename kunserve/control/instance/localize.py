@@ -3,6 +3,8 @@
 Every stage of a group does this for every plan, in the same order, before it runs it.
 """
 
+from collections.abc import Iterator
+
 import numpy as np
 
 from kunserve.control.instance.block_table import NOTHING
@@ -66,13 +68,18 @@ def _start_host_copies(state: InstanceState, membership: Membership, plan: StepP
     """Have the body copy, once every block of the plan has its place."""
     membership.swapped_out = plan.swapped_out
     state.body.swap_units(
-        tuple(_locate(state, membership, run) for run in plan.swapped_out),
-        tuple(_locate(state, membership, run) for run in plan.swapped_in),
+        tuple(copy for run in plan.swapped_out for copy in _locate(state, membership, run)),
+        tuple(copy for run in plan.swapped_in for copy in _locate(state, membership, run)),
         beside_step=bool(plan.chunks),
     )
 
 
-def _locate(state: InstanceState, membership: Membership, run: BlockRun) -> HostCopy:
+def _locate(state: InstanceState, membership: Membership, run: BlockRun) -> Iterator[HostCopy]:
+    """Where the run's blocks are: those that others share, then its own."""
     table, layers = state.table, membership.layers
-    entries = table.tables[table.row_of(run.request_id), run.first_block : run.end_block]
-    return HostCopy(run.request_id, run.first_block, entries + layers.first, layers.num_layers)
+    row, (request_id, first, end) = table.row_of(run.request_id), run
+    border = min(end, max(first, table.loans.num_blocks(request_id)))
+    for start, stop, is_shared in ((first, border, True), (border, end, False)):
+        if start < stop:
+            starts = table.tables[row, start:stop] + layers.first
+            yield HostCopy(request_id, start, starts, layers.num_layers, is_shared)

@@ -4,13 +4,14 @@ The first stage leads: it alone has the group's scheduler.
 """
 
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 from kunserve.control.group.scheduler import Scheduler
 from kunserve.control.instance.output_head import OutputHead, find_head
 from kunserve.control.instance.state import InstanceState
-from kunserve.core.ids import InstanceId, RequestId
+from kunserve.core.ids import InstanceId, RequestId, StepId
 from kunserve.core.layout import GroupLayout, LayerRange
 from kunserve.core.step import BlockRun, StepPlan
 from kunserve.policy.capacity import group_capacity_blocks
@@ -36,6 +37,8 @@ class Membership:
     """Microbatches to run: from the stage before, or the leader's own that lacked units."""
     swapped_out: tuple[BlockRun, ...] = ()
     """What the last plan copied to host memory: its units are free as of the next."""
+    freed_step: StepId | None = None
+    """The last plan whose blocks were freed, kept and shared as it says."""
     former_requests: dict[RequestId, InstanceId] = field(default_factory=dict)
     """New leaders of requests that this instance led before it entered."""
 
@@ -60,6 +63,16 @@ def enter_group(state: InstanceState, layout: GroupLayout, now_s: float) -> Memb
         )
     head = find_head(state, layout)
     return Membership(layout, layers, capacity_blocks, scheduler, head, now_s)
+
+
+def cached_units(memberships: Iterable[Membership | None]) -> dict[InstanceId, int]:
+    """KV units that only the prefix cache holds, of each instance whose leader is among these."""
+    return {
+        member: layers.num_layers * one.scheduler.cached_blocks
+        for one in memberships
+        if one is not None and one.scheduler is not None
+        for member, layers in one.layout.stages
+    }
 
 
 def _find_host_link(state: InstanceState, layout: GroupLayout) -> HostLink | None:

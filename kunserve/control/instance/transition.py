@@ -18,8 +18,9 @@ from kunserve.control.instance.exchange_leader import ExchangeLeader
 from kunserve.control.instance.handover import Handovers
 from kunserve.control.instance.layer_restore import LayerRestore
 from kunserve.control.instance.membership import Membership
+from kunserve.control.instance.settling import settle
 from kunserve.control.instance.state import InstanceState, Preemption
-from kunserve.core.ids import InstanceId, RequestId, TransitionId
+from kunserve.core.ids import InstanceId, PrefixId, RequestId, TransitionId
 from kunserve.core.layout import GroupLayout
 from kunserve.core.messages import (
     Committed,
@@ -168,17 +169,18 @@ class TransitionMember:
         returned = scheduler.give_back_all()
         if returned:
             state.send(None, Returned(state.me, returned))
+        prefixes = () if scheduler.cache is None else scheduler.cache.export()
         sequences = scheduler.export()
         state.preemptions.extend(Preemption(*item) for item in scheduler.drain_preemptions())
-        self._handovers.give(old_group, sequences)
+        self._handovers.give(old_group, sequences, prefixes)
 
     # The switch
 
     def _switch(self, plan: MovePlan, now_s: float) -> None:
         state, proposal, old = self._state, self._proposal, self._membership
-        self._free_what_stays(plan)
         layout = _layout_of(state.me, proposal.new)
         assert layout is not None, (state.me, proposal)
+        settle(state, plan, layout.group_id)
         gap_s = now_s - max(old.last_step_s, self._committed_s)
         remap = self._remap(layout)
         membership = self._membership = self._enter(layout, now_s)
@@ -187,7 +189,7 @@ class TransitionMember:
             state.me, proposal.old, proposal.new, choose_piece_blocks(proposal.specs)
         )
         exchange = self._exchange = Exchange(state, proposal.transition_id, spare)
-        exchange.begin(plan.moves, plan.pieces)
+        exchange.begin(plan)
         sequences: tuple[RequestId, ...] = ()
         if membership.scheduler is not None:
             sequences = self._adopt_sequences(membership, membership.scheduler, plan, now_s)
@@ -209,15 +211,6 @@ class TransitionMember:
         self.restored = None
         self._handovers = Handovers(state, proposal)
         self._report_progress(exchange, _members_of(proposal.old))
-
-    def _free_what_stays(self, plan: MovePlan) -> None:
-        """Free what does not move."""
-        state = self._state
-        moving = {move.request_id for move in plan.moves}
-        for request_id in state.table.request_ids():
-            if request_id not in moving:
-                state.table.release(request_id)
-            state.body.forget(request_id)
 
     def _find_new_leaders(self, plan: MovePlan) -> dict[RequestId, InstanceId]:
         """Where the sequences go that this instance led."""
@@ -256,6 +249,8 @@ class TransitionMember:
             if sequence.num_blocks and request_id not in moving:
                 state.note_preemption(request_id, sequence.num_computed)
                 sequence = _without_kv(sequence)
+            elif sequence.shared:
+                sequence = replace(sequence, shared=plan.shared[request_id])
             if self._fits(sequence, membership):
                 taken.append(sequence)
             else:
@@ -301,6 +296,13 @@ class TransitionMember:
             self._exchange.release(request_id)
         else:
             self._state.table.release(request_id)
+
+    def evict(self, prefix_id: PrefixId, end_block: int) -> None:
+        """Free blocks of the prefix cache, also in the middle of an exchange."""
+        if self._exchange is not None:
+            self._exchange.evict(prefix_id, end_block)
+        else:
+            self._state.table.evict(prefix_id, end_block)
 
     def abort(self, request_id: RequestId) -> None:
         """On the leader: nobody shall wait for the request's KV."""
@@ -360,6 +362,7 @@ def _without_kv(sequence: SequenceState) -> SequenceState:
         sequence,
         num_computed=0,
         num_blocks=0,
+        shared=(),
         num_preemptions=sequence.num_preemptions + 1,
     )
 

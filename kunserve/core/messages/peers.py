@@ -1,14 +1,37 @@
 """What instances of one group, or of one transition, tell each other."""
 
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
-from kunserve.core.ids import GroupId, InstanceId, RequestId, StepId, TransitionId
+from kunserve.core.ids import GroupId, InstanceId, PrefixId, RequestId, StepId, TransitionId
 from kunserve.core.messages.commands import Abort, LoadLayers, Submit
+from kunserve.core.prefix import PrefixHash
 from kunserve.core.prompt_scores import PromptScores
 from kunserve.core.request import Request
 from kunserve.core.step import StepPlan, StepResult
 from kunserve.core.tokens import TokenIds
+
+
+class PrefixPart(NamedTuple):
+    """A request's next blocks, up to ``end_block``, are those of a prefix in the cache."""
+
+    prefix_id: PrefixId
+    end_block: int
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixState:
+    """A prefix that live requests share, for those who move it: it moves once for all of them."""
+
+    prefix_id: PrefixId
+    first_block: int
+    names: tuple[PrefixHash, ...]
+    """One for each block."""
+
+    @property
+    def end_block(self) -> int:
+        """The block behind its last."""
+        return self.first_block + len(self.names)
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +44,13 @@ class SequenceKv:
     """Blocks that the KV occupies; 0 when the request waits."""
     max_stored_tokens: int
     """Tokens of KV that the request may come to need."""
+    shared: tuple[PrefixPart, ...] = ()
+    """What the KV begins with that is the prefix cache's. The blocks behind are its own."""
+
+    @property
+    def first_own_block(self) -> int:
+        """Of its blocks, the first that nobody shares."""
+        return self.shared[-1].end_block if self.shared else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,13 +64,19 @@ class SequenceState:
     num_blocks: int
     """Blocks its KV occupies; 0 when it waits."""
     num_preemptions: int
+    shared: tuple[PrefixPart, ...] = ()
+    """As in ``SequenceKv``."""
 
     @property
     def kv(self) -> SequenceKv:
         """What everybody else must know of it."""
         request = self.request
         return SequenceKv(
-            request.request_id, request.arrival_s, self.num_blocks, request.max_stored_tokens
+            request.request_id,
+            request.arrival_s,
+            self.num_blocks,
+            request.max_stored_tokens,
+            self.shared,
         )
 
 
@@ -91,6 +127,8 @@ class Handover:
     """Of every sequence."""
     sequences: tuple[SequenceState, ...]
     """With their tokens: those that the addressee leads from now on."""
+    prefixes: tuple[PrefixState, ...] = ()
+    """Of the cache, what the sequences share."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -141,6 +141,8 @@ def config_of(
         ),
         scheduler=replace(
             scheduler,
+            # Simulated prompts are all made of the same token: they share nothing in truth.
+            enable_prefix_caching=False,
             lookahead=system.lookahead,
             scheduling_policy=system.scheduling,
             tpot_slo_s=scheduler.tpot_slo_s if system.tpot_slo_s is None else system.tpot_slo_s,

@@ -27,7 +27,9 @@ EOS = 99
 
 def make(stages: int = 1, capacity: int = 100, **config: Any) -> Scheduler:
     limits = {"max_num_seqs": 8, "max_num_batched_tokens": 16} | config
-    return Scheduler(SchedulerConfig(**limits), GROUP, stages, 4, capacity, frozenset({EOS}), 64)
+    # Prompts are alike here, and shall be computed each by itself.
+    config = SchedulerConfig(**({"enable_prefix_caching": False} | limits))
+    return Scheduler(config, GROUP, stages, 4, capacity, frozenset({EOS}), 64)
 
 
 def request(name: str, num_prompt: int, arrival_s: float = 0.0, **sampling: Any) -> Request:

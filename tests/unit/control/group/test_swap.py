@@ -109,6 +109,7 @@ def begin(
         lookahead=False,
         cost=cost,
         swap=SwapConfig(1.0, max_park_s=max_park_s, is_second_line=is_second_line),
+        enable_prefix_caching=False,  # prompts are alike here
     )
     scheduler = Scheduler(
         config, GroupId(0), num_stages, BLOCK, capacity, frozenset(), 1000, host_link=link

@@ -143,7 +143,9 @@ def fill(cluster: FakeCluster, free_units: int, count: int = 12) -> None:
 
 
 def test_new_requests_run_in_freed_memory_while_kv_is_exchanged() -> None:
-    cluster = FakeCluster(pools=(12, 12), layer_units=60, block_size=1, max_num_seqs=16)
+    cluster = FakeCluster(
+        pools=(12, 12), layer_units=60, block_size=1, max_num_seqs=16, caches=False
+    )
     fill(cluster, 20, count=4)
     cluster.drop((0, 0, 2), (1, 2, 4))
     cluster.run_except(is_pull)
@@ -183,7 +185,9 @@ def test_a_drop_that_frees_too_little_is_refused() -> None:
 
 
 def test_memory_exactly_full_on_both_sides() -> None:
-    cluster = FakeCluster(pools=(12, 12), block_size=1, max_num_seqs=16, max_num_batched_tokens=64)
+    cluster = FakeCluster(
+        pools=(12, 12), block_size=1, max_num_seqs=16, max_num_batched_tokens=64, caches=False
+    )
     fill(cluster, 0)
     cluster.drop((0, 0, 2), (1, 2, 4))
     leaders = [cluster.agent(0), cluster.agent(1)]

@@ -1,0 +1,99 @@
+"""What a group's next microbatch is formed from: `policy` on what runs and what is admissible."""
+
+from operator import attrgetter
+
+from kunserve.control.group.queue import WaitingQueue
+from kunserve.control.group.sequence import Progress, Sequence
+from kunserve.core.config import SchedulerConfig
+from kunserve.policy.batch_form import (
+    FormationView,
+    FormBatch,
+    Microbatch,
+    OngoingFormation,
+    PromptWork,
+)
+from kunserve.policy.lookahead import choose_formation
+from kunserve.policy.pace import Pace, PaceView, choose_pace
+
+_num_computed_of = attrgetter("num_computed")
+_last_step_of = attrgetter("last_step")
+
+
+class Forming:
+    """Owner of the formation whose microbatches are not all planned."""
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        num_stages: int,
+        waiting: WaitingQueue,
+        form_batch: FormBatch | None,
+    ) -> None:
+        """``form_batch`` None: as the configuration says."""
+        self._config = config
+        self._num_stages = num_stages
+        self._waiting = waiting
+        self._form_batch = choose_formation(config) if form_batch is None else form_batch
+        self._formation: OngoingFormation | None = None
+
+    def form(
+        self,
+        decodes: list[Sequence],
+        prompts: list[Sequence],
+        num_awaiting: int,
+        context: int,
+        *,
+        num_in_flight: int,
+        num_left_waiting: int,
+        is_memory_short: bool,
+    ) -> Microbatch:
+        """The next microbatch, of these (their order in ``decodes`` may change).
+
+        ``num_awaiting`` sequences wait for a token, with ``context`` tokens of context.
+        """
+        pace = self._pace(decodes, prompts, num_awaiting, context, is_memory_short)
+        is_split = self._num_stages > 1 or pace.decode_rounds > 1
+        if is_split or len(decodes) > pace.max_num_tokens:
+            decodes.sort(key=_last_step_of)
+        view = FormationView(
+            decodes=[seq.num_computed for seq in decodes],
+            prompts=[
+                PromptWork(seq.num_computed + seq.num_found, seq.num_left - seq.num_found)
+                for seq in prompts
+            ],
+            num_decodes_in_flight=num_awaiting,
+            num_in_flight=num_in_flight,
+            num_stages=self._num_stages,
+            max_num_tokens=pace.max_num_tokens,
+            max_num_seqs=self._config.max_num_seqs,
+            decode_rounds=pace.decode_rounds,
+            context_in_flight=context,
+            has_backlog=num_left_waiting > 0,
+        )
+        batch, self._formation = self._form_batch(view, self._formation)
+        return batch
+
+    def _pace(
+        self,
+        decodes: list[Sequence],
+        prompts: list[Sequence],
+        num_awaiting: int,
+        context: int,
+        is_memory_short: bool,
+    ) -> Pace:
+        """How large the next step is, and how often decodes run."""
+        config = self._config
+        if config.tpot_slo_s is None or config.cost is None or not prompts:
+            return Pace(config.max_num_batched_tokens, 1)
+        num_queued = self._waiting.num_tokens
+        num_queued += sum(seq.num_left for seq in prompts if seq.state is Progress.RUNNING)
+        view = PaceView(
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            num_queued_tokens=num_queued,
+            prefix=prompts[0].num_computed + prompts[0].num_found,
+            num_decodes=len(decodes) + num_awaiting,
+            num_context_tokens=context + sum(map(_num_computed_of, decodes)),
+            num_stages=self._num_stages,
+            is_memory_short=is_memory_short,
+        )
+        return choose_pace(view, config.tpot_slo_s, config.cost)
