@@ -249,6 +249,8 @@ class ServerConfig:
     shutdown_timeout_s: float = 30.0
     """How long SIGTERM waits for in-flight requests."""
     max_connections: int = 4096
+    enable_prompt_tokens_details: bool = False
+    """Whether ``usage`` tells how many prompt tokens were cached."""
     enable_admin: bool = False
     """Whether the write endpoints under /kunserve answer."""
 

@@ -31,6 +31,10 @@ class LeaderTotals:
     """Stays in host memory by their length (``PAUSE_BOUNDS_S``); empty before the first."""
     paused_s: float = 0.0
     """Of all of them together."""
+    prefix_queried_tokens: int = 0
+    """Prompt tokens that were looked for in the prefix cache."""
+    prefix_hit_tokens: int = 0
+    """Of those, the ones whose KV was there."""
 
     def __add__(self, other: "LeaderTotals") -> "LeaderTotals":
         return LeaderTotals(
@@ -43,6 +47,8 @@ class LeaderTotals:
             self.swapped_back_blocks + other.swapped_back_blocks,
             tuple(a + b for a, b in zip_longest(self.pauses, other.pauses, fillvalue=0)),
             self.paused_s + other.paused_s,
+            self.prefix_queried_tokens + other.prefix_queried_tokens,
+            self.prefix_hit_tokens + other.prefix_hit_tokens,
         )
 
     def since(self, before: "LeaderTotals") -> "LeaderTotals":
@@ -59,6 +65,8 @@ class LeaderTotals:
             max(0, self.swapped_back_blocks - before.swapped_back_blocks),
             tuple(pauses) if any(pauses) else (),
             max(0.0, self.paused_s - before.paused_s),
+            max(0, self.prefix_queried_tokens - before.prefix_queried_tokens),
+            max(0, self.prefix_hit_tokens - before.prefix_hit_tokens),
         )
 
 
@@ -111,6 +119,11 @@ class LoadReport:
     paused_s: float = 0.0
     num_away: int = 0
     """Requests whose KV is in host memory now, or on its way there or back."""
+    prefix_queried_tokens: int = 0
+    """As in ``LeaderTotals``; as is the next."""
+    prefix_hit_tokens: int = 0
+    cached_blocks: int = 0
+    """Blocks that only the prefix cache holds: they are free as soon as someone needs them."""
 
     @property
     def demand_blocks(self) -> int:
@@ -130,6 +143,8 @@ class LoadReport:
             self.swapped_back_blocks,
             self.pauses,
             self.paused_s,
+            self.prefix_queried_tokens,
+            self.prefix_hit_tokens,
         )
 
     def of_live(self, num_live: int) -> "LoadReport":

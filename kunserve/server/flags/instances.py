@@ -109,6 +109,11 @@ INSTANCE_FLAGS = all_of(
         "nobody who came 30 seconds earlier.",
     ),
     _batches(
+        "--enable-prefix-caching/--no-enable-prefix-caching",
+        help="Keep the KV of prompts and answers while memory is free, and compute only what comes "
+        "after the longest beginning that is kept.",
+    ),
+    _batches(
         "--lookahead/--no-lookahead",
         help="In a pipeline, balance microbatches by predicted time over the whole queue.",
     ),
