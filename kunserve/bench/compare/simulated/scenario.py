@@ -142,6 +142,7 @@ def config_of(
         scheduler=replace(
             scheduler,
             lookahead=system.lookahead,
+            enable_prefix_caching=system.caches_prefixes,
             scheduling_policy=system.scheduling,
             tpot_slo_s=scheduler.tpot_slo_s if system.tpot_slo_s is None else system.tpot_slo_s,
             watermark=scheduler.watermark if system.watermark is None else system.watermark,
@@ -152,6 +153,7 @@ def config_of(
         cluster=ClusterConfig(
             num_instances=num_instances,
             dispatch_policy=system.dispatch,
+            prefix_aware_dispatch=system.knows_prefixes,
             pipeline_stages=system.pipeline_stages,
             max_instances=2 * num_instances if system.autoscales else None,
         ),

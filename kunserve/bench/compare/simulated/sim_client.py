@@ -46,6 +46,10 @@ class SimClient:
         """When the last token came. Tokens of one step share the number: records hold millions."""
         self._prompts = Prompts()
         self._num_left = len(workload)
+        self.num_prompt_tokens = 0
+        """Of requests that have a first token."""
+        self.num_cached_tokens = 0
+        """Of those: their KV was found."""
         self.records: list[RequestRecord] = []
         self.samples: list[ServerSample] = []
 
@@ -81,6 +85,9 @@ class SimClient:
         else:
             self._heard_s = now_s
         if token.token_id is not None:
+            if not entry.token_times_s:
+                self.num_prompt_tokens += entry.wanted.input_tokens
+                self.num_cached_tokens += token.num_cached_tokens
             entry.token_times_s.append(now_s)
         if token.finish_reason is not None:
             del self._open[token.request_id]

@@ -46,6 +46,8 @@ class SimResult:
     swapped_out_bytes: int
     """To host memory."""
     swapped_back_bytes: int
+    prefix_hit_rate: float
+    """Share of the prompt tokens whose KV was cached, of requests that began."""
     num_events: int
     observed: ObservedDrops | None
     """What drops would have done, by the policy ``observe``; None under another one."""
@@ -180,6 +182,7 @@ def _result(
         bulk_bytes=cluster.network.bulk_bytes,
         swapped_out_bytes=cluster.swapped_bytes[0],
         swapped_back_bytes=cluster.swapped_bytes[1],
+        prefix_hit_rate=client.num_cached_tokens / max(1, client.num_prompt_tokens),
         num_events=heap.num_done,
         observed=state.observed,
     )
