@@ -51,6 +51,8 @@ def build_scenario(setup: SimulatedSetup, workload: Workload) -> Scenario:
         scheduler=SchedulerConfig(
             setup.max_num_seqs,
             setup.max_num_batched_tokens,
+            # Looking for what no two prompts have takes time of whoever simulates.
+            enable_prefix_caching=workload.lengths.contents is not None,
             cost=profile_times(
                 profile.times, profile.spec.num_layers, setup.max_num_batched_tokens
             ),
@@ -142,7 +144,7 @@ def config_of(
         scheduler=replace(
             scheduler,
             lookahead=system.lookahead,
-            enable_prefix_caching=system.caches_prefixes,
+            enable_prefix_caching=scheduler.enable_prefix_caching and system.caches_prefixes,
             scheduling_policy=system.scheduling,
             tpot_slo_s=scheduler.tpot_slo_s if system.tpot_slo_s is None else system.tpot_slo_s,
             watermark=scheduler.watermark if system.watermark is None else system.watermark,
