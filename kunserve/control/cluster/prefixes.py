@@ -1,6 +1,6 @@
 """What groups have computed lately, as far as the front knows: beginnings of prompts by name.
 
-The front remembers what it sent where. It is not told what a group's cache has evicted, so each
+The front remembers what was computed where. It is not told what a group's cache has evicted, so each
 group's memory is as long as the group's KV memory, and a guess that is wrong costs what not
 guessing would cost. Beginnings are named at larger steps than blocks, because a guess need not be
 exact.
@@ -162,12 +162,11 @@ class Prefixes:
                 return True
         return False
 
-    def sent(self, live: Live, group_id: GroupId) -> None:
-        """The group computes the request's prompt."""
-        self._add(group_id, live.names)
+    def computed(self, live: Live) -> None:
+        """The request's leader has the KV of its prompt: it has made a token, or has taken it over.
 
-    def follow(self, live: Live) -> None:
-        """The request has another leader after a transition: its KV came along, if it had any."""
+        Not before, because who comes while it is computed would compute it too.
+        """
         group = None if live.leader is None else self._placement.led_by(live.leader)
         if group is not None and not live.tokens_ahead:
             self._add(group.layout.group_id, live.names)
@@ -180,10 +179,10 @@ class Prefixes:
         if group is None:
             return
         prompt, answer = TokenIds(live.request.prompt_token_ids), TokenIds(live.output_token_ids)
-        if len(prompt) % self._step_tokens + len(answer) < self._step_tokens:
-            return
-        tokens = TokenIds.from_bytes(prompt.to_bytes() + answer.to_bytes())
-        names = self._named(tokens, live.request.cache_salt, live.names)
+        names = live.names
+        if len(prompt) % self._step_tokens + len(answer) >= self._step_tokens:
+            tokens = TokenIds.from_bytes(prompt.to_bytes() + answer.to_bytes())
+            names = self._named(tokens, live.request.cache_salt, names)
         self._add(group.layout.group_id, names)
 
     def _add(self, group_id: GroupId, names: tuple[PrefixHash, ...]) -> None:

@@ -162,7 +162,6 @@ class Requests:
         self._num_sent[leader] = number
         group.sent(number, blocks)
         self._lead(live, leader)
-        self._prefixes.sent(live, group.layout.group_id)
         live.saved_tokens = saved_tokens
         if migration_id is None:
             self._ahead.add(live)
@@ -339,6 +338,7 @@ class Requests:
             self._deliver(live, live.take(token), src)
             if live.tokens_ahead and live.leader == src:
                 self._ahead.remove(live)
+                self._prefixes.computed(live)
         self.place_if_changed()
 
     def _deliver(self, live: Live, tokens: Iterable[TokenOutput], src: InstanceId) -> None:
@@ -364,7 +364,7 @@ class Requests:
         for old_leader in old_leaders:
             for request_id, live in tuple(self._by_leader.get(old_leader, {}).items()):
                 self._lead(live, told.get(request_id, default[old_leader]))
-                self._prefixes.follow(live)
+                self._prefixes.computed(live)
 
     def migrate(
         self,

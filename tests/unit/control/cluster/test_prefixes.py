@@ -16,10 +16,13 @@ def told(number: int, num_tokens: int = 128) -> list[int]:
 
 
 def leader_of(brain: Brain, **asked: object) -> int | None:
-    """Where the next request is sent."""
+    """Where the next request is sent. It makes one token there, and runs on."""
     brain.take(Submit)
-    request_id = brain.request(max_tokens=1, **asked)  # type: ignore[arg-type]
-    return next((i for i, s in brain.take(Submit) if s.request.request_id == request_id), None)
+    request_id = brain.request(max_tokens=4, **asked)  # type: ignore[arg-type]
+    leader = next((i for i, s in brain.take(Submit) if s.request.request_id == request_id), None)
+    if leader is not None:
+        brain.output(leader, request_id)
+    return leader
 
 
 def idle(brain: Brain, num_instances: int) -> None:
@@ -47,6 +50,23 @@ def test_an_answer_is_the_beginning_of_the_next_turn() -> None:
     other = leader_of(brain)
     assert other != leader, "the other one has less to do"
     assert leader_of(brain, prompt=told(0, 60) + [7] * 8) == leader
+
+
+def test_a_request_of_one_token_is_a_beginning_too() -> None:
+    brain = Brain(2)
+    leader_of(brain)
+    request_id = brain.request(prompt=told(0), max_tokens=1)
+    ((leader, _),) = brain.take(Submit)
+    brain.output(leader, request_id, FinishReason.LENGTH)
+    assert leader == 1 and leader_of(brain) == 0
+    assert leader_of(brain, prompt=told(0)) == 1
+
+
+def test_who_comes_while_a_beginning_is_computed_goes_by_load() -> None:
+    brain = Brain(2)
+    brain.request(prompt=told(0))
+    brain.request(prompt=told(0))
+    assert [i for i, _ in brain.take(Submit)] == [0, 1]
 
 
 def test_another_salt_is_another_beginning() -> None:
@@ -114,8 +134,13 @@ def test_a_group_that_died_is_forgotten() -> None:
     brain.request(prompt=told(1))
     brain.die(0)
     brain.controller.check()
-    (leader,) = [i for i, s in brain.take(Submit) if s.request.prompt_token_ids[0] == 10_000]
+    ((leader, request_id),) = [
+        (i, s.request.request_id)
+        for i, s in brain.take(Submit)
+        if s.request.prompt_token_ids[0] == 10_000
+    ]
     assert leader == 2, "the one with nothing to do"
+    brain.output(leader, request_id)
     assert leader_of(brain, prompt=told(0)) == 2
 
 
