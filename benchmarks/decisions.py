@@ -3,10 +3,10 @@
     python -m benchmarks.decisions [--instances 10000]
 
 Best of several runs on this machine, of Algorithm 1 (`plan_drop`), of lookahead
-(`form_lookahead`) and of dispatch (`GroupChooser`; then what knowing prefixes adds to one request:
-naming its beginning, once, and finding it among what 64 groups have). Targets: a plan for 10,000 instances in 50 ms;
-1,000 queued requests in 2 ms, 10,000 in 20 ms. The imbalance of a formation is its costliest
-microbatch over the mean.
+(`form_lookahead`) and of dispatch (`GroupChooser`). What knowing prefixes adds to one request is
+naming its beginning, once, and finding it among what 64 groups have. Targets: a plan for 10,000
+instances in 50 ms; 1,000 queued requests in 2 ms, 10,000 in 20 ms. The imbalance of a formation is
+its costliest microbatch over the mean.
 """
 
 import argparse

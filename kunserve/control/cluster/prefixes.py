@@ -1,7 +1,7 @@
 """What groups have computed lately, as far as the front knows: beginnings of prompts by name.
 
-The front remembers what was computed where. It is not told what a group's cache has evicted, so each
-group's memory is as long as the group's KV memory, and a guess that is wrong costs what not
+The front remembers what was computed where. It is not told what a group's cache has evicted, so
+each group's memory is as long as the group's KV memory, and a guess that is wrong costs what not
 guessing would cost. Beginnings are named at larger steps than blocks, because a guess need not be
 exact.
 """
