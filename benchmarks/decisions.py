@@ -1,11 +1,12 @@
-"""How long decisions take: a drop plan for many instances, a queue's microbatches, placing a queue.
+"""How long decisions take: a drop plan for many instances, microbatches, placing, one dispatch.
 
     python -m benchmarks.decisions [--instances 10000]
 
 Best of several runs on this machine, of Algorithm 1 (`plan_drop`), of lookahead
-(`form_lookahead`) and of dispatch (`GroupChooser`). Targets: a plan for 10,000 instances in 50 ms;
-1,000 queued requests in 2 ms, 10,000 in 20 ms. The imbalance of a formation is its costliest
-microbatch over the mean.
+(`form_lookahead`) and of dispatch (`GroupChooser`). What knowing prefixes adds to one request is
+naming its beginning, once, and finding it among what 64 groups have. Targets: a plan for 10,000
+instances in 50 ms; 1,000 queued requests in 2 ms, 10,000 in 20 ms. The imbalance of a formation is
+its costliest microbatch over the mean.
 """
 
 import argparse
@@ -17,10 +18,13 @@ from typing import TypeVar
 import numpy as np
 
 from benchmarks.report import Report, Setting
+from kunserve.control.cluster.prefixes import NAMED_TOKENS, PrefixIndex
 from kunserve.core.ids import GroupId, InstanceId
 from kunserve.core.layout import GroupLayout, LayerRange, Stage
 from kunserve.core.load import GroupLoad, LoadReport
+from kunserve.core.prefix import prefix_hashes
 from kunserve.core.snapshots import InstanceSpec
+from kunserve.core.tokens import TokenIds
 from kunserve.policy.batch_form import FormationView, PromptWork
 from kunserve.policy.drop_plan import DropPlan, plan_drop
 from kunserve.policy.lookahead import Lookahead, form_all, form_lookahead
@@ -136,6 +140,24 @@ def time_placing(report: Report) -> None:
     report.add("time", spent_ms, "ms", decision="placing", queued=len(sizes), groups=len(loads))
 
 
+def time_prefixes(report: Report) -> None:
+    """Prompts of several lengths whose beginning every group has, among 4,000 others each."""
+    generator = np.random.default_rng(0)
+    for num_tokens in (500, 4_000, 32_000):
+        prompt = TokenIds(generator.integers(0, 50_000, num_tokens).tolist())
+        spent_ms, names = best_ms(lambda p=prompt: prefix_hashes(p, NAMED_TOKENS))  # type: ignore[misc]
+        indexes = [PrefixIndex() for _ in range(64)]
+        for index in indexes:
+            index.add(tuple(generator.bytes(16) for _ in range(4_000)), 10_000)
+            index.add(names, 10_000)
+        case: dict[str, Setting] = {"decision": "prefix dispatch", "prompt tokens": num_tokens}
+        report.add("naming", spent_ms, "ms", **case)
+        spent_ms, _ = best_ms(lambda i=indexes, n=names: [one.depth(n) for one in i])  # type: ignore[misc]
+        report.add("finding", spent_ms, "ms", **case)
+        spent_ms, _ = best_ms(lambda i=indexes, n=names: i[0].add(n, 10_000))  # type: ignore[misc]
+        report.add("remembering", spent_ms, "ms", **case)
+
+
 def main() -> None:
     """All of them, in turn."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -145,6 +167,7 @@ def main() -> None:
         time_plans(report, num_instances)
         time_formations(report)
         time_placing(report)
+        time_prefixes(report)
 
 
 if __name__ == "__main__":

@@ -74,22 +74,24 @@ def _free_port() -> int:
         return port
 
 
-def ours(threads: int) -> Server:
+def ours(threads: int, *, name: str = "kunserve", caches_prefixes: bool = False) -> Server:
     """Start this checkout's server."""
     port = _free_port()
     command = [sys.executable, "-m", "kunserve.cli", "serve", "smollm2-135m"]
     command += ["--num-instances", "1", "--num-threads", str(threads), "--port", str(port)]
     command += ["--instance-memory", "2GiB"]
-    return Server("kunserve", command, {}, f"http://127.0.0.1:{port}")
+    command += ["--enable-prefix-caching" if caches_prefixes else "--no-enable-prefix-caching"]
+    return Server(name, command, {}, f"http://127.0.0.1:{port}")
 
 
-def vllm(root: Path, threads: int) -> Server:
+def vllm(root: Path, threads: int, *, caches_prefixes: bool = False) -> Server:
     """vLLM's CPU build."""
     port = _free_port()
     command = [str(root / "vllm/bin/python"), "-m", "vllm.entrypoints.openai.api_server"]
     command += ["--model", str(root / "smollm2-135m-hf"), "--host", "127.0.0.1"]
     command += ["--port", str(port), "--dtype", "bfloat16", "--max-model-len", "2048"]
-    command += ["--served-model-name", "m", "--no-enable-prefix-caching"]
+    caching = "--enable-prefix-caching" if caches_prefixes else "--no-enable-prefix-caching"
+    command += ["--served-model-name", "m", caching]
     environment = {
         "VLLM_CPU_OMP_THREADS_BIND": f"0-{threads - 1}",
         "VLLM_CPU_KVCACHE_SPACE": "2",

@@ -92,6 +92,12 @@ PLANS: dict[str, Alone | Client | Server | Elsewhere] = {
         BLOCK, within_s=550.0, makes="run.png"
     ),
     "kunserve bench --dataset-name timed_trace --dataset-path FILE.jsonl": Client(BLOCK),
+    "kunserve bench --dataset-name multi-turn --turns 10 --system-tokens 500": Client(
+        BLOCK, also="--num-prompts 5 --think-time 0.1 --answer-tokens 4"
+    ),
+    "kunserve simulate --turns 10 --request-rate 10 --compare drop,drop-no-prefix-cache": Alone(
+        SIMULATES, within_s=400.0
+    ),
     "kunserve serve --overload-policy observe": Server(),
     "kunserve serve --enable-admin": Server(),
     "kunserve data": Alone("burstgpt-like"),

@@ -15,11 +15,14 @@ _CONFIG = BenchConfig()
 _server = option("Server", _CONFIG)
 _workload = option("Workload", _CONFIG)
 _random = option("Workload: random lengths", _CONFIG)
+_turns = option("Workload: conversations (multi-turn)", _CONFIG)
 _trace = option("Workload: traces", _CONFIG)
 _client = option("Client", _CONFIG)
 _report = option("Report", _CONFIG)
 
-_DATASETS = ["random", "lengths", "bursty", "burstgpt", "azure", "mooncake", "timed_trace"]
+_DATASETS = [
+    "random", "lengths", "bursty", "multi-turn", "burstgpt", "azure", "mooncake", "timed_trace",
+]  # fmt: skip
 _FILE = click.Path(dir_okay=False, path_type=Path)
 _POSITIVE = click.FloatRange(min=0, min_open=True)
 
@@ -69,7 +72,8 @@ Examples
          help="How long to wait for the servers to answer.")
 @_workload("--dataset-name", type=click.Choice(_DATASETS),
            help="random, lengths: drawn lengths at --request-rate; bursty: a built-in window "
-           "with two overload spikes; the others replay a file at its own times.")
+           "with two overload spikes; multi-turn: conversations; the others replay a file at its "
+           "own times.")
 @_workload("--dataset-path", type=_FILE,
            help="The trace; for lengths, a CSV of input,output. Or a name of `kunserve data`.")
 @_workload("--lengths-path", type=_FILE,
@@ -98,6 +102,14 @@ Examples
          help="Output tokens.")
 @_random("--random-range-ratio", type=click.FloatRange(0, 1, max_open=True),
          help="Lengths are drawn from [len * (1 - r), len * (1 + r)].")
+@_turns("--turns", type=click.IntRange(min=1), help="Of each conversation.")
+@_turns("--system-tokens", type=click.IntRange(min=0),
+        help="Of the prompt that all conversations begin with.")
+@_turns("--turn-tokens", type=click.IntRange(min=1), help="What the user says in a turn.")
+@_turns("--answer-tokens", type=click.IntRange(min=1), help="What is asked for, and comes back in "
+        "the next turn's prompt.")
+@_turns("--think-time", type=click.FloatRange(min=0), metavar="SEC",
+        help="Mean time from a turn to the next, whenever its answer ends.")
 @_trace("--trace-start", type=click.FloatRange(min=0), show_default=False, metavar="SEC",
         help="Replay from here, in the trace's own time. Default: its first arrival.")
 @_trace("--trace-end", type=_POSITIVE, metavar="SEC", help="Replay up to here.")

@@ -33,6 +33,11 @@ class BenchConfig:
     random_input_len: int = 1024
     random_output_len: int = 128
     random_range_ratio: float = 0.0
+    turns: int = 10
+    system_tokens: int = 500
+    turn_tokens: int = 50
+    answer_tokens: int = 100
+    think_time: float = 10.0
     trace_start: float = 0.0
     trace_end: float | None = None
     trace_scale: float = 1.0

@@ -1,8 +1,11 @@
-"""Synthetic prompts of a wanted length. Every prompt differs, so a prefix cache cannot help."""
+"""Synthetic prompts of a wanted length. Every prompt differs, so a prefix cache cannot help, but
+where the workload says what prompts have in common.
+"""
 
 from typing import Protocol
 
 from kunserve.workload import seeds
+from kunserve.workload.workload import WorkloadRequest
 
 Prompt = str | list[int]
 
@@ -26,6 +29,24 @@ class PromptSource(Protocol):
     def prompt(self, number: int, num_tokens: int) -> Prompt:
         """The prompt of request ``number``; a function of the arguments and the seed alone."""
         ...
+
+
+_RUNS = 1 << 32
+"""Above the numbers of all requests: a run's own tokens or words."""
+
+
+def prompt_of(source: PromptSource, request: WorkloadRequest) -> Prompt:
+    """The prompt of a workload's request; runs of equal names have equal tokens or words."""
+    num_tokens = request.input_tokens
+    if request.content is None:
+        return source.prompt(request.number, num_tokens)
+    pieces = [source.prompt(_RUNS + name, size) for name, size in request.content]
+    rest = num_tokens - request.content.num_tokens
+    if rest > 0:
+        pieces.append(source.prompt(request.number, rest))
+    if all(isinstance(piece, str) for piece in pieces):
+        return " ".join(map(str, pieces))
+    return [token for piece in pieces for token in piece if isinstance(token, int)][:num_tokens]
 
 
 class Detokenizer(Protocol):

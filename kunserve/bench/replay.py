@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import aiohttp
 
 from kunserve.bench.client import Call, CallSettings, stream
-from kunserve.bench.prompts import PromptSource
+from kunserve.bench.prompts import PromptSource, prompt_of
 from kunserve.bench.records import RequestRecord
 from kunserve.workload.workload import WorkloadRequest
 
@@ -69,7 +69,7 @@ class Bodies:
         return self._built(request) if ready is None else ready
 
     def _built(self, request: WorkloadRequest) -> bytes:
-        prompt = self._prompts.prompt(request.number, request.input_tokens)
+        prompt = prompt_of(self._prompts, request)
         return self._settings.body(prompt, request.output_tokens)
 
 

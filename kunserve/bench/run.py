@@ -24,6 +24,7 @@ from kunserve.bench.replay import Silent
 from kunserve.bench.runfile import Run, read_run, write_run
 from kunserve.bench.session import Outcome, Target, find_model, measure
 from kunserve.core.errors import ConfigError
+from kunserve.workload.multi_turn import Conversation
 from kunserve.workload.recipe import Dataset, Recipe, build_workload
 from kunserve.workload.summary import summarize
 from kunserve.workload.workload import Workload
@@ -68,6 +69,13 @@ def recipe_of(config: BenchConfig) -> Recipe:
         random_input_tokens=config.random_input_len,
         random_output_tokens=config.random_output_len,
         random_range_ratio=config.random_range_ratio,
+        conversation=Conversation(
+            config.turns,
+            config.system_tokens,
+            config.turn_tokens,
+            config.answer_tokens,
+            config.think_time,
+        ),
         duration_s=config.bursty_duration,
         trace_start_s=config.trace_start,
         trace_end_s=config.trace_end,

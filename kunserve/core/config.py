@@ -195,6 +195,9 @@ class ClusterConfig:
     """``soonest``: requests wait in one queue for the group that can start them first.
     ``round-robin``: each goes to the next group in turn at once, as to servers that know nothing
     of each other."""
+    prefix_aware_dispatch: bool = True
+    """With ``soonest`` and prefix caching: a request goes where its beginning lies, unless there is
+    too much to do."""
     pipeline_stages: int = 1
     """Instances that share one copy of the weights from the start, and for good; 1: none do."""
     max_instances: int | None = None
@@ -249,6 +252,8 @@ class ServerConfig:
     shutdown_timeout_s: float = 30.0
     """How long SIGTERM waits for in-flight requests."""
     max_connections: int = 4096
+    enable_prompt_tokens_details: bool = False
+    """Whether ``usage`` tells how many prompt tokens were cached."""
     enable_admin: bool = False
     """Whether the write endpoints under /kunserve answer."""
 

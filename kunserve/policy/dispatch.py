@@ -12,9 +12,15 @@ from typing import TypeAlias
 from kunserve.core.errors import MAX_QUEUED_REQS, MAX_QUEUED_TOKENS
 from kunserve.core.ids import GroupId
 from kunserve.core.load import GroupLoad
+from kunserve.policy.affinity import NOTHING_SAVED, Saved, is_near, per_instance
+
+Rank: TypeAlias = tuple[bool, int, float, GroupId]
+"""Of a group for a request; the least is the best."""
 
 
-def choose_group(groups: Iterable[GroupLoad], request_blocks: int) -> GroupId | None:
+def choose_group(
+    groups: Iterable[GroupLoad], request_blocks: int, saved: Saved = NOTHING_SAVED
+) -> GroupId | None:
     """The group where the request starts soonest; None if no group can ever hold it.
 
     With ``load = (demand + unreported + request) / capacity`` a group is *open* when load <= 1
@@ -22,15 +28,26 @@ def choose_group(groups: Iterable[GroupLoad], request_blocks: int) -> GroupId | 
     load wins. Where none is open the request joins a queue, and then the head of the queue says
     nothing: the least ``(demand - head + whole queue + unreported + request) / capacity`` wins.
     Ties go to the lower group id.
+
+    ``saved`` counts for the chosen group and those that are near it (`affinity`). A group with
+    something saved is open with more waiting too, if what waits behind the head is no more than
+    what is saved. Among open groups the one that saves most wins, before load; where none is open,
+    what is saved is taken from the need.
     """
-    best: tuple[bool, float, GroupId] | None = None
-    for group in groups:
-        if request_blocks > group.capacity_blocks:
-            continue
-        rank = _rank(group, request_blocks)
-        if best is None or rank < best:
-            best = rank
-    return None if best is None else best[2]
+    fitting = [group for group in groups if request_blocks <= group.capacity_blocks]
+    ranks = [rank_of(*_terms(group), group.group_id, request_blocks) for group in fitting]
+    if not ranks:
+        return None
+    chosen = min(ranks)[-1]
+    if not saved:
+        return chosen
+    there = next(per_instance(group) for group in fitting if group.group_id == chosen)
+    return min(
+        rank_of(*_terms(group), group.group_id, request_blocks, saved.get(group.group_id, 0))
+        for group in fitting
+        if group.group_id == chosen
+        or (group.group_id in saved and is_near(per_instance(group), there))
+    )[-1]
 
 
 def choose_empty(
@@ -48,13 +65,28 @@ def choose_empty(
     return GroupId(-min(ranked)[1]) if ranked else None
 
 
-def _rank(group: GroupLoad, request_blocks: int) -> tuple[bool, float, GroupId]:
-    report = group.report
-    demand = group.demand_blocks + request_blocks
-    queues = demand > group.capacity_blocks or group.num_waiting > 1
-    if queues:
-        demand = group.need_blocks + request_blocks
-    return queues, demand / group.capacity_blocks, report.group_id
+def rank_of(
+    demand_blocks: int,
+    need_blocks: int,
+    is_queued: bool,
+    capacity_blocks: int,
+    group_id: GroupId,
+    request_blocks: int,
+    saved_blocks: int = 0,
+) -> Rank:
+    """See ``choose_group``. ``is_queued``: more than one request waits there."""
+    demand = demand_blocks + request_blocks
+    if saved_blocks and need_blocks - demand_blocks < saved_blocks:
+        is_queued = False
+    if demand <= capacity_blocks and not is_queued:
+        return False, -saved_blocks, demand / capacity_blocks, group_id
+    need = need_blocks + request_blocks - saved_blocks
+    return True, 0, need / capacity_blocks, group_id
+
+
+def _terms(group: GroupLoad) -> tuple[int, int, bool, int]:
+    is_queued = group.num_waiting > 1
+    return group.demand_blocks, group.need_blocks, is_queued, group.capacity_blocks
 
 
 @dataclass(frozen=True, slots=True)

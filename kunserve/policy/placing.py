@@ -10,6 +10,8 @@ from heapq import heapify, heappop, heappush
 
 from kunserve.core.ids import GroupId
 from kunserve.core.load import GroupLoad
+from kunserve.policy.affinity import NOTHING_SAVED, Saved, is_near, num_requests
+from kunserve.policy.dispatch import Rank, rank_of
 
 _Heap = list[tuple[int, GroupId]]
 
@@ -24,6 +26,8 @@ class GroupChooser:
         self._capacities: dict[GroupId, int] = {}
         self._demand: dict[GroupId, int] = {}
         self._need: dict[GroupId, int] = {}
+        self._num: dict[GroupId, int] = {}
+        self._num_instances: dict[GroupId, int] = {}
         self._may_be_open: set[GroupId] = set()
         self._by_demand: dict[int, _Heap] = {}
         """By capacity: those that may be open."""
@@ -33,6 +37,8 @@ class GroupChooser:
             self._capacities[group_id] = capacity
             self._demand[group_id] = group.demand_blocks
             self._need[group_id] = group.need_blocks
+            self._num[group_id] = num_requests(group)
+            self._num_instances[group_id] = group.num_instances
             by_demand = self._by_demand.setdefault(capacity, [])
             if group.num_waiting <= 1:
                 self._may_be_open.add(group_id)
@@ -41,8 +47,36 @@ class GroupChooser:
         for heap in (*self._by_demand.values(), *self._by_need.values()):
             heapify(heap)
 
-    def choose(self, request_blocks: int) -> GroupId | None:
+    def choose(self, request_blocks: int, saved: Saved = NOTHING_SAVED) -> GroupId | None:
         """The group where the request starts soonest; None if no group can ever hold it."""
+        chosen = self._without_saving(request_blocks)
+        if chosen is None or not saved:
+            return chosen
+        best = self._rank(chosen, request_blocks, saved.get(chosen, 0))
+        there = self._per_instance(chosen)
+        for group_id, blocks in saved.items():
+            capacity = self._capacities.get(group_id)
+            if capacity is None or request_blocks > capacity:
+                continue
+            if is_near(self._per_instance(group_id), there):
+                best = min(best, self._rank(group_id, request_blocks, blocks))
+        return best[-1]
+
+    def _rank(self, group_id: GroupId, request_blocks: int, saved_blocks: int) -> Rank:
+        return rank_of(
+            self._demand[group_id],
+            self._need[group_id],
+            group_id not in self._may_be_open,
+            self._capacities[group_id],
+            group_id,
+            request_blocks,
+            saved_blocks,
+        )
+
+    def _per_instance(self, group_id: GroupId) -> float:
+        return self._num[group_id] / self._num_instances[group_id]
+
+    def _without_saving(self, request_blocks: int) -> GroupId | None:
         best: tuple[bool, float, GroupId] | None = None
         for capacity, by_need in self._by_need.items():
             if request_blocks > capacity:
@@ -68,6 +102,7 @@ class GroupChooser:
         capacity = self._capacities[group_id]
         self._demand[group_id] += request_blocks
         self._need[group_id] += request_blocks
+        self._num[group_id] += 1
         heappush(self._by_need[capacity], (self._need[group_id], group_id))
         if group_id in self._may_be_open:
             heappush(self._by_demand[capacity], (self._demand[group_id], group_id))

@@ -69,6 +69,14 @@ def plan_recalls(
     return tuple(recalls)
 
 
+def may_leave(group: GroupLoad, saved_tokens: int) -> bool:
+    """Whether a waiting request may go although the group saves it so many tokens.
+
+    It may if that is no more than what is computed before it, or if it waits for memory.
+    """
+    return saved_tokens <= group.report.waiting_tokens or _is_memory_bound(group)
+
+
 def spare_blocks(groups: Iterable[GroupLoad], request_blocks: int) -> int:
     """Memory in which requests of a size start at once, all groups together."""
     size = max(1, request_blocks)

@@ -4,6 +4,7 @@ from collections.abc import Iterable
 
 from kunserve.core.ids import GroupId
 from kunserve.core.load import GroupLoad
+from kunserve.policy.affinity import NOTHING_SAVED, Saved
 
 
 class RoundRobin:
@@ -32,7 +33,7 @@ class RoundRobinChooser:
         self._turn = turn
         self._capacities = {group.group_id: group.capacity_blocks for group in groups}
 
-    def choose(self, request_blocks: int) -> GroupId | None:
+    def choose(self, request_blocks: int, _saved: Saved = NOTHING_SAVED) -> GroupId | None:
         """Whose turn it is, of those that can hold the request; None if none can."""
         fitting = (
             group_id

@@ -57,6 +57,7 @@ class Choice:
         "_starts",
         "finish_reason",
         "index",
+        "num_cached_tokens",
         "num_tokens",
         "request",
         "stop_reason",
@@ -79,6 +80,8 @@ class Choice:
         self._entries: list[TokenEntry] = []
         self._num_characters = 0
         self.num_tokens = 0
+        self.num_cached_tokens = 0
+        """Of the prompt: their KV was found."""
         self.finish_reason: FinishReason | None = None
         self.stop_reason: str | int | None = None
         """The stop string or stop token that ended it; None for the model's own end."""
@@ -98,6 +101,7 @@ class Choice:
             if output.position == 0:
                 self._starts = True
                 self._prompt_scores = output.prompt_scores
+                self.num_cached_tokens = output.num_cached_tokens
             if self._omits_answer:
                 self.finish_reason = FinishReason.LENGTH
                 return

@@ -59,6 +59,17 @@ STEP_TOKENS = histogram(
     "Tokens of a step: prompt tokens computed, and tokens made.",
     "engine",
 )
+PREFIX_QUERIES = counter(
+    "vllm:prefix_cache_queries_total", "Tokens looked for in the prefix cache.", "engine"
+)
+PREFIX_HITS = counter(
+    "vllm:prefix_cache_hits_total", "Tokens whose KV was found in the prefix cache.", "engine"
+)
+CACHED_BLOCKS = gauge(
+    "kunserve:prefix_cached_blocks",
+    "KV blocks that only the prefix cache holds: they are free as soon as someone needs them.",
+    "engine",
+)
 LOST_TOKENS = counter(
     "kunserve:lost_tokens_total", "Tokens of KV thrown away by preemptions.", "engine"
 )
@@ -112,10 +123,13 @@ FAMILIES = (
     CAPACITY_BLOCKS,
     UNDROPPED_BLOCKS,
     USED_BLOCKS,
+    CACHED_BLOCKS,
     DEMAND_BLOCKS,
     STALLED,
     GROUP_SIZE,
     PREEMPTIONS,
+    PREFIX_QUERIES,
+    PREFIX_HITS,
     STEP_TOKENS,
     LOST_TOKENS,
     ALIVE,
@@ -137,11 +151,14 @@ _OF_LOAD: tuple[tuple[Family, Callable[[LoadReport], float]], ...] = (
     (USAGE, lambda load: load.used_blocks / max(1, load.capacity_blocks)),
     (CAPACITY_BLOCKS, lambda load: load.capacity_blocks),
     (USED_BLOCKS, lambda load: load.used_blocks),
+    (CACHED_BLOCKS, lambda load: load.cached_blocks),
     (DEMAND_BLOCKS, lambda load: load.demand_blocks),
     (STALLED, lambda load: load.num_stalled),
 )
 _OF_INSTANCE: tuple[tuple[Family, Callable[[InstanceSnapshot], float]], ...] = (
     (PREEMPTIONS, lambda instance: instance.totals.num_preemptions),
+    (PREFIX_QUERIES, lambda instance: instance.totals.prefix_queried_tokens),
+    (PREFIX_HITS, lambda instance: instance.totals.prefix_hit_tokens),
     (LOST_TOKENS, lambda instance: instance.totals.lost_tokens),
     (ALIVE, lambda instance: instance.alive),
     (DROPPED_LAYERS, lambda instance: instance.spec.num_layers - instance.held.num_layers),

@@ -19,8 +19,6 @@ FLAGS = {
     "--cpu-offload-gb": _NOT_THERE,
     "--compilation-config": "see --enforce-eager",
     "--distributed-executor-backend": "instances are processes on this machine",
-    "--enable-prefix-caching": _NOT_THERE,
-    "--no-enable-prefix-caching": "there is no prefix cache, so leave the flag out",
     "--enable-chunked-prefill": "prompts are always cut into chunks, so leave the flag out",
     "--no-enable-chunked-prefill": "prompts are always cut into chunks",
     "--kv-cache-dtype": "KV has the type of the weights; see --dtype",

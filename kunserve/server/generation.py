@@ -18,8 +18,12 @@ BY_THEMSELVES = (FinishReason.STOP, FinishReason.LENGTH)
 class RequestClock(Protocol):
     """Times one accepted request, for the metrics."""
 
-    def token(self, now_s: float, queued_s: float | None = None) -> None:
-        """One output token came; the first may tell how long the request queued."""
+    def token(
+        self, now_s: float, queued_s: float | None = None, num_cached_tokens: int = 0
+    ) -> None:
+        """One output token came; the first may tell how long the request queued, and how much of
+        its prompt was cached.
+        """
         ...
 
     def ended(self, reason: FinishReason, now_s: float) -> None:
@@ -81,6 +85,11 @@ class Generation:
         return sum(choice.num_tokens for choice in self.choices)
 
     @property
+    def num_cached_tokens(self) -> int:
+        """Prompt tokens whose KV was found; each prompt counts once, by its first choice."""
+        return sum(choice.num_cached_tokens for choice in self.choices[:: self._num_choices])
+
+    @property
     def lengths_by_prompt(self) -> list[list[int]]:
         """Output tokens of each choice, for the prompts whose choices all ended by themselves."""
         num = self._num_choices
@@ -135,7 +144,7 @@ class Generation:
     def _deliver(self, choice: Choice, clock: RequestClock, output: TokenOutput) -> None:
         now_s = time.monotonic()
         if output.token_id is not None:
-            clock.token(now_s, output.queued_s)
+            clock.token(now_s, output.queued_s, output.num_cached_tokens)
         if output.finish_reason is not None:
             del self._live[choice.index]
             clock.ended(output.finish_reason, now_s)

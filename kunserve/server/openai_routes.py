@@ -124,6 +124,7 @@ class OpenAIRoutes:
             prefixes=[echoes[choice.index // num_choices] for choice in choices],
             num_prompt_tokens=sum(map(len, prompts)),
             report=report,
+            tells_cached=front.config.server.enable_prompt_tokens_details,
         )
         eager = bool(body.stream or body.stop)
         generation = Generation(front.engine, choices, front.watch, eager, num_choices)
@@ -171,7 +172,9 @@ class OpenAIRoutes:
             index = len(choices)
             token_ids = token_ids_of[index // num_choices]
             request_id = RequestId(f"{engine_id}-{index}")
-            request = Request(request_id, token_ids, sampling, arrival_s)
+            request = Request(
+                request_id, token_ids, sampling, arrival_s, cache_salt=body.cache_salt or ""
+            )
             detokenizer = front.codec.detokenizer(token_ids, skip_special)
             choices.append(Choice(index, request, detokenizer, options))
         return choices

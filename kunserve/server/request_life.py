@@ -56,9 +56,11 @@ class RequestLife:
             return None
         return (self.last_s - self.first_s) / (self.num_tokens - 1)
 
-    def token(self, now_s: float, queued_s: float | None = None) -> None:
+    def token(
+        self, now_s: float, queued_s: float | None = None, num_cached_tokens: int = 0
+    ) -> None:
         """See ``RequestClock``."""
-        self._clock.token(now_s, queued_s)
+        self._clock.token(now_s, queued_s, num_cached_tokens)
         if self.num_tokens == 0:
             self.first_s, self.queued_s = now_s, queued_s
         self.last_s = now_s

@@ -30,6 +30,11 @@ REASONS = (*LIMITS, UNAVAILABLE, TOO_MANY_BODIES)
 PROMPT_TOKENS = counter(
     "vllm:prompt_tokens_total", "Prompt tokens of requests that began.", "engine"
 )
+CACHED_TOKENS = counter(
+    "vllm:prompt_tokens_cached_total",
+    "Prompt tokens of requests that began whose KV was found in the prefix cache.",
+    "engine",
+)
 GENERATION_TOKENS = counter(
     "vllm:generation_tokens_total", "Output tokens delivered to clients.", "engine"
 )
@@ -79,7 +84,7 @@ OUTPUT_LENGTH = histogram(
 )
 COMPUTED_PROMPT = histogram(
     "vllm:request_prefill_kv_computed_tokens",
-    "Prompt tokens whose KV had to be made; all of them, because no prefix is cached.",
+    "Prompt tokens of a request that ended whose KV was made, not found in the prefix cache.",
     "engine",
 )
 LONGEST_OUTPUT = histogram(
@@ -93,6 +98,7 @@ MAX_TOKENS = histogram(
 )
 FAMILIES = (
     PROMPT_TOKENS,
+    CACHED_TOKENS,
     GENERATION_TOKENS,
     SUCCESS,
     REJECTIONS,
@@ -144,17 +150,28 @@ class RecentValues:
 class RequestTiming:
     """One request's clock (``RequestClock``). Starts when its HTTP headers had come."""
 
-    __slots__ = ("_first_s", "_last_s", "_metrics", "_num_tokens", "_queued_s", "_request")
+    __slots__ = (
+        "_first_s",
+        "_last_s",
+        "_metrics",
+        "_num_cached",
+        "_num_tokens",
+        "_queued_s",
+        "_request",
+    )
 
     def __init__(self, metrics: "RequestMetrics", request: Request) -> None:
         self._metrics = metrics
         self._request = request
         self._num_tokens = 0
+        self._num_cached = 0
         self._first_s = 0.0
         self._last_s = 0.0
         self._queued_s: float | None = None
 
-    def token(self, now_s: float, queued_s: float | None = None) -> None:
+    def token(
+        self, now_s: float, queued_s: float | None = None, num_cached_tokens: int = 0
+    ) -> None:
         """One output token came."""
         metrics = self._metrics
         metrics.generation_tokens += 1
@@ -162,8 +179,10 @@ class RequestTiming:
         if self._num_tokens == 1:
             self._first_s = now_s
             self._queued_s = queued_s
+            self._num_cached = num_cached_tokens
             waited_s = now_s - self._request.arrival_s
             metrics.prompt_tokens += len(self._request.prompt_token_ids)
+            metrics.cached_tokens += num_cached_tokens
             metrics.first_token.observe(waited_s)
             if queued_s is not None:
                 metrics.queue_time.observe(queued_s)
@@ -183,6 +202,7 @@ class RequestTiming:
         whole_s = now_s - request.arrival_s
         metrics.whole_request.observe(whole_s)
         metrics.prompt_length.observe(len(request.prompt_token_ids))
+        metrics.computed_prompt.observe(len(request.prompt_token_ids) - self._num_cached)
         metrics.output_length.observe(self._num_tokens)
         metrics.max_tokens.observe(request.sampling.max_tokens)
         if self._num_tokens:
@@ -205,6 +225,7 @@ class RequestMetrics(Collector):
         """Requests that the engine took; refused ones are not among them."""
         self.refusals = dict.fromkeys(REASONS, 0)
         self.prompt_tokens = 0
+        self.cached_tokens = 0
         self.generation_tokens = 0
         self.finished: Counter[FinishReason] = Counter()
         self.first_token = Histogram(FIRST_TOKEN_BUCKETS)
@@ -216,6 +237,7 @@ class RequestMetrics(Collector):
         self.decode_time = Histogram(REQUEST_BUCKETS)
         self.inference_time = Histogram(REQUEST_BUCKETS)
         self.prompt_length = Histogram(lengths)
+        self.computed_prompt = Histogram(lengths)
         self.output_length = Histogram(lengths)
         self.longest_output = Histogram(lengths)
         self.max_tokens = Histogram(lengths)
@@ -251,6 +273,7 @@ class RequestMetrics(Collector):
         model = self._model_name
         everywhere = (model, ALL_ENGINES)
         yield PROMPT_TOKENS.of({everywhere: self.prompt_tokens})
+        yield CACHED_TOKENS.of({everywhere: self.cached_tokens})
         yield GENERATION_TOKENS.of({everywhere: self.generation_tokens})
         yield SUCCESS.of(
             {(*everywhere, reason.value): self.finished[reason] for reason in FinishReason}
@@ -271,7 +294,7 @@ class RequestMetrics(Collector):
             (INFERENCE_TIME, self.inference_time),
             (PROMPT_LENGTH, self.prompt_length),
             (OUTPUT_LENGTH, self.output_length),
-            (COMPUTED_PROMPT, self.prompt_length),
+            (COMPUTED_PROMPT, self.computed_prompt),
             (LONGEST_OUTPUT, self.longest_output),
             (CHOICES, self.choices),
             (MAX_TOKENS, self.max_tokens),

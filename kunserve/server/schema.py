@@ -48,6 +48,21 @@ StopList = Annotated[
 ]
 
 
+MAX_SALT_CHARS = 128
+
+
+def _check_salt(salt: str) -> str:
+    # As vLLM: other stores of KV make paths and keys of it.
+    if any(char in salt for char in "@/\\\0"):
+        raise PydanticCustomError("bad_salt", "A salt may not contain @, /, \\ or NUL")
+    return salt
+
+
+CacheSalt = Annotated[
+    str, Field(min_length=1, max_length=MAX_SALT_CHARS), AfterValidator(_check_salt)
+]
+
+
 BadWords = Annotated[
     list[Annotated[str, Field(min_length=1, max_length=256)]], Field(max_length=256)
 ]
@@ -97,6 +112,8 @@ class GenerationBody(BaseModel):
     stream_options: StreamOptions | None = None
     skip_special_tokens: bool | None = None
     add_special_tokens: bool | None = None
+    cache_salt: CacheSalt | None = None
+    """KV is shared only with requests of the same salt."""
     user: str | None = None
 
     @property

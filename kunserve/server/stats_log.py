@@ -58,9 +58,14 @@ class StatsLog:
                 f"Engine {group.leader:03d}: "
                 f"Avg prompt throughput: {prompt_rate:.1f} tokens/s, "
                 f"Avg generation throughput: {generation_rate:.1f} tokens/s, "
-                f"{_load_text(load)}, Preemptions: {preemptions}, Stages: {len(group.stages)}"
+                f"{_load_text(load)}, Prefix cache hit rate: {_hit_percent(done):.1f}%, "
+                f"Preemptions: {preemptions}, Stages: {len(group.stages)}"
             )
         return lines
+
+
+def _hit_percent(done: LeaderTotals) -> float:
+    return 100.0 * done.prefix_hit_tokens / max(1, done.prefix_queried_tokens)
 
 
 def _load_text(load: LoadReport) -> str:

@@ -4,6 +4,7 @@ import asyncio
 import functools
 import logging
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
@@ -50,9 +51,11 @@ class GenerationAnswer(Response):
         self._generation = generation
         self._envelope = envelope
 
-    def usage(self) -> dict[str, int]:
+    def usage(self) -> dict[str, Any]:
         """The ``usage`` object as of now."""
-        return usage_object(self._envelope.num_prompt_tokens, self._generation.num_output_tokens)
+        generation, envelope = self._generation, self._envelope
+        cached_tokens = generation.num_cached_tokens if envelope.tells_cached else None
+        return usage_object(envelope.num_prompt_tokens, generation.num_output_tokens, cached_tokens)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI: answer, and leave nothing running behind."""

@@ -42,6 +42,8 @@ class Envelope:
     """For ``usage``: each prompt counts once, whatever ``n``."""
     report: PromptReport | None = None
     """Where the client asks for log-probabilities of its prompts."""
+    tells_cached: bool = False
+    """Whether ``usage`` tells how many prompt tokens were cached."""
 
     def logprobs(self, index: int, delta: Delta) -> dict[str, Any] | None:
         """The ``logprobs`` object of a choice's news; an echoed prompt's tokens come first."""
@@ -53,13 +55,18 @@ class Envelope:
         return self.format_logprobs(entries, len(self.prefixes[index]))
 
 
-def usage_object(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
-    """The ``usage`` object."""
-    return {
+def usage_object(
+    prompt_tokens: int, completion_tokens: int, cached_tokens: int | None = None
+) -> dict[str, Any]:
+    """The ``usage`` object; ``cached_tokens`` None is not told."""
+    usage: dict[str, Any] = {
         "prompt_tokens": prompt_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
         "completion_tokens": completion_tokens,
     }
+    if cached_tokens is not None:
+        usage["prompt_tokens_details"] = {"cached_tokens": cached_tokens}
+    return usage
 
 
 def event(value: Any) -> bytes:
@@ -167,7 +174,7 @@ class ChoiceStream:
         return _encode(self._envelope.logprobs(self._index, delta))
 
 
-def usage_chunk(envelope: Envelope, usage: dict[str, int]) -> bytes:
+def usage_chunk(envelope: Envelope, usage: dict[str, Any]) -> bytes:
     """The last chunk of a stream with ``include_usage``."""
     return event(
         {
@@ -182,7 +189,7 @@ def usage_chunk(envelope: Envelope, usage: dict[str, int]) -> bytes:
 
 
 def whole_answer(
-    envelope: Envelope, choices: Sequence[Choice], deltas: Sequence[Delta], usage: dict[str, int]
+    envelope: Envelope, choices: Sequence[Choice], deltas: Sequence[Delta], usage: dict[str, Any]
 ) -> bytes:
     """The body of an answer that is not streamed."""
     bodies = []

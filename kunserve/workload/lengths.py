@@ -90,6 +90,8 @@ def scale_lengths(pool: Lengths, factor: float) -> Lengths:
         _rounded(np.maximum(1, np.array(pool.input_tokens, dtype=np.float64) * factor)),
         _rounded(np.maximum(1, np.array(pool.output_tokens, dtype=np.float64) * factor)),
         f"{pool.source}, lengths x{factor:g}",
+        pool.contents
+        and tuple(None if one is None else one.scaled(factor) for one in pool.contents),
     )
 
 

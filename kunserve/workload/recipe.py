@@ -1,7 +1,7 @@
 """From settings to a workload: what ``kunserve bench`` and experiment files ask for."""
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from kunserve.core.errors import ConfigError
@@ -10,6 +10,7 @@ from kunserve.workload import traces, transform
 from kunserve.workload.arrivals import gamma_arrivals, immediate_arrivals
 from kunserve.workload.bursty import BURSTINESS, SPIKES, WINDOW_S, bursty_workload, spikes_of
 from kunserve.workload.data.catalog import BURSTGPT_LIKE, locate
+from kunserve.workload.multi_turn import Conversation, conversations
 from kunserve.workload.workload import Lengths, Workload
 
 
@@ -19,6 +20,7 @@ class Dataset(enum.StrEnum):
     RANDOM = "random"
     LENGTHS = "lengths"
     BURSTY = "bursty"
+    MULTI_TURN = "multi-turn"
     BURSTGPT = "burstgpt"
     AZURE = "azure"
     MOONCAKE = "mooncake"
@@ -54,6 +56,8 @@ class Recipe:
     random_range_ratio: float = 0.0
     duration_s: float | None = None
     """Length of the bursty window. None: num_prompts / rate if both are given, else 640."""
+    conversation: Conversation = field(default_factory=Conversation)
+    """The shape of those of ``multi-turn``."""
     spike_factor: float | None = None
     """Height of the bursty window's spikes over its base rate. None: 3.5 and 4.5."""
     trace_start_s: float = 0.0
@@ -86,6 +90,12 @@ def build_workload(recipe: Recipe) -> Workload:
         workload = _replayed(recipe)
     elif recipe.dataset is Dataset.BURSTY:
         workload = _bursty(recipe)
+    elif recipe.dataset is Dataset.MULTI_TURN:
+        count = DEFAULT_NUM_PROMPTS if recipe.num_prompts is None else recipe.num_prompts
+        rate = 1.0 if recipe.request_rate is None else recipe.request_rate
+        if not 0.0 < rate < float("inf"):
+            raise ConfigError(f"conversations need a finite request_rate above 0, not {rate}")
+        workload = conversations(recipe.conversation, count, rate, recipe.seed)
     else:
         workload = _drawn(recipe)
     if recipe.lengths_path is not None and recipe.dataset is not Dataset.LENGTHS:
@@ -225,6 +235,7 @@ _APPLIES: dict[Dataset, frozenset[str]] = {
     Dataset.RANDOM: _ARRIVALS | _RANDOM,
     Dataset.LENGTHS: _ARRIVALS | {"dataset_path"},
     Dataset.BURSTY: _ARRIVALS | {"duration_s", "spike_factor"},
+    Dataset.MULTI_TURN: frozenset({"request_rate", "conversation"}),
     Dataset.BURSTGPT: _TRACE | {"trace_model"},
     Dataset.AZURE: _TRACE,
     Dataset.MOONCAKE: _TRACE | {"seconds_per_unit"},

@@ -7,6 +7,7 @@ LENGTHS = 2
 THINNING = 3
 UPSCALING = 4
 PROMPTS = 5
+THINKING = 6
 
 
 def generator(seed: int, *stream: int) -> np.random.Generator:

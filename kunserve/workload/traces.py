@@ -9,6 +9,7 @@ from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 
+from kunserve.workload.contents import MAX_NAME, RUN_TOKENS, Content
 from kunserve.workload.files import Row, Table, WorkloadFileError, read_csv, read_jsonl
 from kunserve.workload.workload import Lengths, Workload
 
@@ -86,6 +87,9 @@ def read_azure(path: Path) -> Workload:
 def read_timed_trace(path: Path, seconds_per_unit: float) -> Workload:
     """JSONL of ``timestamp``, ``input_length``, ``output_length``; more fields are ignored.
 
+    But ``hash_ids``, as in Mooncake's traces, names each prompt's blocks of 512 tokens: prompts
+    whose first names are equal begin alike.
+
     One unit of ``timestamp`` is ``seconds_per_unit`` seconds, always said by the caller and
     never guessed: Mooncake's traces are in milliseconds (0.001), plain timed traces in seconds.
     """
@@ -105,15 +109,38 @@ def _workload(
     names: tuple[str, str],
     source: str,
 ) -> Workload:
-    read = [(arrival_s(row), row.count(names[0]), row.count(names[1])) for row in rows]
-    kept = sorted((row for row in read if min(row[1:]) > 0), key=lambda row: row[0])
+    read = [
+        (arrival_s(row), row.count(names[0]), row.count(names[1]), _content(row, names[0]))
+        for row in rows
+    ]
+    kept = sorted((row for row in read if min(row[1:3]) > 0), key=lambda row: row[0])
     if not kept:
         raise WorkloadFileError(path, None, "no request with both lengths above 0")
     num_failed = len(read) - len(kept)
     skipped = f" ({num_failed} rows without tokens left out)" if num_failed else ""
     start_s = kept[0][0]
-    lengths = Lengths(tuple(row[1] for row in kept), tuple(row[2] for row in kept), source)
+    contents = tuple(row[3] for row in kept)
+    lengths = Lengths(
+        tuple(row[1] for row in kept),
+        tuple(row[2] for row in kept),
+        source,
+        contents if any(contents) else None,
+    )
     return Workload(tuple(row[0] - start_s for row in kept), lengths, source + skipped)
+
+
+def _content(row: Row, input_name: str) -> Content | None:
+    """What ``hash_ids`` tell of the prompt, if the row has them."""
+    names = row.values.get("hash_ids")
+    if names is None:
+        return None
+    if not isinstance(names, list) or not all(type(one) is int for one in names):
+        raise WorkloadFileError(row.path, row.line, "'hash_ids' is not a list of whole numbers")
+    if not all(0 <= one < MAX_NAME for one in names):
+        reason = f"a number of 'hash_ids' is not from 0 to {MAX_NAME - 1}"
+        raise WorkloadFileError(row.path, row.line, reason)
+    num_tokens = row.count(input_name)
+    return Content.of_blocks(names, num_tokens, RUN_TOKENS) if names and num_tokens else None
 
 
 def _column(table: Table, names: tuple[str, ...], what: str) -> str:

@@ -125,5 +125,8 @@ def _pick(workload: Workload, keep: list[int]) -> Workload:
             lengths,
             input_tokens=tuple(lengths.input_tokens[index] for index in keep),
             output_tokens=tuple(lengths.output_tokens[index] for index in keep),
+            contents=None
+            if lengths.contents is None
+            else tuple(lengths.contents[index] for index in keep),
         ),
     )

@@ -2,9 +2,11 @@
 
 import math
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import NamedTuple
 
 from kunserve.core.errors import ConfigError
+from kunserve.workload.contents import Content
 
 
 class WorkloadRequest(NamedTuple):
@@ -15,6 +17,8 @@ class WorkloadRequest(NamedTuple):
     arrival_s: float
     input_tokens: int
     output_tokens: int
+    content: Content | None = None
+    """What it has in common with others; None: nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +29,8 @@ class Lengths:
     output_tokens: tuple[int, ...]
     source: str
     """For people: shown on figures and stored with every result."""
+    contents: tuple[Content | None, ...] | None = None
+    """Of each prompt; None: no two prompts have anything in common."""
 
     def __post_init__(self) -> None:
         assert len(self.input_tokens) == len(self.output_tokens), (
@@ -33,6 +39,7 @@ class Lengths:
         )
         assert min(self.input_tokens, default=1) >= 1, min(self.input_tokens)
         assert min(self.output_tokens, default=1) >= 1, min(self.output_tokens)
+        assert self.contents is None or len(self.contents) == len(self), len(self.contents)
 
     def __len__(self) -> int:
         return len(self.input_tokens)
@@ -54,6 +61,7 @@ class Lengths:
                 self,
                 input_tokens=self.input_tokens[:count],
                 output_tokens=self.output_tokens[:count],
+                contents=None if self.contents is None else self.contents[:count],
             )
         if not len(self):
             raise ConfigError(f"no lengths to draw from ({self.source})")
@@ -62,7 +70,18 @@ class Lengths:
             self,
             input_tokens=(self.input_tokens * rounds)[:count],
             output_tokens=(self.output_tokens * rounds)[:count],
+            contents=self._contents_again(rounds, count),
         )
+
+    def _contents_again(self, rounds: int, count: int) -> tuple[Content | None, ...] | None:
+        """Each round is of other users, who share nothing with those of another."""
+        contents = self.contents
+        if contents is None:
+            return None
+        every = (
+            None if one is None else one.again(times) for times in range(rounds) for one in contents
+        )
+        return tuple(islice(every, count))
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,9 +129,10 @@ class Workload:
 
     def requests(self) -> list[WorkloadRequest]:
         """The requests in order of arrival, numbered from 0."""
+        contents = self.lengths.contents or (None,) * len(self)
         return [
-            WorkloadRequest(number, arrival_s, input_tokens, output_tokens)
-            for number, (arrival_s, input_tokens, output_tokens) in enumerate(
-                zip(self.arrival_s, self.input_tokens, self.output_tokens, strict=True)
+            WorkloadRequest(number, *values)
+            for number, values in enumerate(
+                zip(self.arrival_s, self.input_tokens, self.output_tokens, contents, strict=True)
             )
         ]

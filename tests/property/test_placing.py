@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from kunserve.core.ids import GroupId
 from kunserve.core.load import GroupLoad, LoadReport
+from kunserve.policy.affinity import num_requests
 from kunserve.policy.dispatch import choose_group, share_out
 from kunserve.policy.placing import GroupChooser
 
@@ -35,15 +36,20 @@ groups_of_loads = st.integers(1, 6).flatmap(
     lambda n: st.tuples(*[loads(group) for group in range(n)])
 )
 closings = st.lists(st.booleans(), min_size=25, max_size=25)
+savings = st.lists(
+    st.dictionaries(st.integers(0, 6).map(GroupId), st.integers(1, 60), max_size=3),
+    min_size=25,
+    max_size=25,
+)
 
 
-@given(groups_of_loads, st.lists(st.integers(1, 100), max_size=25), closings)
-def test_the_choices_are_those_of_one_at_a_time(groups, sizes, closes):
+@given(groups_of_loads, st.lists(st.integers(1, 100), max_size=25), closings, savings)
+def test_the_choices_are_those_of_one_at_a_time(groups, sizes, closes, saved_each):
     one_at_a_time = {load.group_id: load for load in groups}
     chooser = GroupChooser(groups)
-    for blocks, does_close in zip(sizes, closes, strict=False):
-        expected = choose_group(one_at_a_time.values(), blocks)
-        assert chooser.choose(blocks) == expected
+    for blocks, does_close, saved in zip(sizes, closes, saved_each, strict=False):
+        expected = choose_group(one_at_a_time.values(), blocks, saved)
+        assert chooser.choose(blocks, saved) == expected
         if expected is None:
             continue
         load = one_at_a_time[expected]
@@ -53,7 +59,37 @@ def test_the_choices_are_those_of_one_at_a_time(groups, sizes, closes):
         else:
             chooser.sent(expected, blocks)
             sent = load.unreported_blocks + blocks
-            one_at_a_time[expected] = replace(load, unreported_blocks=sent)
+            num = load.num_unreported + 1
+            one_at_a_time[expected] = replace(load, unreported_blocks=sent, num_unreported=num)
+
+
+@given(groups_of_loads, st.integers(1, 100), savings)
+def test_saving_moves_a_request_only_to_a_group_that_saves_and_is_near(groups, blocks, saved_each):
+    without = choose_group(groups, blocks)
+    loads_by_id = {load.group_id: load for load in groups}
+    assert choose_group(groups, blocks, {}) == without
+    assert choose_group(groups, blocks, {GroupId(99): 7}) == without
+    for saved in saved_each:
+        chosen = choose_group(groups, blocks, saved)
+        if chosen == without:
+            continue
+        assert saved[chosen] > 0
+        here, there = num_requests(loads_by_id[chosen]), num_requests(loads_by_id[without])
+        assert here <= 2 * there + 2
+
+
+@given(st.integers(2, 8), st.integers(1, 40), st.integers(20, 300))
+def test_a_beginning_that_all_have_spreads(num_groups, blocks, num_sent):
+    """Whoever was sent one request of them has the beginning from then on."""
+    groups = [GroupLoad(LoadReport(GroupId(i)), 100_000) for i in range(num_groups)]
+    chooser = GroupChooser(groups)
+    num_at, saved = [0] * num_groups, {}
+    for _ in range(num_sent):
+        group_id = chooser.choose(blocks, saved)
+        chooser.sent(group_id, blocks)
+        saved[group_id] = blocks - 1
+        num_at[group_id] += 1
+    assert max(num_at) <= max(3, 2 * min(num_at) + 3), num_at
 
 
 @given(st.integers(0, 10**6), st.lists(st.integers(0, 10**4), min_size=1, max_size=30))

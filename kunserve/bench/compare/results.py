@@ -58,6 +58,8 @@ class RunResult:
     lost_tokens: int | None = None
     """Tokens whose KV preemptions threw away."""
     num_migrations: int | None = None
+    prefix_hit_rate: float | None = None
+    """Share of the prompt tokens whose KV was cached; None if none was."""
     num_ordered: int | None = None
     """Instances started beyond the first ones."""
     num_given_back: int | None = None

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kunserve.core.errors import ConfigError
+from kunserve.workload.multi_turn import Conversation
 from kunserve.workload.recipe import Dataset, Recipe, build_workload
 from kunserve.workload.workload import Lengths, Workload
 
@@ -86,6 +87,14 @@ class WorkloadSettings:
     """Inputs of ``lengths`` are cut so that input + output fits."""
     length_scale: float = 1.0
     """Multiplies every length, for small models."""
+    turns: int | None = None
+    """Of conversations, without a trace: ``rate`` turns per second for ``duration_s``. None: the
+    bursty window."""
+    system_tokens: int = 500
+    """Of these conversations; as are the next three."""
+    turn_tokens: int = 50
+    answer_tokens: int = 100
+    think_s: float = 10.0
     repeat: tuple[float, float, int] | None = None
     """(from, to, times): the extreme burst, this part of the trace again and again."""
 
@@ -106,11 +115,13 @@ def digest_of(setup: object, system: object, workload: Workload) -> str:
     The requests themselves count, not the files they come from. Of a file that ``setup`` names
     the content counts.
     """
-    values = {
+    values: dict[str, object] = {
         "setup": _plain(setup),
         "system": {k: v for k, v in _plain(system).items() if k not in ("name", "description")},
         "requests": [workload.arrival_s, workload.input_tokens, workload.output_tokens],
     }
+    if workload.lengths.contents is not None:
+        values["contents"] = list(map(repr, workload.lengths.contents))
     text = json.dumps(values, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
@@ -138,6 +149,20 @@ def _recipe(settings: WorkloadSettings, load: float, seed: int) -> Recipe:
         length_scale=settings.length_scale,
         seed=seed,
     )
+    if settings.trace is None and settings.turns is not None:
+        return dataclasses.replace(
+            shared,
+            dataset=Dataset.MULTI_TURN,
+            request_rate=settings.rate * load,
+            num_prompts=max(1, round(settings.rate * load * settings.duration_s)),
+            conversation=Conversation(
+                settings.turns,
+                settings.system_tokens,
+                settings.turn_tokens,
+                settings.answer_tokens,
+                settings.think_s,
+            ),
+        )
     if settings.trace is None:
         return dataclasses.replace(
             shared,

@@ -79,6 +79,17 @@ Examples
            "which its spikes fill the memory.")
 @_workload("--duration", type=_POSITIVE, default=_REQUESTS.duration_s, show_default=True,
            metavar="SEC", help="Of the built-in window.")
+@_workload("--turns", type=click.IntRange(min=1),
+           help="Conversations of so many turns instead of the built-in window, --request-rate "
+           "turns per second.")
+@_workload("--system-tokens", type=click.IntRange(min=0), default=_REQUESTS.system_tokens,
+           show_default=True, help="Of the prompt that all conversations begin with.")
+@_workload("--turn-tokens", type=click.IntRange(min=1), default=_REQUESTS.turn_tokens,
+           show_default=True, help="What the user says in a turn.")
+@_workload("--answer-tokens", type=click.IntRange(min=1), default=_REQUESTS.answer_tokens,
+           show_default=True)
+@_workload("--think-time", "think_s", type=click.FloatRange(min=0), default=_REQUESTS.think_s,
+           show_default=True, metavar="SEC", help="Mean time from a turn to the next.")
 @_workload("--scale", default="1", show_default=True, metavar="F[,F...]",
            help="Multiply the rate, keeping the pattern; several values make a curve.")
 @_workload("--seed", type=click.IntRange(min=0), default=_EXPERIMENT.seeds[0],

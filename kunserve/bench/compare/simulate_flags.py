@@ -71,10 +71,25 @@ def _from_flags(flags: dict[str, Any]) -> Experiment:
         end_s=flags["trace_end"],
         duration_s=flags["duration"],
         max_total_tokens=flags["max_total_tokens"],
+        turns=flags["turns"],
+        system_tokens=flags["system_tokens"],
+        turn_tokens=flags["turn_tokens"],
+        answer_tokens=flags["answer_tokens"],
+        think_s=flags["think_s"],
     )
-    if workload.trace is None:
+    if workload.turns is not None:
+        workload = _with_rate(workload, flags["request_rate"])
+    elif workload.trace is None:
         workload = _built_in(setup, workload, flags["request_rate"])
     return Experiment(setup, workload, title="Simulation", **_asked(flags, _OVERRIDES))
+
+
+def _with_rate(workload: WorkloadSettings, rate: float | None) -> WorkloadSettings:
+    if workload.trace is not None:
+        raise ConfigError("--turns makes conversations: it does not go with --trace")
+    if rate is None:
+        raise ConfigError("--turns needs --request-rate: turns per second, all conversations")
+    return replace(workload, rate=rate)
 
 
 def _built_in(

@@ -40,6 +40,10 @@ class System:
     """Whose turn it is."""
     tpot_slo_s: float | None = None
     """``SchedulerConfig.tpot_slo_s``."""
+    caches_prefixes: bool = True
+    """``SchedulerConfig.enable_prefix_caching``."""
+    knows_prefixes: bool = True
+    """``ClusterConfig.prefix_aware_dispatch``."""
     memory_factor: float = 1.0
     """Memory of each instance as a multiple of what the others have."""
 
@@ -125,6 +129,18 @@ SYSTEMS = {
             "Llumnix: running requests move to the freest instance, KV and all",
         ),
         System("drop", _DROP, "KunServe: layers are dropped in a burst and restored after it"),
+        System(
+            "drop-no-prefix-cache",
+            _DROP,
+            "drop, and every prompt is computed from its beginning",
+            caches_prefixes=False,
+        ),
+        System(
+            "drop-no-prefix-dispatch",
+            _DROP,
+            "drop, and requests go to the least loaded instance, wherever their beginning lies",
+            knows_prefixes=False,
+        ),
         System(
             "drop-rr",
             _DROP,
@@ -266,6 +282,10 @@ def serve_flags(system: System) -> tuple[str, ...]:
         flags += ["--tpot-slo", str(system.tpot_slo_s)]
     if system.dispatch != ClusterConfig().dispatch_policy:
         flags += ["--dispatch-policy", system.dispatch]
+    if not system.caches_prefixes:
+        flags.append("--no-enable-prefix-caching")
+    if not system.knows_prefixes:
+        flags.append("--no-prefix-aware-dispatch")
     if system.pipeline_stages > 1:
         flags += ["--pipeline-parallel-size", str(system.pipeline_stages)]
     return tuple(flags)

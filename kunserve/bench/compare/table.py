@@ -104,6 +104,7 @@ def rows(group: AtLoad) -> list[Row]:
     add("KV memory full after (s)", "later", lambda r: r.kv_full_s)
     add("preemptions", "lower", lambda r: r.num_preemptions)
     add("recomputed tokens", "lower", lambda r: r.lost_tokens)
+    add("prefix cache hit rate", "higher", lambda r: r.prefix_hit_rate, ".1%")
     add("swapped out (GB)", "", lambda r: r.swapped_out_gb or None, ",.1f")
     add("drops", "", lambda r: r.num_drops)
     add("restores", "", lambda r: r.num_restores)

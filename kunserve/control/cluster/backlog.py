@@ -120,14 +120,18 @@ class SentAhead:
             return True
         return ahead.num_tokens < self.most_tokens(num_stages)
 
+    def tokens(self, leader: InstanceId) -> int:
+        """What the leader is to compute before anything that it is sent now."""
+        return self._ahead[leader].num_tokens
+
     def most_tokens(self, num_stages: int) -> int:
         """With so many tokens ahead the leader of so many stages has enough."""
         return STEPS_AHEAD * self._step_tokens * num_stages
 
     def add(self, live: Live) -> None:
-        """The request's leader has it, and all its tokens are to be computed there."""
+        """The request's leader has it, and its tokens are to be computed there."""
         assert live.leader is not None and live.tokens_ahead == 0, live
-        live.tokens_ahead = live.num_tokens
+        live.tokens_ahead = max(1, live.num_tokens - live.saved_tokens)
         ahead = self._ahead[live.leader]
         ahead.num_requests += 1
         ahead.num_tokens += live.tokens_ahead

@@ -62,6 +62,7 @@ class Controller:
             config.cluster.dispatch_policy,
             outbox,
             choose_order(config.scheduler),
+            config.scheduler.enable_prefix_caching and config.cluster.prefix_aware_dispatch,
         )
         self.balance = Migrations(
             config.overload, block_size, placement, transitions, requests, outbox

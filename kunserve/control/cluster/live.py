@@ -7,6 +7,7 @@ from kunserve.control.cluster.commands import Client
 from kunserve.control.cluster.score_line import ScoreLine
 from kunserve.core.ids import InstanceId
 from kunserve.core.messages import TokenOutput
+from kunserve.core.prefix import PrefixHash
 from kunserve.core.prompt_scores import PromptScores
 from kunserve.core.request import Request
 from kunserve.core.tokens import TokenIds
@@ -29,7 +30,14 @@ class Live:
     leader: InstanceId | None = None
     """None while it is in the backlog."""
     tokens_ahead: int = 0
-    """Its tokens while its leader has it and has made no token of it yet; 0 otherwise."""
+    """Its tokens that are to be computed, while its leader has it and has made no token of it yet;
+    0 otherwise."""
+    names: tuple[PrefixHash, ...] = ()
+    """Of its prompt's beginnings, where dispatch looks at them."""
+    saved_tokens: int = 0
+    """Of its prompt: those that its leader has from others, as far as is known."""
+    num_held: int = 0
+    """Times that it stayed in the backlog for the group that has its beginning."""
     _early: dict[int, TokenOutput] = field(default_factory=dict)
     """By position: a new leader's word came before the last of the old one's."""
     is_rerun: bool = False

@@ -237,6 +237,12 @@ class Placement:
             if not group.forming and group_id not in barred
         ]
 
+    def takes(self, group_id: GroupId) -> bool:
+        """Whether the group is one of ``candidates``."""
+        group = self.groups.get(group_id)
+        barred = group_id in self.leaving or group_id in self._closing
+        return group is not None and not group.forming and not barred and group_id != self.reserved
+
     def candidates_led_by(self, leaders: Set[InstanceId]) -> list[Group]:
         """Those of ``candidates`` that these instances lead."""
         barred = {*self.leaving, *self._closing, self.reserved}

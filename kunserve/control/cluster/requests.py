@@ -7,6 +7,7 @@ from kunserve.control.cluster.commands import Client, Deliver, LogRerun, Outbox
 from kunserve.control.cluster.homeless import Homeless
 from kunserve.control.cluster.live import Live
 from kunserve.control.cluster.placement import Group, Placement
+from kunserve.control.cluster.prefixes import Prefixes
 from kunserve.control.cluster.quarantine import NOBODY, Blame, Quarantine
 from kunserve.control.cluster.transitions import Transitions
 from kunserve.core.config import DispatchPolicy
@@ -16,6 +17,7 @@ from kunserve.core.request import FinishReason, Request
 from kunserve.policy.dispatch import choose_group
 from kunserve.policy.placing import GroupChooser
 from kunserve.policy.queue_order import DeadlineOrder
+from kunserve.policy.redispatch import may_leave
 from kunserve.policy.round_robin import RoundRobin
 
 MAX_MOVES = 4
@@ -37,8 +39,11 @@ class Requests:
         dispatch_policy: DispatchPolicy,
         outbox: Outbox,
         order: DeadlineOrder | None = None,
+        knows_prefixes: bool = False,
     ) -> None:
-        """``step_tokens``: computed in one step at most. ``order`` None: in order of arrival."""
+        """``step_tokens``: computed in one step at most. ``order`` None: in order of arrival.
+        ``knows_prefixes``: a request goes where its beginning lies.
+        """
         self._placement = placement
         self._block_size = block_size
         self._outbox = outbox
@@ -51,6 +56,8 @@ class Requests:
         """Times that a request began anew after a death."""
         self.backlog = Backlog(block_size, order)
         self._ahead = SentAhead(step_tokens)
+        knows_prefixes = knows_prefixes and self._turn is None
+        self._prefixes = Prefixes(placement, self._ahead, block_size, knows_prefixes)
         self._placed_version = -1
         self._live: dict[RequestId, Live] = {}
         self._by_leader: dict[InstanceId, dict[RequestId, Live]] = {}
@@ -70,6 +77,7 @@ class Requests:
         self._num_arrived += 1
         tokens = list(request.output_token_ids)
         live = Live(self._num_arrived, request, client, tokens, now_s)
+        live.names = self._prefixes.name(request)
         self._live[request.request_id] = live
         self.backlog.add(live)
         self._dispatch(live)
@@ -105,6 +113,7 @@ class Requests:
         self._take_away(live)
         live.leader = leader
         if leader is None:
+            live.saved_tokens = 0
             self.backlog.add(live)
             return
         self._by_leader.setdefault(leader, {})[live.request.request_id] = live
@@ -121,13 +130,16 @@ class Requests:
             return
         expected = self._placement.expected
         loads = [group.load for group in (*groups, *expected.values())]
-        blocks = self._blocks_of(live)
+        blocks, saved = self._blocks_of(live), self._prefixes.saved_tokens(live)
         if self._turn is None:
-            group_id = choose_group(loads, blocks)
+            group_id = choose_group(loads, blocks, self._prefixes.in_blocks(saved))
         else:
             group_id = self._turn.among(loads).choose(blocks)
-        if group_id is not None and group_id not in expected:
-            self._send(live, self._placement.groups[group_id], blocks)
+        if group_id is None or group_id in expected:
+            return
+        group = self._placement.groups[group_id]
+        if not self._prefixes.holds(live, saved, group, blocks):
+            self._send(live, group, blocks, saved_tokens=saved.get(group_id, 0))
 
     def _has_room(self, group: Group) -> bool:
         if self._turn is not None:
@@ -138,13 +150,19 @@ class Requests:
         return -(-live.num_tokens // self._block_size)
 
     def _send(
-        self, live: Live, group: Group, blocks: int, migration_id: TransitionId | None = None
+        self,
+        live: Live,
+        group: Group,
+        blocks: int,
+        migration_id: TransitionId | None = None,
+        saved_tokens: int = 0,
     ) -> None:
         leader = group.layout.leader
         number = self._num_sent.get(leader, 0) + 1
         self._num_sent[leader] = number
         group.sent(number, blocks)
         self._lead(live, leader)
+        live.saved_tokens = saved_tokens
         if migration_id is None:
             self._ahead.add(live)
         if live.returned_by not in (None, leader):
@@ -191,13 +209,17 @@ class Requests:
         loads = [group.load for group in (*roomy.values(), *expected.values())]
         chooser = GroupChooser(loads) if self._turn is None else self._turn.among(loads)
         promised_tokens = dict.fromkeys(expected, 0)
+        self._prefixes.begin_round()
         for _, live, num_tokens, blocks in self.backlog:
             if not roomy:
                 return
             if self.quarantine.holds(live.request.request_id):
                 continue
-            group_id = chooser.choose(blocks)
+            saved = self._prefixes.saved_tokens(live)
+            group_id = chooser.choose(blocks, self._prefixes.in_blocks(saved))
             if group_id is None:
+                continue
+            if group_id in roomy and self._prefixes.holds(live, saved, roomy[group_id], blocks):
                 continue
             chooser.sent(group_id, blocks)
             if group_id in expected:
@@ -207,7 +229,7 @@ class Requests:
                     chooser.close(group_id)
                 continue
             group = roomy[group_id]
-            self._send(live, group, blocks)
+            self._send(live, group, blocks, saved_tokens=saved.get(group_id, 0))
             if not self._has_room(group):
                 chooser.close(group_id)
                 del roomy[group_id]
@@ -252,7 +274,11 @@ class Requests:
         known = led[: len(led) - len(group.unreported)]
         num_waiting = min(group.report.num_waiting, len(known))
         waiting = known[len(known) - num_waiting :]
-        return [live.request.request_id for live in waiting if live.num_moves < MAX_MOVES]
+        return [
+            live.request.request_id
+            for live in waiting
+            if live.num_moves < MAX_MOVES and may_leave(group.load, live.saved_tokens)
+        ]
 
     def _in_order(self, leader: InstanceId) -> list[Live]:
         return sorted(self._by_leader.get(leader, {}).values(), key=self.backlog.place_of)
@@ -312,12 +338,14 @@ class Requests:
             self._deliver(live, live.take(token), src)
             if live.tokens_ahead and live.leader == src:
                 self._ahead.remove(live)
+                self._prefixes.computed(live)
         self.place_if_changed()
 
     def _deliver(self, live: Live, tokens: Iterable[TokenOutput], src: InstanceId) -> None:
         for token in tokens:
             self._outbox.add(Deliver(token, live.client))
             if token.finish_reason is not None:
+                self._prefixes.ended(live)
                 self._forget(live)
                 if live.is_rerun and live.leader not in (None, src):
                     # Its last words came late: where it was to run again it is not wanted any more.
@@ -336,6 +364,7 @@ class Requests:
         for old_leader in old_leaders:
             for request_id, live in tuple(self._by_leader.get(old_leader, {}).items()):
                 self._lead(live, told.get(request_id, default[old_leader]))
+                self._prefixes.computed(live)
 
     def migrate(
         self,
@@ -392,5 +421,6 @@ class Requests:
             assert not led or leader in living, (leader, led.keys())
             assert all(live.leader == leader for live in led.values()), leader
             self._ahead.check(leader, list(led.values()))
+        self._prefixes.check(self._live.values())
         num_live = len(self.backlog) + sum(map(len, self._by_leader.values()))
         assert num_live == len(self._live), (num_live, len(self._live))

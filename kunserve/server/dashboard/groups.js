@@ -76,8 +76,11 @@ export class GroupCard {
     this.used.style.width = `${100 * Math.min(1, usedShare)}%`;
     this.demand.style.left = `${100 * Math.min(1, demandShare || 0)}%`;
     this.bar.classList.toggle("over", demandShare > 1);
+    const cached = load.cached_blocks
+      ? `cached ${percent(load.cached_blocks / load.capacity_blocks)}, `
+      : "";
     const said =
-      `capacity ${bytes.text(capacity)}, used ${percent(usedShare)}, ` +
+      `capacity ${bytes.text(capacity)}, used ${percent(usedShare)}, ${cached}` +
       `demand ${bytes.text(demand)} (${percent(demandShare)})`;
     setText(this.capacity, said);
     setAttribute(this.bar, "aria-label", `Group ${this.id}: ${said}`);

@@ -9,6 +9,7 @@ _address = flags_of("Address", ServerConfig())
 _tls = flags_of("TLS", ServerConfig())
 _access = flags_of("Access", ServerConfig())
 _limits = flags_of("Limits", ServerConfig())
+_answers = flags_of("Answers", ServerConfig())
 
 HTTP_FLAGS = all_of(
     _address("--host", help="Address to listen on."),
@@ -79,5 +80,10 @@ HTTP_FLAGS = all_of(
         "shutdown_timeout_s",
         type=FiniteRange(min=0),
         help="Seconds that SIGTERM waits for requests under way.",
+    ),
+    _answers(
+        "--enable-prompt-tokens-details",
+        is_flag=True,
+        help="Tell in `usage` how many tokens of the prompt were cached.",
     ),
 )

@@ -27,6 +27,11 @@ INSTANCE_FLAGS = all_of(
         "round-robin: each goes to the next instance in turn, as behind a plain balancer.",
     ),
     _cluster(
+        "--prefix-aware-dispatch/--no-prefix-aware-dispatch",
+        help="With prefix caching and soonest: requests go where the KV of their beginning lies, "
+        "unless that instance has much more to do than another.",
+    ),
+    _cluster(
         "--pipeline-parallel-size",
         "pipeline_stages",
         type=click.IntRange(1, 64),
@@ -107,6 +112,11 @@ INSTANCE_FLAGS = all_of(
         ),
         help="Whose turn it is. fcfs: who came first; deadline: short prompts pass long ones, but "
         "nobody who came 30 seconds earlier.",
+    ),
+    _batches(
+        "--enable-prefix-caching/--no-enable-prefix-caching",
+        help="Keep the KV of prompts and answers while memory is free, and compute only what comes "
+        "after the longest beginning that is kept.",
     ),
     _batches(
         "--lookahead/--no-lookahead",

@@ -93,6 +93,8 @@ class EchoEngine:
     max_model_len: int = 512
     vocab_size: int = 400
     eos_token_id: int | None = None
+    num_cached: int = 0
+    """Tokens of every prompt that count as found in the prefix cache."""
     script: Script = echo
     per_tick: int = 1
     """Tokens of a request delivered together."""
@@ -160,7 +162,9 @@ class EchoEngine:
                 logprobs = self._logprobs(sampling.num_logprobs, token_id)
                 output = TokenOutput(request.request_id, position, token_id, logprobs, reason)
                 if position == 0:
-                    output = output._replace(prompt_scores=prompt_scores(request))
+                    output = output._replace(
+                        prompt_scores=prompt_scores(request), num_cached_tokens=self.num_cached
+                    )
                 deliver(output)
                 if reason is not None:
                     return

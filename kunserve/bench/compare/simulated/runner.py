@@ -28,6 +28,7 @@ def _outcome(job: Job, done: SimResult) -> Outcome:
         num_drops=done.num_drops,
         num_restores=done.num_restores,
         num_migrations=done.num_migrations,
+        prefix_hit_rate=round(done.prefix_hit_rate, 4) or None,
         num_ordered=done.num_ordered,
         num_given_back=done.num_given_back,
         lost_tokens=done.lost_tokens,

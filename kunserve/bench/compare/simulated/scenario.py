@@ -51,6 +51,8 @@ def build_scenario(setup: SimulatedSetup, workload: Workload) -> Scenario:
         scheduler=SchedulerConfig(
             setup.max_num_seqs,
             setup.max_num_batched_tokens,
+            # Looking for what no two prompts have takes time of whoever simulates.
+            enable_prefix_caching=workload.lengths.contents is not None,
             cost=profile_times(
                 profile.times, profile.spec.num_layers, setup.max_num_batched_tokens
             ),
@@ -141,8 +143,7 @@ def config_of(
         ),
         scheduler=replace(
             scheduler,
-            # Simulated prompts are all made of the same token: they share nothing in truth.
-            enable_prefix_caching=False,
+            enable_prefix_caching=scheduler.enable_prefix_caching and system.caches_prefixes,
             lookahead=system.lookahead,
             scheduling_policy=system.scheduling,
             tpot_slo_s=scheduler.tpot_slo_s if system.tpot_slo_s is None else system.tpot_slo_s,
@@ -154,6 +155,7 @@ def config_of(
         cluster=ClusterConfig(
             num_instances=num_instances,
             dispatch_policy=system.dispatch,
+            prefix_aware_dispatch=system.knows_prefixes,
             pipeline_stages=system.pipeline_stages,
             max_instances=2 * num_instances if system.autoscales else None,
         ),

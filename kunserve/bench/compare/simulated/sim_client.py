@@ -3,12 +3,12 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from kunserve.bench.compare.simulated.prompts import Prompts
 from kunserve.bench.records import RequestRecord, ServerSample
 from kunserve.core.ids import RequestId
 from kunserve.core.messages import TokenOutput
 from kunserve.core.request import FinishReason, Request, SamplingParams
 from kunserve.core.snapshots import ClusterState
-from kunserve.core.tokens import TokenIds
 from kunserve.sim.cluster import SimCluster
 from kunserve.sim.events import EventHeap
 from kunserve.workload.workload import Workload, WorkloadRequest
@@ -44,8 +44,12 @@ class SimClient:
         self._open: dict[RequestId, _Open] = {}
         self._heard_s = 0.0
         """When the last token came. Tokens of one step share the number: records hold millions."""
-        self._zeros = TokenIds([0] * max(workload.input_tokens, default=1))
+        self._prompts = Prompts()
         self._num_left = len(workload)
+        self.num_prompt_tokens = 0
+        """Of requests that have a first token."""
+        self.num_cached_tokens = 0
+        """Of those: their KV was found."""
         self.records: list[RequestRecord] = []
         self.samples: list[ServerSample] = []
 
@@ -81,6 +85,9 @@ class SimClient:
         else:
             self._heard_s = now_s
         if token.token_id is not None:
+            if not entry.token_times_s:
+                self.num_prompt_tokens += entry.wanted.input_tokens
+                self.num_cached_tokens += token.num_cached_tokens
             entry.token_times_s.append(now_s)
         if token.finish_reason is not None:
             del self._open[token.request_id]
@@ -106,7 +113,7 @@ class SimClient:
         self._schedule_next()
         request = Request(
             RequestId(f"r{wanted.number}"),
-            self._zeros[: wanted.input_tokens],
+            self._prompts.of(wanted),
             SamplingParams(max_tokens=wanted.output_tokens, temperature=0.0, ignore_eos=True),
             self._heap.now_s(),
         )

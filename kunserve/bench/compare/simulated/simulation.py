@@ -46,6 +46,10 @@ class SimResult:
     swapped_out_bytes: int
     """To host memory."""
     swapped_back_bytes: int
+    prefix_hit_rate: float
+    """Share of the prompt tokens whose KV was cached, of requests that began."""
+    generation_tokens: tuple[int, ...]
+    """Of each instance that lives at the end, as a leader."""
     num_events: int
     observed: ObservedDrops | None
     """What drops would have done, by the policy ``observe``; None under another one."""
@@ -180,6 +184,8 @@ def _result(
         bulk_bytes=cluster.network.bulk_bytes,
         swapped_out_bytes=cluster.swapped_bytes[0],
         swapped_back_bytes=cluster.swapped_bytes[1],
+        prefix_hit_rate=client.num_cached_tokens / max(1, client.num_prompt_tokens),
+        generation_tokens=tuple(one.totals.generation_tokens for one in state.instances),
         num_events=heap.num_done,
         observed=state.observed,
     )

@@ -1,6 +1,7 @@
 """A controller whose instances are played by the test: it is told events and asked for commands."""
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -37,6 +38,7 @@ from kunserve.core.messages import (
 )
 from kunserve.core.request import FinishReason, Request, SamplingParams
 from kunserve.core.snapshots import TransitionRecord
+from kunserve.core.tokens import TokenIds
 
 NUM_LAYERS = 4
 BLOCKS = 100
@@ -103,12 +105,20 @@ class Brain:
         self.controller.tick(self.now_s)
         self._drain()
 
-    def request(self, prompt_tokens: int = 8, max_tokens: int = 8) -> RequestId:
-        """A client asks for something."""
+    def request(
+        self,
+        prompt_tokens: int = 8,
+        max_tokens: int = 8,
+        prompt: Sequence[int] | None = None,
+        salt: str = "",
+    ) -> RequestId:
+        """A client asks for something: what nobody asked before, if no prompt is given."""
         request_id = RequestId(f"r{self._num_requests}")
         self._num_requests += 1
         sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0)
-        request = Request(request_id, tuple(range(prompt_tokens)), sampling, self.now_s)
+        if prompt is None:
+            prompt = [1000 + self._num_requests] * prompt_tokens
+        request = Request(request_id, TokenIds(prompt), sampling, self.now_s, cache_salt=salt)
         self.controller.arrive(request, self.tokens.append, self.now_s)
         self._drain()
         return request_id
