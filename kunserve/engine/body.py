@@ -42,7 +42,7 @@ from kunserve.engine.weights.readers import open_reader
 from kunserve.model.config import read_eos_ids, read_spec
 from kunserve.model.source import ModelSource, resolve_model
 from kunserve.transport.host_store import HostStore
-from kunserve.transport.movable_memory import Extents, UnitRuns
+from kunserve.transport.movable_memory import Extents, Granules, Mapped, UnitRuns
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,7 +286,7 @@ class EngineBody:
         """Copy the bytes of KV units, for a mover."""
         self.memory.read_units(unit_runs, into)
 
-    def write_units(self, unit_runs: UnitRuns, data: npt.NDArray[np.uint8]) -> None:
+    def write_units(self, unit_runs: UnitRuns, data: npt.NDArray[np.uint8] | Mapped) -> None:
         """The reverse."""
         self.memory.write_units(unit_runs, data)
 
@@ -294,6 +294,11 @@ class EngineBody:
     def shared_fd(self) -> int | None:
         """The file of the memory, if it is one that peers can read."""
         return self.memory.shared_fd
+
+    @property
+    def granules(self) -> Granules | None:
+        """The memory's granules, if peers can map them."""
+        return self.memory.granules
 
     def locate_units(self, unit_runs: UnitRuns) -> Extents:
         """Where KV units lie in the file, for a mover."""
@@ -307,7 +312,7 @@ class EngineBody:
         """Copy bytes of a held layer's weights, for a mover."""
         self.memory.read_layer(layer, offset, into)
 
-    def write_layer(self, layer: int, offset: int, data: npt.NDArray[np.uint8]) -> None:
+    def write_layer(self, layer: int, offset: int, data: npt.NDArray[np.uint8] | Mapped) -> None:
         """The reverse."""
         self.memory.write_layer(layer, offset, data)
 
