@@ -138,6 +138,11 @@ class EngineBody:
         self.account = _account(self.memory, self.model, self._decoder.buffer_bytes, load_s)
 
     @property
+    def computes_aside(self) -> bool:
+        """Whether the host is free while a step is computed."""
+        return self._backend.computes_aside
+
+    @property
     def spec(self) -> InstanceSpec:
         """What the instance is made of."""
         return self._spec
@@ -147,11 +152,13 @@ class EngineBody:
         work: StepWork,
         hidden: torch.Tensor | None,
         look_up: Callable[[], None] | None = None,
+        meanwhile: Callable[[], None] | None = None,
     ) -> StepOutcome:
         """Run the stage's layers over the microbatch; ``hidden`` [T, hidden] is overwritten.
 
         ``look_up``, if given, is called between layers, or while a device computes them. It may
-        change any memory but that of the microbatch's own blocks.
+        change any memory but that of the microbatch's own blocks. ``meanwhile`` is called once,
+        when all layers have been asked for.
         """
         assert (hidden is None) == work.is_first, work.is_first
         self.memory.tidy()
@@ -162,6 +169,8 @@ class EngineBody:
         if hidden is None:
             hidden = self._decoder.embed(batch)
         hidden = self._decoder.forward(batch, hidden, look_up)
+        if meanwhile is not None:
+            meanwhile()
         if look_up is not None:
             # Where a device computes, it has only been asked to.
             self._backend.synchronize(look_up)
