@@ -46,6 +46,18 @@ def test_phases_without_a_server(
     assert not list(tmp_path.glob("*.samples.jsonl")), "its measurements are in the profile"
 
 
+def test_servers_that_are_asked_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """P3 fails if a token is not that of transformers. P7, with servers of their own, is slow."""
+    monkeypatch.setenv("FAKECUDA_GRANULARITY_BYTES", str(FAKE_GRANULARITY_BYTES))
+    for name in ("P3", "P9"):
+        gpu_day.run_here(name, "fake", tmp_path)
+    found = figures_of(capsys.readouterr().out)
+    assert found["answers equal to those of transformers"] == found["answers"] == 10
+    assert {"tokens", "largest margin of those", "all done after"} <= set(found)
+
+
 def test_two_processes_under_load(tmp_path: Path) -> None:
     found = gpu_day.run_apart("P6", "fake", tmp_path, 250.0)
     assert found["outcome"] == gpu_day.DONE, found["log"]
