@@ -131,10 +131,10 @@ class OpenWindow:
                 return False
         return True
 
-    def close(self) -> None:
-        """Hold the source's memory no longer."""
+    def end(self) -> Window:
+        """Get no more; what is to be closed, so that the source's memory is held no longer."""
         self._socket.close()
-        self._window.close()
+        return self._window
 
     def _ask(self) -> None:
         self._socket.send(self._window.num_granules.to_bytes(_REQUEST_BYTES, "little"))

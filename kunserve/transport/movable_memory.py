@@ -44,7 +44,7 @@ class Window(Protocol):
         ...
 
     def close(self) -> None:
-        """Unmap all. No copy may be under way."""
+        """Unmap all. No copy may be under way. Raises OSError; then it can be called again."""
         ...
 
 

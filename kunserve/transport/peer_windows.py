@@ -6,7 +6,7 @@ import socket
 from kunserve.core.ids import InstanceId
 from kunserve.transport.bulk_wire import SharedGranules
 from kunserve.transport.granule_desk import OpenWindow
-from kunserve.transport.movable_memory import Extents, Granules, Spans
+from kunserve.transport.movable_memory import Extents, Granules, Spans, Window
 
 logger = logging.getLogger(__name__)
 
@@ -18,6 +18,7 @@ class PeerWindows:
         """``granules`` are the taker's own; None where it can map none of others."""
         self._own = granules
         self._windows: dict[InstanceId, tuple[SharedGranules, OpenWindow]] = {}
+        self._to_close: list[Window] = []
 
     @property
     def sockets(self) -> tuple[socket.socket, ...]:
@@ -52,6 +53,7 @@ class PeerWindows:
         """Map what has come. Sources that have gone are given up, and returned."""
         opening = [src for src in self._windows if self.is_opening(src)]
         lost = [src for src, (_, window) in self._windows.items() if not window.turn()]
+        self._close_all()
         for src in filter(self.is_open, opening):
             logger.info("source=%d its memory is mapped here", src)
         for src in lost:
@@ -60,9 +62,10 @@ class PeerWindows:
 
     def lose(self, src: InstanceId) -> None:
         """Hold nothing of this source."""
-        _, window = self._windows.pop(src, (None, None))
-        if window is not None:
-            window.close()
+        _, opened = self._windows.pop(src, (None, None))
+        if opened is not None:
+            self._to_close.append(opened.end())
+            self._close_all()
 
     def close(self) -> None:
         """Hold nothing."""
@@ -76,6 +79,16 @@ class PeerWindows:
         try:
             opened = OpenWindow(memory.path, window, memory.num_granules)
         except OSError:
-            window.close()
+            self._to_close.append(window)
             raise
         self._windows[src] = memory, opened
+
+    def _close_all(self) -> None:
+        """What cannot be closed is tried again with the next turn."""
+        for window in tuple(self._to_close):
+            try:
+                window.close()
+            except OSError as error:
+                logger.warning("memory of a source stays mapped for now: %s", error)
+            else:
+                self._to_close.remove(window)

@@ -179,6 +179,7 @@ class DeviceWindow:
         self._driver = driver
         self._granule_bytes = granule_bytes
         self._num_bytes = granule_bytes * num_granules
+        self._handles: list[int] = []
         self.num_granules = 0
         driver.enter()
         self.address = driver.reserve(self._num_bytes, granule_bytes & -granule_bytes)
@@ -186,17 +187,21 @@ class DeviceWindow:
     def add(self, fd: int) -> None:
         """See ``Window``."""
         at = self.address + self.num_granules * self._granule_bytes
-        handle = self._driver.import_(fd)
-        try:
-            self._driver.map(at, self._granule_bytes, handle)
-        finally:
-            # What is mapped lives on without it.
-            self._driver.release(handle)
+        self._handles.append(self._driver.import_(fd))
+        self._driver.map(at, self._granule_bytes, self._handles[-1])
         self.num_granules += 1
         self._driver.allow(at, self._granule_bytes)
+        self._release()  # what is mapped lives on without it
 
     def close(self) -> None:
         """See ``Window``."""
+        self._release()
         if self.num_granules:
             self._driver.unmap(self.address, self.num_granules * self._granule_bytes)
+            self.num_granules = 0
         self._driver.unreserve(self.address, self._num_bytes)
+
+    def _release(self) -> None:
+        while self._handles:
+            self._driver.release(self._handles[-1])
+            self._handles.pop()

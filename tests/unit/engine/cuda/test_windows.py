@@ -18,9 +18,11 @@ from kunserve.engine.cuda.pages import DevicePages
 from kunserve.engine.pages import Copies, pair_up
 from kunserve.transport import granule_desk
 from kunserve.transport.bulk import BulkMover
+from kunserve.transport.bulk_wire import SharedGranules
 from kunserve.transport.granule_desk import GranuleDesk, OpenWindow
 from kunserve.transport.movable_memory import Bytes, UnitRuns
 from kunserve.transport.pacing import BulkPacing
+from kunserve.transport.peer_windows import PeerWindows
 from tests.conftest import wait_until as eventually
 from tests.fakecuda.library import FakeCuda
 from tests.unit.engine.cuda.test_device_memory import MIDDLE, WHOLE, DeviceMemory
@@ -200,6 +202,37 @@ def test_a_refused_export_or_mapping_is_no_end(
     assert world.theirs.num_mapped_bytes == 0
 
 
+def test_whatever_the_driver_refuses_nothing_is_left(
+    driver: Driver, fake: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Either all is mapped in the end, or nothing is."""
+    monkeypatch.setattr(granule_desk, "_AT_ONCE", 3)
+    giver, taker = (DevicePages(driver, 5 * 4096, 4096) for _ in range(2))
+    desk, before = GranuleDesk(path_of_a_desk(), giver), fake.left()
+    shared = SharedGranules(str(desk.path), 4096, 5)
+    outcomes = set()
+    for after in range(40):
+        windows = PeerWindows(taker)
+        fake.refuse(after)
+        try:
+            windows.spans(ZERO, shared, [(0, 5 * 4096)])
+            while windows.is_opening(ZERO):
+                desk.turn()
+                windows.turn()
+            outcomes.add(windows.is_open(ZERO))
+        except OSError:
+            outcomes.add(None)
+        windows.close()
+        windows.turn()
+        desk.turn()
+        fake.refuse_nothing()
+        assert fake.left() == before, after
+    assert outcomes == {True, False, None}
+    desk.close()
+    giver.close()
+    taker.close()
+
+
 def test_a_dead_sources_memory_is_let_go_of(driver: Driver, fake: FakeCuda) -> None:
     """Although nobody has told the taker: its successor needs as much."""
     theirs = Watched(driver)
@@ -286,7 +319,7 @@ def test_a_window_takes_no_more_than_it_was_told() -> None:
     assert window.turn(), "nothing has come yet"
     desk.turn()
     assert not window.turn() and room.num_granules == 0
-    window.close()
+    window.end()
     desk.turn()
     assert descriptors() == before
     desk.close()
