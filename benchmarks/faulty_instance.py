@@ -55,7 +55,7 @@ class FaultyBody:
         return (self._folder / f"{fault}-{self._me}").exists()
 
     def execute(
-        self, work: StepWork, hidden: Any, look_up: Callable[[], None] | None = None
+        self, work: StepWork, hidden: Any, *calls: Callable[[], None] | None
     ) -> StepOutcome:
         """As the body's own, unless the step shall hang or raise."""
         while self._shall("hang"):
@@ -65,7 +65,7 @@ class FaultyBody:
             _cut_connections()
         if work.is_first and (self._folder / "poison").exists():
             assert not _takes_poison(work), "poisoned"
-        outcome: StepOutcome = self._body.execute(work, hidden, look_up)
+        outcome: StepOutcome = self._body.execute(work, hidden, *calls)
         return outcome
 
     def load_layers(self, layers: LayerRange) -> None:

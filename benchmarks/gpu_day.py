@@ -46,7 +46,7 @@ PHASES = {
     "P4": Phase("replay", 150.0),
     "P5": Phase("speed", 240.0),
     "P5b": Phase("yardstick", 240.0),
-    "P6": Phase("load", 400.0),
+    "P6": Phase("load", 480.0),
     "P8": Phase("costs", 240.0),
     "P7": Phase("spike", 510.0),
     "P9": Phase("peer", 150.0),

@@ -161,7 +161,11 @@ def _exchange_bytes_per_s(machine: Machine) -> float | None:
     if not path.exists():
         return None
     figures = json.loads(path.read_text(encoding="utf-8"))["figures"]
-    speeds = [f["value"] for f in figures if f["name"] == "exchange" and f["value"]]
+    speeds = [
+        f["value"]
+        for f in figures
+        if f["name"] == "exchange" and f["value"] and f.get("settings", {}).get("bytes") != "sent"
+    ]
     return median(speeds) * 1e9 if speeds else None
 
 

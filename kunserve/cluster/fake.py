@@ -164,6 +164,8 @@ def expected_tokens(request: Request, model: FakeModel, max_model_len: int) -> t
 class FakeBody(ViewedMemory):
     """Implements ``control.instance.body.Body`` and what a mover needs of one."""
 
+    computes_aside = False
+
     def __init__(
         self,
         spec: InstanceSpec,
@@ -216,8 +218,9 @@ class FakeBody(ViewedMemory):
         work: StepWork,
         hidden: Uint64Array | None,
         look_up: Callable[[], None] | None = None,
+        meanwhile: Callable[[], None] | None = None,
     ) -> StepOutcome:
-        """Run the stage's layers over the microbatch; ``look_up`` is called once, half-way."""
+        """Run the stage's layers over the microbatch; what is to be called is so once, half-way."""
         self._verify_weights(work.layers)
         for start in work.plan.started:
             self._starts[start.request_id] = start
@@ -235,8 +238,9 @@ class FakeBody(ViewedMemory):
                 hidden[offset:end], work.tables[row], chunk.start, work.layers
             )
             offset = end
-        if look_up is not None:
-            look_up()
+        for call in (meanwhile, look_up):
+            if call is not None:
+                call()
         if self._delay is not None:
             time.sleep(self._delay(work))
         if not work.is_last:

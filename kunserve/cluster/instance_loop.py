@@ -36,10 +36,22 @@ class WiredBody(Body, MovableMemory, Protocol):
     Its memory is what movers read and fill.
     """
 
+    @property
+    def computes_aside(self) -> bool:
+        """Whether the host is free while a step is computed."""
+        ...
+
     def execute(
-        self, work: StepWork, hidden: Any, look_up: Callable[[], None] | None = None
+        self,
+        work: StepWork,
+        hidden: Any,
+        look_up: Callable[[], None] | None = None,
+        meanwhile: Callable[[], None] | None = None,
     ) -> StepOutcome:
-        """As ``Body.execute``; calls ``look_up``, if given, between layers."""
+        """As ``Body.execute``; calls ``look_up``, if given, between layers.
+
+        ``meanwhile`` is called once, when the device has been asked for all of them.
+        """
         ...
 
     def hidden_to_bytes(self, hidden: Any) -> memoryview:
@@ -104,6 +116,8 @@ class InstanceLoop:
         """When mail was read last."""
         self.requests_of_step: tuple[RequestId, ...] = ()
         """Of the step that runs, or that has failed."""
+        self._to_front: list[Message] = []
+        """What the front gets once the device computes the next step."""
         self._poller = zmq.Poller()
         for socket in (*channel.poll_sockets, *peers.poll_sockets, *mover.poll_sockets):
             self._poller.register(socket, zmq.POLLIN)
@@ -132,9 +146,12 @@ class InstanceLoop:
             if work is not None:
                 self._send_mail()
                 self._run(work)
-            elif self._checks:
-                agent.check()
+            else:
+                if self._checks:
+                    agent.check()
+                self._send_to_front()
             self._send_mail()
+        self._send_to_front()
         if self._trace is not None:
             self._trace.close()
 
@@ -146,6 +163,7 @@ class InstanceLoop:
     def _meet_new_front(self) -> None:
         lease = self._lease
         if lease is not None and lease.front != self._front:
+            self._send_to_front()
             self._front = lease.front
             self._awaits_group = True
             self._channel.send(self._agent.rejoin(self._ready))
@@ -168,7 +186,10 @@ class InstanceLoop:
         began_s, began_cpu_s = self._look(), time.thread_time()
         may_last = self._progress.longest_step_s >= LONG_STEP_S
         look_up = self._look_up if may_last or self._agent.is_exchanging else None
-        if isinstance(work.step, StepWork):
+        if isinstance(work.step, StepWork) and self._body.computes_aside:
+            calls = (look_up, self._send_to_front)
+            outcome = self._body.execute(work.step, work.hidden, *calls)
+        elif isinstance(work.step, StepWork):
             outcome = self._body.execute(work.step, work.hidden, look_up)
         else:
             outcome = work.run(self._body)
@@ -254,17 +275,30 @@ class InstanceLoop:
                 self._trace.flush()
 
     def _send_mail(self) -> None:
+        """Peers get theirs at once, because they wait for it.
+
+        Where a device computes and has a next step, the front's part, tokens above all, is written
+        while it computes. So the device does not wait for that.
+        """
         for dst, message, hidden in self._agent.drain():
             if dst is None:
-                self._channel.send(message)
+                self._to_front.append(message)
             else:
                 payload = None if hidden is None else self._body.hidden_to_bytes(hidden)
                 self._peers.send(dst, message, payload)
                 if self._trace is not None and payload is not None:
                     self._trace.sent(dst, message, payload.nbytes, time.monotonic())
+        if not (self._body.computes_aside and self._agent.has_ready_work()):
+            self._send_to_front()
         for preemption in self._agent.drain_preemptions():
             logger.info(
                 "preempted request=%s lost_tokens=%d",
                 preemption.request_id,
                 preemption.lost_tokens,
             )
+
+    def _send_to_front(self) -> None:
+        """In the order in which the agent has said it."""
+        for message in self._to_front:
+            self._channel.send(message)
+        self._to_front.clear()

@@ -26,6 +26,8 @@ class Backend(Protocol):
     open_pages: OpenPages
     pads_steps: bool
     """Whether steps are padded with tokens whose K and V go to the units below unit 0."""
+    computes_aside: bool
+    """Whether a step is only asked for, and computed while the host does something else."""
 
     def settle(self, spec: ModelSpec, config: InstanceConfig, most: StepLimits) -> InstanceConfig:
         """The settings to be used; raises ConfigError for what cannot run here.
@@ -85,6 +87,7 @@ class CpuBackend:
     device = torch.device("cpu")
     open_pages: OpenPages = HostPages
     pads_steps = False
+    computes_aside = False
 
     def settle(self, spec: ModelSpec, config: InstanceConfig, most: StepLimits) -> InstanceConfig:
         """See ``Backend``."""

@@ -42,7 +42,7 @@ from kunserve.engine.weights.readers import open_reader
 from kunserve.model.config import read_eos_ids, read_spec
 from kunserve.model.source import ModelSource, resolve_model
 from kunserve.transport.host_store import HostStore
-from kunserve.transport.movable_memory import Extents, UnitRuns
+from kunserve.transport.movable_memory import Extents, Granules, Mapped, UnitRuns
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +138,11 @@ class EngineBody:
         self.account = _account(self.memory, self.model, self._decoder.buffer_bytes, load_s)
 
     @property
+    def computes_aside(self) -> bool:
+        """Whether the host is free while a step is computed."""
+        return self._backend.computes_aside
+
+    @property
     def spec(self) -> InstanceSpec:
         """What the instance is made of."""
         return self._spec
@@ -147,11 +152,13 @@ class EngineBody:
         work: StepWork,
         hidden: torch.Tensor | None,
         look_up: Callable[[], None] | None = None,
+        meanwhile: Callable[[], None] | None = None,
     ) -> StepOutcome:
         """Run the stage's layers over the microbatch; ``hidden`` [T, hidden] is overwritten.
 
         ``look_up``, if given, is called between layers, or while a device computes them. It may
-        change any memory but that of the microbatch's own blocks.
+        change any memory but that of the microbatch's own blocks. ``meanwhile`` is called once,
+        when all layers have been asked for.
         """
         assert (hidden is None) == work.is_first, work.is_first
         self.memory.tidy()
@@ -162,6 +169,8 @@ class EngineBody:
         if hidden is None:
             hidden = self._decoder.embed(batch)
         hidden = self._decoder.forward(batch, hidden, look_up)
+        if meanwhile is not None:
+            meanwhile()
         if look_up is not None:
             # Where a device computes, it has only been asked to.
             self._backend.synchronize(look_up)
@@ -286,7 +295,7 @@ class EngineBody:
         """Copy the bytes of KV units, for a mover."""
         self.memory.read_units(unit_runs, into)
 
-    def write_units(self, unit_runs: UnitRuns, data: npt.NDArray[np.uint8]) -> None:
+    def write_units(self, unit_runs: UnitRuns, data: npt.NDArray[np.uint8] | Mapped) -> None:
         """The reverse."""
         self.memory.write_units(unit_runs, data)
 
@@ -294,6 +303,11 @@ class EngineBody:
     def shared_fd(self) -> int | None:
         """The file of the memory, if it is one that peers can read."""
         return self.memory.shared_fd
+
+    @property
+    def granules(self) -> Granules | None:
+        """The memory's granules, if peers can map them."""
+        return self.memory.granules
 
     def locate_units(self, unit_runs: UnitRuns) -> Extents:
         """Where KV units lie in the file, for a mover."""
@@ -307,7 +321,7 @@ class EngineBody:
         """Copy bytes of a held layer's weights, for a mover."""
         self.memory.read_layer(layer, offset, into)
 
-    def write_layer(self, layer: int, offset: int, data: npt.NDArray[np.uint8]) -> None:
+    def write_layer(self, layer: int, offset: int, data: npt.NDArray[np.uint8] | Mapped) -> None:
         """The reverse."""
         self.memory.write_layer(layer, offset, data)
 

@@ -136,6 +136,8 @@ def _devices(library: str) -> Iterator[Finding]:
         text = f"{one.name}: {free:.0f} of {total:.0f} MiB free, driver for CUDA {_version(one)}"
         text += f", granules of {one.granularity_bytes() >> 10} KiB" if able else ""
         text += "" if able else "; memory cannot be mapped at chosen addresses"
+        if not one.can_export:
+            text += "; memory cannot be shared, so KV between instances goes through sockets"
         yield Finding("ok" if able else "note", f"device {ordinal}", text)
     try:
         check_torch(torch.version.cuda, driver.version)

@@ -16,9 +16,9 @@ from kunserve.core.layout import LayerRange
 from kunserve.core.model_spec import ModelSpec
 from kunserve.core.snapshots import InstanceSpec
 from kunserve.engine.arena import Arena, VirtualRange
-from kunserve.engine.pages import HostPages, OpenPages, Spans
+from kunserve.engine.pages import HostPages, OpenPages, Spans, pair_up
 from kunserve.engine.weights.layout import WeightLayout
-from kunserve.transport.movable_memory import Extents, UnitRuns
+from kunserve.transport.movable_memory import Extents, Granules, Mapped, UnitRuns
 
 logger = logging.getLogger(__name__)
 
@@ -252,23 +252,35 @@ class InstanceMemory:
         """Copy the bytes of backed units, run after run."""
         self.arena.pages.read([self._unit_span(*run) for run in unit_runs], into)
 
-    def write_units(self, unit_runs: UnitRuns, data: npt.NDArray[np.uint8]) -> None:
+    def write_units(self, unit_runs: UnitRuns, data: npt.NDArray[np.uint8] | Mapped) -> None:
         """The reverse."""
-        self.arena.pages.write([self._unit_span(*run) for run in unit_runs], data)
+        self._put([self._unit_span(*run) for run in unit_runs], data)
 
     def read_layer(self, layer: int, offset: int, into: npt.NDArray[np.uint8]) -> None:
         """Copy bytes of a held layer's packed weights."""
         self.arena.pages.read([self._layer_span(layer, offset, into.nbytes)], into)
 
-    def write_layer(self, layer: int, offset: int, data: npt.NDArray[np.uint8]) -> None:
+    def write_layer(self, layer: int, offset: int, data: npt.NDArray[np.uint8] | Mapped) -> None:
         """The reverse."""
-        self.arena.pages.write([self._layer_span(layer, offset, data.nbytes)], data)
+        self._put([self._layer_span(layer, offset, data.nbytes)], data)
+
+    def _put(self, spans: Spans, data: npt.NDArray[np.uint8] | Mapped) -> None:
+        pages = self.arena.pages
+        if isinstance(data, Mapped):
+            pages.copy(pair_up(spans, data.spans))
+        else:
+            pages.write(spans, data)
 
     @property
     def shared_fd(self) -> int | None:
         """The file of all granules; None where memory is no file."""
         pages = self.arena.pages
         return pages.fd if isinstance(pages, HostPages) else None
+
+    @property
+    def granules(self) -> Granules | None:
+        """What peers on this host can map; None where they cannot."""
+        return self.arena.pages.shared
 
     def locate_units(self, unit_runs: UnitRuns) -> Extents:
         """Where backed units lie in the file, run after run."""

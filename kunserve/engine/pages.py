@@ -18,6 +18,7 @@ import numpy.typing as npt
 from kunserve.core.errors import ConfigError, TooLittleMemory
 from kunserve.engine import address_space
 from kunserve.engine.free_memory import available_bytes
+from kunserve.transport import movable_memory
 
 Granules: TypeAlias = npt.NDArray[np.int32]
 
@@ -89,6 +90,11 @@ class Pages(Protocol):
         """Copy in order; a later copy may read what an earlier one wrote. Done on return."""
         ...
 
+    @property
+    def shared(self) -> movable_memory.Granules | None:
+        """What other processes can map; None where they cannot, or can read a file instead."""
+        ...
+
     def check(self) -> None:
         """Assert that no more memory is taken than the budget."""
         ...
@@ -107,6 +113,7 @@ class HostPages:
 
     is_host = True
     moves = True
+    shared = None
 
     @property
     def fd(self) -> int:
@@ -227,6 +234,22 @@ def runs(granules: Granules) -> list[tuple[int, int]]:
     cuts = np.flatnonzero(np.diff(granules) != 1) + 1
     edges = [0, *cuts.tolist(), len(granules)]
     return list(itertools.pairwise(edges))
+
+
+def pair_up(targets: Spans, sources: Spans) -> Copies:
+    """The copies that fill targets with what lies in sources; both have as many bytes."""
+    copies: list[tuple[int, int, int]] = []
+    left = [*reversed(sources)]
+    for target, num_bytes in targets:
+        while num_bytes:
+            source, at_source = left.pop()
+            size = min(num_bytes, at_source)
+            copies.append((target, source, size))
+            if at_source > size:
+                left.append((source + size, at_source - size))
+            target, num_bytes = target + size, num_bytes - size
+    assert not left, (targets, sources)
+    return copies
 
 
 def _claim(num_bytes: int, beside_bytes: int) -> int:

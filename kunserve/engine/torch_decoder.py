@@ -19,6 +19,8 @@ from kunserve.engine.graphs import GraphCounts, LayerGraphs, Recorder, sizes_up_
 from kunserve.engine.kernels.rope import RopeTable
 from kunserve.engine.ops.table import DeviceBatch, Ops
 
+_WARM_UP_POSITIONS = (0, 1, 0)
+"""Of a prompt of two tokens, and of a single one: different kernels attend to them."""
 RECORD_WITHIN_S = 60.0
 """No further size of steps is recorded when the start has taken so long for it."""
 
@@ -70,6 +72,8 @@ class TorchDecoder:
         self._rope.reserve(limits.num_positions)  # exactly so many: what grows later is rounded up
         self._reserve_positions(limits.num_positions)
         self._logits = torch.zeros(limits.num_sampled, self._spec.vocab_size, device=self._device)
+        if limits.num_tokens >= len(_WARM_UP_POSITIONS):
+            self._warm_up()
         sizes = sizes_up_to(limits.most_single_tokens)
         if self._recorder is not None and sizes:
             self._record(self._recorder, sizes, limits.num_positions, record_within_s)
@@ -78,6 +82,22 @@ class TorchDecoder:
     def graph_counts(self) -> GraphCounts | None:
         """What was recorded and asked for; None where nothing is recorded."""
         return None if self._graphs is None else self._graphs.counts
+
+    def _warm_up(self) -> None:
+        """Have all kernels compiled, by a step of one layer that writes below unit 0."""
+        nowhere = np.full((2, 2), -self._spec.num_layers, dtype=np.int32)
+        batch = StepBatch(
+            token_ids=np.zeros(len(_WARM_UP_POSITIONS), dtype=np.int32),
+            positions=np.array(_WARM_UP_POSITIONS, dtype=np.int32),
+            tables=nowhere,
+            rows=np.arange(2, dtype=np.int32),
+            q_starts=np.array([0, 2, 3], dtype=np.int32),
+            context_lens=np.array([2, 1], dtype=np.int32),
+            sample_rows=np.array([2], dtype=np.int32),
+        )
+        self.set_layers(LayerRange(0, 1))
+        self.logits(batch, self.forward(batch, self.embed(batch)))
+        self.set_layers(LayerRange(0, self._spec.num_layers))
 
     def _record(
         self, recorder: Recorder, sizes: tuple[int, ...], num_positions: int, within_s: float

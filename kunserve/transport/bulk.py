@@ -9,6 +9,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -20,9 +21,17 @@ from kunserve.core.transfer import KvPull, LayerPull
 from kunserve.transport import bulk_wire, identity
 from kunserve.transport.bulk_sink import Ask, BulkSink, Pulled
 from kunserve.transport.bulk_source import BulkSource
-from kunserve.transport.bulk_wire import Answer, Bytes, Chunk, Int32Array, Located
+from kunserve.transport.bulk_wire import (
+    Answer,
+    Bytes,
+    Chunk,
+    Int32Array,
+    Located,
+    SharedGranules,
+)
+from kunserve.transport.granule_desk import GranuleDesk
 from kunserve.transport.identity import Identity
-from kunserve.transport.movable_memory import MovableMemory
+from kunserve.transport.movable_memory import Mapped, MovableMemory
 from kunserve.transport.pacing import BulkPacing, TokenBucket
 from kunserve.transport.shared_files import Counts, PeerFiles
 from kunserve.transport.sockets import (
@@ -40,6 +49,7 @@ YIELD_STEP_S = 0.0002
 _SHORTEST_POLL_S = 0.001
 
 _BULK = b"b"
+_IPC = "ipc://"
 
 
 class BulkMover:
@@ -68,8 +78,10 @@ class BulkMover:
         self.rejections = Rejections("bulk")
         self._lock = threading.RLock()
         self._counts = Counts()
-        self._source = BulkSource(memory, self._counts)
-        self._sink = BulkSink(memory, self._pacing)
+        self._desk = _open_desk(bind, memory)
+        self._source = BulkSource(memory, self._counts, _shared(self._desk, memory))
+        self._peer_files = PeerFiles(memory.granules)
+        self._sink = BulkSink(memory, self._pacing, self._peer_files.has_mapped)
         self._addresses: dict[InstanceId, str] = {}
         self._activations_pending: Callable[[], bool] = _never
         self._is_closing = False
@@ -84,7 +96,7 @@ class BulkMover:
         self._backlog: deque[tuple[bytes, Chunk]] = deque()
         self._egress = TokenBucket(self._pacing.link_gbps)
         self._yielding_since_s: float | None = None
-        self._peer_files = PeerFiles()
+        self._watched: set[int] = set()
         self.num_bytes_given = 0
         """Bulk bytes that peers have been given so far."""
         self._poller = zmq.Poller()
@@ -204,6 +216,7 @@ class BulkMover:
                 if self._is_closing:
                     return
                 self._rewire()
+                self._share()
                 self._hear_requests()
                 self._hear_replies()
                 self._give()
@@ -215,6 +228,9 @@ class BulkMover:
         finally:
             for _, link in self._links.values():
                 link.close()
+            self._peer_files.close()
+            if self._desk is not None:
+                self._desk.close()
             self._inbox.close()
             self._context.term()
 
@@ -233,6 +249,20 @@ class BulkMover:
                 self._links[peer] = (address, link)
                 self._poller.register(link, zmq.POLLIN)
 
+    def _share(self) -> None:
+        """Hand out granules of this memory, and map those of others."""
+        self._peer_files.turn()
+        sockets = self._peer_files.sockets
+        if self._desk is not None:
+            self._desk.turn()
+            sockets += self._desk.sockets
+        wanted = {one.fileno() for one in sockets}
+        for fd in self._watched - wanted:
+            self._poller.unregister(fd)
+        for fd in wanted - self._watched:
+            self._poller.register(fd, zmq.POLLIN)
+        self._watched = wanted
+
     def _hear_requests(self) -> None:
         for route, *frames in _arrivals(self._inbox):
             if identity.unpack(route.bytes) is None:
@@ -244,9 +274,10 @@ class BulkMover:
         for src, (_, link) in self._links.items():
             for head, *rest in _arrivals(link):
                 reply = bulk_wire.decode_reply(head.buffer)
-                answer, data = reply.answer, None
+                answer: Answer = reply.answer
+                data: Bytes | Mapped | None = None
                 if reply.located is not None:
-                    # Without the lock, because this is the slow part.
+                    # Without the lock, because this is the slow part. (A device copies quickly.)
                     answer, data = Answer.DATA, self._peer_files.read(src, reply.located)
                 elif rest:
                     data = np.frombuffer(rest[0].buffer, dtype=np.uint8)
@@ -336,6 +367,20 @@ class BulkMover:
     def _tell_loop(self) -> None:
         if self._sink.has_news:
             self._to_loop.set()
+
+
+def _open_desk(bind: str, memory: MovableMemory) -> GranuleDesk | None:
+    """Where peers get the memory's granules, if it has any and there is a folder for sockets."""
+    if memory.granules is None or not bind.startswith(_IPC):
+        return None
+    return GranuleDesk(Path(bind.removeprefix(_IPC) + ".g"), memory.granules)
+
+
+def _shared(desk: GranuleDesk | None, memory: MovableMemory) -> SharedGranules | None:
+    if desk is None or memory.granules is None:
+        return None
+    granules = memory.granules
+    return SharedGranules(str(desk.path), granules.granule_bytes, granules.num_granules)
 
 
 def _never() -> bool:

@@ -5,6 +5,7 @@ A source that does not answer holds up its own pulls only.
 """
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
@@ -22,7 +23,7 @@ from kunserve.transport.bulk_wire import (
     LayerChunk,
     unit_runs,
 )
-from kunserve.transport.movable_memory import MovableMemory
+from kunserve.transport.movable_memory import Mapped, MovableMemory
 from kunserve.transport.pacing import BulkPacing
 
 RETRY_S = 0.005
@@ -55,7 +56,7 @@ class _Target(Protocol):
         """The request for a chunk from ``first`` on (below ``limit``), and its items."""
         ...
 
-    def write(self, first: int, num: int, data: Bytes) -> bool:
+    def write(self, first: int, num: int, data: Bytes | Mapped) -> bool:
         """Put items in place; False when there are not as many bytes as there should be."""
         ...
 
@@ -84,7 +85,7 @@ class _KvTarget:
         )
         return chunk, num
 
-    def write(self, first: int, num: int, data: Bytes) -> bool:
+    def write(self, first: int, num: int, data: Bytes | Mapped) -> bool:
         if data.nbytes != num * self._unit_bytes:
             return False
         runs = unit_runs(self._entries, self._piece.layers, first, num)
@@ -105,7 +106,7 @@ class _LayersTarget:
         num = min(chunk_bytes, limit - first, self._layer_bytes - offset)
         return LayerChunk(ticket, self._first_layer + layer, offset, num), num
 
-    def write(self, first: int, num: int, data: Bytes) -> bool:
+    def write(self, first: int, num: int, data: Bytes | Mapped) -> bool:
         if data.nbytes != num:
             return False
         layer, offset = divmod(first, self._layer_bytes)
@@ -146,9 +147,16 @@ Ask: TypeAlias = tuple[InstanceId, Chunk]
 class BulkSink:
     """Pulls waiting and under way."""
 
-    def __init__(self, memory: MovableMemory, pacing: BulkPacing) -> None:
+    def __init__(
+        self,
+        memory: MovableMemory,
+        pacing: BulkPacing,
+        has_mapped: Callable[[InstanceId], bool] = lambda _: False,
+    ) -> None:
+        """``has_mapped`` says whether a source's bytes are copied here from where they lie."""
         self._memory = memory
         self._pacing = pacing
+        self._has_mapped = has_mapped
         self._pulls: deque[_Pull] = deque()
         self._in_flight: dict[int, _InFlight] = {}
         self._next_ticket = 0
@@ -185,7 +193,10 @@ class BulkSink:
             ticket = self._next_ticket
             self._next_ticket += 1
             end = pull.target.num_items if limit is None else limit
-            chunk, num = pull.target.chunk_at(first, end, self._pacing.chunk_bytes, ticket)
+            chunk_bytes = self._pacing.chunk_bytes
+            if self._has_mapped(pull.what.src):
+                chunk_bytes = self._pacing.mapped_chunk_bytes
+            chunk, num = pull.target.chunk_at(first, end, chunk_bytes, ticket)
             if limit is None:
                 pull.next_item = first + num
             elif first + num < limit:
@@ -194,7 +205,9 @@ class BulkSink:
             return pull.what.src, chunk
         return None
 
-    def on_reply(self, ticket: int, answer: Answer, data: Bytes | None, now_s: float) -> None:
+    def on_reply(
+        self, ticket: int, answer: Answer, data: Bytes | Mapped | None, now_s: float
+    ) -> None:
         """A source answered. Answers to chunks no longer wanted touch nothing."""
         entry = self._in_flight.pop(ticket, None)
         if entry is None:
@@ -204,6 +217,10 @@ class BulkSink:
             case Answer.DATA:
                 if data is None or not pull.target.write(entry.first, entry.num, data):
                     self._end(pull, "the source sent a chunk of another size", now_s)
+                    return
+                if isinstance(data, Mapped) and not data.holds():
+                    # Void bytes do no harm: nobody reads there before the pull has ended.
+                    pull.again.append((entry.first, entry.first + entry.num))
                     return
                 pull.unknown_since_s = None
                 pull.num_placed += entry.num

@@ -14,6 +14,7 @@ from kunserve.transport.bulk_wire import (
     KvChunk,
     Located,
     SharedFile,
+    SharedGranules,
     unit_runs,
 )
 from kunserve.transport.movable_memory import MovableMemory
@@ -28,10 +29,19 @@ _NO_TRANSITION = -1
 class BulkSource:
     """Exported requests and offered layers."""
 
-    def __init__(self, memory: MovableMemory, counts: Counts | None = None) -> None:
-        """``counts`` tell takers when a place is void; without them they get bytes only."""
+    def __init__(
+        self,
+        memory: MovableMemory,
+        counts: Counts | None = None,
+        granules: SharedGranules | None = None,
+    ) -> None:
+        """``counts`` tell takers when a place is void; without them they get bytes only.
+
+        ``granules`` are where takers can map the memory, if it is a device's.
+        """
         self._memory = memory
         self._counts = counts
+        self._granules = granules
         self._exports: dict[RequestId, Int32Array] = {}
         self._withdrawn: OrderedDict[RequestId, int] = OrderedDict()
         self._latest_transition = _NO_TRANSITION
@@ -85,9 +95,9 @@ class BulkSource:
         left = self._memory.layer_bytes - chunk.offset
         if not (chunk.offset >= 0 and 0 < chunk.num_bytes <= left):
             return Answer.REFUSED, None
-        if chunk.may_read and (files := self._files(None)) is not None:
+        if chunk.may_read and (shared := self._shared(None)) is not None:
             where = self._memory.locate_layer(chunk.layer, chunk.offset, chunk.num_bytes)
-            return Answer.LOCATED, Located(*files, tuple(where))
+            return Answer.LOCATED, Located(*shared, tuple(where))
         data = np.empty(chunk.num_bytes, dtype=np.uint8)
         self._memory.read_layer(chunk.layer, chunk.offset, data)
         return Answer.DATA, data
@@ -97,14 +107,15 @@ class BulkSource:
         if self._counts is not None:
             self._counts.add(request_id)
 
-    def _files(
+    def _shared(
         self, request_id: RequestId | None
-    ) -> tuple[SharedFile, SharedFile, tuple[int, int]] | None:
-        """The memory's file, and the count of what lies there; None where there is none to read."""
+    ) -> tuple[SharedFile | SharedGranules, SharedFile, tuple[int, int]] | None:
+        """The memory, and the count of what lies there; None where takers cannot read it."""
         fd = self._memory.shared_fd
-        if fd is None or self._counts is None:
+        memory = self._granules if fd is None else SharedFile.of(fd)
+        if memory is None or self._counts is None:
             return None
-        return SharedFile.of(fd), self._counts.file, self._counts.of(request_id)
+        return memory, self._counts.file, self._counts.of(request_id)
 
     def _serve_kv(self, chunk: KvChunk) -> tuple[Answer, Bytes | Located | None]:
         self.saw_transition(chunk.transition_id)
@@ -124,8 +135,8 @@ class BulkSource:
         ):
             return Answer.REFUSED, None
         runs = list(unit_runs(entries[first:end], layers, chunk.first_unit, chunk.num_units))
-        if chunk.may_read and (files := self._files(request_id)) is not None:
-            return Answer.LOCATED, Located(*files, tuple(self._memory.locate_units(runs)))
+        if chunk.may_read and (shared := self._shared(request_id)) is not None:
+            return Answer.LOCATED, Located(*shared, tuple(self._memory.locate_units(runs)))
         data = np.empty(chunk.num_units * self._memory.unit_bytes, dtype=np.uint8)
         self._memory.read_units(runs, data)
         return Answer.DATA, data

@@ -57,7 +57,7 @@ class Answer(enum.IntEnum):
     """The bytes lie there in the source's memory file."""
 
 
-class SharedFile(msgspec.Struct, frozen=True, array_like=True):
+class SharedFile(msgspec.Struct, frozen=True, array_like=True, tag=0):
     """A memory file, for processes of the same host and user."""
 
     pid: int
@@ -88,15 +88,24 @@ class SharedFile(msgspec.Struct, frozen=True, array_like=True):
             os.close(fd)
 
 
+class SharedGranules(msgspec.Struct, frozen=True, array_like=True, tag=1):
+    """Memory of a device in granules, for processes of the same host and user."""
+
+    path: str
+    """Of the socket at which they are handed out (``granule_desk``)."""
+    granule_bytes: int
+    num_granules: int
+
+
 class Located(msgspec.Struct, frozen=True, array_like=True):
     """Where bytes lie, and the count for which this is true."""
 
-    memory: SharedFile
+    memory: SharedFile | SharedGranules
     counts: SharedFile
     count: tuple[int, int]
     """Which one of them, and its value."""
     extents: tuple[tuple[int, int], ...]
-    """(offset, bytes), one after the other."""
+    """(offset, bytes), one after the other; granules count as if they were one file."""
 
 
 class Reply(msgspec.Struct, frozen=True, array_like=True):

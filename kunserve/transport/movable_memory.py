@@ -1,6 +1,7 @@
 """An instance's memory as bytes: what movers read and fill, wherever it lies."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
 import numpy as np
@@ -11,6 +12,55 @@ Extents: TypeAlias = Sequence[tuple[int, int]]
 """(offset, bytes) of stretches of a file."""
 UnitRuns: TypeAlias = Sequence[tuple[int, int]]
 """(first unit, number of units) of stretches of consecutive units."""
+
+
+Spans: TypeAlias = Sequence[tuple[int, int]]
+"""(address, bytes) of stretches of mapped memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mapped:
+    """Bytes of another process that are mapped here: they are copied from where they lie."""
+
+    spans: Spans
+    holds: Callable[[], bool]
+    """Whether they were still those bytes: to be asked when they have been copied."""
+
+    @property
+    def nbytes(self) -> int:
+        """Of all spans."""
+        return sum(num_bytes for _, num_bytes in self.spans)
+
+
+class Window(Protocol):
+    """Granules of another process, mapped one behind the other."""
+
+    address: int
+    num_granules: int
+    """Mapped so far."""
+
+    def add(self, fd: int) -> None:
+        """Map the next one, of which this is a descriptor. Raises OSError."""
+        ...
+
+    def close(self) -> None:
+        """Unmap all. No copy may be under way. Raises OSError; then it can be called again."""
+        ...
+
+
+class Granules(Protocol):
+    """A device's memory in granules, each of which another process can map."""
+
+    granule_bytes: int
+    num_granules: int
+
+    def export(self, granule: int) -> int:
+        """A new descriptor, by which a process of this host can map it. Raises OSError."""
+        ...
+
+    def open_window(self, granule_bytes: int, num_granules: int) -> Window:
+        """Room for another process's granules. Raises OSError."""
+        ...
 
 
 class UnitMemory(Protocol):
@@ -25,8 +75,8 @@ class UnitMemory(Protocol):
         """Copy the units' bytes, one run after the other, into exactly as many bytes."""
         ...
 
-    def write_units(self, unit_runs: UnitRuns, data: Bytes) -> None:
-        """The reverse."""
+    def write_units(self, unit_runs: UnitRuns, data: Bytes | Mapped) -> None:
+        """The reverse. Only memory that has ``granules`` is given what is mapped."""
         ...
 
 
@@ -41,7 +91,14 @@ class MovableMemory(UnitMemory, Protocol):
     @property
     def shared_fd(self) -> int | None:
         """The file in which it all lies, so that peers on this host may read there; None if it
-        is no file. Neither ``locate`` is called then.
+        is no file.
+        """
+        ...
+
+    @property
+    def granules(self) -> Granules | None:
+        """What peers on this host can map; None if they cannot. Neither ``locate`` is called where
+        this and ``shared_fd`` are None.
         """
         ...
 
@@ -57,7 +114,7 @@ class MovableMemory(UnitMemory, Protocol):
         """Copy bytes of a mapped layer's weights."""
         ...
 
-    def write_layer(self, layer: int, offset: int, data: Bytes) -> None:
+    def write_layer(self, layer: int, offset: int, data: Bytes | Mapped) -> None:
         """The reverse."""
         ...
 
@@ -83,6 +140,11 @@ class ViewedMemory:
         """Views of arrays are no file."""
         return None
 
+    @property
+    def granules(self) -> Granules | None:
+        """And no device's."""
+        return None
+
     def locate_units(self, unit_runs: UnitRuns) -> Extents:
         """See ``MovableMemory``."""
         raise NotImplementedError
@@ -104,8 +166,9 @@ class ViewedMemory:
             position += view.nbytes
         assert position == into.nbytes, (position, into.nbytes)
 
-    def write_units(self, unit_runs: UnitRuns, data: Bytes) -> None:
+    def write_units(self, unit_runs: UnitRuns, data: Bytes | Mapped) -> None:
         """See ``UnitMemory``."""
+        assert not isinstance(data, Mapped), data
         position = 0
         for view in [self.unit_view(*run) for run in unit_runs]:
             view[:] = data[position : position + view.nbytes]
@@ -116,6 +179,7 @@ class ViewedMemory:
         """See ``MovableMemory``."""
         into[:] = self.layer_view(layer)[offset : offset + into.nbytes]
 
-    def write_layer(self, layer: int, offset: int, data: Bytes) -> None:
+    def write_layer(self, layer: int, offset: int, data: Bytes | Mapped) -> None:
         """See ``MovableMemory``."""
+        assert not isinstance(data, Mapped), data
         self.layer_view(layer)[offset : offset + data.nbytes] = data

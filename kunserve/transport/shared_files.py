@@ -3,16 +3,24 @@
 A source says where in its memory file the bytes lie, and a taker reads them there, through the
 file system of processes. Nothing is locked. The source counts in a second file whenever bytes may
 get another meaning, before they do. A taker looks at the count when it has read: if it is not the
-one that came with the place, what it has read is not used.
+one that came with the place, what it has read is not used. Memory of a device is no file: there a
+taker maps the source's granules (``peer_windows``) and copies, and the rest is the same.
 """
 
+import functools
+import logging
 import os
+import socket
 import zlib
 
 import numpy as np
 
 from kunserve.core.ids import InstanceId, RequestId
-from kunserve.transport.bulk_wire import Bytes, Located, SharedFile
+from kunserve.transport.bulk_wire import Bytes, Located, SharedFile, SharedGranules
+from kunserve.transport.movable_memory import Granules, Mapped
+from kunserve.transport.peer_windows import PeerWindows
+
+logger = logging.getLogger(__name__)
 
 _COUNT_BYTES = 8
 _NUM_COUNTS = 1024
@@ -51,13 +59,15 @@ class Counts:
 
 
 class PeerFiles:
-    """A taker's: what it reads in the files of its sources. Belongs to the mover's thread.
+    """A taker's: what it reads in the memory of its sources. Belongs to the mover's thread.
 
     Files are opened for each read, which costs little beside the copy. A file that stays open would
     keep all memory of a source that has died, while its successor needs as much.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, granules: Granules | None = None) -> None:
+        """``granules`` are the taker's own, if its memory is a device's."""
+        self._windows = PeerWindows(granules)
         self._refused: set[InstanceId] = set()
         self._stale: set[InstanceId] = set()
         self._room: Bytes = np.empty(0, dtype=np.uint8)
@@ -65,10 +75,30 @@ class PeerFiles:
 
     def may_read(self, src: InstanceId) -> bool:
         """Whether to ask the source where bytes lie, rather than for the bytes."""
-        return src not in self._refused and src not in self._stale
+        is_void = src in self._refused or src in self._stale
+        return not is_void and not self._windows.is_opening(src)
 
-    def read(self, src: InstanceId, located: Located) -> Bytes | None:
+    def has_mapped(self, src: InstanceId) -> bool:
+        """Whether the source's memory is mapped here, so that its bytes need no chunks."""
+        return self.may_read(src) and self._windows.is_open(src)
+
+    @property
+    def sockets(self) -> tuple[socket.socket, ...]:
+        """Readable when ``turn`` has something to do."""
+        return self._windows.sockets
+
+    def turn(self) -> None:
+        """Map what sources have given, and nothing of those that are gone."""
+        self._refused.update(self._windows.turn())
+
+    def close(self) -> None:
+        """Hold no memory of others."""
+        self._windows.close()
+
+    def read(self, src: InstanceId, located: Located) -> Bytes | Mapped | None:
         """The bytes, until the next call. None if the source is to send them instead."""
+        if isinstance(located.memory, SharedGranules):
+            return self._find_mapped(src, located.memory, located)
         with located.memory.opened() as memory_fd, located.counts.opened() as count_fd:
             if memory_fd is None or count_fd is None:
                 self._refused.add(src)
@@ -81,12 +111,32 @@ class PeerFiles:
             for offset, num_bytes in located.extents:
                 into = data[position : position + num_bytes].data
                 position += os.preadv(memory_fd, [into], offset)
-            number, expected = located.count
-            found = os.pread(count_fd, _COUNT_BYTES, number * _COUNT_BYTES)
-        if int.from_bytes(found, "little") != expected or position != data.nbytes:
+            is_true = _still_counts(located, count_fd)
+        if not is_true or position != data.nbytes:
             self._stale.add(src)
             return None
         return data
+
+    def _find_mapped(
+        self, src: InstanceId, memory: SharedGranules, located: Located
+    ) -> Mapped | None:
+        try:
+            spans = self._windows.spans(src, memory, located.extents)
+        except OSError as error:
+            logger.info("source=%d sends its bytes: %s", src, error)
+            self._refused.add(src)
+            return None
+        if spans is None:
+            return None
+        return Mapped(spans, functools.partial(self._holds, src, located))
+
+    def _holds(self, src: InstanceId, located: Located) -> bool:
+        """Whether what was copied was what the source had said of it."""
+        with located.counts.opened() as count_fd:
+            is_true = count_fd is not None and _still_counts(located, count_fd)
+        if not is_true:
+            self._stale.add(src)
+        return is_true
 
     def got_bytes(self, src: InstanceId) -> None:
         """The source has sent bytes: its next ones may be read again."""
@@ -94,5 +144,12 @@ class PeerFiles:
 
     def lose(self, src: InstanceId) -> None:
         """The source's process is another one from now on, or gone."""
+        self._windows.lose(src)
         self._refused.discard(src)
         self._stale.discard(src)
+
+
+def _still_counts(located: Located, count_fd: int) -> bool:
+    number, expected = located.count
+    found = os.pread(count_fd, _COUNT_BYTES, number * _COUNT_BYTES)
+    return int.from_bytes(found, "little") == expected

@@ -76,6 +76,7 @@ static int fails_with = OUT_OF_MEMORY, is_initialized, spoiled;
 static long call_ns, gib_ns, num_memories;
 static u64 tickets;
 static int driver_version = 13000, has_virtual_memory = 1, num_devices = 1, capability = 90;
+static int can_export = 1;
 static _Thread_local int has_context;
 
 static Result enter(int needs_context) {
@@ -110,7 +111,7 @@ Result cuDeviceGetName(char *name, int size, int device) {
     return OK;
 }
 Result cuDeviceGetAttribute(int *value, int attribute, int device) {
-    *value = attribute == 103 || (attribute == 102 && has_virtual_memory);
+    *value = (attribute == 103 && can_export) || (attribute == 102 && has_virtual_memory);
     if (attribute == 75) *value = capability / 10;
     if (attribute == 76) *value = capability % 10;
     return device >= num_devices ? INVALID_DEVICE : OK;
@@ -139,6 +140,7 @@ Result cuGetErrorName(Result error, const char **name) {
     case NOT_INITIALIZED: *name = "CUDA_ERROR_NOT_INITIALIZED"; return OK;
     case INVALID_CONTEXT: *name = "CUDA_ERROR_INVALID_CONTEXT"; return OK;
     case INVALID_HANDLE: *name = "CUDA_ERROR_INVALID_HANDLE"; return OK;
+    case NOT_SUPPORTED: *name = "CUDA_ERROR_NOT_SUPPORTED"; return OK;
     case ILLEGAL_ADDRESS: *name = "CUDA_ERROR_ILLEGAL_ADDRESS"; return OK;
     default: *name = NULL; return INVALID_VALUE;
     }
@@ -224,6 +226,7 @@ static Memory *new_memory(int fd, size_t size, size_t charged) {
 Result cuMemCreate(u64 *handle, size_t size, const Prop *prop, u64 flags) {
     ENTER;
     REFUSE_IF(!size || !is_whole(size) || !is_good(prop) || flags);
+    if (prop->handle_types && !can_export) return leave(NOT_SUPPORTED);
     if (used + size > total) return leave(OUT_OF_MEMORY);
     int fd = memfd_create("fakecuda", MFD_CLOEXEC);
     if (fd < 0 || ftruncate(fd, (off_t)size)) return leave(OUT_OF_MEMORY);
@@ -461,10 +464,11 @@ void fake_configure(size_t granularity_bytes, size_t total_bytes) {
     fails_from = fails_to = -1;
     call_ns = gib_ns = 0;
     driver_version = 13000;
-    has_virtual_memory = num_devices = 1;
+    has_virtual_memory = num_devices = can_export = 1;
     capability = 90;
 }
-void fake_describe(int version, int has_vmm, int count, int computes) {
+void fake_describe(int version, int has_vmm, int count, int computes, int exports) {
+    can_export = exports;
     driver_version = version;
     has_virtual_memory = has_vmm;
     num_devices = count;

@@ -51,9 +51,12 @@ class FakeCuda:
         has_virtual_memory: bool = True,
         num_devices: int = 1,
         capability: int = 90,
+        can_export: bool = True,
     ) -> None:
         """Be another machine, of cards that are all alike. Only the first one can be entered."""
-        self._library.fake_describe(version, int(has_virtual_memory), num_devices, capability)
+        self._library.fake_describe(
+            version, int(has_virtual_memory), num_devices, capability, int(can_export)
+        )
 
     @property
     def num_calls(self) -> int:

@@ -49,6 +49,7 @@ class CudaBackend:
     """One device of the driver, and torch on it."""
 
     pads_steps = True
+    computes_aside = True
 
     def __init__(
         self, device: torch.device, library: str = LIBRARY, recorder: Recorder | None = None

@@ -170,8 +170,10 @@ class Driver:
         self.device = device.value
         self._call("cuDevicePrimaryCtxRetain", byref(context), self.device)
         self._context = context
+        # Asked for where it cannot be, no memory would be given at all.
+        handle_types = _POSIX_FD if self.can_export else 0
         self._prop = AllocationProp(
-            type=_PINNED, handle_types=_POSIX_FD, location=_Location(_DEVICE, ordinal)
+            type=_PINNED, handle_types=handle_types, location=_Location(_DEVICE, ordinal)
         )
         self._access = AccessDesc(_Location(_DEVICE, ordinal), _READ_WRITE)
         self.enter()

@@ -136,9 +136,19 @@ class DevicePages:
             found = self._driver.handle_at(address)
             assert found == self._handles[granule], (address, granule)
 
+    @property
+    def shared(self) -> "DevicePages | None":
+        """See ``Pages``: these, if the device can give memory to other processes."""
+        return self if self._driver.can_export else None
+
     def export(self, granule: int) -> int:
-        """A file descriptor by which another process on this machine can map the granule."""
+        """See ``Granules``. Any thread may call."""
+        self._driver.enter()
         return self._driver.export(self._handles[granule])
+
+    def open_window(self, granule_bytes: int, num_granules: int) -> "DeviceWindow":
+        """See ``Granules``. The window belongs to the thread that calls."""
+        return DeviceWindow(self._driver, granule_bytes, num_granules)
 
     def close(self) -> None:
         """See ``Pages``."""
@@ -160,3 +170,38 @@ class DevicePages:
                 self.num_calls += 1
                 self._left_over.discard(at)
                 del self._mapped[at]
+
+
+class DeviceWindow:
+    """Implements ``Window``. Its granules are another process's memory, and not charged here."""
+
+    def __init__(self, driver: Driver, granule_bytes: int, num_granules: int) -> None:
+        self._driver = driver
+        self._granule_bytes = granule_bytes
+        self._num_bytes = granule_bytes * num_granules
+        self._handles: list[int] = []
+        self.num_granules = 0
+        driver.enter()
+        self.address = driver.reserve(self._num_bytes, granule_bytes & -granule_bytes)
+
+    def add(self, fd: int) -> None:
+        """See ``Window``."""
+        at = self.address + self.num_granules * self._granule_bytes
+        self._handles.append(self._driver.import_(fd))
+        self._driver.map(at, self._granule_bytes, self._handles[-1])
+        self.num_granules += 1
+        self._driver.allow(at, self._granule_bytes)
+        self._release()  # what is mapped lives on without it
+
+    def close(self) -> None:
+        """See ``Window``."""
+        self._release()
+        if self.num_granules:
+            self._driver.unmap(self.address, self.num_granules * self._granule_bytes)
+            self.num_granules = 0
+        self._driver.unreserve(self.address, self._num_bytes)
+
+    def _release(self) -> None:
+        while self._handles:
+            self._driver.release(self._handles[-1])
+            self._handles.pop()

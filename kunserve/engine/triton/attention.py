@@ -3,6 +3,9 @@
 Which keys are added up together follows from a sequence alone, so its sums do not depend on what
 else is in the batch. Products of indices are 64-bit, because units of a large cache lie further
 apart than 2^31 elements.
+
+Triton compiles a kernel anew for a number that is 1, or a multiple of 16. What changes from step to
+step or from layer to layer is named in ``do_not_specialize``, so that no request waits for that.
 """
 
 import triton
@@ -78,7 +81,7 @@ def look_back(
     return largest, total, mixed
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_seqs", "max_blocks", "first_unit"])
 def attention_kernel(
     q, kv, out, tables, q_starts, context_lens, num_seqs, max_blocks, q_stride, out_stride,
     first_unit, scale, window,
@@ -129,7 +132,7 @@ def parts_of(context, window, PARTS: tl.constexpr, LEAST: tl.constexpr, KEYS: tl
     return start, each, tl.cdiv(num_keys, each)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["max_blocks", "first_unit"])
 def part_kernel(
     q, kv, sums, tables, q_starts, context_lens, max_blocks, q_stride, first_unit, scale, window,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr,

@@ -55,7 +55,7 @@ def rotate_kernel(heads, angles, token_stride, head_stride, HALF: tl.constexpr, 
     tl.store(at + HALF, (b * cos + a * sin).to(first.dtype), mask=is_there)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_unit"])
 def place_kernel(
     k, v, kv, entries, offsets, token_stride, first_unit,
     KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, PAD: tl.constexpr,

@@ -26,6 +26,8 @@ ABORT = Abort(RequestId("r"))
 class StepBody:
     """Looks up between the layers of a step, and says when mail comes: in the first one."""
 
+    computes_aside = False
+
     def __init__(self) -> None:
         self.spec = fake_spec(InstanceId(0), NUM_LAYERS, 8)
         self.mail: list[Any] = []
@@ -101,3 +103,88 @@ def test_looking_up_is_not_done_between_all_layers(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(instance_loop, "LONG_STEP_S", 0.0)
     monkeypatch.setattr(instance_loop, "LOOK_GAP_S", 1e9)
     assert read_in_step(is_exchanging=False) == [False]
+
+
+class DeviceBody(StepBody):
+    """Is asked for a step, and free until it is computed."""
+
+    computes_aside = True
+
+    def execute(self, step: Any, hidden: Any, look_up: Any, meanwhile: Any = None) -> None:
+        self.is_computing = True
+        meanwhile()
+        self.is_computing = False
+
+    def hidden_to_bytes(self, hidden: Any) -> memoryview:
+        return memoryview(hidden)
+
+
+def sent_in_steps(num_steps: int, has_more: bool) -> list[tuple[str, int, bool]]:
+    """(what, of which step, whether another one was being computed when it was sent)."""
+    body, sent, outbox = DeviceBody(), [], []
+    done = 0
+
+    def next_work(now_s: float) -> Any:
+        agent.is_stopping = done == num_steps
+        return None if agent.is_stopping else work
+
+    def finished(work: Any, outcome: Any, now_s: float) -> None:
+        nonlocal done
+        outbox.extend([(None, f"tokens {done}", None), (InstanceId(1), f"hidden {done}", b"")])
+        done += 1
+
+    def drain() -> list[Any]:
+        mail = outbox.copy()
+        outbox.clear()
+        return mail
+
+    def note(message: Any) -> None:
+        what, step = message.split()
+        sent.append((what, int(step), body.is_computing))
+
+    plan = StepPlan(GroupId(0), StepId(0), (), (), ())
+    none = np.zeros(0, np.int32)
+    work = Work(StepWork(plan, LayerRange(0, NUM_LAYERS), True, True, none, none, none), None)
+    agent = SimpleNamespace(
+        is_stopping=False,
+        is_exchanging=False,
+        layout=None,
+        num_in_flight=None,
+        has_ready_work=lambda: has_more,
+        report=lambda now_s: None,
+        drain=drain,
+        drain_preemptions=list,
+        next_work=next_work,
+        finished=finished,
+    )
+    channel = SimpleNamespace(
+        poll_sockets=(), start_heartbeat=lambda period_s, progress: None, receive=list, send=note
+    )
+    peers = SimpleNamespace(
+        poll_sockets=(),
+        receive=list,
+        faults=list,
+        tell_counts=list,
+        send=lambda dst, message, payload: note(message),
+    )
+    mover = SimpleNamespace(
+        poll_sockets=(), quiet=nullcontext, completed=list, loader=LayerLoader(lambda layers: None)
+    )
+    loop: Any = InstanceLoop(agent, body, channel, peers, mover, ClusterConfig(), None)  # type: ignore[arg-type]
+    loop.run()
+    return sent
+
+
+def test_the_front_gets_tokens_while_a_device_computes_the_next_step() -> None:
+    sent = sent_in_steps(3, has_more=True)
+    assert [(step, beside) for what, step, beside in sent if what == "tokens"] == [
+        (0, True), (1, True), (2, False),
+    ]  # fmt: skip
+    assert [(step, beside) for what, step, beside in sent if what == "hidden"] == [
+        (0, False), (1, False), (2, False),
+    ], "peers wait for theirs"  # fmt: skip
+
+
+def test_it_gets_them_at_once_if_there_is_no_next_step() -> None:
+    sent = sent_in_steps(2, has_more=False)
+    assert [beside for what, _, beside in sent if what == "tokens"] == [False, False]

@@ -3,9 +3,7 @@
 ``test_triton`` runs this file in a process of its own, because Triton reads its variable once.
 """
 
-from contextlib import closing
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,21 +12,13 @@ import torch
 from triton.runtime import interpreter
 
 from benchmarks.gpu_phases.kernels import exact_attention
-from kunserve.core.config import InstanceConfig, ModelConfig
-from kunserve.core.ids import InstanceId
-from kunserve.core.layout import LayerRange
 from kunserve.core.model_spec import ModelSpec
 from kunserve.engine.attention import StepBatch
-from kunserve.engine.body import EngineBody
-from kunserve.engine.cuda.backend import CudaBackend
 from kunserve.engine.ops import triton_ops
 from kunserve.engine.ops.reference import ReferenceOps
 from kunserve.engine.ops.table import DeviceBatch, Ops
 from kunserve.engine.ops.triton_ops import TritonOps
-from tests.direct_engine import DirectEngine
-from tests.fakecuda.library import KIB, FakeCuda, build
 from tests.specs import model_spec
-from tests.tiny_models import VOCAB, expected_tokens, tiny_model
 
 _patch = interpreter._patch_lang_tensor
 
@@ -44,9 +34,9 @@ interpreter._patch_lang_tensor = _patch_for_numpy
 CPU = torch.device("cpu")
 NUM_UNITS = 40
 SHAPES = [  # heads, KV heads, head_dim, block size, window
-    (4, 4, 64, 8, None),
-    (9, 3, 64, 16, None),
-    (10, 2, 128, 4, 11),
+    pytest.param(4, 4, 64, 8, None, marks=pytest.mark.slow),
+    pytest.param(9, 3, 64, 16, None, marks=pytest.mark.slow),
+    pytest.param(10, 2, 128, 4, 11, marks=pytest.mark.slow),
     (7, 1, 80, 16, None),
     (8, 1, 32, 5, 3),
 ]
@@ -125,10 +115,10 @@ def batch_of(lengths: list[int], contexts: list[int], block_size: int, layers: i
 @pytest.mark.parametrize(
     ("shape", "dtype", "most"),
     [
-        ((9, 3, 64, 16, None), torch.float32, 1e-6),
+        pytest.param((9, 3, 64, 16, None), torch.float32, 1e-6, marks=pytest.mark.slow),
         ((7, 1, 80, 5, 70), torch.float32, 1e-6),
         # The tiles of bfloat16, which the interpreter cannot multiply.
-        ((10, 2, 128, 64, None), torch.float16, 3e-3),
+        pytest.param((10, 2, 128, 64, None), torch.float16, 3e-3, marks=pytest.mark.slow),
     ],
 )
 def test_parts_of_the_keys_give_what_float64_gives(
@@ -193,23 +183,3 @@ def test_rows(width: int) -> None:
         results.append([normed, gated, turned, by_head])
     for expected, got in zip(*results, strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("kind", ["mistral", "qwen3"])
-def test_a_whole_model(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A window, and norms of heads; over a stand-in for the driver, in blocks of 8."""
-    monkeypatch.setattr(CudaBackend, "_open_ops", lambda _, spec, config: TritonOps(spec))
-    model = tiny_model(kind, 2)
-    model.save_pretrained(tmp_path)
-    prompts = [np.random.default_rng(n).integers(3, VOCAB, n).tolist() for n in (3, 30)]
-    FakeCuda()
-    body = EngineBody(
-        InstanceId(0),
-        ModelConfig(model=str(tmp_path), dtype="float32"),
-        InstanceConfig(memory_bytes=4 << 20, granule_bytes=8 * KIB, block_size=8),
-        backend=CudaBackend(CPU, build()),
-    )
-    with closing(body):
-        engine = DirectEngine([(body, LayerRange(0, 2))])
-        expected = [expected_tokens(model, prompt, 3) for prompt in prompts]
-        assert engine.generate(prompts, 3, 16) == expected
