@@ -4,6 +4,7 @@ The rules (how text is cut into words before merging) are known by name; an unkn
 refused, since a wrong rule gives plausible, slightly wrong tokens.
 """
 
+import importlib
 from itertools import pairwise
 from typing import Any
 
@@ -56,8 +57,7 @@ def build_backend(file: GgufFile) -> Tokenizer:
 
 def build_tokenizer(file: GgufFile) -> Any:
     """A transformers fast tokenizer equal to the one that the file was converted from."""
-    import transformers  # half a second, which an instance need not spend
-
+    transformers = importlib.import_module("transformers")  # seconds that no instance need spend
     backend = build_backend(file)
     named = _named_tokens(file, file.get("tokenizer.ggml.tokens", list))
     adds_bos = file.get("tokenizer.ggml.model", str) == "llama"

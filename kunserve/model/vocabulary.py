@@ -1,5 +1,6 @@
 """A tokenizer as text in Hugging Face's format, without the library around it."""
 
+import importlib
 from pathlib import Path
 
 from tokenizers import Tokenizer
@@ -20,9 +21,9 @@ def tokenizer_json(source: ModelSource, tokenizer: str | None = None) -> str:
         return plain_json(build_backend(read_gguf(path)))
     file = path / "tokenizer.json"
     if not file.is_file():
-        from kunserve.model.tokenizer import load_tokenizer  # seconds: rare, old formats
-
-        return plain_json(load_tokenizer(source, tokenizer).backend_tokenizer)
+        # An old format, and a library that takes seconds to import.
+        module = importlib.import_module("kunserve.model.tokenizer")
+        return plain_json(module.load_tokenizer(source, tokenizer).backend_tokenizer)
     try:
         return plain_json(Tokenizer.from_file(str(file)))
     except Exception as error:

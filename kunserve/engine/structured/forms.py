@@ -7,7 +7,7 @@ is there, as a rule, before the logits are.
 import contextlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from functools import partial
 
 import numpy as np
@@ -17,10 +17,10 @@ from llguidance import LLMatcher, LLTokenizer
 from kunserve.core.request import StructuredOutput
 from kunserve.engine.structured.grammar import FormError, check, compile_form
 
-MAX_COMPILED = 32
+MAX_COMPILED = 16
 """Forms that are kept compiled when no request has them."""
-MAX_WAIT_S = 30.0
-"""A mask that takes longer ends its request."""
+MAX_WAIT_S = 10.0
+"""A mask that takes longer ends its request. The library's own limits let none take a second."""
 
 
 class Form:
@@ -40,10 +40,13 @@ class Form:
 
     def forbidden(self) -> npt.NDArray[np.bool_]:
         """[vocab] the tokens that may not come next. Raises FormError."""
-        wait([self._job], timeout=MAX_WAIT_S)
-        if not self._job.done():
-            raise FormError(f"no mask within {MAX_WAIT_S:.0f} s")
-        self._job.result()
+        try:
+            self._job.result(MAX_WAIT_S)
+        except TimeoutError:
+            self._forms.give_up()
+            raise FormError(f"no mask within {MAX_WAIT_S:g} s") from None
+        except CancelledError:
+            raise FormError("another form has held up this one") from None
         assert self._forbidden is not None
         return self._forbidden
 
@@ -122,10 +125,15 @@ class Forms:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="forms")
         return self._thread.submit(job)
 
+    def give_up(self) -> None:
+        """Leave the thread to what holds it up; what waits for it ends, what comes gets another."""
+        self.close()
+        self._thread = None
+
     def close(self) -> None:
         """Let the thread go."""
         if self._thread is not None:
-            self._thread.shutdown(wait=True, cancel_futures=True)
+            self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _warm(self, structured: StructuredOutput) -> None:
         # Whoever starts it will meet the error again.

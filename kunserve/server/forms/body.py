@@ -104,7 +104,7 @@ def _structured_outputs(value: Any) -> StructuredOutput | None:
         return form
     if form.kind != "json_schema":
         raise InvalidRequest(f"`{name}`: options of white space need `json`.", name)
-    return _with_options(name, form, options)
+    return _with_options(form, options)
 
 
 def _options(name: str, value: dict[str, Any]) -> dict[str, Any]:
@@ -121,10 +121,8 @@ def _options(name: str, value: dict[str, Any]) -> dict[str, Any]:
     return options
 
 
-def _with_options(name: str, form: StructuredOutput, options: dict[str, Any]) -> StructuredOutput:
+def _with_options(form: StructuredOutput, options: dict[str, Any]) -> StructuredOutput:
     schema = json.loads(form.text)
-    if not isinstance(schema, dict):
-        raise _wrong(name, f"{name}.json", "an object", schema)
     known = schema.get("x-guidance")
     schema["x-guidance"] = {**(known if isinstance(known, dict) else {}), **options}
     return StructuredOutput("json_schema", json.dumps(schema))
@@ -157,8 +155,8 @@ def _schema_text(name: str, where: str, value: Any) -> str:
     """In one spelling, with the properties in the client's order."""
     try:
         schema = json.loads(value) if isinstance(value, str) else value
-        if not isinstance(schema, dict | bool):
-            raise _wrong(name, where, "a JSON schema", value)
+        if not isinstance(schema, dict):
+            raise _wrong(name, where, "a JSON schema, which is an object", value)
         return json.dumps(schema, allow_nan=False)
     except (ValueError, RecursionError) as error:
         raise InvalidRequest(f"`{where}` is not a JSON schema: {error}", name) from None

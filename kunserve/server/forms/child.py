@@ -19,7 +19,7 @@ from kunserve.core.request import StructuredOutput
 from kunserve.engine.structured.grammar import FormError, check, compile_form
 from kunserve.engine.structured.vocabulary import open_vocabulary
 
-MOST_CPU_S = 1.0
+MOST_CPU_S = 0.5
 """Of compiling one form and of its first mask."""
 MOST_MEMORY_BYTES = 128 << 20
 """Beyond what the process has once it is ready."""

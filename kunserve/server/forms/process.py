@@ -1,7 +1,6 @@
 """The front's end of the process that tries forms."""
 
 import contextlib
-import os
 import select
 import signal
 import subprocess
@@ -75,7 +74,6 @@ class FormProcess:
             [sys.executable, "-m", "kunserve.server.forms.child"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env={**os.environ, "RAYON_NUM_THREADS": "1"},
         )
         self._process = process
         try:
