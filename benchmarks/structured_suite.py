@@ -32,6 +32,7 @@ from kunserve.bench.server_process import running_server
 MODEL = "smollm2-135m"
 MAX_TOKENS = 96
 CLOSERS = ("}", "]", '"', '"}', '"]', '",', "}]", "]}", "}}")
+VERDICTS = ("refused", "failed", "cut", "not JSON", "not judged", "not valid", "valid")
 Schema: TypeAlias = dict[str, Any]
 
 
@@ -97,7 +98,10 @@ def judge(schema: Schema, text: str) -> str:
     except ValueError:
         return "not JSON"
     kind = jsonschema.validators.validator_for(schema, jsonschema.Draft202012Validator)
-    return "valid" if kind(schema).is_valid(value) else "not valid"
+    try:
+        return "valid" if kind(schema).is_valid(value) else "not valid"
+    except Exception:  # an expression that Python's ``re`` does not know, or a missing reference
+        return "not judged"
 
 
 async def _ask(
@@ -122,10 +126,9 @@ async def _ask(
     if choice["finish_reason"] == "length":
         return "cut", ""
     found = judge(schema, choice["text"])
-    return (
-        found,
-        "" if found == "valid" else f"{json.dumps(schema)[:200]} -> {choice['text'][:100]}",
-    )
+    if found in ("valid", "not judged"):
+        return found, ""
+    return found, f"{json.dumps(schema)[:200]} -> {choice['text'][:100]}"
 
 
 async def ask_all(
@@ -168,7 +171,7 @@ def main() -> None:
         for name in sorted({one for one, _, _ in found}):
             counts = Counter(verdict for one, verdict, _ in found if one == name)
             report.add("asked", counts.total(), "", set=name)
-            for verdict in ("refused", "failed", "cut", "not JSON", "not valid", "valid"):
+            for verdict in VERDICTS:
                 report.add(verdict, counts[verdict], "", set=name)
         notes = Counter((verdict, note) for _, verdict, note in found if note)
         for (verdict, note), count in notes.most_common(25):
