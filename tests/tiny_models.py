@@ -4,6 +4,7 @@ from pathlib import Path
 
 import torch
 import transformers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 # Threads meet at a barrier after each tiny operation: ten times slower where cores are shared.
 torch.set_num_threads(1)
@@ -102,3 +103,20 @@ def prompt_logprobs(model: transformers.PreTrainedModel, prompt: list[int]) -> l
         logits = model(torch.tensor([prompt])).logits[0, :-1].float()
     found = torch.log_softmax(logits, dim=-1)[torch.arange(len(prompt) - 1), prompt[1:]]
     return found.tolist()
+
+
+def save_tokenizer(folder: Path) -> None:
+    """A byte-level tokenizer for these models: ASCII and a few longer tokens, 0 to 2 special.
+
+    The last tokens of the vocabulary stand for nothing.
+    """
+    printable = [chr(code) for code in range(33, 127)]
+    space, newline = "\u0120", "\u010a"  # how byte-level vocabularies spell them
+    merges = [(space, "t"), ("t", "h"), ("th", "e"), ('"', ":"), ("1", "2"), ("a", "n"), ("e", "r")]
+    tokens = ["<pad>", "<s>", "</s>", *printable, space, newline, *(a + b for a, b in merges)]
+    assert len(set(tokens)) == len(tokens) < VOCAB
+    tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(tokens[:3])
+    tokenizer.save(str(folder / "tokenizer.json"))

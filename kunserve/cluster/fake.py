@@ -144,7 +144,9 @@ def expected_tokens(request: Request, model: FakeModel, max_model_len: int) -> t
     Written without arrays, blocks or stages, so that it shares no mistake with the body.
     """
     sampling = request.sampling
-    stops = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else model.eos_token_ids)
+    ignores_eos = sampling.ignore_eos and not sampling.ends_with_form
+    stops = set(sampling.stop_token_ids) | (set() if ignores_eos else model.eos_token_ids)
+    least = 0 if sampling.ends_with_form else sampling.min_tokens
     limit = min(len(request.prompt_token_ids) + sampling.max_tokens, max_model_len)
     tokens = list(request.prompt_token_ids)
     num_prompt = len(tokens)
@@ -156,7 +158,7 @@ def expected_tokens(request: Request, model: FakeModel, max_model_len: int) -> t
             position += 1
         value = _draw(hidden, sampling, len(tokens) - num_prompt, tokens)
         tokens.append(value % model.vocab_size)
-        is_stop = tokens[-1] in stops and len(tokens) - num_prompt >= sampling.min_tokens
+        is_stop = tokens[-1] in stops and len(tokens) - num_prompt >= least
         if is_stop or len(tokens) >= limit:
             return tuple(tokens[num_prompt:])
 

@@ -74,7 +74,18 @@ class SamplingParams:
     @property
     def needs_history(self) -> bool:
         """Whether sampling looks at the tokens so far."""
+        if self.structured is not None:
+            return True
         return self.has_penalties or any(len(word) > 1 for word in self.bad_words)
+
+    @property
+    def ends_with_form(self) -> bool:
+        """Whether the form says where the output ends.
+
+        Neither ``ignore_eos`` nor ``min_tokens`` makes it go on where nothing may follow, so the
+        sampler applies them and nobody else.
+        """
+        return self.structured is not None
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from kunserve.engine.kernels.library import library
 from kunserve.engine.memory import InstanceMemory
 from kunserve.engine.pages import HostPages, OpenPages
 from kunserve.engine.sampler import Sampler
+from kunserve.engine.structured.forms import Forms
 from kunserve.engine.weights.loader import WeightLoader, packed_weights
 from kunserve.engine.weights.readers import Reader
 from kunserve.engine.wrap import wrap
@@ -56,7 +57,7 @@ class Backend(Protocol):
         """What computes."""
         ...
 
-    def sampler(self, eos_ids: Sequence[int], vocab_size: int) -> Sampler:
+    def sampler(self, eos_ids: Sequence[int], vocab_size: int, forms: Forms) -> Sampler:
         """What chooses tokens."""
         ...
 
@@ -125,9 +126,9 @@ class CpuBackend:
             config.attention,
         )
 
-    def sampler(self, eos_ids: Sequence[int], vocab_size: int) -> Sampler:
+    def sampler(self, eos_ids: Sequence[int], vocab_size: int, forms: Forms) -> Sampler:
         """See ``Backend``."""
-        return Sampler(eos_ids, vocab_size)
+        return Sampler(eos_ids, vocab_size, forms)
 
     def synchronize(self, look_up: Callable[[], None] | None = None) -> None:
         """The kernels have ended when they return."""

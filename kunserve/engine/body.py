@@ -38,9 +38,12 @@ from kunserve.engine.split_head import (
     part_of,
 )
 from kunserve.engine.step_batch import build_batch, entries_of
+from kunserve.engine.structured.forms import Forms
+from kunserve.engine.structured.vocabulary import open_vocabulary
 from kunserve.engine.weights.readers import open_reader
 from kunserve.model.config import read_eos_ids, read_spec
 from kunserve.model.source import ModelSource, resolve_model
+from kunserve.model.vocabulary import tokenizer_json
 from kunserve.transport.host_store import HostStore
 from kunserve.transport.movable_memory import Extents, Granules, Mapped, UnitRuns
 
@@ -126,7 +129,13 @@ class EngineBody:
         except BaseException:
             self.memory.close()
             raise
-        self._sampler = backend.sampler(read_eos_ids(source), self.model.vocab_size)
+        eos_ids = read_eos_ids(source)
+        self._forms = Forms(
+            lambda: open_vocabulary(
+                tokenizer_json(source, model.tokenizer), self.model.vocab_size, eos_ids
+            )
+        )
+        self._sampler = backend.sampler(eos_ids, self.model.vocab_size, self._forms)
         self._scorer = PromptScorer(self._decoder)
         self._split_head = SplitHead(self.model, weights)
         self._spec = self.memory.spec
@@ -168,6 +177,9 @@ class EngineBody:
         self._decoder.set_layers(work.layers)
         if hidden is None:
             hidden = self._decoder.embed(batch)
+        if self._samples(work):
+            for start in work.plan.started:
+                self._sampler.prepare(start.sampling)
         hidden = self._decoder.forward(batch, hidden, look_up)
         if meanwhile is not None:
             meanwhile()
@@ -194,9 +206,14 @@ class EngineBody:
                 self._scorer.start(start)
             if work.shares_head:
                 self._split_head.start(start)
-            if work.is_first if work.shares_head else work.is_last:
+            if self._samples(work):
                 self._sampler.start(start)
                 self._prompt_tokens[start.request_id] = start.num_prompt_tokens
+
+    @staticmethod
+    def _samples(work: StepWork) -> bool:
+        """Whether this stage chooses the step's tokens."""
+        return work.is_first if work.shares_head else work.is_last
 
     def _sample(
         self, work: StepWork, batch: StepBatch, hidden: torch.Tensor
@@ -363,6 +380,7 @@ class EngineBody:
 
     def close(self) -> None:
         """Release the memory. The body must not be used any more."""
+        self._forms.close()
         self.memory.close()
 
 

@@ -1,6 +1,7 @@
 """Chooses each request's next token from its logits.
 
-Order as in vLLM: log-probabilities are of the raw logits; then ``allowed_token_ids``,
+Order as in vLLM: log-probabilities are of the raw logits; then the form of a structured output,
+where nothing else brings a forbidden token back; then ``allowed_token_ids``,
 ``bad_words``, ``min_tokens``, ``logit_bias`` and the penalties; then greedy, or temperature,
 ``min_p``, ``top_k``, ``top_p`` and a draw. Everything depends on the request's own row alone, so
 batching and pipelining change nothing, and a request whose row cannot be sampled ends alone.
@@ -20,6 +21,8 @@ from kunserve.core.request import SamplingParams, TokenLogprobs
 from kunserve.core.step import SampledToken, SequenceStart
 from kunserve.engine.distribution import Row, draw, token_logprobs
 from kunserve.engine.history import TokenHistory
+from kunserve.engine.structured.forms import Form, Forms
+from kunserve.engine.structured.grammar import FormError
 from kunserve.engine.token_bans import TokenBans
 
 logger = logging.getLogger(__name__)
@@ -45,15 +48,33 @@ class _State:
     bias: Row
     history: TokenHistory | None
     bans: TokenBans | None
+    form: Form | None
+    eos_ids: npt.NDArray[np.int64]
+    """Tokens that end an output which has a form; empty without one."""
+
+    @property
+    def may_forbid_all(self) -> bool:
+        """Whether what the client wishes may leave no token at all."""
+        if self.bans is not None:
+            return True
+        sampling = self.sampling
+        return self.form is not None and (sampling.ignore_eos or sampling.min_tokens > 0)
 
 
 class Sampler:
     """Lives where the output head is. One entry per running request."""
 
-    def __init__(self, eos_ids: Sequence[int], vocab_size: int) -> None:
+    def __init__(self, eos_ids: Sequence[int], vocab_size: int, forms: Forms | None = None) -> None:
+        """Without ``forms`` a request for a structured output ends with an error."""
         self._eos_ids = tuple(eos_ids)
         self._vocab_size = vocab_size
+        self._forms = forms
         self._states: dict[RequestId, _State] = {}
+
+    def prepare(self, sampling: SamplingParams) -> None:
+        """Such a request is about to start: what can be done beside its first step begins now."""
+        if self._forms is not None and sampling.structured is not None:
+            self._forms.prepare(sampling.structured)
 
     def start(self, start: SequenceStart) -> None:
         """Know a request, replacing what was known of it.
@@ -116,13 +137,20 @@ class Sampler:
         sampling = start.sampling
         stops = sampling.stop_token_ids + (() if sampling.ignore_eos else self._eos_ids)
         bias = [pair for pair in sampling.logit_bias if 0 <= pair[0] < self._vocab_size]
-        history = bans = None
+        history = bans = form = None
         if sampling.has_penalties:
             history = TokenHistory(start.token_ids, start.num_prompt_tokens)
         if TokenBans.are_in(sampling):
             bans = TokenBans(start, self._vocab_size)
+        if sampling.structured is not None:
+            if self._forms is None:
+                raise FormError("this body has no vocabulary for forms")
+            form = self._forms.start(
+                sampling.structured, start.token_ids[start.num_prompt_tokens :]
+            )
         is_greedy = sampling.temperature < _GREEDY_BELOW
-        is_plain = history is None and bans is None and not bias and sampling.min_tokens == 0
+        has_any = form is not None or history is not None or bans is not None or bool(bias)
+        is_plain = not has_any and sampling.min_tokens == 0
         return _State(
             sampling=sampling,
             is_greedy=is_greedy,
@@ -133,6 +161,10 @@ class Sampler:
             bias=np.array([value for _, value in bias], dtype=np.float32),
             history=history,
             bans=bans,
+            form=form,
+            eos_ids=_ids(
+                token for token in self._eos_ids if form and 0 <= token < self._vocab_size
+            ),
         )
 
 
@@ -142,6 +174,7 @@ def takes_largest(sampling: SamplingParams) -> bool:
         sampling.temperature < _GREEDY_BELOW
         and sampling.num_logprobs is None
         and sampling.min_tokens == 0
+        and sampling.structured is None
         and not (sampling.logit_bias or sampling.has_penalties or TokenBans.are_in(sampling))
     )
 
@@ -154,6 +187,9 @@ def sample_row(
         return SampledToken(request_id, None, None)  # ``start`` has told why
     try:
         chosen = None if row is None else _choose(row, state, position)
+    except FormError as error:
+        logger.error("no token fits the form, request=%s ends: %s", request_id, error)
+        return SampledToken(request_id, None, None)
     except Exception:
         logger.exception("sampling failed, request=%s ends", request_id)
         return SampledToken(request_id, None, None)
@@ -168,14 +204,17 @@ def _choose(row: Row, state: _State, position: int) -> tuple[int, TokenLogprobs 
     sampling = state.sampling
     raw = row
     if not state.is_plain:
-        keeps_raw = sampling.num_logprobs is not None or state.bans is not None
+        keeps_raw = sampling.num_logprobs is not None or state.may_forbid_all
         raw = row.copy() if keeps_raw else row
         _adjust(row, state, position)
     token = int(row.argmax())
-    if row[token] == -np.inf and state.bans is not None:
-        # The client has forbidden everything: of its wishes the allowed tokens hold.
+    if row[token] == -np.inf and state.may_forbid_all:
+        # The client has forbidden everything: of its wishes form and allowed tokens hold.
         row[:] = raw
-        state.bans.allow_only(row)
+        if state.form is not None:
+            np.putmask(row, state.form.forbidden(), -np.inf)
+        if state.bans is not None:
+            state.bans.allow_only(row)
         token = int(row.argmax())
     if not math.isfinite(row[token]):
         return None
@@ -185,6 +224,8 @@ def _choose(row: Row, state: _State, position: int) -> tuple[int, TokenLogprobs 
         state.history.append(token)
     if state.bans is not None:
         state.bans.append(token)
+    if state.form is not None and token not in state.eos_ids:
+        state.form.append(token)
     if sampling.num_logprobs is None:
         return token, None
     return token, token_logprobs(raw, token, sampling.num_logprobs)
@@ -197,6 +238,12 @@ def _ids(values: Iterable[int]) -> npt.NDArray[np.int64]:
 def _adjust(row: Row, state: _State, position: int) -> None:
     """Apply everything that changes the logits [vocab] themselves, in place."""
     sampling = state.sampling
+    if state.form is not None:
+        np.putmask(row, state.form.forbidden(), -np.inf)
+        if state.form.is_complete:
+            return  # only the end is left, whatever else the client wishes
+        if sampling.ignore_eos:
+            row[state.eos_ids] = -np.inf
     if state.bans is not None:
         state.bans.allow_only(row)
         state.bans.forbid_words(row)

@@ -4,10 +4,10 @@ The rules (how text is cut into words before merging) are known by name; an unkn
 refused, since a wrong rule gives plausible, slightly wrong tokens.
 """
 
+import importlib
 from itertools import pairwise
 from typing import Any
 
-import transformers
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers
 from tokenizers.models import BPE
 from tokenizers.processors import TemplateProcessing
@@ -41,8 +41,8 @@ _GPT2_WORDS = ("default", "gpt-2")
 _GPT2_WORDS_AND_DIGITS = ("smollm",)
 
 
-def build_tokenizer(file: GgufFile) -> Any:
-    """A transformers fast tokenizer equal to the one that the file was converted from."""
+def build_backend(file: GgufFile) -> Tokenizer:
+    """What the fast tokenizer is made around. An instance needs no more of it."""
     tokens = file.get("tokenizer.ggml.tokens", list)
     kind = file.get("tokenizer.ggml.model", str)
     if kind == "gpt2":
@@ -52,8 +52,16 @@ def build_tokenizer(file: GgufFile) -> Any:
     else:
         raise UnsupportedModel(f"{file.path}: tokenizer model {kind!r} is not supported")
     _add_special(file, tokens, backend)
-    named = _named_tokens(file, tokens)
-    if file.get("tokenizer.ggml.add_bos_token", bool, kind == "llama") and "bos_token" in named:
+    return backend
+
+
+def build_tokenizer(file: GgufFile) -> Any:
+    """A transformers fast tokenizer equal to the one that the file was converted from."""
+    transformers = importlib.import_module("transformers")  # seconds that no instance need spend
+    backend = build_backend(file)
+    named = _named_tokens(file, file.get("tokenizer.ggml.tokens", list))
+    adds_bos = file.get("tokenizer.ggml.model", str) == "llama"
+    if file.get("tokenizer.ggml.add_bos_token", bool, adds_bos) and "bos_token" in named:
         bos = named["bos_token"]
         backend.post_processor = TemplateProcessing(
             single=f"{bos} $A",

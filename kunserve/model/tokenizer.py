@@ -1,6 +1,5 @@
 """Loads a model's tokenizer and chat template, without torch."""
 
-from pathlib import Path
 from typing import Any
 
 import transformers
@@ -9,7 +8,8 @@ from kunserve.core.errors import ModelFiles
 from kunserve.model.config import read_eos_ids
 from kunserve.model.gguf_file import read_gguf
 from kunserve.model.gguf_tokenizer import build_tokenizer
-from kunserve.model.source import ModelSource, fetch_tokenizer
+from kunserve.model.source import ModelSource
+from kunserve.model.vocabulary import locate_tokenizer
 
 
 def load_tokenizer(source: ModelSource, tokenizer: str | None = None) -> Any:
@@ -17,7 +17,7 @@ def load_tokenizer(source: ModelSource, tokenizer: str | None = None) -> Any:
 
     ``tokenizer`` names another one: a folder, a .gguf file or a hub id.
     """
-    path = source.path if tokenizer is None else _locate(tokenizer)
+    path = source.path if tokenizer is None else locate_tokenizer(tokenizer)
     if path.suffix == ".gguf":
         return build_tokenizer(read_gguf(path))
     try:
@@ -35,8 +35,3 @@ def eos_token_ids(source: ModelSource, tokenizer: Any) -> tuple[int, ...]:
     own = tokenizer.eos_token_id
     ids = [*read_eos_ids(source), *([own] if own is not None else [])]
     return tuple(dict.fromkeys(ids))
-
-
-def _locate(tokenizer: str) -> Path:
-    path = Path(tokenizer).expanduser()
-    return path if path.exists() else fetch_tokenizer(tokenizer)

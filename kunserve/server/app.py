@@ -64,6 +64,7 @@ def create_app(
                 task.cancel()
             await asyncio.gather(*background, return_exceptions=True)
             codec.threads.close()
+            front.forms.close()
 
     app = Starlette(
         routes=_routes(front),

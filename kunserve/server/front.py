@@ -8,6 +8,8 @@ from kunserve.core.errors import ModelNotFound, Unavailable
 from kunserve.model.generation_config import SamplingDefaults
 from kunserve.server.api_keys import ApiKeys
 from kunserve.server.body import BodyReader
+from kunserve.server.forms.checker import FormChecker
+from kunserve.server.forms.child import Order
 from kunserve.server.generation import Generation, Interrupted, RequestWatch
 from kunserve.server.limits import FrontLimits
 from kunserve.server.metrics import FrontMetrics
@@ -51,9 +53,13 @@ class Front:
         if witnesses:
             self.watch = Witnessed(self.metrics, witnesses)
         self.timeline = Timeline(self.metrics)
+        self.forms = FormChecker(self._vocabulary, self.metrics.forms)
         self.seeds = SeedSource(config.model.seed)
         self.draining = False
         self._in_flight: set[Generation] = set()
+
+    def _vocabulary(self) -> Order:
+        return Order(*self.codec.vocabulary, self.engine.limits.vocab_size)
 
     @property
     def num_in_flight(self) -> int:

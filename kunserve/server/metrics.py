@@ -23,6 +23,8 @@ from kunserve.server import (
     transition_metrics,
 )
 from kunserve.server.cluster_metrics import ClusterMetrics
+from kunserve.server.forms import metrics as form_metrics
+from kunserve.server.forms.metrics import FormMetrics
 from kunserve.server.histogram import Histogram
 from kunserve.server.metric_family import histogram
 from kunserve.server.request_metrics import RequestMetrics
@@ -41,6 +43,7 @@ FAMILIES = (
     *savings.FAMILIES,
     *stage_metrics.FAMILIES,
     *process_metrics.FAMILIES,
+    *form_metrics.FAMILIES,
     LOOP_LAG,
 )
 """Every metric that is ours to describe; the registry has those of the Python process besides."""
@@ -53,6 +56,7 @@ class FrontMetrics(RequestMetrics):
         super().__init__(model_name, engine.limits.max_model_len)
         self._labels = (model_name,)
         self.cluster = ClusterMetrics(engine, model_name)
+        self.forms = FormMetrics(model_name)
         self.loop_lag = Histogram(LAG_BUCKETS)
         self.registry = CollectorRegistry(auto_describe=False)
         self.registry.register(self)
@@ -69,4 +73,5 @@ class FrontMetrics(RequestMetrics):
     def collect(self) -> Iterable[Metric]:
         """What the front itself measured."""
         yield from super().collect()
+        yield from self.forms.collect()
         yield LOOP_LAG.of_histograms({self._labels: self.loop_lag})

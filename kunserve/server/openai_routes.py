@@ -10,10 +10,11 @@ from starlette.responses import Response
 
 from kunserve.core.errors import InvalidRequest
 from kunserve.core.ids import RequestId
-from kunserve.core.request import Request
+from kunserve.core.request import Request, StructuredOutput
 from kunserve.core.tokens import TokenIds
 from kunserve.server.body import unless_gone
 from kunserve.server.choice import Choice, TextOptions
+from kunserve.server.forms.body import form_of
 from kunserve.server.front import Front
 from kunserve.server.generation import Generation
 from kunserve.server.logprobs import chat_logprobs, completion_logprobs, shown, token_name
@@ -61,7 +62,8 @@ class OpenAIRoutes:
         if body.echo:
             echoes = await unless_gone(http, echoes_of(front.codec, body, prompts))
         bad_words = await bad_words_of(front.codec, body)
-        return self._answer(http, body, prompts, echoes, bad_words, arrival_s)
+        form = await self._form_of(http, body)
+        return self._answer(http, body, prompts, echoes, bad_words, arrival_s, form)
 
     async def chat(self, http: HttpRequest) -> Response:
         """POST /v1/chat/completions."""
@@ -74,7 +76,17 @@ class OpenAIRoutes:
         check_tool_choice(body.tools, body.tool_choice)
         prompt = await unless_gone(http, encode_conversation(front.codec, body))
         bad_words = await bad_words_of(front.codec, body)
-        return self._answer(http, body, [prompt], [continued_message(body)], bad_words, arrival_s)
+        form = await self._form_of(http, body)
+        echoes = [continued_message(body)]
+        return self._answer(http, body, [prompt], echoes, bad_words, arrival_s, form)
+
+    async def _form_of(self, http: HttpRequest, body: GenerationBody) -> StructuredOutput | None:
+        """The form that the output must have, once it is known to be one."""
+        asked = form_of(body)
+        if asked is None:
+            return None
+        await unless_gone(http, self._front.forms.check(asked.form, asked.param))
+        return asked.form
 
     def _check(self, body: GenerationBody) -> None:
         """What can be refused before the prompt is looked at."""
@@ -98,6 +110,7 @@ class OpenAIRoutes:
         echoes: Sequence[str],
         bad_words: BadWords,
         arrival_s: float,
+        form: StructuredOutput | None,
     ) -> Response:
         """Submit the request; the response that will follow it to its end.
 
@@ -113,7 +126,7 @@ class OpenAIRoutes:
         engine_id = f"{response_id}-{unique[:8]}" if given else response_id
         most = front.limits.max_prompt_logprobs
         report = report_of(front.codec, body, prompts, echoes, most)
-        choices = self._choices(body, prompts, bad_words, engine_id, arrival_s)
+        choices = self._choices(body, prompts, bad_words, engine_id, arrival_s, form)
         num_choices = body.n or 1
         envelope = Envelope(
             kind=body.kind,
@@ -144,6 +157,7 @@ class OpenAIRoutes:
         bad_words: BadWords,
         engine_id: str,
         arrival_s: float,
+        form: StructuredOutput | None,
     ) -> list[Choice]:
         front = self._front
         limits = front.engine.limits
@@ -167,7 +181,7 @@ class OpenAIRoutes:
         token_ids_of = [TokenIds(prompt) for prompt in prompts]
         choices: list[Choice] = []
         for sampling in resolve_sampling(
-            body, front.defaults, limits.vocab_size, max_tokens, front.seeds, bad_words
+            body, front.defaults, limits.vocab_size, max_tokens, front.seeds, bad_words, form
         ):
             index = len(choices)
             token_ids = token_ids_of[index // num_choices]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TypeVar
 
 from kunserve.core.errors import InvalidRequest
-from kunserve.core.request import SamplingParams
+from kunserve.core.request import SamplingParams, StructuredOutput
 from kunserve.core.tokens import TokenIds
 from kunserve.model.generation_config import SamplingDefaults
 from kunserve.server.schema import GenerationBody
@@ -63,10 +63,11 @@ def resolve_sampling(
     max_tokens: Sequence[int],
     seeds: SeedSource,
     bad_words: tuple[tuple[int, ...], ...] = (),
+    structured: StructuredOutput | None = None,
 ) -> list[SamplingParams]:
     """The parameters of every completion: ``n`` for each prompt, whose ``max_tokens`` is given.
 
-    ``bad_words`` are the client's, as tokens.
+    ``bad_words`` are the client's, as tokens. ``structured`` has been tried.
     """
     temperature = _first(body.temperature, defaults.temperature, 1.0)
     top_p = _first(body.top_p, defaults.top_p, 1.0)
@@ -102,6 +103,7 @@ def resolve_sampling(
             logit_bias=logit_bias,
             allowed_token_ids=TokenIds(allowed),
             bad_words=bad_words,
+            structured=structured,
             num_logprobs=body.num_logprobs,
             num_prompt_logprobs=body.num_prompt_logprobs,
         )

@@ -123,6 +123,15 @@ class TextCodec:
             return ByteDetokenizer(self.token_bytes, skip_special_tokens)
         return WindowDetokenizer(self._tokenizer, prompt_token_ids, skip_special_tokens)
 
+    @property
+    def vocabulary(self) -> tuple[str, tuple[int, ...]]:
+        """The tokenizer's text, and the tokens that end a reply.
+
+        There is always one, because forms are tried with it; an instance goes by the model's files.
+        """
+        eos_id = getattr(self._template_owner, "eos_token_id", None)
+        return self._tokenizer.to_str(), (0 if eos_id is None else eos_id,)
+
     def tokenizer_info(self) -> dict[str, Any]:
         """The tokenizer's class, special tokens and chat template."""
         owner = self._template_owner

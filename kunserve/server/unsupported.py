@@ -20,22 +20,12 @@ def _is(*neutral: Any) -> Neutral:
     return lambda value: _absent(value) or value in neutral
 
 
-def _plain_text(value: Any) -> bool:
-    return _absent(value) or (isinstance(value, dict) and value.get("type") == "text")
-
-
 REFUSED: dict[str, Neutral] = {
     "audio": _absent,
     "modalities": lambda value: _absent(value) or value == ["text"],
     "functions": _absent,
     "function_call": _is("none", "auto"),
-    "response_format": _plain_text,
-    "structured_outputs": _absent,
-    "guided_json": _absent,
-    "guided_regex": _absent,
-    "guided_choice": _absent,
-    "guided_grammar": _absent,
-    "guided_decoding_backend": _absent,
+    "guided_whitespace_pattern": _absent,
     "use_beam_search": _absent,
     "length_penalty": _is(1, 1.0),
     "suffix": _absent,
@@ -53,7 +43,14 @@ REFUSED: dict[str, Neutral] = {
 }
 """Fields that would change the answer. Any other unknown field is accepted, as vLLM does."""
 HARMLESS = frozenset(
-    {"metadata", "parallel_tool_calls", "prompt_cache_key", "request_id", "safety_identifier"}
+    {
+        "guided_decoding_backend",
+        "metadata",
+        "parallel_tool_calls",
+        "prompt_cache_key",
+        "request_id",
+        "safety_identifier",
+    }
     | {"service_tier", "store", "verbosity"}
 )
 """Fields of OpenAI's and vLLM's that change no answer of ours."""

@@ -186,7 +186,8 @@ def make_sequence(
         total,
         max_total_tokens,
     )
-    stop_ids = frozenset() if sampling.ignore_eos else eos_token_ids
+    ignores_eos = sampling.ignore_eos and not sampling.ends_with_form
+    stop_ids = frozenset() if ignores_eos else eos_token_ids
     if sampling.stop_token_ids:
         stop_ids = stop_ids.union(sampling.stop_token_ids)
     return Sequence(
@@ -200,7 +201,7 @@ def make_sequence(
         num_preemptions=0,
         state=Progress.WAITING,
         max_total_tokens=max_total_tokens,
-        min_total_tokens=num_prompt + sampling.min_tokens,
+        min_total_tokens=num_prompt + (0 if sampling.ends_with_form else sampling.min_tokens),
         stop_ids=stop_ids,
         num_to_score=request.num_to_score,
         num_scored=request.num_scored,

@@ -23,6 +23,7 @@ from kunserve.engine.ops.reference import ReferenceOps
 from kunserve.engine.ops.table import Ops, sums_bytes
 from kunserve.engine.pages import OpenPages
 from kunserve.engine.sampler import Sampler
+from kunserve.engine.structured.forms import Forms
 from kunserve.engine.torch_decoder import TorchDecoder
 from kunserve.engine.torch_sampler import ROWS_AT_ONCE, TorchSampler
 from kunserve.engine.weights.loader import WeightLoader
@@ -147,9 +148,9 @@ class CudaBackend:
             return flashinfer_ops.FlashInferOps(spec, ops, self.device)
         return ops
 
-    def sampler(self, eos_ids: Sequence[int], vocab_size: int) -> Sampler:
+    def sampler(self, eos_ids: Sequence[int], vocab_size: int, forms: Forms) -> Sampler:
         """See ``Backend``."""
-        return TorchSampler(eos_ids, vocab_size)
+        return TorchSampler(eos_ids, vocab_size, forms)
 
     def synchronize(self, look_up: Callable[[], None] | None = None) -> None:
         """See ``Backend``."""

@@ -1,0 +1,1 @@
+"""Structured outputs at the front: which form a body asks for, and whether it can be had."""

@@ -1,0 +1,258 @@
+"""Structured outputs in the sampler: tokens stay in the form, whatever else a request wishes."""
+
+import json
+import re
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from llguidance import LLTokenizer
+
+from kunserve.control.group.sequence import make_sequence
+from kunserve.core.ids import RequestId
+from kunserve.core.request import FinishReason, Request, SamplingParams, StructuredOutput
+from kunserve.core.step import SequenceStart
+from kunserve.core.tokens import TokenIds
+from kunserve.engine.sampler import Sampler, takes_largest
+from kunserve.engine.structured import forms as forms_module
+from kunserve.engine.structured.forms import Forms
+from kunserve.engine.structured.grammar import FormError, compile_form
+from kunserve.engine.structured.vocabulary import open_vocabulary
+from kunserve.engine.torch_sampler import TorchSampler
+from tests.examples import examples
+from tests.tiny_models import VOCAB, save_tokenizer
+
+EOS = 2
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 6},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "tags": {"type": "array", "items": {"enum": ["a", "bb"]}, "maxItems": 2},
+    },
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+FORMS = {
+    "json": StructuredOutput("json_schema", json.dumps(PERSON)),
+    "regex": StructuredOutput("regex", "[a-e]{2,6}(-[0-9]+)?"),
+    "choice": StructuredOutput("choice", '["the other", "the", "an 12", ""]'),
+    "grammar": StructuredOutput("grammar", 'root ::= "(" root ")" | "x" | "yy"'),
+}
+
+
+@pytest.fixture(scope="module")
+def vocabulary(tmp_path_factory: pytest.TempPathFactory) -> LLTokenizer:
+    folder = tmp_path_factory.mktemp("vocabulary")
+    save_tokenizer(folder)
+    return open_vocabulary((folder / "tokenizer.json").read_text(), VOCAB, [EOS])
+
+
+@pytest.fixture(scope="module")
+def forms(vocabulary: LLTokenizer) -> Iterator[Forms]:
+    made = Forms(lambda: vocabulary)
+    yield made
+    made.close()
+
+
+def rows(seed: int, position: int) -> np.ndarray:
+    return np.random.default_rng((seed, position)).normal(0, 2, (1, VOCAB)).astype(np.float32)
+
+
+def start(sampling: SamplingParams, output: Sequence[int] = ()) -> SequenceStart:
+    return SequenceStart(RequestId("r"), sampling, 3, TokenIds([5, 6, 7, *output]))
+
+
+def generate(
+    sampler: Sampler, sampling: SamplingParams, seed: int, restarts: Sequence[int] = ()
+) -> tuple[list[int], FinishReason | None]:
+    """An output as the scheduler ends it; at some positions the sampler starts anew."""
+    request = Request(RequestId("r"), TokenIds([5, 6, 7]), sampling, 0.0)
+    sequence = make_sequence(request, TokenIds(()), 0, frozenset({EOS}), 1000)
+    sampler.start(start(sampling))
+    for position in range(sampling.max_tokens):
+        if position in restarts:
+            sampler.start(start(sampling, sequence.output_token_ids))
+        logits = torch.from_numpy(rows(seed, position))
+        (token,) = sampler.sample(logits, [RequestId("r")], [position])
+        reason = sequence.append_token(token.token_id, 10_000)
+        if reason is not None:
+            return sequence.output_token_ids, reason
+    raise AssertionError("not ended")
+
+
+def fits(form: StructuredOutput, text: str) -> bool:
+    match form.kind:
+        case "json_schema":
+            value = json.loads(text)
+            return (
+                set(value) - {"tags"} == {"name", "age"}
+                and len(value["name"]) <= 6
+                and 0 <= value["age"] <= 150
+                and set(value.get("tags", [])) <= {"a", "bb"}
+            )
+        case "regex":
+            return re.fullmatch(form.text, text) is not None
+        case "choice":
+            return text in json.loads(form.text)
+    inner = text.strip("()")
+    return inner in ("x", "yy") and text == "(" * text.count("(") + inner + ")" * text.count("(")
+
+
+WISHES = st.builds(
+    SamplingParams,
+    max_tokens=st.just(90),
+    temperature=st.sampled_from([0.0, 1.0, 1.7]),
+    top_p=st.sampled_from([1.0, 0.5]),
+    top_k=st.sampled_from([None, 3]),
+    seed=st.integers(0, 100),
+    ignore_eos=st.booleans(),
+    min_tokens=st.sampled_from([0, 3, 60]),
+    presence_penalty=st.sampled_from([0.0, 0.7]),
+    repetition_penalty=st.sampled_from([1.0, 1.3]),
+    logit_bias=st.sampled_from([(), ((EOS, 5.0), (9, 100.0), (VOCAB - 1, 100.0))]),
+    bad_words=st.sampled_from([(), ((EOS,),), ((70, 71), (40,))]),
+    structured=st.sampled_from(list(FORMS.values())),
+)
+
+
+@settings(max_examples=examples(25))
+@given(WISHES, st.integers(0, 1000), st.lists(st.integers(0, 30), max_size=3))
+def test_an_output_that_ends_by_itself_has_its_form(
+    forms: Forms, vocabulary: LLTokenizer, sampling: SamplingParams, seed: int, restarts: list[int]
+) -> None:
+    tokens, reason = generate(Sampler([EOS], VOCAB, forms), sampling, seed)
+    assert (tokens, reason) == generate(Sampler([EOS], VOCAB, forms), sampling, seed, restarts)
+    if sampling.temperature == 0.0:
+        assert (tokens, reason) == generate(TorchSampler([EOS], VOCAB, forms), sampling, seed)
+    text = vocabulary.decode_str([token for token in tokens if token != EOS])
+    if reason is FinishReason.STOP:
+        assert tokens[-1] == EOS and fits(sampling.structured, text), text
+    else:
+        assert reason is FinishReason.LENGTH and len(tokens) == 90
+        matcher = compile_form(vocabulary, sampling.structured)
+        assert matcher.consume_tokens(tokens), "a beginning of the form"
+
+
+def test_wishes_hold_as_far_as_the_form_allows(forms: Forms, vocabulary: LLTokenizer) -> None:
+    def said(**wishes: object) -> str:
+        sampling = SamplingParams(40, temperature=0.0, **wishes)  # type: ignore[arg-type]
+        tokens, reason = generate(Sampler([EOS], VOCAB, forms), sampling, 3)
+        assert reason is FinishReason.STOP
+        return vocabulary.decode_str(tokens[:-1])
+
+    digits = StructuredOutput("regex", "[0-9]{1,30}")
+    eager = ((EOS, 50.0),)
+    assert len(said(structured=digits, logit_bias=eager)) == 1
+    assert len(said(structured=digits, logit_bias=eager, min_tokens=20)) >= 20
+    assert len(said(structured=digits, logit_bias=eager, ignore_eos=True)) == 30
+    assert len(said(structured=digits, min_tokens=39)) == 30, "the form ends before"
+    assert said(structured=FORMS["choice"], stop_token_ids=(EOS, 4)) in json.loads(
+        FORMS["choice"].text
+    )
+
+
+def test_a_stop_token_of_the_form_ends_the_output(forms: Forms, vocabulary: LLTokenizer) -> None:
+    (seven,) = vocabulary.tokenize_str("7")
+    form = StructuredOutput("regex", "7{5}")
+    sampling = SamplingParams(40, temperature=0.0, structured=form, stop_token_ids=(seven,))
+    assert generate(Sampler([EOS], VOCAB, forms), sampling, 0) == ([seven], FinishReason.STOP)
+
+
+def test_only_whole_logits_tell_what_a_form_allows() -> None:
+    assert takes_largest(SamplingParams(4, temperature=0.0))
+    structured = SamplingParams(4, temperature=0.0, structured=FORMS["json"])
+    assert not takes_largest(structured) and structured.needs_history
+
+
+def test_a_form_without_a_token_left_ends_its_request_alone(
+    forms: Forms, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whether the client has excluded everything, or the form cannot be used at all."""
+    sampler = Sampler([EOS], VOCAB, forms)
+    digits = StructuredOutput("regex", "[0-9]{3}")
+    many = {
+        "excluded": SamplingParams(9, structured=digits, allowed_token_ids=TokenIds([70])),
+        "broken": SamplingParams(9, structured=StructuredOutput("regex", "(")),
+        "whole": SamplingParams(9, temperature=0.0, structured=digits),
+        "plain": SamplingParams(9, temperature=0.0),
+    }
+    for name, sampling in many.items():
+        sampler.start(SequenceStart(RequestId(name), sampling, 1, TokenIds([5])))
+    logits = torch.from_numpy(np.repeat(rows(1, 0), len(many), axis=0))
+    tokens = sampler.sample(logits, [RequestId(name) for name in many], [0] * len(many))
+    assert [token.token_id is None for token in tokens] == [True, True, False, False]
+    assert "request=broken ends" in caplog.text and "request=excluded ends" in caplog.text
+
+
+def test_history_that_leaves_the_form_ends_the_request(forms: Forms) -> None:
+    sampler = Sampler([EOS], VOCAB, forms)
+    sampler.start(start(SamplingParams(9, structured=FORMS["regex"]), output=[EOS + 1]))
+    (token,) = sampler.sample(torch.zeros(1, VOCAB), [RequestId("r")], [1])
+    assert token.token_id is None
+
+
+def test_a_mask_that_does_not_come_ends_what_waits_for_it_and_no_more(
+    vocabulary: LLTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forms, gate = Forms(lambda: vocabulary), threading.Event()
+    sampler, names = Sampler([EOS], VOCAB, forms), [RequestId("r"), RequestId("behind")]
+    forms.submit(lambda: gate.wait(60) and None)
+    monkeypatch.setattr(forms_module, "MAX_WAIT_S", 0.01)
+    for name in names:
+        sampling = SamplingParams(9, structured=FORMS["regex"])
+        sampler.start(SequenceStart(name, sampling, 1, TokenIds([5])))
+    tokens = sampler.sample(torch.zeros(2, VOCAB), names, [0, 0])
+    assert [token.token_id for token in tokens] == [None, None]
+    monkeypatch.undo()
+    sampler.start(start(SamplingParams(9, structured=FORMS["regex"])))
+    (token,) = sampler.sample(torch.zeros(1, VOCAB), names[:1], [0])
+    assert token.token_id is not None
+    gate.set()
+    forms.close()
+
+
+def test_compiled_forms_are_kept_and_bounded(vocabulary: LLTokenizer) -> None:
+    compiled: list[str] = []
+    forms = Forms(lambda: vocabulary)
+    plain = forms_module.compile_form
+
+    def counting(vocabulary: LLTokenizer, form: StructuredOutput) -> object:
+        compiled.append(form.text)
+        return plain(vocabulary, form)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(forms_module, "compile_form", counting)
+        for text in ("a", "b", "a", *map(str, range(forms_module.MAX_COMPILED)), "a"):
+            forms.prepare(StructuredOutput("regex", text))
+            forms.start(StructuredOutput("regex", text), ()).forbidden()
+    assert compiled.count("a") == 2 and compiled.count("b") == compiled.count("3") == 1
+    forms.close()
+
+
+def test_without_an_end_there_are_no_forms(tmp_path: Path) -> None:
+    save_tokenizer(tmp_path)
+    with pytest.raises(FormError, match="no token that ends"):
+        open_vocabulary((tmp_path / "tokenizer.json").read_text(), VOCAB, [])
+    with pytest.raises(FormError, match="cannot be used"):
+        open_vocabulary("{}", VOCAB, [EOS])
+
+
+@pytest.mark.parametrize("choice", ["a b", "a\nb", 'q"uo\\te', "", "/x/", "{x}", "a|b", "\t"])
+def test_choices_are_taken_as_they_are(vocabulary: LLTokenizer, choice: str) -> None:
+    matcher = compile_form(vocabulary, StructuredOutput("choice", json.dumps([choice, "zz"])))
+    if choice != "\t":  # which no token of this vocabulary has
+        assert matcher.consume_tokens(vocabulary.tokenize_str(choice)) and matcher.is_accepting()
+
+
+def test_white_space_of_json_has_an_end(vocabulary: LLTokenizer) -> None:
+    form = StructuredOutput("json_object", "")
+    spaces = compile_form(vocabulary, form)
+    assert spaces.consume_tokens(vocabulary.tokenize_str('{ "a":\n    1 }'))
+    many = vocabulary.tokenize_str("{" + " " * 30)
+    assert compile_form(vocabulary, form).try_consume_tokens(many) < len(many)
