@@ -4,7 +4,7 @@ import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
-from jinja2 import TemplateError, TemplateRuntimeError, TemplateSyntaxError
+from jinja2 import TemplateError, TemplateSyntaxError
 from tokenizers import Tokenizer
 
 from kunserve.core.errors import ConfigError, InvalidRequest, PromptTooLong
@@ -159,7 +159,7 @@ class TextCodec:
         if template is None:
             return
         if is_given:
-            with contextlib.suppress(TemplateRuntimeError, TypeError, ValueError, KeyError):
+            with contextlib.suppress(TemplateError, TypeError, ValueError, KeyError):
                 self._try_template()
         templates = template.values() if isinstance(template, dict) else [template]
         if needs_tools and not any("tools" in str(one) for one in templates):
