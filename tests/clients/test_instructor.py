@@ -1,11 +1,10 @@
 """instructor: answers as models of pydantic."""
 
+import openai
 import pytest
+from pydantic import BaseModel
 
 instructor = pytest.importorskip("instructor")
-
-import openai
-from pydantic import BaseModel
 
 
 class Person(BaseModel):
