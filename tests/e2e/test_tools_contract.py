@@ -10,6 +10,8 @@ from openai import pydantic_function_tool
 from pydantic import BaseModel
 
 from kunserve.core.config import ChatConfig
+from kunserve.server.parsers.names import TOOL_PARSERS
+from kunserve.server.parsers.tagged import tagged
 from tests.conftest import wait_until
 from tests.unit.server.live_server import MODEL, LiveServer, live_server
 from tests.unit.server.tiny_tokenizer import ids, tiny_tokenizer
@@ -275,3 +277,28 @@ def test_reasoning(server: LiveServer, client: openai.OpenAI) -> None:
     (choice,) = ask(client, max_tokens=len(ids("<think>a")), **plain).choices
     assert (choice.message.content, choice.message.reasoning) == (None, "a")
     assert choice.finish_reason == "length"
+
+
+def test_marks_that_are_special_tokens_are_read_and_not_shown(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And the server's other flags of chats."""
+    monkeypatch.setitem(TOOL_PARSERS, "starts", tagged(("<|start|>",)))
+    chat = ChatConfig(
+        enable_auto_tool_choice=True,
+        tool_call_parser="starts",
+        exclude_tools_when_tool_choice_none=True,
+        default_chat_template_kwargs='{"add_generation_prompt": false}',
+    )
+    with (
+        live_server(chat=chat) as server,
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0) as client,
+    ):
+        say(server, f"Hm <|start|>{CALL[len('<tool_call>') : -len('</tool_call>')]}<|start|>")
+        (choice,) = ask(client).choices
+        assert choice.message.content == "Hm <|start|>"
+        assert choice.message.tool_calls[0].function.arguments == ARGUMENTS
+        (choice,) = ask(client, tool_choice="none").choices
+        assert choice.message.content.startswith("Hm \n{")
+        prompt = tiny_tokenizer().decode(server.engine.submitted[-1].prompt_token_ids)
+        assert prompt == "<|start|>user\nRain in Paris?<|end|>\n<|start|>assistant\n"
