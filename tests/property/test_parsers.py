@@ -15,7 +15,8 @@ from kunserve.server.parsers.reader import MessageFormat, MessageReader
 from tests.unit.server.parsers.reading import Message, read
 
 Call = tuple[str, dict[str, Any]]
-NAMES = sorted(TOOL_PARSERS)
+NAMES = list({id(parser): name for name, parser in TOOL_PARSERS.items()}.values())
+"""One of each parser."""
 MARKS = sorted(
     {mark for parser in TOOL_PARSERS.values() for mark in parser.markers}
     | {"<think>", "</think>", "```", "<parameter=", "<function=f>", '{"name": "f", "arguments": '}
@@ -59,7 +60,7 @@ def cut(text: str, lengths: list[int]) -> list[str]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(TEXTS, CUTS, st.sampled_from([None, *REASONING_PARSERS]), st.sampled_from([None, 1]))
 def test_the_meaning_does_not_depend_on_the_cuts(
     name: str, text: str, lengths: list[int], reasoning: str | None, max_calls: int | None
@@ -73,7 +74,7 @@ def test_the_meaning_does_not_depend_on_the_cuts(
     whole = read([text], form)
     assert read(cut(text, lengths), form) == whole
     assert read(text, form) == whole
-    if not whole.calls and not whole.reasoning and "think>" not in text:
+    if not whole.calls and reasoning != "deepseek_r1" and "think>" not in text:
         assert whole.content == text
 
 
@@ -105,7 +106,7 @@ ONLY_FIRST = ("pythonic", "llama4_pythonic")
 
 
 @pytest.mark.parametrize("name", WRITTEN)
-@settings(max_examples=50)
+@settings(max_examples=25)
 @given(CALLS, WORDS, WORDS, CUTS)
 def test_what_a_model_writes_is_what_the_client_gets(
     name: str, calls: list[Call], before: str, after: str, lengths: list[int]
@@ -117,7 +118,7 @@ def test_what_a_model_writes_is_what_the_client_gets(
     assert "".join(message.content.split()) == "".join((before + after).split())
 
 
-@settings(max_examples=100)
+@settings(max_examples=50)
 @given(WORDS, WORDS, CUTS, st.booleans(), st.sampled_from(sorted(REASONING_PARSERS)))
 def test_reasoning_and_answer(
     thought: str, answer: str, lengths: list[int], opened: bool, name: str
@@ -168,12 +169,12 @@ def num_lines(form: MessageFormat, text: str) -> int:
 @pytest.mark.parametrize("attack", HOSTILE)
 def test_work_grows_with_the_length_only(name: str, attack: str) -> None:
     form = MessageFormat(TOOL_PARSERS[name], reasoning=REASONING_PARSERS["qwen3"])
-    once, twice = (num_lines(form, HOSTILE[attack] * times) for times in (40, 80))
+    once, twice = (num_lines(form, HOSTILE[attack] * times) for times in (25, 50))
     assert twice <= 2.2 * once
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=20)
+@settings(max_examples=10)
 @given(TEXTS)
 def test_little_text_is_held_unread(name: str, text: str) -> None:
     """So a piece that comes costs its own length, not that of all before it."""

@@ -37,13 +37,13 @@ class ReasoningParser:
         tape.mark()
         yield from tape.spaces()
         begun = yield from tape.accept(self.begins)
+        text = tape.recorded()
         if not (begun or is_open or self.always):
-            out.content(tape.recorded())
+            out.content(text)
             return
-        spaces = tape.recorded().removesuffix(begun)
         out.begin_reasoning()
-        if not begun:
-            out.reasoning(spaces)
+        if not begun:  # white space, and perhaps half a mark where the text breaks off
+            out.reasoning(text)
         if (yield from tape.until((self.ends,), out.reasoning)):
             out.end_reasoning()
 
