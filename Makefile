@@ -3,6 +3,7 @@
 # make check     what CI checks: lint, types, contracts, docs, tests (needs an installed environment)
 # make docs      the site, served at http://localhost:8001 while you write
 # make test      install, then check
+# make test-clients   LangChain and instructor as clients, in an environment of their own
 # make chaos     random faults on the real engine, for MINUTES=30
 # make hunt      the property tests once more, with five times the examples, drawn anew
 # make chaos-sim 10,000 random schedules of everything that can go wrong, in virtual time
@@ -17,7 +18,7 @@ KERNEL_FILES := $(wildcard kunserve/engine/kernels/csrc/*) kunserve/engine/kerne
 # Tests start many processes. Each would compile every module anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install demo check check-types check-docs check-tests docs slow chaos chaos-sim hunt test package experiments clean
+.PHONY: install demo check check-types check-docs check-tests docs slow chaos chaos-sim hunt test test-clients package experiments clean
 .DELETE_ON_ERROR:
 
 install: $(VENV)/.kernels
@@ -94,6 +95,18 @@ chaos-sim: install
 
 test: install check
 
+# Of their own, because they take 160 MB and want an older `openai` than the tests do.
+CLIENTS := .venv-clients
+$(CLIENTS)/.installed: pyproject.toml
+	@$(PYTHON) -m venv $(CLIENTS)
+	@$(CLIENTS)/bin/python -m pip install -qq --disable-pip-version-check \
+	    $$($(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["clients"])')
+	@touch $@
+
+test-clients: install $(CLIENTS)/.installed
+	SERVER_PYTHON=$(BIN)/python $(CLIENTS)/bin/python -m pytest -c /dev/null --rootdir . \
+	    --confcutdir tests/clients --import-mode importlib -p no:cacheprovider -q tests/clients
+
 package: install
 	$(BIN)/python -m build
 
@@ -101,4 +114,4 @@ experiments: install
 	@$(BIN)/python -m benchmarks.reproduction
 
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build dist *.egg-info
+	rm -rf $(VENV) $(CLIENTS) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build dist *.egg-info

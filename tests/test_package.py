@@ -14,6 +14,8 @@ ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 DISTRIBUTIONS = {
     "PIL": "pillow",
+    "langchain_core": "langchain-openai",
+    "langchain_openai": "langchain-openai",
     "opentelemetry": "opentelemetry-sdk",
     "pydantic_core": "pydantic",
     "prometheus_client": "prometheus_client",

@@ -13,7 +13,7 @@ import kunserve
 from kunserve.cluster.launch import FakeSettings, InstanceProcess, Launcher
 from kunserve.cluster.lease import LeaseTerms
 from kunserve.cluster.run_folder import RunFolder, RunState
-from kunserve.core.config import KunServeConfig, LogConfig, ServerConfig
+from kunserve.core.config import ChatConfig, KunServeConfig, LogConfig, ServerConfig
 from kunserve.core.ids import InstanceId
 from kunserve.transport.codec import MESSAGE_TYPES
 from kunserve.transport.socket_folder import SocketFolder, has_room
@@ -114,11 +114,11 @@ def settings_digest(
     config: KunServeConfig, fake: FakeSettings | None, model_files: str | None
 ) -> str:
     """Equal for fronts whose instances do for each other: all settings but those of the HTTP
-    server and of the log, the files of the model, and the language that processes talk to each
-    other.
+    server, of chats and of the log, the files of the model, and the language that processes talk
+    to each other.
     """
     language = [(kind.__name__, kind.__annotations__) for kind in MESSAGE_TYPES]
-    asked = replace(config, server=ServerConfig(), log=LogConfig())
+    asked = replace(config, server=ServerConfig(), chat=ChatConfig(), log=LogConfig())
     instances = msgspec.json.encode((asked, fake, model_files))
     words = f"{kunserve.__version__} {language}".encode()
     return hashlib.sha256(words + instances).hexdigest()

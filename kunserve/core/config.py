@@ -46,6 +46,30 @@ class ModelConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class ChatConfig:
+    """How conversations become prompts, and what the text of answers means."""
+
+    chat_template: str | None = None
+    """A file, or the name of a shipped one; the model's own when None."""
+    default_chat_template_kwargs: str | None = None
+    """A JSON object: variables of the template where a request does not set them."""
+    enable_auto_tool_choice: bool = False
+    """Whether the model may decide to call tools."""
+    tool_call_parser: str | None = None
+    """How the model writes calls, by vLLM's names."""
+    exclude_tools_when_tool_choice_none: bool = False
+    reasoning_parser: str | None = None
+    """How the model marks reasoning; None: all that it says is content."""
+
+    def __post_init__(self) -> None:
+        """Calls that nobody could read are a mistake."""
+        if self.enable_auto_tool_choice and self.tool_call_parser is None:
+            raise ConfigError(
+                "--enable-auto-tool-choice requires --tool-call-parser: how the model writes calls"
+            )
+
+
+@dataclass(frozen=True, slots=True)
 class InstanceConfig:
     """One instance's resources."""
 
@@ -320,6 +344,7 @@ class KunServeConfig:
     """Everything ``kunserve serve`` needs."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
+    chat: ChatConfig = field(default_factory=ChatConfig)
     instance: InstanceConfig = field(default_factory=InstanceConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     overload: OverloadConfig = field(default_factory=OverloadConfig)

@@ -12,10 +12,11 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from kunserve.cluster.api import EngineClient
-from kunserve.core.config import KunServeConfig
+from kunserve.core.config import ChatConfig, KunServeConfig
 from kunserve.core.errors import KunServeError
 from kunserve.model.generation_config import SamplingDefaults
 from kunserve.server.admin_routes import AdminRoutes
+from kunserve.server.chat_format import template_defaults
 from kunserve.server.cors import PageMiddleware
 from kunserve.server.dashboard_routes import DashboardRoutes
 from kunserve.server.errors import EffectMissing, error_answer
@@ -43,9 +44,7 @@ def create_app(
     """The ASGI application in front of a started ``engine``. ``app.state.front`` is its Front."""
     limits = limits or FrontLimits()
     server = config.server
-    codec = TextCodec(
-        tokenizer, engine.limits.max_model_len, limits.inline_chars, limits.max_waiting_chars
-    )
+    codec = _text_codec(engine, tokenizer, config.chat, limits)
     witnesses = [] if tracer is None else [tracer.witness(engine, model_name)]
     front = Front(
         engine, codec, model_name, config, limits, defaults or SamplingDefaults(), witnesses
@@ -88,6 +87,21 @@ def create_app(
     app.router.redirect_slashes = False
     app.state.front = front
     return app
+
+
+def _text_codec(
+    engine: EngineClient, tokenizer: FastTokenizer, chat: ChatConfig, limits: FrontLimits
+) -> TextCodec:
+    """Raises ConfigError for a chat template that does not do."""
+    codec = TextCodec(
+        tokenizer,
+        engine.limits.max_model_len,
+        limits.inline_chars,
+        limits.max_waiting_chars,
+        template_defaults(chat),
+    )
+    codec.check_template(chat.chat_template is not None, chat.enable_auto_tool_choice)
+    return codec
 
 
 async def _answer_error(http: HttpRequest, error: Exception) -> Response:

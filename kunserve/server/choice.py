@@ -7,6 +7,8 @@ from kunserve.core.messages import TokenOutput
 from kunserve.core.prompt_scores import PromptScores
 from kunserve.core.request import FinishReason, Request, TokenLogprobs
 from kunserve.server.detokenize import Detokenizer
+from kunserve.server.parsers.message import MessagePiece
+from kunserve.server.parsers.reader import MessageReader
 from kunserve.server.stop import StopMatcher, StopStrings
 
 
@@ -40,6 +42,8 @@ class Delta:
     starts: bool = False
     """Whether the first token is in it. Then the prompt's scores are, where they were asked for."""
     prompt_scores: tuple[PromptScores, ...] = ()
+    message: MessagePiece | None = None
+    """What the text says, where answers are read; ``text`` is as the model wrote it."""
 
 
 class Choice:
@@ -54,6 +58,7 @@ class Choice:
         "_omits_answer",
         "_pieces",
         "_prompt_scores",
+        "_reader",
         "_starts",
         "finish_reason",
         "index",
@@ -64,14 +69,21 @@ class Choice:
     )
 
     def __init__(
-        self, index: int, request: Request, detokenizer: Detokenizer, options: TextOptions
+        self,
+        index: int,
+        request: Request,
+        detokenizer: Detokenizer,
+        options: TextOptions,
+        reader: MessageReader | None = None,
     ) -> None:
+        """``reader`` finds reasoning and calls of tools in the text; without one all is content."""
         self.index = index
         self.request = request
         self._detokenizer = detokenizer
         self._matcher = (
             None if options.stop is None else StopMatcher(options.stop, options.include_stop)
         )
+        self._reader = reader
         self._include_stop = options.include_stop
         self._omits_answer = options.omits_answer
         self._starts = False
@@ -90,6 +102,29 @@ class Choice:
     def ended_by_text(self) -> bool:
         """Whether a stop string ended it, so that the engine does not know yet."""
         return self._matcher is not None and self._matcher.matched is not None
+
+    @property
+    def finish_name(self) -> str | None:
+        """The API's ``finish_reason``."""
+        reason, reader = self.finish_reason, self._reader
+        if reason is FinishReason.STOP and reader is not None and reader.ends_in_calls:
+            return "tool_calls"
+        return None if reason is None else reason.value
+
+    @property
+    def reads_message(self) -> bool:
+        """Whether deltas have a ``message``."""
+        return self._reader is not None
+
+    @property
+    def num_unread(self) -> int:
+        """Characters that the next ``take`` has to read."""
+        return 0 if self._reader is None else sum(map(len, self._pieces))
+
+    def new_call_id(self) -> str:
+        """An id for the next call that is found."""
+        assert self._reader is not None
+        return self._reader.form.new_call_id()
 
     def absorb(self, output: TokenOutput) -> None:
         """Take the next token (or the end). What comes after a stop string is ignored."""
@@ -112,7 +147,10 @@ class Choice:
     def take(self) -> Delta:
         """Everything new since the last call."""
         pieces, entries = self._pieces, self._entries
-        delta = Delta("".join(pieces), entries, self._starts, self._prompt_scores)
+        text = "".join(pieces)
+        delta = Delta(text, entries, self._starts, self._prompt_scores)
+        if self._reader is not None:
+            delta.message = self._reader.feed(text, self.finish_reason is not None)
         self._pieces = []
         self._entries = []
         self._starts = False

@@ -14,6 +14,7 @@ import click
 from kunserve.core.config import InstanceConfig, KunServeConfig, ModelConfig
 from kunserve.core.errors import ConfigError, KunServeError
 from kunserve.engine.cuda.cards import auto_device
+from kunserve.server.flags.chat import CHAT_FLAGS
 from kunserve.server.flags.config_file import read_config_file
 from kunserve.server.flags.environment import set_variables, unknown_variables
 from kunserve.server.flags.http import HTTP_FLAGS
@@ -63,6 +64,7 @@ def _read_file(ctx: click.Context, _: click.Parameter, value: str | None) -> Non
     help="YAML file with flags as keys, as vLLM's.",
 )
 @MODEL_FLAGS
+@CHAT_FLAGS
 @INSTANCE_FLAGS
 @OVERLOAD_FLAGS
 @HTTP_FLAGS

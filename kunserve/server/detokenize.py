@@ -1,7 +1,7 @@
 """Token ids to text, one token at a time, never cutting a character in two."""
 
 import codecs
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from tokenizers import Tokenizer, decoders
@@ -82,6 +82,27 @@ class ByteDetokenizer:
     def finish(self) -> str:
         """See ``Detokenizer``."""
         return self._decoder.decode(b"", final=True)
+
+
+class MarkKeeper:
+    """Around a detokenizer that skips special tokens: some of them are text after all."""
+
+    __slots__ = ("_inner", "_kept")
+
+    def __init__(self, inner: Detokenizer, kept: Mapping[int, str]) -> None:
+        self._inner = inner
+        self._kept = kept
+
+    def push(self, token_id: int) -> str:
+        """See ``Detokenizer``."""
+        mark = self._kept.get(token_id)
+        if mark is None:
+            return self._inner.push(token_id)
+        return self._inner.finish() + mark
+
+    def finish(self) -> str:
+        """See ``Detokenizer``."""
+        return self._inner.finish()
 
 
 class WindowDetokenizer:

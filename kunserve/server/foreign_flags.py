@@ -6,6 +6,7 @@ import click
 
 _ONE_MODEL = "KunServe serves the model as it is"
 _NOT_THERE = "KunServe does not do this"
+_NO_CODE = "no code of others is loaded; the parsers are in kunserve/server/parsers"
 
 FLAGS = {
     "--model": "give the model as the first argument: kunserve serve MODEL",
@@ -27,15 +28,16 @@ FLAGS = {
     "--revision": "give the folder of the revision instead of the hub id",
     "--trust-remote-code": "no code of a model's repository is ever run",
     "--tokenizer-mode": "only fast tokenizers are used",
-    "--chat-template": _ONE_MODEL + "; edit its tokenizer_config.json",
     "--hf-overrides": _ONE_MODEL,
     "--rope-scaling": _ONE_MODEL,
     "--enable-lora": _NOT_THERE,
     "--lora-modules": _NOT_THERE,
     "--speculative-config": _NOT_THERE,
-    "--enable-auto-tool-choice": _NOT_THERE,
-    "--tool-call-parser": _NOT_THERE,
-    "--reasoning-parser": _NOT_THERE,
+    "--tool-parser-plugin": _NO_CODE,
+    "--tool-server": _NOT_THERE,
+    "--reasoning-parser-plugin": _NO_CODE,
+    "--chat-template-content-format": "contents of messages are always given as text",
+    "--trust-request-chat-template": "give the template to the server: --chat-template",
     "--guided-decoding-backend": _NOT_THERE,
     "--disable-log-requests": "requests are not logged by default, so leave the flag out",
     "--disable-log-stats": "statistics are logged only while there is work, so leave the flag out",

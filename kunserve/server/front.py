@@ -8,6 +8,7 @@ from kunserve.core.errors import ModelNotFound, Unavailable
 from kunserve.model.generation_config import SamplingDefaults
 from kunserve.server.api_keys import ApiKeys
 from kunserve.server.body import BodyReader
+from kunserve.server.chat_format import ChatFormats
 from kunserve.server.forms.checker import FormChecker
 from kunserve.server.forms.child import Order
 from kunserve.server.generation import Generation, Interrupted, RequestWatch
@@ -35,6 +36,7 @@ class Front:
     ) -> None:
         self.engine = engine
         self.codec = codec
+        self.formats = ChatFormats(config.chat)
         self.model_name = model_name
         self.model_names = tuple(dict.fromkeys((model_name, *config.model.served_model_name)))
         """The first one is in answers and metrics."""

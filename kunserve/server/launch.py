@@ -28,6 +28,7 @@ from kunserve.model.source import ModelSource, resolve_model
 from kunserve.policy.cost import assumed_cost
 from kunserve.server.api_keys import ApiKeys
 from kunserve.server.app import create_app
+from kunserve.server.chat_templates import read_chat_template
 from kunserve.server.request_life import Tracer
 from kunserve.server.serve import serve
 from kunserve.server.tls import check_certificates
@@ -40,6 +41,7 @@ async def run_server(config: KunServeConfig) -> None:
     began_s = time.monotonic()
     ApiKeys.of(config.server)
     check_certificates(config.server)
+    template = config.chat.chat_template and read_chat_template(config.chat.chat_template)
     tracer = _tracer(config)
     listener = _listen(config.server.host, config.server.port)
     source = resolve_model(config.model.model, config.model.load_format)
@@ -61,7 +63,7 @@ async def run_server(config: KunServeConfig) -> None:
     # Here, because every instance would compile them otherwise.
     logger.info("kernels file=%s", (await asyncio.to_thread(find_or_build)).name)
     tokenizer_loading = asyncio.create_task(
-        asyncio.to_thread(_load_tokenizer, source, config.model.tokenizer)
+        asyncio.to_thread(_load_tokenizer, source, config.model.tokenizer, template)
     )
     cluster = await LocalCluster.start(
         config,
@@ -106,13 +108,17 @@ def _tracer(config: KunServeConfig) -> Tracer | None:
     return OtlpTracer.to(endpoint)
 
 
-def _load_tokenizer(source: ModelSource, tokenizer: str | None) -> Any:
-    """Called in a thread, while the instances start or are taken over.
+def _load_tokenizer(source: ModelSource, tokenizer: str | None, template: str | None) -> Any:
+    """Called in a thread, while the instances start or are taken over. ``template`` replaces the
+    tokenizer's own.
 
     Importing the library takes as long as all other imports together.
     """
     module = importlib.import_module("kunserve.model.tokenizer")
-    return module.load_tokenizer(source, tokenizer)
+    loaded = module.load_tokenizer(source, tokenizer)
+    if template is not None:
+        loaded.chat_template = template
+    return loaded
 
 
 def check_length(config: KunServeConfig, spec: ModelSpec) -> None:

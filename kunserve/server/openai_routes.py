@@ -3,6 +3,7 @@
 import time
 import uuid
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from starlette.requests import Request as HttpRequest
@@ -14,11 +15,12 @@ from kunserve.core.request import Request, StructuredOutput
 from kunserve.core.tokens import TokenIds
 from kunserve.server.body import unless_gone
 from kunserve.server.choice import Choice, TextOptions
-from kunserve.server.forms.body import form_of
+from kunserve.server.forms.body import AskedForm, form_of
 from kunserve.server.front import Front
 from kunserve.server.generation import Generation
 from kunserve.server.logprobs import chat_logprobs, completion_logprobs, shown, token_name
 from kunserve.server.middleware import ANSWER_ID, GIVEN_ID
+from kunserve.server.parsers.reader import MessageFormat, MessageReader
 from kunserve.server.prompt_report import report_of
 from kunserve.server.prompts import (
     bad_words_of,
@@ -31,9 +33,18 @@ from kunserve.server.sampling import remaining_tokens, resolve_sampling
 from kunserve.server.schema import ChatBody, CompletionBody, GenerationBody
 from kunserve.server.stop import StopStrings
 from kunserve.server.streaming import GenerationAnswer, StreamedAnswer, WholeAnswer
-from kunserve.server.tools import check_tool_choice
 from kunserve.server.unsupported import ForeignFields
 from kunserve.server.wire import Envelope, FormatLogprobs, UsageIn
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerReading:
+    """What the text of answers means, and the form that it must have for that."""
+
+    form: MessageFormat | None = None
+    """None where all of it is content."""
+    structured: StructuredOutput | None = None
+
 
 BadWords: TypeAlias = tuple[tuple[int, ...], ...]
 
@@ -62,8 +73,8 @@ class OpenAIRoutes:
         if body.echo:
             echoes = await unless_gone(http, echoes_of(front.codec, body, prompts))
         bad_words = await bad_words_of(front.codec, body)
-        form = await self._form_of(http, body)
-        return self._answer(http, body, prompts, echoes, bad_words, arrival_s, form)
+        reading = AnswerReading(structured=await self._tried(http, form_of(body)))
+        return self._answer(http, body, prompts, echoes, bad_words, arrival_s, reading)
 
     async def chat(self, http: HttpRequest) -> Response:
         """POST /v1/chat/completions."""
@@ -73,16 +84,20 @@ class OpenAIRoutes:
         self._check(body)
         if body.top_logprobs is not None and not body.logprobs:
             raise InvalidRequest("`top_logprobs` needs `logprobs` to be true.", "top_logprobs")
-        check_tool_choice(body.tools, body.tool_choice)
+        demand = front.formats.demand(body)
+        if front.formats.hides_tools(demand):
+            body.tools = None
         prompt = await unless_gone(http, encode_conversation(front.codec, body))
         bad_words = await bad_words_of(front.codec, body)
-        form = await self._form_of(http, body)
+        asked = AskedForm("tools", demand.structured) if demand.structured else form_of(body)
+        structured = await self._tried(http, asked)
+        form = front.formats.of(front.codec, body, demand, prompt, structured)
         echoes = [continued_message(body)]
-        return self._answer(http, body, [prompt], echoes, bad_words, arrival_s, form)
+        reading = AnswerReading(form, structured)
+        return self._answer(http, body, [prompt], echoes, bad_words, arrival_s, reading)
 
-    async def _form_of(self, http: HttpRequest, body: GenerationBody) -> StructuredOutput | None:
+    async def _tried(self, http: HttpRequest, asked: AskedForm | None) -> StructuredOutput | None:
         """The form that the output must have, once it is known to be one."""
-        asked = form_of(body)
         if asked is None:
             return None
         await unless_gone(http, self._front.forms.check(asked.form, asked.param))
@@ -110,7 +125,7 @@ class OpenAIRoutes:
         echoes: Sequence[str],
         bad_words: BadWords,
         arrival_s: float,
-        form: StructuredOutput | None,
+        reading: AnswerReading,
     ) -> Response:
         """Submit the request; the response that will follow it to its end.
 
@@ -126,7 +141,7 @@ class OpenAIRoutes:
         engine_id = f"{response_id}-{unique[:8]}" if given else response_id
         most = front.limits.max_prompt_logprobs
         report = report_of(front.codec, body, prompts, echoes, most)
-        choices = self._choices(body, prompts, bad_words, engine_id, arrival_s, form)
+        choices = self._choices(body, prompts, bad_words, engine_id, arrival_s, reading)
         num_choices = body.n or 1
         envelope = Envelope(
             kind=body.kind,
@@ -157,7 +172,7 @@ class OpenAIRoutes:
         bad_words: BadWords,
         engine_id: str,
         arrival_s: float,
-        form: StructuredOutput | None,
+        reading: AnswerReading,
     ) -> list[Choice]:
         front = self._front
         limits = front.engine.limits
@@ -179,9 +194,11 @@ class OpenAIRoutes:
         ]
         num_choices = body.n or 1
         token_ids_of = [TokenIds(prompt) for prompt in prompts]
+        form = reading.form
+        kept = front.codec.special_tokens(() if form is None else form.markers)
         choices: list[Choice] = []
         for sampling in resolve_sampling(
-            body, front.defaults, limits.vocab_size, max_tokens, front.seeds, bad_words, form
+            body, front.defaults, limits.vocab_size, max_tokens, front.seeds, bad_words, reading.structured
         ):
             index = len(choices)
             token_ids = token_ids_of[index // num_choices]
@@ -189,8 +206,9 @@ class OpenAIRoutes:
             request = Request(
                 request_id, token_ids, sampling, arrival_s, cache_salt=body.cache_salt or ""
             )
-            detokenizer = front.codec.detokenizer(token_ids, skip_special)
-            choices.append(Choice(index, request, detokenizer, options))
+            detokenizer = front.codec.detokenizer(token_ids, skip_special, kept)
+            reader = None if form is None else MessageReader(form)
+            choices.append(Choice(index, request, detokenizer, options, reader))
         return choices
 
     def _formatter(self, body: GenerationBody) -> FormatLogprobs | None:

@@ -132,6 +132,8 @@ def conversation_text(codec: TextCodec, body: ChatBody | TokenizeBody) -> str:
             raise InvalidRequest(
                 f"`chat_template_kwargs` may not set `{reserved}`.", "chat_template_kwargs"
             )
+    if isinstance(body, ChatBody) and body.reasoning_effort is not None:
+        options.setdefault("reasoning_effort", body.reasoning_effort)
     tools = check_tools(body.tools)
     if tools is not None:
         options["tools"] = tools
@@ -143,6 +145,8 @@ def conversation_text(codec: TextCodec, body: ChatBody | TokenizeBody) -> str:
 def _content_size(message: dict[str, Any]) -> int:
     content, calls = message.get("content"), message.get("tool_calls")
     size = TOOL_CHARS * len(calls) if isinstance(calls, list) else 0
+    for name in ("reasoning", "reasoning_content"):
+        size += len(str(message.get(name) or ""))
     if isinstance(content, str):
         return size + len(content)
     return size + 100 * len(content) if isinstance(content, list) else size
@@ -164,10 +168,20 @@ def _message(index: int, message: dict[str, Any]) -> dict[str, Any]:
     kept["content"] = "" if content is None and role == "assistant" else _content(where, content)
     if role == "assistant" and message.get("tool_calls"):
         kept["tool_calls"] = called_tools(where, message["tool_calls"])
+    if role == "assistant":
+        kept |= _reasoning(message)
     for name in ("name", "tool_call_id"):
         if isinstance(message.get(name), str):
             kept[name] = message[name]
     return kept
+
+
+def _reasoning(message: dict[str, Any]) -> dict[str, str]:
+    """What the assistant thought, under both of its names: templates know one or the other."""
+    for name in ("reasoning", "reasoning_content"):
+        if isinstance(message.get(name), str) and message[name]:
+            return {"reasoning": message[name], "reasoning_content": message[name]}
+    return {}
 
 
 def _content(where: str, content: Any) -> str:

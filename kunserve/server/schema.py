@@ -184,8 +184,13 @@ class ChatBody(GenerationBody):
     echo: bool | None = None
     """Whether the answer begins with the message that it continues."""
     tools: list[dict[str, Any]] | None = None
-    """For the template: the model is told of them, but cannot call them yet."""
     tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    """False: an answer has one call at most."""
+    include_reasoning: bool | None = None
+    """False: what the model thinks is read, and not told."""
+    reasoning_effort: str | None = None
+    """For templates that know it."""
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None

@@ -13,6 +13,7 @@ from kunserve.server.choice import Choice, Delta
 from kunserve.server.errors import error_answer, error_object
 from kunserve.server.front import Front
 from kunserve.server.generation import ClientGone, EngineFailed, Generation, Interrupted
+from kunserve.server.message_wire import MessageStream
 from kunserve.server.wire import (
     DONE,
     ChoiceStream,
@@ -38,7 +39,9 @@ def _stream_start() -> Message:
     }
 
 
-def _chunks(streams: Sequence[ChoiceStream], news: Iterable[tuple[Choice, Delta]]) -> bytes:
+def _chunks(
+    streams: Sequence[ChoiceStream | MessageStream], news: Iterable[tuple[Choice, Delta]]
+) -> bytes:
     return b"".join([streams[choice.index].chunk(choice, delta) for choice, delta in news])
 
 
@@ -72,12 +75,14 @@ class GenerationAnswer(Response):
         """Write the response. Raises ClientGone when there is nobody to write it to."""
         raise NotImplementedError
 
-    async def written(self, write: Callable[[], bytes]) -> bytes:
-        """What ``write`` gives. A long report of prompts is written in a thread, since others
-        would wait for it.
+    async def written(self, write: Callable[[], bytes], num_chars: int = 0) -> bytes:
+        """What ``write`` gives. A long report of prompts, and a long text that is read, are
+        written in a thread, since others would wait for it.
         """
         report, threads = self._envelope.report, self._front.codec.threads
-        if report is None or report.num_chars <= threads.inline_chars:
+        if report is not None:
+            num_chars += report.num_chars
+        if num_chars <= threads.inline_chars:
             return write()
         return await threads.call(write)
 
@@ -99,10 +104,13 @@ class WholeAnswer(GenerationAnswer):
             await error_answer(error)(scope, receive, send)
             return
         choices = self._generation.choices
-        deltas = [choice.take() for choice in choices]
-        body = await self.written(
-            lambda: whole_answer(self._envelope, choices, deltas, self.usage())
-        )
+
+        def write() -> bytes:
+            deltas = [choice.take() for choice in choices]
+            return whole_answer(self._envelope, choices, deltas, self.usage())
+
+        num_read = sum(choice.num_unread for choice in choices)
+        body = await self.written(write, num_read)
         await Response(body, media_type="application/json")(scope, receive, send)
 
 
@@ -125,7 +133,9 @@ class StreamedAnswer(GenerationAnswer):
         """Write every token; returns the events that come before ``[DONE]``."""
         generation = self._generation
         streams = [
-            ChoiceStream(self._envelope, choice.index, self._usage_in)
+            (MessageStream if choice.reads_message else ChoiceStream)(
+                self._envelope, choice.index, self._usage_in
+            )
             for choice in generation.choices
         ]
         try:

@@ -1,19 +1,23 @@
 """Prompts to token ids and back, over a Hugging Face fast tokenizer."""
 
-from collections.abc import Iterator, Sequence
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
-from jinja2 import TemplateError
+from jinja2 import TemplateError, TemplateSyntaxError
 from tokenizers import Tokenizer
 
-from kunserve.core.errors import InvalidRequest, PromptTooLong
+from kunserve.core.errors import ConfigError, InvalidRequest, PromptTooLong
 from kunserve.server.detokenize import (
     ByteDetokenizer,
     Detokenizer,
+    MarkKeeper,
     TokenBytes,
     WindowDetokenizer,
 )
 from kunserve.server.text_threads import TextThreads
+
+NO_MARKS: Mapping[int, str] = {}
 
 
 class FastTokenizer(Protocol):
@@ -52,7 +56,10 @@ class TextCodec:
         max_model_len: int,
         inline_chars: int,
         max_waiting_chars: int = 32 << 20,
+        template_defaults: Mapping[str, Any] | None = None,
     ) -> None:
+        """``template_defaults`` are variables of the template that requests may set anew."""
+        self._template_defaults = dict(template_defaults or {})
         self._template_owner = tokenizer
         self._tokenizer = tokenizer.backend_tokenizer
         self._tokenizer.no_truncation()
@@ -94,9 +101,7 @@ class TextCodec:
         if self._template_owner.chat_template is None:
             raise InvalidRequest("This model has no chat template.", "messages")
         try:
-            text = self._template_owner.apply_chat_template(
-                list(messages), tokenize=False, **options
-            )
+            text = self._render(messages, options)
         except (
             TemplateError,
             ValueError,
@@ -111,17 +116,58 @@ class TextCodec:
         assert isinstance(text, str), type(text)
         return text
 
+    def _try_template(self) -> None:
+        try:
+            self._render([{"role": "user", "content": ""}], {})
+        except TemplateSyntaxError as error:
+            raise ConfigError(f"--chat-template, line {error.lineno}: {error.message}") from None
+
+    def _render(self, messages: Sequence[dict[str, Any]], options: dict[str, Any]) -> Any:
+        return self._template_owner.apply_chat_template(
+            list(messages), tokenize=False, **{**self._template_defaults, **options}
+        )
+
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
         """The text of a whole sequence."""
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
     def detokenizer(
-        self, prompt_token_ids: Sequence[int], skip_special_tokens: bool
+        self,
+        prompt_token_ids: Sequence[int],
+        skip_special_tokens: bool,
+        kept: Mapping[int, str] = NO_MARKS,
     ) -> Detokenizer:
-        """A fresh incremental decoder for one output."""
+        """A fresh incremental decoder for one output. ``kept`` are never skipped."""
+        inner: Detokenizer
         if self.token_bytes.byte_level:
-            return ByteDetokenizer(self.token_bytes, skip_special_tokens)
-        return WindowDetokenizer(self._tokenizer, prompt_token_ids, skip_special_tokens)
+            inner = ByteDetokenizer(self.token_bytes, skip_special_tokens)
+        else:
+            inner = WindowDetokenizer(self._tokenizer, prompt_token_ids, skip_special_tokens)
+        return MarkKeeper(inner, kept) if kept and skip_special_tokens else inner
+
+    def special_tokens(self, texts: Iterable[str]) -> dict[int, str]:
+        """Those of the texts that are special tokens of this vocabulary, by id."""
+        ids = {self._tokenizer.token_to_id(text): text for text in texts}
+        return {id_: text for id_, text in ids.items() if id_ in self.token_bytes.special}
+
+    def check_template(self, is_given: bool, needs_tools: bool) -> None:
+        """Raise ConfigError for a chat template that leaves out tools where they are needed.
+
+        And for one that cannot be read, if it was given for this server.
+        """
+        template = self._template_owner.chat_template
+        if template is None:
+            return
+        if is_given:
+            with contextlib.suppress(TemplateError, TypeError, ValueError, KeyError):
+                self._try_template()
+        templates = template.values() if isinstance(template, dict) else [template]
+        if needs_tools and not any("tools" in str(one) for one in templates):
+            raise ConfigError(
+                "--enable-auto-tool-choice: this model's chat template does not tell the model of "
+                "tools, so it would never call one. Give a template that does; for models of "
+                "ChatML there is --chat-template chatml_tools (docs/tools.md)"
+            )
 
     @property
     def vocabulary(self) -> tuple[str, tuple[int, ...]]:

@@ -1,7 +1,4 @@
-"""Tools in conversations: the template is told of them and of past calls.
-
-The server does not read calls out of an answer, so it refuses to promise them.
-"""
+"""Tools in conversations: the template is told of them and of past calls."""
 
 import json
 from typing import Any
@@ -19,20 +16,12 @@ def check_tools(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]] | No
             raise InvalidRequest(f"`tools.{index}` must be of type `function`.", "tools")
         if not isinstance(function.get("name"), str) or not function["name"]:
             raise InvalidRequest(f"`tools.{index}.function.name` must be a string.", "tools")
+        parameters = function.get("parameters")
+        if parameters is not None and not isinstance(parameters, dict):
+            raise InvalidRequest(
+                f"`tools.{index}.function.parameters` must be a JSON schema: an object.", "tools"
+            )
     return tools
-
-
-def check_tool_choice(tools: list[dict[str, Any]] | None, choice: Any) -> None:
-    """Raise InvalidRequest unless the client expects no call; not choosing means ``auto``."""
-    if choice == "none" or (not tools and choice in (None, "auto")):
-        return
-    if not tools:
-        raise InvalidRequest("`tool_choice` needs `tools`.", "tool_choice")
-    raise InvalidRequest(
-        'This server does not call tools yet. With `tool_choice` "none" the model is told of '
-        "the `tools`, and answers in text.",
-        "tools" if choice is None else "tool_choice",
-    )
 
 
 def called_tools(where: str, calls: Any) -> list[dict[str, Any]]:

@@ -46,7 +46,6 @@ HARMLESS = frozenset(
     {
         "guided_decoding_backend",
         "metadata",
-        "parallel_tool_calls",
         "prompt_cache_key",
         "request_id",
         "safety_identifier",

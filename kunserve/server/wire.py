@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 import msgspec
 
 from kunserve.server.choice import Choice, Delta, TokenEntry
+from kunserve.server.message_object import whole_message
 from kunserve.server.prompt_report import PromptReport
 from kunserve.server.schema import Kind, StreamOptions
 
@@ -136,7 +137,7 @@ class ChoiceStream:
         if self._first:
             self._first = False
             opening, text = self._open(text, tail)
-        finish = choice.finish_reason
+        finish = choice.finish_name
         if finish is None and not delta.entries:
             if not text:
                 return opening
@@ -145,7 +146,7 @@ class ChoiceStream:
         ending = b"null"
         if finish is not None:
             stop_reason = _encode(choice.stop_reason)
-            ending = b'%b,"stop_reason":%b' % (_encode(finish.value), stop_reason)
+            ending = b'%b,"stop_reason":%b' % (_encode(finish), stop_reason)
         return b"".join(
             (
                 opening,
@@ -197,13 +198,15 @@ def whole_answer(
         assert choice.finish_reason is not None, choice.index
         prefix = envelope.prefixes[choice.index]
         body: dict[str, Any] = {"index": choice.index}
-        if envelope.kind == "chat":
+        if choice.reads_message:
+            body["message"] = whole_message(choice, delta, prefix)
+        elif envelope.kind == "chat":
             text = prefix + delta.text
             body["message"] = {"role": "assistant", "content": text, "refusal": None}
         else:
             body["text"] = prefix + delta.text
         body["logprobs"] = envelope.logprobs(choice.index, delta)
-        body["finish_reason"] = choice.finish_reason.value
+        body["finish_reason"] = choice.finish_name
         body["stop_reason"] = choice.stop_reason
         bodies.append(body)
     answer = {

@@ -71,6 +71,22 @@ class TextList(click.ParamType[tuple[str, ...]]):
         return tuple(one.strip() for one in items if one.strip())
 
 
+class JsonObject(click.ParamType[str]):
+    """An object in JSON. It stays the text that it is."""
+
+    name = "json"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """The text, or a usage error. A config file may hold the object itself."""
+        try:
+            is_object = isinstance(json.loads(value) if isinstance(value, str) else value, dict)
+        except ValueError:
+            is_object = False
+        if not is_object:
+            self.fail(f"{value!r} is no object of JSON", param, ctx)
+        return value if isinstance(value, str) else json.dumps(value)
+
+
 class FiniteRange(click.FloatRange):
     """A number within bounds. ``nan`` is within none, though no comparison says so."""
 
@@ -106,6 +122,8 @@ def _expected_one(kind: click.ParamType[Any]) -> str:
             return noun
         case TextList():
             return "a list of texts"
+        case JsonObject():
+            return "an object of JSON"
         case ByteSize():
             return "a size such as 800MiB"
         case _ if kind is click.INT:

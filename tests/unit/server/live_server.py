@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import httpx
 import uvloop
 
-from kunserve.core.config import KunServeConfig, LogConfig, ModelConfig, ServerConfig
+from kunserve.core.config import ChatConfig, KunServeConfig, LogConfig, ModelConfig, ServerConfig
 from kunserve.server.app import create_app
 from kunserve.server.front import Front
 from kunserve.server.limits import FrontLimits
@@ -81,6 +81,7 @@ def live_server(
     model: ModelConfig | None = None,
     log: LogConfig | None = None,
     tracer: Tracer | None = None,
+    chat: ChatConfig | None = None,
 ) -> Generator[LiveServer, None, None]:
     """Start a server, on an ephemeral port unless told; at the end it is drained and joined."""
     engine = engine or EchoEngine()
@@ -88,6 +89,7 @@ def live_server(
         model=model or ModelConfig(),
         server=server or ServerConfig(shutdown_timeout_s=5.0),
         log=log or LogConfig(),
+        chat=chat or ChatConfig(),
     )
     listener = listener or socket.create_server(("127.0.0.1", 0), backlog=2048)
     port = listener.getsockname()[1]

@@ -1,5 +1,7 @@
 """Incremental text equals whole text, and no character is ever cut."""
 
+from collections.abc import Callable
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -8,6 +10,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from kunserve.server.detokenize import (
     ByteDetokenizer,
     Detokenizer,
+    MarkKeeper,
     TokenBytes,
     WindowDetokenizer,
 )
@@ -133,3 +136,32 @@ def test_window_shows_broken_bytes_at_last() -> None:
 def test_bytes_of_a_token() -> None:
     assert TOKEN_BYTES.of(BYTE_LEVEL.token_to_id("<|end|>")) == b"<|end|>"
     assert b"".join(TOKEN_BYTES.of(one) for one in BYTE_LEVEL.encode(" é").ids) == " é".encode()
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: Tokenizer.from_str(BYTE_LEVEL.to_str()), sentencepiece_like]
+)
+@given(data=st.data())
+def test_marks_that_are_special_tokens_are_kept(
+    make: Callable[[], Tokenizer], data: st.DataObject
+) -> None:
+    """Others are skipped, and the text around a mark is what it would be without the mark."""
+    tokenizer = make()
+    tokenizer.add_special_tokens(["[CALL]", "<|other|>"])
+    mark, other = tokenizer.token_to_id("[CALL]"), tokenizer.token_to_id("<|other|>")
+    text = st.sampled_from(tokenizer.encode("the fox sé 👍").ids)
+    token_ids = data.draw(st.lists(st.one_of(text, st.sampled_from([mark, other])), max_size=20))
+    token_bytes = TokenBytes(tokenizer)
+
+    def inner() -> Detokenizer:
+        if token_bytes.byte_level:
+            return ByteDetokenizer(token_bytes, True)
+        return WindowDetokenizer(tokenizer, [tokenizer.token_to_id("▁the")], True)
+
+    pieces, rest = run(MarkKeeper(inner(), {mark: "[CALL]"}), token_ids)
+    shown = "".join(pieces) + rest
+    assert shown.count("[CALL]") == token_ids.count(mark)
+    assert "other" not in shown
+    if mark not in token_ids:
+        pieces, rest = run(inner(), token_ids)
+        assert shown == "".join(pieces) + rest

@@ -1,0 +1,1 @@
+"""What the text of a chat answer says: reasoning, content, and calls of tools."""
