@@ -198,7 +198,13 @@ class OpenAIRoutes:
         kept = front.codec.special_tokens(() if form is None else form.markers)
         choices: list[Choice] = []
         for sampling in resolve_sampling(
-            body, front.defaults, limits.vocab_size, max_tokens, front.seeds, bad_words, reading.structured
+            body,
+            front.defaults,
+            limits.vocab_size,
+            max_tokens,
+            front.seeds,
+            bad_words,
+            reading.structured,
         ):
             index = len(choices)
             token_ids = token_ids_of[index // num_choices]
