@@ -179,6 +179,35 @@ def test_bits_do_not_depend_on_batching(dtype, window):
     assert torch.equal(whole, attend(16, 3, chunked))
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("window", [None, 600])
+def test_threads_share_a_long_context_and_no_bit_tells(dtype, window):
+    """Decodes of more than a segment: cut among threads, or whole, or the end of a prompt."""
+    spec = make_spec(dtype, window=window)
+    contexts = [1500, 700, 1025, 90]
+    cache = fill_cache(spec, 16, *random_kv(spec, contexts, 3), 5)
+    queries = [random_queries(spec, 40, context) for context in contexts]
+
+    def attend(threads: int, counts: dict[int, int], backend=FusedAttention):
+        """What each sequence's last token gets, where its last ``counts[s]`` are computed."""
+        set_num_threads(threads)
+        batch = make_batch(cache, [(s, count, contexts[s]) for s, count in counts.items()])
+        qkv = torch.cat([queries[s][40 - count :] for s, count in counts.items()])
+        out = torch.empty(batch.num_tokens, spec.q_size, dtype=qkv.dtype)
+        backend(spec, cache.address, 16).attend(2, qkv, batch, out)
+        return dict(zip(counts, out[batch.q_starts[1:] - 1], strict=True))
+
+    prompts = attend(1, dict.fromkeys(range(4), 40))
+    lone = {s: attend(3, {s: 1})[s] for s in range(4)}
+    together = attend(3, dict.fromkeys(range(4), 1))
+    mixed = attend(2, {0: 4, 1: 40, 2: 3, 3: 1})
+    for got in (lone, together, mixed):
+        assert all(torch.equal(prompts[s], got[s]) for s in range(4))
+    tolerance = 2e-5 if dtype == "float32" else 2e-2
+    for s, row in attend(1, dict.fromkeys(range(4), 1), ReferenceAttention).items():
+        torch.testing.assert_close(lone[s], row, rtol=tolerance, atol=tolerance)
+
+
 def test_shapes_the_kernels_cannot_run():
     with pytest.raises(ConfigError, match="head_dim"):
         c_model(make_spec("float32", dim=48), 0, 16)

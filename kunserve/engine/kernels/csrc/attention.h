@@ -1,47 +1,12 @@
-/* Paged causal attention for decode and (chunked) prefill alike. Needs typed.h, tile.h, rows.h.
+/* Paged causal attention for decode and (chunked) prefill alike. Needs attention_span.h.
  *
- * A piece of work is (sequence, kv head, run of queries): its rows are the queries' heads that
- * share the kv head. Keys pass in spans of SPAN absolute positions, each packed once for all rows;
- * softmax is online over the spans. A row's bits depend on its own query and on absolute key
- * positions only: a span that a row may not see multiplies by 1 and adds 0. */
-#define SPAN 64
-/* Rows of a piece: keys are packed once for all of them, so that many are a third faster than few
- * in a long prompt. Fewer give every thread work where the step is short. */
-#define MAX_ROWS 144
-#define FEW_ROWS 36 /* >= MAX_HEADS_PER_KV_HEAD of attention.py */
+ * A piece of work is a sequence with one kv head and a run of queries, or, where few queries read a
+ * long context, with all kv heads: their keys lie side by side. Softmax is one over a segment of
+ * SEGMENT absolute positions, and segments are added up in their order, whoever computed them: so
+ * threads share the context of a lone decode, and no bit tells. */
+#define SEGMENT 512 /* a multiple of SPAN */
+#define WIDE_QUERIES 4
 #define PIECES_PER_THREAD 4
-
-typedef struct {
-  const kun_model *model;
-  const kun_batch *batch;
-  const elem *qkv; /* [num_tokens][(heads + 2 kv_heads) * head_dim], rotated */
-  elem *out;       /* [num_tokens][heads * head_dim] */
-  long layer;
-} attention_job;
-
-/* One thread's buffers for one piece of work. */
-typedef struct {
-  char *keys, *values; /* packed, SPAN * head_dim elements each */
-  elem *q;             /* [MAX_ROWS][head_dim] */
-  elem *weights;       /* [MAX_ROWS][SPAN] softmax numerators */
-  float *scores;       /* [MAX_ROWS][SPAN] */
-  float *acc;          /* [MAX_ROWS][head_dim] */
-  float *rescale, *peak, *total; /* [MAX_ROWS] */
-  elem *zeros;                   /* [head_dim] */
-} attention_buffers;
-
-typedef struct {
-  const int32_t *table;
-  long token;   /* the first query's index in the step */
-  long first;   /* and its absolute position */
-  long queries; /* queries in this piece */
-  long kv_head, context;
-} attention_piece;
-
-/* Where K and V of SPAN absolute positions lie. */
-typedef struct {
-  const char *keys[SPAN], *values[SPAN];
-} key_span;
 
 INLINE void *carve(char **at, long bytes) {
   void *p = *at;
@@ -49,284 +14,283 @@ INLINE void *carve(char **at, long bytes) {
   return p;
 }
 
+INLINE seen_keys carve_seen(char **at, long dim) {
+  seen_keys seen;
+  seen.acc = carve(at, MAX_ROWS * dim * 4);
+  seen.peak = carve(at, MAX_ROWS * 4);
+  seen.total = carve(at, MAX_ROWS * 4);
+  return seen;
+}
+
 INLINE attention_buffers attention_scratch(int thread, long dim) {
   long span_bytes = SPAN * dim * (long)sizeof(elem), rows = MAX_ROWS;
-  char *at = pool_scratch(thread, (size_t)(2 * span_bytes + rows * (dim + SPAN) * 8 + dim * 4 + 8192));
+  char *at =
+      pool_scratch(thread, (size_t)(2 * span_bytes + rows * (dim * 12 + SPAN * 8) + dim * 4 + 8192));
   attention_buffers b;
   b.keys = carve(&at, span_bytes);
   b.values = carve(&at, span_bytes);
   b.q = carve(&at, rows * dim * (long)sizeof(elem));
   b.weights = carve(&at, rows * SPAN * (long)sizeof(elem));
   b.scores = carve(&at, rows * SPAN * 4);
-  b.acc = carve(&at, rows * dim * 4);
   b.rescale = carve(&at, rows * 4);
-  b.peak = carve(&at, rows * 4);
-  b.total = carve(&at, rows * 4);
+  b.seen = carve_seen(&at, dim);
+  b.before = carve_seen(&at, dim);
   b.zeros = carve(&at, dim * (long)sizeof(elem));
   return b;
 }
 
-/* Fill `span` for positions [from, from + SPAN), or as many as the context has; `zeros` stands for
- * the rest, whose memory may be unwritten (or not there at all). */
-INLINE void find_span(key_span *span, const attention_job *job, const attention_piece *piece,
-                      long from, const elem *zeros) {
-  const kun_model *model = job->model;
-  long size = model->block_size, dim = model->head_dim, i = 0;
-  long count = piece->context - from < SPAN ? piece->context - from : SPAN;
-  for (long block = from / size, slot = from % size; i < count; block++, slot = 0) {
-    const elem *unit = unit_at(model, job->layer, piece->table[block]);
-    const elem *k = unit + (piece->kv_head * size + slot) * dim;
-    const elem *v = k + model->kv_heads * size * dim;
-    for (; slot < size && i < count; slot++, i++, k += dim, v += dim) {
-      span->keys[i] = (const char *)k;
-      span->values[i] = (const char *)v;
-    }
-  }
-  for (; i < SPAN; i++) span->keys[i] = span->values[i] = (const char *)zeros;
+/* The buffers from row `row` on. */
+INLINE attention_buffers rows_from(const attention_buffers *b, long row, long dim) {
+  attention_buffers some = *b;
+  some.q += row * dim;
+  some.weights += row * SPAN;
+  some.scores += row * SPAN;
+  some.rescale += row;
+  some.seen.acc += row * dim;
+  some.seen.peak += row;
+  some.seen.total += row;
+  return some;
 }
 
-/* 64 columns (or 32) of as many keys as 4 bytes hold, so that one dot adds them all: lane d of the
- * vectors is column d of those keys. */
-#define KEYS_PER_STEP (4 / (long)sizeof(elem))
-INLINE void value_lanes(vi *lanes, const char *const *values, long column, int vectors) {
-  UNROLL for (int j = 0; j < vectors; j += 2) {
-    const elem *first = (const elem *)values[0] + column + j * LANES;
-#ifdef KUN_BF16
-    vi even = *(const vi_u *)first;
-    vi odd = *(const vi_u *)((const elem *)values[1] + column + j * LANES);
-    lanes[j] = interleave_words(even, odd, 0);
-    lanes[j + 1] = interleave_words(even, odd, 1);
-#else
-    lanes[j] = *(const vi_u *)first;
-    lanes[j + 1] = *(const vi_u *)(first + LANES);
-#endif
-  }
+INLINE void see_nothing(seen_keys *seen, long rows, long dim) {
+  memset(seen->acc, 0, (size_t)(rows * dim) * 4);
+  memset(seen->total, 0, (size_t)rows * 4);
+  for (long row = 0; row < rows; row++) seen->peak[row] = -__builtin_inff();
 }
 
-/* Packed V: [step][head_dim] of those lanes. */
-INLINE void pack_values(char *packed, const char *const *values, const char *const *next, long dim,
-                        long keys) {
-  for (long i = 0; i < keys; i += KEYS_PER_STEP, packed += dim * 4) {
-    for (long d = 0; d < dim; d += 2 * LANES) {
-      vi lanes[2];
-      fetch(next + i, KEYS_PER_STEP, d * (long)sizeof(elem));
-      value_lanes(lanes, values + i, d, 2);
-      *(vi_u *)(packed + d * 4) = lanes[0];
-      *(vi_u *)(packed + (d + LANES) * 4) = lanes[1];
+/* Add what was seen of a segment to what was seen before it. Nothing seen changes nothing, and what
+ * is seen first stays as it is. */
+static void add_seen(const seen_keys *before, const seen_keys *seen, long rows, long dim) {
+  for (long row = 0; row < rows; row++) {
+    float past = before->peak[row], now = seen->peak[row], peak = past > now ? past : now;
+    vf base = splat(peak == -__builtin_inff() ? 0.0f : peak);
+    vf old = exp_vf(splat(past) - base), new = exp_vf(splat(now) - base);
+    before->peak[row] = peak;
+    before->total[row] = before->total[row] * old[0] + seen->total[row] * new[0];
+    for (long d = row * dim; d < (row + 1) * dim; d += LANES) {
+      vf sum = load_f32(before->acc + d) * old;
+      store_f32(before->acc + d, sum + load_f32(seen->acc + d) * new);
     }
   }
 }
 
-/* Softmax numerators of one row over a span, and how far its past results shrink. */
-INLINE void soften_row(const attention_job *job, attention_buffers *b, long row, long position,
-                       long from, long keys) {
-  const vi iota = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-  const vf never = splat(-__builtin_inff());
-  long window = job->model->window;
-  int first = window > 0 && position - window + 1 > from ? (int)(position - window + 1 - from) : 0;
-  int last = position - from < SPAN ? (int)(position - from) : SPAN - 1; /* may be negative */
-  vf scale = splat(1.0f / __builtin_sqrtf((float)job->model->head_dim));
-  vf s[SPAN / LANES], top = never, sum = {};
-  int parts = (int)(keys / LANES);
-  for (int j = 0; j < parts; j++) {
-    vi at = iota + j * LANES;
-    vi visible = (at >= first) & (at <= last);
-    s[j] = choose(visible, load_f32(b->scores + row * SPAN + j * LANES) * scale, never);
-    top = max_vf(top, s[j]);
-  }
-  float peak = max_lanes(top), past = b->peak[row];
-  if (past > peak) peak = past;
-  vf base = splat(peak == -__builtin_inff() ? 0.0f : peak);
-  for (int j = 0; j < parts; j++) {
-    vf e = choose(s[j] > never, exp_vf(s[j] - base), (vf){});
-    sum += e;
-    store(b->weights + row * SPAN + j * LANES, e);
-  }
-  b->rescale[row] = exp_vf(splat(past) - base)[0];
-  b->total[row] = b->total[row] * b->rescale[row] + sum_lanes(sum);
-  b->peak[row] = peak;
-}
-
-/* acc = acc * rescale + weights x V, for `width` vectors of columns from d on. V is packed, or
- * where `values` is not NULL taken from there: what few rows read is not worth packing. */
-INLINE void blend_of(const int rows, const int width, attention_buffers *b,
-                     const char *const *values, const char *const *next, long row, long d,
-                     long dim, long steps) {
-  vf acc[TILE_ROWS][4];
-  UNROLL for (int i = 0; i < rows; i++) UNROLL for (int j = 0; j < width; j++) {
-    acc[i][j] = load_f32(b->acc + (row + i) * dim + d + j * LANES) * splat(b->rescale[row + i]);
-  }
-  for (long s = 0; s < steps; s++) {
-    vi v[4];
-    if (values != NULL) {
-      value_lanes(v, values + s * KEYS_PER_STEP, d, width);
-      UNROLL for (int j = 0; j < width * 64; j += 64 * (int)KEYS_PER_STEP) {
-        fetch(next + s * KEYS_PER_STEP, KEYS_PER_STEP, d * (long)sizeof(elem) + j);
-      }
-    } else UNROLL for (int j = 0; j < width; j++) {
-      v[j] = *(const vi_u *)(b->values + (s * dim + d + j * LANES) * 4);
-    }
-    UNROLL for (int i = 0; i < rows; i++) {
-      vi p = spread_4_bytes((const char *)(b->weights + (row + i) * SPAN) + s * 4);
-      UNROLL for (int j = 0; j < width; j++) acc[i][j] = dot(acc[i][j], v[j], p);
-    }
-  }
-  UNROLL for (int i = 0; i < rows; i++) UNROLL for (int j = 0; j < width; j++) {
-    store_f32(b->acc + (row + i) * dim + d + j * LANES, acc[i][j]);
-  }
-}
-
-static void blend(int rows, attention_buffers *b, const char *const *values,
-                  const char *const *next, long row, long dim, long steps) {
-  long d = 0;
-#define CALL(n) blend_of(n, 4, b, values, next, row, d, dim, steps)
-  for (; d + 64 <= dim; d += 64) WITH_CONSTANT_ROWS(rows, CALL)
-#undef CALL
-#define CALL(n) blend_of(n, 2, b, values, next, row, d, dim, steps)
-  for (; d < dim; d += 32) WITH_CONSTANT_ROWS(rows, CALL)
-#undef CALL
-}
-
-/* scores[row][i .. i + 16) for every row of the piece. */
-INLINE void score_panel(const char *const *keys, const char *const *next, attention_buffers *b,
-                        long i, long rows, long row_bytes) {
-  vf out[TILE_ROWS > DIRECT_ROWS ? TILE_ROWS : DIRECT_ROWS];
-  const char *q = (const char *)b->q;
-  if (rows <= DIRECT_ROWS) {
-    direct((int)rows, out, keys, q, row_bytes, row_bytes, next);
-    for (int r = 0; r < rows; r++) store_f32(b->scores + r * SPAN + i, out[r]);
+/* What was seen of a segment belongs to what was seen before. */
+INLINE void end_segment(attention_buffers *b, long rows, long dim) {
+  if (b->has_before) {
+    add_seen(&b->before, &b->seen, rows, dim);
     return;
   }
-  pack_panel(b->keys, keys, row_bytes, next, PANEL);
-  for (long row = 0; row < rows; row += TILE_ROWS) {
-    int height = rows - row < TILE_ROWS ? (int)(rows - row) : TILE_ROWS;
-    tile(height, out, b->keys, q + row * row_bytes, row_bytes, row_bytes / 16, NULL);
-    for (int r = 0; r < height; r++) store_f32(b->scores + (row + r) * SPAN + i, out[r]);
-  }
+  seen_keys first = b->seen;
+  b->seen = b->before;
+  b->before = first;
+  b->has_before = 1;
 }
 
-/* One span of keys, which starts at position `from`, for every row of the piece. */
-static void attend_span(const attention_job *job, const attention_piece *piece,
-                        attention_buffers *b, long from, const key_span *span,
-                        const key_span *next) {
-  long dim = job->model->head_dim, row_bytes = dim * (long)sizeof(elem);
-  long group = job->model->heads / job->model->kv_heads, rows = piece->queries * group;
-  long reach = piece->first + piece->queries - from; /* keys that the last query sees */
-  long count = reach >= SPAN ? SPAN : (reach + LANES - 1) / LANES * LANES;
-  for (long i = 0; i < count; i += PANEL) {
-    score_panel(span->keys + i, next->keys + i, b, i, rows, row_bytes);
-  }
-  for (long query = 0, row = 0; query < piece->queries; query++) {
-    for (long h = 0; h < group; h++, row++) {
-      soften_row(job, b, row, piece->first + query, from, count);
-    }
-  }
-  if (rows > TILE_ROWS) pack_values(b->values, span->values, next->values, dim, count);
-  for (long row = 0; row < rows; row += TILE_ROWS) {
-    int height = rows - row < TILE_ROWS ? (int)(rows - row) : TILE_ROWS;
-    blend(height, b, rows > TILE_ROWS ? NULL : span->values, next->values, row, dim,
-          count / KEYS_PER_STEP);
-  }
+INLINE long rows_of(const attention_job *job, const attention_piece *piece) {
+  return piece->queries * piece->num_kv_heads * (job->model->heads / job->model->kv_heads);
 }
 
-/* Bring in the queries. */
+/* Bring in the queries: rows are ordered by kv head, then by query. */
 static void open_piece(const attention_job *job, const attention_piece *piece,
                        attention_buffers *b) {
   const kun_model *model = job->model;
-  long dim = model->head_dim, group = model->heads / model->kv_heads;
-  long stride = (model->heads + 2 * model->kv_heads) * dim, rows = piece->queries * group;
-  const elem *q = job->qkv + piece->token * stride + piece->kv_head * group * dim;
-  memset(b->acc, 0, (size_t)(rows * dim) * 4);
-  for (long query = 0; query < piece->queries; query++) {
-    memcpy(b->q + query * group * dim, q + query * stride, (size_t)(group * dim) * sizeof(elem));
+  long dim = model->head_dim, group = model->heads / model->kv_heads, rows = rows_of(job, piece);
+  long stride = (model->heads + 2 * model->kv_heads) * dim;
+  elem *to = b->q;
+  for (long h = 0; h < piece->num_kv_heads; h++) {
+    const elem *q = job->qkv + piece->token * stride + (piece->kv_head + h) * group * dim;
+    for (long query = 0; query < piece->queries; query++, to += group * dim) {
+      memcpy(to, q + query * stride, (size_t)(group * dim) * sizeof(elem));
+    }
   }
-  for (long row = 0; row < rows; row++) {
-    b->peak[row] = -__builtin_inff();
-    b->total[row] = 0.0f;
-  }
+  see_nothing(&b->seen, rows, dim);
+  b->has_before = 0;
 }
 
 /* Write the results out. */
-static void close_piece(const attention_job *job, const attention_piece *piece,
-                        const attention_buffers *b) {
-  long dim = job->model->head_dim, group = job->model->heads / job->model->kv_heads;
-  elem *out = job->out + piece->token * job->model->heads * dim + piece->kv_head * group * dim;
-  for (long query = 0, row = 0; query < piece->queries; query++) {
-    for (long h = 0; h < group; h++, row++) {
-      vf total = splat(b->total[row]);
-      for (long d = 0; d < dim; d += LANES) {
-        store(out + query * job->model->heads * dim + h * dim + d,
-              load_f32(b->acc + row * dim + d) / total);
+static void write_results(const attention_job *job, const attention_piece *piece,
+                          const seen_keys *seen) {
+  long dim = job->model->head_dim, group = job->model->heads / job->model->kv_heads, row = 0;
+  for (long head = piece->kv_head; head < piece->kv_head + piece->num_kv_heads; head++) {
+    elem *out = job->out + piece->token * job->model->heads * dim + head * group * dim;
+    for (long query = 0; query < piece->queries; query++, out += job->model->heads * dim) {
+      for (long h = 0; h < group; h++, row++) {
+        vf total = splat(seen->total[row]);
+        for (long d = 0; d < dim; d += LANES) {
+          store(out + h * dim + d, load_f32(seen->acc + row * dim + d) / total);
+        }
       }
     }
   }
 }
 
-/* The first span that any of the piece's queries sees. */
-INLINE long first_span(const attention_job *job, const attention_piece *piece) {
-  long hidden = job->model->window > 0 ? piece->first - job->model->window + 1 : 0;
-  return hidden > 0 ? hidden / SPAN * SPAN : 0;
+/* How a step's attention is cut into pieces: the same for all layers. */
+typedef struct attention_plan {
+  long per_piece;      /* queries of a piece with one kv head */
+  long split_over;     /* wide sequences of more keys than this are cut into segments */
+  float *parts;        /* what was seen of each of these segments */
+  atomic_int *arrived; /* [num_seqs] segments that are there; 0 between layers */
+} attention_plan;
+
+/* One sequence's pieces. */
+typedef struct {
+  long first_key; /* the first span that any of its queries sees */
+  long pieces, part_rows;
+  int is_wide, is_split;
+} sequence_cut;
+
+INLINE sequence_cut cut_sequence(const kun_model *model, const kun_batch *batch,
+                                 const attention_plan *plan, long s) {
+  long queries = batch->q_starts[s + 1] - batch->q_starts[s], context = batch->context_lens[s];
+  long hidden = model->window > 0 ? context - queries - model->window + 1 : 0;
+  sequence_cut cut = {hidden > 0 ? hidden / SPAN * SPAN : 0, 0, 0, 0, 0};
+  cut.is_wide = queries <= WIDE_QUERIES && queries * model->heads <= MAX_ROWS;
+  cut.is_split = cut.is_wide && context > plan->split_over;
+  if (queries == 0) return cut;
+  if (cut.is_split) {
+    cut.pieces = (context - 1) / SEGMENT - cut.first_key / SEGMENT + 1;
+    cut.part_rows = cut.pieces * queries * model->heads;
+  } else {
+    cut.pieces = cut.is_wide ? 1 : (queries + plan->per_piece - 1) / plan->per_piece * model->kv_heads;
+  }
+  return cut;
 }
 
-/* Work for one thread: pieces are numbered by sequence, then by run of queries (the last, which
- * has most keys, first), then by kv head. */
+/* Called by one thread, before a barrier. */
+static attention_plan plan_attention(const kun_model *model, const kun_batch *batch) {
+  long group = model->heads / model->kv_heads, threads = kun_threads();
+  long per_thread = batch->num_tokens * (long)model->kv_heads / (PIECES_PER_THREAD * threads);
+  long least = FEW_ROWS / group, most = MAX_ROWS / group, wide_keys = 0, rows = 0;
+  attention_plan plan = {per_thread < least ? least : per_thread > most ? most : per_thread,
+                         INT64_MAX, NULL, NULL};
+  if (threads == 1) return plan;
+  for (long s = 0; s < batch->num_seqs; s++) {
+    sequence_cut cut = cut_sequence(model, batch, &plan, s);
+    if (cut.is_wide) wide_keys += batch->context_lens[s] - cut.first_key;
+  }
+  plan.split_over = wide_keys / (PIECES_PER_THREAD * threads);
+  if (plan.split_over < SEGMENT) plan.split_over = SEGMENT;
+  for (long s = 0; s < batch->num_seqs; s++) rows += cut_sequence(model, batch, &plan, s).part_rows;
+  if (rows == 0) return plan;
+  size_t counts = (size_t)(batch->num_seqs + 15) / 16 * 64;
+  char *shared = pool_shared(counts + (size_t)(rows * (model->head_dim + 2)) * 4);
+  memset(shared, 0, counts);
+  plan.arrived = (atomic_int *)shared;
+  plan.parts = (float *)(shared + counts);
+  return plan;
+}
+
+/* Work for one thread: pieces are numbered by sequence, then, with one kv head, by run of queries
+ * (the last, which has most keys, first) and kv head. */
 typedef struct {
   long sequence, before; /* `before` pieces belong to earlier sequences */
-  long per_piece;        /* queries */
+  long part_rows;        /* of earlier sequences */
 } piece_cursor;
 
-INLINE piece_cursor first_piece(const attention_job *job) {
-  long group = job->model->heads / job->model->kv_heads;
-  long work = job->batch->num_tokens * job->model->kv_heads;
-  long per_thread = work / (PIECES_PER_THREAD * kun_threads());
-  long least = FEW_ROWS / group, most = MAX_ROWS / group;
-  long per_piece = per_thread < least ? least : per_thread > most ? most : per_thread;
-  return (piece_cursor){0, 0, per_piece};
-}
-
 INLINE int take_piece(const attention_job *job, piece_cursor *at, attention_piece *piece) {
+  const kun_model *model = job->model;
   const kun_batch *batch = job->batch;
-  long kv_heads = job->model->kv_heads, per_piece = at->per_piece;
-  long queries, runs, s, taken = pool_take();
-  for (;; at->sequence++, at->before += runs * kv_heads) {
+  long taken = pool_take(), s;
+  sequence_cut cut;
+  for (;; at->sequence++, at->before += cut.pieces, at->part_rows += cut.part_rows) {
     s = at->sequence;
     if (s == batch->num_seqs) return 0;
-    queries = batch->q_starts[s + 1] - batch->q_starts[s];
-    runs = (queries + per_piece - 1) / per_piece;
-    if (taken < at->before + runs * kv_heads) break;
+    cut = cut_sequence(model, batch, job->plan, s);
+    if (taken < at->before + cut.pieces) break;
   }
-  long skip = (runs - 1 - (taken - at->before) / kv_heads) * per_piece;
-  piece->table = batch->tables + (long)batch->rows[s] * batch->max_blocks;
+  long queries = batch->q_starts[s + 1] - batch->q_starts[s], nth = taken - at->before;
+  long context = batch->context_lens[s], skip = 0;
+  *piece = (attention_piece){.table = batch->tables + (long)batch->rows[s] * batch->max_blocks,
+                             .sequence = s, .queries = queries, .num_kv_heads = model->kv_heads,
+                             .from = cut.first_key, .context = context, .num_parts = cut.pieces};
+  if (!cut.is_wide) {
+    long per_piece = job->plan->per_piece;
+    skip = (cut.pieces / model->kv_heads - 1 - nth / model->kv_heads) * per_piece;
+    if (queries - skip < per_piece) piece->queries = queries - skip;
+    else piece->queries = per_piece;
+    piece->kv_head = nth % model->kv_heads;
+    piece->num_kv_heads = 1;
+  }
   piece->token = batch->q_starts[s] + skip;
-  piece->first = batch->context_lens[s] - queries + skip;
-  piece->queries = queries - skip < per_piece ? queries - skip : per_piece;
-  piece->kv_head = (taken - at->before) % kv_heads;
-  piece->context = batch->context_lens[s];
+  piece->first = context - queries + skip;
+  piece->end = piece->first + piece->queries;
+  if (!cut.is_wide && model->window > 0 && piece->first >= model->window) {
+    piece->from = (piece->first - model->window + 1) / SPAN * SPAN;
+  }
+  if (cut.is_split) {
+    long segment = cut.first_key / SEGMENT + nth;
+    piece->parts = job->plan->parts + at->part_rows * (model->head_dim + 2);
+    piece->part = nth;
+    if (nth > 0) piece->from = segment * SEGMENT;
+    if (nth < cut.pieces - 1) piece->end = (segment + 1) * SEGMENT;
+  }
   return 1;
+}
+
+INLINE seen_keys part_of(const attention_piece *piece, long part, long rows, long dim) {
+  float *at = piece->parts + part * rows * (dim + 2);
+  return (seen_keys){at, at + rows * dim, at + rows * (dim + 1)};
+}
+
+/* The piece is computed: write its results, or leave its part to the thread that is the last of
+ * the sequence. */
+static void close_piece(const attention_job *job, const attention_piece *piece,
+                        attention_buffers *b) {
+  long dim = job->model->head_dim, rows = rows_of(job, piece);
+  if (piece->parts == NULL) {
+    end_segment(b, rows, dim);
+    write_results(job, piece, &b->before);
+    return;
+  }
+  seen_keys part = part_of(piece, piece->part, rows, dim);
+  memcpy(part.acc, b->seen.acc, (size_t)(rows * dim) * 4);
+  memcpy(part.peak, b->seen.peak, (size_t)rows * 4);
+  memcpy(part.total, b->seen.total, (size_t)rows * 4);
+  atomic_int *arrived = &job->plan->arrived[piece->sequence];
+  if (atomic_fetch_add(arrived, 1) < piece->num_parts - 1) return;
+  atomic_store(arrived, 0);
+  seen_keys all = part_of(piece, 0, rows, dim);
+  for (long i = 1; i < piece->num_parts; i++) {
+    part = part_of(piece, i, rows, dim);
+    add_seen(&all, &part, rows, dim);
+  }
+  write_results(job, piece, &all);
+}
+
+/* Positions [from, from + SPAN) for all rows of the piece. */
+static void attend_piece(const attention_job *job, const attention_piece *piece,
+                         attention_buffers *b, long from, fetch_list *list) {
+  long dim = job->model->head_dim;
+  long rows = piece->queries * (job->model->heads / job->model->kv_heads);
+  key_span span;
+  if (from % SEGMENT == 0 && from > piece->from) {
+    end_segment(b, rows * piece->num_kv_heads, dim);
+    see_nothing(&b->seen, rows * piece->num_kv_heads, dim);
+  }
+  for (long h = 0; h < piece->num_kv_heads; h++) {
+    attention_buffers some = rows_from(b, h * rows, dim);
+    find_span(&span, job, piece, piece->kv_head + h, from, b->zeros);
+    attend_span(job, piece, &some, from, &span, list);
+  }
 }
 
 /* Run inside a pool job; the caller puts a barrier before and after. The next piece is known while
  * one is computed, so that its first keys are fetched in time. */
 static void attention_part(const attention_job *job, int thread) {
-  piece_cursor cursor = first_piece(job);
+  piece_cursor cursor = {0, 0, 0};
   attention_piece pieces[2], *piece = &pieces[0], *following = &pieces[1];
-  key_span spans[2], *span = &spans[0], *next = &spans[1];
+  fetch_list list;
   if (!take_piece(job, &cursor, piece)) return;
   attention_buffers b = attention_scratch(thread, job->model->head_dim);
   memset(b.zeros, 0, (size_t)job->model->head_dim * sizeof(elem));
-  find_span(span, job, piece, first_span(job, piece), b.zeros);
-  *next = *span;
   for (int more = 1; more;) {
     more = take_piece(job, &cursor, following);
-    long end = piece->first + piece->queries;
     open_piece(job, piece, &b);
-    for (long from = first_span(job, piece); from < end; from += SPAN) {
-      if (from + SPAN < end) find_span(next, job, piece, from + SPAN, b.zeros);
-      else if (more) find_span(next, job, following, first_span(job, following), b.zeros);
-      attend_span(job, piece, &b, from, span, next);
-      key_span *spare = span;
-      span = next;
-      next = spare;
+    for (long from = piece->from; from < piece->end; from += SPAN) {
+      list.next = list.stop = NULL;
+      if (from + SPAN < piece->end) list_span(&list, job, piece, from + SPAN);
+      else if (more) list_span(&list, job, following, following->from);
+      attend_piece(job, piece, &b, from, &list);
     }
     close_piece(job, piece, &b);
     attention_piece *done = piece;

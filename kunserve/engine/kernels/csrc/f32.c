@@ -3,5 +3,6 @@
 #include "tile.h"
 #include "linear.h"
 #include "rows.h"
+#include "attention_span.h"
 #include "attention.h"
 #include "stage.h"

@@ -77,9 +77,8 @@ INLINE void finish(const linear_job *job, const vf *tile_out, vf bias, long row,
 /* One panel of columns for rows [first, end) of x, while fetching the panel after it. */
 static void panel_pass(const linear_job *job, char *packed, long column, long first, long end) {
   const char *rows[PANEL], *next[PANEL];
-  vf out[TILE_ROWS > DIRECT_ROWS ? TILE_ROWS : DIRECT_ROWS];
+  vf out[SWEEP_ROWS];
   long row_bytes = job->k * (long)sizeof(elem), count = end - first;
-  long tiles = (count + TILE_ROWS - 1) / TILE_ROWS;
   vf bias = panel_bias(job, column);
   panel_rows(rows, job, column);
   panel_rows(next, job, column + panel_columns(job));
@@ -89,14 +88,17 @@ static void panel_pass(const linear_job *job, char *packed, long column, long fi
     finish(job, out, bias, first, (int)count, column);
     return;
   }
-  int fetching = tiles < 4 ? (int)tiles : 4; /* tiles that fetch four rows each; packing the rest */
-  pack_panel(packed, rows, row_bytes, next, PANEL - 4 * fetching);
+  /* Tiles of full height, and before them a sweep of the rest, which packs what they need. */
+  long tiles = count > SWEEP_ROWS ? (count - SWEEP_ROWS + TILE_ROWS - 1) / TILE_ROWS : 0;
+  int swept = (int)(count - tiles * TILE_ROWS), fetching = tiles < 3 ? (int)tiles : 3;
+  sweep(swept, out, tiles ? packed : NULL, rows, (const char *)(job->x + first * job->k), row_bytes,
+        row_bytes, next, PANEL - 4 * fetching);
+  finish(job, out, bias, first, swept, column);
   for (long t = 0; t < tiles; t++) {
-    long row = first + count * t / tiles;
-    int height = (int)(first + count * (t + 1) / tiles - row);
-    tile(height, out, packed, (const char *)(job->x + row * job->k), row_bytes, row_bytes / 16,
+    long row = first + swept + t * TILE_ROWS;
+    tile(TILE_ROWS, out, packed, (const char *)(job->x + row * job->k), row_bytes, row_bytes / 16,
          t < fetching ? next + PANEL - 4 * (fetching - t) : NULL);
-    finish(job, out, bias, row, height, column);
+    finish(job, out, bias, row, TILE_ROWS, column);
   }
 }
 

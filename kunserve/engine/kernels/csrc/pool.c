@@ -33,7 +33,7 @@ static pthread_mutex_t running = PTHREAD_MUTEX_INITIALIZER;
 static struct {
   _Alignas(128) void *memory;
   size_t bytes;
-} scratch[MAX_THREADS];
+} scratch[MAX_THREADS + 1]; /* the last is shared */
 static int idle_spins = 2000;
 static int barrier_spins = 2000;
 
@@ -121,6 +121,8 @@ void *pool_scratch(int thread, size_t bytes) {
   }
   return scratch[thread].memory;
 }
+
+void *pool_shared(size_t bytes) { return pool_scratch(MAX_THREADS, bytes); }
 
 /* In a child of fork() no worker exists, and a caller may have held the lock. */
 static void forget_workers(void) {

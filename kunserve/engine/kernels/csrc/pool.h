@@ -19,5 +19,7 @@ void pool_barrier(void);
 long pool_take(void);
 /* Memory that belongs to this thread, 64-byte aligned, valid until its next call. */
 void *pool_scratch(int thread, size_t bytes);
+/* Memory that all threads of a job share, from one thread's call on; valid until the next call. */
+void *pool_shared(size_t bytes);
 
 #endif

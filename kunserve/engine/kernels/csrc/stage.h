@@ -6,6 +6,7 @@ typedef struct {
   const kun_batch *batch;
   const kun_buffers *buffers;
   long first, end;
+  attention_plan plan; /* made by thread 0 before the first barrier */
 } stage_job;
 
 static void run_layer(const stage_job *stage, long layer, int thread) {
@@ -20,7 +21,7 @@ static void run_layer(const stage_job *stage, long layer, int thread) {
                         tokens, m->intermediate, hidden, KUN_SWIGLU};
   linear_job down = {b->gated, w->down, w->down_bias, b->hidden,
                      tokens, hidden, m->intermediate, KUN_RESIDUAL};
-  attention_job attention = {m, stage->batch, b->qkv, b->mixed, layer};
+  attention_job attention = {m, stage->batch, b->qkv, b->mixed, layer, &stage->plan};
 
   norm_part(b->normed, b->hidden, w->input_norm, tokens, hidden, m->eps, thread);
   pool_barrier();
@@ -41,14 +42,15 @@ static void run_layer(const stage_job *stage, long layer, int thread) {
 }
 
 static void stage_fn(void *arg, int thread) {
-  const stage_job *stage = arg;
+  stage_job *stage = arg;
+  if (thread == 0) stage->plan = plan_attention(stage->model, stage->batch);
   for (long layer = stage->first; layer < stage->end; layer++) run_layer(stage, layer, thread);
 }
 
 /* Layers [first, end) over the step, `buffers->hidden` in place, K and V written to the cache. */
 void NAME(kun_stage)(const kun_model *model, const kun_layer *layers, const kun_batch *batch,
                      const kun_buffers *buffers, int64_t first, int64_t end) {
-  stage_job stage = {model, layers, batch, buffers, first, end};
+  stage_job stage = {model, layers, batch, buffers, first, end, {0}};
   if (batch->num_tokens > 0) pool_run(stage_fn, &stage);
 }
 
@@ -77,15 +79,25 @@ static void place_fn(void *arg, int thread) {
 /* Norm (if any) and rotate q and k of `qkv` in place; write K and V of layer `layer`. */
 void NAME(kun_place)(const kun_model *model, const kun_layer *weights, const kun_batch *batch,
                      const kun_buffers *buffers, int64_t layer) {
-  stage_job stage = {model, weights, batch, buffers, layer, layer + 1};
+  stage_job stage = {model, weights, batch, buffers, layer, layer + 1, {0}};
   pool_run(place_fn, &stage);
 }
 
-static void attention_fn(void *arg, int thread) { attention_part(arg, thread); }
+typedef struct {
+  attention_job job;
+  attention_plan plan;
+} lone_attention;
+
+static void attention_fn(void *arg, int thread) {
+  lone_attention *lone = arg;
+  if (thread == 0) lone->plan = plan_attention(lone->job.model, lone->job.batch);
+  pool_barrier();
+  attention_part(&lone->job, thread);
+}
 
 /* Attention of layer `layer` over K and V in the cache. */
 void NAME(kun_attention)(const kun_model *model, const kun_batch *batch, const elem *qkv, elem *out,
                          int64_t layer) {
-  attention_job job = {model, batch, qkv, out, layer};
-  pool_run(attention_fn, &job);
+  lone_attention lone = {{model, batch, qkv, out, layer, &lone.plan}, {0}};
+  pool_run(attention_fn, &lone);
 }

@@ -152,3 +152,79 @@ static void direct(int rows, vf *out, const char *const *w_rows, const char *x, 
     case 4: direct_of(4, out, w_rows, x, x_stride, row_bytes, next); break;
   }
 }
+
+/* Rows of x that a sweep over half a panel takes: two accumulators each, beside eight vectors of
+ * w. */
+#ifdef __AVX512F__
+#define SWEEP_ROWS 10
+#else
+#define SWEEP_ROWS 4
+#endif
+
+/* Half of a panel (quads `pair` and `pair` + 1) against `rows` rows of x, for the `left` bytes (64,
+ * or fewer at the end) that start at `at`; what w's rows become is kept in `packed`, unless NULL. */
+INLINE void sweep_step(const int rows, vf (*sum)[2], char *packed, const char *const *w,
+                       const char *x, long x_stride, long at, const long left) {
+  vi even[4], odd[4];
+  quad_steps(even, w[0] + at, w[4] + at, w[8] + at, w[12] + at, left);
+  quad_steps(odd, w[1] + at, w[5] + at, w[9] + at, w[13] + at, left);
+  UNROLL for (int s = 0; s < 4; s++) {
+    if (left <= s * 16) continue;
+    if (packed != NULL) {
+      *(vi_u *)(packed + at * PANEL + s * STEP_BYTES) = even[s];
+      *(vi_u *)(packed + at * PANEL + s * STEP_BYTES + 64) = odd[s];
+    }
+    UNROLL for (int i = 0; i < rows; i++) {
+      vi row = spread_16_bytes(x + i * x_stride + at + s * 16);
+      sum[i][0] = dot(sum[i][0], even[s], row);
+      sum[i][1] = dot(sum[i][1], odd[s], row);
+    }
+  }
+}
+
+/* All of it, while fetching `num_next` (an even number) of the next rows. The vectors of w are put
+ * in order while others are multiplied, which takes hardly more time than the products alone. */
+INLINE void sweep_of(const int rows, vf (*acc)[4], char *packed, const char *const *w,
+                     const char *x, long x_stride, long row_bytes, const char *const *next,
+                     int num_next) {
+  vf sum[SWEEP_ROWS][2];
+  long at = 0;
+  UNROLL for (int i = 0; i < rows; i++) UNROLL for (int q = 0; q < 2; q++) sum[i][q] = (vf){};
+  for (; at + 64 <= row_bytes; at += 64) {
+    for (int r = 0; r < num_next; r += 2) fetch(next + r, 2, at);
+    sweep_step(rows, sum, packed, w, x, x_stride, at, 64);
+  }
+  if (at < row_bytes) sweep_step(rows, sum, packed, w, x, x_stride, at, row_bytes - at);
+  UNROLL for (int i = 0; i < rows; i++) UNROLL for (int q = 0; q < 2; q++) acc[i][q] = sum[i][q];
+}
+
+INLINE void sweep_some(int rows, vf (*acc)[4], char *packed, const char *const *w, const char *x,
+                       long x_stride, long row_bytes, const char *const *next, int num_next) {
+#define CASE(n)                                                                      \
+  case n:                                                                            \
+    sweep_of(n, acc, packed, w, x, x_stride, row_bytes, next, num_next); \
+    break;
+  switch (rows) {
+    CASE(1) CASE(2) CASE(3) CASE(4)
+#ifdef __AVX512F__
+    CASE(5) CASE(6) CASE(7) CASE(8) CASE(9) CASE(10)
+#endif
+  }
+#undef CASE
+}
+
+/* out[i] = the 16 dot products of x's row i with the panel, for i < rows <= SWEEP_ROWS, straight
+ * from w's rows. The panel is packed on the way, unless `packed` is NULL. Same order of additions,
+ * same bits. */
+static void sweep(int rows, vf *out, char *packed, const char *const *w_rows, const char *x,
+                  long x_stride, long row_bytes, const char *const *next, int num_next) {
+  vf acc[SWEEP_ROWS][4];
+  int half = num_next / 4 * 2;
+  for (int pair = 0; pair < 2; pair++, next += half, half = num_next - half) {
+    vf(*to)[4] = (vf(*)[4])&acc[0][2 * pair];
+    const char *const *w = w_rows + 2 * pair;
+    if (packed == NULL) sweep_some(rows, to, NULL, w, x, x_stride, row_bytes, next, half);
+    else sweep_some(rows, to, packed + 128 * pair, w, x, x_stride, row_bytes, next, half);
+  }
+  for (int i = 0; i < rows; i++) out[i] = add_slots(acc[i]);
+}

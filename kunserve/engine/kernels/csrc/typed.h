@@ -3,6 +3,9 @@
 #include "pool.h"
 #include "vec.h"
 
+#include <stdatomic.h>
+#include <stdint.h>
+
 #ifdef KUN_BF16
 typedef uint16_t elem;
 #define NAME(f) f##_bf16
