@@ -169,9 +169,9 @@ async def drop_beside_decodes(cluster: LocalCluster, answers: Answers, traces: P
 
 
 @pytest.mark.timeout(300)  # up to four instances compute on however few cores there are
-@pytest.mark.parametrize("lookahead", [True, False], ids=["lookahead", "no-lookahead"])
 @pytest.mark.parametrize(
-    ("kind", "num_layers", "num_instances"), [("qwen2", 5, 2), ("llama", 9, 4)]
+    ("kind", "num_layers", "num_instances", "lookahead"),
+    [("qwen2", 5, 2, False), ("llama", 9, 4, True)],
 )
 def test_tokens_are_those_of_transformers_through_everything(
     kind: str, num_layers: int, num_instances: int, lookahead: bool, tmp_path: Path
