@@ -1,6 +1,7 @@
 """P1: what mapping device memory costs, alone and beside running kernels."""
 
 import functools
+import os
 import time
 from collections.abc import Callable
 
@@ -8,7 +9,7 @@ import numpy as np
 import torch
 
 from benchmarks.gpu_phases.machine import GIB, KIB, MIB, SHAPES, Machine, median
-from benchmarks.report import Report
+from benchmarks.report import Report, Setting
 from kunserve.core.config import InstanceConfig
 from kunserve.core.ids import InstanceId
 from kunserve.core.layout import LayerRange
@@ -20,6 +21,8 @@ from kunserve.engine.wrap import wrap
 
 _PIECES_BYTES = 4 * GIB
 """Of all pieces together whose calls are timed."""
+_EXPORTED = 200
+"""At most so many granules, whose descriptors are open at once."""
 
 
 def run(machine: Machine, report: Report) -> None:
@@ -34,6 +37,7 @@ def run(machine: Machine, report: Report) -> None:
     for granule_bytes in granules:
         num_bytes = min(13 * GIB, free_bytes // 2) if machine.is_real else MIB
         _moved(driver, report, granule_bytes, num_bytes)
+        _window(driver, report, granule_bytes, num_bytes)
     for granule_bytes in granules:
         _half_a_model(machine, driver, report, granule_bytes)
     _beside_kernels(machine, driver, report, granules[-1])
@@ -110,6 +114,33 @@ def _moved(driver: Driver, report: Report, granule_bytes: int, num_bytes: int) -
         arena.close()
     for name, seconds in timings.items():
         report.add(name, seconds * 1e3, "ms", granule_kib=granule_bytes // KIB, granules=num)
+
+
+def _window(driver: Driver, report: Report, granule_bytes: int, num_bytes: int) -> None:
+    """What it takes to give granules to another process, and to map those of another one."""
+    where: dict[str, Setting] = {"granule_kib": granule_bytes // KIB}
+    if not driver.can_export:
+        report.add("granules cannot be exported", None, "", **where)
+        return
+    num = min(num_bytes // granule_bytes, _EXPORTED)
+    pages = DevicePages(driver, num * granule_bytes, granule_bytes)
+    window = pages.open_window(granule_bytes, num)
+    fds: list[int] = []
+
+    def give(granule: int) -> None:
+        fds.append(pages.export(granule))
+
+    try:
+        exports = [_timed(functools.partial(give, granule)) for granule in range(num)]
+        maps = [_timed(functools.partial(window.add, fd)) for fd in fds]
+    finally:
+        for fd in fds:
+            os.close(fd)
+        unmap_s = _timed(window.close)
+        pages.close()
+    timings = {"export": median(exports), "import and map": median(maps), "let go": unmap_s / num}
+    for name, seconds in timings.items():
+        report.add(f"{name} a granule", seconds * 1e6, "us", **where)
 
 
 def _open_memory(machine: Machine, driver: Driver, granule_bytes: int) -> InstanceMemory:

@@ -38,6 +38,7 @@ def test_phases_without_a_server(
     assert found["missing packages"] == 0
     assert found["bytes seen through a second mapping"] == 1
     assert {"set access, all in one call", "map a second time", "commit a drop"} <= set(found)
+    assert {"export a granule", "import and map a granule"} <= set(found)
     assert {"attention", "prompt speed", "step reads"} <= set(found)
     assert "attention reads" in found
     assert found["recorded again"] == 0 < found["graphs launched"]
