@@ -104,9 +104,10 @@ class Prefixes:
     def saved_tokens(self, live: Live) -> Saved:
         """Tokens of the prompt that each group has, those that have none left out.
 
-        At least one token is computed anywhere, because its output is wanted.
+        At least one token is computed anywhere, because its output is wanted; the whole prompt
+        where its scores are.
         """
-        if not live.names:
+        if not live.names or live.request.num_to_score:
             return NOTHING_SAVED
         self._forget_gone()
         found = {}

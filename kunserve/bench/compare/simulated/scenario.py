@@ -51,8 +51,6 @@ def build_scenario(setup: SimulatedSetup, workload: Workload) -> Scenario:
         scheduler=SchedulerConfig(
             setup.max_num_seqs,
             setup.max_num_batched_tokens,
-            # Looking for what no two prompts have takes time of whoever simulates.
-            enable_prefix_caching=workload.lengths.contents is not None,
             cost=profile_times(
                 profile.times, profile.spec.num_layers, setup.max_num_batched_tokens
             ),

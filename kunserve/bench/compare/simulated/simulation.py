@@ -3,7 +3,7 @@
 import contextlib
 import gc
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kunserve.bench.compare.simulated.scenario import Scenario, config_of, profile_of, world_of
 from kunserve.bench.compare.simulated.sim_client import SimClient
@@ -97,7 +97,12 @@ def _simulate(
         system,
         profile,
         scenario.num_instances,
-        scenario.scheduler,
+        # Looking for what no two prompts have takes time of whoever simulates.
+        replace(
+            scenario.scheduler,
+            enable_prefix_caching=scenario.scheduler.enable_prefix_caching
+            and workload.lengths.contents is not None,
+        ),
         scenario.host_bytes,
         scenario.server,
     )

@@ -111,11 +111,14 @@ class Brain:
         max_tokens: int = 8,
         prompt: Sequence[int] | None = None,
         salt: str = "",
+        num_prompt_logprobs: int | None = None,
     ) -> RequestId:
         """A client asks for something: what nobody asked before, if no prompt is given."""
         request_id = RequestId(f"r{self._num_requests}")
         self._num_requests += 1
-        sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0)
+        sampling = SamplingParams(
+            max_tokens=max_tokens, temperature=0.0, num_prompt_logprobs=num_prompt_logprobs
+        )
         if prompt is None:
             prompt = [1000 + self._num_requests] * prompt_tokens
         request = Request(request_id, TokenIds(prompt), sampling, self.now_s, cache_salt=salt)

@@ -76,6 +76,15 @@ def test_another_salt_is_another_beginning() -> None:
     assert leader_of(brain, prompt=told(0), salt="b") == 1
 
 
+def test_a_prompt_that_is_scored_is_computed_anyway() -> None:
+    brain = Brain(2)
+    assert leader_of(brain, prompt=told(0)) == 0
+    brain.take(Submit)
+    brain.request(prompt=told(0), num_prompt_logprobs=0)
+    assert [i for i, _ in brain.take(Submit)] == [1]
+    assert leader_of(brain, prompt=told(0)) == 0
+
+
 def test_a_beginning_that_all_have_spreads() -> None:
     brain = Brain(4)
     leaders = [leader_of(brain, prompt=[*SYSTEM, i]) for i in range(16)]
