@@ -27,7 +27,7 @@ def act(cluster: FakeCluster, draw: random.Random, count: int, fail_share: float
         cluster.check()
 
 
-@settings(max_examples=examples(40))
+@settings(max_examples=examples(16))
 @given(
     seed=st.integers(0, 2**32),
     num_instances=st.integers(2, 3),
