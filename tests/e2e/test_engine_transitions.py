@@ -41,16 +41,25 @@ class Answers:
         self.tokens: dict[str, list[int]] = {}
         self.scores: dict[str, list[TokenLogprobs]] = {}
         """Of the prompts."""
+        self.num_cached: dict[str, int] = {}
         self._done: dict[str, asyncio.Event] = {}
 
-    def ask(self, name: str, prompt: list[int], num_tokens: int, like: SamplingParams) -> None:
+    def ask(
+        self,
+        name: str,
+        prompt: list[int],
+        num_tokens: int,
+        like: SamplingParams,
+        *,
+        wants_scores: bool = True,
+    ) -> None:
         sampling = SamplingParams(
             max_tokens=num_tokens,
             temperature=like.temperature,
             top_p=like.top_p,
             seed=like.seed,
             ignore_eos=True,
-            num_prompt_logprobs=1,
+            num_prompt_logprobs=1 if wants_scores else None,
         )
         self.tokens[name], self.scores[name] = [], []
         self._done[name] = asyncio.Event()
@@ -60,6 +69,8 @@ class Answers:
     def _deliver(self, token: TokenOutput) -> None:
         self.scores[token.request_id] += [row for one in token.prompt_scores for row in one.rows()]
         if token.token_id is not None:
+            if token.position == 0:
+                self.num_cached[token.request_id] = token.num_cached_tokens
             self.tokens[token.request_id].append(token.token_id)
         if token.finish_reason is not None:
             self._done[token.request_id].set()

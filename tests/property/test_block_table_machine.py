@@ -7,7 +7,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kunserve.control.instance.block_table import BlockTable
 from kunserve.control.instance.body import UnitCopy
-from kunserve.core.ids import RequestId
+from kunserve.core.ids import PrefixId, RequestId
 from kunserve.core.layout import LayerRange
 from tests.examples import examples
 
@@ -28,10 +28,13 @@ class BlockTableMachine(RuleBasedStateMachine):
         self.num_layers = num_layers
         self.table = BlockTable(num_layers, num_layers * num_blocks + extra, 2, 2)
         self.memory: dict[int, Tag] = {}
-        self.expected: dict[Tag, None] = {}
+        self.expected: dict[Tag, Tag] = {}
+        """(holder, block, layer) -> the content, by whom it was written."""
         self.blocks: dict[RequestId, int] = {}
         self.pinned: dict[tuple[RequestId, int], int] = {}
         """(request, block) -> the entry that must not change."""
+        self.loans: dict[RequestId, list[tuple[PrefixId, int, int]]] = {}
+        self.num_prefixes = 0
 
     def unit(self, name: RequestId, block: int, layer: int) -> int:
         return int(self.table.tables[self.table.row_of(name), block]) + layer
@@ -39,7 +42,7 @@ class BlockTableMachine(RuleBasedStateMachine):
     def write(self, name: RequestId, block: int, layers: LayerRange) -> None:
         for layer in range(*layers):
             self.memory[self.unit(name, block, layer)] = (name, block, layer)
-            self.expected[(name, block, layer)] = None
+            self.expected[(name, block, layer)] = (name, block, layer)
 
     def run(self, copies: tuple[UnitCopy, ...]) -> None:
         for src, dst, count in copies:
@@ -57,13 +60,30 @@ class BlockTableMachine(RuleBasedStateMachine):
             if tag[0] == name and first <= tag[1] < end and not keep.first <= tag[2] < keep.end:
                 del self.expected[tag]
 
+    def shared_end(self, name: RequestId) -> int:
+        return max((end for _, _, end in self.loans.get(name, ())), default=0)
+
+    def lent_end(self, name: RequestId) -> int:
+        loans = [loan for loans in self.loans.values() for loan in loans]
+        return max((end for prefix_id, _, end in loans if prefix_id == name), default=0)
+
+    def owner(self, name: RequestId, block: int) -> RequestId:
+        loans = self.loans.get(name, ())
+        return next((p for p, first, end in loans if first <= block < end), name)
+
+    def cut(self, name: RequestId, num_blocks: int) -> None:
+        loans = self.loans.pop(name, [])
+        kept = [(p, first, min(end, num_blocks)) for p, first, end in loans if first < num_blocks]
+        if kept:
+            self.loans[name] = kept
+
     def known(self, data: st.DataObject, pinned: bool = False) -> RequestId | None:
         fixed = set() if pinned else {name for name, _ in self.pinned}
         names = [name for name in self.blocks if name not in fixed]
         return data.draw(st.sampled_from(names)) if names else None
 
-    def span(self, data: st.DataObject, name: RequestId) -> tuple[int, int]:
-        first = data.draw(st.integers(0, self.blocks[name]))
+    def span(self, data: st.DataObject, name: RequestId, least: int = 0) -> tuple[int, int]:
+        first = data.draw(st.integers(least, self.blocks[name]))
         return first, data.draw(st.integers(first, self.blocks[name]))
 
     @rule(name=st.sampled_from(NAMES), more=st.integers(0, 5))
@@ -87,18 +107,102 @@ class BlockTableMachine(RuleBasedStateMachine):
     def release(self, data: st.DataObject) -> None:
         self.table.release(RequestId("nobody"))
         name = self.known(data)
-        if name is not None:
+        if name is not None and not self.lent_end(name):
             self.table.release(name)
             self.forget(name, 0, self.blocks.pop(name), LayerRange(0, 0))
+            self.cut(name, 0)
+
+    @rule(data=st.data())
+    def keep(self, data: st.DataObject) -> None:
+        """A request's own blocks become a prefix's."""
+        names = [n for n in NAMES if self.blocks.get(n, 0) > self.shared_end(n)]
+        if not names:
+            return
+        name = data.draw(st.sampled_from(names))
+        first = self.shared_end(name)
+        end = data.draw(st.integers(first + 1, self.blocks[name]))
+        prefix_id = PrefixId(RequestId(f"p{self.num_prefixes}"))
+        self.num_prefixes += 1
+        self.table.keep(name, prefix_id, first, end)
+        self.blocks[prefix_id] = end
+        self.loans.setdefault(name, []).append((prefix_id, first, end))
+        for holder, block, layer in list(self.expected):
+            if holder == name and first <= block < end:
+                content = self.expected.pop((holder, block, layer))
+                self.expected[(prefix_id, block, layer)] = content
+        for block in range(first, end):
+            if (name, block) in self.pinned:
+                self.pinned[prefix_id, block] = self.pinned.pop((name, block))
+
+    @rule(data=st.data())
+    def share(self, data: st.DataObject) -> None:
+        """A request goes on with blocks of a prefix."""
+        pairs = [
+            (name, loan)
+            for name in NAMES
+            for loan in [one for loans in self.loans.values() for one in loans]
+            if name not in self.loans or self.blocks[name] == self.shared_end(name)
+            if loan[1] <= self.blocks.get(name, 0) == self.shared_end(name) < loan[2]
+        ]
+        if pairs:
+            name, (prefix_id, _, most) = data.draw(st.sampled_from(pairs))
+            first = self.shared_end(name)
+            end = data.draw(st.integers(first + 1, most))
+            self.table.share(name, prefix_id, end)
+            self.blocks[name] = end
+            self.loans.setdefault(name, []).append((prefix_id, first, end))
+
+    @rule(data=st.data())
+    def evict(self, data: st.DataObject) -> None:
+        """A prefix loses its last blocks, if nobody shares them."""
+        self.table.evict(PrefixId(RequestId("nobody")), 0)
+        name = self.known(data)
+        if name is None or name in NAMES:
+            return
+        prefix_id = PrefixId(name)
+        end = data.draw(st.integers(self.lent_end(name), self.blocks[name]))
+        self.table.evict(prefix_id, end)
+        self.forget(name, end, self.blocks[name], LayerRange(0, 0))
+        self.blocks[name] = end
+        if prefix_id not in self.table.rows:
+            assert not any(holder == name for holder, _, _ in self.expected)
+            del self.blocks[name]
+
+    @rule(data=st.data())
+    def copy(self, data: st.DataObject) -> None:
+        """A prefix gets a twin with units of its own."""
+        name = self.known(data, pinned=True)
+        if name is None or name in NAMES:
+            return
+        layers, end = self.table.layers, self.blocks[name]
+        first = end
+        while first and self.table.held(name, first - 1) == layers:
+            first -= 1
+        if first == end:
+            return
+        twin = PrefixId(RequestId(f"p{self.num_prefixes}"))
+        self.num_prefixes += 1
+        copies = self.table.copy(PrefixId(name), twin, first, end)
+        if copies is None:
+            assert twin not in self.table.rows
+            return
+        self.run(copies)
+        self.blocks[twin] = end
+        for block in range(first, end):
+            for layer in range(*layers):
+                self.expected[(twin, block, layer)] = self.expected[(name, block, layer)]
 
     @rule(data=st.data())
     def release_layers(self, data: st.DataObject) -> None:
         name = self.known(data, pinned=True)
         if name is not None:
-            first, end = self.span(data, name)
             keep = data.draw(st.sampled_from([self.table.layers, LayerRange(0, 0)]))
+            least = self.shared_end(name) if keep.num_layers else self.lent_end(name)
+            first, end = self.span(data, name, least)
             self.table.release_layers(name, first, end, keep)
             self.forget(name, first, end, keep)
+            if not keep.num_layers:
+                self.cut(name, first)
 
     def layers(self, data: st.DataObject) -> LayerRange:
         first = data.draw(st.integers(0, self.num_layers - 1))
@@ -126,7 +230,7 @@ class BlockTableMachine(RuleBasedStateMachine):
         name = self.known(data, pinned=True)
         if name is None:
             return
-        first, end = self.span(data, name)
+        first, end = self.span(data, name, self.shared_end(name))
         if any((name, block) in self.pinned for block in range(first, end)):
             return
         layers = self.table.layers
@@ -145,9 +249,12 @@ class BlockTableMachine(RuleBasedStateMachine):
         for block in range(first, end):
             assert self.table.held(name, block) == layers
             for layer in range(*held[block - first]):
-                if (name, block, layer) in self.expected:
-                    assert self.memory[self.unit(name, block, layer)] == (name, block, layer)
-            self.write(name, block, layers)
+                content = self.expected[name, block, layer]
+                assert self.memory[self.unit(name, block, layer)] == content
+            for layer in range(*layers):
+                self.expected.setdefault((name, block, layer), (name, block, layer))
+                content = self.expected[name, block, layer]
+                self.memory[self.unit(name, block, layer)] = content
 
     @rule(data=st.data())
     def pin(self, data: st.DataObject) -> None:
@@ -156,7 +263,8 @@ class BlockTableMachine(RuleBasedStateMachine):
             first, end = self.span(data, name)
             self.table.pin(name, first, end)
             for block in range(first, end):
-                self.pinned[name, block] = self.unit(name, block, 0)
+                owner = self.owner(name, block)
+                self.pinned[owner, block] = self.unit(owner, block, 0)
 
     @precondition(lambda self: self.pinned)
     @rule(data=st.data())
@@ -165,15 +273,21 @@ class BlockTableMachine(RuleBasedStateMachine):
         name, block = data.draw(st.sampled_from(sorted(self.pinned)))
         self.table.unpin(name, block, self.blocks[name])
         for other in range(block, self.blocks[name]):
-            self.pinned.pop((name, other), None)
+            self.pinned.pop((self.owner(name, other), other), None)
 
     @invariant()
     def content_is_kept(self) -> None:
         if not hasattr(self, "table"):
             return
         self.table.check()
-        for name, block, layer in self.expected:
-            assert self.memory[self.unit(name, block, layer)] == (name, block, layer)
+        for (name, block, layer), content in self.expected.items():
+            assert self.memory[self.unit(name, block, layer)] == content
+        for name, loans in self.loans.items():
+            for prefix_id, first, end in loans:
+                for block in range(first, end):
+                    for layer in range(*self.table.held(prefix_id, block)):
+                        place = self.unit(name, block, layer)
+                        assert self.memory[place] == self.expected[prefix_id, block, layer]
         held = sum(
             self.table.held(name, block).num_layers
             for name, count in self.blocks.items()
@@ -190,7 +304,7 @@ class BlockTableMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "table"):
             return
-        for name in list(self.blocks):
+        for name in self.table.request_ids():
             self.table.unpin(name, 0, self.blocks[name])
             self.table.release(name)
         self.table.check()

@@ -295,14 +295,14 @@ class Scheduler:
         return self._ledger.cached_blocks
 
     @property
+    def is_evicting(self) -> bool:
+        """Whether the next plan frees blocks that the prefix cache holds too many of."""
+        return self.cache is not None and self.cache.has_orders
+
+    @property
     def has_work(self) -> bool:
         """Whether anything is in flight, runs, waits or must be released (stalled ones do not)."""
-        return bool(
-            self._in_flight
-            or self._waiting
-            or self._holders.have_work
-            or (self.cache is not None and self.cache.has_orders)
-        )
+        return bool(self._in_flight or self._waiting or self._holders.have_work or self.is_evicting)
 
     @property
     def can_schedule(self) -> bool:
@@ -438,7 +438,7 @@ class Scheduler:
     @property
     def _frees_memory(self) -> bool:
         """Whether the next plan frees blocks, whatever it computes."""
-        return bool(self._holders.released or (self.cache is not None and self.cache.has_orders))
+        return bool(self._holders.released or self.is_evicting)
 
     def _blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self._block_size)

@@ -234,6 +234,7 @@ class BlockTable:
         assert end_block <= self.counts[request_id], (request_id, end_block)
         row = self.rows[request_id]
         if not keep.num_layers:
+            assert self.loans.lent_end(request_id) <= first_block, f"{request_id} is shared"
             self.loans.cut(request_id, first_block)
         assert self.loans.num_blocks(request_id) <= first_block, f"{request_id} shares these"
         self._keep_only(row, first_block, end_block, keep)

@@ -34,14 +34,14 @@ class Loans:
         """Who has borrowed of a prefix."""
         return self._borrowers.get(holder, [])
 
-    def lent_end(self, prefix_id: PrefixId) -> int:
-        """The block behind the last that is lent; 0 if none is."""
+    def lent_end(self, holder: RequestId) -> int:
+        """The block behind the holder's last that is lent; 0 if none is."""
         return max(
             (
                 loan.end_block
-                for borrower in self.borrowers(prefix_id)
+                for borrower in self.borrowers(holder)
                 for loan in self._of[borrower]
-                if loan.prefix_id == prefix_id
+                if loan.prefix_id == holder
             ),
             default=0,
         )

@@ -113,7 +113,8 @@ class MigrationTarget:
         state = self._state
         first, end = self._asked_blocks, self._wanted_blocks
         if not self._kv.place(first, end, may_compact=not state.is_running):
-            if not state.is_running:
+            # What the prefix cache holds beyond its share goes with the next plan.
+            if not (state.is_running or self._scheduler.is_evicting):
                 self.give_up()
             return False
         self._asked_blocks = end

@@ -1,0 +1,174 @@
+"""What a group's scheduler shares, keeps and evicts, step by step."""
+
+from typing import Any
+
+from kunserve.control.group.scheduler import Scheduler
+from kunserve.core.config import SchedulerConfig
+from kunserve.core.ids import GroupId, RequestId
+from kunserve.core.messages import TokenOutput
+from kunserve.core.request import Request, SamplingParams
+from kunserve.core.step import SampledToken, StepPlan, StepResult
+from kunserve.core.tokens import TokenIds
+
+BLOCK = 4
+
+
+def make(capacity: int = 100, stages: int = 1, **config: Any) -> Scheduler:
+    limits = SchedulerConfig(**({"max_num_seqs": 8, "max_num_batched_tokens": 64} | config))
+    return Scheduler(limits, GroupId(3), stages, BLOCK, capacity, frozenset(), 256)
+
+
+def request(
+    name: str, num_common: int, num_own: int = 0, salt: str = "", **sampling: Any
+) -> Request:
+    own = int(name.encode().hex(), 16) % 1000 + 1000
+    prompt = TokenIds([*range(num_common), *range(own, own + num_own)])
+    params = SamplingParams(**({"max_tokens": 4} | sampling))
+    return Request(RequestId(name), prompt, params, 0.0, cache_salt=salt)
+
+
+def step(scheduler: Scheduler) -> tuple[StepPlan, list[TokenOutput]]:
+    plan = scheduler.schedule(0.0)
+    assert plan is not None
+    scheduler.check()
+    tokens = tuple(SampledToken(c.request_id, 7, None) for c in plan.chunks if c.samples)
+    outputs = scheduler.complete(StepResult(GroupId(3), plan.step_id, tokens), 1.0)
+    scheduler.check()
+    return plan, outputs
+
+
+def finish(scheduler: Scheduler) -> list[StepPlan]:
+    plans = []
+    while scheduler.has_work:
+        plans.append(step(scheduler)[0])
+    return plans
+
+
+def starts(plan: StepPlan) -> dict[str, int]:
+    return {chunk.request_id: chunk.start for chunk in plan.chunks}
+
+
+def test_blocks_of_a_running_request_are_shared_and_count_once() -> None:
+    scheduler = make()
+    scheduler.add(request("a", 10, 5))
+    step(scheduler)
+    assert scheduler.used_blocks == 4
+    scheduler.add(request("b", 10, 6))
+    plan, outputs = step(scheduler)
+    assert starts(plan) == {"a": 15, "b": 8}
+    (kept,), (shared,) = plan.kept, plan.shared
+    assert (kept.request_id, kept.first_block, kept.end_block) == ("a", 0, 3)
+    assert (shared.request_id, shared.prefix_id, shared.end_block) == ("b", kept.prefix_id, 2)
+    assert scheduler.used_blocks == 4 + 2
+    by_name = {output.request_id: output.num_cached_tokens for output in outputs}
+    assert by_name["b"] == 8
+    load = scheduler.load(1, 2, 0.0)
+    assert (load.prefix_queried_tokens, load.prefix_hit_tokens) == (15 + 16, 8)
+
+
+def test_the_last_token_of_a_prompt_is_always_computed() -> None:
+    scheduler = make()
+    for name in ("a", "b"):
+        scheduler.add(request(name, 16))
+        plan, _ = step(scheduler)
+    assert starts(plan)["b"] == 12
+
+
+def test_salts_share_nothing() -> None:
+    scheduler = make()
+    for name, salt in (("a", ""), ("b", "x"), ("c", "y"), ("d", "x")):
+        scheduler.add(request(name, 12, 1, salt))
+        plan, _ = step(scheduler)
+        assert starts(plan)[name] == (12 if name == "d" else 0)
+
+
+def test_what_ended_is_found_again_and_counts_as_free() -> None:
+    scheduler = make()
+    scheduler.add(request("a", 12, 1))
+    finish(scheduler)
+    assert scheduler.used_blocks == 0 and scheduler.cached_blocks == 4
+    load = scheduler.load(1, 1, 0.0)
+    assert load.used_blocks == load.demand_blocks == 0 and load.cached_blocks == 4
+    # The next turn of the chat: all that was said, and more.
+    prompt = TokenIds([*request("a", 12, 1).prompt_token_ids, 7, 7, 7, 7, 1, 2, 3])
+    scheduler.add(Request(RequestId("b"), prompt, SamplingParams(max_tokens=1), 0.0))
+    plan, outputs = step(scheduler)
+    assert starts(plan) == {"b": 16} and outputs[0].num_cached_tokens == 16
+    assert scheduler.cached_blocks == 5, "what b added is kept behind what it shared"
+
+
+def test_memory_is_taken_from_the_cache_before_anybody_waits() -> None:
+    scheduler = make(capacity=12)
+    for name in ("a", "b", "c"):
+        scheduler.add(request(name, 0, 13, max_tokens=4))
+        finish(scheduler)
+    assert scheduler.cached_blocks == 12
+    scheduler.add(request("d", 0, 18, max_tokens=1))
+    plan, _ = step(scheduler)
+    # The oldest goes first, its end before its beginning.
+    evicted = {one.prefix_id: one.end_block for one in plan.evicted}
+    assert evicted == {"prefix-3-0": 0, "prefix-3-1": 3}
+    assert not scheduler.is_memory_short and not scheduler.drain_preemptions()
+    scheduler.add(request("b", 0, 13, max_tokens=1))
+    plan, _ = step(scheduler)
+    assert starts(plan) == {"b": 12}
+
+
+def test_who_is_preempted_finds_its_own_beginning_again() -> None:
+    scheduler = make(capacity=9, watermark=0.0)
+    for name in ("a", "b"):
+        scheduler.add(request(name, 0, 13, max_tokens=12))
+    plans = finish(scheduler)
+    (again,) = [start for start in plans[-12:] for start in start.started]
+    first = next(c for plan in plans[-12:] for c in plan.chunks if c.request_id == "b")
+    assert again.request_id == "b" and first.start >= 8
+
+
+def test_prompts_whose_scores_are_wanted_are_computed() -> None:
+    scheduler = make()
+    scheduler.add(request("a", 12, 1))
+    finish(scheduler)
+    scheduler.add(request("b", 12, 1, num_prompt_logprobs=0))
+    plan = scheduler.schedule(0.0)
+    assert plan is not None and starts(plan) == {"b": 0} and not plan.shared
+    assert scheduler.load(1, 2, 0.0).prefix_queried_tokens == 13, "it is not looked for"
+
+
+def test_what_failed_is_not_kept() -> None:
+    scheduler = make()
+    scheduler.add(request("a", 12, 1))
+    plan = scheduler.schedule(0.0)
+    assert plan is not None
+    failed = (SampledToken(RequestId("a"), None, None),)
+    scheduler.complete(StepResult(GroupId(3), plan.step_id, failed), 1.0)
+    finish(scheduler)
+    assert scheduler.cached_blocks == 0
+
+
+def test_an_idle_group_gives_memory_up_that_it_loses() -> None:
+    scheduler = make(capacity=12)
+    scheduler.add(request("a", 0, 30, max_tokens=2))
+    finish(scheduler)
+    assert scheduler.cached_blocks == 7 and not scheduler.can_schedule
+    scheduler.set_capacity(5)
+    assert scheduler.can_schedule
+    plan, _ = step(scheduler)
+    assert [one.end_block for one in plan.evicted] == [5] and not plan.chunks
+    assert not scheduler.has_work
+
+
+def test_two_who_compute_the_same_at_once_keep_it_once() -> None:
+    scheduler = make()
+    for name in ("a", "b"):
+        scheduler.add(request(name, 12, 1, max_tokens=1))
+    finish(scheduler)
+    assert scheduler.cached_blocks == 3
+
+
+def test_without_a_cache_plans_say_nothing_of_it() -> None:
+    scheduler = make(enable_prefix_caching=False)
+    for name in ("a", "b"):
+        scheduler.add(request(name, 12, 1))
+        for plan in finish(scheduler):
+            assert not (plan.kept or plan.evicted or plan.shared)
+    assert scheduler.cached_blocks == 0 and scheduler.cache is None
