@@ -24,8 +24,9 @@ def ask(url: str, mode: "instructor.Mode", said: str, **options: object) -> obje
     )
 
 
-def test_tools(url: str) -> None:
-    person = ask(url, instructor.Mode.TOOLS, '{"name": "Zoë", "age": 30}', response_model=Person)
+@pytest.mark.parametrize("mode", ["TOOLS", "JSON", "JSON_SCHEMA"])
+def test_modes(url: str, mode: str) -> None:
+    person = ask(url, instructor.Mode[mode], '{"name": "Zoë", "age": 30}', response_model=Person)
     assert isinstance(person, Person)
     assert person.model_dump() == {"name": "Zoë", "age": 30}
 

@@ -73,6 +73,7 @@ def test_forced_tools(model: ChatOpenAI) -> None:
     assert [call["args"] for call in required.tool_calls] == [{"city": "Rome"}]
 
 
-def test_a_model_as_output(model: ChatOpenAI) -> None:
-    structured = model.with_structured_output(Answer, method="function_calling")
+@pytest.mark.parametrize("method", ["function_calling", "json_schema"])
+def test_a_model_as_output(model: ChatOpenAI, method: str) -> None:
+    structured = model.with_structured_output(Answer, method=method)
     assert structured.invoke('SAY {"value": 7}') == Answer(value=7)

@@ -127,7 +127,7 @@ def test_the_prompt_says_whether_reasoning_is_open(
     formats = ChatFormats(ChatConfig(reasoning_parser=parser))
     body = ChatBody(messages=USER)
     token_ids = tiny_tokenizer().backend_tokenizer.encode(prompt).ids
-    form = formats.of(codec, body, formats.demand(body), token_ids)
+    form = formats.of(codec, body, formats.demand(body), token_ids, None)
     assert form is not None and form.is_open is is_open
 
 
@@ -138,20 +138,20 @@ def test_a_message_that_goes_on(codec: TextCodec, said: str, is_open: bool | Non
     formats = ChatFormats(ChatConfig(reasoning_parser="qwen3"))
     messages = [*USER, {"role": "assistant", "content": said}]
     body = ChatBody(messages=messages, continue_final_message=True)
-    form = formats.of(codec, body, formats.demand(body), [])
+    form = formats.of(codec, body, formats.demand(body), [], None)
     assert form is not None and form.is_open is is_open
 
 
 def test_answers_are_read_only_where_there_is_something_to_find(codec: TextCodec) -> None:
     formats = ChatFormats(ChatConfig(enable_auto_tool_choice=True, tool_call_parser="mistral"))
     plain = ChatBody(messages=USER)
-    assert formats.of(codec, plain, formats.demand(plain), []) is None
+    assert formats.of(codec, plain, formats.demand(plain), [], None) is None
     none = ChatBody(messages=USER, tools=[tool("f")], tool_choice="none")
-    assert formats.of(codec, none, formats.demand(none), []) is None
+    assert formats.of(codec, none, formats.demand(none), [], None) is None
     named = ChatBody(
         messages=USER,
         tools=[tool("f")],
         tool_choice={"type": "function", "function": {"name": "f"}},
     )
-    form = formats.of(codec, named, formats.demand(named), [])
+    form = formats.of(codec, named, formats.demand(named), [], None)
     assert form is not None and len(form.new_call_id()) == 9 and not form.calls_finish
