@@ -143,7 +143,7 @@ REFUSED = [
     (StructuredOutput("regex", "(?=a)b"), "look-around"),
     (StructuredOutput("grammar", "start: nope"), "unknown name"),
     (StructuredOutput("grammar", "root ::= " + "(" * 3000 + '"a"' + ")" * 3000), "recursion"),
-    (StructuredOutput("json_schema", NESTED), "recursion limit"),
+    (StructuredOutput("json_schema", NESTED), "recursion"),
     (schema(type="object", properties={"a": False}, required=["a"]), "Unsatisfiable"),
     (schema(**{"$ref": "#"}), "no output can have this form"),
     (schema(**{"$ref": "http://127.0.0.1:1/x.json"}), "does not fetch"),
