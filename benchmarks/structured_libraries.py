@@ -5,7 +5,8 @@
 llguidance is installed with KunServe. xgrammar is measured too where it is installed (`pip install
 --no-deps xgrammar apache-tvm-ffi`; what it asks for besides is triton, 286 MB). Each follows the
 same documents token by token, in SmolLM2's vocabulary and in one of 151,000 tokens that is made
-from it. A mask is computed, then the token is taken. Libraries take turns; times are the processor's.
+from it. A mask is computed, then the token is taken. Libraries take turns. Times are the
+processor's.
 """
 
 import argparse

@@ -36,7 +36,8 @@ FLAGS = {
     "--enable-auto-tool-choice": _NOT_THERE,
     "--tool-call-parser": _NOT_THERE,
     "--reasoning-parser": _NOT_THERE,
-    "--guided-decoding-backend": _NOT_THERE,
+    "--guided-decoding-backend": "llguidance is the only one, so leave the flag out",
+    "--structured-outputs-config": "llguidance is the only backend, so leave the flag out",
     "--disable-log-requests": "requests are not logged by default, so leave the flag out",
     "--disable-log-stats": "statistics are logged only while there is work, so leave the flag out",
 }
