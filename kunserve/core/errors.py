@@ -37,7 +37,8 @@ class ModelNotFound(KunServeError):
 
 MAX_QUEUED_REQS, MAX_QUEUED_TOKENS = "max_num_queued_reqs", "max_num_queued_tokens"
 MAX_WAITING_TEXT = "max_waiting_text"
-LIMITS = (MAX_QUEUED_REQS, MAX_QUEUED_TOKENS, MAX_WAITING_TEXT)
+MAX_WAITING_FORMS = "max_waiting_forms"
+LIMITS = (MAX_QUEUED_REQS, MAX_QUEUED_TOKENS, MAX_WAITING_TEXT, MAX_WAITING_FORMS)
 """What may be full: names for metrics, the first two are those of vLLM."""
 
 

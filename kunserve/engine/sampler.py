@@ -114,6 +114,7 @@ class Sampler:
                 else:
                     row = rows[i] if is_sound[i] else None
                     sampled.append(sample_row(request_id, row, state, positions[i]))
+        self._flush()
         return tuple(sampled)
 
     def sample_largest(
@@ -132,6 +133,11 @@ class Sampler:
                 request_ids, is_sound, token_ids.astype(np.int64).tolist(), strict=True
             )
         )
+
+    def _flush(self) -> None:
+        """All rows of a step are sampled: masks for the next one are computed from now on."""
+        if self._forms is not None:
+            self._forms.flush()
 
     def _state_of(self, start: SequenceStart) -> _State:
         sampling = start.sampling
@@ -212,7 +218,7 @@ def _choose(row: Row, state: _State, position: int) -> tuple[int, TokenLogprobs 
         # The client has forbidden everything: of its wishes form and allowed tokens hold.
         row[:] = raw
         if state.form is not None:
-            np.putmask(row, state.form.forbidden(), -np.inf)
+            np.add(row, state.form.mask(), out=row)
         if state.bans is not None:
             state.bans.allow_only(row)
         token = int(row.argmax())
@@ -239,7 +245,7 @@ def _adjust(row: Row, state: _State, position: int) -> None:
     """Apply everything that changes the logits [vocab] themselves, in place."""
     sampling = state.sampling
     if state.form is not None:
-        np.putmask(row, state.form.forbidden(), -np.inf)
+        np.add(row, state.form.mask(), out=row)
         if state.form.is_complete:
             return  # only the end is left, whatever else the client wishes
         if sampling.ignore_eos:

@@ -46,6 +46,7 @@ class TorchSampler(Sampler):
             else:
                 values = logits[row].cpu().numpy() if is_sound else None
                 sampled.append(sample_row(request_id, values, state, positions[row]))
+        self._flush()
         return tuple(sampled)
 
     def _is_drawn(self, request_id: RequestId) -> bool:

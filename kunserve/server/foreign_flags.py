@@ -38,7 +38,8 @@ FLAGS = {
     "--reasoning-parser-plugin": _NO_CODE,
     "--chat-template-content-format": "contents of messages are always given as text",
     "--trust-request-chat-template": "give the template to the server: --chat-template",
-    "--guided-decoding-backend": _NOT_THERE,
+    "--guided-decoding-backend": "llguidance is the only one, so leave the flag out",
+    "--structured-outputs-config": "llguidance is the only backend, so leave the flag out",
     "--disable-log-requests": "requests are not logged by default, so leave the flag out",
     "--disable-log-stats": "statistics are logged only while there is work, so leave the flag out",
 }

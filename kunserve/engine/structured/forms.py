@@ -22,49 +22,71 @@ MAX_COMPILED = 16
 MAX_WAIT_S = 10.0
 """A mask that takes longer ends its request. The library's own limits let none take a second."""
 
+_BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
+_MASK_OF_BYTE = np.where(_BITS, np.float32(0.0), np.float32(-np.inf))
+"""[256, 8] what a byte of the library's mask means for its eight tokens. Adding to a row of logits
+is twenty times as fast as choosing in it."""
+
 
 class Form:
     """One request's place in its form.
 
-    Between ``append`` and the next ``forbidden`` a mask is computed elsewhere.
+    Between ``append`` and the next ``mask`` it is computed elsewhere.
     """
 
     def __init__(self, forms: "Forms", first: Callable[[], LLMatcher]) -> None:
         self._forms = forms
         self._matcher: LLMatcher | None = None
         self._words = np.zeros(0, dtype=np.uint32)
-        self._forbidden: npt.NDArray[np.bool_] | None = None
-        self._job: Future[None] = forms.submit(partial(self._begin, first))
+        self._mask = np.zeros(0, dtype=np.float32)
+        self._error: FormError | None = None
+        self.job: Future[None] = forms.submit(partial(self._begin, first))
+        """What the next mask comes from."""
         self.is_complete = False
-        """Whether nothing may follow but the end. Known once ``forbidden`` has been called."""
+        """Whether nothing may follow but the end. Known once ``mask`` has been called."""
 
-    def forbidden(self) -> npt.NDArray[np.bool_]:
-        """[vocab] the tokens that may not come next. Raises FormError."""
+    def mask(self) -> npt.NDArray[np.float32]:
+        """[vocab] to be added to logits: 0 for what may come next, else minus infinity.
+
+        Raises FormError.
+        """
+        self._forms.flush()
         try:
-            self._job.result(MAX_WAIT_S)
+            self.job.result(MAX_WAIT_S)
         except TimeoutError:
             self._forms.give_up()
             raise FormError(f"no mask within {MAX_WAIT_S:g} s") from None
         except CancelledError:
             raise FormError("another form has held up this one") from None
-        assert self._forbidden is not None
-        return self._forbidden
+        if self._error is not None:
+            raise self._error
+        return self._mask
 
     def append(self, token_id: int) -> None:
-        """The token that was chosen: from now on the next mask is on its way."""
-        self._job = self._forms.submit(partial(self._advance, token_id))
+        """The token that was chosen. The next mask is on its way from ``Forms.flush`` on."""
+        self._forms.chosen.append((self, token_id))
 
     def _begin(self, first: Callable[[], LLMatcher]) -> None:
-        with _as_form_error():
+        with self._keeping_errors():
             self._matcher = first()
             self._look()
 
-    def _advance(self, token_id: int) -> None:
-        with _as_form_error():
+    def advance(self, token_id: int) -> None:
+        """In the thread: take the token."""
+        with self._keeping_errors():
             assert self._matcher is not None, "its beginning has failed"
             self._matcher.consume_token(token_id)
             check(self._matcher)
             self._look()
+
+    @contextlib.contextmanager
+    def _keeping_errors(self) -> Iterator[None]:
+        """What fails is this form's and nobody else's."""
+        try:
+            with _as_form_error():
+                yield
+        except FormError as error:
+            self._error = error
 
     def _look(self) -> None:
         """In the thread: see what may come next."""
@@ -75,10 +97,9 @@ class Form:
             self._words = np.zeros(-(-num_tokens // 32), dtype=np.uint32)
         matcher.unsafe_compute_mask_ptr(self._words.ctypes.data, self._words.nbytes)
         check(matcher)
-        bits = np.unpackbits((~self._words).view(np.uint8), count=num_tokens, bitorder="little")
-        self._forbidden = bits.view(np.bool_)
-        if self._forbidden.all():
+        if not self._words.any():
             raise FormError("the form allows no token, and no end")
+        self._mask = _MASK_OF_BYTE[self._words.view(np.uint8)].reshape(-1)[:num_tokens]
 
 
 @contextlib.contextmanager
@@ -100,6 +121,8 @@ class Forms:
         self._open_vocabulary = open_vocabulary
         self._vocabulary: LLTokenizer | None = None
         self._thread: ThreadPoolExecutor | None = None
+        self.chosen: list[tuple[Form, int]] = []
+        """Tokens that the thread is yet to be told of."""
         self._compiled: OrderedDict[StructuredOutput, LLMatcher] = OrderedDict()
         """Least recently used first. Only the thread looks at it."""
 
@@ -118,6 +141,23 @@ class Forms:
         """A request that has produced these tokens so far. Returns at once."""
         tokens = list(output_token_ids)
         return Form(self, lambda: self._begin(structured, tokens))
+
+    def flush(self) -> None:
+        """Have the thread take the tokens that were chosen and compute the masks behind them.
+
+        Called once all rows of a step are sampled: before, it would only compete with that.
+        """
+        if not self.chosen:
+            return
+        chosen, self.chosen = self.chosen, []
+
+        def advance() -> None:
+            for form, token_id in chosen:
+                form.advance(token_id)
+
+        job = self.submit(advance)
+        for form, _ in chosen:
+            form.job = job
 
     def submit(self, job: Callable[[], None]) -> "Future[None]":
         """Have the thread do it, after all that it was asked before."""

@@ -5,7 +5,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-from kunserve.core.errors import InvalidRequest, Overloaded
+from kunserve.core.errors import MAX_WAITING_FORMS, InvalidRequest, Overloaded
 from kunserve.core.request import StructuredOutput
 from kunserve.server.forms.child import Order
 from kunserve.server.forms.metrics import FormMetrics
@@ -43,6 +43,7 @@ class FormChecker:
 
     def close(self) -> None:
         """End the process; called when no request is left."""
+        self._process.kill()
         if self._thread is not None:
             self._thread.shutdown(wait=True, cancel_futures=True)
         self._process.close()
@@ -51,7 +52,7 @@ class FormChecker:
         task = self._waiting.get(form)
         if task is None:
             if len(self._waiting) >= MAX_WAITING:
-                raise Overloaded("Too many structured outputs are waiting to be compiled.")
+                raise _overloaded("Too many structured outputs are waiting to be compiled.")
             task = asyncio.create_task(self._try(form))
             self._waiting[form] = task
             # Everybody who waited may have left.
@@ -60,7 +61,7 @@ class FormChecker:
         try:
             return await asyncio.wait_for(asyncio.shield(task), MAX_WAIT_S)
         except TimeoutError:
-            raise Overloaded("Structured outputs wait too long to be compiled.") from None
+            raise _overloaded("Structured outputs wait too long to be compiled.") from None
 
     async def _try(self, form: StructuredOutput) -> str | None:
         try:
@@ -80,3 +81,7 @@ class FormChecker:
         while len(self._known) > MAX_KNOWN or self._known_chars > MAX_KNOWN_CHARS:
             oldest, _ = self._known.popitem(last=False)
             self._known_chars -= len(oldest.text)
+
+
+def _overloaded(message: str) -> Overloaded:
+    return Overloaded(message, limit=MAX_WAITING_FORMS)

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from typing import BinaryIO, cast
 
-from kunserve.core.errors import Overloaded
+from kunserve.core.errors import MAX_WAITING_FORMS, Overloaded
 from kunserve.core.request import StructuredOutput
 from kunserve.server.forms.child import Order, Verdict, read_message, write_message
 
@@ -48,12 +48,18 @@ class FormProcess:
             return verdict
         if self._end(process) in _BY_THE_FORM:
             return Verdict(TOO_MUCH, time.monotonic() - began_s)
-        raise Overloaded("Structured outputs cannot be compiled now.")
+        raise Overloaded("Structured outputs cannot be compiled now.", limit=MAX_WAITING_FORMS)
+
+    def kill(self) -> None:
+        """Have ``try_form`` return soon. May be called from another thread."""
+        process = self._process
+        if process is not None:
+            process.kill()
 
     def close(self) -> None:
         """End the process, if there is one."""
+        self.kill()
         if self._process is not None:
-            self._process.kill()
             self._end(self._process)
 
     def _end(self, process: subprocess.Popen[bytes]) -> int:
@@ -83,7 +89,10 @@ class FormProcess:
             ready = None
         if ready is None:
             self._end(process)
-            raise Overloaded("The process that compiles structured outputs did not start.")
+            raise Overloaded(
+                "The process that compiles structured outputs did not start.",
+                limit=MAX_WAITING_FORMS,
+            )
         return process
 
     @staticmethod

@@ -230,7 +230,7 @@ def test_compiled_forms_are_kept_and_bounded(vocabulary: LLTokenizer) -> None:
         patch.setattr(forms_module, "compile_form", counting)
         for text in ("a", "b", "a", *map(str, range(forms_module.MAX_COMPILED)), "a"):
             forms.prepare(StructuredOutput("regex", text))
-            forms.start(StructuredOutput("regex", text), ()).forbidden()
+            forms.start(StructuredOutput("regex", text), ()).mask()
     assert compiled.count("a") == 2 and compiled.count("b") == compiled.count("3") == 1
     forms.close()
 
