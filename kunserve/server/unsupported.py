@@ -30,15 +30,12 @@ REFUSED: dict[str, Neutral] = {
     "length_penalty": _is(1, 1.0),
     "suffix": _absent,
     "prompt_embeds": _absent,
-    "truncate_prompt_tokens": _absent,
     "logits_processors": _absent,
     "chat_template": _absent,
     "documents": _absent,
     "web_search_options": _absent,
-    "spaces_between_special_tokens": lambda value: value is None or value is True,
     "priority": _is(0),
     "kv_transfer_params": _absent,
-    "return_token_ids": _absent,
     "mm_processor_kwargs": _absent,
 }
 """Fields that would change the answer. Any other unknown field is accepted, as vLLM does."""
