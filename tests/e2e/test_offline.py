@@ -1,9 +1,11 @@
 """``LLM`` with real processes: whatever ends the program ends its instances."""
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 from tests.conftest import wait_until
@@ -13,14 +15,19 @@ PROGRAM = Path(__file__).parent / "offline_program.py"
 PATIENCE_S = 100.0
 
 
-def start(how: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
+@contextlib.contextmanager
+def running(how: str) -> Iterator[subprocess.Popen[str]]:
+    with subprocess.Popen(
         [sys.executable, str(PROGRAM), how],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-    )
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 def pids_of(process: subprocess.Popen[str]) -> list[int]:
@@ -35,22 +42,22 @@ def are_gone(pids: list[int]) -> bool:
 
 
 def test_a_program_that_never_closes_it() -> None:
-    process = start("drop")
-    pids = pids_of(process)
-    out, err = process.communicate(timeout=PATIENCE_S)
+    with running("drop") as process:
+        pids = pids_of(process)
+        out, err = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 1 and "same tokens" in out, err
     assert err.startswith("Traceback") and err.endswith("a mistake of the program's own\n")
     assert len(pids) == 2 and are_gone(pids)
 
 
 def test_a_program_that_is_interrupted_and_then_killed() -> None:
-    process = start("wait")
-    pids = pids_of(process)
-    process.send_signal(signal.SIGINT)
-    assert process.stdout is not None
-    assert process.stdout.readline() == "interrupted length\n"
-    assert not are_gone(pids)
-    process.kill()
-    _, err = process.communicate(timeout=PATIENCE_S)
+    with running("wait") as process:
+        pids = pids_of(process)
+        process.send_signal(signal.SIGINT)
+        assert process.stdout is not None
+        assert process.stdout.readline() == "interrupted length\n"
+        assert not are_gone(pids)
+        process.kill()
+        _, err = process.communicate(timeout=PATIENCE_S)
     assert err == ""
     wait_until(lambda: are_gone(pids), PATIENCE_S)
