@@ -39,6 +39,31 @@ REFUSED: dict[str, Neutral] = {
     "mm_processor_kwargs": _absent,
 }
 """Fields that would change the answer. Any other unknown field is accepted, as vLLM does."""
+_GENERATES = "models that generate text are served, and none that embed, classify or rank."
+_HEARS = "models of text are served, and none of sound or images."
+OTHER_ENDPOINTS = {
+    **dict.fromkeys(
+        [
+            "/v1/embeddings",
+            "/v1/score",
+            "/score",
+            "/v1/rerank",
+            "/v2/rerank",
+            "/rerank",
+            "/pooling",
+            "/classify",
+            "/invocations",
+        ],
+        _GENERATES,
+    ),
+    **dict.fromkeys(("/v1/audio/transcriptions", "/v1/audio/translations", "/v1/realtime"), _HEARS),
+    "/v1/messages": "use /v1/chat/completions, or /v1/responses.",
+    "/sleep": "an instance gives its memory back when it ends.",
+    "/wake_up": "an instance gives its memory back when it ends.",
+    "/v1/load_lora_adapter": "the model is served as it is.",
+    "/v1/unload_lora_adapter": "the model is served as it is.",
+}
+"""Endpoints of vLLM's server that are not there, and why."""
 HARMLESS = frozenset(
     {
         "guided_decoding_backend",
