@@ -126,6 +126,7 @@ def _routes(front: Front) -> list[Route]:
         Route("/v1/responses", responses.create, methods=post),
         Route("/v1/models", system.models, methods=get),
         Route("/v1/models/{name:path}", system.model, methods=get),
+        Route("/load", system.load, methods=get),
         Route("/version", system.version, methods=get),
         Route("/tokenize", system.tokenize, methods=post),
         Route("/detokenize", system.detokenize, methods=post),

@@ -37,6 +37,13 @@ REFUSED: dict[str, Neutral] = {
     "priority": _is(0),
     "kv_transfer_params": _absent,
     "mm_processor_kwargs": _absent,
+    "media_io_kwargs": _absent,
+    "ec_transfer_params": _absent,
+    "logprob_token_ids": _absent,
+    "repetition_detection": _absent,
+    "return_prompt_text": _absent,
+    "thinking_token_budget": _is(-1),
+    "watermarking": _absent,
 }
 """Fields that would change the answer. Any other unknown field is accepted, as vLLM does."""
 _GENERATES = "models that generate text are served, and none that embed, classify or rank."
@@ -73,6 +80,8 @@ HARMLESS = frozenset(
         "safety_identifier",
     }
     | {"service_tier", "store", "verbosity"}
+    | {"return_mm_kwargs", "return_token_offsets", "routed_experts_prompt_start"}
+    | {"session_id", "stream_interval", "vllm_xargs"}
 )
 """Fields of OpenAI's and vLLM's that change no answer of ours."""
 
