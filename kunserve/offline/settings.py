@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import click
@@ -35,9 +35,12 @@ def config_from_keywords(given: Mapping[str, Any]) -> KunServeConfig:
             values = checked_settings(_WHERE, settings, serve_command, ctx)
         _refuse(values)
         args = [*_arguments(values)]
-        return config_from_flags(serve_command.make_context(_WHERE, args).params)
+        config = config_from_flags(serve_command.make_context(_WHERE, args).params)
     except click.ClickException as error:
         raise ConfigError(error.format_message()) from None
+    # Variables and files of a server on this machine may say more of it, such as queue limits.
+    server = ServerConfig(request_timeout_s=config.server.request_timeout_s)
+    return replace(config, server=server)
 
 
 def _refuse(values: Mapping[str, Any]) -> None:

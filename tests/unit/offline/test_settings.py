@@ -3,7 +3,7 @@ from typing import Any
 
 import pytest
 
-from kunserve.core.config import MIB
+from kunserve.core.config import MIB, ServerConfig
 from kunserve.core.errors import ConfigError
 from kunserve.offline.settings import config_from_keywords
 
@@ -43,6 +43,13 @@ def test_keywords_go_before_variables_and_those_before_a_file(
     assert config.cluster.num_instances == 3
     assert config.scheduler.max_num_seqs == 9
     assert config.instance.block_size == 32
+
+
+def test_what_a_server_is_told_is_not_meant(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KUNSERVE_API_KEY_FILE", "/nowhere")
+    monkeypatch.setenv("KUNSERVE_MAX_NUM_QUEUED_REQS", "1")
+    config = config_from_keywords({"request_timeout": 60})
+    assert config.server == ServerConfig(request_timeout_s=60.0)
 
 
 @pytest.mark.parametrize(
