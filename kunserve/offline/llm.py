@@ -5,8 +5,6 @@ from collections.abc import Callable, Coroutine, Sequence
 from types import TracebackType
 from typing import Any, NoReturn, TypeAlias
 
-from pydantic import ValidationError
-
 from kunserve.core.config import KunServeConfig, ModelConfig
 from kunserve.core.snapshots import ClusterState
 from kunserve.offline.loop_thread import LoopThread, Tell
@@ -17,7 +15,7 @@ from kunserve.offline.sampling_params import SamplingParams
 from kunserve.offline.session import Session
 from kunserve.offline.settings import config_from_keywords
 from kunserve.server.launch import launch
-from kunserve.server.schema import ChatBody, invalid_field
+from kunserve.server.schema import ChatBody, parsed_fields
 
 OnePrompt: TypeAlias = str | list[int] | dict[str, Any]
 Conversation: TypeAlias = Sequence[dict[str, Any]]
@@ -93,13 +91,10 @@ class LLM:
             "tools": tools,
             "chat_template_kwargs": chat_template_kwargs,
         }
-        try:
-            bodies = [
-                ChatBody.model_validate({"messages": one, **options})
-                for one in listed_conversations(messages)
-            ]
-        except ValidationError as error:
-            raise invalid_field(error) from None
+        bodies = [
+            parsed_fields(ChatBody, {"messages": one, **options})
+            for one in listed_conversations(messages)
+        ]
         params = listed_params(sampling_params, len(bodies))
         session = self._session
         return self._run(len(bodies), use_tqdm, lambda tell: session.chat(bodies, params, tell))

@@ -57,6 +57,8 @@ class RequestOutput:
     """One for each token of the prompt; the first has none."""
     outputs: list[CompletionOutput]
     finished: bool = True
+    num_cached_tokens: int = 0
+    """Of the prompt, those whose KV was found."""
 
 
 class Reporter:

@@ -1,7 +1,7 @@
 """The spellings of ``prompts`` and of ``messages``, as lists with one entry per prompt."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from kunserve.core.errors import InvalidRequest
@@ -16,6 +16,7 @@ class Prompt:
 
     text: str | None
     token_ids: list[int] | None = None
+    cache_salt: str | None = None
 
 
 def listed_prompts(prompts: Any) -> list[Prompt]:
@@ -38,10 +39,12 @@ def _is_ids(value: Any) -> bool:
 def _prompt(where: str, given: Any) -> Prompt:
     if isinstance(given, Mapping):
         known = [name for name in ("prompt_token_ids", "prompt") if given.get(name) is not None]
-        others = [name for name, value in given.items() if value and name not in known]
+        salt = given.get("cache_salt")
+        known_too = {*known, "cache_salt"}
+        others = [name for name, value in given.items() if value and name not in known_too]
         if others:
             raise InvalidRequest(f"{where}: {others[0]!r} is not supported.", "prompts")
-        given = given[known[0]] if known else None
+        return replace(_prompt(where, given[known[0]] if known else None), cache_salt=salt)
     if isinstance(given, str):
         return Prompt(given)
     if _is_ids(given):

@@ -3,10 +3,10 @@
 from dataclasses import asdict, dataclass, fields
 from typing import Any, ClassVar
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from kunserve.core.errors import InvalidRequest
-from kunserve.server.schema import CompletionBody, invalid_field
+from kunserve.server.schema import CompletionBody, parsed_fields
 
 
 class GenerateBody(CompletionBody):
@@ -86,7 +86,4 @@ class SamplingParams:
         detokenize = given.pop("detokenize")
         if not detokenize and self.stop:
             raise InvalidRequest("`stop` needs `detokenize`: it is looked for in the text.", "stop")
-        try:
-            return GenerateBody.model_validate(given)
-        except ValidationError as error:
-            raise invalid_field(error) from None
+        return parsed_fields(GenerateBody, given)

@@ -22,7 +22,7 @@ from kunserve.server.launch import Launched
 from kunserve.server.limits import FrontLimits
 from kunserve.server.openai_routes import OpenAIRoutes
 from kunserve.server.prompts import bad_words_of, encode_conversation, truncated
-from kunserve.server.schema import DEFAULT_COMPLETION_TOKENS, ChatBody
+from kunserve.server.schema import DEFAULT_COMPLETION_TOKENS, ChatBody, parsed_fields
 from kunserve.server.text import TextCodec
 from kunserve.server.vocabulary import check_token_ids
 
@@ -98,7 +98,7 @@ class Session:
         self, prompts: Sequence[Prompt], params: Sequence[SamplingParams | None], tell: Tell
     ) -> list[RequestOutput]:
         """The answers, in the prompts' order. Raises InvalidRequest before anything runs."""
-        return await self._run([*zip(prompts, params, strict=True)], self._token_ids, tell)
+        return await self._run([*zip(prompts, params, strict=True)], self._spelled, tell)
 
     async def chat(
         self,
@@ -108,31 +108,32 @@ class Session:
     ) -> list[RequestOutput]:
         """The same for conversations."""
 
-        async def spelled(conversation: ChatBody) -> tuple[str, list[int]]:
+        async def spelled(conversation: ChatBody) -> Prompt:
             token_ids = await encode_conversation(self.front.codec, conversation)
-            return self.front.codec.decode(token_ids), token_ids
+            return Prompt(self.front.codec.decode(token_ids), token_ids)
 
         return await self._run([*zip(conversations, params, strict=True)], spelled, tell)
 
-    async def _token_ids(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+    async def _spelled(self, prompt: Prompt) -> Prompt:
         if prompt.text is None:
             vocab_size = self.front.engine.limits.vocab_size
-            return None, check_token_ids(prompt.token_ids or [], vocab_size, "prompts")
+            check_token_ids(prompt.token_ids or [], vocab_size, "prompts")
+            return prompt
         (token_ids,) = await self.front.codec.encode([prompt.text], add_special_tokens=True)
         if not token_ids:
             raise InvalidRequest("`prompts`: the text is empty.", "prompts")
-        return prompt.text, token_ids
+        return replace(prompt, token_ids=token_ids)
 
     async def _run(
         self,
         given: Sequence[tuple[Any, SamplingParams | None]],
-        spell: Callable[[Any], Awaitable[tuple[str | None, list[int]]]],
+        spell: Callable[[Any], Awaitable[Prompt]],
         tell: Tell,
     ) -> list[RequestOutput]:
         asked = []
         for index, (prompt, params) in enumerate(given):
             with _named(index, len(given)):
-                asked.append(await self._ask(*await spell(prompt), params))
+                asked.append(await self._ask(await spell(prompt), params))
             await asyncio.sleep(0)  # the cluster has its turn
         outputs: dict[int, RequestOutput] = {}
         left = iter(enumerate(asked))
@@ -154,12 +155,14 @@ class Session:
 
     # One prompt
 
-    async def _ask(
-        self, text: str | None, token_ids: list[int], params: SamplingParams | None
-    ) -> Asked:
+    async def _ask(self, prompt: Prompt, params: SamplingParams | None) -> Asked:
+        text, token_ids = prompt.text, prompt.token_ids or []
         body = GenerateBody.model_validate({"max_tokens": DEFAULT_COMPLETION_TOKENS})
         if params is not None:
             body = params.body()
+        if prompt.cache_salt is not None:
+            salted = parsed_fields(GenerateBody, {"cache_salt": prompt.cache_salt})
+            body = body.model_copy(update={"cache_salt": salted.cache_salt})
         self._routes.check(body)
         kept = truncated(token_ids, body, self.front.engine.limits.max_model_len)
         if text is not None and len(kept) < len(token_ids):
@@ -219,6 +222,7 @@ class Session:
             prompt_token_ids=asked.token_ids,
             prompt_logprobs=scores,
             outputs=[asked.reporter.answer(i, *one) for i, one in enumerate(answers)],
+            num_cached_tokens=asked.choices[0].num_cached_tokens,
         )
 
 

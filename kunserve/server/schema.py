@@ -270,6 +270,14 @@ def parse_body(shape: type[Body], raw: bytes) -> Body:
         raise invalid_field(error) from None
 
 
+def parsed_fields(shape: type[Body], fields: dict[str, Any]) -> Body:
+    """The same for fields that come from Python."""
+    try:
+        return shape.model_validate(fields)
+    except ValidationError as error:
+        raise invalid_field(error) from None
+
+
 def invalid_field(error: ValidationError) -> InvalidRequest:
     """What a client is told of the first field at fault."""
     first = error.errors(include_url=False, include_context=False)[0]

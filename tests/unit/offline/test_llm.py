@@ -149,6 +149,16 @@ def test_a_long_prompt_may_be_cut(llm: LLM) -> None:
     assert output.prompt == tiny_tokenizer().decode(output.prompt_token_ids)
 
 
+def test_what_was_cached_and_for_whom(llm: LLM, engine: EchoEngine) -> None:
+    engine.num_cached = 16
+    prompts = [{"prompt": "hello", "cache_salt": "tenant"}, {"prompt": "hello"}]
+    outputs = llm.generate(prompts)
+    assert [one.num_cached_tokens for one in outputs] == [16, 16]
+    assert {one.cache_salt for one in engine.submitted} == {"tenant", ""}
+    with pytest.raises(ValueError, match="cache_salt"):
+        llm.generate({"prompt": "hello", "cache_salt": "a/b"})
+
+
 def test_conversations(llm: LLM, engine: EchoEngine) -> None:
     ask = [{"role": "user", "content": "Rain?"}]
     (one,) = llm.chat(ask, SamplingParams(max_tokens=1))
