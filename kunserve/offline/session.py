@@ -16,11 +16,12 @@ from kunserve.offline.outputs import Reporter, RequestOutput
 from kunserve.offline.prompts import Prompt
 from kunserve.offline.sampling_params import GenerateBody, SamplingParams
 from kunserve.server.choice import Choice
+from kunserve.server.forms.body import form_of
 from kunserve.server.front import Front
 from kunserve.server.generation import ClientGone, EngineFailed, Generation
 from kunserve.server.launch import Launched
 from kunserve.server.limits import FrontLimits
-from kunserve.server.openai_routes import OpenAIRoutes
+from kunserve.server.openai_routes import AnswerReading, OpenAIRoutes
 from kunserve.server.prompts import bad_words_of, encode_conversation, truncated
 from kunserve.server.schema import DEFAULT_COMPLETION_TOKENS, ChatBody, parsed_fields
 from kunserve.server.text import TextCodec
@@ -77,7 +78,8 @@ class Session:
         self._num_at_once = QUEUE_DEPTH * batch
 
     async def close(self) -> None:
-        """End the instances."""
+        """End the instances, and the process that tries forms."""
+        self.front.forms.close()
         self.front.codec.threads.close()
         await self.launched.cluster.close()
 
@@ -170,7 +172,8 @@ class Session:
         bad_words = await bad_words_of(self.front.codec, body)
         self._num_asked += 1
         name = f"offline-{self._num_asked}"
-        choices = self._routes.choices(body, [kept], bad_words, name, time.monotonic())
+        reading = AnswerReading(structured=await self._routes.tried(form_of(body)))
+        choices = self._routes.choices(body, [kept], bad_words, name, time.monotonic(), reading)
         detokenizes = params is None or params.detokenize
         reporter = Reporter(self.front.codec.token_bytes, detokenizes)
         return Asked(text, kept, choices, bool(body.stop), reporter, body.prompt_logprobs)

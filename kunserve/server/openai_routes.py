@@ -74,7 +74,7 @@ class OpenAIRoutes:
         if body.echo:
             echoes = await unless_gone(http, echoes_of(front.codec, body, prompts))
         bad_words = await bad_words_of(front.codec, body)
-        reading = AnswerReading(structured=await self._tried(http, form_of(body)))
+        reading = await self.reading(http, body)
         return self._answer(http, body, prompts, echoes, bad_words, arrival_s, reading)
 
     async def chat(self, http: HttpRequest) -> Response:
@@ -97,6 +97,10 @@ class OpenAIRoutes:
         echoes = [continued_message(body)]
         reading = AnswerReading(form, structured)
         return self._answer(http, body, [prompt], echoes, bad_words, arrival_s, reading)
+
+    async def reading(self, http: HttpRequest, body: GenerationBody) -> AnswerReading:
+        """Of answers that are all content; their form is known to be one."""
+        return AnswerReading(structured=await self._tried(http, form_of(body)))
 
     async def _tried(self, http: HttpRequest, asked: AskedForm | None) -> StructuredOutput | None:
         # Most ask for none, and need no watch of their connection here.

@@ -33,9 +33,10 @@ class ResponsesRoutes:
         prompt = await unless_gone(http, encode_conversation(front.codec, body.conversation()))
         prompt = truncated(prompt, body, front.engine.limits.max_model_len)
         bad_words = await bad_words_of(front.codec, body)
+        reading = await self._openai.reading(http, body)
         unique = http.scope["state"][ANSWER_ID]
         response_id = f"resp_{unique}"
-        choices = self._openai.choices(body, [prompt], bad_words, response_id, arrival_s)
+        choices = self._openai.choices(body, [prompt], bad_words, response_id, arrival_s, reading)
         envelope = Envelope(
             kind=body.kind,
             response_id=response_id,

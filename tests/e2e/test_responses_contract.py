@@ -4,6 +4,7 @@ from collections.abc import Generator
 from typing import Any
 
 import openai
+import pydantic
 import pytest
 
 from tests.conftest import wait_until
@@ -200,3 +201,19 @@ def test_endpoints_of_others_say_why_they_are_not_there(server: LiveServer, path
         answer = http.post(f"/v1/{path}", json={"model": MODEL, "input": "x"})
     assert answer.status_code == 404
     assert "not served here" in answer.json()["error"]["message"]
+
+
+class Place(pydantic.BaseModel):
+    city: str
+
+
+def test_a_form(server: LiveServer, client: openai.OpenAI) -> None:
+    says(server, '{"city": "Paris"}')
+    answer = client.responses.parse(model=MODEL, input="Where?", text_format=Place)
+    assert answer.output_parsed == Place(city="Paris")
+    form = server.engine.submitted[-1].sampling.structured
+    assert form is not None and form.kind == "json_schema" and "city" in form.text
+    with client.responses.stream(model=MODEL, input="Where?", text_format=Place) as stream:
+        assert stream.get_final_response().output_parsed == Place(city="Paris")
+    with pytest.raises(openai.BadRequestError, match="response_format"):
+        client.responses.create(model=MODEL, input="x", text={"format": {"type": "yaml"}})

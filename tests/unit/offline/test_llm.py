@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kunserve import LLM, SamplingParams
+from kunserve import LLM, SamplingParams, StructuredOutputsParams
 from kunserve.core.errors import ConfigError, InvalidRequest, PromptTooLong, Unavailable
 from kunserve.model.generation_config import SamplingDefaults
 from tests.conftest import wait_until
@@ -157,6 +157,24 @@ def test_what_was_cached_and_for_whom(llm: LLM, engine: EchoEngine) -> None:
     assert {one.cache_salt for one in engine.submitted} == {"tenant", ""}
     with pytest.raises(ValueError, match="cache_salt"):
         llm.generate({"prompt": "hello", "cache_salt": "a/b"})
+
+
+def test_forms(llm: LLM, engine: EchoEngine) -> None:
+    forms: list[dict[str, Any]] = [
+        {"json": {"type": "object"}},
+        {"regex": "a+"},
+        {"choice": ["yes", "no"]},
+        {"json_object": True},
+    ]
+    params = [SamplingParams(structured_outputs=StructuredOutputsParams(**one)) for one in forms]
+    assert len(llm.generate(["x"] * 4, params)) == 4
+    asked = [one.sampling.structured for one in engine.submitted]
+    kinds = ["json_schema", "regex", "choice", "json_object"]
+    assert [one and one.kind for one in asked] == kinds
+    wrong = SamplingParams(structured_outputs=StructuredOutputsParams(regex="("))
+    with pytest.raises(ValueError, match="prompt 1: .*cannot be compiled"):
+        llm.generate(["x", "y"], [SamplingParams(), wrong])
+    assert len(engine.submitted) == 4
 
 
 def test_conversations(llm: LLM, engine: EchoEngine) -> None:
