@@ -23,8 +23,6 @@ STATES = {"same", "other", "out of scope"}
 FOREIGN_CLIENTS = {"openai", "httpx", "subprocess", "langchain_openai", "instructor"}
 """Modules that tests ask with, or start one with (curl, a program of a user)."""
 IN_PYTHON = "In Python"
-AWAITED = {"tools", "structured", "cache"}
-"""Files of tests that come with other changes; their rows are judged as soon as they are there."""
 
 
 @dataclass(frozen=True)
@@ -59,11 +57,6 @@ def named_in(row: Row) -> list[tuple[str, str]]:
     return re.findall(r"`(\w+)::(test_\w+)`", row.text)
 
 
-def is_awaited(row: Row) -> bool:
-    files = {short for short, _ in named_in(row)} & AWAITED
-    return any(not (ROOT / FILES[short]).exists() for short in files)
-
-
 @cache
 def tree(file: str) -> ast.Module:
     return ast.parse((ROOT / file).read_text())
@@ -94,9 +87,7 @@ def test_what_is_refused_is_not_called_the_same() -> None:
     promised = {
         name
         for row in ROWS
-        if row.section == "Fields of completions and chats"
-        and row.state == "same"
-        and not is_awaited(row)
+        if row.section == "Fields of completions and chats" and row.state == "same"
         for name in row.names
     }
     assert promised & set(REFUSED) <= {"priority", "suffix"}
@@ -119,8 +110,6 @@ def test_a_row_keeps_its_word(row: Row) -> None:
     if row.state != "same":
         assert len(row.text) > 8, "say why"
         return
-    if is_awaited(row):
-        pytest.skip("its tests are not there yet")
     found = named_in(row)
     assert found, "name a test"
     for short, name in found:
@@ -137,6 +126,6 @@ def test_a_row_keeps_its_word(row: Row) -> None:
 
 
 def test_what_other_rows_name_is_there_too() -> None:
-    for row in (one for one in ROWS if not is_awaited(one)):
+    for row in ROWS:
         for short, name in named_in(row):
             assert re.search(rf"def {name}\(", (ROOT / FILES[short]).read_text()), (short, name)

@@ -15,12 +15,16 @@ from kunserve.server.flags.option import ModelArgument, ServeFlag, TextList
 
 _WHERE = "LLM"
 _OF_A_SERVER = {field.name for field in fields(ServerConfig)} - {"request_timeout_s"} | {
+    "enable_auto_tool_choice",
+    "exclude_tools_when_tool_choice_none",
     "front_grace_s",
     "otlp_traces_endpoint",
+    "reasoning_parser",
+    "tool_call_parser",
     "uvicorn_access_log",
     "uvicorn_log_level",
 }
-"""What says how a server is reached, or what it leaves behind."""
+"""What says how a server is reached, how it writes answers, or what it leaves behind."""
 
 
 def config_from_keywords(given: Mapping[str, Any]) -> KunServeConfig:

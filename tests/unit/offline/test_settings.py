@@ -64,6 +64,7 @@ def test_what_a_server_is_told_is_not_meant(monkeypatch: pytest.MonkeyPatch) -> 
         ({"port": 8000}, "`port` is about a server"),
         ({"enable_admin": True}, "about a server"),
         ({"front_grace": 3}, "about a server"),
+        ({"reasoning_parser": "qwen3"}, "about a server"),
         ({"overload_policy": "drop", "pipeline_parallel_size": 2}, "pipelines of 2"),
     ],
 )
