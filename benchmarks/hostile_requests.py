@@ -14,6 +14,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from kunserve.server.responses_schema import ResponsesBody
 from kunserve.server.schema import (
     ChatBody,
     CompletionBody,
@@ -29,6 +30,7 @@ HI = [{"role": "user", "content": "hi"}]
 POSTS: tuple[tuple[str, type[BaseModel], dict[str, Any]], ...] = (
     ("/v1/completions", CompletionBody, {"prompt": "hello", "max_tokens": 3}),
     ("/v1/chat/completions", ChatBody, {"messages": HI, "max_tokens": 3}),
+    ("/v1/responses", ResponsesBody, {"input": "hello", "max_output_tokens": 3}),
     ("/tokenize", TokenizeBody, {"prompt": "hello"}),
     ("/detokenize", DetokenizeBody, {"tokens": [65, 66]}),
     ("/kunserve/drop", DropBody, {"bytes": 1}),

@@ -125,6 +125,8 @@ PLANS: dict[str, Alone | Client | Server | Elsewhere] = {
     "kubectl apply -f deploy/kubernetes/keda.yaml": IN_A_CLUSTER,
     "make package": Elsewhere("tests/test_package.py builds both packages"),
     "python -m kunserve.engine.kernels.build": Alone(r"kernels-\w+\.so"),
+    # docs/offline.md
+    "python examples/offline.py": Alone(r"2, 4, 6, ->  8, 10[\s\S]*Paris"),
     # serve --help
     "kunserve serve smollm2-135m": Server(),
     "kunserve serve ./Qwen2.5-0.5B --num-instances 2 --instance-memory 2GiB": Server(),
@@ -223,6 +225,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (where / ".venv" / "bin").mkdir(parents=True)
     (where / ".venv" / "bin" / "kunserve").symlink_to(BIN / "kunserve")
     (where / "experiments").symlink_to(ROOT / "experiments")
+    (where / "examples").symlink_to(ROOT / "examples")
     data = ROOT / "kunserve" / "workload" / "data"
     shutil.copy(data / "sharegpt.csv.gz", where)
     shutil.copy(data / "longbench.csv", where / "lengths.csv")

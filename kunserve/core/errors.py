@@ -19,8 +19,11 @@ class KunServeError(Exception):
     """Root of every error that is the caller's to mend."""
 
 
-class InvalidRequest(KunServeError):
-    """A request that cannot be served as written. ``param`` names the field at fault."""
+class InvalidRequest(KunServeError, ValueError):
+    """A request that cannot be served as written. ``param`` names the field at fault.
+
+    A ValueError too, because callers in Python expect one, as vLLM's do.
+    """
 
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)

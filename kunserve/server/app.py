@@ -26,6 +26,7 @@ from kunserve.server.middleware import ANSWER_ID, FrontMiddleware
 from kunserve.server.openai_routes import OpenAIRoutes
 from kunserve.server.paths import PAGE_WITH_SLASH, PathMiddleware, unknown_path
 from kunserve.server.request_life import Tracer
+from kunserve.server.responses_routes import ResponsesRoutes
 from kunserve.server.stats_log import StatsLog
 from kunserve.server.system_routes import SystemRoutes
 from kunserve.server.text import FastTokenizer, TextCodec
@@ -117,12 +118,15 @@ async def _answer_error(http: HttpRequest, error: Exception) -> Response:
 def _routes(front: Front) -> list[Route]:
     system, openai, admin = SystemRoutes(front), OpenAIRoutes(front), AdminRoutes(front)
     dashboard = DashboardRoutes()
+    responses = ResponsesRoutes(front, openai)
     get, post = ["GET"], ["POST"]
     return [
         Route("/v1/completions", openai.completions, methods=post),
         Route("/v1/chat/completions", openai.chat, methods=post),
+        Route("/v1/responses", responses.create, methods=post),
         Route("/v1/models", system.models, methods=get),
         Route("/v1/models/{name:path}", system.model, methods=get),
+        Route("/load", system.load, methods=get),
         Route("/version", system.version, methods=get),
         Route("/tokenize", system.tokenize, methods=post),
         Route("/detokenize", system.detokenize, methods=post),

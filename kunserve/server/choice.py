@@ -44,6 +44,8 @@ class Delta:
     prompt_scores: tuple[PromptScores, ...] = ()
     message: MessagePiece | None = None
     """What the text says, where answers are read; ``text`` is as the model wrote it."""
+    token_ids: list[int] = field(default_factory=list)
+    """All new tokens, also those that make no text."""
 
 
 class Choice:
@@ -60,6 +62,7 @@ class Choice:
         "_prompt_scores",
         "_reader",
         "_starts",
+        "_token_ids",
         "finish_reason",
         "index",
         "num_cached_tokens",
@@ -90,6 +93,7 @@ class Choice:
         self._prompt_scores: tuple[PromptScores, ...] = ()
         self._pieces: list[str] = []
         self._entries: list[TokenEntry] = []
+        self._token_ids: list[int] = []
         self._num_characters = 0
         self.num_tokens = 0
         self.num_cached_tokens = 0
@@ -148,10 +152,11 @@ class Choice:
         """Everything new since the last call."""
         pieces, entries = self._pieces, self._entries
         text = "".join(pieces)
-        delta = Delta(text, entries, self._starts, self._prompt_scores)
+        delta = Delta(text, entries, self._starts, self._prompt_scores, token_ids=self._token_ids)
         if self._reader is not None:
             delta.message = self._reader.feed(text, self.finish_reason is not None)
         self._pieces = []
+        self._token_ids = []
         self._entries = []
         self._starts = False
         self._prompt_scores = ()
@@ -159,6 +164,7 @@ class Choice:
 
     def _take_token(self, token_id: int, output: TokenOutput) -> None:
         self.num_tokens += 1
+        self._token_ids.append(token_id)
         if output.logprobs is not None:
             self._entries.append(TokenEntry(token_id, output.logprobs, self._num_characters))
         if output.finish_reason is FinishReason.STOP and not self._include_stop:

@@ -8,10 +8,11 @@ import os
 import socket
 import tempfile
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from kunserve.cluster.api import EngineClient
 from kunserve.cluster.local import LocalCluster
 from kunserve.core.config import MIB, KunServeConfig
 from kunserve.core.errors import ConfigError
@@ -36,14 +37,28 @@ from kunserve.server.tls import check_certificates
 logger = logging.getLogger("kunserve.server")
 
 
-async def run_server(config: KunServeConfig) -> None:
-    """Serve until a signal. Raises ConfigError when it cannot start."""
-    began_s = time.monotonic()
-    ApiKeys.of(config.server)
-    check_certificates(config.server)
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """A cluster that serves, and what stands before it."""
+
+    cluster: EngineClient
+    tokenizer: Any
+    defaults: SamplingDefaults
+    config: KunServeConfig
+    """The configuration, with what was measured at the start."""
+
+    @property
+    def model_name(self) -> str:
+        """The first of its names, which is in answers and metrics."""
+        return (*self.config.model.served_model_name, self.config.model.model)[0]
+
+
+async def launch(config: KunServeConfig, run_folder: Path | None = None) -> Launched:
+    """Start the instances. Raises ConfigError when they cannot start; the caller closes them.
+
+    ``run_folder`` is where they outlive this process, see ``LocalCluster.start``.
+    """
     template = config.chat.chat_template and read_chat_template(config.chat.chat_template)
-    tracer = _tracer(config)
-    listener = _listen(config.server.host, config.server.port)
     source = resolve_model(config.model.model, config.model.load_format)
     spec = read_spec(source, config.model.dtype)
     check_length(config, spec)
@@ -66,15 +81,28 @@ async def run_server(config: KunServeConfig) -> None:
         asyncio.to_thread(_load_tokenizer, source, config.model.tokenizer, template)
     )
     cluster = await LocalCluster.start(
-        config,
-        vocab_size=spec.vocab_size,
-        run_folder=_run_folder(config),
-        on_ready=_log_ready,
+        config, vocab_size=spec.vocab_size, run_folder=run_folder, on_ready=_log_ready
     )
     try:
-        tokenizer = await tokenizer_loading
-        name = (*config.model.served_model_name, config.model.model)[0]
-        app = create_app(cluster, tokenizer, name, config, defaults=defaults, tracer=tracer)
+        return Launched(cluster, await tokenizer_loading, defaults, config)
+    except BaseException:
+        await cluster.close()
+        raise
+
+
+async def run_server(config: KunServeConfig) -> None:
+    """Serve until a signal. Raises ConfigError when it cannot start."""
+    began_s = time.monotonic()
+    ApiKeys.of(config.server)
+    check_certificates(config.server)
+    tracer = _tracer(config)
+    listener = _listen(config.server.host, config.server.port)
+    launched = await launch(config, _run_folder(config))
+    cluster, name, config = launched.cluster, launched.model_name, launched.config
+    try:
+        app = create_app(
+            cluster, launched.tokenizer, name, config, defaults=launched.defaults, tracer=tracer
+        )
         host, port = listener.getsockname()[:2]
         logger.info(
             "ready url=%s://%s:%d/v1 model=%s max_model_len=%d seconds=%.1f",

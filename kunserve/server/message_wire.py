@@ -24,13 +24,18 @@ class MessageStream:
         Reasoning, content and calls go in events of their own, because clients look at one only.
         """
         parts = self._parts(choice, delta)
-        finish = choice.finish_name
-        if finish is not None or (delta.entries and not parts):
+        finish, prompts = choice.finish_name, self._envelope.prompt_token_ids
+        has_more = delta.entries or (delta.token_ids and prompts is not None)
+        if finish is not None or (has_more and not parts):
             parts.append({})
         events = [self._event(choice, part) for part in parts]
         if not events:
             return b""
         ending = events[-1]["choices"][0]
+        if prompts is not None:
+            ending["token_ids"] = delta.token_ids
+            if delta.starts:
+                events[0]["prompt_token_ids"] = prompts[self._index]
         if delta.entries:
             ending["logprobs"] = self._envelope.logprobs(self._index, delta)
         if finish is not None:

@@ -28,6 +28,7 @@ from kunserve.server.prompts import (
     echoes_of,
     encode_conversation,
     encode_prompts,
+    truncated,
 )
 from kunserve.server.sampling import remaining_tokens, resolve_sampling
 from kunserve.server.schema import ChatBody, CompletionBody, GenerationBody
@@ -61,7 +62,7 @@ class OpenAIRoutes:
         arrival_s = time.monotonic()
         front = self._front
         body = await front.bodies.read(http, CompletionBody)
-        self._check(body)
+        self.check(body)
         if body.max_tokens == 0 and not body.echo:
             raise InvalidRequest("`max_tokens` must be at least 1 without `echo`.", "max_tokens")
         if body.best_of not in (None, body.n or 1):
@@ -73,7 +74,7 @@ class OpenAIRoutes:
         if body.echo:
             echoes = await unless_gone(http, echoes_of(front.codec, body, prompts))
         bad_words = await bad_words_of(front.codec, body)
-        reading = AnswerReading(structured=await self._tried(http, form_of(body)))
+        reading = await self.reading(http, body)
         return self._answer(http, body, prompts, echoes, bad_words, arrival_s, reading)
 
     async def chat(self, http: HttpRequest) -> Response:
@@ -81,13 +82,14 @@ class OpenAIRoutes:
         arrival_s = time.monotonic()
         front = self._front
         body = await front.bodies.read(http, ChatBody)
-        self._check(body)
+        self.check(body)
         if body.top_logprobs is not None and not body.logprobs:
             raise InvalidRequest("`top_logprobs` needs `logprobs` to be true.", "top_logprobs")
         demand = front.formats.demand(body)
         if front.formats.hides_tools(demand):
             body.tools = None
         prompt = await unless_gone(http, encode_conversation(front.codec, body))
+        prompt = truncated(prompt, body, front.engine.limits.max_model_len)
         bad_words = await bad_words_of(front.codec, body)
         asked = AskedForm("tools", demand.structured) if demand.structured else form_of(body)
         structured = await self._tried(http, asked)
@@ -96,14 +98,22 @@ class OpenAIRoutes:
         reading = AnswerReading(form, structured)
         return self._answer(http, body, [prompt], echoes, bad_words, arrival_s, reading)
 
+    async def reading(self, http: HttpRequest, body: GenerationBody) -> AnswerReading:
+        """Of answers that are all content; their form is known to be one."""
+        return AnswerReading(structured=await self._tried(http, form_of(body)))
+
     async def _tried(self, http: HttpRequest, asked: AskedForm | None) -> StructuredOutput | None:
+        # Most ask for none, and need no watch of their connection here.
+        return None if asked is None else await unless_gone(http, self.tried(asked))
+
+    async def tried(self, asked: AskedForm | None) -> StructuredOutput | None:
         """The form that the output must have, once it is known to be one."""
         if asked is None:
             return None
-        await unless_gone(http, self._front.forms.check(asked.form, asked.param))
+        await self._front.forms.check(asked.form, asked.param)
         return asked.form
 
-    def _check(self, body: GenerationBody) -> None:
+    def check(self, body: GenerationBody) -> None:
         """What can be refused before the prompt is looked at."""
         self._front.admit(body.model)
         self._foreign_fields.check(body.model_extra or {})
@@ -115,6 +125,13 @@ class OpenAIRoutes:
         if body.prompt_logprobs is not None and body.stream:
             raise InvalidRequest(
                 "`prompt_logprobs` is not available when `stream` is true.", "prompt_logprobs"
+            )
+        apart = body.spaces_between_special_tokens
+        if apart is False and not self._front.codec.token_bytes.byte_level:
+            raise InvalidRequest(
+                "`spaces_between_special_tokens` can be false only where a token's text does not "
+                "depend on its neighbours.",
+                "spaces_between_special_tokens",
             )
 
     def _answer(
@@ -141,7 +158,7 @@ class OpenAIRoutes:
         engine_id = f"{response_id}-{unique[:8]}" if given else response_id
         most = front.limits.max_prompt_logprobs
         report = report_of(front.codec, body, prompts, echoes, most)
-        choices = self._choices(body, prompts, bad_words, engine_id, arrival_s, reading)
+        choices = self.choices(body, prompts, bad_words, engine_id, arrival_s, reading)
         num_choices = body.n or 1
         envelope = Envelope(
             kind=body.kind,
@@ -153,6 +170,9 @@ class OpenAIRoutes:
             num_prompt_tokens=sum(map(len, prompts)),
             report=report,
             tells_cached=front.config.server.enable_prompt_tokens_details,
+            prompt_token_ids=[prompts[choice.index // num_choices] for choice in choices]
+            if body.return_token_ids
+            else None,
         )
         eager = bool(body.stream or body.stop)
         generation = Generation(front.engine, choices, front.watch, eager, num_choices)
@@ -165,7 +185,7 @@ class OpenAIRoutes:
         front.enter(generation)
         return answer
 
-    def _choices(
+    def choices(
         self,
         body: GenerationBody,
         prompts: Sequence[list[int]],
@@ -174,6 +194,7 @@ class OpenAIRoutes:
         arrival_s: float,
         reading: AnswerReading,
     ) -> list[Choice]:
+        """``n`` completions of each prompt, ready to be started."""
         front = self._front
         limits = front.engine.limits
         skip_special = body.skip_special_tokens is not False

@@ -5,12 +5,17 @@ from collections.abc import Sequence
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from kunserve.server.unsupported import OTHER_ENDPOINTS
+
 PAGE_WITH_SLASH = "/dashboard/"
 """Redirected instead, because the page's files have names relative to ``/dashboard``."""
 
 
 def unknown_path(path: str, routes: Sequence[BaseRoute]) -> str:
     """What a client is told that asks for a path which is not there."""
+    reason = OTHER_ENDPOINTS.get(path)
+    if reason is not None:
+        return f"{path} is not served here: {reason}"
     known = {route.path for route in routes if isinstance(route, Route)}
     near = (f"/v1{path}", path.replace("/v1/v1/", "/v1/", 1))
     found = next((one for one in near if one != path and one in known), None)

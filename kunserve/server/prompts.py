@@ -25,10 +25,23 @@ async def encode_prompts(
     if texts:
         prompts = await codec.encode(texts, body.add_special_tokens is not False)
     else:
-        prompts = [_check_ids(one, limits) for one in spelled]
+        cuts = body.truncate_prompt_tokens is not None
+        prompts = [_check_ids(one, limits, cuts) for one in spelled]
     if not all(prompts):
         raise InvalidRequest("`prompt` is empty.", "prompt")
-    return prompts
+    return [truncated(one, body, limits.max_model_len) for one in prompts]
+
+
+def truncated(prompt: list[int], body: GenerationBody, max_model_len: int) -> list[int]:
+    """What the client wants to be kept of its prompt."""
+    most = body.truncate_prompt_tokens
+    if most is None:
+        return prompt
+    if most == 0:
+        raise InvalidRequest("`truncate_prompt_tokens` would leave nothing.", "prompt")
+    if most == -1:
+        most = max(1, max_model_len - (body.asked_tokens or 1))
+    return prompt[:most] if body.truncation_side == "right" else prompt[-most:]
 
 
 async def echoes_of(
@@ -37,7 +50,7 @@ async def echoes_of(
     """Per prompt: the text to repeat before the answer. Called when the request wants it."""
     given = _split(body.prompt)
     texts = [one for one in given if isinstance(one, str)]
-    if texts:
+    if texts and body.truncate_prompt_tokens is None:
         return texts
     num_tokens = sum(map(len, prompts))
     return await codec.threads.run(num_tokens, lambda: [codec.decode(one) for one in prompts])
@@ -107,9 +120,9 @@ def _split(prompt: Any) -> list[str | list[Any]]:
     )
 
 
-def _check_ids(token_ids: str | list[Any], limits: ServingLimits) -> list[int]:
+def _check_ids(token_ids: str | list[Any], limits: ServingLimits, cuts: bool) -> list[int]:
     assert isinstance(token_ids, list), type(token_ids)
-    if len(token_ids) > limits.max_model_len:
+    if len(token_ids) > limits.max_model_len and not cuts:
         raise too_long(limits.max_model_len, str(len(token_ids)), None)
     return check_token_ids(token_ids, limits.vocab_size, "prompt")
 

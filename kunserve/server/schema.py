@@ -118,9 +118,15 @@ class GenerationBody(BaseModel):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
     add_special_tokens: bool | None = None
     cache_salt: CacheSalt | None = None
     """KV is shared only with requests of the same salt."""
+    truncate_prompt_tokens: int | None = Field(None, ge=-1, le=INT64_MAX)
+    """Of a longer prompt only so many tokens are kept; -1: as many as leave room for the answer."""
+    truncation_side: Literal["left", "right"] | None = None
+    """Where a longer prompt is cut: at its beginning, unless told."""
+    return_token_ids: bool | None = None
     user: str | None = None
 
     @property
@@ -261,18 +267,31 @@ def parse_body(shape: type[Body], raw: bytes) -> Body:
     try:
         return shape.model_validate_json(raw)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False)[0]
+        raise invalid_field(error) from None
+
+
+def parsed_fields(shape: type[Body], fields: dict[str, Any]) -> Body:
+    """The same for fields that come from Python."""
+    try:
+        return shape.model_validate(fields)
+    except ValidationError as error:
+        raise invalid_field(error) from None
+
+
+def invalid_field(error: ValidationError) -> InvalidRequest:
+    """What a client is told of the first field at fault."""
+    first = error.errors(include_url=False, include_context=False)[0]
     kind, location, given = first["type"], first["loc"], first["input"]
     if kind == "json_invalid":
-        raise InvalidRequest(f"The request body is not valid JSON: {first['msg']}")
+        return InvalidRequest(f"The request body is not valid JSON: {first['msg']}")
     if not location:
-        raise InvalidRequest("The request body must be a JSON object.")
+        return InvalidRequest("The request body must be a JSON object.")
     name = ".".join(map(str, location))
     if kind == "missing":
-        raise InvalidRequest(f"`{name}` is required.", name)
+        return InvalidRequest(f"`{name}` is required.", name)
     if kind == "extra_forbidden":
-        raise InvalidRequest(f"`{name}` is not a known field.", name)
-    raise InvalidRequest(f"`{name}`: {first['msg']} (got {shown_value(given)}).", str(location[0]))
+        return InvalidRequest(f"`{name}` is not a known field.", name)
+    return InvalidRequest(f"`{name}`: {first['msg']} (got {shown_value(given)}).", str(location[0]))
 
 
 def shown_value(value: object) -> str:

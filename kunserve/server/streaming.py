@@ -28,7 +28,8 @@ from kunserve.server.wire import (
 logger = logging.getLogger("kunserve.server")
 
 
-def _stream_start() -> Message:
+def stream_start() -> Message:
+    """The head of a response of server-sent events."""
     return {
         "type": "http.response.start",
         "status": 200,
@@ -125,7 +126,7 @@ class StreamedAnswer(GenerationAnswer):
 
     async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ``GenerationAnswer``."""
-        await send(_stream_start())
+        await send(stream_start())
         ending = await self._stream(send)
         await send({"type": "http.response.body", "body": ending + DONE})
 

@@ -66,6 +66,10 @@ class SystemRoutes:
         """GET /version."""
         return json_answer({"version": kunserve.__version__})
 
+    async def load(self, _http: HttpRequest) -> Response:
+        """GET /load: requests whose answers are not complete, for balancers that ask vLLM's."""
+        return json_answer({"server_load": self._front.num_in_flight})
+
     async def models(self, _http: HttpRequest) -> Response:
         """GET /v1/models."""
         names = self._front.model_names

@@ -30,18 +30,47 @@ REFUSED: dict[str, Neutral] = {
     "length_penalty": _is(1, 1.0),
     "suffix": _absent,
     "prompt_embeds": _absent,
-    "truncate_prompt_tokens": _absent,
     "logits_processors": _absent,
     "chat_template": _absent,
     "documents": _absent,
     "web_search_options": _absent,
-    "spaces_between_special_tokens": lambda value: value is None or value is True,
     "priority": _is(0),
     "kv_transfer_params": _absent,
-    "return_token_ids": _absent,
     "mm_processor_kwargs": _absent,
+    "media_io_kwargs": _absent,
+    "ec_transfer_params": _absent,
+    "logprob_token_ids": _absent,
+    "repetition_detection": _absent,
+    "return_prompt_text": _absent,
+    "thinking_token_budget": _is(-1),
+    "watermarking": _absent,
 }
 """Fields that would change the answer. Any other unknown field is accepted, as vLLM does."""
+_GENERATES = "models that generate text are served, and none that embed, classify or rank."
+_HEARS = "models of text are served, and none of sound or images."
+OTHER_ENDPOINTS = {
+    **dict.fromkeys(
+        [
+            "/v1/embeddings",
+            "/v1/score",
+            "/score",
+            "/v1/rerank",
+            "/v2/rerank",
+            "/rerank",
+            "/pooling",
+            "/classify",
+            "/invocations",
+        ],
+        _GENERATES,
+    ),
+    **dict.fromkeys(("/v1/audio/transcriptions", "/v1/audio/translations", "/v1/realtime"), _HEARS),
+    "/v1/messages": "use /v1/chat/completions, or /v1/responses.",
+    "/sleep": "an instance gives its memory back when it ends.",
+    "/wake_up": "an instance gives its memory back when it ends.",
+    "/v1/load_lora_adapter": "the model is served as it is.",
+    "/v1/unload_lora_adapter": "the model is served as it is.",
+}
+"""Endpoints of vLLM's server that are not there, and why."""
 HARMLESS = frozenset(
     {
         "guided_decoding_backend",
@@ -51,6 +80,8 @@ HARMLESS = frozenset(
         "safety_identifier",
     }
     | {"service_tier", "store", "verbosity"}
+    | {"return_mm_kwargs", "return_token_offsets", "routed_experts_prompt_start"}
+    | {"session_id", "stream_interval", "vllm_xargs"}
 )
 """Fields of OpenAI's and vLLM's that change no answer of ours."""
 

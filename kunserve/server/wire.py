@@ -45,6 +45,8 @@ class Envelope:
     """Where the client asks for log-probabilities of its prompts."""
     tells_cached: bool = False
     """Whether ``usage`` tells how many prompt tokens were cached."""
+    prompt_token_ids: Sequence[Sequence[int]] | None = None
+    """Per choice, where the client asks for token ids."""
 
     def logprobs(self, index: int, delta: Delta) -> dict[str, Any] | None:
         """The ``logprobs`` object of a choice's news; an echoed prompt's tokens come first."""
@@ -131,6 +133,7 @@ class ChoiceStream:
         text = delta.text
         opening = b""
         tail = self._tail
+        prompts = self._envelope.prompt_token_ids
         if self._usage is UsageIn.EACH:
             usage = usage_object(self._envelope.num_prompt_tokens, choice.num_tokens)
             tail = b'}],"usage":%b}\n\n' % _encode(usage)
@@ -138,8 +141,10 @@ class ChoiceStream:
             self._first = False
             opening, text = self._open(text, tail)
         finish = choice.finish_name
+        if prompts is not None and (delta.token_ids or finish is not None):
+            tail = self._told_ids(delta, prompts[self._index]) + tail
         if finish is None and not delta.entries:
-            if not text:
+            if not text and (prompts is None or not delta.token_ids):
                 return opening
             return opening + self._head + _encode(text) + self._closing + tail
         logprobs = self._logprobs(delta)
@@ -167,7 +172,18 @@ class ChoiceStream:
             return b"", text
         # The content's opening, with the role before it.
         head = self._head.replace(b'"delta":{', b'"delta":{"role":"assistant",', 1)
+        prompts = self._envelope.prompt_token_ids
+        if prompts is not None:
+            told = b',"prompt_token_ids":%b,"choices":' % _encode(prompts[self._index])
+            head = head.replace(b',"choices":', told, 1)
         return head + b'""' + self._closing + tail, text
+
+    def _told_ids(self, delta: Delta, prompt: Sequence[int]) -> bytes:
+        """The end of a chunk's choice; that of a completion begins with the prompt's tokens."""
+        told = b',"token_ids":' + _encode(delta.token_ids)
+        if delta.starts and self._envelope.kind == "completion":
+            told += b',"prompt_token_ids":' + _encode(prompt)
+        return told
 
     def _logprobs(self, delta: Delta) -> bytes:
         if not delta.entries and not delta.starts:
@@ -208,6 +224,10 @@ def whole_answer(
         body["logprobs"] = envelope.logprobs(choice.index, delta)
         body["finish_reason"] = choice.finish_name
         body["stop_reason"] = choice.stop_reason
+        if envelope.prompt_token_ids is not None:
+            body["token_ids"] = delta.token_ids
+            if envelope.kind == "completion":
+                body["prompt_token_ids"] = envelope.prompt_token_ids[choice.index]
         bodies.append(body)
     answer = {
         "id": envelope.response_id,
@@ -217,6 +237,8 @@ def whole_answer(
         "choices": bodies,
         "usage": usage,
     }
+    if envelope.prompt_token_ids is not None and envelope.kind == "chat":
+        answer["prompt_token_ids"] = envelope.prompt_token_ids[0]
     report = envelope.report
     if report is not None and report.num_listed is not None:
         if envelope.kind == "chat":  # which has one prompt

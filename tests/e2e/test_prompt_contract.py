@@ -175,6 +175,7 @@ def test_a_chat_may_repeat_the_message_that_it_continues(
     assert text.startswith("Well, ") and len(text) > len("Well, ")
 
 
+TELL_IDS = {"return_token_ids": True}
 CALL = {"name": "weather", "arguments": '{"city": "Paris"}'}
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {}}}]
 
@@ -229,3 +230,105 @@ def test_an_evaluation_learns_of_the_tokenizer(server: LiveServer) -> None:
         info = http.get("/tokenizer_info").json()
     assert info["eos_token"] == "<|end|>" and info["bos_token"] is None
     assert "<|start|>" in info["chat_template"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_completion_tells_its_tokens(client: openai.OpenAI, stream: bool) -> None:
+    prompts = [ids("hello é"), ids("fox")]
+    answer = client.completions.create(
+        model=MODEL, prompt=prompts, max_tokens=5, stream=stream, extra_body=TELL_IDS
+    )
+    told: dict[int, list[int]] = {0: [], 1: []}
+    asked: dict[int, list[list[int]]] = {0: [], 1: []}
+    for chunk in answer if stream else [answer]:
+        for choice in chunk.choices:
+            told[choice.index] += choice.token_ids
+            if getattr(choice, "prompt_token_ids", None):
+                asked[choice.index].append(choice.prompt_token_ids)
+    assert told == {index: (one * 5)[:5] for index, one in enumerate(prompts)}
+    assert asked == {index: [one] for index, one in enumerate(prompts)}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_chat_tells_its_tokens(server: LiveServer, client: openai.OpenAI, stream: bool) -> None:
+    answer = client.chat.completions.create(
+        model=MODEL,
+        messages=[{"role": "user", "content": "é"}],
+        n=2,
+        max_tokens=6,
+        stream=stream,
+        extra_body=TELL_IDS,
+    )
+    told: dict[int, list[int]] = {0: [], 1: []}
+    asked = []
+    for chunk in answer if stream else [answer]:
+        asked += [chunk.prompt_token_ids] if getattr(chunk, "prompt_token_ids", None) else []
+        for choice in chunk.choices:
+            told[choice.index] += getattr(choice, "token_ids", None) or []
+    prompt = list(server.engine.submitted[-1].prompt_token_ids)
+    assert told == {0: prompt[:6], 1: prompt[:6]}
+    assert asked == [prompt] * (2 if stream else 1)  # a stream tells it once for each choice
+
+
+def test_nobody_is_told_of_tokens_who_did_not_ask(client: openai.OpenAI) -> None:
+    raw = client.completions.with_raw_response.create(model=MODEL, prompt="x", max_tokens=1)
+    assert "token_ids" not in raw.text
+
+
+@pytest.mark.parametrize(
+    ("options", "kept"),
+    [
+        ({"truncate_prompt_tokens": 3}, slice(-3, None)),
+        ({"truncate_prompt_tokens": 3, "truncation_side": "right"}, slice(0, 3)),
+        ({"truncate_prompt_tokens": -1}, slice(-512 + 4, None)),
+        ({"truncate_prompt_tokens": 1 << 40, "max_tokens": 1}, slice(0, None)),
+    ],
+)
+def test_a_long_prompt_is_cut(
+    server: LiveServer, client: openai.OpenAI, options: dict[str, Any], kept: slice
+) -> None:
+    prompt = [i % 250 for i in range(600 if options["truncate_prompt_tokens"] < 9 else 500)]
+    answer = client.completions.create(
+        model=MODEL, prompt=prompt, echo=True, extra_body={"max_tokens": 4, **options}
+    )
+    assert list(server.engine.submitted[-1].prompt_token_ids) == prompt[kept]
+    assert answer.choices[0].text.startswith(tiny_tokenizer().decode(prompt[kept]))
+    assert answer.usage.prompt_tokens == len(prompt[kept])
+
+
+def test_a_conversation_is_cut(server: LiveServer, client: openai.OpenAI) -> None:
+    client.chat.completions.create(
+        model=MODEL,
+        messages=[{"role": "user", "content": "zq " * 600}],
+        max_tokens=2,
+        extra_body={"truncate_prompt_tokens": -1},
+    )
+    assert len(server.engine.submitted[-1].prompt_token_ids) == 510
+    assert prompt_text(server).endswith("<|start|>assistant\n")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"suffix": "after"},
+        {"use_beam_search": True},
+        {"length_penalty": 2.0},
+        {"priority": 1},
+        {"truncate_prompt_tokens": 0},
+        {"truncation_side": "middle"},
+        {"logprobs": -1},
+        {"prompt_logprobs": -1},
+        {"best_of": 3},
+    ],
+)
+def test_what_would_change_the_answer_is_refused(
+    client: openai.OpenAI, options: dict[str, Any]
+) -> None:
+    with pytest.raises(openai.BadRequestError, match=next(iter(options))):
+        client.completions.create(model=MODEL, prompt="x", extra_body=options)
+
+
+def test_what_would_change_nothing_is_taken(client: openai.OpenAI) -> None:
+    neutral = {"suffix": "", "use_beam_search": False, "length_penalty": 1.0, "priority": 0}
+    more = {"spaces_between_special_tokens": False, "best_of": 1, "logits_processors": None}
+    client.completions.create(model=MODEL, prompt="x", max_tokens=1, extra_body=neutral | more)

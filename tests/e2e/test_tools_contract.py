@@ -302,3 +302,19 @@ def test_marks_that_are_special_tokens_are_read_and_not_shown(
         assert choice.message.content.startswith("Hm \n{")
         prompt = tiny_tokenizer().decode(server.engine.submitted[-1].prompt_token_ids)
         assert prompt == "<|start|>user\nRain in Paris?<|end|>\n<|start|>assistant\n"
+
+
+@pytest.mark.parametrize("per_tick", [1, 1000])
+def test_tokens_are_told_as_elsewhere(
+    server: LiveServer, client: openai.OpenAI, per_tick: int
+) -> None:
+    say(server, f"One moment.\n{CALL}")
+    server.configure(per_tick=per_tick)
+    told = {"return_token_ids": True}
+    (whole,) = ask(client, extra_body=told).choices
+    assert whole.token_ids
+    chunks = list(ask(client, stream=True, extra_body=told))
+    told_ids = [getattr(chunk.choices[0], "token_ids", None) or [] for chunk in chunks]
+    assert [one for part in told_ids for one in part] == whole.token_ids
+    prompts = [one for chunk in chunks if (one := getattr(chunk, "prompt_token_ids", None))]
+    assert prompts == [list(server.engine.submitted[-1].prompt_token_ids)]

@@ -21,23 +21,33 @@ def read_config_file(path: Path, command: click.Command, ctx: click.Context) -> 
 
     Raises UsageError, which names the file and the key, for whatever the command cannot take.
     """
+    return checked_settings(str(path), _mapping(path), command, ctx)
+
+
+def checked_settings(
+    where: str, settings: Mapping[Any, Any], command: click.Command, ctx: click.Context
+) -> dict[str, Any]:
+    """Values by flag, as values by the names of ``command``'s parameters.
+
+    Raises UsageError, which says where they stand, for whatever the command cannot take.
+    """
     keys = dict(_keys(command))
     values: dict[str, Any] = {}
-    for written, value in _mapping(path).items():
+    for written, value in settings.items():
         key = str(written).replace("_", "-")
         if key not in keys:
-            raise click.UsageError(f"{path}: {_unknown(str(written), key, keys)}")
+            raise click.UsageError(f"{where}: {_unknown(str(written), key, keys)}")
         parameter, is_off = keys[key]
         name = parameter.name
         assert name is not None
         if name in values:
-            raise click.UsageError(f"{path}: `{written}` is given twice.")
+            raise click.UsageError(f"{where}: `{written}` is given twice.")
         try:
             values[name] = _checked(parameter, value, is_off, ctx)
         except (click.BadParameter, ValueError) as error:
             said = error.message if isinstance(error, click.BadParameter) else str(error)
             raise click.UsageError(
-                f"{path}: `{written}` must be {expected(parameter)}: {said}"
+                f"{where}: `{written}` must be {expected(parameter)}: {said}"
             ) from None
     return values
 

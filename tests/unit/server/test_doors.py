@@ -152,7 +152,7 @@ def test_a_slash_at_the_end_and_a_prefix_change_nothing(server: LiveServer, pref
     [
         ("/chat/completions", "/v1/chat/completions"),
         ("/v1/v1/models", "/v1/models"),
-        ("/v1/embeddings", None),
+        ("/v1/files", None),
     ],
 )
 def test_a_wrong_base_url_is_recognised(server: LiveServer, path: str, meant: str | None) -> None:

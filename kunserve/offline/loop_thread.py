@@ -1,0 +1,106 @@
+"""An event loop in a thread of its own, for a caller that has none, or one that is busy."""
+
+import asyncio
+import os
+import threading
+from collections.abc import Callable, Coroutine
+from queue import SimpleQueue
+from typing import Any, TypeAlias, TypeVar
+
+from kunserve.core.errors import Unavailable
+
+T = TypeVar("T")
+Tell: TypeAlias = Callable[[Any], None]
+"""Called on the event loop with news for the caller who waits."""
+
+
+def _ignore(news: Any) -> None:
+    """Hear nothing."""
+
+
+class LoopThread:
+    """Runs coroutines for any thread but its own.
+
+    The thread is a daemon, so that a program may end without a word. Instances are started by it,
+    and a process dies with the thread that started it: so the thread lives as long as they do.
+    """
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._calls: set[asyncio.Task[Any]] = set()
+        self._pid = os.getpid()
+        self._closing = threading.Lock()
+        self._is_closed = False
+        self._thread = threading.Thread(target=self._run, name="kunserve", daemon=True)
+        self._thread.start()
+
+    def call(self, work: Callable[[Tell], Coroutine[Any, Any, T]], hear: Tell = _ignore) -> T:
+        """What ``work`` returns. The caller waits; if it is interrupted, ``work`` is ended first.
+
+        What ``work`` tells comes to ``hear``, in the caller's thread. Raises Unavailable once
+        closed.
+        """
+        if self._pid != os.getpid():
+            raise Unavailable("this LLM belongs to the process that made it; make another one here")
+        if self._is_closed:
+            raise Unavailable("this LLM was closed")
+        assert threading.current_thread() is not self._thread
+        mail: SimpleQueue[Any] = SimpleQueue()
+        begun: list[asyncio.Task[T]] = []
+
+        def begin() -> None:
+            task = self._loop.create_task(work(mail.put))
+            self._calls.add(task)
+            task.add_done_callback(self._calls.discard)
+            task.add_done_callback(mail.put)
+            begun.append(task)
+
+        self._loop.call_soon_threadsafe(begin)
+        try:
+            while not isinstance(news := mail.get(), asyncio.Task):
+                hear(news)
+        except BaseException:
+            self._loop.call_soon_threadsafe(lambda: begun[0].cancel())
+            while not isinstance(mail.get(), asyncio.Task):
+                pass
+            raise
+        if news.cancelled():
+            raise Unavailable("this LLM was closed")
+        result: T = news.result()
+        return result
+
+    def close(self, last: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """End all calls, run ``last``, and end the thread. Whoever comes later waits for the first.
+
+        A forked child has no such thread, and nothing to end.
+        """
+        if self._pid != os.getpid():
+            return
+        with self._closing:
+            is_first, self._is_closed = not self._is_closed, True
+        if is_first:
+            self._loop.call_soon_threadsafe(lambda: self._loop.create_task(self._finish(last)))
+        self._thread.join()
+
+    async def _finish(self, last: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        try:
+            calls = list(self._calls)
+            for call in calls:
+                call.cancel()
+            await asyncio.gather(*calls, return_exceptions=True)
+            await last()
+        finally:
+            self._loop.stop()
+
+    def _run(self) -> None:
+        loop = self._loop
+        asyncio.set_event_loop(loop)
+        try:
+            loop.run_forever()
+            left = asyncio.all_tasks(loop)
+            for task in left:
+                task.cancel()
+            loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+            loop.run_until_complete(loop.shutdown_asyncgens())
+        finally:
+            loop.close()

@@ -1,0 +1,54 @@
+"""POST /v1/responses: the stateless core of OpenAI's newer API, over the same requests as chats."""
+
+import time
+
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from kunserve.server.body import unless_gone
+from kunserve.server.front import Front
+from kunserve.server.generation import Generation
+from kunserve.server.middleware import ANSWER_ID
+from kunserve.server.openai_routes import OpenAIRoutes
+from kunserve.server.prompts import bad_words_of, encode_conversation, truncated
+from kunserve.server.responses_answer import ResponsesAnswer, StreamedResponsesAnswer
+from kunserve.server.responses_schema import ResponsesBody
+from kunserve.server.wire import Envelope
+
+
+class ResponsesRoutes:
+    """One endpoint. What would need a memory of past responses is refused."""
+
+    def __init__(self, front: Front, openai: OpenAIRoutes) -> None:
+        self._front = front
+        self._openai = openai
+
+    async def create(self, http: HttpRequest) -> Response:
+        """POST /v1/responses."""
+        arrival_s = time.monotonic()
+        front = self._front
+        body = await front.bodies.read(http, ResponsesBody)
+        body.check()
+        self._openai.check(body)
+        prompt = await unless_gone(http, encode_conversation(front.codec, body.conversation()))
+        prompt = truncated(prompt, body, front.engine.limits.max_model_len)
+        bad_words = await bad_words_of(front.codec, body)
+        reading = await self._openai.reading(http, body)
+        unique = http.scope["state"][ANSWER_ID]
+        response_id = f"resp_{unique}"
+        choices = self._openai.choices(body, [prompt], bad_words, response_id, arrival_s, reading)
+        envelope = Envelope(
+            kind=body.kind,
+            response_id=response_id,
+            created=int(time.time()),
+            model=front.model_name,
+            format_logprobs=None,
+            prefixes=[""],
+            num_prompt_tokens=len(prompt),
+        )
+        eager = bool(body.stream or body.stop)
+        generation = Generation(front.engine, choices, front.watch, eager, 1)
+        shape = StreamedResponsesAnswer if body.stream else ResponsesAnswer
+        answer = shape(front, generation, envelope, body)
+        front.enter(generation)
+        return answer
