@@ -192,3 +192,9 @@ def test_the_built_in_model_needs_the_shipped_template() -> None:
         codec.check_template(is_given=False, needs_tools=True)
     tokenizer.chat_template = read_chat_template("chatml_tools")
     codec.check_template(is_given=True, needs_tools=True)
+
+
+def test_the_effort_of_reasoning_is_the_templates() -> None:
+    codec = codec_of("{{ messages[0].content }} {{ reasoning_effort }}")
+    user = [{"role": "user", "content": "x"}]
+    assert conversation_text(codec, ChatBody(messages=user, reasoning_effort="low")) == "x low"
