@@ -174,7 +174,7 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str | None]] = [
     ({"bad_words": [""]}, "bad_words"),
     ({"bad_words": ["  "]}, "bad_words"),
     ({"bad_words": "word"}, "bad_words"),
-    ({"truncate_prompt_tokens": 5}, "truncate_prompt_tokens"),
+    ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens"),
     ({"use_beam_search": True}, "use_beam_search"),
     ({"model": 5}, "model"),
     ({"user": 5}, "user"),
