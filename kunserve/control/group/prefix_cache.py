@@ -276,7 +276,11 @@ class PrefixCache:
         names, size = seq.beginning.names, self._block_size
         if len(names) < num_blocks:
             parent = names[-1] if names else salt_name(seq.request.cache_salt)
-            tokens = TokenIds(seq.known_tokens(len(names) * size, num_blocks * size))
+            first, end = len(names) * size, num_blocks * size
+            if end <= seq.num_prompt:
+                tokens = TokenIds(seq.request.prompt_token_ids[first:end])
+            else:
+                tokens = TokenIds(seq.known_tokens(first, end))
             names += name_blocks(parent, tokens, size)
         return names
 
