@@ -27,7 +27,7 @@ from pathlib import Path
 import aiohttp
 import msgspec
 
-from benchmarks.peers import READY_S, Server, ours, running, say, vllm
+from benchmarks.peers import Server, ours, running, say, vllm
 from benchmarks.report import Report
 from kunserve.bench.client import CallSettings
 from kunserve.bench.metrics import compute_metrics
@@ -39,6 +39,8 @@ from kunserve.workload.arrivals import immediate_arrivals
 from kunserve.workload.lengths import random_lengths
 from kunserve.workload.workload import Workload
 
+READY_S = 600.0
+"""vLLM takes minutes to start on a busy machine."""
 ON, OFF = "with cache", "without"
 UNSHARED_CASE, CPU_CASE = "nothing shared", "nothing shared, processor time"
 TURNS, SYSTEM_WORDS, TURN_WORDS, ANSWER_TOKENS = 10, 500, 30, 16
