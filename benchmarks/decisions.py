@@ -147,8 +147,9 @@ def time_prefixes(report: Report) -> None:
         prompt = TokenIds(generator.integers(0, 50_000, num_tokens).tolist())
         spent_ms, names = best_ms(lambda p=prompt: prefix_hashes(p, NAMED_TOKENS))  # type: ignore[misc]
         indexes = [PrefixIndex() for _ in range(64)]
+        others = tuple(generator.bytes(16) for _ in range(4_000))
         for index in indexes:
-            index.add(tuple(generator.bytes(16) for _ in range(4_000)), 10_000)
+            index.add(others, 10_000)
             index.add(names, 10_000)
         case: dict[str, Setting] = {"decision": "prefix dispatch", "prompt tokens": num_tokens}
         report.add("naming", spent_ms, "ms", **case)

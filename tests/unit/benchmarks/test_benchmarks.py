@@ -110,6 +110,7 @@ def test_decisions_are_timed(capsys: pytest.CaptureFixture[str]) -> None:
         "drop plan",
         "formation",
         "placing",
+        "prefix dispatch",
     }  # type: ignore[index]
 
 
