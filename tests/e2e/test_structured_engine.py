@@ -175,11 +175,17 @@ def test_through_preemptions_a_drop_a_restore_and_a_death(
             await restore_when_it_fits(cluster)
             await few.until()
             for number in range(9):
-                wild.ask(f"w{number}", given[number], sampling_of(number))
+                wild.ask(f"w0 {number}", given[number], sampling_of(number))
             await wild.until(3)
             await drop_to(cluster, 1)
             await wild.until(6)
-            assert len(wild.ends) < 9
+            for wave in range(1, 9):  # one that the death meets: a busy machine may end all here
+                if len(wild.ends) < len(wild.tokens):
+                    break
+                for number in range(9):
+                    wild.ask(f"w{wave} {number}", given[number], sampling_of(number))
+                await wild.until(3)
+            assert len(wild.ends) < len(wild.tokens)
             await cluster.kill(InstanceId(0))
             await wild.until()
             return calm, few, wild
@@ -189,10 +195,12 @@ def test_through_preemptions_a_drop_a_restore_and_a_death(
     calm, few, wild = asyncio.run(story())
     for number in range(3):
         assert calm.tokens[f"r{number}"] == few.tokens[f"f{number}"], number
+    for name, tokens in wild.tokens.items():
+        number = name.split()[1]
+        assert calm.tokens[f"r{number}"] == tokens, name
+        assert calm.ends[f"r{number}"] == wild.ends[name]
     for number in range(9):
-        first, second = calm.tokens[f"r{number}"], wild.tokens[f"w{number}"]
-        assert first == second, number
-        assert calm.ends[f"r{number}"] == wild.ends[f"w{number}"]
+        first = calm.tokens[f"r{number}"]
         whole = check_form(vocabulary, FORMS[number % 3], first)
         assert calm.ends[f"r{number}"] == (FinishReason.STOP if whole else FinishReason.LENGTH)
     assert FinishReason.STOP in calm.ends.values()
