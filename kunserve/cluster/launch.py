@@ -18,7 +18,9 @@ from kunserve.control.cluster.quarantine import Blame, Cause
 from kunserve.core.config import MIB, KunServeConfig
 from kunserve.core.errors import ConfigError, ModelFiles, TooLittleMemory, UnsupportedModel
 from kunserve.core.ids import InstanceId, RequestId
+from kunserve.core.place import ONE_HOST, Place
 from kunserve.engine.free_memory import PROCESS_BYTES, available_bytes, front_bytes_left
+from kunserve.transport.network import Network
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +60,9 @@ class InstanceOrder:
     """The parent that it dies with; another parent means that the front has died already."""
     model_files: str | None = None
     """The fingerprint of the files to load; others are refused."""
+    place: Place = ONE_HOST
+    network: Network | None = None
+    """None: every process of the cluster is on this machine."""
 
 
 @dataclass(frozen=True, slots=True)

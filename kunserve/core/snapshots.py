@@ -7,6 +7,7 @@ from typing import NamedTuple
 from kunserve.core.ids import GroupId, InstanceId, TransitionId
 from kunserve.core.layout import GroupLayout, LayerRange
 from kunserve.core.load import NOTHING_DONE, LeaderTotals, LoadReport
+from kunserve.core.place import ONE_HOST, Place
 
 
 class HeadShape(NamedTuple):
@@ -34,6 +35,7 @@ class InstanceSpec:
     granule_bytes: int
     head: HeadShape | None = None
     """None: the last stage of a pipeline computes the output head alone."""
+    place: Place = ONE_HOST
 
     def units_when_holding(self, num_layers: int) -> int:
         """KV units that every body promises once it holds so many contiguous layers only.
