@@ -1,6 +1,7 @@
 """Writes a tiny model as GGUF, the way llama.cpp's converter does."""
 
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -39,13 +40,21 @@ def write_gguf(
         writer.add_key_length(config.head_dim)
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    _add_rope_scaling(writer, config.rope_parameters)
+    if kind == "granite":
+        writer.add_embedding_scale(config.embedding_multiplier)
+        writer.add_residual_scale(config.residual_multiplier)
+        writer.add_attention_scale(config.attention_multiplier)
+        writer.add_logit_scale(config.logits_scaling)
+    if getattr(config, "sliding_window", None):
+        writer.add_sliding_window(config.sliding_window)
     writer.add_eos_token_id(2)
     writer.add_eot_token_id(5)
     heads = {"q": config.num_attention_heads, "k": config.num_key_value_heads}
     for name, tensor in _tensors(model, config.num_hidden_layers):
         values = tensor.detach().float().numpy()
         piece = name.split(".attn_")[-1].split(".")[0]
-        if kind == "llama" and ".attn_" in name and piece in heads:
+        if kind in ("llama", "granite") and ".attn_" in name and piece in heads:
             values = np.ascontiguousarray(_interleave(values, heads[piece]))
         if values.ndim == 1:
             writer.add_tensor(name, values)
@@ -58,6 +67,14 @@ def write_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def _add_rope_scaling(writer: gguf.GGUFWriter, rope: dict[str, Any]) -> None:
+    if rope.get("rope_type") in ("linear", "yarn"):
+        writer.add_rope_scaling_type(gguf.RopeScalingType(rope["rope_type"]))
+        writer.add_rope_scaling_factor(rope["factor"])
+        if rope.get("original_max_position_embeddings"):
+            writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
 
 
 def _tensors(model: transformers.PreTrainedModel, num_layers: int):

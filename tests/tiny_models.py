@@ -31,6 +31,8 @@ _LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+_YARN_ROPE = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0}
+_LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
 
 
 def _config(kind: str, num_layers: int) -> transformers.PretrainedConfig:
@@ -53,11 +55,39 @@ def _config(kind: str, num_layers: int) -> transformers.PretrainedConfig:
             return transformers.Qwen3Config(**sizes, tie_word_embeddings=True)
         case "mistral":
             return transformers.MistralConfig(**sizes, sliding_window=24)
+        case "yarn":
+            sizes |= {"max_position_embeddings": 64}
+            return transformers.Qwen3Config(**sizes, rope_parameters=_YARN_ROPE)
+        case "linear":
+            sizes |= {"max_position_embeddings": 64}
+            return transformers.LlamaConfig(**sizes, rope_parameters=_LINEAR_ROPE)
+        case "granite":
+            return transformers.GraniteConfig(
+                **sizes,
+                embedding_multiplier=12.0,
+                residual_multiplier=0.22,
+                attention_multiplier=0.11,
+                logits_scaling=6.0,
+                tie_word_embeddings=True,
+                attention_bias=True,
+            )
+        case "phi3":
+            sizes.pop("head_dim")
+            return transformers.Phi3Config(**{**sizes, "hidden_size": 128}, sliding_window=24)
+        case "seed_oss":
+            return transformers.SeedOssConfig(
+                **sizes, attention_dropout=0.0, residual_dropout=0.0, tie_word_embeddings=False
+            )
+        case "ernie4_5":
+            return transformers.Ernie4_5Config(**sizes, use_bias=True, tie_word_embeddings=True)
         case _:
             raise ValueError(kind)
 
 
 KINDS = ("llama", "llama3", "qwen2", "qwen3", "mistral")
+"""With every operation that any model needs: most tests take one or all of these."""
+MORE_KINDS = ("linear", "yarn", "granite", "phi3", "seed_oss", "ernie4_5")
+"""Which differ from those by what is read from their files (docs/models.md)."""
 
 
 def tiny_model(kind: str, num_layers: int = 4, seed: int = 0) -> transformers.PreTrainedModel:

@@ -5,12 +5,14 @@ All memory arithmetic of the project lives here: nobody else multiplies layers b
 
 from dataclasses import dataclass
 
+from kunserve.core.rope import RopeScaling
+
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """A Llama-family decoder (Llama, SmolLM2, Qwen2, Qwen3, Mistral)."""
+    """A decoder of the Llama family (docs/models.md lists them)."""
 
     name: str
     architecture: str
@@ -32,11 +34,20 @@ class ModelSpec:
     mlp_bias: bool
     qk_norm: bool
     """Whether q and k are RMS-normalised per head (Qwen3)."""
-    rope_scaling: tuple[float, float, float, int] | None
-    """Llama-3 scaling: (factor, low_freq_factor, high_freq_factor, original_max_position)."""
+    rope_scaling: RopeScaling | None
     sliding_window: int | None
     """Attention window in tokens, if the model has one shorter than ``max_position``."""
     dtype: str
+    embedding_scale: float = 1.0
+    """By which embeddings are multiplied (Granite; see ``model.granite``)."""
+    attention_scale: float = 1.0
+    """By which scores are multiplied, beside ``head_dim ** -0.5`` (Granite)."""
+    logit_scale: float = 1.0
+    """By which the normalised rows are multiplied before the output head (Granite)."""
+    has_fused_projections: bool = False
+    """Whether files hold q, k and v as one tensor, and gate and up as another (Phi-3)."""
+    has_paired_rope: bool = False
+    """Whether files hold the two rotated values of a pair side by side (Ernie 4.5)."""
 
     @property
     def dtype_bytes(self) -> int:

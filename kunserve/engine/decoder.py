@@ -1,4 +1,4 @@
-"""The decoder layers of Llama, SmolLM2, Qwen2, Qwen3 and Mistral: one definition, any layer range.
+"""The decoder layers of the Llama family: one definition, any layer range.
 
 Weights and KV memory belong to the arena: only their addresses are kept here, and the memory of
 layers that a stage does not hold is never touched.
@@ -234,7 +234,8 @@ class Decoder:
 
     def embed(self, batch: StepBatch) -> torch.Tensor:
         """The tokens' embeddings, [T, hidden], newly allocated."""
-        return self._weights.embedding.index_select(0, torch.from_numpy(batch.token_ids))
+        ids = torch.from_numpy(batch.token_ids)
+        return scaled(self._weights.embedding.index_select(0, ids), self._spec.embedding_scale)
 
     def forward(
         self,
@@ -276,6 +277,7 @@ class Decoder:
         """As ``logits``, of these rows of ``hidden``."""
         rows = hidden.index_select(0, torch.from_numpy(which))
         rms_norm(rows, self._weights.final_norm, self._spec.rms_eps, out=rows)
+        scaled(rows, self._spec.logit_scale)
         if rows.shape[0] > self._logits.shape[0]:
             self._logits = torch.empty(rows.shape[0], self._spec.vocab_size)
         out = self._logits[: rows.shape[0]]
@@ -307,6 +309,11 @@ class Decoder:
         rms_norm(hidden, weights.post_norm, eps, out=normed)
         linear(normed, weights.gate_up, weights.gate_up_bias, gated, Finish.SWIGLU)
         linear(gated, weights.down, weights.down_bias, hidden, Finish.RESIDUAL)
+
+
+def scaled(rows: torch.Tensor, factor: float) -> torch.Tensor:
+    """The rows, multiplied in place; untouched by 1, which nearly all models have."""
+    return rows if factor == 1.0 else rows.mul_(factor)
 
 
 def _as_c(layer: LayerWeights) -> CLayer:

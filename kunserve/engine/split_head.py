@@ -11,7 +11,7 @@ from kunserve.core.layout import VocabRange
 from kunserve.core.model_spec import ModelSpec
 from kunserve.core.snapshots import HeadShape
 from kunserve.core.step import SequenceStart
-from kunserve.engine.decoder import ModelWeights
+from kunserve.engine.decoder import ModelWeights, scaled
 from kunserve.engine.kernels.ops import Finish, linear, rms_norm
 from kunserve.engine.sampler import takes_largest
 
@@ -63,6 +63,7 @@ class SplitHead:
     ) -> torch.Tensor:
         """Of ``rows`` [n, hidden] that the last layer gave, one for each request."""
         normed = rms_norm(rows, self._weights.final_norm, self._spec.rms_eps)
+        scaled(normed, self._spec.logit_scale)
         logits = linear(normed, self._weights.head[vocab.first : vocab.end], finish=Finish.FLOAT)
         if not self.is_brief(request_ids):
             return logits

@@ -13,7 +13,7 @@ import torch
 from kunserve.core.layout import LayerRange
 from kunserve.core.model_spec import ModelSpec
 from kunserve.engine.attention import TORCH_DTYPES
-from kunserve.engine.decoder import LayerWeights, ModelWeights, StepBatch, StepLimits
+from kunserve.engine.decoder import LayerWeights, ModelWeights, StepBatch, StepLimits, scaled
 from kunserve.engine.graph_inputs import GraphInputs
 from kunserve.engine.graphs import GraphCounts, LayerGraphs, Recorder, sizes_up_to
 from kunserve.engine.kernels.rope import RopeTable
@@ -142,7 +142,7 @@ class TorchDecoder:
     def embed(self, batch: StepBatch) -> torch.Tensor:
         """The tokens' embeddings, [T, hidden], newly allocated."""
         ids = torch.from_numpy(batch.token_ids).to(self._device)
-        return self._weights.embedding.index_select(0, ids)
+        return scaled(self._weights.embedding.index_select(0, ids), self._spec.embedding_scale)
 
     def forward(
         self,
@@ -182,6 +182,7 @@ class TorchDecoder:
         """As ``logits``, of these rows of ``hidden``."""
         rows = hidden.index_select(0, torch.from_numpy(which).to(self._device))
         self._ops.rms_norm(rows, self._weights.final_norm, self._spec.rms_eps, rows)
+        scaled(rows, self._spec.logit_scale)
         if len(rows) > len(self._logits):
             self._logits = torch.zeros(len(rows), self._spec.vocab_size, device=self._device)
         out = self._logits[: len(rows)]

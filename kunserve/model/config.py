@@ -7,31 +7,53 @@ from typing import Any
 
 from kunserve.core.errors import ConfigError, ModelFiles, UnsupportedModel
 from kunserve.core.model_spec import DTYPE_BYTES, ModelSpec
+from kunserve.core.rope import (
+    LinearRope,
+    Llama3Rope,
+    RopeScaling,
+    YarnRope,
+    reach_of,
+    yarn_amplitude,
+)
 from kunserve.model.gguf_config import eos_ids_from_gguf, spec_from_gguf
 from kunserve.model.gguf_file import read_gguf
+from kunserve.model.granite import with_granite_scales
 from kunserve.model.source import ModelSource
 
 _REQUIRED = object()
 
-_ROPE_KEYS = frozenset(
-    (
-        "rope_type",
-        "type",
-        "rope_theta",
+_ROPE_KEYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
+_SCALING_KEYS = {
+    "default": {
         "factor",
+        "original_max_position_embeddings",
         "low_freq_factor",
         "high_freq_factor",
+    },
+    "linear": {"factor", "original_max_position_embeddings"},
+    "llama3": {"factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"},
+    "yarn": {
+        "factor",
         "original_max_position_embeddings",
-        "partial_rotary_factor",
-    )
-)
-"""What plain rotary embeddings and Llama 3's are described by."""
+        "attention_factor",
+        "beta_fast",
+        "beta_slow",
+        "mscale",
+        "mscale_all_dim",
+        "truncate",
+    },
+}
+"""What each kind of rotary embedding is described by, beside ``_ROPE_KEYS``."""
 
 SUPPORTED_ARCHITECTURES = (
+    "Ernie4_5ForCausalLM",
+    "GraniteForCausalLM",
     "LlamaForCausalLM",
     "MistralForCausalLM",
+    "Phi3ForCausalLM",
     "Qwen2ForCausalLM",
     "Qwen3ForCausalLM",
+    "SeedOssForCausalLM",
 )
 
 
@@ -106,19 +128,21 @@ class _HfConfig:
             raise ModelFiles(f"{self.path}: {key!r} is {value!r}, not a positive number")
         return float(value)
 
-    def window(self) -> int | None:
+    def window(self, default: int | None = 4096) -> int | None:
         """The sliding window; a missing key means the library's default, null and 0 none."""
-        value = self.values.get("sliding_window", 4096)
+        value = self.values.get("sliding_window", default)
         if value is None or value == 0:
             return None
         return self.integer("sliding_window", value)
 
-    def flag(self, key: str) -> bool:
-        """A boolean, false when missing."""
+    def flag(self, key: str, default: bool = False) -> bool:
+        """A boolean."""
         value = self.values.get(key)
-        if value is not None and not isinstance(value, bool):
+        if value is None:
+            return default
+        if not isinstance(value, bool):
             raise ModelFiles(f"{self.path}: {key!r} is {value!r}, neither true nor false")
-        return bool(value)
+        return value
 
     def _get(self, key: str, default: Any) -> Any:
         value = self.values.get(key)
@@ -136,8 +160,10 @@ def _rope_values(path: Path, values: dict[str, Any]) -> dict[str, Any]:
         if not isinstance(rope, dict):
             raise ModelFiles(f"{path}: {key!r} is not an object")
         rope = {name: value for name, value in rope.items() if value is not None}
-        unknown = sorted(rope.keys() - _ROPE_KEYS)
-        if unknown and rope.get("rope_type", rope.get("type")) in (None, "default", "llama3"):
+        kind = rope.get("rope_type", rope.get("type", "default"))
+        known = _SCALING_KEYS.get(kind) if isinstance(kind, str) else None
+        unknown = [] if known is None else sorted(rope.keys() - known - _ROPE_KEYS)
+        if unknown:
             raise UnsupportedModel(f"{path}: {key!r} with {', '.join(unknown)} is not supported")
         if rope:
             return rope
@@ -155,11 +181,11 @@ def spec_from_hf(config: _HfConfig, name: str, dtype: str) -> ModelSpec:
         raise ModelFiles(
             f"{config.path}: {num_heads} attention heads cannot share {num_kv_heads} KV heads"
         )
-    max_position = config.integer("max_position_embeddings")
+    rope_scaling = _rope_scaling(config)
+    max_position = reach_of(rope_scaling, config.integer("max_position_embeddings"))
     num_layers = config.integer("num_hidden_layers")
-    is_qwen2 = architecture == "Qwen2ForCausalLM"
-    biased = config.flag("attention_bias") and architecture != "MistralForCausalLM"
-    return ModelSpec(
+    attention_bias, output_bias, mlp_bias = _biases(config, architecture)
+    spec = ModelSpec(
         name=name,
         architecture=architecture,
         num_layers=num_layers,
@@ -172,15 +198,47 @@ def spec_from_hf(config: _HfConfig, name: str, dtype: str) -> ModelSpec:
         max_position=max_position,
         rope_theta=_rope_theta(config),
         rms_eps=config.number("rms_norm_eps", 1e-6),
-        tied_embeddings=config.flag("tie_word_embeddings"),
-        attention_bias=is_qwen2 or biased,
-        output_bias=biased and not is_qwen2,
-        mlp_bias=config.flag("mlp_bias") and architecture == "LlamaForCausalLM",
+        tied_embeddings=config.flag("tie_word_embeddings", architecture in _TIED_BY_DEFAULT),
+        attention_bias=attention_bias,
+        output_bias=output_bias,
+        mlp_bias=mlp_bias,
         qk_norm=architecture == "Qwen3ForCausalLM",
-        rope_scaling=_rope_scaling(config),
+        rope_scaling=rope_scaling,
         sliding_window=_sliding_window(config, architecture, num_layers, max_position),
         dtype=dtype,
+        has_fused_projections=architecture == "Phi3ForCausalLM",
+        has_paired_rope=architecture == "Ernie4_5ForCausalLM",
     )
+    if architecture != "GraniteForCausalLM":
+        return spec
+    return with_granite_scales(
+        spec,
+        embedding=config.number("embedding_multiplier", 1.0),
+        residual=config.number("residual_multiplier", 1.0),
+        attention=config.number("attention_multiplier", 1.0),
+        logits=config.number("logits_scaling", 1.0),
+    )
+
+
+_TIED_BY_DEFAULT = ("Ernie4_5ForCausalLM",)
+"""Whose configurations in ``transformers`` tie embeddings unless they say otherwise."""
+
+
+def _biases(config: _HfConfig, architecture: str) -> tuple[bool, bool, bool]:
+    """Whether q, k and v carry a bias, attention's output, and the three of the MLP."""
+    match architecture:
+        case "Qwen2ForCausalLM":
+            return True, False, False
+        case "MistralForCausalLM" | "Phi3ForCausalLM":
+            return False, False, False
+        case "Ernie4_5ForCausalLM":
+            biased = config.flag("use_bias")
+            return biased, biased, biased
+        case "SeedOssForCausalLM":
+            attention = config.flag("attention_bias", True)
+            return attention, config.flag("attention_out_bias"), config.flag("mlp_bias")
+    biased = config.flag("attention_bias")
+    return biased, biased, config.flag("mlp_bias") and architecture != "Qwen3ForCausalLM"
 
 
 def _architecture(config: _HfConfig) -> str:
@@ -221,17 +279,26 @@ def _rope_theta(config: _HfConfig) -> float:
     return config.positive("rope_theta", theta)
 
 
-def _rope_scaling(config: _HfConfig) -> tuple[float, float, float, int] | None:
+def _rope_scaling(config: _HfConfig) -> RopeScaling | None:
     rope = config.rope
     kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind == "default":
-        return None
-    if kind != "llama3":
-        raise UnsupportedModel(
-            f"{config.path}: rope scaling {kind!r} is not supported, only 'llama3'"
-        )
+    match kind:
+        case "default":
+            return None
+        case "linear":
+            return LinearRope(config.positive("factor", rope.get("factor")))
+        case "llama3":
+            return _llama3_rope(config)
+        case "yarn":
+            return _yarn_rope(config)
+    raise UnsupportedModel(
+        f"{config.path}: rope scaling {kind!r} is not supported, only 'linear', 'llama3' and 'yarn'"
+    )
+
+
+def _llama3_rope(config: _HfConfig) -> Llama3Rope:
     factor, low, high, original = (
-        config.positive(key, rope.get(key))
+        config.positive(key, config.rope.get(key))
         for key in (
             "factor",
             "low_freq_factor",
@@ -243,7 +310,29 @@ def _rope_scaling(config: _HfConfig) -> tuple[float, float, float, int] | None:
         raise ModelFiles(
             f"{config.path}: llama3 rope scaling has no range from {low:g} to {high:g}"
         )
-    return factor, low, high, int(original)
+    return Llama3Rope(factor, low, high, int(original))
+
+
+def _yarn_rope(config: _HfConfig) -> YarnRope:
+    def of_rope(key: str, default: Any = None) -> float:
+        return config.positive(key, config.rope.get(key, default))
+
+    factor = of_rope("factor")
+    amplitude = yarn_amplitude(factor)
+    if "attention_factor" in config.rope:
+        amplitude = of_rope("attention_factor")
+    elif config.rope.get("mscale") and config.rope.get("mscale_all_dim"):
+        amplitude = yarn_amplitude(factor, of_rope("mscale"))
+        amplitude /= yarn_amplitude(factor, of_rope("mscale_all_dim"))
+    trained = config.integer("max_position_embeddings")
+    return YarnRope(
+        factor=factor,
+        original_max_position=int(of_rope("original_max_position_embeddings", trained)),
+        amplitude=amplitude,
+        beta_fast=of_rope("beta_fast", 32.0),
+        beta_slow=of_rope("beta_slow", 1.0),
+        rounds_ramp=config.rope.get("truncate", True) is not False,
+    )
 
 
 def _sliding_window(
@@ -251,8 +340,8 @@ def _sliding_window(
 ) -> int | None:
     """The window, where every layer has it; a mixture is not supported."""
     values = config.values
-    if architecture == "MistralForCausalLM":
-        window = config.window()
+    if architecture in ("MistralForCausalLM", "Phi3ForCausalLM"):
+        window = config.window(4096 if architecture == "MistralForCausalLM" else None)
     elif architecture.startswith("Qwen") and config.flag("use_sliding_window"):
         window = config.window()
         kinds = values.get("layer_types")

@@ -6,14 +6,43 @@ import struct
 
 from kunserve.core.errors import ModelFiles, UnsupportedModel
 from kunserve.core.model_spec import ModelSpec
+from kunserve.core.rope import (
+    LinearRope,
+    Llama3Rope,
+    RopeScaling,
+    YarnRope,
+    reach_of,
+    yarn_amplitude,
+)
 from kunserve.model.gguf_file import GgufFile
+from kunserve.model.granite import with_granite_scales
 
 GGUF_ARCHITECTURES = {
+    "ernie4_5": "Ernie4_5ForCausalLM",
+    "granite": "GraniteForCausalLM",
     "llama": "LlamaForCausalLM",
+    "phi3": "Phi3ForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
 }
 """llama.cpp writes Mistral models as ``llama``."""
+PAIRED_ROPE = ("ernie4_5", "granite", "llama")
+"""Whose files hold the two rotated values of a pair side by side."""
+_GRANITE_SCALES = {
+    "embedding": "embedding_scale",
+    "residual": "residual_scale",
+    "attention": "attention.scale",
+    "logits": "logit_scale",
+}
+_OTHER_YARN = (
+    "attn_factor",
+    "yarn_log_multiplier",
+    "yarn_ext_factor",
+    "yarn_attn_factor",
+    "yarn_beta_fast",
+    "yarn_beta_slow",
+)
+"""What YaRN is described by in some files, and is not read here."""
 
 
 def spec_from_gguf(file: GgufFile, name: str, dtype: str) -> ModelSpec:
@@ -35,7 +64,8 @@ def spec_from_gguf(file: GgufFile, name: str, dtype: str) -> ModelSpec:
     hidden_size = file.count(f"{kind}.embedding_length")
     head_dim = file.count(f"{kind}.attention.key_length", hidden_size // num_heads)
     _refuse_unsupported(file, kind, head_dim)
-    max_position = file.count(f"{kind}.context_length")
+    rope_scaling = _rope_scaling(file, kind)
+    max_position = reach_of(rope_scaling, file.count(f"{kind}.context_length"))
     window = file.get(f"{kind}.attention.sliding_window", int, 0)
     if window < 0:
         raise ModelFiles(f"{file.path}: a sliding window of {window} tokens")
@@ -57,11 +87,15 @@ def spec_from_gguf(file: GgufFile, name: str, dtype: str) -> ModelSpec:
         output_bias="blk.0.attn_output.bias" in file.tensors,
         mlp_bias="blk.0.ffn_down.bias" in file.tensors,
         qk_norm="blk.0.attn_q_norm.weight" in file.tensors,
-        rope_scaling=None,
+        rope_scaling=rope_scaling,
         # 0 is no window, as in llama.cpp.
         sliding_window=window if 0 < window < max_position else None,
         dtype=dtype,
+        has_fused_projections=kind == "phi3",
     )
+    if kind == "granite":
+        scales = {name: file.number(f"granite.{key}", 1.0) for name, key in _GRANITE_SCALES.items()}
+        spec = with_granite_scales(spec, **scales)
     if num_heads % spec.num_kv_heads:
         raise ModelFiles(f"{file.path}: {num_heads} heads cannot share {spec.num_kv_heads}")
     return _with_rope_factors(file, spec)
@@ -71,17 +105,6 @@ def _refuse_unsupported(file: GgufFile, kind: str, head_dim: int) -> None:
     """Raise UnsupportedModel for what would load and answer plausibly wrong."""
     if file.metadata.get(f"{kind}.expert_count"):
         raise UnsupportedModel(f"{file.path}: mixtures of experts are not supported")
-    scaling = file.get(f"{kind}.rope.scaling.type", str, "linear")  # llama.cpp's default too
-    if scaling not in ("none", "linear"):
-        raise UnsupportedModel(f"{file.path}: rope scaling {scaling!r} is not supported")
-    if scaling == "linear":
-        # The second is the key of old files. 0 stands for no factor.
-        for key in (f"{kind}.rope.scaling.factor", f"{kind}.rope.scale_linear"):
-            factor = file.get(key, float, 1.0)
-            if factor not in (0.0, 1.0):
-                raise UnsupportedModel(
-                    f"{file.path}: linear rope scaling by {factor:g} is not supported"
-                )
     rotated = file.get(f"{kind}.rope.dimension_count", int, head_dim)
     if rotated != head_dim:
         raise UnsupportedModel(
@@ -92,6 +115,29 @@ def _refuse_unsupported(file: GgufFile, kind: str, head_dim: int) -> None:
         raise UnsupportedModel(
             f"{file.path}: values of {value_dim} and keys of {head_dim} per head are not supported"
         )
+
+
+def _rope_scaling(file: GgufFile, kind: str) -> RopeScaling | None:
+    prefix = f"{kind}.rope.scaling"
+    scaling = file.get(f"{prefix}.type", str, "linear")  # llama.cpp's default too
+    if scaling not in ("none", "linear", "yarn") or "rope_factors_long.weight" in file.tensors:
+        raise UnsupportedModel(f"{file.path}: rope scaling {scaling!r} is not supported")
+    if scaling == "yarn":
+        for key in _OTHER_YARN:
+            if file.get(f"{prefix}.{key}", float, 0.0):
+                raise UnsupportedModel(
+                    f"{file.path}: yarn rope scaling with {key} is not supported"
+                )
+        trained = file.count(f"{kind}.context_length")
+        factor = file.number(f"{prefix}.factor")
+        original = file.count(f"{prefix}.original_context_length", trained)
+        return YarnRope(factor, original, yarn_amplitude(factor))
+    # The second is the key of old files. 0 stands for no factor.
+    for key in (f"{prefix}.factor", f"{kind}.rope.scale_linear"):
+        factor = file.get(key, float, 1.0)
+        if scaling == "linear" and factor not in (0.0, 1.0):
+            return LinearRope(file.number(key))
+    return None
 
 
 def eos_ids_from_gguf(file: GgufFile) -> tuple[int, ...]:
@@ -116,7 +162,7 @@ def _with_rope_factors(file: GgufFile, spec: ModelSpec) -> ModelSpec:
         divisors = struct.unpack(f"<{count}f", data.read(4 * count))
     if not all(0 < divisor < math.inf for divisor in divisors):
         raise ModelFiles(f"{file.path}: 'rope_freqs.weight' holds no frequencies' divisors")
-    scaling = (round(max(divisors), 3), 1.0, 4.0, 8192)
+    scaling = Llama3Rope(round(max(divisors), 3), 1.0, 4.0, 8192)
     expected = _llama3_divisors(spec, *scaling)
     if any(abs(a - b) > 1e-3 * b for a, b in zip(divisors, expected, strict=True)):
         raise UnsupportedModel(f"{file.path}: its rope frequencies are not Llama 3's")

@@ -5,6 +5,7 @@ import math
 import torch
 
 from kunserve.core.model_spec import ModelSpec
+from kunserve.core.rope import LinearRope, Llama3Rope, YarnRope
 
 FIRST_POSITIONS = 2048
 PIECE_POSITIONS = 4096
@@ -14,12 +15,41 @@ def inverse_frequencies(spec: ModelSpec) -> torch.Tensor:
     """Radians per position of each of the head_dim / 2 pairs, float32."""
     exponents = torch.arange(0, spec.head_dim, 2, dtype=torch.int64).float() / spec.head_dim
     plain = 1.0 / (spec.rope_theta**exponents)
-    if spec.rope_scaling is None:
-        return plain
-    factor, low, high, original = spec.rope_scaling
-    turns = original * plain / (2 * math.pi)  # how often a pair turns in the original context
-    blend = ((turns - low) / (high - low)).clamp(0.0, 1.0)
-    return plain * (blend + (1 - blend) / factor)
+    match spec.rope_scaling:
+        case None:
+            return plain
+        case LinearRope(factor):
+            return plain / factor
+        case Llama3Rope(factor, low, high, original):
+            turns = original * plain / (2 * math.pi)  # of a pair in the original context
+            kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)
+            return plain * (kept + (1 - kept) / factor)
+        case YarnRope() as yarn:
+            kept = 1 - _ramp(spec, yarn)
+            return plain * (kept + (1 - kept) / yarn.factor)
+
+
+def _ramp(spec: ModelSpec, yarn: YarnRope) -> torch.Tensor:
+    """How much each pair is slowed down, from 0 to 1."""
+
+    def pair_that_turns(times: float) -> float:
+        wavelength = yarn.original_max_position / times
+        return (
+            spec.head_dim * math.log(wavelength / (2 * math.pi)) / (2 * math.log(spec.rope_theta))
+        )
+
+    first, last = pair_that_turns(yarn.beta_fast), pair_that_turns(yarn.beta_slow)
+    if yarn.rounds_ramp:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, spec.head_dim - 1)
+    pairs = torch.arange(spec.head_dim // 2, dtype=torch.float32)
+    return ((pairs - first) / (max(last - first, 1e-3))).clamp(0.0, 1.0)
+
+
+def amplitude(spec: ModelSpec) -> float:
+    """By which cosines and sines are multiplied. Keys and queries are, so scores by its square."""
+    yarn = spec.rope_scaling.amplitude if isinstance(spec.rope_scaling, YarnRope) else 1.0
+    return yarn * math.sqrt(spec.attention_scale)
 
 
 class RopeTable:
@@ -27,6 +57,7 @@ class RopeTable:
 
     def __init__(self, spec: ModelSpec) -> None:
         self._frequencies = inverse_frequencies(spec)
+        self._amplitude = amplitude(spec)
         self._table = torch.empty(0, 2, spec.head_dim // 2)
 
     def reserve(self, num_positions: int) -> None:
@@ -42,6 +73,8 @@ class RopeTable:
             positions = torch.arange(first, first + len(piece)).float()
             angles = torch.outer(positions, self._frequencies)
             piece[:, 0], piece[:, 1] = angles.cos(), angles.sin()
+            if self._amplitude != 1.0:
+                piece *= self._amplitude
         self._table = table
 
     def table(self, num_positions: int) -> torch.Tensor:

@@ -13,7 +13,8 @@ PIECES_OF = {
     "gate_up": ("gate", "up"),
     "gate_up_bias": ("gate_bias", "up_bias"),
 }
-"""Fused tensors; every other one is a single piece of its own name."""
+"""Fused tensors; every other one is a single piece of its own name, and so are these where
+files hold them fused, too."""
 
 HF_ENDS = {
     "embedding": "model.embed_tokens.weight",
@@ -22,6 +23,7 @@ HF_ENDS = {
 }
 HF_LAYER = {
     "input_norm": "input_layernorm.weight",
+    "qkv": "self_attn.qkv_proj.weight",
     "q": "self_attn.q_proj.weight",
     "k": "self_attn.k_proj.weight",
     "v": "self_attn.v_proj.weight",
@@ -33,6 +35,7 @@ HF_LAYER = {
     "o": "self_attn.o_proj.weight",
     "o_bias": "self_attn.o_proj.bias",
     "post_norm": "post_attention_layernorm.weight",
+    "gate_up": "mlp.gate_up_proj.weight",
     "gate": "mlp.gate_proj.weight",
     "up": "mlp.up_proj.weight",
     "gate_bias": "mlp.gate_proj.bias",
@@ -47,6 +50,7 @@ GGUF_ENDS = {
 }
 GGUF_LAYER = {
     "input_norm": "attn_norm.weight",
+    "qkv": "attn_qkv.weight",
     "q": "attn_q.weight",
     "k": "attn_k.weight",
     "v": "attn_v.weight",
@@ -58,6 +62,7 @@ GGUF_LAYER = {
     "o": "attn_output.weight",
     "o_bias": "attn_output.bias",
     "post_norm": "ffn_norm.weight",
+    "gate_up": "ffn_up.weight",
     "gate": "ffn_gate.weight",
     "up": "ffn_up.weight",
     "gate_bias": "ffn_gate.bias",
@@ -90,6 +95,8 @@ class Piece(NamedTuple):
 
 def rows_of(field: str, num_rows: int, spec: ModelSpec) -> list[tuple[str, int, int]]:
     """(piece, first row, end row) of each piece of a packed tensor with ``num_rows`` rows."""
+    if spec.has_fused_projections:
+        return [(field, 0, num_rows)]
     if field in ("qkv", "qkv_bias"):
         sizes = [spec.q_size, spec.kv_size, spec.kv_size]
     elif field in ("gate_up", "gate_up_bias"):

@@ -14,6 +14,7 @@ from kunserve.core.model_spec import ModelSpec
 from kunserve.engine.weights.pieces import Piece
 from kunserve.engine.weights.quants import dequantise, row_bytes
 from kunserve.model.config import read_json
+from kunserve.model.gguf_config import PAIRED_ROPE
 from kunserve.model.gguf_file import read_gguf
 from kunserve.model.source import ModelSource
 
@@ -37,7 +38,7 @@ def open_reader(source: ModelSource, spec: ModelSpec, seed: int) -> Reader:
     """The reader for the source's format. ``seed`` makes dummy weights agree between instances."""
     match source.weights:
         case "safetensors":
-            return SafetensorsReader(source.path)
+            return SafetensorsReader(source.path, spec)
         case "gguf":
             return GgufReader(source.path, spec)
         case "dummy":
@@ -76,8 +77,9 @@ class SafetensorsReader:
     fills_devices = False
     _DTYPES = ("F64", "F32", "F16", "BF16")
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, spec: ModelSpec) -> None:
         self._folder = folder
+        self._paired_heads = _rotated_heads(spec) if spec.has_paired_rope else {}
         index = folder / "model.safetensors.index.json"
         if index.is_file():
             weight_map = read_json(index).get("weight_map")
@@ -132,7 +134,25 @@ class SafetensorsReader:
         name = piece.hf_name
         path = self._file_of[name]
         self._witnesses[path].check()
-        destination.copy_(self._files[path].get_tensor(name))
+        stored = self._files[path].get_tensor(name)
+        num_heads = self._paired_heads.get(piece.name)
+        if num_heads is None:
+            destination.copy_(stored)
+        else:
+            _part_pairs(stored, num_heads, destination)
+
+
+def _rotated_heads(spec: ModelSpec) -> dict[str, int]:
+    """Heads of each piece that the rotary embedding turns."""
+    heads = {"q": spec.num_heads, "k": spec.num_kv_heads}
+    return heads | {f"{name}_bias": count for name, count in heads.items()}
+
+
+def _part_pairs(stored: torch.Tensor, num_heads: int, destination: torch.Tensor) -> None:
+    """Rows of each head, whose pairs lie side by side, to first halves and second halves."""
+    half = destination.shape[0] // num_heads // 2
+    pairs = stored.view(num_heads, half, 2, -1)
+    destination.view(num_heads, 2, half, -1).copy_(pairs.transpose(1, 2))
 
 
 def _open(path: Path) -> Any:
@@ -152,11 +172,9 @@ class GgufReader:
         self._witness = _Witness(path)
         # Copy-on-write only because torch warns about arrays that cannot be written.
         self._data = np.memmap(path, dtype=np.uint8, mode="c")
-        heads = {"q": spec.num_heads, "k": spec.num_kv_heads}
-        heads |= {f"{name}_bias": count for name, count in heads.items()}
-        # llama.cpp stores q and k of this architecture with interleaved rotary pairs.
-        is_interleaved = self._file.metadata.get("general.architecture") == "llama"
-        self._interleaved_heads = heads if is_interleaved else {}
+        # llama.cpp stores q and k of these architectures with interleaved rotary pairs.
+        is_paired = self._file.metadata.get("general.architecture") in PAIRED_ROPE
+        self._paired_heads = _rotated_heads(spec) if is_paired else {}
 
     def check(self, piece: Piece, shape: tuple[int, ...]) -> None:
         """Raise ModelFiles unless the piece is there, whole and of this shape."""
@@ -182,15 +200,13 @@ class GgufReader:
         tensor = self._file.tensors[piece.gguf_name]
         data = self._data[tensor.offset : tensor.offset + self._num_bytes(piece)]
         raw = np.asarray(data)
-        num_heads = self._interleaved_heads.get(piece.name)
+        num_heads = self._paired_heads.get(piece.name)
         if num_heads is None:
             dequantise(raw, tensor.quant_type, destination)
             return
         stored = torch.empty_like(destination)
         dequantise(raw, tensor.quant_type, stored)
-        half = destination.shape[0] // num_heads // 2
-        pairs = stored.view(num_heads, half, 2, -1)
-        destination.view(num_heads, 2, half, -1).copy_(pairs.transpose(1, 2))
+        _part_pairs(stored, num_heads, destination)
 
     def _num_bytes(self, piece: Piece) -> int:
         tensor = self._file.tensors[piece.gguf_name]

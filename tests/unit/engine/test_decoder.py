@@ -11,6 +11,7 @@ from torch import nn
 from kunserve.core.errors import ConfigError
 from kunserve.core.layout import LayerRange
 from kunserve.core.model_spec import ModelSpec
+from kunserve.core.rope import Llama3Rope
 from kunserve.engine.decoder import Decoder, LayerWeights, ModelWeights, StepBatch
 from kunserve.engine.kernels.rope import RopeTable, inverse_frequencies
 from tests.specs import model_spec
@@ -85,7 +86,7 @@ def spec_of(model: nn.Module) -> ModelSpec:
         output_bias=layer.self_attn.o_proj.bias is not None,
         mlp_bias=layer.mlp.up_proj.bias is not None,
         qk_norm=hasattr(layer.self_attn, "q_norm"),
-        rope_scaling=(8.0, 1.0, 4.0, 32) if scaled else None,
+        rope_scaling=Llama3Rope(8.0, 1.0, 4.0, 32) if scaled else None,
         sliding_window=9 if "Mistral" in type(model).__name__ else None,
         dtype=str(model.dtype).removeprefix("torch."),
     )

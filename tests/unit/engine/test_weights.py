@@ -39,10 +39,22 @@ def generate(path: Path, num: int = 8) -> list[int]:
         body.close()
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
-def test_gguf_gives_the_same_tokens(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "architecture"),
+    [
+        ("llama", "llama"),
+        ("qwen2", "qwen2"),
+        ("qwen3", "qwen3"),
+        ("linear", "llama"),
+        ("yarn", "qwen3"),
+        ("granite", "granite"),
+        ("phi3", "phi3"),
+        ("ernie4_5", "ernie4_5"),
+    ],
+)
+def test_gguf_gives_the_same_tokens(kind: str, architecture: str, tmp_path: Path) -> None:
     model = tiny_model(kind, 2)
-    path = write_gguf(tmp_path / "model.gguf", model, kind)
+    path = write_gguf(tmp_path / "model.gguf", model, architecture)
     assert generate(path) == expected_tokens(model, PROMPT, 8)
 
 
@@ -219,7 +231,8 @@ def test_a_truncated_gguf_file(tmp_path: Path) -> None:
 
 def test_gguf_of_another_architecture(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "model.gguf", tiny_model("qwen3", 2), "gemma2")
-    fails(path, "'gemma2' is not supported; supported are llama, qwen2, qwen3", UnsupportedModel)
+    message = "'gemma2' is not supported; supported are ernie4_5, granite, llama"
+    fails(path, message, UnsupportedModel)
 
 
 def test_a_failed_load_releases_its_memory(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import pytest
 
 from kunserve.core.errors import ModelFiles, UnsupportedModel
 from kunserve.core.model_spec import ModelSpec
+from kunserve.core.rope import LinearRope, YarnRope
 from kunserve.model.config import read_eos_ids, read_spec
 from kunserve.model.source import ModelSource, resolve_model
 
@@ -63,10 +64,41 @@ def test_rope_as_old_and_new_versions_write_it(read) -> None:
     new = read({**LLAMA, "rope_parameters": {**LLAMA3, "rope_theta": 5e5}})
     assert old == new
     assert old.rope_scaling == (32.0, 1.0, 4.0, 8192) and old.rope_theta == 5e5
-    with pytest.raises(UnsupportedModel, match="'yarn'"):
-        read({**LLAMA, "rope_scaling": {"type": "yarn", "factor": 2}})
+    with pytest.raises(UnsupportedModel, match="'longrope'"):
+        read({**LLAMA, "rope_scaling": {"type": "longrope", "factor": 2}})
     with pytest.raises(ModelFiles, match="'factor' is missing"):
         read({**LLAMA, "rope_scaling": {"rope_type": "llama3"}})
+
+
+def test_rope_that_reaches_further_than_the_training_did(read) -> None:
+    """The longest context is what the scaling is for, as in vLLM."""
+    linear = read({**LLAMA, "rope_scaling": {"type": "linear", "factor": 4.0}})
+    assert linear.rope_scaling == LinearRope(4.0) and linear.max_position == 4 * 512
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}
+    spec = read({**LLAMA, "rope_scaling": yarn})
+    assert spec.max_position == 1024
+    assert spec.rope_scaling == YarnRope(4.0, 256, pytest.approx(1.1386, abs=1e-4))
+    assert read({**LLAMA, "rope_scaling": {**yarn, "factor": 1.5}}).max_position == 512
+    named = read({**LLAMA, "rope_scaling": {**yarn, "attention_factor": 0.9, "beta_fast": 16}})
+    assert named.rope_scaling == YarnRope(4.0, 256, 0.9, 16.0)
+    twice = read({**LLAMA, "rope_scaling": {**yarn, "mscale": 1.0, "mscale_all_dim": 1.0}})
+    assert twice.rope_scaling == YarnRope(4.0, 256, 1.0)
+    with pytest.raises(UnsupportedModel, match="attn_temperature"):
+        read({**LLAMA, "rope_scaling": {**yarn, "attn_temperature": 2.0}})
+
+
+def test_granite_is_a_llama_with_factors(read) -> None:
+    factors = {
+        "embedding_multiplier": 12.0,
+        "residual_multiplier": 0.25,
+        "attention_multiplier": 0.125,
+        "logits_scaling": 8.0,
+    }
+    spec = read({**LLAMA, "architectures": ["GraniteForCausalLM"], "rms_norm_eps": 1e-5, **factors})
+    assert spec.embedding_scale == 48.0 and spec.logit_scale == 0.125
+    assert spec.rms_eps == pytest.approx(1.6e-4) and spec.attention_scale == 0.5
+    with pytest.raises(ModelFiles, match="'residual_multiplier' is 0"):
+        read({**LLAMA, "architectures": ["GraniteForCausalLM"], "residual_multiplier": 0})
 
 
 def test_sliding_windows(read) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from kunserve.core.errors import ModelFiles, UnsupportedModel
 from kunserve.core.model_spec import ModelSpec
+from kunserve.core.rope import LinearRope
 from kunserve.model.config import read_spec
 from kunserve.model.gguf_file import GgufFile
 from kunserve.model.source import ModelSource
@@ -73,21 +74,28 @@ def test_a_plain_header(read: Write) -> None:
 
 @pytest.mark.parametrize("kind", [None, "linear"])
 @pytest.mark.parametrize("key", ["llama.rope.scaling.factor", "llama.rope.scale_linear"])
-def test_linear_rope_scaling_is_refused_with_or_without_its_type(
+def test_linear_rope_scaling_with_or_without_its_type(
     read: Write, key: str, kind: str | None
 ) -> None:
     """llama.cpp takes a missing type for linear."""
     for factor in (0.0, 1.0):
         assert read({key: factor, "llama.rope.scaling.type": kind}).rope_scaling is None
-    with pytest.raises(UnsupportedModel, match="linear rope scaling by 4 is not"):
-        read({key: 4.0, "llama.rope.scaling.type": kind})
+    assert read({key: 4.0, "llama.rope.scaling.type": kind}).rope_scaling == LinearRope(4.0)
     assert read({key: 4.0, "llama.rope.scaling.type": "none"}).rope_scaling is None
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"llama.rope.scaling.type": "yarn"}, "'yarn'"),
+        ({"llama.rope.scaling.type": "longrope"}, "'longrope'"),
+        (
+            {
+                "llama.rope.scaling.type": "yarn",
+                "llama.rope.scaling.factor": 2.0,
+                "llama.rope.scaling.attn_factor": 0.5,
+            },
+            "with attn_factor",
+        ),
         ({"llama.rope.dimension_count": 16}, r"partial rotary embedding \(16 of 32\)"),
         ({"llama.attention.value_length": 64}, "values of 64 and keys of 32"),
         ({"llama.expert_count": 8}, "mixtures of experts"),

@@ -1,0 +1,70 @@
+"""The checklist of docs/models.md: what a model has to pass that the engine is said to serve."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+
+from kunserve.core.config import InstanceConfig, ModelConfig, SchedulerConfig
+from kunserve.core.ids import InstanceId
+from kunserve.core.layout import LayerRange
+from kunserve.engine.body import CpuBody, EngineBody
+from kunserve.engine.cuda.backend import CudaBackend
+from tests.direct_engine import DirectEngine
+from tests.fakecuda.library import KIB, FakeCuda, build
+from tests.tiny_models import KINDS, MORE_KINDS, VOCAB, expected_tokens, tiny_model
+
+NUM_LAYERS = 3
+NUM_TOKENS = 8
+PROMPTS = [[(length * i + 7) % (VOCAB - 3) + 3 for i in range(length)] for length in (1, 90)]
+CUTS = [(0, 1, 3), (0, 2, 3), (0, 1, 2, 3)]
+
+
+@pytest.fixture
+def fake() -> Iterator[FakeCuda]:
+    made = FakeCuda()
+    yield made
+    assert made.left() == {}
+
+
+@pytest.mark.parametrize("kind", MORE_KINDS)
+def test_tokens_of_transformers_on_both_engines_and_in_any_cut(
+    kind: str, tmp_path: Path, fake: FakeCuda
+) -> None:
+    model = tiny_model(kind, NUM_LAYERS)
+    model.save_pretrained(tmp_path)
+    expected = [expected_tokens(model, prompt, NUM_TOKENS) for prompt in PROMPTS]
+    settings = ModelConfig(model=str(tmp_path), dtype="float32")
+    memory = InstanceConfig(memory_bytes=4 << 20, granule_bytes=8 * KIB, block_size=8)
+    most = SchedulerConfig(max_num_seqs=3, max_num_batched_tokens=48)
+    with ExitStack() as stack:
+        bodies: list[EngineBody] = [
+            stack.enter_context(closing(CpuBody(InstanceId(number), settings, memory)))
+            for number in range(3)
+        ]
+        for cut in CUTS:
+            ranges = [LayerRange(*ends) for ends in pairwise(cut)]
+            stages = list(zip(bodies, ranges, strict=False))
+            for body, keep in stages:
+                body.drop_layers(keep)
+            assert DirectEngine(stages).generate(PROMPTS, NUM_TOKENS, 16) == expected
+            for body, keep in stages:
+                missing = [LayerRange(0, keep.first), LayerRange(keep.end, NUM_LAYERS)]
+                body.reclaim_layers(LayerRange(0, NUM_LAYERS))
+                for layers in missing:
+                    if layers.first < layers.end:
+                        body.load_layers(layers)
+        backend = CudaBackend(torch.device("cpu"), build(), None)
+        body = EngineBody(InstanceId(9), settings, memory, scheduler=most, backend=backend)
+        whole = [(stack.enter_context(closing(body)), LayerRange(0, NUM_LAYERS))]
+        assert DirectEngine(whole).generate(PROMPTS, NUM_TOKENS, 16) == expected
+
+
+def test_every_kind_differs_from_every_other() -> None:
+    """Else a checklist that it passes would prove nothing about what is special about it."""
+    kinds = (*KINDS, *MORE_KINDS)
+    configs = [tiny_model(kind, 1).config.to_diff_dict() for kind in kinds]
+    assert len({str(sorted(config.items(), key=str)) for config in configs}) == len(kinds)
