@@ -16,7 +16,7 @@ from kunserve.core.config import (
 from kunserve.core.cost import CostCoefficients
 from kunserve.core.ids import GroupId, InstanceId, RequestId, TransitionId
 from kunserve.core.layout import GroupLayout, LayerRange, Stage
-from kunserve.core.messages import LoadLayers
+from kunserve.core.messages import AllowParking, LoadLayers
 from kunserve.core.request import Request, SamplingParams
 from kunserve.core.snapshots import HeadShape
 from kunserve.policy.restore import choose_sources, transient_capacity_blocks
@@ -213,6 +213,11 @@ class FakeCluster(InProcessCluster):
         migration_id = self.controller.balance.begin(source, target, max_blocks)
         self.carry_out()
         return migration_id
+
+    def allow_parking(self, group: GroupLayout) -> None:
+        """Tell a group's leader that nothing is left to drop, as if it were so."""
+        self.controller._outbox.send(group.leader, AllowParking(group.group_id))
+        self.carry_out()
 
     def roll_back(self, transition_id: TransitionId) -> bool:
         """The controller changes its mind; False if it is too late."""

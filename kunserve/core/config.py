@@ -165,6 +165,9 @@ class SchedulerConfig:
             raise ConfigError("swapping needs the cost of steps: give a profile")
 
 
+MAX_PARK_S = 10.0
+
+
 @dataclass(frozen=True, slots=True)
 class OverloadConfig:
     """When to drop and when to restore."""
@@ -185,7 +188,7 @@ class OverloadConfig:
     """Most instances that share one copy of the weights; None is no limit."""
     link_gbps: float | None = None
     """Limits bulk transfers between instances, to study their cost on one machine."""
-    max_park_s: float = 10.0
+    max_park_s: float = MAX_PARK_S
     """Longest pause of a request that is parked in host memory."""
     park_behind_drop: bool = False
     """With ``drop``: requests are parked where memory is short and nothing is left to drop."""
@@ -196,6 +199,10 @@ class OverloadConfig:
             raise ConfigError(f"park_behind_drop goes with policy 'drop', not {self.policy!r}")
         if not 0.0 < self.max_park_s < math.inf:
             raise ConfigError(f"max_park_s must be above 0 and finite, not {self.max_park_s}")
+        if self.max_park_s != MAX_PARK_S and not (self.policy == "park" or self.park_behind_drop):
+            raise ConfigError(
+                f"max_park_s goes with policy 'park' or with park_behind_drop, not {self.policy!r}"
+            )
 
     @property
     def uses_host_memory(self) -> bool:

@@ -92,11 +92,11 @@ class LoadReport:
     growth_blocks: int = 0
     """Blocks that the running requests are still expected to need."""
     head_of_line_blocks: int = 0
-    """Blocks that the first waiting request needs."""
+    """Blocks that the first waiting request needs, beside those that it shares with others."""
     waiting_blocks: int = 0
-    """Blocks that all waiting requests need."""
+    """The same of all waiting requests."""
     waiting_tokens: int = 0
-    """Prompt tokens of all waiting requests not yet computed."""
+    """Tokens of all waiting requests that are to be computed: the prefix cache has the others."""
     num_stalled: int = 0
     """Requests that wait for their KV in an exchange."""
     num_preemptions: int = 0

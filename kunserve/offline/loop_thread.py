@@ -42,8 +42,6 @@ class LoopThread:
         """
         if self._pid != os.getpid():
             raise Unavailable("this LLM belongs to the process that made it; make another one here")
-        if self._is_closed:
-            raise Unavailable("this LLM was closed")
         assert threading.current_thread() is not self._thread
         mail: SimpleQueue[Any] = SimpleQueue()
         begun: list[asyncio.Task[T]] = []
@@ -55,7 +53,10 @@ class LoopThread:
             task.add_done_callback(mail.put)
             begun.append(task)
 
-        self._loop.call_soon_threadsafe(begin)
+        with self._closing:  # so that ``_finish``, which comes later, knows of it
+            if self._is_closed:
+                raise Unavailable("this LLM was closed")
+            self._loop.call_soon_threadsafe(begin)
         try:
             while not isinstance(news := mail.get(), asyncio.Task):
                 hear(news)
@@ -80,7 +81,8 @@ class LoopThread:
             is_first, self._is_closed = not self._is_closed, True
         if is_first:
             self._loop.call_soon_threadsafe(lambda: self._loop.create_task(self._finish(last)))
-        self._thread.join()
+        if threading.current_thread() is not self._thread:  # where garbage may be collected too
+            self._thread.join()
 
     async def _finish(self, last: Callable[[], Coroutine[Any, Any, None]]) -> None:
         try:

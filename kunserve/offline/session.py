@@ -15,6 +15,7 @@ from kunserve.offline.loop_thread import Tell
 from kunserve.offline.outputs import Reporter, RequestOutput
 from kunserve.offline.prompts import Prompt
 from kunserve.offline.sampling_params import GenerateBody, SamplingParams
+from kunserve.server.chat_format import template_defaults
 from kunserve.server.choice import Choice
 from kunserve.server.forms.body import form_of
 from kunserve.server.front import Front
@@ -70,7 +71,9 @@ class Session:
             cluster.limits.max_model_len,
             limits.inline_chars,
             limits.max_waiting_chars,
+            template_defaults(config.chat),
         )
+        codec.check_template(config.chat.chat_template is not None, needs_tools=False)
         self.front = Front(cluster, codec, launched.model_name, config, limits, launched.defaults)
         self._routes = OpenAIRoutes(self.front)
         self._num_asked = 0

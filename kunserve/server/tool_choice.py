@@ -7,6 +7,7 @@ from typing import Any, Literal, TypeAlias
 
 from kunserve.core.errors import InvalidRequest
 from kunserve.core.request import StructuredOutput
+from kunserve.server.forms.body import MAX_FORM_CHARS, is_too_long, too_long
 from kunserve.server.schema import shown_value
 
 Tool: TypeAlias = dict[str, Any]
@@ -65,16 +66,21 @@ def _named(tools: Sequence[Tool], choice: Any) -> str:
 def demanded_output(
     tools: Sequence[Tool], choice: ToolChoice, max_calls: int | None
 ) -> StructuredOutput | None:
-    """The form that the output must have so that it is the calls that were demanded."""
+    """The form that the output must have so that it is the calls that were demanded.
+
+    Raises InvalidRequest where it would be longer than a form may be.
+    """
     if choice.mode == "named":
         parameters = next(
             tool["function"].get("parameters")
             for tool in tools
             if tool["function"]["name"] == choice.name
         )
-        return StructuredOutput("json_schema", json.dumps(parameters or NO_PARAMETERS))
+        return _form(parameters or NO_PARAMETERS)
     if choice.mode != "required":
         return None
+    if is_too_long([tool["function"].get("parameters") for tool in tools]):
+        raise too_long("tools", "tools")
     definitions: dict[str, Any] = {}
     calls = [_call_schema(tool["function"], definitions) for tool in tools]
     schema: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"anyOf": calls}}
@@ -82,7 +88,14 @@ def demanded_output(
         schema["maxItems"] = max_calls
     if definitions:
         schema["$defs"] = definitions
-    return StructuredOutput("json_schema", json.dumps(schema))
+    return _form(schema)
+
+
+def _form(schema: dict[str, Any]) -> StructuredOutput:
+    text = "" if is_too_long(schema) else json.dumps(schema)
+    if not text or len(text) > MAX_FORM_CHARS:
+        raise too_long("tools", "tools")
+    return StructuredOutput("json_schema", text)
 
 
 def _call_schema(function: dict[str, Any], definitions: dict[str, Any]) -> dict[str, Any]:

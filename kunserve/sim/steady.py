@@ -87,7 +87,7 @@ class StepTable:
     ) -> None:
         """``max_tokens`` of a step, and ``max_seqs`` that an instance may run."""
         self.max_tokens = float(max_tokens)
-        self.max_seqs = float(min(max_seqs, max_tokens - 1))
+        self.max_seqs = float(max(1, min(max_seqs, max_tokens - 1)))
         self._nums = self.max_seqs * _GRID
         self._tokens = self.max_tokens * _GRID
         self._profile = profile
@@ -97,7 +97,7 @@ class StepTable:
 
     def _row(self, num: int, depth: int) -> Array:
         """`T` of so many decodes over all numbers of prompt tokens."""
-        lump = min(self._prompt_tokens, int(self.max_tokens) - num)
+        lump = max(1, min(self._prompt_tokens, int(self.max_tokens) - num))
         alone_s, lump_s = self._exactly_s(num, 0, depth), self._exactly_s(num, lump, depth)
         return np.array(
             [

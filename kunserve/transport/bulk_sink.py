@@ -229,6 +229,8 @@ class BulkSink:
                     self._end(pull, None, now_s)
             case Answer.REFUSED:
                 self._end(pull, "the source has withdrawn it", now_s)
+            case Answer.LOCATED:
+                self._end(pull, "the source did not say where it lies", now_s)
             case Answer.NOT_YET:
                 pull.again.append((entry.first, entry.first + entry.num))
                 pull.not_before_s = now_s + RETRY_S

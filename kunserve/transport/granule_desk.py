@@ -39,11 +39,16 @@ class GranuleDesk:
     @property
     def sockets(self) -> tuple[socket.socket, ...]:
         """Readable when ``turn`` has something to do."""
+        if len(self._takers) >= _MOST_TAKERS:
+            return tuple(
+                self._takers
+            )  # who waits to be accepted would wake the caller all the time
         return (self._listener, *self._takers)
 
     def turn(self) -> None:
         """Answer everybody who has asked; send those away who ask for what there is not."""
-        with contextlib.suppress(BlockingIOError):
+        # Also where no descriptor is left: whoever knocks is let in later, or reads bytes.
+        with contextlib.suppress(OSError):
             while len(self._takers) < _MOST_TAKERS:
                 taker, _ = self._listener.accept()
                 taker.setblocking(False)
@@ -61,7 +66,7 @@ class GranuleDesk:
 
     def close(self) -> None:
         """Takers see the end of their connections."""
-        for one in self.sockets:
+        for one in (self._listener, *self._takers):
             one.close()
         self._takers.clear()
         self.path.unlink(missing_ok=True)

@@ -184,6 +184,11 @@ class TransitionsMachine(RuleBasedStateMachine):
         active = sorted(self.cluster.controller.transitions.active)
         self.cluster.roll_back(data.draw(st.sampled_from(active)))
 
+    @precondition(lambda self: self.cluster.groups())
+    @rule(data=st.data())
+    def allow_parking(self, data: st.DataObject) -> None:
+        self.cluster.allow_parking(data.draw(st.sampled_from(self.cluster.groups())))
+
     # Migrations
 
     @precondition(lambda self: len(self.single_groups()) > 1)

@@ -129,6 +129,11 @@ class Prefixes:
             return NOTHING_SAVED
         return {group_id: tokens // self._block_size for group_id, tokens in saved_tokens.items()}
 
+    @property
+    def holds_any(self) -> bool:
+        """Whether the backlog kept a request for a group when it was last gone through."""
+        return bool(self._held_tokens)
+
     def begin_round(self) -> None:
         """The backlog is about to be gone through from its beginning."""
         self._held_tokens.clear()

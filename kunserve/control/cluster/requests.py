@@ -202,8 +202,11 @@ class Requests:
         What starts sooner in a group that is about to stand waits for that, as much of it as may
         be sent there then.
         """
+        if not self.backlog:
+            self._prefixes.begin_round()
+            return
         roomy = {group.layout.group_id: group for group in groups if self._has_room(group)}
-        if not roomy or not self.backlog:
+        if not roomy:
             return
         expected = self._placement.expected
         loads = [group.load for group in (*roomy.values(), *expected.values())]
@@ -313,6 +316,9 @@ class Requests:
                 break
             self._fail(oldest)
         self.place_if_changed()
+        if self._prefixes.holds_any:
+            # A group that stands still makes no room, and nobody looks at who is held for it.
+            self._fill(self._placement.candidates())
 
     def _fail(self, live: Live) -> None:
         """End a request with an error, wherever it is."""

@@ -3,9 +3,11 @@
 from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import NamedTuple
 
 from kunserve.control.group.ledger import Ledger
+from kunserve.control.group.prefix_cache import PrefixCache
 from kunserve.control.group.queue import WaitingQueue
 from kunserve.control.group.sequence import Progress, Sequence
 from kunserve.core.ids import GroupId
@@ -13,6 +15,8 @@ from kunserve.core.load import PAUSE_BOUNDS_S, STEP_TOKEN_BOUNDS, LeaderTotals, 
 
 PRIOR_OUTPUT_TOKENS = 256.0
 """Expected output before anything has finished: about the mean of published chat traces."""
+MAX_LOOKED_UP = 64
+"""Waiting sequences, from the head on, whose beginnings are looked for in the prefix cache."""
 OUTPUT_WEIGHT = 0.05
 """Of each finished output in the moving mean: it remembers about the last twenty."""
 
@@ -157,6 +161,27 @@ def _count(
     return _Counts(num_running, num_stalled, num_away, growth, largest, largest_expected)
 
 
+class _Wanted(NamedTuple):
+    """What waiting sequences want that the prefix cache does not have."""
+
+    tokens: int
+    blocks: int
+    head_blocks: int
+
+
+def _measure_waiting(waiting: WaitingQueue, cache: PrefixCache | None, block_size: int) -> _Wanted:
+    head = waiting.head
+    head_blocks = 0 if head is None else -(-head.num_tokens // block_size)
+    tokens, blocks = waiting.num_tokens, waiting.num_blocks
+    if cache is not None:
+        for seq in islice(waiting, MAX_LOOKED_UP):
+            num_fewer = cache.look_up(seq)
+            tokens -= seq.num_found
+            blocks -= num_fewer
+            head_blocks -= num_fewer if seq is head else 0
+    return _Wanted(tokens, blocks, head_blocks)
+
+
 def measure_load(
     group_id: GroupId,
     sequence_number: int,
@@ -167,6 +192,7 @@ def measure_load(
     totals: SchedulerTotals,
     block_size: int,
     stuck_s: float,
+    cache: PrefixCache | None = None,
 ) -> LoadReport:
     """The leader's account of its group.
 
@@ -174,7 +200,7 @@ def measure_load(
     memory back.
     """
     counts = _count(live, ledger, int(totals.mean_output_tokens), block_size)
-    head = waiting.head
+    wanted = _measure_waiting(waiting, cache, block_size)
     return LoadReport(
         group_id=group_id,
         sequence_number=sequence_number,
@@ -184,9 +210,9 @@ def measure_load(
         used_blocks=ledger.used_blocks,
         capacity_blocks=ledger.capacity_blocks,
         growth_blocks=counts.growth_blocks,
-        head_of_line_blocks=0 if head is None else -(-head.num_tokens // block_size),
-        waiting_blocks=waiting.num_blocks,
-        waiting_tokens=waiting.num_tokens,
+        head_of_line_blocks=wanted.head_blocks,
+        waiting_blocks=wanted.blocks,
+        waiting_tokens=wanted.tokens,
         num_stalled=counts.stalled,
         num_preemptions=totals.num_preemptions,
         lost_tokens=totals.lost_tokens,

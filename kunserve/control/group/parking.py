@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 
 from kunserve.control.group.ledger import Ledger
+from kunserve.control.group.prefix_cache import PrefixCache
 from kunserve.control.group.queue import WaitingQueue
 from kunserve.control.group.sequence import Progress, Sequence
 from kunserve.control.group.swap import SwapSpace
@@ -32,8 +33,10 @@ class Parking:
         ledger: Ledger,
         waiting: WaitingQueue,
         swap: SwapSpace,
+        cache: PrefixCache | None = None,
     ) -> None:
         """``step_s`` is the time of a full step."""
+        self._cache = cache
         self.max_park_s = max_park_s
         self._step_s = step_s
         self._link = link
@@ -121,10 +124,9 @@ class Parking:
         self, running: Iterable[Sequence], now_s: float
     ) -> tuple[list[Sequence], list[Decoding]]:
         decodes = [seq for seq in running if _streams(seq)]
-        blocks_of = self._ledger.blocks_of
         return decodes, [
             Decoding(
-                blocks_of(seq.request_id),
+                self._freed_blocks(seq),
                 seq.num_output,
                 seq.num_parked,
                 now_s - seq.streams_since_s,
@@ -132,6 +134,11 @@ class Parking:
             for seq in decodes
             if seq.streams_since_s is not None
         ]
+
+    def _freed_blocks(self, seq: Sequence) -> int:
+        """What parking the sequence alone frees: not what others share with it."""
+        num_blocks = self._ledger.blocks_of(seq.request_id)
+        return num_blocks if self._cache is None else num_blocks - self._cache.shared_blocks(seq)
 
 
 def _streams(seq: Sequence) -> bool:

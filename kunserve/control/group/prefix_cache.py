@@ -30,6 +30,12 @@ class CacheOrders(NamedTuple):
 
 NO_ORDERS = CacheOrders()
 
+MAX_TABLE_ENTRIES = 1 << 22
+"""Prefixes that no sequence shares, times the blocks of the longest: each has a row in the stages'
+block tables, 13 bytes an entry."""
+LEAST_PREFIXES = 512
+"""However long they are."""
+
 
 class PrefixCache:
     """Owner of the names of a group's blocks, and of the blocks that are the cache's.
@@ -49,6 +55,8 @@ class PrefixCache:
         """Those with blocks that no sequence shares, least recently used first. Whoever shares a
         beginning uses all of it, so that what follows a prefix always stands before it."""
         self._num_made = 0
+        self._longest_blocks = 1
+        """A prefix has ended behind so many blocks."""
         self._kept: list[KeptPrefix] = []
         self._evicted: dict[PrefixId, int] = {}
         self._shared: list[SharedPrefix] = []
@@ -128,6 +136,15 @@ class PrefixCache:
         beginning.own = Prefix(0, beginning)
         seq.names_at = self._block_size
 
+    def shared_blocks(self, seq: Sequence) -> int:
+        """Blocks that the sequence has together with others: they stay when it leaves."""
+        num_blocks = start = 0
+        for prefix, end in seq.beginning.shared if seq.beginning is not None else ():
+            others = (at for at, num_users in prefix.users.items() if at != end or num_users > 1)
+            num_blocks += max(0, min(end, max(others, default=0)) - start)
+            start = end
+        return num_blocks
+
     def depart(self, seq: Sequence) -> None:
         """The sequence's KV begins to leave for host memory: its own blocks are found no more."""
         if seq.beginning is not None:
@@ -205,6 +222,9 @@ class PrefixCache:
     def take_orders(self) -> CacheOrders:
         """What the next plan tells the stages; evicts what stands in the way of the group's use."""
         self._evict(self._ledger.excess_blocks)
+        most = max(LEAST_PREFIXES, MAX_TABLE_ENTRIES // self._longest_blocks)
+        while len(self._unused) > most:
+            self._evict(next(iter(self._unused.values())).num_unused)
         if not (self._kept or self._evicted or self._shared):
             return NO_ORDERS
         evicted = tuple(EvictedPrefix(*item) for item in self._evicted.items())
@@ -344,6 +364,7 @@ class PrefixCache:
     def _make(self, prefix: Prefix, owner: RequestId) -> PrefixId:
         prefix_id = PrefixId(RequestId(f"prefix-{self._group_id}-{self._num_made}"))
         self._num_made += 1
+        self._longest_blocks = max(self._longest_blocks, prefix.end)
         prefix.prefix_id, prefix.owner = prefix_id, None
         self._prefixes[prefix_id] = prefix
         self._kept.append(KeptPrefix(owner, prefix_id, prefix.first, prefix.end))

@@ -78,7 +78,7 @@ class Holders:
             assert config.cost is not None, config
             step_s = batch_cost(config.cost, [0], [config.max_num_batched_tokens])
             self._parking = Parking(
-                max_park_s, step_s, host_link, block_size, ledger, waiting, self._swap
+                max_park_s, step_s, host_link, block_size, ledger, waiting, self._swap, cache
             )
         self._running: list[Sequence] = []
         self.released: list[RequestId] = []
@@ -244,10 +244,13 @@ class Holders:
             self._may_swap_until_s = max(self._may_swap_until_s, until_s)
             self.version += 1
 
-    def park_for_head(self, missing_blocks: int) -> None:
-        """The queue's head lacks so much: let decodes make way."""
-        if self._parking is not None and self._may_swap:
-            self._park(self._parking.for_head(self._running, missing_blocks, self._now_s))
+    def park_for_head(self, missing_blocks: int) -> bool:
+        """The queue's head lacks so much: let decodes make way; whether any do."""
+        if self._parking is None or not self._may_swap:
+            return False
+        victims = self._parking.for_head(self._running, missing_blocks, self._now_s)
+        self._park(victims)
+        return bool(victims)
 
     def plan_copies(
         self, chosen: list[tuple[Sequence, int]]

@@ -332,6 +332,7 @@ class Scheduler:
             self.totals,
             self._block_size,
             stuck_s=self._clock.stuck_s(now_s),
+            cache=self.cache,
         )
 
     def drain_preemptions(self) -> list[tuple[RequestId, int]]:
@@ -412,8 +413,10 @@ class Scheduler:
             prompts = [seq for seq in prompts if seq.key < head.key]
         num_tokens_ahead = sum(seq.num_left for seq in prompts)
         found = admission.candidates(room - num_kept, num_tokens_ahead, first_away)
-        if admission.missing_blocks and self.may_preempt:
-            holders.park_for_head(admission.missing_blocks)
+        missing = admission.missing_blocks if self.may_preempt else 0
+        if missing and holders.park_for_head(missing):
+            # Those that were found may have counted on the KV of who leaves.
+            found = admission.candidates(room - num_kept, num_tokens_ahead, first_away)
         return found
 
     def _make(self, request: Request, output_token_ids: TokenIds) -> Sequence:

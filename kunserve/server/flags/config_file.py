@@ -12,7 +12,7 @@ from typing import Any
 import click
 import yaml
 
-from kunserve.server.flags.option import ModelArgument, ServeFlag, TextList, expected
+from kunserve.server.flags.option import JsonObject, ModelArgument, ServeFlag, TextList, expected
 from kunserve.server.foreign_flags import FLAGS
 
 
@@ -103,6 +103,8 @@ def _checked(parameter: click.Parameter, value: Any, is_off: bool, ctx: click.Co
     if isinstance(parameter.type, TextList):
         parameter.type.convert(value, parameter, ctx)
         return value
+    if isinstance(parameter.type, JsonObject):
+        return parameter.type.convert(value, parameter, ctx)
     many = getattr(parameter, "multiple", False)
     items = value if many and isinstance(value, list) else [value]
     for item in items:

@@ -79,12 +79,13 @@ class JsonObject(click.ParamType[str]):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
         """The text, or a usage error. A config file may hold the object itself."""
         try:
-            is_object = isinstance(json.loads(value) if isinstance(value, str) else value, dict)
-        except ValueError:
+            text = value if isinstance(value, str) else json.dumps(value)
+            is_object = isinstance(json.loads(text), dict)
+        except (ValueError, TypeError):  # YAML knows values that JSON has no word for
             is_object = False
         if not is_object:
             self.fail(f"{value!r} is no object of JSON", param, ctx)
-        return value if isinstance(value, str) else json.dumps(value)
+        return text
 
 
 class FiniteRange(click.FloatRange):

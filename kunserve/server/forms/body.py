@@ -114,6 +114,8 @@ def _options(name: str, value: dict[str, Any]) -> dict[str, Any]:
     if pattern is not None:
         if not isinstance(pattern, str):
             raise _wrong(name, f"{name}.whitespace_pattern", "a string", pattern)
+        if is_too_long(pattern):
+            raise too_long(name, f"{name}.whitespace_pattern")
         options["whitespace_pattern"] = pattern
     if value.get("disable_any_whitespace"):
         # Both, because the front's own pattern is the default.
@@ -129,6 +131,8 @@ def _with_options(form: StructuredOutput, options: dict[str, Any]) -> Structured
 
 
 def _form(name: str, where: str, kind: StructureKind, value: Any) -> StructuredOutput:
+    if is_too_long(value):
+        raise too_long(name, where)
     match kind:
         case "json_schema":
             text = _schema_text(name, where, value)
@@ -145,10 +149,31 @@ def _form(name: str, where: str, kind: StructureKind, value: Any) -> StructuredO
                 raise _wrong(name, where, "a string", value)
             text = value
     if len(text) > MAX_FORM_CHARS:
-        raise InvalidRequest(
-            f"`{where}` has {len(text)} characters; {MAX_FORM_CHARS} are allowed.", name
-        )
+        raise too_long(name, where)
     return StructuredOutput(kind, text)
+
+
+def is_too_long(value: Any) -> bool:
+    """Whether JSON of the value is surely too long for a form.
+
+    Looks at no more of it than a form may have, because writing it takes seconds.
+    """
+    left, stack = MAX_FORM_CHARS, [value]
+    while stack and left >= 0:
+        one = stack.pop()
+        left -= 1
+        if isinstance(one, str):
+            left -= len(one)
+        elif isinstance(one, list | dict):
+            left -= len(one)
+            if left >= 0:
+                stack.extend(one if isinstance(one, list) else (*one, *one.values()))
+    return left < 0
+
+
+def too_long(name: str, where: str) -> InvalidRequest:
+    """What is said of it."""
+    return InvalidRequest(f"`{where}` may have {MAX_FORM_CHARS} characters at most.", name)
 
 
 def _schema_text(name: str, where: str, value: Any) -> str:

@@ -192,6 +192,13 @@ def test_conversations(llm: LLM, engine: EchoEngine) -> None:
             llm.chat(wrong)  # type: ignore[arg-type]
 
 
+def test_variables_of_the_template(monkeypatch: pytest.MonkeyPatch, engine: EchoEngine) -> None:
+    given = {"tools": [{"name": "weather"}]}
+    with echo_llm(monkeypatch, engine, default_chat_template_kwargs=given) as llm:
+        (output,) = llm.chat([{"role": "user", "content": "Rain?"}])
+    assert output.prompt is not None and output.prompt.startswith("<|start|>tools\n")
+
+
 class Bar:
     """What ``tqdm`` is called with, and what it is told."""
 
@@ -338,6 +345,31 @@ def test_closing_ends_the_calls_of_other_threads(
         with pytest.raises(Unavailable, match="closed"):
             call.result(10)
     assert not engine.tasks
+
+
+def test_a_call_beside_the_closing_is_told_of_it(llm: LLM) -> None:
+    loop = llm._thread._loop
+    begin, closers = loop.call_soon_threadsafe, list[threading.Thread]()
+
+    def close_first(work: Any) -> None:
+        if not closers:
+            closers.append(threading.Thread(target=llm.close))
+            closers[0].start()
+            closers[0].join(0.05)
+        begin(work)
+
+    loop.call_soon_threadsafe = close_first  # type: ignore[method-assign, assignment]
+    with pytest.raises(Unavailable, match="closed"):
+        llm.generate("a")
+    closers[0].join(10)
+    assert threads() == []
+
+
+def test_who_is_collected_on_the_loops_own_thread_ends(llm: LLM) -> None:
+    thread = llm._thread
+    thread._loop.call_soon_threadsafe(llm._finalizer)
+    wait_until(lambda: threads() == [])
+    assert thread._is_closed
 
 
 def test_a_child_has_none(llm: LLM, engine: EchoEngine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,6 +63,8 @@ def test_parking_goes_with_some_policies_only() -> None:
     assert behind.park_behind_drop and behind.max_park_s == 4.0
     with pytest.raises(ConfigError, match="goes with policy 'drop', not 'park'"):
         parsed("smollm2-135m", "--overload-policy", "park", "--park-behind-drop")
+    with pytest.raises(ConfigError, match="max_park_s goes with policy 'park'"):
+        parsed("smollm2-135m", "--max-park-s", "4")
     pair = ("--num-instances", "2", "--pipeline-parallel-size", "2")
     assert parsed("smollm2-135m", *pair, "--overload-policy", "park").overload.uses_host_memory
     with pytest.raises(ConfigError, match="no layers to drop"):

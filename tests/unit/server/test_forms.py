@@ -97,7 +97,12 @@ def test_every_way_to_ask(fields: dict[str, Any], form: tuple[str, str] | None) 
         ({"guided_json": True}, "must be a JSON schema"),
         ({"guided_json": '{"minimum": NaN}'}, "is not a JSON schema"),
         ({"guided_json": "[" * 100_000}, "is not a JSON schema"),
-        ({"guided_regex": "a" * 300_000}, "has 300000 characters; 262144 are allowed"),
+        ({"guided_regex": "a" * 300_000}, "`guided_regex` may have 262144 characters at most"),
+        ({"guided_json": {"enum": [1] * 140_000}}, "`guided_json` may have 262144 characters"),
+        (
+            {"structured_outputs": {"json": {}, "whitespace_pattern": " " * 300_000}},
+            "`structured_outputs.whitespace_pattern` may have 262144 characters",
+        ),
         ({"guided_regex": "a", "guided_json": {}}, "Only one of `guided_json`, `guided_regex`"),
         (
             response_format("json_object") | {"structured_outputs": {"regex": "a"}},

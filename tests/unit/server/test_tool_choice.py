@@ -155,3 +155,15 @@ def test_answers_are_read_only_where_there_is_something_to_find(codec: TextCodec
     )
     form = formats.of(codec, named, formats.demand(named), [], None)
     assert form is not None and len(form.new_call_id()) == 9 and not form.calls_finish
+
+
+@pytest.mark.parametrize("choice", [ToolChoice("required"), ToolChoice("named", "f")])
+@pytest.mark.parametrize(
+    "parameters",
+    [{"description": "x" * 300_000}, {"enum": [1] * 140_000}, {"enum": ["ä"] * 60_000}],
+)
+def test_calls_are_demanded_of_no_more_than_a_form_may_be(
+    choice: ToolChoice, parameters: dict[str, Any]
+) -> None:
+    with pytest.raises(InvalidRequest, match="`tools` may have 262144 characters at most"):
+        demanded_output([tool("f", parameters=parameters)], choice, None)

@@ -109,6 +109,14 @@ def test_a_refusal_ends_the_pull_and_late_answers_touch_nothing() -> None:
     assert not memory.kv.any() and made.drain() == []
 
 
+def test_an_answer_that_names_no_place_ends_the_pull() -> None:
+    made, _ = sink()
+    made.pull_kv(piece("r", 0, (0, 3), (0, 1)), entries(10), 0.0)
+    made.next_ask(0.0)
+    made.on_reply(0, Answer.LOCATED, None, 0.0)
+    assert [d.refusal for d in made.drain()] == ["the source did not say where it lies"]
+
+
 def test_chunks_of_another_size_are_refused() -> None:
     made, memory = sink()
     made.pull_kv(piece("r", 0, (0, 3), (0, 1)), entries(10), 0.0)

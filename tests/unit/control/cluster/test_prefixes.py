@@ -1,5 +1,6 @@
 """Requests go where their beginning lies, unless there is too much to do."""
 
+from kunserve.control.cluster.prefixes import MAX_HELD
 from kunserve.core.config import ClusterConfig, SchedulerConfig
 from kunserve.core.ids import RequestId
 from kunserve.core.messages import Submit
@@ -165,3 +166,13 @@ def test_after_a_drop_and_a_restore_running_requests_are_found() -> None:
     (leader,) = (members[0] for members in brain.groups)
     assert leader_of(brain, prompt=told(0)) == leader
     assert len(brain.controller._requests._prefixes._by_group) == 1
+
+
+def test_nobody_is_held_for_long_for_a_group_that_stands_still() -> None:
+    brain = Brain(2, scheduler=SchedulerConfig(max_num_batched_tokens=16))
+    turns_of(brain, 128, 32, 32)
+    idle(brain, 2)
+    assert leader_of(brain, prompt=told(0, 128) + [9] * 8) is None
+    for _ in range(MAX_HELD):
+        brain.pass_time()
+    assert [i for i, _ in brain.take(Submit)] == [1]

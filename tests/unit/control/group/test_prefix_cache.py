@@ -2,13 +2,18 @@
 
 from typing import Any
 
+import pytest
+
+from kunserve.control.group import prefix_cache
 from kunserve.control.group.scheduler import Scheduler
-from kunserve.core.config import SchedulerConfig
+from kunserve.core.config import SchedulerConfig, SwapConfig
+from kunserve.core.cost import CostCoefficients
 from kunserve.core.ids import GroupId, RequestId
 from kunserve.core.messages import TokenOutput
 from kunserve.core.request import Request, SamplingParams
 from kunserve.core.step import SampledToken, StepPlan, StepResult
 from kunserve.core.tokens import TokenIds
+from kunserve.policy.relief import HostLink
 
 BLOCK = 4
 
@@ -27,12 +32,12 @@ def request(
     return Request(RequestId(name), prompt, params, 0.0, cache_salt=salt)
 
 
-def step(scheduler: Scheduler) -> tuple[StepPlan, list[TokenOutput]]:
-    plan = scheduler.schedule(0.0)
+def step(scheduler: Scheduler, now_s: float = 0.0) -> tuple[StepPlan, list[TokenOutput]]:
+    plan = scheduler.schedule(now_s)
     assert plan is not None
     scheduler.check()
     tokens = tuple(SampledToken(c.request_id, 7, None) for c in plan.chunks if c.samples)
-    outputs = scheduler.complete(StepResult(GroupId(3), plan.step_id, tokens), 1.0)
+    outputs = scheduler.complete(StepResult(GroupId(3), plan.step_id, tokens), max(1.0, now_s))
     scheduler.check()
     return plan, outputs
 
@@ -172,3 +177,80 @@ def test_without_a_cache_plans_say_nothing_of_it() -> None:
         for plan in finish(scheduler):
             assert not (plan.kept or plan.evicted or plan.shared)
     assert scheduler.cached_blocks == 0 and scheduler.cache is None
+
+
+def parking(capacity: int) -> Scheduler:
+    """Who has run for 10 s may make way for 20 s."""
+    config = SchedulerConfig(
+        max_num_seqs=8,
+        max_num_batched_tokens=32,
+        cost=CostCoefficients(attention_s=0.0, token_s=1e-6, chunk_s=1.0, shared_s=1.0),
+        swap=SwapConfig(1.0, max_park_s=20.0),
+    )
+    link = HostLink(blocks_per_s=100.0, capacity_blocks=None)
+    return Scheduler(config, GroupId(3), 1, BLOCK, capacity, frozenset(), 256, host_link=link)
+
+
+def test_who_counts_on_blocks_of_one_that_is_parked_waits() -> None:
+    scheduler = parking(capacity=13)
+    scheduler.add(request("r", 20, max_tokens=60))
+    now_s = 0.0
+    while scheduler.used_blocks < 9:
+        step(scheduler, now_s := now_s + 1.0)
+    # The first needs one block besides those of "r", the second makes "r" leave.
+    scheduler.add(request("a", 20, 4, max_tokens=2))
+    scheduler.add(request("b", 0, 16, max_tokens=2))
+    plan, _ = step(scheduler, now_s := now_s + 1.0)
+    assert [run.request_id for run in plan.swapped_out] == ["r"] and not plan.shared
+    while scheduler.has_work:
+        step(scheduler, now_s := now_s + 1.0)
+    assert scheduler.totals.lost_tokens == 0
+
+
+def test_so_many_prefixes_are_kept_as_the_tables_have_room_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(prefix_cache, "LEAST_PREFIXES", 2)
+    monkeypatch.setattr(prefix_cache, "MAX_TABLE_ENTRIES", 12)
+    scheduler = make()
+    for num_own, num_kept in ((13, 1), (13, 2), (13, 3), (13, 4), (13, 4), (29, 2)):
+        scheduler.add(request(f"{scheduler.totals.prompt_tokens}", 0, num_own, max_tokens=1))
+        finish(scheduler)
+        assert scheduler.cache is not None and len(scheduler.cache._unused) == num_kept
+    assert scheduler.cached_blocks == 3 + 7, "those used last"
+
+
+def test_what_others_share_is_not_freed_by_parking() -> None:
+    scheduler = parking(capacity=19)
+    for name in ("r", "s", "t"):
+        scheduler.add(request(name, 20, 1, max_tokens=60))
+        step(scheduler)
+    for now_s in range(2, 14):
+        step(scheduler, float(now_s))
+    assert scheduler.cache is not None
+    own = {
+        str(seq.request_id): scheduler._ledger.blocks_of(seq.request_id)
+        - scheduler.cache.shared_blocks(seq)
+        for seq in scheduler._live.values()
+    }
+    assert scheduler.used_blocks == 5 + sum(own.values()) and max(own.values()) == 4
+    # It lacks more than any two of them have for themselves.
+    scheduler.add(request("a", 0, 40, max_tokens=1))
+    step(scheduler, 14.0)
+    assert {name for name, _ in scheduler.drain_preemptions()} == {"r", "s", "t"}
+
+
+def test_who_waits_wants_only_what_is_not_there() -> None:
+    scheduler = make(capacity=12, max_num_seqs=1)
+    scheduler.add(request("r", 20, 1))
+    step(scheduler)
+    scheduler.add(request("a", 20, 4))
+    scheduler.add(request("b", 0, 8))
+    load = scheduler.load(1, 3, 0.0)
+    assert (load.num_waiting, load.head_of_line_blocks) == (2, 6 - 5)
+    assert (load.waiting_blocks, load.waiting_tokens) == (1 + 2, 4 + 8)
+    finish(scheduler)
+    scheduler.add(request("a", 20, 4))
+    load = scheduler.load(2, 4, 0.0)
+    assert load.head_of_line_blocks == 6, "what nobody shares counts as free"
+    assert load.waiting_tokens == 4

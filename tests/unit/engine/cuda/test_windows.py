@@ -1,6 +1,7 @@
 """KV and weights of a peer on the same host: its granules are mapped once, and copied from."""
 
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -310,6 +311,24 @@ def test_strangers_at_the_desk_are_sent_away() -> None:
             assert len(desk.sockets) == 1
     desk.close()
     assert not desk.path.exists()
+
+
+def test_a_full_desk_does_not_listen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(granule_desk, "_MOST_TAKERS", 1)
+    desk = GranuleDesk(path_of_a_desk(), TwoGranules())
+    with socket.socket(socket.AF_UNIX) as first, socket.socket(socket.AF_UNIX) as second:
+        for one in (first, second):
+            one.connect(str(desk.path))
+            desk.turn()
+        (taker,) = desk.sockets
+        second.send(bytes(8))
+        assert not select.select(desk.sockets, [], [], 0.0)[0], "nothing to do, and no wakeup"
+        first.close()
+        desk.turn()
+        assert len(desk.sockets) == 1 and taker not in desk.sockets
+        desk.turn()
+        assert len(desk.sockets) == 1 and second.recv(1) == b"g"
+    desk.close()
 
 
 def test_a_window_takes_no_more_than_it_was_told() -> None:
