@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
 from kunserve.core.ids import InstanceId, RequestId
-from kunserve.core.messages import TokenOutput
+from kunserve.core.messages import Ready, TokenOutput
 from kunserve.core.request import Request
 from kunserve.core.snapshots import ClusterState
 
@@ -21,6 +21,17 @@ class ServingLimits:
     """Prompt plus output tokens: the least of the model's, the user's and the memory's limit."""
     block_size: int
     vocab_size: int
+
+
+def limits_of(ready: tuple[Ready, ...], vocab_size: int) -> ServingLimits:
+    """What every one of these instances can serve."""
+    specs = [one.spec for one in ready]
+    pools = [spec.kv_units // spec.num_layers * spec.block_size for spec in specs]
+    return ServingLimits(
+        max_model_len=min(min(pools), *(one.max_model_len for one in ready)),
+        block_size=specs[0].block_size,
+        vocab_size=vocab_size,
+    )
 
 
 @dataclass(frozen=True, slots=True)

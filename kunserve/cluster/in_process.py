@@ -9,10 +9,19 @@ let the cluster run by itself (``run_until_idle``).
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any
 
 from kunserve.cluster.fake import FakeBody, FakeModel
 from kunserve.cluster.in_process_account import Account
+from kunserve.cluster.in_process_actions import (
+    Action,
+    Address,
+    CompletePull,
+    Delivery,
+    FinishStep,
+    Letter,
+    StartStep,
+)
 from kunserve.cluster.in_process_mover import InProcessMover
 from kunserve.control.arrays import Int32Array
 from kunserve.control.cluster.commands import (
@@ -46,10 +55,7 @@ from kunserve.core.request import Request
 from kunserve.core.snapshots import InstanceSpec, TransitionRecord
 from kunserve.core.transfer import KvPull, LayerLoad, LayerPull, PeerAddress
 from kunserve.transport.codec import decode, encode
-from kunserve.transport.numbering import Incoming, Outgoing, Stamp
-
-Address: TypeAlias = InstanceId | None
-"""None is the controller."""
+from kunserve.transport.numbering import Incoming, Outgoing
 
 NOWHERE = PeerAddress("in-process", "in-process")
 STEP_S = 0.001
@@ -71,53 +77,10 @@ class Member:
     """The step that runs."""
     process: bytes = b""
     """Tells the instance's processes apart, one after the other."""
+    known: set[InstanceId] = field(default_factory=set)
+    """Peers that it has been told of: it sends to no others, and lets no others in."""
     outgoing: Outgoing = field(default_factory=Outgoing)
     incoming: Incoming = field(default_factory=Incoming)
-
-
-class Letter(NamedTuple):
-    """A message on a link: bytes, as between processes."""
-
-    data: bytes
-    hidden: bytes | None
-    process: bytes = b""
-    """Who sent it."""
-    stamp: Stamp | None = None
-    """Between instances: its number."""
-
-
-@dataclass(frozen=True, slots=True)
-class Delivery:
-    """Deliver the first message of a link."""
-
-    src: Address
-    dst: Address
-
-
-@dataclass(frozen=True, slots=True)
-class StartStep:
-    """Let an instance begin its next step."""
-
-    instance_id: InstanceId
-
-
-@dataclass(frozen=True, slots=True)
-class FinishStep:
-    """Let an instance's step end."""
-
-    instance_id: InstanceId
-
-
-@dataclass(frozen=True, slots=True)
-class CompletePull:
-    """Let one of an instance's pulls end: copied, or refused."""
-
-    instance_id: InstanceId
-    index: int
-    fails: bool = False
-
-
-Action: TypeAlias = Delivery | StartStep | FinishStep | CompletePull
 
 
 class InProcessCluster:
@@ -204,6 +167,7 @@ class InProcessCluster:
         events = []
         for instance_id, member in sorted(self.members.items()):
             ready = Ready(self._specs[instance_id], NOWHERE, self._max_model_len, "fake")
+            member.known.clear()
             events.append(member.agent.rejoin(ready))
             letters = self.links.get((instance_id, None), deque())
             # A driver takes no word for the first one of an instance that was there before.
@@ -240,15 +204,27 @@ class InProcessCluster:
     def actions(self) -> list[Action]:
         """Everything that may happen next, in a fixed order."""
         found: list[Action] = [
-            Delivery(src, dst) for (src, dst), letters in self.links.items() if letters
+            Delivery(src, dst)
+            for (src, dst), letters in self.links.items()
+            if letters and self._lets_in(dst, src)
         ]
         for instance_id, member in self.members.items():
             if member.work is not None:
                 found.append(FinishStep(instance_id))
             elif member.agent.has_ready_work():
                 found.append(StartStep(instance_id))
-            found.extend(CompletePull(instance_id, i) for i in range(len(member.mover.pulls)))
+            found.extend(
+                CompletePull(instance_id, i)
+                for i, pull in enumerate(member.mover.pulls)
+                if self._lets_in(pull.what.src, instance_id)
+            )
         return found
+
+    def _lets_in(self, dst: Address, src: Address) -> bool:
+        """Whether an instance hears the other, if it hears at all: until then the words wait."""
+        if src is None or dst is None or dst not in self.members:
+            return True
+        return src in self.members[dst].known
 
     def perform(self, action: Action) -> None:
         """Let it happen."""
@@ -313,7 +289,7 @@ class InProcessCluster:
             member.body.load_layers(what.layers)
             member.agent.pulled_layers(what.layers, None, True, self.now_s)
             return
-        source = self.members.get(what.src)
+        source = self.members.get(what.src) if what.src in member.known else None
         if isinstance(what, LayerPull):
             ok = not fails and source is not None and self._copy_layers(what, source, member)
             member.agent.pulled_layers(what.layers, what.src, ok, self.now_s)
@@ -348,6 +324,8 @@ class InProcessCluster:
         letter = Letter(bytes(encode(message)), data)
         if src is not None and dst is not None:
             sender = self.members[src]
+            if dst not in sender.known:
+                return
             letter = letter._replace(process=sender.process, stamp=sender.outgoing.next(dst))
         self.links.setdefault((src, dst), deque()).append(letter)
 
@@ -365,7 +343,7 @@ class InProcessCluster:
         for src, sender in self.members.items():
             for dst, receiver in self.members.items():
                 count = sender.outgoing.count(dst)
-                if count is None or self.links.get((src, dst)):
+                if count is None or self.links.get((src, dst)) or src not in receiver.known:
                     continue
                 fault = receiver.incoming.compare(sender.process, count)
                 if fault:
@@ -382,11 +360,23 @@ class InProcessCluster:
         if dst is None:
             assert src is not None
             self._to_controller(src, message)
-        elif not isinstance(message, Connect):
+        elif isinstance(message, Connect):
+            self.connect(dst, message)
+        else:
             if isinstance(message, Form):
                 self.members[dst].outgoing.begin_anew()
             hidden = None if letter.hidden is None else FakeBody.hidden_from_bytes(letter.hidden)
             self.members[dst].agent.on(message, self.now_s, hidden)
+
+    def connect(self, dst: InstanceId, message: Connect) -> None:
+        """An instance is told of peers."""
+        member = self.members[dst]
+        for peer in message.gone:
+            member.known.discard(peer)
+            member.outgoing.begin_anew(peer)
+            for link in ((dst, peer), (peer, dst)):
+                self.links.pop(link, None)
+        member.known.update(peer for peer, _ in message.peers)
 
     def _to_controller(self, src: InstanceId, message: Message) -> None:
         assert isinstance(message, Event), message

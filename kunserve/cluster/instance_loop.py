@@ -9,8 +9,11 @@ from typing import Any, Protocol
 import zmq
 
 from kunserve.cluster.instance_mover import InstanceMover, Loaded
-from kunserve.cluster.lease import Lease
+from kunserve.cluster.lease import Hold
+from kunserve.cluster.peer_book import PeerBook
+from kunserve.cluster.prepare_gate import PrepareGate
 from kunserve.cluster.trace import InstanceTrace
+from kunserve.cluster.wire_lease import WireLease
 from kunserve.control.instance.agent import InstanceAgent
 from kunserve.control.instance.body import Body, StepOutcome, StepWork
 from kunserve.control.instance.stage_clock import StageClock
@@ -75,6 +78,8 @@ LONG_STEP_S = 0.1
 """Once a step has taken so long, mail is read in the middle of steps too."""
 LOOK_GAP_S = 0.05
 """And that so often, because looking costs a little."""
+CONNECTING_S = 0.002
+"""How often to look whether the members of a transition are connected."""
 
 
 class InstanceLoop:
@@ -89,7 +94,7 @@ class InstanceLoop:
         mover: InstanceMover,
         config: ClusterConfig,
         ready: Ready,
-        lease: Lease | None = None,
+        lease: Hold | None = None,
         trace: InstanceTrace | None = None,
     ) -> None:
         """``ready`` is the instance's first word; without a ``lease`` there is one front only."""
@@ -104,6 +109,9 @@ class InstanceLoop:
         self._channel = channel
         self._peers = peers
         self._mover = mover
+        me = body.spec.instance_id
+        self._book = PeerBook(peers, mover, ready.address.machine)
+        self._gate = PrepareGate(me, peers.unreached, config.link_timeout_s)
         self._trace = trace
         self._clock = StageClock(body.spec.instance_id)
         self._progress = Alive(body.spec.instance_id)
@@ -133,7 +141,10 @@ class InstanceLoop:
         states to the next stage, which localizes and executes the same plan.
         """
         agent = self._agent
-        self._channel.start_heartbeat(self._heartbeat_period_s, lambda: self._progress)
+        pulse = self._lease if isinstance(self._lease, WireLease) else None
+        self._channel.start_heartbeat(self._heartbeat_period_s, lambda: self._progress, pulse)
+        if pulse is not None:
+            pulse.start()
         while not agent.is_stopping:
             self._turn(is_computing=False)
             self._wait()
@@ -166,6 +177,7 @@ class InstanceLoop:
             self._send_to_front()
             self._front = lease.front
             self._awaits_group = True
+            self._book.forget_all()
             self._channel.send(self._agent.rejoin(self._ready))
             logger.info("a new front is there, told it where this instance stands")
 
@@ -226,6 +238,8 @@ class InstanceLoop:
         timeout_s = 0.0
         if self._has_no_front or not self._agent.has_ready_work():
             timeout_s = max(0.0, self._next_report_s - time.monotonic())
+        if self._gate.is_waiting:
+            timeout_s = min(timeout_s, CONNECTING_S)
         self._poller.poll(int(timeout_s * 1000.0))
 
     def _read_mail(self) -> None:
@@ -233,18 +247,19 @@ class InstanceLoop:
         self._read_s = now_s
         for message in self._channel.receive():
             if isinstance(message, Connect):
-                self._peers.connect({peer: at.links for peer, at in message.peers})
-                self._mover.connect({peer: at.bulk for peer, at in message.peers})
-            else:
+                self._book.take(message)
+            elif self._gate.passes(message, now_s):
                 if isinstance(message, Form):
                     self._awaits_group = False
                     self._peers.begin_anew()
                 agent.on(message, now_s)
+        if self._gate.is_waiting:
+            self._turn_gate(now_s)
         for message, payload in self._peers.receive():
             agent.on(message, now_s, self._hidden_of(message, payload))
-        for peer, reason in self._peers.faults():
-            logger.error("link is broken from=%d reason=%r", peer, reason)
-            self._channel.send(LinkBroken(self._body.spec.instance_id, peer, reason))
+        for peer, reason, is_down in self._peers.faults():
+            logger.error("link is broken peer=%d reason=%r", peer, reason)
+            self._channel.send(LinkBroken(self._body.spec.instance_id, peer, reason, is_down))
         ended: list[Pulled | Loaded] = [*self._mover.completed(), *self._mover.loader.completed()]
         for pull in ended:
             if self._trace is not None:
@@ -253,6 +268,13 @@ class InstanceLoop:
                 agent.pulled_kv(pull.what, pull.ok, now_s)
             else:
                 agent.pulled_layers(pull.what.layers, pull.what.src, pull.ok, now_s)
+
+    def _turn_gate(self, now_s: float) -> None:
+        passed, refused = self._gate.turn(now_s)
+        for order in passed:
+            self._agent.on(order, now_s)
+        for answer in refused:
+            self._channel.send(answer)
 
     def _hidden_of(self, message: Message, payload: memoryview | None) -> Any:
         """What came beside a message, as the body wants it."""

@@ -20,9 +20,10 @@ from kunserve.cluster.launch import (
     StartupFailure,
     StepFailure,
 )
-from kunserve.cluster.lease import Lease
+from kunserve.cluster.lease import Hold, Lease
 from kunserve.cluster.log_format import start_logging
 from kunserve.cluster.trace import InstanceTrace
+from kunserve.cluster.wire_lease import LEASE_PART, WireLease
 from kunserve.control.instance.agent import InstanceAgent
 from kunserve.control.instance.state import AgentConfig
 from kunserve.core.errors import KunServeError
@@ -65,7 +66,7 @@ def run_instance(load: Callable[[InstanceOrder], Loaded]) -> int:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, at_parents_death)
     if order.lease is None and order.front_pid not in (None, os.getppid()):
         return EXIT_ORPHANED  # the front died before the line above: its death gives no signal
-    lease = None if order.lease is None else Lease(order.lease)
+    lease = _lease_of(order)
     start_logging(order.config.log, order.instance_id)
     try:
         loop = _assemble(order, load(order), lease)
@@ -73,6 +74,14 @@ def run_instance(load: Callable[[InstanceOrder], Loaded]) -> int:
         _say(StartupFailure(type(error).__name__, str(error)))
         return EXIT_REFUSED
     return _run(loop)
+
+
+def _lease_of(order: InstanceOrder) -> Hold | None:
+    if order.lease is None:
+        return None
+    if order.network is None:
+        return Lease(order.lease)
+    return WireLease(order.lease, LEASE_PART * order.config.cluster.heartbeat_timeout_s)
 
 
 def _run(loop: InstanceLoop) -> int:
@@ -96,8 +105,8 @@ def _say(last_words: StartupFailure | StepFailure) -> None:
         sys.stdout.buffer.flush()
 
 
-def _assemble(order: InstanceOrder, loaded: Loaded, lease: Lease | None) -> InstanceLoop:
-    config, body = order.config, loaded.body
+def _assemble(order: InstanceOrder, loaded: Loaded, lease: Hold | None) -> InstanceLoop:
+    config, body, network = order.config, loaded.body, order.network
     spec = body.spec
     longest = loaded.longest_request_tokens
     max_model_len = min(longest, config.model.max_model_len or longest)
@@ -106,17 +115,20 @@ def _assemble(order: InstanceOrder, loaded: Loaded, lease: Lease | None) -> Inst
         address_in(order.socket_folder, f"{kind}-{spec.instance_id}-{os.getpid()}")
         for kind in ("links", "bulk")
     )
-    mover = InstanceMover(spec.instance_id, bulk_at, body, link_gbps=config.overload.link_gbps)
+    link_gbps = config.overload.link_gbps or order.place.link_gbps
+    mover = InstanceMover(spec.instance_id, bulk_at, body, link_gbps=link_gbps, network=network)
     mover.loader = LayerLoader(body.load_layers)
-    peers = PeerLinks(spec.instance_id, links_at)
+    peers = PeerLinks(spec.instance_id, links_at, network=network)
     mover.yield_to(peers.activations_pending)
-    channel = InstanceChannel(order.front_address, spec.instance_id)
+    channel = InstanceChannel(order.front_address, spec.instance_id, network)
     agent = InstanceAgent(
         AgentConfig(spec.instance_id, config.scheduler, loaded.eos_token_ids, max_model_len),
         body,
         mover,
     )
     address = PeerAddress(peers.address, mover.address)
+    if network is not None:
+        address = address._replace(public_key=network.public_key, machine=network.machine)
     ready = Ready(spec, address, max_model_len, loaded.summary)
     channel.send(ready)
     trace_out = config.cluster.trace_out

@@ -188,7 +188,17 @@ class InstanceProcess(Protocol):
 
 
 class Launcher(Protocol):
-    """Starts instances, here or on another machine, and finds those of an earlier front."""
+    """Starts instances, here or on another machine, and finds those of an earlier front.
+
+    On a network it fills in where a process goes: ``order.network.host``, and ``order.place``.
+    """
+
+    @property
+    def front_host(self) -> str | None:
+        """Address of this machine by which instances reach the front. None: all of them are here,
+        and sockets are files.
+        """
+        ...
 
     async def start(self, order: InstanceOrder) -> InstanceProcess:
         """Start a process that carries out the order. Raises OSError when it cannot."""
@@ -202,34 +212,47 @@ class Launcher(Protocol):
 class LocalLauncher:
     """Spawns (never forks) processes on this machine."""
 
+    front_host: str | None = None
+
     def __init__(self, program: Sequence[str] | None = None) -> None:
         """``program`` is what Python runs instead of the instance's own entry point."""
         self._program = program
 
     async def start(self, order: InstanceOrder) -> "LocalProcess":
         """Spawn the process and hand it its order."""
-        module = "instance_main" if order.fake is None else "fake_main"
-        process = await asyncio.create_subprocess_exec(
-            *python_command(),
-            *(self._program or ("-m", f"kunserve.cluster.{module}")),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            env=process_environment(order.config.instance.num_threads),
-            start_new_session=True,
-        )
-        assert process.stdin is not None
-        try:
-            process.stdin.write(msgspec.json.encode(order))
-            await process.stdin.drain()
-            process.stdin.close()
-        except (BrokenPipeError, ConnectionResetError):
-            pass  # it died before it read its order: whoever waits for its end sees that
-        return LocalProcess(process)
+        return await spawn(order, self._program)
 
     def find(self, mark: str) -> FoundProcess | None:
         """The process of this mark, unless it has ended."""
         fd = open_marked(mark)
         return None if fd is None else FoundProcess(mark, fd)
+
+
+async def spawn(
+    order: InstanceOrder, program: Sequence[str] | None = None, within: Sequence[str] = ()
+) -> "LocalProcess":
+    """A child that carries out the order; ``within`` is a command that runs the rest of its line.
+
+    ``program`` is what Python runs instead of the instance's own entry point.
+    """
+    module = "instance_main" if order.fake is None else "fake_main"
+    process = await asyncio.create_subprocess_exec(
+        *within,
+        *python_command(),
+        *(program or ("-m", f"kunserve.cluster.{module}")),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        env=process_environment(order.config.instance.num_threads),
+        start_new_session=True,
+    )
+    assert process.stdin is not None
+    try:
+        process.stdin.write(msgspec.json.encode(order))
+        await process.stdin.drain()
+        process.stdin.close()
+    except (BrokenPipeError, ConnectionResetError):
+        pass  # it died before it read its order: whoever waits for its end sees that
+    return LocalProcess(process)
 
 
 def python_command() -> list[str]:

@@ -14,6 +14,7 @@ import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from kunserve.cluster.process_mark import kill_marked, mark_of
 from kunserve.cluster.run_folder import FrontLock, RunState, read_state
@@ -34,8 +35,27 @@ class LeaseTerms:
     grace_s: float
 
 
+class Hold(Protocol):
+    """What the loop asks a lease, whatever it rests on."""
+
+    @property
+    def started_by(self) -> str:
+        """The front that started the instance."""
+        ...
+
+    @property
+    def front(self) -> str:
+        """The front that serves now."""
+        ...
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether no front is there, so that no work makes sense."""
+        ...
+
+
 class Lease:
-    """Watches the front of one instance."""
+    """Implements ``Hold`` for an instance on its front's own machine."""
 
     def __init__(self, terms: LeaseTerms) -> None:
         self._folder = Path(terms.run_folder)

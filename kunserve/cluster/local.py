@@ -9,9 +9,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from kunserve.cluster.api import ServingLimits, Vitals
+from kunserve.cluster.api import ServingLimits, Vitals, limits_of
 from kunserve.cluster.background import Background
 from kunserve.cluster.forced import ForcedTransitions
+from kunserve.cluster.front_wires import FrontWires
 from kunserve.cluster.group_watch import GroupWatch
 from kunserve.cluster.launch import (
     FakeSettings,
@@ -89,7 +90,9 @@ class LocalCluster:
         self._clock = WakingClock(time.monotonic)
         self._background = Background()
         self._sockets = SocketFolder() if succession is None else succession.sockets
-        self._channel = FrontChannel(self._on_event, self._on_nonsense)
+        self._wires = FrontWires.open(launcher.front_host, config.cluster, succession)
+        network = None if self._wires is None else self._wires.network
+        self._channel = FrontChannel(self._on_event, self._on_nonsense, network)
         self._processes = Processes(
             config.cluster,
             launcher,
@@ -145,10 +148,13 @@ class LocalCluster:
         found: dict[InstanceId, InstanceProcess] = {}
         if self._succession is not None:
             found = await self._succession.take_over()
-        await self._channel.start(self._sockets.address("front"))
+        if self._wires is None:
+            await self._channel.start(self._sockets.address("front"))
+        else:
+            await self._wires.start(self._channel)
         with self._background.surviving("sweep"):
             sweep()
-        if self._fake is None and not found:
+        if self._fake is None and self._wires is None and not found:
             check_memory(self._config)
         if self._config.cluster.trace_out is not None:
             begin_trace(Path(self._config.cluster.trace_out), set(ids) - set(found))
@@ -170,7 +176,7 @@ class LocalCluster:
         await self._until(is_up)
         if self._startup_error is not None:
             raise self._startup_error
-        self._limits = _limits(tuple(self._ready.values()), vocab_size)
+        self._limits = limits_of(tuple(self._ready.values()), vocab_size)
         placement = self._controller.placement
         await self._until(lambda: bool(placement.candidates()) if found else not placement.unready)
         self._processes.serve()
@@ -197,7 +203,7 @@ class LocalCluster:
     # Processes
 
     def _order_of(self, instance_id: InstanceId) -> InstanceOrder:
-        return InstanceOrder(
+        order = InstanceOrder(
             instance_id=instance_id,
             fake=self._fake,
             front_address=self._channel.address,
@@ -207,10 +213,12 @@ class LocalCluster:
             front_pid=os.getpid(),
             model_files=self._model_files,
         )
+        return order if self._wires is None else self._wires.addressed(order)
 
     def _note_processes(self) -> None:
         if self._succession is not None:
-            self._succession.note(self._processes.marks)
+            wires = None if self._wires is None else self._wires.state
+            self._succession.note(self._processes.marks, wires)
 
     def _on_death(self, death: Death) -> bool:
         instance_id = death.instance_id
@@ -296,6 +304,8 @@ class LocalCluster:
             await asyncio.sleep(TICK_S)
             with self._background.surviving("watching processes"):
                 self._processes.look()
+            with self._background.surviving("watching connections"):
+                self._watch_connections()
             with self._background.surviving("watching groups"):
                 self._watch_groups()
             with self._background.surviving("tick"):
@@ -307,6 +317,14 @@ class LocalCluster:
                 self._end_hopeless()
             self._flush()
             await self._notify()
+
+    def _watch_connections(self) -> None:
+        """Between hosts: give up who cannot be reached, whether its process can be ended or not."""
+        if self._wires is not None and not self._is_closing:
+            for instance_id in self._wires.lost(self._ready, self._clock.now_s()):
+                self._processes.condemn(
+                    instance_id, "it cannot be reached", Cause.OUTSIDE, is_cut_off=True
+                )
 
     def _watch_groups(self) -> None:
         """Kill the leaders of groups that stand still; their requests run again."""
@@ -427,13 +445,3 @@ def _fingerprint(config: KunServeConfig) -> str:
 
 def _as_event(message: Message) -> Event:
     return message  # type: ignore[return-value]
-
-
-def _limits(ready: tuple[Ready, ...], vocab_size: int) -> ServingLimits:
-    specs = [one.spec for one in ready]
-    pools = [spec.kv_units // spec.num_layers * spec.block_size for spec in specs]
-    return ServingLimits(
-        max_model_len=min(min(pools), *(one.max_model_len for one in ready)),
-        block_size=specs[0].block_size,
-        vocab_size=vocab_size,
-    )

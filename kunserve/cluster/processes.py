@@ -67,6 +67,8 @@ class _Place:
     """Why it was condemned."""
     cause: Cause | None = None
     """If that is known before its end."""
+    is_cut_off: bool = False
+    """Nobody can tell whether the condemned process ends, so nobody waits for that."""
     num_soon_over: int = 0
     num_failed_starts: int = 0
 
@@ -189,7 +191,7 @@ class Processes:
     ) -> str:
         """Wait until the process is over; why it is."""
         place.process, place.verdict, place.last = process, None, None
-        place.cause = None
+        place.cause, place.is_cut_off = None, False
         place.condemned.clear()
         place.since_s = place.heard_s = place.moved_s = self._clock.now_s()
         with self._background.surviving("start of an instance"):
@@ -199,8 +201,8 @@ class Processes:
         try:
             await asyncio.wait({ended, condemned}, return_when=asyncio.FIRST_COMPLETED)
             if not ended.done():
-                await asyncio.wait({ended}, timeout=END_S)
-            if not ended.done():
+                await asyncio.wait({ended}, timeout=0.0 if place.is_cut_off else END_S)
+            if not ended.done() and not place.is_cut_off:
                 logger.error(
                     "killed, but does not end instance=%d pid=%d", instance_id, process.pid
                 )
@@ -278,12 +280,17 @@ class Processes:
         longest_step_s = 0.0 if place.last is None else place.last.longest_step_s
         return max(self._config.hang_timeout_s, STEPS_PER_HANG * longest_step_s)
 
-    def condemn(self, instance_id: InstanceId, reason: str, cause: Cause) -> None:
-        """Kill the instance's process, for a reason that is logged once."""
+    def condemn(
+        self, instance_id: InstanceId, reason: str, cause: Cause, *, is_cut_off: bool = False
+    ) -> None:
+        """Kill the instance's process, for a reason that is logged once.
+
+        One that ``is_cut_off`` counts as over at once, because nothing that it says is heard.
+        """
         place = self._places[instance_id]
         if place.process is None or place.verdict is not None:
             return
-        place.verdict, place.cause = reason, cause
+        place.verdict, place.cause, place.is_cut_off = reason, cause, is_cut_off
         logger.error("instance killed instance=%d reason=%r", instance_id, reason)
         place.process.kill()
         place.condemned.set()

@@ -13,7 +13,7 @@ import os
 import shutil
 import stat
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
@@ -25,6 +25,17 @@ from kunserve.transport.file_lock import is_held
 LOCK_S = 3.0
 """How long to try for the lock: instances hold it for moments, one that leaves a little longer."""
 POLL_S = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class WiresState:
+    """What the next front must have, so that instances of this one believe it and it them."""
+
+    address: str
+    public_key: str
+    secret_key: str
+    instance_keys: dict[InstanceId, str] = field(default_factory=dict)
+    """Public ones, of the processes that run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +52,8 @@ class RunState:
     """Where the front and the instances listen."""
     marks: dict[InstanceId, str]
     """By which the launcher finds each process again."""
+    wires: WiresState | None = None
+    """None: sockets are files of the socket folder."""
 
 
 class FrontLock:

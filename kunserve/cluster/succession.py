@@ -12,7 +12,7 @@ import msgspec
 import kunserve
 from kunserve.cluster.launch import FakeSettings, InstanceProcess, Launcher
 from kunserve.cluster.lease import LeaseTerms
-from kunserve.cluster.run_folder import RunFolder, RunState
+from kunserve.cluster.run_folder import RunFolder, RunState, WiresState
 from kunserve.core.config import ChatConfig, KunServeConfig, LogConfig, ServerConfig
 from kunserve.core.ids import InstanceId
 from kunserve.transport.codec import MESSAGE_TYPES
@@ -45,12 +45,15 @@ class Succession:
         earlier = self._folder.read()
         self._epoch = 0 if earlier is None else earlier.epoch + 1
         self._found: dict[InstanceId, InstanceProcess] = {}
+        self.wires: WiresState | None = None
+        """Of the front before this one, if its instances are of use."""
         self._is_of_use = earlier is not None and earlier.settings == self._settings
         if earlier is not None:
             found = {i: launcher.find(mark) for i, mark in earlier.marks.items()}
             self._found = {i: one for i, one in found.items() if one is not None}
         if self._found and earlier is not None and self._is_of_use:
             self.sockets = SocketFolder(Path(earlier.socket_folder))
+            self.wires = earlier.wires
         else:
             self._folder.clear()
             self.sockets = SocketFolder(self._place_for_sockets())
@@ -93,7 +96,12 @@ class Succession:
         """What an instance that is started now is told of its front."""
         return LeaseTerms(str(self._folder.path), self._front, self._grace_s)
 
-    def note(self, marks: dict[InstanceId, str]) -> None:
+    @property
+    def front(self) -> str:
+        """The name of the front that is now."""
+        return self._front
+
+    def note(self, marks: dict[InstanceId, str], wires: WiresState | None = None) -> None:
         """For the next front: which processes run. From now on they may know this front."""
         self._folder.write(
             RunState(
@@ -102,6 +110,7 @@ class Succession:
                 settings=self._settings,
                 socket_folder=str(self.sockets.path),
                 marks=marks,
+                wires=wires,
             )
         )
 

@@ -42,3 +42,7 @@ class PeerAddress(NamedTuple):
     """Messages and activations."""
     bulk: str
     """KV and weights."""
+    public_key: str = ""
+    """Of the process, on a network: it tells the process from those before it."""
+    machine: str = ""
+    """Instances of equal ones can read each other's memory files."""

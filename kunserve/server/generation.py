@@ -144,7 +144,11 @@ class Generation:
     def _deliver(self, choice: Choice, clock: RequestClock, output: TokenOutput) -> None:
         now_s = time.monotonic()
         if output.token_id is not None:
-            clock.token(now_s, output.queued_s, output.num_cached_tokens)
+            queued_s = None
+            if output.computed_s is not None:  # only this process's clock says when it arrived
+                waited_s = now_s - choice.request.arrival_s
+                queued_s = max(0.0, waited_s - output.computed_s)
+            clock.token(now_s, queued_s, output.num_cached_tokens)
         if output.finish_reason is not None:
             del self._live[choice.index]
             clock.ended(output.finish_reason, now_s)

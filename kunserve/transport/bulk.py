@@ -8,7 +8,7 @@ import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 
 import msgspec
@@ -29,9 +29,11 @@ from kunserve.transport.bulk_wire import (
     Located,
     SharedGranules,
 )
+from kunserve.transport.doorkeeper import Doorkeeper, KeyRing, key_of
 from kunserve.transport.granule_desk import GranuleDesk
 from kunserve.transport.identity import Identity
 from kunserve.transport.movable_memory import Mapped, MovableMemory
+from kunserve.transport.network import Network
 from kunserve.transport.pacing import BulkPacing, TokenBucket
 from kunserve.transport.shared_files import Counts, PeerFiles
 from kunserve.transport.sockets import (
@@ -41,6 +43,7 @@ from kunserve.transport.sockets import (
     address_of,
     bind_router,
     connect_dealer,
+    guard_of,
 )
 from kunserve.transport.wakeup import Wakeup
 
@@ -68,12 +71,17 @@ class BulkMover:
         *,
         link_gbps: float | None = None,
         pacing: BulkPacing | None = None,
+        network: Network | None = None,
     ) -> None:
-        """Listen at ``bind``.
+        """Listen at ``bind``, or on a free port of the ``network``'s host.
 
-        ``link_gbps`` is short for ``BulkPacing.for_link``; None is as fast as bytes go.
+        ``link_gbps`` is short for ``BulkPacing.for_link``; None is as fast as bytes go. What a
+        network's host shares with another process of it is read in memory files all the same.
         """
-        self._pacing = pacing or BulkPacing.for_link(link_gbps)
+        self._pacing = pacing or BulkPacing.for_link(link_gbps, is_network=network is not None)
+        self._network = network
+        self._ring = KeyRing()
+        self._near: set[InstanceId] = set()
         self._me = Identity(_BULK, instance_id, identity.new_incarnation())
         self.rejections = Rejections("bulk")
         self._lock = threading.RLock()
@@ -82,7 +90,8 @@ class BulkMover:
         self._source = BulkSource(memory, self._counts, _shared(self._desk, memory))
         self._peer_files = PeerFiles(memory.granules)
         self._sink = BulkSink(memory, self._pacing, self._peer_files.has_mapped)
-        self._addresses: dict[InstanceId, str] = {}
+        self._addresses: dict[InstanceId, tuple[str, str]] = {}
+        """With keys, which are empty without a network."""
         self._activations_pending: Callable[[], bool] = _never
         self._is_closing = False
         self._failure: BaseException | None = None
@@ -90,9 +99,15 @@ class BulkMover:
         self._to_loop = Wakeup()
         # Belongs to the thread from here on.
         self._context = zmq.Context()
-        self._inbox = bind_router(bind, context=self._context)
-        self._address = address_of(self._inbox)
-        self._links: dict[InstanceId, tuple[str, Socket]] = {}
+        self._doorkeeper = None
+        guard = guard_of(network)
+        if guard is not None:
+            self._doorkeeper = Doorkeeper(self._context, self._ring, "bulk", guard.handshake_s)
+        at = bind if network is None else network.any_port
+        self._inbox = bind_router(at, context=self._context, guard=guard)
+        bound = address_of(self._inbox)
+        self._address = bound if network is None else network.advertised(bound)
+        self._links: dict[InstanceId, tuple[tuple[str, str], Socket]] = {}
         self._backlog: deque[tuple[bytes, Chunk]] = deque()
         self._egress = TokenBucket(self._pacing.link_gbps)
         self._yielding_since_s: float | None = None
@@ -117,14 +132,27 @@ class BulkMover:
         """Readable when ``completed`` may have something."""
         return (self._to_loop.fileno(),)
 
-    def connect(self, addresses: Mapping[InstanceId, str]) -> None:
-        """Know these peers and no others; pulls from a peer that is gone end."""
+    def connect(
+        self,
+        addresses: Mapping[InstanceId, str],
+        keys: Mapping[InstanceId, str] | None = None,
+        near: Collection[InstanceId] | None = None,
+    ) -> None:
+        """Know these peers and no others; pulls from a peer that is gone end.
+
+        Of the ``near`` ones memory files can be read; None: of all.
+        """
+        keys = keys or {}
+        self._ring.keep({key: peer for peer, key in keys.items()})
+        me = self._me.instance_id
+        known = {p: (at, keys.get(p, "")) for p, at in addresses.items() if p != me}
         with self._lock:
+            self._near = set(known if near is None else near)
             for peer, address in self._addresses.items():
-                if addresses.get(peer) != address:
+                if known.get(peer) != address:
                     self._sink.lose(peer, time.monotonic())
                     self._to_loop.set()
-            self._addresses = {p: a for p, a in addresses.items() if p != self._me.instance_id}
+            self._addresses = known
         self._to_thread.set()
 
     def yield_to(self, activations_pending: Callable[[], bool]) -> None:
@@ -232,6 +260,8 @@ class BulkMover:
             if self._desk is not None:
                 self._desk.close()
             self._inbox.close()
+            if self._doorkeeper is not None:
+                self._doorkeeper.close()
             self._context.term()
 
     def _rewire(self) -> None:
@@ -245,7 +275,8 @@ class BulkMover:
         for peer, address in wanted.items():
             if peer not in self._links:
                 route = identity.pack(self._me)
-                link = connect_dealer(address, route, context=self._context)
+                guard = guard_of(self._network, address[1])
+                link = connect_dealer(address[0], route, context=self._context, guard=guard)
                 self._links[peer] = (address, link)
                 self._poller.register(link, zmq.POLLIN)
 
@@ -265,10 +296,17 @@ class BulkMover:
 
     def _hear_requests(self) -> None:
         for route, *frames in _arrivals(self._inbox):
-            if identity.unpack(route.bytes) is None:
+            if not self._is_known(route):
                 self.rejections.note()
             else:
                 self._backlog.append((route.bytes, bulk_wire.decode_chunk(frames[0].buffer)))
+
+    def _is_known(self, route: zmq.Frame) -> bool:
+        """Whether a peer asks; one that is gone gets nothing, though it is still connected."""
+        asker = identity.unpack(route.bytes)
+        if asker is None or self._network is None:
+            return asker is not None
+        return self._ring.owner(key_of(route)) == asker.instance_id
 
     def _hear_replies(self) -> None:
         for src, (_, link) in self._links.items():
@@ -336,14 +374,19 @@ class BulkMover:
                 # Perhaps connected since this turn began; waiting a turn would cost its place.
                 self._rewire()
             if src in self._links:
-                # A limit of the link's rate is for bytes that are sent.
-                if self._pacing.link_gbps is None and self._peer_files.may_read(src):
+                if self._may_read(src):
                     chunk = msgspec.structs.replace(chunk, may_read=True)
                 self._links[src][1].send(bulk_wire.encode(chunk), zmq.NOBLOCK)
                 continue
             with self._lock:
                 self._sink.lose(src, time.monotonic())
                 self._tell_loop()
+
+    def _may_read(self, src: InstanceId) -> bool:
+        # On one machine a limit of the link's rate is to be felt, though there is no link.
+        if self._network is None and self._pacing.link_gbps is not None:
+            return False
+        return src in self._near and self._peer_files.may_read(src)
 
     def _next_ask(self) -> Ask | None:
         with self._lock:

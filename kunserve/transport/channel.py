@@ -13,15 +13,22 @@ import asyncio
 import logging
 import struct
 import threading
+import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 import zmq
 
 from kunserve.core.ids import InstanceId
 from kunserve.core.messages import Alive, Message
 from kunserve.transport import codec, identity
+from kunserve.transport.doorkeeper import Doorkeeper, KeyRing, key_of
 from kunserve.transport.identity import Identity
+from kunserve.transport.network import Keys, Network
+from kunserve.transport.pulse import GIVEN_UP, Answer, Pulse
 from kunserve.transport.sockets import (
+    Context,
+    Guard,
     PollTarget,
     Rejections,
     address_of,
@@ -37,6 +44,18 @@ MESSAGES_PER_TURN = 256
 _NUMBER = struct.Struct("<Q")
 _MAIN = b"m"
 _HEARTBEAT = b"h"
+_PROBE = b""
+SILENT_FRONT_TIMEOUTS = 6.0
+"""Of a link's timeout: an instance keeps its connection to a front that is stopped for a while."""
+
+
+class FrontNetwork(NamedTuple):
+    """What a front needs to be called from other hosts."""
+
+    keys: Keys
+    link_timeout_s: float
+    name: str
+    """Tells it from other fronts of the same cluster."""
 
 
 class FrontChannel:
@@ -46,11 +65,23 @@ class FrontChannel:
         self,
         on_event: Callable[[InstanceId, Message], None],
         on_fault: Callable[[InstanceId, codec.MalformedMessage], None] | None = None,
+        network: FrontNetwork | None = None,
     ) -> None:
         """``on_event`` gets every message; ``on_fault`` hears of an instance that talks nonsense.
 
-        Without ``on_fault`` the error goes to the event loop's exception handler.
+        Without ``on_fault`` the error goes to the event loop's exception handler. On a ``network``
+        only processes are let in that ``admit`` has named.
         """
+        self._network = network
+        self._ring = KeyRing()
+        self._keys: dict[InstanceId, str] = {}
+        """Of the processes that are heard."""
+        self._context: Context | None = None if network is None else zmq.Context()
+        self._doorkeeper = None
+        self._guard = None if network is None else Guard(network.keys, network.link_timeout_s)
+        if self._context is not None and self._guard is not None:
+            patience_s = self._guard.handshake_s
+            self._doorkeeper = Doorkeeper(self._context, self._ring, "control", patience_s)
         self.rejections = Rejections("control")
         self._on_event = on_event
         self._on_fault = on_fault
@@ -64,7 +95,8 @@ class FrontChannel:
 
     async def start(self, address: str) -> None:
         """Bind and listen."""
-        self._socket = bind_router(address, mandatory=True)
+        guard = self._guard
+        self._socket = bind_router(address, context=self._context, mandatory=True, guard=guard)
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._socket.fileno(), self._drain)
 
@@ -72,6 +104,31 @@ class FrontChannel:
     def address(self) -> str:
         """Where instances connect. Known once started."""
         return address_of(self._socket)
+
+    def admit(self, instance_id: InstanceId, public_key: str) -> None:
+        """Hear the process with this key, and no other one of the instance.
+
+        Those before it may still connect, but are only told that they are given up.
+        """
+        self._ring.admit(public_key, instance_id)
+        self._keys[instance_id] = public_key
+
+    def reaches(self, instance_id: InstanceId) -> bool:
+        """Whether there is a connection to the instance, as far as the pulses on it tell."""
+        route = self._routes.get(instance_id)
+        return route is not None and self._post((route, _PROBE))
+
+    def _post(self, frames: tuple[bytes, ...]) -> bool:
+        """Send what is no message; False where nobody is connected."""
+        try:
+            self._socket.send_multipart(frames, zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
+                raise
+            return error.errno == zmq.EAGAIN
+        finally:
+            self._drain_soon()
+        return True
 
     def send(self, instance_id: InstanceId, message: Message) -> bool:
         """Queue a message; False when the instance is not connected (it died, or never came).
@@ -99,6 +156,7 @@ class FrontChannel:
 
     def forget(self, instance_id: InstanceId) -> None:
         """The instance's process died: what it still says is ignored; its successor is not."""
+        self._keys.pop(instance_id, None)
         route = self._routes.pop(instance_id, None)
         if route is not None:
             self._forgotten.add(self._speakers[route].incarnation)
@@ -115,6 +173,9 @@ class FrontChannel:
         if hasattr(self, "_socket") and not self._socket.closed:
             self._loop.remove_reader(self._socket.fileno())
             self._socket.close()
+        if self._doorkeeper is not None and self._context is not None:
+            self._doorkeeper.close()
+            self._context.term()
 
     def _drain_soon(self) -> None:
         if not self._is_drain_due:
@@ -128,17 +189,27 @@ class FrontChannel:
         try:
             for _ in range(MESSAGES_PER_TURN):
                 try:
-                    frames = self._socket.recv_multipart(zmq.NOBLOCK)
+                    frames, key = self._receive()
                 except zmq.Again:
                     return
-                self._take(frames)
+                self._take(frames, key)
         except BaseException:
             self._drain_soon()
             raise
         self._drain_soon()
 
-    def _take(self, frames: list[bytes]) -> None:
-        speaker = self._identify(frames[0])
+    def _receive(self) -> tuple[list[bytes], str]:
+        """A message, and its sender's key if that is not known yet."""
+        if self._network is None:
+            return self._socket.recv_multipart(zmq.NOBLOCK), ""
+        parts = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+        frames = [part.bytes for part in parts]
+        return frames, "" if frames[0] in self._speakers else key_of(parts[0])
+
+    def _take(self, frames: list[bytes], key: str) -> None:
+        speaker = self._identify(frames[0], key)
+        if self._network is not None:
+            self._answer(frames, self._network.name if speaker else GIVEN_UP)
         if speaker is None:
             return
         try:
@@ -157,7 +228,12 @@ class FrontChannel:
         else:
             self._on_event(speaker.instance_id, message)
 
-    def _identify(self, route: bytes) -> Identity | None:
+    def _answer(self, frames: list[bytes], name: str) -> None:
+        """A heartbeat that asks whether its front is there gets its answer at once."""
+        if len(frames) == 3 and frames[0][:1] == _HEARTBEAT and frames[1]:
+            self._post((frames[0], Answer(frames[1], name).to_bytes()))
+
+    def _identify(self, route: bytes, key: str) -> Identity | None:
         known = self._speakers.get(route)
         if known is not None:
             return known
@@ -165,6 +241,8 @@ class FrontChannel:
         if speaker is None:
             self.rejections.note()
             return None
+        if self._network is not None and self._keys.get(speaker.instance_id) != key:
+            return None  # it is given up, or speaks in another's name
         if speaker.incarnation in self._forgotten:
             return None
         self._speakers[route] = speaker
@@ -176,10 +254,17 @@ class FrontChannel:
 class InstanceChannel:
     """An instance's end. Belongs to the instance's loop thread; never blocks but in ``poll``."""
 
-    def __init__(self, address: str, instance_id: InstanceId) -> None:
+    def __init__(
+        self, address: str, instance_id: InstanceId, network: Network | None = None
+    ) -> None:
+        """Call the front at ``address``, on a ``network`` the one with its front's key."""
         self._address = address
         self._me = Identity(_MAIN, instance_id, identity.new_incarnation())
-        self._socket = connect_dealer(address, identity.pack(self._me))
+        self._guard = None
+        if network is not None:
+            timeout_s = SILENT_FRONT_TIMEOUTS * network.link_timeout_s
+            self._guard = Guard(network.keys, timeout_s, network.front_public_key)
+        self._socket = connect_dealer(address, identity.pack(self._me), guard=self._guard)
         self._heartbeat: Heartbeat | None = None
         self._num_sent = 0
         self._num_received = 0
@@ -206,6 +291,8 @@ class InstanceChannel:
                 frames = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return messages
+            if frames == [_PROBE]:
+                continue
             if len(frames) != 2:
                 raise codec.MalformedMessage(f"{len(frames)} frames instead of 2")
             number = _number_of(frames[0])
@@ -219,16 +306,21 @@ class InstanceChannel:
         self._socket.poll(max(0, round(timeout_s * 1000)))
         return self.receive()
 
-    def start_heartbeat(self, period_s: float, say: Callable[[], Alive] | None = None) -> None:
+    def start_heartbeat(
+        self,
+        period_s: float,
+        say: Callable[[], Alive] | None = None,
+        pulse: Pulse | None = None,
+    ) -> None:
         """Say ``Alive`` from a thread of its own, so also while a long step runs.
 
-        ``say`` makes each message, in that thread.
+        ``say`` makes each message, in that thread. With a ``pulse`` the front answers each.
         """
         assert self._heartbeat is None, "the heart beats already"
         who = self._me._replace(lane=_HEARTBEAT)
         route = identity.pack(who)
         say = say or (lambda: Alive(who.instance_id))
-        self._heartbeat = Heartbeat(self._address, route, say, period_s)
+        self._heartbeat = Heartbeat(self._address, route, say, period_s, self._guard, pulse)
 
     def close(self) -> None:
         """Stop the heartbeat and drop what was not sent."""
@@ -253,21 +345,38 @@ class Heartbeat:
     """A thread that says ``Alive`` on a socket of its own until closed."""
 
     def __init__(
-        self, address: str, route: bytes, say: Callable[[], Alive], period_s: float
+        self,
+        address: str,
+        route: bytes,
+        say: Callable[[], Alive],
+        period_s: float,
+        guard: Guard | None = None,
+        pulse: Pulse | None = None,
     ) -> None:
         self._address = address
         self._route = route
         self._say = say
         self._period_s = period_s
+        self._guard = guard
+        self._pulse = pulse
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
-        socket = connect_dealer(self._address, self._route)
+        socket = connect_dealer(self._address, self._route, guard=self._guard)
+        pulse = self._pulse
         try:
-            while not self._is_over.wait(self._period_s):
-                socket.send_multipart((b"", codec.encode(self._say())), zmq.NOBLOCK)
+            while not self._is_over.wait(0.0 if pulse else self._period_s):
+                if pulse is None:
+                    socket.send_multipart((b"", codec.encode(self._say())), zmq.NOBLOCK)
+                    continue
+                # An answer is read as soon as it comes: the next question may wait a period.
+                socket.send_multipart((pulse.question(), codec.encode(self._say())), zmq.NOBLOCK)
+                until_s = time.monotonic() + self._period_s
+                while (left_s := until_s - time.monotonic()) > 0 and not self._is_over.is_set():
+                    if socket.poll(max(1, round(left_s * 1000))):
+                        pulse.answered(socket.recv())
         finally:
             socket.close()
 

@@ -7,6 +7,10 @@ _MIN_CHUNK_BYTES = 64 * KIB
 _MAX_CHUNK_BYTES = 1024 * KIB
 _STAGE_TIME_S = 0.002
 _MAX_IN_FLIGHT = 4
+_UNKNOWN_LINK_GBPS = 1.0
+"""For the size of chunks between hosts: small enough for the slowest link that is in use."""
+LINK_SHARE = 0.9
+"""Of a network link's rate, for bulk: the rest is the activations'."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,15 +42,23 @@ class BulkPacing:
         assert self.link_gbps is None or self.link_gbps > 0, self
 
     @classmethod
-    def for_link(cls, link_gbps: float | None) -> "BulkPacing":
+    def for_link(cls, link_gbps: float | None, *, is_network: bool = False) -> "BulkPacing":
         """The defaults, with the chunk that suits a link of this rate.
+
+        Between hosts chunks stay small also where nobody has told the rate, because all that is in
+        flight may stand before an activation in one card's queue.
 
         Without a limit bytes go through this machine's memory, a MiB in under half a millisecond,
         and what a chunk costs are the wake-ups of four threads beside steps that use every core:
         so chunks are large and enough of them under way to hide those.
         """
+        if link_gbps is None and is_network:
+            return cls(chunk_bytes=chunk_bytes_for(_UNKNOWN_LINK_GBPS, _STAGE_TIME_S))
         if link_gbps is None:
             return cls(chunk_bytes=_MAX_CHUNK_BYTES, max_in_flight=_MAX_IN_FLIGHT)
+        if is_network:
+            chunk_bytes = chunk_bytes_for(link_gbps, _STAGE_TIME_S)
+            return cls(chunk_bytes=chunk_bytes, link_gbps=LINK_SHARE * link_gbps)
         return cls(chunk_bytes=chunk_bytes_for(link_gbps, _STAGE_TIME_S), link_gbps=link_gbps)
 
 

@@ -7,8 +7,9 @@ numbered: what is missing, doubled or out of order is a fault of the link.
 
 import contextlib
 import logging
+import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import zmq
@@ -16,16 +17,22 @@ import zmq
 from kunserve.core.ids import InstanceId
 from kunserve.core.messages import Message
 from kunserve.transport import codec, identity
+from kunserve.transport.doorkeeper import Doorkeeper, KeyRing, key_of
 from kunserve.transport.identity import Identity
+from kunserve.transport.link_watch import LinkWatch
+from kunserve.transport.network import Network
 from kunserve.transport.numbering import STAMP_BYTES, Incoming, Outgoing, read_stamp
 from kunserve.transport.sockets import (
     EXPEDITED,
+    Context,
     PollTarget,
     Rejections,
     Socket,
     address_of,
     bind_router,
-    connect_dealer,
+    call,
+    dealer,
+    guard_of,
 )
 
 logger = logging.getLogger(__name__)
@@ -47,11 +54,20 @@ class PeerMail(NamedTuple):
 
 
 class LinkFault(NamedTuple):
-    """What a link brings is not what was sent on it."""
+    """What a link brings is not what was sent on it, or it does not stand."""
 
     peer: InstanceId
-    """The sender."""
+    """The sender, or who cannot be reached."""
     reason: str
+    is_down: bool = False
+    """There is no connection, and nobody knows whether words are lost."""
+
+
+class _Link(NamedTuple):
+    address: str
+    key: str
+    """Of the peer; empty without a network."""
+    socket: Socket
 
 
 class PeerLinks:
@@ -60,16 +76,33 @@ class PeerLinks:
     def __init__(
         self,
         instance_id: InstanceId,
-        bind: str,
+        bind: str | None = None,
         *,
         tos: int | None = EXPEDITED,
+        network: Network | None = None,
     ) -> None:
-        """Listen at ``bind``."""
+        """Listen at ``bind``, or on a free port of the ``network``'s host.
+
+        On a network only peers are let in whose keys ``connect`` has told.
+        """
         self.rejections = Rejections("peers")
         self._me = Identity(_PEER, instance_id, identity.new_incarnation())
         self._tos = tos
-        self._inbox = bind_router(bind, tos=tos)
-        self._links: dict[InstanceId, tuple[str, Socket]] = {}
+        self._network = network
+        self._ring = KeyRing()
+        self._watch = LinkWatch()
+        # With a network's own context: its doorkeeper answers for no other socket.
+        self._context: Context | None = None if network is None else zmq.Context()
+        self._doorkeeper = None
+        guard = guard_of(network)
+        if self._context is not None and guard is not None:
+            self._doorkeeper = Doorkeeper(self._context, self._ring, "peers", guard.handshake_s)
+        self._speakers: dict[bytes, InstanceId] = {}
+        """Who has been heard, by routing id."""
+        at = bind if network is None else network.any_port
+        assert at is not None, "neither an address nor a network"
+        self._inbox = bind_router(at, context=self._context, tos=tos, guard=guard)
+        self._links: dict[InstanceId, _Link] = {}
         self._under_way: deque[zmq.MessageTracker] = deque()
         self._outgoing = Outgoing()
         self._incoming = Incoming()
@@ -80,28 +113,58 @@ class PeerLinks:
     @property
     def address(self) -> str:
         """What to give the peers for ``connect``."""
-        return address_of(self._inbox)
+        bound = address_of(self._inbox)
+        return bound if self._network is None else self._network.advertised(bound)
 
     @property
     def poll_sockets(self) -> tuple[PollTarget, ...]:
         """Readable when ``receive`` may have something."""
         return (self._inbox,)
 
-    def connect(self, addresses: Mapping[InstanceId, str]) -> None:
-        """Know these peers and no others; a changed address is a new process."""
-        for peer in [p for p, (a, _) in self._links.items() if addresses.get(p) != a]:
-            self._links.pop(peer)[1].close()
-            self._outgoing.begin_anew(peer)
-            self._counts_due.pop(peer, None)
+    def connect(
+        self, addresses: Mapping[InstanceId, str], keys: Mapping[InstanceId, str] | None = None
+    ) -> None:
+        """Know these peers and no others; a changed address or key is a new process."""
+        keys = keys or {}
+        self._ring.keep({key: peer for peer, key in keys.items()})
+        self._speakers.clear()
+        for peer, link in tuple(self._links.items()):
+            if (addresses.get(peer), keys.get(peer, "")) != (link.address, link.key):
+                self._close(peer)
+                self._outgoing.begin_anew(peer)
+                self._counts_due.pop(peer, None)
         for peer, address in addresses.items():
             if peer != self._me.instance_id and peer not in self._links:
-                route = identity.pack(self._me)
-                self._links[peer] = (address, connect_dealer(address, route, tos=self._tos))
+                self._open(peer, address, keys.get(peer, ""))
+
+    def _open(self, peer: InstanceId, address: str, key: str) -> None:
+        route, guard = identity.pack(self._me), guard_of(self._network, key)
+        socket = dealer(route, context=self._context, tos=self._tos, guard=guard)
+        if guard is not None:
+            self._watch.watch(peer, socket, time.monotonic())
+        call(socket, address)
+        self._links[peer] = _Link(address, key, socket)
+
+    def _close(self, peer: InstanceId) -> None:
+        self._watch.forget(peer)
+        self._links.pop(peer).socket.close()
 
     def begin_anew(self) -> None:
         """The instance forms a group from nothing: links that had a fault are as good as new."""
         self._outgoing.begin_anew()
         self._counts_due.clear()
+        if self._network is not None:
+            # What waits for a host that is cut off would come much later, with a gap in it.
+            for peer, (address, key, _) in tuple(self._links.items()):
+                self._close(peer)
+                self._open(peer, address, key)
+
+    def unreached(self, peers: Iterable[InstanceId]) -> list[InstanceId]:
+        """Those of the peers to whom no connection stands now. None without a network."""
+        if self._network is None:
+            return []
+        self._watch.look(time.monotonic())
+        return [p for p in peers if p != self._me.instance_id and not self._watch.is_up(p)]
 
     def tell_counts(self) -> None:
         """Let peers see whether the last message has come. Called about ten times a second."""
@@ -109,7 +172,7 @@ class PeerLinks:
             count = self._outgoing.count(peer)
             if count is not None and peer in self._links:
                 with contextlib.suppress(zmq.Again):
-                    self._links[peer][1].send(count.to_bytes(), zmq.NOBLOCK)
+                    self._links[peer].socket.send(count.to_bytes(), zmq.NOBLOCK)
             if left == 1:
                 del self._counts_due[peer]
             else:
@@ -118,9 +181,15 @@ class PeerLinks:
     def faults(self) -> list[LinkFault]:
         """Faults since the last call. Of such a link nothing is read until its sender begins anew.
 
-        A fault shows when the next message comes, or the sender's count.
+        A fault shows when the next message comes, or the sender's count. On a network a link that
+        does not stand for a while is one too: it is told once, until it stands again.
         """
         faults, self._faults = self._faults, []
+        if self._network is not None:
+            now_s, patience_s = time.monotonic(), self._network.link_timeout_s / 2
+            self._watch.look(now_s)
+            for peer in self._watch.down(patience_s, now_s):
+                faults.append(LinkFault(peer, f"no connection for {patience_s:g} s", is_down=True))
         return faults
 
     def send(self, dst: InstanceId, message: Message, payload: memoryview | None = None) -> bool:
@@ -134,7 +203,7 @@ class PeerLinks:
         if link is None:
             logger.warning("no link to instance=%d, message dropped: %.80r", dst, message)
             return False
-        socket = link[1]
+        socket = link.socket
         flags = zmq.NOBLOCK if payload is None else zmq.NOBLOCK | zmq.SNDMORE
         data = codec.encode(message)
         self._counts_due[dst] = COUNTS_TOLD
@@ -168,7 +237,9 @@ class PeerLinks:
                 route, *frames = self._inbox.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return mail
-            sender = identity.unpack(route.bytes)
+            sender = self._speakers.get(route.bytes)
+            if sender is None:
+                sender = self._identify(route)
             if sender is None:
                 self.rejections.note()
                 continue
@@ -184,7 +255,17 @@ class PeerLinks:
                 payload = frames[1].buffer if len(frames) == 2 else None
                 mail.append(PeerMail(codec.decode(data[:-STAMP_BYTES]), payload))
             elif fault:
-                self._faults.append(LinkFault(sender.instance_id, fault))
+                self._faults.append(LinkFault(sender, fault))
+
+    def _identify(self, route: zmq.Frame) -> InstanceId | None:
+        """Who speaks; None if nobody is known who may speak so."""
+        speaker = identity.unpack(route.bytes)
+        if speaker is None:
+            return None
+        if self._network is not None and self._ring.owner(key_of(route)) != speaker.instance_id:
+            return None  # one that is given up, or in another's name
+        self._speakers[route.bytes] = speaker.instance_id
+        return speaker.instance_id
 
     def poll(self, timeout_s: float) -> list[PeerMail]:
         """Wait until something arrives or the time is up, then ``receive``."""
@@ -193,7 +274,10 @@ class PeerLinks:
 
     def close(self) -> None:
         """Close every link and drop what was not sent."""
-        for _, socket in self._links.values():
-            socket.close()
-        self._links.clear()
+        for peer in tuple(self._links):
+            self._close(peer)
         self._inbox.close()
+        if self._doorkeeper is not None:
+            self._doorkeeper.close()
+        if self._context is not None:
+            self._context.term()

@@ -83,7 +83,7 @@ def test_all_instances_dead_then_one_returns() -> None:
     with_cluster(story)
 
 
-def test_a_request_waits_since_it_arrived_at_the_front() -> None:
+def test_a_leader_tells_its_own_time_of_a_request() -> None:
     async def story(cluster: LocalCluster, client: Client) -> None:
         outputs: list[TokenOutput] = []
         done = asyncio.Event()
@@ -98,7 +98,8 @@ def test_a_request_waits_since_it_arrived_at_the_front() -> None:
         cluster.submit(Request(RequestId("early"), (1, 2, 3), sampling, arrival_s), deliver)
         async with asyncio.timeout(30.0):
             await done.wait()
-        assert outputs[0].queued_s is not None and outputs[0].queued_s >= 1000.0
+        # The leader may have another clock than the front, so it tells of its own time only.
+        assert outputs[0].computed_s is not None and 0.0 <= outputs[0].computed_s < 1000.0
 
     with_cluster(story)
 

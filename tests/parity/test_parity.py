@@ -170,8 +170,9 @@ class Follower:
     def _skip_addresses(self, dst: InstanceId) -> None:
         """The simulator's instances need no addresses."""
         letters = self.cluster.links.get((None, dst))
-        while letters and isinstance(decode(letters[0].data), Connect):
+        while letters and isinstance(message := decode(letters[0].data), Connect):
             letters.popleft()
+            self.cluster.connect(dst, message)
 
     def _find(self, instance_id: InstanceId, what: Any) -> int:
         pulls = self.cluster.members[instance_id].mover.pulls

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from kunserve.control.cluster.commands import Client, ControlCommand, Outbox, ScaleDown
 from kunserve.control.cluster.instances import Instances
+from kunserve.control.cluster.introductions import Introductions
 from kunserve.control.cluster.migrations import Migrations
 from kunserve.control.cluster.overload import OverloadControl
 from kunserve.control.cluster.placement import Placement
@@ -52,8 +53,9 @@ class Controller:
         block_size = config.instance.block_size
         self._outbox = outbox = Outbox()
         self.placement = placement = Placement(first_id)
-        self.transitions = transitions = Transitions(placement, outbox, first_id)
-        self._instances = Instances(placement, outbox)
+        self._introductions = introductions = Introductions(outbox, self._partners)
+        self.transitions = transitions = Transitions(placement, outbox, first_id, introductions)
+        self._instances = Instances(placement, introductions, outbox)
         self._requests = requests = Requests(
             placement,
             transitions,
@@ -65,7 +67,13 @@ class Controller:
             config.scheduler.enable_prefix_caching and config.cluster.prefix_aware_dispatch,
         )
         self.balance = Migrations(
-            config.overload, block_size, placement, transitions, requests, outbox
+            config.overload,
+            block_size,
+            placement,
+            transitions,
+            requests,
+            outbox,
+            introductions.introduce,
         )
         self._scaling = scaling = Scaling(
             config.cluster, placement, transitions, requests, outbox, self._give_back
@@ -92,6 +100,7 @@ class Controller:
             scaling,
             outbox,
             config.scheduler.max_num_seqs,
+            self._partners,
         )
 
     def drain(self) -> list[ControlCommand]:
@@ -242,6 +251,15 @@ class Controller:
         self._requests.relead(old_leaders, transition.followers, default)
         self._requests.place()
 
+    def _partners(self, instance_id: InstanceId) -> set[InstanceId]:
+        """With whom the instance may have something to speak about."""
+        group = self.placement.with_member(instance_id)
+        transition = self.transitions.with_member(instance_id)
+        partners = self.balance.partners(instance_id)
+        partners.update(() if group is None else group.layout.members)
+        partners.update(() if transition is None else transition.members)
+        return partners - {instance_id}
+
     def _give_back(self, instance_id: InstanceId) -> None:
         """The instance has drained: forget it."""
         group = self.placement.led_by(instance_id)
@@ -314,4 +332,5 @@ class Controller:
         """Assert that placement is whole and that every live request has a living leader."""
         self.placement.check()
         self.balance.check()
+        self._introductions.check()
         self._requests.check(self._instances.living)

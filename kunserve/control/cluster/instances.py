@@ -3,19 +3,18 @@
 from dataclasses import dataclass
 
 from kunserve.control.cluster.commands import Outbox
+from kunserve.control.cluster.introductions import Introductions
 from kunserve.control.cluster.placement import Placement
 from kunserve.core.ids import InstanceId
 from kunserve.core.layout import GroupLayout, LayerRange, Stage
 from kunserve.core.load import NOTHING_DONE, LeaderTotals
-from kunserve.core.messages import Committed, Connect, Form, Formed, Ready, Rejoin
+from kunserve.core.messages import Committed, Form, Formed, Ready, Rejoin
 from kunserve.core.snapshots import InstanceSnapshot
-from kunserve.core.transfer import PeerAddress
 from kunserve.policy.restore import choose_sources
 
 
 @dataclass(slots=True)
 class _Instance:
-    address: PeerAddress
     held: LayerRange
     kv_units: int
     totals: LeaderTotals = NOTHING_DONE
@@ -26,8 +25,9 @@ class _Instance:
 class Instances:
     """Owns who lives. ``Placement`` owns the specs of all that were ever ready."""
 
-    def __init__(self, placement: Placement, outbox: Outbox) -> None:
+    def __init__(self, placement: Placement, introductions: Introductions, outbox: Outbox) -> None:
         self._placement = placement
+        self._introductions = introductions
         self._outbox = outbox
         self._living: dict[InstanceId, _Instance] = {}
         self._past: dict[InstanceId, LeaderTotals] = {}
@@ -42,15 +42,12 @@ class Instances:
         return set(self._living)
 
     def ready(self, event: Ready) -> None:
-        """An instance can be given a group: all of them learn where all are."""
+        """An instance can be given a group."""
         spec = event.spec
         self._placement.specs[spec.instance_id] = spec
         whole = LayerRange(0, spec.num_layers)
-        self._living[spec.instance_id] = _Instance(event.address, whole, spec.kv_units)
-        peers = tuple((i, instance.address) for i, instance in sorted(self._living.items()))
-        connect = Connect(peers)
-        for instance_id in sorted(self._living):
-            self._outbox.send(instance_id, connect)
+        self._living[spec.instance_id] = _Instance(whole, spec.kv_units)
+        self._introductions.arrived(spec.instance_id, event.address)
 
     def rejoined(self, event: Rejoin) -> None:
         """An instance of an earlier front is back, with its weights."""
@@ -71,8 +68,12 @@ class Instances:
         self._placement.add(layout)
         self._placement.groups[layout.group_id].forming = set(layout.members)
         holders = {i: instance.held for i, instance in self._living.items()}
+        self._introductions.introduce(layout.members)
         for member in choose_sources(layout, holders):
             sources = member.sources if len(stages) == 1 else ()
+            self._introductions.introduce_to(
+                member.instance_id, (source.instance_id for source in sources)
+            )
             self._outbox.send(member.instance_id, Form(layout, specs, sources))
 
     def formed(self, event: Formed) -> None:
@@ -103,6 +104,7 @@ class Instances:
         instance = self._living.pop(instance_id, None)
         if instance is None:
             return False
+        self._introductions.left(instance_id)
         self._past[instance_id] = self._past.get(instance_id, NOTHING_DONE) + instance.totals
         return True
 

@@ -7,7 +7,7 @@ The request changes hands here, at one moment: after every token that the source
 before any that the target makes. When a side dies, whoever has it then runs it.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from kunserve.control.cluster.commands import Outbox
@@ -48,7 +48,10 @@ class Migrations:
         transitions: Transitions,
         requests: Requests,
         outbox: Outbox,
+        introduce: Callable[[Iterable[InstanceId]], None] = lambda _: None,
     ) -> None:
+        """``introduce`` has instances know each other before they need it."""
+        self._introduce = introduce
         self._config = config
         self._block_size = block_size
         self._placement = placement
@@ -90,12 +93,18 @@ class Migrations:
             for group_id in (migration.source_group, migration.target_group)
         }
 
+    def partners(self, instance_id: InstanceId) -> set[InstanceId]:
+        """With whom the instance has a part in a migration."""
+        sides = [{m.source, m.target} for m in self._active.values()]
+        return set().union(*(pair for pair in sides if instance_id in pair)) - {instance_id}
+
     def begin(self, source: GroupId, target: GroupId, max_blocks: int) -> TransitionId:
         """Have the source's leader choose a request and move it."""
         groups = self._placement.groups
         source_leader, target_leader = (groups[g].layout.leader for g in (source, target))
         migration_id = self._transitions.new_id()
         self._active[migration_id] = _Migration(source_leader, target_leader, source, target)
+        self._introduce((source_leader, target_leader))
         message = Migrate(migration_id, source, target_leader, target, max_blocks)
         self._outbox.send(source_leader, message)
         return migration_id

@@ -5,7 +5,7 @@ its transition          rolled back before the commit, failed after it; then its
 its requests            run again elsewhere, from the prompt and the tokens already delivered
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from kunserve.control.cluster.commands import Outbox, Respawn
 from kunserve.control.cluster.instances import Instances
@@ -56,7 +56,10 @@ class Recovery:
         scaling: Scaling,
         outbox: Outbox,
         max_num_seqs: int,
+        partners: Callable[[InstanceId], set[InstanceId]],
     ) -> None:
+        """``partners``: with whom an instance stands in a group, a transition or a migration."""
+        self._partners = partners
         self._instances = instances
         self._placement = placement
         self._transitions = transitions
@@ -86,11 +89,14 @@ class Recovery:
     def link_broken(self, event: LinkBroken, now_s: float) -> None:
         """Words between two instances are lost: all that they are part of starts anew.
 
-        Both ends form anew, because the sender's ``Form`` makes the link whole again.
+        Both ends form anew, because the sender's ``Form`` makes the link whole again. Where there
+        is no connection this is so for those only who stand together now.
         """
         ends = (event.instance_id, event.peer)
         if not all(end in self._instances for end in ends):
             return  # the other end has died, and what it was part of starts anew for that
+        if event.is_down and event.peer not in self._partners(event.instance_id):
+            return  # should anything be lost, the numbers will tell when there is a connection
         groups = [self._placement.with_member(end) for end in ends]
         if all(group is not None and group.forming for group in groups):
             return  # the other direction has been told of before

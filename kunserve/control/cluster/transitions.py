@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
 from kunserve.control.cluster.commands import LogTransition, Outbox
+from kunserve.control.cluster.introductions import Introductions
 from kunserve.control.cluster.placement import Placement
 from kunserve.core.ids import GroupId, InstanceId, RequestId, TransitionId
 from kunserve.core.layout import GroupLayout
@@ -21,6 +22,7 @@ from kunserve.core.messages import (
     ExchangeDone,
     LayersLoaded,
     LoadLayers,
+    MemberSources,
     Prepare,
     Prepared,
     Rollback,
@@ -111,9 +113,17 @@ class Transition:
 class Transitions:
     """All transitions under way and the latest finished ones."""
 
-    def __init__(self, placement: Placement, outbox: Outbox, first_id: int = 0) -> None:
+    def __init__(
+        self,
+        placement: Placement,
+        outbox: Outbox,
+        first_id: int = 0,
+        introductions: Introductions | None = None,
+    ) -> None:
+        """Members are introduced to each other before they need it, where that can be done."""
         self._placement = placement
         self._outbox = outbox
+        self._introductions = introductions
         self._next_id = first_id
         self.active: dict[TransitionId, Transition] = {}
         self.records: list[TransitionRecord] = []
@@ -174,6 +184,7 @@ class Transitions:
         transition = self._begin(Kind.RESTORE, (old,), new, trigger, Phase.LOADING, now_s)
         transition.load = load(transition.transition_id)
         transition.waits_for = set(old.members)
+        self._introduce(old.members, transition.load.members)
         self._outbox.send(old.leader, transition.load)
         return transition.transition_id
 
@@ -215,8 +226,18 @@ class Transitions:
         )
         transition.phase, transition.phase_since_s = Phase.PREPARING, now_s
         transition.waits_for = transition.members
+        self._introduce(transition.members)
         for member in sorted(transition.waits_for):
             self._outbox.send(member, message)
+
+    def _introduce(
+        self, members: Iterable[InstanceId], loads: Iterable[MemberSources] = ()
+    ) -> None:
+        if self._introductions is not None:
+            self._introductions.introduce(members)
+            for load in loads:
+                sources = (source.instance_id for source in load.sources)
+                self._introductions.introduce_to(load.instance_id, sources)
 
     # Answers
 

@@ -238,7 +238,7 @@ class Scheduler:
             num_failed += token_id is None
             if seq.streams_since_s is None:
                 seq.streams_since_s = now_s
-            outputs.append(seq.output(position, token_id, logprobs, reason))
+            outputs.append(seq.output(position, token_id, logprobs, reason, now_s))
             if reason is not None:
                 num_ended += 1
                 self.totals.note_finished(seq.num_output)
@@ -396,8 +396,8 @@ class Scheduler:
             if seq.state is Progress.WAITING:
                 self._admission.admit(seq)
                 seq.state = Progress.RUNNING
-                if seq.queued_s is None:
-                    seq.queued_s = now_s - seq.request.arrival_s
+                if seq.began_s is None:
+                    seq.began_s = now_s
                     self.totals.note_first_admission(seq)
                 self._holders.add(seq)
             chosen.append((seq, num_tokens))

@@ -65,8 +65,8 @@ class Sequence:
     """A sampling chunk is in flight: the next token is not known yet."""
     is_started: bool = False
     """The stages have been told of it, and not told since to release it."""
-    queued_s: float | None = None
-    """From its arrival to its first admission here."""
+    began_s: float | None = None
+    """When it was first admitted here."""
     streams_since_s: float | None = None
     """When its first token here came, or the first one since it was swapped; None before."""
     num_parked: int = 0
@@ -116,12 +116,14 @@ class Sequence:
         token_id: int | None,
         logprobs: TokenLogprobs | None,
         reason: FinishReason | None,
+        now_s: float,
     ) -> TokenOutput:
         """The token at ``position`` of the output, or the end without one."""
         if position:
             return TokenOutput(self.request_id, position, token_id, logprobs, reason)
+        computed_s = None if self.began_s is None else now_s - self.began_s
         return TokenOutput(
-            self.request_id, 0, token_id, logprobs, reason, self.queued_s, self.num_cached
+            self.request_id, 0, token_id, logprobs, reason, computed_s, self.num_cached
         )
 
     def take_scores(self, scores: PromptScores) -> PromptScores | None:

@@ -12,9 +12,14 @@ from kunserve.core.transfer import PeerAddress
 
 @dataclass(frozen=True, slots=True)
 class Connect:
-    """Where the peers are. Sent to everyone whenever an instance joins."""
+    """Peers that the addressee will need, before the command that needs them; and those that died.
+
+    All others that it knows stay as they are. Both ends are told of each other.
+    """
 
     peers: tuple[tuple[InstanceId, PeerAddress], ...]
+    gone: tuple[InstanceId, ...] = ()
+    """They are heard no more, whatever comes of them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,8 +22,8 @@ class TokenOutput(NamedTuple):
     """None when the request ends without a token (aborted, or an error)."""
     logprobs: TokenLogprobs | None
     finish_reason: FinishReason | None
-    queued_s: float | None = None
-    """With the first token: from the arrival to the first step it was part of, where known."""
+    computed_s: float | None = None
+    """With the first token: since the first step that it was part of, by its leader's clock."""
     num_cached_tokens: int = 0
     """With the first token: of the prompt, those whose KV was found and not computed."""
     prompt_scores: tuple[PromptScores, ...] = ()
@@ -190,6 +190,8 @@ class LinkBroken:
     instance_id: InstanceId
     peer: InstanceId
     reason: str
+    is_down: bool = False
+    """The instance cannot reach the peer. Nobody knows whether anything is missing."""
 
 
 @dataclass(frozen=True, slots=True)

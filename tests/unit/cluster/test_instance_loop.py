@@ -18,9 +18,13 @@ from kunserve.core.ids import GroupId, InstanceId, RequestId, StepId
 from kunserve.core.layout import LayerRange
 from kunserve.core.messages import Abort
 from kunserve.core.step import StepPlan
+from kunserve.core.transfer import PeerAddress
 
 NUM_LAYERS = 4
 ABORT = Abort(RequestId("r"))
+
+
+READY = SimpleNamespace(address=PeerAddress("links", "bulk"))
 
 
 class StepBody:
@@ -72,15 +76,17 @@ def read_in_step(is_exchanging: bool) -> list[bool]:
     agent.finished = lambda work, outcome, now_s: None
     channel = SimpleNamespace(
         poll_sockets=(),
-        start_heartbeat=lambda period_s, progress: None,
+        start_heartbeat=lambda *_: None,
         receive=receive,
         send=lambda message: None,
     )
-    peers = SimpleNamespace(poll_sockets=(), receive=list, faults=list, tell_counts=list)
+    peers = SimpleNamespace(
+        poll_sockets=(), receive=list, faults=list, tell_counts=list, unreached=list
+    )
     mover = SimpleNamespace(
         poll_sockets=(), quiet=nullcontext, completed=list, loader=LayerLoader(lambda layers: None)
     )
-    loop: Any = InstanceLoop(agent, body, channel, peers, mover, ClusterConfig(), None)  # type: ignore[arg-type]
+    loop: Any = InstanceLoop(agent, body, channel, peers, mover, ClusterConfig(), READY)  # type: ignore[arg-type]
     loop.run()
     return read
 
@@ -158,19 +164,20 @@ def sent_in_steps(num_steps: int, has_more: bool) -> list[tuple[str, int, bool]]
         finished=finished,
     )
     channel = SimpleNamespace(
-        poll_sockets=(), start_heartbeat=lambda period_s, progress: None, receive=list, send=note
+        poll_sockets=(), start_heartbeat=lambda *_: None, receive=list, send=note
     )
     peers = SimpleNamespace(
         poll_sockets=(),
         receive=list,
         faults=list,
         tell_counts=list,
+        unreached=list,
         send=lambda dst, message, payload: note(message),
     )
     mover = SimpleNamespace(
         poll_sockets=(), quiet=nullcontext, completed=list, loader=LayerLoader(lambda layers: None)
     )
-    loop: Any = InstanceLoop(agent, body, channel, peers, mover, ClusterConfig(), None)  # type: ignore[arg-type]
+    loop: Any = InstanceLoop(agent, body, channel, peers, mover, ClusterConfig(), READY)  # type: ignore[arg-type]
     loop.run()
     return sent
 

@@ -88,7 +88,7 @@ def test_a_row_without_a_finite_logit_ends_its_request_and_no_other() -> None:
     outputs = run(scheduler, plan_of(scheduler), broken=True)
     assert outputs == [
         TokenOutput(R, 0, None, None, FinishReason.ERROR),
-        TokenOutput(RequestId("good"), 0, 7, None, FinishReason.LENGTH, queued_s=0.0),
+        TokenOutput(RequestId("good"), 0, 7, None, FinishReason.LENGTH, computed_s=1.0),
     ]
     assert scheduler.used_blocks == 0 and scheduler.take_scores() == ()
     assert scheduler.totals.generation_tokens == 1

@@ -82,7 +82,9 @@ def test_a_request_from_prompt_to_end() -> None:
     assert (plan.started[0].num_prompt_tokens, plan.started[0].token_ids) == (6, ())
     assert scheduler.token_ids_of(plan).tolist() == [100, 101, 102, 103, 104, 105]
     assert scheduler.schedule(0.0) is None, "its next token is not known yet"
-    assert finish(scheduler, plan) == [TokenOutput(RequestId("a"), 0, 7, None, None, queued_s=0.0)]
+    assert finish(scheduler, plan) == [
+        TokenOutput(RequestId("a"), 0, 7, None, None, computed_s=1.0)
+    ]
     plan = plan_of(scheduler)
     assert chunks(plan) == [("a", 6, 1, True)] and plan.started == ()
     assert scheduler.token_ids_of(plan).tolist() == [7]
@@ -463,7 +465,7 @@ def test_a_request_without_a_token_ends_with_an_error_and_alone(stages: int) -> 
             outputs += scheduler.complete(StepResult(GROUP, plan.step_id, tokens), 1.0)
             scheduler.check()
     assert [output for output in outputs if output.request_id == "bad"] == [
-        TokenOutput(RequestId("bad"), 0, 7, None, None, queued_s=0.0),
+        TokenOutput(RequestId("bad"), 0, 7, None, None, computed_s=1.0),
         TokenOutput(RequestId("bad"), 1, None, None, FinishReason.ERROR),
     ]
     good = [output for output in outputs if output.request_id == "good"]

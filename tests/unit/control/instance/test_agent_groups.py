@@ -163,7 +163,7 @@ def test_decodes_spread_over_microbatches() -> None:
         cluster.request(2, 60)
     cluster.drop((0, 0, 2), (1, 2, 4))
     cluster.run_until(lambda: bool(cluster.records))
-    cluster.run_except(lambda action: False, lambda: cluster.num_actions >= 200)
+    cluster.run_except(lambda action: False, lambda: cluster.num_actions >= 206)
     sizes = set()
     for _ in range(60):
         cluster.perform(cluster.actions()[0])

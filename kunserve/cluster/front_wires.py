@@ -1,0 +1,110 @@
+"""How instances reach the front: by files of one machine, or over a network with keys."""
+
+import secrets
+from collections.abc import Iterable
+from dataclasses import replace
+
+from zmq import ZMQError
+
+from kunserve.cluster.launch import InstanceOrder
+from kunserve.cluster.lease import LeaseTerms
+from kunserve.cluster.reach import Reach
+from kunserve.cluster.run_folder import WiresState
+from kunserve.cluster.succession import Succession
+from kunserve.core.config import ClusterConfig
+from kunserve.core.errors import ConfigError
+from kunserve.core.ids import InstanceId
+from kunserve.transport.channel import FrontChannel, FrontNetwork
+from kunserve.transport.network import Keys, Network, any_port_of, bracketed, new_keys
+
+
+class FrontWires:
+    """Owner of the front's address and keys, and of who is let in."""
+
+    def __init__(
+        self,
+        host: str,
+        link_timeout_s: float,
+        grace_s: float,
+        name: str | None,
+        earlier: WiresState | None = None,
+    ) -> None:
+        """Listen at ``host``, or where the ``earlier`` front has, because instances call there."""
+        self._host = host
+        self._link_timeout_s = link_timeout_s
+        self._grace_s = grace_s
+        self._earlier = earlier
+        self._keys = new_keys()
+        if earlier is not None:
+            self._keys = Keys(earlier.public_key, earlier.secret_key)
+        self._name = name or secrets.token_hex(8)
+        self._instance_keys: dict[InstanceId, str] = {}
+        self._address = ""
+
+    @classmethod
+    def open(
+        cls, host: str | None, config: ClusterConfig, succession: Succession | None
+    ) -> "FrontWires | None":
+        """None without a host: all instances are on this machine. Raises ConfigError."""
+        if host is None:
+            return None
+        if config.trace_out is not None:
+            raise ConfigError("--trace-out is for one machine: the clocks of several differ")
+        name, earlier = None, None
+        if succession is not None:
+            name, earlier = succession.front, succession.wires
+        return cls(host, config.link_timeout_s, config.front_grace_s, name, earlier)
+
+    @property
+    def network(self) -> FrontNetwork:
+        """For the channel."""
+        return FrontNetwork(self._keys, self._link_timeout_s, self._name)
+
+    async def start(self, channel: FrontChannel) -> None:
+        """Listen, and let those in that an earlier front has started. Raises ConfigError."""
+        earlier = self._earlier
+        address = any_port_of(self._host) if earlier is None else earlier.address
+        try:
+            await channel.start(address)
+        except ZMQError as error:
+            raise ConfigError(f"cannot listen at {address} for instances: {error}") from None
+        self._channel = channel
+        self._reach = Reach(channel.reaches)
+        port = channel.address.rpartition(":")[2]
+        self._address = f"tcp://{bracketed(self._host)}:{port}"
+        if earlier is not None:
+            for instance_id, key in earlier.instance_keys.items():
+                self._instance_keys[instance_id] = key
+                channel.admit(instance_id, key)
+
+    def addressed(self, order: InstanceOrder) -> InstanceOrder:
+        """The order with keys for the instance's next process, which alone is heard from now on.
+
+        Its launcher knows its host and fills that in.
+        """
+        keys = new_keys()
+        self._instance_keys[order.instance_id] = keys.public
+        self._channel.admit(order.instance_id, keys.public)
+        return replace(
+            order,
+            front_address=self._address,
+            lease=LeaseTerms("", self._name, self._grace_s),
+            front_pid=None,  # it says nothing on another host; there the lease does
+            network=Network(
+                host="",
+                public_key=keys.public,
+                secret_key=keys.secret,
+                front_public_key=self._keys.public,
+                link_timeout_s=self._link_timeout_s,
+            ),
+        )
+
+    def lost(self, instances: Iterable[InstanceId], now_s: float) -> list[InstanceId]:
+        """Those that cannot be reached any more. Called at every tick."""
+        return self._reach.lost(instances, now_s)
+
+    @property
+    def state(self) -> WiresState:
+        """For the next front."""
+        public, secret = self._keys
+        return WiresState(self._address, public, secret, dict(self._instance_keys))

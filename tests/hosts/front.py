@@ -1,0 +1,250 @@
+"""A front on a host of its own: ``python -m tests.hosts.front ORDERS`` (JSON of ``Orders``).
+
+It reads commands line by line and answers each with a line of JSON. ``FrontOnHost`` is the end
+that a test has in its hands.
+"""
+
+import asyncio
+import json
+import subprocess
+import sys
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from benchmarks.faulty_instance import program_of
+from benchmarks.hosts import Host, NamespaceLauncher, environment
+from kunserve.cluster.local import LocalCluster
+from kunserve.core.config import (
+    ClusterConfig,
+    InstanceConfig,
+    KunServeConfig,
+    ModelConfig,
+    OverloadConfig,
+    SchedulerConfig,
+)
+from kunserve.core.errors import InvalidRequest
+from kunserve.core.ids import InstanceId, RequestId
+from kunserve.core.messages import TokenOutput
+from kunserve.core.request import FinishReason, Request, SamplingParams
+from kunserve.core.tokens import TokenIds
+from tests.live_cluster import FAKE
+
+PATIENCE_S = 100.0
+
+
+@dataclass(frozen=True)
+class Orders:
+    """What the front is to start."""
+
+    address: str
+    """Of its host."""
+    places: list[tuple[int, str]]
+    """By instance: the process that keeps its namespace, and its address."""
+    model: str | None = None
+    """None: fake instances."""
+    run_folder: str | None = None
+    faults: str | None = None
+    link_gbps: float | None = None
+    cluster: dict[str, Any] = field(default_factory=dict)
+
+
+def config_of(orders: Orders) -> KunServeConfig:
+    settings = ClusterConfig(num_instances=len(orders.places), check_invariants=True)
+    config = KunServeConfig(
+        instance=InstanceConfig(block_size=16, num_threads=1),
+        overload=OverloadConfig(policy="drop", restore_below=0.0),
+        cluster=replace(settings, **orders.cluster),
+    )
+    if orders.model is None:
+        return config
+    return replace(
+        config,
+        model=ModelConfig(model=orders.model),
+        instance=replace(config.instance, kv_cache_memory_bytes=64 << 20),
+        scheduler=SchedulerConfig(max_num_batched_tokens=64),
+    )
+
+
+class Answers:
+    """Requests and their tokens: the same prompt gives the same, whatever happens."""
+
+    def __init__(self, cluster: LocalCluster, vocab_size: int) -> None:
+        self._cluster = cluster
+        self._vocab_size = vocab_size
+        self.tokens: dict[str, list[int]] = {}
+        self.ends: dict[str, FinishReason] = {}
+        self._changed = asyncio.Event()
+
+    def submit(self, name: str, seed: int, num_prompt: int, max_tokens: int) -> None:
+        prompt = np.random.default_rng(seed).integers(3, self._vocab_size, num_prompt).tolist()
+        sampling = SamplingParams(max_tokens, temperature=0.0, ignore_eos=True)
+        self.tokens[name] = []
+        self._cluster.submit(
+            Request(RequestId(name), TokenIds(prompt), sampling, 0.0), self._deliver
+        )
+
+    def _deliver(self, token: TokenOutput) -> None:
+        name = token.request_id
+        assert name not in self.ends, "ended twice"
+        if token.token_id is not None:
+            assert token.position == len(self.tokens[name]), token
+            self.tokens[name].append(token.token_id)
+        if token.finish_reason is not None:
+            self.ends[name] = token.finish_reason
+        self._changed.set()
+
+    async def until(self, condition: Any) -> None:
+        async with asyncio.timeout(PATIENCE_S):
+            while not condition():
+                self._changed.clear()
+                await self._changed.wait()
+
+
+async def answer(
+    cluster: LocalCluster, answers: Answers, launcher: NamespaceLauncher, words: list[str]
+) -> Any:
+    match words:
+        case ["submit", name, seed, num_prompt, max_tokens]:
+            answers.submit(name, int(seed), int(num_prompt), int(max_tokens))
+        case ["flow", name, num_tokens]:
+            await answers.until(lambda: len(answers.tokens[name]) >= int(num_tokens))
+        case ["result", name]:
+            await answers.until(lambda: name in answers.ends)
+            return [str(answers.ends[name]), answers.tokens[name]]
+        case ["drop"]:
+            return await _admin(cluster.drop(None))
+        case ["restore"]:
+            return await _admin(cluster.restore())
+        case ["kill", *numbers]:
+            await asyncio.gather(*(cluster.kill(InstanceId(int(n))) for n in numbers))
+        case ["unreachable", address]:
+            launcher.unreachable.add(address)
+        case ["reachable", address]:
+            launcher.unreachable.discard(address)
+        case ["state"]:
+            state, vitals = cluster.state(), cluster.vitals()
+            return {
+                "pids": [cluster.pid_of(InstanceId(i)) for i in range(vitals.num_instances)],
+                "groups": sorted([i for i, _ in group.stages] for group in state.groups),
+                "used_blocks": sum(load.used_blocks for load in state.loads),
+                "missing": vitals.num_missing,
+                "errors": vitals.num_errors,
+                "deaths": state.num_deaths,
+                "outcomes": [str(one.outcome) for one in state.transitions],
+                "moved_bytes": sum(one.moved_bytes for one in state.transitions),
+            }
+    return "done"
+
+
+async def _admin(asked: Any) -> str:
+    """What was done, or why nothing was."""
+    try:
+        return str(await asked)
+    except InvalidRequest as error:
+        return f"refused: {error}"
+
+
+async def serve(orders: Orders) -> None:
+    config = config_of(orders)
+    launcher = NamespaceLauncher(
+        orders.address,
+        dict(enumerate(orders.places)),
+        None if orders.faults is None else program_of(Path(orders.faults)),
+        orders.link_gbps,
+    )
+    vocab_size = FAKE.vocab_size if orders.model is None else 49152
+    cluster = await LocalCluster.start(
+        config,
+        vocab_size=vocab_size,
+        fake=FAKE if orders.model is None else None,
+        launcher=launcher,
+        run_folder=None if orders.run_folder is None else Path(orders.run_folder),
+    )
+    answers = Answers(cluster, vocab_size)
+    lines = asyncio.StreamReader()
+    loop = asyncio.get_running_loop()
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
+    print(json.dumps("serving"), flush=True)
+    pending: set[asyncio.Task[None]] = set()
+
+    async def carry_out(line: bytes) -> None:
+        number, *words = line.decode().split()
+        print(json.dumps([number, await answer(cluster, answers, launcher, words)]), flush=True)
+
+    async for line in lines:
+        if line.split()[1:] == [b"leave"]:
+            break
+        task = asyncio.create_task(carry_out(line))
+        pending.add(task)
+        task.add_done_callback(pending.discard)
+    await cluster.close()
+    print(json.dumps(["leave", "gone"]), flush=True)
+
+
+class FrontOnHost:
+    """A front that a test starts, asks and kills."""
+
+    def __init__(self, host: Host, orders: Orders) -> None:
+        self.process = subprocess.Popen(
+            [*host.within, sys.executable, "-m", "tests.hosts.front", msgspec.json.encode(orders)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment(),
+        )
+        self._number = 0
+        self._answers: dict[str, Any] = {}
+
+    def _hear(self) -> Any:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line, "the front has died"
+        return json.loads(line)
+
+    def tell(self, command: str) -> str:
+        """Give a command; ``hear`` has its answer."""
+        assert self.process.stdin is not None
+        self._number += 1
+        self.process.stdin.write(f"{self._number} {command}\n")
+        self.process.stdin.flush()
+        return str(self._number)
+
+    def hear(self, number: str) -> Any:
+        while number not in self._answers:
+            told, found = self._hear()
+            self._answers[told] = found
+        return self._answers.pop(number)
+
+    def ask(self, command: str) -> Any:
+        return self.hear(self.tell(command))
+
+    def die(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def __enter__(self) -> "FrontOnHost":
+        assert self._hear() == "serving"
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self.process.poll() is None and kind is None:
+            self.tell("leave")
+            assert self.hear("leave") == "gone"
+        self.die()
+        for pipe in (self.process.stdin, self.process.stdout):
+            assert pipe is not None
+            pipe.close()
+
+
+if __name__ == "__main__":
+    asyncio.run(serve(msgspec.json.decode(sys.argv[1], type=Orders)))
