@@ -24,11 +24,6 @@ class MessagePiece:
     calls: list[CallPiece] = field(default_factory=list)
     """In order, with at most one piece for each call."""
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether there is nothing to tell."""
-        return not (self.reasoning or self.content or self.calls)
-
 
 class _Prose:
     """Text without the white space between it and markers.
