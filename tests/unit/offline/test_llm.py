@@ -347,7 +347,8 @@ def test_closing_ends_the_calls_of_other_threads(
     assert not engine.tasks
 
 
-def test_a_call_beside_the_closing_is_told_of_it(llm: LLM) -> None:
+def test_a_call_beside_the_closing_is_told_of_it(llm: LLM, engine: EchoEngine) -> None:
+    engine.hold_after = 1
     loop = llm._thread._loop
     begin, closers = loop.call_soon_threadsafe, list[threading.Thread]()
 
