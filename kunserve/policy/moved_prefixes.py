@@ -21,11 +21,6 @@ class MovedPrefix(NamedTuple):
     old: PrefixState
     new_group: GroupId
 
-    @property
-    def is_copy(self) -> bool:
-        """Whether another new group gets the prefix itself."""
-        return self.prefix_id != self.old.prefix_id
-
 
 class Kept(NamedTuple):
     """A sequence that may keep its KV, and its old group."""

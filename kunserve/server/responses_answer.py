@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import AsyncGenerator, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -30,7 +30,7 @@ class Telling:
     envelope: Envelope
     body: ResponsesBody
     text: str = ""
-    logprobs: list[dict[str, Any]] | None = None
+    logprobs: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def item_id(self) -> str:
@@ -45,17 +45,16 @@ class Telling:
             return []
         token_bytes = self.front.codec.token_bytes
         told: list[dict[str, Any]] = chat_logprobs(delta.entries, token_bytes, num_top)["content"]
-        self.logprobs = [*(self.logprobs or []), *told]
+        self.logprobs.extend(told)
         return told
 
     def part(self) -> dict[str, Any]:
         """The text."""
-        logprobs = self.logprobs or []
         return {
             "type": "output_text",
             "text": self.text,
             "annotations": [],
-            "logprobs": logprobs,
+            "logprobs": self.logprobs,
         }
 
     def item(self, status: str) -> dict[str, Any]:
@@ -184,7 +183,7 @@ class StreamedResponsesAnswer(ResponsesAnswer):
 
     def _closing(self, status: str) -> Iterator[bytes]:
         telling = self._telling
-        told = {"text": telling.text, "logprobs": telling.logprobs or []}
+        told = {"text": telling.text, "logprobs": telling.logprobs}
         yield self._event("response.output_text.done", self._of_part(told))
         yield self._event("response.content_part.done", self._of_part({"part": telling.part()}))
         item = {"output_index": 0, "item": telling.item(status)}

@@ -96,3 +96,12 @@ def test_capacity_follows_memory(name: str) -> None:
     assert large.residence_s * large.full_rate == pytest.approx(large.num_full)
     assert small.floor_s(0.5) == pytest.approx(large.floor_s(0.5), rel=0.2)
     assert large.most_gain(0.5) > 1.0
+
+
+@pytest.mark.parametrize("max_tokens", [1, 2, 3])
+def test_steps_of_hardly_a_token(max_tokens: int) -> None:
+    profile = gpu_profile(find_model("Qwen/Qwen2.5-14B"), find_device("a800"))
+    able = capacity_of(
+        profile, mix_of(LENGTHS["short"]), num_instances=1, max_tokens=max_tokens, max_seqs=8
+    )
+    assert np.isfinite(able.table.seconds(np.array([0]), np.array([1.0]), np.array([1.0]))).all()

@@ -19,6 +19,8 @@ STEPS_AHEAD = 4
 """Steps of prompts that a leader is sent ahead, per stage: the next ones come before they end."""
 REQUESTS_AHEAD = 2
 """However long they are: while one is computed, another one waits there."""
+MOST_REQUESTS_AHEAD = 256
+"""Per stage, however little is to be computed of them: the prefix cache may have nearly all."""
 
 
 class Waiting(NamedTuple):
@@ -118,6 +120,8 @@ class SentAhead:
         ahead = self._ahead[leader]
         if ahead.num_requests < REQUESTS_AHEAD:
             return True
+        if ahead.num_requests >= MOST_REQUESTS_AHEAD * num_stages:
+            return False
         return ahead.num_tokens < self.most_tokens(num_stages)
 
     def tokens(self, leader: InstanceId) -> int:

@@ -24,11 +24,6 @@ class MessagePiece:
     calls: list[CallPiece] = field(default_factory=list)
     """In order, with at most one piece for each call."""
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether there is nothing to tell."""
-        return not (self.reasoning or self.content or self.calls)
-
 
 class _Prose:
     """Text without the white space between it and markers.
@@ -84,13 +79,23 @@ class MessageWriter:
     White space beside calls, and beside the marks of reasoning, is no part of the message.
     """
 
-    __slots__ = ("_calls", "_content", "_dropping", "_max_calls", "_reasoning", "num_calls")
+    __slots__ = (
+        "_arguments",
+        "_calls",
+        "_content",
+        "_dropping",
+        "_max_calls",
+        "_reasoning",
+        "num_calls",
+    )
 
     def __init__(self, max_calls: int | None = None) -> None:
         """Calls beyond ``max_calls`` are left out."""
         self._reasoning = _Prose()
         self._content = _Prose()
         self._calls: list[CallPiece] = []
+        self._arguments: list[str] = []
+        """Of the last of them; they are joined once, because they may be many."""
         self._max_calls = max_calls
         self._dropping = False
         self.num_calls = 0
@@ -116,6 +121,7 @@ class MessageWriter:
     def begin_call(self, name: str) -> None:
         """Another call."""
         self._content.meet_marker()
+        self._join_arguments()
         self._dropping = self.num_calls == self._max_calls
         if not self._dropping:
             self._calls.append(CallPiece(self.num_calls, name, ""))
@@ -125,10 +131,14 @@ class MessageWriter:
         """More of the arguments of the call that was begun last."""
         if self._dropping or not text:
             return
-        if self._calls:
-            self._calls[-1].arguments += text
-        else:
-            self._calls.append(CallPiece(self.num_calls - 1, None, text))
+        if not self._calls:
+            self._calls.append(CallPiece(self.num_calls - 1, None, ""))
+        self._arguments.append(text)
+
+    def _join_arguments(self) -> None:
+        if self._arguments:
+            self._calls[-1].arguments = "".join(self._arguments)
+            self._arguments = []
 
     def finish(self) -> None:
         """The text is over: white space at its end is what it seems."""
@@ -137,6 +147,7 @@ class MessageWriter:
 
     def take(self) -> MessagePiece:
         """Everything since the last call."""
+        self._join_arguments()
         piece = MessagePiece(self._reasoning.take(), self._content.take(), self._calls)
         self._calls = []
         return piece

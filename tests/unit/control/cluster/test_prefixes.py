@@ -1,5 +1,10 @@
 """Requests go where their beginning lies, unless there is too much to do."""
 
+from collections import Counter
+
+import pytest
+
+from kunserve.control.cluster import backlog
 from kunserve.control.cluster.prefixes import MAX_HELD
 from kunserve.core.config import ClusterConfig, SchedulerConfig
 from kunserve.core.ids import RequestId
@@ -166,6 +171,14 @@ def test_after_a_drop_and_a_restore_running_requests_are_found() -> None:
     (leader,) = (members[0] for members in brain.groups)
     assert leader_of(brain, prompt=told(0)) == leader
     assert len(brain.controller._requests._prefixes._by_group) == 1
+
+
+def test_not_all_are_sent_ahead_whose_prompts_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backlog, "MOST_REQUESTS_AHEAD", 4)
+    brain = Brain(2, scheduler=SchedulerConfig(max_num_batched_tokens=64))
+    turns_of(brain, 128, *[1] * 10)
+    assert Counter(i for i, _ in brain.take(Submit)) == {0: 4, 1: 2}
+    assert brain.controller.state(brain.now_s).num_unplaced == 4
 
 
 def test_nobody_is_held_for_long_for_a_group_that_stands_still() -> None:

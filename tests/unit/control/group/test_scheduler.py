@@ -366,7 +366,14 @@ def test_adopted_kv_may_exceed_the_capacity_and_a_prompt_then_waits() -> None:
 def test_load_report() -> None:
     totals = SchedulerTotals()
     scheduler = Scheduler(
-        SchedulerConfig(max_num_seqs=1), GROUP, 1, 4, 100, frozenset({EOS}), 4096, totals
+        SchedulerConfig(max_num_seqs=1, enable_prefix_caching=False),
+        GROUP,
+        1,
+        4,
+        100,
+        frozenset({EOS}),
+        4096,
+        totals,
     )
     scheduler.add(request("a", 8, 0.0, max_tokens=9))
     scheduler.add(request("b", 6, 1.0, max_tokens=1000))
