@@ -46,16 +46,22 @@ class StepBody:
         self.is_computing = False
 
 
-def read_in_step(is_exchanging: bool) -> list[bool]:
-    """Run a step during which a message comes; for each message whether a step ran."""
+def read_in_step(is_exchanging: bool, *, lasts: bool = False) -> list[bool]:
+    """Run a step during which a message comes; for each message whether a step ran.
+
+    ``lasts``: steps of as many tokens have lasted.
+    """
     body, read = StepBody(), []
     agent = SimpleNamespace(
         is_stopping=False,
         is_exchanging=is_exchanging,
+        has_head_work=False,
+        is_in_transition=False,
         layout=None,
         num_in_flight=None,
         has_ready_work=lambda: True,
         report=lambda now_s: None,
+        has_mail=False,
         drain=list,
         drain_preemptions=list,
         on=lambda message, now_s: read.append(body.is_computing),
@@ -81,12 +87,22 @@ def read_in_step(is_exchanging: bool) -> list[bool]:
         send=lambda message: None,
     )
     peers = SimpleNamespace(
-        poll_sockets=(), receive=list, faults=list, tell_counts=list, unreached=list
+        poll_sockets=(),
+        receive=lambda **_: [],
+        awake=list,
+        faults=list,
+        tell_counts=list,
+        unreached=list,
     )
     mover = SimpleNamespace(
-        poll_sockets=(), quiet=nullcontext, completed=list, loader=LayerLoader(lambda layers: None)
+        poll_sockets=(),
+        quiet=nullcontext,
+        completed=list,
+        copies_here=False,
+        loader=LayerLoader(lambda layers: None),
     )
     loop: Any = InstanceLoop(agent, body, channel, peers, mover, ClusterConfig(), READY)  # type: ignore[arg-type]
+    loop._long_tokens = 0 if lasts else None
     loop.run()
     return read
 
@@ -100,15 +116,28 @@ def test_mail_is_read_in_the_middle_of_a_step_in_an_exchange() -> None:
 
 
 def test_mail_is_read_in_the_middle_of_long_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(instance_loop, "LONG_STEP_S", 0.0)
     monkeypatch.setattr(instance_loop, "LOOK_GAP_S", 0.0)
-    assert read_in_step(is_exchanging=False) == [True]
+    assert read_in_step(is_exchanging=False, lasts=True) == [True]
 
 
 def test_looking_up_is_not_done_between_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(instance_loop, "LONG_STEP_S", 0.0)
     monkeypatch.setattr(instance_loop, "LOOK_GAP_S", 1e9)
-    assert read_in_step(is_exchanging=False) == [False]
+    assert read_in_step(is_exchanging=False, lasts=True) == [False]
+
+
+def test_a_long_prompt_says_nothing_of_the_decodes_after_it() -> None:
+    loop: Any = object.__new__(InstanceLoop)
+    loop._long_tokens = None
+    for num_tokens, seconds, long_tokens in (
+        (8, 0.01, None),
+        (512, 0.3, 512),
+        (8, 0.01, 512),
+        (256, 0.15, 256),
+        (300, 0.05, 301),
+        (8, 0.2, 8),
+    ):
+        loop._learn(num_tokens, seconds)
+        assert loop._long_tokens == long_tokens, num_tokens
 
 
 class DeviceBody(StepBody):
@@ -154,10 +183,13 @@ def sent_in_steps(num_steps: int, has_more: bool) -> list[tuple[str, int, bool]]
     agent = SimpleNamespace(
         is_stopping=False,
         is_exchanging=False,
+        has_head_work=False,
+        is_in_transition=False,
         layout=None,
         num_in_flight=None,
         has_ready_work=lambda: has_more,
         report=lambda now_s: None,
+        has_mail=True,
         drain=drain,
         drain_preemptions=list,
         next_work=next_work,
@@ -168,14 +200,19 @@ def sent_in_steps(num_steps: int, has_more: bool) -> list[tuple[str, int, bool]]
     )
     peers = SimpleNamespace(
         poll_sockets=(),
-        receive=list,
+        receive=lambda **_: [],
+        awake=list,
         faults=list,
         tell_counts=list,
         unreached=list,
         send=lambda dst, message, payload: note(message),
     )
     mover = SimpleNamespace(
-        poll_sockets=(), quiet=nullcontext, completed=list, loader=LayerLoader(lambda layers: None)
+        poll_sockets=(),
+        quiet=nullcontext,
+        completed=list,
+        copies_here=False,
+        loader=LayerLoader(lambda layers: None),
     )
     loop: Any = InstanceLoop(agent, body, channel, peers, mover, ClusterConfig(), READY)  # type: ignore[arg-type]
     loop.run()
