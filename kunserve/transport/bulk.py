@@ -32,7 +32,7 @@ from kunserve.transport.bulk_wire import (
 from kunserve.transport.doorkeeper import Doorkeeper, KeyRing, key_of
 from kunserve.transport.granule_desk import GranuleDesk
 from kunserve.transport.identity import Identity
-from kunserve.transport.movable_memory import Content, MovableMemory
+from kunserve.transport.movable_memory import MovableMemory
 from kunserve.transport.network import Network
 from kunserve.transport.pacing import BulkPacing, TokenBucket
 from kunserve.transport.shared_files import Counts, PeerFiles

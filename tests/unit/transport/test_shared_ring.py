@@ -151,7 +151,7 @@ def test_after_an_activation_nothing_goes_by_the_socket(
     links: list[PeerLinks], eventually: Callable[..., object]
 ) -> None:
     shake_hands(links, eventually)
-    links[0]._links[ONE][1].close()  # whatever went there would raise
+    links[0]._links[ONE].socket.close()  # whatever went there would raise
     for number in range(1, 200):
         hidden = np.full(number * 100, number, dtype=np.uint16)
         assert links[0].send(ONE, activation(number), hidden.data)
@@ -301,7 +301,7 @@ def test_sockets_alone_where_memory_cannot_be_shared(
         RING,
         peer_rings.SharedFile(os.getpid(), 10_001, 0, 0),
     )
-    links[1]._links[ZERO][1].send_multipart((b"", peer_rings.msgspec.msgpack.encode(offer)))
+    links[1]._links[ZERO].socket.send_multipart((b"", peer_rings.msgspec.msgpack.encode(offer)))
     links[1].send(ZERO, abort(1))
     receive(links[0], 1)
     links[0].send(ONE, activation(1), memoryview(b"hidden"))
