@@ -169,6 +169,7 @@ class InstanceLoop:
                 self._send_mail()
                 self._follow_up()
                 continue
+            self._send_mail()  # of plans that compute nothing
             if self._checks:
                 agent.check()
             self._send_to_front()
@@ -217,11 +218,11 @@ class InstanceLoop:
         while not self._has_no_front:
             with self._mover.quiet():
                 self._read_peers(self._look(), is_brief=True)
+            self._send_mail()
             if not self._agent.has_head_work:
                 return
             work = self._agent.next_work(time.monotonic())
             assert work is not None
-            self._send_mail()
             self._run(work)
             self._send_mail()
 
