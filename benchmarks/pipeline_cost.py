@@ -57,11 +57,29 @@ class Span:
     cpu_s: float
 
 
-def read_spans(path: Path) -> list[Span]:
-    """Everything that was computed, in order of start."""
-    spans = []
+@dataclass(frozen=True, slots=True)
+class Between:
+    """What a stage's thread did between two spans."""
+
+    instance: int
+    until_s: float
+    cpu_s: float
+    asleep_s: float
+    num_sleeps: int
+    num_evicted: int
+
+
+def read_trace(path: Path) -> tuple[list[Span], list[Between]]:
+    """Everything that was computed, in order of start; and what was done between."""
+    spans, between = [], []
     for event in msgspec.json.decode(path.read_bytes())["traceEvents"]:
         part = event["name"].split(" ")[0]
+        if part == "beside":
+            args = event["args"]
+            times = (event["ts"] / 1e6, args["cpu_us"] / 1e6, args["asleep_us"] / 1e6)
+            counts = (args["num_sleeps"], args["num_evicted"])
+            between.append(Between(event["pid"], *times, *counts))
+            continue
         if event["ph"] != "X" or part not in PARTS or event["tid"] != 0:
             continue
         name = event["name"].split(":")[0].removeprefix(part)
@@ -69,7 +87,7 @@ def read_spans(path: Path) -> list[Span]:
         microbatch = f"{event['args']['group']}.{name.strip()}"
         cpu_s = event.get("tdur", event["dur"]) / 1e6
         spans.append(Span(event["pid"], part, microbatch, start_s, start_s + seconds, cpu_s))
-    return sorted(spans, key=lambda span: span.start_s)
+    return sorted(spans, key=lambda span: span.start_s), between
 
 
 async def decode(driver: Driver, options: argparse.Namespace, is_pair: bool) -> Phase:
@@ -121,11 +139,13 @@ def run(options: argparse.Namespace, checkout: Path) -> dict[str, float]:
             running_server([*flags, "--trace-out", str(trace)]) as server,
         ):
             phases = asyncio.run(measure(server.url, options))
-        spans = read_spans(trace)
+        spans, between = read_trace(trace)
     found: dict[str, list[float]] = {}
     for phase in phases:
         inside = [s for s in spans if phase.start_s <= s.start_s < phase.end_s]
+        beside = [b for b in between if phase.start_s <= b.until_s < phase.end_s]
         parts = pair_parts(inside, phase) if phase.is_pair else single_parts(inside, phase)
+        parts |= thread_parts(inside, beside, phase)
         for name, value in parts.items():
             found.setdefault(name, []).append(value)
     return {name: statistics.median(values) for name, values in found.items()}
@@ -188,6 +208,34 @@ def pair_parts(spans: list[Span], phase: Phase) -> dict[str, float]:
         "pair: processor of stage 1 / of stage 0": cpu_s[-1] / cpu_s[0],
         "pair: processor of the busier stage": 1e3 * len(instances) * max(cpu_s) / len(steps),
     }
+
+
+def thread_parts(
+    spans: Sequence[Span], between: Sequence[Between], phase: Phase
+) -> dict[str, float]:
+    """Where each stage's thread was while one token came: all of its time, in four parts."""
+    found = {}
+    leader = next((s.instance for s in spans if s.part == "sample"), None)
+    for instance in sorted({span.instance for span in spans}):
+        mine = [b for b in between if b.instance == instance]
+        if not mine:
+            return {}  # a checkout that does not tell
+        num_tokens = (phase.end_s - phase.start_s) / phase.tpot_s
+        cpu_s = sum(span.cpu_s for span in spans if span.instance == instance)
+        beside_s, asleep_s = sum(b.cpu_s for b in mine), sum(b.asleep_s for b in mine)
+        rest_s = (phase.end_s - phase.start_s) - cpu_s - beside_s - asleep_s
+        place = "single" if leader is None else f"pair: stage {int(instance != leader)}"
+        sums_ms = {
+            "computes": cpu_s,
+            "beside": beside_s,
+            "asleep": asleep_s,
+            "lacks a core": rest_s,
+        }
+        for name, seconds in sums_ms.items():
+            found[f"{place}, thread {name}"] = 1e3 * seconds / num_tokens
+        found[f"{place}, sleeps / token"] = sum(b.num_sleeps for b in mine) / num_tokens
+        found[f"{place}, evictions / token"] = sum(b.num_evicted for b in mine) / num_tokens
+    return found
 
 
 def overlap_s(start_s: float, end_s: float, spans: Sequence[Span]) -> float:

@@ -3,11 +3,11 @@
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, Protocol
 
 import zmq
 
+from kunserve.cluster.beside_clock import BesideClock
 from kunserve.cluster.instance_mover import InstanceMover, Loaded
 from kunserve.cluster.lease import Hold
 from kunserve.cluster.peer_book import PeerBook
@@ -75,11 +75,14 @@ class WiredBody(Body, MovableMemory, Protocol):
 
 
 LONG_STEP_S = 0.1
-"""Once a step has taken so long, mail is read in the middle of steps too."""
+"""Once a step has taken so long, mail is read in the middle of steps of as many tokens."""
 LOOK_GAP_S = 0.05
 """And that so often, because looking costs a little."""
-CONNECTING_S = 0.002
-"""How often to look whether the members of a transition are connected."""
+EXCHANGE_PAUSE_S = 0.03
+"""So long at most no step begins in an exchange whose KV is copied on this machine's cores: a step
+would take them, and everybody whose KV moves waits for the copies."""
+SHORT_WAIT_S = 0.002
+"""A wait while steps may not begin, or until the members of a transition are connected."""
 
 
 class InstanceLoop:
@@ -113,6 +116,7 @@ class InstanceLoop:
         self._book = PeerBook(peers, mover, ready.address.machine)
         self._gate = PrepareGate(me, peers.unreached, config.link_timeout_s)
         self._trace = trace
+        self._beside = None if trace is None else BesideClock()
         self._clock = StageClock(body.spec.instance_id)
         self._progress = Alive(body.spec.instance_id)
         """Read by the heartbeat's thread: replaced as a whole, so never seen half changed."""
@@ -124,6 +128,10 @@ class InstanceLoop:
         """When mail was read last."""
         self.requests_of_step: tuple[RequestId, ...] = ()
         """Of the step that runs, or that has failed."""
+        self._long_tokens: int | None = None
+        """Of the smallest steps that last; None before the first."""
+        self._exchange_since_s: float | None = None
+        """When the exchange under way was first seen."""
         self._to_front: list[Message] = []
         """What the front gets once the device computes the next step."""
         self._poller = zmq.Poller()
@@ -147,21 +155,24 @@ class InstanceLoop:
             pulse.start()
         while not agent.is_stopping:
             self._turn(is_computing=False)
-            self._wait()
+            has_slept = self._wait()
             with self._mover.quiet():  # a transition may remap what the mover reads and fills
-                self._read_mail()
+                self._read_mail(has_slept=has_slept)
             self._meet_new_front()
             self._report_if_due()
             self._send_mail()
-            work = None if self._has_no_front else agent.next_work(time.monotonic())
+            is_idle = self._has_no_front or self._gives_way()
+            work = None if is_idle else agent.next_work(time.monotonic())
             if work is not None:
                 self._send_mail()
                 self._run(work)
-            else:
-                if self._checks:
-                    agent.check()
-                self._send_to_front()
-            self._send_mail()
+                self._send_mail()
+                self._follow_up()
+                continue
+            self._send_mail()  # of plans that compute nothing
+            if self._checks:
+                agent.check()
+            self._send_to_front()
         self._send_to_front()
         if self._trace is not None:
             self._trace.close()
@@ -170,6 +181,18 @@ class InstanceLoop:
     def _has_no_front(self) -> bool:
         """Nobody waits for what this instance computes."""
         return self._awaits_group or (self._lease is not None and self._lease.is_alone)
+
+    def _gives_way(self) -> bool:
+        """Whether no step begins, so that an exchange is over soon."""
+        if not self._agent.is_exchanging:
+            self._exchange_since_s = None
+            return False
+        if self._body.computes_aside or not self._mover.copies_here:
+            return False
+        now_s = time.monotonic()
+        if self._exchange_since_s is None:
+            self._exchange_since_s = now_s
+        return now_s - self._exchange_since_s < EXCHANGE_PAUSE_S
 
     def _meet_new_front(self) -> None:
         lease = self._lease
@@ -184,19 +207,33 @@ class InstanceLoop:
     def _turn(self, *, is_computing: bool, step_s: float = 0.0) -> None:
         """The loop moves on: the next heartbeat says so."""
         before = self._progress
-        self._progress = replace(
-            before,
-            num_turns=before.num_turns + 1,
-            longest_step_s=max(before.longest_step_s, step_s),
-            is_computing=is_computing,
-        )
+        longest_s = max(before.longest_step_s, step_s)
+        self._progress = Alive(before.instance_id, before.num_turns + 1, longest_s, is_computing)
+
+    def _follow_up(self) -> None:
+        """What has become due after a step, of the output head: other stages wait for it.
+
+        It is short, and of the mail only that of the stages can bring more of it.
+        """
+        while not self._has_no_front:
+            with self._mover.quiet():
+                self._read_peers(self._look(), is_brief=True)
+            self._send_mail()
+            if not self._agent.has_head_work:
+                return
+            work = self._agent.next_work(time.monotonic())
+            assert work is not None
+            self._run(work)
+            self._send_mail()
 
     def _run(self, work: Work) -> None:
         """One step of this stage, and what it adds to the accounts."""
         self.requests_of_step = tuple(chunk.request_id for chunk in work.step.plan.chunks)
         self._turn(is_computing=True)
+        beside = None if self._beside is None else self._beside.begin_work()
         began_s, began_cpu_s = self._look(), time.thread_time()
-        may_last = self._progress.longest_step_s >= LONG_STEP_S
+        num_tokens = work.step.plan.num_tokens
+        may_last = self._long_tokens is not None and num_tokens >= self._long_tokens
         look_up = self._look_up if may_last or self._agent.is_exchanging else None
         if isinstance(work.step, StepWork) and self._body.computes_aside:
             calls = (look_up, self._send_to_front)
@@ -207,13 +244,29 @@ class InstanceLoop:
             outcome = work.run(self._body)
         ended_s = time.monotonic()
         self._clock.computed(ended_s - began_s)
+        if isinstance(work.step, StepWork):
+            self._learn(num_tokens, ended_s - began_s)
         self._turn(is_computing=False, step_s=ended_s - began_s)
-        if self._trace is not None:
-            self._trace.computed(work.step, began_s, ended_s, time.thread_time() - began_cpu_s)
+        if self._trace is not None and self._beside is not None:
+            cpu_s = time.thread_time() - began_cpu_s
+            self._trace.computed(work.step, began_s, ended_s, cpu_s, beside)
+            self._beside.end_work()
         self._look()
         with self._mover.quiet():
             self._agent.finished(work, outcome, time.monotonic())
         self.requests_of_step = ()
+
+    def _learn(self, num_tokens: int, seconds: float) -> None:
+        """Steps of so many tokens last, or do not: mail is read in the middle of those that do.
+
+        A step in which mail is read is a call per layer, which costs short steps a part of their
+        time. So a long prompt says nothing of the decodes that come after it.
+        """
+        if seconds >= LONG_STEP_S:
+            if self._long_tokens is None or num_tokens < self._long_tokens:
+                self._long_tokens = num_tokens
+        elif self._long_tokens is not None and num_tokens >= self._long_tokens:
+            self._long_tokens = num_tokens + 1
 
     def _look_up(self) -> None:
         """In the middle of a step: read what should not wait for its end.
@@ -234,15 +287,21 @@ class InstanceLoop:
         self._clock.look(self._agent.layout, self._agent.num_in_flight, now_s)
         return now_s
 
-    def _wait(self) -> None:
-        timeout_s = 0.0
-        if self._has_no_front or not self._agent.has_ready_work():
-            timeout_s = max(0.0, self._next_report_s - time.monotonic())
-        if self._gate.is_waiting:
-            timeout_s = min(timeout_s, CONNECTING_S)
-        self._poller.poll(int(timeout_s * 1000.0))
+    def _wait(self) -> bool:
+        """Sleep until mail comes, or the next report is due; False if there is work to do."""
+        gives_way = self._gives_way()
+        if self._agent.has_ready_work() and not (self._has_no_front or gives_way):
+            return False  # mail is read without asking first whether there is any
+        began_s = time.monotonic()
+        longest_s = max(0.0, self._next_report_s - began_s)
+        wait_s = min(longest_s, SHORT_WAIT_S) if gives_way or self._gate.is_waiting else longest_s
+        self._poller.poll(int(wait_s * 1000.0))
+        self._peers.awake()
+        if self._beside is not None:
+            self._beside.slept(time.monotonic() - began_s)
+        return True
 
-    def _read_mail(self) -> None:
+    def _read_mail(self, *, has_slept: bool = False) -> None:
         agent, now_s = self._agent, self._look()
         self._read_s = now_s
         for message in self._channel.receive():
@@ -255,11 +314,9 @@ class InstanceLoop:
                 agent.on(message, now_s)
         if self._gate.is_waiting:
             self._turn_gate(now_s)
-        for message, payload in self._peers.receive():
-            agent.on(message, now_s, self._hidden_of(message, payload))
-        for peer, reason, is_down in self._peers.faults():
-            logger.error("link is broken peer=%d reason=%r", peer, reason)
-            self._channel.send(LinkBroken(self._body.spec.instance_id, peer, reason, is_down))
+        self._read_peers(now_s)
+        if not (has_slept or agent.is_in_transition):
+            return  # nothing is being pulled
         ended: list[Pulled | Loaded] = [*self._mover.completed(), *self._mover.loader.completed()]
         for pull in ended:
             if self._trace is not None:
@@ -275,6 +332,13 @@ class InstanceLoop:
             self._agent.on(order, now_s)
         for answer in refused:
             self._channel.send(answer)
+
+    def _read_peers(self, now_s: float, *, is_brief: bool = False) -> None:
+        for message, payload in self._peers.receive(is_brief=is_brief):
+            self._agent.on(message, now_s, self._hidden_of(message, payload))
+        for peer, reason, is_down in self._peers.faults():
+            logger.error("link is broken peer=%d reason=%r", peer, reason)
+            self._channel.send(LinkBroken(self._body.spec.instance_id, peer, reason, is_down))
 
     def _hidden_of(self, message: Message, payload: memoryview | None) -> Any:
         """What came beside a message, as the body wants it."""
@@ -302,6 +366,8 @@ class InstanceLoop:
         Where a device computes and has a next step, the front's part, tokens above all, is written
         while it computes. So the device does not wait for that.
         """
+        if not (self._agent.has_mail or self._to_front):
+            return
         for dst, message, hidden in self._agent.drain():
             if dst is None:
                 self._to_front.append(message)

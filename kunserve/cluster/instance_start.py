@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import gc
 import logging
 import os
 import signal
@@ -73,6 +74,9 @@ def run_instance(load: Callable[[InstanceOrder], Loaded]) -> int:
     except KunServeError as error:
         _say(StartupFailure(type(error).__name__, str(error)))
         return EXIT_REFUSED
+    # What a start has made stays. Looking through it all again would hold up a step.
+    gc.collect()
+    gc.freeze()
     return _run(loop)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from kunserve.cluster.beside_clock import Beside
 from kunserve.control.instance.body import AnyWork, HeadWork, StepWork
 from kunserve.core.errors import ConfigError
 from kunserve.core.ids import InstanceId
@@ -53,12 +54,26 @@ class InstanceTrace:
         title = {"name": f"instance {me}"}
         self._write({"ph": "M", "name": "process_name", "tid": COMPUTE, "args": title})
 
-    def computed(self, step: AnyWork, start_s: float, end_s: float, cpu_s: float) -> None:
+    def computed(
+        self,
+        step: AnyWork,
+        start_s: float,
+        end_s: float,
+        cpu_s: float,
+        beside: Beside | None = None,
+    ) -> None:
         """The stage ran a microbatch; an arrow leads to the same one on the next stage.
 
         ``cpu_s`` is what the instance's own thread computed meanwhile, whoever else had the core.
+        ``beside`` is what it did before, since its last work.
         """
         plan = step.plan
+        if beside is not None:
+            counts = beside._asdict()
+            counts["cpu_us"], counts["asleep_us"] = (
+                _us(counts.pop(name)) for name in ("cpu_s", "asleep_s")
+            )
+            self._instant("beside", start_s, **counts)
         if not isinstance(step, StepWork):
             name = "head" if isinstance(step, HeadWork) else "sample"
             num_rows = sum(chunk.samples for chunk in plan.chunks)

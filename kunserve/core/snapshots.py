@@ -17,6 +17,8 @@ class HeadShape(NamedTuple):
     """Tokens of the vocabulary."""
     cost_layers: float
     """What all rows cost, in layers."""
+    leader_layers: float = 0.0
+    """What the first stage does beside layers and rows, in layers: it plans and samples."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,7 +45,7 @@ from kunserve.model.config import read_eos_ids, read_spec
 from kunserve.model.source import ModelSource, resolve_model
 from kunserve.model.vocabulary import tokenizer_json
 from kunserve.transport.host_store import HostStore
-from kunserve.transport.movable_memory import Extents, Granules, Mapped, UnitRuns
+from kunserve.transport.movable_memory import Content, Extents, Granules, UnitRuns
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +137,7 @@ class EngineBody:
         )
         self._sampler = backend.sampler(eos_ids, self.model.vocab_size, self._forms)
         self._scorer = PromptScorer(self._decoder)
-        self._split_head = SplitHead(self.model, weights)
+        self._split_head = SplitHead(self.model, weights, self._decoder.room_for_logits)
         self._spec = self.memory.spec
         if isinstance(backend, CpuBackend):
             self._spec = replace(self._spec, head=head_shape(self.model))
@@ -312,7 +312,7 @@ class EngineBody:
         """Copy the bytes of KV units, for a mover."""
         self.memory.read_units(unit_runs, into)
 
-    def write_units(self, unit_runs: UnitRuns, data: npt.NDArray[np.uint8] | Mapped) -> None:
+    def write_units(self, unit_runs: UnitRuns, data: Content) -> None:
         """The reverse."""
         self.memory.write_units(unit_runs, data)
 
@@ -338,7 +338,7 @@ class EngineBody:
         """Copy bytes of a held layer's weights, for a mover."""
         self.memory.read_layer(layer, offset, into)
 
-    def write_layer(self, layer: int, offset: int, data: npt.NDArray[np.uint8] | Mapped) -> None:
+    def write_layer(self, layer: int, offset: int, data: Content) -> None:
         """The reverse."""
         self.memory.write_layer(layer, offset, data)
 

@@ -140,6 +140,10 @@ class StepDecoder(Protocol):
         """As ``logits``, of these rows of ``hidden``."""
         ...
 
+    def room_for_logits(self, num_rows: int, width: int) -> torch.Tensor:
+        """Float32 [num_rows, width] in the memory of ``logits``, until its next call."""
+        ...
+
 
 class _Scratch:
     """Activations of a step, grown to the largest step so far and reused."""
@@ -282,6 +286,13 @@ class Decoder:
             self._logits = torch.empty(rows.shape[0], self._spec.vocab_size)
         out = self._logits[: rows.shape[0]]
         return linear(rows, self._weights.head, out=out, finish=Finish.FLOAT)
+
+    def room_for_logits(self, num_rows: int, width: int) -> torch.Tensor:
+        """See ``StepDecoder``."""
+        flat = self._logits.view(-1)
+        if num_rows * width > flat.shape[0]:
+            return torch.empty(num_rows, width)
+        return flat[: num_rows * width].view(num_rows, width)
 
     def greedy(self, batch: StepBatch, hidden: torch.Tensor) -> np.ndarray:
         """The most likely token of each of ``batch.sample_rows``, int32 [n]; the lowest id wins."""

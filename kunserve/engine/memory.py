@@ -18,7 +18,14 @@ from kunserve.core.snapshots import InstanceSpec
 from kunserve.engine.arena import Arena, VirtualRange
 from kunserve.engine.pages import HostPages, OpenPages, Spans, pair_up
 from kunserve.engine.weights.layout import WeightLayout
-from kunserve.transport.movable_memory import Extents, Granules, Mapped, UnitRuns
+from kunserve.transport.movable_memory import (
+    Content,
+    Extents,
+    Granules,
+    InFile,
+    Mapped,
+    UnitRuns,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -252,7 +259,7 @@ class InstanceMemory:
         """Copy the bytes of backed units, run after run."""
         self.arena.pages.read([self._unit_span(*run) for run in unit_runs], into)
 
-    def write_units(self, unit_runs: UnitRuns, data: npt.NDArray[np.uint8] | Mapped) -> None:
+    def write_units(self, unit_runs: UnitRuns, data: Content) -> None:
         """The reverse."""
         self._put([self._unit_span(*run) for run in unit_runs], data)
 
@@ -260,14 +267,17 @@ class InstanceMemory:
         """Copy bytes of a held layer's packed weights."""
         self.arena.pages.read([self._layer_span(layer, offset, into.nbytes)], into)
 
-    def write_layer(self, layer: int, offset: int, data: npt.NDArray[np.uint8] | Mapped) -> None:
+    def write_layer(self, layer: int, offset: int, data: Content) -> None:
         """The reverse."""
         self._put([self._layer_span(layer, offset, data.nbytes)], data)
 
-    def _put(self, spans: Spans, data: npt.NDArray[np.uint8] | Mapped) -> None:
+    def _put(self, spans: Spans, data: Content) -> None:
         pages = self.arena.pages
         if isinstance(data, Mapped):
             pages.copy(pair_up(spans, data.spans))
+        elif isinstance(data, InFile):
+            assert isinstance(pages, HostPages), data
+            pages.fill(spans, data)
         else:
             pages.write(spans, data)
 

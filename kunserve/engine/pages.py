@@ -201,6 +201,10 @@ class HostPages:
             position += num_bytes
         assert position == data.nbytes, (position, data.nbytes)
 
+    def fill(self, spans: Spans, data: movable_memory.InFile) -> None:
+        """Read what lies in another process's file, into one span after the other."""
+        data.fill([_view(*span) for span in spans])
+
     def copy(self, copies: Copies) -> None:
         """See ``Pages``."""
         for target, source, num_bytes in copies:

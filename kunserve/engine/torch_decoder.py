@@ -188,6 +188,10 @@ class TorchDecoder:
         out = self._logits[: len(rows)]
         return out.copy_(rows @ self._weights.head.t())
 
+    def room_for_logits(self, num_rows: int, width: int) -> torch.Tensor:
+        """New memory: the output head is not split here."""
+        return torch.empty(num_rows, width)
+
     def _run_graphs(
         self,
         graphs: LayerGraphs,

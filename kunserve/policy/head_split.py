@@ -22,10 +22,12 @@ def split_head(stage_layers: Sequence[int], head: HeadShape) -> tuple[VocabRange
     Like water: the head fills the shortest stages until all that got some are equally long.
     """
     assert stage_layers and head.num_rows > 0 and head.cost_layers > 0.0, (stage_layers, head)
-    level = _level(stage_layers, head.cost_layers)
+    lengths: list[float] = [*stage_layers]
+    lengths[0] += head.leader_layers
+    level = _level(lengths, head.cost_layers)
     num_panels = head.num_rows // PANEL_ROWS
     ends, filled = [0], 0.0
-    for layers in stage_layers:
+    for layers in lengths:
         filled += max(0.0, level - layers) / head.cost_layers
         ends.append(round(min(1.0, filled) * num_panels) * PANEL_ROWS)
     last = max(i for i in range(len(stage_layers)) if ends[i + 1] > ends[i] or num_panels == 0)
@@ -33,7 +35,7 @@ def split_head(stage_layers: Sequence[int], head: HeadShape) -> tuple[VocabRange
     return tuple(VocabRange(first, end) for first, end in itertools.pairwise(ends))
 
 
-def _level(stage_layers: Sequence[int], cost_layers: float) -> float:
+def _level(stage_layers: Sequence[float], cost_layers: float) -> float:
     """How long the stages are that get a part."""
     total = cost_layers
     lengths = sorted(stage_layers)

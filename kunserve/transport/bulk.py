@@ -32,7 +32,7 @@ from kunserve.transport.bulk_wire import (
 from kunserve.transport.doorkeeper import Doorkeeper, KeyRing, key_of
 from kunserve.transport.granule_desk import GranuleDesk
 from kunserve.transport.identity import Identity
-from kunserve.transport.movable_memory import Mapped, MovableMemory
+from kunserve.transport.movable_memory import MovableMemory
 from kunserve.transport.network import Network
 from kunserve.transport.pacing import BulkPacing, TokenBucket
 from kunserve.transport.shared_files import Counts, PeerFiles
@@ -89,7 +89,9 @@ class BulkMover:
         self._desk = _open_desk(bind, memory)
         self._source = BulkSource(memory, self._counts, _shared(self._desk, memory))
         self._peer_files = PeerFiles(memory.granules)
-        self._sink = BulkSink(memory, self._pacing, self._peer_files.has_mapped)
+        self._sink = BulkSink(
+            memory, self._pacing, self._peer_files.has_mapped, self._peer_files.has_read
+        )
         self._addresses: dict[InstanceId, tuple[str, str]] = {}
         """With keys, which are empty without a network."""
         self._activations_pending: Callable[[], bool] = _never
@@ -126,6 +128,11 @@ class BulkMover:
     def address(self) -> str:
         """Where peers reach the mover."""
         return self._address
+
+    @property
+    def copies_here(self) -> bool:
+        """Whether what peers give is copied by this process, out of their memory."""
+        return self._pacing.link_gbps is None and self._addresses.keys() <= self._near
 
     @property
     def poll_sockets(self) -> tuple[PollTarget, ...]:
@@ -312,19 +319,23 @@ class BulkMover:
         for src, (_, link) in self._links.items():
             for head, *rest in _arrivals(link):
                 reply = bulk_wire.decode_reply(head.buffer)
-                answer: Answer = reply.answer
-                data: Bytes | Mapped | None = None
                 if reply.located is not None:
-                    # Without the lock, because this is the slow part. (A device copies quickly.)
-                    answer, data = Answer.DATA, self._peer_files.read(src, reply.located)
-                elif rest:
+                    # Locked, because a remap would move the place that is filled. A chunk of this
+                    # machine's memory takes less than a millisecond.
+                    with self._peer_files.find(src, reply.located) as found, self._lock:
+                        if found is None:
+                            self._sink.ask_again(reply.ticket)
+                        else:
+                            now_s = time.monotonic()
+                            self._sink.on_reply(reply.ticket, Answer.DATA, found, now_s)
+                        self._tell_loop()
+                    continue
+                data: Bytes | None = None
+                if rest:
                     data = np.frombuffer(rest[0].buffer, dtype=np.uint8)
                     self._peer_files.got_bytes(src)
                 with self._lock:
-                    if reply.located is not None and data is None:
-                        self._sink.ask_again(reply.ticket)
-                    else:
-                        self._sink.on_reply(reply.ticket, answer, data, time.monotonic())
+                    self._sink.on_reply(reply.ticket, reply.answer, data, time.monotonic())
                     self._tell_loop()
 
     def _give(self) -> None:

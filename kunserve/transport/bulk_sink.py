@@ -16,14 +16,13 @@ from kunserve.core.layout import LayerRange
 from kunserve.core.transfer import KvPull, LayerPull
 from kunserve.transport.bulk_wire import (
     Answer,
-    Bytes,
     Chunk,
     Int32Array,
     KvChunk,
     LayerChunk,
     unit_runs,
 )
-from kunserve.transport.movable_memory import Mapped, MovableMemory
+from kunserve.transport.movable_memory import Content, InFile, Mapped, MovableMemory
 from kunserve.transport.pacing import BulkPacing
 
 RETRY_S = 0.005
@@ -56,7 +55,7 @@ class _Target(Protocol):
         """The request for a chunk from ``first`` on (below ``limit``), and its items."""
         ...
 
-    def write(self, first: int, num: int, data: Bytes | Mapped) -> bool:
+    def write(self, first: int, num: int, data: Content) -> bool:
         """Put items in place; False when there are not as many bytes as there should be."""
         ...
 
@@ -85,7 +84,7 @@ class _KvTarget:
         )
         return chunk, num
 
-    def write(self, first: int, num: int, data: Bytes | Mapped) -> bool:
+    def write(self, first: int, num: int, data: Content) -> bool:
         if data.nbytes != num * self._unit_bytes:
             return False
         runs = unit_runs(self._entries, self._piece.layers, first, num)
@@ -106,7 +105,7 @@ class _LayersTarget:
         num = min(chunk_bytes, limit - first, self._layer_bytes - offset)
         return LayerChunk(ticket, self._first_layer + layer, offset, num), num
 
-    def write(self, first: int, num: int, data: Bytes | Mapped) -> bool:
+    def write(self, first: int, num: int, data: Content) -> bool:
         if data.nbytes != num:
             return False
         layer, offset = divmod(first, self._layer_bytes)
@@ -152,8 +151,13 @@ class BulkSink:
         memory: MovableMemory,
         pacing: BulkPacing,
         has_mapped: Callable[[InstanceId], bool] = lambda _: False,
+        has_read: Callable[[InstanceId], bool] = lambda _: False,
     ) -> None:
-        """``has_mapped`` says whether a source's bytes are copied here from where they lie."""
+        """``has_mapped``: whether a source's bytes are copied here from where they are mapped.
+
+        ``has_read``: whether they are read here in the source's file.
+        """
+        self._has_read = has_read
         self._memory = memory
         self._pacing = pacing
         self._has_mapped = has_mapped
@@ -196,6 +200,8 @@ class BulkSink:
             chunk_bytes = self._pacing.chunk_bytes
             if self._has_mapped(pull.what.src):
                 chunk_bytes = self._pacing.mapped_chunk_bytes
+            elif self._has_read(pull.what.src):
+                chunk_bytes = self._pacing.read_chunk_bytes
             chunk, num = pull.target.chunk_at(first, end, chunk_bytes, ticket)
             if limit is None:
                 pull.next_item = first + num
@@ -205,9 +211,7 @@ class BulkSink:
             return pull.what.src, chunk
         return None
 
-    def on_reply(
-        self, ticket: int, answer: Answer, data: Bytes | Mapped | None, now_s: float
-    ) -> None:
+    def on_reply(self, ticket: int, answer: Answer, data: Content | None, now_s: float) -> None:
         """A source answered. Answers to chunks no longer wanted touch nothing."""
         entry = self._in_flight.pop(ticket, None)
         if entry is None:
@@ -218,7 +222,7 @@ class BulkSink:
                 if data is None or not pull.target.write(entry.first, entry.num, data):
                     self._end(pull, "the source sent a chunk of another size", now_s)
                     return
-                if isinstance(data, Mapped) and not data.holds():
+                if isinstance(data, Mapped | InFile) and not data.holds():
                     # Void bytes do no harm: nobody reads there before the pull has ended.
                     pull.again.append((entry.first, entry.first + entry.num))
                     return

@@ -73,10 +73,10 @@ class SharedFile(msgspec.Struct, frozen=True, array_like=True, tag=0):
         return cls(os.getpid(), fd, status.st_dev, status.st_ino)
 
     @contextlib.contextmanager
-    def opened(self) -> Iterator[int | None]:
+    def opened(self, flags: int = os.O_RDONLY) -> Iterator[int | None]:
         """Within, a descriptor to read it; None where it cannot be reached, or is another file."""
         try:
-            fd = os.open(f"/proc/{self.pid}/fd/{self.fd}", os.O_RDONLY | os.O_NONBLOCK)
+            fd = os.open(f"/proc/{self.pid}/fd/{self.fd}", flags | os.O_NONBLOCK)
         except OSError:
             yield None
             return

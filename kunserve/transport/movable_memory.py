@@ -1,5 +1,6 @@
 """An instance's memory as bytes: what movers read and fill, wherever it lies."""
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
@@ -30,6 +31,56 @@ class Mapped:
     def nbytes(self) -> int:
         """Of all spans."""
         return sum(num_bytes for _, num_bytes in self.spans)
+
+
+@dataclass(slots=True)
+class InFile:
+    """Bytes in a file of another process: they are read to the place where they belong."""
+
+    fd: int
+    extents: Extents
+    still_counts: Callable[[], bool]
+    """Whether they are still those bytes."""
+    _is_whole: bool = True
+    is_void: bool = False
+    """``holds`` has been false."""
+
+    @property
+    def nbytes(self) -> int:
+        """Of all extents."""
+        return sum(num_bytes for _, num_bytes in self.extents)
+
+    def fill(self, views: Sequence[Bytes]) -> None:
+        """Read into these, one after the other; they have as many bytes."""
+        left = [view.data for view in reversed(views)]
+        for offset, num_bytes in self.extents:
+            parts, missing = [], num_bytes
+            while missing:
+                view = left.pop()
+                if view.nbytes > missing:
+                    left.append(view[missing:])
+                    view = view[:missing]
+                parts.append(view)
+                missing -= view.nbytes
+            for first in range(0, len(parts), _MAX_PARTS):
+                some = parts[first : first + _MAX_PARTS]
+                some_bytes = sum(part.nbytes for part in some)
+                if os.preadv(self.fd, some, offset) != some_bytes:
+                    self._is_whole = False
+                offset += some_bytes
+        assert not left, (self.extents, len(left))
+
+    def holds(self) -> bool:
+        """Whether what was read are the bytes that were meant: to be asked after ``fill``."""
+        self.is_void = not (self._is_whole and self.still_counts())
+        return not self.is_void
+
+
+_MAX_PARTS = 1024
+"""Of one read, the most that the system takes."""
+
+Content: TypeAlias = Bytes | Mapped | InFile
+"""What a memory is filled with."""
 
 
 class Window(Protocol):
@@ -75,7 +126,7 @@ class UnitMemory(Protocol):
         """Copy the units' bytes, one run after the other, into exactly as many bytes."""
         ...
 
-    def write_units(self, unit_runs: UnitRuns, data: Bytes | Mapped) -> None:
+    def write_units(self, unit_runs: UnitRuns, data: Content) -> None:
         """The reverse. Only memory that has ``granules`` is given what is mapped."""
         ...
 
@@ -114,7 +165,7 @@ class MovableMemory(UnitMemory, Protocol):
         """Copy bytes of a mapped layer's weights."""
         ...
 
-    def write_layer(self, layer: int, offset: int, data: Bytes | Mapped) -> None:
+    def write_layer(self, layer: int, offset: int, data: Content) -> None:
         """The reverse."""
         ...
 
@@ -166,11 +217,15 @@ class ViewedMemory:
             position += view.nbytes
         assert position == into.nbytes, (position, into.nbytes)
 
-    def write_units(self, unit_runs: UnitRuns, data: Bytes | Mapped) -> None:
+    def write_units(self, unit_runs: UnitRuns, data: Content) -> None:
         """See ``UnitMemory``."""
         assert not isinstance(data, Mapped), data
+        views = [self.unit_view(*run) for run in unit_runs]
+        if isinstance(data, InFile):
+            data.fill(views)
+            return
         position = 0
-        for view in [self.unit_view(*run) for run in unit_runs]:
+        for view in views:
             view[:] = data[position : position + view.nbytes]
             position += view.nbytes
         assert position == data.nbytes, (position, data.nbytes)
@@ -179,7 +234,11 @@ class ViewedMemory:
         """See ``MovableMemory``."""
         into[:] = self.layer_view(layer)[offset : offset + into.nbytes]
 
-    def write_layer(self, layer: int, offset: int, data: Bytes | Mapped) -> None:
+    def write_layer(self, layer: int, offset: int, data: Content) -> None:
         """See ``MovableMemory``."""
         assert not isinstance(data, Mapped), data
-        self.layer_view(layer)[offset : offset + data.nbytes] = data
+        view = self.layer_view(layer)[offset : offset + data.nbytes]
+        if isinstance(data, InFile):
+            data.fill([view])
+        else:
+            view[:] = data

@@ -8,7 +8,7 @@ sender tells its count for a while after each message, because the last one may 
 
 import struct
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from kunserve.core.ids import InstanceId
 
@@ -85,8 +85,31 @@ class Incoming:
             self._heard[sender].due = Stamp(stamp.epoch, stamp.number + 1)
         return fault
 
+    def when_beside(self, sender: bytes, stamp: Stamp) -> Literal["now", "later", "never"]:
+        """When to take a message that has come on a second way, which is not held up by the first.
+
+        The first message of an epoch comes on the first way. So it says that nothing is left there
+        of the epochs before.
+        """
+        heard = self._heard.get(sender)
+        if heard is None or stamp.epoch > heard.due.epoch:
+            return "later"
+        if stamp.epoch < heard.due.epoch or heard.is_broken:
+            return "never"
+        return "later" if stamp.number > heard.due.number else "now"
+
+    def count(self, sender: bytes, stamp: Stamp) -> str | None:
+        """The sender tells what its next message would carry; the answer is as of ``take``.
+
+        It may have sent more since, on the second way.
+        """
+        heard = self._heard.get(sender)
+        if heard is not None and heard.due.epoch == stamp.epoch and stamp < heard.due:
+            return None
+        return self.compare(sender, stamp)
+
     def compare(self, sender: bytes, stamp: Stamp) -> str | None:
-        """The sender tells what its next message would carry; the answer is as of ``take``."""
+        """Whether this is the stamp that is due; the answer is as of ``take``."""
         heard = self._heard.get(sender)
         if heard is None:
             heard = self._heard[sender] = _Heard(Stamp(stamp.epoch, 0))

@@ -21,6 +21,8 @@ class BulkPacing:
     """Asked for at once; at least one KV unit moves whatever this says."""
     mapped_chunk_bytes: int = 16 * 1024 * KIB
     """The same where bytes are copied from where a source has them: only their place is told."""
+    read_chunk_bytes: int = 2 * 1024 * KIB
+    """The same where they are read in a source's file: so long no remap can begin."""
     max_in_flight: int = 2
     """Chunks an instance has asked for and not received, over all sources that answer in time."""
     link_gbps: float | None = None

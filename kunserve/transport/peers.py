@@ -2,7 +2,8 @@
 
 One connection per direction and peer. A message with hidden states is two frames, and the
 hidden states are sent from, and received into, memory that is not copied again. Messages are
-numbered: what is missing, doubled or out of order is a fault of the link.
+numbered: what is missing, doubled or out of order is a fault of the link. Where processes share a
+host, most messages go through shared memory instead (``peer_rings``), with the same numbers.
 """
 
 import contextlib
@@ -22,6 +23,7 @@ from kunserve.transport.identity import Identity
 from kunserve.transport.link_watch import LinkWatch
 from kunserve.transport.network import Network
 from kunserve.transport.numbering import STAMP_BYTES, Incoming, Outgoing, read_stamp
+from kunserve.transport.peer_rings import open_rings
 from kunserve.transport.sockets import (
     EXPEDITED,
     Context,
@@ -80,10 +82,12 @@ class PeerLinks:
         *,
         tos: int | None = EXPEDITED,
         network: Network | None = None,
+        shares_memory: bool = True,
     ) -> None:
         """Listen at ``bind``, or on a free port of the ``network``'s host.
 
-        On a network only peers are let in whose keys ``connect`` has told.
+        On a network only peers are let in whose keys ``connect`` has told, and everything goes by
+        sockets; elsewhere if not ``shares_memory``.
         """
         self.rejections = Rejections("peers")
         self._me = Identity(_PEER, instance_id, identity.new_incarnation())
@@ -102,6 +106,9 @@ class PeerLinks:
         at = bind if network is None else network.any_port
         assert at is not None, "neither an address nor a network"
         self._inbox = bind_router(at, context=self._context, tos=tos, guard=guard)
+        has_rings = shares_memory and network is None
+        self._rings = open_rings(self.address) if has_rings else None
+        self._mail: list[PeerMail] = []
         self._links: dict[InstanceId, _Link] = {}
         self._under_way: deque[zmq.MessageTracker] = deque()
         self._outgoing = Outgoing()
@@ -119,19 +126,23 @@ class PeerLinks:
     @property
     def poll_sockets(self) -> tuple[PollTarget, ...]:
         """Readable when ``receive`` may have something."""
-        return (self._inbox,)
+        return (self._inbox,) if self._rings is None else (self._inbox, self._rings.bell.fileno())
 
     def connect(
         self, addresses: Mapping[InstanceId, str], keys: Mapping[InstanceId, str] | None = None
     ) -> None:
         """Know these peers and no others; a changed address or key is a new process."""
         keys = keys or {}
+        if self._rings is not None:
+            self._rings.drain_all(self._take_beside)  # the link may go on, and its ring not
         self._ring.keep({key: peer for peer, key in keys.items()})
         self._speakers.clear()
         for peer, link in tuple(self._links.items()):
             if (addresses.get(peer), keys.get(peer, "")) != (link.address, link.key):
                 self._close(peer)
                 self._outgoing.begin_anew(peer)
+                if self._rings is not None:
+                    self._rings.lose(peer)
                 self._counts_due.pop(peer, None)
         for peer, address in addresses.items():
             if peer != self._me.instance_id and peer not in self._links:
@@ -207,7 +218,11 @@ class PeerLinks:
         flags = zmq.NOBLOCK if payload is None else zmq.NOBLOCK | zmq.SNDMORE
         data = codec.encode(message)
         self._counts_due[dst] = COUNTS_TOLD
-        data += self._outgoing.next(dst).to_bytes()  # of one that is not sent too: it is missing
+        stamp = self._outgoing.next(dst)
+        data += stamp.to_bytes()  # of one that is not sent too: it is missing
+        rings = self._rings if stamp.number > 0 else None
+        if rings is not None and rings.write(dst, link.address, data, payload):
+            return True
         try:
             socket.send(data, flags)
         except zmq.Again:
@@ -229,33 +244,46 @@ class PeerLinks:
         """Whether hidden states are still on their way out. Called from any thread."""
         return any(not tracker.done for tracker in tuple(self._under_way))
 
-    def receive(self) -> list[PeerMail]:
-        """Everything that has arrived, in order per peer. Raises MalformedMessage."""
-        mail: list[PeerMail] = []
+    def awake(self) -> None:
+        """The process has slept. Called before what has woken it is received."""
+        if self._rings is not None:
+            self._rings.bell.clear()
+
+    def receive(self, *, is_brief: bool = False) -> list[PeerMail]:
+        """Everything that has arrived, in order per peer. Raises MalformedMessage.
+
+        With ``is_brief`` only what lies in shared memory, where there is any: to look there costs
+        much less than to ask a socket.
+        """
+        rings = self._rings
+        if rings is not None and rings.has_readings:
+            rings.drain_all(self._take_beside)
+            if is_brief:
+                mail, self._mail = self._mail, []
+                return mail
         while True:
             try:
-                route, *frames = self._inbox.recv_multipart(zmq.NOBLOCK, copy=False)
+                route_frame, *frames = self._inbox.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
+                mail, self._mail = self._mail, []
                 return mail
-            sender = self._speakers.get(route.bytes)
-            if sender is None:
-                sender = self._identify(route)
-            if sender is None:
+            route = route_frame.bytes
+            peer = self._speakers.get(route)
+            if peer is None:
+                peer = self._identify(route_frame)
+            if peer is None:
                 self.rejections.note()
                 continue
             if len(frames) not in (1, 2):
                 raise codec.MalformedMessage(f"{len(frames)} frames instead of 1 or 2")
             data = frames[0].buffer
+            if len(frames) == 2 and not len(data):
+                if self._rings is not None:
+                    self._rings.accept(peer, frames[1].buffer)
+                continue
             if len(data) < STAMP_BYTES:
                 raise codec.MalformedMessage(f"a message of {len(data)} bytes")
-            stamp, is_count = read_stamp(data[-STAMP_BYTES:]), len(data) == STAMP_BYTES
-            judge = self._incoming.compare if is_count else self._incoming.take
-            fault = judge(route.bytes, stamp)
-            if fault is None and not is_count:
-                payload = frames[1].buffer if len(frames) == 2 else None
-                mail.append(PeerMail(codec.decode(data[:-STAMP_BYTES]), payload))
-            elif fault:
-                self._faults.append(LinkFault(sender, fault))
+            self._hear(route, peer, data, frames[1].buffer if len(frames) == 2 else None)
 
     def _identify(self, route: zmq.Frame) -> InstanceId | None:
         """Who speaks; None if nobody is known who may speak so."""
@@ -267,9 +295,55 @@ class PeerLinks:
         self._speakers[route.bytes] = speaker.instance_id
         return speaker.instance_id
 
+    def _hear(
+        self, route: bytes, peer: InstanceId, data: memoryview, payload: memoryview | None
+    ) -> None:
+        """A message has come by the socket; what was said before it may be in shared memory."""
+        rings = self._rings
+        if rings is not None:
+            rings.drain(route, self._take_beside)
+        stamp, is_count = read_stamp(data[-STAMP_BYTES:]), len(data) == STAMP_BYTES
+        judge = self._incoming.count if is_count else self._incoming.take
+        fault = judge(route, stamp)
+        if fault is None and not is_count:
+            self._mail.append(PeerMail(codec.decode(data[:-STAMP_BYTES]), payload))
+        elif fault:
+            self._faults.append(LinkFault(peer, fault))
+        if rings is None:
+            return
+        rings.drain(route, self._take_beside)
+        if payload is not None and peer in self._links:
+            offer = rings.offer(peer, route)
+            if offer is not None:
+                with contextlib.suppress(zmq.Again):  # then all goes on by sockets
+                    self._links[peer].socket.send_multipart((b"", offer), zmq.NOBLOCK)
+
+    def _take_beside(
+        self, route: bytes, peer: InstanceId, data: memoryview, payload: memoryview | None
+    ) -> bool:
+        """A message lies in shared memory. False: others must come first, by the socket."""
+        if len(data) <= STAMP_BYTES:
+            raise codec.MalformedMessage(f"a message of {len(data)} bytes")
+        stamp = read_stamp(data[-STAMP_BYTES:])
+        match self._incoming.when_beside(route, stamp):
+            case "later":
+                return False
+            case "now":
+                fault = self._incoming.take(route, stamp)
+                if fault is None:
+                    copy = None if payload is None else memoryview(bytearray(payload))
+                    self._mail.append(PeerMail(codec.decode(data[:-STAMP_BYTES]), copy))
+                elif fault:
+                    self._faults.append(LinkFault(peer, fault))
+        return True
+
     def poll(self, timeout_s: float) -> list[PeerMail]:
         """Wait until something arrives or the time is up, then ``receive``."""
-        self._inbox.poll(max(0, round(timeout_s * 1000)))
+        poller = zmq.Poller()
+        for socket in self.poll_sockets:
+            poller.register(socket, zmq.POLLIN)
+        poller.poll(max(0, round(timeout_s * 1000)))
+        self.awake()
         return self.receive()
 
     def close(self) -> None:
@@ -281,3 +355,5 @@ class PeerLinks:
             self._doorkeeper.close()
         if self._context is not None:
             self._context.term()
+        if self._rings is not None:
+            self._rings.close()

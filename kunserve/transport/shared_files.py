@@ -7,17 +7,17 @@ one that came with the place, what it has read is not used. Memory of a device i
 taker maps the source's granules (``peer_windows``) and copies, and the rest is the same.
 """
 
+import contextlib
 import functools
 import logging
 import os
 import socket
 import zlib
-
-import numpy as np
+from collections.abc import Iterator
 
 from kunserve.core.ids import InstanceId, RequestId
-from kunserve.transport.bulk_wire import Bytes, Located, SharedFile, SharedGranules
-from kunserve.transport.movable_memory import Granules, Mapped
+from kunserve.transport.bulk_wire import Located, SharedFile, SharedGranules
+from kunserve.transport.movable_memory import Granules, InFile, Mapped
 from kunserve.transport.peer_windows import PeerWindows
 
 logger = logging.getLogger(__name__)
@@ -68,15 +68,19 @@ class PeerFiles:
     def __init__(self, granules: Granules | None = None) -> None:
         """``granules`` are the taker's own, if its memory is a device's."""
         self._windows = PeerWindows(granules)
+        self._readable: set[InstanceId] = set()
+        """Sources whose files have been opened."""
         self._refused: set[InstanceId] = set()
         self._stale: set[InstanceId] = set()
-        self._room: Bytes = np.empty(0, dtype=np.uint8)
-        """Used again and again, because new memory costs more than the copy into it."""
 
     def may_read(self, src: InstanceId) -> bool:
         """Whether to ask the source where bytes lie, rather than for the bytes."""
         is_void = src in self._refused or src in self._stale
         return not is_void and not self._windows.is_opening(src)
+
+    def has_read(self, src: InstanceId) -> bool:
+        """Whether the source's bytes are read here in its file, as far as is known."""
+        return src in self._readable and self.may_read(src)
 
     def has_mapped(self, src: InstanceId) -> bool:
         """Whether the source's memory is mapped here, so that its bytes need no chunks."""
@@ -95,27 +99,26 @@ class PeerFiles:
         """Hold no memory of others."""
         self._windows.close()
 
-    def read(self, src: InstanceId, located: Located) -> Bytes | Mapped | None:
-        """The bytes, until the next call. None if the source is to send them instead."""
+    @contextlib.contextmanager
+    def find(self, src: InstanceId, located: Located) -> Iterator[InFile | Mapped | None]:
+        """Within, the bytes where they lie. None if the source is to send them instead."""
         if isinstance(located.memory, SharedGranules):
-            return self._find_mapped(src, located.memory, located)
+            yield self._find_mapped(src, located.memory, located)
+            return
         with located.memory.opened() as memory_fd, located.counts.opened() as count_fd:
             if memory_fd is None or count_fd is None:
                 self._refused.add(src)
-                return None
-            total_bytes = sum(num_bytes for _, num_bytes in located.extents)
-            if total_bytes > self._room.nbytes:
-                self._room = np.empty(total_bytes, dtype=np.uint8)
-            data = self._room[:total_bytes]
-            position = 0
-            for offset, num_bytes in located.extents:
-                into = data[position : position + num_bytes].data
-                position += os.preadv(memory_fd, [into], offset)
-            is_true = _still_counts(located, count_fd)
-        if not is_true or position != data.nbytes:
-            self._stale.add(src)
-            return None
-        return data
+                yield None
+                return
+
+            def still_counts() -> bool:
+                return _still_counts(located, count_fd)
+
+            self._readable.add(src)
+            found = InFile(memory_fd, located.extents, still_counts)
+            yield found
+            if found.is_void:
+                self._stale.add(src)
 
     def _find_mapped(
         self, src: InstanceId, memory: SharedGranules, located: Located
@@ -145,6 +148,7 @@ class PeerFiles:
     def lose(self, src: InstanceId) -> None:
         """The source's process is another one from now on, or gone."""
         self._windows.lose(src)
+        self._readable.discard(src)
         self._refused.discard(src)
         self._stale.discard(src)
 

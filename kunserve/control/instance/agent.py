@@ -164,12 +164,18 @@ class InstanceAgent:
         membership = self.membership
         if membership is None:
             return False
-        if membership.head is not None and membership.head.has_work:
+        if self.has_head_work:
             return True
         if membership.ready:
             return not self._lacks_units
         scheduler = membership.scheduler
         return scheduler is not None and not self._changes.is_quiescing and scheduler.can_schedule
+
+    @property
+    def has_head_work(self) -> bool:
+        """Whether ``next_work`` gives a part of the output head, or what follows from all parts."""
+        head = None if self.membership is None else self.membership.head
+        return head is not None and head.has_work
 
     @property
     def is_exchanging(self) -> bool:
@@ -271,6 +277,14 @@ class InstanceAgent:
     def _advance(self, now_s: float) -> None:
         """Read what has become due, and let the change take every step that it can."""
         self._lacks_units = False
+        if not (
+            self._changes.change is not None
+            or self.inbox.has_mail
+            or self.state.to_self
+            or self._forming.is_asked
+            or self._forming.is_forming
+        ):
+            return  # as after nearly every step
         while True:
             if not self._form_if_asked(now_s):
                 return

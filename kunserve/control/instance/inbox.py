@@ -153,6 +153,11 @@ class Inbox:
         """What is kept for later."""
         return tuple(mail.message for mail in self._waiting)
 
+    @property
+    def has_mail(self) -> bool:
+        """Whether anything is kept for later."""
+        return bool(self._waiting)
+
     def accept(self, mail: Mail, moment: Moment) -> bool:
         """Whether the mail is to be read now; what is for later is kept."""
         when = when_to_read(mail.message, moment)

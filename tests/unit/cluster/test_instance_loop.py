@@ -46,16 +46,22 @@ class StepBody:
         self.is_computing = False
 
 
-def read_in_step(is_exchanging: bool) -> list[bool]:
-    """Run a step during which a message comes; for each message whether a step ran."""
+def read_in_step(is_exchanging: bool, *, lasts: bool = False) -> list[bool]:
+    """Run a step during which a message comes; for each message whether a step ran.
+
+    ``lasts``: steps of as many tokens have lasted.
+    """
     body, read = StepBody(), []
     agent = SimpleNamespace(
         is_stopping=False,
         is_exchanging=is_exchanging,
+        has_head_work=False,
+        is_in_transition=False,
         layout=None,
         num_in_flight=None,
         has_ready_work=lambda: True,
         report=lambda now_s: None,
+        has_mail=False,
         drain=list,
         drain_preemptions=list,
         on=lambda message, now_s: read.append(body.is_computing),
@@ -81,12 +87,22 @@ def read_in_step(is_exchanging: bool) -> list[bool]:
         send=lambda message: None,
     )
     peers = SimpleNamespace(
-        poll_sockets=(), receive=list, faults=list, tell_counts=list, unreached=list
+        poll_sockets=(),
+        receive=lambda **_: [],
+        awake=list,
+        faults=list,
+        tell_counts=list,
+        unreached=list,
     )
     mover = SimpleNamespace(
-        poll_sockets=(), quiet=nullcontext, completed=list, loader=LayerLoader(lambda layers: None)
+        poll_sockets=(),
+        quiet=nullcontext,
+        completed=list,
+        copies_here=False,
+        loader=LayerLoader(lambda layers: None),
     )
     loop: Any = InstanceLoop(agent, body, channel, peers, mover, ClusterConfig(), READY)  # type: ignore[arg-type]
+    loop._long_tokens = 0 if lasts else None
     loop.run()
     return read
 
@@ -100,15 +116,28 @@ def test_mail_is_read_in_the_middle_of_a_step_in_an_exchange() -> None:
 
 
 def test_mail_is_read_in_the_middle_of_long_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(instance_loop, "LONG_STEP_S", 0.0)
     monkeypatch.setattr(instance_loop, "LOOK_GAP_S", 0.0)
-    assert read_in_step(is_exchanging=False) == [True]
+    assert read_in_step(is_exchanging=False, lasts=True) == [True]
 
 
 def test_looking_up_is_not_done_between_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(instance_loop, "LONG_STEP_S", 0.0)
     monkeypatch.setattr(instance_loop, "LOOK_GAP_S", 1e9)
-    assert read_in_step(is_exchanging=False) == [False]
+    assert read_in_step(is_exchanging=False, lasts=True) == [False]
+
+
+def test_a_long_prompt_says_nothing_of_the_decodes_after_it() -> None:
+    loop: Any = object.__new__(InstanceLoop)
+    loop._long_tokens = None
+    for num_tokens, seconds, long_tokens in (
+        (8, 0.01, None),
+        (512, 0.3, 512),
+        (8, 0.01, 512),
+        (256, 0.15, 256),
+        (300, 0.05, 301),
+        (8, 0.2, 8),
+    ):
+        loop._learn(num_tokens, seconds)
+        assert loop._long_tokens == long_tokens, num_tokens
 
 
 class DeviceBody(StepBody):
@@ -154,10 +183,13 @@ def sent_in_steps(num_steps: int, has_more: bool) -> list[tuple[str, int, bool]]
     agent = SimpleNamespace(
         is_stopping=False,
         is_exchanging=False,
+        has_head_work=False,
+        is_in_transition=False,
         layout=None,
         num_in_flight=None,
         has_ready_work=lambda: has_more,
         report=lambda now_s: None,
+        has_mail=True,
         drain=drain,
         drain_preemptions=list,
         next_work=next_work,
@@ -168,14 +200,19 @@ def sent_in_steps(num_steps: int, has_more: bool) -> list[tuple[str, int, bool]]
     )
     peers = SimpleNamespace(
         poll_sockets=(),
-        receive=list,
+        receive=lambda **_: [],
+        awake=list,
         faults=list,
         tell_counts=list,
         unreached=list,
         send=lambda dst, message, payload: note(message),
     )
     mover = SimpleNamespace(
-        poll_sockets=(), quiet=nullcontext, completed=list, loader=LayerLoader(lambda layers: None)
+        poll_sockets=(),
+        quiet=nullcontext,
+        completed=list,
+        copies_here=False,
+        loader=LayerLoader(lambda layers: None),
     )
     loop: Any = InstanceLoop(agent, body, channel, peers, mover, ClusterConfig(), READY)  # type: ignore[arg-type]
     loop.run()
@@ -195,3 +232,115 @@ def test_the_front_gets_tokens_while_a_device_computes_the_next_step() -> None:
 def test_it_gets_them_at_once_if_there_is_no_next_step() -> None:
     sent = sent_in_steps(2, has_more=False)
     assert [beside for what, _, beside in sent if what == "tokens"] == [False, False]
+
+
+class HeadAgent:
+    """A stage with a step, a part of the output head after it, and words of plans without work."""
+
+    is_stopping = False
+    is_in_transition = False
+    layout = num_in_flight = None
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+        self.outbox: list[Any] = []
+        self.rows_left = 0
+        self.is_exchanging = False
+        plan = StepPlan(GroupId(0), StepId(0), (), (), ())
+        none = np.zeros(0, np.int32)
+        step = StepWork(plan, LayerRange(0, NUM_LAYERS), True, True, none, none, none)
+        self.steps = [Work(step, None)]
+        self.head = SimpleNamespace(step=SimpleNamespace(plan=plan), run=lambda body: None)
+
+    @property
+    def has_mail(self) -> bool:
+        return bool(self.outbox)
+
+    @property
+    def has_head_work(self) -> bool:
+        return self.rows_left > 0
+
+    def has_ready_work(self) -> bool:
+        return bool(self.steps) or self.has_head_work
+
+    def next_work(self, now_s: float) -> Any:
+        if self.has_head_work:
+            self.rows_left -= 1
+            return self.head
+        if self.steps:
+            return self.steps.pop()
+        self.outbox.append((InstanceId(1), "a plan without work", None))
+        self.is_stopping = True
+        return None
+
+    def finished(self, work: Any, outcome: Any, now_s: float) -> None:
+        self.events.append("part" if work is self.head else "step")
+
+    def on(self, message: Any, now_s: float, hidden: Any = None) -> None:
+        self.rows_left += 1
+        self.outbox.append((InstanceId(1), "answer", None))
+
+    def drain(self) -> list[Any]:
+        outbox, self.outbox = self.outbox, []
+        return outbox
+
+    drain_preemptions = list
+    report = check = staticmethod(lambda *_: None)
+
+
+def test_the_output_head_follows_its_step_and_nothing_waits_to_be_sent() -> None:
+    agent, body = HeadAgent(), StepBody()
+    coming = [[("final rows", None)], []]
+
+    def receive(*, is_brief: bool = False) -> list[Any]:
+        agent.events.append("brief look" if is_brief else "look")
+        return coming.pop(0) if is_brief and coming else []
+
+    channel = SimpleNamespace(
+        poll_sockets=(), start_heartbeat=lambda *_: None, receive=list, send=lambda message: None
+    )
+    peers = SimpleNamespace(
+        poll_sockets=(),
+        receive=receive,
+        awake=list,
+        faults=list,
+        tell_counts=list,
+        unreached=list,
+        send=lambda dst, message, payload: agent.events.append(message),
+    )
+    mover = SimpleNamespace(
+        poll_sockets=(),
+        quiet=nullcontext,
+        completed=list,
+        copies_here=True,
+        loader=LayerLoader(lambda layers: None),
+    )
+    agent.head.step = agent.steps[0].step
+    loop: Any = InstanceLoop(agent, body, channel, peers, mover, ClusterConfig(), READY)  # type: ignore[arg-type]
+    loop._next_report_s = 1e9
+    loop._poller = SimpleNamespace(poll=lambda timeout_ms: agent.events.append("sleep"))
+    loop._run = lambda work: agent.finished(work, None, 0.0)
+    loop.run()
+    assert agent.events == [
+        *("look", "step", "brief look", "answer", "part", "brief look"),
+        *("sleep", "look", "a plan without work"),
+    ]
+
+
+def test_no_step_begins_while_kv_is_copied_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    for copies_here, computes_aside, expected in (
+        (True, False, True),
+        (False, False, False),
+        (True, True, False),
+    ):
+        loop: Any = object.__new__(InstanceLoop)
+        loop._agent = SimpleNamespace(is_exchanging=True)
+        loop._mover = SimpleNamespace(copies_here=copies_here)
+        loop._body = SimpleNamespace(computes_aside=computes_aside)
+        loop._exchange_since_s = None
+        monkeypatch.setattr(instance_loop, "EXCHANGE_PAUSE_S", 1e9)
+        assert loop._gives_way() is expected
+        monkeypatch.setattr(instance_loop, "EXCHANGE_PAUSE_S", 0.0)
+        assert not loop._gives_way(), "not for long"
+        loop._agent.is_exchanging = False
+        assert not loop._gives_way() and loop._exchange_since_s is None

@@ -2,12 +2,13 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from kunserve.core.request import SamplingParams
 from kunserve.engine.distribution import draw, largest, token_logprobs
 from kunserve.engine.sampler import uniform
+from tests.unit.engine.sorted_distribution import sorted_draw
 
 PLAIN = SamplingParams(1)
 
@@ -51,6 +52,41 @@ def test_the_largest_are_those_of_a_sort(size: int, count: int, seed: int) -> No
     values = np.random.default_rng(seed).integers(0, 50, size).astype(np.float32)
     expected = np.lexsort((np.arange(size), -values))[:count]
     assert largest(values, count).tolist() == expected.tolist()
+
+
+@given(
+    size=st.integers(1, 3000),
+    seed=st.integers(0, 2**32 - 1),
+    spread=st.sampled_from([0.0, 0.01, 0.5, 3.0, 8.0]),
+    levels=st.sampled_from([None, 3, 40]),
+    top_k=st.sampled_from([None, 1, 7, 100, 2999]),
+    top_p=st.sampled_from([0.01, 0.3, 0.5, 0.9, 0.95, 0.999, 0.9999999, 1.0]),
+    min_p=st.sampled_from([0.0, 1e-4, 0.2]),
+    temperature=st.sampled_from([0.3, 1.0, 2.5]),
+    num_forbidden=st.integers(0, 20),
+)
+def test_a_draw_is_what_sorting_everything_gives(
+    size: int,
+    seed: int,
+    spread: float,
+    levels: int | None,
+    top_k: int | None,
+    top_p: float,
+    min_p: float,
+    temperature: float,
+    num_forbidden: int,
+) -> None:
+    rng = np.random.default_rng(seed)
+    row = rng.normal(0, spread, size).astype(np.float32)
+    if levels is not None:  # many equal ones
+        row = np.round(row * levels) / np.float32(levels)
+    row[rng.integers(0, size, min(num_forbidden, size - 1))] = -np.inf
+    assume(np.isfinite(row.max()))
+    sampling = SamplingParams(1, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    for point in (0.0, math.nextafter(1.0, 0.0), *rng.random(4)):
+        with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+            expected = sorted_draw(row.copy(), sampling, point)
+            assert draw(row.copy(), sampling, point) == expected, (point, sampling)
 
 
 def test_a_flat_distribution_over_a_large_vocabulary() -> None:

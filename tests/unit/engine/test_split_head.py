@@ -29,7 +29,10 @@ def weights_of(dtype: torch.dtype, seed: int = 0) -> Any:
 
 
 def head_of(weights: Any) -> SplitHead:
-    return SplitHead(SimpleNamespace(vocab_size=VOCAB, rms_eps=EPS), weights)  # type: ignore[arg-type]
+    return SplitHead(
+        SimpleNamespace(vocab_size=VOCAB, rms_eps=EPS, logit_scale=1.0),  # type: ignore[arg-type]
+        weights,
+    )
 
 
 def parts_of(

@@ -15,7 +15,7 @@ from kunserve.core.layout import LayerRange
 from kunserve.core.transfer import LayerPull
 from kunserve.transport.bulk import BulkMover
 from kunserve.transport.bulk_wire import Bytes, Located, SharedFile
-from kunserve.transport.movable_memory import Extents, UnitRuns
+from kunserve.transport.movable_memory import Extents, InFile, UnitRuns
 from kunserve.transport.pacing import BulkPacing
 from kunserve.transport.shared_files import Counts, PeerFiles
 from tests.unit.transport.addresses import fresh_address
@@ -109,7 +109,8 @@ def test_bytes_are_read_in_the_file_and_not_sent(world: World) -> None:
 
 
 def test_every_read_waits_for_activations_too() -> None:
-    pacing = BulkPacing(chunk_bytes=3 * UNIT_BYTES, max_yield_s=0.01)
+    size = 3 * UNIT_BYTES
+    pacing = BulkPacing(chunk_bytes=size, read_chunk_bytes=size, max_yield_s=0.01)
     world = World(pacing)
     world.giver.yield_to(lambda: True)
     at_source = entries(*range(0, 600, 60))
@@ -129,7 +130,7 @@ def test_a_link_of_limited_rate_carries_the_bytes() -> None:
 
 
 def test_what_cannot_be_opened_is_sent(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(SharedFile, "opened", lambda _: nullcontext(None))
+    monkeypatch.setattr(SharedFile, "opened", lambda *_: nullcontext(None))
     world.pull_some()
     assert world.ours.num_read_bytes == 4 * 3 * UNIT_BYTES
     monkeypatch.undo()
@@ -166,6 +167,18 @@ def test_a_source_that_died_leaves_its_taker_whole(world: World) -> None:
     successor.close()
 
 
+def read(files: PeerFiles, where: Located, src: InstanceId = ZERO) -> Bytes | None:
+    """What a taker finds there; None if it is to be sent."""
+    with files.find(src, where) as found:
+        if found is None:
+            return None
+        assert isinstance(found, InFile)
+        data = np.zeros(found.nbytes, np.uint8)
+        cut = len(data) // 3
+        found.fill([data[:cut], data[cut:]])
+        return data if found.holds() else None
+
+
 def located(memory: FileMemory, counts: Counts, *extents: tuple[int, int]) -> Located:
     return Located(SharedFile.of(memory.fd), counts.file, counts.of(R), extents)
 
@@ -173,18 +186,18 @@ def located(memory: FileMemory, counts: Counts, *extents: tuple[int, int]) -> Lo
 def test_what_was_withdrawn_meanwhile_is_asked_for_again() -> None:
     memory, counts, files = FileMemory(10, seed=3), Counts(), PeerFiles()
     where = located(memory, counts, (0, 100), (300, 50))
-    data = files.read(ZERO, where)
+    data = read(files, where)
     assert data is not None
     np.testing.assert_array_equal(data, np.concatenate((memory.kv[:100], memory.kv[300:350])))
     counts.add(OTHER)
     counts.add(None)
-    assert files.read(ZERO, where) is not None, "others were withdrawn"
+    assert read(files, where) is not None, "others were withdrawn"
     counts.add(R)
-    assert files.read(ZERO, where) is None, "its bytes may be another request's"
+    assert read(files, where) is None, "its bytes may be another request's"
     assert not files.may_read(ZERO), "so that it comes to an end"
     files.got_bytes(ZERO)
     assert files.may_read(ZERO)
-    assert files.read(ZERO, located(memory, counts, (0, 100))) is not None
+    assert read(files, located(memory, counts, (0, 100))) is not None
     counts.close()
 
 
@@ -196,7 +209,7 @@ def test_nothing_stays_open_that_would_keep_a_dead_sources_memory() -> None:
             where, memory=msgspec.structs.replace(where.memory, **wrong)
         )
         before = sorted(os.listdir("/proc/self/fd"))
-        files.read(ZERO, where)
+        read(files, where)
         assert sorted(os.listdir("/proc/self/fd")) == before
     counts.close()
 
@@ -208,11 +221,11 @@ def test_a_file_that_is_not_the_one_named_is_not_read() -> None:
     gone = msgspec.structs.replace(true.memory, fd=1 << 20)
     for number, wrong in enumerate((other, gone)):
         src = InstanceId(number)
-        assert files.read(src, msgspec.structs.replace(true, memory=wrong)) is None
+        assert read(files, msgspec.structs.replace(true, memory=wrong), src) is None
         assert not files.may_read(src)
         files.lose(src)
         assert files.may_read(src), "another process may be there now"
-        assert files.read(src, true) is not None
+        assert read(files, true, src) is not None
     counts.close()
 
 
