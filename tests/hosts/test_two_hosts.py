@@ -4,16 +4,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.hosts import Hosts
+import pytest
+
+from benchmarks.hosts import Hosts, places_on
+from benchmarks.hosts_front import PATIENCE_S, FrontOnHost, Orders
 from kunserve.cluster.process_mark import mark_of
 from tests.conftest import wait_until
-from tests.hosts.front import PATIENCE_S, FrontOnHost, Orders
+
+pytestmark = [pytest.mark.hosts, pytest.mark.timeout(600)]
 
 
 def orders(hosts: Hosts, names: str, front: str = "a", **more: object) -> Orders:
     """Instances on these hosts, a letter each."""
-    places = [(hosts[name].pid, hosts[name].address) for name in names]
-    return Orders(hosts[front].address, places, **more)  # type: ignore[arg-type]
+    return Orders(hosts[front].address, places_on(hosts, names), **more)  # type: ignore[arg-type]
 
 
 def test_a_pipeline_over_two_hosts_gives_the_same_tokens(make_hosts: Callable[..., Hosts]) -> None:
