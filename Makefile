@@ -7,6 +7,7 @@
 # make chaos     random faults on the real engine, for MINUTES=30
 # make hunt      the property tests once more, with five times the examples, drawn anew
 # make chaos-sim 10,000 random schedules of everything that can go wrong, in virtual time
+# make test-hosts   several hosts as network namespaces, with links that are cut (needs root)
 # make package   source archive and wheel in dist/, with compiled kernels (docs/release.md)
 # make experiments   the paper's figures, simulated: an hour, goes on where it stopped
 PYTHON ?= python3
@@ -18,7 +19,7 @@ KERNEL_FILES := $(wildcard kunserve/engine/kernels/csrc/*) kunserve/engine/kerne
 # Tests start many processes. Each would compile every module anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install demo check check-types check-docs check-tests docs slow chaos chaos-sim hunt test test-clients package experiments clean
+.PHONY: install demo check check-types check-docs check-tests docs slow chaos chaos-sim hunt test test-clients test-hosts package experiments clean
 .DELETE_ON_ERROR:
 
 install: $(VENV)/.kernels
@@ -106,6 +107,9 @@ $(CLIENTS)/.installed: pyproject.toml
 test-clients: install $(CLIENTS)/.installed
 	SERVER_PYTHON=$(BIN)/python $(CLIENTS)/bin/python -m pytest -c /dev/null --rootdir . \
 	    --confcutdir tests/clients --import-mode importlib -p no:cacheprovider -q tests/clients
+
+test-hosts: install
+	$(BIN)/pytest -m hosts tests/hosts
 
 package: install
 	$(BIN)/python -m build

@@ -13,19 +13,18 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
 
 from kunserve.cluster.launch import InstanceOrder, LocalProcess, spawn
 from kunserve.cluster.process_mark import FoundProcess, open_marked
-from kunserve.core.ids import InstanceId
 from kunserve.core.place import Place
 
 NETWORK = "10.77.0"
 """Addresses exist in the namespaces only."""
 _PR_SET_PDEATHSIG = 1
+_CLONE_NEWNET = 0x40000000
 _NOBODY = "02:00:00:00:00:fe"
 _QUEUE_BYTES = 1 << 20
 """Of a shaped link: about 8 ms at 1 Gbit/s, as a switch's port may have."""
@@ -233,15 +232,17 @@ class _OnHost:
             self._process.kill()
 
 
-def places_on(hosts: Hosts, names: Sequence[str]) -> dict[int, tuple[int, str]]:
+def enter(pid: int) -> None:
+    """Move this process into a host's namespace; before it has other threads."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    with open(f"/proc/{pid}/ns/net") as namespace:
+        if libc.setns(namespace.fileno(), _CLONE_NEWNET) != 0:
+            raise OSError(ctypes.get_errno(), "setns")
+
+
+def places_on(hosts: Hosts, names: Sequence[str]) -> list[tuple[int, str]]:
     """For ``NamespaceLauncher``: instance ``i`` on the i-th host of ``names``."""
-    found = enumerate(hosts[name] for name in names)
-    return {InstanceId(i): (host.pid, host.address) for i, host in found}
-
-
-def python_on(host: Host) -> list[str]:
-    """The command of this Python on a host."""
-    return [*host.within, sys.executable]
+    return [(hosts[name].pid, hosts[name].address) for name in names]
 
 
 def environment() -> dict[str, str]:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 
 from kunserve.core.ids import InstanceId
 
-DOWN_S = 0.3
+DOWN_S = 0.2
 """How long a connection may be down: one that was reset comes back sooner."""
 
 

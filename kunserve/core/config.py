@@ -239,7 +239,7 @@ class ClusterConfig:
     hang_timeout_s: float = 60.0
     """An instance that beats, but whose loop stands still for this long and for ten times its
     longest step, hangs. It is killed and replaced."""
-    link_timeout_s: float = 1.5
+    link_timeout_s: float = 1.0
     """Between hosts: a connection on which nothing comes for this long is broken."""
     start_timeout_s: float = 300.0
     """Model loading (and a first compilation of the kernels) must end within this."""

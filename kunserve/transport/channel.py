@@ -45,7 +45,7 @@ _NUMBER = struct.Struct("<Q")
 _MAIN = b"m"
 _HEARTBEAT = b"h"
 _PROBE = b""
-SILENT_FRONT_TIMEOUTS = 6.0
+SILENT_FRONT_TIMEOUTS = 15.0
 """Of a link's timeout: an instance keeps its connection to a front that is stopped for a while."""
 
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import zmq
 
-LINK_TIMEOUT_S = 1.5
+LINK_TIMEOUT_S = 1.0
 """A connection on which nothing comes for this long, heartbeats included, is broken."""
 
 

@@ -142,6 +142,12 @@ FAULT_FLAGS = all_of(
         help="Replace an instance whose loop stands still so many seconds (and ten longest steps).",
     ),
     _faults(
+        "--link-timeout",
+        "link_timeout_s",
+        type=FiniteRange(min=0.1),
+        help="Between hosts: a connection on which nothing comes for so many seconds is broken.",
+    ),
+    _faults(
         "--front-grace",
         "front_grace_s",
         type=FiniteRange(min=0),

@@ -1,13 +1,18 @@
-"""A front on a host of its own: ``python -m tests.hosts.front ORDERS`` (JSON of ``Orders``).
+"""A front on a host of its own, for tests and benchmarks of several hosts.
+
+    python -m benchmarks.hosts_front ORDERS    (JSON of ``Orders``)
 
 It reads commands line by line and answers each with a line of JSON. ``FrontOnHost`` is the end
-that a test has in its hands.
+that whoever starts it has in its hands.
 """
 
 import asyncio
+import itertools
 import json
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
@@ -18,6 +23,7 @@ import numpy as np
 
 from benchmarks.faulty_instance import program_of
 from benchmarks.hosts import Host, NamespaceLauncher, environment
+from kunserve.cluster.launch import FakeSettings, Launcher, LocalLauncher
 from kunserve.cluster.local import LocalCluster
 from kunserve.core.config import (
     ClusterConfig,
@@ -32,9 +38,11 @@ from kunserve.core.ids import InstanceId, RequestId
 from kunserve.core.messages import TokenOutput
 from kunserve.core.request import FinishReason, Request, SamplingParams
 from kunserve.core.tokens import TokenIds
-from tests.live_cluster import FAKE
 
 PATIENCE_S = 100.0
+FAKE = FakeSettings(step_s=0.004)
+VOCAB_SIZE = 49152
+"""SmolLM2's."""
 
 
 @dataclass(frozen=True)
@@ -44,17 +52,22 @@ class Orders:
     address: str
     """Of its host."""
     places: list[tuple[int, str]]
-    """By instance: the process that keeps its namespace, and its address."""
+    """By instance: the process that keeps its namespace, and its address. Without any, two
+    instances are beside the front, as on one machine."""
     model: str | None = None
     """None: fake instances."""
     run_folder: str | None = None
     faults: str | None = None
     link_gbps: float | None = None
+    checks_invariants: bool = True
     cluster: dict[str, Any] = field(default_factory=dict)
 
 
 def config_of(orders: Orders) -> KunServeConfig:
-    settings = ClusterConfig(num_instances=len(orders.places), check_invariants=True)
+    """As the orders say."""
+    settings = ClusterConfig(
+        num_instances=len(orders.places) or 2, check_invariants=orders.checks_invariants
+    )
     config = KunServeConfig(
         instance=InstanceConfig(block_size=16, num_threads=1),
         overload=OverloadConfig(policy="drop", restore_below=0.0),
@@ -74,19 +87,21 @@ class Answers:
     """Requests and their tokens: the same prompt gives the same, whatever happens."""
 
     def __init__(self, cluster: LocalCluster, vocab_size: int) -> None:
+        """Prompts are of the first ``vocab_size`` tokens."""
         self._cluster = cluster
         self._vocab_size = vocab_size
         self.tokens: dict[str, list[int]] = {}
+        self.times_s: dict[str, list[float]] = {}
         self.ends: dict[str, FinishReason] = {}
         self._changed = asyncio.Event()
 
     def submit(self, name: str, seed: int, num_prompt: int, max_tokens: int) -> None:
+        """A greedy request whose prompt follows from the seed."""
         prompt = np.random.default_rng(seed).integers(3, self._vocab_size, num_prompt).tolist()
         sampling = SamplingParams(max_tokens, temperature=0.0, ignore_eos=True)
-        self.tokens[name] = []
-        self._cluster.submit(
-            Request(RequestId(name), TokenIds(prompt), sampling, 0.0), self._deliver
-        )
+        self.tokens[name], self.times_s[name] = [], [time.monotonic()]
+        request = Request(RequestId(name), TokenIds(prompt), sampling, time.monotonic())
+        self._cluster.submit(request, self._deliver)
 
     def _deliver(self, token: TokenOutput) -> None:
         name = token.request_id
@@ -94,21 +109,48 @@ class Answers:
         if token.token_id is not None:
             assert token.position == len(self.tokens[name]), token
             self.tokens[name].append(token.token_id)
+            self.times_s[name].append(time.monotonic())
         if token.finish_reason is not None:
             self.ends[name] = token.finish_reason
         self._changed.set()
 
-    async def until(self, condition: Any) -> None:
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Wait for what tokens tell."""
         async with asyncio.timeout(PATIENCE_S):
             while not condition():
                 self._changed.clear()
                 await self._changed.wait()
 
+    async def load(self, num_requests: int, num_prompt: int, max_tokens: int) -> dict[str, Any]:
+        """So many requests at once: how long all took, and each one's time per token."""
+        began_s = time.monotonic()
+        names = [f"load-{began_s}-{number}" for number in range(num_requests)]
+        for number, name in enumerate(names):
+            self.submit(name, number, num_prompt, max_tokens)
+        await self.until(lambda: all(name in self.ends for name in names))
+        times = [self.times_s[name][1:] for name in names]
+        per_token_s = [(line[-1] - line[0]) / (len(line) - 1) for line in times]
+        return {"seconds": time.monotonic() - began_s, "per_token_s": per_token_s}
+
+    def longest_gap_s(self, since_s: float) -> float:
+        """Of all requests, the longest time between two tokens of which the later came then."""
+        gaps = [0.0]
+        for line in self.times_s.values():
+            gaps += [b - a for a, b in itertools.pairwise(line) if b >= since_s]
+        return max(gaps)
+
 
 async def answer(
-    cluster: LocalCluster, answers: Answers, launcher: NamespaceLauncher, words: list[str]
+    cluster: LocalCluster, answers: Answers, launcher: Launcher, words: list[str]
 ) -> Any:
+    """Carry out one command."""
     match words:
+        case ["load", num_requests, num_prompt, max_tokens]:
+            return await answers.load(int(num_requests), int(num_prompt), int(max_tokens))
+        case ["now"]:
+            return time.monotonic()
+        case ["gap", since_s]:
+            return answers.longest_gap_s(float(since_s))
         case ["submit", name, seed, num_prompt, max_tokens]:
             answers.submit(name, int(seed), int(num_prompt), int(max_tokens))
         case ["flow", name, num_tokens]:
@@ -122,9 +164,9 @@ async def answer(
             return await _admin(cluster.restore())
         case ["kill", *numbers]:
             await asyncio.gather(*(cluster.kill(InstanceId(int(n))) for n in numbers))
-        case ["unreachable", address]:
+        case ["unreachable", address] if isinstance(launcher, NamespaceLauncher):
             launcher.unreachable.add(address)
-        case ["reachable", address]:
+        case ["reachable", address] if isinstance(launcher, NamespaceLauncher):
             launcher.unreachable.discard(address)
         case ["state"]:
             state, vitals = cluster.state(), cluster.vitals()
@@ -149,15 +191,19 @@ async def _admin(asked: Any) -> str:
         return f"refused: {error}"
 
 
+def launcher_of(orders: Orders) -> Launcher:
+    """Who starts the instances where they are ordered."""
+    program = None if orders.faults is None else program_of(Path(orders.faults))
+    if not orders.places:
+        return LocalLauncher(program)
+    places = dict(enumerate(orders.places))
+    return NamespaceLauncher(orders.address, places, program, orders.link_gbps)
+
+
 async def serve(orders: Orders) -> None:
-    config = config_of(orders)
-    launcher = NamespaceLauncher(
-        orders.address,
-        dict(enumerate(orders.places)),
-        None if orders.faults is None else program_of(Path(orders.faults)),
-        orders.link_gbps,
-    )
-    vocab_size = FAKE.vocab_size if orders.model is None else 49152
+    """Until told to leave."""
+    config, launcher = config_of(orders), launcher_of(orders)
+    vocab_size = FAKE.vocab_size if orders.model is None else VOCAB_SIZE
     cluster = await LocalCluster.start(
         config,
         vocab_size=vocab_size,
@@ -187,11 +233,18 @@ async def serve(orders: Orders) -> None:
 
 
 class FrontOnHost:
-    """A front that a test starts, asks and kills."""
+    """A front that somebody starts, asks and kills."""
 
     def __init__(self, host: Host, orders: Orders) -> None:
+        """Start it on its host."""
         self.process = subprocess.Popen(
-            [*host.within, sys.executable, "-m", "tests.hosts.front", msgspec.json.encode(orders)],
+            [
+                *host.within,
+                sys.executable,
+                "-m",
+                "benchmarks.hosts_front",
+                msgspec.json.encode(orders).decode(),
+            ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -215,15 +268,18 @@ class FrontOnHost:
         return str(self._number)
 
     def hear(self, number: str) -> Any:
+        """The answer to a command that was given."""
         while number not in self._answers:
             told, found = self._hear()
             self._answers[told] = found
         return self._answers.pop(number)
 
     def ask(self, command: str) -> Any:
+        """Give a command and wait for its answer."""
         return self.hear(self.tell(command))
 
     def die(self) -> None:
+        """SIGKILL."""
         self.process.kill()
         self.process.wait()
 
