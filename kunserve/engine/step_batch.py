@@ -10,7 +10,7 @@ _NO_TOKENS = np.empty(0, dtype=np.int32)
 
 
 def build_batch(work: StepWork) -> StepBatch:
-    """The step's arrays; the logits wanted are those of the chunks that sample, in their order."""
+    """The step's arrays; the logits wanted are those of the plan's ``sampled_rows``."""
     chunks = work.plan.chunks
     starts = np.array([chunk.start for chunk in chunks], dtype=np.int32)
     lengths = np.array([chunk.num_tokens for chunk in chunks], dtype=np.int32)
@@ -18,7 +18,9 @@ def build_batch(work: StepWork) -> StepBatch:
     np.cumsum(lengths, out=q_starts[1:])
     positions = np.arange(q_starts[-1], dtype=np.int32)
     positions += np.repeat(starts - q_starts[:-1], lengths)
-    samples = np.array([chunk.samples for chunk in chunks], dtype=bool)
+    num_sampled = np.array([chunk.num_sampled for chunk in chunks], dtype=np.int32)
+    sample_rows = np.repeat(q_starts[1:] - np.cumsum(num_sampled), num_sampled)
+    sample_rows += np.arange(len(sample_rows), dtype=np.int32)
     return StepBatch(
         token_ids=_NO_TOKENS if work.token_ids is None else work.token_ids,
         positions=positions,
@@ -26,7 +28,7 @@ def build_batch(work: StepWork) -> StepBatch:
         rows=np.ascontiguousarray(work.rows, dtype=np.int32),
         q_starts=q_starts,
         context_lens=starts + lengths,
-        sample_rows=q_starts[1:][samples] - 1,
+        sample_rows=sample_rows.astype(np.int32),
     )
 
 
