@@ -5,7 +5,6 @@ The command line goes before the environment, and the environment before the fil
 """
 
 import difflib
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -113,7 +112,7 @@ def _checked(parameter: click.Parameter, value: Any, is_off: bool, ctx: click.Co
         return value
     if isinstance(parameter.type, JsonObject | JsonSettings):
         parameter.type.convert(value, parameter, ctx)
-        return value if isinstance(value, str) else json.dumps(value)
+        return JsonObject().convert(value, parameter, ctx)
     many = getattr(parameter, "multiple", False)
     items = value if many and isinstance(value, list) else [value]
     for item in items:
