@@ -37,7 +37,7 @@ def act(cluster: FakeCluster, draw: random.Random, count: int, fail_share: float
         cluster.check()
 
 
-@settings(max_examples=examples(16))
+@settings(max_examples=examples(9))
 @given(
     seed=st.integers(0, 2**32),
     num_instances=st.integers(2, 3),

@@ -29,13 +29,14 @@ def chosen(*decodes: Decode, rows: int = 512) -> list[int]:
 
 def test_one_stream_fills_the_rows_that_cost_nothing() -> None:
     assert chosen(Decode(300, 4, 0.95)) == [3], "a fifth row costs half a step"
-    assert chosen(Decode(300, 4, 0.3)) == [3]
+    assert chosen(Decode(300, 4, 0.5)) == [3]
+    assert chosen(Decode(300, 4, 0.3)) == [2], "even those cost a little"
     assert chosen(Decode(300, 9, 0.98)) == [9], "here more rows pay again"
     assert chosen(Decode(300, 2, 0.95)) == [2]
 
 
 def test_guesses_that_are_never_right_are_not_checked() -> None:
-    assert chosen(Decode(300, 4, 0.02)) == [0]
+    assert chosen(Decode(300, 4, 0.1)) == [0]
     assert chosen(Decode(300, 0, 0.9)) == [0]
 
 
@@ -49,7 +50,7 @@ def test_eight_streams_guess_only_what_is_nearly_sure() -> None:
     copying = chosen(*[Decode(300, 4, 0.97)] * 8)
     assert min(copying) >= 1
     mixed = chosen(*[Decode(300, 4, 0.97)] * 4, *[Decode(300, 0, 0.5)] * 4)
-    assert sum(mixed) <= 1, "four others would wait for every row"
+    assert sum(mixed) <= 2, "four others would wait for every row"
 
 
 def test_without_a_known_cost_a_typical_one_is_assumed() -> None:

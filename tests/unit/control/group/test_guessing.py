@@ -68,32 +68,31 @@ def test_a_decode_has_guesses_behind_it() -> None:
     begun(scheduler)
     plan = plan_of(scheduler)
     (chunk,) = plan.chunks
-    assert chunk == (RequestId("a"), 8, 5, 5) and chunk.num_guesses == 4
-    assert scheduler.token_ids_of(plan).tolist() == [11, 12, 13, 14, 15]
-    assert [row.num_before for row in plan.sampled_rows] == [9, 10, 11, 12, 13]
+    assert chunk == (RequestId("a"), 8, 4, 4) and chunk.num_guesses == 3
+    assert scheduler.token_ids_of(plan).tolist() == [11, 12, 13, 14]
+    assert [row.num_before for row in plan.sampled_rows] == [9, 10, 11, 12]
 
 
 def test_right_guesses_give_several_tokens_in_order() -> None:
     scheduler = make()
     begun(scheduler)
-    outputs = finish(scheduler, plan_of(scheduler), 12, 13, 14, 15, 7)
+    outputs = finish(scheduler, plan_of(scheduler), 12, 13, 14, 15)
     assert [(one.position, one.token_id) for one in outputs] == [
         (2, 12),
         (3, 13),
         (4, 14),
         (5, 15),
-        (6, 7),
     ]
     load = scheduler.load(1, 1, 0.0)
-    assert (load.num_drafts, load.num_draft_tokens, load.num_accepted_tokens) == (1, 4, 4)
-    assert load.generation_tokens == 7 and load.prompt_tokens == 7
-    assert plan_of(scheduler).chunks[0].start == 13, "KV of the right ones is there"
+    assert (load.num_drafts, load.num_draft_tokens, load.num_accepted_tokens) == (1, 3, 3)
+    assert load.generation_tokens == 6 and load.prompt_tokens == 7
+    assert plan_of(scheduler).chunks[0].start == 12, "KV of the right ones is there"
 
 
 def test_what_comes_after_a_wrong_guess_is_not_taken() -> None:
     scheduler = make()
     begun(scheduler)
-    outputs = finish(scheduler, plan_of(scheduler), 12, 50, 14, None, 16)
+    outputs = finish(scheduler, plan_of(scheduler), 12, 50, 14, None)
     assert [one.token_id for one in outputs] == [12, 50]
     assert scheduler.load(1, 1, 0.0).num_accepted_tokens == 1
     plan = plan_of(scheduler)
@@ -123,7 +122,7 @@ def test_the_end_among_guesses(
     scheduler = make()
     begun(scheduler, **sampling)
     plan = plan_of(scheduler)
-    right = (12, 13, 14, 15, 7)[: plan.num_sampled]
+    right = (12, 13, 14, 15)[: plan.num_sampled]
     outputs = finish(scheduler, plan, *right)
     assert [one.token_id for one in outputs] == tokens
     assert [one.finish_reason for one in outputs] == [None, reason]
@@ -143,7 +142,7 @@ def test_no_more_is_guessed_than_may_come() -> None:
 def test_a_token_that_cannot_be_chosen_ends_the_request() -> None:
     scheduler = make()
     begun(scheduler)
-    outputs = finish(scheduler, plan_of(scheduler), 12, None, 14, 15, 7)
+    outputs = finish(scheduler, plan_of(scheduler), 12, None, 14, 15)
     assert [one.finish_reason for one in outputs] == [None, FinishReason.ERROR]
 
 
@@ -176,7 +175,7 @@ def test_who_depends_on_earlier_outputs_gets_no_guesses(sampling: dict[str, Any]
 def test_everybody_else_gets_some(sampling: dict[str, Any]) -> None:
     scheduler = make()
     begun(scheduler, **sampling)
-    assert plan_of(scheduler).chunks[0].num_guesses == 4
+    assert plan_of(scheduler).chunks[0].num_guesses == 3
 
 
 def test_a_step_with_prompts_has_no_guesses() -> None:
@@ -198,5 +197,5 @@ def test_guesses_in_flight_of_a_request_that_is_gone() -> None:
     begun(scheduler)
     plan = plan_of(scheduler)
     scheduler.abort(RequestId("a"))
-    assert finish(scheduler, plan, 12, 13, 14, 15, 7) == []
+    assert finish(scheduler, plan, 12, 13, 14, 15) == []
     assert scheduler.load(1, 1, 0.0).num_drafts == 0
