@@ -21,10 +21,10 @@ def build_batch(work: StepWork) -> StepBatch:
     num_sampled = np.array([chunk.num_sampled for chunk in chunks], dtype=np.int32)
     if (guesses := num_sampled > 1).any():
         assert (lengths == num_sampled)[guesses].all(), chunks
-        parts = np.where(guesses, lengths, 1)
-        before = np.repeat(np.cumsum(parts, dtype=np.int32) - parts, parts)
-        starts = np.repeat(starts, parts) + np.arange(len(before), dtype=np.int32) - before
-        lengths = np.repeat(np.where(guesses, 1, lengths), parts)
+        parts = np.where(guesses, lengths, np.int32(1))
+        starts = np.repeat(starts - np.cumsum(parts, dtype=np.int32) + parts, parts)
+        starts += np.arange(len(starts), dtype=np.int32)
+        lengths = np.repeat(np.where(guesses, np.int32(1), lengths), parts)
         num_sampled, rows = np.repeat(num_sampled, parts), np.repeat(rows, parts)
     q_starts = np.zeros(len(lengths) + 1, dtype=np.int32)
     np.cumsum(lengths, out=q_starts[1:])

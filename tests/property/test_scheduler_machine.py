@@ -6,6 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from kunserve.control.group import prefix_cache
 from kunserve.control.group.scheduler import Scheduler
 from kunserve.core.config import (
     SchedulerConfig,
@@ -178,6 +179,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_park_s=st.sampled_from([None, 3.0, 12.0]),
         caches=st.sampled_from([True, True, True, False]),
         num_guesses=st.sampled_from([None, None, 1, 3]),
+        worth_waiting=st.sampled_from([4, 8, 128]),
     )
     def start(
         self,
@@ -192,8 +194,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_park_s: float | None,
         caches: bool,
         num_guesses: int | None,
+        worth_waiting: int,
     ) -> None:
         """``min_tokens`` None is formation without lookahead; ``link`` None is recomputation."""
+        prefix_cache.WORTH_WAITING_TOKENS = worth_waiting
         cost, speculative = CostCoefficients(0.2, 1.0, 0.5, 0.3, 0.1, 0.1), None
         if num_guesses is not None:
             speculative = SpeculativeConfig("ngram", num_guesses, 1, 3)
@@ -437,6 +441,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if not hasattr(self, "scheduler"):
             return
         self.scheduler.may_preempt = True
+        prefix_cache.WORTH_WAITING_TOKENS = 128
         if self.arriving is not None:
             self.scheduler.cache.end_exchange()
         self.scheduler.set_capacity(self.base_capacity)

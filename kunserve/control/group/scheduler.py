@@ -406,7 +406,7 @@ class Scheduler:
             chosen.append((seq, num_tokens))
         return chosen
 
-    def _admissible(self, prompts: Iterable[Sequence]) -> list[Sequence]:
+    def _admissible(self, prompts: list[Sequence]) -> list[Sequence]:
         """Who may be admitted now behind these running prompts; the swapped come back in turn."""
         holders, admission = self._holders, self._admission
         room = admission.room(holders.num_running)
@@ -414,12 +414,11 @@ class Scheduler:
         head = self._waiting.head
         if self._order is not None and head is not None:
             prompts = [seq for seq in prompts if seq.key < head.key]
-        num_tokens_ahead = sum(seq.num_left for seq in prompts)
-        found = admission.candidates(room - num_kept, num_tokens_ahead, first_away)
+        found = admission.candidates(room - num_kept, prompts, first_away)
         missing = admission.missing_blocks if self.may_preempt else 0
         if missing and holders.park_for_head(missing):
             # Those that were found may have counted on the KV of who leaves.
-            found = admission.candidates(room - num_kept, num_tokens_ahead, first_away)
+            found = admission.candidates(room - num_kept, prompts, first_away)
         return found
 
     def _make(self, request: Request, output_token_ids: TokenIds) -> Sequence:
