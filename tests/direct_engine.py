@@ -1,6 +1,6 @@
 """Drives bodies with hand-made plans: no scheduler, one table per stage, requests in lockstep."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -13,6 +13,7 @@ from kunserve.core.step import Chunk, SampledToken, ScoreRun, SequenceStart, Ste
 from kunserve.engine.body import EngineBody
 
 GREEDY = SamplingParams(max_tokens=1000, temperature=0.0)
+Guess = Callable[[list[int]], list[int]]
 
 
 @dataclass
@@ -56,8 +57,13 @@ class DirectEngine:
         num_tokens: int,
         chunk_size: int = 1000,
         sampling: SamplingParams | Sequence[SamplingParams] = GREEDY,
+        guess: Guess = lambda tokens: [],
     ) -> list[list[int]]:
-        """Output tokens of each prompt; prompt i arrives i steps late, so that steps are mixed."""
+        """Output tokens of each prompt; prompt i arrives i steps late, so that steps are mixed.
+
+        ``guess`` gives what decodes check behind a sequence's known tokens.
+        """
+        self.guess = guess
         params = [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else sampling
         sequences = [
             Sequence_(RequestId(f"{self.step_id}-{i}"), list(prompt), len(prompt), one, i)
@@ -75,15 +81,18 @@ class DirectEngine:
         for sequence in sequences:
             self._release(sequence)
         self.last = sequences
-        return [s.tokens[s.num_prompt :] for s in sequences]
+        return [s.tokens[s.num_prompt :][:num_tokens] for s in sequences]
 
     def _step(self, active: list[Sequence_], chunk_size: int) -> None:
-        chunks, started, token_ids, scored = [], [], [], []
+        chunks, started, token_ids, scored, guesses = [], [], [], [], []
         for s in active:
             num = min(chunk_size, len(s.tokens) - s.num_computed)
             is_last = s.num_computed + num == len(s.tokens)
-            chunks.append(Chunk(s.request_id, s.num_computed, num, is_last))
-            token_ids += s.tokens[s.num_computed : s.num_computed + num]
+            guessed = self.guess(s.tokens) if is_last and num == 1 else []
+            guesses.append(guessed)
+            num_sampled = is_last + len(guessed)
+            chunks.append(Chunk(s.request_id, s.num_computed, num + len(guessed), num_sampled))
+            token_ids += s.tokens[s.num_computed : s.num_computed + num] + guessed
             wants_scores = s.sampling.num_prompt_logprobs is not None
             if wants_scores and s.num_computed < s.num_prompt - 1:
                 end = min(s.num_computed + num, s.num_prompt - 1)
@@ -119,16 +128,22 @@ class DirectEngine:
             hidden = outcome.hidden
         assert outcome is not None
         scores = {one.request_id: one for one in outcome.scores if one is not None}
-        by_id = {token.request_id: token for token in outcome.tokens}
-        for s, chunk in zip(active, chunks, strict=True):
+        rows = iter(outcome.tokens)
+        for s, chunk, guessed in zip(active, chunks, guesses, strict=True):
             if s.request_id in scores:
                 assert scores[s.request_id].first == s.num_computed
                 s.scores += scores[s.request_id].rows()
-            s.num_computed += chunk.num_tokens
-            if chunk.samples:
-                s.tokens.append(by_id[s.request_id].token_id)
-                s.sampled.append(by_id[s.request_id])
-        assert len(by_id) == sum(chunk.samples for chunk in chunks)
+            s.num_computed += chunk.num_tokens - len(guessed)
+            sampled = [next(rows) for _ in range(chunk.num_sampled)]
+            assert all(token.request_id == s.request_id for token in sampled)
+            for token, said in zip(sampled, [None, *guessed], strict=False):
+                if said is not None:
+                    if s.tokens[-1] != said:
+                        break
+                    s.num_computed += 1
+                s.tokens.append(token.token_id)
+                s.sampled.append(token)
+        assert next(rows, None) is None
 
     def _tables(self, index: int, chunks: list[Chunk]) -> np.ndarray:
         table, free = self.tables[index], self.free[index]

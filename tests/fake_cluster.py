@@ -11,6 +11,7 @@ from kunserve.core.config import (
     KunServeConfig,
     OverloadConfig,
     SchedulerConfig,
+    SpeculativeConfig,
     SwapConfig,
 )
 from kunserve.core.cost import CostCoefficients
@@ -23,6 +24,7 @@ from kunserve.policy.restore import choose_sources, transient_capacity_blocks
 
 COST = CostCoefficients(attention_s=0.0, token_s=1e-3, chunk_s=1e-3, shared_s=1e-3)
 """What schedulers believe of steps."""
+FREE_ROWS = CostCoefficients(attention_s=0.0, token_s=1e-9, chunk_s=1e-3, shared_s=1e-3)
 
 
 class FakeCluster(InProcessCluster):
@@ -42,14 +44,19 @@ class FakeCluster(InProcessCluster):
         swap: SwapConfig | None = None,
         head_cost_layers: float | None = None,
         caches: bool = True,
+        speculative: SpeculativeConfig | None = None,
+        vocab_size: int = 1000,
     ) -> None:
         """``pools``: each instance's KV blocks with all layers; a layer frees ``layer_units``.
 
         ``caches``: whether KV of equal beginnings is computed once.
 
+        With ``speculative`` guesses are taken to cost nothing; a small ``vocab_size`` makes some
+        right.
+
         With ``head_cost_layers`` the stages of a pipeline compute the output head together.
         """
-        self.model = FakeModel(num_layers, eos_token_ids=eos_token_ids)
+        self.model = FakeModel(num_layers, vocab_size, eos_token_ids)
         head = None
         if head_cost_layers is not None:
             head = HeadShape(self.model.vocab_size, head_cost_layers)
@@ -71,9 +78,10 @@ class FakeCluster(InProcessCluster):
             scheduler=SchedulerConfig(
                 max_num_seqs,
                 max_num_batched_tokens,
-                cost=COST,
+                cost=COST if speculative is None else FREE_ROWS,
                 swap=swap,
                 enable_prefix_caching=caches,
+                speculative_config=speculative,
             ),
             overload=OverloadConfig(policy="recompute" if swap is None else "swap"),
         )

@@ -248,16 +248,16 @@ class FakeBody(ViewedMemory):
         if not work.is_last:
             return StepOutcome(outputs, ())
         scores = tuple(self._score(work, outputs)) if work.plan.scored else ()
-        ends = np.cumsum([chunk.num_tokens for chunk in work.plan.chunks]) - 1
-        rows = outputs[ends[[chunk.samples for chunk in work.plan.chunks]]]
+        ends = np.cumsum([chunk.num_tokens for chunk in work.plan.chunks])
+        counts = [chunk.num_sampled for chunk in work.plan.chunks]
+        rows = outputs[[i for e, n in zip(ends, counts, strict=True) for i in range(e - n, e)]]
         if work.gives_rows:
             return StepOutcome(rows, (), scores)
         return StepOutcome(None, tuple(self._sample(work, rows)), scores)
 
     def head_part(self, work: HeadWork, rows: Uint64Array) -> Uint64Array:
         """Which part it is, and the rows: enough to see that nothing is missing or mixed up."""
-        num_sampling = sum(chunk.samples for chunk in work.plan.chunks)
-        assert rows.shape == (num_sampling,), (rows.shape, work.plan)
+        assert rows.shape == (work.plan.num_sampled,), (rows.shape, work.plan)
         return np.concatenate((np.array(work.rows, dtype=np.uint64), rows))
 
     def sample(self, work: SampleWork) -> tuple[SampledToken, ...]:
@@ -309,21 +309,22 @@ class FakeBody(ViewedMemory):
             yield pack_scores(request_id, first, 1, rows)
 
     def _sample(self, work: StepWork | SampleWork, rows: Uint64Array) -> Iterator[SampledToken]:
-        sampling = [chunk for chunk in work.plan.chunks if chunk.samples]
         skipped = work.skipped if isinstance(work, SampleWork) else ()
-        for chunk, hidden in zip(sampling, rows.tolist(), strict=True):
-            if chunk.request_id in skipped:
-                yield SampledToken(chunk.request_id, None, None)
+        for (request_id, num_before), hidden in zip(
+            work.plan.sampled_rows, rows.tolist(), strict=True
+        ):
+            if request_id in skipped:
+                yield SampledToken(request_id, None, None)
                 continue
-            start = self._starts[chunk.request_id]
-            position = chunk.start + chunk.num_tokens - start.num_prompt_tokens
-            history = self._history[chunk.request_id]
+            start, history = self._starts[request_id], self._history[request_id]
+            position = num_before - start.num_prompt_tokens
             value = _draw(hidden, start.sampling, position, history)
             token_id = value % self._model.vocab_size
-            history.append(token_id)
+            if start.sampling.needs_history:
+                history.append(token_id)
             wants_logprobs = start.sampling.num_logprobs is not None
             logprobs = TokenLogprobs(-1.0, 1, ((token_id, -1.0),)) if wants_logprobs else None
-            yield SampledToken(chunk.request_id, token_id, logprobs)
+            yield SampledToken(request_id, token_id, logprobs)
 
     def forget(self, request_id: RequestId) -> None:
         """Drop per-request state; unknown ones are no mistake."""

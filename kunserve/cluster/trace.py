@@ -76,11 +76,12 @@ class InstanceTrace:
             self._instant("beside", start_s, **counts)
         if not isinstance(step, StepWork):
             name = "head" if isinstance(step, HeadWork) else "sample"
-            num_rows = sum(chunk.samples for chunk in plan.chunks)
+            num_rows = plan.num_sampled
             title = f"{name} {plan.step_id}: {num_rows} rows"
             self._span(title, COMPUTE, start_s, end_s, cpu_s, group=plan.group_id, rows=num_rows)
             return
-        decodes = sum(chunk.num_tokens == 1 for chunk in plan.chunks)
+        decodes = sum(chunk.num_tokens == 1 + chunk.num_guesses for chunk in plan.chunks)
+        guesses = sum(chunk.num_guesses for chunk in plan.chunks)
         self._span(
             f"step {plan.step_id}: {plan.num_tokens} tokens",
             COMPUTE,
@@ -89,11 +90,12 @@ class InstanceTrace:
             cpu_s,
             group=plan.group_id,
             decodes=decodes,
-            prompt_tokens=plan.num_tokens - decodes,
+            prompt_tokens=plan.num_tokens - decodes - guesses,
+            guesses=guesses,
             context=sum(chunk.start for chunk in plan.chunks),
             pairs=sum(c * p + c * (c + 1) // 2 for _, p, c, _ in plan.chunks),
             chunks=len(plan.chunks),
-            samples=0 if step.gives_rows else sum(chunk.samples for chunk in plan.chunks),
+            samples=0 if step.gives_rows else plan.num_sampled,
             layers=list(step.layers),
         )
         if not (step.is_first and step.is_last):

@@ -35,6 +35,12 @@ class LeaderTotals:
     """Prompt tokens that were looked for in the prefix cache."""
     prefix_hit_tokens: int = 0
     """Of those, the ones whose KV was there."""
+    num_drafts: int = 0
+    """Times that guesses of a request were checked."""
+    num_draft_tokens: int = 0
+    """Guesses that were checked."""
+    num_accepted_tokens: int = 0
+    """Guesses that were right, as were all before them."""
 
     def __add__(self, other: "LeaderTotals") -> "LeaderTotals":
         return LeaderTotals(
@@ -49,6 +55,9 @@ class LeaderTotals:
             self.paused_s + other.paused_s,
             self.prefix_queried_tokens + other.prefix_queried_tokens,
             self.prefix_hit_tokens + other.prefix_hit_tokens,
+            self.num_drafts + other.num_drafts,
+            self.num_draft_tokens + other.num_draft_tokens,
+            self.num_accepted_tokens + other.num_accepted_tokens,
         )
 
     def since(self, before: "LeaderTotals") -> "LeaderTotals":
@@ -67,6 +76,9 @@ class LeaderTotals:
             max(0.0, self.paused_s - before.paused_s),
             max(0, self.prefix_queried_tokens - before.prefix_queried_tokens),
             max(0, self.prefix_hit_tokens - before.prefix_hit_tokens),
+            max(0, self.num_drafts - before.num_drafts),
+            max(0, self.num_draft_tokens - before.num_draft_tokens),
+            max(0, self.num_accepted_tokens - before.num_accepted_tokens),
         )
 
 
@@ -124,6 +136,10 @@ class LoadReport:
     prefix_hit_tokens: int = 0
     cached_blocks: int = 0
     """Blocks that only the prefix cache holds: they are free as soon as someone needs them."""
+    num_drafts: int = 0
+    """As in ``LeaderTotals``; as are the next two."""
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
 
     @property
     def demand_blocks(self) -> int:
@@ -145,6 +161,9 @@ class LoadReport:
             self.paused_s,
             self.prefix_queried_tokens,
             self.prefix_hit_tokens,
+            self.num_drafts,
+            self.num_draft_tokens,
+            self.num_accepted_tokens,
         )
 
     def of_live(self, num_live: int) -> "LoadReport":

@@ -13,14 +13,28 @@ from kunserve.core.tokens import TokenIds
 
 
 class Chunk(NamedTuple):
-    """A run of one request's tokens computed in one step; a decode is a chunk of one token."""
+    """A run of one request's tokens computed in one step; a decode is a chunk of one token.
+
+    A decode may have guesses behind that token: tokens that may come, but are not known yet.
+    """
 
     request_id: RequestId
     start: int
     """Tokens of the request whose KV is already computed (the chunk's prefix)."""
     num_tokens: int
-    samples: bool
-    """Whether a token is sampled after the chunk's last one."""
+    num_sampled: int
+    """A token is sampled after each of the chunk's last so many: after one where the request's
+    tokens end here, and after each guess."""
+
+    @property
+    def samples(self) -> bool:
+        """Whether any token is sampled."""
+        return self.num_sampled > 0
+
+    @property
+    def num_guesses(self) -> int:
+        """Of its tokens, the last ones that are guessed."""
+        return max(0, self.num_sampled - 1)
 
 
 class SequenceStart(NamedTuple):
@@ -65,6 +79,14 @@ class SharedPrefix(NamedTuple):
     end_block: int
 
 
+class SampledRow(NamedTuple):
+    """A token to be sampled."""
+
+    request_id: RequestId
+    num_before: int
+    """Tokens of the request before it."""
+
+
 class ScoreRun(NamedTuple):
     """Scores [first, end) of one request's prompt, out of rows of its chunk."""
 
@@ -101,6 +123,20 @@ class StepPlan:
         """Tokens computed in this step."""
         return sum(chunk.num_tokens for chunk in self.chunks)
 
+    @property
+    def num_sampled(self) -> int:
+        """Tokens sampled in this step."""
+        return sum(chunk.num_sampled for chunk in self.chunks)
+
+    @property
+    def sampled_rows(self) -> list[SampledRow]:
+        """What is sampled, in the order of chunks and of their tokens."""
+        return [
+            SampledRow(chunk.request_id, chunk.start + chunk.num_tokens - num_after)
+            for chunk in self.chunks
+            for num_after in range(chunk.num_sampled - 1, -1, -1)
+        ]
+
 
 class SampledToken(NamedTuple):
     """One request's new token, from the stage that holds the output head."""
@@ -113,7 +149,10 @@ class SampledToken(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a step sampled, in the order of the plan's sampling chunks."""
+    """What a step sampled, in the order of the plan's ``sampled_rows``.
+
+    What comes after a wrong guess means nothing.
+    """
 
     group_id: GroupId
     step_id: StepId

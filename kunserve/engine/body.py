@@ -23,7 +23,7 @@ from kunserve.core.ids import InstanceId, RequestId
 from kunserve.core.layout import LayerRange
 from kunserve.core.model_spec import ModelSpec
 from kunserve.core.snapshots import InstanceSpec
-from kunserve.core.step import Chunk, SampledToken
+from kunserve.core.step import SampledRow, SampledToken
 from kunserve.engine.attention import TORCH_DTYPES
 from kunserve.engine.backend import Backend, CpuBackend, weights_in
 from kunserve.engine.decoder import PANEL_ROWS, StepBatch, StepLimits
@@ -218,41 +218,38 @@ class EngineBody:
     def _sample(
         self, work: StepWork, batch: StepBatch, hidden: torch.Tensor
     ) -> tuple[SampledToken, ...]:
-        sampling = [chunk for chunk in work.plan.chunks if chunk.samples]
-        if not sampling:
+        wanted = work.plan.sampled_rows
+        if not wanted:
             return ()
-        return self._sample_chunks(self._decoder.logits(batch, hidden), sampling)
+        return self._sample_rows(self._decoder.logits(batch, hidden), wanted)
 
-    def _sample_chunks(
-        self, logits: torch.Tensor, chunks: Sequence[Chunk]
+    def _sample_rows(
+        self, logits: torch.Tensor, wanted: Sequence[SampledRow]
     ) -> tuple[SampledToken, ...]:
-        positions = [
-            chunk.start + chunk.num_tokens - self._prompt_tokens[chunk.request_id]
-            for chunk in chunks
-        ]
-        return self._sampler.sample(logits, [chunk.request_id for chunk in chunks], positions)
+        positions = [row.num_before - self._prompt_tokens[row.request_id] for row in wanted]
+        return self._sampler.sample(logits, [row.request_id for row in wanted], positions)
 
     def head_part(self, work: HeadWork, rows: torch.Tensor) -> torch.Tensor:
         """See ``Body``."""
-        request_ids = [chunk.request_id for chunk in work.plan.chunks if chunk.samples]
+        request_ids = [row.request_id for row in work.plan.sampled_rows]
         return self._split_head.part(request_ids, work.rows, rows)
 
     def sample(self, work: SampleWork) -> tuple[SampledToken, ...]:
         """See ``Body``."""
-        sampling = [chunk for chunk in work.plan.chunks if chunk.samples]
-        which = [i for i, chunk in enumerate(sampling) if chunk.request_id not in work.skipped]
-        wanted = [sampling[i] for i in which]
-        parts = [(first, part_of(data, len(sampling))) for first, data in work.parts]
-        request_ids = [chunk.request_id for chunk in wanted]
+        all_rows = work.plan.sampled_rows
+        which = [i for i, row in enumerate(all_rows) if row.request_id not in work.skipped]
+        wanted = [all_rows[i] for i in which]
+        parts = [(first, part_of(data, len(all_rows))) for first, data in work.parts]
+        request_ids = [row.request_id for row in wanted]
         if self._split_head.is_brief(request_ids):
             values, token_ids = join_largest(parts, which).T
             tokens = self._sampler.sample_largest(values, token_ids, request_ids)
         else:
-            tokens = self._sample_chunks(join_logits([p for _, p in parts], which), wanted)
-        found = {token.request_id: token for token in tokens}
+            tokens = self._sample_rows(join_logits([p for _, p in parts], which), wanted)
+        found = dict(zip(which, tokens, strict=True))
         return tuple(
-            found.get(chunk.request_id) or SampledToken(chunk.request_id, None, None)
-            for chunk in sampling
+            found.get(i) or SampledToken(row.request_id, None, None)
+            for i, row in enumerate(all_rows)
         )
 
     def forget(self, request_id: RequestId) -> None:

@@ -69,7 +69,7 @@ class SplitHead:
     def part(
         self, request_ids: Iterable[RequestId], vocab: VocabRange, rows: torch.Tensor
     ) -> torch.Tensor:
-        """Of ``rows`` [n, hidden] that the last layer gave, one for each request."""
+        """Of ``rows`` [n, hidden] that the last layer gave, each of one of these requests."""
         normed = rms_norm(rows, self._weights.final_norm, self._spec.rms_eps)
         scaled(normed, self._spec.logit_scale)
         head = self._weights.head[vocab.first : vocab.end]

@@ -65,6 +65,15 @@ PREFIX_QUERIES = counter(
 PREFIX_HITS = counter(
     "vllm:prefix_cache_hits_total", "Tokens whose KV was found in the prefix cache.", "engine"
 )
+NUM_DRAFTS = counter(
+    "vllm:spec_decode_num_drafts_total", "Times that guesses of a request were checked.", "engine"
+)
+DRAFT_TOKENS = counter(
+    "vllm:spec_decode_num_draft_tokens_total", "Guessed tokens that were checked.", "engine"
+)
+ACCEPTED_TOKENS = counter(
+    "vllm:spec_decode_num_accepted_tokens_total", "Guessed tokens that were right.", "engine"
+)
 CACHED_BLOCKS = gauge(
     "kunserve:prefix_cached_blocks",
     "KV blocks that only the prefix cache holds: they are free as soon as someone needs them.",
@@ -130,6 +139,9 @@ FAMILIES = (
     PREEMPTIONS,
     PREFIX_QUERIES,
     PREFIX_HITS,
+    NUM_DRAFTS,
+    DRAFT_TOKENS,
+    ACCEPTED_TOKENS,
     STEP_TOKENS,
     LOST_TOKENS,
     ALIVE,
@@ -159,6 +171,9 @@ _OF_INSTANCE: tuple[tuple[Family, Callable[[InstanceSnapshot], float]], ...] = (
     (PREEMPTIONS, lambda instance: instance.totals.num_preemptions),
     (PREFIX_QUERIES, lambda instance: instance.totals.prefix_queried_tokens),
     (PREFIX_HITS, lambda instance: instance.totals.prefix_hit_tokens),
+    (NUM_DRAFTS, lambda instance: instance.totals.num_drafts),
+    (DRAFT_TOKENS, lambda instance: instance.totals.num_draft_tokens),
+    (ACCEPTED_TOKENS, lambda instance: instance.totals.num_accepted_tokens),
     (LOST_TOKENS, lambda instance: instance.totals.lost_tokens),
     (ALIVE, lambda instance: instance.alive),
     (DROPPED_LAYERS, lambda instance: instance.spec.num_layers - instance.held.num_layers),

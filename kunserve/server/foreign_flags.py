@@ -32,7 +32,6 @@ FLAGS = {
     "--rope-scaling": _ONE_MODEL,
     "--enable-lora": _NOT_THERE,
     "--lora-modules": _NOT_THERE,
-    "--speculative-config": _NOT_THERE,
     "--tool-parser-plugin": _NO_CODE,
     "--tool-server": _NOT_THERE,
     "--reasoning-parser-plugin": _NO_CODE,

@@ -16,7 +16,7 @@ from kunserve.control.instance.body import (
 from kunserve.core.ids import InstanceId, RequestId
 from kunserve.core.layout import LayerRange
 from kunserve.core.snapshots import InstanceSpec
-from kunserve.core.step import Chunk, SampledToken
+from kunserve.core.step import Chunk, SampledToken, StepPlan
 from kunserve.sim.profile import InstanceProfile
 
 
@@ -97,10 +97,7 @@ class SimBody:
         if work.gives_rows:
             num_rows = sum(chunk[3] for chunk in work.plan.chunks)
             return StepOutcome(num_rows * model.hidden_size * model.dtype_bytes, ())
-        return StepOutcome(
-            None,
-            tuple([SampledToken(chunk[0], 0, None) for chunk in work.plan.chunks if chunk[3]]),
-        )
+        return StepOutcome(None, _zeros(work.plan))
 
     def head_part(self, work: HeadWork, rows: Any) -> Any:
         """Each row's largest logit, and its token."""
@@ -108,7 +105,7 @@ class SimBody:
 
     def sample(self, work: SampleWork) -> tuple[SampledToken, ...]:
         """Every token is 0."""
-        return tuple([SampledToken(chunk[0], 0, None) for chunk in work.plan.chunks if chunk[3]])
+        return _zeros(work.plan)
 
     def forget(self, request_id: RequestId) -> None:
         """Give up what is in host memory of a request."""
@@ -165,3 +162,10 @@ class SimBody:
         seconds = granules * self._profile.remap_granule_s
         self._blocked_s += seconds
         return Remap(self.kv_units, moved_bytes, seconds)
+
+
+def _zeros(plan: StepPlan) -> tuple[SampledToken, ...]:
+    """What every step samples."""
+    return tuple(
+        [SampledToken(chunk[0], 0, None) for chunk in plan.chunks for _ in range(chunk[3])]
+    )

@@ -5,6 +5,7 @@ and SmolLM2's those of an undisturbed run, through drops, exchanges, restores an
 import asyncio
 from collections import defaultdict
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
@@ -19,7 +20,9 @@ from kunserve.core.config import (
     ModelConfig,
     OverloadConfig,
     SchedulerConfig,
+    SpeculativeConfig,
 )
+from kunserve.core.cost import CostCoefficients
 from kunserve.core.errors import InvalidRequest
 from kunserve.core.ids import RequestId
 from kunserve.core.messages import TokenOutput
@@ -30,6 +33,8 @@ from tests.fakecuda.library import build
 from tests.tiny_models import VOCAB, expected_tokens, prompt_logprobs, tiny_model
 
 Story = Callable[[LocalCluster, "Answers"], Awaitable[None]]
+FREE_ROWS = CostCoefficients(attention_s=0.0, token_s=1e-9, chunk_s=1e-3, shared_s=1e-3)
+"""What schedulers believe of steps, so that they check all guesses."""
 SEEDED = SamplingParams(max_tokens=1, temperature=0.9, top_p=0.95, seed=7)
 
 
@@ -42,6 +47,7 @@ class Answers:
         self.scores: dict[str, list[TokenLogprobs]] = {}
         """Of the prompts."""
         self.num_cached: dict[str, int] = {}
+        self.num_right_guesses = 0
         self._done: dict[str, asyncio.Event] = {}
 
     def ask(
@@ -93,7 +99,10 @@ def run(config: KunServeConfig, vocab_size: int, story: Story) -> Answers:
         try:
             answers = Answers(cluster)
             await story(cluster, answers)
-            return await answers.all()
+            await answers.all()
+            totals = [instance.totals for instance in cluster.state().instances]
+            answers.num_right_guesses = sum(one.num_accepted_tokens for one in totals)
+            return answers
         finally:
             await cluster.close()
 
@@ -110,6 +119,7 @@ def config_of(
     lookahead: bool = True,
     device: str = "cpu",
     trace_out: str | None = None,
+    guesses: bool = False,
 ) -> KunServeConfig:
     return KunServeConfig(
         model=ModelConfig(model=model, dtype=dtype),  # type: ignore[arg-type]
@@ -120,7 +130,11 @@ def config_of(
             granule_bytes=granule_bytes,
         ),
         scheduler=SchedulerConfig(
-            max_num_batched_tokens=48, lookahead=lookahead, min_microbatch_tokens=8
+            max_num_batched_tokens=48,
+            lookahead=lookahead,
+            min_microbatch_tokens=8,
+            cost=FREE_ROWS if guesses else None,
+            speculative_config=SpeculativeConfig() if guesses else None,
         ),
         overload=OverloadConfig(policy="drop", restore_below=0.0, link_gbps=1.0),
         cluster=ClusterConfig(num_instances=num_instances, trace_out=trace_out),
@@ -194,7 +208,7 @@ def test_tokens_are_those_of_transformers_through_everything(
     trace = tmp_path / "trace.json"
     config = config_of(
         str(tmp_path), "float32", num_instances, kv_bytes,
-        lookahead=lookahead, trace_out=str(trace),
+        lookahead=lookahead, trace_out=str(trace), guesses=not lookahead,
     )  # fmt: skip
 
     async def story(cluster: LocalCluster, answers: Answers) -> None:
@@ -222,6 +236,7 @@ def test_tokens_are_those_of_transformers_through_everything(
         assert answers.tokens[name] == expected_tokens(model, prompt, num_tokens), name
         scores = [row.logprob for row in answers.scores[name]]
         assert scores == pytest.approx(prompt_logprobs(model, prompt), abs=1e-3), name
+    assert lookahead or answers.num_right_guesses
     check_pipelined(check_trace(trace), num_layers, num_instances, lookahead)
 
 
@@ -231,7 +246,9 @@ def test_so_they_are_over_a_device(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     model = tiny_model("qwen3", 5)
     model.save_pretrained(tmp_path)
     kv_bytes = 24 * 5 * 2 * 8 * 2 * 32 * 4
-    config = config_of(str(tmp_path), "float32", 2, kv_bytes, device=STAND_IN + build())
+    config = config_of(
+        str(tmp_path), "float32", 2, kv_bytes, device=STAND_IN + build(), guesses=True
+    )
     early, late = list(PROMPTS)[:4], list(QUEUED)[:3]
 
     async def story(cluster: LocalCluster, answers: Answers) -> None:
@@ -249,6 +266,7 @@ def test_so_they_are_over_a_device(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert answers.tokens[name] == expected_tokens(model, PROMPTS[name], 24), name
     for name in late:
         assert answers.tokens[name] == expected_tokens(model, QUEUED[name], QUEUED_TOKENS), name
+    assert answers.num_right_guesses
 
 
 def check_pipelined(events: list[Event], num_layers: int, num_stages: int, lookahead: bool) -> None:
@@ -268,7 +286,11 @@ def check_pipelined(events: list[Event], num_layers: int, num_stages: int, looka
 
 
 def test_smollm2_says_the_same_through_a_drop_and_a_restore_even_in_bfloat16() -> None:
+    """And with guesses as without."""
     config = config_of("smollm2-135m", "bfloat16", 2, 64 << 20, 256 * 1024, 16)
+    guessing = replace(
+        config, scheduler=replace(config.scheduler, speculative_config=SpeculativeConfig())
+    )
     prompts = {
         f"r{i}": np.random.default_rng(i).integers(100, 30000, 40 + 30 * i).tolist()
         for i in range(5)
@@ -291,7 +313,8 @@ def test_smollm2_says_the_same_through_a_drop_and_a_restore_even_in_bfloat16() -
         await answers.have(4)
         await restore_when_it_fits(cluster)
 
-    one, other = run(config, 49152, disturbed), run(config, 49152, undisturbed)
+    one, other = run(guessing, 49152, disturbed), run(config, 49152, undisturbed)
     assert one.tokens == other.tokens
+    assert one.num_right_guesses and not other.num_right_guesses
     assert one.scores == other.scores
     assert all(len(one.scores[name]) == len(prompt) - 1 for name, prompt in prompts.items())

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -65,6 +66,25 @@ def test_batches_chunks_and_blocks_change_nothing(
     with bodies(folder, block_size=block_size) as (body,):
         engine = DirectEngine([(body, LayerRange(0, NUM_LAYERS))])
         assert engine.generate(PROMPTS, NUM_TOKENS, chunk_size) == expected
+
+
+def test_guesses_change_nothing(saved: tuple[Path, list[list[int]]]) -> None:
+    folder, expected = saved
+    texts = [[*prompt, *tokens] for prompt, tokens in zip(PROMPTS, expected, strict=True)]
+
+    def guess(tokens: list[int], num_right: int) -> list[int]:
+        """Three of the tokens that will come, all wrong but the first ones."""
+        (text,) = [text for text in texts if text[: len(tokens)] == tokens] or [[]]
+        coming = text[len(tokens) : len(tokens) + 3]
+        return [*coming[:num_right], *((one + 1) % VOCAB for one in coming[num_right:])]
+
+    with bodies(folder) as (body,):
+        for num_right in (0, 2, 3):
+            engine = DirectEngine([(body, LayerRange(0, NUM_LAYERS))])
+            guess_some = partial(guess, num_right=num_right)
+            assert engine.generate(PROMPTS, NUM_TOKENS, guess=guess_some) == expected
+            steps = -(-(NUM_TOKENS - 1) // (1 + num_right))
+            assert engine.step_id == len(PROMPTS) + steps
 
 
 def test_the_reference_attention_agrees(saved: tuple[Path, list[list[int]]]) -> None:

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from kunserve.control.group.scheduler import Scheduler
 from kunserve.control.instance.block_table import NOTHING, BlockTable
-from kunserve.core.config import SchedulerConfig
+from kunserve.core.config import SchedulerConfig, SpeculativeConfig
 from kunserve.core.cost import CostCoefficients
 from kunserve.core.ids import GroupId, RequestId
 from kunserve.core.layout import LayerRange
@@ -19,6 +19,8 @@ from tests.examples import examples
 
 BLOCK = 4
 COST = CostCoefficients(attention_s=0.0, token_s=1.0, chunk_s=0.0, shared_s=0.0)
+CHEAP = CostCoefficients(attention_s=0.0, token_s=0.01, chunk_s=1.0, shared_s=1.0)
+"""Guesses are worth it."""
 SPLITS = [(30,), (15, 15), (10, 11, 9), (7, 8, 8, 7), (1, 29)]
 
 Arrival = tuple[int, int, int, int]
@@ -36,6 +38,7 @@ class Group:
         budget: int,
         link: HostLink | None,
         caches: bool,
+        guesses: bool,
     ) -> None:
         self.tables = []
         first = 0
@@ -45,7 +48,13 @@ class Group:
             first += layers
             self.tables.append(table)
         self.scheduler = Scheduler(
-            SchedulerConfig(6, budget, cost=COST, enable_prefix_caching=caches),
+            SchedulerConfig(
+                6,
+                budget,
+                cost=CHEAP if guesses else COST,
+                enable_prefix_caching=caches,
+                speculative_config=SpeculativeConfig() if guesses else None,
+            ),
             GroupId(0),
             len(split),
             BLOCK,
@@ -61,6 +70,7 @@ class Group:
         self.tokens: dict[RequestId, list[int]] = {}
         self.num_preemptions = 0
         self.num_shared = 0
+        self.num_guesses = 0
 
     def step(self, now_s: float) -> None:
         plan = self.scheduler.schedule(now_s)
@@ -87,12 +97,16 @@ class Group:
                 table.share(*shared)
             for request_id, first, end in plan.swapped_in:
                 assert table.relayout(request_id, first, end) == ()
-            for request_id, start, count, _ in plan.chunks:
+            for request_id, start, count, _ in plan.chunks:  # guesses and all
                 needed = -(-(start + count) // BLOCK)
                 assert table.grow(request_id, needed) == ()
                 assert table.num_blocks(request_id) == needed
         self.swapped_out = plan.swapped_out
-        sampled = tuple(SampledToken(c.request_id, 1, None) for c in plan.chunks if c.samples)
+        self.num_guesses += plan.num_sampled - sum(chunk.samples for chunk in plan.chunks)
+        sampled = tuple(
+            SampledToken(row.request_id, int(row.num_before % 7 > 0), None)
+            for row in plan.sampled_rows
+        )
         result = StepResult(plan.group_id, plan.step_id, sampled)
         for output in self.scheduler.complete(result, now_s):
             self.log.append(output)
@@ -115,8 +129,9 @@ def serve(
     budget: int,
     link: HostLink | None,
     caches: bool,
+    guesses: bool,
 ) -> Group:
-    group = Group(split, slack, blocks, budget, link, caches)
+    group = Group(split, slack, blocks, budget, link, caches, guesses)
     now = 0
     for i, (num_prompt, num_output, delay, prompt) in enumerate(arrivals):
         for _ in range(delay):
@@ -144,6 +159,7 @@ def serve(
     budget=st.integers(1, 24),
     link=st.sampled_from([None, HostLink(0.5, None), HostLink(50.0, None)]),
     caches=st.sampled_from([True, True, False]),
+    guesses=st.booleans(),
 )
 def test_every_plan_can_be_placed_on_every_stage(
     arrivals: list[Arrival],
@@ -153,8 +169,9 @@ def test_every_plan_can_be_placed_on_every_stage(
     budget: int,
     link: HostLink | None,
     caches: bool,
+    guesses: bool,
 ) -> None:
-    group = serve(arrivals, split, slack, blocks, budget, link, caches)
+    group = serve(arrivals, split, slack, blocks, budget, link, caches, guesses)
     for i, (_, num_output, _, _) in enumerate(arrivals):
         assert len(group.tokens[RequestId(str(i))]) == num_output
     group.check()
@@ -163,5 +180,5 @@ def test_every_plan_can_be_placed_on_every_stage(
         assert caches or not (table.request_ids() or group.num_shared)
     if not group.num_preemptions:
         assert group.first_tokens == [str(i) for i in range(len(arrivals))], "first come"
-    again = serve(arrivals, split, slack, blocks, budget, link, caches)
+    again = serve(arrivals, split, slack, blocks, budget, link, caches, guesses)
     assert again.log == group.log, "the same events give the same plans"

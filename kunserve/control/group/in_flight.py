@@ -6,10 +6,20 @@ from dataclasses import dataclass
 import numpy as np
 
 from kunserve.control.arrays import Int32Array
+from kunserve.control.group.guessing import NO_GUESSES, Guesses, keep_right
+from kunserve.control.group.load import SchedulerTotals
 from kunserve.control.group.prefix_cache import NO_ORDERS, CacheOrders
 from kunserve.control.group.sequence import Sequence
 from kunserve.core.ids import GroupId, RequestId, StepId
-from kunserve.core.step import BlockRun, Chunk, ScoreRun, SequenceStart, StepPlan, StepResult
+from kunserve.core.step import (
+    BlockRun,
+    Chunk,
+    SampledToken,
+    ScoreRun,
+    SequenceStart,
+    StepPlan,
+    StepResult,
+)
 
 
 @dataclass(slots=True)
@@ -19,10 +29,20 @@ class PlannedStep:
     sequences: list[Sequence]
     """One per chunk."""
     sampling: list[Sequence | None]
-    """One per token to come; None where the token is to be ignored."""
+    """One per chunk that samples; None where its tokens are to be ignored."""
     num_prompt_tokens: int
     scored: list[Sequence]
     """One per run of scores to come."""
+    guesses: Guesses
+    """What is computed behind known tokens. It counts as computed only when it is confirmed."""
+
+    def owned(
+        self, tokens: tuple[SampledToken, ...], totals: SchedulerTotals
+    ) -> Iterator[tuple[SampledToken, Sequence | None]]:
+        """The step's tokens that count, and whose each is; None where it is to be ignored."""
+        if self.guesses:
+            return keep_right(tokens, self.sampling, self.guesses, totals)
+        return zip(tokens, self.sampling, strict=True)
 
 
 class InFlight:
@@ -53,11 +73,15 @@ class InFlight:
         swapped_out: tuple[BlockRun, ...] = (),
         swapped_in: tuple[BlockRun, ...] = (),
         orders: CacheOrders = NO_ORDERS,
+        guesses: Guesses = NO_GUESSES,
     ) -> StepPlan:
-        """Plan so many tokens of each chosen sequence, and advance it by them."""
+        """Plan so many tokens of each chosen sequence, and advance it by them.
+
+        Whoever has ``guesses`` samples.
+        """
         step = self._num_steps
         self._num_steps += 1
-        planned = PlannedStep([], [], 0, [])
+        planned = PlannedStep([], [], 0, [], guesses)
         chunks: list[Chunk] = []
         started: list[SequenceStart] = []
         scored: list[ScoreRun] = []
@@ -84,7 +108,11 @@ class InFlight:
             if end >= seq.names_at:
                 self.filled.append(seq)
             planned.sequences.append(seq)
-            chunks.append(Chunk(seq.request_id, start, num_tokens, samples))
+            num_sampled = int(samples)
+            if guesses and (guessed := guesses.get(seq.request_id)):
+                num_tokens += len(guessed)
+                num_sampled += len(guessed)
+            chunks.append(Chunk(seq.request_id, start, num_tokens, num_sampled))
         step_id = StepId(step)
         self._steps[step_id] = planned
         return StepPlan(
@@ -122,12 +150,15 @@ class InFlight:
     def token_ids_of(self, plan: StepPlan) -> Int32Array:
         """The plan's input tokens, chunk after chunk."""
         tokens: list[int] = []
-        for chunk, seq in zip(plan.chunks, self._steps[plan.step_id].sequences, strict=True):
+        step = self._steps[plan.step_id]
+        for chunk, seq in zip(plan.chunks, step.sequences, strict=True):
             start = chunk.start
             if chunk.num_tokens == 1 and start >= seq.num_prompt:
                 tokens.append(seq.output_token_ids[start - seq.num_prompt])
-            else:
-                tokens.extend(seq.known_tokens(start, start + chunk.num_tokens))
+                continue
+            guessed = step.guesses.get(seq.request_id, ())
+            tokens.extend(seq.known_tokens(start, start + chunk.num_tokens - len(guessed)))
+            tokens.extend(guessed)
         return np.array(tokens, dtype=np.int32)
 
     def check(self, running: Iterable[Sequence]) -> None:

@@ -40,6 +40,9 @@ class SchedulerTotals:
     paused_s: float = 0.0
     prefix_queried_tokens: int = 0
     prefix_hit_tokens: int = 0
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
 
     def so_far(self) -> LeaderTotals:
         """As a value."""
@@ -55,6 +58,9 @@ class SchedulerTotals:
             self.paused_s,
             self.prefix_queried_tokens,
             self.prefix_hit_tokens,
+            self.num_drafts,
+            self.num_draft_tokens,
+            self.num_accepted_tokens,
         )
 
     def note_first_admission(self, seq: Sequence) -> None:
@@ -75,6 +81,12 @@ class SchedulerTotals:
         if num_tokens:
             self.steps = self.steps or [0] * (len(STEP_TOKEN_BOUNDS) + 1)
             self.steps[bisect_left(STEP_TOKEN_BOUNDS, num_tokens)] += 1
+
+    def note_guesses(self, num_guesses: int, num_right: int) -> None:
+        """A step has checked so many guesses of one request."""
+        self.num_drafts += 1
+        self.num_draft_tokens += num_guesses
+        self.num_accepted_tokens += num_right
 
     def note_preemption(self, lost_tokens: int) -> None:
         """A request lost its place among the running, and so much KV."""
@@ -230,4 +242,7 @@ def measure_load(
         prefix_queried_tokens=totals.prefix_queried_tokens,
         prefix_hit_tokens=totals.prefix_hit_tokens,
         cached_blocks=ledger.cached_blocks,
+        num_drafts=totals.num_drafts,
+        num_draft_tokens=totals.num_draft_tokens,
+        num_accepted_tokens=totals.num_accepted_tokens,
     )

@@ -19,6 +19,9 @@ from kunserve.core.prefix import PrefixHash, name_blocks, salt_name
 from kunserve.core.step import EvictedPrefix, KeptPrefix, SharedPrefix
 from kunserve.core.tokens import TokenIds
 
+WORTH_WAITING_TOKENS = 128
+"""Of a prompt that others are about to compute: for so many it waits until it can share them."""
+
 
 class CacheOrders(NamedTuple):
     """What a plan tells the stages of the cache."""
@@ -86,6 +89,20 @@ class PrefixCache:
             if prefix.owner is None:
                 num_unused += max(0, end - prefix.used_end)
         return beginning.num_found - num_unused
+
+    def name_ahead(self, seq: Sequence) -> PrefixHash | None:
+        """A name that sequences have in common if their next ``WORTH_WAITING_TOKENS`` are equal.
+
+        Next to what a running one has computed, and a waiting one has found. None where not so
+        many are left to be shared.
+        """
+        beginning = seq.beginning
+        assert beginning is not None, seq.request_id
+        first = (seq.num_computed + seq.num_found) // self._block_size
+        index = first + max(1, WORTH_WAITING_TOKENS // self._block_size) - 1
+        if index >= self._most_blocks(seq):
+            return None
+        return self._names_of(seq, index + 1)[index]
 
     def share(self, seq: Sequence) -> None:
         """Give a sequence, which is admitted now, the beginning that was found for it.

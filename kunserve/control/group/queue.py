@@ -1,7 +1,7 @@
 """The queue of a group's waiting sequences, and who of them gets memory now: first come first."""
 
 from bisect import bisect_left, insort
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from kunserve.control.group.ledger import Ledger
 from kunserve.control.group.prefix_cache import PrefixCache
@@ -103,30 +103,37 @@ class Admission:
         self._waiting.remove(seq)
 
     def candidates(
-        self, room: int, num_tokens_ahead: int, first_away: QueueKey | None = None
+        self, room: int, prompts: Iterable[Sequence], first_away: QueueKey | None = None
     ) -> list[Sequence]:
         """Up to ``room`` waiting sequences that memory admits.
 
-        Enough of them to fill a microbatch behind ``num_tokens_ahead`` tokens of running prompts;
-        all of them where formation looks ahead. None that came after ``first_away``, who waits
-        for memory too.
+        Enough of them to fill a microbatch behind these running prompts; all of them where
+        formation looks ahead. None that came after ``first_away``, who waits for memory too. Nor
+        those that begin as one of the others does, which is about to be computed: they wait until
+        they can share it.
         """
         ledger, config, cache = self._ledger, self._config, self._cache
         free = ledger.free_blocks
         watermark = watermark_blocks(ledger)
-        wanted = config.max_num_batched_tokens - num_tokens_ahead
+        wanted = config.max_num_batched_tokens - sum(seq.num_left for seq in prompts)
         if config.lookahead and self._num_stages > 1:
             wanted = self._waiting.num_tokens
         self.missing_blocks = 0
         found: list[Sequence] = []
+        coming = set() if cache is None else {cache.name_ahead(seq) for seq in prompts} - {None}
         for seq in self._waiting:
             if wanted <= 0 or len(found) >= room:
                 break
             if first_away is not None and first_away < seq.key:
                 break
-            free -= -(-seq.num_tokens // self._block_size)
             if cache is not None:
-                free += cache.look_up(seq)
+                num_shared = cache.look_up(seq)
+                name = cache.name_ahead(seq)
+                if name is not None and name in coming:
+                    continue
+                coming.add(name)
+                free += num_shared
+            free -= -(-seq.num_tokens // self._block_size)
             if free < watermark:
                 self.missing_blocks = watermark - free
                 break

@@ -9,6 +9,7 @@ from operator import attrgetter
 
 from kunserve.control.arrays import Int32Array
 from kunserve.control.group.forming import Forming
+from kunserve.control.group.guessing import Guessing
 from kunserve.control.group.in_flight import InFlight, PlannedStep
 from kunserve.control.group.ledger import Ledger
 from kunserve.control.group.load import ProgressClock, SchedulerTotals, measure_load
@@ -69,6 +70,7 @@ class Scheduler:
         self._waiting = WaitingQueue(block_size)
         self._forming = Forming(config, num_stages, self._waiting, form_batch)
         self._in_flight = InFlight(group_id)
+        self._guessing = Guessing(config, block_size)
         self.cache: PrefixCache | None = None
         if config.enable_prefix_caching:
             self.cache = PrefixCache(group_id, block_size, self._ledger)
@@ -206,7 +208,8 @@ class Scheduler:
         self._nothing_at = None
         copies = holders.plan_copies(chosen)
         orders = NO_ORDERS if self.cache is None else self.cache.take_orders()
-        plan = in_flight.add(holders.take_released(), chosen, *copies, orders)
+        guesses = self._guessing.choose(chosen)
+        plan = in_flight.add(holders.take_released(), chosen, *copies, orders, guesses)
         if self.cache is not None and in_flight.filled:
             self.cache.note_computed(in_flight.filled)
         return plan
@@ -229,8 +232,8 @@ class Scheduler:
         outputs = self._take_scores(result, step) if step.scored else []
         num_ended = 0
         num_failed = len(outputs)
-        for (request_id, token_id, logprobs), seq in zip(result.tokens, step.sampling, strict=True):
-            if seq is None:
+        for (request_id, token_id, logprobs), seq in step.owned(result.tokens, self.totals):
+            if seq is None or seq.state is Progress.ENDED:
                 continue
             assert request_id == seq.request_id, (request_id, seq.request_id)
             position = seq.num_output
@@ -403,7 +406,7 @@ class Scheduler:
             chosen.append((seq, num_tokens))
         return chosen
 
-    def _admissible(self, prompts: Iterable[Sequence]) -> list[Sequence]:
+    def _admissible(self, prompts: list[Sequence]) -> list[Sequence]:
         """Who may be admitted now behind these running prompts; the swapped come back in turn."""
         holders, admission = self._holders, self._admission
         room = admission.room(holders.num_running)
@@ -411,12 +414,11 @@ class Scheduler:
         head = self._waiting.head
         if self._order is not None and head is not None:
             prompts = [seq for seq in prompts if seq.key < head.key]
-        num_tokens_ahead = sum(seq.num_left for seq in prompts)
-        found = admission.candidates(room - num_kept, num_tokens_ahead, first_away)
+        found = admission.candidates(room - num_kept, prompts, first_away)
         missing = admission.missing_blocks if self.may_preempt else 0
         if missing and holders.park_for_head(missing):
             # Those that were found may have counted on the KV of who leaves.
-            found = admission.candidates(room - num_kept, num_tokens_ahead, first_away)
+            found = admission.candidates(room - num_kept, prompts, first_away)
         return found
 
     def _make(self, request: Request, output_token_ids: TokenIds) -> Sequence:

@@ -5,6 +5,7 @@ import sys
 from dataclasses import dataclass, replace
 
 from kunserve.control.group.beginning import Beginning
+from kunserve.control.group.draft import Draft
 from kunserve.core.ids import RequestId
 from kunserve.core.messages import SequenceState, TokenOutput
 from kunserve.core.prompt_scores import PromptScores
@@ -81,6 +82,8 @@ class Sequence:
     """Prompt tokens whose KV was there when it was first admitted here."""
     names_at: int = sys.maxsize
     """Computed tokens at which a block of it is full and wants a name."""
+    draft: Draft | None = None
+    """What its tokens let guess; None before anybody has looked."""
 
     @property
     def num_output(self) -> int:
@@ -98,7 +101,12 @@ class Sequence:
         return self.max_total_tokens - 1
 
     def append_token(self, token_id: int | None, pool_tokens: int) -> FinishReason | None:
-        """Add a sampled token; why it is the last one, if it is. None: it could not be chosen."""
+        """Add a sampled token; why it is the last one, if it is. None: it could not be chosen.
+
+        Another one of the same step was sampled behind a guess that the one before it confirms.
+        """
+        if not self.is_awaiting:
+            self.num_computed += 1
         self.is_awaiting = False
         if token_id is None:
             return FinishReason.ERROR

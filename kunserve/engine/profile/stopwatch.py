@@ -101,7 +101,7 @@ class Stopwatch:
         ids = [RequestId(str(i)) for i in range(len(shape.lengths))]
         first_sampling = len(ids) - shape.num_samples
         chunks = tuple(
-            Chunk(request_id, prefix, length, i >= first_sampling)
+            Chunk(request_id, prefix, length, int(i >= first_sampling))
             for i, (request_id, prefix, length) in enumerate(
                 zip(ids, shape.prefixes, shape.lengths, strict=True)
             )

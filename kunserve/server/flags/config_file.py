@@ -12,7 +12,14 @@ from typing import Any
 import click
 import yaml
 
-from kunserve.server.flags.option import JsonObject, ModelArgument, ServeFlag, TextList, expected
+from kunserve.server.flags.option import (
+    JsonObject,
+    JsonSettings,
+    ModelArgument,
+    ServeFlag,
+    TextList,
+    expected,
+)
 from kunserve.server.foreign_flags import FLAGS
 
 
@@ -103,8 +110,9 @@ def _checked(parameter: click.Parameter, value: Any, is_off: bool, ctx: click.Co
     if isinstance(parameter.type, TextList):
         parameter.type.convert(value, parameter, ctx)
         return value
-    if isinstance(parameter.type, JsonObject):
-        return parameter.type.convert(value, parameter, ctx)
+    if isinstance(parameter.type, JsonObject | JsonSettings):
+        parameter.type.convert(value, parameter, ctx)
+        return JsonObject().convert(value, parameter, ctx)
     many = getattr(parameter, "multiple", False)
     items = value if many and isinstance(value, list) else [value]
     for item in items:

@@ -9,8 +9,16 @@ from kunserve.core.config import (
     ClusterConfig,
     InstanceConfig,
     SchedulerConfig,
+    SpeculativeConfig,
 )
-from kunserve.server.flags.option import ByteSize, FiniteRange, HintedChoice, all_of, flags_of
+from kunserve.server.flags.option import (
+    ByteSize,
+    FiniteRange,
+    HintedChoice,
+    JsonSettings,
+    all_of,
+    flags_of,
+)
 
 _INSTANCE = InstanceConfig()
 _cluster = flags_of("Instances", ClusterConfig())
@@ -117,6 +125,14 @@ INSTANCE_FLAGS = all_of(
         "--enable-prefix-caching/--no-enable-prefix-caching",
         help="Keep the KV of prompts and answers while memory is free, and compute only what comes "
         "after the longest beginning that is kept.",
+    ),
+    _batches(
+        "--speculative-config",
+        type=JsonSettings(SpeculativeConfig),
+        help="Guess ahead by prompt lookup, as JSON: "
+        '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 2, '
+        '"prompt_lookup_max": 4}. Outputs stay the same. Steps check guesses where that gives more '
+        "tokens in the same time: in small batches, and where answers repeat their prompts.",
     ),
     _batches(
         "--lookahead/--no-lookahead",

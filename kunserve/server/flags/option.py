@@ -5,12 +5,15 @@ import math
 import os
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from typing import Any, TypeVar
 
 import click
+import msgspec
 from click.core import ParameterSource
 
 from kunserve.core.config import MIB
+from kunserve.core.errors import ConfigError
 from kunserve.server.flags.grouped import GroupedOption, option
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -88,6 +91,30 @@ class JsonObject(click.ParamType[str]):
         return text
 
 
+class JsonSettings(click.ParamType[Any]):
+    """An object in JSON with the fields of a part of the configuration."""
+
+    name = "json"
+
+    def __init__(self, kind: type[Any]) -> None:
+        """``kind`` is a dataclass, whose fields have defaults."""
+        self._kind = kind
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """The part, or a usage error that says which field is wrong."""
+        if isinstance(value, self._kind):
+            return value
+        given = json.loads(JsonObject().convert(value, param, ctx))
+        known = [field.name for field in fields(self._kind)]
+        for key in given:
+            if key not in known:
+                self.fail(f"{key!r} is none of its keys, which are {', '.join(known)}", param, ctx)
+        try:
+            return msgspec.convert(given, self._kind)
+        except (msgspec.ValidationError, ConfigError) as error:
+            self.fail(str(error), param, ctx)
+
+
 class FiniteRange(click.FloatRange):
     """A number within bounds. ``nan`` is within none, though no comparison says so."""
 
@@ -123,7 +150,7 @@ def _expected_one(kind: click.ParamType[Any]) -> str:
             return noun
         case TextList():
             return "a list of texts"
-        case JsonObject():
+        case JsonObject() | JsonSettings():
             return "an object of JSON"
         case ByteSize():
             return "a size such as 800MiB"

@@ -119,6 +119,32 @@ def test_batches_are_flattened_in_plan_order() -> None:
     batch.check()
 
 
+def test_a_decode_with_guesses_is_several_decodes() -> None:
+    chunks = (
+        Chunk(RequestId("a"), 5, 3, 3),
+        Chunk(RequestId("b"), 9, 1, 1),
+        Chunk(RequestId("c"), 2, 2, 0),
+    )
+    plan = StepPlan(GroupId(0), StepId(0), (), (), chunks)
+    work = StepWork(
+        plan=plan,
+        layers=LayerRange(0, 1),
+        is_first=True,
+        is_last=True,
+        token_ids=np.arange(6, dtype=np.int32),
+        tables=np.zeros((9, 2), dtype=np.int32),
+        rows=np.array([7, 1, 4], dtype=np.int32),
+    )
+    batch = build_batch(work)
+    assert batch.positions.tolist() == [5, 6, 7, 9, 2, 3]
+    assert batch.rows.tolist() == [7, 7, 7, 1, 4]
+    assert batch.q_starts.tolist() == [0, 1, 2, 3, 4, 6]
+    assert batch.context_lens.tolist() == [6, 7, 8, 10, 4]
+    assert batch.sample_rows.tolist() == [0, 1, 2, 3]
+    assert [row.num_before for row in plan.sampled_rows] == [6, 7, 8, 10]
+    batch.check()
+
+
 def test_activations_cross_the_wire_unchanged(body: CpuBody) -> None:
     hidden = torch.randn(5, 64).bfloat16()
     data = body.hidden_to_bytes(hidden)

@@ -3,7 +3,7 @@ from typing import Any
 
 import pytest
 
-from kunserve.core.config import MIB, ServerConfig
+from kunserve.core.config import MIB, ServerConfig, SpeculativeConfig
 from kunserve.core.errors import ConfigError
 from kunserve.offline.settings import config_from_keywords
 
@@ -19,6 +19,7 @@ def test_keywords_are_flags() -> None:
             "check_invariants": True,
             "served_model_name": ["a", "b"],
             "restore_below": 0,
+            "speculative_config": {"method": "ngram", "num_speculative_tokens": 3},
         }
     )
     assert config.model.model == "some/model"
@@ -26,6 +27,7 @@ def test_keywords_are_flags() -> None:
     assert config.instance.memory_bytes == 600 * MIB
     assert config.overload.policy == "recompute" and config.overload.restore_below == 0.0
     assert config.scheduler.lookahead is False
+    assert config.scheduler.speculative_config == SpeculativeConfig(num_speculative_tokens=3)
     assert config.model.served_model_name == ("a", "b")
     assert config.log.log_level == "warning"
     assert config_from_keywords({"log_level": "info"}).log.log_level == "info"

@@ -8,7 +8,7 @@ import uvloop
 from click.testing import CliRunner
 
 import kunserve.server.launch as launch
-from kunserve.core.config import MIB, KunServeConfig, ModelConfig
+from kunserve.core.config import MIB, KunServeConfig, ModelConfig, SpeculativeConfig
 from kunserve.core.errors import ConfigError
 from kunserve.server.command import config_from_flags, serve_command
 from kunserve.server.foreign_flags import FLAGS
@@ -69,6 +69,29 @@ def test_parking_goes_with_some_policies_only() -> None:
     assert parsed("smollm2-135m", *pair, "--overload-policy", "park").overload.uses_host_memory
     with pytest.raises(ConfigError, match="no layers to drop"):
         parsed("smollm2-135m", *pair, "--park-behind-drop")
+
+
+def test_speculation_is_an_object_with_names_of_vllm() -> None:
+    assert parsed("smollm2-135m").scheduler.speculative_config is None
+    given = '{"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 3}'
+    found = parsed("smollm2-135m", "--speculative-config", given).scheduler.speculative_config
+    assert found == SpeculativeConfig("ngram", 5, 2, 3)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ('{"method": "eagle"}', "must be \"ngram\" (prompt lookup), not 'eagle'"),
+        ('{"num_speculative_tokens": 0}', "must be at least 1, not 0"),
+        ('{"num_speculative_tokens": "4"}', "Expected `int`, got `str`"),
+        ('{"prompt_lookup_min": 5}', "at most prompt_lookup_max, not 5 of 4"),
+        ('{"model": "a/b"}', "'model' is none of its keys, which are method, num_spec"),
+        ("ngram", "no object of JSON"),
+        ("[1]", "no object of JSON"),
+    ],
+)
+def test_a_slip_in_it_is_told(given: str, says: str) -> None:
+    assert says in " ".join(refused("smollm2-135m", "--speculative-config", given).split())
 
 
 @pytest.mark.parametrize("flag", sorted(FLAGS))

@@ -254,3 +254,41 @@ def test_who_waits_wants_only_what_is_not_there() -> None:
     load = scheduler.load(2, 4, 0.0)
     assert load.head_of_line_blocks == 6, "what nobody shares counts as free"
     assert load.waiting_tokens == 4
+
+
+def test_equal_prompts_that_come_together_are_computed_once() -> None:
+    scheduler = make(max_num_batched_tokens=512)
+    for name in ("a", "b", "c"):
+        scheduler.add(request(name, 130, 10))
+    plan, _ = step(scheduler)
+    assert [(chunk.request_id, chunk.num_tokens) for chunk in plan.chunks] == [("a", 140)]
+    plan, _ = step(scheduler)
+    assert starts(plan) == {"a": 140, "b": 128, "c": 128}
+
+
+def test_nobody_waits_for_little_or_for_what_it_may_not_share() -> None:
+    for numbers, salts in (((100, 40), ("", "")), ((130, 10), ("", "x"))):
+        scheduler = make(max_num_batched_tokens=512)
+        for name, salt in zip("ab", salts, strict=True):
+            scheduler.add(request(name, *numbers, salt=salt))
+        assert starts(step(scheduler)[0]) == {"a": 0, "b": 0}
+    scheduler = make(max_num_batched_tokens=512, enable_prefix_caching=False)
+    for name in "ab":
+        scheduler.add(request(name, 130))
+    assert starts(step(scheduler)[0]) == {"a": 0, "b": 0}
+
+
+def test_who_waits_for_another_does_not_hold_up_a_third() -> None:
+    scheduler = make(max_num_batched_tokens=512)
+    for request_ in (request("a", 140), request("b", 140), request("c", 0, 20)):
+        scheduler.add(request_)
+    assert starts(step(scheduler)[0]) == {"a": 0, "c": 0}
+
+
+def test_whoever_waits_goes_on_alone_when_the_other_is_gone() -> None:
+    scheduler = make(max_num_batched_tokens=64)
+    for name in ("a", "b"):
+        scheduler.add(request(name, 200))
+    step(scheduler)
+    scheduler.abort(RequestId("a"))
+    assert starts(step(scheduler)[0])["b"] == 64, "and has what was computed"
