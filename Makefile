@@ -4,6 +4,7 @@
 # make docs      the site, served at http://localhost:8001 while you write
 # make test      install, then check
 # make test-clients   LangChain and instructor as clients, in an environment of their own
+# make test-ray  instances on the nodes of a Ray cluster, on this machine (brings Ray: 240 MB)
 # make chaos     random faults on the real engine, for MINUTES=30
 # make hunt      the property tests once more, with five times the examples, drawn anew
 # make chaos-sim 10,000 random schedules of everything that can go wrong, in virtual time
@@ -19,7 +20,7 @@ KERNEL_FILES := $(wildcard kunserve/engine/kernels/csrc/*) kunserve/engine/kerne
 # Tests start many processes. Each would compile every module anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install demo check check-types check-docs check-tests docs slow chaos chaos-sim hunt test test-clients test-hosts package experiments clean
+.PHONY: install demo check check-types check-docs check-tests docs slow chaos chaos-sim hunt test test-clients test-hosts test-ray package experiments clean
 .DELETE_ON_ERROR:
 
 install: $(VENV)/.kernels
@@ -110,6 +111,14 @@ test-clients: install $(CLIENTS)/.installed
 
 test-hosts: install
 	$(BIN)/pytest -m hosts tests/hosts
+
+$(VENV)/.ray: $(VENV)/.installed
+	@echo "==> installing Ray"
+	@$(PIP) $$($(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["ray"])')
+	@touch $@
+
+test-ray: install $(VENV)/.ray
+	$(BIN)/pytest -m ray tests/ray
 
 package: install
 	$(BIN)/python -m build

@@ -118,6 +118,10 @@ class PulseEngine:
         """Not here."""
         raise NotImplementedError
 
+    async def scale(self, num_instances: int) -> str:
+        """Not here."""
+        raise NotImplementedError
+
     async def kill(self, instance_id: InstanceId) -> None:
         """Not here."""
         raise NotImplementedError

@@ -13,12 +13,15 @@ import os
 import shutil
 import signal
 import subprocess
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
 
-from kunserve.cluster.launch import InstanceOrder, LocalProcess, spawn
+from kunserve.cluster.launch import FakeSettings, InstanceOrder, LocalProcess, spawn
 from kunserve.cluster.process_mark import FoundProcess, open_marked
+from kunserve.core.config import KunServeConfig
+from kunserve.core.ids import InstanceId
 from kunserve.core.place import Place
 
 NETWORK = "10.77.0"
@@ -200,6 +203,21 @@ class NamespaceLauncher:
         """The process of this mark, unless it has ended."""
         fd = open_marked(mark)
         return None if fd is None else FoundProcess(mark, fd)
+
+    def check_start(self, config: KunServeConfig, fake: FakeSettings | None) -> None:
+        """There is room."""
+
+    def check_growth(
+        self,
+        config: KunServeConfig,
+        fake: FakeSettings | None,
+        num_more: int,
+        pids: Iterable[int],
+    ) -> None:
+        """There is room."""
+
+    def close(self) -> None:
+        """A start waits for nobody."""
 
 
 class _OnHost:

@@ -11,6 +11,11 @@ import kunserve
 
 _COMMANDS = {
     "serve": ("kunserve.server.command", "serve_command", "Serve a model over several instances."),
+    "scale": (
+        "kunserve.server.scale_command",
+        "scale_command",
+        "Change the number of a running server's instances.",
+    ),
     "bench": (
         "kunserve.bench.bench_command",
         "bench_command",

@@ -1,10 +1,11 @@
 """A front in a process of its own, over fake instances: ``python -m tests.front_process``.
 
-    FOLDER NUM_INSTANCES FAULTS SETTINGS    arguments; the last one is JSON of ``ClusterConfig``
+    FOLDER NUM_INSTANCES FAULTS SETTINGS RAY    arguments; SETTINGS is JSON of ``ClusterConfig``,
+                                                RAY the address of a Ray cluster, or empty
 
 It reads commands line by line and answers each with a line of JSON.
 
-    submit NAME MAX_TOKENS | drop | restore | kill N | finish | state | leave
+    submit NAME MAX_TOKENS | drop | restore | scale N | kill N | finish | state | leave
 """
 
 import asyncio
@@ -17,18 +18,18 @@ from types import TracebackType
 from typing import Any
 
 from benchmarks.faulty_instance import program_of
-from kunserve.cluster.launch import LocalLauncher
+from kunserve.cluster.launch import Launcher, LocalLauncher
 from kunserve.cluster.local import LocalCluster
 from kunserve.core.ids import InstanceId
 from tests.live_cluster import FAKE, Client, config
 
 
-async def serve(folder: str, num_instances: str, faults: str, settings: str) -> None:
+async def serve(folder: str, num_instances: str, faults: str, settings: str, ray: str) -> None:
     cluster = await LocalCluster.start(
         config(int(num_instances), **json.loads(settings)),
         vocab_size=FAKE.vocab_size,
         fake=FAKE,
-        launcher=LocalLauncher(program_of(Path(faults))),
+        launcher=launcher_of(program_of(Path(faults)), ray),
         run_folder=Path(folder),
     )
     client = Client(cluster)
@@ -45,6 +46,15 @@ async def serve(folder: str, num_instances: str, faults: str, settings: str) -> 
     print(json.dumps("gone"), flush=True)
 
 
+def launcher_of(program: tuple[str, str], ray: str) -> Launcher:
+    if not ray:
+        return LocalLauncher(program)
+    from kunserve.cluster.ray.launcher import RayLauncher
+    from kunserve.cluster.ray.session import Session
+
+    return RayLauncher(Session(ray), is_detached=True, program=program)
+
+
 async def answer(cluster: LocalCluster, client: Client, words: list[str]) -> Any:
     match words:
         case ["submit", name, max_tokens]:
@@ -54,6 +64,8 @@ async def answer(cluster: LocalCluster, client: Client, words: list[str]) -> Any
             return await cluster.drop(None)
         case ["restore"]:
             return await cluster.restore()
+        case ["scale", number]:
+            return await cluster.scale(int(number))
         case ["kill", number]:
             await cluster.kill(InstanceId(int(number)))
         case ["finish"]:
@@ -75,9 +87,14 @@ class Front:
     """A front that a test starts, asks and kills."""
 
     def __init__(
-        self, folder: Path, num_instances: int, faults: Path, settings: dict[str, object]
+        self,
+        folder: Path,
+        num_instances: int,
+        faults: Path,
+        settings: dict[str, object],
+        ray: str = "",
     ) -> None:
-        arguments = [str(folder), str(num_instances), str(faults), json.dumps(settings)]
+        arguments = [str(folder), str(num_instances), str(faults), json.dumps(settings), ray]
         self.process = subprocess.Popen(
             [sys.executable, "-m", "tests.front_process", *arguments],
             stdin=subprocess.PIPE,

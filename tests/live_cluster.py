@@ -7,7 +7,7 @@ from pathlib import Path
 
 from benchmarks.faulty_instance import program_of
 from kunserve.cluster.fake import FakeModel, expected_tokens
-from kunserve.cluster.launch import FakeSettings, LocalLauncher
+from kunserve.cluster.launch import FakeSettings, Launcher, LocalLauncher
 from kunserve.cluster.local import LocalCluster
 from kunserve.core.config import (
     ClusterConfig,
@@ -116,6 +116,7 @@ def with_cluster(
     num_instances: int = 2,
     faults: Path | None = None,
     may_err: bool = False,
+    launcher: Callable[[], Launcher] | None = None,
     **cluster_settings: object,
 ) -> None:
     """Run ``story`` on a cluster; ``faults`` is the folder that its instances obey.
@@ -128,7 +129,7 @@ def with_cluster(
             config(num_instances, **cluster_settings),  # type: ignore[arg-type]
             vocab_size=FAKE.vocab_size,
             fake=FAKE,
-            launcher=None if faults is None else LocalLauncher(program_of(faults)),
+            launcher=launcher() if launcher else faults and LocalLauncher(program_of(faults)),
         )
         try:
             await story(cluster, Client(cluster))

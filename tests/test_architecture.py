@@ -13,6 +13,7 @@ MAX_FILE_LINES = 450
 READS_ENVIRONMENT = {
     "kunserve/cli.py",
     "kunserve/cluster/launch.py",
+    "kunserve/cluster/ray/session.py",
     "kunserve/engine/kernels/build.py",
     "kunserve/server/flags/environment.py",
     "kunserve/server/flags/option.py",

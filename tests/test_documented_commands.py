@@ -69,6 +69,7 @@ class Elsewhere:
 
 IN_A_CONTAINER = Elsewhere("needs Docker; tests/e2e/test_container.py runs the image's contents")
 IN_A_CLUSTER = Elsewhere("needs Kubernetes; tests/test_deploy.py reads the manifests")
+OVER_RAY = Elsewhere("needs Ray; tests/ray (make test-ray) starts nodes and serves over them")
 INSTALLS = Elsewhere("changes the environment; a container's wheel is installed by its tests")
 MAKE = Elsewhere("goes on for minutes; that the target exists is tested")
 SIMULATES = r"drop against recompute: TTFT P50 .* lower"
@@ -123,6 +124,15 @@ PLANS: dict[str, Alone | Client | Server | Elsewhere] = {
     "docker compose -f deploy/compose.yaml up --build": IN_A_CONTAINER,
     "kubectl apply -k deploy/kubernetes": IN_A_CLUSTER,
     "kubectl apply -f deploy/kubernetes/keda.yaml": IN_A_CLUSTER,
+    "pip install '.[ray]'": INSTALLS,
+    "ray start --head --disable-usage-stats --labels rack=left": OVER_RAY,
+    "ray start --address 10.0.0.1:6379 --disable-usage-stats --labels rack=right": OVER_RAY,
+    "ray start --address 10.0.0.1:6379 --num-cpus 0": OVER_RAY,
+    "kunserve serve smollm2-135m --cluster ray --num-instances 4": OVER_RAY,
+    "kunserve serve smollm2-135m --num-instances 2 --max-instances 4 --instance-memory 400MiB "
+    "--enable-admin": Server(),
+    "kunserve scale 3": Elsewhere("changes the server that other commands ask; test_scaling"),
+    "kunserve scale 2 --url http://127.0.0.1:8000": Client("2 instances are wanted already"),
     "make package": Elsewhere("tests/test_package.py builds both packages"),
     "python -m kunserve.engine.kernels.build": Alone(r"kernels-\w+\.so"),
     # docs/offline.md

@@ -39,11 +39,13 @@ class Vitals:
     """How whole the cluster is."""
 
     num_instances: int
-    """As many as were asked for."""
+    """As many as there are, or are being started."""
     num_missing: int
-    """Of these, those that do not serve now: replacements are being started."""
+    """Of these, those that have died: replacements are being started."""
     num_errors: int
     """Internal errors that the cluster survived. Each one is a bug."""
+    num_starting: int = 0
+    """Of them, those by which the cluster grows: they have not served yet."""
     pids: tuple[tuple[InstanceId, int], ...] = ()
     """The process of each instance that has one."""
 
@@ -101,6 +103,13 @@ class EngineClient(Protocol):
 
     async def restore(self) -> str:
         """Force a restore of every dropped group; returns once done. Raises InvalidRequest."""
+        ...
+
+    async def scale(self, num_instances: int) -> str:
+        """Have so many instances: the cluster goes there by itself, this returns at once.
+
+        The string says what is being done. Raises InvalidRequest when that many cannot be.
+        """
         ...
 
     def set_paused(self, paused: bool) -> None:

@@ -8,9 +8,11 @@ from zmq import ZMQError
 
 from kunserve.cluster.launch import InstanceOrder
 from kunserve.cluster.lease import LeaseTerms
+from kunserve.cluster.processes import Processes
 from kunserve.cluster.reach import Reach
 from kunserve.cluster.run_folder import WiresState
 from kunserve.cluster.succession import Succession
+from kunserve.control.cluster.quarantine import Cause
 from kunserve.core.config import ClusterConfig
 from kunserve.core.errors import ConfigError
 from kunserve.core.ids import InstanceId
@@ -89,7 +91,7 @@ class FrontWires:
             order,
             front_address=self._address,
             lease=LeaseTerms("", self._name, self._grace_s),
-            front_pid=None,  # it says nothing on another host; there the lease does
+            parent_pid=None,  # it says nothing on another host; there the lease does
             network=Network(
                 host="",
                 public_key=keys.public,
@@ -99,9 +101,10 @@ class FrontWires:
             ),
         )
 
-    def lost(self, instances: Iterable[InstanceId], now_s: float) -> list[InstanceId]:
-        """Those that cannot be reached any more. Called at every tick."""
-        return self._reach.lost(instances, now_s)
+    def look(self, ready: Iterable[InstanceId], processes: Processes, now_s: float) -> None:
+        """Give up who cannot be reached, whether its process can be ended or not. At every tick."""
+        for instance_id in self._reach.lost(ready, now_s):
+            processes.condemn(instance_id, "it cannot be reached", Cause.OUTSIDE, is_cut_off=True)
 
     @property
     def state(self) -> WiresState:

@@ -6,6 +6,9 @@ stopped for a while counts that time too.
 
 from collections.abc import Callable, Iterable
 
+from kunserve.cluster.processes import Processes
+from kunserve.control.cluster.controller import Controller
+from kunserve.control.cluster.quarantine import Cause
 from kunserve.core.ids import GroupId, InstanceId
 from kunserve.core.layout import GroupLayout
 from kunserve.core.load import LoadReport
@@ -22,6 +25,15 @@ class GroupWatch:
         self._patience_s = patience_s
         self._moved: dict[GroupId, tuple[float, float]] = {}
         """(when, what the leader said of the time since its last step)"""
+
+    def look(self, controller: Controller, processes: Processes, now_s: float) -> None:
+        """Kill the leaders of groups that stand still; their requests run again."""
+        busy = controller.transitions.busy_groups
+        groups = controller.placement.groups.items()
+        reports = [(group.layout, group.report) for i, group in groups if i not in busy]
+        for layout, still_s in self.stuck(reports, now_s):
+            reason = f"its group completes no step since {still_s:.1f} s"
+            processes.condemn(layout.leader, reason, Cause.INSIDE)
 
     def stuck(
         self, groups: Iterable[tuple[GroupLayout, LoadReport]], now_s: float

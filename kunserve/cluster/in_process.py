@@ -23,7 +23,6 @@ from kunserve.cluster.in_process_actions import (
     StartStep,
 )
 from kunserve.cluster.in_process_mover import InProcessMover
-from kunserve.control.arrays import Int32Array
 from kunserve.control.cluster.commands import (
     Deliver,
     LogObserved,
@@ -53,7 +52,7 @@ from kunserve.core.messages import (
 )
 from kunserve.core.request import Request
 from kunserve.core.snapshots import InstanceSpec, TransitionRecord
-from kunserve.core.transfer import KvPull, LayerLoad, LayerPull, PeerAddress
+from kunserve.core.transfer import LayerLoad, LayerPull, PeerAddress
 from kunserve.transport.codec import decode, encode
 from kunserve.transport.numbering import Incoming, Outgoing
 
@@ -95,12 +94,14 @@ class InProcessCluster:
     ) -> None:
         """Instances are started at once; deliver their mail to have them form groups."""
         self.now_s = 0.0
-        self.controller = Controller(config)
+        self.controller = Controller(config, 0, len(specs))
         self.members: dict[InstanceId, Member] = {}
         self.accounts: dict[RequestId, Account] = {}
         self.records: list[TransitionRecord] = []
         """Finished transitions."""
         self.scale_ups: list[str] = []
+        self.num_ordered = 0
+        """Instances that the controller wants more, and that nobody has started."""
         self.given_back: list[InstanceId] = []
         self.dead: list[InstanceId] = []
         """Instances to be started again, as the controller wished."""
@@ -137,6 +138,25 @@ class InProcessCluster:
         )
         self.post(instance_id, None, Ready(spec, NOWHERE, self._max_model_len, "fake"))
 
+    def start_ordered(self, instance_id: InstanceId) -> None:
+        """An instance by which the cluster grows has loaded."""
+        self.num_ordered -= 1
+        self.start_instance(instance_id)
+
+    def _give_back(self, instance_id: InstanceId) -> None:
+        """The cluster does without the instance; what it says still is heard by nobody."""
+        self.given_back.append(instance_id)
+        if instance_id in self.dead:
+            self.dead.remove(instance_id)
+        self.members.pop(instance_id, None)
+        for link in [link for link in self.links if instance_id in link]:
+            del self.links[link]
+
+    def resize(self, num_instances: int) -> None:
+        """An operator asks for so many instances."""
+        self.controller.resize(num_instances)
+        self.carry_out()
+
     def kill_instance(self, instance_id: InstanceId, blame: Blame = NOBODY) -> None:
         """An instance dies; mail that it has sent may still arrive."""
         del self.members[instance_id]
@@ -156,7 +176,8 @@ class InProcessCluster:
         old front's own mail arrives, or is lost.
         """
         self.num_fronts += 1
-        self.controller = Controller(self._config, first_id=self.num_fronts * 1000)
+        num_places = len(self.members) + len(self.dead) + self.num_ordered
+        self.controller = Controller(self._config, self.num_fronts * 1000, num_places)
         for request_id in self.unfinished:
             self.accounts[request_id].is_cancelled = True
         for src, dst in list(self.links):
@@ -289,32 +310,15 @@ class InProcessCluster:
             member.body.load_layers(what.layers)
             member.agent.pulled_layers(what.layers, None, True, self.now_s)
             return
-        source = self.members.get(what.src) if what.src in member.known else None
+        is_known = what.src in member.known and not fails
+        source = self.members.get(what.src) if is_known else None
         if isinstance(what, LayerPull):
-            ok = not fails and source is not None and self._copy_layers(what, source, member)
+            ok = source is not None and source.mover.copy_layers(what, source.body, member.body)
             member.agent.pulled_layers(what.layers, what.src, ok, self.now_s)
             return
         assert entries is not None
-        ok = not fails and source is not None and self._copy_kv(what, source, member, entries)
+        ok = source is not None and source.mover.copy_kv(what, source.body, member.body, entries)
         member.agent.pulled_kv(what, ok, self.now_s)
-
-    def _copy_layers(self, what: LayerPull, source: Member, member: Member) -> bool:
-        if source.mover.offered is None or not source.mover.offered.covers(what.layers):
-            return False
-        for layer in range(*what.layers):
-            member.body.layer_view(layer)[:] = source.body.layer_view(layer)
-        return True
-
-    def _copy_kv(self, piece: KvPull, source: Member, member: Member, entries: Int32Array) -> bool:
-        exported = source.mover.exports.get(piece.request_id)
-        if exported is None:
-            return False
-        given = exported[piece.first_block : piece.end_block].tolist()
-        first, num_layers = piece.layers.first, piece.layers.num_layers
-        for src, dst in zip(given, entries.tolist(), strict=True):
-            view = member.body.unit_view(dst + first, num_layers)
-            view[:] = source.body.unit_view(src + first, num_layers)
-        return True
 
     def post(self, src: Address, dst: Address, message: Message, hidden: Any = None) -> None:
         """Put a message on a link (lost when nobody is at its end)."""
@@ -402,10 +406,11 @@ class InProcessCluster:
                     self.dead.append(instance_id)
                 case LogTransition(record):
                     self.records.append(record)
-                case ScaleUp(reason):
+                case ScaleUp(reason, is_wish):
                     self.scale_ups.append(reason)
+                    self.num_ordered += not is_wish
                 case ScaleDown(instance_id):
-                    self.given_back.append(instance_id)
+                    self._give_back(instance_id)
                 case LogReason() | LogObserved() | LogQuarantine():
                     pass
 

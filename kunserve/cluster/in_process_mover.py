@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+from kunserve.cluster.fake import FakeBody
 from kunserve.control.arrays import Int32Array
 from kunserve.core.ids import InstanceId, RequestId
 from kunserve.core.layout import LayerRange
@@ -56,3 +57,25 @@ class InProcessMover:
         """Forget every export and every pull."""
         self.exports.clear()
         self.pulls.clear()
+
+    # As a source
+
+    def copy_layers(self, what: LayerPull, mine: FakeBody, theirs: FakeBody) -> bool:
+        """Give what a peer pulls; False if it is not offered."""
+        if self.offered is None or not self.offered.covers(what.layers):
+            return False
+        for layer in range(*what.layers):
+            theirs.layer_view(layer)[:] = mine.layer_view(layer)
+        return True
+
+    def copy_kv(self, piece: KvPull, mine: FakeBody, theirs: FakeBody, entries: Int32Array) -> bool:
+        """The same for a request's KV, into the puller's ``entries``."""
+        exported = self.exports.get(piece.request_id)
+        if exported is None:
+            return False
+        given = exported[piece.first_block : piece.end_block].tolist()
+        first, num_layers = piece.layers.first, piece.layers.num_layers
+        for src, dst in zip(given, entries.tolist(), strict=True):
+            view = theirs.unit_view(dst + first, num_layers)
+            view[:] = mine.unit_view(src + first, num_layers)
+        return True

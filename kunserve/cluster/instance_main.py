@@ -15,7 +15,8 @@ def load_model(order: InstanceOrder) -> Loaded:
     """The model in its arena. Raises ConfigError when files, memory or settings forbid it."""
     config = order.config
     source = resolve_model(config.model.model, config.model.load_format)
-    check_fingerprint(source, order.model_files)
+    is_here = config.cluster.launcher == "local"
+    check_fingerprint(source, order.model_files, with_times=is_here)
     backend = open_backend(config.instance.device, order.instance_id)
     body = EngineBody(
         order.instance_id, config.model, config.instance, source, config.scheduler, backend

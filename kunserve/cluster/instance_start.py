@@ -41,7 +41,7 @@ _PR_SET_PDEATHSIG = 1
 EXIT_REFUSED = 3
 """The process could not start and said why."""
 EXIT_ORPHANED = 4
-"""The front died before the process could ask to die with it."""
+"""Its parent died before the process could ask to die with it."""
 
 
 class Loaded(NamedTuple):
@@ -63,10 +63,10 @@ def run_instance(load: Callable[[InstanceOrder], Loaded]) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     order = msgspec.json.decode(sys.stdin.buffer.read(), type=InstanceOrder)
     # A stopped process could not see that its lease is over: the parent's death wakes it.
-    at_parents_death = signal.SIGKILL if order.lease is None else signal.SIGCONT
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, at_parents_death)
-    if order.lease is None and order.front_pid not in (None, os.getppid()):
-        return EXIT_ORPHANED  # the front died before the line above: its death gives no signal
+    dies = order.lease is None or order.parent_pid is not None
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL if dies else signal.SIGCONT)
+    if order.parent_pid not in (None, os.getppid()):
+        return EXIT_ORPHANED  # it died before the line above: its death gives no signal
     lease = _lease_of(order)
     start_logging(order.config.log, order.instance_id)
     try:

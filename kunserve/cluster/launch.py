@@ -6,7 +6,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -19,7 +19,12 @@ from kunserve.core.config import MIB, KunServeConfig
 from kunserve.core.errors import ConfigError, ModelFiles, TooLittleMemory, UnsupportedModel
 from kunserve.core.ids import InstanceId, RequestId
 from kunserve.core.place import ONE_HOST, Place
-from kunserve.engine.free_memory import PROCESS_BYTES, available_bytes, front_bytes_left
+from kunserve.engine.free_memory import (
+    PROCESS_BYTES,
+    available_bytes,
+    front_bytes_left,
+    held_bytes,
+)
 from kunserve.transport.network import Network
 
 logger = logging.getLogger(__name__)
@@ -56,8 +61,9 @@ class InstanceOrder:
     config: KunServeConfig
     lease: LeaseTerms | None = None
     """None: it dies with its front."""
-    front_pid: int | None = None
-    """The parent that it dies with; another parent means that the front has died already."""
+    parent_pid: int | None = None
+    """The parent that it dies with; another parent means that this one has died already. None:
+    with a lease it outlives its parent."""
     model_files: str | None = None
     """The fingerprint of the files to load; others are refused."""
     place: Place = ONE_HOST
@@ -117,11 +123,11 @@ def check_memory(config: KunServeConfig) -> None:
     """Log what the whole server needs; raise TooLittleMemory when that is more than there is.
 
     Each instance checks for itself too, but they start at once and none sees the others' memory
-    yet. A KV size without a memory size says too little before the model is known, and another
-    device's memory is not the machine's.
+    yet. A cluster that may grow starts though there is no room for all that it may grow by: each
+    time it grows, ``check_growth`` looks.
     """
     num, instance = config.cluster.num_instances, config.instance
-    if instance.kv_cache_memory_bytes is not None or instance.device != "cpu":
+    if not _is_memory_known(config):
         return
     front_bytes = front_bytes_left()
     needed = num * (instance.memory_bytes + PROCESS_BYTES) + front_bytes
@@ -141,6 +147,42 @@ def check_memory(config: KunServeConfig) -> None:
         PROCESS_BYTES / MIB,
         available / MIB,
     )
+    most = config.cluster.max_instances or num
+    num_fit = (available - front_bytes) // (instance.memory_bytes + PROCESS_BYTES)
+    if num_fit < most:
+        logger.warning(
+            "there is memory for %d instances only, so the cluster cannot grow to the %d that "
+            "--max-instances allows",
+            num_fit,
+            most,
+        )
+
+
+def check_growth(config: KunServeConfig, num_more: int, pids: Iterable[int]) -> None:
+    """Raise TooLittleMemory when so many instances more do not fit on this machine.
+
+    The processes that run have been promised memory that they do not hold yet: KV blocks that
+    nobody has used. It is not to be given away twice.
+    """
+    if not _is_memory_known(config):
+        return
+    each = config.instance.memory_bytes + PROCESS_BYTES
+    owed = sum(max(0, each - held_bytes(pid)) for pid in pids)
+    left = available_bytes() - owed
+    if num_more * each > left:
+        raise TooLittleMemory(
+            f"{num_more} more of {config.instance.memory_bytes / MIB:.0f} MiB (--instance-memory) "
+            f"and about {PROCESS_BYTES / MIB:.0f} MiB beside each need {num_more * each / MIB:.0f} "
+            f"MiB; the machine, or this process's cgroup, has {max(0, left) / MIB:.0f} MiB left "
+            "beside what the running instances may still take"
+        )
+
+
+def _is_memory_known(config: KunServeConfig) -> bool:
+    """A KV size without a memory size says too little before the model is known, and another
+    device's memory is not the machine's.
+    """
+    return config.instance.kv_cache_memory_bytes is None and config.instance.device == "cpu"
 
 
 def process_environment(num_threads: int) -> dict[str, str]:
@@ -208,6 +250,24 @@ class Launcher(Protocol):
         """The process of this mark, whoever started it; None if it has ended."""
         ...
 
+    def check_start(self, config: KunServeConfig, fake: FakeSettings | None) -> None:
+        """Raise ConfigError when there is no room for such a cluster."""
+        ...
+
+    def check_growth(
+        self,
+        config: KunServeConfig,
+        fake: FakeSettings | None,
+        num_more: int,
+        pids: Iterable[int],
+    ) -> None:
+        """Raise ConfigError when so many more do not fit beside the processes that run."""
+        ...
+
+    def close(self) -> None:
+        """Nothing is started any more: whoever waits in ``start`` gets an OSError at once."""
+        ...
+
 
 class LocalLauncher:
     """Spawns (never forks) processes on this machine."""
@@ -226,6 +286,25 @@ class LocalLauncher:
         """The process of this mark, unless it has ended."""
         fd = open_marked(mark)
         return None if fd is None else FoundProcess(mark, fd)
+
+    def check_start(self, config: KunServeConfig, fake: FakeSettings | None) -> None:
+        """See ``check_memory``. A fake instance takes next to nothing."""
+        if fake is None:
+            check_memory(config)
+
+    def check_growth(
+        self,
+        config: KunServeConfig,
+        fake: FakeSettings | None,
+        num_more: int,
+        pids: Iterable[int],
+    ) -> None:
+        """See ``check_growth``."""
+        if fake is None:
+            check_growth(config, num_more, pids)
+
+    def close(self) -> None:
+        """A start here waits for nobody."""
 
 
 async def spawn(

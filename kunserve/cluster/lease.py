@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from kunserve.cluster.process_mark import kill_marked, mark_of
+from kunserve.cluster.process_mark import kill_marked, mark_of, own_mark
 from kunserve.cluster.run_folder import FrontLock, RunState, read_state
 from kunserve.cluster.waking_clock import WakingClock
 
@@ -77,7 +77,7 @@ class Lease:
             now_s = clock.now_s()
             state = read_state(self._folder)
             if state is not None and state.front != self.front:
-                if self._mark not in state.marks.values():
+                if self._mark not in {own_mark(mark) for mark in state.marks.values()}:
                     _die("a new front does not know this process")
                 self.front = state.front
             self.is_alone = self._lock.is_free()
@@ -96,7 +96,7 @@ class Lease:
         """
         if state is not None:
             for mark in state.marks.values():
-                if mark != self._mark:
+                if own_mark(mark) != self._mark:
                     kill_marked(mark)
             shutil.rmtree(state.socket_folder, ignore_errors=True)
         shutil.rmtree(self._folder, ignore_errors=True)

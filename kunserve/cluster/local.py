@@ -20,13 +20,14 @@ from kunserve.cluster.launch import (
     InstanceProcess,
     Launcher,
     LocalLauncher,
-    check_memory,
     startup_error,
 )
 from kunserve.cluster.processes import Death, Processes
+from kunserve.cluster.rejoining import Rejoining
+from kunserve.cluster.size import SizeDriver
 from kunserve.cluster.succession import Succession
 from kunserve.cluster.sweep import sweep
-from kunserve.cluster.trace import begin_trace, end_trace
+from kunserve.cluster.trace import ClusterTrace
 from kunserve.cluster.transition_log import log_decision
 from kunserve.cluster.waking_clock import WakingClock
 from kunserve.control.cluster.commands import (
@@ -35,6 +36,7 @@ from kunserve.control.cluster.commands import (
     Deliver,
     Respawn,
     ScaleDown,
+    ScaleUp,
     Send,
 )
 from kunserve.control.cluster.controller import Controller
@@ -51,8 +53,7 @@ from kunserve.core.ids import InstanceId, RequestId
 from kunserve.core.messages import Alive, Event, Message, Ready, Rejoin, Shutdown
 from kunserve.core.request import Request
 from kunserve.core.snapshots import ClusterState, StageTime
-from kunserve.model.fingerprint import model_fingerprint
-from kunserve.model.source import resolve_model
+from kunserve.model.fingerprint import configured_fingerprint
 from kunserve.transport.channel import FrontChannel
 from kunserve.transport.codec import MalformedMessage
 from kunserve.transport.socket_folder import SocketFolder
@@ -60,8 +61,6 @@ from kunserve.transport.socket_folder import SocketFolder
 logger = logging.getLogger(__name__)
 
 TICK_S = 0.1
-REJOIN_S = 5.0
-"""How long instances of an earlier front are waited for before those that are back serve."""
 STUCK_S = 60.0
 """A group with work that completes no step for this long is stuck."""
 
@@ -81,7 +80,13 @@ class LocalCluster:
         self._fake = fake
         self._succession = succession
         self._model_files = model_files
-        self._controller = Controller(config, 0 if succession is None else succession.first_id)
+        self._launcher = launcher
+        num_instances = config.cluster.num_instances
+        ids = succession.ids if succession is not None else ()
+        self._first_ids = ids or tuple(InstanceId(i) for i in range(num_instances))
+        self._controller = Controller(
+            config, 0 if succession is None else succession.first_id, len(self._first_ids)
+        )
         self._forced = ForcedTransitions(
             self._controller, lambda: self._clock.now_s(), self._flush, self._until
         )
@@ -102,9 +107,18 @@ class LocalCluster:
             self._on_death,
             self._note_processes,
         )
+        self._size = SizeDriver(
+            config,
+            fake,
+            self._controller,
+            self._processes,
+            launcher,
+            self._channel,
+            self._clock.now_s,
+        )
         self._group_watch = GroupWatch(self._processes.patience_s)
-        self._rejoining: dict[InstanceId, Rejoin | None] = {}
-        """Instances of an earlier front that shall stand in groups together; None: not yet back."""
+        self._rejoining = Rejoining(self._processes)
+        self._trace = ClusterTrace(config.cluster.trace_out)
         self._ready: dict[InstanceId, Ready] = {}
         self._stage_times: dict[InstanceId, StageTime] = {}
         self._changed = asyncio.Condition()
@@ -133,7 +147,7 @@ class LocalCluster:
         """
         launcher = launcher or LocalLauncher()
         # A replacement must load what its peers have: from them it takes layers.
-        files = None if fake is not None else _fingerprint(config)
+        files = None if fake is not None else configured_fingerprint(config)
         succession = run_folder and Succession(run_folder, config, fake, launcher, files)
         cluster = cls(config, fake, launcher, succession or None, files)
         try:
@@ -144,7 +158,7 @@ class LocalCluster:
         return cluster
 
     async def _start_all(self, vocab_size: int, on_ready: Callable[[Ready], None]) -> None:
-        ids = [InstanceId(i) for i in range(self._config.cluster.num_instances)]
+        ids = self._first_ids
         found: dict[InstanceId, InstanceProcess] = {}
         if self._succession is not None:
             found = await self._succession.take_over()
@@ -154,12 +168,11 @@ class LocalCluster:
             await self._wires.start(self._channel)
         with self._background.surviving("sweep"):
             sweep()
-        if self._fake is None and self._wires is None and not found:
-            check_memory(self._config)
-        if self._config.cluster.trace_out is not None:
-            begin_trace(Path(self._config.cluster.trace_out), set(ids) - set(found))
+        if not found:
+            self._launcher.check_start(self._config, self._fake)
+        self._trace.begin(ids, found)
         self._has_predecessor = bool(found)
-        self._rejoining = dict.fromkeys(found)
+        self._rejoining.begin(found, self._clock.now_s())
         self._background.run("tick", self._tick())
         self._processes.keep({i: found.get(i) for i in ids})
         if found:
@@ -183,17 +196,8 @@ class LocalCluster:
 
     async def _rejoin(self) -> None:
         """Wait until all that run are back, or long enough; then they stand in groups again."""
-        until_s = self._clock.now_s() + REJOIN_S
-
-        def are_back() -> bool:
-            gone = [i for i in self._rejoining if not self._processes.was_found(i)]
-            is_late = self._clock.now_s() > until_s
-            return is_late or all(self._rejoining[i] or i in gone for i in self._rejoining)
-
-        await self._until(are_back)
-        back = [event for event in self._rejoining.values() if event is not None]
-        self._rejoining = {}
-        self._controller.rejoin(back, self._clock.now_s())
+        await self._until(lambda: self._rejoining.are_back(self._clock.now_s()))
+        self._controller.rejoin(self._rejoining.end(), self._clock.now_s())
         self._flush()
 
     async def _until(self, condition: Callable[[], bool]) -> None:
@@ -210,7 +214,7 @@ class LocalCluster:
             socket_folder=str(self._sockets.path),
             config=self._config,
             lease=None if self._succession is None else self._succession.lease(),
-            front_pid=os.getpid(),
+            parent_pid=os.getpid() if self._succession is None else None,
             model_files=self._model_files,
         )
         return order if self._wires is None else self._wires.addressed(order)
@@ -218,7 +222,7 @@ class LocalCluster:
     def _note_processes(self) -> None:
         if self._succession is not None:
             wires = None if self._wires is None else self._wires.state
-            self._succession.note(self._processes.marks, wires)
+            self._succession.note(self._processes.ids, self._processes.marks, wires)
 
     def _on_death(self, death: Death) -> bool:
         instance_id = death.instance_id
@@ -235,6 +239,9 @@ class LocalCluster:
                 death.blame,
             )
             self._flush()
+        elif self._size.gives_up(death):
+            self._flush()
+            return False
         elif death.said:
             logger.error("%s", startup_error(instance_id, death.reason, death.said))
         return True
@@ -245,6 +252,8 @@ class LocalCluster:
     # Events and commands
 
     def _on_event(self, instance_id: InstanceId, event: Message) -> None:
+        if instance_id not in self._processes:
+            return  # it has left, or is about to
         with self._background.surviving(f"event {type(event).__name__}"):
             self._processes.heard(instance_id, event if isinstance(event, Alive) else None)
             if isinstance(event, Ready) and self._processes.was_found(instance_id):
@@ -252,8 +261,7 @@ class LocalCluster:
             if isinstance(event, Ready | Rejoin):
                 self._ready[instance_id] = event if isinstance(event, Ready) else event.ready
                 self._processes.ready(instance_id)
-            if isinstance(event, Rejoin) and instance_id in self._rejoining:
-                self._rejoining[instance_id] = event
+            if isinstance(event, Rejoin) and self._rejoining.take(event):
                 return
             if isinstance(event, StageTime):
                 self._stage_times[instance_id] = event
@@ -289,8 +297,14 @@ class LocalCluster:
                     self._processes.condemn(instance_id, reason, Cause.OUTSIDE)
             case Respawn():
                 pass  # ``Processes`` sees the end of a process itself, also of one not yet ready
-            case ScaleDown():
-                raise AssertionError("a cluster on one machine does not grow, nor shrink")
+            case ScaleUp(reason, is_wish=False):
+                self._size.grow(reason)
+                self._trace.grew(self._processes.ids)
+            case ScaleDown(instance_id):
+                self._ready.pop(instance_id, None)
+                self._stage_times.pop(instance_id, None)
+                self._size.shrink(instance_id)
+                self._note_processes()
             case _:
                 log_decision(command)
 
@@ -305,9 +319,10 @@ class LocalCluster:
             with self._background.surviving("watching processes"):
                 self._processes.look()
             with self._background.surviving("watching connections"):
-                self._watch_connections()
+                if self._wires is not None and not self._is_closing:
+                    self._wires.look(self._ready, self._processes, self._clock.now_s())
             with self._background.surviving("watching groups"):
-                self._watch_groups()
+                self._group_watch.look(self._controller, self._processes, self._clock.now_s())
             with self._background.surviving("tick"):
                 self._controller.tick(self._clock.now_s())
             if self._config.cluster.check_invariants:
@@ -317,23 +332,6 @@ class LocalCluster:
                 self._end_hopeless()
             self._flush()
             await self._notify()
-
-    def _watch_connections(self) -> None:
-        """Between hosts: give up who cannot be reached, whether its process can be ended or not."""
-        if self._wires is not None and not self._is_closing:
-            for instance_id in self._wires.lost(self._ready, self._clock.now_s()):
-                self._processes.condemn(
-                    instance_id, "it cannot be reached", Cause.OUTSIDE, is_cut_off=True
-                )
-
-    def _watch_groups(self) -> None:
-        """Kill the leaders of groups that stand still; their requests run again."""
-        busy = self._controller.transitions.busy_groups
-        groups = self._controller.placement.groups.items()
-        reports = [(group.layout, group.report) for i, group in groups if i not in busy]
-        for layout, still_s in self._group_watch.stuck(reports, self._clock.now_s()):
-            reason = f"its group completes no step since {still_s:.1f} s"
-            self._processes.condemn(layout.leader, reason, Cause.INSIDE)
 
     def _end_hopeless(self) -> None:
         """While no instance can be started, no request shall wait without a word."""
@@ -380,8 +378,9 @@ class LocalCluster:
     def vitals(self) -> Vitals:
         """See ``EngineClient``."""
         return Vitals(
-            num_instances=self._config.cluster.num_instances,
+            num_instances=len(self._processes.ids),
             num_missing=self._processes.num_missing,
+            num_starting=self._processes.num_new,
             num_errors=self._background.num_errors,
             pids=self._processes.pids,
         )
@@ -410,6 +409,12 @@ class LocalCluster:
         """See ``EngineClient``."""
         return await self._forced.restore()
 
+    async def scale(self, num_instances: int) -> str:
+        """See ``EngineClient``."""
+        said = self._size.resize(num_instances)
+        self._flush()
+        return said
+
     def set_paused(self, paused: bool) -> None:
         """See ``EngineClient``."""
         self._controller.set_paused(paused)
@@ -426,21 +431,14 @@ class LocalCluster:
     async def close(self) -> None:
         """See ``EngineClient``."""
         self._is_closing = True
+        self._launcher.close()
         await self._processes.close(lambda i: self._channel.send(i, Shutdown()))
         await self._background.close()
         await self._channel.close()
         self._sockets.remove()
         if self._succession is not None:
             self._succession.close()
-        if self._config.cluster.trace_out is not None:
-            ids = [InstanceId(i) for i in range(self._config.cluster.num_instances)]
-            end_trace(
-                Path(self._config.cluster.trace_out), ids, self._controller.transitions.latest()
-            )
-
-
-def _fingerprint(config: KunServeConfig) -> str:
-    return model_fingerprint(resolve_model(config.model.model, config.model.load_format))
+        self._trace.end(self._controller.transitions.latest())
 
 
 def _as_event(message: Message) -> Event:

@@ -17,12 +17,17 @@ def mark_of(pid: int) -> str | None:
     return None if fields[0] in "ZX" else f"{pid}:{fields[19]}"
 
 
+def own_mark(mark: str) -> str:
+    """A process's mark without what its launcher has added behind an ``@``."""
+    return mark.partition("@")[0]
+
+
 def open_marked(mark: str) -> int | None:
     """A descriptor of the marked process; None if it has ended."""
     pid = pid_of(mark)
     with contextlib.suppress(OSError):
         fd = os.pidfd_open(pid)
-        if mark_of(pid) == mark:
+        if mark_of(pid) == own_mark(mark):
             return fd
         os.close(fd)
     return None

@@ -7,6 +7,7 @@ kernel cannot end it yet, because a killed process runs none of its code any mor
 """
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -46,6 +47,10 @@ class Death:
     """What it wrote before its end, if it refused to start."""
     blame: Blame = NOBODY
     """Whether a request may be the cause."""
+    num_failed_starts: int = 0
+    """Processes in a row, with this one, that were over before they were ready."""
+    is_new: bool = False
+    """The cluster was to grow by the instance, which has never been ready."""
 
 
 @dataclass(slots=True)
@@ -56,6 +61,10 @@ class _Place:
     is_ready: bool = False
     was_found: bool = False
     """An earlier front started the process: it has loaded, or nearly so."""
+    is_new: bool = False
+    """The cluster has grown by it, and it has never been ready yet."""
+    keeper: asyncio.Task[None] | None = None
+    """Starts one process after the other."""
     since_s: float = 0.0
     """When the process was started, and later when it became ready."""
     heard_s: float = 0.0
@@ -95,16 +104,30 @@ class Processes:
         self._on_death = on_death
         self._on_start = on_start
         self._places: dict[InstanceId, _Place] = {}
-        self._keepers: list[asyncio.Task[None]] = []
+        self._removed: set[asyncio.Task[None]] = set()
+        """What still goes on for instances that have left."""
         self._num_noted_missing: int | None = None
         """As last logged; None before the cluster serves."""
 
     # What is known
 
+    def __contains__(self, instance_id: object) -> bool:
+        return instance_id in self._places
+
+    @property
+    def ids(self) -> tuple[InstanceId, ...]:
+        """Of all instances, whether they serve or not."""
+        return tuple(self._places)
+
     @property
     def num_missing(self) -> int:
-        """Instances that do not serve: being started, or waiting for the next start."""
-        return sum(not place.is_ready for place in self._places.values())
+        """Instances that do not serve: being started anew, or waiting for the next start."""
+        return sum(not place.is_ready and not place.is_new for place in self._places.values())
+
+    @property
+    def num_new(self) -> int:
+        """Instances by which the cluster grows: not ready yet."""
+        return sum(place.is_new for place in self._places.values())
 
     @property
     def is_hopeless(self) -> bool:
@@ -141,15 +164,40 @@ class Processes:
     def keep(self, found: Mapping[InstanceId, InstanceProcess | None]) -> None:
         """Start every instance, or go on with a process that was found; from now on replace."""
         for instance_id, process in found.items():
-            self._places[instance_id] = _Place(process=process, was_found=process is not None)
-            keeper = self._background.run(
-                f"processes of instance {instance_id}", self._keep(instance_id, process)
-            )
-            self._keepers.append(keeper)
+            self._begin(instance_id, _Place(process=process, was_found=process is not None))
 
-    async def _keep(self, instance_id: InstanceId, process: InstanceProcess | None) -> None:
-        """One instance's processes, one after the other. Ends when it is cancelled only."""
-        place = self._places[instance_id]
+    def add(self, instance_id: InstanceId) -> None:
+        """The cluster grows: start one more instance."""
+        assert instance_id not in self._places, instance_id
+        self._begin(instance_id, _Place(is_new=True))
+
+    def _begin(self, instance_id: InstanceId, place: _Place) -> None:
+        self._places[instance_id] = place
+        place.keeper = self._background.run(
+            f"processes of instance {instance_id}", self._keep(instance_id, place)
+        )
+
+    def remove(self, instance_id: InstanceId, ask_to_leave: Callable[[], object]) -> None:
+        """The cluster shrinks: the instance may leave by itself for a while, and is ended then."""
+        place = self._places.pop(instance_id)
+        assert place.keeper is not None, instance_id
+        place.keeper.cancel()
+        if place.process is not None and place.is_ready and place.verdict is None:
+            ask_to_leave()
+        end = self._background.run(f"end of instance {instance_id}", self._see_off(place))
+        self._removed.add(end)
+        end.add_done_callback(self._removed.discard)
+        self._note_missing()
+
+    async def _see_off(self, place: _Place) -> None:
+        assert place.keeper is not None
+        await asyncio.gather(place.keeper, return_exceptions=True)
+        if place.process is not None:
+            await self._end(place)
+
+    async def _keep(self, instance_id: InstanceId, place: _Place) -> None:
+        """One instance's processes, one after the other. Ends when nobody wants it any more."""
+        process = place.process
         while True:
             said, exit_code = b"", None
             try:
@@ -165,9 +213,13 @@ class Processes:
             is_wanted = True
             with self._background.surviving("death of an instance"):
                 blame = blame_for(exit_code, said) if place.cause is None else Blame(place.cause)
-                death = Death(instance_id, reason, said, blame)
+                death = Death(
+                    instance_id, reason, said, blame, place.num_failed_starts, place.is_new
+                )
                 is_wanted = self._on_death(death)
             if not is_wanted:
+                if place.is_new:
+                    self._places.pop(instance_id, None)
                 return
             logger.error(
                 "instance is over instance=%d reason=%r next_start_s=%.2f",
@@ -183,7 +235,8 @@ class Processes:
         try:
             return await asyncio.shield(starting)
         except asyncio.CancelledError:
-            (await starting).kill()
+            with contextlib.suppress(OSError):  # it was not started
+                (await starting).kill()
             raise
 
     async def _end_of(
@@ -229,6 +282,7 @@ class Processes:
         """The instance is loaded and serves."""
         place = self._places[instance_id]
         place.is_ready = True
+        place.is_new = False
         place.num_failed_starts = 0
         place.since_s = place.moved_s = self._clock.now_s()
         self._note_missing()
@@ -328,14 +382,15 @@ class Processes:
     async def close(self, ask_to_leave: Callable[[InstanceId], object]) -> None:
         """End all processes at once: those that serve are asked first, the others are killed."""
         self._num_noted_missing = None
-        for keeper in self._keepers:
+        keepers = [place.keeper for place in self._places.values() if place.keeper is not None]
+        for keeper in keepers:
             keeper.cancel()
-        await asyncio.gather(*self._keepers, return_exceptions=True)
+        await asyncio.gather(*keepers, return_exceptions=True)
         places = [(i, place) for i, place in self._places.items() if place.process is not None]
         for instance_id, place in places:
             if place.is_ready and place.verdict is None:
                 ask_to_leave(instance_id)
-        await asyncio.gather(*(self._end(place) for _, place in places))
+        await asyncio.gather(*(self._end(place) for _, place in places), *self._removed)
 
     async def _end(self, place: _Place) -> None:
         process = place.process

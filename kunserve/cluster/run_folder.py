@@ -54,6 +54,8 @@ class RunState:
     """By which the launcher finds each process again."""
     wires: WiresState | None = None
     """None: sockets are files of the socket folder."""
+    ids: tuple[InstanceId, ...] = ()
+    """Of all instances that there are to be, also of those between two processes."""
 
 
 class FrontLock:

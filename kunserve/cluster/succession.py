@@ -47,6 +47,7 @@ class Succession:
         self._found: dict[InstanceId, InstanceProcess] = {}
         self.wires: WiresState | None = None
         """Of the front before this one, if its instances are of use."""
+        self._ids = () if earlier is None else earlier.ids
         self._is_of_use = earlier is not None and earlier.settings == self._settings
         if earlier is not None:
             found = {i: launcher.find(mark) for i, mark in earlier.marks.items()}
@@ -57,6 +58,13 @@ class Succession:
         else:
             self._folder.clear()
             self.sockets = SocketFolder(self._place_for_sockets())
+
+    @property
+    def ids(self) -> tuple[InstanceId, ...]:
+        """The earlier front's instances: its cluster may have grown or shrunk. None if it has no
+        heir.
+        """
+        return self._ids if self._found and self._is_of_use else ()
 
     @property
     def first_id(self) -> int:
@@ -101,8 +109,16 @@ class Succession:
         """The name of the front that is now."""
         return self._front
 
-    def note(self, marks: dict[InstanceId, str], wires: WiresState | None = None) -> None:
-        """For the next front: which processes run. From now on they may know this front."""
+    def note(
+        self,
+        ids: tuple[InstanceId, ...],
+        marks: dict[InstanceId, str],
+        wires: WiresState | None = None,
+    ) -> None:
+        """For the next front: which processes run. From now on they may know this front.
+
+        ``ids``: of all instances, also of those that are between two processes.
+        """
         self._folder.write(
             RunState(
                 front=self._front,
@@ -111,6 +127,7 @@ class Succession:
                 socket_folder=str(self.sockets.path),
                 marks=marks,
                 wires=wires,
+                ids=ids,
             )
         )
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from kunserve.cluster.process_mark import mark_of, pid_of
+from kunserve.cluster.process_mark import mark_of, own_mark, pid_of
 from kunserve.cluster.run_folder import FrontLock, read_state
 from kunserve.transport.socket_folder import PREFIX, is_abandoned, places
 
@@ -55,7 +55,7 @@ def _remove_if_dead(folder: Path) -> bool:
     lock = FrontLock(folder)
     state = read_state(folder)
     marks = () if state is None else state.marks.values()
-    if any(mark_of(pid_of(mark)) == mark for mark in marks) or not lock.try_to_take():
+    if any(mark_of(pid_of(mark)) == own_mark(mark) for mark in marks) or not lock.try_to_take():
         return False
     try:
         shutil.rmtree(folder)

@@ -188,6 +188,29 @@ def end_trace(
         logger.info("trace written path=%s", path)
 
 
+class ClusterTrace:
+    """The trace of a whole cluster; nothing where no file is asked for."""
+
+    def __init__(self, file: str | None) -> None:
+        self._path = None if file is None else Path(file)
+        self._ids: set[InstanceId] = set()
+
+    def begin(self, started: Iterable[InstanceId], found: Iterable[InstanceId]) -> None:
+        """Of instances that are about to start, and of those that an earlier front has left."""
+        if self._path is not None:
+            self._ids = {*started, *found}
+            begin_trace(self._path, self._ids.difference(found))
+
+    def grew(self, ids: Iterable[InstanceId]) -> None:
+        """These write now."""
+        self._ids.update(ids)
+
+    def end(self, transitions: Iterable[TransitionRecord]) -> None:
+        """All instances have ended."""
+        if self._path is not None:
+            end_trace(self._path, sorted(self._ids), transitions)
+
+
 def _transition_events(record: TransitionRecord) -> list[dict[str, Any]]:
     end_s = record.finished_s or record.committed_s or record.started_s
     members = sorted({m for layout in record.groups_before for m in layout.members})

@@ -263,8 +263,18 @@ class ClusterConfig:
     too much to do."""
     pipeline_stages: int = 1
     """Instances that share one copy of the weights from the start, and for good; 1: none do."""
+    min_instances: int | None = None
+    """Fewest that the cluster shrinks to when it has had little to do; None: ``num_instances``."""
     max_instances: int | None = None
     """Order instances up to so many under overload, and give them back later; None: never."""
+    launcher: Literal["local", "ray"] = "local"
+    """Who starts instances: this process on its machine, or Ray on the nodes of its cluster."""
+    ray_address: str | None = None
+    """Of Ray's head, as ``host:port``; None: the cluster that this machine is a node of."""
+    ray_placement: Literal["spread", "pack"] = "spread"
+    """Instances on as many nodes as there are, or on few."""
+    ray_autoscaling: bool = False
+    """Whether Ray's autoscaler adds nodes, so that instances wait for one that is not there yet."""
     report_period_s: float = 0.1
     heartbeat_timeout_s: float = 10.0
     """An instance silent for this long is dead."""
@@ -281,6 +291,11 @@ class ClusterConfig:
     """How long the instances of a server outlive their front, for the next one to find them."""
     check_invariants: bool = False
     """Whether the drivers check every owner's invariants when idle (for tests; it costs time)."""
+
+    @property
+    def fewest_instances(self) -> int:
+        """To which the cluster shrinks by itself."""
+        return self.num_instances if self.min_instances is None else self.min_instances
 
 
 @dataclass(frozen=True, slots=True)
@@ -405,8 +420,30 @@ class KunServeConfig:
                 f"pipelines of {stages} from the start have no layers to drop or restore: they go "
                 f"with overload policy 'recompute', 'swap', 'park' or 'migrate', not {policy!r}"
             )
+        self._check_size()
         if self.cluster.num_instances % stages:
             raise ConfigError(
                 f"{self.cluster.num_instances} instances cannot be parted into pipelines of "
                 f"{stages}"
             )
+
+    def _check_size(self) -> None:
+        cluster = self.cluster
+        num, fewest, most = cluster.num_instances, cluster.fewest_instances, cluster.max_instances
+        if (cluster.min_instances or most) and cluster.pipeline_stages > 1:
+            raise ConfigError(
+                "pipelines from the start have a fixed size: leave --min-instances and "
+                "--max-instances out"
+            )
+        if fewest > num:
+            raise ConfigError(f"--min-instances {fewest} is more than --num-instances {num}")
+        if most is not None and most < num:
+            raise ConfigError(f"--max-instances {most} is less than --num-instances {num}")
+        if fewest < num and most is None:
+            raise ConfigError(
+                "--min-instances is for a cluster that grows and shrinks: give --max-instances too"
+            )
+        if cluster.ray_address is not None and cluster.launcher != "ray":
+            raise ConfigError("--ray-address goes with --cluster ray")
+        if cluster.ray_autoscaling and cluster.launcher != "ray":
+            raise ConfigError("--ray-autoscaling goes with --cluster ray")

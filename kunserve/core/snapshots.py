@@ -166,6 +166,24 @@ class ObservedDrops:
     """Requests that would run now, and wait."""
 
 
+class ClusterSize(NamedTuple):
+    """How many instances there shall be, and how far that has come."""
+
+    wanted: int = 0
+    """As many as are to serve: neither those that leave, nor those that could not be started."""
+    ordered: int = 0
+    """Those of them that have never served yet."""
+    leaving: int = 0
+    """Beside them: they serve what they have, and go."""
+    fewest: int = 0
+    """To which the cluster shrinks by itself."""
+    most: int | None = None
+    """To which it grows by itself; None: it does not."""
+
+
+UNKNOWN_SIZE = ClusterSize()
+
+
 @dataclass(frozen=True, slots=True)
 class ClusterState:
     """Everything ``GET /kunserve/state`` and the dashboard show."""
@@ -192,6 +210,7 @@ class ClusterState:
     """Times that a request began anew so far, because instances died that had it."""
     num_deaths: int = 0
     """Instances that died so far."""
+    size: ClusterSize = UNKNOWN_SIZE
     is_scale_up_wanted: bool = False
     """Memory was short lately, and dropping did not give enough: more instances would help."""
     reasons: tuple[str, ...] = ()

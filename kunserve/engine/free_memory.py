@@ -27,6 +27,20 @@ def anonymous_bytes() -> int:
     return int(fields["RssAnon"].split()[0]) * 1024
 
 
+def held_bytes(pid: int) -> int:
+    """What a process holds of memory that is no file's, its share of an arena included.
+
+    0 if it has ended, or is of another machine.
+    """
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return 0
+    fields = dict(line.split(":", 1) for line in lines.splitlines())
+    names = ("RssAnon", "RssShmem")
+    return sum(int(fields[name].split()[0]) * 1024 for name in names if name in fields)
+
+
 def front_bytes_left() -> int:
     """What this process will still take as the front: what it has is no longer available."""
     return max(0, FRONT_BYTES - anonymous_bytes())

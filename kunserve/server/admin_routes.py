@@ -13,7 +13,7 @@ from kunserve.core.ids import InstanceId
 from kunserve.core.snapshots import ClusterState
 from kunserve.server.errors import EffectMissing, Forbidden, json_answer
 from kunserve.server.front import Front
-from kunserve.server.schema import DropBody, EmptyBody, KillBody
+from kunserve.server.schema import DropBody, EmptyBody, KillBody, ScaleBody
 from kunserve.server.state_json import state_object
 from kunserve.server.web_guard import check_page
 
@@ -29,7 +29,7 @@ def _dropped_bytes(state: ClusterState) -> int:
 
 
 class AdminRoutes:
-    """Force a drop or a restore, pause both, or kill an instance."""
+    """Force a drop or a restore, pause both, kill an instance, or ask for more or fewer of them."""
 
     def __init__(self, front: Front) -> None:
         self._front = front
@@ -70,6 +70,19 @@ class AdminRoutes:
             ),
         )
         return self._done("kill", f"instance {victim} killed", _dropped_bytes(before), state)
+
+    async def scale(self, http: HttpRequest) -> Response:
+        """POST /kunserve/scale ``{"num_instances": n}``: answers when that is the cluster's aim.
+
+        Instances load for a while, and those that leave serve what they have. ``state.size`` and
+        ``/health`` tell how far that is.
+        """
+        self._check_allowed(http)
+        body = await self._front.bodies.read(http, ScaleBody)
+        before = self._front.engine.state()
+        said = await self._front.engine.scale(body.num_instances)
+        state = await self._verified("scale", lambda state: state.size.wanted == body.num_instances)
+        return self._done("scale", said, _dropped_bytes(before), state)
 
     async def pause(self, http: HttpRequest) -> Response:
         """POST /kunserve/pause: drops and restores are made by hand only."""

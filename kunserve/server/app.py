@@ -146,6 +146,7 @@ def _routes(front: Front) -> list[Route]:
         Route("/kunserve/drop", admin.drop, methods=post),
         Route("/kunserve/restore", admin.restore, methods=post),
         Route("/kunserve/kill", admin.kill, methods=post),
+        Route("/kunserve/scale", admin.scale, methods=post),
         Route("/kunserve/pause", admin.pause, methods=post),
         Route("/kunserve/resume", admin.resume, methods=post),
     ]

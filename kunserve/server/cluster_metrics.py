@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from kunserve.cluster.api import EngineClient
+from kunserve.cluster.api import EngineClient, Vitals
 from kunserve.core.ids import InstanceId
 from kunserve.core.load import STEP_TOKEN_BOUNDS, LoadReport
 from kunserve.core.snapshots import ClusterState, InstanceSnapshot
@@ -99,6 +99,12 @@ CACHE_CONFIG = gauge(
     "block_size",
     "num_gpu_blocks",
 )
+INSTANCES = gauge(
+    "kunserve:instances",
+    "Instances, by what they do: `serving`, `starting` (the cluster grows), `missing` (started "
+    "anew), `leaving` (the cluster shrinks).",
+    "state",
+)
 MISSING = gauge(
     "kunserve:instances_missing", "Instances that do not serve now and are being started anew."
 )
@@ -149,6 +155,7 @@ FAMILIES = (
     DROPPED_BYTES,
     MEMORY_BYTES,
     CACHE_CONFIG,
+    INSTANCES,
     MISSING,
     ERRORS,
     DEATHS,
@@ -260,6 +267,9 @@ class ClusterMetrics(Collector):
 
     def _cluster(self) -> Iterable[Metric]:
         state, vitals = self._state, self._engine.vitals()
+        yield INSTANCES.of(
+            {(self._model_name, what): num for what, num in _by_state(state, vitals).items()}
+        )
         for family, value in (
             (MISSING, vitals.num_missing),
             (ERRORS, vitals.num_errors),
@@ -271,6 +281,16 @@ class ClusterMetrics(Collector):
             (GUILTY, state.num_guilty),
         ):
             yield family.of({(self._model_name,): value})
+
+
+def _by_state(state: ClusterState, vitals: Vitals) -> dict[str, int]:
+    """They sum to all that there are."""
+    num_others = {
+        "starting": vitals.num_starting,
+        "missing": vitals.num_missing,
+        "leaving": state.size.leaving,
+    }
+    return {"serving": vitals.num_instances - sum(num_others.values()), **num_others}
 
 
 def _steps(instance: InstanceSnapshot) -> Histogram:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from kunserve.cluster.api import EngineClient
+from kunserve.cluster.launch import Launcher
 from kunserve.cluster.local import LocalCluster
 from kunserve.core.config import MIB, KunServeConfig
 from kunserve.core.errors import ConfigError
@@ -67,7 +68,10 @@ async def launch(config: KunServeConfig, run_folder: Path | None = None) -> Laun
         defaults = read_sampling_defaults(source)
     if defaults != SamplingDefaults():
         logger.info("sampling defaults of the model: %s", defaults.shown)
-    config = with_swap(with_costs(with_shares(config, spec), spec))
+    if config.cluster.launcher == "local":  # elsewhere each instance has a GPU to itself
+        config = with_shares(config, spec)
+    config = with_swap(with_costs(config, spec))
+    launcher = await asyncio.to_thread(_launcher, config, run_folder)
     logger.info(
         "starting model=%s dtype=%s instances=%d threads_per_instance=%d",
         config.model.model,
@@ -81,7 +85,11 @@ async def launch(config: KunServeConfig, run_folder: Path | None = None) -> Laun
         asyncio.to_thread(_load_tokenizer, source, config.model.tokenizer, template)
     )
     cluster = await LocalCluster.start(
-        config, vocab_size=spec.vocab_size, run_folder=run_folder, on_ready=_log_ready
+        config,
+        vocab_size=spec.vocab_size,
+        launcher=launcher,
+        run_folder=run_folder,
+        on_ready=_log_ready,
     )
     try:
         return Launched(cluster, await tokenizer_loading, defaults, config)
@@ -120,6 +128,24 @@ async def run_server(config: KunServeConfig) -> None:
         await cluster.close()
         if tracer is not None:
             await asyncio.to_thread(tracer.close)
+
+
+def _launcher(config: KunServeConfig, run_folder: Path | None = None) -> Launcher | None:
+    """Ray's, if it was asked for; its packages are imported only then."""
+    if config.cluster.launcher == "local":
+        return None
+    try:
+        from kunserve.cluster.ray.launcher import RayLauncher
+        from kunserve.cluster.ray.session import Session
+    except ImportError as error:
+        raise ConfigError(f"--cluster ray needs: pip install 'kunserve[ray]' ({error})") from None
+    session = Session(config.cluster.ray_address)
+    return RayLauncher(
+        session,
+        config.cluster.ray_placement,
+        is_detached=run_folder is not None,
+        autoscales=config.cluster.ray_autoscaling,
+    )
 
 
 def _tracer(config: KunServeConfig) -> Tracer | None:

@@ -259,6 +259,14 @@ class KillBody(BaseModel):
     instance_id: int = Field(ge=0, le=INT64_MAX)
 
 
+class ScaleBody(BaseModel):
+    """POST /kunserve/scale."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    num_instances: int = Field(ge=1, le=INT64_MAX)
+
+
 Body = TypeVar("Body", bound=BaseModel)
 
 

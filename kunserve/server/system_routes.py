@@ -37,6 +37,7 @@ class SystemRoutes:
             "status": status,
             "instances": vitals.num_instances,
             "instances_missing": vitals.num_missing,
+            "instances_starting": vitals.num_starting,
         }
         return json_answer(body, 503 if status == "unhealthy" else 200)
 

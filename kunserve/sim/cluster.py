@@ -318,9 +318,9 @@ class SimCluster:
                 self._heap.after(self.world.start_s, self._start, instance_id)
             case LogTransition(record):
                 self.records.append(record)
-            case ScaleUp(reason):
+            case ScaleUp(reason, is_wish):
                 self.accounts.scale_ups.append((self._heap.now_s(), reason))
-                if self._config.cluster.max_instances is not None:
+                if not is_wish:
                     self._order(self.world.start_s)
             case ScaleDown(instance_id):
                 self.accounts.num_given_back += 1

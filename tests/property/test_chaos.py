@@ -12,6 +12,7 @@ import os
 import random
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
@@ -76,7 +77,12 @@ class Harm(NamedTuple):
 
 
 _rarely = st.sampled_from([False] * 11 + [True])
-_harms = ["drop", "drop", "restore", "restore", "kill", "hang", "start", "cancel", "lose", "double"]
+MAX_INSTANCES = 5
+"""To which operators let the cluster grow."""
+_harms = [
+    *("drop", "drop", "restore", "restore", "kill", "hang", "start", "cancel", "lose", "double"),
+    *("resize", "resize"),
+]
 _loads = st.builds(Load, st.integers(1, 6), st.integers(1, 14), st.integers(1, 10), _rarely)
 _runs = st.builds(Run, st.integers(1, 150), st.integers(0, 2**16))
 _waits = st.builds(Wait, st.sampled_from([0.1, 0.6, 3.0]))
@@ -99,7 +105,12 @@ class ChaosCluster(FakeCluster):
         self.num_deaths = 0
         self.num_poison_deaths: Counter[RequestId] = Counter()
         self.is_healing = False
+        self.wanted: int | None = None
+        """Instances that an operator asked this front for last."""
         super().__init__(pools=(12,) * num_instances)
+        spec = self._specs[InstanceId(0)]
+        for instance_id in map(InstanceId, range(num_instances, MAX_INSTANCES)):
+            self._specs[instance_id] = replace(spec, instance_id=instance_id)
 
     def actions(self) -> list[Action]:
         """Nothing happens in a hung instance; what it has sent is on its way."""
@@ -142,12 +153,39 @@ class ChaosCluster(FakeCluster):
             self._lose_hung(instance_id)
         for instance_id in list(self.dead):
             self.start_instance(instance_id)
+        while self.num_ordered:
+            self._start_ordered()
+
+    def _start_ordered(self) -> None:
+        taken = {*self.members, *self.dead}
+        free = [i for i in map(InstanceId, range(MAX_INSTANCES + 1)) if i not in taken]
+        self.start_ordered(free[0])
 
     def finish(self) -> None:
         """Run to the end of every request and prove everything; fail soon if there is none."""
         self.run_until_idle(max_actions=MAX_ROUNDS)
+        if self.wanted is not None:
+            self._prove_size(self.wanted)
         self.check_empty()
         self.prove_tokens()
+
+    def _give_back(self, instance_id: InstanceId) -> None:
+        super()._give_back(instance_id)
+        self.hung.discard(instance_id)
+
+    def _prove_size(self, wanted: int) -> None:
+        """The cluster gets to the size that was asked for, once its pipelines are restored."""
+        for _ in range(20):
+            if len(self.members) == wanted:
+                break
+            for group in self.groups():
+                if len(group.stages) > 1:
+                    self.restore(group)
+            self.run_until_idle(max_actions=MAX_ROUNDS)
+            self.pass_time(0.6)
+        assert len(self.members) == wanted, (sorted(self.members), wanted)
+        size = self.controller.state(self.now_s).size
+        assert (size.wanted, size.ordered, size.leaving) == (wanted, 0, 0), size
 
     def harm(self, kind: str, which: int) -> None:
         """Nothing, where there is nobody to harm."""
@@ -165,6 +203,11 @@ class ChaosCluster(FakeCluster):
                 self._lose_hung(sorted(self.hung)[which % len(self.hung)])
             case "start" if self.dead:
                 self.start_instance(self.dead[which % len(self.dead)])
+            case "start" if self.num_ordered:
+                self._start_ordered()
+            case "resize":
+                self.wanted = 1 + which % MAX_INSTANCES
+                self.resize(self.wanted)
             case "cancel" if self.unfinished:
                 self.cancel(self.unfinished[which % len(self.unfinished)])
             case "lose" | "double" if full := self._links_in_use():
@@ -174,6 +217,7 @@ class ChaosCluster(FakeCluster):
                 for instance_id in sorted(self.hung):
                     self._lose_hung(instance_id)
                 self.restart_front(loses_mail=bool(which % 2))
+                self.wanted = None
             case "drop":
                 self.controller.force_drop(None, self.now_s)
                 self.carry_out()

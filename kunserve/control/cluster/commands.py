@@ -66,13 +66,15 @@ class LogRerun(NamedTuple):
 
 
 class ScaleUp(NamedTuple):
-    """Nothing is left to drop: one more instance is needed."""
+    """One more instance is needed: nothing is left to drop, or somebody asked for it."""
 
     reason: str
+    is_wish: bool = False
+    """The cluster may not grow: one line for the log."""
 
 
 class ScaleDown(NamedTuple):
-    """The instance serves nobody and is not needed: it may go."""
+    """The instance serves nobody and is not needed: it goes, or if it has died it stays away."""
 
     instance_id: InstanceId
 

@@ -6,7 +6,13 @@ commands that ``drain`` returns, in order.
 
 from collections.abc import Sequence
 
-from kunserve.control.cluster.commands import Client, ControlCommand, Outbox, ScaleDown
+from kunserve.control.cluster.commands import (
+    Client,
+    ControlCommand,
+    Outbox,
+    Respawn,
+    ScaleDown,
+)
 from kunserve.control.cluster.instances import Instances
 from kunserve.control.cluster.introductions import Introductions
 from kunserve.control.cluster.migrations import Migrations
@@ -38,7 +44,7 @@ from kunserve.core.messages import (
     Returned,
 )
 from kunserve.core.request import Request
-from kunserve.core.snapshots import ClusterState, Kind, StageTime
+from kunserve.core.snapshots import ClusterSize, ClusterState, Kind, StageTime
 from kunserve.policy.dispatch import Shed, should_shed
 from kunserve.policy.queue_order import choose_order
 from kunserve.policy.restore import Postponed
@@ -47,8 +53,13 @@ from kunserve.policy.restore import Postponed
 class Controller:
     """See the module. Everything that happens goes through its public methods."""
 
-    def __init__(self, config: KunServeConfig, first_id: int = 0) -> None:
-        """Ids of groups and transitions begin at ``first_id``, above those of earlier fronts."""
+    def __init__(
+        self, config: KunServeConfig, first_id: int = 0, num_places: int | None = None
+    ) -> None:
+        """Ids of groups and transitions begin at ``first_id``, above those of earlier fronts.
+
+        ``num_places``: instances that there are or are being started; as configured when None.
+        """
         self._config = config
         block_size = config.instance.block_size
         self._outbox = outbox = Outbox()
@@ -76,7 +87,7 @@ class Controller:
             introductions.introduce,
         )
         self._scaling = scaling = Scaling(
-            config.cluster, placement, transitions, requests, outbox, self._give_back
+            config.cluster, placement, transitions, requests, outbox, self._give_back, num_places
         )
         self._redispatch = Redispatch(
             placement, requests, outbox, config.scheduler.max_num_batched_tokens
@@ -209,8 +220,6 @@ class Controller:
 
     def _ready(self, event: Ready, now_s: float) -> None:
         instance_id = event.spec.instance_id
-        if instance_id not in self.placement.specs:
-            self._scaling.arrived()
         self._requests.restarted(instance_id)
         self._instances.ready(event)
         self._instances.form_alone(instance_id)
@@ -261,20 +270,44 @@ class Controller:
         return partners - {instance_id}
 
     def _give_back(self, instance_id: InstanceId) -> None:
-        """The instance has drained: forget it."""
+        """The instance has drained, or has died and is not missed: forget it."""
         group = self.placement.led_by(instance_id)
-        assert group is not None, instance_id
-        self.placement.remove((group.layout,))
-        del self.placement.specs[instance_id]
+        if group is not None:
+            self.placement.remove((group.layout,))
+        self.placement.forget(instance_id)
         self._instances.forget(instance_id)
         self.balance.end_with((instance_id,))
+        self._scaling.gave_back()
         self._outbox.add(ScaleDown(instance_id))
 
     def lost(
         self, instance_id: InstanceId, reason: str, now_s: float, blame: Blame = UNKNOWN
     ) -> None:
         """An instance died (paper section 4.4), or was killed for a reason that is known."""
-        self._recovery.lost(instance_id, reason, now_s, blame)
+        if not self._recovery.lost(instance_id, reason, now_s, blame):
+            return
+        if self._scaling.lets_go(instance_id):
+            self._give_back(instance_id)
+            self._requests.place_if_changed()
+        else:
+            self._outbox.add(Respawn(instance_id))
+
+    # Size
+
+    @property
+    def size(self) -> ClusterSize:
+        """How many instances there shall be."""
+        return self._scaling.size
+
+    def resize(self, num_instances: int) -> None:
+        """An operator asks for so many instances: the cluster goes there as it can."""
+        self._scaling.resize(num_instances)
+        self._scaling.pursue()
+        self._requests.place_if_changed()
+
+    def growth_refused(self, reason: str, now_s: float) -> None:
+        """An instance that was ordered (``ScaleUp``) cannot be started, and nobody tries on."""
+        self._scaling.refused(reason, now_s)
 
     # Overload
 
@@ -286,6 +319,7 @@ class Controller:
         self._requests.expire(
             now_s, limits.server.request_timeout_s, limits.cluster.start_timeout_s
         )
+        self._scaling.pursue()
         self._overload.watch(now_s)
 
     def force_drop(self, num_bytes: int | None, now_s: float) -> list[TransitionId]:
@@ -322,8 +356,9 @@ class Controller:
             num_guilty=self._requests.quarantine.num_guilty,
             num_rerun=self._requests.num_rerun,
             num_deaths=self._recovery.num_deaths,
+            size=self._scaling.size,
             is_scale_up_wanted=self._scaling.is_wanted(now_s),
-            reasons=self._overload.reason_texts,
+            reasons=self._overload.reason_texts + self._scaling.reason_texts(now_s),
             paused=self._overload.is_paused,
             observed=None if observation is None else observation.totals,
         )

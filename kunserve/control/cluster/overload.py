@@ -215,7 +215,10 @@ class OverloadControl:
             wanted.required_blocks,
             first_id=self._placement.next_id,
             pressed=wanted.group_ids,
-            untouchable=self._transitions.busy_groups | dwelling | self._placement.unready,
+            untouchable=self._transitions.busy_groups
+            | dwelling
+            | self._placement.unready
+            | self._placement.leaving,
             waiting_blocks=wanted.waiting_blocks,
             spare_blocks=spare_blocks(others, wanted.largest_waiting_blocks),
             max_group_size=self._config.max_group_size,

@@ -196,11 +196,10 @@ class Placement:
         self.version += 1
         self.leaving.add(group_id)
 
-    def keep_all(self) -> None:
-        """No group leaves: all may be sent requests again."""
-        if self.leaving:
-            self.version += 1
-            self.leaving.clear()
+    def stay(self, group_id: GroupId) -> None:
+        """The group leaves no more: it may be sent requests again."""
+        self.version += 1
+        self.leaving.discard(group_id)
 
     def formed(self, group_id: GroupId, instance_id: InstanceId) -> None:
         """A member has all its weights; the group can take requests once all have."""
@@ -219,6 +218,16 @@ class Placement:
         """Groups that must not change now: they form, or one request runs alone there."""
         forming = {group_id for group_id, group in self.groups.items() if group.forming}
         return forming if self.reserved is None else forming | {self.reserved}
+
+    def forget(self, instance_id: InstanceId) -> None:
+        """The instance, which stands in no group, will not come back."""
+        self.version += 1  # a test of a suspect waits while anybody is missing
+        del self.specs[instance_id]
+
+    @property
+    def absent(self) -> set[InstanceId]:
+        """Instances that were ready once and stand in no group: they have died."""
+        return self.specs.keys() - {m for g in self.groups.values() for m in g.layout.members}
 
     @property
     def num_missing(self) -> int:

@@ -7,7 +7,7 @@ its requests            run again elsewhere, from the prompt and the tokens alre
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from kunserve.control.cluster.commands import Outbox, Respawn
+from kunserve.control.cluster.commands import Outbox
 from kunserve.control.cluster.instances import Instances
 from kunserve.control.cluster.migrations import Migrations
 from kunserve.control.cluster.placement import Placement
@@ -71,20 +71,20 @@ class Recovery:
         self.num_deaths = 0
         """Instances that died so far."""
 
-    def lost(self, instance_id: InstanceId, reason: str, now_s: float, blame: Blame) -> None:
+    def lost(self, instance_id: InstanceId, reason: str, now_s: float, blame: Blame) -> bool:
         """An instance died: its group's survivors start anew, its requests are run again.
 
-        Whatever ran there may be why, as far as ``blame`` says.
+        Whatever ran there may be why, as far as ``blame`` says. False if it was not known to live.
         """
         if not self._instances.forget(instance_id):
-            return
+            return False
         self.num_deaths += 1
         affected = self._end_all_of(
             (instance_id,), f"instance {instance_id} died ({reason})", now_s
         )
         num_suspects = self._num_suspects(affected) if blame.cause else {}
         self._start_over(affected, num_suspects, blame)
-        self._outbox.add(Respawn(instance_id))
+        return True
 
     def link_broken(self, event: LinkBroken, now_s: float) -> None:
         """Words between two instances are lost: all that they are part of starts anew.

@@ -1,4 +1,8 @@
-"""The cluster's size: instances ordered under overload, drained and given back after it."""
+"""The cluster's size: instances ordered under overload, drained and given back after it.
+
+An operator may ask for a size too. The cluster goes there by itself, and it does not shrink below
+that size until somebody asks again.
+"""
 
 from collections.abc import Callable
 
@@ -9,6 +13,7 @@ from kunserve.control.cluster.transitions import Transitions
 from kunserve.core.config import ClusterConfig
 from kunserve.core.ids import GroupId, InstanceId
 from kunserve.core.load import GroupLoad
+from kunserve.core.snapshots import ClusterSize
 from kunserve.policy.monitor import ClusterLoadView
 from kunserve.policy.scale import (
     GIVE_BACK_HOLD_S,
@@ -20,6 +25,8 @@ from kunserve.policy.scale import (
 
 SAY_PERIOD_S = 10.0
 """Shortest time between two wishes for instances that nobody may order, and how long one holds."""
+REFUSED_HOLD_S = 60.0
+"""After an instance could not be started, the cluster orders none by itself for so long."""
 
 
 class Scaling:
@@ -33,35 +40,124 @@ class Scaling:
         requests: Requests,
         outbox: Outbox,
         give_back: Callable[[InstanceId], None],
+        num_places: int | None = None,
     ) -> None:
-        self._config = config
+        """``num_places``: instances that there are or are being started; None: as configured."""
         self._placement = placement
         self._transitions = transitions
         self._requests = requests
         self._outbox = outbox
         self._give_back = give_back
-        self._num_ordered = 0
+        self._most = config.max_instances
+        self._fewest = config.fewest_instances
+        self._num_places = config.num_instances if num_places is None else num_places
+        """Instances ready, dead and to be replaced, or ordered."""
+        self._goal: int | None = None
+        """A size that an operator asked for, until it is reached."""
+        self._dismissed: set[GroupId] = set()
+        """Those of the leaving that leave for the goal: a shortage does not keep them."""
         self._said_s: float | None = None
         self._wanted_s: float | None = None
         self._oversized_since_s: float | None = None
+        self._refused: tuple[float, str] | None = None
 
     @property
     def is_on(self) -> bool:
-        """Whether the cluster may grow."""
-        return self._config.max_instances is not None
+        """Whether the cluster may grow by itself."""
+        return self._most is not None
+
+    @property
+    def _num_ordered(self) -> int:
+        return max(0, self._num_places - len(self._placement.specs))
+
+    @property
+    def _num_wanted(self) -> int:
+        return self._num_places - len(self._placement.leaving)
+
+    @property
+    def size(self) -> ClusterSize:
+        """For people and metrics."""
+        return ClusterSize(
+            wanted=self._num_wanted if self._goal is None else self._goal,
+            ordered=self._num_ordered,
+            leaving=len(self._placement.leaving),
+            fewest=self._fewest,
+            most=self._most,
+        )
 
     def is_wanted(self, now_s: float) -> bool:
         """Whether more instances would have helped lately."""
         return self._wanted_s is not None and now_s - self._wanted_s <= SAY_PERIOD_S
 
-    def arrived(self) -> None:
-        """An instance that was never here before is ready."""
-        self._num_ordered = max(0, self._num_ordered - 1)
+    def reason_texts(self, now_s: float) -> tuple[str, ...]:
+        """Why the cluster is not as large as it was to be, for people."""
+        if self._refused is None or now_s - self._refused[0] > REFUSED_HOLD_S:
+            return ()
+        return (f"an instance more could not be started: {self._refused[1]}",)
+
+    # By hand
+
+    def resize(self, num_instances: int) -> None:
+        """An operator asks for so many. ``pursue`` goes there."""
+        self._goal = self._fewest = num_instances
+        self._oversized_since_s = self._refused = None
+
+    def pursue(self) -> None:
+        """Called at every tick: order what is missing of the goal, send away what is too much."""
+        if self._goal is None:
+            return
+        placement = self._placement
+        for group_id in sorted(placement.leaving):
+            if self._num_wanted < self._goal:
+                placement.stay(group_id)
+        for instance_id in sorted(placement.absent):
+            if self._num_wanted > self._goal:
+                self._give_back(instance_id)
+        missing = self._goal - self._num_wanted
+        if missing > 0:
+            self._order(missing, f"{self._goal} instances were asked for")
+        for _ in range(-missing):
+            leaver = choose_leaver(self._alone())
+            if leaver is None:
+                break  # those that could leave are in pipelines, or change
+            placement.leave(leaver)
+        if self._num_wanted == self._goal:
+            self._dismissed |= placement.leaving
+            if not placement.leaving:
+                self._goal = None
+        self._dismissed &= placement.leaving
+        self._dismiss_all()
+
+    def lets_go(self, instance_id: InstanceId) -> bool:
+        """An instance died: whether it is one too many, so that it needs no replacement."""
+        if self._goal is None or self._num_places <= self._goal:
+            return False
+        placement = self._placement
+        if self._num_wanted <= self._goal:  # another one was to leave: that one stays
+            placement.stay(max(placement.leaving))
+        return True
+
+    # What becomes of orders
+
+    def refused(self, reason: str, now_s: float) -> None:
+        """An instance that was ordered could not be started, and will not be."""
+        self._num_places -= 1
+        self._refused = (now_s, reason)
+        self._fewest = min(self._fewest, self._num_wanted)
+        if self._goal is not None:
+            self._goal = min(self._goal, self._num_wanted)
+
+    def gave_back(self) -> None:
+        """An instance has been given back."""
+        self._num_places -= 1
 
     def keep_all(self) -> None:
-        """Memory is short, or somebody died: nobody leaves."""
-        self._placement.keep_all()
+        """Memory is short, or somebody died: nobody leaves but whom an operator sent away."""
+        for group_id in sorted(self._placement.leaving - self._dismissed):
+            self._placement.stay(group_id)
         self._oversized_since_s = None
+
+    # By itself
 
     def grow(self, missing_blocks: int, reason: str, now_s: float) -> None:
         """Memory is short, and dropping does not help: order instances, or say so now and then."""
@@ -69,10 +165,15 @@ class Scaling:
         if not self.is_on:
             if self._said_s is None or now_s - self._said_s >= SAY_PERIOD_S:
                 self._said_s = now_s
-                self._outbox.add(ScaleUp(reason))
+                self._outbox.add(ScaleUp(reason, is_wish=True))
             return
-        count = instances_to_order(self._view(), missing_blocks)
-        self._num_ordered += count
+        if self._refused is not None and now_s - self._refused[0] <= REFUSED_HOLD_S:
+            return
+        if self._goal is None:
+            self._order(instances_to_order(self._view(), missing_blocks), reason)
+
+    def _order(self, count: int, reason: str) -> None:
+        self._num_places += count
         for _ in range(count):
             self._outbox.add(ScaleUp(reason))
 
@@ -80,12 +181,12 @@ class Scaling:
         """Called when memory is not short: give back who has drained, and choose who leaves."""
         if not self.is_on:
             return
-        for group_id in tuple(self._placement.leaving):
-            self._dismiss_if_empty(group_id)
+        self._dismiss_all()
         need = sum(load.need_blocks for load in loads.groups)
         num_waiting = sum(load.report.num_waiting for load in loads.groups)
         num_waiting += len(self._requests.backlog)
-        if not is_oversized(self._view(), need, num_waiting):
+        is_whole = not self._placement.num_missing and self._goal is None
+        if not is_whole or not is_oversized(self._view(), need, num_waiting):
             self._oversized_since_s = None
         elif self._oversized_since_s is None:
             self._oversized_since_s = now_s
@@ -94,6 +195,10 @@ class Scaling:
             if leaver is not None:
                 self._placement.leave(leaver)
                 self._oversized_since_s = now_s
+
+    def _dismiss_all(self) -> None:
+        for group_id in tuple(self._placement.leaving):
+            self._dismiss_if_empty(group_id)
 
     def _dismiss_if_empty(self, group_id: GroupId) -> None:
         group = self._placement.groups[group_id]
@@ -106,21 +211,26 @@ class Scaling:
         groups = self._placement.groups
         if any(len(group.layout.stages) > 1 for group in groups.values()):
             return []
+        return self._alone()
+
+    def _alone(self) -> list[GroupLoad]:
+        """Groups of one instance that may be told to leave."""
+        placement = self._placement
+        barred = placement.leaving | self._transitions.busy_groups | placement.unready
         return [
             group.load
-            for group_id, group in groups.items()
-            if group.is_reported and group_id not in self._placement.leaving
+            for group_id, group in placement.groups.items()
+            if group.is_reported and group_id not in barred and len(group.layout.stages) == 1
         ]
 
     def _view(self) -> ScaleView:
         placement = self._placement
-        standing = [m for group in placement.groups.values() for m in group.layout.members]
-        assert self._config.max_instances is not None
+        assert self._most is not None
         return ScaleView(
-            num_instances=len(standing) - len(placement.leaving),
+            num_instances=len(placement.specs) - len(placement.leaving),
             num_ordered=self._num_ordered,
-            fewest=self._config.num_instances,
-            most=self._config.max_instances,
+            fewest=self._fewest,
+            most=self._most,
             instance_blocks=min(
                 (spec.kv_units // spec.num_layers for spec in placement.specs.values()), default=1
             ),

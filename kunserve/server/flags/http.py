@@ -41,7 +41,7 @@ HTTP_FLAGS = all_of(
     _access(
         "--enable-admin",
         is_flag=True,
-        help="Let POST /kunserve/drop, restore, pause, resume and kill act.",
+        help="Let POST /kunserve/drop, restore, scale, pause, resume and kill act.",
     ),
     _access(
         "--allowed-origins",

@@ -29,6 +29,40 @@ _faults = flags_of("Faults and traces", ClusterConfig())
 INSTANCE_FLAGS = all_of(
     _cluster("--num-instances", type=click.IntRange(1, 64), help="Replicas."),
     _cluster(
+        "--min-instances",
+        type=click.IntRange(min=1),
+        help="With --max-instances: the cluster shrinks to so many when it has little to do "
+        "[--num-instances].",
+    ),
+    _cluster(
+        "--max-instances",
+        type=click.IntRange(min=1),
+        help="Start instances up to so many while memory is short and nothing is left to drop, "
+        "and let them go later [the size changes by `kunserve scale` only].",
+    ),
+    _cluster(
+        "--cluster",
+        "launcher",
+        type=click.Choice(["local", "ray"]),
+        help="Where instances are started: on this machine, or on the nodes of a Ray cluster "
+        "(needs: pip install 'kunserve[ray]').",
+    ),
+    _cluster(
+        "--ray-address",
+        help="host:port of Ray's head [the cluster that this machine is a node of].",
+    ),
+    _cluster(
+        "--ray-placement",
+        type=click.Choice(["spread", "pack"]),
+        help="With --cluster ray: instances on many nodes, or on few.",
+    ),
+    _cluster(
+        "--ray-autoscaling",
+        is_flag=True,
+        help="With --cluster ray: Ray's autoscaler adds nodes. Instances for which there is no "
+        "room are asked of it, and wait up to --start-timeout; else they are refused.",
+    ),
+    _cluster(
         "--dispatch-policy",
         type=click.Choice(["soonest", "round-robin"]),
         help="soonest: requests wait in one queue for the instance that starts them first; "

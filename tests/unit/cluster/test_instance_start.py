@@ -21,7 +21,7 @@ def test_an_instance_whose_front_died_first_ends(tmp_path: Path) -> None:
         front_address=f"ipc://{tmp_path}/front",
         socket_folder=str(tmp_path),
         config=KunServeConfig(),
-        front_pid=os.getpid() + 1,
+        parent_pid=os.getpid() + 1,
     )
     ended = subprocess.run(
         [sys.executable, "-m", "kunserve.cluster.fake_main"],

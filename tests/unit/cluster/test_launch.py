@@ -1,7 +1,9 @@
 import logging
+import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -13,6 +15,7 @@ from kunserve.cluster.launch import (
     EXIT_REMAP_FAILED,
     StepFailure,
     blame_for,
+    check_growth,
     check_memory,
     end_of_process,
     python_command,
@@ -49,6 +52,37 @@ def test_instances_are_refused_together_before_any_loads(
     monkeypatch.setattr(launch, "available_bytes", lambda: 2 * each)
     with pytest.raises(TooLittleMemory, match="100 MiB more for this process"):
         check_memory(config(2, memory_bytes=1024 * MIB))
+
+
+def test_a_cluster_that_cannot_grow_to_its_most_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    each = 1024 * MIB + PROCESS_BYTES
+    monkeypatch.setattr(launch, "available_bytes", lambda: 3 * each + FRONT_BYTES)
+    made = config(2, memory_bytes=1024 * MIB)
+    for most, is_told in ((3, False), (4, True)):
+        caplog.clear()
+        check_memory(replace(made, cluster=ClusterConfig(num_instances=2, max_instances=most)))
+        assert ("memory for 3 instances only" in caplog.text) == is_told
+
+
+def test_growth_is_refused_where_it_would_take_what_running_instances_were_promised(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    each = 1024 * MIB + PROCESS_BYTES
+    monkeypatch.setattr(launch, "available_bytes", lambda: 2 * each)
+    monkeypatch.setattr(launch, "held_bytes", lambda pid: each - pid * MIB)
+    made = config(2, memory_bytes=1024 * MIB)
+    check_growth(made, 2, [0, 0])
+    check_growth(made, 1, [0, 1024])
+    with pytest.raises(TooLittleMemory, match=r"^1 more of 1024 MiB .* has 1247 MiB left beside"):
+        check_growth(made, 1, [1000, 249])
+    check_growth(config(2, memory_bytes=1024 * MIB, kv_cache_memory_bytes=MIB), 9, [0])
+
+
+def test_what_a_process_holds() -> None:
+    assert free_memory.held_bytes(os.getpid()) > 8 * MIB
+    assert free_memory.held_bytes(2**22 + 1) == 0
 
 
 @pytest.mark.parametrize(

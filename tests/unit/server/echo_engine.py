@@ -16,6 +16,7 @@ from kunserve.core.messages import TokenOutput
 from kunserve.core.prompt_scores import PromptScores, pack_scores
 from kunserve.core.request import FinishReason, Request, TokenLogprobs
 from kunserve.core.snapshots import (
+    ClusterSize,
     ClusterState,
     InstanceSnapshot,
     Kind,
@@ -250,6 +251,15 @@ class EchoEngine:
             moved_bytes=5000,
             max_stall_s=0.05,
         )
+
+    async def scale(self, num_instances: int) -> str:
+        if num_instances > 4:
+            raise InvalidRequest("`num_instances` must be from 1 to 4.", "num_instances")
+        if not self.lying:
+            size = ClusterSize(num_instances, fewest=num_instances)
+            instances = tuple(map(instance_state, range(num_instances)))
+            self.snapshot = replace(self.snapshot, size=size, instances=instances)
+        return f"{num_instances} instances"
 
     def set_paused(self, paused: bool) -> None:
         if not self.lying:

@@ -7,14 +7,15 @@ from dataclasses import replace
 
 import httpx
 import pytest
-from click.testing import CliRunner
+from click.testing import CliRunner, Result
 
 import kunserve.server.admin_routes as admin_routes
 from kunserve.cluster.api import Vitals
 from kunserve.core.config import ServerConfig
 from kunserve.core.errors import ConfigError
-from kunserve.core.snapshots import ObservedDrops
+from kunserve.core.snapshots import ClusterSize, ObservedDrops
 from kunserve.server.command import serve_command
+from kunserve.server.scale_command import scale_command
 from tests.conftest import wait_until
 from tests.unit.server.echo_engine import EchoEngine
 from tests.unit.server.live_server import LiveServer, live_server
@@ -33,7 +34,7 @@ def admin(monkeypatch: pytest.MonkeyPatch) -> Generator[LiveServer, None, None]:
 
 def test_admin_is_off_by_default() -> None:
     with live_server() as server, server.client() as client:
-        for action in ("drop", "restore", "kill", "pause", "resume"):
+        for action in ("drop", "restore", "kill", "scale", "pause", "resume"):
             answer = client.post(f"/kunserve/{action}", json={"instance_id": 0})
             assert answer.status_code == 403
             assert "--enable-admin" in answer.json()["error"]["message"]
@@ -51,6 +52,39 @@ def test_drop_and_restore_answer_with_what_changed(admin: LiveServer) -> None:
         restored = client.post("/kunserve/restore", headers=JSON).json()
         assert restored["dropped_bytes_after"] == 0
         assert len(restored["state"]["groups"]) == 2
+
+
+def test_a_size_that_is_asked_for(admin: LiveServer) -> None:
+    with admin.client() as client:
+        answer = client.post("/kunserve/scale", json={"num_instances": 3}).json()
+        assert answer["result"] == "3 instances"
+        size = {"wanted": 3, "ordered": 0, "leaving": 0, "fewest": 3, "most": None}
+        assert answer["state"]["size"] == size
+        for wrong in ({}, {"num_instances": 0}, {"num_instances": "3"}, {"num_instances": 5}):
+            refused = client.post("/kunserve/scale", json=wrong)
+            assert refused.status_code == 400 and "num_instances" in refused.text, wrong
+        admin.engine.lying = True
+        lied = client.post("/kunserve/scale", json={"num_instances": 2})
+        assert lied.status_code == 500 and "does not show it" in lied.text
+
+
+def test_the_command_asks_and_waits(admin: LiveServer) -> None:
+    def scale(*words: str) -> Result:
+        return CliRunner().invoke(scale_command, [*words, "--url", admin.url])
+
+    done = scale("3")
+    assert done.exit_code == 0 and done.output == "3 instances\n3 instances serve\n"
+    assert scale("2", "--no-wait").output == "2 instances\n"
+    refused = scale("9")
+    assert refused.exit_code == 1 and "must be from 1 to 4" in refused.output
+    assert scale("0").exit_code == 2
+    size = ClusterSize(wanted=3, ordered=1, fewest=3)
+    admin.engine.snapshot = replace(admin.engine.snapshot, size=size)
+    admin.engine.lying = True
+    late = scale("3", "--timeout", "0.01")
+    assert "2 instances serve, 1 start and 0 leave" in late.output and late.exit_code == 1
+    nobody = CliRunner().invoke(scale_command, ["2", "--url", "http://127.0.0.1:1"])
+    assert nobody.exit_code == 1 and "no answer from http://127.0.0.1:1" in nobody.output
 
 
 def test_pause_and_resume(admin: LiveServer) -> None:
@@ -180,14 +214,22 @@ def test_health_and_readiness() -> None:
 
 def test_missing_capacity_shows_while_the_rest_serves() -> None:
     with live_server() as server, server.client() as client:
-        whole = {"status": "ok", "instances": 2, "instances_missing": 0}
+        whole = {"status": "ok", "instances": 2, "instances_missing": 0, "instances_starting": 0}
         assert client.get("/health").json() == whole
         assert "kunserve:instances_missing{" in client.get("/metrics").text
         server.configure(wholeness=Vitals(2, num_missing=1, num_errors=3))
         answer = client.get("/health")
         assert answer.status_code == 200
-        assert answer.json() == {"status": "degraded", "instances": 2, "instances_missing": 1}
+        assert answer.json() == {**whole, "status": "degraded", "instances_missing": 1}
         metrics = client.get("/metrics").text
+        for state, num in (("serving", 1), ("missing", 1), ("starting", 0), ("leaving", 0)):
+            found = re.search(
+                rf'kunserve:instances\{{[^}}]*state="{state}"[^}}]*\}} (\S+)', metrics
+            )
+            assert found is not None and float(found[1]) == num, state
+        server.configure(wholeness=Vitals(3, num_missing=0, num_errors=0, num_starting=1))
+        growing = {**whole, "instances": 3, "instances_starting": 1}
+        assert client.get("/health").json() == growing, "more are coming, and nobody is missing"
         assert re.search(r"kunserve:instances_missing\{[^}]*\} 1.0", metrics)
         assert re.search(r"kunserve:internal_errors_total\{[^}]*\} 3.0", metrics)
         assert client.get("/health/ready").status_code == 200

@@ -1,11 +1,12 @@
 """A cluster that may grow: orders under overload, and instances given back after it."""
 
-from kunserve.control.cluster.commands import ScaleDown, ScaleUp
-from kunserve.control.cluster.scaling import SAY_PERIOD_S
+from kunserve.control.cluster.commands import Respawn, ScaleDown, ScaleUp
+from kunserve.control.cluster.scaling import REFUSED_HOLD_S, SAY_PERIOD_S
 from kunserve.core.config import ClusterConfig
 from kunserve.core.ids import InstanceId
-from kunserve.core.messages import Submit
+from kunserve.core.messages import Prepare, Submit
 from kunserve.core.request import FinishReason
+from kunserve.core.snapshots import ClusterSize
 from kunserve.policy.scale import GIVE_BACK_HOLD_S
 from tests.unit.control.cluster.brain import BLOCKS, Brain
 
@@ -13,7 +14,7 @@ SHORT = {"num_running": 9, "used_blocks": BLOCKS, "num_waiting": 2, "head_of_lin
 
 
 def growing(num_instances: int = 1, most: int = 3) -> Brain:
-    config = ClusterConfig(num_instances=1, max_instances=most)
+    config = ClusterConfig(num_instances=num_instances, min_instances=1, max_instances=most)
     return Brain(num_instances, cluster=config, policy="recompute")
 
 
@@ -128,3 +129,161 @@ def test_what_nobody_may_order_is_wanted_until_a_while_after_the_shortage() -> N
     assert brain.controller.state(brain.now_s).is_scale_up_wanted
     brain.report(0, after_s=2.0)
     assert not brain.controller.state(brain.now_s).is_scale_up_wanted
+
+
+# By hand
+
+
+def sized(num_instances: int = 2) -> Brain:
+    return Brain(num_instances, policy="recompute")
+
+
+def size_of(brain: Brain) -> ClusterSize:
+    return brain.controller.state(brain.now_s).size
+
+
+def resize(brain: Brain, num_instances: int) -> None:
+    brain.controller.resize(num_instances)
+    brain.pass_time(0.0)
+
+
+def test_more_are_ordered_at_once_and_counted_until_they_come() -> None:
+    brain = sized()
+    resize(brain, 4)
+    assert len(brain.said(ScaleUp)) == 2
+    assert size_of(brain) == ClusterSize(wanted=4, ordered=2, fewest=4)
+    brain.start(2)
+    brain.pass_time()
+    assert not brain.said(ScaleUp)
+    assert size_of(brain).ordered == 1
+    brain.start(3)
+    assert brain.groups == [(0,), (1,), (2,), (3,)]
+    assert size_of(brain) == ClusterSize(wanted=4, fewest=4)
+
+
+def test_fewer_leave_when_their_requests_have_ended() -> None:
+    brain = sized(3)
+    requests = [brain.request() for _ in range(3)]
+    for number in range(3):
+        brain.report(number, num_running=1, used_blocks=2)
+    resize(brain, 1)
+    assert size_of(brain) == ClusterSize(wanted=1, leaving=2, fewest=1)
+    assert not brain.said(ScaleDown)
+    leaders = {leader for leader, _ in brain.take(Submit)}
+    brain.request()
+    ((stays, _),) = brain.take(Submit)
+    for request_id, leader in zip(requests, sorted(leaders), strict=True):
+        if leader != stays:
+            brain.output(leader, request_id, FinishReason.LENGTH)
+    brain.pass_time()
+    assert {down.instance_id for down in brain.said(ScaleDown)} == leaders - {stays}
+    assert brain.groups == [(stays,)]
+    assert size_of(brain) == ClusterSize(wanted=1, fewest=1)
+
+
+def test_who_is_to_leave_stays_when_more_are_wanted_again() -> None:
+    brain = sized(2)
+    request_id = brain.request()
+    ((leader, _),) = brain.take(Submit)
+    brain.report(1 - leader, num_running=1, used_blocks=9)
+    brain.report(leader, num_running=1, used_blocks=2)
+    resize(brain, 1)
+    assert brain.controller.placement.leaving == {brain.group_id(leader)}
+    resize(brain, 2)
+    assert not brain.controller.placement.leaving
+    assert not brain.said(ScaleUp)
+    brain.output(leader, request_id, FinishReason.LENGTH)
+    brain.pass_time()
+    assert not brain.said(ScaleDown)
+
+
+def leaving(policy: str = "recompute") -> tuple[Brain, int]:
+    """Of two instances the one that leaves and has a request still."""
+    brain = Brain(2, policy=policy)
+    brain.request()
+    ((leader, _),) = brain.take(Submit)
+    brain.report(1 - leader, num_running=1, used_blocks=9)
+    brain.report(leader, num_running=1, used_blocks=2)
+    resize(brain, 1)
+    return brain, leader
+
+
+def test_who_dies_while_it_leaves_is_not_replaced() -> None:
+    brain, leader = leaving()
+    brain.die(leader)
+    assert brain.said(ScaleDown) == [ScaleDown(InstanceId(leader))] and not brain.said(Respawn)
+    ((other, _),) = brain.take(Submit)
+    assert other == 1 - leader, "its request goes on there"
+    assert size_of(brain) == ClusterSize(wanted=1, fewest=1)
+
+
+def test_who_was_to_leave_stays_if_the_other_one_dies() -> None:
+    brain, leader = leaving()
+    brain.die(1 - leader)
+    assert brain.said(ScaleDown) == [ScaleDown(InstanceId(1 - leader))] and not brain.said(Respawn)
+    brain.pass_time()
+    assert not brain.controller.placement.leaving and brain.groups == [(leader,)]
+    assert size_of(brain) == ClusterSize(wanted=1, fewest=1)
+
+
+def test_the_dead_go_first() -> None:
+    brain = sized(2)
+    brain.report(0)
+    brain.die(1)
+    assert brain.said(Respawn)
+    resize(brain, 1)
+    assert brain.said(ScaleDown) == [ScaleDown(InstanceId(1))]
+    assert brain.groups == [(0,)]
+
+
+def test_who_leaves_is_neither_dropped_nor_kept_by_a_shortage() -> None:
+    brain, leader = leaving("drop")
+    brain.report(1 - leader, **SHORT, waiting_blocks=90)
+    brain.pass_time()
+    assert brain.controller.placement.leaving == {brain.group_id(leader)}
+    assert not brain.take(Prepare)
+    assert brain.controller.force_drop(None, brain.now_s) == []
+
+
+def test_an_order_that_cannot_be_carried_out_ends_the_wish_and_says_why() -> None:
+    brain = sized()
+    resize(brain, 3)
+    assert len(brain.said(ScaleUp)) == 1
+    brain.controller.growth_refused("no memory", brain.now_s)
+    brain.pass_time()
+    assert not brain.said(ScaleUp)
+    assert size_of(brain) == ClusterSize(wanted=2, fewest=2)
+    (reason,) = brain.controller.state(brain.now_s).reasons
+    assert reason == "an instance more could not be started: no memory"
+    brain.pass_time(REFUSED_HOLD_S + 1.0)
+    assert not brain.controller.state(brain.now_s).reasons
+
+
+def test_a_cluster_that_was_refused_an_instance_does_not_ask_again_for_a_while() -> None:
+    brain = growing()
+    brain.report(0, **SHORT, waiting_blocks=90)
+    assert len(brain.said(ScaleUp)) == 1
+    brain.controller.growth_refused("no memory", brain.now_s)
+    brain.report(0, **SHORT, waiting_blocks=90)
+    assert not brain.said(ScaleUp)
+    brain.pass_time(REFUSED_HOLD_S)
+    brain.report(0, **SHORT, waiting_blocks=90)
+    assert len(brain.said(ScaleUp)) == 1
+
+
+def test_a_size_by_hand_is_the_least_from_then_on() -> None:
+    brain = growing(num_instances=2, most=4)
+    resize(brain, 3)
+    brain.start(2)
+    idle_for(brain, 3 * GIVE_BACK_HOLD_S)
+    assert not brain.said(ScaleDown)
+    resize(brain, 1)
+    idle_for(brain, 2.0)
+    assert len(brain.said(ScaleDown)) == 2
+
+
+def test_nobody_leaves_while_somebody_is_dead() -> None:
+    brain = growing(num_instances=3)
+    brain.die(2)
+    idle_for(brain, 2 * GIVE_BACK_HOLD_S)
+    assert not brain.said(ScaleDown)

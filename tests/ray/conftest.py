@@ -1,0 +1,62 @@
+"""A Ray cluster of several nodes on this machine, small and quiet."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+MIB = 1 << 20
+SMALL = {"include_dashboard": False, "object_store_memory": 80 * MIB}
+
+
+@pytest.fixture(scope="session")
+def ray_cluster() -> Iterator[Any]:
+    """The head has no CPU for instances: a test adds nodes that it can kill."""
+    utils = pytest.importorskip("ray.cluster_utils")
+    cluster = utils.Cluster(initialize_head=True, head_node_args={"num_cpus": 0, **SMALL})
+    yield cluster
+    cluster.shutdown()
+
+
+@pytest.fixture(scope="session")
+def session(ray_cluster: Any) -> Iterator[Any]:
+    """This process's connection."""
+    from kunserve.cluster.ray.session import Session
+
+    made = Session(ray_cluster.address)
+    yield made
+    made.close()
+
+
+class Nodes:
+    """Those that a test adds."""
+
+    def __init__(self, cluster: Any) -> None:
+        self.cluster = cluster
+        self.living: list[Any] = []
+
+    def add(self, num_cpus: int = 1, **labels: str) -> Any:
+        for attempt in range(
+            3
+        ):  # a busy machine starts none within the half minute that Ray allows
+            with contextlib.suppress(Exception if attempt < 2 else ()):
+                node = self.cluster.add_node(
+                    num_cpus=num_cpus, memory=4096 * MIB, labels=labels or None, **SMALL
+                )
+                self.living.append(node)
+                return node
+
+    def kill(self, node: Any) -> None:
+        """All of its processes, at once, as when a machine loses its power."""
+        self.living.remove(node)
+        self.cluster.remove_node(node, allow_graceful=False)
+
+
+@pytest.fixture
+def nodes(ray_cluster: Any, session: Any) -> Iterator[Nodes]:
+    """Removed at the end."""
+    made = Nodes(ray_cluster)
+    yield made
+    for node in list(made.living):
+        made.kill(node)
