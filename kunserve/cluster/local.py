@@ -26,6 +26,7 @@ from kunserve.cluster.launch import (
 from kunserve.cluster.processes import Death, Processes
 from kunserve.cluster.succession import Succession
 from kunserve.cluster.sweep import sweep
+from kunserve.cluster.topology import place_of, places_of
 from kunserve.cluster.trace import begin_trace, end_trace
 from kunserve.cluster.transition_log import log_decision
 from kunserve.cluster.waking_clock import WakingClock
@@ -81,6 +82,7 @@ class LocalCluster:
         self._fake = fake
         self._succession = succession
         self._model_files = model_files
+        self._places = places_of(config.cluster)
         self._controller = Controller(config, 0 if succession is None else succession.first_id)
         self._forced = ForcedTransitions(
             self._controller, lambda: self._clock.now_s(), self._flush, self._until
@@ -212,6 +214,7 @@ class LocalCluster:
             lease=None if self._succession is None else self._succession.lease(),
             front_pid=os.getpid(),
             model_files=self._model_files,
+            place=place_of(self._places, instance_id),
         )
         return order if self._wires is None else self._wires.addressed(order)
 
@@ -366,6 +369,9 @@ class LocalCluster:
             raise Overloaded(shed.reason, shed.retry_after_s, shed.limit)
         self._controller.arrive(request, deliver, self._clock.now_s())
         self._flush()
+
+    async def admitted(self, request_id: RequestId) -> None:
+        """See ``EngineClient``: ``submit`` has said it."""
 
     def abort(self, request_id: RequestId) -> None:
         """See ``EngineClient``."""
