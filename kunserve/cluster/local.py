@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 from kunserve.cluster.api import ServingLimits, Vitals, limits_of
 from kunserve.cluster.background import Background
@@ -27,6 +28,7 @@ from kunserve.cluster.rejoining import Rejoining
 from kunserve.cluster.size import SizeDriver
 from kunserve.cluster.succession import Succession
 from kunserve.cluster.sweep import sweep
+from kunserve.cluster.topology import place_of, places_of
 from kunserve.cluster.trace import ClusterTrace
 from kunserve.cluster.transition_log import log_decision
 from kunserve.cluster.waking_clock import WakingClock
@@ -84,6 +86,7 @@ class LocalCluster:
         num_instances = config.cluster.num_instances
         ids = succession.ids if succession is not None else ()
         self._first_ids = ids or tuple(InstanceId(i) for i in range(num_instances))
+        self._places = places_of(config.cluster)
         self._controller = Controller(
             config, 0 if succession is None else succession.first_id, len(self._first_ids)
         )
@@ -216,6 +219,7 @@ class LocalCluster:
             lease=None if self._succession is None else self._succession.lease(),
             parent_pid=os.getpid() if self._succession is None else None,
             model_files=self._model_files,
+            place=place_of(self._places, instance_id),
         )
         return order if self._wires is None else self._wires.addressed(order)
 
@@ -265,7 +269,7 @@ class LocalCluster:
                 return
             if isinstance(event, StageTime):
                 self._stage_times[instance_id] = event
-            self._controller.on(instance_id, _as_event(event), self._clock.now_s())
+            self._controller.on(instance_id, cast(Event, event), self._clock.now_s())
         self._flush()
 
     def _flush(self) -> None:
@@ -365,6 +369,9 @@ class LocalCluster:
         self._controller.arrive(request, deliver, self._clock.now_s())
         self._flush()
 
+    async def admitted(self, request_id: RequestId) -> None:
+        """See ``EngineClient``: ``submit`` has said it."""
+
     def abort(self, request_id: RequestId) -> None:
         """See ``EngineClient``."""
         self._controller.cancel(request_id)
@@ -439,7 +446,3 @@ class LocalCluster:
         if self._succession is not None:
             self._succession.close()
         self._trace.end(self._controller.transitions.latest())
-
-
-def _as_event(message: Message) -> Event:
-    return message  # type: ignore[return-value]

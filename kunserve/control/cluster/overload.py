@@ -12,9 +12,12 @@ from kunserve.control.cluster.scaling import Scaling
 from kunserve.control.cluster.transitions import Transitions
 from kunserve.core.config import OverloadConfig
 from kunserve.core.ids import GroupId, InstanceId, TransitionId
+from kunserve.core.layout import GroupLayout, LayerRange
 from kunserve.core.load import GroupLoad
 from kunserve.core.messages import AllowParking, LoadLayers
+from kunserve.core.place import ONE_HOST
 from kunserve.core.snapshots import Kind
+from kunserve.policy.capacity import Specs
 from kunserve.policy.dispatch import share_out
 from kunserve.policy.drop_plan import blocks_for_bytes, plan_drop
 from kunserve.policy.monitor import (
@@ -26,6 +29,7 @@ from kunserve.policy.monitor import (
     Verdict,
     observe,
 )
+from kunserve.policy.nearness import SAME_HOST, site_of
 from kunserve.policy.redispatch import spare_blocks
 from kunserve.policy.restore import Postponed, plan_restore
 from kunserve.policy.static_pipelines import plan_pipelines
@@ -140,18 +144,39 @@ class OverloadControl:
         block_shares = share_out(backlog.num_blocks, capacities)
         num_shares = share_out(len(backlog), capacities)
         return [
-            replace(
-                group.load,
-                backlog_blocks=num_blocks,
-                num_backlog=num_requests,
-                formed_s=self._transitions.last_end_s(group.layout.members),
-                in_transition=group.layout.group_id in busy,
-                is_restoring=group.layout.group_id in restoring,
+            group.load.in_cluster(
+                num_blocks,
+                num_requests,
+                self._transitions.last_end_s(group.layout),
+                group.layout.group_id in busy,
+                group.layout.group_id in restoring,
             )
             for group, num_blocks, num_requests in zip(
                 groups, block_shares, num_shares, strict=True
             )
         ]
+
+    @property
+    def _specs(self) -> Specs:
+        """Of all instances, where they stand included unless nobody shall look at it."""
+        specs = self._placement.specs
+        if self._config.place_aware:
+            return specs
+        return {i: replace(spec, place=ONE_HOST) for i, spec in specs.items()}
+
+    def _holders(self, layout: GroupLayout) -> dict[InstanceId, LayerRange]:
+        """What instances hold whose groups do not change now; none where the group's own members
+        stand on one host, because nobody is nearer.
+        """
+        if site_of(layout.members, self._specs, SAME_HOST) is not None:
+            return {}
+        changing = self._transitions.busy_groups | self._placement.unready
+        return {
+            stage.instance_id: stage.layers
+            for group_id, group in self._placement.groups.items()
+            if group_id not in changing
+            for stage in group.layout.stages
+        }
 
     def _last_transition_s(self) -> float | None:
         """From decision to commit, as last measured: new requests run from the commit on."""
@@ -172,7 +197,7 @@ class OverloadControl:
         dwelling = {
             group.layout.group_id
             for group in self._placement.groups.values()
-            if self._dwells(group.layout.members, now_s)
+            if self._dwells(group.layout, now_s)
         }
         is_enough = self.observation is not None and not self._scaling.is_on
         if self._config.policy == "drop" and not self.is_paused:
@@ -195,8 +220,8 @@ class OverloadControl:
         for group_id in allowed_s.keys() - self._placement.groups.keys():
             del allowed_s[group_id]
 
-    def _dwells(self, members: tuple[InstanceId, ...], now_s: float) -> bool:
-        formed_s = self._transitions.last_end_s(members)
+    def _dwells(self, layout: GroupLayout, now_s: float) -> bool:
+        formed_s = self._transitions.last_end_s(layout)
         return formed_s is not None and now_s - formed_s < self._config.dwell_s
 
     def _drop(
@@ -209,9 +234,10 @@ class OverloadControl:
             for group in self._placement.candidates()
             if group.layout.group_id not in wanted.group_ids
         ]
+        groups = self._placement.groups.items()
         plan = plan_drop(
             layouts,
-            self._placement.specs,
+            self._specs,
             wanted.required_blocks,
             first_id=self._placement.next_id,
             pressed=wanted.group_ids,
@@ -224,6 +250,8 @@ class OverloadControl:
             max_group_size=self._config.max_group_size,
             min_deep_gain=min_deep_gain,
             head_cost_layers=HEAD_COST_LAYERS,
+            used_blocks={group_id: group.report.used_blocks for group_id, group in groups},
+            patience_s=wanted.wait_s,
         )
         self._placement.new_ids(len(plan.merges))
         begun = [
@@ -250,9 +278,10 @@ class OverloadControl:
             return Postponed("unreported", "its load is not known yet")
         plan = plan_restore(
             group.layout,
-            self._placement.specs,
+            self._specs,
             group.report,
             first_id=self._placement.next_id,
+            holders=self._holders(group.layout),
         )
         if isinstance(plan, Postponed):
             return plan
