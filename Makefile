@@ -4,6 +4,7 @@
 # make docs      the site, served at http://localhost:8001 while you write
 # make test      install, then check
 # make test-clients   LangChain and instructor as clients, in an environment of their own
+# make test-chart     the Helm chart, rendered and held against schemas
 # make chaos     random faults on the real engine, for MINUTES=30
 # make hunt      the property tests once more, with five times the examples, drawn anew
 # make chaos-sim 10,000 random schedules of everything that can go wrong, in virtual time
@@ -18,7 +19,7 @@ KERNEL_FILES := $(wildcard kunserve/engine/kernels/csrc/*) kunserve/engine/kerne
 # Tests start many processes. Each would compile every module anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install demo check check-types check-docs check-tests docs slow chaos chaos-sim hunt test test-clients package experiments clean
+.PHONY: install demo check check-types check-docs check-tests docs slow chaos chaos-sim hunt test test-clients test-chart package experiments clean
 .DELETE_ON_ERROR:
 
 install: $(VENV)/.kernels
@@ -107,6 +108,19 @@ test-clients: install $(CLIENTS)/.installed
 	SERVER_PYTHON=$(BIN)/python $(CLIENTS)/bin/python -m pytest -c /dev/null --rootdir . \
 	    --confcutdir tests/clients --import-mode importlib -p no:cacheprovider -q tests/clients
 
+# Of their own, because Helm's library takes 250 MB. CRDS=FOLDER: schemas of operators, too.
+CHART := .venv-chart
+export CRDS
+$(CHART)/.installed: Makefile
+	@$(PYTHON) -m venv $(CHART)
+	@$(CHART)/bin/python -m pip install -qq --disable-pip-version-check \
+	    'helm-python-sdk==0.2.2' 'kubernetes-validate>=1.34,<2' 'pytest>=9,<10' 'pyyaml>=6,<7'
+	@touch $@
+
+test-chart: $(CHART)/.installed
+	$(CHART)/bin/python -m pytest -c /dev/null --rootdir . --confcutdir tests/chart \
+	    --import-mode importlib -p no:cacheprovider -q tests/chart
+
 package: install
 	$(BIN)/python -m build
 
@@ -114,4 +128,4 @@ experiments: install
 	@$(BIN)/python -m benchmarks.reproduction
 
 clean:
-	rm -rf $(VENV) $(CLIENTS) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build dist *.egg-info
+	rm -rf $(VENV) $(CLIENTS) $(CHART) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build dist *.egg-info
