@@ -5,6 +5,7 @@ and SmolLM2's those of an undisturbed run, through drops, exchanges, restores an
 import asyncio
 from collections import defaultdict
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
@@ -27,7 +28,7 @@ from kunserve.core.request import Request, SamplingParams, TokenLogprobs
 from kunserve.engine.devices import STAND_IN
 from tests.chrome_trace import Event, check_trace
 from tests.fakecuda.library import build
-from tests.tiny_models import VOCAB, expected_tokens, prompt_logprobs, tiny_model
+from tests.tiny_models import VOCAB, greedy_after, prompt_logprobs, tiny_model
 
 Story = Callable[[LocalCluster, "Answers"], Awaitable[None]]
 SEEDED = SamplingParams(max_tokens=1, temperature=0.9, top_p=0.95, seed=7)
@@ -218,8 +219,8 @@ def test_tokens_are_those_of_transformers_through_everything(
 
     answers = run(config, VOCAB, story)
     for name, prompt in (PROMPTS | QUEUED).items():
-        num_tokens = NUM_TOKENS.get(name, QUEUED_TOKENS)
-        assert answers.tokens[name] == expected_tokens(model, prompt, num_tokens), name
+        assert len(answers.tokens[name]) == NUM_TOKENS.get(name, QUEUED_TOKENS)
+        assert answers.tokens[name] == greedy_after(model, prompt, answers.tokens[name]), name
         scores = [row.logprob for row in answers.scores[name]]
         assert scores == pytest.approx(prompt_logprobs(model, prompt), abs=1e-3), name
     check_pipelined(check_trace(trace), num_layers, num_instances, lookahead)
@@ -245,10 +246,11 @@ def test_so_they_are_over_a_device(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         await restore_when_it_fits(cluster)
 
     answers = run(config, VOCAB, story)
-    for name in early:
-        assert answers.tokens[name] == expected_tokens(model, PROMPTS[name], 24), name
-    for name in late:
-        assert answers.tokens[name] == expected_tokens(model, QUEUED[name], QUEUED_TOKENS), name
+    for name, prompt in (PROMPTS | QUEUED).items():
+        if name in answers.tokens:
+            assert len(answers.tokens[name]) == (24 if name in early else QUEUED_TOKENS)
+            assert answers.tokens[name] == greedy_after(model, prompt, answers.tokens[name]), name
+    assert set(answers.tokens) == {*early, *late}
 
 
 def check_pipelined(events: list[Event], num_layers: int, num_stages: int, lookahead: bool) -> None:
@@ -269,10 +271,15 @@ def check_pipelined(events: list[Event], num_layers: int, num_stages: int, looka
 
 def test_smollm2_says_the_same_through_a_drop_and_a_restore_even_in_bfloat16() -> None:
     config = config_of("smollm2-135m", "bfloat16", 2, 64 << 20, 256 * 1024, 16)
+    # No KV of the first run may serve the second one: both are on the same instances, because
+    # loading the model takes most of the time.
+    config = replace(config, scheduler=replace(config.scheduler, enable_prefix_caching=False))
     prompts = {
         f"r{i}": np.random.default_rng(i).integers(100, 30000, 40 + 30 * i).tolist()
         for i in range(5)
     }
+
+    before: list[Answers] = []
 
     def ask_all(answers: Answers) -> None:
         for i, (name, prompt) in enumerate(prompts.items()):
@@ -284,6 +291,9 @@ def test_smollm2_says_the_same_through_a_drop_and_a_restore_even_in_bfloat16() -
         answers.ask("late", prompts["r4"][::-1], 4, SEEDED)
 
     async def disturbed(cluster: LocalCluster, answers: Answers) -> None:
+        calm = Answers(cluster)
+        await undisturbed(cluster, calm)
+        before.append(await calm.all())
         ask_all(answers)
         await answers.have(5)
         await cluster.drop(None)
@@ -291,7 +301,8 @@ def test_smollm2_says_the_same_through_a_drop_and_a_restore_even_in_bfloat16() -
         await answers.have(4)
         await restore_when_it_fits(cluster)
 
-    one, other = run(config, 49152, disturbed), run(config, 49152, undisturbed)
-    assert one.tokens == other.tokens
-    assert one.scores == other.scores
-    assert all(len(one.scores[name]) == len(prompt) - 1 for name, prompt in prompts.items())
+    other = run(config, 49152, disturbed)
+    (calm,) = before
+    assert calm.tokens == other.tokens
+    assert calm.scores == other.scores
+    assert all(len(calm.scores[name]) == len(prompt) - 1 for name, prompt in prompts.items())

@@ -64,11 +64,12 @@ def test_the_same_command_takes_the_instances_of_a_killed_server_over(
 
     def is_whole() -> bool:
         try:
-            health = httpx.get(f"{url}/health", timeout=10.0)
+            health = client.get(f"{url}/health")
         except httpx.HTTPError:
             return False
         return bool(health.json() == {"status": "ok", "instances": 2, "instances_missing": 0})
 
+    client = httpx.Client(timeout=10.0)  # each new one reads all certificates of the system
     first = _serve(port, log)
     second = None
     try:
@@ -88,6 +89,7 @@ def test_the_same_command_takes_the_instances_of_a_killed_server_over(
         print(log.read_text())
         raise
     finally:
+        client.close()
         for process in (first, second):
             if process is not None:
                 process.kill()

@@ -277,10 +277,12 @@ def test_an_interrupted_call_leaves_nothing_running(llm: LLM, engine: EchoEngine
         raise Trouble
 
     def interrupt() -> None:
-        wait_until(lambda: len(engine.tasks) == 3)
         main = threading.main_thread().ident
         assert main is not None
-        signal.pthread_kill(main, signal.SIGINT)
+        try:
+            wait_until(lambda: len(engine.tasks) == 3)
+        finally:  # or the call would go on for ever
+            signal.pthread_kill(main, signal.SIGINT)
 
     if how == "ctrl-c":
         threading.Thread(target=interrupt).start()
