@@ -74,7 +74,7 @@ check-types:
 
 check-docs:
 	@echo "==> mkdocs" > $(REPORTS)/mkdocs
-	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet >> $(REPORTS)/mkdocs 2>&1
+	@API_PAGES=false NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet >> $(REPORTS)/mkdocs 2>&1
 
 check-tests:
 	$(BIN)/pytest --numprocesses $(TEST_PROCESSES) --dist worksteal

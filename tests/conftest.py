@@ -1,7 +1,8 @@
 """Shared by every test: Hypothesis' settings, the ``gpu`` marker, waiting without sleeping."""
 
+import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from typing import TypeVar
 
 import pytest
@@ -52,6 +53,14 @@ def wait_until(probe: Callable[[], T], timeout_s: float = PATIENCE_S) -> T:
         assert now < begin + timeout_s, f"still {value!r} after {timeout_s} s"
         # What takes long is asked for less often: probes take time from those they wait for.
         time.sleep(min(0.03, max(0.001, (now - begin) / 20)))
+
+
+@pytest.fixture
+def interruptible() -> Generator[None, None, None]:
+    """SIGINT interrupts, also if a shell that runs pytest in the background has it ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture

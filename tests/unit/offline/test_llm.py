@@ -266,6 +266,7 @@ def test_no_more_than_fills_the_batches_twice_is_under_way(llm: LLM, engine: Ech
     assert at_most == 8
 
 
+@pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("how", ["ctrl-c", "error"])
 def test_an_interrupted_call_leaves_nothing_running(llm: LLM, engine: EchoEngine, how: str) -> None:
     engine.hold_after = 1

@@ -92,7 +92,7 @@ def test_a_death_is_mended_and_no_request_is_lost() -> None:
 
 
 def test_more_instances_when_nothing_is_left_to_drop() -> None:
-    world = scenario(burst(150, 0.07, (1000, 300)), world=WorldConfig(start_s=2.0))
+    world = scenario(burst(200, 0.07, (1000, 300)), world=WorldConfig(start_s=2.0))
     small, large = run("drop", world), run("drop-autoscale", world)
     assert large.metrics.ttft.mean_s < small.metrics.ttft.mean_s
     assert large.gpu_hours / large.metrics.duration_s > small.gpu_hours / small.metrics.duration_s
