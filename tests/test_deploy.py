@@ -29,7 +29,8 @@ DOCKERFILE = (DEPLOY / "Dockerfile").read_text()
 VALUES = yaml.safe_load((CHART / "values.yaml").read_text())
 TEMPLATES = {path.name: path.read_text() for path in sorted((CHART / "templates").iterdir())}
 TEMPLATE = "\n".join(TEMPLATES.values())
-OF_RAY = {"--cluster", "--ray-address"}
+OF_RAY = {"--cluster", "--ray-autoscaling", "--max-instances"}
+"""With a release that can do that."""
 
 
 def config_of(args: list[str]) -> KunServeConfig:

@@ -61,8 +61,12 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 - --ssl-keyfile=/etc/kunserve/tls/tls.key
 {{- end }}
 {{- if eq .Values.mode "ray" }}
+# Of the Ray in this pod, whose files lie in the /tmp that both containers share.
 - --cluster=ray
-- --ray-address=auto
+{{- if .Values.ray.autoscaling.enabled }}
+- --ray-autoscaling
+- --max-instances={{ mul .Values.ray.autoscaling.maxPods .Values.ray.instancesPerPod }}
+{{- end }}
 {{- end }}
 {{- range .Values.args }}
 - {{ . | quote }}
