@@ -1,7 +1,8 @@
 """Shared by every test: Hypothesis' settings, the ``gpu`` marker, waiting without sleeping."""
 
+import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from typing import TypeVar
 
 import pytest
@@ -10,6 +11,8 @@ from hypothesis import HealthCheck, settings
 from tests.examples import COMMIT, HUNT
 
 T = TypeVar("T")
+PATIENCE_S = 60.0
+"""How long a test waits for what comes at once on an idle machine."""
 
 # No deadline: a busy two-core machine must not turn a slow example into a failure. The same
 # examples every time, so that a commit is judged by what it changed; `make hunt` draws new ones,
@@ -39,18 +42,28 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
 
 
-def wait_until(probe: Callable[[], T], timeout_s: float = 10.0) -> T:
+def wait_until(probe: Callable[[], T], timeout_s: float = PATIENCE_S) -> T:
     """Call ``probe`` until it gives something true, and return that; fail after ``timeout_s``."""
-    deadline = time.monotonic() + timeout_s
+    begin = time.monotonic()
     while True:
         value = probe()
         if value:
             return value
-        assert time.monotonic() < deadline, f"still {value!r} after {timeout_s} s"
-        time.sleep(0.001)
+        now = time.monotonic()
+        assert now < begin + timeout_s, f"still {value!r} after {timeout_s} s"
+        # What takes long is asked for less often: probes take time from those they wait for.
+        time.sleep(min(0.03, max(0.001, (now - begin) / 20)))
+
+
+@pytest.fixture
+def interruptible() -> Generator[None, None, None]:
+    """SIGINT interrupts, also if a shell that runs pytest in the background has it ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture
 def eventually() -> Callable[..., object]:
-    """``eventually(probe, timeout_s=10)``: polling with a deadline, for other threads' doings."""
+    """``eventually(probe, timeout_s=60)``: polling with a deadline, for other threads' doings."""
     return wait_until

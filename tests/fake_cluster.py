@@ -4,7 +4,14 @@ import random
 from collections.abc import Callable, Sequence
 
 from kunserve.cluster.fake import FakeModel, expected_scores, expected_tokens, fake_spec
-from kunserve.cluster.in_process import Action, Delivery, InProcessCluster
+from kunserve.cluster.in_process import (
+    Action,
+    CompletePull,
+    Delivery,
+    FinishStep,
+    InProcessCluster,
+    StartStep,
+)
 from kunserve.control.instance.agent import InstanceAgent
 from kunserve.core.config import (
     InstanceConfig,
@@ -143,8 +150,9 @@ class FakeCluster(InProcessCluster):
             allowed = [action for action in self.actions() if not blocked(action)]
             if not allowed:
                 return
-            self.perform(allowed[self.num_actions % len(allowed)])
-            self.check()
+            action = allowed[self.num_actions % len(allowed)]
+            self.perform(action)
+            self.check_after(action)
 
     def run_until(self, stop: Callable[[], bool]) -> None:
         """Let everything happen, time too, until ``stop``."""
@@ -159,6 +167,19 @@ class FakeCluster(InProcessCluster):
         """Let it happen, and count."""
         self.num_actions += 1
         super().perform(action)
+
+    def check_after(self, action: Action) -> None:
+        """Every invariant that it may have broken. Only a pull touches two instances."""
+        if isinstance(action, CompletePull):
+            self.check()
+            return
+        self.controller.check()
+        place = place_of(action)
+        if place in self.members:
+            member = self.members[place]
+            member.agent.check()
+            table = member.agent.state.table
+            assert table.num_units <= member.body.kv_units, (table.num_units, member.body.kv_units)
 
     def agent(self, instance_id: int) -> InstanceAgent:
         """An instance's brain."""
@@ -236,6 +257,15 @@ class FakeCluster(InProcessCluster):
         self.controller.transitions.roll_back(transition, "test", self.now_s)
         self.carry_out()
         return True
+
+
+def place_of(action: Action) -> InstanceId | None:
+    """Where it happens; None is the controller."""
+    match action:
+        case Delivery(dst=dst):
+            return dst
+        case StartStep(instance_id) | FinishStep(instance_id) | CompletePull(instance_id):
+            return instance_id
 
 
 def link(src: int | None, dst: int | None) -> Callable[[Action], bool]:

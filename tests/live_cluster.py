@@ -48,7 +48,7 @@ async def until(condition: Callable[[], object]) -> None:
     """Wait for what no token tells."""
     async with asyncio.timeout(PATIENCE_S):
         while not condition():
-            await asyncio.sleep(0.005)
+            await asyncio.sleep(0.01)
 
 
 class Client:

@@ -1,16 +1,20 @@
 """The files in deploy/: do they agree with the program and with each other?
 
-Their own schemas are checked before a release (docs/release.md).
+Here the chart is read as text. What it renders is checked by `make test-chart`, and the schemas of
+other files before a release (docs/release.md).
 """
 
 import json
 import re
 from pathlib import Path
+from typing import Any
 
+import jsonschema
 import pytest
 import yaml
 
-from kunserve.core.config import MIB, KunServeConfig
+import kunserve
+from kunserve.core.config import MIB, KunServeConfig, ServerConfig
 from kunserve.engine.free_memory import FRONT_BYTES, PROCESS_BYTES
 from kunserve.server.app import create_app
 from kunserve.server.command import config_from_flags, serve_command
@@ -19,13 +23,14 @@ from tests.unit.server.tiny_tokenizer import tiny_tokenizer
 
 ROOT = Path(__file__).parent.parent
 DEPLOY = ROOT / "deploy"
-KUBERNETES = sorted((DEPLOY / "kubernetes").glob("*.yaml"))
+CHART = DEPLOY / "helm" / "kunserve"
 DOCKERFILE = (DEPLOY / "Dockerfile").read_text()
-COMPOSE = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
-DEPLOYMENT = yaml.safe_load((DEPLOY / "kubernetes" / "deployment.yaml").read_text())
-POD = DEPLOYMENT["spec"]["template"]["spec"]
-(CONTAINER,) = POD["containers"]
-SIZES = {"g": 1 << 30, "Gi": 1 << 30, "m": MIB, "Mi": MIB}
+(COMPOSE,) = [yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]["kunserve"]]
+VALUES = yaml.safe_load((CHART / "values.yaml").read_text())
+TEMPLATES = {path.name: path.read_text() for path in sorted((CHART / "templates").iterdir())}
+TEMPLATE = "\n".join(TEMPLATES.values())
+OF_RAY = {"--cluster", "--ray-autoscaling", "--max-instances"}
+"""With a release that can do that."""
 
 
 def config_of(args: list[str]) -> KunServeConfig:
@@ -34,65 +39,95 @@ def config_of(args: list[str]) -> KunServeConfig:
     return config_from_flags(context.params)
 
 
-def size_bytes(text: str) -> int:
-    number, unit = re.fullmatch(r"(\d+)(\w+)", text).groups()
-    return int(number) * SIZES[unit]
-
-
-@pytest.mark.parametrize(
-    ("args", "limit"),
-    [
-        (CONTAINER["args"], CONTAINER["resources"]["limits"]["memory"]),
-        (COMPOSE["services"]["kunserve"]["command"], COMPOSE["services"]["kunserve"]["mem_limit"]),
-    ],
-    ids=["kubernetes", "compose"],
-)
-def test_the_memory_limit_is_enough(args: list[str], limit: str) -> None:
-    config = config_of(args)
+def test_the_memory_limit_is_enough() -> None:
+    """Of Compose; the chart computes its own, with the numbers of the server."""
+    config = config_of(COMPOSE["command"])
     each = config.instance.memory_bytes + PROCESS_BYTES
-    assert size_bytes(limit) >= config.cluster.num_instances * each + FRONT_BYTES
+    assert COMPOSE["mem_limit"] == "2g"
+    assert config.cluster.num_instances * each + FRONT_BYTES <= 2 << 30
+    assert VALUES["overhead"]["instanceMiB"] == PROCESS_BYTES // MIB
+    assert VALUES["overhead"]["frontMiB"] == FRONT_BYTES // MIB
 
 
 def test_probes_ask_what_exists() -> None:
     app = create_app(EchoEngine(), tiny_tokenizer(), "tiny", KunServeConfig())
     paths = {getattr(route, "path", None) for route in app.routes}
-    for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
-        assert CONTAINER[probe]["httpGet"]["path"] in paths
-    assert CONTAINER["readinessProbe"]["httpGet"]["path"] == "/health/ready"
-    assert "/health'" in DOCKERFILE and "/health" in paths
+    probes = dict(re.findall(r"(\w+)Probe:\s+httpGet:\s+path: (\S+)", TEMPLATE))
+    assert probes == {"startup": "/health", "readiness": "/health/ready", "liveness": "/livez"}
+    assert set(probes.values()) | {"/metrics"} <= paths
+    assert "/health'" in DOCKERFILE
 
 
 def test_a_drain_is_waited_for() -> None:
-    drain_s = config_of(CONTAINER["args"]).server.shutdown_timeout_s
-    assert POD["terminationGracePeriodSeconds"] > drain_s + 5
-    grace = COMPOSE["services"]["kunserve"]["stop_grace_period"]
-    assert int(grace.removesuffix("s")) > drain_s
+    """The chart gives the server the seconds that it waits for itself."""
+    drain = VALUES["drain"]
+    assert drain["timeoutSeconds"] == ServerConfig().shutdown_timeout_s
+    assert "--shutdown-timeout={{ .Values.drain.timeoutSeconds }}" in TEMPLATE
+    (grace,) = re.findall(r"terminationGracePeriodSeconds: \{\{ add (.*) \}\}", TEMPLATE)
+    assert grace == ".Values.drain.delaySeconds .Values.drain.timeoutSeconds 10"
+    grace_s = int(COMPOSE["stop_grace_period"].removesuffix("s"))
+    assert grace_s > config_of(COMPOSE["command"]).server.shutdown_timeout_s
     assert "STOPSIGNAL SIGTERM" in DOCKERFILE
 
 
 def test_the_user_is_the_same_number_everywhere() -> None:
-    user = POD["securityContext"]["runAsUser"]
-    assert f"USER {user}:{user}" in DOCKERFILE and POD["securityContext"]["runAsNonRoot"]
-    assert CONTAINER["securityContext"]["readOnlyRootFilesystem"]
-    assert COMPOSE["services"]["kunserve"]["read_only"]
-    writable = {mount["mountPath"] for mount in CONTAINER["volumeMounts"]}
-    assert writable == {"/tmp", "/models"}, "what the Dockerfile says"
+    (user,) = re.findall(r"runAsUser: (\d+)", TEMPLATE)
+    assert f"USER {user}:{user}" in DOCKERFILE and f"useradd --uid {user}" in DOCKERFILE
+    assert "runAsNonRoot: true" in TEMPLATE and "readOnlyRootFilesystem: true" in TEMPLATE
+    assert COMPOSE["read_only"]
+    mounts = TEMPLATE.split('define "kunserve.mounts"')[1].split("readOnly: true")[0]
+    writable = re.findall(r"mountPath: (\S+)", mounts)
+    assert writable[:2] == ["/tmp", "/models"], "what the Dockerfile says"
 
 
-def test_selectors_find_the_pods() -> None:
-    labels = DEPLOYMENT["spec"]["template"]["metadata"]["labels"]
-    for path in KUBERNETES:
-        spec = yaml.safe_load(path.read_text()).get("spec", {})
-        selector = spec.get("selector")
-        if selector is not None:
-            assert selector.get("matchLabels", selector).items() <= labels.items(), path.name
+def test_the_charts_arguments_are_flags() -> None:
+    known = {option for parameter in serve_command.params for option in parameter.opts}
+    arguments = TEMPLATE.split('define "kunserve.args"')[1]
+    used = set(re.findall(r"^- (--[a-z-]+)", arguments, re.MULTILINE))
+    assert {"--num-instances", "--api-key-file", "--ssl-keyfile"} <= used
+    assert used - known in (set(), OF_RAY)
 
 
-def test_the_list_of_manifests_is_whole() -> None:
-    """All but those that need more than Kubernetes itself."""
-    listed = yaml.safe_load((DEPLOY / "kubernetes" / "kustomization.yaml").read_text())
-    needs_more = {"kustomization.yaml", "keda.yaml"}
-    assert {path.name for path in KUBERNETES} - needs_more == set(listed["resources"])
+def test_the_chart_is_of_this_version() -> None:
+    chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
+    assert chart["appVersion"] == kunserve.__version__
+
+
+def test_templates_ask_for_values_that_there_are() -> None:
+    """A misspelt one would render as nothing."""
+    for name, text in TEMPLATES.items():
+        for path in re.findall(r"\.Values\.([\w.]+)", text):
+            value: Any = VALUES
+            for key in path.split("."):
+                assert key in value, f"{name}: {path}"
+                value = value[key]
+        for one, part in re.findall(r"\$v\.(\w+)\.(\w+)", text):
+            assert part in VALUES[one], f"{name}: {one}.{part}"
+        named = set(re.findall(r'include "([\w.]+)"', text))
+        assert named <= set(re.findall(r'define "([\w.]+)"', TEMPLATE)), name
+
+
+def merged(base: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
+    """As Helm merges values."""
+    both = dict(base)
+    for key, value in more.items():
+        is_map = isinstance(value, dict) and isinstance(both.get(key), dict)
+        both[key] = merged(both[key], value) if is_map else value
+    return both
+
+
+EXAMPLES = sorted((DEPLOY / "helm" / "examples").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_values_follow_their_schema(path: Path) -> None:
+    """Every value has a place in it, and one that does not is refused."""
+    schema = json.loads((CHART / "values.schema.json").read_text())
+    values = merged(VALUES, yaml.safe_load(path.read_text()))
+    jsonschema.validate(values, schema)
+    for wrong in ({"instance": {}}, {"instances": {"number": 2}}, {"mode": "cluster"}):
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate(merged(values, wrong), schema)
 
 
 def test_the_image_is_built_of_what_is_sent_to_the_builder() -> None:
@@ -115,6 +150,6 @@ def test_torch_is_the_same_everywhere() -> None:
     """The Makefile's, the image's and CI's."""
     files = ("Makefile", "deploy/Dockerfile", ".github/workflows/ci.yml")
     found = {
-        match for name in files for match in re.findall(r"torch==\S+", (ROOT / name).read_text())
+        match for name in files for match in re.findall(r"torch==[\d.]+", (ROOT / name).read_text())
     }
     assert len(found) == 1, found

@@ -127,6 +127,19 @@ def expected_tokens(
     return output[0, len(prompt) :].tolist()
 
 
+def greedy_after(
+    model: transformers.PreTrainedModel, prompt: list[int], tokens: list[int]
+) -> list[int]:
+    """What ``transformers`` says greedily after the prompt, and after each token but the last.
+
+    These are ``tokens`` exactly if they are what it generates. One pass over all of them tells,
+    where ``generate`` would take one for each.
+    """
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt + tokens[:-1]])).logits[0, len(prompt) - 1 :]
+    return logits.argmax(dim=-1).tolist()
+
+
 def prompt_logprobs(model: transformers.PreTrainedModel, prompt: list[int]) -> list[float]:
     """What ``transformers`` says of each token of the prompt but the first."""
     with torch.no_grad():

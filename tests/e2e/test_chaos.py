@@ -8,7 +8,9 @@ from benchmarks.chaos import Setting, run_chaos
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("is_fake", [True, False], ids=["fake", "smollm2"])
+@pytest.mark.parametrize(
+    "is_fake", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["fake", "smollm2"]
+)
 def test_nothing_is_lost_doubled_changed_or_left(is_fake: bool) -> None:
     """Patient limits: on a busy machine a healthy instance must not look like one that hangs."""
     setting = Setting(

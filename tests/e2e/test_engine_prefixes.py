@@ -18,7 +18,7 @@ from tests.e2e.test_engine_transitions import (
     restore_when_it_fits,
     run,
 )
-from tests.tiny_models import VOCAB, expected_tokens, tiny_model
+from tests.tiny_models import VOCAB, greedy_after, tiny_model
 
 GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
 SYSTEM = np.random.default_rng(5).integers(3, VOCAB, 43).tolist()
@@ -53,7 +53,8 @@ def test_a_system_prompt_is_shared_through_a_drop_and_a_restore(tmp_path: Path) 
 
     answers = run(config, VOCAB, story)
     for name, prompt in QUESTIONS.items():
-        assert answers.tokens[name] == expected_tokens(model, prompt, 14), name
+        assert len(answers.tokens[name]) == 14
+        assert answers.tokens[name] == greedy_after(model, prompt, answers.tokens[name]), name
     assert max(answers.num_cached.values()) >= 40, "nobody shared the system prompt"
 
 

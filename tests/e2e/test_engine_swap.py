@@ -18,7 +18,7 @@ from tests.e2e.test_engine_transitions import (
     config_of,
     run,
 )
-from tests.tiny_models import VOCAB, expected_tokens, tiny_model
+from tests.tiny_models import VOCAB, greedy_after, tiny_model
 
 SWAP = OverloadConfig(policy="swap")
 PARK = OverloadConfig(policy="park", max_park_s=0.02)
@@ -59,7 +59,8 @@ def test_tokens_are_those_of_transformers_through_host_memory(
 
     answers = run(config, VOCAB, story)
     for name, prompt in PROMPTS.items():
-        assert answers.tokens[name] == expected_tokens(model, prompt, NUM_TOKENS[name]), name
+        assert len(answers.tokens[name]) == NUM_TOKENS[name]
+        assert answers.tokens[name] == greedy_after(model, prompt, answers.tokens[name]), name
     if overload is not SWAP:
         return
     seeded = run(config, VOCAB, alone)

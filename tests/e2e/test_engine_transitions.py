@@ -30,7 +30,7 @@ from kunserve.core.request import Request, SamplingParams, TokenLogprobs
 from kunserve.engine.devices import STAND_IN
 from tests.chrome_trace import Event, check_trace
 from tests.fakecuda.library import build
-from tests.tiny_models import VOCAB, expected_tokens, prompt_logprobs, tiny_model
+from tests.tiny_models import VOCAB, greedy_after, prompt_logprobs, tiny_model
 
 Story = Callable[[LocalCluster, "Answers"], Awaitable[None]]
 FREE_ROWS = CostCoefficients(attention_s=0.0, token_s=1e-9, chunk_s=1e-3, shared_s=1e-3)
@@ -232,8 +232,8 @@ def test_tokens_are_those_of_transformers_through_everything(
 
     answers = run(config, VOCAB, story)
     for name, prompt in (PROMPTS | QUEUED).items():
-        num_tokens = NUM_TOKENS.get(name, QUEUED_TOKENS)
-        assert answers.tokens[name] == expected_tokens(model, prompt, num_tokens), name
+        assert len(answers.tokens[name]) == NUM_TOKENS.get(name, QUEUED_TOKENS)
+        assert answers.tokens[name] == greedy_after(model, prompt, answers.tokens[name]), name
         scores = [row.logprob for row in answers.scores[name]]
         assert scores == pytest.approx(prompt_logprobs(model, prompt), abs=1e-3), name
     assert lookahead or answers.num_right_guesses
@@ -262,10 +262,11 @@ def test_so_they_are_over_a_device(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         await restore_when_it_fits(cluster)
 
     answers = run(config, VOCAB, story)
-    for name in early:
-        assert answers.tokens[name] == expected_tokens(model, PROMPTS[name], 24), name
-    for name in late:
-        assert answers.tokens[name] == expected_tokens(model, QUEUED[name], QUEUED_TOKENS), name
+    for name, prompt in (PROMPTS | QUEUED).items():
+        if name in answers.tokens:
+            assert len(answers.tokens[name]) == (24 if name in early else QUEUED_TOKENS)
+            assert answers.tokens[name] == greedy_after(model, prompt, answers.tokens[name]), name
+    assert set(answers.tokens) == {*early, *late}
     assert answers.num_right_guesses
 
 

@@ -8,6 +8,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 from tests.conftest import wait_until
 
 ROOT = Path(__file__).parent.parent.parent
@@ -50,12 +52,14 @@ def test_a_program_that_never_closes_it() -> None:
     assert len(pids) == 2 and are_gone(pids)
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_a_program_that_is_interrupted_and_then_killed() -> None:
     with running("wait") as process:
         pids = pids_of(process)
         process.send_signal(signal.SIGINT)
-        assert process.stdout is not None
-        assert process.stdout.readline() == "interrupted length\n"
+        assert process.stdout is not None and process.stderr is not None
+        line = process.stdout.readline()
+        assert line == "interrupted length\n", process.stderr.read()
         assert not are_gone(pids)
         process.kill()
         _, err = process.communicate(timeout=PATIENCE_S)

@@ -10,7 +10,7 @@ from kunserve.cluster.local import LocalCluster
 from kunserve.core.config import ClusterConfig, OverloadConfig
 from kunserve.core.request import SamplingParams
 from tests.e2e.test_engine_transitions import NUM_TOKENS, PROMPTS, Answers, config_of, run
-from tests.tiny_models import VOCAB, expected_tokens, tiny_model
+from tests.tiny_models import VOCAB, greedy_after, tiny_model
 
 GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
 
@@ -48,4 +48,5 @@ def test_tokens_are_those_of_transformers(
 
     answers = run(config, VOCAB, story)
     for name, prompt in PROMPTS.items():
-        assert answers.tokens[name] == expected_tokens(model, prompt, NUM_TOKENS[name]), name
+        assert len(answers.tokens[name]) == NUM_TOKENS[name]
+        assert answers.tokens[name] == greedy_after(model, prompt, answers.tokens[name]), name

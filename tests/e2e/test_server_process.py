@@ -37,6 +37,7 @@ def test_a_comparison_that_is_terminated_stops_its_server() -> None:
 
 def _serve(port: int, log: Path) -> subprocess.Popen[bytes]:
     flags = ["--load-format", "dummy", "--instance-memory", "600MiB", "--port", str(port)]
+    flags += ["--front-grace", "200"]  # a busy machine takes longer to start one than 30 s
     command = [sys.executable, "-m", "kunserve.cli", "serve", "smollm2-135m", *flags]
     with log.open("ab") as file:
         return subprocess.Popen(command, stdout=file, stderr=file)
@@ -64,12 +65,13 @@ def test_the_same_command_takes_the_instances_of_a_killed_server_over(
 
     def is_whole() -> bool:
         try:
-            health = httpx.get(f"{url}/health", timeout=10.0)
+            health = client.get(f"{url}/health")
         except httpx.HTTPError:
             return False
         known = health.json()
         return bool(known["status"] == "ok" and known["instances"] == 2)
 
+    client = httpx.Client(timeout=10.0)  # each new one reads all certificates of the system
     first = _serve(port, log)
     second = None
     try:
@@ -89,6 +91,7 @@ def test_the_same_command_takes_the_instances_of_a_killed_server_over(
         print(log.read_text())
         raise
     finally:
+        client.close()
         for process in (first, second):
             if process is not None:
                 process.kill()

@@ -20,18 +20,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kunserve.cluster.fake import expected_tokens
-from kunserve.cluster.in_process import (
-    Action,
-    CompletePull,
-    Delivery,
-    FinishStep,
-    StartStep,
-)
+from kunserve.cluster.in_process import Action, CompletePull, FinishStep
 from kunserve.control.cluster.quarantine import Blame, Cause
 from kunserve.control.instance.work import Work
 from kunserve.core.ids import InstanceId, RequestId
 from kunserve.core.request import FinishReason
-from tests.fake_cluster import FakeCluster
+from tests.fake_cluster import FakeCluster, place_of
 
 NUM_SCHEDULES = int(os.environ.get("CHAOS_SCHEDULES", "40"))
 MAX_DEATHS = 6
@@ -114,7 +108,7 @@ class ChaosCluster(FakeCluster):
 
     def actions(self) -> list[Action]:
         """Nothing happens in a hung instance; what it has sent is on its way."""
-        return [action for action in super().actions() if _place_of(action) not in self.hung]
+        return [action for action in super().actions() if place_of(action) not in self.hung]
 
     def perform(self, action: Action) -> None:
         """Let it happen; a step over poison kills its instance instead of ending."""
@@ -259,14 +253,6 @@ class ChaosCluster(FakeCluster):
     def _lose_hung(self, instance_id: InstanceId) -> None:
         self.hung.remove(instance_id)
         self.kill_instance(instance_id, Blame(Cause.INSIDE))
-
-
-def _place_of(action: Action) -> InstanceId | None:
-    match action:
-        case Delivery(dst=dst):
-            return dst
-        case StartStep(instance_id) | FinishStep(instance_id) | CompletePull(instance_id):
-            return instance_id
 
 
 def play(cluster: ChaosCluster, schedule: Iterable[Load | Run | Wait | Harm]) -> None:

@@ -47,10 +47,13 @@ def test_phases_without_a_server(
     assert not list(tmp_path.glob("*.samples.jsonl")), "its measurements are in the profile"
 
 
+@pytest.mark.slow
 def test_servers_that_are_asked_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """P3 fails if a token is not that of transformers. P7, with servers of their own, is slow."""
+    """P3 fails if a token is not that of transformers. All servers of a phase start
+    from a folder, so each takes as long as a dozen other tests.
+    """
     monkeypatch.setenv("FAKECUDA_GRANULARITY_BYTES", str(FAKE_GRANULARITY_BYTES))
     for name in ("P3", "P9"):
         gpu_day.run_here(name, "fake", tmp_path)

@@ -37,7 +37,7 @@ SHAPES = [  # heads, KV heads, head_dim, block size, window
     pytest.param(4, 4, 64, 8, None, marks=pytest.mark.slow),
     pytest.param(9, 3, 64, 16, None, marks=pytest.mark.slow),
     pytest.param(10, 2, 128, 4, 11, marks=pytest.mark.slow),
-    (7, 1, 80, 16, None),
+    pytest.param(7, 1, 80, 16, None, marks=pytest.mark.slow),  # so are the parts of keys below
     (8, 1, 32, 5, 3),
 ]
 

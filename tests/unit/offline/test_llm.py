@@ -266,6 +266,7 @@ def test_no_more_than_fills_the_batches_twice_is_under_way(llm: LLM, engine: Ech
     assert at_most == 8
 
 
+@pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("how", ["ctrl-c", "error"])
 def test_an_interrupted_call_leaves_nothing_running(llm: LLM, engine: EchoEngine, how: str) -> None:
     engine.hold_after = 1
@@ -277,10 +278,12 @@ def test_an_interrupted_call_leaves_nothing_running(llm: LLM, engine: EchoEngine
         raise Trouble
 
     def interrupt() -> None:
-        wait_until(lambda: len(engine.tasks) == 3)
         main = threading.main_thread().ident
         assert main is not None
-        signal.pthread_kill(main, signal.SIGINT)
+        try:
+            wait_until(lambda: len(engine.tasks) == 3)
+        finally:  # or the call would go on for ever
+            signal.pthread_kill(main, signal.SIGINT)
 
     if how == "ctrl-c":
         threading.Thread(target=interrupt).start()

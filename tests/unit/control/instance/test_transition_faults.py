@@ -46,7 +46,9 @@ MOMENTS: list[tuple[Kind, str]] = [
     *(("restore", moment) for moment in RESTORE_MOMENTS),
 ]
 at_every_moment = pytest.mark.parametrize(("kind", "moment"), MOMENTS)
-on_every_member = pytest.mark.parametrize("member", MEMBERS)
+MIDDLE = pytest.param(1, marks=pytest.mark.slow)
+"""Neither the leader nor the last: a commit does what these two do, at every moment."""
+on_every_member = pytest.mark.parametrize("member", [0, MIDDLE, 2])
 
 
 def never(action: Action) -> bool:
@@ -416,7 +418,15 @@ def end(scene: Scene, member: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("happens", "member"), [(arrive, 0), (abort, 0), (abort, 2), (end, 0), (end, 1), (end, 2)]
+    ("happens", "member"),
+    [
+        (arrive, 0),
+        (abort, 0),
+        (abort, 2),
+        (end, 0),
+        pytest.param(end, 1, marks=pytest.mark.slow),
+        (end, 2),
+    ],
 )
 @pytest.mark.parametrize("is_off", [False, True], ids=["", "and it is rolled back"])
 @at_every_moment
