@@ -46,6 +46,9 @@ _FULL, _QUICK = (48, 5), (12, 3)
 @click.option(
     "--dtype", default=_MODEL.dtype, type=click.Choice(["bfloat16", "float16", "float32"])
 )
+@click.option("--quantization", default=_MODEL.quantization,
+              type=click.Choice(["auto", "none", "gguf", "compressed-tensors"]),
+              help="How weights lie in memory, as `serve` has it.")  # fmt: skip
 @click.option("--load-format", default=_MODEL.load_format, hidden=True,
               type=click.Choice(["auto", "safetensors", "gguf", "dummy"]))  # fmt: skip
 @click.option("--device", default=_INSTANCE.device, type=click.Choice(["cpu", "cuda"]),
@@ -67,6 +70,7 @@ _FULL, _QUICK = (48, 5), (12, 3)
 def profile_command(
     model: str,
     dtype: str,
+    quantization: str,
     load_format: str,
     device: str,
     num_threads: int,
@@ -86,14 +90,21 @@ def profile_command(
     if device != "cpu" and out is None:
         # The default place is that of the CPU's profile.
         raise click.UsageError("a GPU's profile needs --out; give the file to `serve --profile`")
-    read = ModelConfig(model=model, dtype=dtype, load_format=load_format)  # type: ignore[arg-type]
+    read = ModelConfig(
+        model=model,
+        dtype=dtype,  # type: ignore[arg-type]
+        load_format=load_format,  # type: ignore[arg-type]
+        quantization=quantization,  # type: ignore[arg-type]
+    )
     block_size = block_size or InstanceConfig.of_device(device).block_size
     steps = None if device == "cpu" else SchedulerConfig(max_num_seqs, max_num_batched_tokens)
     settings = BodySettings(read, block_size, num_threads, device, scheduler=steps)
     try:
         body = open_body(settings)
         try:
-            subject = ProfileSubject.of(body.model, num_threads, block_size)
+            packed = body.model.packed
+            kept = None if packed is None else packed.method
+            subject = ProfileSubject.of(body.model, num_threads, block_size, kept)
             path = out or default_path(subject)
             num_per_region, num_repeats = _QUICK if quick else _FULL
             limits = limits_of(body, max_num_batched_tokens, max_num_seqs)
