@@ -1,5 +1,6 @@
 """Quantised weights in packed panels: against the ``gguf`` package, plain numpy, and themselves."""
 
+import json
 from pathlib import Path
 
 import gguf
@@ -8,9 +9,12 @@ import pytest
 import torch
 import transformers
 from gguf import GGMLQuantizationType as Quant
+from safetensors.torch import load_file, save_file
 
 from kunserve.core.config import InstanceConfig, ModelConfig
+from kunserve.core.errors import ConfigError, UnsupportedModel
 from kunserve.core.ids import InstanceId
+from kunserve.core.layout import LayerRange
 from kunserve.core.packed import PackedField, Run, WeightFormat
 from kunserve.engine.attention import StepBatch
 from kunserve.engine.body import CpuBody
@@ -277,3 +281,80 @@ def wide_model() -> transformers.PreTrainedModel:
         eos_token_id=2,
     )
     return transformers.LlamaForCausalLM(config).float().eval()
+
+
+@pytest.mark.parametrize("in_words", [False, True])
+def test_int8_by_channel_from_safetensors(in_words: bool, tmp_path: Path) -> None:
+    """As compressed-tensors writes W8A8 (bytes) and W8A16 (words); the head stays as it is."""
+    wide_model().save_pretrained(tmp_path)
+    (file,) = tmp_path.glob("*.safetensors")
+    tensors = load_file(file)
+    for name in [name for name in tensors if "_proj" in name]:
+        values = tensors.pop(name).float()
+        scales = values.abs().amax(1, keepdim=True) / 127
+        whole = (values / scales).round().to(torch.int8)
+        tensors[f"{name}_scale"] = scales.to(torch.bfloat16)
+        if in_words:
+            words = (whole.to(torch.int16) + 128).to(torch.uint8).view(torch.int32)
+            tensors[f"{name}_packed"] = words
+        else:
+            tensors[name] = whole
+    save_file(tensors, file)
+    config = json.loads((tmp_path / "config.json").read_text())
+    weights = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
+    config["quantization_config"] = {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized" if in_words else "int-quantized",
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    plain, plain_bytes = logits_of(tmp_path, "none")
+    kept, kept_bytes = logits_of(tmp_path, "compressed-tensors")
+    assert alike(plain, kept) > 0.99 and not np.array_equal(plain, kept)
+    assert kept_bytes < 0.5 * plain_bytes
+    weights["strategy"] = "group"
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedModel, match="strategy 'group'"):
+        logits_of(tmp_path, "auto")
+
+
+def test_a_quantisation_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "m.gguf", tiny_model("llama", 1), "llama", Quant.Q8_0)
+    with pytest.raises(ConfigError, match="--quantization compressed-tensors, but .* are gguf"):
+        logits_of(path, "compressed-tensors")
+    wide_model().save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="--quantization gguf, but .* are not quantised"):
+        logits_of(tmp_path, "gguf")
+
+
+def test_projections_that_are_stored_as_one(tmp_path: Path) -> None:
+    """Halves of gate and up part, and q, k and v are one run."""
+    raw = stored(WeightFormat.Q4_1, 24, 64)
+    field = PackedField("gate_up", (Run(WeightFormat.Q4_1, 12),), 64)
+    halves = [StoredRows(raw.blocks[:12]), StoredRows(raw.blocks[12:])]
+    assert (pack(field, [raw]) == pack(field, halves)).all()
+
+
+def test_a_layer_comes_back_from_the_file_with_the_same_bytes(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "m.gguf", tiny_model("llama", 3), "llama", Quant.Q4_1)
+    config = InstanceConfig(memory_bytes=4 << 20, granule_bytes=4096)
+    body = CpuBody(InstanceId(0), ModelConfig(model=str(path)), config)
+    assert body.model.packed is not None
+    assert body.spec.layer_bytes == body.layer_bytes < body.model.layer_params
+    before = body.layer_view(2).copy()
+    units = body.spec.kv_units
+    assert body.drop_layers(LayerRange(0, 1)).kv_units > units
+    body.reclaim_layers(LayerRange(1, 3))
+    body.layer_view(2)[:] = 0
+    body.load_layers(LayerRange(1, 3))
+    assert (body.layer_view(2) == before).all()
+    body.check()
+    body.close()
+
+
+def test_what_the_kernels_do_not_know_is_expanded(tmp_path: Path) -> None:
+    """Q5_1 has no format of its own."""
+    path = write_gguf(tmp_path / "a.gguf", tiny_model("llama", 1), "llama", Quant.Q5_1)
+    plain, plain_bytes = logits_of(path, "none")
+    kept, kept_bytes = logits_of(path, "auto")
+    assert np.array_equal(plain, kept) and plain_bytes == kept_bytes

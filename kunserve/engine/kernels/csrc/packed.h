@@ -57,7 +57,8 @@ static void packed_pass(const packed_job *job, const x_block *x, long panel, lon
   for (long row = first; row < end;) {
     long left = end - row, rows = left < PACKED_ROWS ? left : PACKED_ROWS;
     if (rows > 8) rows &= ~1L; /* there is no tile of 9 or 11 */
-    packed_tile(job->formats[run], (int)rows, out, at, x + row * blocks, blocks, blocks);
+    packed_tile(job->formats[run], (int)rows, out, at, x + row * blocks, blocks, blocks,
+                row == first);
     finish(&job->out, out, bias, row, (int)rows, column);
     row += rows;
   }

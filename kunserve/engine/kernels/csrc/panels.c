@@ -107,14 +107,23 @@ INLINE vf add_block(const int format, vf sum, const vi *w, const block_scales *b
   return sum;
 }
 
+/* Memory is read in one run, panel after panel. The processor's own prefetching stops at the end of
+ * each page, of which a panel has a few. */
+#define FETCHED_AHEAD 16384
+
 INLINE void tile_of(const int format, const int rows, vf *out, const char *panel, const x_block *x,
-                    long stride, long blocks) {
+                    long stride, long blocks, int fetches) {
   vf sum[PACKED_ROWS];
   const char *values = panel + scales_bytes(format, blocks);
   UNROLL for (int i = 0; i < rows; i++) sum[i] = (vf){};
   for (long b = 0; b < blocks; b++, values += block_bytes(format)) {
     vi w[8];
     block_scales by = scales_of(format, panel, b, blocks);
+    if (fetches) {
+      UNROLL for (int line = 0; line < block_bytes(format); line += 64) {
+        __builtin_prefetch(values + FETCHED_AHEAD + line, 0, 2);
+      }
+    }
     load_values(format, w, values);
     UNROLL for (int i = 0; i < rows; i++) {
       sum[i] = add_block(format, sum[i], w, &by, x + i * stride + b);
@@ -127,7 +136,7 @@ INLINE void tile_of(const int format, const int rows, vf *out, const char *panel
 
 #define TILE(format, rows)                                     \
   case rows:                                                   \
-    tile_of(format, rows, out, panel, x, stride, blocks); \
+    tile_of(format, rows, out, panel, x, stride, blocks, fetches); \
     break;
 #ifdef __AVX512F__
 #define TILES_OF_MORE(format) \
@@ -137,7 +146,7 @@ INLINE void tile_of(const int format, const int rows, vf *out, const char *panel
 #endif
 #define TILES(format)                                                              \
   static void tile_##format(int rows, vf *out, const char *panel, const x_block *x, \
-                            long stride, long blocks) {                            \
+                            long stride, long blocks, int fetches) {               \
     switch (rows) {                                                                \
       TILE(format, 1) TILE(format, 2) TILE(format, 3) TILE(format, 4)              \
       TILES_OF_MORE(format)                                                        \
@@ -151,14 +160,14 @@ TILES(KUN_Q4_K)
 TILES(KUN_Q6_K)
 
 void packed_tile(int format, int rows, vf *out, const char *panel, const x_block *x, long stride,
-                 long blocks) {
+                 long blocks, int fetches) {
   switch (format) {
-    case KUN_Q8_0: tile_KUN_Q8_0(rows, out, panel, x, stride, blocks); break;
-    case KUN_Q4_0: tile_KUN_Q4_0(rows, out, panel, x, stride, blocks); break;
-    case KUN_Q4_1: tile_KUN_Q4_1(rows, out, panel, x, stride, blocks); break;
-    case KUN_INT8: tile_KUN_INT8(rows, out, panel, x, stride, blocks); break;
-    case KUN_Q4_K: tile_KUN_Q4_K(rows, out, panel, x, stride, blocks); break;
-    case KUN_Q6_K: tile_KUN_Q6_K(rows, out, panel, x, stride, blocks); break;
+    case KUN_Q8_0: tile_KUN_Q8_0(rows, out, panel, x, stride, blocks, fetches); break;
+    case KUN_Q4_0: tile_KUN_Q4_0(rows, out, panel, x, stride, blocks, fetches); break;
+    case KUN_Q4_1: tile_KUN_Q4_1(rows, out, panel, x, stride, blocks, fetches); break;
+    case KUN_INT8: tile_KUN_INT8(rows, out, panel, x, stride, blocks, fetches); break;
+    case KUN_Q4_K: tile_KUN_Q4_K(rows, out, panel, x, stride, blocks, fetches); break;
+    case KUN_Q6_K: tile_KUN_Q6_K(rows, out, panel, x, stride, blocks, fetches); break;
   }
 }
 

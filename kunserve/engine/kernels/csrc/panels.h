@@ -42,9 +42,9 @@ typedef struct {
 long panel_bytes(int format, long blocks);
 
 /* out[i] = the 16 dot products of x's row i with a panel, for i < rows <= PACKED_ROWS; `stride` is
- * that of x's rows, in blocks. */
+ * that of x's rows, in blocks. `fetches` says whether to fetch what lies behind. */
 void packed_tile(int format, int rows, vf *out, const char *panel, const x_block *x, long stride,
-                 long blocks);
+                 long blocks, int fetches);
 
 /* 32 columns of one row of a panel. */
 void unpack_block(int format, float *out, const char *panel, int row, long block, long blocks);
