@@ -1,6 +1,7 @@
 """Quantised weights beside the same ones expanded to bfloat16: speed, memory, and what is lost.
 
     python -m benchmarks.quantised [--types Q8_0 Q4_0 Q4_1] [--threads 1 2] [--rounds 7]
+        [--llama-bench PROGRAM]
 
 The built-in model's file is Q4_1. It is taken as it is, and requantised from the values that it
 stands for, so what a type adds to the loss of Q4_1 is what is shown. All instances stand in one
@@ -8,12 +9,16 @@ process and take turns step by step. Figures are medians over the rounds with th
 ratios of medians: wall times, or the thread's processor time where there is one thread and
 ``--cpu-time``, for machines with other work. What is lost: perplexity over this project's own
 documents, how often the most likely token is the one of bfloat16, and the divergence from its
-distribution.
+distribution. With llama.cpp's `llama-bench` its decodes of the same files take turns with ours,
+both by wall time and with nothing before them.
 """
 
 import argparse
 import contextlib
+import json
+import os
 import statistics
+import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
@@ -42,6 +47,8 @@ SHAPES = {
 }
 TEXT_TOKENS = 4096
 CHUNK_TOKENS = 512
+DECODED = 32
+"""Tokens of a decode beside llama.cpp's."""
 
 
 def requantise(source: Path, target: Path, kind: gguf.GGMLQuantizationType) -> Path:
@@ -118,6 +125,48 @@ def measure_speed(
                 report.add("faster than bfloat16", plain / statistics.median(found), "x", **case)
 
 
+def measure_beside(
+    report: Report, made: dict[str, CpuBody], program: Path, threads: int, rounds: int
+) -> None:
+    """A lone decode, ours and llama.cpp's in turns."""
+    set_num_threads(threads)
+    for kind, body in made.items():
+        if kind == EXPANDED:
+            continue
+        path = resolve_model(body.model.name).path
+        ours: list[float] = []
+        theirs: list[float] = []
+        for _ in range(rounds):
+            ours.append(lone_decode(body))
+            theirs.append(llama_decode(program, path, threads))
+        case: dict[str, Setting] = {"weights": kind, "threads": threads}
+        for name, found in (("ours", ours), ("llama.cpp", theirs)):
+            report.add(name, statistics.median(found), "tokens/s", **case)
+            report.add(f"{name}, least", min(found), "tokens/s", **case)
+            report.add(f"{name}, most", max(found), "tokens/s", **case)
+        ratios = [mine / other for mine, other in zip(ours, theirs, strict=True)]
+        report.add("ours / llama.cpp", statistics.median(ratios), "x", **case)
+
+
+def lone_decode(body: CpuBody) -> float:
+    """Tokens per second of one stream from its first token on."""
+    for warm in (True, False):
+        started = time.perf_counter()
+        for context in range(1, 3 if warm else DECODED + 1):
+            step(body, make_batch(1, 1, context))
+    return DECODED / (time.perf_counter() - started)
+
+
+def llama_decode(program: Path, path: Path, threads: int) -> float:
+    """The same, as llama-bench measures it after a run to get warm."""
+    command = [str(program), "-m", str(path), "-t", str(threads), "-p", "0", "-n", str(DECODED)]
+    environment = {**os.environ, "LD_LIBRARY_PATH": str(program.parent)}
+    command += ["-r", "1", "-o", "json"]
+    text = subprocess.run(command, env=environment, capture_output=True, check=True).stdout
+    rate: float = json.loads(text)[0]["avg_ts"]
+    return rate
+
+
 def own_text() -> str:
     """English prose that every checkout has."""
     root = Path(__file__).parent.parent
@@ -161,6 +210,8 @@ def main() -> None:
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--cpu-time", action="store_true")
+    parser.add_argument("--skip-steps", action="store_true")
+    parser.add_argument("--llama-bench", type=Path, help="the program of llama.cpp")
     parser.add_argument("--skip-loss", action="store_true")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -172,7 +223,10 @@ def main() -> None:
         for kind, body in made.items():
             report.add("weights", body.account.weights_bytes / 2**20, "MiB", weights=kind)
         for threads in args.threads:
-            measure_speed(report, made, threads, args.rounds, cpu_time=args.cpu_time)
+            if not args.skip_steps:
+                measure_speed(report, made, threads, args.rounds, cpu_time=args.cpu_time)
+            if args.llama_bench is not None:
+                measure_beside(report, made, args.llama_bench, threads, args.rounds)
         if not args.skip_loss:
             measure_loss(report, made)
 
