@@ -33,8 +33,6 @@ class ModelConfig:
     """Of weights and KV. float16 on a GPU only."""
     load_format: Literal["auto", "safetensors", "gguf", "dummy"] = "auto"
     quantization: Literal["auto", "none", "gguf", "compressed-tensors"] = "auto"
-    """How weights are quantised in memory: as they are stored, where the device can compute with
-    them; or expanded to ``dtype``; or as told, which must be how they are stored."""
     seed: int = 0
     """Seeds dummy weights and the sampling of requests that bring no seed."""
     max_model_len: int | None = None
