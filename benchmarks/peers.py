@@ -79,7 +79,7 @@ def ours(threads: int, *, name: str = "kunserve", caches_prefixes: bool = False)
     port = _free_port()
     command = [sys.executable, "-m", "kunserve.cli", "serve", "smollm2-135m"]
     command += ["--num-instances", "1", "--num-threads", str(threads), "--port", str(port)]
-    command += ["--instance-memory", "2GiB"]
+    command += ["--instance-memory", "2GiB", "--quantization", "none"]
     command += ["--enable-prefix-caching" if caches_prefixes else "--no-enable-prefix-caching"]
     return Server(name, command, {}, f"http://127.0.0.1:{port}")
 

@@ -1,5 +1,6 @@
 """Writes a tiny model as GGUF, the way llama.cpp's converter does."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,12 @@ def write_gguf(
     model: transformers.PreTrainedModel,
     kind: str,
     quant: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32,
+    quantise: Callable[[np.ndarray], np.ndarray] | None = None,
 ) -> Path:
-    """Save ``model`` under the architecture ``kind``, its matrices as ``quant``."""
+    """Save ``model`` under the architecture ``kind``, its matrices as ``quant``.
+
+    ``quantise`` does it where the ``gguf`` package cannot.
+    """
     config = model.config
     writer = gguf.GGUFWriter(path, kind)
     writer.add_context_length(config.max_position_embeddings)
@@ -59,7 +64,8 @@ def write_gguf(
         if values.ndim == 1:
             writer.add_tensor(name, values)
         else:
-            writer.add_tensor(name, gguf.quants.quantize(values, quant), raw_dtype=quant)
+            raw = quantise(values) if quantise else gguf.quants.quantize(values, quant)
+            writer.add_tensor(name, raw, raw_dtype=quant)
     if kind == "llama" and config.rope_parameters.get("rope_type") == "llama3":
         writer.add_tensor("rope_freqs.weight", _rope_divisors(model))
     writer.write_header_to_file()

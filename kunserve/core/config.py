@@ -32,6 +32,7 @@ class ModelConfig:
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     """Of weights and KV. float16 on a GPU only."""
     load_format: Literal["auto", "safetensors", "gguf", "dummy"] = "auto"
+    quantization: Literal["auto", "none", "gguf", "compressed-tensors"] = "auto"
     seed: int = 0
     """Seeds dummy weights and the sampling of requests that bring no seed."""
     max_model_len: int | None = None

@@ -5,6 +5,7 @@ All memory arithmetic of the project lives here: nobody else multiplies layers b
 
 from dataclasses import dataclass
 
+from kunserve.core.packed import PackedWeights
 from kunserve.core.rope import RopeScaling
 
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
@@ -38,6 +39,7 @@ class ModelSpec:
     sliding_window: int | None
     """Attention window in tokens, if the model has one shorter than ``max_position``."""
     dtype: str
+    """Of weights, unless they are packed, of KV and activations."""
     embedding_scale: float = 1.0
     """By which embeddings are multiplied (Granite; see ``model.granite``)."""
     attention_scale: float = 1.0
@@ -48,10 +50,12 @@ class ModelSpec:
     """Whether files hold q, k and v as one tensor, and gate and up as another (Phi-3)."""
     has_paired_rope: bool = False
     """Whether files hold the two rotated values of a pair side by side (Ernie 4.5)."""
+    packed: PackedWeights | None = None
+    """How quantised weights lie in memory; None where all have ``dtype``."""
 
     @property
     def dtype_bytes(self) -> int:
-        """Bytes of one weight or KV element."""
+        """Bytes of one KV element, and of one weight that is not packed."""
         return DTYPE_BYTES[self.dtype]
 
     @property
@@ -85,16 +89,22 @@ class ModelSpec:
     @property
     def layer_bytes(self) -> int:
         """Bytes of one layer's weights."""
+        if self.packed is not None:
+            return self.packed.layer_bytes
         return self.layer_params * self.dtype_bytes
 
     @property
     def embedding_bytes(self) -> int:
         """Bytes of the token embedding."""
+        if self.packed is not None:
+            return self.packed.embedding_bytes
         return self.vocab_size * self.hidden_size * self.dtype_bytes
 
     @property
     def head_bytes(self) -> int:
         """Bytes of the final norm and, unless tied to the embedding, the output head."""
+        if self.packed is not None:
+            return self.packed.head_bytes
         matrix = 0 if self.tied_embeddings else self.vocab_size * self.hidden_size
         return (matrix + self.hidden_size) * self.dtype_bytes
 

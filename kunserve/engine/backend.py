@@ -29,6 +29,8 @@ class Backend(Protocol):
     """Whether steps are padded with tokens whose K and V go to the units below unit 0."""
     computes_aside: bool
     """Whether a step is only asked for, and computed while the host does something else."""
+    keeps_quantised: bool
+    """Whether it computes with quantised weights. Else they are expanded when they are loaded."""
 
     def settle(self, spec: ModelSpec, config: InstanceConfig, most: StepLimits) -> InstanceConfig:
         """The settings to be used; raises ConfigError for what cannot run here.
@@ -89,6 +91,7 @@ class CpuBackend:
     open_pages: OpenPages = HostPages
     pads_steps = False
     computes_aside = False
+    keeps_quantised = True
 
     def settle(self, spec: ModelSpec, config: InstanceConfig, most: StepLimits) -> InstanceConfig:
         """See ``Backend``."""

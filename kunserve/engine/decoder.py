@@ -31,7 +31,8 @@ from kunserve.engine.kernels.library import (
     kernel,
     set_num_threads,
 )
-from kunserve.engine.kernels.ops import Finish, argmax, linear, rms_norm
+from kunserve.engine.kernels.ops import Finish, Matrix, argmax, gather, linear, rms_norm
+from kunserve.engine.kernels.packed import PackedMatrix, rounded_bytes
 from kunserve.engine.kernels.rope import RopeTable
 
 __all__ = ["PANEL_ROWS", "Decoder", "LayerWeights", "ModelWeights", "StepBatch", "StepDecoder"]
@@ -42,19 +43,19 @@ PANEL_ROWS = 32
 
 @dataclass(slots=True)
 class LayerWeights:
-    """One layer's tensors, contiguous views in the model's dtype."""
+    """One layer's tensors, contiguous views in the model's dtype; matrices may be packed."""
 
     input_norm: torch.Tensor
     """[hidden]."""
-    qkv: torch.Tensor
+    qkv: Matrix
     """[q + 2 kv, hidden], rows of q, then k, then v."""
-    o: torch.Tensor
+    o: Matrix
     """[hidden, q]."""
     post_norm: torch.Tensor
     """[hidden]."""
-    gate_up: torch.Tensor
+    gate_up: Matrix
     """[2 * intermediate, hidden], rows of gate, then up."""
-    down: torch.Tensor
+    down: Matrix
     """[hidden, intermediate]."""
     qkv_bias: torch.Tensor | None = None
     q_norm: torch.Tensor | None = None
@@ -69,12 +70,12 @@ class LayerWeights:
 class ModelWeights:
     """All tensors of a model."""
 
-    embedding: torch.Tensor
+    embedding: Matrix
     """[vocab, hidden]."""
     layers: list[LayerWeights]
     final_norm: torch.Tensor
     """[hidden]."""
-    head: torch.Tensor
+    head: Matrix
     """[vocab, hidden]; the embedding itself when tied."""
 
 
@@ -99,8 +100,15 @@ class StepLimits:
         """What such steps need beside weights and KV."""
         widths = spec.hidden_size + spec.qkv_size + spec.q_size + spec.intermediate_size
         activations = self.num_tokens * widths * spec.dtype_bytes
+        if spec.packed is not None:
+            activations += rounded_bytes(self.num_tokens, _widest(spec))
         logits = self.num_sampled * spec.vocab_size * 4
         return activations + logits + self.num_positions * spec.head_dim * 4
+
+
+def _widest(spec: ModelSpec) -> int:
+    """Columns of the widest matrix."""
+    return max(spec.hidden_size, spec.q_size, spec.intermediate_size)
 
 
 class StepDecoder(Protocol):
@@ -156,6 +164,7 @@ class _Scratch:
             "gated": spec.intermediate_size,
         }
         self._dtype = dtype
+        self._rounded_bytes = 0 if spec.packed is None else rounded_bytes(1, _widest(spec))
         self._tensors: dict[str, torch.Tensor] = {}
         self._capacity = 0
 
@@ -172,6 +181,8 @@ class _Scratch:
             key: torch.empty(num_tokens, width, dtype=self._dtype).zero_()
             for key, width in self._widths.items()
         }
+        rounded = torch.empty(num_tokens, self._rounded_bytes, dtype=torch.uint8)
+        self._tensors["rounded"] = rounded.zero_()
 
     @property
     def num_bytes(self) -> int:
@@ -181,7 +192,7 @@ class _Scratch:
     def as_c(self, hidden: torch.Tensor) -> CBuffers:
         """The kernels' view, with ``hidden`` as the residual stream."""
         buffers = CBuffers(hidden=hidden.data_ptr())
-        for name in self._widths:
+        for name in (*self._widths, "rounded"):
             setattr(buffers, name, self(name, hidden.shape[0]).data_ptr())
         return buffers
 
@@ -239,7 +250,8 @@ class Decoder:
     def embed(self, batch: StepBatch) -> torch.Tensor:
         """The tokens' embeddings, [T, hidden], newly allocated."""
         ids = torch.from_numpy(batch.token_ids)
-        return scaled(self._weights.embedding.index_select(0, ids), self._spec.embedding_scale)
+        rows = gather(self._weights.embedding, ids, self._dtype)
+        return scaled(rows, self._spec.embedding_scale)
 
     def forward(
         self,
@@ -285,7 +297,8 @@ class Decoder:
         if rows.shape[0] > self._logits.shape[0]:
             self._logits = torch.empty(rows.shape[0], self._spec.vocab_size)
         out = self._logits[: rows.shape[0]]
-        return linear(rows, self._weights.head, out=out, finish=Finish.FLOAT)
+        rounded = self._scratch("rounded", rows.shape[0])
+        return linear(rows, self._weights.head, out=out, finish=Finish.FLOAT, rounded=rounded)
 
     def room_for_logits(self, num_rows: int, width: int) -> torch.Tensor:
         """See ``StepDecoder``."""
@@ -332,7 +345,15 @@ def _as_c(layer: LayerWeights) -> CLayer:
     pointers = CLayer()
     for name in LAYER_FIELDS:
         tensor = getattr(layer, name)
-        if tensor is not None:
+        if isinstance(tensor, PackedMatrix):
+            setattr(pointers, name, tensor.data.data_ptr())
+            if name == "qkv":
+                # One run where files hold one tensor: no panel has rows of two of them anyway.
+                pointers.qkv_formats[:] = tensor.formats * (3 // len(tensor.formats))
+            else:
+                (format_number,) = tensor.formats
+                setattr(pointers, f"{name}_format", format_number)
+        elif tensor is not None:
             assert tensor.is_contiguous(), (name, tensor.shape, ctypes.sizeof(ctypes.c_void_p))
             setattr(pointers, name, tensor.data_ptr())
     return pointers

@@ -243,7 +243,7 @@ class InstanceMemory:
     def layer_view(self, layer: int) -> npt.NDArray[np.uint8]:
         """Bytes of a held layer's weights, packed and padded alike in every instance."""
         assert self.held.first <= layer < self.held.end, (layer, self.held)
-        return self.weights.bytes_view(self.layout.layer_offset(layer), self.layout.layer.num_bytes)
+        return self.weights.bytes_view(self.layout.layer_offset(layer), self.layout.layer_bytes)
 
     @property
     def unit_bytes(self) -> int:
@@ -253,7 +253,7 @@ class InstanceMemory:
     @property
     def layer_bytes(self) -> int:
         """Of one layer's packed weights."""
-        return self.layout.layer.num_bytes
+        return self.layout.layer_bytes
 
     def read_units(self, unit_runs: UnitRuns, into: npt.NDArray[np.uint8]) -> None:
         """Copy the bytes of backed units, run after run."""

@@ -32,7 +32,11 @@ def head_shape(spec: ModelSpec) -> HeadShape | None:
     """
     if not 16 <= spec.vocab_size < 1 << 24:  # float32 holds every token
         return None
-    cost_layers = spec.vocab_size * spec.hidden_size / spec.layer_params
+    if spec.packed is None:
+        cost_layers = spec.vocab_size * spec.hidden_size / spec.layer_params
+    else:
+        head_bytes = spec.embedding_bytes if spec.tied_embeddings else spec.head_bytes
+        cost_layers = head_bytes / spec.layer_bytes
     leader_layers = min(LEADER_WEIGHTS / spec.layer_params, cost_layers / 8)
     return HeadShape(spec.vocab_size, cost_layers, leader_layers)
 

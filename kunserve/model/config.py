@@ -1,6 +1,5 @@
 """A model's shape and its end-of-sequence tokens, from ``config.json`` or GGUF metadata."""
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,8 @@ from kunserve.core.rope import (
 from kunserve.model.gguf_config import eos_ids_from_gguf, spec_from_gguf
 from kunserve.model.gguf_file import read_gguf
 from kunserve.model.granite import with_granite_scales
+from kunserve.model.json_file import read_json
+from kunserve.model.quantization import check_quantization
 from kunserve.model.source import ModelSource
 
 _REQUIRED = object()
@@ -85,19 +86,6 @@ def read_eos_ids(source: ModelSource) -> tuple[int, ...]:
             # The generation config is the later word; the model's own is only a fallback.
             return tuple(dict.fromkeys(found))
     return ()
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file; ModelFiles says what is wrong with it."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ModelFiles(f"{path}: cannot be read: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise ModelFiles(f"{path}: not valid JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ModelFiles(f"{path}: not a JSON object")
-    return value
 
 
 class _HfConfig:
@@ -255,13 +243,7 @@ def _architecture(config: _HfConfig) -> str:
 
 def _refuse_unsupported(config: _HfConfig) -> None:
     values = config.values
-    quantised = values.get("quantization_config")
-    if quantised:
-        method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
-        raise UnsupportedModel(
-            f"{config.path}: weights quantised by {method} are not supported; use the original, "
-            "or a GGUF file"
-        )
+    check_quantization(config.path, values.get("quantization_config"))
     activation = values.get("hidden_act", "silu")
     if activation != "silu":
         raise UnsupportedModel(f"{config.path}: activation {activation!r} is not supported")

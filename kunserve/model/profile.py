@@ -24,9 +24,13 @@ class ProfileSubject:
     dtype: str
     num_threads: int
     block_size: int
+    quantization: str | None = None
+    """How weights are quantised in memory, if they are."""
 
     @classmethod
-    def of(cls, spec: ModelSpec, num_threads: int, block_size: int) -> "ProfileSubject":
+    def of(
+        cls, spec: ModelSpec, num_threads: int, block_size: int, quantization: str | None = None
+    ) -> "ProfileSubject":
         """The subject of a profile for this model and these settings."""
         return cls(
             spec.name,
@@ -36,6 +40,7 @@ class ProfileSubject:
             spec.dtype,
             num_threads,
             block_size,
+            quantization,
         )
 
 
@@ -83,7 +88,8 @@ def default_path(subject: ProfileSubject) -> Path:
         folder = Path.home() / ".cache" / "kunserve" / "profiles"
     except RuntimeError:
         raise ConfigError("this user has no home folder: name the profile's file") from None
-    return folder / f"{name}-{subject.dtype}-{threads}-b{subject.block_size}.json"
+    kind = "-".join(filter(None, (subject.dtype, subject.quantization)))
+    return folder / f"{name}-{kind}-{threads}-b{subject.block_size}.json"
 
 
 def write_profile(path: Path, profile: Profile) -> None:

@@ -26,6 +26,7 @@ from kunserve.engine.kernels.build import find_or_build
 from kunserve.model.config import read_spec
 from kunserve.model.generation_config import SamplingDefaults, read_sampling_defaults
 from kunserve.model.profile import ProfileSubject, find_cost
+from kunserve.model.quantization import kept_quantization
 from kunserve.model.source import resolve_model
 from kunserve.policy.cost import assumed_cost
 from kunserve.server.api_keys import ApiKeys
@@ -71,12 +72,14 @@ async def launch(config: KunServeConfig, run_folder: Path | None = None) -> Laun
         logger.info("sampling defaults of the model: %s", defaults.shown)
     if config.cluster.launcher == "local":  # elsewhere each instance has a GPU to itself
         config = with_shares(config, spec)
-    config = with_swap(with_costs(config, spec))
+    kept = kept_quantization(source, config.model, keeps=config.instance.device == "cpu")
+    config = with_swap(with_costs(config, spec, kept))
     launcher = await asyncio.to_thread(_launcher, config, run_folder)
     logger.info(
-        "starting model=%s dtype=%s instances=%d threads_per_instance=%d",
+        "starting model=%s dtype=%s quantization=%s instances=%d threads_per_instance=%d",
         config.model.model,
         config.model.dtype,
+        kept or "none",
         config.cluster.num_instances,
         config.instance.num_threads,
     )
@@ -188,7 +191,9 @@ def check_length(config: KunServeConfig, spec: ModelSpec) -> None:
         )
 
 
-def with_costs(config: KunServeConfig, spec: ModelSpec) -> KunServeConfig:
+def with_costs(
+    config: KunServeConfig, spec: ModelSpec, quantization: str | None = None
+) -> KunServeConfig:
     """The configuration with the costs that batch formation predicts by, and a line about them.
 
     From the profile if there is one, else assumed from the model's shape: measuring at start
@@ -203,7 +208,7 @@ def with_costs(config: KunServeConfig, spec: ModelSpec) -> KunServeConfig:
     )
     if not is_used or scheduler.cost is not None:
         return config
-    subject = ProfileSubject.of(spec, instance.num_threads, instance.block_size)
+    subject = ProfileSubject.of(spec, instance.num_threads, instance.block_size, quantization)
     path = None if scheduler.profile is None else Path(scheduler.profile)
     cost, origin = None, "no --profile of a GPU (`kunserve profile --device cuda` makes one)"
     if path is not None or instance.device == "cpu":  # the usual place has profiles of CPUs

@@ -4,7 +4,7 @@ Shapes are those of the models' public ``config.json``. A model is held in bfloa
 otherwise.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kunserve.core.errors import ConfigError
 from kunserve.core.model_spec import ModelSpec
@@ -120,6 +120,20 @@ def _dense(
     return from_spec(spec, gpus)
 
 
+def _quantised(model: SimModel, suffix: str, bits: float) -> SimModel:
+    """The same with weights of so many bits, computed with as fast as plain ones where they are
+    not read from memory.
+    """
+    share = bits / (8 * model.dtype_bytes)
+    return replace(
+        model,
+        name=f"{model.name}-{suffix}",
+        layer_bytes=int(model.layer_bytes * share),
+        embedding_bytes=int(model.embedding_bytes * share),
+        head_bytes=int(model.head_bytes * share),
+    )
+
+
 def _qwen3_235b() -> SimModel:
     hidden, heads, kv_heads, head_dim, expert_ffn, experts = 4096, 64, 4, 128, 1536, 128
     layers, vocab = 94, 151_936
@@ -190,12 +204,15 @@ def _deepseek_v3() -> SimModel:
     )
 
 
+_QWEN_14B = _dense("Qwen/Qwen2.5-14B", 48, 5120, 13_824, (40, 8, 128), 152_064, 32_768, bias=True)
 MODELS = {
     model.name: model
     for model in (
         _dense("smollm2-135m", 30, 576, 1536, (9, 3, 64), 49_152, 8192, tied=True),
         _dense("Qwen/Qwen2.5-7B", 28, 3584, 18_944, (28, 4, 128), 152_064, 32_768, bias=True),
-        _dense("Qwen/Qwen2.5-14B", 48, 5120, 13_824, (40, 8, 128), 152_064, 32_768, bias=True),
+        _QWEN_14B,
+        _quantised(_QWEN_14B, "Q8_0", 8.5),
+        _quantised(_QWEN_14B, "Q4_K", 4.625),
         _dense(
             "Qwen/Qwen2.5-72B", 80, 8192, 29_568, (64, 8, 128), 152_064, 32_768, gpus=4, bias=True
         ),

@@ -200,7 +200,7 @@ def test_weights_come_a_tensor_at_a_time_or_not_at_all(
     bodies = (device, host)
     with closing(device), closing(host):
         layout = device.memory.layout
-        tensors = {**layout.ends.slots, **layout.layer.slots}.values()
+        tensors = {**layout.ends.slots, **layout.layer(0).slots}.values()
         largest = max(int(np.prod(slot.shape)) * device.model.dtype_bytes for slot in tensors)
         assert max(staged, default=0) == (0 if load_format == "dummy" else largest)
         rows = [np.empty(body.layer_bytes, dtype=np.uint8) for body in bodies]

@@ -46,12 +46,14 @@ def tokenizer() -> transformers.PreTrainedTokenizerFast:
 
 
 @pytest.fixture
-def make_body() -> Iterator[Callable[[str], CpuBody]]:
+def make_body() -> Iterator[Callable[..., CpuBody]]:
     made: list[CpuBody] = []
 
-    def make(dtype: str) -> CpuBody:
+    def make(dtype: str, quantization: str = "none") -> CpuBody:
         instance = InstanceConfig(kv_cache_memory_bytes=160 << 20, num_threads=2)
-        made.append(CpuBody(InstanceId(0), ModelConfig(dtype=dtype), instance))  # type: ignore[arg-type]
+        made.append(
+            CpuBody(InstanceId(0), ModelConfig(dtype=dtype, quantization=quantization), instance)
+        )  # type: ignore[arg-type]
         return made[-1]
 
     yield make
@@ -67,13 +69,15 @@ def chat(tokenizer: transformers.PreTrainedTokenizerFast, text: str) -> list[int
     return list(tokenizer.encode(rendered, add_special_tokens=False))
 
 
+@pytest.mark.parametrize("quantization", ["auto", "none"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_it_knows_the_capital_of_france(
     dtype: str,
+    quantization: str,
     make_body: Callable[[str], CpuBody],
     tokenizer: transformers.PreTrainedTokenizerFast,
 ) -> None:
-    engine = DirectEngine([(make_body(dtype), LayerRange(0, 30))])
+    engine = DirectEngine([(make_body(dtype, quantization), LayerRange(0, 30))])
     (tokens,) = engine.generate([chat(tokenizer, PROMPTS[0])], 8)
     assert "Paris" in tokenizer.decode(tokens)
 

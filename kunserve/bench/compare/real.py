@@ -112,6 +112,8 @@ def serve_arguments(system: System, setup: RealSetup, trace_to: Path | None) -> 
         *("--instance-memory", _times(setup.instance_memory, system.memory_factor)),
         *("--max-num-batched-tokens", str(setup.max_num_batched_tokens)),
         *("--num-threads", str(setup.num_threads)),
+        # The figures that we have kept, and the simulator's models, are of plain weights.
+        *("--quantization", "none"),
         *serve_flags(system),
     ]
     if setup.profile is not None:

@@ -51,6 +51,7 @@ class CudaBackend:
 
     pads_steps = True
     computes_aside = True
+    keeps_quantised = False
 
     def __init__(
         self, device: torch.device, library: str = LIBRARY, recorder: Recorder | None = None

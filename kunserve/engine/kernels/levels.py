@@ -22,7 +22,12 @@ class Level:
 
 
 LEVELS = (
-    Level("x86-64-v4-bf16", "x86_64", ("-march=x86-64-v4", "-mavx512bf16"), _V4 | {"avx512_bf16"}),
+    Level(
+        "x86-64-v4-bf16",
+        "x86_64",
+        ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni"),
+        _V4 | {"avx512_bf16", "avx512_vnni"},  # every processor with the first has the second
+    ),
     Level("x86-64-v4", "x86_64", ("-march=x86-64-v4",), _V4),
     Level("x86-64-v3", "x86_64", ("-march=x86-64-v3",), _V3),
     Level("armv8-a", "aarch64", ("-march=armv8-a",), frozenset()),

@@ -31,7 +31,24 @@ LAYER_FIELDS = (
 class CLayer(ctypes.Structure):
     """``kun_layer``: addresses of one layer's tensors, None where there is none."""
 
-    _fields_ = [(name, c_void_p) for name in LAYER_FIELDS]
+    _fields_ = [
+        *((name, c_void_p) for name in LAYER_FIELDS),
+        ("qkv_formats", c_int32 * 3),
+        ("o_format", c_int32),
+        ("gate_up_format", c_int32),
+        ("down_format", c_int32),
+    ]
+
+
+class CPacked(ctypes.Structure):
+    """``kun_packed``: a matrix in packed panels."""
+
+    _fields_ = [
+        ("panels", c_void_p),
+        ("runs", c_int32),
+        ("formats", c_int32 * 3),
+        ("rows", c_int32 * 3),
+    ]
 
 
 class CModel(ctypes.Structure):
@@ -67,14 +84,29 @@ class CBatch(ctypes.Structure):
     ]
 
 
+BUFFER_FIELDS = ("hidden", "normed", "qkv", "mixed", "gated", "rounded")
+
+
 class CBuffers(ctypes.Structure):
     """``kun_buffers``: the step's activations."""
 
-    _fields_ = [(name, c_void_p) for name in ("hidden", "normed", "qkv", "mixed", "gated")]
+    _fields_ = [(name, c_void_p) for name in BUFFER_FIELDS]
 
 
 _TYPED = {
     "kun_linear": (c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_int32),
+    "kun_packed_linear": (
+        c_void_p,
+        POINTER(CPacked),
+        c_void_p,
+        c_void_p,
+        c_int64,
+        c_int64,
+        c_int64,
+        c_int32,
+        c_void_p,
+    ),
+    "kun_gather": (POINTER(CPacked), c_void_p, c_void_p, c_int64, c_int64),
     "kun_rms_norm": (c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_float),
     "kun_place": (POINTER(CModel), POINTER(CLayer), POINTER(CBatch), POINTER(CBuffers), c_int64),
     "kun_attention": (POINTER(CModel), POINTER(CBatch), c_void_p, c_void_p, c_int64),

@@ -1,11 +1,16 @@
 """Single kernels over torch tensors. ``Decoder`` runs whole stages; these are its pieces."""
 
 import enum
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 
 from kunserve.engine.kernels.library import kernel, library
+from kunserve.engine.kernels.packed import PackedMatrix, rounded_bytes
+
+Matrix: TypeAlias = Any
+"""A tensor or a ``PackedMatrix``. Not said so, because those who run on GPUs have tensors only."""
 
 
 class Finish(enum.IntEnum):
@@ -22,14 +27,16 @@ class Finish(enum.IntEnum):
 
 def linear(
     x: torch.Tensor,
-    weight: torch.Tensor,
+    weight: Matrix,
     bias: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     finish: Finish = Finish.STORE,
+    rounded: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """``x`` [m, k] times ``weight`` [n, k] transposed, into ``out`` [m, n].
 
     ``n`` is half the rows of ``weight`` for SWIGLU. ``k`` elements must fill whole 16 bytes.
+    ``rounded`` is memory for ``x`` of 8 bits, where ``weight`` is packed.
     """
     m, k = x.shape
     n = weight.shape[0] // 2 if finish is Finish.SWIGLU else weight.shape[0]
@@ -37,17 +44,44 @@ def linear(
         assert finish is not Finish.RESIDUAL
         out = torch.empty(m, n, dtype=torch.float32 if finish is Finish.FLOAT else x.dtype)
     assert weight.shape[1] == k and out.shape == (m, n), (x.shape, weight.shape, out.shape)
+    assert x.is_contiguous() and out.is_contiguous()
+    bias_at = None if bias is None else bias.data_ptr()
+    if isinstance(weight, PackedMatrix):
+        assert weight.field.is_paired == (finish is Finish.SWIGLU), (weight.field, finish)
+        if rounded is None:
+            rounded = torch.empty(rounded_bytes(m, k), dtype=torch.uint8)
+        assert rounded.nbytes >= rounded_bytes(m, k) and rounded.is_contiguous(), rounded.shape
+        kernel("kun_packed_linear", x.dtype)(
+            x.data_ptr(),
+            weight.as_c(),
+            bias_at,
+            out.data_ptr(),
+            m,
+            n,
+            k,
+            finish,
+            rounded.data_ptr(),
+        )
+        return out
     assert k * x.element_size() % 16 == 0 and x.dtype == weight.dtype, (k, x.dtype, weight.dtype)
-    assert x.is_contiguous() and weight.is_contiguous() and out.is_contiguous()
+    assert weight.is_contiguous()
     kernel("kun_linear", x.dtype)(
-        x.data_ptr(),
-        weight.data_ptr(),
-        None if bias is None else bias.data_ptr(),
-        out.data_ptr(),
-        m,
-        n,
-        k,
-        finish,
+        x.data_ptr(), weight.data_ptr(), bias_at, out.data_ptr(), m, n, k, finish
+    )
+    return out
+
+
+def gather(weight: Matrix, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """These rows of ``weight`` in ``dtype``, newly allocated."""
+    if not isinstance(weight, PackedMatrix):
+        plain: torch.Tensor = weight.index_select(0, rows)
+        return plain
+    which = rows.to(torch.int64).contiguous()
+    out = torch.empty(len(which), weight.shape[1], dtype=dtype)
+    if len(which):
+        assert int(which.min()) >= 0 and int(which.max()) < weight.shape[0], weight.shape
+    kernel("kun_gather", dtype)(
+        weight.as_c(), which.data_ptr(), out.data_ptr(), len(which), weight.shape[1]
     )
     return out
 

@@ -1,6 +1,7 @@
 """``kunserve profile``: what steps of a model cost here."""
 
 from pathlib import Path
+from typing import Any
 
 import click
 from rich.console import Console
@@ -22,6 +23,7 @@ from kunserve.core.config import (
     SchedulerConfig,
 )
 from kunserve.core.errors import KunServeError
+from kunserve.engine.body import EngineBody
 from kunserve.engine.profile.journal import Journal
 from kunserve.engine.profile.neighbours import neighbours
 from kunserve.engine.profile.run import (
@@ -46,6 +48,9 @@ _FULL, _QUICK = (48, 5), (12, 3)
 @click.option(
     "--dtype", default=_MODEL.dtype, type=click.Choice(["bfloat16", "float16", "float32"])
 )
+@click.option("--quantization", default=_MODEL.quantization,
+              type=click.Choice(["auto", "none", "gguf", "compressed-tensors"]),
+              help="How weights lie in memory, as `serve` has it.")  # fmt: skip
 @click.option("--load-format", default=_MODEL.load_format, hidden=True,
               type=click.Choice(["auto", "safetensors", "gguf", "dummy"]))  # fmt: skip
 @click.option("--device", default=_INSTANCE.device, type=click.Choice(["cpu", "cuda"]),
@@ -67,6 +72,7 @@ _FULL, _QUICK = (48, 5), (12, 3)
 def profile_command(
     model: str,
     dtype: str,
+    quantization: str,
     load_format: str,
     device: str,
     num_threads: int,
@@ -83,17 +89,17 @@ def profile_command(
     Batches of whole prompts, of later chunks, of decodes and of all mixed run on the real engine,
     in random order and several times over. Interrupted, it goes on where it stopped.
     """
-    if device != "cpu" and out is None:
-        # The default place is that of the CPU's profile.
+    if device != "cpu" and out is None:  # the default place is that of the CPU's profile
         raise click.UsageError("a GPU's profile needs --out; give the file to `serve --profile`")
-    read = ModelConfig(model=model, dtype=dtype, load_format=load_format)  # type: ignore[arg-type]
+    how: Any = {"dtype": dtype, "load_format": load_format, "quantization": quantization}
     block_size = block_size or InstanceConfig.of_device(device).block_size
     steps = None if device == "cpu" else SchedulerConfig(max_num_seqs, max_num_batched_tokens)
+    read = ModelConfig(model=model, **how)
     settings = BodySettings(read, block_size, num_threads, device, scheduler=steps)
     try:
         body = open_body(settings)
         try:
-            subject = ProfileSubject.of(body.model, num_threads, block_size)
+            subject = _subject_of(body, num_threads, block_size)
             path = out or default_path(subject)
             num_per_region, num_repeats = _QUICK if quick else _FULL
             limits = limits_of(body, max_num_batched_tokens, max_num_seqs)
@@ -123,6 +129,12 @@ def profile_command(
     except KunServeError as error:
         raise click.ClickException(str(error)) from None
     _tell(profile, path)
+
+
+def _subject_of(body: EngineBody, num_threads: int, block_size: int) -> ProfileSubject:
+    packed = body.model.packed
+    kept = None if packed is None else packed.method
+    return ProfileSubject.of(body.model, num_threads, block_size, kept)
 
 
 def _progress() -> Progress:

@@ -8,11 +8,14 @@ that the outer ends of the run lose nothing: ``InstanceSpec.units_when_holding``
 where a middle stage drops two runs.
 """
 
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from kunserve.core.layout import LayerRange
 from kunserve.core.model_spec import ModelSpec
+from kunserve.core.packed import PackedField
 
 ALIGNMENT_BYTES = 64
 
@@ -22,6 +25,8 @@ class Slot(NamedTuple):
 
     offset: int
     shape: tuple[int, ...]
+    packed: PackedField | None = None
+    """How it lies there if not as ``shape`` of the model's dtype."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,25 +37,36 @@ class Section:
     num_bytes: int
 
 
-def _pack(shapes: dict[str, tuple[int, ...]], dtype_bytes: int) -> Section:
-    slots = {}
+Shapes = dict[str, tuple[int, ...]]
+
+
+def pack_sections(
+    shapes: Shapes, packed: Sequence[Mapping[str, PackedField]], dtype_bytes: int
+) -> list[Section]:
+    """A section for each of ``packed``, the fields of it that stay quantised.
+
+    A tensor begins at one place in all of them, behind the largest of those before it.
+    """
+    slots: list[dict[str, Slot]] = [{} for _ in packed]
     end = 0
     for name, shape in shapes.items():
-        slots[name] = Slot(end, shape)
-        num_elements = 1
-        for size in shape:
-            num_elements *= size
-        end = _align(end + num_elements * dtype_bytes, ALIGNMENT_BYTES)
-    return Section(slots, end)
+        largest = 0
+        for found, fields in zip(slots, packed, strict=True):
+            field = fields.get(name)
+            found[name] = Slot(end, shape, field)
+            plain = math.prod(shape) * dtype_bytes
+            largest = max(largest, plain if field is None else field.num_bytes)
+        end = _align(end + largest, ALIGNMENT_BYTES)
+    return [Section(found, end) for found in slots]
 
 
 def _align(value: int, alignment: int) -> int:
     return -(-value // alignment) * alignment
 
 
-def end_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+def end_shapes(spec: ModelSpec) -> Shapes:
     """Tensors outside the layers."""
-    shapes: dict[str, tuple[int, ...]] = {
+    shapes: Shapes = {
         "embedding": (spec.vocab_size, spec.hidden_size),
         "final_norm": (spec.hidden_size,),
     }
@@ -59,10 +75,10 @@ def end_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def layer_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+def layer_shapes(spec: ModelSpec) -> Shapes:
     """Tensors of one layer, projections that share an input fused by rows."""
     hidden, inner = spec.hidden_size, spec.intermediate_size
-    shapes: dict[str, tuple[int, ...]] = {
+    shapes: Shapes = {
         "input_norm": (hidden,),
         "qkv": (spec.qkv_size, hidden),
         "o": (hidden, spec.q_size),
@@ -89,11 +105,17 @@ class WeightLayout:
     def __init__(self, spec: ModelSpec, granule_bytes: int) -> None:
         self.num_layers = spec.num_layers
         self.granule_bytes = granule_bytes
-        self.ends = _pack(end_shapes(spec), spec.dtype_bytes)
-        self.layer = _pack(layer_shapes(spec), spec.dtype_bytes)
+        packed = spec.packed
+        ends = () if packed is None else packed.ends
+        layers = (None,) if packed is None else packed.layers
+        (self.ends,) = pack_sections(end_shapes(spec), [_by_name(ends)], spec.dtype_bytes)
+        self._layers = pack_sections(
+            layer_shapes(spec), [_by_name(fields or ()) for fields in layers], spec.dtype_bytes
+        )
+        self.layer_bytes = self._layers[0].num_bytes
         self.layers_offset = _align(self.ends.num_bytes, granule_bytes)
         self.num_bytes = _align(
-            self.layers_offset + self.num_layers * self.layer.num_bytes, granule_bytes
+            self.layers_offset + self.num_layers * self.layer_bytes, granule_bytes
         )
 
     @property
@@ -101,9 +123,14 @@ class WeightLayout:
         """Granules of one whole copy."""
         return self.num_bytes // self.granule_bytes
 
+    def layer(self, layer: int) -> Section:
+        """What lies where in one layer."""
+        assert 0 <= layer < self.num_layers, layer
+        return self._layers[layer if len(self._layers) > 1 else 0]
+
     def layer_offset(self, layer: int) -> int:
         """Where a layer begins; ``num_layers`` gives the end of the last one."""
-        return self.layers_offset + layer * self.layer.num_bytes
+        return self.layers_offset + layer * self.layer_bytes
 
     def granules_of(self, layers: LayerRange) -> tuple[int, int]:
         """[first, end) slots of the granules that hold any byte of these layers."""
@@ -111,3 +138,7 @@ class WeightLayout:
         first = self.layer_offset(layers.first) // self.granule_bytes
         end = -(-self.layer_offset(layers.end) // self.granule_bytes)
         return first, end
+
+
+def _by_name(fields: Iterable[PackedField]) -> dict[str, PackedField]:
+    return {field.name: field for field in fields}

@@ -1,7 +1,7 @@
 """Packed tensors over the weights range, and filling them from a checkpoint."""
 
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -9,9 +9,12 @@ import torch
 
 from kunserve.core.layout import LayerRange
 from kunserve.core.model_spec import ModelSpec
+from kunserve.core.packed import PackedField
 from kunserve.engine.attention import TORCH_DTYPES
 from kunserve.engine.decoder import LayerWeights, ModelWeights
+from kunserve.engine.kernels.packed import PackedMatrix
 from kunserve.engine.weights.layout import Section, WeightLayout
+from kunserve.engine.weights.packing import pack
 from kunserve.engine.weights.pieces import Piece, rows_of
 from kunserve.engine.weights.readers import Reader
 
@@ -20,19 +23,23 @@ def packed_weights(layout: WeightLayout, spec: ModelSpec, whole: torch.Tensor) -
     """Tensors as views of ``whole``, the bytes of the weights range; reads none of it."""
     ends = _views(layout.ends, 0, spec, whole)
     layers = [
-        LayerWeights(**_views(layout.layer, layout.layer_offset(layer), spec, whole))
+        LayerWeights(**_views(layout.layer(layer), layout.layer_offset(layer), spec, whole))
         for layer in range(spec.num_layers)
     ]
     embedding = ends["embedding"]
     return ModelWeights(embedding, layers, ends["final_norm"], ends.get("head", embedding))
 
 
-def _views(
-    section: Section, offset: int, spec: ModelSpec, whole: torch.Tensor
-) -> dict[str, torch.Tensor]:
+def _views(section: Section, offset: int, spec: ModelSpec, whole: torch.Tensor) -> dict[str, Any]:
+    """A tensor or a ``PackedMatrix`` for each slot."""
     dtype = TORCH_DTYPES[spec.dtype]
-    views = {}
+    views: dict[str, Any] = {}
     for name, slot in section.slots.items():
+        if slot.packed is not None:
+            first = offset + slot.offset
+            packed = whole[first : first + slot.packed.num_bytes]
+            views[name] = PackedMatrix(packed, slot.packed)
+            continue
         num_bytes = int(np.prod(slot.shape)) * spec.dtype_bytes
         first = offset + slot.offset
         views[name] = whole[first : first + num_bytes].view(dtype).view(slot.shape)
@@ -64,7 +71,7 @@ class WeightLoader:
     def check(self) -> None:
         """Raise ModelFiles unless every piece is there, before any time is spent on reading."""
         for layer in (None, *range(self._spec.num_layers)):
-            section = self._layout.ends if layer is None else self._layout.layer
+            section = self._layout.ends if layer is None else self._layout.layer(layer)
             for field, slot in section.slots.items():
                 for name, first, end in rows_of(field, slot.shape[0], self._spec):
                     self._reader.check(Piece(layer, name), (end - first, *slot.shape[1:]))
@@ -77,13 +84,16 @@ class WeightLoader:
         """Read these layers, whose memory must be mapped."""
         for layer in range(*layers):
             offset = self._layout.layer_offset(layer)
-            self._load(layer, offset, self._layout.layer, self._weights.layers[layer])
+            self._load(layer, offset, self._layout.layer(layer), self._weights.layers[layer])
 
     def _load(
         self, layer: int | None, offset: int, section: Section, held: ModelWeights | LayerWeights
     ) -> None:
         for field, slot in section.slots.items():
             there = getattr(held, field)
+            if slot.packed is not None:
+                self._load_packed(layer, slot.packed, slot.shape[0], there)
+                continue
             is_direct = self._put is None or self._reader.fills_devices
             tensor = there if is_direct else torch.empty_like(there, device="cpu")
             for name, first, end in rows_of(field, slot.shape[0], self._spec):
@@ -93,3 +103,14 @@ class WeightLoader:
             elif tensor.is_cuda:
                 # Whoever is told that a layer is loaded may copy it by another stream.
                 torch.cuda.current_stream(tensor.device).synchronize()
+
+    def _load_packed(
+        self, layer: int | None, field: PackedField, num_rows: int, there: PackedMatrix
+    ) -> None:
+        """The same bytes each time, so that what peers send and what files hold are alike."""
+        assert self._put is None, "only host memory has packed weights"
+        pieces = [
+            self._reader.read_stored(Piece(layer, name))
+            for name, _, _ in rows_of(field.name, num_rows, self._spec)
+        ]
+        there.data.copy_(torch.from_numpy(pack(field, pieces)))

@@ -6,17 +6,24 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 import safetensors
 import torch
 
 from kunserve.core.errors import ModelFiles, UnsupportedModel
 from kunserve.core.model_spec import ModelSpec
+from kunserve.core.packed import WeightFormat
+from kunserve.engine.weights.packing import StoredRows
 from kunserve.engine.weights.pieces import Piece
 from kunserve.engine.weights.quants import dequantise, row_bytes
-from kunserve.model.config import read_json
 from kunserve.model.gguf_config import PAIRED_ROPE
 from kunserve.model.gguf_file import read_gguf
+from kunserve.model.json_file import read_json
+from kunserve.model.quantization import COMPRESSED_TENSORS, GGUF_FORMATS
 from kunserve.model.source import ModelSource
+
+_SCALE, _WORDS = "_scale", "_packed"
+"""What compressed-tensors append to a quantised weight's name: a scale per row; int8 in words."""
 
 
 class Reader(Protocol):
@@ -24,6 +31,19 @@ class Reader(Protocol):
 
     fills_devices: bool
     """Whether ``read`` makes what it gives where the destination lies, without host memory."""
+
+    @property
+    def quantization(self) -> str | None:
+        """How its weights are quantised, as ``--quantization`` names it, if they are."""
+        ...
+
+    def format_of(self, piece: Piece) -> WeightFormat:
+        """How the piece can lie in memory without a loss; PLAIN if it is not quantised."""
+        ...
+
+    def read_stored(self, piece: Piece) -> StoredRows:
+        """A piece whose format is not PLAIN, as it is stored."""
+        ...
 
     def check(self, piece: Piece, shape: tuple[int, ...]) -> None:
         """Raise ModelFiles unless the piece is there, whole and of this shape."""
@@ -111,6 +131,16 @@ class SafetensorsReader:
     def check(self, piece: Piece, shape: tuple[int, ...]) -> None:
         """Raise ModelFiles unless the piece is there, whole and of this shape."""
         name = piece.hf_name
+        if self.format_of(piece) is WeightFormat.PLAIN:
+            self._check(name, shape, self._DTYPES)
+            return
+        self._check(name + _SCALE, (shape[0], 1), self._DTYPES)
+        if name + _WORDS in self._file_of:
+            self._check(name + _WORDS, (shape[0], -(-shape[1] // 4)), ("I32",))
+        else:
+            self._check(name, shape, ("I8",))
+
+    def _check(self, name: str, shape: tuple[int, ...], dtypes: tuple[str, ...]) -> None:
         path = self._file_of.get(name)
         if path is None:
             raise ModelFiles(f"{self._folder}: tensor {name!r} is missing")
@@ -123,23 +153,55 @@ class SafetensorsReader:
                 f"{path}: tensor {name!r} has shape {tuple(stored.get_shape())}, "
                 f"config.json implies {shape}"
             )
-        if stored.get_dtype() not in self._DTYPES:
+        if stored.get_dtype() not in dtypes:
             raise UnsupportedModel(
                 f"{path}: tensor {name!r} has type {stored.get_dtype()}; "
-                f"supported are {', '.join(self._DTYPES)}"
+                f"supported are {', '.join(dtypes)}"
             )
+
+    @property
+    def quantization(self) -> str | None:
+        """How its weights are quantised, as ``--quantization`` names it, if they are."""
+        scaled = any(name.endswith(_SCALE) for name in self._file_of)
+        return COMPRESSED_TENSORS if scaled else None
+
+    def format_of(self, piece: Piece) -> WeightFormat:
+        """INT8 where a scale per row stands beside the tensor."""
+        is_scaled = piece.hf_name + _SCALE in self._file_of
+        return WeightFormat.INT8 if is_scaled else WeightFormat.PLAIN
+
+    def read_stored(self, piece: Piece) -> StoredRows:
+        """A piece whose format is not PLAIN, as it is stored."""
+        name = piece.hf_name
+        scales = self._tensor(name + _SCALE).float().view(-1).numpy()
+        if name + _WORDS in self._file_of:
+            # Four values to a word, the first lowest, each 128 too large.
+            words = self._tensor(name + _WORDS).contiguous().view(torch.uint8)
+            values = words.numpy() ^ np.uint8(0x80)
+        else:
+            values = self._tensor(name).contiguous().view(torch.uint8).numpy()
+        return _parted(StoredRows(values, scales), self._paired_heads.get(piece.name))
 
     def read(self, piece: Piece, destination: torch.Tensor) -> None:
         """Fill the destination."""
-        name = piece.hf_name
+        if self.format_of(piece) is WeightFormat.PLAIN:
+            stored = self._tensor(piece.hf_name)
+            num_heads = self._paired_heads.get(piece.name)
+            if num_heads is None:
+                destination.copy_(stored)
+            else:
+                _part_pairs(stored, num_heads, destination)
+            return
+        rows = self.read_stored(piece)
+        assert rows.scales is not None
+        values = torch.from_numpy(rows.blocks).view(torch.int8)[:, : destination.shape[1]]
+        destination.copy_(values.float() * torch.from_numpy(rows.scales)[:, None])
+
+    def _tensor(self, name: str) -> torch.Tensor:
         path = self._file_of[name]
         self._witnesses[path].check()
-        stored = self._files[path].get_tensor(name)
-        num_heads = self._paired_heads.get(piece.name)
-        if num_heads is None:
-            destination.copy_(stored)
-        else:
-            _part_pairs(stored, num_heads, destination)
+        found: torch.Tensor = self._files[path].get_tensor(name)
+        return found
 
 
 def _rotated_heads(spec: ModelSpec) -> dict[str, int]:
@@ -155,6 +217,14 @@ def _part_pairs(stored: torch.Tensor, num_heads: int, destination: torch.Tensor)
     destination.view(num_heads, 2, half, -1).copy_(pairs.transpose(1, 2))
 
 
+def _parted(rows: StoredRows, num_heads: int | None) -> StoredRows:
+    """The same of rows that stay quantised; None: no pairs."""
+    if num_heads is None:
+        return rows
+    order = np.arange(len(rows.blocks)).reshape(num_heads, -1, 2).swapaxes(1, 2).reshape(-1)
+    return StoredRows(rows.blocks[order], None if rows.scales is None else rows.scales[order])
+
+
 def _open(path: Path) -> Any:
     try:
         return safetensors.safe_open(path, framework="pt")
@@ -166,6 +236,7 @@ class GgufReader:
     """One GGUF file of any quantisation."""
 
     fills_devices = False
+    quantization = "gguf"
 
     def __init__(self, path: Path, spec: ModelSpec) -> None:
         self._file = read_gguf(path)
@@ -194,12 +265,28 @@ class GgufReader:
         if tensor.offset + self._num_bytes(piece) > self._file.num_bytes:
             raise ModelFiles(f"{path}: truncated inside tensor {name!r}")
 
+    def format_of(self, piece: Piece) -> WeightFormat:
+        """How the piece can lie in memory without a loss; PLAIN if it is not quantised."""
+        tensor = self._file.tensors.get(piece.gguf_name)
+        if tensor is None:
+            return WeightFormat.PLAIN  # ``check`` says what is wrong
+        return GGUF_FORMATS.get(tensor.quant_type, WeightFormat.PLAIN)
+
+    def read_stored(self, piece: Piece) -> StoredRows:
+        """A piece whose format is not PLAIN, as it is stored."""
+        raw = self._stored_bytes(piece)
+        rows = raw.reshape(self._file.tensors[piece.gguf_name].shape[0], -1)
+        return _parted(StoredRows(rows), self._paired_heads.get(piece.name))
+
+    def _stored_bytes(self, piece: Piece) -> npt.NDArray[np.uint8]:
+        self._witness.check()
+        offset = self._file.tensors[piece.gguf_name].offset
+        return np.asarray(self._data[offset : offset + self._num_bytes(piece)])
+
     def read(self, piece: Piece, destination: torch.Tensor) -> None:
         """Fill the destination."""
-        self._witness.check()
         tensor = self._file.tensors[piece.gguf_name]
-        data = self._data[tensor.offset : tensor.offset + self._num_bytes(piece)]
-        raw = np.asarray(data)
+        raw = self._stored_bytes(piece)
         num_heads = self._paired_heads.get(piece.name)
         if num_heads is None:
             dequantise(raw, tensor.quant_type, destination)
@@ -220,6 +307,7 @@ class DummyReader:
     """Random weights, the same wherever the seed is the same, at the speed of a copy."""
 
     fills_devices = True
+    quantization = None
     _BLOCK_ELEMENTS = 1_048_573
     """Prime, so that rows of no width repeat in step."""
     _DEVIATION = 0.02
@@ -228,6 +316,14 @@ class DummyReader:
         self._seed = seed
         generator = torch.Generator().manual_seed(seed)
         self._block = torch.randn(self._BLOCK_ELEMENTS, generator=generator) * self._DEVIATION
+
+    def format_of(self, piece: Piece) -> WeightFormat:
+        """Nothing is quantised."""
+        return WeightFormat.PLAIN
+
+    def read_stored(self, piece: Piece) -> StoredRows:
+        """Nothing is quantised."""
+        raise AssertionError(piece)
 
     def check(self, piece: Piece, shape: tuple[int, ...]) -> None:
         """Every piece of every shape is there."""

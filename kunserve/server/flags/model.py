@@ -13,6 +13,11 @@ _DTYPES = HintedChoice(
         "float": "write float32",
     },
 )
+_NOT_HERE = "KunServe reads GGUF, and int8 per channel by compressed-tensors"
+_QUANTIZATIONS = HintedChoice(
+    ["auto", "none", "gguf", "compressed-tensors"],
+    dict.fromkeys(("awq", "gptq", "fp8", "bitsandbytes", "awq_marlin", "gptq_marlin"), _NOT_HERE),
+)
 _model = flags_of("Model", ModelConfig())
 
 MODEL_FLAGS = all_of(
@@ -28,6 +33,12 @@ MODEL_FLAGS = all_of(
         "--load-format",
         type=click.Choice(["auto", "safetensors", "gguf", "dummy"]),
         help="How weights are read; dummy makes random ones.",
+    ),
+    _model(
+        "--quantization",
+        type=_QUANTIZATIONS,
+        help="How weights lie in memory: auto keeps quantised ones as they are stored (on CPUs), "
+        "none expands them to --dtype; gguf and compressed-tensors insist on being kept.",
     ),
     _model("--seed", type=int, help="For dummy weights, and for requests that bring no seed."),
     _model(

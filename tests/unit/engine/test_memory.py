@@ -246,7 +246,7 @@ def test_memory_that_cannot_be_mapped_at_start_is_refused(
 
 def test_layers_are_packed_without_overlap() -> None:
     layout = WeightLayout(dataclasses.replace(SMOLLM2, attention_bias=True, qk_norm=True), 4096)
-    for section in (layout.ends, layout.layer):
+    for section in (layout.ends, layout.layer(0)):
         end = 0
         for slot in section.slots.values():
             assert slot.offset >= end and slot.offset % 64 == 0

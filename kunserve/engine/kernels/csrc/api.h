@@ -8,7 +8,29 @@
 typedef struct {
   const void *input_norm, *qkv, *qkv_bias, *q_norm, *k_norm, *o, *o_bias;
   const void *post_norm, *gate_up, *gate_up_bias, *down, *down_bias;
+  int32_t qkv_formats[3], o_format, gate_up_format, down_format;
 } kun_layer;
+
+/* How a matrix lies in memory: in the model's dtype, row after row, or in packed panels
+ * (panels.h). */
+enum {
+  KUN_PLAIN = 0,
+  KUN_Q8_0 = 1,
+  KUN_Q4_0 = 2,
+  KUN_Q4_1 = 3,
+  KUN_INT8 = 4,
+  KUN_Q4_K = 5,
+  KUN_Q6_K = 6
+};
+
+/* A matrix in packed panels: runs of rows, each of one format. For KUN_SWIGLU a panel is 8 rows of
+ * the first half over 8 of the second, and `rows` counts the pairs. */
+#define KUN_RUNS 3
+typedef struct {
+  const void *panels;
+  int32_t runs;
+  int32_t formats[KUN_RUNS], rows[KUN_RUNS];
+} kun_packed;
 
 typedef struct {
   int64_t unit_bytes;
@@ -34,6 +56,7 @@ typedef struct {
   void *qkv;    /* [(heads + 2 * kv_heads) * head_dim] */
   void *mixed;  /* [heads * head_dim] attention output */
   void *gated;  /* [intermediate] */
+  void *rounded; /* 64 bytes for each 32 elements of the widest of these; for packed weights only */
 } kun_buffers;
 
 /* How `kun_linear` finishes an output. */

@@ -3,6 +3,7 @@
 #include "typed.h"
 #include "tile.h"
 #include "linear.h"
+#include "packed.h"
 #include "rows.h"
 #include "attention_span.h"
 #include "attention.h"

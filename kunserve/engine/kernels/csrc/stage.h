@@ -21,23 +21,28 @@ static void run_layer(const stage_job *stage, long layer, int thread) {
                         tokens, m->intermediate, hidden, KUN_SWIGLU};
   linear_job down = {b->gated, w->down, w->down_bias, b->hidden,
                      tokens, hidden, m->intermediate, KUN_RESIDUAL};
+  long runs[] = {q_size, m->kv_heads * dim, m->kv_heads * dim};
+  packed_job packed_qkv = packed_of(qkv, w->qkv_formats, runs, 3, b->rounded);
+  packed_job packed_o = packed_of(o, &w->o_format, &hidden, 1, b->rounded);
+  packed_job packed_gate_up = packed_of(gate_up, &w->gate_up_format, &gate_up.n, 1, b->rounded);
+  packed_job packed_down = packed_of(down, &w->down_format, &hidden, 1, b->rounded);
   attention_job attention = {m, stage->batch, b->qkv, b->mixed, layer, &stage->plan};
 
   norm_part(b->normed, b->hidden, w->input_norm, tokens, hidden, m->eps, thread);
   pool_barrier();
-  linear_part(&qkv, thread);
+  any_part(&packed_qkv, thread);
   pool_barrier();
   place_part(m, w, layer, stage->batch, b->qkv, thread);
   pool_barrier();
   attention_part(&attention, thread);
   pool_barrier();
-  linear_part(&o, thread);
+  any_part(&packed_o, thread);
   pool_barrier();
   norm_part(b->normed, b->hidden, w->post_norm, tokens, hidden, m->eps, thread);
   pool_barrier();
-  linear_part(&gate_up, thread);
+  any_part(&packed_gate_up, thread);
   pool_barrier();
-  linear_part(&down, thread);
+  any_part(&packed_down, thread);
   pool_barrier();
 }
 

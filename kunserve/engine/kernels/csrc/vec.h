@@ -20,6 +20,8 @@ typedef int32_t vi_u __attribute__((vector_size(64), aligned(1), may_alias));
 typedef uint16_t words __attribute__((vector_size(64)));
 typedef int32_t quarter __attribute__((vector_size(16), aligned(1), may_alias));
 typedef uint16_t half_u __attribute__((vector_size(32), aligned(2), may_alias));
+typedef uint8_t bytes_u __attribute__((vector_size(16), aligned(1), may_alias));
+typedef int8_t chars_u __attribute__((vector_size(16), aligned(1), may_alias));
 
 #ifdef __clang__
 #define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
@@ -71,6 +73,28 @@ INLINE void store_part_bf16(uint16_t *p, vf v, int count) {
   memcpy(p, &h, (size_t)count * 2);
 }
 
+/* float16 -> float, exact. */
+INLINE vf widen_f16(half_u h) {
+#ifdef __AVX512F__
+  return (vf)_mm512_cvtph_ps((__m256i)h);
+#else
+  vi wide = __builtin_convertvector(h, vi);
+  vf size = (vf)((wide & 0x7fff) << 13) * 0x1p112f;
+  return (vf)((vi)size | (wide & 0x8000) << 16);
+#endif
+}
+INLINE vf to_float(vi v) { return __builtin_convertvector(v, vf); }
+INLINE vi widen_bytes(const uint8_t *p) { return __builtin_convertvector(*(const bytes_u *)p, vi); }
+INLINE vi widen_signed(const int8_t *p) { return __builtin_convertvector(*(const chars_u *)p, vi); }
+/* The lowest byte of each lane. */
+INLINE void store_bytes(int8_t *p, vi v) {
+#ifdef __AVX512F__
+  _mm_storeu_si128((__m128i *)p, _mm512_cvtepi32_epi8((__m512i)v));
+#else
+  for (int i = 0; i < LANES; i++) p[i] = (int8_t)v[i];
+#endif
+}
+
 /* The 16 bytes at p in each quarter of the vector. */
 INLINE vi spread_16_bytes(const void *p) {
 #ifdef __AVX512F__
@@ -120,6 +144,18 @@ INLINE vf dot_bf16(vf acc, vi a, vi b) {
 #endif
 }
 
+/* acc + the four products of each lane's unsigned bytes (of w) and signed ones (of x). */
+INLINE vi dot_bytes(vi acc, vi w, vi x) {
+#ifdef __AVX512VNNI__
+  return (vi)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)w, (__m512i)x);
+#else
+  UNROLL for (int byte = 0; byte < 4; byte++) {
+    acc += (w >> 8 * byte & 0xff) * (x << (24 - 8 * byte) >> 24);
+  }
+  return acc;
+#endif
+}
+
 INLINE vf max_vf(vf a, vf b) {
 #ifdef __AVX512F__
   return (vf)_mm512_max_ps((__m512)a, (__m512)b);
@@ -162,6 +198,15 @@ INLINE float max_lanes(vf v) {
   v = max_vf(v, fold(v, 2));
   v = max_vf(v, fold(v, 1));
   return v[0];
+}
+
+/* The largest of numbers that are not negative. A NaN is larger than all others. */
+INLINE float largest_bits(vi v) {
+  for (int half = 8; half > 0; half /= 2) {
+    vi other = (vi)fold((vf)v, half), larger = v > other;
+    v = (larger & v) | (~larger & other);
+  }
+  return ((vf)v)[0];
 }
 
 /* e^x for x <= 88, within 2 ulp; below -87 the result is e^-87. exp_vf(0) is exactly 1. */

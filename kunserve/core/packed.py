@@ -1,0 +1,93 @@
+"""Quantised weights as they lie in memory, and how many bytes that is."""
+
+import enum
+from dataclasses import dataclass
+from typing import NamedTuple
+
+PANEL_ROWS = 16
+"""Rows of a matrix that lie together."""
+BLOCK_COLUMNS = 32
+"""Columns whose products are summed before they are scaled."""
+_SUPERBLOCK = 256
+
+
+class WeightFormat(enum.IntEnum):
+    """How the rows of a matrix lie in memory. The kernels know the same numbers."""
+
+    PLAIN = 0
+    """Row after row, in the model's dtype."""
+    Q8_0 = 1
+    Q4_0 = 2
+    Q4_1 = 3
+    INT8 = 4
+    """8 bits, and a scale per row."""
+    Q4_K = 5
+    Q6_K = 6
+
+    @property
+    def block_columns(self) -> int:
+        """Columns must be a multiple of it."""
+        return _SUPERBLOCK if self in (WeightFormat.Q4_K, WeightFormat.Q6_K) else BLOCK_COLUMNS
+
+    def panel_bytes(self, num_columns: int) -> int:
+        """Bytes of ``PANEL_ROWS`` rows: their scales, padded to 64, and their values."""
+        assert self is not WeightFormat.PLAIN and num_columns % self.block_columns == 0, self
+        blocks, superblocks = num_columns // BLOCK_COLUMNS, num_columns // _SUPERBLOCK
+        scales, values = {
+            WeightFormat.Q8_0: (32 * blocks, 512),
+            WeightFormat.Q4_0: (32 * blocks, 256),
+            WeightFormat.Q4_1: (64 * blocks, 256),
+            WeightFormat.INT8: (64, 512),
+            WeightFormat.Q4_K: (64 * superblocks + 32 * blocks, 256),
+            WeightFormat.Q6_K: (32 * superblocks + 32 * blocks, 384),
+        }[self]
+        return -(-scales // 64) * 64 + blocks * values
+
+
+class Run(NamedTuple):
+    """Consecutive rows of one format. Of gate and up, which alternate, pairs of rows."""
+
+    format: WeightFormat
+    num_rows: int
+
+    def num_panels(self, *, is_paired: bool) -> int:
+        """Panels, the last of which may have room for more rows."""
+        return -(-self.num_rows // (PANEL_ROWS // 2 if is_paired else PANEL_ROWS))
+
+
+class PackedField(NamedTuple):
+    """A packed tensor of the engine: one or more runs, in the order of its rows."""
+
+    name: str
+    runs: tuple[Run, ...]
+    num_columns: int
+
+    @property
+    def is_paired(self) -> bool:
+        """Whether 8 rows of its first half lie beside 8 of its second one in every panel."""
+        return self.name == "gate_up"
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all panels."""
+        return sum(
+            run.num_panels(is_paired=self.is_paired) * run.format.panel_bytes(self.num_columns)
+            for run in self.runs
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PackedWeights:
+    """Which tensors of a model stay quantised, and what its parts take in memory."""
+
+    method: str
+    """As ``--quantization`` names it."""
+    ends: tuple[PackedField, ...]
+    """Outside the layers. What is missing is plain."""
+    layers: tuple[tuple[PackedField, ...], ...]
+    """Of each layer: they need not be alike."""
+    layer_bytes: int
+    """The same for every layer: those that need less are padded."""
+    embedding_bytes: int
+    head_bytes: int
+    """Final norm, and the head unless it is the embedding."""

@@ -1,0 +1,80 @@
+"""Which tensors of a checkpoint stay quantised, and how."""
+
+import dataclasses
+
+from kunserve.core.config import ModelConfig
+from kunserve.core.errors import ConfigError
+from kunserve.core.model_spec import ModelSpec
+from kunserve.core.packed import PackedField, PackedWeights, Run, WeightFormat
+from kunserve.engine.weights.layout import end_shapes, layer_shapes, pack_sections
+from kunserve.engine.weights.pieces import Piece, rows_of
+from kunserve.engine.weights.readers import Reader
+
+
+def quantised(spec: ModelSpec, reader: Reader, config: ModelConfig, *, keeps: bool) -> ModelSpec:
+    """The shape with its weights as they are to lie in memory.
+
+    ``keeps`` says whether the device computes with quantised weights. Raises ConfigError for
+    weights that are not quantised in the way asked for.
+    """
+    asked = config.quantization
+    if asked not in ("auto", "none", reader.quantization):
+        stored = reader.quantization or "not quantised"
+        raise ConfigError(f"--quantization {asked}, but the weights of {spec.name} are {stored}")
+    if asked not in ("auto", "none") and not keeps:
+        raise ConfigError(f"--quantization {asked} needs --device cpu")
+    return with_packed(spec, reader) if keeps and asked != "none" else spec
+
+
+def with_packed(spec: ModelSpec, reader: Reader) -> ModelSpec:
+    """The shape of a model whose quantised weights stay so, as far as the kernels know them.
+
+    What they do not know is expanded to the model's dtype when it is loaded.
+    """
+    method = reader.quantization
+    if method is None:
+        return spec
+    ends = _fields(spec, reader, None)
+    layers = tuple(_fields(spec, reader, layer) for layer in range(spec.num_layers))
+    if not ends and not any(layers):
+        return spec
+    by_name = [{field.name: field for field in fields} for fields in layers]
+    first = pack_sections(layer_shapes(spec), by_name, spec.dtype_bytes)[0]
+    (outside,) = pack_sections(
+        end_shapes(spec), [{field.name: field for field in ends}], spec.dtype_bytes
+    )
+    embedding_bytes = outside.slots["final_norm"].offset
+    packed = PackedWeights(
+        method=method,
+        ends=ends,
+        layers=layers,
+        layer_bytes=first.num_bytes,
+        embedding_bytes=embedding_bytes,
+        head_bytes=outside.num_bytes - embedding_bytes,
+    )
+    return dataclasses.replace(spec, packed=packed)
+
+
+def _fields(spec: ModelSpec, reader: Reader, layer: int | None) -> tuple[PackedField, ...]:
+    shapes = end_shapes(spec) if layer is None else layer_shapes(spec)
+    found = (_field(spec, reader, layer, name, shape) for name, shape in shapes.items())
+    return tuple(field for field in found if field is not None)
+
+
+def _field(
+    spec: ModelSpec, reader: Reader, layer: int | None, name: str, shape: tuple[int, ...]
+) -> PackedField | None:
+    """One tensor, if all its pieces stay quantised."""
+    if len(shape) < 2:
+        return None
+    runs = []
+    for piece, first, end in rows_of(name, shape[0], spec):
+        kind = reader.format_of(Piece(layer, piece))
+        if kind is WeightFormat.PLAIN or shape[1] % kind.block_columns:
+            return None
+        runs.append(Run(kind, end - first))
+    if name == "gate_up":
+        # They share panels, so they must be alike.
+        alike = all(run.format == runs[0].format for run in runs)
+        return PackedField(name, (Run(runs[0].format, shape[0] // 2),), shape[1]) if alike else None
+    return PackedField(name, tuple(runs), shape[1])
