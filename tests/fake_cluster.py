@@ -203,7 +203,8 @@ class FakeCluster(InProcessCluster):
             GroupLayout(GroupId(first + i), (Stage(member, whole),))
             for i, member in enumerate(old.members)
         )
-        sources = choose_sources(old, {stage.instance_id: stage.layers for stage in old.stages})
+        own = {stage.instance_id: stage.layers for stage in old.stages}
+        sources = choose_sources(old, own, placement.specs)
         if capacity_blocks is None:
             capacity_blocks = transient_capacity_blocks(old, placement.specs, 0)
 

@@ -66,6 +66,10 @@ class EngineClient(Protocol):
         """
         ...
 
+    async def admitted(self, request_id: RequestId) -> None:
+        """Awaited after ``submit``: raises what that would, where the answer has a way to come."""
+        ...
+
     def abort(self, request_id: RequestId) -> None:
         """Free everything of the request within one step; ``deliver`` is not called again."""
         ...

@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -133,7 +134,7 @@ def _assemble(order: InstanceOrder, loaded: Loaded, lease: Hold | None) -> Insta
     address = PeerAddress(peers.address, mover.address)
     if network is not None:
         address = address._replace(public_key=network.public_key, machine=network.machine)
-    ready = Ready(spec, address, max_model_len, loaded.summary)
+    ready = Ready(replace(spec, place=order.place), address, max_model_len, loaded.summary)
     channel.send(ready)
     trace_out = config.cluster.trace_out
     trace = None if trace_out is None else InstanceTrace(Path(trace_out), spec.instance_id)

@@ -27,6 +27,7 @@ from kunserve.cluster.rejoining import Rejoining
 from kunserve.cluster.size import SizeDriver
 from kunserve.cluster.succession import Succession
 from kunserve.cluster.sweep import sweep
+from kunserve.cluster.topology import place_of, places_of
 from kunserve.cluster.trace import ClusterTrace
 from kunserve.cluster.transition_log import log_decision
 from kunserve.cluster.waking_clock import WakingClock
@@ -80,6 +81,7 @@ class LocalCluster:
         self._fake = fake
         self._succession = succession
         self._model_files = model_files
+        self._places = places_of(config.cluster)
         self._launcher = launcher
         num_instances = config.cluster.num_instances
         ids = succession.ids if succession is not None else ()
@@ -216,6 +218,7 @@ class LocalCluster:
             lease=None if self._succession is None else self._succession.lease(),
             parent_pid=os.getpid() if self._succession is None else None,
             model_files=self._model_files,
+            place=place_of(self._places, instance_id),
         )
         return order if self._wires is None else self._wires.addressed(order)
 
@@ -364,6 +367,9 @@ class LocalCluster:
             raise Overloaded(shed.reason, shed.retry_after_s, shed.limit)
         self._controller.arrive(request, deliver, self._clock.now_s())
         self._flush()
+
+    async def admitted(self, request_id: RequestId) -> None:
+        """See ``EngineClient``: ``submit`` has said it."""
 
     def abort(self, request_id: RequestId) -> None:
         """See ``EngineClient``."""

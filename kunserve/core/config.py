@@ -218,6 +218,9 @@ class OverloadConfig:
     """Least memory, of what its groups have, that a merge into more than two stages must add."""
     max_group_size: int | None = None
     """Most instances that share one copy of the weights; None is no limit."""
+    place_aware: bool = True
+    """Whether groups that stand near each other merge first, and layers come from the nearest
+    holder. Only the simulator can do otherwise, to compare."""
     link_gbps: float | None = None
     """Limits bulk transfers between instances, to study their cost on one machine."""
     max_park_s: float = MAX_PARK_S
@@ -275,6 +278,8 @@ class ClusterConfig:
     """Instances on as many nodes as there are, or on few."""
     ray_autoscaling: bool = False
     """Whether Ray's autoscaler adds nodes, so that instances wait for one that is not there yet."""
+    topology: str | None = None
+    """File that says on which host each instance stands; None: all on one."""
     report_period_s: float = 0.1
     heartbeat_timeout_s: float = 10.0
     """An instance silent for this long is dead."""
@@ -332,6 +337,8 @@ class ServerConfig:
     shutdown_timeout_s: float = 30.0
     """How long SIGTERM waits for in-flight requests."""
     max_connections: int = 4096
+    api_server_count: int = 1
+    """Processes that speak HTTP, before one controller."""
     enable_prompt_tokens_details: bool = False
     """Whether ``usage`` tells how many prompt tokens were cached."""
     enable_admin: bool = False

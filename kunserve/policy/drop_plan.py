@@ -17,20 +17,27 @@ Where ours differs, and why:
 * A merge frees less the deeper it gets, because ever more instances share one copy. One into more
   than two stages must be worth it (``min_deep_gain``). A pair that gains nothing, or whose
   members would refuse, is skipped (``MergeQueue.pop_pair``).
+* Groups that stand near each other merge first (``nearness``): of one host, of one rack, of any.
 * Ending without enough, the caller relieves KV memory otherwise and asks for more instances.
 
 ``merge_cache`` works equal merges out once, so that 10,000 instances are planned in milliseconds.
 """
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from kunserve.core.ids import GroupId, InstanceId
 from kunserve.core.layout import GroupLayout, Stage
 from kunserve.core.snapshots import InstanceSpec
 from kunserve.policy.capacity import Specs
-from kunserve.policy.merge_cache import MergeCache
-from kunserve.policy.merge_queue import MergeQueue, PlannedGroup
+from kunserve.policy.merge_cache import MergeCache, Shape
+from kunserve.policy.merge_places import PlacedQueue
+from kunserve.policy.merge_queue import PlannedGroup
+from kunserve.policy.nearness import exchange_s
+
+NOTHING_USED: Mapping[GroupId, int] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +50,8 @@ class Merge:
     """Capacity of ``new`` less the capacities of ``old``."""
     freed_bytes: int
     """Weight bytes that become KV memory, at least."""
+    exchange_s: float = 0.0
+    """How long KV is on its way between hosts, by what their links are said to carry."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +87,8 @@ def plan_drop(
     max_group_size: int | None = None,
     min_deep_gain: float = 0.0,
     head_cost_layers: int = 0,
+    used_blocks: Mapping[GroupId, int] = NOTHING_USED,
+    patience_s: float = math.inf,
 ) -> DropPlan:
     """Merge as few instances as possible until ``required_blocks`` more KV blocks exist.
 
@@ -88,14 +99,27 @@ def plan_drop(
     ``waiting_blocks`` of the requirement are of requests that wait: these run wherever there is
     memory, and ``spare_blocks`` of it are there for them now. What pressed groups need beyond that
     is for what runs there, so first of all they merge themselves.
+
+    ``used_blocks`` of each group move when it merges. No merge across hosts is planned whose
+    exchange takes longer than ``patience_s``, after which memory is free again by itself.
     """
     cache = MergeCache(specs, min_deep_gain, head_cost_layers)
-    queue = MergeQueue(cache, max_group_size)
     short, fixed = frozenset(pressed), frozenset(untouchable)
-    for layout in layouts:
-        if layout.group_id not in fixed:
-            has_spare = layout.group_id not in short
-            queue.push(PlannedGroup((layout,), cache.shape_of(layout), has_spare))
+    groups = [
+        PlannedGroup((layout,), cache.shape_of(layout), layout.group_id not in short)
+        for layout in layouts
+        if layout.group_id not in fixed
+    ]
+
+    def takes_s(old: tuple[GroupLayout, ...], shape: Shape) -> float:
+        if not queue.has_links:
+            return 0.0
+        return exchange_s(old, _stages_of(old, shape), used_blocks, specs)
+
+    def is_worth(one: PlannedGroup, other: PlannedGroup, merged: Shape) -> bool:
+        return math.isinf(patience_s) or takes_s(one.old + other.old, merged) <= patience_s
+
+    queue = PlacedQueue(groups, cache, specs, max_group_size, is_worth)
 
     needed = required_blocks - min(waiting_blocks, spare_blocks, required_blocks)
     needed_there = max(0, required_blocks - waiting_blocks) if short else 0
@@ -116,17 +140,24 @@ def plan_drop(
 
     changed = [group for group in queue.drain() if len(group.old) > 1]
     merges = tuple(
-        [_named(group, GroupId(first_id + number)) for number, group in enumerate(changed)]
+        [
+            _named(group, GroupId(first_id + number), takes_s(group.old, group.shape))
+            for number, group in enumerate(changed)
+        ]
     )
     return DropPlan(merges, required_blocks, gain >= needed)
 
 
-def _named(group: PlannedGroup, group_id: GroupId) -> Merge:
+def _named(group: PlannedGroup, group_id: GroupId, takes_s: float) -> Merge:
     """A group of the finished plan, with its instances' names."""
     old, shape, _ = group
+    layout = GroupLayout(group_id, _stages_of(old, shape))
+    return Merge(old, layout, shape.gain_blocks, shape.freed_bytes, takes_s)
+
+
+def _stages_of(old: tuple[GroupLayout, ...], shape: Shape) -> tuple[Stage, ...]:
     members = [member for layout in old for member, _ in layout.stages]
-    stages = tuple([Stage(members[index], layers) for index, layers in shape.stages])
-    return Merge(old, GroupLayout(group_id, stages), shape.gain_blocks, shape.freed_bytes)
+    return tuple([Stage(members[index], layers) for index, layers in shape.stages])
 
 
 def blocks_for_bytes(num_bytes: int, specs: Mapping[InstanceId, InstanceSpec]) -> int:

@@ -2,6 +2,7 @@
 
 import heapq
 from collections import deque
+from collections.abc import Callable
 from typing import NamedTuple
 
 from kunserve.core.layout import GroupLayout
@@ -21,7 +22,7 @@ class PlannedGroup(NamedTuple):
     """None of ``old`` lacks memory."""
 
 
-class _Rank(NamedTuple):
+class Rank(NamedTuple):
     """The order in which groups merge: Algorithm 1's key, then its ties, which it leaves open.
 
     Groups that lack memory merge first, so that the gain is where the queue is. Then come groups
@@ -33,17 +34,28 @@ class _Rank(NamedTuple):
     capacity_blocks: int
 
 
+_LAST = Rank(1 << 62, True, 0)
+"""Of a queue whose groups have all been put aside."""
+
+
 class MergeQueue:
     """Groups in order of rank; equal ranks leave in order of entry.
 
     A heap of ranks rather than of groups: a cluster has thousands of groups, but few ranks.
     """
 
-    def __init__(self, cache: MergeCache, max_group_size: int | None) -> None:
+    def __init__(
+        self,
+        cache: MergeCache,
+        max_group_size: int | None,
+        is_worth: Callable[[PlannedGroup, PlannedGroup, Shape], bool] | None = None,
+    ) -> None:
+        """``is_worth`` may refuse a merge that would gain."""
         self._cache = cache
+        self._is_worth = is_worth
         self._max_group_size = max_group_size
-        self._groups: dict[_Rank, deque[PlannedGroup]] = {}
-        self._ranks: list[_Rank] = []
+        self._groups: dict[Rank, deque[PlannedGroup]] = {}
+        self._ranks: list[Rank] = []
         self._num_groups = 0
         self._refused: list[PlannedGroup] = []
         """They found no partner; they may gain with groups made since."""
@@ -52,13 +64,24 @@ class MergeQueue:
     def push(self, group: PlannedGroup) -> None:
         """Let the group take part."""
         shape = group.shape
-        rank = _Rank(len(shape.stages), group.has_spare, shape.capacity_blocks)
+        rank = Rank(len(shape.stages), group.has_spare, shape.capacity_blocks)
         groups = self._groups.get(rank)
         if groups is None:
             groups = self._groups[rank] = deque()
             heapq.heappush(self._ranks, rank)
         groups.append(group)
         self._num_groups += 1
+
+    def first_pair(self, *, is_pressed: bool) -> tuple[Rank, Rank] | None:
+        """Ranks of the groups that ``pop_pair`` begins with; None if it would find no pair."""
+        first = self._first_pressed() if is_pressed else min(self._ranks, default=None)
+        if first is None or self._num_groups < 2:
+            return None if is_pressed else (_LAST, _LAST)
+        others = [rank for rank in self._ranks if rank != first or len(self._groups[rank]) > 1]
+        return first, min(others)
+
+    def _first_pressed(self) -> Rank | None:
+        return min((rank for rank in self._ranks if not rank.has_spare), default=None)
 
     def pop_pair(
         self, *, is_pressed: bool = False
@@ -68,7 +91,7 @@ class MergeQueue:
         With ``is_pressed`` the first of them is the smallest that lacks memory.
         """
         while is_pressed and self._num_groups > 1:
-            rank = min((rank for rank in self._ranks if not rank.has_spare), default=None)
+            rank = self._first_pressed()
             if rank is None:
                 break
             merged = self._merge_first(rank)
@@ -87,7 +110,7 @@ class MergeQueue:
                 return merged
         return None
 
-    def _merge_first(self, rank: _Rank) -> tuple[PlannedGroup, PlannedGroup, Shape] | None:
+    def _merge_first(self, rank: Rank) -> tuple[PlannedGroup, PlannedGroup, Shape] | None:
         """The first group of a rank with its partner; if it has none, it is put aside."""
         group = self._pop(rank)
         partner = self._pop_partner(rank, group)
@@ -102,9 +125,9 @@ class MergeQueue:
         groups = [self._pop(self._ranks[0]) for _ in range(self._num_groups)]
         return [*groups, *self._refused]
 
-    def _pop_partner(self, rank: _Rank, group: PlannedGroup) -> tuple[PlannedGroup, Shape] | None:
+    def _pop_partner(self, rank: Rank, group: PlannedGroup) -> tuple[PlannedGroup, Shape] | None:
         """Take the first group that gives a gain when merged with this one."""
-        tried: list[tuple[_Rank, PlannedGroup]] = []
+        tried: list[tuple[Rank, PlannedGroup]] = []
         partner: tuple[PlannedGroup, Shape] | None = None
         while self._num_groups and len(tried) < MAX_PARTNERS:
             size = rank.num_instances + self._ranks[0].num_instances
@@ -113,7 +136,7 @@ class MergeQueue:
             other_rank = self._ranks[0]
             other = self._pop(other_rank)
             merged = self._cache.merge(group.shape, other.shape)
-            if merged is not None:
+            if merged is not None and self._may_merge(group, other, merged):
                 partner = other, merged
                 break
             tried.append((other_rank, other))
@@ -122,7 +145,10 @@ class MergeQueue:
             self._groups[other_rank].rotate(1)  # before its equals, where it was
         return partner
 
-    def _pop(self, rank: _Rank) -> PlannedGroup:
+    def _may_merge(self, one: PlannedGroup, other: PlannedGroup, merged: Shape) -> bool:
+        return self._is_worth is None or self._is_worth(one, other, merged)
+
+    def _pop(self, rank: Rank) -> PlannedGroup:
         groups = self._groups[rank]
         group = groups.popleft()
         self._num_groups -= 1

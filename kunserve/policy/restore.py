@@ -6,6 +6,7 @@ member each request goes when the pipeline splits.
 
 import heapq
 import itertools
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -15,6 +16,7 @@ from kunserve.core.layout import GroupLayout, LayerRange, Stage
 from kunserve.core.load import LoadReport
 from kunserve.core.messages import LayerSource, MemberSources
 from kunserve.policy.capacity import Specs
+from kunserve.policy.nearness import distance
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +52,11 @@ def plan_restore(
 ) -> RestorePlan | Postponed:
     """Part the group into whole instances numbered from ``first_id``.
 
-    ``holders`` are the instances that layers may be pulled from with what they hold: the group's
-    own members when None. It waits while a request may become larger than every member's
-    undropped pool, and while running requests (with growth) exceed ``transient_capacity_blocks``.
+    ``holders`` are instances of other groups that layers may be pulled from, with what they hold:
+    where they are nearer than the group's own members.
+
+    It waits while a request may become larger than every member's undropped pool, and while
+    running requests (with growth) exceed ``transient_capacity_blocks``.
 
     That bound takes the largest request as it is expected to be, not as its limit allows: one
     that outgrows the expectation while layers load costs a recomputation at worst (``plan_moves``),
@@ -75,9 +79,26 @@ def plan_restore(
         GroupLayout(GroupId(first_id + number), (Stage(member, whole),))
         for number, member in enumerate(layout.members)
     )
-    if holders is None:
-        holders = {stage.instance_id: stage.layers for stage in layout.stages}
-    return RestorePlan(layout, new, choose_sources(layout, holders), capacity)
+    own = {stage.instance_id: stage.layers for stage in layout.stages}
+    near = _nearer_holders(layout, holders or {}, specs)
+    return RestorePlan(layout, new, choose_sources(layout, near | own, specs), capacity)
+
+
+def _nearer_holders(
+    layout: GroupLayout, holders: Mapping[InstanceId, LayerRange], specs: Specs
+) -> dict[InstanceId, LayerRange]:
+    """Those that are nearer to a member than its farthest peer in the group."""
+    members = {member: specs[member].place for member in layout.members}
+    farthest = {
+        place: max(distance(place, other) for other in members.values())
+        for place in members.values()
+    }
+    return {
+        holder: layers
+        for holder, layers in holders.items()
+        if holder not in members
+        and any(distance(place, specs[holder].place) < far for place, far in farthest.items())
+    }
 
 
 def transient_capacity_blocks(layout: GroupLayout, specs: Specs, largest_blocks: int) -> int:
@@ -106,9 +127,11 @@ def transient_capacity_blocks(layout: GroupLayout, specs: Specs, largest_blocks:
 
 
 def choose_sources(
-    layout: GroupLayout, holders: Mapping[InstanceId, LayerRange]
+    layout: GroupLayout, holders: Mapping[InstanceId, LayerRange], specs: Specs
 ) -> tuple[MemberSources, ...]:
-    """Where each member's missing layers come from: peers in even shares, disk if none has them.
+    """Where each member's missing layers come from: the nearest peers in even shares.
+
+    Disk gives what no peer has.
 
     Between two borders of what peers hold the choice is the same for every layer, so each such
     segment is shared out in whole runs, more to those that give least so far.
@@ -125,19 +148,38 @@ def choose_sources(
             for first, end in itertools.pairwise(cuts):
                 segment = LayerRange(first, end)
                 if segment.num_layers > 0:
-                    sources += _share_out(segment, member, holders, given)
+                    nearest = _nearest(segment, member, holders, specs)
+                    sources += _share_out(segment, nearest, given)
         members.append(MemberSources(member, tuple(_join(sources))))
     return tuple(members)
 
 
-def _share_out(
+def _nearest(
     segment: LayerRange,
     member: InstanceId,
     holders: Mapping[InstanceId, LayerRange],
-    given: dict[InstanceId, int],
+    specs: Specs,
+) -> list[InstanceId]:
+    """The nearest of those that hold all of the segment."""
+    here = specs[member].place
+    nearest: list[InstanceId] = []
+    least = math.inf
+    for holder, layers in holders.items():
+        if holder == member or not layers.covers(segment):
+            continue
+        far = distance(here, specs[holder].place)
+        if far < least:
+            nearest, least = [], far
+        if far == least:
+            nearest.append(holder)
+    return nearest
+
+
+def _share_out(
+    segment: LayerRange, peers: Iterable[InstanceId], given: dict[InstanceId, int]
 ) -> list[LayerSource]:
-    """Split a segment among the peers that hold all of it; updates what each gives."""
-    heap = [(given[p], p) for p in given if p != member and holders[p].covers(segment)]
+    """Split a segment among peers that hold all of it; updates what each gives."""
+    heap = [(given[peer], peer) for peer in peers]
     if not heap:
         return [LayerSource(segment, None)]
     heapq.heapify(heap)

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from kunserve.core.ids import GroupId
+from kunserve.core.ids import GroupId, InstanceId
 from kunserve.core.layout import GroupLayout
 from kunserve.policy.capacity import Specs
 from kunserve.policy.layer_split import Member, split_layers
@@ -24,12 +24,17 @@ def plan_pipelines(
     first_id: GroupId,
     head_cost_layers: int,
 ) -> tuple[Pipeline, ...]:
-    """Pipelines of ``num_stages`` instances, in order of their numbers; a rest stays alone.
+    """Pipelines of ``num_stages`` instances, host by host, in order of their numbers.
 
-    ``alone`` are groups of one instance. New groups are numbered from ``first_id``. Instances that
-    cannot share the layers stay alone.
+    A rest stays alone. ``alone`` are groups of one instance. New groups are numbered from
+    ``first_id``. Instances that cannot share the layers stay alone.
     """
-    ordered = sorted(alone, key=lambda layout: layout.leader)
+
+    def place_of(layout: GroupLayout) -> tuple[str, str, InstanceId]:
+        place = specs[layout.leader].place
+        return place.rack, place.host, layout.leader
+
+    ordered = sorted(alone, key=place_of)
     pipelines: list[Pipeline] = []
     for first in range(0, len(ordered) - num_stages + 1, num_stages):
         old = tuple(ordered[first : first + num_stages])

@@ -15,6 +15,7 @@ from kunserve.control.instance.body import (
 )
 from kunserve.core.ids import InstanceId, RequestId
 from kunserve.core.layout import LayerRange
+from kunserve.core.place import ONE_HOST, Place
 from kunserve.core.snapshots import InstanceSpec
 from kunserve.core.step import Chunk, SampledToken, StepPlan
 from kunserve.sim.profile import InstanceProfile
@@ -27,9 +28,11 @@ class SimBody:
     are (``ignore_eos``).
     """
 
-    def __init__(self, profile: InstanceProfile, instance_id: InstanceId) -> None:
+    def __init__(
+        self, profile: InstanceProfile, instance_id: InstanceId, place: Place = ONE_HOST
+    ) -> None:
         self._profile = profile
-        self._spec = profile.spec_of(instance_id)
+        self._spec = profile.spec_of(instance_id, place)
         spec = self._spec
         self.held = LayerRange(0, spec.num_layers)
         self.kv_units = spec.kv_units

@@ -26,6 +26,7 @@ from kunserve.control.instance.work import Work
 from kunserve.core.config import KunServeConfig
 from kunserve.core.ids import InstanceId
 from kunserve.core.messages import Connect, Message, Ready, TokenOutput
+from kunserve.core.place import ONE_HOST, Place
 from kunserve.core.request import Request
 from kunserve.core.snapshots import StageTime, TransitionRecord
 from kunserve.core.transfer import KvPull, LayerLoad, LayerPull, PeerAddress
@@ -53,6 +54,12 @@ class WorldConfig:
     """From an instance's death to the controller's knowledge of it."""
     link_priority: bool = True
     """Whether activations pass bulk transfers on the links."""
+    places: tuple[Place, ...] = ()
+    """Where each instance stands; all on one host when empty, as do those beyond."""
+
+    def place_of(self, instance_id: InstanceId) -> Place:
+        """Of one instance."""
+        return self.places[instance_id] if instance_id < len(self.places) else ONE_HOST
 
 
 class Watcher(Protocol):
@@ -106,7 +113,11 @@ class SimCluster:
         self._wires: dict[tuple[InstanceId, InstanceId], deque[_WireMessage]] = {}
         self._latency_s = profile.message_latency_s
         self.network = Network(
-            heap, profile.network_bytes_per_s, self._latency_s, priority=self.world.link_priority
+            heap,
+            profile.network_bytes_per_s,
+            self._latency_s,
+            priority=self.world.link_priority,
+            place_of=self.world.place_of if self.world.places else None,
         )
         self._num_computing = 0
         """Instances in the middle of a step, those included that died in it."""
@@ -165,7 +176,7 @@ class SimCluster:
 
     def _start(self, instance_id: InstanceId) -> None:
         profile, config = self.profile, self._config
-        body = SimBody(profile, instance_id)
+        body = SimBody(profile, instance_id, self.world.place_of(instance_id))
 
         def landed(what: KvPull | LayerPull | LayerLoad, ok: bool) -> None:
             instance.pulled(what, ok)

@@ -6,6 +6,7 @@ from typing import Protocol
 
 from kunserve.core.errors import TooLittleMemory
 from kunserve.core.ids import InstanceId
+from kunserve.core.place import ONE_HOST, Place
 from kunserve.core.snapshots import InstanceSpec
 from kunserve.core.step import Chunk
 from kunserve.sim.devices import Device
@@ -49,9 +50,9 @@ class InstanceProfile:
     times_alone: StepTimes | None = None
     """While the others rest; None where instances do not share a machine."""
 
-    def spec_of(self, instance_id: InstanceId) -> InstanceSpec:
+    def spec_of(self, instance_id: InstanceId, place: Place = ONE_HOST) -> InstanceSpec:
         """The make of one instance."""
-        return replace(self.spec, instance_id=instance_id)
+        return replace(self.spec, instance_id=instance_id, place=place)
 
     @property
     def pool_tokens(self) -> int:

@@ -105,7 +105,8 @@ def test_sources_fill_every_gap_and_spread(data, num_layers):
         holders[InstanceId(100 + helper)] = whole
     lost = data.draw(st.sets(st.sampled_from(layout.members), max_size=len(layout.members) - 1))
     known = {i: layers for i, layers in holders.items() if i not in lost}
-    plan = choose_sources(layout, known)
+    specs = {i: instance_spec(int(i), num_layers) for i in holders}
+    plan = choose_sources(layout, known, specs)
     assert [m.instance_id for m in plan] == list(layout.members)
     gives = dict.fromkeys(known, 0)
     for member, (_, mine) in zip(plan, layout.stages, strict=True):

@@ -11,7 +11,7 @@ from kunserve.bench.compare.experiment import Experiment, World
 from kunserve.bench.compare.settings import RealSetup, SimulatedSetup
 from kunserve.core.errors import ConfigError
 
-_PATHS = {"workload": ("trace", "lengths"), "setup": ("profile",)}
+_PATHS = {"workload": ("trace", "lengths"), "setup": ("profile", "topology")}
 """Settings that name a file."""
 _RENAMED = {"compare": "systems", "sweep": "loads", "load": "workload"}
 """Keys of older files, and what they are called now."""

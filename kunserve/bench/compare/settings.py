@@ -19,6 +19,8 @@ class SimulatedSetup:
     model: str = "Qwen/Qwen2.5-14B"
     device: str = "a800"
     num_instances: int = 8
+    topology: Path | None = None
+    """A file that says where each instance stands (`cluster.topology`). None: all on one host."""
     gpus_per_instance: int | None = None
     """None: as in the paper's table of models."""
     profile: Path | None = None

@@ -52,6 +52,9 @@ Examples
           help="A file of `kunserve profile`: CPU instances of its model, instead of GPUs.")
 @_cluster("--instance-mib", type=click.IntRange(min=1), help="Memory of such an instance.")
 @_cluster("--num-instances", type=click.IntRange(min=1))
+@_cluster("--topology", type=_FILE,
+          help="TOML or JSON file that says on which host each instance stands, and how fast the "
+          "hosts' links are. Default: all on one.")
 @_cluster("--gpus-per-instance", type=click.IntRange(min=1),
           help="Under tensor or expert parallelism. Default: as in the paper, by the model.")
 @_cluster("--memory-utilization", type=click.FloatRange(0, 1, min_open=True),

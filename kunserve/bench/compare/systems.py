@@ -194,6 +194,11 @@ SYSTEMS = {
             "drop into groups of any depth, as the paper's Algorithm 1",
         ),
         System(
+            "drop-blind",
+            replace(_DROP, place_aware=False),
+            "drop, and hosts are not looked at when groups merge",
+        ),
+        System(
             "drop-pairs",
             replace(_DROP, max_group_size=2),
             "drop, and no more than two instances share a copy",

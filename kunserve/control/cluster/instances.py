@@ -67,14 +67,23 @@ class Instances:
         specs = self._placement.specs_of((layout,))
         self._placement.add(layout)
         self._placement.groups[layout.group_id].forming = set(layout.members)
-        holders = {i: instance.held for i, instance in self._living.items()}
         self._introductions.introduce(layout.members)
-        for member in choose_sources(layout, holders):
+        for member in choose_sources(layout, self._holders(stages), self._placement.specs):
             sources = member.sources if len(stages) == 1 else ()
             self._introductions.introduce_to(
                 member.instance_id, (source.instance_id for source in sources)
             )
             self._outbox.send(member.instance_id, Form(layout, specs, sources))
+
+    def _holders(self, stages: tuple[Stage, ...]) -> dict[InstanceId, LayerRange]:
+        """What all have that live; of the members only, where these lack nothing."""
+        living = self._living
+        if all(living[i].held.num_layers == self._num_layers_of(i) for i, _ in stages):
+            return {i: living[i].held for i, _ in stages}
+        return {i: instance.held for i, instance in living.items()}
+
+    def _num_layers_of(self, instance_id: InstanceId) -> int:
+        return self._placement.specs[instance_id].num_layers
 
     def formed(self, event: Formed) -> None:
         """The instance stands in its new group, with all layers of its stage and no others."""

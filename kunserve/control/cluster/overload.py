@@ -12,9 +12,12 @@ from kunserve.control.cluster.scaling import Scaling
 from kunserve.control.cluster.transitions import Transitions
 from kunserve.core.config import OverloadConfig
 from kunserve.core.ids import GroupId, InstanceId, TransitionId
+from kunserve.core.layout import GroupLayout, LayerRange
 from kunserve.core.load import GroupLoad
 from kunserve.core.messages import AllowParking, LoadLayers
+from kunserve.core.place import ONE_HOST
 from kunserve.core.snapshots import Kind
+from kunserve.policy.capacity import Specs
 from kunserve.policy.dispatch import share_out
 from kunserve.policy.drop_plan import blocks_for_bytes, plan_drop
 from kunserve.policy.monitor import (
@@ -26,6 +29,7 @@ from kunserve.policy.monitor import (
     Verdict,
     observe,
 )
+from kunserve.policy.nearness import SAME_HOST, site_of
 from kunserve.policy.redispatch import spare_blocks
 from kunserve.policy.restore import Postponed, plan_restore
 from kunserve.policy.static_pipelines import plan_pipelines
@@ -153,6 +157,28 @@ class OverloadControl:
             )
         ]
 
+    @property
+    def _specs(self) -> Specs:
+        """Of all instances, where they stand included unless nobody shall look at it."""
+        specs = self._placement.specs
+        if self._config.place_aware:
+            return specs
+        return {i: replace(spec, place=ONE_HOST) for i, spec in specs.items()}
+
+    def _holders(self, layout: GroupLayout) -> dict[InstanceId, LayerRange]:
+        """What instances hold whose groups do not change now; none where the group's own members
+        stand on one host, because nobody is nearer.
+        """
+        if site_of(layout.members, self._specs, SAME_HOST) is not None:
+            return {}
+        changing = self._transitions.busy_groups | self._placement.unready
+        return {
+            stage.instance_id: stage.layers
+            for group_id, group in self._placement.groups.items()
+            if group_id not in changing
+            for stage in group.layout.stages
+        }
+
     def _last_transition_s(self) -> float | None:
         """From decision to commit, as last measured: new requests run from the commit on."""
         for record in reversed(self._transitions.records):
@@ -209,9 +235,10 @@ class OverloadControl:
             for group in self._placement.candidates()
             if group.layout.group_id not in wanted.group_ids
         ]
+        groups = self._placement.groups.items()
         plan = plan_drop(
             layouts,
-            self._placement.specs,
+            self._specs,
             wanted.required_blocks,
             first_id=self._placement.next_id,
             pressed=wanted.group_ids,
@@ -224,6 +251,8 @@ class OverloadControl:
             max_group_size=self._config.max_group_size,
             min_deep_gain=min_deep_gain,
             head_cost_layers=HEAD_COST_LAYERS,
+            used_blocks={group_id: group.report.used_blocks for group_id, group in groups},
+            patience_s=wanted.wait_s,
         )
         self._placement.new_ids(len(plan.merges))
         begun = [
@@ -250,9 +279,10 @@ class OverloadControl:
             return Postponed("unreported", "its load is not known yet")
         plan = plan_restore(
             group.layout,
-            self._placement.specs,
+            self._specs,
             group.report,
             first_id=self._placement.next_id,
+            holders=self._holders(group.layout),
         )
         if isinstance(plan, Postponed):
             return plan

@@ -52,6 +52,8 @@ export class InstanceCard {
     if (!instance.alive) return this.showDead(instance);
     const shares = memory(instance, place);
     const total = instance.spec.num_layers;
+    const { host } = instance.spec.place;
+    setText(this.title, `Instance ${this.id}${host ? ` on ${host}` : ""}`);
     this.root.classList.remove("dead");
     setText(this.role, roleOf(place));
     setText(this.held, layers(instance.held, total));

@@ -20,6 +20,8 @@ from kunserve.server.flags.option import (
     flags_of,
 )
 
+MAX_INSTANCES = 4096
+"""Of one controller: so many have been simulated; `benchmarks/many_instances` serves 1,000."""
 _INSTANCE = InstanceConfig()
 _cluster = flags_of("Instances", ClusterConfig())
 _instance = flags_of("Instances", _INSTANCE)
@@ -27,7 +29,7 @@ _batches = flags_of("Batches", SchedulerConfig())
 _faults = flags_of("Faults and traces", ClusterConfig())
 
 INSTANCE_FLAGS = all_of(
-    _cluster("--num-instances", type=click.IntRange(1, 64), help="Replicas."),
+    _cluster("--num-instances", type=click.IntRange(1, MAX_INSTANCES), help="Replicas."),
     _cluster(
         "--min-instances",
         type=click.IntRange(min=1),
@@ -79,6 +81,12 @@ INSTANCE_FLAGS = all_of(
         type=click.IntRange(1, 64),
         help="Instances that share one copy of the weights from the start, and for good: for "
         "comparison, with an --overload-policy that drops nothing.",
+    ),
+    _cluster(
+        "--topology",
+        help="TOML or JSON file that says on which host and in which rack each instance stands: "
+        "groups merge within a host first, and layers come from the nearest that has them "
+        "[all on one host].",
     ),
     _instance(
         "--device",

@@ -34,7 +34,7 @@ def source(first: int, end: int, instance: int | None) -> LayerSource:
 
 def sources(layout: GroupLayout, holders: dict[int, tuple[int, int]]) -> list[tuple[int, object]]:
     known = {InstanceId(i): LayerRange(*layers) for i, layers in holders.items()}
-    return [(m.instance_id, m.sources) for m in choose_sources(layout, known)]
+    return [(m.instance_id, m.sources) for m in choose_sources(layout, known, SPECS)]
 
 
 def parted(load: LoadReport) -> RestorePlan | Postponed:

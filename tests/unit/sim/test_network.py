@@ -4,6 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kunserve.core.ids import InstanceId
+from kunserve.core.place import Place
 from kunserve.sim.events import EventHeap
 from kunserve.sim.network import BULK_CHUNK_BYTES, Network
 
@@ -28,6 +29,17 @@ def test_a_card_is_shared_and_directions_are_not() -> None:
     drain(heap)
     assert ends == {"ab": 1.0, "ba": 1.0, "ac": 2.0}
     assert network.bulk_bytes == 3 * RATE
+
+
+def test_hosts_share_their_cards_and_memory_is_apart() -> None:
+    """A and B on one host, C and D on another: what crosses takes turns on the hosts' link."""
+    heap, ends = EventHeap(), dict[str, float]()
+    places = {A: Place("x", "", 0.8), B: Place("x", "", 0.8), C: Place("y", "", 0.8)}
+    network = Network(heap, RATE, 1e-4, place_of=lambda i: places.get(i, places[C]))
+    for name, src, dst in (("ab", A, B), ("ac", A, C), ("bd", B, InstanceId(3)), ("ca", C, A)):
+        network.send_bulk(src, dst, 1e8, lambda n=name: ends.__setitem__(n, heap.now_s()))
+    drain(heap)
+    assert ends == {"ab": 0.1, "ac": 1.0, "bd": 2.0, "ca": 1.0}
 
 
 def test_an_activation_passes_bulk_and_takes_its_time_from_it() -> None:

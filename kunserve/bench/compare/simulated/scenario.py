@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 
 from kunserve.bench.compare.settings import SimulatedSetup
 from kunserve.bench.compare.systems import System, check_parts
+from kunserve.cluster.topology import Places, read_topology
 from kunserve.core.config import (
     ClusterConfig,
     InstanceConfig,
@@ -55,7 +56,7 @@ def build_scenario(setup: SimulatedSetup, workload: Workload) -> Scenario:
                 profile.times, profile.spec.num_layers, setup.max_num_batched_tokens
             ),
         ),
-        world=WorldConfig(start_s=setup.start_s),
+        world=WorldConfig(start_s=setup.start_s, places=_places(setup)),
         kills=setup.kills,
         host_bytes=None if setup.host_gib is None else int(setup.host_gib * (1 << 30)),
         server=ServerConfig(
@@ -63,6 +64,10 @@ def build_scenario(setup: SimulatedSetup, workload: Workload) -> Scenario:
             max_num_queued_tokens=setup.max_num_queued_tokens,
         ),
     )
+
+
+def _places(setup: SimulatedSetup) -> Places:
+    return () if setup.topology is None else read_topology(setup.topology, setup.num_instances)
 
 
 _COUNTS = (
