@@ -52,6 +52,9 @@ class PulseEngine:
         """Take a request."""
         self._live[request.request_id] = (request, deliver, 0)
 
+    async def admitted(self, request_id: RequestId) -> None:
+        """It was."""
+
     def abort(self, request_id: RequestId) -> None:
         """Forget a request."""
         self._live.pop(request_id, None)

@@ -205,7 +205,7 @@ class Session:
                 self.front.engine, choices, self.front.watch, eager, len(choices)
             )
             try:
-                self.front.enter(generation)
+                await self.front.enter(generation)
                 return generation
             except Unavailable:
                 if time.monotonic() > until_s:

@@ -15,6 +15,7 @@ from kunserve.cluster.api import EngineClient
 from kunserve.core.config import ChatConfig, KunServeConfig
 from kunserve.core.errors import KunServeError
 from kunserve.model.generation_config import SamplingDefaults
+from kunserve.server.accounts import Accounts
 from kunserve.server.admin_routes import AdminRoutes
 from kunserve.server.chat_format import template_defaults
 from kunserve.server.cors import PageMiddleware
@@ -41,22 +42,35 @@ def create_app(
     limits: FrontLimits | None = None,
     defaults: SamplingDefaults | None = None,
     tracer: Tracer | None = None,
+    accounts: Accounts | None = None,
 ) -> Starlette:
-    """The ASGI application in front of a started ``engine``. ``app.state.front`` is its Front."""
+    """The ASGI application in front of a started ``engine``. ``app.state.front`` is its Front.
+
+    ``accounts`` are those of the server that it is a part of, which then samples and logs.
+    """
     limits = limits or FrontLimits()
     server = config.server
     codec = _text_codec(engine, tokenizer, config.chat, limits)
     witnesses = [] if tracer is None else [tracer.witness(engine, model_name)]
     front = Front(
-        engine, codec, model_name, config, limits, defaults or SamplingDefaults(), witnesses
+        engine,
+        codec,
+        model_name,
+        config,
+        limits,
+        defaults or SamplingDefaults(),
+        witnesses,
+        accounts,
     )
 
     @contextlib.asynccontextmanager
     async def lifespan(_app: Starlette) -> AsyncIterator[None]:
-        background = [
-            asyncio.create_task(front.timeline.run()),
-            asyncio.create_task(StatsLog(front.metrics.cluster).run()),
-        ]
+        background = []
+        if accounts is None:
+            background = [
+                asyncio.create_task(front.timeline.run()),
+                asyncio.create_task(StatsLog(front.metrics.cluster).run()),
+            ]
         try:
             yield
         finally:

@@ -6,6 +6,7 @@ from kunserve.cluster.api import EngineClient
 from kunserve.core.config import KunServeConfig
 from kunserve.core.errors import ModelNotFound, Unavailable
 from kunserve.model.generation_config import SamplingDefaults
+from kunserve.server.accounts import Accounts, OwnAccounts
 from kunserve.server.api_keys import ApiKeys
 from kunserve.server.body import BodyReader
 from kunserve.server.chat_format import ChatFormats
@@ -33,7 +34,9 @@ class Front:
         limits: FrontLimits,
         defaults: SamplingDefaults,
         witnesses: Sequence[Witness] = (),
+        accounts: Accounts | None = None,
     ) -> None:
+        """``accounts`` None: this front is the only one."""
         self.engine = engine
         self.codec = codec
         self.formats = ChatFormats(config.chat)
@@ -55,6 +58,7 @@ class Front:
         if witnesses:
             self.watch = Witnessed(self.metrics, witnesses)
         self.timeline = Timeline(self.metrics)
+        self.accounts: Accounts = accounts or OwnAccounts(self.metrics, self.timeline)
         self.forms = FormChecker(self._vocabulary, self.metrics.forms)
         self.seeds = SeedSource(config.model.seed)
         self.draining = False
@@ -79,9 +83,9 @@ class Front:
         if self.draining:
             raise Unavailable("The server is shutting down.")
 
-    def enter(self, generation: Generation) -> None:
+    async def enter(self, generation: Generation) -> None:
         """Start a generation and keep it until ``leave``. Raises what ``submit`` raises."""
-        generation.start()
+        await generation.start()
         self._in_flight.add(generation)
 
     def leave(self, generation: Generation, reason: Exception) -> None:

@@ -100,16 +100,17 @@ class Generation:
             if all(choice.finish_reason in BY_THEMSELVES for choice in choices)
         ]
 
-    def start(self) -> None:
+    async def start(self) -> None:
         """Submit everything, or nothing: an error takes back what was already submitted."""
         try:
             for choice in self.choices:
                 clock = self._watch.timing(choice.request)
                 self._live[choice.index] = (choice, clock)
                 self._engine.submit(choice.request, functools.partial(self._deliver, choice, clock))
+                await self._engine.admitted(choice.request.request_id)
                 self._watch.accepted()
         except BaseException:
-            self._live.pop(choice.index)
+            self._live.pop(choice.index, None)
             self._abort_all()
             raise
 

@@ -2,12 +2,12 @@
 
 import asyncio
 import gc
-import importlib
 import logging
 import os
 import socket
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,12 +26,13 @@ from kunserve.engine.kernels.build import find_or_build
 from kunserve.model.config import read_spec
 from kunserve.model.generation_config import SamplingDefaults, read_sampling_defaults
 from kunserve.model.profile import ProfileSubject, find_cost
-from kunserve.model.source import ModelSource, resolve_model
+from kunserve.model.source import resolve_model
 from kunserve.policy.cost import assumed_cost
 from kunserve.server.api_keys import ApiKeys
 from kunserve.server.app import create_app
 from kunserve.server.chat_templates import read_chat_template
-from kunserve.server.request_life import Tracer
+from kunserve.server.fronts.keeper import FrontKeeper, listeners_of
+from kunserve.server.launch_parts import load_tokenizer, tracer_of
 from kunserve.server.serve import serve
 from kunserve.server.tls import check_certificates
 
@@ -82,7 +83,7 @@ async def launch(config: KunServeConfig, run_folder: Path | None = None) -> Laun
     # Here, because every instance would compile them otherwise.
     logger.info("kernels file=%s", (await asyncio.to_thread(find_or_build)).name)
     tokenizer_loading = asyncio.create_task(
-        asyncio.to_thread(_load_tokenizer, source, config.model.tokenizer, template)
+        asyncio.to_thread(load_tokenizer, source, config.model.tokenizer, template)
     )
     cluster = await LocalCluster.start(
         config,
@@ -103,15 +104,13 @@ async def run_server(config: KunServeConfig) -> None:
     began_s = time.monotonic()
     ApiKeys.of(config.server)
     check_certificates(config.server)
-    tracer = _tracer(config)
+    tracer = None if config.server.api_server_count > 1 else tracer_of(config)
     listener = _listen(config.server.host, config.server.port)
+    host, port = listener.getsockname()[:2]
     launched = await launch(config, _run_folder(config))
     cluster, name, config = launched.cluster, launched.model_name, launched.config
-    try:
-        app = create_app(
-            cluster, launched.tokenizer, name, config, defaults=launched.defaults, tracer=tracer
-        )
-        host, port = listener.getsockname()[:2]
+
+    def tell_ready() -> None:
         logger.info(
             "ready url=%s://%s:%d/v1 model=%s max_model_len=%d seconds=%.1f",
             "http" if config.server.ssl_certfile is None else "https",
@@ -123,7 +122,16 @@ async def run_server(config: KunServeConfig) -> None:
         )
         gc.freeze()
         gc.enable()
-        await serve(app, config, sockets=[listener])
+
+    try:
+        if config.server.api_server_count > 1:
+            await _serve_by_several(launched, listener, tell_ready)
+        else:
+            app = create_app(
+                cluster, launched.tokenizer, name, config, defaults=launched.defaults, tracer=tracer
+            )
+            tell_ready()
+            await serve(app, config, sockets=[listener])
     finally:
         await cluster.close()
         if tracer is not None:
@@ -153,26 +161,26 @@ def _tracer(config: KunServeConfig) -> Tracer | None:
     endpoint = config.log.otlp_traces_endpoint
     if endpoint is None:
         return None
+async def _serve_by_several(
+    launched: Launched, listener: socket.socket, tell_ready: Callable[[], None]
+) -> None:
+    config = launched.config
+    listeners = listeners_of(listener, config.server.api_server_count)
+    keeper = FrontKeeper(
+        launched.cluster, launched.model_name, config, launched.defaults, listeners
+    )
+
+    async def tell() -> None:
+        await keeper.until_up()
+        tell_ready()
+
+    telling = asyncio.create_task(tell())
     try:
-        from kunserve.server.tracing import OtlpTracer
-    except ImportError as error:
-        raise ConfigError(
-            f"--otlp-traces-endpoint needs: pip install 'kunserve[otel]' ({error})"
-        ) from None
-    return OtlpTracer.to(endpoint)
-
-
-def _load_tokenizer(source: ModelSource, tokenizer: str | None, template: str | None) -> Any:
-    """Called in a thread, while the instances start or are taken over. ``template`` replaces the
-    tokenizer's own.
-
-    Importing the library takes as long as all other imports together.
-    """
-    module = importlib.import_module("kunserve.model.tokenizer")
-    loaded = module.load_tokenizer(source, tokenizer)
-    if template is not None:
-        loaded.chat_template = template
-    return loaded
+        await keeper.run()
+    finally:
+        telling.cancel()
+        for one in listeners:
+            one.close()
 
 
 def check_length(config: KunServeConfig, spec: ModelSpec) -> None:

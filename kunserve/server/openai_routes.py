@@ -75,7 +75,7 @@ class OpenAIRoutes:
             echoes = await unless_gone(http, echoes_of(front.codec, body, prompts))
         bad_words = await bad_words_of(front.codec, body)
         reading = await self.reading(http, body)
-        return self._answer(http, body, prompts, echoes, bad_words, arrival_s, reading)
+        return await self._answer(http, body, prompts, echoes, bad_words, arrival_s, reading)
 
     async def chat(self, http: HttpRequest) -> Response:
         """POST /v1/chat/completions."""
@@ -96,7 +96,7 @@ class OpenAIRoutes:
         form = front.formats.of(front.codec, body, demand, prompt, structured)
         echoes = [continued_message(body)]
         reading = AnswerReading(form, structured)
-        return self._answer(http, body, [prompt], echoes, bad_words, arrival_s, reading)
+        return await self._answer(http, body, [prompt], echoes, bad_words, arrival_s, reading)
 
     async def reading(self, http: HttpRequest, body: GenerationBody) -> AnswerReading:
         """Of answers that are all content; their form is known to be one."""
@@ -134,7 +134,7 @@ class OpenAIRoutes:
                 "spaces_between_special_tokens",
             )
 
-    def _answer(
+    async def _answer(
         self,
         http: HttpRequest,
         body: GenerationBody,
@@ -182,7 +182,7 @@ class OpenAIRoutes:
             answer = StreamedAnswer(front, generation, envelope, usage)
         else:
             answer = WholeAnswer(front, generation, envelope)
-        front.enter(generation)
+        await front.enter(generation)
         return answer
 
     def choices(

@@ -50,5 +50,5 @@ class ResponsesRoutes:
         generation = Generation(front.engine, choices, front.watch, eager, 1)
         shape = StreamedResponsesAnswer if body.stream else ResponsesAnswer
         answer = shape(front, generation, envelope, body)
-        front.enter(generation)
+        await front.enter(generation)
         return answer

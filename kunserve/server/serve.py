@@ -7,13 +7,12 @@ import resource
 import signal
 import socket
 import threading
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 
 import uvicorn
 from starlette.applications import Starlette
 
 from kunserve.core.config import KunServeConfig
-from kunserve.server.api_keys import ApiKeys
 from kunserve.server.connection import limited_protocol
 from kunserve.server.front import Front
 
@@ -64,7 +63,9 @@ async def serve(
     drain = drain or Drain()
     front: Front = app.state.front
     server = _Uvicorn(_uvicorn_config(app, config))
-    with _signals(drain, front.keys):
+    keys = front.keys
+    reload = keys.reload if keys is not None and keys.has_file else None
+    with caught_signals(drain, reload):
         serving = asyncio.create_task(server.serve(sockets))
         requested = asyncio.create_task(drain.requested.wait())
         try:
@@ -131,8 +132,8 @@ def _raise_file_limit() -> int:
 
 
 @contextlib.contextmanager
-def _signals(drain: Drain, keys: ApiKeys | None) -> Generator[None, None, None]:
-    """SIGTERM and SIGINT go to ``drain``, SIGHUP to keys; only a main thread may ask for them."""
+def caught_signals(drain: Drain, reload: Callable[[], None] | None) -> Generator[None, None, None]:
+    """SIGTERM and SIGINT go to ``drain``, SIGHUP to ``reload``; only a main thread may ask."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -140,9 +141,9 @@ def _signals(drain: Drain, keys: ApiKeys | None) -> Generator[None, None, None]:
     caught = [signal.SIGTERM, signal.SIGINT]
     for number in caught:
         loop.add_signal_handler(number, drain.request)
-    if keys is not None and keys.has_file:
+    if reload is not None:
         caught.append(signal.SIGHUP)
-        loop.add_signal_handler(signal.SIGHUP, keys.reload)
+        loop.add_signal_handler(signal.SIGHUP, reload)
     try:
         yield
     finally:

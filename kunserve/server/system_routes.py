@@ -60,7 +60,7 @@ class SystemRoutes:
 
     async def metrics(self, _http: HttpRequest) -> Response:
         """GET /metrics."""
-        content = self._front.metrics.exposition()
+        content = await self._front.accounts.metrics()
         return Response(content, headers={"content-type": CONTENT_TYPE_LATEST})
 
     async def version(self, _http: HttpRequest) -> Response:
@@ -145,4 +145,5 @@ class SystemRoutes:
                 since_s = math.nan
             if not math.isfinite(since_s):
                 raise InvalidRequest("`since` must be a number of seconds.", "since")
-        return json_answer(self._front.timeline.view(since_s))
+        content = await self._front.accounts.timeline(since_s)
+        return Response(content, media_type="application/json")

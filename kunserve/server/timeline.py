@@ -4,23 +4,48 @@ import asyncio
 import time
 import uuid
 from collections import deque
-from typing import Any
+from typing import Any, Protocol
 
 from kunserve.core.ids import TransitionId
 from kunserve.core.snapshots import ClusterState, TransitionRecord
 from kunserve.server.cluster_metrics import ClusterMetrics
-from kunserve.server.metrics import FrontMetrics
+from kunserve.server.histogram import Histogram
+from kunserve.server.request_metrics import RecentValues
 from kunserve.server.state_json import record_object
 
 PERIOD_S = 0.2
 KEPT_S = 1200.0
 
 
+class Measured(Protocol):
+    """Whose figures are sampled: a front's, or those of several."""
+
+    recent_first_token: RecentValues
+    recent_per_token: RecentValues
+    loop_lag: Histogram
+    cluster: ClusterMetrics
+
+    @property
+    def arrivals(self) -> int:
+        """Requests that were taken; as are the next two, so far."""
+        ...
+
+    @property
+    def refusals(self) -> dict[str, int]:
+        """Refused ones, by reason."""
+        ...
+
+    @property
+    def generation_tokens(self) -> int:
+        """Output tokens."""
+        ...
+
+
 class Timeline:
     """A bounded ring of samples. Times are the controller's clock; ``unix_s`` ties it to ours."""
 
     def __init__(
-        self, metrics: FrontMetrics, period_s: float = PERIOD_S, kept_s: float = KEPT_S
+        self, metrics: Measured, period_s: float = PERIOD_S, kept_s: float = KEPT_S
     ) -> None:
         self._metrics = metrics
         self._period_s = period_s

@@ -15,14 +15,15 @@ MESSAGE_TYPES: tuple[type[Message], ...] = get_args(Message)
 """Every type that crosses a process boundary; the position is the type's tag."""
 
 
-def _encode_tokens(value: Any) -> bytes:
+def encode_tokens(value: Any) -> bytes:
+    """msgspec's hook for what it does not know: token ids."""
     if isinstance(value, TokenIds):
         return value.to_bytes()
     raise NotImplementedError(type(value).__name__)
 
 
-def _decode_tokens(kind: type, value: Any) -> TokenIds:
-    """Bytes, or the list that a plain tuple became."""
+def decode_tokens(kind: type, value: Any) -> TokenIds:
+    """The hook back: from bytes, or from the list that a plain tuple became."""
     if kind is TokenIds and isinstance(value, bytes):
         return TokenIds.from_bytes(value)
     if kind is TokenIds and isinstance(value, list):
@@ -30,8 +31,8 @@ def _decode_tokens(kind: type, value: Any) -> TokenIds:
     raise ValueError(f"{type(value).__name__} is no {kind.__name__}")
 
 
-_ENCODER = msgspec.msgpack.Encoder(enc_hook=_encode_tokens)
-_DECODERS = tuple(msgspec.msgpack.Decoder(kind, dec_hook=_decode_tokens) for kind in MESSAGE_TYPES)
+_ENCODER = msgspec.msgpack.Encoder(enc_hook=encode_tokens)
+_DECODERS = tuple(msgspec.msgpack.Decoder(kind, dec_hook=decode_tokens) for kind in MESSAGE_TYPES)
 _TAG_OF: dict[type, int] = {kind: tag for tag, kind in enumerate(MESSAGE_TYPES)}
 _INITIAL_BYTES = 4096
 

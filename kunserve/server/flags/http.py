@@ -19,6 +19,12 @@ HTTP_FLAGS = all_of(
         show_default=False,
         help="What a proxy puts before every path, for example /llm.",
     ),
+    _address(
+        "--api-server-count",
+        type=click.IntRange(1, 64),
+        help="Processes that speak HTTP and turn text into tokens and back, before one controller: "
+        "for more tokens per second than one of them can write.",
+    ),
     _tls("--ssl-certfile", help="Certificate in PEM; with it, https is spoken."),
     _tls("--ssl-keyfile", help="Its key [in the same file]."),
     _tls("--ssl-ca-certs", help="Who signs the certificates of clients, in PEM."),

@@ -134,6 +134,9 @@ class EchoEngine:
             self._run(request, deliver)
         )
 
+    async def admitted(self, request_id: RequestId) -> None:
+        pass
+
     async def _run(self, request: Request, deliver: Deliver) -> None:
         sampling, tokens = request.sampling, list(self.script(request))
         stops = set(sampling.stop_token_ids)
