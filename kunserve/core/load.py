@@ -229,6 +229,34 @@ class GroupLoad:
     is_restoring: bool = False
     """In a restore that can still be called off: the report tells of the memory it leaves."""
 
+    def in_cluster(
+        self,
+        backlog_blocks: int,
+        num_backlog: int,
+        formed_s: float | None,
+        in_transition: bool,
+        is_restoring: bool,
+    ) -> "GroupLoad":
+        """The same with what its cluster adds: ``dataclasses.replace`` takes five times as long,
+        and a large cluster does it for every group at every look.
+        """
+        return GroupLoad(
+            self.report,
+            self.capacity_blocks,
+            self.num_instances,
+            self.undropped_blocks,
+            self.num_unreported,
+            self.unreported_blocks,
+            self.num_returning,
+            self.returning_blocks,
+            backlog_blocks,
+            num_backlog,
+            self.prompt_tokens_per_s,
+            formed_s,
+            in_transition,
+            is_restoring,
+        )
+
     @property
     def group_id(self) -> GroupId:
         """The group."""

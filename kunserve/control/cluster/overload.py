@@ -144,13 +144,12 @@ class OverloadControl:
         block_shares = share_out(backlog.num_blocks, capacities)
         num_shares = share_out(len(backlog), capacities)
         return [
-            replace(
-                group.load,
-                backlog_blocks=num_blocks,
-                num_backlog=num_requests,
-                formed_s=self._transitions.last_end_s(group.layout.members),
-                in_transition=group.layout.group_id in busy,
-                is_restoring=group.layout.group_id in restoring,
+            group.load.in_cluster(
+                num_blocks,
+                num_requests,
+                self._transitions.last_end_s(group.layout),
+                group.layout.group_id in busy,
+                group.layout.group_id in restoring,
             )
             for group, num_blocks, num_requests in zip(
                 groups, block_shares, num_shares, strict=True
@@ -198,7 +197,7 @@ class OverloadControl:
         dwelling = {
             group.layout.group_id
             for group in self._placement.groups.values()
-            if self._dwells(group.layout.members, now_s)
+            if self._dwells(group.layout, now_s)
         }
         is_enough = self.observation is not None and not self._scaling.is_on
         if self._config.policy == "drop" and not self.is_paused:
@@ -221,8 +220,8 @@ class OverloadControl:
         for group_id in allowed_s.keys() - self._placement.groups.keys():
             del allowed_s[group_id]
 
-    def _dwells(self, members: tuple[InstanceId, ...], now_s: float) -> bool:
-        formed_s = self._transitions.last_end_s(members)
+    def _dwells(self, layout: GroupLayout, now_s: float) -> bool:
+        formed_s = self._transitions.last_end_s(layout)
         return formed_s is not None and now_s - formed_s < self._config.dwell_s
 
     def _drop(

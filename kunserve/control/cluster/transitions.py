@@ -8,7 +8,7 @@ Any refusal before the commit rolls all members back. Groups in a transition bel
 
 import enum
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from kunserve.control.cluster.commands import LogTransition, Outbox
@@ -131,6 +131,8 @@ class Transitions:
         """No new transition before then: one was rolled back just now."""
         self.num_drops = 0
         self.num_restores = 0
+        self._exchanging: set[GroupId] = set()
+        """New groups whose exchange is not over: few of those that report."""
         self._longest_s: dict[Phase, float] = {}
         """Of loading and exchanging, as they were lately: they depend on the link and on sizes."""
         self._last_end_s: dict[InstanceId, float] = {}
@@ -274,6 +276,7 @@ class Transitions:
         transition.phase, transition.phase_since_s = Phase.COMMITTING, now_s
         transition.waits_for = transition.members
         transition.exchanging = {g.group_id for g in transition.record.groups_after}
+        self._exchanging |= transition.exchanging
         self._placement.expect(transition.record.groups_before, transition.record.groups_after)
         for member in sorted(transition.waits_for):
             self._outbox.send(member, Commit(transition.transition_id))
@@ -319,6 +322,7 @@ class Transitions:
             max_stall_s=max(record.max_stall_s, message.max_stall_s),
         )
         transition.exchanging.discard(message.group_id)
+        self._exchanging.discard(message.group_id)
         self._finish_if_done(transition, now_s)
 
     def _finish_if_done(self, transition: Transition, now_s: float) -> None:
@@ -343,6 +347,8 @@ class Transitions:
 
     def progressed(self, group_id: GroupId, num_stalled: int, now_s: float) -> None:
         """A leader tells how many requests wait for KV: as long as they get fewer, all is well."""
+        if group_id not in self._exchanging:
+            return
         for transition in self.active.values():
             if transition.is_committed and group_id in transition.exchanging:
                 before = transition.num_stalled.get(group_id)
@@ -383,6 +389,7 @@ class Transitions:
         self, transition: Transition, outcome: Outcome, reason: str | None, now_s: float
     ) -> None:
         del self.active[transition.transition_id]
+        self._exchanging -= transition.exchanging
         record = replace(transition.record, outcome=outcome, reason=reason, finished_s=now_s)
         self.records.append(record)
         del self.records[:-MAX_RECORDS]
@@ -395,7 +402,10 @@ class Transitions:
         """Finished ones, then those under way."""
         return (*self.records, *(t.record for t in self.active.values()))
 
-    def last_end_s(self, members: Iterable[InstanceId]) -> float | None:
+    def last_end_s(self, layout: GroupLayout) -> float | None:
         """When the last transition ended that changed memory of any of these instances."""
-        ends = [self._last_end_s[member] for member in members if member in self._last_end_s]
+        known = self._last_end_s
+        if not known:
+            return None
+        ends = [known[stage[0]] for stage in layout.stages if stage[0] in known]
         return max(ends, default=None)
