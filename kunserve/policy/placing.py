@@ -5,7 +5,7 @@ demand, the others by their need. So one choice looks at the best of each capaci
 has few capacities however many groups it has.
 """
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from heapq import heapify, heappop, heappush
 
 from kunserve.core.ids import GroupId
@@ -13,6 +13,8 @@ from kunserve.core.load import GroupLoad
 from kunserve.policy.affinity import NOTHING_SAVED, Saved, is_near, num_requests
 from kunserve.policy.dispatch import Rank, rank_of
 
+MOST_ENTRIES = 8
+"""Entries of heaps per group, out of date ones included."""
 _Heap = list[tuple[int, GroupId]]
 
 
@@ -44,8 +46,44 @@ class GroupChooser:
                 self._may_be_open.add(group_id)
                 by_demand.append((group.demand_blocks, group_id))
             self._by_need.setdefault(capacity, []).append((group.need_blocks, group_id))
+        self._heapify()
+
+    def _heapify(self) -> None:
         for heap in (*self._by_demand.values(), *self._by_need.values()):
             heapify(heap)
+
+    def __contains__(self, group_id: GroupId) -> bool:
+        return group_id in self._capacities
+
+    def put(self, group: GroupLoad) -> None:
+        """A group has another load than before, or may be chosen from now on."""
+        group_id, capacity = group.group_id, group.capacity_blocks
+        if self._capacities.get(group_id, capacity) != capacity:
+            self.close(group_id)
+        demand, need, is_open = group.demand_blocks, group.need_blocks, group.num_waiting <= 1
+        is_known = group_id in self._capacities
+        was_open = group_id in self._may_be_open
+        self._num[group_id] = num_requests(group)
+        self._num_instances[group_id] = group.num_instances
+        self._capacities[group_id] = capacity
+        by_demand = self._by_demand.setdefault(capacity, [])
+        by_need = self._by_need.setdefault(capacity, [])
+        if not is_known or self._need[group_id] != need:
+            heappush(by_need, (need, group_id))
+        if is_open and not (is_known and was_open and self._demand[group_id] == demand):
+            heappush(by_demand, (demand, group_id))
+        self._demand[group_id], self._need[group_id] = demand, need
+        (self._may_be_open.add if is_open else self._may_be_open.discard)(group_id)
+        if len(by_need) + len(by_demand) > MOST_ENTRIES * (len(self._capacities) + 1):
+            self._clear_out(capacity)
+
+    def _clear_out(self, capacity: int) -> None:
+        """Only what is up to date stays in the heaps of a capacity."""
+        members = [i for i, one in self._capacities.items() if one == capacity]
+        self._by_need[capacity] = [(self._need[i], i) for i in members]
+        open_ones = [i for i in members if i in self._may_be_open]
+        self._by_demand[capacity] = [(self._demand[i], i) for i in open_ones]
+        self._heapify()
 
     def choose(self, request_blocks: int, saved: Saved = NOTHING_SAVED) -> GroupId | None:
         """The group where the request starts soonest; None if no group can ever hold it."""
@@ -81,10 +119,10 @@ class GroupChooser:
         for capacity, by_need in self._by_need.items():
             if request_blocks > capacity:
                 continue
-            top = self._top(self._by_demand[capacity], self._demand)
+            top = self._top(self._by_demand[capacity], self._demand, self._may_be_open)
             is_open = top is not None and top[0] + request_blocks <= capacity
             if not is_open:
-                top = self._top(by_need, self._need)
+                top = self._top(by_need, self._need, self._capacities)
             if top is None:
                 continue
             rank = (not is_open, (top[0] + request_blocks) / capacity, top[1])
@@ -92,8 +130,10 @@ class GroupChooser:
                 best = rank
         return None if best is None else best[2]
 
-    def _top(self, heap: _Heap, values: dict[GroupId, int]) -> tuple[int, GroupId] | None:
-        while heap and values.get(heap[0][1]) != heap[0][0]:
+    def _top(
+        self, heap: _Heap, values: dict[GroupId, int], those: Container[GroupId]
+    ) -> tuple[int, GroupId] | None:
+        while heap and (values.get(heap[0][1]) != heap[0][0] or heap[0][1] not in those):
             heappop(heap)
         return heap[0] if heap else None
 
@@ -110,3 +150,4 @@ class GroupChooser:
     def close(self, group_id: GroupId) -> None:
         """The group is chosen no more."""
         del self._capacities[group_id], self._demand[group_id], self._need[group_id]
+        self._may_be_open.discard(group_id)

@@ -1,6 +1,7 @@
 """Placing many requests at once: as ``choose_group`` for one after the other."""
 
 from dataclasses import replace
+from unittest.mock import patch
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -100,3 +101,28 @@ def test_shares_are_whole_and_by_capacity(num_blocks, capacities):
     assert sum(shares) == (num_blocks if total else 0)
     for share, capacity in zip(shares, capacities, strict=True):
         assert abs(share - num_blocks * capacity / max(1, total)) < 1
+
+
+changes = st.lists(
+    st.tuples(
+        st.integers(0, 5).flatmap(lambda group: loads(group)), st.booleans(), st.integers(1, 100)
+    ),
+    max_size=60,
+)
+
+
+@given(changes, st.integers(1, 8))
+def test_a_chooser_that_is_kept_follows_its_groups(moves, most):
+    """Groups come, change and go one after the other; entries that are out of date do no harm."""
+    kept, chooser = dict[GroupId, GroupLoad](), GroupChooser(())
+    with patch("kunserve.policy.placing.MOST_ENTRIES", most):
+        for load, goes, blocks in moves:
+            known = kept.get(load.group_id)
+            if goes and known is not None:
+                chooser.close(load.group_id)
+                del kept[load.group_id]
+            else:
+                chooser.put(load)
+                kept[load.group_id] = load
+            assert (load.group_id in chooser) == (load.group_id in kept)
+            assert chooser.choose(blocks) == choose_group(kept.values(), blocks)

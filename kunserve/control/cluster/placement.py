@@ -38,6 +38,8 @@ class Group:
     asked_s: float = 0.0
     is_returned: bool = False
     """Whether they have come: the next report knows of it."""
+    changed: set[GroupId] = field(default_factory=set)
+    """The placement's: groups whose load is another than before."""
     prompt_tokens_per_s: float = 0.0
     """Lately computed, for Retry-After."""
     step_s: float = 0.0
@@ -49,7 +51,7 @@ class Group:
         """Account for a request that the next report may not include yet."""
         self.unreported.append((number, blocks))
         self.unreported_blocks += blocks
-        self._load = None
+        self._renew()
 
     def take(self, report: LoadReport, now_s: float) -> None:
         """Take the leader's word; what it has received is in it."""
@@ -65,14 +67,18 @@ class Group:
             self.is_returned = False
         while self.unreported and self.unreported[0][0] <= report.num_received:
             self.unreported_blocks -= self.unreported.popleft()[1]
-        self._load = None
+        self._renew()
 
     def asked_back(self, num_requests: int, num_blocks: int, now_s: float) -> None:
         """The leader is told to return so many waiting requests."""
         self.num_returning, self.returning_blocks = num_requests, num_blocks
         self.asked_s = now_s
         self.is_returned = False
+        self._renew()
+
+    def _renew(self) -> None:
         self._load = None
+        self.changed.add(self.layout.group_id)
 
     @property
     def is_reported(self) -> bool:
@@ -118,6 +124,8 @@ class Placement:
         """Groups that become others in that commit: they get no more requests."""
         self.reserved: GroupId | None = None
         """Gets one request at a time, which runs alone."""
+        self.changed: set[GroupId] = set()
+        """Groups whose load is another than when whoever looks at them last emptied this."""
         self.version = 0
         """Changes whenever other groups may be sent requests than before."""
         self._next_id = first_id
@@ -164,7 +172,7 @@ class Placement:
         blocks = group_capacity_blocks(layout, self.specs)
         undropped_blocks = undropped_capacity_blocks(layout, self.specs)
         nothing = LoadReport(layout.group_id, capacity_blocks=blocks)
-        return Group(layout, blocks, undropped_blocks, nothing)
+        return Group(layout, blocks, undropped_blocks, nothing, changed=self.changed)
 
     def expect(self, old: Iterable[GroupLayout], new: Iterable[GroupLayout]) -> None:
         """Groups are about to become others."""

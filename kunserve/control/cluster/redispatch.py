@@ -8,6 +8,8 @@ from kunserve.policy.redispatch import plan_recalls
 
 LOOK_GAP_S = 0.02
 """Shortest time between two looks: each costs time for every group."""
+LOOK_GAP_PER_GROUP_S = 5e-5
+"""More of them make it longer: at a thousand it is half a report period."""
 PATIENCE_S = 10.0
 """After which a leader that has not answered is taken as if it had."""
 
@@ -29,7 +31,7 @@ class Redispatch:
         placement = self._placement
         if now_s < self._next_look_s or len(placement.groups) < 2:
             return
-        self._next_look_s = now_s + LOOK_GAP_S
+        self._next_look_s = now_s + max(LOOK_GAP_S, LOOK_GAP_PER_GROUP_S * len(placement.groups))
         asked = [group for group in placement.groups.values() if group.num_returning]
         for group in asked:
             if now_s - group.asked_s > PATIENCE_S:

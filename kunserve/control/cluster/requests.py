@@ -9,12 +9,12 @@ from kunserve.control.cluster.live import Live
 from kunserve.control.cluster.placement import Group, Placement
 from kunserve.control.cluster.prefixes import Prefixes
 from kunserve.control.cluster.quarantine import NOBODY, Blame, Quarantine
+from kunserve.control.cluster.roomy_groups import RoomyGroups
 from kunserve.control.cluster.transitions import Transitions
 from kunserve.core.config import DispatchPolicy
 from kunserve.core.ids import InstanceId, RequestId, TransitionId
 from kunserve.core.messages import Abort, Outputs, Returned, Submit, TokenOutput
 from kunserve.core.request import FinishReason, Request
-from kunserve.policy.dispatch import choose_group
 from kunserve.policy.placing import GroupChooser
 from kunserve.policy.queue_order import DeadlineOrder
 from kunserve.policy.redispatch import may_leave
@@ -58,6 +58,7 @@ class Requests:
         self._ahead = SentAhead(step_tokens)
         knows_prefixes = knows_prefixes and self._turn is None
         self._prefixes = Prefixes(placement, self._ahead, block_size, knows_prefixes)
+        self._roomy = RoomyGroups(placement, self._ahead)
         self._placed_version = -1
         self._live: dict[RequestId, Live] = {}
         self._by_leader: dict[InstanceId, dict[RequestId, Live]] = {}
@@ -125,16 +126,14 @@ class Requests:
 
         Those in the backlog found no room, so whoever finds some passes nobody.
         """
-        groups = [group for group in self._placement.candidates() if self._has_room(group)]
-        if not groups:
-            return
-        expected = self._placement.expected
-        loads = [group.load for group in (*groups, *expected.values())]
         blocks, saved = self._blocks_of(live), self._prefixes.saved_tokens(live)
+        expected = self._placement.expected
         if self._turn is None:
-            group_id = choose_group(loads, blocks, self._prefixes.in_blocks(saved))
+            group_id = self._roomy.choose(blocks, self._prefixes.in_blocks(saved))
         else:
-            group_id = self._turn.among(loads).choose(blocks)
+            candidates = self._placement.candidates()
+            loads = [group.load for group in (*candidates, *expected.values())]
+            group_id = self._turn.among(loads).choose(blocks) if candidates else None
         if group_id is None or group_id in expected:
             return
         group = self._placement.groups[group_id]
@@ -176,13 +175,16 @@ class Requests:
         self._placed_version = self._placement.version
         self._isolate()
         self._ahead.roomier.clear()
-        self._fill(self._placement.candidates())
+        if self.backlog:
+            self._fill(self._placement.candidates())
 
     def place_if_changed(self) -> None:
         """Called often: as ``place`` if other groups stand than at its last call.
 
         Otherwise leaders that have come to the end of what they were sent are sent more.
         """
+        if self._turn is None and not self.backlog:
+            self._roomy.follow()
         if self._placement.version != self._placed_version:
             self.place()
         else:
