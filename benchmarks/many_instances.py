@@ -11,7 +11,7 @@ Other work on the machine makes wall times longer; dispatch and plan are process
 
 start     until all stand in groups and HTTP answers
 reports   processor time of the front's thread per second and per report, while nothing runs
-dispatch  a request's way through ``submit``: median and P99 of 2,000, while others run
+dispatch  a request's way through ``submit``: median and P99 of 1,000, while others run
 plan      ``plan_drop`` over all groups, by itself: half of all instances pressed
 drop      the front's longest pause, as HTTP would see it, from a shortage until merges have ended
 shutdown  ``close`` until no instance is left
@@ -20,6 +20,7 @@ shutdown  ``close`` until no instance is left
 import argparse
 import asyncio
 import contextlib
+import gc
 import logging
 import socket
 import statistics
@@ -88,10 +89,11 @@ class Lag:
 
 @contextlib.contextmanager
 def clocked(report: Report, name: str, **case: int) -> Iterator[None]:
-    """Wall time of what is inside."""
-    started_s = time.perf_counter()
+    """Wall and processor time of what is inside."""
+    started_s, cpu_s = time.perf_counter(), time.thread_time()
     yield
     report.add(name, time.perf_counter() - started_s, "s", **case)
+    report.add(f"{name}, processor time", time.thread_time() - cpu_s, "s", **case)
 
 
 def config_of(num_instances: int, num_reports: float) -> KunServeConfig:
@@ -215,8 +217,9 @@ async def measure(report: Report, num_instances: int, num_reports: float) -> Non
     serving = asyncio.create_task(serve(app, config, [listener], drain))
     try:
         await asyncio.sleep(1.0)
+        gc.freeze()  # as `kunserve serve` does
         await idle_cost(report, cluster, lag, **case)
-        await dispatch_cost(report, cluster, 2000, **case)
+        await dispatch_cost(report, cluster, 1000, **case)
         plan_cost(report, cluster, **case)
         await drop_cost(report, cluster, listener.getsockname()[1], lag, **case)
     finally:

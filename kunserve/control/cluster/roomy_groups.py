@@ -28,14 +28,17 @@ class RoomyGroups:
 
         None if there is none, or if none has room now.
         """
+        if self._placement.version != self._version:
+            self._begin_anew()
         self.follow()
         return self._chooser.choose(request_blocks, saved) if self._num_roomy else None
 
     def follow(self) -> None:
-        """Called often, so that little has changed since."""
+        """Called often, so that little has changed since. Other groups are looked at when a request
+        comes, because many may change before that.
+        """
         placement, ahead = self._placement, self._ahead
         if placement.version != self._version:
-            self._begin_anew()
             return
         if ahead.changed:
             for leader in ahead.changed:

@@ -8,7 +8,7 @@ Any refusal before the commit rolls all members back. Groups in a transition bel
 
 import enum
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
 from kunserve.control.cluster.commands import LogTransition, Outbox

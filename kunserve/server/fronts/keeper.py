@@ -72,6 +72,11 @@ class FrontKeeper:
         self.num_restarts = 0
 
     @property
+    def pids(self) -> list[int]:
+        """Of all fronts that run."""
+        return [seat.process.pid for seat in self._seats if seat.process is not None]
+
+    @property
     def busy_pids(self) -> list[int]:
         """Of fronts that wait for requests."""
         return [
