@@ -360,7 +360,10 @@ class Transitions:
         """Roll back what waits for an answer too long; what has committed is for the caller."""
         overdue = []
         for transition in tuple(self.active.values()):
-            if now_s - transition.phase_since_s <= self._patience_s(transition):
+            waited_s = now_s - transition.phase_since_s
+            if waited_s <= PATIENCE_S[transition.phase]:
+                continue  # what comes on top goes through all groups to find
+            if waited_s <= self._patience_s(transition):
                 continue
             if transition.may_roll_back:
                 self.roll_back(transition, transition.silence, now_s)
