@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 from kunserve.cluster.api import ServingLimits, Vitals, limits_of
 from kunserve.cluster.background import Background
@@ -268,7 +269,7 @@ class LocalCluster:
                 return
             if isinstance(event, StageTime):
                 self._stage_times[instance_id] = event
-            self._controller.on(instance_id, _as_event(event), self._clock.now_s())
+            self._controller.on(instance_id, cast(Event, event), self._clock.now_s())
         self._flush()
 
     def _flush(self) -> None:
