@@ -322,7 +322,10 @@ class HostLauncher:
         for instance in self._instances.values():
             instance.ended.set()
 
-    async def close(self) -> None:
+    def close(self) -> None:
+        """See ``Launcher``: ``leave`` does it."""
+
+    async def leave(self) -> None:
         """End the process."""
         if self._process is not None and self._process.stdin is not None:
             self._process.stdin.close()

@@ -13,7 +13,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
@@ -21,7 +20,6 @@ from types import TracebackType
 from kunserve.cluster.launch import FakeSettings, InstanceOrder, LocalProcess, spawn
 from kunserve.cluster.process_mark import FoundProcess, open_marked
 from kunserve.core.config import KunServeConfig
-from kunserve.core.ids import InstanceId
 from kunserve.core.place import Place
 
 NETWORK = "10.77.0"

@@ -227,7 +227,7 @@ async def measure(report: Report, num_instances: int, num_reports: float) -> Non
         await serving
         with clocked(report, "shutdown", **case):
             await cluster.close()
-        await launcher.close()
+        await launcher.leave()
 
 
 def main() -> None:

@@ -446,7 +446,3 @@ class LocalCluster:
         if self._succession is not None:
             self._succession.close()
         self._trace.end(self._controller.transitions.latest())
-
-
-def _as_event(message: Message) -> Event:
-    return message  # type: ignore[return-value]

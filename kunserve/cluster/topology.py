@@ -64,7 +64,7 @@ def places_of(config: ClusterConfig) -> Places:
 
 def place_of(places: Places, instance_id: InstanceId) -> Place:
     """Of one instance; all stand on one host where there is no file."""
-    return places[instance_id] if places else ONE_HOST
+    return places[instance_id] if instance_id < len(places) else ONE_HOST
 
 
 def _parsed(path: Path) -> _File:

@@ -156,11 +156,6 @@ def _launcher(config: KunServeConfig, run_folder: Path | None = None) -> Launche
     )
 
 
-def _tracer(config: KunServeConfig) -> Tracer | None:
-    """Whoever makes traces; its packages are imported only when they are needed."""
-    endpoint = config.log.otlp_traces_endpoint
-    if endpoint is None:
-        return None
 async def _serve_by_several(
     launched: Launched, listener: socket.socket, tell_ready: Callable[[], None]
 ) -> None:

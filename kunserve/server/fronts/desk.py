@@ -131,6 +131,9 @@ class Desk:
                 return await engine.drop(None if argument is None else int(argument))
             case "restore":
                 return await engine.restore()
+            case "scale":
+                assert argument is not None
+                return await engine.scale(int(argument))
             case "pause":
                 engine.set_paused(bool(argument))
             case "kill":

@@ -195,6 +195,10 @@ class RemoteEngine:
         """See ``EngineClient``."""
         return _text(await self.call("restore", None, ACT_S))
 
+    async def scale(self, num_instances: int) -> str:
+        """See ``EngineClient``."""
+        return _text(await self.call("scale", num_instances, ACT_S))
+
     def set_paused(self, paused: bool) -> None:
         """See ``EngineClient``."""
         self._num_calls += 1
