@@ -18,6 +18,7 @@ import struct
 import sys
 import time
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -26,11 +27,12 @@ import zmq
 
 from kunserve.cluster.fake import FakeBody, FakeModel, fake_spec
 from kunserve.cluster.in_process_mover import InProcessMover, Pull
-from kunserve.cluster.launch import InstanceOrder, InstanceProcess, python_command
+from kunserve.cluster.launch import FakeSettings, InstanceOrder, InstanceProcess, python_command
 from kunserve.cluster.process_mark import mark_of
 from kunserve.control.instance.agent import InstanceAgent
 from kunserve.control.instance.state import AgentConfig
 from kunserve.control.instance.work import Work
+from kunserve.core.config import KunServeConfig
 from kunserve.core.ids import InstanceId
 from kunserve.core.messages import Alive, Connect, Message, Ready
 from kunserve.core.transfer import KvPull, LayerLoad, PeerAddress
@@ -304,6 +306,18 @@ class HostLauncher:
         self.tell(_Order(start=order))
         await self._process.stdin.drain()
         return instance
+
+    def check_start(self, config: KunServeConfig, fake: FakeSettings | None) -> None:
+        """See ``Launcher``: there is room."""
+
+    def check_growth(
+        self,
+        config: KunServeConfig,
+        fake: FakeSettings | None,
+        num_more: int,
+        pids: Iterable[int],
+    ) -> None:
+        """See ``Launcher``: there is room."""
 
     def find(self, mark: str) -> InstanceProcess | None:
         """See ``Launcher``: nothing outlives its front here."""
