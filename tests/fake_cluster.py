@@ -18,7 +18,6 @@ from kunserve.core.config import (
     KunServeConfig,
     OverloadConfig,
     SchedulerConfig,
-    SpeculativeConfig,
     SwapConfig,
 )
 from kunserve.core.cost import CostCoefficients
@@ -27,6 +26,7 @@ from kunserve.core.layout import GroupLayout, LayerRange, Stage
 from kunserve.core.messages import AllowParking, LoadLayers
 from kunserve.core.request import Request, SamplingParams
 from kunserve.core.snapshots import HeadShape
+from kunserve.core.speculative_config import SpeculativeConfig
 from kunserve.policy.restore import choose_sources, transient_capacity_blocks
 
 COST = CostCoefficients(attention_s=0.0, token_s=1e-3, chunk_s=1e-3, shared_s=1e-3)

@@ -39,7 +39,10 @@ class ForcedTransitions:
         ids = self._controller.force_drop(num_bytes, self._now_s())
         self._flush()
         if not ids:
-            raise InvalidRequest("nothing can be dropped: one group is left, or all are changing")
+            raise InvalidRequest(
+                "nothing can be dropped: one group is left, or all are changing, or the layers are "
+                "too small beside their KV for a merge to add any"
+            )
         return await self._outcome(ids, lambda transition: transition.is_committed)
 
     async def restore(self) -> str:

@@ -6,6 +6,7 @@ from typing import Any, Literal, TypeAlias
 
 from kunserve.core.cost import CostCoefficients
 from kunserve.core.errors import ConfigError
+from kunserve.core.speculative_config import SpeculativeConfig
 
 MIB = 1 << 20
 
@@ -32,7 +33,9 @@ class ModelConfig:
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     """Of weights and KV. float16 on a GPU only."""
     load_format: Literal["auto", "safetensors", "gguf", "dummy"] = "auto"
-    quantization: Literal["auto", "none", "gguf", "compressed-tensors"] = "auto"
+    quantization: Literal["none", "auto", "gguf", "compressed-tensors"] = "none"
+    """How weights lie in memory: expanded to ``dtype``; as they are stored, where the device can
+    compute with them; or as told, which must be how they are stored."""
     seed: int = 0
     """Seeds dummy weights and the sampling of requests that bring no seed."""
     max_model_len: int | None = None
@@ -128,36 +131,6 @@ class SwapConfig:
     its first token. None: nobody is parked."""
     is_second_line: bool = False
     """A group uses host memory only after ``AllowParking``: nothing is left to drop for it."""
-
-
-@dataclass(frozen=True, slots=True)
-class SpeculativeConfig:
-    """Speculative decoding by prompt lookup, with vLLM's names."""
-
-    method: str = "ngram"
-    num_speculative_tokens: int = 4
-    """Guesses of one request that a step checks, at most."""
-    prompt_lookup_min: int = 2
-    """A guess is what followed so many equal tokens at least."""
-    prompt_lookup_max: int = 4
-    """More equal tokens than this make no better guess."""
-
-    def __post_init__(self) -> None:
-        """Numbers that mean nothing are a mistake."""
-        if self.method != "ngram":
-            raise ConfigError(
-                f'the method of speculation must be "ngram" (prompt lookup), not {self.method!r}; '
-                "no draft models are loaded"
-            )
-        if self.num_speculative_tokens < 1:
-            raise ConfigError(
-                f"num_speculative_tokens must be at least 1, not {self.num_speculative_tokens}"
-            )
-        if not 1 <= self.prompt_lookup_min <= self.prompt_lookup_max:
-            raise ConfigError(
-                "prompt_lookup_min must be at least 1 and at most prompt_lookup_max, not "
-                f"{self.prompt_lookup_min} of {self.prompt_lookup_max}"
-            )
 
 
 @dataclass(frozen=True, slots=True)

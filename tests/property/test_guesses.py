@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kunserve.cluster.in_process import CompletePull
-from kunserve.core.config import SpeculativeConfig, SwapConfig
+from kunserve.core.config import SwapConfig
 from kunserve.core.ids import InstanceId
 from kunserve.core.request import SamplingParams
+from kunserve.core.speculative_config import SpeculativeConfig
 from tests.examples import examples
 from tests.fake_cluster import FakeCluster
 

@@ -9,8 +9,8 @@ from kunserve.core.config import (
     ClusterConfig,
     InstanceConfig,
     SchedulerConfig,
-    SpeculativeConfig,
 )
+from kunserve.core.speculative_config import SpeculativeConfig
 from kunserve.server.flags.option import (
     ByteSize,
     FiniteRange,

@@ -15,7 +15,7 @@ _DTYPES = HintedChoice(
 )
 _NOT_HERE = "KunServe reads GGUF, and int8 per channel by compressed-tensors"
 _QUANTIZATIONS = HintedChoice(
-    ["auto", "none", "gguf", "compressed-tensors"],
+    ["none", "auto", "gguf", "compressed-tensors"],
     dict.fromkeys(("awq", "gptq", "fp8", "bitsandbytes", "awq_marlin", "gptq_marlin"), _NOT_HERE),
 )
 _model = flags_of("Model", ModelConfig())
@@ -37,8 +37,8 @@ MODEL_FLAGS = all_of(
     _model(
         "--quantization",
         type=_QUANTIZATIONS,
-        help="How weights lie in memory: auto keeps quantised ones as they are stored (on CPUs), "
-        "none expands them to --dtype; gguf and compressed-tensors insist on being kept.",
+        help="How weights lie in memory: none expands quantised ones to --dtype, auto keeps them "
+        "as they are stored (on CPUs); gguf and compressed-tensors insist on being kept.",
     ),
     _model("--seed", type=int, help="For dummy weights, and for requests that bring no seed."),
     _model(

@@ -8,8 +8,9 @@ import uvloop
 from click.testing import CliRunner
 
 import kunserve.server.launch as launch
-from kunserve.core.config import MIB, KunServeConfig, ModelConfig, SpeculativeConfig
+from kunserve.core.config import MIB, KunServeConfig, ModelConfig
 from kunserve.core.errors import ConfigError
+from kunserve.core.speculative_config import SpeculativeConfig
 from kunserve.server.command import config_from_flags, serve_command
 from kunserve.server.foreign_flags import FLAGS
 from kunserve.server.launch import check_length
