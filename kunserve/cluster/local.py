@@ -83,9 +83,8 @@ class LocalCluster:
         self._succession = succession
         self._model_files = model_files
         self._launcher = launcher
-        num_instances = config.cluster.num_instances
         ids = succession.ids if succession is not None else ()
-        self._first_ids = ids or tuple(InstanceId(i) for i in range(num_instances))
+        self._first_ids = ids or tuple(map(InstanceId, range(config.cluster.num_instances)))
         self._places = places_of(config.cluster)
         self._controller = Controller(
             config, 0 if succession is None else succession.first_id, len(self._first_ids)

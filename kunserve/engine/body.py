@@ -40,9 +40,9 @@ from kunserve.engine.split_head import (
 from kunserve.engine.step_batch import build_batch, entries_of
 from kunserve.engine.structured.forms import Forms
 from kunserve.engine.structured.vocabulary import open_vocabulary
-from kunserve.engine.weights.formats import quantised
+from kunserve.engine.weights.formats import shape_of
 from kunserve.engine.weights.readers import open_reader
-from kunserve.model.config import read_eos_ids, read_spec
+from kunserve.model.config import read_eos_ids
 from kunserve.model.source import ModelSource, resolve_model
 from kunserve.model.vocabulary import tokenizer_json
 from kunserve.transport.host_store import HostStore
@@ -104,12 +104,11 @@ class EngineBody:
         torch.set_num_threads(1)
         source = source or resolve_model(model.model, model.load_format)
         self._backend = backend = backend or CpuBackend()
-        spec = read_spec(source, model.dtype)
-        reader = open_reader(source, spec, model.seed)
-        self.model = quantised(spec, reader, model, keeps=backend.keeps_quantised)
+        self.model = shape_of(source, model, keeps=backend.keeps_quantised)
         most = _most_of_any_step(self.model, model, scheduler)
         instance = backend.settle(self.model, instance, most)
         limits = _step_limits(self.model, instance, most)
+        reader = open_reader(source, self.model, model.seed)
         buffer_bytes = backend.buffer_bytes(self.model, limits)
         self.memory = InstanceMemory(
             instance_id,

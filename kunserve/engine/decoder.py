@@ -170,7 +170,7 @@ class _Scratch:
 
     def __call__(self, name: str, num_tokens: int) -> torch.Tensor:
         """Activation ``name`` for ``num_tokens`` tokens: [num_tokens, width]."""
-        if num_tokens > self._capacity:
+        if num_tokens > self._capacity or not self._tensors:
             self.reserve(num_tokens)
         return self._tensors[name][:num_tokens]
 

@@ -123,6 +123,19 @@ def plan_drop(
 
     needed = required_blocks - min(waiting_blocks, spare_blocks, required_blocks)
     needed_there = max(0, required_blocks - waiting_blocks) if short else 0
+    gain = _merge_until(queue, needed, needed_there)
+    changed = [group for group in queue.drain() if len(group.old) > 1]
+    merges = tuple(
+        [
+            _named(group, GroupId(first_id + number), takes_s(group.old, group.shape))
+            for number, group in enumerate(changed)
+        ]
+    )
+    return DropPlan(merges, required_blocks, gain >= needed)
+
+
+def _merge_until(queue: PlacedQueue, needed: int, needed_there: int) -> int:
+    """Merge until so many blocks are gained, and so many where memory is short; the gain."""
     gain = gain_there = 0
     while gain < needed or gain_there < needed_there:
         pair = queue.pop_pair(is_pressed=gain_there < needed_there)
@@ -137,15 +150,7 @@ def plan_drop(
         gain += more
         gain_there += 0 if has_spare else more
         queue.push(PlannedGroup(a.old + b.old, merged, has_spare))
-
-    changed = [group for group in queue.drain() if len(group.old) > 1]
-    merges = tuple(
-        [
-            _named(group, GroupId(first_id + number), takes_s(group.old, group.shape))
-            for number, group in enumerate(changed)
-        ]
-    )
-    return DropPlan(merges, required_blocks, gain >= needed)
+    return gain
 
 
 def _named(group: PlannedGroup, group_id: GroupId, takes_s: float) -> Merge:

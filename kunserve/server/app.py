@@ -2,7 +2,8 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -63,23 +64,6 @@ def create_app(
         accounts,
     )
 
-    @contextlib.asynccontextmanager
-    async def lifespan(_app: Starlette) -> AsyncIterator[None]:
-        background = []
-        if accounts is None:
-            background = [
-                asyncio.create_task(front.timeline.run()),
-                asyncio.create_task(StatsLog(front.metrics.cluster).run()),
-            ]
-        try:
-            yield
-        finally:
-            for task in background:
-                task.cancel()
-            await asyncio.gather(*background, return_exceptions=True)
-            codec.threads.close()
-            front.forms.close()
-
     app = Starlette(
         routes=_routes(front),
         middleware=[
@@ -97,11 +81,36 @@ def create_app(
             KunServeError: _answer_error,
             EffectMissing: _answer_error,
         },
-        lifespan=lifespan,
+        lifespan=_lifespan_of(front, samples=accounts is None),
     )
     app.router.redirect_slashes = False
     app.state.front = front
     return app
+
+
+def _lifespan_of(
+    front: Front, *, samples: bool
+) -> Callable[[Starlette], AbstractAsyncContextManager[None]]:
+    """What runs beside the application, and what is closed after it."""
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_app: Starlette) -> AsyncIterator[None]:
+        background = []
+        if samples:
+            background = [
+                asyncio.create_task(front.timeline.run()),
+                asyncio.create_task(StatsLog(front.metrics.cluster).run()),
+            ]
+        try:
+            yield
+        finally:
+            for task in background:
+                task.cancel()
+            await asyncio.gather(*background, return_exceptions=True)
+            front.codec.threads.close()
+            front.forms.close()
+
+    return lifespan
 
 
 def _text_codec(

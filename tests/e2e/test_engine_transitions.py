@@ -236,7 +236,6 @@ def test_tokens_are_those_of_transformers_through_everything(
         assert answers.tokens[name] == greedy_after(model, prompt, answers.tokens[name]), name
         scores = [row.logprob for row in answers.scores[name]]
         assert scores == pytest.approx(prompt_logprobs(model, prompt), abs=1e-3), name
-    assert lookahead or answers.num_right_guesses
     check_pipelined(check_trace(trace), num_layers, num_instances, lookahead)
 
 

@@ -18,7 +18,7 @@ class LoopbackLauncher(LocalLauncher):
     front_host = "127.0.0.1"
 
     async def start(self, order: InstanceOrder) -> LocalProcess:
-        assert order.network is not None and order.front_pid is None
+        assert order.network is not None and order.parent_pid is None
         return await super().start(replace(order, network=replace(order.network, host="127.0.0.1")))
 
 

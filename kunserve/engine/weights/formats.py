@@ -8,7 +8,20 @@ from kunserve.core.model_spec import ModelSpec
 from kunserve.core.packed import PackedField, PackedWeights, Run, WeightFormat
 from kunserve.engine.weights.layout import end_shapes, layer_shapes, pack_sections
 from kunserve.engine.weights.pieces import Piece, rows_of
-from kunserve.engine.weights.readers import Reader
+from kunserve.engine.weights.readers import Reader, open_reader
+from kunserve.model.config import read_spec
+from kunserve.model.source import ModelSource
+
+
+def shape_of(source: ModelSource, model: ModelConfig, *, keeps: bool) -> ModelSpec:
+    """The model's shape, with its weights as they are to lie in memory; see ``quantised``.
+
+    Nothing is read before it is known that the model fits, but how weights are stored.
+    """
+    spec = read_spec(source, model.dtype)
+    if model.quantization == "none":
+        return spec
+    return quantised(spec, open_reader(source, spec, model.seed), model, keeps=keeps)
 
 
 def quantised(spec: ModelSpec, reader: Reader, config: ModelConfig, *, keeps: bool) -> ModelSpec:

@@ -7,6 +7,8 @@ import socket
 import sys
 from dataclasses import replace
 
+import uvloop
+
 from kunserve.cluster.log_format import start_logging
 from kunserve.core.config import KunServeConfig
 from kunserve.model.source import resolve_model
@@ -158,8 +160,6 @@ def _limits(num_fronts: int) -> FrontLimits:
 
 def main() -> None:
     """The process."""
-    import uvloop
-
     gc.enable()
     link_fd, listener_fd = int(sys.argv[1]), int(sys.argv[2])
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

@@ -338,7 +338,7 @@ def test_projections_that_are_stored_as_one(tmp_path: Path) -> None:
 def test_a_layer_comes_back_from_the_file_with_the_same_bytes(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "m.gguf", tiny_model("llama", 3), "llama", Quant.Q4_1)
     config = InstanceConfig(memory_bytes=4 << 20, granule_bytes=4096)
-    body = CpuBody(InstanceId(0), ModelConfig(model=str(path)), config)
+    body = CpuBody(InstanceId(0), ModelConfig(model=str(path), quantization="auto"), config)
     assert body.model.packed is not None
     assert body.spec.layer_bytes == body.layer_bytes < body.model.layer_params
     before = body.layer_view(2).copy()

@@ -1,5 +1,6 @@
 """How long a request queued: the front's clock alone says when it arrived."""
 
+import asyncio
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -29,8 +30,12 @@ def test_the_queue_is_what_was_not_computing(
     clock: Any = Clock()
     request = Request("r", (1,), None, time.monotonic() - 10.0)  # type: ignore[arg-type]
     choice: Any = SimpleNamespace(index=0, request=request)
-    engine: Any = SimpleNamespace(submit=lambda _, done: deliver.append(done))
+
+    async def admitted(_: str) -> None:
+        """At once."""
+
+    engine: Any = SimpleNamespace(submit=lambda _, done: deliver.append(done), admitted=admitted)
     watch: Any = SimpleNamespace(timing=lambda _: clock, accepted=lambda: None)
-    Generation(engine, [choice], watch, True, 1).start()
+    asyncio.run(Generation(engine, [choice], watch, True, 1).start())
     deliver[0](TokenOutput(request.request_id, 0, 7, None, None, computed_s))
     assert clock.queued_s == [pytest.approx(queued_s, abs=0.5)]

@@ -15,7 +15,7 @@ from kunserve.core.config import KunServeConfig, LogConfig, ServerConfig
 from kunserve.core.errors import ConfigError
 from kunserve.core.ids import TransitionId
 from kunserve.core.snapshots import Kind, Outcome, TransitionRecord
-from kunserve.server.launch import _tracer
+from kunserve.server.launch_parts import tracer_of
 from kunserve.server.tracing import OtlpTracer
 from tests.conftest import wait_until
 from tests.unit.server.live_server import LiveServer, live_server
@@ -131,13 +131,13 @@ def test_without_the_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch)
     config = KunServeConfig(log=LogConfig(otlp_traces_endpoint="http://127.0.0.1:4318/v1/traces"))
     monkeypatch.setitem(sys.modules, "kunserve.server.tracing", None)
     with pytest.raises(ConfigError, match=r"pip install 'kunserve\[otel\]'"):
-        _tracer(config)
-    assert _tracer(KunServeConfig()) is None
+        tracer_of(config)
+    assert tracer_of(KunServeConfig()) is None
 
 
 def test_only_http() -> None:
     with pytest.raises(ConfigError, match="write http://localhost:4318/v1/traces"):
         LogConfig(otlp_traces_endpoint="grpc://localhost:4317")
-    tracer = _tracer(KunServeConfig(log=LogConfig(otlp_traces_endpoint="http://127.0.0.1:1")))
+    tracer = tracer_of(KunServeConfig(log=LogConfig(otlp_traces_endpoint="http://127.0.0.1:1")))
     assert tracer is not None
     tracer.close()

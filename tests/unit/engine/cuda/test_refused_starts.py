@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -34,7 +35,8 @@ def unreadable(tmp_path: Path) -> str:
 @pytest.fixture(autouse=True)
 def no_port(monkeypatch: pytest.MonkeyPatch) -> None:
     """The end of the process closes it, and here that is long after."""
-    monkeypatch.setattr(launch, "_listen", lambda host, port: None)
+    listener = SimpleNamespace(getsockname=lambda: ("127.0.0.1", 0), close=lambda: None)
+    monkeypatch.setattr(launch, "_listen", lambda host, port: listener)
 
 
 def serve(*flags: str) -> str:
