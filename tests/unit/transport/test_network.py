@@ -53,6 +53,14 @@ def pair() -> Iterator[Pair]:
         links.close()
 
 
+def words_to(channel: InstanceChannel) -> list[Message]:
+    """What comes first, beside probes of the connection, which wake it too."""
+    for _ in range(100):
+        if words := channel.poll(0.1):
+            return words
+    return []
+
+
 def test_addresses_are_reachable_ones() -> None:
     everywhere = Network("10.0.0.7", "", "", "", bind_host="0.0.0.0")
     assert everywhere.any_port == "tcp://0.0.0.0:*"
@@ -173,7 +181,7 @@ def test_a_front_answers_its_own_and_tells_others_that_they_are_given_up() -> No
         await until(lambda: abort(1) in heard and pulse.answers)
         assert set(pulse.answers) == {"me"} and Alive(ZERO) in heard
         assert front.reaches(ZERO) and front.send(ZERO, Shutdown())
-        assert old.poll(5.0) == [Shutdown()]
+        assert words_to(old) == [Shutdown()]
 
         front.forget(ZERO)
         front.admit(ZERO, new.public_key)
@@ -184,7 +192,7 @@ def test_a_front_answers_its_own_and_tells_others_that_they_are_given_up() -> No
         successor.send(abort(3))
         await until(lambda: abort(3) in heard)
         assert abort(2) not in heard and Alive(ZERO) not in heard
-        assert front.send(ZERO, Shutdown()) and successor.poll(5.0) == [Shutdown()]
+        assert front.send(ZERO, Shutdown()) and words_to(successor) == [Shutdown()]
 
         again = InstanceChannel(front.address, ZERO, old_keys)  # it connects anew
         again.send(abort(4))
