@@ -21,6 +21,16 @@ StructureKind: TypeAlias = Literal["json_object", "json_schema", "regex", "choic
 
 
 @dataclass(frozen=True, slots=True)
+class ReasoningMarks:
+    """Tokens between which a model may think before the form of its output begins."""
+
+    opens: int
+    closes: int
+    is_open: bool
+    """Whether the output begins between them. Else it may begin with ``opens``."""
+
+
+@dataclass(frozen=True, slots=True)
 class StructuredOutput:
     """A form that the output must have."""
 
@@ -28,6 +38,8 @@ class StructuredOutput:
     text: str
     """The schema in JSON, the regular expression, a JSON list of choices, or the grammar; empty
     for ``json_object``, which is any JSON object."""
+    after: ReasoningMarks | None = None
+    """The form holds behind reasoning, if there is some; None: from the first token on."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from kunserve.core.config import ChatConfig
 from kunserve.core.errors import ConfigError
-from kunserve.core.request import StructuredOutput
+from kunserve.core.request import ReasoningMarks, StructuredOutput
 from kunserve.server.parsers.forced import REQUIRED, named
 from kunserve.server.parsers.names import REASONING_PARSERS, TOOL_PARSERS
 from kunserve.server.parsers.reader import MessageFormat
@@ -61,6 +61,24 @@ class ChatFormats:
         """Whether the template is not told of the tools."""
         return self._hides_tools and demand.choice.mode == "none"
 
+    def behind_reasoning(
+        self,
+        codec: TextCodec,
+        body: ChatBody,
+        prompt: Sequence[int],
+        structured: StructuredOutput | None,
+    ) -> StructuredOutput | None:
+        """The form that answers have, once the model has thought, if it does."""
+        reasoning = self._reasoning
+        if structured is None or reasoning is None:
+            return structured
+        opens, closes = map(codec.token_id, (reasoning.begins, reasoning.ends))
+        is_open = _is_open(reasoning, codec, body, prompt)
+        if opens is None or closes is None or is_open is False:
+            return structured
+        marks = ReasoningMarks(opens, closes, is_open=is_open or reasoning.always)
+        return replace(structured, after=marks)
+
     def of(
         self,
         codec: TextCodec,
@@ -75,7 +93,8 @@ class ChatFormats:
         """
         parser = self._tool_parser(demand.choice)
         # What has a form from its first token on has no place for reasoning.
-        reasoning = self._reasoning if structured is None else None
+        is_free = structured is None or structured.after is not None
+        reasoning = self._reasoning if is_free else None
         if parser is None and reasoning is None:
             return None
         return MessageFormat(

@@ -93,6 +93,7 @@ class OpenAIRoutes:
         bad_words = await bad_words_of(front.codec, body)
         asked = AskedForm("tools", demand.structured) if demand.structured else form_of(body)
         structured = await self._tried(http, asked)
+        structured = front.formats.behind_reasoning(front.codec, body, prompt, structured)
         form = front.formats.of(front.codec, body, demand, prompt, structured)
         echoes = [continued_message(body)]
         reading = AnswerReading(form, structured)

@@ -150,6 +150,10 @@ class TextCodec:
         ids = {self._tokenizer.token_to_id(text): text for text in texts}
         return {id_: text for id_, text in ids.items() if id_ in self.token_bytes.special}
 
+    def token_id(self, text: str) -> int | None:
+        """The token that is this text; None if there is none."""
+        return self._tokenizer.token_to_id(text)
+
     def check_template(self, is_given: bool, needs_tools: bool) -> None:
         """Raise ConfigError for a chat template that leaves out tools where they are needed.
 

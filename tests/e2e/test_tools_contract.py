@@ -10,8 +10,10 @@ from openai import pydantic_function_tool
 from pydantic import BaseModel
 
 from kunserve.core.config import ChatConfig
+from kunserve.core.request import ReasoningMarks
 from kunserve.server.parsers.names import TOOL_PARSERS
 from kunserve.server.parsers.tagged import tagged
+from kunserve.server.text import TextCodec
 from tests.conftest import wait_until
 from tests.unit.server.live_server import MODEL, LiveServer, live_server
 from tests.unit.server.tiny_tokenizer import ids, tiny_tokenizer
@@ -105,6 +107,22 @@ def test_a_streamed_call_is_the_same(
         ["clock", "{}"],
     ]
     assert message["finish_reason"] == "tool_calls"
+
+
+def test_thoughts_come_before_a_form(
+    server: LiveServer, client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(TextCodec, "token_id", lambda _, text: len(text))
+    say(server, '<think>Hm.</think>\n[{"name": "clock", "parameters": {}}]')
+    message = streamed(client, tool_choice="required")
+    assert message["reasoning"] == "Hm." and message["content"] == ""
+    assert [call[1:] for call in message["tool_calls"]] == [["clock", "{}"]]
+    say(server, "<think>Hm.</think>{}")
+    kind = {"type": "json_object"}
+    (choice,) = ask(client, tools=openai.NOT_GIVEN, response_format=kind).choices
+    assert (choice.message.reasoning, choice.message.content) == ("Hm.", "{}")
+    sampling = server.engine.submitted[-1].sampling
+    assert sampling.structured.after == ReasoningMarks(7, 8, is_open=False)
 
 
 class Weather(BaseModel):

@@ -5,16 +5,17 @@ is there, as a rule, before the logits are.
 """
 
 import contextlib
+import functools
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from functools import partial
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
 from llguidance import LLMatcher, LLTokenizer
 
-from kunserve.core.request import StructuredOutput
+from kunserve.core.request import ReasoningMarks, StructuredOutput
 from kunserve.engine.structured.grammar import FormError, check, compile_form
 
 MAX_COMPILED = 16
@@ -28,19 +29,50 @@ _MASK_OF_BYTE = np.where(_BITS, np.float32(0.0), np.float32(-np.inf))
 is twenty times as fast as choosing in it."""
 
 
+class _Reasoning:
+    """Whether a request thinks before its form begins: then every token may come."""
+
+    def __init__(self, marks: ReasoningMarks | None) -> None:
+        self._marks = marks
+        self.is_open = marks is not None and marks.is_open
+        self.may_open: int | None = None
+        """A token that may come although the form does not have it."""
+        if marks is not None and not marks.is_open:
+            self.may_open = marks.opens
+
+    def takes(self, token_id: int) -> bool:
+        """Whether the next token is of the reasoning; else it is of the form."""
+        if self.is_open:
+            assert self._marks is not None
+            self.is_open = token_id != self._marks.closes
+            return True
+        self.is_open, self.may_open = token_id == self.may_open, None
+        return self.is_open
+
+
 class Form:
     """One request's place in its form.
 
     Between ``append`` and the next ``mask`` it is computed elsewhere.
     """
 
-    def __init__(self, forms: "Forms", first: Callable[[], LLMatcher]) -> None:
+    def __init__(
+        self,
+        forms: "Forms",
+        first: Callable[[], LLMatcher],
+        marks: ReasoningMarks | None,
+        token_ids: Sequence[int],
+    ) -> None:
+        """``first`` gives the form at its beginning; ``token_ids`` have been produced so far."""
         self._forms = forms
+        self._reasoning = _Reasoning(marks)
         self._matcher: LLMatcher | None = None
         self._words = np.zeros(0, dtype=np.uint32)
         self._mask = np.zeros(0, dtype=np.float32)
         self._error: FormError | None = None
-        self.job: Future[None] = forms.submit(partial(self._begin, first))
+        self.job: Future[None] = forms.submit(
+            functools.partial(self._begin, first, list(token_ids))
+        )
         """What the next mask comes from."""
         self.is_complete = False
         """Whether nothing may follow but the end. Known once ``mask`` has been called."""
@@ -66,18 +98,24 @@ class Form:
         """The token that was chosen. The next mask is on its way from ``Forms.flush`` on."""
         self._forms.chosen.append((self, token_id))
 
-    def _begin(self, first: Callable[[], LLMatcher]) -> None:
+    def _begin(self, first: Callable[[], LLMatcher], token_ids: list[int]) -> None:
         with self._keeping_errors():
             self._matcher = first()
+            for token_id in token_ids:
+                self._take(token_id)
             self._look()
 
     def advance(self, token_id: int) -> None:
         """In the thread: take the token."""
         with self._keeping_errors():
-            assert self._matcher is not None, "its beginning has failed"
+            self._take(token_id)
+            self._look()
+
+    def _take(self, token_id: int) -> None:
+        assert self._matcher is not None, "its beginning has failed"
+        if not self._reasoning.takes(token_id):
             self._matcher.consume_token(token_id)
             check(self._matcher)
-            self._look()
 
     @contextlib.contextmanager
     def _keeping_errors(self) -> Iterator[None]:
@@ -92,6 +130,9 @@ class Form:
         """In the thread: see what may come next."""
         matcher, num_tokens = self._matcher, self._forms.vocabulary.vocab_size
         assert matcher is not None
+        if self._reasoning.is_open:
+            self._mask = self._forms.no_mask
+            return
         self.is_complete = matcher.is_stopped()
         if len(self._words) == 0:
             self._words = np.zeros(-(-num_tokens // 32), dtype=np.uint32)
@@ -100,6 +141,8 @@ class Form:
         if not self._words.any():
             raise FormError("the form allows no token, and no end")
         self._mask = _MASK_OF_BYTE[self._words.view(np.uint8)].reshape(-1)[:num_tokens]
+        if self._reasoning.may_open is not None:
+            self._mask[self._reasoning.may_open] = 0.0
 
 
 @contextlib.contextmanager
@@ -126,6 +169,11 @@ class Forms:
         self._compiled: OrderedDict[StructuredOutput, LLMatcher] = OrderedDict()
         """Least recently used first. Only the thread looks at it."""
 
+    @functools.cached_property
+    def no_mask(self) -> npt.NDArray[np.float32]:
+        """[vocab] for rows in which every token may come."""
+        return np.zeros(self.vocabulary.vocab_size, dtype=np.float32)
+
     @property
     def vocabulary(self) -> LLTokenizer:
         """Opened at first use, which is in the thread."""
@@ -139,8 +187,9 @@ class Forms:
 
     def start(self, structured: StructuredOutput, output_token_ids: Sequence[int]) -> Form:
         """A request that has produced these tokens so far. Returns at once."""
-        tokens = list(output_token_ids)
-        return Form(self, lambda: self._begin(structured, tokens))
+        return Form(
+            self, lambda: self._find(structured).deep_copy(), structured.after, output_token_ids
+        )
 
     def flush(self) -> None:
         """Have the thread take the tokens that were chosen and compute the masks behind them.
@@ -182,6 +231,7 @@ class Forms:
 
     def _find(self, structured: StructuredOutput) -> LLMatcher:
         """The form at its beginning. What its copies learn of its lexer they all know."""
+        structured = replace(structured, after=None)
         compiled = self._compiled.pop(structured, None)
         if compiled is None:
             compiled = compile_form(self.vocabulary, structured)
@@ -189,9 +239,3 @@ class Forms:
         if len(self._compiled) > MAX_COMPILED:
             self._compiled.popitem(last=False)
         return compiled
-
-    def _begin(self, structured: StructuredOutput, tokens: list[int]) -> LLMatcher:
-        matcher = self._find(structured).deep_copy()
-        if not matcher.consume_tokens(tokens):
-            check(matcher)
-        return matcher

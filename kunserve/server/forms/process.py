@@ -5,8 +5,9 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import BinaryIO, cast
 
 from kunserve.core.errors import MAX_WAITING_FORMS, Overloaded
@@ -33,14 +34,15 @@ class FormProcess:
         self._process: subprocess.Popen[bytes] | None = None
 
     def try_form(self, form: StructuredOutput) -> Verdict:
-        """Whether the form can be had. Blocks for ``MAX_TRY_S`` at most, beside a start.
+        """Whether the form can be had. Blocks for twice ``MAX_TRY_S`` at most, beside a start.
 
         Raises Overloaded when that could not be found out.
         """
         process = self._process or self._start()
         began_s = time.monotonic()
         try:
-            write_message(_stream(process.stdin), form)
+            with _killed_after(process, MAX_TRY_S):
+                write_message(_stream(process.stdin), form)
             verdict = self._answer(process, MAX_TRY_S)
         except OSError:
             verdict = None
@@ -83,7 +85,8 @@ class FormProcess:
         )
         self._process = process
         try:
-            write_message(_stream(process.stdin), self._order())
+            with _killed_after(process, MAX_START_S):
+                write_message(_stream(process.stdin), self._order())
             ready = self._answer(process, MAX_START_S)
         except OSError:
             ready = None
@@ -107,6 +110,19 @@ class FormProcess:
             return read_message(stream, Verdict)
         process.kill()
         return None
+
+
+@contextlib.contextmanager
+def _killed_after(process: subprocess.Popen[bytes], seconds: float) -> Iterator[None]:
+    """A process that reads nothing is ended, because who writes to it would wait for ever."""
+    timer = threading.Timer(seconds, process.kill)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        timer.join()
 
 
 def _stream(stream: object) -> BinaryIO:

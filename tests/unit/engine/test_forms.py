@@ -4,6 +4,7 @@ import json
 import re
 import threading
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,13 @@ from llguidance import LLTokenizer
 
 from kunserve.control.group.sequence import make_sequence
 from kunserve.core.ids import RequestId
-from kunserve.core.request import FinishReason, Request, SamplingParams, StructuredOutput
+from kunserve.core.request import (
+    FinishReason,
+    ReasoningMarks,
+    Request,
+    SamplingParams,
+    StructuredOutput,
+)
 from kunserve.core.step import SequenceStart
 from kunserve.core.tokens import TokenIds
 from kunserve.engine.sampler import Sampler, takes_largest
@@ -104,6 +111,21 @@ def fits(form: StructuredOutput, text: str) -> bool:
     return inner in ("x", "yy") and text == "(" * text.count("(") + inner + ")" * text.count("(")
 
 
+OPENS, CLOSES = 150, 151
+MARKS = (
+    None,
+    ReasoningMarks(OPENS, CLOSES, is_open=True),
+    ReasoningMarks(OPENS, CLOSES, is_open=False),
+)
+
+
+def behind_reasoning(tokens: list[int], marks: ReasoningMarks | None) -> list[int] | None:
+    """What is of the form; None if the reasoning before it has no end."""
+    if marks is None or not (marks.is_open or tokens[0] == OPENS):
+        return tokens
+    return tokens[tokens.index(CLOSES) + 1 :] if CLOSES in tokens else None
+
+
 WISHES = st.builds(
     SamplingParams,
     max_tokens=st.just(90),
@@ -122,21 +144,49 @@ WISHES = st.builds(
 
 
 @settings(max_examples=examples(25))
-@given(WISHES, st.integers(0, 1000), st.lists(st.integers(0, 30), max_size=3))
+@given(
+    WISHES,
+    st.sampled_from(MARKS),
+    st.integers(0, 1000),
+    st.lists(st.integers(0, 30), max_size=3),
+)
 def test_an_output_that_ends_by_itself_has_its_form(
-    forms: Forms, vocabulary: LLTokenizer, sampling: SamplingParams, seed: int, restarts: list[int]
+    forms: Forms,
+    vocabulary: LLTokenizer,
+    sampling: SamplingParams,
+    marks: ReasoningMarks | None,
+    seed: int,
+    restarts: list[int],
 ) -> None:
+    assert sampling.structured is not None
+    sampling = replace(sampling, structured=replace(sampling.structured, after=marks))
     tokens, reason = generate(Sampler([EOS], VOCAB, forms), sampling, seed)
     assert (tokens, reason) == generate(Sampler([EOS], VOCAB, forms), sampling, seed, restarts)
     if sampling.temperature == 0.0:
         assert (tokens, reason) == generate(TorchSampler([EOS], VOCAB, forms), sampling, seed)
-    text = vocabulary.decode_str([token for token in tokens if token != EOS])
+    of_form = behind_reasoning(tokens, marks)
+    if of_form is None:
+        return
+    text = vocabulary.decode_str([token for token in of_form if token != EOS])
     if reason is FinishReason.STOP:
         assert tokens[-1] == EOS and fits(sampling.structured, text), text
     else:
         assert reason is FinishReason.LENGTH and len(tokens) == 90
         matcher = compile_form(vocabulary, sampling.structured)
-        assert matcher.consume_tokens(tokens), "a beginning of the form"
+        assert matcher.consume_tokens(of_form), "a beginning of the form"
+
+
+def test_a_model_may_think_before_the_form(forms: Forms, vocabulary: LLTokenizer) -> None:
+    def said(bias: int, *marks: ReasoningMarks | None) -> str:
+        form = StructuredOutput("regex", "[0-9]{4}", *marks)
+        sampling = SamplingParams(40, temperature=0.0, structured=form, logit_bias=((bias, 9.0),))
+        tokens, _ = generate(Sampler([EOS], VOCAB, forms), sampling, 3)
+        return " ".join("<>"[token - OPENS] if token >= OPENS else "x" for token in tokens)
+
+    assert said(OPENS) == "x x x x x", "four digits and the end"
+    assert said(CLOSES, MARKS[1]) == "> x x x x x", "thinks at once, and ends that at once"
+    assert said(CLOSES, MARKS[2]) == "x x x x x", "what was not opened is not closed"
+    assert said(OPENS, MARKS[2]).startswith("< <"), "what was opened may go on"
 
 
 def test_wishes_hold_as_far_as_the_form_allows(forms: Forms, vocabulary: LLTokenizer) -> None:

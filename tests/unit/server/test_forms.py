@@ -4,6 +4,7 @@ import asyncio
 import json
 import logging
 import os
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -188,6 +189,19 @@ def test_a_process_without_an_answer_is_ended(
     monkeypatch.undo()
     assert first.poll() is not None and process._process is None
     assert process.try_form(OK[0]).error is None
+
+
+def test_a_process_that_reads_nothing_is_ended(
+    process: FormProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert process.try_form(OK[0]).error is None
+    first = process._process
+    assert first is not None
+    os.kill(first.pid, signal.SIGSTOP)
+    monkeypatch.setattr(process_module, "MAX_TRY_S", 0.1)
+    with pytest.raises(Overloaded, match="cannot be compiled now"):
+        process.try_form(StructuredOutput("regex", "a" * 200_000))
+    assert first.poll() is not None and process._process is None
 
 
 def test_a_process_that_has_died_is_replaced(process: FormProcess) -> None:

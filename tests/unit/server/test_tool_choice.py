@@ -7,6 +7,7 @@ import pytest
 
 from kunserve.core.config import ChatConfig
 from kunserve.core.errors import ConfigError, InvalidRequest
+from kunserve.core.request import ReasoningMarks, StructuredOutput
 from kunserve.server.chat_format import ChatFormats
 from kunserve.server.schema import ChatBody
 from kunserve.server.text import TextCodec
@@ -140,6 +141,34 @@ def test_a_message_that_goes_on(codec: TextCodec, said: str, is_open: bool | Non
     body = ChatBody(messages=messages, continue_final_message=True)
     form = formats.of(codec, body, formats.demand(body), [], None)
     assert form is not None and form.is_open is is_open
+
+
+@pytest.mark.parametrize(
+    ("parser", "prompt", "is_open"),
+    [
+        ("qwen3", "assistant\n", False),
+        ("qwen3", "assistant\n<think>\n", True),
+        ("qwen3", "assistant\n<think>\n\n</think>\n\n", None),
+        ("deepseek_r1", "assistant\n", True),
+        (None, "assistant\n<think>\n", None),
+    ],
+)
+def test_a_form_comes_behind_reasoning(
+    codec: TextCodec, parser: str | None, prompt: str, is_open: bool | None
+) -> None:
+    formats = ChatFormats(ChatConfig(reasoning_parser=parser))
+    body = ChatBody(messages=USER)
+    token_ids = tiny_tokenizer().backend_tokenizer.encode(prompt).ids
+    form = StructuredOutput("regex", "a+")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TextCodec, "token_id", lambda _, text: len(text))
+        found = formats.behind_reasoning(codec, body, token_ids, form)
+    marks = None if is_open is None else ReasoningMarks(7, 8, is_open)
+    assert found == StructuredOutput("regex", "a+", marks)
+    reading = formats.of(codec, body, formats.demand(body), token_ids, found)
+    assert (reading is None) == (is_open is None), "who may not think is not read for thoughts"
+    same = formats.behind_reasoning(codec, body, token_ids, form)
+    assert same == form, "this vocabulary has no tokens for the marks"
 
 
 def test_answers_are_read_only_where_there_is_something_to_find(codec: TextCodec) -> None:
