@@ -51,6 +51,11 @@ def write_gguf(
         writer.add_residual_scale(config.residual_multiplier)
         writer.add_attention_scale(config.attention_multiplier)
         writer.add_logit_scale(config.logits_scaling)
+    if hasattr(config, "num_experts_per_tok"):
+        writer.add_expert_count(config.num_local_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+    if hasattr(config, "moe_intermediate_size"):
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
     if getattr(config, "sliding_window", None):
         writer.add_sliding_window(config.sliding_window)
     writer.add_eos_token_id(2)
@@ -94,6 +99,12 @@ def _tensors(model: transformers.PreTrainedModel, num_layers: int):
             tensor = state.get(f"model.layers.{layer}.{hf_name}")
             if tensor is not None:
                 yield f"blk.{layer}.{GGUF_LAYER[piece]}", tensor
+        experts = f"model.layers.{layer}.mlp.experts"
+        if f"{experts}.down_proj" in state:
+            gate, up = state[f"{experts}.gate_up_proj"].chunk(2, dim=1)
+            parts = {"gate": gate, "up": up, "down": state[f"{experts}.down_proj"]}
+            for name, tensor in parts.items():
+                yield f"blk.{layer}.ffn_{name}_exps.weight", tensor.contiguous()
 
 
 def _rope_divisors(model: transformers.PreTrainedModel) -> np.ndarray:

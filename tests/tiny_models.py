@@ -80,13 +80,31 @@ def _config(kind: str, num_layers: int) -> transformers.PretrainedConfig:
             )
         case "ernie4_5":
             return transformers.Ernie4_5Config(**sizes, use_bias=True, tie_word_embeddings=True)
+        case "mixtral":
+            return transformers.MixtralConfig(
+                **sizes, num_local_experts=5, num_experts_per_tok=2, sliding_window=24
+            )
+        case "olmoe":
+            sizes.pop("head_dim")
+            sizes |= {"hidden_size": 128, "intermediate_size": 24}
+            return transformers.OlmoeConfig(**sizes, num_experts=11, num_experts_per_tok=4)
+        case "qwen3_moe":
+            return transformers.Qwen3MoeConfig(
+                **sizes,
+                moe_intermediate_size=24,
+                num_experts=7,
+                num_experts_per_tok=3,
+                norm_topk_prob=True,
+            )
         case _:
             raise ValueError(kind)
 
 
 KINDS = ("llama", "llama3", "qwen2", "qwen3", "mistral")
 """With every operation that any model needs: most tests take one or all of these."""
-MORE_KINDS = ("linear", "yarn", "granite", "phi3", "seed_oss", "ernie4_5")
+SPARSE_KINDS = ("mixtral", "olmoe", "qwen3_moe")
+"""With experts."""
+MORE_KINDS = ("linear", "yarn", "granite", "phi3", "seed_oss", "ernie4_5", *SPARSE_KINDS)
 """Which differ from those by what is read from their files (docs/models.md)."""
 
 

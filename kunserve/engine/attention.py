@@ -84,6 +84,7 @@ def c_model(spec: ModelSpec, kv_base_address: int, block_size: int) -> CModel:
         raise ConfigError(f"head_dim {spec.head_dim} of {spec.name} is not a multiple of 32")
     if not 0 < spec.num_heads // spec.num_kv_heads <= MAX_HEADS_PER_KV_HEAD:
         raise ConfigError(f"{spec.num_heads} heads over {spec.num_kv_heads} KV heads: too many")
+    experts = spec.experts
     return CModel(
         unit_bytes=spec.unit_bytes(block_size),
         hidden=spec.hidden_size,
@@ -95,6 +96,10 @@ def c_model(spec: ModelSpec, kv_base_address: int, block_size: int) -> CModel:
         window=spec.sliding_window or 0,
         eps=spec.rms_eps,
         kv=kv_base_address,
+        experts=0 if experts is None else experts.number,
+        experts_per_token=0 if experts is None else experts.per_token,
+        normalises_experts=experts is not None and experts.normalised,
+        whole_qk_norm=spec.qk_norm and spec.has_whole_qk_norm,
     )
 
 

@@ -25,6 +25,9 @@ LAYER_FIELDS = (
     "gate_up_bias",
     "down",
     "down_bias",
+    "router",
+    "experts_gate_up",
+    "experts_down",
 )
 
 
@@ -65,6 +68,10 @@ class CModel(ctypes.Structure):
         ("window", c_int32),
         ("eps", c_float),
         ("kv", c_void_p),
+        ("experts", c_int32),
+        ("experts_per_token", c_int32),
+        ("normalises_experts", c_int32),
+        ("whole_qk_norm", c_int32),
     ]
 
 
@@ -84,7 +91,7 @@ class CBatch(ctypes.Structure):
     ]
 
 
-BUFFER_FIELDS = ("hidden", "normed", "qkv", "mixed", "gated", "rounded")
+BUFFER_FIELDS = ("hidden", "normed", "qkv", "mixed", "gated", "rounded", "routing", "sums")
 
 
 class CBuffers(ctypes.Structure):
@@ -109,6 +116,7 @@ _TYPED = {
     "kun_gather": (POINTER(CPacked), c_void_p, c_void_p, c_int64, c_int64),
     "kun_rms_norm": (c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_float),
     "kun_place": (POINTER(CModel), POINTER(CLayer), POINTER(CBatch), POINTER(CBuffers), c_int64),
+    "kun_experts": (POINTER(CModel), POINTER(CLayer), POINTER(CBuffers), c_int64),
     "kun_attention": (POINTER(CModel), POINTER(CBatch), c_void_p, c_void_p, c_int64),
     "kun_stage": (
         POINTER(CModel),

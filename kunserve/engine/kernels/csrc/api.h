@@ -8,6 +8,9 @@
 typedef struct {
   const void *input_norm, *qkv, *qkv_bias, *q_norm, *k_norm, *o, *o_bias;
   const void *post_norm, *gate_up, *gate_up_bias, *down, *down_bias;
+  /* In the place of gate_up and down: [experts][hidden], [experts][2 intermediate][hidden] and
+   * [experts][hidden][intermediate]. */
+  const void *router, *experts_gate_up, *experts_down;
   int32_t qkv_formats[3], o_format, gate_up_format, down_format;
 } kun_layer;
 
@@ -39,6 +42,8 @@ typedef struct {
   int32_t window; /* attention window in tokens, 0 if unlimited */
   float eps;
   char *kv; /* unit 0 of layer 0 */
+  int32_t experts, experts_per_token, normalises_experts; /* 0 if there are none */
+  int32_t whole_qk_norm; /* q_norm and k_norm are over all heads at once */
 } kun_model;
 
 /* One step. Sequence s has tokens [q_starts[s], q_starts[s + 1]), the last of its
@@ -55,8 +60,10 @@ typedef struct {
   void *normed; /* [hidden] */
   void *qkv;    /* [(heads + 2 * kv_heads) * head_dim] */
   void *mixed;  /* [heads * head_dim] attention output */
-  void *gated;  /* [intermediate] */
+  void *gated;  /* [intermediate], once for each expert of a token */
   void *rounded; /* 64 bytes for each 32 elements of the widest of these; for packed weights only */
+  void *routing; /* see experts.h; for experts only */
+  float *sums;   /* [hidden]; for experts only */
 } kun_buffers;
 
 /* How `kun_linear` finishes an output. */
@@ -64,7 +71,8 @@ enum {
   KUN_STORE = 0,    /* y = x w^T + bias */
   KUN_RESIDUAL = 1, /* y = y + (x w^T + bias) */
   KUN_SWIGLU = 2,   /* w is [gate | up]: y = silu(x gate^T) * (x up^T), n columns each */
-  KUN_FLOAT = 3     /* y in float32, unrounded */
+  KUN_FLOAT = 3,    /* y in float32, unrounded */
+  KUN_WEIGHTED = 4  /* row i of x: row to[i] of y, in float32, += by[i] * (x w^T) */
 };
 
 #endif

@@ -7,4 +7,5 @@
 #include "rows.h"
 #include "attention_span.h"
 #include "attention.h"
+#include "experts.h"
 #include "stage.h"

@@ -41,9 +41,14 @@ INLINE elem *unit_at(const kun_model *model, long layer, long entry) {
 INLINE void place_token(const kun_model *model, const kun_layer *weights, long layer, elem *qkv,
                         const float *rope, long entry, long slot) {
   long dim = model->head_dim, heads = model->heads, kv_heads = model->kv_heads;
+  if (model->whole_qk_norm) {
+    elem *k = qkv + heads * dim;
+    norm_row(qkv, qkv, weights->q_norm, heads * dim, model->eps);
+    norm_row(k, k, weights->k_norm, kv_heads * dim, model->eps);
+  }
   for (long h = 0; h < heads + kv_heads; h++) {
     const elem *norm = h < heads ? weights->q_norm : weights->k_norm;
-    if (norm != NULL) norm_row(qkv + h * dim, qkv + h * dim, norm, dim, model->eps);
+    if (norm != NULL && !model->whole_qk_norm) norm_row(qkv + h * dim, qkv + h * dim, norm, dim, model->eps);
     rotate_head(qkv + h * dim, rope, dim);
   }
   elem *unit = unit_at(model, layer, entry);

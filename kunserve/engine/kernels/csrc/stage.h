@@ -40,6 +40,10 @@ static void run_layer(const stage_job *stage, long layer, int thread) {
   pool_barrier();
   norm_part(b->normed, b->hidden, w->post_norm, tokens, hidden, m->eps, thread);
   pool_barrier();
+  if (w->router != NULL) {
+    experts_part(m, w, b, tokens, thread);
+    return;
+  }
   any_part(&packed_gate_up, thread);
   pool_barrier();
   any_part(&packed_down, thread);

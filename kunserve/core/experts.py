@@ -1,0 +1,23 @@
+"""The sparse MLP of a layer: how many experts there are, and which of them a token goes to."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """Gated MLPs of one width, of which a router chooses some for each token.
+
+    Its logits become probabilities over all of them, and the largest are chosen. That is what
+    every model served does; a softmax over the chosen ones alone is the same as ``normalised``.
+    """
+
+    number: int
+    """In each layer."""
+    per_token: int
+    """Chosen, of equal probabilities those with the lowest numbers."""
+    normalised: bool
+    """Whether a token's weights are divided by their sum."""
+
+    def touched(self, num_tokens: int) -> float:
+        """Experts that so many tokens choose together, on average if all are as popular."""
+        return self.number * (1.0 - (1.0 - self.per_token / self.number) ** num_tokens)
