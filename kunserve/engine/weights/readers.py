@@ -197,6 +197,12 @@ class SafetensorsReader:
         values = torch.from_numpy(rows.blocks).view(torch.int8)[:, : destination.shape[1]]
         destination.copy_(values.float() * torch.from_numpy(rows.scales)[:, None])
 
+    def view(self, piece: Piece) -> torch.Tensor | None:
+        """The piece where it lies in its file; None if reading it takes more than a copy."""
+        is_plain = self.format_of(piece) is WeightFormat.PLAIN
+        is_plain = is_plain and piece.name not in self._paired_heads
+        return self._tensor(piece.hf_name) if is_plain else None
+
     def _tensor(self, name: str) -> torch.Tensor:
         path = self._file_of[name]
         self._witnesses[path].check()

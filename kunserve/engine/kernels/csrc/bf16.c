@@ -7,4 +7,5 @@
 #include "rows.h"
 #include "attention_span.h"
 #include "attention.h"
+#include "reduce.h"
 #include "stage.h"

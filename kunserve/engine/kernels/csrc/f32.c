@@ -6,4 +6,5 @@
 #include "rows.h"
 #include "attention_span.h"
 #include "attention.h"
+#include "reduce.h"
 #include "stage.h"
