@@ -119,9 +119,7 @@ class OneMemory:
     ) -> InstanceMemory:
         """See ``Backend``."""
         pages, guard = self.open_pages, self.pads_steps
-        return InstanceMemory(
-            instance_id, spec, config, beside_bytes, pages, backs_guard=guard
-        )
+        return InstanceMemory(instance_id, spec, config, beside_bytes, pages, backs_guard=guard)
 
     def weights(self, memory: InstanceMemory, spec: ModelSpec) -> ModelWeights:
         """See ``Backend``."""

@@ -66,7 +66,7 @@ class DropPlan:
     enough: bool
     """False: nothing is left to free; relieve the KV otherwise and ask for more instances."""
     obstacle: str | None = None
-    """What keeps groups that are left from merging, where it is not that they would gain nothing."""
+    """Why groups that are left cannot merge, where it is not that they would gain nothing."""
 
     @property
     def gain_blocks(self) -> int:

@@ -1,7 +1,7 @@
 """Host memory and C kernels of several processes: the backend of ``--tensor-parallel-size``."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from kunserve.core.config import InstanceConfig, ModelConfig
 from kunserve.core.errors import ConfigError
@@ -12,23 +12,30 @@ from kunserve.core.sharding import check_shardable, config_of_rank, spec_of_rank
 from kunserve.engine.backend import CpuBackend, Loader, weights_in
 from kunserve.engine.decoder import ModelWeights, StepLimits
 from kunserve.engine.memory import InstanceMemory
+from kunserve.engine.pages import HostPages, OpenPages
 from kunserve.engine.ranks.control import Drop, Join, Reclaim
 from kunserve.engine.ranks.decoder import RankedDecoder, room_of
-from kunserve.engine.ranks.memory import RankedMemory
 from kunserve.engine.ranks.meeting import PATIENCE_S
+from kunserve.engine.ranks.memory import RankedMemory
 from kunserve.engine.ranks.nodes import numa_nodes, place_ranks, stay_on, visiting
 from kunserve.engine.ranks.processes import Members, Start, spawn_member
 from kunserve.engine.ranks.region import Region
 from kunserve.engine.ranks.shard_decoder import ShardDecoder
 from kunserve.engine.ranks.shards import ShardReader
+from kunserve.engine.sampler import Sampler
+from kunserve.engine.structured.forms import Forms
 from kunserve.engine.weights.loader import WeightLoader
 from kunserve.engine.weights.readers import Reader
 from kunserve.model.source import ModelSource
 
 
-class RankedBackend(CpuBackend):
+class RankedBackend:
     """One instance of several ranks. This process is rank 0, and all that the rest talks to."""
 
+    device = CpuBackend.device
+    open_pages: OpenPages = HostPages
+    pads_steps = False
+    computes_aside = False
     keeps_quantised = False
     splits_head = False
 
@@ -47,6 +54,7 @@ class RankedBackend(CpuBackend):
                 f"--tensor-parallel-size {num_ranks}: quantised weights are expanded on several "
                 f"ranks, so leave --quantization {model.quantization} out"
             )
+        self._one = CpuBackend()
         self._model = model
         self._source = source
         self._num_ranks = num_ranks
@@ -62,7 +70,7 @@ class RankedBackend(CpuBackend):
         """See ``Backend``."""
         check_shardable(spec, self._num_ranks)
         self._block_size = config.block_size
-        super().settle(spec_of_rank(spec, self._num_ranks), config, most)
+        self._one.settle(spec_of_rank(spec, self._num_ranks), config, most)
         return config
 
     def buffer_bytes(self, spec: ModelSpec, limits: StepLimits) -> int:
@@ -139,19 +147,22 @@ class RankedBackend(CpuBackend):
     ) -> RankedDecoder:
         """See ``Backend``. Waits until all ranks have loaded."""
         assert self._members is not None and self._await_others is not None
-        own = ShardDecoder(
-            spec, weights, memory.own, config_of_rank(config), self._members.meeting
-        )
+        own = ShardDecoder(spec, weights, memory.own, config_of_rank(config), self._members.meeting)
         self._await_others()
         return RankedDecoder(spec, weights, own, self._members, config.block_size)
+
+    def sampler(self, eos_ids: Sequence[int], vocab_size: int, forms: Forms) -> Sampler:
+        """See ``Backend``. Rank 0 samples alone."""
+        return self._one.sampler(eos_ids, vocab_size, forms)
+
+    def synchronize(self, look_up: Callable[[], None] | None = None) -> None:
+        """All ranks have met when a step returns."""
 
 
 class _RankedLoader:
     """At the start every rank loads its own weights. Layers that come back are loaded by rank 0."""
 
-    def __init__(
-        self, reader: Reader, spec: ModelSpec, memory: RankedMemory
-    ) -> None:
+    def __init__(self, reader: Reader, spec: ModelSpec, memory: RankedMemory) -> None:
         num_ranks = len(memory.shards)
         shard = spec_of_rank(spec, num_ranks)
         self._of_ranks = [

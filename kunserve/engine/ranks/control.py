@@ -1,4 +1,4 @@
-"""What rank 0 says to another rank beside steps: over a pair of sockets, one word and one answer."""
+"""What rank 0 says to another rank beside steps: by a pair of sockets, a word and an answer."""
 
 import contextlib
 import pickle

@@ -1,4 +1,4 @@
-"""The decoder of an instance of several ranks: rank 0 computes its part, and has the others do so."""
+"""The decoder of an instance of several ranks: rank 0 computes its part, and the others theirs."""
 
 from collections.abc import Callable
 from typing import Any

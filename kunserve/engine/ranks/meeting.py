@@ -42,7 +42,7 @@ class Meeting:
 
     @property
     def rank(self) -> int:
-        """This process's number."""
+        """Of this process."""
         return int(self.as_c.rank)
 
     @property

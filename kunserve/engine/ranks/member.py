@@ -120,10 +120,11 @@ def run_member(end: socket.socket) -> int:
     try:
         member.compute()
     except RankLost:
-        return 1
+        pass
     except BaseException:
         member.lose()
         raise
+    return 1
 
 
 def _obey_all(member: Member, talk: Talk) -> None:

@@ -47,10 +47,14 @@ def spec_of_all(rank: InstanceSpec, num_ranks: int) -> InstanceSpec:
 
 
 class RankedMemory:
-    """What ``InstanceMemory`` is for one rank. A unit's bytes are the ranks' one after the other."""
+    """An ``InstanceMemory`` of all ranks. A unit's bytes are theirs one after the other."""
 
     def __init__(
-        self, shards: Sequence[InstanceMemory], drop: Change, reclaim: Change, close: Callable[[], None]
+        self,
+        shards: Sequence[InstanceMemory],
+        drop: Change,
+        reclaim: Change,
+        close: Callable[[], None],
     ) -> None:
         """``shards`` are of all ranks, this process's own first. ``close`` ends the other ranks."""
         self.shards = shards

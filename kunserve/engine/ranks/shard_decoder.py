@@ -7,7 +7,6 @@ import numpy as np
 import torch
 
 from kunserve.core.config import InstanceConfig
-from kunserve.core.layout import LayerRange
 from kunserve.core.model_spec import ModelSpec
 from kunserve.core.sharding import spec_of_rank, vocab_of_rank
 from kunserve.engine.attention import StepBatch

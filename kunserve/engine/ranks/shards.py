@@ -99,10 +99,11 @@ def _parts_of(spec: ModelSpec, rank: int, num_ranks: int) -> dict[str, _Part]:
     kv = (k_first, k_first + mine.kv_size)
     inner = (rank * mine.intermediate_size, (rank + 1) * mine.intermediate_size)
     vocab = vocab_of_rank(spec, rank, num_ranks)
+    vocab_rows = (vocab.first, vocab.end)
     fused = (q, _shifted(kv, spec.q_size), _shifted(kv, spec.q_size + spec.kv_size))
     parts = {
-        "embedding": _Part(rows=(tuple(vocab),)),
-        "head": _Part(rows=(tuple(vocab),)),
+        "embedding": _Part(rows=(vocab_rows,)),
+        "head": _Part(rows=(vocab_rows,)),
         "o": _Part(columns=q),
         "down": _Part(columns=inner),
     }
