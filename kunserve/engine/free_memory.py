@@ -35,7 +35,7 @@ def held_bytes(pid: int) -> int:
     too. 0 if it has ended, or is of another machine.
     """
     return _status_bytes(pid, "RssAnon", "RssShmem") + sum(
-        _status_bytes(child, "RssAnon") for child in _children_of(pid)
+        _status_bytes(child, "RssAnon") for child in children_of(pid)
     )
 
 
@@ -53,7 +53,8 @@ def _status_bytes(pid: int, *names: str) -> int:
     return sum(int(fields[name].split()[0]) * 1024 for name in names if name in fields)
 
 
-def _children_of(pid: int) -> list[int]:
+def children_of(pid: int) -> list[int]:
+    """The processes that a process has started; none if it has ended, or is of another machine."""
     try:
         text = Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="ascii")
     except OSError:
