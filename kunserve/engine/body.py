@@ -25,7 +25,7 @@ from kunserve.core.model_spec import ModelSpec
 from kunserve.core.snapshots import InstanceSpec
 from kunserve.core.step import SampledRow, SampledToken
 from kunserve.engine.attention import TORCH_DTYPES
-from kunserve.engine.backend import Backend, CpuBackend, weights_in
+from kunserve.engine.backend import Backend, CpuBackend
 from kunserve.engine.decoder import PANEL_ROWS, StepBatch, StepLimits
 from kunserve.engine.free_memory import anonymous_bytes
 from kunserve.engine.memory import InstanceMemory, MemoryPlan
@@ -110,17 +110,10 @@ class EngineBody:
         limits = _step_limits(self.model, instance, most)
         reader = open_reader(source, self.model, model.seed)
         buffer_bytes = backend.buffer_bytes(self.model, limits)
-        self.memory = InstanceMemory(
-            instance_id,
-            self.model,
-            instance,
-            buffer_bytes,
-            backend.open_pages,
-            backs_guard=backend.pads_steps,
-        )
+        self.memory = backend.open_memory(instance_id, self.model, instance, buffer_bytes)
         try:
             _check_length(self.model, self.memory.spec, model.max_model_len)
-            weights = weights_in(self.memory, self.model, backend.device)
+            weights = backend.weights(self.memory, self.model)
             self._loader = backend.loader(reader, self.model, self.memory, weights)
             self._loader.check()
             self._loader.load_ends()
@@ -140,7 +133,7 @@ class EngineBody:
         self._scorer = PromptScorer(self._decoder)
         self._split_head = SplitHead(self.model, weights, self._decoder.room_for_logits)
         self._spec = self.memory.spec
-        if isinstance(backend, CpuBackend):
+        if backend.splits_head:
             self._spec = replace(self._spec, head=head_shape(self.model))
         self._prompt_tokens: dict[RequestId, int] = {}
         self._host = HostStore(self.memory)
@@ -414,7 +407,7 @@ def _account(
     blocks = spec.blocks_when_holding(spec.num_layers)
     return StartupAccount(
         memory_bytes=spec.memory_bytes,
-        weights_bytes=memory.layout.num_bytes,
+        weights_bytes=memory.weights_bytes,
         kv_bytes=spec.kv_units * spec.unit_bytes,
         kv_units=spec.kv_units,
         kv_blocks=blocks,

@@ -287,7 +287,7 @@ class Decoder:
         if batch.num_tokens == 0:
             return hidden
         c_batch = batch.as_c(self._rope.address(int(batch.positions.max()) + 1))
-        buffers = self._scratch.as_c(hidden)
+        buffers = self._buffers(hidden)
         runs = [self._range]
         if between_layers is not None:
             runs = [LayerRange(layer, layer + 1) for layer in range(*self._range)]
@@ -300,6 +300,10 @@ class Decoder:
             if between_layers is not None:
                 between_layers()
         return hidden
+
+    def _buffers(self, hidden: torch.Tensor) -> CBuffers:
+        """Where a step's activations go."""
+        return self._scratch.as_c(hidden)
 
     def logits(self, batch: StepBatch, hidden: torch.Tensor) -> torch.Tensor:
         """Float32 logits [n, vocab] of ``batch.sample_rows``. Overwritten by the next call."""

@@ -12,7 +12,7 @@ import torch
 from kunserve.core.config import InstanceConfig
 from kunserve.core.errors import ConfigError, TooLittleMemory
 from kunserve.core.model_spec import ModelSpec
-from kunserve.engine.backend import kv_in
+from kunserve.engine.backend import OneMemory, kv_in
 from kunserve.engine.cuda.driver import LIBRARY, Driver
 from kunserve.engine.cuda.pages import DevicePages
 from kunserve.engine.cuda.recorder import TorchRecorder
@@ -50,12 +50,13 @@ def _gib(num_bytes: int) -> str:
     return f"{num_bytes / (1 << 30):.1f} GiB"
 
 
-class CudaBackend:
+class CudaBackend(OneMemory):
     """One device of the driver, and torch on it."""
 
     pads_steps = True
     computes_aside = True
     keeps_quantised = False
+    splits_head = False
 
     def __init__(
         self, device: torch.device, library: str = LIBRARY, recorder: Recorder | None = None

@@ -91,11 +91,25 @@ class CBatch(ctypes.Structure):
     ]
 
 
-BUFFER_FIELDS = ("hidden", "normed", "qkv", "mixed", "gated", "rounded", "routing", "sums")
+class CRanks(ctypes.Structure):
+    """``kun_ranks``: this process as one of several that compute a stage together."""
+
+    _fields_ = [
+        ("meeting", c_void_p),
+        ("parts", c_void_p),
+        ("patience_ns", c_int64),
+        ("rank", c_int32),
+        ("size", c_int32),
+        ("spins", c_int32),
+        ("lost", c_int32),
+    ]
+
+
+BUFFER_FIELDS = ("hidden", "normed", "qkv", "mixed", "gated", "rounded", "routing", "sums", "ranks")
 
 
 class CBuffers(ctypes.Structure):
-    """``kun_buffers``: the step's activations."""
+    """``kun_buffers``: the step's activations, and with whom they are computed."""
 
     _fields_ = [(name, c_void_p) for name in BUFFER_FIELDS]
 
@@ -143,6 +157,11 @@ def load(path: str) -> ctypes.CDLL:
             function = getattr(loaded, f"{name}_{suffix}")
             function.argtypes = arguments
             function.restype = None
+    for name in ("meet", "tell", "lose"):
+        function = getattr(loaded, f"kun_ranks_{name}")
+        function.argtypes, function.restype = (POINTER(CRanks),), None
+    loaded.kun_ranks_wait.argtypes = (POINTER(CRanks), c_int32, c_int64)
+    loaded.kun_ranks_meeting_bytes.restype = c_int64
     loaded.kun_argmax.argtypes = (c_void_p, c_void_p, c_int64, c_int64)
     loaded.kun_argmax.restype = None
     loaded.kun_set_threads.argtypes = (c_int32,)

@@ -214,6 +214,11 @@ class SafetensorsReader:
         stacked = self._file(place.name).get_slice(place.name)
         found: torch.Tensor = stacked[place.expert, place.first : place.end]
         return found
+    def view(self, piece: Piece) -> torch.Tensor | None:
+        """The piece where it lies in its file; None if reading it takes more than a copy."""
+        is_plain = self.format_of(piece) is WeightFormat.PLAIN
+        is_plain = is_plain and piece.name not in self._paired_heads
+        return self._stored(self._place(piece)) if is_plain else None
 
     def _tensor(self, name: str) -> torch.Tensor:
         found: torch.Tensor = self._file(name).get_tensor(name)

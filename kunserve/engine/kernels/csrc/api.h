@@ -54,6 +54,16 @@ typedef struct {
   int32_t num_tokens, num_seqs, max_blocks;
 } kun_batch;
 
+/* This process as one of several that compute a stage together (ranks.h). */
+typedef struct {
+  void *meeting;       /* shared by all ranks */
+  void *parts;         /* shared, float32 [size][num_tokens][hidden]: each rank's part of a sum */
+  int64_t patience_ns; /* how long to wait for a rank before it counts as lost */
+  int32_t rank, size;
+  int32_t spins; /* looks at a word before sleeping */
+  int32_t lost;  /* set for good once a rank is lost */
+} kun_ranks;
+
 /* Activations, in the model's dtype, [num_tokens][...]. */
 typedef struct {
   void *hidden; /* [hidden] in and out: the residual stream */
@@ -64,6 +74,7 @@ typedef struct {
   void *rounded; /* 64 bytes for each 32 elements of the widest of these; for packed weights only */
   void *routing; /* see experts.h; for experts only */
   float *sums;   /* [hidden]; for experts only */
+  kun_ranks *ranks; /* NULL: this process computes alone. Else `hidden` and `normed` are shared. */
 } kun_buffers;
 
 /* How `kun_linear` finishes an output. */

@@ -1,0 +1,104 @@
+"""One model over the ranks of an instance (tensor parallelism): what each of them holds.
+
+A rank has a run of the query heads, the KV heads that these need, a run of the MLP's inner columns
+and a run of the vocabulary. All ranks hold equally many, so that their memories are alike.
+"""
+
+from dataclasses import replace
+
+from kunserve.core.config import InstanceConfig
+from kunserve.core.errors import ConfigError
+from kunserve.core.layout import VocabRange
+from kunserve.core.model_spec import ModelSpec
+
+_VOCAB_ROWS = 16
+"""Ranks have whole runs of so many rows of the vocabulary, but for the last."""
+
+
+def check_shardable(spec: ModelSpec, num_ranks: int) -> None:
+    """Raise ConfigError unless the model can be parted over so many ranks."""
+
+    def refuse(why: str) -> ConfigError:
+        return ConfigError(f"--tensor-parallel-size {num_ranks}: {why}")
+
+    heads, kv_heads, inner = spec.num_heads, spec.num_kv_heads, spec.intermediate_size
+    if heads % num_ranks:
+        fits = [str(n) for n in range(2, heads + 1) if not _obstacle(spec, n)]
+        could = f"; this model goes over {_listed(fits)}" if fits else ""
+        raise refuse(f"{spec.name} has {heads} attention heads, which it does not divide{could}")
+    why = _obstacle(spec, num_ranks)
+    if why == "kv":
+        raise refuse(
+            f"{spec.name} has {kv_heads} KV heads; the ranks must divide them, or be a multiple "
+            f"of them, so that each rank has one"
+        )
+    if why == "inner":
+        raise refuse(
+            f"the MLP of {spec.name} is {inner} wide; each rank needs the same part of it, in "
+            f"whole 16 bytes"
+        )
+    if spec.packed is not None:
+        raise refuse("weights that stay quantised lie on one rank only: use --quantization none")
+
+
+def _obstacle(spec: ModelSpec, num_ranks: int) -> str | None:
+    if spec.num_heads % num_ranks:
+        return "heads"
+    if spec.num_kv_heads % num_ranks and num_ranks % spec.num_kv_heads:
+        return "kv"
+    inner = spec.intermediate_size
+    if inner % num_ranks or inner // num_ranks * spec.dtype_bytes % 16:
+        return "inner"
+    return None
+
+
+def _listed(numbers: list[str]) -> str:
+    return " or ".join([", ".join(numbers[:-1]), numbers[-1]] if len(numbers) > 1 else numbers)
+
+
+def spec_of_rank(spec: ModelSpec, num_ranks: int) -> ModelSpec:
+    """The shape of what any one rank holds; raises ConfigError for a model that cannot be parted.
+
+    KV heads are held by several ranks where there are more ranks than KV heads.
+    """
+    check_shardable(spec, num_ranks)
+    return replace(
+        spec,
+        num_heads=spec.num_heads // num_ranks,
+        num_kv_heads=max(1, spec.num_kv_heads // num_ranks),
+        intermediate_size=spec.intermediate_size // num_ranks,
+        vocab_size=_vocab_rows(spec, num_ranks),
+    )
+
+
+def config_of_rank(config: InstanceConfig) -> InstanceConfig:
+    """The settings of one rank: its part of memory and threads."""
+    num_ranks = config.tensor_parallel_size
+    kv_bytes = config.kv_cache_memory_bytes
+    return replace(
+        config,
+        tensor_parallel_size=1,
+        memory_bytes=config.memory_bytes // num_ranks,
+        kv_cache_memory_bytes=None if kv_bytes is None else -(-kv_bytes // num_ranks),
+        num_threads=max(1, config.num_threads // num_ranks),
+    )
+
+
+def _vocab_rows(spec: ModelSpec, num_ranks: int) -> int:
+    rows = -(-spec.vocab_size // num_ranks)
+    return -(-rows // _VOCAB_ROWS) * _VOCAB_ROWS
+
+
+def vocab_of_rank(spec: ModelSpec, rank: int, num_ranks: int) -> VocabRange:
+    """The tokens whose embeddings and logits are a rank's; the last ranks may have fewer, or none.
+
+    ``spec`` is the whole model's.
+    """
+    rows = _vocab_rows(spec, num_ranks)
+    first, end = (min(spec.vocab_size, edge * rows) for edge in (rank, rank + 1))
+    return VocabRange(first, end)
+
+
+def first_kv_head(spec: ModelSpec, rank: int, num_ranks: int) -> int:
+    """Of the KV heads that a rank holds, the first. ``spec`` is the whole model's."""
+    return rank * spec.num_kv_heads // num_ranks
