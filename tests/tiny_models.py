@@ -108,10 +108,17 @@ MORE_KINDS = ("linear", "yarn", "granite", "phi3", "seed_oss", "ernie4_5", *SPAR
 """Which differ from those by what is read from their files (docs/models.md)."""
 
 
-def tiny_model(kind: str, num_layers: int = 4, seed: int = 0) -> transformers.PreTrainedModel:
-    """A float32 model whose weights are large enough that its tokens vary."""
+def tiny_model(
+    kind: str, num_layers: int = 4, seed: int = 0, **changes: object
+) -> transformers.PreTrainedModel:
+    """A float32 model whose weights are large enough that its tokens vary.
+
+    ``changes`` are of its configuration.
+    """
     torch.manual_seed(seed)
-    model = transformers.AutoModelForCausalLM.from_config(_config(kind, num_layers))
+    config = _config(kind, num_layers)
+    config.update(changes)
+    model = transformers.AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("norm.weight"):

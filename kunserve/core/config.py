@@ -93,6 +93,8 @@ class InstanceConfig:
     """Compute threads of each instance, over all its ranks."""
     tensor_parallel_size: int = 1
     """Ranks of each instance: processes that hold and compute a part of every layer each."""
+    enable_expert_parallel: bool = False
+    """Ranks have whole experts each, instead of a part of every one."""
     granule_bytes: int = 256 * 1024
     """Smallest piece of memory that moves between weights and KV."""
     attention: Literal["fused", "reference", "flashinfer"] = "fused"
@@ -114,6 +116,11 @@ class InstanceConfig:
     def _check_ranks(self) -> None:
         num_ranks = self.tensor_parallel_size
         if num_ranks == 1:
+            if self.enable_expert_parallel:
+                raise ConfigError(
+                    "--enable-expert-parallel spreads experts over the ranks of each instance: "
+                    "it needs --tensor-parallel-size of 2 or more"
+                )
             return
         if num_ranks < 1:
             raise ConfigError(f"--tensor-parallel-size must be 1 or more, not {num_ranks}")

@@ -17,6 +17,16 @@ class Experts:
     """Chosen, of equal probabilities those with the lowest numbers."""
     normalised: bool
     """Whether a token's weights are divided by their sum."""
+    is_spread: bool = False
+    """Whether the ranks of an instance have whole experts each (expert parallelism). Without, each
+    has a part of every one."""
+    num_owners: int = 1
+    """Over so many ranks they are spread, of which this is one's share."""
+
+    @property
+    def held(self) -> int:
+        """Experts of a layer whose weights lie together."""
+        return self.number // self.num_owners
 
     def touched(self, num_tokens: int) -> float:
         """Experts that so many tokens choose together, on average if all are as popular."""

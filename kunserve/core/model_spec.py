@@ -101,7 +101,8 @@ class ModelSpec:
         attention = self.hidden_size * self.qkv_size + self.q_size * self.hidden_size
         mlp = self.mlp_params
         if self.experts is not None:
-            mlp = self.experts.number * (self.mlp_params + self.hidden_size)
+            router = self.experts.number * self.hidden_size
+            mlp = self.experts.held * self.mlp_params + router
         norms = 2 * self.hidden_size + (sum(self.qk_norm_sizes) if self.qk_norm else 0)
         biases = (
             (self.qkv_size if self.attention_bias else 0)

@@ -8,11 +8,27 @@ from dataclasses import replace
 
 from kunserve.core.config import InstanceConfig
 from kunserve.core.errors import ConfigError
+from kunserve.core.experts import Experts
 from kunserve.core.layout import VocabRange
 from kunserve.core.model_spec import ModelSpec
 
 _VOCAB_ROWS = 16
 """Ranks have whole runs of so many rows of the vocabulary, but for the last."""
+
+
+def spread_over_ranks(spec: ModelSpec, config: InstanceConfig) -> ModelSpec:
+    """The model as the ranks of such an instance have it (``--enable-expert-parallel``).
+
+    Raises ConfigError for a model without experts.
+    """
+    if not config.enable_expert_parallel or config.tensor_parallel_size == 1:
+        return spec
+    if spec.experts is None:
+        raise ConfigError(
+            f"--enable-expert-parallel: {spec.name} has no experts; without the flag "
+            f"--tensor-parallel-size {config.tensor_parallel_size} parts its matrices"
+        )
+    return replace(spec, experts=replace(spec.experts, is_spread=True))
 
 
 def check_shardable(spec: ModelSpec, num_ranks: int) -> None:
@@ -33,9 +49,17 @@ def check_shardable(spec: ModelSpec, num_ranks: int) -> None:
             f"of them, so that each rank has one"
         )
     if why == "inner":
+        of = "MLP" if spec.experts is None else "MLP of each expert"
+        other = "" if spec.experts is None else ", or whole experts: --enable-expert-parallel"
         raise refuse(
-            f"the MLP of {spec.name} is {inner} wide; each rank needs the same part of it, in "
-            f"whole 16 bytes"
+            f"the {of} of {spec.name} is {inner} wide; each rank needs the same part of it, in "
+            f"whole 16 bytes{other}"
+        )
+    if why == "experts":
+        assert spec.experts is not None
+        raise refuse(
+            f"{spec.name} has {spec.experts.number} experts, which it does not divide; without "
+            f"--enable-expert-parallel each rank has a part of every expert"
         )
     if spec.packed is not None:
         raise refuse("weights that stay quantised lie on one rank only: use --quantization none")
@@ -46,6 +70,8 @@ def _obstacle(spec: ModelSpec, num_ranks: int) -> str | None:
         return "heads"
     if spec.num_kv_heads % num_ranks and num_ranks % spec.num_kv_heads:
         return "kv"
+    if spec.experts is not None and spec.experts.is_spread:
+        return "experts" if spec.experts.number % num_ranks else None
     inner = spec.intermediate_size
     if inner % num_ranks or inner // num_ranks * spec.dtype_bytes % 16:
         return "inner"
@@ -62,11 +88,15 @@ def spec_of_rank(spec: ModelSpec, num_ranks: int) -> ModelSpec:
     KV heads are held by several ranks where there are more ranks than KV heads.
     """
     check_shardable(spec, num_ranks)
+    inner, experts = spec.intermediate_size // num_ranks, spec.experts
+    if experts is not None and experts.is_spread:
+        inner, experts = spec.intermediate_size, replace(experts, num_owners=num_ranks)
     return replace(
         spec,
         num_heads=spec.num_heads // num_ranks,
         num_kv_heads=max(1, spec.num_kv_heads // num_ranks),
-        intermediate_size=spec.intermediate_size // num_ranks,
+        intermediate_size=inner,
+        experts=experts,
         vocab_size=_vocab_rows(spec, num_ranks),
     )
 
@@ -78,6 +108,7 @@ def config_of_rank(config: InstanceConfig) -> InstanceConfig:
     return replace(
         config,
         tensor_parallel_size=1,
+        enable_expert_parallel=False,
         memory_bytes=config.memory_bytes // num_ranks,
         kv_cache_memory_bytes=None if kv_bytes is None else -(-kv_bytes // num_ranks),
         num_threads=max(1, config.num_threads // num_ranks),
@@ -97,6 +128,11 @@ def vocab_of_rank(spec: ModelSpec, rank: int, num_ranks: int) -> VocabRange:
     rows = _vocab_rows(spec, num_ranks)
     first, end = (min(spec.vocab_size, edge * rows) for edge in (rank, rank + 1))
     return VocabRange(first, end)
+
+
+def first_expert(experts: Experts | None, rank: int) -> int:
+    """Of those that a rank holds; ``experts`` are a rank's. 0 where it has a part of all."""
+    return 0 if experts is None or experts.num_owners == 1 else rank * experts.held
 
 
 def first_kv_head(spec: ModelSpec, rank: int, num_ranks: int) -> int:

@@ -99,6 +99,7 @@ def c_model(spec: ModelSpec, kv_base_address: int, block_size: int) -> CModel:
         experts=0 if experts is None else experts.number,
         experts_per_token=0 if experts is None else experts.per_token,
         normalises_experts=experts is not None and experts.normalised,
+        held_experts=0 if experts is None else experts.held,
         whole_qk_norm=spec.qk_norm and spec.has_whole_qk_norm,
     )
 

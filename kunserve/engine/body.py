@@ -22,6 +22,7 @@ from kunserve.core.errors import TooLittleMemory
 from kunserve.core.ids import InstanceId, RequestId
 from kunserve.core.layout import LayerRange
 from kunserve.core.model_spec import ModelSpec
+from kunserve.core.sharding import spread_over_ranks
 from kunserve.core.snapshots import InstanceSpec
 from kunserve.core.step import SampledRow, SampledToken
 from kunserve.engine.attention import TORCH_DTYPES
@@ -105,6 +106,7 @@ class EngineBody:
         source = source or resolve_model(model.model, model.load_format)
         self._backend = backend = backend or CpuBackend()
         self.model = shape_of(source, model, keeps=backend.keeps_quantised)
+        self.model = spread_over_ranks(self.model, instance)
         most = _most_of_any_step(self.model, model, scheduler)
         instance = backend.settle(self.model, instance, most)
         limits = _step_limits(self.model, instance, most)

@@ -14,7 +14,7 @@ from kunserve.core.errors import TooLittleMemory
 from kunserve.core.ids import InstanceId
 from kunserve.core.layout import LayerRange
 from kunserve.core.model_spec import ModelSpec
-from kunserve.core.sharding import config_of_rank, spec_of_rank
+from kunserve.core.sharding import config_of_rank, spec_of_rank, spread_over_ranks
 from kunserve.core.snapshots import InstanceSpec
 from kunserve.engine.arena import Arena, VirtualRange
 from kunserve.engine.pages import HostPages, OpenPages, Spans, pair_up
@@ -50,7 +50,8 @@ class MemoryPlan:
         """
         num_ranks = config.tensor_parallel_size
         if num_ranks > 1:
-            model, config = spec_of_rank(model, num_ranks), config_of_rank(config)
+            model = spec_of_rank(spread_over_ranks(model, config), num_ranks)
+            config = config_of_rank(config)
         granule = config.granule_bytes
         unit = model.unit_bytes(config.block_size)
         weights = WeightLayout(model, granule).num_granules

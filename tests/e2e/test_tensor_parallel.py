@@ -36,6 +36,7 @@ def open_ranks(
     dtype: str = "float32",
     num_threads: int = 1,
     scheduler: SchedulerConfig | None = None,
+    expert_parallel: bool = False,
 ) -> EngineBody:
     model = ModelConfig(model=str(folder), dtype=dtype)  # type: ignore[arg-type]
     source = resolve_model(str(folder))
@@ -45,6 +46,7 @@ def open_ranks(
         block_size=8,
         tensor_parallel_size=num_ranks,
         num_threads=num_threads,
+        enable_expert_parallel=expert_parallel,
     )
     backend = RankedBackend(model, source, num_ranks, start=fork_member)
     return EngineBody(InstanceId(number), model, config, source, scheduler, backend)

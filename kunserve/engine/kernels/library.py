@@ -71,6 +71,8 @@ class CModel(ctypes.Structure):
         ("experts", c_int32),
         ("experts_per_token", c_int32),
         ("normalises_experts", c_int32),
+        ("first_expert", c_int32),
+        ("held_experts", c_int32),
         ("whole_qk_norm", c_int32),
     ]
 

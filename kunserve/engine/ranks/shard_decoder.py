@@ -8,7 +8,7 @@ import torch
 
 from kunserve.core.config import InstanceConfig
 from kunserve.core.model_spec import ModelSpec
-from kunserve.core.sharding import spec_of_rank, vocab_of_rank
+from kunserve.core.sharding import first_expert, spec_of_rank, vocab_of_rank
 from kunserve.engine.attention import StepBatch
 from kunserve.engine.decoder import Decoder, ModelWeights, StepLimits, scaled
 from kunserve.engine.kernels.library import CBuffers
@@ -41,6 +41,7 @@ class ShardDecoder(Decoder):
             config.block_size,
             config.num_threads,
         )
+        self._model.first_expert = first_expert(self._spec.experts, meeting.rank)
 
     def reserve(self, limits: StepLimits) -> None:
         """See ``Decoder``. Logits lie in the region."""

@@ -6,10 +6,11 @@ import torch
 
 from kunserve.core.model_spec import ModelSpec
 from kunserve.core.packed import WeightFormat
-from kunserve.core.sharding import first_kv_head, spec_of_rank, vocab_of_rank
+from kunserve.core.sharding import first_expert, first_kv_head, spec_of_rank, vocab_of_rank
+from kunserve.engine.weights.expert_pieces import of_expert
 from kunserve.engine.weights.layout import end_shapes, layer_shapes
 from kunserve.engine.weights.packing import StoredRows
-from kunserve.engine.weights.pieces import Piece, rows_of
+from kunserve.engine.weights.pieces import EXPERT_PREFIX, Piece, rows_of
 from kunserve.engine.weights.readers import Reader, SafetensorsReader
 
 _ADDED_ONCE = ("o_bias", "down_bias")
@@ -43,6 +44,7 @@ class ShardReader:
         self._whole = whole
         self._shapes = _stored_shapes(spec)
         self._parts = _parts_of(spec, rank, num_ranks)
+        self._first_expert = first_expert(spec_of_rank(spec, num_ranks).experts, rank)
 
     def format_of(self, piece: Piece) -> WeightFormat:
         """Nothing stays quantised."""
@@ -54,10 +56,12 @@ class ShardReader:
 
     def check(self, piece: Piece, shape: tuple[int, ...]) -> None:
         """Raise ModelFiles unless the whole piece is there."""
+        piece = of_expert(piece, self._first_expert)
         self._whole.check(piece, self._shapes[piece.name])
 
     def read(self, piece: Piece, destination: torch.Tensor) -> None:
         """Fill the destination with this rank's part."""
+        piece = of_expert(piece, self._first_expert)
         part = self._parts.get(piece.name)
         if part is None:
             self._whole.read(piece, destination)
@@ -117,6 +121,13 @@ def _parts_of(spec: ModelSpec, rank: int, num_ranks: int) -> dict[str, _Part]:
             f"up{suffix}": _Part(rows=(inner,)),
             f"gate_up{suffix}": _Part(rows=(inner, _shifted(inner, spec.intermediate_size))),
         }
+    if spec.has_whole_qk_norm:
+        parts |= {"q_norm": _Part(rows=(q,)), "k_norm": _Part(rows=(kv,))}
+    if spec.experts is not None and not spec.experts.is_spread:
+        for expert in range(spec.experts.number):
+            of_one = {"gate": _Part(rows=(inner,)), "up": _Part(rows=(inner,))}
+            of_one["down"] = _Part(columns=inner)
+            parts |= {f"{EXPERT_PREFIX}{expert}.{name}": part for name, part in of_one.items()}
     if rank:
         parts |= {name: _Part(rows=()) for name in _ADDED_ONCE}
     return parts

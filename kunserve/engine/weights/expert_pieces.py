@@ -62,6 +62,14 @@ def gguf_places(piece: Piece, spec: ModelSpec) -> list[Place]:
     return [own] if part == "down" else [own, *fused]
 
 
+def of_expert(piece: Piece, first: int) -> Piece:
+    """The same piece of the expert that is so many further on; others as they are."""
+    if first == 0 or not piece.name.startswith(EXPERT_PREFIX):
+        return piece
+    expert, part = _parsed(piece)
+    return Piece(piece.layer, f"{EXPERT_PREFIX}{first + expert}.{part}")
+
+
 def _parsed(piece: Piece) -> tuple[int, str]:
     _, expert, part = piece.name.split(".")
     return int(expert), part

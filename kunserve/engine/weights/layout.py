@@ -87,11 +87,11 @@ def layer_shapes(spec: ModelSpec) -> Shapes:
     if spec.experts is None:
         shapes |= {"gate_up": (2 * inner, hidden), "down": (hidden, inner)}
     else:
-        number = spec.experts.number
+        number, held = spec.experts.number, spec.experts.held
         shapes |= {
             "router": (number, hidden),
-            "experts_gate_up": (number * 2 * inner, hidden),
-            "experts_down": (number * hidden, inner),
+            "experts_gate_up": (held * 2 * inner, hidden),
+            "experts_down": (held * hidden, inner),
         }
     if spec.attention_bias:
         shapes["qkv_bias"] = (spec.qkv_size,)

@@ -126,7 +126,7 @@ def _expert_rows(field: str, spec: ModelSpec) -> list[tuple[str, int, int]]:
     size = spec.hidden_size if field == "experts_down" else spec.intermediate_size
     names = [
         f"{EXPERT_PREFIX}{expert}.{part}"
-        for expert in range(spec.experts.number)
+        for expert in range(spec.experts.held)
         for part in EXPERT_PARTS[field]
     ]
     return [(name, i * size, (i + 1) * size) for i, name in enumerate(names)]

@@ -214,6 +214,7 @@ class SafetensorsReader:
         stacked = self._file(place.name).get_slice(place.name)
         found: torch.Tensor = stacked[place.expert, place.first : place.end]
         return found
+
     def view(self, piece: Piece) -> torch.Tensor | None:
         """The piece where it lies in its file; None if reading it takes more than a copy."""
         is_plain = self.format_of(piece) is WeightFormat.PLAIN

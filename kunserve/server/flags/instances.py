@@ -88,6 +88,12 @@ INSTANCE_FLAGS = all_of(
         help="Ranks of each instance: processes that hold and compute a part of every layer each. "
         "They share --instance-memory and --num-threads.",
     ),
+    _instance(
+        "--enable-expert-parallel",
+        is_flag=True,
+        help="Of a model with experts, each rank of --tensor-parallel-size has some whole ones "
+        "[a part of every one].",
+    ),
     _cluster(
         "--topology",
         help="TOML or JSON file that says on which host and in which rack each instance stands: "

@@ -43,6 +43,7 @@ typedef struct {
   float eps;
   char *kv; /* unit 0 of layer 0 */
   int32_t experts, experts_per_token, normalises_experts; /* 0 if there are none */
+  int32_t first_expert, held_experts; /* whose weights are here; all are, without ranks */
   int32_t whole_qk_norm; /* q_norm and k_norm are over all heads at once */
 } kun_model;
 

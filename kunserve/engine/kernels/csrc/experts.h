@@ -84,15 +84,20 @@ static void route_part(const kun_model *m, const routing *r, long tokens, int th
   }
 }
 
-/* Order the step's rows by expert. One thread does it for all. */
+/* Order the step's rows by expert, of those experts that are here. One thread does it for all. */
 static void group_rows(const kun_model *m, const routing *r, long tokens) {
-  long experts = m->experts, k = m->experts_per_token, blocks = 0, count = 0;
+  long experts = m->held_experts, k = m->experts_per_token, blocks = 0, count = 0;
   memset(r->starts, 0, (size_t)(experts + 1) * sizeof *r->starts);
-  for (long i = 0; i < tokens * k; i++) r->starts[r->chosen[i] + 1]++;
+  for (long i = 0; i < tokens * k; i++) {
+    long e = r->chosen[i] - m->first_expert;
+    if (e >= 0 && e < experts) r->starts[e + 1]++;
+  }
   for (long e = 0; e < experts; e++) r->starts[e + 1] += r->starts[e];
   memcpy(r->ends, r->starts, (size_t)experts * sizeof *r->ends);
   for (long i = 0; i < tokens * k; i++) {
-    long at = r->ends[r->chosen[i]]++;
+    long e = r->chosen[i] - m->first_expert;
+    if (e < 0 || e >= experts) continue;
+    long at = r->ends[e]++;
     r->rows[at] = (int32_t)(i / k);
     r->by[at] = r->weights[i];
   }
@@ -110,6 +115,7 @@ static void group_rows(const kun_model *m, const routing *r, long tokens) {
  * rows, which are copied side by side if they are more than one. */
 static void experts_gate_up(const kun_model *m, const kun_layer *w, const kun_buffers *b,
                             const routing *r, int thread) {
+  if (*r->count == 0) return;
   long hidden = m->hidden, inner = m->intermediate, panels = (inner + 7) / 8;
   long row_bytes = hidden * (long)sizeof(elem), blocks = r->ends[*r->count - 1];
   long runs = (kun_threads() * 6 + blocks - 1) / blocks, i = 0, copied = -1;
@@ -140,25 +146,29 @@ static void experts_gate_up(const kun_model *m, const kun_layer *w, const kun_bu
   }
 }
 
-/* The residual stream plus every token's weighted experts. A piece of work is a run of columns of
+/* The residual stream plus every token's weighted experts; of several ranks, this one's part of
+ * that sum. A piece of work is a run of columns of
  * all experts, so that their sums have one order and need no lock. */
 static void experts_down(const kun_model *m, const kun_layer *w, const kun_buffers *b,
                          const routing *r, long tokens, int thread) {
   long hidden = m->hidden, inner = m->intermediate, panels = (hidden + PANEL - 1) / PANEL;
   long row_bytes = inner * (long)sizeof(elem), runs = kun_threads() * 4;
   if (runs > panels) runs = panels;
+  const kun_ranks *ranks = b->ranks;
+  float *sums = b->sums;
+  if (ranks != NULL) sums = (float *)ranks->parts + ranks->rank * tokens * hidden;
   char *packed = pool_scratch(thread, (size_t)(row_bytes * PANEL));
   for (long run = pool_take(); run < runs; run = pool_take()) {
     long from = panels * run / runs * PANEL, to = panels * (run + 1) / runs * PANEL;
     if (to > hidden) to = hidden;
     for (long t = 0; t < tokens; t++) {
-      memset(b->sums + t * hidden + from, 0, (size_t)(to - from) * sizeof(float));
+      memset(sums + t * hidden + from, 0, (size_t)(to - from) * sizeof(float));
     }
     for (long i = 0; i < *r->count; i++) {
       long e = r->active[i], first = r->starts[e], rows = r->starts[e + 1] - first;
       long blocks = blocks_of(rows, row_bytes);
       linear_job job = {(const elem *)b->gated + first * inner,
-                        (const elem *)w->experts_down + e * hidden * inner, NULL, b->sums, rows,
+                        (const elem *)w->experts_down + e * hidden * inner, NULL, sums, rows,
                         hidden, inner, KUN_WEIGHTED, r->rows + first, r->by + first};
       for (long block = 0; block < blocks; block++) {
         for (long column = from; column < to; column += PANEL) {
@@ -166,11 +176,11 @@ static void experts_down(const kun_model *m, const kun_layer *w, const kun_buffe
         }
       }
     }
-    for (long t = 0; t < tokens; t++) {
+    for (long t = 0; t < tokens && ranks == NULL; t++) {
       for (long column = from; column < to; column += LANES) {
         int left = (int)(to - column);
         elem *y = (elem *)b->hidden + t * hidden + column;
-        const float *sum = b->sums + t * hidden + column;
+        const float *sum = sums + t * hidden + column;
         vf v = left < LANES ? load_part_f32(sum, left) : load_f32(sum);
         store_some(y, load_some(y, left) + rounded(v), left);
       }
@@ -179,7 +189,7 @@ static void experts_down(const kun_model *m, const kun_layer *w, const kun_buffe
 }
 
 /* All of it, of rows that were normalised into b->normed. Run inside a pool job; the caller puts a
- * barrier before it. */
+ * barrier before it and one after it. */
 static void experts_part(const kun_model *m, const kun_layer *w, const kun_buffers *b, long tokens,
                          int thread) {
   routing r = routing_of(m, b, tokens);
@@ -194,7 +204,6 @@ static void experts_part(const kun_model *m, const kun_layer *w, const kun_buffe
   experts_gate_up(m, w, b, &r, thread);
   pool_barrier();
   experts_down(m, w, b, &r, tokens, thread);
-  pool_barrier();
 }
 
 typedef struct {

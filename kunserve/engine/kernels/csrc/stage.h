@@ -43,8 +43,12 @@ static void run_layer(const stage_job *stage, long layer, int thread) {
   ranks_barrier(ranks);
   any_part(&packed_qkv, thread);
   pool_barrier();
-  place_part(m, w, layer, stage->batch, b->qkv, thread);
-  pool_barrier();
+  if (m->whole_qk_norm && ranks != NULL) {
+    squares_part(m, tokens, b->qkv, ranks, thread);
+    ranks_barrier(ranks);
+  }
+  place_part(m, w, layer, stage->batch, b->qkv, ranks, thread);
+  ranks_barrier(m->whole_qk_norm ? ranks : NULL); /* parts of `o` go where the squares are */
   attention_part(&attention, thread);
   pool_barrier();
   any_part(&packed_o, thread);
@@ -54,11 +58,11 @@ static void run_layer(const stage_job *stage, long layer, int thread) {
   ranks_barrier(ranks);
   if (w->router != NULL) {
     experts_part(m, w, b, tokens, thread);
-    return;
+  } else {
+    any_part(&packed_gate_up, thread);
+    pool_barrier();
+    any_part(&packed_down, thread);
   }
-  any_part(&packed_gate_up, thread);
-  pool_barrier();
-  any_part(&packed_down, thread);
   ranks_barrier(ranks);
   sum_part(&down, ranks, thread); /* the next norm is of the same rows in each thread */
 }
@@ -95,7 +99,8 @@ void NAME(kun_rms_norm)(const elem *x, const elem *w, elem *y, int64_t rows, int
 
 static void place_fn(void *arg, int thread) {
   const stage_job *stage = arg;
-  place_part(stage->model, stage->layers, stage->first, stage->batch, stage->buffers->qkv, thread);
+  place_part(stage->model, stage->layers, stage->first, stage->batch, stage->buffers->qkv, NULL,
+             thread);
 }
 
 /* Norm (if any) and rotate q and k of `qkv` in place; write K and V of layer `layer`. */
