@@ -17,6 +17,14 @@ class Experts:
     """Chosen, of equal probabilities those with the lowest numbers."""
     normalised: bool
     """Whether a token's weights are divided by their sum."""
+    shared_size: int | None = None
+    """Inner width of one more expert that every token goes to, by the sigmoid of a logit of its own
+    (Qwen2-MoE)."""
+
+    @property
+    def num_logits(self) -> int:
+        """Rows of the router."""
+        return self.number + (self.shared_size is not None)
 
     def touched(self, num_tokens: int) -> float:
         """Experts that so many tokens choose together, on average if all are as popular."""

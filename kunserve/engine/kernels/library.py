@@ -28,6 +28,8 @@ LAYER_FIELDS = (
     "router",
     "experts_gate_up",
     "experts_down",
+    "shared_gate_up",
+    "shared_down",
 )
 
 
@@ -71,6 +73,7 @@ class CModel(ctypes.Structure):
         ("experts", c_int32),
         ("experts_per_token", c_int32),
         ("normalises_experts", c_int32),
+        ("shared", c_int32),
         ("whole_qk_norm", c_int32),
     ]
 

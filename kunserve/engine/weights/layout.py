@@ -89,10 +89,12 @@ def layer_shapes(spec: ModelSpec) -> Shapes:
     else:
         number = spec.experts.number
         shapes |= {
-            "router": (number, hidden),
+            "router": (spec.experts.num_logits, hidden),
             "experts_gate_up": (number * 2 * inner, hidden),
             "experts_down": (number * hidden, inner),
         }
+        if (shared := spec.experts.shared_size) is not None:
+            shapes |= {"shared_gate_up": (2 * shared, hidden), "shared_down": (hidden, shared)}
     if spec.attention_bias:
         shapes["qkv_bias"] = (spec.qkv_size,)
     if spec.output_bias:
