@@ -88,6 +88,15 @@ def _config(kind: str, num_layers: int) -> transformers.PretrainedConfig:
             sizes.pop("head_dim")
             sizes |= {"hidden_size": 128, "intermediate_size": 24}
             return transformers.OlmoeConfig(**sizes, num_experts=11, num_experts_per_tok=4)
+        case "qwen2_moe":
+            sizes.pop("head_dim")
+            return transformers.Qwen2MoeConfig(
+                **{**sizes, "hidden_size": 128},
+                moe_intermediate_size=24,
+                shared_expert_intermediate_size=40,
+                num_experts=9,
+                num_experts_per_tok=2,
+            )
         case "qwen3_moe":
             return transformers.Qwen3MoeConfig(
                 **sizes,
@@ -102,7 +111,7 @@ def _config(kind: str, num_layers: int) -> transformers.PretrainedConfig:
 
 KINDS = ("llama", "llama3", "qwen2", "qwen3", "mistral")
 """With every operation that any model needs: most tests take one or all of these."""
-SPARSE_KINDS = ("mixtral", "olmoe", "qwen3_moe")
+SPARSE_KINDS = ("mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
 """With experts."""
 MORE_KINDS = ("linear", "yarn", "granite", "phi3", "seed_oss", "ernie4_5", *SPARSE_KINDS)
 """Which differ from those by what is read from their files (docs/models.md)."""

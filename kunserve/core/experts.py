@@ -17,6 +17,9 @@ class Experts:
     """Chosen, of equal probabilities those with the lowest numbers."""
     normalised: bool
     """Whether a token's weights are divided by their sum."""
+    shared_size: int | None = None
+    """Inner width of one more expert that every token goes to, by the sigmoid of a logit of its own
+    (Qwen2-MoE)."""
     is_spread: bool = False
     """Whether the ranks of an instance have whole experts each (expert parallelism). Without, each
     has a part of every one."""
@@ -27,6 +30,11 @@ class Experts:
     def held(self) -> int:
         """Experts of a layer whose weights lie together."""
         return self.number // self.num_owners
+
+    @property
+    def num_logits(self) -> int:
+        """Rows of the router."""
+        return self.number + (self.shared_size is not None)
 
     def touched(self, num_tokens: int) -> float:
         """Experts that so many tokens choose together, on average if all are as popular."""

@@ -82,7 +82,10 @@ class ModelSpec:
     @property
     def gated_size(self) -> int:
         """Inner values of one token: of all its experts, where there are some."""
-        return self.intermediate_size * (1 if self.experts is None else self.experts.per_token)
+        if self.experts is None:
+            return self.intermediate_size
+        shared = self.experts.shared_size or 0
+        return self.intermediate_size * self.experts.per_token + shared
 
     @property
     def mlp_params(self) -> int:
@@ -101,8 +104,9 @@ class ModelSpec:
         attention = self.hidden_size * self.qkv_size + self.q_size * self.hidden_size
         mlp = self.mlp_params
         if self.experts is not None:
-            router = self.experts.number * self.hidden_size
-            mlp = self.experts.held * self.mlp_params + router
+            shared = 3 * self.hidden_size * (self.experts.shared_size or 0)
+            router = self.experts.num_logits * self.hidden_size
+            mlp = self.experts.held * self.mlp_params + shared + router
         norms = 2 * self.hidden_size + (sum(self.qk_norm_sizes) if self.qk_norm else 0)
         biases = (
             (self.qkv_size if self.attention_bias else 0)

@@ -55,6 +55,12 @@ def check_shardable(spec: ModelSpec, num_ranks: int) -> None:
             f"the {of} of {spec.name} is {inner} wide; each rank needs the same part of it, in "
             f"whole 16 bytes{other}"
         )
+    if why == "shared":
+        assert spec.experts is not None
+        raise refuse(
+            f"the shared expert of {spec.name} is {spec.experts.shared_size} wide; each rank needs "
+            f"the same part of it, in whole 16 bytes"
+        )
     if why == "experts":
         assert spec.experts is not None
         raise refuse(
@@ -70,12 +76,21 @@ def _obstacle(spec: ModelSpec, num_ranks: int) -> str | None:
         return "heads"
     if spec.num_kv_heads % num_ranks and num_ranks % spec.num_kv_heads:
         return "kv"
-    if spec.experts is not None and spec.experts.is_spread:
-        return "experts" if spec.experts.number % num_ranks else None
-    inner = spec.intermediate_size
-    if inner % num_ranks or inner // num_ranks * spec.dtype_bytes % 16:
+    experts, inner = spec.experts, spec.intermediate_size
+    is_spread = experts is not None and experts.is_spread
+    if experts is not None and is_spread and experts.number % num_ranks:
+        return "experts"
+    if not is_spread and not _goes_over(inner, spec, num_ranks):
         return "inner"
+    shared = None if experts is None else experts.shared_size
+    if shared is not None and not _goes_over(shared, spec, num_ranks):
+        return "shared"
     return None
+
+
+def _goes_over(width: int, spec: ModelSpec, num_ranks: int) -> bool:
+    """Whether ranks have equal parts of so many columns, in whole vectors of the kernels."""
+    return width % num_ranks == 0 and width // num_ranks * spec.dtype_bytes % 16 == 0
 
 
 def _listed(numbers: list[str]) -> str:
@@ -89,8 +104,11 @@ def spec_of_rank(spec: ModelSpec, num_ranks: int) -> ModelSpec:
     """
     check_shardable(spec, num_ranks)
     inner, experts = spec.intermediate_size // num_ranks, spec.experts
-    if experts is not None and experts.is_spread:
-        inner, experts = spec.intermediate_size, replace(experts, num_owners=num_ranks)
+    if experts is not None:
+        if experts.is_spread:
+            inner, experts = spec.intermediate_size, replace(experts, num_owners=num_ranks)
+        if experts.shared_size is not None:
+            experts = replace(experts, shared_size=experts.shared_size // num_ranks)
     return replace(
         spec,
         num_heads=spec.num_heads // num_ranks,

@@ -77,14 +77,18 @@ def c_model(spec: ModelSpec, kv_base_address: int, block_size: int) -> CModel:
         raise ConfigError(
             "--dtype float16 needs --device cuda: CPUs compute in bfloat16 or float32"
         )
-    for name, size in (("hidden_size", spec.hidden_size), ("intermediate", spec.intermediate_size)):
+    experts = spec.experts
+    for name, size in (
+        ("hidden_size", spec.hidden_size),
+        ("intermediate", spec.intermediate_size),
+        ("shared expert", 0 if experts is None else experts.shared_size or 0),
+    ):
         if size * DTYPE_BYTES[spec.dtype] % 16:
             raise ConfigError(f"{name} {size} of {spec.name} does not fill whole 16 bytes")
     if spec.head_dim % 32:
         raise ConfigError(f"head_dim {spec.head_dim} of {spec.name} is not a multiple of 32")
     if not 0 < spec.num_heads // spec.num_kv_heads <= MAX_HEADS_PER_KV_HEAD:
         raise ConfigError(f"{spec.num_heads} heads over {spec.num_kv_heads} KV heads: too many")
-    experts = spec.experts
     return CModel(
         unit_bytes=spec.unit_bytes(block_size),
         hidden=spec.hidden_size,
@@ -100,6 +104,7 @@ def c_model(spec: ModelSpec, kv_base_address: int, block_size: int) -> CModel:
         experts_per_token=0 if experts is None else experts.per_token,
         normalises_experts=experts is not None and experts.normalised,
         held_experts=0 if experts is None else experts.held,
+        shared=0 if experts is None else experts.shared_size or 0,
         whole_qk_norm=spec.qk_norm and spec.has_whole_qk_norm,
     )
 

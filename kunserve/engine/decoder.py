@@ -71,6 +71,10 @@ class LayerWeights:
     """[experts * 2 * intermediate, hidden], each expert's as ``gate_up``."""
     experts_down: torch.Tensor | None = None
     """[experts * hidden, intermediate]."""
+    shared_gate_up: torch.Tensor | None = None
+    """[2 * shared, hidden], as ``gate_up``; the router's last row is its weight's."""
+    shared_down: torch.Tensor | None = None
+    """[hidden, shared]."""
 
 
 @dataclass(slots=True)

@@ -234,10 +234,9 @@ class TorchDecoder:
             def run_expert(
                 x: torch.Tensor, gate_up_of: torch.Tensor, down_of: torch.Tensor
             ) -> torch.Tensor:
-                num = len(x)
-                torch.mm(x, gate_up_of.t(), out=gate_up[:num])
-                ops.silu_mul(gate_up[:num], gated[:num])
-                return gated[:num] @ down_of.t()
+                inner = x.new_empty(len(x), down_of.shape[1])
+                ops.silu_mul(x @ gate_up_of.t(), inner)
+                return inner @ down_of.t()
 
             add_experts(normed, hidden, weights, spec, run_expert)
             return

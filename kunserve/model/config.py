@@ -56,6 +56,7 @@ SUPPORTED_ARCHITECTURES = (
     "OlmoeForCausalLM",
     "Phi3ForCausalLM",
     "Qwen2ForCausalLM",
+    "Qwen2MoeForCausalLM",
     "Qwen3ForCausalLM",
     "Qwen3MoeForCausalLM",
     "SeedOssForCausalLM",
@@ -230,6 +231,8 @@ def _biases(config: _HfConfig, architecture: str) -> tuple[bool, bool, bool]:
             return True, False, False
         case name if name in _NO_BIASES:
             return False, False, False
+        case "Qwen2MoeForCausalLM":
+            return config.flag("qkv_bias", True), False, False
         case "Ernie4_5ForCausalLM":
             biased = config.flag("use_bias")
             return biased, biased, biased

@@ -1,5 +1,6 @@
 """Which experts a model has, from ``config.json`` or GGUF metadata."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -9,7 +10,7 @@ from kunserve.model.gguf_file import GgufFile
 
 _SOFTMAX = 1
 """GGUF's number of the function that makes probabilities of a router's logits."""
-_GGUF_NORMALISED = {"llama": True, "olmoe": False, "qwen3moe": True}
+_GGUF_NORMALISED = {"llama": True, "olmoe": False, "qwen2moe": False, "qwen3moe": True}
 """Whether weights are normalised: llama.cpp has it in the code of each architecture."""
 
 
@@ -35,18 +36,22 @@ def experts_from_hf(config: HfValues, architecture: str) -> Experts | None:
             return _experts(config, "num_local_experts", normalised=True)
         case "OlmoeForCausalLM":
             _refuse(config, "clip_qkv", (None,))
-        case "Qwen3MoeForCausalLM":
+        case "Qwen2MoeForCausalLM" | "Qwen3MoeForCausalLM":
+            _refuse(config, "use_sliding_window", (None, False))
             # Layers of two shapes would be layers of two sizes in memory.
             _refuse(config, "decoder_sparse_step", (None, 1))
             _refuse(config, "mlp_only_layers", (None, []))
         case _:
             return None
-    return _experts(config, "num_experts", normalised=config.flag("norm_topk_prob"))
+    experts = _experts(config, "num_experts", normalised=config.flag("norm_topk_prob"))
+    if architecture != "Qwen2MoeForCausalLM":
+        return experts
+    return replace(experts, shared_size=config.integer("shared_expert_intermediate_size"))
 
 
 def inner_size_from_hf(config: HfValues, architecture: str) -> int:
     """Inner width of the MLP, or of each expert."""
-    is_apart = architecture == "Qwen3MoeForCausalLM"
+    is_apart = architecture in ("Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM")
     return config.integer("moe_intermediate_size" if is_apart else "intermediate_size")
 
 
@@ -72,12 +77,15 @@ def experts_from_gguf(file: GgufFile, kind: str) -> Experts | None:
     if scale not in (0.0, 1.0):
         raise UnsupportedModel(f"{file.path}: expert_weights_scale {scale:g} is not supported")
     normalised = file.get(f"{kind}.expert_weights_norm", bool, _GGUF_NORMALISED[kind])
-    return _checked(
+    experts = _checked(
         file.path,
         file.count(f"{kind}.expert_count"),
         file.count(f"{kind}.expert_used_count"),
         normalised,
     )
+    if kind != "qwen2moe":
+        return experts
+    return replace(experts, shared_size=file.count(f"{kind}.expert_shared_feed_forward_length"))
 
 
 def inner_size_from_gguf(file: GgufFile, kind: str) -> int:

@@ -18,6 +18,7 @@ NUM_LAYERS = 4
     ("kind", "changes", "num_ranks", "expert_parallel"),
     [
         ("qwen3_moe", {}, 2, False),
+        ("qwen2_moe", {"num_experts": 8}, 2, True),  # of the shared expert each has a part
         ("olmoe", {}, 2, False),  # whose norms of q and k are over all heads, so over all ranks
         ("olmoe", {"num_experts": 12}, 4, True),  # and here each KV head is two ranks'
         ("mixtral", {"num_local_experts": 6}, 2, True),

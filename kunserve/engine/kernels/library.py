@@ -28,6 +28,8 @@ LAYER_FIELDS = (
     "router",
     "experts_gate_up",
     "experts_down",
+    "shared_gate_up",
+    "shared_down",
 )
 
 
@@ -73,6 +75,7 @@ class CModel(ctypes.Structure):
         ("normalises_experts", c_int32),
         ("first_expert", c_int32),
         ("held_experts", c_int32),
+        ("shared", c_int32),
         ("whole_qk_norm", c_int32),
     ]
 

@@ -123,6 +123,11 @@ def _parts_of(spec: ModelSpec, rank: int, num_ranks: int) -> dict[str, _Part]:
         }
     if spec.has_whole_qk_norm:
         parts |= {"q_norm": _Part(rows=(q,)), "k_norm": _Part(rows=(kv,))}
+    if spec.experts is not None and spec.experts.shared_size is not None:
+        width = spec.experts.shared_size // num_ranks
+        shared = (rank * width, (rank + 1) * width)
+        parts |= {f"shared_{name}": _Part(rows=(shared,)) for name in ("gate", "up")}
+        parts["shared_down"] = _Part(columns=shared)
     if spec.experts is not None and not spec.experts.is_spread:
         for expert in range(spec.experts.number):
             of_one = {"gate": _Part(rows=(inner,)), "up": _Part(rows=(inner,))}

@@ -51,6 +51,8 @@ def hf_places(piece: Piece, spec: ModelSpec) -> list[Place]:
 
 def gguf_places(piece: Piece, spec: ModelSpec) -> list[Place]:
     """Where a GGUF file may have a piece, the usual place first."""
+    if piece.name == "shared_router":
+        return [Place(piece.gguf_name, (spec.hidden_size,), 0, 0, 1)]
     if spec.experts is None or not piece.name.startswith(EXPERT_PREFIX):
         return [Place(piece.gguf_name)]
     expert, part = _parsed(piece)

@@ -87,12 +87,14 @@ def layer_shapes(spec: ModelSpec) -> Shapes:
     if spec.experts is None:
         shapes |= {"gate_up": (2 * inner, hidden), "down": (hidden, inner)}
     else:
-        number, held = spec.experts.number, spec.experts.held
+        held = spec.experts.held
         shapes |= {
-            "router": (number, hidden),
+            "router": (spec.experts.num_logits, hidden),
             "experts_gate_up": (held * 2 * inner, hidden),
             "experts_down": (held * hidden, inner),
         }
+        if (shared := spec.experts.shared_size) is not None:
+            shapes |= {"shared_gate_up": (2 * shared, hidden), "shared_down": (hidden, shared)}
     if spec.attention_bias:
         shapes["qkv_bias"] = (spec.qkv_size,)
     if spec.output_bias:

@@ -48,6 +48,10 @@ HF_LAYER = {
     "down": "mlp.down_proj.weight",
     "down_bias": "mlp.down_proj.bias",
     "router": "mlp.gate.weight",
+    "shared_router": "mlp.shared_expert_gate.weight",
+    "shared_gate": "mlp.shared_expert.gate_proj.weight",
+    "shared_up": "mlp.shared_expert.up_proj.weight",
+    "shared_down": "mlp.shared_expert.down_proj.weight",
 }
 GGUF_ENDS = {
     "embedding": "token_embd.weight",
@@ -76,6 +80,10 @@ GGUF_LAYER = {
     "down": "ffn_down.weight",
     "down_bias": "ffn_down.bias",
     "router": "ffn_gate_inp.weight",
+    "shared_router": "ffn_gate_inp_shexp.weight",
+    "shared_gate": "ffn_gate_shexp.weight",
+    "shared_up": "ffn_up_shexp.weight",
+    "shared_down": "ffn_down_shexp.weight",
 }
 
 
@@ -104,6 +112,12 @@ def rows_of(field: str, num_rows: int, spec: ModelSpec) -> list[tuple[str, int, 
     """(piece, first row, end row) of each piece of a packed tensor with ``num_rows`` rows."""
     if field in EXPERT_PARTS:
         return _expert_rows(field, spec)
+    if field == "shared_gate_up":
+        half = num_rows // 2
+        return [("shared_gate", 0, half), ("shared_up", half, num_rows)]
+    if field == "router" and spec.experts is not None and num_rows > spec.experts.number:
+        end = spec.experts.number
+        return [("router", 0, end), ("shared_router", end, num_rows)]
     if spec.has_fused_projections:
         return [(field, 0, num_rows)]
     if field in ("qkv", "qkv_bias"):

@@ -336,7 +336,7 @@ class GgufReader:
         assert size is not None, tensor
         first, end = 0, tensor.shape[0] if len(tensor.shape) > 1 else 1
         if place.stack:
-            above = place.expert * place.stack[1]
+            above = place.expert * place.stack[1] if place.expert else 0
             first, end = above + place.first, above + place.end
         return tensor.offset + first * size, tensor.offset + end * size
 

@@ -19,14 +19,21 @@ from tests.specs import model_spec
 HIDDEN, INNER = 72, 40
 
 
-def sparse_spec(number: int, per_token: int, normalised: bool, dtype: str = "float32") -> ModelSpec:
-    experts = Experts(number, per_token, normalised)
+def sparse_spec(
+    number: int,
+    per_token: int,
+    normalised: bool,
+    dtype: str = "float32",
+    shared_size: int | None = None,
+) -> ModelSpec:
+    experts = Experts(number, per_token, normalised, shared_size)
     return model_spec(hidden_size=HIDDEN, intermediate_size=INNER, experts=experts, dtype=dtype)
 
 
 def random_layer(spec: ModelSpec, seed: int = 0) -> LayerWeights:
     assert spec.experts is not None
     generator, number = torch.Generator().manual_seed(seed), spec.experts.number
+    shared = spec.experts.shared_size
 
     def matrix(rows: int, columns: int) -> torch.Tensor:
         values = torch.randn(rows, columns, generator=generator) * columns**-0.5
@@ -38,9 +45,11 @@ def random_layer(spec: ModelSpec, seed: int = 0) -> LayerWeights:
         none,
         none,
         none,
-        router=matrix(number, HIDDEN),
+        router=matrix(spec.experts.num_logits, HIDDEN),
         experts_gate_up=matrix(number * 2 * INNER, HIDDEN),
         experts_down=matrix(number * HIDDEN, INNER),
+        shared_gate_up=None if shared is None else matrix(2 * shared, HIDDEN),
+        shared_down=None if shared is None else matrix(HIDDEN, shared),
     )
 
 
@@ -66,12 +75,27 @@ def computed(
 shapes = st.integers(1, 40).flatmap(lambda n: st.tuples(st.just(n), st.integers(1, n)))
 
 
-@given(shapes, st.booleans(), st.integers(1, 70), st.integers(1, 3), st.integers(0, 99))
-@settings(max_examples=40)
+shared_sizes = st.sampled_from([None, 8, 56])
+
+
+@given(
+    shapes,
+    st.booleans(),
+    shared_sizes,
+    st.integers(1, 70),
+    st.integers(1, 2),
+    st.integers(0, 99),
+)
+@settings(max_examples=15)
 def test_the_kernel_is_torch(
-    shape: tuple[int, int], normalised: bool, num: int, threads: int, seed: int
+    shape: tuple[int, int],
+    normalised: bool,
+    shared_size: int | None,
+    num: int,
+    threads: int,
+    seed: int,
 ) -> None:
-    spec = sparse_spec(*shape, normalised)
+    spec = sparse_spec(*shape, normalised, shared_size=shared_size)
     layer, rows = random_layer(spec, seed), random_rows(spec, num, seed + 1)
     expected = torch.zeros_like(rows)
     add_experts(rows, expected, layer, spec, _run_expert)
@@ -82,14 +106,15 @@ def test_the_kernel_is_torch(
 @given(
     st.sampled_from(["float32", "bfloat16"]),
     st.booleans(),
+    shared_sizes,
     st.lists(st.integers(0, 59), min_size=1, max_size=80),
     st.integers(1, 3),
 )
-@settings(max_examples=40)
+@settings(max_examples=20)
 def test_a_row_does_not_depend_on_its_batch(
-    dtype: str, normalised: bool, which: list[int], threads: int
+    dtype: str, normalised: bool, shared_size: int | None, which: list[int], threads: int
 ) -> None:
-    spec = sparse_spec(9, 3, normalised, dtype)
+    spec = sparse_spec(9, 3, normalised, dtype, shared_size)
     layer, rows = random_layer(spec), random_rows(spec, 60)
     whole = computed(spec, layer, rows)
     assert torch.equal(computed(spec, layer, rows[which], threads), whole[which])
@@ -154,16 +179,20 @@ def test_sizes_count_all_experts_and_reads_those_that_are_touched() -> None:
     assert spec.read_params(1) == pytest.approx(spec.layer_params - 6 * mlp)
     assert spec.read_params(10_000) == pytest.approx(spec.layer_params)
     assert spec.gated_size == 2 * dense.gated_size
+    shared = model_spec(experts=Experts(8, 2, True, shared_size=16))
+    assert shared.layer_params == spec.layer_params + 3 * hidden * 16 + hidden
+    assert shared.gated_size == spec.gated_size + 16
     wide = dataclasses.replace(spec, qk_norm=True, has_whole_qk_norm=True)
     assert wide.layer_params == spec.layer_params + spec.q_size + spec.kv_size
 
 
-def test_memory_of_steps_is_counted() -> None:
-    spec = sparse_spec(8, 2, True)
+@pytest.mark.parametrize(("shared_size", "num_notes"), [(None, 16), (24, 19)])
+def test_memory_of_steps_is_counted(shared_size: int | None, num_notes: int) -> None:
+    spec = sparse_spec(8, 2, True, shared_size=shared_size)
     assert spec.experts is not None
     limits = StepLimits(num_tokens=7, num_sampled=1, num_positions=1)
     scratch = _Scratch(spec, torch.float32)
     scratch.reserve(7)
     beside = spec.vocab_size * 4 + spec.head_dim * 4
     assert scratch.num_bytes == limits.buffer_bytes(spec) - beside
-    assert routing_bytes(7, spec.experts) == 4 * (7 * (8 + 8) + 26)
+    assert routing_bytes(7, spec.experts) == 4 * (7 * num_notes + 26)

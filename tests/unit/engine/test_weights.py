@@ -53,6 +53,7 @@ def generate(path: Path, num: int = 8) -> list[int]:
         ("ernie4_5", "ernie4_5"),
         ("mixtral", "llama"),
         ("olmoe", "olmoe"),
+        ("qwen2_moe", "qwen2moe"),
         ("qwen3_moe", "qwen3moe"),
     ],
 )

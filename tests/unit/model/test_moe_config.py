@@ -23,6 +23,14 @@ OLMOE: dict[str, Any] = {
     "num_experts_per_tok": 8,
     "clip_qkv": None,
 }
+QWEN2: dict[str, Any] = {
+    **LLAMA,
+    "architectures": ["Qwen2MoeForCausalLM"],
+    "moe_intermediate_size": 48,
+    "shared_expert_intermediate_size": 112,
+    "num_experts": 60,
+    "num_experts_per_tok": 4,
+}
 QWEN3: dict[str, Any] = {
     **LLAMA,
     "architectures": ["Qwen3MoeForCausalLM"],
@@ -50,6 +58,10 @@ def test_experts_by_architecture(read) -> None:
     assert olmoe.experts == Experts(64, 8, normalised=False)
     assert olmoe.qk_norm and olmoe.qk_norm_sizes == (64, 32)
     assert read({**OLMOE, "norm_topk_prob": True}).experts == Experts(64, 8, normalised=True)
+    qwen2 = read(QWEN2)
+    assert qwen2.experts == Experts(60, 4, normalised=False, shared_size=112)
+    assert qwen2.attention_bias and not qwen2.output_bias and qwen2.intermediate_size == 48
+    assert not read({**QWEN2, "qkv_bias": False}).attention_bias
     qwen3 = read(QWEN3)
     assert qwen3.experts == Experts(128, 8, normalised=True) and qwen3.intermediate_size == 48
     assert qwen3.qk_norm and qwen3.qk_norm_sizes == (32, 32) and not qwen3.mlp_bias
@@ -66,6 +78,7 @@ def test_either_name_of_the_number(read) -> None:
     [
         ({**QWEN3, "decoder_sparse_step": 2}, "'decoder_sparse_step' 2"),
         ({**QWEN3, "mlp_only_layers": [0]}, r"'mlp_only_layers' \[0\]"),
+        ({**QWEN3, "use_sliding_window": True}, "'use_sliding_window' True"),
         ({**OLMOE, "clip_qkv": 8.0}, r"'clip_qkv' 8\.0"),
     ],
 )

@@ -11,6 +11,8 @@ typedef struct {
   /* In the place of gate_up and down: [experts][hidden], [experts][2 intermediate][hidden] and
    * [experts][hidden][intermediate]. */
   const void *router, *experts_gate_up, *experts_down;
+  /* Of the shared expert, if there is one. The router's last row gives its weight. */
+  const void *shared_gate_up, *shared_down;
   int32_t qkv_formats[3], o_format, gate_up_format, down_format;
 } kun_layer;
 
@@ -44,6 +46,7 @@ typedef struct {
   char *kv; /* unit 0 of layer 0 */
   int32_t experts, experts_per_token, normalises_experts; /* 0 if there are none */
   int32_t first_expert, held_experts; /* whose weights are here; all are, without ranks */
+  int32_t shared; /* inner width of the shared expert, 0 if there is none */
   int32_t whole_qk_norm; /* q_norm and k_norm are over all heads at once */
 } kun_model;
 
@@ -71,7 +74,7 @@ typedef struct {
   void *normed; /* [hidden] */
   void *qkv;    /* [(heads + 2 * kv_heads) * head_dim] */
   void *mixed;  /* [heads * head_dim] attention output */
-  void *gated;  /* [intermediate], once for each expert of a token */
+  void *gated;  /* [intermediate], once for each expert of a token; then [shared] */
   void *rounded; /* 64 bytes for each 32 elements of the widest of these; for packed weights only */
   void *routing; /* see experts.h; for experts only */
   float *sums;   /* [hidden]; for experts only */

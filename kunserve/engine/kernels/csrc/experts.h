@@ -5,7 +5,7 @@
 
 /* What the parts of one step's MLP tell each other, carved out of `kun_buffers.routing`. */
 typedef struct {
-  float *logits;   /* [tokens][experts] */
+  float *logits;   /* [tokens][experts], and one of the shared expert */
   int32_t *chosen; /* [tokens][per token], ascending */
   float *weights;  /* of each of these */
   int32_t *rows;   /* [tokens * per token] whose rows, expert after expert */
@@ -14,14 +14,18 @@ typedef struct {
   int32_t *active; /* [experts] those that were chosen, ascending */
   int32_t *ends;   /* [experts] blocks of rows up to the end of each of those */
   int32_t *count;  /* how many were chosen */
+  int32_t *every;  /* [tokens] 0, 1, 2, ... */
+  float *shares;   /* [tokens] the weight of the shared expert */
 } routing;
 
-/* 4 (tokens (experts + 2 per token + 2 per token) + 3 experts + 2) bytes. */
+INLINE long logits_of(const kun_model *m) { return m->experts + (m->shared > 0); }
+
+/* 4 (tokens (logits + 4 per token) + 3 experts + 2) bytes, and 8 tokens for a shared expert. */
 INLINE routing routing_of(const kun_model *m, const kun_buffers *b, long tokens) {
   routing r;
   long slots = tokens * m->experts_per_token;
   r.logits = b->routing;
-  r.chosen = (int32_t *)(r.logits + tokens * m->experts);
+  r.chosen = (int32_t *)(r.logits + tokens * logits_of(m));
   r.weights = (float *)(r.chosen + slots);
   r.rows = (int32_t *)(r.weights + slots);
   r.by = (float *)(r.rows + slots);
@@ -29,6 +33,8 @@ INLINE routing routing_of(const kun_model *m, const kun_buffers *b, long tokens)
   r.active = r.starts + m->experts + 1;
   r.ends = r.active + m->experts;
   r.count = r.ends + m->experts;
+  r.every = r.count + 1;
+  r.shares = (float *)(r.every + tokens);
   return r;
 }
 
@@ -79,8 +85,13 @@ static void route_row(float *row, long experts, long per_token, int normalised, 
 static void route_part(const kun_model *m, const routing *r, long tokens, int thread) {
   long end = tokens * (thread + 1) / kun_threads(), k = m->experts_per_token;
   for (long t = tokens * thread / kun_threads(); t < end; t++) {
-    route_row(r->logits + t * m->experts, m->experts, k, m->normalises_experts, r->chosen + t * k,
-              r->weights + t * k);
+    float *row = r->logits + t * logits_of(m);
+    if (m->shared > 0) {
+      vf e = exp_vf((vf)-max_vf(splat(row[m->experts]), splat(-87.0f)));
+      r->shares[t] = 1.0f / (1.0f + e[0]);
+      r->every[t] = (int32_t)t;
+    }
+    route_row(row, m->experts, k, m->normalises_experts, r->chosen + t * k, r->weights + t * k);
   }
 }
 
@@ -146,18 +157,31 @@ static void experts_gate_up(const kun_model *m, const kun_layer *w, const kun_bu
   }
 }
 
+/* Add some columns of weighted products to the sums of the tokens that `job` names. */
+static void add_columns(const linear_job *job, char *packed, long from, long to) {
+  long blocks = blocks_of(job->m, job->k * (long)sizeof(elem));
+  for (long block = 0; block < blocks; block++) {
+    for (long column = from; column < to; column += PANEL) {
+      panel_pass(job, packed, column, job->m * block / blocks, job->m * (block + 1) / blocks);
+    }
+  }
+}
+
 /* The residual stream plus every token's weighted experts; of several ranks, this one's part of
  * that sum. A piece of work is a run of columns of
  * all experts, so that their sums have one order and need no lock. */
 static void experts_down(const kun_model *m, const kun_layer *w, const kun_buffers *b,
                          const routing *r, long tokens, int thread) {
   long hidden = m->hidden, inner = m->intermediate, panels = (hidden + PANEL - 1) / PANEL;
-  long row_bytes = inner * (long)sizeof(elem), runs = kun_threads() * 4;
+  long widest = inner > m->shared ? inner : m->shared, runs = kun_threads() * 4;
   if (runs > panels) runs = panels;
   const kun_ranks *ranks = b->ranks;
   float *sums = b->sums;
   if (ranks != NULL) sums = (float *)ranks->parts + ranks->rank * tokens * hidden;
-  char *packed = pool_scratch(thread, (size_t)(row_bytes * PANEL));
+  char *packed = pool_scratch(thread, (size_t)(widest * PANEL) * sizeof(elem));
+  linear_job shared = {(const elem *)b->gated + tokens * m->experts_per_token * inner,
+                       w->shared_down, NULL, sums, tokens, hidden, m->shared, KUN_WEIGHTED,
+                       r->every, r->shares};
   for (long run = pool_take(); run < runs; run = pool_take()) {
     long from = panels * run / runs * PANEL, to = panels * (run + 1) / runs * PANEL;
     if (to > hidden) to = hidden;
@@ -166,16 +190,12 @@ static void experts_down(const kun_model *m, const kun_layer *w, const kun_buffe
     }
     for (long i = 0; i < *r->count; i++) {
       long e = r->active[i], first = r->starts[e], rows = r->starts[e + 1] - first;
-      long blocks = blocks_of(rows, row_bytes);
       linear_job job = {(const elem *)b->gated + first * inner,
                         (const elem *)w->experts_down + e * hidden * inner, NULL, sums, rows,
                         hidden, inner, KUN_WEIGHTED, r->rows + first, r->by + first};
-      for (long block = 0; block < blocks; block++) {
-        for (long column = from; column < to; column += PANEL) {
-          panel_pass(&job, packed, column, rows * block / blocks, rows * (block + 1) / blocks);
-        }
-      }
+      add_columns(&job, packed, from, to);
     }
+    if (m->shared > 0) add_columns(&shared, packed, from, to);
     for (long t = 0; t < tokens && ranks == NULL; t++) {
       for (long column = from; column < to; column += LANES) {
         int left = (int)(to - column);
@@ -193,10 +213,17 @@ static void experts_down(const kun_model *m, const kun_layer *w, const kun_buffe
 static void experts_part(const kun_model *m, const kun_layer *w, const kun_buffers *b, long tokens,
                          int thread) {
   routing r = routing_of(m, b, tokens);
-  linear_job logits = {b->normed, w->router, NULL, r.logits, tokens, m->experts, m->hidden,
+  linear_job logits = {b->normed, w->router, NULL, r.logits, tokens, logits_of(m), m->hidden,
                        KUN_FLOAT};
+  linear_job shared = {b->normed, w->shared_gate_up, NULL,
+                       (elem *)b->gated + tokens * m->experts_per_token * m->intermediate,
+                       tokens, m->shared, m->hidden, KUN_SWIGLU};
   linear_part(&logits, thread);
   pool_barrier();
+  if (m->shared > 0) {
+    linear_part(&shared, thread);
+    pool_barrier();
+  }
   route_part(m, &r, tokens, thread);
   pool_barrier();
   if (thread == 0) group_rows(m, &r, tokens);
