@@ -6,6 +6,7 @@ Both instances have random weights of Qwen2.5-0.5B's shape, with fewer layers, a
 by step: whole steps, from token ids to the most likely tokens. Sums are float32 of a step's rows,
 each call from rows that lie in each process's own memory; ours and gloo's take turns in the same
 two processes. Figures are medians over the rounds with their ranges, ratios are of medians.
+On a machine with other work the ratio of processor times says what ranks cost beside waiting.
 """
 
 import argparse
@@ -20,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -81,6 +82,12 @@ def bodies(folder: Path, num_ranks: int, num_layers: int) -> Iterator[dict[str, 
         yield made
 
 
+def cpu_s(pids: Iterable[int]) -> float:
+    """Processor time of all threads of these processes so far."""
+    files = (file for pid in pids for file in Path(f"/proc/{pid}/task").glob("*/schedstat"))
+    return sum(int(file.read_text().split()[0]) for file in files) / 1e9
+
+
 def step(body: EngineBody, batch: StepBatch) -> None:
     """Embedding, layers, logits, the most likely tokens."""
     decoder = body._decoder
@@ -92,24 +99,30 @@ def measure_steps(report: Report, made: dict[str, EngineBody], num_ranks: int, r
     for name, shape in SHAPES.items():
         batch, repeats = make_batch(*shape), 1 if shape[1] > 1 else 8
         times: dict[str, list[float]] = {kind: [] for kind in made}
+        busy: dict[str, list[float]] = {kind: [] for kind in made}
         for number in range(rounds + 1):
             for kind, body in made.items():
                 # One pool is all bodies' of this process.
                 set_num_threads(num_ranks if kind == "threads" else 1)
                 step(body, batch)
-                started = time.perf_counter()
+                pids = (os.getpid(), *body.other_pids)
+                began_cpu_s, started = cpu_s(pids), time.perf_counter()
                 for _ in range(repeats):
                     step(body, batch)
                 if number:
                     times[kind].append((time.perf_counter() - started) / repeats)
+                    busy[kind].append((cpu_s(pids) - began_cpu_s) / repeats)
         for kind, found in times.items():
             rates = [shape[0] * shape[1] / seconds for seconds in found]
             case: dict[str, Setting] = {"case": name, "instance": kind}
             report.add("throughput", statistics.median(rates), "tokens/s", **case)
             report.add("least", min(rates), "tokens/s", **case)
             report.add("most", max(rates), "tokens/s", **case)
+            report.add("processor time", 1e3 * statistics.median(busy[kind]), "ms", **case)
         ratio = statistics.median(times["threads"]) / statistics.median(times["ranks"])
         report.add("ranks / threads", ratio, "x", case=name)
+        ratio = statistics.median(busy["threads"]) / statistics.median(busy["ranks"])
+        report.add("by processor time", ratio, "x", case=name)
 
 
 class Peer:
