@@ -52,6 +52,11 @@ class Backend(Protocol):
     splits_head: bool
     """Whether a pipeline's stages compute the output head together."""
 
+    @property
+    def other_pids(self) -> tuple[int, ...]:
+        """Processes that hold and compute the instance with this one."""
+        ...
+
     def settle(self, spec: ModelSpec, config: InstanceConfig, most: StepLimits) -> InstanceConfig:
         """The settings to be used; raises ConfigError for what cannot run here.
 
@@ -109,6 +114,11 @@ class OneMemory:
     device: torch.device
     open_pages: OpenPages
     pads_steps: bool
+
+    @property
+    def other_pids(self) -> tuple[int, ...]:
+        """See ``Backend``."""
+        return ()
 
     def open_memory(
         self,

@@ -27,8 +27,8 @@ from kunserve.core.snapshots import InstanceSpec
 from kunserve.core.step import SampledRow, SampledToken
 from kunserve.engine.attention import TORCH_DTYPES
 from kunserve.engine.backend import Backend, CpuBackend
-from kunserve.engine.decoder import PANEL_ROWS, StepBatch, StepLimits
-from kunserve.engine.free_memory import anonymous_bytes
+from kunserve.engine.decoder import PANEL_ROWS, StepBatch, StepDecoder, StepLimits
+from kunserve.engine.free_memory import anonymous_bytes, beside_bytes
 from kunserve.engine.memory import InstanceMemory, MemoryPlan
 from kunserve.engine.prompt_scorer import PromptScorer
 from kunserve.engine.split_head import (
@@ -140,7 +140,8 @@ class EngineBody:
         self._prompt_tokens: dict[RequestId, int] = {}
         self._host = HostStore(self.memory)
         load_s = time.perf_counter() - started
-        self.account = _account(self.memory, self.model, self._decoder.buffer_bytes, load_s)
+        beside = beside_bytes(self.other_pids)
+        self.account = _account(self.memory, self.model, self._decoder, beside, load_s)
 
     @property
     def computes_aside(self) -> bool:
@@ -151,6 +152,11 @@ class EngineBody:
     def spec(self) -> InstanceSpec:
         """What the instance is made of."""
         return self._spec
+
+    @property
+    def other_pids(self) -> tuple[int, ...]:
+        """Processes of the instance beside this one."""
+        return self._backend.other_pids
 
     def execute(
         self,
@@ -403,7 +409,7 @@ def _step_limits(spec: ModelSpec, instance: InstanceConfig, most: StepLimits) ->
 
 
 def _account(
-    memory: InstanceMemory, model: ModelSpec, buffer_bytes: int, load_s: float
+    memory: InstanceMemory, model: ModelSpec, decoder: StepDecoder, other_bytes: int, load_s: float
 ) -> StartupAccount:
     spec = memory.spec
     blocks = spec.blocks_when_holding(spec.num_layers)
@@ -414,8 +420,8 @@ def _account(
         kv_units=spec.kv_units,
         kv_blocks=blocks,
         longest_request_tokens=min(model.max_position, blocks * spec.block_size),
-        buffer_bytes=buffer_bytes,
-        process_bytes=spec.memory_bytes + anonymous_bytes(),
+        buffer_bytes=decoder.buffer_bytes,
+        process_bytes=spec.memory_bytes + anonymous_bytes() + other_bytes,
         load_s=load_s,
     )
 

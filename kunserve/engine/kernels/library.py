@@ -133,6 +133,7 @@ _TYPED = {
         c_void_p,
     ),
     "kun_gather": (POINTER(CPacked), c_void_p, c_void_p, c_int64, c_int64),
+    "kun_rank_sum": (POINTER(CRanks), c_void_p, c_int64, c_int64),
     "kun_rms_norm": (c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_float),
     "kun_place": (POINTER(CModel), POINTER(CLayer), POINTER(CBatch), POINTER(CBuffers), c_int64),
     "kun_experts": (POINTER(CModel), POINTER(CLayer), POINTER(CBuffers), c_int64),

@@ -66,6 +66,11 @@ class RankedBackend:
         self._members: Members | None = None
         self._await_others: Callable[[], None] | None = None
 
+    @property
+    def other_pids(self) -> tuple[int, ...]:
+        """See ``Backend``."""
+        return () if self._members is None else self._members.pids
+
     def settle(self, spec: ModelSpec, config: InstanceConfig, most: StepLimits) -> InstanceConfig:
         """See ``Backend``."""
         check_shardable(spec, self._num_ranks)

@@ -1,5 +1,6 @@
 """Rank 0's side of the other ranks: it starts them, tells them, and dies with them."""
 
+import contextlib
 import logging
 import os
 import signal
@@ -72,11 +73,15 @@ class Members:
         """Held from a word to its answers."""
         self._talks: list[Talk] = []
         self._processes: list[RankProcess] = []
-        for _ in range(1, num_ranks):
-            talk, theirs = talk_pair()
-            with theirs:
-                self._talks.append(talk)
-                self._processes.append(start(theirs))
+        try:
+            for _ in range(1, num_ranks):
+                talk, theirs = talk_pair()
+                with theirs:
+                    self._talks.append(talk)
+                    self._processes.append(start(theirs))
+        except OSError as error:
+            self.close()
+            raise ConfigError(f"cannot start {num_ranks - 1} more ranks: {error}") from error
 
     @property
     def pids(self) -> tuple[int, ...]:
@@ -90,7 +95,8 @@ class Members:
         """
         self._lock.acquire()
         for talk, order, fd in zip(self._talks, orders, arena_fds, strict=True):
-            talk.say(order, (fd, self.meeting.fd))
+            with contextlib.suppress(RankLost):  # it has ended: whoever awaits it sees how
+                talk.say(order, (fd, self.meeting.fd))
         return self._await_start
 
     def _await_start(self) -> None:

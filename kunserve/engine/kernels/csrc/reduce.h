@@ -41,3 +41,21 @@ static void sum_part(const linear_job *job, const kun_ranks *ranks, int thread) 
     store_some(y + i, sum, left);
   }
 }
+
+typedef struct {
+  linear_job job;
+  kun_ranks *ranks;
+} lone_sum;
+
+static void sum_fn(void *arg, int thread) {
+  const lone_sum *lone = arg;
+  ranks_barrier(lone->ranks);
+  sum_part(&lone->job, lone->ranks, thread);
+  ranks_barrier(lone->ranks);
+}
+
+/* y [rows][n], shared, becomes the sum of what the ranks have left in `ranks->parts`. */
+void NAME(kun_rank_sum)(kun_ranks *ranks, elem *y, int64_t rows, int64_t n) {
+  lone_sum lone = {{.y = y, .m = rows, .n = n, .kind = KUN_STORE}, ranks};
+  pool_run(sum_fn, &lone);
+}
