@@ -27,7 +27,7 @@ import zmq
 
 from kunserve.cluster.fake import FakeBody, FakeModel, fake_spec
 from kunserve.cluster.in_process_mover import InProcessMover, Pull
-from kunserve.cluster.launch import FakeSettings, InstanceOrder, InstanceProcess, python_command
+from kunserve.cluster.launch import FakeSettings, InstanceOrder, InstanceProcess
 from kunserve.cluster.process_mark import mark_of
 from kunserve.control.instance.agent import InstanceAgent
 from kunserve.control.instance.state import AgentConfig
@@ -35,6 +35,7 @@ from kunserve.control.instance.work import Work
 from kunserve.core.config import KunServeConfig
 from kunserve.core.ids import InstanceId
 from kunserve.core.messages import Alive, Connect, Message, Ready
+from kunserve.core.python_command import python_command
 from kunserve.core.transfer import KvPull, LayerLoad, PeerAddress
 from kunserve.transport.channel import InstanceChannel
 

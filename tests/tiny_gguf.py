@@ -51,6 +51,15 @@ def write_gguf(
         writer.add_residual_scale(config.residual_multiplier)
         writer.add_attention_scale(config.attention_multiplier)
         writer.add_logit_scale(config.logits_scaling)
+    if hasattr(config, "num_experts_per_tok"):
+        number = getattr(config, "num_local_experts", None) or config.num_experts
+        writer.add_expert_count(number)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+    if hasattr(config, "shared_expert_intermediate_size"):
+        width = config.shared_expert_intermediate_size
+        writer.add_expert_shared_feed_forward_length(width)
+    if hasattr(config, "moe_intermediate_size"):
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
     if getattr(config, "sliding_window", None):
         writer.add_sliding_window(config.sliding_window)
     writer.add_eos_token_id(2)
@@ -93,7 +102,14 @@ def _tensors(model: transformers.PreTrainedModel, num_layers: int):
         for piece, hf_name in HF_LAYER.items():
             tensor = state.get(f"model.layers.{layer}.{hf_name}")
             if tensor is not None:
-                yield f"blk.{layer}.{GGUF_LAYER[piece]}", tensor
+                # llama.cpp's converter takes the first dimension of a single row away.
+                yield f"blk.{layer}.{GGUF_LAYER[piece]}", tensor.squeeze(0)
+        experts = f"model.layers.{layer}.mlp.experts"
+        if f"{experts}.down_proj" in state:
+            gate, up = state[f"{experts}.gate_up_proj"].chunk(2, dim=1)
+            parts = {"gate": gate, "up": up, "down": state[f"{experts}.down_proj"]}
+            for name, tensor in parts.items():
+                yield f"blk.{layer}.ffn_{name}_exps.weight", tensor.contiguous()
 
 
 def _rope_divisors(model: transformers.PreTrainedModel) -> np.ndarray:

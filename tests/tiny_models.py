@@ -80,20 +80,54 @@ def _config(kind: str, num_layers: int) -> transformers.PretrainedConfig:
             )
         case "ernie4_5":
             return transformers.Ernie4_5Config(**sizes, use_bias=True, tie_word_embeddings=True)
+        case "mixtral":
+            return transformers.MixtralConfig(
+                **sizes, num_local_experts=5, num_experts_per_tok=2, sliding_window=24
+            )
+        case "olmoe":
+            sizes.pop("head_dim")
+            sizes |= {"hidden_size": 128, "intermediate_size": 24}
+            return transformers.OlmoeConfig(**sizes, num_experts=11, num_experts_per_tok=4)
+        case "qwen2_moe":
+            sizes.pop("head_dim")
+            return transformers.Qwen2MoeConfig(
+                **{**sizes, "hidden_size": 128},
+                moe_intermediate_size=24,
+                shared_expert_intermediate_size=40,
+                num_experts=9,
+                num_experts_per_tok=2,
+            )
+        case "qwen3_moe":
+            return transformers.Qwen3MoeConfig(
+                **sizes,
+                moe_intermediate_size=24,
+                num_experts=7,
+                num_experts_per_tok=3,
+                norm_topk_prob=True,
+            )
         case _:
             raise ValueError(kind)
 
 
 KINDS = ("llama", "llama3", "qwen2", "qwen3", "mistral")
 """With every operation that any model needs: most tests take one or all of these."""
-MORE_KINDS = ("linear", "yarn", "granite", "phi3", "seed_oss", "ernie4_5")
+SPARSE_KINDS = ("mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
+"""With experts."""
+MORE_KINDS = ("linear", "yarn", "granite", "phi3", "seed_oss", "ernie4_5", *SPARSE_KINDS)
 """Which differ from those by what is read from their files (docs/models.md)."""
 
 
-def tiny_model(kind: str, num_layers: int = 4, seed: int = 0) -> transformers.PreTrainedModel:
-    """A float32 model whose weights are large enough that its tokens vary."""
+def tiny_model(
+    kind: str, num_layers: int = 4, seed: int = 0, **changes: object
+) -> transformers.PreTrainedModel:
+    """A float32 model whose weights are large enough that its tokens vary.
+
+    ``changes`` are of its configuration.
+    """
     torch.manual_seed(seed)
-    model = transformers.AutoModelForCausalLM.from_config(_config(kind, num_layers))
+    config = _config(kind, num_layers)
+    config.update(changes)
+    model = transformers.AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("norm.weight"):

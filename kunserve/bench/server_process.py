@@ -13,7 +13,7 @@ from collections.abc import Generator, Sequence
 from pathlib import Path
 
 from kunserve.bench.session import ServerUnreachable
-from kunserve.cluster.launch import python_command
+from kunserve.core.python_command import python_command
 
 READY_S = 180.0
 STOP_S = 20.0

@@ -1,11 +1,9 @@
 """Starting one instance's process: what it is told, and how it says that it cannot start."""
 
 import asyncio
-import contextlib
 import logging
 import os
 import signal
-import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -19,6 +17,7 @@ from kunserve.core.config import MIB, KunServeConfig
 from kunserve.core.errors import ConfigError, ModelFiles, TooLittleMemory, UnsupportedModel
 from kunserve.core.ids import InstanceId, RequestId
 from kunserve.core.place import ONE_HOST, Place
+from kunserve.core.python_command import python_command
 from kunserve.engine.free_memory import (
     PROCESS_BYTES,
     available_bytes,
@@ -130,12 +129,13 @@ def check_memory(config: KunServeConfig) -> None:
     if not _is_memory_known(config):
         return
     front_bytes = front_bytes_left()
-    needed = num * (instance.memory_bytes + PROCESS_BYTES) + front_bytes
+    beside_bytes = instance.tensor_parallel_size * PROCESS_BYTES
+    needed = num * (instance.memory_bytes + beside_bytes) + front_bytes
     available = available_bytes()
     if needed > available:
         raise TooLittleMemory(
             f"{num} instances of {instance.memory_bytes / MIB:.0f} MiB (--instance-memory), "
-            f"about {PROCESS_BYTES / MIB:.0f} MiB beside each and {front_bytes / MIB:.0f} MiB more "
+            f"about {beside_bytes / MIB:.0f} MiB beside each and {front_bytes / MIB:.0f} MiB more "
             f"for this process need {needed / MIB:.0f} MiB; the machine, or this process's cgroup, "
             f"has {available / MIB:.0f} MiB left"
         )
@@ -144,11 +144,11 @@ def check_memory(config: KunServeConfig) -> None:
         needed / MIB,
         num,
         instance.memory_bytes / MIB,
-        PROCESS_BYTES / MIB,
+        beside_bytes / MIB,
         available / MIB,
     )
     most = config.cluster.max_instances or num
-    num_fit = (available - front_bytes) // (instance.memory_bytes + PROCESS_BYTES)
+    num_fit = (available - front_bytes) // (instance.memory_bytes + beside_bytes)
     if num_fit < most:
         logger.warning(
             "there is memory for %d instances only, so the cluster cannot grow to the %d that "
@@ -166,13 +166,14 @@ def check_growth(config: KunServeConfig, num_more: int, pids: Iterable[int]) -> 
     """
     if not _is_memory_known(config):
         return
-    each = config.instance.memory_bytes + PROCESS_BYTES
+    beside_bytes = config.instance.tensor_parallel_size * PROCESS_BYTES
+    each = config.instance.memory_bytes + beside_bytes
     owed = sum(max(0, each - held_bytes(pid)) for pid in pids)
     left = available_bytes() - owed
     if num_more * each > left:
         raise TooLittleMemory(
             f"{num_more} more of {config.instance.memory_bytes / MIB:.0f} MiB (--instance-memory) "
-            f"and about {PROCESS_BYTES / MIB:.0f} MiB beside each need {num_more * each / MIB:.0f} "
+            f"and about {beside_bytes / MIB:.0f} MiB beside each need {num_more * each / MIB:.0f} "
             f"MiB; the machine, or this process's cgroup, has {max(0, left) / MIB:.0f} MiB left "
             "beside what the running instances may still take"
         )
@@ -332,19 +333,6 @@ async def spawn(
     except (BrokenPipeError, ConnectionResetError):
         pass  # it died before it read its order: whoever waits for its end sees that
     return LocalProcess(process)
-
-
-def python_command() -> list[str]:
-    """The Python of a child that runs the code of its parent.
-
-    With ``-m`` a child looks into the working directory first. There may be another ``kunserve``,
-    for example a checkout of an older release. So ``-P`` forbids it, unless this process looks
-    there too.
-    """
-    places = {""}
-    with contextlib.suppress(FileNotFoundError):  # somebody has removed the directory
-        places.add(os.getcwd())
-    return [sys.executable] if places & set(sys.path) else [sys.executable, "-P"]
 
 
 def end_of_process(exit_code: int) -> str:

@@ -90,7 +90,11 @@ class InstanceConfig:
     block_size: int = 16
     """Tokens per KV block."""
     num_threads: int = 1
-    """Compute threads of each instance."""
+    """Compute threads of each instance, over all its ranks."""
+    tensor_parallel_size: int = 1
+    """Ranks of each instance: processes that hold and compute a part of every layer each."""
+    enable_expert_parallel: bool = False
+    """Ranks have whole experts each, instead of a part of every one."""
     granule_bytes: int = 256 * 1024
     """Smallest piece of memory that moves between weights and KV."""
     attention: Literal["fused", "reference", "flashinfer"] = "fused"
@@ -99,7 +103,8 @@ class InstanceConfig:
     """On a GPU: ask for every operation of every step, instead of recording steps as graphs."""
 
     def __post_init__(self) -> None:
-        """A share is of a GPU's memory."""
+        """A share is of a GPU's memory, and ranks are processes of CPUs."""
+        self._check_ranks()
         share = self.gpu_memory_utilization
         if share is not None and not 0.0 < share <= 1.0:
             raise ConfigError(
@@ -107,6 +112,33 @@ class InstanceConfig:
             )
         if share is not None and self.device == "cpu":
             raise ConfigError("--gpu-memory-utilization needs --device cuda; see --instance-memory")
+
+    def _check_ranks(self) -> None:
+        num_ranks = self.tensor_parallel_size
+        if num_ranks == 1:
+            if self.enable_expert_parallel:
+                raise ConfigError(
+                    "--enable-expert-parallel spreads experts over the ranks of each instance: "
+                    "it needs --tensor-parallel-size of 2 or more"
+                )
+            return
+        if num_ranks < 1:
+            raise ConfigError(f"--tensor-parallel-size must be 1 or more, not {num_ranks}")
+        if self.device != "cpu":
+            raise ConfigError(
+                f"--tensor-parallel-size {num_ranks} needs --device cpu: sums over GPUs (an NCCL "
+                "all-reduce between processes of one GPU each) are not there"
+            )
+        if self.attention != "fused":
+            raise ConfigError(
+                f"--attention-backend {self.attention} computes on one rank only: leave "
+                f"--tensor-parallel-size {num_ranks} out"
+            )
+        if self.num_threads > num_ranks and self.num_threads % num_ranks:
+            raise ConfigError(
+                f"--num-threads {self.num_threads} are for all ranks of an instance together: "
+                f"--tensor-parallel-size {num_ranks} does not divide them"
+            )
 
     @classmethod
     def of_device(cls, device: str, **given: Any) -> "InstanceConfig":

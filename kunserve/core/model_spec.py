@@ -5,6 +5,7 @@ All memory arithmetic of the project lives here: nobody else multiplies layers b
 
 from dataclasses import dataclass
 
+from kunserve.core.experts import Experts
 from kunserve.core.packed import PackedWeights
 from kunserve.core.rope import RopeScaling
 
@@ -20,6 +21,7 @@ class ModelSpec:
     num_layers: int
     hidden_size: int
     intermediate_size: int
+    """Inner width of the MLP, or of each expert."""
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -52,6 +54,10 @@ class ModelSpec:
     """Whether files hold the two rotated values of a pair side by side (Ernie 4.5)."""
     packed: PackedWeights | None = None
     """How quantised weights lie in memory; None where all have ``dtype``."""
+    experts: Experts | None = None
+    """In the place of every layer's MLP (Mixtral, OLMoE, Qwen3-MoE)."""
+    has_whole_qk_norm: bool = False
+    """Whether ``qk_norm`` is one norm over all heads instead of one for each (OLMoE)."""
 
     @property
     def dtype_bytes(self) -> int:
@@ -74,17 +80,47 @@ class ModelSpec:
         return self.q_size + 2 * self.kv_size
 
     @property
+    def gated_size(self) -> int:
+        """Inner values of one token: of all its experts, where there are some."""
+        if self.experts is None:
+            return self.intermediate_size
+        shared = self.experts.shared_size or 0
+        return self.intermediate_size * self.experts.per_token + shared
+
+    @property
+    def mlp_params(self) -> int:
+        """Parameters of one MLP without biases: a layer's only one, or one expert."""
+        return 3 * self.hidden_size * self.intermediate_size
+
+    @property
+    def qk_norm_sizes(self) -> tuple[int, int]:
+        """Widths of the norms of q and k."""
+        whole = self.has_whole_qk_norm
+        return (self.q_size, self.kv_size) if whole else (self.head_dim, self.head_dim)
+
+    @property
     def layer_params(self) -> int:
-        """Parameters of one layer."""
+        """Parameters of one layer, with all its experts."""
         attention = self.hidden_size * self.qkv_size + self.q_size * self.hidden_size
-        mlp = 3 * self.hidden_size * self.intermediate_size
-        norms = 2 * self.hidden_size + (2 * self.head_dim if self.qk_norm else 0)
+        mlp = self.mlp_params
+        if self.experts is not None:
+            shared = 3 * self.hidden_size * (self.experts.shared_size or 0)
+            router = self.experts.num_logits * self.hidden_size
+            mlp = self.experts.held * self.mlp_params + shared + router
+        norms = 2 * self.hidden_size + (sum(self.qk_norm_sizes) if self.qk_norm else 0)
         biases = (
             (self.qkv_size if self.attention_bias else 0)
             + (self.hidden_size if self.output_bias else 0)
             + (2 * self.intermediate_size + self.hidden_size if self.mlp_bias else 0)
         )
         return attention + mlp + norms + biases
+
+    def read_params(self, num_tokens: int) -> float:
+        """Parameters of one layer that a step of so many tokens reads, on average."""
+        if self.experts is None:
+            return self.layer_params
+        idle = self.experts.number - self.experts.touched(num_tokens)
+        return self.layer_params - idle * self.mlp_params
 
     @property
     def layer_bytes(self) -> int:

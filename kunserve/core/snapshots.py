@@ -38,6 +38,9 @@ class InstanceSpec:
     head: HeadShape | None = None
     """None: the last stage of a pipeline computes the output head alone."""
     place: Place = ONE_HOST
+    tensor_parallel_size: int = 1
+    """Ranks. Bytes of units and layers are those of all of them, and so is a granule: one of each.
+    Instances of other sizes cut units and layers otherwise, so none takes another's."""
 
     def units_when_holding(self, num_layers: int) -> int:
         """KV units that every body promises once it holds so many contiguous layers only.

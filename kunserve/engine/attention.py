@@ -77,7 +77,12 @@ def c_model(spec: ModelSpec, kv_base_address: int, block_size: int) -> CModel:
         raise ConfigError(
             "--dtype float16 needs --device cuda: CPUs compute in bfloat16 or float32"
         )
-    for name, size in (("hidden_size", spec.hidden_size), ("intermediate", spec.intermediate_size)):
+    experts = spec.experts
+    for name, size in (
+        ("hidden_size", spec.hidden_size),
+        ("intermediate", spec.intermediate_size),
+        ("shared expert", 0 if experts is None else experts.shared_size or 0),
+    ):
         if size * DTYPE_BYTES[spec.dtype] % 16:
             raise ConfigError(f"{name} {size} of {spec.name} does not fill whole 16 bytes")
     if spec.head_dim % 32:
@@ -95,6 +100,12 @@ def c_model(spec: ModelSpec, kv_base_address: int, block_size: int) -> CModel:
         window=spec.sliding_window or 0,
         eps=spec.rms_eps,
         kv=kv_base_address,
+        experts=0 if experts is None else experts.number,
+        experts_per_token=0 if experts is None else experts.per_token,
+        normalises_experts=experts is not None and experts.normalised,
+        held_experts=0 if experts is None else experts.held,
+        shared=0 if experts is None else experts.shared_size or 0,
+        whole_qk_norm=spec.qk_norm and spec.has_whole_qk_norm,
     )
 
 

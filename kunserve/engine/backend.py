@@ -1,12 +1,14 @@
 """Where an instance's memory lies and what computes there: the CPU with its C kernels, or torch."""
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from kunserve.core.config import InstanceConfig
 from kunserve.core.errors import ConfigError
+from kunserve.core.ids import InstanceId
+from kunserve.core.layout import LayerRange
 from kunserve.core.model_spec import ModelSpec
 from kunserve.engine.attention import c_model
 from kunserve.engine.decoder import Decoder, ModelWeights, StepDecoder, StepLimits
@@ -20,6 +22,22 @@ from kunserve.engine.weights.readers import Reader
 from kunserve.engine.wrap import wrap
 
 
+class Loader(Protocol):
+    """Fills a model's packed tensors from files."""
+
+    def check(self) -> None:
+        """Raise ModelFiles unless everything is there, before any time is spent on reading."""
+        ...
+
+    def load_ends(self) -> None:
+        """Read what lies outside the layers: embedding, final norm, head."""
+        ...
+
+    def load_layers(self, layers: LayerRange) -> None:
+        """Read these layers, whose memory must be mapped."""
+        ...
+
+
 class Backend(Protocol):
     """What differs between bodies."""
 
@@ -31,6 +49,13 @@ class Backend(Protocol):
     """Whether a step is only asked for, and computed while the host does something else."""
     keeps_quantised: bool
     """Whether it computes with quantised weights. Else they are expanded when they are loaded."""
+    splits_head: bool
+    """Whether a pipeline's stages compute the output head together."""
+
+    @property
+    def other_pids(self) -> tuple[int, ...]:
+        """Processes that hold and compute the instance with this one."""
+        ...
 
     def settle(self, spec: ModelSpec, config: InstanceConfig, most: StepLimits) -> InstanceConfig:
         """The settings to be used; raises ConfigError for what cannot run here.
@@ -43,18 +68,26 @@ class Backend(Protocol):
         """What steps within these limits need beside weights and KV."""
         ...
 
-    def loader(
-        self, reader: Reader, spec: ModelSpec, memory: InstanceMemory, weights: ModelWeights
-    ) -> WeightLoader:
+    def open_memory(
+        self,
+        instance_id: InstanceId,
+        spec: ModelSpec,
+        config: InstanceConfig,
+        beside_bytes: int,
+    ) -> Any:
+        """An ``InstanceMemory``, or what is one for several processes."""
+        ...
+
+    def weights(self, memory: Any, spec: ModelSpec) -> ModelWeights:
+        """The packed tensors of the memory that this process computes with."""
+        ...
+
+    def loader(self, reader: Reader, spec: ModelSpec, memory: Any, weights: ModelWeights) -> Loader:
         """What fills the weights."""
         ...
 
     def decoder(
-        self,
-        spec: ModelSpec,
-        weights: ModelWeights,
-        memory: InstanceMemory,
-        config: InstanceConfig,
+        self, spec: ModelSpec, weights: ModelWeights, memory: Any, config: InstanceConfig
     ) -> StepDecoder:
         """What computes."""
         ...
@@ -75,6 +108,34 @@ def weights_in(memory: InstanceMemory, spec: ModelSpec, device: torch.device) ->
     return packed_weights(layout, spec, whole)
 
 
+class OneMemory:
+    """The part of ``Backend`` that is alike where one process has all of an instance's memory."""
+
+    device: torch.device
+    open_pages: OpenPages
+    pads_steps: bool
+
+    @property
+    def other_pids(self) -> tuple[int, ...]:
+        """See ``Backend``."""
+        return ()
+
+    def open_memory(
+        self,
+        instance_id: InstanceId,
+        spec: ModelSpec,
+        config: InstanceConfig,
+        beside_bytes: int,
+    ) -> InstanceMemory:
+        """See ``Backend``."""
+        pages, guard = self.open_pages, self.pads_steps
+        return InstanceMemory(instance_id, spec, config, beside_bytes, pages, backs_guard=guard)
+
+    def weights(self, memory: InstanceMemory, spec: ModelSpec) -> ModelWeights:
+        """See ``Backend``."""
+        return weights_in(memory, spec, self.device)
+
+
 def kv_in(memory: InstanceMemory, device: torch.device) -> torch.Tensor:
     """The bytes of all units that can ever be, from ``num_layers`` units below unit 0 on."""
     spec = memory.spec
@@ -84,7 +145,7 @@ def kv_in(memory: InstanceMemory, device: torch.device) -> torch.Tensor:
     return wrap(memory.kv_base_address - below, below + units * spec.unit_bytes, device)
 
 
-class CpuBackend:
+class CpuBackend(OneMemory):
     """Host memory and our C kernels."""
 
     device = torch.device("cpu")
@@ -92,6 +153,7 @@ class CpuBackend:
     pads_steps = False
     computes_aside = False
     keeps_quantised = True
+    splits_head = True
 
     def settle(self, spec: ModelSpec, config: InstanceConfig, most: StepLimits) -> InstanceConfig:
         """See ``Backend``."""

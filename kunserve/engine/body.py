@@ -22,12 +22,13 @@ from kunserve.core.errors import TooLittleMemory
 from kunserve.core.ids import InstanceId, RequestId
 from kunserve.core.layout import LayerRange
 from kunserve.core.model_spec import ModelSpec
+from kunserve.core.sharding import spread_over_ranks
 from kunserve.core.snapshots import InstanceSpec
 from kunserve.core.step import SampledRow, SampledToken
 from kunserve.engine.attention import TORCH_DTYPES
-from kunserve.engine.backend import Backend, CpuBackend, weights_in
-from kunserve.engine.decoder import PANEL_ROWS, StepBatch, StepLimits
-from kunserve.engine.free_memory import anonymous_bytes
+from kunserve.engine.backend import Backend, CpuBackend
+from kunserve.engine.decoder import PANEL_ROWS, StepBatch, StepDecoder, StepLimits
+from kunserve.engine.free_memory import anonymous_bytes, beside_bytes
 from kunserve.engine.memory import InstanceMemory, MemoryPlan
 from kunserve.engine.prompt_scorer import PromptScorer
 from kunserve.engine.split_head import (
@@ -105,22 +106,16 @@ class EngineBody:
         source = source or resolve_model(model.model, model.load_format)
         self._backend = backend = backend or CpuBackend()
         self.model = shape_of(source, model, keeps=backend.keeps_quantised)
+        self.model = spread_over_ranks(self.model, instance)
         most = _most_of_any_step(self.model, model, scheduler)
         instance = backend.settle(self.model, instance, most)
         limits = _step_limits(self.model, instance, most)
         reader = open_reader(source, self.model, model.seed)
         buffer_bytes = backend.buffer_bytes(self.model, limits)
-        self.memory = InstanceMemory(
-            instance_id,
-            self.model,
-            instance,
-            buffer_bytes,
-            backend.open_pages,
-            backs_guard=backend.pads_steps,
-        )
+        self.memory = backend.open_memory(instance_id, self.model, instance, buffer_bytes)
         try:
             _check_length(self.model, self.memory.spec, model.max_model_len)
-            weights = weights_in(self.memory, self.model, backend.device)
+            weights = backend.weights(self.memory, self.model)
             self._loader = backend.loader(reader, self.model, self.memory, weights)
             self._loader.check()
             self._loader.load_ends()
@@ -140,12 +135,13 @@ class EngineBody:
         self._scorer = PromptScorer(self._decoder)
         self._split_head = SplitHead(self.model, weights, self._decoder.room_for_logits)
         self._spec = self.memory.spec
-        if isinstance(backend, CpuBackend):
+        if backend.splits_head:
             self._spec = replace(self._spec, head=head_shape(self.model))
         self._prompt_tokens: dict[RequestId, int] = {}
         self._host = HostStore(self.memory)
         load_s = time.perf_counter() - started
-        self.account = _account(self.memory, self.model, self._decoder.buffer_bytes, load_s)
+        beside = beside_bytes(self.other_pids)
+        self.account = _account(self.memory, self.model, self._decoder, beside, load_s)
 
     @property
     def computes_aside(self) -> bool:
@@ -156,6 +152,11 @@ class EngineBody:
     def spec(self) -> InstanceSpec:
         """What the instance is made of."""
         return self._spec
+
+    @property
+    def other_pids(self) -> tuple[int, ...]:
+        """Processes of the instance beside this one."""
+        return self._backend.other_pids
 
     def execute(
         self,
@@ -408,19 +409,19 @@ def _step_limits(spec: ModelSpec, instance: InstanceConfig, most: StepLimits) ->
 
 
 def _account(
-    memory: InstanceMemory, model: ModelSpec, buffer_bytes: int, load_s: float
+    memory: InstanceMemory, model: ModelSpec, decoder: StepDecoder, other_bytes: int, load_s: float
 ) -> StartupAccount:
     spec = memory.spec
     blocks = spec.blocks_when_holding(spec.num_layers)
     return StartupAccount(
         memory_bytes=spec.memory_bytes,
-        weights_bytes=memory.layout.num_bytes,
+        weights_bytes=memory.weights_bytes,
         kv_bytes=spec.kv_units * spec.unit_bytes,
         kv_units=spec.kv_units,
         kv_blocks=blocks,
         longest_request_tokens=min(model.max_position, blocks * spec.block_size),
-        buffer_bytes=buffer_bytes,
-        process_bytes=spec.memory_bytes + anonymous_bytes(),
+        buffer_bytes=decoder.buffer_bytes,
+        process_bytes=spec.memory_bytes + anonymous_bytes() + other_bytes,
         load_s=load_s,
     )
 

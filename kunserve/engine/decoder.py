@@ -23,6 +23,7 @@ from kunserve.engine.attention import (
     StepBatch,
     c_model,
 )
+from kunserve.engine.experts import add_experts, routing_bytes
 from kunserve.engine.kernels.library import (
     LAYER_FIELDS,
     CBatch,
@@ -53,17 +54,27 @@ class LayerWeights:
     """[hidden, q]."""
     post_norm: torch.Tensor
     """[hidden]."""
-    gate_up: Matrix
-    """[2 * intermediate, hidden], rows of gate, then up."""
-    down: Matrix
+    gate_up: Matrix = None
+    """[2 * intermediate, hidden], rows of gate, then up; None where experts are in its place."""
+    down: Matrix = None
     """[hidden, intermediate]."""
     qkv_bias: torch.Tensor | None = None
     q_norm: torch.Tensor | None = None
-    """[head_dim] (Qwen3)."""
+    """[head_dim] (Qwen3), or as wide as all heads (OLMoE)."""
     k_norm: torch.Tensor | None = None
     o_bias: torch.Tensor | None = None
     gate_up_bias: torch.Tensor | None = None
     down_bias: torch.Tensor | None = None
+    router: torch.Tensor | None = None
+    """[experts, hidden]."""
+    experts_gate_up: torch.Tensor | None = None
+    """[experts * 2 * intermediate, hidden], each expert's as ``gate_up``."""
+    experts_down: torch.Tensor | None = None
+    """[experts * hidden, intermediate]."""
+    shared_gate_up: torch.Tensor | None = None
+    """[2 * shared, hidden], as ``gate_up``; the router's last row is its weight's."""
+    shared_down: torch.Tensor | None = None
+    """[hidden, shared]."""
 
 
 @dataclass(slots=True)
@@ -98,8 +109,11 @@ class StepLimits:
 
     def buffer_bytes(self, spec: ModelSpec) -> int:
         """What such steps need beside weights and KV."""
-        widths = spec.hidden_size + spec.qkv_size + spec.q_size + spec.intermediate_size
+        widths = spec.hidden_size + spec.qkv_size + spec.q_size + spec.gated_size
         activations = self.num_tokens * widths * spec.dtype_bytes
+        if spec.experts is not None:
+            activations += routing_bytes(self.num_tokens, spec.experts)
+            activations += self.num_tokens * spec.hidden_size * 4
         if spec.packed is not None:
             activations += rounded_bytes(self.num_tokens, _widest(spec))
         logits = self.num_sampled * spec.vocab_size * 4
@@ -161,8 +175,9 @@ class _Scratch:
             "normed": spec.hidden_size,
             "qkv": spec.qkv_size,
             "mixed": spec.q_size,
-            "gated": spec.intermediate_size,
+            "gated": spec.gated_size,
         }
+        self._experts = spec.experts
         self._dtype = dtype
         self._rounded_bytes = 0 if spec.packed is None else rounded_bytes(1, _widest(spec))
         self._tensors: dict[str, torch.Tensor] = {}
@@ -183,6 +198,10 @@ class _Scratch:
         }
         rounded = torch.empty(num_tokens, self._rounded_bytes, dtype=torch.uint8)
         self._tensors["rounded"] = rounded.zero_()
+        if self._experts is not None:
+            routing = torch.empty(routing_bytes(num_tokens, self._experts), dtype=torch.uint8)
+            self._tensors["routing"] = routing.zero_()
+            self._tensors["sums"] = torch.empty(num_tokens, self._widths["normed"]).zero_()
 
     @property
     def num_bytes(self) -> int:
@@ -192,8 +211,9 @@ class _Scratch:
     def as_c(self, hidden: torch.Tensor) -> CBuffers:
         """The kernels' view, with ``hidden`` as the residual stream."""
         buffers = CBuffers(hidden=hidden.data_ptr())
-        for name in (*self._widths, "rounded"):
-            setattr(buffers, name, self(name, hidden.shape[0]).data_ptr())
+        self(next(iter(self._widths)), hidden.shape[0])
+        for name, tensor in self._tensors.items():
+            setattr(buffers, name, tensor.data_ptr())
         return buffers
 
 
@@ -271,7 +291,7 @@ class Decoder:
         if batch.num_tokens == 0:
             return hidden
         c_batch = batch.as_c(self._rope.address(int(batch.positions.max()) + 1))
-        buffers = self._scratch.as_c(hidden)
+        buffers = self._buffers(hidden)
         runs = [self._range]
         if between_layers is not None:
             runs = [LayerRange(layer, layer + 1) for layer in range(*self._range)]
@@ -284,6 +304,10 @@ class Decoder:
             if between_layers is not None:
                 between_layers()
         return hidden
+
+    def _buffers(self, hidden: torch.Tensor) -> CBuffers:
+        """Where a step's activations go."""
+        return self._scratch.as_c(hidden)
 
     def logits(self, batch: StepBatch, hidden: torch.Tensor) -> torch.Tensor:
         """Float32 logits [n, vocab] of ``batch.sample_rows``. Overwritten by the next call."""
@@ -331,8 +355,15 @@ class Decoder:
         self._backend.attend(layer, qkv, batch, mixed)
         linear(mixed, weights.o, weights.o_bias, hidden, Finish.RESIDUAL)
         rms_norm(hidden, weights.post_norm, eps, out=normed)
+        if self._spec.experts is not None:
+            add_experts(normed, hidden, weights, self._spec, _run_expert)
+            return
         linear(normed, weights.gate_up, weights.gate_up_bias, gated, Finish.SWIGLU)
         linear(gated, weights.down, weights.down_bias, hidden, Finish.RESIDUAL)
+
+
+def _run_expert(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+    return linear(linear(x, gate_up, finish=Finish.SWIGLU), down, finish=Finish.FLOAT)
 
 
 def scaled(rows: torch.Tensor, factor: float) -> torch.Tensor:

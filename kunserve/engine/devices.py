@@ -2,12 +2,24 @@
 
 import torch
 
+from kunserve.core.config import InstanceConfig, ModelConfig
 from kunserve.core.errors import ConfigError
 from kunserve.core.ids import InstanceId
 from kunserve.engine.backend import Backend, CpuBackend
 from kunserve.engine.cuda.backend import CudaBackend
 from kunserve.engine.cuda.cards import STAND_IN, find_cards
 from kunserve.engine.cuda.driver import LIBRARY
+from kunserve.engine.ranks.backend import RankedBackend
+from kunserve.model.source import ModelSource
+
+
+def open_ranks(model: ModelConfig, source: ModelSource, config: InstanceConfig) -> Backend | None:
+    """The backend of an instance of several ranks; None for one of a single rank.
+
+    Raises ConfigError for settings that do not go over ranks.
+    """
+    num_ranks = config.tensor_parallel_size
+    return None if num_ranks == 1 else RankedBackend(model, source, num_ranks)
 
 
 def open_backend(device: str, instance_id: InstanceId) -> Backend:

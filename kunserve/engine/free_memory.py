@@ -3,6 +3,7 @@
 A container's limit is a cgroup's. Past it the kernel kills without a word, so it is asked first.
 """
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -30,15 +31,35 @@ def anonymous_bytes() -> int:
 def held_bytes(pid: int) -> int:
     """What a process holds of memory that is no file's, its share of an arena included.
 
-    0 if it has ended, or is of another machine.
+    And what its children hold beside arenas: the other ranks of an instance, whose arenas it maps,
+    too. 0 if it has ended, or is of another machine.
     """
+    return _status_bytes(pid, "RssAnon", "RssShmem") + sum(
+        _status_bytes(child, "RssAnon") for child in children_of(pid)
+    )
+
+
+def beside_bytes(pids: Iterable[int]) -> int:
+    """What these processes hold of memory that is no file's."""
+    return sum(_status_bytes(pid, "RssAnon") for pid in pids)
+
+
+def _status_bytes(pid: int, *names: str) -> int:
     try:
         lines = Path(f"/proc/{pid}/status").read_text(encoding="ascii", errors="replace")
     except OSError:
         return 0
     fields = dict(line.split(":", 1) for line in lines.splitlines())
-    names = ("RssAnon", "RssShmem")
     return sum(int(fields[name].split()[0]) * 1024 for name in names if name in fields)
+
+
+def children_of(pid: int) -> list[int]:
+    """The processes that a process has started; none if it has ended, or is of another machine."""
+    try:
+        text = Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="ascii")
+    except OSError:
+        return []  # it has ended, or the system does not say
+    return [int(child) for child in text.split()]
 
 
 def front_bytes_left() -> int:

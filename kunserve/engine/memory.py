@@ -14,6 +14,7 @@ from kunserve.core.errors import TooLittleMemory
 from kunserve.core.ids import InstanceId
 from kunserve.core.layout import LayerRange
 from kunserve.core.model_spec import ModelSpec
+from kunserve.core.sharding import config_of_rank, spec_of_rank, spread_over_ranks
 from kunserve.core.snapshots import InstanceSpec
 from kunserve.engine.arena import Arena, VirtualRange
 from kunserve.engine.pages import HostPages, OpenPages, Spans, pair_up
@@ -43,7 +44,14 @@ class MemoryPlan:
 
     @classmethod
     def of(cls, model: ModelSpec, config: InstanceConfig) -> "MemoryPlan":
-        """Divide the budget; raises TooLittleMemory when not even one block fits."""
+        """Divide the budget; raises TooLittleMemory when not even one block fits.
+
+        Of an instance of several ranks: that of each, because all are alike.
+        """
+        num_ranks = config.tensor_parallel_size
+        if num_ranks > 1:
+            model = spec_of_rank(spread_over_ranks(model, config), num_ranks)
+            config = config_of_rank(config)
         granule = config.granule_bytes
         unit = model.unit_bytes(config.block_size)
         weights = WeightLayout(model, granule).num_granules
@@ -57,10 +65,11 @@ class MemoryPlan:
             is_share = config.gpu_memory_utilization is not None
             flag = "--gpu-memory-utilization" if is_share else "--instance-memory"
             needed = (weights + -(-block // granule)) * granule
+            whose = "instance" if num_ranks == 1 else f"rank of an instance of {num_ranks}"
             raise TooLittleMemory(
-                f"{model.name} needs at least {_mib(needed)} per instance: "
+                f"{model.name} needs at least {_mib(needed)} per {whose}: "
                 f"{_mib(weights * granule)} of weights in {model.dtype} and {_mib(block)} for one "
-                f"KV block of {config.block_size} tokens; the instance has "
+                f"KV block of {config.block_size} tokens; the {whose.partition(' ')[0]} has "
                 f"{_mib(num_granules * granule)}, so the longest request that would fit has 0 "
                 f"tokens. Give more with {flag}"
             )
@@ -221,6 +230,11 @@ class InstanceMemory:
         held = LayerRange(min(self.held.first, layers.first), max(self.held.end, layers.end))
         assert held.num_layers <= self.held.num_layers + layers.num_layers, (self.held, layers)
         return self._hold(held)
+
+    @property
+    def weights_bytes(self) -> int:
+        """Granules that hold weights while every layer is held."""
+        return self.layout.num_bytes
 
     def tidy(self) -> None:
         """Unmap some addresses that were left. Call it often, between steps."""

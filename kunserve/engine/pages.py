@@ -131,7 +131,11 @@ class HostPages:
         self.num_calls = 0
         self._reserved: dict[int, tuple[int, int]] = {}
         self._prefault: _Prefault | None = None
-        self._fd = _claim(self.num_granules * granule_bytes, beside_bytes)
+        self._fd = self._take(self.num_granules * granule_bytes, beside_bytes)
+
+    def _take(self, num_bytes: int, beside_bytes: int) -> int:
+        """The file, with all its memory. Raises TooLittleMemory."""
+        return _claim(num_bytes, beside_bytes)
 
     def reserve(self, num_bytes: int) -> int:
         """See ``Pages``."""

@@ -19,6 +19,7 @@ Part = npt.NDArray[np.float32]
 """[n, rows of the vocabulary] logits. Or [n, 2], where nobody needs more: each row's largest logit
 and the token that has it."""
 _BRIEF = 2
+_FEW_ROWS = 8
 LEADER_WEIGHTS = 3_500_000
 """Planning and sampling take the leader about as long as these take eight rows: 0.7 ms."""
 Room = Callable[[int, int], torch.Tensor]
@@ -32,12 +33,13 @@ def head_shape(spec: ModelSpec) -> HeadShape | None:
     """
     if not 16 <= spec.vocab_size < 1 << 24:  # float32 holds every token
         return None
+    layer_params = spec.read_params(_FEW_ROWS)
     if spec.packed is None:
-        cost_layers = spec.vocab_size * spec.hidden_size / spec.layer_params
+        cost_layers = spec.vocab_size * spec.hidden_size / layer_params
     else:
         head_bytes = spec.embedding_bytes if spec.tied_embeddings else spec.head_bytes
         cost_layers = head_bytes / spec.layer_bytes
-    leader_layers = min(LEADER_WEIGHTS / spec.layer_params, cost_layers / 8)
+    leader_layers = min(LEADER_WEIGHTS / layer_params, cost_layers / 8)
     return HeadShape(spec.vocab_size, cost_layers, leader_layers)
 
 

@@ -14,6 +14,7 @@ from kunserve.core.layout import LayerRange
 from kunserve.core.model_spec import ModelSpec
 from kunserve.engine.attention import TORCH_DTYPES
 from kunserve.engine.decoder import LayerWeights, ModelWeights, StepBatch, StepLimits, scaled
+from kunserve.engine.experts import add_experts
 from kunserve.engine.graph_inputs import GraphInputs
 from kunserve.engine.graphs import GraphCounts, LayerGraphs, Recorder, sizes_up_to
 from kunserve.engine.kernels.rope import RopeTable
@@ -228,6 +229,17 @@ class TorchDecoder:
         ops.attend(layer, q, self._kv, batch, mixed)
         _add_linear(mixed, weights.o, weights.o_bias, hidden)
         ops.rms_norm(hidden, weights.post_norm, spec.rms_eps, normed)
+        if spec.experts is not None:
+
+            def run_expert(
+                x: torch.Tensor, gate_up_of: torch.Tensor, down_of: torch.Tensor
+            ) -> torch.Tensor:
+                inner = x.new_empty(len(x), down_of.shape[1])
+                ops.silu_mul(x @ gate_up_of.t(), inner)
+                return inner @ down_of.t()
+
+            add_experts(normed, hidden, weights, spec, run_expert)
+            return
         _linear(normed, weights.gate_up, weights.gate_up_bias, gate_up)
         ops.silu_mul(gate_up, gated)
         _add_linear(gated, weights.down, weights.down_bias, hidden)
@@ -241,8 +253,11 @@ class TorchDecoder:
         q_end, k_end = spec.num_heads, spec.num_heads + spec.num_kv_heads
         q, k, v = heads[:, :q_end], heads[:, q_end:k_end], heads[:, k_end:]
         if weights.q_norm is not None and weights.k_norm is not None:
-            self._ops.rms_norm(q, weights.q_norm, spec.rms_eps, q)
-            self._ops.rms_norm(k, weights.k_norm, spec.rms_eps, k)
+            q_rows, k_rows = q, k
+            if spec.has_whole_qk_norm:
+                q_rows, k_rows, _ = qkv.split([spec.q_size, spec.kv_size, spec.kv_size], dim=1)
+            self._ops.rms_norm(q_rows, weights.q_norm, spec.rms_eps, q_rows)
+            self._ops.rms_norm(k_rows, weights.k_norm, spec.rms_eps, k_rows)
         return q, k, v
 
     def _reserve_positions(self, num_positions: int) -> None:

@@ -18,6 +18,7 @@ from kunserve.model.gguf_config import eos_ids_from_gguf, spec_from_gguf
 from kunserve.model.gguf_file import read_gguf
 from kunserve.model.granite import with_granite_scales
 from kunserve.model.json_file import read_json
+from kunserve.model.moe_config import experts_from_hf, inner_size_from_hf
 from kunserve.model.quantization import check_quantization
 from kunserve.model.source import ModelSource
 
@@ -51,9 +52,13 @@ SUPPORTED_ARCHITECTURES = (
     "GraniteForCausalLM",
     "LlamaForCausalLM",
     "MistralForCausalLM",
+    "MixtralForCausalLM",
+    "OlmoeForCausalLM",
     "Phi3ForCausalLM",
     "Qwen2ForCausalLM",
+    "Qwen2MoeForCausalLM",
     "Qwen3ForCausalLM",
+    "Qwen3MoeForCausalLM",
     "SeedOssForCausalLM",
 )
 
@@ -178,24 +183,26 @@ def spec_from_hf(config: _HfConfig, name: str, dtype: str) -> ModelSpec:
         architecture=architecture,
         num_layers=num_layers,
         hidden_size=hidden_size,
-        intermediate_size=config.integer("intermediate_size"),
+        intermediate_size=inner_size_from_hf(config, architecture),
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=config.integer("head_dim", hidden_size // num_heads),
         vocab_size=config.integer("vocab_size"),
         max_position=max_position,
-        rope_theta=_rope_theta(config),
-        rms_eps=config.number("rms_norm_eps", 1e-6),
+        rope_theta=_rope_theta(config, architecture),
+        rms_eps=config.number("rms_norm_eps", _OTHER_EPS.get(architecture, 1e-6)),
         tied_embeddings=config.flag("tie_word_embeddings", architecture in _TIED_BY_DEFAULT),
         attention_bias=attention_bias,
         output_bias=output_bias,
         mlp_bias=mlp_bias,
-        qk_norm=architecture == "Qwen3ForCausalLM",
+        qk_norm=architecture in _QK_NORMS,
         rope_scaling=rope_scaling,
         sliding_window=_sliding_window(config, architecture, num_layers, max_position),
         dtype=dtype,
         has_fused_projections=architecture == "Phi3ForCausalLM",
         has_paired_rope=architecture == "Ernie4_5ForCausalLM",
+        experts=experts_from_hf(config, architecture),
+        has_whole_qk_norm=architecture == "OlmoeForCausalLM",
     )
     if architecture != "GraniteForCausalLM":
         return spec
@@ -210,6 +217,11 @@ def spec_from_hf(config: _HfConfig, name: str, dtype: str) -> ModelSpec:
 
 _TIED_BY_DEFAULT = ("Ernie4_5ForCausalLM",)
 """Whose configurations in ``transformers`` tie embeddings unless they say otherwise."""
+_OTHER_EPS = {"MixtralForCausalLM": 1e-5, "OlmoeForCausalLM": 1e-5}
+_OTHER_THETA = {"MixtralForCausalLM": 1e6}
+_QK_NORMS = ("OlmoeForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
+_NO_BIASES = ("MistralForCausalLM", "MixtralForCausalLM", "Phi3ForCausalLM")
+_NO_MLP_BIAS = _QK_NORMS
 
 
 def _biases(config: _HfConfig, architecture: str) -> tuple[bool, bool, bool]:
@@ -217,8 +229,10 @@ def _biases(config: _HfConfig, architecture: str) -> tuple[bool, bool, bool]:
     match architecture:
         case "Qwen2ForCausalLM":
             return True, False, False
-        case "MistralForCausalLM" | "Phi3ForCausalLM":
+        case name if name in _NO_BIASES:
             return False, False, False
+        case "Qwen2MoeForCausalLM":
+            return config.flag("qkv_bias", True), False, False
         case "Ernie4_5ForCausalLM":
             biased = config.flag("use_bias")
             return biased, biased, biased
@@ -226,7 +240,7 @@ def _biases(config: _HfConfig, architecture: str) -> tuple[bool, bool, bool]:
             attention = config.flag("attention_bias", True)
             return attention, config.flag("attention_out_bias"), config.flag("mlp_bias")
     biased = config.flag("attention_bias")
-    return biased, biased, config.flag("mlp_bias") and architecture != "Qwen3ForCausalLM"
+    return biased, biased, config.flag("mlp_bias") and architecture not in _NO_MLP_BIAS
 
 
 def _architecture(config: _HfConfig) -> str:
@@ -254,10 +268,10 @@ def _refuse_unsupported(config: _HfConfig) -> None:
         raise UnsupportedModel(f"{config.path}: partial rotary embedding is not supported")
 
 
-def _rope_theta(config: _HfConfig) -> float:
+def _rope_theta(config: _HfConfig, architecture: str) -> float:
     theta = config.rope.get("rope_theta")
     if theta is None:
-        return config.number("rope_theta", 10000.0)
+        return config.number("rope_theta", _OTHER_THETA.get(architecture, 10000.0))
     return config.positive("rope_theta", theta)
 
 
@@ -322,7 +336,7 @@ def _sliding_window(
 ) -> int | None:
     """The window, where every layer has it; a mixture is not supported."""
     values = config.values
-    if architecture in ("MistralForCausalLM", "Phi3ForCausalLM"):
+    if architecture in _NO_BIASES:
         window = config.window(4096 if architecture == "MistralForCausalLM" else None)
     elif architecture.startswith("Qwen") and config.flag("use_sliding_window"):
         window = config.window()

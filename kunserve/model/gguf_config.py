@@ -16,16 +16,20 @@ from kunserve.core.rope import (
 )
 from kunserve.model.gguf_file import GgufFile
 from kunserve.model.granite import with_granite_scales
+from kunserve.model.moe_config import experts_from_gguf, inner_size_from_gguf
 
 GGUF_ARCHITECTURES = {
     "ernie4_5": "Ernie4_5ForCausalLM",
     "granite": "GraniteForCausalLM",
     "llama": "LlamaForCausalLM",
+    "olmoe": "OlmoeForCausalLM",
     "phi3": "Phi3ForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
+    "qwen2moe": "Qwen2MoeForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "qwen3moe": "Qwen3MoeForCausalLM",
 }
-"""llama.cpp writes Mistral models as ``llama``."""
+"""llama.cpp writes Mistral models as ``llama``, and Mixtral ones, too."""
 PAIRED_ROPE = ("ernie4_5", "granite", "llama")
 """Whose files hold the two rotated values of a pair side by side."""
 _GRANITE_SCALES = {
@@ -53,8 +57,6 @@ def spec_from_gguf(file: GgufFile, name: str, dtype: str) -> ModelSpec:
             f"{file.path}: GGUF architecture {kind!r} is not supported; "
             f"supported are {', '.join(GGUF_ARCHITECTURES)}"
         )
-    if file.metadata.get(f"{kind}.expert_count"):
-        raise UnsupportedModel(f"{file.path}: mixtures of experts are not supported")
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None:
         raise ModelFiles(f"{file.path}: tensor 'token_embd.weight' is missing")
@@ -69,12 +71,14 @@ def spec_from_gguf(file: GgufFile, name: str, dtype: str) -> ModelSpec:
     window = file.get(f"{kind}.attention.sliding_window", int, 0)
     if window < 0:
         raise ModelFiles(f"{file.path}: a sliding window of {window} tokens")
+    experts = experts_from_gguf(file, kind)
+    is_mixtral = kind == "llama" and experts is not None
     spec = ModelSpec(
         name=name,
-        architecture=GGUF_ARCHITECTURES[kind],
+        architecture="MixtralForCausalLM" if is_mixtral else GGUF_ARCHITECTURES[kind],
         num_layers=file.count(f"{kind}.block_count"),
         hidden_size=hidden_size,
-        intermediate_size=file.count(f"{kind}.feed_forward_length"),
+        intermediate_size=inner_size_from_gguf(file, kind),
         num_heads=num_heads,
         num_kv_heads=file.count(f"{kind}.attention.head_count_kv", num_heads),
         head_dim=head_dim,
@@ -92,6 +96,8 @@ def spec_from_gguf(file: GgufFile, name: str, dtype: str) -> ModelSpec:
         sliding_window=window if 0 < window < max_position else None,
         dtype=dtype,
         has_fused_projections=kind == "phi3",
+        experts=experts,
+        has_whole_qk_norm=kind == "olmoe",
     )
     if kind == "granite":
         scales = {name: file.number(f"granite.{key}", 1.0) for name, key in _GRANITE_SCALES.items()}
@@ -103,8 +109,6 @@ def spec_from_gguf(file: GgufFile, name: str, dtype: str) -> ModelSpec:
 
 def _refuse_unsupported(file: GgufFile, kind: str, head_dim: int) -> None:
     """Raise UnsupportedModel for what would load and answer plausibly wrong."""
-    if file.metadata.get(f"{kind}.expert_count"):
-        raise UnsupportedModel(f"{file.path}: mixtures of experts are not supported")
     rotated = file.get(f"{kind}.rope.dimension_count", int, head_dim)
     if rotated != head_dim:
         raise UnsupportedModel(

@@ -18,6 +18,8 @@ Where ours differs, and why:
   than two stages must be worth it (``min_deep_gain``). A pair that gains nothing, or whose
   members would refuse, is skipped (``MergeQueue.pop_pair``).
 * Groups that stand near each other merge first (``nearness``): of one host, of one rack, of any.
+* Instances of other numbers of ranks never merge, because a rank's part of KV and weights is
+  another one there.
 * Ending without enough, the caller relieves KV memory otherwise and asks for more instances.
 
 ``merge_cache`` works equal merges out once, so that 10,000 instances are planned in milliseconds.
@@ -35,6 +37,7 @@ from kunserve.policy.capacity import Specs
 from kunserve.policy.merge_cache import MergeCache, Shape
 from kunserve.policy.merge_places import PlacedQueue
 from kunserve.policy.merge_queue import PlannedGroup
+from kunserve.policy.moves import ranks_obstacle
 from kunserve.policy.nearness import exchange_s
 
 NOTHING_USED: Mapping[GroupId, int] = MappingProxyType({})
@@ -62,6 +65,8 @@ class DropPlan:
     required_blocks: int
     enough: bool
     """False: nothing is left to free; relieve the KV otherwise and ask for more instances."""
+    obstacle: str | None = None
+    """Why groups that are left cannot merge, where it is not that they would gain nothing."""
 
     @property
     def gain_blocks(self) -> int:
@@ -131,7 +136,9 @@ def plan_drop(
             for number, group in enumerate(changed)
         ]
     )
-    return DropPlan(merges, required_blocks, gain >= needed)
+    enough = gain >= needed
+    left = () if enough else [specs[group.old[0].leader].tensor_parallel_size for group in groups]
+    return DropPlan(merges, required_blocks, enough, ranks_obstacle(left))
 
 
 def _merge_until(queue: PlacedQueue, needed: int, needed_there: int) -> int:

@@ -52,7 +52,7 @@ class MergeCache:
         self._specs = specs
         self._min_deep_gain = min_deep_gain
         self._head_cost_layers = head_cost_layers
-        self._kinds: dict[tuple[int, int, int, int], Kind] = {}
+        self._kinds: dict[tuple[int, int, int, int, int], Kind] = {}
         self._examples: list[InstanceSpec] = []
         """One instance of each kind."""
         self._layouts: dict[Held, Shape] = {}
@@ -87,6 +87,8 @@ class MergeCache:
 
     def _merge(self, one: Shape, other: Shape, prefer: Prefer) -> Shape | None:
         held = one.held + other.held
+        if len({self._examples[kind].tensor_parallel_size for _, kind in held}) > 1:
+            return None
         stages = self._split(held, prefer)
         if stages is None:
             return None
@@ -122,7 +124,8 @@ class MergeCache:
         return self._splits[held, prefer]
 
     def _kind_of(self, spec: InstanceSpec) -> Kind:
-        memory = (spec.kv_units, spec.layer_bytes, spec.unit_bytes, spec.granule_bytes)
+        ranks = spec.tensor_parallel_size
+        memory = (spec.kv_units, spec.layer_bytes, spec.unit_bytes, spec.granule_bytes, ranks)
         kind = self._kinds.get(memory)
         if kind is None:
             kind = self._kinds[memory] = len(self._examples)

@@ -2,11 +2,13 @@
 
 One queue per site: per host at first, then per rack, then one of all. The next queues are made
 when no two groups within a site gain by merging any more. On one host there is one queue, and the
-order is that of ``MergeQueue``.
+order is that of ``MergeQueue``. Groups whose instances have other numbers of ranks never merge, so
+they stand in queues of their own (``Kind``).
 """
 
 import heapq
 from collections.abc import Callable
+from typing import TypeAlias
 
 from kunserve.core.layout import GroupLayout
 from kunserve.policy.capacity import Specs
@@ -16,6 +18,8 @@ from kunserve.policy.nearness import ANYWHERE, SAME_HOST, Site, reaches, site_of
 
 Worth = Callable[[PlannedGroup, PlannedGroup, Shape], bool]
 """Whether a merge across hosts is worth its exchange."""
+Kind: TypeAlias = tuple[int, Site]
+"""Ranks of each instance, and where they stand: only groups of one kind merge."""
 
 
 class PlacedQueue:
@@ -38,11 +42,11 @@ class PlacedQueue:
         self._at = 0
         """Index of the present reach."""
         self._is_pressed = True
-        self._queues: dict[Site, MergeQueue] = {}
-        self._numbers: dict[Site, int] = {}
+        self._queues: dict[Kind, MergeQueue] = {}
+        self._numbers: dict[Kind, int] = {}
         self._apart: list[PlannedGroup] = []
         """Groups that stand in several sites."""
-        self._order: list[tuple[tuple[Rank, Rank], int, Site]] = []
+        self._order: list[tuple[tuple[Rank, Rank], int, Kind]] = []
         """Sites that may have a pair, by the ranks of their two first groups."""
         self._part(groups)
 
@@ -53,10 +57,10 @@ class PlacedQueue:
 
     def push(self, group: PlannedGroup) -> None:
         """Let the group take part: it was made of the pair that came last."""
-        site = self._site_of(group)
-        assert site is not None, group
-        self._queues[site].push(group)
-        self._note(site)
+        kind = self._kind_of(group)
+        assert kind is not None, group
+        self._queues[kind].push(group)
+        self._note(kind)
 
     def pop_pair(
         self, *, is_pressed: bool = False
@@ -81,15 +85,15 @@ class PlacedQueue:
             (queue,) = self._queues.values()
             return queue.pop_pair(is_pressed=self._is_pressed)
         while self._order:
-            _, _, site = heapq.heappop(self._order)
-            pair = self._queues[site].pop_pair(is_pressed=self._is_pressed)
+            _, _, kind = heapq.heappop(self._order)
+            pair = self._queues[kind].pop_pair(is_pressed=self._is_pressed)
             if pair is not None:
                 return pair
         return None
 
     def _begin(self, at: int) -> None:
         """Part the groups anew, unless there is only one way."""
-        if not self.has_links:
+        if not self.has_links and len(self._queues) < 2:
             return
         groups = self.drain()
         self._at = at
@@ -99,32 +103,34 @@ class PlacedQueue:
         self._queues, self._apart, self._order = {}, [], []
         is_worth = self._is_worth if self.has_links and self._reach != SAME_HOST else None
         for group in groups:
-            site = self._site_of(group)
-            if site is None:
+            kind = self._kind_of(group)
+            if kind is None:
                 self._apart.append(group)
                 continue
-            queue = self._queues.get(site)
+            queue = self._queues.get(kind)
             if queue is None:
                 queue = MergeQueue(self._cache, self._max_group_size, is_worth)
-                self._queues[site] = queue
+                self._queues[kind] = queue
             queue.push(group)
-        self._numbers = {site: number for number, site in enumerate(self._queues)}
-        for site in self._queues:
-            self._note(site)
+        self._numbers = {kind: number for number, kind in enumerate(self._queues)}
+        for kind in self._queues:
+            self._note(kind)
 
     @property
     def _reach(self) -> int:
         return self._reaches[self._at]
 
-    def _site_of(self, group: PlannedGroup) -> Site | None:
+    def _kind_of(self, group: PlannedGroup) -> Kind | None:
+        num_ranks = self._specs[group.old[0].leader].tensor_parallel_size
         if self._reach == ANYWHERE:
-            return ()
+            return num_ranks, ()
         members = (member for layout in group.old for member in layout.members)
-        return site_of(members, self._specs, self._reach)
+        site = site_of(members, self._specs, self._reach)
+        return None if site is None else (num_ranks, site)
 
-    def _note(self, site: Site) -> None:
-        """The site has another first group than before."""
+    def _note(self, kind: Kind) -> None:
+        """The queue has another first group than before."""
         if len(self._queues) > 1:
-            pair = self._queues[site].first_pair(is_pressed=self._is_pressed)
+            pair = self._queues[kind].first_pair(is_pressed=self._is_pressed)
             if pair is not None:
-                heapq.heappush(self._order, (pair, self._numbers[site], site))
+                heapq.heappush(self._order, (pair, self._numbers[kind], kind))

@@ -116,6 +116,17 @@ def _count_layers(before: GroupLayout, after: GroupLayout, me: InstanceId) -> tu
     return given, kept, taken
 
 
+def ranks_obstacle(sizes: Iterable[int]) -> str | None:
+    """Why instances of so many ranks each cannot be one group, if they cannot."""
+    different = sorted(set(sizes))
+    if len(different) < 2:
+        return None
+    return (
+        f"instances of {' and '.join(map(str, different))} ranks do not merge, because each cuts "
+        "KV and layers its own way"
+    )
+
+
 def find_obstacle(
     members: Collection[InstanceId],
     old: Sequence[GroupLayout],
@@ -126,6 +137,9 @@ def find_obstacle(
 
     ``specs`` are those of the change's instances and no others.
     """
+    obstacle = ranks_obstacle(spec.tensor_parallel_size for spec in specs.values())
+    if obstacle is not None:
+        return obstacle
     for before in old:
         for after in new:
             for me in members:

@@ -10,8 +10,7 @@ _NO_CODE = "no code of others is loaded; the parsers are in kunserve/server/pars
 
 FLAGS = {
     "--model": "give the model as the first argument: kunserve serve MODEL",
-    "--tensor-parallel-size": "each instance holds the whole model; see --num-instances",
-    "-tp": "each instance holds the whole model; see --num-instances",
+    "-tp": "use --tensor-parallel-size",
     "-pp": "use --pipeline-parallel-size",
     "--data-parallel-size": "use --num-instances",
     "-dp": "use --num-instances",

@@ -196,7 +196,11 @@ async def drop_beside_decodes(cluster: LocalCluster, answers: Answers, traces: P
 @pytest.mark.timeout(300)  # up to four instances compute on however few cores there are
 @pytest.mark.parametrize(
     ("kind", "num_layers", "num_instances", "lookahead"),
-    [("qwen2", 5, 2, False), ("llama", 9, 4, True)],
+    [
+        ("qwen2", 5, 2, False),
+        ("llama", 9, 4, True),
+        pytest.param("qwen3_moe", 4, 2, True, marks=pytest.mark.slow),
+    ],
 )
 def test_tokens_are_those_of_transformers_through_everything(
     kind: str, num_layers: int, num_instances: int, lookahead: bool, tmp_path: Path

@@ -200,12 +200,16 @@ class OverloadControl:
             if self._dwells(group.layout, now_s)
         }
         is_enough = self.observation is not None and not self._scaling.is_on
+        obstacle: str | None = None
         if self._config.policy == "drop" and not self.is_paused:
-            _, is_enough = self._drop(verdict, dwelling, now_s, self._config.min_deep_gain)
+            _, is_enough, obstacle = self._drop(
+                verdict, dwelling, now_s, self._config.min_deep_gain
+            )
         if not is_enough:
             if self._config.park_behind_drop and not dwelling:
                 self._allow_parking(verdict.group_ids, now_s)
             why = "drops are paused" if self.is_paused else "nothing is left to drop"
+            why += "" if obstacle is None else f": {obstacle}"
             reason = f"{verdict.trigger}; {why}"
             self._scaling.grow(verdict.required_blocks, reason, now_s)
 
@@ -226,8 +230,8 @@ class OverloadControl:
 
     def _drop(
         self, wanted: Overloaded, dwelling: set[GroupId], now_s: float, min_deep_gain: float
-    ) -> tuple[list[TransitionId], bool]:
-        """The transitions begun, and whether there will be enough memory."""
+    ) -> tuple[list[TransitionId], bool, str | None]:
+        """The transitions begun, whether there will be enough memory, and what forbids more."""
         layouts = [group.layout for group in self._placement.groups.values()]
         others = [
             group.load
@@ -258,7 +262,7 @@ class OverloadControl:
             self._transitions.begin_drop(merge.old, merge.new, wanted.trigger, now_s)
             for merge in plan.merges
         ]
-        return begun, plan.enough or bool(self._transitions.active)
+        return begun, plan.enough or bool(self._transitions.active), plan.obstacle
 
     def _restore_all(self, verdict: Relaxed, now_s: float) -> list[Excuse]:
         excuses = []

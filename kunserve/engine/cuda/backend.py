@@ -2,6 +2,7 @@
 
 import functools
 import importlib
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -11,11 +12,12 @@ import torch
 from kunserve.core.config import InstanceConfig
 from kunserve.core.errors import ConfigError, TooLittleMemory
 from kunserve.core.model_spec import ModelSpec
-from kunserve.engine.backend import kv_in
+from kunserve.engine.backend import OneMemory, kv_in
 from kunserve.engine.cuda.driver import LIBRARY, Driver
 from kunserve.engine.cuda.pages import DevicePages
 from kunserve.engine.cuda.recorder import TorchRecorder
 from kunserve.engine.decoder import ModelWeights, StepDecoder, StepLimits
+from kunserve.engine.experts import expert_bytes
 from kunserve.engine.graphs import Recorder
 from kunserve.engine.memory import InstanceMemory, padding_granules
 from kunserve.engine.ops import flashinfer_ops
@@ -28,6 +30,8 @@ from kunserve.engine.torch_decoder import TorchDecoder
 from kunserve.engine.torch_sampler import ROWS_AT_ONCE, TorchSampler
 from kunserve.engine.weights.loader import WeightLoader
 from kunserve.engine.weights.readers import Reader
+
+logger = logging.getLogger(__name__)
 
 _LARGEST_GRANULE_BYTES = 64 << 20
 _GRANULES_PER_LAYER = 8
@@ -46,12 +50,13 @@ def _gib(num_bytes: int) -> str:
     return f"{num_bytes / (1 << 30):.1f} GiB"
 
 
-class CudaBackend:
+class CudaBackend(OneMemory):
     """One device of the driver, and torch on it."""
 
     pads_steps = True
     computes_aside = True
     keeps_quantised = False
+    splits_head = False
 
     def __init__(
         self, device: torch.device, library: str = LIBRARY, recorder: Recorder | None = None
@@ -103,7 +108,7 @@ class CudaBackend:
         """See ``Backend``.
 
         Beside what the CPU needs: gate and up apart, logits in the model's type, drawing, sums of
-        attention, and what recorded steps read.
+        attention, what experts take, and what recorded steps read.
         """
         gate_up = limits.num_tokens * 2 * spec.intermediate_size * spec.dtype_bytes
         logits = limits.num_sampled * spec.vocab_size * spec.dtype_bytes
@@ -113,7 +118,8 @@ class CudaBackend:
         row = spec.hidden_size * spec.dtype_bytes + limits.num_positions // _LEAST_BLOCK_SIZE * 4
         num_single = limits.most_single_tokens
         steps = num_single * row + sums_bytes(spec, num_single)
-        return limits.buffer_bytes(spec) + gate_up + logits + drawing + steps
+        experts = expert_bytes(limits.num_tokens, spec)
+        return limits.buffer_bytes(spec) + gate_up + logits + drawing + steps + experts
 
     def loader(
         self, reader: Reader, spec: ModelSpec, memory: InstanceMemory, weights: ModelWeights
@@ -130,12 +136,19 @@ class CudaBackend:
     ) -> StepDecoder:
         """See ``Backend``."""
         kv, ops = kv_in(memory, self.device), self._open_ops(spec, config)
-        recorder = self._open_recorder(config)
+        recorder = self._open_recorder(spec, config)
         return TorchDecoder(spec, weights, kv, config.block_size, ops, recorder)
 
-    def _open_recorder(self, config: InstanceConfig) -> Recorder | None:
+    def _open_recorder(self, spec: ModelSpec, config: InstanceConfig) -> Recorder | None:
         """What records steps, if they are to be recorded: with our own kernels only."""
         if config.enforce_eager or config.attention != "fused":
+            return None
+        if spec.experts is not None:
+            logger.info(
+                "no steps are recorded as graphs: which experts of %s compute is known in each "
+                "step only",
+                spec.name,
+            )
             return None
         return TorchRecorder(self.device) if self.device.type == "cuda" else self._recorder
 

@@ -25,6 +25,11 @@ LAYER_FIELDS = (
     "gate_up_bias",
     "down",
     "down_bias",
+    "router",
+    "experts_gate_up",
+    "experts_down",
+    "shared_gate_up",
+    "shared_down",
 )
 
 
@@ -65,6 +70,13 @@ class CModel(ctypes.Structure):
         ("window", c_int32),
         ("eps", c_float),
         ("kv", c_void_p),
+        ("experts", c_int32),
+        ("experts_per_token", c_int32),
+        ("normalises_experts", c_int32),
+        ("first_expert", c_int32),
+        ("held_experts", c_int32),
+        ("shared", c_int32),
+        ("whole_qk_norm", c_int32),
     ]
 
 
@@ -84,11 +96,25 @@ class CBatch(ctypes.Structure):
     ]
 
 
-BUFFER_FIELDS = ("hidden", "normed", "qkv", "mixed", "gated", "rounded")
+class CRanks(ctypes.Structure):
+    """``kun_ranks``: this process as one of several that compute a stage together."""
+
+    _fields_ = [
+        ("meeting", c_void_p),
+        ("parts", c_void_p),
+        ("patience_ns", c_int64),
+        ("rank", c_int32),
+        ("size", c_int32),
+        ("spins", c_int32),
+        ("lost", c_int32),
+    ]
+
+
+BUFFER_FIELDS = ("hidden", "normed", "qkv", "mixed", "gated", "rounded", "routing", "sums", "ranks")
 
 
 class CBuffers(ctypes.Structure):
-    """``kun_buffers``: the step's activations."""
+    """``kun_buffers``: the step's activations, and with whom they are computed."""
 
     _fields_ = [(name, c_void_p) for name in BUFFER_FIELDS]
 
@@ -107,8 +133,10 @@ _TYPED = {
         c_void_p,
     ),
     "kun_gather": (POINTER(CPacked), c_void_p, c_void_p, c_int64, c_int64),
+    "kun_rank_sum": (POINTER(CRanks), c_void_p, c_int64, c_int64),
     "kun_rms_norm": (c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_float),
     "kun_place": (POINTER(CModel), POINTER(CLayer), POINTER(CBatch), POINTER(CBuffers), c_int64),
+    "kun_experts": (POINTER(CModel), POINTER(CLayer), POINTER(CBuffers), c_int64),
     "kun_attention": (POINTER(CModel), POINTER(CBatch), c_void_p, c_void_p, c_int64),
     "kun_stage": (
         POINTER(CModel),
@@ -135,6 +163,11 @@ def load(path: str) -> ctypes.CDLL:
             function = getattr(loaded, f"{name}_{suffix}")
             function.argtypes = arguments
             function.restype = None
+    for name in ("meet", "tell", "lose"):
+        function = getattr(loaded, f"kun_ranks_{name}")
+        function.argtypes, function.restype = (POINTER(CRanks),), None
+    loaded.kun_ranks_wait.argtypes = (POINTER(CRanks), c_int32, c_int64)
+    loaded.kun_ranks_meeting_bytes.restype = c_int64
     loaded.kun_argmax.argtypes = (c_void_p, c_void_p, c_int64, c_int64)
     loaded.kun_argmax.restype = None
     loaded.kun_set_threads.argtypes = (c_int32,)

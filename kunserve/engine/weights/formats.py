@@ -28,7 +28,7 @@ def quantised(spec: ModelSpec, reader: Reader, config: ModelConfig, *, keeps: bo
     """The shape with its weights as they are to lie in memory.
 
     ``keeps`` says whether the device computes with quantised weights. Raises ConfigError for
-    weights that are not quantised in the way asked for.
+    weights that are not quantised in the way asked for, or that belong to experts.
     """
     asked = config.quantization
     if asked not in ("auto", "none", reader.quantization):
@@ -36,6 +36,11 @@ def quantised(spec: ModelSpec, reader: Reader, config: ModelConfig, *, keeps: bo
         raise ConfigError(f"--quantization {asked}, but the weights of {spec.name} are {stored}")
     if asked not in ("auto", "none") and not keeps:
         raise ConfigError(f"--quantization {asked} needs --device cpu")
+    if spec.experts is not None and asked != "none" and reader.quantization is not None:
+        raise ConfigError(
+            f"--quantization {asked}: quantised experts cannot be computed with, and {spec.name} "
+            "has experts; --quantization none expands its weights"
+        )
     return with_packed(spec, reader) if keeps and asked != "none" else spec
 
 

@@ -83,16 +83,25 @@ def layer_shapes(spec: ModelSpec) -> Shapes:
         "qkv": (spec.qkv_size, hidden),
         "o": (hidden, spec.q_size),
         "post_norm": (hidden,),
-        "gate_up": (2 * inner, hidden),
-        "down": (hidden, inner),
     }
+    if spec.experts is None:
+        shapes |= {"gate_up": (2 * inner, hidden), "down": (hidden, inner)}
+    else:
+        held = spec.experts.held
+        shapes |= {
+            "router": (spec.experts.num_logits, hidden),
+            "experts_gate_up": (held * 2 * inner, hidden),
+            "experts_down": (held * hidden, inner),
+        }
+        if (shared := spec.experts.shared_size) is not None:
+            shapes |= {"shared_gate_up": (2 * shared, hidden), "shared_down": (hidden, shared)}
     if spec.attention_bias:
         shapes["qkv_bias"] = (spec.qkv_size,)
     if spec.output_bias:
         shapes["o_bias"] = (hidden,)
     if spec.qk_norm:
-        shapes["q_norm"] = (spec.head_dim,)
-        shapes["k_norm"] = (spec.head_dim,)
+        q_norm, k_norm = spec.qk_norm_sizes
+        shapes |= {"q_norm": (q_norm,), "k_norm": (k_norm,)}
     if spec.mlp_bias:
         shapes["gate_up_bias"] = (2 * inner,)
         shapes["down_bias"] = (hidden,)

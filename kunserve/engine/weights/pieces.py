@@ -15,6 +15,11 @@ PIECES_OF = {
 }
 """Fused tensors; every other one is a single piece of its own name, and so are these where
 files hold them fused, too."""
+EXPERT_PARTS = {"experts_gate_up": ("gate", "up"), "experts_down": ("down",)}
+"""Of each expert, expert after expert, in a tensor that holds the matrices of all."""
+EXPERT_PREFIX = "experts."
+"""A piece ``experts.3.gate`` is the gate of expert 3; ``expert_pieces`` says where files have it.
+"""
 
 HF_ENDS = {
     "embedding": "model.embed_tokens.weight",
@@ -42,6 +47,11 @@ HF_LAYER = {
     "up_bias": "mlp.up_proj.bias",
     "down": "mlp.down_proj.weight",
     "down_bias": "mlp.down_proj.bias",
+    "router": "mlp.gate.weight",
+    "shared_router": "mlp.shared_expert_gate.weight",
+    "shared_gate": "mlp.shared_expert.gate_proj.weight",
+    "shared_up": "mlp.shared_expert.up_proj.weight",
+    "shared_down": "mlp.shared_expert.down_proj.weight",
 }
 GGUF_ENDS = {
     "embedding": "token_embd.weight",
@@ -69,6 +79,11 @@ GGUF_LAYER = {
     "up_bias": "ffn_up.bias",
     "down": "ffn_down.weight",
     "down_bias": "ffn_down.bias",
+    "router": "ffn_gate_inp.weight",
+    "shared_router": "ffn_gate_inp_shexp.weight",
+    "shared_gate": "ffn_gate_shexp.weight",
+    "shared_up": "ffn_up_shexp.weight",
+    "shared_down": "ffn_down_shexp.weight",
 }
 
 
@@ -95,6 +110,14 @@ class Piece(NamedTuple):
 
 def rows_of(field: str, num_rows: int, spec: ModelSpec) -> list[tuple[str, int, int]]:
     """(piece, first row, end row) of each piece of a packed tensor with ``num_rows`` rows."""
+    if field in EXPERT_PARTS:
+        return _expert_rows(field, spec)
+    if field == "shared_gate_up":
+        half = num_rows // 2
+        return [("shared_gate", 0, half), ("shared_up", half, num_rows)]
+    if field == "router" and spec.experts is not None and num_rows > spec.experts.number:
+        end = spec.experts.number
+        return [("router", 0, end), ("shared_router", end, num_rows)]
     if spec.has_fused_projections:
         return [(field, 0, num_rows)]
     if field in ("qkv", "qkv_bias"):
@@ -110,3 +133,14 @@ def rows_of(field: str, num_rows: int, spec: ModelSpec) -> list[tuple[str, int, 
         found.append((piece, first, first + size))
         first += size
     return found
+
+
+def _expert_rows(field: str, spec: ModelSpec) -> list[tuple[str, int, int]]:
+    assert spec.experts is not None
+    size = spec.hidden_size if field == "experts_down" else spec.intermediate_size
+    names = [
+        f"{EXPERT_PREFIX}{expert}.{part}"
+        for expert in range(spec.experts.held)
+        for part in EXPERT_PARTS[field]
+    ]
+    return [(name, i * size, (i + 1) * size) for i, name in enumerate(names)]

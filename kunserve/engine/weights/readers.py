@@ -13,6 +13,7 @@ import torch
 from kunserve.core.errors import ModelFiles, UnsupportedModel
 from kunserve.core.model_spec import ModelSpec
 from kunserve.core.packed import WeightFormat
+from kunserve.engine.weights.expert_pieces import Place, gguf_places, hf_places
 from kunserve.engine.weights.packing import StoredRows
 from kunserve.engine.weights.pieces import Piece
 from kunserve.engine.weights.quants import dequantise, row_bytes
@@ -99,6 +100,7 @@ class SafetensorsReader:
 
     def __init__(self, folder: Path, spec: ModelSpec) -> None:
         self._folder = folder
+        self._spec = spec
         self._paired_heads = _rotated_heads(spec) if spec.has_paired_rope else {}
         index = folder / "model.safetensors.index.json"
         if index.is_file():
@@ -130,9 +132,10 @@ class SafetensorsReader:
 
     def check(self, piece: Piece, shape: tuple[int, ...]) -> None:
         """Raise ModelFiles unless the piece is there, whole and of this shape."""
-        name = piece.hf_name
+        place = self._place(piece)
+        name = place.name
         if self.format_of(piece) is WeightFormat.PLAIN:
-            self._check(name, shape, self._DTYPES)
+            self._check(name, place.stack or shape, self._DTYPES)
             return
         self._check(name + _SCALE, (shape[0], 1), self._DTYPES)
         if name + _WORDS in self._file_of:
@@ -167,12 +170,20 @@ class SafetensorsReader:
 
     def format_of(self, piece: Piece) -> WeightFormat:
         """INT8 where a scale per row stands beside the tensor."""
-        is_scaled = piece.hf_name + _SCALE in self._file_of
+        is_scaled = self._place(piece).name + _SCALE in self._file_of
         return WeightFormat.INT8 if is_scaled else WeightFormat.PLAIN
+
+    def _place(self, piece: Piece) -> Place:
+        """Where the piece is; where it usually would be, if it is nowhere."""
+        places = hf_places(piece, self._spec)
+        there = (
+            p for p in places if not self._file_of.keys().isdisjoint((p.name, p.name + _SCALE))
+        )
+        return next(there, places[0])
 
     def read_stored(self, piece: Piece) -> StoredRows:
         """A piece whose format is not PLAIN, as it is stored."""
-        name = piece.hf_name
+        name = self._place(piece).name
         scales = self._tensor(name + _SCALE).float().view(-1).numpy()
         if name + _WORDS in self._file_of:
             # Four values to a word, the first lowest, each 128 too large.
@@ -185,7 +196,7 @@ class SafetensorsReader:
     def read(self, piece: Piece, destination: torch.Tensor) -> None:
         """Fill the destination."""
         if self.format_of(piece) is WeightFormat.PLAIN:
-            stored = self._tensor(piece.hf_name)
+            stored = self._stored(self._place(piece))
             num_heads = self._paired_heads.get(piece.name)
             if num_heads is None:
                 destination.copy_(stored)
@@ -197,11 +208,27 @@ class SafetensorsReader:
         values = torch.from_numpy(rows.blocks).view(torch.int8)[:, : destination.shape[1]]
         destination.copy_(values.float() * torch.from_numpy(rows.scales)[:, None])
 
+    def _stored(self, place: Place) -> torch.Tensor:
+        if not place.stack:
+            return self._tensor(place.name)
+        stacked = self._file(place.name).get_slice(place.name)
+        found: torch.Tensor = stacked[place.expert, place.first : place.end]
+        return found
+
+    def view(self, piece: Piece) -> torch.Tensor | None:
+        """The piece where it lies in its file; None if reading it takes more than a copy."""
+        is_plain = self.format_of(piece) is WeightFormat.PLAIN
+        is_plain = is_plain and piece.name not in self._paired_heads
+        return self._stored(self._place(piece)) if is_plain else None
+
     def _tensor(self, name: str) -> torch.Tensor:
+        found: torch.Tensor = self._file(name).get_tensor(name)
+        return found
+
+    def _file(self, name: str) -> Any:
         path = self._file_of[name]
         self._witnesses[path].check()
-        found: torch.Tensor = self._files[path].get_tensor(name)
-        return found
+        return self._files[path]
 
 
 def _rotated_heads(spec: ModelSpec) -> dict[str, int]:
@@ -240,6 +267,7 @@ class GgufReader:
 
     def __init__(self, path: Path, spec: ModelSpec) -> None:
         self._file = read_gguf(path)
+        self._spec = spec
         self._witness = _Witness(path)
         # Copy-on-write only because torch warns about arrays that cannot be written.
         self._data = np.memmap(path, dtype=np.uint8, mode="c")
@@ -249,7 +277,8 @@ class GgufReader:
 
     def check(self, piece: Piece, shape: tuple[int, ...]) -> None:
         """Raise ModelFiles unless the piece is there, whole and of this shape."""
-        path, name = self._file.path, piece.gguf_name
+        path, place = self._file.path, self._place(piece)
+        name, shape = place.name, place.stack or shape
         tensor = self._file.tensors.get(name)
         if tensor is None:
             raise ModelFiles(f"{path}: tensor {name!r} is missing")
@@ -262,12 +291,12 @@ class GgufReader:
             raise UnsupportedModel(
                 f"{path}: tensor {name!r} has GGML type {tensor.quant_type}, which is not known"
             )
-        if tensor.offset + self._num_bytes(piece) > self._file.num_bytes:
+        if max(self._span(place)) > self._file.num_bytes:
             raise ModelFiles(f"{path}: truncated inside tensor {name!r}")
 
     def format_of(self, piece: Piece) -> WeightFormat:
         """How the piece can lie in memory without a loss; PLAIN if it is not quantised."""
-        tensor = self._file.tensors.get(piece.gguf_name)
+        tensor = self._file.tensors.get(self._place(piece).name)
         if tensor is None:
             return WeightFormat.PLAIN  # ``check`` says what is wrong
         return GGUF_FORMATS.get(tensor.quant_type, WeightFormat.PLAIN)
@@ -278,14 +307,19 @@ class GgufReader:
         rows = raw.reshape(self._file.tensors[piece.gguf_name].shape[0], -1)
         return _parted(StoredRows(rows), self._paired_heads.get(piece.name))
 
+    def _place(self, piece: Piece) -> Place:
+        """Where the piece is; where it usually would be, if it is nowhere."""
+        places = gguf_places(piece, self._spec)
+        return next((p for p in places if p.name in self._file.tensors), places[0])
+
     def _stored_bytes(self, piece: Piece) -> npt.NDArray[np.uint8]:
         self._witness.check()
-        offset = self._file.tensors[piece.gguf_name].offset
-        return np.asarray(self._data[offset : offset + self._num_bytes(piece)])
+        first, end = self._span(self._place(piece))
+        return np.asarray(self._data[first:end])
 
     def read(self, piece: Piece, destination: torch.Tensor) -> None:
         """Fill the destination."""
-        tensor = self._file.tensors[piece.gguf_name]
+        tensor = self._file.tensors[self._place(piece).name]
         raw = self._stored_bytes(piece)
         num_heads = self._paired_heads.get(piece.name)
         if num_heads is None:
@@ -295,12 +329,16 @@ class GgufReader:
         dequantise(raw, tensor.quant_type, stored)
         _part_pairs(stored, num_heads, destination)
 
-    def _num_bytes(self, piece: Piece) -> int:
-        tensor = self._file.tensors[piece.gguf_name]
-        num_rows = tensor.shape[0] if len(tensor.shape) > 1 else 1
+    def _span(self, place: Place) -> tuple[int, int]:
+        """[first, end) bytes of the file."""
+        tensor = self._file.tensors[place.name]
         size = row_bytes(tensor.quant_type, tensor.shape[-1])
         assert size is not None, tensor
-        return num_rows * size
+        first, end = 0, tensor.shape[0] if len(tensor.shape) > 1 else 1
+        if place.stack:
+            above = place.expert * place.stack[1] if place.expert else 0
+            first, end = above + place.first, above + place.end
+        return tensor.offset + first * size, tensor.offset + end * size
 
 
 class DummyReader:

@@ -82,6 +82,18 @@ INSTANCE_FLAGS = all_of(
         help="Instances that share one copy of the weights from the start, and for good: for "
         "comparison, with an --overload-policy that drops nothing.",
     ),
+    _instance(
+        "--tensor-parallel-size",
+        type=click.IntRange(1, 64),
+        help="Ranks of each instance: processes that hold and compute a part of every layer each. "
+        "They share --instance-memory and --num-threads.",
+    ),
+    _instance(
+        "--enable-expert-parallel",
+        is_flag=True,
+        help="Of a model with experts, each rank of --tensor-parallel-size has some whole ones "
+        "[a part of every one].",
+    ),
     _cluster(
         "--topology",
         help="TOML or JSON file that says on which host and in which rack each instance stands: "
@@ -120,7 +132,9 @@ INSTANCE_FLAGS = all_of(
         help=f"Tokens in a KV block [{_INSTANCE.block_size}; {CUDA_BLOCK_SIZE} on a GPU].",
     ),
     _instance(
-        "--num-threads", type=click.IntRange(1, 256), help="Compute threads of each instance."
+        "--num-threads",
+        type=click.IntRange(1, 256),
+        help="Compute threads of each instance; each rank has at least one.",
     ),
     _instance(
         "--attention-backend",

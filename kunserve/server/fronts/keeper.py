@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from kunserve.cluster.api import EngineClient
-from kunserve.cluster.launch import end_of_process, python_command
+from kunserve.cluster.launch import end_of_process
 from kunserve.core.config import KunServeConfig
 from kunserve.core.errors import ConfigError
+from kunserve.core.python_command import python_command
 from kunserve.model.generation_config import SamplingDefaults
 from kunserve.server.fronts.accounts import ServerAccounts
 from kunserve.server.fronts.desk import Desk

@@ -18,12 +18,12 @@ from kunserve.cluster.launch import (
     check_growth,
     check_memory,
     end_of_process,
-    python_command,
 )
 from kunserve.control.cluster.quarantine import Blame, Cause
 from kunserve.core.config import MIB, ClusterConfig, InstanceConfig, KunServeConfig
 from kunserve.core.errors import TooLittleMemory
 from kunserve.core.ids import RequestId
+from kunserve.core.python_command import python_command
 from kunserve.engine import free_memory
 from kunserve.engine.free_memory import FRONT_BYTES, PROCESS_BYTES
 from kunserve.engine.memory import RemapFailed

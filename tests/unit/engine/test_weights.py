@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Quant
+from safetensors import safe_open
 
 from kunserve.core.config import InstanceConfig, ModelConfig
-from kunserve.core.errors import ModelFiles, UnsupportedModel
+from kunserve.core.errors import ConfigError, ModelFiles, UnsupportedModel
 from kunserve.core.ids import InstanceId
 from kunserve.core.layout import LayerRange
 from kunserve.engine.body import CpuBody
@@ -19,7 +20,7 @@ from kunserve.engine.weights.quants import dequantise, row_bytes
 from kunserve.engine.weights.readers import DummyReader
 from tests.direct_engine import DirectEngine, arenas_mapped
 from tests.tiny_gguf import write_gguf
-from tests.tiny_models import expected_tokens, save_tiny, tiny_model
+from tests.tiny_models import SPARSE_KINDS, expected_tokens, save_tiny, tiny_model
 
 SMALL = InstanceConfig(memory_bytes=4 << 20, granule_bytes=8192)
 PROMPT = [5, 9, 130, 77, 31, 8]
@@ -50,12 +51,59 @@ def generate(path: Path, num: int = 8) -> list[int]:
         ("granite", "granite"),
         ("phi3", "phi3"),
         ("ernie4_5", "ernie4_5"),
+        ("mixtral", "llama"),
+        ("olmoe", "olmoe"),
+        ("qwen2_moe", "qwen2moe"),
+        ("qwen3_moe", "qwen3moe"),
     ],
 )
 def test_gguf_gives_the_same_tokens(kind: str, architecture: str, tmp_path: Path) -> None:
     model = tiny_model(kind, 2)
     path = write_gguf(tmp_path / "model.gguf", model, architecture)
     assert generate(path) == expected_tokens(model, PROMPT, 8)
+
+
+@pytest.mark.parametrize("kind", SPARSE_KINDS)
+def test_experts_stacked_in_one_tensor_and_one_by_one(kind: str, tmp_path: Path) -> None:
+    bodies = [
+        load(save_tiny(tmp_path / str(is_apart), kind, 2, save_original_format=is_apart))
+        for is_apart in (False, True)
+    ]
+    names = [set(safe_open(path, "pt").keys()) for path in sorted(tmp_path.glob("*/*.safetensors"))]
+    assert names[0].isdisjoint(name for name in names[1] if ".experts." in name)
+    for layer in range(2):
+        stacked, apart = (body.layer_view(layer) for body in bodies)
+        assert (stacked == apart).all()
+    for body in bodies:
+        body.close()
+
+
+def test_gguf_experts_of_any_type_are_expanded(tmp_path: Path) -> None:
+    model = tiny_model("qwen3_moe", 2)
+    path = write_gguf(tmp_path / "model.gguf", model, "qwen3moe", Quant.BF16)
+    assert len(generate(path)) == 8
+    with pytest.raises(ConfigError, match="--quantization gguf: quantised experts"):
+        load(path, quantization="gguf")
+    with pytest.raises(ConfigError, match="--quantization auto: quantised experts"):
+        load(path, quantization="auto")
+
+
+def test_experts_that_are_missing_or_of_another_shape(tmp_path: Path) -> None:
+    save_tiny(tmp_path, "mixtral", 2)
+    config = tmp_path / "config.json"
+    original = json.loads(config.read_text())
+    config.write_text(json.dumps({**original, "num_local_experts": 6}))
+    fails(tmp_path, r"'model\.layers\.0\.block_sparse_moe\.gate\.weight' has shape \(5, 64\)")
+    config.write_text(json.dumps({**original, "intermediate_size": 64}))
+    fails(
+        tmp_path, r"experts\.0\.w1\.weight' has shape \(96, 64\), config\.json implies \(64, 64\)"
+    )
+    path = write_gguf(tmp_path / "model.gguf", tiny_model("olmoe", 2), "olmoe")
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-5000])
+    fails(path, r"truncated inside tensor 'blk\.1\.ffn_down_exps\.weight'")
+    path.write_bytes(whole.replace(b"blk.1.ffn_up_exps", b"blk.1.ffn_xx_exps"))
+    fails(path, r"tensor 'blk\.1\.ffn_up_exps\.weight' is missing")
 
 
 def test_gguf_with_llama3_rope(tmp_path: Path) -> None:

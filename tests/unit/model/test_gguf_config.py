@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from kunserve.core.errors import ModelFiles, UnsupportedModel
+from kunserve.core.experts import Experts
 from kunserve.core.model_spec import ModelSpec
 from kunserve.core.rope import LinearRope
 from kunserve.model.config import read_spec
@@ -24,6 +25,7 @@ HEADER: dict[str, Any] = {
     "llama.attention.head_count": 4,
     "llama.attention.layer_norm_rms_epsilon": 1e-5,
 }
+MIXTRAL = {"llama.expert_count": 8, "llama.expert_used_count": 2}
 EMBEDDING = np.zeros((10, 128), dtype=np.float32)
 Write = Callable[..., ModelSpec]
 
@@ -72,6 +74,17 @@ def test_a_plain_header(read: Write) -> None:
     assert read({"llama.attention.sliding_window": 512}).sliding_window is None
 
 
+def test_experts_of_a_llama_make_it_a_mixtral(read: Write) -> None:
+    spec = read(MIXTRAL)
+    assert spec.architecture == "MixtralForCausalLM"
+    assert spec.experts == Experts(8, 2, normalised=True) and spec.intermediate_size == 96
+    assert read({**MIXTRAL, "llama.expert_feed_forward_length": 48}).intermediate_size == 48
+    with pytest.raises(ModelFiles, match="9 experts for each token, but there are 8"):
+        read({**MIXTRAL, "llama.expert_used_count": 9})
+    with pytest.raises(ModelFiles, match="no 'llama.expert_used_count'"):
+        read({"llama.expert_count": 8})
+
+
 @pytest.mark.parametrize("kind", [None, "linear"])
 @pytest.mark.parametrize("key", ["llama.rope.scaling.factor", "llama.rope.scale_linear"])
 def test_linear_rope_scaling_with_or_without_its_type(
@@ -98,7 +111,9 @@ def test_linear_rope_scaling_with_or_without_its_type(
         ),
         ({"llama.rope.dimension_count": 16}, r"partial rotary embedding \(16 of 32\)"),
         ({"llama.attention.value_length": 64}, "values of 64 and keys of 32"),
-        ({"llama.expert_count": 8}, "mixtures of experts"),
+        ({**MIXTRAL, "llama.expert_gating_func": 2}, "expert_gating_func 2"),
+        ({**MIXTRAL, "llama.expert_shared_count": 1}, "expert_shared_count 1"),
+        ({**MIXTRAL, "llama.expert_weights_scale": 2.5}, r"expert_weights_scale 2\.5"),
     ],
 )
 def test_what_is_not_implemented_is_refused(read: Write, changes: Any, message: str) -> None:

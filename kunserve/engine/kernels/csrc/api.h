@@ -8,6 +8,11 @@
 typedef struct {
   const void *input_norm, *qkv, *qkv_bias, *q_norm, *k_norm, *o, *o_bias;
   const void *post_norm, *gate_up, *gate_up_bias, *down, *down_bias;
+  /* In the place of gate_up and down: [experts][hidden], [experts][2 intermediate][hidden] and
+   * [experts][hidden][intermediate]. */
+  const void *router, *experts_gate_up, *experts_down;
+  /* Of the shared expert, if there is one. The router's last row gives its weight. */
+  const void *shared_gate_up, *shared_down;
   int32_t qkv_formats[3], o_format, gate_up_format, down_format;
 } kun_layer;
 
@@ -39,6 +44,10 @@ typedef struct {
   int32_t window; /* attention window in tokens, 0 if unlimited */
   float eps;
   char *kv; /* unit 0 of layer 0 */
+  int32_t experts, experts_per_token, normalises_experts; /* 0 if there are none */
+  int32_t first_expert, held_experts; /* whose weights are here; all are, without ranks */
+  int32_t shared; /* inner width of the shared expert, 0 if there is none */
+  int32_t whole_qk_norm; /* q_norm and k_norm are over all heads at once */
 } kun_model;
 
 /* One step. Sequence s has tokens [q_starts[s], q_starts[s + 1]), the last of its
@@ -49,14 +58,27 @@ typedef struct {
   int32_t num_tokens, num_seqs, max_blocks;
 } kun_batch;
 
+/* This process as one of several that compute a stage together (ranks.h). */
+typedef struct {
+  void *meeting;       /* shared by all ranks */
+  void *parts;         /* shared, float32 [size][num_tokens][hidden]: each rank's part of a sum */
+  int64_t patience_ns; /* how long to wait for a rank before it counts as lost */
+  int32_t rank, size;
+  int32_t spins; /* looks at a word before sleeping */
+  int32_t lost;  /* set for good once a rank is lost */
+} kun_ranks;
+
 /* Activations, in the model's dtype, [num_tokens][...]. */
 typedef struct {
   void *hidden; /* [hidden] in and out: the residual stream */
   void *normed; /* [hidden] */
   void *qkv;    /* [(heads + 2 * kv_heads) * head_dim] */
   void *mixed;  /* [heads * head_dim] attention output */
-  void *gated;  /* [intermediate] */
+  void *gated;  /* [intermediate], once for each expert of a token; then [shared] */
   void *rounded; /* 64 bytes for each 32 elements of the widest of these; for packed weights only */
+  void *routing; /* see experts.h; for experts only */
+  float *sums;   /* [hidden]; for experts only */
+  kun_ranks *ranks; /* NULL: this process computes alone. Else `hidden` and `normed` are shared. */
 } kun_buffers;
 
 /* How `kun_linear` finishes an output. */
@@ -64,7 +86,8 @@ enum {
   KUN_STORE = 0,    /* y = x w^T + bias */
   KUN_RESIDUAL = 1, /* y = y + (x w^T + bias) */
   KUN_SWIGLU = 2,   /* w is [gate | up]: y = silu(x gate^T) * (x up^T), n columns each */
-  KUN_FLOAT = 3     /* y in float32, unrounded */
+  KUN_FLOAT = 3,    /* y in float32, unrounded */
+  KUN_WEIGHTED = 4  /* row i of x: row to[i] of y, in float32, += by[i] * (x w^T) */
 };
 
 #endif

@@ -6,4 +6,6 @@
 #include "rows.h"
 #include "attention_span.h"
 #include "attention.h"
+#include "reduce.h"
+#include "experts.h"
 #include "stage.h"

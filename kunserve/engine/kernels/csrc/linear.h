@@ -7,6 +7,8 @@ typedef struct {
   void *y; /* [m][n] */
   long m, n, k;
   int kind;
+  const int32_t *to; /* for KUN_WEIGHTED */
+  const float *by;
 } linear_job;
 
 #define X_BLOCK_BYTES (384 * 1024) /* rows of x that stay in the L2 cache while panels pass */
@@ -34,6 +36,14 @@ INLINE vf panel_bias(const linear_job *job, long column) {
   vf gate = load_part(job->bias + column, count);
   vf up = load_part(job->bias + job->n + column, count);
   return choose((vi){-1, -1, -1, -1, -1, -1, -1, -1}, gate, fold(up, 8));
+}
+
+/* sum += by * v. */
+INLINE void add_weighted(float *sum, vf v, float by, int left) {
+  vf old = left < PANEL ? load_part_f32(sum, left) : load_f32(sum);
+  vf new = dot_f32(old, (vi)v, (vi)splat(by));
+  if (left < PANEL) store_part_f32(sum, new, left);
+  else store_f32(sum, new);
 }
 
 /* Round, activate and store the rows of one tile. */
@@ -67,6 +77,10 @@ INLINE void finish(const linear_job *job, const vf *tile_out, vf bias, long row,
     switch (job->kind) {
       case KUN_STORE: store_some(y, v, left); break;
       case KUN_RESIDUAL: store_some(y, load_some(y, left) + rounded(v), left); break;
+      case KUN_WEIGHTED:
+        add_weighted((float *)job->y + job->to[row + i] * job->n + column, v, job->by[row + i],
+                     left);
+        break;
       default:
         if (left < PANEL) store_part_f32((float *)job->y + at, v, left);
         else store_f32((float *)job->y + at, v);

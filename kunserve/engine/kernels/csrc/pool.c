@@ -64,13 +64,17 @@ static void advance(atomic_int *word, atomic_int *sleeping) {
   }
 }
 
-void pool_barrier(void) {
+void pool_barrier(void) { pool_barrier_around(NULL, NULL); }
+
+void pool_barrier_around(void (*alone)(void *), void *arg) {
   if (pool.threads == 1) {
+    if (alone != NULL) alone(arg);
     atomic_store_explicit(&pool.next, 0, memory_order_relaxed);
     return;
   }
   int phase = atomic_load(&pool.phase);
   if (atomic_fetch_add(&pool.arrived, 1) == pool.threads - 1) {
+    if (alone != NULL) alone(arg);
     atomic_store(&pool.arrived, 0);
     atomic_store(&pool.next, 0);
     advance(&pool.phase, &pool.phase_sleepers);

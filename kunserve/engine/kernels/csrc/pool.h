@@ -15,6 +15,8 @@ void kun_set_spin(int idle_pauses, int barrier_pauses);
 void pool_run(job_fn fn, void *arg);
 /* Inside a job: wait for every thread, then start a fresh count for `pool_take`. */
 void pool_barrier(void);
+/* The same, and before any thread goes on the last one calls `alone`. */
+void pool_barrier_around(void (*alone)(void *), void *arg);
 /* Inside a job: the next piece of work, 0, 1, 2, ... since the last barrier. */
 long pool_take(void);
 /* Memory that belongs to this thread, 64-byte aligned, valid until its next call. */

@@ -1,18 +1,27 @@
 /* Work on single rows: norms, rotary positions, and writing K and V into the paged cache. */
 
-/* y = w * round(x / rms(x)), rounded where Hugging Face rounds. y may be x. */
-INLINE void norm_row(elem *y, const elem *x, const elem *w, long n, float eps) {
+INLINE float squares_of(const elem *x, long n) {
   vf squares = {};
   for (long i = 0; i < n; i += LANES) {
     vf v = load_some(x + i, (int)(n - i));
     squares = dot_f32(squares, (vi)v, (vi)v);
   }
-  vf scale = splat(1.0f / __builtin_sqrtf(sum_lanes(squares) / (float)n + eps));
+  return sum_lanes(squares);
+}
+
+/* y = w * round(x / sqrt(mean + eps)), rounded where Hugging Face rounds. y may be x. */
+INLINE void norm_row_by(elem *y, const elem *x, const elem *w, long n, float mean, float eps) {
+  vf scale = splat(1.0f / __builtin_sqrtf(mean + eps));
   for (long i = 0; i < n; i += LANES) {
     int left = (int)(n - i);
     vf v = rounded(load_some(x + i, left) * scale);
     store_some(y + i, v * load_some(w + i, left), left);
   }
+}
+
+/* The same by the row's own mean square. */
+INLINE void norm_row(elem *y, const elem *x, const elem *w, long n, float eps) {
+  norm_row_by(y, x, w, n, squares_of(x, n) / (float)n, eps);
 }
 
 static void norm_part(elem *y, const elem *x, const elem *w, long rows, long n, float eps,
@@ -37,13 +46,54 @@ INLINE elem *unit_at(const kun_model *model, long layer, long entry) {
   return (elem *)(model->kv + (entry + layer) * model->unit_bytes);
 }
 
-/* Normalise (if the model does), rotate and cache one token's fused q, k and v. */
+/* Where a rank leaves the sums of squares of each token's q and k. */
+INLINE float *squares_at(const kun_ranks *ranks, long rank, long tokens, long token) {
+  return (float *)ranks->parts + (rank * tokens + token) * 2;
+}
+
+/* Norms over all heads of q, and of k, of which each rank has some. A KV head that several ranks
+ * have is counted as often as any other, so the mean is the same. */
+INLINE void norm_whole(const kun_model *model, const kun_layer *weights, const kun_ranks *ranks,
+                       long tokens, long token, elem *qkv) {
+  long q_size = model->heads * model->head_dim, k_size = model->kv_heads * model->head_dim;
+  elem *k = qkv + q_size;
+  float q_mean, k_mean;
+  if (ranks == NULL) {
+    q_mean = squares_of(qkv, q_size) / (float)q_size;
+    k_mean = squares_of(k, k_size) / (float)k_size;
+  } else {
+    float q_sum = 0.0f, k_sum = 0.0f;
+    for (long r = 0; r < ranks->size; r++) {
+      q_sum += squares_at(ranks, r, tokens, token)[0];
+      k_sum += squares_at(ranks, r, tokens, token)[1];
+    }
+    q_mean = q_sum / (float)(q_size * ranks->size);
+    k_mean = k_sum / (float)(k_size * ranks->size);
+  }
+  norm_row_by(qkv, qkv, weights->q_norm, q_size, q_mean, model->eps);
+  norm_row_by(k, k, weights->k_norm, k_size, k_mean, model->eps);
+}
+
+/* What `norm_whole` needs of this rank, for this thread's share of the step. */
+static void squares_part(const kun_model *model, long tokens, const elem *qkv,
+                         const kun_ranks *ranks, int thread) {
+  long q_size = model->heads * model->head_dim, k_size = model->kv_heads * model->head_dim;
+  long end = tokens * (thread + 1) / kun_threads();
+  for (long t = tokens * thread / kun_threads(); t < end; t++) {
+    const elem *row = qkv + t * (q_size + 2 * k_size);
+    float *squares = squares_at(ranks, ranks->rank, tokens, t);
+    squares[0] = squares_of(row, q_size);
+    squares[1] = squares_of(row + q_size, k_size);
+  }
+}
+
+/* Normalise each head (if the model does), rotate and cache one token's fused q, k and v. */
 INLINE void place_token(const kun_model *model, const kun_layer *weights, long layer, elem *qkv,
                         const float *rope, long entry, long slot) {
   long dim = model->head_dim, heads = model->heads, kv_heads = model->kv_heads;
   for (long h = 0; h < heads + kv_heads; h++) {
     const elem *norm = h < heads ? weights->q_norm : weights->k_norm;
-    if (norm != NULL) norm_row(qkv + h * dim, qkv + h * dim, norm, dim, model->eps);
+    if (norm != NULL && !model->whole_qk_norm) norm_row(qkv + h * dim, qkv + h * dim, norm, dim, model->eps);
     rotate_head(qkv + h * dim, rope, dim);
   }
   elem *unit = unit_at(model, layer, entry);
@@ -55,7 +105,7 @@ INLINE void place_token(const kun_model *model, const kun_layer *weights, long l
 
 /* `place_token` for this thread's share of the step. */
 static void place_part(const kun_model *model, const kun_layer *weights, long layer,
-                       const kun_batch *batch, elem *qkv, int thread) {
+                       const kun_batch *batch, elem *qkv, const kun_ranks *ranks, int thread) {
   long stride = (model->heads + 2 * model->kv_heads) * (long)model->head_dim;
   long first = (long)batch->num_tokens * thread / kun_threads();
   long end = (long)batch->num_tokens * (thread + 1) / kun_threads();
@@ -65,6 +115,9 @@ static void place_part(const kun_model *model, const kun_layer *weights, long la
     for (long t = from > first ? from : first; t < to && t < end; t++) {
       long position = batch->context_lens[s] - to + t;
       const float *rope = batch->rope + (long)batch->positions[t] * model->head_dim;
+      if (model->whole_qk_norm) {
+        norm_whole(model, weights, ranks, batch->num_tokens, t, qkv + t * stride);
+      }
       place_token(model, weights, layer, qkv + t * stride, rope,
                   table[position / model->block_size], position % model->block_size);
     }

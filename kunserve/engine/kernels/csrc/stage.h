@@ -9,10 +9,20 @@ typedef struct {
   attention_plan plan; /* made by thread 0 before the first barrier */
 } stage_job;
 
+/* The rows that this rank norms for all of them; without ranks all rows. */
+static void norm_rows(const stage_job *stage, const elem *weight, int thread) {
+  const kun_buffers *b = stage->buffers;
+  long hidden = stage->model->hidden, tokens = stage->batch->num_tokens;
+  long first = first_row(b->ranks, tokens), rows = end_row(b->ranks, tokens) - first;
+  norm_part((elem *)b->normed + first * hidden, (const elem *)b->hidden + first * hidden, weight,
+            rows, hidden, stage->model->eps, thread);
+}
+
 static void run_layer(const stage_job *stage, long layer, int thread) {
   const kun_model *m = stage->model;
   const kun_layer *w = &stage->layers[layer];
   const kun_buffers *b = stage->buffers;
+  kun_ranks *ranks = b->ranks;
   long tokens = stage->batch->num_tokens, hidden = m->hidden, dim = m->head_dim;
   long q_size = m->heads * dim, qkv_size = q_size + 2 * m->kv_heads * dim;
   linear_job qkv = {b->normed, w->qkv, w->qkv_bias, b->qkv, tokens, qkv_size, hidden, KUN_STORE};
@@ -23,27 +33,38 @@ static void run_layer(const stage_job *stage, long layer, int thread) {
                      tokens, hidden, m->intermediate, KUN_RESIDUAL};
   long runs[] = {q_size, m->kv_heads * dim, m->kv_heads * dim};
   packed_job packed_qkv = packed_of(qkv, w->qkv_formats, runs, 3, b->rounded);
-  packed_job packed_o = packed_of(o, &w->o_format, &hidden, 1, b->rounded);
+  packed_job packed_o = packed_of(part_of_sum(o, ranks), &w->o_format, &hidden, 1, b->rounded);
   packed_job packed_gate_up = packed_of(gate_up, &w->gate_up_format, &gate_up.n, 1, b->rounded);
-  packed_job packed_down = packed_of(down, &w->down_format, &hidden, 1, b->rounded);
+  packed_job packed_down =
+      packed_of(part_of_sum(down, ranks), &w->down_format, &hidden, 1, b->rounded);
   attention_job attention = {m, stage->batch, b->qkv, b->mixed, layer, &stage->plan};
 
-  norm_part(b->normed, b->hidden, w->input_norm, tokens, hidden, m->eps, thread);
-  pool_barrier();
+  norm_rows(stage, w->input_norm, thread);
+  ranks_barrier(ranks);
   any_part(&packed_qkv, thread);
   pool_barrier();
-  place_part(m, w, layer, stage->batch, b->qkv, thread);
-  pool_barrier();
+  if (m->whole_qk_norm && ranks != NULL) {
+    squares_part(m, tokens, b->qkv, ranks, thread);
+    ranks_barrier(ranks);
+  }
+  place_part(m, w, layer, stage->batch, b->qkv, ranks, thread);
+  ranks_barrier(m->whole_qk_norm ? ranks : NULL); /* parts of `o` go where the squares are */
   attention_part(&attention, thread);
   pool_barrier();
   any_part(&packed_o, thread);
-  pool_barrier();
-  norm_part(b->normed, b->hidden, w->post_norm, tokens, hidden, m->eps, thread);
-  pool_barrier();
-  any_part(&packed_gate_up, thread);
-  pool_barrier();
-  any_part(&packed_down, thread);
-  pool_barrier();
+  ranks_barrier(ranks);
+  sum_part(&o, ranks, thread);
+  norm_rows(stage, w->post_norm, thread);
+  ranks_barrier(ranks);
+  if (w->router != NULL) {
+    experts_part(m, w, b, tokens, thread);
+  } else {
+    any_part(&packed_gate_up, thread);
+    pool_barrier();
+    any_part(&packed_down, thread);
+  }
+  ranks_barrier(ranks);
+  sum_part(&down, ranks, thread); /* the next norm is of the same rows in each thread */
 }
 
 static void stage_fn(void *arg, int thread) {
@@ -78,7 +99,8 @@ void NAME(kun_rms_norm)(const elem *x, const elem *w, elem *y, int64_t rows, int
 
 static void place_fn(void *arg, int thread) {
   const stage_job *stage = arg;
-  place_part(stage->model, stage->layers, stage->first, stage->batch, stage->buffers->qkv, thread);
+  place_part(stage->model, stage->layers, stage->first, stage->batch, stage->buffers->qkv, NULL,
+             thread);
 }
 
 /* Norm (if any) and rotate q and k of `qkv` in place; write K and V of layer `layer`. */

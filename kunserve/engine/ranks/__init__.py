@@ -1,0 +1,1 @@
+"""Several processes that hold and compute one instance together (tensor parallelism)."""

@@ -1,0 +1,203 @@
+"""Host memory and C kernels of several processes: the backend of ``--tensor-parallel-size``."""
+
+import os
+from collections.abc import Callable, Sequence
+
+from kunserve.core.config import InstanceConfig, ModelConfig
+from kunserve.core.errors import ConfigError
+from kunserve.core.ids import InstanceId
+from kunserve.core.layout import LayerRange
+from kunserve.core.model_spec import ModelSpec
+from kunserve.core.sharding import check_shardable, config_of_rank, spec_of_rank
+from kunserve.engine.backend import CpuBackend, Loader, weights_in
+from kunserve.engine.decoder import ModelWeights, StepLimits
+from kunserve.engine.memory import InstanceMemory
+from kunserve.engine.pages import HostPages, OpenPages
+from kunserve.engine.ranks.control import Drop, Join, Reclaim
+from kunserve.engine.ranks.decoder import RankedDecoder, room_of
+from kunserve.engine.ranks.meeting import PATIENCE_S
+from kunserve.engine.ranks.memory import RankedMemory
+from kunserve.engine.ranks.nodes import numa_nodes, place_ranks, stay_on, visiting
+from kunserve.engine.ranks.processes import Members, Start, spawn_member
+from kunserve.engine.ranks.region import Region
+from kunserve.engine.ranks.shard_decoder import ShardDecoder
+from kunserve.engine.ranks.shards import ShardReader
+from kunserve.engine.sampler import Sampler
+from kunserve.engine.structured.forms import Forms
+from kunserve.engine.weights.loader import WeightLoader
+from kunserve.engine.weights.readers import Reader
+from kunserve.model.source import ModelSource
+
+
+class RankedBackend:
+    """One instance of several ranks. This process is rank 0, and all that the rest talks to."""
+
+    device = CpuBackend.device
+    open_pages: OpenPages = HostPages
+    pads_steps = False
+    computes_aside = False
+    keeps_quantised = False
+    splits_head = False
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        source: ModelSource,
+        num_ranks: int,
+        start: Start = spawn_member,
+        on_death: Callable[[int, int], None] | None = None,
+        patience_s: float = PATIENCE_S,
+    ) -> None:
+        """``start`` makes a process of a rank; ``on_death`` is told that one has ended."""
+        if model.quantization not in ("none", "auto"):
+            raise ConfigError(
+                f"--tensor-parallel-size {num_ranks}: quantised weights are expanded on several "
+                f"ranks, so leave --quantization {model.quantization} out"
+            )
+        self._one = CpuBackend()
+        self._model = model
+        self._source = source
+        self._num_ranks = num_ranks
+        self._start = start
+        self._on_death = on_death
+        self._patience_s = patience_s
+        self._block_size = 1
+        """As settled."""
+        self._members: Members | None = None
+        self._await_others: Callable[[], None] | None = None
+
+    @property
+    def other_pids(self) -> tuple[int, ...]:
+        """See ``Backend``."""
+        return () if self._members is None else self._members.pids
+
+    def settle(self, spec: ModelSpec, config: InstanceConfig, most: StepLimits) -> InstanceConfig:
+        """See ``Backend``."""
+        check_shardable(spec, self._num_ranks)
+        self._block_size = config.block_size
+        self._one.settle(spec_of_rank(spec, self._num_ranks), config, most)
+        return config
+
+    def buffer_bytes(self, spec: ModelSpec, limits: StepLimits) -> int:
+        """See ``Backend``."""
+        shared = Region.bytes_of(spec, self._num_ranks, room_of(limits, self._block_size))
+        of_rank = limits.buffer_bytes(spec_of_rank(spec, self._num_ranks))
+        return shared + self._num_ranks * of_rank
+
+    def open_memory(
+        self,
+        instance_id: InstanceId,
+        spec: ModelSpec,
+        config: InstanceConfig,
+        beside_bytes: int,
+    ) -> RankedMemory:
+        """Take all ranks' memory, and start the others, which load while this one does."""
+        members = Members(self._num_ranks, self._start, self._on_death, self._patience_s)
+        shards: list[InstanceMemory] = []
+        try:
+            of_rank = config_of_rank(config)
+            shard = spec_of_rank(spec, self._num_ranks)
+            places = place_ranks(instance_id, self._num_ranks, numa_nodes())
+            for cpus in places:
+                with visiting(cpus):
+                    beside = beside_bytes // self._num_ranks
+                    shards.append(InstanceMemory(instance_id, shard, of_rank, beside))
+            stay_on(places[0])
+            orders = [
+                Join(
+                    instance_id,
+                    rank,
+                    self._num_ranks,
+                    os.getpid(),
+                    spec,
+                    self._source,
+                    self._model.seed,
+                    of_rank,
+                    places[rank],
+                    self._patience_s,
+                )
+                for rank in range(1, self._num_ranks)
+            ]
+            fds = [_fd_of(one) for one in shards[1:]]
+            self._await_others = members.join(orders, fds)
+        except BaseException:
+            members.close()
+            for one in shards:
+                one.close()
+            raise
+        self._members = members
+        return RankedMemory(
+            shards,
+            drop=lambda keep: members.tell(Drop(keep)),
+            reclaim=lambda layers: members.tell(Reclaim(layers)),
+            close=members.close,
+        )
+
+    def weights(self, memory: RankedMemory, spec: ModelSpec) -> ModelWeights:
+        """See ``Backend``."""
+        return weights_in(memory.own, spec_of_rank(spec, self._num_ranks), self.device)
+
+    def loader(
+        self, reader: Reader, spec: ModelSpec, memory: RankedMemory, weights: ModelWeights
+    ) -> Loader:
+        """See ``Backend``."""
+        return _RankedLoader(reader, spec, memory)
+
+    def decoder(
+        self,
+        spec: ModelSpec,
+        weights: ModelWeights,
+        memory: RankedMemory,
+        config: InstanceConfig,
+    ) -> RankedDecoder:
+        """See ``Backend``. Waits until all ranks have loaded."""
+        assert self._members is not None and self._await_others is not None
+        own = ShardDecoder(spec, weights, memory.own, config_of_rank(config), self._members.meeting)
+        self._await_others()
+        return RankedDecoder(spec, weights, own, self._members, config.block_size)
+
+    def sampler(self, eos_ids: Sequence[int], vocab_size: int, forms: Forms) -> Sampler:
+        """See ``Backend``. Rank 0 samples alone."""
+        return self._one.sampler(eos_ids, vocab_size, forms)
+
+    def synchronize(self, look_up: Callable[[], None] | None = None) -> None:
+        """All ranks have met when a step returns."""
+
+
+class _RankedLoader:
+    """At the start every rank loads its own weights. Layers that come back are loaded by rank 0."""
+
+    def __init__(self, reader: Reader, spec: ModelSpec, memory: RankedMemory) -> None:
+        num_ranks = len(memory.shards)
+        shard = spec_of_rank(spec, num_ranks)
+        self._of_ranks = [
+            WeightLoader(
+                ShardReader(reader, spec, rank, num_ranks),
+                one.layout,
+                shard,
+                weights_in(one, shard, CpuBackend.device),
+            )
+            for rank, one in enumerate(memory.shards)
+        ]
+        self._have_loaded = False
+
+    def check(self) -> None:
+        """See ``Loader``."""
+        self._of_ranks[0].check()  # that all is there is the same for all
+
+    def load_ends(self) -> None:
+        """See ``Loader``."""
+        self._of_ranks[0].load_ends()
+
+    def load_layers(self, layers: LayerRange) -> None:
+        """See ``Loader``. The first call is that of the start."""
+        loaders = self._of_ranks if self._have_loaded else self._of_ranks[:1]
+        for loader in loaders:
+            loader.load_layers(layers)
+        self._have_loaded = True
+
+
+def _fd_of(shard: InstanceMemory) -> int:
+    fd = shard.shared_fd
+    assert fd is not None
+    return fd

@@ -1,0 +1,128 @@
+"""The decoder of an instance of several ranks: rank 0 computes its part, and the others theirs."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kunserve.core.layout import LayerRange
+from kunserve.core.model_spec import ModelSpec
+from kunserve.engine.attention import TORCH_DTYPES, StepBatch
+from kunserve.engine.decoder import ModelWeights, StepLimits, scaled
+from kunserve.engine.kernels.ops import rms_norm
+from kunserve.engine.ranks.control import OpenRegion
+from kunserve.engine.ranks.processes import Members
+from kunserve.engine.ranks.region import Region, Room, StageOrder
+from kunserve.engine.ranks.shard_decoder import ShardDecoder
+
+_FIRST_ROOM = Room(64, 256, 8)
+"""Without limits: it grows with the steps."""
+
+
+def room_of(limits: StepLimits, block_size: int) -> Room:
+    """What steps within these limits need."""
+    if not limits.num_tokens:
+        return _FIRST_ROOM
+    width = -(-limits.num_positions // block_size) + 1
+    # A decode with guesses is a sequence for each of its tokens, and all of them share a row.
+    num_seqs = min(limits.num_tokens, limits.num_seqs or limits.num_tokens)
+    return Room(limits.num_tokens, max(1, num_seqs * width), max(1, limits.num_sampled))
+
+
+class RankedDecoder:
+    """Implements ``StepDecoder``. Each command ends when all ranks have met."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        weights: ModelWeights,
+        own: ShardDecoder,
+        members: Members,
+        block_size: int,
+    ) -> None:
+        """``spec`` is the whole model's, ``weights`` are rank 0's."""
+        self._spec = spec
+        self._final_norm = weights.final_norm
+        self._own = own
+        self._members = members
+        self._meeting = members.meeting
+        self._block_size = block_size
+        self._dtype = TORCH_DTYPES[spec.dtype]
+        self._range = LayerRange(0, spec.num_layers)
+        self._to_embed: torch.Tensor | None = None
+        """What ``embed`` gave last: it is filled by ``forward``, when all ranks compute."""
+
+    def reserve(self, limits: StepLimits) -> None:
+        """See ``StepDecoder``."""
+        self._own.reserve(limits)
+        self._open(room_of(limits, self._block_size), limits)
+
+    def _open(self, room: Room, limits: StepLimits | None = None) -> None:
+        region = Region(self._spec, self._meeting.num_ranks, room)
+        await_others = self._members.tell(OpenRegion(room, limits), (region.fd,))
+        self._own.open(region)
+        await_others()
+        region.close_file()
+
+    def _make_room(self, needed: Room) -> Region:
+        region = self._own.region
+        if not region.room.holds(needed):
+            self._open(region.room.grown_to(needed))
+        return self._own.region
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Of all ranks: they are alike."""
+        return self._own.region.num_bytes + self._meeting.num_ranks * self._own.buffer_bytes
+
+    def set_layers(self, layers: LayerRange) -> None:
+        """See ``StepDecoder``."""
+        self._range = layers
+
+    def embed(self, batch: StepBatch) -> torch.Tensor:
+        """See ``StepDecoder``. Undefined until ``forward``, because no rank has all embeddings."""
+        self._to_embed = torch.empty(batch.num_tokens, self._spec.hidden_size, dtype=self._dtype)
+        return self._to_embed
+
+    def forward(
+        self,
+        batch: StepBatch,
+        hidden: torch.Tensor,
+        between_layers: Callable[[], None] | None = None,
+    ) -> torch.Tensor:
+        """See ``StepDecoder``. Raises RankLost."""
+        embeds, self._to_embed = hidden is self._to_embed, None
+        num_tokens = batch.num_tokens
+        if not num_tokens:
+            return hidden
+        batch.check()
+        region = self._make_room(Room(num_tokens, batch.tables.size, 1))
+        shared = region.hidden[:num_tokens]
+        if not embeds:
+            shared.copy_(hidden)
+        region.write_stage(batch, self._range, embeds=embeds)
+        self._meeting.tell()
+        self._own.run_stage(StageOrder(batch, self._range, embeds), between_layers)
+        return hidden.copy_(shared)
+
+    def logits(self, batch: StepBatch, hidden: torch.Tensor) -> torch.Tensor:
+        """See ``StepDecoder``."""
+        return self.logits_of(batch.sample_rows, hidden)
+
+    def logits_of(self, which: npt.NDArray[np.integer[Any]], hidden: torch.Tensor) -> torch.Tensor:
+        """See ``StepDecoder``. Raises RankLost."""
+        num_rows = len(which)
+        region = self._make_room(Room(1, 1, num_rows))
+        rows = hidden.index_select(0, torch.from_numpy(which))
+        rms_norm(rows, self._final_norm, self._spec.rms_eps, out=region.sampled[:num_rows])
+        scaled(region.sampled[:num_rows], self._spec.logit_scale)
+        region.write_logits(num_rows)
+        self._meeting.tell()
+        self._own.run_logits(num_rows)
+        return region.logits(num_rows)
+
+    def room_for_logits(self, num_rows: int, width: int) -> torch.Tensor:
+        """See ``StepDecoder``."""
+        return torch.empty(num_rows, width)

@@ -1,0 +1,238 @@
+"""The memory of all ranks of an instance, as one.
+
+Rank 0 maps every rank's arena and copies there itself, because that asks nobody. It keeps the same
+books as the rank that computes there, so a change of layers is made twice, by both alike.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+
+from kunserve.control.instance.body import Remap, UnitCopy
+from kunserve.core.layout import LayerRange
+from kunserve.core.snapshots import InstanceSpec
+from kunserve.engine.memory import InstanceMemory
+from kunserve.engine.pages import Granules, HostPages
+from kunserve.transport.movable_memory import Content, Extents, InFile, Mapped, UnitRuns
+from kunserve.transport.movable_memory import Granules as SharedGranules
+
+Bytes = npt.NDArray[np.uint8]
+Change = Callable[[LayerRange], Callable[[], None]]
+"""Has the other ranks change what they hold; what it gives returns when they have."""
+
+
+class LentPages(HostPages):
+    """The pages of a memory file that another process has made."""
+
+    def __init__(self, fd: int, num_bytes: int, granule_bytes: int, beside_bytes: int = 0) -> None:
+        self._lent_fd = fd
+        super().__init__(num_bytes, granule_bytes, beside_bytes)
+
+    def _take(self, num_bytes: int, beside_bytes: int) -> int:
+        return self._lent_fd
+
+
+def spec_of_all(rank: InstanceSpec, num_ranks: int) -> InstanceSpec:
+    """What the instance is made of, from what each of its ranks is made of."""
+    return replace(
+        rank,
+        unit_bytes=rank.unit_bytes * num_ranks,
+        layer_bytes=rank.layer_bytes * num_ranks,
+        memory_bytes=rank.memory_bytes * num_ranks,
+        granule_bytes=rank.granule_bytes * num_ranks,
+        tensor_parallel_size=num_ranks,
+    )
+
+
+class RankedMemory:
+    """An ``InstanceMemory`` of all ranks. A unit's bytes are theirs one after the other."""
+
+    def __init__(
+        self,
+        shards: Sequence[InstanceMemory],
+        drop: Change,
+        reclaim: Change,
+        close: Callable[[], None],
+    ) -> None:
+        """``shards`` are of all ranks, this process's own first. ``close`` ends the other ranks."""
+        self.shards = shards
+        self.own = shards[0]
+        self.spec = spec_of_all(self.own.spec, len(shards))
+        self._drop_elsewhere = drop
+        self._reclaim_elsewhere = reclaim
+        self._end_others = close
+
+    @property
+    def held(self) -> LayerRange:
+        """Layers whose weights are in memory."""
+        return self.own.held
+
+    @property
+    def kv_units(self) -> int:
+        """See ``InstanceMemory``."""
+        return self.own.kv_units
+
+    @property
+    def backed_units(self) -> int:
+        """See ``InstanceMemory``."""
+        return self.own.backed_units
+
+    @property
+    def weights_bytes(self) -> int:
+        """See ``InstanceMemory``."""
+        return sum(shard.weights_bytes for shard in self.shards)
+
+    @property
+    def unit_bytes(self) -> int:
+        """Of one unit."""
+        return self.spec.unit_bytes
+
+    @property
+    def layer_bytes(self) -> int:
+        """Of one layer's packed weights."""
+        return sum(shard.layer_bytes for shard in self.shards)
+
+    @property
+    def shared_fd(self) -> int | None:
+        """Units lie in several files, so peers get their bytes sent."""
+        return None
+
+    @property
+    def granules(self) -> SharedGranules | None:
+        """As ``shared_fd``."""
+        return None
+
+    def backs(self, entries: npt.NDArray[np.int32], layers: LayerRange) -> bool:
+        """See ``InstanceMemory``."""
+        return self.own.backs(entries, layers)
+
+    def tidy(self) -> None:
+        """See ``InstanceMemory``."""
+        for shard in self.shards:
+            shard.tidy()
+
+    # Changes
+
+    def prepare(self, layers: LayerRange) -> str | None:
+        """See ``InstanceMemory``. Nobody has prepared where one refuses."""
+        for number, shard in enumerate(self.shards):
+            refusal = shard.prepare(layers)
+            if refusal is not None:
+                for before in self.shards[:number]:
+                    before.prepare(before.held)
+                return refusal
+        return None
+
+    def drop(self, keep: LayerRange) -> Remap:
+        """See ``InstanceMemory``."""
+        await_others = self._drop_elsewhere(keep)
+        remaps = [shard.drop(keep) for shard in self.shards]
+        await_others()
+        return self._joined(remaps)
+
+    def reclaim(self, layers: LayerRange) -> Remap:
+        """See ``InstanceMemory``."""
+        await_others = self._reclaim_elsewhere(layers)
+        remaps = [shard.reclaim(layers) for shard in self.shards]
+        await_others()
+        return self._joined(remaps)
+
+    @staticmethod
+    def _joined(remaps: list[Remap]) -> Remap:
+        (units,) = {remap.kv_units for remap in remaps}
+        moved_bytes = sum(remap.moved_bytes for remap in remaps)
+        return Remap(units, moved_bytes, sum(remap.seconds for remap in remaps))
+
+    # Bytes
+
+    def copy_units(self, copies: tuple[UnitCopy, ...]) -> None:
+        """See ``InstanceMemory``."""
+        for shard in self.shards:
+            shard.copy_units(copies)
+
+    def read_units(self, unit_runs: UnitRuns, into: Bytes) -> None:
+        """Copy the bytes of backed units, run after run."""
+        for theirs, run in self._by_unit(into, unit_runs):
+            for part, shard in zip(theirs, self.shards, strict=True):
+                part[:] = shard.unit_view(*run).reshape(part.shape)
+
+    def write_units(self, unit_runs: UnitRuns, data: Content) -> None:
+        """The reverse."""
+        for theirs, run in self._by_unit(_bytes_of(data), unit_runs):
+            for part, shard in zip(theirs, self.shards, strict=True):
+                shard.unit_view(*run).reshape(part.shape)[:] = part
+
+    def _by_unit(
+        self, data: Bytes, unit_runs: UnitRuns
+    ) -> Iterator[tuple[Sequence[Bytes], tuple[int, int]]]:
+        """Of each run, each rank's [units, bytes] in ``data``."""
+        num_ranks = len(self.shards)
+        units = data.reshape(-1, num_ranks, self.own.unit_bytes)
+        done = 0
+        for run in unit_runs:
+            here = units[done : done + run[1]]
+            yield [here[:, rank] for rank in range(num_ranks)], run
+            done += run[1]
+        assert done == len(units), (done, len(units))
+
+    def read_layer(self, layer: int, offset: int, into: Bytes) -> None:
+        """Copy bytes of a held layer's packed weights, those of rank 0 first."""
+        for shard, first, part in self._by_rank(offset, into):
+            shard.read_layer(layer, first, part)
+
+    def write_layer(self, layer: int, offset: int, data: Content) -> None:
+        """The reverse."""
+        for shard, first, part in self._by_rank(offset, _bytes_of(data)):
+            shard.write_layer(layer, first, part)
+
+    def _by_rank(self, offset: int, data: Bytes) -> Iterator[tuple[InstanceMemory, int, Bytes]]:
+        """Of each rank with a part of these bytes: where they begin in its layer, and they."""
+        size = self.own.layer_bytes
+        assert offset >= 0 and offset + data.nbytes <= self.layer_bytes, (offset, data.nbytes)
+        for rank, shard in enumerate(self.shards):
+            first, end = max(offset, rank * size), min(offset + data.nbytes, (rank + 1) * size)
+            if first < end:
+                yield shard, first - rank * size, data[first - offset : end - offset]
+
+    def locate_units(self, unit_runs: UnitRuns) -> Extents:
+        """Never called, because there is no one file."""
+        raise NotImplementedError
+
+    def locate_layer(self, layer: int, offset: int, num_bytes: int) -> Extents:
+        """Never called, because there is no one file."""
+        raise NotImplementedError
+
+    def unit_view(self, unit: int, num_units: int) -> Bytes:
+        """There is no view of bytes that lie apart."""
+        raise NotImplementedError
+
+    def layer_view(self, layer: int) -> Bytes:
+        """There is no view of bytes that lie apart."""
+        raise NotImplementedError
+
+    # Proof and end
+
+    def check(self, ask_kernel: bool = False) -> None:
+        """Assert that every rank's memory is where it must be, and that all hold the same."""
+        for shard in self.shards:
+            shard.check(ask_kernel)
+            assert shard.held == self.held, (shard.held, self.held)
+            assert _granules_of(shard) == _granules_of(self.own)
+
+    def close(self) -> None:
+        """End the other ranks, and release everything."""
+        self._end_others()
+        for shard in self.shards:
+            shard.close()
+
+
+def _granules_of(shard: InstanceMemory) -> tuple[bytes, bytes]:
+    granules: tuple[Granules, Granules] = (shard.weights.granules, shard.kv.granules)
+    return granules[0].tobytes(), granules[1].tobytes()
+
+
+def _bytes_of(data: Content) -> Bytes:
+    assert not isinstance(data, Mapped | InFile), data
+    return data

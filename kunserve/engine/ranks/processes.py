@@ -1,0 +1,174 @@
+"""Rank 0's side of the other ranks: it starts them, tells them, and dies with them."""
+
+import contextlib
+import logging
+import os
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from kunserve.core.errors import ConfigError
+from kunserve.core.python_command import python_command
+from kunserve.engine.memory import RemapFailed
+from kunserve.engine.ranks.control import Answer, Join, Talk, Word, talk_pair
+from kunserve.engine.ranks.meeting import PATIENCE_S, Meeting, RankLost
+
+logger = logging.getLogger(__name__)
+
+_LEAVE_S = 5.0
+_LAST_WORDS_S = 2.0
+"""How long the thread that computes has to end by itself, and to say of which requests."""
+_OUTSIDE = tuple(-n for n in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP))
+"""Exit codes of a rank that somebody else has ended: the instance ends as if it had been meant."""
+
+
+class RankProcess(Protocol):
+    """A rank's process."""
+
+    pid: int
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Its exit code, negative for a signal; raises subprocess.TimeoutExpired."""
+        ...
+
+    def kill(self) -> None:
+        """End it at once."""
+        ...
+
+
+Start = Callable[[socket.socket], RankProcess]
+
+
+def spawn_member(end: socket.socket) -> RankProcess:
+    """A child that hears of the rest by this socket."""
+    # Standard output is the instance's own: the front reads its last words there.
+    return subprocess.Popen(
+        [*python_command(), "-m", "kunserve.engine.ranks.member", str(end.fileno())],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        pass_fds=(end.fileno(),),
+    )
+
+
+class Members:
+    """All ranks but this process. Words go to all of them."""
+
+    def __init__(
+        self,
+        num_ranks: int,
+        start: Start = spawn_member,
+        on_death: Callable[[int, int], None] | None = None,
+        patience_s: float = PATIENCE_S,
+    ) -> None:
+        """Start their processes. ``on_death`` is told the rank and the exit code."""
+        self.meeting = Meeting(0, num_ranks, patience_s=patience_s)
+        self._patience_s = patience_s
+        self._on_death = on_death or self._die_too
+        self._is_closing = False
+        self._lock = threading.Lock()
+        """Held from a word to its answers."""
+        self._talks: list[Talk] = []
+        self._processes: list[RankProcess] = []
+        try:
+            for _ in range(1, num_ranks):
+                talk, theirs = talk_pair()
+                with theirs:
+                    self._talks.append(talk)
+                    self._processes.append(start(theirs))
+        except OSError as error:
+            self.close()
+            raise ConfigError(f"cannot start {num_ranks - 1} more ranks: {error}") from error
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Of the other ranks."""
+        return tuple(process.pid for process in self._processes)
+
+    def join(self, orders: Sequence[Join], arena_fds: Sequence[int]) -> Callable[[], None]:
+        """Tell each rank what it is; what this gives returns when all have loaded.
+
+        That raises the ConfigError of a rank that cannot.
+        """
+        self._lock.acquire()
+        for talk, order, fd in zip(self._talks, orders, arena_fds, strict=True):
+            with contextlib.suppress(RankLost):  # it has ended: whoever awaits it sees how
+                talk.say(order, (fd, self.meeting.fd))
+        return self._await_start
+
+    def _await_start(self) -> None:
+        try:
+            for rank, (talk, process) in enumerate(
+                zip(self._talks, self._processes, strict=True), 1
+            ):
+                try:
+                    answer, _ = talk.hear()
+                except RankLost as error:
+                    code = process.wait()
+                    raise ConfigError(
+                        f"rank {rank} of the instance did not start: exit code {code}"
+                    ) from error
+                assert isinstance(answer, Answer), answer
+                if answer.refusal is not None:
+                    raise answer.refusal
+        finally:
+            self._lock.release()
+        for rank, process in enumerate(self._processes, 1):
+            watch = threading.Thread(
+                target=self._watch, args=(rank, process), name=f"rank-{rank}", daemon=True
+            )
+            watch.start()
+
+    def tell(self, word: Word, fds: tuple[int, ...] = ()) -> Callable[[], None]:
+        """Have all ranks do something; what this gives returns when they have. Raises RankLost."""
+        self._lock.acquire()
+        try:
+            for talk in self._talks:
+                talk.say(word, fds)
+        except BaseException:
+            self._lock.release()
+            raise
+        return self._await_answers
+
+    def _await_answers(self) -> None:
+        try:
+            for talk in self._talks:
+                answer, _ = talk.hear(self._patience_s)
+                assert answer == Answer(), answer
+        finally:
+            self._lock.release()
+
+    def _watch(self, rank: int, process: RankProcess) -> None:
+        code = process.wait()
+        if self._is_closing:
+            return
+        logger.critical("rank is over, and the instance with it rank=%d exit_code=%d", rank, code)
+        self.meeting.lose()
+        self._on_death(rank, code)
+
+    @staticmethod
+    def _die_too(rank: int, code: int) -> None:
+        """End this process as the rank has ended, so that whoever watches blames the right one."""
+        if code in _OUTSIDE:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if code == RemapFailed.EXIT_CODE:
+            os._exit(code)
+        time.sleep(_LAST_WORDS_S)
+        os._exit(1)
+
+    def close(self) -> None:
+        """Have all ranks leave. What they hold is released when they have."""
+        self._is_closing = True
+        for talk in self._talks:
+            talk.close()
+        deadline = time.monotonic() + _LEAVE_S
+        for process in self._processes:
+            try:
+                process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        self.meeting.close()

@@ -1,0 +1,176 @@
+"""Instances of several ranks: greedy tokens in float32 are those of transformers, whatever is
+dropped, restored, moved and swapped in between; and nobody outlives a rank.
+"""
+
+from contextlib import ExitStack, closing
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kunserve.control.instance.body import HostCopy, UnitCopy
+from kunserve.core.config import InstanceConfig, ModelConfig, SchedulerConfig
+from kunserve.core.ids import InstanceId, RequestId
+from kunserve.core.layout import LayerRange
+from kunserve.engine.body import EngineBody
+from kunserve.engine.ranks.backend import RankedBackend
+from kunserve.model.source import resolve_model
+from tests.direct_engine import DirectEngine
+from tests.forked_ranks import fork_member
+from tests.tiny_models import KINDS, VOCAB, expected_tokens, tiny_model
+from tests.tiny_models import MORE_KINDS as FAMILIES
+
+NUM_LAYERS = 4
+NUM_TOKENS = 8
+WHOLE = LayerRange(0, NUM_LAYERS)
+HALVES = (LayerRange(0, 2), LayerRange(2, 4))
+PROMPTS = [
+    np.random.default_rng(length).integers(3, VOCAB, length).tolist() for length in (1, 7, 40)
+]
+
+
+def open_ranks(
+    folder: Path,
+    num_ranks: int,
+    number: int = 0,
+    *,
+    dtype: str = "float32",
+    num_threads: int = 1,
+    scheduler: SchedulerConfig | None = None,
+    expert_parallel: bool = False,
+) -> EngineBody:
+    model = ModelConfig(model=str(folder), dtype=dtype)  # type: ignore[arg-type]
+    source = resolve_model(str(folder))
+    config = InstanceConfig(
+        memory_bytes=4 << 20,
+        granule_bytes=8192,
+        block_size=8,
+        tensor_parallel_size=num_ranks,
+        num_threads=num_threads,
+        enable_expert_parallel=expert_parallel,
+    )
+    backend = RankedBackend(model, source, num_ranks, start=fork_member)
+    return EngineBody(InstanceId(number), model, config, source, scheduler, backend)
+
+
+@pytest.fixture(scope="module", params=["llama3", "phi3"])
+def saved(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, list[list[int]]]:
+    """A model folder, and what transformers generates from it."""
+    folder = tmp_path_factory.mktemp(request.param)
+    model = tiny_model(request.param, NUM_LAYERS)
+    model.save_pretrained(folder)
+    return folder, [expected_tokens(model, prompt, NUM_TOKENS) for prompt in PROMPTS]
+
+
+MORE_KINDS = [kind for kind in (*KINDS, *FAMILIES) if kind not in ("llama3", "phi3")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("saved", MORE_KINDS, indirect=True)
+def test_so_are_those_of_every_other_kind(saved: tuple[Path, list[list[int]]]) -> None:
+    test_tokens_of_transformers(saved, 2)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])  # with four, each KV head is two ranks'
+def test_tokens_of_transformers(saved: tuple[Path, list[list[int]]], num_ranks: int) -> None:
+    folder, expected = saved
+    with closing(open_ranks(folder, num_ranks)) as body:
+        for chunk_size in (1000, 5):
+            engine = DirectEngine([(body, WHOLE)])
+            assert engine.generate(PROMPTS, NUM_TOKENS, chunk_size) == expected
+        body.check()
+
+
+@pytest.mark.parametrize("saved", ["qwen3"], indirect=True)
+def test_through_drops_exchanges_and_restores(saved: tuple[Path, list[list[int]]]) -> None:
+    """Two instances of two ranks: a pipeline, layers back from disk, then from the peer."""
+    folder, expected = saved
+    with ExitStack() as stack:
+        pair = [stack.enter_context(closing(open_ranks(folder, 2, number))) for number in range(2)]
+        first, second = pair
+        for source in ("disk", "peer"):
+            for body, keep in zip(pair, HALVES, strict=True):
+                assert body.prepare_layers(keep) is None
+                remap = body.drop_layers(keep)
+                assert remap.kv_units == body.spec.units_when_holding(2)
+                assert remap.moved_bytes > 0
+                body.check()
+            engine = DirectEngine(list(zip(pair, HALVES, strict=True)))
+            assert engine.generate(PROMPTS, NUM_TOKENS, 16) == expected
+            for body, missing in zip(pair, reversed(HALVES), strict=True):
+                assert body.reclaim_layers(WHOLE).kv_units == body.spec.kv_units
+                if source == "disk":
+                    body.load_layers(missing)
+            if source == "peer":
+                move_layers(first, second, HALVES[0])
+                move_layers(second, first, HALVES[1])
+            for body in pair:
+                body.check()
+                alone = DirectEngine([(body, WHOLE)])
+                assert alone.generate(PROMPTS, NUM_TOKENS, 1000) == expected
+
+
+def move_layers(source: EngineBody, target: EngineBody, layers: LayerRange) -> None:
+    """As a mover does: chunks that end anywhere."""
+    chunk_bytes = 5000
+    for layer in range(*layers):
+        for offset in range(0, source.layer_bytes, chunk_bytes):
+            data = np.empty(min(chunk_bytes, source.layer_bytes - offset), dtype=np.uint8)
+            source.read_layer(layer, offset, data)
+            target.write_layer(layer, offset, data)
+
+
+@pytest.mark.parametrize("saved", ["llama3"], indirect=True)
+def test_kv_moves_whole(saved: tuple[Path, list[list[int]]]) -> None:
+    """Between instances, inside one, to host memory and back: every rank's part of each unit."""
+    folder, _ = saved
+    with ExitStack() as stack:
+        one, other = (
+            stack.enter_context(closing(open_ranks(folder, 2, number))) for number in range(2)
+        )
+        num = 12
+        size = num * one.unit_bytes
+        data = np.random.default_rng(0).integers(0, 256, size, np.uint8)
+        one.write_units([(3, 5), (20, 7)], data)
+        found = np.empty_like(data)
+        one.read_units([(3, 5), (20, 7)], found)
+        assert (found == data).all()
+        # In other runs there, as where blocks lie otherwise.
+        other.write_units([(9, 2), (30, 10)], found)
+        back = np.empty_like(data)
+        other.read_units([(9, 2), (30, 10)], back)
+        assert (back == data).all()
+        one.copy_units((UnitCopy(3, 40, 5), UnitCopy(20, 45, 7)))
+        one.read_units([(40, num)], back)
+        assert (back == data).all()
+        request = RequestId("r")
+        out = HostCopy(request, 0, np.array([40, 44, 48], dtype=np.int32), 4)
+        one.swap_units((out,), (), beside_step=False)
+        one.write_units([(40, num)], np.zeros(size, dtype=np.uint8))
+        there = HostCopy(request, 0, np.array([60, 52, 56], dtype=np.int32), 4)
+        one.swap_units((), (there,), beside_step=False)
+        one.read_units([(60, 4), (52, 4), (56, 4)], back)
+        assert (back == data).all()
+        for rank, shard in enumerate(one.memory.shards):
+            unit = shard.unit_view(3, 1)
+            part = data[: one.unit_bytes].reshape(2, -1)[rank]
+            assert (unit == part).all(), "a unit's bytes are those of the ranks in turn"
+
+
+@pytest.mark.parametrize("saved", ["llama3"], indirect=True)
+def test_by_several_threads_and_within_limits(saved: tuple[Path, list[list[int]]]) -> None:
+    """Bits do not depend on threads, nor on how steps are cut; here in bfloat16."""
+    folder, _ = saved
+    found = []
+    for num_threads, scheduler in (
+        (2, None),
+        (4, SchedulerConfig(max_num_seqs=3, max_num_batched_tokens=48)),
+    ):
+        body = open_ranks(folder, 2, dtype="bfloat16", num_threads=num_threads, scheduler=scheduler)
+        with closing(body):
+            for chunk_size in (48, 5):
+                engine = DirectEngine([(body, WHOLE)])
+                found.append(engine.generate(PROMPTS[1:], NUM_TOKENS, chunk_size))
+    assert found[1:] == found[:-1]

@@ -1,0 +1,63 @@
+"""Ranks as forks of the test's process: a child of its own would import torch for seconds."""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import time
+import traceback
+import warnings
+
+from kunserve.engine.ranks.member import run_member
+
+
+class ForkedRank:
+    """A ``RankProcess``."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self._code: int | None = None
+
+    def wait(self, timeout: float | None = None) -> int:
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while self._code is None:
+            try:
+                pid, status = os.waitpid(self.pid, os.WNOHANG)
+            except ChildProcessError:  # another thread has waited for it
+                continue
+            if pid:
+                self._code = os.waitstatus_to_exitcode(status)
+            elif deadline is not None and time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired("rank", timeout or 0.0)
+            else:
+                time.sleep(0.002)
+        return self._code
+
+    def kill(self) -> None:
+        if self._code is None:
+            os.kill(self.pid, signal.SIGKILL)
+
+
+def fork_member(end: socket.socket) -> ForkedRank:
+    """Starts a rank, for ``RankedBackend``."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # threads that the child does not have
+        pid = os.fork()
+    if pid:
+        return ForkedRank(pid)
+    code = 1
+    try:
+        # Whoever has the other end must not be a rank, or nobody would see that it is closed.
+        # Numbers stay taken, because objects of the parent still close theirs here.
+        nothing = os.open(os.devnull, os.O_RDWR)
+        for name in os.listdir("/proc/self/fd"):
+            if int(name) not in (0, 1, 2, nothing, end.fileno()):
+                with contextlib.suppress(OSError):  # the listing's own
+                    os.fstat(int(name))
+                    os.dup2(nothing, int(name))
+        code = run_member(end)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(code)
