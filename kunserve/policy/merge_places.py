@@ -16,6 +16,8 @@ from kunserve.policy.nearness import ANYWHERE, SAME_HOST, Site, reaches, site_of
 
 Worth = Callable[[PlannedGroup, PlannedGroup, Shape], bool]
 """Whether a merge across hosts is worth its exchange."""
+Meet = Callable[[PlannedGroup, PlannedGroup], bool]
+"""Whether the members of two groups reach each other, as far as is known."""
 
 
 class PlacedQueue:
@@ -28,7 +30,10 @@ class PlacedQueue:
         specs: Specs,
         max_group_size: int | None,
         is_worth: Worth,
+        may_meet: Meet | None = None,
     ) -> None:
+        """``may_meet``: None: all do."""
+        self._may_meet = may_meet
         self._cache = cache
         self._specs = specs
         self._max_group_size = max_group_size
@@ -97,7 +102,8 @@ class PlacedQueue:
 
     def _part(self, groups: list[PlannedGroup]) -> None:
         self._queues, self._apart, self._order = {}, [], []
-        is_worth = self._is_worth if self.has_links and self._reach != SAME_HOST else None
+        crosses_hosts = self.has_links and self._reach != SAME_HOST
+        is_worth = _both(self._may_meet, self._is_worth if crosses_hosts else None)
         for group in groups:
             site = self._site_of(group)
             if site is None:
@@ -128,3 +134,15 @@ class PlacedQueue:
             pair = self._queues[site].first_pair(is_pressed=self._is_pressed)
             if pair is not None:
                 heapq.heappush(self._order, (pair, self._numbers[site], site))
+
+
+def _both(may_meet: Meet | None, is_worth: Worth | None) -> Worth | None:
+    """One question of two."""
+    if may_meet is None:
+        return is_worth
+    meet, worth = may_meet, is_worth
+
+    def may_merge(one: PlannedGroup, other: PlannedGroup, merged: Shape) -> bool:
+        return meet(one, other) and (worth is None or worth(one, other, merged))
+
+    return may_merge
