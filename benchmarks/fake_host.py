@@ -31,7 +31,6 @@ from kunserve.cluster.process_mark import mark_of
 from kunserve.control.instance.agent import InstanceAgent
 from kunserve.control.instance.state import AgentConfig
 from kunserve.control.instance.work import Work
-from kunserve.core.config import KunServeConfig
 from kunserve.core.ids import InstanceId
 from kunserve.core.messages import Alive, Connect, Message, Ready
 from kunserve.core.transfer import KvPull, LayerLoad, PeerAddress

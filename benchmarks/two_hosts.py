@@ -95,7 +95,9 @@ def measure(
     rates: dict[str, list[float]] = {name: [] for name in fronts}
     per_token_s: dict[str, list[float]] = {name: [] for name in fronts}
     work: dict[str, list[Work]] = {name: [] for name in fronts}
-    processes = {name: (front.process.pid, front.ask("state")["pids"]) for name, front in fronts.items()}
+    processes = {
+        name: (front.process.pid, front.ask("state")["pids"]) for name, front in fronts.items()
+    }
     num_prompt, num_tokens = 128, 64
     for number in range(rounds + 1):
         order = list(fronts.items())[:: 1 if number % 2 else -1]

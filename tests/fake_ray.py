@@ -108,7 +108,7 @@ class Actor:
         work = asyncio.ensure_future(self._run(name, args))
         try:
             await asyncio.wait({over, work}, return_when=asyncio.FIRST_COMPLETED)
-            if not work.done():
+            if self.over.is_set() and (name != "end" or not work.done()):
                 raise RayActorError("The actor died.\nMany words follow.")
             return work.result()
         finally:

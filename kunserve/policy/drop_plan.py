@@ -149,7 +149,9 @@ def _together(apart: Collection[tuple[InstanceId, InstanceId]]) -> Meet:
     def may_meet(one: PlannedGroup, other: PlannedGroup) -> bool:
         members = {member for layout in other.old for member in layout.members}
         return not any(
-            without.get(member, _NOBODY) & members for layout in one.old for member in layout.members
+            without.get(member, _NOBODY) & members
+            for layout in one.old
+            for member in layout.members
         )
 
     return may_meet

@@ -355,9 +355,7 @@ def _check_number(number: int, expected: int) -> None:
 class _Call:
     """A socket to the front, wherever that is. Belongs to one thread."""
 
-    def __init__(
-        self, address: str | Callable[[], str], route: bytes, guard: Guard | None
-    ) -> None:
+    def __init__(self, address: str | Callable[[], str], route: bytes, guard: Guard | None) -> None:
         self.where: Callable[[], str] = address if callable(address) else lambda: address
         self._address = self.where()
         self.socket = connect_dealer(self._address, route, guard=guard)

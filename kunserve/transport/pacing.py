@@ -7,7 +7,7 @@ _MIN_CHUNK_BYTES = 64 * KIB
 _MAX_CHUNK_BYTES = 1024 * KIB
 _STAGE_TIME_S = 0.002
 _NETWORK_CHUNK_S = 0.001
-"""How long a chunk occupies a link between hosts: an activation waits for all that are in flight."""
+"""How long a chunk occupies a link between hosts: an activation waits for all those in flight."""
 _NETWORK_CREDIT_S = 0.001
 """A late timer is made good by one chunk, and not by several at once in the card's queue."""
 _MAX_IN_FLIGHT = 4

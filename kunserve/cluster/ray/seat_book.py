@@ -32,7 +32,7 @@ class Holder:
 
     @classmethod
     def me(cls, token: str, host: str) -> "Holder":
-        """This process."""
+        """The process that asks."""
         realm = f"{boot_id()}/{os.stat('/proc/self/ns/pid').st_ino}"
         return cls(token, host, realm, mark_of(os.getpid()) or "")
 

@@ -1,4 +1,4 @@
-"""Instances that did not reach each other lately, though the front reaches both: no drop merges them.
+"""Instances that did not reach each other lately, though the front does: none merge.
 
 Nobody tells when a cut link is whole again, so a pair is tried again after a while. Each time that
 it is found cut once more, the while is twice as long.

@@ -185,7 +185,7 @@ def test_an_order_is_carried_out_where_ray_has_put_it(ray: FakeRay) -> None:
 def test_last_words_name_the_node(ray: FakeRay, tmp_path: Path) -> None:
     program = tmp_path / "refuses.py"
     words = msgspec.json.encode(StartupFailure("ModelFiles", "/m: no such folder")).decode()
-    program.write_text(f"import sys; sys.stdin.read(); print({words!r}, end=''); sys.exit(3)")
+    program.write_text(f"import sys; sys.stdin.readline(); print({words!r}, end=''); sys.exit(3)")
 
     def made() -> Any:
         found = launcher()
