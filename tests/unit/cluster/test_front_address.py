@@ -55,7 +55,7 @@ def test_an_instance_calls_where_its_front_is_now() -> None:
         channel.send(Abort(RequestId("a")))
         await until(lambda: pulse.fronts and first.reaches(ZERO))
         first.send(ZERO, Shutdown())
-        assert await asyncio.to_thread(channel.poll, 30.0)
+        await until(lambda: Shutdown() in channel.receive())
         at[0] = second.address
         channel.send(Abort(RequestId("b")))
         await until(lambda: Abort(RequestId("b")) in heard and "second" in pulse.fronts)
