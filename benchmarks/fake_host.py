@@ -18,7 +18,6 @@ import struct
 import sys
 import time
 from collections import deque
-from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -27,12 +26,11 @@ import zmq
 
 from kunserve.cluster.fake import FakeBody, FakeModel, fake_spec
 from kunserve.cluster.in_process_mover import InProcessMover, Pull
-from kunserve.cluster.launch import FakeSettings, InstanceOrder, InstanceProcess
+from kunserve.cluster.launch import InstanceOrder, LocalLauncher
 from kunserve.cluster.process_mark import mark_of
 from kunserve.control.instance.agent import InstanceAgent
 from kunserve.control.instance.state import AgentConfig
 from kunserve.control.instance.work import Work
-from kunserve.core.config import KunServeConfig
 from kunserve.core.ids import InstanceId
 from kunserve.core.messages import Alive, Connect, Message, Ready
 from kunserve.core.python_command import python_command
@@ -270,13 +268,15 @@ class HostedInstance:
         if not self.ended.is_set():
             self._launcher.tell(_Order(end=self._instance_id))
 
+    def follow(self, front_address: str) -> None:
+        """See ``InstanceProcess``: its front stays where it is."""
 
-class HostLauncher:
-    """Implements ``Launcher``: all instances in one process."""
 
-    front_host: str | None = None
+class HostLauncher(LocalLauncher):
+    """All instances in one process. None outlives its front."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._process: asyncio.subprocess.Process | None = None
         self._starting = asyncio.Lock()
         self._instances: dict[InstanceId, HostedInstance] = {}
@@ -308,10 +308,6 @@ class HostLauncher:
         await self._process.stdin.drain()
         return instance
 
-    def find(self, mark: str) -> InstanceProcess | None:
-        """See ``Launcher``: nothing outlives its front here."""
-        return None
-
     def tell(self, order: _Order) -> None:
         """Write an order."""
         assert self._process is not None and self._process.stdin is not None
@@ -324,21 +320,6 @@ class HostLauncher:
             self._instances[InstanceId(int(line))].ended.set()
         for instance in self._instances.values():
             instance.ended.set()
-
-    def check_start(self, config: KunServeConfig, fake: FakeSettings | None) -> None:
-        """See ``Launcher``: fake instances take next to nothing."""
-
-    def check_growth(
-        self,
-        config: KunServeConfig,
-        fake: FakeSettings | None,
-        num_more: int,
-        pids: Iterable[int],
-    ) -> None:
-        """See ``Launcher``."""
-
-    def close(self) -> None:
-        """See ``Launcher``."""
 
     async def end(self) -> None:
         """End the process."""

@@ -13,13 +13,11 @@ import os
 import shutil
 import signal
 import subprocess
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
 
-from kunserve.cluster.launch import FakeSettings, InstanceOrder, LocalProcess, spawn
-from kunserve.cluster.process_mark import FoundProcess, open_marked
-from kunserve.core.config import KunServeConfig
+from kunserve.cluster.launch import InstanceOrder, LocalLauncher, LocalProcess, spawn
 from kunserve.core.place import Place
 
 NETWORK = "10.77.0"
@@ -167,8 +165,8 @@ class Hosts:
         self.close()
 
 
-class NamespaceLauncher:
-    """Implements ``Launcher``: each instance on its host. The front itself is on one of them."""
+class NamespaceLauncher(LocalLauncher):
+    """Each instance on its host. The front itself is on one of them."""
 
     def __init__(
         self,
@@ -178,9 +176,9 @@ class NamespaceLauncher:
         link_gbps: float | None = None,
     ) -> None:
         """``places``: by instance, the process that keeps its namespace, and its address there."""
-        self.front_host: str | None = front_host
+        super().__init__(program)
+        self.front_host = front_host
         self._places = places
-        self._program = program
         self._link_gbps = link_gbps
         self.unreachable: set[str] = set()
         """Hosts whose processes nobody can end now, as on a host that is cut off."""
@@ -196,26 +194,6 @@ class NamespaceLauncher:
         )
         within = ["nsenter", f"--net=/proc/{pid}/ns/net", "--"]
         return _OnHost(await spawn(order, self._program, within), self, host)
-
-    def find(self, mark: str) -> FoundProcess | None:
-        """The process of this mark, unless it has ended."""
-        fd = open_marked(mark)
-        return None if fd is None else FoundProcess(mark, fd)
-
-    def check_start(self, config: KunServeConfig, fake: FakeSettings | None) -> None:
-        """There is room."""
-
-    def check_growth(
-        self,
-        config: KunServeConfig,
-        fake: FakeSettings | None,
-        num_more: int,
-        pids: Iterable[int],
-    ) -> None:
-        """There is room."""
-
-    def close(self) -> None:
-        """A start waits for nobody."""
 
 
 class _OnHost:
@@ -246,6 +224,10 @@ class _OnHost:
         """SIGKILL, if that reaches the host."""
         if self._host not in self._launcher.unreachable:
             self._process.kill()
+
+    def follow(self, front_address: str) -> None:
+        """See ``InstanceProcess``."""
+        self._process.follow(front_address)
 
 
 def enter(pid: int) -> None:

@@ -15,7 +15,8 @@ import time
 from contextlib import ExitStack
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -44,6 +45,33 @@ from kunserve.transport.peers import PeerLinks
 MODEL = "smollm2-135m"
 
 
+class Work(NamedTuple):
+    """Processor time, in seconds."""
+
+    front: float
+    computing: float
+    """Of the instances' busiest threads, which run their loops."""
+    wires: float
+    """Of all their other threads: sockets, encryption, bulk."""
+
+    @classmethod
+    def of(cls, front: int, instances: list[int]) -> "Work":
+        """So far, of these processes."""
+        times = [_thread_times_s(pid) for pid in instances]
+        computing = sum(map(max, times))
+        return cls(sum(_thread_times_s(front)), computing, sum(map(sum, times)) - computing)
+
+    def since(self, before: "Work", num_tokens: int) -> "Work":
+        """Per token."""
+        return Work(*((b - a) / num_tokens for a, b in zip(before, self, strict=True)))
+
+
+def _thread_times_s(pid: int) -> list[float]:
+    """User and system time of each thread, in nanoseconds of the scheduler's account."""
+    tasks = Path(f"/proc/{pid}/task").iterdir()
+    return [int((task / "schedstat").read_text().split()[0]) / 1e9 for task in tasks]
+
+
 def serve(report: Report, rounds: int, requests: int) -> None:
     """Throughput and time per token, alone and as a pipeline."""
     with Hosts(["a", "b"]) as hosts, ExitStack() as stack:
@@ -66,12 +94,18 @@ def measure(
     """One shape of the groups, over all rounds."""
     rates: dict[str, list[float]] = {name: [] for name in fronts}
     per_token_s: dict[str, list[float]] = {name: [] for name in fronts}
+    work: dict[str, list[Work]] = {name: [] for name in fronts}
+    processes = {
+        name: (front.process.pid, front.ask("state")["pids"]) for name, front in fronts.items()
+    }
     num_prompt, num_tokens = 128, 64
     for number in range(rounds + 1):
         order = list(fronts.items())[:: 1 if number % 2 else -1]
         for name, front in order:
+            before = Work.of(*processes[name])
             found = front.ask(f"load {requests} {num_prompt} {num_tokens}")
             if number:  # the first round warms up
+                work[name].append(Work.of(*processes[name]).since(before, requests * num_tokens))
                 rates[name].append(requests * num_tokens / found["seconds"])
                 per_token_s[name].append(statistics.median(found["per_token_s"]))
     for name in fronts:
@@ -82,6 +116,15 @@ def measure(
             report.add(what, statistics.median(values) * scale, unit, shape=shape, at=name)
             report.add(f"{what}, least", min(values) * scale, unit, shape=shape, at=name)
             report.add(f"{what}, most", max(values) * scale, unit, shape=shape, at=name)
+    # Steadier than time on a machine that others use, too.
+    for part in Work._fields:
+        per_token = {name: [getattr(one, part) for one in found] for name, found in work.items()}
+        for name in fronts:
+            value = statistics.median(per_token[name]) * 1e3
+            report.add(f"processor time per token, {part}", value, "ms", shape=shape, at=name)
+        ratios = [b / a for a, b in zip(*per_token.values(), strict=True)]
+        name = f"processor time per token, {part}, two hosts / one"
+        report.add(name, statistics.median(ratios), "x", shape=shape)
     for what, found in (("throughput", rates), ("P50 TPOT", per_token_s)):
         ratios = [b / a for a, b in zip(found["one host"], found["two hosts"], strict=True)]
         target = 0.97 if what == "throughput" else 1.05

@@ -108,7 +108,7 @@ class Actor:
         work = asyncio.ensure_future(self._run(name, args))
         try:
             await asyncio.wait({over, work}, return_when=asyncio.FIRST_COMPLETED)
-            if not work.done():
+            if self.over.is_set() and (name != "end" or not work.done()):
                 raise RayActorError("The actor died.\nMany words follow.")
             return work.result()
         finally:
@@ -124,8 +124,9 @@ class Actor:
         """Its process is gone, and the instance's with it, as the system sees to."""
         if not self.over.is_set():
             self.over.set()
-            if self.body is not None and self.body._process is not None:
-                self.body._process.kill()
+            process = getattr(self.body, "_process", None)
+            if process is not None:
+                process.kill()
             if self.body is not None and self.body._watch is not None:
                 self.body._watch.cancel()
             self._ray.place_all()
@@ -182,6 +183,10 @@ class FakeRay:
                 class Class:
                     @staticmethod
                     def remote() -> Actor:
+                        if options.get("get_if_exists"):
+                            for found in FakeRay.now.living:
+                                if found.options["name"] == options["name"]:
+                                    return found
                         actor = Actor(FakeRay.now, kind, options)
                         FakeRay.now.actors.append(actor)
                         FakeRay.now.place_all()
@@ -202,9 +207,11 @@ class FakeRay:
                 return actor
         raise ValueError(name)
 
+    front_ip = "127.0.0.1"
+
     def here(self) -> str:
         """Address of the node where an actor is made; of the front's machine otherwise."""
-        return "127.0.0.1" if self.current is None else str(self.current.node.ip)
+        return self.front_ip if self.current is None else str(self.current.node.ip)
 
     def get_runtime_context(self) -> Any:
         class Context:
@@ -238,6 +245,7 @@ def _modules() -> dict[str, ModuleType]:
     found.util, found.exceptions, found.autoscaler = util, exceptions, autoscaler
     wide: Any = util
     wide.get_node_ip_address = lambda: FakeRay.now.here()
+    wide.list_named_actors = lambda: [a.options["name"] for a in FakeRay.now.living]
     kinds: Any = exceptions
     for kind in (RayError, RayActorError, ActorUnavailableError, GetTimeoutError):
         setattr(kinds, kind.__name__, kind)

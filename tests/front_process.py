@@ -1,7 +1,8 @@
 """A front in a process of its own, over fake instances: ``python -m tests.front_process``.
 
     FOLDER NUM_INSTANCES FAULTS SETTINGS RAY    arguments; SETTINGS is JSON of ``ClusterConfig``,
-                                                RAY the address of a Ray cluster, or empty
+                                                RAY the address of a Ray cluster and behind a comma
+                                                this host's, or empty
 
 It reads commands line by line and answers each with a line of JSON.
 
@@ -52,7 +53,8 @@ def launcher_of(program: tuple[str, str], ray: str) -> Launcher:
     from kunserve.cluster.ray.launcher import RayLauncher
     from kunserve.cluster.ray.session import Session
 
-    return RayLauncher(Session(ray), is_detached=True, program=program)
+    address, _, host = ray.partition(",")
+    return RayLauncher(Session(address, host or None), is_detached=True, program=program, name="f")
 
 
 async def answer(cluster: LocalCluster, client: Client, words: list[str]) -> Any:
@@ -79,6 +81,7 @@ async def answer(cluster: LocalCluster, client: Client, words: list[str]) -> Any
                 "used_blocks": sum(load.used_blocks for load in state.loads),
                 "missing": vitals.num_missing,
                 "errors": vitals.num_errors,
+                "address": cluster._channel.address,
             }
     return "done"
 

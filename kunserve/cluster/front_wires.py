@@ -6,11 +6,11 @@ from dataclasses import replace
 
 from zmq import ZMQError
 
-from kunserve.cluster.launch import InstanceOrder
+from kunserve.cluster.launch import InstanceOrder, InstanceProcess
 from kunserve.cluster.lease import LeaseTerms
 from kunserve.cluster.processes import Processes
 from kunserve.cluster.reach import Reach
-from kunserve.cluster.run_folder import WiresState
+from kunserve.cluster.seat import WiresState
 from kunserve.cluster.succession import Succession
 from kunserve.control.cluster.quarantine import Cause
 from kunserve.core.config import ClusterConfig
@@ -30,11 +30,13 @@ class FrontWires:
         grace_s: float,
         name: str | None,
         earlier: WiresState | None = None,
+        epoch: int = 0,
     ) -> None:
-        """Listen at ``host``, or where the ``earlier`` front has, because instances call there."""
+        """Listen at ``host``, if possible where the ``earlier`` front has: instances call there."""
         self._host = host
         self._link_timeout_s = link_timeout_s
         self._grace_s = grace_s
+        self._epoch = epoch
         self._earlier = earlier
         self._keys = new_keys()
         if earlier is not None:
@@ -52,32 +54,48 @@ class FrontWires:
             return None
         if config.trace_out is not None:
             raise ConfigError("--trace-out is for one machine: the clocks of several differ")
-        name, earlier = None, None
-        if succession is not None:
-            name, earlier = succession.front, succession.wires
-        return cls(host, config.link_timeout_s, config.front_grace_s, name, earlier)
+        if succession is None:
+            return cls(host, config.link_timeout_s, config.front_grace_s, None)
+        left = succession.wires, succession.epoch
+        return cls(host, config.link_timeout_s, config.front_grace_s, succession.front, *left)
 
     @property
     def network(self) -> FrontNetwork:
         """For the channel."""
         return FrontNetwork(self._keys, self._link_timeout_s, self._name)
 
-    async def start(self, channel: FrontChannel) -> None:
-        """Listen, and let those in that an earlier front has started. Raises ConfigError."""
+    async def start(self, channel: FrontChannel, found: Iterable[InstanceProcess] = ()) -> None:
+        """Listen, and let those in that an earlier front has started. Raises ConfigError.
+
+        They are told where, if that is another place.
+        """
         earlier = self._earlier
-        address = any_port_of(self._host) if earlier is None else earlier.address
-        try:
-            await channel.start(address)
-        except ZMQError as error:
-            raise ConfigError(f"cannot listen at {address} for instances: {error}") from None
+        await self._listen(channel)
         self._channel = channel
         self._reach = Reach(channel.reaches)
         port = channel.address.rpartition(":")[2]
         self._address = f"tcp://{bracketed(self._host)}:{port}"
-        if earlier is not None:
-            for instance_id, key in earlier.instance_keys.items():
-                self._instance_keys[instance_id] = key
-                channel.admit(instance_id, key)
+        if earlier is None:
+            return
+        for instance_id, key in earlier.instance_keys.items():
+            self._instance_keys[instance_id] = key
+            channel.admit(instance_id, key)
+        for process in found:
+            process.follow(self._address)
+
+    async def _listen(self, channel: FrontChannel) -> None:
+        places = [any_port_of(self._host)]
+        earlier = self._earlier
+        if earlier and earlier.address.rpartition(":")[0] == f"tcp://{bracketed(self._host)}":
+            places.insert(0, earlier.address)
+        for place in places:
+            try:
+                await channel.start(place)
+            except ZMQError as error:
+                reason = f"cannot listen at {place} for instances: {error}"
+            else:
+                return
+        raise ConfigError(reason)
 
     def addressed(self, order: InstanceOrder) -> InstanceOrder:
         """The order with keys for the instance's next process, which alone is heard from now on.
@@ -90,7 +108,7 @@ class FrontWires:
         return replace(
             order,
             front_address=self._address,
-            lease=LeaseTerms("", self._name, self._grace_s),
+            lease=LeaseTerms("", self._name, self._grace_s, self._epoch),
             parent_pid=None,  # it says nothing on another host; there the lease does
             network=Network(
                 host="",

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from kunserve.cluster.front_address import FrontAddress
 from kunserve.cluster.instance_loop import InstanceLoop, WiredBody
 from kunserve.cluster.instance_mover import InstanceMover, LayerLoader
 from kunserve.cluster.launch import (
@@ -62,7 +63,10 @@ def run_instance(load: Callable[[InstanceOrder], Loaded]) -> int:
     is written to standard output.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    order = msgspec.json.decode(sys.stdin.buffer.read(), type=InstanceOrder)
+    order = msgspec.json.decode(sys.stdin.buffer.readline(), type=InstanceOrder)
+    front_address = FrontAddress(order.front_address)
+    if order.network is not None:
+        front_address.follow(sys.stdin.buffer)
     # A stopped process could not see that its lease is over: the parent's death wakes it.
     dies = order.lease is None or order.parent_pid is not None
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL if dies else signal.SIGCONT)
@@ -71,7 +75,7 @@ def run_instance(load: Callable[[InstanceOrder], Loaded]) -> int:
     lease = _lease_of(order)
     start_logging(order.config.log, order.instance_id)
     try:
-        loop = _assemble(order, load(order), lease)
+        loop = _assemble(order, load(order), lease, front_address)
     except KunServeError as error:
         _say(StartupFailure(type(error).__name__, str(error)))
         return EXIT_REFUSED
@@ -110,7 +114,9 @@ def _say(last_words: StartupFailure | StepFailure) -> None:
         sys.stdout.buffer.flush()
 
 
-def _assemble(order: InstanceOrder, loaded: Loaded, lease: Hold | None) -> InstanceLoop:
+def _assemble(
+    order: InstanceOrder, loaded: Loaded, lease: Hold | None, front_address: FrontAddress
+) -> InstanceLoop:
     config, body, network = order.config, loaded.body, order.network
     spec = body.spec
     longest = loaded.longest_request_tokens
@@ -125,7 +131,7 @@ def _assemble(order: InstanceOrder, loaded: Loaded, lease: Hold | None) -> Insta
     mover.loader = LayerLoader(body.load_layers)
     peers = PeerLinks(spec.instance_id, links_at, network=network)
     mover.yield_to(peers.activations_pending)
-    channel = InstanceChannel(order.front_address, spec.instance_id, network)
+    channel = InstanceChannel(front_address, spec.instance_id, network)
     agent = InstanceAgent(
         AgentConfig(spec.instance_id, config.scheduler, loaded.eos_token_ids, max_model_len),
         body,

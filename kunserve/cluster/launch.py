@@ -4,14 +4,17 @@ import asyncio
 import logging
 import os
 import signal
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 import msgspec
 
 from kunserve.cluster.lease import LeaseTerms
 from kunserve.cluster.process_mark import FoundProcess, mark_of, open_marked
+from kunserve.cluster.run_folder import RunFolder
+from kunserve.cluster.seat import FrontMoved, Seat
 from kunserve.control.cluster.quarantine import Blame, Cause
 from kunserve.core.config import MIB, KunServeConfig
 from kunserve.core.errors import ConfigError, ModelFiles, TooLittleMemory, UnsupportedModel
@@ -49,7 +52,7 @@ class FakeSettings:
 
 @dataclass(frozen=True, slots=True)
 class InstanceOrder:
-    """Everything an instance process needs, written to its standard input as JSON."""
+    """Everything an instance process needs, written to its standard input as a line of JSON."""
 
     instance_id: InstanceId
     fake: FakeSettings | None
@@ -229,6 +232,12 @@ class InstanceProcess(Protocol):
         """End it at once. May be called again, and after its end."""
         ...
 
+    def follow(self, front_address: str) -> None:
+        """Its front is another one now, which is called there. On one machine it sees that by
+        itself.
+        """
+        ...
+
 
 class Launcher(Protocol):
     """Starts instances, here or on another machine, and finds those of an earlier front.
@@ -247,8 +256,20 @@ class Launcher(Protocol):
         """Start a process that carries out the order. Raises OSError when it cannot."""
         ...
 
-    def find(self, mark: str) -> InstanceProcess | None:
-        """The process of this mark, whoever started it; None if it has ended."""
+    async def seat(self, folder: Path, grace_s: float) -> Seat:
+        """The seat of the cluster's front, taken. Raises ConfigError when another front has it.
+
+        ``folder`` is where it is if all fronts of the cluster are on this machine. Its instances
+        outlive a front by ``grace_s``.
+        """
+        ...
+
+    async def find(
+        self, marks: Mapping[InstanceId, str], epoch: int
+    ) -> dict[InstanceId, InstanceProcess]:
+        """Those of these processes that run, whoever started them. The front of this epoch is the
+        one that may end them from now on.
+        """
         ...
 
     def check_start(self, config: KunServeConfig, fake: FakeSettings | None) -> None:
@@ -279,14 +300,19 @@ class LocalLauncher:
         """``program`` is what Python runs instead of the instance's own entry point."""
         self._program = program
 
-    async def start(self, order: InstanceOrder) -> "LocalProcess":
+    async def start(self, order: InstanceOrder) -> InstanceProcess:
         """Spawn the process and hand it its order."""
         return await spawn(order, self._program)
 
-    def find(self, mark: str) -> FoundProcess | None:
-        """The process of this mark, unless it has ended."""
-        fd = open_marked(mark)
-        return None if fd is None else FoundProcess(mark, fd)
+    async def seat(self, folder: Path, grace_s: float) -> Seat:
+        """The folder's lock."""
+        return RunFolder(folder)
+
+    async def find(
+        self, marks: Mapping[InstanceId, str], epoch: int
+    ) -> dict[InstanceId, InstanceProcess]:
+        """Those that have not ended. The lock keeps earlier fronts away from them."""
+        return find_here(marks)
 
     def check_start(self, config: KunServeConfig, fake: FakeSettings | None) -> None:
         """See ``check_memory``. A fake instance takes next to nothing."""
@@ -308,12 +334,27 @@ class LocalLauncher:
         """A start here waits for nobody."""
 
 
+def find_here(marks: Mapping[InstanceId, str]) -> dict[InstanceId, InstanceProcess]:
+    """Those of these processes of this machine that have not ended."""
+    found: dict[InstanceId, InstanceProcess] = {}
+    for instance_id, mark in marks.items():
+        fd = open_marked(mark)
+        if fd is not None:
+            found[instance_id] = FoundProcess(mark, fd)
+    return found
+
+
 async def spawn(
-    order: InstanceOrder, program: Sequence[str] | None = None, within: Sequence[str] = ()
+    order: InstanceOrder,
+    program: Sequence[str] | None = None,
+    within: Sequence[str] = (),
+    *,
+    tells_moves: bool = False,
 ) -> "LocalProcess":
     """A child that carries out the order; ``within`` is a command that runs the rest of its line.
 
-    ``program`` is what Python runs instead of the instance's own entry point.
+    ``program`` is what Python runs instead of the instance's own entry point. ``tells_moves``:
+    its standard input stays open for ``LocalProcess.follow``.
     """
     module = "instance_main" if order.fake is None else "fake_main"
     process = await asyncio.create_subprocess_exec(
@@ -327,9 +368,10 @@ async def spawn(
     )
     assert process.stdin is not None
     try:
-        process.stdin.write(msgspec.json.encode(order))
+        process.stdin.write(msgspec.json.encode(order) + b"\n")
         await process.stdin.drain()
-        process.stdin.close()
+        if not tells_moves:
+            process.stdin.close()
     except (BrokenPipeError, ConnectionResetError):
         pass  # it died before it read its order: whoever waits for its end sees that
     return LocalProcess(process)
@@ -379,3 +421,9 @@ class LocalProcess:
         """SIGKILL, unless it has ended."""
         if self._process.returncode is None:
             self._process.kill()
+
+    def follow(self, front_address: str) -> None:
+        """Tell it on its standard input, if that is open; see ``spawn``."""
+        stdin = self._process.stdin
+        if stdin is not None and not stdin.is_closing():
+            stdin.write(msgspec.json.encode(FrontMoved(front_address)) + b"\n")

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Protocol
 
 from kunserve.cluster.process_mark import kill_marked, mark_of, own_mark
-from kunserve.cluster.run_folder import FrontLock, RunState, read_state
+from kunserve.cluster.run_folder import FrontLock, read_state
+from kunserve.cluster.seat import RunState
 from kunserve.cluster.waking_clock import WakingClock
 
 logger = logging.getLogger(__name__)
@@ -33,6 +34,8 @@ class LeaseTerms:
     front: str
     """The front that started the instance (``RunState.front``)."""
     grace_s: float
+    epoch: int = 0
+    """Of that front (``RunState.epoch``)."""
 
 
 class Hold(Protocol):

@@ -150,8 +150,10 @@ class LocalCluster:
         launcher = launcher or LocalLauncher()
         # A replacement must load what its peers have: from them it takes layers.
         files = None if fake is not None else configured_fingerprint(config)
-        succession = run_folder and Succession(run_folder, config, fake, launcher, files)
-        cluster = cls(config, fake, launcher, succession or None, files)
+        succession = None
+        if run_folder is not None:
+            succession = await Succession.begin(run_folder, config, fake, launcher, files)
+        cluster = cls(config, fake, launcher, succession, files)
         try:
             await cluster._start_all(vocab_size, on_ready)
         except BaseException:
@@ -167,7 +169,7 @@ class LocalCluster:
         if self._wires is None:
             await self._channel.start(self._sockets.address("front"))
         else:
-            await self._wires.start(self._channel)
+            await self._wires.start(self._channel, found.values())
         with self._background.surviving("sweep"):
             sweep()
         if not found:

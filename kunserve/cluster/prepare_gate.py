@@ -58,7 +58,7 @@ class PrepareGate:
                 passed.append(held.message)
             elif now_s - held.since_s > self._patience_s:
                 reason = f"no connection to instances {missing}"
-                refused.append(Prepared(transition_id, self._me, reason))
+                refused.append(Prepared(transition_id, self._me, reason, tuple(missing)))
             else:
                 continue
             del self._held[transition_id]

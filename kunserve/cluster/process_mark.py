@@ -79,3 +79,6 @@ class FoundProcess:
         if not self._ended.is_set():
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._fd, signal.SIGKILL)
+
+    def follow(self, front_address: str) -> None:
+        """Nobody can tell it anything: it sees its front by the lock, or at the old address."""

@@ -13,49 +13,17 @@ import os
 import shutil
 import stat
 import time
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
 
+from kunserve.cluster.seat import RunState
 from kunserve.core.errors import ConfigError
-from kunserve.core.ids import InstanceId
 from kunserve.transport.file_lock import is_held
 
 LOCK_S = 3.0
 """How long to try for the lock: instances hold it for moments, one that leaves a little longer."""
 POLL_S = 0.01
-
-
-@dataclass(frozen=True, slots=True)
-class WiresState:
-    """What the next front must have, so that instances of this one believe it and it them."""
-
-    address: str
-    public_key: str
-    secret_key: str
-    instance_keys: dict[InstanceId, str] = field(default_factory=dict)
-    """Public ones, of the processes that run."""
-
-
-@dataclass(frozen=True, slots=True)
-class RunState:
-    """What a front leaves to the next one."""
-
-    front: str
-    """The front's own name, made by chance."""
-    epoch: int
-    """Counts fronts: each one's ids of groups and transitions lie above the last one's."""
-    settings: str
-    """A digest of everything that instances depend on; another one makes them useless."""
-    socket_folder: str
-    """Where the front and the instances listen."""
-    marks: dict[InstanceId, str]
-    """By which the launcher finds each process again."""
-    wires: WiresState | None = None
-    """None: sockets are files of the socket folder."""
-    ids: tuple[InstanceId, ...] = ()
-    """Of all instances that there are to be, also of those between two processes."""
 
 
 class FrontLock:
@@ -94,7 +62,7 @@ class FrontLock:
 
 
 class RunFolder:
-    """The front's end. One front at a time."""
+    """Implements ``Seat`` for fronts of one machine."""
 
     def __init__(self, path: Path) -> None:
         """Make the folder if need be, and take its lock. Raises ConfigError when it cannot."""
@@ -116,24 +84,24 @@ class RunFolder:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)  # one that left removed it
 
     def read(self) -> RunState | None:
-        """What the front before this one left; None if it left nothing that can be read."""
+        """See ``Seat``."""
         return read_state(self.path)
 
     def write(self, state: RunState) -> None:
-        """Replace the state as a whole, so that nobody reads half of it."""
+        """See ``Seat``."""
         fresh = self.path / "state.json.new"
         fresh.write_bytes(msgspec.json.encode(state))
         fresh.replace(self.path / "state.json")
 
     def clear(self) -> None:
-        """Forget the front before this one, and its sockets."""
+        """See ``Seat``."""
         (self.path / "state.json").unlink(missing_ok=True)
         for place in self.path.iterdir():
             if place.is_dir():
                 shutil.rmtree(place, ignore_errors=True)
 
     def remove(self) -> None:
-        """The cluster is gone. Callable twice."""
+        """See ``Seat``."""
         shutil.rmtree(self.path, ignore_errors=True)
         self._lock.release()
 

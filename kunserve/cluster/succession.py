@@ -12,8 +12,14 @@ import msgspec
 import kunserve
 from kunserve.cluster.launch import FakeSettings, InstanceProcess, Launcher
 from kunserve.cluster.lease import LeaseTerms
-from kunserve.cluster.run_folder import RunFolder, RunState, WiresState
-from kunserve.core.config import ChatConfig, KunServeConfig, LogConfig, ServerConfig
+from kunserve.cluster.seat import RunState, Seat, WiresState
+from kunserve.core.config import (
+    ChatConfig,
+    ClusterConfig,
+    KunServeConfig,
+    LogConfig,
+    ServerConfig,
+)
 from kunserve.core.ids import InstanceId
 from kunserve.transport.codec import MESSAGE_TYPES
 from kunserve.transport.socket_folder import SocketFolder, has_room
@@ -27,37 +33,57 @@ END_S = 10.0
 
 
 class Succession:
-    """The front's account in its run folder."""
+    """The front's account at its seat."""
 
     def __init__(
         self,
+        seat: Seat,
+        earlier: RunState | None,
+        epoch: int,
+        found: dict[InstanceId, InstanceProcess],
+        settings: str,
+        grace_s: float,
+    ) -> None:
+        """``found``: the processes that the ``earlier`` front has left. See ``begin``."""
+        self._seat = seat
+        self._grace_s = grace_s
+        self._settings = settings
+        self._front = secrets.token_hex(8)
+        self.epoch = epoch
+        """Counts the fronts of this cluster."""
+        self._found = found
+        self.wires: WiresState | None = None
+        """Of the front before this one, if its instances are of use."""
+        self._ids = () if earlier is None else earlier.ids
+        self._is_of_use = earlier is not None and earlier.settings == settings
+        if found and earlier is not None and self._is_of_use:
+            folder = None if seat.path is None else Path(earlier.socket_folder)
+            self.sockets = SocketFolder(folder)
+            self.wires = earlier.wires
+        else:
+            seat.clear()
+            self.sockets = SocketFolder(self._place_for_sockets())
+
+    @classmethod
+    async def begin(
+        cls,
         folder: Path,
         config: KunServeConfig,
         fake: FakeSettings | None,
         launcher: Launcher,
         model_files: str | None = None,
-    ) -> None:
-        """Become the front of this folder. Raises ConfigError when another one is."""
-        self._folder = RunFolder(folder)
-        self._grace_s = config.cluster.front_grace_s
-        self._settings = settings_digest(config, fake, model_files)
-        self._front = secrets.token_hex(8)
-        earlier = self._folder.read()
-        self._epoch = 0 if earlier is None else earlier.epoch + 1
-        self._found: dict[InstanceId, InstanceProcess] = {}
-        self.wires: WiresState | None = None
-        """Of the front before this one, if its instances are of use."""
-        self._ids = () if earlier is None else earlier.ids
-        self._is_of_use = earlier is not None and earlier.settings == self._settings
-        if earlier is not None:
-            found = {i: launcher.find(mark) for i, mark in earlier.marks.items()}
-            self._found = {i: one for i, one in found.items() if one is not None}
-        if self._found and earlier is not None and self._is_of_use:
-            self.sockets = SocketFolder(Path(earlier.socket_folder))
-            self.wires = earlier.wires
-        else:
-            self._folder.clear()
-            self.sockets = SocketFolder(self._place_for_sockets())
+    ) -> "Succession":
+        """Become the front of this folder, or of what the launcher has in its place.
+
+        Raises ConfigError when another one is.
+        """
+        grace_s = config.cluster.front_grace_s
+        seat = await launcher.seat(folder, grace_s)
+        earlier = seat.read()
+        marks, epoch = ({}, 0) if earlier is None else (earlier.marks, earlier.epoch + 1)
+        found = await launcher.find(marks, epoch)
+        settings = settings_digest(config, fake, model_files)
+        return cls(seat, earlier, epoch, found, settings, grace_s)
 
     @property
     def ids(self) -> tuple[InstanceId, ...]:
@@ -69,11 +95,13 @@ class Succession:
     @property
     def first_id(self) -> int:
         """The first id of a group or a transition that no earlier front has used."""
-        return self._epoch * IDS_PER_FRONT
+        return self.epoch * IDS_PER_FRONT
 
     def _place_for_sockets(self) -> Path | None:
         """Where no instance of an earlier front calls; None if that has no room for a path."""
-        place = self._folder.path / self._front[:8]
+        if self._seat.path is None:
+            return None
+        place = self._seat.path / self._front[:8]
         if not has_room(place):
             return None
         place.mkdir(mode=0o700)
@@ -102,7 +130,7 @@ class Succession:
 
     def lease(self) -> LeaseTerms:
         """What an instance that is started now is told of its front."""
-        return LeaseTerms(str(self._folder.path), self._front, self._grace_s)
+        return LeaseTerms(str(self._seat.path or ""), self._front, self._grace_s, self.epoch)
 
     @property
     def front(self) -> str:
@@ -119,10 +147,10 @@ class Succession:
 
         ``ids``: of all instances, also of those that are between two processes.
         """
-        self._folder.write(
+        self._seat.write(
             RunState(
                 front=self._front,
-                epoch=self._epoch,
+                epoch=self.epoch,
                 settings=self._settings,
                 socket_folder=str(self.sockets.path),
                 marks=marks,
@@ -133,7 +161,7 @@ class Succession:
 
     def close(self) -> None:
         """All instances have ended: nothing is left for a next front."""
-        self._folder.remove()
+        self._seat.remove()
 
 
 def settings_digest(
@@ -142,9 +170,25 @@ def settings_digest(
     """Equal for fronts whose instances do for each other: all settings but those of the HTTP
     server, of chats and of the log, the files of the model, and the language that processes talk
     to each other.
+
+    Nor does it matter where Ray is called, nor what the front has measured on its own machine.
     """
     language = [(kind.__name__, kind.__annotations__) for kind in MESSAGE_TYPES]
-    asked = replace(config, server=ServerConfig(), chat=ChatConfig(), log=LogConfig())
+    usual = ClusterConfig()
+    asked = replace(
+        config,
+        server=ServerConfig(),
+        chat=ChatConfig(),
+        log=LogConfig(),
+        scheduler=replace(config.scheduler, cost=None, swap=None),
+        cluster=replace(
+            config.cluster,
+            ray_address=usual.ray_address,
+            ray_name=usual.ray_name,
+            ray_placement=usual.ray_placement,
+            ray_autoscaling=usual.ray_autoscaling,
+        ),
+    )
     instances = msgspec.json.encode((asked, fake, model_files))
     words = f"{kunserve.__version__} {language}".encode()
     return hashlib.sha256(words + instances).hexdigest()

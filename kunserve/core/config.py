@@ -280,6 +280,9 @@ class ClusterConfig:
     """Who starts instances: this process on its machine, or Ray on the nodes of its cluster."""
     ray_address: str | None = None
     """Of Ray's head, as ``host:port``; None: the cluster that this machine is a node of."""
+    ray_name: str | None = None
+    """Tells this server from others of the Ray cluster: a front that is started with the same name,
+    on any node, takes the instances of one that died. None: the port's number."""
     ray_placement: Literal["spread", "pack"] = "spread"
     """Instances on as many nodes as there are, or on few."""
     ray_autoscaling: bool = False
@@ -456,7 +459,16 @@ class KunServeConfig:
             raise ConfigError(
                 "--min-instances is for a cluster that grows and shrinks: give --max-instances too"
             )
-        if cluster.ray_address is not None and cluster.launcher != "ray":
-            raise ConfigError("--ray-address goes with --cluster ray")
-        if cluster.ray_autoscaling and cluster.launcher != "ray":
-            raise ConfigError("--ray-autoscaling goes with --cluster ray")
+        of_ray = {
+            "--ray-address": cluster.ray_address,
+            "--ray-name": cluster.ray_name,
+            "--ray-autoscaling": cluster.ray_autoscaling,
+        }
+        for flag, value in of_ray.items():
+            if value and cluster.launcher != "ray":
+                raise ConfigError(f"{flag} goes with --cluster ray")
+        if cluster.topology is not None and cluster.launcher == "ray":
+            raise ConfigError(
+                "--topology is for a cluster without Ray: its nodes say by labels where they are "
+                "(`ray start --labels rack=left,link-gbps=25`)"
+            )

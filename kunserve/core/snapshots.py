@@ -187,6 +187,15 @@ class ClusterSize(NamedTuple):
 UNKNOWN_SIZE = ClusterSize()
 
 
+class CutLink(NamedTuple):
+    """Two instances that did not reach each other lately."""
+
+    one: InstanceId
+    other: InstanceId
+    until_s: float
+    """Until then no drop merges them."""
+
+
 @dataclass(frozen=True, slots=True)
 class ClusterState:
     """Everything ``GET /kunserve/state`` and the dashboard show."""
@@ -220,6 +229,8 @@ class ClusterState:
     """Why nothing is done about groups whose load asks for something: one line per group."""
     paused: bool = False
     """Whether drops and restores are made by hand only."""
+    cut_links: tuple[CutLink, ...] = ()
+    """Pairs that do not reach each other, though the front reaches both."""
     observed: ObservedDrops | None = None
     """None unless the overload policy is ``observe``."""
     stage_times: tuple[StageTime, ...] = ()

@@ -18,6 +18,7 @@ Where ours differs, and why:
   than two stages must be worth it (``min_deep_gain``). A pair that gains nothing, or whose
   members would refuse, is skipped (``MergeQueue.pop_pair``).
 * Groups that stand near each other merge first (``nearness``): of one host, of one rack, of any.
+  Those that did not reach each other lately do not merge (``apart``).
 * Instances of other numbers of ranks never merge, because a rank's part of KV and weights is
   another one there.
 * Ending without enough, the caller relieves KV memory otherwise and asks for more instances.
@@ -35,12 +36,13 @@ from kunserve.core.layout import GroupLayout, Stage
 from kunserve.core.snapshots import InstanceSpec
 from kunserve.policy.capacity import Specs
 from kunserve.policy.merge_cache import MergeCache, Shape
-from kunserve.policy.merge_places import PlacedQueue
+from kunserve.policy.merge_places import Meet, PlacedQueue
 from kunserve.policy.merge_queue import PlannedGroup
 from kunserve.policy.moves import ranks_obstacle
 from kunserve.policy.nearness import exchange_s
 
 NOTHING_USED: Mapping[GroupId, int] = MappingProxyType({})
+_NOBODY: frozenset[InstanceId] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +96,7 @@ def plan_drop(
     head_cost_layers: int = 0,
     used_blocks: Mapping[GroupId, int] = NOTHING_USED,
     patience_s: float = math.inf,
+    apart: Collection[tuple[InstanceId, InstanceId]] = (),
 ) -> DropPlan:
     """Merge as few instances as possible until ``required_blocks`` more KV blocks exist.
 
@@ -106,7 +109,8 @@ def plan_drop(
     is for what runs there, so first of all they merge themselves.
 
     ``used_blocks`` of each group move when it merges. No merge across hosts is planned whose
-    exchange takes longer than ``patience_s``, after which memory is free again by itself.
+    exchange takes longer than ``patience_s``, after which memory is free again by itself. Pairs
+    that are to stay ``apart``, because they do not reach each other, come into no common group.
     """
     cache = MergeCache(specs, min_deep_gain, head_cost_layers)
     short, fixed = frozenset(pressed), frozenset(untouchable)
@@ -124,7 +128,8 @@ def plan_drop(
     def is_worth(one: PlannedGroup, other: PlannedGroup, merged: Shape) -> bool:
         return math.isinf(patience_s) or takes_s(one.old + other.old, merged) <= patience_s
 
-    queue = PlacedQueue(groups, cache, specs, max_group_size, is_worth)
+    may_meet = _together(apart) if apart else None
+    queue = PlacedQueue(groups, cache, specs, max_group_size, is_worth, may_meet)
 
     needed = required_blocks - min(waiting_blocks, spare_blocks, required_blocks)
     needed_there = max(0, required_blocks - waiting_blocks) if short else 0
@@ -139,6 +144,24 @@ def plan_drop(
     enough = gain >= needed
     left = () if enough else [specs[group.old[0].leader].tensor_parallel_size for group in groups]
     return DropPlan(merges, required_blocks, enough, ranks_obstacle(left))
+
+
+def _together(apart: Collection[tuple[InstanceId, InstanceId]]) -> Meet:
+    """Whether two groups have no such pair between them."""
+    without: dict[InstanceId, set[InstanceId]] = {}
+    for one, other in apart:
+        without.setdefault(one, set()).add(other)
+        without.setdefault(other, set()).add(one)
+
+    def may_meet(one: PlannedGroup, other: PlannedGroup) -> bool:
+        members = {member for layout in other.old for member in layout.members}
+        return not any(
+            without.get(member, _NOBODY) & members
+            for layout in one.old
+            for member in layout.members
+        )
+
+    return may_meet
 
 
 def _merge_until(queue: PlacedQueue, needed: int, needed_there: int) -> int:

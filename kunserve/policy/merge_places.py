@@ -20,6 +20,8 @@ Worth = Callable[[PlannedGroup, PlannedGroup, Shape], bool]
 """Whether a merge across hosts is worth its exchange."""
 Kind: TypeAlias = tuple[int, Site]
 """Ranks of each instance, and where they stand: only groups of one kind merge."""
+Meet = Callable[[PlannedGroup, PlannedGroup], bool]
+"""Whether the members of two groups reach each other, as far as is known."""
 
 
 class PlacedQueue:
@@ -32,7 +34,10 @@ class PlacedQueue:
         specs: Specs,
         max_group_size: int | None,
         is_worth: Worth,
+        may_meet: Meet | None = None,
     ) -> None:
+        """``may_meet``: None: all do."""
+        self._may_meet = may_meet
         self._cache = cache
         self._specs = specs
         self._max_group_size = max_group_size
@@ -101,7 +106,8 @@ class PlacedQueue:
 
     def _part(self, groups: list[PlannedGroup]) -> None:
         self._queues, self._apart, self._order = {}, [], []
-        is_worth = self._is_worth if self.has_links and self._reach != SAME_HOST else None
+        crosses_hosts = self.has_links and self._reach != SAME_HOST
+        is_worth = _both(self._may_meet, self._is_worth if crosses_hosts else None)
         for group in groups:
             kind = self._kind_of(group)
             if kind is None:
@@ -134,3 +140,15 @@ class PlacedQueue:
             pair = self._queues[kind].first_pair(is_pressed=self._is_pressed)
             if pair is not None:
                 heapq.heappush(self._order, (pair, self._numbers[kind], kind))
+
+
+def _both(may_meet: Meet | None, is_worth: Worth | None) -> Worth | None:
+    """One question of two."""
+    if may_meet is None:
+        return is_worth
+    meet, worth = may_meet, is_worth
+
+    def may_merge(one: PlannedGroup, other: PlannedGroup, merged: Shape) -> bool:
+        return meet(one, other) and (worth is None or worth(one, other, merged))
+
+    return may_merge

@@ -8,10 +8,11 @@ from collections.abc import Callable
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
+from kunserve.control.cluster.scaling import NOT_STARTED, REFUSED_HOLD_S
 from kunserve.core.errors import InvalidRequest
 from kunserve.core.ids import InstanceId
 from kunserve.core.snapshots import ClusterState
-from kunserve.server.errors import EffectMissing, Forbidden, json_answer
+from kunserve.server.errors import Conflict, EffectMissing, Forbidden, TryLater, json_answer
 from kunserve.server.front import Front
 from kunserve.server.schema import DropBody, EmptyBody, KillBody, ScaleBody
 from kunserve.server.state_json import state_object
@@ -22,6 +23,8 @@ logger = logging.getLogger("kunserve.server")
 VERIFY_S = 15.0
 """How long the effect may take to show in the cluster's state."""
 POLL_S = 0.05
+TURN_S = 5.0
+"""How long who asks for a size waits for those who asked before, and until it is the aim."""
 
 
 def _dropped_bytes(state: ClusterState) -> int:
@@ -33,6 +36,8 @@ class AdminRoutes:
 
     def __init__(self, front: Front) -> None:
         self._front = front
+        self._scaling = asyncio.Lock()
+        """Sizes are asked for in turn."""
 
     async def drop(self, http: HttpRequest) -> Response:
         """POST /kunserve/drop ``{"bytes": n}``."""
@@ -79,10 +84,41 @@ class AdminRoutes:
         """
         self._check_allowed(http)
         body = await self._front.bodies.read(http, ScaleBody)
-        before = self._front.engine.state()
-        said = await self._front.engine.scale(body.num_instances)
-        state = await self._verified("scale", lambda state: state.size.wanted == body.num_instances)
+        try:
+            async with asyncio.timeout(TURN_S):
+                await self._scaling.acquire()
+        except TimeoutError:
+            raise TryLater("another size is being asked for", round(TURN_S)) from None
+        try:
+            before = self._front.engine.state()
+            said = await self._front.engine.scale(body.num_instances)
+            state = await self._sized(body.num_instances, before.size.wanted)
+        finally:
+            self._scaling.release()
         return self._done("scale", said, _dropped_bytes(before), state)
+
+    async def _sized(self, num_instances: int, before: int) -> ClusterState:
+        """The first state whose aim is this. Raises Conflict when it is another one's aim, TryLater
+        when the instances cannot be started now.
+        """
+        deadline_s = time.monotonic() + TURN_S
+        while True:
+            state = self._front.engine.state()
+            wanted = state.size.wanted
+            if wanted == num_instances:
+                return state
+            refusals = [text for text in state.reasons if text.startswith(NOT_STARTED)]
+            if refusals:
+                raise TryLater(
+                    f"{wanted} instances are wanted, not {num_instances}: {refusals[0]}",
+                    round(REFUSED_HOLD_S),
+                )
+            if wanted != before or time.monotonic() > deadline_s:
+                raise Conflict(
+                    f"{wanted} instances are wanted now, not {num_instances}: somebody else has "
+                    "asked for another size, or the cluster has changed its own"
+                )
+            await asyncio.sleep(POLL_S)
 
     async def pause(self, http: HttpRequest) -> Response:
         """POST /kunserve/pause: drops and restores are made by hand only."""

@@ -117,6 +117,10 @@ SCALE_UP = gauge(
     "kunserve:scale_up_wanted",
     "1 while memory was short in the last 10 s and dropping could not give enough.",
 )
+CUT_LINKS = gauge(
+    "kunserve:cut_links",
+    "Pairs of instances that did not reach each other lately: no drop merges them for a while.",
+)
 MOVED = counter("kunserve:requests_moved_total", "Waiting requests that changed groups.")
 RERUN = counter(
     "kunserve:requests_rerun_total",
@@ -160,6 +164,7 @@ FAMILIES = (
     ERRORS,
     DEATHS,
     SCALE_UP,
+    CUT_LINKS,
     MOVED,
     RERUN,
     QUARANTINED,
@@ -275,6 +280,7 @@ class ClusterMetrics(Collector):
             (ERRORS, vitals.num_errors),
             (DEATHS, state.num_deaths),
             (SCALE_UP, state.is_scale_up_wanted),
+            (CUT_LINKS, len(state.cut_links)),
             (MOVED, state.num_moved),
             (RERUN, state.num_rerun),
             (QUARANTINED, state.num_quarantined),

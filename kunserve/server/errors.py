@@ -38,6 +38,18 @@ class Forbidden(KunServeError):
     """The endpoint exists but is switched off: 403."""
 
 
+class Conflict(KunServeError):
+    """Somebody has asked for something else meanwhile: 409."""
+
+
+class TryLater(KunServeError):
+    """The cluster could not do it now; ``retry_after_s`` says when it may: 503."""
+
+    def __init__(self, message: str, retry_after_s: int = 1) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
 class EffectMissing(Exception):
     """An admin action was reported as done but the cluster's state does not show it: 500."""
 
@@ -48,9 +60,11 @@ _STATUS: tuple[tuple[type[Exception], int, str], ...] = (
     (Forbidden, 403, "PermissionDeniedError"),
     (ModelNotFound, 404, "NotFoundError"),
     (BodyTooSlow, 408, "RequestTimeoutError"),
+    (Conflict, 409, "ConflictError"),
     (BodyTooLarge, 413, "PayloadTooLargeError"),
     (Overloaded, 503, "ServiceUnavailableError"),
     (Unavailable, 503, "ServiceUnavailableError"),
+    (TryLater, 503, "ServiceUnavailableError"),
     (TooManyBodies, 503, "ServiceUnavailableError"),
     (Interrupted, 503, "ServiceUnavailableError"),
     (EngineFailed, 500, "InternalServerError"),
@@ -91,7 +105,7 @@ def error_answer(error: Exception) -> Response:
     headers: dict[str, str] = {}
     if isinstance(error, HTTPException) and error.headers:
         headers.update(error.headers)
-    if isinstance(error, Overloaded):
+    if isinstance(error, Overloaded | TryLater):
         headers["Retry-After"] = str(max(1, error.retry_after_s))
     elif status == http.HTTPStatus.SERVICE_UNAVAILABLE:
         headers["Retry-After"] = "1"

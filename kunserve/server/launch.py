@@ -4,6 +4,7 @@ import asyncio
 import gc
 import logging
 import os
+import re
 import socket
 import tempfile
 import time
@@ -150,12 +151,16 @@ def _launcher(config: KunServeConfig, run_folder: Path | None = None) -> Launche
         from kunserve.cluster.ray.session import Session
     except ImportError as error:
         raise ConfigError(f"--cluster ray needs: pip install 'kunserve[ray]' ({error})") from None
+    name = config.cluster.ray_name or str(config.server.port)
+    if not re.fullmatch(r"[A-Za-z0-9._-]{1,64}", name):
+        raise ConfigError(f"--ray-name is of letters, digits, '.', '_' and '-', not {name!r}")
     session = Session(config.cluster.ray_address)
     return RayLauncher(
         session,
         config.cluster.ray_placement,
         is_detached=run_folder is not None,
         autoscales=config.cluster.ray_autoscaling,
+        name=None if run_folder is None else name,
     )
 
 

@@ -111,7 +111,7 @@ class BulkMover:
         self._address = bound if network is None else network.advertised(bound)
         self._links: dict[InstanceId, tuple[tuple[str, str], Socket]] = {}
         self._backlog: deque[tuple[bytes, Chunk]] = deque()
-        self._egress = TokenBucket(self._pacing.link_gbps)
+        self._egress = TokenBucket(self._pacing.link_gbps, self._pacing.credit_s)
         self._yielding_since_s: float | None = None
         self._watched: set[int] = set()
         self.num_bytes_given = 0

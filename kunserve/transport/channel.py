@@ -33,6 +33,7 @@ from kunserve.transport.sockets import (
     Rejections,
     address_of,
     bind_router,
+    call,
     connect_dealer,
 )
 
@@ -45,6 +46,8 @@ _NUMBER = struct.Struct("<Q")
 _MAIN = b"m"
 _HEARTBEAT = b"h"
 _PROBE = b""
+FOLLOW_S = 0.25
+"""How often the heartbeat looks whether its front is called somewhere else."""
 SILENT_FRONT_TIMEOUTS = 15.0
 """Of a link's timeout: an instance keeps its connection to a front that is stopped for a while."""
 
@@ -255,16 +258,22 @@ class InstanceChannel:
     """An instance's end. Belongs to the instance's loop thread; never blocks but in ``poll``."""
 
     def __init__(
-        self, address: str, instance_id: InstanceId, network: Network | None = None
+        self,
+        address: str | Callable[[], str],
+        instance_id: InstanceId,
+        network: Network | None = None,
     ) -> None:
-        """Call the front at ``address``, on a ``network`` the one with its front's key."""
-        self._address = address
+        """Call the front at ``address``, on a ``network`` the one with its front's key.
+
+        An address that may change is asked for again and again, by two threads.
+        """
         self._me = Identity(_MAIN, instance_id, identity.new_incarnation())
         self._guard = None
         if network is not None:
             timeout_s = SILENT_FRONT_TIMEOUTS * network.link_timeout_s
             self._guard = Guard(network.keys, timeout_s, network.front_public_key)
-        self._socket = connect_dealer(address, identity.pack(self._me), guard=self._guard)
+        self._call = _Call(address, identity.pack(self._me), self._guard)
+        self._socket = self._call.socket
         self._heartbeat: Heartbeat | None = None
         self._num_sent = 0
         self._num_received = 0
@@ -276,6 +285,7 @@ class InstanceChannel:
 
     def send(self, message: Message) -> None:
         """Queue a message to the front."""
+        self._call.follow()
         frames = (_NUMBER.pack(self._num_sent), codec.encode(message))
         self._socket.send_multipart(frames, zmq.NOBLOCK)
         self._num_sent += 1
@@ -286,6 +296,7 @@ class InstanceChannel:
         Raises MalformedMessage on nonsense, LostMessages when something is missing.
         """
         messages: list[Message] = []
+        self._call.follow()
         while True:
             try:
                 frames = self._socket.recv_multipart(zmq.NOBLOCK)
@@ -320,7 +331,7 @@ class InstanceChannel:
         who = self._me._replace(lane=_HEARTBEAT)
         route = identity.pack(who)
         say = say or (lambda: Alive(who.instance_id))
-        self._heartbeat = Heartbeat(self._address, route, say, period_s, self._guard, pulse)
+        self._heartbeat = Heartbeat(self._call.where, route, say, period_s, self._guard, pulse)
 
     def close(self) -> None:
         """Stop the heartbeat and drop what was not sent."""
@@ -341,12 +352,31 @@ def _check_number(number: int, expected: int) -> None:
         raise codec.LostMessages(f"message {number} has come, but {expected} was due")
 
 
+class _Call:
+    """A socket to the front, wherever that is. Belongs to one thread."""
+
+    def __init__(self, address: str | Callable[[], str], route: bytes, guard: Guard | None) -> None:
+        self.where: Callable[[], str] = address if callable(address) else lambda: address
+        self._address = self.where()
+        self.socket = connect_dealer(self._address, route, guard=guard)
+
+    def follow(self) -> bool:
+        """If the front is somewhere else now, call there. What was not sent is not sent there."""
+        address = self.where()
+        if address == self._address:
+            return False
+        self.socket.disconnect(self._address)
+        call(self.socket, address)
+        self._address = address
+        return True
+
+
 class Heartbeat:
     """A thread that says ``Alive`` on a socket of its own until closed."""
 
     def __init__(
         self,
-        address: str,
+        address: str | Callable[[], str],
         route: bytes,
         say: Callable[[], Alive],
         period_s: float,
@@ -364,10 +394,11 @@ class Heartbeat:
         self._thread.start()
 
     def _run(self) -> None:
-        socket = connect_dealer(self._address, self._route, guard=self._guard)
-        pulse = self._pulse
+        front = _Call(self._address, self._route, self._guard)
+        socket, pulse = front.socket, self._pulse
         try:
             while not self._is_over.wait(0.0 if pulse else self._period_s):
+                front.follow()
                 if pulse is None:
                     socket.send_multipart((b"", codec.encode(self._say())), zmq.NOBLOCK)
                     continue
@@ -375,8 +406,10 @@ class Heartbeat:
                 socket.send_multipart((pulse.question(), codec.encode(self._say())), zmq.NOBLOCK)
                 until_s = time.monotonic() + self._period_s
                 while (left_s := until_s - time.monotonic()) > 0 and not self._is_over.is_set():
-                    if socket.poll(max(1, round(left_s * 1000))):
+                    if socket.poll(max(1, round(min(left_s, FOLLOW_S) * 1000))):
                         pulse.answered(socket.recv())
+                    elif front.follow():
+                        break  # that front is asked at once
         finally:
             socket.close()
 

@@ -55,7 +55,7 @@ class Network:
     @property
     def machine(self) -> str:
         """Equal for processes that can read each other's memory files."""
-        return f"{_boot_id()}/{self.host}"
+        return f"{boot_id()}/{self.host}"
 
     def advertised(self, endpoint: str) -> str:
         """How others reach a socket that is bound at ``endpoint``."""
@@ -73,6 +73,6 @@ def bracketed(host: str) -> str:
 
 
 @cache
-def _boot_id() -> str:
+def boot_id() -> str:
     """Tells kernels apart, because two hosts may have equal numbers of processes and files."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()

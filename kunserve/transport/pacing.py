@@ -6,6 +6,10 @@ KIB = 1024
 _MIN_CHUNK_BYTES = 64 * KIB
 _MAX_CHUNK_BYTES = 1024 * KIB
 _STAGE_TIME_S = 0.002
+_NETWORK_CHUNK_S = 0.001
+"""How long a chunk occupies a link between hosts: an activation waits for all those in flight."""
+_NETWORK_CREDIT_S = 0.001
+"""A late timer is made good by one chunk, and not by several at once in the card's queue."""
 _MAX_IN_FLIGHT = 4
 _UNKNOWN_LINK_GBPS = 1.0
 """For the size of chunks between hosts: small enough for the slowest link that is in use."""
@@ -27,6 +31,8 @@ class BulkPacing:
     """Chunks an instance has asked for and not received, over all sources that answer in time."""
     link_gbps: float | None = None
     """Rate at which a source gives bytes; None is as fast as they go."""
+    credit_s: float = 0.005
+    """What a source that gave too little may make good at once, in time at that rate."""
     max_yield_s: float = 0.02
     """Longest pause of one chunk for activations, so that bulk never starves."""
     stall_s: float = 0.1
@@ -55,12 +61,15 @@ class BulkPacing:
         so chunks are large and enough of them under way to hide those.
         """
         if link_gbps is None and is_network:
-            return cls(chunk_bytes=chunk_bytes_for(_UNKNOWN_LINK_GBPS, _STAGE_TIME_S))
+            return cls(chunk_bytes=chunk_bytes_for(_UNKNOWN_LINK_GBPS, _NETWORK_CHUNK_S))
         if link_gbps is None:
             return cls(chunk_bytes=_MAX_CHUNK_BYTES, max_in_flight=_MAX_IN_FLIGHT)
         if is_network:
-            chunk_bytes = chunk_bytes_for(link_gbps, _STAGE_TIME_S)
-            return cls(chunk_bytes=chunk_bytes, link_gbps=LINK_SHARE * link_gbps)
+            return cls(
+                chunk_bytes=chunk_bytes_for(link_gbps, _NETWORK_CHUNK_S),
+                link_gbps=LINK_SHARE * link_gbps,
+                credit_s=_NETWORK_CREDIT_S,
+            )
         return cls(chunk_bytes=chunk_bytes_for(link_gbps, _STAGE_TIME_S), link_gbps=link_gbps)
 
 
@@ -73,7 +82,7 @@ def chunk_bytes_for(link_gbps: float, stage_time_s: float) -> int:
 class TokenBucket:
     """A rate limit with a little credit, so that late timers do not lower the average."""
 
-    def __init__(self, gbps: float | None, credit_s: float = 0.005) -> None:
+    def __init__(self, gbps: float | None, credit_s: float) -> None:
         self._bytes_per_s = None if gbps is None else gbps * 1e9 / 8
         self._credit_s = credit_s
         self._free_at_s = 0.0

@@ -42,6 +42,7 @@ logger = logging.getLogger(__name__)
 COPY_BELOW_BYTES = 16 * 1024
 """Hidden states smaller than this are cheaper to copy than to hand over."""
 
+LOOKS_PER_PATIENCE = 10
 COUNTS_TOLD = 10
 """How often the count of a link is told after each message, a report's time apart."""
 
@@ -114,6 +115,8 @@ class PeerLinks:
         self._outgoing = Outgoing()
         self._incoming = Incoming()
         self._faults: list[LinkFault] = []
+        self._next_look_s = 0.0
+        """At the monitors of links: a look asks a socket for each peer, and turns are many."""
         self._counts_due: dict[InstanceId, int] = {}
         """How often the count is still to be told, by peer."""
 
@@ -198,9 +201,12 @@ class PeerLinks:
         faults, self._faults = self._faults, []
         if self._network is not None:
             now_s, patience_s = time.monotonic(), self._network.link_timeout_s / 2
-            self._watch.look(now_s)
-            for peer in self._watch.down(patience_s, now_s):
-                faults.append(LinkFault(peer, f"no connection for {patience_s:g} s", is_down=True))
+            if now_s >= self._next_look_s:
+                self._next_look_s = now_s + patience_s / LOOKS_PER_PATIENCE
+                self._watch.look(now_s)
+                for peer in self._watch.down(patience_s, now_s):
+                    reason = f"no connection for {patience_s:g} s"
+                    faults.append(LinkFault(peer, reason, is_down=True))
         return faults
 
     def send(self, dst: InstanceId, message: Message, payload: memoryview | None = None) -> bool:

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from kunserve.cluster.launch import InstanceOrder, LocalLauncher, LocalProcess
+from kunserve.cluster.launch import InstanceOrder, InstanceProcess, LocalLauncher
 from kunserve.cluster.local import LocalCluster
 from kunserve.core.errors import ConfigError
 from kunserve.core.ids import InstanceId
@@ -17,7 +17,7 @@ class LoopbackLauncher(LocalLauncher):
 
     front_host = "127.0.0.1"
 
-    async def start(self, order: InstanceOrder) -> LocalProcess:
+    async def start(self, order: InstanceOrder) -> InstanceProcess:
         assert order.network is not None and order.parent_pid is None
         return await super().start(replace(order, network=replace(order.network, host="127.0.0.1")))
 

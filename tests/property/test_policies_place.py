@@ -178,3 +178,29 @@ def test_a_survivor_pulls_from_its_host():
     held = dict.fromkeys(specs, WHOLE) | {InstanceId(0): LayerRange(0, 6)}
     (mine,) = choose_sources(alone, held, specs)
     assert [source.instance_id for source in mine.sources] == [2]
+
+
+@given(
+    st.lists(places, min_size=2, max_size=12),
+    st.sets(st.tuples(st.integers(0, 11), st.integers(0, 11)), max_size=30),
+    st.integers(1, 2000),
+)
+def test_who_is_to_stay_apart_comes_into_no_common_group(
+    where: list[Place], cuts: set[tuple[int, int]], required: int
+) -> None:
+    specs = specs_at(where)
+    apart = [(InstanceId(a), InstanceId(b)) for a, b in cuts if a != b]
+    found = plan(specs, required, apart=apart)
+    for group in members(found):
+        assert not any({a, b} <= group for a, b in apart), group
+    assert sum(map(len, members(found))) == len(set().union(*members(found), set()))
+    if not apart:
+        assert found == plan(specs, required)
+
+
+def test_a_cut_pair_takes_other_partners() -> None:
+    specs = specs_at([Place("a")] * 2 + [Place("b")] * 2)
+    assert members(plan(specs, 60)) == [{0, 1}]
+    assert {0, 1} not in members(plan(specs, 60, apart=[(InstanceId(0), InstanceId(1))]))
+    every = [(InstanceId(a), InstanceId(b)) for a in range(4) for b in range(a)]
+    assert plan(specs, 60, apart=every).merges == () and not plan(specs, 60, apart=every).enough

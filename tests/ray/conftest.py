@@ -1,20 +1,33 @@
 """A Ray cluster of several nodes on this machine, small and quiet."""
 
 import contextlib
+import os
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 MIB = 1 << 20
+QUIET = {
+    "RAY_enable_worker_prestart": "0",
+    "RAY_prestart_worker_first_driver": "0",
+    "RAY_USAGE_STATS_ENABLED": "0",
+}
+"""No worker is started before somebody needs it."""
 SMALL = {"include_dashboard": False, "object_store_memory": 80 * MIB}
 
 
 @pytest.fixture(scope="session")
 def ray_cluster() -> Iterator[Any]:
-    """The head has no CPU for instances: a test adds nodes that it can kill."""
+    """A head without a CPU for instances, and two nodes with one each, in two racks.
+
+    A node takes seconds to start, so all tests use these. One that kills a node adds its own.
+    """
+    os.environ.update(QUIET)
     utils = pytest.importorskip("ray.cluster_utils")
     cluster = utils.Cluster(initialize_head=True, head_node_args={"num_cpus": 0, **SMALL})
+    for rack in ("left", "right"):
+        Nodes(cluster).add(rack=rack)
     yield cluster
     cluster.shutdown()
 

@@ -10,28 +10,33 @@ import asyncio
 import contextlib
 import logging
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import ray
-from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayError
+from ray.exceptions import ActorUnavailableError, RayActorError, RayError
 
 import kunserve
-from kunserve.cluster.launch import FakeSettings, InstanceOrder, StartupFailure
+from kunserve.cluster.launch import FakeSettings, InstanceOrder, InstanceProcess, StartupFailure
 from kunserve.cluster.ray.nodes import need_of, num_that_fit, place_of, shortage
-from kunserve.cluster.ray.session import NAMESPACE, Session
+from kunserve.cluster.ray.seat import RaySeat, seat_name
+from kunserve.cluster.ray.session import NAMESPACE, Session, awaited, end_actor
 from kunserve.cluster.ray.warden import Birth, End, Site, Warden
+from kunserve.cluster.seat import Seat
 from kunserve.core.config import KunServeConfig
 from kunserve.core.errors import TooLittleMemory
+from kunserve.core.ids import InstanceId
 
 logger = logging.getLogger(__name__)
 
 PROMPT_S = 5.0
 """An actor that has no node after this long waits for room, and the autoscaler is told."""
-ANSWER_S = 10.0
-"""How long an actor may take to answer when a front looks for the instances of an earlier one."""
+ANSWER_S = 5.0
+"""How long an actor may take to answer when a front looks for the instances of an earlier one. Who
+is late, most likely on a node that has died with that front, is ended."""
 KILL_S = 2.0
 """How long a warden may take to kill its process, before the actor itself is killed."""
 UNREACHED_S = 1.0
@@ -51,9 +56,11 @@ class RayLauncher:
         is_detached: bool = False,
         autoscales: bool = False,
         program: Sequence[str] | None = None,
+        name: str | None = None,
     ) -> None:
         """``is_detached``: instances outlive this process, as their leases allow. ``autoscales``:
-        Ray's autoscaler adds nodes for whom there is no room.
+        Ray's autoscaler adds nodes for whom there is no room. ``name`` tells this server from
+        others of the Ray cluster.
 
         ``program`` is what Python runs instead of the instance's own entry point.
         """
@@ -63,7 +70,7 @@ class RayLauncher:
         self._session = session
         self._strategy = "SPREAD" if placement == "spread" else "DEFAULT"
         self._program = program
-        self._name = secrets.token_hex(4)
+        self._name = name or secrets.token_hex(4)
         self._waiting: set[asyncio.Future[Any]] = set()
         """For a node."""
         self._running: set[RayProcess] = set()
@@ -78,19 +85,20 @@ class RayLauncher:
         for attempt in range(1, ATTEMPTS + 1):
             if self._is_closed:
                 raise OSError("the cluster ends")
-            name = f"{self._name}-{order.instance_id}-{secrets.token_hex(4)}"
+            name = f"{self._name}/{order.instance_id}-{secrets.token_hex(4)}"
             actor = self._actor(name, need)
             try:
                 birth = await self._begin(actor, order, need)
-                return self._process(actor, name, birth)
+                epoch = 0 if order.lease is None else order.lease.epoch
+                return self._process(actor, name, birth, epoch)
             except RayError as error:
-                _end_actor(actor)
+                end_actor(actor)
                 # Most likely on a node that has died, which Ray notices late.
                 if attempt == ATTEMPTS or not isinstance(error, RayActorError):
                     said = _short(error)
                     raise OSError(f"its Ray actor could not start it: {said}") from error
             except BaseException:
-                _end_actor(actor)
+                end_actor(actor)
                 raise
             await asyncio.sleep(UNREACHED_S)
         raise AssertionError("unreachable")
@@ -122,7 +130,7 @@ class RayLauncher:
 
     async def _placed(self, actor: Any, order: InstanceOrder, need: dict[str, float]) -> Site:
         """Where the actor is, once Ray has found it a node. Raises OSError when it is late."""
-        answer: asyncio.Future[Site] = asyncio.ensure_future(_awaited(actor.site.remote()))
+        answer: asyncio.Future[Site] = asyncio.ensure_future(awaited(actor.site.remote()))
         self._waiting.add(answer)
         try:
             await asyncio.wait({answer}, timeout=PROMPT_S)
@@ -151,8 +159,8 @@ class RayLauncher:
         num = len(self._running) + len(self._waiting)
         self._session.request([need] * num)
 
-    def _process(self, actor: Any, name: str, birth: Birth) -> "RayProcess":
-        process = RayProcess(actor, name, birth)
+    def _process(self, actor: Any, name: str, birth: Birth, epoch: int) -> "RayProcess":
+        process = RayProcess(actor, name, birth, epoch)
         self._running.add(process)
         process.end.add_done_callback(lambda _: self._forget(process))
         return process
@@ -162,18 +170,36 @@ class RayLauncher:
         if self._has_asked and not self._is_closed:
             self._tell_demand(self._need)  # nodes that nobody needs may go
 
-    def find(self, mark: str) -> "RayProcess | None":
-        """The process of this mark, if its warden still has it."""
-        _, _, name = mark.partition("@")
+    async def seat(self, folder: Path, grace_s: float) -> Seat:
+        """At Ray's head, so that the next front may be on another node."""
+        return await RaySeat.take(self._name, self._session.host, grace_s)
+
+    async def find(
+        self, marks: Mapping[InstanceId, str], epoch: int
+    ) -> dict[InstanceId, InstanceProcess]:
+        """Those that run, as their wardens say. All other wardens of this server are ended."""
+        names = {instance_id: mark.partition("@")[2] for instance_id, mark in marks.items()}
+        births = await asyncio.gather(*(self._find(name, epoch) for name in names.values()))
+        found: dict[InstanceId, InstanceProcess] = {}
+        for (instance_id, name), (actor, birth) in zip(names.items(), births, strict=True):
+            if birth is not None:
+                found[instance_id] = self._process(actor, name, birth, epoch)
+        kept = {names[instance_id] for instance_id in found}
+        for name in self._session.actors(f"{self._name}/"):
+            if name not in kept and name != seat_name(self._name):
+                logger.info("what an earlier front has left is ended actor=%s", name)
+                with contextlib.suppress(ValueError):
+                    end_actor(ray.get_actor(name, namespace=NAMESPACE))
+        return found
+
+    async def _find(self, name: str, epoch: int) -> tuple[Any, Birth | None]:
+        """The warden of this name, and its process if it still has one."""
         try:
             actor = ray.get_actor(name, namespace=NAMESPACE)
-            birth = ray.get(actor.find.remote(), timeout=ANSWER_S)
-        except (ValueError, RayError, GetTimeoutError):
-            return None
-        if birth is None:
-            _end_actor(actor)
-            return None
-        return self._process(actor, name, birth)
+            async with asyncio.timeout(ANSWER_S):
+                return actor, await awaited(actor.find.remote(epoch))
+        except (ValueError, RayError, TimeoutError):
+            return None, None
 
     def check_start(self, config: KunServeConfig, fake: FakeSettings | None) -> None:
         """Raise ConfigError when the nodes cannot hold the cluster and nobody adds nodes."""
@@ -207,20 +233,25 @@ class RayLauncher:
 class RayProcess:
     """Implements ``InstanceProcess`` for a process that a warden watches."""
 
-    def __init__(self, actor: Any, name: str, birth: Birth) -> None:
+    def __init__(self, actor: Any, name: str, birth: Birth, epoch: int) -> None:
+        """``epoch``: of the front that may command it."""
         self._actor = actor
+        self._epoch = epoch
         self.pid = birth.pid
         self.host = birth.host
         self.mark = f"{birth.mark}@{name}"
         self.said = b""
         self.exit_code: int | None = None
         self._is_killed = False
+        self._is_anothers = False
+        """Whether a later front commands it."""
+        self._asking: asyncio.Task[None] | None = None
         self.end = asyncio.ensure_future(self._see_end())
 
     async def _see_end(self) -> str:
         while True:
             try:
-                end: End = await _awaited(self._actor.end.remote())
+                end: End = await awaited(self._actor.end.remote())
             except ActorUnavailableError:
                 if not self._is_killed:
                     await asyncio.sleep(UNREACHED_S)
@@ -231,7 +262,7 @@ class RayProcess:
             else:
                 reason = f"{end.reason} (on {self.host})"
                 self.exit_code, self.said = end.exit_code, self._named(end.said)
-            _end_actor(self._actor)
+            end_actor(self._actor)
             return reason
 
     def _named(self, said: bytes) -> bytes:
@@ -250,8 +281,20 @@ class RayProcess:
         """Have the warden kill it; if that does not answer, the warden is killed, and it too."""
         if not self.end.done():
             self._is_killed = True
-            self._actor.kill.remote()
-            asyncio.get_running_loop().call_later(KILL_S, _end_actor, self._actor)
+            self._asking = asyncio.ensure_future(self._ask_to_kill())
+            asyncio.get_running_loop().call_later(KILL_S, self._end_warden)
+
+    async def _ask_to_kill(self) -> None:
+        with contextlib.suppress(RayError):
+            self._is_anothers = not await awaited(self._actor.kill.remote(self._epoch))
+
+    def _end_warden(self) -> None:
+        if not self._is_anothers:
+            end_actor(self._actor)
+
+    def follow(self, front_address: str) -> None:
+        """The warden tells it."""
+        self._actor.follow.remote(front_address, self._epoch)
 
 
 def at(order: InstanceOrder, site: Site) -> InstanceOrder:
@@ -268,19 +311,8 @@ class _Actor(Warden):
         context = ray.get_runtime_context()
         me = context.current_actor
         super().__init__(
-            ray.util.get_node_ip_address(), context.get_node_labels(), lambda: _end_actor(me)
+            ray.util.get_node_ip_address(), context.get_node_labels(), lambda: end_actor(me)
         )
-
-
-async def _awaited(answer: Any) -> Any:
-    """A reference of Ray's as something that a task can be made of."""
-    return await answer
-
-
-def _end_actor(actor: Any) -> None:
-    """End it at once. May be called again, and after its end."""
-    with contextlib.suppress(RayError, ValueError):
-        ray.kill(actor, no_restart=True)
 
 
 def _short(error: RayError) -> str:

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from kunserve.cluster.launch import FakeSettings
-from kunserve.core.config import MIB, KunServeConfig
+from kunserve.core.config import MIB, InstanceConfig, KunServeConfig
 from kunserve.core.place import Place
 from kunserve.engine.free_memory import PROCESS_BYTES
 
@@ -27,7 +27,7 @@ class Node(NamedTuple):
 def need_of(config: KunServeConfig, fake: FakeSettings | None) -> dict[str, float]:
     """What Ray is to set aside for an instance.
 
-    A GPU's memory is no resource of Ray's, so an instance on a GPU takes a whole one. Where only
+    A GPU's memory is no resource of Ray's, so an instance on GPUs takes whole ones. Where only
     the KV memory is known before the model is, no memory is set aside.
     """
     instance = config.instance
@@ -35,10 +35,15 @@ def need_of(config: KunServeConfig, fake: FakeSettings | None) -> dict[str, floa
     if fake is not None:
         return need
     if instance.device != "cpu":
-        return {**need, "GPU": 1.0, "memory": float(PROCESS_BYTES)}
+        return {**need, "GPU": float(num_devices(instance)), "memory": float(PROCESS_BYTES)}
     if instance.kv_cache_memory_bytes is None:
         need["memory"] = float(instance.memory_bytes + PROCESS_BYTES)
     return need
+
+
+def num_devices(instance: InstanceConfig) -> int:
+    """GPUs of one instance, all of one node: its actor asks for them together."""
+    return 1
 
 
 def num_that_fit(nodes: Iterable[Node], need: Resources) -> int:

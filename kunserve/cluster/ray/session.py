@@ -1,5 +1,6 @@
 """The connection to a Ray cluster. Nothing is told to anybody: no usage statistics are sent."""
 
+import contextlib
 import logging
 import os
 import socket
@@ -9,6 +10,7 @@ os.environ["RAY_USAGE_STATS_ENABLED"] = "0"  # read when Ray is imported, or sta
 
 import ray
 from ray.autoscaler.sdk import request_resources
+from ray.exceptions import RayError
 
 from kunserve.cluster.ray.nodes import Node
 from kunserve.core.errors import ConfigError
@@ -22,8 +24,12 @@ CONNECT_S = 5.0
 class Session:
     """One process's connection."""
 
-    def __init__(self, address: str | None) -> None:
-        """Connect. Raises ConfigError that says what to do where there is no cluster."""
+    def __init__(self, address: str | None, host: str | None = None) -> None:
+        """Connect. Raises ConfigError that says what to do where there is no cluster.
+
+        ``host``: address of this machine among the nodes; None: as Ray has it.
+        """
+        self._host = host
         if address is not None:
             _check_listening(address)
         try:
@@ -45,7 +51,7 @@ class Session:
     @property
     def host(self) -> str:
         """Address of this machine among the nodes."""
-        return str(ray.util.get_node_ip_address())
+        return self._host or str(ray.util.get_node_ip_address())
 
     def nodes(self) -> list[Node]:
         """Those that live."""
@@ -55,6 +61,11 @@ class Session:
             if found["Alive"]
         ]
 
+    def actors(self, prefix: str) -> list[str]:
+        """Names of all actors that begin so, whoever made them."""
+        names: list[str] = ray.util.list_named_actors()
+        return [name for name in names if name.startswith(prefix)]
+
     def request(self, bundles: list[dict[str, float]]) -> None:
         """Tell Ray's autoscaler that there shall be room for all of these."""
         request_resources(bundles=bundles)
@@ -62,6 +73,17 @@ class Session:
     def close(self) -> None:
         """Disconnect; what is not detached ends."""
         ray.shutdown()
+
+
+async def awaited(answer: Any) -> Any:
+    """A reference of Ray's as something that a task can be made of."""
+    return await answer
+
+
+def end_actor(actor: Any) -> None:
+    """End it at once. May be called again, and after its end."""
+    with contextlib.suppress(RayError, ValueError):
+        ray.kill(actor, no_restart=True)
 
 
 def _write_errors_to_our_log() -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import msgspec
 
 import kunserve
-from kunserve.cluster.launch import InstanceOrder, LocalLauncher, LocalProcess
+from kunserve.cluster.launch import InstanceOrder, LocalProcess, spawn
 
 IDLE_S = 60.0
 """A warden without a process, that nobody asks for anything, leaves."""
@@ -45,7 +45,7 @@ class End:
 
 
 class Warden:
-    """Starts the instance's process with ``LocalLauncher``, so that it is the same one as anywhere.
+    """Starts the instance's process as ``LocalLauncher`` does, so that it is the same one anywhere.
 
     The process dies with the actor: nobody would watch it. Every method is asynchronous, because
     one call waits for the end while others ask.
@@ -56,6 +56,8 @@ class Warden:
         self._site = Site(ip, socket.gethostname(), labels, kunserve.__version__)
         self._leave = leave
         self._process: LocalProcess | None = None
+        self._epoch = 0
+        """Of the front that may command it."""
         self._watch: asyncio.Task[None] | None = None
 
     async def site(self) -> Site:
@@ -69,16 +71,26 @@ class Warden:
         told = msgspec.json.decode(order, type=InstanceOrder)
         # Whatever becomes of the front, the process must not outlive its warden.
         mine = replace(told, parent_pid=os.getpid())
-        self._process = await LocalLauncher(program).start(mine)
+        self._epoch = 0 if told.lease is None else told.lease.epoch
+        self._process = await spawn(mine, program, tells_moves=True)
         return self._birth(self._process)
 
     def _birth(self, process: LocalProcess) -> Birth:
         return Birth(process.pid, process.mark, self._site.host)
 
-    async def find(self) -> Birth | None:
-        """The process, for a front that did not start it; None if it has ended."""
+    async def find(self, epoch: int) -> Birth | None:
+        """The process, for a front that did not start it, and that alone may end it from now on.
+
+        None if it has ended.
+        """
+        self._epoch = max(epoch, self._epoch)
         process = self._process
         return None if process is None or process.exit_code is not None else self._birth(process)
+
+    async def follow(self, front_address: str, epoch: int) -> None:
+        """The front of this epoch is called there."""
+        if self._process is not None and epoch >= self._epoch:
+            self._process.follow(front_address)
 
     async def end(self) -> End:
         """Wait for the process's end."""
@@ -86,10 +98,13 @@ class Warden:
         reason = await self._process.wait()
         return End(reason, self._process.exit_code, self._process.said)
 
-    async def kill(self) -> None:
-        """End the process at once."""
+    async def kill(self, epoch: int) -> bool:
+        """End the process at once; False if that is no longer for this front to say."""
+        if epoch < self._epoch:
+            return False
         if self._process is not None:
             self._process.kill()
+        return True
 
     async def _leave_when_idle(self) -> None:
         """A front that died has ended no actor; its instances end by themselves, and then this."""

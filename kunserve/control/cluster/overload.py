@@ -4,6 +4,7 @@ import math
 from dataclasses import replace
 
 from kunserve.control.cluster.commands import Outbox
+from kunserve.control.cluster.cut_links import CutLinks, Pair
 from kunserve.control.cluster.observed import Observation
 from kunserve.control.cluster.placement import Placement
 from kunserve.control.cluster.reasons import Reasons
@@ -56,7 +57,9 @@ class OverloadControl:
         requests: Requests,
         scaling: Scaling,
         outbox: Outbox,
+        cuts: CutLinks,
     ) -> None:
+        self._cuts = cuts
         self._config = config
         self._pipeline_stages = pipeline_stages
         self._block_size = block_size
@@ -229,9 +232,17 @@ class OverloadControl:
         return formed_s is not None and now_s - formed_s < self._config.dwell_s
 
     def _drop(
-        self, wanted: Overloaded, dwelling: set[GroupId], now_s: float, min_deep_gain: float
+        self,
+        wanted: Overloaded,
+        dwelling: set[GroupId],
+        now_s: float,
+        min_deep_gain: float,
+        apart: tuple[Pair, ...] | None = None,
     ) -> tuple[list[TransitionId], bool, str | None]:
-        """The transitions begun, whether there will be enough memory, and what forbids more."""
+        """The transitions begun, whether there will be enough memory, and what forbids more.
+
+        ``apart``: who is not to merge; None: who did not reach each other lately.
+        """
         layouts = [group.layout for group in self._placement.groups.values()]
         others = [
             group.load
@@ -256,6 +267,7 @@ class OverloadControl:
             head_cost_layers=HEAD_COST_LAYERS,
             used_blocks={group_id: group.report.used_blocks for group_id, group in groups},
             patience_s=wanted.wait_s,
+            apart=self._cuts.pairs(now_s) if apart is None else apart,
         )
         self._placement.new_ids(len(plan.merges))
         begun = [
@@ -303,7 +315,9 @@ class OverloadControl:
         """Drop at least that much, or by one merge; empty when nothing can be dropped."""
         blocks = 1 if num_bytes is None else blocks_for_bytes(num_bytes, self._placement.specs)
         wanted = Overloaded(blocks, (), "admin")
-        return self._drop(wanted, set(), now_s, min_deep_gain=0.0)[0]
+        begun = self._drop(wanted, set(), now_s, 0.0)[0]
+        # Whoever asks may know that a link is whole again. If not, the members will say so.
+        return begun or self._drop(wanted, set(), now_s, 0.0, apart=())[0]
 
     def force_restore(self, now_s: float) -> list[TransitionId | Postponed]:
         """Restore every dropped group, where it is possible now."""

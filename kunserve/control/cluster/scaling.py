@@ -25,6 +25,8 @@ from kunserve.policy.scale import (
 
 SAY_PERIOD_S = 10.0
 """Shortest time between two wishes for instances that nobody may order, and how long one holds."""
+NOT_STARTED = "an instance more could not be started"
+"""How the reason begins that people are told."""
 REFUSED_HOLD_S = 60.0
 """After an instance could not be started, the cluster orders none by itself for so long."""
 
@@ -93,7 +95,7 @@ class Scaling:
         """Why the cluster is not as large as it was to be, for people."""
         if self._refused is None or now_s - self._refused[0] > REFUSED_HOLD_S:
             return ()
-        return (f"an instance more could not be started: {self._refused[1]}",)
+        return (f"{NOT_STARTED}: {self._refused[1]}",)
 
     # By hand
 

@@ -111,6 +111,8 @@ class Prepared:
     transition_id: TransitionId
     instance_id: InstanceId
     refusal: str | None
+    unreached: tuple[InstanceId, ...] = ()
+    """Members to whom no connection stands, if that is why."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,6 +54,12 @@ INSTANCE_FLAGS = all_of(
         help="host:port of Ray's head [the cluster that this machine is a node of].",
     ),
     _cluster(
+        "--ray-name",
+        help="With --cluster ray: tells this server from others of the Ray cluster. The same "
+        "command, given on any node within --front-grace of the end of this front, takes its "
+        "instances over [the port's number].",
+    ),
+    _cluster(
         "--ray-placement",
         type=click.Choice(["spread", "pack"]),
         help="With --cluster ray: instances on many nodes, or on few.",

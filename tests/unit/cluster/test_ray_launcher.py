@@ -34,7 +34,7 @@ def ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeRay]:
         yield fake
 
 
-def launcher(address: str | None = None, **how: bool) -> Any:
+def launcher(address: str | None = None, **how: Any) -> Any:
     from kunserve.cluster.ray.launcher import RayLauncher
     from kunserve.cluster.ray.session import Session
 
@@ -185,7 +185,7 @@ def test_an_order_is_carried_out_where_ray_has_put_it(ray: FakeRay) -> None:
 def test_last_words_name_the_node(ray: FakeRay, tmp_path: Path) -> None:
     program = tmp_path / "refuses.py"
     words = msgspec.json.encode(StartupFailure("ModelFiles", "/m: no such folder")).decode()
-    program.write_text(f"import sys; sys.stdin.read(); print({words!r}, end=''); sys.exit(3)")
+    program.write_text(f"import sys; sys.stdin.readline(); print({words!r}, end=''); sys.exit(3)")
 
     def made() -> Any:
         found = launcher()
@@ -229,15 +229,20 @@ def test_a_front_finds_what_an_earlier_one_has_left(
     async def main(begin: Callable[..., Any]) -> None:
         first = await begin()
         marks = first._processes.marks
-        assert all(re.fullmatch(r"\d+:\d+@\w+-\d+-\w+", mark) for mark in marks.values())
+        assert all(re.fullmatch(r"\d+:\d+@llm/\d+-\w+", mark) for mark in marks.values())
         assert {actor.options["lifetime"] for actor in ray.actors} == {"detached"}
-        later = launcher()
-        found = {one: later.find(mark) for one, mark in marks.items()}
+        later = launcher(name="llm")
+        lost = "1:2@llm/0-gone"
+        found = await later.find({**marks, InstanceId(7): lost}, epoch=1)
         assert {one: process.pid for one, process in found.items()} == dict(first.vitals().pids)
-        assert later.find("1:2@nobody-0-x") is None
-        found[ONE].kill()
+        (process,) = [p for i, p in found.items() if i == ONE]
+        first._processes._places[ONE].process.kill()  # of a front that commands it no more
+        process.follow("tcp://127.0.0.1:1")
+        await asyncio.sleep(0.05)
+        assert not first.vitals().num_missing
+        process.kill()
         await until(lambda: first.vitals().num_missing)
-        assert "ended by SIGKILL" in await found[ONE].wait()
+        assert "ended by SIGKILL" in await process.wait()
         await until(lambda: not first.vitals().num_missing)
         await first.close()
 
@@ -246,7 +251,7 @@ def test_a_front_finds_what_an_earlier_one_has_left(
             config(2),
             vocab_size=FAKE.vocab_size,
             fake=FAKE,
-            launcher=launcher(is_detached=True),
+            launcher=launcher(is_detached=True, name="llm"),
             run_folder=tmp_path / "run",
         )
 

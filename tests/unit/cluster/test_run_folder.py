@@ -9,7 +9,8 @@ import pytest
 
 from kunserve.cluster import run_folder as run_folder_module
 from kunserve.cluster.process_mark import kill_marked, mark_of, open_marked
-from kunserve.cluster.run_folder import FrontLock, RunFolder, RunState, read_state
+from kunserve.cluster.run_folder import FrontLock, RunFolder, read_state
+from kunserve.cluster.seat import RunState
 from kunserve.core.errors import ConfigError
 from kunserve.core.ids import InstanceId
 from tests.conftest import wait_until

@@ -12,7 +12,8 @@ import pytest
 
 from kunserve.cluster import sweep as sweep_module
 from kunserve.cluster.process_mark import mark_of
-from kunserve.cluster.run_folder import RunFolder, RunState
+from kunserve.cluster.run_folder import RunFolder
+from kunserve.cluster.seat import RunState
 from kunserve.cluster.sweep import YOUNG_S, sweep
 from kunserve.core.ids import InstanceId
 from kunserve.transport.socket_folder import SocketFolder

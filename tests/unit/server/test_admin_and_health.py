@@ -1,8 +1,10 @@
 """Endpoints for operators: health, drain, and forced transitions that must show an effect."""
 
+import asyncio
 import re
 import threading
 from collections.abc import Generator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import httpx
@@ -11,6 +13,7 @@ from click.testing import CliRunner, Result
 
 import kunserve.server.admin_routes as admin_routes
 from kunserve.cluster.api import Vitals
+from kunserve.control.cluster.scaling import NOT_STARTED
 from kunserve.core.config import ServerConfig
 from kunserve.core.errors import ConfigError
 from kunserve.core.snapshots import ClusterSize, ObservedDrops
@@ -27,6 +30,7 @@ JSON = {"content-type": "application/json"}
 @pytest.fixture
 def admin(monkeypatch: pytest.MonkeyPatch) -> Generator[LiveServer, None, None]:
     monkeypatch.setattr(admin_routes, "VERIFY_S", 0.2)
+    monkeypatch.setattr(admin_routes, "TURN_S", 0.2)
     settings = ServerConfig(enable_admin=True, shutdown_timeout_s=1.0)
     with live_server(server=settings) as server:
         yield server
@@ -64,8 +68,41 @@ def test_a_size_that_is_asked_for(admin: LiveServer) -> None:
             refused = client.post("/kunserve/scale", json=wrong)
             assert refused.status_code == 400 and "num_instances" in refused.text, wrong
         admin.engine.lying = True
-        lied = client.post("/kunserve/scale", json={"num_instances": 2})
-        assert lied.status_code == 500 and "does not show it" in lied.text
+        other = client.post("/kunserve/scale", json={"num_instances": 2})
+        assert other.status_code == 409 and "3 instances are wanted now, not 2" in other.text
+        why = f"{NOT_STARTED}: no memory"
+        admin.engine.snapshot = replace(admin.engine.snapshot, reasons=("another", why))
+        full = client.post("/kunserve/scale", json={"num_instances": 4})
+        assert full.status_code == 503 and full.headers["Retry-After"] == "60"
+        assert full.json()["error"]["message"].endswith("could not be started: no memory")
+
+
+def test_sizes_are_asked_for_in_turn(admin: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    has_begun, may_go_on = threading.Event(), threading.Event()
+    real = admin.engine.scale
+
+    async def slow(num_instances: int) -> str:
+        has_begun.set()
+        while not may_go_on.is_set():
+            await asyncio.sleep(0.001)
+        return await real(num_instances)
+
+    monkeypatch.setattr(admin.engine, "scale", slow)
+
+    def ask(num_instances: int) -> int:
+        with admin.client() as client:
+            body = {"num_instances": num_instances}
+            return int(client.post("/kunserve/scale", json=body).status_code)
+
+    with ThreadPoolExecutor() as threads:
+        first = threads.submit(ask, 3)
+        assert has_begun.wait(30.0)
+        with admin.client() as client:
+            late = client.post("/kunserve/scale", json={"num_instances": 4})
+        assert late.status_code == 503 and "is being asked for" in late.text
+        both = [threads.submit(ask, size) for size in (2, 4)]
+        may_go_on.set()
+        assert [first.result(), *(one.result() for one in both)] == [200, 200, 200]
 
 
 def test_the_command_asks_and_waits(admin: LiveServer) -> None:

@@ -4,7 +4,7 @@ from kunserve.transport.pacing import KIB, BulkPacing, TokenBucket, chunk_bytes_
 
 
 def test_no_rate_no_delay() -> None:
-    bucket = TokenBucket(None)
+    bucket = TokenBucket(None, credit_s=0.0)
     bucket.take(1 << 40, 5.0)
     assert bucket.delay_s(5.0) == 0.0
 
@@ -38,6 +38,11 @@ def test_a_chunk_is_about_one_stage_time_on_the_link() -> None:
     assert chunk_bytes_for(0.01, 0.002) == 64 * KIB
     assert chunk_bytes_for(100.0, 0.02) == 1024 * KIB
     assert BulkPacing.for_link(None) == BulkPacing(chunk_bytes=1024 * 1024, max_in_flight=4)
+    for known, of_network in ((1.0, 1.0), (10.0, 10.0), (None, 1.0)):
+        pacing = BulkPacing.for_link(known, is_network=True)
+        in_flight_s = pacing.max_in_flight * pacing.chunk_bytes * 8 / (of_network * 1e9)
+        assert in_flight_s <= 0.002, "an activation waits for no more between hosts"
+        assert known is None or pacing.credit_s <= 0.001
     assert BulkPacing.for_link(1.0) == BulkPacing(chunk_bytes=250_000, link_gbps=1.0)
 
 
