@@ -13,13 +13,8 @@ import kunserve
 from kunserve.cluster.launch import FakeSettings, InstanceProcess, Launcher
 from kunserve.cluster.lease import LeaseTerms
 from kunserve.cluster.seat import RunState, Seat, WiresState
-from kunserve.core.config import (
-    ChatConfig,
-    ClusterConfig,
-    KunServeConfig,
-    LogConfig,
-    ServerConfig,
-)
+from kunserve.core.config import ClusterConfig, KunServeConfig, ServerConfig
+from kunserve.core.front_config import ChatConfig, LogConfig
 from kunserve.core.ids import InstanceId
 from kunserve.transport.codec import MESSAGE_TYPES
 from kunserve.transport.socket_folder import SocketFolder, has_room

@@ -2,7 +2,7 @@
 
 import click
 
-from kunserve.core.config import ChatConfig
+from kunserve.core.front_config import ChatConfig
 from kunserve.server.flags.option import HintedChoice, JsonObject, all_of, flags_of
 from kunserve.server.parsers.names import REASONING_PARSERS, TOOL_PARSERS
 

@@ -2,7 +2,7 @@
 
 import click
 
-from kunserve.core.config import LogConfig
+from kunserve.core.front_config import LogConfig
 from kunserve.server.flags.option import all_of, flags_of
 
 _logs = flags_of("Logs and traces", LogConfig())

@@ -11,7 +11,8 @@ from typing import Any, TypeVar
 import httpx
 import uvloop
 
-from kunserve.core.config import ChatConfig, KunServeConfig, LogConfig, ModelConfig, ServerConfig
+from kunserve.core.config import KunServeConfig, ModelConfig, ServerConfig
+from kunserve.core.front_config import ChatConfig, LogConfig
 from kunserve.server.app import create_app
 from kunserve.server.front import Front
 from kunserve.server.limits import FrontLimits
