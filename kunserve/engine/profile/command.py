@@ -95,24 +95,21 @@ def profile_command(
     if device != "cpu" and out is None:  # the default place is that of the CPU's profile
         raise click.UsageError("a GPU's profile needs --out; give the file to `serve --profile`")
     how: Any = {"dtype": dtype, "load_format": load_format, "quantization": quantization}
+    read, ranks = ModelConfig(model=model, **how), {"num_ranks": tensor_parallel_size}
     block_size = block_size or InstanceConfig.of_device(device).block_size
     steps = None if device == "cpu" else SchedulerConfig(max_num_seqs, max_num_batched_tokens)
-    read = ModelConfig(model=model, **how)
-    settings = BodySettings(
-        read, block_size, num_threads, device, num_ranks=tensor_parallel_size, scheduler=steps
-    )
+    settings = BodySettings(read, block_size, num_threads, device, scheduler=steps, **ranks)
     try:
         body = open_body(settings)
         try:
             subject = _subject_of(body, settings)
             path = out or default_path(subject)
-            num_per_region, num_repeats = _QUICK if quick else _FULL
             limits = limits_of(body, max_num_batched_tokens, max_num_seqs)
-            plan = make_plan(subject, limits, num_per_region, num_repeats, seed)
+            plan = make_plan(subject, limits, *(_QUICK if quick else _FULL), seed)
             journal = Journal(path.with_suffix(".samples.jsonl"), plan)
             stopwatch = Stopwatch(body, settings.clock)
             try:
-                total = len(plan.shapes) * num_repeats
+                total = len(plan.shapes) * plan.num_repeats
                 beside = neighbours(num_instances - 1, settings)
                 with beside as others, _progress() as progress:
                     task = progress.add_task(
