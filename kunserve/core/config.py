@@ -7,7 +7,7 @@ from typing import Any, Literal, TypeAlias
 from kunserve.core.cost import CostCoefficients
 from kunserve.core.errors import ConfigError
 from kunserve.core.front_config import ChatConfig, LogConfig
-from kunserve.core.rank_settings import check_rank_weights, check_ranks
+from kunserve.core.rank_settings import check_expert_ranks, check_rank_weights, check_ranks
 from kunserve.core.speculative_config import SpeculativeConfig
 
 MIB = 1 << 20
@@ -83,11 +83,7 @@ class InstanceConfig:
     def __post_init__(self) -> None:
         """A share is of a GPU's memory, and ranks are processes of CPUs."""
         check_ranks(self.tensor_parallel_size, self.device, self.attention, self.num_threads)
-        if self.enable_expert_parallel and self.tensor_parallel_size == 1:
-            raise ConfigError(
-                "--enable-expert-parallel spreads experts over the ranks of each instance: it "
-                "needs --tensor-parallel-size of 2 or more"
-            )
+        check_expert_ranks(self.tensor_parallel_size, self.enable_expert_parallel)
         share = self.gpu_memory_utilization
         if share is not None and not 0.0 < share <= 1.0:
             raise ConfigError(

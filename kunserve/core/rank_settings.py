@@ -33,3 +33,12 @@ def check_rank_weights(num_ranks: int, quantization: str) -> None:
             f"--tensor-parallel-size {num_ranks}: quantised weights are expanded on several "
             f"ranks, so leave --quantization {quantization} out"
         )
+
+
+def check_expert_ranks(num_ranks: int, enable_expert_parallel: bool) -> None:
+    """Raise ConfigError for experts that are to be spread over one rank."""
+    if enable_expert_parallel and num_ranks == 1:
+        raise ConfigError(
+            "--enable-expert-parallel spreads experts over the ranks of each instance: it needs "
+            "--tensor-parallel-size of 2 or more"
+        )
