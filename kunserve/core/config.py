@@ -7,6 +7,7 @@ from typing import Any, Literal, TypeAlias
 from kunserve.core.cost import CostCoefficients
 from kunserve.core.errors import ConfigError
 from kunserve.core.front_config import ChatConfig, LogConfig
+from kunserve.core.rank_settings import check_expert_ranks, check_rank_weights, check_ranks
 from kunserve.core.speculative_config import SpeculativeConfig
 
 MIB = 1 << 20
@@ -81,7 +82,8 @@ class InstanceConfig:
 
     def __post_init__(self) -> None:
         """A share is of a GPU's memory, and ranks are processes of CPUs."""
-        self._check_ranks()
+        check_ranks(self.tensor_parallel_size, self.device, self.attention, self.num_threads)
+        check_expert_ranks(self.tensor_parallel_size, self.enable_expert_parallel)
         share = self.gpu_memory_utilization
         if share is not None and not 0.0 < share <= 1.0:
             raise ConfigError(
@@ -89,33 +91,6 @@ class InstanceConfig:
             )
         if share is not None and self.device == "cpu":
             raise ConfigError("--gpu-memory-utilization needs --device cuda; see --instance-memory")
-
-    def _check_ranks(self) -> None:
-        num_ranks = self.tensor_parallel_size
-        if num_ranks == 1:
-            if self.enable_expert_parallel:
-                raise ConfigError(
-                    "--enable-expert-parallel spreads experts over the ranks of each instance: "
-                    "it needs --tensor-parallel-size of 2 or more"
-                )
-            return
-        if num_ranks < 1:
-            raise ConfigError(f"--tensor-parallel-size must be 1 or more, not {num_ranks}")
-        if self.device != "cpu":
-            raise ConfigError(
-                f"--tensor-parallel-size {num_ranks} needs --device cpu: sums over GPUs (an NCCL "
-                "all-reduce between processes of one GPU each) are not there"
-            )
-        if self.attention != "fused":
-            raise ConfigError(
-                f"--attention-backend {self.attention} computes on one rank only: leave "
-                f"--tensor-parallel-size {num_ranks} out"
-            )
-        if self.num_threads > num_ranks and self.num_threads % num_ranks:
-            raise ConfigError(
-                f"--num-threads {self.num_threads} are for all ranks of an instance together: "
-                f"--tensor-parallel-size {num_ranks} does not divide them"
-            )
 
     @classmethod
     def of_device(cls, device: str, **given: Any) -> "InstanceConfig":
@@ -385,6 +360,7 @@ class KunServeConfig:
                 f"with overload policy 'recompute', 'swap', 'park' or 'migrate', not {policy!r}"
             )
         self._check_size()
+        check_rank_weights(self.instance.tensor_parallel_size, self.model.quantization)
         if self.cluster.num_instances % stages:
             raise ConfigError(
                 f"{self.cluster.num_instances} instances cannot be parted into pipelines of "

@@ -24,6 +24,7 @@ from kunserve.engine.free_memory import PROCESS_BYTES, available_bytes, front_by
 from kunserve.engine.kernels.build import find_or_build
 from kunserve.engine.kernels.levels import fitting_levels
 from kunserve.engine.pages import HostPages
+from kunserve.engine.ranks.nodes import numa_nodes
 from kunserve.model.source import resolve_model
 
 Verdict: TypeAlias = Literal["ok", "note", "STOP"]
@@ -58,6 +59,15 @@ def _processor() -> Iterator[Finding]:
     if not has_bf16:
         text += "; no AVX-512 BF16, so kernels compute bfloat16 in float32"
     yield Finding("ok" if has_bf16 else "note", "processor", text)
+
+
+def _nodes() -> Iterator[Finding]:
+    nodes = numa_nodes()
+    text = "one node of memory, so ranks (--tensor-parallel-size) run wherever there is a core"
+    if len(nodes) > 1:
+        sizes = " and ".join(str(len(node)) for node in nodes)
+        text = f"{len(nodes)} nodes of memory with {sizes} cores: ranks are spread over them"
+    yield Finding("ok", "nodes", text)
 
 
 def _kernels() -> Iterator[Finding]:
@@ -161,6 +171,7 @@ def examine(library: str = LIBRARY) -> Iterator[Finding]:
     checks: tuple[tuple[str, Callable[[], Iterator[Finding]]], ...] = (
         ("versions", _versions),
         ("processor", _processor),
+        ("nodes", _nodes),
         ("kernels", _kernels),
         ("memory", _memory),
         ("remap", _remap),

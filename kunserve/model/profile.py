@@ -26,10 +26,17 @@ class ProfileSubject:
     block_size: int
     quantization: str | None = None
     """How weights are quantised in memory, if they are."""
+    tensor_parallel_size: int = 1
+    """Ranks of the instance; the threads are those of all of them."""
 
     @classmethod
     def of(
-        cls, spec: ModelSpec, num_threads: int, block_size: int, quantization: str | None = None
+        cls,
+        spec: ModelSpec,
+        num_threads: int,
+        block_size: int,
+        quantization: str | None = None,
+        tensor_parallel_size: int = 1,
     ) -> "ProfileSubject":
         """The subject of a profile for this model and these settings."""
         return cls(
@@ -41,6 +48,7 @@ class ProfileSubject:
             num_threads,
             block_size,
             quantization,
+            tensor_parallel_size,
         )
 
 
@@ -84,6 +92,8 @@ def default_path(subject: ProfileSubject) -> Path:
     """
     name = "".join(c if c.isalnum() or c in "-._" else "-" for c in subject.model)
     threads = f"{subject.num_threads}t"
+    if subject.tensor_parallel_size > 1:
+        threads += f"-tp{subject.tensor_parallel_size}"
     try:
         folder = Path.home() / ".cache" / "kunserve" / "profiles"
     except RuntimeError:

@@ -68,7 +68,7 @@ class DropPlan:
     enough: bool
     """False: nothing is left to free; relieve the KV otherwise and ask for more instances."""
     obstacle: str | None = None
-    """Why groups that are left cannot merge, where it is not that they would gain nothing."""
+    """Why some groups cannot merge, where it is not that they would gain nothing."""
 
     @property
     def gain_blocks(self) -> int:
@@ -130,7 +130,6 @@ def plan_drop(
 
     may_meet = _together(apart) if apart else None
     queue = PlacedQueue(groups, cache, specs, max_group_size, is_worth, may_meet)
-
     needed = required_blocks - min(waiting_blocks, spare_blocks, required_blocks)
     needed_there = max(0, required_blocks - waiting_blocks) if short else 0
     gain = _merge_until(queue, needed, needed_there)
@@ -141,9 +140,7 @@ def plan_drop(
             for number, group in enumerate(changed)
         ]
     )
-    enough = gain >= needed
-    left = () if enough else [specs[group.old[0].leader].tensor_parallel_size for group in groups]
-    return DropPlan(merges, required_blocks, enough, ranks_obstacle(left))
+    return DropPlan(merges, required_blocks, gain >= needed, _obstacle_of(groups, specs))
 
 
 def _together(apart: Collection[tuple[InstanceId, InstanceId]]) -> Meet:
@@ -162,6 +159,11 @@ def _together(apart: Collection[tuple[InstanceId, InstanceId]]) -> Meet:
         )
 
     return may_meet
+
+
+def _obstacle_of(groups: Sequence[PlannedGroup], specs: Specs) -> str | None:
+    """Why some of the groups could not merge, whatever they would gain."""
+    return ranks_obstacle(specs[group.old[0].leader].tensor_parallel_size for group in groups)
 
 
 def _merge_until(queue: PlacedQueue, needed: int, needed_there: int) -> int:

@@ -74,6 +74,9 @@ DRAFT_TOKENS = counter(
 ACCEPTED_TOKENS = counter(
     "vllm:spec_decode_num_accepted_tokens_total", "Guessed tokens that were right.", "engine"
 )
+RANKS = gauge(
+    "kunserve:instance_ranks", "Processes of the instance (`--tensor-parallel-size`).", "engine"
+)
 CACHED_BLOCKS = gauge(
     "kunserve:prefix_cached_blocks",
     "KV blocks that only the prefix cache holds: they are free as soon as someone needs them.",
@@ -155,6 +158,7 @@ FAMILIES = (
     STEP_TOKENS,
     LOST_TOKENS,
     ALIVE,
+    RANKS,
     DROPPED_LAYERS,
     DROPPED_BYTES,
     MEMORY_BYTES,
@@ -188,6 +192,7 @@ _OF_INSTANCE: tuple[tuple[Family, Callable[[InstanceSnapshot], float]], ...] = (
     (ACCEPTED_TOKENS, lambda instance: instance.totals.num_accepted_tokens),
     (LOST_TOKENS, lambda instance: instance.totals.lost_tokens),
     (ALIVE, lambda instance: instance.alive),
+    (RANKS, lambda instance: instance.spec.tensor_parallel_size),
     (DROPPED_LAYERS, lambda instance: instance.spec.num_layers - instance.held.num_layers),
     (DROPPED_BYTES, lambda instance: instance.dropped_bytes),
 )

@@ -20,6 +20,7 @@ from kunserve.core.config import MIB, KunServeConfig
 from kunserve.core.errors import ConfigError
 from kunserve.core.messages import Ready
 from kunserve.core.model_spec import ModelSpec
+from kunserve.core.sharding import check_shardable
 from kunserve.engine.copy_rate import measure_copy_rate
 from kunserve.engine.cuda.cards import with_shares
 from kunserve.engine.free_memory import available_bytes
@@ -73,16 +74,22 @@ async def launch(config: KunServeConfig, run_folder: Path | None = None) -> Laun
         logger.info("sampling defaults of the model: %s", defaults.shown)
     if config.cluster.launcher == "local":  # elsewhere each instance has a GPU to itself
         config = with_shares(config, spec)
-    kept = kept_quantization(source, config.model, keeps=config.instance.device == "cpu")
+    num_ranks = config.instance.tensor_parallel_size
+    if num_ranks > 1:
+        check_shardable(spec, num_ranks)
+    keeps = config.instance.device == "cpu" and num_ranks == 1
+    kept = kept_quantization(source, config.model, keeps=keeps)
     config = with_swap(with_costs(config, spec, kept))
     launcher = await asyncio.to_thread(_launcher, config, run_folder)
     logger.info(
-        "starting model=%s dtype=%s quantization=%s instances=%d threads_per_instance=%d",
+        "starting model=%s dtype=%s quantization=%s instances=%d ranks_per_instance=%d "
+        "threads_per_instance=%d",
         config.model.model,
         config.model.dtype,
         kept or "none",
         config.cluster.num_instances,
-        config.instance.num_threads,
+        num_ranks,
+        max(num_ranks, config.instance.num_threads),
     )
     # Here, because every instance would compile them otherwise.
     logger.info("kernels file=%s", (await asyncio.to_thread(find_or_build)).name)
@@ -213,7 +220,13 @@ def with_costs(
     )
     if not is_used or scheduler.cost is not None:
         return config
-    subject = ProfileSubject.of(spec, instance.num_threads, instance.block_size, quantization)
+    subject = ProfileSubject.of(
+        spec,
+        instance.num_threads,
+        instance.block_size,
+        quantization,
+        instance.tensor_parallel_size,
+    )
     path = None if scheduler.profile is None else Path(scheduler.profile)
     cost, origin = None, "no --profile of a GPU (`kunserve profile --device cuda` makes one)"
     if path is not None or instance.device == "cpu":  # the usual place has profiles of CPUs

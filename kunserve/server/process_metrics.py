@@ -6,16 +6,17 @@ from prometheus_client import ProcessCollector
 from prometheus_client.metrics_core import Metric
 
 from kunserve.core.ids import InstanceId
+from kunserve.engine.free_memory import beside_bytes, children_of
 from kunserve.server.metric_family import counter, gauge
 
 CPU = counter(
     "kunserve:instance_cpu_seconds_total",
-    "CPU time of the instance's process, and of those before it.",
+    "CPU time of the instance's processes, one per rank, and of those before them.",
     "engine",
 )
 RESIDENT = gauge(
     "kunserve:instance_resident_memory_bytes",
-    "Memory that the instance's process has in use.",
+    "Memory that the instance's processes have in use; that of other ranks counts once.",
     "engine",
 )
 FAMILIES = (CPU, RESIDENT)
@@ -38,11 +39,16 @@ class ProcessMetrics:
             cpu_s = used.get("process_cpu_seconds_total")
             if cpu_s is None:
                 continue
+            ranks = children_of(pid)
+            cpu_s += sum(_used_by(one).get("process_cpu_seconds_total", 0.0) for one in ranks)
             last_pid, last_s = self._last.get(instance_id, (pid, 0.0))
             if last_pid != pid:
                 self._past_s[instance_id] = self._past_s.get(instance_id, 0.0) + last_s
             self._last[instance_id] = (pid, cpu_s)
-            resident[self._model_name, str(instance_id)] = used["process_resident_memory_bytes"]
+            # Rank 0 maps the memory of the others, so only what they have beside it is added.
+            resident[self._model_name, str(instance_id)] = used[
+                "process_resident_memory_bytes"
+            ] + beside_bytes(ranks)
         yield CPU.of(
             {
                 (self._model_name, str(instance_id)): self._past_s.get(instance_id, 0.0) + cpu_s

@@ -13,7 +13,7 @@ import pytest
 
 from kunserve.cluster.launch import blame_for
 from kunserve.control.cluster.quarantine import Cause
-from kunserve.core.config import InstanceConfig, ModelConfig
+from kunserve.core.config import InstanceConfig, KunServeConfig, ModelConfig
 from kunserve.core.errors import ConfigError, ModelFiles, TooLittleMemory
 from kunserve.core.ids import InstanceId
 from kunserve.core.layout import LayerRange
@@ -55,9 +55,8 @@ def open_ranks(
     patience_s: float = 60.0,
     memory_bytes: int = 2 << 20,
     start: Start = fork_member,
-    quantization: str = "none",
 ) -> EngineBody:
-    model = ModelConfig(str(folder), dtype="float32", quantization=quantization)  # type: ignore[arg-type]
+    model = ModelConfig(str(folder), dtype="float32")
     source = resolve_model(str(folder))
     config = InstanceConfig(
         memory_bytes=memory_bytes,
@@ -115,7 +114,9 @@ def test_what_one_rank_refuses_the_instance_refuses(folder: Path) -> None:
     with pytest.raises(TooLittleMemory, match="per rank of an instance of 2"):
         open_ranks(folder, memory_bytes=1 << 18, start=start)
     with pytest.raises(ConfigError, match="leave --quantization gguf out"):
-        open_ranks(folder, start=start, quantization="gguf")
+        KunServeConfig(
+            model=ModelConfig(quantization="gguf"), instance=InstanceConfig(tensor_parallel_size=2)
+        )
     with pytest.raises(ConfigError, match="4 attention heads, which it does not divide"):
         open_ranks(folder, 3, start=start)
     assert not started, "bad settings start nobody"

@@ -1,6 +1,7 @@
 """Layer splits and drop plans against brute force and against what they promise."""
 
 import itertools
+from dataclasses import replace
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -143,11 +144,14 @@ def clusters(
     budgets = draw(st.sampled_from([st.just(120), st.sampled_from([60, 200]), st.integers(0, 400)]))
     specs: dict[InstanceId, InstanceSpec] = {}
     layouts = []
+    sizes = st.sampled_from(draw(st.sampled_from([(1,), (2,), (1, 2, 4)])))
     for group in range(draw(st.integers(1, 9))):
         stages = []
+        num_ranks = draw(sizes)
         for layers in cut_randomly(draw, num_layers, min(num_layers, draw(st.integers(1, 3)))):
             instance = InstanceId(len(specs))
-            specs[instance] = make_spec(instance, num_layers, draw(budgets), granule_bytes)
+            one = make_spec(instance, num_layers, draw(budgets), granule_bytes)
+            specs[instance] = replace(one, tensor_parallel_size=num_ranks)
             stages.append(Stage(instance, layers))
         layouts.append(GroupLayout(GroupId(group), tuple(stages)))
     return num_layers, layouts, specs
@@ -190,6 +194,7 @@ def test_a_drop_plan_keeps_its_promises(cluster, required, max_size, data):
         )
         assert merge.freed_bytes == freed_units * 8
         chosen = {member: specs[member] for member in merge.new.members}
+        assert len({one.tensor_parallel_size for one in chosen.values()}) == 1
         obstacle = find_obstacle(merge.new.members, merge.old, (merge.new,), chosen)
         assert obstacle is None, "its members would refuse it"
 

@@ -31,13 +31,14 @@ def need_of(config: KunServeConfig, fake: FakeSettings | None) -> dict[str, floa
     the KV memory is known before the model is, no memory is set aside.
     """
     instance = config.instance
-    need = {"CPU": float(instance.num_threads)}
+    num_ranks = instance.tensor_parallel_size
+    need = {"CPU": float(max(num_ranks, instance.num_threads))}
     if fake is not None:
         return need
     if instance.device != "cpu":
         return {**need, "GPU": float(num_devices(instance)), "memory": float(PROCESS_BYTES)}
     if instance.kv_cache_memory_bytes is None:
-        need["memory"] = float(instance.memory_bytes + PROCESS_BYTES)
+        need["memory"] = float(instance.memory_bytes + num_ranks * PROCESS_BYTES)
     return need
 
 

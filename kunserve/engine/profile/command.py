@@ -57,6 +57,8 @@ _FULL, _QUICK = (48, 5), (12, 3)
               help="Where `serve` will compute. A GPU times batches by its events.")  # fmt: skip
 @click.option("--num-threads", default=_INSTANCE.num_threads, type=click.IntRange(1, 256),
               help="Compute threads, as `serve` will have.")  # fmt: skip
+@click.option("--tensor-parallel-size", default=_INSTANCE.tensor_parallel_size,
+              type=click.IntRange(1, 64), help="Ranks, as `serve` will have.")  # fmt: skip
 @click.option("--block-size", type=click.IntRange(1, 256), help="As `serve` will have "
               f"[{_INSTANCE.block_size}; {CUDA_BLOCK_SIZE} on a GPU].")  # fmt: skip
 @click.option("--max-num-batched-tokens", default=_SCHEDULER.max_num_batched_tokens,
@@ -76,6 +78,7 @@ def profile_command(
     load_format: str,
     device: str,
     num_threads: int,
+    tensor_parallel_size: int,
     block_size: int | None,
     max_num_batched_tokens: int,
     max_num_seqs: int,
@@ -92,22 +95,21 @@ def profile_command(
     if device != "cpu" and out is None:  # the default place is that of the CPU's profile
         raise click.UsageError("a GPU's profile needs --out; give the file to `serve --profile`")
     how: Any = {"dtype": dtype, "load_format": load_format, "quantization": quantization}
+    read, ranks = ModelConfig(model=model, **how), {"num_ranks": tensor_parallel_size}
     block_size = block_size or InstanceConfig.of_device(device).block_size
     steps = None if device == "cpu" else SchedulerConfig(max_num_seqs, max_num_batched_tokens)
-    read = ModelConfig(model=model, **how)
-    settings = BodySettings(read, block_size, num_threads, device, scheduler=steps)
+    settings = BodySettings(read, block_size, num_threads, device, scheduler=steps, **ranks)
     try:
         body = open_body(settings)
         try:
-            subject = _subject_of(body, num_threads, block_size)
+            subject = _subject_of(body, settings)
             path = out or default_path(subject)
-            num_per_region, num_repeats = _QUICK if quick else _FULL
             limits = limits_of(body, max_num_batched_tokens, max_num_seqs)
-            plan = make_plan(subject, limits, num_per_region, num_repeats, seed)
+            plan = make_plan(subject, limits, *(_QUICK if quick else _FULL), seed)
             journal = Journal(path.with_suffix(".samples.jsonl"), plan)
             stopwatch = Stopwatch(body, settings.clock)
             try:
-                total = len(plan.shapes) * num_repeats
+                total = len(plan.shapes) * plan.num_repeats
                 beside = neighbours(num_instances - 1, settings)
                 with beside as others, _progress() as progress:
                     task = progress.add_task(
@@ -131,10 +133,12 @@ def profile_command(
     _tell(profile, path)
 
 
-def _subject_of(body: EngineBody, num_threads: int, block_size: int) -> ProfileSubject:
+def _subject_of(body: EngineBody, settings: BodySettings) -> ProfileSubject:
     packed = body.model.packed
     kept = None if packed is None else packed.method
-    return ProfileSubject.of(body.model, num_threads, block_size, kept)
+    return ProfileSubject.of(
+        body.model, settings.num_threads, settings.block_size, kept, settings.num_ranks
+    )
 
 
 def _progress() -> Progress:

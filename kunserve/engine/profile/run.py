@@ -14,10 +14,11 @@ from kunserve.core.config import MIB, InstanceConfig, ModelConfig, SchedulerConf
 from kunserve.core.cost import CostSample
 from kunserve.core.ids import InstanceId
 from kunserve.engine.body import EngineBody
-from kunserve.engine.devices import open_backend
+from kunserve.engine.devices import open_backend, open_ranks
 from kunserve.engine.profile.journal import Journal, Plan
 from kunserve.engine.profile.shapes import ShapeLimits, draw_shapes
 from kunserve.engine.profile.stopwatch import Clock, DeviceClock, HostClock, Reading, Stopwatch
+from kunserve.engine.ranks.memory import RankedMemory
 from kunserve.model.config import read_spec
 from kunserve.model.profile import FORMAT, Profile, ProfileSubject, RegionError
 from kunserve.model.source import resolve_model
@@ -43,11 +44,18 @@ class BodySettings:
     """KV memory. None: what the largest batches need, on a CPU 512 MiB at most."""
     scheduler: SchedulerConfig | None = None
     """The limits of steps. A GPU records steps within them as graphs, as it does when it serves."""
+    num_ranks: int = 1
+    """Among which the threads are divided."""
 
     @property
     def clock(self) -> Clock:
         """What times its steps best."""
-        return DeviceClock() if self.device == "cuda" else HostClock(self.num_threads)
+        return DeviceClock() if self.device == "cuda" else HostClock(self.num_processors)
+
+    @property
+    def num_processors(self) -> int:
+        """That a step computes on, if there are as many."""
+        return max(self.num_ranks, self.num_threads)
 
 
 def open_body(settings: BodySettings, number: int = 0) -> EngineBody:
@@ -64,13 +72,16 @@ def open_body(settings: BodySettings, number: int = 0) -> EngineBody:
         or (min(KV_BYTES, most_bytes) if device == "cpu" else most_bytes),
         block_size=settings.block_size,
         num_threads=settings.num_threads,
+        tensor_parallel_size=settings.num_ranks,
         device=device,
     )
     instance_id = InstanceId(number)
-    backend = open_backend(device, instance_id)
+    backend = open_ranks(model, source, instance) or open_backend(device, instance_id)
     body = EngineBody(instance_id, model, instance, source, settings.scheduler, backend)
     if device == "cpu":
-        body.unit_view(0, body.spec.kv_units)[:] = KV_PATTERN
+        memory = body.memory
+        for shard in memory.shards if isinstance(memory, RankedMemory) else (memory,):
+            shard.unit_view(0, body.spec.kv_units)[:] = KV_PATTERN
     return body
 
 

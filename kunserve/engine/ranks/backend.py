@@ -4,7 +4,6 @@ import os
 from collections.abc import Callable, Sequence
 
 from kunserve.core.config import InstanceConfig, ModelConfig
-from kunserve.core.errors import ConfigError
 from kunserve.core.ids import InstanceId
 from kunserve.core.layout import LayerRange
 from kunserve.core.model_spec import ModelSpec
@@ -49,11 +48,6 @@ class RankedBackend:
         patience_s: float = PATIENCE_S,
     ) -> None:
         """``start`` makes a process of a rank; ``on_death`` is told that one has ended."""
-        if model.quantization not in ("none", "auto"):
-            raise ConfigError(
-                f"--tensor-parallel-size {num_ranks}: quantised weights are expanded on several "
-                f"ranks, so leave --quantization {model.quantization} out"
-            )
         self._one = CpuBackend()
         self._model = model
         self._source = source

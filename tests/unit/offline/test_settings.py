@@ -63,7 +63,7 @@ def test_what_a_server_is_told_is_not_meant(monkeypatch: pytest.MonkeyPatch) -> 
         ({"num_instances": True}, "an integer from 1"),
         ({"num_instances": 0}, "an integer from 1"),
         ({"instance_memory": "lots"}, "800MiB"),
-        ({"tensor_parallel_size": 2}, "each instance holds the whole model"),
+        ({"tensor_parallel_size": 0}, "tensor"),
         ({"port": 8000}, "`port` is about a server"),
         ({"enable_admin": True}, "about a server"),
         ({"front_grace": 3}, "about a server"),

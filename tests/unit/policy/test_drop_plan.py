@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 
 from kunserve.core.ids import GroupId, InstanceId
@@ -45,6 +47,43 @@ def shape(plan: DropPlan) -> list[list[int]]:
 
 def test_nothing_is_merged_for_nothing():
     assert plan([whole(1), whole(2)], 0) == DropPlan((), 0, True)
+
+
+def of_ranks(**sizes: int) -> dict[InstanceId, InstanceSpec]:
+    """Instances by number (``i1=2``), with so many ranks."""
+    specs = [
+        replace(spec(int(name[1:])), tensor_parallel_size=size) for name, size in sizes.items()
+    ]
+    return {one.instance_id: one for one in specs}
+
+
+def test_instances_of_other_numbers_of_ranks_share_nothing():
+    specs = of_ranks(i1=1, i2=2, i3=1, i4=2)
+    layouts = [whole(instance) for instance in specs]
+    found = plan_drop(layouts, specs, 10_000, first_id=FIRST_ID)
+    assert shape(found) == [[1, 3], [2, 4]]
+    assert not found.enough
+    assert (
+        found.obstacle is not None and "instances of 1 and 2 ranks do not merge" in found.obstacle
+    )
+    lone = plan_drop(layouts[:2], specs, 1, first_id=FIRST_ID)
+    assert lone.merges == () and lone.obstacle == found.obstacle
+    alike = plan_drop([layouts[0], layouts[2]], specs, 10_000, first_id=FIRST_ID)
+    assert alike.obstacle is None, "they did all they could"
+
+
+def test_many_instances_of_other_ranks_hide_no_partner():
+    """Partners are looked for among few groups: none of these may be of the other kind."""
+    specs = of_ranks(**{f"i{n}": 1 + (n in (0, 30)) for n in range(31)})
+    layouts = [whole(instance) for instance in specs]
+    found = plan_drop(layouts, specs, 1, first_id=FIRST_ID, pressed=[GroupId(0)], waiting_blocks=0)
+    assert shape(found) == [[0, 30]]
+
+
+def test_members_would_refuse_to_merge_over_different_ranks():
+    specs = of_ranks(i1=1, i2=4)
+    why = find_obstacle(tuple(specs), [whole(1), whole(2)], [pipeline(3, 1, 2)], specs)
+    assert why is not None and "1 and 4 ranks" in why
 
 
 def test_two_instances_share_one_copy():

@@ -102,7 +102,7 @@ def test_flags_of_other_servers_are_refused_with_a_reason(flag: str) -> None:
 
 
 def test_other_spellings_of_those_flags() -> None:
-    assert "--num-instances" in refused("--tensor_parallel_size=2")
+    assert "--num-instances" in refused("--data_parallel_size=2")
     assert "No such option" in refused("--no-such-flag")
 
 

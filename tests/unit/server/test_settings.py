@@ -121,7 +121,7 @@ def test_the_log_says_where_settings_came_from(clean: pytest.MonkeyPatch, file: 
     [
         ("prot: 1", "serve.yaml: `prot` is no setting. Did you mean `port`?"),
         ("whatever: 1", "serve.yaml: `whatever` is no setting."),
-        ("tensor_parallel_size: 2", "`tensor_parallel_size` is not supported: each instance"),
+        ("data_parallel_size: 2", "`data_parallel_size` is not supported: use --num-instances"),
         ("port: eighty", "serve.yaml: `port` must be an integer from 0 to 65535: 'eighty'"),
         ("port: 80000", "`port` must be an integer from 0 to 65535: 80000 is not in the range"),
         ("port: 1.5", "`port` must be an integer from 0 to 65535: 1.5 is no integer"),

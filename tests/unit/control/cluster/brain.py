@@ -1,8 +1,9 @@
 """A controller whose instances are played by the test: it is told events and asked for commands."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from kunserve.cluster.fake import fake_spec
@@ -57,8 +58,11 @@ class Brain:
         server: ServerConfig | None = None,
         max_num_seqs: int = 256,
         scheduler: SchedulerConfig | None = None,
+        num_ranks: Mapping[int, int] = MappingProxyType({}),
         **overload: Any,
     ) -> None:
+        """``num_ranks`` of instances that have more than one."""
+        self.num_ranks = num_ranks
         if cluster is None:
             cluster = ClusterConfig(num_instances=num_instances)
         config = KunServeConfig(
@@ -84,9 +88,11 @@ class Brain:
 
     def start(self, number: int) -> None:
         """An instance is ready."""
+        num_ranks = self.num_ranks.get(number, 1)
         instance_id = InstanceId(number)
         self._numbers[instance_id] = self._num_received[instance_id] = 0
         spec = fake_spec(instance_id, NUM_LAYERS, NUM_LAYERS * BLOCKS, layer_bytes=3200)
+        spec = replace(spec, tensor_parallel_size=num_ranks)
         self.tell(number, Ready(spec, f"address {number}", 400, "fake"))
 
     def tell(self, number: int, event: Event) -> None:

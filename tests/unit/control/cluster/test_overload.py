@@ -97,6 +97,14 @@ def test_where_nothing_is_left_to_drop_an_instance_is_wished_for() -> None:
     assert not brain.said(ScaleUp), "it is said now and then only"
 
 
+def test_where_only_instances_of_other_ranks_are_left_that_is_said() -> None:
+    brain = Brain(num_ranks={1: 2})
+    brain.report(0, **SHORT)
+    assert not brain.take(Prepare), "their KV could not be exchanged"
+    (wish,) = brain.said(ScaleUp)
+    assert "nothing is left to drop: instances of 1 and 2 ranks do not merge" in wish.reason
+
+
 def test_parking_is_allowed_where_nothing_is_left_to_drop() -> None:
     brain = Brain(park_behind_drop=True)
     brain.report(0, **SHORT)
