@@ -73,8 +73,10 @@ def write_gguf(
         if values.ndim == 1:
             writer.add_tensor(name, values)
         else:
-            raw = quantise(values) if quantise else gguf.quants.quantize(values, quant)
-            writer.add_tensor(name, raw, raw_dtype=quant)
+            fits = values.shape[-1] % gguf.GGML_QUANT_SIZES[quant][0] == 0
+            stored_as = quant if fits else gguf.GGMLQuantizationType.BF16
+            raw = quantise(values) if quantise else gguf.quants.quantize(values, stored_as)
+            writer.add_tensor(name, raw, raw_dtype=stored_as)
     if kind == "llama" and config.rope_parameters.get("rope_type") == "llama3":
         writer.add_tensor("rope_freqs.weight", _rope_divisors(model))
     writer.write_header_to_file()

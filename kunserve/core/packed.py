@@ -56,7 +56,10 @@ class Run(NamedTuple):
 
 
 class PackedField(NamedTuple):
-    """A packed tensor of the engine: one or more runs, in the order of its rows."""
+    """A packed tensor of the engine: one or more runs, in the order of its rows.
+
+    Of the matrices of experts each is a run, and all have one format.
+    """
 
     name: str
     runs: tuple[Run, ...]
@@ -65,7 +68,7 @@ class PackedField(NamedTuple):
     @property
     def is_paired(self) -> bool:
         """Whether 8 rows of its first half lie beside 8 of its second one in every panel."""
-        return self.name == "gate_up"
+        return self.name in ("gate_up", "experts_gate_up")
 
     @property
     def num_bytes(self) -> int:

@@ -67,9 +67,9 @@ class LayerWeights:
     down_bias: torch.Tensor | None = None
     router: torch.Tensor | None = None
     """[experts, hidden]."""
-    experts_gate_up: torch.Tensor | None = None
+    experts_gate_up: Matrix = None
     """[experts * 2 * intermediate, hidden], each expert's as ``gate_up``."""
-    experts_down: torch.Tensor | None = None
+    experts_down: Matrix = None
     """[experts * hidden, intermediate]."""
     shared_gate_up: torch.Tensor | None = None
     """[2 * shared, hidden], as ``gate_up``; the router's last row is its weight's."""
@@ -121,8 +121,8 @@ class StepLimits:
 
 
 def _widest(spec: ModelSpec) -> int:
-    """Columns of the widest matrix."""
-    return max(spec.hidden_size, spec.q_size, spec.intermediate_size)
+    """Values of a token that are rounded together, where weights are packed."""
+    return max(spec.hidden_size, spec.q_size, spec.gated_size)
 
 
 class StepDecoder(Protocol):
@@ -362,7 +362,7 @@ class Decoder:
         linear(gated, weights.down, weights.down_bias, hidden, Finish.RESIDUAL)
 
 
-def _run_expert(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+def _run_expert(x: torch.Tensor, gate_up: Matrix, down: Matrix) -> torch.Tensor:
     return linear(linear(x, gate_up, finish=Finish.SWIGLU), down, finish=Finish.FLOAT)
 
 
@@ -382,7 +382,7 @@ def _as_c(layer: LayerWeights) -> CLayer:
                 # One run where files hold one tensor: no panel has rows of two of them anyway.
                 pointers.qkv_formats[:] = tensor.formats * (3 // len(tensor.formats))
             else:
-                (format_number,) = tensor.formats
+                (format_number,) = set(tensor.formats)
                 setattr(pointers, f"{name}_format", format_number)
         elif tensor is not None:
             assert tensor.is_contiguous(), (name, tensor.shape, ctypes.sizeof(ctypes.c_void_p))

@@ -7,8 +7,10 @@ import torch
 
 from kunserve.core.experts import Experts
 from kunserve.core.model_spec import ModelSpec
+from kunserve.engine.kernels.ops import Matrix
+from kunserve.engine.kernels.packed import PackedMatrix
 
-RunExpert: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+RunExpert: TypeAlias = Callable[[torch.Tensor, Matrix, Matrix], torch.Tensor]
 """Gives what the expert with these gate and up rows and this down matrix makes of some rows."""
 
 
@@ -16,8 +18,8 @@ class ExpertWeights(Protocol):
     """A layer's tensors, of which these are there."""
 
     router: torch.Tensor | None
-    experts_gate_up: torch.Tensor | None
-    experts_down: torch.Tensor | None
+    experts_gate_up: Matrix
+    experts_down: Matrix
     shared_gate_up: torch.Tensor | None
     shared_down: torch.Tensor | None
 
@@ -61,19 +63,25 @@ def add_experts(
 
     A token's experts are summed in the order of their numbers, in float32, a shared one last.
     """
-    experts, inner = spec.experts, spec.intermediate_size
+    experts = spec.experts
     assert experts is not None and weights.router is not None
-    assert weights.experts_gate_up is not None and weights.experts_down is not None
-    gate_up = weights.experts_gate_up.view(experts.number, 2 * inner, spec.hidden_size)
-    down = weights.experts_down.view(experts.number, spec.hidden_size, inner)
     logits = normed.float() @ weights.router.float().t()
     chosen, shares = choose(logits[:, : experts.number], experts)
     sums = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device)
     for expert in chosen.unique().tolist():
         rows, places = torch.where(chosen == expert)
-        found = run_expert(normed[rows], gate_up[expert], down[expert])
+        gate_up = _one_of(weights.experts_gate_up, expert, experts.number)
+        down = _one_of(weights.experts_down, expert, experts.number)
+        found = run_expert(normed[rows], gate_up, down)
         sums[rows] += found.float() * shares[rows, places, None]
     if weights.shared_gate_up is not None and weights.shared_down is not None:
         found = run_expert(normed, weights.shared_gate_up, weights.shared_down)
         sums += found.float() * logits[:, experts.number :].sigmoid()
     hidden.add_(sums.to(hidden.dtype))
+
+
+def _one_of(matrices: Matrix, expert: int, number: int) -> Matrix:
+    """One expert's matrix."""
+    if isinstance(matrices, PackedMatrix):
+        return matrices.run(expert)
+    return matrices.view(number, -1, matrices.shape[1])[expert]

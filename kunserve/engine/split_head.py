@@ -38,7 +38,7 @@ def head_shape(spec: ModelSpec) -> HeadShape | None:
         cost_layers = spec.vocab_size * spec.hidden_size / layer_params
     else:
         head_bytes = spec.embedding_bytes if spec.tied_embeddings else spec.head_bytes
-        cost_layers = head_bytes / spec.layer_bytes
+        cost_layers = head_bytes / spec.layer_bytes * spec.layer_params / layer_params
     leader_layers = min(LEADER_WEIGHTS / layer_params, cost_layers / 8)
     return HeadShape(spec.vocab_size, cost_layers, leader_layers)
 

@@ -17,6 +17,7 @@ from kunserve.engine.decoder import LayerWeights, ModelWeights, StepBatch, StepL
 from kunserve.engine.experts import add_experts
 from kunserve.engine.graph_inputs import GraphInputs
 from kunserve.engine.graphs import GraphCounts, LayerGraphs, Recorder, sizes_up_to
+from kunserve.engine.kernels.ops import Matrix
 from kunserve.engine.kernels.rope import RopeTable
 from kunserve.engine.ops.table import DeviceBatch, Ops
 
@@ -231,9 +232,7 @@ class TorchDecoder:
         ops.rms_norm(hidden, weights.post_norm, spec.rms_eps, normed)
         if spec.experts is not None:
 
-            def run_expert(
-                x: torch.Tensor, gate_up_of: torch.Tensor, down_of: torch.Tensor
-            ) -> torch.Tensor:
+            def run_expert(x: torch.Tensor, gate_up_of: Matrix, down_of: Matrix) -> torch.Tensor:
                 inner = x.new_empty(len(x), down_of.shape[1])
                 ops.silu_mul(x @ gate_up_of.t(), inner)
                 return inner @ down_of.t()

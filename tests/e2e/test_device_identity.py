@@ -2,6 +2,7 @@
 transformers, whatever is dropped and restored in between.
 """
 
+import logging
 import random
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
@@ -147,6 +148,18 @@ def test_eager_steps_are_not_recorded(fake: FakeCuda, saved: tuple[Path, list[li
     with closing(open_body(folder, 0, recorder, eager=True)) as body:
         assert recorder.num_recorded == 0
         assert DirectEngine([(body, WHOLE)]).generate(PROMPTS, NUM_TOKENS) == expected
+
+
+@pytest.mark.parametrize("saved", ["qwen3_moe"], indirect=True)
+def test_steps_of_sparse_models_are_not_recorded(
+    fake: FakeCuda, saved: tuple[Path, list[list[int]]], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Which experts compute is not known before."""
+    folder, expected = saved
+    recorder = TapeRecorder()
+    with caplog.at_level(logging.INFO), closing(open_body(folder, 0, recorder)) as body:
+        assert recorder.num_recorded == 0 and "no steps are recorded as graphs" in caplog.text
+        assert DirectEngine([(body, WHOLE)]).generate(PROMPTS, NUM_TOKENS, 5) == expected
 
 
 def test_layers_and_kv_pass_as_bytes(fake: FakeCuda, saved: tuple[Path, list[list[int]]]) -> None:

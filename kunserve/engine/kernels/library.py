@@ -42,6 +42,8 @@ class CLayer(ctypes.Structure):
         ("o_format", c_int32),
         ("gate_up_format", c_int32),
         ("down_format", c_int32),
+        ("experts_gate_up_format", c_int32),
+        ("experts_down_format", c_int32),
     ]
 
 

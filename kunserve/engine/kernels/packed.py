@@ -39,6 +39,13 @@ class PackedMatrix:
         offset = first // PANEL_ROWS * run.format.panel_bytes(field.num_columns)
         return PackedMatrix(self.data[offset : offset + field.num_bytes], field)
 
+    def run(self, index: int) -> "PackedMatrix":
+        """One run, as the matrix of one expert; no copy."""
+        runs = self.field.runs
+        fields = [self.field._replace(runs=part) for part in (runs[:index], runs[index:][:1])]
+        first = fields[0].num_bytes
+        return PackedMatrix(self.data[first : first + fields[1].num_bytes], fields[1])
+
     def as_c(self) -> CPacked:
         """The kernels' view; valid while ``data`` lives."""
         assert self.data.is_contiguous() and self.data.nbytes == self.field.num_bytes, self.field

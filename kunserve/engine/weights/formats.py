@@ -7,10 +7,13 @@ from kunserve.core.errors import ConfigError
 from kunserve.core.model_spec import ModelSpec
 from kunserve.core.packed import PackedField, PackedWeights, Run, WeightFormat
 from kunserve.engine.weights.layout import end_shapes, layer_shapes, pack_sections
-from kunserve.engine.weights.pieces import Piece, rows_of
+from kunserve.engine.weights.pieces import EXPERT_PARTS, Piece, rows_of
 from kunserve.engine.weights.readers import Reader, open_reader
 from kunserve.model.config import read_spec
 from kunserve.model.source import ModelSource
+
+_ALWAYS_PLAIN = ("router", "shared_gate_up", "shared_down")
+"""Expanded however they are stored: they are small beside the experts."""
 
 
 def shape_of(source: ModelSource, model: ModelConfig, *, keeps: bool) -> ModelSpec:
@@ -28,7 +31,7 @@ def quantised(spec: ModelSpec, reader: Reader, config: ModelConfig, *, keeps: bo
     """The shape with its weights as they are to lie in memory.
 
     ``keeps`` says whether the device computes with quantised weights. Raises ConfigError for
-    weights that are not quantised in the way asked for, or that belong to experts.
+    weights that are not quantised in the way asked for.
     """
     asked = config.quantization
     if asked not in ("auto", "none", reader.quantization):
@@ -36,11 +39,6 @@ def quantised(spec: ModelSpec, reader: Reader, config: ModelConfig, *, keeps: bo
         raise ConfigError(f"--quantization {asked}, but the weights of {spec.name} are {stored}")
     if asked not in ("auto", "none") and not keeps:
         raise ConfigError(f"--quantization {asked} needs --device cpu")
-    if spec.experts is not None and asked != "none" and reader.quantization is not None:
-        raise ConfigError(
-            f"--quantization {asked}: quantised experts cannot be computed with, and {spec.name} "
-            "has experts; --quantization none expands its weights"
-        )
     return with_packed(spec, reader) if keeps and asked != "none" else spec
 
 
@@ -83,7 +81,7 @@ def _field(
     spec: ModelSpec, reader: Reader, layer: int | None, name: str, shape: tuple[int, ...]
 ) -> PackedField | None:
     """One tensor, if all its pieces stay quantised."""
-    if len(shape) < 2:
+    if len(shape) < 2 or name in _ALWAYS_PLAIN:
         return None
     runs = []
     for piece, first, end in rows_of(name, shape[0], spec):
@@ -91,8 +89,11 @@ def _field(
         if kind is WeightFormat.PLAIN or shape[1] % kind.block_columns:
             return None
         runs.append(Run(kind, end - first))
-    if name == "gate_up":
-        # They share panels, so they must be alike.
-        alike = all(run.format == runs[0].format for run in runs)
-        return PackedField(name, (Run(runs[0].format, shape[0] // 2),), shape[1]) if alike else None
+    if name in ("gate_up", *EXPERT_PARTS):
+        # Gate and up share panels, and the kernels know one format for all experts.
+        if any(run.format != runs[0].format for run in runs):
+            return None
+        num_runs = 1 if spec.experts is None else spec.experts.number
+        num_rows = shape[0] // num_runs // (1 if name == "experts_down" else 2)
+        return PackedField(name, (Run(runs[0].format, num_rows),) * num_runs, shape[1])
     return PackedField(name, tuple(runs), shape[1])

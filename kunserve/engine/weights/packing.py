@@ -23,11 +23,14 @@ class StoredRows(NamedTuple):
 
 
 def pack(field: PackedField, pieces: Sequence[StoredRows]) -> Bytes:
-    """The bytes of a packed tensor, from its runs; of gate and up, from both, or both as one."""
+    """The bytes of a packed tensor, from its runs; of gate and up, from both, or both as one.
+
+    Of experts, from each one's.
+    """
     if field.is_paired and len(pieces) == 1:
         pieces = _halved(*pieces)
     if field.is_paired:
-        pieces = [_pair(*pieces)]
+        pieces = [_pair(*pair) for pair in zip(pieces[::2], pieces[1::2], strict=True)]
     packed = [
         _panels(run.format, _padded(piece, PANEL_ROWS))
         for run, piece in zip(field.runs, pieces, strict=True)

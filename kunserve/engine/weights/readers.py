@@ -303,8 +303,9 @@ class GgufReader:
 
     def read_stored(self, piece: Piece) -> StoredRows:
         """A piece whose format is not PLAIN, as it is stored."""
-        raw = self._stored_bytes(piece)
-        rows = raw.reshape(self._file.tensors[piece.gguf_name].shape[0], -1)
+        raw, place = self._stored_bytes(piece), self._place(piece)
+        num_rows = self._file.tensors[place.name].shape[0]
+        rows = raw.reshape(place.end - place.first if place.stack else num_rows, -1)
         return _parted(StoredRows(rows), self._paired_heads.get(piece.name))
 
     def _place(self, piece: Piece) -> Place:

@@ -10,13 +10,18 @@ from hypothesis import strategies as st
 
 from kunserve.core.experts import Experts
 from kunserve.core.model_spec import ModelSpec
+from kunserve.core.packed import PackedField, PackedWeights, Run, WeightFormat
 from kunserve.engine.attention import TORCH_DTYPES, c_model
 from kunserve.engine.decoder import LayerWeights, StepLimits, _as_c, _run_expert, _Scratch
 from kunserve.engine.experts import add_experts, choose, routing_bytes
 from kunserve.engine.kernels.library import kernel, set_num_threads
+from kunserve.engine.kernels.packed import PackedMatrix
+from kunserve.engine.weights.packing import pack
 from tests.specs import model_spec
+from tests.unit.engine.test_packed import stored
 
 HIDDEN, INNER = 72, 40
+NO_FIELDS = PackedWeights("gguf", (), (), 0, 0, 0)
 
 
 def sparse_spec(
@@ -35,6 +40,8 @@ def random_layer(spec: ModelSpec, seed: int = 0) -> LayerWeights:
     generator, number = torch.Generator().manual_seed(seed), spec.experts.number
     shared = spec.experts.shared_size
 
+    hidden, inner = spec.hidden_size, spec.intermediate_size
+
     def matrix(rows: int, columns: int) -> torch.Tensor:
         values = torch.randn(rows, columns, generator=generator) * columns**-0.5
         return values.to(TORCH_DTYPES[spec.dtype])
@@ -45,16 +52,31 @@ def random_layer(spec: ModelSpec, seed: int = 0) -> LayerWeights:
         none,
         none,
         none,
-        router=matrix(spec.experts.num_logits, HIDDEN),
-        experts_gate_up=matrix(number * 2 * INNER, HIDDEN),
-        experts_down=matrix(number * HIDDEN, INNER),
-        shared_gate_up=None if shared is None else matrix(2 * shared, HIDDEN),
-        shared_down=None if shared is None else matrix(HIDDEN, shared),
+        router=matrix(spec.experts.num_logits, hidden),
+        experts_gate_up=matrix(number * 2 * inner, hidden),
+        experts_down=matrix(number * hidden, inner),
+        shared_gate_up=None if shared is None else matrix(2 * shared, hidden),
+        shared_down=None if shared is None else matrix(hidden, shared),
     )
 
 
+def packed_layer(spec: ModelSpec, kind: WeightFormat) -> LayerWeights:
+    """The same router, and quantised experts."""
+    layer = random_layer(spec)
+    assert spec.experts is not None
+    number, hidden, inner = spec.experts.number, spec.hidden_size, spec.intermediate_size
+    for name, rows, columns, each in (
+        ("experts_gate_up", inner, hidden, 2),
+        ("experts_down", hidden, inner, 1),
+    ):
+        field = PackedField(name, (Run(kind, rows),) * number, columns)
+        pieces = [stored(kind, rows, columns, seed) for seed in range(number * each)]
+        setattr(layer, name, PackedMatrix(torch.from_numpy(pack(field, pieces)), field))
+    return layer
+
+
 def random_rows(spec: ModelSpec, num: int, seed: int = 1) -> torch.Tensor:
-    rows = torch.randn(num, HIDDEN, generator=torch.Generator().manual_seed(seed))
+    rows = torch.randn(num, spec.hidden_size, generator=torch.Generator().manual_seed(seed))
     return rows.to(TORCH_DTYPES[spec.dtype])
 
 
@@ -117,6 +139,25 @@ def test_a_row_does_not_depend_on_its_batch(
     spec = sparse_spec(9, 3, normalised, dtype, shared_size)
     layer, rows = random_layer(spec), random_rows(spec, 60)
     whole = computed(spec, layer, rows)
+    assert torch.equal(computed(spec, layer, rows[which], threads), whole[which])
+
+
+@given(
+    st.sampled_from([WeightFormat.Q8_0, WeightFormat.Q4_1, WeightFormat.INT8]),
+    st.lists(st.integers(0, 39), min_size=1, max_size=60),
+    st.integers(1, 2),
+)
+@settings(max_examples=15)
+def test_quantised_experts_are_those_of_torch_in_any_batch(
+    kind: WeightFormat, which: list[int], threads: int
+) -> None:
+    spec = sparse_spec(5, 2, True, shared_size=24)
+    spec = dataclasses.replace(spec, hidden_size=64, intermediate_size=96, packed=NO_FIELDS)
+    layer, rows = packed_layer(spec, kind), random_rows(spec, 40)
+    expected = torch.zeros_like(rows)
+    add_experts(rows, expected, layer, spec, _run_expert)
+    whole = computed(spec, layer, rows)
+    torch.testing.assert_close(whole, expected, rtol=1e-3, atol=1e-3)
     assert torch.equal(computed(spec, layer, rows[which], threads), whole[which])
 
 

@@ -263,6 +263,29 @@ def test_a_kept_model_is_the_expanded_one_but_for_rounding(
     np.testing.assert_allclose(reference, kept, rtol=0, atol=1e-3 * np.abs(kept).max())
 
 
+@pytest.mark.parametrize("quant", [Quant.Q8_0, Quant.Q4_1])
+def test_quantised_experts_are_the_expanded_ones_but_for_rounding(
+    quant: Quant, tmp_path: Path
+) -> None:
+    path = write_gguf(tmp_path / "m.gguf", tiny_model("mixtral", 2), "llama", quant)
+    plain, plain_bytes = logits_of(path, "none")
+    kept, kept_bytes = logits_of(path, "auto")
+    assert alike(plain, kept) > 0.98 and not np.array_equal(plain, kept)
+    assert kept_bytes < plain_bytes * (0.32 if quant is Quant.Q8_0 else 0.22)
+    reference, _ = logits_of(path, "gguf", "reference")
+    np.testing.assert_allclose(reference, kept, rtol=0, atol=1e-3 * np.abs(kept).max())
+
+
+def test_experts_whose_columns_are_no_blocks_are_expanded_alone(tmp_path: Path) -> None:
+    """24 columns of each down; its rows are written as BF16, because Q8_0 has blocks of 32."""
+    path = write_gguf(tmp_path / "m.gguf", tiny_model("qwen2_moe", 2), "qwen2moe", Quant.Q8_0)
+    plain, plain_bytes = logits_of(path, "none")
+    kept, kept_bytes = logits_of(path, "auto")
+    assert alike(plain, kept) > 0.98 and 0.3 * plain_bytes < kept_bytes < 0.7 * plain_bytes
+    reference, _ = logits_of(path, "gguf", "reference")
+    np.testing.assert_allclose(reference, kept, rtol=0, atol=1e-3 * np.abs(kept).max())
+
+
 def wide_model() -> transformers.PreTrainedModel:
     """Wide enough for blocks of 256."""
     torch.manual_seed(0)
@@ -335,8 +358,9 @@ def test_projections_that_are_stored_as_one(tmp_path: Path) -> None:
     assert (pack(field, [raw]) == pack(field, halves)).all()
 
 
-def test_a_layer_comes_back_from_the_file_with_the_same_bytes(tmp_path: Path) -> None:
-    path = write_gguf(tmp_path / "m.gguf", tiny_model("llama", 3), "llama", Quant.Q4_1)
+@pytest.mark.parametrize("kind", ["llama", "mixtral"])
+def test_a_layer_comes_back_from_the_file_with_the_same_bytes(kind: str, tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "m.gguf", tiny_model(kind, 3), "llama", Quant.Q4_1)
     config = InstanceConfig(memory_bytes=4 << 20, granule_bytes=4096)
     body = CpuBody(InstanceId(0), ModelConfig(model=str(path), quantization="auto"), config)
     assert body.model.packed is not None

@@ -11,7 +11,7 @@ from gguf import GGMLQuantizationType as Quant
 from safetensors import safe_open
 
 from kunserve.core.config import InstanceConfig, ModelConfig
-from kunserve.core.errors import ConfigError, ModelFiles, UnsupportedModel
+from kunserve.core.errors import ModelFiles, UnsupportedModel
 from kunserve.core.ids import InstanceId
 from kunserve.core.layout import LayerRange
 from kunserve.engine.body import CpuBody
@@ -76,16 +76,6 @@ def test_experts_stacked_in_one_tensor_and_one_by_one(kind: str, tmp_path: Path)
         assert (stacked == apart).all()
     for body in bodies:
         body.close()
-
-
-def test_gguf_experts_of_any_type_are_expanded(tmp_path: Path) -> None:
-    model = tiny_model("qwen3_moe", 2)
-    path = write_gguf(tmp_path / "model.gguf", model, "qwen3moe", Quant.BF16)
-    assert len(generate(path)) == 8
-    with pytest.raises(ConfigError, match="--quantization gguf: quantised experts"):
-        load(path, quantization="gguf")
-    with pytest.raises(ConfigError, match="--quantization auto: quantised experts"):
-        load(path, quantization="auto")
 
 
 def test_experts_that_are_missing_or_of_another_shape(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ typedef struct {
   /* Of the shared expert, if there is one. The router's last row gives its weight. */
   const void *shared_gate_up, *shared_down;
   int32_t qkv_formats[3], o_format, gate_up_format, down_format;
+  int32_t experts_gate_up_format, experts_down_format;
 } kun_layer;
 
 /* How a matrix lies in memory: in the model's dtype, row after row, or in packed panels

@@ -1,7 +1,7 @@
 /* The sparse MLP: a router chooses some experts for each token, and only these are read. Rows are
  * grouped by expert, so each chosen expert is read once in a step. A token's experts are summed in
  * the order of their numbers, in float32, so its result does not depend on the batch around it.
- * Needs typed.h and linear.h. */
+ * Needs typed.h, linear.h and packed.h. */
 
 /* What the parts of one step's MLP tell each other, carved out of `kun_buffers.routing`. */
 typedef struct {
@@ -41,6 +41,28 @@ INLINE routing routing_of(const kun_model *m, const kun_buffers *b, long tokens)
 /* Blocks of rows that stay in the L2 cache while panels pass. */
 INLINE long blocks_of(long rows, long row_bytes) {
   return (rows * row_bytes + X_BLOCK_BYTES - 1) / X_BLOCK_BYTES;
+}
+
+/* A product with the matrix of expert e, among those of all. */
+INLINE packed_job of_expert(linear_job out, const void *all, int32_t format, long e, x_block *x) {
+  long columns = panel_columns(&out), rows = out.kind == KUN_SWIGLU ? 2 * out.n : out.n;
+  long bytes = rows * out.k * (long)sizeof(elem);
+  if (format != KUN_PLAIN) {
+    bytes = (out.n + columns - 1) / columns * panel_bytes(format, out.k / BLOCK);
+  }
+  out.w = (const elem *)((const char *)all + e * bytes);
+  return packed_of(out, &format, &out.n, 1, x);
+}
+
+INLINE void any_panel(const packed_job *job, char *packed, long panel, long first, long end) {
+  if (job->formats[0] != KUN_PLAIN) packed_pass(job, job->x, panel, first, end);
+  else panel_pass(&job->out, packed, panel * panel_columns(&job->out), first, end);
+}
+
+/* This thread's share of rounding so many elements for packed weights. */
+static void round_part(x_block *to, const elem *x, long elements, int thread) {
+  long blocks = elements / BLOCK, threads = kun_threads();
+  round_blocks(to, x, blocks * thread / threads, blocks * (thread + 1) / threads);
 }
 
 /* Choose one token's experts, of equal ones the first. Any logits, NaN too, give valid numbers.
@@ -128,11 +150,17 @@ static void experts_gate_up(const kun_model *m, const kun_layer *w, const kun_bu
                             const routing *r, int thread) {
   if (*r->count == 0) return;
   long hidden = m->hidden, inner = m->intermediate, panels = (inner + 7) / 8;
+  int32_t format = w->experts_gate_up_format;
   long row_bytes = hidden * (long)sizeof(elem), blocks = r->ends[*r->count - 1];
   long runs = (kun_threads() * 6 + blocks - 1) / blocks, i = 0, copied = -1;
   if (runs > panels) runs = panels;
   char *packed = pool_scratch(thread, (size_t)(row_bytes * (PANEL + 1) + X_BLOCK_BYTES));
   char *copies = packed + row_bytes * PANEL;
+  const char *rows_at = b->normed;
+  if (format != KUN_PLAIN) {
+    rows_at = b->rounded;
+    row_bytes = hidden / BLOCK * (long)sizeof(x_block);
+  }
   for (long piece = pool_take(); piece < blocks * runs; piece = pool_take()) {
     long block = piece / runs, run = piece % runs;
     while (block >= r->ends[i]) i++;
@@ -140,36 +168,37 @@ static void experts_gate_up(const kun_model *m, const kun_layer *w, const kun_bu
     long start = r->starts[e], rows = r->starts[e + 1] - start;
     long first = start + rows * (block - before) / of;
     long count = start + rows * (block - before + 1) / of - first;
-    const elem *x = (const elem *)b->normed + r->rows[first] * hidden;
+    const char *x = rows_at + r->rows[first] * row_bytes;
     if (count > 1) {
       for (long row = 0; row < count && block != copied; row++) {
-        memcpy(copies + row * row_bytes, (const elem *)b->normed + r->rows[first + row] * hidden,
+        memcpy(copies + row * row_bytes, rows_at + r->rows[first + row] * row_bytes,
                (size_t)row_bytes);
       }
       copied = block;
-      x = (const elem *)copies;
+      x = copies;
     }
-    linear_job job = {x, (const elem *)w->experts_gate_up + e * 2 * inner * hidden, NULL,
-                      (elem *)b->gated + first * inner, count, inner, hidden, KUN_SWIGLU};
+    linear_job out = {(const elem *)x, NULL, NULL, (elem *)b->gated + first * inner,
+                      count, inner, hidden, KUN_SWIGLU};
+    packed_job job = of_expert(out, w->experts_gate_up, format, e, (x_block *)x);
     for (long panel = panels * run / runs; panel < panels * (run + 1) / runs; panel++) {
-      panel_pass(&job, packed, panel * 8, 0, count);
+      any_panel(&job, packed, panel, 0, count);
     }
   }
 }
 
-/* Add some columns of weighted products to the sums of the tokens that `job` names. */
-static void add_columns(const linear_job *job, char *packed, long from, long to) {
-  long blocks = blocks_of(job->m, job->k * (long)sizeof(elem));
+/* Add some panels of weighted products to the sums of the tokens that `job` names. */
+static void add_panels(const packed_job *job, char *packed, long from, long to) {
+  long rows = job->out.m, blocks = blocks_of(rows, job->out.k * (long)sizeof(elem));
   for (long block = 0; block < blocks; block++) {
-    for (long column = from; column < to; column += PANEL) {
-      panel_pass(job, packed, column, job->m * block / blocks, job->m * (block + 1) / blocks);
+    for (long panel = from; panel < to; panel++) {
+      any_panel(job, packed, panel, rows * block / blocks, rows * (block + 1) / blocks);
     }
   }
 }
 
 /* The residual stream plus every token's weighted experts; of several ranks, this one's part of
- * that sum. A piece of work is a run of columns of
- * all experts, so that their sums have one order and need no lock. */
+ * that sum. A piece of work is a run of columns of all experts, so that their sums have one order
+ * and need no lock. */
 static void experts_down(const kun_model *m, const kun_layer *w, const kun_buffers *b,
                          const routing *r, long tokens, int thread) {
   long hidden = m->hidden, inner = m->intermediate, panels = (hidden + PANEL - 1) / PANEL;
@@ -182,20 +211,25 @@ static void experts_down(const kun_model *m, const kun_layer *w, const kun_buffe
   linear_job shared = {(const elem *)b->gated + tokens * m->experts_per_token * inner,
                        w->shared_down, NULL, sums, tokens, hidden, m->shared, KUN_WEIGHTED,
                        r->every, r->shares};
+  const int32_t plain = KUN_PLAIN;
+  packed_job shared_job = packed_of(shared, &plain, &hidden, 1, NULL);
+  x_block *x_blocks = b->rounded;
   for (long run = pool_take(); run < runs; run = pool_take()) {
-    long from = panels * run / runs * PANEL, to = panels * (run + 1) / runs * PANEL;
+    long first_panel = panels * run / runs, end_panel = panels * (run + 1) / runs;
+    long from = first_panel * PANEL, to = end_panel * PANEL;
     if (to > hidden) to = hidden;
     for (long t = 0; t < tokens; t++) {
       memset(sums + t * hidden + from, 0, (size_t)(to - from) * sizeof(float));
     }
     for (long i = 0; i < *r->count; i++) {
       long e = r->active[i], first = r->starts[e], rows = r->starts[e + 1] - first;
-      linear_job job = {(const elem *)b->gated + first * inner,
-                        (const elem *)w->experts_down + e * hidden * inner, NULL, sums, rows,
-                        hidden, inner, KUN_WEIGHTED, r->rows + first, r->by + first};
-      add_columns(&job, packed, from, to);
+      linear_job out = {(const elem *)b->gated + first * inner, NULL, NULL, sums, rows, hidden,
+                        inner, KUN_WEIGHTED, r->rows + first, r->by + first};
+      packed_job job = of_expert(out, w->experts_down, w->experts_down_format, e,
+                                 x_blocks + first * inner / BLOCK);
+      add_panels(&job, packed, first_panel, end_panel);
     }
-    if (m->shared > 0) add_columns(&shared, packed, from, to);
+    if (m->shared > 0) add_panels(&shared_job, packed, first_panel, end_panel);
     for (long t = 0; t < tokens && ranks == NULL; t++) {
       for (long column = from; column < to; column += LANES) {
         int left = (int)(to - column);
@@ -225,11 +259,18 @@ static void experts_part(const kun_model *m, const kun_layer *w, const kun_buffe
     pool_barrier();
   }
   route_part(m, &r, tokens, thread);
+  if (w->experts_gate_up_format != KUN_PLAIN) {
+    round_part(b->rounded, b->normed, tokens * m->hidden, thread);
+  }
   pool_barrier();
   if (thread == 0) group_rows(m, &r, tokens);
   pool_barrier();
   experts_gate_up(m, w, b, &r, thread);
   pool_barrier();
+  if (w->experts_down_format != KUN_PLAIN) {
+    round_part(b->rounded, b->gated, tokens * m->experts_per_token * m->intermediate, thread);
+    pool_barrier();
+  }
   experts_down(m, w, b, &r, tokens, thread);
 }
 
