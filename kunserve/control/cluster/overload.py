@@ -133,10 +133,8 @@ class OverloadControl:
             head_cost_layers=HEAD_COST_LAYERS,
         )
         self._placement.new_ids(len(pipelines))
-        for pipeline in pipelines:
-            self._transitions.begin_drop(
-                pipeline.old, pipeline.new, "pipelines from the start", now_s
-            )
+        merges = [(pipeline.old, pipeline.new) for pipeline in pipelines]
+        self._transitions.begin_drops(merges, "pipelines from the start", now_s)
 
     def _group_loads(self) -> list[GroupLoad]:
         restoring = self._transitions.restoring_groups
@@ -270,10 +268,8 @@ class OverloadControl:
             apart=self._cuts.pairs(now_s) if apart is None else apart,
         )
         self._placement.new_ids(len(plan.merges))
-        begun = [
-            self._transitions.begin_drop(merge.old, merge.new, wanted.trigger, now_s)
-            for merge in plan.merges
-        ]
+        merges = [(merge.old, merge.new) for merge in plan.merges]
+        begun = self._transitions.begin_drops(merges, wanted.trigger, now_s)
         return begun, plan.enough or bool(self._transitions.active), plan.obstacle
 
     def _restore_all(self, verdict: Relaxed, now_s: float) -> list[Excuse]:
