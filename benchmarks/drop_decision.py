@@ -9,6 +9,7 @@ ticks after it, while hundreds of transitions are under way. Median and longest 
 """
 
 import argparse
+import gc
 import statistics
 import time
 
@@ -85,6 +86,8 @@ def main() -> None:
     merges = 0
     for _ in range(options.rounds):
         controller, now_s = standing(options.instances), 0.0
+        gc.collect()
+        gc.freeze()  # as `kunserve serve` does
         for number in range(1, 4):
             now_s += PERIOD_S
             spent_s = report_all(controller, number, 10, 0, now_s)

@@ -185,7 +185,7 @@ class Controller:
         ``client`` comes back with every token, in a ``Deliver`` command.
         """
         self._requests.add(request, client, now_s)
-        self._overload.watch(now_s)
+        self._overload.arrived(now_s)
 
     def cancel(self, request_id: RequestId) -> None:
         """The client is gone. Commands not drained yet may still name it."""

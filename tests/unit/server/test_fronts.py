@@ -184,6 +184,7 @@ def test_two_fronts_are_one_server(monkeypatch: pytest.MonkeyPatch) -> None:
         os.kill(server.keeper.pids[0], signal.SIGSTOP)
         wait_until(lambda: server.keeper.num_restarts == 2, 30)
         monkeypatch.setattr(desk, "SILENT_S", 100.0)
+        monkeypatch.setattr(keeper, "LAST_S", 5.0)
         time.sleep(0.1)
         for _ in range(12):
             assert server.complete().status_code == 200
