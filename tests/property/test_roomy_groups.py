@@ -3,11 +3,13 @@
 from collections.abc import Set
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kunserve.cluster.fake import fake_spec
+from kunserve.control.cluster import roomy_groups
 from kunserve.control.cluster.backlog import SentAhead
 from kunserve.control.cluster.live import Live
 from kunserve.control.cluster.placement import Placement
@@ -35,6 +37,7 @@ class World:
         self.now_s = 0.0
         self.num_live = 0
         self.live: list[Live] = []
+        self.promises: dict[GroupId, list[tuple[Live, int]]] = {}
         for number in range(NUM_INSTANCES):
             instance_id = InstanceId(number)
             blocks = 40 if number < 4 else 60
@@ -72,10 +75,8 @@ class World:
             case "sent":
                 group.sent(which, size % 9 + 1)
             case "ahead":
-                self.num_live += 1
-                name, prompt = RequestId(str(self.num_live)), TokenIds([1] * PROMPT_TOKENS)
-                request = Request(name, prompt, SamplingParams(max_tokens=4), 0.0)
-                live = Live(self.num_live, request, print, [], 0.0, leader=group.layout.leader)
+                live = self.request()
+                live.leader = group.layout.leader
                 self.ahead.add(live)
                 self.live.append(live)
             case "computed" if self.live:
@@ -99,6 +100,19 @@ class World:
                 self.expect(chosen)
             case "end":
                 self.end(size)
+            case "tick":
+                self.groups.end_promises()
+                assert not any(self.groups.is_promised(x) for x, _ in self.promised())
+                self.promises = {}
+
+    def request(self) -> Live:
+        self.num_live += 1
+        name, prompt = RequestId(str(self.num_live)), TokenIds([1] * PROMPT_TOKENS)
+        request = Request(name, prompt, SamplingParams(max_tokens=4), 0.0)
+        return Live(self.num_live, request, print, [], 0.0)
+
+    def promised(self) -> list[tuple[Live, int]]:
+        return [one for promises in self.promises.values() for one in promises]
 
     def expect(self, chosen: GroupId) -> None:
         """Two instances are to become a group, or a group of two is to part."""
@@ -144,21 +158,27 @@ class World:
         }
         loads: dict[GroupId, GroupLoad] = {i: group.load for i, group in roomy.items()}
         loads |= {i: group.load for i, group in placement.expected.items()}
-        promised = dict.fromkeys(placement.expected, 0)
+        if len(placement.expected) <= roomy_groups.FEW_EXPECTED:
+            self.promises = {}
+        for group_id in self.promises.keys() - placement.expected.keys():
+            assert not any(self.groups.is_promised(x) for x, _ in self.promises.pop(group_id))
+        assert all(self.groups.is_promised(x) for x, _ in self.promised())
+        for group_id, promises in self.promises.items():
+            loads[group_id] = sent_to(loads[group_id], [blocks for _, blocks in promises])
+            if self.is_full(group_id):
+                del loads[group_id]
         assert self.groups.begin(leaders) == bool(roomy)
         for blocks in sizes:
             expected = choose_group(loads.values(), blocks) if roomy else None
             assert self.groups.choose(blocks, {}) == expected
             if expected is None:
                 continue
-            load = loads[expected]
-            sent, num = load.unreported_blocks + blocks, load.num_unreported + 1
-            loads[expected] = replace(load, unreported_blocks=sent, num_unreported=num)
-            if expected in promised:
-                self.groups.promise(expected, blocks, PROMPT_TOKENS)
-                promised[expected] += PROMPT_TOKENS
-                num_stages = len(placement.expected[expected].layout.stages)
-                if promised[expected] >= ahead.most_tokens(num_stages):
+            loads[expected] = sent_to(loads[expected], [blocks])
+            if expected in placement.expected:
+                live = self.request()
+                self.groups.promise(live, expected, blocks, PROMPT_TOKENS)
+                self.promises.setdefault(expected, []).append((live, blocks))
+                if self.is_full(expected):
                     del loads[expected]
                 continue
             group = roomy[expected]
@@ -168,10 +188,21 @@ class World:
             if not ahead.has_room(group.layout.leader, len(group.layout.stages)):
                 del roomy[expected], loads[expected]
 
+    def is_full(self, group_id: GroupId) -> bool:
+        num_stages = len(self.placement.expected[group_id].layout.stages)
+        num_tokens = PROMPT_TOKENS * len(self.promises[group_id])
+        return num_tokens >= self.ahead.most_tokens(num_stages)
+
+
+def sent_to(load: GroupLoad, sizes: list[int]) -> GroupLoad:
+    """As it is known once these have been sent."""
+    blocks, num = load.unreported_blocks + sum(sizes), load.num_unreported + len(sizes)
+    return replace(load, unreported_blocks=blocks, num_unreported=num)
+
 
 KINDS = (
     *("report", "sent", "ahead", "ahead", "computed", "returning", "leave", "reserve", "again"),
-    *("formed", "formed", "expect", "expect", "end"),
+    *("formed", "formed", "expect", "expect", "end", "tick"),
 )
 happenings = st.tuples(st.sampled_from(KINDS), st.integers(0, 30), st.integers(0, 60))
 looks = st.tuples(
@@ -180,13 +211,15 @@ looks = st.tuples(
 )
 
 
-@given(st.lists(st.one_of(happenings, happenings, looks), max_size=40))
-def test_what_is_kept_ready_is_what_would_be_found(events: list[tuple[Any, ...]]) -> None:
-    world = World()
-    for event in events:
-        if len(event) == 3:
-            world.happen(*event)
-        else:
-            world.look(*event)
-    world.placement.check()
-    world.look(None, [1, 5, 30])
+@given(st.lists(st.one_of(happenings, happenings, looks), max_size=40), st.sampled_from([0, 8]))
+def test_what_is_kept_ready_is_what_would_be_found(events: list[tuple[Any, ...]], few: int) -> None:
+    """With ``few`` 0, promises are kept."""
+    with patch("kunserve.control.cluster.roomy_groups.FEW_EXPECTED", few):
+        world = World()
+        for event in events:
+            if len(event) == 3:
+                world.happen(*event)
+            else:
+                world.look(*event)
+        world.placement.check()
+        world.look(None, [1, 5, 30])

@@ -3,6 +3,7 @@
 from collections.abc import Set
 
 from kunserve.control.cluster.backlog import SentAhead
+from kunserve.control.cluster.live import Live
 from kunserve.control.cluster.placement import Group, Placement
 from kunserve.core.ids import GroupId, InstanceId
 from kunserve.policy.affinity import Saved
@@ -42,13 +43,21 @@ class GroupsInTurn:
         """Whose turn it is."""
         return self._among.choose(request_blocks, saved) if self.has_room else None
 
-    def promise(self, group_id: GroupId, num_blocks: int, num_tokens: int) -> None:
+    def promise(self, live: Live, group_id: GroupId, num_blocks: int, num_tokens: int) -> None:
         """A request waits for a group that is about to stand."""
         promised_tokens = self._promised_tokens.get(group_id, 0) + num_tokens
         self._promised_tokens[group_id] = promised_tokens
         num_stages = len(self._placement.expected[group_id].layout.stages)
         if promised_tokens >= self._ahead.most_tokens(num_stages):
             self._among.close(group_id)
+
+    def is_promised(self, live: Live) -> bool:
+        """Promises are made anew each time, because turns change with each choice."""
+        return False
+
+    def end_promises(self) -> bool:
+        """None is kept."""
+        return False
 
     def sent(self, group: Group, num_blocks: int) -> None:
         """A request was sent to a group."""

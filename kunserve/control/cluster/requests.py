@@ -130,7 +130,10 @@ class Requests:
         blocks, saved = self._blocks_of(live), self._prefixes.saved_tokens(live)
         self._groups.begin()
         group_id = self._groups.choose(blocks, self._prefixes.in_blocks(saved))
-        if group_id is None or group_id in self._placement.expected:
+        if group_id is None:
+            return
+        if group_id in self._placement.expected:
+            self._groups.promise(live, group_id, blocks, live.num_tokens)
             return
         group = self._placement.groups[group_id]
         if not self._prefixes.holds(live, saved, group, blocks):
@@ -204,14 +207,14 @@ class Requests:
         for _, live, num_tokens, blocks in self.backlog:
             if not groups.has_room:
                 return
-            if self.quarantine.holds(live.request.request_id):
+            if groups.is_promised(live) or self.quarantine.holds(live.request.request_id):
                 continue
             saved = self._prefixes.saved_tokens(live)
             group_id = groups.choose(blocks, self._prefixes.in_blocks(saved))
             if group_id is None:
                 continue
             if group_id in placement.expected:
-                groups.promise(group_id, blocks, num_tokens)
+                groups.promise(live, group_id, blocks, num_tokens)
                 continue
             group = placement.groups[group_id]
             if not self._prefixes.holds(live, saved, group, blocks):
@@ -297,8 +300,8 @@ class Requests:
                 break
             self._fail(oldest)
         self.place_if_changed()
-        if self._prefixes.holds_any:
-            # A group that stands still makes no room, and nobody looks at who is held for it.
+        if self._groups.end_promises() or self._prefixes.holds_any:
+            # A group that stands still makes no room, and nobody looks at who waits for it.
             self._fill()
 
     def _fail(self, live: Live) -> None:
