@@ -175,7 +175,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--fronts", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--streams", type=int, default=128)
-    parser.add_argument("--instances", type=int, default=4)
+    parser.add_argument("--instances", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
     logging.disable(logging.WARNING)

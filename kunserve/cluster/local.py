@@ -239,12 +239,7 @@ class LocalCluster:
         was_ready = self._ready.pop(instance_id, None) is not None
         self._channel.forget(instance_id)
         if was_ready:
-            self._controller.lost(
-                instance_id,
-                death.reason,
-                self._clock.now_s(),
-                death.blame,
-            )
+            self._controller.lost(instance_id, death.reason, self._clock.now_s(), death.blame)
             self._flush()
         elif self._size.gives_up(death):
             self._flush()
