@@ -127,8 +127,7 @@ class LocalCluster:
         self._stage_times: dict[InstanceId, StageTime] = {}
         self._changed = asyncio.Condition()
         self._limits: ServingLimits | None = None
-        self._is_draining = False
-        self._is_closing = False
+        self._is_draining = self._is_closing = False
         self._has_predecessor = False
         """Whether these settings have worked already, so that a start that fails is tried again."""
         self._startup_error: ConfigError | None = None
