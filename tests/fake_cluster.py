@@ -11,6 +11,7 @@ from kunserve.cluster.in_process import (
     FinishStep,
     InProcessCluster,
     StartStep,
+    TellMore,
 )
 from kunserve.control.instance.agent import InstanceAgent
 from kunserve.core.config import (
@@ -266,6 +267,8 @@ def place_of(action: Action) -> InstanceId | None:
             return dst
         case StartStep(instance_id) | FinishStep(instance_id) | CompletePull(instance_id):
             return instance_id
+        case TellMore():
+            return None
 
 
 def link(src: int | None, dst: int | None) -> Callable[[Action], bool]:

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 
 from kunserve.cluster.transition_log import describe
 from kunserve.control.cluster.controller import Controller
-from kunserve.control.cluster.transitions import Transition
+from kunserve.control.cluster.transition import Transition
 from kunserve.core.errors import InvalidRequest
 from kunserve.core.ids import TransitionId
 from kunserve.core.snapshots import Outcome

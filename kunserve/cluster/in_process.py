@@ -21,6 +21,7 @@ from kunserve.cluster.in_process_actions import (
     FinishStep,
     Letter,
     StartStep,
+    TellMore,
 )
 from kunserve.cluster.in_process_mover import InProcessMover
 from kunserve.control.cluster.commands import (
@@ -239,6 +240,8 @@ class InProcessCluster:
                 for i, pull in enumerate(member.mover.pulls)
                 if self._lets_in(pull.what.src, instance_id)
             )
+        if self.controller.has_more_to_tell:
+            found.append(TellMore())
         return found
 
     def _lets_in(self, dst: Address, src: Address) -> bool:
@@ -262,6 +265,9 @@ class InProcessCluster:
                 self._finish_step(self.members[instance_id])
             case CompletePull(instance_id, index, fails):
                 self._complete_pull(self.members[instance_id], index, fails)
+            case TellMore():
+                self.controller.tell_more(self.now_s)
+                self.carry_out()
         self.collect_mail()
 
     def pass_time(self, seconds: float) -> None:

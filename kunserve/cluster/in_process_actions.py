@@ -52,4 +52,9 @@ class CompletePull:
     fails: bool = False
 
 
-Action: TypeAlias = Delivery | StartStep | FinishStep | CompletePull
+@dataclass(frozen=True, slots=True)
+class TellMore:
+    """Let the controller begin a few more merges of a large plan."""
+
+
+Action: TypeAlias = Delivery | StartStep | FinishStep | CompletePull | TellMore

@@ -131,7 +131,9 @@ def check_memory(config: KunServeConfig) -> None:
     num, instance = config.cluster.num_instances, config.instance
     if not _is_memory_known(config):
         return
-    front_bytes = front_bytes_left()
+    num_fronts = config.server.api_server_count
+    front_bytes = front_bytes_left(num_fronts)
+    fronts = f" and {num_fronts} fronts (--api-server-count)" if num_fronts > 1 else ""
     beside_bytes = instance.tensor_parallel_size * PROCESS_BYTES
     needed = num * (instance.memory_bytes + beside_bytes) + front_bytes
     available = available_bytes()
@@ -139,8 +141,8 @@ def check_memory(config: KunServeConfig) -> None:
         raise TooLittleMemory(
             f"{num} instances of {instance.memory_bytes / MIB:.0f} MiB (--instance-memory), "
             f"about {beside_bytes / MIB:.0f} MiB beside each and {front_bytes / MIB:.0f} MiB more "
-            f"for this process need {needed / MIB:.0f} MiB; the machine, or this process's cgroup, "
-            f"has {available / MIB:.0f} MiB left"
+            f"for this process{fronts} need {needed / MIB:.0f} MiB; the machine, or this process's "
+            f"cgroup, has {available / MIB:.0f} MiB left"
         )
     logger.info(
         "memory needed=%.0fMiB (each of %d instances: %.0f and %.0f beside it) available=%.0fMiB",

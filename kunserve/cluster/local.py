@@ -28,6 +28,7 @@ from kunserve.cluster.rejoining import Rejoining
 from kunserve.cluster.size import SizeDriver
 from kunserve.cluster.succession import Succession
 from kunserve.cluster.sweep import sweep
+from kunserve.cluster.telling import Telling
 from kunserve.cluster.topology import place_of, places_of
 from kunserve.cluster.trace import ClusterTrace
 from kunserve.cluster.transition_log import log_decision
@@ -96,6 +97,7 @@ class LocalCluster:
         self._is_flushing = False
         self._clock = WakingClock(time.monotonic)
         self._background = Background()
+        self._telling = Telling(self._controller, self._clock.now_s, self._flush, self._background)
         self._sockets = SocketFolder() if succession is None else succession.sockets
         self._wires = FrontWires.open(launcher.front_host, config.cluster, succession)
         network = None if self._wires is None else self._wires.network
@@ -125,8 +127,7 @@ class LocalCluster:
         self._stage_times: dict[InstanceId, StageTime] = {}
         self._changed = asyncio.Condition()
         self._limits: ServingLimits | None = None
-        self._is_draining = False
-        self._is_closing = False
+        self._is_draining = self._is_closing = False
         self._has_predecessor = False
         """Whether these settings have worked already, so that a start that fails is tried again."""
         self._startup_error: ConfigError | None = None
@@ -237,12 +238,7 @@ class LocalCluster:
         was_ready = self._ready.pop(instance_id, None) is not None
         self._channel.forget(instance_id)
         if was_ready:
-            self._controller.lost(
-                instance_id,
-                death.reason,
-                self._clock.now_s(),
-                death.blame,
-            )
+            self._controller.lost(instance_id, death.reason, self._clock.now_s(), death.blame)
             self._flush()
         elif self._size.gives_up(death):
             self._flush()
@@ -290,6 +286,7 @@ class LocalCluster:
             self._is_flushing = False
         if may_change:
             self._background.run("notify", self._notify())
+        self._telling.go_on()
 
     def _carry_out(self, command: ControlCommand) -> None:
         match command:
@@ -438,7 +435,7 @@ class LocalCluster:
 
     async def close(self) -> None:
         """See ``EngineClient``."""
-        self._is_closing = True
+        self._is_closing = self._telling.is_over = True
         self._launcher.close()
         await self._processes.close(lambda i: self._channel.send(i, Shutdown()))
         await self._background.close()

@@ -62,9 +62,13 @@ def children_of(pid: int) -> list[int]:
     return [int(child) for child in text.split()]
 
 
-def front_bytes_left() -> int:
-    """What this process will still take as the front: what it has is no longer available."""
-    return max(0, FRONT_BYTES - anonymous_bytes())
+def front_bytes_left(num_fronts: int = 1) -> int:
+    """What this process will still take as the front: what it has is no longer available.
+
+    With several fronts each is a process beside this one, and none of them has been started.
+    """
+    beside = num_fronts * FRONT_BYTES if num_fronts > 1 else 0
+    return max(0, FRONT_BYTES - anonymous_bytes()) + beside
 
 
 class _Files(NamedTuple):

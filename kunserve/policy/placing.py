@@ -150,4 +150,5 @@ class GroupChooser:
     def close(self, group_id: GroupId) -> None:
         """The group is chosen no more."""
         del self._capacities[group_id], self._demand[group_id], self._need[group_id]
+        del self._num[group_id], self._num_instances[group_id]
         self._may_be_open.discard(group_id)

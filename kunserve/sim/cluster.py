@@ -308,7 +308,7 @@ class SimCluster:
 
     def _carry_out_all(self) -> None:
         behind_s: dict[InstanceId, float] = defaultdict(float)  # the tokens of those before it
-        for command in self.controller.drain():
+        for command in self.controller.drain_all(self._heap.now_s()):
             if isinstance(command, Deliver):
                 command.client(command.token)
             elif isinstance(command, Send):

@@ -41,6 +41,10 @@ logger = logging.getLogger(__name__)
 
 MESSAGES_PER_TURN = 256
 """Read in one turn of the event loop at most, so that HTTP gets its turns too."""
+MOST_TURN_S = 0.01
+"""After so much work the others are left to the next turn. It is processor time: a front that has
+to wait for a core shall not read less in each turn, or it never keeps up.
+"""
 
 _NUMBER = struct.Struct("<Q")
 _MAIN = b"m"
@@ -189,6 +193,7 @@ class FrontChannel:
         self._is_drain_due = False
         if self._socket.closed:
             return
+        until_s = time.thread_time() + MOST_TURN_S
         try:
             for _ in range(MESSAGES_PER_TURN):
                 try:
@@ -196,6 +201,8 @@ class FrontChannel:
                 except zmq.Again:
                     return
                 self._take(frames, key)
+                if time.thread_time() > until_s:
+                    break
         except BaseException:
             self._drain_soon()
             raise

@@ -39,6 +39,9 @@ LOOK_GAP_S = 5e-3
 """Shortest time between two looks at the load, per group: a look costs time for each of them."""
 MAX_LOOK_GAP_S = 0.05
 """Of many groups: half a report period."""
+MANY_GROUPS = 32
+"""With more, arrivals leave the look to reports, which come every few milliseconds at least: a
+look at a thousand groups takes ten milliseconds, and who has just come would wait for it."""
 HEAD_COST_LAYERS = 1
 """What the output head costs the last stage, in layers: the least, so that this stage is a shorter
 one where layers do not divide evenly. More would take memory from stages that hold more layers."""
@@ -86,8 +89,13 @@ class OverloadControl:
         observed = () if self.observation is None else self.observation.texts
         return (pause if self.is_paused else ()) + observed + self.reasons.texts
 
+    def arrived(self, now_s: float) -> None:
+        """Called at every arrival."""
+        if len(self._placement.groups) <= MANY_GROUPS:
+            self.watch(now_s)
+
     def watch(self, now_s: float) -> None:
-        """Called at every report, arrival and tick."""
+        """Called at every report and tick."""
         if self._pipeline_stages > 1:
             self._form_pipelines(now_s)
         is_on = self._config.policy in ("drop", "observe") or self._scaling.is_on
@@ -133,10 +141,8 @@ class OverloadControl:
             head_cost_layers=HEAD_COST_LAYERS,
         )
         self._placement.new_ids(len(pipelines))
-        for pipeline in pipelines:
-            self._transitions.begin_drop(
-                pipeline.old, pipeline.new, "pipelines from the start", now_s
-            )
+        merges = [(pipeline.old, pipeline.new) for pipeline in pipelines]
+        self._transitions.begin_drops(merges, "pipelines from the start", now_s)
 
     def _group_loads(self) -> list[GroupLoad]:
         restoring = self._transitions.restoring_groups
@@ -270,10 +276,8 @@ class OverloadControl:
             apart=self._cuts.pairs(now_s) if apart is None else apart,
         )
         self._placement.new_ids(len(plan.merges))
-        begun = [
-            self._transitions.begin_drop(merge.old, merge.new, wanted.trigger, now_s)
-            for merge in plan.merges
-        ]
+        merges = [(merge.old, merge.new) for merge in plan.merges]
+        begun = self._transitions.begin_drops(merges, wanted.trigger, now_s)
         return begun, plan.enough or bool(self._transitions.active), plan.obstacle
 
     def _restore_all(self, verdict: Relaxed, now_s: float) -> list[Excuse]:

@@ -125,7 +125,8 @@ class Placement:
         self.reserved: GroupId | None = None
         """Gets one request at a time, which runs alone."""
         self.changed: set[GroupId] = set()
-        """Groups whose load is another than when whoever looks at them last emptied this."""
+        """Groups that have another load, or may be sent requests or not, other than when whoever
+        looks at them last emptied this. Some of them stand no more."""
         self.version = 0
         """Changes whenever other groups may be sent requests than before."""
         self._next_id = first_id
@@ -164,9 +165,14 @@ class Placement:
 
     def add(self, layout: GroupLayout) -> None:
         """A group that stands now, with nothing in it."""
-        self.version += 1
+        self._note((layout.group_id,))
         group = self._group(layout)
         self.groups[layout.group_id] = self._led[layout.leader] = group
+
+    def _note(self, group_ids: Iterable[GroupId]) -> None:
+        """These may be sent requests now, or may not any more."""
+        self.version += 1
+        self.changed.update(group_ids)
 
     def _group(self, layout: GroupLayout) -> Group:
         blocks = group_capacity_blocks(layout, self.specs)
@@ -176,8 +182,8 @@ class Placement:
 
     def expect(self, old: Iterable[GroupLayout], new: Iterable[GroupLayout]) -> None:
         """Groups are about to become others."""
-        self.version += 1
         old, new = tuple(old), tuple(new)
+        self._note(layout.group_id for layout in old + new)
         reports = [self.groups[layout.group_id].report for layout in old]
         for layout in new:
             group = self._group(layout)
@@ -188,25 +194,26 @@ class Placement:
 
     def unexpect(self, old: Iterable[GroupLayout]) -> None:
         """What was expected of these groups has come, or will not."""
-        self.version += 1
         for layout in old:
-            for group_id in self._closing.pop(layout.group_id, ()):
+            new_ids = self._closing.pop(layout.group_id, ())
+            self._note((layout.group_id, *new_ids))
+            for group_id in new_ids:
                 self.expected.pop(group_id, None)
 
     def reserve(self, group_id: GroupId | None) -> None:
         """Keep a group for one request that runs alone, or let it be as any other."""
         if group_id != self.reserved:
-            self.version += 1
+            self._note(one for one in (self.reserved, group_id) if one is not None)
             self.reserved = group_id
 
     def leave(self, group_id: GroupId) -> None:
         """The group gets no more requests."""
-        self.version += 1
+        self._note((group_id,))
         self.leaving.add(group_id)
 
     def stay(self, group_id: GroupId) -> None:
         """The group leaves no more: it may be sent requests again."""
-        self.version += 1
+        self._note((group_id,))
         self.leaving.discard(group_id)
 
     def formed(self, group_id: GroupId, instance_id: InstanceId) -> None:
@@ -214,7 +221,7 @@ class Placement:
         group = self.groups.get(group_id)
         if group is not None and group.forming:
             group.forming.discard(instance_id)
-            self.version += 1
+            self._note((group_id,))
 
     @property
     def closing(self) -> Set[GroupId]:
@@ -268,7 +275,8 @@ class Placement:
 
     def remove(self, layouts: Iterable[GroupLayout]) -> None:
         """Groups that stand no longer (unknown ones are fine)."""
-        self.version += 1
+        layouts = tuple(layouts)
+        self._note(layout.group_id for layout in layouts)
         for layout in layouts:
             if layout.group_id == self.reserved:
                 self.reserved = None

@@ -7,7 +7,7 @@ exact.
 """
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from kunserve.control.cluster.backlog import SentAhead
 from kunserve.control.cluster.live import Live
@@ -41,8 +41,13 @@ class PrefixIndex:
     shorter ones.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, number: int = 0) -> None:
+        """``number`` tells indexes apart."""
+        self.number = number
         self._names: OrderedDict[PrefixHash, None] = OrderedDict()
+
+    def __iter__(self) -> Iterator[PrefixHash]:
+        return iter(self._names)
 
     def __len__(self) -> int:
         return len(self._names)
@@ -60,13 +65,16 @@ class PrefixIndex:
                 unknown = middle
         return known
 
-    def add(self, names: tuple[PrefixHash, ...], at_most: int) -> None:
-        """The group computes them; ``at_most`` are remembered, those used last."""
+    def add(self, names: tuple[PrefixHash, ...], at_most: int) -> list[PrefixHash]:
+        """The group computes them; ``at_most`` are remembered, those used last.
+
+        The names that are forgotten for it.
+        """
         for name in reversed(names):
             self._names[name] = None
             self._names.move_to_end(name)
-        while len(self._names) > at_most:
-            self._names.popitem(last=False)
+        num_surplus = max(0, len(self._names) - at_most)
+        return [self._names.popitem(last=False)[0] for _ in range(num_surplus)]
 
 
 class Prefixes:
@@ -82,6 +90,9 @@ class Prefixes:
         self._is_on = is_on
         self._step_tokens = block_size * max(1, NAMED_TOKENS // block_size)
         self._by_group: dict[GroupId, PrefixIndex] = {}
+        self._holders: dict[PrefixHash, dict[GroupId, None]] = {}
+        """Groups by the shortest beginnings that they have: whoever lacks these has none."""
+        self._num_indexes = 0
         self._version = placement.version
         self._held_tokens: Counter[GroupId] = Counter()
         """What the backlog keeps for each group, as of its last round."""
@@ -112,10 +123,11 @@ class Prefixes:
         self._forget_gone()
         found = {}
         most = len(live.request.prompt_token_ids) - 1
-        for group_id, index in self._by_group.items():
-            depth = index.depth(live.names)
-            if depth:
-                found[group_id] = min(most, depth * self._step_tokens)
+        by_group = self._by_group
+        holders = self._holders.get(live.names[0], ())
+        for group_id in sorted(holders, key=lambda group_id: by_group[group_id].number):
+            depth = by_group[group_id].depth(live.names)
+            found[group_id] = min(most, depth * self._step_tokens)
         if live.returned_by is not None:
             # It was taken back from there to start sooner elsewhere.
             group = self._placement.led_by(live.returned_by)
@@ -198,7 +210,21 @@ class Prefixes:
         self._forget_gone()
         room = group.capacity_blocks * self._block_size // self._step_tokens
         at_most = min(room, MAX_NAMES // len(self._placement.groups))
-        self._by_group.setdefault(group_id, PrefixIndex()).add(names, at_most)
+        index = self._by_group.get(group_id)
+        if index is None:
+            self._num_indexes += 1
+            index = self._by_group[group_id] = PrefixIndex(self._num_indexes)
+        self._holders.setdefault(names[0], {})[group_id] = None
+        for name in index.add(names, at_most):
+            self._let_go(name, group_id)
+
+    def _let_go(self, name: PrefixHash, group_id: GroupId) -> None:
+        """The group has a beginning no more, if it was a shortest one."""
+        holders = self._holders.get(name)
+        if holders is not None:
+            holders.pop(group_id, None)
+            if not holders:
+                del self._holders[name]
 
     def _forget_gone(self) -> None:
         """Groups that stand no more: their caches are gone with them."""
@@ -206,12 +232,18 @@ class Prefixes:
             return
         self._version = self._placement.version
         for group_id in self._by_group.keys() - self._placement.groups.keys():
-            del self._by_group[group_id]
+            for name in self._by_group.pop(group_id):
+                self._let_go(name, group_id)
 
     def check(self, lives: Iterable[Live]) -> None:
         """Assert the bound, and that whoever has a beginning has the shorter ones."""
         assert all(len(index) <= MAX_NAMES for index in self._by_group.values())
+        for name, holders in self._holders.items():
+            assert holders and all(self._by_group[i].depth((name,)) for i in holders), holders
         for live in lives:
+            first = live.names[:1]
+            having = {i for i, index in self._by_group.items() if index.depth(first)}
+            assert not first or having == {*self._holders.get(first[0], ())}, having
             for index in self._by_group.values():
                 depth = index.depth(live.names)
                 assert all(index.depth((name,)) for name in live.names[:depth])

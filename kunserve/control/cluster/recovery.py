@@ -14,7 +14,8 @@ from kunserve.control.cluster.placement import Placement
 from kunserve.control.cluster.quarantine import NOBODY, Blame
 from kunserve.control.cluster.requests import Requests
 from kunserve.control.cluster.scaling import Scaling
-from kunserve.control.cluster.transitions import Transition, Transitions
+from kunserve.control.cluster.transition import Transition
+from kunserve.control.cluster.transitions import Transitions
 from kunserve.core.ids import InstanceId
 from kunserve.core.layout import GroupLayout, LayerRange
 from kunserve.core.messages import LinkBroken, Rejoin

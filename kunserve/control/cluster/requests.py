@@ -1,9 +1,10 @@
 """Requests that have not ended: where each one is, and what its client already has."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 
 from kunserve.control.cluster.backlog import Backlog, SentAhead
 from kunserve.control.cluster.commands import Client, Deliver, LogRerun, Outbox
+from kunserve.control.cluster.groups_in_turn import GroupsInTurn
 from kunserve.control.cluster.homeless import Homeless
 from kunserve.control.cluster.live import Live
 from kunserve.control.cluster.placement import Group, Placement
@@ -15,10 +16,8 @@ from kunserve.core.config import DispatchPolicy
 from kunserve.core.ids import InstanceId, RequestId, TransitionId
 from kunserve.core.messages import Abort, Outputs, Returned, Submit, TokenOutput
 from kunserve.core.request import FinishReason, Request
-from kunserve.policy.placing import GroupChooser
 from kunserve.policy.queue_order import DeadlineOrder
 from kunserve.policy.redispatch import may_leave
-from kunserve.policy.round_robin import RoundRobin
 
 MAX_MOVES = 4
 """Groups between which a waiting request moves at most: its place in a queue is worth something."""
@@ -47,7 +46,6 @@ class Requests:
         self._placement = placement
         self._block_size = block_size
         self._outbox = outbox
-        self._turn = RoundRobin() if dispatch_policy == "round-robin" else None
         self._num_arrived = 0
         self.quarantine = Quarantine(placement, transitions, outbox)
         self.num_moved = 0
@@ -56,9 +54,12 @@ class Requests:
         """Times that a request began anew after a death."""
         self.backlog = Backlog(block_size, order)
         self._ahead = SentAhead(step_tokens)
-        knows_prefixes = knows_prefixes and self._turn is None
+        in_turn = dispatch_policy == "round-robin"
+        self._groups: RoomyGroups | GroupsInTurn = (
+            GroupsInTurn(placement, self._ahead) if in_turn else RoomyGroups(placement, self._ahead)
+        )
+        knows_prefixes = knows_prefixes and not in_turn
         self._prefixes = Prefixes(placement, self._ahead, block_size, knows_prefixes)
-        self._roomy = RoomyGroups(placement, self._ahead)
         self._placed_version = -1
         self._live: dict[RequestId, Live] = {}
         self._by_leader: dict[InstanceId, dict[RequestId, Live]] = {}
@@ -127,23 +128,16 @@ class Requests:
         Those in the backlog found no room, so whoever finds some passes nobody.
         """
         blocks, saved = self._blocks_of(live), self._prefixes.saved_tokens(live)
-        expected = self._placement.expected
-        if self._turn is None:
-            group_id = self._roomy.choose(blocks, self._prefixes.in_blocks(saved))
-        else:
-            candidates = self._placement.candidates()
-            loads = [group.load for group in (*candidates, *expected.values())]
-            group_id = self._turn.among(loads).choose(blocks) if candidates else None
-        if group_id is None or group_id in expected:
+        self._groups.begin()
+        group_id = self._groups.choose(blocks, self._prefixes.in_blocks(saved))
+        if group_id is None:
+            return
+        if group_id in self._placement.expected:
+            self._groups.promise(live, group_id, blocks, live.num_tokens)
             return
         group = self._placement.groups[group_id]
         if not self._prefixes.holds(live, saved, group, blocks):
             self._send(live, group, blocks, saved_tokens=saved.get(group_id, 0))
-
-    def _has_room(self, group: Group) -> bool:
-        if self._turn is not None:
-            return True
-        return self._ahead.has_room(group.layout.leader, len(group.layout.stages))
 
     def _blocks_of(self, live: Live) -> int:
         return -(-live.num_tokens // self._block_size)
@@ -176,15 +170,14 @@ class Requests:
         self._isolate()
         self._ahead.roomier.clear()
         if self.backlog:
-            self._fill(self._placement.candidates())
+            self._fill()
 
     def place_if_changed(self) -> None:
         """Called often: as ``place`` if other groups stand than at its last call.
 
         Otherwise leaders that have come to the end of what they were sent are sent more.
         """
-        if self._turn is None and not self.backlog:
-            self._roomy.follow()
+        self._groups.follow()
         if self._placement.version != self._placed_version:
             self.place()
         else:
@@ -195,11 +188,11 @@ class Requests:
         if not roomier:
             return
         if self.backlog:
-            self._fill(self._placement.candidates_led_by(roomier))
+            self._fill(roomier)
         roomier.clear()
 
-    def _fill(self, groups: Iterable[Group]) -> None:
-        """Send from the backlog to those of the groups that have room.
+    def _fill(self, leaders: Set[InstanceId] | None = None) -> None:
+        """Send from the backlog to groups that have room: to all, or to those that these lead.
 
         What starts sooner in a group that is about to stand waits for that, as much of it as may
         be sent there then.
@@ -207,37 +200,26 @@ class Requests:
         if not self.backlog:
             self._prefixes.begin_round()
             return
-        roomy = {group.layout.group_id: group for group in groups if self._has_room(group)}
-        if not roomy:
+        groups, placement = self._groups, self._placement
+        if not groups.begin(leaders):
             return
-        expected = self._placement.expected
-        loads = [group.load for group in (*roomy.values(), *expected.values())]
-        chooser = GroupChooser(loads) if self._turn is None else self._turn.among(loads)
-        promised_tokens = dict.fromkeys(expected, 0)
         self._prefixes.begin_round()
         for _, live, num_tokens, blocks in self.backlog:
-            if not roomy:
+            if not groups.has_room:
                 return
-            if self.quarantine.holds(live.request.request_id):
+            if groups.is_promised(live) or self.quarantine.holds(live.request.request_id):
                 continue
             saved = self._prefixes.saved_tokens(live)
-            group_id = chooser.choose(blocks, self._prefixes.in_blocks(saved))
+            group_id = groups.choose(blocks, self._prefixes.in_blocks(saved))
             if group_id is None:
                 continue
-            if group_id in roomy and self._prefixes.holds(live, saved, roomy[group_id], blocks):
+            if group_id in placement.expected:
+                groups.promise(live, group_id, blocks, num_tokens)
                 continue
-            chooser.sent(group_id, blocks)
-            if group_id in expected:
-                promised_tokens[group_id] += num_tokens
-                num_stages = len(expected[group_id].layout.stages)
-                if promised_tokens[group_id] >= self._ahead.most_tokens(num_stages):
-                    chooser.close(group_id)
-                continue
-            group = roomy[group_id]
-            self._send(live, group, blocks, saved_tokens=saved.get(group_id, 0))
-            if not self._has_room(group):
-                chooser.close(group_id)
-                del roomy[group_id]
+            group = placement.groups[group_id]
+            if not self._prefixes.holds(live, saved, group, blocks):
+                self._send(live, group, blocks, saved_tokens=saved.get(group_id, 0))
+                groups.sent(group, blocks)
 
     def _isolate(self) -> None:
         """Let the suspects that are to be tested next run, if a group is empty."""
@@ -318,9 +300,9 @@ class Requests:
                 break
             self._fail(oldest)
         self.place_if_changed()
-        if self._prefixes.holds_any:
-            # A group that stands still makes no room, and nobody looks at who is held for it.
-            self._fill(self._placement.candidates())
+        if self._groups.end_promises() or self._prefixes.holds_any:
+            # A group that stands still makes no room, and nobody looks at who waits for it.
+            self._fill()
 
     def _fail(self, live: Live) -> None:
         """End a request with an error, wherever it is."""

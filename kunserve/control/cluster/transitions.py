@@ -6,15 +6,16 @@
 Any refusal before the commit rolls all members back. Groups in a transition belong to no other.
 """
 
-import enum
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from itertools import islice
 
 from kunserve.control.cluster.commands import LogTransition, Outbox
 from kunserve.control.cluster.introductions import Introductions
 from kunserve.control.cluster.placement import Placement
-from kunserve.core.ids import GroupId, InstanceId, RequestId, TransitionId
+from kunserve.control.cluster.transition import Phase, Transition
+from kunserve.core.ids import GroupId, InstanceId, TransitionId
 from kunserve.core.layout import GroupLayout
 from kunserve.core.messages import (
     Commit,
@@ -28,16 +29,6 @@ from kunserve.core.messages import (
     Rollback,
 )
 from kunserve.core.snapshots import Kind, Outcome, TransitionRecord
-
-
-class Phase(enum.StrEnum):
-    """What a transition waits for."""
-
-    LOADING = "loading"
-    PREPARING = "preparing"
-    COMMITTING = "committing"
-    EXCHANGING = "exchanging"
-
 
 PATIENCE_S = {
     Phase.LOADING: 120.0,
@@ -55,59 +46,9 @@ BACKOFF_S = 1.0
 PATIENCE_MEMORY = 0.8
 """Of the longest phase, kept at each further one."""
 MAX_RECORDS = 256
-
-
-@dataclass(slots=True)
-class Transition:
-    """One change of groups and who still has to answer."""
-
-    record: TransitionRecord
-    phase: Phase
-    phase_since_s: float
-    load: LoadLayers | None = None
-    waits_for: set[InstanceId] = field(default_factory=set)
-    exchanging: set[GroupId] = field(default_factory=set)
-    num_stalled: dict[GroupId, int] = field(default_factory=dict)
-    """Requests that still wait for KV, as new leaders last told."""
-    followers: dict[RequestId, InstanceId] = field(default_factory=dict)
-    """New leader of each request, learnt from the members' answers."""
-
-    @property
-    def transition_id(self) -> TransitionId:
-        """The id all its messages carry."""
-        return self.record.transition_id
-
-    @property
-    def members(self) -> set[InstanceId]:
-        """Every instance in it."""
-        return {m for layout in self.record.groups_before for m in layout.members}
-
-    @property
-    def silence(self) -> str:
-        """Who has yet to answer, for people."""
-        if self.is_committed:
-            return f"no end of the exchange in groups {sorted(self.exchanging)}"
-        return f"no answer from instances {sorted(self.waits_for)}"
-
-    @property
-    def old_groups(self) -> set[GroupId]:
-        """The groups that change."""
-        return {layout.group_id for layout in self.record.groups_before}
-
-    @property
-    def is_restoring(self) -> bool:
-        """Whether it is a restore that can still be called off."""
-        return self.record.kind is Kind.RESTORE and self.may_roll_back
-
-    @property
-    def may_roll_back(self) -> bool:
-        """Whether no member has changed anything that it could not take back."""
-        return self.phase in (Phase.LOADING, Phase.PREPARING)
-
-    @property
-    def is_committed(self) -> bool:
-        """Whether all members stand in the new groups."""
-        return self.phase is Phase.EXCHANGING
+BEGINNINGS_PER_TURN = 16
+"""Merges of one plan whose members are told at once. In a large cluster a plan has hundreds, and
+telling all of them would keep the driver from everything else for too long."""
 
 
 class Transitions:
@@ -137,6 +78,8 @@ class Transitions:
         """Of loading and exchanging, as they were lately: they depend on the link and on sizes."""
         self._last_end_s: dict[InstanceId, float] = {}
         """Of the transitions that each instance was in."""
+        self._untold: dict[TransitionId, Transition] = {}
+        """Merges under way whose members know nothing of it yet, in order."""
 
     @property
     def busy_groups(self) -> set[GroupId]:
@@ -166,13 +109,41 @@ class Transitions:
 
     # Beginnings
 
+    def begin_drops(
+        self,
+        merges: Iterable[tuple[tuple[GroupLayout, ...], GroupLayout]],
+        trigger: str,
+        now_s: float,
+    ) -> list[TransitionId]:
+        """Ask the members of old groups to become new ones: of each pair the first and the second.
+
+        From now on all of them are under way. The first few are told of it at once, the others by
+        ``tell_more``.
+        """
+        begun = [
+            self._begin(Kind.DROP, old, (new,), trigger, Phase.PREPARING, now_s)
+            for old, new in merges
+        ]
+        self._untold.update((transition.transition_id, transition) for transition in begun)
+        if begun:
+            self.tell_more(now_s)
+        return [transition.transition_id for transition in begun]
+
+    @property
+    def has_untold(self) -> bool:
+        """Whether ``tell_more`` has anything to do."""
+        return bool(self._untold)
+
+    def tell_more(self, now_s: float) -> None:
+        """Tell the members of a few more of the merges that are under way."""
+        for transition_id in tuple(islice(self._untold, BEGINNINGS_PER_TURN)):
+            self._prepare(self._untold.pop(transition_id), now_s)
+
     def begin_drop(
         self, old: tuple[GroupLayout, ...], new: GroupLayout, trigger: str, now_s: float
     ) -> TransitionId:
-        """Ask the members of ``old`` to become ``new``."""
-        transition = self._begin(Kind.DROP, old, (new,), trigger, Phase.PREPARING, now_s)
-        self._prepare(transition, now_s)
-        return transition.transition_id
+        """As ``begin_drops``, of one."""
+        return self.begin_drops([(old, new)], trigger, now_s)[0]
 
     def begin_restore(
         self,
@@ -335,8 +306,9 @@ class Transitions:
     def roll_back(self, transition: Transition, reason: str, now_s: float) -> None:
         """Nothing has been committed: every member forgets it."""
         assert transition.may_roll_back, transition
-        for member in sorted(transition.members):
-            self._outbox.send(member, Rollback(transition.transition_id))
+        if transition.transition_id not in self._untold:
+            for member in sorted(transition.members):
+                self._outbox.send(member, Rollback(transition.transition_id))
         self.backoff_until_s = now_s + BACKOFF_S
         self._end(transition, Outcome.ROLLED_BACK, reason, now_s)
 
@@ -392,6 +364,7 @@ class Transitions:
         self, transition: Transition, outcome: Outcome, reason: str | None, now_s: float
     ) -> None:
         del self.active[transition.transition_id]
+        self._untold.pop(transition.transition_id, None)
         self._exchanging -= transition.exchanging
         record = replace(transition.record, outcome=outcome, reason=reason, finished_s=now_s)
         self.records.append(record)

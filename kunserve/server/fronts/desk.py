@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 
 from kunserve.cluster.api import EngineClient
@@ -20,16 +21,20 @@ from kunserve.server.fronts.wire import (
     FromController,
     FromFront,
     Link,
-    News,
     Submit,
     Tokens,
     Verdict,
+    frame_of,
 )
 
 logger = logging.getLogger(__name__)
 
 SLOW_S = 10.0
 """A front that leaves much unread for so long is given up."""
+SILENT_S = 30.0
+"""So is one that says nothing for so long: it tells what it counts several times a second."""
+SILENT_LOOKS = 5
+"""And meanwhile was looked at so often. This process may have stood still itself."""
 
 
 class Desk:
@@ -47,6 +52,10 @@ class Desk:
         self._engine = engine
         self._accounts = accounts
         self._on_end = on_end
+        self._heard_s: float | None = None
+        """When the front last said anything."""
+        self._num_looks = 0
+        """Since then."""
         self._live: set[RequestId] = set()
         self._tokens: list[TokenOutput] = []
         """To be sent when this turn of the event loop is over."""
@@ -60,15 +69,23 @@ class Desk:
 
     def tell(self, message: FromController) -> None:
         """Send something; a front that does not read is cut off."""
-        if self.link.is_open and not self.link.send(message):
+        if self.link.is_open:
+            self._tell_frame(frame_of(message))
+
+    def _tell_frame(self, frame: bytes) -> None:
+        if self.link.is_open and not self.link.send_frame(frame):
             self._give_up("too much waits for it")
 
-    def tell_news(self, news: News) -> None:
-        """How the cluster is. Also looks whether the front still reads."""
+    def tell_news(self, news: bytes) -> None:
+        """How the cluster is, as a frame. Also looks whether the front still reads and speaks."""
+        self._num_looks += 1
+        silent_s = 0.0 if self._heard_s is None else time.monotonic() - self._heard_s
         if self.link.slow_s > SLOW_S:
             self._give_up(f"it has not read for {self.link.slow_s:.0f} s")
+        elif silent_s > SILENT_S and self._num_looks > SILENT_LOOKS:
+            self._give_up(f"it has said nothing for {silent_s:.0f} s")
         elif self.link.slow_s == 0.0:
-            self.tell(news)
+            self._tell_frame(news)
 
     def _give_up(self, reason: str) -> None:
         logger.error("front is cut off front=%d reason=%r", self._number, reason)
@@ -77,6 +94,7 @@ class Desk:
     # What the front says
 
     def _hear(self, message: FromFront) -> None:
+        self._heard_s, self._num_looks = time.monotonic(), 0
         match message:
             case Submit(request):
                 self._submit(request)

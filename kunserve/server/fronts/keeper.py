@@ -18,7 +18,7 @@ from kunserve.core.python_command import python_command
 from kunserve.model.generation_config import SamplingDefaults
 from kunserve.server.fronts.accounts import ServerAccounts
 from kunserve.server.fronts.desk import Desk
-from kunserve.server.fronts.wire import CountNow, Leave, Welcome
+from kunserve.server.fronts.wire import CountNow, Leave, Welcome, frame_of
 from kunserve.server.serve import Drain, caught_signals
 from kunserve.server.stats_log import StatsLog
 
@@ -31,6 +31,8 @@ FIRST_PAUSE_S = 0.2
 MAX_PAUSE_S = 10.0
 """Between the end of a front and the start of the next: doubled by each that ends soon."""
 SOON_S = 30.0
+LONG_PAUSE_S = 1.0
+"""Connections wait for a front that is started again sooner. For longer they go to the others."""
 START_S = 60.0
 """How long the first start may take."""
 LAST_S = 5.0
@@ -69,7 +71,7 @@ class FrontKeeper:
         self._seats = [_Seat(listener) for listener in listeners]
         self._accounts = ServerAccounts(engine, model_name, self._ask_all)
         self._are_up = asyncio.Event()
-        self._is_leaving = False
+        self._leaving = asyncio.Event()
         self.num_restarts = 0
 
     @property
@@ -136,7 +138,7 @@ class FrontKeeper:
         while True:
             began_s = time.monotonic()
             reason = await self._run_one(number, seat)
-            if self._is_leaving:
+            if self._leaving.is_set():
                 return
             if not self._are_up.is_set():
                 raise ConfigError(f"front {number} did not start: {reason}")
@@ -146,7 +148,13 @@ class FrontKeeper:
             logger.error(
                 "front is over front=%d reason=%r next_start_s=%.2f", number, reason, pause_s
             )
-            await asyncio.sleep(pause_s)
+            if pause_s > LONG_PAUSE_S and any(one.process is not None for one in self._seats):
+                with contextlib.suppress(OSError):  # it may never have listened
+                    seat.listener.shutdown(socket.SHUT_RDWR)  # the next front listens again
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(pause_s):
+                    await self._leaving.wait()
+                    return
 
     async def _run_one(self, number: int, seat: _Seat) -> str:
         """A front from its start to its end; why it ended."""
@@ -171,7 +179,7 @@ class FrontKeeper:
                 Welcome(number, self._config, self._model_name, self._defaults, self._engine.limits)
             )
             desk.tell(self._accounts.news())
-            if self._is_leaving:
+            if self._leaving.is_set():
                 desk.tell(Leave())
             await ended.wait()
             with contextlib.suppress(TimeoutError):
@@ -210,7 +218,8 @@ class FrontKeeper:
         while True:
             began_s = time.monotonic()
             if self._desks():
-                news = self._accounts.news()
+                # Of a large cluster this is much, and the same for all: it is written once.
+                news = frame_of(self._accounts.news())
                 for desk in self._desks().values():
                     desk.tell_news(news)
             if not self._are_up.is_set():
@@ -229,7 +238,7 @@ class FrontKeeper:
     # The end
 
     async def _drain(self, drain: Drain, keepers: Sequence["asyncio.Task[None]"]) -> None:
-        self._is_leaving = True
+        self._leaving.set()
         self._engine.stop_admission()
         num_in_flight = self._accounts.num_in_flight
         timeout_s = self._config.server.shutdown_timeout_s
@@ -256,7 +265,8 @@ class FrontKeeper:
 def listeners_of(first: socket.socket, count: int) -> list[socket.socket]:
     """Sockets at the address of a bound one, which is closed: the system deals connections out.
 
-    They stay open here, so a connection that comes while its front is restarted waits for it.
+    They stay open here, so a connection that comes while its front is restarted waits for it. That
+    is a matter of seconds, because a front that keeps dying does not listen while nobody is there.
     """
     address = first.getsockname()
     family = first.family

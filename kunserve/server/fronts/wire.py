@@ -204,12 +204,16 @@ class Link(asyncio.Protocol, Generic[T]):
 
     def send(self, message: FromFront | FromController) -> bool:
         """Queue a message. False when the link is over, or too much waits already."""
+        return self.send_frame(frame_of(message)) if self.is_open else False
+
+    def send_frame(self, frame: bytes) -> bool:
+        """As ``send``, of what ``frame_of`` has made: many may be told the same."""
         transport = self._transport
         if transport is None or transport.is_closing():
             return False
         if transport.get_write_buffer_size() > MAX_WAITING_BYTES:
             return False
-        transport.write(frame_of(message))
+        transport.write(frame)
         return True
 
     def close(self) -> None:

@@ -20,7 +20,13 @@ from kunserve.cluster.launch import (
     end_of_process,
 )
 from kunserve.control.cluster.quarantine import Blame, Cause
-from kunserve.core.config import MIB, ClusterConfig, InstanceConfig, KunServeConfig
+from kunserve.core.config import (
+    MIB,
+    ClusterConfig,
+    InstanceConfig,
+    KunServeConfig,
+    ServerConfig,
+)
 from kunserve.core.errors import TooLittleMemory
 from kunserve.core.ids import RequestId
 from kunserve.core.python_command import python_command
@@ -52,6 +58,18 @@ def test_instances_are_refused_together_before_any_loads(
     monkeypatch.setattr(launch, "available_bytes", lambda: 2 * each)
     with pytest.raises(TooLittleMemory, match="100 MiB more for this process"):
         check_memory(config(2, memory_bytes=1024 * MIB))
+
+
+def test_several_fronts_take_memory_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are started after the instances, and would find nothing left."""
+    each = 1024 * MIB + PROCESS_BYTES
+    made = config(2, memory_bytes=1024 * MIB)
+    monkeypatch.setattr(free_memory, "anonymous_bytes", lambda: 60 * MIB)
+    monkeypatch.setattr(launch, "available_bytes", lambda: 2 * each + 4 * FRONT_BYTES - 60 * MIB)
+    for count in (1, 3):
+        check_memory(replace(made, server=ServerConfig(api_server_count=count)))
+    with pytest.raises(TooLittleMemory, match=r"process and 4 fronts \(--api-server-count\)"):
+        check_memory(replace(made, server=ServerConfig(api_server_count=4)))
 
 
 def test_a_cluster_that_cannot_grow_to_its_most_says_so(

@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import threading
+import time
 from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,7 @@ import pytest
 from kunserve.core.config import KunServeConfig, ModelConfig, ServerConfig
 from kunserve.core.errors import Overloaded
 from kunserve.model.generation_config import SamplingDefaults
+from kunserve.server.fronts import desk, keeper
 from kunserve.server.fronts.keeper import FrontKeeper, listeners_of
 from kunserve.server.serve import Drain
 from tests.conftest import wait_until
@@ -98,8 +100,27 @@ def sample(text: str, name: str) -> float:
     return sum(float(line.rpartition(" ")[2]) for line in lines)
 
 
-def test_two_fronts_are_one_server() -> None:
-    """Answers, streams, refusals, sums, state, admin, the death of a front, and the drain."""
+def test_a_listener_can_pause() -> None:
+    """New connections go elsewhere then, and it hears again when it listens again."""
+    first = socket.create_server(("127.0.0.1", 0))
+    address = first.getsockname()
+    with contextlib.ExitStack() as stack:
+        one, other = [stack.enter_context(listener) for listener in listeners_of(first, 2)]
+        one.listen(), other.listen()
+        one.shutdown(socket.SHUT_RDWR)
+        for _ in range(16):
+            socket.create_connection(address, timeout=5.0).close()
+            other.accept()[0].close()
+        other.shutdown(socket.SHUT_RDWR)
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(address, timeout=5.0)
+        one.listen()
+        socket.create_connection(address, timeout=5.0).close()
+        one.accept()[0].close()
+
+
+def test_two_fronts_are_one_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answers, streams, refusals, sums, state, admin, deaths of fronts, and the drain."""
     with several() as server:
         engine = server.engine
         texts = {server.complete().json()["choices"][0]["text"] for _ in range(12)}
@@ -154,3 +175,17 @@ def test_two_fronts_are_one_server() -> None:
         assert server.complete().status_code == 200
         total = sample(server.get("/metrics").text, "vllm:generation_tokens_total")
         assert total >= 13 * 5 + 5  # what the dead had told still counts
+
+        # A front hangs and is ended, and nobody is there for long: the other one serves.
+        monkeypatch.setattr(keeper, "SOON_S", 0.0)
+        monkeypatch.setattr(keeper, "FIRST_PAUSE_S", 1000.0)
+        monkeypatch.setattr(keeper, "LAST_S", 0.2)
+        monkeypatch.setattr(desk, "SILENT_S", 2.0)
+        os.kill(server.keeper.pids[0], signal.SIGSTOP)
+        wait_until(lambda: server.keeper.num_restarts == 2, 30)
+        monkeypatch.setattr(desk, "SILENT_S", 100.0)
+        monkeypatch.setattr(keeper, "LAST_S", 5.0)
+        time.sleep(0.1)
+        for _ in range(12):
+            assert server.complete().status_code == 200
+        assert len(server.keeper.pids) == 1

@@ -62,6 +62,7 @@ def test_what_ends_or_is_cancelled_makes_room() -> None:
 def test_long_prompts_are_sent_two_at_a_time() -> None:
     brain = Brain(1, policy="recompute")
     brain.controller.placement.groups[brain.group_id(0)].capacity_blocks = 10**6
+    brain.report(0)
     requests = [brain.request(10_000) for _ in range(4)]
     assert submitted(brain) == [(0, request_id) for request_id in requests[:2]]
 

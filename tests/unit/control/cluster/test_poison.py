@@ -16,6 +16,7 @@ from kunserve.cluster.in_process import (
     FinishStep,
     InProcessCluster,
     StartStep,
+    TellMore,
 )
 from kunserve.control.cluster.quarantine import Blame, Cause
 from kunserve.control.instance.body import StepOutcome, StepWork
@@ -140,6 +141,8 @@ def _actor(action: Action) -> InstanceId:
         case Delivery(_, dst):
             assert dst is not None
             return dst
+        case TellMore():
+            raise AssertionError("the controller computes nothing")
 
 
 def run(cluster: PoisonedCluster) -> None:

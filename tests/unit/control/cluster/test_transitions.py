@@ -2,7 +2,8 @@
 
 import pytest
 
-from kunserve.control.cluster.transitions import PATIENCE_S, Phase
+from kunserve.control.cluster.transition import Phase
+from kunserve.control.cluster.transitions import PATIENCE_S
 from kunserve.core.ids import InstanceId
 from kunserve.core.layout import LayerRange
 from kunserve.core.messages import Commit, Committed, Form, Prepare, Rollback, Submit

@@ -15,7 +15,8 @@ from typing import Literal, TypeAlias
 import pytest
 
 from kunserve.cluster.in_process import Action, CompletePull, Letter, StartStep
-from kunserve.control.cluster.transitions import PATIENCE_S, Phase
+from kunserve.control.cluster.transition import Phase
+from kunserve.control.cluster.transitions import PATIENCE_S
 from kunserve.control.instance import transition
 from kunserve.control.instance.agent import InstanceAgent
 from kunserve.control.instance.layer_restore import LayerRestore

@@ -1,0 +1,225 @@
+"""Groups that are kept ready for dispatch: every choice is as if all had been gone through."""
+
+from collections.abc import Set
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kunserve.cluster.fake import fake_spec
+from kunserve.control.cluster import roomy_groups
+from kunserve.control.cluster.backlog import SentAhead
+from kunserve.control.cluster.live import Live
+from kunserve.control.cluster.placement import Placement
+from kunserve.control.cluster.roomy_groups import RoomyGroups
+from kunserve.core.ids import GroupId, InstanceId, RequestId
+from kunserve.core.layout import GroupLayout, LayerRange, Stage
+from kunserve.core.load import GroupLoad, LoadReport
+from kunserve.core.request import Request, SamplingParams
+from kunserve.core.tokens import TokenIds
+from kunserve.policy.dispatch import choose_group
+
+NUM_LAYERS = 4
+NUM_INSTANCES = 6
+STEP_TOKENS = 4
+PROMPT_TOKENS = 6
+
+
+class World:
+    """A placement to which everything happens that can, and whoever follows it."""
+
+    def __init__(self) -> None:
+        self.placement = Placement()
+        self.ahead = SentAhead(STEP_TOKENS)
+        self.groups = RoomyGroups(self.placement, self.ahead)
+        self.now_s = 0.0
+        self.num_live = 0
+        self.live: list[Live] = []
+        self.promises: dict[GroupId, list[tuple[Live, int]]] = {}
+        for number in range(NUM_INSTANCES):
+            instance_id = InstanceId(number)
+            blocks = 40 if number < 4 else 60
+            spec = fake_spec(instance_id, NUM_LAYERS, blocks * NUM_LAYERS, layer_bytes=3200)
+            self.placement.specs[instance_id] = spec
+            self.placement.add(self.layout(number))
+
+    def layout(self, *members: int) -> GroupLayout:
+        share = NUM_LAYERS // len(members)
+        stages = [
+            Stage(InstanceId(member), LayerRange(place * share, (place + 1) * share))
+            for place, member in enumerate(members)
+        ]
+        return GroupLayout(self.placement.new_ids(1), tuple(stages))
+
+    def happen(self, what: str, which: int, size: int) -> None:
+        """``which`` and ``size`` choose among what is possible."""
+        placement = self.placement
+        self.now_s += 0.1
+        chosen = sorted(placement.groups)[which % len(placement.groups)]
+        group = placement.groups[chosen]
+        match what:
+            case "report":
+                waiting = size % 3
+                report = LoadReport(
+                    chosen,
+                    group.report.sequence_number + 1,
+                    num_received=which,
+                    used_blocks=size,
+                    num_waiting=waiting,
+                    head_of_line_blocks=waiting and 2,
+                    waiting_blocks=5 * waiting,
+                )
+                group.take(report, self.now_s)
+            case "sent":
+                group.sent(which, size % 9 + 1)
+            case "ahead":
+                live = self.request()
+                live.leader = group.layout.leader
+                self.ahead.add(live)
+                self.live.append(live)
+            case "computed" if self.live:
+                self.ahead.remove(self.live.pop(which % len(self.live)))
+            case "returning":
+                group.asked_back(size % 3, size, self.now_s)
+            case "leave":
+                (placement.stay if chosen in placement.leaving else placement.leave)(chosen)
+            case "reserve":
+                placement.reserve(None if size % 2 else chosen)
+            case "again" if not placement.closing:
+                placement.remove((group.layout,))
+                for member in group.layout.members:
+                    layout = self.layout(member)
+                    placement.add(layout)
+                    placement.groups[layout.group_id].forming = {member}
+            case "formed":
+                for member in group.layout.members:
+                    placement.formed(chosen, member)
+            case "expect":
+                self.expect(chosen)
+            case "end":
+                self.end(size)
+            case "tick":
+                self.groups.end_promises()
+                assert not any(self.groups.is_promised(x) for x, _ in self.promised())
+                self.promises = {}
+
+    def request(self) -> Live:
+        self.num_live += 1
+        name, prompt = RequestId(str(self.num_live)), TokenIds([1] * PROMPT_TOKENS)
+        request = Request(name, prompt, SamplingParams(max_tokens=4), 0.0)
+        return Live(self.num_live, request, print, [], 0.0)
+
+    def promised(self) -> list[tuple[Live, int]]:
+        return [one for promises in self.promises.values() for one in promises]
+
+    def expect(self, chosen: GroupId) -> None:
+        """Two instances are to become a group, or a group of two is to part."""
+        placement = self.placement
+        free = [i for i, g in sorted(placement.groups.items()) if i not in placement.closing]
+        if chosen not in free:
+            return
+        layout = placement.groups[chosen].layout
+        if len(layout.members) == 2:
+            placement.expect((layout,), [self.layout(member) for member in layout.members])
+            return
+        single = [i for i in free if i != chosen and len(placement.groups[i].layout.members) == 1]
+        if single:
+            other = placement.groups[single[0]].layout
+            placement.expect((layout, other), [self.layout(*layout.members, *other.members)])
+
+    def end(self, size: int) -> None:
+        """The oldest commit under way is over, or has failed."""
+        placement = self.placement
+        if not placement.closing:
+            return
+        new_ids = next(iter(placement._closing.values()))
+        old = [
+            placement.groups[i].layout for i, new in placement._closing.items() if new == new_ids
+        ]
+        new = [placement.expected[i].layout for i in new_ids]
+        if size % 3:
+            placement.replace(old, new, {layout.leader: 1 for layout in new})
+        else:
+            placement.unexpect(old)
+
+    def look(self, leaders: Set[InstanceId] | None, sizes: list[int]) -> None:
+        """Choose for some requests, one after the other, beside who goes through all groups."""
+        placement, ahead = self.placement, self.ahead
+        if leaders is None:
+            candidates = placement.candidates()
+        else:
+            candidates = placement.candidates_led_by(leaders)
+        roomy = {
+            group.layout.group_id: group
+            for group in candidates
+            if ahead.has_room(group.layout.leader, len(group.layout.stages))
+        }
+        loads: dict[GroupId, GroupLoad] = {i: group.load for i, group in roomy.items()}
+        loads |= {i: group.load for i, group in placement.expected.items()}
+        if len(placement.expected) <= roomy_groups.FEW_EXPECTED:
+            self.promises = {}
+        for group_id in self.promises.keys() - placement.expected.keys():
+            assert not any(self.groups.is_promised(x) for x, _ in self.promises.pop(group_id))
+        assert all(self.groups.is_promised(x) for x, _ in self.promised())
+        for group_id, promises in self.promises.items():
+            loads[group_id] = sent_to(loads[group_id], [blocks for _, blocks in promises])
+            if self.is_full(group_id):
+                del loads[group_id]
+        assert self.groups.begin(leaders) == bool(roomy)
+        for blocks in sizes:
+            expected = choose_group(loads.values(), blocks) if roomy else None
+            assert self.groups.choose(blocks, {}) == expected
+            if expected is None:
+                continue
+            loads[expected] = sent_to(loads[expected], [blocks])
+            if expected in placement.expected:
+                live = self.request()
+                self.groups.promise(live, expected, blocks, PROMPT_TOKENS)
+                self.promises.setdefault(expected, []).append((live, blocks))
+                if self.is_full(expected):
+                    del loads[expected]
+                continue
+            group = roomy[expected]
+            self.happen("ahead", sorted(placement.groups).index(expected), 0)
+            group.sent(1 << 30, blocks)
+            self.groups.sent(group, blocks)
+            if not ahead.has_room(group.layout.leader, len(group.layout.stages)):
+                del roomy[expected], loads[expected]
+
+    def is_full(self, group_id: GroupId) -> bool:
+        num_stages = len(self.placement.expected[group_id].layout.stages)
+        num_tokens = PROMPT_TOKENS * len(self.promises[group_id])
+        return num_tokens >= self.ahead.most_tokens(num_stages)
+
+
+def sent_to(load: GroupLoad, sizes: list[int]) -> GroupLoad:
+    """As it is known once these have been sent."""
+    blocks, num = load.unreported_blocks + sum(sizes), load.num_unreported + len(sizes)
+    return replace(load, unreported_blocks=blocks, num_unreported=num)
+
+
+KINDS = (
+    *("report", "sent", "ahead", "ahead", "computed", "returning", "leave", "reserve", "again"),
+    *("formed", "formed", "expect", "expect", "end", "tick"),
+)
+happenings = st.tuples(st.sampled_from(KINDS), st.integers(0, 30), st.integers(0, 60))
+looks = st.tuples(
+    st.none() | st.sets(st.integers(0, NUM_INSTANCES - 1).map(InstanceId)),
+    st.lists(st.integers(1, 70), max_size=12),
+)
+
+
+@given(st.lists(st.one_of(happenings, happenings, looks), max_size=40), st.sampled_from([0, 8]))
+def test_what_is_kept_ready_is_what_would_be_found(events: list[tuple[Any, ...]], few: int) -> None:
+    """With ``few`` 0, promises are kept."""
+    with patch("kunserve.control.cluster.roomy_groups.FEW_EXPECTED", few):
+        world = World()
+        for event in events:
+            if len(event) == 3:
+                world.happen(*event)
+            else:
+                world.look(*event)
+        world.placement.check()
+        world.look(None, [1, 5, 30])
