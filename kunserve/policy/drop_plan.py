@@ -128,8 +128,8 @@ def plan_drop(
     def is_worth(one: PlannedGroup, other: PlannedGroup, merged: Shape) -> bool:
         return math.isinf(patience_s) or takes_s(one.old + other.old, merged) <= patience_s
 
-    may_meet = _together(apart) if apart else None
-    queue = PlacedQueue(groups, cache, specs, max_group_size, is_worth, may_meet)
+    queue = PlacedQueue(groups, cache, specs, max_group_size, is_worth, _together(apart))
+
     needed = required_blocks - min(waiting_blocks, spare_blocks, required_blocks)
     needed_there = max(0, required_blocks - waiting_blocks) if short else 0
     gain = _merge_until(queue, needed, needed_there)
@@ -143,8 +143,10 @@ def plan_drop(
     return DropPlan(merges, required_blocks, gain >= needed, _obstacle_of(groups, specs))
 
 
-def _together(apart: Collection[tuple[InstanceId, InstanceId]]) -> Meet:
-    """Whether two groups have no such pair between them."""
+def _together(apart: Collection[tuple[InstanceId, InstanceId]]) -> Meet | None:
+    """Whether two groups have no such pair between them. None: no two have."""
+    if not apart:
+        return None
     without: dict[InstanceId, set[InstanceId]] = {}
     for one, other in apart:
         without.setdefault(one, set()).add(other)

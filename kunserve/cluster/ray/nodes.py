@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from kunserve.cluster.launch import FakeSettings
-from kunserve.core.config import MIB, InstanceConfig, KunServeConfig
+from kunserve.core.config import MIB, KunServeConfig
 from kunserve.core.place import Place
 from kunserve.engine.free_memory import PROCESS_BYTES
 
@@ -28,23 +28,20 @@ def need_of(config: KunServeConfig, fake: FakeSettings | None) -> dict[str, floa
     """What Ray is to set aside for an instance.
 
     A GPU's memory is no resource of Ray's, so an instance on GPUs takes whole ones. Where only
-    the KV memory is known before the model is, no memory is set aside.
+    the KV memory is known before the model is, no memory is set aside. All ranks of an instance
+    are on one node, so its actor asks for them together.
     """
     instance = config.instance
     num_ranks = instance.tensor_parallel_size
-    need = {"CPU": float(max(num_ranks, instance.num_threads))}
+    need = {"CPU": float(max(instance.num_threads, num_ranks))}
+    beside_bytes = num_ranks * PROCESS_BYTES
     if fake is not None:
         return need
     if instance.device != "cpu":
-        return {**need, "GPU": float(num_devices(instance)), "memory": float(PROCESS_BYTES)}
+        return {**need, "GPU": float(num_ranks), "memory": float(beside_bytes)}
     if instance.kv_cache_memory_bytes is None:
-        need["memory"] = float(instance.memory_bytes + num_ranks * PROCESS_BYTES)
+        need["memory"] = float(instance.memory_bytes + beside_bytes)
     return need
-
-
-def num_devices(instance: InstanceConfig) -> int:
-    """GPUs of one instance, all of one node: its actor asks for them together."""
-    return 1
 
 
 def num_that_fit(nodes: Iterable[Node], need: Resources) -> int:

@@ -32,6 +32,8 @@ class Session:
         self._host = host
         if address is not None:
             _check_listening(address)
+        # It warns that it has set no handler of SIGTERM, which is ours to have.
+        logging.getLogger("ray").setLevel(logging.ERROR)
         try:
             ray.init(
                 address=address or "auto",

@@ -13,7 +13,6 @@ from kunserve.control.cluster.commands import (
     Respawn,
     ScaleDown,
 )
-from kunserve.control.cluster.cut_links import CutLinks
 from kunserve.control.cluster.instances import Instances
 from kunserve.control.cluster.introductions import Introductions
 from kunserve.control.cluster.migrations import Migrations
@@ -91,7 +90,6 @@ class Controller:
         self._scaling = scaling = Scaling(
             config.cluster, placement, transitions, requests, outbox, self._give_back, num_places
         )
-        self._cuts = CutLinks()
         self._redispatch = Redispatch(
             placement, requests, outbox, config.scheduler.max_num_batched_tokens
         )
@@ -104,7 +102,6 @@ class Controller:
             requests,
             scaling,
             outbox,
-            self._cuts,
         )
         self._recovery = Recovery(
             self._instances,
@@ -215,8 +212,6 @@ class Controller:
             case Rejoin():
                 self.rejoin((event,), now_s)
             case Prepared():
-                for peer in event.unreached:
-                    self._cuts.found(instance_id, peer, now_s)
                 self.transitions.on_prepared(event, now_s)
             case LayersLoaded():
                 self.transitions.on_loaded(event, now_s)
@@ -229,8 +224,6 @@ class Controller:
             case MigrationOver():
                 self.balance.on_over(event)
             case LinkBroken():
-                if event.is_down and event.peer in self._instances:
-                    self._cuts.found(instance_id, event.peer, now_s)
                 self._recovery.link_broken(event, now_s)
             case Alive() | StageTime():
                 pass
@@ -271,7 +264,6 @@ class Controller:
         self._instances.committed(event)
         transition = self.transitions.on_committed(event, now_s)
         if transition is not None:
-            self._cuts.joined(tuple(transition.members))
             self._relead(transition)
 
     def _relead(self, transition: Transition) -> None:
@@ -300,7 +292,7 @@ class Controller:
             self.placement.remove((group.layout,))
         self.placement.forget(instance_id)
         self._instances.forget(instance_id)
-        self._cuts.forget(instance_id)
+        self.transitions.cuts.forget(instance_id)
         self.balance.end_with((instance_id,))
         self._scaling.gave_back()
         self._outbox.add(ScaleDown(instance_id))
@@ -311,7 +303,7 @@ class Controller:
         """An instance died (paper section 4.4), or was killed for a reason that is known."""
         if not self._recovery.lost(instance_id, reason, now_s, blame):
             return
-        self._cuts.forget(instance_id)
+        self.transitions.cuts.forget(instance_id)
         if self._scaling.lets_go(instance_id):
             self._give_back(instance_id)
             self._requests.place_if_changed()
@@ -387,10 +379,10 @@ class Controller:
             reasons=(
                 *self._overload.reason_texts,
                 *self._scaling.reason_texts(now_s),
-                *self._cuts.reason_texts(now_s),
+                *self.transitions.cuts.reason_texts(now_s),
             ),
             paused=self._overload.is_paused,
-            cut_links=self._cuts.snapshots(now_s),
+            cut_links=self.transitions.cuts.snapshots(now_s),
             observed=None if observation is None else observation.totals,
         )
 
@@ -398,6 +390,6 @@ class Controller:
         """Assert that placement is whole and that every live request has a living leader."""
         self.placement.check()
         self.balance.check()
-        self._cuts.check()
+        self.transitions.cuts.check()
         self._introductions.check()
         self._requests.check(self._instances.living)

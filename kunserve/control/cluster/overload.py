@@ -4,7 +4,7 @@ import math
 from dataclasses import replace
 
 from kunserve.control.cluster.commands import Outbox
-from kunserve.control.cluster.cut_links import CutLinks, Pair
+from kunserve.control.cluster.cut_links import Pair
 from kunserve.control.cluster.observed import Observation
 from kunserve.control.cluster.placement import Placement
 from kunserve.control.cluster.reasons import Reasons
@@ -60,9 +60,7 @@ class OverloadControl:
         requests: Requests,
         scaling: Scaling,
         outbox: Outbox,
-        cuts: CutLinks,
     ) -> None:
-        self._cuts = cuts
         self._config = config
         self._pipeline_stages = pipeline_stages
         self._block_size = block_size
@@ -273,7 +271,7 @@ class OverloadControl:
             head_cost_layers=HEAD_COST_LAYERS,
             used_blocks={group_id: group.report.used_blocks for group_id, group in groups},
             patience_s=wanted.wait_s,
-            apart=self._cuts.pairs(now_s) if apart is None else apart,
+            apart=self._transitions.cuts.pairs(now_s) if apart is None else apart,
         )
         self._placement.new_ids(len(plan.merges))
         merges = [(merge.old, merge.new) for merge in plan.merges]

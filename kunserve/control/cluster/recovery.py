@@ -96,6 +96,8 @@ class Recovery:
         ends = (event.instance_id, event.peer)
         if not all(end in self._instances for end in ends):
             return  # the other end has died, and what it was part of starts anew for that
+        if event.is_down:
+            self._transitions.cuts.found(*ends, now_s)
         if event.is_down and event.peer not in self._partners(event.instance_id):
             return  # should anything be lost, the numbers will tell when there is a connection
         groups = [self._placement.with_member(end) for end in ends]

@@ -12,6 +12,7 @@ from dataclasses import replace
 from itertools import islice
 
 from kunserve.control.cluster.commands import LogTransition, Outbox
+from kunserve.control.cluster.cut_links import CutLinks
 from kunserve.control.cluster.introductions import Introductions
 from kunserve.control.cluster.placement import Placement
 from kunserve.control.cluster.transition import Phase, Transition
@@ -66,6 +67,7 @@ class Transitions:
         self._outbox = outbox
         self._introductions = introductions
         self._next_id = first_id
+        self.cuts = CutLinks()
         self.active: dict[TransitionId, Transition] = {}
         self.records: list[TransitionRecord] = []
         self.backoff_until_s = 0.0
@@ -238,6 +240,8 @@ class Transitions:
         transition = self.active.get(message.transition_id)
         if transition is None or transition.phase is not Phase.PREPARING:
             return
+        for peer in message.unreached:
+            self.cuts.found(message.instance_id, peer, now_s)
         if message.refusal is not None:
             self.roll_back(transition, f"instance {message.instance_id}: {message.refusal}", now_s)
             return
@@ -271,6 +275,7 @@ class Transitions:
         if transition.waits_for:
             return None
         transition.phase, transition.phase_since_s = Phase.EXCHANGING, now_s
+        self.cuts.joined(tuple(transition.members))
         leads = Counter(transition.followers.values())
         self._placement.replace(record.groups_before, record.groups_after, leads)
         if record.kind is Kind.DROP:

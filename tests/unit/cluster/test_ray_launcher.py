@@ -140,6 +140,10 @@ def order(**instance: Any) -> InstanceOrder:
             {"memory_bytes": 800 * MIB, "num_threads": 4},
             {"CPU": 4.0, "memory": 800 * MIB + PROCESS_BYTES},
         ),
+        (
+            {"memory_bytes": 800 * MIB, "tensor_parallel_size": 2},
+            {"CPU": 2.0, "memory": 800 * MIB + 2 * PROCESS_BYTES},
+        ),
         ({"kv_cache_memory_bytes": MIB}, {"CPU": 1.0}),
         ({"device": "cuda"}, {"CPU": 1.0, "GPU": 1.0, "memory": PROCESS_BYTES}),
     ],
