@@ -78,8 +78,9 @@ def packed_calls(spec: ModelSpec, kind: WeightFormat, m: int) -> list[Call]:
             data = torch.full((field.num_bytes,), NORMAL_BYTE, dtype=torch.uint8)
             matrix = PackedMatrix(data, field)
             c_matrix = matrix.as_c()
-            arguments = (room(k), byref(c_matrix), None, room(n, "y"), m, n, k)
-            arguments += (int(FINISHES[name]), rounded.data_ptr())
+            finish = int(FINISHES[name])
+            sizes = (m, n, k, finish, rounded.data_ptr())
+            arguments = (room(k), byref(c_matrix), None, room(n, "y"), *sizes)
             flops = 2.0 * m * n * k * (2 if field.is_paired else 1)
             keep = (room, data, c_matrix, rounded)
             calls.append(_call(name, "kun_packed_linear_bf16", arguments, flops, data.nbytes, keep))
@@ -195,4 +196,5 @@ class _Rows:
         if (width, role) not in self._tensors:
             rows = torch.randn(self._m, width).to(self._dtype)
             self._tensors[width, role] = rows if role == "x" else torch.zeros_like(rows)
-        return self._tensors[width, role].data_ptr()
+        address: int = self._tensors[width, role].data_ptr()
+        return address

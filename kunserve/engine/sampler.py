@@ -21,7 +21,6 @@ from kunserve.core.request import SamplingParams, TokenLogprobs
 from kunserve.core.step import SampledToken, SequenceStart
 from kunserve.engine.distribution import Row, draw, token_logprobs
 from kunserve.engine.history import TokenHistory
-from kunserve.engine.kernels.ops import argmax
 from kunserve.engine.structured.forms import Form, Forms
 from kunserve.engine.structured.grammar import FormError
 from kunserve.engine.token_bans import TokenBans
@@ -101,7 +100,7 @@ class Sampler:
         where the row has a NaN or no finite maximum, or where sampling it fails.
         """
         rows = logits.numpy()
-        largest = argmax(logits)
+        largest = rows.argmax(axis=1)
         # argmax takes a NaN for the largest, so the largest tells of the whole row.
         is_sound = np.isfinite(rows[np.arange(len(rows)), largest]).tolist()
         sampled = []

@@ -99,10 +99,7 @@ def rms_norm(
 
 
 def argmax(logits: torch.Tensor) -> np.ndarray:
-    """The lowest index of each row's maximum: ``logits`` float32 [n, vocab] -> int32 [n].
-
-    A NaN is larger than all others, as numpy has it.
-    """
+    """The lowest index of each row's maximum: ``logits`` float32 [n, vocab] -> int32 [n]."""
     assert logits.dtype == torch.float32 and logits.is_contiguous()
     out = np.empty(logits.shape[0], dtype=np.int32)
     library().kun_argmax(logits.data_ptr(), out.ctypes.data, *logits.shape)

@@ -113,14 +113,6 @@ def test_argmax_takes_the_lowest_of_equals(rows, n, seed):
     assert argmax(logits).tolist() == logits.numpy().argmax(-1).tolist()
 
 
-@given(n=st.integers(1, 300), at=st.lists(st.integers(0, 299), max_size=3), seed=st.integers(0, 99))
-def test_argmax_takes_a_nan_for_the_largest(n, at, seed):
-    logits = random(2, n, dtype=torch.float32, seed=seed)
-    for i in at:
-        logits[0, i % n] = float("nan")
-    assert argmax(logits).tolist() == logits.numpy().argmax(-1).tolist()
-
-
 def test_argmax_of_infinities():
     inf = float("inf")
     assert argmax(torch.tensor([[-inf, -inf], [-inf, -3.0], [inf, inf]])).tolist() == [0, 1, 0]

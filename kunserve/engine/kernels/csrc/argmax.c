@@ -10,41 +10,15 @@ typedef struct {
   long rows, n;
 } argmax_job;
 
-#define STRIDE (4 * LANES)
-
-/* The lowest index that holds the row's maximum. A NaN is larger than all others, as numpy has it. */
+/* The lowest index that holds the row's maximum; NaNs never win. */
 static int32_t argmax_row(const float *row, long n) {
-  vf top[4], best_of;
-  vi unordered = {};
-  long i = 0, whole = n / STRIDE * STRIDE;
-  UNROLL for (int j = 0; j < 4; j++) top[j] = splat(-__builtin_inff());
-  for (; i < whole; i += STRIDE) {
-    UNROLL for (int j = 0; j < 4; j++) {
-      vf v = load_f32(row + i + j * LANES);
-      unordered |= v != v;
-      top[j] = max_vf(v, top[j]);
-    }
-  }
-  best_of = max_vf(max_vf(top[0], top[1]), max_vf(top[2], top[3]));
-  int has_nan = any_lane(unordered);
-  float best = max_lanes(best_of);
-  for (; i < n; i++) {
-    has_nan |= row[i] != row[i];
-    best = row[i] > best ? row[i] : best;
-  }
-  vf wanted = splat(best);
-  for (i = 0; i < whole; i += STRIDE) {
-    vi found = {};
-    UNROLL for (int j = 0; j < 4; j++) {
-      vf v = load_f32(row + i + j * LANES);
-      found |= has_nan ? v != v : v == wanted;
-    }
-    if (any_lane(found)) break;
-  }
-  for (; i < n; i++) {
-    if (has_nan ? row[i] != row[i] : row[i] == best) return (int32_t)i;
-  }
-  return 0;
+  vf top = splat(-__builtin_inff());
+  long i = 0;
+  for (; i + LANES <= n; i += LANES) top = max_vf(load_f32(row + i), top);
+  float best = max_lanes(top);
+  for (; i < n; i++) best = row[i] > best ? row[i] : best;
+  for (i = 0; i < n && row[i] != best;) i++;
+  return i < n ? (int32_t)i : 0;
 }
 
 static void argmax_fn(void *arg, int thread) {

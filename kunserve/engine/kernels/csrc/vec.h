@@ -164,16 +164,6 @@ INLINE vf max_vf(vf a, vf b) {
   return (vf)((greater & (vi)a) | (~greater & (vi)b));
 #endif
 }
-/* Whether any lane is not 0. */
-INLINE int any_lane(vi v) {
-#ifdef __AVX512F__
-  return _mm512_test_epi32_mask((__m512i)v, (__m512i)v) != 0;
-#else
-  int32_t any = 0;
-  for (int i = 0; i < LANES; i++) any |= v[i];
-  return any != 0;
-#endif
-}
 /* Where the mask lane is all ones, a, else b. */
 INLINE vf choose(vi mask, vf a, vf b) { return (vf)((mask & (vi)a) | (~mask & (vi)b)); }
 
