@@ -6,6 +6,7 @@
 # make test-clients   LangChain and instructor as clients, in an environment of their own
 # make test-ray  instances on the nodes of a Ray cluster, on this machine (brings Ray: 240 MB)
 # make test-chart     the Helm chart, rendered and held against schemas
+# make test-kernels   the C kernels' tests, compiled with sanitizers, for AVX2 and for any x86-64
 # make chaos     random faults on the real engine, for MINUTES=30
 # make hunt      the property tests once more, with five times the examples, drawn anew
 # make chaos-sim 10,000 random schedules of everything that can go wrong, in virtual time
@@ -21,7 +22,7 @@ KERNEL_FILES := $(wildcard kunserve/engine/kernels/csrc/*) kunserve/engine/kerne
 # Tests start many processes. Each would compile every module anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install demo check check-types check-docs check-tests docs slow chaos chaos-sim hunt test test-clients test-hosts test-ray test-chart package experiments clean
+.PHONY: install demo check check-types check-docs check-tests docs slow chaos chaos-sim hunt test test-clients test-hosts test-kernels test-ray test-chart package experiments clean
 .DELETE_ON_ERROR:
 
 install: $(VENV)/.kernels
@@ -113,6 +114,18 @@ test-clients: install $(CLIENTS)/.installed
 
 test-hosts: install
 	$(BIN)/pytest -m hosts tests/hosts
+
+KERNEL_TESTS := $(addprefix tests/unit/engine/test_,kernels.py attention.py packed.py decoder.py)
+SANITIZERS := -g -fsanitize=address,undefined -fno-sanitize-recover=undefined
+LIBASAN = $(shell $(CC) -print-file-name=libasan.so) $(shell $(CC) -print-file-name=libubsan.so)
+# Leaks are Python's own. The sanitizers' libraries must come before all others.
+test-kernels: install
+	KERNEL_FLAGS="-march=x86-64-v3" $(BIN)/pytest -q $(KERNEL_TESTS)
+	KERNEL_FLAGS="-march=x86-64" $(BIN)/pytest -q $(KERNEL_TESTS)
+	for arch in native x86-64-v3; do \
+	    ASAN_OPTIONS=detect_leaks=0 LD_PRELOAD="$(LIBASAN)" \
+	    KERNEL_FLAGS="-march=$$arch $(SANITIZERS)" $(BIN)/pytest -q $(KERNEL_TESTS) || exit 1; \
+	done
 
 $(VENV)/.ray: $(VENV)/.installed
 	@echo "==> installing Ray"

@@ -1,28 +1,52 @@
-"""Kernel speed on SmolLM2-135M's shapes: against torch, and as whole steps.
+"""Kernel speed beside this machine's limits, against torch, and as whole steps.
 
-    python -m benchmarks.kernels [--threads 1 2] [--dtype bfloat16] [--skip-torch]
+    python -m benchmarks.kernels [--threads 1 2] [--figure roofline.png] [--skip-torch]
+    python -m benchmarks.kernels --other ../another/checkout [--rows 8 16 32]
 
-Best of many runs. Weights are those of 30 layers, so decode reads them from memory, not cache.
+Every kernel and shape of SmolLM2-135M, and attention with heads of 128: what it achieves, and that
+as a share of the lower one of two limits, which are measured in the same run (memory that is only
+read, and products of registers). Each call's least time counts, so other work on the machine
+matters little; weights are those of all layers, so they come from memory. ``--other`` compiles
+another checkout's kernels and calls both in turns, on one thread by its processor time.
 """
 
 import argparse
+import os
+import subprocess
+import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 
+from benchmarks.kernel_calls import (
+    BLOCK_SIZE,
+    DECODES,
+    PROMPTS,
+    Call,
+    attention_calls,
+    least_times,
+    linear_calls,
+    make_batch,
+    packed_calls,
+)
+from benchmarks.machine_limits import Limits, measure_limits
 from benchmarks.report import Report, Setting
 from kunserve.core.model_spec import ModelSpec
+from kunserve.core.packed import WeightFormat
 from kunserve.engine.attention import TORCH_DTYPES
-from kunserve.engine.decoder import Decoder, LayerWeights, ModelWeights, StepBatch
-from kunserve.engine.kernels.library import set_num_threads
-from kunserve.engine.kernels.ops import linear
+from kunserve.engine.decoder import Decoder, LayerWeights, ModelWeights
+from kunserve.engine.kernels.library import library, load, set_num_threads
 
-BLOCK_SIZE = 16
+ROWS = (1, 2, 4, 8, 16, 32, 64, 512)
+PACKED_ROWS = (1, 8, 32, 512)
 REST_S = 0.02
-"""Pause before our turn, while torch's workers stop spinning."""
+"""Pause before torch's turn is over, while its workers stop spinning."""
 
 
 def smollm2(dtype: str) -> ModelSpec:
@@ -74,60 +98,154 @@ def random_weights(spec: ModelSpec) -> ModelWeights:
     return ModelWeights(embedding, layers, ones, embedding)
 
 
-def best_s(
-    run: Callable[[], object], rest_s: float, min_runs: int = 5, min_s: float = 1.0
-) -> float:
+class Case(NamedTuple):
+    """Calls that are timed in one go."""
+
+    kind: str
+    label: str
+    dtype: str
+    calls: list[Call]
+
+
+def cases(spec: ModelSpec, weights: ModelWeights, args: argparse.Namespace) -> Iterator[Case]:
+    """One at a time, because each takes memory."""
+    if "linear" in args.kinds:
+        for m in args.rows:
+            yield Case("linear", f"{m} rows", spec.dtype, linear_calls(weights, m, spec.dtype))
+    if "quantised" in args.kinds and spec.dtype == "bfloat16":
+        for name in args.types:
+            for m in [m for m in args.rows if m in PACKED_ROWS]:
+                calls = packed_calls(spec, WeightFormat[name], m)
+                yield Case("quantised", f"{name}, {m} rows", "int8", calls)
+    if "attention" in args.kinds:
+        wide = replace(spec, num_heads=32, num_kv_heads=8, head_dim=128, num_layers=2)
+        for shape in ((n, 1, context) for n, context in DECODES):
+            label = f"{shape[0]} x {shape[2]} keys"
+            yield Case("attention", label, spec.dtype, attention_calls(spec, *shape))
+            calls = attention_calls(replace(wide, num_layers=4), *shape)
+            yield Case("attention", label, spec.dtype, calls)
+        for queries, context in PROMPTS:
+            label = f"{queries} of {context} keys"
+            for model in (replace(spec, num_layers=2), wide):
+                calls = attention_calls(model, 1, queries, context)
+                yield Case("attention", label, spec.dtype, calls)
+
+
+def work_of(calls: list[Call]) -> dict[str, tuple[float, float]]:
+    """FLOPs and bytes by kernel."""
+    found: dict[str, tuple[float, float]] = {}
+    for call in calls:
+        flops, num_bytes = found.get(call.kernel, (0.0, 0.0))
+        found[call.kernel] = flops + call.flops, num_bytes + call.num_bytes
+    return found
+
+
+def compare_with_limits(
+    report: Report, spec: ModelSpec, weights: ModelWeights, args: argparse.Namespace
+) -> None:
+    """Every case on every number of threads, and the picture."""
+    found: dict[int, Limits] = {}
+    points: list[tuple[Case, str, int, float, float]] = []
+    for threads in args.threads:
+        set_num_threads(threads)
+        limits = found[threads] = measure_limits(library())
+        report.add("memory", limits.bytes_per_s / 1e9, "GB/s", threads=threads)
+        for name, flops in limits.flops.items():
+            report.add(f"{name} products", flops / 1e9, "GFLOP/s", threads=threads)
+    for case in cases(spec, weights, args):
+        work = work_of(case.calls)
+        for threads in args.threads:
+            set_num_threads(threads)
+            times = least_times(case.calls, {"": library()}, by_processor=threads == 1)[""]
+            for kernel, (flops, num_bytes) in work.items():
+                seconds = times[kernel]
+                roof = found[threads].roof(case.dtype, flops, num_bytes)
+                setting: dict[str, Setting] = {
+                    "kernel": kernel,
+                    "of": case.kind,
+                    "shape": case.label,
+                    "threads": threads,
+                }
+                report.add("time", seconds * 1e6, "us", **setting)
+                report.add("read", num_bytes / seconds / 1e9, "GB/s", **setting)
+                report.add("speed", flops / seconds / 1e9, "GFLOP/s", **setting)
+                report.add("of the limit", 100.0 * flops / seconds / roof, "%", **setting)
+                points.append((case, kernel, threads, flops / num_bytes, flops / seconds))
+    if args.figure is not None:
+        from benchmarks.roofline import Point, draw
+
+        drawn = [
+            Point(case.kind, kernel, case.label, threads, per_byte, speed, case.dtype)
+            for case, kernel, threads, per_byte, speed in points
+        ]
+        draw(drawn, found, args.figure)
+
+
+def compare_checkouts(
+    report: Report, spec: ModelSpec, weights: ModelWeights, args: argparse.Namespace
+) -> None:
+    """Kernels of here and of another checkout, call by call in turns."""
+    with tempfile.TemporaryDirectory() as folder:
+        both = {"this": load(str(compiled(Path.cwd(), Path(folder) / "this.so")))}
+        both["other"] = load(str(compiled(args.other, Path(folder) / "other.so")))
+        for case in cases(spec, weights, args):
+            times = least_times(case.calls, both, by_processor=True, least_s=args.seconds)
+            for kernel in work_of(case.calls):
+                setting: dict[str, Setting] = {
+                    "kernel": kernel,
+                    "of": case.kind,
+                    "shape": case.label,
+                }
+                report.add("this", times["this"][kernel] * 1e6, "us", **setting)
+                report.add("other", times["other"][kernel] * 1e6, "us", **setting)
+                ratio = times["other"][kernel] / times["this"][kernel]
+                report.add("other / this", ratio, "x", **setting)
+
+
+def compiled(checkout: Path, target: Path) -> Path:
+    """A checkout's kernels for this processor, by its own way to compile them."""
+    program = "from kunserve.engine.kernels.build import build; print(build())"
+    environment = os.environ | {"PYTHONPATH": str(checkout)}
+    command = [sys.executable, "-c", program]
+    made = subprocess.run(
+        command, cwd=checkout, env=environment, stdout=subprocess.PIPE, text=True, check=True
+    ).stdout
+    target.write_bytes(Path(made.split()[-1]).read_bytes())
+    return target
+
+
+def best_s(run: Callable[[], object], min_runs: int = 5, min_s: float = 1.0) -> float:
     """The fastest of at least ``min_runs`` runs that take ``min_s`` together."""
     run()
     times: list[float] = []
     while len(times) < min_runs or sum(times) < min_s:
-        time.sleep(rest_s)
         start = time.perf_counter()
         run()
         times.append(time.perf_counter() - start)
     return min(times)
 
 
-def compare_linear(
-    report: Report, weights: ModelWeights, m: int, threads: int, skip_torch: bool
-) -> None:
-    """Every matrix of every layer times ``m`` rows, ours and torch's."""
+def compare_with_torch(report: Report, weights: ModelWeights, m: int, threads: int) -> None:
+    """Every matrix of every layer times ``m`` rows."""
     matrices = [
         w for layer in weights.layers for w in (layer.qkv, layer.o, layer.gate_up, layer.down)
     ]
     inputs = {w.shape: torch.randn(m, w.shape[1]).to(w.dtype) for w in matrices}
-    outputs = {w.shape: torch.empty(m, w.shape[0], dtype=w.dtype) for w in matrices}
-    ours_s = best_s(
-        lambda: [linear(inputs[w.shape], w, out=outputs[w.shape]) for w in matrices], REST_S
-    )
-    num_bytes = sum(w.numel() * w.element_size() for w in matrices)
-    flops = 2 * m * sum(w.numel() for w in matrices)
+    calls = linear_calls(weights, m, str(weights.embedding.dtype).removeprefix("torch."))
+
+    def ours() -> None:
+        for call in calls:
+            call.run(library())
+
+    ours_s = best_s(ours)
+    torch.set_num_threads(threads)
+    torch_s = best_s(lambda: [F.linear(inputs[w.shape], w) for w in matrices])
+    torch.set_num_threads(1)
+    time.sleep(REST_S)
     case: dict[str, Setting] = {"linears": "of all layers", "threads": threads, "rows": m}
-    report.add("time", ours_s * 1e3, "ms", **case)
-    report.add("weights read", num_bytes / ours_s / 1e9, "GB/s", **case)
-    report.add("speed", flops / ours_s / 1e9, "GFLOP/s", **case)
-    if not skip_torch:
-        torch.set_num_threads(threads)
-        torch_s = best_s(lambda: [F.linear(inputs[w.shape], w) for w in matrices], 0.0)
-        torch.set_num_threads(1)
-        report.add("torch", torch_s * 1e3, "ms", **case)
-        report.add("torch / ours", torch_s / ours_s, "x", **case)
-
-
-def make_batch(num_seqs: int, queries: int, context: int) -> StepBatch:
-    """``num_seqs`` sequences of ``queries`` new tokens each, the last of ``context``."""
-    blocks = -(-context // BLOCK_SIZE)
-    entries = np.random.default_rng(0).permutation(num_seqs * blocks).astype(np.int32) * 30
-    starts = np.arange(num_seqs + 1, dtype=np.int32) * queries
-    return StepBatch(
-        token_ids=np.arange(num_seqs * queries, dtype=np.int32) % 1000,
-        positions=np.tile(np.arange(context - queries, context, dtype=np.int32), num_seqs),
-        tables=entries.reshape(num_seqs, blocks),
-        rows=np.arange(num_seqs, dtype=np.int32),
-        q_starts=starts,
-        context_lens=np.full(num_seqs, context, dtype=np.int32),
-        sample_rows=starts[1:] - 1,
-    )
+    report.add("ours", ours_s * 1e3, "ms", **case)
+    report.add("torch", torch_s * 1e3, "ms", **case)
+    report.add("torch / ours", torch_s / ours_s, "x", **case)
 
 
 def measure_steps(report: Report, spec: ModelSpec, weights: ModelWeights, threads: int) -> None:
@@ -141,7 +259,6 @@ def measure_steps(report: Report, spec: ModelSpec, weights: ModelWeights, thread
         decoder = Decoder(spec, weights, memory.data_ptr(), BLOCK_SIZE, threads)
         step_s = best_s(
             lambda d=decoder, b=batch: d.greedy(b, d.forward(b, d.embed(b))),  # type: ignore[misc]
-            0.0,
         )
         case: dict[str, Setting] = {
             "step": f"{num_seqs} x {queries} tokens",
@@ -154,21 +271,33 @@ def measure_steps(report: Report, spec: ModelSpec, weights: ModelWeights, thread
 
 def main() -> None:
     """Every measurement."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--dtype", default="bfloat16", choices=list(TORCH_DTYPES))
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
+    parser.add_argument("--rows", type=int, nargs="+", default=list(ROWS))
+    kinds = ["linear", "quantised", "attention"]
+    parser.add_argument("--kinds", nargs="+", default=kinds, choices=kinds)
+    parser.add_argument("--types", nargs="+", default=["Q8_0", "Q4_1"], help="of quantised weights")
+    parser.add_argument("--figure", type=Path, help="draw the roofline here")
+    parser.add_argument("--other", type=Path, help="a checkout to compare with, and nothing else")
+    parser.add_argument("--seconds", type=float, default=1.0, help="of each case, with --other")
     parser.add_argument("--skip-torch", action="store_true")
-    parser.add_argument("--skip-linear", action="store_true")
+    parser.add_argument("--skip-steps", action="store_true")
     args = parser.parse_args()
     torch.set_num_threads(1)
     spec = smollm2(args.dtype)
     weights = random_weights(spec)
     with Report("kernels", model=spec.name, dtype=args.dtype) as report:
+        if args.other is not None:
+            compare_checkouts(report, spec, weights, args)
+            return
+        compare_with_limits(report, spec, weights, args)
         for threads in args.threads:
             set_num_threads(threads)
-            for m in () if args.skip_linear else (1, 2, 4, 8, 16, 32, 64, 512):
-                compare_linear(report, weights, m, threads, args.skip_torch)
-            measure_steps(report, spec, weights, threads)
+            for m in () if args.skip_torch else args.rows:
+                compare_with_torch(report, weights, m, threads)
+            if not args.skip_steps:
+                measure_steps(report, spec, weights, threads)
 
 
 if __name__ == "__main__":

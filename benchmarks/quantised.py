@@ -28,7 +28,7 @@ import gguf
 import numpy as np
 import torch
 
-from benchmarks.kernels import make_batch
+from benchmarks.kernel_calls import make_batch
 from benchmarks.report import Report, Setting
 from kunserve.core.config import InstanceConfig, ModelConfig
 from kunserve.core.ids import InstanceId

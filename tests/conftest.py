@@ -1,5 +1,9 @@
-"""Shared by every test: Hypothesis' settings, the ``gpu`` marker, waiting without sleeping."""
+"""Shared by every test: Hypothesis' settings, the ``gpu`` marker, waiting without sleeping.
 
+KERNEL_FLAGS in the environment has the C kernels compiled otherwise: see ``make test-kernels``.
+"""
+
+import os
 import signal
 import time
 from collections.abc import Callable, Generator
@@ -29,6 +33,12 @@ settings.register_profile(
     "hunt", settings.get_profile("kunserve"), max_examples=HUNT, derandomize=False
 )
 settings.load_profile("kunserve")
+
+
+if kernel_flags := os.environ.get("KERNEL_FLAGS"):
+    from kunserve.engine.kernels import build
+
+    build.NATIVE = tuple(kernel_flags.split())
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

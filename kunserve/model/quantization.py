@@ -1,12 +1,14 @@
 """What ``config.json`` says of quantised weights: one published format is read, others refused."""
 
+import math
 from pathlib import Path
 from typing import Any
 
 from kunserve.core.config import ModelConfig
 from kunserve.core.errors import UnsupportedModel
-from kunserve.core.packed import WeightFormat
-from kunserve.model.gguf_file import read_gguf
+from kunserve.core.model_spec import ModelSpec
+from kunserve.core.packed import PANEL_ROWS, WeightFormat
+from kunserve.model.gguf_file import GgufTensor, read_gguf
 from kunserve.model.json_file import read_json
 from kunserve.model.source import ModelSource
 
@@ -67,3 +69,25 @@ def kept_quantization(source: ModelSource, config: ModelConfig, *, keeps: bool) 
         return "gguf" if any(tensor.quant_type in GGUF_FORMATS for tensor in tensors) else None
     stated = read_json(source.path / "config.json").get("quantization_config")
     return COMPRESSED_TENSORS if stated else None
+
+
+def kept_layer_bytes(source: ModelSource, spec: ModelSpec) -> float:
+    """About what a layer's quantised weights take in memory: the mean over the model's layers.
+
+    Reads headers only. What is not quantised counts in the model's dtype.
+    """
+    if not source.is_gguf:
+        return float(spec.layer_params)  # int8
+    num_bytes = 0.0
+    for tensor in read_gguf(source.path).tensors.values():
+        if tensor.name.startswith("blk."):
+            num_bytes += _tensor_bytes(tensor, spec.dtype_bytes)
+    return num_bytes / spec.num_layers
+
+
+def _tensor_bytes(tensor: GgufTensor, dtype_bytes: int) -> float:
+    num_columns, kind = tensor.shape[-1], GGUF_FORMATS.get(tensor.quant_type)
+    num_rows = math.prod(tensor.shape[:-1])
+    if kind is None or num_columns % kind.block_columns:
+        return num_rows * num_columns * dtype_bytes
+    return num_rows * kind.panel_bytes(num_columns) / PANEL_ROWS

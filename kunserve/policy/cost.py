@@ -189,8 +189,10 @@ ATTENTION_FLOPS = 115e9
 MEMORY_BYTES_PER_S = 17e9
 
 
-def assumed_cost(model: ModelSpec) -> CostCoefficients:
+def assumed_cost(model: ModelSpec, layer_bytes: float | None = None) -> CostCoefficients:
     """Coefficients for a model that nobody has profiled: arithmetic over assumed rates.
+
+    ``layer_bytes`` is what a layer's weights take in memory, where they stay quantised.
 
     The rates are those of one core of a server CPU running our kernels in bfloat16. Formation
     needs ratios only, and those depend on the model's shape more than on the device.
@@ -199,7 +201,8 @@ def assumed_cost(model: ModelSpec) -> CostCoefficients:
     head_params = model.vocab_size * model.hidden_size
     per_pair = 4.0 * model.num_layers * model.q_size
     kv_bytes = model.block_bytes(1)
-    shared_s = model.num_layers * model.layer_bytes / MEMORY_BYTES_PER_S
+    read_bytes = model.layer_bytes if layer_bytes is None else layer_bytes
+    shared_s = model.num_layers * read_bytes / MEMORY_BYTES_PER_S
     return CostCoefficients(
         attention_s=per_pair / ATTENTION_FLOPS,
         token_s=2.0 * layers_params / MATRIX_FLOPS,

@@ -28,7 +28,7 @@ from kunserve.engine.kernels.build import find_or_build
 from kunserve.model.config import read_spec
 from kunserve.model.generation_config import SamplingDefaults, read_sampling_defaults
 from kunserve.model.profile import ProfileSubject, find_cost
-from kunserve.model.quantization import kept_quantization
+from kunserve.model.quantization import kept_layer_bytes, kept_quantization
 from kunserve.model.source import resolve_model
 from kunserve.policy.cost import assumed_cost
 from kunserve.server.api_keys import ApiKeys
@@ -79,7 +79,8 @@ async def launch(config: KunServeConfig, run_folder: Path | None = None) -> Laun
         check_shardable(spec, num_ranks)
     keeps = config.instance.device == "cpu" and num_ranks == 1
     kept = kept_quantization(source, config.model, keeps=keeps)
-    config = with_swap(with_costs(config, spec, kept))
+    layer_bytes = None if kept is None else kept_layer_bytes(source, spec)
+    config = with_swap(with_costs(config, spec, kept, layer_bytes))
     launcher = await asyncio.to_thread(_launcher, config, run_folder)
     logger.info(
         "starting model=%s dtype=%s quantization=%s instances=%d ranks_per_instance=%d "
@@ -204,12 +205,16 @@ def check_length(config: KunServeConfig, spec: ModelSpec) -> None:
 
 
 def with_costs(
-    config: KunServeConfig, spec: ModelSpec, quantization: str | None = None
+    config: KunServeConfig,
+    spec: ModelSpec,
+    quantization: str | None = None,
+    layer_bytes: float | None = None,
 ) -> KunServeConfig:
     """The configuration with the costs that batch formation predicts by, and a line about them.
 
     From the profile if there is one, else assumed from the model's shape: measuring at start
-    would take longer than loading the model. Raises ConfigError for a profile that does not fit.
+    would take longer than loading the model. ``layer_bytes`` is what a layer's quantised weights
+    take. Raises ConfigError for a profile that does not fit.
     """
     scheduler, instance = config.scheduler, config.instance
     is_used = (
@@ -240,7 +245,7 @@ def with_costs(
         )
     if cost is None:
         logger.info("step costs assumed from the model's shape: %s", origin)
-        cost = assumed_cost(spec)
+        cost = assumed_cost(spec, layer_bytes)
     else:
         logger.info("step costs profile=%s", origin)
     return replace(config, scheduler=replace(scheduler, cost=cost))

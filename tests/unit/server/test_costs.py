@@ -48,6 +48,16 @@ def test_without_a_profile_they_are_assumed_and_it_is_said(
     assert "assumed" in caplog.text and "kunserve profile" in caplog.text
 
 
+def test_quantised_weights_are_read_in_less_time() -> None:
+    plain, packed = (
+        with_costs(KunServeConfig(), SPEC, "gguf", layer_bytes).scheduler.cost
+        for layer_bytes in (None, SPEC.layer_bytes / 4)
+    )
+    assert plain is not None and packed is not None
+    assert packed.shared_s == packed.chunk_s == pytest.approx(plain.shared_s / 4)
+    assert packed.token_s == plain.token_s
+
+
 def test_the_profile_in_the_usual_place_is_taken() -> None:
     subject = ProfileSubject.of(SPEC, 1, 16)
     profile(default_path(subject), subject)

@@ -6,7 +6,7 @@
 #define SPAN 64
 /* Rows of a piece: keys are packed once for all of them, so that many are a third faster than few
  * in a long prompt. Fewer give every thread work where the step is short. */
-#define MAX_ROWS 144
+#define MAX_ROWS 288
 #define FEW_ROWS 36 /* >= MAX_HEADS_PER_KV_HEAD of attention.py */
 
 typedef struct {
@@ -161,6 +161,11 @@ INLINE void pack_values(char *packed, const char *const *values, long dim, long 
   }
 }
 
+/* The sum of softmax numerators, with those of one more span. */
+INLINE vf grown_total(vf total, vf rescale, vf sum) {
+  return dot_f32(sum, (vi)total, (vi)rescale);
+}
+
 /* Softmax numerators of one row over a span, whose scores `s` [parts] are scaled, and hidden keys'
  * -inf; and how far the row's past results shrink. */
 INLINE void soften(attention_buffers *b, long row, const vf *s, const int parts,
@@ -177,18 +182,20 @@ INLINE void soften(attention_buffers *b, long row, const vf *s, const int parts,
     sum += e;
     store(b->weights + row * SPAN + j * LANES, e);
   }
-  b->rescale[row] = exp_vf(splat(past) - base)[0];
-  b->seen.total[row] = b->seen.total[row] * b->rescale[row] + sum_lanes(sum);
+  vf rescale = exp_vf(splat(past) - base);
+  b->rescale[row] = rescale[0];
+  b->seen.total[row] = grown_total(splat(b->seen.total[row]), rescale, splat(sum_lanes(sum)))[0];
   b->seen.peak[row] = peak;
 }
 
+/* The same of scores that are still to be multiplied by `factor`, of which some may be hidden. */
 INLINE void soften_row(const attention_job *job, attention_buffers *b, long row, long position,
-                       long from, long keys) {
+                       long from, long keys, float factor) {
   const vi iota = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
   long window = job->model->window;
   int first = window > 0 && position - window + 1 > from ? (int)(position - window + 1 - from) : 0;
   int last = position - from < SPAN ? (int)(position - from) : SPAN - 1; /* may be negative */
-  vf scale = splat(1.0f / __builtin_sqrtf((float)job->model->head_dim)), s[SPAN / LANES];
+  vf scale = splat(factor), s[SPAN / LANES];
   if (first == 0 && last == SPAN - 1) {
     UNROLL for (int j = 0; j < SPAN / LANES; j++) {
       s[j] = load_f32(b->scores + row * SPAN + j * LANES) * scale;
@@ -255,9 +262,9 @@ static void blend_direct(int rows, attention_buffers *b, const char *const *valu
   for (; d < dim; d += 32) WITH_CONSTANT_ROWS(rows, CALL_DIRECT_2)
 }
 
-/* scores[row][i .. i + 16) for every row. */
+/* scores[row][i .. i + 16) for every row; scaled where there are many. */
 INLINE void score_panel(const char *const *keys, fetch_list *list, attention_buffers *b, long i,
-                        long rows, long row_bytes) {
+                        long rows, long row_bytes, float scale) {
   vf out[SWEEP_ROWS];
   const char *q = (const char *)b->q;
   if (rows <= SWEEP_ROWS) {
@@ -273,9 +280,13 @@ INLINE void score_panel(const char *const *keys, fetch_list *list, attention_buf
     int height = rows - row < TILE_ROWS ? (int)(rows - row) : TILE_ROWS;
     fetch_more(list, lines);
     tile(height, out, b->keys, q + row * row_bytes, row_bytes, row_bytes / 16, NULL);
-    for (int r = 0; r < height; r++) store_f32(b->scores + (row + r) * SPAN + i, out[r]);
+    for (int r = 0; r < height; r++) store_f32(b->scores + (row + r) * SPAN + i, out[r] * scale);
   }
 }
+
+/* Softmax of `rows` rows, whose scores are to be multiplied by `factor`: see soften_many.h. */
+static void soften_rows(const attention_job *job, const attention_piece *piece,
+                        attention_buffers *b, long rows, long from, long keys, float factor);
 
 /* One span of keys of one kv head, which starts at position `from`, for its rows of the piece.
  * What `list` has is fetched meanwhile, as much as is read here. */
@@ -285,14 +296,11 @@ static void attend_span(const attention_job *job, const attention_piece *piece,
   long group = job->model->heads / job->model->kv_heads, rows = piece->queries * group;
   long reach = piece->first + piece->queries - from; /* keys that the last query sees */
   long count = reach >= SPAN ? SPAN : (reach + LANES - 1) / LANES * LANES;
+  float scale = 1.0f / __builtin_sqrtf((float)dim);
   for (long i = 0; i < count; i += PANEL) {
-    score_panel(span->keys + i, list, b, i, rows, row_bytes);
+    score_panel(span->keys + i, list, b, i, rows, row_bytes, scale);
   }
-  for (long query = 0, row = 0; query < piece->queries; query++) {
-    for (long h = 0; h < group; h++, row++) {
-      soften_row(job, b, row, piece->first + query, from, count);
-    }
-  }
+  soften_rows(job, piece, b, rows, from, count, rows > SWEEP_ROWS ? 1.0f : scale);
   int packs = rows > 2 * TILE_ROWS;
   if (packs) pack_values(b->values, span->values, dim, count);
   for (long row = 0; row < rows; row += TILE_ROWS) {

@@ -5,6 +5,7 @@
 #include "packed.h"
 #include "rows.h"
 #include "attention_span.h"
+#include "soften_many.h"
 #include "attention.h"
 #include "reduce.h"
 #include "experts.h"

@@ -1,0 +1,60 @@
+"""What the processor and its memory give at most, measured as the kernels are: least times."""
+
+import time
+from ctypes import CDLL, c_int32, c_int64, c_void_p
+from typing import NamedTuple
+
+import torch
+
+DOTS = {"bfloat16": 0, "float32": 1, "int8": 2}
+"""As ``kun_peak_dots`` numbers them."""
+AHEAD_BYTES = (0, 2048, 8192, 16384)
+"""How far before reading memory is fetched; 0: as the processor does by itself."""
+READ_BYTES = 256 << 20
+PIECE_BYTES = 1 << 20
+"""Read by one call: others' work falls between short calls."""
+
+
+class Limits(NamedTuple):
+    """Of a number of threads."""
+
+    bytes_per_s: float
+    flops: dict[str, float]
+    """Per second, by type. Of int8, products that are summed in 32 bits."""
+
+    def roof(self, dtype: str, flops: float, num_bytes: float) -> float:
+        """The most FLOP/s with which so much arithmetic on so many bytes can be done."""
+        return min(self.flops[dtype], self.bytes_per_s * flops / num_bytes)
+
+
+def measure_limits(library: CDLL, rounds: int = 12) -> Limits:
+    """With as many threads as the library has."""
+    library.kun_peak_dots.argtypes = (c_int32, c_int64)
+    library.kun_peak_dots.restype = c_int64
+    library.kun_read.argtypes = (c_void_p, c_int64, c_int64)
+    library.kun_read.restype = None
+    return Limits(
+        bytes_per_s=max(_read_rate(library, ahead, rounds) for ahead in AHEAD_BYTES),
+        flops={name: _dot_rate(library, kind, rounds) for name, kind in DOTS.items()},
+    )
+
+
+def _read_rate(library: CDLL, ahead: int, rounds: int) -> float:
+    memory = torch.zeros(READ_BYTES + max(AHEAD_BYTES), dtype=torch.uint8)
+    starts = range(memory.data_ptr(), memory.data_ptr() + READ_BYTES, PIECE_BYTES)
+    least = dict.fromkeys(starts, float("inf"))
+    for _ in range(rounds):
+        for start in starts:
+            began_s = time.perf_counter()
+            library.kun_read(start, PIECE_BYTES, ahead)
+            least[start] = min(least[start], time.perf_counter() - began_s)
+    return READ_BYTES / sum(least.values())
+
+
+def _dot_rate(library: CDLL, kind: int, rounds: int) -> float:
+    best = 0.0
+    for _ in range(rounds * 5):
+        began_s = time.perf_counter()
+        num_products = library.kun_peak_dots(kind, 20_000)
+        best = max(best, 2.0 * num_products / (time.perf_counter() - began_s))
+    return best
