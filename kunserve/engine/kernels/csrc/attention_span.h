@@ -15,6 +15,7 @@ typedef struct {
   const elem *qkv; /* [num_tokens][(heads + 2 kv_heads) * head_dim], rotated */
   elem *out;       /* [num_tokens][heads * head_dim] */
   long layer;
+  long window; /* tokens that the layer sees, 0 if all */
   const struct attention_plan *plan; /* see attention.h */
 } attention_job;
 
@@ -185,7 +186,7 @@ INLINE void soften(attention_buffers *b, long row, const vf *s, const int parts,
 INLINE void soften_row(const attention_job *job, attention_buffers *b, long row, long position,
                        long from, long keys) {
   const vi iota = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-  long window = job->model->window;
+  long window = job->window;
   int first = window > 0 && position - window + 1 > from ? (int)(position - window + 1 - from) : 0;
   int last = position - from < SPAN ? (int)(position - from) : SPAN - 1; /* may be negative */
   vf scale = splat(1.0f / __builtin_sqrtf((float)job->model->head_dim)), s[SPAN / LANES];
@@ -277,6 +278,17 @@ INLINE void score_panel(const char *const *keys, fetch_list *list, attention_buf
   }
 }
 
+/* Bend the scores of some rows: cap tanh(score / cap), still without their scale. */
+static void cap_scores(const kun_model *model, float *scores, long rows, long count) {
+  float root = __builtin_sqrtf((float)model->head_dim);
+  vf to_cap = splat(1.0f / (root * model->score_cap)), from_cap = splat(root * model->score_cap);
+  for (long row = 0; row < rows; row++) {
+    for (float *s = scores + row * SPAN; s < scores + row * SPAN + count; s += LANES) {
+      store_f32(s, tanh_vf(load_f32(s) * to_cap) * from_cap);
+    }
+  }
+}
+
 /* One span of keys of one kv head, which starts at position `from`, for its rows of the piece.
  * What `list` has is fetched meanwhile, as much as is read here. */
 static void attend_span(const attention_job *job, const attention_piece *piece,
@@ -288,6 +300,7 @@ static void attend_span(const attention_job *job, const attention_piece *piece,
   for (long i = 0; i < count; i += PANEL) {
     score_panel(span->keys + i, list, b, i, rows, row_bytes);
   }
+  if (job->model->score_cap > 0) cap_scores(job->model, b->scores, rows, count);
   for (long query = 0, row = 0; query < piece->queries; query++) {
     for (long h = 0; h < group; h++, row++) {
       soften_row(job, b, row, piece->first + query, from, count);
