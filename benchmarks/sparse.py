@@ -24,7 +24,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from benchmarks.kernels import make_batch
+from benchmarks.kernel_calls import make_batch
 from benchmarks.report import Report, Setting
 from kunserve.core.config import InstanceConfig, ModelConfig
 from kunserve.core.ids import InstanceId

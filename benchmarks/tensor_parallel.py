@@ -27,7 +27,7 @@ from pathlib import Path
 import torch
 import torch.distributed
 
-from benchmarks.kernels import make_batch
+from benchmarks.kernel_calls import make_batch
 from benchmarks.report import Report, Setting
 from kunserve.core.config import InstanceConfig, ModelConfig
 from kunserve.core.ids import InstanceId

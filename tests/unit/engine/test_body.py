@@ -47,6 +47,22 @@ def test_the_account_is_of_the_memory_there_is(body: CpuBody) -> None:
     assert "longest request 512 tokens" in str(account)
 
 
+def test_a_start_tells_of_kv_that_lies_outside_of_windows(tmp_path: Path) -> None:
+    """And has memory for both tables of rotary positions."""
+    model = ModelConfig(model=str(save_tiny(tmp_path, "gemma3", 3)), max_model_len=200)
+    limits = SchedulerConfig(max_num_seqs=3, max_num_batched_tokens=48)
+    body = CpuBody(InstanceId(0), model, SMALL, scheduler=limits)
+    try:
+        # Two of three layers see 24 of 512 tokens.
+        assert body.account.unseen_share == pytest.approx(2 / 3 * (1 - 24 / 512))
+        assert "512 tokens, 64% of its KV outside the windows of layers" in str(body.account)
+        hidden, logits, rope = 64 + 256 + 128 + 96, PANEL_ROWS * 160 * 4, 2 * 200 * 32 * 4
+        assert body.account.buffer_bytes == 48 * hidden * 2 + logits + rope
+        assert body._decoder.buffer_bytes == body.account.buffer_bytes
+    finally:
+        body.close()
+
+
 def test_the_largest_step_takes_no_memory_that_was_not_reserved(folder: Path) -> None:
     model = ModelConfig(model=str(folder), max_model_len=200)
     limits = SchedulerConfig(max_num_seqs=3, max_num_batched_tokens=48)
