@@ -15,7 +15,8 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from benchmarks.kernel_calls import BLOCK_SIZE, smollm2
+from benchmarks.kernel_calls import BLOCK_SIZE
+from benchmarks.kernels import smollm2
 from benchmarks.report import Report
 from kunserve.engine.attention import FusedAttention, StepBatch
 from kunserve.engine.kernels.library import set_num_threads
