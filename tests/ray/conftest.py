@@ -19,15 +19,15 @@ SMALL = {"include_dashboard": False, "object_store_memory": 80 * MIB}
 
 @pytest.fixture(scope="session")
 def ray_cluster() -> Iterator[Any]:
-    """A head without a CPU for instances, and two nodes with one each, in two racks.
+    """A head and one node beside it, each with room for an instance, in two racks.
 
     A node takes seconds to start, so all tests use these. One that kills a node adds its own.
     """
     os.environ.update(QUIET)
     utils = pytest.importorskip("ray.cluster_utils")
-    cluster = utils.Cluster(initialize_head=True, head_node_args={"num_cpus": 0, **SMALL})
-    for rack in ("left", "right"):
-        Nodes(cluster).add(rack=rack)
+    head = {"num_cpus": 1, "memory": 4096 * MIB, "labels": {"rack": "left"}, **SMALL}
+    cluster = utils.Cluster(initialize_head=True, head_node_args=head)
+    Nodes(cluster).add(rack="right")
     yield cluster
     cluster.shutdown()
 
