@@ -13,6 +13,8 @@ from kunserve.policy.cost import OURS, Array, CostForm
 NUM_FOLDS = 5
 TOKENS_TERM = 1
 """Where ``CostForm.features`` counts a batch's tokens."""
+EXPERTS_TERM = 7
+"""And its experts: the last one. Batches of a dense model have none."""
 LEAST_TOKENS_SHARE = 1e-3
 """A token costs at least so much of the batch in which tokens weigh most.
 
@@ -47,6 +49,8 @@ def fit_rows(rows: Array, seconds: Array, unit_s: Array | None = None) -> Array:
     something (``LEAST_TOKENS_SHARE``).
     """
     unit_s = seconds if unit_s is None else unit_s
+    if not rows[:, EXPERTS_TERM:].any() and rows.shape[1] > EXPERTS_TERM:
+        return np.append(fit_rows(rows[:, :EXPERTS_TERM], seconds, unit_s), 0.0)
     relative = rows / unit_s[:, None]
     # Columns of like size: nnls compares them.
     scale = relative.max(axis=0)

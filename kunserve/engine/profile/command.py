@@ -173,6 +173,6 @@ def _tell(profile: Profile, path: Path) -> None:
             f"attention {c.attention_s * 1e6:.3f} us/pair, token {c.token_s * 1e6:.1f} us, "
             f"chunk {c.chunk_s * 1e3:.2f} ms ({c.shared_s * 1e3:.2f} shared), "
             f"context {c.context_s * 1e6:.3f} us/token, sample {c.sample_s * 1e6:.1f} us, "
-            f"narrow {c.narrow_s * 1e3:.2f} ms; {clock}"
+            f"narrow {c.narrow_s * 1e3:.2f} ms, expert {c.expert_s * 1e6:.1f} us; {clock}"
         )
     click.echo(f"{profile.subject.model} on {profile.device}: {path}")
