@@ -23,7 +23,7 @@ from kunserve.model.config import read_spec
 from kunserve.model.profile import FORMAT, Profile, ProfileSubject, RegionError
 from kunserve.model.source import resolve_model
 from kunserve.policy.cost import forms_for, from_vector
-from kunserve.policy.cost_fit import fit, held_out_errors
+from kunserve.policy.cost_fit import fit, held_out_errors, sized
 
 KV_BYTES = 512 * MIB
 MOST_KV_TOKENS = 32768
@@ -155,6 +155,7 @@ def make_profile(
             walls = [r.wall_s for i, r in enumerate(readings) if is_alone(i) is rests]
             group.append(replace(sample, seconds=statistics.median(walls)))
     forms = forms_for(experts)
+    ours = sized(samples, forms[0])
     errors = {
         form.name: {
             region: RegionError(**asdict(error))
@@ -174,10 +175,10 @@ def make_profile(
             "numpy": np.__version__,
         },
         created=datetime.now(UTC).isoformat(timespec="seconds"),
-        coefficients=from_vector(fit(samples, forms[0]), experts),
+        coefficients=from_vector(fit(samples, ours), ours.experts),
         num_instances=num_instances,
-        serving=from_vector(fit(beside, forms[0]), experts),
-        alone=from_vector(fit(alone, forms[0]), experts),
+        serving=from_vector(fit(beside, ours), ours.experts),
+        alone=from_vector(fit(alone, ours), ours.experts),
         errors=errors,
         samples=tuple(samples),
     )

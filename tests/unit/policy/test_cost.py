@@ -27,7 +27,7 @@ from kunserve.policy.cost import (
     tokens_within,
     tokens_within_each,
 )
-from kunserve.policy.cost_fit import fit, held_out_errors, predict
+from kunserve.policy.cost_fit import fit, held_out_errors, predict, sized
 
 COST = CostCoefficients(
     attention_s=2.0,
@@ -236,6 +236,14 @@ def test_the_fit_finds_what_experts_cost_and_a_dense_form_does_not() -> None:
     sees, blind = (held_out_errors(samples, form)["decode"].mean for form in (ours, OURS))
     assert sees < 0.05 and blind > 2 * sees
     assert [form.experts for form in others] == [SPARSE.experts] * len(others)
+
+
+def test_popular_experts_make_a_layer_act_as_one_of_fewer() -> None:
+    ours = forms_for(SPARSE.experts)[0]
+    samples = _samples(noise=0.0, cost=replace(SPARSE, experts=ExpertChoice(40, 8)))
+    assert sized(samples, ours).experts == ExpertChoice(40, 8)
+    assert sized(_samples(noise=0.0, cost=SPARSE), ours) == ours
+    assert sized(samples, OURS) is OURS, "a dense model has none"
 
 
 def test_a_dense_models_fit_has_no_experts() -> None:
