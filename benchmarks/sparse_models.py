@@ -163,7 +163,8 @@ _COLORS = dict(zip(SYSTEMS, ("#9aa5b1", "#c53030", "#2b6cb0", "#2f855a"), strict
 def _draw_systems(
     axis: Axes, name: str, figures: dict[tuple[str, float | None, str], float]
 ) -> None:
-    groups = list(by_load(load(RESULTS / "simulated" / f"{name}.jsonl")))
+    path = RESULTS / "simulated" / f"{name}.jsonl"
+    groups = by_load(load(path)) if path.exists() else []
     heights = [figures[name, group.load, "height"] for group in groups]
     for system in SYSTEMS:
         values = [sorted(p99_s(group.by_system[system]).values()) for group in groups]

@@ -10,7 +10,7 @@ from kunserve.bench.compare.results import AtLoad, RunResult, by_load, load
 Row = Sequence[str]
 
 
-def instances() -> list[Row]:
+def sparse_instances() -> list[Row]:
     """What each cluster is: memory, what fills it, and where the time of a step goes."""
     found = kept()
     rows: list[Row] = [
@@ -45,7 +45,7 @@ def instances() -> list[Row]:
     return rows
 
 
-def results() -> list[Row]:
+def sparse_bursts() -> list[Row]:
     """P99 TTFT over the draws of each load, and what a drop costs and gains besides."""
     found = kept()
     rows: list[Row] = [
@@ -56,7 +56,8 @@ def results() -> list[Row]:
         )
     ]
     for name, title in NAMES.items():
-        for group in by_load(load(RESULTS / "simulated" / f"{name}.jsonl")):
+        path = RESULTS / "simulated" / f"{name}.jsonl"
+        for group in by_load(load(path)) if path.exists() else ():
             height, length_s, modelled = (
                 found[name, group.load, what]
                 for what in ("height", "length", "by drop, as modelled")
