@@ -255,12 +255,7 @@ ATTENTION_FLOPS = 115e9
 MEMORY_BYTES_PER_S = 17e9
 
 
-def assumed_cost(
-    model: ModelSpec,
-    layer_bytes: float | None = None,
-    experts: ExpertChoice = DENSE,
-    expert_params: int = 0,
-) -> CostCoefficients:
+def assumed_cost(model: ModelSpec, layer_bytes: float | None = None) -> CostCoefficients:
     """Coefficients for a model that nobody has profiled: arithmetic over assumed rates.
 
     ``layer_bytes`` is what a layer's weights take in memory, where they stay quantised.
@@ -268,6 +263,8 @@ def assumed_cost(
     The rates are those of one core of a server CPU running our kernels in bfloat16. Formation
     needs ratios only, and those depend on the model's shape more than on the device.
     """
+    experts = DENSE if model.experts is None else model.experts.choice
+    expert_params = 0 if model.experts is None else model.mlp_params
     idle_params = (experts.num - experts.per_token) * expert_params
     layers_params = model.num_layers * (model.layer_params - idle_params)
     read_bytes = model.layer_bytes if layer_bytes is None else layer_bytes

@@ -22,6 +22,7 @@ from kunserve.core.config import (
     ModelConfig,
     SchedulerConfig,
 )
+from kunserve.core.cost import DENSE
 from kunserve.core.errors import KunServeError
 from kunserve.engine.body import EngineBody
 from kunserve.engine.profile.journal import Journal
@@ -119,7 +120,13 @@ def profile_command(
                         stopwatch, plan, journal, others.let_rest, lambda: progress.advance(task)
                     )
                 profile = make_profile(
-                    plan, journal.found, stopwatch.clock, num_instances, seed, device
+                    plan,
+                    journal.found,
+                    stopwatch.clock,
+                    num_instances,
+                    seed,
+                    device,
+                    DENSE if body.model.experts is None else body.model.experts.choice,
                 )
             except BaseException:
                 journal.close()

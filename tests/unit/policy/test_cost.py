@@ -8,10 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kunserve.core.cost import DENSE, CostCoefficients, CostSample, ExpertChoice
+from kunserve.core.experts import Experts
 from kunserve.core.model_spec import ModelSpec
 from kunserve.policy.cost import (
     DISTSERVE,
     FORMS,
+    MATRIX_FLOPS,
+    MEMORY_BYTES_PER_S,
     NANOFLOW,
     NARROW_TOKENS,
     OURS,
@@ -254,9 +257,11 @@ def test_an_unprofiled_sparse_model_reads_and_computes_what_its_tokens_chose() -
     layers, hidden, inner = 4, 64, 128
     dense = ModelSpec("m", "", layers, hidden, inner, 4, 2, 16, 1000, 512, 1e4, 1e-5,
                       True, False, False, False, False, None, None, "bfloat16")  # fmt: skip
-    whole = replace(dense, intermediate_size=16 * inner)
-    expert_params = 3 * hidden * inner
-    cost = assumed_cost(whole, ExpertChoice(16, 1), expert_params)
-    assert cost.token_s == assumed_cost(dense).token_s
-    assert cost.shared_s + 16 * cost.expert_s == pytest.approx(assumed_cost(whole).shared_s)
+    sparse = replace(dense, experts=Experts(16, 1, normalised=True))
+    cost = assumed_cost(sparse)
+    router = 2.0 * layers * 16 * hidden / MATRIX_FLOPS
+    assert cost.token_s == pytest.approx(assumed_cost(dense).token_s + router)
+    everything_s = layers * sparse.layer_bytes / MEMORY_BYTES_PER_S
+    assert cost.experts == ExpertChoice(16, 1) and cost.chunk_s == cost.shared_s
+    assert cost.shared_s + 16 * cost.expert_s == pytest.approx(everything_s)
     assert assumed_cost(dense).expert_s == 0.0
