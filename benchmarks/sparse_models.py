@@ -141,39 +141,48 @@ def p99_s(runs: Sequence[RunResult]) -> dict[int, float]:
 
 
 def draw() -> None:
-    """P99 TTFT over the height of the burst, a panel for each model."""
+    """P99 TTFT of every burst, a panel for each model: medians, and the span of the draws."""
     figures = kept()
     figure = Figure(figsize=(13, 3.4), layout="constrained", dpi=120)
-    axes = figure.subplots(1, len(NAMES))
+    axes = figure.subplots(1, len(NAMES), sharey=True)
     for axis, (name, title) in zip(axes, NAMES.items(), strict=True):
         share, gained = figures[name, None, "weights"], figures[name, None, "KV gained, 2"]
         axis.set_title(f"{title}\nweights {share:.0f} % of memory, a pair +{gained:.0f} % KV",
                        loc="left", fontsize=9)  # fmt: skip
-        _draw_systems(axis, name, figures)
+        axis.set_yscale("log")
+        axis.grid(axis="y", alpha=0.3)
+        _draw_bursts(axis, name, figures)
     axes[0].set_ylabel("P99 TTFT (s), lower is better", fontsize=9)
     axes[0].legend(frameon=False, fontsize=8)
-    figure.supxlabel("height of the burst, in what full memory sustains (X); bands span the draws; "
-                     "simulated", fontsize=8, color="#666666")  # fmt: skip
+    figure.supxlabel("bursts: height in what full memory sustains (X), and length; medians of three "
+                     "draws and their span; simulated", fontsize=8, color="#666666")  # fmt: skip
     figure.savefig(FIGURE)
 
 
 _COLORS = dict(zip(SYSTEMS, ("#9aa5b1", "#c53030", "#2b6cb0", "#2f855a"), strict=True))
 
 
-def _draw_systems(
+def _draw_bursts(
     axis: Axes, name: str, figures: dict[tuple[str, float | None, str], float]
 ) -> None:
-    path = RESULTS / "simulated" / f"{name}.jsonl"
-    groups = by_load(load(path)) if path.exists() else []
-    heights = [figures[name, group.load, "height"] for group in groups]
-    for system in SYSTEMS:
+    groups = by_load(load(RESULTS / "simulated" / f"{name}.jsonl"))
+    places = np.arange(len(groups))
+    for number, system in enumerate(SYSTEMS):
         values = [sorted(p99_s(group.by_system[system]).values()) for group in groups]
-        middle = [statistics.median(one) for one in values]
-        axis.plot(heights, middle, color=_COLORS[system], marker=".", label=system)
-        axis.fill_between(heights, [one[0] for one in values], [one[-1] for one in values],
-                          color=_COLORS[system], alpha=0.15, linewidth=0)  # fmt: skip
-    axis.set_yscale("log")
-    axis.grid(alpha=0.3)
+        middle = np.array([statistics.median(one) for one in values])
+        span = [middle - [one[0] for one in values], [one[-1] for one in values] - middle]
+        axis.bar(places + (number - 1.5) * 0.2, middle, 0.18, yerr=span, label=system,
+                 color=_COLORS[system], error_kw={"elinewidth": 0.8, "ecolor": "#333333"})  # fmt: skip
+    axis.set_xticks(
+        places,
+        [
+            f"{figures[name, group.load, 'height']:.1f} X, "
+            f"{figures[name, group.load, 'length']:.0f} s"
+            for group in groups
+        ],
+        fontsize=8,
+    )
+    axis.set_xlim(-0.6, max(1.0, len(groups) - 0.4))
 
 
 def main() -> None:
