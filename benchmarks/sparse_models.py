@@ -153,9 +153,12 @@ def draw() -> None:
         axis.grid(axis="y", alpha=0.3)
         _draw_bursts(axis, name, figures)
     axes[0].set_ylabel("P99 TTFT (s), lower is better", fontsize=9)
-    axes[0].legend(frameon=False, fontsize=8)
-    figure.supxlabel("bursts: height in what full memory sustains (X), and length; medians of three "
-                     "draws and their span; simulated", fontsize=8, color="#666666")  # fmt: skip
+    axes[-1].legend(frameon=False, fontsize=8)
+    note = (
+        "bursts: height in what full memory sustains (X), and length; medians and span of three "
+        "draws; simulated"
+    )
+    figure.supxlabel(note, fontsize=8, color="#666666")
     figure.savefig(FIGURE)
 
 
@@ -171,8 +174,15 @@ def _draw_bursts(
         values = [sorted(p99_s(group.by_system[system]).values()) for group in groups]
         middle = np.array([statistics.median(one) for one in values])
         span = [middle - [one[0] for one in values], [one[-1] for one in values] - middle]
-        axis.bar(places + (number - 1.5) * 0.2, middle, 0.18, yerr=span, label=system,
-                 color=_COLORS[system], error_kw={"elinewidth": 0.8, "ecolor": "#333333"})  # fmt: skip
+        axis.bar(
+            places + (number - 1.5) * 0.2,
+            middle,
+            0.18,
+            yerr=span,
+            label=system,
+            color=_COLORS[system],
+            error_kw={"elinewidth": 0.8, "ecolor": "#333333"},
+        )
     axis.set_xticks(
         places,
         [
