@@ -22,7 +22,7 @@ from kunserve.core.config import (
     ModelConfig,
     SchedulerConfig,
 )
-from kunserve.core.cost import DENSE
+from kunserve.core.cost import DENSE, ExpertChoice
 from kunserve.core.errors import KunServeError
 from kunserve.engine.body import EngineBody
 from kunserve.engine.profile.journal import Journal
@@ -120,13 +120,7 @@ def profile_command(
                         stopwatch, plan, journal, others.let_rest, lambda: progress.advance(task)
                     )
                 profile = make_profile(
-                    plan,
-                    journal.found,
-                    stopwatch.clock,
-                    num_instances,
-                    seed,
-                    device,
-                    DENSE if body.model.experts is None else body.model.experts.choice,
+                    plan, journal.found, stopwatch.clock, num_instances, seed, device, _choice(body)
                 )
             except BaseException:
                 journal.close()
@@ -138,6 +132,11 @@ def profile_command(
     except KunServeError as error:
         raise click.ClickException(str(error)) from None
     _tell(profile, path)
+
+
+def _choice(body: EngineBody) -> ExpertChoice:
+    experts = body.model.experts
+    return DENSE if experts is None else experts.choice
 
 
 def _subject_of(body: EngineBody, settings: BodySettings) -> ProfileSubject:
