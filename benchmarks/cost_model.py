@@ -2,13 +2,15 @@
 
     python -m benchmarks.cost_model --against profile --profile P.json [--figure cost-model.png]
     python -m benchmarks.cost_model --against roofline
+    python -m benchmarks.cost_model --against sparse
 
 *Profile*: held-out errors of our model and of those that the paper criticises, on the samples of
 `kunserve profile` (with `--max-num-batched-tokens 4096` chunks get long enough to set them apart).
 The figure has the shape of the paper's: predicted over measured time by chunk length, without and
 with a prefix. *Roofline*: the model as an experiment fits it (`profile_times`) predicts random
 batches that the fit has not seen, which the roofline times in the simulator; *no attention* is
-fitted to these very batches.
+fitted to these very batches. *Sparse*: the same for models of experts, and held-out errors of our
+form with and without its term for experts. Batches are of 1 token and more.
 """
 
 import argparse
@@ -26,7 +28,16 @@ from kunserve.core.cost import CostSample
 from kunserve.core.ids import RequestId
 from kunserve.core.step import Chunk
 from kunserve.model.profile import Profile, read_profile
-from kunserve.policy.cost import DISTSERVE, FORMS, NANOFLOW, OURS, PAPER, TOKENS, as_vector
+from kunserve.policy.cost import (
+    DISTSERVE,
+    FORMS,
+    NANOFLOW,
+    OURS,
+    PAPER,
+    TOKENS,
+    as_vector,
+    forms_for,
+)
 from kunserve.policy.cost_fit import fit, held_out_errors, predict, predict_held_out
 from kunserve.sim.costs import profile_times
 from kunserve.sim.devices import find_device
@@ -37,12 +48,19 @@ matplotlib.use("Agg")
 
 _COLORS = {OURS: "#2b6cb0", NANOFLOW: "#dd8a1b", DISTSERVE: "#c53030", TOKENS: "#9aa5b1"}
 _MARKS = {OURS: "o", NANOFLOW: "^", DISTSERVE: "s", TOKENS: "x"}
-TERM_NAMES = ("attention", "token", "own_chunk", "shared", "context", "sample", "narrow")
+TERM_NAMES = ("attention", "token", "own_chunk", "shared", "context", "sample", "narrow", "expert")
 
 
 NUM_BATCHES = 300
 MAX_TOKENS = 2048
 PAIRS = (("Qwen/Qwen2.5-14B", "a800"), ("Qwen/Qwen2.5-72B", "h800"))
+SPARSE_PAIRS = (
+    ("allenai/OLMoE-1B-7B-0924", "a800"),
+    ("mistralai/Mixtral-8x7B-v0.1", "a800"),
+    ("Qwen/Qwen3-30B-A3B", "a800"),
+    ("Qwen/Qwen3-235B-A22B", "h800"),
+    ("deepseek-ai/DeepSeek-V3", "h800"),
+)
 
 Batch: TypeAlias = list[tuple[int, int]]
 """(prefix, length) of each chunk."""
@@ -90,12 +108,25 @@ KINDS: dict[str, Callable[[np.random.Generator], Batch]] = {
 }
 
 
-def roofline_samples(profile: InstanceProfile, region: str) -> list[CostSample]:
+def sparse_decodes(generator: np.random.Generator) -> Batch:
+    """As many requests that decode, on a log scale: few of them touch few experts."""
+    count = round(2 ** generator.uniform(0, 9))
+    return [(int(prefix), 1) for prefix in generator.integers(16, 8192, count)]
+
+
+SPARSE_KINDS = KINDS | {"decode": sparse_decodes}
+
+
+def roofline_samples(
+    profile: InstanceProfile,
+    region: str,
+    kinds: dict[str, Callable[[np.random.Generator], Batch]] = KINDS,
+) -> list[CostSample]:
     """Random batches of one kind, with the time that the simulator gives them."""
     generator = np.random.default_rng(0)
     found = []
     for _ in range(NUM_BATCHES):
-        batch = KINDS[region](generator)
+        batch = kinds[region](generator)
         chunks = [Chunk(RequestId(""), prefix, length, True) for prefix, length in batch]
         found.append(
             CostSample(
@@ -128,6 +159,39 @@ def against_roofline(report: Report) -> None:
                 }
                 report.add("mean error", float(errors.mean()), "%", **case)
                 report.add("largest error", float(errors.max()), "%", **case)
+
+
+def against_sparse(report: Report) -> None:
+    """Per model of experts: what formation plans with, and both forms held out, five-fold."""
+    for name, device in SPARSE_PAIRS:
+        model = find_model(name)
+        profile = gpu_profile(model, find_device(device))
+        ours, dense = forms_for(model.experts)[0], OURS
+        planned = as_vector(
+            profile_times(profile.times, profile.spec.num_layers, MAX_TOKENS, model.experts)
+        )
+        samples = [
+            sample
+            for region in SPARSE_KINDS
+            for sample in roofline_samples(profile, region, SPARSE_KINDS)
+        ]
+        seconds = np.array([sample.seconds for sample in samples])
+        regions = np.array([sample.region for sample in samples])
+        for what, predicted in (
+            ("planned with", predict(samples, ours, planned)),
+            ("held out", predict_held_out(samples, ours)),
+            ("held out, no experts", predict_held_out(samples, dense)),
+        ):
+            errors = np.abs(predicted / seconds - 1.0) * 100
+            for region in SPARSE_KINDS:
+                case: dict[str, Setting] = {
+                    "steps": f"{name}, {device}",
+                    "fit": what,
+                    "batch": region,
+                }
+                inside = errors[regions == region]
+                report.add("mean error", float(inside.mean()), "%", **case)
+                report.add("largest error", float(inside.max()), "%", **case)
 
 
 def draw(profile: Profile, path: Path) -> None:
@@ -193,7 +257,7 @@ def _clean(axis: Axes) -> None:
 def main() -> None:
     """Errors as figures; with a profile also drawn."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--against", choices=["profile", "roofline"], required=True)
+    parser.add_argument("--against", choices=["profile", "roofline", "sparse"], required=True)
     parser.add_argument("--profile", type=Path, help="of `kunserve profile`")
     parser.add_argument("--figure", type=Path, help="where the figure of a profile goes")
     options = parser.parse_args()
@@ -202,6 +266,10 @@ def main() -> None:
     if options.against == "roofline":
         with Report("cost_model", against="roofline") as report:
             against_roofline(report)
+        return
+    if options.against == "sparse":
+        with Report("cost_model", against="sparse") as report:
+            against_sparse(report)
         return
     profile = read_profile(options.profile)
     with Report("cost_model", against="profile", profile=options.profile.name) as report:

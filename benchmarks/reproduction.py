@@ -6,8 +6,8 @@
 A run that results/NAME has already, of the same settings and requests, is not run again: a broken
 off call goes on where it stopped. When an experiment is complete, what the document needs of it
 goes to benchmarks/results/simulated/NAME.jsonl, and the tables between the markers of
-docs/reproduction.md and docs/when-it-helps.md are written anew from there. ``--tables`` does only
-that. All of it takes an hour of one core.
+docs/reproduction.md, docs/when-it-helps.md and docs/sparse-models.md are written anew from there.
+``--tables`` does only that. All of it takes an hour of one core.
 """
 
 import argparse
@@ -28,7 +28,9 @@ from kunserve.bench.compare.results import RunResult, by_load
 from kunserve.bench.compare.slo import FACTOR, strict_base, violations
 
 ROOT = Path(__file__).parent.parent
-DOCUMENTS = (ROOT / "docs" / "reproduction.md", ROOT / "docs" / "when-it-helps.md")
+DOCUMENTS = tuple(
+    ROOT / "docs" / f"{name}.md" for name in ("reproduction", "when-it-helps", "sparse-models")
+)
 LEFT_OUT = ("ttft_ms", "tpot_ms")
 """Of a run's fields, what no table needs: every request's latency is most of a file."""
 _MARKED = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -69,7 +71,7 @@ def write_tables(text: str) -> str:
 
 
 def update_documents() -> None:
-    """Write the tables of both documents from the results as they are now."""
+    """Write the tables of the documents from the results as they are now."""
     runs_of.cache_clear()
     figures_of.cache_clear()
     for document in DOCUMENTS:

@@ -16,6 +16,7 @@ from benchmarks.kept_results import (
     signed,
 )
 from benchmarks.map_agreement import EXPERIMENTS, Compared, compared
+from benchmarks.sparse_tables import sparse_bursts, sparse_instances
 from kunserve.bench.compare.results import RunResult, by_load, load
 from kunserve.bench.compare.simulated.outlook import HELPS
 
@@ -168,6 +169,8 @@ TABLES: dict[str, Callable[[], list[Row]]] = {
     "bounds": bounds,
     "prediction": prediction,
     "provenance": provenance,
+    "sparse-instances": sparse_instances,
+    "sparse-models": sparse_bursts,
 }
 
 

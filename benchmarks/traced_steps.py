@@ -6,7 +6,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from kunserve.core.cost import CostCoefficients
+from kunserve.core.cost import DENSE, CostCoefficients, ExpertChoice
 from kunserve.policy.cost import NARROW_TOKENS, Array, as_vector, from_vector
 from kunserve.policy.cost_fit import fit_rows
 
@@ -22,7 +22,7 @@ class TracedStep:
     num_decodes: int
     layers: tuple[int, int]
     features: tuple[float, ...]
-    """As ``policy.cost.CostForm.features``, of the whole batch over the whole model."""
+    """As ``policy.cost.CostForm.features`` but for experts: the whole batch, the whole model."""
 
     @property
     def seconds(self) -> float:
@@ -64,10 +64,12 @@ def num_layers_of(steps: list[TracedStep]) -> int:
     return max(step.layers[1] for step in steps)
 
 
-def rows_of(steps: list[TracedStep]) -> Array:
+def rows_of(steps: list[TracedStep], experts: ExpertChoice = DENSE) -> Array:
     """[steps, terms]: a stage takes its share of the layers' terms, the last one the samples'."""
     num_layers = num_layers_of(steps)
-    rows = np.array([step.features for step in steps], dtype=np.float64)
+    touched = [experts.touched(step.num_prompt_tokens + step.num_decodes) for step in steps]
+    features = [(*step.features, num) for step, num in zip(steps, touched, strict=True)]
+    rows = np.array(features, dtype=np.float64)
     layers = np.array([step.layers for step in steps], dtype=np.float64)
     shares = (layers[:, 1] - layers[:, 0]) / num_layers
     sampled = np.where(layers[:, 1] == num_layers, rows[:, 5], 0.0)
@@ -78,7 +80,7 @@ def rows_of(steps: list[TracedStep]) -> Array:
 
 def predicted_s(cost: CostCoefficients, steps: list[TracedStep]) -> Array:
     """What each step should take."""
-    return np.asarray(rows_of(steps) @ as_vector(cost))
+    return np.asarray(rows_of(steps, cost.experts) @ as_vector(cost))
 
 
 def overlaps(steps: list[TracedStep]) -> Array:

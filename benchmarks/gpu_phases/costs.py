@@ -60,6 +60,7 @@ def run(machine: Machine, report: Report) -> None:
         ("a token of context", cost.context_s),
         ("a sample", cost.sample_s),
         ("a narrow batch", cost.narrow_s),
+        ("an expert", cost.expert_s),
     ):
         report.add(name, value * 1e6, "us", model=spec.name)
     for name, by_region in profile.errors.items():

@@ -152,7 +152,7 @@ def _instance(machine: Machine, spec: ModelSpec, memory_bytes: int) -> InstanceP
 
 
 def _twice(cost: CostCoefficients) -> CostCoefficients:
-    return from_vector(2.0 * as_vector(cost))
+    return from_vector(2.0 * as_vector(cost), cost.experts)
 
 
 def _exchange_bytes_per_s(machine: Machine) -> float | None:

@@ -1,11 +1,44 @@
-"""What a step costs, as seven numbers of one model on one device."""
+"""What a step costs, as eight numbers of one model on one device."""
 
 from dataclasses import dataclass
+from math import log
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertChoice:
+    """How many experts a sparse layer has, and how many of them a token goes to."""
+
+    num: int = 0
+    """0: the model is dense."""
+    per_token: int = 0
+
+    def __post_init__(self) -> None:
+        """A token goes to one expert at least, and to none twice."""
+        assert self.num == self.per_token == 0 or 1 <= self.per_token <= self.num, self
+
+    def touched(self, num_tokens: float) -> float:
+        """Of a layer's experts, those that a batch reads: nobody chose the others.
+
+        The mean over tokens that choose alike and independently. 0 for a dense model.
+        """
+        if not self.num:
+            return 0.0
+        return float(self.num * (1.0 - (1.0 - self.per_token / self.num) ** num_tokens))
+
+    def touched_by_one_more(self, num_tokens: float) -> float:
+        """The slope of ``touched``: what a token adds to a batch of so many."""
+        if self.per_token == self.num:
+            return 0.0
+        missed = 1.0 - self.per_token / self.num
+        return float(-self.num * log(missed) * missed**num_tokens)
+
+
+DENSE = ExpertChoice()
 
 
 @dataclass(frozen=True, slots=True)
 class CostCoefficients:
-    """Seconds per unit of work, for the whole model (the paper's Eq. 1-3 and three terms of ours).
+    """Seconds per unit of work, for the whole model (the paper's Eq. 1-3 and four terms of ours).
 
     ``policy.cost`` says what they multiply. Only their ratios matter to batch formation.
     """
@@ -24,11 +57,16 @@ class CostCoefficients:
     """epsilon, ours: per sampled token (the output head, the sampler)."""
     narrow_s: float = 0.0
     """zeta, ours: of a batch of very few tokens, which pays nothing per token."""
+    expert_s: float = 0.0
+    """eta, ours: per expert that a layer reads, over all layers; 0 for a dense model."""
+    experts: ExpertChoice = DENSE
+    """What eta counts."""
 
     def __post_init__(self) -> None:
         """No work takes negative time, and a chunk shares no more than it has."""
         values = (self.attention_s, self.token_s, self.shared_s, self.context_s, self.sample_s)
-        assert min(*values, self.narrow_s) >= 0.0 and self.chunk_s >= self.shared_s, self
+        least = min(*values, self.narrow_s, self.expert_s)
+        assert least >= 0.0 and self.chunk_s >= self.shared_s, self
         assert self.token_s > 0.0, self
 
 

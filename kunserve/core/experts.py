@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from kunserve.core.cost import ExpertChoice
+
 
 @dataclass(frozen=True, slots=True)
 class Experts:
@@ -36,6 +38,7 @@ class Experts:
         """Rows of the router."""
         return self.number + (self.shared_size is not None)
 
-    def touched(self, num_tokens: int) -> float:
-        """Experts that so many tokens choose together, on average if all are as popular."""
-        return self.number * (1.0 - (1.0 - self.per_token / self.number) ** num_tokens)
+    @property
+    def choice(self) -> ExpertChoice:
+        """Which of them batches touch."""
+        return ExpertChoice(self.number, self.per_token)

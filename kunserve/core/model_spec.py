@@ -162,7 +162,7 @@ class ModelSpec:
         """Parameters of one layer that a step of so many tokens reads, on average."""
         if self.experts is None:
             return self.layer_params
-        idle = self.experts.number - self.experts.touched(num_tokens)
+        idle = self.experts.number - self.experts.choice.touched(num_tokens)
         return self.layer_params - idle * self.mlp_params
 
     @property

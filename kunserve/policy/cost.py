@@ -3,22 +3,26 @@
     chunk  = alpha * (p * c + (c * c + c) / 2) + beta * c + gamma             (Eq. 1)
              + delta * p + epsilon * samples                                  (ours)
     batch  = sum of its chunks - (n - 1) * gamma_shared                       (Eq. 2-3)
+             + eta * experts that its tokens touch                            (ours)
 
-for a chunk of ``c`` tokens after ``p`` tokens of prefix. Three terms are added to the paper's: a
+for a chunk of ``c`` tokens after ``p`` tokens of prefix. Four terms are added to the paper's: a
 decode reads its whole prefix for one token, which memory bounds and alpha does not see (delta);
 the output head runs for sampled tokens only (epsilon); a batch of ``NARROW_TOKENS`` or fewer pays
-zeta once instead of beta and epsilon, since reading the weights is then all of its time.
+zeta once instead of beta and epsilon, since reading the weights is then all of its time; a sparse
+layer reads the experts that some token chose (eta), and their number grows ever slower with the
+batch. That last term is of the whole batch and of no chunk.
 ``docs/decisions/cost-model.md`` shows what each of them bought.
 """
 
-from dataclasses import dataclass
+from bisect import bisect_right
+from dataclasses import dataclass, replace
 from math import sqrt
 from typing import NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from kunserve.core.cost import CostCoefficients
+from kunserve.core.cost import DENSE, CostCoefficients, ExpertChoice
 from kunserve.core.model_spec import ModelSpec
 
 Array = npt.NDArray[np.float64]
@@ -37,7 +41,9 @@ class CostForm:
     prefix_attention: bool = True
     self_attention: bool = True
     added_terms: bool = True
-    """delta, epsilon and zeta."""
+    """delta, epsilon, zeta and eta."""
+    experts: ExpertChoice = DENSE
+    """Of the model that is fitted."""
 
     def pairs(self, prefixes: Numbers, lengths: Numbers) -> Array:
         """Pairs of a token and one that it attends to, as far as the form sees them."""
@@ -50,7 +56,7 @@ class CostForm:
         return pairs
 
     def features(self, prefixes: Numbers, lengths: Numbers, num_samples: int) -> Array:
-        """One batch as [pairs, tokens, chunks, 1, context tokens, samples, is narrow].
+        """One batch as [pairs, tokens, chunks, 1, context tokens, samples, is narrow, experts].
 
         Cost is linear in it.
         The fourth is what the batch pays once: ``(n * gamma) - (n - 1) * gamma_shared`` is
@@ -58,11 +64,12 @@ class CostForm:
         """
         lengths = np.asarray(lengths, dtype=np.float64)
         pairs, num_tokens = float(self.pairs(prefixes, lengths).sum()), float(lengths.sum())
-        added = (0.0, 0.0, 0.0)
+        added = (0.0, 0.0, 0.0, 0.0)
+        touched = self.experts.touched(num_tokens)
         if self.added_terms and num_tokens <= NARROW_TOKENS:
-            num_tokens, added = 0.0, (float(np.sum(prefixes)), 0.0, 1.0)
+            num_tokens, added = 0.0, (float(np.sum(prefixes)), 0.0, 1.0, touched)
         elif self.added_terms:
-            added = (float(np.sum(prefixes)), float(num_samples), 0.0)
+            added = (float(np.sum(prefixes)), float(num_samples), 0.0, touched)
         return np.array([pairs, num_tokens, float(lengths.size), 1.0, *added])
 
 
@@ -73,6 +80,11 @@ DISTSERVE = CostForm("no prefix attention (DistServe)", prefix_attention=False, 
 TOKENS = CostForm("no attention", prefix_attention=False, self_attention=False, added_terms=False)
 """What balancing by token count assumes."""
 FORMS = (OURS, PAPER, NANOFLOW, DISTSERVE, TOKENS)
+
+
+def forms_for(experts: ExpertChoice) -> tuple[CostForm, ...]:
+    """``FORMS`` for a model of such experts, ours first; the others do not see them."""
+    return tuple(replace(form, experts=experts) for form in FORMS)
 
 
 def as_vector(cost: CostCoefficients) -> Array:
@@ -86,20 +98,50 @@ def as_vector(cost: CostCoefficients) -> Array:
             cost.context_s,
             cost.sample_s,
             cost.narrow_s,
+            cost.expert_s,
         ]
     )
 
 
-def from_vector(vector: Array) -> CostCoefficients:
-    """The inverse of ``as_vector``."""
-    attention_s, token_s, own_s, shared_s, *added = vector.tolist()
-    return CostCoefficients(attention_s, token_s, own_s + shared_s, shared_s, *added)
+def from_vector(vector: Array, experts: ExpertChoice = DENSE) -> CostCoefficients:
+    """The inverse of ``as_vector``, for a model of such experts."""
+    attention_s, token_s, own_s, shared_s, context_s, sample_s, narrow_s, expert_s = vector.tolist()
+    chunk_s = own_s + shared_s
+    return CostCoefficients(
+        attention_s, token_s, chunk_s, shared_s, context_s, sample_s, narrow_s, expert_s, experts
+    )
+
+
+def experts_cost(cost: CostCoefficients, num_tokens: float) -> float:
+    """Seconds that a batch of so many tokens takes to read the experts that they chose."""
+    return cost.expert_s * cost.experts.touched(num_tokens)
+
+
+def near_size(cost: CostCoefficients, num_tokens: float) -> CostCoefficients:
+    """The same without a term for experts, for batches of about so many tokens.
+
+    Exact at that size. Elsewhere it is too much, never too little: the term is concave, and this
+    is its tangent. A dense model's coefficients are given back as they are.
+    """
+    if cost.expert_s == 0.0:
+        return cost
+    each_s = cost.expert_s * cost.experts.touched_by_one_more(num_tokens)
+    once_s = experts_cost(cost, num_tokens) - num_tokens * each_s
+    return replace(
+        cost,
+        token_s=cost.token_s + each_s,
+        chunk_s=cost.chunk_s + once_s,
+        shared_s=cost.shared_s + once_s,
+        narrow_s=cost.narrow_s + min(num_tokens, NARROW_TOKENS) * each_s,
+        expert_s=0.0,
+        experts=DENSE,
+    )
 
 
 def own_cost(cost: CostCoefficients, prefix: Number, num_tokens: Number) -> Number:
     """Eq. 1 less what chunks of a batch share: seconds that a chunk adds to a batch.
 
-    For one chunk, or elementwise for an array of them.
+    For one chunk, or elementwise for an array of them. Experts are the batch's (``experts_cost``).
     """
     pairs = prefix * num_tokens + (num_tokens * num_tokens + num_tokens) / 2
     fixed_s = cost.chunk_s - cost.shared_s + cost.context_s * prefix
@@ -124,10 +166,34 @@ def tokens_within_each(cost: CostCoefficients, prefixes: Array, seconds: Array) 
     return 2.0 * left_s / (linear_s + root_s)
 
 
+def added_cost(cost: CostCoefficients, prefix: float, num_tokens: int, beside: int) -> float:
+    """Seconds that a chunk adds to a batch of ``beside`` tokens, its experts among them."""
+    experts_s = experts_cost(cost, beside + num_tokens) - experts_cost(cost, beside)
+    return own_cost(cost, prefix, num_tokens) + experts_s
+
+
+def tokens_beside(
+    cost: CostCoefficients, prefix: float, seconds: float, beside: int, most: int
+) -> float:
+    """Tokens of a chunk that adds ``seconds`` to a batch of ``beside`` tokens; 0 if none does.
+
+    Up to ``most``. Whole ones where there are experts, because no formula inverts that.
+    """
+    if cost.expert_s == 0.0:
+        return min(most, tokens_within(cost, prefix, seconds))
+    limit_s = seconds + experts_cost(cost, beside)
+
+    def added_s(num_tokens: int) -> float:
+        return own_cost(cost, prefix, float(num_tokens)) + experts_cost(cost, beside + num_tokens)
+
+    return max(0, bisect_right(range(most + 1), limit_s, key=added_s) - 1)
+
+
 def decode_cost(cost: CostCoefficients, num_decodes: int, num_context_tokens: int) -> float:
     """What decodes add to a batch: chunks of one token that all sample.
 
-    Linear in their context, so that their number and their tokens are enough.
+    Linear in their context, so that their number and their tokens are enough. Experts are the
+    batch's (``experts_cost``).
     """
     each_s = cost.attention_s + cost.token_s + cost.chunk_s - cost.shared_s + cost.sample_s
     return num_decodes * each_s + num_context_tokens * (cost.attention_s + cost.context_s)
@@ -156,7 +222,7 @@ def layers_cost(cost: CostCoefficients, totals: BatchTotals) -> float:
     )
     if totals.num_tokens <= NARROW_TOKENS:
         layers_s += cost.narrow_s - cost.token_s * totals.num_tokens
-    return layers_s
+    return layers_s + experts_cost(cost, totals.num_tokens)
 
 
 def head_cost(cost: CostCoefficients, totals: BatchTotals) -> float:
@@ -197,12 +263,17 @@ def assumed_cost(model: ModelSpec, layer_bytes: float | None = None) -> CostCoef
     The rates are those of one core of a server CPU running our kernels in bfloat16. Formation
     needs ratios only, and those depend on the model's shape more than on the device.
     """
-    layers_params = model.num_layers * model.layer_params
+    experts = DENSE if model.experts is None else model.experts.choice
+    expert_params = 0 if model.experts is None else model.mlp_params
+    idle_params = (experts.num - experts.per_token) * expert_params
+    layers_params = model.num_layers * (model.layer_params - idle_params)
+    read_bytes = model.layer_bytes if layer_bytes is None else layer_bytes
+    expert_bytes = read_bytes * expert_params / model.layer_params
+    always_bytes = read_bytes - experts.num * expert_bytes
     head_params = model.vocab_size * model.hidden_size
     per_pair = 4.0 * model.num_layers * model.q_size
     kv_bytes = model.block_bytes(1)
-    read_bytes = model.layer_bytes if layer_bytes is None else layer_bytes
-    shared_s = model.num_layers * read_bytes / MEMORY_BYTES_PER_S
+    shared_s = model.num_layers * always_bytes / MEMORY_BYTES_PER_S
     return CostCoefficients(
         attention_s=per_pair / ATTENTION_FLOPS,
         token_s=2.0 * layers_params / MATRIX_FLOPS,
@@ -210,4 +281,6 @@ def assumed_cost(model: ModelSpec, layer_bytes: float | None = None) -> CostCoef
         shared_s=shared_s,
         context_s=kv_bytes / MEMORY_BYTES_PER_S,
         sample_s=2.0 * head_params / MATRIX_FLOPS,
+        expert_s=model.num_layers * expert_bytes / MEMORY_BYTES_PER_S,
+        experts=experts,
     )

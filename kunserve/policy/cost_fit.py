@@ -1,18 +1,22 @@
 """Coefficients from measured batches: non-negative least squares, and how well they predict."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 from scipy.optimize import nnls
 
-from kunserve.core.cost import CostSample
+from kunserve.core.cost import DENSE, CostSample
 from kunserve.policy.cost import OURS, Array, CostForm
 
 NUM_FOLDS = 5
 TOKENS_TERM = 1
 """Where ``CostForm.features`` counts a batch's tokens."""
+EXPERT_SHARES = (0.25, 0.375, 0.5, 0.625, 0.75, 0.875, 1.0)
+"""Of a layer's experts, how many it may act as."""
+EXPERTS_TERM = 7
+"""And its experts: the last one. Batches of a dense model have none."""
 LEAST_TOKENS_SHARE = 1e-3
 """A token costs at least so much of the batch in which tokens weigh most.
 
@@ -40,6 +44,24 @@ def fit(samples: Sequence[CostSample], form: CostForm = OURS) -> Array:
     return fit_rows(feature_rows(samples, form), _seconds(samples))
 
 
+def sized(samples: Sequence[CostSample], form: CostForm) -> CostForm:
+    """The form with as many experts as fit these samples best; a dense model's form as it is.
+
+    Where some experts are popular, tokens share them, and a layer acts as one of fewer.
+    """
+    experts = form.experts
+    if not form.added_terms or experts == DENSE:
+        return form
+    nums = {max(experts.per_token, round(share * experts.num)) for share in EXPERT_SHARES}
+    forms = [replace(form, experts=replace(experts, num=num)) for num in sorted(nums)]
+    return min(forms, key=lambda one: _misfit(samples, one))
+
+
+def _misfit(samples: Sequence[CostSample], form: CostForm) -> float:
+    relative = predict(samples, form, fit(samples, form)) / _seconds(samples) - 1.0
+    return float((relative * relative).sum())
+
+
 def fit_rows(rows: Array, seconds: Array, unit_s: Array | None = None) -> Array:
     """``fit`` for batches that are known by their features: [samples, terms] and [samples].
 
@@ -47,6 +69,8 @@ def fit_rows(rows: Array, seconds: Array, unit_s: Array | None = None) -> Array:
     something (``LEAST_TOKENS_SHARE``).
     """
     unit_s = seconds if unit_s is None else unit_s
+    if not rows[:, EXPERTS_TERM:].any() and rows.shape[1] > EXPERTS_TERM:
+        return np.append(fit_rows(rows[:, :EXPERTS_TERM], seconds, unit_s), 0.0)
     relative = rows / unit_s[:, None]
     # Columns of like size: nnls compares them.
     scale = relative.max(axis=0)
@@ -73,7 +97,8 @@ def predict_held_out(samples: Sequence[CostSample], form: CostForm = OURS, seed:
     for fold in range(NUM_FOLDS):
         inside = np.flatnonzero(folds == fold).tolist()
         seen = [samples[i] for i in np.flatnonzero(folds != fold).tolist()]
-        predicted[inside] = predict([samples[i] for i in inside], form, fit(seen, form))
+        found = sized(seen, form)
+        predicted[inside] = predict([samples[i] for i in inside], found, fit(seen, found))
     return predicted
 
 

@@ -8,6 +8,10 @@ the same (a recursion that stops by tokens leaves neighbours that differ by a fa
 
 Decodes are no part of that line: each runs once per round of S microbatches, so an S-th of all,
 by cost, belongs to every microbatch.
+
+What a sparse model's experts cost belongs to a microbatch and to no place of the line. Cuts take
+the tangent at the size that microbatches will have about (``near_size``), because there most
+experts are touched anyway. Predicted costs, and the microbatch that a slot gets, are exact.
 """
 
 from collections.abc import Sequence
@@ -30,7 +34,14 @@ from kunserve.policy.batch_form import (
     PromptWork,
     form_token_budget,
 )
-from kunserve.policy.cost import Array, decode_cost, own_cost, tokens_within
+from kunserve.policy.cost import (
+    Array,
+    added_cost,
+    decode_cost,
+    experts_cost,
+    near_size,
+    tokens_beside,
+)
 from kunserve.policy.work_line import WorkLine
 
 ROUNDS_OF_SHORT_QUEUE = 4
@@ -157,11 +168,10 @@ def form_all(view: FormationView, how: Lookahead) -> Formation:
     rounds of them if they stay well above it. No part exceeds the view's
     limits; where prompts differ so much that both bounds cannot hold, balance gives way.
     """
-    line = WorkLine(view.prompts, how.cost)
     decodes_s, num_decodes = _decode_share(view, how.cost)
     most = max(1, view.max_num_tokens - num_decodes)
     most_seqs = max(1, view.max_num_seqs - num_decodes)
-    total = line.num_tokens
+    total = sum(work.remaining for work in view.prompts)
     least = max(min(CHUNK_TOKENS, how.min_tokens), how.min_tokens - num_decodes)
     num_rounds, factor = ROUNDS_OF_SHORT_QUEUE, ROUNDS_LEAST_FACTOR
     if view.has_backlog:
@@ -169,6 +179,8 @@ def form_all(view: FormationView, how: Lookahead) -> Formation:
     spread = min(num_rounds * view.num_stages, total // (factor * least))
     wanted = max(min(view.num_stages, total // least), spread)
     parts = max(1, wanted, -(-total // most))
+    near = near_size(how.cost, num_decodes + total / parts)
+    line = WorkLine(view.prompts, near)
     for _ in range(NUM_TRIES):
         bounds = _cut_equally(line, parts)
         sizes = np.diff(bounds)
@@ -177,7 +189,10 @@ def form_all(view: FormationView, how: Lookahead) -> Formation:
             break
         parts = max(parts + 1, ceil(parts * excess * HEADROOM))
     bounds = _within_limits(line, bounds, least, most, most_seqs)
-    return Formation(bounds, line.costs(bounds) + decodes_s + how.cost.shared_s)
+    if near is not how.cost:
+        line = WorkLine(view.prompts, how.cost)
+    experts_s = [experts_cost(how.cost, num_decodes + size) for size in np.diff(bounds).tolist()]
+    return Formation(bounds, line.costs(bounds) + decodes_s + how.cost.shared_s + experts_s)
 
 
 def cut_microbatch(view: FormationView, how: Lookahead, target_s: float) -> Microbatch:
@@ -187,8 +202,11 @@ def cut_microbatch(view: FormationView, how: Lookahead, target_s: float) -> Micr
     decodes alone reach a limit: nobody starves behind them.
     """
     cost = how.cost
-    num_decodes, decodes_s = _take_decodes(view, cost)
-    left_s = target_s - cost.shared_s - decodes_s
+    near = near_size(cost, _tokens_of_a_slot(view))
+    num_decodes, decodes_s = _take_decodes(view, near)
+    decodes_s -= num_decodes * (near.token_s - cost.token_s)
+    num_taken = num_decodes
+    left_s = target_s - cost.shared_s - decodes_s - experts_cost(cost, num_taken)
     tokens_left = view.max_num_tokens - num_decodes
     seqs_left = view.max_num_seqs - num_decodes
     least = max(min(CHUNK_TOKENS, how.min_tokens), how.min_tokens - num_decodes)
@@ -197,14 +215,15 @@ def cut_microbatch(view: FormationView, how: Lookahead, target_s: float) -> Micr
     for index, (prefix, remaining) in enumerate(view.prompts):
         if tokens_left <= 0 or len(shares) >= seqs_left:
             break
-        num_tokens = _tokens_for(cost, prefix, remaining, left_s)
+        num_tokens = _tokens_for(cost, prefix, remaining, left_s, num_taken)
         num_tokens = min(max(num_tokens, owed), remaining, tokens_left)
         if num_tokens == 0:
             break
         shares.append(PromptShare(index, num_tokens))
         tokens_left -= num_tokens
         owed = max(0, owed - num_tokens)
-        left_s -= own_cost(cost, prefix, num_tokens)
+        left_s -= added_cost(cost, prefix, num_tokens, num_taken)
+        num_taken += num_tokens
         if num_tokens < remaining:
             break
         left_s -= cost.sample_s
@@ -270,11 +289,19 @@ def _take_decodes(view: FormationView, cost: CostCoefficients) -> tuple[int, flo
     return taken, taken_s
 
 
-def _tokens_for(cost: CostCoefficients, prefix: int, remaining: int, seconds: float) -> int:
-    """How many tokens of a prompt take that long."""
-    if own_cost(cost, prefix, remaining) <= seconds:
+def _tokens_of_a_slot(view: FormationView) -> float:
+    """What a microbatch has about, if all that is there were shared out at once."""
+    num_tokens = _num_decodes(view) + sum(work.remaining for work in view.prompts)
+    return min(view.max_num_tokens, num_tokens / (view.num_stages * view.decode_rounds))
+
+
+def _tokens_for(
+    cost: CostCoefficients, prefix: int, remaining: int, seconds: float, beside: int
+) -> int:
+    """How many tokens of a prompt add that long to a microbatch of ``beside`` tokens."""
+    if added_cost(cost, prefix, remaining, beside) <= seconds:
         return remaining
-    return min(remaining, round(tokens_within(cost, prefix, seconds)))
+    return min(remaining, round(tokens_beside(cost, prefix, seconds, beside, remaining)))
 
 
 def _cut_equally(line: WorkLine, parts: int) -> npt.NDArray[np.int64]:

@@ -4,12 +4,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kunserve.core.cost import CostCoefficients, CostSample
+from kunserve.core.cost import DENSE, CostCoefficients, CostSample, ExpertChoice
 from kunserve.core.errors import TooLittleMemory
 from kunserve.core.ids import InstanceId, RequestId
 from kunserve.core.snapshots import HeadShape, InstanceSpec
 from kunserve.core.step import Chunk
-from kunserve.policy.cost import BatchTotals, from_vector, head_cost, layers_cost
+from kunserve.policy.cost import BatchTotals, forms_for, from_vector, head_cost, layers_cost
 from kunserve.policy.cost_fit import fit
 from kunserve.sim.models import SimModel
 from kunserve.sim.profile import InstanceProfile, StepTimes
@@ -17,6 +17,9 @@ from kunserve.sim.profile import InstanceProfile, StepTimes
 LOOP_S = 0.7e-3
 """Between two steps of a real instance: mail, plan, results. Measured: 0.5 ms alone, 0.9 among
 busy neighbours."""
+
+_DECODES_OF_SPARSE = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+"""Sizes of batches by which experts are told from what every batch pays."""
 
 
 class MeasuredTimes:
@@ -92,13 +95,16 @@ def cpu_profile(
     )
 
 
-def profile_times(times: StepTimes, num_layers: int, max_tokens: int) -> CostCoefficients:
+def profile_times(
+    times: StepTimes, num_layers: int, max_tokens: int, experts: ExpertChoice = DENSE
+) -> CostCoefficients:
     """What ``kunserve profile`` would find on a simulated device: what formation plans with.
 
     Six digits of it: linear algebra differs in the last ones from processor to processor, and a
     simulation must not.
     """
     batches: list[list[tuple[int, int, bool]]] = []
+    decodes = (1, 8, 32, 128) if experts == DENSE else _DECODES_OF_SPARSE
     for prefix in (0, 1024, 4096, 16_384):
         length = 64
         while length <= max_tokens:
@@ -106,7 +112,7 @@ def profile_times(times: StepTimes, num_layers: int, max_tokens: int) -> CostCoe
             batches.append([(prefix, length, False)])
             batches.append([(prefix, length, True), (4096, 1, True), (1024, 1, True)])
             length *= 2
-        batches.extend([(prefix, 1, True)] * num for num in (1, 8, 32, 128))
+        batches.extend([(prefix, 1, True)] * num for num in decodes if num <= max_tokens)
     samples = []
     for batch in batches:
         chunks = [Chunk(RequestId(""), *chunk) for chunk in batch]
@@ -119,4 +125,5 @@ def profile_times(times: StepTimes, num_layers: int, max_tokens: int) -> CostCoe
                 seconds=times.stage_s(chunks, num_layers, True),
             )
         )
-    return from_vector(np.array([float(f"{value:.6g}") for value in fit(samples)]))
+    found = fit(samples, forms_for(experts)[0])
+    return from_vector(np.array([float(f"{value:.6g}") for value in found]), experts)

@@ -39,6 +39,8 @@ class Device:
     collective_share: float = 0.5
     """Of the peer bandwidth, in an all-reduce of megabytes."""
     collective_latency_s: float = 30e-6
+    network_latency_s: float = 30e-6
+    """What a collective over several servers adds."""
     network_share: float = 0.7
     """Of the network bandwidth that a bulk transfer reaches."""
     step_overhead_s: float = 4.5e-3

@@ -6,6 +6,7 @@ otherwise.
 
 from dataclasses import dataclass, replace
 
+from kunserve.core.cost import ExpertChoice
 from kunserve.core.errors import ConfigError
 from kunserve.core.model_spec import ModelSpec
 
@@ -49,12 +50,16 @@ class SimModel:
         """Parameters of a layer that one token uses."""
         return self.dense_params + self.experts_per_token * self.expert_params
 
+    @property
+    def experts(self) -> ExpertChoice:
+        """Of a layer."""
+        return ExpertChoice(self.num_experts, self.experts_per_token)
+
     def touched_bytes(self, num_tokens: int) -> float:
         """Weight bytes of a layer that a batch reads: experts nobody chose stay untouched."""
         if not self.num_experts:
             return self.layer_bytes
-        missed = (1.0 - self.experts_per_token / self.num_experts) ** num_tokens
-        experts = self.num_experts * (1.0 - missed) * self.expert_params
+        experts = self.experts.touched(num_tokens) * self.expert_params
         return (self.dense_params + experts) * self.dtype_bytes
 
 
@@ -134,30 +139,41 @@ def _quantised(model: SimModel, suffix: str, bits: float) -> SimModel:
     )
 
 
-def _qwen3_235b() -> SimModel:
-    hidden, heads, kv_heads, head_dim, expert_ffn, experts = 4096, 64, 4, 128, 1536, 128
-    layers, vocab = 94, 151_936
-    attention = hidden * (heads + 2 * kv_heads) * head_dim + heads * head_dim * hidden
-    dense = attention + 2 * hidden + 2 * head_dim + hidden * experts
-    expert = 3 * hidden * expert_ffn
+def _sparse(
+    name: str,
+    layers: int,
+    hidden: int,
+    heads: tuple[int, int, int],
+    experts: tuple[int, int, int],
+    vocab: int,
+    length: int,
+    *,
+    gpus: int = 1,
+) -> SimModel:
+    """A Llama with a router and ``experts`` (number, chosen, inner width) for its FFN."""
+    num_heads, kv_heads, head_dim = heads
+    num_experts, per_token, ffn = experts
+    attention = hidden * (num_heads + 2 * kv_heads) * head_dim + num_heads * head_dim * hidden
+    dense = attention + 2 * hidden + 2 * head_dim + hidden * num_experts
+    expert = 3 * hidden * ffn
     return SimModel(
-        name="Qwen/Qwen3-235B-A22B",
+        name=name,
         num_layers=layers,
         hidden_size=hidden,
         dtype_bytes=2,
-        layer_bytes=2 * (dense + experts * expert),
+        layer_bytes=2 * (dense + num_experts * expert),
         embedding_bytes=2 * vocab * hidden,
         head_bytes=2 * (vocab * hidden + hidden),
         kv_token_bytes=2 * 2 * kv_heads * head_dim,
         dense_params=dense,
         expert_params=expert,
-        num_experts=experts,
-        experts_per_token=8,
-        activation_width=16 * hidden + 5 * 8 * expert_ffn,
-        prefill_pair_flops=4 * heads * head_dim,
-        decode_pair_flops=4 * heads * head_dim,
-        max_model_len=40_960,
-        default_num_gpus=8,
+        num_experts=num_experts,
+        experts_per_token=per_token,
+        activation_width=16 * hidden + 5 * per_token * ffn,
+        prefill_pair_flops=4 * num_heads * head_dim,
+        decode_pair_flops=4 * num_heads * head_dim,
+        max_model_len=length,
+        default_num_gpus=gpus,
     )
 
 
@@ -224,7 +240,18 @@ MODELS = {
             "meta-llama/Llama-3.1-405B", 126, 16_384, 53_248, (128, 8, 128), 128_256, 131_072,
             gpus=16,
         ),
-        _qwen3_235b(),
+        _sparse(
+            "allenai/OLMoE-1B-7B-0924", 16, 2048, (16, 16, 128), (64, 8, 1024), 50_304, 4096
+        ),
+        _sparse(
+            "mistralai/Mixtral-8x7B-v0.1", 32, 4096, (32, 8, 128), (8, 2, 14_336), 32_000, 32_768,
+            gpus=2,
+        ),
+        _sparse("Qwen/Qwen3-30B-A3B", 48, 2048, (32, 4, 128), (128, 8, 768), 151_936, 40_960),
+        _sparse(
+            "Qwen/Qwen3-235B-A22B", 94, 4096, (64, 4, 128), (128, 8, 1536), 151_936, 40_960,
+            gpus=8,
+        ),
         _deepseek_v3(),
     )
 }  # fmt: skip

@@ -71,6 +71,11 @@ class RooflineTimes:
     Matrix products take the longer of their arithmetic and of reading the weights once; the
     attention of prompts is arithmetic, that of decodes reads KV (and computes, under MLA); two
     all-reduces per layer join the shards; the host adds its part per step and per sequence.
+
+    Under expert parallelism every GPU sees every token and computes its own experts' part, so that
+    the second all-reduce joins experts as it joins shards (vLLM's way without data parallelism).
+    Experts are chosen alike, and no GPU has more to do than another.
+    ``docs/decisions/simulator.md`` says what that leaves out.
     """
 
     def __init__(
@@ -85,9 +90,13 @@ class RooflineTimes:
         self._attention_flops = num_gpus * device.peak_flops * device.attention_share
         self._weight_rate = num_gpus * device.memory_bytes_per_s * device.weight_read_share
         self._kv_rate = num_gpus * device.memory_bytes_per_s * device.kv_read_share
-        across = num_gpus > device.gpus_per_server
-        wire = device.network_bytes_per_s if across else device.peer_bytes_per_s
-        self._reduce_rate = wire * device.collective_share
+        self._reduce_rate = device.peer_bytes_per_s * device.collective_share
+        self._reduce_latency_s = device.collective_latency_s
+        if num_gpus > device.gpus_per_server:
+            # Rings use every card of a server at once, or servers reduce among themselves first.
+            cards = device.gpus_per_server * device.network_bytes_per_s * device.network_share
+            self._reduce_rate = min(self._reduce_rate, cards)
+            self._reduce_latency_s += device.network_latency_s
 
     def stage_s(self, chunks: Sequence[Chunk], num_layers: int, is_last: bool) -> float:
         """See ``StepTimes``."""
@@ -121,15 +130,19 @@ class RooflineTimes:
 
     def matmul_s(self, num_tokens: int) -> float:
         """The matrix products of one layer."""
+        return self.products_s(num_tokens, self._model.touched_bytes(num_tokens))
+
+    def products_s(self, num_tokens: int, read_bytes: float) -> float:
+        """The same where so many bytes of its weights are read."""
         return max(
             2.0 * self._model.token_params * num_tokens / self._flops,
-            self._model.touched_bytes(num_tokens) / self._weight_rate,
+            read_bytes / self._weight_rate,
         )
 
     def _reduce_s(self, num_tokens: int) -> float:
         model, num_gpus = self._model, self._num_gpus
         moved = 2.0 * (num_gpus - 1) / num_gpus * num_tokens * model.hidden_size * model.dtype_bytes
-        return self._device.collective_latency_s + moved / self._reduce_rate
+        return self._reduce_latency_s + moved / self._reduce_rate
 
     def _head_s(self, num_sampled: int) -> float:
         model = self._model

@@ -5,7 +5,9 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kunserve.core.cost import CostCoefficients
+from kunserve.core.cost import CostCoefficients, ExpertChoice
+from kunserve.policy.batch_form import CHUNK_TOKENS
+from kunserve.policy.cost import batch_cost
 from kunserve.policy.pace import PaceView, choose_pace
 from kunserve.policy.queue_order import MOST_S, DeadlineOrder
 
@@ -14,6 +16,9 @@ COSTS = st.sampled_from(
         CostCoefficients(6e-9, 1e-4, 0.016, 0.016, 1.4e-7, 5.7e-5),
         CostCoefficients(3e-7, 5e-4, 0.02, 0.0067, 1e-6, 1.6e-4),
         CostCoefficients(0.0, 1.0, 0.0, 0.0),
+        CostCoefficients(
+            1e-6, 0.012, 0.04, 0.032, 8e-6, 1e-3, expert_s=0.012, experts=ExpertChoice(64, 8)
+        ),
     ]
 )
 VIEWS = st.builds(
@@ -38,6 +43,24 @@ def test_the_users_limit_holds_and_something_runs(
     assert 1 <= size <= view.max_num_batched_tokens and rounds >= 1
     if view.is_memory_short:
         assert rounds == 1, "slow decodes would hold memory that others wait for"
+
+
+@given(VIEWS, COSTS, SLOS)
+@settings(max_examples=200, deadline=None)
+def test_a_step_that_has_more_than_it_must_keeps_the_objective(
+    view: PaceView, cost: CostCoefficients, slo_s: float
+) -> None:
+    view = replace(view, num_stages=1)
+    size, rounds = choose_pace(view, slo_s, cost)
+    num_decodes, context = view.num_decodes, view.num_context_tokens
+    num_prompt = size - num_decodes
+    if num_prompt <= CHUNK_TOKENS or num_decodes == 0:
+        return
+    prefixes = [context, *[0] * (num_decodes - 1), view.prefix]
+    lengths, samples = [1] * num_decodes + [num_prompt], [1] * num_decodes + [0]
+    took_s = batch_cost(cost, prefixes, lengths, samples)
+    alone_s = batch_cost(cost, [view.prefix], [num_prompt])
+    assert took_s + (rounds - 1) * alone_s <= slo_s * (1 + 1e-9)
 
 
 @given(VIEWS, COSTS, SLOS, st.integers(0, 50_000))

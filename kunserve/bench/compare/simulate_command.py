@@ -46,7 +46,8 @@ Examples
     epilog=_EPILOG,
     context_settings={"max_content_width": 100, "help_option_names": ["-h", "--help"]},
 )
-@_cluster("--model", help="A built-in model.")
+@_cluster("--model", help="A built-in model, dense or sparse (Mixtral, OLMoE, Qwen3-MoE, "
+          "DeepSeek-V3); --list shows them.")
 @_cluster("--device", help="a100, a800, h100, h800, h200 or b200.")
 @_cluster("--profile", type=_FILE,
           help="A file of `kunserve profile`: CPU instances of its model, instead of GPUs.")

@@ -129,9 +129,10 @@ def _kill(text: str) -> tuple[float, int]:
 def _print_list() -> None:
     print("Models")
     for model in MODELS.values():
+        sparse = f", {model.experts_per_token} of {model.num_experts} experts per token"
         print(
             f"  {model.name:30} {model.weights_bytes / 2**30:7.1f} GiB, "
-            f"{model.default_num_gpus} GPUs per instance"
+            f"{model.default_num_gpus} GPUs per instance{sparse if model.num_experts else ''}"
         )
     print("Devices")
     for device in DEVICES.values():

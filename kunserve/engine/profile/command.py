@@ -22,6 +22,7 @@ from kunserve.core.config import (
     ModelConfig,
     SchedulerConfig,
 )
+from kunserve.core.cost import DENSE, ExpertChoice
 from kunserve.core.errors import KunServeError
 from kunserve.engine.body import EngineBody
 from kunserve.engine.profile.journal import Journal
@@ -119,7 +120,7 @@ def profile_command(
                         stopwatch, plan, journal, others.let_rest, lambda: progress.advance(task)
                     )
                 profile = make_profile(
-                    plan, journal.found, stopwatch.clock, num_instances, seed, device
+                    plan, journal.found, stopwatch.clock, num_instances, seed, device, _choice(body)
                 )
             except BaseException:
                 journal.close()
@@ -131,6 +132,11 @@ def profile_command(
     except KunServeError as error:
         raise click.ClickException(str(error)) from None
     _tell(profile, path)
+
+
+def _choice(body: EngineBody) -> ExpertChoice:
+    experts = body.model.experts
+    return DENSE if experts is None else experts.choice
 
 
 def _subject_of(body: EngineBody, settings: BodySettings) -> ProfileSubject:
@@ -173,6 +179,6 @@ def _tell(profile: Profile, path: Path) -> None:
             f"attention {c.attention_s * 1e6:.3f} us/pair, token {c.token_s * 1e6:.1f} us, "
             f"chunk {c.chunk_s * 1e3:.2f} ms ({c.shared_s * 1e3:.2f} shared), "
             f"context {c.context_s * 1e6:.3f} us/token, sample {c.sample_s * 1e6:.1f} us, "
-            f"narrow {c.narrow_s * 1e3:.2f} ms; {clock}"
+            f"narrow {c.narrow_s * 1e3:.2f} ms, expert {c.expert_s * 1e6:.1f} us; {clock}"
         )
     click.echo(f"{profile.subject.model} on {profile.device}: {path}")

@@ -11,7 +11,7 @@ import torch
 
 import kunserve
 from kunserve.core.config import MIB, InstanceConfig, ModelConfig, SchedulerConfig
-from kunserve.core.cost import CostSample
+from kunserve.core.cost import DENSE, CostSample, ExpertChoice
 from kunserve.core.ids import InstanceId
 from kunserve.engine.body import EngineBody
 from kunserve.engine.devices import open_backend, open_ranks
@@ -22,8 +22,8 @@ from kunserve.engine.ranks.memory import RankedMemory
 from kunserve.model.config import read_spec
 from kunserve.model.profile import FORMAT, Profile, ProfileSubject, RegionError
 from kunserve.model.source import resolve_model
-from kunserve.policy.cost import FORMS, from_vector
-from kunserve.policy.cost_fit import fit, held_out_errors
+from kunserve.policy.cost import forms_for, from_vector
+from kunserve.policy.cost_fit import fit, held_out_errors, sized
 
 KV_BYTES = 512 * MIB
 MOST_KV_TOKENS = 32768
@@ -132,6 +132,7 @@ def make_profile(
     num_instances: int,
     seed: int,
     device: str = "cpu",
+    experts: ExpertChoice = DENSE,
 ) -> Profile:
     """Fit the least of the repeats; judge every cost model on the same samples.
 
@@ -153,12 +154,14 @@ def make_profile(
         for group, rests in ((beside, False), (alone, True)):
             walls = [r.wall_s for i, r in enumerate(readings) if is_alone(i) is rests]
             group.append(replace(sample, seconds=statistics.median(walls)))
+    forms = forms_for(experts)
+    ours = sized(samples, forms[0])
     errors = {
         form.name: {
             region: RegionError(**asdict(error))
             for region, error in held_out_errors(samples, form, seed).items()
         }
-        for form in FORMS
+        for form in forms
     }
     return Profile(
         format=FORMAT,
@@ -172,10 +175,10 @@ def make_profile(
             "numpy": np.__version__,
         },
         created=datetime.now(UTC).isoformat(timespec="seconds"),
-        coefficients=from_vector(fit(samples)),
+        coefficients=from_vector(fit(samples, ours), ours.experts),
         num_instances=num_instances,
-        serving=from_vector(fit(beside)),
-        alone=from_vector(fit(alone)),
+        serving=from_vector(fit(beside, ours), ours.experts),
+        alone=from_vector(fit(alone, ours), ours.experts),
         errors=errors,
         samples=tuple(samples),
     )

@@ -95,13 +95,19 @@ def test_the_simulator_says_the_same_of_a_burst_on_the_ridge() -> None:
     assert simulated > 1.5 and found.by_drop / 2.5 < simulated < 2.5 * found.by_drop
 
 
-def test_the_simulator_sustains_what_the_model_says() -> None:
+@pytest.mark.parametrize(
+    "one",
+    [
+        SimulatedSetup(num_instances=1, memory_utilization=0.53),
+        SimulatedSetup(model="Qwen/Qwen3-30B-A3B", num_instances=1, max_num_batched_tokens=8192),
+    ],
+    ids=["dense", "sparse"],
+)
+def test_the_simulator_sustains_what_the_model_says(one: SimulatedSetup) -> None:
     """An instance that gets three times X is soon full, and ends requests at the rate X."""
-    asked = scenario(2.0, 1.0)
-    able = capacity(asked)
     lengths = random_lengths(60, 4000, 400, 0.0, seed=0)
+    able = capacity(build_scenario(one, Workload((0.0,) * 60, lengths, "all")))
     arrivals = tuple(number / (3 * able.full_rate) for number in range(60))
-    one = SimulatedSetup(num_instances=1, memory_utilization=0.53)
     result = simulate(
         find_system("recompute"), build_scenario(one, Workload(arrivals, lengths, "even"))
     )

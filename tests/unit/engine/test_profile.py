@@ -67,7 +67,7 @@ def test_a_journal_is_resumed_where_it_ended(tmp_path: Path) -> None:
 
 
 def test_the_command_writes_a_whole_profile(tmp_path: Path) -> None:
-    folder = save_tiny(tmp_path / "llama", "llama", 2)
+    folder = save_tiny(tmp_path / "olmoe", "olmoe", 2)
     out = tmp_path / "p.json"
     arguments = ["profile", str(folder), "--quick", "--out", str(out), "--max-num-seqs", "16",
                  "--max-num-batched-tokens", "64", "--block-size", "8"]  # fmt: skip
@@ -77,6 +77,8 @@ def test_the_command_writes_a_whole_profile(tmp_path: Path) -> None:
     profile = read_profile(out)
     assert profile.subject.num_layers == 2 and profile.subject.block_size == 8
     assert profile.num_instances == 2
+    for cost in (profile.coefficients, profile.serving, profile.alone):
+        assert cost.experts.per_token == 4 <= cost.experts.num <= 11
     assert profile.serving.token_s > 0 and profile.alone.token_s > 0
     assert len(profile.samples) == 48 and all(s.seconds > 0 for s in profile.samples)
     assert set(profile.errors) == {form.name for form in FORMS}

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kunserve.core.cost import CostCoefficients, CostSample
+from kunserve.core.cost import DENSE, CostCoefficients, CostSample, ExpertChoice
 from kunserve.core.errors import ConfigError
 from kunserve.model.profile import (
     FORMAT,
@@ -19,6 +19,7 @@ from kunserve.model.profile import (
     write_profile,
 )
 
+OLD = Path(__file__).parents[3] / "benchmarks" / "results" / "profile-smollm2-135m.json"
 SUBJECT = ProfileSubject("org/tiny", "LlamaForCausalLM", 4, 64, "bfloat16", 1, 16)
 PROFILE = Profile(
     format=FORMAT,
@@ -47,6 +48,16 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     write_profile(path, PROFILE)
     assert read_profile(path) == PROFILE
     assert [p.name for p in path.parent.iterdir()] == ["profile.json"]
+
+
+def test_a_profile_of_a_sparse_model_and_one_from_before_there_were_any(tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    sparse = replace(PROFILE.coefficients, expert_s=2e-4, experts=ExpertChoice(64, 8))
+    write_profile(path, replace(PROFILE, coefficients=sparse))
+    assert read_profile(path).coefficients == sparse
+    old = read_profile(OLD).coefficients
+    assert "expert_s" not in OLD.read_text()
+    assert old.expert_s == 0.0 and old.experts == DENSE and old.token_s > 0.0
 
 
 def test_the_default_place_is_named_after_the_subject(home: Path) -> None:

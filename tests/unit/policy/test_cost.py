@@ -7,11 +7,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kunserve.core.cost import CostCoefficients, CostSample
+from kunserve.core.cost import DENSE, CostCoefficients, CostSample, ExpertChoice
+from kunserve.core.experts import Experts
 from kunserve.core.model_spec import ModelSpec
 from kunserve.policy.cost import (
     DISTSERVE,
     FORMS,
+    MATRIX_FLOPS,
+    MEMORY_BYTES_PER_S,
     NANOFLOW,
     NARROW_TOKENS,
     OURS,
@@ -21,12 +24,13 @@ from kunserve.policy.cost import (
     assumed_cost,
     batch_cost,
     decode_cost,
+    forms_for,
     from_vector,
     own_cost,
     tokens_within,
     tokens_within_each,
 )
-from kunserve.policy.cost_fit import fit, held_out_errors, predict
+from kunserve.policy.cost_fit import fit, held_out_errors, predict, sized
 
 COST = CostCoefficients(
     attention_s=2.0,
@@ -133,9 +137,9 @@ def test_what_the_criticised_models_do_not_see() -> None:
     assert DISTSERVE.pairs(10, 4) == 10
     assert TOKENS.pairs(10, 4) == 0
     assert PAPER.pairs(10, 4) == OURS.pairs(10, 4) == 50
-    assert PAPER.features([10], [4], 1).tolist() == [50, 4, 1, 1, 0, 0, 0]
-    assert OURS.features([10], [4], 1).tolist() == [50, 0, 1, 1, 10, 0, 1]
-    assert OURS.features([10], [5], 1).tolist() == [65, 5, 1, 1, 10, 1, 0]
+    assert PAPER.features([10], [4], 1).tolist() == [50, 4, 1, 1, 0, 0, 0, 0]
+    assert OURS.features([10], [4], 1).tolist() == [50, 0, 1, 1, 10, 0, 1, 0]
+    assert OURS.features([10], [5], 1).tolist() == [65, 5, 1, 1, 10, 1, 0, 0]
 
 
 def test_nonsense_coefficients_are_a_bug() -> None:
@@ -151,9 +155,11 @@ def test_an_unprofiled_model_has_sensible_ratios() -> None:
     assert cost.token_s / cost.attention_s == pytest.approx(1700, rel=0.5)
 
 
-def _samples(noise: float, seed: int = 0) -> list[CostSample]:
+MEASURED = CostCoefficients(6e-7, 1e-3, 0.012, 0.0115, 2e-6, 3e-4)
+
+
+def _samples(noise: float, seed: int = 0, cost: CostCoefficients = MEASURED) -> list[CostSample]:
     generator = np.random.default_rng(seed)
-    cost = CostCoefficients(6e-7, 1e-3, 0.012, 0.0115, 2e-6, 3e-4)
     samples = []
     for i in range(120):
         region = ("prefill", "prefix", "decode", "mixed")[i % 4]
@@ -210,3 +216,52 @@ def test_predictions_are_of_the_fitted_form() -> None:
     samples = _samples(noise=0.0)
     predicted = predict(samples, OURS, fit(samples))
     assert predicted == pytest.approx([sample.seconds for sample in samples])
+
+
+SPARSE = CostCoefficients(
+    6e-7, 1e-3, 0.012, 0.0115, 2e-6, 3e-4, expert_s=5e-4, experts=ExpertChoice(64, 8)
+)
+
+
+def test_a_sparse_batch_reads_the_experts_that_its_tokens_chose() -> None:
+    dense = replace(SPARSE, expert_s=0.0, experts=DENSE)
+    for lengths in ([1], [1, 1, 1], [40, 1]):
+        prefixes = [7] * len(lengths)
+        experts_s = batch_cost(SPARSE, prefixes, lengths) - batch_cost(dense, prefixes, lengths)
+        assert experts_s == pytest.approx(5e-4 * 64 * (1 - (1 - 8 / 64) ** sum(lengths)))
+    assert from_vector(as_vector(SPARSE), SPARSE.experts) == SPARSE
+
+
+def test_the_fit_finds_what_experts_cost_and_a_dense_form_does_not() -> None:
+    ours, *others = forms_for(SPARSE.experts)
+    samples = _samples(noise=0.02, cost=SPARSE)
+    assert from_vector(fit(samples, ours), SPARSE.experts).expert_s == pytest.approx(5e-4, rel=0.1)
+    sees, blind = (held_out_errors(samples, form)["decode"].mean for form in (ours, OURS))
+    assert sees < 0.05 and blind > 2 * sees
+    assert [form.experts for form in others] == [SPARSE.experts] * len(others)
+
+
+def test_popular_experts_make_a_layer_act_as_one_of_fewer() -> None:
+    ours = forms_for(SPARSE.experts)[0]
+    samples = _samples(noise=0.0, cost=replace(SPARSE, experts=ExpertChoice(40, 8)))
+    assert sized(samples, ours).experts == ExpertChoice(40, 8)
+    assert sized(_samples(noise=0.0, cost=SPARSE), ours) == ours
+    assert sized(samples, OURS) is OURS, "a dense model has none"
+
+
+def test_a_dense_models_fit_has_no_experts() -> None:
+    assert from_vector(fit(_samples(noise=0.02))).expert_s == 0.0
+
+
+def test_an_unprofiled_sparse_model_reads_and_computes_what_its_tokens_chose() -> None:
+    layers, hidden, inner = 4, 64, 128
+    dense = ModelSpec("m", "", layers, hidden, inner, 4, 2, 16, 1000, 512, 1e4, 1e-5,
+                      True, False, False, False, False, None, None, "bfloat16")  # fmt: skip
+    sparse = replace(dense, experts=Experts(16, 1, normalised=True))
+    cost = assumed_cost(sparse)
+    router = 2.0 * layers * 16 * hidden / MATRIX_FLOPS
+    assert cost.token_s == pytest.approx(assumed_cost(dense).token_s + router)
+    everything_s = layers * sparse.layer_bytes / MEMORY_BYTES_PER_S
+    assert cost.experts == ExpertChoice(16, 1) and cost.chunk_s == cost.shared_s
+    assert cost.shared_s + 16 * cost.expert_s == pytest.approx(everything_s)
+    assert assumed_cost(dense).expert_s == 0.0

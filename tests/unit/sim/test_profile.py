@@ -30,10 +30,23 @@ def test_dense_models_are_as_large_as_the_paper_says(name: str, gib: int, share:
 
 
 @pytest.mark.parametrize(
-    ("name", "billions"), [("Qwen/Qwen3-235B-A22B", 235.1), ("deepseek-ai/DeepSeek-V3", 671.0)]
+    ("name", "billions", "active"),
+    [
+        ("allenai/OLMoE-1B-7B-0924", 6.92, 1.28),
+        ("mistralai/Mixtral-8x7B-v0.1", 46.7, 12.9),
+        ("Qwen/Qwen3-30B-A3B", 30.5, 3.3),
+        ("Qwen/Qwen3-235B-A22B", 235.1, 22.2),
+        ("deepseek-ai/DeepSeek-V3", 671.0, 37.6),
+    ],
 )
-def test_sparse_models_have_their_published_parameters(name: str, billions: float) -> None:
-    assert find_model(name).weights_bytes / 2e9 == pytest.approx(billions, rel=0.01)
+def test_sparse_models_have_their_published_parameters(
+    name: str, billions: float, active: float
+) -> None:
+    model = find_model(name)
+    assert model.weights_bytes / 2e9 == pytest.approx(billions, rel=0.01)
+    of_a_token = model.num_layers * model.token_params
+    ends = (model.embedding_bytes + model.head_bytes) / 2
+    assert (of_a_token + ends) / 1e9 == pytest.approx(active, rel=0.03)
 
 
 def test_a_token_of_qwen_14b_takes_192_kib() -> None:
@@ -59,6 +72,16 @@ def test_the_papers_points_of_qwen_14b_on_a800() -> None:
     assert profile.times.stage_s(full, 48, True) == pytest.approx(0.060, rel=0.1)
     half = profile.pool_tokens * profile.model.kv_token_bytes * 48 / 2
     assert half / profile.network_bytes_per_s == pytest.approx(1.3, rel=0.05)
+
+
+def test_an_all_reduce_over_servers_uses_every_card() -> None:
+    """It costs a hop more, and not the rate of one card: NCCL's tests find 400 GB/s over eight."""
+    model, device = find_model("Llama-3.1-405B"), find_device("h100")
+    one, two = (RooflineTimes(model, device, gpus) for gpus in (8, 16))
+    batch, more = [chunk(0, 2048)], [chunk(0, 4096)]
+    longer_s = [t.stage_s(more, 8, False) - t.stage_s(batch, 8, False) for t in (one, two)]
+    assert longer_s[1] < 0.7 * longer_s[0], "twice the GPUs are faster with many tokens"
+    assert two.stage_s([chunk(9, 1)], 8, False) > 16 * device.network_latency_s
 
 
 @pytest.mark.parametrize(

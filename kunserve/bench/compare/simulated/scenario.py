@@ -53,7 +53,10 @@ def build_scenario(setup: SimulatedSetup, workload: Workload) -> Scenario:
             setup.max_num_seqs,
             setup.max_num_batched_tokens,
             cost=profile_times(
-                profile.times, profile.spec.num_layers, setup.max_num_batched_tokens
+                profile.times,
+                profile.spec.num_layers,
+                setup.max_num_batched_tokens,
+                profile.model.experts,
             ),
         ),
         world=WorldConfig(start_s=setup.start_s, places=_places(setup)),

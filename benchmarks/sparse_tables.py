@@ -1,0 +1,107 @@
+"""The tables of docs/sparse-models.md."""
+
+import statistics
+from collections.abc import Iterable, Sequence
+
+from benchmarks.kept_results import RESULTS, signed
+from benchmarks.sparse_models import NAMES, SYSTEMS, kept, p99_s
+from kunserve.bench.compare.results import AtLoad, RunResult, by_load, load
+
+Row = Sequence[str]
+
+
+def sparse_instances() -> list[Row]:
+    """What each cluster is: memory, what fills it, and where the time of a step goes."""
+    found = kept()
+    rows: list[Row] = [
+        (
+            *("", "weights, of memory", "requests that fill it", "X (requests/s)"),
+            *("prompts alone take all compute at", "decode step: weights / KV / the rest"),
+            *("a pair: KV, throughput", "a four: KV, throughput"),
+        )
+    ]
+    for name, title in NAMES.items():
+        parts = [
+            found[name, None, f"decode step: {part}"] for part in ("weights", "KV", "the rest")
+        ]
+        gains = [
+            f"{signed(found[name, None, f'KV gained, {depth}'])}, "
+            f"{signed(found[name, None, f'throughput gained, {depth}'])}"
+            if (name, None, f"KV gained, {depth}") in found
+            else "-"
+            for depth in (2, 4)
+        ]
+        rows.append(
+            (
+                title,
+                f"{found[name, None, 'weights']:.0f} %",
+                f"{found[name, None, 'requests that fill it']:.0f}",
+                f"{found[name, None, 'X']:.1f}",
+                f"{found[name, None, 'compute alone']:.1f} X",
+                " / ".join(f"{part:.0f} %" for part in parts),
+                *gains,
+            )
+        )
+    return rows
+
+
+def sparse_bursts() -> list[Row]:
+    """P99 TTFT over the draws of each load, and what a drop costs and gains besides."""
+    found = kept()
+    rows: list[Row] = [
+        (
+            *("", "burst", *(f"`{system}`" for system in SYSTEMS)),
+            *("lower by", "against round robin", "as modelled"),
+            *("P50 TPOT", "output tokens/s"),
+        )
+    ]
+    for name, title in NAMES.items():
+        path = RESULTS / "simulated" / f"{name}.jsonl"
+        for group in by_load(load(path)) if path.exists() else ():
+            height, length_s, modelled = (
+                found[name, group.load, what]
+                for what in ("height", "length", "by drop, as modelled")
+            )
+            rows.append(
+                (
+                    title,
+                    f"{height:.2f} X for {length_s:.0f} s",
+                    *_row(group),
+                    f"{modelled:.1f}x",
+                    *_costs(group),
+                )
+            )
+    return rows
+
+
+def _row(group: AtLoad) -> list[str]:
+    seconds = {system: p99_s(group.by_system[system]) for system in SYSTEMS}
+    cells = [_ranged(seconds[system].values(), " s") for system in SYSTEMS]
+    for rival in ("recompute", "recompute-rr"):
+        gains = [seconds[rival][seed] / lower for seed, lower in seconds["drop"].items()]
+        cells.append(_ranged(gains, "x"))
+    return cells
+
+
+def _costs(group: AtLoad) -> list[str]:
+    """Of `drop` over `recompute`, medians of the draws."""
+    before, after = group.by_system["recompute"], group.by_system["drop"]
+
+    def ratio(field: str) -> str:
+        values = [getattr(b, field) / getattr(a, field) for a, b in _pairs(before, after)]
+        return signed(100 * (statistics.median(values) - 1))
+
+    return [ratio("tpot_p50_s"), ratio("output_throughput")]
+
+
+def _pairs(
+    one: Sequence[RunResult], other: Sequence[RunResult]
+) -> Iterable[tuple[RunResult, RunResult]]:
+    by_seed = {run.seed: run for run in other}
+    return [(run, by_seed[run.seed]) for run in one]
+
+
+def _ranged(values: Iterable[float], unit: str) -> str:
+    """Median and range."""
+    ordered = sorted(values)
+    return f"{statistics.median(ordered):.1f}{unit} ({ordered[0]:.1f}-{ordered[-1]:.1f})"
