@@ -191,6 +191,8 @@ class OverloadConfig:
     """``observe`` decides as ``drop`` and preempts as ``recompute``: it drops nothing."""
     restore_below: float = 0.5
     """Restore when demand is under this share of the undropped KV memory."""
+    restore_in_steps: bool = False
+    """A pipeline of more than two stages parts into two first. Only the simulator can do so."""
     dwell_s: float = 2.0
     """Shortest time between two transitions of one group."""
     restore_hold_s: float = 3.0

@@ -113,6 +113,8 @@ class Relaxed:
 
     group_ids: tuple[GroupId, ...]
     trigger: str
+    in_halves: tuple[GroupId, ...] = ()
+    """Of these, pipelines that would fit into two shorter ones, and into no less."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +169,7 @@ def observe(
         elif load.num_instances > 1 and _low_long_enough(trend, now_s, config):
             relaxed.append(load)
     return MonitorState(MappingProxyType(trends)), Verdict(
-        _overloaded(short), _relaxed(relaxed), tuple(squeezed), tuple(excuses)
+        _overloaded(short), _relaxed(relaxed, config), tuple(squeezed), tuple(excuses)
     )
 
 
@@ -186,7 +188,7 @@ def _overloaded(short: list[tuple[GroupLoad, int, float]]) -> Overloaded | None:
     )
 
 
-def _relaxed(relaxed: list[GroupLoad]) -> Relaxed | None:
+def _relaxed(relaxed: list[GroupLoad], config: OverloadConfig) -> Relaxed | None:
     if not relaxed:
         return None
     demand = sum(load.need_blocks for load in relaxed)
@@ -194,6 +196,11 @@ def _relaxed(relaxed: list[GroupLoad]) -> Relaxed | None:
     return Relaxed(
         group_ids=tuple(load.group_id for load in relaxed),
         trigger=f"demand {demand} blocks, undropped capacity {undropped}",
+        in_halves=tuple(
+            load.group_id
+            for load in relaxed
+            if load.need_blocks >= config.restore_below * load.undropped_blocks
+        ),
     )
 
 
@@ -252,7 +259,10 @@ def _follow(
     ``d(prompt + generated - lost tokens) / block_size - d(used)``.
     """
     report = load.report
-    low = load.need_blocks < config.restore_below * load.undropped_blocks
+    roomiest = load.undropped_blocks
+    if config.restore_in_steps:
+        roomiest = max(roomiest, load.halves_blocks)
+    low = load.need_blocks < config.restore_below * roomiest
     if trend is not None and report.sequence_number <= trend.sequence_number:
         return trend._replace(low_since_s=trend.low_since_s if low else None)
     kept_tokens = report.prompt_tokens + report.generation_tokens - report.lost_tokens

@@ -46,6 +46,8 @@ class System:
     """``ClusterConfig.prefix_aware_dispatch``."""
     memory_factor: float = 1.0
     """Memory of each instance as a multiple of what the others have."""
+    kv_factor: float = 1.0
+    """Bytes of KV as a multiple of what the others need, read at the same speed."""
 
     @property
     def drops(self) -> bool:
@@ -54,8 +56,8 @@ class System:
 
     @property
     def is_baseline(self) -> bool:
-        """Whether the system never drops layers, and has no more memory than the others."""
-        return not self.drops and self.memory_factor == 1.0
+        """Whether the system never drops layers, and has no more memory for KV than the others."""
+        return not self.drops and self.memory_factor == self.kv_factor == 1.0
 
 
 _DROP = OverloadConfig(policy="drop")
@@ -184,6 +186,38 @@ SYSTEMS = {
             "drop, and never restore",
         ),
         System(
+            "drop-early",
+            replace(_DROP, restore_below=0.8),
+            "drop, and restore as soon as requests fit the undropped memory with a fifth to spare",
+        ),
+        System(
+            "drop-steps",
+            replace(_DROP, restore_in_steps=True),
+            "drop, and pipelines of four part into pairs first",
+        ),
+        System(
+            "drop-steps-early",
+            replace(_DROP, restore_below=0.8, restore_in_steps=True),
+            "drop-early and drop-steps",
+        ),
+        System(
+            "drop-steps-eager",
+            replace(_DROP, restore_below=0.9, restore_in_steps=True),
+            "drop-steps, and restore with a tenth to spare",
+        ),
+        System(
+            "fp8",
+            OverloadConfig(policy="recompute"),
+            "recompute, and all KV in 8 bits: more than that of new requests would give",
+            kv_factor=0.5,
+        ),
+        System(
+            "drop-fp8",
+            _DROP,
+            "drop, and all KV in 8 bits",
+            kv_factor=0.5,
+        ),
+        System(
             "drop-no-forecast",
             replace(_DROP, forecast_s=0.0),
             "drop when memory is short, not when it is about to be",
@@ -302,6 +336,7 @@ def _simulated_only(system: System) -> list[str]:
         ("links without priority", not system.link_priority),
         ("instances ordered under overload", system.autoscales),
         ("a watermark", system.watermark is not None),
+        ("KV of fewer bytes", system.kv_factor != 1.0),
     )
     unknown = [f"overload.{name}" for name in _changed(system.overload) if name not in _FLAGS]
     return [what for what, is_asked in asked if is_asked] + unknown
