@@ -19,7 +19,8 @@ missing blocks before it could:
     brief:  (used + whole queue + share + unreported - capacity) / release rate < transition time
 
 A dropped group is *relaxed* when its need has been under ``restore_below`` of what its
-members hold undropped for ``restore_hold_s``. The distance between the two thresholds, the hold
+members hold undropped for ``restore_hold_s``. One of more than two stages parts into two when its
+need has been under ``halve_below`` of what these hold. The distance between the two thresholds, the hold
 and the dwell after each transition keep it from flapping.
 """
 
@@ -259,10 +260,10 @@ def _follow(
     ``d(prompt + generated - lost tokens) / block_size - d(used)``.
     """
     report = load.report
-    roomiest = load.undropped_blocks
-    if config.restore_in_steps:
-        roomiest = max(roomiest, load.halves_blocks)
-    low = load.need_blocks < config.restore_below * roomiest
+    low_blocks = config.restore_below * load.undropped_blocks
+    if config.restore_below > 0.0:
+        low_blocks = max(low_blocks, config.halve_below * load.halves_blocks)
+    low = load.need_blocks < low_blocks
     if trend is not None and report.sequence_number <= trend.sequence_number:
         return trend._replace(low_since_s=trend.low_since_s if low else None)
     kept_tokens = report.prompt_tokens + report.generation_tokens - report.lost_tokens

@@ -186,24 +186,19 @@ SYSTEMS = {
             "drop, and never restore",
         ),
         System(
+            "drop-whole",
+            replace(_DROP, halve_below=0.0),
+            "drop, and pipelines of four part into whole instances only, not into pairs first",
+        ),
+        System(
             "drop-early",
             replace(_DROP, restore_below=0.8),
             "drop, and restore as soon as requests fit the undropped memory with a fifth to spare",
         ),
         System(
-            "drop-steps",
-            replace(_DROP, restore_in_steps=True),
-            "drop, and pipelines of four part into pairs first",
-        ),
-        System(
-            "drop-steps-early",
-            replace(_DROP, restore_below=0.8, restore_in_steps=True),
-            "drop-early and drop-steps",
-        ),
-        System(
-            "drop-steps-eager",
-            replace(_DROP, restore_below=0.9, restore_in_steps=True),
-            "drop-steps, and restore with a tenth to spare",
+            "drop-eager",
+            replace(_DROP, restore_below=0.9, halve_below=0.9),
+            "drop, and restore with a tenth to spare",
         ),
         System(
             "fp8",

@@ -125,17 +125,17 @@ def test_an_idle_pipeline_is_restored() -> None:
 def test_a_long_pipeline_parts_in_steps() -> None:
     """What is too much for four whole instances fits into two pairs."""
     busy = {"num_running": 9, "used_blocks": 2 * BLOCKS}
-    brain = dropped(4)
+    brain = dropped(4, halve_below=0.0)
     brain.report(0, **busy)
     assert not brain.take(LoadLayers)
-    brain = dropped(4, restore_in_steps=True)
+    brain = dropped(4)
     brain.report(0, **busy)
     ((_, load),) = brain.take(LoadLayers)
     (transition,) = brain.controller.transitions.active.values()
     assert [len(layout.stages) for layout in transition.record.groups_after] == [2, 2]
     loaded = {source.layers.num_layers for one in load.members for source in one.sources}
     assert loaded == {NUM_LAYERS // 4}
-    brain = dropped(4, restore_in_steps=True)
+    brain = dropped(4)
     brain.report(0)
     (transition,) = brain.controller.transitions.active.values()
     assert [len(layout.stages) for layout in transition.record.groups_after] == [1, 1, 1, 1]
