@@ -20,8 +20,8 @@ missing blocks before it could:
 
 A dropped group is *relaxed* when its need has been under ``restore_below`` of what its
 members hold undropped for ``restore_hold_s``. One of more than two stages parts into two when its
-need has been under ``halve_below`` of what these hold. The distance between the two thresholds, the hold
-and the dwell after each transition keep it from flapping.
+need has been under ``halve_below`` of what these hold. The distance between the two thresholds,
+the hold and the dwell after each transition keep it from flapping.
 """
 
 import math
