@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from benchmarks.parting import BENCHMARK as PARTING
 from benchmarks.points import (
     BURSTGPT_48,
     HEAVY_27,
@@ -69,9 +70,14 @@ HEAD = (
 )
 
 
+def _kept() -> dict[RunKey, dict[str, float]]:
+    """Of this benchmark, and of the one that has runs of `drop` at equal points."""
+    return kept(PARTING) | kept(BENCHMARK)
+
+
 def table(targets: Sequence[Target]) -> list[Row]:
     """A row for each point and system of ours; the last two columns are against recompute."""
-    runs = kept(BENCHMARK)
+    runs = _kept()
     rows: list[Row] = [HEAD]
     for target in targets:
         name = target.point.name
@@ -140,7 +146,7 @@ def main() -> None:
     if options.table:
         print(markdown(table(targets)))
     else:
-        run_missing(BENCHMARK, runs_of(targets, range(options.seeds)), kept(BENCHMARK))
+        run_missing(BENCHMARK, runs_of(targets, range(options.seeds)), _kept())
 
 
 if __name__ == "__main__":
