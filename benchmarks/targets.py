@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from benchmarks.markdown import Row, markdown
 from benchmarks.parting import BENCHMARK as PARTING
 from benchmarks.points import (
     BURSTGPT_48,
@@ -32,7 +33,6 @@ from benchmarks.points import (
     kept,
     run_missing,
 )
-from benchmarks.tables import Row, markdown
 
 BENCHMARK = "targets"
 RIVALS = ("recompute", "recompute-rr", "endless")
@@ -46,24 +46,25 @@ class Target:
     """What is wanted at one point. None: nothing is."""
 
     point: Point
-    option: str
-    """The system with the option that suits the traffic."""
+    options: tuple[str, ...]
+    """Systems with the options that suit the traffic."""
     over_recompute: float | None = None
     """Times lower that P99 TTFT shall be; as is the next."""
     over_round_robin: float | None = None
 
 
+ORDERED = ("drop-tpot", "drop-tpot-deadline")
 TARGETS = (
-    Target(LONGBENCH_44, "drop-tpot", 3.1, 6.0),
-    Target(LONGBENCH_48, "drop-park", 3.3),
-    Target(HEAVY_27, "drop-tpot", 8.3, 16.0),
-    Target(HEAVY_30, "drop-tpot", 10.0, 21.0),
-    Target(SHAREGPT_15, "drop-tpot", 3.5),
-    Target(LONGBENCH_72B_46, "drop-tpot", 2.7),
-    Target(LONGBENCH_40, "drop-tpot"),
-    Target(BURSTGPT_48, "drop-tpot", 3.0),
+    Target(LONGBENCH_44, ORDERED, 3.1, 6.0),
+    Target(LONGBENCH_48, ("drop-park",), 3.3),
+    Target(HEAVY_27, ("drop-tpot",), 8.3, 16.0),
+    Target(HEAVY_30, ("drop-tpot",), 10.0, 21.0),
+    Target(SHAREGPT_15, ("drop-tpot",), 3.5),
+    Target(LONGBENCH_72B_46, ORDERED, 2.7),
+    Target(LONGBENCH_40, ("drop-tpot",)),
+    Target(BURSTGPT_48, ("drop-tpot",), 3.0),
 )
-UNSEEN_TARGETS = tuple(Target(point, "drop-tpot") for point in UNSEEN)
+UNSEEN_TARGETS = tuple(Target(point, ("drop-tpot",)) for point in UNSEEN)
 HEAD = (
     *("load", "draws", "system", "against recompute", "target", "against round robin", "target"),
     *("over endless", "P50 TPOT", "output tokens/s"),
@@ -76,25 +77,25 @@ def _kept() -> dict[RunKey, dict[str, float]]:
 
 
 def table(targets: Sequence[Target]) -> list[Row]:
-    """A row for each point and system of ours; the last two columns are against recompute."""
+    """A row for each point and system of ours; the last two columns are against recompute.
+
+    Each ratio is of as many draws as both systems have.
+    """
     runs = _kept()
     rows: list[Row] = [HEAD]
     for target in targets:
         name = target.point.name
-        for system in dict.fromkeys(("drop", target.option)):
-            needed = (system, *RIVALS)
-            seeds = [
-                seed
-                for seed in sorted({key.seed for key in runs})
-                if all(RunKey(name, seed, one) in runs for one in needed)
-            ]
-            if not seeds:
+        for system in ("drop", *target.options):
+            draws: list[Draw] = [{} for _ in range(1 + max((key.seed for key in runs), default=0))]
+            for key, figures in runs.items():
+                if key.point == name:
+                    draws[key.seed][key.system] = figures
+            num_draws = sum({"recompute", system} <= draw.keys() for draw in draws)
+            if not num_draws:
                 continue
-
-            draws = [{one: runs[RunKey(name, seed, one)] for one in needed} for seed in seeds]
             rows.append(
                 (
-                    *(name, str(len(seeds)), f"`{system}`"),
+                    *(name, str(num_draws), f"`{system}`"),
                     _times(_over(draws, "recompute", system, P99)),
                     _wanted(target.over_recompute),
                     _times(_over(draws, "recompute-rr", system, P99)),
@@ -107,8 +108,20 @@ def table(targets: Sequence[Target]) -> list[Row]:
     return rows
 
 
+def targets() -> list[Row]:
+    """What is wanted, and what is."""
+    return table(TARGETS)
+
+
+def unseen() -> list[Row]:
+    """The same on windows that nothing was tuned on: nothing was asked of each by itself."""
+    head, *rows = table(UNSEEN_TARGETS)
+    return [(*row[:4], row[5], *row[7:]) for row in (head, *rows)]
+
+
 def _over(draws: list[Draw], one: str, other: str, figure: str) -> list[float]:
-    return [draw[one][figure] / draw[other][figure] for draw in draws]
+    both = [draw for draw in draws if {one, other} <= draw.keys()]
+    return [draw[one][figure] / draw[other][figure] for draw in both]
 
 
 def _wanted(times: float | None) -> str:
@@ -116,22 +129,30 @@ def _wanted(times: float | None) -> str:
 
 
 def _times(ratios: list[float]) -> str:
-    return f"{statistics.median(ratios):.1f}x ({min(ratios):.1f}-{max(ratios):.1f})"
+    return _ranged([f"{ratio:.1f}" for ratio in _three(ratios)], "x")
 
 
 def _percent(ratios: list[float]) -> str:
-    middle, *ends = (
-        f"{100 * (ratio - 1):+.0f}"
-        for ratio in (statistics.median(ratios), min(ratios), max(ratios))
-    )
-    return f"{middle} % ({' to '.join(ends)})"
+    return _ranged([f"{100 * (ratio - 1):+.0f}" for ratio in _three(ratios)], " %")
+
+
+def _three(values: list[float]) -> list[float]:
+    """Median, least and most; nothing of nothing."""
+    return [statistics.median(values), min(values), max(values)] if values else []
+
+
+def _ranged(shown: list[str], unit: str) -> str:
+    if not shown:
+        return "-"
+    middle, least, most = shown
+    return f"{middle}{unit}" if least == most else f"{middle}{unit} ({least} to {most})"
 
 
 def runs_of(targets: Sequence[Target], seeds: Sequence[int]) -> Iterator[tuple[Point, int, str]]:
     """A draw of every point before the next draw."""
     for seed in seeds:
         for target in targets:
-            for system in (*RIVALS, "drop", target.option):
+            for system in (*RIVALS, "drop", *target.options):
                 yield target.point, seed, system
 
 
@@ -142,11 +163,11 @@ def main() -> None:
     parser.add_argument("--unseen", action="store_true", help="windows that nothing was tuned on")
     parser.add_argument("--table", action="store_true", help="run nothing, print what is kept")
     options = parser.parse_args()
-    targets = UNSEEN_TARGETS if options.unseen else TARGETS
     if options.table:
-        print(markdown(table(targets)))
-    else:
-        run_missing(BENCHMARK, runs_of(targets, range(options.seeds)), _kept())
+        print(markdown(unseen() if options.unseen else targets()))
+        return
+    wanted = UNSEEN_TARGETS if options.unseen else TARGETS
+    run_missing(BENCHMARK, runs_of(wanted, range(options.seeds)), _kept())
 
 
 if __name__ == "__main__":

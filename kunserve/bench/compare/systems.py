@@ -162,6 +162,13 @@ SYSTEMS = {
             tpot_slo_s=0.8,
         ),
         System(
+            "drop-tpot-deadline",
+            _DROP,
+            "drop-tpot and drop-deadline",
+            scheduling="deadline",
+            tpot_slo_s=0.8,
+        ),
+        System(
             "drop-no-priority",
             _DROP,
             "drop, but activations wait behind bulk transfers on the links",
