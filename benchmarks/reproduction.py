@@ -20,7 +20,8 @@ from pathlib import Path
 import msgspec
 
 from benchmarks.kept_results import RESULTS, SLO_KEY, figures_of, runs_of
-from benchmarks.tables import TABLES, markdown
+from benchmarks.markdown import markdown
+from benchmarks.tables import TABLES
 from kunserve.bench.compare.comparison import Options, compare
 from kunserve.bench.compare.experiment import World
 from kunserve.bench.compare.experiment_file import read_experiment

@@ -1,7 +1,7 @@
 """The tables of docs/reproduction.md, each a function of the results in benchmarks/results."""
 
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from benchmarks.claims import CLAIMS
@@ -16,11 +16,11 @@ from benchmarks.kept_results import (
     signed,
 )
 from benchmarks.map_agreement import EXPERIMENTS, Compared, compared
+from benchmarks.markdown import Row
 from benchmarks.sparse_tables import sparse_bursts, sparse_instances
+from benchmarks.targets import targets, unseen
 from kunserve.bench.compare.results import RunResult, by_load, load
 from kunserve.bench.compare.simulated.outlook import HELPS
-
-Row = Sequence[str]
 
 
 def claims() -> list[Row]:
@@ -171,11 +171,6 @@ TABLES: dict[str, Callable[[], list[Row]]] = {
     "provenance": provenance,
     "sparse-instances": sparse_instances,
     "sparse-models": sparse_bursts,
+    "targets": targets,
+    "unseen": unseen,
 }
-
-
-def markdown(rows: Sequence[Row]) -> str:
-    """A table of a document; the first row is its head."""
-    head, *body = rows
-    lines = [head, ["---"] * len(head), *body]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)

@@ -28,7 +28,7 @@ from kunserve.core.messages import AllowParking, LoadLayers
 from kunserve.core.request import Request, SamplingParams
 from kunserve.core.snapshots import HeadShape
 from kunserve.core.speculative_config import SpeculativeConfig
-from kunserve.policy.restore import choose_sources, transient_capacity_blocks
+from kunserve.policy.restore import choose_sources, parting_capacity_blocks, parts_of
 
 COST = CostCoefficients(attention_s=0.0, token_s=1e-3, chunk_s=1e-3, shared_s=1e-3)
 """What schedulers believe of steps."""
@@ -216,19 +216,18 @@ class FakeCluster(InProcessCluster):
         self.carry_out()
         return transition_id
 
-    def restore(self, old: GroupLayout, capacity_blocks: int | None = None) -> TransitionId:
+    def restore(
+        self, old: GroupLayout, capacity_blocks: int | None = None, num_parts: int | None = None
+    ) -> TransitionId:
         """Part a group, whatever its load; by default with as much KV as surely fits."""
         placement = self.controller.placement
-        whole = LayerRange(0, self.model.num_layers)
-        first = placement.new_ids(len(old.stages))
-        new = tuple(
-            GroupLayout(GroupId(first + i), (Stage(member, whole),))
-            for i, member in enumerate(old.members)
-        )
+        num_parts = num_parts or len(old.stages)
+        new = parts_of(old, num_parts, placement.new_ids(num_parts))
         own = {stage.instance_id: stage.layers for stage in old.stages}
-        sources = choose_sources(old, own, placement.specs)
+        wanted = {stage.instance_id: stage.layers for part in new for stage in part.stages}
+        sources = choose_sources(old, own, placement.specs, wanted)
         if capacity_blocks is None:
-            capacity_blocks = transient_capacity_blocks(old, placement.specs, 0)
+            capacity_blocks = parting_capacity_blocks(old, new, placement.specs, 0)
 
         def load(transition_id: TransitionId) -> LoadLayers:
             return LoadLayers(transition_id, old.group_id, capacity_blocks, sources)

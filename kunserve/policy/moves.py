@@ -16,6 +16,7 @@ from kunserve.core.ids import GroupId, InstanceId, PrefixId, RequestId
 from kunserve.core.layout import GroupLayout
 from kunserve.core.messages import PrefixPart, PrefixState, SequenceKv
 from kunserve.core.snapshots import InstanceSpec
+from kunserve.policy.assignment import SequenceToPlace, assign_sequences
 from kunserve.policy.capacity import Specs, group_capacity_blocks
 from kunserve.policy.exchange import cut_pieces, order_moves
 from kunserve.policy.moved_prefixes import (
@@ -26,7 +27,6 @@ from kunserve.policy.moved_prefixes import (
     has_room,
     prefix_ids,
 )
-from kunserve.policy.restore import SequenceToPlace, assign_sequences
 
 MAX_PIECE_BLOCKS = 16
 """Blocks that one pull moves at most."""

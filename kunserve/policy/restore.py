@@ -1,31 +1,31 @@
 """Going back to whole models when the overload has faded (paper section 4.4).
 
-The monitor says when. Here: whether it fits, where each missing layer comes from, and to which
-member each request goes when the pipeline splits.
+The monitor says when. Here: into what, whether it fits, and where each missing layer comes from.
+To which new group each request goes: ``assignment``.
 """
 
 import heapq
 import itertools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
-from kunserve.core.ids import GroupId, InstanceId, RequestId
+from kunserve.core.ids import GroupId, InstanceId
 from kunserve.core.layout import GroupLayout, LayerRange, Stage
 from kunserve.core.load import LoadReport
 from kunserve.core.messages import LayerSource, MemberSources
-from kunserve.policy.capacity import Specs
+from kunserve.policy.capacity import Specs, group_capacity_blocks
+from kunserve.policy.moves import choose_piece_blocks, float_units
 from kunserve.policy.nearness import distance
 
 
 @dataclass(frozen=True, slots=True)
 class RestorePlan:
-    """A group parts: each member becomes a whole group of its own."""
+    """A group parts: into whole instances, or into shorter pipelines."""
 
     old: GroupLayout
     new: tuple[GroupLayout, ...]
-    """In the order of ``old``'s stages."""
+    """In the order of their first stages in ``old``."""
     members: tuple[MemberSources, ...]
     """What each member loads first, while the pipeline still serves."""
     capacity_blocks: int
@@ -49,39 +49,74 @@ def plan_restore(
     *,
     first_id: GroupId,
     holders: Mapping[InstanceId, LayerRange] | None = None,
+    num_parts: int | None = None,
 ) -> RestorePlan | Postponed:
-    """Part the group into whole instances numbered from ``first_id``.
+    """Part the group into ``num_parts`` groups numbered from ``first_id``; None: whole instances.
 
     ``holders`` are instances of other groups that layers may be pulled from, with what they hold:
     where they are nearer than the group's own members.
 
-    It waits while a request may become larger than every member's undropped pool, and while
-    running requests (with growth) exceed ``transient_capacity_blocks``.
+    It waits while a request may become larger than every new group's pool, and while running
+    requests (with growth) exceed ``parting_capacity_blocks``.
 
     That bound takes the largest request as it is expected to be, not as its limit allows: one
     that outgrows the expectation while layers load costs a recomputation at worst (``plan_moves``),
     and the leader's narrowed ledger keeps memory safe whatever grows.
     """
-    num_layers = layout.stages[-1].layers.end
+    new = parts_of(layout, num_parts or len(layout.stages), first_id)
     largest = load.largest_request_blocks
-    pool = max(specs[m].kv_units // num_layers for m in layout.members)
+    pool = max(group_capacity_blocks(part, specs) for part in new)
     if largest > pool:
         return Postponed(
             "large request", f"a request of {largest} blocks is larger than a pool of {pool}"
         )
-    capacity = transient_capacity_blocks(layout, specs, load.largest_expected_blocks)
+    capacity = parting_capacity_blocks(layout, new, specs, load.largest_expected_blocks)
     running = load.used_blocks + load.growth_blocks
     if running > capacity:
         reason = f"{running} blocks are in use or growing, {capacity} fit while parting"
         return Postponed("too much in use", reason)
-    whole = LayerRange(0, num_layers)
-    new = tuple(
-        GroupLayout(GroupId(first_id + number), (Stage(member, whole),))
-        for number, member in enumerate(layout.members)
-    )
     own = {stage.instance_id: stage.layers for stage in layout.stages}
     near = _nearer_holders(layout, holders or {}, specs)
-    return RestorePlan(layout, new, choose_sources(layout, near | own, specs), capacity)
+    wanted = {stage.instance_id: stage.layers for part in new for stage in part.stages}
+    return RestorePlan(layout, new, choose_sources(layout, near | own, specs, wanted), capacity)
+
+
+def parts_of(layout: GroupLayout, num_parts: int, first_id: GroupId) -> tuple[GroupLayout, ...]:
+    """Every ``num_parts``-th stage together, so that each member keeps what it holds.
+
+    Borders lie as near to an even split as that allows: ``{0:0-12, 1:12-24, 2:24-36, 3:36-48}``
+    parts into ``{0:0-24, 2:24-48}`` and ``{1:0-24, 3:24-48}``.
+    """
+    num_layers = layout.stages[-1].layers.end
+    parts = []
+    for number in range(num_parts):
+        stages = layout.stages[number::num_parts]
+        borders = [0]
+        for index, (one, other) in enumerate(itertools.pairwise(stages), start=1):
+            even = num_layers * index // len(stages)
+            borders.append(min(max(even, one.layers.end), other.layers.first))
+        borders.append(num_layers)
+        ranges = (LayerRange(first, end) for first, end in itertools.pairwise(borders))
+        parts.append(
+            GroupLayout(
+                GroupId(first_id + number),
+                tuple(
+                    Stage(stage.instance_id, layers)
+                    for stage, layers in zip(stages, ranges, strict=True)
+                ),
+            )
+        )
+    return tuple(parts)
+
+
+def halves_capacity_blocks(layout: GroupLayout, specs: Specs) -> int:
+    """Room for blocks in the two groups that a pipeline of more than two stages parts into; 0 of
+    others, which part into whole instances.
+    """
+    if len(layout.stages) <= 2:
+        return 0
+    halves = parts_of(layout, 2, layout.group_id)
+    return sum(group_capacity_blocks(half, specs) for half in halves)
 
 
 def _nearer_holders(
@@ -101,49 +136,60 @@ def _nearer_holders(
     }
 
 
-def transient_capacity_blocks(layout: GroupLayout, specs: Specs, largest_blocks: int) -> int:
-    """The most KV blocks T with which the pipeline can surely part.
+def parting_capacity_blocks(
+    layout: GroupLayout, new: Sequence[GroupLayout], specs: Specs, largest_blocks: int
+) -> int:
+    """The most KV blocks T with which the pipeline can surely part into ``new``.
 
-    Once its weights are back, member m has ``kv_units(m)``. Until the last piece has moved it
-    holds h(m) layers of everybody's blocks and all L layers of those assigned to it:
+    An exchange is memory-neutral: each member's use goes in a straight line from what it holds of
+    everybody's blocks to what it holds of its new group's, within a float (``moves``). Once its
+    layers are back, a member of the new group g has ``room`` units beside that float:
 
-        h(m) * T + L * assigned(m) <= kv_units(m)
+        held(m) * T <= room(m)    and    assigned(g) <= capacity(g) = min over m of room / wanted
 
-    ``assign_sequences`` keeps ``assigned(m) <= share(m) * (T + (S - 1) * largest)``, where share
-    is the member's part of the S members' capacity, which gives T. Never negative.
+    ``assign_sequences`` keeps ``assigned(g) <= share(g) * (T + (S - 1) * largest)``, where share is
+    the part of the S groups' capacity that g has, which gives T. Never negative.
     """
-    num_layers = layout.stages[-1].layers.end
-    pools = {m: specs[m].kv_units // num_layers for m in layout.members}
-    total = sum(pools.values())
-    slack = (len(layout.stages) - 1) * largest_blocks
-    bounds = []
-    for member, layers in layout.stages:
-        # Times total / total, to stay in integers.
-        units = specs[member].kv_units * total
-        assigned_share = num_layers * pools[member]
-        room = units - assigned_share * slack
-        bounds.append(room // (layers.num_layers * total + assigned_share) if total else 0)
-    return max(0, min(bounds))
+    mine = {member: specs[member] for member in layout.members}
+    piece_blocks = choose_piece_blocks(mine.values())
+    most_before: list[int] = []
+    total = 0
+    for part in new:
+        rooms = []
+        for member, wanted in part.stages:
+            spare = float_units(member, (layout,), new, piece_blocks)
+            room = mine[member].units_when_holding(wanted.num_layers) - spare
+            held = layout.layers_of(member)
+            assert held is not None, (member, layout)
+            most_before.append(room // held.num_layers)
+            rooms.append(room // wanted.num_layers)
+        total += max(0, min(rooms))
+    return max(0, min(*most_before, total - (len(new) - 1) * largest_blocks))
 
 
 def choose_sources(
-    layout: GroupLayout, holders: Mapping[InstanceId, LayerRange], specs: Specs
+    layout: GroupLayout,
+    holders: Mapping[InstanceId, LayerRange],
+    specs: Specs,
+    wanted: Mapping[InstanceId, LayerRange] | None = None,
 ) -> tuple[MemberSources, ...]:
     """Where each member's missing layers come from: the nearest peers in even shares.
 
-    Disk gives what no peer has.
+    Disk gives what no peer has. ``wanted`` are the layers that each shall hold, all when None.
 
     Between two borders of what peers hold the choice is the same for every layer, so each such
     segment is shared out in whole runs, more to those that give least so far.
     """
     num_layers = layout.stages[-1].layers.end
     given = dict.fromkeys(sorted(holders), 0)
-    borders = sorted({b for layers in holders.values() for b in layers} | {0, num_layers})
+    ranges = [*holders.values(), *(() if wanted is None else wanted.values())]
+    borders = sorted({b for layers in ranges for b in layers} | {0, num_layers})
     members = []
     for member, layers in layout.stages:
         held = holders.get(member, layers)
+        first_wanted, end_wanted = (0, num_layers) if wanted is None else wanted[member]
         sources: list[LayerSource] = []
-        for gap in (LayerRange(0, held.first), LayerRange(held.end, num_layers)):
+        for gap in (LayerRange(first_wanted, held.first), LayerRange(held.end, end_wanted)):
             cuts = [gap.first, *[b for b in borders if gap.first < b < gap.end], gap.end]
             for first, end in itertools.pairwise(cuts):
                 segment = LayerRange(first, end)
@@ -211,79 +257,3 @@ def _join(sources: list[LayerSource]) -> list[LayerSource]:
         else:
             joined.append(source)
     return joined
-
-
-class SequenceToPlace(NamedTuple):
-    """A live request of a group that parts."""
-
-    request_id: RequestId
-    num_blocks: int
-    """Blocks of its KV; 0 when it waits."""
-    need_blocks: int
-    """Blocks it may come to need: it goes to no group with fewer."""
-    arrival_s: float
-
-
-def assign_sequences(
-    sequences: Iterable[SequenceToPlace], capacities: Mapping[GroupId, int]
-) -> dict[RequestId, GroupId] | None:
-    """The new group of every request, balanced by blocks; None if no place was found for one.
-
-    Those with KV come first, the largest first, each to the group that it leaves relatively
-    emptiest: ``least (assigned + blocks) / capacity`` among those it fits. Then those that wait,
-    in order of arrival, likewise but queueing where there is no room. Depends on the set of
-    sequences only, not on its order: every member finds the same by itself.
-
-    If the greedy order fails, the fullest group that fits is tried instead (best fit decreasing).
-    Bin packing is hard, so None may be wrong in a tight case; ``transient_capacity_blocks`` is
-    low enough that it does not happen in a planned restore.
-    """
-    everyone = tuple(sequences)
-    running = sorted(
-        (s for s in everyone if s.num_blocks > 0),
-        key=lambda s: (-s.num_blocks, s.arrival_s, s.request_id),
-    )
-    waiting = sorted(
-        (s for s in everyone if s.num_blocks == 0), key=lambda s: (s.arrival_s, s.request_id)
-    )
-    placed = _place(running, capacities, emptiest=True)
-    if placed is None:
-        placed = _place(running, capacities, emptiest=False)
-    if placed is None:
-        return None
-    assigned = dict.fromkeys(sorted(capacities), 0)
-    for sequence in running:
-        assigned[placed[sequence.request_id]] += sequence.num_blocks
-    for sequence in waiting:
-        fitting = [g for g in assigned if sequence.need_blocks <= capacities[g]]
-        if not fitting:
-            return None
-        # max(1): a request whose need is not known still takes a turn.
-        blocks = max(1, sequence.need_blocks)
-        best = min(fitting, key=lambda g: ((assigned[g] + blocks) / max(1, capacities[g]), g))
-        placed[sequence.request_id] = best
-        assigned[best] += blocks
-    return placed
-
-
-def _place(
-    running: list[SequenceToPlace], capacities: Mapping[GroupId, int], *, emptiest: bool
-) -> dict[RequestId, GroupId] | None:
-    assigned = dict.fromkeys(sorted(capacities), 0)
-    placed: dict[RequestId, GroupId] = {}
-    for sequence in running:
-        blocks = sequence.num_blocks
-        fitting = [
-            g
-            for g in assigned
-            if assigned[g] + blocks <= capacities[g] and sequence.need_blocks <= capacities[g]
-        ]
-        if not fitting:
-            return None
-        if emptiest:
-            best = min(fitting, key=lambda g: ((assigned[g] + blocks) / capacities[g], g))
-        else:
-            best = min(fitting, key=lambda g: (capacities[g] - assigned[g], g))
-        placed[sequence.request_id] = best
-        assigned[best] += blocks
-    return placed

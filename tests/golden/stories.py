@@ -61,7 +61,7 @@ STORIES = {
     ),
     "restore_postponed": Story(
         "drop",
-        scenario(_workload(*_BURST, (3.0, 16_000, 1200), *_every(1.0, 45, (200, 20), 10.0))),
+        scenario(_workload(*_BURST, (3.0, 19_000, 700), *_every(1.0, 45, (200, 20), 10.0))),
         ("announce drop 0 done", "postponed", "announce restore 1 done"),
     ),
 }

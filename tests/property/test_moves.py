@@ -12,6 +12,7 @@ from kunserve.core.messages import PrefixPart, PrefixState, SequenceKv
 from kunserve.core.snapshots import InstanceSpec
 from kunserve.policy.exchange import plan_exchange
 from kunserve.policy.moves import Move, MovePlan, choose_piece_blocks, float_units, plan_moves
+from kunserve.policy.restore import parts_of
 
 Handed = list[tuple[GroupLayout, list[SequenceKv]]]
 
@@ -28,7 +29,8 @@ def state(
 
 @st.composite
 def changes(draw: st.DrawFn) -> Change:
-    """A merge of whole instances into a pipeline, or the way back, with full pools or not.
+    """A merge of whole instances into a pipeline, or the way back, in steps or at once, with full
+    pools or not.
 
     Some requests of a group begin with its prefix, and of these some go on with a second one.
     """
@@ -72,7 +74,9 @@ def changes(draw: st.DrawFn) -> Change:
             name = f"{layout.group_id}-{len(states)}"
             states.append(state(name, blocks, chance.random(), shared))
         handed.append((layout, states))
-    return handed, [pipeline] if is_drop else wholes, specs, prefixes
+    num_parts = draw(st.integers(2, count))
+    new = [pipeline] if is_drop else list(parts_of(pipeline, num_parts, GroupId(0)))
+    return handed, new, specs, prefixes
 
 
 @given(changes())

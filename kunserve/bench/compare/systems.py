@@ -46,6 +46,8 @@ class System:
     """``ClusterConfig.prefix_aware_dispatch``."""
     memory_factor: float = 1.0
     """Memory of each instance as a multiple of what the others have."""
+    kv_factor: float = 1.0
+    """Bytes of KV as a multiple of what the others need, read at the same speed."""
 
     @property
     def drops(self) -> bool:
@@ -54,8 +56,8 @@ class System:
 
     @property
     def is_baseline(self) -> bool:
-        """Whether the system never drops layers, and has no more memory than the others."""
-        return not self.drops and self.memory_factor == 1.0
+        """Whether the system never drops layers, and has no more memory for KV than the others."""
+        return not self.drops and self.memory_factor == self.kv_factor == 1.0
 
 
 _DROP = OverloadConfig(policy="drop")
@@ -160,6 +162,13 @@ SYSTEMS = {
             tpot_slo_s=0.8,
         ),
         System(
+            "drop-tpot-deadline",
+            _DROP,
+            "drop-tpot and drop-deadline",
+            scheduling="deadline",
+            tpot_slo_s=0.8,
+        ),
+        System(
             "drop-no-priority",
             _DROP,
             "drop, but activations wait behind bulk transfers on the links",
@@ -182,6 +191,33 @@ SYSTEMS = {
             "drop-no-restore",
             replace(_DROP, restore_below=0.0),
             "drop, and never restore",
+        ),
+        System(
+            "drop-whole",
+            replace(_DROP, halve_below=0.0),
+            "drop, and pipelines of four part into whole instances only, not into pairs first",
+        ),
+        System(
+            "drop-early",
+            replace(_DROP, restore_below=0.8),
+            "drop, and restore as soon as requests fit the undropped memory with a fifth to spare",
+        ),
+        System(
+            "drop-eager",
+            replace(_DROP, restore_below=0.9, halve_below=0.9),
+            "drop, and restore with a tenth to spare",
+        ),
+        System(
+            "fp8",
+            OverloadConfig(policy="recompute"),
+            "recompute, and all KV in 8 bits: more than that of new requests would give",
+            kv_factor=0.5,
+        ),
+        System(
+            "drop-fp8",
+            _DROP,
+            "drop, and all KV in 8 bits",
+            kv_factor=0.5,
         ),
         System(
             "drop-no-forecast",
@@ -302,6 +338,7 @@ def _simulated_only(system: System) -> list[str]:
         ("links without priority", not system.link_priority),
         ("instances ordered under overload", system.autoscales),
         ("a watermark", system.watermark is not None),
+        ("KV of fewer bytes", system.kv_factor != 1.0),
     )
     unknown = [f"overload.{name}" for name in _changed(system.overload) if name not in _FLAGS]
     return [what for what, is_asked in asked if is_asked] + unknown

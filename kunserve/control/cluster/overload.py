@@ -284,13 +284,16 @@ class OverloadControl:
         for group_id in verdict.group_ids:
             if group_id in busy:
                 continue
-            begun = self._restore(group_id, verdict.trigger, now_s)
+            num_parts = 2 if group_id in verdict.in_halves else None
+            begun = self._restore(group_id, verdict.trigger, now_s, num_parts)
             if isinstance(begun, Postponed):
                 reason = f"restore postponed: {begun.reason}"
                 excuses.append(Excuse(group_id, begun.cause, reason))
         return excuses
 
-    def _restore(self, group_id: GroupId, trigger: str, now_s: float) -> TransitionId | Postponed:
+    def _restore(
+        self, group_id: GroupId, trigger: str, now_s: float, num_parts: int | None = None
+    ) -> TransitionId | Postponed:
         group = self._placement.groups[group_id]
         if not group.is_reported:
             return Postponed("unreported", "its load is not known yet")
@@ -300,6 +303,7 @@ class OverloadControl:
             group.report,
             first_id=self._placement.next_id,
             holders=self._holders(group.layout),
+            num_parts=num_parts,
         )
         if isinstance(plan, Postponed):
             return plan

@@ -43,6 +43,7 @@ class LayerRestore:
         self._has_dropped = False
         """The memory has become KV again."""
         self._members_dropped: set[InstanceId] = set()
+        self._wanted = _wanted(state, membership, job)
         self._phase: Phase = "waiting"
         self._num_to_land = 0
         """On the leader: steps under way that were planned before its ledger was narrowed."""
@@ -116,19 +117,20 @@ class LayerRestore:
     def _map_layers(self) -> None:
         """Once live KV fits below the mark (released blocks may still be here), map weights."""
         state = self._state
-        refusal = state.body.prepare_layers(state.whole_model)
+        refusal = state.body.prepare_layers(self._wanted)
         if refusal is not None:
             self._phase = "refused"
             _report_refusal(state, self._job, refusal)
             return
-        copies = state.table.vacate(state.spec.kv_units)
+        kv_units = state.spec.units_when_holding(self._wanted.num_layers)
+        copies = state.table.vacate(kv_units)
         if copies is None:
             return
         if copies:
             state.body.copy_units(copies)
         self._phase, self._is_mapped = "filling", True
-        state.table.set_layers(self._membership.layers, state.spec.kv_units)
-        self._remap_s = state.body.reclaim_layers(state.whole_model).seconds
+        state.table.set_layers(self._membership.layers, kv_units)
+        self._remap_s = state.body.reclaim_layers(self._wanted).seconds
         for member in self._job.members:
             if member.instance_id == state.me:
                 for source in member.sources:
@@ -149,7 +151,7 @@ class LayerRestore:
     def _finish(self, now_s: float) -> None:
         state = self._state
         self._phase = "filled"
-        state.held = state.whole_model
+        state.held = self._wanted
         state.mover.offer_layers(state.held)
         message = LayersLoaded(
             transition_id=self.change_id,
@@ -172,7 +174,7 @@ class LayerRestore:
     def _drop_again(self) -> None:
         state = self._state
         if self._is_mapped:
-            state.held = state.whole_model
+            state.held = self._wanted
         state.keep_only(self._membership.layers)
         self._has_dropped = True
         _report_dropped(state, self._membership, self.change_id)
@@ -203,10 +205,20 @@ def _report_dropped(
     state.send(membership.layout.leader, LayersDropped(transition_id, state.me))
 
 
+def _wanted(state: InstanceState, membership: Membership, job: LoadLayers) -> LayerRange:
+    """The layers that this instance shall hold: those that it has, and what it is to load."""
+    ranges = [membership.layers]
+    for member in job.members:
+        if member.instance_id == state.me:
+            ranges += [source.layers for source in member.sources]
+    return LayerRange(min(first for first, _ in ranges), max(end for _, end in ranges))
+
+
 def _find_refusal(state: InstanceState, membership: Membership, job: LoadLayers) -> str | None:
     """Why the layers cannot be loaded here, or None."""
-    if job.capacity_blocks * membership.layers.num_layers > state.spec.kv_units:
-        return f"{job.capacity_blocks} blocks do not fit into {state.spec.kv_units} units"
+    kv_units = state.spec.units_when_holding(_wanted(state, membership, job).num_layers)
+    if job.capacity_blocks * membership.layers.num_layers > kv_units:
+        return f"{job.capacity_blocks} blocks do not fit into {kv_units} units"
     scheduler = membership.scheduler
     if scheduler is not None and scheduler.used_blocks > job.capacity_blocks:
         return f"{scheduler.used_blocks} blocks are in use, not {job.capacity_blocks}"

@@ -4,14 +4,15 @@ from kunserve.core.ids import GroupId, InstanceId, RequestId
 from kunserve.core.layout import GroupLayout, LayerRange, Stage
 from kunserve.core.load import LoadReport
 from kunserve.core.messages import LayerSource, MemberSources
+from kunserve.policy.assignment import SequenceToPlace, assign_sequences
 from kunserve.policy.restore import (
     Postponed,
     RestorePlan,
-    SequenceToPlace,
-    assign_sequences,
     choose_sources,
+    halves_capacity_blocks,
+    parting_capacity_blocks,
+    parts_of,
     plan_restore,
-    transient_capacity_blocks,
 )
 from tests.specs import instance_spec
 
@@ -53,8 +54,8 @@ def test_each_member_becomes_whole_from_the_other():
         MemberSources(InstanceId(1), (source(5, 10, 2),)),
         MemberSources(InstanceId(2), (source(0, 5, 1),)),
     )
-    # h * T + L * (T / 2 + 20 / 2) <= 1000 with h = 5, L = 10
-    assert plan.capacity_blocks == 90
+    # 55 units are the exchange's float: beside it 94 blocks of 10 layers have room in each of both.
+    assert plan.capacity_blocks == 2 * 94 - 20
 
 
 def test_a_request_larger_than_an_undropped_pool_postpones():
@@ -65,26 +66,65 @@ def test_a_request_larger_than_an_undropped_pool_postpones():
 
 
 def test_what_runs_and_grows_must_fit_while_parting():
-    fits = replace(IDLE, used_blocks=60, growth_blocks=30, largest_expected_blocks=20)
+    fits = replace(IDLE, used_blocks=138, growth_blocks=30, largest_expected_blocks=20)
     assert isinstance(parted(fits), RestorePlan)
     assert parted(replace(fits, growth_blocks=31)) == Postponed(
-        "too much in use", "91 blocks are in use or growing, 90 fit while parting"
+        "too much in use", "169 blocks are in use or growing, 168 fit while parting"
     )
 
 
 def test_a_limit_that_is_not_expected_to_be_reached_does_not_delay():
     """Clients ask for thousands of tokens and take hundreds."""
-    asked = replace(IDLE, used_blocks=60, largest_expected_blocks=20, largest_request_blocks=100)
+    asked = replace(IDLE, used_blocks=89, largest_expected_blocks=20, largest_request_blocks=100)
     assert isinstance(parted(asked), RestorePlan)
     assert isinstance(parted(replace(asked, largest_expected_blocks=100)), Postponed)
 
 
 def test_the_scarcest_member_sets_the_bound():
     specs = SPECS | {InstanceId(2): replace(SPECS[InstanceId(2)], kv_units=500)}
-    assert transient_capacity_blocks(PAIR, SPECS, 0) == 100
-    # 5 T + 10 * T / 3 <= 500
-    assert transient_capacity_blocks(PAIR, specs, 0) == 60
-    assert transient_capacity_blocks(PAIR, specs, 1000) == 0
+    new = parts_of(PAIR, 2, GroupId(20))
+    assert parting_capacity_blocks(PAIR, new, SPECS, 0) == 2 * 94
+    # Pieces are smaller where a pool is, and the float with them: 500 - 25 units for 5 layers each.
+    assert parting_capacity_blocks(PAIR, new, specs, 0) == 95
+    assert parting_capacity_blocks(PAIR, new, specs, 90) == 97 + 47 - 90
+    assert parting_capacity_blocks(PAIR, new, specs, 1000) == 0
+
+
+FOUR = layout((1, 0, 3), (2, 3, 5), (3, 5, 8), (4, 8, 10))
+
+
+class TestSteps:
+    """A long pipeline parts into two shorter ones, which load less and have more room."""
+
+    def test_members_keep_what_they_hold(self):
+        one, other = parts_of(FOUR, 2, GroupId(20))
+        assert one == GroupLayout(
+            GroupId(20),
+            (Stage(InstanceId(1), LayerRange(0, 5)), Stage(InstanceId(3), LayerRange(5, 10))),
+        )
+        assert other == GroupLayout(
+            GroupId(21),
+            (Stage(InstanceId(2), LayerRange(0, 5)), Stage(InstanceId(4), LayerRange(5, 10))),
+        )
+
+    def test_each_loads_what_its_half_lacks_and_no_more(self):
+        plan = plan_restore(FOUR, SPECS, IDLE, first_id=GroupId(20), num_parts=2)
+        assert isinstance(plan, RestorePlan)
+        assert plan.members == (
+            MemberSources(InstanceId(1), (source(3, 5, 2),)),
+            MemberSources(InstanceId(2), (source(0, 3, 1),)),
+            MemberSources(InstanceId(3), (source(8, 10, 4),)),
+            MemberSources(InstanceId(4), (source(5, 8, 3),)),
+        )
+
+    def test_more_fits_than_into_whole_instances(self):
+        wholes = parts_of(FOUR, 4, GroupId(20))
+        halves = parts_of(FOUR, 2, GroupId(20))
+        assert parting_capacity_blocks(FOUR, halves, SPECS, 20) > parting_capacity_blocks(
+            FOUR, wholes, SPECS, 20
+        )
+        assert halves_capacity_blocks(FOUR, SPECS) > 400
+        assert halves_capacity_blocks(PAIR, SPECS) == 0
 
 
 class TestSources:

@@ -169,15 +169,19 @@ def config_of(
 
 
 def profile_of(system: System, profile: InstanceProfile) -> InstanceProfile:
-    """The instances of this system: with another multiple of their memory, for a bound."""
+    """The instances of this system: with more memory or smaller KV than the others, for a bound."""
     spec = profile.spec
-    more_units = int(spec.memory_bytes * (system.memory_factor - 1.0)) // spec.unit_bytes
+    unit_bytes = int(spec.unit_bytes * system.kv_factor)
+    more_bytes = int(spec.memory_bytes * (system.memory_factor - 1.0))
+    kv_units = (spec.kv_units * spec.unit_bytes + more_bytes) // unit_bytes
+    more_bytes = kv_units * unit_bytes - spec.kv_units * spec.unit_bytes
     return replace(
         profile,
         spec=replace(
             spec,
-            memory_bytes=spec.memory_bytes + more_units * spec.unit_bytes,
-            kv_units=spec.kv_units + more_units,
+            memory_bytes=spec.memory_bytes + more_bytes,
+            unit_bytes=unit_bytes,
+            kv_units=kv_units,
         ),
     )
 

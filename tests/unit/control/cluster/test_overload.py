@@ -7,7 +7,7 @@ from kunserve.core.ids import InstanceId
 from kunserve.core.messages import AllowParking, LoadLayers, Prepare, Prepared, Rollback
 from kunserve.core.snapshots import Outcome
 from kunserve.policy.restore import Postponed
-from tests.unit.control.cluster.brain import BLOCKS, Brain
+from tests.unit.control.cluster.brain import BLOCKS, NUM_LAYERS, Brain
 
 SHORT = {
     "num_running": 9,
@@ -31,7 +31,7 @@ def dropped(num_instances: int = 2, **overload: float) -> Brain:
         brain.controller.force_drop(None, brain.now_s)
         brain.pass_time()
         brain.complete()
-    assert brain.groups == [tuple(range(num_instances))]
+    assert [sorted(group) for group in brain.groups] == [list(range(num_instances))]
     brain.ended.clear()
     return brain
 
@@ -128,6 +128,25 @@ def test_an_idle_pipeline_is_restored() -> None:
     for member in load.members:
         (source,) = member.sources
         assert source.instance_id == 1 - member.instance_id, "layers come from the other"
+
+
+def test_a_long_pipeline_parts_in_steps() -> None:
+    """What is too much for four whole instances fits into two pairs."""
+    busy = {"num_running": 9, "used_blocks": 2 * BLOCKS}
+    brain = dropped(4, halve_below=0.0)
+    brain.report(0, **busy)
+    assert not brain.take(LoadLayers)
+    brain = dropped(4)
+    brain.report(0, **busy)
+    ((_, load),) = brain.take(LoadLayers)
+    (transition,) = brain.controller.transitions.active.values()
+    assert [len(layout.stages) for layout in transition.record.groups_after] == [2, 2]
+    loaded = {source.layers.num_layers for one in load.members for source in one.sources}
+    assert loaded == {NUM_LAYERS // 4}
+    brain = dropped(4)
+    brain.report(0)
+    (transition,) = brain.controller.transitions.active.values()
+    assert [len(layout.stages) for layout in transition.record.groups_after] == [1, 1, 1, 1]
 
 
 def test_why_a_restore_is_postponed_is_said_once_and_shown() -> None:

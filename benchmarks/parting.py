@@ -1,0 +1,97 @@
+"""What is gained when pipelines part earlier, or in steps? Simulated, `drop` with other restores.
+
+    python -m benchmarks.parting >> benchmarks/results/parting.jsonl
+    python -m benchmarks.parting --table
+
+A run that the results have is not run again. Per system the median over seeds of what it takes
+against `drop` on equal requests, and the worst seed. `in pipelines` is the time that an instance
+stands in a pipeline; `loading` is the longest time from a restore's decision to its commit.
+"""
+
+import argparse
+import statistics
+from collections.abc import Iterator
+
+from benchmarks.points import (
+    HEAVY_27,
+    HEAVY_30,
+    LONGBENCH_44,
+    LONGBENCH_48,
+    SHAREGPT_15,
+    SMOLLM2_75,
+    SMOLLM2_95,
+    Point,
+    RunKey,
+    kept,
+    run_missing,
+)
+
+BENCHMARK = "parting"
+BASE = "drop"
+SYSTEMS = ("drop-whole", "drop-early", "drop-eager")
+POINTS = (*(SMOLLM2_95, SMOLLM2_75, HEAVY_27, LONGBENCH_44, HEAVY_30, SHAREGPT_15, LONGBENCH_48),)
+DEEP = (HEAVY_27, HEAVY_30)
+"""Where pipelines of four come about: elsewhere `drop-whole` is `drop`."""
+RATIOS = ("P99 TTFT", "P50 TTFT", "P50 TPOT", "P99 TPOT", "output", "in pipelines")
+
+
+def _runs(num_seeds: int) -> Iterator[tuple[Point, int, str]]:
+    """A draw of every point before the next draw."""
+    for seed in range(num_seeds):
+        for point in POINTS:
+            for system in (BASE, *SYSTEMS):
+                if system != "drop-whole" or point in DEEP:
+                    yield point, seed, system
+
+
+def table() -> str:
+    """Each point and system: ratios to `drop` as median (least-most), and drops."""
+    runs = kept(BENCHMARK)
+    lines = ["| point | system | seeds | drops | " + " | ".join(RATIOS) + " |"]
+    lines.append("|---" * (len(RATIOS) + 4) + "|")
+    for point in dict.fromkeys(key.point for key in runs):
+        for system in SYSTEMS:
+            seeds = [
+                seed
+                for seed in sorted({key.seed for key in runs})
+                if {RunKey(point, seed, BASE), RunKey(point, seed, system)} <= runs.keys()
+            ]
+            if not seeds:
+                continue
+            cells = [_cell(runs, point, system, seeds, name) for name in RATIOS]
+            base, ours = (
+                "/".join(f"{runs[RunKey(point, seed, one)]['drops']:g}" for seed in seeds)
+                for one in (BASE, system)
+            )
+            head = f"| {point} | {system} | {len(seeds)} | {base} -> {ours} | "
+            lines.append(head + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _cell(
+    runs: dict[RunKey, dict[str, float]], point: str, system: str, seeds: list[int], name: str
+) -> str:
+    ratios = [
+        runs[RunKey(point, seed, system)].get(name, 0.0) / before
+        for seed in seeds
+        if (before := runs[RunKey(point, seed, BASE)].get(name))
+    ]
+    if not ratios:
+        return "-"
+    return f"{statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})"
+
+
+def main() -> None:
+    """Every run that is missing, or the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seeds", type=int, default=3, help="draws of each point")
+    parser.add_argument("--table", action="store_true", help="run nothing, print what is kept")
+    options = parser.parse_args()
+    if options.table:
+        print(table())
+    else:
+        run_missing(BENCHMARK, _runs(options.seeds), kept(BENCHMARK))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,174 @@
+"""How near are the simulated clusters to what we want of a burst? Ours beside targets.
+
+    python -m benchmarks.targets [--seeds N] >> benchmarks/results/targets.jsonl
+    python -m benchmarks.targets --table
+
+P99 TTFT of the rivals over that of `drop`, by default and with the option that suits the traffic:
+medians over draws of arrivals and lengths, with the least and the most. A run that the results
+have is not run again. `--unseen` runs windows of Azure's trace that nothing was tuned on; they
+need `azure-2023-conv` and `azure-2023-code`, which are downloaded. Five draws of all take about
+an hour of one core.
+"""
+
+import argparse
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from benchmarks.markdown import Row, markdown
+from benchmarks.parting import BENCHMARK as PARTING
+from benchmarks.points import (
+    BURSTGPT_48,
+    HEAVY_27,
+    HEAVY_30,
+    LONGBENCH_40,
+    LONGBENCH_44,
+    LONGBENCH_48,
+    LONGBENCH_72B_46,
+    SHAREGPT_15,
+    UNSEEN,
+    Point,
+    RunKey,
+    kept,
+    run_missing,
+)
+
+BENCHMARK = "targets"
+RIVALS = ("recompute", "recompute-rr", "endless")
+P99 = "P99 TTFT"
+Draw: TypeAlias = dict[str, dict[str, float]]
+"""The figures of every system on equal requests."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What is wanted at one point. None: nothing is."""
+
+    point: Point
+    options: tuple[str, ...]
+    """Systems with the options that suit the traffic."""
+    over_recompute: float | None = None
+    """Times lower that P99 TTFT shall be; as is the next."""
+    over_round_robin: float | None = None
+
+
+ORDERED = ("drop-tpot", "drop-tpot-deadline")
+TARGETS = (
+    Target(LONGBENCH_44, ORDERED, 3.1, 6.0),
+    Target(LONGBENCH_48, ("drop-park",), 3.3),
+    Target(HEAVY_27, ("drop-tpot",), 8.3, 16.0),
+    Target(HEAVY_30, ("drop-tpot",), 10.0, 21.0),
+    Target(SHAREGPT_15, ("drop-tpot",), 3.5),
+    Target(LONGBENCH_72B_46, ORDERED, 2.7),
+    Target(LONGBENCH_40, ("drop-tpot",)),
+    Target(BURSTGPT_48, ("drop-tpot",), 3.0),
+)
+UNSEEN_TARGETS = tuple(Target(point, ("drop-tpot",)) for point in UNSEEN)
+HEAD = (
+    *("load", "draws", "system", "against recompute", "target", "against round robin", "target"),
+    *("over endless", "P50 TPOT", "output tokens/s"),
+)
+
+
+def _kept() -> dict[RunKey, dict[str, float]]:
+    """Of this benchmark, and of the one that has runs of `drop` at equal points."""
+    return kept(PARTING) | kept(BENCHMARK)
+
+
+def table(targets: Sequence[Target]) -> list[Row]:
+    """A row for each point and system of ours; the last two columns are against recompute.
+
+    Each ratio is of as many draws as both systems have.
+    """
+    runs = _kept()
+    rows: list[Row] = [HEAD]
+    for target in targets:
+        name = target.point.name
+        for system in ("drop", *target.options):
+            draws: list[Draw] = [{} for _ in range(1 + max((key.seed for key in runs), default=0))]
+            for key, figures in runs.items():
+                if key.point == name:
+                    draws[key.seed][key.system] = figures
+            num_draws = sum({"recompute", system} <= draw.keys() for draw in draws)
+            if not num_draws:
+                continue
+            rows.append(
+                (
+                    *(name, str(num_draws), f"`{system}`"),
+                    _times(_over(draws, "recompute", system, P99)),
+                    _wanted(target.over_recompute),
+                    _times(_over(draws, "recompute-rr", system, P99)),
+                    _wanted(target.over_round_robin),
+                    _percent(_over(draws, system, "endless", P99)),
+                    _percent(_over(draws, system, "recompute", "P50 TPOT")),
+                    _percent(_over(draws, system, "recompute", "output")),
+                )
+            )
+    return rows
+
+
+def targets() -> list[Row]:
+    """What is wanted, and what is."""
+    return table(TARGETS)
+
+
+def unseen() -> list[Row]:
+    """The same on windows that nothing was tuned on: nothing was asked of each by itself."""
+    head, *rows = table(UNSEEN_TARGETS)
+    return [(*row[:4], row[5], *row[7:]) for row in (head, *rows)]
+
+
+def _over(draws: list[Draw], one: str, other: str, figure: str) -> list[float]:
+    both = [draw for draw in draws if {one, other} <= draw.keys()]
+    return [draw[one][figure] / draw[other][figure] for draw in both]
+
+
+def _wanted(times: float | None) -> str:
+    return "" if times is None else f"{times:g}x"
+
+
+def _times(ratios: list[float]) -> str:
+    return _ranged([f"{ratio:.1f}" for ratio in _three(ratios)], "x")
+
+
+def _percent(ratios: list[float]) -> str:
+    return _ranged([f"{100 * (ratio - 1):+.0f}" for ratio in _three(ratios)], " %")
+
+
+def _three(values: list[float]) -> list[float]:
+    """Median, least and most; nothing of nothing."""
+    return [statistics.median(values), min(values), max(values)] if values else []
+
+
+def _ranged(shown: list[str], unit: str) -> str:
+    if not shown:
+        return "-"
+    middle, least, most = shown
+    return f"{middle}{unit}" if least == most else f"{middle}{unit} ({least} to {most})"
+
+
+def runs_of(targets: Sequence[Target], seeds: Sequence[int]) -> Iterator[tuple[Point, int, str]]:
+    """A draw of every point before the next draw."""
+    for seed in seeds:
+        for target in targets:
+            for system in (*RIVALS, "drop", *target.options):
+                yield target.point, seed, system
+
+
+def main() -> None:
+    """Every run that is missing, or the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seeds", type=int, default=5, help="draws of each point")
+    parser.add_argument("--unseen", action="store_true", help="windows that nothing was tuned on")
+    parser.add_argument("--table", action="store_true", help="run nothing, print what is kept")
+    options = parser.parse_args()
+    if options.table:
+        print(markdown(unseen() if options.unseen else targets()))
+        return
+    wanted = UNSEEN_TARGETS if options.unseen else TARGETS
+    run_missing(BENCHMARK, runs_of(wanted, range(options.seeds)), _kept())
+
+
+if __name__ == "__main__":
+    main()
