@@ -118,11 +118,13 @@ test-hosts: install
 KERNEL_TESTS := $(addprefix tests/unit/engine/test_,kernels.py attention.py packed.py decoder.py)
 SANITIZERS := -g -fsanitize=address,undefined -fno-sanitize-recover=undefined
 LIBASAN = $(shell $(CC) -print-file-name=libasan.so) $(shell $(CC) -print-file-name=libubsan.so)
-# Leaks are Python's own. The sanitizers' libraries must come before all others.
+COMPILE := 'import tests.conftest; from kunserve.engine.kernels.build import find_or_build; find_or_build()'
+# Leaks are Python's own. The sanitizers' libraries come before all others, but not in the compiler.
 test-kernels: install
 	KERNEL_FLAGS="-march=x86-64-v3" $(BIN)/pytest -q $(KERNEL_TESTS)
 	KERNEL_FLAGS="-march=x86-64" $(BIN)/pytest -q $(KERNEL_TESTS)
 	for arch in native x86-64-v3; do \
+	    KERNEL_FLAGS="-march=$$arch $(SANITIZERS)" $(BIN)/python -c $(COMPILE) && \
 	    ASAN_OPTIONS=detect_leaks=0 LD_PRELOAD="$(LIBASAN)" \
 	    KERNEL_FLAGS="-march=$$arch $(SANITIZERS)" $(BIN)/pytest -q $(KERNEL_TESTS) || exit 1; \
 	done
