@@ -43,9 +43,16 @@ def write_gguf(
     writer.add_head_count_kv(config.num_key_value_heads)
     if getattr(config, "head_dim", None):
         writer.add_key_length(config.head_dim)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    rope = config.rope_parameters.get("full_attention", config.rope_parameters)
+    writer.add_rope_freq_base(rope["rope_theta"])
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    _add_rope_scaling(writer, config.rope_parameters)
+    _add_rope_scaling(writer, rope)
+    if kind == "gemma2":
+        writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
+        writer.add_final_logit_softcapping(config.final_logit_softcapping)
+    if kind == "gemma3":
+        writer.add_rope_freq_base_swa(config.rope_parameters["sliding_attention"]["rope_theta"])
+        writer.add_sliding_window_pattern([k != "full_attention" for k in config.layer_types])
     if kind == "granite":
         writer.add_embedding_scale(config.embedding_multiplier)
         writer.add_residual_scale(config.residual_multiplier)
@@ -67,8 +74,10 @@ def write_gguf(
     heads = {"q": config.num_attention_heads, "k": config.num_key_value_heads}
     for name, tensor in _tensors(model, config.num_hidden_layers):
         values = tensor.detach().float().numpy()
+        if kind.startswith("gemma") and name.endswith("norm.weight"):
+            values = values + np.float32(1.0)
         piece = name.split(".attn_")[-1].split(".")[0]
-        if kind in ("llama", "granite") and ".attn_" in name and piece in heads:
+        if kind in ("llama", "granite", "smollm3") and ".attn_" in name and piece in heads:
             values = np.ascontiguousarray(_interleave(values, heads[piece]))
         if values.ndim == 1:
             writer.add_tensor(name, values)
@@ -97,11 +106,14 @@ def _add_rope_scaling(writer: gguf.GGUFWriter, rope: dict[str, Any]) -> None:
 def _tensors(model: transformers.PreTrainedModel, num_layers: int):
     state = model.state_dict()
     tied = model.config.tie_word_embeddings
+    has_output_norms = "model.layers.0.pre_feedforward_layernorm.weight" in state
     for piece, hf_name in HF_ENDS.items():
         if not (tied and piece == "head"):
             yield GGUF_ENDS[piece], state[hf_name]
     for layer in range(num_layers):
         for piece, hf_name in HF_LAYER.items():
+            if piece == ("post_norm" if has_output_norms else "attention_out_norm"):
+                continue  # of one name in Hugging Face's files
             tensor = state.get(f"model.layers.{layer}.{hf_name}")
             if tensor is not None:
                 # llama.cpp's converter takes the first dimension of a single row away.

@@ -78,6 +78,43 @@ def _config(kind: str, num_layers: int) -> transformers.PretrainedConfig:
             return transformers.SeedOssConfig(
                 **sizes, attention_dropout=0.0, residual_dropout=0.0, tie_word_embeddings=False
             )
+        case "qwen2_local":
+            sizes.pop("head_dim")
+            return transformers.Qwen2Config(
+                **{**sizes, "hidden_size": 128},
+                use_sliding_window=True,
+                sliding_window=24,
+                max_window_layers=1,
+            )
+        case "smollm3":
+            # YaRN, because its amplitude is not for layers that know no positions.
+            sizes |= {"max_position_embeddings": 64}
+            return transformers.SmolLM3Config(
+                **sizes,
+                no_rope_layers=[i % 2 for i in range(num_layers)],
+                rope_parameters=_YARN_ROPE,
+            )
+        case "gemma2":
+            return transformers.Gemma2Config(
+                **sizes,
+                query_pre_attn_scalar=20,
+                sliding_window=24,
+                attn_logit_softcapping=3.0,
+                final_logit_softcapping=9.0,
+                attn_implementation="eager",  # the only one that caps scores
+            )
+        case "gemma3":
+            kinds = ("sliding_attention", "full_attention")
+            return transformers.Gemma3TextConfig(
+                **sizes,
+                query_pre_attn_scalar=20,
+                sliding_window=24,
+                layer_types=[kinds[layer % 2] for layer in range(num_layers)],
+                rope_parameters={
+                    "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0},
+                    "full_attention": _LINEAR_ROPE,
+                },
+            )
         case "ernie4_5":
             return transformers.Ernie4_5Config(**sizes, use_bias=True, tie_word_embeddings=True)
         case "mixtral":
@@ -113,8 +150,21 @@ KINDS = ("llama", "llama3", "qwen2", "qwen3", "mistral")
 """With every operation that any model needs: most tests take one or all of these."""
 SPARSE_KINDS = ("mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
 """With experts."""
-MORE_KINDS = ("linear", "yarn", "granite", "phi3", "seed_oss", "ernie4_5", *SPARSE_KINDS)
-"""Which differ from those by what is read from their files (docs/models.md)."""
+GEMMAS = ("gemma2", "gemma3")
+MORE_KINDS = (
+    "linear",
+    "yarn",
+    "granite",
+    "phi3",
+    "seed_oss",
+    "ernie4_5",
+    "qwen2_local",
+    "smollm3",
+    *SPARSE_KINDS,
+    *GEMMAS,
+)
+"""Which differ from those by what is read from their files, or have operations of their own
+(docs/models.md)."""
 
 
 def tiny_model(
@@ -128,10 +178,11 @@ def tiny_model(
     config = _config(kind, num_layers)
     config.update(changes)
     model = transformers.AutoModelForCausalLM.from_config(config)
+    middle = 0.0 if kind in GEMMAS else 1.0
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("norm.weight"):
-                parameter.uniform_(0.6, 1.4)
+                parameter.uniform_(middle - 0.4, middle + 0.4)
             else:
                 parameter.normal_(0, 0.15)
     return model.float().eval()

@@ -8,7 +8,7 @@ import torch
 from benchmarks.gpu_phases.machine import Machine
 from benchmarks.report import Report
 from kunserve.core.model_spec import ModelSpec
-from kunserve.engine.attention import StepBatch
+from kunserve.engine.attention import StepBatch, capped
 from kunserve.engine.ops.reference import ReferenceOps
 from kunserve.engine.ops.table import DeviceBatch, Ops
 
@@ -125,7 +125,7 @@ def _errors(machine: Machine, spec: ModelSpec, ops: Ops, block_size: int) -> dic
     wide = x.double()
     scale = torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + 1e-5)
     errors["norm"] = _largest(normed, wide * scale * weight.double())
-    ops.silu_mul(torch.cat((x, x.flip(1)), dim=1), gated)
+    ops.gate_mul(torch.cat((x, x.flip(1)), dim=1), gated)
     errors["activation"] = _largest(gated, torch.nn.functional.silu(wide) * wide.flip(1))
     angles = torch.rand(num, 2, spec.head_dim // 2, device=device)
     turned = q.clone()
@@ -164,9 +164,11 @@ def exact_attention(
         k, v = blocks.permute(1, 2, 0, 3, 4).flatten(2, 3)
         for token in range(int(batch.q_starts[seq]), int(batch.q_starts[seq + 1])):
             end = int(batch.positions[token]) + 1
-            begin = 0 if spec.sliding_window is None else max(0, end - spec.sliding_window)
+            window = spec.window_of(layer)
+            begin = 0 if window is None else max(0, end - window)
             heads = queries[token].view(spec.num_kv_heads, group, spec.head_dim)
             scores = heads @ k[:, begin:end].transpose(1, 2) * spec.head_dim**-0.5
+            capped(scores, spec.score_cap)
             rows.append((scores.softmax(dim=-1) @ v[:, begin:end]).flatten())
     return torch.stack(rows)
 

@@ -39,7 +39,7 @@ class ModelSpec:
     """Whether q and k are RMS-normalised per head (Qwen3)."""
     rope_scaling: RopeScaling | None
     sliding_window: int | None
-    """Attention window in tokens, if the model has one shorter than ``max_position``."""
+    """Attention window in tokens, if any layer has one shorter than ``max_position``."""
     dtype: str
     """Of weights, unless they are packed, of KV and activations."""
     embedding_scale: float = 1.0
@@ -58,6 +58,48 @@ class ModelSpec:
     """In the place of every layer's MLP (Mixtral, OLMoE, Qwen3-MoE)."""
     has_whole_qk_norm: bool = False
     """Whether ``qk_norm`` is one norm over all heads instead of one for each (OLMoE)."""
+    global_layers: tuple[int, ...] = ()
+    """Layers that see every token, whatever the ``sliding_window`` of the others (Gemma)."""
+    local_rope_theta: float | None = None
+    """Base of the rotary embedding of layers with a window, if they have their own (Gemma 3).
+
+    It is never scaled.
+    """
+    unturned_layers: tuple[int, ...] = ()
+    """Layers that have no rotary embedding (SmolLM3)."""
+    score_cap: float | None = None
+    """Attention scores are bent so that none gets beyond it (Gemma 2)."""
+    logit_cap: float | None = None
+    """As ``score_cap``, of the logits."""
+    has_gelu: bool = False
+    """Whether the MLP's gate is GELU by tanh instead of SiLU (Gemma)."""
+    has_offset_norms: bool = False
+    """Whether norms multiply by 1 + weight, and round once instead of twice (Gemma)."""
+    has_output_norms: bool = False
+    """Whether what attention and the MLP give is normalised before it is added (Gemma)."""
+
+    def window_of(self, layer: int) -> int | None:
+        """The attention window of a layer; None where it sees every token."""
+        return None if layer in self.global_layers else self.sliding_window
+
+    def unseen_share(self, num_tokens: int) -> float:
+        """Of the KV of a sequence so long, what lies before the windows: no step reads it again."""
+        unseen = 0
+        for layer in range(self.num_layers):
+            window = self.window_of(layer)
+            unseen += 0 if window is None else max(0, num_tokens - window)
+        return unseen / (self.num_layers * num_tokens)
+
+    @property
+    def num_ropes(self) -> int:
+        """Rotary embeddings that layers have: the model's, and perhaps another one."""
+        return 1 if self.local_rope_theta is None and not self.unturned_layers else 2
+
+    def rope_of(self, layer: int) -> int:
+        """Which of them a layer has."""
+        if self.local_rope_theta is None:
+            return int(layer in self.unturned_layers)
+        return int(self.window_of(layer) is not None)
 
     @property
     def dtype_bytes(self) -> int:
@@ -107,7 +149,8 @@ class ModelSpec:
             shared = 3 * self.hidden_size * (self.experts.shared_size or 0)
             router = self.experts.num_logits * self.hidden_size
             mlp = self.experts.held * self.mlp_params + shared + router
-        norms = 2 * self.hidden_size + (sum(self.qk_norm_sizes) if self.qk_norm else 0)
+        norms = (4 if self.has_output_norms else 2) * self.hidden_size
+        norms += sum(self.qk_norm_sizes) if self.qk_norm else 0
         biases = (
             (self.qkv_size if self.attention_bias else 0)
             + (self.hidden_size if self.output_bias else 0)

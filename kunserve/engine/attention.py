@@ -10,6 +10,7 @@ import torch
 from kunserve.core.errors import ConfigError
 from kunserve.core.model_spec import DTYPE_BYTES, ModelSpec
 from kunserve.engine.kernels.library import CBatch, CModel, kernel
+from kunserve.engine.kernels.ops import Finish
 
 MAX_HEADS_PER_KV_HEAD = 36
 TORCH_DTYPES = {
@@ -56,15 +57,15 @@ class StepBatch:
         assert len(self.q_starts) == len(self.rows) + 1 == len(self.context_lens) + 1
         assert self.q_starts[0] == 0 and self.q_starts[-1] == self.num_tokens, self.q_starts
 
-    def as_c(self, rope_address: int) -> CBatch:
-        """The kernels' view; valid while this batch and the rope table live."""
+    def as_c(self, *rope_addresses: int) -> CBatch:
+        """The kernels' view; valid while this batch and the rope tables live."""
         return CBatch(
             positions=self.positions.ctypes.data,
             tables=self.tables.ctypes.data,
             rows=self.rows.ctypes.data,
             q_starts=self.q_starts.ctypes.data,
             context_lens=self.context_lens.ctypes.data,
-            rope=rope_address,
+            rope=rope_addresses,
             num_tokens=self.num_tokens,
             num_seqs=len(self.rows),
             max_blocks=self.tables.shape[1],
@@ -97,8 +98,11 @@ def c_model(spec: ModelSpec, kv_base_address: int, block_size: int) -> CModel:
         head_dim=spec.head_dim,
         intermediate=spec.intermediate_size,
         block_size=block_size,
-        window=spec.sliding_window or 0,
+        window=0 if spec.global_layers else spec.sliding_window or 0,
         eps=spec.rms_eps,
+        score_cap=spec.score_cap or 0.0,
+        norm_offset=int(spec.has_offset_norms),
+        gate=Finish.GEGLU if spec.has_gelu else Finish.SWIGLU,
         kv=kv_base_address,
         experts=0 if experts is None else experts.number,
         experts_per_token=0 if experts is None else experts.per_token,
@@ -107,6 +111,11 @@ def c_model(spec: ModelSpec, kv_base_address: int, block_size: int) -> CModel:
         shared=0 if experts is None else experts.shared_size or 0,
         whole_qk_norm=spec.qk_norm and spec.has_whole_qk_norm,
     )
+
+
+def capped(values: torch.Tensor, cap: float | None) -> torch.Tensor:
+    """The values, bent in place so that none gets beyond the cap; untouched where there is none."""
+    return values if cap is None else values.div_(cap).tanh_().mul_(cap)
 
 
 class AttentionBackend(Protocol):
@@ -123,12 +132,14 @@ class FusedAttention:
     """The C kernel: paged, any mix of decodes and prompt chunks, bit-identical per query."""
 
     def __init__(self, spec: ModelSpec, kv_base_address: int, block_size: int) -> None:
+        self._spec = spec
         self._model = c_model(spec, kv_base_address, block_size)
         self._kernel = kernel("kun_attention", TORCH_DTYPES[spec.dtype])
 
     def attend(self, layer: int, qkv: torch.Tensor, batch: StepBatch, out: torch.Tensor) -> None:
         """See ``AttentionBackend``."""
-        self._kernel(self._model, batch.as_c(0), qkv.data_ptr(), out.data_ptr(), layer)
+        window = self._spec.window_of(layer) or 0
+        self._kernel(self._model, batch.as_c(), qkv.data_ptr(), out.data_ptr(), layer, window)
 
 
 class ReferenceAttention:
@@ -141,7 +152,7 @@ class ReferenceAttention:
 
     def attend(self, layer: int, qkv: torch.Tensor, batch: StepBatch, out: torch.Tensor) -> None:
         """See ``AttentionBackend``."""
-        spec = self._spec
+        spec, window = self._spec, self._spec.window_of(layer)
         group = spec.num_heads // spec.num_kv_heads
         for s, row in enumerate(batch.rows):
             start, end = int(batch.q_starts[s]), int(batch.q_starts[s + 1])
@@ -152,11 +163,12 @@ class ReferenceAttention:
             q = qkv[start:end, : spec.q_size].float().view(end - start, spec.num_heads, -1)
             k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
             scores = torch.einsum("qhd,khd->hqk", q, k) * spec.head_dim**-0.5
+            capped(scores, spec.score_cap)
             q_at = torch.arange(context - (end - start), context)[:, None]
             k_at = torch.arange(context)[None, :]
             hidden = k_at > q_at
-            if spec.sliding_window is not None:
-                hidden |= k_at <= q_at - spec.sliding_window
+            if window is not None:
+                hidden |= k_at <= q_at - window
             weights = scores.masked_fill(hidden, float("-inf")).softmax(dim=-1)
             mixed = torch.einsum("hqk,khd->qhd", weights, v)
             out[start:end] = mixed.reshape(end - start, -1).to(out.dtype)

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -25,11 +25,12 @@ from kunserve.core.model_spec import ModelSpec
 from kunserve.core.sharding import spread_over_ranks
 from kunserve.core.snapshots import InstanceSpec
 from kunserve.core.step import SampledRow, SampledToken
+from kunserve.engine.account import account_of
 from kunserve.engine.attention import TORCH_DTYPES
 from kunserve.engine.backend import Backend, CpuBackend
-from kunserve.engine.decoder import PANEL_ROWS, StepBatch, StepDecoder, StepLimits
-from kunserve.engine.free_memory import anonymous_bytes, beside_bytes
-from kunserve.engine.memory import InstanceMemory, MemoryPlan
+from kunserve.engine.decoder import PANEL_ROWS, StepBatch, StepLimits
+from kunserve.engine.free_memory import beside_bytes
+from kunserve.engine.memory import MemoryPlan
 from kunserve.engine.prompt_scorer import PromptScorer
 from kunserve.engine.split_head import (
     SplitHead,
@@ -48,38 +49,6 @@ from kunserve.model.source import ModelSource, resolve_model
 from kunserve.model.vocabulary import tokenizer_json
 from kunserve.transport.host_store import HostStore
 from kunserve.transport.movable_memory import Content, Extents, Granules, UnitRuns
-
-
-@dataclass(frozen=True, slots=True)
-class StartupAccount:
-    """What an instance has once its model is loaded."""
-
-    memory_bytes: int
-    weights_bytes: int
-    """Granules that hold weights."""
-    kv_bytes: int
-    kv_units: int
-    kv_blocks: int
-    """Blocks of all layers."""
-    longest_request_tokens: int
-    """Prompt plus output of the largest request that fits, and that the model allows."""
-    buffer_bytes: int
-    """Beside that memory: activations, logits and positions of the largest step."""
-    process_bytes: int
-    """All of it, with interpreter and libraries."""
-    load_s: float
-
-    def __str__(self) -> str:
-        """One line for the log."""
-        mib = 1 << 20
-        return (
-            f"memory {self.memory_bytes / mib:.1f} MiB: "
-            f"weights {self.weights_bytes / mib:.1f} MiB, "
-            f"KV {self.kv_bytes / mib:.1f} MiB in {self.kv_blocks} blocks; "
-            f"beside it {self.buffer_bytes / mib:.1f} MiB for steps, "
-            f"{self.process_bytes / mib:.1f} MiB in all; "
-            f"longest request {self.longest_request_tokens} tokens; loaded in {self.load_s:.2f} s"
-        )
 
 
 class EngineBody:
@@ -141,7 +110,8 @@ class EngineBody:
         self._host = HostStore(self.memory)
         load_s = time.perf_counter() - started
         beside = beside_bytes(self.other_pids)
-        self.account = _account(self.memory, self.model, self._decoder, beside, load_s)
+        buffer_bytes = self._decoder.buffer_bytes
+        self.account = account_of(self.memory, self.model, buffer_bytes, beside, load_s)
 
     @property
     def computes_aside(self) -> bool:
@@ -406,24 +376,6 @@ def _step_limits(spec: ModelSpec, instance: InstanceConfig, most: StepLimits) ->
     """The same, of requests that fit."""
     blocks = MemoryPlan.of(spec, instance).kv_units // spec.num_layers
     return replace(most, num_positions=min(most.num_positions, blocks * instance.block_size))
-
-
-def _account(
-    memory: InstanceMemory, model: ModelSpec, decoder: StepDecoder, other_bytes: int, load_s: float
-) -> StartupAccount:
-    spec = memory.spec
-    blocks = spec.blocks_when_holding(spec.num_layers)
-    return StartupAccount(
-        memory_bytes=spec.memory_bytes,
-        weights_bytes=memory.weights_bytes,
-        kv_bytes=spec.kv_units * spec.unit_bytes,
-        kv_units=spec.kv_units,
-        kv_blocks=blocks,
-        longest_request_tokens=min(model.max_position, blocks * spec.block_size),
-        buffer_bytes=decoder.buffer_bytes,
-        process_bytes=spec.memory_bytes + anonymous_bytes() + other_bytes,
-        load_s=load_s,
-    )
 
 
 def _check_length(model: ModelSpec, spec: InstanceSpec, max_model_len: int | None) -> None:

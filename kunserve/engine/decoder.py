@@ -22,6 +22,7 @@ from kunserve.engine.attention import (
     ReferenceAttention,
     StepBatch,
     c_model,
+    capped,
 )
 from kunserve.engine.experts import add_experts, routing_bytes
 from kunserve.engine.kernels.library import (
@@ -34,7 +35,7 @@ from kunserve.engine.kernels.library import (
 )
 from kunserve.engine.kernels.ops import Finish, Matrix, argmax, gather, linear, rms_norm
 from kunserve.engine.kernels.packed import PackedMatrix, rounded_bytes
-from kunserve.engine.kernels.rope import RopeTable
+from kunserve.engine.kernels.rope import rope_tables
 
 __all__ = ["PANEL_ROWS", "Decoder", "LayerWeights", "ModelWeights", "StepBatch", "StepDecoder"]
 
@@ -75,6 +76,9 @@ class LayerWeights:
     """[2 * shared, hidden], as ``gate_up``; the router's last row is its weight's."""
     shared_down: torch.Tensor | None = None
     """[hidden, shared]."""
+    attention_out_norm: torch.Tensor | None = None
+    """[hidden], of what attention adds (Gemma)."""
+    mlp_out_norm: torch.Tensor | None = None
 
 
 @dataclass(slots=True)
@@ -117,7 +121,7 @@ class StepLimits:
         if spec.packed is not None:
             activations += rounded_bytes(self.num_tokens, _widest(spec))
         logits = self.num_sampled * spec.vocab_size * 4
-        return activations + logits + self.num_positions * spec.head_dim * 4
+        return activations + logits + spec.num_ropes * self.num_positions * spec.head_dim * 4
 
 
 def _widest(spec: ModelSpec) -> int:
@@ -240,8 +244,12 @@ class Decoder:
         self._dtype = TORCH_DTYPES[spec.dtype]
         self._model = c_model(spec, kv_base_address, block_size)
         self._layers = (CLayer * spec.num_layers)(*map(_as_c, weights.layers))
+        for layer, pointers in enumerate(self._layers):
+            pointers.window = spec.window_of(layer) or 0
+            pointers.rope = spec.rope_of(layer)
         self._range = LayerRange(0, spec.num_layers)
-        self._rope = RopeTable(spec)
+        self._rope = rope_tables(spec)
+        self._norm_offset = int(spec.has_offset_norms)
         self._scratch = _Scratch(spec, self._dtype)
         self._logits = torch.empty(0, spec.vocab_size)
         self._backend: AttentionBackend | None = None
@@ -253,14 +261,16 @@ class Decoder:
 
     def reserve(self, limits: StepLimits) -> None:
         """Take all memory that steps within these limits need, so that none fails or waits."""
-        self._rope.reserve(limits.num_positions)
+        for table in self._rope:
+            table.reserve(limits.num_positions)
         self._scratch.reserve(limits.num_tokens)
         self._logits = torch.empty(limits.num_sampled, self._spec.vocab_size).zero_()
 
     @property
     def buffer_bytes(self) -> int:
         """Memory of activations, logits and positions."""
-        return self._scratch.num_bytes + self._logits.nbytes + self._rope.num_bytes
+        tables = sum(table.num_bytes for table in self._rope)
+        return self._scratch.num_bytes + self._logits.nbytes + tables
 
     def set_layers(self, layers: LayerRange) -> None:
         """The layers that ``forward`` computes from now on; all of them at first."""
@@ -290,7 +300,8 @@ class Decoder:
         assert hidden.is_contiguous()
         if batch.num_tokens == 0:
             return hidden
-        c_batch = batch.as_c(self._rope.address(int(batch.positions.max()) + 1))
+        reach = int(batch.positions.max()) + 1
+        c_batch = batch.as_c(*(table.address(reach) for table in self._rope))
         buffers = self._buffers(hidden)
         runs = [self._range]
         if between_layers is not None:
@@ -316,13 +327,14 @@ class Decoder:
     def logits_of(self, which: npt.NDArray[np.integer[Any]], hidden: torch.Tensor) -> torch.Tensor:
         """As ``logits``, of these rows of ``hidden``."""
         rows = hidden.index_select(0, torch.from_numpy(which))
-        rms_norm(rows, self._weights.final_norm, self._spec.rms_eps, out=rows)
+        rms_norm(rows, self._weights.final_norm, self._spec.rms_eps, rows, self._norm_offset)
         scaled(rows, self._spec.logit_scale)
         if rows.shape[0] > self._logits.shape[0]:
             self._logits = torch.empty(rows.shape[0], self._spec.vocab_size)
         out = self._logits[: rows.shape[0]]
         rounded = self._scratch("rounded", rows.shape[0])
-        return linear(rows, self._weights.head, out=out, finish=Finish.FLOAT, rounded=rounded)
+        linear(rows, self._weights.head, out=out, finish=Finish.FLOAT, rounded=rounded)
+        return capped(out, self._spec.logit_cap)
 
     def room_for_logits(self, num_rows: int, width: int) -> torch.Tensor:
         """See ``StepDecoder``."""
@@ -345,21 +357,38 @@ class Decoder:
     ) -> None:
         """What the C stage does, an operation at a time, around the backend's attention."""
         weights, count, eps = self._weights.layers[layer], batch.num_tokens, self._spec.rms_eps
+        offset = self._norm_offset
         assert self._backend is not None
         normed, qkv, mixed, gated = (
             self._scratch(name, count) for name in ("normed", "qkv", "mixed", "gated")
         )
-        rms_norm(hidden, weights.input_norm, eps, out=normed)
+        rms_norm(hidden, weights.input_norm, eps, normed, offset)
         linear(normed, weights.qkv, weights.qkv_bias, out=qkv)
         self._place(self._model, self._layers[layer], c_batch, buffers, layer)
         self._backend.attend(layer, qkv, batch, mixed)
-        linear(mixed, weights.o, weights.o_bias, hidden, Finish.RESIDUAL)
-        rms_norm(hidden, weights.post_norm, eps, out=normed)
+        self._add(mixed, weights.o, weights.o_bias, weights.attention_out_norm, hidden)
+        rms_norm(hidden, weights.post_norm, eps, normed, offset)
         if self._spec.experts is not None:
             add_experts(normed, hidden, weights, self._spec, _run_expert)
             return
-        linear(normed, weights.gate_up, weights.gate_up_bias, gated, Finish.SWIGLU)
-        linear(gated, weights.down, weights.down_bias, hidden, Finish.RESIDUAL)
+        gate = Finish.GEGLU if self._spec.has_gelu else Finish.SWIGLU
+        linear(normed, weights.gate_up, weights.gate_up_bias, gated, gate)
+        self._add(gated, weights.down, weights.down_bias, weights.mlp_out_norm, hidden)
+
+    def _add(
+        self,
+        x: torch.Tensor,
+        weight: Matrix,
+        bias: torch.Tensor | None,
+        norm: torch.Tensor | None,
+        hidden: torch.Tensor,
+    ) -> None:
+        """Add a product to the residual stream, normalised first where the model does so."""
+        if norm is None:
+            linear(x, weight, bias, hidden, Finish.RESIDUAL)
+            return
+        product = linear(x, weight, bias, self._scratch("normed", len(x)))
+        hidden += rms_norm(product, norm, self._spec.rms_eps, product, self._norm_offset)
 
 
 def _run_expert(x: torch.Tensor, gate_up: Matrix, down: Matrix) -> torch.Tensor:

@@ -42,7 +42,9 @@ class GraphInputs:
         dtype = TORCH_DTYPES[spec.dtype]
         self.hidden = torch.zeros(most_rows, spec.hidden_size, dtype=dtype, device=device)
         """[most_rows, hidden], which the layers change."""
-        self.angles = torch.zeros(most_rows, 2, spec.head_dim // 2, device=device)
+        shape = (spec.num_ropes, most_rows, 2, spec.head_dim // 2)
+        self.angles = torch.zeros(shape, device=device)
+        """[tables, most_rows, 2, head_dim / 2]."""
         self._batches: dict[int, DeviceBatch] = {}
 
     @property

@@ -11,6 +11,7 @@ from kunserve.core.layout import VocabRange
 from kunserve.core.model_spec import ModelSpec
 from kunserve.core.snapshots import HeadShape
 from kunserve.core.step import SequenceStart
+from kunserve.engine.attention import capped
 from kunserve.engine.decoder import ModelWeights, scaled
 from kunserve.engine.kernels.ops import Finish, linear, rms_norm
 from kunserve.engine.sampler import takes_largest
@@ -76,13 +77,14 @@ class SplitHead:
         self, request_ids: Iterable[RequestId], vocab: VocabRange, rows: torch.Tensor
     ) -> torch.Tensor:
         """Of ``rows`` [n, hidden] that the last layer gave, each of one of these requests."""
-        normed = rms_norm(rows, self._weights.final_norm, self._spec.rms_eps)
+        offset = int(self._spec.has_offset_norms)
+        normed = rms_norm(rows, self._weights.final_norm, self._spec.rms_eps, offset=offset)
         scaled(normed, self._spec.logit_scale)
         head = self._weights.head[vocab.first : vocab.end]
         if not self.is_brief(request_ids):
-            return linear(normed, head, finish=Finish.FLOAT)
+            return capped(linear(normed, head, finish=Finish.FLOAT), self._spec.logit_cap)
         out = self._room(len(rows), vocab.num_rows)
-        linear(normed, head, out=out, finish=Finish.FLOAT)
+        capped(linear(normed, head, out=out, finish=Finish.FLOAT), self._spec.logit_cap)
         return torch.from_numpy(_largest(out.numpy(), vocab.first))
 
 

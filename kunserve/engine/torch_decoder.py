@@ -3,7 +3,7 @@
 With a recorder, steps of one token per sequence run by graphs; see ``engine.graphs``.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,13 +12,13 @@ import torch
 
 from kunserve.core.layout import LayerRange
 from kunserve.core.model_spec import ModelSpec
-from kunserve.engine.attention import TORCH_DTYPES
+from kunserve.engine.attention import TORCH_DTYPES, capped
 from kunserve.engine.decoder import LayerWeights, ModelWeights, StepBatch, StepLimits, scaled
 from kunserve.engine.experts import add_experts
 from kunserve.engine.graph_inputs import GraphInputs
 from kunserve.engine.graphs import GraphCounts, LayerGraphs, Recorder, sizes_up_to
 from kunserve.engine.kernels.ops import Matrix
-from kunserve.engine.kernels.rope import RopeTable
+from kunserve.engine.kernels.rope import rope_tables
 from kunserve.engine.ops.table import DeviceBatch, Ops
 
 _WARM_UP_POSITIONS = (0, 1, 0)
@@ -54,8 +54,10 @@ class TorchDecoder:
         self._kv = kv.view(self._dtype).view(shape)
         self._ops = ops
         self._range = LayerRange(0, spec.num_layers)
-        self._rope = RopeTable(spec)
-        self._angles = torch.empty(0, 2, spec.head_dim // 2, device=self._device)
+        self._rope = rope_tables(spec)
+        none = torch.empty(0, 2, spec.head_dim // 2, device=self._device)
+        self._angles = [none for _ in self._rope]
+        """A table each, of which a layer has one."""
         self._scratch: dict[str, torch.Tensor] = {}
         self._logits = torch.empty(0, spec.vocab_size, device=self._device)
         self._recorder = recorder
@@ -71,7 +73,8 @@ class TorchDecoder:
         Every layer must be held and loaded.
         """
         self._reserve_scratch(limits.num_tokens)
-        self._rope.reserve(limits.num_positions)  # exactly so many: what grows later is rounded up
+        for table in self._rope:  # exactly so many: what grows later is rounded up
+            table.reserve(limits.num_positions)
         self._reserve_positions(limits.num_positions)
         self._logits = torch.zeros(limits.num_sampled, self._spec.vocab_size, device=self._device)
         if limits.num_tokens >= len(_WARM_UP_POSITIONS):
@@ -108,7 +111,7 @@ class TorchDecoder:
         scratch = self._recorded_scratch = self._scratch
 
         def begin(rows: int) -> Callable[[int], None]:
-            hidden, angles = inputs.hidden[:rows], inputs.angles[:rows]
+            hidden, angles = inputs.hidden[:rows], [table[:rows] for table in inputs.angles]
             batch = inputs.fill(rows, None)
             return lambda layer: self._run_layer(layer, hidden, angles, batch, scratch)
 
@@ -132,7 +135,7 @@ class TorchDecoder:
     @property
     def buffer_bytes(self) -> int:
         """Memory of activations, logits and positions."""
-        tensors = (*self._scratch.values(), self._logits, self._angles)
+        tensors = (*self._scratch.values(), self._logits, *self._angles)
         inputs_bytes = 0 if self._inputs is None else self._inputs.num_bytes
         return inputs_bytes + sum(tensor.nbytes for tensor in tensors)
 
@@ -169,7 +172,7 @@ class TorchDecoder:
         if batch.num_tokens > len(self._scratch["qkv"]):
             self._reserve_scratch(batch.num_tokens)
         on_device = DeviceBatch.of(batch, self._block_size, self._device)
-        angles = self._angles.index_select(0, on_device.positions)
+        angles = [table.index_select(0, on_device.positions) for table in self._angles]
         for layer in range(*self._range):
             self._run_layer(layer, hidden, angles, on_device, self._scratch)
             if between_layers is not None:
@@ -188,7 +191,7 @@ class TorchDecoder:
         if len(rows) > len(self._logits):
             self._logits = torch.zeros(len(rows), self._spec.vocab_size, device=self._device)
         out = self._logits[: len(rows)]
-        return out.copy_(rows @ self._weights.head.t())
+        return capped(out.copy_(rows @ self._weights.head.t()), self._spec.logit_cap)
 
     def room_for_logits(self, num_rows: int, width: int) -> torch.Tensor:
         """New memory: the output head is not split here."""
@@ -204,8 +207,8 @@ class TorchDecoder:
     ) -> None:
         """The stage's layers over ``hidden``, padded to so many rows."""
         on_device = inputs.fill(rows, batch)
-        angles = inputs.angles[:rows]
-        torch.index_select(self._angles, 0, on_device.positions, out=angles)
+        for table, angles in zip(self._angles, inputs.angles, strict=True):
+            torch.index_select(table, 0, on_device.positions, out=angles[:rows])
         inputs.hidden[: batch.num_tokens].copy_(hidden)
         inputs.hidden[batch.num_tokens : rows].zero_()
         graphs.launch(rows, self._range)
@@ -215,7 +218,7 @@ class TorchDecoder:
         self,
         layer: int,
         hidden: torch.Tensor,
-        angles: torch.Tensor,
+        angles: Sequence[torch.Tensor],
         batch: DeviceBatch,
         scratch: dict[str, torch.Tensor],
     ) -> None:
@@ -224,24 +227,42 @@ class TorchDecoder:
         ops.rms_norm(hidden, weights.input_norm, spec.rms_eps, normed)
         _linear(normed, weights.qkv, weights.qkv_bias, qkv)
         q, k, v = self._heads(qkv, weights)
-        ops.rotate(q, angles)
-        ops.rotate(k, angles)
+        turns = angles[spec.rope_of(layer)]
+        ops.rotate(q, turns)
+        ops.rotate(k, turns)
         ops.place(layer, k, v, self._kv, batch)
         ops.attend(layer, q, self._kv, batch, mixed)
-        _add_linear(mixed, weights.o, weights.o_bias, hidden)
+        self._add(mixed, weights.o, weights.o_bias, weights.attention_out_norm, normed, hidden)
         ops.rms_norm(hidden, weights.post_norm, spec.rms_eps, normed)
         if spec.experts is not None:
 
             def run_expert(x: torch.Tensor, gate_up_of: Matrix, down_of: Matrix) -> torch.Tensor:
                 inner = x.new_empty(len(x), down_of.shape[1])
-                ops.silu_mul(x @ gate_up_of.t(), inner)
+                ops.gate_mul(x @ gate_up_of.t(), inner)
                 return inner @ down_of.t()
 
             add_experts(normed, hidden, weights, spec, run_expert)
             return
         _linear(normed, weights.gate_up, weights.gate_up_bias, gate_up)
-        ops.silu_mul(gate_up, gated)
-        _add_linear(gated, weights.down, weights.down_bias, hidden)
+        ops.gate_mul(gate_up, gated)
+        self._add(gated, weights.down, weights.down_bias, weights.mlp_out_norm, normed, hidden)
+
+    def _add(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        norm: torch.Tensor | None,
+        room: torch.Tensor,
+        residual: torch.Tensor,
+    ) -> None:
+        """Add a product to the residual stream, normalised first where the model does so."""
+        if norm is None:
+            _add_linear(x, weight, bias, residual)
+            return
+        _linear(x, weight, bias, room)
+        self._ops.rms_norm(room, norm, self._spec.rms_eps, room)
+        residual.add_(room)
 
     def _heads(
         self, qkv: torch.Tensor, weights: LayerWeights
@@ -260,8 +281,8 @@ class TorchDecoder:
         return q, k, v
 
     def _reserve_positions(self, num_positions: int) -> None:
-        if num_positions > len(self._angles):
-            self._angles = self._rope.table(num_positions).to(self._device)
+        if num_positions > len(self._angles[0]):
+            self._angles = [table.table(num_positions).to(self._device) for table in self._rope]
 
 
 def _linear(

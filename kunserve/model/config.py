@@ -1,5 +1,6 @@
 """A model's shape and its end-of-sequence tokens, from ``config.json`` or GGUF metadata."""
 
+import dataclasses
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,14 @@ from kunserve.core.rope import (
     reach_of,
     yarn_amplitude,
 )
+from kunserve.model.gemma import GEMMA3, GEMMA_ARCHITECTURES, gemma_values, with_gemma
 from kunserve.model.gguf_config import eos_ids_from_gguf, spec_from_gguf
 from kunserve.model.gguf_file import read_gguf
 from kunserve.model.granite import with_granite_scales
 from kunserve.model.json_file import read_json
 from kunserve.model.moe_config import experts_from_hf, inner_size_from_hf
 from kunserve.model.quantization import check_quantization
+from kunserve.model.smollm3 import SMOLLM3, unturned_of_hf
 from kunserve.model.source import ModelSource
 
 _REQUIRED = object()
@@ -49,6 +52,7 @@ _SCALING_KEYS = {
 
 SUPPORTED_ARCHITECTURES = (
     "Ernie4_5ForCausalLM",
+    *GEMMA_ARCHITECTURES,
     "GraniteForCausalLM",
     "LlamaForCausalLM",
     "MistralForCausalLM",
@@ -60,6 +64,7 @@ SUPPORTED_ARCHITECTURES = (
     "Qwen3ForCausalLM",
     "Qwen3MoeForCausalLM",
     "SeedOssForCausalLM",
+    SMOLLM3,
 )
 
 
@@ -73,7 +78,8 @@ def read_spec(source: ModelSource, dtype: str) -> ModelSpec:
     if source.is_gguf:
         return spec_from_gguf(read_gguf(source.path), source.name, dtype)
     path = source.path / "config.json"
-    return spec_from_hf(_HfConfig(path, read_json(path)), source.name, dtype)
+    values = gemma_values(path, read_json(path))
+    return spec_from_hf(_HfConfig(path, values), source.name, dtype)
 
 
 def read_eos_ids(source: ModelSource) -> tuple[int, ...]:
@@ -111,6 +117,10 @@ class _HfConfig:
     def number(self, key: str, default: Any = _REQUIRED) -> float:
         """A positive number."""
         return self.positive(key, self._get(key, default))
+
+    def number_or_none(self, key: str) -> float | None:
+        """A positive number, if there is one."""
+        return None if self.values.get(key) is None else self.number(key)
 
     def positive(self, key: str, value: Any) -> float:
         """The value of ``key`` as a positive number, not infinite."""
@@ -178,6 +188,7 @@ def spec_from_hf(config: _HfConfig, name: str, dtype: str) -> ModelSpec:
     max_position = reach_of(rope_scaling, config.integer("max_position_embeddings"))
     num_layers = config.integer("num_hidden_layers")
     attention_bias, output_bias, mlp_bias = _biases(config, architecture)
+    window, global_layers = _windows(config, architecture, num_layers, max_position)
     spec = ModelSpec(
         name=name,
         architecture=architecture,
@@ -197,13 +208,33 @@ def spec_from_hf(config: _HfConfig, name: str, dtype: str) -> ModelSpec:
         mlp_bias=mlp_bias,
         qk_norm=architecture in _QK_NORMS,
         rope_scaling=rope_scaling,
-        sliding_window=_sliding_window(config, architecture, num_layers, max_position),
+        sliding_window=window,
+        global_layers=global_layers,
         dtype=dtype,
         has_fused_projections=architecture == "Phi3ForCausalLM",
         has_paired_rope=architecture == "Ernie4_5ForCausalLM",
         experts=experts_from_hf(config, architecture),
         has_whole_qk_norm=architecture == "OlmoeForCausalLM",
     )
+    return _with_factors(config, spec)
+
+
+def _with_factors(config: _HfConfig, spec: ModelSpec) -> ModelSpec:
+    """What Gemma, Granite and SmolLM3 have beside a Llama's shape."""
+    architecture = spec.architecture
+    if architecture in GEMMA_ARCHITECTURES:
+        is_third = architecture == GEMMA3
+        return with_gemma(
+            spec,
+            query_scalar=config.number("query_pre_attn_scalar"),
+            local_theta=config.number("rope_local_base_freq") if is_third else None,
+            score_cap=None if is_third else config.number_or_none("attn_logit_softcapping"),
+            logit_cap=config.number_or_none("final_logit_softcapping"),
+            max_position=config.integer("max_position_embeddings"),
+        )
+    if architecture == SMOLLM3:
+        unturned = unturned_of_hf(config.path, config.values, spec.num_layers)
+        return dataclasses.replace(spec, unturned_layers=unturned)
     if architecture != "GraniteForCausalLM":
         return spec
     return with_granite_scales(
@@ -215,13 +246,13 @@ def spec_from_hf(config: _HfConfig, name: str, dtype: str) -> ModelSpec:
     )
 
 
-_TIED_BY_DEFAULT = ("Ernie4_5ForCausalLM",)
+_TIED_BY_DEFAULT = ("Ernie4_5ForCausalLM", SMOLLM3)
 """Whose configurations in ``transformers`` tie embeddings unless they say otherwise."""
 _OTHER_EPS = {"MixtralForCausalLM": 1e-5, "OlmoeForCausalLM": 1e-5}
-_OTHER_THETA = {"MixtralForCausalLM": 1e6}
-_QK_NORMS = ("OlmoeForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
+_OTHER_THETA = {"MixtralForCausalLM": 1e6, SMOLLM3: 2e6}
+_QK_NORMS = ("OlmoeForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", GEMMA3)
 _NO_BIASES = ("MistralForCausalLM", "MixtralForCausalLM", "Phi3ForCausalLM")
-_NO_MLP_BIAS = _QK_NORMS
+_NO_MLP_BIAS = (*_QK_NORMS, *GEMMA_ARCHITECTURES)
 
 
 def _biases(config: _HfConfig, architecture: str) -> tuple[bool, bool, bool]:
@@ -331,30 +362,37 @@ def _yarn_rope(config: _HfConfig) -> YarnRope:
     )
 
 
-def _sliding_window(
+def _windows(
     config: _HfConfig, architecture: str, num_layers: int, max_position: int
-) -> int | None:
-    """The window, where every layer has it; a mixture is not supported."""
-    values = config.values
+) -> tuple[int | None, tuple[int, ...]]:
+    """The window, and the layers that have none where others have."""
     if architecture in _NO_BIASES:
         window = config.window(4096 if architecture == "MistralForCausalLM" else None)
+        is_local = [True] * num_layers
+    elif architecture in GEMMA_ARCHITECTURES:
+        window, is_local = config.window(), _local_layers(config, num_layers)
+        # Their rotary embedding is another one even if no request gets beyond the window.
+        max_position = max(max_position, (window or 0) + 1)
     elif architecture.startswith("Qwen") and config.flag("use_sliding_window"):
-        window = config.window()
-        kinds = values.get("layer_types")
-        first = values.get("max_window_layers", 28)
+        window, is_local = config.window(), _local_layers(config, num_layers)
+    else:
+        return None, ()
+    if window is None or window >= max_position or not any(is_local):
+        return None, ()
+    return window, tuple(layer for layer in range(num_layers) if not is_local[layer])
+
+
+def _local_layers(config: _HfConfig, num_layers: int) -> list[bool]:
+    """Whether each layer has the window."""
+    kinds = config.values.get("layer_types")
+    if kinds is None:
+        first = config.values.get("max_window_layers", 28)
         if not isinstance(first, int):
             raise ModelFiles(f"{config.path}: 'max_window_layers' is {first!r}, no layer")
-        windowed = (
-            [kind == "sliding_attention" for kind in kinds]
-            if isinstance(kinds, list)
-            else [layer >= first for layer in range(num_layers)]
-        )
-        if not any(windowed):
-            window = None
-        elif not all(windowed) and window is not None and window < max_position:
-            raise UnsupportedModel(
-                f"{config.path}: a sliding window in only some layers is not supported"
-            )
-    else:
-        window = None
-    return window if window is not None and window < max_position else None
+        return [layer >= first for layer in range(num_layers)]
+    if not isinstance(kinds, list) or len(kinds) != num_layers:
+        raise ModelFiles(f"{config.path}: 'layer_types' does not name {num_layers} layers")
+    for kind in kinds:
+        if kind not in ("full_attention", "sliding_attention"):
+            raise UnsupportedModel(f"{config.path}: a layer of {kind!r} is not supported")
+    return [kind == "sliding_attention" for kind in kinds]

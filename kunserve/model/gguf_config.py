@@ -14,12 +14,16 @@ from kunserve.core.rope import (
     reach_of,
     yarn_amplitude,
 )
+from kunserve.model.gemma import GEMMA2, GEMMA3, gemma_of_gguf
 from kunserve.model.gguf_file import GgufFile
 from kunserve.model.granite import with_granite_scales
 from kunserve.model.moe_config import experts_from_gguf, inner_size_from_gguf
+from kunserve.model.smollm3 import SMOLLM3, unturned_layers
 
 GGUF_ARCHITECTURES = {
     "ernie4_5": "Ernie4_5ForCausalLM",
+    "gemma2": GEMMA2,
+    "gemma3": GEMMA3,
     "granite": "GraniteForCausalLM",
     "llama": "LlamaForCausalLM",
     "olmoe": "OlmoeForCausalLM",
@@ -28,9 +32,10 @@ GGUF_ARCHITECTURES = {
     "qwen2moe": "Qwen2MoeForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "qwen3moe": "Qwen3MoeForCausalLM",
+    "smollm3": SMOLLM3,
 }
 """llama.cpp writes Mistral models as ``llama``, and Mixtral ones, too."""
-PAIRED_ROPE = ("ernie4_5", "granite", "llama")
+PAIRED_ROPE = ("ernie4_5", "granite", "llama", "smollm3")
 """Whose files hold the two rotated values of a pair side by side."""
 _GRANITE_SCALES = {
     "embedding": "embedding_scale",
@@ -102,6 +107,10 @@ def spec_from_gguf(file: GgufFile, name: str, dtype: str) -> ModelSpec:
     if kind == "granite":
         scales = {name: file.number(f"granite.{key}", 1.0) for name, key in _GRANITE_SCALES.items()}
         spec = with_granite_scales(spec, **scales)
+    if kind == "smollm3":
+        spec = dataclasses.replace(spec, unturned_layers=unturned_layers(spec.num_layers))
+    if kind in ("gemma2", "gemma3"):
+        spec = gemma_of_gguf(file, kind, spec)
     if num_heads % spec.num_kv_heads:
         raise ModelFiles(f"{file.path}: {num_heads} heads cannot share {spec.num_kv_heads}")
     return _with_rope_factors(file, spec)

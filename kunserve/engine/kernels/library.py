@@ -30,6 +30,8 @@ LAYER_FIELDS = (
     "experts_down",
     "shared_gate_up",
     "shared_down",
+    "attention_out_norm",
+    "mlp_out_norm",
 )
 
 
@@ -44,6 +46,8 @@ class CLayer(ctypes.Structure):
         ("down_format", c_int32),
         ("experts_gate_up_format", c_int32),
         ("experts_down_format", c_int32),
+        ("window", c_int32),
+        ("rope", c_int32),
     ]
 
 
@@ -71,6 +75,9 @@ class CModel(ctypes.Structure):
         ("block_size", c_int32),
         ("window", c_int32),
         ("eps", c_float),
+        ("score_cap", c_float),
+        ("norm_offset", c_int32),
+        ("gate", c_int32),
         ("kv", c_void_p),
         ("experts", c_int32),
         ("experts_per_token", c_int32),
@@ -91,7 +98,7 @@ class CBatch(ctypes.Structure):
         ("rows", c_void_p),
         ("q_starts", c_void_p),
         ("context_lens", c_void_p),
-        ("rope", c_void_p),
+        ("rope", c_void_p * 2),
         ("num_tokens", c_int32),
         ("num_seqs", c_int32),
         ("max_blocks", c_int32),
@@ -136,10 +143,10 @@ _TYPED = {
     ),
     "kun_gather": (POINTER(CPacked), c_void_p, c_void_p, c_int64, c_int64),
     "kun_rank_sum": (POINTER(CRanks), c_void_p, c_int64, c_int64),
-    "kun_rms_norm": (c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_float),
+    "kun_rms_norm": (c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_float, c_int32),
     "kun_place": (POINTER(CModel), POINTER(CLayer), POINTER(CBatch), POINTER(CBuffers), c_int64),
     "kun_experts": (POINTER(CModel), POINTER(CLayer), POINTER(CBuffers), c_int64),
-    "kun_attention": (POINTER(CModel), POINTER(CBatch), c_void_p, c_void_p, c_int64),
+    "kun_attention": (POINTER(CModel), POINTER(CBatch), c_void_p, c_void_p, c_int64, c_int64),
     "kun_stage": (
         POINTER(CModel),
         POINTER(CLayer),

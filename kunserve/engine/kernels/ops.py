@@ -23,6 +23,13 @@ class Finish(enum.IntEnum):
     """``weight`` is [gate | up]; store silu(gate) * up."""
     FLOAT = 3
     """Store float32, unrounded."""
+    GEGLU = 5
+    """As SWIGLU, with GELU by tanh instead of SiLU."""
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether the product's columns are a gate's, then as many that it is multiplied by."""
+        return self in (Finish.SWIGLU, Finish.GEGLU)
 
 
 def linear(
@@ -35,11 +42,11 @@ def linear(
 ) -> torch.Tensor:
     """``x`` [m, k] times ``weight`` [n, k] transposed, into ``out`` [m, n].
 
-    ``n`` is half the rows of ``weight`` for SWIGLU. ``k`` elements must fill whole 16 bytes.
+    ``n`` is half the rows of ``weight`` where it is gated. ``k`` elements must fill whole 16 bytes.
     ``rounded`` is memory for ``x`` of 8 bits, where ``weight`` is packed.
     """
     m, k = x.shape
-    n = weight.shape[0] // 2 if finish is Finish.SWIGLU else weight.shape[0]
+    n = weight.shape[0] // 2 if finish.is_gated else weight.shape[0]
     if out is None:
         assert finish is not Finish.RESIDUAL
         out = torch.empty(m, n, dtype=torch.float32 if finish is Finish.FLOAT else x.dtype)
@@ -47,7 +54,7 @@ def linear(
     assert x.is_contiguous() and out.is_contiguous()
     bias_at = None if bias is None else bias.data_ptr()
     if isinstance(weight, PackedMatrix):
-        assert weight.field.is_paired == (finish is Finish.SWIGLU), (weight.field, finish)
+        assert weight.field.is_paired == finish.is_gated, (weight.field, finish)
         if rounded is None:
             rounded = torch.empty(rounded_bytes(m, k), dtype=torch.uint8)
         assert rounded.nbytes >= rounded_bytes(m, k) and rounded.is_contiguous(), rounded.shape
@@ -87,14 +94,20 @@ def gather(weight: Matrix, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tens
 
 
 def rms_norm(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor | None = None
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    out: torch.Tensor | None = None,
+    offset: int = 0,
 ) -> torch.Tensor:
-    """``weight`` * ``x`` / rms(``x``) over the last dimension of ``x`` [rows, n]."""
+    """(``weight`` + ``offset``) * ``x`` / rms(``x``) over the last dimension of ``x`` [rows, n]."""
     if out is None:
         out = torch.empty_like(x)
     rows, n = x.shape
     assert x.is_contiguous() and out.is_contiguous() and weight.shape == (n,)
-    kernel("kun_rms_norm", x.dtype)(x.data_ptr(), weight.data_ptr(), out.data_ptr(), rows, n, eps)
+    kernel("kun_rms_norm", x.dtype)(
+        x.data_ptr(), weight.data_ptr(), out.data_ptr(), rows, n, eps, offset
+    )
     return out
 
 

@@ -1,5 +1,6 @@
 """Rotary position tables, as Hugging Face computes them, grown as positions are reached."""
 
+import dataclasses
 import math
 
 import torch
@@ -50,6 +51,17 @@ def amplitude(spec: ModelSpec) -> float:
     """By which cosines and sines are multiplied. Keys and queries are, so scores by its square."""
     yarn = spec.rope_scaling.amplitude if isinstance(spec.rope_scaling, YarnRope) else 1.0
     return yarn * math.sqrt(spec.attention_scale)
+
+
+def rope_tables(spec: ModelSpec) -> "tuple[RopeTable, ...]":
+    """The model's table, and behind it the other one that some layers have, if there is one."""
+    if spec.num_ropes == 1:
+        return (RopeTable(spec),)
+    if spec.local_rope_theta is None:
+        other = dataclasses.replace(spec, rope_scaling=LinearRope(math.inf))  # turns by 0
+    else:
+        other = dataclasses.replace(spec, rope_theta=spec.local_rope_theta, rope_scaling=None)
+    return RopeTable(spec), RopeTable(other)
 
 
 class RopeTable:

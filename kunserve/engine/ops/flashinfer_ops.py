@@ -40,6 +40,12 @@ def check_flashinfer(spec: ModelSpec) -> None:
             f"--attention-backend flashinfer has heads of {', '.join(map(str, _HEAD_DIMS))} "
             f"values, and {spec.name} has {spec.head_dim}; use fused"
         )
+    if spec.global_layers or spec.score_cap is not None:
+        what = "windows that differ by layer" if spec.global_layers else "capped scores"
+        raise ConfigError(
+            f"--attention-backend flashinfer is given one plan for all layers, without {what}, "
+            f"which {spec.name} has; use fused"
+        )
 
 
 class FlashInferOps:
@@ -62,7 +68,7 @@ class FlashInferOps:
         self._planned: DeviceBatch | None = None
         self._wrapper: Any = None
         self.rms_norm = rest.rms_norm
-        self.silu_mul = rest.silu_mul
+        self.gate_mul = rest.gate_mul
         self.rotate = rest.rotate
         self.place = rest.place
 

@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as functional
 
 from kunserve.core.model_spec import ModelSpec
+from kunserve.engine.attention import capped
 from kunserve.engine.ops.table import DeviceBatch
 
 
@@ -12,8 +13,8 @@ class ReferenceOps:
     """Implements ``Ops``. Sums and exponentials are in float32."""
 
     def __init__(self, spec: ModelSpec) -> None:
+        self._spec = spec
         self._num_layers = spec.num_layers
-        self._window = spec.sliding_window
         self._group = spec.num_heads // spec.num_kv_heads
 
     def rms_norm(
@@ -22,12 +23,17 @@ class ReferenceOps:
         """See ``Ops``."""
         wide = x.float()
         scale = torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps)
-        out.copy_((wide * scale).to(x.dtype) * weight)
+        if self._spec.has_offset_norms:
+            out.copy_(wide * scale * (weight.float() + 1.0))
+        else:
+            out.copy_((wide * scale).to(x.dtype) * weight)
 
-    def silu_mul(self, gate_up: torch.Tensor, out: torch.Tensor) -> None:
+    def gate_mul(self, gate_up: torch.Tensor, out: torch.Tensor) -> None:
         """See ``Ops``."""
         gate, up = gate_up.chunk(2, dim=-1)
-        torch.mul(functional.silu(gate), up, out=out)
+        is_gelu = self._spec.has_gelu
+        opened = functional.gelu(gate, approximate="tanh") if is_gelu else functional.silu(gate)
+        torch.mul(opened, up, out=out)
 
     def rotate(self, heads: torch.Tensor, angles: torch.Tensor) -> None:
         """See ``Ops``."""
@@ -64,7 +70,9 @@ class ReferenceOps:
             rows = q[start:end].float()
             rows = rows.reshape(end - start, -1, self._group, q.shape[-1])
             scores = torch.einsum("qkgd,ktd->kgqt", rows, k) * q.shape[-1] ** -0.5
-            hidden = self._hidden(end - start, context).to(q.device)
+            capped(scores, self._spec.score_cap)
+            window = self._spec.window_of(layer)
+            hidden = _hidden(end - start, context, window).to(q.device)
             weights = scores.masked_fill(hidden, float("-inf")).softmax(dim=-1)
             mixed = torch.einsum("kgqt,ktd->qkgd", weights, v)
             out[start:end] = mixed.reshape(end - start, -1).to(out.dtype)
@@ -81,20 +89,23 @@ class ReferenceOps:
         k_at = torch.arange(k.shape[2], device=q.device)
         contexts = batch.context_lens[:, None]
         hidden = k_at >= contexts
-        if self._window is not None:
-            hidden = hidden | (k_at < contexts - self._window)
+        window = self._spec.window_of(layer)
+        if window is not None:
+            hidden = hidden | (k_at < contexts - window)
         rows = q.float().view(num, -1, self._group, head_dim)
         scores = torch.einsum("skgd,sktd->skgt", rows, k) * head_dim**-0.5
+        capped(scores, self._spec.score_cap)
         weights = scores.masked_fill(hidden[:, None, None], float("-inf")).softmax(dim=-1)
         # What was never written may be no number, and 0 times that is none either.
         v = v.masked_fill(hidden[:, None, :, None], 0.0)
         out.copy_(torch.einsum("skgt,sktd->skgd", weights, v).reshape(num, -1))
 
-    def _hidden(self, num_queries: int, context: int) -> torch.Tensor:
-        """[queries, context] what each of the last tokens must not see."""
-        q_at = np.arange(context - num_queries, context)[:, None]
-        k_at = np.arange(context)[None, :]
-        hidden = k_at > q_at
-        if self._window is not None:
-            hidden |= k_at <= q_at - self._window
-        return torch.from_numpy(hidden)
+
+def _hidden(num_queries: int, context: int, window: int | None) -> torch.Tensor:
+    """[queries, context] what each of the last tokens must not see."""
+    q_at = np.arange(context - num_queries, context)[:, None]
+    k_at = np.arange(context)[None, :]
+    hidden = k_at > q_at
+    if window is not None:
+        hidden |= k_at <= q_at - window
+    return torch.from_numpy(hidden)

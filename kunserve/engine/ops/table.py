@@ -87,11 +87,11 @@ class Ops(Protocol):
     def rms_norm(
         self, x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor
     ) -> None:
-        """Normalise the rows of ``x``; ``out`` may be ``x``."""
+        """Normalise the rows of ``x`` as the model does; ``out`` may be ``x``."""
         ...
 
-    def silu_mul(self, gate_up: torch.Tensor, out: torch.Tensor) -> None:
-        """silu(gate) * up of rows [gate | up]."""
+    def gate_mul(self, gate_up: torch.Tensor, out: torch.Tensor) -> None:
+        """The model's activation of gate, times up, of rows [gate | up]."""
         ...
 
     def rotate(self, heads: torch.Tensor, angles: torch.Tensor) -> None:

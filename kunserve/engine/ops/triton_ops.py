@@ -10,15 +10,15 @@ from kunserve.core.model_spec import ModelSpec
 from kunserve.engine.ops.table import PARTS, DeviceBatch
 from kunserve.engine.triton.attention import attention_kernel, join_kernel, part_kernel
 from kunserve.engine.triton.rows import (
+    gate_mul_kernel,
     place_kernel,
     rms_norm_kernel,
     rotate_kernel,
-    silu_mul_kernel,
 )
 
 _LEAST_ROWS = 16
 """Tensor cores multiply tiles of at least so many rows."""
-_SILU_PIECE = 1024
+_GATE_PIECE = 1024
 LEAST_PART_KEYS = 256
 """Shorter parts would write more sums than they save time. A multiple of all ``keys``."""
 _PROGRAMS = 264
@@ -75,14 +75,18 @@ class TritonOps:
         heads = x.shape[1] if x.dim() == 3 else 1
         strides = (x.stride(0), x.stride(-2), out.stride(0), out.stride(-2))
         pad = triton.next_power_of_2(width)
-        rms_norm_kernel[(len(x), heads)](x, weight, out, *strides, eps, WIDTH=width, PAD=pad)
+        rms_norm_kernel[(len(x), heads)](
+            x, weight, out, *strides, eps, WIDTH=width, PAD=pad, OFFSET=self._spec.has_offset_norms
+        )
 
-    def silu_mul(self, gate_up: torch.Tensor, out: torch.Tensor) -> None:
+    def gate_mul(self, gate_up: torch.Tensor, out: torch.Tensor) -> None:
         """See ``Ops``."""
         num, width = out.shape
         strides = gate_up.stride(0), out.stride(0)
-        grid = (num, triton.cdiv(width, _SILU_PIECE))
-        silu_mul_kernel[grid](gate_up, out, *strides, WIDTH=width, PIECE=_SILU_PIECE)
+        grid = (num, triton.cdiv(width, _GATE_PIECE))
+        gate_mul_kernel[grid](
+            gate_up, out, *strides, WIDTH=width, PIECE=_GATE_PIECE, GELU=self._spec.has_gelu
+        )
 
     def rotate(self, heads: torch.Tensor, angles: torch.Tensor) -> None:
         """See ``Ops``."""
@@ -145,7 +149,7 @@ class TritonOps:
             out.stride(0),
             layer + self._spec.num_layers,
             self._spec.head_dim**-0.5,
-            self._spec.sliding_window or 0,
+            self._spec.window_of(layer) or 0,
             KV_HEADS=self._spec.num_kv_heads,
             GROUP=self._group,
             HEAD_DIM=self._spec.head_dim,
@@ -154,6 +158,7 @@ class TritonOps:
             QUERIES=queries,
             ROWS=tile.rows,
             KEYS=tile.keys,
+            CAP=self._spec.score_cap or 0.0,
             num_warps=tile.num_warps,
             num_stages=tile.num_stages,
         )
@@ -166,7 +171,7 @@ class TritonOps:
         num_seqs, max_blocks = batch.tables.shape
         shape = (num_seqs, spec.num_heads, PARTS, self._head_pad + 2)
         sums = torch.empty(shape, dtype=torch.float32, device=q.device)
-        window = spec.sliding_window or 0
+        window = spec.window_of(layer) or 0
         programs = min(PARTS, max(1, _PROGRAMS // (num_seqs * spec.num_kv_heads)))
         part_kernel[(num_seqs, spec.num_kv_heads, programs)](
             q,
@@ -189,6 +194,7 @@ class TritonOps:
             KEYS=tile.keys,
             PARTS=PARTS,
             LEAST=LEAST_PART_KEYS,
+            CAP=spec.score_cap or 0.0,
             num_warps=tile.num_warps,
             num_stages=tile.num_stages,
         )

@@ -116,8 +116,9 @@ class RankedDecoder:
         num_rows = len(which)
         region = self._make_room(Room(1, 1, num_rows))
         rows = hidden.index_select(0, torch.from_numpy(which))
-        rms_norm(rows, self._final_norm, self._spec.rms_eps, out=region.sampled[:num_rows])
-        scaled(region.sampled[:num_rows], self._spec.logit_scale)
+        offset, sampled = int(self._spec.has_offset_norms), region.sampled[:num_rows]
+        rms_norm(rows, self._final_norm, self._spec.rms_eps, sampled, offset)
+        scaled(sampled, self._spec.logit_scale)
         region.write_logits(num_rows)
         self._meeting.tell()
         self._own.run_logits(num_rows)

@@ -9,7 +9,7 @@ import torch
 from kunserve.core.config import InstanceConfig
 from kunserve.core.model_spec import ModelSpec
 from kunserve.core.sharding import first_expert, spec_of_rank, vocab_of_rank
-from kunserve.engine.attention import StepBatch
+from kunserve.engine.attention import StepBatch, capped
 from kunserve.engine.decoder import Decoder, ModelWeights, StepLimits, scaled
 from kunserve.engine.kernels.library import CBuffers
 from kunserve.engine.kernels.ops import Finish, gather, linear
@@ -45,7 +45,8 @@ class ShardDecoder(Decoder):
 
     def reserve(self, limits: StepLimits) -> None:
         """See ``Decoder``. Logits lie in the region."""
-        self._rope.reserve(limits.num_positions)
+        for table in self._rope:
+            table.reserve(limits.num_positions)
         self._scratch.reserve(limits.num_tokens)
 
     def open(self, region: Region) -> None:
@@ -93,7 +94,7 @@ class ShardDecoder(Decoder):
             out = self._room(num_rows, end - first)
             head = self._weights.head[: end - first]
             linear(self.region.sampled[:num_rows], head, out=out, finish=Finish.FLOAT)
-            self.region.logits(num_rows)[:, first:end] = out
+            self.region.logits(num_rows)[:, first:end] = capped(out, self._whole.logit_cap)
         self._meeting.meet()
 
     def _room(self, num_rows: int, width: int) -> torch.Tensor:

@@ -32,9 +32,11 @@ def sequence_of(q_starts, num_seqs, tile, QUERIES: tl.constexpr):
 
 
 @triton.jit
-def see(queries, k, v, is_seen, scale, largest, total, mixed):
+def see(queries, k, v, is_seen, scale, largest, total, mixed, CAP: tl.constexpr):
     """Let rows of queries see a tile of keys: the online softmax, all in float32."""
     scores = tl.dot(queries, k, input_precision="ieee") * scale
+    if CAP > 0:  # times tanh, which is 1 - 2 / (e^2x + 1)
+        scores = CAP - 2.0 * CAP / (tl.exp2(scores * (2.0 / CAP * _LOG2_E)) + 1.0)
     scores = tl.where(is_seen, scores, float("-inf"))
     new_largest = tl.maximum(largest, tl.max(scores, axis=1))
     # A row that has seen nothing yet must not subtract infinity from infinity.
@@ -50,7 +52,7 @@ def see(queries, k, v, is_seen, scale, largest, total, mixed):
 def look_back(
     queries, positions, kv, table, kv_head, first_unit, start, stop, scale, window,
     KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
     """What rows of queries see of the keys [start, stop); ``start`` is a multiple of ``KEYS``."""
     dims = tl.arange(0, HEAD_PAD)
@@ -77,21 +79,22 @@ def look_back(
         is_seen = (at[None, :] <= positions) & is_key[None, :]
         if window > 0:
             is_seen = is_seen & (at[None, :] > positions - window)
-        largest, total, mixed = see(queries, k, v, is_seen, scale, largest, total, mixed)
+        largest, total, mixed = see(queries, k, v, is_seen, scale, largest, total, mixed, CAP)
     return largest, total, mixed
 
 
-@triton.jit(do_not_specialize=["num_seqs", "max_blocks", "first_unit"])
+@triton.jit(do_not_specialize=["num_seqs", "max_blocks", "first_unit", "window"])
 def attention_kernel(
     q, kv, out, tables, q_starts, context_lens, num_seqs, max_blocks, q_stride, out_stride,
     first_unit, scale, window,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, QUERIES: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    CAP: tl.constexpr,
 ):  # fmt: skip
     """One tile of the queries of a sequence of several tokens, over all its keys, for one KV head.
 
     The rows of a tile are ``QUERIES`` tokens times ``GROUP`` heads. ``first_unit`` is where unit 0
-    of the layer lies in ``kv``. ``window`` 0 is none.
+    of the layer lies in ``kv``. ``window`` 0 is none, and so is ``CAP`` of scores.
     """
     tile = tl.program_id(0)
     kv_head = tl.program_id(1)
@@ -115,7 +118,7 @@ def attention_kernel(
         _, total, mixed = look_back(
             queries, (behind + tokens)[:, None], kv, tables + seq * max_blocks, kv_head,
             first_unit, start, stop, scale, window,
-            KV_HEADS, HEAD_DIM, HEAD_PAD, BLOCK_SIZE, ROWS, KEYS,
+            KV_HEADS, HEAD_DIM, HEAD_PAD, BLOCK_SIZE, ROWS, KEYS, CAP,
         )  # fmt: skip
         mixed = mixed / tl.where(total == 0.0, 1.0, total)[:, None]
         tl.store(out + wide * out_stride + columns, mixed.to(out.dtype.element_ty), mask=is_there)
@@ -132,12 +135,12 @@ def parts_of(context, window, PARTS: tl.constexpr, LEAST: tl.constexpr, KEYS: tl
     return start, each, tl.cdiv(num_keys, each)
 
 
-@triton.jit(do_not_specialize=["max_blocks", "first_unit"])
+@triton.jit(do_not_specialize=["max_blocks", "first_unit", "window"])
 def part_kernel(
     q, kv, sums, tables, q_starts, context_lens, max_blocks, q_stride, first_unit, scale, window,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, PARTS: tl.constexpr,
-    LEAST: tl.constexpr,
+    LEAST: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
     """Parts of the keys of one sequence of one token, for the heads of one KV head.
 
@@ -163,7 +166,7 @@ def part_kernel(
             largest, total, mixed = look_back(
                 queries, positions, kv, tables + seq * max_blocks, kv_head,
                 first_unit, begin, tl.minimum(begin + each, context), scale, window,
-                KV_HEADS, HEAD_DIM, HEAD_PAD, BLOCK_SIZE, ROWS, KEYS,
+                KV_HEADS, HEAD_DIM, HEAD_PAD, BLOCK_SIZE, ROWS, KEYS, CAP,
             )  # fmt: skip
             to = (seq.to(tl.int64) * (KV_HEADS * GROUP) + heads) * PARTS + part
             to = sums + to * (HEAD_PAD + 2)
@@ -172,7 +175,7 @@ def part_kernel(
             tl.store(to + HEAD_PAD + 1, total, mask=is_row)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["window"])
 def join_kernel(
     sums, out, q_starts, context_lens, out_stride, window,
     HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr, KEYS: tl.constexpr,

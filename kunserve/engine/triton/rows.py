@@ -7,9 +7,9 @@ import triton.language as tl
 @triton.jit
 def rms_norm_kernel(
     x, weight, out, x_stride, x_head_stride, out_stride, out_head_stride, eps,
-    WIDTH: tl.constexpr, PAD: tl.constexpr,
+    WIDTH: tl.constexpr, PAD: tl.constexpr, OFFSET: tl.constexpr,
 ):  # fmt: skip
-    """One row, or one head of one row, normalised in float32."""
+    """One row, or one head of one row, normalised in float32. ``OFFSET``: times weight + 1."""
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     columns = tl.arange(0, PAD)
@@ -19,14 +19,20 @@ def rms_norm_kernel(
     wide = values.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, axis=0) / WIDTH + eps)
     weights = tl.load(weight + columns, mask=is_there, other=0.0)
-    normed = (wide * scale).to(values.dtype) * weights
+    if OFFSET:
+        normed = (wide * scale * (weights.to(tl.float32) + 1.0)).to(values.dtype)
+    else:
+        normed = (wide * scale).to(values.dtype) * weights
     to = out + row * out_stride + head * out_head_stride + columns
     tl.store(to, normed, mask=is_there)
 
 
 @triton.jit
-def silu_mul_kernel(gate_up, out, in_stride, out_stride, WIDTH: tl.constexpr, PIECE: tl.constexpr):
-    """silu(gate) * up for a piece of one row."""
+def gate_mul_kernel(
+    gate_up, out, in_stride, out_stride,
+    WIDTH: tl.constexpr, PIECE: tl.constexpr, GELU: tl.constexpr,
+):  # fmt: skip
+    """silu(gate) * up for a piece of one row, or with ``GELU`` gelu(gate) * up."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * PIECE + tl.arange(0, PIECE)
     is_there = columns < WIDTH
@@ -34,8 +40,11 @@ def silu_mul_kernel(gate_up, out, in_stride, out_stride, WIDTH: tl.constexpr, PI
     gate = tl.load(at, mask=is_there, other=0.0)
     up = tl.load(at + WIDTH, mask=is_there, other=0.0)
     wide = gate.to(tl.float32)
-    silu = (wide / (1.0 + tl.exp2(wide * -1.4426950408889634))).to(gate.dtype)
-    tl.store(out + row * out_stride + columns, silu * up, mask=is_there)
+    slope = wide
+    if GELU:  # by tanh: x (1 + tanh(u)) / 2 is x sigmoid(2 u)
+        slope = 1.5957691216057308 * (wide + 0.044715 * wide * wide * wide)
+    opened = (wide / (1.0 + tl.exp2(slope * -1.4426950408889634))).to(gate.dtype)
+    tl.store(out + row * out_stride + columns, opened * up, mask=is_there)
 
 
 @triton.jit

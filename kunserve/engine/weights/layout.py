@@ -102,6 +102,9 @@ def layer_shapes(spec: ModelSpec) -> Shapes:
     if spec.qk_norm:
         q_norm, k_norm = spec.qk_norm_sizes
         shapes |= {"q_norm": (q_norm,), "k_norm": (k_norm,)}
+    if spec.has_output_norms:
+        shapes["attention_out_norm"] = (hidden,)
+        shapes["mlp_out_norm"] = (hidden,)
     if spec.mlp_bias:
         shapes["gate_up_bias"] = (2 * inner,)
         shapes["down_bias"] = (hidden,)

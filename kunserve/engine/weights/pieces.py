@@ -40,6 +40,9 @@ HF_LAYER = {
     "o": "self_attn.o_proj.weight",
     "o_bias": "self_attn.o_proj.bias",
     "post_norm": "post_attention_layernorm.weight",
+    "attention_out_norm": "post_attention_layernorm.weight",
+    "inner_post_norm": "pre_feedforward_layernorm.weight",
+    "mlp_out_norm": "post_feedforward_layernorm.weight",
     "gate_up": "mlp.gate_up_proj.weight",
     "gate": "mlp.gate_proj.weight",
     "up": "mlp.up_proj.weight",
@@ -72,6 +75,9 @@ GGUF_LAYER = {
     "o": "attn_output.weight",
     "o_bias": "attn_output.bias",
     "post_norm": "ffn_norm.weight",
+    "attention_out_norm": "post_attention_norm.weight",
+    "inner_post_norm": "ffn_norm.weight",
+    "mlp_out_norm": "post_ffw_norm.weight",
     "gate_up": "ffn_up.weight",
     "gate": "ffn_gate.weight",
     "up": "ffn_up.weight",
@@ -120,6 +126,8 @@ def rows_of(field: str, num_rows: int, spec: ModelSpec) -> list[tuple[str, int, 
         return [("router", 0, end), ("shared_router", end, num_rows)]
     if spec.has_fused_projections:
         return [(field, 0, num_rows)]
+    if spec.has_output_norms and field == "post_norm":
+        return [("inner_post_norm", 0, num_rows)]
     if field in ("qkv", "qkv_bias"):
         sizes = [spec.q_size, spec.kv_size, spec.kv_size]
     elif field in ("gate_up", "gate_up_bias"):

@@ -1,6 +1,7 @@
 """Where weights come from: safetensors, GGUF, or nowhere (dummy)."""
 
 import os
+import re
 import zlib
 from pathlib import Path
 from typing import Any, Protocol
@@ -25,6 +26,9 @@ from kunserve.model.source import ModelSource
 
 _SCALE, _WORDS = "_scale", "_packed"
 """What compressed-tensors append to a quantised weight's name: a scale per row; int8 in words."""
+
+_TEXT_PREFIXES = ("language_model.model.", "model.language_model.")
+"""What names begin with instead of ``model.`` where the model is part of one with images."""
 
 
 class Reader(Protocol):
@@ -63,7 +67,7 @@ def open_reader(source: ModelSource, spec: ModelSpec, seed: int) -> Reader:
         case "gguf":
             return GgufReader(source.path, spec)
         case "dummy":
-            return DummyReader(seed)
+            return DummyReader(seed, norm=0.0 if spec.has_offset_norms else 1.0)
 
 
 class _Witness:
@@ -130,6 +134,11 @@ class SafetensorsReader:
                 for name in file.keys()  # noqa: SIM118
             }
 
+        self._prefix = "model."
+        for prefix in _TEXT_PREFIXES:
+            if f"{prefix}embed_tokens.weight" in self._file_of:
+                self._prefix = prefix
+
     def check(self, piece: Piece, shape: tuple[int, ...]) -> None:
         """Raise ModelFiles unless the piece is there, whole and of this shape."""
         place = self._place(piece)
@@ -175,7 +184,10 @@ class SafetensorsReader:
 
     def _place(self, piece: Piece) -> Place:
         """Where the piece is; where it usually would be, if it is nowhere."""
-        places = hf_places(piece, self._spec)
+        places = [
+            place._replace(name=re.sub(r"^model\.", self._prefix, place.name))
+            for place in hf_places(piece, self._spec)
+        ]
         there = (
             p for p in places if not self._file_of.keys().isdisjoint((p.name, p.name + _SCALE))
         )
@@ -274,6 +286,7 @@ class GgufReader:
         # llama.cpp stores q and k of these architectures with interleaved rotary pairs.
         is_paired = self._file.metadata.get("general.architecture") in PAIRED_ROPE
         self._paired_heads = _rotated_heads(spec) if is_paired else {}
+        self._norm_offset = float(spec.has_offset_norms)
 
     def check(self, piece: Piece, shape: tuple[int, ...]) -> None:
         """Raise ModelFiles unless the piece is there, whole and of this shape."""
@@ -323,6 +336,11 @@ class GgufReader:
         tensor = self._file.tensors[self._place(piece).name]
         raw = self._stored_bytes(piece)
         num_heads = self._paired_heads.get(piece.name)
+        if self._norm_offset and piece.name.endswith("norm"):
+            wide = torch.empty_like(destination, dtype=torch.float32)
+            dequantise(raw, tensor.quant_type, wide)
+            destination.copy_(wide - self._norm_offset)
+            return
         if num_heads is None:
             dequantise(raw, tensor.quant_type, destination)
             return
@@ -351,8 +369,10 @@ class DummyReader:
     """Prime, so that rows of no width repeat in step."""
     _DEVIATION = 0.02
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, norm: float = 1.0) -> None:
+        """``norm`` is what norms have, so that they multiply by 1."""
         self._seed = seed
+        self._norm = norm
         generator = torch.Generator().manual_seed(seed)
         self._block = torch.randn(self._BLOCK_ELEMENTS, generator=generator) * self._DEVIATION
 
@@ -370,7 +390,7 @@ class DummyReader:
     def read(self, piece: Piece, destination: torch.Tensor) -> None:
         """Fill the destination."""
         if piece.name.endswith("norm"):
-            destination.fill_(1.0)
+            destination.fill_(self._norm)
             return
         if (self._block.dtype, self._block.device) != (destination.dtype, destination.device):
             self._block = self._block.to(destination)

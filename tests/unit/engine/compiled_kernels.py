@@ -22,10 +22,10 @@ from kunserve.engine.ops.table import PARTS
 from kunserve.engine.ops.triton_ops import LEAST_PART_KEYS, Tile, tiles_for
 from kunserve.engine.triton.attention import attention_kernel, join_kernel, part_kernel
 from kunserve.engine.triton.rows import (
+    gate_mul_kernel,
     place_kernel,
     rms_norm_kernel,
     rotate_kernel,
-    silu_mul_kernel,
 )
 from tests.specs import model_spec
 
@@ -43,7 +43,7 @@ SHAPES = [  # heads, KV heads, head_dim, block size
 NUM_MAIN_SHAPES = 2
 
 
-def say(kernel: Any, dtype: str, constants: dict[str, int], tile: Tile = NO_TILE) -> None:
+def say(kernel: Any, dtype: str, constants: dict[str, float], tile: Tile = NO_TILE) -> None:
     """Compiled as a launch would: addresses and strides are multiples of 16."""
     signature: dict[str, str] = {}
     attributes: dict[tuple[int], list[list[object]]] = {}
@@ -82,7 +82,7 @@ def say_attention(shape: tuple[int, int, int, int], dtype: str) -> None:
     spec = model_spec(num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim, dtype=dtype)
     tiles, group = tiles_for(spec), heads // kv_heads
     head = {"HEAD_DIM": head_dim, "HEAD_PAD": head_dim}
-    shared = head | {"KV_HEADS": kv_heads, "GROUP": group, "BLOCK_SIZE": block_size}
+    shared = head | {"KV_HEADS": kv_heads, "GROUP": group, "BLOCK_SIZE": block_size, "CAP": 0.0}
     parts = {"PARTS": PARTS, "LEAST": LEAST_PART_KEYS}
     tile = tiles.several
     own = {"ROWS": tile.rows, "KEYS": tile.keys, "QUERIES": tile.rows // group}
@@ -98,8 +98,8 @@ if __name__ == "__main__":
     for dtype in ("float32", "bfloat16"):
         for shape in SHAPES[: None if is_all else NUM_MAIN_SHAPES if dtype == "bfloat16" else 1]:
             say_attention(shape, dtype)
-        say(rms_norm_kernel, dtype, {"WIDTH": 5120, "PAD": 8192})
-        say(silu_mul_kernel, dtype, {"WIDTH": 13824, "PIECE": 1024})
+        say(rms_norm_kernel, dtype, {"WIDTH": 5120, "PAD": 8192, "OFFSET": False})
+        say(gate_mul_kernel, dtype, {"WIDTH": 13824, "PIECE": 1024, "GELU": False})
         say(rotate_kernel, dtype, {"HALF": 64, "PAD": 64})
         place = {"KV_HEADS": 8, "BLOCK_SIZE": 64, "HEAD_DIM": 128, "PAD": 128}
         say(place_kernel, dtype, place)

@@ -43,9 +43,12 @@ SHAPES = [  # heads, KV heads, head_dim, block size, window
 
 
 def spec_of(heads: int, kv_heads: int, head_dim: int, window: int | None) -> ModelSpec:
+    """With a window in layer 2, which the others have not, and scores that are capped."""
+    has_window = window is not None
     return model_spec(
         num_layers=3, num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim,
         hidden_size=64, sliding_window=window, dtype="float32",
+        global_layers=(0,) if has_window else (), score_cap=2.0 if has_window else None,
     )  # fmt: skip
 
 
@@ -166,8 +169,9 @@ def test_parts_of_the_keys_give_what_float64_gives(
 
 
 @pytest.mark.parametrize("width", [64, 96, 576])
-def test_rows(width: int) -> None:
-    spec = spec_of(4, 2, 32, None)
+@pytest.mark.parametrize("is_gemma", [False, True])
+def test_rows(width: int, is_gemma: bool) -> None:
+    spec = replace(spec_of(4, 2, 32, None), has_gelu=is_gemma, has_offset_norms=is_gemma)
     torch.manual_seed(0)
     x, weight = torch.randn(5, width), torch.rand(width) + 0.5
     heads, angles = torch.randn(5, 6, 32), torch.rand(5, 2, 16)
@@ -177,7 +181,7 @@ def test_rows(width: int) -> None:
         normed, gated = torch.zeros(5, width), torch.zeros(5, width)
         turned, by_head = heads.clone(), heads.clone()
         checked.rms_norm(x, weight, 1e-5, normed)
-        checked.silu_mul(torch.cat((x, x.flip(1)), dim=1), gated)
+        checked.gate_mul(torch.cat((x, x.flip(1)), dim=1), gated)
         checked.rotate(turned[:, 1:5], angles)
         checked.rms_norm(by_head[:, :4], weight[:32], 1e-5, by_head[:, :4])
         results.append([normed, gated, turned, by_head])

@@ -17,13 +17,13 @@ from kunserve.engine.cuda.backend import CudaBackend
 from kunserve.engine.ops.triton_ops import TritonOps
 from tests.direct_engine import DirectEngine
 from tests.fakecuda.library import KIB, FakeCuda, build
-from tests.tiny_models import VOCAB, expected_tokens, tiny_model
+from tests.tiny_models import GEMMAS, VOCAB, expected_tokens, tiny_model
 from tests.unit.engine.interpreted_kernels import CPU
 
 
-@pytest.mark.parametrize("kind", ["mistral", "qwen3"])
+@pytest.mark.parametrize("kind", ["mistral", "qwen3", *GEMMAS])
 def test_a_whole_model(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A window, and norms of heads; over a stand-in for the driver, in blocks of 8."""
+    """A window, norms of heads, all of Gemma; over a stand-in for the driver, in blocks of 8."""
     monkeypatch.setattr(CudaBackend, "_open_ops", lambda _, spec, config: TritonOps(spec))
     model = tiny_model(kind, 2)
     model.save_pretrained(tmp_path)

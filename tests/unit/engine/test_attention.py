@@ -24,7 +24,13 @@ NUM_LAYERS = 3
 
 
 def make_spec(
-    dtype: str, kv_heads: int = 2, group: int = 3, dim: int = 64, window: int | None = None
+    dtype: str,
+    kv_heads: int = 2,
+    group: int = 3,
+    dim: int = 64,
+    window: int | None = None,
+    cap: float | None = None,
+    global_layers: tuple[int, ...] = (),
 ) -> ModelSpec:
     return model_spec(
         num_layers=NUM_LAYERS,
@@ -35,6 +41,8 @@ def make_spec(
         vocab_size=32,
         max_position=2048,
         sliding_window=window,
+        score_cap=cap,
+        global_layers=global_layers,
         dtype=dtype,
     )
 
@@ -125,15 +133,19 @@ def one_thread():
 @settings(max_examples=50)
 @given(
     block_size=st.sampled_from([8, 16, 32]),
-    dim=st.sampled_from([32, 64, 96, 128]),
+    dim=st.sampled_from([32, 64, 96, 128, 256]),
     kv_heads=st.integers(1, 3),
     group=st.sampled_from([1, 2, 3, 7, 8]),
     window=st.sampled_from([None, 1, 7, 64, 100]),
+    cap=st.sampled_from([None, None, 1.5, 50.0]),
+    global_layers=st.sampled_from([(), (1,)]),
     lens=st.lists(st.tuples(st.integers(0, 90), st.integers(0, 150)), min_size=1, max_size=4),
     seed=st.integers(0, 99),
 )
-def test_fused_is_reference(dtype, block_size, dim, kv_heads, group, window, lens, seed):
-    spec = make_spec(dtype, kv_heads, group, dim, window)
+def test_fused_is_reference(
+    dtype, block_size, dim, kv_heads, group, window, cap, global_layers, lens, seed
+):
+    spec = make_spec(dtype, kv_heads, group, dim, window, cap, global_layers)
     contexts = [max(1, queries + prefix) for queries, prefix in lens]
     cache = fill_cache(spec, block_size, *random_kv(spec, contexts, seed), seed)
     batch = make_batch(cache, [(s, lens[s][0], contexts[s]) for s in range(len(lens))])
@@ -147,9 +159,9 @@ def test_fused_is_reference(dtype, block_size, dim, kv_heads, group, window, len
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("window", [None, 50])
-def test_bits_do_not_depend_on_batching(dtype, window):
-    spec = make_spec(dtype, window=window)
+@pytest.mark.parametrize(("window", "cap"), [(None, None), (50, None), (50, 2.0)])
+def test_bits_do_not_depend_on_batching(dtype, window, cap):
+    spec = make_spec(dtype, window=window, cap=cap)
     lengths = [200, 131, 64]
     kv = random_kv(spec, lengths, 1)
     queries = [random_queries(spec, n, 10 + n) for n in lengths]
@@ -180,10 +192,10 @@ def test_bits_do_not_depend_on_batching(dtype, window):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("window", [None, 600])
-def test_threads_share_a_long_context_and_no_bit_tells(dtype, window):
+@pytest.mark.parametrize(("window", "global_layers"), [(None, ()), (600, ()), (600, (0,))])
+def test_threads_share_a_long_context_and_no_bit_tells(dtype, window, global_layers):
     """Decodes of more than a segment: cut among threads, or whole, or the end of a prompt."""
-    spec = make_spec(dtype, window=window)
+    spec = make_spec(dtype, window=window, global_layers=global_layers)
     contexts = [1500, 700, 1025, 90]
     cache = fill_cache(spec, 16, *random_kv(spec, contexts, 3), 5)
     queries = [random_queries(spec, 40, context) for context in contexts]
@@ -206,6 +218,27 @@ def test_threads_share_a_long_context_and_no_bit_tells(dtype, window):
     tolerance = 2e-5 if dtype == "float32" else 2e-2
     for s, row in attend(1, dict.fromkeys(range(4), 1), ReferenceAttention).items():
         torch.testing.assert_close(lone[s], row, rtol=tolerance, atol=tolerance)
+
+
+def test_a_windowed_layer_reads_no_key_outside_its_window():
+    """Whatever lies there: the cache is full of NaN but for the blocks that it may see."""
+    spec = make_spec("float32", window=40, global_layers=(0, 1))
+    contexts = [300, 1200]
+    keys, values = random_kv(spec, contexts, 3)
+    cache = fill_cache(spec, 16, keys, values, 5)
+    batch = make_batch(cache, [(0, 1, 300), (1, 20, 1200)])
+    qkv = random_queries(spec, batch.num_tokens, 2)
+    outs = []
+    for is_blanked in (False, True):
+        if is_blanked:
+            for s, (num_queries, context) in enumerate([(1, 300), (20, 1200)]):
+                # A span of 64 keys is read whole.
+                unseen = (context - num_queries - 40 + 1) // 64 * 64 // 16
+                cache.tables[s, :unseen] = 2**30
+        out = torch.empty(batch.num_tokens, spec.q_size)
+        FusedAttention(spec, cache.address, 16).attend(2, qkv, batch, out)
+        outs.append(out)
+    assert outs[0].isfinite().all() and torch.equal(*outs)
 
 
 def test_shapes_the_kernels_cannot_run():

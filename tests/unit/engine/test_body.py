@@ -13,8 +13,8 @@ from kunserve.core.ids import GroupId, InstanceId, RequestId, StepId
 from kunserve.core.layout import LayerRange
 from kunserve.core.request import SamplingParams
 from kunserve.core.step import Chunk, StepPlan
-from kunserve.engine import body as body_module
 from kunserve.engine import pages
+from kunserve.engine.backend import CpuBackend
 from kunserve.engine.body import CpuBody
 from kunserve.engine.decoder import PANEL_ROWS
 from kunserve.engine.step_batch import build_batch
@@ -45,6 +45,22 @@ def test_the_account_is_of_the_memory_there_is(body: CpuBody) -> None:
     assert account.kv_blocks * 3 <= account.kv_units == spec.kv_units
     assert account.longest_request_tokens == min(512, account.kv_blocks * 16)
     assert "longest request 512 tokens" in str(account)
+
+
+def test_a_start_tells_of_kv_that_lies_outside_of_windows(tmp_path: Path) -> None:
+    """And has memory for both tables of rotary positions."""
+    model = ModelConfig(model=str(save_tiny(tmp_path, "gemma3", 3)), max_model_len=200)
+    limits = SchedulerConfig(max_num_seqs=3, max_num_batched_tokens=48)
+    body = CpuBody(InstanceId(0), model, SMALL, scheduler=limits)
+    try:
+        # Two of three layers see 24 of 512 tokens.
+        assert body.account.unseen_share == pytest.approx(2 / 3 * (1 - 24 / 512))
+        assert "512 tokens, 64% of its KV outside the windows of layers" in str(body.account)
+        hidden, logits, rope = 64 + 256 + 128 + 96, PANEL_ROWS * 160 * 4, 2 * 200 * 32 * 4
+        assert body.account.buffer_bytes == 48 * hidden * 2 + logits + rope
+        assert body._decoder.buffer_bytes == body.account.buffer_bytes
+    finally:
+        body.close()
 
 
 def test_the_largest_step_takes_no_memory_that_was_not_reserved(folder: Path) -> None:
@@ -90,7 +106,7 @@ def test_a_shape_that_no_kernel_runs_is_refused_before_anything_is_loaded(
 ) -> None:
     config = json.loads((folder / "config.json").read_text()) | {"head_dim": 80}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    monkeypatch.setattr(body_module, "InstanceMemory", None)
+    monkeypatch.setattr(CpuBackend, "open_memory", None)
     model = ModelConfig(model=str(tmp_path), load_format="dummy")
     with pytest.raises(ConfigError, match="head_dim 80.*not a multiple of 32"):
         CpuBody(InstanceId(0), model, SMALL)

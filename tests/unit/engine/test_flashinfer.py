@@ -170,6 +170,10 @@ def test_what_it_cannot_do_is_said(flashinfer: None, monkeypatch: pytest.MonkeyP
         check_flashinfer(model_spec(head_dim=64, dtype="float32"))
     with pytest.raises(ConfigError, match="64, 128, 256 values, and tiny has 32"):
         check_flashinfer(model_spec(head_dim=32))
+    with pytest.raises(ConfigError, match="windows that differ by layer"):
+        check_flashinfer(model_spec(head_dim=64, sliding_window=8, global_layers=(1,)))
+    with pytest.raises(ConfigError, match="capped scores"):
+        check_flashinfer(model_spec(head_dim=64, score_cap=50.0))
     monkeypatch.setitem(sys.modules, "flashinfer", None)
     with pytest.raises(ConfigError, match="pip install flashinfer-python"):
         check_flashinfer(good)

@@ -1,6 +1,7 @@
 """Each kernel against torch, and the bits of a row against the company it keeps."""
 
 import errno
+import functools
 import re
 import subprocess
 import sys
@@ -20,6 +21,10 @@ from kunserve.engine.kernels.library import set_num_threads
 from kunserve.engine.kernels.ops import Finish, argmax, linear, rms_norm
 
 DTYPES = [torch.float32, torch.bfloat16]
+GATES = {
+    Finish.SWIGLU: F.silu,
+    Finish.GEGLU: functools.partial(F.gelu, approximate="tanh"),
+}
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 
 
@@ -59,31 +64,33 @@ def test_linear_is_torch_linear(dtype, m, n, k, seed):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("finish", GATES)
 @given(m=st.integers(1, 14), n=st.integers(1, 40), seed=st.integers(0, 99))
-def test_linear_swiglu(dtype, m, n, seed):
+def test_linear_gated(dtype, finish, m, n, seed):
     x, w = random(m, 32, dtype=dtype, seed=seed), random(2 * n, 32, dtype=dtype, seed=seed + 1)
     bias = random(2 * n, dtype=dtype, seed=seed + 2)
     both = F.linear(x.double(), w.double())
-    close(linear(x, w, finish=Finish.SWIGLU), F.silu(both[:, :n]) * both[:, n:], dtype)
+    close(linear(x, w, finish=finish), GATES[finish](both[:, :n]) * both[:, n:], dtype)
     both += bias.double()
-    wanted = F.silu(both[:, :n]) * both[:, n:]
-    close(linear(x, w, bias, finish=Finish.SWIGLU), wanted, dtype)
+    wanted = GATES[finish](both[:, :n]) * both[:, n:]
+    close(linear(x, w, bias, finish=finish), wanted, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_swiglu_of_extreme_gates(dtype):
+@pytest.mark.parametrize("finish", GATES)
+def test_extreme_gates(dtype, finish):
     gate = torch.tensor([-1e4, -200.0, -88.0, -1.0, 0.0, 1.0, 88.0, 1e4])
     x = torch.zeros(1, 16, dtype=dtype)
     x[0, 0] = 1
     w = torch.zeros(16, 16, dtype=dtype)
     w[:8, 0], w[8:, 0] = gate.to(dtype), 1
-    out = linear(x, w, finish=Finish.SWIGLU)[0]
+    out = linear(x, w, finish=finish)[0]
     assert out.isfinite().all()
-    close(out, F.silu(gate.to(dtype).double()), dtype)
+    close(out, GATES[finish](gate.to(dtype).double()), dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("finish", [Finish.STORE, Finish.SWIGLU, Finish.FLOAT])
+@pytest.mark.parametrize("finish", [Finish.STORE, *GATES, Finish.FLOAT])
 @pytest.mark.parametrize("k", [64, 104, 1536])
 def test_linear_row_does_not_depend_on_its_batch(dtype, finish, k):
     x, w = random(600, k, dtype=dtype), random(200, k, dtype=dtype, seed=1)
@@ -105,6 +112,12 @@ def test_rms_norm(dtype, n):
     close(out, wanted, dtype)
     for row in range(7):
         assert torch.equal(rms_norm(x[row : row + 1], w, 1e-5)[0], out[row])
+    # As Gemma's: what files hold is small, and a sum of 8 bits would lose it.
+    small = w / 100
+    wanted = (1 + small.double()) * wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-5)
+    exact = 1e-6 if dtype == torch.float32 else 2**-8
+    found = rms_norm(x, small, 1e-5, offset=1).double()
+    assert ((found - wanted).abs() <= exact * wanted.abs()).all()
 
 
 @given(rows=st.integers(1, 9), n=st.integers(1, 100), seed=st.integers(0, 99))

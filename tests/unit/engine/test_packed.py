@@ -138,6 +138,8 @@ def test_gate_and_up_share_panels(kind: WeightFormat, inner: int) -> None:
     both = [part + bias.numpy()[i * inner : (i + 1) * inner] for i, part in enumerate(both)]
     wanted = both[0] / (1 + np.exp(-both[0])) * both[1]
     close(linear(x, w, bias, finish=Finish.SWIGLU), wanted, 1e-5)
+    opened = torch.nn.functional.gelu(torch.from_numpy(both[0]), approximate="tanh").numpy()
+    close(linear(x, w, bias, finish=Finish.GEGLU), opened * both[1], 1e-5)
 
 
 def test_runs_of_several_formats() -> None:

@@ -15,6 +15,7 @@ from kunserve.core.step import SequenceStart
 from kunserve.engine.kernels.ops import Finish, linear, rms_norm
 from kunserve.engine.sampler import Sampler, takes_largest
 from kunserve.engine.split_head import SplitHead, join_largest, join_logits, part_of
+from tests.specs import model_spec
 
 VOCAB, HIDDEN, EPS = 1000, 64, 1e-5
 CUTS = ((0, 1000), (0, 512, 1000), (0, 16, 992, 1000), (0, 240, 256, 496, 1000))
@@ -29,10 +30,7 @@ def weights_of(dtype: torch.dtype, seed: int = 0) -> Any:
 
 
 def head_of(weights: Any) -> SplitHead:
-    return SplitHead(
-        SimpleNamespace(vocab_size=VOCAB, rms_eps=EPS, logit_scale=1.0),  # type: ignore[arg-type]
-        weights,
-    )
+    return SplitHead(model_spec(vocab_size=VOCAB, rms_eps=EPS), weights)
 
 
 def parts_of(
@@ -71,6 +69,22 @@ def test_joined_logits_have_the_bits_of_the_whole_head(
     assert torch.equal(join_logits(parts, range(num_rows)), whole(weights, rows))
     some = list(range(0, num_rows, 2))
     assert torch.equal(join_logits(parts, some), whole(weights, rows)[some])
+
+
+def test_a_cap_of_logits_and_norms_with_an_offset_hold_in_parts_too() -> None:
+    weights = weights_of(torch.float32)
+    rows = torch.randn(3, HIDDEN, generator=torch.Generator().manual_seed(1))
+    plain = whole(weights, rows)
+    weights.final_norm -= 1.0
+    spec = model_spec(vocab_size=VOCAB, rms_eps=EPS, logit_cap=2.0, has_offset_norms=True)
+    for sampling in (SEEDED, GREEDY):
+        head, id_ = SplitHead(spec, weights), RequestId("0")
+        head.start(SequenceStart(id_, sampling, 1, ()))
+        part = head.part([id_], VocabRange(240, 500), rows)
+        wanted = 2.0 * torch.tanh(plain[:, 240:500] / 2.0)
+        if sampling is GREEDY:
+            wanted = torch.stack((wanted.amax(dim=1), wanted.argmax(dim=1) + 240.0), dim=1)
+        torch.testing.assert_close(part, wanted, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("cuts", CUTS)

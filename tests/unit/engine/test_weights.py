@@ -9,6 +9,7 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType as Quant
 from safetensors import safe_open
+from safetensors.torch import save_file
 
 from kunserve.core.config import InstanceConfig, ModelConfig
 from kunserve.core.errors import ModelFiles, UnsupportedModel
@@ -17,10 +18,12 @@ from kunserve.core.layout import LayerRange
 from kunserve.engine.body import CpuBody
 from kunserve.engine.weights.pieces import Piece
 from kunserve.engine.weights.quants import dequantise, row_bytes
-from kunserve.engine.weights.readers import DummyReader
+from kunserve.engine.weights.readers import DummyReader, GgufReader
+from kunserve.model.config import read_spec
+from kunserve.model.source import ModelSource
 from tests.direct_engine import DirectEngine, arenas_mapped
 from tests.tiny_gguf import write_gguf
-from tests.tiny_models import SPARSE_KINDS, expected_tokens, save_tiny, tiny_model
+from tests.tiny_models import GEMMAS, SPARSE_KINDS, expected_tokens, save_tiny, tiny_model
 
 SMALL = InstanceConfig(memory_bytes=4 << 20, granule_bytes=8192)
 PROMPT = [5, 9, 130, 77, 31, 8]
@@ -31,11 +34,11 @@ def load(path: Path, **options: object) -> CpuBody:
     return CpuBody(InstanceId(0), model, SMALL)
 
 
-def generate(path: Path, num: int = 8) -> list[int]:
+def generate(path: Path, num: int = 8, prompt: list[int] = PROMPT) -> list[int]:
     body = load(path)
     try:
         layers = LayerRange(0, body.model.num_layers)
-        return DirectEngine([(body, layers)]).generate([PROMPT], num)[0]
+        return DirectEngine([(body, layers)]).generate([prompt], num)[0]
     finally:
         body.close()
 
@@ -94,6 +97,49 @@ def test_experts_that_are_missing_or_of_another_shape(tmp_path: Path) -> None:
     fails(path, r"truncated inside tensor 'blk\.1\.ffn_down_exps\.weight'")
     path.write_bytes(whole.replace(b"blk.1.ffn_up_exps", b"blk.1.ffn_xx_exps"))
     fails(path, r"tensor 'blk\.1\.ffn_up_exps\.weight' is missing")
+
+
+def test_gguf_of_layers_that_know_no_positions(tmp_path: Path) -> None:
+    """Files do not say which: every fourth, as in llama.cpp."""
+    model = tiny_model("smollm3", 5)
+    for number, layer in enumerate(model.model.layers):
+        layer.self_attn.use_rope = number != 3
+    path = write_gguf(tmp_path / "model.gguf", model, "smollm3")
+    assert generate(path) == expected_tokens(model, PROMPT, 8)
+
+
+@pytest.mark.parametrize("kind", GEMMAS)
+def test_gguf_of_gemma(kind: str, tmp_path: Path) -> None:
+    """Beyond its windows. Norms lose nothing by the 1 that its files add, even in 8 bits."""
+    model = tiny_model(kind, 3)
+    for layer in model.model.layers:
+        layer.self_attn.scaling = model.config.head_dim**-0.5  # these files do not say it
+    path = write_gguf(tmp_path / "model.gguf", model, kind)
+    long = PROMPT * 6
+    assert generate(path, prompt=long) == expected_tokens(model, long, 8)
+    wanted = model.model.layers[1].post_feedforward_layernorm.weight
+    found = torch.empty_like(wanted, dtype=torch.bfloat16)
+    spec = read_spec(ModelSource("m", path, "gguf"), "bfloat16")
+    GgufReader(path, spec).read(Piece(1, "mlp_out_norm"), found)
+    assert torch.equal(found, wanted.bfloat16())
+
+
+@pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
+def test_the_text_of_a_model_with_images(prefix: str, tmp_path: Path) -> None:
+    """As it is published: its tensors among others, its configuration within another one."""
+    model = tiny_model("gemma3", 2)
+    model.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    names = {"architectures": ["Gemma3ForConditionalGeneration"], "eos_token_id": 2}
+    (tmp_path / "config.json").write_text(json.dumps({**names, "text_config": config}))
+    state = {
+        name.replace("model.", prefix, 1): tensor.contiguous()
+        for name, tensor in model.state_dict().items()
+        if name.startswith("model.")
+    }
+    state["vision_tower.patch.weight"] = torch.ones(3)
+    save_file(state, tmp_path / "model.safetensors")
+    assert generate(tmp_path) == expected_tokens(model, PROMPT, 8)
 
 
 def test_gguf_with_llama3_rope(tmp_path: Path) -> None:
@@ -268,8 +314,8 @@ def test_a_truncated_gguf_file(tmp_path: Path) -> None:
 
 
 def test_gguf_of_another_architecture(tmp_path: Path) -> None:
-    path = write_gguf(tmp_path / "model.gguf", tiny_model("qwen3", 2), "gemma2")
-    message = "'gemma2' is not supported; supported are ernie4_5, granite, llama"
+    path = write_gguf(tmp_path / "model.gguf", tiny_model("qwen3", 2), "falcon")
+    message = "'falcon' is not supported; supported are ernie4_5, gemma2, gemma3, granite, llama"
     fails(path, message, UnsupportedModel)
 
 

@@ -111,8 +111,23 @@ def test_sliding_windows(read) -> None:
     windowed = {**QWEN2, "sliding_window": 100, "use_sliding_window": True}
     assert read(windowed).sliding_window is None  # its first windowed layer is the 28th
     assert read({**windowed, "max_window_layers": 0}).sliding_window == 100
-    with pytest.raises(UnsupportedModel, match="only some layers"):
-        read({**windowed, "max_window_layers": 2})
+    some = read({**windowed, "max_window_layers": 2})
+    assert [some.window_of(layer) for layer in range(4)] == [None, None, 100, 100]
+    assert some.unseen_share(400) == 0.5 * 0.75
+
+
+def test_layers_that_know_no_positions(read) -> None:
+    smollm3 = {**LLAMA, "architectures": ["SmolLM3ForCausalLM"], "num_hidden_layers": 8}
+    spec = read(smollm3)
+    assert spec.unturned_layers == (3, 7) and spec.tied_embeddings and spec.rope_theta == 2e6
+    assert [spec.rope_of(layer) for layer in (2, 3)] == [0, 1]
+    assert read({**smollm3, "no_rope_layer_interval": 3}).unturned_layers == (2, 5)
+    assert read({**smollm3, "no_rope_layers": [0, 1] * 4}).unturned_layers == (0, 2, 4, 6)
+    for wrong in ([0, 1], "all", [2] * 8):
+        with pytest.raises(ModelFiles, match="'no_rope_layers' does not say 0 or 1 for 8 layers"):
+            read({**smollm3, "no_rope_layers": wrong})
+    with pytest.raises(UnsupportedModel, match="window of SmolLM3"):
+        read({**smollm3, "use_sliding_window": True})
 
 
 @pytest.mark.parametrize(

@@ -182,6 +182,23 @@ def test_templates_that_do_not_do() -> None:
         conversation_text(broken, ChatBody(messages=[{"role": "user", "content": "x"}]))
 
 
+def test_a_system_message_that_a_template_has_no_place_for() -> None:
+    """As Gemma 2's: the client is told what the template says of it."""
+    codec = codec_of(
+        "{% if messages[0].role == 'system' %}"
+        "{{ raise_exception('System role not supported') }}{% endif %}"
+        "{% for message in messages %}{% if (message.role == 'user') != (loop.index0 % 2 == 0) %}"
+        "{{ raise_exception('Conversation roles must alternate') }}{% endif %}"
+        "<start_of_turn>{{ message.role }}\n{{ message.content | trim }}<end_of_turn>\n{% endfor %}"
+    )
+    user, system = {"role": "user", "content": "x"}, {"role": "system", "content": "y"}
+    assert conversation_text(codec, ChatBody(messages=[user])).startswith("<start_of_turn>user\nx")
+    with pytest.raises(InvalidRequest, match="messages: System role not supported"):
+        conversation_text(codec, ChatBody(messages=[system, user]))
+    with pytest.raises(InvalidRequest, match="must alternate"):
+        conversation_text(codec, ChatBody(messages=[user, user]))
+
+
 def test_the_built_in_model_needs_the_shipped_template() -> None:
     from kunserve.model.source import resolve_model
     from kunserve.model.tokenizer import load_tokenizer

@@ -13,8 +13,11 @@ typedef struct {
   const void *router, *experts_gate_up, *experts_down;
   /* Of the shared expert, if there is one. The router's last row gives its weight. */
   const void *shared_gate_up, *shared_down;
+  const void *attention_out_norm, *mlp_out_norm; /* of what is added to the residual stream */
   int32_t qkv_formats[3], o_format, gate_up_format, down_format;
   int32_t experts_gate_up_format, experts_down_format;
+  int32_t window; /* tokens that it sees, 0 if all */
+  int32_t rope;   /* which table turns its heads */
 } kun_layer;
 
 /* How a matrix lies in memory: in the model's dtype, row after row, or in packed panels
@@ -42,8 +45,11 @@ typedef struct {
   int64_t unit_bytes;
   int32_t hidden, heads, kv_heads, head_dim, intermediate;
   int32_t block_size;
-  int32_t window; /* attention window in tokens, 0 if unlimited */
+  int32_t window; /* the widest of any layer: tokens that it sees, 0 if all */
   float eps;
+  float score_cap; /* 0 if scores are not capped */
+  int32_t norm_offset; /* norms multiply by weight + 1 where it is 1 */
+  int32_t gate;        /* KUN_SWIGLU or KUN_GEGLU */
   char *kv; /* unit 0 of layer 0 */
   int32_t experts, experts_per_token, normalises_experts; /* 0 if there are none */
   int32_t first_expert, held_experts; /* whose weights are here; all are, without ranks */
@@ -55,7 +61,7 @@ typedef struct {
  * context_lens[s] tokens; its block table is row rows[s] of `tables`. */
 typedef struct {
   const int32_t *positions, *tables, *rows, *q_starts, *context_lens;
-  const float *rope; /* [position][cos | sin][head_dim / 2] */
+  const float *rope[2]; /* [position][cos | sin][head_dim / 2] each */
   int32_t num_tokens, num_seqs, max_blocks;
 } kun_batch;
 
@@ -88,7 +94,8 @@ enum {
   KUN_RESIDUAL = 1, /* y = y + (x w^T + bias) */
   KUN_SWIGLU = 2,   /* w is [gate | up]: y = silu(x gate^T) * (x up^T), n columns each */
   KUN_FLOAT = 3,    /* y in float32, unrounded */
-  KUN_WEIGHTED = 4  /* row i of x: row to[i] of y, in float32, += by[i] * (x w^T) */
+  KUN_WEIGHTED = 4, /* row i of x: row to[i] of y, in float32, += by[i] * (x w^T) */
+  KUN_GEGLU = 5     /* as KUN_SWIGLU, with GELU (by tanh) for SiLU */
 };
 
 #endif

@@ -124,7 +124,8 @@ static void write_results(const attention_job *job, const attention_piece *piece
   }
 }
 
-/* How a step's attention is cut into pieces: the same for all layers. */
+/* How a step's attention is cut into pieces: the same for all layers. Those with a narrower window
+ * than the plan was made for have fewer pieces. */
 typedef struct attention_plan {
   long per_piece;      /* queries of a piece with one kv head */
   long split_over;     /* wide sequences of more keys than this are cut into segments */
@@ -140,9 +141,9 @@ typedef struct {
 } sequence_cut;
 
 INLINE sequence_cut cut_sequence(const kun_model *model, const kun_batch *batch,
-                                 const attention_plan *plan, long s) {
+                                 const attention_plan *plan, long window, long s) {
   long queries = batch->q_starts[s + 1] - batch->q_starts[s], context = batch->context_lens[s];
-  long hidden = model->window > 0 ? context - queries - model->window + 1 : 0;
+  long hidden = window > 0 ? context - queries - window + 1 : 0;
   sequence_cut cut = {hidden > 0 ? hidden / SPAN * SPAN : 0, 0, 0, 0, 0};
   cut.is_wide = queries <= WIDE_QUERIES && queries * model->heads <= MAX_ROWS;
   cut.is_split = cut.is_wide && context > plan->split_over;
@@ -165,12 +166,14 @@ static attention_plan plan_attention(const kun_model *model, const kun_batch *ba
                          INT64_MAX, NULL, NULL};
   if (threads == 1) return plan;
   for (long s = 0; s < batch->num_seqs; s++) {
-    sequence_cut cut = cut_sequence(model, batch, &plan, s);
+    sequence_cut cut = cut_sequence(model, batch, &plan, model->window, s);
     if (cut.is_wide) wide_keys += batch->context_lens[s] - cut.first_key;
   }
   plan.split_over = wide_keys / (PIECES_PER_THREAD * threads);
   if (plan.split_over < SEGMENT) plan.split_over = SEGMENT;
-  for (long s = 0; s < batch->num_seqs; s++) rows += cut_sequence(model, batch, &plan, s).part_rows;
+  for (long s = 0; s < batch->num_seqs; s++) {
+    rows += cut_sequence(model, batch, &plan, model->window, s).part_rows;
+  }
   if (rows == 0) return plan;
   size_t counts = (size_t)(batch->num_seqs + 15) / 16 * 64;
   char *shared = pool_shared(counts + (size_t)(rows * (model->head_dim + 2)) * 4);
@@ -195,7 +198,7 @@ INLINE int take_piece(const attention_job *job, piece_cursor *at, attention_piec
   for (;; at->sequence++, at->before += cut.pieces, at->part_rows += cut.part_rows) {
     s = at->sequence;
     if (s == batch->num_seqs) return 0;
-    cut = cut_sequence(model, batch, job->plan, s);
+    cut = cut_sequence(model, batch, job->plan, job->window, s);
     if (taken < at->before + cut.pieces) break;
   }
   long queries = batch->q_starts[s + 1] - batch->q_starts[s], nth = taken - at->before;
@@ -214,8 +217,8 @@ INLINE int take_piece(const attention_job *job, piece_cursor *at, attention_piec
   piece->token = batch->q_starts[s] + skip;
   piece->first = context - queries + skip;
   piece->end = piece->first + piece->queries;
-  if (!cut.is_wide && model->window > 0 && piece->first >= model->window) {
-    piece->from = (piece->first - model->window + 1) / SPAN * SPAN;
+  if (!cut.is_wide && job->window > 0 && piece->first >= job->window) {
+    piece->from = (piece->first - job->window + 1) / SPAN * SPAN;
   }
   if (cut.is_split) {
     long segment = cut.first_key / SEGMENT + nth;

@@ -15,6 +15,7 @@ typedef struct {
   const elem *qkv; /* [num_tokens][(heads + 2 kv_heads) * head_dim], rotated */
   elem *out;       /* [num_tokens][heads * head_dim] */
   long layer;
+  long window; /* tokens that the layer sees, 0 if all */
   const struct attention_plan *plan; /* see attention.h */
 } attention_job;
 
@@ -192,7 +193,7 @@ INLINE void soften(attention_buffers *b, long row, const vf *s, const int parts,
 INLINE void soften_row(const attention_job *job, attention_buffers *b, long row, long position,
                        long from, long keys, float factor) {
   const vi iota = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-  long window = job->model->window;
+  long window = job->window;
   int first = window > 0 && position - window + 1 > from ? (int)(position - window + 1 - from) : 0;
   int last = position - from < SPAN ? (int)(position - from) : SPAN - 1; /* may be negative */
   vf scale = splat(factor), s[SPAN / LANES];
@@ -284,6 +285,16 @@ INLINE void score_panel(const char *const *keys, fetch_list *list, attention_buf
   }
 }
 
+/* Scale the scores of some rows by `factor` and bend them: none gets beyond the cap. */
+static void cap_scores(float cap, float *scores, long rows, long count, float factor) {
+  for (long row = 0; row < rows; row++) {
+    for (float *s = scores + row * SPAN; s < scores + row * SPAN + count; s += LANES) {
+      vf scaled = load_f32(s) * splat(factor);
+      store_f32(s, tanh_vf(scaled * splat(1.0f / cap)) * splat(cap));
+    }
+  }
+}
+
 /* Softmax of `rows` rows, whose scores are to be multiplied by `factor`: see soften_many.h. */
 static void soften_rows(const attention_job *job, const attention_piece *piece,
                         attention_buffers *b, long rows, long from, long keys, float factor);
@@ -300,7 +311,12 @@ static void attend_span(const attention_job *job, const attention_piece *piece,
   for (long i = 0; i < count; i += PANEL) {
     score_panel(span->keys + i, list, b, i, rows, row_bytes, scale);
   }
-  soften_rows(job, piece, b, rows, from, count, rows > SWEEP_ROWS ? 1.0f : scale);
+  float factor = rows > SWEEP_ROWS ? 1.0f : scale;
+  if (job->model->score_cap > 0) {
+    cap_scores(job->model->score_cap, b->scores, rows, count, factor);
+    factor = 1.0f;
+  }
+  soften_rows(job, piece, b, rows, from, count, factor);
   int packs = rows > 2 * TILE_ROWS;
   if (packs) pack_values(b->values, span->values, dim, count);
   for (long row = 0; row < rows; row += TILE_ROWS) {

@@ -2,7 +2,7 @@
 
 typedef struct {
   const elem *x; /* [m][k] */
-  const elem *w; /* [n][k], or [2 n][k] for KUN_SWIGLU */
+  const elem *w; /* [n][k], or [2 n][k] where it is gated */
   const elem *bias;
   void *y; /* [m][n] */
   long m, n, k;
@@ -15,8 +15,12 @@ typedef struct {
 
 #define STREAMING_ROWS 64          /* up to here reading w is what takes the time */
 
-/* Columns of y that one panel yields: a SwiGLU panel is 8 gate rows over 8 up rows. */
-INLINE long panel_columns(const linear_job *job) { return job->kind == KUN_SWIGLU ? 8 : PANEL; }
+INLINE int is_gated(const linear_job *job) {
+  return job->kind == KUN_SWIGLU || job->kind == KUN_GEGLU;
+}
+
+/* Columns of y that one panel yields: a gated panel is 8 gate rows over 8 up rows. */
+INLINE long panel_columns(const linear_job *job) { return is_gated(job) ? 8 : PANEL; }
 
 INLINE void panel_rows(const char **rows, const linear_job *job, long column) {
   long row_bytes = job->k * (long)sizeof(elem), columns = panel_columns(job);
@@ -31,7 +35,7 @@ INLINE vf panel_bias(const linear_job *job, long column) {
   vf bias = {};
   if (job->bias == NULL) return bias;
   long left = job->n - column;
-  if (job->kind != KUN_SWIGLU) return load_some(job->bias + column, (int)left);
+  if (!is_gated(job)) return load_some(job->bias + column, (int)left);
   int count = left < 8 ? (int)left : 8;
   vf gate = load_part(job->bias + column, count);
   vf up = load_part(job->bias + job->n + column, count);
@@ -47,13 +51,14 @@ INLINE void add_weighted(float *sum, vf v, float by, int left) {
 }
 
 /* Round, activate and store the rows of one tile. */
-INLINE void finish_swiglu(const linear_job *job, const vf *tile_out, vf bias, long row, int rows,
-                          long column) {
+INLINE void finish_gated(const linear_job *job, const vf *tile_out, vf bias, long row, int rows,
+                         long column) {
   long left = job->n - column < 8 ? job->n - column : 8;
   for (int i = 0; i < rows; i += 2) { /* two rows fill a vector */
     int second = i + 1 < rows ? i + 1 : i;
     vf a = rounded(tile_out[i] + bias), b = rounded(tile_out[second] + bias);
-    vf gated = rounded(silu_vf(join_low(a, b))) * join_high(a, b);
+    vf gate = join_low(a, b), gated;
+    gated = rounded(job->kind == KUN_GEGLU ? gelu_vf(gate) : silu_vf(gate)) * join_high(a, b);
     elem both[LANES], *y = (elem *)job->y + (row + i) * job->n + column;
     store(both, gated);
     for (int r = 0; r <= second - i; r++, y += job->n) {
@@ -66,8 +71,8 @@ INLINE void finish_swiglu(const linear_job *job, const vf *tile_out, vf bias, lo
 INLINE void finish(const linear_job *job, const vf *tile_out, vf bias, long row, int rows,
                    long column) {
   int left = job->n - column < PANEL ? (int)(job->n - column) : PANEL;
-  if (job->kind == KUN_SWIGLU) {
-    finish_swiglu(job, tile_out, bias, row, rows, column);
+  if (is_gated(job)) {
+    finish_gated(job, tile_out, bias, row, rows, column);
     return;
   }
   for (int i = 0; i < rows; i++) {

@@ -9,9 +9,19 @@ INLINE float squares_of(const elem *x, long n) {
   return sum_lanes(squares);
 }
 
-/* y = w * round(x / sqrt(mean + eps)), rounded where Hugging Face rounds. y may be x. */
-INLINE void norm_row_by(elem *y, const elem *x, const elem *w, long n, float mean, float eps) {
+/* y = w * round(x / sqrt(mean + eps)), or y = (w + offset) * x / sqrt(mean + eps) where there is
+ * one: rounded where Hugging Face rounds. y may be x. */
+INLINE void norm_row_by(elem *y, const elem *x, const elem *w, long n, float mean, float eps,
+                        int offset) {
   vf scale = splat(1.0f / __builtin_sqrtf(mean + eps));
+  if (offset) {
+    for (long i = 0; i < n; i += LANES) {
+      int left = (int)(n - i);
+      vf v = load_some(x + i, left) * scale;
+      store_some(y + i, v * (load_some(w + i, left) + splat((float)offset)), left);
+    }
+    return;
+  }
   for (long i = 0; i < n; i += LANES) {
     int left = (int)(n - i);
     vf v = rounded(load_some(x + i, left) * scale);
@@ -20,14 +30,27 @@ INLINE void norm_row_by(elem *y, const elem *x, const elem *w, long n, float mea
 }
 
 /* The same by the row's own mean square. */
-INLINE void norm_row(elem *y, const elem *x, const elem *w, long n, float eps) {
-  norm_row_by(y, x, w, n, squares_of(x, n) / (float)n, eps);
+INLINE void norm_row(elem *y, const elem *x, const elem *w, long n, float eps, int offset) {
+  norm_row_by(y, x, w, n, squares_of(x, n) / (float)n, eps, offset);
 }
 
 static void norm_part(elem *y, const elem *x, const elem *w, long rows, long n, float eps,
-                      int thread) {
+                      int offset, int thread) {
   long end = rows * (thread + 1) / kun_threads();
-  for (long r = rows * thread / kun_threads(); r < end; r++) norm_row(y + r * n, x + r * n, w, n, eps);
+  for (long r = rows * thread / kun_threads(); r < end; r++) {
+    norm_row(y + r * n, x + r * n, w, n, eps, offset);
+  }
+}
+
+/* sum = sum + the norm of x, which x becomes: of the same rows as `norm_part`. */
+static void add_norm_part(elem *sum, elem *x, const elem *w, long rows, long n, float eps,
+                          int offset, int thread) {
+  long first = rows * thread / kun_threads(), end = rows * (thread + 1) / kun_threads();
+  norm_part(x, x, w, rows, n, eps, offset, thread);
+  for (long i = first * n; i < end * n; i += LANES) {
+    int left = (int)(end * n - i);
+    store_some(sum + i, load_some(sum + i, left) + load_some(x + i, left), left);
+  }
 }
 
 /* Rotate one head in place; `rope` is this position's [cos | sin], head_dim / 2 floats each. */
@@ -70,8 +93,8 @@ INLINE void norm_whole(const kun_model *model, const kun_layer *weights, const k
     q_mean = q_sum / (float)(q_size * ranks->size);
     k_mean = k_sum / (float)(k_size * ranks->size);
   }
-  norm_row_by(qkv, qkv, weights->q_norm, q_size, q_mean, model->eps);
-  norm_row_by(k, k, weights->k_norm, k_size, k_mean, model->eps);
+  norm_row_by(qkv, qkv, weights->q_norm, q_size, q_mean, model->eps, model->norm_offset);
+  norm_row_by(k, k, weights->k_norm, k_size, k_mean, model->eps, model->norm_offset);
 }
 
 /* What `norm_whole` needs of this rank, for this thread's share of the step. */
@@ -93,7 +116,9 @@ INLINE void place_token(const kun_model *model, const kun_layer *weights, long l
   long dim = model->head_dim, heads = model->heads, kv_heads = model->kv_heads;
   for (long h = 0; h < heads + kv_heads; h++) {
     const elem *norm = h < heads ? weights->q_norm : weights->k_norm;
-    if (norm != NULL && !model->whole_qk_norm) norm_row(qkv + h * dim, qkv + h * dim, norm, dim, model->eps);
+    if (norm != NULL && !model->whole_qk_norm) {
+      norm_row(qkv + h * dim, qkv + h * dim, norm, dim, model->eps, model->norm_offset);
+    }
     rotate_head(qkv + h * dim, rope, dim);
   }
   elem *unit = unit_at(model, layer, entry);
@@ -109,12 +134,13 @@ static void place_part(const kun_model *model, const kun_layer *weights, long la
   long stride = (model->heads + 2 * model->kv_heads) * (long)model->head_dim;
   long first = (long)batch->num_tokens * thread / kun_threads();
   long end = (long)batch->num_tokens * (thread + 1) / kun_threads();
+  const float *turns = batch->rope[weights->rope];
   for (long s = 0; s < batch->num_seqs; s++) {
     long from = batch->q_starts[s], to = batch->q_starts[s + 1];
     const int32_t *table = batch->tables + (long)batch->rows[s] * batch->max_blocks;
     for (long t = from > first ? from : first; t < to && t < end; t++) {
       long position = batch->context_lens[s] - to + t;
-      const float *rope = batch->rope + (long)batch->positions[t] * model->head_dim;
+      const float *rope = turns + (long)batch->positions[t] * model->head_dim;
       if (model->whole_qk_norm) {
         norm_whole(model, weights, ranks, batch->num_tokens, t, qkv + t * stride);
       }

@@ -59,7 +59,7 @@ static void soften_sixteen(attention_buffers *b, long row) {
 
 static void soften_rows(const attention_job *job, const attention_piece *piece,
                         attention_buffers *b, long rows, long from, long keys, float factor) {
-  long group = job->model->heads / job->model->kv_heads, window = job->model->window;
+  long group = job->model->heads / job->model->kv_heads, window = job->window;
   for (long row = 0; row < rows;) {
     long position = piece->first + row / group;
     long last = piece->first + (row + LANES - 1) / group;

@@ -11,11 +11,28 @@ typedef struct {
 
 /* The rows that this rank norms for all of them; without ranks all rows. */
 static void norm_rows(const stage_job *stage, const elem *weight, int thread) {
+  const kun_model *m = stage->model;
   const kun_buffers *b = stage->buffers;
-  long hidden = stage->model->hidden, tokens = stage->batch->num_tokens;
+  long hidden = m->hidden, tokens = stage->batch->num_tokens;
   long first = first_row(b->ranks, tokens), rows = end_row(b->ranks, tokens) - first;
   norm_part((elem *)b->normed + first * hidden, (const elem *)b->hidden + first * hidden, weight,
-            rows, hidden, stage->model->eps, thread);
+            rows, hidden, m->eps, m->norm_offset, thread);
+}
+
+/* What would be added to the residual stream is normalised first. */
+INLINE void give_to_norm(linear_job *job, void *normed) {
+  job->y = normed;
+  job->kind = KUN_STORE;
+}
+
+/* Of the same rows. Without a barrier behind it: so is the norm that follows, in each thread. */
+static void add_normed(const stage_job *stage, const elem *weight, int thread) {
+  const kun_model *m = stage->model;
+  const kun_buffers *b = stage->buffers;
+  long hidden = m->hidden, tokens = stage->batch->num_tokens;
+  long first = first_row(b->ranks, tokens), rows = end_row(b->ranks, tokens) - first;
+  add_norm_part((elem *)b->hidden + first * hidden, (elem *)b->normed + first * hidden, weight, rows,
+                hidden, m->eps, m->norm_offset, thread);
 }
 
 static void run_layer(const stage_job *stage, long layer, int thread) {
@@ -28,16 +45,18 @@ static void run_layer(const stage_job *stage, long layer, int thread) {
   linear_job qkv = {b->normed, w->qkv, w->qkv_bias, b->qkv, tokens, qkv_size, hidden, KUN_STORE};
   linear_job o = {b->mixed, w->o, w->o_bias, b->hidden, tokens, hidden, q_size, KUN_RESIDUAL};
   linear_job gate_up = {b->normed, w->gate_up, w->gate_up_bias, b->gated,
-                        tokens, m->intermediate, hidden, KUN_SWIGLU};
+                        tokens, m->intermediate, hidden, m->gate};
   linear_job down = {b->gated, w->down, w->down_bias, b->hidden,
                      tokens, hidden, m->intermediate, KUN_RESIDUAL};
+  if (w->attention_out_norm != NULL) give_to_norm(&o, b->normed);
+  if (w->mlp_out_norm != NULL) give_to_norm(&down, b->normed);
   long runs[] = {q_size, m->kv_heads * dim, m->kv_heads * dim};
   packed_job packed_qkv = packed_of(qkv, w->qkv_formats, runs, 3, b->rounded);
   packed_job packed_o = packed_of(part_of_sum(o, ranks), &w->o_format, &hidden, 1, b->rounded);
   packed_job packed_gate_up = packed_of(gate_up, &w->gate_up_format, &gate_up.n, 1, b->rounded);
   packed_job packed_down =
       packed_of(part_of_sum(down, ranks), &w->down_format, &hidden, 1, b->rounded);
-  attention_job attention = {m, stage->batch, b->qkv, b->mixed, layer, &stage->plan};
+  attention_job attention = {m, stage->batch, b->qkv, b->mixed, layer, w->window, &stage->plan};
 
   norm_rows(stage, w->input_norm, thread);
   ranks_barrier(ranks);
@@ -54,6 +73,7 @@ static void run_layer(const stage_job *stage, long layer, int thread) {
   any_part(&packed_o, thread);
   ranks_barrier(ranks);
   sum_part(&o, ranks, thread);
+  if (w->attention_out_norm != NULL) add_normed(stage, w->attention_out_norm, thread);
   norm_rows(stage, w->post_norm, thread);
   ranks_barrier(ranks);
   if (w->router != NULL) {
@@ -65,6 +85,7 @@ static void run_layer(const stage_job *stage, long layer, int thread) {
   }
   ranks_barrier(ranks);
   sum_part(&down, ranks, thread); /* the next norm is of the same rows in each thread */
+  if (w->mlp_out_norm != NULL) add_normed(stage, w->mlp_out_norm, thread);
 }
 
 static void stage_fn(void *arg, int thread) {
@@ -85,15 +106,17 @@ typedef struct {
   elem *y;
   long rows, n;
   float eps;
+  int offset;
 } norm_job;
 
 static void norm_fn(void *arg, int thread) {
   const norm_job *job = arg;
-  norm_part(job->y, job->x, job->w, job->rows, job->n, job->eps, thread);
+  norm_part(job->y, job->x, job->w, job->rows, job->n, job->eps, job->offset, thread);
 }
 
-void NAME(kun_rms_norm)(const elem *x, const elem *w, elem *y, int64_t rows, int64_t n, float eps) {
-  norm_job job = {x, w, y, rows, n, eps};
+void NAME(kun_rms_norm)(const elem *x, const elem *w, elem *y, int64_t rows, int64_t n, float eps,
+                        int32_t offset) {
+  norm_job job = {x, w, y, rows, n, eps, offset};
   pool_run(norm_fn, &job);
 }
 
@@ -122,9 +145,9 @@ static void attention_fn(void *arg, int thread) {
   attention_part(&lone->job, thread);
 }
 
-/* Attention of layer `layer` over K and V in the cache. */
+/* Attention of layer `layer`, which sees `window` tokens (0: all), over K and V in the cache. */
 void NAME(kun_attention)(const kun_model *model, const kun_batch *batch, const elem *qkv, elem *out,
-                         int64_t layer) {
-  lone_attention lone = {{model, batch, qkv, out, layer, &lone.plan}, {0}};
+                         int64_t layer, int64_t window) {
+  lone_attention lone = {{model, batch, qkv, out, layer, window, &lone.plan}, {0}};
   pool_run(attention_fn, &lone);
 }

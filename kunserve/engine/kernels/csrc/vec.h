@@ -227,11 +227,25 @@ INLINE vf exp_vf(vf x) {
   return (vf)((vi)p + ((vi)shifted << 23));
 }
 
-/* x * sigmoid(x). */
-INLINE vf silu_vf(vf x) {
+/* e^-x, at most e^87. */
+INLINE vf exp_minus_vf(vf x) {
   vf e = exp_vf((vf)max_vf(-x, splat(-87.0f)));
-  vf capped = choose(x < splat(-87.0f), splat(6.0760302e37f), e);
-  return x / (splat(1.0f) + capped);
+  return choose(x < splat(-87.0f), splat(6.0760302e37f), e);
+}
+
+/* x * sigmoid(x). */
+INLINE vf silu_vf(vf x) { return x / (splat(1.0f) + exp_minus_vf(x)); }
+
+/* GELU by its tanh: x (1 + tanh(u)) / 2 is x sigmoid(2 u). */
+INLINE vf gelu_vf(vf x) {
+  vf cubed = x * x * x;
+  vf twice_u = splat(1.5957691216f) * (x + splat(0.044715f) * cubed);
+  return x / (splat(1.0f) + exp_minus_vf(twice_u));
+}
+
+/* tanh(x), within 1e-7. */
+INLINE vf tanh_vf(vf x) {
+  return splat(2.0f) / (splat(1.0f) + exp_minus_vf(x + x)) - splat(1.0f);
 }
 
 #endif
