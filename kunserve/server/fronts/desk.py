@@ -63,6 +63,11 @@ class Desk:
         self.link: Link[FromFront] = Link(FROM_FRONT, self._hear, self._end)
 
     @property
+    def has_spoken(self) -> bool:
+        """Whether the front serves, because it counts."""
+        return self._heard_s is not None
+
+    @property
     def num_live(self) -> int:
         """Requests that the front waits for."""
         return len(self._live)

@@ -31,8 +31,6 @@ FIRST_PAUSE_S = 0.2
 MAX_PAUSE_S = 10.0
 """Between the end of a front and the start of the next: doubled by each that ends soon."""
 SOON_S = 30.0
-LONG_PAUSE_S = 1.0
-"""Connections wait for a front that is started again sooner. For longer they go to the others."""
 START_S = 60.0
 """How long the first start may take."""
 LAST_S = 5.0
@@ -148,9 +146,10 @@ class FrontKeeper:
             logger.error(
                 "front is over front=%d reason=%r next_start_s=%.2f", number, reason, pause_s
             )
-            if pause_s > LONG_PAUSE_S and any(one.process is not None for one in self._seats):
+            if any(one.desk is not None and one.desk.has_spoken for one in self._seats):
+                # New connections go to that one: the next front here listens again.
                 with contextlib.suppress(OSError):  # it may never have listened
-                    seat.listener.shutdown(socket.SHUT_RDWR)  # the next front listens again
+                    seat.listener.shutdown(socket.SHUT_RDWR)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(pause_s):
                     await self._leaving.wait()
@@ -265,8 +264,7 @@ class FrontKeeper:
 def listeners_of(first: socket.socket, count: int) -> list[socket.socket]:
     """Sockets at the address of a bound one, which is closed: the system deals connections out.
 
-    They stay open here, so a connection that comes while its front is restarted waits for it. That
-    is a matter of seconds, because a front that keeps dying does not listen while nobody is there.
+    They stay open here. So while no front is there at all, connections wait for the first that is.
     """
     address = first.getsockname()
     family = first.family
