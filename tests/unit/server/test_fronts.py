@@ -181,8 +181,9 @@ def test_two_fronts_are_one_server(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(keeper, "FIRST_PAUSE_S", 1000.0)
         monkeypatch.setattr(keeper, "LAST_S", 0.2)
         seat = server.keeper._seats[0]
-        assert seat.process is not None and seat.desk is not None
-        wait_until(lambda: seat.desk is not None and seat.desk.has_spoken)
+        seats = server.keeper._seats
+        wait_until(lambda: all(one.desk is not None and one.desk.has_spoken for one in seats))
+        assert seat.process is not None
         os.kill(seat.process.pid, signal.SIGSTOP)
 
         def is_ended() -> bool:
