@@ -116,7 +116,7 @@ test-hosts: install
 	$(BIN)/pytest -m hosts tests/hosts
 
 KERNEL_TESTS := $(addprefix tests/unit/engine/test_,kernels.py attention.py packed.py decoder.py)
-SANITIZERS := -g -fsanitize=address,undefined -fno-sanitize-recover=undefined
+SANITIZERS := -O1 -g -fsanitize=address,undefined -fno-sanitize-recover=undefined
 LIBASAN = $(shell $(CC) -print-file-name=libasan.so) $(shell $(CC) -print-file-name=libubsan.so)
 COMPILE := 'import tests.conftest; from kunserve.engine.kernels.build import find_or_build; find_or_build()'
 # Leaks are Python's own. The sanitizers' libraries come before all others, but not in the compiler.

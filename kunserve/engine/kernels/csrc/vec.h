@@ -15,6 +15,7 @@
 
 typedef float vf __attribute__((vector_size(64)));
 typedef int32_t vi __attribute__((vector_size(64)));
+typedef uint32_t vu __attribute__((vector_size(64)));
 typedef float vf_u __attribute__((vector_size(64), aligned(4), may_alias));
 typedef int32_t vi_u __attribute__((vector_size(64), aligned(1), may_alias));
 typedef uint16_t words __attribute__((vector_size(64)));
@@ -224,7 +225,7 @@ INLINE vf exp_vf(vf x) {
   p = dot_f32(splat(1.6666665459e-1f), (vi)p, (vi)r);
   p = dot_f32(splat(5.0000001201e-1f), (vi)p, (vi)r);
   p = dot_f32(r + splat(1.0f), (vi)p, (vi)(r * r));
-  return (vf)((vi)p + ((vi)shifted << 23));
+  return (vf)((vu)p + ((vu)shifted << 23)); /* unsigned: it wraps */
 }
 
 /* e^-x, at most e^87. */
