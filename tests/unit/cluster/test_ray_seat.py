@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from kunserve.cluster.local import LocalCluster
+from kunserve.cluster.ray import seat_book
 from kunserve.cluster.ray.seat_book import KEPT_S, SILENT_S, Holder, SeatBook
 from kunserve.core.errors import ConfigError
 from tests.fake_ray import FakeRay, Node, installed
@@ -77,7 +78,7 @@ def test_a_book_that_everybody_has_forgotten_leaves(monkeypatch: pytest.MonkeyPa
         told.now_s += 30.0 + KEPT_S
         await until(lambda: told.num_left)
 
-    monkeypatch.setattr("kunserve.cluster.ray.seat_book.LOOK_S", 0.001)
+    monkeypatch.setattr(seat_book, "LOOK_S", 0.001)
     asyncio.run(story())
 
 
