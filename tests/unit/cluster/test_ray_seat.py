@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from kunserve.cluster.local import LocalCluster
+from kunserve.cluster.ray import seat_book
 from kunserve.cluster.ray.seat_book import KEPT_S, SILENT_S, Holder, SeatBook
 from kunserve.core.errors import ConfigError
 from tests.fake_ray import FakeRay, Node, installed
@@ -77,7 +78,7 @@ def test_a_book_that_everybody_has_forgotten_leaves(monkeypatch: pytest.MonkeyPa
         told.now_s += 30.0 + KEPT_S
         await until(lambda: told.num_left)
 
-    monkeypatch.setattr("kunserve.cluster.ray.seat_book.LOOK_S", 0.001)
+    monkeypatch.setattr(seat_book, "LOOK_S", 0.001)
     asyncio.run(story())
 
 
@@ -162,12 +163,12 @@ def test_two_fronts_of_one_name(
     monkeypatch.setattr(seat, "SILENT_S", 0.1)
 
     async def story() -> None:
-        first = await begin(tmp_path)
+        first = await begin(tmp_path, 1)
         ray.front_ip = "127.0.0.2"
         # 1.0: how much longer than a silence the second one tries
         with pytest.raises(ConfigError, match=r"'llm' runs in this Ray cluster already, .*0\.0\.1"):
-            await begin(tmp_path)
-        assert len(ray.living) == 2 + 1 and not first.vitals().num_errors
+            await begin(tmp_path, 1)
+        assert len(ray.living) == 1 + 1 and not first.vitals().num_errors
         await first.close()
 
     asyncio.run(story())
