@@ -13,8 +13,8 @@ from kunserve.core.ids import GroupId, InstanceId, RequestId, StepId
 from kunserve.core.layout import LayerRange
 from kunserve.core.request import SamplingParams
 from kunserve.core.step import Chunk, StepPlan
-from kunserve.engine import body as body_module
 from kunserve.engine import pages
+from kunserve.engine.backend import CpuBackend
 from kunserve.engine.body import CpuBody
 from kunserve.engine.decoder import PANEL_ROWS
 from kunserve.engine.step_batch import build_batch
@@ -106,7 +106,7 @@ def test_a_shape_that_no_kernel_runs_is_refused_before_anything_is_loaded(
 ) -> None:
     config = json.loads((folder / "config.json").read_text()) | {"head_dim": 80}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    monkeypatch.setattr(body_module, "InstanceMemory", None)
+    monkeypatch.setattr(CpuBackend, "open_memory", None)
     model = ModelConfig(model=str(tmp_path), load_format="dummy")
     with pytest.raises(ConfigError, match="head_dim 80.*not a multiple of 32"):
         CpuBody(InstanceId(0), model, SMALL)
