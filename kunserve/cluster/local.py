@@ -295,8 +295,11 @@ class LocalCluster:
             case Send(instance_id, message):
                 if not self._channel.send(instance_id, message) and instance_id in self._ready:
                     reason = f"{type(message).__name__} could not be sent to it"
-                    # Most likely it has just died.
-                    self._processes.condemn(instance_id, reason, Cause.OUTSIDE)
+                    # Most likely it has just died; on another host it may be cut off.
+                    is_cut_off = bool(self._wires) and not self._channel.reaches(instance_id)
+                    self._processes.condemn(
+                        instance_id, reason, Cause.OUTSIDE, is_cut_off=is_cut_off
+                    )
             case Respawn():
                 pass  # ``Processes`` sees the end of a process itself, also of one not yet ready
             case ScaleUp(reason, is_wish=False):
