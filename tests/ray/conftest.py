@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from tests.conftest import wait_until
+
 MIB = 1 << 20
 QUIET = {
     "RAY_enable_worker_prestart": "0",
@@ -68,8 +70,9 @@ class Nodes:
 
 @pytest.fixture
 def nodes(ray_cluster: Any, session: Any) -> Iterator[Nodes]:
-    """Removed at the end."""
+    """Removed at the end, which Ray notices some seconds later: the next test must not count them."""
     made = Nodes(ray_cluster)
     yield made
     for node in list(made.living):
         made.kill(node)
+    wait_until(lambda: len(session.nodes()) == 2, 60.0)
