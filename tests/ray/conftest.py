@@ -70,7 +70,7 @@ class Nodes:
 
 @pytest.fixture
 def nodes(ray_cluster: Any, session: Any) -> Iterator[Nodes]:
-    """Removed at the end, which Ray notices some seconds later: the next test must not count them."""
+    """Removed at the end. Ray notices some seconds later, and the next test must not count them."""
     made = Nodes(ray_cluster)
     yield made
     for node in list(made.living):
