@@ -28,10 +28,10 @@ from benchmarks.points import (
 
 BENCHMARK = "parting"
 BASE = "drop"
-SYSTEMS = ("drop-whole", "drop-early", "drop-eager")
+SYSTEMS = ("drop-halves", "drop-early", "drop-eager")
 POINTS = (*(SMOLLM2_95, SMOLLM2_75, HEAVY_27, LONGBENCH_44, HEAVY_30, SHAREGPT_15, LONGBENCH_48),)
 DEEP = (HEAVY_27, HEAVY_30)
-"""Where pipelines of four come about: elsewhere `drop-whole` is `drop`."""
+"""Where pipelines of four come about: elsewhere `drop-halves` is `drop`."""
 RATIOS = ("P99 TTFT", "P50 TTFT", "P50 TPOT", "P99 TPOT", "output", "in pipelines")
 
 
@@ -40,7 +40,7 @@ def _runs(num_seeds: int) -> Iterator[tuple[Point, int, str]]:
     for seed in range(num_seeds):
         for point in POINTS:
             for system in (BASE, *SYSTEMS):
-                if system != "drop-whole" or point in DEEP:
+                if system != "drop-halves" or point in DEEP:
                     yield point, seed, system
 
 

@@ -41,7 +41,9 @@ def test_tokens_are_those_of_transformers_while_four_become_pairs(tmp_path: Path
     config = config_of(str(tmp_path), "float32", 4, 24 * num_layers * unit_bytes)
     prompts: dict[str, list[int]] = {}
     # As long as anybody runs there is too much to part whole, and little enough for two pairs.
-    steps = OverloadConfig(restore_below=1e-9, restore_hold_s=0.0, dwell_s=0.0, link_gbps=1.0)
+    steps = OverloadConfig(
+        restore_below=1e-9, halve_below=0.8, restore_hold_s=0.0, dwell_s=0.0, link_gbps=1.0
+    )
 
     async def story(cluster: LocalCluster, answers: Answers) -> None:
         async def feed() -> None:

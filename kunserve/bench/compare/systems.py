@@ -193,9 +193,9 @@ SYSTEMS = {
             "drop, and never restore",
         ),
         System(
-            "drop-whole",
-            replace(_DROP, halve_below=0.0),
-            "drop, and pipelines of four part into whole instances only, not into pairs first",
+            "drop-halves",
+            replace(_DROP, halve_below=0.8),
+            "drop, and pipelines of four part into pairs before they part into whole instances",
         ),
         System(
             "drop-early",

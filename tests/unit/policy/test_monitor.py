@@ -244,7 +244,9 @@ class TestRelaxed:
         assert self.until_relaxed(watch, IDLE) is None
 
     def test_a_long_pipeline_parts_in_halves_where_it_is_too_full_to_part_whole(self):
-        def relaxed(used_blocks: int, config: OverloadConfig = CONFIG) -> Relaxed | None:
+        halving = replace(CONFIG, halve_below=0.8)
+
+        def relaxed(used_blocks: int, config: OverloadConfig = halving) -> Relaxed | None:
             report = replace(IDLE, capacity_blocks=900, used_blocks=used_blocks)
             watched = {"num_instances": 4, "undropped_blocks": 400, "halves_blocks": 700}
             state = MonitorState()
@@ -259,7 +261,8 @@ class TestRelaxed:
         assert whole is not None and (whole.group_ids, whole.in_halves) == (group, ())
         assert halves is not None and (halves.group_ids, halves.in_halves) == (group, group)
         assert relaxed(560) is None, "80 % of what two pairs hold"
-        assert relaxed(199, replace(CONFIG, restore_below=0.0)) is None, "never"
+        assert relaxed(559, CONFIG) is None, "not unless it is asked for"
+        assert relaxed(199, replace(halving, restore_below=0.0)) is None, "never"
 
     def test_another_groups_overload_holds_up_nobody(self):
         low = load_of(replace(IDLE, capacity_blocks=700), num_instances=2, undropped_blocks=200)

@@ -133,10 +133,10 @@ def test_an_idle_pipeline_is_restored() -> None:
 def test_a_long_pipeline_parts_in_steps() -> None:
     """What is too much for four whole instances fits into two pairs."""
     busy = {"num_running": 9, "used_blocks": 2 * BLOCKS}
-    brain = dropped(4, halve_below=0.0)
-    brain.report(0, **busy)
-    assert not brain.take(LoadLayers)
     brain = dropped(4)
+    brain.report(0, **busy)
+    assert not brain.take(LoadLayers), "not unless it is asked for"
+    brain = dropped(4, halve_below=0.8)
     brain.report(0, **busy)
     ((_, load),) = brain.take(LoadLayers)
     (transition,) = brain.controller.transitions.active.values()
