@@ -72,7 +72,7 @@ class CutLinks:
             for cut in cuts[:MOST_TOLD]
         ]
         if len(cuts) > MOST_TOLD:
-            texts.append(f"so do {len(cuts) - MOST_TOLD} pairs more")
+            texts.append(f"neither do {len(cuts) - MOST_TOLD} pairs more")
         return tuple(texts)
 
     def check(self) -> None:
