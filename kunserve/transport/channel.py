@@ -46,6 +46,10 @@ MOST_TURN_S = 0.01
 to wait for a core shall not read less in each turn, or it never keeps up.
 """
 
+MOST_UNREAD = 1000
+"""Of each instance, so that a front that gets too little of a core does not fill its memory with
+what it has not read. More waits with the instance.
+"""
 _NUMBER = struct.Struct("<Q")
 _MAIN = b"m"
 _HEARTBEAT = b"h"
@@ -102,8 +106,13 @@ class FrontChannel:
 
     async def start(self, address: str) -> None:
         """Bind and listen."""
-        guard = self._guard
-        self._socket = bind_router(address, context=self._context, mandatory=True, guard=guard)
+        self._socket = bind_router(
+            address,
+            context=self._context,
+            mandatory=True,
+            guard=self._guard,
+            most_unread=MOST_UNREAD,
+        )
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._socket.fileno(), self._drain)
 

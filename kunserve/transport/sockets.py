@@ -95,9 +95,11 @@ def bind_router(
     tos: int | None = None,
     mandatory: bool = False,
     guard: Guard | None = None,
+    most_unread: int = MAX_QUEUED,
 ) -> Socket:
     """A socket that hears from many; ``mandatory`` makes sending to nobody an error.
 
+    Of each peer it takes so many messages that nobody has read yet; more wait with the peer.
     Without a ``context`` it lives in the process's own, whose one thread serves all of them.
     """
     socket = _open(zmq.SocketType.ROUTER, context, guard)
@@ -105,6 +107,7 @@ def bind_router(
     socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
     if mandatory:
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+    socket.setsockopt(zmq.RCVHWM, most_unread)
     if tos is not None:
         socket.setsockopt(zmq.TOS, tos)
     try:

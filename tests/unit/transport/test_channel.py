@@ -1,6 +1,8 @@
 """Real sockets; the front in an event loop, instances in the test's own thread."""
 
 import asyncio
+import math
+import time
 from collections.abc import Callable
 
 import pytest
@@ -9,7 +11,7 @@ import zmq
 from kunserve.core.ids import InstanceId, RequestId
 from kunserve.core.messages import Abort, Alive, Message, Shutdown
 from kunserve.transport import channel as channel_module
-from kunserve.transport import identity
+from kunserve.transport import identity, sockets
 from kunserve.transport.channel import FrontChannel, InstanceChannel
 from kunserve.transport.codec import LostMessages, MalformedMessage, encode
 from kunserve.transport.sockets import address_of, bind_router, connect_dealer
@@ -76,6 +78,38 @@ def test_a_long_queue_is_read_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
         for number in range(50):
             instance.send(abort(number))
         await until(lambda: len(heard) == 51)
+        instance.close()
+        await front.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_front_that_does_not_read_takes_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channel_module, "MOST_UNREAD", 10)
+    monkeypatch.setattr(sockets, "MAX_QUEUED", 200)  # of the instance that sends
+    large = Abort(RequestId("r" * (1 << 20)))  # more than the kernel takes between them
+
+    def send_all(instance: InstanceChannel) -> int:
+        """How many until no more is taken, for a while."""
+        num_sent: int = 0
+        refused_at_s: float | None = None
+        while num_sent < 300 and time.monotonic() < (refused_at_s or math.inf) + 0.3:
+            try:
+                instance.send(large)
+                num_sent, refused_at_s = num_sent + 1, None
+            except zmq.Again:
+                refused_at_s = refused_at_s or time.monotonic()
+                time.sleep(0.01)
+        return num_sent
+
+    async def scenario() -> None:
+        heard = Heard()
+        front = FrontChannel(heard)
+        await front.start(fresh_address())
+        instance = await join(front, heard, ZERO)
+        num_sent = send_all(instance)  # the loop turns no more meanwhile
+        assert 150 <= num_sent < 300, num_sent
+        await until(lambda: len(heard) == 1 + num_sent)
         instance.close()
         await front.close()
 
