@@ -9,7 +9,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
-from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -30,7 +29,7 @@ from kunserve.transport.bulk_wire import (
     SharedGranules,
 )
 from kunserve.transport.doorkeeper import Doorkeeper, KeyRing, key_of
-from kunserve.transport.granule_desk import GranuleDesk
+from kunserve.transport.granule_desk import GranuleDesk, open_desk
 from kunserve.transport.identity import Identity
 from kunserve.transport.movable_memory import MovableMemory
 from kunserve.transport.network import Network
@@ -52,7 +51,6 @@ YIELD_STEP_S = 0.0002
 _SHORTEST_POLL_S = 0.001
 
 _BULK = b"b"
-_IPC = "ipc://"
 
 
 class BulkMover:
@@ -86,7 +84,7 @@ class BulkMover:
         self.rejections = Rejections("bulk")
         self._lock = threading.RLock()
         self._counts = Counts()
-        self._desk = _open_desk(bind, memory)
+        self._desk = open_desk(bind, memory)
         self._source = BulkSource(memory, self._counts, _shared(self._desk, memory))
         self._peer_files = PeerFiles(memory.granules)
         self._sink = BulkSink(
@@ -303,10 +301,11 @@ class BulkMover:
 
     def _hear_requests(self) -> None:
         for route, *frames in _arrivals(self._inbox):
-            if not self._is_known(route):
+            chunk = bulk_wire.chunk_in(frames) if self._is_known(route) else None
+            if chunk is None:
                 self.rejections.note()
             else:
-                self._backlog.append((route.bytes, bulk_wire.decode_chunk(frames[0].buffer)))
+                self._backlog.append((route.bytes, chunk))
 
     def _is_known(self, route: zmq.Frame) -> bool:
         """Whether a peer asks; one that is gone gets nothing, though it is still connected."""
@@ -318,7 +317,13 @@ class BulkMover:
     def _hear_replies(self) -> None:
         for src, (_, link) in self._links.items():
             for head, *rest in _arrivals(link):
-                reply = bulk_wire.decode_reply(head.buffer)
+                reply = bulk_wire.reply_in(head)
+                if reply is None:
+                    self.rejections.note()
+                    with self._lock:
+                        self._sink.lose(src, time.monotonic())
+                        self._tell_loop()
+                    continue
                 if reply.located is not None:
                     # Locked, because a remap would move the place that is filled. A chunk of this
                     # machine's memory takes less than a millisecond.
@@ -421,13 +426,6 @@ class BulkMover:
     def _tell_loop(self) -> None:
         if self._sink.has_news:
             self._to_loop.set()
-
-
-def _open_desk(bind: str, memory: MovableMemory) -> GranuleDesk | None:
-    """Where peers get the memory's granules, if it has any and there is a folder for sockets."""
-    if memory.granules is None or not bind.startswith(_IPC):
-        return None
-    return GranuleDesk(Path(bind.removeprefix(_IPC) + ".g"), memory.granules)
 
 
 def _shared(desk: GranuleDesk | None, memory: MovableMemory) -> SharedGranules | None:

@@ -3,15 +3,15 @@
 import contextlib
 import enum
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TypeAlias
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
+import zmq
 
 from kunserve.core.layout import LayerRange
-from kunserve.transport.codec import MalformedMessage
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 Int32Array: TypeAlias = npt.NDArray[np.int32]
@@ -126,20 +126,20 @@ def encode(message: Chunk | Reply) -> bytes:
     return _ENCODER.encode(message)
 
 
-def decode_chunk(data: bytes | memoryview) -> Chunk:
-    """A request. Raises MalformedMessage."""
+def chunk_in(frames: Sequence[zmq.Frame]) -> Chunk | None:
+    """A request; None for nonsense."""
     try:
-        return _CHUNKS.decode(data)
-    except (msgspec.MsgspecError, ValueError) as error:
-        raise MalformedMessage(f"chunk request: {error}") from error
+        return _CHUNKS.decode(frames[0].buffer)
+    except (msgspec.MsgspecError, ValueError, IndexError):
+        return None
 
 
-def decode_reply(data: bytes | memoryview) -> Reply:
-    """An answer's first frame. Raises MalformedMessage."""
+def reply_in(head: zmq.Frame) -> Reply | None:
+    """An answer's first frame; None for nonsense."""
     try:
-        return _REPLIES.decode(data)
-    except (msgspec.MsgspecError, ValueError) as error:
-        raise MalformedMessage(f"chunk reply: {error}") from error
+        return _REPLIES.decode(head.buffer)
+    except (msgspec.MsgspecError, ValueError):
+        return None
 
 
 def unit_runs(

@@ -13,13 +13,21 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 
-from kunserve.transport.movable_memory import Granules, Window
+from kunserve.transport.movable_memory import Granules, MovableMemory, Window
 
 _AT_ONCE = 64
 """Descriptors in one message; the system takes 253."""
 _MOST_TAKERS = 64
 _REQUEST_BYTES = 8
 _ANSWER = b"g"
+_IPC = "ipc://"
+
+
+def open_desk(bind: str, memory: MovableMemory) -> "GranuleDesk | None":
+    """Where peers get the memory's granules, if it has any and there is a folder for sockets."""
+    if memory.granules is None or not bind.startswith(_IPC):
+        return None
+    return GranuleDesk(Path(bind.removeprefix(_IPC) + ".g"), memory.granules)
 
 
 class GranuleDesk:

@@ -16,7 +16,7 @@ from kunserve.transport.bulk import BulkMover
 from kunserve.transport.bulk_sink import Pulled
 from kunserve.transport.bulk_wire import Bytes, KvChunk, encode
 from kunserve.transport.pacing import BulkPacing
-from kunserve.transport.sockets import connect_dealer
+from kunserve.transport.sockets import address_of, bind_router, connect_dealer
 from tests.unit.transport.addresses import fresh_address
 from tests.unit.transport.bulk_world import NUM_LAYERS, UNIT_BYTES, Memory, entries, piece
 
@@ -239,17 +239,51 @@ def test_strangers_get_nothing(world: World, eventually: Callable[..., object]) 
     assert giver.num_bytes_given == 0
 
 
+def test_nonsense_of_a_peer_ends_no_mover(world: World, eventually: Callable[..., object]) -> None:
+    giver, taker = world.movers
+    liar = connect_dealer(giver.address, identity.pack(identity.Identity(b"b", ONE, b"12345678")))
+    for frames in ([b"\xff"], []):
+        liar.send_multipart(frames or [b""])
+        eventually(lambda: giver.rejections.num > 0)
+        giver.rejections.num = 0
+    liar.close()
+    giver.export_kv(R, entries(0))
+    taker.pull_kv(piece("r", 0, (0, 6), (0, 1)), entries(0))
+    (done,) = ended(taker, 1)
+    assert done.ok
+
+
+def test_nonsense_of_a_source_ends_its_pulls(world: World) -> None:
+    taker = world.movers[1]
+    liar = bind_router(fresh_address())
+    taker.connect({ZERO: world.movers[0].address, InstanceId(2): address_of(liar)})
+    taker.pull_kv(piece("r", 2, (0, 6), (0, 1)), entries(0))
+    assert liar.poll(5000)
+    asker, *_ = liar.recv_multipart()
+    liar.send_multipart([asker, b"\xff"])
+    (lost,) = ended(taker, 1)
+    assert lost.refusal == "the source is gone"
+    world.movers[0].export_kv(R, entries(0))
+    taker.pull_kv(piece("r", 0, (0, 6), (0, 1)), entries(0))
+    (done,) = ended(taker, 1)
+    assert done.ok
+    liar.close()
+
+
 def test_a_dead_thread_is_told(world: World) -> None:
-    giver = world.movers[0]
-    me = identity.Identity(b"b", ONE, identity.new_incarnation())
-    liar = connect_dealer(giver.address, identity.pack(me))
-    liar.send(b"\xff")
+    giver, taker = world.movers
+
+    def fail() -> bool:
+        raise OSError("no more of it")
+
+    giver.yield_to(fail)
+    giver.export_kv(R, entries(0))
+    taker.pull_kv(piece("r", 0, (0, 6), (0, 1)), entries(0))
     poller = zmq.Poller()
     poller.register(*giver.poll_sockets, zmq.POLLIN)
     assert poller.poll(5000)
     with pytest.raises(RuntimeError, match="died"):
         giver.completed()
-    liar.close()
 
 
 def test_memory_is_never_touched_outside_the_lock(world: World) -> None:
