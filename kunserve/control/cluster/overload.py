@@ -42,6 +42,8 @@ MAX_LOOK_GAP_S = 0.05
 MANY_GROUPS = 32
 """With more, arrivals leave the look to reports, which come every few milliseconds at least: a
 look at a thousand groups takes ten milliseconds, and who has just come would wait for it."""
+RESTORES_PER_LOOK = 16
+"""Begun at most, so that other calls get their turns; the others begin at the next looks."""
 HEAD_COST_LAYERS = 1
 """What the output head costs the last stage, in layers: the least, so that this stage is a shorter
 one where layers do not divide evenly. More would take memory from stages that hold more layers."""
@@ -280,15 +282,20 @@ class OverloadControl:
 
     def _restore_all(self, verdict: Relaxed, now_s: float) -> list[Excuse]:
         excuses = []
+        num_begun = 0
         busy = self._transitions.busy_groups
         for group_id in verdict.group_ids:
             if group_id in busy:
                 continue
+            if num_begun == RESTORES_PER_LOOK:
+                break
             num_parts = 2 if group_id in verdict.in_halves else None
             begun = self._restore(group_id, verdict.trigger, now_s, num_parts)
             if isinstance(begun, Postponed):
                 reason = f"restore postponed: {begun.reason}"
                 excuses.append(Excuse(group_id, begun.cause, reason))
+            else:
+                num_begun += 1
         return excuses
 
     def _restore(

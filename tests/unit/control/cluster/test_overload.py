@@ -1,5 +1,8 @@
 """From reported load to transitions: what is begun, what is called off, and what is said of it."""
 
+import pytest
+
+from kunserve.control.cluster import overload
 from kunserve.control.cluster.commands import LogReason, ScaleUp
 from kunserve.control.cluster.transitions import BACKOFF_S
 from kunserve.core.config import ClusterConfig
@@ -244,6 +247,26 @@ def test_a_restore_by_hand_takes_every_pipeline() -> None:
     for transition in tuple(brain.controller.transitions.active.values()):
         brain.controller.transitions.roll_back(transition, "by hand instead", brain.now_s)
     assert len(brain.controller.force_restore(brain.now_s)) == 2
+
+
+def test_restores_of_many_pipelines_begin_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(overload, "RESTORES_PER_LOOK", 2)
+    brain = Brain(10, policy="drop", restore_hold_s=1.0)
+    for _ in range(5):
+        brain.controller.force_drop(None, brain.now_s)
+        brain.pass_time()
+        brain.complete()
+    leaders = [group[0] for group in brain.groups]
+    assert len(leaders) == 5
+    for leader in leaders:
+        brain.report(leader, after_s=0.0, used_blocks=1)
+    assert not brain.take(LoadLayers), "not low for long enough"
+    begun = []
+    for _ in range(4):
+        brain.pass_time(1.0)
+        begun.append({leader for leader, _ in brain.take(LoadLayers)})
+    assert [len(some) for some in begun] == [0, 2, 2, 1], "first the hold, then two at a time"
+    assert set.union(*begun) == set(leaders)
 
 
 def test_pipelines_from_the_start_are_not_restored_by_hand() -> None:
