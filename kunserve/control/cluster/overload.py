@@ -139,6 +139,7 @@ class OverloadControl:
             self._pipeline_stages,
             first_id=self._placement.next_id,
             head_cost_layers=HEAD_COST_LAYERS,
+            apart=self._transitions.cuts.pairs(now_s),
         )
         self._placement.new_ids(len(pipelines))
         merges = [(pipeline.old, pipeline.new) for pipeline in pipelines]

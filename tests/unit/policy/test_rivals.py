@@ -44,3 +44,21 @@ def test_instances_merge_in_the_order_of_their_numbers() -> None:
     assert [one.new.group_id for one in pipelines] == [10, 11]
     assert [sorted(one.new.members) for one in pipelines] == [[0, 1, 2], [3, 4, 5]]
     assert plan_pipelines(layouts[:2], specs, 3, first_id=GroupId(0), head_cost_layers=0) == ()
+
+
+def test_instances_that_do_not_reach_each_other_stand_in_other_pipelines() -> None:
+    specs = {InstanceId(i): fake_spec(InstanceId(i), 4, 48, 2, 192, 16) for i in range(5)}
+    layouts = [alone(number) for number in range(5)]
+
+    def pairs(*apart: tuple[int, int]) -> list[list[int]]:
+        cut = [(InstanceId(one), InstanceId(other)) for one, other in apart]
+        pipelines = plan_pipelines(
+            layouts, specs, 2, first_id=GroupId(10), head_cost_layers=0, apart=cut
+        )
+        assert [len(pipeline.old) for pipeline in pipelines] == [2] * len(pipelines)
+        return [sorted(pipeline.new.members) for pipeline in pipelines]
+
+    assert pairs() == [[0, 1], [2, 3]]
+    assert pairs((0, 1)) == [[0, 2], [1, 3]]
+    assert pairs(*((0, other) for other in range(1, 5))) == [[1, 2], [3, 4]]
+    assert pairs(*((one, other) for one in range(5) for other in range(one + 1, 5))) == []
