@@ -95,7 +95,7 @@ def ours(options: argparse.Namespace, folder: Path) -> Answers:
     flags += ["--instance-memory", options.instance_memory]
     if options.drop:
         flags.append("--enable-admin")
-    server = ServerProcess(flags, folder / "server.log")
+    server = ServerProcess.serving(flags, folder / "server.log")
     try:
         server.wait_ready()
         if options.drop:

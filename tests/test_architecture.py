@@ -11,6 +11,8 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 MAX_FILE_LINES = 450
 """The habit is 400; going over usually means a missing concept."""
 READS_ENVIRONMENT = {
+    "kunserve/bench/compare/others.py",
+    "kunserve/bench/server_process.py",
     "kunserve/cli.py",
     "kunserve/cluster/launch.py",
     "kunserve/cluster/ray/session.py",
@@ -18,7 +20,8 @@ READS_ENVIRONMENT = {
     "kunserve/server/flags/environment.py",
     "kunserve/server/flags/option.py",
 }
-"""The command line, what is handed on to child processes, and a user's CC."""
+"""The command line, what is handed on to child processes, a user's CC, and what an experiment's
+commands name."""
 IMPORTS_LATE = {
     "kunserve/cli.py",
     "kunserve/bench/bench_command.py",

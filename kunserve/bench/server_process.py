@@ -1,4 +1,4 @@
-"""A ``kunserve serve`` of our own, for comparisons that start their servers themselves."""
+"""Servers of our own, for comparisons that start them themselves: mostly ``kunserve serve``."""
 
 import contextlib
 import os
@@ -9,8 +9,9 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 from kunserve.bench.session import ServerUnreachable
 from kunserve.core.python_command import python_command
@@ -22,23 +23,44 @@ STOP_S = 20.0
 class ServerProcess:
     """One running server. Its log is kept in ``log_path``."""
 
-    def __init__(self, flags: Sequence[str], log_path: Path) -> None:
+    def __init__(
+        self,
+        command: Sequence[str],
+        port: int,
+        log_path: Path,
+        environment: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        """Start what listens at the port. ``environment`` are further variables.
+
+        Raises ServerUnreachable where there is no such command.
+        """
         self.log_path = log_path
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"
         self._log = log_path.open("wb")
-        command = [*python_command(), "-m", "kunserve.cli", "serve", *flags, "--port", str(port)]
-        self._process = subprocess.Popen(
-            command, stdout=self._log, stderr=self._log, start_new_session=True
-        )
+        try:
+            self._process = subprocess.Popen(
+                command,
+                env={**os.environ, **environment},
+                stdout=self._log,
+                stderr=self._log,
+                start_new_session=True,
+            )
+        except OSError as error:
+            self._log.close()
+            raise ServerUnreachable(f"cannot start {command[0]}: {error.strerror}") from None
 
-    def wait_ready(self) -> float:
+    @classmethod
+    def serving(cls, flags: Sequence[str], log_path: Path) -> "ServerProcess":
+        """A ``kunserve serve`` with these arguments (the model first)."""
+        port = free_port()
+        command = [*python_command(), "-m", "kunserve.cli", "serve", *flags, "--port", str(port)]
+        return cls(command, port, log_path)
+
+    def wait_ready(self, patience_s: float = READY_S) -> float:
         """Seconds until the first health answer. Raises ServerUnreachable with the log's end."""
         began_s = time.monotonic()
         host, port = self.url.removeprefix("http://").split(":")
-        while time.monotonic() - began_s < READY_S:
+        while time.monotonic() - began_s < patience_s:
             if self._process.poll() is not None:
                 break
             if self._is_healthy(host, int(port)):
@@ -77,11 +99,19 @@ class ServerProcess:
         self._log.close()
 
 
+def free_port() -> int:
+    """One of this host that nobody listens at now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
 @contextlib.contextmanager
 def running_server(flags: Sequence[str]) -> Generator[ServerProcess, None, None]:
     """A ready server with these ``kunserve serve`` arguments (the model first)."""
     with unwinding_on_sigterm(), tempfile.TemporaryDirectory(prefix="kunserve-") as folder:
-        server = ServerProcess(flags, Path(folder) / "server.log")
+        server = ServerProcess.serving(flags, Path(folder) / "server.log")
         try:
             server.wait_ready()
             yield server

@@ -26,6 +26,10 @@ One `System`, one result record, one table, one set of figures and one report se
     device = "a800"
     num_instances = 8
 
+    [others.vllm]                  # real only: compare.others.OtherServers, any OpenAI-compatible
+    command = "$VENV/bin/vllm serve $MODEL --port {port}"      # server; or urls = ["http://..."]
+    replicas = 2                   # requests go to them in turn
+
 A base is named relative to the file that names it, and may have a base of its own. Tables
 (``[workload]``, ``[setup]``) are merged key by key; everything else is replaced whole.
 

@@ -39,6 +39,9 @@ def compare_command(path: Path, **flags: Any) -> None:
 
     A run that the output folder has already is not run again, so an interrupted comparison goes
     on where it stopped. Real systems run one after the other, in alternating order.
+
+    Real comparisons may have servers that are not ours, vLLM for one: a table [others.NAME] in
+    the file has the command that starts them, or the urls of those that run already.
     """
     from kunserve.bench.compare.comparison import Options, compare
     from kunserve.bench.compare.experiment_file import read_experiment

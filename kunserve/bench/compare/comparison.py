@@ -99,7 +99,7 @@ class _Comparison:
 
     def _outlook(self) -> list[str]:
         """Where the simulated traffic lies, when a system drops. Of the first seed."""
-        if not any(find_system(name).drops for name in self._experiment.systems):
+        if not any(self._experiment.system(name).drops for name in self._experiment.systems):
             return []
         return outlook_lines(
             {
@@ -112,9 +112,8 @@ class _Comparison:
     def _outcomes(self, jobs: Sequence["Job | real.RealJob"]) -> Iterator[Outcome]:
         setup = self._experiment.setup
         if isinstance(setup, RealSetup):
-            yield from real.run_jobs(
-                [job for job in jobs if isinstance(job, real.RealJob)], setup, self._say
-            )
+            wanted = [job for job in jobs if isinstance(job, real.RealJob)]
+            yield from real.run_jobs(wanted, setup, self._say, self._experiment.others)
         else:
             simulated = [job for job in jobs if isinstance(job, Job)]
             yield from run_simulated(simulated, self._options.num_jobs)
@@ -150,13 +149,15 @@ def _jobs(
         return workloads[place.load, place.seed]
 
     if isinstance(setup, RealSetup):
-        for name in experiment.systems:
+        ours = [name for name in experiment.systems if name not in experiment.others]
+        for name in ours:
             real.serve_arguments(find_system(name), setup, None)
+        systems = {name: find_system(name) for name in ours} | dict(experiment.others)
         return [
             real.RealJob(
                 place,
                 requests(place),
-                digest_of(setup, find_system(place.system), requests(place)),
+                digest_of(setup, systems[place.system], requests(place)),
                 trace_path(place),
             )
             for place in places

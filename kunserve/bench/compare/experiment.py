@@ -1,11 +1,13 @@
 """An experiment: which systems meet which requests, in which world, how often."""
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
+from kunserve.bench.compare.others import OtherServers, check_others, system_of
 from kunserve.bench.compare.settings import RealSetup, SimulatedSetup, WorkloadSettings
-from kunserve.bench.compare.systems import find_system, serve_flags
+from kunserve.bench.compare.systems import SYSTEMS, System, find_system, serve_flags
 from kunserve.core.errors import ConfigError
 
 REAL_ROUNDS = 3
@@ -38,6 +40,17 @@ class Experiment:
     title: str = "Comparison"
     claim: str = ""
     """What the paper says, for the report."""
+    others: Mapping[str, OtherServers] = field(default_factory=lambda: MappingProxyType({}))
+    """Servers that are not ours, by the name that ``systems`` has for them. Real world only."""
+
+    def system(self, name: str) -> System:
+        """The system of that name. Raises ConfigError."""
+        if name in self.others:
+            return system_of(name, self.others[name])
+        if self.others and name not in SYSTEMS:
+            known = ", ".join((*SYSTEMS, *self.others))
+            raise ConfigError(f"no system {name!r} to compare; there are: {known}")
+        return find_system(name)
 
     @property
     def world(self) -> World:
@@ -66,8 +79,11 @@ def check_experiment(experiment: Experiment) -> None:
     """Raise ConfigError for what can be seen to be impossible before anything runs."""
     if not experiment.systems:
         raise ConfigError("nothing to compare: name at least one system")
+    if experiment.others and experiment.world is World.SIMULATED:
+        raise ConfigError("others: servers that are not ours cannot be simulated")
+    check_others(experiment.others, experiment.systems)
     for name in experiment.systems:
-        system = find_system(name)
+        system = experiment.system(name)
         if experiment.world is World.REAL:
             serve_flags(system)
     _check_distinct("systems", experiment.systems)

@@ -8,6 +8,7 @@ from typing import Any, TypeVar, get_type_hints
 import msgspec
 
 from kunserve.bench.compare.experiment import Experiment, World
+from kunserve.bench.compare.others import OtherServers
 from kunserve.bench.compare.settings import RealSetup, SimulatedSetup
 from kunserve.core.errors import ConfigError
 
@@ -36,6 +37,9 @@ def read_experiment(path: Path) -> Experiment:
         setup = _converted(path, given, RealSetup, "setup")
     else:
         setup = _converted(path, given, SimulatedSetup, "setup")
+    others = values.get("others")
+    for name, other in others.items() if isinstance(others, dict) else ():
+        _converted(path, other, OtherServers, f"others.{name}")
     kinds = get_type_hints(Experiment)
     fields = {name: _converted(path, value, kinds[name], name) for name, value in values.items()}
     return Experiment(setup=setup, **fields)

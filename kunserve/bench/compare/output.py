@@ -8,7 +8,6 @@ from kunserve.bench.compare.experiment import Experiment, Place, World
 from kunserve.bench.compare.figures import plot_loads, plot_violations
 from kunserve.bench.compare.report_page import write_report
 from kunserve.bench.compare.results import AtLoad, Outcome, RunResult, append, by_load, load, save
-from kunserve.bench.compare.systems import find_system
 from kunserve.bench.compare.table import notes, rows, table, windows
 from kunserve.bench.plot import plot_comparison
 from kunserve.bench.runfile import Run, read_run, write_run
@@ -105,7 +104,7 @@ class OutputFolder:
         shown = [(name, str(value)) for name, value in pairs if value not in (None, ())]
         seeds = ", ".join(map(str, self._experiment.seeds))
         shown += [("seeds", seeds), ("rounds", str(self._experiment.num_rounds))]
-        return shown + [(name, find_system(name).description) for name in named]
+        return shown + [(name, self._experiment.system(name).description) for name in named]
 
     def _is_drawn(self, place: Place) -> bool:
         return place.seed == self._experiment.seeds[0] and place.round == 0

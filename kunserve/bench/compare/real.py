@@ -5,14 +5,16 @@ import json
 import os
 import time
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from kunserve.bench import report
 from kunserve.bench.client import CallSettings
 from kunserve.bench.compare.experiment import Place, World
+from kunserve.bench.compare.others import OtherServers, running_others
 from kunserve.bench.compare.results import Outcome, result_of
 from kunserve.bench.compare.settings import RealSetup
 from kunserve.bench.compare.systems import System, check_parts, find_system, serve_flags
@@ -58,9 +60,12 @@ class RealRun:
 
 
 def run_jobs(
-    jobs: Sequence[RealJob], setup: RealSetup, say: Callable[[str], None]
+    jobs: Sequence[RealJob],
+    setup: RealSetup,
+    say: Callable[[str], None],
+    others: Mapping[str, OtherServers] = MappingProxyType({}),
 ) -> Iterator[Outcome]:
-    """One job after the other, each with a server of its own."""
+    """One job after the other, each with a server of its own. ``others`` are not ours."""
     began_s = time.monotonic()
     for number, job in enumerate(jobs):
         place = job.place
@@ -72,10 +77,15 @@ def run_jobs(
             f"run {number + 1} of {len(jobs)}{left}: {place.system}, load {place.load:g}, "
             f"seed {place.seed}, round {place.round + 1}"
         )
-        system = find_system(place.system)
-        done = run_system(
-            system, setup, job.workload, seed=place.seed, trace_to=job.trace_to, say=say
-        )
+        if place.system in others:
+            done = run_others(
+                place.system, others[place.system], setup, job.workload, seed=place.seed, say=say
+            )
+        else:
+            system = find_system(place.system)
+            done = run_system(
+                system, setup, job.workload, seed=place.seed, trace_to=job.trace_to, say=say
+            )
         yield _outcome(job, done)
 
 
@@ -94,13 +104,45 @@ def run_system(
     with running_server(flags) as server:
         if system.pipeline_stages > 1:
             await_pipelines(server.url, system.pipeline_stages)
-        say(f"  {len(workload)} requests over {workload.duration_s:.0f} s")
-        at_start = os.getloadavg()[0]
-        run = asyncio.run(_replay(system.name, flags, server.url, setup, workload, seed))
-        at_end = os.getloadavg()[0]
-        log = tuple(server.transitions())
+        called = " ".join(flags)
+        done = _measured(system.name, called, (server.url,), setup, workload, seed, say)
+        return replace(done, log=tuple(server.transitions()))
+
+
+def run_others(
+    name: str,
+    other: OtherServers,
+    setup: RealSetup,
+    workload: Workload,
+    *,
+    seed: int = 0,
+    say: Callable[[str], None] = lambda text: None,
+) -> RealRun:
+    """Start the replicas afresh, if they are not there, replay the requests in turn, stop them."""
+    if other.command:
+        say(f"  {other.replicas} x {other.command}")
+        say(f"  waiting until they are ready, {other.ready_s:g} s at most")
+    else:
+        say(f"  {', '.join(other.urls)}")
+    with running_others(name, other) as urls:
+        return _measured(name, other.command, urls, setup, workload, seed, say)
+
+
+def _measured(
+    name: str,
+    called: str,
+    urls: tuple[str, ...],
+    setup: RealSetup,
+    workload: Workload,
+    seed: int,
+    say: Callable[[str], None],
+) -> RealRun:
+    say(f"  {len(workload)} requests over {workload.duration_s:.0f} s")
+    at_start = os.getloadavg()[0]
+    run = asyncio.run(_replay(name, called, urls, setup, workload, seed))
+    at_end = os.getloadavg()[0]
     metrics = compute_metrics(run.records, run.duration_s)
-    return RealRun(run, metrics, log, (round(at_start, 2), round(at_end, 2)))
+    return RealRun(run, metrics, (), (round(at_start, 2), round(at_end, 2)))
 
 
 def serve_arguments(system: System, setup: RealSetup, trace_to: Path | None) -> tuple[str, ...]:
@@ -151,13 +193,13 @@ def _times(size: str, factor: float) -> str:
 
 async def _replay(
     name: str,
-    flags: Sequence[str],
-    url: str,
+    called: str,
+    urls: tuple[str, ...],
     setup: RealSetup,
     workload: Workload,
     seed: int,
 ) -> Run:
-    model = await find_model([url], None, None, MODEL_S)
+    model = await find_model(urls, None, None, MODEL_S)
     settings = CallSettings(
         model=model,
         endpoint="/v1/completions",
@@ -165,7 +207,8 @@ async def _replay(
         ignore_eos=True,
         timeout_s=setup.timeout_s,
     )
-    target = Target((url,), settings, (f"{url}/metrics",), num_warmups=setup.num_warmups)
+    metrics = tuple(f"{url}/metrics" for url in urls)
+    target = Target(urls, settings, metrics, num_warmups=setup.num_warmups * len(urls))
     with ProgressLine(len(workload)) as progress:
         outcome = await measure(target, workload, TokenIdPrompts(seed), progress)
     return Run(
@@ -174,7 +217,7 @@ async def _replay(
         duration_s=outcome.duration_s,
         records=outcome.records,
         samples=outcome.samples,
-        config=(("serve", " ".join(flags)), ("seed", seed), ("ignore_eos", True)),
+        config=(("serve", called), ("seed", seed), ("ignore_eos", True)),
         environment=tuple(environment().items()),
     )
 

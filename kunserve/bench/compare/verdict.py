@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from kunserve.bench.compare.experiment import Experiment, World
 from kunserve.bench.compare.results import FULL, AtLoad, RunResult
 from kunserve.bench.compare.slo import FACTOR
-from kunserve.bench.compare.systems import find_system
 from kunserve.bench.compare.table import CLEARLY, Pick, cell, tail, tail_gain
 
 LONG_WAIT_S = 1.0
@@ -19,7 +18,7 @@ def verdict(experiment: Experiment, groups: Sequence[AtLoad]) -> list[str]:
         lines += [line for name in experiment.systems[1:] for line in _against(groups[0], name)]
     else:
         lines += [_over_loads(groups, name) for name in experiment.systems[1:]]
-    drops = any(find_system(name).drops for name in experiment.systems)
+    drops = any(experiment.system(name).drops for name in experiment.systems)
     lines += [line for group in groups for line in _memory(group, experiment.world, drops)]
     return lines
 
