@@ -21,8 +21,9 @@ def compiler_for(level: Level) -> str | None:
 def runner_for(level: Level) -> list[str] | None:
     """What runs a program of the level; None if nothing here does."""
     if level.machine == platform.machine():
-        return [] if level in fitting_levels() else None
-    emulator = shutil.which(f"qemu-{level.machine}")
+        return [] if level in fitting_levels(untried=True) else None
+    names = (f"qemu-{level.machine}", f"qemu-{level.machine}-static")
+    emulator = next((found for name in names if (found := shutil.which(name))), None)
     return None if emulator is None else [emulator]
 
 
@@ -37,7 +38,10 @@ def test_a_level_is_compiled_and_counts_right(level: Level, tmp_path: Path) -> N
     flags = [flag for flag in FLAGS if flag not in ("-shared", "-O3")]
     sources = [str(CHECK), *map(str, SOURCES.glob("*.c"))]
     subprocess.run(
-        [compiler, "-O1", "-static", *flags, *level.flags, f"-I{SOURCES}", "-o", program, *sources],
+        [
+            *(compiler, "-O1", "-static", *flags, *level.flags, f"-I{SOURCES}"),
+            *("-o", program, *sources, "-lm"),
+        ],
         check=True,
     )
     runner = runner_for(level)
