@@ -135,7 +135,8 @@ test-kernels: install
 	    KERNEL_FLAGS="-march=$$arch $(SANITIZERS)" $(BIN)/pytest -q $(KERNEL_TESTS) || exit 1; \
 	done
 
-# Skips, and says what is lacking, without Debian's gcc-aarch64-linux-gnu and qemu-user.
+# Skips, and says what is lacking, without Debian's gcc-aarch64-linux-gnu and qemu-user; clang
+# makes it quicker.
 test-aarch64: install
 	$(BIN)/pytest -q -rs -m slow tests/e2e/test_foreign_kernels.py -k armv8
 

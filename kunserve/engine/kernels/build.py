@@ -43,7 +43,7 @@ FLAGS = (
     "-fno-math-errno",  # else sqrtf is called, and libm would be needed
 )
 NATIVE = ("-march=native",)
-_CLANGS = ("clang", *(f"clang-{version}" for version in range(25, 13, -1)))
+CLANGS = ("clang", *(f"clang-{version}" for version in range(25, 13, -1)))
 """Debian has several side by side, and ``clang`` only where one of them was chosen."""
 
 
@@ -158,7 +158,7 @@ def _compile(command: list[str], scratch: Path, target: Path) -> Path:
 def _compiler(prefers_clang: bool) -> str:
     """The compiler to take; gcc writes poor code for vectors wider than the processor's own."""
     gcc = ("gcc", "cc")
-    for name in _CLANGS + gcc if prefers_clang else gcc + _CLANGS:
+    for name in CLANGS + gcc if prefers_clang else gcc + CLANGS:
         found = shutil.which(name)
         if found is None:
             continue
