@@ -7,6 +7,7 @@
 # make test-ray  instances on the nodes of a Ray cluster, on this machine (brings Ray: 240 MB)
 # make test-chart     the Helm chart, rendered and held against schemas
 # make test-kernels   the C kernels' tests, compiled with sanitizers, for AVX2 and for any x86-64
+# make test-aarch64   the kernels compiled for 64-bit ARM, run there by qemu
 # make chaos     random faults on the real engine, for MINUTES=30
 # make hunt      the property tests once more, with five times the examples, drawn anew
 # make chaos-sim 10,000 random schedules of everything that can go wrong, in virtual time
@@ -22,7 +23,7 @@ KERNEL_FILES := $(wildcard kunserve/engine/kernels/csrc/*) kunserve/engine/kerne
 # Tests start many processes. Each would compile every module anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install demo check check-types check-docs check-tests docs slow chaos chaos-sim hunt test test-clients test-hosts test-kernels test-ray test-chart package experiments clean
+.PHONY: install demo check check-types check-docs check-tests docs slow chaos chaos-sim hunt test test-aarch64 test-clients test-hosts test-kernels test-ray test-chart package experiments clean
 .DELETE_ON_ERROR:
 
 install: $(VENV)/.kernels
@@ -119,8 +120,13 @@ KERNEL_TESTS := $(addprefix tests/unit/engine/test_,kernels.py attention.py pack
 SANITIZERS := -O1 -g -fsanitize=address,undefined -fno-sanitize-recover=undefined
 LIBASAN = $(shell $(CC) -print-file-name=libasan.so) $(shell $(CC) -print-file-name=libubsan.so)
 COMPILE := 'import tests.conftest; from kunserve.engine.kernels.build import find_or_build; find_or_build()'
+# AMX's instructions in C. Their own text is no source, so its sum is a flag: else an old library
+# would be taken.
+AMX_IN_C = -march=native -DKUN_AMX -DKUN_AMX_INSTRUCTIONS=<instructions.h> -Itests/unit/engine/amx \
+    -DAMX_IN_C_SUM=$(firstword $(shell cksum tests/unit/engine/amx/instructions.h))
 # Leaks are Python's own. The sanitizers' libraries come before all others, but not in the compiler.
 test-kernels: install
+	KERNEL_FLAGS="$(AMX_IN_C)" $(BIN)/pytest -q $(KERNEL_TESTS)
 	KERNEL_FLAGS="-march=x86-64-v3" $(BIN)/pytest -q $(KERNEL_TESTS)
 	KERNEL_FLAGS="-march=x86-64" $(BIN)/pytest -q $(KERNEL_TESTS)
 	for arch in native x86-64-v3; do \
@@ -128,6 +134,11 @@ test-kernels: install
 	    ASAN_OPTIONS=detect_leaks=0 LD_PRELOAD="$(LIBASAN)" \
 	    KERNEL_FLAGS="-march=$$arch $(SANITIZERS)" $(BIN)/pytest -q $(KERNEL_TESTS) || exit 1; \
 	done
+
+# Skips, and says what is lacking, without Debian's gcc-aarch64-linux-gnu and qemu-user; clang
+# makes it quicker.
+test-aarch64: install
+	$(BIN)/pytest -q -rs -m slow tests/e2e/test_foreign_kernels.py -k armv8
 
 $(VENV)/.ray: $(VENV)/.installed
 	@echo "==> installing Ray"

@@ -2,12 +2,14 @@
 
     python -m benchmarks.kernels [--threads 1 2] [--figure roofline.png] [--skip-torch]
     python -m benchmarks.kernels --other ../another/checkout [--rows 8 16 32]
+    python -m benchmarks.kernels --level x86-64-v3 [x86-64-v4 ...]
 
 Every kernel and shape of SmolLM2-135M, and attention with heads of 128: what it achieves, and that
 as a share of the lower one of two limits, which are measured in the same run (memory that is only
 read, and products of registers). Each call's least time counts, so other work on the machine
 matters little; weights are those of all layers, so they come from memory. ``--other`` compiles
 another checkout's kernels and calls both in turns, on one thread by its processor time.
+``--level`` does the same with the kernels that other kinds of processors get, on this one.
 """
 
 import argparse
@@ -17,6 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from ctypes import CDLL
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -37,10 +40,13 @@ from benchmarks.kernel_calls import (
 )
 from benchmarks.machine_limits import Limits, measure_limits
 from benchmarks.report import Report, Setting
+from kunserve.core.errors import ConfigError
 from kunserve.core.model_spec import ModelSpec
 from kunserve.core.packed import WeightFormat
 from kunserve.engine.attention import TORCH_DTYPES
 from kunserve.engine.decoder import Decoder, LayerWeights, ModelWeights
+from kunserve.engine.kernels.build import build, build_level
+from kunserve.engine.kernels.levels import level_named
 from kunserve.engine.kernels.library import library, load, set_num_threads
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 512)
@@ -184,22 +190,46 @@ def compare_with_limits(
 def compare_checkouts(
     report: Report, spec: ModelSpec, weights: ModelWeights, args: argparse.Namespace
 ) -> None:
-    """Kernels of here and of another checkout, call by call in turns."""
+    """Kernels of here and of another checkout."""
     with tempfile.TemporaryDirectory() as folder:
         both = {"this": load(str(compiled(Path.cwd(), Path(folder) / "this.so")))}
         both["other"] = load(str(compiled(args.other, Path(folder) / "other.so")))
-        for case in cases(spec, weights, args):
-            times = least_times(case.calls, both, by_processor=True, least_s=args.seconds)
-            for kernel in work_of(case.calls):
-                setting: dict[str, Setting] = {
-                    "kernel": kernel,
-                    "of": case.kind,
-                    "shape": case.label,
-                }
-                report.add("this", times["this"][kernel] * 1e6, "us", **setting)
-                report.add("other", times["other"][kernel] * 1e6, "us", **setting)
-                ratio = times["other"][kernel] / times["this"][kernel]
-                report.add("other / this", ratio, "x", **setting)
+        compare_libraries(report, spec, weights, args, both)
+
+
+def compare_levels(
+    report: Report, spec: ModelSpec, weights: ModelWeights, args: argparse.Namespace
+) -> None:
+    """Kernels of this processor's kind, and of others."""
+    libraries = {"this": load(str(build()))}
+    for name in args.level:
+        libraries[name] = load(str(build_level(level_named(name))))
+        if libraries[name].kun_allow_amx():
+            raise ConfigError(f"Linux refuses this process what kernels {name} need")
+    compare_libraries(report, spec, weights, args, libraries)
+
+
+def compare_libraries(
+    report: Report,
+    spec: ModelSpec,
+    weights: ModelWeights,
+    args: argparse.Namespace,
+    libraries: dict[str, CDLL],
+) -> None:
+    """Those called ``this`` and others, call by call in turns."""
+    for case in cases(spec, weights, args):
+        times = least_times(case.calls, libraries, by_processor=True, least_s=args.seconds)
+        for kernel in work_of(case.calls):
+            setting: dict[str, Setting] = {
+                "kernel": kernel,
+                "of": case.kind,
+                "shape": case.label,
+            }
+            this_s = times["this"][kernel]
+            report.add("this", this_s * 1e6, "us", **setting)
+            for name in list(libraries)[1:]:
+                report.add(name, times[name][kernel] * 1e6, "us", **setting)
+                report.add(f"{name} / this", times[name][kernel] / this_s, "x", **setting)
 
 
 def compiled(checkout: Path, target: Path) -> Path:
@@ -280,7 +310,10 @@ def main() -> None:
     parser.add_argument("--types", nargs="+", default=["Q8_0", "Q4_1"], help="of quantised weights")
     parser.add_argument("--figure", type=Path, help="draw the roofline here")
     parser.add_argument("--other", type=Path, help="a checkout to compare with, and nothing else")
-    parser.add_argument("--seconds", type=float, default=1.0, help="of each case, with --other")
+    levels = "kernels of other kinds of processors to compare with, and nothing else"
+    parser.add_argument("--level", nargs="+", default=[], help=levels)
+    seconds = "of each case, with --other or --level"
+    parser.add_argument("--seconds", type=float, default=1.0, help=seconds)
     parser.add_argument("--skip-torch", action="store_true")
     parser.add_argument("--skip-steps", action="store_true")
     args = parser.parse_args()
@@ -290,6 +323,9 @@ def main() -> None:
     with Report("kernels", model=spec.name, dtype=args.dtype) as report:
         if args.other is not None:
             compare_checkouts(report, spec, weights, args)
+            return
+        if args.level:
+            compare_levels(report, spec, weights, args)
             return
         compare_with_limits(report, spec, weights, args)
         for threads in args.threads:

@@ -22,7 +22,7 @@ from kunserve.engine.cuda.driver import LIBRARY, CudaError, Driver
 from kunserve.engine.devices import check_torch
 from kunserve.engine.free_memory import PROCESS_BYTES, available_bytes, front_bytes_left
 from kunserve.engine.kernels.build import find_or_build
-from kunserve.engine.kernels.levels import fitting_levels
+from kunserve.engine.kernels.levels import VARIABLE, fitting_levels
 from kunserve.engine.pages import HostPages
 from kunserve.engine.ranks.nodes import numa_nodes
 from kunserve.model.source import resolve_model
@@ -58,6 +58,8 @@ def _processor() -> Iterator[Finding]:
     text = f"{cores} usable cores, {name}"
     if not has_bf16:
         text += "; no AVX-512 BF16, so kernels compute bfloat16 in float32"
+    for level in set(fitting_levels(untried=True)) - set(levels):
+        text += f"; {VARIABLE}={level.name} has kernels for it that were never tried"
     yield Finding("ok" if has_bf16 else "note", "processor", text)
 
 

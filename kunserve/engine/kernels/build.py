@@ -2,6 +2,7 @@
 
 ``python -m kunserve.engine.kernels.build`` compiles for this very processor, at install time. A
 wheel brings a library for each level of ``levels.py``. Whoever has neither compiles at first use.
+``KUNSERVE_KERNELS`` in the environment names one of these levels, which is taken then.
 """
 
 import hashlib
@@ -17,7 +18,9 @@ from pathlib import Path
 
 from kunserve.core.errors import ConfigError
 from kunserve.engine.kernels.levels import (
+    VARIABLE,
     Level,
+    asked_level,
     fitting_levels,
     levels_of,
     processor_features,
@@ -40,13 +43,19 @@ FLAGS = (
     "-fno-math-errno",  # else sqrtf is called, and libm would be needed
 )
 NATIVE = ("-march=native",)
+CLANGS = ("clang", *(f"clang-{version}" for version in range(25, 13, -1)))
+"""Debian has several side by side, and ``clang`` only where one of them was chosen."""
 
 
 def find_or_build() -> Path:
     """The best library for this processor: compiled for it, else shipped, else compiled now.
 
-    Raises ``ConfigError`` if it must be compiled and cannot be.
+    Or that of the level that ``KUNSERVE_KERNELS`` names. Raises ``ConfigError`` if it must be
+    compiled and cannot be, or if there is no such level for this processor.
     """
+    asked = asked_level()
+    if asked is not None:
+        return _of_level(asked)
     folders = _folders()
     found = _readable(folders, _native_name(())) or _shipped()
     if found is not None:
@@ -61,11 +70,39 @@ def build(force: bool = False, extra_flags: tuple[str, ...] = ()) -> Path:
     Once compiled no compiler is needed. Raises ``ConfigError`` if there is none or it fails.
     """
     name = _native_name(extra_flags)
-    folders = _folders()
-    found = _readable(folders, name)
+    found = _readable(_folders(), name)
     if found is not None and not force:
         return found
     compiler = _compiler(prefers_clang=not _has_wide_vectors(processor_features()))
+    return _compile_somewhere([compiler, *FLAGS, *NATIVE, *extra_flags], name)
+
+
+def build_level(level: Level) -> Path:
+    """The library for ``level``, compiled on this machine if it is missing.
+
+    Raises ``ConfigError`` without a compiler, or if it fails.
+    """
+    name = _name_of(level)
+    found = _readable(_folders(), name)
+    if found is not None:
+        return found
+    return _compile_somewhere(_command_for(level), name)
+
+
+def _of_level(level: Level) -> Path:
+    if level.untried:
+        logger.warning(
+            "kernels %s, as %s asks, were never run on such a processor: compare what they answer "
+            "with the default's before you trust them",
+            level.name,
+            VARIABLE,
+        )
+    return _readable((SHIPPED,), _name_of(level)) or build_level(level)
+
+
+def _compile_somewhere(command: list[str], name: str) -> Path:
+    """Compile into the first folder that can be written."""
+    folders = _folders()
     for folder in folders:
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -73,8 +110,7 @@ def build(force: bool = False, extra_flags: tuple[str, ...] = ()) -> Path:
         except OSError:  # no permission, or a read-only file system
             continue
         with scratch:
-            flags = (*NATIVE, *extra_flags)
-            return _compile([compiler, *FLAGS, *flags], Path(scratch.name), folder / name)
+            return _compile(command, Path(scratch.name), folder / name)
     tried = ", ".join(map(str, folders))
     raise ConfigError(
         f"the kernels are not compiled for this processor, and no folder for them can be written: "
@@ -97,9 +133,13 @@ def build_shipped(target: Path, machine: str | None = None) -> list[Path]:
 
 
 def _build_level(level: Level, target: Path) -> Path:
-    compiler = _compiler(prefers_clang=not _has_wide_vectors(level.needs))
     with tempfile.TemporaryDirectory(dir=target) as scratch:
-        return _compile([compiler, *FLAGS, *level.flags], Path(scratch), target / _name_of(level))
+        return _compile(_command_for(level), Path(scratch), target / _name_of(level))
+
+
+def _command_for(level: Level) -> list[str]:
+    compiler = _compiler(prefers_clang=not _has_wide_vectors(level.needs))
+    return [compiler, *FLAGS, *level.flags]
 
 
 def _compile(command: list[str], scratch: Path, target: Path) -> Path:
@@ -117,8 +157,8 @@ def _compile(command: list[str], scratch: Path, target: Path) -> Path:
 
 def _compiler(prefers_clang: bool) -> str:
     """The compiler to take; gcc writes poor code for vectors wider than the processor's own."""
-    gcc, clang = ("gcc", "cc"), ("clang",)
-    for name in clang + gcc if prefers_clang else gcc + clang:
+    gcc = ("gcc", "cc")
+    for name in CLANGS + gcc if prefers_clang else gcc + CLANGS:
         found = shutil.which(name)
         if found is None:
             continue

@@ -1,8 +1,14 @@
 """Kinds of processors that a wheel brings compiled kernels for, and which of them this one is."""
 
+import os
 import platform
 from dataclasses import dataclass
 from pathlib import Path
+
+from kunserve.core.errors import ConfigError
+
+VARIABLE = "KUNSERVE_KERNELS"
+"""In the environment: the name of the level to take, instead of the best one."""
 
 _V3 = frozenset({"abm", "avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe", "xsave"})
 _V4 = _V3 | {"avx512bw", "avx512cd", "avx512dq", "avx512f", "avx512vl"}
@@ -19,15 +25,22 @@ class Level:
     """For the compiler, beside those that every build has."""
     needs: frozenset[str]
     """Features, as ``/proc/cpuinfo`` spells them."""
+    untried: bool = False
+    """Never run on such a processor, so it is taken only by its name."""
 
+
+_V4_BF16_FLAGS = ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni")
+_V4_BF16 = _V4 | {"avx512_bf16", "avx512_vnni"}  # every processor with the first has the second
 
 LEVELS = (
     Level(
-        "x86-64-v4-bf16",
+        "x86-64-v4-amx",
         "x86_64",
-        ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni"),
-        _V4 | {"avx512_bf16", "avx512_vnni"},  # every processor with the first has the second
+        (*_V4_BF16_FLAGS, "-mamx-tile", "-mamx-bf16", "-DKUN_AMX"),
+        _V4_BF16 | {"amx_bf16", "amx_tile"},
+        untried=True,
     ),
+    Level("x86-64-v4-bf16", "x86_64", _V4_BF16_FLAGS, _V4_BF16),
     Level("x86-64-v4", "x86_64", ("-march=x86-64-v4",), _V4),
     Level("x86-64-v3", "x86_64", ("-march=x86-64-v3",), _V3),
     Level("armv8-a", "aarch64", ("-march=armv8-a",), frozenset()),
@@ -40,10 +53,33 @@ def levels_of(machine: str) -> tuple[Level, ...]:
     return tuple(level for level in LEVELS if level.machine == machine)
 
 
-def fitting_levels() -> tuple[Level, ...]:
-    """The levels that this processor can run, best first."""
+def fitting_levels(*, untried: bool = False) -> tuple[Level, ...]:
+    """The levels that this processor can run, best first; those that are untried if asked to."""
     features = processor_features()
-    return tuple(level for level in levels_of(platform.machine()) if level.needs <= features)
+    levels = (level for level in levels_of(platform.machine()) if level.needs <= features)
+    return tuple(level for level in levels if untried or not level.untried)
+
+
+def asked_level() -> Level | None:
+    """The level that ``KUNSERVE_KERNELS`` names, if it is set.
+
+    Raises ``ConfigError`` if it names none, or one that this processor cannot run.
+    """
+    name = os.environ.get(VARIABLE)
+    return level_named(name) if name else None
+
+
+def level_named(name: str) -> Level:
+    """A level by its name. Raises ``ConfigError`` if none has it, or it cannot run here."""
+    fitting = {level.name: level for level in fitting_levels(untried=True)}
+    if name in fitting:
+        return fitting[name]
+    here = ", ".join(fitting) or "none"
+    level = next((level for level in LEVELS if level.name == name), None)
+    if level is None:
+        raise ConfigError(f"no kernels are called {name!r}; for this processor there are {here}")
+    lacks = ", ".join(sorted(level.needs - processor_features())) or level.machine
+    raise ConfigError(f"kernels {name} need {lacks}, which this processor lacks; it can run {here}")
 
 
 def processor_features() -> frozenset[str]:

@@ -2,6 +2,7 @@
 
 import ctypes
 import functools
+import os
 from collections.abc import Callable
 from ctypes import POINTER, c_float, c_int32, c_int64, c_void_p
 
@@ -160,8 +161,17 @@ _TYPED = {
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """The loaded kernels, compiled first if need be. Calls release the GIL."""
-    return load(str(find_or_build()))
+    """The loaded kernels, compiled first if need be. Calls release the GIL.
+
+    Raises ``ConfigError`` if they cannot be compiled, or if Linux refuses what they need.
+    """
+    path = find_or_build()
+    loaded = load(str(path))
+    refused: int = loaded.kun_allow_amx()
+    if refused:
+        why = os.strerror(refused)
+        raise ConfigError(f"Linux refuses this process the AMX tiles of {path.name}: {why}")
+    return loaded
 
 
 def load(path: str) -> ctypes.CDLL:

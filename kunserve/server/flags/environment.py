@@ -6,6 +6,7 @@ import re
 
 import click
 
+from kunserve.engine.kernels.levels import VARIABLE as KERNELS
 from kunserve.server.flags.option import PREFIX, ModelArgument, ServeFlag, variable_value
 
 _KUBERNETES = re.compile(r".*_(SERVICE_(HOST|PORT.*)|PORT(_\d+_.*)?)")
@@ -31,7 +32,9 @@ def unknown_variables(command: click.Command) -> list[str]:
     known = variables_of(command)
     lines = []
     for name in sorted(os.environ):
-        if not name.startswith(PREFIX) or name in known or _KUBERNETES.fullmatch(name):
+        if not name.startswith(PREFIX) or name in known or name == KERNELS:
+            continue
+        if _KUBERNETES.fullmatch(name):
             continue
         close = difflib.get_close_matches(name, known, n=1)
         hint = f"; did you mean {close[0]}?" if close else ""

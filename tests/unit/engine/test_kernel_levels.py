@@ -12,9 +12,11 @@ from kunserve.core.errors import ConfigError
 from kunserve.engine.kernels import build as build_module
 from kunserve.engine.kernels import levels
 from kunserve.engine.kernels.build import build_shipped, find_or_build
-from kunserve.engine.kernels.levels import LEVELS, fitting_levels, levels_of
+from kunserve.engine.kernels.levels import LEVELS, VARIABLE, fitting_levels, levels_of
 
 X86 = {level.name: level for level in LEVELS if level.machine == "x86_64"}
+TRIED = [name for name, level in X86.items() if not level.untried]
+AMX = "x86-64-v4-amx"
 
 
 @pytest.fixture
@@ -36,10 +38,52 @@ def processor(monkeypatch, *features: str) -> None:
     monkeypatch.setattr(levels, "_cpuinfo", text.splitlines)
 
 
-@pytest.mark.parametrize("name", list(X86))
+@pytest.mark.parametrize("name", TRIED)
 def test_a_processor_gets_the_best_library_that_it_can_run(monkeypatch, wheel, name) -> None:
     processor(monkeypatch, *X86[name].needs, "something_else")
     assert find_or_build().name.startswith(f"kernels-{name}-")
+
+
+def test_kernels_that_were_never_run_are_taken_by_name_only(monkeypatch, wheel, caplog) -> None:
+    processor(monkeypatch, *X86[AMX].needs)
+    assert find_or_build().name.startswith("kernels-x86-64-v4-bf16-")
+    assert not caplog.records
+    monkeypatch.setenv(VARIABLE, AMX)
+    assert find_or_build().name.startswith(f"kernels-{AMX}-")
+    assert f"{AMX}, as {VARIABLE} asks, were never run on such a processor" in caplog.text
+
+
+def test_a_level_by_name_comes_before_what_was_compiled_here(monkeypatch, wheel) -> None:
+    processor(monkeypatch, *X86["x86-64-v4"].needs)
+    compiled = wheel.parent / "compiled" / build_module._native_name(())
+    compiled.parent.mkdir()
+    compiled.touch()
+    monkeypatch.setenv(VARIABLE, "x86-64-v3")
+    assert find_or_build().name.startswith("kernels-x86-64-v3-")
+    monkeypatch.setenv(VARIABLE, "")
+    assert find_or_build() == compiled
+
+
+def test_a_level_that_cannot_be_had_says_why(monkeypatch, wheel) -> None:
+    processor(monkeypatch, *X86["x86-64-v4"].needs)
+    monkeypatch.setenv(VARIABLE, "x86-64-v4-bf16")
+    with pytest.raises(ConfigError, match=r"need avx512_bf16, avx512_vnni, .* run x86-64-v4, x8"):
+        find_or_build()
+    monkeypatch.setenv(VARIABLE, "avx9")
+    with pytest.raises(ConfigError, match="no kernels are called 'avx9'; for this processor"):
+        find_or_build()
+    monkeypatch.setenv(VARIABLE, "armv8-a")
+    with pytest.raises(ConfigError, match="need aarch64, which this processor lacks"):
+        find_or_build()
+
+
+def test_a_level_that_no_wheel_brought_is_compiled(monkeypatch, wheel) -> None:
+    processor(monkeypatch, *X86["x86-64-v3"].needs)
+    for library in wheel.iterdir():
+        library.unlink()
+    monkeypatch.setenv(VARIABLE, "x86-64-v3")
+    with pytest.raises(ConfigError, match="C compiler"):
+        find_or_build()
 
 
 def test_an_old_processor_gets_none(monkeypatch, wheel, caplog) -> None:
@@ -82,7 +126,7 @@ def test_a_wheel_has_a_library_for_each_level(monkeypatch, tmp_path: Path) -> No
     (tmp_path / "out" / "kernels-of-another-commit.so").touch()
     made = build_shipped(tmp_path / "out", machine="x86_64")
     assert sorted(made) == sorted((tmp_path / "out").iterdir())
-    assert len(made) == len(levels_of("x86_64")) == 3
+    assert len(made) == len(levels_of("x86_64")) == 4
     by_flag = {flag: command[0] for command in commands for flag in command}
     assert by_flag["-mavx512bf16"] == "gcc"
     assert by_flag["-march=x86-64-v3"] == "clang", "gcc's code for AVX2 is several times slower"
@@ -98,7 +142,8 @@ def test_slow_kernels_are_told_of(monkeypatch, caplog) -> None:
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="reads this machine's own features")
 def test_this_processor_is_read() -> None:
-    assert set(fitting_levels()) <= set(X86.values())
+    assert set(fitting_levels(untried=True)) <= set(X86.values())
+    assert {level.name for level in fitting_levels()} <= set(TRIED)
     assert "sse2" in levels.processor_features()
 
 

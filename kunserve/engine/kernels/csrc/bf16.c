@@ -1,8 +1,14 @@
 /* Every kernel for bfloat16. */
 #define KUN_BF16
+#ifdef KUN_AMX
+#define AMX_LINEAR
+#endif
 #include "typed.h"
 #include "tile.h"
 #include "linear.h"
+#ifdef AMX_LINEAR
+#include "amx_linear.h"
+#endif
 #include "packed.h"
 #include "rows.h"
 #include "attention_span.h"

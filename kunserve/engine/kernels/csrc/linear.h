@@ -93,8 +93,16 @@ INLINE void finish(const linear_job *job, const vf *tile_out, vf bias, long row,
   }
 }
 
+#ifdef AMX_LINEAR
+static void amx_pass(const linear_job *job, long column, long first, long end);
+#endif
+
 /* One panel of columns for rows [first, end) of x, while fetching the panel after it. */
 static void panel_pass(const linear_job *job, char *packed, long column, long first, long end) {
+#ifdef AMX_LINEAR /* whatever the number of rows: see amx_linear.h */
+  amx_pass(job, column, first, end);
+  return;
+#endif
   const char *rows[PANEL], *next[PANEL];
   vf out[SWEEP_ROWS];
   long row_bytes = job->k * (long)sizeof(elem), count = end - first;

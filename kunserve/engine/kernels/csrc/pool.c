@@ -4,6 +4,8 @@
 #define _GNU_SOURCE
 #include "pool.h"
 
+#include "amx.h"
+
 #include <limits.h>
 #include <linux/futex.h>
 #include <pthread.h>
@@ -98,8 +100,12 @@ static void *work(void *arg) {
   for (;;) {
     wait_while(&pool.generation, seen, &pool.sleepers, idle_spins);
     seen++;
-    if (pool.stopping) return NULL;
+    if (pool.stopping) {
+      amx_forget();
+      return NULL;
+    }
     pool.fn(pool.arg, thread);
+    amx_release();
     pool_barrier();
   }
 }
@@ -111,6 +117,7 @@ void pool_run(job_fn fn, void *arg) {
   pool.arg = arg;
   if (pool.threads > 1) advance(&pool.generation, &pool.sleepers);
   fn(arg, 0);
+  amx_release();
   pool_barrier();
   pthread_mutex_unlock(&running);
 }

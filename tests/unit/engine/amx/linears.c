@@ -1,0 +1,7 @@
+/* The products of bfloat16 alone: with pool.c and amx.c a library that is compiled in a second. */
+#define KUN_BF16
+#define AMX_LINEAR
+#include "typed.h"
+#include "tile.h"
+#include "linear.h"
+#include "amx_linear.h"

@@ -1,0 +1,153 @@
+"""Products by AMX: their order of additions, whatever rows share a step, and the instructions.
+
+No processor here has AMX, so its instructions are done in C (``amx/instructions.h``).
+"""
+
+import ctypes
+import platform
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kunserve.engine.kernels.build import FLAGS, SOURCES
+from kunserve.engine.kernels.levels import LEVELS
+from kunserve.engine.kernels.ops import Finish, linear
+
+HERE = Path(__file__).parent / "amx"
+PARTS = [HERE / "linears.c", SOURCES / "pool.c", SOURCES / "amx.c"]
+SLOW_FLAGS = {"-O3"}
+Linear = Callable[..., torch.Tensor]
+
+
+def compile_parts(target: Path, *flags: str) -> None:
+    command = ["gcc", "-O1", *(flag for flag in FLAGS if flag not in SLOW_FLAGS), f"-I{SOURCES}"]
+    subprocess.run([*command, *flags, "-o", target, *PARTS], check=True)
+
+
+@pytest.fixture(scope="module")
+def by_amx(tmp_path_factory: pytest.TempPathFactory) -> Linear:
+    """``ops.linear`` of bfloat16 through tiles."""
+    if shutil.which("gcc") is None:
+        pytest.skip("no gcc")
+    target = tmp_path_factory.mktemp("amx") / "linears.so"
+    emulation = ("-DKUN_AMX", "-DKUN_AMX_INSTRUCTIONS=<instructions.h>", f"-I{HERE}")
+    compile_parts(target, "-march=native", *emulation)
+    library = ctypes.CDLL(str(target))
+    library.kun_linear_bf16.argtypes = (*[ctypes.c_void_p] * 4, *[ctypes.c_int64] * 3, ctypes.c_int)
+
+    def run(
+        x: torch.Tensor,
+        w: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+        finish: Finish = Finish.STORE,
+        threads: int = 1,
+    ) -> torch.Tensor:
+        (m, k), n = x.shape, w.shape[0] // (2 if finish.is_gated else 1)
+        if out is None:
+            out = torch.empty(m, n, dtype=torch.float32 if finish is Finish.FLOAT else x.dtype)
+        assert library.kun_set_threads(threads)
+        addresses = [None if t is None else t.data_ptr() for t in (x, w, bias, out)]
+        library.kun_linear_bf16(*addresses, m, n, k, finish)
+        library.kun_set_threads(1)
+        return out
+
+    return run
+
+
+def random(*shape: int, seed: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+def in_order(x: torch.Tensor, w: torch.Tensor) -> np.ndarray:
+    """The sums as the instruction's manual orders them; a product of bfloat16 is exact."""
+    steps = [range(at, min(at + 32, x.shape[1])) for at in range(0, x.shape[1], 32)]
+    rows, panel = x.float().numpy(), w.float().numpy()
+    total = np.zeros((len(rows), len(panel)), dtype=np.float32)
+    for step in steps:
+        sums = [np.zeros_like(total), np.zeros_like(total)]
+        for k in step:
+            sums[k % 2] += np.outer(rows[:, k], panel[:, k])
+        total += sums[0] + sums[1]
+    return total
+
+
+@settings(max_examples=40)
+@given(m=st.integers(1, 140), n=st.integers(1, 40), k=st.integers(1, 17), seed=st.integers(0, 99))
+def test_sums_have_the_instructions_order(by_amx: Linear, m: int, n: int, k: int, seed: int):
+    x, w = random(m, 8 * k, seed=seed), random(n, 8 * k, seed=seed + 1)
+    assert np.array_equal(by_amx(x, w, finish=Finish.FLOAT).numpy(), in_order(x, w))
+
+
+@pytest.mark.parametrize("k", [64, 104])
+@pytest.mark.parametrize("finish", [Finish.STORE, Finish.SWIGLU, Finish.GEGLU, Finish.FLOAT])
+def test_a_row_does_not_depend_on_its_batch(by_amx: Linear, finish: Finish, k: int):
+    """Not on one row alone, not on heights of tiles, and not on where tiles begin."""
+    x, w = random(131, k, seed=0), random(2 * 37, k, seed=1)
+    whole = by_amx(x, w, finish=finish)
+    for first, end in [(0, 1), (5, 7), (3, 16), (20, 36), (60, 77), (30, 94), (1, 131)]:
+        part = by_amx(x[first:end], w, finish=finish, threads=1 + first % 3)
+        assert torch.equal(part, whole[first:end])
+
+
+@given(
+    m=st.integers(1, 70),
+    n=st.integers(1, 40),
+    k=st.integers(1, 9),
+    finish=st.sampled_from(sorted(Finish)),
+    seed=st.integers(0, 99),
+)
+def test_exact_sums_are_those_of_other_kernels(
+    by_amx: Linear, m: int, n: int, k: int, finish: Finish, seed: int
+):
+    """Of small whole numbers any order gives the same bits, so all that follows must, too."""
+    generator = torch.Generator().manual_seed(seed)
+    columns, rows = 8 * k, n * (2 if finish.is_gated else 1)
+
+    def whole_numbers(*shape: int) -> torch.Tensor:
+        return torch.randint(-4, 5, shape, generator=generator).bfloat16()
+
+    x, w, bias = whole_numbers(m, columns), whole_numbers(rows, columns), whole_numbers(rows)
+    past = whole_numbers(m, n) if finish is Finish.RESIDUAL else None
+    results = [
+        run(x, w, bias, None if past is None else past.clone(), finish) for run in (by_amx, linear)
+    ]
+    if finish.is_gated:  # compilers differ in which products and sums they fuse
+        torch.testing.assert_close(*results, rtol=2**-7, atol=2**-7)
+    else:
+        assert torch.equal(*results)
+
+
+def test_numbers_too_small_to_be_normal_count_as_zero(by_amx: Linear):
+    """As in all other kernels of AVX-512 BF16: its instructions do the same."""
+    x, w = torch.zeros(1, 8).bfloat16(), torch.zeros(1, 8).bfloat16()
+    x[0, 0], w[0, 0] = 2.0**-127, 2.0**10
+    x[0, 1], w[0, 1] = 2.0**-70, 2.0**-60
+    assert by_amx(x, w, finish=Finish.FLOAT).item() == 0
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="compiles for x86-64")
+@pytest.mark.skipif(
+    shutil.which("gcc") is None or shutil.which("objdump") is None, reason="no gcc or no binutils"
+)
+def test_the_real_level_has_the_instructions(tmp_path: Path):
+    """They are only compiled here, never run."""
+    (level,) = (level for level in LEVELS if "-DKUN_AMX" in level.flags)
+    probe = ["gcc", *level.flags, "-E", "-x", "c", "/dev/null"]
+    if subprocess.run(probe, capture_output=True, check=False).returncode:
+        pytest.skip("this gcc knows no AMX")
+    compile_parts(tmp_path / "linears.so", *level.flags)
+    command = ["objdump", "--disassemble", "--no-show-raw-insn", str(tmp_path / "linears.so")]
+    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    for instruction in ("ldtilecfg", "tilezero", "tileloadd", "tdpbf16ps", "tilestored"):
+        assert instruction in text, instruction
+    assert (
+        "tilerelease" in text and "vdpbf16ps" not in text.split("<amx_pass>:")[1].split("\n\n")[0]
+    )
