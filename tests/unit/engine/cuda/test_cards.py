@@ -16,7 +16,7 @@ from kunserve.engine.body import CpuBody, EngineBody
 from kunserve.engine.cuda.backend import CudaBackend
 from kunserve.engine.cuda.cards import STAND_IN, auto_device, find_cards, with_shares
 from kunserve.engine.cuda.driver import Driver
-from kunserve.engine.devices import check_torch
+from kunserve.engine.cuda.opening import check_torch
 from tests.direct_engine import DirectEngine
 from tests.fakecuda.library import KIB, MIB, FakeCuda, build
 from tests.specs import model_spec
