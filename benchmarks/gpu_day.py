@@ -43,6 +43,7 @@ PHASES = {
     "P1": Phase("mapping", 120.0),
     "P2": Phase("kernels", 120.0),
     "P3": Phase("identity", 180.0),
+    "P3b": Phase("ranks", 180.0),
     "P4": Phase("replay", 150.0),
     "P5": Phase("speed", 240.0),
     "P5b": Phase("yardstick", 240.0),

@@ -212,6 +212,15 @@ def expected_tokens(
     return output[0, len(prompt) :].tolist()
 
 
+def save_with_answers(
+    folder: Path, kind: str, prompts: list[list[int]], num_tokens: int, **changes: object
+) -> tuple[Path, list[list[int]]]:
+    """Save a tiny model of four layers; the folder, and what ``transformers`` generates from it."""
+    model = tiny_model(kind, **changes)  # type: ignore[arg-type]
+    model.save_pretrained(folder)
+    return folder, [expected_tokens(model, prompt, num_tokens) for prompt in prompts]
+
+
 def greedy_after(
     model: transformers.PreTrainedModel, prompt: list[int], tokens: list[int]
 ) -> list[int]:

@@ -25,7 +25,7 @@ from kunserve.core.config import (
 )
 
 Dtype = Literal["bfloat16", "float32"]
-_VOCAB = 160
+VOCAB = 160
 _NUM_LAYERS = 4
 _LENGTHS = (5, 18, 31, 44, 57)
 _NUM_TOKENS = 40
@@ -37,24 +37,34 @@ _TOLERANCE = 0.25
 def run(machine: Machine, report: Report) -> None:
     """A random model, written to a folder, served, and asked."""
     with tempfile.TemporaryDirectory() as folder:
-        model = _model(machine.is_real)
+        model = make_model(machine.is_real)
         model.save_pretrained(folder)
-        prompts = {
-            f"{when}{length}": np.random.default_rng(length).integers(3, _VOCAB, length).tolist()
-            for when in ("early", "late")
-            for length in _LENGTHS
-        }
-        expected = {name: _tokens(model, prompt) for name, prompt in prompts.items()}
-        answers = _answers(machine, report, folder, prompts, "float32")
-        differ = _check_float32(report, answers, expected)
-        rounded = _answers(machine, report, folder, prompts, "bfloat16")
+        prompts = make_prompts()
+        expected = {name: expected_tokens(model, prompt) for name, prompt in prompts.items()}
+        answers = answers_of(machine, report, folder, prompts, "float32")
+        differ = check_float32(report, answers, expected)
+        rounded = answers_of(machine, report, folder, prompts, "bfloat16")
     unexplained = _check_bfloat16(report, model.bfloat16().float(), prompts, rounded)
     assert not differ, f"float32 tokens differ: {differ}"
     assert not unexplained, f"bfloat16 tokens differ where they must not: {unexplained}"
 
 
-def _answers(
-    machine: Machine, report: Report, folder: str, prompts: dict[str, list[int]], dtype: Dtype
+def make_prompts() -> dict[str, list[int]]:
+    """By name: some are asked early, and some late."""
+    return {
+        f"{when}{length}": np.random.default_rng(length).integers(3, VOCAB, length).tolist()
+        for when in ("early", "late")
+        for length in _LENGTHS
+    }
+
+
+def answers_of(
+    machine: Machine,
+    report: Report,
+    folder: str,
+    prompts: dict[str, list[int]],
+    dtype: Dtype,
+    num_ranks: int = 1,
 ) -> dict[str, Answer]:
     """What two instances say: half is asked before a drop, the rest before the restore."""
     answers: dict[str, Answer] = {}
@@ -73,11 +83,11 @@ def _answers(
         await asker.done()
         answers.update(asker.answers)
 
-    with_cluster(_config(machine, folder, dtype), _VOCAB, story)
+    with_cluster(config_of(machine, folder, dtype, num_ranks), VOCAB, story)
     return answers
 
 
-def _check_float32(
+def check_float32(
     report: Report, answers: dict[str, Answer], expected: dict[str, list[int]]
 ) -> list[str]:
     """The answers that differ from those of transformers."""
@@ -127,12 +137,12 @@ def _check_bfloat16(
     return unexplained
 
 
-def _model(is_real: bool) -> transformers.PreTrainedModel:
+def make_model(is_real: bool) -> transformers.PreTrainedModel:
     """On a GPU layers of several granules. Weights so large that tokens vary."""
     torch.manual_seed(0)
     hidden, intermediate, heads, kv_heads = (768, 2048, 12, 4) if is_real else (64, 96, 4, 2)
     config = transformers.LlamaConfig(
-        vocab_size=_VOCAB,
+        vocab_size=VOCAB,
         hidden_size=hidden,
         intermediate_size=intermediate,
         num_hidden_layers=_NUM_LAYERS,
@@ -151,7 +161,7 @@ def _model(is_real: bool) -> transformers.PreTrainedModel:
     return model.float().eval()
 
 
-def _tokens(model: transformers.PreTrainedModel, prompt: list[int]) -> list[int]:
+def expected_tokens(model: transformers.PreTrainedModel, prompt: list[int]) -> list[int]:
     """What transformers generates greedily, on the CPU."""
     ids = torch.tensor([prompt])
     with torch.no_grad():
@@ -168,12 +178,14 @@ def _tokens(model: transformers.PreTrainedModel, prompt: list[int]) -> list[int]
     return tokens
 
 
-def _config(machine: Machine, folder: str, dtype: Dtype) -> KunServeConfig:
+def config_of(machine: Machine, folder: str, dtype: Dtype, num_ranks: int = 1) -> KunServeConfig:
+    """Two instances with little memory."""
     real = machine.is_real
     return KunServeConfig(
         model=ModelConfig(model=str(Path(folder)), dtype=dtype),
         instance=InstanceConfig(
             device=machine.instance_device,
+            tensor_parallel_size=num_ranks,
             kv_cache_memory_bytes=64 * MIB if real else MIB,
             block_size=16 if real else 8,
             granule_bytes=2 * MIB if real else FAKE_GRANULARITY_BYTES,

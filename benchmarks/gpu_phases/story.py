@@ -63,6 +63,8 @@ HEADLINES = (
     Headline("P3", "largest margin of those",
              "In bfloat16, tokens differ only where the reference prefers another one by {} at "
              "most (log-probability)."),
+    Headline("P3b", "answers equal to those of transformers",
+             "With two ranks, {} answers through a drop and a restore equal transformers'."),
     Headline("P4", "recorded again", "After drops and restores, {} graphs were recorded again."),
     Headline("P5", "prompt speed", "Prompts reach {} TFLOP/s."),
     Headline("P5", "step reads", "Steps that decode read {} GB/s at best."),

@@ -5,7 +5,7 @@ import sys
 from kunserve.cluster.instance_start import Loaded, run_instance
 from kunserve.cluster.launch import InstanceOrder
 from kunserve.engine.body import EngineBody
-from kunserve.engine.devices import open_backend, open_ranks
+from kunserve.engine.devices import open_backend
 from kunserve.model.config import read_eos_ids
 from kunserve.model.fingerprint import check_fingerprint
 from kunserve.model.source import resolve_model
@@ -17,9 +17,7 @@ def load_model(order: InstanceOrder) -> Loaded:
     source = resolve_model(config.model.model, config.model.load_format)
     is_here = config.cluster.launcher == "local"
     check_fingerprint(source, order.model_files, with_times=is_here)
-    backend = open_ranks(config.model, source, config.instance) or open_backend(
-        config.instance.device, order.instance_id
-    )
+    backend = open_backend(config.model, source, config.instance, order.instance_id)
     body = EngineBody(
         order.instance_id, config.model, config.instance, source, config.scheduler, backend
     )

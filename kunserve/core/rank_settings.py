@@ -9,17 +9,12 @@ def check_ranks(num_ranks: int, device: str, attention: str, num_threads: int) -
         return
     if num_ranks < 1:
         raise ConfigError(f"--tensor-parallel-size must be 1 or more, not {num_ranks}")
-    if device != "cpu":
-        raise ConfigError(
-            f"--tensor-parallel-size {num_ranks} needs --device cpu: sums over GPUs (an NCCL "
-            "all-reduce between processes of one GPU each) are not there"
-        )
     if attention != "fused":
         raise ConfigError(
             f"--attention-backend {attention} computes on one rank only: leave "
             f"--tensor-parallel-size {num_ranks} out"
         )
-    if num_threads > num_ranks and num_threads % num_ranks:
+    if device == "cpu" and num_threads > num_ranks and num_threads % num_ranks:
         raise ConfigError(
             f"--num-threads {num_threads} are for all ranks of an instance together: "
             f"--tensor-parallel-size {num_ranks} does not divide them"

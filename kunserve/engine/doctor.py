@@ -19,7 +19,7 @@ from kunserve.core.config import MIB, ClusterConfig, InstanceConfig, ModelConfig
 from kunserve.core.errors import ConfigError
 from kunserve.engine.arena import Arena
 from kunserve.engine.cuda.driver import LIBRARY, CudaError, Driver
-from kunserve.engine.devices import check_torch
+from kunserve.engine.cuda.opening import check_torch
 from kunserve.engine.free_memory import PROCESS_BYTES, available_bytes, front_bytes_left
 from kunserve.engine.kernels.build import find_or_build
 from kunserve.engine.kernels.levels import VARIABLE, fitting_levels

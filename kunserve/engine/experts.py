@@ -12,6 +12,8 @@ from kunserve.engine.kernels.packed import PackedMatrix
 
 RunExpert: TypeAlias = Callable[[torch.Tensor, Matrix, Matrix], torch.Tensor]
 """Gives what the expert with these gate and up rows and this down matrix makes of some rows."""
+AddUp: TypeAlias = Callable[[torch.Tensor], None]
+"""Makes a tensor of each rank the sum of them all. Every rank calls it at the same places."""
 
 
 class ExpertWeights(Protocol):
@@ -58,10 +60,14 @@ def add_experts(
     weights: ExpertWeights,
     spec: ModelSpec,
     run_expert: RunExpert,
+    first_expert: int = 0,
+    add_up: AddUp | None = None,
 ) -> None:
     """Add to ``hidden`` [T, hidden] what the experts make of ``normed``.
 
     A token's experts are summed in the order of their numbers, in float32, a shared one last.
+    Experts before ``first_expert``, and behind those whose weights are held, are other ranks';
+    ``add_up`` makes the sum that of all ranks.
     """
     experts = spec.experts
     assert experts is not None and weights.router is not None
@@ -69,14 +75,19 @@ def add_experts(
     chosen, shares = choose(logits[:, : experts.number], experts)
     sums = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device)
     for expert in chosen.unique().tolist():
+        own = expert - first_expert
+        if own not in range(experts.held):
+            continue
         rows, places = torch.where(chosen == expert)
-        gate_up = _one_of(weights.experts_gate_up, expert, experts.number)
-        down = _one_of(weights.experts_down, expert, experts.number)
+        gate_up = _one_of(weights.experts_gate_up, own, experts.held)
+        down = _one_of(weights.experts_down, own, experts.held)
         found = run_expert(normed[rows], gate_up, down)
         sums[rows] += found.float() * shares[rows, places, None]
     if weights.shared_gate_up is not None and weights.shared_down is not None:
         found = run_expert(normed, weights.shared_gate_up, weights.shared_down)
         sums += found.float() * logits[:, experts.number :].sigmoid()
+    if add_up is not None:
+        add_up(sums)
     hidden.add_(sums.to(hidden.dtype))
 
 

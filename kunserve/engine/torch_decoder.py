@@ -14,7 +14,7 @@ from kunserve.core.layout import LayerRange
 from kunserve.core.model_spec import ModelSpec
 from kunserve.engine.attention import TORCH_DTYPES, capped
 from kunserve.engine.decoder import LayerWeights, ModelWeights, StepBatch, StepLimits, scaled
-from kunserve.engine.experts import add_experts
+from kunserve.engine.experts import AddUp, add_experts
 from kunserve.engine.graph_inputs import GraphInputs
 from kunserve.engine.graphs import GraphCounts, LayerGraphs, Recorder, sizes_up_to
 from kunserve.engine.kernels.ops import Matrix
@@ -43,9 +43,18 @@ class TorchDecoder:
         block_size: int,
         ops: Ops,
         recorder: Recorder | None = None,
+        add_up: AddUp | None = None,
+        first_expert: int = 0,
     ) -> None:
-        """``reserve`` records steps if there is a ``recorder``."""
+        """``reserve`` records steps if there is a ``recorder``.
+
+        With ``add_up`` this is one rank of several: ``spec`` and ``weights`` are its part, and
+        what attention and the MLP give is summed over all ranks.
+        """
+        assert recorder is None or add_up is None, "sums over ranks are not recorded"
         self._spec = spec
+        self._add_up = add_up
+        self._first_expert = first_expert
         self._weights = weights
         self._dtype = TORCH_DTYPES[spec.dtype]
         self._device = kv.device
@@ -241,7 +250,8 @@ class TorchDecoder:
                 ops.gate_mul(x @ gate_up_of.t(), inner)
                 return inner @ down_of.t()
 
-            add_experts(normed, hidden, weights, spec, run_expert)
+            first, add_up = self._first_expert, self._add_up
+            add_experts(normed, hidden, weights, spec, run_expert, first, add_up)
             return
         _linear(normed, weights.gate_up, weights.gate_up_bias, gate_up)
         ops.gate_mul(gate_up, gated)
@@ -256,12 +266,17 @@ class TorchDecoder:
         room: torch.Tensor,
         residual: torch.Tensor,
     ) -> None:
-        """Add a product to the residual stream, normalised first where the model does so."""
-        if norm is None:
+        """Add a product, over all ranks, to the residual stream; normalised first where the model
+        does so.
+        """
+        if norm is None and self._add_up is None:
             _add_linear(x, weight, bias, residual)
             return
         _linear(x, weight, bias, room)
-        self._ops.rms_norm(room, norm, self._spec.rms_eps, room)
+        if self._add_up is not None:
+            self._add_up(room)
+        if norm is not None:
+            self._ops.rms_norm(room, norm, self._spec.rms_eps, room)
         residual.add_(room)
 
     def _heads(
@@ -276,9 +291,13 @@ class TorchDecoder:
             q_rows, k_rows = q, k
             if spec.has_whole_qk_norm:
                 q_rows, k_rows, _ = qkv.split([spec.q_size, spec.kv_size, spec.kv_size], dim=1)
-            self._ops.rms_norm(q_rows, weights.q_norm, spec.rms_eps, q_rows)
-            self._ops.rms_norm(k_rows, weights.k_norm, spec.rms_eps, k_rows)
+            self._norm_heads(q_rows, weights.q_norm)
+            self._norm_heads(k_rows, weights.k_norm)
         return q, k, v
+
+    def _norm_heads(self, rows: torch.Tensor, weight: torch.Tensor) -> None:
+        """In place: each head, or all of a token's heads together."""
+        self._ops.rms_norm(rows, weight, self._spec.rms_eps, rows)
 
     def _reserve_positions(self, num_positions: int) -> None:
         if num_positions > len(self._angles[0]):

@@ -20,7 +20,7 @@ from kunserve.core.config import MIB, KunServeConfig
 from kunserve.core.errors import ConfigError
 from kunserve.core.messages import Ready
 from kunserve.core.model_spec import ModelSpec
-from kunserve.core.sharding import check_shardable
+from kunserve.core.sharding import check_shardable, spread_over_ranks
 from kunserve.engine.copy_rate import measure_copy_rate
 from kunserve.engine.cuda.cards import with_shares
 from kunserve.engine.free_memory import available_bytes
@@ -72,11 +72,11 @@ async def launch(config: KunServeConfig, run_folder: Path | None = None) -> Laun
         defaults = read_sampling_defaults(source)
     if defaults != SamplingDefaults():
         logger.info("sampling defaults of the model: %s", defaults.shown)
-    if config.cluster.launcher == "local":  # elsewhere each instance has a GPU to itself
-        config = with_shares(config, spec)
     num_ranks = config.instance.tensor_parallel_size
     if num_ranks > 1:
-        check_shardable(spec, num_ranks)
+        check_shardable(spread_over_ranks(spec, config.instance), num_ranks)
+    if config.cluster.launcher == "local":  # elsewhere each instance has its GPUs to itself
+        config = with_shares(config, spec)
     keeps = config.instance.device == "cpu" and num_ranks == 1
     kept = kept_quantization(source, config.model, keeps=keeps)
     layer_bytes = None if kept is None else kept_layer_bytes(source, spec)

@@ -27,7 +27,7 @@ from kunserve.engine.torch_decoder import TorchDecoder
 from tests.direct_engine import DirectEngine
 from tests.fakecuda.library import KIB, FakeCuda, build
 from tests.tape import TapeRecorder
-from tests.tiny_models import KINDS, VOCAB, expected_tokens, tiny_model
+from tests.tiny_models import KINDS, VOCAB, expected_tokens, save_with_answers
 
 NUM_LAYERS = 4
 NUM_TOKENS = 8
@@ -49,11 +49,8 @@ def fake() -> Iterator[FakeCuda]:
 def saved(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, list[list[int]]]:
-    """A model folder, and what transformers generates from it."""
     folder = tmp_path_factory.mktemp(request.param)
-    model = tiny_model(request.param, NUM_LAYERS)
-    model.save_pretrained(folder)
-    return folder, [expected_tokens(model, prompt, NUM_TOKENS) for prompt in PROMPTS]
+    return save_with_answers(folder, request.param, PROMPTS, NUM_TOKENS)
 
 
 def open_body(

@@ -1,12 +1,15 @@
 """Sparse models over ranks: each has a part of every expert, or some whole ones."""
 
+import asyncio
 from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
 
+from kunserve.core.config import InstanceConfig, KunServeConfig, ModelConfig
 from kunserve.core.errors import ConfigError
 from kunserve.core.layout import LayerRange
+from kunserve.server import launch
 from tests.direct_engine import DirectEngine
 from tests.e2e.test_tensor_parallel import HALVES, NUM_TOKENS, PROMPTS, WHOLE, open_ranks
 from tests.tiny_models import expected_tokens, save_tiny, tiny_model
@@ -70,3 +73,30 @@ def test_what_cannot_be_parted_is_refused_before_weights_are_read(
         weights.write_bytes(b"")
     with pytest.raises(ConfigError, match=says):
         open_ranks(tmp_path, num_ranks, expert_parallel=expert_parallel)
+
+
+class Begun(Exception):
+    """All checks have passed."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [("qwen3", "has no experts"), ("qwen3_moe", None), ("olmoe", "has 11 experts")],
+)
+def test_the_front_looks_at_the_parts_that_ranks_will_have(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, says: str | None
+) -> None:
+    """Whole experts go over four ranks here, and no part of one would."""
+
+    def begin(*args: object) -> None:
+        raise Begun
+
+    monkeypatch.setattr(launch, "_launcher", begin)
+    changes = {"num_experts": 8} if says is None else {}
+    tiny_model(kind, **changes).save_pretrained(tmp_path)  # type: ignore[arg-type]
+    instance = InstanceConfig(
+        tensor_parallel_size=4, enable_expert_parallel=True, memory_bytes=4 << 20
+    )
+    config = KunServeConfig(model=ModelConfig(str(tmp_path), dtype="float32"), instance=instance)
+    with pytest.raises(Begun if says is None else ConfigError, match=says):
+        asyncio.run(launch.launch(config))

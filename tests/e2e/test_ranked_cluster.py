@@ -15,6 +15,7 @@ from kunserve.core.config import KunServeConfig, OverloadConfig, SchedulerConfig
 from kunserve.core.cost import CostCoefficients
 from kunserve.core.errors import ConfigError
 from kunserve.core.request import SamplingParams
+from kunserve.engine.cuda.cards import STAND_IN
 from kunserve.engine.free_memory import children_of
 from kunserve.server.launch import launch
 from tests.e2e.test_engine_transitions import (
@@ -28,6 +29,7 @@ from tests.e2e.test_engine_transitions import (
     restore_when_it_fits,
     run,
 )
+from tests.fakecuda.library import build
 from tests.tiny_models import VOCAB, greedy_after, prompt_logprobs, tiny_model
 
 GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
@@ -39,13 +41,16 @@ def ranked(config: KunServeConfig, num_ranks: int) -> KunServeConfig:
     return replace(config, instance=instance)
 
 
-def config_in(folder: Path, kind: str, num_ranks: int, num_instances: int) -> KunServeConfig:
+def config_in(
+    folder: Path, kind: str, num_ranks: int, num_instances: int, device: str = "cpu"
+) -> KunServeConfig:
     """Memory for 192 tokens in each instance: some are preempted."""
     model = tiny_model(kind, NUM_LAYERS)
     model.save_pretrained(folder)
     kv_heads = max(num_ranks, model.config.num_key_value_heads)
     kv_bytes = 24 * NUM_LAYERS * 2 * 8 * kv_heads * 32 * 4
-    return ranked(config_of(str(folder), "float32", num_instances, kv_bytes), num_ranks)
+    config = config_of(str(folder), "float32", num_instances, kv_bytes, device=device)
+    return ranked(config, num_ranks)
 
 
 def check_tokens(kind: str, answers: Answers) -> None:
@@ -75,11 +80,17 @@ async def kill_a_rank(cluster: LocalCluster, number: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("kind", "num_ranks"), [("qwen2", 2), ("llama", 4)])
+@pytest.mark.parametrize(
+    ("kind", "num_ranks", "has_devices"),
+    [("qwen2", 2, False), ("llama", 4, False), ("qwen3", 2, True)],
+)
 def test_tokens_are_those_of_transformers_through_everything(
-    kind: str, num_ranks: int, tmp_path: Path
+    kind: str, num_ranks: int, has_devices: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = config_in(tmp_path, kind, num_ranks, 2)
+    """Also over a stand-in for the driver of devices."""
+    monkeypatch.setenv("FAKECUDA_GRANULARITY_BYTES", "8192")
+    device = STAND_IN + build() if has_devices else "cpu"
+    config = config_in(tmp_path, kind, num_ranks, 2, device)
 
     async def story(cluster: LocalCluster, answers: Answers) -> None:
         names = list(PROMPTS)

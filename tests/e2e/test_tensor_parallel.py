@@ -17,7 +17,7 @@ from kunserve.engine.ranks.backend import RankedBackend
 from kunserve.model.source import resolve_model
 from tests.direct_engine import DirectEngine
 from tests.forked_ranks import fork_member
-from tests.tiny_models import KINDS, VOCAB, expected_tokens, tiny_model
+from tests.tiny_models import KINDS, VOCAB, save_with_answers
 from tests.tiny_models import MORE_KINDS as FAMILIES
 
 NUM_LAYERS = 4
@@ -57,11 +57,8 @@ def open_ranks(
 def saved(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, list[list[int]]]:
-    """A model folder, and what transformers generates from it."""
     folder = tmp_path_factory.mktemp(request.param)
-    model = tiny_model(request.param, NUM_LAYERS)
-    model.save_pretrained(folder)
-    return folder, [expected_tokens(model, prompt, NUM_TOKENS) for prompt in PROMPTS]
+    return save_with_answers(folder, request.param, PROMPTS, NUM_TOKENS)
 
 
 MORE_KINDS = [kind for kind in (*KINDS, *FAMILIES) if kind not in ("llama3", "phi3")]

@@ -50,6 +50,11 @@ def _gib(num_bytes: int) -> str:
     return f"{num_bytes / (1 << 30):.1f} GiB"
 
 
+def drawing_bytes(spec: ModelSpec, limits: StepLimits) -> int:
+    """What drawing takes of rows of so many logits."""
+    return min(limits.num_sampled, ROWS_AT_ONCE) * spec.vocab_size * _DRAW_BYTES
+
+
 class CudaBackend(OneMemory):
     """One device of the driver, and torch on it."""
 
@@ -71,13 +76,18 @@ class CudaBackend(OneMemory):
             raise ConfigError(f"no device {device}: {error.strerror or error}") from error
         if not self._driver.has_virtual_memory:
             raise ConfigError(f"{self._driver.name} cannot map memory at chosen addresses")
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
         self.device = device
+        self.enter()
         self._recorder = recorder
         self._attention = "fused"
         """As settled."""
         self.open_pages: OpenPages = functools.partial(DevicePages, self._driver)
+
+    def enter(self) -> None:
+        """Let this thread use the device."""
+        self._driver.enter()
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
 
     def settle(self, spec: ModelSpec, config: InstanceConfig, most: StepLimits) -> InstanceConfig:
         """See ``Backend``. Granules that the device cannot have are replaced by its own size."""
@@ -112,7 +122,7 @@ class CudaBackend(OneMemory):
         """
         gate_up = limits.num_tokens * 2 * spec.intermediate_size * spec.dtype_bytes
         logits = limits.num_sampled * spec.vocab_size * spec.dtype_bytes
-        drawing = min(limits.num_sampled, ROWS_AT_ONCE) * spec.vocab_size * _DRAW_BYTES
+        drawing = drawing_bytes(spec, limits)
         if self._attention == "flashinfer":
             logits += flashinfer_ops.WORKSPACE_BYTES
         row = spec.hidden_size * spec.dtype_bytes + limits.num_positions // _LEAST_BLOCK_SIZE * 4
@@ -135,7 +145,7 @@ class CudaBackend(OneMemory):
         config: InstanceConfig,
     ) -> StepDecoder:
         """See ``Backend``."""
-        kv, ops = kv_in(memory, self.device), self._open_ops(spec, config)
+        kv, ops = kv_in(memory, self.device), self.open_ops(spec, config)
         recorder = self._open_recorder(spec, config)
         return TorchDecoder(spec, weights, kv, config.block_size, ops, recorder)
 
@@ -152,7 +162,7 @@ class CudaBackend(OneMemory):
             return None
         return TorchRecorder(self.device) if self.device.type == "cuda" else self._recorder
 
-    def _open_ops(self, spec: ModelSpec, config: InstanceConfig) -> Ops:
+    def open_ops(self, spec: ModelSpec, config: InstanceConfig) -> Ops:
         """Triton's kernels on a device; plain torch where it has none, or if it is asked for."""
         ops: Ops = ReferenceOps(spec)
         if self.device.type == "cuda" and config.attention != "reference":

@@ -7,6 +7,7 @@ from dataclasses import replace
 from kunserve.core.config import MIB, KunServeConfig
 from kunserve.core.errors import ConfigError, TooLittleMemory
 from kunserve.core.model_spec import ModelSpec
+from kunserve.core.sharding import spec_of_rank, spread_over_ranks
 from kunserve.engine.cuda.driver import LIBRARY, Card, CudaError, read_cards
 from kunserve.engine.weights.layout import WeightLayout
 
@@ -67,7 +68,7 @@ def check_card(card: Card, dtype: str) -> None:
 
 
 def with_shares(config: KunServeConfig, spec: ModelSpec) -> KunServeConfig:
-    """The configuration in which each instance has its own share of its card.
+    """The configuration in which each rank of each instance has its own share of its card.
 
     Raises ConfigError for what cannot run on these cards, before anything is started.
     """
@@ -76,43 +77,52 @@ def with_shares(config: KunServeConfig, spec: ModelSpec) -> KunServeConfig:
     if library is None:
         return config
     cards = find_cards(library)
-    most = max(config.cluster.num_instances, config.cluster.max_instances or 0)
+    num_ranks = instance.tensor_parallel_size
+    most = num_ranks * max(config.cluster.num_instances, config.cluster.max_instances or 0)
     used = cards[:most]
     for card in used:
         check_card(card, spec.dtype)
     on_each = -(-most // len(cards))
-    _check_weights(used, spec, on_each)
+    if num_ranks > 1:
+        spec = spec_of_rank(spread_over_ranks(spec, instance), num_ranks)
+    _check_weights(used, spec, on_each, num_ranks)
     utilization = instance.gpu_memory_utilization
     if utilization is None:
         return config
     share = utilization / on_each
     smallest_bytes = min(card.total_bytes for card in used)
     logger.info(
-        "cards=%d first=%s instances_on_each=%d memory_each=%.1fGiB",
+        "cards=%d first=%s ranks_on_each=%d memory_each=%.1fGiB",
         len(used),
         used[0].name,
         on_each,
         share * smallest_bytes / _GIB,
     )
     # Whoever asks for the memory of an instance before it has started gets the share.
-    settled = replace(
-        instance, gpu_memory_utilization=share, memory_bytes=int(share * smallest_bytes)
-    )
+    memory_bytes = num_ranks * int(share * smallest_bytes)
+    settled = replace(instance, gpu_memory_utilization=share, memory_bytes=memory_bytes)
     return replace(config, instance=settled)
 
 
-def _check_weights(cards: tuple[Card, ...], spec: ModelSpec, on_each: int) -> None:
-    """Raise TooLittleMemory where the weights alone are more than a card can hold."""
+def _check_weights(cards: tuple[Card, ...], spec: ModelSpec, on_each: int, num_ranks: int) -> None:
+    """Raise TooLittleMemory where the weights alone are more than a card can hold.
+
+    ``spec`` is a rank's.
+    """
+    part, holds, whose = "", "Each instance holds the whole model on one card", "instances"
+    if num_ranks > 1:
+        part, whose = f" on each of {num_ranks} ranks", "ranks"
+        holds = "--tensor-parallel-size parts it too little"
     weights_bytes = WeightLayout(spec, _GRANULARITY_BYTES).num_bytes
     for card in cards:
         has = f"{card.name} has {card.total_bytes / _GIB:.1f} GiB"
-        each = f"{spec.name} has {weights_bytes / _GIB:.1f} GiB of weights in {spec.dtype}"
+        each = f"{spec.name} has {weights_bytes / _GIB:.1f} GiB of weights in {spec.dtype}{part}"
         if weights_bytes >= card.total_bytes:
             raise TooLittleMemory(
-                f"{each}; {has}. Each instance holds the whole model on one card, so this model "
-                "cannot be served here"
+                f"{each}; {has}. {holds}, so this model cannot be served here: see "
+                "--tensor-parallel-size"
             )
         if on_each * weights_bytes >= card.total_bytes:
             raise TooLittleMemory(
-                f"{each}; {has} for {on_each} instances. Give fewer with --num-instances"
+                f"{each}; {has} for {on_each} {whose}. Give fewer with --num-instances"
             )

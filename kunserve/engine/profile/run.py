@@ -14,7 +14,7 @@ from kunserve.core.config import MIB, InstanceConfig, ModelConfig, SchedulerConf
 from kunserve.core.cost import DENSE, CostSample, ExpertChoice
 from kunserve.core.ids import InstanceId
 from kunserve.engine.body import EngineBody
-from kunserve.engine.devices import open_backend, open_ranks
+from kunserve.engine.devices import open_backend
 from kunserve.engine.profile.journal import Journal, Plan
 from kunserve.engine.profile.shapes import ShapeLimits, draw_shapes
 from kunserve.engine.profile.stopwatch import Clock, DeviceClock, HostClock, Reading, Stopwatch
@@ -76,7 +76,7 @@ def open_body(settings: BodySettings, number: int = 0) -> EngineBody:
         device=device,
     )
     instance_id = InstanceId(number)
-    backend = open_ranks(model, source, instance) or open_backend(device, instance_id)
+    backend = open_backend(model, source, instance, instance_id)
     body = EngineBody(instance_id, model, instance, source, settings.scheduler, backend)
     if device == "cpu":
         memory = body.memory

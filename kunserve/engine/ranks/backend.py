@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from kunserve.core.config import InstanceConfig, ModelConfig
 from kunserve.core.ids import InstanceId
@@ -9,13 +10,14 @@ from kunserve.core.layout import LayerRange
 from kunserve.core.model_spec import ModelSpec
 from kunserve.core.sharding import check_shardable, config_of_rank, spec_of_rank
 from kunserve.engine.backend import CpuBackend, Loader, weights_in
+from kunserve.engine.cuda.backend import CudaBackend
 from kunserve.engine.decoder import ModelWeights, StepLimits
 from kunserve.engine.memory import InstanceMemory
-from kunserve.engine.pages import HostPages, OpenPages
+from kunserve.engine.pages import OpenPages
 from kunserve.engine.ranks.control import Drop, Join, Reclaim
 from kunserve.engine.ranks.decoder import RankedDecoder, room_of
 from kunserve.engine.ranks.meeting import PATIENCE_S
-from kunserve.engine.ranks.memory import RankedMemory
+from kunserve.engine.ranks.memory import OfAllRanks, RankedMemory
 from kunserve.engine.ranks.nodes import numa_nodes, place_ranks, stay_on, visiting
 from kunserve.engine.ranks.processes import Members, Start, spawn_member
 from kunserve.engine.ranks.region import Region
@@ -28,15 +30,75 @@ from kunserve.engine.weights.readers import Reader
 from kunserve.model.source import ModelSource
 
 
-class RankedBackend:
-    """One instance of several ranks. This process is rank 0, and all that the rest talks to."""
+class SeveralRanks:
+    """The part of ``Backend`` that is alike whatever device each rank has."""
 
-    device = CpuBackend.device
-    open_pages: OpenPages = HostPages
-    pads_steps = False
-    computes_aside = False
     keeps_quantised = False
     splits_head = False
+
+    def __init__(
+        self,
+        one: CpuBackend | CudaBackend,
+        model: ModelConfig,
+        source: ModelSource,
+        num_ranks: int,
+        start: Start,
+        on_death: Callable[[int, int], None] | None,
+        patience_s: float,
+    ) -> None:
+        """``one`` is what an instance of one rank has.
+
+        ``start`` makes a process of a rank; ``on_death`` is told that one has ended.
+        """
+        self._one = one
+        self.device = one.device
+        self.open_pages: OpenPages = one.open_pages
+        self.pads_steps = one.pads_steps
+        self.computes_aside = one.computes_aside
+        self._model = model
+        self._source = source
+        self._num_ranks = num_ranks
+        self._start = start
+        self._on_death = on_death
+        self._patience_s = patience_s
+        self._members: Members | None = None
+        self._await_others: Callable[[], None] | None = None
+
+    @property
+    def other_pids(self) -> tuple[int, ...]:
+        """See ``Backend``."""
+        return () if self._members is None else self._members.pids
+
+    def weights(self, memory: OfAllRanks, spec: ModelSpec) -> ModelWeights:
+        """See ``Backend``. Rank 0's."""
+        return self._one.weights(memory.own, spec_of_rank(spec, self._num_ranks))
+
+    def sampler(self, eos_ids: Sequence[int], vocab_size: int, forms: Forms) -> Sampler:
+        """See ``Backend``. Rank 0 samples alone."""
+        return self._one.sampler(eos_ids, vocab_size, forms)
+
+    def _start_others(self) -> Members:
+        return Members(self._num_ranks, self._start, self._on_death, self._patience_s)
+
+    def _order(
+        self, rank: int, instance_id: InstanceId, spec: ModelSpec, of_rank: InstanceConfig
+    ) -> Join:
+        """What a rank is told that knows nothing yet."""
+        return Join(
+            instance_id,
+            rank,
+            self._num_ranks,
+            os.getpid(),
+            spec,
+            self._source,
+            self._model.seed,
+            of_rank,
+            self._patience_s,
+        )
+
+
+class RankedBackend(SeveralRanks):
+    """One instance of several ranks on CPUs. This process is rank 0, which others talk to."""
 
     def __init__(
         self,
@@ -47,23 +109,10 @@ class RankedBackend:
         on_death: Callable[[int, int], None] | None = None,
         patience_s: float = PATIENCE_S,
     ) -> None:
-        """``start`` makes a process of a rank; ``on_death`` is told that one has ended."""
-        self._one = CpuBackend()
-        self._model = model
-        self._source = source
-        self._num_ranks = num_ranks
-        self._start = start
-        self._on_death = on_death
-        self._patience_s = patience_s
+        """See ``SeveralRanks``."""
+        super().__init__(CpuBackend(), model, source, num_ranks, start, on_death, patience_s)
         self._block_size = 1
         """As settled."""
-        self._members: Members | None = None
-        self._await_others: Callable[[], None] | None = None
-
-    @property
-    def other_pids(self) -> tuple[int, ...]:
-        """See ``Backend``."""
-        return () if self._members is None else self._members.pids
 
     def settle(self, spec: ModelSpec, config: InstanceConfig, most: StepLimits) -> InstanceConfig:
         """See ``Backend``."""
@@ -86,7 +135,7 @@ class RankedBackend:
         beside_bytes: int,
     ) -> RankedMemory:
         """Take all ranks' memory, and start the others, which load while this one does."""
-        members = Members(self._num_ranks, self._start, self._on_death, self._patience_s)
+        members = self._start_others()
         shards: list[InstanceMemory] = []
         try:
             of_rank = config_of_rank(config)
@@ -98,18 +147,7 @@ class RankedBackend:
                     shards.append(InstanceMemory(instance_id, shard, of_rank, beside))
             stay_on(places[0])
             orders = [
-                Join(
-                    instance_id,
-                    rank,
-                    self._num_ranks,
-                    os.getpid(),
-                    spec,
-                    self._source,
-                    self._model.seed,
-                    of_rank,
-                    places[rank],
-                    self._patience_s,
-                )
+                replace(self._order(rank, instance_id, spec, of_rank), cpus=places[rank])
                 for rank in range(1, self._num_ranks)
             ]
             fds = [_fd_of(one) for one in shards[1:]]
@@ -126,10 +164,6 @@ class RankedBackend:
             reclaim=lambda layers: members.tell(Reclaim(layers)),
             close=members.close,
         )
-
-    def weights(self, memory: RankedMemory, spec: ModelSpec) -> ModelWeights:
-        """See ``Backend``."""
-        return weights_in(memory.own, spec_of_rank(spec, self._num_ranks), self.device)
 
     def loader(
         self, reader: Reader, spec: ModelSpec, memory: RankedMemory, weights: ModelWeights
@@ -149,10 +183,6 @@ class RankedBackend:
         own = ShardDecoder(spec, weights, memory.own, config_of_rank(config), self._members.meeting)
         self._await_others()
         return RankedDecoder(spec, weights, own, self._members, config.block_size)
-
-    def sampler(self, eos_ids: Sequence[int], vocab_size: int, forms: Forms) -> Sampler:
-        """See ``Backend``. Rank 0 samples alone."""
-        return self._one.sampler(eos_ids, vocab_size, forms)
 
     def synchronize(self, look_up: Callable[[], None] | None = None) -> None:
         """All ranks have met when a step returns."""

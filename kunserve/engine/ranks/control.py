@@ -2,6 +2,7 @@
 
 import contextlib
 import pickle
+import select
 import socket
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
@@ -14,6 +15,7 @@ from kunserve.core.model_spec import ModelSpec
 from kunserve.engine.decoder import StepLimits
 from kunserve.engine.ranks.meeting import RankLost
 from kunserve.engine.ranks.region import Room
+from kunserve.engine.ranks.sums import SumsBy
 from kunserve.model.source import ModelSource
 
 _MOST_BYTES = 1 << 16
@@ -22,7 +24,10 @@ _MOST_FILES = 4
 
 @dataclass(frozen=True, slots=True)
 class Join:
-    """The first word: what a rank is. With it come its arena's file and the meeting's."""
+    """The first word: what a rank is. With it come its arena's file and the meeting's.
+
+    On a device not the arena's, but that for bytes between the ranks.
+    """
 
     instance_id: InstanceId
     rank: int
@@ -34,8 +39,13 @@ class Join:
     seed: int
     config: InstanceConfig
     """The rank's own."""
-    cpus: frozenset[int] | None
     patience_s: float
+    cpus: frozenset[int] | None = None
+    """Where it stays; None: anywhere."""
+    card: str | None = None
+    """The device that it computes on (``engine.cuda.opening``); None: CPUs."""
+    beside_bytes: int = 0
+    """What it takes of that device beside weights and KV."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +71,72 @@ class OpenRegion:
     """What to take memory for at once."""
 
 
-Word: TypeAlias = Join | Drop | Reclaim | OpenRegion
+@dataclass(frozen=True, slots=True)
+class OpenSums:
+    """Meet in a process group. With it comes the file by which ranks find each other."""
+
+    by: SumsBy
+
+
+@dataclass(frozen=True, slots=True)
+class Prepare:
+    """Do what may fail of a change to these layers; the answer is a refusal, or None."""
+
+    layers: LayerRange
+
+
+@dataclass(frozen=True, slots=True)
+class CopyUnits:
+    """Copy inside of the memory: (from, to, number) of units."""
+
+    copies: tuple[tuple[int, int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class MoveUnits:
+    """Copy units to the window, or from it."""
+
+    unit_runs: tuple[tuple[int, int], ...]
+    is_in: bool
+
+
+@dataclass(frozen=True, slots=True)
+class MoveLayer:
+    """Copy bytes of a layer's weights to the window, or from it."""
+
+    layer: int
+    parts: tuple[tuple[int, int], ...]
+    """Of each rank: where they begin, and how many."""
+    is_in: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Read these layers from files."""
+
+    layers: LayerRange
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """See ``InstanceMemory.check``; the answer tells what lies where."""
+
+    ask_kernel: bool
+
+
+Word: TypeAlias = (
+    Join
+    | Drop
+    | Reclaim
+    | OpenRegion
+    | OpenSums
+    | Prepare
+    | CopyUnits
+    | MoveUnits
+    | MoveLayer
+    | Load
+    | Check
+)
 
 
 class Answer(NamedTuple):
@@ -69,6 +144,8 @@ class Answer(NamedTuple):
 
     refusal: KunServeError | None = None
     """The caller's mistake that forbids it."""
+    said: Any = None
+    """What was asked for."""
 
 
 class Talk:
@@ -97,6 +174,12 @@ class Talk:
         if not data:
             raise RankLost("the other end is closed")
         return pickle.loads(data), fds
+
+    def has_word(self, seconds: float) -> bool:
+        """Whether one comes within so long, or the other end closes."""
+        poll = select.poll()
+        poll.register(self._end, select.POLLIN)
+        return bool(poll.poll(seconds * 1000))
 
     def close(self) -> None:
         """The other end hears of it."""

@@ -19,7 +19,7 @@ from kunserve.transport.movable_memory import Content, Extents, InFile, Mapped, 
 from kunserve.transport.movable_memory import Granules as SharedGranules
 
 Bytes = npt.NDArray[np.uint8]
-Change = Callable[[LayerRange], Callable[[], None]]
+Change = Callable[[LayerRange], Callable[[], object]]
 """Has the other ranks change what they hold; what it gives returns when they have."""
 
 
@@ -46,22 +46,14 @@ def spec_of_all(rank: InstanceSpec, num_ranks: int) -> InstanceSpec:
     )
 
 
-class RankedMemory:
-    """An ``InstanceMemory`` of all ranks. A unit's bytes are theirs one after the other."""
+class OfAllRanks:
+    """The part of ``InstanceMemory`` that says the same of all ranks, because they are alike."""
 
-    def __init__(
-        self,
-        shards: Sequence[InstanceMemory],
-        drop: Change,
-        reclaim: Change,
-        close: Callable[[], None],
-    ) -> None:
-        """``shards`` are of all ranks, this process's own first. ``close`` ends the other ranks."""
-        self.shards = shards
-        self.own = shards[0]
-        self.spec = spec_of_all(self.own.spec, len(shards))
-        self._drop_elsewhere = drop
-        self._reclaim_elsewhere = reclaim
+    def __init__(self, own: InstanceMemory, num_ranks: int, close: Callable[[], None]) -> None:
+        """``own`` is this process's, ``close`` ends the other ranks."""
+        self.own = own
+        self.num_ranks = num_ranks
+        self.spec = spec_of_all(own.spec, num_ranks)
         self._end_others = close
 
     @property
@@ -82,17 +74,17 @@ class RankedMemory:
     @property
     def weights_bytes(self) -> int:
         """See ``InstanceMemory``."""
-        return sum(shard.weights_bytes for shard in self.shards)
+        return self.num_ranks * self.own.weights_bytes
 
     @property
     def unit_bytes(self) -> int:
-        """Of one unit."""
+        """Of one unit: the ranks' parts one after the other."""
         return self.spec.unit_bytes
 
     @property
     def layer_bytes(self) -> int:
-        """Of one layer's packed weights."""
-        return sum(shard.layer_bytes for shard in self.shards)
+        """Of one layer's packed weights: the ranks' one after the other."""
+        return self.num_ranks * self.own.layer_bytes
 
     @property
     def shared_fd(self) -> int | None:
@@ -107,6 +99,56 @@ class RankedMemory:
     def backs(self, entries: npt.NDArray[np.int32], layers: LayerRange) -> bool:
         """See ``InstanceMemory``."""
         return self.own.backs(entries, layers)
+
+    def _joined(self, remap: Remap, seconds: float) -> Remap:
+        """What one rank has changed, of all."""
+        return Remap(remap.kv_units, self.num_ranks * remap.moved_bytes, seconds)
+
+    def _parts_of(self, offset: int, num_bytes: int) -> list[tuple[int, int, int]]:
+        """Of each rank: where its part of these bytes of a layer begins in its own layer, how many
+        it has, and where they begin among the bytes.
+        """
+        size = self.own.layer_bytes
+        assert offset >= 0 and offset + num_bytes <= self.layer_bytes, (offset, num_bytes)
+        parts = []
+        for rank in range(self.num_ranks):
+            first = min(max(offset, rank * size), offset + num_bytes)
+            end = max(first, min(offset + num_bytes, (rank + 1) * size))
+            parts.append((first - rank * size, end - first, first - offset))
+        return parts
+
+    def locate_units(self, unit_runs: UnitRuns) -> Extents:
+        """Never called, because there is no one file."""
+        raise NotImplementedError
+
+    def locate_layer(self, layer: int, offset: int, num_bytes: int) -> Extents:
+        """Never called, because there is no one file."""
+        raise NotImplementedError
+
+    def unit_view(self, unit: int, num_units: int) -> Bytes:
+        """There is no view of bytes that lie apart."""
+        raise NotImplementedError
+
+    def layer_view(self, layer: int) -> Bytes:
+        """There is no view of bytes that lie apart."""
+        raise NotImplementedError
+
+
+class RankedMemory(OfAllRanks):
+    """An ``InstanceMemory`` of all ranks. A unit's bytes are theirs one after the other."""
+
+    def __init__(
+        self,
+        shards: Sequence[InstanceMemory],
+        drop: Change,
+        reclaim: Change,
+        close: Callable[[], None],
+    ) -> None:
+        """``shards`` are of all ranks, this process's own first. ``close`` ends the other ranks."""
+        super().__init__(shards[0], len(shards), close)
+        self.shards = shards
+        self._drop_elsewhere = drop
+        self._reclaim_elsewhere = reclaim
 
     def tidy(self) -> None:
         """See ``InstanceMemory``."""
@@ -130,20 +172,14 @@ class RankedMemory:
         await_others = self._drop_elsewhere(keep)
         remaps = [shard.drop(keep) for shard in self.shards]
         await_others()
-        return self._joined(remaps)
+        return self._joined(remaps[0], sum(remap.seconds for remap in remaps))
 
     def reclaim(self, layers: LayerRange) -> Remap:
         """See ``InstanceMemory``."""
         await_others = self._reclaim_elsewhere(layers)
         remaps = [shard.reclaim(layers) for shard in self.shards]
         await_others()
-        return self._joined(remaps)
-
-    @staticmethod
-    def _joined(remaps: list[Remap]) -> Remap:
-        (units,) = {remap.kv_units for remap in remaps}
-        moved_bytes = sum(remap.moved_bytes for remap in remaps)
-        return Remap(units, moved_bytes, sum(remap.seconds for remap in remaps))
+        return self._joined(remaps[0], sum(remap.seconds for remap in remaps))
 
     # Bytes
 
@@ -160,7 +196,7 @@ class RankedMemory:
 
     def write_units(self, unit_runs: UnitRuns, data: Content) -> None:
         """The reverse."""
-        for theirs, run in self._by_unit(_bytes_of(data), unit_runs):
+        for theirs, run in self._by_unit(bytes_of(data), unit_runs):
             for part, shard in zip(theirs, self.shards, strict=True):
                 shard.unit_view(*run).reshape(part.shape)[:] = part
 
@@ -184,33 +220,15 @@ class RankedMemory:
 
     def write_layer(self, layer: int, offset: int, data: Content) -> None:
         """The reverse."""
-        for shard, first, part in self._by_rank(offset, _bytes_of(data)):
+        for shard, first, part in self._by_rank(offset, bytes_of(data)):
             shard.write_layer(layer, first, part)
 
     def _by_rank(self, offset: int, data: Bytes) -> Iterator[tuple[InstanceMemory, int, Bytes]]:
         """Of each rank with a part of these bytes: where they begin in its layer, and they."""
-        size = self.own.layer_bytes
-        assert offset >= 0 and offset + data.nbytes <= self.layer_bytes, (offset, data.nbytes)
-        for rank, shard in enumerate(self.shards):
-            first, end = max(offset, rank * size), min(offset + data.nbytes, (rank + 1) * size)
-            if first < end:
-                yield shard, first - rank * size, data[first - offset : end - offset]
-
-    def locate_units(self, unit_runs: UnitRuns) -> Extents:
-        """Never called, because there is no one file."""
-        raise NotImplementedError
-
-    def locate_layer(self, layer: int, offset: int, num_bytes: int) -> Extents:
-        """Never called, because there is no one file."""
-        raise NotImplementedError
-
-    def unit_view(self, unit: int, num_units: int) -> Bytes:
-        """There is no view of bytes that lie apart."""
-        raise NotImplementedError
-
-    def layer_view(self, layer: int) -> Bytes:
-        """There is no view of bytes that lie apart."""
-        raise NotImplementedError
+        for shard, part in zip(self.shards, self._parts_of(offset, data.nbytes), strict=True):
+            first, num_bytes, at = part
+            if num_bytes:
+                yield shard, first, data[at : at + num_bytes]
 
     # Proof and end
 
@@ -219,7 +237,7 @@ class RankedMemory:
         for shard in self.shards:
             shard.check(ask_kernel)
             assert shard.held == self.held, (shard.held, self.held)
-            assert _granules_of(shard) == _granules_of(self.own)
+            assert granules_of(shard) == granules_of(self.own)
 
     def close(self) -> None:
         """End the other ranks, and release everything."""
@@ -228,11 +246,13 @@ class RankedMemory:
             shard.close()
 
 
-def _granules_of(shard: InstanceMemory) -> tuple[bytes, bytes]:
+def granules_of(shard: InstanceMemory) -> tuple[bytes, bytes]:
+    """Which of them lies where."""
     granules: tuple[Granules, Granules] = (shard.weights.granules, shard.kv.granules)
     return granules[0].tobytes(), granules[1].tobytes()
 
 
-def _bytes_of(data: Content) -> Bytes:
+def bytes_of(data: Content) -> Bytes:
+    """What peers send to an instance of several ranks is never mapped here."""
     assert not isinstance(data, Mapped | InFile), data
     return data

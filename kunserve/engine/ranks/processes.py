@@ -9,7 +9,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from kunserve.core.errors import ConfigError
 from kunserve.core.python_command import python_command
@@ -88,13 +88,13 @@ class Members:
         """Of the other ranks."""
         return tuple(process.pid for process in self._processes)
 
-    def join(self, orders: Sequence[Join], arena_fds: Sequence[int]) -> Callable[[], None]:
-        """Tell each rank what it is; what this gives returns when all have loaded.
+    def join(self, orders: Sequence[Join], fds: Sequence[int]) -> Callable[[], None]:
+        """Tell each rank what it is, with a file; what this gives returns when all have loaded.
 
         That raises the ConfigError of a rank that cannot.
         """
         self._lock.acquire()
-        for talk, order, fd in zip(self._talks, orders, arena_fds, strict=True):
+        for talk, order, fd in zip(self._talks, orders, fds, strict=True):
             with contextlib.suppress(RankLost):  # it has ended: whoever awaits it sees how
                 talk.say(order, (fd, self.meeting.fd))
         return self._await_start
@@ -122,8 +122,11 @@ class Members:
             )
             watch.start()
 
-    def tell(self, word: Word, fds: tuple[int, ...] = ()) -> Callable[[], None]:
-        """Have all ranks do something; what this gives returns when they have. Raises RankLost."""
+    def tell(self, word: Word, fds: tuple[int, ...] = ()) -> Callable[[], list[Any]]:
+        """Have all ranks do something; what this gives returns their answers when they have.
+
+        Both raise RankLost.
+        """
         self._lock.acquire()
         try:
             for talk in self._talks:
@@ -133,11 +136,14 @@ class Members:
             raise
         return self._await_answers
 
-    def _await_answers(self) -> None:
+    def _await_answers(self) -> list[Any]:
         try:
+            said = []
             for talk in self._talks:
                 answer, _ = talk.hear(self._patience_s)
-                assert answer == Answer(), answer
+                assert isinstance(answer, Answer) and answer.refusal is None, answer
+                said.append(answer.said)
+            return said
         finally:
             self._lock.release()
 

@@ -1,10 +1,10 @@
-"""Memory that all ranks of an instance map: what a step is, its activations, and its logits."""
+"""Memory that all ranks of an instance map: orders, and on CPUs what they compute together."""
 
 import enum
 import mmap
 import os
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +15,9 @@ from kunserve.core.model_spec import ModelSpec
 from kunserve.engine.attention import TORCH_DTYPES, StepBatch
 
 _ALIGNMENT_BYTES = 128
+_HEADER_FIELDS = 16
+_Cuts: TypeAlias = dict[str, tuple[int, int]]
+"""Offset and bytes of each array by its name."""
 _NO_ROWS = np.empty(0, dtype=np.int32)
 
 
@@ -56,16 +59,13 @@ class StageOrder:
     """Whether the step begins with token ids."""
 
 
-_HEADER_FIELDS = 16
-
-
-class Region:
+class Orders:
     """One memory file, cut into arrays. Rank 0 makes it; the others open it by its descriptor."""
 
     def __init__(self, spec: ModelSpec, num_ranks: int, room: Room, fd: int | None = None) -> None:
         """``spec`` is the whole model's."""
         self.room = room
-        self._cuts, end = _cuts(spec, num_ranks, room)
+        self._cuts, end = self._cut(spec, num_ranks, room)
         self.num_bytes = end
         if fd is None:
             fd = os.memfd_create("kunserve-ranks")
@@ -74,31 +74,18 @@ class Region:
             os.posix_fallocate(fd, 0, end)
         self.fd = fd
         self._memory = mmap.mmap(fd, end)
-        dtype, tokens, hidden = TORCH_DTYPES[spec.dtype], room.num_tokens, spec.hidden_size
-        self.hidden = self._tensor("hidden", dtype).view(tokens, hidden)
-        """[tokens, hidden] the residual stream."""
-        self.sampled = self._tensor("sampled", dtype).view(room.num_rows, hidden)
-        """[rows, hidden] normalised rows whose logits are wanted."""
-        self._logits = self._tensor("logits", torch.float32)
-        self._vocab_size = spec.vocab_size
-        self.normed_at = self._tensor("normed", torch.uint8).data_ptr()
-        self.parts_at = self._tensor("parts", torch.uint8).data_ptr()
         self._header = self._array("header", np.int64)
 
-    @staticmethod
-    def bytes_of(spec: ModelSpec, num_ranks: int, room: Room) -> int:
-        """Of a region for such steps."""
-        return _cuts(spec, num_ranks, room)[1]
+    @classmethod
+    def bytes_of(cls, spec: ModelSpec, num_ranks: int, room: Room) -> int:
+        """Of a file for such steps."""
+        return cls._cut(spec, num_ranks, room)[1]
 
     def close_file(self) -> None:
         """All have opened it: the memory goes with the last tensor over it."""
         os.close(self.fd)
 
-    def logits(self, num_rows: int) -> torch.Tensor:
-        """Float32 [rows, vocab]."""
-        return self._logits[: num_rows * self._vocab_size].view(num_rows, self._vocab_size)
-
-    # Orders: rank 0 writes them, the others read them
+    # Rank 0 writes orders, the others read them
 
     def write_stage(self, batch: StepBatch, layers: LayerRange, *, embeds: bool) -> None:
         """The next command is to compute this."""
@@ -111,9 +98,10 @@ class Region:
         shape = (batch.num_tokens, len(batch.rows), *batch.tables.shape)
         self._say(Command.STAGE, *shape, *layers, embeds)
 
-    def write_logits(self, num_rows: int) -> None:
-        """The next command is to compute logits of the first rows of ``sampled``."""
-        self._say(Command.LOGITS, num_rows)
+    def write_logits(self, which: npt.NDArray[np.integer[Any]]) -> None:
+        """The next command is to compute logits of these rows of the last stage."""
+        self._array("wanted", np.int32)[: len(which)] = which
+        self._say(Command.LOGITS, len(which))
 
     def _say(self, *values: int) -> None:
         self._header[: len(values)] = values
@@ -123,9 +111,9 @@ class Region:
         """The command that was written last."""
         return Command(int(self._header[0]))
 
-    def read_logits(self) -> int:
-        """How many rows."""
-        return int(self._header[1])
+    def read_logits(self) -> npt.NDArray[np.int32]:
+        """Which rows; they lie where rank 0 has written them."""
+        return self._array("wanted", np.int32)[: int(self._header[1])]
 
     def read_stage(self) -> StageOrder:
         """What to compute; arrays lie where rank 0 has written them."""
@@ -150,31 +138,65 @@ class Region:
         count = num_bytes // np.dtype(dtype).itemsize
         return np.frombuffer(self._memory, dtype=dtype, count=count, offset=offset)
 
+    @classmethod
+    def _cut(cls, spec: ModelSpec, num_ranks: int, room: Room) -> tuple[_Cuts, int]:
+        """The arrays of ``_sizes`` one after the other, and the end of the last one."""
+        cuts: _Cuts = {}
+        end = 0
+        for name, num_bytes in cls._sizes(spec, num_ranks, room).items():
+            cuts[name] = (end, num_bytes)
+            end += -(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        return cuts, end
+
+    @staticmethod
+    def _sizes(spec: ModelSpec, num_ranks: int, room: Room) -> dict[str, int]:
+        """Bytes of each array."""
+        tokens = room.num_tokens
+        return {
+            "header": 8 * _HEADER_FIELDS,
+            "token_ids": 4 * tokens,
+            "positions": 4 * tokens,
+            "q_starts": 4 * (tokens + 1),
+            "context_lens": 4 * tokens,
+            "rows": 4 * tokens,
+            "tables": 4 * room.num_entries,
+            "wanted": 4 * room.num_rows,
+        }
+
+
+class Region(Orders):
+    """The same, with all that ranks on CPUs compute together."""
+
+    def __init__(self, spec: ModelSpec, num_ranks: int, room: Room, fd: int | None = None) -> None:
+        """See ``Orders``."""
+        super().__init__(spec, num_ranks, room, fd)
+        dtype, tokens, hidden = TORCH_DTYPES[spec.dtype], room.num_tokens, spec.hidden_size
+        self.hidden = self._tensor("hidden", dtype).view(tokens, hidden)
+        """[tokens, hidden] the residual stream."""
+        self.sampled = self._tensor("sampled", dtype).view(room.num_rows, hidden)
+        """[rows, hidden] normalised rows whose logits are wanted."""
+        self._logits = self._tensor("logits", torch.float32)
+        self._vocab_size = spec.vocab_size
+        self.normed_at = self._tensor("normed", torch.uint8).data_ptr()
+        self.parts_at = self._tensor("parts", torch.uint8).data_ptr()
+
+    def logits(self, num_rows: int) -> torch.Tensor:
+        """Float32 [rows, vocab]."""
+        return self._logits[: num_rows * self._vocab_size].view(num_rows, self._vocab_size)
+
     def _tensor(self, name: str, dtype: torch.dtype) -> torch.Tensor:
         offset, num_bytes = self._cuts[name]
         count = num_bytes // dtype.itemsize
         return torch.frombuffer(self._memory, dtype=dtype, count=count, offset=offset)
 
-
-def _cuts(spec: ModelSpec, num_ranks: int, room: Room) -> tuple[dict[str, tuple[int, int]], int]:
-    """Offset and bytes of each array by its name, and the end of the last one."""
-    tokens, row_bytes = room.num_tokens, spec.hidden_size * spec.dtype_bytes
-    cuts: dict[str, tuple[int, int]] = {}
-    end = 0
-    for name, num_bytes in (
-        ("header", 8 * _HEADER_FIELDS),
-        ("token_ids", 4 * tokens),
-        ("positions", 4 * tokens),
-        ("q_starts", 4 * (tokens + 1)),
-        ("context_lens", 4 * tokens),
-        ("rows", 4 * tokens),
-        ("tables", 4 * room.num_entries),
-        ("hidden", tokens * row_bytes),
-        ("normed", tokens * row_bytes),
-        ("parts", num_ranks * tokens * spec.hidden_size * 4),
-        ("sampled", room.num_rows * row_bytes),
-        ("logits", room.num_rows * spec.vocab_size * 4),
-    ):
-        cuts[name] = (end, num_bytes)
-        end += -(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-    return cuts, end
+    @staticmethod
+    def _sizes(spec: ModelSpec, num_ranks: int, room: Room) -> dict[str, int]:
+        tokens, row_bytes = room.num_tokens, spec.hidden_size * spec.dtype_bytes
+        return {
+            **Orders._sizes(spec, num_ranks, room),
+            "hidden": tokens * row_bytes,
+            "normed": tokens * row_bytes,
+            "parts": num_ranks * tokens * spec.hidden_size * 4,
+            "sampled": room.num_rows * row_bytes,
+            "logits": room.num_rows * spec.vocab_size * 4,
+        }

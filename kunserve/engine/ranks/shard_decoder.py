@@ -4,6 +4,7 @@ import ctypes
 from collections.abc import Callable
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from kunserve.core.config import InstanceConfig
@@ -87,9 +88,12 @@ class ShardDecoder(Decoder):
             rows = gather(self._weights.embedding, ids, self._dtype)
             hidden[torch.from_numpy(mine)] = scaled(rows, self._whole.embedding_scale)
 
-    def run_logits(self, num_rows: int) -> None:
-        """Logits of the region's ``sampled`` rows, for this rank's tokens. Raises RankLost."""
-        first, end = self._vocab
+    def run_logits(self, which: npt.NDArray[np.int32]) -> None:
+        """Logits of as many of the region's ``sampled`` rows, for this rank's tokens.
+
+        Raises RankLost.
+        """
+        num_rows, (first, end) = len(which), self._vocab
         if end > first:
             out = self._room(num_rows, end - first)
             head = self._weights.head[: end - first]

@@ -92,7 +92,7 @@ INSTANCE_FLAGS = all_of(
         "--tensor-parallel-size",
         type=click.IntRange(1, 64),
         help="Ranks of each instance: processes that hold and compute a part of every layer each. "
-        "They share --instance-memory and --num-threads.",
+        "They share --instance-memory and --num-threads; on GPUs each has one.",
     ),
     _instance(
         "--enable-expert-parallel",

@@ -51,15 +51,15 @@ def test_phases_without_a_server(
 def test_servers_that_are_asked_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """P3 fails if a token is not that of transformers. All servers of a phase start
+    """P3 and P3b fail if a token is not that of transformers. All servers of a phase start
     from a folder, so each takes as long as a dozen other tests.
     """
     monkeypatch.setenv("FAKECUDA_GRANULARITY_BYTES", str(FAKE_GRANULARITY_BYTES))
-    for name in ("P3", "P9"):
+    for name in ("P3", "P3b", "P9"):
         gpu_day.run_here(name, "fake", tmp_path)
     found = figures_of(capsys.readouterr().out)
     assert found["answers equal to those of transformers"] == found["answers"] == 10
-    assert {"tokens", "largest margin of those", "all done after"} <= set(found)
+    assert {"tokens", "largest margin of those", "a token", "all done after"} <= set(found)
 
 
 def test_two_processes_under_load(tmp_path: Path) -> None:

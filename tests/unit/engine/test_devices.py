@@ -1,31 +1,71 @@
-"""Which backend a device's name gives."""
+"""Which backend an instance gets, by its device and its ranks."""
+
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from kunserve.core.config import InstanceConfig, ModelConfig
 from kunserve.core.errors import ConfigError
 from kunserve.core.ids import InstanceId
-from kunserve.engine import devices
-from kunserve.engine.backend import CpuBackend
+from kunserve.engine.backend import Backend, CpuBackend
+from kunserve.engine.cuda import opening
 from kunserve.engine.cuda.backend import CudaBackend
-from kunserve.engine.devices import STAND_IN, open_backend
+from kunserve.engine.cuda.cards import STAND_IN
+from kunserve.engine.cuda.opening import cards_of
+from kunserve.engine.devices import open_backend
+from kunserve.engine.ranks.backend import RankedBackend
+from kunserve.engine.ranks.device_backend import DeviceRanksBackend
 from tests.fakecuda.library import build
 
 
+def backend_of(device: str, num_ranks: int = 1) -> Backend:
+    config = InstanceConfig(device=device, tensor_parallel_size=num_ranks)
+    source: object = SimpleNamespace()
+    return open_backend(ModelConfig(), source, config, InstanceId(1))  # type: ignore[arg-type]
+
+
 def test_each_name_has_its_backend() -> None:
-    assert isinstance(open_backend("cpu", InstanceId(1)), CpuBackend)
-    stand_in = open_backend(STAND_IN + build(), InstanceId(1))
-    assert isinstance(stand_in, CudaBackend) and stand_in.device.type == "cpu"
+    assert isinstance(backend_of("cpu"), CpuBackend)
+    assert isinstance(backend_of("cpu", 2), RankedBackend)
+    one, ranks = backend_of(STAND_IN + build()), backend_of(STAND_IN + build(), 2)
+    assert isinstance(one, CudaBackend) and one.device.type == "cpu"
+    assert isinstance(ranks, DeviceRanksBackend) and ranks.device.type == "cpu"
 
 
 def test_what_is_not_there_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="'cpu' or 'cuda', not 'tpu'"):
-        open_backend("tpu", InstanceId(0))
-    monkeypatch.setattr(devices, "LIBRARY", "libnothing.so")
+        backend_of("tpu")
+    monkeypatch.setattr(opening, "LIBRARY", "libnothing.so")
     with pytest.raises(ConfigError, match="no NVIDIA driver"):
-        open_backend("cuda", InstanceId(0))
-    monkeypatch.setattr(devices, "LIBRARY", build())
+        backend_of("cuda")
+    monkeypatch.setattr(opening, "LIBRARY", build())
     monkeypatch.setattr(torch.version, "cuda", "12.8")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ConfigError, match="no CUDA device; `kunserve doctor`"):
-        open_backend("cuda", InstanceId(0))
+        backend_of("cuda")
+
+
+@pytest.mark.parametrize(
+    ("count", "instance", "num_ranks", "cards"),
+    [
+        (4, 1, 1, ["cuda:1"]),
+        (4, 1, 2, ["cuda:2", "cuda:3"]),
+        (4, 2, 2, ["cuda:0", "cuda:1"]),
+        (3, 1, 2, ["cuda:2", "cuda:0"]),
+        (1, 0, 2, ["cuda:0", "cuda:0"]),
+    ],
+)
+def test_ranks_take_the_devices_in_turn(
+    count: int,
+    instance: int,
+    num_ranks: int,
+    cards: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """So that an instance's are on different ones where there are enough."""
+    monkeypatch.setattr(opening, "LIBRARY", build())
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    assert cards_of("cuda", instance * num_ranks, num_ranks) == cards

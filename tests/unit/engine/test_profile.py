@@ -116,7 +116,7 @@ def test_a_profile_is_of_what_serve_will_have(
 def test_neighbours_take_the_gpus_that_are_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
     numbers: list[int] = []
 
-    def open_backend(device: str, number: int) -> None:
+    def open_backend(model: object, source: object, config: object, number: int) -> None:
         numbers.append(number)
         raise ConfigError("seen")
 

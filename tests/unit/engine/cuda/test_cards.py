@@ -16,7 +16,7 @@ from kunserve.engine.body import CpuBody, EngineBody
 from kunserve.engine.cuda.backend import CudaBackend
 from kunserve.engine.cuda.cards import STAND_IN, auto_device, find_cards, with_shares
 from kunserve.engine.cuda.driver import Driver
-from kunserve.engine.devices import check_torch
+from kunserve.engine.cuda.opening import check_torch
 from tests.direct_engine import DirectEngine
 from tests.fakecuda.library import KIB, MIB, FakeCuda, build
 from tests.specs import model_spec
@@ -25,11 +25,15 @@ from tests.tiny_models import tiny_model
 SPEC = model_spec()
 
 
-def on_cards(num_instances: int = 1, share: float | None = 0.9) -> KunServeConfig:
+def on_cards(
+    num_instances: int = 1, share: float | None = 0.9, num_ranks: int = 1
+) -> KunServeConfig:
     base = KunServeConfig()
     return replace(
         base,
-        instance=InstanceConfig(device=STAND_IN + build(), gpu_memory_utilization=share),
+        instance=InstanceConfig(
+            device=STAND_IN + build(), gpu_memory_utilization=share, tensor_parallel_size=num_ranks
+        ),
         cluster=replace(base.cluster, num_instances=num_instances),
     )
 
@@ -106,6 +110,29 @@ def test_instances_share_their_card(
     settled = with_shares(on_cards(instances), SPEC).instance
     assert settled.gpu_memory_utilization == share
     assert settled.memory_bytes == int(share * 64 * MIB)
+
+
+@pytest.mark.parametrize(
+    ("instances", "num_ranks", "cards", "share"),
+    [(1, 2, 2, 0.9), (1, 2, 1, 0.45), (2, 2, 4, 0.9), (2, 4, 4, 0.45)],
+)
+def test_each_rank_has_its_share(
+    fake: FakeCuda, instances: int, num_ranks: int, cards: int, share: float
+) -> None:
+    fake.describe(num_devices=cards)
+    settled = with_shares(on_cards(instances, num_ranks=num_ranks), SPEC).instance
+    assert settled.gpu_memory_utilization == share
+    assert settled.memory_bytes == num_ranks * int(share * 64 * MIB)
+
+
+def test_a_model_that_goes_over_two_gpus_only(fake: FakeCuda) -> None:
+    fake.describe(num_devices=2)
+    large = model_spec(num_layers=12, hidden_size=1024, intermediate_size=1024, num_heads=8)
+    with pytest.raises(TooLittleMemory, match="cannot be served here: see --tensor-parallel-size"):
+        with_shares(on_cards(), large)
+    with_shares(on_cards(num_ranks=2), large)
+    with pytest.raises(TooLittleMemory, match="on each of 2 ranks; .* for 2 ranks. Give fewer"):
+        with_shares(on_cards(2, num_ranks=2), large)
 
 
 def test_without_a_share_nothing_changes(fake: FakeCuda) -> None:

@@ -12,12 +12,11 @@ from kunserve.cli import main
 from kunserve.core.config import InstanceConfig, ModelConfig
 from kunserve.core.errors import ConfigError, TooLittleMemory
 from kunserve.core.ids import InstanceId
-from kunserve.engine import devices, doctor
+from kunserve.engine import doctor
 from kunserve.engine.body import EngineBody
-from kunserve.engine.cuda import cards
+from kunserve.engine.cuda import cards, opening
 from kunserve.engine.cuda.backend import CudaBackend
 from kunserve.engine.cuda.driver import CudaError, Driver
-from kunserve.engine.devices import open_backend
 from kunserve.engine.weights.loader import WeightLoader
 from kunserve.server import launch
 from tests.fakecuda.library import KIB, MIB, FakeCuda, build
@@ -103,10 +102,10 @@ def test_a_gpu_that_will_not_do(
 def test_a_driver_older_than_torch(fake: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
     """Said by each instance, because the front does without torch."""
     fake.describe(version=12020)
-    monkeypatch.setattr(devices, "LIBRARY", build())
+    monkeypatch.setattr(opening, "LIBRARY", build())
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     with pytest.raises(ConfigError, match=r"driver is too old: it knows CUDA 12\.2, and torch"):
-        open_backend("cuda", InstanceId(0))
+        opening.cards_of("cuda", 0, 1)
 
 
 def test_a_busy_gpu_with_memory_given(
