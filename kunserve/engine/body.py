@@ -39,7 +39,7 @@ from kunserve.engine.split_head import (
     join_logits,
     part_of,
 )
-from kunserve.engine.step_batch import build_batch, entries_of
+from kunserve.engine.step_batch import build_batch, entry_bounds
 from kunserve.engine.structured.forms import Forms
 from kunserve.engine.structured.vocabulary import open_vocabulary
 from kunserve.engine.weights.formats import shape_of
@@ -144,8 +144,8 @@ class EngineBody:
         assert (hidden is None) == work.is_first, work.is_first
         self.memory.tidy()
         batch = build_batch(work)
-        entries = entries_of(batch, self.memory.spec.block_size)
-        assert self.memory.backs(entries, work.layers), (self.memory.held, work.layers, entries)
+        bounds = entry_bounds(batch, self._spec.block_size)
+        assert self.memory.backs(bounds, work.layers), (self.memory.held, work.layers, bounds)
         self._decoder.set_layers(work.layers)
         if hidden is None:
             hidden = self._decoder.embed(batch)
@@ -163,7 +163,9 @@ class EngineBody:
         if work.is_last:
             scores = self._scorer.score(work.plan, batch, hidden) if work.plan.scored else ()
             if work.gives_rows:
-                rows = hidden.index_select(0, torch.from_numpy(batch.sample_rows))
+                rows = hidden
+                if len(batch.sample_rows) < len(hidden):
+                    rows = hidden.index_select(0, torch.from_numpy(batch.sample_rows))
                 outcome = StepOutcome(rows, (), scores)
             else:
                 outcome = StepOutcome(None, self._sample(work, batch, hidden), scores)

@@ -33,7 +33,15 @@ from kunserve.engine.kernels.library import (
     kernel,
     set_num_threads,
 )
-from kunserve.engine.kernels.ops import Finish, Matrix, argmax, gather, linear, rms_norm
+from kunserve.engine.kernels.ops import (
+    Finish,
+    Matrix,
+    argmax,
+    gather,
+    linear,
+    pick_rows,
+    rms_norm,
+)
 from kunserve.engine.kernels.packed import PackedMatrix, rounded_bytes
 from kunserve.engine.kernels.rope import rope_tables
 
@@ -186,6 +194,7 @@ class _Scratch:
         self._rounded_bytes = 0 if spec.packed is None else rounded_bytes(1, _widest(spec))
         self._tensors: dict[str, torch.Tensor] = {}
         self._capacity = 0
+        self._buffers = CBuffers()
 
     def __call__(self, name: str, num_tokens: int) -> torch.Tensor:
         """Activation ``name`` for ``num_tokens`` tokens: [num_tokens, width]."""
@@ -206,6 +215,8 @@ class _Scratch:
             routing = torch.empty(routing_bytes(num_tokens, self._experts), dtype=torch.uint8)
             self._tensors["routing"] = routing.zero_()
             self._tensors["sums"] = torch.empty(num_tokens, self._widths["normed"]).zero_()
+        for name, tensor in self._tensors.items():
+            setattr(self._buffers, name, tensor.data_ptr())
 
     @property
     def num_bytes(self) -> int:
@@ -213,12 +224,11 @@ class _Scratch:
         return sum(tensor.nbytes for tensor in self._tensors.values())
 
     def as_c(self, hidden: torch.Tensor) -> CBuffers:
-        """The kernels' view, with ``hidden`` as the residual stream."""
-        buffers = CBuffers(hidden=hidden.data_ptr())
-        self(next(iter(self._widths)), hidden.shape[0])
-        for name, tensor in self._tensors.items():
-            setattr(buffers, name, tensor.data_ptr())
-        return buffers
+        """The kernels' view, with ``hidden`` as the residual stream, until the next call."""
+        if hidden.shape[0] > self._capacity:
+            self.reserve(hidden.shape[0])
+        self._buffers.hidden = hidden.data_ptr()
+        return self._buffers
 
 
 class Decoder:
@@ -279,8 +289,11 @@ class Decoder:
 
     def embed(self, batch: StepBatch) -> torch.Tensor:
         """The tokens' embeddings, [T, hidden], newly allocated."""
-        ids = torch.from_numpy(batch.token_ids)
-        rows = gather(self._weights.embedding, ids, self._dtype)
+        embedding = self._weights.embedding
+        if isinstance(embedding, torch.Tensor):
+            rows = pick_rows(embedding, batch.token_ids)
+        else:
+            rows = gather(embedding, torch.from_numpy(batch.token_ids), self._dtype)
         return scaled(rows, self._spec.embedding_scale)
 
     def forward(
@@ -322,12 +335,17 @@ class Decoder:
 
     def logits(self, batch: StepBatch, hidden: torch.Tensor) -> torch.Tensor:
         """Float32 logits [n, vocab] of ``batch.sample_rows``. Overwritten by the next call."""
+        if len(batch.sample_rows) == len(hidden):  # all of them, in order
+            return self._logits_of_rows(hidden)
         return self.logits_of(batch.sample_rows, hidden)
 
     def logits_of(self, which: npt.NDArray[np.integer[Any]], hidden: torch.Tensor) -> torch.Tensor:
         """As ``logits``, of these rows of ``hidden``."""
-        rows = hidden.index_select(0, torch.from_numpy(which))
-        rms_norm(rows, self._weights.final_norm, self._spec.rms_eps, rows, self._norm_offset)
+        return self._logits_of_rows(hidden.index_select(0, torch.from_numpy(which)))
+
+    def _logits_of_rows(self, hidden: torch.Tensor) -> torch.Tensor:
+        rows = self._scratch("normed", len(hidden))
+        rms_norm(hidden, self._weights.final_norm, self._spec.rms_eps, rows, self._norm_offset)
         scaled(rows, self._spec.logit_scale)
         if rows.shape[0] > self._logits.shape[0]:
             self._logits = torch.empty(rows.shape[0], self._spec.vocab_size)

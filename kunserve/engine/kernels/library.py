@@ -164,6 +164,11 @@ def library() -> ctypes.CDLL:
     return load(str(find_or_build()))
 
 
+def is_loaded() -> bool:
+    """Whether this process uses the kernels."""
+    return library.cache_info().currsize > 0
+
+
 def load(path: str) -> ctypes.CDLL:
     """The library at ``path`` with every signature declared."""
     loaded = ctypes.CDLL(path)
@@ -179,6 +184,11 @@ def load(path: str) -> ctypes.CDLL:
     loaded.kun_ranks_meeting_bytes.restype = c_int64
     loaded.kun_argmax.argtypes = (c_void_p, c_void_p, c_int64, c_int64)
     loaded.kun_argmax.restype = None
+    loaded.kun_largest.argtypes = (c_void_p, c_void_p, c_int64, c_int64, c_int64)
+    loaded.kun_largest.restype = None
+    loaded.kun_pick_rows.argtypes = (c_void_p, c_int64, c_int64, c_void_p, c_int64, c_void_p)
+    loaded.kun_entry_bounds.argtypes = (*(c_void_p,) * 3, *(c_int64,) * 3, c_void_p)
+    loaded.kun_entry_bounds.restype = None
     loaded.kun_set_threads.argtypes = (c_int32,)
     loaded.kun_set_spin.argtypes = (c_int32, c_int32)
     return loaded
