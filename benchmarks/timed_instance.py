@@ -17,6 +17,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from kunserve.cluster import instance_loop
 from kunserve.cluster.instance_start import Loaded, run_instance
 from kunserve.cluster.launch import InstanceOrder
 from kunserve.engine.kernels import library
@@ -41,13 +42,17 @@ PARTS: dict[str, tuple[str, ...]] = {
     "completes": ("control.group.scheduler:Scheduler.complete",),
     "arrays of the batch": ("engine.body:build_batch", "engine.body:entries_of"),
     "embeds": ("engine.decoder:Decoder.embed",),
-    "layers, beside the kernel": ("engine.decoder:Decoder.forward",),
+    "layers, beside the kernel": (
+        "engine.decoder:Decoder.forward",
+        "engine.decoder:Decoder.run_whole",
+    ),
     "logits, beside the kernels": (
         "engine.decoder:Decoder.logits",
         "engine.split_head:SplitHead.part",
     ),
     "samples": (
         "engine.sampler:Sampler.sample",
+        "engine.sampler:Sampler.sample_found",
         "engine.sampler:Sampler.sample_largest",
     ),
     "body, rest": (
@@ -97,7 +102,9 @@ def time_kernels() -> None:
 
     found: Any = library
     found.kernel = kernel
-    for name in ("kun_argmax",):
+    for name in ("kun_argmax", "kun_largest", "kun_pick_rows", "kun_entry_bounds"):
+        if not hasattr(loaded, name):
+            continue
         setattr(loaded, name, timed(KERNELS, getattr(loaded, name)))
 
 
@@ -144,6 +151,8 @@ def _load(order: InstanceOrder) -> Loaded:
     from kunserve.cluster.instance_main import load_model  # looks kernels up
 
     time_parts()
+    # On a machine with much else to do steps last, and would be a call for each layer.
+    instance_loop.LONG_STEP_S = 10.0
     loaded = load_model(order)
     path = Path(sys.argv[1]) / f"account-{order.instance_id}-{os.getpid()}"
     body: Any = TimedBody(loaded.body, path)

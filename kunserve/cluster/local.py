@@ -279,12 +279,9 @@ class LocalCluster:
         try:
             while self._commands:
                 command = self._commands.popleft()
+                may_change |= not isinstance(command, Deliver)
                 try:
-                    if isinstance(command, Deliver):  # one for each token
-                        command.client(command.token)
-                    else:
-                        may_change = True
-                        self._carry_out(command)
+                    self._carry_out(command)
                 except Exception:
                     self._background.note_error(f"command {type(command).__name__}")
         finally:
@@ -295,6 +292,8 @@ class LocalCluster:
 
     def _carry_out(self, command: ControlCommand) -> None:
         match command:
+            case Deliver(token, client):
+                client(token)
             case Send(instance_id, message):
                 if not self._channel.send(instance_id, message) and instance_id in self._ready:
                     reason = f"{type(message).__name__} could not be sent to it"

@@ -101,7 +101,17 @@ class Sampler:
         ``positions`` are the tokens' indices among their request's output. The token is None
         where the row has a NaN or no finite maximum, or where sampling it fails.
         """
-        values, tokens = largest(logits)
+        return self.sample_found(logits, request_ids, positions, *largest(logits))
+
+    def sample_found(
+        self,
+        logits: torch.Tensor,
+        request_ids: Sequence[RequestId],
+        positions: Sequence[int],
+        values: Sequence[float],
+        tokens: Sequence[int],
+    ) -> tuple[SampledToken, ...]:
+        """As ``sample``, where the largest of each row are known."""
         sampled: list[SampledToken] = []
         with contextlib.ExitStack() as stack:
             rows: npt.NDArray[np.float32] | None = None
