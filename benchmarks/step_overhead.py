@@ -5,13 +5,15 @@
 Two instances of SmolLM2, one thread each, decode the same number of streams on two single
 instances and then on the pair that a drop makes of them, over and over. Every kernel call is
 timed on the clock of its thread (`benchmarks.timed_instance`), so what others do on the machine
-matters little. Processor time of the loop's thread outside kernels, as a share and per token; that
-of the other threads; and how often any thread of an instance went to sleep. `--batch 16` gives
-each single instance so many rows. `--other` takes turns with the code of another checkout.
+matters little. Processor time of the loop's thread outside kernels, as a share and per token, and
+what parts of a step it is made of; that of the other threads; and how often any thread of an
+instance went to sleep. Half the streams are a single instance's rows. `--other` takes turns with
+the code of another checkout. To time the parts costs a few hundredths of a millisecond per step.
 """
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
 import statistics
@@ -46,6 +48,8 @@ from kunserve.core.tokens import TokenIds  # noqa: E402
 MODEL = "smollm2-135m"
 VOCABULARY = 49_152
 NUM_INSTANCES = 2
+PROGRAM = Path(__file__).with_name("timed_instance.py")
+"""This checkout's also for the code of another one."""
 SETTLE_S = 0.4
 """Before a phase's first account."""
 
@@ -56,18 +60,16 @@ class Account:
 
     at_s: float
     thread_s: float
-    kernel_s: float
     num_steps: int
+    parts_s: dict[str, float]
 
 
 def accounts(folder: Path, instance: int) -> Iterator[Account]:
     """All that an instance has written."""
     for path in folder.glob(f"account-{instance}-*"):
         for line in path.read_text().splitlines():
-            words = line.split()
-            if len(words) == 4:
-                at_s, thread_s, kernel_s = map(float, words[:3])
-                yield Account(at_s, thread_s, kernel_s, int(words[3]))
+            with contextlib.suppress(json.JSONDecodeError):  # the last one may be cut
+                yield Account(*json.loads(line))
 
 
 def threads_of(pid: int) -> tuple[float, int]:
@@ -112,7 +114,10 @@ async def phase(
         inside = [a for a in accounts(folder, instance) if from_s <= a.at_s <= until_s]
         first, last = inside[0], inside[-1]
         steps = last.num_steps - first.num_steps
-        thread_s, kernel_s = last.thread_s - first.thread_s, last.kernel_s - first.kernel_s
+        thread_s = last.thread_s - first.thread_s
+        parts_s = {name: until - first.parts_s[name] for name, until in last.parts_s.items()}
+        kernel_s = parts_s.pop("kernels")
+        parts_s["the loop itself"] = thread_s - kernel_s - sum(parts_s.values())
         tokens_then = num_tokens * (last.at_s - first.at_s) / (until_s - from_s)
         (all_s, sleeps), (all_before_s, sleeps_before) = after[instance], before[instance]
         beside_s = (all_s - all_before_s) - thread_s * (until_s - from_s) / (last.at_s - first.at_s)
@@ -125,6 +130,7 @@ async def phase(
                 "other threads, per token": 1e3 * beside_s / num_tokens,
                 "sleeps per token": (sleeps - sleeps_before) / num_tokens,
                 "TPOT": 1e3 * (until_s - from_s) / num_tokens,
+                **{f"step: {name}": 1e6 * part_s / steps for name, part_s in parts_s.items()},
             }
         )
     return found
@@ -132,8 +138,6 @@ async def phase(
 
 async def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Phases of one cluster, in turns."""
-    from benchmarks.timed_instance import program_of
-
     config = KunServeConfig(
         model=ModelConfig(model=MODEL),
         instance=InstanceConfig(memory_bytes=options.memory_mib << 20, num_threads=1),
@@ -145,7 +149,7 @@ async def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory(prefix="step-overhead-") as name:
         folder = Path(name)
         cluster = await LocalCluster.start(
-            config, vocab_size=VOCABULARY, launcher=LocalLauncher(program_of(folder))
+            config, vocab_size=VOCABULARY, launcher=LocalLauncher((str(PROGRAM), str(folder)))
         )
         try:
             for turn in range(options.turns):
@@ -192,6 +196,13 @@ def summary(lines: Sequence[dict[str, Any]]) -> dict[tuple[str, int], dict[str, 
     return found
 
 
+def unit_of(figure: str) -> str:
+    """What a figure is counted in."""
+    if "sleeps" in figure:
+        return ""
+    return "%" if "%" in figure else "us" if figure.startswith("step: ") else "ms"
+
+
 def main() -> None:
     """Measure here, or in turns with another checkout."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -222,7 +233,7 @@ def main() -> None:
         for name, places in found.items():
             for (kind, stage), figures in places.items():
                 for figure, values in figures.items():
-                    unit = "" if "sleeps" in figure else "%" if "%" in figure else "ms"
+                    unit = unit_of(figure)
                     value = statistics.median(values)
                     report.add(figure, value, unit, code=name, phase=kind, instance=stage)
         for place, figures in found["this"].items() if "other" in found else ():

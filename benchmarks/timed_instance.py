@@ -1,42 +1,90 @@
-"""An instance that tells how much of its time is spent in kernels, for `step_overhead`.
+"""An instance that tells where its loop's thread spends its time, for `step_overhead`.
 
-LocalLauncher(program_of(folder))
+LocalLauncher((path of this file, folder))
 
-Every kernel call is timed on the clock of the thread that makes it. After every work that the
-instance's loop gives to its body, `account-N` in the folder has a line: the time of the loop's
-thread, that of the kernels, and how many steps of layers there were.
+Every kernel call, and every part of a step beside the kernels, is timed on the clock of the thread
+that makes it. What one part calls of another one is the other one's. After every work that the
+instance's loop gives to its body, `account-N` in the folder may have a line: the time of day, that
+of the loop's thread, how many steps of layers there were, and the time of each part.
 """
 
+import json
 import os
 import sys
 import time
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from kunserve.cluster import instance_loop
 from kunserve.cluster.instance_start import Loaded, run_instance
 from kunserve.cluster.launch import InstanceOrder
 from kunserve.engine.kernels import library
 
 WRITTEN_EVERY_S = 0.1
+KERNELS = "kernels"
+PARTS: dict[str, tuple[str, ...]] = {
+    "reads mail": ("cluster.instance_loop:InstanceLoop._read_mail",),
+    "reads peers' mail": ("cluster.instance_loop:InstanceLoop._read_peers",),
+    "sends": (
+        "cluster.instance_loop:InstanceLoop._send_mail",
+        "cluster.instance_loop:InstanceLoop._send_to_front",
+    ),
+    "reports": ("cluster.instance_loop:InstanceLoop._report_if_due",),
+    "chooses and plans": ("control.group.scheduler:Scheduler.schedule",),
+    "names blocks": ("control.instance.agent:InstanceAgent._localize",),
+    "agent, rest": (
+        "control.instance.agent:InstanceAgent.next_work",
+        "control.instance.agent:InstanceAgent.finished",
+        "control.instance.agent:InstanceAgent.on",
+    ),
+    "completes": ("control.group.scheduler:Scheduler.complete",),
+    "arrays of the batch": ("engine.body:build_batch", "engine.body:entries_of"),
+    "embeds": ("engine.decoder:Decoder.embed",),
+    "layers, beside the kernel": (
+        "engine.decoder:Decoder.forward",
+        "engine.decoder:Decoder.run_whole",
+    ),
+    "logits, beside the kernels": (
+        "engine.decoder:Decoder.logits",
+        "engine.split_head:SplitHead.part",
+    ),
+    "samples": (
+        "engine.sampler:Sampler.sample",
+        "engine.sampler:Sampler.sample_found",
+        "engine.sampler:Sampler.sample_largest",
+    ),
+    "body, rest": (
+        "engine.body:EngineBody.execute",
+        "engine.body:EngineBody.head_part",
+        "engine.body:EngineBody.sample",
+    ),
+}
+"""What is timed, below ``kunserve``. What a checkout does not have is left out."""
 
-_kernel_s = 0.0
+_spent_s = dict.fromkeys((KERNELS, *PARTS), 0.0)
+_stack: list[str] = []
+_turned_s = 0.0
+"""When the part on top of the stack went on."""
 
 
-def program_of(folder: Path) -> tuple[str, str]:
-    """What ``LocalLauncher`` runs so that instances write accounts to the folder."""
-    return (__file__, str(folder))
+def timed(part: str, call: Callable[..., Any]) -> Callable[..., Any]:
+    """The same, and its time is that of the part."""
 
-
-def timed(call: Callable[..., Any]) -> Callable[..., Any]:
-    """The same, and its time is a kernel's."""
-
-    def timed_call(*arguments: Any) -> Any:
-        global _kernel_s
-        began_s = time.thread_time()
-        found = call(*arguments)
-        _kernel_s += time.thread_time() - began_s
-        return found
+    def timed_call(*arguments: Any, **options: Any) -> Any:
+        global _turned_s
+        now_s = time.thread_time()
+        if _stack:
+            _spent_s[_stack[-1]] += now_s - _turned_s
+        _stack.append(part)
+        _turned_s = now_s
+        try:
+            return call(*arguments, **options)
+        finally:
+            now_s = time.thread_time()
+            _spent_s[_stack.pop()] += now_s - _turned_s
+            _turned_s = now_s
 
     return timed_call
 
@@ -49,13 +97,28 @@ def time_kernels() -> None:
 
     def kernel(name: str, dtype: Any) -> Callable[..., Any]:
         if (name, dtype) not in cache:
-            cache[name, dtype] = timed(plain(name, dtype))
+            cache[name, dtype] = timed(KERNELS, plain(name, dtype))
         return cache[name, dtype]
 
     found: Any = library
     found.kernel = kernel
-    for name in ("kun_argmax",):
-        setattr(loaded, name, timed(getattr(loaded, name)))
+    for name in ("kun_argmax", "kun_largest", "kun_pick_rows", "kun_entry_bounds"):
+        if not hasattr(loaded, name):
+            continue
+        setattr(loaded, name, timed(KERNELS, getattr(loaded, name)))
+
+
+def time_parts() -> None:
+    """Before an instance is assembled."""
+    for part, places in PARTS.items():
+        for place in places:
+            module, _, path = place.partition(":")
+            owner: Any = import_module(f"kunserve.{module}")
+            *owners, name = path.split(".")
+            for one in owners:
+                owner = getattr(owner, one, None)
+            if hasattr(owner, name):
+                setattr(owner, name, timed(part, getattr(owner, name)))
 
 
 class TimedBody:
@@ -78,8 +141,8 @@ class TimedBody:
         now_s = time.monotonic()
         if now_s - self._written_s > WRITTEN_EVERY_S:
             self._written_s = now_s
-            account = (now_s, time.thread_time(), _kernel_s, self._num_steps)
-            self._file.write(" ".join(map(str, account)) + "\n")
+            account = (now_s, time.thread_time(), self._num_steps, _spent_s)
+            self._file.write(json.dumps(account) + "\n")
         return found
 
 
@@ -87,6 +150,9 @@ def _load(order: InstanceOrder) -> Loaded:
     time_kernels()
     from kunserve.cluster.instance_main import load_model  # looks kernels up
 
+    time_parts()
+    # On a machine with much else to do steps last, and would be a call for each layer.
+    instance_loop.LONG_STEP_S = 10.0
     loaded = load_model(order)
     path = Path(sys.argv[1]) / f"account-{order.instance_id}-{os.getpid()}"
     body: Any = TimedBody(loaded.body, path)

@@ -31,10 +31,14 @@ class Background:
         try:
             yield
         except Exception:
-            self._errors[what] += 1
-            count = self._errors[what]
-            if count & (count - 1) == 0:
-                logger.exception("internal error what=%r count=%d", what, count)
+            self.note_error(what)
+
+    def note_error(self, what: str) -> None:
+        """Called in an ``except``, where a context for every call would cost too much."""
+        self._errors[what] += 1
+        count = self._errors[what]
+        if count & (count - 1) == 0:
+            logger.exception("internal error what=%r count=%d", what, count)
 
     def run(self, what: str, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Start a task. An error ends it, but not unseen."""

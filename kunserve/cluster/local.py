@@ -280,8 +280,10 @@ class LocalCluster:
             while self._commands:
                 command = self._commands.popleft()
                 may_change |= not isinstance(command, Deliver)
-                with self._background.surviving(f"command {type(command).__name__}"):
+                try:
                     self._carry_out(command)
+                except Exception:
+                    self._background.note_error(f"command {type(command).__name__}")
         finally:
             self._is_flushing = False
         if may_change:

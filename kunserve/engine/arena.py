@@ -27,16 +27,13 @@ class VirtualRange:
         """[num_slots] the granule mapped at each slot that belongs elsewhere, or -1."""
         self.base_address = pages.reserve(self.num_bytes)
         self._is_host = pages.is_host
+        self.num_mapped = 0
+        """Granules that belong here. Every step asks. The arena counts."""
 
     @property
     def num_bytes(self) -> int:
         """Address space from ``base_address``, mapped or not."""
         return self.num_slots * self.granule_bytes
-
-    @property
-    def num_mapped(self) -> int:
-        """Granules that belong here."""
-        return int(np.count_nonzero(self.granules != NOTHING))
 
     def address_of(self, slot: int) -> int:
         """Where a slot begins."""
@@ -66,6 +63,8 @@ class Arena:
         self._slot: Granules = np.full(self.num_granules, NOTHING, dtype=np.int32)
         self._alias_range: Granules = np.full(self.num_granules, NOTHING, dtype=np.int32)
         self._alias_slot: Granules = np.full(self.num_granules, NOTHING, dtype=np.int32)
+        self.num_aliases = 0
+        """Granules mapped at two places. Every step asks."""
 
     @property
     def num_calls(self) -> int:
@@ -76,11 +75,6 @@ class Arena:
     def num_free(self) -> int:
         """Granules that belong nowhere."""
         return int(np.count_nonzero(self._owner == NOTHING))
-
-    @property
-    def num_aliases(self) -> int:
-        """Granules mapped at two places."""
-        return int(np.count_nonzero(self._alias_range != NOTHING))
 
     def reserve(self, name: str, num_bytes: int) -> VirtualRange:
         """A new empty range of at least ``num_bytes``; it lives until ``close``."""
@@ -170,6 +164,7 @@ class Arena:
             at, new = target_slot + int(slots[0]), granules[slots]
             self.pages.map(target.address_of(at), new, populate=True)
             target.aliases[at : at + len(new)] = new
+            self.num_aliases += len(new)
             self._alias_range[new] = target.range_id
             self._alias_slot[new] = np.arange(at, at + len(new), dtype=np.int32)
 
@@ -183,10 +178,12 @@ class Arena:
         assert (alias_range != NOTHING).all(), (source.name, source_slot, num)
         slots = np.arange(source_slot, source_slot + num, dtype=np.int32)
         source.granules[slots], source.aliases[slots] = NOTHING, granules
+        source.num_mapped -= num
         for range_id in np.unique(alias_range).tolist():
             target, here = self._ranges[range_id], alias_range == range_id
             target.aliases[alias_slot[here]] = NOTHING
             target.granules[alias_slot[here]] = granules[here]
+            target.num_mapped += int(np.count_nonzero(here))
         self._owner[granules], self._slot[granules] = alias_range, alias_slot
         self._alias_range[granules], self._alias_slot[granules] = source.range_id, slots
 
@@ -203,6 +200,7 @@ class Arena:
         granules = owner.aliases[slot : slot + num].copy()
         self.pages.unmap(owner.address_of(slot), num)
         owner.aliases[slot : slot + num] = NOTHING
+        self.num_aliases -= num
         self._alias_range[granules] = NOTHING
         self._alias_slot[granules] = NOTHING
 
@@ -223,10 +221,12 @@ class Arena:
                 assert (range_of[granules] == owner.range_id).all(), owner.name
                 assert (slot_of[granules] == slots).all(), owner.name
             assert not ((owner.granules != NOTHING) & (owner.aliases != NOTHING)).any(), owner.name
+            assert owner.num_mapped == np.count_nonzero(owner.granules != NOTHING), owner.name
         free = self._owner == NOTHING
         assert (seen == np.where(free, 0, 1)).all(), np.flatnonzero(seen != np.where(free, 0, 1))
         assert (linked == np.where(self._alias_range == NOTHING, 0, 1)).all(), linked
         assert not linked[free].any(), "a free granule is mapped"
+        assert self.num_aliases == linked.sum(), self.num_aliases
         assert sum(owner.num_mapped for owner in self._ranges) + self.num_free == self.num_granules
         if ask_kernel:
             for owner in self._ranges:
@@ -241,10 +241,12 @@ class Arena:
         for owner in self._ranges:
             owner.granules.fill(NOTHING)
             owner.aliases.fill(NOTHING)
+            owner.num_mapped = 0
         self._ranges.clear()
         self.pages.close()
         for books in (self._owner, self._slot, self._alias_range, self._alias_slot):
             books.fill(NOTHING)
+        self.num_aliases = 0
 
     def _owned(self, source: VirtualRange, slot: int, num: int) -> Granules:
         """What belongs at ``num`` consecutive full slots."""
@@ -254,11 +256,13 @@ class Arena:
 
     def _record(self, target: VirtualRange, slot: int, granules: Granules) -> None:
         target.granules[slot : slot + len(granules)] = granules
+        target.num_mapped += len(granules)
         self._owner[granules] = target.range_id
         self._slot[granules] = np.arange(slot, slot + len(granules), dtype=np.int32)
 
     def _erase(self, source: VirtualRange, slot: int, granules: Granules) -> None:
         source.granules[slot : slot + len(granules)] = NOTHING
+        source.num_mapped -= len(granules)
         self._owner[granules] = NOTHING
         self._slot[granules] = NOTHING
 

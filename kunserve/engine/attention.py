@@ -20,6 +20,9 @@ TORCH_DTYPES = {
 }
 
 
+_INT32 = np.dtype(np.int32)
+
+
 @dataclass(slots=True)
 class StepBatch:
     """One microbatch as the kernels want it: C-contiguous int32 arrays, prepared once per step.
@@ -51,9 +54,8 @@ class StepBatch:
 
     def check(self) -> None:
         """Assert that the arrays are what the kernels read."""
-        for name in ("positions", "tables", "rows", "q_starts", "context_lens"):
-            array = getattr(self, name)
-            assert array.dtype == np.int32 and array.flags.c_contiguous, (name, array.dtype)
+        for array in (self.positions, self.tables, self.rows, self.q_starts, self.context_lens):
+            assert array.dtype == _INT32 and array.flags.c_contiguous, (array.dtype, array.shape)
         assert len(self.q_starts) == len(self.rows) + 1 == len(self.context_lens) + 1
         assert self.q_starts[0] == 0 and self.q_starts[-1] == self.num_tokens, self.q_starts
 

@@ -28,7 +28,8 @@ from kunserve.core.step import SampledRow, SampledToken
 from kunserve.engine.account import account_of
 from kunserve.engine.attention import TORCH_DTYPES
 from kunserve.engine.backend import Backend, CpuBackend
-from kunserve.engine.decoder import PANEL_ROWS, StepBatch, StepLimits
+from kunserve.engine.decoder import PANEL_ROWS, Decoder, StepBatch, StepLimits
+from kunserve.engine.ends import Largest
 from kunserve.engine.free_memory import beside_bytes
 from kunserve.engine.memory import MemoryPlan
 from kunserve.engine.prompt_scorer import PromptScorer
@@ -39,7 +40,7 @@ from kunserve.engine.split_head import (
     join_logits,
     part_of,
 )
-from kunserve.engine.step_batch import build_batch, entries_of
+from kunserve.engine.step_batch import build_batch, entry_bounds
 from kunserve.engine.structured.forms import Forms
 from kunserve.engine.structured.vocabulary import open_vocabulary
 from kunserve.engine.weights.formats import shape_of
@@ -144,9 +145,11 @@ class EngineBody:
         assert (hidden is None) == work.is_first, work.is_first
         self.memory.tidy()
         batch = build_batch(work)
-        entries = entries_of(batch, self.memory.spec.block_size)
-        assert self.memory.backs(entries, work.layers), (self.memory.held, work.layers, entries)
+        bounds = entry_bounds(batch, self._spec.block_size)
+        assert self.memory.backs(bounds, work.layers), (self.memory.held, work.layers, bounds)
         self._decoder.set_layers(work.layers)
+        if look_up is None and (decoder := self._fused_for(work)) is not None:
+            return self._execute_whole(work, batch, decoder)
         if hidden is None:
             hidden = self._decoder.embed(batch)
         if self._samples(work):
@@ -163,13 +166,30 @@ class EngineBody:
         if work.is_last:
             scores = self._scorer.score(work.plan, batch, hidden) if work.plan.scored else ()
             if work.gives_rows:
-                rows = hidden.index_select(0, torch.from_numpy(batch.sample_rows))
+                rows = hidden
+                if len(batch.sample_rows) < len(hidden):
+                    rows = hidden.index_select(0, torch.from_numpy(batch.sample_rows))
                 outcome = StepOutcome(rows, (), scores)
             else:
                 outcome = StepOutcome(None, self._sample(work, batch, hidden), scores)
         # Movers and the next stage read what this step has written.
         self._backend.synchronize()
         return outcome
+
+    def _fused_for(self, work: StepWork) -> Decoder | None:
+        """What computes the step in one call, if anything does."""
+        decoder = self._decoder
+        is_whole = work.is_first and work.is_last and not (work.shares_head or work.plan.scored)
+        return decoder if is_whole and isinstance(decoder, Decoder) and decoder.is_fused else None
+
+    def _execute_whole(self, work: StepWork, batch: StepBatch, decoder: Decoder) -> StepOutcome:
+        for start in work.plan.started:
+            self._sampler.prepare(start.sampling)
+        logits, found = decoder.run_whole(batch)
+        self._start(work)
+        wanted = work.plan.sampled_rows
+        tokens = self._sample_rows(logits, wanted, found) if wanted else ()
+        return StepOutcome(None, tokens)
 
     def _start(self, work: StepWork) -> None:
         """Know the requests whose first chunk this is, as far as this stage must."""
@@ -196,10 +216,13 @@ class EngineBody:
         return self._sample_rows(self._decoder.logits(batch, hidden), wanted)
 
     def _sample_rows(
-        self, logits: torch.Tensor, wanted: Sequence[SampledRow]
+        self, logits: torch.Tensor, wanted: Sequence[SampledRow], found: Largest | None = None
     ) -> tuple[SampledToken, ...]:
         positions = [row.num_before - self._prompt_tokens[row.request_id] for row in wanted]
-        return self._sampler.sample(logits, [row.request_id for row in wanted], positions)
+        request_ids = [row.request_id for row in wanted]
+        if found is None:
+            return self._sampler.sample(logits, request_ids, positions)
+        return self._sampler.sample_found(logits, request_ids, positions, *found)
 
     def head_part(self, work: HeadWork, rows: torch.Tensor) -> torch.Tensor:
         """See ``Body``."""

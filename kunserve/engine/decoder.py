@@ -24,6 +24,7 @@ from kunserve.engine.attention import (
     c_model,
     capped,
 )
+from kunserve.engine.ends import Ends, Largest, can_be_fused
 from kunserve.engine.experts import add_experts, routing_bytes
 from kunserve.engine.kernels.library import (
     LAYER_FIELDS,
@@ -33,9 +34,18 @@ from kunserve.engine.kernels.library import (
     kernel,
     set_num_threads,
 )
-from kunserve.engine.kernels.ops import Finish, Matrix, argmax, gather, linear, rms_norm
+from kunserve.engine.kernels.ops import (
+    Finish,
+    Matrix,
+    argmax,
+    gather,
+    linear,
+    pick_rows,
+    rms_norm,
+)
 from kunserve.engine.kernels.packed import PackedMatrix, rounded_bytes
 from kunserve.engine.kernels.rope import rope_tables
+from kunserve.engine.scratch import Scratch, widest
 
 __all__ = ["PANEL_ROWS", "Decoder", "LayerWeights", "ModelWeights", "StepBatch", "StepDecoder"]
 
@@ -119,14 +129,9 @@ class StepLimits:
             activations += routing_bytes(self.num_tokens, spec.experts)
             activations += self.num_tokens * spec.hidden_size * 4
         if spec.packed is not None:
-            activations += rounded_bytes(self.num_tokens, _widest(spec))
+            activations += rounded_bytes(self.num_tokens, widest(spec))
         logits = self.num_sampled * spec.vocab_size * 4
         return activations + logits + spec.num_ropes * self.num_positions * spec.head_dim * 4
-
-
-def _widest(spec: ModelSpec) -> int:
-    """Values of a token that are rounded together, where weights are packed."""
-    return max(spec.hidden_size, spec.q_size, spec.gated_size)
 
 
 class StepDecoder(Protocol):
@@ -171,56 +176,6 @@ class StepDecoder(Protocol):
         ...
 
 
-class _Scratch:
-    """Activations of a step, grown to the largest step so far and reused."""
-
-    def __init__(self, spec: ModelSpec, dtype: torch.dtype) -> None:
-        self._widths = {
-            "normed": spec.hidden_size,
-            "qkv": spec.qkv_size,
-            "mixed": spec.q_size,
-            "gated": spec.gated_size,
-        }
-        self._experts = spec.experts
-        self._dtype = dtype
-        self._rounded_bytes = 0 if spec.packed is None else rounded_bytes(1, _widest(spec))
-        self._tensors: dict[str, torch.Tensor] = {}
-        self._capacity = 0
-
-    def __call__(self, name: str, num_tokens: int) -> torch.Tensor:
-        """Activation ``name`` for ``num_tokens`` tokens: [num_tokens, width]."""
-        if num_tokens > self._capacity or not self._tensors:
-            self.reserve(num_tokens)
-        return self._tensors[name][:num_tokens]
-
-    def reserve(self, num_tokens: int) -> None:
-        """Take memory for steps of this size, whose pages are there on return."""
-        self._capacity = num_tokens
-        self._tensors = {
-            key: torch.empty(num_tokens, width, dtype=self._dtype).zero_()
-            for key, width in self._widths.items()
-        }
-        rounded = torch.empty(num_tokens, self._rounded_bytes, dtype=torch.uint8)
-        self._tensors["rounded"] = rounded.zero_()
-        if self._experts is not None:
-            routing = torch.empty(routing_bytes(num_tokens, self._experts), dtype=torch.uint8)
-            self._tensors["routing"] = routing.zero_()
-            self._tensors["sums"] = torch.empty(num_tokens, self._widths["normed"]).zero_()
-
-    @property
-    def num_bytes(self) -> int:
-        """In use now."""
-        return sum(tensor.nbytes for tensor in self._tensors.values())
-
-    def as_c(self, hidden: torch.Tensor) -> CBuffers:
-        """The kernels' view, with ``hidden`` as the residual stream."""
-        buffers = CBuffers(hidden=hidden.data_ptr())
-        self(next(iter(self._widths)), hidden.shape[0])
-        for name, tensor in self._tensors.items():
-            setattr(buffers, name, tensor.data_ptr())
-        return buffers
-
-
 class Decoder:
     """Runs steps over the layers of a stage. One step at a time; not thread-safe.
 
@@ -250,14 +205,23 @@ class Decoder:
         self._range = LayerRange(0, spec.num_layers)
         self._rope = rope_tables(spec)
         self._norm_offset = int(spec.has_offset_norms)
-        self._scratch = _Scratch(spec, self._dtype)
+        self._scratch = Scratch(spec, self._dtype)
         self._logits = torch.empty(0, spec.vocab_size)
         self._backend: AttentionBackend | None = None
         if attention == "reference":
             self._backend = ReferenceAttention(spec, kv_base_address, block_size)
         self._stage = kernel("kun_stage", self._dtype)
         self._place = kernel("kun_place", self._dtype)
+        self._run_fused = kernel("kun_whole", self._dtype)
+        self._fused_ends: Ends | None = None
+        if attention == "fused" and can_be_fused(spec, weights.embedding):
+            self._fused_ends = Ends(spec, weights.embedding, weights.final_norm, weights.head)
         set_num_threads(num_threads)
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether there is ``run_whole``."""
+        return self._fused_ends is not None
 
     def reserve(self, limits: StepLimits) -> None:
         """Take all memory that steps within these limits need, so that none fails or waits."""
@@ -279,8 +243,11 @@ class Decoder:
 
     def embed(self, batch: StepBatch) -> torch.Tensor:
         """The tokens' embeddings, [T, hidden], newly allocated."""
-        ids = torch.from_numpy(batch.token_ids)
-        rows = gather(self._weights.embedding, ids, self._dtype)
+        embedding = self._weights.embedding
+        if isinstance(embedding, torch.Tensor):
+            rows = pick_rows(embedding, batch.token_ids)
+        else:
+            rows = gather(embedding, torch.from_numpy(batch.token_ids), self._dtype)
         return scaled(rows, self._spec.embedding_scale)
 
     def forward(
@@ -316,25 +283,59 @@ class Decoder:
                 between_layers()
         return hidden
 
+    def run_whole(self, batch: StepBatch) -> tuple[torch.Tensor, Largest]:
+        """A step from its tokens to logits and the largest of each, over all layers, in one call.
+
+        Only where ``is_fused``. The logits are overwritten by the next call.
+        """
+        ends = self._fused_ends
+        assert ends is not None and self._range == LayerRange(0, self._spec.num_layers)
+        batch.check()
+        num_sampled = len(batch.sample_rows)
+        self._scratch.make_room(batch.num_tokens)
+        logits = self._rows_of_logits(num_sampled)
+        reach = int(batch.context_lens.max())
+        c_batch = batch.as_c(*(table.address(reach) for table in self._rope))
+        buffers = self._scratch.at(ends.hidden(batch.num_tokens))
+        c_ends = ends.of_step(
+            batch.token_ids,
+            batch.sample_rows,
+            buffers.normed,
+            buffers.rounded,
+            self._logits.data_ptr(),
+        )
+        layers = self._model, self._layers, c_batch, buffers, *self._range
+        if not self._run_fused(*layers, c_ends):
+            raise IndexError(f"a token is none of {self._spec.vocab_size}")
+        return logits, ends.largest()
+
     def _buffers(self, hidden: torch.Tensor) -> CBuffers:
         """Where a step's activations go."""
         return self._scratch.as_c(hidden)
 
     def logits(self, batch: StepBatch, hidden: torch.Tensor) -> torch.Tensor:
         """Float32 logits [n, vocab] of ``batch.sample_rows``. Overwritten by the next call."""
+        if len(batch.sample_rows) == len(hidden):  # all of them, in order
+            return self._logits_of_rows(hidden)
         return self.logits_of(batch.sample_rows, hidden)
 
     def logits_of(self, which: npt.NDArray[np.integer[Any]], hidden: torch.Tensor) -> torch.Tensor:
         """As ``logits``, of these rows of ``hidden``."""
-        rows = hidden.index_select(0, torch.from_numpy(which))
-        rms_norm(rows, self._weights.final_norm, self._spec.rms_eps, rows, self._norm_offset)
+        return self._logits_of_rows(hidden.index_select(0, torch.from_numpy(which)))
+
+    def _logits_of_rows(self, hidden: torch.Tensor) -> torch.Tensor:
+        rows = self._scratch("normed", len(hidden))
+        rms_norm(hidden, self._weights.final_norm, self._spec.rms_eps, rows, self._norm_offset)
         scaled(rows, self._spec.logit_scale)
-        if rows.shape[0] > self._logits.shape[0]:
-            self._logits = torch.empty(rows.shape[0], self._spec.vocab_size)
-        out = self._logits[: rows.shape[0]]
+        out = self._rows_of_logits(rows.shape[0])
         rounded = self._scratch("rounded", rows.shape[0])
         linear(rows, self._weights.head, out=out, finish=Finish.FLOAT, rounded=rounded)
         return capped(out, self._spec.logit_cap)
+
+    def _rows_of_logits(self, num_rows: int) -> torch.Tensor:
+        if num_rows > self._logits.shape[0]:
+            self._logits = torch.empty(num_rows, self._spec.vocab_size)
+        return self._logits[:num_rows]
 
     def room_for_logits(self, num_rows: int, width: int) -> torch.Tensor:
         """See ``StepDecoder``."""

@@ -183,16 +183,17 @@ class InstanceMemory:
         """Units that lie wholly in mapped memory; at least ``kv_units``."""
         return self._tail_slot_bytes() // self.spec.unit_bytes
 
-    def backs(self, entries: npt.NDArray[np.int32], layers: LayerRange) -> bool:
+    def backs(self, bounds: tuple[int, int] | None, layers: LayerRange) -> bool:
         """Whether all weights and units are mapped that a step over these layers touches.
 
-        A touch of anything else is the end of the process, on a GPU without a word of which.
+        ``bounds`` are its lowest and its highest entry, if it has any. A touch of anything else is
+        the end of the process, on a GPU without a word of which.
         """
         if not self.held.covers(layers) or not layers.num_layers:
             return False
-        if not len(entries):
+        if bounds is None:
             return True
-        first, last = int(entries.min()) + layers.first, int(entries.max()) + layers.end - 1
+        first, last = bounds[0] + layers.first, bounds[1] + layers.end - 1
         return first >= 0 and last < self.backed_units
 
     def prepare(self, layers: LayerRange) -> str | None:

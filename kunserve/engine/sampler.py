@@ -7,6 +7,7 @@ where nothing else brings a forbidden token back; then ``allowed_token_ids``,
 batching and pipelining change nothing, and a request whose row cannot be sampled ends alone.
 """
 
+import contextlib
 import logging
 import math
 from collections.abc import Iterable, Sequence
@@ -21,6 +22,7 @@ from kunserve.core.request import SamplingParams, TokenLogprobs
 from kunserve.core.step import SampledToken, SequenceStart
 from kunserve.engine.distribution import Row, draw, token_logprobs
 from kunserve.engine.history import TokenHistory
+from kunserve.engine.kernels.ops import largest
 from kunserve.engine.structured.forms import Form, Forms
 from kunserve.engine.structured.grammar import FormError
 from kunserve.engine.token_bans import TokenBans
@@ -99,21 +101,32 @@ class Sampler:
         ``positions`` are the tokens' indices among their request's output. The token is None
         where the row has a NaN or no finite maximum, or where sampling it fails.
         """
-        rows = logits.numpy()
-        largest = rows.argmax(axis=1)
-        # argmax takes a NaN for the largest, so the largest tells of the whole row.
-        is_sound = np.isfinite(rows[np.arange(len(rows)), largest]).tolist()
-        sampled = []
-        with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
-            for i, (request_id, token) in enumerate(
-                zip(request_ids, largest.tolist(), strict=True)
-            ):
+        return self.sample_found(logits, request_ids, positions, *largest(logits))
+
+    def sample_found(
+        self,
+        logits: torch.Tensor,
+        request_ids: Sequence[RequestId],
+        positions: Sequence[int],
+        values: Sequence[float],
+        tokens: Sequence[int],
+    ) -> tuple[SampledToken, ...]:
+        """As ``sample``, where the largest of each row are known."""
+        sampled: list[SampledToken] = []
+        with contextlib.ExitStack() as stack:
+            rows: npt.NDArray[np.float32] | None = None
+            for i, request_id in enumerate(request_ids):
                 state = self._states.get(request_id)
-                if state is not None and state.is_argmax and is_sound[i]:
-                    sampled.append(SampledToken(request_id, token, None))
-                else:
-                    row = rows[i] if is_sound[i] else None
-                    sampled.append(sample_row(request_id, row, state, positions[i]))
+                is_sound = math.isfinite(values[i])
+                if is_sound and state is not None and state.is_argmax:
+                    sampled.append(SampledToken(request_id, tokens[i], None))
+                    continue
+                if rows is None:
+                    rows = logits.numpy()
+                    quiet = np.errstate(over="ignore", invalid="ignore", divide="ignore")
+                    stack.enter_context(quiet)
+                row = rows[i] if is_sound else None
+                sampled.append(sample_row(request_id, row, state, positions[i]))
         self._flush()
         return tuple(sampled)
 

@@ -13,7 +13,7 @@ from kunserve.core.snapshots import HeadShape
 from kunserve.core.step import SequenceStart
 from kunserve.engine.attention import capped
 from kunserve.engine.decoder import ModelWeights, scaled
-from kunserve.engine.kernels.ops import Finish, linear, rms_norm
+from kunserve.engine.kernels.ops import Finish, largest_pairs, linear, rms_norm
 from kunserve.engine.sampler import takes_largest
 
 Part = npt.NDArray[np.float32]
@@ -85,7 +85,7 @@ class SplitHead:
             return capped(linear(normed, head, finish=Finish.FLOAT), self._spec.logit_cap)
         out = self._room(len(rows), vocab.num_rows)
         capped(linear(normed, head, out=out, finish=Finish.FLOAT), self._spec.logit_cap)
-        return torch.from_numpy(_largest(out.numpy(), vocab.first))
+        return largest_pairs(out, vocab.first)
 
 
 def part_of(data: memoryview | torch.Tensor, num_rows: int) -> Part:

@@ -5,6 +5,8 @@ import numpy.typing as npt
 
 from kunserve.control.instance.body import StepWork
 from kunserve.engine.decoder import StepBatch
+from kunserve.engine.kernels.library import is_loaded
+from kunserve.engine.kernels.ops import lowest_and_highest
 
 _NO_TOKENS = np.empty(0, dtype=np.int32)
 
@@ -16,9 +18,12 @@ def build_batch(work: StepWork) -> StepBatch:
     decodes are, by the same kernels and recorded steps, and a right guess changes no bit.
     """
     chunks, rows = work.plan.chunks, work.rows
-    starts = np.array([chunk.start for chunk in chunks], dtype=np.int32)
-    lengths = np.array([chunk.num_tokens for chunk in chunks], dtype=np.int32)
-    num_sampled = np.array([chunk.num_sampled for chunk in chunks], dtype=np.int32)
+    _, chunk_starts, chunk_lengths, chunk_samples = zip(*chunks, strict=True)
+    starts = np.array(chunk_starts, dtype=np.int32)
+    if chunk_lengths.count(1) == chunk_samples.count(1) == len(chunks):
+        return _only_decodes(work, starts)
+    lengths = np.array(chunk_lengths, dtype=np.int32)
+    num_sampled = np.array(chunk_samples, dtype=np.int32)
     if (guesses := num_sampled > 1).any():
         assert (lengths == num_sampled)[guesses].all(), chunks
         parts = np.where(guesses, lengths, np.int32(1))
@@ -39,6 +44,29 @@ def build_batch(work: StepWork) -> StepBatch:
         context_lens=starts + lengths,
         sample_rows=q_starts[1:][num_sampled > 0] - 1,
     )
+
+
+def _only_decodes(work: StepWork, starts: npt.NDArray[np.int32]) -> StepBatch:
+    """As nearly every step of a server is: one token of each, after which one is sampled."""
+    q_starts = np.arange(len(starts) + 1, dtype=np.int32)
+    return StepBatch(
+        token_ids=_NO_TOKENS if work.token_ids is None else work.token_ids,
+        positions=starts,
+        tables=np.ascontiguousarray(work.tables, dtype=np.int32),
+        rows=np.ascontiguousarray(work.rows, dtype=np.int32),
+        q_starts=q_starts,
+        context_lens=starts + np.int32(1),
+        sample_rows=q_starts[:-1],
+    )
+
+
+def entry_bounds(batch: StepBatch, block_size: int) -> tuple[int, int] | None:
+    """The lowest and the highest of ``entries_of``; None if there are none."""
+    if not is_loaded():  # where a GPU computes, there may be no compiler
+        entries = entries_of(batch, block_size)
+        return (int(entries.min()), int(entries.max())) if len(entries) else None
+    low, high = lowest_and_highest(batch.tables, batch.rows, batch.context_lens, block_size)
+    return (low, high) if low <= high else None
 
 
 def entries_of(batch: StepBatch, block_size: int) -> npt.NDArray[np.int32]:

@@ -5,6 +5,7 @@ import functools
 import os
 from collections.abc import Callable
 from ctypes import POINTER, c_float, c_int32, c_int64, c_void_p
+from typing import Any
 
 import torch
 
@@ -129,6 +130,31 @@ class CBuffers(ctypes.Structure):
     _fields_ = [(name, c_void_p) for name in BUFFER_FIELDS]
 
 
+class CEnds(ctypes.Structure):
+    """``kun_ends``: a step's embedding and output head."""
+
+    _fields_ = [
+        ("embedding", c_void_p),
+        ("embedding_rows", c_int64),
+        ("row_bytes", c_int64),
+        ("token_ids", c_void_p),
+        ("sampled", c_void_p),
+        ("num_sampled", c_int64),
+        ("norm", c_void_p),
+        ("head", c_void_p),
+        ("packed", POINTER(CPacked)),
+        ("vocab", c_int64),
+        ("width", c_int64),
+        ("first", c_int64),
+        ("normed", c_void_p),
+        ("rounded", c_void_p),
+        ("logits", c_void_p),
+        ("pairs", c_void_p),
+        ("eps", c_float),
+        ("norm_offset", c_int32),
+    ]
+
+
 _TYPED = {
     "kun_linear": (c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_int32),
     "kun_packed_linear": (
@@ -156,6 +182,16 @@ _TYPED = {
         c_int64,
         c_int64,
     ),
+    "kun_head": (c_void_p, POINTER(CEnds)),
+    "kun_whole": (
+        POINTER(CModel),
+        POINTER(CLayer),
+        POINTER(CBatch),
+        POINTER(CBuffers),
+        c_int64,
+        c_int64,
+        POINTER(CEnds),
+    ),
 }
 
 
@@ -174,6 +210,11 @@ def library() -> ctypes.CDLL:
     return loaded
 
 
+def is_loaded() -> bool:
+    """Whether this process uses the kernels."""
+    return library.cache_info().currsize > 0
+
+
 def load(path: str) -> ctypes.CDLL:
     """The library at ``path`` with every signature declared."""
     loaded = ctypes.CDLL(path)
@@ -181,7 +222,7 @@ def load(path: str) -> ctypes.CDLL:
         for suffix in SUFFIX.values():
             function = getattr(loaded, f"{name}_{suffix}")
             function.argtypes = arguments
-            function.restype = None
+            function.restype = c_int32 if name == "kun_whole" else None
     for name in ("meet", "tell", "lose"):
         function = getattr(loaded, f"kun_ranks_{name}")
         function.argtypes, function.restype = (POINTER(CRanks),), None
@@ -189,14 +230,19 @@ def load(path: str) -> ctypes.CDLL:
     loaded.kun_ranks_meeting_bytes.restype = c_int64
     loaded.kun_argmax.argtypes = (c_void_p, c_void_p, c_int64, c_int64)
     loaded.kun_argmax.restype = None
+    loaded.kun_largest.argtypes = (c_void_p, c_void_p, c_int64, c_int64, c_int64)
+    loaded.kun_largest.restype = None
+    loaded.kun_pick_rows.argtypes = (c_void_p, c_int64, c_int64, c_void_p, c_int64, c_void_p)
+    loaded.kun_entry_bounds.argtypes = (*(c_void_p,) * 3, *(c_int64,) * 3, c_void_p)
+    loaded.kun_entry_bounds.restype = None
     loaded.kun_set_threads.argtypes = (c_int32,)
     loaded.kun_set_spin.argtypes = (c_int32, c_int32)
     return loaded
 
 
-def kernel(name: str, dtype: torch.dtype) -> Callable[..., None]:
+def kernel(name: str, dtype: torch.dtype) -> Callable[..., Any]:
     """The kernel ``name`` for elements of ``dtype``."""
-    found: Callable[..., None] = getattr(library(), f"{name}_{SUFFIX[dtype]}")
+    found: Callable[..., Any] = getattr(library(), f"{name}_{SUFFIX[dtype]}")
     return found
 
 

@@ -1,14 +1,19 @@
 """Single kernels over torch tensors. ``Decoder`` runs whole stages; these are its pieces."""
 
+import ctypes
 import enum
 from typing import Any, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from kunserve.engine.kernels.library import kernel, library
 from kunserve.engine.kernels.packed import PackedMatrix, rounded_bytes
 
+_INT32 = np.dtype(np.int32)
+MOST_EXACT = 1 << 24
+"""Integers below this are exact in float32."""
 Matrix: TypeAlias = Any
 """A tensor or a ``PackedMatrix``. Not said so, because those who run on GPUs have tensors only."""
 
@@ -109,6 +114,53 @@ def rms_norm(
         x.data_ptr(), weight.data_ptr(), out.data_ptr(), rows, n, eps, offset
     )
     return out
+
+
+def pick_rows(weight: torch.Tensor, rows: npt.NDArray[np.int32]) -> torch.Tensor:
+    """These rows of a plain ``weight``, newly allocated."""
+    num_rows, width = weight.shape
+    assert rows.dtype == _INT32 and rows.flags.c_contiguous and weight.is_contiguous(), rows.dtype
+    out = torch.empty(len(rows), width, dtype=weight.dtype)
+    row_bytes = width * weight.element_size()
+    at, to = weight.data_ptr(), out.data_ptr()
+    if not library().kun_pick_rows(at, num_rows, row_bytes, rows.ctypes.data, len(rows), to):
+        raise IndexError(f"rows {rows.tolist()} of {num_rows}")
+    return out
+
+
+def lowest_and_highest(
+    tables: npt.NDArray[np.int32],
+    rows: npt.NDArray[np.int32],
+    context_lens: npt.NDArray[np.int32],
+    block_size: int,
+) -> tuple[int, int]:
+    """Of the block table entries that sequences use; the other way round if they use none."""
+    bounds = (ctypes.c_int32 * 2)()
+    at = tables.ctypes.data, rows.ctypes.data, context_lens.ctypes.data
+    library().kun_entry_bounds(*at, len(rows), tables.shape[1], block_size, bounds)
+    return bounds[0], bounds[1]
+
+
+def largest(logits: torch.Tensor) -> tuple[list[float], list[int]]:
+    """Of each row of float32 ``logits`` [n, vocab]: the largest, and the lowest index that has it.
+
+    A row with a NaN gives that.
+    """
+    num_rows, width = logits.shape
+    assert logits.dtype == torch.float32 and logits.is_contiguous() and width < MOST_EXACT
+    pairs = (ctypes.c_float * (2 * num_rows))()
+    library().kun_largest(logits.data_ptr(), pairs, num_rows, width, 0)
+    return pairs[::2], list(map(int, pairs[1::2]))
+
+
+def largest_pairs(logits: torch.Tensor, first: int) -> torch.Tensor:
+    """The same as float32 [n, 2], value and index, where the first column has index ``first``."""
+    num_rows, width = logits.shape
+    assert logits.dtype == torch.float32 and logits.is_contiguous()
+    assert first + width < MOST_EXACT, (first, width)
+    pairs = torch.empty(num_rows, 2)
+    library().kun_largest(logits.data_ptr(), pairs.data_ptr(), num_rows, width, first)
+    return pairs
 
 
 def argmax(logits: torch.Tensor) -> np.ndarray:

@@ -96,9 +96,9 @@ class OfAllRanks:
         """As ``shared_fd``."""
         return None
 
-    def backs(self, entries: npt.NDArray[np.int32], layers: LayerRange) -> bool:
+    def backs(self, bounds: tuple[int, int] | None, layers: LayerRange) -> bool:
         """See ``InstanceMemory``."""
-        return self.own.backs(entries, layers)
+        return self.own.backs(bounds, layers)
 
     def _joined(self, remap: Remap, seconds: float) -> Remap:
         """What one rank has changed, of all."""

@@ -228,6 +228,36 @@ def test_stages_in_a_row_are_the_whole():
     assert bench.decoder.greedy(batch, hidden).tolist() == whole.argmax(-1).tolist()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_a_step_in_one_call_has_the_bits_of_its_parts(kind, dtype):
+    model = make_model(kind, dtype)
+    first, second, third = prompts()
+    one, parts = Bench(model, threads=2), Bench(model, threads=2)
+    # Prompts, one of which goes on; decodes; a step that samples nothing.
+    for chunks in (
+        [(0, 0, first), (1, 0, second[:5])],
+        [(0, len(first), [7]), (1, 5, second[5:]), (2, 0, third)],
+        [(0, len(first) + 1, [8]), (1, len(second), [9]), (2, len(third), [10])],
+        [(0, len(first) + 2, [11])],
+    ):
+        batch = parts.batch(chunks)
+        if len(chunks) == 2:  # the last one's row is not wanted
+            batch.sample_rows = batch.sample_rows[:1]
+        if len(chunks) == 1:
+            batch.sample_rows = batch.sample_rows[:0]
+        wanted = parts.decoder.logits(
+            batch, parts.decoder.forward(batch, parts.decoder.embed(batch))
+        )
+        logits, found = one.decoder.run_whole(batch)
+        assert torch.equal(logits, wanted)
+        assert found.token_ids == wanted.argmax(dim=-1).tolist()
+        assert found.values == wanted.amax(dim=-1).tolist()
+    batch.token_ids = np.array([SHAPE["vocab_size"]], dtype=np.int32)
+    with pytest.raises(IndexError, match="none of 96"):
+        one.decoder.run_whole(batch)
+
+
 def test_an_empty_step_and_an_unknown_backend():
     model = make_model("llama")
     bench = Bench(model)

@@ -18,7 +18,15 @@ from kunserve.core.errors import ConfigError
 from kunserve.engine.kernels import build as build_module
 from kunserve.engine.kernels.build import build
 from kunserve.engine.kernels.library import set_num_threads
-from kunserve.engine.kernels.ops import Finish, argmax, linear, rms_norm
+from kunserve.engine.kernels.ops import (
+    Finish,
+    argmax,
+    largest,
+    largest_pairs,
+    linear,
+    pick_rows,
+    rms_norm,
+)
 
 DTYPES = [torch.float32, torch.bfloat16]
 GATES = {
@@ -120,15 +128,39 @@ def test_rms_norm(dtype, n):
     assert ((found - wanted).abs() <= exact * wanted.abs()).all()
 
 
-@given(rows=st.integers(1, 9), n=st.integers(1, 100), seed=st.integers(0, 99))
+@given(rows=st.integers(1, 9), n=st.integers(1, 3000), seed=st.integers(0, 99))
 def test_argmax_takes_the_lowest_of_equals(rows, n, seed):
-    logits = torch.from_numpy(np.random.default_rng(seed).integers(0, 5, (rows, n))).float()
+    logits = torch.from_numpy(np.random.default_rng(seed).integers(-2, 5, (rows, n))).float()
+    assert argmax(logits).tolist() == logits.numpy().argmax(-1).tolist()
+    # Few have the largest, so that stretches without any are passed.
+    logits = torch.from_numpy(np.random.default_rng(seed).integers(-2, n + 5, (rows, n))).float()
     assert argmax(logits).tolist() == logits.numpy().argmax(-1).tolist()
 
 
 def test_argmax_of_infinities():
     inf = float("inf")
     assert argmax(torch.tensor([[-inf, -inf], [-inf, -3.0], [inf, inf]])).tolist() == [0, 1, 0]
+
+
+@given(n=st.integers(1, 3000), where=st.integers(0, 2999), seed=st.integers(0, 99))
+def test_largest_tells_values_and_nans(n, where, seed):
+    logits = torch.from_numpy(np.random.default_rng(seed).standard_normal((3, n), np.float32))
+    logits[1, where % n] = float("nan")
+    values, tokens = largest(logits)
+    assert np.isnan(values[1])
+    for row in (0, 2):
+        assert (values[row], tokens[row]) == (logits[row].max().item(), logits[row].argmax().item())
+    pairs = largest_pairs(logits[2:], 7)
+    assert pairs.tolist() == [[values[2], tokens[2] + 7.0]]
+
+
+def test_rows_are_picked_and_missing_ones_are_an_error():
+    weight = random(9, 24, dtype=torch.bfloat16)
+    rows = np.array([8, 0, 3, 3], dtype=np.int32)
+    assert torch.equal(pick_rows(weight, rows), weight[rows.tolist()])
+    for missing in (-1, 9):
+        with pytest.raises(IndexError):
+            pick_rows(weight, np.array([0, missing], dtype=np.int32))
 
 
 def test_thread_counts_come_and_go():

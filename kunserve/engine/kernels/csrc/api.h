@@ -88,6 +88,24 @@ typedef struct {
   kun_ranks *ranks; /* NULL: this process computes alone. Else `hidden` and `normed` are shared. */
 } kun_buffers;
 
+/* A step's embedding and output head, for kun_whole and kun_head. */
+typedef struct {
+  const void *embedding; /* [embedding_rows] of row_bytes each; plain */
+  int64_t embedding_rows, row_bytes;
+  const int32_t *token_ids; /* [num_tokens] */
+  const int32_t *sampled;   /* [num_sampled] rows of `hidden`; NULL: all of them, in order */
+  int64_t num_sampled;
+  const void *norm, *head;  /* `head` is [vocab][width], or NULL */
+  const kun_packed *packed; /* the same in panels, or NULL */
+  int64_t vocab, width;
+  int64_t first; /* which token the first logit is of */
+  void *normed, *rounded;
+  float *logits; /* [num_sampled][vocab] */
+  float *pairs;  /* [num_sampled][2], see kun_largest */
+  float eps;
+  int32_t norm_offset;
+} kun_ends;
+
 /* How `kun_linear` finishes an output. */
 enum {
   KUN_STORE = 0,    /* y = x w^T + bias */

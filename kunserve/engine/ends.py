@@ -1,0 +1,91 @@
+"""A CPU decoder's embedding and output head, where they are computed in one call with its layers.
+
+After a step's kernels all of this process's other code is cold, because caches hold weights. So a
+call and the few operations of torch between two of them cost as much as a whole layer.
+"""
+
+import ctypes
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kunserve.core.model_spec import ModelSpec
+from kunserve.engine.kernels.library import CEnds
+from kunserve.engine.kernels.ops import MOST_EXACT, Matrix
+from kunserve.engine.kernels.packed import PackedMatrix
+
+
+class Largest(NamedTuple):
+    """Of each row of logits, as ``kernels.ops.largest`` gives them."""
+
+    values: list[float]
+    token_ids: list[int]
+
+
+def can_be_fused(spec: ModelSpec, embedding: Matrix) -> bool:
+    """Whether nothing is done between embedding, layers and head but what the kernels do."""
+    is_plain = spec.embedding_scale == 1.0 and spec.logit_scale == 1.0 and spec.logit_cap is None
+    return is_plain and isinstance(embedding, torch.Tensor) and spec.vocab_size < MOST_EXACT
+
+
+class Ends:
+    """What ``kun_whole`` wants beside the layers, kept from step to step."""
+
+    def __init__(
+        self, spec: ModelSpec, embedding: torch.Tensor, norm: torch.Tensor, head: Matrix
+    ) -> None:
+        self._dtype = embedding.dtype
+        self._width = spec.hidden_size
+        self._hidden = torch.empty(0, spec.hidden_size, dtype=self._dtype)
+        self._pairs = (ctypes.c_float * 0)()
+        assert embedding.is_contiguous() and norm.is_contiguous()
+        self._ends = CEnds(
+            embedding=embedding.data_ptr(),
+            embedding_rows=embedding.shape[0],
+            row_bytes=embedding.shape[1] * embedding.element_size(),
+            norm=norm.data_ptr(),
+            vocab=spec.vocab_size,
+            width=spec.hidden_size,
+            eps=spec.rms_eps,
+            norm_offset=int(spec.has_offset_norms),
+        )
+        if isinstance(head, PackedMatrix):
+            self._packed = head.as_c()
+            self._ends.packed = ctypes.pointer(self._packed)
+        else:
+            assert head.is_contiguous() and head.dtype == self._dtype
+            self._ends.head = head.data_ptr()
+
+    def hidden(self, num_tokens: int) -> int:
+        """Where a step's residual stream may lie until the next step."""
+        if num_tokens > len(self._hidden):
+            self._hidden = torch.empty(num_tokens, self._width, dtype=self._dtype)
+        return self._hidden.data_ptr()
+
+    def of_step(
+        self,
+        token_ids: npt.NDArray[np.int32],
+        sampled: npt.NDArray[np.int32],
+        normed: int,
+        rounded: int,
+        logits: int,
+    ) -> CEnds:
+        """The ends of a step that samples after these of its tokens; the rest are addresses."""
+        ends, num_sampled = self._ends, len(sampled)
+        assert token_ids.dtype == sampled.dtype == np.dtype(np.int32)
+        assert token_ids.flags.c_contiguous and sampled.flags.c_contiguous
+        if 2 * num_sampled > len(self._pairs):
+            self._pairs = (ctypes.c_float * (2 * num_sampled))()
+            ends.pairs = ctypes.addressof(self._pairs)
+        ends.token_ids = token_ids.ctypes.data
+        ends.sampled = None if num_sampled == len(token_ids) else sampled.ctypes.data
+        ends.num_sampled = num_sampled
+        ends.normed, ends.rounded, ends.logits = normed, rounded, logits
+        return ends
+
+    def largest(self) -> Largest:
+        """What the last step has found."""
+        pairs = self._pairs[: 2 * self._ends.num_sampled]
+        return Largest(pairs[::2], list(map(int, pairs[1::2])))
