@@ -216,16 +216,12 @@ class FakeCluster(InProcessCluster):
         self.carry_out()
         return transition_id
 
-    def restore(
-        self, old: GroupLayout, capacity_blocks: int | None = None, num_parts: int | None = None
-    ) -> TransitionId:
+    def restore(self, old: GroupLayout, capacity_blocks: int | None = None) -> TransitionId:
         """Part a group, whatever its load; by default with as much KV as surely fits."""
         placement = self.controller.placement
-        num_parts = num_parts or len(old.stages)
-        new = parts_of(old, num_parts, placement.new_ids(num_parts))
+        new = parts_of(old, placement.new_ids(len(old.stages)))
         own = {stage.instance_id: stage.layers for stage in old.stages}
-        wanted = {stage.instance_id: stage.layers for part in new for stage in part.stages}
-        sources = choose_sources(old, own, placement.specs, wanted)
+        sources = choose_sources(old, own, placement.specs)
         if capacity_blocks is None:
             capacity_blocks = parting_capacity_blocks(old, new, placement.specs, 0)
 

@@ -166,9 +166,6 @@ class OverloadConfig:
     """``observe`` decides as ``drop`` and preempts as ``recompute``: it drops nothing."""
     restore_below: float = 0.5
     """Restore when demand is under this share of the undropped KV memory."""
-    halve_below: float = 0.0
-    """A pipeline of more than two stages parts into two when demand is under this share of what
-    these two hold. Never where either is 0. Off: it costs up to 4 % of P50 TTFT."""
     dwell_s: float = 2.0
     """Shortest time between two transitions of one group."""
     restore_hold_s: float = 3.0

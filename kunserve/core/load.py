@@ -209,8 +209,6 @@ class GroupLoad:
     num_instances: int = 1
     undropped_blocks: int = 0
     """Capacity of its members if each held the whole model."""
-    halves_blocks: int = 0
-    """Capacity of the two pipelines that it parts into; 0 if it parts into whole instances."""
     num_unreported: int = 0
     """Requests sent that the report does not know of (``LoadReport.num_received``)."""
     unreported_blocks: int = 0
@@ -247,7 +245,6 @@ class GroupLoad:
             self.capacity_blocks,
             self.num_instances,
             self.undropped_blocks,
-            self.halves_blocks,
             self.num_unreported,
             self.unreported_blocks,
             self.num_returning,

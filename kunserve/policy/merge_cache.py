@@ -87,8 +87,6 @@ class MergeCache:
 
     def _merge(self, one: Shape, other: Shape, prefer: Prefer) -> Shape | None:
         held = one.held + other.held
-        if len({self._examples[kind].tensor_parallel_size for _, kind in held}) > 1:
-            return None
         stages = self._split(held, prefer)
         if stages is None:
             return None

@@ -19,9 +19,8 @@ missing blocks before it could:
     brief:  (used + whole queue + share + unreported - capacity) / release rate < transition time
 
 A dropped group is *relaxed* when its need has been under ``restore_below`` of what its
-members hold undropped for ``restore_hold_s``. One of more than two stages parts into two when its
-need has been under ``halve_below`` of what these hold. The distance between the two thresholds,
-the hold and the dwell after each transition keep it from flapping.
+members hold undropped for ``restore_hold_s``. The distance between the two thresholds, the hold
+and the dwell after each transition keep it from flapping.
 """
 
 import math
@@ -114,8 +113,6 @@ class Relaxed:
 
     group_ids: tuple[GroupId, ...]
     trigger: str
-    in_halves: tuple[GroupId, ...] = ()
-    """Of these, pipelines that would fit into two shorter ones, and into no less."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +167,7 @@ def observe(
         elif load.num_instances > 1 and _low_long_enough(trend, now_s, config):
             relaxed.append(load)
     return MonitorState(MappingProxyType(trends)), Verdict(
-        _overloaded(short), _relaxed(relaxed, config), tuple(squeezed), tuple(excuses)
+        _overloaded(short), _relaxed(relaxed), tuple(squeezed), tuple(excuses)
     )
 
 
@@ -189,7 +186,7 @@ def _overloaded(short: list[tuple[GroupLoad, int, float]]) -> Overloaded | None:
     )
 
 
-def _relaxed(relaxed: list[GroupLoad], config: OverloadConfig) -> Relaxed | None:
+def _relaxed(relaxed: list[GroupLoad]) -> Relaxed | None:
     if not relaxed:
         return None
     demand = sum(load.need_blocks for load in relaxed)
@@ -197,11 +194,6 @@ def _relaxed(relaxed: list[GroupLoad], config: OverloadConfig) -> Relaxed | None
     return Relaxed(
         group_ids=tuple(load.group_id for load in relaxed),
         trigger=f"demand {demand} blocks, undropped capacity {undropped}",
-        in_halves=tuple(
-            load.group_id
-            for load in relaxed
-            if load.need_blocks >= config.restore_below * load.undropped_blocks
-        ),
     )
 
 
@@ -260,10 +252,7 @@ def _follow(
     ``d(prompt + generated - lost tokens) / block_size - d(used)``.
     """
     report = load.report
-    low_blocks = config.restore_below * load.undropped_blocks
-    if config.restore_below > 0.0:
-        low_blocks = max(low_blocks, config.halve_below * load.halves_blocks)
-    low = load.need_blocks < low_blocks
+    low = load.need_blocks < config.restore_below * load.undropped_blocks
     if trend is not None and report.sequence_number <= trend.sequence_number:
         return trend._replace(low_since_s=trend.low_since_s if low else None)
     kept_tokens = report.prompt_tokens + report.generation_tokens - report.lost_tokens

@@ -1,7 +1,7 @@
 """Going back to whole models when the overload has faded (paper section 4.4).
 
-The monitor says when. Here: into what, whether it fits, and where each missing layer comes from.
-To which new group each request goes: ``assignment``.
+The monitor says when. Here: whether it fits, and where each missing layer comes from. To which new
+group each request goes: ``assignment``.
 """
 
 import heapq
@@ -21,11 +21,11 @@ from kunserve.policy.nearness import distance
 
 @dataclass(frozen=True, slots=True)
 class RestorePlan:
-    """A group parts: into whole instances, or into shorter pipelines."""
+    """A group parts: each member becomes a whole group of its own."""
 
     old: GroupLayout
     new: tuple[GroupLayout, ...]
-    """In the order of their first stages in ``old``."""
+    """In the order of ``old``'s stages."""
     members: tuple[MemberSources, ...]
     """What each member loads first, while the pipeline still serves."""
     capacity_blocks: int
@@ -49,9 +49,8 @@ def plan_restore(
     *,
     first_id: GroupId,
     holders: Mapping[InstanceId, LayerRange] | None = None,
-    num_parts: int | None = None,
 ) -> RestorePlan | Postponed:
-    """Part the group into ``num_parts`` groups numbered from ``first_id``; None: whole instances.
+    """Part the group into whole instances numbered from ``first_id``.
 
     ``holders`` are instances of other groups that layers may be pulled from, with what they hold:
     where they are nearer than the group's own members.
@@ -63,7 +62,7 @@ def plan_restore(
     that outgrows the expectation while layers load costs a recomputation at worst (``plan_moves``),
     and the leader's narrowed ledger keeps memory safe whatever grows.
     """
-    new = parts_of(layout, num_parts or len(layout.stages), first_id)
+    new = parts_of(layout, first_id)
     largest = load.largest_request_blocks
     pool = max(group_capacity_blocks(part, specs) for part in new)
     if largest > pool:
@@ -77,46 +76,16 @@ def plan_restore(
         return Postponed("too much in use", reason)
     own = {stage.instance_id: stage.layers for stage in layout.stages}
     near = _nearer_holders(layout, holders or {}, specs)
-    wanted = {stage.instance_id: stage.layers for part in new for stage in part.stages}
-    return RestorePlan(layout, new, choose_sources(layout, near | own, specs, wanted), capacity)
+    return RestorePlan(layout, new, choose_sources(layout, near | own, specs), capacity)
 
 
-def parts_of(layout: GroupLayout, num_parts: int, first_id: GroupId) -> tuple[GroupLayout, ...]:
-    """Every ``num_parts``-th stage together, so that each member keeps what it holds.
-
-    Borders lie as near to an even split as that allows: ``{0:0-12, 1:12-24, 2:24-36, 3:36-48}``
-    parts into ``{0:0-24, 2:24-48}`` and ``{1:0-24, 3:24-48}``.
-    """
-    num_layers = layout.stages[-1].layers.end
-    parts = []
-    for number in range(num_parts):
-        stages = layout.stages[number::num_parts]
-        borders = [0]
-        for index, (one, other) in enumerate(itertools.pairwise(stages), start=1):
-            even = num_layers * index // len(stages)
-            borders.append(min(max(even, one.layers.end), other.layers.first))
-        borders.append(num_layers)
-        ranges = (LayerRange(first, end) for first, end in itertools.pairwise(borders))
-        parts.append(
-            GroupLayout(
-                GroupId(first_id + number),
-                tuple(
-                    Stage(stage.instance_id, layers)
-                    for stage, layers in zip(stages, ranges, strict=True)
-                ),
-            )
-        )
-    return tuple(parts)
-
-
-def halves_capacity_blocks(layout: GroupLayout, specs: Specs) -> int:
-    """Room for blocks in the two groups that a pipeline of more than two stages parts into; 0 of
-    others, which part into whole instances.
-    """
-    if len(layout.stages) <= 2:
-        return 0
-    halves = parts_of(layout, 2, layout.group_id)
-    return sum(group_capacity_blocks(half, specs) for half in halves)
+def parts_of(layout: GroupLayout, first_id: GroupId) -> tuple[GroupLayout, ...]:
+    """Each member as a whole instance, in the order of the stages."""
+    whole = LayerRange(0, layout.stages[-1].layers.end)
+    return tuple(
+        GroupLayout(GroupId(first_id + number), (Stage(member, whole),))
+        for number, member in enumerate(layout.members)
+    )
 
 
 def _nearer_holders(
@@ -139,57 +108,47 @@ def _nearer_holders(
 def parting_capacity_blocks(
     layout: GroupLayout, new: Sequence[GroupLayout], specs: Specs, largest_blocks: int
 ) -> int:
-    """The most KV blocks T with which the pipeline can surely part into ``new``.
+    """The most KV blocks T with which the pipeline can surely part into the instances ``new``.
 
     An exchange is memory-neutral: each member's use goes in a straight line from what it holds of
-    everybody's blocks to what it holds of its new group's, within a float (``moves``). Once its
-    layers are back, a member of the new group g has ``room`` units beside that float:
+    everybody's blocks to all L layers of its own requests, within a float (``moves``). Once its
+    layers are back, a member m has ``room`` units beside that float:
 
-        held(m) * T <= room(m)    and    assigned(g) <= capacity(g) = min over m of room / wanted
+        held(m) * T <= room(m)    and    assigned(m) <= capacity(m) = room(m) / L
 
-    ``assign_sequences`` keeps ``assigned(g) <= share(g) * (T + (S - 1) * largest)``, where share is
-    the part of the S groups' capacity that g has, which gives T. Never negative.
+    ``assign_sequences`` keeps ``assigned(m) <= share(m) * (T + (S - 1) * largest)``, where share is
+    the part of the S members' capacity that m has, which gives T. Never negative.
     """
     mine = {member: specs[member] for member in layout.members}
     piece_blocks = choose_piece_blocks(mine.values())
     most_before: list[int] = []
     total = 0
-    for part in new:
-        rooms = []
-        for member, wanted in part.stages:
-            spare = float_units(member, (layout,), new, piece_blocks)
-            room = mine[member].units_when_holding(wanted.num_layers) - spare
-            held = layout.layers_of(member)
-            assert held is not None, (member, layout)
-            most_before.append(room // held.num_layers)
-            rooms.append(room // wanted.num_layers)
-        total += max(0, min(rooms))
+    for member, held in layout.stages:
+        spare = float_units(member, (layout,), new, piece_blocks)
+        room = mine[member].kv_units - spare
+        most_before.append(room // held.num_layers)
+        total += max(0, room // mine[member].num_layers)
     return max(0, min(*most_before, total - (len(new) - 1) * largest_blocks))
 
 
 def choose_sources(
-    layout: GroupLayout,
-    holders: Mapping[InstanceId, LayerRange],
-    specs: Specs,
-    wanted: Mapping[InstanceId, LayerRange] | None = None,
+    layout: GroupLayout, holders: Mapping[InstanceId, LayerRange], specs: Specs
 ) -> tuple[MemberSources, ...]:
     """Where each member's missing layers come from: the nearest peers in even shares.
 
-    Disk gives what no peer has. ``wanted`` are the layers that each shall hold, all when None.
+    Disk gives what no peer has.
 
     Between two borders of what peers hold the choice is the same for every layer, so each such
     segment is shared out in whole runs, more to those that give least so far.
     """
     num_layers = layout.stages[-1].layers.end
     given = dict.fromkeys(sorted(holders), 0)
-    ranges = [*holders.values(), *(() if wanted is None else wanted.values())]
-    borders = sorted({b for layers in ranges for b in layers} | {0, num_layers})
+    borders = sorted({b for layers in holders.values() for b in layers} | {0, num_layers})
     members = []
     for member, layers in layout.stages:
         held = holders.get(member, layers)
-        first_wanted, end_wanted = (0, num_layers) if wanted is None else wanted[member]
         sources: list[LayerSource] = []
-        for gap in (LayerRange(first_wanted, held.first), LayerRange(held.end, end_wanted)):
+        for gap in (LayerRange(0, held.first), LayerRange(held.end, num_layers)):
             cuts = [gap.first, *[b for b in borders if gap.first < b < gap.end], gap.end]
             for first, end in itertools.pairwise(cuts):
                 segment = LayerRange(first, end)

@@ -29,8 +29,7 @@ def state(
 
 @st.composite
 def changes(draw: st.DrawFn) -> Change:
-    """A merge of whole instances into a pipeline, or the way back, in steps or at once, with full
-    pools or not.
+    """A merge of whole instances into a pipeline, or the way back, with full pools or not.
 
     Some requests of a group begin with its prefix, and of these some go on with a second one.
     """
@@ -74,8 +73,7 @@ def changes(draw: st.DrawFn) -> Change:
             name = f"{layout.group_id}-{len(states)}"
             states.append(state(name, blocks, chance.random(), shared))
         handed.append((layout, states))
-    num_parts = draw(st.integers(2, count))
-    new = [pipeline] if is_drop else list(parts_of(pipeline, num_parts, GroupId(0)))
+    new = [pipeline] if is_drop else list(parts_of(pipeline, GroupId(0)))
     return handed, new, specs, prefixes
 
 

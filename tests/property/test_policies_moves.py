@@ -138,7 +138,7 @@ def sequences(draw: st.DrawFn, largest: int, total: int) -> list[SequenceToPlace
 
 @given(st.data(), st.integers(1, 12))
 def test_a_planned_restore_always_fits(data, num_layers):
-    """Whatever runs when it parts, in one go or in steps: every request keeps its KV.
+    """Whatever runs when it parts: every request keeps its KV.
 
     ``plan_moves`` recomputes what has no room before, after or on the way (``test_moves``).
     """
@@ -147,14 +147,13 @@ def test_a_planned_restore_always_fits(data, num_layers):
     specs = {m: make_spec(m, num_layers, data.draw(budgets)) for m in layout.members}
     largest = data.draw(st.integers(1, 60))
     used = data.draw(st.integers(0, 300))
-    num_parts = data.draw(st.integers(min(2, len(layout.stages)), len(layout.stages)))
     load = make_load(used, 0, largest)
-    plan = plan_restore(layout, specs, load, first_id=GroupId(50), num_parts=num_parts)
+    plan = plan_restore(layout, specs, load, first_id=GroupId(50))
     if isinstance(plan, Postponed):
         assert plan.reason
         return
     assert used <= plan.capacity_blocks
-    assert [g.group_id for g in plan.new] == list(range(50, 50 + num_parts))
+    assert [g.group_id for g in plan.new] == list(range(50, 50 + len(layout.stages)))
     assert sorted(m for g in plan.new for m in g.members) == sorted(layout.members)
     loads = {member.instance_id: member.sources for member in plan.members}
     for group in plan.new:

@@ -176,9 +176,7 @@ class TransitionsMachine(RuleBasedStateMachine):
     @rule(data=st.data(), capacity=st.one_of(st.none(), st.integers(1, 40)))
     def restore(self, data: st.DataObject, capacity: int | None) -> None:
         merged = [group for group in self.cluster.groups() if len(group.stages) > 1]
-        group = data.draw(st.sampled_from(merged))
-        num_parts = data.draw(st.integers(2, len(group.stages)))
-        self.cluster.restore(group, capacity, num_parts)
+        self.cluster.restore(data.draw(st.sampled_from(merged)), capacity)
 
     @precondition(lambda self: self.cluster.controller.transitions.active)
     @rule(data=st.data())

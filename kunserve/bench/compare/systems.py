@@ -193,19 +193,9 @@ SYSTEMS = {
             "drop, and never restore",
         ),
         System(
-            "drop-halves",
-            replace(_DROP, halve_below=0.8),
-            "drop, and pipelines of four part into pairs before they part into whole instances",
-        ),
-        System(
             "drop-early",
             replace(_DROP, restore_below=0.8),
             "drop, and restore as soon as requests fit the undropped memory with a fifth to spare",
-        ),
-        System(
-            "drop-eager",
-            replace(_DROP, restore_below=0.9, halve_below=0.9),
-            "drop, and restore with a tenth to spare",
         ),
         System(
             "fp8",

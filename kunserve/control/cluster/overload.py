@@ -290,8 +290,7 @@ class OverloadControl:
                 continue
             if num_begun == RESTORES_PER_LOOK:
                 break
-            num_parts = 2 if group_id in verdict.in_halves else None
-            begun = self._restore(group_id, verdict.trigger, now_s, num_parts)
+            begun = self._restore(group_id, verdict.trigger, now_s)
             if isinstance(begun, Postponed):
                 reason = f"restore postponed: {begun.reason}"
                 excuses.append(Excuse(group_id, begun.cause, reason))
@@ -299,9 +298,7 @@ class OverloadControl:
                 num_begun += 1
         return excuses
 
-    def _restore(
-        self, group_id: GroupId, trigger: str, now_s: float, num_parts: int | None = None
-    ) -> TransitionId | Postponed:
+    def _restore(self, group_id: GroupId, trigger: str, now_s: float) -> TransitionId | Postponed:
         group = self._placement.groups[group_id]
         if not group.is_reported:
             return Postponed("unreported", "its load is not known yet")
@@ -311,7 +308,6 @@ class OverloadControl:
             group.report,
             first_id=self._placement.next_id,
             holders=self._holders(group.layout),
-            num_parts=num_parts,
         )
         if isinstance(plan, Postponed):
             return plan

@@ -10,7 +10,6 @@ from kunserve.core.layout import GroupLayout
 from kunserve.core.load import GroupLoad, LoadReport, inherited
 from kunserve.core.snapshots import InstanceSpec
 from kunserve.policy.capacity import group_capacity_blocks, undropped_capacity_blocks
-from kunserve.policy.restore import halves_capacity_blocks
 
 STEP_MEMORY_S = 120.0
 """Time constant with which the longest gap between reports is forgotten."""
@@ -26,8 +25,6 @@ class Group:
     capacity_blocks: int
     undropped_blocks: int
     """Room for blocks if each member held the whole model."""
-    halves_blocks: int
-    """As in ``GroupLoad``."""
     report: LoadReport
     """The leader's last; all zeros before its first."""
     unreported: deque[tuple[int, int]] = field(default_factory=deque)
@@ -104,7 +101,6 @@ class Group:
                 capacity_blocks=self.capacity_blocks,
                 num_instances=len(self.layout.stages),
                 undropped_blocks=self.undropped_blocks,
-                halves_blocks=self.halves_blocks,
                 num_unreported=len(self.unreported),
                 unreported_blocks=self.unreported_blocks,
                 num_returning=self.num_returning,
@@ -182,8 +178,7 @@ class Placement:
         blocks = group_capacity_blocks(layout, self.specs)
         undropped_blocks = undropped_capacity_blocks(layout, self.specs)
         nothing = LoadReport(layout.group_id, capacity_blocks=blocks)
-        halves_blocks = halves_capacity_blocks(layout, self.specs)
-        return Group(layout, blocks, undropped_blocks, halves_blocks, nothing, changed=self.changed)
+        return Group(layout, blocks, undropped_blocks, nothing, changed=self.changed)
 
     def expect(self, old: Iterable[GroupLayout], new: Iterable[GroupLayout]) -> None:
         """Groups are about to become others."""

@@ -43,7 +43,6 @@ class LayerRestore:
         self._has_dropped = False
         """The memory has become KV again."""
         self._members_dropped: set[InstanceId] = set()
-        self._wanted = _wanted(state, membership, job)
         self._phase: Phase = "waiting"
         self._num_to_land = 0
         """On the leader: steps under way that were planned before its ledger was narrowed."""
@@ -117,20 +116,19 @@ class LayerRestore:
     def _map_layers(self) -> None:
         """Once live KV fits below the mark (released blocks may still be here), map weights."""
         state = self._state
-        refusal = state.body.prepare_layers(self._wanted)
+        refusal = state.body.prepare_layers(state.whole_model)
         if refusal is not None:
             self._phase = "refused"
             _report_refusal(state, self._job, refusal)
             return
-        kv_units = state.spec.units_when_holding(self._wanted.num_layers)
-        copies = state.table.vacate(kv_units)
+        copies = state.table.vacate(state.spec.kv_units)
         if copies is None:
             return
         if copies:
             state.body.copy_units(copies)
         self._phase, self._is_mapped = "filling", True
-        state.table.set_layers(self._membership.layers, kv_units)
-        self._remap_s = state.body.reclaim_layers(self._wanted).seconds
+        state.table.set_layers(self._membership.layers, state.spec.kv_units)
+        self._remap_s = state.body.reclaim_layers(state.whole_model).seconds
         for member in self._job.members:
             if member.instance_id == state.me:
                 for source in member.sources:
@@ -151,7 +149,7 @@ class LayerRestore:
     def _finish(self, now_s: float) -> None:
         state = self._state
         self._phase = "filled"
-        state.held = self._wanted
+        state.held = state.whole_model
         state.mover.offer_layers(state.held)
         message = LayersLoaded(
             transition_id=self.change_id,
@@ -174,7 +172,7 @@ class LayerRestore:
     def _drop_again(self) -> None:
         state = self._state
         if self._is_mapped:
-            state.held = self._wanted
+            state.held = state.whole_model
         state.keep_only(self._membership.layers)
         self._has_dropped = True
         _report_dropped(state, self._membership, self.change_id)
@@ -205,20 +203,10 @@ def _report_dropped(
     state.send(membership.layout.leader, LayersDropped(transition_id, state.me))
 
 
-def _wanted(state: InstanceState, membership: Membership, job: LoadLayers) -> LayerRange:
-    """The layers that this instance shall hold: those that it has, and what it is to load."""
-    ranges = [membership.layers]
-    for member in job.members:
-        if member.instance_id == state.me:
-            ranges += [source.layers for source in member.sources]
-    return LayerRange(min(first for first, _ in ranges), max(end for _, end in ranges))
-
-
 def _find_refusal(state: InstanceState, membership: Membership, job: LoadLayers) -> str | None:
     """Why the layers cannot be loaded here, or None."""
-    kv_units = state.spec.units_when_holding(_wanted(state, membership, job).num_layers)
-    if job.capacity_blocks * membership.layers.num_layers > kv_units:
-        return f"{job.capacity_blocks} blocks do not fit into {kv_units} units"
+    if job.capacity_blocks * membership.layers.num_layers > state.spec.kv_units:
+        return f"{job.capacity_blocks} blocks do not fit into {state.spec.kv_units} units"
     scheduler = membership.scheduler
     if scheduler is not None and scheduler.used_blocks > job.capacity_blocks:
         return f"{scheduler.used_blocks} blocks are in use, not {job.capacity_blocks}"

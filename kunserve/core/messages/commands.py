@@ -107,7 +107,7 @@ class LoadLayers:
     transition_id: TransitionId
     group_id: GroupId
     capacity_blocks: int
-    """The group's KV capacity once every member holds its layers again."""
+    """The group's KV capacity once every member holds the whole model again."""
     members: tuple[MemberSources, ...]
 
 

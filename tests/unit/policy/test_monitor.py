@@ -243,27 +243,6 @@ class TestRelaxed:
         watch = Watch(num_instances=1, undropped_blocks=100)
         assert self.until_relaxed(watch, IDLE) is None
 
-    def test_a_long_pipeline_parts_in_halves_where_it_is_too_full_to_part_whole(self):
-        halving = replace(CONFIG, halve_below=0.8)
-
-        def relaxed(used_blocks: int, config: OverloadConfig = halving) -> Relaxed | None:
-            report = replace(IDLE, capacity_blocks=900, used_blocks=used_blocks)
-            watched = {"num_instances": 4, "undropped_blocks": 400, "halves_blocks": 700}
-            state = MonitorState()
-            for step in range(40):
-                load = load_of(replace(report, sequence_number=step + 1), **watched)
-                view = ClusterLoadView((load,), 16)
-                state, verdict = observe(state, view, 50.0 + 0.1 * step, config)
-            return verdict.relaxed
-
-        group = (GroupId(1),)
-        (whole, halves) = (relaxed(199), relaxed(559))
-        assert whole is not None and (whole.group_ids, whole.in_halves) == (group, ())
-        assert halves is not None and (halves.group_ids, halves.in_halves) == (group, group)
-        assert relaxed(560) is None, "80 % of what two pairs hold"
-        assert relaxed(559, CONFIG) is None, "not unless it is asked for"
-        assert relaxed(199, replace(halving, restore_below=0.0)) is None, "never"
-
     def test_another_groups_overload_holds_up_nobody(self):
         low = load_of(replace(IDLE, capacity_blocks=700), num_instances=2, undropped_blocks=200)
         short = load_of(

@@ -9,7 +9,6 @@ from kunserve.policy.restore import (
     Postponed,
     RestorePlan,
     choose_sources,
-    halves_capacity_blocks,
     parting_capacity_blocks,
     parts_of,
     plan_restore,
@@ -82,49 +81,12 @@ def test_a_limit_that_is_not_expected_to_be_reached_does_not_delay():
 
 def test_the_scarcest_member_sets_the_bound():
     specs = SPECS | {InstanceId(2): replace(SPECS[InstanceId(2)], kv_units=500)}
-    new = parts_of(PAIR, 2, GroupId(20))
+    new = parts_of(PAIR, GroupId(20))
     assert parting_capacity_blocks(PAIR, new, SPECS, 0) == 2 * 94
     # Pieces are smaller where a pool is, and the float with them: 500 - 25 units for 5 layers each.
     assert parting_capacity_blocks(PAIR, new, specs, 0) == 95
     assert parting_capacity_blocks(PAIR, new, specs, 90) == 97 + 47 - 90
     assert parting_capacity_blocks(PAIR, new, specs, 1000) == 0
-
-
-FOUR = layout((1, 0, 3), (2, 3, 5), (3, 5, 8), (4, 8, 10))
-
-
-class TestSteps:
-    """A long pipeline parts into two shorter ones, which load less and have more room."""
-
-    def test_members_keep_what_they_hold(self):
-        one, other = parts_of(FOUR, 2, GroupId(20))
-        assert one == GroupLayout(
-            GroupId(20),
-            (Stage(InstanceId(1), LayerRange(0, 5)), Stage(InstanceId(3), LayerRange(5, 10))),
-        )
-        assert other == GroupLayout(
-            GroupId(21),
-            (Stage(InstanceId(2), LayerRange(0, 5)), Stage(InstanceId(4), LayerRange(5, 10))),
-        )
-
-    def test_each_loads_what_its_half_lacks_and_no_more(self):
-        plan = plan_restore(FOUR, SPECS, IDLE, first_id=GroupId(20), num_parts=2)
-        assert isinstance(plan, RestorePlan)
-        assert plan.members == (
-            MemberSources(InstanceId(1), (source(3, 5, 2),)),
-            MemberSources(InstanceId(2), (source(0, 3, 1),)),
-            MemberSources(InstanceId(3), (source(8, 10, 4),)),
-            MemberSources(InstanceId(4), (source(5, 8, 3),)),
-        )
-
-    def test_more_fits_than_into_whole_instances(self):
-        wholes = parts_of(FOUR, 4, GroupId(20))
-        halves = parts_of(FOUR, 2, GroupId(20))
-        assert parting_capacity_blocks(FOUR, halves, SPECS, 20) > parting_capacity_blocks(
-            FOUR, wholes, SPECS, 20
-        )
-        assert halves_capacity_blocks(FOUR, SPECS) > 400
-        assert halves_capacity_blocks(PAIR, SPECS) == 0
 
 
 class TestSources:

@@ -10,7 +10,7 @@ from kunserve.core.ids import InstanceId
 from kunserve.core.messages import AllowParking, LoadLayers, Prepare, Prepared, Rollback
 from kunserve.core.snapshots import Outcome
 from kunserve.policy.restore import Postponed
-from tests.unit.control.cluster.brain import BLOCKS, NUM_LAYERS, Brain
+from tests.unit.control.cluster.brain import BLOCKS, Brain
 
 SHORT = {
     "num_running": 9,
@@ -133,21 +133,10 @@ def test_an_idle_pipeline_is_restored() -> None:
         assert source.instance_id == 1 - member.instance_id, "layers come from the other"
 
 
-def test_a_long_pipeline_parts_in_steps() -> None:
-    """What is too much for four whole instances fits into two pairs."""
-    busy = {"num_running": 9, "used_blocks": 2 * BLOCKS}
-    brain = dropped(4)
-    brain.report(0, **busy)
-    assert not brain.take(LoadLayers), "not unless it is asked for"
-    brain = dropped(4, halve_below=0.8)
-    brain.report(0, **busy)
-    ((_, load),) = brain.take(LoadLayers)
-    (transition,) = brain.controller.transitions.active.values()
-    assert [len(layout.stages) for layout in transition.record.groups_after] == [2, 2]
-    loaded = {source.layers.num_layers for one in load.members for source in one.sources}
-    assert loaded == {NUM_LAYERS // 4}
+def test_a_long_pipeline_parts_into_whole_instances() -> None:
     brain = dropped(4)
     brain.report(0)
+    assert brain.take(LoadLayers)
     (transition,) = brain.controller.transitions.active.values()
     assert [len(layout.stages) for layout in transition.record.groups_after] == [1, 1, 1, 1]
 
