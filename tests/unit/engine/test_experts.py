@@ -12,10 +12,11 @@ from kunserve.core.experts import Experts
 from kunserve.core.model_spec import ModelSpec
 from kunserve.core.packed import PackedField, PackedWeights, Run, WeightFormat
 from kunserve.engine.attention import TORCH_DTYPES, c_model
-from kunserve.engine.decoder import LayerWeights, StepLimits, _as_c, _run_expert, _Scratch
+from kunserve.engine.decoder import LayerWeights, StepLimits, _as_c, _run_expert
 from kunserve.engine.experts import add_experts, choose, routing_bytes
 from kunserve.engine.kernels.library import kernel, set_num_threads
 from kunserve.engine.kernels.packed import PackedMatrix
+from kunserve.engine.scratch import Scratch
 from kunserve.engine.weights.packing import pack
 from tests.specs import model_spec
 from tests.unit.engine.test_packed import stored
@@ -85,7 +86,7 @@ def computed(
 ) -> torch.Tensor:
     """What the kernel adds to a residual stream of zeros."""
     dtype = TORCH_DTYPES[spec.dtype]
-    scratch, hidden = _Scratch(spec, dtype), torch.zeros_like(rows)
+    scratch, hidden = Scratch(spec, dtype), torch.zeros_like(rows)
     scratch("normed", len(rows)).copy_(rows)
     set_num_threads(threads)
     buffers = scratch.as_c(hidden)
@@ -232,7 +233,7 @@ def test_memory_of_steps_is_counted(shared_size: int | None, num_notes: int) -> 
     spec = sparse_spec(8, 2, True, shared_size=shared_size)
     assert spec.experts is not None
     limits = StepLimits(num_tokens=7, num_sampled=1, num_positions=1)
-    scratch = _Scratch(spec, torch.float32)
+    scratch = Scratch(spec, torch.float32)
     scratch.reserve(7)
     beside = spec.vocab_size * 4 + spec.head_dim * 4
     assert scratch.num_bytes == limits.buffer_bytes(spec) - beside
