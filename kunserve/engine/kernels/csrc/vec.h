@@ -5,7 +5,7 @@
 
 #include <stdint.h>
 #include <string.h>
-#ifdef __AVX512F__
+#ifdef __AVX2__
 #include <immintrin.h>
 #endif
 
@@ -19,6 +19,7 @@ typedef uint32_t vu __attribute__((vector_size(64)));
 typedef float vf_u __attribute__((vector_size(64), aligned(4), may_alias));
 typedef int32_t vi_u __attribute__((vector_size(64), aligned(1), may_alias));
 typedef uint16_t words __attribute__((vector_size(64)));
+typedef int16_t signed_words __attribute__((vector_size(64)));
 typedef int32_t quarter __attribute__((vector_size(16), aligned(1), may_alias));
 typedef uint16_t half_u __attribute__((vector_size(32), aligned(2), may_alias));
 typedef uint8_t bytes_u __attribute__((vector_size(16), aligned(1), may_alias));
@@ -145,10 +146,30 @@ INLINE vf dot_bf16(vf acc, vi a, vi b) {
 #endif
 }
 
+/* The sum of each lane's two products of signed words. */
+#ifdef __AVX2__
+INLINE vi dot_words(vi a, vi b) {
+#ifdef __AVX512BW__
+  return (vi)_mm512_madd_epi16((__m512i)a, (__m512i)b);
+#else
+  union {
+    vi all;
+    __m256i halves[2];
+  } left = {a}, right = {b};
+  left.halves[0] = _mm256_madd_epi16(left.halves[0], right.halves[0]);
+  left.halves[1] = _mm256_madd_epi16(left.halves[1], right.halves[1]);
+  return left.all;
+#endif
+}
+#endif
+
 /* acc + the four products of each lane's unsigned bytes (of w) and signed ones (of x). */
 INLINE vi dot_bytes(vi acc, vi w, vi x) {
-#ifdef __AVX512VNNI__
+#if defined(__AVX512VNNI__)
   return (vi)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)w, (__m512i)x);
+#elif defined(__AVX2__) /* even bytes, then odd ones, as words */
+  acc += dot_words(w & 0x00ff00ff, (vi)((signed_words)x << 8 >> 8));
+  return acc + dot_words((vi)((words)w >> 8), (vi)((signed_words)x >> 8));
 #else
   UNROLL for (int byte = 0; byte < 4; byte++) {
     acc += (w >> 8 * byte & 0xff) * (x << (24 - 8 * byte) >> 24);
