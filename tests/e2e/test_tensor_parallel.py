@@ -15,6 +15,7 @@ from kunserve.core.layout import LayerRange
 from kunserve.engine.body import EngineBody
 from kunserve.engine.ranks.backend import RankedBackend
 from kunserve.model.source import resolve_model
+from kunserve.transport.movable_memory import Extents, InFile
 from tests.direct_engine import DirectEngine
 from tests.forked_ranks import fork_member
 from tests.tiny_models import KINDS, VOCAB, save_with_answers
@@ -154,6 +155,41 @@ def test_kv_moves_whole(saved: tuple[Path, list[list[int]]]) -> None:
             unit = shard.unit_view(3, 1)
             part = data[: one.unit_bytes].reshape(2, -1)[rank]
             assert (unit == part).all(), "a unit's bytes are those of the ranks in turn"
+
+
+@pytest.mark.parametrize("saved", ["llama3"], indirect=True)
+def test_peers_read_in_the_file_of_all_ranks(saved: tuple[Path, list[list[int]]]) -> None:
+    """Units to other places, and layers in chunks that end anywhere, after granules have moved."""
+    folder, expected = saved
+
+    def found(source: EngineBody, extents: Extents) -> InFile:
+        assert source.shared_fd is not None
+        return InFile(source.shared_fd, extents, lambda: True)
+
+    with ExitStack() as stack:
+        one, other = (
+            stack.enter_context(closing(open_ranks(folder, 2, number))) for number in range(2)
+        )
+        for body, keep in ((one, HALVES[0]), (other, HALVES[1])):
+            body.drop_layers(keep)
+        here, there = [(one.spec.kv_units, 5), (20, 7)], [(9, 2), (other.spec.kv_units + 2, 10)]
+        data = np.random.default_rng(0).integers(0, 256, 12 * one.unit_bytes, np.uint8)
+        one.write_units(here, data)
+        content = found(one, one.locate_units(here))
+        assert content.nbytes == data.nbytes
+        other.write_units(there, content)
+        assert content.holds()
+        back = np.empty_like(data)
+        other.read_units(there, back)
+        assert (back == data).all()
+        other.reclaim_layers(WHOLE)
+        for layer in range(*HALVES[0]):
+            for offset in range(0, one.layer_bytes, 5000):
+                num = min(5000, one.layer_bytes - offset)
+                content = found(one, one.locate_layer(layer, offset, num))
+                other.write_layer(layer, offset, content)
+                assert content.holds()
+        assert DirectEngine([(other, WHOLE)]).generate(PROMPTS, NUM_TOKENS, 16) == expected
 
 
 @pytest.mark.parametrize("saved", ["llama3"], indirect=True)
