@@ -317,17 +317,15 @@ class InstanceMemory:
 
     def _locate(self, where: VirtualRange, spans: Spans) -> Extents:
         """Stretches of the file behind stretches of addresses; neighbours are joined."""
-        size, pages = self.arena.granule_bytes, self.arena.pages
-        before = pages.file_offset if isinstance(pages, HostPages) else 0
+        size = self.arena.granule_bytes
         found: list[tuple[int, int]] = []
         for address, num_bytes in spans:
             position, end = address - where.base_address, address - where.base_address + num_bytes
             while position < end:
                 slot, within = divmod(position, size)
                 length = min(size - within, end - position)
-                granule = int(where.granules[slot])
-                assert granule >= 0, (where.name, slot)
-                offset = before + granule * size + within
+                assert where.granules[slot] >= 0, (where.name, slot)
+                offset = self.arena.pages.file_offset + int(where.granules[slot]) * size + within
                 if found and sum(found[-1]) == offset:
                     found[-1] = (found[-1][0], found[-1][1] + length)
                 else:

@@ -43,6 +43,8 @@ class Pages(Protocol):
     """Calls of the system made to map, move and unmap."""
     is_host: bool
     """Whether this process may read and write what is mapped."""
+    file_offset: int
+    """Where the first granule lies, in a file of which others may be told."""
     moves: bool
     """Whether ``move`` is the cheapest remap. Otherwise granules are mapped a second time."""
 
@@ -117,7 +119,6 @@ class HostPages:
     moves = True
     shared = None
     file_offset = 0
-    """Where the first granule lies in the file."""
 
     @property
     def fd(self) -> int:
