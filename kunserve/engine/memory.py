@@ -324,8 +324,8 @@ class InstanceMemory:
             while position < end:
                 slot, within = divmod(position, size)
                 length = min(size - within, end - position)
-                offset = int(where.granules[slot]) * size + within
-                assert offset >= 0, (where.name, slot)
+                assert where.granules[slot] >= 0, (where.name, slot)
+                offset = self.arena.pages.file_offset + int(where.granules[slot]) * size + within
                 if found and sum(found[-1]) == offset:
                     found[-1] = (found[-1][0], found[-1][1] + length)
                 else:

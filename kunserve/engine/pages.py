@@ -29,6 +29,8 @@ Copies: TypeAlias = Sequence[tuple[int, int, int]]
 """(target, source, number of bytes) between stretches that do not overlap."""
 
 NOTHING = -1
+ARENA_FILE = "kunserve-arena"
+"""What the kernel calls memory files of arenas."""
 _HUGE_PAGE_BYTES = 2 << 20
 
 
@@ -41,6 +43,8 @@ class Pages(Protocol):
     """Calls of the system made to map, move and unmap."""
     is_host: bool
     """Whether this process may read and write what is mapped."""
+    file_offset: int
+    """Where the first granule lies, in a file of which others may be told."""
     moves: bool
     """Whether ``move`` is the cheapest remap. Otherwise granules are mapped a second time."""
 
@@ -114,6 +118,7 @@ class HostPages:
     is_host = True
     moves = True
     shared = None
+    file_offset = 0
 
     @property
     def fd(self) -> int:
@@ -135,7 +140,13 @@ class HostPages:
 
     def _take(self, num_bytes: int, beside_bytes: int) -> int:
         """The file, with all its memory. Raises TooLittleMemory."""
-        return _claim(num_bytes, beside_bytes)
+        fd = os.memfd_create(ARENA_FILE)
+        try:
+            claim(fd, 0, num_bytes, beside_bytes)
+        except TooLittleMemory:
+            os.close(fd)
+            raise
+        return fd
 
     def reserve(self, num_bytes: int) -> int:
         """See ``Pages``."""
@@ -155,7 +166,8 @@ class HostPages:
         size, first = self.granule_bytes, 0
         try:
             for first, last in runs(granules):
-                num_bytes, offset = (last - first) * size, int(granules[first]) * size
+                num_bytes = (last - first) * size
+                offset = self.file_offset + int(granules[first]) * size
                 at = address + first * size
                 address_space.map_file(at, num_bytes, self._fd, offset, populate)
                 self.num_calls += 1
@@ -182,7 +194,7 @@ class HostPages:
             for shift in range(0, mapping.num_bytes, size):
                 slot = (mapping.address + shift - address) // size
                 if 0 <= slot < num:
-                    found[slot] = (mapping.offset + shift) // size
+                    found[slot] = (mapping.offset - self.file_offset + shift) // size
         return found
 
     def prefault(self, address: int, num_bytes: int) -> None:
@@ -216,8 +228,10 @@ class HostPages:
 
     def check(self) -> None:
         """See ``Pages``."""
-        held = os.fstat(self._fd).st_blocks * 512
-        assert held <= self.num_granules * self.granule_bytes, held
+        status = os.fstat(self._fd)
+        size, held = status.st_size - self.file_offset, status.st_blocks * 512
+        assert held <= status.st_size, (held, status.st_size)
+        assert size >= self.num_granules * self.granule_bytes, size
 
     def close(self) -> None:
         """See ``Pages``."""
@@ -260,8 +274,11 @@ def pair_up(targets: Spans, sources: Spans) -> Copies:
     return copies
 
 
-def _claim(num_bytes: int, beside_bytes: int) -> int:
-    """A memory file that has all its memory; TooLittleMemory where the machine has not so much."""
+def claim(fd: int, offset: int, num_bytes: int, beside_bytes: int) -> None:
+    """Take memory for so many bytes of a memory file, of which they are the last ones.
+
+    TooLittleMemory where the machine has not so much.
+    """
     available = available_bytes()
     if num_bytes + beside_bytes > available:
         # Asking the kernel would wake its out-of-memory killer before it refuses.
@@ -269,18 +286,15 @@ def _claim(num_bytes: int, beside_bytes: int) -> int:
             f"an instance asks for {num_bytes} bytes of memory and {beside_bytes} for its steps, "
             f"the machine, or this process's cgroup, has {available} left"
         )
-    fd = os.memfd_create("kunserve-arena")
     try:
-        os.ftruncate(fd, num_bytes)
+        os.ftruncate(fd, offset + num_bytes)
         if num_bytes:
             # Now, so that a shortage shows at start and not as a crash under load.
-            os.posix_fallocate(fd, 0, num_bytes)
+            os.posix_fallocate(fd, offset, num_bytes)
     except OSError as error:
-        os.close(fd)
         raise TooLittleMemory(
             f"the machine cannot give {num_bytes} bytes to an instance: {error.strerror}"
         ) from error
-    return fd
 
 
 class _Prefault:

@@ -23,6 +23,7 @@ from kunserve.engine.body import EngineBody
 from kunserve.engine.cuda.backend import CudaBackend
 from kunserve.engine.cuda.cards import STAND_IN
 from kunserve.engine.cuda.driver import Driver
+from kunserve.engine.memory import InstanceMemory
 from kunserve.engine.ranks import device_memory
 from kunserve.engine.ranks.device_backend import DeviceRanksBackend
 from kunserve.engine.ranks.meeting import RankLost
@@ -209,6 +210,32 @@ def test_no_steps_are_recorded(
 
 
 # What goes wrong
+
+
+@pytest.mark.parametrize("saved", ["qwen3"], indirect=True)
+def test_what_one_driver_refuses_none_has_prepared(
+    fake: FakeCuda, saved: tuple[Path, list[list[int]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another rank's, once: then it can be asked for again, and rank 0's granules are no tidier."""
+    prepare, refusals = InstanceMemory.prepare, ["rank 1's driver refuses"]
+
+    def refuse_once(memory: InstanceMemory, layers: LayerRange) -> str | None:
+        return refusals.pop() if refusals and layers != WHOLE else prepare(memory, layers)
+
+    def start(end: object) -> object:
+        with monkeypatch.context() as patch:
+            patch.setattr(InstanceMemory, "prepare", refuse_once)
+            return fork_member(end)  # type: ignore[arg-type]
+
+    with closing(open_ranks(saved[0], start=start)) as body:  # type: ignore[arg-type]
+        assert body.prepare_layers(HALVES[0]) == "rank 1's driver refuses"
+        body.check()
+        assert body.memory.held == WHOLE and body.memory.own.arena.num_aliases
+        assert DirectEngine([(body, WHOLE)]).generate(PROMPTS, 2) == [one[:2] for one in saved[1]]
+        assert not body.memory.own.arena.num_aliases, "tidied between steps"
+        assert body.prepare_layers(HALVES[1]) is None
+        assert body.drop_layers(HALVES[1]).kv_units == body.spec.units_when_holding(2)
+        body.check()
 
 
 @pytest.mark.parametrize("saved", ["qwen3"], indirect=True)

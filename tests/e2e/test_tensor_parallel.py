@@ -15,15 +15,21 @@ from kunserve.core.layout import LayerRange
 from kunserve.engine.body import EngineBody
 from kunserve.engine.ranks.backend import RankedBackend
 from kunserve.model.source import resolve_model
+from kunserve.transport.bulk import BulkMover
+from kunserve.transport.pacing import BulkPacing
 from tests.direct_engine import DirectEngine
 from tests.forked_ranks import fork_member
 from tests.tiny_models import KINDS, VOCAB, save_with_answers
 from tests.tiny_models import MORE_KINDS as FAMILIES
+from tests.unit.transport.addresses import fresh_address
+from tests.unit.transport.bulk_world import entries, piece
+from tests.unit.transport.test_bulk import ended
 
 NUM_LAYERS = 4
 NUM_TOKENS = 8
 WHOLE = LayerRange(0, NUM_LAYERS)
 HALVES = (LayerRange(0, 2), LayerRange(2, 4))
+ZERO, ONE = InstanceId(0), InstanceId(1)
 PROMPTS = [
     np.random.default_rng(length).integers(3, VOCAB, length).tolist() for length in (1, 7, 40)
 ]
@@ -154,6 +160,44 @@ def test_kv_moves_whole(saved: tuple[Path, list[list[int]]]) -> None:
             unit = shard.unit_view(3, 1)
             part = data[: one.unit_bytes].reshape(2, -1)[rank]
             assert (unit == part).all(), "a unit's bytes are those of the ranks in turn"
+
+
+def test_peers_read_in_the_file_of_all_ranks(
+    saved: tuple[Path, list[list[int]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Units to other places, and layers in chunks that end anywhere, after granules have moved."""
+    folder, expected = saved
+
+    def send(*args: object) -> None:
+        raise AssertionError("bytes are to be read, not sent")
+
+    with ExitStack() as stack:
+        one, other = (
+            stack.enter_context(closing(open_ranks(folder, 2, number))) for number in range(2)
+        )
+        for body, keep in ((one, HALVES[0]), (other, HALVES[1])):
+            body.drop_layers(keep)
+        # A block's part of a stage is a run of two units, here in other places than there.
+        here, there = ((3, one.spec.kv_units, 20), (other.spec.kv_units + 2, 9, 30))
+        data = np.random.default_rng(0).integers(0, 256, 6 * one.unit_bytes, np.uint8)
+        one.write_units([(unit, 2) for unit in here], data)
+        monkeypatch.setattr(one, "read_units", send)
+        monkeypatch.setattr(one, "read_layer", send)
+        pacing = BulkPacing(chunk_bytes=5000, read_chunk_bytes=5000)
+        giver = stack.enter_context(closing(BulkMover(ZERO, fresh_address(), one, pacing=pacing)))
+        taker = stack.enter_context(closing(BulkMover(ONE, fresh_address(), other, pacing=pacing)))
+        taker.connect({ZERO: giver.address})
+        giver.export_kv(RequestId("r"), entries(*here))
+        taker.pull_kv(piece("r", ZERO, (0, 2), (0, 3)), entries(*there))
+        assert [done.refusal for done in ended(taker, 1)] == [None]
+        back = np.empty_like(data)
+        other.read_units([(unit, 2) for unit in there], back)
+        assert (back == data).all()
+        other.reclaim_layers(WHOLE)
+        giver.offer_layers(HALVES[0])
+        taker.pull_layers(HALVES[0], ZERO)
+        assert [done.refusal for done in ended(taker, 1)] == [None]
+        assert DirectEngine([(other, WHOLE)]).generate(PROMPTS, NUM_TOKENS, 16) == expected
 
 
 @pytest.mark.parametrize("saved", ["llama3"], indirect=True)

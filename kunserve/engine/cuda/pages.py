@@ -20,6 +20,7 @@ class DevicePages:
 
     is_host = False
     moves = False
+    file_offset = 0
 
     def __init__(
         self, driver: Driver, num_bytes: int, granule_bytes: int, beside_bytes: int = 0

@@ -1,5 +1,6 @@
 """Host memory and C kernels of several processes: the backend of ``--tensor-parallel-size``."""
 
+import functools
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -13,11 +14,11 @@ from kunserve.engine.backend import CpuBackend, Loader, weights_in
 from kunserve.engine.cuda.backend import CudaBackend
 from kunserve.engine.decoder import ModelWeights, StepLimits
 from kunserve.engine.memory import InstanceMemory
-from kunserve.engine.pages import OpenPages
+from kunserve.engine.pages import ARENA_FILE, OpenPages
 from kunserve.engine.ranks.control import Drop, Join, Reclaim
 from kunserve.engine.ranks.decoder import RankedDecoder, room_of
 from kunserve.engine.ranks.meeting import PATIENCE_S
-from kunserve.engine.ranks.memory import OfAllRanks, RankedMemory
+from kunserve.engine.ranks.memory import OfAllRanks, RankedMemory, RankPages
 from kunserve.engine.ranks.nodes import numa_nodes, place_ranks, stay_on, visiting
 from kunserve.engine.ranks.processes import Members, Start, spawn_member
 from kunserve.engine.ranks.region import Region
@@ -136,6 +137,7 @@ class RankedBackend(SeveralRanks):
     ) -> RankedMemory:
         """Take all ranks' memory, and start the others, which load while this one does."""
         members = self._start_others()
+        fd = os.memfd_create(ARENA_FILE)
         shards: list[InstanceMemory] = []
         try:
             of_rank = config_of_rank(config)
@@ -143,20 +145,22 @@ class RankedBackend(SeveralRanks):
             places = place_ranks(instance_id, self._num_ranks, numa_nodes())
             for cpus in places:
                 with visiting(cpus):
+                    pages = functools.partial(RankPages, fd, len(shards), True)
                     beside = beside_bytes // self._num_ranks
-                    shards.append(InstanceMemory(instance_id, shard, of_rank, beside))
+                    shards.append(InstanceMemory(instance_id, shard, of_rank, beside, pages))
             stay_on(places[0])
             orders = [
                 replace(self._order(rank, instance_id, spec, of_rank), cpus=places[rank])
                 for rank in range(1, self._num_ranks)
             ]
-            fds = [_fd_of(one) for one in shards[1:]]
-            self._await_others = members.join(orders, fds)
+            self._await_others = members.join(orders, [fd] * len(orders))
         except BaseException:
             members.close()
             for one in shards:
                 one.close()
             raise
+        finally:
+            os.close(fd)
         self._members = members
         return RankedMemory(
             shards,
@@ -219,9 +223,3 @@ class _RankedLoader:
         for loader in loaders:
             loader.load_layers(layers)
         self._have_loaded = True
-
-
-def _fd_of(shard: InstanceMemory) -> int:
-    fd = shard.shared_fd
-    assert fd is not None
-    return fd

@@ -4,6 +4,7 @@ Rank 0 maps every rank's arena and copies there itself, because that asks nobody
 books as the rank that computes there, so a change of layers is made twice, by both alike.
 """
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
@@ -14,7 +15,7 @@ from kunserve.control.instance.body import Remap, UnitCopy
 from kunserve.core.layout import LayerRange
 from kunserve.core.snapshots import InstanceSpec
 from kunserve.engine.memory import InstanceMemory
-from kunserve.engine.pages import Granules, HostPages
+from kunserve.engine.pages import Granules, HostPages, claim
 from kunserve.transport.movable_memory import Content, Extents, InFile, Mapped, UnitRuns
 from kunserve.transport.movable_memory import Granules as SharedGranules
 
@@ -23,15 +24,35 @@ Change = Callable[[LayerRange], Callable[[], object]]
 """Has the other ranks change what they hold; what it gives returns when they have."""
 
 
-class LentPages(HostPages):
-    """The pages of a memory file that another process has made."""
+class RankPages(HostPages):
+    """One rank's part of the memory file of all ranks, which lie there one after the other.
 
-    def __init__(self, fd: int, num_bytes: int, granule_bytes: int, beside_bytes: int = 0) -> None:
+    So peers read all of an instance in one file.
+    """
+
+    def __init__(
+        self,
+        fd: int,
+        rank: int,
+        claims: bool,
+        num_bytes: int,
+        granule_bytes: int,
+        beside_bytes: int = 0,
+    ) -> None:
+        """With ``claims`` the file grows by this part, which must be its last one.
+
+        The descriptor stays the caller's, who may close it then.
+        """
         self._lent_fd = fd
+        self._rank = rank
+        self._claims = claims
         super().__init__(num_bytes, granule_bytes, beside_bytes)
 
     def _take(self, num_bytes: int, beside_bytes: int) -> int:
-        return self._lent_fd
+        self.file_offset = self._rank * num_bytes
+        if self._claims:
+            claim(self._lent_fd, self.file_offset, num_bytes, beside_bytes)
+        return os.dup(self._lent_fd)
 
 
 def spec_of_all(rank: InstanceSpec, num_ranks: int) -> InstanceSpec:
@@ -88,12 +109,12 @@ class OfAllRanks:
 
     @property
     def shared_fd(self) -> int | None:
-        """Units lie in several files, so peers get their bytes sent."""
-        return None
+        """The file of all ranks; None where they have a device each: peers get bytes sent then."""
+        return self.own.shared_fd
 
     @property
     def granules(self) -> SharedGranules | None:
-        """As ``shared_fd``."""
+        """None: those of devices lie in several processes."""
         return None
 
     def backs(self, bounds: tuple[int, int] | None, layers: LayerRange) -> bool:
@@ -116,14 +137,6 @@ class OfAllRanks:
             end = max(first, min(offset + num_bytes, (rank + 1) * size))
             parts.append((first - rank * size, end - first, first - offset))
         return parts
-
-    def locate_units(self, unit_runs: UnitRuns) -> Extents:
-        """Never called, because there is no one file."""
-        raise NotImplementedError
-
-    def locate_layer(self, layer: int, offset: int, num_bytes: int) -> Extents:
-        """Never called, because there is no one file."""
-        raise NotImplementedError
 
     def unit_view(self, unit: int, num_units: int) -> Bytes:
         """There is no view of bytes that lie apart."""
@@ -195,7 +208,10 @@ class RankedMemory(OfAllRanks):
                 part[:] = shard.unit_view(*run).reshape(part.shape)
 
     def write_units(self, unit_runs: UnitRuns, data: Content) -> None:
-        """The reverse."""
+        """The reverse. What lies in a peer's file comes as ``locate_units`` says."""
+        if isinstance(data, InFile):
+            data.fill([shard.unit_view(*run) for shard in self.shards for run in unit_runs])
+            return
         for theirs, run in self._by_unit(bytes_of(data), unit_runs):
             for part, shard in zip(theirs, self.shards, strict=True):
                 shard.unit_view(*run).reshape(part.shape)[:] = part
@@ -220,6 +236,12 @@ class RankedMemory(OfAllRanks):
 
     def write_layer(self, layer: int, offset: int, data: Content) -> None:
         """The reverse."""
+        if isinstance(data, InFile):
+            views = zip(self.shards, self._parts_of(offset, data.nbytes), strict=True)
+            data.fill(
+                [shard.layer_view(layer)[at : at + num] for shard, (at, num, _) in views if num]
+            )
+            return
         for shard, first, part in self._by_rank(offset, bytes_of(data)):
             shard.write_layer(layer, first, part)
 
@@ -229,6 +251,22 @@ class RankedMemory(OfAllRanks):
             first, num_bytes, at = part
             if num_bytes:
                 yield shard, first, data[at : at + num_bytes]
+
+    def locate_units(self, unit_runs: UnitRuns) -> Extents:
+        """Where they lie in the file: all of the first rank, then those of the next. So stretches
+        are as long as those of one rank are.
+        """
+        return [extent for shard in self.shards for extent in shard.locate_units(unit_runs)]
+
+    def locate_layer(self, layer: int, offset: int, num_bytes: int) -> Extents:
+        """Where ``read_layer`` would read in the file."""
+        parts = zip(self.shards, self._parts_of(offset, num_bytes), strict=True)
+        return [
+            extent
+            for shard, (first, num, _) in parts
+            if num
+            for extent in shard.locate_layer(layer, first, num)
+        ]
 
     # Proof and end
 
@@ -253,6 +291,6 @@ def granules_of(shard: InstanceMemory) -> tuple[bytes, bytes]:
 
 
 def bytes_of(data: Content) -> Bytes:
-    """What peers send to an instance of several ranks is never mapped here."""
+    """What was sent: nothing of devices is mapped for several ranks, nor read in files."""
     assert not isinstance(data, Mapped | InFile), data
     return data

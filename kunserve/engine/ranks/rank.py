@@ -1,6 +1,7 @@
 """A rank other than 0: its memory and compute. Steps are one thread's, changes another's."""
 
 import functools
+import os
 from typing import Any, Protocol
 
 import numpy as np
@@ -15,7 +16,7 @@ from kunserve.engine.decoder import StepLimits
 from kunserve.engine.memory import InstanceMemory
 from kunserve.engine.ranks.control import Drop, Join, OpenRegion, Reclaim, Word
 from kunserve.engine.ranks.meeting import Meeting
-from kunserve.engine.ranks.memory import LentPages
+from kunserve.engine.ranks.memory import RankPages
 from kunserve.engine.ranks.nodes import stay_on
 from kunserve.engine.ranks.region import Command, Orders, Region, StageOrder
 from kunserve.engine.ranks.shard_decoder import ShardDecoder
@@ -107,8 +108,13 @@ class HostRank(Rank):
         shard = spec_of_rank(spec, num_ranks)
         reader = ShardReader(open_reader(order.source, spec, order.seed), spec, rank, num_ranks)
         self._memory = InstanceMemory(
-            order.instance_id, shard, order.config, 0, functools.partial(LentPages, arena_fd)
+            order.instance_id,
+            shard,
+            order.config,
+            0,
+            functools.partial(RankPages, arena_fd, rank, False),
         )
+        os.close(arena_fd)
         weights = weights_in(self._memory, shard, torch.device("cpu"))
         loader = WeightLoader(reader, self._memory.layout, shard, weights)
         loader.check()

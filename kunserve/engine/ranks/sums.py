@@ -4,6 +4,7 @@ Each instance has a process group of its own, and none is the process's default,
 several instances in one process.
 """
 
+import contextlib
 import enum
 import os
 from collections.abc import Callable
@@ -93,6 +94,9 @@ class GroupSums:
 
     def close(self) -> None:
         """Leave the group. Its threads end, and must not be left to whoever collects garbage."""
+        if self._by is SumsBy.NCCL and self._group is not None:
+            with contextlib.suppress(RuntimeError):  # the others have left already
+                self._group.abort()
         self._group = None
 
     def _carry(self, ask: Callable[[dist.ProcessGroup], dist.Work]) -> None:
