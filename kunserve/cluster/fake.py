@@ -2,13 +2,15 @@
 
 The "transformer" is integer arithmetic: at layer l a token stores ``content = mix(hidden, l)`` in
 its slot of unit ``entry + l`` and attends by summing the contents of its request's positions
-0..p; the sum goes into the hidden state. So KV that is lost, stale or misplaced, a layer that runs
-twice or not at all, or a sampling parameter that got lost changes the tokens, while batching,
-chunking, block size and the split into stages change nothing. Memory is bytes too: weights that
-are not held or not loaded, and units beyond the backed tail, fail an assertion when used.
+0..p, or of those in the layer's window; the sum goes into the hidden state. So KV that is lost,
+stale or misplaced, a layer that runs twice or not at all, or a sampling parameter that got lost
+changes the tokens, while batching, chunking, block size and the split into stages change nothing.
+Memory is bytes too: weights that are not held or not loaded, and units beyond the backed tail, fail
+an assertion when used.
 """
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -25,6 +27,7 @@ from kunserve.control.instance.body import (
     UnitCopy,
 )
 from kunserve.core.ids import InstanceId, RequestId
+from kunserve.core.kv_blocks import KvRing
 from kunserve.core.layout import LayerRange
 from kunserve.core.prompt_scores import PromptScores, pack_scores
 from kunserve.core.request import Request, SamplingParams, TokenLogprobs
@@ -54,6 +57,13 @@ class FakeModel:
     num_layers: int
     vocab_size: int = 1000
     eos_token_ids: frozenset[int] = frozenset()
+    window: int | None = None
+    """Tokens that layers with a window see: all but the last of every ``period``."""
+    period: int = 1
+
+    def window_of(self, layer: int) -> int | None:
+        """Tokens that the layer sees; None is all."""
+        return None if (layer + 1) % self.period == 0 else self.window
 
 
 def fake_spec(
@@ -64,6 +74,7 @@ def fake_spec(
     layer_bytes: int = 256,
     granule_bytes: int = 32,
     head: HeadShape | None = None,
+    kv_ring: KvRing | None = None,
 ) -> InstanceSpec:
     """An instance with memory for all layers and ``kv_units`` units of KV."""
     unit_bytes = block_size * CONTENT_BYTES
@@ -78,6 +89,7 @@ def fake_spec(
         kv_units=kv_units,
         granule_bytes=granule_bytes,
         head=head,
+        kv_ring=kv_ring,
     )
 
 
@@ -127,11 +139,17 @@ def expected_scores(request: Request, model: FakeModel) -> tuple[TokenLogprobs, 
 def _last_hidden(model: FakeModel) -> Callable[[int, int], int]:
     """What the layers make of each token, to be called with one after the other."""
     sums = [0] * model.num_layers
+    windows = [model.window_of(layer) for layer in range(model.num_layers)]
+    seen: list[deque[int]] = [deque() for _ in windows]
 
     def forward(token_id: int, position: int) -> int:
         hidden = _mix_one(token_id * _FACTOR_1 + position, _EMBED)
-        for layer in range(model.num_layers):
-            sums[layer] = (sums[layer] + _mix_one(hidden, 2 * layer)) & _MASK
+        for layer, window in enumerate(windows):
+            content = _mix_one(hidden, 2 * layer)
+            if window is not None:
+                seen[layer].append(content)
+                content -= seen[layer].popleft() if len(seen[layer]) > window else 0
+            sums[layer] = (sums[layer] + content) & _MASK
             hidden = _mix_one(hidden + 3 * sums[layer], 2 * layer + 1)
         return hidden
 
@@ -283,17 +301,32 @@ class FakeBody(ViewedMemory):
     ) -> Uint64Array:
         block_size = self._spec.block_size
         end = start + len(hidden)
-        blocks = entries[: -(-end // block_size)]
         positions = np.arange(start, end)
         for layer in range(*layers):
-            units = blocks + layer
+            window = self._model.window_of(layer)
+            units = self._units(entries, -(-end // block_size), layer)
             assert units.min() >= 0 and units.max() < self.kv_units, (units, self.kv_units)
             self._kv[units[positions // block_size], positions % block_size] = _mix(
                 hidden, 2 * layer
             )
-            sums = np.cumsum(self._kv[units].reshape(-1)[:end])[start:]
-            hidden = _mix(hidden + np.uint64(3) * sums, 2 * layer + 1)
+            sums = np.cumsum(self._kv[units].reshape(-1)[:end])
+            seen = sums[start:]
+            if window is not None and end > window:
+                unseen = np.concatenate((np.zeros(window, dtype=np.uint64), sums[:-window]))
+                seen = seen - unseen[start:]
+            hidden = _mix(hidden + np.uint64(3) * seen, 2 * layer + 1)
         return hidden
+
+    def _units(self, entries: npt.NDArray[np.int32], num: int, layer: int) -> npt.NDArray[np.int32]:
+        """Where a layer has each ``block_size`` tokens of a context."""
+        blocks = self._spec.blocks
+        if blocks.ring is None:
+            return entries[:num] + layer
+        if self._model.window_of(layer) is not None:
+            return entries[[blocks.local_block(number) for number in range(num)]] + layer
+        places = [blocks.global_place(number) for number in range(num)]
+        units = [entries[block] + layer - before for block, before in places]
+        return np.array(units, dtype=np.int32)
 
     def _score(self, work: StepWork, hidden: Uint64Array) -> Iterator[PromptScores]:
         row_of, end = {}, 0

@@ -37,6 +37,29 @@ DENSE = ExpertChoice()
 
 
 @dataclass(frozen=True, slots=True)
+class Windows:
+    """How many of a model's layers see so many tokens only, as a share."""
+
+    share: float = 0.0
+    num_tokens: int = 0
+
+    def hidden_pairs(self, prefix: int, count: int) -> float:
+        """Of the pairs of ``count`` tokens behind a prefix and those before them, each itself
+        included, what no layer computes: the mean over layers.
+        """
+        beyond = prefix + count - self.num_tokens
+        num = max(0, min(count, beyond))
+        return self.share * (num * beyond - num * (num - 1) / 2)
+
+    def hidden_keys(self, prefix: int) -> float:
+        """Of a prefix, the tokens that no layer reads: the mean over layers."""
+        return self.share * max(0, prefix - self.num_tokens)
+
+
+NO_WINDOWS = Windows()
+
+
+@dataclass(frozen=True, slots=True)
 class CostCoefficients:
     """Seconds per unit of work, for the whole model (the paper's Eq. 1-3 and four terms of ours).
 
