@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from math import log
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,22 +39,30 @@ DENSE = ExpertChoice()
 
 @dataclass(frozen=True, slots=True)
 class Windows:
-    """How many of a model's layers see so many tokens only, as a share."""
+    """Which share of a model's layers sees only so many tokens. Counts are means over layers."""
 
     share: float = 0.0
     num_tokens: int = 0
 
-    def hidden_pairs(self, prefix: int, count: int) -> float:
-        """Of the pairs of ``count`` tokens behind a prefix and those before them, each itself
-        included, what no layer computes: the mean over layers.
-        """
-        beyond = prefix + count - self.num_tokens
-        num = max(0, min(count, beyond))
-        return self.share * (num * beyond - num * (num - 1) / 2)
+    def hidden_keys(self, prefix: Any) -> Any:
+        """Tokens of a prefix that are not read; of one prefix, or elementwise."""
+        beyond = prefix - self.num_tokens
+        return self.share * (abs(beyond) + beyond) / 2
 
-    def hidden_keys(self, prefix: int) -> float:
-        """Of a prefix, the tokens that no layer reads: the mean over layers."""
-        return self.share * max(0, prefix - self.num_tokens)
+    def hidden_pairs(self, prefix: Any, count: Any) -> Any:
+        """Pairs of ``count`` tokens behind a prefix and those up to each of them that are not
+        computed; of one prefix, or elementwise.
+        """
+        return self._up_to(prefix + count) - self._up_to(prefix)
+
+    def seen_keys(self, prefix: int) -> int:
+        """What is read of a prefix."""
+        return prefix - int(self.hidden_keys(prefix)) if self.share else prefix
+
+    def _up_to(self, position: Any) -> Any:
+        beyond = position - self.num_tokens
+        beyond = (abs(beyond) + beyond) / 2
+        return self.share * (beyond * beyond + beyond) / 2
 
 
 NO_WINDOWS = Windows()
@@ -84,6 +93,8 @@ class CostCoefficients:
     """eta, ours: per expert that a layer reads, over all layers; 0 for a dense model."""
     experts: ExpertChoice = DENSE
     """What eta counts."""
+    windows: Windows = NO_WINDOWS
+    """What alpha and delta do not count."""
 
     def __post_init__(self) -> None:
         """No work takes negative time, and a chunk shares no more than it has."""

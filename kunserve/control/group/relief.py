@@ -16,6 +16,7 @@ from kunserve.control.group.queue import WaitingQueue
 from kunserve.control.group.sequence import Progress, QueueKey, Sequence
 from kunserve.control.group.swap import SwapSpace
 from kunserve.core.config import SchedulerConfig
+from kunserve.core.cost import NO_WINDOWS
 from kunserve.core.ids import RequestId
 from kunserve.core.kv_blocks import KvBlocks
 from kunserve.core.step import BlockRun
@@ -37,7 +38,7 @@ class Runnable(NamedTuple):
     num_awaiting: int
     """Sequences whose next token is being computed."""
     num_context_awaiting: int
-    """Their tokens of context, all together."""
+    """Their tokens of context, all together, as far as they are seen (``core.cost.Windows``)."""
 
 
 class Holders:
@@ -79,6 +80,7 @@ class Holders:
             self._parking = Parking(
                 max_park_s, step_s, host_link, blocks, ledger, waiting, self._swap, cache
             )
+        self._windows = NO_WINDOWS if config.cost is None else config.cost.windows
         self._running: list[Sequence] = []
         self.released: list[RequestId] = []
         """For the next plan: what the stages hold and may free."""
@@ -188,7 +190,7 @@ class Holders:
         for seq in self._running:
             if seq.is_awaiting:
                 num_awaiting += 1
-                context += seq.num_computed
+                context += self._windows.seen_keys(seq.num_computed)
             elif seq.state is runs:
                 computed = seq.num_computed
                 if computed >= seq.num_prompt and seq.num_tokens - computed == 1:

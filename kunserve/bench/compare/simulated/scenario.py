@@ -58,6 +58,7 @@ def build_scenario(setup: SimulatedSetup, workload: Workload) -> Scenario:
                 profile.spec.num_layers,
                 setup.max_num_batched_tokens,
                 profile.model.experts,
+                profile.model.windows,
             ),
         ),
         world=WorldConfig(start_s=setup.start_s, places=_places(setup)),
