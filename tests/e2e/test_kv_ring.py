@@ -136,7 +136,7 @@ def test_through_a_drop_a_restore_and_a_crash(kind: str, tmp_path: Path) -> None
 def test_through_host_memory(overload: OverloadConfig, tmp_path: Path) -> None:
     model = tiny_model("gemma3", NUM_LAYERS)
     model.save_pretrained(tmp_path)
-    config = replace(config_of(str(tmp_path), "float32", 1, KV_BYTES // 2), overload=overload)
+    config = replace(config_of(str(tmp_path), "float32", 1, KV_BYTES * 2 // 3), overload=overload)
     config = ringed(config, cost=COST, swap=overload.swap_config(1e8, None))
 
     async def story(cluster: LocalCluster, answers: Answers) -> None:
