@@ -6,20 +6,66 @@ Arithmetic over data sets: every request's KV is counted at each token of its an
 is how long it lies in memory. A layer with a window needs the tokens of its window only. Figures:
 
 * ``outside``: KV that no step will read again, of all KV;
-* ``room``: how many times the requests would fit if blocks were freed as they leave the window.
+* ``room``: how many times the requests would fit if blocks were freed as they leave the window;
+* ``ring``: how many times they fit with ``--no-disable-hybrid-kv-cache-manager``.
+
+And what is served: requests of one length are sent to an instance of Gemma 3 1B's layers, windows
+and blocks (narrow ones, with dummy weights), all at once. Figures:
+
+* ``counted``: the most that run at one time, whole and with a ring, in the same memory;
+* ``computed``: what arithmetic says.
 """
 
+import asyncio
+import json
+import tempfile
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from benchmarks.report import Report, Setting
+from kunserve.cluster.local import LocalCluster
+from kunserve.core.config import (
+    ClusterConfig,
+    InstanceConfig,
+    KunServeConfig,
+    ModelConfig,
+    OverloadConfig,
+    SchedulerConfig,
+)
+from kunserve.core.ids import RequestId
+from kunserve.core.kv_blocks import KvBlocks, ring_of
+from kunserve.core.messages import TokenOutput
+from kunserve.core.request import Request, SamplingParams
+from kunserve.core.tokens import TokenIds
 from kunserve.workload.data.catalog import SHIPPED_FOLDER
 from kunserve.workload.traces import read_azure, read_lengths
 from kunserve.workload.workload import Lengths
 
 BLOCK_TOKENS = 16
+STEP_TOKENS = 512
+"""The default of ``--max-num-batched-tokens``."""
+SERVED = {
+    "architectures": ["Gemma3ForCausalLM"],
+    "model_type": "gemma3_text",
+    "num_hidden_layers": 26,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "vocab_size": 512,
+    "max_position_embeddings": 32_768,
+    "sliding_window": 512,
+    "eos_token_id": 1,
+}
+"""Gemma 3 1B but for the widths."""
+NUM_WHOLE = 4
+"""Requests for which there is memory where KV is whole."""
+ANSWER_TOKENS = 512
+"""So many that the first has not ended when memory is full."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +76,11 @@ class Shape:
     num_layers: int
     num_global: int
     window: int
+
+    @property
+    def period(self) -> int:
+        """Layers of which the last sees all tokens."""
+        return self.num_layers // self.num_global
 
 
 SHAPES = (
@@ -80,6 +131,72 @@ def main() -> None:
                 outside = float(hidden.sum() / (contexts.sum() * shape.num_layers))
                 report.add("outside", 100 * outside, "%", **of)
                 report.add("room", float(blocks.sum() * shape.num_layers / kept.sum()), "x", **of)
+                ring = ring_of(shape.window, shape.period, BLOCK_TOKENS, STEP_TOKENS)
+                beyond = np.maximum(0, blocks - ring.num_blocks)
+                taken = np.minimum(blocks, ring.num_blocks) - (-beyond // ring.period)
+                report.add("ring", float(blocks.sum() / taken.sum()), "x", **of)
+        for num_tokens in (4096, 8192):
+            _compare_served(report, num_tokens)
+
+
+def _compare_served(report: Report, num_tokens: int) -> None:
+    whole = KvBlocks(BLOCK_TOKENS)
+    window, period = int(str(SERVED["sliding_window"])), 6
+    ring = whole._replace(ring=ring_of(window, period, BLOCK_TOKENS, STEP_TOKENS))
+    longest = num_tokens + ANSWER_TOKENS
+    num_blocks = NUM_WHOLE * whole.holding(longest)
+    for name, blocks in (("whole", whole), ("ring", ring)):
+        of: dict[str, Setting] = {"KV": name, "tokens": num_tokens, "blocks": num_blocks}
+        report.add("computed", num_blocks // blocks.holding(longest), "requests", **of)
+        report.add("counted", asyncio.run(_serve(blocks, num_tokens, num_blocks)), "requests", **of)
+
+
+async def _serve(blocks: KvBlocks, num_tokens: int, num_blocks: int) -> int:
+    """The most requests with so long prompts that run at one time."""
+    layers, kv_token_bytes = int(str(SERVED["num_hidden_layers"])), 2 * 32 * 2
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(SERVED))
+        config = KunServeConfig(
+            model=ModelConfig(model=folder, load_format="dummy"),
+            instance=InstanceConfig(
+                block_size=BLOCK_TOKENS,
+                kv_cache_memory_bytes=num_blocks * layers * BLOCK_TOKENS * kv_token_bytes,
+                granule_bytes=layers * BLOCK_TOKENS * kv_token_bytes,
+                disable_hybrid_kv_cache_manager=blocks.ring is None,
+                kv_ring=blocks.ring,
+            ),
+            scheduler=SchedulerConfig(
+                max_num_batched_tokens=STEP_TOKENS, enable_prefix_caching=False, watermark=0.0
+            ),
+            overload=OverloadConfig(policy="recompute"),
+            cluster=ClusterConfig(num_instances=1),
+        )
+        cluster = await LocalCluster.start(config, vocab_size=int(str(SERVED["vocab_size"])))
+        try:
+            return await _most_running(
+                cluster, num_tokens, num_blocks // blocks.holding(num_tokens)
+            )
+        finally:
+            await cluster.close()
+
+
+async def _most_running(cluster: LocalCluster, num_tokens: int, num_requests: int) -> int:
+    """Sends some more than fit, and looks until the first has ended."""
+    ended = asyncio.Event()
+
+    def received(token: TokenOutput) -> None:
+        if token.finish_reason is not None:
+            ended.set()
+
+    sampling = SamplingParams(ANSWER_TOKENS, temperature=0.0, ignore_eos=True)
+    for number in range(num_requests + 2):
+        prompt = TokenIds([(number + 7 * i) % 500 + 2 for i in range(num_tokens)])
+        cluster.submit(Request(RequestId(str(number)), prompt, sampling, 0.0), received)
+    most = 0
+    while not ended.is_set():
+        await asyncio.sleep(0.02)
+        most = max(most, sum(load.num_running for load in cluster.state().loads))
+    return most
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ class DirectEngine:
 
     def __init__(self, stages: Sequence[tuple[EngineBody, LayerRange]], seed: int = 0) -> None:
         self.stages = stages
-        self.block_size = stages[0][0].spec.block_size
+        self.blocks = stages[0][0].spec.blocks
         generator = np.random.default_rng(seed)
         self.free = []
         for body, layers in stages:
@@ -149,7 +149,7 @@ class DirectEngine:
         table, free = self.tables[index], self.free[index]
         for chunk in chunks:
             blocks = table.setdefault(chunk.request_id, [])
-            while len(blocks) * self.block_size < chunk.start + chunk.num_tokens:
+            while len(blocks) < self.blocks.holding(chunk.start + chunk.num_tokens):
                 blocks.append(free.pop())
         width = max(len(table[chunk.request_id]) for chunk in chunks)
         rows = np.zeros((len(chunks), width), dtype=np.int32)

@@ -23,6 +23,7 @@ from kunserve.core.config import (
 )
 from kunserve.core.cost import CostCoefficients
 from kunserve.core.ids import GroupId, InstanceId, RequestId, TransitionId
+from kunserve.core.kv_blocks import KvBlocks, ring_of
 from kunserve.core.layout import GroupLayout, LayerRange, Stage
 from kunserve.core.messages import AllowParking, LoadLayers
 from kunserve.core.request import Request, SamplingParams
@@ -54,6 +55,7 @@ class FakeCluster(InProcessCluster):
         caches: bool = True,
         speculative: SpeculativeConfig | None = None,
         vocab_size: int = 1000,
+        windows: tuple[int, int] | None = None,
     ) -> None:
         """``pools``: each instance's KV blocks with all layers; a layer frees ``layer_units``.
 
@@ -62,9 +64,16 @@ class FakeCluster(InProcessCluster):
         With ``speculative`` guesses are taken to cost nothing; a small ``vocab_size`` makes some
         right.
 
+        ``windows``: (tokens that layers see, period), all but the last of every period, whose KV is
+        a ring.
+
         With ``head_cost_layers`` the stages of a pipeline compute the output head together.
         """
-        self.model = FakeModel(num_layers, vocab_size, eos_token_ids)
+        window, period = windows or (None, 1)
+        self.model = FakeModel(num_layers, vocab_size, eos_token_ids, window, period)
+        ring = None
+        if window is not None:
+            ring = ring_of(window, period, block_size, max_num_batched_tokens)
         head = None
         if head_cost_layers is not None:
             head = HeadShape(self.model.vocab_size, head_cost_layers)
@@ -77,12 +86,17 @@ class FakeCluster(InProcessCluster):
                 layer_bytes=layer_units * block_size * 8,
                 granule_bytes=block_size * 8,
                 head=head,
+                kv_ring=ring,
             )
             for i, blocks in enumerate(pools)
         ]
-        self.max_model_len = max_model_len or min(pools) * block_size
+        self.max_model_len = max_model_len or KvBlocks(block_size, ring).tokens_in(min(pools))
         config = KunServeConfig(
-            instance=InstanceConfig(block_size=block_size),
+            instance=InstanceConfig(
+                block_size=block_size,
+                disable_hybrid_kv_cache_manager=ring is None,
+                kv_ring=ring,
+            ),
             scheduler=SchedulerConfig(
                 max_num_seqs,
                 max_num_batched_tokens,

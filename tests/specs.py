@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from kunserve.core.ids import InstanceId
+from kunserve.core.kv_blocks import KvRing
 from kunserve.core.model_spec import ModelSpec
 from kunserve.core.snapshots import InstanceSpec
 
@@ -59,6 +60,7 @@ def instance_spec(
     layer_bytes: int = 1000,
     granule_bytes: int = 10,
     memory_bytes: int | None = None,
+    kv_ring: KvRing | None = None,
 ) -> InstanceSpec:
     """An instance whose memory is weights and KV and nothing else, unless told."""
     if memory_bytes is None:
@@ -72,4 +74,5 @@ def instance_spec(
         memory_bytes=memory_bytes,
         kv_units=kv_units,
         granule_bytes=granule_bytes,
+        kv_ring=kv_ring,
     )

@@ -26,7 +26,7 @@ class ServingLimits:
 def limits_of(ready: tuple[Ready, ...], vocab_size: int) -> ServingLimits:
     """What every one of these instances can serve."""
     specs = [one.spec for one in ready]
-    pools = [spec.kv_units // spec.num_layers * spec.block_size for spec in specs]
+    pools = [spec.blocks.tokens_in(spec.kv_units // spec.num_layers) for spec in specs]
     return ServingLimits(
         max_model_len=min(min(pools), *(one.max_model_len for one in ready)),
         block_size=specs[0].block_size,

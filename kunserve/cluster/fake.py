@@ -2,19 +2,30 @@
 
 The "transformer" is integer arithmetic: at layer l a token stores ``content = mix(hidden, l)`` in
 its slot of unit ``entry + l`` and attends by summing the contents of its request's positions
-0..p; the sum goes into the hidden state. So KV that is lost, stale or misplaced, a layer that runs
-twice or not at all, or a sampling parameter that got lost changes the tokens, while batching,
-chunking, block size and the split into stages change nothing. Memory is bytes too: weights that
-are not held or not loaded, and units beyond the backed tail, fail an assertion when used.
+0..p, or of those in the layer's window; the sum goes into the hidden state. So KV that is lost,
+stale or misplaced, a layer that runs twice or not at all, or a sampling parameter that got lost
+changes the tokens, while batching, chunking, block size and the split into stages change nothing.
+Memory is bytes too: weights that are not held or not loaded, and units beyond the backed tail, fail
+an assertion when used.
 """
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
+from kunserve.cluster.fake_model import (
+    EMBED,
+    FACTOR_1,
+    FakeModel,
+    Uint64Array,
+    draw,
+    expected_scores,
+    expected_tokens,
+    mix,
+    score_row,
+)
 from kunserve.control.instance.body import (
     HeadWork,
     HostCopy,
@@ -25,35 +36,23 @@ from kunserve.control.instance.body import (
     UnitCopy,
 )
 from kunserve.core.ids import InstanceId, RequestId
+from kunserve.core.kv_blocks import KvRing
 from kunserve.core.layout import LayerRange
 from kunserve.core.prompt_scores import PromptScores, pack_scores
-from kunserve.core.request import Request, SamplingParams, TokenLogprobs
+from kunserve.core.request import TokenLogprobs
 from kunserve.core.snapshots import HeadShape, InstanceSpec
 from kunserve.core.step import SampledToken, SequenceStart
 from kunserve.transport.host_store import HostStore
 from kunserve.transport.movable_memory import ViewedMemory
 
-Uint64Array = npt.NDArray[np.uint64]
+__all__ = ["FakeBody", "FakeModel", "expected_scores", "expected_tokens", "fake_spec"]
+
 Uint8Array = npt.NDArray[np.uint8]
 
 CONTENT_BYTES = 8
 """KV of one token at one layer."""
 GARBAGE = 0xA5
 """What memory holds after it changed hands."""
-
-_MASK = (1 << 64) - 1
-_FACTOR_1 = 0x9FB21C651E98DF25
-_FACTOR_2 = 0xD6E8FEB86659FD93
-_EMBED, _HEAD, _DRAW, _HISTORY = 1 << 40, 1 << 41, 1 << 42, 1 << 43
-
-
-@dataclass(frozen=True, slots=True)
-class FakeModel:
-    """What the tokens are made of, beside the prompt."""
-
-    num_layers: int
-    vocab_size: int = 1000
-    eos_token_ids: frozenset[int] = frozenset()
 
 
 def fake_spec(
@@ -64,6 +63,7 @@ def fake_spec(
     layer_bytes: int = 256,
     granule_bytes: int = 32,
     head: HeadShape | None = None,
+    kv_ring: KvRing | None = None,
 ) -> InstanceSpec:
     """An instance with memory for all layers and ``kv_units`` units of KV."""
     unit_bytes = block_size * CONTENT_BYTES
@@ -78,89 +78,8 @@ def fake_spec(
         kv_units=kv_units,
         granule_bytes=granule_bytes,
         head=head,
+        kv_ring=kv_ring,
     )
-
-
-def _mix_one(value: int, salt: int) -> int:
-    """``_mix`` of one integer, for the oracle."""
-    value = (value + salt * _FACTOR_2 + 1) & _MASK
-    value = ((value ^ (value >> 32)) * _FACTOR_1) & _MASK
-    value = ((value ^ (value >> 29)) * _FACTOR_2) & _MASK
-    return value ^ (value >> 32)
-
-
-def _mix(values: Uint64Array, salt: int) -> Uint64Array:
-    """A bijection of 64-bit integers that depends on ``salt`` and scatters every bit."""
-    mixed = values + np.uint64((salt * _FACTOR_2 + 1) & _MASK)
-    mixed = (mixed ^ (mixed >> np.uint64(32))) * np.uint64(_FACTOR_1)
-    mixed = (mixed ^ (mixed >> np.uint64(29))) * np.uint64(_FACTOR_2)
-    return mixed ^ (mixed >> np.uint64(32))
-
-
-def _draw(hidden: int, sampling: SamplingParams, position: int, history: list[int]) -> int:
-    """What the output head gives for output token ``position`` (before ``% vocab_size``)."""
-    value = _mix_one(hidden, _HEAD)
-    if sampling.temperature > 0:
-        value = _mix_one(value ^ _mix_one(sampling.seed, position), _DRAW)
-    if sampling.needs_history:
-        for token_id in history:
-            value = _mix_one(value ^ token_id, _HISTORY)
-    return value
-
-
-def _score_row(hidden: int, token_id: int) -> TokenLogprobs:
-    """What the output head says of a prompt's token: numbers that float32 holds exactly."""
-    value = _mix_one(hidden ^ token_id, _HEAD)
-    return TokenLogprobs(-float(value % 4096), value % 7 + 1, ((value % 1000, -1.0),))
-
-
-def expected_scores(request: Request, model: FakeModel) -> tuple[TokenLogprobs, ...]:
-    """The oracle: every score of the request's prompt."""
-    tokens = request.prompt_token_ids
-    hidden = _last_hidden(model)
-    return tuple(
-        _score_row(hidden(token_id, position), tokens[position + 1])
-        for position, token_id in enumerate(tokens[: request.num_to_score])
-    )
-
-
-def _last_hidden(model: FakeModel) -> Callable[[int, int], int]:
-    """What the layers make of each token, to be called with one after the other."""
-    sums = [0] * model.num_layers
-
-    def forward(token_id: int, position: int) -> int:
-        hidden = _mix_one(token_id * _FACTOR_1 + position, _EMBED)
-        for layer in range(model.num_layers):
-            sums[layer] = (sums[layer] + _mix_one(hidden, 2 * layer)) & _MASK
-            hidden = _mix_one(hidden + 3 * sums[layer], 2 * layer + 1)
-        return hidden
-
-    return forward
-
-
-def expected_tokens(request: Request, model: FakeModel, max_model_len: int) -> tuple[int, ...]:
-    """The oracle: every output token of the request when nothing ever disturbs it.
-
-    Written without arrays, blocks or stages, so that it shares no mistake with the body.
-    """
-    sampling = request.sampling
-    ignores_eos = sampling.ignore_eos and not sampling.ends_with_form
-    stops = set(sampling.stop_token_ids) | (set() if ignores_eos else model.eos_token_ids)
-    least = 0 if sampling.ends_with_form else sampling.min_tokens
-    limit = min(len(request.prompt_token_ids) + sampling.max_tokens, max_model_len)
-    tokens = list(request.prompt_token_ids)
-    num_prompt = len(tokens)
-    forward = _last_hidden(model)
-    hidden = position = 0
-    while True:
-        while position < len(tokens):
-            hidden = forward(tokens[position], position)
-            position += 1
-        value = _draw(hidden, sampling, len(tokens) - num_prompt, tokens)
-        tokens.append(value % model.vocab_size)
-        is_stop = tokens[-1] in stops and len(tokens) - num_prompt >= least
-        if is_stop or len(tokens) >= limit:
-            return tuple(tokens[num_prompt:])
 
 
 class FakeBody(ViewedMemory):
@@ -276,24 +195,39 @@ class FakeBody(ViewedMemory):
             [np.arange(c.start, c.start + c.num_tokens) for c in work.plan.chunks]
         )
         tokens = work.token_ids.astype(np.uint64)
-        return _mix(tokens * np.uint64(_FACTOR_1) + positions.astype(np.uint64), _EMBED)
+        return mix(tokens * np.uint64(FACTOR_1) + positions.astype(np.uint64), EMBED)
 
     def _run_chunk(
         self, hidden: Uint64Array, entries: npt.NDArray[np.int32], start: int, layers: LayerRange
     ) -> Uint64Array:
         block_size = self._spec.block_size
         end = start + len(hidden)
-        blocks = entries[: -(-end // block_size)]
         positions = np.arange(start, end)
         for layer in range(*layers):
-            units = blocks + layer
+            window = self._model.window_of(layer)
+            units = self._units(entries, -(-end // block_size), layer)
             assert units.min() >= 0 and units.max() < self.kv_units, (units, self.kv_units)
-            self._kv[units[positions // block_size], positions % block_size] = _mix(
+            self._kv[units[positions // block_size], positions % block_size] = mix(
                 hidden, 2 * layer
             )
-            sums = np.cumsum(self._kv[units].reshape(-1)[:end])[start:]
-            hidden = _mix(hidden + np.uint64(3) * sums, 2 * layer + 1)
+            sums = np.cumsum(self._kv[units].reshape(-1)[:end])
+            seen = sums[start:]
+            if window is not None and end > window:
+                unseen = np.concatenate((np.zeros(window, dtype=np.uint64), sums[:-window]))
+                seen = seen - unseen[start:]
+            hidden = mix(hidden + np.uint64(3) * seen, 2 * layer + 1)
         return hidden
+
+    def _units(self, entries: npt.NDArray[np.int32], num: int, layer: int) -> npt.NDArray[np.int32]:
+        """Where a layer has each ``block_size`` tokens of a context."""
+        blocks = self._spec.blocks
+        if blocks.ring is None:
+            return entries[:num] + layer
+        if self._model.window_of(layer) is not None:
+            return entries[[blocks.local_block(number) for number in range(num)]] + layer
+        places = [blocks.global_place(number) for number in range(num)]
+        units = [entries[block] + layer - before for block, before in places]
+        return np.array(units, dtype=np.int32)
 
     def _score(self, work: StepWork, hidden: Uint64Array) -> Iterator[PromptScores]:
         row_of, end = {}, 0
@@ -303,7 +237,7 @@ class FakeBody(ViewedMemory):
         for request_id, first, last in work.plan.scored:
             prompt, offset = self._starts[request_id].token_ids, row_of[request_id]
             rows = [
-                _score_row(int(hidden[offset + position]), prompt[position + 1])
+                score_row(int(hidden[offset + position]), prompt[position + 1])
                 for position in range(first, last)
             ]
             yield pack_scores(request_id, first, 1, rows)
@@ -318,7 +252,7 @@ class FakeBody(ViewedMemory):
                 continue
             start, history = self._starts[request_id], self._history[request_id]
             position = num_before - start.num_prompt_tokens
-            value = _draw(hidden, start.sampling, position, history)
+            value = draw(hidden, start.sampling, position, history)
             token_id = value % self._model.vocab_size
             if start.sampling.needs_history:
                 history.append(token_id)
@@ -393,7 +327,7 @@ class FakeBody(ViewedMemory):
 
     def _true_weights(self, layer: int) -> Uint8Array:
         indices = np.arange(self._spec.layer_bytes, dtype=np.uint64)
-        return (_mix(indices, layer) & np.uint64(0xFF)).astype(np.uint8)
+        return (mix(indices, layer) & np.uint64(0xFF)).astype(np.uint8)
 
     def _verify_weights(self, layers: LayerRange) -> None:
         assert self.held.covers(layers), f"layers {layers} are not held, only {self.held}"

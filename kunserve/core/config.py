@@ -7,6 +7,7 @@ from typing import Any, Literal, TypeAlias
 from kunserve.core.cost import CostCoefficients
 from kunserve.core.errors import ConfigError
 from kunserve.core.front_config import ChatConfig, LogConfig
+from kunserve.core.kv_blocks import KvBlocks, KvRing, check_hybrid
 from kunserve.core.rank_settings import check_expert_ranks, check_rank_weights, check_ranks
 from kunserve.core.speculative_config import SpeculativeConfig
 
@@ -67,6 +68,11 @@ class InstanceConfig:
     """If given, the arena is the weights plus this, and ``memory_bytes`` is ignored."""
     block_size: int = 16
     """Tokens per KV block."""
+    disable_hybrid_kv_cache_manager: bool = True
+    """Whether KV of layers with a window is kept whole, as that of the others. Otherwise it is
+    written over when no step reads it any more, and more requests fit."""
+    kv_ring: KvRing | None = None
+    """Where it is: what the model and the steps make of it."""
     num_threads: int = 1
     """Compute threads of each instance, over all its ranks."""
     tensor_parallel_size: int = 1
@@ -91,6 +97,11 @@ class InstanceConfig:
             )
         if share is not None and self.device == "cpu":
             raise ConfigError("--gpu-memory-utilization needs --device cuda; see --instance-memory")
+
+    @property
+    def blocks(self) -> KvBlocks:
+        """How many blocks a request's tokens take."""
+        return KvBlocks(self.block_size, self.kv_ring)
 
     @classmethod
     def of_device(cls, device: str, **given: Any) -> "InstanceConfig":
@@ -361,6 +372,13 @@ class KunServeConfig:
             )
         self._check_size()
         check_rank_weights(self.instance.tensor_parallel_size, self.model.quantization)
+        if not self.instance.disable_hybrid_kv_cache_manager:
+            check_hybrid(
+                self.instance.device,
+                self.instance.tensor_parallel_size,
+                self.scheduler.enable_prefix_caching,
+                policy,
+            )
         if self.cluster.num_instances % stages:
             raise ConfigError(
                 f"{self.cluster.num_instances} instances cannot be parted into pipelines of "

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from math import log
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +38,37 @@ DENSE = ExpertChoice()
 
 
 @dataclass(frozen=True, slots=True)
+class Windows:
+    """Which share of a model's layers sees only so many tokens. Counts are means over layers."""
+
+    share: float = 0.0
+    num_tokens: int = 0
+
+    def hidden_keys(self, prefix: Any) -> Any:
+        """Tokens of a prefix that are not read; of one prefix, or elementwise."""
+        beyond = prefix - self.num_tokens
+        return self.share * (abs(beyond) + beyond) / 2
+
+    def hidden_pairs(self, prefix: Any, count: Any) -> Any:
+        """Pairs of ``count`` tokens behind a prefix and those up to each of them that are not
+        computed; of one prefix, or elementwise.
+        """
+        return self._up_to(prefix + count) - self._up_to(prefix)
+
+    def seen_keys(self, prefix: int) -> int:
+        """What is read of a prefix."""
+        return prefix - int(self.hidden_keys(prefix)) if self.share else prefix
+
+    def _up_to(self, position: Any) -> Any:
+        beyond = position - self.num_tokens
+        beyond = (abs(beyond) + beyond) / 2
+        return self.share * (beyond * beyond + beyond) / 2
+
+
+NO_WINDOWS = Windows()
+
+
+@dataclass(frozen=True, slots=True)
 class CostCoefficients:
     """Seconds per unit of work, for the whole model (the paper's Eq. 1-3 and four terms of ours).
 
@@ -61,6 +93,8 @@ class CostCoefficients:
     """eta, ours: per expert that a layer reads, over all layers; 0 for a dense model."""
     experts: ExpertChoice = DENSE
     """What eta counts."""
+    windows: Windows = NO_WINDOWS
+    """What alpha and delta do not count."""
 
     def __post_init__(self) -> None:
         """No work takes negative time, and a chunk shares no more than it has."""

@@ -140,6 +140,9 @@ class LoadReport:
     """As in ``LeaderTotals``; as are the next two."""
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
+    taken_blocks: int | None = None
+    """Blocks that requests have grown by, less those of preempted ones. None where tokens tell: KV
+    of every layer is kept whole."""
 
     @property
     def demand_blocks(self) -> int:

@@ -5,6 +5,7 @@ All memory arithmetic of the project lives here: nobody else multiplies layers b
 
 from dataclasses import dataclass
 
+from kunserve.core.cost import NO_WINDOWS, Windows
 from kunserve.core.experts import Experts
 from kunserve.core.packed import PackedWeights
 from kunserve.core.rope import RopeScaling
@@ -81,6 +82,14 @@ class ModelSpec:
     def window_of(self, layer: int) -> int | None:
         """The attention window of a layer; None where it sees every token."""
         return None if layer in self.global_layers else self.sliding_window
+
+    @property
+    def windows(self) -> Windows:
+        """Of its layers."""
+        if self.sliding_window is None:
+            return NO_WINDOWS
+        num_local = self.num_layers - len(self.global_layers)
+        return Windows(num_local / self.num_layers, self.sliding_window)
 
     def unseen_share(self, num_tokens: int) -> float:
         """Of the KV of a sequence so long, what lies before the windows: no step reads it again."""

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from kunserve.core.ids import GroupId, InstanceId, TransitionId
+from kunserve.core.kv_blocks import KvBlocks, KvRing
 from kunserve.core.layout import GroupLayout, LayerRange
 from kunserve.core.load import NOTHING_DONE, LeaderTotals, LoadReport
 from kunserve.core.place import ONE_HOST, Place
@@ -41,6 +42,13 @@ class InstanceSpec:
     tensor_parallel_size: int = 1
     """Ranks. Bytes of units and layers are those of all of them, and so is a granule: one of each.
     Instances of other sizes cut units and layers otherwise, so none takes another's."""
+    kv_ring: KvRing | None = None
+    """How KV of layers with a window is kept; None: whole, as that of the others."""
+
+    @property
+    def blocks(self) -> KvBlocks:
+        """How many blocks a request's tokens take."""
+        return KvBlocks(self.block_size, self.kv_ring)
 
     def units_when_holding(self, num_layers: int) -> int:
         """KV units that every body promises once it holds so many contiguous layers only.

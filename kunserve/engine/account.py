@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from kunserve.core.kv_blocks import KvBlocks
 from kunserve.core.model_spec import ModelSpec
 from kunserve.engine.free_memory import anonymous_bytes
 from kunserve.engine.memory import InstanceMemory
@@ -22,6 +23,9 @@ class StartupAccount:
     """Prompt plus output of the largest request that fits, and that the model allows."""
     unseen_share: float
     """Of that request's KV, what lies before the windows of its layers, and is kept anyway."""
+    longest_request_blocks: int
+    whole_request_blocks: int
+    """What it would take if KV of layers with a window were kept whole."""
     buffer_bytes: int
     """Beside that memory: activations, logits and positions of the largest step."""
     process_bytes: int
@@ -32,7 +36,13 @@ class StartupAccount:
         """One line for the log."""
         mib = 1 << 20
         unseen = ""
-        if self.unseen_share:
+        if self.longest_request_blocks < self.whole_request_blocks:
+            times = self.whole_request_blocks / self.longest_request_blocks
+            unseen = (
+                f" in {self.longest_request_blocks} blocks, whole they would be "
+                f"{self.whole_request_blocks}, so {times:.1f} times as many such requests fit"
+            )
+        elif self.unseen_share:
             unseen = f", {self.unseen_share:.0%} of its KV outside the windows of layers"
         return (
             f"memory {self.memory_bytes / mib:.1f} MiB: "
@@ -51,7 +61,7 @@ def account_of(
     """What an instance with this memory has; ``other_bytes`` are those of its other processes."""
     spec = memory.spec
     blocks = spec.blocks_when_holding(spec.num_layers)
-    longest = min(model.max_position, blocks * spec.block_size)
+    longest = min(model.max_position, spec.blocks.tokens_in(blocks))
     return StartupAccount(
         memory_bytes=spec.memory_bytes,
         weights_bytes=memory.weights_bytes,
@@ -60,6 +70,8 @@ def account_of(
         kv_blocks=blocks,
         longest_request_tokens=longest,
         unseen_share=model.unseen_share(max(1, longest)),
+        longest_request_blocks=spec.blocks.holding(longest),
+        whole_request_blocks=KvBlocks(spec.block_size).holding(longest),
         buffer_bytes=buffer_bytes,
         process_bytes=spec.memory_bytes + anonymous_bytes() + other_bytes,
         load_s=load_s,

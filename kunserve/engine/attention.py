@@ -46,6 +46,8 @@ class StepBatch:
     """[S] tokens including this step's."""
     sample_rows: np.ndarray
     """[n] token indices whose logits are wanted."""
+    local_tables: np.ndarray | None = None
+    """As ``tables``, for layers with a window; None: the same."""
 
     @property
     def num_tokens(self) -> int:
@@ -54,7 +56,11 @@ class StepBatch:
 
     def check(self) -> None:
         """Assert that the arrays are what the kernels read."""
-        for array in (self.positions, self.tables, self.rows, self.q_starts, self.context_lens):
+        arrays = [self.positions, self.tables, self.rows, self.q_starts, self.context_lens]
+        if self.local_tables is not None:
+            assert self.local_tables.shape == self.tables.shape, self.local_tables.shape
+            arrays.append(self.local_tables)
+        for array in arrays:
             assert array.dtype == _INT32 and array.flags.c_contiguous, (array.dtype, array.shape)
         assert len(self.q_starts) == len(self.rows) + 1 == len(self.context_lens) + 1
         assert self.q_starts[0] == 0 and self.q_starts[-1] == self.num_tokens, self.q_starts
@@ -71,6 +77,7 @@ class StepBatch:
             num_tokens=self.num_tokens,
             num_seqs=len(self.rows),
             max_blocks=self.tables.shape[1],
+            local_tables=None if self.local_tables is None else self.local_tables.ctypes.data,
         )
 
 
@@ -154,14 +161,16 @@ class ReferenceAttention:
 
     def attend(self, layer: int, qkv: torch.Tensor, batch: StepBatch, out: torch.Tensor) -> None:
         """See ``AttentionBackend``."""
-        spec, window = self._spec, self._spec.window_of(layer)
+        spec, window, tables = self._spec, self._spec.window_of(layer), batch.tables
+        if window is not None and batch.local_tables is not None:
+            tables = batch.local_tables
         group = spec.num_heads // spec.num_kv_heads
         for s, row in enumerate(batch.rows):
             start, end = int(batch.q_starts[s]), int(batch.q_starts[s + 1])
             context = int(batch.context_lens[s])
             if start == end:
                 continue
-            k, v = self._gather(layer, batch.tables[row], context)
+            k, v = self._gather(layer, tables[row], context)
             q = qkv[start:end, : spec.q_size].float().view(end - start, spec.num_heads, -1)
             k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
             scores = torch.einsum("qhd,khd->hqk", q, k) * spec.head_dim**-0.5

@@ -33,6 +33,7 @@ from kunserve.engine.ends import Largest
 from kunserve.engine.free_memory import beside_bytes
 from kunserve.engine.memory import MemoryPlan
 from kunserve.engine.prompt_scorer import PromptScorer
+from kunserve.engine.ring_tables import RingTables
 from kunserve.engine.split_head import (
     SplitHead,
     head_shape,
@@ -107,6 +108,7 @@ class EngineBody:
         self._spec = self.memory.spec
         if backend.splits_head:
             self._spec = replace(self._spec, head=head_shape(self.model))
+        self._ring_tables = None if instance.kv_ring is None else RingTables(instance.blocks)
         self._prompt_tokens: dict[RequestId, int] = {}
         self._host = HostStore(self.memory)
         load_s = time.perf_counter() - started
@@ -145,8 +147,10 @@ class EngineBody:
         assert (hidden is None) == work.is_first, work.is_first
         self.memory.tidy()
         batch = build_batch(work)
-        bounds = entry_bounds(batch, self._spec.block_size)
+        bounds = entry_bounds(batch, self._spec.blocks)
         assert self.memory.backs(bounds, work.layers), (self.memory.held, work.layers, bounds)
+        if self._ring_tables is not None:
+            batch = self._ring_tables.spread(batch)
         self._decoder.set_layers(work.layers)
         if look_up is None and (decoder := self._fused_for(work)) is not None:
             return self._execute_whole(work, batch, decoder)
@@ -398,18 +402,17 @@ def _most_of_any_step(
 def _step_limits(spec: ModelSpec, instance: InstanceConfig, most: StepLimits) -> StepLimits:
     """The same, of requests that fit."""
     blocks = MemoryPlan.of(spec, instance).kv_units // spec.num_layers
-    return replace(most, num_positions=min(most.num_positions, blocks * instance.block_size))
+    return replace(most, num_positions=min(most.num_positions, instance.blocks.tokens_in(blocks)))
 
 
 def _check_length(model: ModelSpec, spec: InstanceSpec, max_model_len: int | None) -> None:
     """Refuse a promised length that one instance's undropped KV memory cannot hold."""
     if max_model_len is None:
         return
-    fits = spec.blocks_when_holding(spec.num_layers) * spec.block_size
+    fits = spec.blocks.tokens_in(spec.blocks_when_holding(spec.num_layers))
     if max_model_len <= fits:
         return
-    blocks = -(-max_model_len // spec.block_size)
-    needed = blocks * model.num_layers * spec.unit_bytes
+    needed = spec.blocks.holding(max_model_len) * model.num_layers * spec.unit_bytes
     raise TooLittleMemory(
         f"a request of {max_model_len} tokens (--max-model-len) needs {needed / (1 << 20):.1f} MiB "
         f"of KV memory; the instance has {spec.kv_units * spec.unit_bytes / (1 << 20):.1f} MiB, so "

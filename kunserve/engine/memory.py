@@ -133,7 +133,6 @@ class InstanceMemory:
         """
         plan = MemoryPlan.of(model, config)
         granule = config.granule_bytes
-        unit = model.unit_bytes(config.block_size)
         self.layout = WeightLayout(model, granule)
         # Entries may be as low as -num_layers: their addresses must exist.
         self._guard_slots = padding_granules(model, config)
@@ -144,11 +143,12 @@ class InstanceMemory:
             instance_id=instance_id,
             num_layers=model.num_layers,
             block_size=config.block_size,
-            unit_bytes=unit,
+            unit_bytes=model.unit_bytes(config.block_size),
             layer_bytes=model.layer_bytes,
             memory_bytes=plan.num_granules * granule,
             kv_units=plan.kv_units,
             granule_bytes=granule,
+            kv_ring=config.kv_ring,
         )
         self.held = LayerRange(0, model.num_layers)
         self._prepared: LayerRange | None = None

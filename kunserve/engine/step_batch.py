@@ -4,6 +4,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kunserve.control.instance.body import StepWork
+from kunserve.core.kv_blocks import KvBlocks
 from kunserve.engine.decoder import StepBatch
 from kunserve.engine.kernels.library import is_loaded
 from kunserve.engine.kernels.ops import lowest_and_highest
@@ -60,18 +61,23 @@ def _only_decodes(work: StepWork, starts: npt.NDArray[np.int32]) -> StepBatch:
     )
 
 
-def entry_bounds(batch: StepBatch, block_size: int) -> tuple[int, int] | None:
+def entry_bounds(batch: StepBatch, blocks: KvBlocks) -> tuple[int, int] | None:
     """The lowest and the highest of ``entries_of``; None if there are none."""
-    if not is_loaded():  # where a GPU computes, there may be no compiler
-        entries = entries_of(batch, block_size)
+    # Where a GPU computes, there may be no compiler.
+    if blocks.ring is not None or not is_loaded():
+        entries = entries_of(batch, blocks)
         return (int(entries.min()), int(entries.max())) if len(entries) else None
-    low, high = lowest_and_highest(batch.tables, batch.rows, batch.context_lens, block_size)
+    low, high = lowest_and_highest(batch.tables, batch.rows, batch.context_lens, blocks.block_size)
     return (low, high) if low <= high else None
 
 
-def entries_of(batch: StepBatch, block_size: int) -> npt.NDArray[np.int32]:
+def entries_of(batch: StepBatch, blocks: KvBlocks) -> npt.NDArray[np.int32]:
     """The block table entries that a step reads or writes, each at least once."""
-    num_blocks = -(-batch.context_lens // block_size)
+    if blocks.ring is None:
+        num_blocks = -(-batch.context_lens // blocks.block_size)
+    else:
+        lengths = batch.context_lens.tolist()
+        num_blocks = np.array([blocks.holding(length) for length in lengths], dtype=np.int32)
     tables = batch.tables[batch.rows, : num_blocks.max(initial=0)]
     is_used = np.arange(tables.shape[1]) < num_blocks[:, None]
     return tables[is_used]

@@ -7,6 +7,7 @@
 
 for a chunk of ``c`` tokens after ``p`` tokens of prefix. Four terms are added to the paper's: a
 decode reads its whole prefix for one token, which memory bounds and alpha does not see (delta);
+where layers have a window, pairs and prefixes are those that they see, the mean over layers;
 the output head runs for sampled tokens only (epsilon); a batch of ``NARROW_TOKENS`` or fewer pays
 zeta once instead of beta and epsilon, since reading the weights is then all of its time; a sparse
 layer reads the experts that some token chose (eta), and their number grows ever slower with the
@@ -22,7 +23,7 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from kunserve.core.cost import DENSE, CostCoefficients, ExpertChoice
+from kunserve.core.cost import DENSE, NO_WINDOWS, CostCoefficients, ExpertChoice, Windows
 from kunserve.core.model_spec import ModelSpec
 
 Array = npt.NDArray[np.float64]
@@ -43,7 +44,8 @@ class CostForm:
     added_terms: bool = True
     """delta, epsilon, zeta and eta."""
     experts: ExpertChoice = DENSE
-    """Of the model that is fitted."""
+    """Of the model that is fitted; as is the next."""
+    windows: Windows = NO_WINDOWS
 
     def pairs(self, prefixes: Numbers, lengths: Numbers) -> Array:
         """Pairs of a token and one that it attends to, as far as the form sees them."""
@@ -53,6 +55,8 @@ class CostForm:
             pairs += p * c
         if self.self_attention:
             pairs += (c * c + c) / 2
+        if self.windows.share:
+            pairs -= self.windows.hidden_pairs(p, c)
         return pairs
 
     def features(self, prefixes: Numbers, lengths: Numbers, num_samples: int) -> Array:
@@ -65,11 +69,14 @@ class CostForm:
         lengths = np.asarray(lengths, dtype=np.float64)
         pairs, num_tokens = float(self.pairs(prefixes, lengths).sum()), float(lengths.sum())
         added = (0.0, 0.0, 0.0, 0.0)
-        touched = self.experts.touched(num_tokens)
+        touched, context = self.experts.touched(num_tokens), float(np.sum(prefixes))
+        if self.windows.share:
+            hidden = self.windows.hidden_keys(np.asarray(prefixes, dtype=np.float64))
+            context -= float(np.sum(hidden))
         if self.added_terms and num_tokens <= NARROW_TOKENS:
-            num_tokens, added = 0.0, (float(np.sum(prefixes)), 0.0, 1.0, touched)
+            num_tokens, added = 0.0, (context, 0.0, 1.0, touched)
         elif self.added_terms:
-            added = (float(np.sum(prefixes)), float(num_samples), 0.0, touched)
+            added = (context, float(num_samples), 0.0, touched)
         return np.array([pairs, num_tokens, float(lengths.size), 1.0, *added])
 
 
@@ -82,9 +89,10 @@ TOKENS = CostForm("no attention", prefix_attention=False, self_attention=False, 
 FORMS = (OURS, PAPER, NANOFLOW, DISTSERVE, TOKENS)
 
 
-def forms_for(experts: ExpertChoice) -> tuple[CostForm, ...]:
-    """``FORMS`` for a model of such experts, ours first; the others do not see them."""
-    return tuple(replace(form, experts=experts) for form in FORMS)
+def forms_for(experts: ExpertChoice, windows: Windows = NO_WINDOWS) -> tuple[CostForm, ...]:
+    """``FORMS`` for a model of such experts and windows, ours first; the others do not see them."""
+    ours, *others = (replace(form, experts=experts) for form in FORMS)
+    return (replace(ours, windows=windows), *others)
 
 
 def as_vector(cost: CostCoefficients) -> Array:
@@ -103,12 +111,23 @@ def as_vector(cost: CostCoefficients) -> Array:
     )
 
 
-def from_vector(vector: Array, experts: ExpertChoice = DENSE) -> CostCoefficients:
-    """The inverse of ``as_vector``, for a model of such experts."""
+def from_vector(
+    vector: Array, experts: ExpertChoice = DENSE, windows: Windows = NO_WINDOWS
+) -> CostCoefficients:
+    """The inverse of ``as_vector``, for a model of such experts and windows."""
     attention_s, token_s, own_s, shared_s, context_s, sample_s, narrow_s, expert_s = vector.tolist()
     chunk_s = own_s + shared_s
     return CostCoefficients(
-        attention_s, token_s, chunk_s, shared_s, context_s, sample_s, narrow_s, expert_s, experts
+        attention_s,
+        token_s,
+        chunk_s,
+        shared_s,
+        context_s,
+        sample_s,
+        narrow_s,
+        expert_s,
+        experts,
+        windows,
     )
 
 
@@ -144,24 +163,50 @@ def own_cost(cost: CostCoefficients, prefix: Number, num_tokens: Number) -> Numb
     For one chunk, or elementwise for an array of them. Experts are the batch's (``experts_cost``).
     """
     pairs = prefix * num_tokens + (num_tokens * num_tokens + num_tokens) / 2
-    fixed_s = cost.chunk_s - cost.shared_s + cost.context_s * prefix
-    return cost.attention_s * pairs + cost.token_s * num_tokens + fixed_s
+    if cost.windows.share:
+        pairs = pairs - cost.windows.hidden_pairs(prefix, num_tokens)
+    return cost.attention_s * pairs + cost.token_s * num_tokens + resume_cost(cost, prefix)
+
+
+def resume_cost(cost: CostCoefficients, prefix: Number) -> Number:
+    """Of ``own_cost``, what does not depend on the chunk's tokens."""
+    if cost.windows.share:
+        prefix = prefix - cost.windows.hidden_keys(prefix)
+    return cost.chunk_s - cost.shared_s + cost.context_s * prefix
 
 
 def tokens_within(cost: CostCoefficients, prefix: float, seconds: float) -> float:
     """The inverse of ``own_cost``: tokens of a chunk that adds ``seconds``; 0 if none does."""
-    left_s = seconds - (cost.chunk_s - cost.shared_s + cost.context_s * prefix)
+    left_s = seconds - resume_cost(cost, prefix)
     if left_s <= 0.0:
         return 0.0
+    if cost.windows.share:
+        found = tokens_within_each(cost, np.array([float(prefix)]), np.array([float(seconds)]))
+        return float(found[0])
     linear_s = cost.attention_s * (prefix + 0.5) + cost.token_s
     return 2.0 * left_s / (linear_s + sqrt(linear_s * linear_s + 2.0 * cost.attention_s * left_s))
 
 
 def tokens_within_each(cost: CostCoefficients, prefixes: Array, seconds: Array) -> Array:
     """``tokens_within`` of many chunks."""
-    left_s = seconds - (cost.chunk_s - cost.shared_s + cost.context_s * prefixes)
-    left_s = np.maximum(left_s, 0.0)
-    linear_s = cost.attention_s * (prefixes + 0.5) + cost.token_s
+    left_s: Array = np.maximum(seconds - resume_cost(cost, prefixes), 0.0)
+    share, window = cost.windows.share, cost.windows.num_tokens
+    if not share:
+        return _tokens_of(left_s, cost.attention_s * (prefixes + 0.5) + cost.token_s, cost)
+    # Until the window is full a token sees one more than the one before; then only in the layers
+    # that see all.
+    room = np.maximum(window - prefixes, 0.0)
+    full_s = cost.attention_s * (prefixes * room + (room * room + room) / 2) + cost.token_s * room
+    within_s = np.minimum(left_s, full_s)
+    within = _tokens_of(within_s, cost.attention_s * (prefixes + 0.5) + cost.token_s, cost)
+    wide = replace(cost, attention_s=cost.attention_s * (1.0 - share))
+    begin = np.maximum(prefixes, window)
+    linear_s = wide.attention_s * (begin + 0.5) + cost.attention_s * share * window + cost.token_s
+    return within + _tokens_of(left_s - within_s, linear_s, wide)
+
+
+def _tokens_of(left_s: Array, linear_s: Array, cost: CostCoefficients) -> Array:
+    """Where ``attention_s * n * n / 2 + linear_s * n`` is ``left_s``."""
     root_s: Array = np.sqrt(linear_s * linear_s + 2.0 * cost.attention_s * left_s)
     return 2.0 * left_s / (linear_s + root_s)
 
@@ -192,8 +237,8 @@ def tokens_beside(
 def decode_cost(cost: CostCoefficients, num_decodes: int, num_context_tokens: int) -> float:
     """What decodes add to a batch: chunks of one token that all sample.
 
-    Linear in their context, so that their number and their tokens are enough. Experts are the
-    batch's (``experts_cost``).
+    Linear in their context, so that their number and their tokens are enough: of each, what is
+    seen (``Windows.seen_keys``). Experts are the batch's (``experts_cost``).
     """
     each_s = cost.attention_s + cost.token_s + cost.chunk_s - cost.shared_s + cost.sample_s
     return num_decodes * each_s + num_context_tokens * (cost.attention_s + cost.context_s)
@@ -206,8 +251,8 @@ class BatchTotals(NamedTuple):
     num_tokens: int
     num_pairs: float
     """Pairs of a token and one that it attends to."""
-    num_context_tokens: int
-    """Of prefix."""
+    num_context_tokens: float
+    """Of prefix, as far as it is seen."""
     num_samples: int
 
 
@@ -240,11 +285,15 @@ def batch_cost(
     p, c = np.asarray(prefixes, dtype=np.float64), np.asarray(lengths, dtype=np.float64)
     if c.size == 0:
         return 0.0
+    pairs, context = OURS.pairs(p, c).sum(), p.sum()
+    if cost.windows.share:
+        pairs -= np.sum(cost.windows.hidden_pairs(p, c))
+        context -= np.sum(cost.windows.hidden_keys(p))
     totals = BatchTotals(
         num_chunks=c.size,
         num_tokens=int(c.sum()),
-        num_pairs=float(OURS.pairs(p, c).sum()),
-        num_context_tokens=int(p.sum()),
+        num_pairs=float(pairs),
+        num_context_tokens=float(context),
         num_samples=int(np.sum(np.broadcast_to(np.asarray(samples), c.shape))),
     )
     return layers_cost(cost, totals) + head_cost(cost, totals)
@@ -283,4 +332,5 @@ def assumed_cost(model: ModelSpec, layer_bytes: float | None = None) -> CostCoef
         sample_s=2.0 * head_params / MATRIX_FLOPS,
         expert_s=model.num_layers * expert_bytes / MEMORY_BYTES_PER_S,
         experts=experts,
+        windows=model.windows,
     )

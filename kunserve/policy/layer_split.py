@@ -34,6 +34,8 @@ class _Task(NamedTuple):
     """What every search over orders and cuts has in common."""
 
     num_layers: int
+    period: int
+    """Layers between which no stage ends."""
     windows: tuple[LayerRange, ...]
     """What each member holds."""
     before: tuple[int, ...]
@@ -70,10 +72,15 @@ def split_layers(
     ``prefer="capacity"`` swaps 1 and 2, for members of very different memory.
 
     ``{A:0-24, B:24-48} + {C:0-48}`` gives ``A:0-16, C:16-32, B:32-48``.
+
+    Where KV of layers with a window is a ring, stages end at the ends of its periods only.
     """
     if not members or len(members) > num_layers:
         return None
-    task = _Task(num_layers, tuple(m.held for m in members), _precedence(members, head_cost_layers))
+    period = members[0].spec.blocks.period
+    is_last_alike = head_cost_layers == 0 and num_layers % period == 0
+    before = _precedence(members, is_last_alike)
+    task = _Task(num_layers, period, tuple(m.held for m in members), before)
 
     def limits(cost: int, capacity: int) -> _Limits:
         inner = tuple(_most_layers(m.spec, capacity, num_layers) for m in members)
@@ -99,20 +106,20 @@ def split_layers(
     return tuple(Stage(members[index].instance_id, layers) for index, layers in cut)
 
 
-def _precedence(members: Sequence[Member], head_cost_layers: int) -> tuple[int, ...]:
+def _precedence(members: Sequence[Member], is_last_alike: bool) -> tuple[int, ...]:
     """Which members may be taken to stand before which.
 
     i before j if i's window ends before j's starts: nothing else is possible. Nothing is lost
     either if both have the same memory and i's window starts and ends no later than j's: wherever
     j stands before i, the two can change places, cuts unchanged, and still lie in their windows.
-    And if all windows are equal, any order will do. So the stages of one old group keep their
-    order, and merging groups of m and n stages visits at most (m + 1) x (n + 1) sets of placed
-    members rather than 2 ** (m + n).
+    And if all windows are equal, any order will do, unless the last stage differs. So the stages of
+    one old group keep their order, and merging groups of m and n stages visits at most
+    (m + 1) x (n + 1) sets of placed members rather than 2 ** (m + n).
 
     Beyond ``EXACT_MEMBERS`` the rule for equal memory is used for unequal memory too.
     """
     alike = len(members) > EXACT_MEMBERS or (
-        head_cost_layers == 0 and all(m.held == members[0].held for m in members)
+        is_last_alike and all(m.held == members[0].held for m in members)
     )
     before = [0] * len(members)
     for i, one in enumerate(members):
@@ -215,7 +222,7 @@ def _best_cut(task: _Task, limits: _Limits) -> _Cut | None:
 
 def _next_stages(
     task: _Task, limits: _Limits, placed: int, position: int, num_left: int
-) -> Iterator[tuple[int, range]]:
+) -> Iterator[tuple[int, Sequence[int]]]:
     """Members that may hold the stage starting at ``position``, and where it may end."""
     rest = sum(limit for i, limit in enumerate(limits.inner) if not placed >> i & 1)
     for member, window in enumerate(task.windows):
@@ -226,4 +233,12 @@ def _next_stages(
         least_end = max(position + 1, task.num_layers - others)
         most_end = min(window.end, position + limit, task.num_layers - (num_left - 1))
         if least_end <= most_end:
-            yield member, range(least_end, most_end + 1)
+            yield member, _ends(task, least_end, most_end)
+
+
+def _ends(task: _Task, least: int, most: int) -> Sequence[int]:
+    """Layers [least, most] at which a stage may end."""
+    if task.period == 1:
+        return range(least, most + 1)
+    ends = list(range(-(-least // task.period) * task.period, most + 1, task.period))
+    return ends if most < task.num_layers or most in ends else [*ends, most]

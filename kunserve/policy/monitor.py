@@ -61,8 +61,8 @@ class GroupTrend(NamedTuple):
     seen_s: float
     demand_blocks: int
     used_blocks: int
-    kept_tokens: int
-    """Tokens whose KV was ever made, less those that preemptions threw away."""
+    kept: int
+    """Tokens whose KV was ever made, less those that preemptions threw away; or their blocks."""
     num_preemptions: int
     demand_slope: float
     """Blocks per second, smoothed; as are the next two."""
@@ -249,13 +249,16 @@ def _follow(
     """The trend after a report; unchanged, but for how long demand is low, by an old report.
 
     What ending requests released is what was filled and is not in use any more:
-    ``d(prompt + generated - lost tokens) / block_size - d(used)``.
+    ``d(prompt + generated - lost tokens) / block_size - d(used)``, or where tokens do not tell
+    blocks ``d(taken) - d(used)``.
     """
     report = load.report
     low = load.need_blocks < config.restore_below * load.undropped_blocks
     if trend is not None and report.sequence_number <= trend.sequence_number:
         return trend._replace(low_since_s=trend.low_since_s if low else None)
-    kept_tokens = report.prompt_tokens + report.generation_tokens - report.lost_tokens
+    kept = report.prompt_tokens + report.generation_tokens - report.lost_tokens
+    if report.taken_blocks is not None:
+        kept, block_size = report.taken_blocks, 1
     if trend is None:
         demand_slope = used_slope = release_rate = 0.0
         low_since_s = now_s if low else None
@@ -267,7 +270,7 @@ def _follow(
         used_rate = (report.used_blocks - trend.used_blocks) / elapsed_s
         demand_slope = trend.demand_slope + weight * (demand_rate - trend.demand_slope)
         used_slope = trend.used_slope + weight * (used_rate - trend.used_slope)
-        filled_rate = (kept_tokens - trend.kept_tokens) / block_size / elapsed_s
+        filled_rate = (kept - trend.kept) / block_size / elapsed_s
         weight = 1.0 - math.exp(-elapsed_s / RELEASE_SMOOTHING_S)
         released = max(0.0, filled_rate - used_rate)
         release_rate = trend.release_rate + weight * (released - trend.release_rate)
@@ -278,7 +281,7 @@ def _follow(
         now_s,
         load.demand_blocks,
         report.used_blocks,
-        kept_tokens,
+        kept,
         report.num_preemptions,
         demand_slope,
         used_slope,

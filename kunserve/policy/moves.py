@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kunserve.core.ids import GroupId, InstanceId, PrefixId, RequestId
+from kunserve.core.kv_blocks import KvBlocks
 from kunserve.core.layout import GroupLayout
 from kunserve.core.messages import PrefixPart, PrefixState, SequenceKv
 from kunserve.core.snapshots import InstanceSpec
@@ -199,9 +200,9 @@ def plan_moves(
                 kept.append(Kept(state, layout))
     kept.sort(key=lambda one: _arrival(one.state))
     everyone = [state for _, states in handed_over for state in states]
-    block_size = next(iter(specs.values())).block_size
+    blocks = next(iter(specs.values())).blocks
     while True:
-        homes = _find_homes(everyone, kept, capacities, by_prefix, block_size)
+        homes = _find_homes(everyone, kept, capacities, by_prefix, blocks)
         if homes is not None and has_room(kept, homes, capacities, room_of, by_prefix):
             break
         kept.pop()
@@ -231,7 +232,7 @@ def _find_homes(
     kept: list[Kept],
     capacities: dict[GroupId, int],
     prefixes: Mapping[PrefixId, PrefixState],
-    block_size: int,
+    blocks: KvBlocks,
 ) -> dict[RequestId, GroupId] | None:
     if len(capacities) == 1:
         (only,) = capacities
@@ -243,7 +244,7 @@ def _find_homes(
             SequenceToPlace(
                 state.request_id,
                 shares.get(state.request_id, 0),
-                min(largest, -(-state.max_stored_tokens // block_size)),
+                min(largest, blocks.holding(state.max_stored_tokens)),
                 state.arrival_s,
             )
             for state in states

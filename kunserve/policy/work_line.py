@@ -8,7 +8,7 @@ import numpy.typing as npt
 
 from kunserve.core.cost import CostCoefficients
 from kunserve.policy.batch_form import PromptWork
-from kunserve.policy.cost import Array, own_cost, tokens_within_each
+from kunserve.policy.cost import Array, own_cost, resume_cost, tokens_within_each
 
 Positions = npt.NDArray[np.int64]
 
@@ -24,7 +24,6 @@ class WorkLine:
         table = np.array(prompts, dtype=np.float64).reshape(-1, 2)
         self._prefixes, self._lengths = table[:, 0], table[:, 1]
         self._cost = cost
-        self._own_s = cost.chunk_s - cost.shared_s
         self._starts = np.zeros(len(table) + 1, dtype=np.int64)
         np.cumsum(self._lengths.astype(np.int64), out=self._starts[1:])
         whole = self._inside(np.arange(len(table)), self._lengths) + cost.sample_s
@@ -52,7 +51,7 @@ class WorkLine:
     def resume_costs(self, positions: Positions) -> Array:
         """What it costs to begin a microbatch at each position, beyond the line's own cost."""
         index, inside = self._locate(positions)
-        again = self._own_s + self._cost.context_s * (self._prefixes[index] + inside)
+        again = resume_cost(self._cost, self._prefixes[index] + inside)
         return np.where(inside > 0, again, 0.0)
 
     def costs(self, bounds: Positions) -> Array:

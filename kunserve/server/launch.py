@@ -18,6 +18,7 @@ from kunserve.cluster.launch import Launcher
 from kunserve.cluster.local import LocalCluster
 from kunserve.core.config import MIB, KunServeConfig
 from kunserve.core.errors import ConfigError
+from kunserve.core.kv_blocks import period_of, ring_of
 from kunserve.core.messages import Ready
 from kunserve.core.model_spec import ModelSpec
 from kunserve.core.sharding import check_shardable, spread_over_ranks
@@ -72,6 +73,7 @@ async def launch(config: KunServeConfig, run_folder: Path | None = None) -> Laun
         defaults = read_sampling_defaults(source)
     if defaults != SamplingDefaults():
         logger.info("sampling defaults of the model: %s", defaults.shown)
+    config = with_ring(config, spec)
     num_ranks = config.instance.tensor_parallel_size
     if num_ranks > 1:
         check_shardable(spread_over_ranks(spec, config.instance), num_ranks)
@@ -202,6 +204,28 @@ def check_length(config: KunServeConfig, spec: ModelSpec) -> None:
             f"--max-model-len {asked} is more than the {spec.max_position} tokens that the model "
             "was trained for"
         )
+
+
+def with_ring(config: KunServeConfig, spec: ModelSpec) -> KunServeConfig:
+    """The configuration with a ring for KV of layers with a window, if it is wanted.
+
+    Raises ConfigError for a model that has no such layers, or another pattern of them.
+    """
+    instance = config.instance
+    if instance.disable_hybrid_kv_cache_manager:
+        return config
+    period, step_tokens = period_of(spec), config.scheduler.max_num_batched_tokens
+    assert spec.sliding_window is not None, spec
+    ring = ring_of(spec.sliding_window, period, instance.block_size, step_tokens)
+    logger.info(
+        "layers with a window keep KV of %d tokens: %d of the window, %d of a step "
+        "(--max-num-batched-tokens), and parts of blocks; stages end after every %d layers",
+        ring.num_blocks * instance.block_size,
+        spec.sliding_window,
+        step_tokens,
+        period,
+    )
+    return replace(config, instance=replace(instance, kv_ring=ring))
 
 
 def with_costs(

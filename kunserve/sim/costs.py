@@ -4,7 +4,14 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kunserve.core.cost import DENSE, CostCoefficients, CostSample, ExpertChoice
+from kunserve.core.cost import (
+    DENSE,
+    NO_WINDOWS,
+    CostCoefficients,
+    CostSample,
+    ExpertChoice,
+    Windows,
+)
 from kunserve.core.errors import TooLittleMemory
 from kunserve.core.ids import InstanceId, RequestId
 from kunserve.core.snapshots import HeadShape, InstanceSpec
@@ -36,12 +43,18 @@ class MeasuredTimes:
 
     def stage_s(self, chunks: Sequence[Chunk], num_layers: int, is_last: bool) -> float:
         """See ``StepTimes``."""
-        num_tokens = num_samples = context = pairs = 0
+        windows = self._cost.windows if self._cost.windows.share else None
+        num_tokens = num_samples = 0
+        context: float = 0
+        pairs: float = 0
         for _, start, count, samples in chunks:
             num_tokens += count
             num_samples += samples
             context += start
             pairs += count * start + count * (count + 1) // 2
+            if windows is not None:
+                pairs -= windows.hidden_pairs(start, count)
+                context -= windows.hidden_keys(start)
         totals = BatchTotals(len(chunks), num_tokens, pairs, context, num_samples)
         layers_s = layers_cost(self._cost, totals) * num_layers / self._num_layers
         return layers_s + (head_cost(self._cost, totals) if is_last else 0.0) + self._loop_s
@@ -96,7 +109,11 @@ def cpu_profile(
 
 
 def profile_times(
-    times: StepTimes, num_layers: int, max_tokens: int, experts: ExpertChoice = DENSE
+    times: StepTimes,
+    num_layers: int,
+    max_tokens: int,
+    experts: ExpertChoice = DENSE,
+    windows: Windows = NO_WINDOWS,
 ) -> CostCoefficients:
     """What ``kunserve profile`` would find on a simulated device: what formation plans with.
 
@@ -125,5 +142,5 @@ def profile_times(
                 seconds=times.stage_s(chunks, num_layers, True),
             )
         )
-    found = fit(samples, forms_for(experts)[0])
-    return from_vector(np.array([float(f"{value:.6g}") for value in found]), experts)
+    found = fit(samples, forms_for(experts, windows)[0])
+    return from_vector(np.array([float(f"{value:.6g}") for value in found]), experts, windows)

@@ -6,7 +6,7 @@ otherwise.
 
 from dataclasses import dataclass, replace
 
-from kunserve.core.cost import ExpertChoice
+from kunserve.core.cost import NO_WINDOWS, ExpertChoice, Windows
 from kunserve.core.errors import ConfigError
 from kunserve.core.model_spec import ModelSpec
 
@@ -39,6 +39,9 @@ class SimModel:
     max_model_len: int
     default_num_gpus: int
     """GPUs of an instance in the paper's table of models."""
+    window: int | None = None
+    """Tokens that layers see, all but the last of every ``period`` of them."""
+    period: int = 1
 
     @property
     def weights_bytes(self) -> int:
@@ -54,6 +57,14 @@ class SimModel:
     def experts(self) -> ExpertChoice:
         """Of a layer."""
         return ExpertChoice(self.num_experts, self.experts_per_token)
+
+    @property
+    def windows(self) -> Windows:
+        """Of its layers."""
+        if self.window is None:
+            return NO_WINDOWS
+        num_local = self.num_layers - self.num_layers // self.period
+        return Windows(num_local / self.num_layers, self.window)
 
     def touched_bytes(self, num_tokens: int) -> float:
         """Weight bytes of a layer that a batch reads: experts nobody chose stay untouched."""
@@ -99,6 +110,8 @@ def _dense(
     gpus: int = 1,
     tied: bool = False,
     bias: bool = False,
+    window: int | None = None,
+    period: int = 1,
 ) -> SimModel:
     spec = ModelSpec(
         name=name,
@@ -122,7 +135,7 @@ def _dense(
         sliding_window=None,
         dtype="bfloat16",
     )
-    return from_spec(spec, gpus)
+    return replace(from_spec(spec, gpus), window=window, period=period)
 
 
 def _quantised(model: SimModel, suffix: str, bits: float) -> SimModel:
@@ -239,6 +252,10 @@ MODELS = {
         _dense(
             "meta-llama/Llama-3.1-405B", 126, 16_384, 53_248, (128, 8, 128), 128_256, 131_072,
             gpus=16,
+        ),
+        _dense(
+            "google/gemma-3-27b-it", 62, 5376, 21_504, (32, 16, 128), 262_208, 131_072, tied=True,
+            window=1024, period=6,
         ),
         _sparse(
             "allenai/OLMoE-1B-7B-0924", 16, 2048, (16, 16, 128), (64, 8, 1024), 50_304, 4096

@@ -57,7 +57,7 @@ class InstanceProfile:
     @property
     def pool_tokens(self) -> int:
         """Tokens of KV that an undropped instance holds."""
-        return self.spec.kv_units // self.spec.num_layers * self.spec.block_size
+        return self.spec.blocks.tokens_in(self.spec.kv_units // self.spec.num_layers)
 
     @property
     def max_model_len(self) -> int:
@@ -84,6 +84,7 @@ class RooflineTimes:
         """``stage_host_share``: of the host's part, what a stage before the last one pays."""
         self._stage_host_share = stage_host_share
         self._model = model
+        self._windows = model.windows
         self._device = device
         self._num_gpus = num_gpus
         self._flops = num_gpus * device.peak_flops * device.matmul_share
@@ -101,7 +102,11 @@ class RooflineTimes:
     def stage_s(self, chunks: Sequence[Chunk], num_layers: int, is_last: bool) -> float:
         """See ``StepTimes``."""
         model, device = self._model, self._device
-        num_tokens = num_sampled = decode_pairs = prefill_pairs = prefill_keys = 0
+        windows = self._windows if self._windows.share else None
+        num_tokens = num_sampled = 0
+        decode_pairs: float = 0
+        prefill_pairs: float = 0
+        prefill_keys: float = 0
         for _, start, count, samples in chunks:
             num_tokens += count
             num_sampled += samples
@@ -110,6 +115,13 @@ class RooflineTimes:
             else:
                 prefill_pairs += count * start + count * (count + 1) // 2
                 prefill_keys += start + count
+            if windows is not None:
+                hidden = windows.hidden_pairs(start, count)
+                if count == 1:
+                    decode_pairs -= hidden
+                else:
+                    prefill_pairs -= hidden
+                    prefill_keys -= windows.hidden_keys(start)
         layer_s = self.matmul_s(num_tokens)
         layer_s += model.activation_width * model.dtype_bytes * num_tokens / self._weight_rate
         layer_s += max(

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kunserve.core.cost import CostCoefficients, ExpertChoice
+from kunserve.core.cost import CostCoefficients, ExpertChoice, Windows
 from kunserve.policy.batch_form import FormationView, PromptWork
 from kunserve.policy.cost import NARROW_TOKENS, batch_cost
 from kunserve.policy.lookahead import Lookahead, cut_microbatch, form_all, form_lookahead
@@ -21,13 +21,14 @@ SPARSE = CostCoefficients(
 """OLMoE-1B-7B on one core."""
 VERY_SPARSE = CostCoefficients(0.0, 1e-3, 0.0, 0.0, expert_s=0.1, experts=ExpertChoice(1024, 1))
 """Where most of a microbatch's cost is experts that only its own tokens touch."""
+LOCAL = CostCoefficients(1e-5, 1e-3, 0.05, 0.01, 1e-4, 2e-3, windows=Windows(5 / 6, 1024))
 
 prompts = st.lists(
     st.builds(PromptWork, st.sampled_from([0, 0, 0, 16, 700, 6000]), st.integers(2, 4000)),
     min_size=1,
     max_size=40,
 )
-costs = st.sampled_from([MEASURED, STEEP, FLAT, SPARSE, VERY_SPARSE])
+costs = st.sampled_from([MEASURED, STEEP, FLAT, SPARSE, VERY_SPARSE, LOCAL])
 
 
 @st.composite

@@ -119,13 +119,19 @@ def digest_of(setup: object, system: object, workload: Workload) -> str:
     """
     values: dict[str, object] = {
         "setup": _plain(setup),
-        "system": {k: v for k, v in _plain(system).items() if k not in ("name", "description")},
+        "system": _counting(_plain(system)),
         "requests": [workload.arrival_s, workload.input_tokens, workload.output_tokens],
     }
     if workload.lengths.contents is not None:
         values["contents"] = list(map(repr, workload.lengths.contents))
     text = json.dumps(values, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def _counting(system: dict[str, object]) -> dict[str, object]:
+    """What runs depend on. ``keeps_ring`` came later, and where it is off nothing is otherwise."""
+    left_out = {"name", "description"} | (set() if system.get("keeps_ring") else {"keeps_ring"})
+    return {key: value for key, value in system.items() if key not in left_out}
 
 
 def _plain(value: object) -> dict[str, object]:

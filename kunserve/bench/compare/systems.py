@@ -49,6 +49,10 @@ class System:
     kv_factor: float = 1.0
     """Bytes of KV as a multiple of what the others need, read at the same speed."""
 
+    keeps_ring: bool = False
+    """``InstanceConfig.kv_ring``, for models with windows by layer; it goes without a cache of
+    prefixes."""
+
     @property
     def drops(self) -> bool:
         """Whether the system may drop layers."""
@@ -136,6 +140,20 @@ SYSTEMS = {
             _DROP,
             "drop, and every prompt is computed from its beginning",
             caches_prefixes=False,
+        ),
+        System(
+            "recompute-ring",
+            OverloadConfig(policy="recompute"),
+            "recompute, and KV of layers with a window is written over when it is not read again",
+            caches_prefixes=False,
+            keeps_ring=True,
+        ),
+        System(
+            "drop-ring",
+            _DROP,
+            "drop, and KV as recompute-ring keeps it",
+            caches_prefixes=False,
+            keeps_ring=True,
         ),
         System(
             "drop-no-prefix-dispatch",
@@ -315,6 +333,8 @@ def serve_flags(system: System) -> tuple[str, ...]:
         flags += ["--dispatch-policy", system.dispatch]
     if not system.caches_prefixes:
         flags.append("--no-enable-prefix-caching")
+    if system.keeps_ring:
+        flags.append("--no-disable-hybrid-kv-cache-manager")
     if not system.knows_prefixes:
         flags.append("--no-prefix-aware-dispatch")
     if system.pipeline_stages > 1:

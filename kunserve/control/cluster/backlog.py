@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from kunserve.control.cluster.live import Live
 from kunserve.core.ids import InstanceId
+from kunserve.core.kv_blocks import KvBlocks
 from kunserve.policy.queue_order import DeadlineOrder
 
 STEPS_AHEAD = 4
@@ -35,9 +36,9 @@ class Waiting(NamedTuple):
 class Backlog:
     """Owner of the requests that no group has, in the order in which they are sent."""
 
-    def __init__(self, block_size: int, order: DeadlineOrder | None = None) -> None:
+    def __init__(self, blocks: KvBlocks, order: DeadlineOrder | None = None) -> None:
         """``order`` None: in order of arrival."""
-        self._block_size = block_size
+        self._blocks = blocks
         self._order = order
         self._entries: list[Waiting] = []
         self.num_tokens = 0
@@ -62,7 +63,7 @@ class Backlog:
     def add(self, live: Live) -> None:
         """No group has the request."""
         num_tokens = live.num_tokens
-        entry = Waiting(self.place_of(live), live, num_tokens, -(-num_tokens // self._block_size))
+        entry = Waiting(self.place_of(live), live, num_tokens, self._blocks.holding(num_tokens))
         insort(self._entries, entry, key=_place_of)
         self.num_tokens += entry.num_tokens
         self.num_blocks += entry.num_blocks

@@ -71,7 +71,7 @@ class Controller:
         self._requests = requests = Requests(
             placement,
             transitions,
-            block_size,
+            config.instance.blocks,
             config.scheduler.max_num_batched_tokens,
             config.cluster.dispatch_policy,
             outbox,

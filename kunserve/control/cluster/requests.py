@@ -14,6 +14,7 @@ from kunserve.control.cluster.roomy_groups import RoomyGroups
 from kunserve.control.cluster.transitions import Transitions
 from kunserve.core.config import DispatchPolicy
 from kunserve.core.ids import InstanceId, RequestId, TransitionId
+from kunserve.core.kv_blocks import KvBlocks
 from kunserve.core.messages import Abort, Outputs, Returned, Submit, TokenOutput
 from kunserve.core.request import FinishReason, Request
 from kunserve.policy.queue_order import DeadlineOrder
@@ -33,7 +34,7 @@ class Requests:
         self,
         placement: Placement,
         transitions: Transitions,
-        block_size: int,
+        blocks: KvBlocks,
         step_tokens: int,
         dispatch_policy: DispatchPolicy,
         outbox: Outbox,
@@ -44,7 +45,7 @@ class Requests:
         ``knows_prefixes``: a request goes where its beginning lies.
         """
         self._placement = placement
-        self._block_size = block_size
+        self._blocks = blocks
         self._outbox = outbox
         self._num_arrived = 0
         self.quarantine = Quarantine(placement, transitions, outbox)
@@ -52,14 +53,14 @@ class Requests:
         """Waiting requests that changed groups."""
         self.num_rerun = 0
         """Times that a request began anew after a death."""
-        self.backlog = Backlog(block_size, order)
+        self.backlog = Backlog(blocks, order)
         self._ahead = SentAhead(step_tokens)
         in_turn = dispatch_policy == "round-robin"
         self._groups: RoomyGroups | GroupsInTurn = (
             GroupsInTurn(placement, self._ahead) if in_turn else RoomyGroups(placement, self._ahead)
         )
         knows_prefixes = knows_prefixes and not in_turn
-        self._prefixes = Prefixes(placement, self._ahead, block_size, knows_prefixes)
+        self._prefixes = Prefixes(placement, self._ahead, blocks.block_size, knows_prefixes)
         self._placed_version = -1
         self._live: dict[RequestId, Live] = {}
         self._by_leader: dict[InstanceId, dict[RequestId, Live]] = {}
@@ -140,7 +141,7 @@ class Requests:
             self._send(live, group, blocks, saved_tokens=saved.get(group_id, 0))
 
     def _blocks_of(self, live: Live) -> int:
-        return -(-live.num_tokens // self._block_size)
+        return self._blocks.holding(live.num_tokens)
 
     def _send(
         self,

@@ -5,6 +5,7 @@ from operator import attrgetter
 from kunserve.control.group.queue import WaitingQueue
 from kunserve.control.group.sequence import Progress, Sequence
 from kunserve.core.config import SchedulerConfig
+from kunserve.core.cost import NO_WINDOWS
 from kunserve.policy.batch_form import (
     FormationView,
     FormBatch,
@@ -15,7 +16,6 @@ from kunserve.policy.batch_form import (
 from kunserve.policy.lookahead import choose_formation
 from kunserve.policy.pace import Pace, PaceView, choose_pace
 
-_num_computed_of = attrgetter("num_computed")
 _last_step_of = attrgetter("last_step")
 
 
@@ -35,6 +35,7 @@ class Forming:
         self._waiting = waiting
         self._form_batch = choose_formation(config) if form_batch is None else form_batch
         self._formation: OngoingFormation | None = None
+        self._windows = NO_WINDOWS if config.cost is None else config.cost.windows
 
     def form(
         self,
@@ -49,14 +50,14 @@ class Forming:
     ) -> Microbatch:
         """The next microbatch, of these (their order in ``decodes`` may change).
 
-        ``num_awaiting`` sequences wait for a token, with ``context`` tokens of context.
+        ``num_awaiting`` sequences wait for a token, and read ``context`` tokens for it.
         """
         pace = self._pace(decodes, prompts, num_awaiting, context, is_memory_short)
         is_split = self._num_stages > 1 or pace.decode_rounds > 1
         if is_split or len(decodes) > pace.max_num_tokens:
             decodes.sort(key=_last_step_of)
         view = FormationView(
-            decodes=[seq.num_computed for seq in decodes],
+            decodes=self._contexts(decodes),
             prompts=[
                 PromptWork(seq.num_computed + seq.num_found, seq.num_left - seq.num_found)
                 for seq in prompts
@@ -72,6 +73,11 @@ class Forming:
         )
         batch, self._formation = self._form_batch(view, self._formation)
         return batch
+
+    def _contexts(self, decodes: list[Sequence]) -> list[int]:
+        """What each of them reads."""
+        contexts = [seq.num_computed for seq in decodes]
+        return list(map(self._windows.seen_keys, contexts)) if self._windows.share else contexts
 
     def _pace(
         self,
@@ -92,7 +98,7 @@ class Forming:
             num_queued_tokens=num_queued,
             prefix=prompts[0].num_computed + prompts[0].num_found,
             num_decodes=len(decodes) + num_awaiting,
-            num_context_tokens=context + sum(map(_num_computed_of, decodes)),
+            num_context_tokens=context + sum(self._contexts(decodes)),
             num_stages=self._num_stages,
             is_memory_short=is_memory_short,
         )

@@ -11,6 +11,7 @@ from kunserve.control.group.draft import Draft
 from kunserve.control.group.load import SchedulerTotals
 from kunserve.control.group.sequence import Sequence
 from kunserve.core.config import SchedulerConfig
+from kunserve.core.cost import NO_WINDOWS
 from kunserve.core.ids import RequestId
 from kunserve.core.step import SampledToken
 from kunserve.policy.prompt_lookup import PromptLookup
@@ -29,6 +30,7 @@ class Guessing:
     def __init__(self, config: SchedulerConfig, block_size: int) -> None:
         self._config = config.speculative_config
         self._cost = config.cost
+        self._windows = NO_WINDOWS if config.cost is None else config.cost.windows
         self._most_rows = config.max_num_batched_tokens
         self._block_size = block_size
 
@@ -47,7 +49,11 @@ class Guessing:
         if not any(found):
             return NO_GUESSES
         decodes = [
-            Decode(seq.num_computed, len(guesses), 0.0 if seq.draft is None else seq.draft.rate)
+            Decode(
+                self._windows.seen_keys(seq.num_computed),
+                len(guesses),
+                0.0 if seq.draft is None else seq.draft.rate,
+            )
             for (seq, _), guesses in zip(chosen, found, strict=True)
         ]
         counts = choose_num_guesses(decodes, self._most_rows, self._cost)

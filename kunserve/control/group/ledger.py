@@ -16,6 +16,8 @@ class Ledger:
         self.version = 0
         """Counts what may have made room: releases, and changes of the capacity."""
         self._watermark = watermark
+        self.taken_blocks = 0
+        """Blocks that requests have grown by so far, but for those of preempted ones."""
         self._used_blocks = 0
         self._blocks: dict[RequestId, int] = {}
         self._migrating: set[RequestId] = set()
@@ -57,6 +59,7 @@ class Ledger:
             if self._used_blocks + more > self.capacity_blocks:
                 return False
             self._used_blocks += more
+            self.taken_blocks += more
             self._blocks[request_id] = num_blocks
         return True
 

@@ -11,6 +11,7 @@ from kunserve.control.group.prefix_cache import PrefixCache
 from kunserve.control.group.queue import WaitingQueue
 from kunserve.control.group.sequence import Progress, Sequence
 from kunserve.core.ids import GroupId
+from kunserve.core.kv_blocks import KvBlocks
 from kunserve.core.load import PAUSE_BOUNDS_S, STEP_TOKEN_BOUNDS, LeaderTotals, LoadReport
 
 PRIOR_OUTPUT_TOKENS = 256.0
@@ -148,11 +149,11 @@ class _Counts(NamedTuple):
 
 
 def _count(
-    live: Iterable[Sequence], ledger: Ledger, mean_output_tokens: int, block_size: int
+    live: Iterable[Sequence], ledger: Ledger, mean_output_tokens: int, blocks: KvBlocks
 ) -> _Counts:
     num_running = num_stalled = num_away = growth = largest = largest_expected = 0
     waits, stalls, away = Progress.WAITING, Progress.STALLED, Progress.SWAPPED
-    blocks_of = ledger.blocks_of
+    blocks_of, holding = ledger.blocks_of, blocks.holding
     for seq in live:
         if seq.max_total_tokens > largest + 1:
             largest = seq.max_stored_tokens
@@ -167,7 +168,7 @@ def _count(
         else:
             num_running += 1
             num_away += state is away
-        more = -(-expected // block_size) - blocks_of(seq.request_id)
+        more = holding(expected) - blocks_of(seq.request_id)
         if more > 0:
             growth += more
     return _Counts(num_running, num_stalled, num_away, growth, largest, largest_expected)
@@ -181,9 +182,9 @@ class _Wanted(NamedTuple):
     head_blocks: int
 
 
-def _measure_waiting(waiting: WaitingQueue, cache: PrefixCache | None, block_size: int) -> _Wanted:
+def _measure_waiting(waiting: WaitingQueue, cache: PrefixCache | None, sizes: KvBlocks) -> _Wanted:
     head = waiting.head
-    head_blocks = 0 if head is None else -(-head.num_tokens // block_size)
+    head_blocks = 0 if head is None else sizes.holding(head.num_tokens)
     tokens, blocks = waiting.num_tokens, waiting.num_blocks
     if cache is not None:
         for seq in islice(waiting, MAX_LOOKED_UP):
@@ -202,7 +203,7 @@ def measure_load(
     waiting: WaitingQueue,
     ledger: Ledger,
     totals: SchedulerTotals,
-    block_size: int,
+    blocks: KvBlocks,
     stuck_s: float,
     cache: PrefixCache | None = None,
 ) -> LoadReport:
@@ -211,8 +212,8 @@ def measure_load(
     ``num_running`` leaves stalled requests out and counts swapped ones: their KV will want its
     memory back.
     """
-    counts = _count(live, ledger, int(totals.mean_output_tokens), block_size)
-    wanted = _measure_waiting(waiting, cache, block_size)
+    counts = _count(live, ledger, int(totals.mean_output_tokens), blocks)
+    wanted = _measure_waiting(waiting, cache, blocks)
     return LoadReport(
         group_id=group_id,
         sequence_number=sequence_number,
@@ -231,8 +232,8 @@ def measure_load(
         prompt_tokens=totals.prompt_tokens,
         generation_tokens=totals.generation_tokens,
         stuck_s=stuck_s,
-        largest_request_blocks=-(-counts.largest_tokens // block_size),
-        largest_expected_blocks=-(-counts.largest_expected_tokens // block_size),
+        largest_request_blocks=blocks.holding(counts.largest_tokens),
+        largest_expected_blocks=blocks.holding(counts.largest_expected_tokens),
         steps=tuple(totals.steps),
         swapped_out_blocks=totals.swapped_out_blocks,
         swapped_back_blocks=totals.swapped_back_blocks,
@@ -245,4 +246,5 @@ def measure_load(
         num_drafts=totals.num_drafts,
         num_draft_tokens=totals.num_draft_tokens,
         num_accepted_tokens=totals.num_accepted_tokens,
+        taken_blocks=None if blocks.ring is None else ledger.taken_blocks,
     )

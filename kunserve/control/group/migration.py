@@ -6,6 +6,7 @@ from kunserve.control.group.ledger import Ledger
 from kunserve.control.group.queue import WaitingQueue, watermark_blocks
 from kunserve.control.group.sequence import Progress, Sequence
 from kunserve.core.ids import RequestId
+from kunserve.core.kv_blocks import KvBlocks
 from kunserve.policy.migrate import Movable
 
 
@@ -17,12 +18,12 @@ class MigrationAccess:
 
     def __init__(
         self,
-        block_size: int,
+        blocks: KvBlocks,
         live: Mapping[RequestId, Sequence],
         waiting: WaitingQueue,
         ledger: Ledger,
     ) -> None:
-        self._block_size = block_size
+        self._blocks = blocks
         self._live = live
         self._waiting = waiting
         self._ledger = ledger
@@ -73,7 +74,7 @@ class MigrationAccess:
         self._ledger.release(request_id)
 
     def _blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self._block_size)
+        return self._blocks.holding(num_tokens)
 
 
 def _is_decoding(seq: Sequence) -> bool:

@@ -7,6 +7,7 @@ from kunserve.control.group.prefix_cache import PrefixCache
 from kunserve.control.group.queue import WaitingQueue
 from kunserve.control.group.sequence import Progress, Sequence
 from kunserve.control.group.swap import SwapSpace
+from kunserve.core.kv_blocks import KvBlocks
 from kunserve.policy.parking import (
     Away,
     Decoding,
@@ -29,7 +30,7 @@ class Parking:
         max_park_s: float,
         step_s: float,
         link: HostLink,
-        block_size: int,
+        blocks: KvBlocks,
         ledger: Ledger,
         waiting: WaitingQueue,
         swap: SwapSpace,
@@ -40,7 +41,7 @@ class Parking:
         self.max_park_s = max_park_s
         self._step_s = step_s
         self._link = link
-        self._block_size = block_size
+        self._blocks = blocks
         self._ledger = ledger
         self._waiting = waiting
         self._swap = swap
@@ -110,7 +111,7 @@ class Parking:
         if missing_blocks <= 0:
             return []
         decodes, views = self._views(running, now_s)
-        missing_blocks += -(-STEPS_AHEAD * len(decodes) // self._block_size)
+        missing_blocks += -(-STEPS_AHEAD * len(decodes) // self._blocks.block_size)
         room = room_for(
             self._ledger.capacity_blocks,
             self._swap.host_blocks,

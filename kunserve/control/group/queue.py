@@ -7,13 +7,14 @@ from kunserve.control.group.ledger import Ledger
 from kunserve.control.group.prefix_cache import PrefixCache
 from kunserve.control.group.sequence import Progress, QueueKey, Sequence
 from kunserve.core.config import SchedulerConfig
+from kunserve.core.kv_blocks import KvBlocks
 
 
 class WaitingQueue:
     """Sequences without KV in order of arrival, with running totals for load reports."""
 
-    def __init__(self, block_size: int) -> None:
-        self._block_size = block_size
+    def __init__(self, blocks: KvBlocks) -> None:
+        self._blocks = blocks
         self._entries: list[tuple[QueueKey, Sequence]] = []
         self.num_tokens = 0
         """Known tokens of all waiting sequences together."""
@@ -57,7 +58,7 @@ class WaitingQueue:
         assert keys == sorted(set(keys)), keys
         lengths = [seq.num_tokens for seq in self]
         assert self.num_tokens == sum(lengths), (self.num_tokens, lengths)
-        assert self.num_blocks == sum(-(-n // self._block_size) for n in lengths)
+        assert self.num_blocks == sum(map(self._blocks.holding, lengths))
         for seq in self:
             assert seq.state is Progress.WAITING and seq.num_computed == 0, seq
             assert not seq.is_awaiting and not seq.is_started, seq
@@ -65,7 +66,7 @@ class WaitingQueue:
     def _count(self, seq: Sequence, sign: int) -> None:
         tokens = seq.num_tokens
         self.num_tokens += sign * tokens
-        self.num_blocks += sign * -(-tokens // self._block_size)
+        self.num_blocks += sign * self._blocks.holding(tokens)
         self.version += 1
 
 
@@ -76,7 +77,7 @@ class Admission:
         self,
         config: SchedulerConfig,
         num_stages: int,
-        block_size: int,
+        blocks: KvBlocks,
         waiting: WaitingQueue,
         ledger: Ledger,
         cache: PrefixCache | None = None,
@@ -84,7 +85,7 @@ class Admission:
         self._cache = cache
         self._config = config
         self._num_stages = num_stages
-        self._block_size = block_size
+        self._blocks = blocks
         self._waiting = waiting
         self._ledger = ledger
         self.missing_blocks = 0
@@ -98,7 +99,7 @@ class Admission:
         """Give a candidate blocks for all its known tokens, those that the cache has included."""
         if self._cache is not None:
             self._cache.share(seq)
-        fits = self._ledger.grow(seq.request_id, -(-seq.num_tokens // self._block_size))
+        fits = self._ledger.grow(seq.request_id, self._blocks.holding(seq.num_tokens))
         assert fits, (seq.request_id, self._ledger.free_blocks)
         self._waiting.remove(seq)
 
@@ -133,7 +134,7 @@ class Admission:
                     continue
                 coming.add(name)
                 free += num_shared
-            free -= -(-seq.num_tokens // self._block_size)
+            free -= self._blocks.holding(seq.num_tokens)
             if free < watermark:
                 self.missing_blocks = watermark - free
                 break

@@ -16,7 +16,9 @@ from kunserve.control.group.queue import WaitingQueue
 from kunserve.control.group.sequence import Progress, QueueKey, Sequence
 from kunserve.control.group.swap import SwapSpace
 from kunserve.core.config import SchedulerConfig
+from kunserve.core.cost import NO_WINDOWS
 from kunserve.core.ids import RequestId
+from kunserve.core.kv_blocks import KvBlocks
 from kunserve.core.step import BlockRun
 from kunserve.policy.cost import batch_cost
 from kunserve.policy.relief import HostLink, Preemptible, choose_victim
@@ -36,7 +38,7 @@ class Runnable(NamedTuple):
     num_awaiting: int
     """Sequences whose next token is being computed."""
     num_context_awaiting: int
-    """Their tokens of context, all together."""
+    """Their tokens of context, all together, as far as they are seen (``core.cost.Windows``)."""
 
 
 class Holders:
@@ -49,7 +51,7 @@ class Holders:
 
     def __init__(
         self,
-        block_size: int,
+        blocks: KvBlocks,
         ledger: Ledger,
         waiting: WaitingQueue,
         in_flight: InFlight,
@@ -60,7 +62,7 @@ class Holders:
     ) -> None:
         """``host_link`` None: nobody is swapped or parked."""
         self._cache = cache
-        self._block_size = block_size
+        self._blocks = blocks
         self._ledger = ledger
         self._waiting = waiting
         self._in_flight = in_flight
@@ -70,16 +72,15 @@ class Holders:
             self._may_swap_until_s = -math.inf
         max_park_s = None if config.swap is None else config.swap.max_park_s
         parks = max_park_s is not None
-        self._swap = SwapSpace(
-            host_link, config.cost, block_size, ledger, totals, cache, parks=parks
-        )
+        self._swap = SwapSpace(host_link, config.cost, blocks, ledger, totals, cache, parks=parks)
         self._parking: Parking | None = None
         if host_link is not None and max_park_s is not None:
             assert config.cost is not None, config
             step_s = batch_cost(config.cost, [0], [config.max_num_batched_tokens])
             self._parking = Parking(
-                max_park_s, step_s, host_link, block_size, ledger, waiting, self._swap, cache
+                max_park_s, step_s, host_link, blocks, ledger, waiting, self._swap, cache
             )
+        self._windows = NO_WINDOWS if config.cost is None else config.cost.windows
         self._running: list[Sequence] = []
         self.released: list[RequestId] = []
         """For the next plan: what the stages hold and may free."""
@@ -189,7 +190,7 @@ class Holders:
         for seq in self._running:
             if seq.is_awaiting:
                 num_awaiting += 1
-                context += seq.num_computed
+                context += self._windows.seen_keys(seq.num_computed)
             elif seq.state is runs:
                 computed = seq.num_computed
                 if computed >= seq.num_prompt and seq.num_tokens - computed == 1:
@@ -205,11 +206,11 @@ class Holders:
 
         Only a decode at a block's edge, and a prompt adopted half-way, ever lacks one.
         """
-        block_size, ledger = self._block_size, self._ledger
+        (block_size, _), ledger = self._blocks, self._ledger
         edge = [s for s in decodes if s.num_computed % block_size == 0]
         unfit: set[Sequence] | None = None
         for seq in sorted([*edge, *prompts], key=_key_of):
-            needed = -(-seq.num_tokens // block_size)
+            needed = self._blocks.holding(seq.num_tokens)
             if seq.state is not Progress.RUNNING or ledger.grow(seq.request_id, needed):
                 continue
             unfit = set() if unfit is None else unfit
@@ -270,7 +271,10 @@ class Holders:
             reserved += blocks - self._ledger.borrowed_of(seq.request_id)
             is_swapped = seq.state is Progress.SWAPPED
             assert is_swapped or seq.state in (Progress.RUNNING, Progress.STALLED), seq
-            assert is_swapped or blocks >= -(-seq.num_computed // self._block_size), (seq, blocks)
+            assert is_swapped or blocks >= self._blocks.holding(seq.num_computed), (
+                seq,
+                blocks,
+            )
             assert 0 <= seq.num_computed <= seq.num_tokens, seq
             assert seq.num_left > 0 or seq.is_awaiting, seq
         assert reserved == self._ledger.used_blocks, (reserved, self._ledger.used_blocks)
@@ -326,6 +330,7 @@ class Holders:
     def _lose_kv(self, seq: Sequence) -> None:
         """The sequence, in no list any more, must be computed again."""
         self._note_preemption(seq, seq.num_computed)
+        self._ledger.taken_blocks -= self._blocks.holding(seq.num_tokens)
         seq.num_computed = 0
         seq.streams_since_s = None
         seq.is_started = False

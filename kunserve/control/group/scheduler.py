@@ -20,6 +20,7 @@ from kunserve.control.group.relief import Holders
 from kunserve.control.group.sequence import Progress, Sequence, make_sequence
 from kunserve.core.config import SchedulerConfig
 from kunserve.core.ids import GroupId, RequestId
+from kunserve.core.kv_blocks import KvBlocks, KvRing
 from kunserve.core.load import LoadReport
 from kunserve.core.messages import SequenceState, TokenOutput
 from kunserve.core.prompt_scores import PromptScores
@@ -54,12 +55,13 @@ class Scheduler:
         totals: SchedulerTotals | None = None,
         form_batch: FormBatch | None = None,
         host_link: HostLink | None = None,
+        kv_ring: KvRing | None = None,
     ) -> None:
         """``host_link`` None: nobody is swapped."""
         self._config = config
         self._group_id = group_id
         self._num_stages = num_stages
-        self._block_size = block_size
+        self._blocks = blocks = KvBlocks(block_size, kv_ring)
         self._eos_token_ids = eos_token_ids
         self._max_model_len = max_model_len
         self.totals = SchedulerTotals() if totals is None else totals
@@ -67,7 +69,7 @@ class Scheduler:
         self._largest_capacity = capacity_blocks
         self._live: dict[RequestId, Sequence] = {}
         self._ledger = Ledger(capacity_blocks, config.watermark)
-        self._waiting = WaitingQueue(block_size)
+        self._waiting = WaitingQueue(blocks)
         self._forming = Forming(config, num_stages, self._waiting, form_batch)
         self._in_flight = InFlight(group_id)
         self._guessing = Guessing(config, block_size)
@@ -75,7 +77,7 @@ class Scheduler:
         if config.enable_prefix_caching:
             self.cache = PrefixCache(group_id, block_size, self._ledger)
         self._holders = Holders(
-            block_size,
+            blocks,
             self._ledger,
             self._waiting,
             self._in_flight,
@@ -85,9 +87,9 @@ class Scheduler:
             self.cache,
         )
         self._admission = Admission(
-            config, num_stages, block_size, self._waiting, self._ledger, self.cache
+            config, num_stages, blocks, self._waiting, self._ledger, self.cache
         )
-        self.migration = MigrationAccess(block_size, self._live, self._waiting, self._ledger)
+        self.migration = MigrationAccess(blocks, self._live, self._waiting, self._ledger)
         self.may_preempt = True
         """False during an exchange: what does not fit then waits instead of preempting."""
         self.is_memory_short = False
@@ -103,7 +105,7 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queue a request by its arrival (ties by order of coming), output so far included."""
         seq = self._make(request, request.output_token_ids)
-        needed = self._blocks_for(seq.num_tokens)
+        needed = self._blocks.holding(seq.num_tokens)
         assert needed <= self._largest_capacity, f"{request.request_id} can never fit"
         self._waiting.add(seq)
 
@@ -120,7 +122,7 @@ class Scheduler:
                 continue
             seq.num_computed = state.num_computed
             seq.state = Progress.STALLED if seq.request_id in stalled else Progress.RUNNING
-            num_blocks = self._blocks_for(state.num_computed)
+            num_blocks = self._blocks.holding(state.num_computed)
             if self.cache is not None:
                 self.cache.adopt_shares(seq, state.shared)
             num_shared = state.kv.first_own_block
@@ -136,7 +138,7 @@ class Scheduler:
         assert not self._in_flight, f"{len(self._in_flight)} steps in flight"
         self._holders.lose_swapped()
         ordered = sorted(self._live.values(), key=_key_of)
-        states = tuple(seq.hand_over(self._block_size) for seq in ordered)
+        states = tuple(seq.hand_over(self._blocks) for seq in ordered)
         self._ledger.clear()
         if self.cache is not None:
             self.cache.clear()
@@ -228,7 +230,7 @@ class Scheduler:
     def _complete_step(
         self, result: StepResult, step: PlannedStep, now_s: float
     ) -> list[TokenOutput]:
-        pool_tokens = self._largest_capacity * self._block_size
+        pool_tokens = self._blocks.tokens_in(self._largest_capacity)
         outputs = self._take_scores(result, step) if step.scored else []
         num_ended = 0
         num_failed = len(outputs)
@@ -333,7 +335,7 @@ class Scheduler:
             self._waiting,
             self._ledger,
             self.totals,
-            self._block_size,
+            self._blocks,
             stuck_s=self._clock.stuck_s(now_s),
             cache=self.cache,
         )
@@ -444,6 +446,3 @@ class Scheduler:
     def _frees_memory(self) -> bool:
         """Whether the next plan frees blocks, whatever it computes."""
         return bool(self._holders.released or self.is_evicting)
-
-    def _blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self._block_size)

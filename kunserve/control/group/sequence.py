@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from kunserve.control.group.beginning import Beginning
 from kunserve.control.group.draft import Draft
 from kunserve.core.ids import RequestId
+from kunserve.core.kv_blocks import KvBlocks
 from kunserve.core.messages import SequenceState, TokenOutput
 from kunserve.core.prompt_scores import PromptScores
 from kunserve.core.request import FinishReason, Request, TokenLogprobs
@@ -159,7 +160,7 @@ class Sequence:
             history = TokenIds(self.known_tokens(0, self.num_tokens))
         return SequenceStart(self.request_id, sampling, self.num_prompt, history)
 
-    def hand_over(self, block_size: int) -> SequenceState:
+    def hand_over(self, blocks: KvBlocks) -> SequenceState:
         """The sequence for another leader. No step of it may be in flight."""
         assert not self.is_awaiting, self
         request = self.request
@@ -169,7 +170,7 @@ class Sequence:
             request=request,
             output_token_ids=TokenIds(self.output_token_ids),
             num_computed=self.num_computed,
-            num_blocks=-(-self.num_computed // block_size),
+            num_blocks=blocks.holding(self.num_computed),
             num_preemptions=self.num_preemptions,
             shared=() if self.beginning is None else self.beginning.parts,
         )

@@ -17,6 +17,7 @@ from kunserve.control.group.prefix_cache import PrefixCache
 from kunserve.control.group.queue import watermark_blocks
 from kunserve.control.group.sequence import QueueKey, Sequence
 from kunserve.core.cost import CostCoefficients
+from kunserve.core.kv_blocks import KvBlocks
 from kunserve.core.step import BlockRun
 from kunserve.policy.cost import batch_cost
 from kunserve.policy.relief import HostLink, Relief, VictimView, choose_relief, hidden_blocks
@@ -52,7 +53,7 @@ class SwapSpace:
         self,
         link: HostLink | None,
         cost: CostCoefficients | None,
-        block_size: int,
+        blocks: KvBlocks,
         ledger: Ledger,
         totals: SchedulerTotals,
         cache: PrefixCache | None = None,
@@ -66,7 +67,7 @@ class SwapSpace:
         assert link is None or cost is not None, "swapping is paced by the time of steps"
         self._link = link
         self._cost = cost
-        self._block_size = block_size
+        self._blocks = blocks
         self._ledger = ledger
         self._totals = totals
         self._cache = cache
@@ -310,7 +311,7 @@ class SwapSpace:
         return next((entry for entry in self._entries if entry.seq is seq), None)
 
     def _blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self._block_size)
+        return self._blocks.holding(num_tokens)
 
 
 def _key_of(entry: _Swapped) -> QueueKey:

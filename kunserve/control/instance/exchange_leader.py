@@ -137,7 +137,7 @@ class ExchangeLeader:
         aborted = self._scheduler.abort(request_id)
         assert aborted, request_id
         self._scheduler.add(self._requests[request_id])
-        tokens = self._moves[request_id].num_blocks * self._state.spec.block_size
+        tokens = self._state.spec.blocks.tokens_in(self._moves[request_id].num_blocks)
         self._state.note_preemption(request_id, tokens)
 
     def _lose_prefix(self, prefix_id: PrefixId) -> None:

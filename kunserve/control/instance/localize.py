@@ -26,13 +26,13 @@ def localize(state: InstanceState, membership: Membership, plan: StepPlan) -> St
 
     None when the units are there, but scattered between blocks that are in transfer.
     """
-    table, block_size = state.table, state.spec.block_size
+    table, holding = state.table, state.spec.blocks.holding
     if plan.swapped_in:
         _make_room(state, plan)
     counts, row_of = table.counts, table.rows
     rows: list[int] = []
     for request_id, start, num_tokens, _ in plan.chunks:
-        needed = (start + num_tokens + block_size - 1) // block_size
+        needed = holding(start + num_tokens)
         if counts.get(request_id, 0) < needed:
             copies = table.grow(request_id, needed)
             if copies is None:

@@ -60,6 +60,7 @@ def enter_group(state: InstanceState, layout: GroupLayout, now_s: float) -> Memb
             max_model_len=state.config.max_model_len,
             totals=state.totals,
             host_link=_find_host_link(state, layout),
+            kv_ring=state.spec.kv_ring,
         )
     head = find_head(state, layout)
     return Membership(layout, layers, capacity_blocks, scheduler, head, now_s)

@@ -266,7 +266,7 @@ class TransitionMember:
         ``prepare`` is refused otherwise, so only a request that came after it may not.
         """
         tokens = len(sequence.request.prompt_token_ids) + len(sequence.output_token_ids)
-        return tokens <= membership.capacity_blocks * self._state.spec.block_size
+        return tokens <= self._state.spec.blocks.tokens_in(membership.capacity_blocks)
 
     # The exchange
 

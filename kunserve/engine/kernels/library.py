@@ -104,6 +104,7 @@ class CBatch(ctypes.Structure):
         ("num_tokens", c_int32),
         ("num_seqs", c_int32),
         ("max_blocks", c_int32),
+        ("local_tables", c_void_p),
     ]
 
 

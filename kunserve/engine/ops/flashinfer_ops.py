@@ -12,6 +12,7 @@ import numpy.typing as npt
 import torch
 
 from kunserve.core.errors import ConfigError
+from kunserve.core.kv_blocks import KvBlocks
 from kunserve.core.model_spec import ModelSpec
 from kunserve.engine.attention import TORCH_DTYPES, StepBatch
 from kunserve.engine.ops.table import DeviceBatch, Ops
@@ -87,7 +88,7 @@ class FlashInferOps:
         spec, num_blocks = self._spec, -(-batch.context_lens // block_size)
         starts = np.zeros(len(num_blocks) + 1, dtype=np.int32)
         np.cumsum(num_blocks, out=starts[1:])
-        pages = entries_of(batch, block_size) + np.int32(spec.num_layers)
+        pages = entries_of(batch, KvBlocks(block_size)) + np.int32(spec.num_layers)
         lengths = batch.context_lens - (num_blocks - 1) * block_size
         of_pages = [_tensor(starts), _tensor(pages).to(self._device), _tensor(lengths)]
         shape = (spec.num_heads, spec.num_kv_heads, spec.head_dim, block_size)

@@ -22,7 +22,7 @@ from kunserve.core.config import (
     ModelConfig,
     SchedulerConfig,
 )
-from kunserve.core.cost import DENSE, ExpertChoice
+from kunserve.core.cost import DENSE, ExpertChoice, Windows
 from kunserve.core.errors import KunServeError
 from kunserve.engine.body import EngineBody
 from kunserve.engine.profile.journal import Journal
@@ -120,7 +120,7 @@ def profile_command(
                         stopwatch, plan, journal, others.let_rest, lambda: progress.advance(task)
                     )
                 profile = make_profile(
-                    plan, journal.found, stopwatch.clock, num_instances, seed, device, _choice(body)
+                    plan, journal.found, stopwatch.clock, num_instances, seed, device, *_kinds(body)
                 )
             except BaseException:
                 journal.close()
@@ -134,9 +134,10 @@ def profile_command(
     _tell(profile, path)
 
 
-def _choice(body: EngineBody) -> ExpertChoice:
+def _kinds(body: EngineBody) -> tuple[ExpertChoice, Windows]:
+    """What the cost of the model's layers depends on beside their sizes."""
     experts = body.model.experts
-    return DENSE if experts is None else experts.choice
+    return DENSE if experts is None else experts.choice, body.model.windows
 
 
 def _subject_of(body: EngineBody, settings: BodySettings) -> ProfileSubject:

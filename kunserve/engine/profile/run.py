@@ -11,7 +11,7 @@ import torch
 
 import kunserve
 from kunserve.core.config import MIB, InstanceConfig, ModelConfig, SchedulerConfig
-from kunserve.core.cost import DENSE, CostSample, ExpertChoice
+from kunserve.core.cost import DENSE, NO_WINDOWS, CostSample, ExpertChoice, Windows
 from kunserve.core.ids import InstanceId
 from kunserve.engine.body import EngineBody
 from kunserve.engine.devices import open_backend
@@ -133,6 +133,7 @@ def make_profile(
     seed: int,
     device: str = "cpu",
     experts: ExpertChoice = DENSE,
+    windows: Windows = NO_WINDOWS,
 ) -> Profile:
     """Fit the least of the repeats; judge every cost model on the same samples.
 
@@ -154,7 +155,7 @@ def make_profile(
         for group, rests in ((beside, False), (alone, True)):
             walls = [r.wall_s for i, r in enumerate(readings) if is_alone(i) is rests]
             group.append(replace(sample, seconds=statistics.median(walls)))
-    forms = forms_for(experts)
+    forms = forms_for(experts, windows)
     ours = sized(samples, forms[0])
     errors = {
         form.name: {
@@ -175,10 +176,10 @@ def make_profile(
             "numpy": np.__version__,
         },
         created=datetime.now(UTC).isoformat(timespec="seconds"),
-        coefficients=from_vector(fit(samples, ours), ours.experts),
+        coefficients=from_vector(fit(samples, ours), ours.experts, windows),
         num_instances=num_instances,
-        serving=from_vector(fit(beside, ours), ours.experts),
-        alone=from_vector(fit(alone, ours), ours.experts),
+        serving=from_vector(fit(beside, ours), ours.experts, windows),
+        alone=from_vector(fit(alone, ours), ours.experts, windows),
         errors=errors,
         samples=tuple(samples),
     )

@@ -138,6 +138,12 @@ INSTANCE_FLAGS = all_of(
         help=f"Tokens in a KV block [{_INSTANCE.block_size}; {CUDA_BLOCK_SIZE} on a GPU].",
     ),
     _instance(
+        "--disable-hybrid-kv-cache-manager/--no-disable-hybrid-kv-cache-manager",
+        help="Keep KV of layers with a window (Gemma 2 and 3) whole. With --no-... these layers "
+        "write over what no step reads again, so that more requests fit; it needs "
+        "--no-enable-prefix-caching, and has its price: docs/decisions/local-attention.md.",
+    ),
+    _instance(
         "--num-threads",
         type=click.IntRange(1, 256),
         help="Compute threads of each instance; each rank has at least one.",

@@ -147,6 +147,8 @@ def test_systems_as_flags_of_serve() -> None:
     parks = ("--overload-policy", "drop", "--park-behind-drop")
     assert serve_flags(find_system("drop-park")) == parks
     assert serve_flags(find_system("drop-rr"))[2:] == ("--dispatch-policy", "round-robin")
+    rings = ("--no-enable-prefix-caching", "--no-disable-hybrid-kv-cache-manager")
+    assert serve_flags(find_system("drop-ring"))[2:] == rings
     assert [name for name in SYSTEMS if not is_baseline(name)] == [
         name for name in SYSTEMS if name.startswith("drop") or name in ("endless", "fp8")
     ]

@@ -1,5 +1,6 @@
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,7 @@ from kunserve.control.instance.body import StepWork, UnitCopy
 from kunserve.core.config import InstanceConfig, ModelConfig, SchedulerConfig
 from kunserve.core.errors import ConfigError, TooLittleMemory
 from kunserve.core.ids import GroupId, InstanceId, RequestId, StepId
+from kunserve.core.kv_blocks import KvRing, ring_of
 from kunserve.core.layout import LayerRange
 from kunserve.core.request import SamplingParams
 from kunserve.core.step import Chunk, StepPlan
@@ -59,6 +61,21 @@ def test_a_start_tells_of_kv_that_lies_outside_of_windows(tmp_path: Path) -> Non
         hidden, logits, rope = 64 + 256 + 128 + 96, PANEL_ROWS * 160 * 4, 2 * 200 * 32 * 4
         assert body.account.buffer_bytes == 48 * hidden * 2 + logits + rope
         assert body._decoder.buffer_bytes == body.account.buffer_bytes
+    finally:
+        body.close()
+
+
+def test_or_of_how_many_more_requests_fit_because_it_does_not(tmp_path: Path) -> None:
+    model = ModelConfig(model=str(save_tiny(tmp_path, "gemma3", 4)), max_model_len=400)
+    ring = replace(SMALL, kv_ring=ring_of(24, 2, 16, 48))
+    body = CpuBody(InstanceId(0), model, ring)
+    try:
+        assert ring.kv_ring == KvRing(6, 2)
+        told = (
+            "longest request 512 tokens in 19 blocks, whole they would be 32, so 1.7 times as many"
+        )
+        assert told in str(body.account)
+        assert body.spec.blocks.tokens_in(body.account.kv_blocks) > 512
     finally:
         body.close()
 

@@ -133,6 +133,21 @@ class TestNotWorthADrop:
         verdict = watch.report(waiting(replace(busy, prompt_tokens=16000), 20, 50))
         assert isinstance(verdict, expected)
 
+    @pytest.mark.parametrize(("per_report", "expected"), [(10, Verdict), (1, Overloaded)])
+    def test_where_tokens_do_not_tell_blocks_those_that_were_taken_do(self, per_report, expected):
+        """In a ring: as many tokens, in ten times fewer blocks."""
+        watch = Watch(2.0)
+        for step in range(101):
+            busy = replace(
+                IDLE,
+                num_running=9,
+                used_blocks=95,
+                prompt_tokens=160 * step,
+                taken_blocks=per_report * step,
+            )
+            verdict = watch.report(waiting(busy, 20, 50) if step == 100 else busy)
+        assert isinstance(verdict, expected)
+
     def test_a_burst_with_nothing_known_to_end_is_worth_one(self):
         assert isinstance(Watch(60.0).report(waiting(replace(IDLE, used_blocks=99), 9)), Overloaded)
 

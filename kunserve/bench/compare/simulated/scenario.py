@@ -15,6 +15,7 @@ from kunserve.core.config import (
     ServerConfig,
 )
 from kunserve.core.errors import ConfigError
+from kunserve.core.kv_blocks import ring_of
 from kunserve.model.profile import read_profile
 from kunserve.sim.cluster import WorldConfig
 from kunserve.sim.costs import cpu_profile, profile_times
@@ -57,6 +58,7 @@ def build_scenario(setup: SimulatedSetup, workload: Workload) -> Scenario:
                 profile.spec.num_layers,
                 setup.max_num_batched_tokens,
                 profile.model.experts,
+                profile.model.windows,
             ),
         ),
         world=WorldConfig(start_s=setup.start_s, places=_places(setup)),
@@ -146,6 +148,8 @@ def config_of(
             memory_bytes=profile.spec.memory_bytes,
             block_size=profile.spec.block_size,
             granule_bytes=profile.spec.granule_bytes,
+            disable_hybrid_kv_cache_manager=profile.spec.kv_ring is None,
+            kv_ring=profile.spec.kv_ring,
         ),
         scheduler=replace(
             scheduler,
@@ -168,13 +172,21 @@ def config_of(
     )
 
 
-def profile_of(system: System, profile: InstanceProfile) -> InstanceProfile:
-    """The instances of this system: with more memory or smaller KV than the others, for a bound."""
+def profile_of(system: System, profile: InstanceProfile, step_tokens: int) -> InstanceProfile:
+    """The instances of this system: with more memory or smaller KV than the others, for a bound; or
+    with a ring for steps of so many tokens.
+    """
     spec = profile.spec
     unit_bytes = int(spec.unit_bytes * system.kv_factor)
     more_bytes = int(spec.memory_bytes * (system.memory_factor - 1.0))
     kv_units = (spec.kv_units * spec.unit_bytes + more_bytes) // unit_bytes
     more_bytes = kv_units * unit_bytes - spec.kv_units * spec.unit_bytes
+    ring = None
+    if system.keeps_ring:
+        model = profile.model
+        if model.window is None:
+            raise ConfigError(f"{system.name} is for models with windows, not {model.name}")
+        ring = ring_of(model.window, model.period, spec.block_size, step_tokens)
     return replace(
         profile,
         spec=replace(
@@ -182,6 +194,7 @@ def profile_of(system: System, profile: InstanceProfile) -> InstanceProfile:
             memory_bytes=spec.memory_bytes + more_bytes,
             unit_bytes=unit_bytes,
             kv_units=kv_units,
+            kv_ring=ring,
         ),
     )
 

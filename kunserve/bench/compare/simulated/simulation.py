@@ -92,7 +92,7 @@ def _simulate(
 ) -> SimResult:
     heap = EventHeap()
     profile, workload = scenario.profile, scenario.workload
-    profile = profile_of(system, profile)
+    profile = profile_of(system, profile, scenario.scheduler.max_num_batched_tokens)
     config = config_of(
         system,
         profile,

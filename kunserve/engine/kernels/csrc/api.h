@@ -63,6 +63,7 @@ typedef struct {
   const int32_t *positions, *tables, *rows, *q_starts, *context_lens;
   const float *rope[2]; /* [position][cos | sin][head_dim / 2] each */
   int32_t num_tokens, num_seqs, max_blocks;
+  const int32_t *local_tables; /* as `tables`, for layers with a window; NULL: the same */
 } kun_batch;
 
 /* This process as one of several that compute a stage together (ranks.h). */

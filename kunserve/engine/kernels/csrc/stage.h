@@ -9,6 +9,13 @@ typedef struct {
   attention_plan plan; /* made by thread 0 before the first barrier */
 } stage_job;
 
+/* The step as a layer that sees `window` tokens (0: all) has it. */
+INLINE kun_batch seen_by(const kun_batch *batch, long window) {
+  kun_batch seen = *batch;
+  if (window > 0 && batch->local_tables != NULL) seen.tables = batch->local_tables;
+  return seen;
+}
+
 /* The rows that this rank norms for all of them; without ranks all rows. */
 static void norm_rows(const stage_job *stage, const elem *weight, int thread) {
   const kun_model *m = stage->model;
@@ -56,7 +63,8 @@ static void run_layer(const stage_job *stage, long layer, int thread) {
   packed_job packed_gate_up = packed_of(gate_up, &w->gate_up_format, &gate_up.n, 1, b->rounded);
   packed_job packed_down =
       packed_of(part_of_sum(down, ranks), &w->down_format, &hidden, 1, b->rounded);
-  attention_job attention = {m, stage->batch, b->qkv, b->mixed, layer, w->window, &stage->plan};
+  kun_batch batch = seen_by(stage->batch, w->window);
+  attention_job attention = {m, &batch, b->qkv, b->mixed, layer, w->window, &stage->plan};
 
   norm_rows(stage, w->input_norm, thread);
   ranks_barrier(ranks);
@@ -66,7 +74,7 @@ static void run_layer(const stage_job *stage, long layer, int thread) {
     squares_part(m, tokens, b->qkv, ranks, thread);
     ranks_barrier(ranks);
   }
-  place_part(m, w, layer, stage->batch, b->qkv, ranks, thread);
+  place_part(m, w, layer, &batch, b->qkv, ranks, thread);
   ranks_barrier(m->whole_qk_norm ? ranks : NULL); /* parts of `o` go where the squares are */
   attention_part(&attention, thread);
   pool_barrier();
@@ -122,8 +130,8 @@ void NAME(kun_rms_norm)(const elem *x, const elem *w, elem *y, int64_t rows, int
 
 static void place_fn(void *arg, int thread) {
   const stage_job *stage = arg;
-  place_part(stage->model, stage->layers, stage->first, stage->batch, stage->buffers->qkv, NULL,
-             thread);
+  kun_batch batch = seen_by(stage->batch, stage->layers->window);
+  place_part(stage->model, stage->layers, stage->first, &batch, stage->buffers->qkv, NULL, thread);
 }
 
 /* Norm (if any) and rotate q and k of `qkv` in place; write K and V of layer `layer`. */
@@ -148,6 +156,7 @@ static void attention_fn(void *arg, int thread) {
 /* Attention of layer `layer`, which sees `window` tokens (0: all), over K and V in the cache. */
 void NAME(kun_attention)(const kun_model *model, const kun_batch *batch, const elem *qkv, elem *out,
                          int64_t layer, int64_t window) {
-  lone_attention lone = {{model, batch, qkv, out, layer, window, &lone.plan}, {0}};
+  kun_batch seen = seen_by(batch, window);
+  lone_attention lone = {{model, &seen, qkv, out, layer, window, &lone.plan}, {0}};
   pool_run(attention_fn, &lone);
 }

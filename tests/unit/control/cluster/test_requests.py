@@ -4,6 +4,7 @@ from kunserve.control.cluster.commands import Deliver, LogRerun, Outbox, Send
 from kunserve.control.cluster.requests import Requests
 from kunserve.control.cluster.transitions import Transitions
 from kunserve.core.ids import InstanceId, RequestId
+from kunserve.core.kv_blocks import KvBlocks
 from kunserve.core.messages import Outputs, TokenOutput
 from kunserve.core.prompt_scores import PromptScores, pack_scores
 from kunserve.core.request import FinishReason, Request, SamplingParams, TokenLogprobs
@@ -21,7 +22,7 @@ class Followed:
         self._delivered: list[TokenOutput] = []
         placement = placed((OLD,))
         transitions = Transitions(placement, self._outbox)
-        self.requests = Requests(placement, transitions, 4, 512, "soonest", self._outbox)
+        self.requests = Requests(placement, transitions, KvBlocks(4), 512, "soonest", self._outbox)
         self.requests.add(request, self._delivered.append, 0.0)
 
     @property

@@ -15,6 +15,7 @@ from kunserve.core.config import KunServeConfig, OverloadConfig, SchedulerConfig
 from kunserve.core.cost import CostCoefficients
 from kunserve.core.errors import ConfigError
 from kunserve.core.ids import GroupId, RequestId
+from kunserve.core.kv_blocks import KvBlocks
 from kunserve.core.messages import TokenOutput
 from kunserve.core.request import Request, SamplingParams
 from kunserve.core.step import BlockRun, SampledToken, StepPlan, StepResult
@@ -221,7 +222,7 @@ def space(*held: Sequence, capacity: int) -> tuple[SwapSpace, Ledger]:
     ledger = Ledger(capacity)
     for seq in held:
         assert ledger.grow(seq.request_id, -(-seq.num_tokens // BLOCK))
-    return SwapSpace(FAST, COST, BLOCK, ledger, SchedulerTotals()), ledger
+    return SwapSpace(FAST, COST, KvBlocks(BLOCK), ledger, SchedulerTotals()), ledger
 
 
 def test_who_came_earlier_and_was_recomputed_goes_first() -> None:

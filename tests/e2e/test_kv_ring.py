@@ -1,0 +1,153 @@
+"""KV of layers with a window in a ring: the tokens are those of ``transformers`` all the same."""
+
+import asyncio
+from contextlib import ExitStack, closing
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from kunserve.cluster.local import LocalCluster
+from kunserve.core.config import (
+    InstanceConfig,
+    KunServeConfig,
+    ModelConfig,
+    OverloadConfig,
+)
+from kunserve.core.cost import CostCoefficients
+from kunserve.core.ids import InstanceId
+from kunserve.core.kv_blocks import ring_of
+from kunserve.core.layout import LayerRange
+from kunserve.core.request import SamplingParams
+from kunserve.engine.body import CpuBody
+from kunserve.model.config import read_spec
+from kunserve.model.source import resolve_model
+from kunserve.server.launch import with_ring
+from tests.direct_engine import DirectEngine
+from tests.e2e.test_engine_transitions import (
+    NUM_TOKENS,
+    PROMPTS,
+    QUEUED,
+    QUEUED_TOKENS,
+    Answers,
+    config_of,
+    drop_to,
+    restore_when_it_fits,
+    run,
+)
+from tests.tiny_models import GEMMAS, VOCAB, expected_tokens, greedy_after, tiny_model
+
+GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
+NUM_LAYERS = 5
+STEP_TOKENS = 16
+RING = ring_of(24, 2, 8, STEP_TOKENS)
+"""Of 48 tokens: the long prompts write it over three times."""
+LONG = [[(length * i + 7) % (VOCAB - 3) + 3 for i in range(length)] for length in (1, 90, 170)]
+COST = CostCoefficients(attention_s=0.0, token_s=1e-4, chunk_s=1e-4, shared_s=1e-4)
+KV_BYTES = 24 * NUM_LAYERS * 2 * 8 * 2 * 32 * 4
+
+
+@pytest.mark.parametrize("kind", GEMMAS)
+def test_prompts_of_many_windows_in_any_cut_between_periods(kind: str, tmp_path: Path) -> None:
+    """In chunks, with guesses taken back, and by the plain torch attention."""
+    model = tiny_model(kind, NUM_LAYERS)
+    model.save_pretrained(tmp_path)
+    expected = [expected_tokens(model, prompt, 12) for prompt in LONG]
+    settings = ModelConfig(model=str(tmp_path), dtype="float32")
+    memory = InstanceConfig(memory_bytes=4 << 20, granule_bytes=8192, block_size=8, kv_ring=RING)
+
+    def guess(tokens: list[int]) -> list[int]:
+        return [tokens[-1] % 7 + 3, 5, 9, 4]
+
+    with ExitStack() as stack:
+        bodies = [
+            stack.enter_context(closing(CpuBody(InstanceId(number), settings, config)))
+            for number, config in enumerate(
+                (memory, replace(memory, num_threads=2), replace(memory, attention="reference"))
+            )
+        ]
+        for body in bodies[::2]:
+            whole = DirectEngine([(body, LayerRange(0, NUM_LAYERS))])
+            assert whole.generate(LONG, 12, STEP_TOKENS) == expected
+        for cut in ((0, 2, 5), (0, 2, 4, 5)):
+            stages = [
+                (body, LayerRange(*ends)) for body, ends in zip(bodies, pairwise(cut), strict=False)
+            ]
+            engine = DirectEngine(stages)
+            assert engine.generate(LONG, 12, 7, guess=guess) == expected
+
+
+def ringed(config: KunServeConfig, **scheduler: object) -> KunServeConfig:
+    """As a start makes it from its flag."""
+    limits = replace(
+        config.scheduler,
+        max_num_batched_tokens=STEP_TOKENS,
+        enable_prefix_caching=False,
+        **scheduler,  # type: ignore[arg-type]
+    )
+    instance = replace(config.instance, disable_hybrid_kv_cache_manager=False)
+    asked = replace(config, scheduler=limits, instance=instance)
+    spec = read_spec(resolve_model(config.model.model, config.model.load_format), "float32")
+    made = with_ring(asked, spec)
+    assert made.instance.kv_ring == RING
+    return made
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("kind", ["gemma3", pytest.param("gemma2", marks=pytest.mark.slow)])
+def test_through_a_drop_a_restore_and_a_crash(kind: str, tmp_path: Path) -> None:
+    model = tiny_model(kind, NUM_LAYERS)
+    model.save_pretrained(tmp_path)
+    config = ringed(config_of(str(tmp_path), "float32", 2, KV_BYTES))
+    early, late = list(PROMPTS)[2:6], list(QUEUED)[3:9]
+
+    async def story(cluster: LocalCluster, answers: Answers) -> None:
+        assert cluster.limits.max_model_len == (6 + 2 * 18) * 8
+        for name in early:
+            answers.ask(name, PROMPTS[name], NUM_TOKENS[name], GREEDY)
+        await answers.have(3)
+        await drop_to(cluster, 1)
+        (group,) = cluster.state().groups
+        assert [stage.layers.num_layers for stage in group.stages] == [2, 3]
+        for name in late[:3]:
+            answers.ask(name, QUEUED[name], QUEUED_TOKENS, GREEDY)
+        await answers.have(2)
+        await restore_when_it_fits(cluster)
+        for name in late[3:]:
+            answers.ask(name, QUEUED[name], 70, GREEDY)
+        await answers.have(2)
+        await cluster.kill(InstanceId(1))
+
+    answers = run(config, VOCAB, story)
+    assert set(answers.tokens) == {*early, *late}
+    for name, tokens in answers.tokens.items():
+        prompt = (PROMPTS | QUEUED)[name]
+        assert len(tokens) >= QUEUED_TOKENS
+        assert tokens == greedy_after(model, prompt, tokens), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "overload",
+    [OverloadConfig(policy="swap"), OverloadConfig(policy="park", max_park_s=0.02)],
+    ids=["swap", "park"],
+)
+def test_through_host_memory(overload: OverloadConfig, tmp_path: Path) -> None:
+    model = tiny_model("gemma3", NUM_LAYERS)
+    model.save_pretrained(tmp_path)
+    config = replace(config_of(str(tmp_path), "float32", 1, KV_BYTES * 2 // 3), overload=overload)
+    config = ringed(config, cost=COST, swap=overload.swap_config(1e8, None))
+
+    async def story(cluster: LocalCluster, answers: Answers) -> None:
+        for name, prompt in PROMPTS.items():
+            answers.ask(name, prompt, NUM_TOKENS[name], GREEDY)
+        await answers.all()
+        async with asyncio.timeout(10.0):
+            while not cluster.state().loads[0].num_preemptions:
+                await asyncio.sleep(0.01)
+        assert cluster.state().loads[0].lost_tokens == 0
+
+    answers = run(config, VOCAB, story)
+    for name, prompt in PROMPTS.items():
+        assert answers.tokens[name] == greedy_after(model, prompt, answers.tokens[name]), name
