@@ -12,6 +12,9 @@ W goes on to grow while a burst lasts, and pipelines stand for a minute or more.
 while W is at most ``most`` times what they free, and deeper pipelines while what waits behind pairs
 is at most ``DEEP_SHARE`` of that many times what they add. A longer queue waits for compute. It
 shrinks when the burst is over.
+
+Where weights take most of the memory, it is memory that the throughput lacks: a drop that adds much
+of it (``MUCH``) is made however long the queue is.
 """
 
 from collections.abc import Iterable, Iterator
@@ -22,6 +25,9 @@ from kunserve.policy.drop_plan import DropPlan
 
 DEEP_SHARE = 0.25
 """Of what may wait for a pair: a pipeline of four adds half as much and costs more than twice."""
+MUCH = 0.5, 0.25
+"""Of the memory that there is: so much added by pairs, and by deeper pipelines, makes up for the
+compute that they lose."""
 ALL_BLOCKS = 1 << 62
 """More than any cluster frees."""
 
@@ -48,12 +54,14 @@ def plan_worth(
     unplaced: int,
     *,
     most: float,
+    capacity_blocks: int,
     num_instances: int,
     max_group_size: int | None,
 ) -> DropPlan:
     """The plan for the requirement, no deeper than is worth it; without merges if no drop is.
 
     ``unplaced``: see ``unplaced_blocks``. ``most``: how many times what is freed may wait for it.
+    ``capacity_blocks``: of all groups.
     """
     plan = plan_of(required_blocks, max_group_size=max_group_size)
     deepest = max((len(merge.new.stages) for merge in plan.merges), default=1)
@@ -64,7 +72,7 @@ def plan_worth(
     gains = (
         (size, plan_of(ALL_BLOCKS, max_group_size=size).gain_blocks) for size in _sizes(largest)
     )
-    size = deepest_worth(gains, unplaced, most)
+    size = deepest_worth(gains, unplaced, most, capacity_blocks)
     if size == 1:
         return DropPlan((), required_blocks, enough=False, obstacle=_why(unplaced))
     if size < deepest:
@@ -72,15 +80,19 @@ def plan_worth(
     return plan
 
 
-def deepest_worth(gains: Iterable[tuple[int, int]], unplaced: int, most: float) -> int:
+def deepest_worth(
+    gains: Iterable[tuple[int, int]], unplaced: int, most: float, capacity_blocks: int
+) -> int:
     """The most instances that a group may have, 1 if no drop is worth it.
 
     ``gains``: (instances of a group at most, blocks that all merges up to there free), rising.
     """
     deepest, freed = 1, 0
     for size, gain in gains:
-        share = DEEP_SHARE if size > 2 else 1.0
-        if gain > freed and unplaced - freed > share * most * (gain - freed):
+        added, is_deep = gain - freed, size > 2
+        is_much = added >= MUCH[is_deep] * (capacity_blocks + freed)
+        share = DEEP_SHARE if is_deep else 1.0
+        if added > 0 and not is_much and unplaced - freed > share * most * added:
             break
         deepest, freed = size, gain
     return deepest

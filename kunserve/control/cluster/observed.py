@@ -157,6 +157,7 @@ class Observation:
             verdict.required_blocks,
             unplaced_blocks(view.groups),
             most=self._config.max_queue_per_gain,
+            capacity_blocks=sum(load.capacity_blocks for load in view.groups),
             num_instances=len(self._placement.specs),
             max_group_size=self._config.max_group_size,
         )

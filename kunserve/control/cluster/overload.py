@@ -288,6 +288,7 @@ class OverloadControl:
             wanted.required_blocks,
             unplaced,
             most=self._config.max_queue_per_gain,
+            capacity_blocks=sum(group.capacity_blocks for _, group in groups),
             num_instances=len(self._placement.specs),
             max_group_size=self._config.max_group_size,
         )

@@ -65,8 +65,9 @@ OVERLOAD_FLAGS = all_of(
     _overload(
         "--max-queue-per-gain",
         type=FiniteRange(0.0, 1e9),
-        help="Drop while what waits and finds no room is at most so many times the memory that is "
-        "freed. A longer queue waits for compute, of which pipelines have less.",
+        help="A drop that adds little memory is made while what waits and finds no room is at most "
+        "so many times what it frees. A longer queue waits for compute, of which pipelines have "
+        "less.",
     ),
     _overload(
         "--max-park-s",

@@ -16,13 +16,27 @@ PAIRS, ALL = 198, 299
 """Blocks that two pairs free of these four instances, and that one pipeline of four frees."""
 
 
-def worth(required: int, unplaced: int, most: float = 1.0, size: int | None = None) -> DropPlan:
+def worth(
+    required: int,
+    unplaced: int,
+    most: float = 1.0,
+    size: int | None = None,
+    capacity_blocks: int = 400,
+) -> DropPlan:
     def plan_of(required_blocks: int, *, max_group_size: int | None) -> DropPlan:
         return plan_drop(
             FOUR, SPECS, required_blocks, first_id=FIRST_ID, max_group_size=max_group_size
         )
 
-    return plan_worth(plan_of, required, unplaced, most=most, num_instances=4, max_group_size=size)
+    return plan_worth(
+        plan_of,
+        required,
+        unplaced,
+        most=most,
+        capacity_blocks=capacity_blocks,
+        num_instances=4,
+        max_group_size=size,
+    )
 
 
 def test_what_fits_into_the_freed_memory_is_worth_a_drop():
@@ -46,6 +60,12 @@ def test_deeper_than_pairs_only_while_little_waits_behind_them():
     assert [len(found) for found in shape(worth(1000, PAIRS + added, most=2.0))] == [2, 2]
 
 
+def test_where_much_memory_is_added_no_queue_is_too_long():
+    assert shape(worth(1000, 10**6, capacity_blocks=200)) == [[1, 2, 3, 4]]
+    pairs = worth(1000, 10**6, capacity_blocks=2 * PAIRS)
+    assert [len(found) for found in shape(pairs)] == [2, 2], "fours add 17 %"
+
+
 def test_no_deeper_than_is_allowed():
     assert [len(found) for found in shape(worth(1000, PAIRS, size=2))] == [2, 2]
 
@@ -65,7 +85,7 @@ def test_never_more_than_the_plan_and_never_less_for_a_shorter_queue(required, u
 def test_the_depth_that_a_queue_allows(unplaced: int, deepest: int) -> None:
     """Pairs free 200 blocks, fours no more than that, eights 60 more."""
     gains = [(2, 200), (4, 200), (8, 260)]
-    assert deepest_worth(gains, unplaced, 1.1) == deepest
+    assert deepest_worth(gains, unplaced, 1.1, 1000) == deepest
 
 
 def test_what_finds_no_room() -> None:
