@@ -234,7 +234,7 @@ SYSTEMS = {
         ),
         System(
             "drop-deep",
-            replace(_DROP, min_deep_gain=0.0),
+            replace(_DROP, min_deep_gain=0.0, max_queue_per_gain=1e9),
             "drop into groups of any depth, as the paper's Algorithm 1",
         ),
         System(
@@ -276,6 +276,7 @@ _FLAGS = {
     "forecast_s": "--forecast",
     "min_deep_gain": "--min-deep-gain",
     "max_group_size": "--max-group-size",
+    "max_queue_per_gain": "--max-queue-per-gain",
     "max_park_s": "--max-park-s",
     "park_behind_drop": "--park-behind-drop",
 }

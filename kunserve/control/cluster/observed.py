@@ -6,6 +6,7 @@ So an operator learns from a day of real traffic what drops would have gained th
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 from kunserve.control.cluster.commands import LogObserved, Outbox
 from kunserve.control.cluster.placement import Placement
@@ -16,6 +17,7 @@ from kunserve.core.load import GroupLoad
 from kunserve.core.snapshots import ObservedDrops
 from kunserve.policy.capacity import group_capacity_blocks
 from kunserve.policy.drop_plan import Merge, plan_drop
+from kunserve.policy.drop_worth import plan_worth, unplaced_blocks
 from kunserve.policy.imagine import ImaginedLoad, imagine_merged
 from kunserve.policy.monitor import (
     ClusterLoadView,
@@ -138,18 +140,26 @@ class Observation:
     ) -> None:
         layouts = self._layouts()
         others = [load for load in view.groups if load.group_id not in verdict.group_ids]
-        plan = plan_drop(
+        plan_of = partial(
+            plan_drop,
             layouts,
             self._placement.specs,
-            verdict.required_blocks,
             first_id=GroupId(self._next_id),
             pressed=verdict.group_ids,
             untouchable=untouchable,
             waiting_blocks=verdict.waiting_blocks,
             spare_blocks=spare_blocks(others, verdict.largest_waiting_blocks),
-            max_group_size=self._config.max_group_size,
             min_deep_gain=self._config.min_deep_gain,
             head_cost_layers=self._head_cost_layers,
+        )
+        plan = plan_worth(
+            plan_of,
+            verdict.required_blocks,
+            unplaced_blocks(view.groups),
+            most=self._config.max_queue_per_gain,
+            capacity_blocks=sum(load.capacity_blocks for load in view.groups),
+            num_instances=len(self._placement.specs),
+            max_group_size=self._config.max_group_size,
         )
         for merge in plan.merges:
             self._next_id += 1

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from functools import partial
 
 from kunserve.control.cluster.commands import Outbox
 from kunserve.control.cluster.cut_links import Pair
@@ -21,6 +22,7 @@ from kunserve.core.snapshots import Kind
 from kunserve.policy.capacity import Specs
 from kunserve.policy.dispatch import share_out
 from kunserve.policy.drop_plan import blocks_for_bytes, plan_drop
+from kunserve.policy.drop_worth import plan_worth, unplaced_blocks
 from kunserve.policy.monitor import (
     ClusterLoadView,
     Excuse,
@@ -112,7 +114,7 @@ class OverloadControl:
             self._scaling.shrink(view, now_s)
         else:
             self._scaling.keep_all()
-            self._relieve(verdict.overloaded, now_s)
+            self._relieve(verdict.overloaded, view, now_s)
         excuses = list(verdict.excuses)
         if self.observation is not None:
             loads = {load.group_id: load for load in view.groups}
@@ -201,7 +203,7 @@ class OverloadControl:
             if transition.is_restoring and is_squeezed:
                 self._transitions.roll_back(transition, "overloaded again", now_s)
 
-    def _relieve(self, verdict: Overloaded, now_s: float) -> None:
+    def _relieve(self, verdict: Overloaded, view: ClusterLoadView, now_s: float) -> None:
         if now_s < self._transitions.backoff_until_s:
             return
         dwelling = {
@@ -213,7 +215,11 @@ class OverloadControl:
         obstacle: str | None = None
         if self._config.policy == "drop" and not self.is_paused:
             _, is_enough, obstacle = self._drop(
-                verdict, dwelling, now_s, self._config.min_deep_gain
+                verdict,
+                dwelling,
+                now_s,
+                self._config.min_deep_gain,
+                unplaced=unplaced_blocks(view.groups, self._transitions.coming_blocks),
             )
         if not is_enough:
             if self._config.park_behind_drop and not dwelling:
@@ -245,10 +251,12 @@ class OverloadControl:
         now_s: float,
         min_deep_gain: float,
         apart: tuple[Pair, ...] | None = None,
+        unplaced: int = 0,
     ) -> tuple[list[TransitionId], bool, str | None]:
         """The transitions begun, whether there will be enough memory, and what forbids more.
 
-        ``apart``: who is not to merge; None: who did not reach each other lately.
+        ``apart``: who is not to merge; None: who did not reach each other lately. ``unplaced``:
+        blocks that wait, for which a drop is to be worth it (``plan_worth``).
         """
         layouts = [group.layout for group in self._placement.groups.values()]
         others = [
@@ -257,10 +265,10 @@ class OverloadControl:
             if group.layout.group_id not in wanted.group_ids
         ]
         groups = self._placement.groups.items()
-        plan = plan_drop(
+        plan_of = partial(
+            plan_drop,
             layouts,
             self._specs,
-            wanted.required_blocks,
             first_id=self._placement.next_id,
             pressed=wanted.group_ids,
             untouchable=self._transitions.busy_groups
@@ -269,12 +277,20 @@ class OverloadControl:
             | self._placement.leaving,
             waiting_blocks=wanted.waiting_blocks,
             spare_blocks=spare_blocks(others, wanted.largest_waiting_blocks),
-            max_group_size=self._config.max_group_size,
             min_deep_gain=min_deep_gain,
             head_cost_layers=HEAD_COST_LAYERS,
             used_blocks={group_id: group.report.used_blocks for group_id, group in groups},
             patience_s=wanted.wait_s,
             apart=self._transitions.cuts.pairs(now_s) if apart is None else apart,
+        )
+        plan = plan_worth(
+            plan_of,
+            wanted.required_blocks,
+            unplaced,
+            most=self._config.max_queue_per_gain,
+            capacity_blocks=sum(group.capacity_blocks for _, group in groups),
+            num_instances=len(self._placement.specs),
+            max_group_size=self._config.max_group_size,
         )
         self._placement.new_ids(len(plan.merges))
         merges = [(merge.old, merge.new) for merge in plan.merges]

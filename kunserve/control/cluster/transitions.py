@@ -30,6 +30,7 @@ from kunserve.core.messages import (
     Rollback,
 )
 from kunserve.core.snapshots import Kind, Outcome, TransitionRecord
+from kunserve.policy.capacity import group_capacity_blocks
 
 PATIENCE_S = {
     Phase.LOADING: 120.0,
@@ -91,6 +92,20 @@ class Transitions:
             for transition in self.active.values()
             for layout in transition.record.groups_before + transition.record.groups_after
         }
+
+    @property
+    def coming_blocks(self) -> int:
+        """KV blocks that the cluster will have more, or fewer, when all of them are over."""
+        specs = self._placement.specs
+        return sum(
+            group_capacity_blocks(layout, specs) * sign
+            for transition in self.active.values()
+            for layouts, sign in (
+                (transition.record.groups_after, 1),
+                (transition.record.groups_before, -1),
+            )
+            for layout in layouts
+        )
 
     @property
     def restoring_groups(self) -> set[GroupId]:

@@ -63,6 +63,13 @@ OVERLOAD_FLAGS = all_of(
         "A deeper one frees less, and is slower.",
     ),
     _overload(
+        "--max-queue-per-gain",
+        type=FiniteRange(0.0, 1e9),
+        help="A drop that adds little memory is made while what waits and finds no room is at most "
+        "so many times what it frees. A longer queue waits for compute, of which pipelines have "
+        "less.",
+    ),
+    _overload(
         "--max-park-s",
         type=FiniteRange(0.0, 3600.0, min_open=True),
         help="Longest pause of an answer that is parked in host memory, in seconds. Longer pauses "

@@ -140,7 +140,8 @@ def test_real_systems_take_turns() -> None:
 def test_systems_as_flags_of_serve() -> None:
     assert serve_flags(find_system("recompute")) == ("--overload-policy", "recompute")
     assert serve_flags(find_system("drop-no-lookahead"))[2:] == ("--no-lookahead",)
-    assert serve_flags(find_system("drop-deep"))[2:] == ("--min-deep-gain", "0.0")
+    deep = ("--min-deep-gain", "0.0", "--max-queue-per-gain", "1000000000.0")
+    assert serve_flags(find_system("drop-deep"))[2:] == deep
     with pytest.raises(ConfigError, match="real systems are: recompute, recompute-rr, endless, "):
         serve_flags(find_system("autoscale"))
     assert serve_flags(find_system("swap")) == ("--overload-policy", "swap")

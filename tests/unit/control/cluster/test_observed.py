@@ -51,7 +51,7 @@ def test_requests_that_would_run_are_counted_from_the_commit_on() -> None:
 
 
 def test_only_what_fits_would_run() -> None:
-    brain = Brain(policy="observe", forecast_s=0.0)
+    brain = Brain(policy="observe", forecast_s=0.0, max_queue_per_gain=100.0)
     full = {"num_running": 9, "used_blocks": BLOCKS}
     brain.report(1, **full)
     queue = {"num_waiting": 100, "head_of_line_blocks": 20, "waiting_blocks": 2000}
@@ -60,6 +60,15 @@ def test_only_what_fits_would_run() -> None:
     # The copy of the layers that is freed is all the room there is.
     assert 0 < observed(brain).num_requests_now < 100
     assert brain.said(LogObserved)[0].text.count("drop") == 1
+
+
+def test_a_queue_that_is_too_long_for_a_drop_is_none_that_one_would_have_served() -> None:
+    brain = Brain(policy="observe", forecast_s=0.0)
+    brain.report(1, num_running=9, used_blocks=BLOCKS)
+    long = {"num_waiting": 100, "head_of_line_blocks": 20, "waiting_blocks": 2000}
+    for _ in range(3):
+        brain.report(0, num_running=9, used_blocks=BLOCKS, **long)
+    assert observed(brain).num_drops == 0
 
 
 def test_requests_that_wait_for_compute_gain_nothing() -> None:
@@ -90,7 +99,7 @@ def test_a_merge_that_is_not_needed_any_more_is_told_with_what_it_gained() -> No
 
 
 def test_an_imagined_pipeline_gets_deeper_where_a_real_one_would() -> None:
-    brain = Brain(4, policy="observe", forecast_s=0.0, min_deep_gain=0.0)
+    brain = Brain(4, policy="observe", forecast_s=0.0, min_deep_gain=0.0, max_queue_per_gain=100.0)
     full = {"num_running": 9, "used_blocks": BLOCKS}
     queue = {"num_waiting": 10, "head_of_line_blocks": 20, "waiting_blocks": 200}
     for number in (0, 1, 2, 3, 0, 1, 2, 3, 0):

@@ -63,6 +63,22 @@ def test_nothing_is_merged_for_what_an_idle_group_has_room_for() -> None:
     assert brain.take(Prepare)
 
 
+def test_a_queue_much_longer_than_what_a_drop_frees_waits_for_compute() -> None:
+    long = {**SHORT, "num_waiting": 90, "waiting_blocks": 900}
+    brain = Brain()
+    brain.report(1, used_blocks=50)
+    brain.report(0, **long)
+    assert not brain.take(Prepare)
+    (wish,) = brain.said(ScaleUp)
+    assert "850 blocks of requests wait for room" in wish.reason
+    brain.report(0, **SHORT)
+    assert brain.take(Prepare), "a shorter one is worth it"
+    brain = Brain(max_queue_per_gain=10.0)
+    brain.report(1, used_blocks=50)
+    brain.report(0, **long)
+    assert brain.take(Prepare), "as asked for"
+
+
 def test_other_policies_drop_nothing() -> None:
     brain = Brain(policy="recompute")
     brain.report(0, **SHORT)
@@ -177,7 +193,7 @@ def test_demand_that_does_not_fill_memory_is_explained() -> None:
 
 def restoring() -> tuple[Brain, int, int]:
     """A pipeline that loads its layers, its leader, and an instance that stands alone."""
-    brain = Brain(4)
+    brain = Brain(4, max_queue_per_gain=9.0)
     brain.controller.force_drop(None, brain.now_s)
     brain.pass_time()
     brain.complete()

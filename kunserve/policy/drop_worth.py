@@ -1,0 +1,111 @@
+"""How deep a drop is worth what it costs, where more waits than it makes room for.
+
+A drop lets those begin at once that fit into what it frees. Everybody who waits behind them waits
+longer: a pair computes about a tenth less than its instances did alone where compute is short, a
+pipeline of four a quarter less, because each stage reads its weights and pays the host once per
+microbatch. With W blocks of requests that find no room, G blocks freed, and a part p of the
+compute lost, the last of them begins sooner while
+
+    (W - G) / (1 - p) < W        that is        p * W < G        or nearly so
+
+W goes on to grow while a burst lasts, and pipelines stand for a minute or more. So pairs are made
+while W is at most ``most`` times what they free, and deeper pipelines while what waits behind pairs
+is at most ``DEEP_SHARE`` of that many times what they add. A longer queue waits for compute. It
+shrinks when the burst is over.
+
+Where weights take most of the memory, it is memory that the throughput lacks: a drop that adds much
+of it (``MUCH``) is made however long the queue is.
+"""
+
+from collections.abc import Iterable, Iterator
+from typing import Protocol
+
+from kunserve.core.load import GroupLoad
+from kunserve.policy.drop_plan import DropPlan
+
+DEEP_SHARE = 0.25
+"""Of what may wait for a pair: a pipeline of four adds half as much and costs more than twice."""
+MUCH = 0.5, 0.25
+"""Of the memory that there is: so much added by pairs, and by deeper pipelines, makes up for the
+compute that they lose."""
+ALL_BLOCKS = 1 << 62
+"""More than any cluster frees."""
+
+
+class PlanOf(Protocol):
+    """``plan_drop`` for the groups as they are."""
+
+    def __call__(self, required_blocks: int, *, max_group_size: int | None) -> DropPlan:
+        """The plan that frees so much, with so many instances in a group at most."""
+        ...
+
+
+def unplaced_blocks(groups: Iterable[GroupLoad], coming_blocks: int = 0) -> int:
+    """Blocks of all requests that wait, beyond what is free and what transitions will free."""
+    groups = tuple(groups)
+    queue = sum(group.queue_blocks for group in groups)
+    free = sum(group.capacity_blocks - group.report.used_blocks for group in groups)
+    return max(0, queue - free - max(0, coming_blocks))
+
+
+def plan_worth(
+    plan_of: PlanOf,
+    required_blocks: int,
+    unplaced: int,
+    *,
+    most: float,
+    capacity_blocks: int,
+    num_instances: int,
+    max_group_size: int | None,
+) -> DropPlan:
+    """The plan for the requirement, no deeper than is worth it; without merges if no drop is.
+
+    ``unplaced``: see ``unplaced_blocks``. ``most``: how many times what is freed may wait for it.
+    ``capacity_blocks``: of all groups.
+    """
+    plan = plan_of(required_blocks, max_group_size=max_group_size)
+    deepest = max((len(merge.new.stages) for merge in plan.merges), default=1)
+    share = DEEP_SHARE if deepest > 2 else 1.0
+    if deepest == 1 or unplaced <= share * min(1.0, most) * plan.gain_blocks:
+        return plan
+    largest = num_instances if max_group_size is None else min(num_instances, max_group_size)
+    gains = (
+        (size, plan_of(ALL_BLOCKS, max_group_size=size).gain_blocks) for size in _sizes(largest)
+    )
+    size = deepest_worth(gains, unplaced, most, capacity_blocks)
+    if size == 1:
+        return DropPlan((), required_blocks, enough=False, obstacle=_why(unplaced))
+    if size < deepest:
+        return plan_of(required_blocks, max_group_size=size)
+    return plan
+
+
+def deepest_worth(
+    gains: Iterable[tuple[int, int]], unplaced: int, most: float, capacity_blocks: int
+) -> int:
+    """The most instances that a group may have, 1 if no drop is worth it.
+
+    ``gains``: (instances of a group at most, blocks that all merges up to there free), rising.
+    """
+    deepest, freed = 1, 0
+    for size, gain in gains:
+        added, is_deep = gain - freed, size > 2
+        is_much = added >= MUCH[is_deep] * (capacity_blocks + freed)
+        share = DEEP_SHARE if is_deep else 1.0
+        if added > 0 and not is_much and unplaced - freed > share * most * added:
+            break
+        deepest, freed = size, gain
+    return deepest
+
+
+def _sizes(largest: int) -> Iterator[int]:
+    """Pairs, fours and so on, and at last the largest."""
+    size = 2
+    while size < largest:
+        yield size
+        size *= 2
+    yield largest
+
+
+def _why(unplaced: int) -> str:
+    return f"{unplaced} blocks of requests wait for room, and a drop frees too few to be worth it"

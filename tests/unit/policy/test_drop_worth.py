@@ -1,0 +1,101 @@
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kunserve.core.ids import GroupId
+from kunserve.core.load import GroupLoad, LoadReport
+from kunserve.policy.drop_plan import DropPlan, plan_drop
+from kunserve.policy.drop_worth import deepest_worth, plan_worth, unplaced_blocks
+from tests.unit.policy.test_drop_plan import FIRST_ID, shape, spec, whole
+
+FOUR = [whole(i) for i in range(1, 5)]
+SPECS = {layout.leader: spec(layout.leader) for layout in FOUR}
+PAIRS, ALL = 198, 299
+"""Blocks that two pairs free of these four instances, and that one pipeline of four frees."""
+
+
+def worth(
+    required: int,
+    unplaced: int,
+    most: float = 1.0,
+    size: int | None = None,
+    capacity_blocks: int = 400,
+) -> DropPlan:
+    def plan_of(required_blocks: int, *, max_group_size: int | None) -> DropPlan:
+        return plan_drop(
+            FOUR, SPECS, required_blocks, first_id=FIRST_ID, max_group_size=max_group_size
+        )
+
+    return plan_worth(
+        plan_of,
+        required,
+        unplaced,
+        most=most,
+        capacity_blocks=capacity_blocks,
+        num_instances=4,
+        max_group_size=size,
+    )
+
+
+def test_what_fits_into_the_freed_memory_is_worth_a_drop():
+    assert worth(1000, 0).gain_blocks == ALL
+    assert shape(worth(50, 50)) == [[1, 2]]
+    assert len(worth(PAIRS, PAIRS).merges) == 2
+
+
+def test_a_queue_longer_than_what_pairs_free_waits_for_compute():
+    found = worth(1000, PAIRS + 1)
+    assert not found.merges and not found.enough
+    assert found.obstacle is not None and f"{PAIRS + 1} blocks" in found.obstacle
+    assert worth(1000, 2 * PAIRS, most=2.0).merges
+    assert worth(1000, 10**9, most=math.inf).gain_blocks == ALL
+
+
+def test_deeper_than_pairs_only_while_little_waits_behind_them():
+    added = ALL - PAIRS
+    assert shape(worth(1000, PAIRS)) == [[1, 2, 3, 4]], "all that waits fits into pairs"
+    assert len(worth(1000, PAIRS + added // 4, most=2.0).merges) == 1
+    assert [len(found) for found in shape(worth(1000, PAIRS + added, most=2.0))] == [2, 2]
+
+
+def test_where_much_memory_is_added_no_queue_is_too_long():
+    assert shape(worth(1000, 10**6, capacity_blocks=200)) == [[1, 2, 3, 4]]
+    pairs = worth(1000, 10**6, capacity_blocks=2 * PAIRS)
+    assert [len(found) for found in shape(pairs)] == [2, 2], "fours add 17 %"
+
+
+def test_no_deeper_than_is_allowed():
+    assert [len(found) for found in shape(worth(1000, PAIRS, size=2))] == [2, 2]
+
+
+@given(st.integers(0, 1000), st.integers(0, 1000), st.floats(0.0, 10.0))
+def test_never_more_than_the_plan_and_never_less_for_a_shorter_queue(required, unplaced, most):
+    found = worth(required, unplaced, most)
+    assert found.gain_blocks <= worth(required, 0).gain_blocks
+    assert found.gain_blocks <= worth(required, unplaced // 2, most).gain_blocks
+    if found.merges:
+        assert unplaced <= most * PAIRS + most * (ALL - PAIRS)
+
+
+@pytest.mark.parametrize(
+    ("unplaced", "deepest"), [(0, 8), (200, 8), (216, 8), (217, 4), (201, 8), (10**6, 1)]
+)
+def test_the_depth_that_a_queue_allows(unplaced: int, deepest: int) -> None:
+    """Pairs free 200 blocks, fours no more than that, eights 60 more."""
+    gains = [(2, 200), (4, 200), (8, 260)]
+    assert deepest_worth(gains, unplaced, 1.1, 1000) == deepest
+
+
+def test_what_finds_no_room() -> None:
+    def load(used: int, waiting: int, **more: int) -> GroupLoad:
+        report = LoadReport(
+            GroupId(1), used_blocks=used, waiting_blocks=waiting, capacity_blocks=100
+        )
+        return GroupLoad(report, 100, **more)
+
+    assert unplaced_blocks([load(90, 50, backlog_blocks=20), load(60, 0)]) == 20
+    assert unplaced_blocks([load(90, 50, backlog_blocks=20), load(60, 0)], 15) == 5
+    assert unplaced_blocks([load(90, 50), load(0, 0)]) == 0
+    assert unplaced_blocks([load(100, 50)], -10) == 50, "a restore is called off"
