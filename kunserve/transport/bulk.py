@@ -18,7 +18,7 @@ from kunserve.core.ids import InstanceId, RequestId
 from kunserve.core.layout import LayerRange
 from kunserve.core.transfer import KvPull, LayerPull
 from kunserve.transport import bulk_wire, identity
-from kunserve.transport.bulk_sink import Ask, BulkSink, Pulled
+from kunserve.transport.bulk_sink import BulkSink, Pulled
 from kunserve.transport.bulk_source import BulkSource
 from kunserve.transport.bulk_wire import (
     Answer,
@@ -325,15 +325,9 @@ class BulkMover:
                         self._tell_loop()
                     continue
                 if reply.located is not None:
-                    # Locked, because a remap would move the place that is filled. A chunk of this
-                    # machine's memory takes less than a millisecond.
-                    with self._peer_files.find(src, reply.located) as found, self._lock:
-                        if found is None:
-                            self._sink.ask_again(reply.ticket)
-                        else:
-                            now_s = time.monotonic()
-                            self._sink.on_reply(reply.ticket, Answer.DATA, found, now_s)
-                        self._tell_loop()
+                    self._copy(src, reply.ticket, reply.located)
+                    self._hear_requests()  # a peer waits for the word, and copies itself then
+                    self._give()
                     continue
                 data: Bytes | None = None
                 if rest:
@@ -342,6 +336,16 @@ class BulkMover:
                 with self._lock:
                     self._sink.on_reply(reply.ticket, reply.answer, data, time.monotonic())
                     self._tell_loop()
+
+    def _copy(self, src: InstanceId, ticket: int, located: Located) -> None:
+        # Locked, because a remap would move the place that is filled. A chunk of this machine's
+        # memory takes less than a millisecond.
+        with self._peer_files.find(src, located) as found, self._lock:
+            if found is None:
+                self._sink.ask_again(ticket)
+            else:
+                self._sink.on_reply(ticket, Answer.DATA, found, time.monotonic())
+            self._tell_loop()
 
     def _give(self) -> None:
         """Answer requests, in order, as far as the rate and waiting activations allow."""
@@ -382,7 +386,8 @@ class BulkMover:
 
     def _ask(self) -> None:
         while True:
-            ask = self._next_ask()
+            with self._lock:
+                ask = self._sink.next_ask(time.monotonic())
             if ask is None:
                 return
             src, chunk = ask
@@ -403,10 +408,6 @@ class BulkMover:
         if self._network is None and self._pacing.link_gbps is not None:
             return False
         return src in self._near and self._peer_files.may_read(src)
-
-    def _next_ask(self) -> Ask | None:
-        with self._lock:
-            return self._sink.next_ask(time.monotonic())
 
     def _wait(self) -> None:
         now_s = time.monotonic()
