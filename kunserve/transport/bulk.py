@@ -320,7 +320,6 @@ class BulkMover:
                     self.rejections.note()
                     with self._lock:
                         self._sink.lose(src, time.monotonic())
-                        self._tell_loop()
                     continue
                 if reply.located is not None:
                     self._copy(src, reply.ticket, reply.located)
@@ -333,7 +332,8 @@ class BulkMover:
                     self._peer_files.got_bytes(src)
                 with self._lock:
                     self._sink.on_reply(reply.ticket, reply.answer, data, time.monotonic())
-                    self._tell_loop()
+            # Once for all that had come: the loop's thread would take turns with the copies.
+            self._tell_loop()
 
     def _copy(self, src: InstanceId, ticket: int, located: Located) -> None:
         # Locked, because a remap would move the place that is filled. A chunk of this machine's
@@ -343,7 +343,6 @@ class BulkMover:
                 self._sink.ask_again(ticket)
             else:
                 self._sink.on_reply(ticket, Answer.DATA, found, time.monotonic())
-            self._tell_loop()
 
     def _give(self) -> None:
         """Answer requests, in order, as far as the rate and waiting activations allow."""

@@ -59,7 +59,8 @@ def guard_of(network: Network | None, server_key: str | None = None) -> Guard | 
 
 def has_arrived(socket: Socket) -> bool:
     """Whether a message waits: half of what it costs to be refused one by an exception."""
-    return bool(socket.getsockopt(zmq.EVENTS) & _POLLIN)
+    events: int = socket.getsockopt(zmq.EVENTS)  # type: ignore[assignment]
+    return bool(events & _POLLIN)
 
 
 def _open(kind: zmq.SocketType, context: Context | None, guard: Guard | None) -> Socket:
