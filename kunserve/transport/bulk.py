@@ -87,9 +87,8 @@ class BulkMover:
         self._desk = open_desk(bind, memory)
         self._source = BulkSource(memory, self._counts, _shared(self._desk, memory))
         self._peer_files = PeerFiles(memory.granules)
-        self._sink = BulkSink(
-            memory, self._pacing, self._peer_files.has_mapped, self._peer_files.has_read
-        )
+        self._has_file = memory.shared_fd is not None
+        self._sink = BulkSink(memory, self._pacing, self._peer_files.has_mapped, self._is_read)
         self._addresses: dict[InstanceId, tuple[str, str]] = {}
         """With keys, which are empty without a network."""
         self._activations_pending: Callable[[], bool] = _never
@@ -405,6 +404,10 @@ class BulkMover:
         if self._network is None and self._pacing.link_gbps is not None:
             return False
         return src in self._near and self._peer_files.may_read(src)
+
+    def _is_read(self, src: InstanceId) -> bool:
+        """Whether its bytes are read here, or will be as far as is known: sources are alike."""
+        return self._peer_files.has_read(src) or (self._has_file and self._may_read(src))
 
     def _wait(self) -> None:
         now_s = time.monotonic()
