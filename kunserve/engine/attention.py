@@ -48,6 +48,13 @@ class StepBatch:
     """[n] token indices whose logits are wanted."""
     local_tables: np.ndarray | None = None
     """As ``tables``, for layers with a window; None: the same."""
+    reach: int | None = None
+    """The longest context; None: to be looked for."""
+
+    @property
+    def num_positions(self) -> int:
+        """Positions that the step's tokens reach."""
+        return int(self.context_lens.max()) if self.reach is None else self.reach
 
     @property
     def num_tokens(self) -> int:

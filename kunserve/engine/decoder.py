@@ -207,6 +207,8 @@ class Decoder:
         self._norm_offset = int(spec.has_offset_norms)
         self._scratch = Scratch(spec, self._dtype)
         self._logits = torch.empty(0, spec.vocab_size)
+        self._views: dict[int, torch.Tensor] = {}
+        """Of the first rows of logits, by their number: slicing costs more than a look here."""
         self._backend: AttentionBackend | None = None
         if attention == "reference":
             self._backend = ReferenceAttention(spec, kv_base_address, block_size)
@@ -229,6 +231,7 @@ class Decoder:
             table.reserve(limits.num_positions)
         self._scratch.reserve(limits.num_tokens)
         self._logits = torch.empty(limits.num_sampled, self._spec.vocab_size).zero_()
+        self._views.clear()
 
     @property
     def buffer_bytes(self) -> int:
@@ -267,7 +270,7 @@ class Decoder:
         assert hidden.is_contiguous()
         if batch.num_tokens == 0:
             return hidden
-        reach = int(batch.positions.max()) + 1
+        reach = batch.num_positions
         c_batch = batch.as_c(*(table.address(reach) for table in self._rope))
         buffers = self._buffers(hidden)
         runs = [self._range]
@@ -294,7 +297,7 @@ class Decoder:
         num_sampled = len(batch.sample_rows)
         self._scratch.make_room(batch.num_tokens)
         logits = self._rows_of_logits(num_sampled)
-        reach = int(batch.context_lens.max())
+        reach = batch.num_positions
         c_batch = batch.as_c(*(table.address(reach) for table in self._rope))
         buffers = self._scratch.at(ends.hidden(batch.num_tokens))
         c_ends = ends.of_step(
@@ -335,7 +338,11 @@ class Decoder:
     def _rows_of_logits(self, num_rows: int) -> torch.Tensor:
         if num_rows > self._logits.shape[0]:
             self._logits = torch.empty(num_rows, self._spec.vocab_size)
-        return self._logits[:num_rows]
+            self._views.clear()
+        view = self._views.get(num_rows)
+        if view is None:
+            view = self._views[num_rows] = self._logits[:num_rows]
+        return view
 
     def room_for_logits(self, num_rows: int, width: int) -> torch.Tensor:
         """See ``StepDecoder``."""

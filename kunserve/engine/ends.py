@@ -11,8 +11,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from kunserve.core.layout import VocabRange
 from kunserve.core.model_spec import ModelSpec
-from kunserve.engine.kernels.library import CEnds
+from kunserve.engine.kernels.library import CEnds, kernel
 from kunserve.engine.kernels.ops import MOST_EXACT, Matrix
 from kunserve.engine.kernels.packed import PackedMatrix
 
@@ -24,10 +25,46 @@ class Largest(NamedTuple):
     token_ids: list[int]
 
 
-def can_be_fused(spec: ModelSpec, embedding: Matrix) -> bool:
-    """Whether nothing is done between embedding, layers and head but what the kernels do."""
+def can_be_fused(spec: ModelSpec, matrix: Matrix) -> bool:
+    """Whether nothing is done between embedding, layers and head but what the kernels do.
+
+    And whether a matrix that they take is plain.
+    """
     is_plain = spec.embedding_scale == 1.0 and spec.logit_scale == 1.0 and spec.logit_cap is None
-    return is_plain and isinstance(embedding, torch.Tensor) and spec.vocab_size < MOST_EXACT
+    return is_plain and isinstance(matrix, torch.Tensor) and spec.vocab_size < MOST_EXACT
+
+
+class HeadCall:
+    """The largest logits of a part of a plain output head, in one call."""
+
+    def __init__(self, spec: ModelSpec, norm: torch.Tensor, head: torch.Tensor) -> None:
+        assert norm.is_contiguous() and head.is_contiguous(), head.shape
+        self._row_bytes = head.shape[1] * head.element_size()
+        self._head_at = head.data_ptr()
+        self._normed = torch.empty(0, spec.hidden_size, dtype=head.dtype)
+        self._call = kernel("kun_head", head.dtype)
+        self._ends = CEnds(
+            row_bytes=self._row_bytes,
+            norm=norm.data_ptr(),
+            width=spec.hidden_size,
+            eps=spec.rms_eps,
+            norm_offset=int(spec.has_offset_norms),
+        )
+
+    def largest(self, rows: torch.Tensor, vocab: VocabRange, logits: torch.Tensor) -> torch.Tensor:
+        """As ``kernels.ops.largest_pairs``, of ``rows`` [n, hidden]; ``logits`` is room."""
+        num_rows = len(rows)
+        assert rows.is_contiguous() and rows.dtype == self._normed.dtype, rows.dtype
+        if num_rows > len(self._normed):
+            self._normed = torch.empty_like(rows)
+        pairs = torch.empty(num_rows, 2)
+        ends = self._ends
+        ends.num_sampled, ends.vocab, ends.first = num_rows, vocab.num_rows, vocab.first
+        ends.head = self._head_at + vocab.first * self._row_bytes
+        ends.normed, ends.logits = self._normed.data_ptr(), logits.data_ptr()
+        ends.pairs = pairs.data_ptr()
+        self._call(rows.data_ptr(), ends)
+        return pairs
 
 
 class Ends:

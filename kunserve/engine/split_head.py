@@ -13,6 +13,7 @@ from kunserve.core.snapshots import HeadShape
 from kunserve.core.step import SequenceStart
 from kunserve.engine.attention import capped
 from kunserve.engine.decoder import ModelWeights, scaled
+from kunserve.engine.ends import HeadCall, can_be_fused
 from kunserve.engine.kernels.ops import Finish, largest_pairs, linear, rms_norm
 from kunserve.engine.sampler import takes_largest
 
@@ -57,6 +58,9 @@ class SplitHead:
         self._spec = spec
         self._weights = weights
         self._take_largest: set[RequestId] = set()
+        self._head: HeadCall | None = None
+        if can_be_fused(spec, weights.head) and weights.head.device.type == "cpu":
+            self._head = HeadCall(spec, weights.final_norm, weights.head)
 
     def start(self, start: SequenceStart) -> None:
         """Know a request."""
@@ -77,6 +81,8 @@ class SplitHead:
         self, request_ids: Iterable[RequestId], vocab: VocabRange, rows: torch.Tensor
     ) -> torch.Tensor:
         """Of ``rows`` [n, hidden] that the last layer gave, each of one of these requests."""
+        if self._head is not None and self.is_brief(request_ids):
+            return self._head.largest(rows, vocab, self._room(len(rows), vocab.num_rows))
         offset = int(self._spec.has_offset_norms)
         normed = rms_norm(rows, self._weights.final_norm, self._spec.rms_eps, offset=offset)
         scaled(normed, self._spec.logit_scale)

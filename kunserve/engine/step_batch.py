@@ -20,9 +20,9 @@ def build_batch(work: StepWork) -> StepBatch:
     """
     chunks, rows = work.plan.chunks, work.rows
     _, chunk_starts, chunk_lengths, chunk_samples = zip(*chunks, strict=True)
-    starts = np.array(chunk_starts, dtype=np.int32)
     if chunk_lengths.count(1) == chunk_samples.count(1) == len(chunks):
-        return _only_decodes(work, starts)
+        return _only_decodes(work, chunk_starts)
+    starts = np.array(chunk_starts, dtype=np.int32)
     lengths = np.array(chunk_lengths, dtype=np.int32)
     num_sampled = np.array(chunk_samples, dtype=np.int32)
     if (guesses := num_sampled > 1).any():
@@ -47,17 +47,20 @@ def build_batch(work: StepWork) -> StepBatch:
     )
 
 
-def _only_decodes(work: StepWork, starts: npt.NDArray[np.int32]) -> StepBatch:
+def _only_decodes(work: StepWork, starts: tuple[int, ...]) -> StepBatch:
     """As nearly every step of a server is: one token of each, after which one is sampled."""
-    q_starts = np.arange(len(starts) + 1, dtype=np.int32)
+    num = len(starts)
+    flat = np.array([*starts, *range(num + 1), *[start + 1 for start in starts]], dtype=np.int32)
+    q_starts = flat[num : 2 * num + 1]
     return StepBatch(
         token_ids=_NO_TOKENS if work.token_ids is None else work.token_ids,
-        positions=starts,
+        positions=flat[:num],
         tables=np.ascontiguousarray(work.tables, dtype=np.int32),
         rows=np.ascontiguousarray(work.rows, dtype=np.int32),
         q_starts=q_starts,
-        context_lens=starts + np.int32(1),
+        context_lens=flat[2 * num + 1 :],
         sample_rows=q_starts[:-1],
+        reach=max(starts) + 1,
     )
 
 

@@ -18,7 +18,7 @@ from kunserve.core.ids import InstanceId, RequestId
 from kunserve.core.layout import LayerRange
 from kunserve.core.transfer import KvPull, LayerPull
 from kunserve.transport import bulk_wire, identity
-from kunserve.transport.bulk_sink import Ask, BulkSink, Pulled
+from kunserve.transport.bulk_sink import BulkSink, Pulled
 from kunserve.transport.bulk_source import BulkSource
 from kunserve.transport.bulk_wire import (
     Answer,
@@ -87,9 +87,8 @@ class BulkMover:
         self._desk = open_desk(bind, memory)
         self._source = BulkSource(memory, self._counts, _shared(self._desk, memory))
         self._peer_files = PeerFiles(memory.granules)
-        self._sink = BulkSink(
-            memory, self._pacing, self._peer_files.has_mapped, self._peer_files.has_read
-        )
+        self._has_file = memory.shared_fd is not None
+        self._sink = BulkSink(memory, self._pacing, self._peer_files.has_mapped, self._is_read)
         self._addresses: dict[InstanceId, tuple[str, str]] = {}
         """With keys, which are empty without a network."""
         self._activations_pending: Callable[[], bool] = _never
@@ -218,11 +217,9 @@ class BulkMover:
             self._source.withdraw_all()
             self._sink.clear()
 
-    @contextlib.contextmanager
-    def quiet(self) -> Iterator[None]:
+    def quiet(self) -> contextlib.AbstractContextManager[bool]:
         """Within, the mover touches no memory: for remapping it."""
-        with self._lock:
-            yield
+        return self._lock
 
     def check(self) -> None:
         """Assert the invariants."""
@@ -322,18 +319,11 @@ class BulkMover:
                     self.rejections.note()
                     with self._lock:
                         self._sink.lose(src, time.monotonic())
-                        self._tell_loop()
                     continue
                 if reply.located is not None:
-                    # Locked, because a remap would move the place that is filled. A chunk of this
-                    # machine's memory takes less than a millisecond.
-                    with self._peer_files.find(src, reply.located) as found, self._lock:
-                        if found is None:
-                            self._sink.ask_again(reply.ticket)
-                        else:
-                            now_s = time.monotonic()
-                            self._sink.on_reply(reply.ticket, Answer.DATA, found, now_s)
-                        self._tell_loop()
+                    self._copy(src, reply.ticket, reply.located)
+                    self._hear_requests()  # a peer waits for the word, and copies itself then
+                    self._give()
                     continue
                 data: Bytes | None = None
                 if rest:
@@ -341,7 +331,17 @@ class BulkMover:
                     self._peer_files.got_bytes(src)
                 with self._lock:
                     self._sink.on_reply(reply.ticket, reply.answer, data, time.monotonic())
-                    self._tell_loop()
+            # Once for all that had come: the loop's thread would take turns with the copies.
+            self._tell_loop()
+
+    def _copy(self, src: InstanceId, ticket: int, located: Located) -> None:
+        # Locked, because a remap would move the place that is filled. A chunk of this machine's
+        # memory takes less than a millisecond.
+        with self._peer_files.find(src, located) as found, self._lock:
+            if found is None:
+                self._sink.ask_again(ticket)
+            else:
+                self._sink.on_reply(ticket, Answer.DATA, found, time.monotonic())
 
     def _give(self) -> None:
         """Answer requests, in order, as far as the rate and waiting activations allow."""
@@ -382,7 +382,8 @@ class BulkMover:
 
     def _ask(self) -> None:
         while True:
-            ask = self._next_ask()
+            with self._lock:
+                ask = self._sink.next_ask(time.monotonic())
             if ask is None:
                 return
             src, chunk = ask
@@ -404,9 +405,9 @@ class BulkMover:
             return False
         return src in self._near and self._peer_files.may_read(src)
 
-    def _next_ask(self) -> Ask | None:
-        with self._lock:
-            return self._sink.next_ask(time.monotonic())
+    def _is_read(self, src: InstanceId) -> bool:
+        """Whether its bytes are read here, or will be as far as is known: sources are alike."""
+        return self._peer_files.has_read(src) or (self._has_file and self._may_read(src))
 
     def _wait(self) -> None:
         now_s = time.monotonic()

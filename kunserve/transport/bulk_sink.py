@@ -188,10 +188,10 @@ class BulkSink:
         """The next chunk to request, and of whom; it counts as in flight from now on."""
         stalled = self._stalled(now_s)
         num_counted = sum(e.pull.what.src not in stalled for e in self._in_flight.values())
-        if num_counted >= self._pacing.max_in_flight:
-            return None
         for pull in self._pulls:
             if not pull.wants_more or pull.not_before_s > now_s or pull.what.src in stalled:
+                continue
+            if num_counted >= self._most_in_flight(pull.what.src):
                 continue
             first, limit = pull.again.pop() if pull.again else (pull.next_item, None)
             ticket = self._next_ticket
@@ -290,10 +290,10 @@ class BulkSink:
         stalled = self._stalled(now_s)
         in_time = [e for e in self._in_flight.values() if e.pull.what.src not in stalled]
         wanting = [p for p in self._pulls if p.wants_more and p.what.src not in stalled]
-        if len(in_time) < self._pacing.max_in_flight:
-            waits.extend(p.not_before_s - now_s for p in wanting)
-        elif wanting:
-            # Its source may stall, and then its slot is another's.
+        may_ask = [p for p in wanting if len(in_time) < self._most_in_flight(p.what.src)]
+        waits.extend(p.not_before_s - now_s for p in may_ask)
+        if len(may_ask) < len(wanting):
+            # A source may stall, and then its slot is another's.
             waits.append(min(e.sent_s for e in in_time) + self._pacing.stall_s - now_s)
         return max(0.0, min(waits)) if waits else None
 
@@ -301,7 +301,8 @@ class BulkSink:
         """Assert that every item of every pull is placed, in flight, or still to ask for."""
         sources = [e.pull.what.src for e in self._in_flight.values()]
         for src in set(sources):
-            assert sources.count(src) <= self._pacing.max_in_flight, (src, self._in_flight)
+            most = max(self._pacing.max_in_flight, self._pacing.max_read_in_flight)
+            assert sources.count(src) <= most, (src, self._in_flight)
         for pull in self._pulls:
             flying = sum(e.num for e in self._in_flight.values() if e.pull is pull)
             waiting = sum(end - first for first, end in pull.again)
@@ -309,6 +310,11 @@ class BulkSink:
             total = pull.num_placed + flying + waiting
             assert total == pull.target.num_items, (pull, flying, waiting)
         assert all(any(e.pull is p for p in self._pulls) for e in self._in_flight.values())
+
+    def _most_in_flight(self, src: InstanceId) -> int:
+        """Chunks in flight, over all sources, with which another one may be asked of this one."""
+        pacing = self._pacing
+        return pacing.max_read_in_flight if self._has_read(src) else pacing.max_in_flight
 
     def _stalled(self, now_s: float) -> set[InstanceId]:
         """Sources that owe a chunk for too long."""

@@ -35,6 +35,7 @@ from kunserve.transport.sockets import (
     bind_router,
     call,
     connect_dealer,
+    has_arrived,
 )
 
 logger = logging.getLogger(__name__)
@@ -313,11 +314,8 @@ class InstanceChannel:
         """
         messages: list[Message] = []
         self._call.follow()
-        while True:
-            try:
-                frames = self._socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return messages
+        while has_arrived(self._socket):
+            frames = self._socket.recv_multipart(zmq.NOBLOCK)
             if frames == [_PROBE]:
                 continue
             if len(frames) != 2:
@@ -327,6 +325,7 @@ class InstanceChannel:
                 _check_number(number, self._num_received)
             self._num_received = number + 1
             messages.append(codec.decode(frames[1]))
+        return messages
 
     def poll(self, timeout_s: float) -> list[Message]:
         """Wait until something arrives or the time is up, then ``receive``."""

@@ -29,6 +29,9 @@ class BulkPacing:
     """The same where they are read in a source's file: so long no remap can begin."""
     max_in_flight: int = 2
     """Chunks an instance has asked for and not received, over all sources that answer in time."""
+    max_read_in_flight: int = 32
+    """The same where only places are told: so many wait for their copy that none waits for a word.
+    """
     link_gbps: float | None = None
     """Rate at which a source gives bytes; None is as fast as they go."""
     credit_s: float = 0.005

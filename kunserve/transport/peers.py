@@ -35,6 +35,7 @@ from kunserve.transport.sockets import (
     call,
     dealer,
     guard_of,
+    has_arrived,
 )
 
 logger = logging.getLogger(__name__)
@@ -267,12 +268,8 @@ class PeerLinks:
             if is_brief:
                 mail, self._mail = self._mail, []
                 return mail
-        while True:
-            try:
-                route_frame, *frames = self._inbox.recv_multipart(zmq.NOBLOCK, copy=False)
-            except zmq.Again:
-                mail, self._mail = self._mail, []
-                return mail
+        while has_arrived(self._inbox):
+            route_frame, *frames = self._inbox.recv_multipart(zmq.NOBLOCK, copy=False)
             route = route_frame.bytes
             peer = self._speakers.get(route)
             if peer is None:
@@ -290,6 +287,8 @@ class PeerLinks:
             if len(data) < STAMP_BYTES:
                 raise codec.MalformedMessage(f"a message of {len(data)} bytes")
             self._hear(route, peer, data, frames[1].buffer if len(frames) == 2 else None)
+        mail, self._mail = self._mail, []
+        return mail
 
     def _identify(self, route: zmq.Frame) -> InstanceId | None:
         """Who speaks; None if nobody is known who may speak so."""

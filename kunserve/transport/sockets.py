@@ -18,6 +18,7 @@ PollTarget: TypeAlias = zmq.Socket[bytes] | int
 
 ANY_PORT = "tcp://127.0.0.1:*"
 """For measuring over TCP; clusters use a ``SocketFolder``, or a host's own address and keys."""
+_POLLIN = int(zmq.POLLIN)
 MAX_QUEUED = 100_000
 """Messages that wait for one peer; one more is refused."""
 MAX_FRAME_BYTES = 1 << 30
@@ -54,6 +55,12 @@ def guard_of(network: Network | None, server_key: str | None = None) -> Guard | 
     if network is None:
         return None
     return Guard(network.keys, network.link_timeout_s, server_key)
+
+
+def has_arrived(socket: Socket) -> bool:
+    """Whether a message waits: half of what it costs to be refused one by an exception."""
+    events: int = socket.getsockopt(zmq.EVENTS)  # type: ignore[assignment]
+    return bool(events & _POLLIN)
 
 
 def _open(kind: zmq.SocketType, context: Context | None, guard: Guard | None) -> Socket:

@@ -64,6 +64,26 @@ def test_weights_chunk_within_layers() -> None:
     assert (memory.weights == 5).sum() == 2 * LAYER_BYTES
 
 
+def test_of_sources_that_are_read_many_places_are_asked_for_ahead() -> None:
+    pacing = BulkPacing(UNIT_BYTES, read_chunk_bytes=UNIT_BYTES, max_read_in_flight=5)
+    made = BulkSink(Memory(60), pacing, has_read=lambda src: src == ONE)
+    made.pull_kv(piece("sent", 0, (0, 6), (0, 1)), entries(0), 0.0)
+    made.pull_kv(piece("read", 1, (0, 6), (0, 1)), entries(10), 0.0)
+
+    def ask_all() -> list[InstanceId]:
+        asked = []
+        while (ask := made.next_ask(0.0)) is not None:
+            asked.append(ask[0])
+            made.check()
+        return asked
+
+    assert ask_all() == [ZERO, ZERO, ONE, ONE, ONE]
+    assert made.wait_s(0.0) == pacing.stall_s, "nothing to do until an answer comes"
+    made.on_reply(2, Answer.DATA, some_bytes(UNIT_BYTES), 0.0)
+    made.on_reply(0, Answer.DATA, some_bytes(UNIT_BYTES), 0.0)
+    assert ask_all() == [ONE, ONE], "what is sent has its own bound"
+
+
 def test_not_yet_is_asked_again_and_holds_up_nobody() -> None:
     made, _ = sink()
     made.pull_kv(piece("late", 0, (0, 3), (0, 1)), entries(10), 0.0)
