@@ -6,7 +6,8 @@
 # make test-clients   LangChain and instructor as clients, in an environment of their own
 # make test-ray  instances on the nodes of a Ray cluster, on this machine (brings Ray: 240 MB)
 # make test-chart     the Helm chart, rendered and held against schemas
-# make test-kernels   the C kernels' tests, compiled with sanitizers, for AVX2 and for any x86-64
+# make test-kernels   the C kernels' tests, compiled with sanitizers, with AMX done in C, for AVX2
+#                and for any x86-64
 # make test-aarch64   the kernels compiled for 64-bit ARM, run there by qemu
 # make chaos     random faults on the real engine, for MINUTES=30
 # make hunt      the property tests once more, with five times the examples, drawn anew
@@ -120,20 +121,22 @@ KERNEL_TESTS := $(addprefix tests/unit/engine/test_,kernels.py attention.py pack
 SANITIZERS := -O1 -g -fsanitize=address,undefined -fno-sanitize-recover=undefined
 LIBASAN = $(shell $(CC) -print-file-name=libasan.so) $(shell $(CC) -print-file-name=libubsan.so)
 COMPILE := 'import tests.conftest; from kunserve.engine.kernels.build import find_or_build; find_or_build()'
-# AMX's instructions in C. Their own text is no source, so its sum is a flag: else an old library
-# would be taken.
-AMX_IN_C = -march=native -DKUN_AMX -DKUN_AMX_INSTRUCTIONS=<instructions.h> -Itests/unit/engine/amx \
-    -DAMX_IN_C_SUM=$(firstword $(shell cksum tests/unit/engine/amx/instructions.h))
+# Of AMX its instructions in C. Their own text is no source, so its sum is a flag: else an old
+# library would be taken. What has no AVX2 is slow, and does nothing else than what has it.
+KERNEL_BUILDS := amx native x86-64-v3 x86-64
+FLAGS_amx = -march=native -DKUN_AMX -DKUN_AMX_INSTRUCTIONS=<instructions.h> -Itests/unit/engine/amx \
+    -DAMX_IN_C_SUM=$(firstword $(shell cksum tests/unit/engine/amx/instructions.h)) $(SANITIZERS)
+FLAGS_native = -march=native $(SANITIZERS)
+FLAGS_x86-64-v3 = -march=x86-64-v3 $(SANITIZERS)
+FLAGS_x86-64 = -march=x86-64
 # Leaks are Python's own. The sanitizers' libraries come before all others, but not in the compiler.
 test-kernels: install
-	KERNEL_FLAGS="$(AMX_IN_C)" $(BIN)/pytest -q $(KERNEL_TESTS)
-	KERNEL_FLAGS="-march=x86-64-v3" $(BIN)/pytest -q $(KERNEL_TESTS)
-	KERNEL_FLAGS="-march=x86-64" $(BIN)/pytest -q $(KERNEL_TESTS)
-	for arch in native x86-64-v3; do \
-	    KERNEL_FLAGS="-march=$$arch $(SANITIZERS)" $(BIN)/python -c $(COMPILE) && \
-	    ASAN_OPTIONS=detect_leaks=0 LD_PRELOAD="$(LIBASAN)" \
-	    KERNEL_FLAGS="-march=$$arch $(SANITIZERS)" $(BIN)/pytest -q $(KERNEL_TESTS) || exit 1; \
-	done
+	@$(MAKE) --no-print-directory --jobs 2 --output-sync $(addprefix test-kernels-,$(KERNEL_BUILDS))
+
+test-kernels-%:
+	KERNEL_FLAGS="$(FLAGS_$*)" $(BIN)/python -c $(COMPILE)
+	ASAN_OPTIONS=detect_leaks=0 LD_PRELOAD="$(if $(findstring sanitize,$(FLAGS_$*)),$(LIBASAN))" \
+	    KERNEL_FLAGS="$(FLAGS_$*)" $(BIN)/pytest -q --timeout 900 $(KERNEL_TESTS)
 
 # Skips, and says what is lacking, without Debian's gcc-aarch64-linux-gnu and qemu-user; clang
 # makes it quicker.

@@ -108,7 +108,7 @@ def attention_calls(spec: ModelSpec, num_seqs: int, queries: int, context: int) 
         _call(
             f"attention {spec.head_dim}",
             name,
-            (byref(model), byref(c_batch), qkv.data_ptr(), out.data_ptr(), layer),
+            (byref(model), byref(c_batch), qkv.data_ptr(), out.data_ptr(), layer, 0),
             flops,
             num_bytes,
             keep,
