@@ -4,10 +4,12 @@ import asyncio
 import contextlib
 import logging
 from collections import Counter
-from collections.abc import Coroutine, Iterator
-from typing import Any
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any, TypeVar
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class Background:
@@ -31,10 +33,16 @@ class Background:
         try:
             yield
         except Exception:
-            self.note_error(what)
+            self._note(what)
 
-    def note_error(self, what: str) -> None:
-        """Called in an ``except``, where a context for every call would cost too much."""
+    def survive(self, what: str, act: Callable[[T], None], subject: T) -> None:
+        """As ``surviving``, around ``act(subject)``: a context for every token would cost more."""
+        try:
+            act(subject)
+        except Exception:
+            self._note(f"{what} {type(subject).__name__}")
+
+    def _note(self, what: str) -> None:
         self._errors[what] += 1
         count = self._errors[what]
         if count & (count - 1) == 0:

@@ -280,10 +280,7 @@ class LocalCluster:
             while self._commands:
                 command = self._commands.popleft()
                 may_change |= not isinstance(command, Deliver)
-                try:
-                    self._carry_out(command)
-                except Exception:
-                    self._background.note_error(f"command {type(command).__name__}")
+                self._background.survive("command", self._carry_out, command)
         finally:
             self._is_flushing = False
         if may_change:

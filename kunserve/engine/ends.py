@@ -13,7 +13,7 @@ import torch
 
 from kunserve.core.layout import VocabRange
 from kunserve.core.model_spec import ModelSpec
-from kunserve.engine.kernels.library import CEnds, kernel
+from kunserve.engine.kernels.library import SUFFIX, CEnds, kernel
 from kunserve.engine.kernels.ops import MOST_EXACT, Matrix
 from kunserve.engine.kernels.packed import PackedMatrix
 
@@ -31,7 +31,8 @@ def can_be_fused(spec: ModelSpec, matrix: Matrix) -> bool:
     And whether a matrix that they take is plain.
     """
     is_plain = spec.embedding_scale == 1.0 and spec.logit_scale == 1.0 and spec.logit_cap is None
-    return is_plain and isinstance(matrix, torch.Tensor) and spec.vocab_size < MOST_EXACT
+    is_matrix = isinstance(matrix, torch.Tensor) and matrix.dtype in SUFFIX
+    return is_plain and is_matrix and spec.vocab_size < MOST_EXACT
 
 
 class HeadCall:

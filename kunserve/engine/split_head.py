@@ -58,9 +58,9 @@ class SplitHead:
         self._spec = spec
         self._weights = weights
         self._take_largest: set[RequestId] = set()
+        self._is_fused = can_be_fused(spec, weights.head)
         self._head: HeadCall | None = None
-        if can_be_fused(spec, weights.head) and weights.head.device.type == "cpu":
-            self._head = HeadCall(spec, weights.final_norm, weights.head)
+        """Made when it is needed first: where a GPU computes, there may be no kernels."""
 
     def start(self, start: SequenceStart) -> None:
         """Know a request."""
@@ -81,7 +81,9 @@ class SplitHead:
         self, request_ids: Iterable[RequestId], vocab: VocabRange, rows: torch.Tensor
     ) -> torch.Tensor:
         """Of ``rows`` [n, hidden] that the last layer gave, each of one of these requests."""
-        if self._head is not None and self.is_brief(request_ids):
+        if self._is_fused and self.is_brief(request_ids):
+            if self._head is None:
+                self._head = HeadCall(self._spec, self._weights.final_norm, self._weights.head)
             return self._head.largest(rows, vocab, self._room(len(rows), vocab.num_rows))
         offset = int(self._spec.has_offset_norms)
         normed = rms_norm(rows, self._weights.final_norm, self._spec.rms_eps, offset=offset)

@@ -23,6 +23,17 @@ def test_an_error_is_counted_and_logged_and_what_follows_goes_on(
     assert "RuntimeError: no" in caplog.text
 
 
+def test_a_call_that_fails_is_counted_by_what_it_was_about(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    background, done = Background(), []
+    with caplog.at_level(logging.ERROR):
+        background.survive("command", done.append, "one")
+        background.survive("command", int, "no number")  # type: ignore[arg-type]
+    assert done == ["one"] and background.num_errors == 1
+    assert "'command str' count=1" in caplog.text
+
+
 def test_a_task_that_dies_is_seen(caplog: pytest.LogCaptureFixture) -> None:
     async def story() -> None:
         background = Background()
