@@ -5,30 +5,23 @@ from pathlib import Path
 import pytest
 
 from kunserve.cluster.local import LocalCluster
-from kunserve.core.request import SamplingParams
 from tests.e2e.test_engine_transitions import (
     NUM_TOKENS,
     PROMPTS,
     QUEUED,
     QUEUED_TOKENS,
     Answers,
-    config_of,
     drop_to,
     restore_when_it_fits,
     run,
 )
-from tests.tiny_models import VOCAB, greedy_after, prompt_logprobs, tiny_model
-
-GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
-NUM_LAYERS = 5
+from tests.e2e.test_ranked_cluster import GREEDY, check_tokens, config_in
+from tests.tiny_models import VOCAB
 
 
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("kind", ["gemma3", pytest.param("gemma2", marks=pytest.mark.slow)])
 def test_tokens_and_scores_through_a_drop_and_a_restore(kind: str, tmp_path: Path) -> None:
-    model = tiny_model(kind, NUM_LAYERS)
-    model.save_pretrained(tmp_path)
-    kv_bytes = 24 * NUM_LAYERS * 2 * 8 * 2 * 32 * 4
     early, late = list(PROMPTS)[1:5], list(QUEUED)[:6]
 
     async def story(cluster: LocalCluster, answers: Answers) -> None:
@@ -41,11 +34,6 @@ def test_tokens_and_scores_through_a_drop_and_a_restore(kind: str, tmp_path: Pat
         await answers.have(2)
         await restore_when_it_fits(cluster)
 
-    answers = run(config_of(str(tmp_path), "float32", 2, kv_bytes), VOCAB, story)
+    answers = run(config_in(tmp_path, kind, 1, 2), VOCAB, story)
     assert set(answers.tokens) == {*early, *late}
-    for name, tokens in answers.tokens.items():
-        prompt = (PROMPTS | QUEUED)[name]
-        assert len(tokens) == (NUM_TOKENS[name] if name in early else QUEUED_TOKENS)
-        assert tokens == greedy_after(model, prompt, tokens), name
-        scores = [row.logprob for row in answers.scores[name]]
-        assert scores == pytest.approx(prompt_logprobs(model, prompt), abs=1e-3), name
+    check_tokens(kind, answers)
