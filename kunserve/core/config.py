@@ -186,9 +186,8 @@ class OverloadConfig:
     min_deep_gain: float = 0.2
     """Least memory, of what its groups have, that a merge into more than two stages must add."""
     max_queue_per_gain: float = 1.0
-    """A drop that adds little memory is made while what waits, and finds no room, is at most so
-    many times what it frees, or a quarter of that where pipelines get deeper than pairs
-    (``policy/drop_worth.py``)."""
+    """Pairs that add little memory are made while what waits, and finds no room, is at most so many
+    times what they free. For deeper pipelines it is one less (``policy/drop_worth.py``)."""
     max_group_size: int | None = None
     """Most instances that share one copy of the weights; None is no limit."""
     place_aware: bool = True

@@ -10,8 +10,8 @@ compute lost, the last of them begins sooner while
 
 W goes on to grow while a burst lasts, and pipelines stand for a minute or more. So pairs are made
 while W is at most ``most`` times what they free, and deeper pipelines while what waits behind pairs
-is at most ``DEEP_SHARE`` of that many times what they add. A longer queue waits for compute. It
-shrinks when the burst is over.
+is at most ``most - 1`` times what they add. With the default of 1 these are made only where a group
+is short while others have room. A longer queue waits for compute. It shrinks as the burst ends.
 
 Where weights take most of the memory, it is memory that the throughput lacks: a drop that adds much
 of it (``MUCH``) is made however long the queue is.
@@ -23,8 +23,6 @@ from typing import Protocol
 from kunserve.core.load import GroupLoad
 from kunserve.policy.drop_plan import DropPlan
 
-DEEP_SHARE = 0.25
-"""Of what may wait for a pair: a pipeline of four adds half as much and costs more than twice."""
 MUCH = 0.5, 0.25
 """Of the memory that there is: so much added by pairs, and by deeper pipelines, makes up for the
 compute that they lose."""
@@ -65,8 +63,9 @@ def plan_worth(
     """
     plan = plan_of(required_blocks, max_group_size=max_group_size)
     deepest = max((len(merge.new.stages) for merge in plan.merges), default=1)
-    share = DEEP_SHARE if deepest > 2 else 1.0
-    if deepest == 1 or unplaced <= share * min(1.0, most) * plan.gain_blocks:
+    if deepest == 1 or unplaced == 0:
+        return plan
+    if deepest == 2 and unplaced <= most * plan.gain_blocks:
         return plan
     largest = num_instances if max_group_size is None else min(num_instances, max_group_size)
     gains = (
@@ -91,8 +90,8 @@ def deepest_worth(
     for size, gain in gains:
         added, is_deep = gain - freed, size > 2
         is_much = added >= MUCH[is_deep] * (capacity_blocks + freed)
-        share = DEEP_SHARE if is_deep else 1.0
-        if added > 0 and not is_much and unplaced - freed > share * most * added:
+        may_wait = added * (max(0.0, most - 1.0) if is_deep else most)
+        if added > 0 and not is_much and unplaced - freed > may_wait:
             break
         deepest, freed = size, gain
     return deepest

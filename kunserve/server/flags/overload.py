@@ -65,9 +65,9 @@ OVERLOAD_FLAGS = all_of(
     _overload(
         "--max-queue-per-gain",
         type=FiniteRange(0.0, 1e9),
-        help="A drop that adds little memory is made while what waits and finds no room is at most "
-        "so many times what it frees. A longer queue waits for compute, of which pipelines have "
-        "less.",
+        help="Pairs that add little memory are made while what waits and finds no room is at most "
+        "so many times what they free; for deeper pipelines it is one less. A longer queue waits "
+        "for compute, of which pipelines have less.",
     ),
     _overload(
         "--max-park-s",

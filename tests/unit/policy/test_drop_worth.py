@@ -53,11 +53,11 @@ def test_a_queue_longer_than_what_pairs_free_waits_for_compute():
     assert worth(1000, 10**9, most=math.inf).gain_blocks == ALL
 
 
-def test_deeper_than_pairs_only_while_little_waits_behind_them():
-    added = ALL - PAIRS
+def test_deeper_than_pairs_only_while_nothing_waits_behind_them():
     assert shape(worth(1000, PAIRS)) == [[1, 2, 3, 4]], "all that waits fits into pairs"
-    assert len(worth(1000, PAIRS + added // 4, most=2.0).merges) == 1
-    assert [len(found) for found in shape(worth(1000, PAIRS + added, most=2.0))] == [2, 2]
+    assert shape(worth(1000, PAIRS + 10, most=1.1)) == [[1, 2, 3, 4]], "a tenth of what fours add"
+    assert [len(found) for found in shape(worth(1000, PAIRS + 11, most=1.1))] == [2, 2]
+    assert shape(worth(50, PAIRS + 11, most=1.1)) == [[1, 2]], "no more than is needed"
 
 
 def test_where_much_memory_is_added_no_queue_is_too_long():
@@ -75,12 +75,11 @@ def test_never_more_than_the_plan_and_never_less_for_a_shorter_queue(required, u
     found = worth(required, unplaced, most)
     assert found.gain_blocks <= worth(required, 0).gain_blocks
     assert found.gain_blocks <= worth(required, unplaced // 2, most).gain_blocks
-    if found.merges:
-        assert unplaced <= most * PAIRS + most * (ALL - PAIRS)
+    assert not found.merges or unplaced <= most * PAIRS
 
 
 @pytest.mark.parametrize(
-    ("unplaced", "deepest"), [(0, 8), (200, 8), (216, 8), (217, 4), (201, 8), (10**6, 1)]
+    ("unplaced", "deepest"), [(0, 8), (200, 8), (206, 8), (207, 4), (220, 4), (221, 1)]
 )
 def test_the_depth_that_a_queue_allows(unplaced: int, deepest: int) -> None:
     """Pairs free 200 blocks, fours no more than that, eights 60 more."""
