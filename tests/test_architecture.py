@@ -17,10 +17,11 @@ READS_ENVIRONMENT = {
     "kunserve/cluster/launch.py",
     "kunserve/cluster/ray/session.py",
     "kunserve/engine/kernels/build.py",
+    "kunserve/engine/kernels/levels.py",
     "kunserve/server/flags/environment.py",
     "kunserve/server/flags/option.py",
 }
-"""The command line, what is handed on to child processes, a user's CC, and what an experiment's
+"""The command line, what is handed on to child processes, a user's CC and level of kernels, and what an experiment's
 commands name."""
 IMPORTS_LATE = {
     "kunserve/cli.py",

@@ -90,7 +90,7 @@ def test_at_a_commit_only_what_was_sent_ahead_is_sent_anew() -> None:
 
 
 def test_what_waits_is_part_of_what_a_drop_must_free() -> None:
-    brain = Brain(2)
+    brain = Brain(2, max_queue_per_gain=1e9)
     for _ in range(2 * AHEAD + 10):
         brain.request(TOKENS)
     brain.report(1, num_running=9, used_blocks=BLOCKS)
