@@ -156,6 +156,9 @@ def compare_with_limits(
         set_num_threads(threads)
         limits = found[threads] = measure_limits(library())
         report.add("memory", limits.bytes_per_s / 1e9, "GB/s", threads=threads)
+        if limits.huge_bytes_per_s is not None:
+            huge = limits.huge_bytes_per_s / 1e9
+            report.add("memory in huge pages", huge, "GB/s", threads=threads)
         for name, flops in limits.flops.items():
             report.add(f"{name} products", flops / 1e9, "GFLOP/s", threads=threads)
     for case in cases(spec, weights, args):

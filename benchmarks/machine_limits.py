@@ -1,5 +1,6 @@
 """What the processor and its memory give at most, measured as the kernels are: least times."""
 
+import ctypes
 import time
 from ctypes import CDLL, c_int32, c_int64, c_void_p
 from typing import NamedTuple
@@ -8,17 +9,21 @@ import torch
 
 DOTS = {"bfloat16": 0, "float32": 1, "int8": 2}
 """As ``kun_peak_dots`` numbers them."""
-AHEAD_BYTES = (0, 2048, 8192, 16384)
+AHEAD_BYTES = (0, 2048, 4096, 8192)
 """How far before reading memory is fetched; 0: as the processor does by itself."""
 READ_BYTES = 256 << 20
-PIECE_BYTES = 1 << 20
-"""Read by one call: others' work falls between short calls."""
+PIECE_BYTES = 4 << 20
+"""Read by one call: a call begins slowly, and in a long one more of others' work falls."""
+HUGE_PAGE_BYTES = 2 << 20
+_MADV_COLLAPSE = 25
 
 
 class Limits(NamedTuple):
     """Of a number of threads."""
 
     bytes_per_s: float
+    huge_bytes_per_s: float | None
+    """The same from pages of 2 MiB; None where the kernel gives none."""
     flops: dict[str, float]
     """Per second, by type. Of int8, products that are summed in 32 bits."""
 
@@ -33,14 +38,28 @@ def measure_limits(library: CDLL, rounds: int = 12) -> Limits:
     library.kun_peak_dots.restype = c_int64
     library.kun_read.argtypes = (c_void_p, c_int64, c_int64)
     library.kun_read.restype = None
+    memory = torch.ones(READ_BYTES + max(AHEAD_BYTES), dtype=torch.uint8)
+    small = max(_read_rate(library, memory, ahead, rounds) for ahead in AHEAD_BYTES)
+    huge = None
+    if _in_huge_pages(memory):
+        huge = max(_read_rate(library, memory, ahead, rounds) for ahead in AHEAD_BYTES)
     return Limits(
-        bytes_per_s=max(_read_rate(library, ahead, rounds) for ahead in AHEAD_BYTES),
+        bytes_per_s=small,
+        huge_bytes_per_s=huge,
         flops={name: _dot_rate(library, kind, rounds) for name, kind in DOTS.items()},
     )
 
 
-def _read_rate(library: CDLL, ahead: int, rounds: int) -> float:
-    memory = torch.zeros(READ_BYTES + max(AHEAD_BYTES), dtype=torch.uint8)
+def _in_huge_pages(memory: torch.Tensor) -> bool:
+    """Whether all but its edges lies in pages of 2 MiB now (Linux 6.1, whatever sysfs says)."""
+    first = -(-memory.data_ptr() // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
+    end = (memory.data_ptr() + memory.nbytes) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
+    libc = ctypes.CDLL(None)
+    libc.madvise.argtypes = (c_void_p, ctypes.c_size_t, c_int32)
+    return bool(libc.madvise(first, end - first, _MADV_COLLAPSE) == 0)
+
+
+def _read_rate(library: CDLL, memory: torch.Tensor, ahead: int, rounds: int) -> float:
     starts = range(memory.data_ptr(), memory.data_ptr() + READ_BYTES, PIECE_BYTES)
     least = dict.fromkeys(starts, float("inf"))
     for _ in range(rounds):

@@ -24,12 +24,14 @@ INLINE seen_keys carve_seen(char **at, long dim) {
 
 INLINE attention_buffers attention_scratch(int thread, long dim) {
   long span_bytes = SPAN * dim * (long)sizeof(elem), rows = MAX_ROWS;
-  char *at =
-      pool_scratch(thread, (size_t)(2 * span_bytes + rows * (dim * 12 + SPAN * 8) + dim * 4 + 8192));
+  long spread_bytes = SPREAD_BYTES(rows * dim * (long)sizeof(elem));
+  char *at = pool_scratch(thread, (size_t)(2 * span_bytes + spread_bytes +
+                                           rows * (dim * 12 + SPAN * 8) + dim * 4 + 8192));
   attention_buffers b;
   b.keys = carve(&at, span_bytes);
   b.values = carve(&at, span_bytes);
   b.q = carve(&at, rows * dim * (long)sizeof(elem));
+  b.spread = carve(&at, spread_bytes);
   b.weights = carve(&at, rows * SPAN * (long)sizeof(elem));
   b.scores = carve(&at, rows * SPAN * 4);
   b.rescale = carve(&at, rows * 4);
@@ -43,6 +45,7 @@ INLINE attention_buffers attention_scratch(int thread, long dim) {
 INLINE attention_buffers rows_from(const attention_buffers *b, long row, long dim) {
   attention_buffers some = *b;
   some.q += row * dim;
+  some.spread += SPREAD_BYTES(row * dim * (long)sizeof(elem));
   some.weights += row * SPAN;
   some.scores += row * SPAN;
   some.rescale += row;
@@ -102,6 +105,9 @@ static void open_piece(const attention_job *job, const attention_piece *piece,
     for (long query = 0; query < piece->queries; query++, to += group * dim) {
       memcpy(to, q + query * stride, (size_t)(group * dim) * sizeof(elem));
     }
+  }
+  if (piece->queries * group <= SWEEP_ROWS) {
+    spread_rows(b->spread, (const char *)b->q, rows * dim * (long)sizeof(elem));
   }
   see_nothing(&b->seen, rows, dim);
   b->has_before = 0;
@@ -272,7 +278,11 @@ static void attend_piece(const attention_job *job, const attention_piece *piece,
   }
   for (long h = 0; h < piece->num_kv_heads; h++) {
     attention_buffers some = rows_from(b, h * rows, dim);
-    find_span(&span, job, piece, piece->kv_head + h, from, b->zeros);
+    if (h == 0 || piece->context - from < SPAN) {
+      find_span(&span, job, piece, piece->kv_head + h, from, b->zeros);
+    } else {
+      shift_span(&span, job->model->block_size * dim * (long)sizeof(elem));
+    }
     attend_span(job, piece, &some, from, &span, list);
   }
 }

@@ -30,6 +30,7 @@ typedef struct {
 typedef struct {
   char *keys, *values; /* packed, SPAN * head_dim elements each */
   elem *q;             /* [MAX_ROWS][head_dim] */
+  char *spread;        /* the same for `spread_dots`, where a kv head has few rows */
   elem *weights;       /* [MAX_ROWS][SPAN] softmax numerators */
   float *scores;       /* [MAX_ROWS][SPAN] */
   float *rescale;      /* [MAX_ROWS] */
@@ -121,6 +122,14 @@ static void list_span(fetch_list *list, const attention_job *job, const attentio
   next_run(list);
 }
 
+/* `bytes` further on, in the same blocks. */
+INLINE void shift_span(key_span *span, long bytes) {
+  for (long i = 0; i < SPAN; i++) {
+    span->keys[i] += bytes;
+    span->values[i] += bytes;
+  }
+}
+
 INLINE void fetch_more(fetch_list *list, long lines) {
   while (lines > 0 && list->next < list->stop) {
     const char *at = list->next, *stop = at + lines * 64;
@@ -131,6 +140,8 @@ INLINE void fetch_more(fetch_list *list, long lines) {
     if (at >= list->stop) next_run(list);
   }
 }
+
+#include "spread.h"
 
 /* 64 columns (or 32) of as many keys as 4 bytes hold, so that one dot adds them all: lane d of the
  * vectors is column d of those keys. */
@@ -269,9 +280,7 @@ INLINE void score_panel(const char *const *keys, fetch_list *list, attention_buf
   vf out[SWEEP_ROWS];
   const char *q = (const char *)b->q;
   if (rows <= SWEEP_ROWS) {
-    fetch_more(list, row_bytes / 4);
-    if (rows <= DIRECT_ROWS) direct((int)rows, out, keys, q, row_bytes, row_bytes, NULL);
-    else sweep((int)rows, out, NULL, keys, q, row_bytes, row_bytes, NULL, 0);
+    spread_dots((int)rows, out, keys, b->spread, row_bytes, list);
     for (int r = 0; r < rows; r++) store_f32(b->scores + r * SPAN + i, out[r]);
     return;
   }

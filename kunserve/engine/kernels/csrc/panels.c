@@ -81,30 +81,46 @@ INLINE void load_values(const int format, vi *w, const char *values) {
   }
 }
 
-/* A block of one row of x times the panel's, added to the sums of the blocks before. */
-INLINE vf add_block(const int format, vf sum, const vi *w, const block_scales *by,
-                    const x_block *x) {
-  vi total = {};
-  if (format == KUN_Q8_0 || format == KUN_INT8) total = spread_4_bytes(&x->from_128);
-  if (format == KUN_Q4_0) total = spread_4_bytes(&x->from_128) >> 4;
-  if (format == KUN_Q6_K) {
-    vi first = spread_4_bytes(&x->from_32[0]), second = spread_4_bytes(&x->from_32[1]);
-    UNROLL for (int s = 0; s < 4; s++) {
-      first = dot_bytes(first, w[s], spread_4_bytes(x->values + 4 * s));
-      second = dot_bytes(second, w[s + 4], spread_4_bytes(x->values + 4 * s + 16));
-    }
-    total = first * by->halves[0] + second * by->halves[1];
-  } else {
-    UNROLL for (int s = 0; s < 8; s++) {
-      total = dot_bytes(total, w[s], spread_4_bytes(x->values + 4 * s));
-    }
-  }
+#define TURNS 2 /* rows of x that take turns */
+
+/* What a row's sum begins with, because 128 (or 8, or 32) stands for 0. */
+INLINE vi start_of(const int format, const x_block *x) {
+  if (format == KUN_Q8_0 || format == KUN_INT8) return spread_4_bytes(&x->from_128);
+  if (format == KUN_Q4_0) return spread_4_bytes(&x->from_128) >> 4;
+  if (format == KUN_Q6_K) return spread_4_bytes(&x->from_32[0]);
+  return (vi){};
+}
+
+/* A block's sum of integers, added to the blocks before. */
+INLINE vf add_scaled(const int format, vf sum, vi total, const block_scales *by,
+                     const x_block *x) {
   vf scale = format == KUN_INT8 ? splat(x->scale) : by->scale * splat(x->scale);
   sum = dot_f32(sum, (vi)to_float(total), (vi)scale);
   if (format == KUN_Q4_1 || format == KUN_Q4_K) {
     sum = dot_f32(sum, (vi)by->low, (vi)splat(x->sum));
   }
   return sum;
+}
+
+/* A block of `rows` rows of x times the panel's. Each row has two sums of integers (in Q6_K with a
+ * scale each), and rows take turns: so products do not wait for each other. */
+INLINE void add_blocks(const int format, const int rows, vf *sum, const vi *w,
+                       const block_scales *by, const x_block *x, long stride) {
+  vi first[TURNS], second[TURNS];
+  UNROLL for (int i = 0; i < rows; i++) {
+    first[i] = start_of(format, x + i * stride);
+    second[i] = format == KUN_Q6_K ? spread_4_bytes(&x[i * stride].from_32[1]) : (vi){};
+  }
+  UNROLL for (int s = 0; s < 4; s++) UNROLL for (int i = 0; i < rows; i++) {
+    const int8_t *values = x[i * stride].values + 4 * s;
+    first[i] = dot_bytes(first[i], w[s], spread_4_bytes(values));
+    second[i] = dot_bytes(second[i], w[s + 4], spread_4_bytes(values + 16));
+  }
+  UNROLL for (int i = 0; i < rows; i++) {
+    vi total = format == KUN_Q6_K ? first[i] * by->halves[0] + second[i] * by->halves[1]
+                                  : first[i] + second[i];
+    sum[i] = add_scaled(format, sum[i], total, by, x + i * stride);
+  }
 }
 
 /* Memory is read in one run, panel after panel. The processor's own prefetching stops at the end of
@@ -125,8 +141,9 @@ INLINE void tile_of(const int format, const int rows, vf *out, const char *panel
       }
     }
     load_values(format, w, values);
-    UNROLL for (int i = 0; i < rows; i++) {
-      sum[i] = add_block(format, sum[i], w, &by, x + i * stride + b);
+    UNROLL for (int i = 0; i < rows; i += TURNS) {
+      add_blocks(format, rows - i < TURNS ? rows - i : TURNS, sum + i, w, &by, x + i * stride + b,
+                 stride);
     }
   }
   UNROLL for (int i = 0; i < rows; i++) {
