@@ -21,8 +21,8 @@ READS_ENVIRONMENT = {
     "kunserve/server/flags/environment.py",
     "kunserve/server/flags/option.py",
 }
-"""The command line, what is handed on to child processes, a user's CC and level of kernels, and what an experiment's
-commands name."""
+"""The command line, what is handed on to child processes, a user's compiler and level of kernels,
+and what an experiment's commands name."""
 IMPORTS_LATE = {
     "kunserve/cli.py",
     "kunserve/bench/bench_command.py",
