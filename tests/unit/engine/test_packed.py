@@ -18,10 +18,12 @@ from kunserve.core.layout import LayerRange
 from kunserve.core.packed import PackedField, Run, WeightFormat
 from kunserve.engine.attention import StepBatch
 from kunserve.engine.body import CpuBody
-from kunserve.engine.kernels.library import set_num_threads
-from kunserve.engine.kernels.ops import Finish, gather, linear
-from kunserve.engine.kernels.packed import PackedMatrix
+from kunserve.engine.ends import Ends
+from kunserve.engine.kernels.library import kernel, set_num_threads
+from kunserve.engine.kernels.ops import Finish, gather, linear, rms_norm
+from kunserve.engine.kernels.packed import PackedMatrix, rounded_bytes
 from kunserve.engine.weights.packing import StoredRows, pack
+from tests.specs import model_spec
 from tests.tiny_gguf import write_gguf
 from tests.tiny_models import tiny_model
 
@@ -183,6 +185,27 @@ def test_a_part_of_the_head() -> None:
     whole = linear(x, w)
     for first, end in [(0, 83), (16, 48), (64, 83), (32, 32)]:
         assert torch.equal(linear(x, w[first:end]), whole[:, first:end])
+
+
+def test_a_packed_head_behind_the_layers_is_that_of_its_parts() -> None:
+    dtype, spec = torch.bfloat16, model_spec(vocab_size=83, hidden_size=64)
+    raw = stored(WeightFormat.Q8_0, 83, 64)
+    head, norm = matrix(WeightFormat.Q8_0, raw, 64), random(64, dtype=dtype)
+    hidden, embedding = random(5, 64, dtype=dtype), random(83, 64, dtype=dtype)
+    ends = Ends(spec, embedding, norm, head)
+    normed, rounding = (
+        torch.empty_like(hidden),
+        torch.empty(rounded_bytes(5, 64), dtype=torch.uint8),
+    )
+    for sampled in ([1, 4], [0, 1, 2, 3, 4]):
+        logits = torch.empty(len(sampled), 83)
+        room = normed.data_ptr(), rounding.data_ptr(), logits.data_ptr()
+        rows = np.array(sampled, dtype=np.int32)
+        made = ends.of_step(np.zeros(5, dtype=np.int32), rows, *room)
+        kernel("kun_head", dtype)(hidden.data_ptr(), made)
+        wanted = linear(rms_norm(hidden[sampled], norm, spec.rms_eps), head, finish=Finish.FLOAT)
+        assert torch.equal(logits, wanted)
+        assert ends.largest() == (wanted.amax(dim=1).tolist(), wanted.argmax(dim=1).tolist())
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])

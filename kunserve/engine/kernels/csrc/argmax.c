@@ -15,8 +15,8 @@ typedef struct {
 
 typedef struct {
   const float *logits;
-  int32_t *out;  /* either the indices alone */
-  float *pairs;  /* or each value and its index, as numbers */
+  int32_t *out; /* either the indices alone */
+  float *pairs; /* or each value and its index, as numbers */
   long rows, n, first;
 } argmax_job;
 
