@@ -15,6 +15,7 @@ form with and without its term for experts. Batches are of 1 token and more.
 
 import argparse
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeAlias
 
@@ -167,9 +168,8 @@ def against_sparse(report: Report) -> None:
         model = find_model(name)
         profile = gpu_profile(model, find_device(device))
         ours, dense = forms_for(model.experts)[0], OURS
-        planned = as_vector(
-            profile_times(profile.times, profile.spec.num_layers, MAX_TOKENS, model.experts)
-        )
+        planned = profile_times(profile.times, profile.spec.num_layers, MAX_TOKENS, model.experts)
+        planning = replace(ours, experts=planned.experts)
         samples = [
             sample
             for region in SPARSE_KINDS
@@ -178,7 +178,7 @@ def against_sparse(report: Report) -> None:
         seconds = np.array([sample.seconds for sample in samples])
         regions = np.array([sample.region for sample in samples])
         for what, predicted in (
-            ("planned with", predict(samples, ours, planned)),
+            ("planned with", predict(samples, planning, as_vector(planned))),
             ("held out", predict_held_out(samples, ours)),
             ("held out, no experts", predict_held_out(samples, dense)),
         ):
