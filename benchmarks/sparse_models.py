@@ -53,6 +53,8 @@ RIDGES = {
     if name in ("sparse_72b", "sparse_qwen3_235b")
 }
 """Models under drawn bursts: those whose memory fills in one of 45 s at all."""
+RIDGE, RIDGE_S, RIDGE_BASE = (1.1, 1.3, 1.5), 45.0, 0.6
+"""Heights in X where drops gain most, the bursts' length, and the rate before and after them."""
 SYSTEMS = ("recompute-rr", "recompute", "drop", "endless")
 
 
@@ -111,6 +113,10 @@ def describe(report: Report, name: str) -> None:
         more = throughput(able, level) / throughput(able, 0) - 1
         report.add("KV gained", 100 * gained, "%", model=name, stages=2**level)
         report.add("throughput gained", 100 * more, "%", model=name, stages=2**level)
+    for height in RIDGE:
+        rates = height * able.full_rate * num, RIDGE_BASE * able.full_rate * num
+        one = expect(able, Burst(0.0, RIDGE_S, *rates), able.full_rate * num)
+        report.add("on the ridge, as modelled", one.by_drop, "x", model=name, load=height)
     for at in experiment.loads:
         describe_bursts(report, name, at, able)
 

@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 
 from benchmarks.kept_results import RESULTS, signed
-from benchmarks.sparse_models import NAMES, RIDGES, SYSTEMS, kept, p99_s
+from benchmarks.sparse_models import NAMES, RIDGE, RIDGE_S, RIDGES, SYSTEMS, kept, p99_s
 from kunserve.bench.compare.results import AtLoad, RunResult, by_load, load
 
 Row = Sequence[str]
@@ -12,15 +12,18 @@ Row = Sequence[str]
 
 def sparse_instances() -> list[Row]:
     """What each cluster is: memory, what fills it, and where the time of a step goes."""
+    heights = " / ".join(f"{height:g}" for height in RIDGE)
     found = kept()
     rows: list[Row] = [
         (
             *("", "weights, of memory", "requests that fill it", "X (requests/s)"),
             *("prompts alone take all compute at", "decode step: weights / KV / the rest"),
             *("a pair: KV, throughput", "a four: KV, throughput"),
+            f"drops at {heights} X for {RIDGE_S:g} s, as modelled",
         )
     ]
     for name, title in NAMES.items():
+        ridge = [found[name, height, "on the ridge, as modelled"] for height in RIDGE]
         parts = [
             found[name, None, f"decode step: {part}"] for part in ("weights", "KV", "the rest")
         ]
@@ -40,6 +43,7 @@ def sparse_instances() -> list[Row]:
                 f"{found[name, None, 'compute alone']:.1f} X",
                 " / ".join(f"{part:.0f} %" for part in parts),
                 *gains,
+                " / ".join(f"{gain:.1f}x" for gain in ridge),
             )
         )
     return rows
