@@ -22,7 +22,7 @@ from kunserve.bench.compare.systems import find_system
 from kunserve.sim.fluid import AFTER_S, BEFORE_S, Capacity, capacity_of
 from kunserve.sim.steady import mix_of
 from kunserve.workload.burst import Burst, find_burst
-from kunserve.workload.bursty import Spike, bursty_arrivals
+from kunserve.workload.bursty import burst_arrivals
 from kunserve.workload.data.catalog import locate
 from kunserve.workload.lengths import burstgpt_lengths, clip_total, sample_lengths
 from kunserve.workload.traces import read_lengths
@@ -125,11 +125,8 @@ def capacity(utilization: float, lengths: Lengths) -> Capacity:
 
 def scenario_of(point: Point, full_rate: float) -> Scenario:
     """The point's requests: a draw of arrivals and lengths."""
-    duration_s = BEFORE_S + point.length_s + AFTER_S
-    factor = point.height / BASE
-    mean = BASE * full_rate * (1 + (factor - 1) * point.length_s / duration_s)
-    spike = Spike(BEFORE_S / duration_s, (BEFORE_S + point.length_s) / duration_s, factor)
-    arrivals = bursty_arrivals(duration_s, mean, seed=0, burstiness=1.0, spikes=(spike,))
+    rates = BASE * full_rate, point.height * full_rate
+    arrivals = burst_arrivals(*rates, BEFORE_S, point.length_s, AFTER_S, seed=0)
     lengths = sample_lengths(mixes()[point.mix], len(arrivals), seed=0)
     return build_scenario(setup_of(point.utilization), Workload(arrivals, lengths, "one burst"))
 

@@ -15,6 +15,7 @@ form with and without its term for experts. Batches are of 1 token and more.
 
 import argparse
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeAlias
 
@@ -24,21 +25,21 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from benchmarks.report import Report, Setting
-from kunserve.core.cost import CostSample
+from kunserve.core.cost import DENSE, CostSample, ExpertChoice
 from kunserve.core.ids import RequestId
 from kunserve.core.step import Chunk
 from kunserve.model.profile import Profile, read_profile
 from kunserve.policy.cost import (
     DISTSERVE,
-    FORMS,
     NANOFLOW,
     OURS,
     PAPER,
     TOKENS,
+    CostForm,
     as_vector,
     forms_for,
 )
-from kunserve.policy.cost_fit import fit, held_out_errors, predict, predict_held_out
+from kunserve.policy.cost_fit import fit, held_out_errors, predict, predict_held_out, sized
 from kunserve.sim.costs import profile_times
 from kunserve.sim.devices import find_device
 from kunserve.sim.models import find_model
@@ -68,14 +69,30 @@ Batch: TypeAlias = list[tuple[int, int]]
 
 def against_profile(report: Report, profile: Profile) -> None:
     """Errors per model and region, and each model's coefficients."""
-    for form in FORMS:
+    forms = profile_forms(profile)
+    for form in forms:
         for region, error in held_out_errors(profile.samples, form).items():
             report.add("mean error", error.mean * 100, "%", model=form.name, batch=region)
             report.add("largest error", error.largest * 100, "%", model=form.name, batch=region)
-    for form in FORMS:
-        vector = fit(profile.samples, form).tolist()
+    for form in forms:
+        found = sized(profile.samples, form)
+        vector = fit(profile.samples, found).tolist()
         for name, value in zip(TERM_NAMES, vector, strict=True):
             report.add(name, value * 1e6, "us", model=form.name)
+    experts = sized(profile.samples, forms[0]).experts
+    if experts != DENSE:
+        report.add("acts as one of", experts.num, "experts", model=forms[0].name)
+        report.add("alike", 100 * experts.alike, "% of a chunk's tokens", model=forms[0].name)
+        if experts.rows_per_read is not None:
+            report.add(
+                "a read takes as long as", experts.rows_per_read, "rows", model=forms[0].name
+            )
+
+
+def profile_forms(profile: Profile) -> tuple[CostForm, ...]:
+    """Ours first; of a sparse model with as many experts as it was found to act as."""
+    experts = profile.coefficients.experts
+    return forms_for(ExpertChoice(experts.num, experts.per_token))
 
 
 def prompts(generator: np.random.Generator) -> Batch:
@@ -167,9 +184,8 @@ def against_sparse(report: Report) -> None:
         model = find_model(name)
         profile = gpu_profile(model, find_device(device))
         ours, dense = forms_for(model.experts)[0], OURS
-        planned = as_vector(
-            profile_times(profile.times, profile.spec.num_layers, MAX_TOKENS, model.experts)
-        )
+        planned = profile_times(profile.times, profile.spec.num_layers, MAX_TOKENS, model.experts)
+        planning = replace(ours, experts=planned.experts)
         samples = [
             sample
             for region in SPARSE_KINDS
@@ -178,7 +194,7 @@ def against_sparse(report: Report) -> None:
         seconds = np.array([sample.seconds for sample in samples])
         regions = np.array([sample.region for sample in samples])
         for what, predicted in (
-            ("planned with", predict(samples, ours, planned)),
+            ("planned with", predict(samples, planning, as_vector(planned))),
             ("held out", predict_held_out(samples, ours)),
             ("held out, no experts", predict_held_out(samples, dense)),
         ):

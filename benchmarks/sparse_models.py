@@ -5,9 +5,9 @@
 
 For the models of `experiments/sparse_*.toml`, two dense and two sparse: what a cluster sustains
 when its memory is full, what a drop adds, where the time of a step goes, and how high the bursts of
-the experiments are. By step times and sizes alone, in seconds; `python -m benchmarks.reproduction
-sparse_qwen3_235b` runs an experiment. ``--figure`` draws docs/figures/sparse-models.png from the
-kept results of both.
+the experiments are: those of a trace, and those that are drawn at heights in X. By step times and
+sizes alone, in seconds; `python -m benchmarks.reproduction sparse_qwen3_235b` runs an experiment.
+``--figure`` draws docs/figures/sparse-models.png from the kept results of both.
 """
 
 import argparse
@@ -26,12 +26,14 @@ from kunserve.bench.compare.experiment import Experiment
 from kunserve.bench.compare.experiment_file import read_experiment
 from kunserve.bench.compare.results import RunResult, by_load, load
 from kunserve.bench.compare.settings import SimulatedSetup, workload_of
-from kunserve.bench.compare.simulated.outlook import capacity, outlook
+from kunserve.bench.compare.simulated.full_rate import full_capacity, with_full_rate
+from kunserve.bench.compare.simulated.outlook import capacity, expect, outlook
 from kunserve.bench.compare.simulated.scenario import build_scenario
 from kunserve.core.ids import RequestId
 from kunserve.core.step import Chunk
 from kunserve.sim.fluid import Capacity
 from kunserve.sim.profile import InstanceProfile
+from kunserve.workload.burst import Burst
 
 matplotlib.use("Agg")
 
@@ -45,6 +47,14 @@ NAMES = {
     "sparse_deepseek_v3": "DeepSeek-V3",
 }
 """Experiments, and what their models are called in tables."""
+RIDGES = {
+    name.replace("sparse_", "sparse_ridge_"): title
+    for name, title in NAMES.items()
+    if name in ("sparse_72b", "sparse_qwen3_235b")
+}
+"""Models under drawn bursts: those whose memory fills in one of 45 s at all."""
+RIDGE, RIDGE_S, RIDGE_BASE = (1.1, 1.3, 1.5), 45.0, 0.6
+"""Heights in X where drops gain most, the bursts' length, and the rate before and after them."""
 SYSTEMS = ("recompute-rr", "recompute", "drop", "endless")
 
 
@@ -103,6 +113,10 @@ def describe(report: Report, name: str) -> None:
         more = throughput(able, level) / throughput(able, 0) - 1
         report.add("KV gained", 100 * gained, "%", model=name, stages=2**level)
         report.add("throughput gained", 100 * more, "%", model=name, stages=2**level)
+    for height in RIDGE:
+        rates = height * able.full_rate * num, RIDGE_BASE * able.full_rate * num
+        one = expect(able, Burst(0.0, RIDGE_S, *rates), able.full_rate * num)
+        report.add("on the ridge, as modelled", one.by_drop, "x", model=name, load=height)
     for at in experiment.loads:
         describe_bursts(report, name, at, able)
 
@@ -125,6 +139,27 @@ def describe_bursts(report: Report, name: str, at: float, able: Capacity) -> Non
         report.add(what, statistics.mean(values), unit, model=name, load=at)
 
 
+def describe_ridge(report: Report, name: str) -> None:
+    """The drawn bursts of one experiment, as they were asked for."""
+    experiment, setup = experiment_of(name)
+    able = full_capacity(setup, experiment.workload)
+    asked = with_full_rate(setup, experiment.workload)
+    assert asked.burst_s is not None, name
+    report.add("X", asked.rate, "requests/s", model=name)
+    report.add("before", asked.before_s, "s", model=name)
+    report.add("length", asked.burst_s, "s", model=name)
+    for height in experiment.loads:
+        rates = height * asked.rate, asked.base * asked.rate
+        one = expect(able, Burst(asked.before_s, asked.burst_s, *rates), asked.rate)
+        for what, value, unit in (
+            ("height", height, "X"),
+            ("length", asked.burst_s, "s"),
+            ("by drop, as modelled", one.by_drop, "x"),
+            ("by endless memory, as modelled", one.by_endless, "x"),
+        ):
+            report.add(what, value, unit, model=name, load=height)
+
+
 def kept() -> dict[tuple[str, float | None, str], float]:
     """(experiment, load, name) -> figure; stages are part of the name."""
     found = {}
@@ -141,22 +176,30 @@ def p99_s(runs: Sequence[RunResult]) -> dict[int, float]:
 
 
 def draw() -> None:
-    """P99 TTFT of every burst, a panel for each model: medians, and the span of the draws."""
+    """P99 TTFT of every burst, a panel for each model: medians, and the span of the draws.
+
+    Above those of the trace, below those that were drawn.
+    """
     figures = kept()
-    figure = Figure(figsize=(13, 3.4), layout="constrained", dpi=120)
-    axes = figure.subplots(1, len(NAMES), sharey=True)
-    for axis, (name, title) in zip(axes, NAMES.items(), strict=True):
+    figure = Figure(figsize=(13, 6.4), layout="constrained", dpi=120)
+    axes = figure.subplots(2, len(NAMES), sharey=True)
+    for axis, (name, title) in zip(axes[0], NAMES.items(), strict=True):
         share, gained = figures[name, None, "weights"], figures[name, None, "KV gained, 2"]
         axis.set_title(f"{title}\nweights {share:.0f} % of memory, a pair +{gained:.0f} % KV",
                        loc="left", fontsize=9)  # fmt: skip
-        axis.set_yscale("log")
-        axis.grid(axis="y", alpha=0.3)
-        _draw_bursts(axis, name, figures)
-    axes[0].set_ylabel("P99 TTFT (s), lower is better", fontsize=9)
-    axes[-1].legend(frameon=False, fontsize=8)
+    for row, names, what in zip(axes, (NAMES, RIDGES), ("a trace's", "drawn"), strict=True):
+        by_title = {title: name for name, title in names.items()}
+        for axis, title in zip(row, NAMES.values(), strict=True):
+            axis.set_yscale("log")
+            axis.grid(axis="y", alpha=0.3)
+            axis.set_visible(title in by_title)
+            if title in by_title:
+                _draw_bursts(axis, by_title[title], figures)
+        row[0].set_ylabel(f"{what} bursts: P99 TTFT (s)", fontsize=9)
+    axes[0][-1].legend(frameon=False, fontsize=8)
     note = (
-        "bursts: height in what full memory sustains (X), and length; medians and span of three "
-        "draws; simulated"
+        "bursts: height in what full memory sustains (X), and length; medians and span of the "
+        "draws; lower is better; simulated"
     )
     figure.supxlabel(note, fontsize=8, color="#666666")
     figure.savefig(FIGURE)
@@ -205,6 +248,8 @@ def main() -> None:
     with Report(BENCHMARK) as report:
         for name in NAMES:
             describe(report, name)
+        for name in RIDGES:
+            describe_ridge(report, name)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
 """The tables of docs/sparse-models.md."""
 
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from benchmarks.kept_results import RESULTS, signed
-from benchmarks.sparse_models import NAMES, SYSTEMS, kept, p99_s
+from benchmarks.sparse_models import NAMES, RIDGE, RIDGE_S, RIDGES, SYSTEMS, kept, p99_s
 from kunserve.bench.compare.results import AtLoad, RunResult, by_load, load
 
 Row = Sequence[str]
@@ -12,15 +12,18 @@ Row = Sequence[str]
 
 def sparse_instances() -> list[Row]:
     """What each cluster is: memory, what fills it, and where the time of a step goes."""
+    heights = " / ".join(f"{height:g}" for height in RIDGE)
     found = kept()
     rows: list[Row] = [
         (
             *("", "weights, of memory", "requests that fill it", "X (requests/s)"),
             *("prompts alone take all compute at", "decode step: weights / KV / the rest"),
             *("a pair: KV, throughput", "a four: KV, throughput"),
+            f"drops at {heights} X for {RIDGE_S:g} s, as modelled",
         )
     ]
     for name, title in NAMES.items():
+        ridge = [found[name, height, "on the ridge, as modelled"] for height in RIDGE]
         parts = [
             found[name, None, f"decode step: {part}"] for part in ("weights", "KV", "the rest")
         ]
@@ -40,22 +43,33 @@ def sparse_instances() -> list[Row]:
                 f"{found[name, None, 'compute alone']:.1f} X",
                 " / ".join(f"{part:.0f} %" for part in parts),
                 *gains,
+                " / ".join(f"{gain:.1f}x" for gain in ridge),
             )
         )
     return rows
 
 
 def sparse_bursts() -> list[Row]:
+    """Under the bursts of the trace."""
+    return _bursts(NAMES)
+
+
+def sparse_ridge() -> list[Row]:
+    """Under drawn bursts."""
+    return _bursts(RIDGES)
+
+
+def _bursts(names: Mapping[str, str]) -> list[Row]:
     """P99 TTFT over the draws of each load, and what a drop costs and gains besides."""
     found = kept()
     rows: list[Row] = [
         (
-            *("", "burst", *(f"`{system}`" for system in SYSTEMS)),
+            *("", "burst", "memory, at most", *(f"`{system}`" for system in SYSTEMS)),
             *("lower by", "against round robin", "as modelled"),
             *("P50 TPOT", "output tokens/s"),
         )
     ]
-    for name, title in NAMES.items():
+    for name, title in names.items():
         path = RESULTS / "simulated" / f"{name}.jsonl"
         for group in by_load(load(path)) if path.exists() else ():
             height, length_s, modelled = (
@@ -66,6 +80,7 @@ def sparse_bursts() -> list[Row]:
                 (
                     title,
                     f"{height:.2f} X for {length_s:.0f} s",
+                    _fullest(group),
                     *_row(group),
                     f"{modelled:.1f}x",
                     *_costs(group),
@@ -81,6 +96,13 @@ def _row(group: AtLoad) -> list[str]:
         gains = [seconds[rival][seed] / lower for seed, lower in seconds["drop"].items()]
         cells.append(_ranged(gains, "x"))
     return cells
+
+
+def _fullest(group: AtLoad) -> str:
+    """KV memory in use where nothing is dropped: the mean over instances when it is most."""
+    peaks = [run.peak_kv_usage for run in group.by_system["recompute"]]
+    known = [peak for peak in peaks if peak is not None]
+    return f"{100 * statistics.median(known):.0f} %"
 
 
 def _costs(group: AtLoad) -> list[str]:

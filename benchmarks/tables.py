@@ -17,7 +17,7 @@ from benchmarks.kept_results import (
 )
 from benchmarks.map_agreement import EXPERIMENTS, Compared, compared
 from benchmarks.markdown import Row
-from benchmarks.sparse_tables import sparse_bursts, sparse_instances
+from benchmarks.sparse_tables import sparse_bursts, sparse_instances, sparse_ridge
 from benchmarks.targets import targets, unseen
 from kunserve.bench.compare.results import RunResult, by_load, load
 from kunserve.bench.compare.simulated.outlook import HELPS
@@ -171,6 +171,7 @@ TABLES: dict[str, Callable[[], list[Row]]] = {
     "provenance": provenance,
     "sparse-instances": sparse_instances,
     "sparse-models": sparse_bursts,
+    "sparse-ridge": sparse_ridge,
     "targets": targets,
     "unseen": unseen,
 }

@@ -10,6 +10,9 @@ from kunserve.core.cost import DENSE, CostCoefficients, ExpertChoice
 from kunserve.policy.cost import NARROW_TOKENS, Array, as_vector, from_vector
 from kunserve.policy.cost_fit import fit_rows
 
+CHUNKS_TERM = 2
+"""Where ``TracedStep.features`` counts a batch's chunks."""
+
 
 @dataclass(frozen=True, slots=True)
 class TracedStep:
@@ -67,8 +70,11 @@ def num_layers_of(steps: list[TracedStep]) -> int:
 def rows_of(steps: list[TracedStep], experts: ExpertChoice = DENSE) -> Array:
     """[steps, terms]: a stage takes its share of the layers' terms, the last one the samples'."""
     num_layers = num_layers_of(steps)
-    touched = [experts.touched(step.num_prompt_tokens + step.num_decodes) for step in steps]
-    features = [(*step.features, num) for step, num in zip(steps, touched, strict=True)]
+    reads = [
+        experts.reads(step.num_prompt_tokens + step.num_decodes, step.features[CHUNKS_TERM])
+        for step in steps
+    ]
+    features = [(*step.features, num) for step, num in zip(steps, reads, strict=True)]
     rows = np.array(features, dtype=np.float64)
     layers = np.array([step.layers for step in steps], dtype=np.float64)
     shares = (layers[:, 1] - layers[:, 0]) / num_layers

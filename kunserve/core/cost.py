@@ -7,31 +7,53 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class ExpertChoice:
-    """How many experts a sparse layer has, and how many of them a token goes to."""
+    """How many experts a sparse layer has, how many of them a token goes to, and how alike.
+
+    The last two are fitted. Without them tokens choose independently, and arithmetic adds to
+    reading.
+    """
 
     num: int = 0
     """0: the model is dense."""
     per_token: int = 0
+    alike: float = 0.0
+    """Of a chunk's tokens behind its first, the share that only goes where others of it go."""
+    rows_per_read: float | None = None
+    """Of an expert, so many rows take the arithmetic as long as reading it takes. The shorter of
+    both hides behind the longer. None: more rows than a batch has."""
 
     def __post_init__(self) -> None:
         """A token goes to one expert at least, and to none twice."""
         assert self.num == self.per_token == 0 or 1 <= self.per_token <= self.num, self
+        assert 0.0 <= self.alike <= 1.0, self
+        assert self.rows_per_read is None or self.rows_per_read > 0.0, self
 
-    def touched(self, num_tokens: float) -> float:
-        """Of a layer's experts, those that a batch reads: nobody chose the others.
+    def touched(self, num_choices: float) -> float:
+        """Of a layer's experts, those that so many independent choices read.
 
-        The mean over tokens that choose alike and independently. 0 for a dense model.
+        The mean over choices that are alike. 0 for a dense model.
         """
         if not self.num:
             return 0.0
-        return float(self.num * (1.0 - (1.0 - self.per_token / self.num) ** num_tokens))
+        return float(self.num * (1.0 - (1.0 - self.per_token / self.num) ** num_choices))
 
-    def touched_by_one_more(self, num_tokens: float) -> float:
-        """The slope of ``touched``: what a token adds to a batch of so many."""
+    def touched_by_one_more(self, num_choices: float) -> float:
+        """The slope of ``touched``: what a choice adds to so many."""
         if self.per_token == self.num:
             return 0.0
         missed = 1.0 - self.per_token / self.num
-        return float(-self.num * log(missed) * missed**num_tokens)
+        return float(-self.num * log(missed) * missed**num_choices)
+
+    def choices(self, num_tokens: float, num_chunks: float) -> float:
+        """Independent ones among the tokens of so many chunks."""
+        return num_tokens - self.alike * (num_tokens - num_chunks)
+
+    def reads(self, num_tokens: float, num_chunks: float) -> float:
+        """The time of a batch's experts, in reads of one: reading, or arithmetic if longer."""
+        touched = self.touched(self.choices(num_tokens, num_chunks))
+        if self.rows_per_read is None:
+            return touched
+        return max(touched, num_tokens * self.per_token / self.rows_per_read)
 
 
 DENSE = ExpertChoice()
@@ -90,7 +112,7 @@ class CostCoefficients:
     narrow_s: float = 0.0
     """zeta, ours: of a batch of very few tokens, which pays nothing per token."""
     expert_s: float = 0.0
-    """eta, ours: per expert that a layer reads, over all layers; 0 for a dense model."""
+    """eta, ours: to read one expert of every layer; 0 for a dense model."""
     experts: ExpertChoice = DENSE
     """What eta counts."""
     windows: Windows = NO_WINDOWS

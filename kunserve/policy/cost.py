@@ -3,7 +3,7 @@
     chunk  = alpha * (p * c + (c * c + c) / 2) + beta * c + gamma             (Eq. 1)
              + delta * p + epsilon * samples                                  (ours)
     batch  = sum of its chunks - (n - 1) * gamma_shared                       (Eq. 2-3)
-             + eta * experts that its tokens touch                            (ours)
+             + eta * reads of experts for its tokens                          (ours)
 
 for a chunk of ``c`` tokens after ``p`` tokens of prefix. Four terms are added to the paper's: a
 decode reads its whole prefix for one token, which memory bounds and alpha does not see (delta);
@@ -11,7 +11,8 @@ where layers have a window, pairs and prefixes are those that they see, the mean
 the output head runs for sampled tokens only (epsilon); a batch of ``NARROW_TOKENS`` or fewer pays
 zeta once instead of beta and epsilon, since reading the weights is then all of its time; a sparse
 layer reads the experts that some token chose (eta), and their number grows ever slower with the
-batch. That last term is of the whole batch and of no chunk.
+batch, until their arithmetic takes longer than reading them. That last term is of the whole batch
+and of no chunk.
 ``docs/decisions/cost-model.md`` shows what each of them bought.
 """
 
@@ -69,7 +70,8 @@ class CostForm:
         lengths = np.asarray(lengths, dtype=np.float64)
         pairs, num_tokens = float(self.pairs(prefixes, lengths).sum()), float(lengths.sum())
         added = (0.0, 0.0, 0.0, 0.0)
-        touched, context = self.experts.touched(num_tokens), float(np.sum(prefixes))
+        touched = self.experts.reads(num_tokens, float(lengths.size))
+        context = float(np.sum(prefixes))
         if self.windows.share:
             hidden = self.windows.hidden_keys(np.asarray(prefixes, dtype=np.float64))
             context -= float(np.sum(hidden))
@@ -131,27 +133,47 @@ def from_vector(
     )
 
 
-def experts_cost(cost: CostCoefficients, num_tokens: float) -> float:
-    """Seconds that a batch of so many tokens takes to read the experts that they chose."""
-    return cost.expert_s * cost.experts.touched(num_tokens)
+class Size(NamedTuple):
+    """What a batch's experts depend on."""
+
+    num_tokens: float
+    num_chunks: float
+
+    def plus(self, num_tokens: float) -> "Size":
+        """With one chunk more."""
+        return Size(self.num_tokens + num_tokens, self.num_chunks + 1)
 
 
-def near_size(cost: CostCoefficients, num_tokens: float) -> CostCoefficients:
-    """The same without a term for experts, for batches of about so many tokens.
+def experts_cost(cost: CostCoefficients, size: Size) -> float:
+    """Seconds that a batch takes for the experts that its tokens chose."""
+    return cost.expert_s * cost.experts.reads(size.num_tokens, size.num_chunks)
 
-    Exact at that size. Elsewhere it is too much, never too little: the term is concave, and this
-    is its tangent. A dense model's coefficients are given back as they are.
+
+def near_size(cost: CostCoefficients, size: Size) -> CostCoefficients:
+    """The same without a term for experts, for batches of about that size.
+
+    Exact there, and as steep. Where reading is the time, it is too much elsewhere and never too
+    little, because that is concave, and this is its tangent. A dense model's coefficients are
+    given back as they are.
     """
     if cost.expert_s == 0.0:
         return cost
-    each_s = cost.expert_s * cost.experts.touched_by_one_more(num_tokens)
-    once_s = experts_cost(cost, num_tokens) - num_tokens * each_s
+    experts, all_s = cost.experts, experts_cost(cost, size)
+    choices = experts.choices(size.num_tokens, size.num_chunks)
+    if cost.expert_s * experts.touched(choices) >= all_s:
+        each_s = cost.expert_s * experts.touched_by_one_more(choices)
+        again_s = each_s * experts.alike
+        each_s -= again_s
+    else:
+        assert experts.rows_per_read is not None
+        each_s, again_s = cost.expert_s * experts.per_token / experts.rows_per_read, 0.0
+    once_s = max(0.0, all_s - size.num_tokens * each_s - size.num_chunks * again_s)
     return replace(
         cost,
         token_s=cost.token_s + each_s,
-        chunk_s=cost.chunk_s + once_s,
+        chunk_s=cost.chunk_s + once_s + again_s,
         shared_s=cost.shared_s + once_s,
-        narrow_s=cost.narrow_s + min(num_tokens, NARROW_TOKENS) * each_s,
+        narrow_s=cost.narrow_s + min(size.num_tokens, NARROW_TOKENS) * each_s,
         expert_s=0.0,
         experts=DENSE,
     )
@@ -211,16 +233,16 @@ def _tokens_of(left_s: Array, linear_s: Array, cost: CostCoefficients) -> Array:
     return 2.0 * left_s / (linear_s + root_s)
 
 
-def added_cost(cost: CostCoefficients, prefix: float, num_tokens: int, beside: int) -> float:
-    """Seconds that a chunk adds to a batch of ``beside`` tokens, its experts among them."""
-    experts_s = experts_cost(cost, beside + num_tokens) - experts_cost(cost, beside)
+def added_cost(cost: CostCoefficients, prefix: float, num_tokens: int, beside: Size) -> float:
+    """Seconds that a chunk adds to a batch of that size, its experts among them."""
+    experts_s = experts_cost(cost, beside.plus(num_tokens)) - experts_cost(cost, beside)
     return own_cost(cost, prefix, num_tokens) + experts_s
 
 
 def tokens_beside(
-    cost: CostCoefficients, prefix: float, seconds: float, beside: int, most: int
+    cost: CostCoefficients, prefix: float, seconds: float, beside: Size, most: int
 ) -> float:
-    """Tokens of a chunk that adds ``seconds`` to a batch of ``beside`` tokens; 0 if none does.
+    """Tokens of a chunk that adds ``seconds`` to a batch of that size; 0 if none does.
 
     Up to ``most``. Whole ones where there are experts, because no formula inverts that.
     """
@@ -229,7 +251,9 @@ def tokens_beside(
     limit_s = seconds + experts_cost(cost, beside)
 
     def added_s(num_tokens: int) -> float:
-        return own_cost(cost, prefix, float(num_tokens)) + experts_cost(cost, beside + num_tokens)
+        return own_cost(cost, prefix, float(num_tokens)) + experts_cost(
+            cost, beside.plus(num_tokens)
+        )
 
     return max(0, bisect_right(range(most + 1), limit_s, key=added_s) - 1)
 
@@ -267,7 +291,7 @@ def layers_cost(cost: CostCoefficients, totals: BatchTotals) -> float:
     )
     if totals.num_tokens <= NARROW_TOKENS:
         layers_s += cost.narrow_s - cost.token_s * totals.num_tokens
-    return layers_s + experts_cost(cost, totals.num_tokens)
+    return layers_s + experts_cost(cost, Size(totals.num_tokens, totals.num_chunks))
 
 
 def head_cost(cost: CostCoefficients, totals: BatchTotals) -> float:

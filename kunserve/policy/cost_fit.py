@@ -7,14 +7,24 @@ import numpy as np
 import numpy.typing as npt
 from scipy.optimize import nnls
 
-from kunserve.core.cost import DENSE, CostSample
+from kunserve.core.cost import DENSE, CostSample, ExpertChoice
 from kunserve.policy.cost import OURS, Array, CostForm
 
 NUM_FOLDS = 5
 TOKENS_TERM = 1
 """Where ``CostForm.features`` counts a batch's tokens."""
-EXPERT_SHARES = (0.25, 0.375, 0.5, 0.625, 0.75, 0.875, 1.0)
+EXPERT_SHARES = (1.0, 0.875, 0.75, 0.625, 0.5, 0.375, 0.25)
 """Of a layer's experts, how many it may act as."""
+ALIKE = (0.0, 0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875)
+"""How alike a chunk's tokens may choose."""
+ROWS_PER_READ = (None, *(4.0 * 2.0 ** (step / 4) for step in range(33)))
+"""Rows of an expert whose arithmetic may take as long as reading it: none, or 4 to 1,024."""
+NUM_TURNS = 3
+"""In which each of the three is chosen while the others stand."""
+LEAST_GAIN = 0.05
+"""Of the squared error, what another choice must take off: noise alone chooses nothing."""
+LEAST_ERROR = 1e-6
+"""Squared, of a batch: 0.1 %, below which nothing is left to explain."""
 EXPERTS_TERM = 7
 """And its experts: the last one. Batches of a dense model have none."""
 LEAST_TOKENS_SHARE = 1e-3
@@ -45,21 +55,51 @@ def fit(samples: Sequence[CostSample], form: CostForm = OURS) -> Array:
 
 
 def sized(samples: Sequence[CostSample], form: CostForm) -> CostForm:
-    """The form with as many experts as fit these samples best; a dense model's form as it is.
+    """The form with the experts that fit these samples best; a dense model's form as it is.
 
-    Where some experts are popular, tokens share them, and a layer acts as one of fewer.
+    Where some experts are popular, tokens share them, and a layer acts as one of fewer. Where a
+    chunk's tokens are alike, fewer of them choose for themselves. Where an expert has many rows,
+    arithmetic hides reading. Each is chosen from a few values, because none of it is linear.
     """
-    experts = form.experts
-    if not form.added_terms or experts == DENSE:
+    if not form.added_terms or form.experts == DENSE:
         return form
-    nums = {max(experts.per_token, round(share * experts.num)) for share in EXPERT_SHARES}
-    forms = [replace(form, experts=replace(experts, num=num)) for num in sorted(nums)]
-    return min(forms, key=lambda one: _misfit(samples, one))
+    search = _Search(samples, form)
+    for _ in range(NUM_TURNS):
+        before = search.experts
+        search.choose([replace(search.experts, rows_per_read=rows) for rows in ROWS_PER_READ])
+        search.choose([replace(search.experts, alike=share) for share in ALIKE])
+        search.choose([replace(search.experts, num=num) for num in _sizes(form.experts)])
+        if search.experts == before:
+            break
+    return replace(form, experts=search.experts)
 
 
-def _misfit(samples: Sequence[CostSample], form: CostForm) -> float:
-    relative = predict(samples, form, fit(samples, form)) / _seconds(samples) - 1.0
-    return float((relative * relative).sum())
+def _sizes(experts: ExpertChoice) -> list[int]:
+    """Numbers of experts that a layer may act as, all of them first."""
+    sizes = (max(experts.per_token, round(share * experts.num)) for share in EXPERT_SHARES)
+    return list(dict.fromkeys(sizes))
+
+
+class _Search:
+    """For the experts that fit samples best. Only the last column of their features changes."""
+
+    def __init__(self, samples: Sequence[CostSample], form: CostForm) -> None:
+        self._rows, self._seconds = feature_rows(samples, form), _seconds(samples)
+        self._sizes = [(float(sum(one.lengths)), float(len(one.lengths))) for one in samples]
+        self.experts = form.experts
+        self._misfit = self._misfit_of(form.experts)
+
+    def choose(self, others: Sequence[ExpertChoice]) -> None:
+        """The best of them, if it is clearly better than what there is."""
+        misfits = [self._misfit_of(one) for one in others]
+        least = min(misfits)
+        if least < self._misfit * (1 - LEAST_GAIN):
+            self.experts, self._misfit = others[misfits.index(least)], least
+
+    def _misfit_of(self, experts: ExpertChoice) -> float:
+        self._rows[:, EXPERTS_TERM] = [experts.reads(*size) for size in self._sizes]
+        relative = self._rows @ fit_rows(self._rows, self._seconds) / self._seconds - 1.0
+        return float((relative * relative).sum()) + LEAST_ERROR * len(relative)
 
 
 def fit_rows(rows: Array, seconds: Array, unit_s: Array | None = None) -> Array:

@@ -36,6 +36,7 @@ from kunserve.policy.batch_form import (
 )
 from kunserve.policy.cost import (
     Array,
+    Size,
     added_cost,
     decode_cost,
     experts_cost,
@@ -179,7 +180,7 @@ def form_all(view: FormationView, how: Lookahead) -> Formation:
     spread = min(num_rounds * view.num_stages, total // (factor * least))
     wanted = max(min(view.num_stages, total // least), spread)
     parts = max(1, wanted, -(-total // most))
-    near = near_size(how.cost, num_decodes + total / parts)
+    near = near_size(how.cost, Size(num_decodes + total / parts, num_decodes + 1))
     line = WorkLine(view.prompts, near)
     for _ in range(NUM_TRIES):
         bounds = _cut_equally(line, parts)
@@ -191,7 +192,11 @@ def form_all(view: FormationView, how: Lookahead) -> Formation:
     bounds = _within_limits(line, bounds, least, most, most_seqs)
     if near is not how.cost:
         line = WorkLine(view.prompts, how.cost)
-    experts_s = [experts_cost(how.cost, num_decodes + size) for size in np.diff(bounds).tolist()]
+    chunks = line.num_chunks(bounds).tolist()
+    experts_s = [
+        experts_cost(how.cost, Size(num_decodes + size, num_decodes + num))
+        for size, num in zip(np.diff(bounds).tolist(), chunks, strict=True)
+    ]
     return Formation(bounds, line.costs(bounds) + decodes_s + how.cost.shared_s + experts_s)
 
 
@@ -202,11 +207,11 @@ def cut_microbatch(view: FormationView, how: Lookahead, target_s: float) -> Micr
     decodes alone reach a limit: nobody starves behind them.
     """
     cost = how.cost
-    near = near_size(cost, _tokens_of_a_slot(view))
+    near = near_size(cost, _size_of_a_slot(view))
     num_decodes, decodes_s = _take_decodes(view, near)
-    decodes_s -= num_decodes * (near.token_s - cost.token_s)
-    num_taken = num_decodes
-    left_s = target_s - cost.shared_s - decodes_s - experts_cost(cost, num_taken)
+    decodes_s -= decode_cost(near, num_decodes, 0) - decode_cost(cost, num_decodes, 0)
+    taken = Size(num_decodes, num_decodes)
+    left_s = target_s - cost.shared_s - decodes_s - experts_cost(cost, taken)
     tokens_left = view.max_num_tokens - num_decodes
     seqs_left = view.max_num_seqs - num_decodes
     least = max(min(CHUNK_TOKENS, how.min_tokens), how.min_tokens - num_decodes)
@@ -215,15 +220,15 @@ def cut_microbatch(view: FormationView, how: Lookahead, target_s: float) -> Micr
     for index, (prefix, remaining) in enumerate(view.prompts):
         if tokens_left <= 0 or len(shares) >= seqs_left:
             break
-        num_tokens = _tokens_for(cost, prefix, remaining, left_s, num_taken)
+        num_tokens = _tokens_for(cost, prefix, remaining, left_s, taken)
         num_tokens = min(max(num_tokens, owed), remaining, tokens_left)
         if num_tokens == 0:
             break
         shares.append(PromptShare(index, num_tokens))
         tokens_left -= num_tokens
         owed = max(0, owed - num_tokens)
-        left_s -= added_cost(cost, prefix, num_tokens, num_taken)
-        num_taken += num_tokens
+        left_s -= added_cost(cost, prefix, num_tokens, taken)
+        taken = taken.plus(num_tokens)
         if num_tokens < remaining:
             break
         left_s -= cost.sample_s
@@ -289,16 +294,18 @@ def _take_decodes(view: FormationView, cost: CostCoefficients) -> tuple[int, flo
     return taken, taken_s
 
 
-def _tokens_of_a_slot(view: FormationView) -> float:
+def _size_of_a_slot(view: FormationView) -> Size:
     """What a microbatch has about, if all that is there were shared out at once."""
+    parts = view.num_stages * view.decode_rounds
     num_tokens = _num_decodes(view) + sum(work.remaining for work in view.prompts)
-    return min(view.max_num_tokens, num_tokens / (view.num_stages * view.decode_rounds))
+    num_tokens_each = min(view.max_num_tokens, num_tokens / parts)
+    return Size(num_tokens_each, min(num_tokens_each, _num_decodes(view) / parts + 1))
 
 
 def _tokens_for(
-    cost: CostCoefficients, prefix: int, remaining: int, seconds: float, beside: int
+    cost: CostCoefficients, prefix: int, remaining: int, seconds: float, beside: Size
 ) -> int:
-    """How many tokens of a prompt add that long to a microbatch of ``beside`` tokens."""
+    """How many tokens of a prompt add that long to a microbatch of that size."""
     if added_cost(cost, prefix, remaining, beside) <= seconds:
         return remaining
     return min(remaining, round(tokens_beside(cost, prefix, seconds, beside, remaining)))

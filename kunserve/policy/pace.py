@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from kunserve.core.cost import CostCoefficients
 from kunserve.policy.batch_form import CHUNK_TOKENS
-from kunserve.policy.cost import decode_cost, experts_cost, own_cost, tokens_beside
+from kunserve.policy.cost import Size, decode_cost, experts_cost, own_cost, tokens_beside
 
 CALM_SHARE = 0.5
 """Of the objective, what a step may take however few prompts queue."""
@@ -62,11 +62,12 @@ def choose_pace(view: PaceView, tpot_slo_s: float, cost: CostCoefficients) -> Pa
     most = view.max_num_batched_tokens
     decodes = -(-view.num_decodes // view.num_stages)
     decodes_s = decode_cost(cost, view.num_decodes, view.num_context_tokens) / view.num_stages
-    decodes_s += experts_cost(cost, decodes)
+    all_decodes = Size(decodes, decodes)
+    decodes_s += experts_cost(cost, all_decodes)
     fixed_s = decodes_s + cost.shared_s
 
     def within(seconds: float) -> int:
-        prompts = tokens_beside(cost, view.prefix, seconds - fixed_s, decodes, most)
+        prompts = tokens_beside(cost, view.prefix, seconds - fixed_s, all_decodes, most)
         return min(most, decodes + max(CHUNK_TOKENS, int(prompts)))
 
     calm = within(max(CALM_SHARE * tpot_slo_s, fixed_s + PROMPT_SHARE * (tpot_slo_s - fixed_s)))
@@ -80,6 +81,6 @@ def choose_pace(view: PaceView, tpot_slo_s: float, cost: CostCoefficients) -> Pa
         return Pace(size, 1)
     steps_of_queue = view.num_queued_tokens // (prompts * view.num_stages)
     prompts_s = cost.shared_s + own_cost(cost, view.prefix, prompts)
-    prompts_s += experts_cost(cost, prompts)
+    prompts_s += experts_cost(cost, Size(prompts, 1))
     rounds = min(steps_of_queue, int((tpot_slo_s - decodes_s) / prompts_s))
     return Pace(size, max(1, rounds))

@@ -17,7 +17,7 @@ from kunserve.core.ids import InstanceId, RequestId
 from kunserve.core.snapshots import HeadShape, InstanceSpec
 from kunserve.core.step import Chunk
 from kunserve.policy.cost import BatchTotals, forms_for, from_vector, head_cost, layers_cost
-from kunserve.policy.cost_fit import fit
+from kunserve.policy.cost_fit import fit, sized
 from kunserve.sim.models import SimModel
 from kunserve.sim.profile import InstanceProfile, StepTimes
 
@@ -142,5 +142,7 @@ def profile_times(
                 seconds=times.stage_s(chunks, num_layers, True),
             )
         )
-    found = fit(samples, forms_for(experts, windows)[0])
-    return from_vector(np.array([float(f"{value:.6g}") for value in found]), experts, windows)
+    form = sized(samples, forms_for(experts, windows)[0])
+    found = fit(samples, form)
+    vector = np.array([float(f"{value:.6g}") for value in found])
+    return from_vector(vector, form.experts, windows)

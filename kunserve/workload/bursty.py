@@ -34,6 +34,14 @@ BURSTINESS = 0.5
 """Default Gamma shape: gaps with a coefficient of variation of 1.4, burstier than Poisson."""
 
 
+def burst_arrivals(
+    base_rate: float, burst_rate: float, before_s: float, length_s: float, after_s: float, seed: int
+) -> tuple[float, ...]:
+    """Poisson arrivals at one rate, and between ``before_s`` and ``length_s`` later at another."""
+    edges_s = np.cumsum([0.0, before_s, length_s, after_s])
+    return modulated_arrivals(edges_s, np.array([base_rate, burst_rate, base_rate]), 1.0, seed)
+
+
 def peak_over_mean(spikes: tuple[Spike, ...] = SPIKES) -> float:
     """Highest rate over mean rate of the window."""
     return max((spike.factor for spike in spikes), default=1.0) * _base_share(spikes)

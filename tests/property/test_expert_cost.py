@@ -1,5 +1,7 @@
 """The cost of sparse batches: experts that are touched grow with tokens, ever slower."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -9,6 +11,7 @@ from kunserve.core.cost import DENSE, CostCoefficients, ExpertChoice
 from kunserve.policy.batch_form import FormationView, PromptWork
 from kunserve.policy.cost import (
     NARROW_TOKENS,
+    Size,
     added_cost,
     batch_cost,
     experts_cost,
@@ -18,7 +21,13 @@ from kunserve.policy.cost import (
 from kunserve.policy.lookahead import Lookahead, form_all
 
 choices = st.integers(1, 512).flatmap(
-    lambda num: st.builds(ExpertChoice, st.just(num), st.integers(1, num))
+    lambda num: st.builds(
+        ExpertChoice,
+        st.just(num),
+        st.integers(1, num),
+        st.sampled_from([0.0, 0.25, 0.875, 1.0]),
+        st.sampled_from([None, 4.0, 60.0, 1000.0]),
+    )
 )
 costs = st.builds(
     CostCoefficients,
@@ -42,7 +51,12 @@ def cost_of(cost: CostCoefficients, work: list[tuple[int, int]]) -> float:
 def test_experts_by_hand() -> None:
     assert [ExpertChoice(4, 2).touched(n) for n in (0, 1, 2)] == [0.0, 2.0, 3.0]
     assert ExpertChoice(8, 8).touched(3) == 8.0 and ExpertChoice(8, 8).touched_by_one_more(3) == 0
-    assert DENSE.touched(1000) == 0.0
+    assert DENSE.touched(1000) == DENSE.reads(1000, 1) == 0.0
+    alike = ExpertChoice(4, 2, alike=0.5)
+    assert [alike.choices(n, 1) for n in (1, 2, 3)] == [1.0, 1.5, 2.0] and alike.choices(3, 3) == 3
+    assert alike.reads(3, 1) == 3.0, "three tokens of a prompt choose as two do"
+    busy = ExpertChoice(4, 2, rows_per_read=8)
+    assert [busy.reads(n, n) for n in (2, 16, 64)] == [3.0, pytest.approx(4.0, abs=1e-3), 16.0]
     with pytest.raises(AssertionError):
         ExpertChoice(8, 9)
 
@@ -79,21 +93,40 @@ def test_two_batches_never_cost_less_than_one(
     assert cost_of(cost, one + other) <= apart_s * (1 + 1e-9)
 
 
-@given(costs, st.integers(1, 2000), chunks)
-def test_a_tangent_is_exact_at_its_size_and_never_too_little(
-    cost: CostCoefficients, size: int, work: list[tuple[int, int]]
+@given(costs, st.integers(1, 2000), st.integers(1, 40), chunks)
+def test_a_tangent_is_exact_at_its_size_and_as_steep(
+    cost: CostCoefficients, num_tokens: int, num_chunks: int, work: list[tuple[int, int]]
 ) -> None:
+    size = Size(num_tokens + num_chunks, num_chunks)
+    lengths = [num_tokens + 1] + [1] * (num_chunks - 1)
     near = near_size(cost, size)
     assert near.expert_s == 0.0
-    assert batch_cost(near, [100], [size]) == pytest.approx(batch_cost(cost, [100], [size]))
-    assert cost_of(near, work) >= cost_of(cost, work) * (1 - 1e-9)
-    assert near_size(near, 7) is near, "a dense model's cost is its own"
+    assert batch_cost(near, [100] * num_chunks, lengths) == pytest.approx(
+        batch_cost(cost, [100] * num_chunks, lengths)
+    )
+    little = 1e-4
+    more_s = experts_cost(cost, Size(size.num_tokens + little, num_chunks))
+    slope_s = (more_s - experts_cost(cost, size)) / little
+    if not is_knee(cost.experts, size):
+        assert near.token_s - cost.token_s == pytest.approx(slope_s, rel=1e-2, abs=1e-9)
+    if cost.experts.rows_per_read is None:
+        assert cost_of(near, work) >= cost_of(cost, work) * (1 - 1e-9), "concave: never too little"
+    assert near_size(near, Size(7, 1)) is near, "a dense model's cost is its own"
+
+
+def is_knee(experts: ExpertChoice, size: Size) -> bool:
+    """Whether arithmetic begins to be longer than reading about there."""
+    read = replace(experts, rows_per_read=None).reads(*size)
+    return experts.rows_per_read is not None and read == pytest.approx(
+        size.num_tokens * experts.per_token / experts.rows_per_read, rel=1e-3
+    )
 
 
 @given(costs, st.integers(0, 9000), st.integers(0, 500), st.floats(0, 5.0))
 def test_tokens_beside_is_the_inverse(
-    cost: CostCoefficients, prefix: int, beside: int, seconds: float
+    cost: CostCoefficients, prefix: int, num_beside: int, seconds: float
 ) -> None:
+    beside = Size(num_beside, num_beside)
     found = tokens_beside(cost, prefix, seconds, beside, most=2000)
     assert 0 <= found <= 2000 and found == int(found)
     if found:
@@ -121,7 +154,8 @@ def test_microbatches_of_a_formation_cost_the_same(
     prompts = [PromptWork(0, length) for length in lengths]
     view = FormationView([], prompts, 0, 0, num_stages, 4096, 1000)
     formation = form_all(view, Lookahead(cost, 64))
-    assert formation.imbalance < 1.1
+    # Cuts are made as if all microbatches were on one side of where arithmetic begins to be longer.
+    assert formation.imbalance < (1.1 if cost.experts.rows_per_read is None else 1.5)
     parts = np.diff(formation.bounds).tolist()
-    experts_s = [experts_cost(cost, size) for size in parts]
+    experts_s = [experts_cost(cost, Size(size, 1)) for size in parts]
     assert (formation.costs > np.array(experts_s)).all()

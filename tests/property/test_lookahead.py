@@ -1,5 +1,6 @@
 """Lookahead formation over random queues: nothing lost, nothing out of order, nobody starved."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -28,7 +29,9 @@ prompts = st.lists(
     min_size=1,
     max_size=40,
 )
-costs = st.sampled_from([MEASURED, STEEP, FLAT, SPARSE, VERY_SPARSE, LOCAL])
+ALIKE = replace(SPARSE, experts=ExpertChoice(64, 8, alike=0.5, rows_per_read=24.0))
+"""Where a prompt's tokens choose alike, and large microbatches are arithmetic."""
+costs = st.sampled_from([MEASURED, STEEP, FLAT, SPARSE, VERY_SPARSE, LOCAL, ALIKE])
 
 
 @st.composite

@@ -19,6 +19,10 @@ COSTS = st.sampled_from(
         CostCoefficients(
             1e-6, 0.012, 0.04, 0.032, 8e-6, 1e-3, expert_s=0.012, experts=ExpertChoice(64, 8)
         ),
+        CostCoefficients(
+            *(1e-6, 0.012, 0.04, 0.032, 8e-6, 1e-3, 0.0, 0.012),
+            ExpertChoice(64, 8, alike=0.5, rows_per_read=24.0),
+        ),
     ]
 )
 VIEWS = st.builds(

@@ -30,6 +30,9 @@ One `System`, one result record, one table, one set of figures and one report se
     command = "$VENV/bin/vllm serve $MODEL --port {port}"      # server; or urls = ["http://..."]
     replicas = 2                   # requests go to them in turn
 
+A ``[workload]`` with ``burst_s`` draws one burst instead: loads are then its heights in X, what the
+cluster sustains when its memory is full, and X is found from step times (`simulated.full_rate`).
+
 A base is named relative to the file that names it, and may have a base of its own. Tables
 (``[workload]``, ``[setup]``) are merged key by key; everything else is replaced whole.
 

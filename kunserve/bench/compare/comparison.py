@@ -1,7 +1,7 @@
 """Runs an experiment in its world: what is missing is run, all of it is told, written and drawn."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kunserve.bench.compare import real
@@ -9,6 +9,7 @@ from kunserve.bench.compare.experiment import Experiment, Place, check_experimen
 from kunserve.bench.compare.output import OutputFolder
 from kunserve.bench.compare.results import Outcome, RunResult, by_load
 from kunserve.bench.compare.settings import RealSetup, digest_of, workload_of
+from kunserve.bench.compare.simulated.full_rate import with_full_rate
 from kunserve.bench.compare.simulated.jobs import Job
 from kunserve.bench.compare.simulated.outlook import outlook_lines
 from kunserve.bench.compare.simulated.runner import run_simulated
@@ -45,6 +46,8 @@ def compare(
     A run that ``output`` has already, with the same settings and requests, is not run again.
     """
     check_experiment(experiment)
+    workload = with_full_rate(experiment.setup, experiment.workload)
+    experiment = replace(experiment, workload=workload)
     comparison = _Comparison(experiment, output, options or Options(), say)
     return comparison.run()
 

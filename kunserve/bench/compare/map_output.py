@@ -14,6 +14,7 @@ from kunserve.bench.compare.simulated.burst_map import (
     make_map,
     map_rows,
 )
+from kunserve.bench.compare.simulated.full_rate import with_full_rate
 from kunserve.bench.compare.simulated.outlook import (
     capacity,
     capacity_lines,
@@ -39,9 +40,8 @@ def show_map(experiment: Experiment, with_traffic: bool, output: Path | None) ->
     if isinstance(setup, RealSetup):
         raise ConfigError("a map is of the simulated world")
     loads = experiment.loads if with_traffic else experiment.loads[:1]
-    scenarios = {
-        load: build_scenario(setup, workload_of(experiment.workload, load, seed)) for load in loads
-    }
+    workload = with_full_rate(setup, experiment.workload)
+    scenarios = {load: build_scenario(setup, workload_of(workload, load, seed)) for load in loads}
     first = scenarios[loads[0]]
     able = capacity(first)
     seen = {load: outlook(one, able) for load, one in scenarios.items()} if with_traffic else {}

@@ -3,10 +3,13 @@
 import dataclasses
 import hashlib
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
 from kunserve.core.errors import ConfigError
+from kunserve.workload.bursty import burst_arrivals
+from kunserve.workload.data.catalog import BURSTGPT_LIKE
 from kunserve.workload.multi_turn import Conversation
 from kunserve.workload.recipe import Dataset, Recipe, build_workload
 from kunserve.workload.workload import Lengths, Workload
@@ -99,6 +102,15 @@ class WorkloadSettings:
     think_s: float = 10.0
     repeat: tuple[float, float, int] | None = None
     """(from, to, times): the extreme burst, this part of the trace again and again."""
+    burst_s: float | None = None
+    """Length of one burst in Poisson arrivals, without a trace. A load is then its height in X, and
+    ``rate`` is X: what the cluster sustains when its memory is full (`simulated.full_rate`)."""
+    base: float = 0.6
+    """Rate before and after that burst, in X."""
+    before_s: float = 45.0
+    """Of base rate before it."""
+    after_s: float = 60.0
+    """And behind it."""
 
 
 def workload_of(settings: WorkloadSettings, load: float, seed: int) -> Workload:
@@ -107,8 +119,23 @@ def workload_of(settings: WorkloadSettings, load: float, seed: int) -> Workload:
         raise ConfigError(f"a load must be above 0, not {load}")
     if seed < 0:
         raise ConfigError(f"a seed must be at least 0, not {seed}")
+    if settings.burst_s is not None:
+        return _one_burst(settings, load, seed)
     workload = build_workload(_recipe(settings, load, seed))
     return workload if settings.repeat is None else _repeated(workload, *settings.repeat)
+
+
+def lengths_of(settings: WorkloadSettings, count: int, seed: int) -> Lengths:
+    """So many pairs of lengths, without arrivals."""
+    recipe = Recipe(
+        dataset=Dataset.LENGTHS,
+        dataset_path=settings.lengths or Path(BURSTGPT_LIKE),
+        num_prompts=count,
+        max_total_tokens=settings.max_total_tokens,
+        length_scale=settings.length_scale,
+        seed=seed,
+    )
+    return build_workload(recipe).lengths
 
 
 def digest_of(setup: object, system: object, workload: Workload) -> str:
@@ -188,6 +215,27 @@ def _recipe(settings: WorkloadSettings, load: float, seed: int) -> Recipe:
         trace_keep_window=load > 1.0,
         thin=min(1.0, load),
     )
+
+
+def _one_burst(settings: WorkloadSettings, height: float, seed: int) -> Workload:
+    """Poisson arrivals with one burst of ``height`` times X."""
+    length_s, before_s, after_s = settings.burst_s, settings.before_s, settings.after_s
+    assert length_s is not None
+    if settings.trace is not None or settings.turns is not None or settings.repeat is not None:
+        raise ConfigError("burst_s draws its arrivals: it does not go with a trace or with turns")
+    for name, value in (("burst_s", length_s), ("base", settings.base), ("before_s", before_s),
+                        ("after_s", after_s), ("rate", settings.rate)):  # fmt: skip
+        if not 0.0 < value < math.inf:
+            raise ConfigError(f"{name} must be above 0 and finite, not {value}")
+    base_rate, burst_rate = settings.base * settings.rate, height * settings.rate
+    arrivals = burst_arrivals(base_rate, burst_rate, before_s, length_s, after_s, seed)
+    if not arrivals:
+        raise ConfigError(f"no request arrives at {settings.rate:g} requests/s")
+    source = (
+        f"drawn: {height:g} X for {length_s:g} s, {before_s:g} s at {settings.base:g} X before and "
+        f"{after_s:g} s behind, X = {settings.rate:g} requests/s, Poisson, seed {seed}"
+    )
+    return Workload(arrivals, lengths_of(settings, len(arrivals), seed), source)
 
 
 def _format_of(trace: Path, given: str | None) -> Dataset:

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 import kunserve
@@ -28,8 +29,8 @@ from kunserve.policy.cost_fit import fit, held_out_errors, sized
 KV_BYTES = 512 * MIB
 MOST_KV_TOKENS = 32768
 LONGEST_CONTEXT = 8192
-KV_PATTERN = 0x3C
-"""Bytes that are small ordinary numbers in bfloat16 and in float32 (no denormals, no NaN)."""
+KV_PIECE = (1 << 20) - 3
+"""Numbers that KV memory is filled with, again and again: no row begins where another does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +82,22 @@ def open_body(settings: BodySettings, number: int = 0) -> EngineBody:
     if device == "cpu":
         memory = body.memory
         for shard in memory.shards if isinstance(memory, RankedMemory) else (memory,):
-            shard.unit_view(0, body.spec.kv_units)[:] = KV_PATTERN
+            _fill(shard.unit_view(0, body.spec.kv_units), body.model.dtype)
     return body
+
+
+def _fill(memory: npt.NDArray[np.uint8], dtype: str) -> None:
+    """Other numbers everywhere: tokens that all attend to the same would choose the same experts.
+
+    A piece of them is repeated, because drawing gigabytes takes long.
+    """
+    generator = torch.Generator().manual_seed(0)
+    piece = torch.randn(KV_PIECE, generator=generator).to(getattr(torch, dtype))
+    values = piece.view(torch.uint8).numpy()
+    flat = memory.reshape(-1)
+    for start in range(0, len(flat), len(values)):
+        part = flat[start : start + len(values)]
+        part[:] = values[: len(part)]
 
 
 def limits_of(body: EngineBody, max_batch_tokens: int, max_decodes: int) -> ShapeLimits:

@@ -1,9 +1,11 @@
 """Profiling a tiny model on the real engine: shapes, journal, and the command."""
 
+from dataclasses import replace
 from multiprocessing import Event
 from pathlib import Path
 
 import pytest
+import torch
 from click.testing import CliRunner
 
 from kunserve.cli import main
@@ -45,6 +47,19 @@ def test_shapes_cover_the_lengths_and_are_seeded() -> None:
     totals = sorted(s.num_tokens for s in shapes if s.region == "prefill")
     assert totals[0] < 24 and totals[-1] > 400
     assert [s.region for s in shapes] != sorted(s.region for s in shapes), "not in turns"
+
+
+def test_tokens_attend_to_different_numbers(tmp_path: Path) -> None:
+    """Over the same ones they would be alike, and choose the same experts."""
+    save_tiny(tmp_path, "qwen3")
+    settings = BodySettings(ModelConfig(model=str(tmp_path)), block_size=16, num_threads=1)
+    body = run.open_body(replace(settings, kv_bytes=1 << 20))
+    try:
+        units = [bytes(body.memory.unit_view(unit, 1)) for unit in range(8)]
+        values = torch.frombuffer(bytearray(b"".join(units)), dtype=torch.bfloat16)
+        assert len(set(units)) == 8 and values.isfinite().all() and 0.9 < values.float().std() < 1.1
+    finally:
+        body.close()
 
 
 def test_a_journal_is_resumed_where_it_ended(tmp_path: Path) -> None:

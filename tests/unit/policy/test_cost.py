@@ -249,6 +249,17 @@ def test_popular_experts_make_a_layer_act_as_one_of_fewer() -> None:
     assert sized(samples, OURS) is OURS, "a dense model has none"
 
 
+def test_what_tokens_of_a_chunk_share_and_where_arithmetic_begins_are_found() -> None:
+    ours = forms_for(SPARSE.experts)[0]
+    alike = ExpertChoice(64, 8, alike=0.5)
+    found = sized(_samples(noise=0.005, cost=replace(SPARSE, experts=alike)), ours).experts
+    assert found.alike == pytest.approx(0.5, abs=0.13) and found.rows_per_read is None
+    busy = ExpertChoice(64, 8, rows_per_read=32.0)
+    samples = _samples(noise=0.005, cost=replace(SPARSE, token_s=1e-5, experts=busy))
+    found = sized(samples, ours).experts
+    assert found.rows_per_read == pytest.approx(32.0, rel=0.5) and found.alike <= 0.13
+
+
 def test_a_dense_models_fit_has_no_experts() -> None:
     assert from_vector(fit(_samples(noise=0.02))).expert_s == 0.0
 
