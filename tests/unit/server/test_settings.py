@@ -106,6 +106,7 @@ def said_at_start(monkeypatch: pytest.MonkeyPatch, *args: str) -> list[str]:
 def test_the_log_says_where_settings_came_from(clean: pytest.MonkeyPatch, file: Path) -> None:
     clean.setenv("KUNSERVE_API_KEY", "hidden")
     clean.setenv("KUNSERVE_PROT", "80")
+    clean.setenv("KUNSERVE_KERNELS", "")
     said = said_at_start(clean, "--config", str(file))
     assert (
         f"settings file={file} keys=model,num-instances,instance-memory,lookahead,port," in said[0]
