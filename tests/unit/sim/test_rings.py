@@ -1,32 +1,19 @@
 """Simulated instances that keep KV of layers with a window in a ring."""
 
-from dataclasses import replace
-
 import pytest
 
 from kunserve.bench.compare.simulated.scenario import profile_of
 from kunserve.bench.compare.systems import find_system
 from kunserve.core.errors import ConfigError
 from kunserve.core.kv_blocks import KvRing
-from kunserve.sim.devices import find_device
-from kunserve.sim.models import find_model
-from kunserve.sim.profile import InstanceProfile, gpu_profile
-from tests.unit.sim.worlds import burst, run, scenario, small_profile
+from tests.unit.sim.worlds import GEMMA, burst, run, scenario, small_profile
 
 LONG = (12_000, 200)
 
 
-def gemma(pool_tokens: int) -> InstanceProfile:
-    profile = gpu_profile(find_model("gemma-3-27b-it"), find_device("a800"))
-    spec = profile.spec
-    kv_units = pool_tokens // spec.block_size * spec.num_layers
-    memory = spec.memory_bytes + (kv_units - spec.kv_units) * spec.unit_bytes
-    return replace(profile, spec=replace(spec, kv_units=kv_units, memory_bytes=memory))
-
-
 def test_the_same_memory_holds_more_requests() -> None:
     """Three whole requests, or eight with a ring of 49 of 191 blocks."""
-    world = scenario(burst(6, 0.1, LONG), 1, gemma(40_000))
+    world = scenario(burst(6, 0.1, LONG), 1, small_profile(40_000, GEMMA))
     whole, ring = (
         run(system, world, is_drained=True) for system in ("recompute", "recompute-ring")
     )
@@ -41,7 +28,11 @@ def test_the_same_memory_holds_more_requests() -> None:
 
 
 def test_a_drop_and_a_restore_cut_between_periods() -> None:
-    result = run("drop-ring", scenario(burst(24, 0.3, LONG), 2, gemma(26_000)), is_drained=True)
+    result = run(
+        "drop-ring",
+        scenario(burst(24, 0.3, LONG), 2, small_profile(26_000, GEMMA)),
+        is_drained=True,
+    )
     assert result.metrics.num_completed == 24 and result.num_drops
     for transition in result.transitions:
         for group in transition.groups_after:

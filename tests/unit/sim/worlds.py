@@ -13,10 +13,13 @@ from kunserve.sim.models import find_model
 from kunserve.sim.profile import InstanceProfile, gpu_profile
 from kunserve.workload.workload import Lengths, Workload
 
+GEMMA = "gemma-3-27b-it"
+"""With windows by layer."""
 
-def small_profile(pool_tokens: int = 20_000) -> InstanceProfile:
-    """Qwen2.5-14B on one A800 with so little KV memory that a burst overflows it."""
-    profile = gpu_profile(find_model("Qwen2.5-14B"), find_device("a800"))
+
+def small_profile(pool_tokens: int = 20_000, model: str = "Qwen2.5-14B") -> InstanceProfile:
+    """A model on one A800 with so little KV memory that a burst overflows it."""
+    profile = gpu_profile(find_model(model), find_device("a800"))
     spec = profile.spec
     kv_units = pool_tokens // spec.block_size * spec.num_layers
     memory = spec.memory_bytes + (kv_units - spec.kv_units) * spec.unit_bytes
