@@ -24,7 +24,7 @@ from tests.unit.engine.interpreted_kernels import CPU
 @pytest.mark.parametrize("kind", ["mistral", "qwen3", *GEMMAS])
 def test_a_whole_model(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A window, norms of heads, all of Gemma; over a stand-in for the driver, in blocks of 8."""
-    monkeypatch.setattr(CudaBackend, "_open_ops", lambda _, spec, config: TritonOps(spec))
+    monkeypatch.setattr(CudaBackend, "open_ops", lambda _, spec, config: TritonOps(spec))
     model = tiny_model(kind, 2)
     model.save_pretrained(tmp_path)
     prompts = [np.random.default_rng(n).integers(3, VOCAB, n).tolist() for n in (3, 30)]

@@ -106,7 +106,7 @@ def variants(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, set[str]]]:
         found[name].add(f"{specialization} {rest}")
 
     monkeypatch.setattr(JITFunction, "run", launch)
-    monkeypatch.setattr(CudaBackend, "_open_ops", lambda _, spec, config: TritonOps(spec))
+    monkeypatch.setattr(CudaBackend, "open_ops", lambda _, spec, config: TritonOps(spec))
     yield found
 
 
