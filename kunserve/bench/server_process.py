@@ -18,6 +18,8 @@ from kunserve.core.python_command import python_command
 
 READY_S = 180.0
 STOP_S = 20.0
+LAST_LINES = 15
+"""Of the log, in an error."""
 
 
 class ServerProcess:
@@ -56,7 +58,7 @@ class ServerProcess:
         command = [*python_command(), "-m", "kunserve.cli", "serve", *flags, "--port", str(port)]
         return cls(command, port, log_path)
 
-    def wait_ready(self, patience_s: float = READY_S) -> float:
+    def wait_ready(self, patience_s: float = READY_S, num_lines: int = LAST_LINES) -> float:
         """Seconds until the first health answer. Raises ServerUnreachable with the log's end."""
         began_s = time.monotonic()
         host, port = self.url.removeprefix("http://").split(":")
@@ -66,7 +68,7 @@ class ServerProcess:
             if self._is_healthy(host, int(port)):
                 return time.monotonic() - began_s
             time.sleep(0.05)
-        raise ServerUnreachable(f"the server did not start:\n{self.log_tail()}")
+        raise ServerUnreachable(f"the server did not start:\n{self.log_tail(num_lines)}")
 
     @staticmethod
     def _is_healthy(host: str, port: int) -> bool:
@@ -77,7 +79,7 @@ class ServerProcess:
         except OSError:
             return False
 
-    def log_tail(self, num_lines: int = 15) -> str:
+    def log_tail(self, num_lines: int = LAST_LINES) -> str:
         """The last lines of the server's log."""
         lines = self.log_path.read_text(errors="replace").splitlines()
         return "\n".join(lines[-num_lines:])

@@ -24,6 +24,8 @@ from kunserve.bench.server_process import ServerProcess, free_port, unwinding_on
 from kunserve.core.config import OverloadConfig
 from kunserve.core.errors import ConfigError
 
+LAST_LINES = 60
+"""Of a replica's log, in an error: vLLM says why long before it ends."""
 _VARIABLE = re.compile(r"\$(\w+)")
 
 
@@ -85,7 +87,7 @@ def running_others(name: str, other: OtherServers) -> Generator[tuple[str, ...],
             stack.callback(server.stop)
             servers.append(server)
         for server in servers:
-            server.wait_ready(other.ready_s)
+            server.wait_ready(other.ready_s, LAST_LINES)
         yield tuple(server.url for server in servers)
 
 
