@@ -196,7 +196,7 @@ def compare_checkouts(
     """Kernels of here and of another checkout."""
     with tempfile.TemporaryDirectory() as folder:
         both = {"this": load(str(compiled(Path.cwd(), Path(folder) / "this.so")))}
-        both["other"] = load(str(compiled(args.other, Path(folder) / "other.so")))
+        both["other"] = load(str(compiled(args.other, Path(folder) / "other.so")), is_other=True)
         compare_libraries(report, spec, weights, args, both)
 
 

@@ -3,7 +3,7 @@
 import ctypes
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from ctypes import POINTER, c_float, c_int32, c_int64, c_void_p
 from typing import Any
 
@@ -216,28 +216,31 @@ def is_loaded() -> bool:
     return library.cache_info().currsize > 0
 
 
-def load(path: str) -> ctypes.CDLL:
-    """The library at ``path`` with every signature declared."""
+def load(path: str, is_other: bool = False) -> ctypes.CDLL:
+    """The library at ``path`` with every signature declared.
+
+    Another checkout's (``is_other``) may lack some.
+    """
     loaded = ctypes.CDLL(path)
+
+    def declare(name: str, arguments: Sequence[Any], result: Any = None) -> None:
+        if not is_other or hasattr(loaded, name):
+            function = getattr(loaded, name)
+            function.argtypes, function.restype = arguments, result
+
     for name, arguments in _TYPED.items():
         for suffix in SUFFIX.values():
-            function = getattr(loaded, f"{name}_{suffix}")
-            function.argtypes = arguments
-            function.restype = c_int32 if name == "kun_whole" else None
+            declare(f"{name}_{suffix}", arguments, c_int32 if name == "kun_whole" else None)
     for name in ("meet", "tell", "lose"):
-        function = getattr(loaded, f"kun_ranks_{name}")
-        function.argtypes, function.restype = (POINTER(CRanks),), None
-    loaded.kun_ranks_wait.argtypes = (POINTER(CRanks), c_int32, c_int64)
-    loaded.kun_ranks_meeting_bytes.restype = c_int64
-    loaded.kun_argmax.argtypes = (c_void_p, c_void_p, c_int64, c_int64)
-    loaded.kun_argmax.restype = None
-    loaded.kun_largest.argtypes = (c_void_p, c_void_p, c_int64, c_int64, c_int64)
-    loaded.kun_largest.restype = None
-    loaded.kun_pick_rows.argtypes = (c_void_p, c_int64, c_int64, c_void_p, c_int64, c_void_p)
-    loaded.kun_entry_bounds.argtypes = (*(c_void_p,) * 3, *(c_int64,) * 3, c_void_p)
-    loaded.kun_entry_bounds.restype = None
-    loaded.kun_set_threads.argtypes = (c_int32,)
-    loaded.kun_set_spin.argtypes = (c_int32, c_int32)
+        declare(f"kun_ranks_{name}", (POINTER(CRanks),))
+    declare("kun_ranks_wait", (POINTER(CRanks), c_int32, c_int64), c_int32)
+    declare("kun_ranks_meeting_bytes", (), c_int64)
+    declare("kun_argmax", (c_void_p, c_void_p, c_int64, c_int64))
+    declare("kun_largest", (c_void_p, c_void_p, c_int64, c_int64, c_int64))
+    declare("kun_pick_rows", (c_void_p, c_int64, c_int64, c_void_p, c_int64, c_void_p), c_int32)
+    declare("kun_entry_bounds", (*(c_void_p,) * 3, *(c_int64,) * 3, c_void_p))
+    declare("kun_set_threads", (c_int32,), c_int32)
+    declare("kun_set_spin", (c_int32, c_int32))
     return loaded
 
 
