@@ -1,10 +1,11 @@
 """An event loop in a thread of its own, for a caller that has none, or one that is busy."""
 
 import asyncio
+import contextlib
 import os
 import threading
 from collections.abc import Callable, Coroutine
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any, TypeAlias, TypeVar
 
 from kunserve.core.errors import Unavailable
@@ -12,6 +13,9 @@ from kunserve.core.errors import Unavailable
 T = TypeVar("T")
 Tell: TypeAlias = Callable[[Any], None]
 """Called on the event loop with news for the caller who waits."""
+_NOT_BEGUN = object()
+_END_S = 60.0
+"""How long an interrupted call may take to end."""
 
 
 def _ignore(news: Any) -> None:
@@ -53,19 +57,27 @@ class LoopThread:
             task.add_done_callback(mail.put)
             begun.append(task)
 
-        with self._closing:  # so that ``_finish``, which comes later, knows of it
-            if self._is_closed:
-                raise Unavailable("this LLM was closed")
-            self._loop.call_soon_threadsafe(begin)
-        try:
-            while not isinstance(news := mail.get(), asyncio.Task):
+        def end() -> None:  # behind ``begin``, if that was ever asked for
+            if begun:
+                begun[0].cancel()
+            else:
+                mail.put(_NOT_BEGUN)
+
+        try:  # Ctrl-C may come anywhere in it
+            with self._closing:  # so that ``_finish``, which comes later, knows of it
+                is_closed, news = self._is_closed, None
+                if not is_closed:
+                    self._loop.call_soon_threadsafe(begin)
+            while not is_closed and not isinstance(news := mail.get(), asyncio.Task):
                 hear(news)
         except BaseException:
-            self._loop.call_soon_threadsafe(lambda: begun[0].cancel())
-            while not isinstance(mail.get(), asyncio.Task):
-                pass
+            with contextlib.suppress(RuntimeError, Empty):  # the loop is closed, or just now
+                self._loop.call_soon_threadsafe(end)
+                while not isinstance(last := mail.get(timeout=_END_S), asyncio.Task):
+                    if last is _NOT_BEGUN:
+                        break
             raise
-        if news.cancelled():
+        if news is None or news.cancelled():
             raise Unavailable("this LLM was closed")
         result: T = news.result()
         return result

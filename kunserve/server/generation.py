@@ -109,8 +109,10 @@ class Generation:
                 self._engine.submit(choice.request, functools.partial(self._deliver, choice, clock))
                 await self._engine.admitted(choice.request.request_id)
                 self._watch.accepted()
-        except BaseException:
-            self._live.pop(choice.index, None)
+        except BaseException as error:
+            # Who was refused is not there. Who has left before the answer came is.
+            if not isinstance(error, asyncio.CancelledError):
+                self._live.pop(choice.index, None)
             self._abort_all()
             raise
 

@@ -17,5 +17,7 @@ def server(shared: LiveServer) -> LiveServer:
 
 @pytest.fixture
 def client(server: LiveServer) -> Generator[openai.OpenAI, None, None]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0) as one:
+    with openai.OpenAI(
+        base_url=f"{server.url}/v1", api_key="any", max_retries=0, timeout=60.0
+    ) as one:
         yield one

@@ -381,7 +381,7 @@ def test_engine_failure_without_a_stream(server: LiveServer, client: openai.Open
 def test_async_client_64_streams_at_once(server: LiveServer) -> None:
     async def main() -> list[str]:
         async with openai.AsyncOpenAI(
-            base_url=f"{server.url}/v1", api_key="any", max_retries=0
+            base_url=f"{server.url}/v1", api_key="any", max_retries=0, timeout=60.0
         ) as client:
 
             async def one(number: int) -> str:

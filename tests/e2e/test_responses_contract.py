@@ -183,7 +183,9 @@ def test_a_client_that_leaves_ends_its_request(server: LiveServer) -> None:
     server.configure(hold_after=2)
 
     async def main() -> None:
-        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="any") as client:
+        async with openai.AsyncOpenAI(
+            base_url=f"{server.url}/v1", api_key="any", timeout=60.0
+        ) as client:
             stream = await client.responses.create(model=MODEL, input="x", stream=True)
             async for event in stream:
                 if event.type == "response.output_text.delta":

@@ -310,7 +310,9 @@ def test_marks_that_are_special_tokens_are_read_and_not_shown(
     )
     with (
         live_server(chat=chat) as server,
-        openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0) as client,
+        openai.OpenAI(
+            base_url=f"{server.url}/v1", api_key="any", max_retries=0, timeout=60.0
+        ) as client,
     ):
         say(server, f"Hm <|start|>{CALL[len('<tool_call>') : -len('</tool_call>')]}<|start|>")
         (choice,) = ask(client).choices

@@ -34,7 +34,9 @@ def test_forced_calls_follow_their_schemas_whole_and_streamed() -> None:
     flags += ["--chat-template", "chatml_tools", "--tool-call-parser", "hermes"]
     with (
         running_server([*flags, "--enable-auto-tool-choice"]) as server,
-        openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0) as client,
+        openai.OpenAI(
+            base_url=f"{server.url}/v1", api_key="any", max_retries=0, timeout=60.0
+        ) as client,
     ):
 
         def ask(choice: Any, stream: bool) -> list[tuple[str, Any]]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from kunserve.core.errors import Unavailable
 from kunserve.core.messages import TokenOutput
 from kunserve.core.request import Request
 from kunserve.server.generation import Generation
@@ -39,3 +40,31 @@ def test_the_queue_is_what_was_not_computing(
     asyncio.run(Generation(engine, [choice], watch, True, 1).start())
     deliver[0](TokenOutput(request.request_id, 0, 7, None, None, computed_s))
     assert clock.queued_s == [pytest.approx(queued_s, abs=0.5)]
+
+
+@pytest.mark.parametrize("is_refused", [False, True])
+def test_who_leaves_before_the_answer_is_aborted_and_who_is_refused_is_not(
+    is_refused: bool,
+) -> None:
+    aborted: list[str] = []
+    request = Request("r", (1,), None, time.monotonic())  # type: ignore[arg-type]
+    choice: Any = SimpleNamespace(index=0, request=request)
+
+    async def admitted(_: str) -> None:
+        if is_refused:
+            raise Unavailable("too much waits")
+        await asyncio.sleep(60.0)
+
+    engine: Any = SimpleNamespace(submit=lambda *_: None, admitted=admitted, abort=aborted.append)
+    watch: Any = SimpleNamespace(timing=lambda _: Clock(), accepted=lambda: None)
+
+    async def main() -> None:
+        start = asyncio.create_task(Generation(engine, [choice], watch, True, 1).start())
+        await asyncio.sleep(0)
+        if not is_refused:
+            start.cancel()
+        with pytest.raises(Unavailable if is_refused else asyncio.CancelledError):
+            await start
+
+    asyncio.run(main())
+    assert aborted == ([] if is_refused else ["r"])
