@@ -89,6 +89,15 @@ def test_a_step_ends_when_a_rank_has_died(folder: Path) -> None:
         lose_a_rank(body, deaths, PROMPT)
 
 
+def test_an_error_behind_a_word_leaves_the_next_word_its_answers(folder: Path) -> None:
+    """Before, whoever spoke next waited for ever."""
+    with closing(open_ranks(folder)) as body:
+        with pytest.raises(ZeroDivisionError), body.memory._drop_elsewhere(WHOLE):
+            raise ZeroDivisionError
+        assert body.drop_layers(LayerRange(0, 1)).moved_bytes > 0
+        body.check()
+
+
 def test_a_step_ends_when_a_rank_stands_still(folder: Path) -> None:
     with closing(open_ranks(folder, patience_s=0.3)) as body:
         (pid,) = body.other_pids
