@@ -32,6 +32,7 @@ MODEL = "smollm2-135m"
 SERVER = (
     MODEL, "--num-instances", "2", "--instance-memory", "343MiB", "--enable-admin",
     "--served-model-name", "small", "--max-num-queued-reqs", "4", "--front-grace", "0",
+    "--speculative-config", '{"method": "ngram", "num_speculative_tokens": 4}',
 )  # fmt: skip
 STREAMS, TOKENS = 6, 60
 LOAD_S = 45.0

@@ -40,7 +40,7 @@ PARTS: dict[str, tuple[str, ...]] = {
         "control.instance.agent:InstanceAgent.on",
     ),
     "completes": ("control.group.scheduler:Scheduler.complete",),
-    "arrays of the batch": ("engine.body:build_batch", "engine.body:entries_of"),
+    "arrays of the batch": ("engine.body:build_batch", "engine.body:entry_bounds"),
     "embeds": ("engine.decoder:Decoder.embed",),
     "layers, beside the kernel": (
         "engine.decoder:Decoder.forward",

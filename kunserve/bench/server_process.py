@@ -54,7 +54,7 @@ class ServerProcess:
     @classmethod
     def serving(cls, flags: Sequence[str], log_path: Path) -> "ServerProcess":
         """A ``kunserve serve`` with these arguments (the model first)."""
-        port = free_port()
+        (port,) = free_ports(1)
         command = [*python_command(), "-m", "kunserve.cli", "serve", *flags, "--port", str(port)]
         return cls(command, port, log_path)
 
@@ -93,20 +93,21 @@ class ServerProcess:
         """Drain briefly, then make sure that nothing is left."""
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGTERM)
-            try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(STOP_S)
-            except subprocess.TimeoutExpired:
-                os.killpg(self._process.pid, signal.SIGKILL)
-                self._process.wait()
+        with contextlib.suppress(ProcessLookupError):  # others than ours may leave children
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
         self._log.close()
 
 
-def free_port() -> int:
-    """One of this host that nobody listens at now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+def free_ports(number: int) -> list[int]:
+    """Different ones of this host that nobody listens at now."""
+    with contextlib.ExitStack() as stack:
+        probes = [stack.enter_context(socket.socket()) for _ in range(number)]
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return [probe.getsockname()[1] for probe in probes]
 
 
 @contextlib.contextmanager

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
-from kunserve.core.cost import CostCoefficients
+from kunserve.core.cost import NO_WINDOWS, CostCoefficients, Windows
 from kunserve.core.errors import ConfigError
 from kunserve.core.front_config import ChatConfig, LogConfig
 from kunserve.core.kv_blocks import KvBlocks, KvRing, check_hybrid
@@ -164,6 +164,11 @@ class SchedulerConfig:
         """Swapping is paced by the time that steps take, so that must be known."""
         if self.swap is not None and self.cost is None:
             raise ConfigError("swapping needs the cost of steps: give a profile")
+
+    @property
+    def windows(self) -> Windows:
+        """Which part of their context tokens see, as far as costs tell."""
+        return NO_WINDOWS if self.cost is None else self.cost.windows
 
 
 MAX_PARK_S = 10.0

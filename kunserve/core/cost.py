@@ -77,8 +77,17 @@ class Windows:
         """
         return self._up_to(prefix + count) - self._up_to(prefix)
 
+    def seen_pairs(self, prefix: Any, count: Any) -> Any:
+        """Those that are computed."""
+        pairs = prefix * count + (count * count + count) / 2
+        return pairs - self.hidden_pairs(prefix, count) if self.share else pairs
+
+    def seen_context(self, prefix: Any) -> Any:
+        """What is read of a prefix; of one, or elementwise."""
+        return prefix - self.hidden_keys(prefix) if self.share else prefix
+
     def seen_keys(self, prefix: int) -> int:
-        """What is read of a prefix."""
+        """What is read of a prefix, in whole tokens."""
         return prefix - int(self.hidden_keys(prefix)) if self.share else prefix
 
     def _up_to(self, position: Any) -> Any:

@@ -152,7 +152,7 @@ class EngineBody:
         if self._ring_tables is not None:
             batch = self._ring_tables.spread(batch)
         self._decoder.set_layers(work.layers)
-        if look_up is None and (decoder := self._fused_for(work)) is not None:
+        if look_up is meanwhile is None and (decoder := self._fused_for(work)) is not None:
             return self._execute_whole(work, batch, decoder)
         if hidden is None:
             hidden = self._decoder.embed(batch)

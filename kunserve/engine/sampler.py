@@ -174,7 +174,7 @@ class Sampler:
             sampling=sampling,
             is_greedy=is_greedy,
             is_plain=is_plain,
-            is_argmax=is_greedy and is_plain and sampling.num_logprobs is None,
+            is_argmax=takes_largest(sampling),
             early_ids=_ids(token for token in stops if 0 <= token < self._vocab_size),
             bias_ids=_ids(token for token, _ in bias),
             bias=np.array([value for _, value in bias], dtype=np.float32),

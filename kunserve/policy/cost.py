@@ -47,17 +47,19 @@ class CostForm:
     experts: ExpertChoice = DENSE
     """Of the model that is fitted; as is the next."""
     windows: Windows = NO_WINDOWS
+    """Only a form that sees all pairs has any."""
 
     def pairs(self, prefixes: Numbers, lengths: Numbers) -> Array:
         """Pairs of a token and one that it attends to, as far as the form sees them."""
         p, c = np.asarray(prefixes, dtype=np.float64), np.asarray(lengths, dtype=np.float64)
+        if self.prefix_attention and self.self_attention:
+            pairs: Array = self.windows.seen_pairs(p, c)
+            return pairs
         pairs = np.zeros(np.broadcast(p, c).shape)
         if self.prefix_attention:
             pairs += p * c
         if self.self_attention:
             pairs += (c * c + c) / 2
-        if self.windows.share:
-            pairs -= self.windows.hidden_pairs(p, c)
         return pairs
 
     def features(self, prefixes: Numbers, lengths: Numbers, num_samples: int) -> Array:
@@ -71,10 +73,7 @@ class CostForm:
         pairs, num_tokens = float(self.pairs(prefixes, lengths).sum()), float(lengths.sum())
         added = (0.0, 0.0, 0.0, 0.0)
         touched = self.experts.reads(num_tokens, float(lengths.size))
-        context = float(np.sum(prefixes))
-        if self.windows.share:
-            hidden = self.windows.hidden_keys(np.asarray(prefixes, dtype=np.float64))
-            context -= float(np.sum(hidden))
+        context = float(np.sum(self.windows.seen_context(np.asarray(prefixes, dtype=np.float64))))
         if self.added_terms and num_tokens <= NARROW_TOKENS:
             num_tokens, added = 0.0, (context, 0.0, 1.0, touched)
         elif self.added_terms:
@@ -184,17 +183,14 @@ def own_cost(cost: CostCoefficients, prefix: Number, num_tokens: Number) -> Numb
 
     For one chunk, or elementwise for an array of them. Experts are the batch's (``experts_cost``).
     """
-    pairs = prefix * num_tokens + (num_tokens * num_tokens + num_tokens) / 2
-    if cost.windows.share:
-        pairs = pairs - cost.windows.hidden_pairs(prefix, num_tokens)
+    pairs: Number = cost.windows.seen_pairs(prefix, num_tokens)
     return cost.attention_s * pairs + cost.token_s * num_tokens + resume_cost(cost, prefix)
 
 
 def resume_cost(cost: CostCoefficients, prefix: Number) -> Number:
     """Of ``own_cost``, what does not depend on the chunk's tokens."""
-    if cost.windows.share:
-        prefix = prefix - cost.windows.hidden_keys(prefix)
-    return cost.chunk_s - cost.shared_s + cost.context_s * prefix
+    context: Number = cost.windows.seen_context(prefix)
+    return cost.chunk_s - cost.shared_s + cost.context_s * context
 
 
 def tokens_within(cost: CostCoefficients, prefix: float, seconds: float) -> float:
@@ -309,15 +305,11 @@ def batch_cost(
     p, c = np.asarray(prefixes, dtype=np.float64), np.asarray(lengths, dtype=np.float64)
     if c.size == 0:
         return 0.0
-    pairs, context = OURS.pairs(p, c).sum(), p.sum()
-    if cost.windows.share:
-        pairs -= np.sum(cost.windows.hidden_pairs(p, c))
-        context -= np.sum(cost.windows.hidden_keys(p))
     totals = BatchTotals(
         num_chunks=c.size,
         num_tokens=int(c.sum()),
-        num_pairs=float(pairs),
-        num_context_tokens=float(context),
+        num_pairs=float(np.sum(cost.windows.seen_pairs(p, c))),
+        num_context_tokens=float(np.sum(cost.windows.seen_context(p))),
         num_samples=int(np.sum(np.broadcast_to(np.asarray(samples), c.shape))),
     )
     return layers_cost(cost, totals) + head_cost(cost, totals)

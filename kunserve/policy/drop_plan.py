@@ -69,6 +69,8 @@ class DropPlan:
     """False: nothing is left to free; relieve the KV otherwise and ask for more instances."""
     obstacle: str | None = None
     """Why some groups cannot merge, where it is not that they would gain nothing."""
+    is_worth: bool = True
+    """False: groups could merge, and would lose more than they gain; ``obstacle`` says what."""
 
     @property
     def gain_blocks(self) -> int:
@@ -79,6 +81,12 @@ class DropPlan:
     def freed_bytes(self) -> int:
         """Weight bytes that the plan turns into KV memory."""
         return sum(merge.freed_bytes for merge in self.merges)
+
+    @property
+    def shortfall(self) -> str:
+        """For people: why no more is freed."""
+        why = "nothing is left to drop" if self.is_worth else "no drop is worth it"
+        return why if self.obstacle is None else f"{why}: {self.obstacle}"
 
 
 def plan_drop(

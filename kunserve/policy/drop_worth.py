@@ -73,7 +73,7 @@ def plan_worth(
     )
     size = deepest_worth(gains, unplaced, most, capacity_blocks)
     if size == 1:
-        return DropPlan((), required_blocks, enough=False, obstacle=_why(unplaced))
+        return DropPlan((), required_blocks, False, _why(unplaced), is_worth=False)
     if size < deepest:
         return plan_of(required_blocks, max_group_size=size)
     return plan
@@ -107,4 +107,4 @@ def _sizes(largest: int) -> Iterator[int]:
 
 
 def _why(unplaced: int) -> str:
-    return f"{unplaced} blocks of requests wait for room, and a drop frees too few to be worth it"
+    return f"{unplaced} blocks of requests wait for room, and a drop frees too few"

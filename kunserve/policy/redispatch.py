@@ -46,10 +46,7 @@ def plan_recalls(
     ``sources`` may give and ``targets`` may take: a group can be both, and is one of them at most.
     ``step_tokens`` are computed in one step.
     """
-    spare = sorted(
-        ((blocks, group.group_id) for group in targets if (blocks := _spare_blocks(group)) > 0),
-        key=lambda item: (-item[0], item[1]),
-    )
+    spare = sorted(blocks for group in targets if (blocks := _spare_blocks(group)) > 0)
     queueing = sorted(
         (group for group in sources if _queues(group)),
         key=lambda group: (-_queued_blocks(group) / group.capacity_blocks, group.group_id),
@@ -107,14 +104,12 @@ def _spare_blocks(group: GroupLoad) -> int:
     return capacity_blocks - group.demand_blocks - int(HEADROOM * capacity_blocks)
 
 
-def _fit(spare: list[tuple[int, GroupId]], size: int, most: int, most_each: int) -> int:
-    """How many requests of a size fit the spare memory; a group that takes any takes no more."""
+def _fit(spare: list[int], size: int, most: int, most_each: int) -> int:
+    """How many requests of a size fit the spare memory of groups, which rises in the list.
+
+    A group that takes any takes no more, and is taken out of the list.
+    """
     num = 0
-    rest = []
-    for blocks, group_id in spare:
-        taken = min(most - num, most_each, blocks // size)
-        num += taken
-        if not taken:
-            rest.append((blocks, group_id))
-    spare[:] = sorted(rest, key=lambda item: (-item[0], item[1]))
+    while num < most and spare and spare[-1] >= size:
+        num += min(most - num, most_each, spare.pop() // size)
     return num

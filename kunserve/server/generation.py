@@ -1,9 +1,11 @@
 """The engine requests behind one HTTP request: submitted together, aborted together."""
 
 import asyncio
+import contextvars
 import functools
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from kunserve.cluster.api import EngineClient
@@ -16,7 +18,11 @@ BY_THEMSELVES = (FinishReason.STOP, FinishReason.LENGTH)
 
 
 class RequestClock(Protocol):
-    """Times one accepted request, for the metrics."""
+    """Counts and times one request, for the metrics."""
+
+    def accepted(self) -> None:
+        """The engine took the request. Called once, before the next two, or never at all."""
+        ...
 
     def token(
         self, now_s: float, queued_s: float | None = None, num_cached_tokens: int = 0
@@ -32,14 +38,10 @@ class RequestClock(Protocol):
 
 
 class RequestWatch(Protocol):
-    """Counts requests."""
+    """Gives requests their clocks."""
 
     def timing(self, request: Request) -> RequestClock:
         """The clock of a request that the engine is about to be asked for."""
-        ...
-
-    def accepted(self) -> None:
-        """The engine took a request."""
         ...
 
 
@@ -53,6 +55,15 @@ class EngineFailed(Exception):
 
 class Interrupted(KunServeError):
     """The server ends before the request did."""
+
+
+@dataclass(slots=True)
+class _Live:
+    """A choice that the engine works on, or was asked for."""
+
+    choice: Choice
+    clock: RequestClock
+    is_accepted: bool = False
 
 
 class Generation:
@@ -73,8 +84,10 @@ class Generation:
         self._watch = watch
         self._eager = eager
         """Whether each token is news, or only a request's end (nobody looks before)."""
-        self._live: dict[int, tuple[Choice, RequestClock]] = {}
-        """By index: the choices that the engine works on."""
+        self._live: dict[int, _Live] = {}
+        """By the choice's index."""
+        self._context = contextvars.copy_context()
+        """Of the HTTP request, for what the engine tells outside of it."""
         self._pending: list[tuple[Choice, TokenOutput]] = []
         self._news = asyncio.Event()
         self._end: Exception | None = None
@@ -104,13 +117,15 @@ class Generation:
         """Submit everything, or nothing: an error takes back what was already submitted."""
         try:
             for choice in self.choices:
-                clock = self._watch.timing(choice.request)
-                self._live[choice.index] = (choice, clock)
-                self._engine.submit(choice.request, functools.partial(self._deliver, choice, clock))
+                live = _Live(choice, self._watch.timing(choice.request))
+                self._live[choice.index] = live
+                self._engine.submit(choice.request, functools.partial(self._deliver, live))
                 await self._engine.admitted(choice.request.request_id)
-                self._watch.accepted()
+                if not live.is_accepted:
+                    self._accept(live)
         except BaseException as error:
-            # Who was refused is not there. Who has left before the answer came is.
+            # Who was refused is not there. Who has left before the answer came is, or will be: the
+            # engine forgets it, and nothing counts it.
             if not isinstance(error, asyncio.CancelledError):
                 self._live.pop(choice.index, None)
             self._abort_all()
@@ -144,8 +159,15 @@ class Generation:
                 self._close(choice, FinishReason.STOP)
         return list(moved.values())
 
-    def _deliver(self, choice: Choice, clock: RequestClock, output: TokenOutput) -> None:
-        now_s = time.monotonic()
+    @staticmethod
+    def _accept(live: _Live) -> None:
+        live.is_accepted = True
+        live.clock.accepted()
+
+    def _deliver(self, live: _Live, output: TokenOutput) -> None:
+        choice, clock, now_s = live.choice, live.clock, time.monotonic()
+        if not live.is_accepted:  # whoever waits for the answer has not woken up yet
+            self._context.run(self._accept, live)
         if output.token_id is not None:
             queued_s = None
             if output.computed_s is not None:  # only this process's clock says when it arrived
@@ -164,8 +186,9 @@ class Generation:
         live = self._live.pop(choice.index, None)
         if live is not None:
             self._engine.abort(choice.request.request_id)
-            live[1].ended(reason, time.monotonic())
+            if live.is_accepted:
+                live.clock.ended(reason, time.monotonic())
 
     def _abort_all(self) -> None:
-        for choice, _ in list(self._live.values()):
-            self._close(choice, FinishReason.ABORT)
+        for live in list(self._live.values()):
+            self._close(live.choice, FinishReason.ABORT)

@@ -56,6 +56,12 @@ class RequestLife:
             return None
         return (self.last_s - self.first_s) / (self.num_tokens - 1)
 
+    def accepted(self) -> None:
+        """See ``RequestClock``."""
+        self._clock.accepted()
+        for witness in self._witnesses:
+            witness.began(self)
+
     def token(
         self, now_s: float, queued_s: float | None = None, num_cached_tokens: int = 0
     ) -> None:
@@ -78,7 +84,7 @@ class Witness(Protocol):
     """Tells of requests."""
 
     def began(self, life: RequestLife) -> None:
-        """The engine took the request."""
+        """The engine took the request. Called in the context of its HTTP request."""
         ...
 
     def ended(self, life: RequestLife) -> None:
@@ -108,16 +114,7 @@ class Witnessed:
     def __init__(self, watch: RequestWatch, witnesses: Sequence[Witness]) -> None:
         self._watch = watch
         self._witnesses = witnesses
-        self._newest: RequestLife | None = None
 
     def timing(self, request: Request) -> RequestLife:
         """See ``RequestWatch``."""
-        self._newest = RequestLife(request, self._watch.timing(request), self._witnesses)
-        return self._newest
-
-    def accepted(self) -> None:
-        """See ``RequestWatch``: the engine took the one that was timed last."""
-        self._watch.accepted()
-        assert self._newest is not None
-        for witness in self._witnesses:
-            witness.began(self._newest)
+        return RequestLife(request, self._watch.timing(request), self._witnesses)

@@ -169,6 +169,10 @@ class RequestTiming:
         self._last_s = 0.0
         self._queued_s: float | None = None
 
+    def accepted(self) -> None:
+        """The engine took the request."""
+        self._metrics.arrivals += 1
+
     def token(
         self, now_s: float, queued_s: float | None = None, num_cached_tokens: int = 0
     ) -> None:
@@ -248,10 +252,6 @@ class RequestMetrics(Collector):
     def timing(self, request: Request) -> RequestTiming:
         """The clock of a request that the engine is about to be asked for."""
         return RequestTiming(self, request)
-
-    def accepted(self) -> None:
-        """The engine took a request."""
-        self.arrivals += 1
 
     def answered(self, output_lengths: Sequence[int]) -> None:
         """All choices of a prompt have ended by themselves, with so many tokens each."""

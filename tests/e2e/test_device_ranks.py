@@ -30,7 +30,7 @@ from kunserve.engine.ranks.meeting import RankLost
 from kunserve.engine.ranks.processes import Start
 from kunserve.model.source import resolve_model
 from tests.direct_engine import DirectEngine
-from tests.e2e.test_lost_ranks import Deaths
+from tests.e2e.test_lost_ranks import Deaths, lose_a_rank
 from tests.e2e.test_tensor_parallel import HALVES, NUM_TOKENS, PROMPTS, WHOLE, move_layers
 from tests.fakecuda.library import KIB, MIB, FakeCuda, build
 from tests.forked_ranks import fork_member
@@ -244,17 +244,7 @@ def test_a_step_ends_when_a_rank_has_died(
 ) -> None:
     deaths = Deaths()
     with closing(open_ranks(saved[0], deaths=deaths)) as body:
-        engine = DirectEngine([(body, WHOLE)])
-        engine.generate(PROMPTS, 2)
-        (pid,) = body.other_pids
-        os.kill(pid, signal.SIGKILL)
-        with pytest.raises(RankLost):
-            while True:
-                engine.generate(PROMPTS, 2)
-        assert deaths.event.wait(30.0)
-        assert deaths.seen == [(1, -signal.SIGKILL)]
-        with pytest.raises(RankLost):
-            body.drop_layers(HALVES[0])
+        lose_a_rank(body, deaths, PROMPTS)
 
 
 @pytest.mark.parametrize("saved", ["qwen3"], indirect=True)

@@ -42,6 +42,21 @@ class Deaths:
         self.event.set()
 
 
+def lose_a_rank(body: EngineBody, deaths: Deaths, prompts: list[list[int]]) -> None:
+    """Rank 1 dies while steps run: one of them ends with that, and so does the next drop."""
+    engine = DirectEngine([(body, LayerRange(0, body.spec.num_layers))])
+    engine.generate(prompts, 2)
+    (pid,) = body.other_pids
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(RankLost):
+        while True:
+            engine.generate(prompts, 2)
+    assert deaths.event.wait(30.0)
+    assert deaths.seen == [(1, -signal.SIGKILL)]
+    with pytest.raises(RankLost):
+        body.drop_layers(LayerRange(0, 1))
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny(tmp_path_factory.mktemp("model"), "qwen3", 2)
@@ -71,17 +86,16 @@ def open_ranks(
 def test_a_step_ends_when_a_rank_has_died(folder: Path) -> None:
     deaths = Deaths()
     with closing(open_ranks(folder, deaths=deaths)) as body:
-        engine = DirectEngine([(body, WHOLE)])
-        engine.generate(PROMPT, 2)
-        (pid,) = body.other_pids
-        os.kill(pid, signal.SIGKILL)
-        with pytest.raises(RankLost):
-            while True:
-                engine.generate(PROMPT, 2)
-        assert deaths.event.wait(30.0)
-        assert deaths.seen == [(1, -signal.SIGKILL)]
-        with pytest.raises(RankLost):
-            body.drop_layers(LayerRange(0, 1))
+        lose_a_rank(body, deaths, PROMPT)
+
+
+def test_an_error_behind_a_word_leaves_the_next_word_its_answers(folder: Path) -> None:
+    """Before, whoever spoke next waited for ever."""
+    with closing(open_ranks(folder)) as body:
+        with pytest.raises(ZeroDivisionError), body.memory._drop_elsewhere(WHOLE):
+            raise ZeroDivisionError
+        assert body.drop_layers(LayerRange(0, 1)).moved_bytes > 0
+        body.check()
 
 
 def test_a_step_ends_when_a_rank_stands_still(folder: Path) -> None:

@@ -4,13 +4,13 @@ happens to a cluster, its tokens are those of whole KV.
 
 import random
 from itertools import combinations, pairwise, permutations
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize
 
-from kunserve.core.config import SwapConfig
 from kunserve.core.ids import InstanceId
 from kunserve.core.kv_blocks import KvBlocks, ring_of
 from kunserve.core.layout import GroupLayout, LayerRange, Stage
@@ -73,34 +73,13 @@ class RingsMachine(TransitionsMachine):
         block_size=st.sampled_from([1, 2, 4]),
         layer_units=st.sampled_from([12, 24, 60]),
         max_num_seqs=st.sampled_from([3, 8]),
-        budget=st.sampled_from([2, 4]),
+        max_num_batched_tokens=st.sampled_from([2, 4]),
         swap=st.sampled_from(SWAPS),
         window=st.integers(1, 5),
         period=st.integers(2, 4),
     )
-    def start(  # type: ignore[override]
-        self,
-        num_layers: int,
-        pools: list[int],
-        block_size: int,
-        layer_units: int,
-        max_num_seqs: int,
-        budget: int,
-        swap: SwapConfig | None,
-        window: int,
-        period: int,
-    ) -> None:
-        self.cluster = FakeCluster(
-            num_layers,
-            pools,
-            block_size,
-            layer_units,
-            max_num_seqs,
-            budget,
-            swap=swap,
-            caches=False,
-            windows=(window, period),
-        )
+    def start(self, window: int, period: int, **given: Any) -> None:  # type: ignore[override]
+        self.cluster = FakeCluster(**given, caches=False, windows=(window, period))
 
     migrate = None  # type: ignore[assignment]
 

@@ -7,6 +7,7 @@ byte of KV.
 """
 
 import random
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -46,34 +47,13 @@ class TransitionsMachine(RuleBasedStateMachine):
         block_size=st.sampled_from([1, 2, 4]),
         layer_units=st.sampled_from([12, 24, 60]),
         max_num_seqs=st.sampled_from([3, 8]),
-        budget=st.sampled_from([4, 16]),
+        max_num_batched_tokens=st.sampled_from([4, 16]),
         extra_units=st.integers(0, 3),
         swap=st.sampled_from(SWAPS),
         head_cost_layers=st.sampled_from([None, 0.5, 3.0]),
     )
-    def start(
-        self,
-        num_layers: int,
-        pools: list[int],
-        block_size: int,
-        layer_units: int,
-        max_num_seqs: int,
-        budget: int,
-        extra_units: int,
-        swap: SwapConfig | None,
-        head_cost_layers: float | None,
-    ) -> None:
-        self.cluster = FakeCluster(
-            num_layers,
-            pools,
-            block_size,
-            layer_units,
-            max_num_seqs,
-            budget,
-            extra_units=extra_units,
-            swap=swap,
-            head_cost_layers=head_cost_layers,
-        )
+    def start(self, **given: Any) -> None:
+        self.cluster = FakeCluster(**given)
 
     # Requests
 

@@ -53,8 +53,9 @@ def test_pairs_are_what_each_token_sees(seen: Windows, prefix: int, count: int) 
     full = count * prefix + count * (count + 1) // 2
     mean = seen.share * local + (1 - seen.share) * full
     assert full - seen.hidden_pairs(prefix, count) == pytest.approx(mean)
+    assert seen.seen_pairs(prefix, count) == pytest.approx(mean)
     read = seen.share * min(prefix, seen.num_tokens) + (1 - seen.share) * prefix
-    assert prefix - seen.hidden_keys(prefix) == pytest.approx(read)
+    assert seen.seen_context(prefix) == pytest.approx(read)
     assert NO_WINDOWS.hidden_pairs(prefix, count) == 0.0
 
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kunserve.bench.compare.systems import SYSTEMS, System
-from kunserve.bench.server_process import ServerProcess, free_port, unwinding_on_sigterm
+from kunserve.bench.server_process import ServerProcess, free_ports, unwinding_on_sigterm
 from kunserve.core.config import OverloadConfig
 from kunserve.core.errors import ConfigError
 
@@ -79,8 +79,7 @@ def running_others(name: str, other: OtherServers) -> Generator[tuple[str, ...],
         contextlib.ExitStack() as stack,
     ):
         servers = []
-        for replica in range(other.replicas):
-            port = free_port()
+        for replica, port in enumerate(free_ports(other.replicas)):
             command, environment = _command_of(name, other, replica, port)
             log = Path(folder) / f"{name}-{replica}.log"
             server = ServerProcess(command, port, log, environment)

@@ -21,7 +21,7 @@ from kunserve.core.place import ONE_HOST
 from kunserve.core.snapshots import Kind
 from kunserve.policy.capacity import Specs
 from kunserve.policy.dispatch import share_out
-from kunserve.policy.drop_plan import blocks_for_bytes, plan_drop
+from kunserve.policy.drop_plan import DropPlan, blocks_for_bytes, plan_drop
 from kunserve.policy.drop_worth import plan_worth, unplaced_blocks
 from kunserve.policy.monitor import (
     ClusterLoadView,
@@ -212,20 +212,20 @@ class OverloadControl:
             if self._dwells(group.layout, now_s)
         }
         is_enough = self.observation is not None and not self._scaling.is_on
-        obstacle: str | None = None
+        why = "drops are paused" if self.is_paused else "nothing is left to drop"
         if self._config.policy == "drop" and not self.is_paused:
-            _, is_enough, obstacle = self._drop(
+            _, plan = self._drop(
                 verdict,
                 dwelling,
                 now_s,
                 self._config.min_deep_gain,
                 unplaced=unplaced_blocks(view.groups, self._transitions.coming_blocks),
             )
+            is_enough = plan.enough or bool(self._transitions.active)
+            why = plan.shortfall
         if not is_enough:
             if self._config.park_behind_drop and not dwelling:
                 self._allow_parking(verdict.group_ids, now_s)
-            why = "drops are paused" if self.is_paused else "nothing is left to drop"
-            why += "" if obstacle is None else f": {obstacle}"
             reason = f"{verdict.trigger}; {why}"
             self._scaling.grow(verdict.required_blocks, reason, now_s)
 
@@ -252,8 +252,8 @@ class OverloadControl:
         min_deep_gain: float,
         apart: tuple[Pair, ...] | None = None,
         unplaced: int = 0,
-    ) -> tuple[list[TransitionId], bool, str | None]:
-        """The transitions begun, whether there will be enough memory, and what forbids more.
+    ) -> tuple[list[TransitionId], DropPlan]:
+        """The transitions begun, and the plan that they are of.
 
         ``apart``: who is not to merge; None: who did not reach each other lately. ``unplaced``:
         blocks that wait, for which a drop is to be worth it (``plan_worth``).
@@ -294,8 +294,7 @@ class OverloadControl:
         )
         self._placement.new_ids(len(plan.merges))
         merges = [(merge.old, merge.new) for merge in plan.merges]
-        begun = self._transitions.begin_drops(merges, wanted.trigger, now_s)
-        return begun, plan.enough or bool(self._transitions.active), plan.obstacle
+        return self._transitions.begin_drops(merges, wanted.trigger, now_s), plan
 
     def _restore_all(self, verdict: Relaxed, now_s: float) -> list[Excuse]:
         excuses = []

@@ -5,7 +5,6 @@ from operator import attrgetter
 from kunserve.control.group.queue import WaitingQueue
 from kunserve.control.group.sequence import Progress, Sequence
 from kunserve.core.config import SchedulerConfig
-from kunserve.core.cost import NO_WINDOWS
 from kunserve.policy.batch_form import (
     FormationView,
     FormBatch,
@@ -35,7 +34,7 @@ class Forming:
         self._waiting = waiting
         self._form_batch = choose_formation(config) if form_batch is None else form_batch
         self._formation: OngoingFormation | None = None
-        self._windows = NO_WINDOWS if config.cost is None else config.cost.windows
+        self._windows = config.windows
 
     def form(
         self,

@@ -11,7 +11,6 @@ from kunserve.control.group.draft import Draft
 from kunserve.control.group.load import SchedulerTotals
 from kunserve.control.group.sequence import Sequence
 from kunserve.core.config import SchedulerConfig
-from kunserve.core.cost import NO_WINDOWS
 from kunserve.core.ids import RequestId
 from kunserve.core.step import SampledToken
 from kunserve.policy.prompt_lookup import PromptLookup
@@ -30,7 +29,7 @@ class Guessing:
     def __init__(self, config: SchedulerConfig, block_size: int) -> None:
         self._config = config.speculative_config
         self._cost = config.cost
-        self._windows = NO_WINDOWS if config.cost is None else config.cost.windows
+        self._windows = config.windows
         self._most_rows = config.max_num_batched_tokens
         self._block_size = block_size
 

@@ -16,8 +16,7 @@ class Ledger:
         self.version = 0
         """Counts what may have made room: releases, and changes of the capacity."""
         self._watermark = watermark
-        self.taken_blocks = 0
-        """Blocks that requests have grown by so far, but for those of preempted ones."""
+        self._taken_blocks = 0
         self._used_blocks = 0
         self._blocks: dict[RequestId, int] = {}
         self._migrating: set[RequestId] = set()
@@ -37,6 +36,15 @@ class Ledger:
     def used_blocks(self) -> int:
         """Blocks that requests may use now, shared ones once."""
         return self._used_blocks
+
+    @property
+    def taken_blocks(self) -> int:
+        """Blocks that requests have grown by so far, but for those of preempted ones."""
+        return self._taken_blocks
+
+    def give_back(self, num_blocks: int) -> None:
+        """Of what was taken, so much was for nothing: it will be computed again."""
+        self._taken_blocks -= num_blocks
 
     @property
     def free_blocks(self) -> int:
@@ -59,7 +67,7 @@ class Ledger:
             if self._used_blocks + more > self.capacity_blocks:
                 return False
             self._used_blocks += more
-            self.taken_blocks += more
+            self._taken_blocks += more
             self._blocks[request_id] = num_blocks
         return True
 

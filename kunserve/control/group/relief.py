@@ -16,7 +16,6 @@ from kunserve.control.group.queue import WaitingQueue
 from kunserve.control.group.sequence import Progress, QueueKey, Sequence
 from kunserve.control.group.swap import SwapSpace
 from kunserve.core.config import SchedulerConfig
-from kunserve.core.cost import NO_WINDOWS
 from kunserve.core.ids import RequestId
 from kunserve.core.kv_blocks import KvBlocks
 from kunserve.core.step import BlockRun
@@ -80,7 +79,7 @@ class Holders:
             self._parking = Parking(
                 max_park_s, step_s, host_link, blocks, ledger, waiting, self._swap, cache
             )
-        self._windows = NO_WINDOWS if config.cost is None else config.cost.windows
+        self._windows = config.windows
         self._running: list[Sequence] = []
         self.released: list[RequestId] = []
         """For the next plan: what the stages hold and may free."""
@@ -206,7 +205,7 @@ class Holders:
 
         Only a decode at a block's edge, and a prompt adopted half-way, ever lacks one.
         """
-        (block_size, _), ledger = self._blocks, self._ledger
+        block_size, ledger = self._blocks.block_size, self._ledger
         edge = [s for s in decodes if s.num_computed % block_size == 0]
         unfit: set[Sequence] | None = None
         for seq in sorted([*edge, *prompts], key=_key_of):
@@ -330,7 +329,7 @@ class Holders:
     def _lose_kv(self, seq: Sequence) -> None:
         """The sequence, in no list any more, must be computed again."""
         self._note_preemption(seq, seq.num_computed)
-        self._ledger.taken_blocks -= self._blocks.holding(seq.num_tokens)
+        self._ledger.give_back(self._blocks.holding(seq.num_tokens))
         seq.num_computed = 0
         seq.streams_since_s = None
         seq.is_started = False

@@ -136,10 +136,11 @@ class RankedBackend(SeveralRanks):
         beside_bytes: int,
     ) -> RankedMemory:
         """Take all ranks' memory, and start the others, which load while this one does."""
-        members = self._start_others()
         fd = os.memfd_create(ARENA_FILE)
+        members = None
         shards: list[InstanceMemory] = []
         try:
+            members = self._start_others()
             of_rank = config_of_rank(config)
             shard = spec_of_rank(spec, self._num_ranks)
             places = place_ranks(instance_id, self._num_ranks, numa_nodes())
@@ -155,7 +156,8 @@ class RankedBackend(SeveralRanks):
             ]
             self._await_others = members.join(orders, [fd] * len(orders))
         except BaseException:
-            members.close()
+            if members is not None:
+                members.close()
             for one in shards:
                 one.close()
             raise
@@ -164,8 +166,8 @@ class RankedBackend(SeveralRanks):
         self._members = members
         return RankedMemory(
             shards,
-            drop=lambda keep: members.tell(Drop(keep)),
-            reclaim=lambda layers: members.tell(Reclaim(layers)),
+            drop=lambda keep: members.telling(Drop(keep)),
+            reclaim=lambda layers: members.telling(Reclaim(layers)),
             close=members.close,
         )
 

@@ -62,11 +62,10 @@ class Ordering:
 
     def _open(self, room: Room, limits: StepLimits | None = None) -> None:
         orders = self._open_orders(self._spec, self._meeting.num_ranks, room)
-        await_others = self._members.tell(OpenRegion(room, limits), (orders.fd,))
-        if limits is not None:
-            self._own.reserve(limits)
-        self._own.open(orders)
-        await_others()
+        with self._members.telling(OpenRegion(room, limits), (orders.fd,)):
+            if limits is not None:
+                self._own.reserve(limits)
+            self._own.open(orders)
         orders.close_file()
 
     def _make_room(self, needed: Room) -> Any:

@@ -153,10 +153,9 @@ class DeviceRanksBackend(SeveralRanks):
         assert members is not None and self._await_others is not None
         self._await_others()
         store_fd = make_store_file()
-        await_others = members.tell(OpenSums(self._by), (store_fd,))
-        sums = GroupSums(self._by, store_fd, 0, num_ranks, self.device, self._patience_s)
-        self._sums = sums
-        await_others()
+        with members.telling(OpenSums(self._by), (store_fd,)):
+            sums = GroupSums(self._by, store_fd, 0, num_ranks, self.device, self._patience_s)
+            self._sums = sums
         kv, of_rank = kv_in(memory.own, self.device), config_of_rank(config)
         ops = self._own.open_ops(spec_of_rank(spec, num_ranks), of_rank)
         own = DeviceShard(spec, weights, kv, config.block_size, ops, members.meeting, sums)
@@ -203,6 +202,5 @@ class _RanksLoader:
             return
         for layer in range(*layers):
             one = LayerRange(layer, layer + 1)
-            await_others = self._members.tell(Load(one))
-            self._own.load_layers(one)
-            await_others()
+            with self._members.telling(Load(one)):
+                self._own.load_layers(one)

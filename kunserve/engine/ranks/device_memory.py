@@ -8,6 +8,7 @@ import mmap
 import os
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 
 import numpy as np
 
@@ -86,26 +87,25 @@ class DeviceRanksMemory(OfAllRanks):
         """See ``InstanceMemory``. Nobody has prepared where one refuses."""
         refusals = [self.own.prepare(layers)]
         if refusals[0] is None:
-            refusals += self._members.tell(Prepare(layers))()
+            with self._members.telling(Prepare(layers)) as said:
+                pass
+            refusals += said
         refusal = next(filter(None, refusals), None)
         if refusal is not None:
-            await_others = self._members.tell(Prepare(self.held))
-            self.own.prepare(self.held)
-            await_others()
+            with self._members.telling(Prepare(self.held)):
+                self.own.prepare(self.held)
         return refusal
 
     def drop(self, keep: LayerRange) -> Remap:
         """See ``InstanceMemory``."""
-        await_others = self._members.tell(Drop(keep))
-        remap = self.own.drop(keep)
-        await_others()
+        with self._members.telling(Drop(keep)):
+            remap = self.own.drop(keep)
         return self._joined(remap, remap.seconds)
 
     def reclaim(self, layers: LayerRange) -> Remap:
         """See ``InstanceMemory``."""
-        await_others = self._members.tell(Reclaim(layers))
-        remap = self.own.reclaim(layers)
-        await_others()
+        with self._members.telling(Reclaim(layers)):
+            remap = self.own.reclaim(layers)
         return self._joined(remap, remap.seconds)
 
     # Bytes
@@ -114,21 +114,17 @@ class DeviceRanksMemory(OfAllRanks):
         """See ``InstanceMemory``."""
         for first in range(0, len(copies), _MOST_COPIES):
             some = copies[first : first + _MOST_COPIES]
-            await_others = self._members.tell(
-                CopyUnits(tuple((src, dst, num) for src, dst, num in some))
-            )
-            self.own.copy_units(some)
-            await_others()
+            with self._members.telling(CopyUnits(tuple((src, dst, num) for src, dst, num in some))):
+                self.own.copy_units(some)
 
     def read_units(self, unit_runs: UnitRuns, into: Bytes) -> None:
         """Copy the bytes of backed units, run after run."""
         with self._lock:
             for runs, parts in self._by_window(unit_runs, into):
-                await_others = self._members.tell(MoveUnits(runs, is_in=False))
-                own = np.empty(parts[:, 0].size, dtype=np.uint8)
-                self.own.read_units(runs, own)
-                parts[:, 0] = own.reshape(len(parts), -1)
-                await_others()
+                with self._members.telling(MoveUnits(runs, is_in=False)):
+                    own = np.empty(parts[:, 0].size, dtype=np.uint8)
+                    self.own.read_units(runs, own)
+                    parts[:, 0] = own.reshape(len(parts), -1)
                 for rank in range(1, self.num_ranks):
                     theirs = self._windows.of(rank)[: own.nbytes]
                     parts[:, rank] = theirs.reshape(len(parts), -1)
@@ -140,9 +136,8 @@ class DeviceRanksMemory(OfAllRanks):
                 for rank in range(1, self.num_ranks):
                     window = self._windows.of(rank)[: parts[:, rank].size]
                     window.reshape(len(parts), -1)[:] = parts[:, rank]
-                await_others = self._members.tell(MoveUnits(runs, is_in=True))
-                self.own.write_units(runs, np.ascontiguousarray(parts[:, 0]).reshape(-1))
-                await_others()
+                with self._members.telling(MoveUnits(runs, is_in=True)):
+                    self.own.write_units(runs, np.ascontiguousarray(parts[:, 0]).reshape(-1))
 
     def _by_window(
         self, unit_runs: UnitRuns, data: Bytes
@@ -191,14 +186,12 @@ class DeviceRanksMemory(OfAllRanks):
             for window, piece in theirs:
                 window[:] = piece
         word = MoveLayer(layer, tuple((first, num) for first, num, _ in parts), is_in)
-        await_others = self._members.tell(word) if theirs else None
         first, num, at = parts[0]
-        if num and is_in:
-            self.own.write_layer(layer, first, data[at : at + num])
-        elif num:
-            self.own.read_layer(layer, first, data[at : at + num])
-        if await_others is not None:
-            await_others()
+        with self._members.telling(word) if theirs else nullcontext():
+            if num and is_in:
+                self.own.write_layer(layer, first, data[at : at + num])
+            elif num:
+                self.own.read_layer(layer, first, data[at : at + num])
         if not is_in:
             for window, piece in theirs:
                 piece[:] = window
@@ -207,10 +200,9 @@ class DeviceRanksMemory(OfAllRanks):
 
     def check(self, ask_kernel: bool = False) -> None:
         """Assert that every rank's memory is where it must be, and that all hold the same."""
-        await_others = self._members.tell(Check(ask_kernel))
-        self.own.check(ask_kernel)
-        for said in await_others():
-            assert said == state_of(self.own), self.held
+        with self._members.telling(Check(ask_kernel)) as said:
+            self.own.check(ask_kernel)
+        assert all(state == state_of(self.own) for state in said), self.held
 
     def close(self) -> None:
         """End the other ranks, and release everything."""

@@ -6,6 +6,7 @@ books as the rank that computes there, so a change of layers is made twice, by b
 
 import os
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 
 import numpy as np
@@ -20,8 +21,8 @@ from kunserve.transport.movable_memory import Content, Extents, InFile, Mapped, 
 from kunserve.transport.movable_memory import Granules as SharedGranules
 
 Bytes = npt.NDArray[np.uint8]
-Change = Callable[[LayerRange], Callable[[], object]]
-"""Has the other ranks change what they hold; what it gives returns when they have."""
+Change = Callable[[LayerRange], AbstractContextManager[object]]
+"""Within, the other ranks change what they hold; behind it, they have."""
 
 
 class RankPages(HostPages):
@@ -182,16 +183,14 @@ class RankedMemory(OfAllRanks):
 
     def drop(self, keep: LayerRange) -> Remap:
         """See ``InstanceMemory``."""
-        await_others = self._drop_elsewhere(keep)
-        remaps = [shard.drop(keep) for shard in self.shards]
-        await_others()
+        with self._drop_elsewhere(keep):
+            remaps = [shard.drop(keep) for shard in self.shards]
         return self._joined(remaps[0], sum(remap.seconds for remap in remaps))
 
     def reclaim(self, layers: LayerRange) -> Remap:
         """See ``InstanceMemory``."""
-        await_others = self._reclaim_elsewhere(layers)
-        remaps = [shard.reclaim(layers) for shard in self.shards]
-        await_others()
+        with self._reclaim_elsewhere(layers):
+            remaps = [shard.reclaim(layers) for shard in self.shards]
         return self._joined(remaps[0], sum(remap.seconds for remap in remaps))
 
     # Bytes

@@ -8,7 +8,7 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 from kunserve.core.errors import ConfigError
@@ -122,30 +122,24 @@ class Members:
             )
             watch.start()
 
-    def tell(self, word: Word, fds: tuple[int, ...] = ()) -> Callable[[], list[Any]]:
-        """Have all ranks do something; what this gives returns their answers when they have.
+    @contextlib.contextmanager
+    def telling(self, word: Word, fds: tuple[int, ...] = ()) -> Iterator[list[Any]]:
+        """Within, all other ranks do something; behind it, they have, and the list has what they
+        say. Raises RankLost.
 
-        Both raise RankLost.
+        An error within waits for them too, so that the next word gets its own answers.
         """
-        self._lock.acquire()
-        try:
+        with self._lock:
             for talk in self._talks:
                 talk.say(word, fds)
-        except BaseException:
-            self._lock.release()
-            raise
-        return self._await_answers
-
-    def _await_answers(self) -> list[Any]:
-        try:
-            said = []
-            for talk in self._talks:
-                answer, _ = talk.hear(self._patience_s)
-                assert isinstance(answer, Answer) and answer.refusal is None, answer
-                said.append(answer.said)
-            return said
-        finally:
-            self._lock.release()
+            said: list[Any] = []
+            try:
+                yield said
+            finally:
+                for talk in self._talks:
+                    answer, _ = talk.hear(self._patience_s)
+                    assert isinstance(answer, Answer) and answer.refusal is None, answer
+                    said.append(answer.said)
 
     def _watch(self, rank: int, process: RankProcess) -> None:
         code = process.wait()

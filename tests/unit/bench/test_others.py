@@ -12,6 +12,7 @@ from kunserve.bench.compare.compare_command import compare_command
 from kunserve.bench.compare.others import OtherServers, running_others
 from kunserve.bench.compare.results import load
 from kunserve.bench.session import ServerUnreachable
+from tests.conftest import wait_until
 from tests.unit.bench.conftest import FakeServer
 
 EXPERIMENT = """
@@ -111,6 +112,27 @@ def test_replicas_are_started_and_stopped(tmp_path: Path, monkeypatch: pytest.Mo
     for url in urls:
         with pytest.raises(urllib.error.URLError):
             urllib.request.urlopen(url, timeout=5)
+
+
+def test_children_of_a_replica_that_has_ended_are_ended(tmp_path: Path) -> None:
+    """vLLM's front may die before its engine does."""
+    said = tmp_path / "child"
+    words = (
+        "import pathlib, subprocess, sys; "
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']); "
+        f"pathlib.Path('{said}').write_text(str(child.pid))"
+    )
+    other = OtherServers(command=f'{sys.executable} -c "{words}" {{port}}')
+    with pytest.raises(ServerUnreachable), running_others("theirs", other):
+        raise AssertionError("it is not ready")
+
+    def is_over() -> bool:
+        try:
+            return Path(f"/proc/{said.read_text()}/stat").read_text().split()[2] == "Z"
+        except OSError:
+            return True
+
+    wait_until(is_over)
 
 
 def test_a_replica_that_ends_shows_its_last_words() -> None:

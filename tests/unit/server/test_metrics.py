@@ -302,8 +302,9 @@ def test_timeline_is_bounded_and_incremental() -> None:
     engine = EchoEngine()
     metrics = FrontMetrics(engine, MODEL)
     timeline = Timeline(metrics, period_s=1.0, kept_s=5.0)
-    metrics.accepted()
-    metrics.timing(request()).token(100.5)
+    clock = metrics.timing(request())
+    clock.accepted()
+    clock.token(100.5)
     for _ in range(9):
         timeline.sample()
     run_now(engine.drop(None))

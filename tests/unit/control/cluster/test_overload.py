@@ -70,7 +70,8 @@ def test_a_queue_much_longer_than_what_a_drop_frees_waits_for_compute() -> None:
     brain.report(0, **long)
     assert not brain.take(Prepare)
     (wish,) = brain.said(ScaleUp)
-    assert "850 blocks of requests wait for room" in wish.reason
+    assert "no drop is worth it: 850 blocks of requests wait for room" in wish.reason
+    assert "nothing is left" not in wish.reason
     brain.report(0, **SHORT)
     assert brain.take(Prepare), "a shorter one is worth it"
     brain = Brain(max_queue_per_gain=10.0)
