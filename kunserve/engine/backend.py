@@ -1,5 +1,6 @@
 """Where an instance's memory lies and what computes there: the CPU with its C kernels, or torch."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -128,8 +129,11 @@ class OneMemory:
         beside_bytes: int,
     ) -> InstanceMemory:
         """See ``Backend``."""
-        pages, guard = self.open_pages, self.pads_steps
+        pages, guard = self._pages_of(config), self.pads_steps
         return InstanceMemory(instance_id, spec, config, beside_bytes, pages, backs_guard=guard)
+
+    def _pages_of(self, config: InstanceConfig) -> OpenPages:
+        return self.open_pages
 
     def weights(self, memory: InstanceMemory, spec: ModelSpec) -> ModelWeights:
         """See ``Backend``."""
@@ -154,6 +158,9 @@ class CpuBackend(OneMemory):
     computes_aside = False
     keeps_quantised = True
     splits_head = True
+
+    def _pages_of(self, config: InstanceConfig) -> OpenPages:
+        return functools.partial(HostPages, huge=config.huge_pages == "auto")
 
     def settle(self, spec: ModelSpec, config: InstanceConfig, most: StepLimits) -> InstanceConfig:
         """See ``Backend``."""

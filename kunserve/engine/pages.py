@@ -18,6 +18,7 @@ import numpy.typing as npt
 from kunserve.core.errors import ConfigError, TooLittleMemory
 from kunserve.engine import address_space
 from kunserve.engine.free_memory import available_bytes
+from kunserve.engine.huge_pages import HUGE_PAGE_BYTES, fill
 from kunserve.transport import movable_memory
 
 Granules: TypeAlias = npt.NDArray[np.int32]
@@ -31,7 +32,6 @@ Copies: TypeAlias = Sequence[tuple[int, int, int]]
 NOTHING = -1
 ARENA_FILE = "kunserve-arena"
 """What the kernel calls memory files of arenas."""
-_HUGE_PAGE_BYTES = 2 << 20
 
 
 class Pages(Protocol):
@@ -47,6 +47,11 @@ class Pages(Protocol):
     """Where the first granule lies, in a file of which others may be told."""
     moves: bool
     """Whether ``move`` is the cheapest remap. Otherwise granules are mapped a second time."""
+    huge_bytes: int
+    """How much of host memory lies in huge pages."""
+    granules_per_page: int
+    """Granules in a huge page, which is mapped whole only where the first one's slot is a multiple
+    of this, too. 1 where that does not matter."""
 
     def reserve(self, num_bytes: int) -> int:
         """Address space without memory, at an address that suits the granules."""
@@ -125,8 +130,13 @@ class HostPages:
         """The file: granule after granule."""
         return self._fd
 
-    def __init__(self, num_bytes: int, granule_bytes: int, beside_bytes: int = 0) -> None:
-        """``beside_bytes`` is what the process will need beside these pages."""
+    def __init__(
+        self, num_bytes: int, granule_bytes: int, beside_bytes: int = 0, *, huge: bool = True
+    ) -> None:
+        """``beside_bytes`` is what the process will need beside these pages.
+
+        They lie in huge pages where the system gives some, unless that is not wanted.
+        """
         if granule_bytes <= 0 or granule_bytes % mmap.PAGESIZE:
             raise ConfigError(
                 f"granule_bytes must be a multiple of {mmap.PAGESIZE}, not {granule_bytes}"
@@ -134,6 +144,10 @@ class HostPages:
         self.granule_bytes = granule_bytes
         self.num_granules = num_bytes // granule_bytes
         self.num_calls = 0
+        self.huge_bytes = 0
+        divides = HUGE_PAGE_BYTES % granule_bytes == 0
+        self.granules_per_page = HUGE_PAGE_BYTES // granule_bytes if divides else 1
+        self._huge = huge
         self._reserved: dict[int, tuple[int, int]] = {}
         self._prefault: _Prefault | None = None
         self._fd = self._take(self.num_granules * granule_bytes, beside_bytes)
@@ -142,18 +156,42 @@ class HostPages:
         """The file, with all its memory. Raises TooLittleMemory."""
         fd = os.memfd_create(ARENA_FILE)
         try:
-            claim(fd, 0, num_bytes, beside_bytes)
+            self._claim(fd, num_bytes, beside_bytes)
         except TooLittleMemory:
             os.close(fd)
             raise
         return fd
 
+    def _claim(self, fd: int, num_bytes: int, beside_bytes: int) -> None:
+        """Take memory for the last bytes of a file.
+
+        TooLittleMemory where the machine has not so much.
+        """
+        available = available_bytes()
+        if num_bytes + beside_bytes > available:
+            # Asking the kernel would wake its out-of-memory killer before it refuses.
+            raise TooLittleMemory(
+                f"an instance asks for {num_bytes} bytes of memory and {beside_bytes} for its "
+                f"steps, the machine, or this process's cgroup, has {available} left"
+            )
+        try:
+            os.ftruncate(fd, self.file_offset + num_bytes)
+            if self._huge:
+                self.huge_bytes = fill(fd, self.file_offset, num_bytes)
+            if num_bytes:
+                # Now, so that a shortage shows at start and not as a crash under load.
+                os.posix_fallocate(fd, self.file_offset, num_bytes)
+        except OSError as error:
+            raise TooLittleMemory(
+                f"the machine cannot give {num_bytes} bytes to an instance: {error.strerror}"
+            ) from error
+
     def reserve(self, num_bytes: int) -> int:
         """See ``Pages``."""
-        # Whole page-table pages can be moved only between equally aligned addresses.
-        reserved_bytes = num_bytes + _HUGE_PAGE_BYTES
+        # A huge page is mapped whole only where its address has the alignment of its file offset.
+        reserved_bytes = num_bytes + HUGE_PAGE_BYTES
         reserved_at = address_space.reserve(reserved_bytes)
-        address = -(-reserved_at // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
+        address = -(-reserved_at // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
         self._reserved[address] = (reserved_at, reserved_bytes)
         return address
 
@@ -272,29 +310,6 @@ def pair_up(targets: Spans, sources: Spans) -> Copies:
             target, num_bytes = target + size, num_bytes - size
     assert not left, (targets, sources)
     return copies
-
-
-def claim(fd: int, offset: int, num_bytes: int, beside_bytes: int) -> None:
-    """Take memory for so many bytes of a memory file, of which they are the last ones.
-
-    TooLittleMemory where the machine has not so much.
-    """
-    available = available_bytes()
-    if num_bytes + beside_bytes > available:
-        # Asking the kernel would wake its out-of-memory killer before it refuses.
-        raise TooLittleMemory(
-            f"an instance asks for {num_bytes} bytes of memory and {beside_bytes} for its steps, "
-            f"the machine, or this process's cgroup, has {available} left"
-        )
-    try:
-        os.ftruncate(fd, offset + num_bytes)
-        if num_bytes:
-            # Now, so that a shortage shows at start and not as a crash under load.
-            os.posix_fallocate(fd, offset, num_bytes)
-    except OSError as error:
-        raise TooLittleMemory(
-            f"the machine cannot give {num_bytes} bytes to an instance: {error.strerror}"
-        ) from error
 
 
 class _Prefault:

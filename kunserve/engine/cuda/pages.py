@@ -21,6 +21,8 @@ class DevicePages:
     is_host = False
     moves = False
     file_offset = 0
+    huge_bytes = 0
+    granules_per_page = 1
 
     def __init__(
         self, driver: Driver, num_bytes: int, granule_bytes: int, beside_bytes: int = 0

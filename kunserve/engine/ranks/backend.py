@@ -145,7 +145,8 @@ class RankedBackend(SeveralRanks):
             places = place_ranks(instance_id, self._num_ranks, numa_nodes())
             for cpus in places:
                 with visiting(cpus):
-                    pages = functools.partial(RankPages, fd, len(shards), True)
+                    huge = config.huge_pages == "auto"
+                    pages = functools.partial(RankPages, fd, len(shards), True, huge=huge)
                     beside = beside_bytes // self._num_ranks
                     shards.append(InstanceMemory(instance_id, shard, of_rank, beside, pages))
             stay_on(places[0])
