@@ -48,7 +48,7 @@ class StartupAccount:
             unseen = f", {self.unseen_share:.0%} of its KV outside the windows of layers"
         in_huge = ""
         if self.huge_bytes:
-            in_huge = f" ({self.huge_bytes / mib:.0f} in pages of 2 MiB)"
+            in_huge = f" ({self.huge_bytes / mib:.0f} in pages of 2 MiB so far)"
         return (
             f"memory {self.memory_bytes / mib:.1f} MiB{in_huge}: "
             f"weights {self.weights_bytes / mib:.1f} MiB, "

@@ -4,7 +4,7 @@ import contextlib
 import ctypes
 import mmap
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 _PROT_NONE = 0
@@ -118,17 +118,25 @@ def shown(fd: int, offset: int, num_bytes: int, alignment: int) -> Iterator[int]
 
 
 def huge_bytes_at(address: int, num_bytes: int) -> int:
-    """How much of a memory file's mappings there goes through huge pages. Slow."""
-    found, is_there = 0, False
-    with open("/proc/self/smaps", encoding="utf-8") as lines:
-        for line in lines:
-            name, *fields = line.split(maxsplit=2)
-            if not name.endswith(":"):
-                first, last = (int(part, 16) for part in name.split("-"))
-                is_there = address <= first and last <= address + num_bytes
-            elif is_there and name == "ShmemPmdMapped:":
-                found += int(fields[0]) * 1024
-    return found
+    """How much of a memory file's mappings there goes through huge pages, as far as the kernel
+    says. Slow.
+    """
+    try:
+        with open("/proc/self/smaps", encoding="utf-8") as lines:
+            return sum(_huge_bytes_in(lines, address, address + num_bytes))
+    except OSError:
+        return 0
+
+
+def _huge_bytes_in(lines: Iterable[str], address: int, end: int) -> Iterator[int]:
+    is_there = False
+    for line in lines:
+        name, *fields = line.split(maxsplit=2)
+        if not name.endswith(":"):
+            first, last = (int(part, 16) for part in name.split("-"))
+            is_there = address <= first and last <= end
+        elif is_there and name == "ShmemPmdMapped:":
+            yield int(fields[0]) * 1024
 
 
 class Mapping(NamedTuple):

@@ -114,10 +114,11 @@ def _remap() -> Iterator[Finding]:
 
 
 def _huge_pages() -> Iterator[Finding]:
-    size = InstanceConfig().granule_bytes
-    pages = HostPages(HUGE_PAGE_BYTES, size)
+    pages = HostPages(HUGE_PAGE_BYTES, HUGE_PAGE_BYTES)
+    pages.map(pages.reserve(HUGE_PAGE_BYTES), np.zeros(1, dtype=np.int32), populate=True)
+    huge_bytes = pages.huge_bytes
     pages.close()
-    if pages.huge_bytes:
+    if huge_bytes:
         yield Finding("ok", "huge pages", "weights and KV can lie in pages of 2 MiB")
         return
     text = "this system gives no pages of 2 MiB, from which memory is read up to twice as fast: "

@@ -4,6 +4,7 @@ Memory is read up to twice as fast from them. A page of a file is mapped whole o
 address and its place in the file leave the same remainder: what moves must keep that.
 """
 
+import contextlib
 import errno
 import mmap
 from collections.abc import Iterator
@@ -19,24 +20,21 @@ _AT_ONCE_BYTES = 32 << 20
 """Collapsed by one call, because each call first waits for all cores."""
 
 
-def fill(fd: int, offset: int, num_bytes: int) -> int:
-    """Take memory for a stretch of a memory file in huge pages; how many bytes lie in such now.
+def fill(fd: int, offset: int, num_bytes: int) -> None:
+    """Take memory for a stretch of a memory file in huge pages, as far as the system gives some.
 
     Call it before anything is written there: a page of which little is there yet is cleared,
-    where one that is full would be copied. What the system gives no huge pages for stays without
-    memory, or with little: take the rest of it in the ordinary way.
+    where one that is full would be copied. The rest stays without memory, or with little: take it
+    in the ordinary way.
     """
     whole = num_bytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
     if offset % HUGE_PAGE_BYTES or not whole:
-        return 0
-    try:
-        return _fill(fd, offset, whole)
-    except OSError:
-        return 0  # no addresses, or the system does not say
-
-
-def _fill(fd: int, offset: int, whole: int) -> int:
-    with address_space.shown(fd, offset, whole, HUGE_PAGE_BYTES) as address:
+        return
+    # Without addresses for it there are none.
+    with (
+        contextlib.suppress(OSError),
+        address_space.shown(fd, offset, whole, HUGE_PAGE_BYTES) as address,
+    ):
         # For kernels that are set to give huge pages to whoever asks (shmem_enabled).
         address_space.advise_huge(address, whole)
         collapses = True
@@ -45,12 +43,15 @@ def _fill(fd: int, offset: int, whole: int) -> int:
             for at in range(address + first, address + first + size, HUGE_PAGE_BYTES):
                 # Where nothing lies, nothing is collapsed.
                 if not address_space.populate(at, mmap.PAGESIZE):
-                    return address_space.huge_bytes_at(address, whole)
-            if collapses:
-                # One that is busy is no reason to stop: the others may not be. But where there is
-                # no free huge page, the system looks long for each.
-                collapses = address_space.collapse(address + first, size) in (0, errno.EAGAIN)
-        return address_space.huge_bytes_at(address, whole)
+                    return
+            collapses = collapses and collapse(address + first, size)
+
+
+def collapse(address: int, num_bytes: int) -> bool:
+    """Put what lies there into huge pages; False if the system gives no more of them."""
+    # One that is busy is no reason to stop: the next may not be. But where there is no free huge
+    # page, the system looks long for each.
+    return address_space.collapse(address, num_bytes) in (0, errno.EAGAIN)
 
 
 class Piece(NamedTuple):

@@ -6,6 +6,7 @@ refuse them with an OSError.
 
 import ctypes
 import itertools
+import logging
 import mmap
 import os
 import threading
@@ -15,11 +16,14 @@ from typing import Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from kunserve.core.config import MIB
 from kunserve.core.errors import ConfigError, TooLittleMemory
 from kunserve.engine import address_space
 from kunserve.engine.free_memory import available_bytes
-from kunserve.engine.huge_pages import HUGE_PAGE_BYTES, fill
+from kunserve.engine.huge_pages import HUGE_PAGE_BYTES, collapse, fill
 from kunserve.transport import movable_memory
+
+logger = logging.getLogger(__name__)
 
 Granules: TypeAlias = npt.NDArray[np.int32]
 
@@ -47,8 +51,6 @@ class Pages(Protocol):
     """Where the first granule lies, in a file of which others may be told."""
     moves: bool
     """Whether ``move`` is the cheapest remap. Otherwise granules are mapped a second time."""
-    huge_bytes: int
-    """How much of host memory lies in huge pages."""
     granules_per_page: int
     """Granules in a huge page, which is mapped whole only where the first one's slot is a multiple
     of this, too. 1 where that does not matter."""
@@ -104,6 +106,11 @@ class Pages(Protocol):
         """What other processes can map; None where they cannot, or can read a file instead."""
         ...
 
+    @property
+    def huge_bytes(self) -> int:
+        """How much of what is mapped lies in huge pages of the host, as the system says. Slow."""
+        ...
+
     def check(self) -> None:
         """Assert that no more memory is taken than the budget."""
         ...
@@ -131,11 +138,18 @@ class HostPages:
         return self._fd
 
     def __init__(
-        self, num_bytes: int, granule_bytes: int, beside_bytes: int = 0, *, huge: bool = True
+        self,
+        num_bytes: int,
+        granule_bytes: int,
+        beside_bytes: int = 0,
+        *,
+        huge: bool = True,
+        first_bytes: int | None = None,
     ) -> None:
         """``beside_bytes`` is what the process will need beside these pages.
 
-        They lie in huge pages where the system gives some, unless that is not wanted.
+        They lie in huge pages where the system gives some, unless that is not wanted: the first
+        ones (all where None) at once, others when they are prefaulted.
         """
         if granule_bytes <= 0 or granule_bytes % mmap.PAGESIZE:
             raise ConfigError(
@@ -144,10 +158,10 @@ class HostPages:
         self.granule_bytes = granule_bytes
         self.num_granules = num_bytes // granule_bytes
         self.num_calls = 0
-        self.huge_bytes = 0
         divides = HUGE_PAGE_BYTES % granule_bytes == 0
         self.granules_per_page = HUGE_PAGE_BYTES // granule_bytes if divides else 1
         self._huge = huge
+        self._first_bytes = first_bytes
         self._reserved: dict[int, tuple[int, int]] = {}
         self._prefault: _Prefault | None = None
         self._fd = self._take(self.num_granules * granule_bytes, beside_bytes)
@@ -177,7 +191,8 @@ class HostPages:
         try:
             os.ftruncate(fd, self.file_offset + num_bytes)
             if self._huge:
-                self.huge_bytes = fill(fd, self.file_offset, num_bytes)
+                first_bytes = num_bytes if self._first_bytes is None else self._first_bytes
+                fill(fd, self.file_offset, first_bytes)
             if num_bytes:
                 # Now, so that a shortage shows at start and not as a crash under load.
                 os.posix_fallocate(fd, self.file_offset, num_bytes)
@@ -237,7 +252,18 @@ class HostPages:
 
     def prefault(self, address: int, num_bytes: int) -> None:
         """See ``Pages``."""
-        self._prefault = _Prefault(address, num_bytes)
+        self._prefault = _Prefault(address, num_bytes, self._huge, self._tell_huge)
+
+    @property
+    def huge_bytes(self) -> int:
+        """See ``Pages``."""
+        return sum(address_space.huge_bytes_at(*span) for span in self._reserved.values())
+
+    def _tell_huge(self) -> None:
+        if not self._huge:
+            return
+        size = self.num_granules * self.granule_bytes
+        logger.info("memory in pages of 2 MiB: %d of %d MiB", self.huge_bytes / MIB, size / MIB)
 
     def read(self, spans: Spans, into: Bytes) -> None:
         """See ``Pages``."""
@@ -313,17 +339,21 @@ def pair_up(targets: Spans, sources: Spans) -> Copies:
 
 
 class _Prefault:
-    """Touches memory in the background.
+    """Touches memory in the background, and puts it into huge pages first where that is wanted.
 
     The first touch of a page costs several microseconds, which steps would pay otherwise. Pieces
-    are small, since a remap waits for the one in progress.
+    are small, since a remap waits for the one in progress, or for it to be collapsed.
     """
 
     _PIECE_BYTES = 128 * 1024
 
-    def __init__(self, address: int, num_bytes: int) -> None:
+    def __init__(
+        self, address: int, num_bytes: int, huge: bool, when_done: Callable[[], None]
+    ) -> None:
         self._address = address
         self._num_bytes = num_bytes
+        self._collapses = huge
+        self._when_done = when_done
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kv-prefault", daemon=True)
         self._thread.start()
@@ -334,8 +364,15 @@ class _Prefault:
         self._thread.join()
 
     def _run(self) -> None:
-        for offset in range(0, self._num_bytes, self._PIECE_BYTES):
-            size = min(self._PIECE_BYTES, self._num_bytes - offset)
+        address, end = self._address, self._address + self._num_bytes
+        while address < end:
+            is_page = address % HUGE_PAGE_BYTES == 0 and end - address >= HUGE_PAGE_BYTES
+            if is_page and self._collapses:
+                # Before it is touched, because what is mapped would have to be unmapped first.
+                self._collapses = collapse(address, HUGE_PAGE_BYTES)
+            size = min(self._PIECE_BYTES - address % self._PIECE_BYTES, end - address)
             # A piece that a remap took away meanwhile fails to populate: nothing is lost.
-            if self._stopping.is_set() or not address_space.populate(self._address + offset, size):
+            if self._stopping.is_set() or not address_space.populate(address, size):
                 return
+            address += size
+        self._when_done()

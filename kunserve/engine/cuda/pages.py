@@ -21,7 +21,6 @@ class DevicePages:
     is_host = False
     moves = False
     file_offset = 0
-    huge_bytes = 0
     granules_per_page = 1
 
     def __init__(
@@ -60,6 +59,11 @@ class DevicePages:
             raise TooLittleMemory(
                 f"cannot give {_mib(num_bytes)} to an instance: {error.strerror}; {has}"
             ) from error
+
+    @property
+    def huge_bytes(self) -> int:
+        """None of the host."""
+        return 0
 
     def reserve(self, num_bytes: int) -> int:
         """See ``Pages``."""

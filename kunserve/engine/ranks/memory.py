@@ -41,6 +41,7 @@ class RankPages(HostPages):
         beside_bytes: int = 0,
         *,
         huge: bool = True,
+        first_bytes: int | None = None,
     ) -> None:
         """With ``claims`` the file grows by this part, which must be its last one.
 
@@ -49,7 +50,7 @@ class RankPages(HostPages):
         self._lent_fd = fd
         self._rank = rank
         self._claims = claims
-        super().__init__(num_bytes, granule_bytes, beside_bytes, huge=huge)
+        super().__init__(num_bytes, granule_bytes, beside_bytes, huge=huge, first_bytes=first_bytes)
 
     def _take(self, num_bytes: int, beside_bytes: int) -> int:
         whole_pages = -(-num_bytes // HUGE_PAGE_BYTES)

@@ -4,8 +4,9 @@ import dataclasses
 import errno
 import functools
 import itertools
+import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -36,11 +37,19 @@ INSTANCE = InstanceConfig(memory_bytes=26 * MIB)
 WHOLE = LayerRange(0, MODEL.num_layers)
 
 
+def huge_bytes_of(pages: HostPages) -> int:
+    """Of all of them, mapped one after the other."""
+    address = pages.reserve(pages.num_granules * pages.granule_bytes)
+    pages.map(address, np.arange(pages.num_granules, dtype=np.int32), populate=True)
+    return pages.huge_bytes
+
+
 @functools.cache
 def has_huge_pages() -> bool:
-    pages = HostPages(HUGE_PAGE_BYTES, 4096)
+    pages = HostPages(HUGE_PAGE_BYTES, HUGE_PAGE_BYTES)
+    huge_bytes = huge_bytes_of(pages)
     pages.close()
-    return pages.huge_bytes > 0
+    return huge_bytes > 0
 
 
 def gives_unasked() -> bool:
@@ -76,23 +85,20 @@ def touched_huge_bytes(memory: InstanceMemory) -> int:
     )[::4096].max()
     for layer in range(*memory.held):
         memory.layer_view(layer)[::4096].max()
-    return sum(
-        address_space.huge_bytes_at(one.base_address, one.num_bytes)
-        for one in (memory.weights, memory.kv)
-    )
+    return memory.huge_bytes
 
 
 @needs_huge_pages
 def test_a_file_is_filled_but_for_its_end(file: int) -> None:
     os.ftruncate(file, 7 * MIB)
-    assert fill(file, 0, 7 * MIB) == 6 * MIB
+    fill(file, 0, 7 * MIB)
     assert os.fstat(file).st_blocks * 512 == 6 * MIB
     assert os.pread(file, 7 * MIB, 0) == bytes(7 * MIB)
 
 
 def test_what_does_not_begin_with_a_page_is_left_alone(file: int) -> None:
     os.ftruncate(file, 8 * MIB)
-    assert fill(file, MIB, 6 * MIB) == 0
+    fill(file, MIB, 6 * MIB)
     assert os.fstat(file).st_blocks == 0
 
 
@@ -104,7 +110,7 @@ def test_a_system_that_refuses_gives_small_pages(
     monkeypatch.setattr(address_space, "advise_huge", lambda *_: None)
     pages = HostPages(6 * MIB, 1 << 18)
     assert os.fstat(pages.fd).st_blocks * 512 == 6 * MIB
-    assert pages.huge_bytes == 0 or gives_unasked()
+    assert huge_bytes_of(pages) == 0 or gives_unasked()
     pages.check()
     pages.close()
 
@@ -128,7 +134,7 @@ def test_some_pages_are_better_than_none(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(address_space, "collapse", collapse)
     pages = HostPages(40 * MIB, 1 << 18)
-    assert pages.huge_bytes == 30 * MIB
+    assert huge_bytes_of(pages) == 30 * MIB
     assert os.fstat(pages.fd).st_blocks * 512 == 40 * MIB
     assert next(calls) == 1
     pages.close()
@@ -136,8 +142,43 @@ def test_some_pages_are_better_than_none(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_off_is_off() -> None:
     pages = HostPages(6 * MIB, 1 << 18, huge=False)
-    assert pages.huge_bytes == 0 and os.fstat(pages.fd).st_blocks * 512 == 6 * MIB
+    assert huge_bytes_of(pages) == 0 or gives_unasked()
+    assert os.fstat(pages.fd).st_blocks * 512 == 6 * MIB
     pages.close()
+
+
+@needs_huge_pages
+def test_what_is_not_needed_at_once_follows(
+    caplog: pytest.LogCaptureFixture, eventually: Callable[..., object]
+) -> None:
+    caplog.set_level(logging.INFO)
+    pages = HostPages(10 * MIB, 1 << 18, first_bytes=4 * MIB)
+    address = pages.reserve(10 * MIB)
+    pages.map(address, np.arange(40, dtype=np.int32))
+    assert pages.huge_bytes == 0
+    pages.prefault(address, 10 * MIB)
+    eventually(lambda: "memory in pages of 2 MiB: 10 of 10 MiB" in caplog.text)
+    assert pages.huge_bytes == 10 * MIB
+    pages.close()
+
+
+@needs_huge_pages
+def test_content_stays_while_it_is_put_into_huge_pages() -> None:
+    """Steps use KV that has not been prefaulted yet, from several threads."""
+    rng = np.random.default_rng(1)
+    for _ in range(5):
+        pages = HostPages(16 * MIB, 1 << 18, first_bytes=0)
+        address = pages.reserve(16 * MIB)
+        pages.map(address, np.arange(64, dtype=np.int32))
+        data = rng.integers(0, 256, 16 * MIB, np.uint8)
+        spans = [(address + at, 1 << 14) for at in range(0, 16 * MIB, 1 << 14)]
+        pages.write(spans[::2], data.reshape(-1, 1 << 14)[::2].reshape(-1))
+        pages.prefault(address, 16 * MIB)
+        pages.write(spans[1::2], data.reshape(-1, 1 << 14)[1::2].reshape(-1))
+        found = np.empty_like(data)
+        pages.read(spans, found)
+        assert (found == data).all()
+        pages.close()
 
 
 @needs_huge_pages
@@ -145,7 +186,7 @@ def test_ranks_begin_with_a_page(file: int) -> None:
     """Their parts are 5 MiB, of which 4 fill pages."""
     ranks = [RankPages(file, rank, True, 5 * MIB, 1 << 18) for rank in range(3)]
     assert [pages.file_offset for pages in ranks] == [0, 6 * MIB, 12 * MIB]
-    assert [pages.huge_bytes for pages in ranks] == 3 * [4 * MIB]
+    assert [huge_bytes_of(pages) for pages in ranks] == 3 * [4 * MIB]
     assert os.fstat(file).st_blocks * 512 == 15 * MIB
     for pages in ranks:
         pages.check()

@@ -240,7 +240,7 @@ def test_memory_is_in_small_pages_where_there_is_no_address_to_collapse_it(
 ) -> None:
     monkeypatch.setattr(address_space, "_libc", FailingSystem(fails_at))
     memory = InstanceMemory(InstanceId(0), SMALL, SMALL_INSTANCE)
-    assert memory.huge_bytes == 0
+    assert address_space.huge_bytes_at(memory.weights.base_address, memory.weights_bytes) == 0
     memory.check(ask_kernel=True)
     memory.close()
 
