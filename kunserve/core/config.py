@@ -81,6 +81,8 @@ class InstanceConfig:
     """Ranks have whole experts each, instead of a part of every one."""
     granule_bytes: int = 256 * 1024
     """Smallest piece of memory that moves between weights and KV."""
+    huge_pages: Literal["auto", "off"] = "auto"
+    """Whether memory on CPUs is taken in pages of 2 MiB, as far as the system gives some."""
     attention: Literal["fused", "reference", "flashinfer"] = "fused"
     """``flashinfer`` on a GPU only."""
     enforce_eager: bool = False

@@ -15,6 +15,8 @@ class StartupAccount:
     memory_bytes: int
     weights_bytes: int
     """Granules that hold weights."""
+    huge_bytes: int
+    """Of the memory, in huge pages of the host."""
     kv_bytes: int
     kv_units: int
     kv_blocks: int
@@ -44,8 +46,11 @@ class StartupAccount:
             )
         elif self.unseen_share:
             unseen = f", {self.unseen_share:.0%} of its KV outside the windows of layers"
+        in_huge = ""
+        if self.huge_bytes:
+            in_huge = f" ({self.huge_bytes / mib:.0f} in pages of 2 MiB so far)"
         return (
-            f"memory {self.memory_bytes / mib:.1f} MiB: "
+            f"memory {self.memory_bytes / mib:.1f} MiB{in_huge}: "
             f"weights {self.weights_bytes / mib:.1f} MiB, "
             f"KV {self.kv_bytes / mib:.1f} MiB in {self.kv_blocks} blocks; "
             f"beside it {self.buffer_bytes / mib:.1f} MiB for steps, "
@@ -65,6 +70,7 @@ def account_of(
     return StartupAccount(
         memory_bytes=spec.memory_bytes,
         weights_bytes=memory.weights_bytes,
+        huge_bytes=memory.huge_bytes,
         kv_bytes=spec.kv_units * spec.unit_bytes,
         kv_units=spec.kv_units,
         kv_blocks=blocks,

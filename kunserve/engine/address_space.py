@@ -1,9 +1,10 @@
-"""The three system calls behind the arena: reserve, map and move pages at fixed addresses."""
+"""The system calls behind the arena: reserve, map and move pages at fixed addresses."""
 
+import contextlib
 import ctypes
 import mmap
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 _PROT_NONE = 0
@@ -13,7 +14,9 @@ _MAP_PRIVATE_NOTHING = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000  # MAP_NOR
 _MAP_FIXED = 0x10
 _MAP_POPULATE = 0x8000
 _MREMAP_MAYMOVE_FIXED_DONTUNMAP = 1 | 2 | 4
+_MADV_HUGEPAGE = 14
 _MADV_POPULATE_WRITE = 23
+_MADV_COLLAPSE = 25
 _FAILED = ctypes.c_void_p(-1).value
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -84,6 +87,56 @@ def move(source: int, target: int, num_bytes: int) -> bool:
 def populate(address: int, num_bytes: int) -> bool:
     """Fault pages in without changing them; False where that is not possible (not mapped)."""
     return bool(_libc.madvise(address, num_bytes, _MADV_POPULATE_WRITE) == 0)
+
+
+def advise_huge(address: int, num_bytes: int) -> None:
+    """Ask for huge pages where nothing lies yet. The kernel's settings decide."""
+    _libc.madvise(address, num_bytes, _MADV_HUGEPAGE)
+
+
+def collapse(address: int, num_bytes: int) -> int:
+    """Put what lies there into huge pages, whatever the kernel's settings: 0, or an errno.
+
+    Some may be in huge pages even so. EINVAL before Linux 6.1.
+    """
+    if _libc.madvise(address, num_bytes, _MADV_COLLAPSE) == 0:
+        return 0
+    return ctypes.get_errno()
+
+
+@contextlib.contextmanager
+def shown(fd: int, offset: int, num_bytes: int, alignment: int) -> Iterator[int]:
+    """The address, a multiple of ``alignment``, at which a file is mapped for a while."""
+    reserved_bytes = num_bytes + alignment
+    reserved_at = reserve(reserved_bytes)
+    try:
+        address = -(-reserved_at // alignment) * alignment
+        map_file(address, num_bytes, fd, offset, populate=False)
+        yield address
+    finally:
+        unreserve(reserved_at, reserved_bytes)
+
+
+def huge_bytes_at(address: int, num_bytes: int) -> int:
+    """How much of a memory file's mappings there goes through huge pages, as far as the kernel
+    says. Slow.
+    """
+    try:
+        with open("/proc/self/smaps", encoding="utf-8") as lines:
+            return sum(_huge_bytes_in(lines, address, address + num_bytes))
+    except OSError:
+        return 0
+
+
+def _huge_bytes_in(lines: Iterable[str], address: int, end: int) -> Iterator[int]:
+    is_there = False
+    for line in lines:
+        name, *fields = line.split(maxsplit=2)
+        if not name.endswith(":"):
+            first, last = (int(part, 16) for part in name.split("-"))
+            is_there = address <= first and last <= end
+        elif is_there and name == "ShmemPmdMapped:":
+            yield int(fields[0]) * 1024
 
 
 class Mapping(NamedTuple):

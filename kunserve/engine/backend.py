@@ -1,7 +1,8 @@
 """Where an instance's memory lies and what computes there: the CPU with its C kernels, or torch."""
 
+import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypedDict
 
 import torch
 
@@ -14,6 +15,7 @@ from kunserve.engine.attention import c_model
 from kunserve.engine.decoder import Decoder, ModelWeights, StepDecoder, StepLimits
 from kunserve.engine.kernels.library import library
 from kunserve.engine.memory import InstanceMemory
+from kunserve.engine.memory_plan import MemoryPlan
 from kunserve.engine.pages import HostPages, OpenPages
 from kunserve.engine.sampler import Sampler
 from kunserve.engine.structured.forms import Forms
@@ -128,8 +130,11 @@ class OneMemory:
         beside_bytes: int,
     ) -> InstanceMemory:
         """See ``Backend``."""
-        pages, guard = self.open_pages, self.pads_steps
+        pages, guard = self._pages_of(spec, config), self.pads_steps
         return InstanceMemory(instance_id, spec, config, beside_bytes, pages, backs_guard=guard)
+
+    def _pages_of(self, spec: ModelSpec, config: InstanceConfig) -> OpenPages:
+        return self.open_pages
 
     def weights(self, memory: InstanceMemory, spec: ModelSpec) -> ModelWeights:
         """See ``Backend``."""
@@ -145,6 +150,19 @@ def kv_in(memory: InstanceMemory, device: torch.device) -> torch.Tensor:
     return wrap(memory.kv_base_address - below, below + units * spec.unit_bytes, device)
 
 
+class HugePages(TypedDict):
+    """What ``HostPages`` is told of huge pages."""
+
+    huge: bool
+    first_bytes: int
+
+
+def huge_pages_of(spec: ModelSpec, config: InstanceConfig) -> HugePages:
+    """Weights lie in them before they are loaded, KV when there is time for it."""
+    weights_bytes = MemoryPlan.of(spec, config).weights_granules * config.granule_bytes
+    return HugePages(huge=config.huge_pages == "auto", first_bytes=weights_bytes)
+
+
 class CpuBackend(OneMemory):
     """Host memory and our C kernels."""
 
@@ -154,6 +172,9 @@ class CpuBackend(OneMemory):
     computes_aside = False
     keeps_quantised = True
     splits_head = True
+
+    def _pages_of(self, spec: ModelSpec, config: InstanceConfig) -> OpenPages:
+        return functools.partial(HostPages, **huge_pages_of(spec, config))
 
     def settle(self, spec: ModelSpec, config: InstanceConfig, most: StepLimits) -> InstanceConfig:
         """See ``Backend``."""

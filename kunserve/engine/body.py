@@ -31,7 +31,7 @@ from kunserve.engine.backend import Backend, CpuBackend
 from kunserve.engine.decoder import PANEL_ROWS, Decoder, StepBatch, StepLimits
 from kunserve.engine.ends import Largest
 from kunserve.engine.free_memory import beside_bytes
-from kunserve.engine.memory import MemoryPlan
+from kunserve.engine.memory_plan import MemoryPlan
 from kunserve.engine.prompt_scorer import PromptScorer
 from kunserve.engine.ring_tables import RingTables
 from kunserve.engine.split_head import (

@@ -2,21 +2,21 @@
 
 import logging
 import time
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from kunserve.control.instance.body import Remap, UnitCopy
-from kunserve.core.config import MIB, InstanceConfig
+from kunserve.core.config import InstanceConfig
 from kunserve.core.errors import TooLittleMemory
 from kunserve.core.ids import InstanceId
 from kunserve.core.layout import LayerRange
 from kunserve.core.model_spec import ModelSpec
-from kunserve.core.sharding import config_of_rank, spec_of_rank, spread_over_ranks
 from kunserve.core.snapshots import InstanceSpec
 from kunserve.engine.arena import Arena, VirtualRange
+from kunserve.engine.huge_pages import arrange
+from kunserve.engine.memory_plan import MemoryPlan, mib, padding_granules
 from kunserve.engine.pages import HostPages, OpenPages, Spans, pair_up
 from kunserve.engine.weights.layout import WeightLayout
 from kunserve.transport.movable_memory import (
@@ -32,58 +32,6 @@ logger = logging.getLogger(__name__)
 
 _UNMAPPED_AT_ONCE = 16
 """Granules that ``tidy`` unmaps in one call."""
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryPlan:
-    """How an instance's budget is divided while it holds every layer."""
-
-    num_granules: int
-    weights_granules: int
-    kv_units: int
-
-    @classmethod
-    def of(cls, model: ModelSpec, config: InstanceConfig) -> "MemoryPlan":
-        """Divide the budget; raises TooLittleMemory when not even one block fits.
-
-        Of an instance of several ranks: that of each, because all are alike.
-        """
-        num_ranks = config.tensor_parallel_size
-        if num_ranks > 1:
-            model = spec_of_rank(spread_over_ranks(model, config), num_ranks)
-            config = config_of_rank(config)
-        granule = config.granule_bytes
-        unit = model.unit_bytes(config.block_size)
-        weights = WeightLayout(model, granule).num_granules
-        if config.kv_cache_memory_bytes is None:
-            num_granules = config.memory_bytes // granule
-        else:
-            num_granules = weights + -(-config.kv_cache_memory_bytes // granule)
-        plan = cls(num_granules, weights, max(0, num_granules - weights) * granule // unit)
-        if plan.kv_units < model.num_layers:
-            block = model.block_bytes(config.block_size)
-            is_share = config.gpu_memory_utilization is not None
-            flag = "--gpu-memory-utilization" if is_share else "--instance-memory"
-            needed = (weights + -(-block // granule)) * granule
-            whose = "instance" if num_ranks == 1 else f"rank of an instance of {num_ranks}"
-            raise TooLittleMemory(
-                f"{model.name} needs at least {_mib(needed)} per {whose}: "
-                f"{_mib(weights * granule)} of weights in {model.dtype} and {_mib(block)} for one "
-                f"KV block of {config.block_size} tokens; the {whose.partition(' ')[0]} has "
-                f"{_mib(num_granules * granule)}, so the longest request that would fit has 0 "
-                f"tokens. Give more with {flag}"
-            )
-        return plan
-
-
-def padding_granules(model: ModelSpec, config: InstanceConfig) -> int:
-    """Granules that hold a unit for each layer below unit 0."""
-    unit = model.unit_bytes(config.block_size)
-    return -(-model.num_layers * unit // config.granule_bytes)
-
-
-def _mib(num_bytes: int) -> str:
-    return f"{num_bytes / MIB:.1f} MiB"
 
 
 class RemapFailed(SystemExit):
@@ -139,6 +87,10 @@ class InstanceMemory:
         self._guard_granules = self._guard_slots if backs_guard else 0
         num_bytes = (plan.num_granules + self._guard_granules) * granule
         self.arena = Arena(open_pages(num_bytes, granule, beside_bytes))
+        if not backs_guard:
+            # Addresses only, so that KV's slots and granules leave the same remainder.
+            ahead = plan.weights_granules - self._guard_slots
+            self._guard_slots += ahead % self.arena.pages.granules_per_page
         self.spec = InstanceSpec(
             instance_id=instance_id,
             num_layers=model.num_layers,
@@ -164,7 +116,7 @@ class InstanceMemory:
         except OSError as error:
             self.arena.close()
             raise TooLittleMemory(
-                f"the machine cannot map {_mib(self.spec.memory_bytes)}: {error.strerror}"
+                f"the machine cannot map {mib(self.spec.memory_bytes)}: {error.strerror}"
             ) from error
         self.arena.pages.prefault(self.kv_base_address, self._tail_slot_bytes())
 
@@ -231,6 +183,11 @@ class InstanceMemory:
         held = LayerRange(min(self.held.first, layers.first), max(self.held.end, layers.end))
         assert held.num_layers <= self.held.num_layers + layers.num_layers, (self.held, layers)
         return self._hold(held)
+
+    @property
+    def huge_bytes(self) -> int:
+        """How much of the memory lies in huge pages of the host."""
+        return self.arena.pages.huge_bytes
 
     @property
     def weights_bytes(self) -> int:
@@ -402,7 +359,17 @@ class InstanceMemory:
             for slot, num in ((old_end, end - old_end), (first, old_first - first)):
                 tail -= num
                 moves.append(_Move(self.kv, tail, self.weights, slot, num))
-        return [move for move in moves if move.num]
+        return [piece for move in moves for piece in self._in_whole_pages(move)]
+
+    def _in_whole_pages(self, move: _Move) -> list[_Move]:
+        """The same granules moved so that huge pages stay whole. No content of them is needed."""
+        source, slot, target, target_slot, num = move
+        granules = source.granules[slot : slot + num]
+        per_page = self.arena.pages.granules_per_page
+        return [
+            _Move(source, slot + piece.first, target, target_slot + piece.place, piece.num)
+            for piece in arrange(granules, target_slot, per_page)
+        ]
 
     def _hold(self, layers: LayerRange) -> Remap:
         started = time.perf_counter()

@@ -6,6 +6,7 @@ refuse them with an OSError.
 
 import ctypes
 import itertools
+import logging
 import mmap
 import os
 import threading
@@ -15,10 +16,14 @@ from typing import Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from kunserve.core.config import MIB
 from kunserve.core.errors import ConfigError, TooLittleMemory
 from kunserve.engine import address_space
 from kunserve.engine.free_memory import available_bytes
+from kunserve.engine.huge_pages import HUGE_PAGE_BYTES, collapse, fill
 from kunserve.transport import movable_memory
+
+logger = logging.getLogger(__name__)
 
 Granules: TypeAlias = npt.NDArray[np.int32]
 
@@ -31,7 +36,6 @@ Copies: TypeAlias = Sequence[tuple[int, int, int]]
 NOTHING = -1
 ARENA_FILE = "kunserve-arena"
 """What the kernel calls memory files of arenas."""
-_HUGE_PAGE_BYTES = 2 << 20
 
 
 class Pages(Protocol):
@@ -47,6 +51,9 @@ class Pages(Protocol):
     """Where the first granule lies, in a file of which others may be told."""
     moves: bool
     """Whether ``move`` is the cheapest remap. Otherwise granules are mapped a second time."""
+    granules_per_page: int
+    """Granules in a huge page, which is mapped whole only where the first one's slot is a multiple
+    of this, too. 1 where that does not matter."""
 
     def reserve(self, num_bytes: int) -> int:
         """Address space without memory, at an address that suits the granules."""
@@ -99,6 +106,11 @@ class Pages(Protocol):
         """What other processes can map; None where they cannot, or can read a file instead."""
         ...
 
+    @property
+    def huge_bytes(self) -> int:
+        """How much of what is mapped lies in huge pages of the host, as the system says. Slow."""
+        ...
+
     def check(self) -> None:
         """Assert that no more memory is taken than the budget."""
         ...
@@ -125,8 +137,20 @@ class HostPages:
         """The file: granule after granule."""
         return self._fd
 
-    def __init__(self, num_bytes: int, granule_bytes: int, beside_bytes: int = 0) -> None:
-        """``beside_bytes`` is what the process will need beside these pages."""
+    def __init__(
+        self,
+        num_bytes: int,
+        granule_bytes: int,
+        beside_bytes: int = 0,
+        *,
+        huge: bool = True,
+        first_bytes: int | None = None,
+    ) -> None:
+        """``beside_bytes`` is what the process will need beside these pages.
+
+        They lie in huge pages where the system gives some, unless that is not wanted: the first
+        ones (all where None) at once, others when they are prefaulted.
+        """
         if granule_bytes <= 0 or granule_bytes % mmap.PAGESIZE:
             raise ConfigError(
                 f"granule_bytes must be a multiple of {mmap.PAGESIZE}, not {granule_bytes}"
@@ -134,6 +158,10 @@ class HostPages:
         self.granule_bytes = granule_bytes
         self.num_granules = num_bytes // granule_bytes
         self.num_calls = 0
+        divides = HUGE_PAGE_BYTES % granule_bytes == 0
+        self.granules_per_page = HUGE_PAGE_BYTES // granule_bytes if divides else 1
+        self._huge = huge
+        self._first_bytes = first_bytes
         self._reserved: dict[int, tuple[int, int]] = {}
         self._prefault: _Prefault | None = None
         self._fd = self._take(self.num_granules * granule_bytes, beside_bytes)
@@ -142,18 +170,43 @@ class HostPages:
         """The file, with all its memory. Raises TooLittleMemory."""
         fd = os.memfd_create(ARENA_FILE)
         try:
-            claim(fd, 0, num_bytes, beside_bytes)
+            self._claim(fd, num_bytes, beside_bytes)
         except TooLittleMemory:
             os.close(fd)
             raise
         return fd
 
+    def _claim(self, fd: int, num_bytes: int, beside_bytes: int) -> None:
+        """Take memory for the last bytes of a file.
+
+        TooLittleMemory where the machine has not so much.
+        """
+        available = available_bytes()
+        if num_bytes + beside_bytes > available:
+            # Asking the kernel would wake its out-of-memory killer before it refuses.
+            raise TooLittleMemory(
+                f"an instance asks for {num_bytes} bytes of memory and {beside_bytes} for its "
+                f"steps, the machine, or this process's cgroup, has {available} left"
+            )
+        try:
+            os.ftruncate(fd, self.file_offset + num_bytes)
+            if self._huge:
+                first_bytes = num_bytes if self._first_bytes is None else self._first_bytes
+                fill(fd, self.file_offset, first_bytes)
+            if num_bytes:
+                # Now, so that a shortage shows at start and not as a crash under load.
+                os.posix_fallocate(fd, self.file_offset, num_bytes)
+        except OSError as error:
+            raise TooLittleMemory(
+                f"the machine cannot give {num_bytes} bytes to an instance: {error.strerror}"
+            ) from error
+
     def reserve(self, num_bytes: int) -> int:
         """See ``Pages``."""
-        # Whole page-table pages can be moved only between equally aligned addresses.
-        reserved_bytes = num_bytes + _HUGE_PAGE_BYTES
+        # A huge page is mapped whole only where its address has the alignment of its file offset.
+        reserved_bytes = num_bytes + HUGE_PAGE_BYTES
         reserved_at = address_space.reserve(reserved_bytes)
-        address = -(-reserved_at // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
+        address = -(-reserved_at // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
         self._reserved[address] = (reserved_at, reserved_bytes)
         return address
 
@@ -199,7 +252,18 @@ class HostPages:
 
     def prefault(self, address: int, num_bytes: int) -> None:
         """See ``Pages``."""
-        self._prefault = _Prefault(address, num_bytes)
+        self._prefault = _Prefault(address, num_bytes, self._huge, self._tell_huge)
+
+    @property
+    def huge_bytes(self) -> int:
+        """See ``Pages``."""
+        return sum(address_space.huge_bytes_at(*span) for span in self._reserved.values())
+
+    def _tell_huge(self) -> None:
+        if not self._huge:
+            return
+        size = self.num_granules * self.granule_bytes
+        logger.info("memory in pages of 2 MiB: %d of %d MiB", self.huge_bytes / MIB, size / MIB)
 
     def read(self, spans: Spans, into: Bytes) -> None:
         """See ``Pages``."""
@@ -274,41 +338,22 @@ def pair_up(targets: Spans, sources: Spans) -> Copies:
     return copies
 
 
-def claim(fd: int, offset: int, num_bytes: int, beside_bytes: int) -> None:
-    """Take memory for so many bytes of a memory file, of which they are the last ones.
-
-    TooLittleMemory where the machine has not so much.
-    """
-    available = available_bytes()
-    if num_bytes + beside_bytes > available:
-        # Asking the kernel would wake its out-of-memory killer before it refuses.
-        raise TooLittleMemory(
-            f"an instance asks for {num_bytes} bytes of memory and {beside_bytes} for its steps, "
-            f"the machine, or this process's cgroup, has {available} left"
-        )
-    try:
-        os.ftruncate(fd, offset + num_bytes)
-        if num_bytes:
-            # Now, so that a shortage shows at start and not as a crash under load.
-            os.posix_fallocate(fd, offset, num_bytes)
-    except OSError as error:
-        raise TooLittleMemory(
-            f"the machine cannot give {num_bytes} bytes to an instance: {error.strerror}"
-        ) from error
-
-
 class _Prefault:
-    """Touches memory in the background.
+    """Touches memory in the background, and puts it into huge pages first where that is wanted.
 
     The first touch of a page costs several microseconds, which steps would pay otherwise. Pieces
-    are small, since a remap waits for the one in progress.
+    are small, since a remap waits for the one in progress, or for it to be collapsed.
     """
 
     _PIECE_BYTES = 128 * 1024
 
-    def __init__(self, address: int, num_bytes: int) -> None:
+    def __init__(
+        self, address: int, num_bytes: int, huge: bool, when_done: Callable[[], None]
+    ) -> None:
         self._address = address
         self._num_bytes = num_bytes
+        self._collapses = huge
+        self._when_done = when_done
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kv-prefault", daemon=True)
         self._thread.start()
@@ -319,8 +364,15 @@ class _Prefault:
         self._thread.join()
 
     def _run(self) -> None:
-        for offset in range(0, self._num_bytes, self._PIECE_BYTES):
-            size = min(self._PIECE_BYTES, self._num_bytes - offset)
+        address, end = self._address, self._address + self._num_bytes
+        while address < end:
+            is_page = address % HUGE_PAGE_BYTES == 0 and end - address >= HUGE_PAGE_BYTES
+            if is_page and self._collapses:
+                # Before it is touched, because what is mapped would have to be unmapped first.
+                self._collapses = collapse(address, HUGE_PAGE_BYTES)
+            size = min(self._PIECE_BYTES - address % self._PIECE_BYTES, end - address)
             # A piece that a remap took away meanwhile fails to populate: nothing is lost.
-            if self._stopping.is_set() or not address_space.populate(self._address + offset, size):
+            if self._stopping.is_set() or not address_space.populate(address, size):
                 return
+            address += size
+        self._when_done()

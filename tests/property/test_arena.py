@@ -14,7 +14,8 @@ from kunserve.core.layout import LayerRange
 from kunserve.engine.arena import Arena
 from kunserve.engine.cuda.driver import Driver
 from kunserve.engine.cuda.pages import DevicePages
-from kunserve.engine.memory import InstanceMemory, MemoryPlan
+from kunserve.engine.memory import InstanceMemory
+from kunserve.engine.memory_plan import MemoryPlan
 from kunserve.engine.pages import Granules, HostPages, OpenPages
 from tests.examples import examples
 from tests.fakecuda.library import FakeCuda, build
@@ -104,6 +105,16 @@ class Arenas(RuleBasedStateMachine):
         self.arena.close()
 
 
+class LargerPages(HostPages):
+    """Host memory with pages of so many granules, of which most shall stay whole."""
+
+    per_page = 1
+
+    def __init__(self, num_bytes: int, granule_bytes: int, beside_bytes: int = 0) -> None:
+        super().__init__(num_bytes, granule_bytes, beside_bytes)
+        self.granules_per_page = self.per_page
+
+
 class MappedTwice(HostPages):
     """Host memory that is remapped as device memory is. The call ``fails_at`` is refused."""
 
@@ -153,6 +164,7 @@ class Memories(RuleBasedStateMachine):
 
     @initialize(
         kind=st.sampled_from(["moved", "mapped twice", "device"]),
+        granules_per_page=st.sampled_from([1, 2, 3, 8]),
         granule_pages=st.integers(1, 3),
         block_size=st.sampled_from([1, 3, 16]),
         hidden_size=st.sampled_from([8, 24, 32]),
@@ -161,6 +173,7 @@ class Memories(RuleBasedStateMachine):
     def start(
         self,
         kind: str,
+        granules_per_page: int,
         granule_pages: int,
         block_size: int,
         hidden_size: int,
@@ -173,7 +186,8 @@ class Memories(RuleBasedStateMachine):
             block_size=block_size,
         )
         assert MemoryPlan.of(model, config).kv_units >= model.num_layers
-        open_pages: OpenPages = MappedTwice if kind == "mapped twice" else HostPages
+        LargerPages.per_page = granules_per_page
+        open_pages: OpenPages = MappedTwice if kind == "mapped twice" else LargerPages
         if kind == "device":
             self.fake = FakeCuda(granularity_bytes=PAGE)
             driver = Driver(library=build())

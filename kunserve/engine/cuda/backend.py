@@ -19,7 +19,8 @@ from kunserve.engine.cuda.recorder import TorchRecorder
 from kunserve.engine.decoder import ModelWeights, StepDecoder, StepLimits
 from kunserve.engine.experts import expert_bytes
 from kunserve.engine.graphs import Recorder
-from kunserve.engine.memory import InstanceMemory, padding_granules
+from kunserve.engine.memory import InstanceMemory
+from kunserve.engine.memory_plan import padding_granules
 from kunserve.engine.ops import flashinfer_ops
 from kunserve.engine.ops.reference import ReferenceOps
 from kunserve.engine.ops.table import Ops, sums_bytes

@@ -21,6 +21,7 @@ class DevicePages:
     is_host = False
     moves = False
     file_offset = 0
+    granules_per_page = 1
 
     def __init__(
         self, driver: Driver, num_bytes: int, granule_bytes: int, beside_bytes: int = 0
@@ -58,6 +59,11 @@ class DevicePages:
             raise TooLittleMemory(
                 f"cannot give {_mib(num_bytes)} to an instance: {error.strerror}; {has}"
             ) from error
+
+    @property
+    def huge_bytes(self) -> int:
+        """None of the host."""
+        return 0
 
     def reserve(self, num_bytes: int) -> int:
         """See ``Pages``."""

@@ -10,7 +10,7 @@ from kunserve.core.ids import InstanceId
 from kunserve.core.layout import LayerRange
 from kunserve.core.model_spec import ModelSpec
 from kunserve.core.sharding import check_shardable, config_of_rank, spec_of_rank
-from kunserve.engine.backend import CpuBackend, Loader, weights_in
+from kunserve.engine.backend import CpuBackend, Loader, huge_pages_of, weights_in
 from kunserve.engine.cuda.backend import CudaBackend
 from kunserve.engine.decoder import ModelWeights, StepLimits
 from kunserve.engine.memory import InstanceMemory
@@ -146,7 +146,8 @@ class RankedBackend(SeveralRanks):
             places = place_ranks(instance_id, self._num_ranks, numa_nodes())
             for cpus in places:
                 with visiting(cpus):
-                    pages = functools.partial(RankPages, fd, len(shards), True)
+                    huge = huge_pages_of(shard, of_rank)
+                    pages = functools.partial(RankPages, fd, len(shards), True, **huge)
                     beside = beside_bytes // self._num_ranks
                     shards.append(InstanceMemory(instance_id, shard, of_rank, beside, pages))
             stay_on(places[0])

@@ -15,8 +15,9 @@ import numpy.typing as npt
 from kunserve.control.instance.body import Remap, UnitCopy
 from kunserve.core.layout import LayerRange
 from kunserve.core.snapshots import InstanceSpec
+from kunserve.engine.huge_pages import HUGE_PAGE_BYTES
 from kunserve.engine.memory import InstanceMemory
-from kunserve.engine.pages import Granules, HostPages, claim
+from kunserve.engine.pages import Granules, HostPages
 from kunserve.transport.movable_memory import Content, Extents, InFile, Mapped, UnitRuns
 from kunserve.transport.movable_memory import Granules as SharedGranules
 
@@ -39,6 +40,9 @@ class RankPages(HostPages):
         num_bytes: int,
         granule_bytes: int,
         beside_bytes: int = 0,
+        *,
+        huge: bool = True,
+        first_bytes: int | None = None,
     ) -> None:
         """With ``claims`` the file grows by this part, which must be its last one.
 
@@ -47,12 +51,13 @@ class RankPages(HostPages):
         self._lent_fd = fd
         self._rank = rank
         self._claims = claims
-        super().__init__(num_bytes, granule_bytes, beside_bytes)
+        super().__init__(num_bytes, granule_bytes, beside_bytes, huge=huge, first_bytes=first_bytes)
 
     def _take(self, num_bytes: int, beside_bytes: int) -> int:
-        self.file_offset = self._rank * num_bytes
+        whole_pages = -(-num_bytes // HUGE_PAGE_BYTES)
+        self.file_offset = self._rank * whole_pages * HUGE_PAGE_BYTES
         if self._claims:
-            claim(self._lent_fd, self.file_offset, num_bytes, beside_bytes)
+            self._claim(self._lent_fd, num_bytes, beside_bytes)
         return os.dup(self._lent_fd)
 
 
@@ -97,6 +102,11 @@ class OfAllRanks:
     def weights_bytes(self) -> int:
         """See ``InstanceMemory``."""
         return self.num_ranks * self.own.weights_bytes
+
+    @property
+    def huge_bytes(self) -> int:
+        """See ``InstanceMemory``."""
+        return self.own.huge_bytes
 
     @property
     def unit_bytes(self) -> int:
@@ -163,6 +173,11 @@ class RankedMemory(OfAllRanks):
         self.shards = shards
         self._drop_elsewhere = drop
         self._reclaim_elsewhere = reclaim
+
+    @property
+    def huge_bytes(self) -> int:
+        """See ``InstanceMemory``. Of all ranks, whose memory this process has taken."""
+        return sum(shard.huge_bytes for shard in self.shards)
 
     def tidy(self) -> None:
         """See ``InstanceMemory``."""

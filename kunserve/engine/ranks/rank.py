@@ -11,7 +11,7 @@ import torch
 from kunserve.core.layout import LayerRange
 from kunserve.core.model_spec import ModelSpec
 from kunserve.core.sharding import spec_of_rank
-from kunserve.engine.backend import weights_in
+from kunserve.engine.backend import huge_pages_of, weights_in
 from kunserve.engine.decoder import StepLimits
 from kunserve.engine.memory import InstanceMemory
 from kunserve.engine.ranks.control import Drop, Join, OpenRegion, Reclaim, Word
@@ -112,7 +112,9 @@ class HostRank(Rank):
             shard,
             order.config,
             0,
-            functools.partial(RankPages, arena_fd, rank, False),
+            functools.partial(
+                RankPages, arena_fd, rank, False, **huge_pages_of(shard, order.config)
+            ),
         )
         os.close(arena_fd)
         weights = weights_in(self._memory, shard, torch.device("cpu"))

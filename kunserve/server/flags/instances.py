@@ -121,6 +121,12 @@ INSTANCE_FLAGS = all_of(
         f"[{_INSTANCE.memory_bytes // MIB}MiB; on a GPU see --gpu-memory-utilization].",
     ),
     _instance(
+        "--huge-pages",
+        type=click.Choice(["auto", "off"]),
+        help="auto: weights and KV on CPUs lie in pages of 2 MiB, from which they are read faster, "
+        "as far as the system has free ones.",
+    ),
+    _instance(
         "--gpu-memory-utilization",
         type=FiniteRange(0, 1, min_open=True),
         help="With --device cuda: share of each GPU's memory for its instances together, for "

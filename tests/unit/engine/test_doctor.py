@@ -55,6 +55,12 @@ def test_a_kernel_that_cannot_move_pages(monkeypatch: pytest.MonkeyPatch) -> Non
     assert finding.verdict == "note" and "Linux 5.13" in finding.text
 
 
+def test_a_system_without_huge_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(address_space, "populate", lambda *_: False)
+    (finding,) = found("huge pages")
+    assert finding.verdict == "note" and "Linux 6.1" in finding.text
+
+
 def test_a_port_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
