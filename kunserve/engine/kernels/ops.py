@@ -16,7 +16,7 @@ _INT32 = np.dtype(np.int32)
 MOST_EXACT = 1 << 24
 """Integers below this are exact in float32."""
 Matrix: TypeAlias = Any
-"""A tensor, a ``PanelMatrix`` or a ``PackedMatrix``. Not said so, because those who run on GPUs have
+"""A tensor, a ``PanelMatrix`` or a ``PackedMatrix``. Not said so, because who runs on a GPU has
 tensors only."""
 
 
@@ -123,8 +123,8 @@ def rms_norm(
     return out
 
 
-def pick_rows(weight: torch.Tensor | PanelMatrix, rows: npt.NDArray[np.int32]) -> torch.Tensor:
-    """These rows of ``weight``, newly allocated."""
+def pick_rows(weight: Matrix, rows: npt.NDArray[np.int32]) -> torch.Tensor:
+    """These rows of a ``weight`` that is not quantised, newly allocated."""
     num_rows, width = weight.shape
     memory, num_panels = weight, 0
     if isinstance(weight, PanelMatrix):
