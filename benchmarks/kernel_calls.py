@@ -20,6 +20,7 @@ from kunserve.engine.attention import StepBatch, c_model
 from kunserve.engine.decoder import ModelWeights
 from kunserve.engine.kernels.ops import Finish
 from kunserve.engine.kernels.packed import PackedMatrix, rounded_bytes
+from kunserve.engine.kernels.panels import in_panels
 
 BLOCK_SIZE = 16
 FINISHES = {
@@ -48,16 +49,33 @@ class Call:
 
 
 def linear_calls(weights: ModelWeights, m: int, dtype: str) -> list[Call]:
-    """Every matrix of every layer times ``m`` rows."""
-    name = "kun_linear_bf16" if dtype == "bfloat16" else "kun_linear_f32"
+    """Every matrix of every layer times ``m`` rows.
+
+    A library that knows panels gets the matrices in panels, an older one as they are.
+    """
+    suffix = "bf16" if dtype == "bfloat16" else "f32"
     room = _Rows(m, weights.embedding.dtype)
     calls = []
     for layer in weights.layers:
         for field, finish in FINISHES.items():
             w = getattr(layer, field)
             n, k = w.shape[0] // (2 if finish is Finish.SWIGLU else 1), w.shape[1]
-            arguments = (room(k), w.data_ptr(), None, room(n, "y"), m, n, k, int(finish))
-            calls.append(_call(field, name, arguments, 2.0 * m * w.numel(), w.nbytes, room))
+            panels = in_panels(w, is_paired=finish.is_gated)
+            sizes = (None, room(n, "y"), m, n, k, int(finish))
+            plain = (room(k), w.data_ptr(), *sizes)
+            panelled = (room(k), panels.data.data_ptr(), *sizes, panels.num_panels)
+
+            def run(
+                library: CDLL,
+                plain: Any = plain,
+                panelled: Any = panelled,
+                keep: object = (room, panels),
+            ) -> object:
+                if hasattr(library, f"kun_panel_linear_{suffix}"):
+                    return getattr(library, f"kun_panel_linear_{suffix}")(*panelled)
+                return getattr(library, f"kun_linear_{suffix}")(*plain)
+
+            calls.append(Call(field, run, 2.0 * m * w.numel(), w.nbytes))
     return calls
 
 

@@ -53,6 +53,8 @@ class Backend(Protocol):
     """Whether it computes with quantised weights. Else they are expanded when they are loaded."""
     splits_head: bool
     """Whether a pipeline's stages compute the output head together."""
+    has_panels: bool
+    """Whether matrices lie in panels. So all instances of a cluster have them, or none."""
 
     @property
     def other_pids(self) -> tuple[int, ...]:
@@ -103,11 +105,13 @@ class Backend(Protocol):
         ...
 
 
-def weights_in(memory: InstanceMemory, spec: ModelSpec, device: torch.device) -> ModelWeights:
-    """The packed tensors over an instance's weights range."""
+def weights_in(
+    memory: InstanceMemory, spec: ModelSpec, device: torch.device, *, in_panels: bool
+) -> ModelWeights:
+    """The packed tensors over an instance's weights range, see ``packed_weights``."""
     layout = memory.layout
     whole = wrap(memory.weights.base_address, layout.num_bytes, device)
-    return packed_weights(layout, spec, whole)
+    return packed_weights(layout, spec, whole, in_panels=in_panels)
 
 
 class OneMemory:
@@ -116,6 +120,7 @@ class OneMemory:
     device: torch.device
     open_pages: OpenPages
     pads_steps: bool
+    has_panels: bool
 
     @property
     def other_pids(self) -> tuple[int, ...]:
@@ -138,7 +143,7 @@ class OneMemory:
 
     def weights(self, memory: InstanceMemory, spec: ModelSpec) -> ModelWeights:
         """See ``Backend``."""
-        return weights_in(memory, spec, self.device)
+        return weights_in(memory, spec, self.device, in_panels=self.has_panels)
 
 
 def kv_in(memory: InstanceMemory, device: torch.device) -> torch.Tensor:
@@ -172,6 +177,7 @@ class CpuBackend(OneMemory):
     computes_aside = False
     keeps_quantised = True
     splits_head = True
+    has_panels = True
 
     def _pages_of(self, spec: ModelSpec, config: InstanceConfig) -> OpenPages:
         return functools.partial(HostPages, **huge_pages_of(spec, config))

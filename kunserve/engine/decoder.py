@@ -44,6 +44,7 @@ from kunserve.engine.kernels.ops import (
     rms_norm,
 )
 from kunserve.engine.kernels.packed import PackedMatrix, rounded_bytes
+from kunserve.engine.kernels.panels import PANEL_FORMAT, PanelMatrix
 from kunserve.engine.kernels.rope import rope_tables
 from kunserve.engine.scratch import Scratch, widest
 
@@ -55,7 +56,7 @@ PANEL_ROWS = 32
 
 @dataclass(slots=True)
 class LayerWeights:
-    """One layer's tensors, contiguous views in the model's dtype; matrices may be packed."""
+    """One layer's tensors, contiguous views in the model's dtype; matrices in panels, or packed."""
 
     input_norm: torch.Tensor
     """[hidden]."""
@@ -82,9 +83,9 @@ class LayerWeights:
     """[experts * 2 * intermediate, hidden], each expert's as ``gate_up``."""
     experts_down: Matrix = None
     """[experts * hidden, intermediate]."""
-    shared_gate_up: torch.Tensor | None = None
+    shared_gate_up: Matrix = None
     """[2 * shared, hidden], as ``gate_up``; the router's last row is its weight's."""
-    shared_down: torch.Tensor | None = None
+    shared_down: Matrix = None
     """[hidden, shared]."""
     attention_out_norm: torch.Tensor | None = None
     """[hidden], of what attention adds (Gemma)."""
@@ -247,10 +248,10 @@ class Decoder:
     def embed(self, batch: StepBatch) -> torch.Tensor:
         """The tokens' embeddings, [T, hidden], newly allocated."""
         embedding = self._weights.embedding
-        if isinstance(embedding, torch.Tensor):
-            rows = pick_rows(embedding, batch.token_ids)
-        else:
+        if isinstance(embedding, PackedMatrix):
             rows = gather(embedding, torch.from_numpy(batch.token_ids), self._dtype)
+        else:
+            rows = pick_rows(embedding, batch.token_ids)
         return scaled(rows, self._spec.embedding_scale)
 
     def forward(
@@ -413,7 +414,15 @@ def _as_c(layer: LayerWeights) -> CLayer:
     pointers = CLayer()
     for name in LAYER_FIELDS:
         tensor = getattr(layer, name)
-        if isinstance(tensor, PackedMatrix):
+        if isinstance(tensor, PanelMatrix):
+            assert tensor.data.is_contiguous(), (name, tensor.shape)
+            setattr(pointers, name, tensor.data.data_ptr())
+            if name == "qkv":
+                pointers.qkv_formats[:] = (PANEL_FORMAT,) * 3
+            else:
+                format_of = "shared" if name.startswith("shared") else name
+                setattr(pointers, f"{format_of}_format", PANEL_FORMAT)
+        elif isinstance(tensor, PackedMatrix):
             setattr(pointers, name, tensor.data.data_ptr())
             if name == "qkv":
                 # One run where files hold one tensor: no panel has rows of two of them anyway.

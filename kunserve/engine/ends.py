@@ -13,9 +13,11 @@ import torch
 
 from kunserve.core.layout import VocabRange
 from kunserve.core.model_spec import ModelSpec
+from kunserve.core.packed import PANEL_ROWS
 from kunserve.engine.kernels.library import SUFFIX, CEnds, kernel
 from kunserve.engine.kernels.ops import MOST_EXACT, Matrix
 from kunserve.engine.kernels.packed import PackedMatrix
+from kunserve.engine.kernels.panels import PanelMatrix
 
 
 class Largest(NamedTuple):
@@ -28,20 +30,30 @@ class Largest(NamedTuple):
 def can_be_fused(spec: ModelSpec, matrix: Matrix) -> bool:
     """Whether nothing is done between embedding, layers and head but what the kernels do.
 
-    And whether a matrix that they take is plain.
+    And whether a matrix that they take is not quantised.
     """
     is_plain = spec.embedding_scale == 1.0 and spec.logit_scale == 1.0 and spec.logit_cap is None
-    is_matrix = isinstance(matrix, torch.Tensor) and matrix.dtype in SUFFIX
+    is_matrix = isinstance(matrix, torch.Tensor | PanelMatrix) and matrix.dtype in SUFFIX
     return is_plain and is_matrix and spec.vocab_size < MOST_EXACT
 
 
-class HeadCall:
-    """The largest logits of a part of a plain output head, in one call."""
+def _memory_of(matrix: torch.Tensor | PanelMatrix) -> tuple[torch.Tensor, int]:
+    """Where it lies, and the panels with which it begins."""
+    found = (matrix.data, matrix.num_panels) if isinstance(matrix, PanelMatrix) else (matrix, 0)
+    assert found[0].is_contiguous()
+    return found
 
-    def __init__(self, spec: ModelSpec, norm: torch.Tensor, head: torch.Tensor) -> None:
-        assert norm.is_contiguous() and head.is_contiguous(), head.shape
-        self._row_bytes = head.shape[1] * head.element_size()
-        self._head_at = head.data_ptr()
+
+class HeadCall:
+    """The largest logits of a part of an output head that is not quantised, in one call."""
+
+    def __init__(
+        self, spec: ModelSpec, norm: torch.Tensor, head: torch.Tensor | PanelMatrix
+    ) -> None:
+        memory, self._num_panels = _memory_of(head)
+        assert norm.is_contiguous()
+        self._row_bytes = head.shape[1] * memory.element_size()
+        self._head_at = memory.data_ptr()
         self._normed = torch.empty(0, spec.hidden_size, dtype=head.dtype)
         self._call = kernel("kun_head", head.dtype)
         self._ends = CEnds(
@@ -61,7 +73,9 @@ class HeadCall:
         pairs = torch.empty(num_rows, 2)
         ends = self._ends
         ends.num_sampled, ends.vocab, ends.first = num_rows, vocab.num_rows, vocab.first
+        assert vocab.first % PANEL_ROWS == 0, vocab
         ends.head = self._head_at + vocab.first * self._row_bytes
+        ends.head_panels = max(0, self._num_panels - vocab.first // PANEL_ROWS)
         ends.normed, ends.logits = self._normed.data_ptr(), logits.data_ptr()
         ends.pairs = pairs.data_ptr()
         self._call(rows.data_ptr(), ends)
@@ -72,17 +86,23 @@ class Ends:
     """What ``kun_whole`` wants beside the layers, kept from step to step."""
 
     def __init__(
-        self, spec: ModelSpec, embedding: torch.Tensor, norm: torch.Tensor, head: Matrix
+        self,
+        spec: ModelSpec,
+        embedding: torch.Tensor | PanelMatrix,
+        norm: torch.Tensor,
+        head: Matrix,
     ) -> None:
         self._dtype = embedding.dtype
         self._width = spec.hidden_size
         self._hidden = torch.empty(0, spec.hidden_size, dtype=self._dtype)
         self._pairs = (ctypes.c_float * 0)()
-        assert embedding.is_contiguous() and norm.is_contiguous()
+        memory, num_panels = _memory_of(embedding)
+        assert norm.is_contiguous()
         self._ends = CEnds(
-            embedding=embedding.data_ptr(),
+            embedding=memory.data_ptr(),
             embedding_rows=embedding.shape[0],
-            row_bytes=embedding.shape[1] * embedding.element_size(),
+            embedding_panels=num_panels,
+            row_bytes=embedding.shape[1] * memory.element_size(),
             norm=norm.data_ptr(),
             vocab=spec.vocab_size,
             width=spec.hidden_size,
@@ -93,8 +113,9 @@ class Ends:
             self._packed = head.as_c()
             self._ends.packed = ctypes.pointer(self._packed)
         else:
-            assert head.is_contiguous() and head.dtype == self._dtype
-            self._ends.head = head.data_ptr()
+            memory, self._ends.head_panels = _memory_of(head)
+            assert head.dtype == self._dtype
+            self._ends.head = memory.data_ptr()
 
     def hidden(self, num_tokens: int) -> int:
         """Where a step's residual stream may lie until the next step."""

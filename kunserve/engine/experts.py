@@ -9,6 +9,7 @@ from kunserve.core.experts import Experts
 from kunserve.core.model_spec import ModelSpec
 from kunserve.engine.kernels.ops import Matrix
 from kunserve.engine.kernels.packed import PackedMatrix
+from kunserve.engine.kernels.panels import PanelMatrix
 
 RunExpert: TypeAlias = Callable[[torch.Tensor, Matrix, Matrix], torch.Tensor]
 """Gives what the expert with these gate and up rows and this down matrix makes of some rows."""
@@ -22,8 +23,8 @@ class ExpertWeights(Protocol):
     router: torch.Tensor | None
     experts_gate_up: Matrix
     experts_down: Matrix
-    shared_gate_up: torch.Tensor | None
-    shared_down: torch.Tensor | None
+    shared_gate_up: Matrix
+    shared_down: Matrix
 
 
 def routing_bytes(num_tokens: int, experts: Experts) -> int:
@@ -95,4 +96,6 @@ def _one_of(matrices: Matrix, expert: int, number: int) -> Matrix:
     """One expert's matrix."""
     if isinstance(matrices, PackedMatrix):
         return matrices.run(expert)
+    if isinstance(matrices, PanelMatrix):
+        return matrices.matrix(expert)
     return matrices.view(number, -1, matrices.shape[1])[expert]

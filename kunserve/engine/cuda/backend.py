@@ -63,6 +63,7 @@ class CudaBackend(OneMemory):
     computes_aside = True
     keeps_quantised = False
     splits_head = False
+    has_panels = False
 
     def __init__(
         self, device: torch.device, library: str = LIBRARY, recorder: Recorder | None = None

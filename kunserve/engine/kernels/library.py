@@ -48,6 +48,7 @@ class CLayer(ctypes.Structure):
         ("down_format", c_int32),
         ("experts_gate_up_format", c_int32),
         ("experts_down_format", c_int32),
+        ("shared_format", c_int32),
         ("window", c_int32),
         ("rope", c_int32),
     ]
@@ -137,12 +138,14 @@ class CEnds(ctypes.Structure):
     _fields_ = [
         ("embedding", c_void_p),
         ("embedding_rows", c_int64),
+        ("embedding_panels", c_int64),
         ("row_bytes", c_int64),
         ("token_ids", c_void_p),
         ("sampled", c_void_p),
         ("num_sampled", c_int64),
         ("norm", c_void_p),
         ("head", c_void_p),
+        ("head_panels", c_int64),
         ("packed", POINTER(CPacked)),
         ("vocab", c_int64),
         ("width", c_int64),
@@ -158,6 +161,17 @@ class CEnds(ctypes.Structure):
 
 _TYPED = {
     "kun_linear": (c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_int32),
+    "kun_panel_linear": (
+        c_void_p,
+        c_void_p,
+        c_void_p,
+        c_void_p,
+        c_int64,
+        c_int64,
+        c_int64,
+        c_int32,
+        c_int64,
+    ),
     "kun_packed_linear": (
         c_void_p,
         POINTER(CPacked),
@@ -237,7 +251,10 @@ def load(path: str, is_other: bool = False) -> ctypes.CDLL:
     declare("kun_ranks_meeting_bytes", (), c_int64)
     declare("kun_argmax", (c_void_p, c_void_p, c_int64, c_int64))
     declare("kun_largest", (c_void_p, c_void_p, c_int64, c_int64, c_int64))
-    declare("kun_pick_rows", (c_void_p, c_int64, c_int64, c_void_p, c_int64, c_void_p), c_int32)
+    pick = (c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int64, c_void_p)
+    declare("kun_pick_rows", pick, c_int32)
+    for name in ("kun_to_panels", "kun_from_panels"):
+        declare(name, (c_void_p, c_int64, c_int64, c_int64, c_int32), c_int32)
     declare("kun_entry_bounds", (*(c_void_p,) * 3, *(c_int64,) * 3, c_void_p))
     declare("kun_set_threads", (c_int32,), c_int32)
     declare("kun_set_spin", (c_int32, c_int32))

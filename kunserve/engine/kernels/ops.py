@@ -10,12 +10,14 @@ import torch
 
 from kunserve.engine.kernels.library import kernel, library
 from kunserve.engine.kernels.packed import PackedMatrix, rounded_bytes
+from kunserve.engine.kernels.panels import PanelMatrix
 
 _INT32 = np.dtype(np.int32)
 MOST_EXACT = 1 << 24
 """Integers below this are exact in float32."""
 Matrix: TypeAlias = Any
-"""A tensor or a ``PackedMatrix``. Not said so, because those who run on GPUs have tensors only."""
+"""A tensor, a ``PanelMatrix`` or a ``PackedMatrix``. Not said so, because who runs on a GPU has
+tensors only."""
 
 
 class Finish(enum.IntEnum):
@@ -76,6 +78,12 @@ def linear(
         )
         return out
     assert k * x.element_size() % 16 == 0 and x.dtype == weight.dtype, (k, x.dtype, weight.dtype)
+    if isinstance(weight, PanelMatrix):
+        assert weight.is_paired == finish.is_gated and weight.data.is_contiguous(), finish
+        sizes = m, n, k, finish, weight.num_panels
+        at = x.data_ptr(), weight.data.data_ptr(), bias_at, out.data_ptr()
+        kernel("kun_panel_linear", x.dtype)(*at, *sizes)
+        return out
     assert weight.is_contiguous()
     kernel("kun_linear", x.dtype)(
         x.data_ptr(), weight.data_ptr(), bias_at, out.data_ptr(), m, n, k, finish
@@ -86,8 +94,7 @@ def linear(
 def gather(weight: Matrix, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """These rows of ``weight`` in ``dtype``, newly allocated."""
     if not isinstance(weight, PackedMatrix):
-        plain: torch.Tensor = weight.index_select(0, rows)
-        return plain
+        return pick_rows(weight, rows.to(torch.int32).numpy())
     which = rows.to(torch.int64).contiguous()
     out = torch.empty(len(which), weight.shape[1], dtype=dtype)
     if len(which):
@@ -116,14 +123,17 @@ def rms_norm(
     return out
 
 
-def pick_rows(weight: torch.Tensor, rows: npt.NDArray[np.int32]) -> torch.Tensor:
-    """These rows of a plain ``weight``, newly allocated."""
+def pick_rows(weight: Matrix, rows: npt.NDArray[np.int32]) -> torch.Tensor:
+    """These rows of a ``weight`` that is not quantised, newly allocated."""
     num_rows, width = weight.shape
-    assert rows.dtype == _INT32 and rows.flags.c_contiguous and weight.is_contiguous(), rows.dtype
+    memory, num_panels = weight, 0
+    if isinstance(weight, PanelMatrix):
+        memory, num_panels = weight.data, weight.num_panels
+    assert rows.dtype == _INT32 and rows.flags.c_contiguous and memory.is_contiguous(), rows.dtype
     out = torch.empty(len(rows), width, dtype=weight.dtype)
-    row_bytes = width * weight.element_size()
-    at, to = weight.data_ptr(), out.data_ptr()
-    if not library().kun_pick_rows(at, num_rows, row_bytes, rows.ctypes.data, len(rows), to):
+    sizes = num_rows, num_panels, width * out.element_size()
+    picked = rows.ctypes.data, len(rows), out.data_ptr()
+    if not library().kun_pick_rows(memory.data_ptr(), *sizes, *picked):
         raise IndexError(f"rows {rows.tolist()} of {num_rows}")
     return out
 

@@ -54,6 +54,7 @@ class SeveralRanks:
         self._one = one
         self.device = one.device
         self.open_pages: OpenPages = one.open_pages
+        self.has_panels = one.has_panels
         self.pads_steps = one.pads_steps
         self.computes_aside = one.computes_aside
         self._model = model
@@ -206,7 +207,7 @@ class _RankedLoader:
                 ShardReader(reader, spec, rank, num_ranks),
                 one.layout,
                 shard,
-                weights_in(one, shard, CpuBackend.device),
+                weights_in(one, shard, CpuBackend.device, in_panels=CpuBackend.has_panels),
             )
             for rank, one in enumerate(memory.shards)
         ]

@@ -117,7 +117,7 @@ class HostRank(Rank):
             ),
         )
         os.close(arena_fd)
-        weights = weights_in(self._memory, shard, torch.device("cpu"))
+        weights = weights_in(self._memory, shard, torch.device("cpu"), in_panels=True)
         loader = WeightLoader(reader, self._memory.layout, shard, weights)
         loader.check()
         loader.load_ends()

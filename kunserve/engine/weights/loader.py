@@ -13,21 +13,47 @@ from kunserve.core.packed import PackedField
 from kunserve.engine.attention import TORCH_DTYPES
 from kunserve.engine.decoder import LayerWeights, ModelWeights
 from kunserve.engine.kernels.packed import PackedMatrix
+from kunserve.engine.kernels.panels import PanelMatrix
 from kunserve.engine.weights.layout import Section, WeightLayout
 from kunserve.engine.weights.packing import pack
-from kunserve.engine.weights.pieces import Piece, rows_of
+from kunserve.engine.weights.pieces import EXPERT_PARTS, Piece, rows_of
 from kunserve.engine.weights.readers import Reader
 
+_PAIRED = ("gate_up", "experts_gate_up", "shared_gate_up")
+_STAYS_PLAIN = "router"
+"""It is small, and one kind of attention computes with it in torch."""
 
-def packed_weights(layout: WeightLayout, spec: ModelSpec, whole: torch.Tensor) -> ModelWeights:
-    """Tensors as views of ``whole``, the bytes of the weights range; reads none of it."""
-    ends = _views(layout.ends, 0, spec, whole)
+
+def packed_weights(
+    layout: WeightLayout, spec: ModelSpec, whole: torch.Tensor, *, in_panels: bool
+) -> ModelWeights:
+    """Tensors as views of ``whole``, the bytes of the weights range; reads none of it.
+
+    ``in_panels``: whether matrices lie there as the C kernels like them best. A ``WeightLoader``
+    of these weights puts them there so.
+    """
+
+    def views(section: Section, offset: int) -> dict[str, Any]:
+        found = _views(section, offset, spec, whole)
+        if not in_panels:
+            return found
+        return {name: _in_panels(name, view, spec) for name, view in found.items()}
+
+    ends = views(layout.ends, 0)
     layers = [
-        LayerWeights(**_views(layout.layer(layer), layout.layer_offset(layer), spec, whole))
+        LayerWeights(**views(layout.layer(layer), layout.layer_offset(layer)))
         for layer in range(spec.num_layers)
     ]
     embedding = ends["embedding"]
     return ModelWeights(embedding, layers, ends["final_norm"], ends.get("head", embedding))
+
+
+def _in_panels(name: str, view: torch.Tensor | PackedMatrix, spec: ModelSpec) -> Any:
+    if isinstance(view, PackedMatrix) or view.ndim != 2 or name == _STAYS_PLAIN:
+        return view
+    is_stack = spec.experts is not None and name in EXPERT_PARTS
+    num_matrices = spec.experts.held if spec.experts is not None and is_stack else 1
+    return PanelMatrix(view, name in _PAIRED, num_matrices)
 
 
 def _views(section: Section, offset: int, spec: ModelSpec, whole: torch.Tensor) -> dict[str, Any]:
@@ -94,10 +120,16 @@ class WeightLoader:
             if slot.packed is not None:
                 self._load_packed(layer, slot.packed, slot.shape[0], there)
                 continue
+            matrix = there if isinstance(there, PanelMatrix) else None
+            if matrix is not None:
+                assert self._put is None, "only host memory has panels"
+                there = matrix.data
             is_direct = self._put is None or self._reader.fills_devices
             tensor = there if is_direct else torch.empty_like(there, device="cpu")
             for name, first, end in rows_of(field, slot.shape[0], self._spec):
                 self._reader.read(Piece(layer, name), tensor[first:end])
+            if matrix is not None:
+                matrix.put_into_panels()
             if self._put is not None and not is_direct:
                 self._put(offset + slot.offset, tensor.view(-1).view(torch.uint8).numpy())
             elif tensor.is_cuda:

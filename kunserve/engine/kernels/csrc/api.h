@@ -16,12 +16,13 @@ typedef struct {
   const void *attention_out_norm, *mlp_out_norm; /* of what is added to the residual stream */
   int32_t qkv_formats[3], o_format, gate_up_format, down_format;
   int32_t experts_gate_up_format, experts_down_format;
+  int32_t shared_format; /* of both of its matrices */
   int32_t window; /* tokens that it sees, 0 if all */
   int32_t rope;   /* which table turns its heads */
 } kun_layer;
 
-/* How a matrix lies in memory: in the model's dtype, row after row, or in packed panels
- * (panels.h). */
+/* How a matrix lies in memory: in the model's dtype, row after row or in panels (panel_tile.h), or
+ * quantised in packed panels (panels.h). */
 enum {
   KUN_PLAIN = 0,
   KUN_Q8_0 = 1,
@@ -29,7 +30,8 @@ enum {
   KUN_Q4_1 = 3,
   KUN_INT8 = 4,
   KUN_Q4_K = 5,
-  KUN_Q6_K = 6
+  KUN_Q6_K = 6,
+  KUN_PANELS = 7
 };
 
 /* A matrix in packed panels: runs of rows, each of one format. For KUN_SWIGLU a panel is 8 rows of
@@ -91,12 +93,13 @@ typedef struct {
 
 /* A step's embedding and output head, for kun_whole and kun_head. */
 typedef struct {
-  const void *embedding; /* [embedding_rows] of row_bytes each; plain */
-  int64_t embedding_rows, row_bytes;
+  const void *embedding; /* [embedding_rows] of row_bytes each; begins with so many panels */
+  int64_t embedding_rows, embedding_panels, row_bytes;
   const int32_t *token_ids; /* [num_tokens] */
   const int32_t *sampled;   /* [num_sampled] rows of `hidden`; NULL: all of them, in order */
   int64_t num_sampled;
   const void *norm, *head;  /* `head` is [vocab][width], or NULL */
+  int64_t head_panels;      /* with which it begins */
   const kun_packed *packed; /* the same in panels, or NULL */
   int64_t vocab, width;
   int64_t first; /* which token the first logit is of */

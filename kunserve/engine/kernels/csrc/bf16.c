@@ -4,7 +4,9 @@
 #define AMX_LINEAR
 #endif
 #include "typed.h"
+#include "transpose.h"
 #include "tile.h"
+#include "panel_tile.h"
 #include "linear.h"
 #ifdef AMX_LINEAR
 #include "amx_linear.h"

@@ -3,16 +3,6 @@
 #include <stdint.h>
 #include <string.h>
 
-/* Rows of `from`, one behind the other; false if one of them is not there. */
-int32_t kun_pick_rows(const char *from, int64_t rows, int64_t row_bytes, const int32_t *which,
-                      int64_t n, char *to) {
-  for (int64_t i = 0; i < n; i++) {
-    if (which[i] < 0 || which[i] >= rows) return 0;
-    memcpy(to + i * row_bytes, from + which[i] * row_bytes, (size_t)row_bytes);
-  }
-  return 1;
-}
-
 /* The lowest and the highest block table entry that a step touches; the other way round if none. */
 void kun_entry_bounds(const int32_t *tables, const int32_t *rows, const int32_t *context_lens,
                       int64_t seqs, int64_t max_blocks, int64_t block_size, int32_t *bounds) {

@@ -5,16 +5,16 @@
 
 #include "api.h"
 
-int32_t kun_pick_rows(const char *from, int64_t rows, int64_t row_bytes, const int32_t *which,
-                      int64_t n, char *to);
+int32_t kun_pick_rows(const char *from, int64_t rows, int64_t panels, int64_t row_bytes,
+                      const int32_t *which, int64_t n, char *to);
 void kun_largest(const float *logits, float *pairs, int64_t rows, int64_t n, int64_t first);
 
 #define DECLARE(T)                                                                              \
   void kun_stage_##T(const kun_model *, const kun_layer *, const kun_batch *,                   \
                      const kun_buffers *, int64_t, int64_t);                                    \
   void kun_rms_norm_##T(const void *, const void *, void *, int64_t, int64_t, float, int32_t);  \
-  void kun_linear_##T(const void *, const void *, const void *, void *, int64_t, int64_t,       \
-                      int64_t, int32_t);                                                        \
+  void kun_panel_linear_##T(const void *, const void *, const void *, void *, int64_t, int64_t, \
+                            int64_t, int32_t, int64_t);                                         \
   void kun_packed_linear_##T(const void *, const kun_packed *, const void *, void *, int64_t,   \
                              int64_t, int64_t, int32_t, void *);
 
@@ -35,8 +35,8 @@ void kun_largest(const float *logits, float *pairs, int64_t rows, int64_t n, int
       kun_packed_linear_##T(ends->normed, ends->packed, NULL, ends->logits, n, ends->vocab,     \
                             width, KUN_FLOAT, ends->rounded);                                   \
     } else {                                                                                    \
-      kun_linear_##T(ends->normed, ends->head, NULL, ends->logits, n, ends->vocab, width,       \
-                     KUN_FLOAT);                                                                \
+      kun_panel_linear_##T(ends->normed, ends->head, NULL, ends->logits, n, ends->vocab, width, \
+                           KUN_FLOAT, ends->head_panels);                                       \
     }                                                                                           \
     kun_largest(ends->logits, ends->pairs, n, ends->vocab, ends->first);                        \
   }
@@ -46,8 +46,8 @@ void kun_largest(const float *logits, float *pairs, int64_t rows, int64_t n, int
   int32_t kun_whole_##T(const kun_model *model, const kun_layer *layers,                        \
                         const kun_batch *batch, const kun_buffers *buffers, int64_t first,      \
                         int64_t end, const kun_ends *ends) {                                    \
-    if (!kun_pick_rows(ends->embedding, ends->embedding_rows, ends->row_bytes, ends->token_ids, \
-                       batch->num_tokens, buffers->hidden)) {                                   \
+    if (!kun_pick_rows(ends->embedding, ends->embedding_rows, ends->embedding_panels,           \
+                       ends->row_bytes, ends->token_ids, batch->num_tokens, buffers->hidden)) { \
       return 0;                                                                                 \
     }                                                                                           \
     kun_stage_##T(model, layers, batch, buffers, first, end);                                   \

@@ -47,7 +47,7 @@ INLINE long blocks_of(long rows, long row_bytes) {
 INLINE packed_job of_expert(linear_job out, const void *all, int32_t format, long e, x_block *x) {
   long columns = panel_columns(&out), rows = out.kind == KUN_SWIGLU ? 2 * out.n : out.n;
   long bytes = rows * out.k * (long)sizeof(elem);
-  if (format != KUN_PLAIN) {
+  if (!is_exact(format)) {
     bytes = (out.n + columns - 1) / columns * panel_bytes(format, out.k / BLOCK);
   }
   out.w = (const elem *)((const char *)all + e * bytes);
@@ -55,8 +55,8 @@ INLINE packed_job of_expert(linear_job out, const void *all, int32_t format, lon
 }
 
 INLINE void any_panel(const packed_job *job, char *packed, long panel, long first, long end) {
-  if (job->formats[0] != KUN_PLAIN) packed_pass(job, job->x, panel, first, end);
-  else panel_pass(&job->out, packed, panel * panel_columns(&job->out), first, end);
+  if (!is_exact(job->formats[0])) packed_pass(job, job->x, panel, first, end);
+  else panel_pass(&job->out, packed, panel, first, end, panel_at(&job->out, panel + 1));
 }
 
 /* This thread's share of rounding so many elements for packed weights. */
@@ -157,7 +157,7 @@ static void experts_gate_up(const kun_model *m, const kun_layer *w, const kun_bu
   char *packed = pool_scratch(thread, (size_t)(row_bytes * (PANEL + 1) + X_BLOCK_BYTES));
   char *copies = packed + row_bytes * PANEL;
   const char *rows_at = b->normed;
-  if (format != KUN_PLAIN) {
+  if (!is_exact(format)) {
     rows_at = b->rounded;
     row_bytes = hidden / BLOCK * (long)sizeof(x_block);
   }
@@ -211,8 +211,7 @@ static void experts_down(const kun_model *m, const kun_layer *w, const kun_buffe
   linear_job shared = {(const elem *)b->gated + tokens * m->experts_per_token * inner,
                        w->shared_down, NULL, sums, tokens, hidden, m->shared, KUN_WEIGHTED,
                        r->every, r->shares};
-  const int32_t plain = KUN_PLAIN;
-  packed_job shared_job = packed_of(shared, &plain, &hidden, 1, NULL);
+  packed_job shared_job = packed_of(shared, &w->shared_format, &hidden, 1, NULL);
   x_block *x_blocks = b->rounded;
   for (long run = pool_take(); run < runs; run = pool_take()) {
     long first_panel = panels * run / runs, end_panel = panels * (run + 1) / runs;
@@ -252,14 +251,15 @@ static void experts_part(const kun_model *m, const kun_layer *w, const kun_buffe
   linear_job shared = {b->normed, w->shared_gate_up, NULL,
                        (elem *)b->gated + tokens * m->experts_per_token * m->intermediate,
                        tokens, m->shared, m->hidden, KUN_SWIGLU};
+  packed_job shared_job = packed_of(shared, &w->shared_format, &shared.n, 1, NULL);
   linear_part(&logits, thread);
   pool_barrier();
   if (m->shared > 0) {
-    linear_part(&shared, thread);
+    linear_part(&shared_job.out, thread);
     pool_barrier();
   }
   route_part(m, &r, tokens, thread);
-  if (w->experts_gate_up_format != KUN_PLAIN) {
+  if (!is_exact(w->experts_gate_up_format)) {
     round_part(b->rounded, b->normed, tokens * m->hidden, thread);
   }
   pool_barrier();
@@ -267,7 +267,7 @@ static void experts_part(const kun_model *m, const kun_layer *w, const kun_buffe
   pool_barrier();
   experts_gate_up(m, w, b, &r, thread);
   pool_barrier();
-  if (w->experts_down_format != KUN_PLAIN) {
+  if (!is_exact(w->experts_down_format)) {
     round_part(b->rounded, b->gated, tokens * m->experts_per_token * m->intermediate, thread);
     pool_barrier();
   }

@@ -1,6 +1,8 @@
 /* Every kernel for float32. */
 #include "typed.h"
+#include "transpose.h"
 #include "tile.h"
+#include "panel_tile.h"
 #include "linear.h"
 #include "packed.h"
 #include "rows.h"

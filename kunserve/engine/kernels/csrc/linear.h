@@ -1,4 +1,5 @@
-/* y = x w^T with w in its plain [n][k] layout. Needs typed.h and tile.h. */
+/* y = x w^T with w in the elements' type: in panels (panel_tile.h), or row after row. Needs typed.h
+ * and panel_tile.h. */
 
 typedef struct {
   const elem *x; /* [m][k] */
@@ -9,6 +10,7 @@ typedef struct {
   int kind;
   const int32_t *to; /* for KUN_WEIGHTED */
   const float *by;
+  long panels; /* with which w begins; behind them, and where there are none, rows are plain */
 } linear_job;
 
 #define X_BLOCK_BYTES (384 * 1024) /* rows of x that stay in the L2 cache while panels pass */
@@ -22,13 +24,21 @@ INLINE int is_gated(const linear_job *job) {
 /* Columns of y that one panel yields: a gated panel is 8 gate rows over 8 up rows. */
 INLINE long panel_columns(const linear_job *job) { return is_gated(job) ? 8 : PANEL; }
 
-INLINE void panel_rows(const char **rows, const linear_job *job, long column) {
+/* The rows of w of a panel that are plain; in the place of those that are missing, the last one. */
+INLINE void plain_rows(const char **rows, const linear_job *job, long column) {
   long row_bytes = job->k * (long)sizeof(elem), columns = panel_columns(job);
+  long before = job->panels * columns, n = job->n - before;
+  const char *w = (const char *)job->w + job->panels * PANEL * row_bytes;
   for (int r = 0; r < PANEL; r++) {
-    long at = column + r % columns;
-    if (at > job->n - 1) at = job->n - 1;
-    rows[r] = (const char *)job->w + (at + (r / columns) * job->n) * row_bytes;
+    long at = column - before + r % columns;
+    if (at > n - 1) at = n - 1;
+    rows[r] = w + (at + (r / columns) * n) * row_bytes;
   }
+}
+
+/* Where a panel lies, if it is one. */
+INLINE const char *panel_at(const linear_job *job, long panel) {
+  return (const char *)job->w + panel * PANEL * job->k * (long)sizeof(elem);
 }
 
 INLINE vf panel_bias(const linear_job *job, long column) {
@@ -94,38 +104,35 @@ INLINE void finish(const linear_job *job, const vf *tile_out, vf bias, long row,
 }
 
 #ifdef AMX_LINEAR
-static void amx_pass(const linear_job *job, long column, long first, long end);
+static void amx_pass(const linear_job *job, const char *panel, long column, long first, long end,
+                     const char *next);
 #endif
 
-/* One panel of columns for rows [first, end) of x, while fetching the panel after it. */
-static void panel_pass(const linear_job *job, char *packed, long column, long first, long end) {
+/* One panel of columns for rows [first, end) of x, while fetching `next`, the one after it. Plain
+ * rows become a panel in `scratch`. */
+static void panel_pass(const linear_job *job, char *scratch, long panel, long first, long end,
+                       const char *next) {
+  const char *at = panel_at(job, panel);
+  long row_bytes = job->k * (long)sizeof(elem), column = panel * panel_columns(job);
+  if (panel >= job->panels) {
+    const char *rows[PANEL];
+    plain_rows(rows, job, column);
+    make_panel(scratch, rows, row_bytes);
+    at = scratch;
+  }
 #ifdef AMX_LINEAR /* whatever the number of rows: see amx_linear.h */
-  amx_pass(job, column, first, end);
+  amx_pass(job, at, column, first, end, next);
   return;
 #endif
-  const char *rows[PANEL], *next[PANEL];
-  vf out[SWEEP_ROWS];
-  long row_bytes = job->k * (long)sizeof(elem), count = end - first;
-  vf bias = panel_bias(job, column);
-  panel_rows(rows, job, column);
-  panel_rows(next, job, column + panel_columns(job));
-  if (count <= DIRECT_ROWS) {
-    direct((int)count, out, rows, (const char *)(job->x + first * job->k), row_bytes, row_bytes,
-           next);
-    finish(job, out, bias, first, (int)count, column);
-    return;
-  }
-  /* Tiles of full height, and before them a sweep of the rest, which packs what they need. */
-  long tiles = count > SWEEP_ROWS ? (count - SWEEP_ROWS + TILE_ROWS - 1) / TILE_ROWS : 0;
-  int swept = (int)(count - tiles * TILE_ROWS), fetching = tiles < 3 ? (int)tiles : 3;
-  sweep(swept, out, tiles ? packed : NULL, rows, (const char *)(job->x + first * job->k), row_bytes,
-        row_bytes, next, PANEL - 4 * fetching);
-  finish(job, out, bias, first, swept, column);
-  for (long t = 0; t < tiles; t++) {
-    long row = first + swept + t * TILE_ROWS;
-    tile(TILE_ROWS, out, packed, (const char *)(job->x + row * job->k), row_bytes, row_bytes / 16,
-         t < fetching ? next + PANEL - 4 * (fetching - t) : NULL);
-    finish(job, out, bias, row, TILE_ROWS, column);
+  vf out[PASS_ROWS], bias = panel_bias(job, column);
+  long count = end - first;
+  int passes = count <= PASS_ROWS ? 1 : (int)(count / LEAST_PASS_ROWS);
+  for (int pass = 0; pass < passes; pass++) {
+    long row = first + count * pass / passes;
+    int rows = (int)(first + count * (pass + 1) / passes - row);
+    panel_tile(pass, passes, rows, out, at, (const char *)(job->x + row * job->k), row_bytes,
+               row_bytes, next);
+    finish(job, out, bias, row, rows, column);
   }
 }
 
@@ -136,15 +143,17 @@ static void linear_part(const linear_job *job, int thread) {
   long row_blocks = (job->m * row_bytes + X_BLOCK_BYTES - 1) / X_BLOCK_BYTES;
   /* Long runs of panels keep memory streaming; short ones share compute evenly with whoever else
    * wants the cores. */
-  long chunk = job->m > STREAMING_ROWS ? 2 : panels / (kun_threads() * 6) + 1;
-  long chunks = (panels + chunk - 1) / chunk;
-  char *packed = pool_scratch(thread, (size_t)(row_bytes * PANEL));
-  for (long piece = pool_take(); piece < chunks * row_blocks; piece = pool_take()) {
+  long chunk = job->m > STREAMING_ROWS ? 2 : panels / (kun_threads() * 10) + 1;
+  long chunks = (panels + chunk - 1) / chunk, pieces = chunks * row_blocks;
+  char *scratch = pool_scratch(thread, (size_t)(row_bytes * PANEL));
+  for (long piece = pool_take(), following; piece < pieces; piece = following) {
     long block = piece / chunks, from = piece % chunks * chunk;
     long to = from + chunk < panels ? from + chunk : panels;
+    following = pool_take(); /* already now: its first panel is fetched with this one's last */
     for (long panel = from; panel < to; panel++) {
-      panel_pass(job, packed, panel * columns, job->m * block / row_blocks,
-                 job->m * (block + 1) / row_blocks);
+      long next = panel + 1 < to ? panel + 1 : following % chunks * chunk;
+      panel_pass(job, scratch, panel, job->m * block / row_blocks,
+                 job->m * (block + 1) / row_blocks, panel_at(job, next));
     }
   }
 }
@@ -155,5 +164,12 @@ static void linear_job_fn(void *arg, int thread) { linear_part(arg, thread); }
 void NAME(kun_linear)(const elem *x, const elem *w, const elem *bias, void *y, int64_t m,
                       int64_t n, int64_t k, int32_t kind) {
   linear_job job = {x, w, bias, y, m, n, k, kind};
+  if (m > 0) pool_run(linear_job_fn, &job);
+}
+
+/* The same where w begins with so many panels. */
+void NAME(kun_panel_linear)(const elem *x, const elem *w, const elem *bias, void *y, int64_t m,
+                            int64_t n, int64_t k, int32_t kind, int64_t panels) {
+  linear_job job = {x, w, bias, y, m, n, k, kind, .panels = panels};
   if (m > 0) pool_run(linear_job_fn, &job);
 }

@@ -89,7 +89,7 @@ static void packed_part(const packed_job *job, int thread) {
   }
 }
 
-/* A product whose weights are plain, or packed where their first format says so. */
+/* A product whose weights are in the elements' type, or packed where their first format says so. */
 INLINE packed_job packed_of(linear_job out, const int32_t *formats, const long *rows, int runs,
                             void *x_blocks) {
   packed_job job = {.out = out, .w = (const char *)out.w, .x = x_blocks};
@@ -99,11 +99,15 @@ INLINE packed_job packed_of(linear_job out, const int32_t *formats, const long *
     job.formats[i] = i < runs ? formats[i] : 0;
     job.ends[i] = end;
   }
+  if (formats[0] == KUN_PANELS) job.out.panels = out.n / columns;
   return job;
 }
 
+/* Whether weights are in the elements' type. */
+INLINE int is_exact(int format) { return format == KUN_PLAIN || format == KUN_PANELS; }
+
 INLINE void any_part(const packed_job *job, int thread) {
-  if (job->formats[0] == KUN_PLAIN) linear_part(&job->out, thread);
+  if (is_exact(job->formats[0])) linear_part(&job->out, thread);
   else packed_part(job, thread);
 }
 

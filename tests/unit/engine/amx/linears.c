@@ -2,6 +2,7 @@
 #define KUN_BF16
 #define AMX_LINEAR
 #include "typed.h"
-#include "tile.h"
+#include "transpose.h"
+#include "panel_tile.h"
 #include "linear.h"
 #include "amx_linear.h"

@@ -1,0 +1,98 @@
+/* The linears' multiply-accumulate kernel: rows of x against a panel of 16 rows of w. Needs typed.h
+ * and transpose.h.
+ *
+ * A panel is [step][slot][row][4 bytes]: step s has bytes [16 s, 16 s + 16) of each of its rows,
+ * four slots of 4 bytes. So a vector has a slot of all rows, which is multiplied by the same slot of
+ * a row of x in every lane. Each lane of an accumulator sums one slot over the steps, in order; then
+ * the four slots are added in a fixed order. So an output is the same bits however many rows share a
+ * call. A panel has exactly the bytes of its rows: matrices are put into panels in place. */
+#define PANEL_STEP 256 /* bytes */
+
+/* Rows of x that share a pass over a panel: their sums fill the registers. From two passes on, each
+ * has at least half as many: fewer would read the panel more often than memory is waited for. */
+#ifdef __AVX512F__
+#define PASS_ROWS 7
+#define LEAST_PASS_ROWS 4
+#else
+#define PASS_ROWS 3
+#define LEAST_PASS_ROWS 2
+#endif
+
+/* What a pass pulls into the L2 cache meanwhile. A processor's own prefetching reads one run of
+ * memory fastest while it is hardly computed with; it only stops at the end of each page. */
+#define OPEN_PAGES (-1)
+#define PAGE_BYTES 4096
+
+INLINE void open_page(const char *at) {
+  if (((uintptr_t)at & (PAGE_BYTES - 1)) >= PANEL_STEP) return;
+  UNROLL for (int line = 0; line < 4; line++) __builtin_prefetch(at + PAGE_BYTES + line * 64, 0, 2);
+}
+
+/* `lines` (a constant) of `next` are fetched in each step. */
+INLINE void panel_pass_of(const int rows, const int lines, vf *out, const char *panel,
+                          const char *x, long x_stride, long steps, const char *next) {
+  vf acc[PASS_ROWS][4];
+  UNROLL for (int i = 0; i < rows; i++) UNROLL for (int c = 0; c < 4; c++) acc[i][c] = (vf){};
+  for (long s = 0; s < steps; s++, panel += PANEL_STEP) {
+    if (lines == OPEN_PAGES) open_page(panel);
+    UNROLL for (int line = 0; line < lines; line++) {
+      __builtin_prefetch(next + (s * lines + line) * 64, 0, 2);
+    }
+    UNROLL for (int c = 0; c < 4; c++) {
+      vi w = *(const vi_u *)(panel + c * 64);
+      UNROLL for (int i = 0; i < rows; i++) {
+        acc[i][c] = dot(acc[i][c], w, spread_4_bytes(x + i * x_stride + s * 16 + c * 4));
+      }
+    }
+  }
+  UNROLL for (int i = 0; i < rows; i++) {
+    out[i] = (acc[i][0] + acc[i][2]) + (acc[i][1] + acc[i][3]);
+  }
+}
+
+#define PASS(lines, rows)                                                    \
+  case rows:                                                                 \
+    panel_pass_of(rows, lines, out, panel, x, x_stride, steps, next); \
+    break;
+#ifdef __AVX512F__
+#define MORE_PASSES(lines) PASS(lines, 4) PASS(lines, 5) PASS(lines, 6) PASS(lines, 7)
+#else
+#define MORE_PASSES(lines)
+#endif
+#define PASSES(name, lines)                                                                       \
+  static void name(int rows, vf *out, const char *panel, const char *x, long x_stride, long steps, \
+                   const char *next) {                                                            \
+    switch (rows) {                                                                               \
+      PASS(lines, 1) PASS(lines, 2) PASS(lines, 3) MORE_PASSES(lines)                             \
+    }                                                                                             \
+  }
+PASSES(pass_opening_pages, OPEN_PAGES)
+PASSES(pass_fetching_nothing, 0)
+PASSES(pass_fetching_a_quarter, 1)
+PASSES(pass_fetching_half, 2)
+PASSES(pass_fetching_all, 4)
+#undef PASSES
+#undef MORE_PASSES
+#undef PASS
+
+#define HARDLY_COMPUTED 4 /* rows: up to here nothing but memory is waited for */
+
+/* out[i] = the 16 dot products of x's row i with the panel, for pass `pass` of `passes`. Together
+ * the passes fetch `next`, the panel after it. */
+INLINE void panel_tile(int pass, int passes, int rows, vf *out, const char *panel, const char *x,
+                       long x_stride, long row_bytes, const char *next) {
+  long steps = row_bytes / 16;
+  if (passes == 1 && rows <= HARDLY_COMPUTED) {
+    pass_opening_pages(rows, out, panel, x, x_stride, steps, next);
+  } else if (passes == 1) {
+    pass_fetching_all(rows, out, panel, x, x_stride, steps, next);
+  } else if (passes <= 3 && pass < 2) {
+    next += pass * row_bytes * (PANEL / 2);
+    pass_fetching_half(rows, out, panel, x, x_stride, steps, next);
+  } else if (passes > 3 && pass < 4) {
+    next += pass * row_bytes * (PANEL / 4);
+    pass_fetching_a_quarter(rows, out, panel, x, x_stride, steps, next);
+  } else {
+    pass_fetching_nothing(rows, out, panel, x, x_stride, steps, next);
+  }
+}

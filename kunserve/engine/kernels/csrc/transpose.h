@@ -1,0 +1,56 @@
+/* 16 rows of a matrix, 64 bytes of each at a time, into vectors whose lanes are rows. Needs vec.h. */
+#define PANEL 16 /* rows */
+
+INLINE vi load_bytes(const char *p, long count) {
+  if (count >= 64) return *(const vi_u *)p;
+  vi v = {};
+  memcpy(&v, p, (size_t)count);
+  return v;
+}
+
+/* The next `steps` (at most 4) steps of quad q, from the four rows at `a`, `b`, `c` and `d`. */
+INLINE void quad_steps(vi *step, const char *a_at, const char *b_at, const char *c_at,
+                       const char *d_at, long left) {
+  vi a = load_bytes(a_at, left), b = load_bytes(b_at, left);
+  vi c = load_bytes(c_at, left), d = load_bytes(d_at, left);
+  vi ab01 = SHUFFLE(a, b, 0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
+  vi cd01 = SHUFFLE(c, d, 0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
+  vi ab23 = SHUFFLE(a, b, 8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31);
+  vi cd23 = SHUFFLE(c, d, 8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31);
+  step[0] = SHUFFLE(ab01, cd01, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23);
+  step[1] = SHUFFLE(ab01, cd01, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+  step[2] = SHUFFLE(ab23, cd23, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23);
+  step[3] = SHUFFLE(ab23, cd23, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+}
+
+/* 64 bytes of each of 16 rows, or the `left` (a multiple of 16) that there are: vector 4 s + c of
+ * `to` gets bytes [16 s + 4 c, 16 s + 4 c + 4) of all rows. */
+INLINE void transpose_64_bytes(char *to, const char *const *rows, long at, long left) {
+  vi quads[4][4];
+  UNROLL for (int q = 0; q < 4; q++) {
+    quad_steps(quads[q], rows[q] + at, rows[4 + q] + at, rows[8 + q] + at, rows[12 + q] + at, left);
+  }
+  UNROLL for (int s = 0; s < 4; s++, to += 4 * 64) {
+    if (left <= s * 16) return;
+    vi a = quads[0][s], b = quads[1][s], c = quads[2][s], d = quads[3][s];
+    vi ab01 = SHUFFLE(a, b, 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29);
+    vi ab23 = SHUFFLE(a, b, 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31);
+    vi cd01 = SHUFFLE(c, d, 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29);
+    vi cd23 = SHUFFLE(c, d, 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31);
+#define LOWER(u, v) SHUFFLE(u, v, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29)
+#define UPPER(u, v) SHUFFLE(u, v, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31)
+    *(vi_u *)to = LOWER(ab01, cd01);
+    *(vi_u *)(to + 64) = UPPER(ab01, cd01);
+    *(vi_u *)(to + 128) = LOWER(ab23, cd23);
+    *(vi_u *)(to + 192) = UPPER(ab23, cd23);
+#undef LOWER
+#undef UPPER
+  }
+}
+
+/* A panel from the 16 rows of `row_bytes` (a multiple of 16) bytes that `rows` point to. */
+INLINE void make_panel(char *panel, const char *const *rows, long row_bytes) {
+  for (long at = 0; at < row_bytes; at += 64) {
+    transpose_64_bytes(panel + at * PANEL, rows, at, row_bytes - at);
+  }
+}
