@@ -125,6 +125,10 @@ class PulseEngine:
         """Not here."""
         raise NotImplementedError
 
+    async def reset_prefix_cache(self) -> None:
+        """Not here."""
+        raise NotImplementedError
+
     async def kill(self, instance_id: InstanceId) -> None:
         """Not here."""
         raise NotImplementedError

@@ -259,6 +259,11 @@ class FakeCluster(InProcessCluster):
         self.controller._outbox.send(group.leader, AllowParking(group.group_id))
         self.carry_out()
 
+    def reset_prefix_cache(self) -> None:
+        """Have every group forget what no request shares."""
+        self.controller.reset_prefix_cache()
+        self.carry_out()
+
     def roll_back(self, transition_id: TransitionId) -> bool:
         """The controller changes its mind; False if it is too late."""
         transition = self.controller.transitions.active.get(transition_id)

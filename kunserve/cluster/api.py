@@ -120,6 +120,10 @@ class EngineClient(Protocol):
         """While paused, drops and restores are made by hand only."""
         ...
 
+    async def reset_prefix_cache(self) -> None:
+        """Have every group forget the KV of equal beginnings that no request shares."""
+        ...
+
     async def kill(self, instance_id: InstanceId) -> None:
         """Kill one instance's process (fault drills)."""
         ...

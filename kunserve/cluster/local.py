@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
+from kunserve.cluster.admission import check_admission
 from kunserve.cluster.api import ServingLimits, Vitals, limits_of
 from kunserve.cluster.background import Background
 from kunserve.cluster.forced import ForcedTransitions
@@ -45,13 +46,7 @@ from kunserve.control.cluster.commands import (
 from kunserve.control.cluster.controller import Controller
 from kunserve.control.cluster.quarantine import Cause
 from kunserve.core.config import KunServeConfig
-from kunserve.core.errors import (
-    ConfigError,
-    InvalidRequest,
-    Overloaded,
-    PromptTooLong,
-    Unavailable,
-)
+from kunserve.core.errors import ConfigError, InvalidRequest, Unavailable
 from kunserve.core.ids import InstanceId, RequestId
 from kunserve.core.messages import Alive, Event, Message, Ready, Rejoin, Shutdown
 from kunserve.core.request import Request
@@ -355,17 +350,7 @@ class LocalCluster:
         """See ``EngineClient``."""
         if self._is_draining:
             raise Unavailable("the server is shutting down")
-        if not self._controller.can_serve:
-            raise Unavailable("no instance is alive; a replacement is starting")
-        num_tokens = len(request.prompt_token_ids) + request.sampling.max_tokens
-        if num_tokens > self.limits.max_model_len:
-            raise PromptTooLong(
-                f"This model's maximum context length is {self.limits.max_model_len} tokens. "
-                f"However, you requested {num_tokens} tokens."
-            )
-        shed = self._controller.admit(request)
-        if shed is not None:
-            raise Overloaded(shed.reason, shed.retry_after_s, shed.limit)
+        check_admission(request, self._controller, self.limits.max_model_len)
         self._controller.arrive(request, deliver, self._clock.now_s())
         self._flush()
 
@@ -425,6 +410,11 @@ class LocalCluster:
     def set_paused(self, paused: bool) -> None:
         """See ``EngineClient``."""
         self._controller.set_paused(paused)
+
+    async def reset_prefix_cache(self) -> None:
+        """See ``EngineClient``."""
+        self._controller.reset_prefix_cache()
+        self._flush()
 
     def pid_of(self, instance_id: InstanceId) -> int | None:
         """The instance's process; None between two."""

@@ -120,6 +120,11 @@ class LLM:
         """Groups, memory, drops and restores as of now."""
         return self._thread.call(lambda _: self._session.state())
 
+    def reset_prefix_cache(self) -> bool:
+        """Forget the KV of equal beginnings, but for what calls of other threads share. True."""
+        self._thread.call(lambda _: self._session.reset_prefix_cache())
+        return True
+
     def close(self) -> None:
         """End the instances. May be called again; nothing else may be called after it."""
         self._finalizer()

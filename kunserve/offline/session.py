@@ -90,6 +90,10 @@ class Session:
         """As of now."""
         return self.front.engine.state()
 
+    async def reset_prefix_cache(self) -> None:
+        """See ``EngineClient``."""
+        await self.front.engine.reset_prefix_cache()
+
     def default_params(self) -> SamplingParams:
         """What the model's makers recommend, and neutral values for what they leave open."""
         known = asdict(self.front.defaults)

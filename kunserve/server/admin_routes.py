@@ -1,4 +1,4 @@
-"""Write endpoints under /kunserve: off by default, and never "done" when nothing changed."""
+"""Write endpoints: off by default, and never "done" when nothing changed."""
 
 import asyncio
 import logging
@@ -16,7 +16,7 @@ from kunserve.server.errors import Conflict, EffectMissing, Forbidden, TryLater,
 from kunserve.server.front import Front
 from kunserve.server.schema import DropBody, EmptyBody, KillBody, ScaleBody
 from kunserve.server.state_json import state_object
-from kunserve.server.web_guard import check_page
+from kunserve.server.web_guard import check_origin, check_page
 
 logger = logging.getLogger("kunserve.server")
 
@@ -141,12 +141,30 @@ class AdminRoutes:
             said += "; it was so before"
         return self._done(action, said, _dropped_bytes(before), state)
 
+    async def reset_prefix_cache(self, http: HttpRequest) -> Response:
+        """POST /reset_prefix_cache, vLLM's: the next run of a benchmark finds nothing."""
+        if self._is_open():
+            check_origin(http.headers)
+        if http.query_params.get("reset_running_requests", "false").lower() not in ("false", "0"):
+            raise InvalidRequest(
+                "`reset_running_requests` must be false: what running requests share stays "
+                "until they end.",
+                "reset_running_requests",
+            )
+        await self._front.engine.reset_prefix_cache()
+        logger.info("admin action=reset_prefix_cache")
+        return Response()
+
     def _check_allowed(self, http: HttpRequest) -> None:
+        if self._is_open():
+            check_page(http.headers)
+
+    def _is_open(self) -> bool:
+        """Whether anybody who reaches the server may do this. Raises Forbidden if nobody may."""
         server = self._front.config.server
         if not server.enable_admin:
             raise Forbidden("Admin endpoints are off; start the server with --enable-admin.")
-        if server.has_open_admin:
-            check_page(http.headers)
+        return server.has_open_admin
 
     async def _verified(self, action: str, holds: Callable[[ClusterState], bool]) -> ClusterState:
         """The first state in which the effect shows. Raises EffectMissing."""

@@ -173,4 +173,5 @@ def _routes(front: Front) -> list[Route]:
         Route("/kunserve/scale", admin.scale, methods=post),
         Route("/kunserve/pause", admin.pause, methods=post),
         Route("/kunserve/resume", admin.resume, methods=post),
+        Route("/reset_prefix_cache", admin.reset_prefix_cache, methods=post),
     ]

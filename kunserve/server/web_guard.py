@@ -34,13 +34,18 @@ def check_host(host: str | None) -> None:
         )
 
 
-def check_page(headers: Mapping[str, str]) -> None:
-    """Raise Forbidden for a write request that a foreign web page could have made."""
+def check_origin(headers: Mapping[str, str]) -> None:
+    """Raise Forbidden for a request that a browser says is a foreign web page's."""
     origin = headers.get("origin")
     if origin is not None and origin.partition("://")[2] != headers.get("host"):
         raise Forbidden("Requests from other web sites are refused.")
     if headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
         raise Forbidden("Requests from other web sites are refused.")
+
+
+def check_page(headers: Mapping[str, str]) -> None:
+    """Raise Forbidden for a write request that a foreign web page could have made."""
+    check_origin(headers)
     if headers.get("content-type", "").partition(";")[0].strip().lower() != JSON:
         raise Forbidden(
             f"Without --api-key, admin requests need `content-type: {JSON}` "

@@ -72,9 +72,13 @@ def test_smollm2_says_the_same_with_the_cache_and_without() -> None:
         await answers.all()
         turn = [*prompts["r0"], *answers.tokens["r0"], *prompts["r1"][-9:]]
         answers.ask("turn", turn, 24, GREEDY, wants_scores=False)
+        await answers.all()
+        await cluster.reset_prefix_cache()
+        answers.ask("turn again", turn, 24, GREEDY, wants_scores=False)
 
     scheduler = replace(config.scheduler, enable_prefix_caching=False)
     on, off = run(config, 49152, story), run(replace(config, scheduler=scheduler), 49152, story)
     assert on.tokens == off.tokens
     assert set(off.num_cached.values()) == {0}
     assert on.num_cached["r1"] == 80 and on.num_cached["turn"] >= 112
+    assert on.num_cached["turn again"] == 0 and on.tokens["turn again"] == on.tokens["turn"]

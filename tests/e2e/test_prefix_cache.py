@@ -10,7 +10,7 @@ from kunserve.bench.server_process import running_server
 
 FLAGS = (
     "smollm2-135m", "--load-format", "dummy", "--num-instances", "2", "--instance-memory", "400MiB",
-    "--enable-prompt-tokens-details", "--max-model-len", "512",
+    "--enable-prompt-tokens-details", "--max-model-len", "512", "--enable-admin",
 )  # fmt: skip
 PROMPT = [100 + i for i in range(200)]
 
@@ -43,3 +43,5 @@ def test_who_asks_again_finds_the_beginning_and_gets_the_same_answer(url: str) -
     page = httpx.get(f"{url}/metrics", timeout=60.0).text
     hits = [line for line in page.splitlines() if line.startswith("vllm:prefix_cache_hits_total")]
     assert sum(float(line.split()[-1]) for line in hits) == 5 * 192 + 96
+    assert httpx.post(f"{url}/reset_prefix_cache", timeout=60.0).status_code == 200
+    assert ask(url, PROMPT) == (text, 0)

@@ -37,6 +37,7 @@ from kunserve.core.messages import (
     Prepare,
     Prepared,
     Ready,
+    ResetPrefixCache,
     ReturnWaiting,
     Rollback,
     Shutdown,
@@ -145,7 +146,9 @@ def _told(message: Message) -> str | None:
             return f"return {len(request_ids)} waiting"
         case Abort(request_id):
             return f"abort {request_id}"
-        case Migrate() | HandOff() | EndMigration() | AllowParking() | Shutdown():
+        case AllowParking() | ResetPrefixCache() | Migrate() | HandOff() | EndMigration():
+            return repr(message)
+        case Shutdown():
             return repr(message)
         case Connect():
             return None

@@ -169,6 +169,10 @@ class TransitionsMachine(RuleBasedStateMachine):
     def allow_parking(self, data: st.DataObject) -> None:
         self.cluster.allow_parking(data.draw(st.sampled_from(self.cluster.groups())))
 
+    @rule()
+    def reset_prefix_cache(self) -> None:
+        self.cluster.reset_prefix_cache()
+
     # Migrations
 
     @precondition(lambda self: len(self.single_groups()) > 1)

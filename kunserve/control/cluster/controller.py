@@ -42,6 +42,7 @@ from kunserve.core.messages import (
     Ready,
     Rejoin,
     Report,
+    ResetPrefixCache,
     Returned,
 )
 from kunserve.core.request import Request
@@ -351,6 +352,12 @@ class Controller:
     def set_paused(self, paused: bool) -> None:
         """While paused, drops and restores are made by hand only. What is under way goes on."""
         self._overload.is_paused = paused
+
+    def reset_prefix_cache(self) -> None:
+        """Every group forgets the KV of equal beginnings that no request shares."""
+        for group_id, group in self.placement.groups.items():
+            self._outbox.send(group.layout.leader, ResetPrefixCache(group_id))
+        self._requests.prefixes_reset()
 
     # Accounts
 

@@ -44,6 +44,9 @@ MAX_LOOK_GAP_S = 0.05
 MANY_GROUPS = 32
 """With more, arrivals leave the look to reports, which come every few milliseconds at least: a
 look at a thousand groups takes ten milliseconds, and who has just come would wait for it."""
+REFUSAL_S = 0.25
+"""Of many groups: for so long a drop that is not worth it is not planned again. To find that takes
+two plans and more, 20 ms of a thousand groups, and a long queue does not get short at once."""
 RESTORES_PER_LOOK = 16
 """Begun at most, so that other calls get their turns; the others begin at the next looks."""
 HEAD_COST_LAYERS = 1
@@ -77,6 +80,8 @@ class OverloadControl:
         self._parking_allowed_s: dict[GroupId, float] = {}
         """When each group was last told so."""
         self._next_look_s = 0.0
+        self._refused: tuple[float, DropPlan] | None = None
+        """Until when a plan that is not worth it holds."""
         self.is_paused = False
         """Whether drops and restores are made by hand only. The monitor watches all the same."""
         self.reasons = Reasons(outbox)
@@ -214,13 +219,7 @@ class OverloadControl:
         is_enough = self.observation is not None and not self._scaling.is_on
         why = "drops are paused" if self.is_paused else "nothing is left to drop"
         if self._config.policy == "drop" and not self.is_paused:
-            _, plan = self._drop(
-                verdict,
-                dwelling,
-                now_s,
-                self._config.min_deep_gain,
-                unplaced=unplaced_blocks(view.groups, self._transitions.coming_blocks),
-            )
+            plan = self._drop_if_worth(verdict, view, dwelling, now_s)
             is_enough = plan.enough or bool(self._transitions.active)
             why = plan.shortfall
         if not is_enough:
@@ -228,6 +227,19 @@ class OverloadControl:
                 self._allow_parking(verdict.group_ids, now_s)
             reason = f"{verdict.trigger}; {why}"
             self._scaling.grow(verdict.required_blocks, reason, now_s)
+
+    def _drop_if_worth(
+        self, wanted: Overloaded, view: ClusterLoadView, dwelling: set[GroupId], now_s: float
+    ) -> DropPlan:
+        """What is done now; of many groups a refusal is remembered for a moment."""
+        if self._refused is not None and now_s < self._refused[0]:
+            return self._refused[1]
+        unplaced = unplaced_blocks(view.groups, self._transitions.coming_blocks)
+        gain = self._config.min_deep_gain
+        _, plan = self._drop(wanted, dwelling, now_s, gain, unplaced=unplaced)
+        is_held = not plan.is_worth and len(self._placement.groups) > MANY_GROUPS
+        self._refused = (now_s + REFUSAL_S, plan) if is_held else None
+        return plan
 
     def _allow_parking(self, group_ids: tuple[GroupId, ...], now_s: float) -> None:
         """Tell leaders that nothing is left to drop: twice in the time that they remember it."""

@@ -226,6 +226,11 @@ class Prefixes:
             if not holders:
                 del self._holders[name]
 
+    def forget_all(self) -> None:
+        """All caches are reset. What running requests share is learned anew."""
+        self._by_group.clear()
+        self._holders.clear()
+
     def _forget_gone(self) -> None:
         """Groups that stand no more: their caches are gone with them."""
         if self._version == self._placement.version:

@@ -404,6 +404,10 @@ class Requests:
                     self._outbox.add(LogRerun(request_id, len(live.output_token_ids)))
         self.place()
 
+    def prefixes_reset(self) -> None:
+        """No group has beginnings of requests that have ended any more."""
+        self._prefixes.forget_all()
+
     def check(self, alive: Iterable[InstanceId]) -> None:
         """Assert that every request has a living leader, or is in the backlog."""
         living = set(alive)

@@ -14,7 +14,8 @@ class Ledger:
         """``watermark``: share of the capacity that admissions leave free, a block at least."""
         self.capacity_blocks = capacity_blocks
         self.version = 0
-        """Counts what may have made room: releases, and changes of the capacity."""
+        """Counts what may give a plan something to do: releases, evictions, changes of the
+        capacity."""
         self._watermark = watermark
         self._taken_blocks = 0
         self._used_blocks = 0
@@ -174,6 +175,7 @@ class Ledger:
     def evict(self, num_blocks: int) -> None:
         """The cache gives so many blocks up that it lends to nobody."""
         self.cached_blocks -= num_blocks
+        self.version += 1
 
     def _borrow(self, request_id: RequestId, num_blocks: int) -> None:
         if num_blocks:

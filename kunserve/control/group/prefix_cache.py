@@ -249,6 +249,10 @@ class PrefixCache:
         self._kept, self._evicted, self._shared = [], {}, []
         return orders
 
+    def reset(self) -> None:
+        """Forget all blocks that no sequence shares; the next plan frees them."""
+        self._evict(self._ledger.cached_blocks)
+
     @property
     def has_orders(self) -> bool:
         """Whether the next plan frees blocks of the cache."""

@@ -49,6 +49,7 @@ from kunserve.core.messages import (
     Ready,
     Rejoin,
     Report,
+    ResetPrefixCache,
     ReturnWaiting,
     Rollback,
     Sampled,
@@ -330,6 +331,8 @@ class InstanceAgent:
             case AllowParking():
                 if membership.scheduler is not None:
                     membership.scheduler.allow_parking(now_s)
+            case ResetPrefixCache():
+                membership.reset_prefix_cache()
             case Rollback(transition_id):
                 self._changes.roll_back(transition_id)
             case (

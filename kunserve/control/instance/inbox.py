@@ -28,6 +28,7 @@ from kunserve.core.messages import (
     Message,
     OfferRefused,
     OfferTaken,
+    ResetPrefixCache,
     Rollback,
     Sampled,
     Shutdown,
@@ -81,7 +82,8 @@ def when_to_read(message: Message, moment: Moment) -> When:
     Rollback             of the present change   on a follower: it overtook   on a leader
                                                  its ``LoadLayers``
     LoadLayers,          for this group          -                            for another group
-    AllowParking
+    AllowParking,
+    ResetPrefixCache
     KvMoved, KvDropped,  of the present change   of the present change        of another change
     ExchangeProgress     after the switch        before the switch
     other words on a     of the present change   -                            of another change
@@ -110,7 +112,7 @@ def when_to_read(message: Message, moment: Moment) -> When:
             if transition_id == moment.change_id:
                 return "now"
             return "never" if moment.leads else "later"
-        case LoadLayers() | AllowParking():
+        case LoadLayers() | AllowParking() | ResetPrefixCache():
             return "now" if message.group_id == moment.group_id else "never"
         case KvMoved() | KvDropped() | ExchangeProgress():
             if message.transition_id != moment.change_id:

@@ -42,6 +42,11 @@ class Membership:
     former_requests: dict[RequestId, InstanceId] = field(default_factory=dict)
     """New leaders of requests that this instance led before it entered."""
 
+    def reset_prefix_cache(self) -> None:
+        """Forget what no request shares, where this instance leads and there is a cache."""
+        if self.scheduler is not None and self.scheduler.cache is not None:
+            self.scheduler.cache.reset()
+
 
 def enter_group(state: InstanceState, layout: GroupLayout, now_s: float) -> Membership:
     """Stand in a new group. The instance's memory has been laid out for it."""

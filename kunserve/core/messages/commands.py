@@ -165,6 +165,16 @@ class AllowParking:
 
 
 @dataclass(frozen=True, slots=True)
+class ResetPrefixCache:
+    """Forget all KV of equal beginnings that no request of the group shares.
+
+    Sent to its leader when somebody asks for it; not acknowledged.
+    """
+
+    group_id: GroupId
+
+
+@dataclass(frozen=True, slots=True)
 class Shutdown:
     """Leave. In-flight work is lost unless it was drained before."""
 
@@ -183,5 +193,6 @@ Command: TypeAlias = (
     | EndMigration
     | ReturnWaiting
     | AllowParking
+    | ResetPrefixCache
     | Shutdown
 )

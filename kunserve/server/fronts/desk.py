@@ -159,6 +159,8 @@ class Desk:
                 return await engine.scale(int(argument))
             case "pause":
                 engine.set_paused(bool(argument))
+            case "reset_prefix_cache":
+                await engine.reset_prefix_cache()
             case "kill":
                 assert argument is not None
                 await engine.kill(InstanceId(int(argument)))

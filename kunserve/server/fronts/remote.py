@@ -204,6 +204,10 @@ class RemoteEngine:
         self._num_calls += 1
         self.tell(Call(self._num_calls, "pause", int(paused)))
 
+    async def reset_prefix_cache(self) -> None:
+        """See ``EngineClient``."""
+        await self.call("reset_prefix_cache", None, READ_S)
+
     async def kill(self, instance_id: InstanceId) -> None:
         """See ``EngineClient``."""
         await self.call("kill", int(instance_id), READ_S)

@@ -155,6 +155,7 @@ def test_what_was_cached_and_for_whom(llm: LLM, engine: EchoEngine) -> None:
     outputs = llm.generate(prompts)
     assert [one.num_cached_tokens for one in outputs] == [16, 16]
     assert {one.cache_salt for one in engine.submitted} == {"tenant", ""}
+    assert llm.reset_prefix_cache() and engine.num_cached == 0
     with pytest.raises(ValueError, match="cache_salt"):
         llm.generate({"prompt": "hello", "cache_salt": "a/b"})
 

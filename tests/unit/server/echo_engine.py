@@ -268,6 +268,9 @@ class EchoEngine:
         if not self.lying:
             self.snapshot = replace(self.snapshot, paused=paused)
 
+    async def reset_prefix_cache(self) -> None:
+        self.num_cached = 0
+
     async def kill(self, instance_id: InstanceId) -> None:
         if not self.lying:
             self.snapshot = replace(

@@ -42,6 +42,7 @@ def test_admin_is_off_by_default() -> None:
             answer = client.post(f"/kunserve/{action}", json={"instance_id": 0})
             assert answer.status_code == 403
             assert "--enable-admin" in answer.json()["error"]["message"]
+        assert client.post("/reset_prefix_cache").status_code == 403
         assert client.get("/kunserve/drop").status_code == 405
         assert server.engine.snapshot.num_drops == 0
 
@@ -136,6 +137,20 @@ def test_pause_and_resume(admin: LiveServer) -> None:
             assert f'kunserve:paused{{model_name="tiny"}} {number}' in client.get("/metrics").text
         assert client.post("/kunserve/pause", json={"for": 5}).status_code == 400
         assert client.post("/kunserve/pause", headers={"origin": "http://a"}).status_code == 403
+
+
+def test_the_prefix_cache_is_reset_as_in_vllm(admin: LiveServer) -> None:
+    admin.configure(num_cached=16)
+    with admin.client() as client:
+        for headers in ({"origin": "http://a"}, {"sec-fetch-site": "cross-site"}):
+            assert client.post("/reset_prefix_cache", headers=headers).status_code == 403
+        running = client.post("/reset_prefix_cache?reset_running_requests=true")
+        assert running.status_code == 400 and "must be false" in running.text
+        assert admin.engine.num_cached == 16
+        answer = client.post("/reset_prefix_cache?reset_running_requests=False")
+        assert answer.status_code == 200 and not answer.content
+        assert admin.engine.num_cached == 0
+        assert client.get("/reset_prefix_cache").status_code == 405
 
 
 def test_what_drops_would_have_done_is_in_the_metrics(admin: LiveServer) -> None:

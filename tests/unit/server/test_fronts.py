@@ -149,6 +149,8 @@ def test_two_fronts_are_one_server(monkeypatch: pytest.MonkeyPatch) -> None:
         assert refused.status_code == 503 and refused.headers["retry-after"] == "7"
         engine.refusal = lambda _: None
         assert server.complete(model="other").status_code == 404
+        engine.num_cached = 16
+        assert server.post("/reset_prefix_cache").status_code == 200 and engine.num_cached == 0
         dropped = server.post("/kunserve/drop")
         assert dropped.status_code == 200 and dropped.json()["dropped_bytes_after"] > 0
         # Whoever was not asked to drop learns of it a little later.

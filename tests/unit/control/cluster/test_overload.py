@@ -80,6 +80,20 @@ def test_a_queue_much_longer_than_what_a_drop_frees_waits_for_compute() -> None:
     assert brain.take(Prepare), "as asked for"
 
 
+def test_of_many_groups_a_refusal_holds_for_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To find it takes twice as long as a plan, and looks come every few milliseconds."""
+    monkeypatch.setattr(overload, "MANY_GROUPS", 1)
+    brain = Brain()
+    brain.report(1, used_blocks=50)
+    brain.report(0, **{**SHORT, "num_waiting": 90, "waiting_blocks": 900})
+    (wish,) = brain.said(ScaleUp)
+    assert "no drop is worth it" in wish.reason
+    brain.report(0, after_s=overload.REFUSAL_S / 2, **SHORT)
+    assert not brain.take(Prepare)
+    brain.report(0, after_s=overload.REFUSAL_S, **SHORT)
+    assert brain.take(Prepare)
+
+
 def test_other_policies_drop_nothing() -> None:
     brain = Brain(policy="recompute")
     brain.report(0, **SHORT)

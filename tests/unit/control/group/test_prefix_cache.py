@@ -119,6 +119,32 @@ def test_memory_is_taken_from_the_cache_before_anybody_waits() -> None:
     assert starts(plan) == {"b": 12}
 
 
+def test_a_reset_frees_what_nobody_shares_at_once() -> None:
+    scheduler = make()
+    scheduler.add(request("a", 10, 5))
+    scheduler.add(request("b", 0, 13, max_tokens=20))
+    for _ in range(4):
+        step(scheduler)
+    assert scheduler.cached_blocks == 4 and scheduler.used_blocks > 0
+    assert scheduler.cache is not None
+    scheduler.cache.reset()
+    scheduler.check()
+    assert scheduler.cached_blocks == 0
+    scheduler.add(request("c", 0, 13, max_tokens=1))
+    plan, _ = step(scheduler)
+    assert [one.end_block for one in plan.evicted] == [0], "and what b uses stays"
+    finish(scheduler)
+    assert scheduler.schedule(1.0) is None and not scheduler.can_schedule
+    scheduler.cache.reset()
+    assert scheduler.can_schedule, "an idle group, too"
+    (plan,) = finish(scheduler)
+    assert plan.evicted and not plan.chunks
+    assert scheduler.cached_blocks == 0 and not scheduler.has_work
+    scheduler.add(request("a", 10, 5))
+    plan, _ = step(scheduler)
+    assert starts(plan) == {"a": 0}, "it is computed again"
+
+
 def test_who_is_preempted_finds_its_own_beginning_again() -> None:
     scheduler = make(capacity=9, watermark=0.0)
     for name in ("a", "b"):
