@@ -19,7 +19,11 @@ _MADV_POPULATE_WRITE = 23
 _MADV_COLLAPSE = 25
 _FAILED = ctypes.c_void_p(-1).value
 
-_libc = ctypes.CDLL(None, use_errno=True)
+_libc = ctypes.PyDLL(None, use_errno=True)
+"""Of calls that are over sooner than another thread would give the interpreter back: a remap makes
+several, and would wait after each."""
+_patient_libc = ctypes.CDLL(None, use_errno=True)
+"""Of calls that fill pages or give them back. Meanwhile other threads run."""
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = (
     ctypes.c_void_p,
@@ -37,8 +41,10 @@ _libc.mremap.argtypes = (
     ctypes.c_int,
     ctypes.c_void_p,
 )
-_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
-_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_patient_libc.mmap.restype = _libc.mmap.restype
+_patient_libc.mmap.argtypes = _libc.mmap.argtypes
+_patient_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_patient_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 def _mmap(address: int | None, num_bytes: int, prot: int, flags: int, fd: int, offset: int) -> int:
@@ -56,13 +62,17 @@ def reserve(num_bytes: int) -> int:
 
 def unreserve(address: int, num_bytes: int) -> None:
     """Give the address space back."""
-    _libc.munmap(address, num_bytes)
+    _patient_libc.munmap(address, num_bytes)
 
 
 def map_file(address: int, num_bytes: int, fd: int, offset: int, populate: bool) -> None:
     """Put ``num_bytes`` of the file at ``address``, replacing whatever was mapped there."""
-    flags = _MAP_SHARED | _MAP_FIXED | (_MAP_POPULATE if populate else 0)
+    flags = _MAP_SHARED | _MAP_FIXED
     _mmap(address, num_bytes, _PROT_READ_WRITE, flags, fd, offset)
+    if populate and not populate_pages(address, num_bytes):
+        # Linux before 5.14.
+        flags |= _MAP_POPULATE
+        _patient_libc.mmap(address, num_bytes, _PROT_READ_WRITE, flags, fd, offset)
 
 
 def unmap(address: int, num_bytes: int) -> None:
@@ -84,14 +94,14 @@ def move(source: int, target: int, num_bytes: int) -> bool:
     return result is not None and result != _FAILED
 
 
-def populate(address: int, num_bytes: int) -> bool:
+def populate_pages(address: int, num_bytes: int) -> bool:
     """Fault pages in without changing them; False where that is not possible (not mapped)."""
-    return bool(_libc.madvise(address, num_bytes, _MADV_POPULATE_WRITE) == 0)
+    return bool(_patient_libc.madvise(address, num_bytes, _MADV_POPULATE_WRITE) == 0)
 
 
 def advise_huge(address: int, num_bytes: int) -> None:
     """Ask for huge pages where nothing lies yet. The kernel's settings decide."""
-    _libc.madvise(address, num_bytes, _MADV_HUGEPAGE)
+    _patient_libc.madvise(address, num_bytes, _MADV_HUGEPAGE)
 
 
 def collapse(address: int, num_bytes: int) -> int:
@@ -99,7 +109,7 @@ def collapse(address: int, num_bytes: int) -> int:
 
     Some may be in huge pages even so. EINVAL before Linux 6.1.
     """
-    if _libc.madvise(address, num_bytes, _MADV_COLLAPSE) == 0:
+    if _patient_libc.madvise(address, num_bytes, _MADV_COLLAPSE) == 0:
         return 0
     return ctypes.get_errno()
 

@@ -42,7 +42,7 @@ def fill(fd: int, offset: int, num_bytes: int) -> None:
             size = min(_AT_ONCE_BYTES, whole - first)
             for at in range(address + first, address + first + size, HUGE_PAGE_BYTES):
                 # Where nothing lies, nothing is collapsed.
-                if not address_space.populate(at, mmap.PAGESIZE):
+                if not address_space.populate_pages(at, mmap.PAGESIZE):
                     return
             collapses = collapses and collapse(address + first, size)
 

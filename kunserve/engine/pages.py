@@ -372,7 +372,7 @@ class _Prefault:
                 self._collapses = collapse(address, HUGE_PAGE_BYTES)
             size = min(self._PIECE_BYTES - address % self._PIECE_BYTES, end - address)
             # A piece that a remap took away meanwhile fails to populate: nothing is lost.
-            if self._stopping.is_set() or not address_space.populate(address, size):
+            if self._stopping.is_set() or not address_space.populate_pages(address, size):
                 return
             address += size
         self._when_done()

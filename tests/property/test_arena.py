@@ -4,6 +4,7 @@ import dataclasses
 import mmap
 
 import numpy as np
+import numpy.typing as npt
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -11,9 +12,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kunserve.core.config import InstanceConfig
 from kunserve.core.ids import InstanceId
 from kunserve.core.layout import LayerRange
+from kunserve.engine import address_space
 from kunserve.engine.arena import Arena
 from kunserve.engine.cuda.driver import Driver
 from kunserve.engine.cuda.pages import DevicePages
+from kunserve.engine.huge_pages import HUGE_PAGE_BYTES
 from kunserve.engine.memory import InstanceMemory
 from kunserve.engine.memory_plan import MemoryPlan
 from kunserve.engine.pages import Granules, HostPages, OpenPages
@@ -40,12 +43,19 @@ MODEL = model_spec(
 class Arenas(RuleBasedStateMachine):
     """Maps, moves and unmaps between two ranges; a model of each slot's byte is kept beside."""
 
+    granule_bytes = PAGE
+
     def __init__(self) -> None:
         super().__init__()
-        self.arena = Arena(HostPages(10 * PAGE, PAGE))
-        self.ranges = [self.arena.reserve(name, SLOTS * PAGE) for name in ("a", "b")]
+        size = self.granule_bytes
+        self.arena = Arena(HostPages(10 * size, size))
+        self.ranges = [self.arena.reserve(name, SLOTS * size) for name in ("a", "b")]
         self.stamps: list[dict[int, int]] = [{}, {}]
         self.next_stamp = 1
+
+    def view(self, which: int, slot: int) -> npt.NDArray[np.uint8]:
+        """What lies there."""
+        return self.ranges[which].bytes_view(slot * self.granule_bytes, self.granule_bytes)
 
     def stretch(self, which: int, start: int, want_full: bool) -> tuple[int, int]:
         """The stretch of full (or empty) slots that begins at or after ``start``."""
@@ -66,7 +76,7 @@ class Arenas(RuleBasedStateMachine):
         # Any order of granules must do.
         self.arena.map(self.ranges[which], slot, granules[::-1][:num].copy())
         for at in range(slot, slot + num):
-            self.ranges[which].bytes_view(at * PAGE, PAGE)[:] = self.next_stamp % 251
+            self.view(which, at)[:] = self.next_stamp % 251
             self.stamps[which][at] = self.next_stamp % 251
             self.next_stamp += 1
 
@@ -95,14 +105,43 @@ class Arenas(RuleBasedStateMachine):
     @invariant()
     def nothing_is_lost(self) -> None:
         self.arena.check(ask_kernel=True)
-        for owner, stamps in zip(self.ranges, self.stamps, strict=True):
-            assert set(np.flatnonzero(owner.granules >= 0).tolist()) == set(stamps)
+        for which, stamps in enumerate(self.stamps):
+            assert set(np.flatnonzero(self.ranges[which].granules >= 0).tolist()) == set(stamps)
             for slot, stamp in stamps.items():
-                view = owner.bytes_view(slot * PAGE, PAGE)
-                assert view[0] == view[-1] == stamp
+                assert (self.view(which, slot)[::PAGE] == stamp).all()
 
     def teardown(self) -> None:
         self.arena.close()
+
+
+class HugeArenas(Arenas):
+    """The same with four granules to a huge page, which are collapsed wherever they lie."""
+
+    granule_bytes = HUGE_PAGE_BYTES // 4
+
+    @rule(which=st.integers(0, 1), page=st.integers(0, SLOTS // 4 - 1))
+    def collapse(self, which: int, page: int) -> None:
+        # Whether that can be depends on what is there.
+        address_space.collapse(self.ranges[which].address_of(4 * page), HUGE_PAGE_BYTES)
+
+    @rule(
+        which=st.integers(0, 1),
+        start=st.integers(0, SLOTS - 1),
+        target_start=st.integers(0, SLOTS - 1),
+        num=st.integers(1, 8),
+        page=st.integers(0, SLOTS // 4 - 1),
+    )
+    def link(self, which: int, start: int, target_start: int, num: int, page: int) -> None:
+        slot, full = self.stretch(which, start, want_full=True)
+        target, room = self.stretch(1 - which, target_start, want_full=False)
+        num = min(num, full, room)
+        self.arena.link(self.ranges[which], slot, self.ranges[1 - which], target, num)
+        for side in (0, 1):
+            self.collapse(side, page)
+        for step in range(num):
+            assert (self.view(1 - which, target + step) == self.view(which, slot + step)).all()
+        while self.arena.num_aliases:
+            self.arena.unlink_some(3)
 
 
 class LargerPages(HostPages):
@@ -298,5 +337,7 @@ class Memories(RuleBasedStateMachine):
 
 TestArenas = Arenas.TestCase
 TestArenas.settings = settings(max_examples=examples(20), stateful_step_count=25)
+TestHugeArenas = HugeArenas.TestCase
+TestHugeArenas.settings = settings(max_examples=examples(8), stateful_step_count=20)
 TestMemories = Memories.TestCase
 TestMemories.settings = settings(max_examples=examples(20), stateful_step_count=15)

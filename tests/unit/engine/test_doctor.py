@@ -56,7 +56,7 @@ def test_a_kernel_that_cannot_move_pages(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_system_without_huge_pages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(address_space, "populate", lambda *_: False)
+    monkeypatch.setattr(address_space, "populate_pages", lambda *_: False)
     (finding,) = found("huge pages")
     assert finding.verdict == "note" and "Linux 6.1" in finding.text
 

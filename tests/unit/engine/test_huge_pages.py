@@ -116,7 +116,7 @@ def test_a_system_that_refuses_gives_small_pages(
 
 
 def test_an_old_kernel_gives_small_pages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(address_space, "populate", lambda *_: False)
+    monkeypatch.setattr(address_space, "populate_pages", lambda *_: False)
     pages = HostPages(6 * MIB, 1 << 18)
     assert os.fstat(pages.fd).st_blocks * 512 == 6 * MIB
     pages.close()
