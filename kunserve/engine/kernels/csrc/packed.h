@@ -35,6 +35,7 @@ INLINE void round_block(x_block *block, const elem *x) {
   block->scale = most / 127.0f;
   block->from_128 = -128 * (sum_first + sum_second);
   block->sum = block->scale * (float)(sum_first + sum_second);
+  block->from_8 = -8 * (sum_first + sum_second);
   block->from_32[0] = -32 * sum_first;
   block->from_32[1] = -32 * sum_second;
 }
@@ -54,12 +55,11 @@ static void packed_pass(const packed_job *job, const x_block *x, long panel, lon
   }
   at += (panel - before) * panel_bytes(job->formats[run], blocks);
   vf bias = panel_bias(&job->out, column), out[PACKED_ROWS];
-  for (long row = first; row < end;) {
-    long left = end - row, rows = left < PACKED_ROWS ? left : PACKED_ROWS;
-    if (rows > 8) rows &= ~1L; /* there is no tile of 9 or 11 */
-    packed_tile(job->formats[run], (int)rows, out, at, x + row * blocks, blocks, blocks,
-                row == first);
-    finish(&job->out, out, bias, row, (int)rows, column);
+  long tiles = (end - first + PACKED_ROWS - 1) / PACKED_ROWS, row = first;
+  for (; tiles > 0; tiles--) { /* nearly alike in height */
+    int rows = (int)((end - row) / tiles);
+    packed_tile(job->formats[run], rows, out, at, x + row * blocks, blocks, blocks, row == first);
+    finish(&job->out, out, bias, row, rows, column);
     row += rows;
   }
 }

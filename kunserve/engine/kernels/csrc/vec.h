@@ -86,8 +86,20 @@ INLINE vf widen_f16(half_u h) {
 #endif
 }
 INLINE vf to_float(vi v) { return __builtin_convertvector(v, vf); }
-INLINE vi widen_bytes(const uint8_t *p) { return __builtin_convertvector(*(const bytes_u *)p, vi); }
-INLINE vi widen_signed(const int8_t *p) { return __builtin_convertvector(*(const chars_u *)p, vi); }
+INLINE vi widen_bytes(const uint8_t *p) {
+#ifdef __AVX512F__ /* gcc 12 converts lane by lane */
+  return (vi)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)p));
+#else
+  return __builtin_convertvector(*(const bytes_u *)p, vi);
+#endif
+}
+INLINE vi widen_signed(const int8_t *p) {
+#ifdef __AVX512F__
+  return (vi)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p));
+#else
+  return __builtin_convertvector(*(const chars_u *)p, vi);
+#endif
+}
 /* The lowest byte of each lane. */
 INLINE void store_bytes(int8_t *p, vi v) {
 #ifdef __AVX512F__
