@@ -141,14 +141,16 @@ INLINE void add_blocks(const int format, const int rows, vf *sum, const char *va
   }
 }
 
-/* Memory is read in one run, panel after panel: scales, too. */
-#define FETCHED_AHEAD 1024
-#define FETCHED_INTO 2
+/* How far before memory is fetched. The processor follows one run of memory by itself, and a row or
+ * two need it soon. More rows take longer than it looks ahead: they fetch the next panel. */
+#define NEAR 1024
+#define FAR 65536
 
 INLINE void tile_of(const int format, const int rows, vf *out, const char *panel, const x_block *x,
                     long stride, long blocks, int fetches) {
   vf sum[PACKED_ROWS];
   block_place place = {};
+  const long bytes = bytes_of(format, blocks), ahead = rows <= 2 ? NEAR : bytes < FAR ? bytes : FAR;
   UNROLL for (int i = 0; i < rows; i++) sum[i] = (vf){};
   for (long b = 0; b < blocks; b++) {
     go_to(format, &place, b, blocks);
@@ -156,7 +158,7 @@ INLINE void tile_of(const int format, const int rows, vf *out, const char *panel
     const char *values = panel + place.values;
     if (fetches) {
       UNROLL for (int line = 0; line <= block_bytes(format); line += LINE) {
-        __builtin_prefetch(values + FETCHED_AHEAD + line, 0, FETCHED_INTO);
+        __builtin_prefetch(values + ahead + line, 0, 2);
       }
     }
     add_blocks(format, rows, sum, values, &by, x + b, stride);
