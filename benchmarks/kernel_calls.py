@@ -80,7 +80,7 @@ def linear_calls(weights: ModelWeights, m: int, dtype: str) -> list[Call]:
 
 
 def packed_calls(spec: ModelSpec, kind: WeightFormat, m: int) -> list[Call]:
-    """The same of quantised weights, which lie in packed panels."""
+    """The same of quantised weights in packed panels, with columns filled up to whole blocks."""
     room = _Rows(m, torch.bfloat16)
     rounded = torch.zeros(rounded_bytes(m, spec.intermediate_size), dtype=torch.uint8)
     shapes = {
@@ -91,7 +91,8 @@ def packed_calls(spec: ModelSpec, kind: WeightFormat, m: int) -> list[Call]:
     }
     calls = []
     for _ in range(spec.num_layers):
-        for name, (n, k) in shapes.items():
+        for name, (n, columns) in shapes.items():
+            k = -(-columns // kind.block_columns) * kind.block_columns
             field = PackedField(name, (Run(kind, n),), k)
             data = torch.full((field.num_bytes,), NORMAL_BYTE, dtype=torch.uint8)
             matrix = PackedMatrix(data, field)

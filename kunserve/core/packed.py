@@ -30,7 +30,7 @@ class WeightFormat(enum.IntEnum):
         return _SUPERBLOCK if self in (WeightFormat.Q4_K, WeightFormat.Q6_K) else BLOCK_COLUMNS
 
     def panel_bytes(self, num_columns: int) -> int:
-        """Bytes of ``PANEL_ROWS`` rows: their scales, padded to 64, and their values."""
+        """Bytes of ``PANEL_ROWS`` rows: their scales, in lines of 64, and their values."""
         assert self is not WeightFormat.PLAIN and num_columns % self.block_columns == 0, self
         blocks, superblocks = num_columns // BLOCK_COLUMNS, num_columns // _SUPERBLOCK
         scales, values = {

@@ -10,6 +10,7 @@ from kunserve.core.packed import BLOCK_COLUMNS, PANEL_ROWS, PackedField, WeightF
 
 _SIGN = np.uint8(0x80)
 """Makes signed bytes unsigned, 128 larger."""
+_LINE_BYTES = 64
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 
 
@@ -75,23 +76,38 @@ def _panels(kind: WeightFormat, rows: StoredRows) -> Bytes:
     """[panels, bytes]."""
     if kind is WeightFormat.INT8:
         assert rows.scales is not None
-        scales = rows.scales.astype(np.float32).view(np.uint8).reshape(-1, PANEL_ROWS * 4)
         columns = rows.blocks.shape[1]
         values = (rows.blocks ^ _SIGN).reshape(-1, columns // BLOCK_COLUMNS, BLOCK_COLUMNS)
+        scales = rows.scales.astype(np.float32).view(np.uint8).reshape(-1, PANEL_ROWS * 4)
+        lines = [_Lines(values.shape[1], scales)]
     else:
-        scales, values = _SPLIT[kind](rows.blocks)
+        lines, values = _SPLIT[kind](rows.blocks)
     words = np.ascontiguousarray(values).view(np.int32)  # [rows, blocks, steps]
-    num_panels = len(words) // PANEL_ROWS
     _, num_blocks, steps = words.shape
-    words = words.reshape(num_panels, PANEL_ROWS, num_blocks, steps).transpose(0, 2, 3, 1)
-    padding = -scales.shape[1] % 64
-    return np.concatenate(
-        (
-            np.pad(scales, ((0, 0), (0, padding))),
-            np.ascontiguousarray(words).view(np.uint8).reshape(num_panels, -1),
-        ),
-        axis=1,
-    )
+    words = words.reshape(-1, PANEL_ROWS, num_blocks, steps).transpose(0, 2, 3, 1)
+    blocks = np.ascontiguousarray(words).view(np.uint8).reshape(len(words), num_blocks, -1)
+    panels = np.zeros((len(blocks), kind.panel_bytes(num_blocks * BLOCK_COLUMNS)), dtype=np.uint8)
+    at = 0
+    for block in range(num_blocks):
+        for each in lines:
+            number, left = divmod(block, each.num_blocks)
+            if not left:
+                line = each.scales[:, number * _LINE_BYTES :][:, :_LINE_BYTES]
+                panels[:, at : at + line.shape[1]] = line
+                at += _LINE_BYTES
+        panels[:, at : at + blocks.shape[2]] = blocks[:, block]
+        at += blocks.shape[2]
+    assert at == panels.shape[1], (at, kind)
+    return panels
+
+
+class _Lines(NamedTuple):
+    """Scales: each line of them stands before the first of the blocks that share it."""
+
+    num_blocks: int
+    """That share a line."""
+    scales: Bytes
+    """[panels, bytes] line after line. The last may be shorter."""
 
 
 def _by_panel(*parts: npt.NDArray[np.generic]) -> Bytes:
@@ -110,19 +126,19 @@ def _cut(rows: Bytes, block_bytes: int) -> Bytes:
     return rows.reshape(len(rows), -1, block_bytes)
 
 
-def _q8_0(rows: Bytes) -> tuple[Bytes, Bytes]:
+def _q8_0(rows: Bytes) -> tuple[list[_Lines], Bytes]:
     blocks = _cut(rows, 34)
-    return _by_panel(_halves(blocks, 0)), blocks[:, :, 2:] ^ _SIGN
+    return [_Lines(2, _by_panel(_halves(blocks, 0)))], blocks[:, :, 2:] ^ _SIGN
 
 
-def _q4_0(rows: Bytes) -> tuple[Bytes, Bytes]:
+def _q4_0(rows: Bytes) -> tuple[list[_Lines], Bytes]:
     blocks = _cut(rows, 18)
-    return _by_panel(_halves(blocks, 0)), blocks[:, :, 2:]
+    return [_Lines(2, _by_panel(_halves(blocks, 0)))], blocks[:, :, 2:]
 
 
-def _q4_1(rows: Bytes) -> tuple[Bytes, Bytes]:
+def _q4_1(rows: Bytes) -> tuple[list[_Lines], Bytes]:
     blocks = _cut(rows, 20)
-    return _by_panel(_halves(blocks, 0), _halves(blocks, 2)), blocks[:, :, 4:]
+    return [_Lines(1, _by_panel(_halves(blocks, 0), _halves(blocks, 2)))], blocks[:, :, 4:]
 
 
 def _nibbles(values: Bytes) -> Bytes:
@@ -131,7 +147,7 @@ def _nibbles(values: Bytes) -> Bytes:
     return (values[:, :, :16] & np.uint8(15)) | high
 
 
-def _q4_k(rows: Bytes) -> tuple[Bytes, Bytes]:
+def _q4_k(rows: Bytes) -> tuple[list[_Lines], Bytes]:
     """144 bytes of 256 values: scale, minimum, 6 bits each for 8 blocks of both, nibbles."""
     blocks = _cut(rows, 144)
     small, packed = blocks[:, :, 4:16], blocks[:, :, 16:]
@@ -142,10 +158,10 @@ def _q4_k(rows: Bytes) -> tuple[Bytes, Bytes]:
     values = np.concatenate((pairs & 15, pairs >> 4), axis=3).reshape(len(rows), -1, BLOCK_COLUMNS)
     big = _by_panel(_halves(blocks, 0), _halves(blocks, 2))
     little = _by_panel(scales.reshape(len(rows), -1), minima.reshape(len(rows), -1))
-    return np.concatenate((big, little), axis=1), _nibbles(values)
+    return [_Lines(8, big), _Lines(2, little)], _nibbles(values)
 
 
-def _q6_k(rows: Bytes) -> tuple[Bytes, Bytes]:
+def _q6_k(rows: Bytes) -> tuple[list[_Lines], Bytes]:
     """210 bytes of 256 values: low nibbles, high pairs of bits, a scale per 16 values, a scale."""
     blocks = _cut(rows, 210)
     shape = (*blocks.shape[:2], 2)
@@ -159,14 +175,14 @@ def _q6_k(rows: Bytes) -> tuple[Bytes, Bytes]:
     scales = blocks[:, :, 192:208].reshape(len(rows), -1, 2)
     little = _by_panel(scales[:, :, 0], scales[:, :, 1])
     values = np.concatenate((_nibbles(nibbles), high.reshape(*nibbles.shape[:2], 8)), axis=2)
-    return np.concatenate((_by_panel(_halves(blocks, 208)), little), axis=1), values
+    return [_Lines(16, _by_panel(_halves(blocks, 208))), _Lines(2, little)], values
 
 
-_SPLIT: dict[WeightFormat, Callable[[Bytes], tuple[Bytes, Bytes]]] = {
+_SPLIT: dict[WeightFormat, Callable[[Bytes], tuple[list[_Lines], Bytes]]] = {
     WeightFormat.Q8_0: _q8_0,
     WeightFormat.Q4_0: _q4_0,
     WeightFormat.Q4_1: _q4_1,
     WeightFormat.Q4_K: _q4_k,
     WeightFormat.Q6_K: _q6_k,
 }
-"""Scales [panels, bytes], and values [rows, blocks, bytes], of GGML's rows."""
+"""Scales, and values [rows, blocks, bytes], of GGML's rows."""

@@ -1,5 +1,5 @@
 /* y = x w^T with w in packed panels (panels.h). Needs typed.h and linear.h. */
-#include "panels.h"
+#include "rounding.h"
 
 #define OWN_ROWS 4 /* up to here every thread rounds x for itself: quicker than to meet */
 
@@ -10,38 +10,6 @@ typedef struct {
   long ends[KUN_RUNS]; /* in panels */
   x_block *x;          /* [m][k / 32] */
 } packed_job;
-
-#define LEAST_ROUNDED 1e-30f /* smaller blocks count as zeros: 127 / x would overflow */
-
-/* Round 32 elements to 8 bits. Where one is not finite, the scale is not. */
-INLINE void round_block(x_block *block, const elem *x) {
-  const vf magic = splat(12582912.0f); /* 1.5 * 2^23: adding it rounds to an integer */
-  vf low = load(x), high = load(x + LANES);
-  vi a = (vi)low & 0x7fffffff, b = (vi)high & 0x7fffffff;
-  vi larger = a > b;
-  float most = largest_bits((larger & a) | (~larger & b));
-  memset(block, 0, sizeof *block);
-  if (!(most >= LEAST_ROUNDED && most <= __FLT_MAX__)) {
-    if (!(most <= __FLT_MAX__)) block->scale = block->sum = most;
-    return;
-  }
-  vf by = splat(127.0f / most);
-  vi first = (vi)dot_f32(magic, (vi)low, (vi)by) - (vi)magic;
-  vi second = (vi)dot_f32(magic, (vi)high, (vi)by) - (vi)magic;
-  store_bytes(block->values, first);
-  store_bytes(block->values + LANES, second);
-  int32_t sum_first = (int32_t)sum_lanes(to_float(first));
-  int32_t sum_second = (int32_t)sum_lanes(to_float(second));
-  block->scale = most / 127.0f;
-  block->from_128 = -128 * (sum_first + sum_second);
-  block->sum = block->scale * (float)(sum_first + sum_second);
-  block->from_32[0] = -32 * sum_first;
-  block->from_32[1] = -32 * sum_second;
-}
-
-INLINE void round_blocks(x_block *blocks, const elem *x, long first, long end) {
-  for (long i = first; i < end; i++) round_block(blocks + i, x + i * BLOCK);
-}
 
 /* One panel of columns for rows [first, end) of x. */
 static void packed_pass(const packed_job *job, const x_block *x, long panel, long first,
@@ -54,12 +22,11 @@ static void packed_pass(const packed_job *job, const x_block *x, long panel, lon
   }
   at += (panel - before) * panel_bytes(job->formats[run], blocks);
   vf bias = panel_bias(&job->out, column), out[PACKED_ROWS];
-  for (long row = first; row < end;) {
-    long left = end - row, rows = left < PACKED_ROWS ? left : PACKED_ROWS;
-    if (rows > 8) rows &= ~1L; /* there is no tile of 9 or 11 */
-    packed_tile(job->formats[run], (int)rows, out, at, x + row * blocks, blocks, blocks,
-                row == first);
-    finish(&job->out, out, bias, row, (int)rows, column);
+  long tiles = (end - first + PACKED_ROWS - 1) / PACKED_ROWS, row = first;
+  for (; tiles > 0; tiles--) { /* nearly alike in height */
+    int rows = (int)((end - row) / tiles);
+    packed_tile(job->formats[run], rows, out, at, x + row * blocks, blocks, blocks, row == first);
+    finish(&job->out, out, bias, row, rows, column);
     row += rows;
   }
 }

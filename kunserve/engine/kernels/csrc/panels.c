@@ -3,18 +3,8 @@
 
 #include "api.h"
 
-INLINE long scales_bytes(const int format, long blocks) {
-  long bytes = 0;
-  switch (format) {
-    case KUN_Q8_0:
-    case KUN_Q4_0: bytes = blocks * 32; break;
-    case KUN_Q4_1: bytes = blocks * 64; break;
-    case KUN_INT8: bytes = 64; break;
-    case KUN_Q4_K: bytes = blocks / 8 * 64 + blocks * 32; break;
-    case KUN_Q6_K: bytes = blocks / 8 * 32 + blocks * 32; break;
-  }
-  return (bytes + 63) / 64 * 64;
-}
+#define LINE 64       /* bytes of a cache line */
+#define SPLIT_BELOW 6 /* rows that have two sums each */
 
 INLINE long block_bytes(const int format) {
   switch (format) {
@@ -25,8 +15,41 @@ INLINE long block_bytes(const int format) {
   }
 }
 
-long panel_bytes(int format, long blocks) {
-  return scales_bytes(format, blocks) + blocks * block_bytes(format);
+/* Blocks that share a line of scales, and those that share a line of larger ones; 0: there is none.
+ * All blocks of a row share INT8's. */
+INLINE long line_blocks(const int format) {
+  return format == KUN_INT8 ? 0 : format == KUN_Q4_1 ? 1 : 2;
+}
+INLINE long big_blocks(const int format, long blocks) {
+  return format == KUN_INT8 ? blocks : format == KUN_Q4_K ? 8 : format == KUN_Q6_K ? 16 : 0;
+}
+
+INLINE long lines(long blocks, long each) { return each > 0 ? (blocks + each - 1) / each : 0; }
+
+INLINE long bytes_of(const int format, long blocks) {
+  return LINE * (lines(blocks, line_blocks(format)) + lines(blocks, big_blocks(format, blocks))) +
+         blocks * block_bytes(format);
+}
+
+long panel_bytes(int format, long blocks) { return bytes_of(format, blocks); }
+
+/* Where a block lies, in bytes from the panel's begin. */
+typedef struct {
+  long big, line, values;
+} block_place;
+
+/* From block to block. */
+INLINE void go_to(const int format, block_place *place, long block, long blocks) {
+  const long per_line = line_blocks(format), per_big = big_blocks(format, blocks);
+  if (block > 0) place->values += block_bytes(format);
+  if (per_big > 0 && block % per_big == 0) {
+    place->big = place->values;
+    place->values += LINE;
+  }
+  if (per_line > 0 && block % per_line == 0) {
+    place->line = place->values;
+    place->values += LINE;
+  }
 }
 
 INLINE vf halves_at(const char *p) { return widen_f16(*(const half_u *)p); }
@@ -37,56 +60,46 @@ typedef struct {
   vi halves[2]; /* Q6_K: of each half of the block */
 } block_scales;
 
-INLINE block_scales scales_of(const int format, const char *scales, long block, long blocks) {
+INLINE block_scales scales_of(const int format, const char *panel, block_place place, long block) {
   block_scales found = {};
-  const char *big = scales + block / 8 * (format == KUN_Q4_K ? 64 : 32);
-  const char *small = scales + blocks / 8 * (format == KUN_Q4_K ? 64 : 32) + block * 32;
+  const char *line = panel + place.line + (format == KUN_Q4_1 ? 0 : block % 2 * 32);
+  const char *big = panel + place.big + (format == KUN_Q6_K ? block / 8 % 2 * 32 : 0);
   switch (format) {
     case KUN_Q8_0:
-    case KUN_Q4_0: found.scale = halves_at(scales + block * 32); break;
+    case KUN_Q4_0: found.scale = halves_at(line); break;
     case KUN_Q4_1:
-      found.scale = halves_at(scales + block * 64);
-      found.low = halves_at(scales + block * 64 + 32);
+      found.scale = halves_at(line);
+      found.low = halves_at(line + 32);
       break;
     case KUN_INT8: found.scale = splat(1.0f); break;
     case KUN_Q4_K:
-      found.scale = halves_at(big) * to_float(widen_bytes((const uint8_t *)small));
-      found.low = -(halves_at(big + 32) * to_float(widen_bytes((const uint8_t *)small + 16)));
+      found.scale = halves_at(big) * to_float(widen_bytes((const uint8_t *)line));
+      found.low = -(halves_at(big + 32) * to_float(widen_bytes((const uint8_t *)line + 16)));
       break;
     case KUN_Q6_K:
       found.scale = halves_at(big);
-      found.halves[0] = widen_signed((const int8_t *)small);
-      found.halves[1] = widen_signed((const int8_t *)small + 16);
+      found.halves[0] = widen_signed((const int8_t *)line);
+      found.halves[1] = widen_signed((const int8_t *)line + 16);
       break;
   }
   return found;
 }
 
-/* The 8 vectors of a block, a byte per value. */
-INLINE void load_values(const int format, vi *w, const char *values) {
-  if (format == KUN_Q8_0 || format == KUN_INT8) {
-    UNROLL for (int s = 0; s < 8; s++) w[s] = *(const vi_u *)(values + s * 64);
-    return;
-  }
-  UNROLL for (int s = 0; s < 4; s++) {
-    vi both = *(const vi_u *)(values + s * 64);
-    w[s] = both & 0x0f0f0f0f;
-    w[s + 4] = (both >> 4) & 0x0f0f0f0f;
-  }
-  if (format != KUN_Q6_K) return;
-  UNROLL for (int s = 0; s < 8; s++) {
-    vi high = *(const vi_u *)(values + 256 + s / 4 * 64);
-    int down = 2 * (s % 4) - 4;
-    w[s] |= (down < 0 ? high << -down : high >> down) & 0x30303030;
-  }
+/* Step s (of 8) of a block, a byte per value. */
+INLINE vi step_of(const int format, const char *values, const int s) {
+  if (format == KUN_Q8_0 || format == KUN_INT8) return *(const vi_u *)(values + s * 64);
+  vi both = *(const vi_u *)(values + s % 4 * 64);
+  vi low = (s < 4 ? both : both >> 4) & 0x0f0f0f0f;
+  if (format != KUN_Q6_K) return low;
+  vi high = *(const vi_u *)(values + 256 + s / 4 * 64);
+  const int down = 2 * (s % 4) - 4;
+  return low | ((down < 0 ? high << -down : high >> down) & 0x30303030);
 }
-
-#define TURNS 2 /* rows of x that take turns */
 
 /* What a row's sum begins with, because 128 (or 8, or 32) stands for 0. */
 INLINE vi start_of(const int format, const x_block *x) {
   if (format == KUN_Q8_0 || format == KUN_INT8) return spread_4_bytes(&x->from_128);
-  if (format == KUN_Q4_0) return spread_4_bytes(&x->from_128) >> 4;
+  if (format == KUN_Q4_0) return spread_4_bytes(&x->from_8);
   if (format == KUN_Q6_K) return spread_4_bytes(&x->from_32[0]);
   return (vi){};
 }
@@ -102,62 +115,66 @@ INLINE vf add_scaled(const int format, vf sum, vi total, const block_scales *by,
   return sum;
 }
 
-/* A block of `rows` rows of x times the panel's. Each row has two sums of integers (in Q6_K with a
- * scale each), and rows take turns: so products do not wait for each other. */
-INLINE void add_blocks(const int format, const int rows, vf *sum, const vi *w,
+/* A block of `rows` rows of x times the panel's. Few rows have two sums of integers each (in Q6_K
+ * all have, with a scale each), so that products do not wait for each other. */
+INLINE void add_blocks(const int format, const int rows, vf *sum, const char *values,
                        const block_scales *by, const x_block *x, long stride) {
-  vi first[TURNS], second[TURNS];
+  const int split = format == KUN_Q6_K || rows < SPLIT_BELOW;
+  vi first[PACKED_ROWS], second[PACKED_ROWS];
   UNROLL for (int i = 0; i < rows; i++) {
     first[i] = start_of(format, x + i * stride);
     second[i] = format == KUN_Q6_K ? spread_4_bytes(&x[i * stride].from_32[1]) : (vi){};
   }
-  UNROLL for (int s = 0; s < 4; s++) UNROLL for (int i = 0; i < rows; i++) {
-    const int8_t *values = x[i * stride].values + 4 * s;
-    first[i] = dot_bytes(first[i], w[s], spread_4_bytes(values));
-    second[i] = dot_bytes(second[i], w[s + 4], spread_4_bytes(values + 16));
+  UNROLL for (int turn = 0; turn < 8; turn++) {
+    const int s = turn / 2 + turn % 2 * 4;
+    vi w = step_of(format, values, s);
+    UNROLL for (int i = 0; i < rows; i++) {
+      vi *sums = split && s >= 4 ? second : first;
+      sums[i] = dot_bytes(sums[i], w, spread_4_bytes(x[i * stride].values + 4 * s));
+    }
   }
   UNROLL for (int i = 0; i < rows; i++) {
-    vi total = format == KUN_Q6_K ? first[i] * by->halves[0] + second[i] * by->halves[1]
-                                  : first[i] + second[i];
+    vi total = first[i];
+    if (format == KUN_Q6_K) total = total * by->halves[0] + second[i] * by->halves[1];
+    else if (split) total += second[i];
     sum[i] = add_scaled(format, sum[i], total, by, x + i * stride);
   }
 }
 
-/* Memory is read in one run, panel after panel. The processor's own prefetching stops at the end of
- * each page, of which a panel has a few. */
-#define FETCHED_AHEAD 16384
+/* How far before memory is fetched. The processor follows one run of memory by itself, and a row or
+ * two need it soon. More rows take longer than it looks ahead: they fetch the next panel. */
+#define NEAR 1024
+#define FAR 65536
 
 INLINE void tile_of(const int format, const int rows, vf *out, const char *panel, const x_block *x,
                     long stride, long blocks, int fetches) {
   vf sum[PACKED_ROWS];
-  const char *values = panel + scales_bytes(format, blocks);
+  block_place place = {};
+  const long bytes = bytes_of(format, blocks), ahead = rows <= 2 ? NEAR : bytes < FAR ? bytes : FAR;
   UNROLL for (int i = 0; i < rows; i++) sum[i] = (vf){};
-  for (long b = 0; b < blocks; b++, values += block_bytes(format)) {
-    vi w[8];
-    block_scales by = scales_of(format, panel, b, blocks);
+  for (long b = 0; b < blocks; b++) {
+    go_to(format, &place, b, blocks);
+    block_scales by = scales_of(format, panel, place, b);
+    const char *values = panel + place.values;
     if (fetches) {
-      UNROLL for (int line = 0; line < block_bytes(format); line += 64) {
-        __builtin_prefetch(values + FETCHED_AHEAD + line, 0, 2);
+      UNROLL for (int line = 0; line <= block_bytes(format); line += LINE) {
+        __builtin_prefetch(values + ahead + line, 0, 2);
       }
     }
-    load_values(format, w, values);
-    UNROLL for (int i = 0; i < rows; i += TURNS) {
-      add_blocks(format, rows - i < TURNS ? rows - i : TURNS, sum + i, w, &by, x + i * stride + b,
-                 stride);
-    }
+    add_blocks(format, rows, sum, values, &by, x + b, stride);
   }
   UNROLL for (int i = 0; i < rows; i++) {
     out[i] = format == KUN_INT8 ? sum[i] * load_f32((const float *)panel) : sum[i];
   }
 }
 
-#define TILE(format, rows)                                     \
-  case rows:                                                   \
+#define TILE(format, rows)                                         \
+  case rows:                                                       \
     tile_of(format, rows, out, panel, x, stride, blocks, fetches); \
     break;
 #ifdef __AVX512F__
 #define TILES_OF_MORE(format) \
-  TILE(format, 5) TILE(format, 6) TILE(format, 7) TILE(format, 8) TILE(format, 10) TILE(format, 12)
+  TILE(format, 5) TILE(format, 6) TILE(format, 7) TILE(format, 8) TILE(format, 9)
 #else
 #define TILES_OF_MORE(format)
 #endif
@@ -200,8 +217,10 @@ static int zero_of(int format) {
 
 void unpack_block(int format, float *out, const char *panel, int row, long block, long blocks) {
   vi w[8];
-  block_scales by = scales_of(format, panel, block, blocks);
-  load_values(format, w, panel + scales_bytes(format, blocks) + block * block_bytes(format));
+  block_place place = {};
+  for (long b = 0; b <= block; b++) go_to(format, &place, b, blocks);
+  block_scales by = scales_of(format, panel, place, block);
+  UNROLL for (int s = 0; s < 8; s++) w[s] = step_of(format, panel + place.values, s);
   for (int column = 0; column < BLOCK; column++) {
     int step = column / 4, value = (uint8_t)((uint32_t)w[step][row] >> column % 4 * 8);
     float scale = by.scale[row];

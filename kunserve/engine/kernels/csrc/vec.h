@@ -86,8 +86,20 @@ INLINE vf widen_f16(half_u h) {
 #endif
 }
 INLINE vf to_float(vi v) { return __builtin_convertvector(v, vf); }
-INLINE vi widen_bytes(const uint8_t *p) { return __builtin_convertvector(*(const bytes_u *)p, vi); }
-INLINE vi widen_signed(const int8_t *p) { return __builtin_convertvector(*(const chars_u *)p, vi); }
+INLINE vi widen_bytes(const uint8_t *p) {
+#ifdef __AVX512F__ /* gcc 12 converts lane by lane */
+  return (vi)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)p));
+#else
+  return __builtin_convertvector(*(const bytes_u *)p, vi);
+#endif
+}
+INLINE vi widen_signed(const int8_t *p) {
+#ifdef __AVX512F__
+  return (vi)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p));
+#else
+  return __builtin_convertvector(*(const chars_u *)p, vi);
+#endif
+}
 /* The lowest byte of each lane. */
 INLINE void store_bytes(int8_t *p, vi v) {
 #ifdef __AVX512F__
@@ -189,6 +201,17 @@ INLINE vf max_vf(vf a, vf b) {
 /* Where the mask lane is all ones, a, else b. */
 INLINE vf choose(vi mask, vf a, vf b) { return (vf)((mask & (vi)a) | (~mask & (vi)b)); }
 
+/* Whether all lanes are all ones, as a comparison that holds leaves them. */
+INLINE int all_hold(vi v) {
+#ifdef __AVX512F__
+  return _mm512_cmpneq_epi32_mask((__m512i)v, _mm512_set1_epi32(-1)) == 0;
+#else
+  int hold = -1;
+  for (int i = 0; i < LANES; i++) hold &= v[i];
+  return hold == -1;
+#endif
+}
+
 /* The lower halves of a and b side by side, and their upper halves. */
 INLINE vf join_low(vf a, vf b) {
   return (vf)SHUFFLE((vi)a, (vi)b, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23);
@@ -222,11 +245,19 @@ INLINE float max_lanes(vf v) {
   return v[0];
 }
 
+INLINE vi larger_of(vi a, vi b) {
+#ifdef __AVX512F__
+  return (vi)_mm512_max_epi32((__m512i)a, (__m512i)b);
+#else
+  vi larger = a > b;
+  return (larger & a) | (~larger & b);
+#endif
+}
+
 /* The largest of numbers that are not negative. A NaN is larger than all others. */
 INLINE float largest_bits(vi v) {
   for (int half = 8; half > 0; half /= 2) {
-    vi other = (vi)fold((vf)v, half), larger = v > other;
-    v = (larger & v) | (~larger & other);
+    v = larger_of(v, (vi)fold((vf)v, half));
   }
   return ((vf)v)[0];
 }
