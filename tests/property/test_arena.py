@@ -119,6 +119,18 @@ class HugeArenas(Arenas):
 
     granule_bytes = HUGE_PAGE_BYTES // 4
 
+    @rule(which=st.integers(0, 1), page=st.integers(0, SLOTS // 4 - 1), source=st.integers(0, 1))
+    def map_page(self, which: int, page: int, source: int) -> None:
+        """Where it can be mapped whole."""
+        granules = np.arange(4 * source, 4 * source + 4, dtype=np.int32)
+        here = self.ranges[which].granules[4 * page : 4 * page + 4]
+        if (here >= 0).any() or not set(granules) <= set(self.arena.take(self.arena.num_free)):
+            return
+        self.arena.map(self.ranges[which], 4 * page, granules)
+        for slot in range(4 * page, 4 * page + 4):
+            self.stamps[which][slot] = int(self.view(which, slot)[0])
+        self.collapse(which, page)
+
     @rule(which=st.integers(0, 1), page=st.integers(0, SLOTS // 4 - 1))
     def collapse(self, which: int, page: int) -> None:
         # Whether that can be depends on what is there.
