@@ -1,7 +1,7 @@
 """Attention over the paged KV cache: the fused kernel, and a plain one to check it against."""
 
 import ctypes
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -9,7 +9,7 @@ import torch
 
 from kunserve.core.errors import ConfigError
 from kunserve.core.model_spec import DTYPE_BYTES, ModelSpec
-from kunserve.engine.kernels.library import CBatch, CModel, kernel
+from kunserve.engine.kernels.library import CBatch, CModel, address_of, kernel
 from kunserve.engine.kernels.ops import Finish
 
 MAX_HEADS_PER_KV_HEAD = 36
@@ -50,6 +50,7 @@ class StepBatch:
     """As ``tables``, for layers with a window; None: the same."""
     reach: int | None = None
     """The longest context; None: to be looked for."""
+    _c: CBatch | None = field(default=None, init=False, repr=False, compare=False)
 
     @property
     def num_positions(self) -> int:
@@ -74,17 +75,23 @@ class StepBatch:
 
     def as_c(self, *rope_addresses: int) -> CBatch:
         """The kernels' view; valid while this batch and the rope tables live."""
+        found = self._c
+        if found is None:
+            found = self._c = self._make_c()
+        found.rope[: len(rope_addresses)] = rope_addresses
+        return found
+
+    def _make_c(self) -> CBatch:
         return CBatch(
-            positions=self.positions.ctypes.data,
-            tables=self.tables.ctypes.data,
-            rows=self.rows.ctypes.data,
-            q_starts=self.q_starts.ctypes.data,
-            context_lens=self.context_lens.ctypes.data,
-            rope=rope_addresses,
+            positions=address_of(self.positions),
+            tables=address_of(self.tables),
+            rows=address_of(self.rows),
+            q_starts=address_of(self.q_starts),
+            context_lens=address_of(self.context_lens),
             num_tokens=self.num_tokens,
             num_seqs=len(self.rows),
             max_blocks=self.tables.shape[1],
-            local_tables=None if self.local_tables is None else self.local_tables.ctypes.data,
+            local_tables=None if self.local_tables is None else address_of(self.local_tables),
         )
 
 

@@ -70,7 +70,7 @@ def entry_bounds(batch: StepBatch, blocks: KvBlocks) -> tuple[int, int] | None:
     if blocks.ring is not None or not is_loaded():
         entries = entries_of(batch, blocks)
         return (int(entries.min()), int(entries.max())) if len(entries) else None
-    low, high = lowest_and_highest(batch.tables, batch.rows, batch.context_lens, blocks.block_size)
+    low, high = lowest_and_highest(batch.as_c(), blocks.block_size)
     return (low, high) if low <= high else None
 
 

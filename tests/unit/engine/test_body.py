@@ -19,6 +19,7 @@ from kunserve.engine import pages
 from kunserve.engine.backend import CpuBackend
 from kunserve.engine.body import CpuBody
 from kunserve.engine.decoder import PANEL_ROWS
+from kunserve.engine.hidden_rows import tensor_of
 from kunserve.engine.step_batch import build_batch
 from tests.direct_engine import DirectEngine, arenas_mapped
 from tests.tiny_models import save_tiny
@@ -183,13 +184,13 @@ def test_activations_cross_the_wire_unchanged(body: CpuBody) -> None:
     data = body.hidden_to_bytes(hidden)
     assert data.nbytes == 5 * 64 * 2
     writable = bytearray(data)
-    received = body.hidden_from_bytes(writable)
+    received = tensor_of(body.hidden_from_bytes(writable), torch.bfloat16)
     assert torch.equal(received, hidden)
     received[0, 0] = 1.0
     assert bytes(writable) != bytes(data), "writable memory is used as it is"
     frozen = bytes(data)
     copied = body.hidden_from_bytes(frozen)
-    copied.zero_()
+    tensor_of(copied, torch.bfloat16).zero_()
     assert frozen == bytes(data), "read-only memory is copied"
 
 
