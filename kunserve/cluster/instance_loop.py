@@ -22,6 +22,7 @@ from kunserve.core.config import ClusterConfig
 from kunserve.core.ids import RequestId
 from kunserve.core.layout import LayerRange
 from kunserve.core.messages import Alive, Connect, Form, HeadPart, LinkBroken, Message, Ready
+from kunserve.core.step import StepPlan
 from kunserve.core.transfer import KvPull
 from kunserve.transport.bulk_sink import Pulled
 from kunserve.transport.channel import InstanceChannel
@@ -118,15 +119,16 @@ class InstanceLoop:
         self._trace = trace
         self._beside = None if trace is None else BesideClock()
         self._clock = StageClock(body.spec.instance_id)
-        self._progress = Alive(body.spec.instance_id)
-        """Read by the heartbeat's thread: replaced as a whole, so never seen half changed."""
+        self._num_turns = 0
+        self._longest_step_s = 0.0
+        self._is_computing = False
         self._checks = config.check_invariants
         self._report_period_s = config.report_period_s
         self._heartbeat_period_s = config.heartbeat_timeout_s / HEARTBEATS_PER_TIMEOUT
         self._next_report_s = 0.0
         self._read_s = 0.0
         """When mail was read last."""
-        self.requests_of_step: tuple[RequestId, ...] = ()
+        self._plan: StepPlan | None = None
         """Of the step that runs, or that has failed."""
         self._long_tokens: int | None = None
         """Of the smallest steps that last; None before the first."""
@@ -150,7 +152,7 @@ class InstanceLoop:
         """
         agent = self._agent
         pulse = self._lease if isinstance(self._lease, WireLease) else None
-        self._channel.start_heartbeat(self._heartbeat_period_s, lambda: self._progress, pulse)
+        self._channel.start_heartbeat(self._heartbeat_period_s, self._alive, pulse)
         if pulse is not None:
             pulse.start()
         while not agent.is_stopping:
@@ -176,6 +178,16 @@ class InstanceLoop:
         self._send_to_front()
         if self._trace is not None:
             self._trace.close()
+
+    def _alive(self) -> Alive:
+        """Called from the heartbeat's thread. What changes meanwhile, the next one tells."""
+        me = self._ready.spec.instance_id
+        return Alive(me, self._num_turns, self._longest_step_s, self._is_computing)
+
+    @property
+    def requests_of_step(self) -> tuple[RequestId, ...]:
+        """Of the step that runs, or that has failed."""
+        return () if self._plan is None else tuple(c.request_id for c in self._plan.chunks)
 
     @property
     def _has_no_front(self) -> bool:
@@ -206,9 +218,10 @@ class InstanceLoop:
 
     def _turn(self, *, is_computing: bool, step_s: float = 0.0) -> None:
         """The loop moves on: the next heartbeat says so."""
-        before = self._progress
-        longest_s = max(before.longest_step_s, step_s)
-        self._progress = Alive(before.instance_id, before.num_turns + 1, longest_s, is_computing)
+        self._num_turns += 1
+        self._is_computing = is_computing
+        if step_s > self._longest_step_s:
+            self._longest_step_s = step_s
 
     def _follow_up(self) -> None:
         """What has become due after a step, of the output head: other stages wait for it.
@@ -217,7 +230,7 @@ class InstanceLoop:
         """
         while not self._has_no_front:
             with self._mover.quiet():
-                self._read_peers(self._look(), is_brief=True)
+                self._read_peers(time.monotonic(), is_brief=True)
             self._send_mail()
             if not self._agent.has_head_work:
                 return
@@ -228,33 +241,32 @@ class InstanceLoop:
 
     def _run(self, work: Work) -> None:
         """One step of this stage, and what it adds to the accounts."""
-        self.requests_of_step = tuple(chunk.request_id for chunk in work.step.plan.chunks)
+        self._plan = work.step.plan
         self._turn(is_computing=True)
         beside = None if self._beside is None else self._beside.begin_work()
-        began_s, began_cpu_s = self._look(), time.thread_time()
-        num_tokens = work.step.plan.num_tokens
-        may_last = self._long_tokens is not None and num_tokens >= self._long_tokens
-        look_up = self._look_up if may_last or self._agent.is_exchanging else None
-        if isinstance(work.step, StepWork) and self._body.computes_aside:
-            calls = (look_up, self._send_to_front)
-            outcome = self._body.execute(work.step, work.hidden, *calls)
-        elif isinstance(work.step, StepWork):
-            outcome = self._body.execute(work.step, work.hidden, look_up)
-        else:
-            outcome = work.run(self._body)
+        began_s = self._look()
+        outcome = self._execute(work) if isinstance(work.step, StepWork) else work.run(self._body)
         ended_s = time.monotonic()
         self._clock.computed(ended_s - began_s)
-        if isinstance(work.step, StepWork):
-            self._learn(num_tokens, ended_s - began_s)
+        is_long = ended_s - began_s >= LONG_STEP_S
+        if isinstance(work.step, StepWork) and (is_long or self._long_tokens is not None):
+            self._learn(work.step.plan.num_tokens, ended_s - began_s)
         self._turn(is_computing=False, step_s=ended_s - began_s)
         if self._trace is not None and self._beside is not None:
-            cpu_s = time.thread_time() - began_cpu_s
-            self._trace.computed(work.step, began_s, ended_s, cpu_s, beside)
+            self._trace.computed(work.step, began_s, ended_s, self._beside.worked_s(), beside)
             self._beside.end_work()
-        self._look()
         with self._mover.quiet():
-            self._agent.finished(work, outcome, time.monotonic())
-        self.requests_of_step = ()
+            self._agent.finished(work, outcome, ended_s)
+        self._plan = None
+
+    def _execute(self, work: Work) -> StepOutcome:
+        step, long_tokens = work.step, self._long_tokens
+        assert isinstance(step, StepWork)
+        may_last = long_tokens is not None and step.plan.num_tokens >= long_tokens
+        look_up = self._look_up if may_last or self._agent.is_exchanging else None
+        if self._body.computes_aside:
+            return self._body.execute(step, work.hidden, look_up, self._send_to_front)
+        return self._body.execute(step, work.hidden, look_up)
 
     def _learn(self, num_tokens: int, seconds: float) -> None:
         """Steps of so many tokens last, or do not: mail is read in the middle of those that do.

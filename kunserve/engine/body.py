@@ -260,8 +260,7 @@ class EngineBody:
 
     def head_part(self, work: HeadWork, rows: Hidden) -> torch.Tensor | Part:
         """See ``Body``."""
-        request_ids = [row.request_id for row in work.plan.sampled_rows]
-        return self._split_head.part(request_ids, work.rows, rows)
+        return self._split_head.part(work.plan.sampling_requests, work.rows, rows)
 
     def sample(self, work: SampleWork) -> tuple[SampledToken, ...]:
         """See ``Body``."""

@@ -222,7 +222,6 @@ class PeerLinks:
             logger.warning("no link to instance=%d, message dropped: %.80r", dst, message)
             return False
         socket = link.socket
-        flags = zmq.NOBLOCK if payload is None else zmq.NOBLOCK | zmq.SNDMORE
         data = codec.encode(message)
         self._counts_due[dst] = COUNTS_TOLD
         stamp = self._outgoing.next(dst)
@@ -230,6 +229,7 @@ class PeerLinks:
         rings = self._rings if stamp.number > 0 else None
         if rings is not None and rings.write(dst, link.address, data, payload):
             return True
+        flags = zmq.NOBLOCK if payload is None else zmq.NOBLOCK | zmq.SNDMORE
         try:
             socket.send(data, flags)
         except zmq.Again:
