@@ -113,6 +113,7 @@ class InstanceLoop:
         self._channel = channel
         self._peers = peers
         self._mover = mover
+        self._computes_aside = body.computes_aside
         me = body.spec.instance_id
         self._book = PeerBook(peers, mover, ready.address.machine)
         self._gate = PrepareGate(me, peers.unreached, config.link_timeout_s)
@@ -199,7 +200,7 @@ class InstanceLoop:
         if not self._agent.is_exchanging:
             self._exchange_since_s = None
             return False
-        if self._body.computes_aside or not self._mover.copies_here:
+        if self._computes_aside or not self._mover.copies_here:
             return False
         now_s = time.monotonic()
         if self._exchange_since_s is None:
@@ -264,7 +265,7 @@ class InstanceLoop:
         assert isinstance(step, StepWork)
         may_last = long_tokens is not None and step.plan.num_tokens >= long_tokens
         look_up = self._look_up if may_last or self._agent.is_exchanging else None
-        if self._body.computes_aside:
+        if self._computes_aside:
             return self._body.execute(step, work.hidden, look_up, self._send_to_front)
         return self._body.execute(step, work.hidden, look_up)
 
@@ -388,7 +389,7 @@ class InstanceLoop:
                 self._peers.send(dst, message, payload)
                 if self._trace is not None and payload is not None:
                     self._trace.sent(dst, message, payload.nbytes, time.monotonic())
-        if not (self._body.computes_aside and self._agent.has_ready_work()):
+        if not (self._computes_aside and self._agent.has_ready_work()):
             self._send_to_front()
         for preemption in self._agent.drain_preemptions():
             logger.info(

@@ -134,9 +134,9 @@ class StepPlan:
         return any(chunk.num_sampled for chunk in self.chunks)
 
     @property
-    def sampling_requests(self) -> list[RequestId]:
-        """Those of whom a token is sampled at least."""
-        return [chunk.request_id for chunk in self.chunks if chunk.num_sampled]
+    def sampled_requests(self) -> list[RequestId]:
+        """Those of ``sampled_rows``, each as often."""
+        return [request_id for request_id, _, _, count in self.chunks for _ in range(count)]
 
     @property
     def sampled_rows(self) -> list[SampledRow]:

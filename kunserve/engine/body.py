@@ -111,6 +111,7 @@ class EngineBody:
         self._spec = self.memory.spec
         if backend.splits_head:
             self._spec = replace(self._spec, head=head_shape(self.model))
+        self._blocks = self._spec.blocks
         self._ring_tables = None if instance.kv_ring is None else RingTables(instance.blocks)
         self._prompt_tokens: dict[RequestId, int] = {}
         self._host = HostStore(self.memory)
@@ -150,7 +151,7 @@ class EngineBody:
         assert (hidden is None) == work.is_first, work.is_first
         self.memory.tidy()
         batch = build_batch(work)
-        bounds = entry_bounds(batch, self._spec.blocks)
+        bounds = entry_bounds(batch, self._blocks)
         assert self.memory.backs(bounds, work.layers), (self.memory.held, work.layers, bounds)
         if self._ring_tables is not None:
             batch = self._ring_tables.spread(batch)
@@ -260,23 +261,26 @@ class EngineBody:
 
     def head_part(self, work: HeadWork, rows: Hidden) -> torch.Tensor | Part:
         """See ``Body``."""
-        return self._split_head.part(work.plan.sampling_requests, work.rows, rows)
+        return self._split_head.part(work.plan.sampled_requests, work.rows, rows)
 
     def sample(self, work: SampleWork) -> tuple[SampledToken, ...]:
         """See ``Body``."""
-        all_rows = work.plan.sampled_rows
-        which = [i for i, row in enumerate(all_rows) if row.request_id not in work.skipped]
-        wanted = [all_rows[i] for i in which]
-        parts = [(first, part_of(data, len(all_rows))) for first, data in work.parts]
-        request_ids = [row.request_id for row in wanted]
+        everyone, skipped = work.plan.sampled_requests, work.skipped
+        which = [i for i, request_id in enumerate(everyone) if request_id not in skipped]
+        parts = [(first, part_of(data, len(everyone))) for first, data in work.parts]
+        request_ids = [everyone[i] for i in which]
         if self._split_head.is_brief(request_ids):
             tokens = self._sampler.sample_largest(*join_largest(parts, which), request_ids)
         else:
+            all_rows = work.plan.sampled_rows
+            wanted = [all_rows[i] for i in which]
             tokens = self._sample_rows(join_logits([p for _, p in parts], which), wanted)
+        if len(which) == len(everyone):
+            return tokens
         found = dict(zip(which, tokens, strict=True))
         return tuple(
-            found.get(i) or SampledToken(row.request_id, None, None)
-            for i, row in enumerate(all_rows)
+            found.get(i) or SampledToken(request_id, None, None)
+            for i, request_id in enumerate(everyone)
         )
 
     def forget(self, request_id: RequestId) -> None:

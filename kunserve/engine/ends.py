@@ -55,7 +55,7 @@ class HeadCall:
         assert norm.is_contiguous()
         self._row_bytes = head.shape[1] * memory.element_size()
         self._head_at = memory.data_ptr()
-        self._normed = torch.empty(0, spec.hidden_size, dtype=head.dtype)
+        self._normed = HiddenRows.empty(0, self._row_bytes)
         self._call = kernel("kun_head", head.dtype)
         self._ends = CEnds(
             row_bytes=self._row_bytes,
@@ -71,15 +71,15 @@ class HeadCall:
         """As ``kernels.ops.largest_pairs``, of ``rows``; ``logits`` is room."""
         num_rows = rows.num_rows
         assert rows.data.nbytes == num_rows * self._row_bytes, (rows.data.nbytes, num_rows)
-        if num_rows > len(self._normed):
-            self._normed = torch.empty(num_rows, self._ends.width, dtype=self._normed.dtype)
+        if num_rows > self._normed.num_rows:
+            self._normed = HiddenRows.empty(num_rows, self._row_bytes)
         pairs = np.empty((num_rows, 2), dtype=np.float32)
         ends = self._ends
         ends.num_sampled, ends.vocab, ends.first = num_rows, vocab.num_rows, vocab.first
         assert vocab.first % PANEL_ROWS == 0, vocab
         ends.head = self._head_at + vocab.first * self._row_bytes
         ends.head_panels = max(0, self._num_panels - vocab.first // PANEL_ROWS)
-        ends.normed, ends.logits = self._normed.data_ptr(), logits.data_ptr()
+        ends.normed, ends.logits = self._normed.address, logits.data_ptr()
         ends.pairs = address_of(pairs)
         self._call(rows.address, ends)
         return pairs
@@ -96,10 +96,10 @@ class Ends:
         head: Matrix,
     ) -> None:
         self._dtype = embedding.dtype
-        self._width = spec.hidden_size
-        self._hidden = torch.empty(0, spec.hidden_size, dtype=self._dtype)
         self._pairs = (ctypes.c_float * 0)()
         memory, num_panels = _memory_of(embedding)
+        self._row_bytes = spec.hidden_size * memory.element_size()
+        self._hidden = HiddenRows.empty(0, self._row_bytes)
         assert norm.is_contiguous()
         self._ends = CEnds(
             embedding=memory.data_ptr(),
@@ -122,9 +122,9 @@ class Ends:
 
     def hidden(self, num_tokens: int) -> int:
         """Where a step's residual stream may lie until the next step."""
-        if num_tokens > len(self._hidden):
-            self._hidden = torch.empty(num_tokens, self._width, dtype=self._dtype)
-        return self._hidden.data_ptr()
+        if num_tokens > self._hidden.num_rows:
+            self._hidden = HiddenRows.empty(num_tokens, self._row_bytes)
+        return self._hidden.address
 
     def of_step(
         self,

@@ -61,6 +61,7 @@ def _only_decodes(work: StepWork, starts: tuple[int, ...]) -> StepBatch:
         context_lens=flat[2 * num + 1 :],
         sample_rows=q_starts[:-1],
         reach=max(starts) + 1,
+        flat=flat,
     )
 
 

@@ -336,7 +336,7 @@ def test_no_step_begins_while_kv_is_copied_here(monkeypatch: pytest.MonkeyPatch)
         loop: Any = object.__new__(InstanceLoop)
         loop._agent = SimpleNamespace(is_exchanging=True)
         loop._mover = SimpleNamespace(copies_here=copies_here)
-        loop._body = SimpleNamespace(computes_aside=computes_aside)
+        loop._computes_aside = computes_aside
         loop._exchange_since_s = None
         monkeypatch.setattr(instance_loop, "EXCHANGE_PAUSE_S", 1e9)
         assert loop._gives_way() is expected

@@ -248,3 +248,17 @@ def test_no_step_is_given_an_address_that_nothing_is_mapped_at(body: CpuBody) ->
     body.execute(work_at([-1, last + 1], 32, LayerRange(1, 3)), None)
     with pytest.raises(AssertionError):
         body.execute(work_at([0, 3], 32, whole), None)
+
+
+def test_arrays_that_lie_in_one_are_found_there() -> None:
+    """As nearly every step's: positions, starts and lengths of decodes."""
+    chunks = tuple(Chunk(RequestId(str(i)), 5 + i, 1, 1) for i in range(3))
+    plan = StepPlan(GroupId(0), StepId(0), (), (), chunks)
+    tables, rows = np.zeros((4, 2), dtype=np.int32), np.array([2, 0, 3], dtype=np.int32)
+    tokens = np.arange(3, dtype=np.int32)
+    batch = build_batch(StepWork(plan, LayerRange(0, 2), True, False, tokens, tables, rows))
+    apart = replace(batch, flat=None)
+    assert batch.flat is not None
+    for name in ("positions", "q_starts", "context_lens", "tables", "rows"):
+        assert getattr(batch.as_c(), name) == getattr(apart.as_c(), name), name
+        assert getattr(batch.as_c(), name) == getattr(batch, name).ctypes.data, name
