@@ -1,5 +1,6 @@
 """Drives one agent over real sockets: read mail, run a step, send mail, report."""
 
+import enum
 import logging
 import time
 from collections.abc import Callable
@@ -86,6 +87,16 @@ SHORT_WAIT_S = 0.002
 """A wait while steps may not begin, or until the members of a transition are connected."""
 
 
+class Woken(enum.Enum):
+    """What ended a wait for mail."""
+
+    BUSY = enum.auto()
+    """Nothing: there is work to do."""
+    BY_STAGES = enum.auto()
+    """Mail in the rings of other stages, and nowhere else. They wait for what follows from it."""
+    BY_ANY = enum.auto()
+
+
 class InstanceLoop:
     """One thread: the agent is never entered twice at once."""
 
@@ -158,9 +169,12 @@ class InstanceLoop:
             pulse.start()
         while not agent.is_stopping:
             self._turn(is_computing=False)
-            has_slept = self._wait()
+            woken = self._wait()
             with self._mover.quiet():  # a transition may remap what the mover reads and fills
-                self._read_mail(has_slept=has_slept)
+                if woken is Woken.BY_STAGES:
+                    self._read_peers(self._look(), is_brief=True)
+                else:
+                    self._read_mail(has_slept=woken is Woken.BY_ANY)
             self._meet_new_front()
             self._report_if_due()
             self._send_mail()
@@ -300,19 +314,22 @@ class InstanceLoop:
         self._clock.look(self._agent.layout, self._agent.num_in_flight, now_s)
         return now_s
 
-    def _wait(self) -> bool:
-        """Sleep until mail comes, or the next report is due; False if there is work to do."""
+    def _wait(self) -> Woken:
+        """Sleep until mail comes, or the next report is due; not at all if there is work to do."""
         gives_way = self._gives_way()
         if self._agent.has_ready_work() and not (self._has_no_front or gives_way):
-            return False  # mail is read without asking first whether there is any
+            return Woken.BUSY  # mail is read without asking first whether there is any
         began_s = time.monotonic()
         longest_s = max(0.0, self._next_report_s - began_s)
         wait_s = min(longest_s, SHORT_WAIT_S) if gives_way or self._gate.is_waiting else longest_s
-        self._poller.poll(int(wait_s * 1000.0))
+        found = self._poller.poll(int(wait_s * 1000.0))
         self._peers.awake()
         if self._beside is not None:
             self._beside.slept(time.monotonic() - began_s)
-        return True
+        is_brief = len(found) == 1 and found[0][0] == self._peers.bell
+        if is_brief and not (self._gate.is_waiting or self._agent.is_in_transition):
+            return Woken.BY_STAGES
+        return Woken.BY_ANY
 
     def _read_mail(self, *, has_slept: bool = False) -> None:
         agent, now_s = self._agent, self._look()

@@ -132,6 +132,11 @@ class PeerLinks:
         """Readable when ``receive`` may have something."""
         return (self._inbox,) if self._rings is None else (self._inbox, self._rings.bell.fileno())
 
+    @property
+    def bell(self) -> int | None:
+        """Of ``poll_sockets`` the one that tells of mail for ``receive`` in brief; None without."""
+        return None if self._rings is None else self._rings.bell.fileno()
+
     def connect(
         self, addresses: Mapping[InstanceId, str], keys: Mapping[InstanceId, str] | None = None
     ) -> None:
