@@ -242,8 +242,9 @@ class Decoder:
 
     def set_layers(self, layers: LayerRange) -> None:
         """The layers that ``forward`` computes from now on; all of them at first."""
-        assert LayerRange(0, self._spec.num_layers).covers(layers), layers
-        self._range = layers
+        if layers is not self._range:
+            assert LayerRange(0, self._spec.num_layers).covers(layers), layers
+            self._range = layers
 
     def embed(self, batch: StepBatch) -> torch.Tensor:
         """The tokens' embeddings, [T, hidden], newly allocated."""

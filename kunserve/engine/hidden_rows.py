@@ -4,13 +4,12 @@ Behind a step's kernels every operation of torch is cold. A tensor made of bytes
 a tensor, take a tenth of a millisecond there, and both ends of every way would make them.
 """
 
+import ctypes
 from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import torch
-
-from kunserve.engine.kernels.library import address_of
 
 
 class HiddenRows:
@@ -18,41 +17,39 @@ class HiddenRows:
 
     __slots__ = ("address", "data", "num_rows")
 
-    def __init__(self, data: npt.NDArray[np.uint8], num_rows: int) -> None:
-        """``data`` is contiguous and may be written."""
-        assert data.flags.c_contiguous and data.flags.writeable, data.flags
-        self.data = data
-        self.address = address_of(data)
+    def __init__(self, data: bytearray | memoryview, num_rows: int) -> None:
+        """``data`` may be written."""
+        self.data = data if isinstance(data, memoryview) else memoryview(data)
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(data)) if num_rows else 0
         self.num_rows = num_rows
 
     @classmethod
     def empty(cls, num_rows: int, row_bytes: int) -> "HiddenRows":
         """Rows to be filled."""
-        return cls(np.empty(num_rows * row_bytes, dtype=np.uint8), num_rows)
+        return cls(bytearray(num_rows * row_bytes), num_rows)
 
     @classmethod
     def of_bytes(cls, data: bytes | bytearray | memoryview, row_bytes: int) -> "HiddenRows":
         """Rows from the wire, without a copy if they may be written."""
-        array = np.frombuffer(data, dtype=np.uint8)
-        if not array.flags.writeable:
-            array = array.copy()
-        assert len(array) % row_bytes == 0, (len(array), row_bytes)
-        return cls(array, len(array) // row_bytes)
+        view = memoryview(data)
+        num_rows, rest = divmod(view.nbytes, row_bytes)
+        assert rest == 0, (view.nbytes, row_bytes)
+        return cls(bytearray(view) if view.readonly else view, num_rows)
 
     @classmethod
     def of_tensor(cls, rows: torch.Tensor) -> "HiddenRows":
         """The same memory."""
         assert rows.is_contiguous(), rows.shape
-        return cls(rows.view(torch.uint8).numpy().reshape(-1), len(rows))
+        return cls(rows.view(torch.uint8).numpy().data.cast("B"), len(rows))
 
     def tensor(self, dtype: torch.dtype) -> torch.Tensor:
         """The same memory as [rows, hidden]."""
-        return torch.from_numpy(self.data).view(dtype).view(self.num_rows, -1)
+        return torch.frombuffer(self.data, dtype=dtype).view(self.num_rows, -1)
 
     def picked(self, which: npt.NDArray[np.int32]) -> "HiddenRows":
         """Copies of some rows."""
-        rows = self.data.reshape(self.num_rows, -1)[which]
-        return HiddenRows(rows.reshape(-1), len(which))
+        rows = np.frombuffer(self.data, dtype=np.uint8).reshape(self.num_rows, -1)[which]
+        return HiddenRows(rows.data.cast("B"), len(which))
 
 
 Hidden: TypeAlias = torch.Tensor | HiddenRows
@@ -62,7 +59,7 @@ Hidden: TypeAlias = torch.Tensor | HiddenRows
 def bytes_of(hidden: Hidden | npt.NDArray[np.float32]) -> memoryview:
     """As bytes for the wire, on a CPU without a copy."""
     if isinstance(hidden, HiddenRows):
-        return hidden.data.data
+        return hidden.data
     if isinstance(hidden, np.ndarray):
         return hidden.data.cast("B")
     assert hidden.is_contiguous()

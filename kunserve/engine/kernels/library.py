@@ -211,14 +211,19 @@ _TYPED = {
 }
 
 
+_is_loaded = False
+
+
 @functools.cache
 def library() -> ctypes.CDLL:
     """The loaded kernels, compiled first if need be. Calls release the GIL.
 
     Raises ``ConfigError`` if they cannot be compiled, or if Linux refuses what they need.
     """
+    global _is_loaded
     path = find_or_build()
     loaded = load(str(path))
+    _is_loaded = True
     refused: int = loaded.kun_allow_amx()
     if refused:
         why = os.strerror(refused)
@@ -228,7 +233,7 @@ def library() -> ctypes.CDLL:
 
 def is_loaded() -> bool:
     """Whether this process uses the kernels."""
-    return library.cache_info().currsize > 0
+    return _is_loaded
 
 
 def load(path: str, is_other: bool = False) -> ctypes.CDLL:
