@@ -5,9 +5,11 @@
 Two instances of SmolLM2, one thread each. Every round decodes the same number of streams twice:
 on two single instances, then on the pair that a forced drop makes of them. Parts come from
 `serve --trace-out`: what each stage computed, how long a microbatch waited for the other one, and
-what is left is the way between the processes. `--other` runs the server of another checkout in
-turns with this one's, and says how this one's figures compare. Where cores are shared, take
-processor times and ratios of turns: absolute times mean little.
+what is left is the way between the processes. Then a queue of prompts is sent to the pair at
+once. `bubbles on free cores` is what the trace gives if every stage had a core to itself
+(`benchmarks.free_cores`): what a stage does beside its work, and its waits. `--other` runs the
+server of another checkout in turns with this one's, and says how this one's figures compare. Where
+cores are shared, take processor times, free cores and ratios of turns: other times mean little.
 """
 
 import argparse
@@ -26,11 +28,15 @@ from unittest.mock import patch
 import msgspec
 
 from benchmarks.drop_stall import MODEL, Driver, Kind, Stream
+from benchmarks.free_cores import play
 from benchmarks.report import Report
 from kunserve.bench.replay import open_session
 from kunserve.bench.server_process import running_server
 
 MEMORY = "343MiB"
+PREFILL_OUTPUT_TOKENS = 16
+WAY_S = 1e-4
+"""From one stage to another, with whatever wakes it."""
 PARTS = ("step", "head", "sample")
 """First words of the trace's names for what a stage computes."""
 
@@ -43,6 +49,7 @@ class Phase:
     start_s: float
     end_s: float
     tpot_s: float
+    is_prefill: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +110,19 @@ async def decode(driver: Driver, options: argparse.Namespace, is_pair: bool) -> 
     return Phase(is_pair, start_s, end_s, tpot_s)
 
 
+async def prefill(driver: Driver, options: argparse.Namespace) -> Phase:
+    """A queue of prompts, until all are answered."""
+    before = options.input_tokens, options.output_tokens
+    options.input_tokens, options.output_tokens = options.prompt_tokens, PREFILL_OUTPUT_TOKENS
+    start_s, from_s = time.monotonic(), driver.now_s()
+    streams = driver.send(options.prompts)
+    await asyncio.gather(*(one.task for one in streams))
+    end_s, until_s = time.monotonic(), driver.now_s()
+    options.input_tokens, options.output_tokens = before
+    tpot_s = statistics.median(gaps_of(streams, from_s, until_s))
+    return Phase(True, start_s, end_s, tpot_s, is_prefill=True)
+
+
 def gaps_of(streams: Sequence[Stream], from_s: float, until_s: float) -> Iterator[float]:
     """Mean time per token of each stream within the time."""
     for one in streams:
@@ -120,6 +140,8 @@ async def measure(url: str, options: argparse.Namespace) -> list[Phase]:
             phases.append(await decode(driver, options, is_pair=False))
             await driver.transition("drop", (), Kind())
             phases.append(await decode(driver, options, is_pair=True))
+            if options.prompts:
+                phases.append(await prefill(driver, options))
             await driver.transition("restore", (), Kind())
     return phases
 
@@ -144,8 +166,14 @@ def run(options: argparse.Namespace, checkout: Path) -> dict[str, float]:
     for phase in phases:
         inside = [s for s in spans if phase.start_s <= s.start_s < phase.end_s]
         beside = [b for b in between if phase.start_s <= b.until_s < phase.end_s]
-        parts = pair_parts(inside, phase) if phase.is_pair else single_parts(inside, phase)
-        parts |= thread_parts(inside, beside, phase)
+        if phase.is_prefill:
+            parts = free_parts(inside, beside, "prefill")
+        elif phase.is_pair:
+            parts = pair_parts(inside, phase) | free_parts(inside, beside, "pair")
+        else:
+            parts = single_parts(inside, phase)
+        if not phase.is_prefill:
+            parts |= thread_parts(inside, beside, phase)
         for name, value in parts.items():
             found.setdefault(name, []).append(value)
     return {name: statistics.median(values) for name, values in found.items()}
@@ -210,6 +238,23 @@ def pair_parts(spans: list[Span], phase: Phase) -> dict[str, float]:
     }
 
 
+def free_parts(spans: Sequence[Span], between: Sequence[Between], name: str) -> dict[str, float]:
+    """Per microbatch, what each stage's time would be with a core to itself."""
+    if not between:
+        return {}  # a checkout that does not tell
+    leader = next(span.instance for span in spans if span.part == "sample")
+    stages = [leader, *sorted({span.instance for span in spans} - {leader})]
+    count = sum(span.part == "step" and span.instance == leader for span in spans)
+    times = play(spans, between, stages, WAY_S)
+    found = {}
+    for number, time_of in enumerate(times):
+        for part in ("works", "beside", "waits"):
+            value_ms = 1e3 * getattr(time_of, f"{part}_s") / count
+            found[f"{name}: stage {number} {part}, free cores"] = value_ms
+    found[f"{name}: bubbles on free cores, %"] = 100.0 * statistics.mean(t.bubbles for t in times)
+    return found
+
+
 def thread_parts(
     spans: Sequence[Span], between: Sequence[Between], phase: Phase
 ) -> dict[str, float]:
@@ -264,6 +309,8 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=16)
     parser.add_argument("--input-tokens", type=int, default=32)
     parser.add_argument("--output-tokens", type=int, default=400)
+    parser.add_argument("--prompts", type=int, default=16, help="of a queue; 0 leaves it out")
+    parser.add_argument("--prompt-tokens", type=int, default=400)
     parser.add_argument("--other", type=Path, help="a checkout to compare with")
     parser.add_argument("--seed", type=int, default=0)
     options, serve_flags = parser.parse_known_args()

@@ -45,6 +45,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "layers, beside the kernel": (
         "engine.decoder:Decoder.forward",
         "engine.decoder:Decoder.run_whole",
+        "engine.decoder:Decoder.run_fused",
     ),
     "logits, beside the kernels": (
         "engine.decoder:Decoder.logits",

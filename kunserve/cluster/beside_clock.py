@@ -24,6 +24,7 @@ class BesideClock:
     def __init__(self) -> None:
         self._asleep_s = 0.0
         self._since_cpu_s = time.thread_time()
+        self._began_cpu_s = self._since_cpu_s
         self._sleeps, self._evictions = _switches()
 
     def slept(self, seconds: float) -> None:
@@ -33,10 +34,15 @@ class BesideClock:
     def begin_work(self) -> Beside:
         """The thread is about to compute; what it did since ``end_work``."""
         sleeps, evictions = _switches()
-        cpu_s = time.thread_time() - self._since_cpu_s
+        self._began_cpu_s = time.thread_time()
+        cpu_s = self._began_cpu_s - self._since_cpu_s
         found = Beside(cpu_s, self._asleep_s, sleeps - self._sleeps, evictions - self._evictions)
         self._sleeps, self._evictions, self._asleep_s = sleeps, evictions, 0.0
         return found
+
+    def worked_s(self) -> float:
+        """What the thread has computed since ``begin_work``, whoever else had the core."""
+        return time.thread_time() - self._began_cpu_s
 
     def end_work(self) -> None:
         """It has computed."""

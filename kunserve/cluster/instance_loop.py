@@ -1,5 +1,6 @@
 """Drives one agent over real sockets: read mail, run a step, send mail, report."""
 
+import enum
 import logging
 import time
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from kunserve.core.config import ClusterConfig
 from kunserve.core.ids import RequestId
 from kunserve.core.layout import LayerRange
 from kunserve.core.messages import Alive, Connect, Form, HeadPart, LinkBroken, Message, Ready
+from kunserve.core.step import StepPlan
 from kunserve.core.transfer import KvPull
 from kunserve.transport.bulk_sink import Pulled
 from kunserve.transport.channel import InstanceChannel
@@ -85,6 +87,16 @@ SHORT_WAIT_S = 0.002
 """A wait while steps may not begin, or until the members of a transition are connected."""
 
 
+class Woken(enum.Enum):
+    """What ended a wait for mail."""
+
+    BUSY = enum.auto()
+    """Nothing: there is work to do."""
+    BY_STAGES = enum.auto()
+    """Mail in the rings of other stages, and nowhere else. They wait for what follows from it."""
+    BY_ANY = enum.auto()
+
+
 class InstanceLoop:
     """One thread: the agent is never entered twice at once."""
 
@@ -112,21 +124,23 @@ class InstanceLoop:
         self._channel = channel
         self._peers = peers
         self._mover = mover
+        self._computes_aside = body.computes_aside
         me = body.spec.instance_id
         self._book = PeerBook(peers, mover, ready.address.machine)
         self._gate = PrepareGate(me, peers.unreached, config.link_timeout_s)
         self._trace = trace
         self._beside = None if trace is None else BesideClock()
         self._clock = StageClock(body.spec.instance_id)
-        self._progress = Alive(body.spec.instance_id)
-        """Read by the heartbeat's thread: replaced as a whole, so never seen half changed."""
+        self._num_turns = 0
+        self._longest_step_s = 0.0
+        self._is_computing = False
         self._checks = config.check_invariants
         self._report_period_s = config.report_period_s
         self._heartbeat_period_s = config.heartbeat_timeout_s / HEARTBEATS_PER_TIMEOUT
         self._next_report_s = 0.0
         self._read_s = 0.0
         """When mail was read last."""
-        self.requests_of_step: tuple[RequestId, ...] = ()
+        self._plan: StepPlan | None = None
         """Of the step that runs, or that has failed."""
         self._long_tokens: int | None = None
         """Of the smallest steps that last; None before the first."""
@@ -150,14 +164,17 @@ class InstanceLoop:
         """
         agent = self._agent
         pulse = self._lease if isinstance(self._lease, WireLease) else None
-        self._channel.start_heartbeat(self._heartbeat_period_s, lambda: self._progress, pulse)
+        self._channel.start_heartbeat(self._heartbeat_period_s, self._alive, pulse)
         if pulse is not None:
             pulse.start()
         while not agent.is_stopping:
             self._turn(is_computing=False)
-            has_slept = self._wait()
+            woken = self._wait()
             with self._mover.quiet():  # a transition may remap what the mover reads and fills
-                self._read_mail(has_slept=has_slept)
+                if woken is Woken.BY_STAGES:
+                    self._read_peers(self._look(), is_brief=True)
+                else:
+                    self._read_mail(has_slept=woken is Woken.BY_ANY)
             self._meet_new_front()
             self._report_if_due()
             self._send_mail()
@@ -177,6 +194,16 @@ class InstanceLoop:
         if self._trace is not None:
             self._trace.close()
 
+    def _alive(self) -> Alive:
+        """Called from the heartbeat's thread. What changes meanwhile, the next one tells."""
+        me = self._ready.spec.instance_id
+        return Alive(me, self._num_turns, self._longest_step_s, self._is_computing)
+
+    @property
+    def requests_of_step(self) -> tuple[RequestId, ...]:
+        """Of the step that runs, or that has failed."""
+        return () if self._plan is None else tuple(c.request_id for c in self._plan.chunks)
+
     @property
     def _has_no_front(self) -> bool:
         """Nobody waits for what this instance computes."""
@@ -187,7 +214,7 @@ class InstanceLoop:
         if not self._agent.is_exchanging:
             self._exchange_since_s = None
             return False
-        if self._body.computes_aside or not self._mover.copies_here:
+        if self._computes_aside or not self._mover.copies_here:
             return False
         now_s = time.monotonic()
         if self._exchange_since_s is None:
@@ -206,9 +233,10 @@ class InstanceLoop:
 
     def _turn(self, *, is_computing: bool, step_s: float = 0.0) -> None:
         """The loop moves on: the next heartbeat says so."""
-        before = self._progress
-        longest_s = max(before.longest_step_s, step_s)
-        self._progress = Alive(before.instance_id, before.num_turns + 1, longest_s, is_computing)
+        self._num_turns += 1
+        self._is_computing = is_computing
+        if step_s > self._longest_step_s:
+            self._longest_step_s = step_s
 
     def _follow_up(self) -> None:
         """What has become due after a step, of the output head: other stages wait for it.
@@ -217,7 +245,7 @@ class InstanceLoop:
         """
         while not self._has_no_front:
             with self._mover.quiet():
-                self._read_peers(self._look(), is_brief=True)
+                self._read_peers(time.monotonic(), is_brief=True)
             self._send_mail()
             if not self._agent.has_head_work:
                 return
@@ -228,33 +256,32 @@ class InstanceLoop:
 
     def _run(self, work: Work) -> None:
         """One step of this stage, and what it adds to the accounts."""
-        self.requests_of_step = tuple(chunk.request_id for chunk in work.step.plan.chunks)
+        self._plan = work.step.plan
         self._turn(is_computing=True)
         beside = None if self._beside is None else self._beside.begin_work()
-        began_s, began_cpu_s = self._look(), time.thread_time()
-        num_tokens = work.step.plan.num_tokens
-        may_last = self._long_tokens is not None and num_tokens >= self._long_tokens
-        look_up = self._look_up if may_last or self._agent.is_exchanging else None
-        if isinstance(work.step, StepWork) and self._body.computes_aside:
-            calls = (look_up, self._send_to_front)
-            outcome = self._body.execute(work.step, work.hidden, *calls)
-        elif isinstance(work.step, StepWork):
-            outcome = self._body.execute(work.step, work.hidden, look_up)
-        else:
-            outcome = work.run(self._body)
+        began_s = self._look()
+        outcome = self._execute(work) if isinstance(work.step, StepWork) else work.run(self._body)
         ended_s = time.monotonic()
         self._clock.computed(ended_s - began_s)
-        if isinstance(work.step, StepWork):
-            self._learn(num_tokens, ended_s - began_s)
+        is_long = ended_s - began_s >= LONG_STEP_S
+        if isinstance(work.step, StepWork) and (is_long or self._long_tokens is not None):
+            self._learn(work.step.plan.num_tokens, ended_s - began_s)
         self._turn(is_computing=False, step_s=ended_s - began_s)
         if self._trace is not None and self._beside is not None:
-            cpu_s = time.thread_time() - began_cpu_s
-            self._trace.computed(work.step, began_s, ended_s, cpu_s, beside)
+            self._trace.computed(work.step, began_s, ended_s, self._beside.worked_s(), beside)
             self._beside.end_work()
-        self._look()
         with self._mover.quiet():
-            self._agent.finished(work, outcome, time.monotonic())
-        self.requests_of_step = ()
+            self._agent.finished(work, outcome, ended_s)
+        self._plan = None
+
+    def _execute(self, work: Work) -> StepOutcome:
+        step, long_tokens = work.step, self._long_tokens
+        assert isinstance(step, StepWork)
+        may_last = long_tokens is not None and step.plan.num_tokens >= long_tokens
+        look_up = self._look_up if may_last or self._agent.is_exchanging else None
+        if self._computes_aside:
+            return self._body.execute(step, work.hidden, look_up, self._send_to_front)
+        return self._body.execute(step, work.hidden, look_up)
 
     def _learn(self, num_tokens: int, seconds: float) -> None:
         """Steps of so many tokens last, or do not: mail is read in the middle of those that do.
@@ -287,19 +314,22 @@ class InstanceLoop:
         self._clock.look(self._agent.layout, self._agent.num_in_flight, now_s)
         return now_s
 
-    def _wait(self) -> bool:
-        """Sleep until mail comes, or the next report is due; False if there is work to do."""
+    def _wait(self) -> Woken:
+        """Sleep until mail comes, or the next report is due; not at all if there is work to do."""
         gives_way = self._gives_way()
         if self._agent.has_ready_work() and not (self._has_no_front or gives_way):
-            return False  # mail is read without asking first whether there is any
+            return Woken.BUSY  # mail is read without asking first whether there is any
         began_s = time.monotonic()
         longest_s = max(0.0, self._next_report_s - began_s)
         wait_s = min(longest_s, SHORT_WAIT_S) if gives_way or self._gate.is_waiting else longest_s
-        self._poller.poll(int(wait_s * 1000.0))
+        found = self._poller.poll(int(wait_s * 1000.0))
         self._peers.awake()
         if self._beside is not None:
             self._beside.slept(time.monotonic() - began_s)
-        return True
+        is_brief = len(found) == 1 and found[0][0] == self._peers.bell
+        if is_brief and not (self._gate.is_waiting or self._agent.is_in_transition):
+            return Woken.BY_STAGES
+        return Woken.BY_ANY
 
     def _read_mail(self, *, has_slept: bool = False) -> None:
         agent, now_s = self._agent, self._look()
@@ -376,7 +406,7 @@ class InstanceLoop:
                 self._peers.send(dst, message, payload)
                 if self._trace is not None and payload is not None:
                     self._trace.sent(dst, message, payload.nbytes, time.monotonic())
-        if not (self._body.computes_aside and self._agent.has_ready_work()):
+        if not (self._computes_aside and self._agent.has_ready_work()):
             self._send_to_front()
         for preemption in self._agent.drain_preemptions():
             logger.info(

@@ -121,12 +121,22 @@ class StepPlan:
     @property
     def num_tokens(self) -> int:
         """Tokens computed in this step."""
-        return sum(chunk.num_tokens for chunk in self.chunks)
+        return sum([chunk.num_tokens for chunk in self.chunks])
 
     @property
     def num_sampled(self) -> int:
         """Tokens sampled in this step."""
-        return sum(chunk.num_sampled for chunk in self.chunks)
+        return sum([chunk.num_sampled for chunk in self.chunks])
+
+    @property
+    def samples(self) -> bool:
+        """Whether any token is sampled."""
+        return any(chunk.num_sampled for chunk in self.chunks)
+
+    @property
+    def sampled_requests(self) -> list[RequestId]:
+        """Those of ``sampled_rows``, each as often."""
+        return [request_id for request_id, _, _, count in self.chunks for _ in range(count)]
 
     @property
     def sampled_rows(self) -> list[SampledRow]:

@@ -1,7 +1,7 @@
 """Attention over the paged KV cache: the fused kernel, and a plain one to check it against."""
 
 import ctypes
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -9,7 +9,7 @@ import torch
 
 from kunserve.core.errors import ConfigError
 from kunserve.core.model_spec import DTYPE_BYTES, ModelSpec
-from kunserve.engine.kernels.library import CBatch, CModel, kernel
+from kunserve.engine.kernels.library import CBatch, CModel, address_of, kernel
 from kunserve.engine.kernels.ops import Finish
 
 MAX_HEADS_PER_KV_HEAD = 36
@@ -50,6 +50,9 @@ class StepBatch:
     """As ``tables``, for layers with a window; None: the same."""
     reach: int | None = None
     """The longest context; None: to be looked for."""
+    flat: np.ndarray | None = None
+    """Positions, starts and context lengths one behind the other, where they lie so."""
+    _c: CBatch | None = field(default=None, init=False, repr=False, compare=False)
 
     @property
     def num_positions(self) -> int:
@@ -63,28 +66,44 @@ class StepBatch:
 
     def check(self) -> None:
         """Assert that the arrays are what the kernels read."""
-        arrays = [self.positions, self.tables, self.rows, self.q_starts, self.context_lens]
+        arrays = [self.tables, self.rows]
+        if self.flat is None:
+            arrays += [self.positions, self.q_starts, self.context_lens]
+            assert self.q_starts[0] == 0 and self.q_starts[-1] == self.num_tokens, self.q_starts
         if self.local_tables is not None:
             assert self.local_tables.shape == self.tables.shape, self.local_tables.shape
             arrays.append(self.local_tables)
         for array in arrays:
             assert array.dtype == _INT32 and array.flags.c_contiguous, (array.dtype, array.shape)
         assert len(self.q_starts) == len(self.rows) + 1 == len(self.context_lens) + 1
-        assert self.q_starts[0] == 0 and self.q_starts[-1] == self.num_tokens, self.q_starts
 
     def as_c(self, *rope_addresses: int) -> CBatch:
         """The kernels' view; valid while this batch and the rope tables live."""
+        found = self._c
+        if found is None:
+            found = self._c = self._make_c()
+        found.rope[: len(rope_addresses)] = rope_addresses
+        return found
+
+    def _make_c(self) -> CBatch:
+        num_tokens = self.num_tokens
+        if self.flat is None:
+            arrays = self.positions, self.q_starts, self.context_lens
+            positions, q_starts, context_lens = map(address_of, arrays)
+        else:
+            positions = address_of(self.flat)
+            q_starts = positions + num_tokens * _INT32.itemsize
+            context_lens = q_starts + (num_tokens + 1) * _INT32.itemsize
         return CBatch(
-            positions=self.positions.ctypes.data,
-            tables=self.tables.ctypes.data,
-            rows=self.rows.ctypes.data,
-            q_starts=self.q_starts.ctypes.data,
-            context_lens=self.context_lens.ctypes.data,
-            rope=rope_addresses,
-            num_tokens=self.num_tokens,
+            positions=positions,
+            tables=address_of(self.tables),
+            rows=address_of(self.rows),
+            q_starts=q_starts,
+            context_lens=context_lens,
+            num_tokens=num_tokens,
             num_seqs=len(self.rows),
             max_blocks=self.tables.shape[1],
-            local_tables=None if self.local_tables is None else self.local_tables.ctypes.data,
+            local_tables=None if self.local_tables is None else address_of(self.local_tables),
         )
 
 

@@ -31,10 +31,12 @@ from kunserve.engine.backend import Backend, CpuBackend
 from kunserve.engine.decoder import PANEL_ROWS, Decoder, StepBatch, StepLimits
 from kunserve.engine.ends import Largest
 from kunserve.engine.free_memory import beside_bytes
+from kunserve.engine.hidden_rows import Hidden, HiddenRows, bytes_of, rows_of, tensor_of
 from kunserve.engine.memory_plan import MemoryPlan
 from kunserve.engine.prompt_scorer import PromptScorer
 from kunserve.engine.ring_tables import RingTables
 from kunserve.engine.split_head import (
+    Part,
     SplitHead,
     head_shape,
     join_largest,
@@ -105,9 +107,11 @@ class EngineBody:
         self._sampler = backend.sampler(eos_ids, self.model.vocab_size, self._forms)
         self._scorer = PromptScorer(self._decoder)
         self._split_head = SplitHead(self.model, weights, self._decoder.room_for_logits)
+        self._row_bytes = self.model.hidden_size * TORCH_DTYPES[self.model.dtype].itemsize
         self._spec = self.memory.spec
         if backend.splits_head:
             self._spec = replace(self._spec, head=head_shape(self.model))
+        self._blocks = self._spec.blocks
         self._ring_tables = None if instance.kv_ring is None else RingTables(instance.blocks)
         self._prompt_tokens: dict[RequestId, int] = {}
         self._host = HostStore(self.memory)
@@ -134,7 +138,7 @@ class EngineBody:
     def execute(
         self,
         work: StepWork,
-        hidden: torch.Tensor | None,
+        hidden: Hidden | None,
         look_up: Callable[[], None] | None = None,
         meanwhile: Callable[[], None] | None = None,
     ) -> StepOutcome:
@@ -147,35 +151,39 @@ class EngineBody:
         assert (hidden is None) == work.is_first, work.is_first
         self.memory.tidy()
         batch = build_batch(work)
-        bounds = entry_bounds(batch, self._spec.blocks)
+        bounds = entry_bounds(batch, self._blocks)
         assert self.memory.backs(bounds, work.layers), (self.memory.held, work.layers, bounds)
         if self._ring_tables is not None:
             batch = self._ring_tables.spread(batch)
         self._decoder.set_layers(work.layers)
         if look_up is meanwhile is None and (decoder := self._fused_for(work)) is not None:
-            return self._execute_whole(work, batch, decoder)
+            if work.is_first and work.is_last:
+                return self._execute_whole(work, batch, decoder)
+            return self._execute_stage(work, batch, hidden, decoder)
         if hidden is None:
-            hidden = self._decoder.embed(batch)
+            states = self._decoder.embed(batch)
+        else:
+            states = tensor_of(hidden, TORCH_DTYPES[self.model.dtype])
         if self._samples(work):
             for start in work.plan.started:
                 self._sampler.prepare(start.sampling)
-        hidden = self._decoder.forward(batch, hidden, look_up)
+        states = self._decoder.forward(batch, states, look_up)
         if meanwhile is not None:
             meanwhile()
         if look_up is not None:
             # Where a device computes, it has only been asked to.
             self._backend.synchronize(look_up)
         self._start(work)
-        outcome = StepOutcome(hidden, ())
+        outcome = StepOutcome(states, ())
         if work.is_last:
-            scores = self._scorer.score(work.plan, batch, hidden) if work.plan.scored else ()
+            scores = self._scorer.score(work.plan, batch, states) if work.plan.scored else ()
             if work.gives_rows:
-                rows = hidden
-                if len(batch.sample_rows) < len(hidden):
-                    rows = hidden.index_select(0, torch.from_numpy(batch.sample_rows))
+                rows = states
+                if len(batch.sample_rows) < len(states):
+                    rows = states.index_select(0, torch.from_numpy(batch.sample_rows))
                 outcome = StepOutcome(rows, (), scores)
             else:
-                outcome = StepOutcome(None, self._sample(work, batch, hidden), scores)
+                outcome = StepOutcome(None, self._sample(work, batch, states), scores)
         # Movers and the next stage read what this step has written.
         self._backend.synchronize()
         return outcome
@@ -183,8 +191,31 @@ class EngineBody:
     def _fused_for(self, work: StepWork) -> Decoder | None:
         """What computes the step in one call, if anything does."""
         decoder = self._decoder
-        is_whole = work.is_first and work.is_last and not (work.shares_head or work.plan.scored)
-        return decoder if is_whole and isinstance(decoder, Decoder) and decoder.is_fused else None
+        if work.plan.scored or not isinstance(decoder, Decoder) or not decoder.is_fused:
+            return None
+        # Where stages do not share the head, the last one of several goes part by part.
+        is_whole = work.is_first and work.is_last
+        return decoder if work.shares_head != is_whole or not work.is_last else None
+
+    def _execute_stage(
+        self,
+        work: StepWork,
+        batch: StepBatch,
+        hidden: Hidden | None,
+        decoder: Decoder,
+    ) -> StepOutcome:
+        if self._samples(work):
+            for start in work.plan.started:
+                self._sampler.prepare(start.sampling)
+        rows = decoder.run_fused(batch, None if hidden is None else rows_of(hidden))
+        self._start(work)
+        if not work.is_last:
+            return StepOutcome(rows, ())
+        if not work.gives_rows:
+            return StepOutcome(None, ())
+        if len(batch.sample_rows) < rows.num_rows:
+            rows = rows.picked(batch.sample_rows)
+        return StepOutcome(rows, ())
 
     def _execute_whole(self, work: StepWork, batch: StepBatch, decoder: Decoder) -> StepOutcome:
         for start in work.plan.started:
@@ -228,27 +259,28 @@ class EngineBody:
             return self._sampler.sample(logits, request_ids, positions)
         return self._sampler.sample_found(logits, request_ids, positions, *found)
 
-    def head_part(self, work: HeadWork, rows: torch.Tensor) -> torch.Tensor:
+    def head_part(self, work: HeadWork, rows: Hidden) -> torch.Tensor | Part:
         """See ``Body``."""
-        request_ids = [row.request_id for row in work.plan.sampled_rows]
-        return self._split_head.part(request_ids, work.rows, rows)
+        return self._split_head.part(work.plan.sampled_requests, work.rows, rows)
 
     def sample(self, work: SampleWork) -> tuple[SampledToken, ...]:
         """See ``Body``."""
-        all_rows = work.plan.sampled_rows
-        which = [i for i, row in enumerate(all_rows) if row.request_id not in work.skipped]
-        wanted = [all_rows[i] for i in which]
-        parts = [(first, part_of(data, len(all_rows))) for first, data in work.parts]
-        request_ids = [row.request_id for row in wanted]
+        everyone, skipped = work.plan.sampled_requests, work.skipped
+        which = [i for i, request_id in enumerate(everyone) if request_id not in skipped]
+        parts = [(first, part_of(data, len(everyone))) for first, data in work.parts]
+        request_ids = [everyone[i] for i in which]
         if self._split_head.is_brief(request_ids):
-            values, token_ids = join_largest(parts, which).T
-            tokens = self._sampler.sample_largest(values, token_ids, request_ids)
+            tokens = self._sampler.sample_largest(*join_largest(parts, which), request_ids)
         else:
+            all_rows = work.plan.sampled_rows
+            wanted = [all_rows[i] for i in which]
             tokens = self._sample_rows(join_logits([p for _, p in parts], which), wanted)
+        if len(which) == len(everyone):
+            return tokens
         found = dict(zip(which, tokens, strict=True))
         return tuple(
-            found.get(i) or SampledToken(row.request_id, None, None)
-            for i, row in enumerate(all_rows)
+            found.get(i) or SampledToken(request_id, None, None)
+            for i, request_id in enumerate(everyone)
         )
 
     def forget(self, request_id: RequestId) -> None:
@@ -346,24 +378,20 @@ class EngineBody:
         """Bytes of a held layer's weights, for a mover to read or fill."""
         return self.memory.layer_view(layer)
 
-    def hidden_to_bytes(self, hidden: torch.Tensor) -> memoryview:
-        """The activations' bytes for the wire, on CPU no copy.
+    @staticmethod
+    def hidden_to_bytes(hidden: Hidden | Part) -> memoryview:
+        """The bytes for the wire. Keep ``hidden`` unchanged until they are sent."""
+        return bytes_of(hidden)
 
-        Keep ``hidden`` unchanged until they are sent.
+    def hidden_from_bytes(self, data: bytes | bytearray | memoryview) -> Hidden:
+        """Activations [T, hidden] from the wire, which ``execute`` overwrites.
+
+        On CPUs no copy if ``data`` is writable.
         """
-        assert hidden.is_contiguous()
-        return hidden.cpu().view(torch.uint8).numpy().data.cast("B")
-
-    def hidden_from_bytes(self, data: bytes | bytearray | memoryview) -> torch.Tensor:
-        """Activations [T, hidden] from the wire: no copy if ``data`` is writable.
-
-        ``execute`` overwrites them.
-        """
-        view = memoryview(data)
-        flat = torch.frombuffer(
-            bytearray(view) if view.readonly else view, dtype=TORCH_DTYPES[self.model.dtype]
-        )
-        return flat.view(-1, self.model.hidden_size).to(self._backend.device)
+        rows = HiddenRows.of_bytes(data, self._row_bytes)
+        if isinstance(self._decoder, Decoder):
+            return rows
+        return rows.tensor(TORCH_DTYPES[self.model.dtype]).to(self._backend.device)
 
     @staticmethod
     def part_from_bytes(data: memoryview) -> memoryview:

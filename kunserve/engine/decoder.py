@@ -26,6 +26,7 @@ from kunserve.engine.attention import (
 )
 from kunserve.engine.ends import Ends, Largest, can_be_fused
 from kunserve.engine.experts import add_experts, routing_bytes
+from kunserve.engine.hidden_rows import HiddenRows
 from kunserve.engine.kernels.library import (
     LAYER_FIELDS,
     CBatch,
@@ -46,6 +47,7 @@ from kunserve.engine.kernels.ops import (
 from kunserve.engine.kernels.packed import PackedMatrix, rounded_bytes
 from kunserve.engine.kernels.panels import PANEL_FORMAT, PanelMatrix
 from kunserve.engine.kernels.rope import rope_tables
+from kunserve.engine.logit_room import LogitRoom
 from kunserve.engine.scratch import Scratch, widest
 
 __all__ = ["PANEL_ROWS", "Decoder", "LayerWeights", "ModelWeights", "StepBatch", "StepDecoder"]
@@ -198,6 +200,7 @@ class Decoder:
         self._spec = spec
         self._weights = weights
         self._dtype = TORCH_DTYPES[spec.dtype]
+        self._row_bytes = spec.hidden_size * self._dtype.itemsize
         self._model = c_model(spec, kv_base_address, block_size)
         self._layers = (CLayer * spec.num_layers)(*map(_as_c, weights.layers))
         for layer, pointers in enumerate(self._layers):
@@ -207,9 +210,7 @@ class Decoder:
         self._rope = rope_tables(spec)
         self._norm_offset = int(spec.has_offset_norms)
         self._scratch = Scratch(spec, self._dtype)
-        self._logits = torch.empty(0, spec.vocab_size)
-        self._views: dict[int, torch.Tensor] = {}
-        """Of the first rows of logits, by their number: slicing costs more than a look here."""
+        self._logits = LogitRoom(spec.vocab_size)
         self._backend: AttentionBackend | None = None
         if attention == "reference":
             self._backend = ReferenceAttention(spec, kv_base_address, block_size)
@@ -231,19 +232,19 @@ class Decoder:
         for table in self._rope:
             table.reserve(limits.num_positions)
         self._scratch.reserve(limits.num_tokens)
-        self._logits = torch.empty(limits.num_sampled, self._spec.vocab_size).zero_()
-        self._views.clear()
+        self._logits.reserve(limits.num_sampled)
 
     @property
     def buffer_bytes(self) -> int:
         """Memory of activations, logits and positions."""
         tables = sum(table.num_bytes for table in self._rope)
-        return self._scratch.num_bytes + self._logits.nbytes + tables
+        return self._scratch.num_bytes + self._logits.num_bytes + tables
 
     def set_layers(self, layers: LayerRange) -> None:
         """The layers that ``forward`` computes from now on; all of them at first."""
-        assert LayerRange(0, self._spec.num_layers).covers(layers), layers
-        self._range = layers
+        if layers is not self._range:
+            assert LayerRange(0, self._spec.num_layers).covers(layers), layers
+            self._range = layers
 
     def embed(self, batch: StepBatch) -> torch.Tensor:
         """The tokens' embeddings, [T, hidden], newly allocated."""
@@ -297,7 +298,7 @@ class Decoder:
         batch.check()
         num_sampled = len(batch.sample_rows)
         self._scratch.make_room(batch.num_tokens)
-        logits = self._rows_of_logits(num_sampled)
+        logits = self._logits.rows(num_sampled)
         reach = batch.num_positions
         c_batch = batch.as_c(*(table.address(reach) for table in self._rope))
         buffers = self._scratch.at(ends.hidden(batch.num_tokens))
@@ -306,12 +307,32 @@ class Decoder:
             batch.sample_rows,
             buffers.normed,
             buffers.rounded,
-            self._logits.data_ptr(),
+            self._logits.address,
         )
         layers = self._model, self._layers, c_batch, buffers, *self._range
         if not self._run_fused(*layers, c_ends):
             raise IndexError(f"a token is none of {self._spec.vocab_size}")
         return logits, ends.largest()
+
+    def run_fused(self, batch: StepBatch, hidden: HiddenRows | None) -> HiddenRows:
+        """The stage's layers, in place, in one call; with None from its tokens, into new rows.
+
+        Only where ``is_fused``.
+        """
+        ends, count, row_bytes = self._fused_ends, batch.num_tokens, self._row_bytes
+        assert ends is not None
+        batch.check()
+        self._scratch.make_room(count)
+        rows = HiddenRows.empty(count, row_bytes) if hidden is None else hidden
+        assert rows.data.nbytes == count * row_bytes, (rows.data.nbytes, count, row_bytes)
+        reach = batch.num_positions
+        c_batch = batch.as_c(*[table.address(reach) for table in self._rope])
+        layers = self._model, self._layers, c_batch, self._scratch.at(rows.address), *self._range
+        if hidden is not None:
+            self._stage(*layers)
+        elif not self._run_fused(*layers, ends.of_first_stage(batch.token_ids)):
+            raise IndexError(f"a token is none of {self._spec.vocab_size}")
+        return rows
 
     def _buffers(self, hidden: torch.Tensor) -> CBuffers:
         """Where a step's activations go."""
@@ -331,26 +352,14 @@ class Decoder:
         rows = self._scratch("normed", len(hidden))
         rms_norm(hidden, self._weights.final_norm, self._spec.rms_eps, rows, self._norm_offset)
         scaled(rows, self._spec.logit_scale)
-        out = self._rows_of_logits(rows.shape[0])
+        out = self._logits.rows(rows.shape[0])
         rounded = self._scratch("rounded", rows.shape[0])
         linear(rows, self._weights.head, out=out, finish=Finish.FLOAT, rounded=rounded)
         return capped(out, self._spec.logit_cap)
 
-    def _rows_of_logits(self, num_rows: int) -> torch.Tensor:
-        if num_rows > self._logits.shape[0]:
-            self._logits = torch.empty(num_rows, self._spec.vocab_size)
-            self._views.clear()
-        view = self._views.get(num_rows)
-        if view is None:
-            view = self._views[num_rows] = self._logits[:num_rows]
-        return view
-
     def room_for_logits(self, num_rows: int, width: int) -> torch.Tensor:
         """See ``StepDecoder``."""
-        flat = self._logits.view(-1)
-        if num_rows * width > flat.shape[0]:
-            return torch.empty(num_rows, width)
-        return flat[: num_rows * width].view(num_rows, width)
+        return self._logits.part(num_rows, width)
 
     def greedy(self, batch: StepBatch, hidden: torch.Tensor) -> np.ndarray:
         """The most likely token of each of ``batch.sample_rows``, int32 [n]; the lowest id wins."""

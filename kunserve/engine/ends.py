@@ -14,7 +14,8 @@ import torch
 from kunserve.core.layout import VocabRange
 from kunserve.core.model_spec import ModelSpec
 from kunserve.core.packed import PANEL_ROWS
-from kunserve.engine.kernels.library import SUFFIX, CEnds, kernel
+from kunserve.engine.hidden_rows import HiddenRows
+from kunserve.engine.kernels.library import SUFFIX, CEnds, address_of, kernel
 from kunserve.engine.kernels.ops import MOST_EXACT, Matrix
 from kunserve.engine.kernels.packed import PackedMatrix
 from kunserve.engine.kernels.panels import PanelMatrix
@@ -54,7 +55,7 @@ class HeadCall:
         assert norm.is_contiguous()
         self._row_bytes = head.shape[1] * memory.element_size()
         self._head_at = memory.data_ptr()
-        self._normed = torch.empty(0, spec.hidden_size, dtype=head.dtype)
+        self._normed = HiddenRows.empty(0, self._row_bytes)
         self._call = kernel("kun_head", head.dtype)
         self._ends = CEnds(
             row_bytes=self._row_bytes,
@@ -64,21 +65,23 @@ class HeadCall:
             norm_offset=int(spec.has_offset_norms),
         )
 
-    def largest(self, rows: torch.Tensor, vocab: VocabRange, logits: torch.Tensor) -> torch.Tensor:
-        """As ``kernels.ops.largest_pairs``, of ``rows`` [n, hidden]; ``logits`` is room."""
-        num_rows = len(rows)
-        assert rows.is_contiguous() and rows.dtype == self._normed.dtype, rows.dtype
-        if num_rows > len(self._normed):
-            self._normed = torch.empty_like(rows)
-        pairs = torch.empty(num_rows, 2)
+    def largest(
+        self, rows: HiddenRows, vocab: VocabRange, logits: torch.Tensor
+    ) -> npt.NDArray[np.float32]:
+        """As ``kernels.ops.largest_pairs``, of ``rows``; ``logits`` is room."""
+        num_rows = rows.num_rows
+        assert rows.data.nbytes == num_rows * self._row_bytes, (rows.data.nbytes, num_rows)
+        if num_rows > self._normed.num_rows:
+            self._normed = HiddenRows.empty(num_rows, self._row_bytes)
+        pairs = np.empty((num_rows, 2), dtype=np.float32)
         ends = self._ends
         ends.num_sampled, ends.vocab, ends.first = num_rows, vocab.num_rows, vocab.first
         assert vocab.first % PANEL_ROWS == 0, vocab
         ends.head = self._head_at + vocab.first * self._row_bytes
         ends.head_panels = max(0, self._num_panels - vocab.first // PANEL_ROWS)
-        ends.normed, ends.logits = self._normed.data_ptr(), logits.data_ptr()
-        ends.pairs = pairs.data_ptr()
-        self._call(rows.data_ptr(), ends)
+        ends.normed, ends.logits = self._normed.address, logits.data_ptr()
+        ends.pairs = address_of(pairs)
+        self._call(rows.address, ends)
         return pairs
 
 
@@ -93,10 +96,10 @@ class Ends:
         head: Matrix,
     ) -> None:
         self._dtype = embedding.dtype
-        self._width = spec.hidden_size
-        self._hidden = torch.empty(0, spec.hidden_size, dtype=self._dtype)
         self._pairs = (ctypes.c_float * 0)()
         memory, num_panels = _memory_of(embedding)
+        self._row_bytes = spec.hidden_size * memory.element_size()
+        self._hidden = HiddenRows.empty(0, self._row_bytes)
         assert norm.is_contiguous()
         self._ends = CEnds(
             embedding=memory.data_ptr(),
@@ -119,9 +122,9 @@ class Ends:
 
     def hidden(self, num_tokens: int) -> int:
         """Where a step's residual stream may lie until the next step."""
-        if num_tokens > len(self._hidden):
-            self._hidden = torch.empty(num_tokens, self._width, dtype=self._dtype)
-        return self._hidden.data_ptr()
+        if num_tokens > self._hidden.num_rows:
+            self._hidden = HiddenRows.empty(num_tokens, self._row_bytes)
+        return self._hidden.address
 
     def of_step(
         self,
@@ -138,11 +141,18 @@ class Ends:
         if 2 * num_sampled > len(self._pairs):
             self._pairs = (ctypes.c_float * (2 * num_sampled))()
             ends.pairs = ctypes.addressof(self._pairs)
-        ends.token_ids = token_ids.ctypes.data
-        ends.sampled = None if num_sampled == len(token_ids) else sampled.ctypes.data
+        ends.token_ids = address_of(token_ids)
+        ends.sampled = None if num_sampled == len(token_ids) else address_of(sampled)
         ends.num_sampled = num_sampled
         ends.normed, ends.rounded, ends.logits = normed, rounded, logits
         return ends
+
+    def of_first_stage(self, token_ids: npt.NDArray[np.int32]) -> CEnds:
+        """The embedding alone: nothing is sampled after the layers."""
+        assert token_ids.dtype == np.dtype(np.int32) and token_ids.flags.c_contiguous
+        self._ends.token_ids = address_of(token_ids)
+        self._ends.num_sampled = 0
+        return self._ends
 
     def largest(self) -> Largest:
         """What the last step has found."""

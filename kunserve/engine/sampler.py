@@ -132,19 +132,19 @@ class Sampler:
 
     def sample_largest(
         self,
-        values: npt.NDArray[np.float32],
-        token_ids: npt.NDArray[np.float32],
+        values: Sequence[float],
+        token_ids: Sequence[int],
         request_ids: Sequence[RequestId],
     ) -> tuple[SampledToken, ...]:
         """As ``sample``, of requests that take the largest logit, of which these are known."""
-        is_sound = np.isfinite(values).tolist()
+        states = self._states
         return tuple(
-            SampledToken(request_id, token, None)
-            if sound and request_id in self._states
-            else sample_row(request_id, None, self._states.get(request_id), 0)
-            for request_id, sound, token in zip(
-                request_ids, is_sound, token_ids.astype(np.int64).tolist(), strict=True
-            )
+            [
+                SampledToken(request_id, token, None)
+                if math.isfinite(value) and request_id in states
+                else sample_row(request_id, None, states.get(request_id), 0)
+                for request_id, value, token in zip(request_ids, values, token_ids, strict=True)
+            ]
         )
 
     def _flush(self) -> None:

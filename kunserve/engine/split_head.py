@@ -11,9 +11,10 @@ from kunserve.core.layout import VocabRange
 from kunserve.core.model_spec import ModelSpec
 from kunserve.core.snapshots import HeadShape
 from kunserve.core.step import SequenceStart
-from kunserve.engine.attention import capped
+from kunserve.engine.attention import TORCH_DTYPES, capped
 from kunserve.engine.decoder import ModelWeights, scaled
-from kunserve.engine.ends import HeadCall, can_be_fused
+from kunserve.engine.ends import HeadCall, Largest, can_be_fused
+from kunserve.engine.hidden_rows import Hidden, rows_of, tensor_of
 from kunserve.engine.kernels.ops import Finish, largest_pairs, linear, rms_norm
 from kunserve.engine.sampler import takes_largest
 
@@ -78,26 +79,34 @@ class SplitHead:
         return self._take_largest.issuperset(request_ids)
 
     def part(
-        self, request_ids: Iterable[RequestId], vocab: VocabRange, rows: torch.Tensor
-    ) -> torch.Tensor:
-        """Of ``rows`` [n, hidden] that the last layer gave, each of one of these requests."""
-        if self._is_fused and self.is_brief(request_ids):
+        self,
+        request_ids: Iterable[RequestId],
+        vocab: VocabRange,
+        hidden: Hidden,
+    ) -> torch.Tensor | Part:
+        """Of ``hidden`` [n, hidden] that the last layer gave, a row of each of these requests."""
+        is_brief = self.is_brief(request_ids)
+        if self._is_fused and is_brief:
             if self._head is None:
                 self._head = HeadCall(self._spec, self._weights.final_norm, self._weights.head)
-            return self._head.largest(rows, vocab, self._room(len(rows), vocab.num_rows))
+            rows_at = rows_of(hidden)
+            return self._head.largest(rows_at, vocab, self._room(rows_at.num_rows, vocab.num_rows))
+        rows = tensor_of(hidden, TORCH_DTYPES[self._spec.dtype])
         offset = int(self._spec.has_offset_norms)
         normed = rms_norm(rows, self._weights.final_norm, self._spec.rms_eps, offset=offset)
         scaled(normed, self._spec.logit_scale)
         head = self._weights.head[vocab.first : vocab.end]
-        if not self.is_brief(request_ids):
+        if not is_brief:
             return capped(linear(normed, head, finish=Finish.FLOAT), self._spec.logit_cap)
         out = self._room(len(rows), vocab.num_rows)
         capped(linear(normed, head, out=out, finish=Finish.FLOAT), self._spec.logit_cap)
         return largest_pairs(out, vocab.first)
 
 
-def part_of(data: memoryview | torch.Tensor, num_rows: int) -> Part:
+def part_of(data: memoryview | torch.Tensor | Part, num_rows: int) -> Part:
     """A part as it came: from another process, or from this one."""
+    if isinstance(data, np.ndarray):
+        return data
     if isinstance(data, torch.Tensor):
         part: Part = data.numpy()
         return part
@@ -112,17 +121,24 @@ def join_logits(parts: Sequence[Part], which: Sequence[int]) -> torch.Tensor:
     return torch.from_numpy(np.concatenate(parts, axis=1))
 
 
-def join_largest(parts: Sequence[tuple[int, Part]], which: Sequence[int]) -> Part:
-    """[n, 2] the largest logit of some rows and its token; the lowest of equal ones wins.
+def join_largest(parts: Sequence[tuple[int, Part]], which: Sequence[int]) -> Largest:
+    """The largest logit of some rows and its token; the lowest of equal ones wins.
 
     ``parts`` begin at these rows of the vocabulary. A stage that has forgotten a request which is
     not among these rows gives whole logits: they hold all that is needed.
     """
-    brief = np.stack([p if p.shape[1] == _BRIEF else _largest(p, first) for first, p in parts])
-    best = brief[:, list(which)]
-    winner = best[:, :, 0].argmax(axis=0)  # takes a NaN for the largest, as the sampler does
-    found: Part = best[winner, np.arange(len(which))]
-    return found
+    brief = [(p if p.shape[1] == _BRIEF else _largest(p, first)).tolist() for first, p in parts]
+    values, token_ids = [], []
+    for row in which:
+        value, token_id = brief[0][row]
+        for part in brief[1:]:
+            other = part[row]
+            # A NaN counts as the largest, as the sampler takes it.
+            if other[0] > value or (other[0] != other[0] and value == value):
+                value, token_id = other
+        values.append(value)
+        token_ids.append(int(token_id))
+    return Largest(values, token_ids)
 
 
 def _largest(logits: Part, first: int) -> Part:

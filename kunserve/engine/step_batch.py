@@ -61,6 +61,7 @@ def _only_decodes(work: StepWork, starts: tuple[int, ...]) -> StepBatch:
         context_lens=flat[2 * num + 1 :],
         sample_rows=q_starts[:-1],
         reach=max(starts) + 1,
+        flat=flat,
     )
 
 
@@ -70,7 +71,7 @@ def entry_bounds(batch: StepBatch, blocks: KvBlocks) -> tuple[int, int] | None:
     if blocks.ring is not None or not is_loaded():
         entries = entries_of(batch, blocks)
         return (int(entries.min()), int(entries.max())) if len(entries) else None
-    low, high = lowest_and_highest(batch.tables, batch.rows, batch.context_lens, blocks.block_size)
+    low, high = lowest_and_highest(batch.as_c(), blocks.block_size)
     return (low, high) if low <= high else None
 
 

@@ -283,8 +283,10 @@ def _take_decodes(view: FormationView, cost: CostCoefficients) -> tuple[int, flo
     most_s = all_s + ready_s / ready / 2
     most = min(ready, view.max_num_tokens, view.max_num_seqs)
     taken, taken_s = 0, 0.0
+    # As ``decode_cost`` of one: a call for each is what a step of many decodes would wait for.
+    each_s, token_s = decode_cost(cost, 1, 0), decode_cost(cost, 0, 1)
     for context in view.decodes[:most]:
-        one_s = decode_cost(cost, 1, context)
+        one_s = each_s + context * token_s
         # As near to the free slot's part as it goes. The S-th of all bounds it with half a decode
         # of slack: what is short in every slot would be left over in every round.
         if taken and (taken_s + one_s / 2 > slot_s or taken_s >= most_s):

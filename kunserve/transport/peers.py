@@ -132,6 +132,11 @@ class PeerLinks:
         """Readable when ``receive`` may have something."""
         return (self._inbox,) if self._rings is None else (self._inbox, self._rings.bell.fileno())
 
+    @property
+    def bell(self) -> int | None:
+        """Of ``poll_sockets`` the one that tells of mail for ``receive`` in brief; None without."""
+        return None if self._rings is None else self._rings.bell.fileno()
+
     def connect(
         self, addresses: Mapping[InstanceId, str], keys: Mapping[InstanceId, str] | None = None
     ) -> None:
@@ -222,7 +227,6 @@ class PeerLinks:
             logger.warning("no link to instance=%d, message dropped: %.80r", dst, message)
             return False
         socket = link.socket
-        flags = zmq.NOBLOCK if payload is None else zmq.NOBLOCK | zmq.SNDMORE
         data = codec.encode(message)
         self._counts_due[dst] = COUNTS_TOLD
         stamp = self._outgoing.next(dst)
@@ -230,6 +234,7 @@ class PeerLinks:
         rings = self._rings if stamp.number > 0 else None
         if rings is not None and rings.write(dst, link.address, data, payload):
             return True
+        flags = zmq.NOBLOCK if payload is None else zmq.NOBLOCK | zmq.SNDMORE
         try:
             socket.send(data, flags)
         except zmq.Again:

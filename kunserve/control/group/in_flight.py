@@ -151,13 +151,14 @@ class InFlight:
         """The plan's input tokens, chunk after chunk."""
         tokens: list[int] = []
         step = self._steps[plan.step_id]
-        for chunk, seq in zip(plan.chunks, step.sequences, strict=True):
-            start = chunk.start
-            if chunk.num_tokens == 1 and start >= seq.num_prompt:
+        for (request_id, start, num_tokens, _), seq in zip(
+            plan.chunks, step.sequences, strict=True
+        ):
+            if num_tokens == 1 and start >= seq.num_prompt:
                 tokens.append(seq.output_token_ids[start - seq.num_prompt])
                 continue
-            guessed = step.guesses.get(seq.request_id, ())
-            tokens.extend(seq.known_tokens(start, start + chunk.num_tokens - len(guessed)))
+            guessed = step.guesses.get(request_id, ())
+            tokens.extend(seq.known_tokens(start, start + num_tokens - len(guessed)))
             tokens.extend(guessed)
         return np.array(tokens, dtype=np.int32)
 

@@ -185,11 +185,12 @@ class Holders:
         decodes: list[Sequence] = []
         prompts: list[Sequence] = []
         num_awaiting = context = 0
-        runs = Progress.RUNNING
+        runs, seen_keys = Progress.RUNNING, self._windows.seen_keys
+        sees_all = not self._windows.share
         for seq in self._running:
             if seq.is_awaiting:
                 num_awaiting += 1
-                context += self._windows.seen_keys(seq.num_computed)
+                context += seq.num_computed if sees_all else seen_keys(seq.num_computed)
             elif seq.state is runs:
                 computed = seq.num_computed
                 if computed >= seq.num_prompt and seq.num_tokens - computed == 1:

@@ -426,18 +426,17 @@ class InstanceAgent:
         self, membership: Membership, step: StepWork, outcome: StepOutcome, now_s: float
     ) -> None:
         """Pass a microbatch on: to the next stage, or its tokens to the leader."""
-        state, layout, head = self.state, membership.layout, membership.head
+        state, head = self.state, membership.head
         if head is not None and head.ran(step, outcome):
             return
         if not step.is_last:
-            following = layout.members[layout.members.index(state.me) + 1]
-            state.send(following, Activation(step.plan), outcome.hidden)
+            state.send(membership.following, Activation(step.plan), outcome.hidden)
             return
         result = outcome.result_of(step.plan)
         if membership.scheduler is not None:
             self._complete(membership, result, now_s)
         else:
-            state.send(layout.leader, Sampled(result))
+            state.send(membership.layout.leader, Sampled(result))
 
     def _complete(self, membership: Membership, result: StepResult, now_s: float) -> None:
         """On the leader: a step has run on all stages."""

@@ -57,7 +57,7 @@ class StepWork:
     @property
     def gives_rows(self) -> bool:
         """Whether the outcome's ``hidden`` is what the last layer gave for tokens that sample."""
-        return self.shares_head and self.is_last and any(c.samples for c in self.plan.chunks)
+        return self.shares_head and self.is_last and self.plan.samples
 
 
 @dataclass(frozen=True, slots=True)

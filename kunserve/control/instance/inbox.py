@@ -35,7 +35,7 @@ from kunserve.core.messages import (
     Submit,
     WithdrawKv,
 )
-from kunserve.core.step import StepPlan, StepResult
+from kunserve.core.step import StepResult
 
 MAX_OVERTAKERS = 1024
 """Aborts and rollbacks kept for what they withdraw. The oldest is for something long over."""
@@ -98,7 +98,7 @@ def when_to_read(message: Message, moment: Moment) -> When:
             return "later"
         case Activation(plan):
             return _by_group(plan.group_id, moment.group_id)
-        case Sampled(StepResult(group_id)) | FinalRows(StepPlan(group_id)) | HeadPart(group_id):
+        case Sampled(StepResult(group_id)) | FinalRows(group_id) | HeadPart(group_id):
             return "now" if group_id == moment.group_id else "never"
         case Submit(_, group_id):
             formed_id = moment.formed_id

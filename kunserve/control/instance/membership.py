@@ -31,6 +31,8 @@ class Membership:
     """Only the leader has one."""
     head: OutputHead | None
     """None where the last stage computes the output head alone."""
+    following: InstanceId | None
+    """Who gets this stage's hidden states; None behind the last one."""
     last_step_s: float
     """When the leader heard of a step's end, or of its entry."""
     ready: deque[tuple[StepPlan, Any]] = field(default_factory=deque)
@@ -68,7 +70,9 @@ def enter_group(state: InstanceState, layout: GroupLayout, now_s: float) -> Memb
             kv_ring=state.spec.kv_ring,
         )
     head = find_head(state, layout)
-    return Membership(layout, layers, capacity_blocks, scheduler, head, now_s)
+    behind = layout.members[layout.members.index(state.me) + 1 :]
+    following = behind[0] if behind else None
+    return Membership(layout, layers, capacity_blocks, scheduler, head, following, now_s)
 
 
 def cached_units(memberships: Iterable[Membership | None]) -> dict[InstanceId, int]:

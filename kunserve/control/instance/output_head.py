@@ -49,6 +49,9 @@ class OutputHead:
         self._leads = layout.leader == state.me
         members = zip(layout.members, shares, strict=True)
         self._shares = {member: share for member, share in members if share.num_rows}
+        self._takers = sorted({*self._shares, self._leader} - {state.me})
+        self._expected: dict[StepId, StepPlan] = {}
+        """Microbatches that have run here, and whose final rows are to come."""
         self._rows: deque[tuple[StepPlan, Any]] = deque()
         """Microbatches whose part is to be computed here."""
         self._gatherings: dict[StepId, _Gathering] = {}
@@ -57,7 +60,13 @@ class OutputHead:
     @property
     def has_work(self) -> bool:
         """Whether ``next_work`` gives anything."""
-        return bool(self._rows) or any(map(self._is_complete, self._gatherings.values()))
+        if self._rows:
+            return True
+        num_parts = len(self._shares)
+        for gathering in self._gatherings.values():
+            if gathering.scores is not None and len(gathering.parts) == num_parts:
+                return True
+        return False
 
     def next_work(self) -> Work | None:
         """What comes before any layers, because other stages wait for it and it is short."""
@@ -78,15 +87,19 @@ class OutputHead:
     def ran(self, step: StepWork, outcome: StepOutcome) -> bool:
         """The stage ran its layers; whether its outcome is the head's, and passed on here."""
         plan, state = step.plan, self._state
-        if step.is_first and any(chunk.samples for chunk in plan.chunks):
+        if not (step.is_last or plan.samples):
+            return False
+        if step.is_first:
             self._gatherings[plan.step_id] = _Gathering(plan)
+        if not step.is_last:
+            if state.me in self._shares:
+                self._expected[plan.step_id] = plan
+            return False
         if not step.gives_rows:
             return False
-        sampling = tuple(chunk for chunk in plan.chunks if chunk.samples)
-        plan = StepPlan(plan.group_id, plan.step_id, (), (), sampling)
-        for other in sorted({*self._shares, self._leader} - {state.me}):
+        for other in self._takers:
             scores = outcome.scores if other == self._leader else ()
-            state.send(other, FinalRows(plan, scores), outcome.hidden)
+            state.send(other, FinalRows(plan.group_id, plan.step_id, scores), outcome.hidden)
         if state.me in self._shares:
             self._rows.append((plan, outcome.hidden))
         return True
@@ -102,11 +115,11 @@ class OutputHead:
     def read(self, message: FinalRows | HeadPart, hidden: Any) -> None:
         """The last stage has run a microbatch; or, on the leader, a stage has computed its rows."""
         match message:
-            case FinalRows(plan, scores):
+            case FinalRows(_, step_id, scores):
                 if self._state.me in self._shares:
-                    self._rows.append((plan, hidden))
+                    self._rows.append((self._expected.pop(step_id), hidden))
                 if self._leads:
-                    self._gatherings[plan.step_id].scores = scores
+                    self._gatherings[step_id].scores = scores
             case HeadPart(_, step_id, first_row):
                 self._gatherings[step_id].parts[first_row] = hidden
 

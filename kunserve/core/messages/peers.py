@@ -101,8 +101,8 @@ class FinalRows:
     To every stage that computes a part of the output head, and to the leader.
     """
 
-    plan: StepPlan
-    """Only its chunks that sample: the rest is known, and prompts may be long."""
+    group_id: GroupId
+    step_id: StepId
     scores: tuple[PromptScores | None, ...]
     """As in ``StepResult``; only the leader gets them."""
 

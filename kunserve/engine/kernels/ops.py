@@ -8,11 +8,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kunserve.engine.kernels.library import kernel, library
+from kunserve.engine.kernels.library import CBatch, kernel, library
 from kunserve.engine.kernels.packed import PackedMatrix, rounded_bytes
 from kunserve.engine.kernels.panels import PanelMatrix
 
 _INT32 = np.dtype(np.int32)
+_TwoInts = ctypes.c_int32 * 2
 MOST_EXACT = 1 << 24
 """Integers below this are exact in float32."""
 Matrix: TypeAlias = Any
@@ -138,16 +139,11 @@ def pick_rows(weight: Matrix, rows: npt.NDArray[np.int32]) -> torch.Tensor:
     return out
 
 
-def lowest_and_highest(
-    tables: npt.NDArray[np.int32],
-    rows: npt.NDArray[np.int32],
-    context_lens: npt.NDArray[np.int32],
-    block_size: int,
-) -> tuple[int, int]:
+def lowest_and_highest(batch: CBatch, block_size: int) -> tuple[int, int]:
     """Of the block table entries that sequences use; the other way round if they use none."""
-    bounds = (ctypes.c_int32 * 2)()
-    at = tables.ctypes.data, rows.ctypes.data, context_lens.ctypes.data
-    library().kun_entry_bounds(*at, len(rows), tables.shape[1], block_size, bounds)
+    bounds = _TwoInts()
+    at = batch.tables, batch.rows, batch.context_lens
+    library().kun_entry_bounds(*at, batch.num_seqs, batch.max_blocks, block_size, bounds)
     return bounds[0], bounds[1]
 
 

@@ -206,4 +206,4 @@ class DeviceRanksDecoder(Ordering):
 def _copied(batch: StepBatch) -> StepBatch:
     """Rank 0 writes the next order where the arrays of this one lie."""
     names = ("token_ids", "positions", "tables", "rows", "q_starts", "context_lens")
-    return replace(batch, **{name: getattr(batch, name).copy() for name in names})
+    return replace(batch, flat=None, **{name: getattr(batch, name).copy() for name in names})

@@ -95,13 +95,8 @@ class ShardDecoder(Decoder):
         """
         num_rows, (first, end) = len(which), self._vocab
         if end > first:
-            out = self._room(num_rows, end - first)
+            out = self._logits.part(num_rows, end - first)
             head = self._weights.head[: end - first]
             linear(self.region.sampled[:num_rows], head, out=out, finish=Finish.FLOAT)
             self.region.logits(num_rows)[:, first:end] = capped(out, self._whole.logit_cap)
         self._meeting.meet()
-
-    def _room(self, num_rows: int, width: int) -> torch.Tensor:
-        if num_rows * width > self._logits.numel():
-            self._logits = torch.empty(num_rows, width)
-        return self._logits.view(-1)[: num_rows * width].view(num_rows, width)

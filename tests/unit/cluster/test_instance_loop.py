@@ -9,7 +9,7 @@ import pytest
 
 from kunserve.cluster import instance_loop
 from kunserve.cluster.fake import fake_spec
-from kunserve.cluster.instance_loop import InstanceLoop
+from kunserve.cluster.instance_loop import InstanceLoop, Woken
 from kunserve.cluster.instance_mover import LayerLoader
 from kunserve.control.instance.body import StepWork
 from kunserve.control.instance.work import Work
@@ -90,6 +90,7 @@ def read_in_step(is_exchanging: bool, *, lasts: bool = False) -> list[bool]:
         poll_sockets=(),
         receive=lambda **_: [],
         awake=list,
+        bell=None,
         faults=list,
         tell_counts=list,
         unreached=list,
@@ -202,6 +203,7 @@ def sent_in_steps(num_steps: int, has_more: bool) -> list[tuple[str, int, bool]]
         poll_sockets=(),
         receive=lambda **_: [],
         awake=list,
+        bell=None,
         faults=list,
         tell_counts=list,
         unreached=list,
@@ -303,6 +305,7 @@ def test_the_output_head_follows_its_step_and_nothing_waits_to_be_sent() -> None
         poll_sockets=(),
         receive=receive,
         awake=list,
+        bell=None,
         faults=list,
         tell_counts=list,
         unreached=list,
@@ -318,13 +321,41 @@ def test_the_output_head_follows_its_step_and_nothing_waits_to_be_sent() -> None
     agent.head.step = agent.steps[0].step
     loop: Any = InstanceLoop(agent, body, channel, peers, mover, ClusterConfig(), READY)  # type: ignore[arg-type]
     loop._next_report_s = 1e9
-    loop._poller = SimpleNamespace(poll=lambda timeout_ms: agent.events.append("sleep"))
+    loop._poller = SimpleNamespace(poll=lambda timeout_ms: agent.events.append("sleep") or [])
     loop._run = lambda work: agent.finished(work, None, 0.0)
     loop.run()
     assert agent.events == [
         *("look", "step", "brief look", "answer", "part", "brief look"),
         *("sleep", "look", "a plan without work"),
     ]
+
+
+BELL, SOCKET = 7, 8
+
+
+@pytest.mark.parametrize(
+    ("found", "is_in_transition", "expected"),
+    [
+        ([(BELL, 1)], False, Woken.BY_STAGES),
+        ([(BELL, 1)], True, Woken.BY_ANY),
+        ([(BELL, 1), (SOCKET, 1)], False, Woken.BY_ANY),
+        ([(SOCKET, 1)], False, Woken.BY_ANY),
+        ([], False, Woken.BY_ANY),
+    ],
+)
+def test_only_rings_are_read_where_only_a_stage_has_woken_the_loop(
+    found: list[tuple[int, int]], is_in_transition: bool, expected: Woken
+) -> None:
+    loop: Any = object.__new__(InstanceLoop)
+    loop._agent = SimpleNamespace(
+        is_exchanging=False, is_in_transition=is_in_transition, has_ready_work=lambda: False
+    )
+    loop._awaits_group, loop._lease, loop._beside = False, None, None
+    loop._next_report_s = 0.0
+    loop._gate = SimpleNamespace(is_waiting=False)
+    loop._poller = SimpleNamespace(poll=lambda timeout_ms: found)
+    loop._peers = SimpleNamespace(bell=BELL, awake=list)
+    assert loop._wait() is expected
 
 
 def test_no_step_begins_while_kv_is_copied_here(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -336,7 +367,7 @@ def test_no_step_begins_while_kv_is_copied_here(monkeypatch: pytest.MonkeyPatch)
         loop: Any = object.__new__(InstanceLoop)
         loop._agent = SimpleNamespace(is_exchanging=True)
         loop._mover = SimpleNamespace(copies_here=copies_here)
-        loop._body = SimpleNamespace(computes_aside=computes_aside)
+        loop._computes_aside = computes_aside
         loop._exchange_since_s = None
         monkeypatch.setattr(instance_loop, "EXCHANGE_PAUSE_S", 1e9)
         assert loop._gives_way() is expected

@@ -19,6 +19,7 @@ from kunserve.engine import pages
 from kunserve.engine.backend import CpuBackend
 from kunserve.engine.body import CpuBody
 from kunserve.engine.decoder import PANEL_ROWS
+from kunserve.engine.hidden_rows import tensor_of
 from kunserve.engine.step_batch import build_batch
 from tests.direct_engine import DirectEngine, arenas_mapped
 from tests.tiny_models import save_tiny
@@ -183,13 +184,13 @@ def test_activations_cross_the_wire_unchanged(body: CpuBody) -> None:
     data = body.hidden_to_bytes(hidden)
     assert data.nbytes == 5 * 64 * 2
     writable = bytearray(data)
-    received = body.hidden_from_bytes(writable)
+    received = tensor_of(body.hidden_from_bytes(writable), torch.bfloat16)
     assert torch.equal(received, hidden)
     received[0, 0] = 1.0
     assert bytes(writable) != bytes(data), "writable memory is used as it is"
     frozen = bytes(data)
     copied = body.hidden_from_bytes(frozen)
-    copied.zero_()
+    tensor_of(copied, torch.bfloat16).zero_()
     assert frozen == bytes(data), "read-only memory is copied"
 
 
@@ -247,3 +248,17 @@ def test_no_step_is_given_an_address_that_nothing_is_mapped_at(body: CpuBody) ->
     body.execute(work_at([-1, last + 1], 32, LayerRange(1, 3)), None)
     with pytest.raises(AssertionError):
         body.execute(work_at([0, 3], 32, whole), None)
+
+
+def test_arrays_that_lie_in_one_are_found_there() -> None:
+    """As nearly every step's: positions, starts and lengths of decodes."""
+    chunks = tuple(Chunk(RequestId(str(i)), 5 + i, 1, 1) for i in range(3))
+    plan = StepPlan(GroupId(0), StepId(0), (), (), chunks)
+    tables, rows = np.zeros((4, 2), dtype=np.int32), np.array([2, 0, 3], dtype=np.int32)
+    tokens = np.arange(3, dtype=np.int32)
+    batch = build_batch(StepWork(plan, LayerRange(0, 2), True, False, tokens, tables, rows))
+    apart = replace(batch, flat=None)
+    assert batch.flat is not None
+    for name in ("positions", "q_starts", "context_lens", "tables", "rows"):
+        assert getattr(batch.as_c(), name) == getattr(apart.as_c(), name), name
+        assert getattr(batch.as_c(), name) == getattr(batch, name).ctypes.data, name

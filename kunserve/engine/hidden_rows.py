@@ -1,0 +1,76 @@
+"""Hidden states on their way between stages of CPUs: bytes at an address, which kernels read.
+
+Behind a step's kernels every operation of torch is cold. A tensor made of bytes, and bytes made of
+a tensor, take a tenth of a millisecond there, and both ends of every way would make them.
+"""
+
+import ctypes
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+
+class HiddenRows:
+    """Rows of hidden states, one behind the other, in memory of their own."""
+
+    __slots__ = ("address", "data", "num_rows")
+
+    def __init__(self, data: bytearray | memoryview, num_rows: int) -> None:
+        """``data`` may be written."""
+        self.data = data if isinstance(data, memoryview) else memoryview(data)
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(data)) if num_rows else 0
+        self.num_rows = num_rows
+
+    @classmethod
+    def empty(cls, num_rows: int, row_bytes: int) -> "HiddenRows":
+        """Rows to be filled."""
+        return cls(bytearray(num_rows * row_bytes), num_rows)
+
+    @classmethod
+    def of_bytes(cls, data: bytes | bytearray | memoryview, row_bytes: int) -> "HiddenRows":
+        """Rows from the wire, without a copy if they may be written."""
+        view = memoryview(data)
+        num_rows, rest = divmod(view.nbytes, row_bytes)
+        assert rest == 0, (view.nbytes, row_bytes)
+        return cls(bytearray(view) if view.readonly else view, num_rows)
+
+    @classmethod
+    def of_tensor(cls, rows: torch.Tensor) -> "HiddenRows":
+        """The same memory."""
+        assert rows.is_contiguous(), rows.shape
+        return cls(rows.view(torch.uint8).numpy().data.cast("B"), len(rows))
+
+    def tensor(self, dtype: torch.dtype) -> torch.Tensor:
+        """The same memory as [rows, hidden]."""
+        return torch.frombuffer(self.data, dtype=dtype).view(self.num_rows, -1)
+
+    def picked(self, which: npt.NDArray[np.int32]) -> "HiddenRows":
+        """Copies of some rows."""
+        rows = np.frombuffer(self.data, dtype=np.uint8).reshape(self.num_rows, -1)[which]
+        return HiddenRows(rows.data.cast("B"), len(which))
+
+
+Hidden: TypeAlias = torch.Tensor | HiddenRows
+"""What a stage gives and takes. GPUs, ranks and steps in several calls have tensors."""
+
+
+def bytes_of(hidden: Hidden | npt.NDArray[np.float32]) -> memoryview:
+    """As bytes for the wire, on a CPU without a copy."""
+    if isinstance(hidden, HiddenRows):
+        return hidden.data
+    if isinstance(hidden, np.ndarray):
+        return hidden.data.cast("B")
+    assert hidden.is_contiguous()
+    return hidden.cpu().view(torch.uint8).numpy().data.cast("B")
+
+
+def rows_of(hidden: Hidden) -> HiddenRows:
+    """As rows at an address."""
+    return hidden if isinstance(hidden, HiddenRows) else HiddenRows.of_tensor(hidden)
+
+
+def tensor_of(hidden: Hidden, dtype: torch.dtype) -> torch.Tensor:
+    """As a tensor."""
+    return hidden.tensor(dtype) if isinstance(hidden, HiddenRows) else hidden
