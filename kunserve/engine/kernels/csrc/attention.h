@@ -276,7 +276,8 @@ static void score_span(attention_buffers *b, const span_rows *keys, fetch_list *
                        long row_bytes, long count, float scale) {
   vf out[TILE_ROWS] = {{0}};
   for (long i = 0; i < count; i += PANEL) {
-    const char *panel = keys->panels[i / PANEL], *next = next_fetched(list, panel);
+    const char *panel = keys->panels[i / PANEL];
+    fetched_pair next = next_fetched(list, panel);
     const char *each[PANEL], *fetched[PANEL];
     float *scores = b->scores + i;
     if (rows <= SWEEP_ROWS) {
@@ -285,7 +286,7 @@ static void score_span(attention_buffers *b, const span_rows *keys, fetch_list *
     }
     UNROLL for (int r = 0; r < PANEL; r++) {
       each[r] = panel + r * row_bytes;
-      fetched[r] = next + r * row_bytes;
+      fetched[r] = next.far + r * row_bytes;
     }
     pack_panel(b->keys, each, row_bytes, fetched, PANEL);
     for (long row = 0; row < rows; row += TILE_ROWS) {
@@ -300,14 +301,17 @@ static void score_span(attention_buffers *b, const span_rows *keys, fetch_list *
 /* What the rows have seen grows by the span's values. */
 static void blend_span(attention_buffers *b, const span_rows *values, fetch_list *list, long rows,
                        long dim, long count) {
-  const char *next[SPAN / PANEL];
-  for (long i = 0; i < count / PANEL; i++) next[i] = next_fetched(list, values->panels[i]);
+  fetched_pair next[SPAN / PANEL], none[SPAN / PANEL];
+  for (long i = 0; i < count / PANEL; i++) {
+    next[i] = next_fetched(list, values->panels[i]);
+    none[i] = (fetched_pair){values->panels[i], values->panels[i]};
+  }
   int packs = rows > 2 * TILE_ROWS;
   if (packs) pack_values(b->values, values, next, dim, count);
   for (long row = 0; row < rows; row += TILE_ROWS) {
     int height = rows - row < TILE_ROWS ? (int)(rows - row) : TILE_ROWS;
     if (packs) blend_packed(height, b, row, dim, count);
-    else blend_direct(height, b, values, row == 0 ? next : values->panels, row, dim, count);
+    else blend_direct(height, b, values, row == 0 ? next : none, row, dim, count);
   }
 }
 
@@ -345,6 +349,8 @@ static void attention_part(const attention_job *job, int thread) {
   piece_cursor cursor = {0, 0, 0};
   attention_piece pieces[2], *piece = &pieces[0], *following = &pieces[1];
   fetch_list list;
+  long panel_bytes = PANEL * job->model->head_dim * (long)sizeof(elem);
+  long soon = panel_bytes < NEAR_BYTES ? NEAR_BYTES / panel_bytes : 1;
   if (!take_piece(job, &cursor, piece)) return;
   attention_buffers b = attention_scratch(thread, job->model->head_dim);
   span_place place = find_span(job, piece, piece->from), next_place = place;
@@ -353,10 +359,12 @@ static void attention_part(const attention_job *job, int thread) {
     open_piece(job, piece, &b);
     for (long from = piece->from; from < piece->end; from += SPAN) {
       const attention_piece *next = from + SPAN < piece->end ? piece : more ? following : NULL;
-      list.count = list.current = 0;
+      list.num_far = list.num_near = list.current = 0;
+      list_near(&list, job, piece, &place, soon, MAX_FETCHED);
       if (next != NULL) {
         next_place = find_span(job, next, next == piece ? from + SPAN : next->from);
-        list_span(&list, job, next, &next_place);
+        list_far(&list, job, next, &next_place);
+        list_near(&list, job, next, &next_place, 0, soon);
       }
       attend_piece(job, piece, &b, from, &place, &list);
       place = next_place;

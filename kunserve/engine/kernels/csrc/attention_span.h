@@ -119,33 +119,60 @@ INLINE span_rows rows_at(const attention_job *job, const attention_piece *piece,
   return rows;
 }
 
-/* Panels to be fetched into the L2 cache, in order of their addresses, which memory likes best. */
+/* Panels to be fetched while others are read: into the L2 cache all that the next span needs, in
+ * order of their addresses, which memory likes best; and into the L1 cache what is read NEAR_BYTES
+ * later, because memory drops fetches that it has no room for. */
 #define MAX_FETCHED 512
+#define NEAR_BYTES 4096
 typedef struct {
-  const char *panels[MAX_FETCHED];
-  int count, current;
+  const char *far[MAX_FETCHED], *near[MAX_FETCHED];
+  int num_far, num_near;
+  int current; /* panels read of this span */
 } fetch_list;
 
-/* One of them; `idle`, which is about to be read anyway, where there is none. */
-INLINE const char *next_fetched(fetch_list *list, const char *idle) {
-  return list->current < list->count ? list->panels[list->current++] : idle;
+/* What to fetch while one panel is read. */
+typedef struct {
+  const char *far, *near;
+} fetched_pair;
+
+/* While the panel that is now at `idle` is read: itself where there is no other. */
+INLINE fetched_pair next_fetched(fetch_list *list, const char *idle) {
+  int at = list->current++;
+  return (fetched_pair){at < list->num_far ? list->far[at] : idle,
+                        at < list->num_near ? list->near[at] : idle};
 }
 
-INLINE void fetch_lines(const char *at, const long lines) {
-  UNROLL for (long i = 0; i < lines; i++) __builtin_prefetch(at + i * 64, 0, 2);
+/* A few lines of both, from byte `at` of the panels on. */
+INLINE void fetch_lines(fetched_pair from, long at, const long lines) {
+  UNROLL for (long i = 0; i < lines; i++) __builtin_prefetch(from.far + at + i * 64, 0, 2);
+  UNROLL for (long i = 0; i < lines; i++) __builtin_prefetch(from.near + at + i * 64, 0, 3);
 }
 
-/* What a piece needs of a span. */
-INLINE void list_span(fetch_list *list, const attention_job *job, const attention_piece *piece,
-                      const span_place *place) {
-  list->count = list->current = 0;
+/* What a piece needs of the next span. */
+INLINE void list_far(fetch_list *list, const attention_job *job, const attention_piece *piece,
+                     const span_place *place) {
   for (long p = 0; p < SPAN / PANEL; p++) {
     if (place->panels[p] == NULL) continue;
     for (int half = 0; half < 2; half++) {
       for (long head = 0; head < piece->num_kv_heads; head++) {
-        if (list->count == MAX_FETCHED) return; /* it is only a hint */
+        if (list->num_far == MAX_FETCHED) return; /* it is only a hint */
         long offset = head_offset(job->model, half, piece->kv_head + head);
-        list->panels[list->count++] = place->panels[p] + offset;
+        list->far[list->num_far++] = place->panels[p] + offset;
+      }
+    }
+  }
+}
+
+/* What it reads of this span, but for the first `skipped` panels, in the order of reading. */
+INLINE void list_near(fetch_list *list, const attention_job *job, const attention_piece *piece,
+                      const span_place *place, long skipped, long most) {
+  for (int half = 0; half < 2; half++) {
+    for (long head = 0; head < piece->num_kv_heads; head++) {
+      long offset = head_offset(job->model, half, piece->kv_head + head);
+      for (long p = 0; p < SPAN / PANEL; p++) {
+        if (place->panels[p] == NULL || skipped-- > 0) continue;
+        if (list->num_near == MAX_FETCHED || most-- == 0) return;
+        list->near[list->num_near++] = place->panels[p] + offset;
       }
     }
   }

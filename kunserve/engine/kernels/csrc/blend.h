@@ -51,15 +51,14 @@ INLINE void in_order(vf *two) {
 }
 
 /* Packed V: [step][dim] of those lanes. Fetches as much from `next`. */
-static void pack_values(char *packed, const span_rows *values, const char *const *next, long dim,
+static void pack_values(char *packed, const span_rows *values, const fetched_pair *next, long dim,
                         long keys) {
   long row_bytes = dim * (long)sizeof(elem);
   for (long i = 0; i < keys; i += KEYS_PER_STEP, packed += dim * 4) {
     const char *from = values->panels[i / PANEL] + i % PANEL * row_bytes;
-    const char *fetched = next[i / PANEL] + i % PANEL * row_bytes;
     for (long d = 0; d < dim; d += 2 * LANES) {
       vi lanes[2];
-      fetch_lines(fetched + d * 4, 2);
+      fetch_lines(next[i / PANEL], i % PANEL * row_bytes + d * 4, 2);
       value_lanes(lanes, from + d * (long)sizeof(elem), row_bytes, 2);
       *(vi_u *)(packed + d * 4) = lanes[0];
       *(vi_u *)(packed + (d + LANES) * 4) = lanes[1];
@@ -104,7 +103,7 @@ INLINE void packed_values_of(const int rows, const int width, const attention_bu
 
 /* The same from V as it lies: what few rows read is not worth packing. */
 INLINE void direct_values_of(const int rows, const int width, const attention_buffers *b,
-                             const span_rows *values, const char *const *next, long row, long d,
+                             const span_rows *values, const fetched_pair *next, long row, long d,
                              const long dim, long keys) {
   const long row_bytes = dim * (long)sizeof(elem);
   vf acc[TILE_ROWS][4];
@@ -112,10 +111,10 @@ INLINE void direct_values_of(const int rows, const int width, const attention_bu
   open_sums(rows, width, acc, b, row, d, dim);
   for (long i = 0; i < keys; i += PANEL) {
     const char *at = values->panels[i / PANEL] + d * (long)sizeof(elem);
-    const char *fetched = next[i / PANEL] + d * (PANEL * (long)sizeof(elem));
+    long fetched = d * (PANEL * (long)sizeof(elem));
     for (long k = 0; k < PANEL; k += KEYS_PER_STEP, at += KEYS_PER_STEP * row_bytes) {
       vi v[4];
-      fetch_lines(fetched, width);
+      fetch_lines(next[i / PANEL], fetched, width);
       fetched += width * 64;
       value_lanes(v, at, row_bytes, width);
       add_step(rows, width, acc, v, weights);
@@ -137,25 +136,25 @@ static void blend_packed(int rows, const attention_buffers *b, long row, long di
 }
 
 INLINE void direct_by(int rows, const attention_buffers *b, const span_rows *values,
-                      const char *const *next, long row, const long dim, long keys) {
+                      const fetched_pair *next, long row, const long dim, long keys) {
   long d = 0;
   for (; d + 64 <= dim; d += 64) WITH_CONSTANT_ROWS(rows, DIRECT_4)
   for (; d < dim; d += 32) WITH_CONSTANT_ROWS(rows, DIRECT_2)
 }
 static void direct_64(int rows, const attention_buffers *b, const span_rows *values,
-                      const char *const *next, long row, long keys) {
+                      const fetched_pair *next, long row, long keys) {
   direct_by(rows, b, values, next, row, 64, keys);
 }
 static void direct_128(int rows, const attention_buffers *b, const span_rows *values,
-                       const char *const *next, long row, long keys) {
+                       const fetched_pair *next, long row, long keys) {
   direct_by(rows, b, values, next, row, 128, keys);
 }
 static void direct_any(int rows, const attention_buffers *b, const span_rows *values,
-                       const char *const *next, long row, long dim, long keys) {
+                       const fetched_pair *next, long row, long dim, long keys) {
   direct_by(rows, b, values, next, row, dim, keys);
 }
 static void blend_direct(int rows, const attention_buffers *b, const span_rows *values,
-                         const char *const *next, long row, long dim, long keys) {
+                         const fetched_pair *next, long row, long dim, long keys) {
   if (dim == 64) direct_64(rows, b, values, next, row, keys);
   else if (dim == 128) direct_128(rows, b, values, next, row, keys);
   else direct_any(rows, b, values, next, row, dim, keys);

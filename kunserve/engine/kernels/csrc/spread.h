@@ -52,16 +52,16 @@ INLINE vf add_slots_of(const vf *acc) {
  * lines after each part: many prefetches at once delay each other. */
 INLINE void spread_quads(const int rows, const int first, const int quads, vf (*acc)[4],
                          const char *w, const char *spread, const long row_bytes,
-                         const char *next) {
+                         fetched_pair next) {
   const int together = quads == 2 ? 2 : 1; /* that share each load of x, or x stays in registers */
   vf sum[SWEEP_ROWS][4];
   UNROLL for (int i = 0; i < rows; i++) UNROLL for (int q = 0; q < quads; q++) sum[i][q] = (vf){};
-  next += 4 * first * row_bytes;
-  for (long at = 0; at < row_bytes; at += 64, next += quads * 256) {
+  long fetched = 4 * first * row_bytes;
+  for (long at = 0; at < row_bytes; at += 64, fetched += quads * 256) {
     UNROLL for (int q = 0; q < quads; q += together) {
       vi step[2][4];
       UNROLL for (int t = 0; t < together; t++) {
-        fetch_lines(next + (q + t) * 256, 4);
+        fetch_lines(next, fetched + (q + t) * 256, 4);
         quad_at(step[t], w + (first + q + t) * row_bytes + at, 4 * row_bytes);
       }
       UNROLL for (int s = 0; s < 4; s++) UNROLL for (int i = 0; i < rows; i++) {
@@ -78,7 +78,7 @@ INLINE void spread_quads(const int rows, const int first, const int quads, vf (*
 }
 
 INLINE void spread_of(const int rows, float *scores, const char *w, const char *spread,
-                      const long row_bytes, float scale, const char *next) {
+                      const long row_bytes, float scale, fetched_pair next) {
   vf acc[SWEEP_ROWS][4];
   if (rows <= HELD_ROWS) {
     spread_quads(rows, 0, 4, acc, w, spread, row_bytes, next);
@@ -92,7 +92,7 @@ INLINE void spread_of(const int rows, float *scores, const char *w, const char *
 }
 
 INLINE void spread_by(int rows, float *scores, const char *w, const char *spread,
-                      const long row_bytes, float scale, const char *next) {
+                      const long row_bytes, float scale, fetched_pair next) {
 #define CASE(n) \
   case n: spread_of(n, scores, w, spread, row_bytes, scale, next); break;
   switch (rows) {
@@ -106,22 +106,22 @@ INLINE void spread_by(int rows, float *scores, const char *w, const char *spread
 
 /* The common lengths of rows as constants. */
 static void spread_128(int rows, float *scores, const char *w, const char *spread, float scale,
-                       const char *next) {
+                       fetched_pair next) {
   spread_by(rows, scores, w, spread, 128, scale, next);
 }
 static void spread_256(int rows, float *scores, const char *w, const char *spread, float scale,
-                       const char *next) {
+                       fetched_pair next) {
   spread_by(rows, scores, w, spread, 256, scale, next);
 }
 static void spread_any(int rows, float *scores, const char *w, const char *spread, long row_bytes,
-                       float scale, const char *next) {
+                       float scale, fetched_pair next) {
   spread_by(rows, scores, w, spread, row_bytes, scale, next);
 }
 
 /* scores[SPAN * i ...] = `scale` times the 16 dot products of row i with the rows of w, for i < rows
  * <= SWEEP_ROWS. */
 INLINE void spread_dots(int rows, float *scores, const char *w, const char *spread, long row_bytes,
-                        float scale, const char *next) {
+                        float scale, fetched_pair next) {
   if (row_bytes == 128) spread_128(rows, scores, w, spread, scale, next);
   else if (row_bytes == 256) spread_256(rows, scores, w, spread, scale, next);
   else spread_any(rows, scores, w, spread, row_bytes, scale, next);
