@@ -1,6 +1,6 @@
 /* Scores of a few rows: x against 16 rows of w that lie side by side. Needs attention_span.h.
  *
- * The same products as `tile` and `sweep` make, in the same order, so the same bits. But x is read
+ * The same products as `tile` makes, in the same order, so the same bits. But x is read
  * often and changes rarely: each 16 bytes of it lie there four times. A plain load costs nothing
  * beside products, and one that spreads takes as long as half a product. Rows are multiples of 64
  * bytes, so that no step has to ask how much is left. */
