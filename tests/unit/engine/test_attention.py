@@ -159,9 +159,19 @@ def test_fused_is_reference(
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize(("window", "cap"), [(None, None), (50, None), (50, 2.0)])
-def test_bits_do_not_depend_on_batching(dtype, window, cap):
-    spec = make_spec(dtype, window=window, cap=cap)
+@pytest.mark.parametrize(
+    ("window", "cap", "group", "dim"),
+    [
+        (None, None, 3, 64),
+        (50, None, 3, 64),
+        (50, 2.0, 3, 64),
+        (None, None, 4, 128),
+        (None, None, 1, 96),
+        (None, None, 7, 32),
+    ],
+)
+def test_bits_do_not_depend_on_batching(dtype, window, cap, group, dim):
+    spec = make_spec(dtype, group=group, dim=dim, window=window, cap=cap)
     lengths = [200, 131, 64]
     kv = random_kv(spec, lengths, 1)
     queries = [random_queries(spec, n, 10 + n) for n in lengths]

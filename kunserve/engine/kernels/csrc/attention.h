@@ -1,4 +1,5 @@
-/* Paged causal attention for decode and (chunked) prefill alike. Needs attention_span.h.
+/* Paged causal attention for decode and (chunked) prefill alike. Needs attention_span.h,
+ * spread.h, soften.h, blend.h.
  *
  * A piece of work is a sequence with one kv head and a run of queries, or, where few queries read a
  * long context, with all kv heads: their keys lie side by side. Softmax is one over a segment of
@@ -25,8 +26,8 @@ INLINE seen_keys carve_seen(char **at, long dim) {
 INLINE attention_buffers attention_scratch(int thread, long dim) {
   long span_bytes = SPAN * dim * (long)sizeof(elem), rows = MAX_ROWS;
   long spread_bytes = SPREAD_BYTES(rows * dim * (long)sizeof(elem));
-  char *at = pool_scratch(thread, (size_t)(2 * span_bytes + spread_bytes +
-                                           rows * (dim * 12 + SPAN * 8) + dim * 4 + 8192));
+  char *at = pool_scratch(thread, (size_t)(3 * span_bytes + spread_bytes +
+                                           rows * (dim * 12 + SPAN * 8) + 8192));
   attention_buffers b;
   b.keys = carve(&at, span_bytes);
   b.values = carve(&at, span_bytes);
@@ -37,7 +38,7 @@ INLINE attention_buffers attention_scratch(int thread, long dim) {
   b.rescale = carve(&at, rows * 4);
   b.seen = carve_seen(&at, dim);
   b.before = carve_seen(&at, dim);
-  b.zeros = carve(&at, dim * (long)sizeof(elem));
+  b.room = carve(&at, span_bytes);
   return b;
 }
 
@@ -122,8 +123,12 @@ static void write_results(const attention_job *job, const attention_piece *piece
     for (long query = 0; query < piece->queries; query++, out += job->model->heads * dim) {
       for (long h = 0; h < group; h++, row++) {
         vf total = splat(seen->total[row]);
-        for (long d = 0; d < dim; d += LANES) {
-          store(out + h * dim + d, load_f32(seen->acc + row * dim + d) / total);
+        for (long d = 0; d < dim; d += 2 * LANES) {
+          const float *sum = seen->acc + row * dim + d;
+          vf two[2] = {load_f32(sum) / total, load_f32(sum + LANES) / total};
+          in_order(two);
+          store(out + h * dim + d, two[0]);
+          store(out + h * dim + d + LANES, two[1]);
         }
       }
     }
@@ -266,24 +271,75 @@ static void close_piece(const attention_job *job, const attention_piece *piece,
   write_results(job, piece, &all);
 }
 
-/* Positions [from, from + SPAN) for all rows of the piece. */
+/* Scores of a kv head's rows for `count` keys of a span, multiplied by `scale`. */
+static void score_span(attention_buffers *b, const span_rows *keys, fetch_list *list, long rows,
+                       long row_bytes, long count, float scale) {
+  vf out[TILE_ROWS] = {{0}};
+  for (long i = 0; i < count; i += PANEL) {
+    const char *panel = keys->panels[i / PANEL];
+    fetched_pair next = next_fetched(list, panel);
+    const char *each[PANEL], *fetched[PANEL];
+    float *scores = b->scores + i;
+    if (rows <= SWEEP_ROWS) {
+      spread_dots((int)rows, scores, panel, b->spread, row_bytes, scale, next);
+      continue;
+    }
+    UNROLL for (int r = 0; r < PANEL; r++) {
+      each[r] = panel + r * row_bytes;
+      fetched[r] = next.far + r * row_bytes;
+    }
+    pack_panel(b->keys, each, row_bytes, fetched, PANEL);
+    for (long row = 0; row < rows; row += TILE_ROWS) {
+      int height = rows - row < TILE_ROWS ? (int)(rows - row) : TILE_ROWS;
+      const char *q = (const char *)b->q + row * row_bytes;
+      tile(height, out, b->keys, q, row_bytes, row_bytes / 16, NULL);
+      for (int r = 0; r < height; r++) store_f32(scores + (row + r) * SPAN, out[r] * scale);
+    }
+  }
+}
+
+/* What the rows have seen grows by the span's values. */
+static void blend_span(attention_buffers *b, const span_rows *values, fetch_list *list, long rows,
+                       long dim, long count) {
+  fetched_pair next[SPAN / PANEL], none[SPAN / PANEL];
+  for (long i = 0; i < count / PANEL; i++) {
+    next[i] = next_fetched(list, values->panels[i]);
+    none[i] = (fetched_pair){values->panels[i], values->panels[i]};
+  }
+  int packs = rows > 2 * TILE_ROWS;
+  if (packs) pack_values(b->values, values, next, dim, count);
+  for (long row = 0; row < rows; row += TILE_ROWS) {
+    int height = rows - row < TILE_ROWS ? (int)(rows - row) : TILE_ROWS;
+    if (packs) blend_packed(height, b, row, dim, count);
+    else blend_direct(height, b, values, row == 0 ? next : none, row, dim, count);
+  }
+}
+
+/* Positions [from, from + SPAN) for all rows of the piece. What `list` has is fetched meanwhile, as
+ * much as is read here. */
 static void attend_piece(const attention_job *job, const attention_piece *piece,
-                         attention_buffers *b, long from, fetch_list *list) {
-  long dim = job->model->head_dim;
-  long rows = piece->queries * (job->model->heads / job->model->kv_heads);
-  key_span span;
+                         attention_buffers *b, long from, const span_place *place,
+                         fetch_list *list) {
+  long dim = job->model->head_dim, row_bytes = dim * (long)sizeof(elem);
+  long per_head = piece->queries * (job->model->heads / job->model->kv_heads);
+  long rows = per_head * piece->num_kv_heads;
+  long reach = piece->first + piece->queries - from; /* keys that the last query sees */
+  long count = reach >= SPAN ? SPAN : (reach + LANES - 1) / LANES * LANES;
   if (from % SEGMENT == 0 && from > piece->from) {
-    end_segment(b, rows * piece->num_kv_heads, dim);
-    see_nothing(&b->seen, rows * piece->num_kv_heads, dim);
+    end_segment(b, rows, dim);
+    see_nothing(&b->seen, rows, dim);
   }
   for (long h = 0; h < piece->num_kv_heads; h++) {
-    attention_buffers some = rows_from(b, h * rows, dim);
-    if (h == 0 || piece->context - from < SPAN) {
-      find_span(&span, job, piece, piece->kv_head + h, from, b->zeros);
-    } else {
-      shift_span(&span, job->model->block_size * dim * (long)sizeof(elem));
-    }
-    attend_span(job, piece, &some, from, &span, list);
+    attention_buffers some = rows_from(b, h * per_head, dim);
+    span_rows keys = rows_at(job, piece, place, 0, piece->kv_head + h, from, count, b->room);
+    score_span(&some, &keys, list, per_head, row_bytes, count, 1.0f / __builtin_sqrtf((float)dim));
+  }
+  if (job->model->score_cap > 0) cap_scores(job->model->score_cap, b->scores, rows, count);
+  soften_rows(job, piece, b, per_head, from, count);
+  for (long h = 0; h < piece->num_kv_heads; h++) {
+    attention_buffers some = rows_from(b, h * per_head, dim);
+    span_rows values = rows_at(job, piece, place, 1, piece->kv_head + h, from, count, b->room);
+    blend_span(&some, &values, list, per_head, dim, count);
   }
 }
 
@@ -293,17 +349,25 @@ static void attention_part(const attention_job *job, int thread) {
   piece_cursor cursor = {0, 0, 0};
   attention_piece pieces[2], *piece = &pieces[0], *following = &pieces[1];
   fetch_list list;
+  long panel_bytes = PANEL * job->model->head_dim * (long)sizeof(elem);
+  long soon = panel_bytes < NEAR_BYTES ? NEAR_BYTES / panel_bytes : 1;
   if (!take_piece(job, &cursor, piece)) return;
   attention_buffers b = attention_scratch(thread, job->model->head_dim);
-  memset(b.zeros, 0, (size_t)job->model->head_dim * sizeof(elem));
+  span_place place = find_span(job, piece, piece->from), next_place = place;
   for (int more = 1; more;) {
     more = take_piece(job, &cursor, following);
     open_piece(job, piece, &b);
     for (long from = piece->from; from < piece->end; from += SPAN) {
-      list.next = list.stop = NULL;
-      if (from + SPAN < piece->end) list_span(&list, job, piece, from + SPAN);
-      else if (more) list_span(&list, job, following, following->from);
-      attend_piece(job, piece, &b, from, &list);
+      const attention_piece *next = from + SPAN < piece->end ? piece : more ? following : NULL;
+      list.num_far = list.num_near = list.current = 0;
+      list_near(&list, job, piece, &place, soon, MAX_FETCHED);
+      if (next != NULL) {
+        next_place = find_span(job, next, next == piece ? from + SPAN : next->from);
+        list_far(&list, job, next, &next_place);
+        list_near(&list, job, next, &next_place, 0, soon);
+      }
+      attend_piece(job, piece, &b, from, &place, &list);
+      place = next_place;
     }
     close_piece(job, piece, &b);
     attention_piece *done = piece;

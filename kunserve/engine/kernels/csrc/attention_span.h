@@ -1,4 +1,4 @@
-/* Attention of some rows over one span of keys. Needs typed.h, tile.h, rows.h.
+/* What the attention of some rows over one span of keys works on. Needs typed.h, tile.h, rows.h.
  *
  * Keys pass in spans of SPAN absolute positions; softmax is online over the spans. A row's bits
  * depend on its own query and on absolute key positions only: a span that a row may not see
@@ -37,7 +37,7 @@ typedef struct {
   seen_keys seen;      /* of the segment so far */
   seen_keys before;    /* of the segments before, if there are any */
   int has_before;
-  elem *zeros;         /* [head_dim] */
+  char *room;          /* [SPAN][head_dim] */
 } attention_buffers;
 
 typedef struct {
@@ -53,288 +53,127 @@ typedef struct {
   long part, num_parts;
 } attention_piece;
 
-/* Where K and V of SPAN absolute positions lie. */
+/* Where the K of kv head 0 lies for SPAN absolute positions: each run of PANEL in its block. */
 typedef struct {
-  const char *keys[SPAN], *values[SPAN];
-} key_span;
+  const char *panels[SPAN / PANEL]; /* NULL if it is not in one block, or beyond the context */
+  int is_whole[SPAN / PANEL];       /* all of it is in the context */
+} span_place;
 
-/* Fill `span` for positions [from, from + SPAN), or as many as the context has; `zeros` stands for
- * the rest, whose memory may be unwritten (or not there at all). */
-INLINE void find_span(key_span *span, const attention_job *job, const attention_piece *piece,
-                      long kv_head, long from, const elem *zeros) {
+static span_place find_span(const attention_job *job, const attention_piece *piece, long from) {
   const kun_model *model = job->model;
-  long size = model->block_size, dim = model->head_dim, i = 0;
-  long count = piece->context - from < SPAN ? piece->context - from : SPAN;
-  for (long block = from / size, slot = from % size; i < count; block++, slot = 0) {
-    const elem *unit = unit_at(model, job->layer, piece->table[block]);
-    const elem *k = unit + (kv_head * size + slot) * dim;
-    const elem *v = k + model->kv_heads * size * dim;
-    for (; slot < size && i < count; slot++, i++, k += dim, v += dim) {
-      span->keys[i] = (const char *)k;
-      span->values[i] = (const char *)v;
+  long size = model->block_size, row_bytes = model->head_dim * (long)sizeof(elem);
+  long block = from / size, slot = from % size;
+  span_place place = {{NULL}, {0}};
+  for (long p = 0; p < SPAN / PANEL && from + p * PANEL < piece->context; p++) {
+    if (slot + PANEL <= size) {
+      const char *unit = (const char *)unit_at(model, job->layer, piece->table[block]);
+      place.panels[p] = unit + slot * row_bytes;
+      place.is_whole[p] = from + (p + 1) * PANEL <= piece->context;
     }
+    for (slot += PANEL; slot >= size; slot -= size) block++;
   }
-  for (; i < SPAN; i++) span->keys[i] = span->values[i] = (const char *)zeros;
+  return place;
 }
 
-/* Bytes to be fetched into the L2 cache, in order of their addresses, which memory likes best. */
-#define MAX_RUNS 256
+/* From a block's K of kv head 0 to its K (half 0) or V (half 1) of another. */
+INLINE long head_offset(const kun_model *model, int half, long kv_head) {
+  long rows = (half * model->kv_heads + kv_head) * model->block_size;
+  return rows * model->head_dim * (long)sizeof(elem);
+}
+
+/* PANEL rows side by side, where they do not lie so. Zeros stand for what is beyond the context: its
+ * memory may be unwritten, or not there at all. */
+static void copy_panel(const attention_job *job, const attention_piece *piece, long offset, long at,
+                       char *room) {
+  const kun_model *model = job->model;
+  long size = model->block_size, row_bytes = model->head_dim * (long)sizeof(elem);
+  for (long i = 0; i < PANEL; i++, at++, room += row_bytes) {
+    if (at < piece->context) {
+      const char *unit = (const char *)unit_at(model, job->layer, piece->table[at / size]);
+      memcpy(room, unit + offset + at % size * row_bytes, (size_t)row_bytes);
+    } else {
+      memset(room, 0, (size_t)row_bytes);
+    }
+  }
+}
+
+/* K or V of a kv head at `count` (a multiple of PANEL) positions of a span. */
 typedef struct {
-  const char *at[MAX_RUNS], *end[MAX_RUNS];
-  int count, current;
-  const char *next, *stop; /* of the current run */
+  const char *panels[SPAN / PANEL];
+} span_rows;
+
+INLINE span_rows rows_at(const attention_job *job, const attention_piece *piece,
+                         const span_place *place, int half, long kv_head, long from, long count,
+                         char *room) {
+  long offset = head_offset(job->model, half, kv_head);
+  long panel_bytes = PANEL * job->model->head_dim * (long)sizeof(elem);
+  span_rows rows = {{NULL}};
+  for (long p = 0; p < count / PANEL; p++) {
+    if (place->is_whole[p]) {
+      rows.panels[p] = place->panels[p] + offset;
+    } else {
+      rows.panels[p] = room + p * panel_bytes;
+      copy_panel(job, piece, offset, from + p * PANEL, room + p * panel_bytes);
+    }
+  }
+  return rows;
+}
+
+/* Panels to be fetched while others are read: into the L2 cache all that the next span needs, in
+ * order of their addresses, which memory likes best; and into the L1 cache what is read NEAR_BYTES
+ * later, because memory drops fetches that it has no room for. */
+#define MAX_FETCHED 512
+#define NEAR_BYTES 4096
+typedef struct {
+  const char *far[MAX_FETCHED], *near[MAX_FETCHED];
+  int num_far, num_near;
+  int current; /* panels read of this span */
 } fetch_list;
 
-INLINE void add_run(fetch_list *list, const void *at, long bytes) {
-  if (list->count == MAX_RUNS) return; /* it is only a hint */
-  list->at[list->count] = at;
-  list->end[list->count++] = (const char *)at + bytes;
+/* What to fetch while one panel is read. */
+typedef struct {
+  const char *far, *near;
+} fetched_pair;
+
+/* While the panel that is now at `idle` is read: itself where there is no other. */
+INLINE fetched_pair next_fetched(fetch_list *list, const char *idle) {
+  int at = list->current++;
+  return (fetched_pair){at < list->num_far ? list->far[at] : idle,
+                        at < list->num_near ? list->near[at] : idle};
 }
 
-INLINE void next_run(fetch_list *list) {
-  list->current++;
-  list->next = list->current < list->count ? list->at[list->current] : NULL;
-  list->stop = list->current < list->count ? list->end[list->current] : NULL;
+/* A few lines of both, from byte `at` of the panels on. */
+INLINE void fetch_lines(fetched_pair from, long at, const long lines) {
+  UNROLL for (long i = 0; i < lines; i++) __builtin_prefetch(from.far + at + i * 64, 0, 2);
+  UNROLL for (long i = 0; i < lines; i++) __builtin_prefetch(from.near + at + i * 64, 0, 3);
 }
 
-/* The K and V that a piece needs of positions [from, from + SPAN). */
-static void list_span(fetch_list *list, const attention_job *job, const attention_piece *piece,
-                      long from) {
-  const kun_model *model = job->model;
-  long size = model->block_size, row = model->head_dim * (long)sizeof(elem), count;
-  long end = piece->context - from < SPAN ? piece->context : from + SPAN;
-  list->count = 0;
-  for (long at = from; at < end; at += count) {
-    long slot = at % size;
-    count = size - slot < end - at ? size - slot : end - at;
-    const char *unit = (const char *)unit_at(model, job->layer, piece->table[at / size]);
-    if (piece->num_kv_heads == model->kv_heads && count == size) {
-      add_run(list, unit, 2 * model->kv_heads * size * row);
-      continue;
-    }
-    for (long half = 0; half < 2; half++) {
-      for (long h = piece->kv_head; h < piece->kv_head + piece->num_kv_heads; h++) {
-        add_run(list, unit + ((half * model->kv_heads + h) * size + slot) * row, count * row);
+/* What a piece needs of the next span. */
+INLINE void list_far(fetch_list *list, const attention_job *job, const attention_piece *piece,
+                     const span_place *place) {
+  for (long p = 0; p < SPAN / PANEL; p++) {
+    if (place->panels[p] == NULL) continue;
+    for (int half = 0; half < 2; half++) {
+      for (long head = 0; head < piece->num_kv_heads; head++) {
+        if (list->num_far == MAX_FETCHED) return; /* it is only a hint */
+        long offset = head_offset(job->model, half, piece->kv_head + head);
+        list->far[list->num_far++] = place->panels[p] + offset;
       }
     }
   }
-  list->current = -1;
-  next_run(list);
 }
 
-/* `bytes` further on, in the same blocks. */
-INLINE void shift_span(key_span *span, long bytes) {
-  for (long i = 0; i < SPAN; i++) {
-    span->keys[i] += bytes;
-    span->values[i] += bytes;
-  }
-}
-
-INLINE void fetch_more(fetch_list *list, long lines) {
-  while (lines > 0 && list->next < list->stop) {
-    const char *at = list->next, *stop = at + lines * 64;
-    if (stop > list->stop) stop = list->stop;
-    lines -= (stop - at + 63) / 64;
-    for (; at < stop; at += 64) __builtin_prefetch(at, 0, 2);
-    list->next = at;
-    if (at >= list->stop) next_run(list);
-  }
-}
-
-#include "spread.h"
-
-/* 64 columns (or 32) of as many keys as 4 bytes hold, so that one dot adds them all: lane d of the
- * vectors is column d of those keys. */
-#define KEYS_PER_STEP (4 / (long)sizeof(elem))
-INLINE void value_lanes(vi *lanes, const char *const *values, long column, int vectors) {
-  UNROLL for (int j = 0; j < vectors; j += 2) {
-    const elem *first = (const elem *)values[0] + column + j * LANES;
-#ifdef KUN_BF16
-    vi even = *(const vi_u *)first;
-    vi odd = *(const vi_u *)((const elem *)values[1] + column + j * LANES);
-    lanes[j] = interleave_words(even, odd, 0);
-    lanes[j + 1] = interleave_words(even, odd, 1);
-#else
-    lanes[j] = *(const vi_u *)first;
-    lanes[j + 1] = *(const vi_u *)(first + LANES);
-#endif
-  }
-}
-
-/* Packed V: [step][head_dim] of those lanes. */
-INLINE void pack_values(char *packed, const char *const *values, long dim, long keys) {
-  for (long i = 0; i < keys; i += KEYS_PER_STEP, packed += dim * 4) {
-    for (long d = 0; d < dim; d += 2 * LANES) {
-      vi lanes[2];
-      value_lanes(lanes, values + i, d, 2);
-      *(vi_u *)(packed + d * 4) = lanes[0];
-      *(vi_u *)(packed + (d + LANES) * 4) = lanes[1];
-    }
-  }
-}
-
-/* The sum of softmax numerators, with those of one more span. */
-INLINE vf grown_total(vf total, vf rescale, vf sum) {
-  return dot_f32(sum, (vi)total, (vi)rescale);
-}
-
-/* Softmax numerators of one row over a span, whose scores `s` [parts] are scaled, and hidden keys'
- * -inf; and how far the row's past results shrink. */
-INLINE void soften(attention_buffers *b, long row, const vf *s, const int parts,
-                   const int has_hidden) {
-  const vf never = splat(-__builtin_inff());
-  vf top = s[0], sum = {};
-  UNROLL for (int j = 1; j < parts; j++) top = max_vf(top, s[j]);
-  float peak = max_lanes(top), past = b->seen.peak[row];
-  if (past > peak) peak = past;
-  vf base = splat(peak == -__builtin_inff() ? 0.0f : peak);
-  UNROLL for (int j = 0; j < parts; j++) {
-    vf e = exp_vf(s[j] - base);
-    if (has_hidden) e = choose(s[j] > never, e, (vf){});
-    sum += e;
-    store(b->weights + row * SPAN + j * LANES, e);
-  }
-  vf rescale = exp_vf(splat(past) - base);
-  b->rescale[row] = rescale[0];
-  b->seen.total[row] = grown_total(splat(b->seen.total[row]), rescale, splat(sum_lanes(sum)))[0];
-  b->seen.peak[row] = peak;
-}
-
-/* The same of scores that are still to be multiplied by `factor`, of which some may be hidden. */
-INLINE void soften_row(const attention_job *job, attention_buffers *b, long row, long position,
-                       long from, long keys, float factor) {
-  const vi iota = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-  long window = job->window;
-  int first = window > 0 && position - window + 1 > from ? (int)(position - window + 1 - from) : 0;
-  int last = position - from < SPAN ? (int)(position - from) : SPAN - 1; /* may be negative */
-  vf scale = splat(factor), s[SPAN / LANES];
-  if (first == 0 && last == SPAN - 1) {
-    UNROLL for (int j = 0; j < SPAN / LANES; j++) {
-      s[j] = load_f32(b->scores + row * SPAN + j * LANES) * scale;
-    }
-    soften(b, row, s, SPAN / LANES, 0);
-    return;
-  }
-  int parts = (int)(keys / LANES);
-  for (int j = 0; j < SPAN / LANES; j++) {
-    vi at = iota + j * LANES;
-    vi visible = (at >= first) & (at <= last);
-    vf score = j < parts ? load_f32(b->scores + row * SPAN + j * LANES) * scale : (vf){};
-    s[j] = choose(visible, score, splat(-__builtin_inff()));
-  }
-  soften(b, row, s, SPAN / LANES, 1);
-}
-
-/* acc = acc * rescale + weights x V, for `width` vectors of columns from d on. V is packed, or where
- * `values` is not NULL taken from there: what few rows read is not worth packing. */
-INLINE void blend_of(const int rows, const int width, const int is_packed, attention_buffers *b,
-                     const char *const *values, fetch_list *list, long row, long d, long dim,
-                     long steps) {
-  vf acc[TILE_ROWS][4];
-  UNROLL for (int i = 0; i < rows; i++) UNROLL for (int j = 0; j < width; j++) {
-    acc[i][j] = load_f32(b->seen.acc + (row + i) * dim + d + j * LANES) * splat(b->rescale[row + i]);
-  }
-  for (long s = 0; s < steps; s++) {
-    vi v[4];
-    if (is_packed) {
-      UNROLL for (int j = 0; j < width; j++) {
-        v[j] = *(const vi_u *)(b->values + (s * dim + d + j * LANES) * 4);
+/* What it reads of this span, but for the first `skipped` panels, in the order of reading. */
+INLINE void list_near(fetch_list *list, const attention_job *job, const attention_piece *piece,
+                      const span_place *place, long skipped, long most) {
+  for (int half = 0; half < 2; half++) {
+    for (long head = 0; head < piece->num_kv_heads; head++) {
+      long offset = head_offset(job->model, half, piece->kv_head + head);
+      for (long p = 0; p < SPAN / PANEL; p++) {
+        if (place->panels[p] == NULL || skipped-- > 0) continue;
+        if (list->num_near == MAX_FETCHED || most-- == 0) return;
+        list->near[list->num_near++] = place->panels[p] + offset;
       }
-    } else {
-      fetch_more(list, width);
-      value_lanes(v, values + s * KEYS_PER_STEP, d, width);
-    }
-    UNROLL for (int i = 0; i < rows; i++) {
-      vi p = spread_4_bytes((const char *)(b->weights + (row + i) * SPAN) + s * 4);
-      UNROLL for (int j = 0; j < width; j++) acc[i][j] = dot(acc[i][j], v[j], p);
-    }
-  }
-  UNROLL for (int i = 0; i < rows; i++) UNROLL for (int j = 0; j < width; j++) {
-    store_f32(b->seen.acc + (row + i) * dim + d + j * LANES, acc[i][j]);
-  }
-}
-
-#define PACKED(n, width) blend_of(n, width, 1, b, NULL, NULL, row, d, dim, steps)
-#define DIRECT(n, width) blend_of(n, width, 0, b, values, list, row, d, dim, steps)
-#define CALL_PACKED_4(n) PACKED(n, 4)
-#define CALL_PACKED_2(n) PACKED(n, 2)
-#define CALL_DIRECT_4(n) DIRECT(n, 4)
-#define CALL_DIRECT_2(n) DIRECT(n, 2)
-
-static void blend_packed(int rows, attention_buffers *b, long row, long dim, long steps) {
-  long d = 0;
-  for (; d + 64 <= dim; d += 64) WITH_CONSTANT_ROWS(rows, CALL_PACKED_4)
-  for (; d < dim; d += 32) WITH_CONSTANT_ROWS(rows, CALL_PACKED_2)
-}
-
-static void blend_direct(int rows, attention_buffers *b, const char *const *values,
-                         fetch_list *list, long row, long dim, long steps) {
-  long d = 0;
-  for (; d + 64 <= dim; d += 64) WITH_CONSTANT_ROWS(rows, CALL_DIRECT_4)
-  for (; d < dim; d += 32) WITH_CONSTANT_ROWS(rows, CALL_DIRECT_2)
-}
-
-/* scores[row][i .. i + 16) for every row; scaled where there are many. */
-INLINE void score_panel(const char *const *keys, fetch_list *list, attention_buffers *b, long i,
-                        long rows, long row_bytes, float scale) {
-  vf out[SWEEP_ROWS];
-  const char *q = (const char *)b->q;
-  if (rows <= SWEEP_ROWS) {
-    spread_dots((int)rows, out, keys, b->spread, row_bytes, list);
-    for (int r = 0; r < rows; r++) store_f32(b->scores + r * SPAN + i, out[r]);
-    return;
-  }
-  long lines = row_bytes * TILE_ROWS / (4 * rows) + 1;
-  pack_panel(b->keys, keys, row_bytes, NULL, 0);
-  for (long row = 0; row < rows; row += TILE_ROWS) {
-    int height = rows - row < TILE_ROWS ? (int)(rows - row) : TILE_ROWS;
-    fetch_more(list, lines);
-    tile(height, out, b->keys, q + row * row_bytes, row_bytes, row_bytes / 16, NULL);
-    for (int r = 0; r < height; r++) store_f32(b->scores + (row + r) * SPAN + i, out[r] * scale);
-  }
-}
-
-/* Softmax of `rows` rows, whose scores are to be multiplied by `factor`: see soften_many.h. */
-static void soften_rows(const attention_job *job, const attention_piece *piece,
-                        attention_buffers *b, long rows, long from, long keys, float factor);
-
-/* Multiply the scores of some rows by `factor` and bend them: cap tanh(score / cap). */
-static void cap_scores(float cap, float *scores, long rows, long count, float factor) {
-  vf to_cap = splat(1.0f / cap), from_cap = splat(cap), by = splat(factor);
-  for (long row = 0; row < rows; row++) {
-    for (float *s = scores + row * SPAN; s < scores + row * SPAN + count; s += LANES) {
-      store_f32(s, tanh_vf(load_f32(s) * by * to_cap) * from_cap);
-    }
-  }
-}
-
-/* One span of keys of one kv head, which starts at position `from`, for its rows of the piece.
- * What `list` has is fetched meanwhile, as much as is read here. */
-static void attend_span(const attention_job *job, const attention_piece *piece,
-                        attention_buffers *b, long from, const key_span *span, fetch_list *list) {
-  long dim = job->model->head_dim, row_bytes = dim * (long)sizeof(elem);
-  long group = job->model->heads / job->model->kv_heads, rows = piece->queries * group;
-  long reach = piece->first + piece->queries - from; /* keys that the last query sees */
-  long count = reach >= SPAN ? SPAN : (reach + LANES - 1) / LANES * LANES;
-  float scale = 1.0f / __builtin_sqrtf((float)dim);
-  for (long i = 0; i < count; i += PANEL) {
-    score_panel(span->keys + i, list, b, i, rows, row_bytes, scale);
-  }
-  float factor = rows > SWEEP_ROWS ? 1.0f : scale;
-  if (job->model->score_cap > 0) {
-    cap_scores(job->model->score_cap, b->scores, rows, count, factor);
-    factor = 1.0f;
-  }
-  soften_rows(job, piece, b, rows, from, count, factor);
-  int packs = rows > 2 * TILE_ROWS;
-  if (packs) pack_values(b->values, span->values, dim, count);
-  for (long row = 0; row < rows; row += TILE_ROWS) {
-    int height = rows - row < TILE_ROWS ? (int)(rows - row) : TILE_ROWS;
-    if (packs) {
-      fetch_more(list, SPAN * row_bytes * TILE_ROWS / (64 * rows) + 1);
-      blend_packed(height, b, row, dim, count / KEYS_PER_STEP);
-    } else {
-      blend_direct(height, b, span->values, list, row, dim, count / KEYS_PER_STEP);
     }
   }
 }

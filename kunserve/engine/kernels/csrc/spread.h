@@ -1,6 +1,6 @@
-/* A few rows of x against 16 rows of w, for scores of decodes. Included by attention_span.h.
+/* Scores of a few rows: x against 16 rows of w that lie side by side. Needs attention_span.h.
  *
- * The same products as `direct` and `sweep` make, in the same order, so the same bits. But x is read
+ * The same products as `tile` makes, in the same order, so the same bits. But x is read
  * often and changes rarely: each 16 bytes of it lie there four times. A plain load costs nothing
  * beside products, and one that spreads takes as long as half a product. Rows are multiples of 64
  * bytes, so that no step has to ask how much is left. */
@@ -12,43 +12,89 @@ INLINE void spread_rows(char *spread, const char *x, long bytes) {
   }
 }
 
-/* Quads `first` and `first` + 1 of the panel. Fetches as many lines of `list` as are read here, one
- * part after the other: many prefetches at once delay each other. */
-#define FETCHED_LINES 8
-INLINE void spread_pair(const int rows, vf (*acc)[4], const int first, const char *const *w,
-                        const char *spread, long row_bytes, fetch_list *list) {
-  vf sum[SWEEP_ROWS][2];
-  UNROLL for (int i = 0; i < rows; i++) UNROLL for (int q = 0; q < 2; q++) sum[i][q] = (vf){};
-  w += first;
-  for (long at = 0; at < row_bytes; at += 64) {
-    vi even[4], odd[4];
-    fetch_more(list, FETCHED_LINES);
-    quad_steps(even, w[0] + at, w[4] + at, w[8] + at, w[12] + at, 64);
-    quad_steps(odd, w[1] + at, w[5] + at, w[9] + at, w[13] + at, 64);
-    UNROLL for (int s = 0; s < 4; s++) UNROLL for (int i = 0; i < rows; i++) {
-      vi row = *(const vi_u *)(spread + SPREAD_BYTES(i * row_bytes + at + s * 16));
-      sum[i][0] = dot(sum[i][0], even[s], row);
-      sum[i][1] = dot(sum[i][1], odd[s], row);
+/* `quad_steps` of 64 bytes, from rows `stride` apart. */
+INLINE void quad_at(vi *step, const char *w, const long stride) {
+#ifdef __AVX512F__
+  __m512i a = _mm512_loadu_si512(w), b = _mm512_loadu_si512(w + stride);
+  __m512i c = _mm512_loadu_si512(w + 2 * stride), d = _mm512_loadu_si512(w + 3 * stride);
+  __m512i ab01 = _mm512_shuffle_i32x4(a, b, 0x44), ab23 = _mm512_shuffle_i32x4(a, b, 0xee);
+  __m512i cd01 = _mm512_shuffle_i32x4(c, d, 0x44), cd23 = _mm512_shuffle_i32x4(c, d, 0xee);
+  step[0] = (vi)_mm512_shuffle_i32x4(ab01, cd01, 0x88);
+  step[1] = (vi)_mm512_shuffle_i32x4(ab01, cd01, 0xdd);
+  step[2] = (vi)_mm512_shuffle_i32x4(ab23, cd23, 0x88);
+  step[3] = (vi)_mm512_shuffle_i32x4(ab23, cd23, 0xdd);
+#else
+  quad_steps(step, w, w + stride, w + 2 * stride, w + 3 * stride, 64);
+#endif
+}
+
+/* `add_slots` with cheaper shuffles: the same sums. */
+INLINE vf add_slots_of(const vf *acc) {
+#ifdef __AVX512F__
+#define OF(a, b, which) (vf)_mm512_shuffle_ps((__m512)(a), (__m512)(b), which)
+  vf ab = OF(acc[0], acc[1], 0x44) + OF(acc[0], acc[1], 0xee);
+  vf cd = OF(acc[2], acc[3], 0x44) + OF(acc[2], acc[3], 0xee);
+  return OF(ab, cd, 0x88) + OF(ab, cd, 0xdd);
+#undef OF
+#else
+  return add_slots(acc);
+#endif
+}
+
+/* Rows of x whose 64 bytes stay in registers while all four quads pass. */
+#ifdef __AVX512F__
+#define HELD_ROWS 3
+#else
+#define HELD_ROWS 0
+#endif
+
+/* Quads [first, first + quads) of the panel. Fetches as much from `next` as is read here, a few
+ * lines after each part: many prefetches at once delay each other. */
+INLINE void spread_quads(const int rows, const int first, const int quads, vf (*acc)[4],
+                         const char *w, const char *spread, const long row_bytes,
+                         fetched_pair next) {
+  const int together = quads == 2 ? 2 : 1; /* that share each load of x, or x stays in registers */
+  vf sum[SWEEP_ROWS][4];
+  UNROLL for (int i = 0; i < rows; i++) UNROLL for (int q = 0; q < quads; q++) sum[i][q] = (vf){};
+  long fetched = 4 * first * row_bytes;
+  for (long at = 0; at < row_bytes; at += 64, fetched += quads * 256) {
+    UNROLL for (int q = 0; q < quads; q += together) {
+      vi step[2][4];
+      UNROLL for (int t = 0; t < together; t++) {
+        fetch_lines(next, fetched + (q + t) * 256, 4);
+        quad_at(step[t], w + (first + q + t) * row_bytes + at, 4 * row_bytes);
+      }
+      UNROLL for (int s = 0; s < 4; s++) UNROLL for (int i = 0; i < rows; i++) {
+        vi row = *(const vi_u *)(spread + SPREAD_BYTES(i * row_bytes + at + s * 16));
+        UNROLL for (int t = 0; t < together; t++) {
+          sum[i][q + t] = dot(sum[i][q + t], step[t][s], row);
+        }
+      }
     }
   }
-  UNROLL for (int i = 0; i < rows; i++) UNROLL for (int q = 0; q < 2; q++) {
+  UNROLL for (int i = 0; i < rows; i++) UNROLL for (int q = 0; q < quads; q++) {
     acc[i][first + q] = sum[i][q];
   }
 }
 
-INLINE void spread_of(const int rows, vf *out, const char *const *w, const char *spread,
-                      long row_bytes, fetch_list *list) {
+INLINE void spread_of(const int rows, float *scores, const char *w, const char *spread,
+                      const long row_bytes, float scale, fetched_pair next) {
   vf acc[SWEEP_ROWS][4];
-  spread_pair(rows, acc, 0, w, spread, row_bytes, list);
-  spread_pair(rows, acc, 2, w, spread, row_bytes, list);
-  UNROLL for (int i = 0; i < rows; i++) out[i] = add_slots(acc[i]);
+  if (rows <= HELD_ROWS) {
+    spread_quads(rows, 0, 4, acc, w, spread, row_bytes, next);
+  } else {
+    spread_quads(rows, 0, 2, acc, w, spread, row_bytes, next);
+    spread_quads(rows, 2, 2, acc, w, spread, row_bytes, next);
+  }
+  UNROLL for (int i = 0; i < rows; i++) {
+    store_f32(scores + i * SPAN, add_slots_of(acc[i]) * splat(scale));
+  }
 }
 
-/* out[i] = the 16 dot products of row i with the rows of w, for i < rows <= SWEEP_ROWS. */
-static void spread_dots(int rows, vf *out, const char *const *w, const char *spread,
-                        long row_bytes, fetch_list *list) {
+INLINE void spread_by(int rows, float *scores, const char *w, const char *spread,
+                      const long row_bytes, float scale, fetched_pair next) {
 #define CASE(n) \
-  case n: spread_of(n, out, w, spread, row_bytes, list); break;
+  case n: spread_of(n, scores, w, spread, row_bytes, scale, next); break;
   switch (rows) {
     CASE(1) CASE(2) CASE(3) CASE(4)
 #ifdef __AVX512F__
@@ -56,4 +102,27 @@ static void spread_dots(int rows, vf *out, const char *const *w, const char *spr
 #endif
   }
 #undef CASE
+}
+
+/* The common lengths of rows as constants. */
+static void spread_128(int rows, float *scores, const char *w, const char *spread, float scale,
+                       fetched_pair next) {
+  spread_by(rows, scores, w, spread, 128, scale, next);
+}
+static void spread_256(int rows, float *scores, const char *w, const char *spread, float scale,
+                       fetched_pair next) {
+  spread_by(rows, scores, w, spread, 256, scale, next);
+}
+static void spread_any(int rows, float *scores, const char *w, const char *spread, long row_bytes,
+                       float scale, fetched_pair next) {
+  spread_by(rows, scores, w, spread, row_bytes, scale, next);
+}
+
+/* scores[SPAN * i ...] = `scale` times the 16 dot products of row i with the rows of w, for i < rows
+ * <= SWEEP_ROWS. */
+INLINE void spread_dots(int rows, float *scores, const char *w, const char *spread, long row_bytes,
+                        float scale, fetched_pair next) {
+  if (row_bytes == 128) spread_128(rows, scores, w, spread, scale, next);
+  else if (row_bytes == 256) spread_256(rows, scores, w, spread, scale, next);
+  else spread_any(rows, scores, w, spread, row_bytes, scale, next);
 }

@@ -1,0 +1,161 @@
+/* Values weighed by softmax numerators. Needs attention_span.h. */
+
+/* 64 columns (or 32) of as many keys as 4 bytes hold, so that one dot adds them all: of each lane
+ * the same column of those keys, whose rows are `stride` bytes apart. Columns are in the order that
+ * costs least; `in_order` undoes it. */
+#define KEYS_PER_STEP (4 / (long)sizeof(elem))
+#ifdef KUN_BF16
+#define QUARTERS(i) i, i + 32, i + 1, i + 33, i + 2, i + 34, i + 3, i + 35
+#if defined(__AVX512BW__)
+INLINE vi low_words(vi a, vi b) { return (vi)_mm512_unpacklo_epi16((__m512i)a, (__m512i)b); }
+INLINE vi high_words(vi a, vi b) { return (vi)_mm512_unpackhi_epi16((__m512i)a, (__m512i)b); }
+#elif defined(__clang__)
+#define WORDS(i) QUARTERS(i), QUARTERS(i + 8), QUARTERS(i + 16), QUARTERS(i + 24)
+INLINE vi low_words(vi a, vi b) {
+  return (vi)__builtin_shufflevector((words)a, (words)b, WORDS(0));
+}
+INLINE vi high_words(vi a, vi b) {
+  return (vi)__builtin_shufflevector((words)a, (words)b, WORDS(4));
+}
+#else
+#define WORDS(i) (words){QUARTERS(i), QUARTERS(i + 8), QUARTERS(i + 16), QUARTERS(i + 24)}
+INLINE vi low_words(vi a, vi b) { return (vi)__builtin_shuffle((words)a, (words)b, WORDS(0)); }
+INLINE vi high_words(vi a, vi b) { return (vi)__builtin_shuffle((words)a, (words)b, WORDS(4)); }
+#endif
+#endif
+
+INLINE void value_lanes(vi *lanes, const char *values, const long stride, const int vectors) {
+  UNROLL for (int j = 0; j < vectors; j += 2) {
+#ifdef KUN_BF16
+    vi even = *(const vi_u *)(values + j * 32);
+    vi odd = *(const vi_u *)(values + j * 32 + stride);
+    lanes[j] = low_words(even, odd);
+    lanes[j + 1] = high_words(even, odd);
+#else
+    (void)stride;
+    lanes[j] = *(const vi_u *)(values + j * 64);
+    lanes[j + 1] = *(const vi_u *)(values + j * 64 + 64);
+#endif
+  }
+}
+
+/* Two vectors of columns of `value_lanes`, in order. */
+INLINE void in_order(vf *two) {
+#ifdef KUN_BF16
+  vi a = (vi)two[0], b = (vi)two[1];
+  two[0] = (vf)SHUFFLE(a, b, 0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
+  two[1] = (vf)SHUFFLE(a, b, 8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31);
+#else
+  (void)two;
+#endif
+}
+
+/* Packed V: [step][dim] of those lanes. Fetches as much from `next`. */
+static void pack_values(char *packed, const span_rows *values, const fetched_pair *next, long dim,
+                        long keys) {
+  long row_bytes = dim * (long)sizeof(elem);
+  for (long i = 0; i < keys; i += KEYS_PER_STEP, packed += dim * 4) {
+    const char *from = values->panels[i / PANEL] + i % PANEL * row_bytes;
+    for (long d = 0; d < dim; d += 2 * LANES) {
+      vi lanes[2];
+      fetch_lines(next[i / PANEL], i % PANEL * row_bytes + d * 4, 2);
+      value_lanes(lanes, from + d * (long)sizeof(elem), row_bytes, 2);
+      *(vi_u *)(packed + d * 4) = lanes[0];
+      *(vi_u *)(packed + (d + LANES) * 4) = lanes[1];
+    }
+  }
+}
+
+/* acc = acc * rescale + weights x V, for `width` vectors of columns from d on. */
+INLINE void open_sums(const int rows, const int width, vf (*acc)[4], const attention_buffers *b,
+                      long row, long d, const long dim) {
+  UNROLL for (int i = 0; i < rows; i++) UNROLL for (int j = 0; j < width; j++) {
+    acc[i][j] = load_f32(b->seen.acc + (row + i) * dim + d + j * LANES) * splat(b->rescale[row + i]);
+  }
+}
+INLINE void add_step(const int rows, const int width, vf (*acc)[4], const vi *v,
+                     const elem *weights) {
+  UNROLL for (int i = 0; i < rows; i++) {
+    vi p = spread_4_bytes(weights + i * SPAN);
+    UNROLL for (int j = 0; j < width; j++) acc[i][j] = dot(acc[i][j], v[j], p);
+  }
+}
+INLINE void close_sums(const int rows, const int width, vf (*acc)[4], const attention_buffers *b,
+                       long row, long d, const long dim) {
+  UNROLL for (int i = 0; i < rows; i++) UNROLL for (int j = 0; j < width; j++) {
+    store_f32(b->seen.acc + (row + i) * dim + d + j * LANES, acc[i][j]);
+  }
+}
+
+INLINE void packed_values_of(const int rows, const int width, const attention_buffers *b, long row, long d,
+                      long dim, long keys) {
+  vf acc[TILE_ROWS][4];
+  const elem *weights = b->weights + row * SPAN;
+  open_sums(rows, width, acc, b, row, d, dim);
+  for (const char *at = b->values + d * 4; keys > 0; keys -= KEYS_PER_STEP, at += dim * 4) {
+    vi v[4];
+    UNROLL for (int j = 0; j < width; j++) v[j] = *(const vi_u *)(at + j * 64);
+    add_step(rows, width, acc, v, weights);
+    weights += KEYS_PER_STEP;
+  }
+  close_sums(rows, width, acc, b, row, d, dim);
+}
+
+/* The same from V as it lies: what few rows read is not worth packing. */
+INLINE void direct_values_of(const int rows, const int width, const attention_buffers *b,
+                             const span_rows *values, const fetched_pair *next, long row, long d,
+                             const long dim, long keys) {
+  const long row_bytes = dim * (long)sizeof(elem);
+  vf acc[TILE_ROWS][4];
+  const elem *weights = b->weights + row * SPAN;
+  open_sums(rows, width, acc, b, row, d, dim);
+  for (long i = 0; i < keys; i += PANEL) {
+    const char *at = values->panels[i / PANEL] + d * (long)sizeof(elem);
+    long fetched = d * (PANEL * (long)sizeof(elem));
+    for (long k = 0; k < PANEL; k += KEYS_PER_STEP, at += KEYS_PER_STEP * row_bytes) {
+      vi v[4];
+      fetch_lines(next[i / PANEL], fetched, width);
+      fetched += width * 64;
+      value_lanes(v, at, row_bytes, width);
+      add_step(rows, width, acc, v, weights);
+      weights += KEYS_PER_STEP;
+    }
+  }
+  close_sums(rows, width, acc, b, row, d, dim);
+}
+
+#define PACKED_4(n) packed_values_of(n, 4, b, row, d, dim, keys)
+#define PACKED_2(n) packed_values_of(n, 2, b, row, d, dim, keys)
+#define DIRECT_4(n) direct_values_of(n, 4, b, values, next, row, d, dim, keys)
+#define DIRECT_2(n) direct_values_of(n, 2, b, values, next, row, d, dim, keys)
+
+static void blend_packed(int rows, const attention_buffers *b, long row, long dim, long keys) {
+  long d = 0;
+  for (; d + 64 <= dim; d += 64) WITH_CONSTANT_ROWS(rows, PACKED_4)
+  for (; d < dim; d += 32) WITH_CONSTANT_ROWS(rows, PACKED_2)
+}
+
+INLINE void direct_by(int rows, const attention_buffers *b, const span_rows *values,
+                      const fetched_pair *next, long row, const long dim, long keys) {
+  long d = 0;
+  for (; d + 64 <= dim; d += 64) WITH_CONSTANT_ROWS(rows, DIRECT_4)
+  for (; d < dim; d += 32) WITH_CONSTANT_ROWS(rows, DIRECT_2)
+}
+static void direct_64(int rows, const attention_buffers *b, const span_rows *values,
+                      const fetched_pair *next, long row, long keys) {
+  direct_by(rows, b, values, next, row, 64, keys);
+}
+static void direct_128(int rows, const attention_buffers *b, const span_rows *values,
+                       const fetched_pair *next, long row, long keys) {
+  direct_by(rows, b, values, next, row, 128, keys);
+}
+static void direct_any(int rows, const attention_buffers *b, const span_rows *values,
+                       const fetched_pair *next, long row, long dim, long keys) {
+  direct_by(rows, b, values, next, row, dim, keys);
+}
+static void blend_direct(int rows, const attention_buffers *b, const span_rows *values,
+                         const fetched_pair *next, long row, long dim, long keys) {
+  if (dim == 64) direct_64(rows, b, values, next, row, keys);
+  else if (dim == 128) direct_128(rows, b, values, next, row, keys);
+  else direct_any(rows, b, values, next, row, dim, keys);
+}
