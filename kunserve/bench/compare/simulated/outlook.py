@@ -105,7 +105,9 @@ def _kind(able: Capacity, alone: Flow, by_drop: Array, by_endless: Array) -> Kin
     if by_drop[2] >= HELPS:
         return Kind.EDGE
     if not alone.waits_for_memory[1]:
-        return Kind.SEATS if alone.waits_for_seats[1] else Kind.ROOM
+        if alone.waits_for_seats[1]:
+            return Kind.SEATS
+        return Kind.COMPUTE if alone.waits_for_compute[1] else Kind.ROOM
     return Kind.TOO_MUCH if by_endless[1] >= HELPS else Kind.COMPUTE
 
 
