@@ -13,7 +13,7 @@ core. What the fluid model says of the same bursts, and the picture of both:
 
 import argparse
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -106,6 +106,8 @@ class Simulated:
     """P99 TTFT by system."""
     output: dict[str, float]
     """Output tokens per second by system."""
+    num_drops: dict[str, float]
+    """Of the systems that drop."""
 
     def times_lower(self, system: str = "drop") -> float:
         """P99 TTFT of `recompute` over that of the system."""
@@ -127,6 +129,7 @@ def kept() -> list[Simulated]:
             Burst(BEFORE_S, one["burst length"], one["burst rate"], one["base rate"]),
             {name: one[f"{name} P99 TTFT"] for name in SYSTEMS},
             {name: one[f"{name} output"] for name in SYSTEMS},
+            {name: one[f"{name} drops"] for name in _DROPPING},
         )
         for point, one in values.items()
     ]
@@ -192,33 +195,36 @@ def _peak_use(result: SimResult) -> float:
 
 
 def table() -> list[Row]:
-    """A row for each draw of a burst, and below them the least of each column."""
-    known = sorted(kept(), key=lambda one: (*_place(one.point), one.point.draw))
-    ratios = [
-        [ratio(name) for name in _DROPPING for ratio in (one.times_lower, one.throughput)]
-        for one in known
-    ]
+    """A row for each burst in which a drop was made, and below them the least of all."""
+    known = kept()
+    draws: dict[str, list[Simulated]] = {}
+    for one in known:
+        draws.setdefault(_name(one.point), []).append(one)
+    figures = [(name, figure) for figure in ("P99 TTFT", "output") for name in _DROPPING]
     rows: list[Row] = [
-        (
-            "lengths, weights, burst, draw",
-            *(f"{figure}, `{name}`" for name in _DROPPING for figure in ("P99 TTFT", "output")),
-        )
+        ("lengths, weights, burst", *(f"{figure}, `{name}`" for name, figure in figures))
     ]
-    for one, row in zip(known, ratios, strict=True):
-        mix, utilization, height, length_s = _place(one.point)
-        name = f"{mix}, {SHARES[utilization]}, {height:g} X for {length_s:g} s, {one.point.draw}"
-        rows.append((name, *_shown(row)))
-    least = [min(column) for column in zip(*ratios, strict=True)]
-    return [*rows, (f"least of {len(known)}", *_shown(least))]
+    for burst, some in sorted(draws.items()):
+        if any(one.num_drops[name] for one in some for name in _DROPPING):
+            rows.append((burst, *(_ranged(_ratios(some, *column)) for column in figures)))
+    least = (f"{min(_ratios(known, *column)):.2f}x" for column in figures)
+    return [*rows, (f"**least of all {len(known)}**", *least)]
 
 
-def _place(point: Point) -> tuple[str, float, float, float]:
-    return point.mix, point.utilization, point.height, point.length_s
+def _name(point: Point) -> str:
+    length = f"{point.height:g} X for {point.length_s:g} s"
+    return f"{point.mix}, {SHARES[point.utilization]}, {length}"
 
 
-def _shown(ratios: list[float]) -> list[str]:
-    """Times lower, and share of the throughput, in turns."""
-    return [f"{ratio:.2f}x" if i % 2 == 0 else f"{ratio:.3f}x" for i, ratio in enumerate(ratios)]
+def _ratios(some: Sequence[Simulated], name: str, figure: str) -> list[float]:
+    """Times that P99 TTFT is lower than under `recompute`, or its share of the throughput."""
+    is_p99 = figure == "P99 TTFT"
+    return [one.times_lower(name) if is_p99 else one.throughput(name) for one in some]
+
+
+def _ranged(ratios: Sequence[float]) -> str:
+    least, most = f"{min(ratios):.2f}", f"{max(ratios):.2f}"
+    return f"{least}x" if least == most else f"{least}-{most}x"
 
 
 def main() -> None:

@@ -236,7 +236,11 @@ class _Tank:
         self._pools = np.full(1, np.inf) if endless else usable
         self._top = len(self._pools) - 1 if drops else 0
         self.level = _zeros(base)
-        self._short_s = np.zeros(len(base))
+        self._merging_s = np.zeros(len(base))
+        """Since a drop was decided; 0 while none is."""
+        self._unplaced = np.zeros(len(base))
+        """Tokens that found no room at the last tick: half a second ago, as far as the monitor's
+        forecast of a shortage goes."""
         self._waiting = np.zeros(len(base))
         self._uncomputed = np.zeros(len(base))
         """Requests that are admitted and whose prompt is not computed yet."""
@@ -278,14 +282,21 @@ class _Tank:
         self.was_short |= is_short
         self.was_seated |= waits & (seats < room) & (seats <= turns)
         self.was_late |= waits & (turns < room) & (turns < seats)
-        self._short_s = np.where(is_short, self._short_s + TICK_S, 0.0)
-        wanted = (self._short_s >= DROP_S) & (self.level < self._top)
-        for at in np.flatnonzero(wanted):
-            free = self._capacity.pools_tokens[self.level[at]] - used[at]
-            unplaced = float(self._waiting[at] * mix.mean_input_tokens - max(0.0, free))
-            if self._is_worth(int(self.level[at]), max(0.0, unplaced)):
-                self.level[at] += 1
-                self._short_s[at] = 0.0
+        self._merge(is_short, used + admitted * mix.mean_input_tokens)
+
+    def _merge(self, is_short: npt.NDArray[np.bool_], used: Array) -> None:
+        """Decide drops, and make those that were decided."""
+        mix, pools = self._capacity.mix, self._capacity.pools_tokens
+        asks = is_short & (self.level < self._top) & (self._merging_s == 0.0)
+        decided = self._merging_s > 0.0
+        for at in np.flatnonzero(asks):
+            decided[at] = self._is_worth(int(self.level[at]), float(self._unplaced[at]))
+        self._merging_s = np.where(is_short & decided, self._merging_s + TICK_S, 0.0)
+        merges = self._merging_s >= DROP_S
+        self.level = self.level + merges
+        self._merging_s[merges] = 0.0
+        free = np.maximum(0.0, pools[self.level] - used)
+        self._unplaced = np.maximum(0.0, self._waiting * mix.mean_input_tokens - free)
 
     def _computable(self) -> Array:
         """Requests whose prompts a tick can compute, and the one that is computed in part. Others
