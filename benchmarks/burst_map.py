@@ -1,19 +1,24 @@
 """Bursts of known height and length, simulated with and without drops.
 
-    python -m benchmarks.burst_map >> benchmarks/results/burst_map.jsonl
+    python -m benchmarks.burst_map [--draws N] >> benchmarks/results/burst_map.jsonl
+    python -m benchmarks.burst_map --table
 
 For four mixes of lengths and two shares of memory that weights take: one burst in Poisson arrivals
-on four instances of Qwen2.5-14B on A800, under `recompute` and `drop`. A point that the results
-have already is not run again. All of them take ten minutes of one core. What the fluid model says
-of the same bursts, and the picture of both: `benchmarks.map_agreement`.
+on four instances of Qwen2.5-14B on A800, under `recompute`, under `drop`, and under drops that are
+made however many requests wait (`policy/drop_worth.py` says why `drop` does otherwise). A point
+that the results have already is not run again. A draw of all takes a quarter of an hour of one
+core. What the fluid model says of the same bursts, and the picture of both:
+`benchmarks.map_agreement`.
 """
 
 import argparse
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from benchmarks.kept_results import figures_of
+from benchmarks.markdown import Row, markdown
 from benchmarks.report import Report, Setting
 from kunserve.bench.compare.settings import SimulatedSetup
 from kunserve.bench.compare.simulated.scenario import Scenario, build_scenario
@@ -35,10 +40,20 @@ BASE = 0.5
 """Rate before and after the burst, in X."""
 POINTS = ((1.5, 60.0), (2.0, 20.0), (3.0, 45.0))
 """Height in X, and length in seconds."""
-UTILIZATIONS = (0.9, 0.53)
-"""Of the GPU's memory: weights take 36 and 63 % of it."""
+SHARES = {0.9: "36 %", 0.53: "63 %"}
+"""How much of the memory weights take, by how much of the GPU's memory is used."""
+UTILIZATIONS = tuple(SHARES)
+AT_ONCE = "drop-at-once"
+"""`drop` without a bound on what waits beside what a drop frees."""
 NEVER_FULL = 0.8
 """Peak KV use of `recompute` below which nothing is dropped, and `drop` need not be run."""
+SYSTEMS = {name: find_system(name) for name in ("recompute", "drop")}
+SYSTEMS[AT_ONCE] = replace(
+    SYSTEMS["drop"],
+    name=AT_ONCE,
+    overload=replace(SYSTEMS["drop"].overload, max_queue_per_gain=math.inf),
+)
+_DROPPING = AT_ONCE, "drop"
 _POOL = 20_000
 """Pairs of lengths where they are drawn from a distribution."""
 
@@ -68,14 +83,17 @@ class Point:
     utilization: float
     height: float
     length_s: float
+    draw: int = 0
+    """Of arrivals and lengths."""
 
 
-def points() -> Iterator[Point]:
+def points(num_draws: int) -> Iterator[Point]:
     """One of each panel after the other, so that a run that is broken off has some of all."""
-    for height, length_s in POINTS:
-        for utilization in UTILIZATIONS:
-            for mix in mixes():
-                yield Point(mix, utilization, height, length_s)
+    for draw in range(num_draws):
+        for height, length_s in POINTS:
+            for utilization in UTILIZATIONS:
+                for mix in mixes():
+                    yield Point(mix, utilization, height, length_s, draw)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +102,20 @@ class Simulated:
 
     point: Point
     burst: Burst
-    by_drop: float
-    """Times lower that P99 TTFT is under `drop`."""
+    p99_s: dict[str, float]
+    """P99 TTFT by system."""
+    output: dict[str, float]
+    """Output tokens per second by system."""
+    num_drops: dict[str, float]
+    """Of the systems that drop."""
+
+    def times_lower(self, system: str = "drop") -> float:
+        """P99 TTFT of `recompute` over that of the system."""
+        return self.p99_s["recompute"] / self.p99_s[system]
+
+    def throughput(self, system: str = "drop") -> float:
+        """Output tokens per second of the system over those of `recompute`."""
+        return self.output[system] / self.output["recompute"]
 
 
 def kept() -> list[Simulated]:
@@ -97,7 +127,9 @@ def kept() -> list[Simulated]:
         Simulated(
             point,
             Burst(BEFORE_S, one["burst length"], one["burst rate"], one["base rate"]),
-            one["recompute P99 TTFT"] / one["drop P99 TTFT"],
+            {name: one[f"{name} P99 TTFT"] for name in SYSTEMS},
+            {name: one[f"{name} output"] for name in SYSTEMS},
+            {name: one[f"{name} drops"] for name in _DROPPING},
         )
         for point, one in values.items()
     ]
@@ -126,13 +158,14 @@ def capacity(utilization: float, lengths: Lengths) -> Capacity:
 def scenario_of(point: Point, full_rate: float) -> Scenario:
     """The point's requests: a draw of arrivals and lengths."""
     rates = BASE * full_rate, point.height * full_rate
-    arrivals = burst_arrivals(*rates, BEFORE_S, point.length_s, AFTER_S, seed=0)
-    lengths = sample_lengths(mixes()[point.mix], len(arrivals), seed=0)
+    seed = point.draw
+    arrivals = burst_arrivals(*rates, BEFORE_S, point.length_s, AFTER_S, seed=seed)
+    lengths = sample_lengths(mixes()[point.mix], len(arrivals), seed=seed)
     return build_scenario(setup_of(point.utilization), Workload(arrivals, lengths, "one burst"))
 
 
 def measure(report: Report, point: Point) -> None:
-    """The point's burst as it can be found, and P99 TTFT with and without drops."""
+    """The point's burst as it can be found, and what each system made of it."""
     full_rate = capacity(point.utilization, mixes()[point.mix]).full_rate * NUM_INSTANCES
     scenario = scenario_of(point, full_rate)
     settings: dict[str, Setting] = {
@@ -140,34 +173,72 @@ def measure(report: Report, point: Point) -> None:
         "utilization": point.utilization,
         "height": point.height,
         "length_s": point.length_s,
+        "draw": point.draw,
     }
     burst = find_burst(scenario.workload, full_rate)
     assert burst is not None, point
     report.add("burst rate", burst.rate, "requests/s", **settings)
     report.add("burst length", burst.length_s, "s", **settings)
     report.add("base rate", burst.base_rate, "requests/s", **settings)
-    recompute = simulate(find_system("recompute"), scenario)
+    recompute = simulate(SYSTEMS["recompute"], scenario)
     is_full = _peak_use(recompute) >= NEVER_FULL
-    drop = simulate(find_system("drop"), scenario) if is_full else recompute
-    report.add("recompute P99 TTFT", _p99_s(recompute), "s", **settings)
-    report.add("drop P99 TTFT", _p99_s(drop), "s", **settings)
-    report.add("drops", drop.num_drops, "", **settings)
+    for name, system in SYSTEMS.items():
+        result = simulate(system, scenario) if is_full and system.drops else recompute
+        report.add(f"{name} P99 TTFT", result.metrics.ttft.percentile_s(99.0), "s", **settings)
+        report.add(f"{name} output", result.metrics.output_throughput, "tokens/s", **settings)
+        if system.drops:
+            report.add(f"{name} drops", result.num_drops, "", **settings)
 
 
 def _peak_use(result: SimResult) -> float:
     return max(sample.kv_usage or 0.0 for sample in result.run.samples)
 
 
-def _p99_s(result: SimResult) -> float:
-    return result.metrics.ttft.percentile_s(99.0)
+def table() -> list[Row]:
+    """A row for each burst in which a drop was made, and below them the least of all."""
+    known = kept()
+    draws: dict[str, list[Simulated]] = {}
+    for one in known:
+        draws.setdefault(_name(one.point), []).append(one)
+    figures = [(name, figure) for figure in ("P99 TTFT", "output") for name in _DROPPING]
+    rows: list[Row] = [
+        ("lengths, weights, burst", *(f"{figure}, `{name}`" for name, figure in figures))
+    ]
+    for burst, some in sorted(draws.items()):
+        if any(one.num_drops[name] for one in some for name in _DROPPING):
+            rows.append((burst, *(_ranged(_ratios(some, *column)) for column in figures)))
+    least = (f"{min(_ratios(known, *column)):.2f}x" for column in figures)
+    return [*rows, (f"**least of all {len(known)}**", *least)]
+
+
+def _name(point: Point) -> str:
+    length = f"{point.height:g} X for {point.length_s:g} s"
+    return f"{point.mix}, {SHARES[point.utilization]}, {length}"
+
+
+def _ratios(some: Sequence[Simulated], name: str, figure: str) -> list[float]:
+    """Times that P99 TTFT is lower than under `recompute`, or its share of the throughput."""
+    is_p99 = figure == "P99 TTFT"
+    return [one.times_lower(name) if is_p99 else one.throughput(name) for one in some]
+
+
+def _ranged(ratios: Sequence[float]) -> str:
+    least, most = f"{min(ratios):.2f}", f"{max(ratios):.2f}"
+    return f"{least}x" if least == most else f"{least}-{most}x"
 
 
 def main() -> None:
-    """Every point that is missing."""
-    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
+    """Every point that is missing, or the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--draws", type=int, default=1, help="of each point")
+    parser.add_argument("--table", action="store_true", help="run nothing, print what is kept")
+    options = parser.parse_args()
+    if options.table:
+        print(markdown(table()))
+        return
     known = {one.point for one in kept()}
     with Report(BENCHMARK) as report:
-        for point in points():
+        for point in points(options.draws):
             if point not in known:
                 measure(report, point)
 

@@ -115,7 +115,8 @@ def of_bursts() -> Iterator[tuple[str, str, float, Outlook]]:
         able = burst_map.capacity(point.utilization, burst_map.mixes()[point.mix])
         expected = expect(able, one.burst, able.full_rate * burst_map.NUM_INSTANCES)
         where = _place(point.mix, point.utilization)
-        yield where, f"{point.height:g} X, {point.length_s:g} s", one.by_drop, expected
+        run = f"{point.height:g} X, {point.length_s:g} s, draw {point.draw}"
+        yield where, run, one.times_lower(), expected
 
 
 def _place(mix: str, utilization: float) -> str:

@@ -6,7 +6,7 @@
 A run that results/NAME has already, of the same settings and requests, is not run again: a broken
 off call goes on where it stopped. When an experiment is complete, what the document needs of it
 goes to benchmarks/results/simulated/NAME.jsonl, and the tables between the markers of
-docs/reproduction.md, docs/when-it-helps.md and docs/sparse-models.md are written anew from there.
+docs/reproduction.md and of the other ``DOCUMENTS`` are written anew from there.
 ``--tables`` does only that. All of it takes an hour of one core.
 """
 
@@ -30,7 +30,8 @@ from kunserve.bench.compare.slo import FACTOR, strict_base, violations
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = tuple(
-    ROOT / "docs" / f"{name}.md" for name in ("reproduction", "when-it-helps", "sparse-models")
+    ROOT / "docs" / f"{name}.md"
+    for name in ("reproduction", "when-it-helps", "sparse-models", "decisions/drop-worth")
 )
 LEFT_OUT = ("ttft_ms", "tpot_ms")
 """Of a run's fields, what no table needs: every request's latency is most of a file."""

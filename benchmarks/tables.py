@@ -4,6 +4,7 @@ import statistics
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from benchmarks import burst_map
 from benchmarks.claims import CLAIMS
 from benchmarks.kept_results import (
     BOUNDS,
@@ -165,6 +166,7 @@ TABLES: dict[str, Callable[[], list[Row]]] = {
     "longbench": longbench,
     "memory-or-compute": memory_or_compute,
     "agreement": agreement,
+    "burst-map": burst_map.table,
     "heavy-weights": heavy_weights,
     "bounds": bounds,
     "prediction": prediction,

@@ -80,16 +80,17 @@ def plan_worth(
 
 
 def deepest_worth(
-    gains: Iterable[tuple[int, int]], unplaced: int, most: float, capacity_blocks: int
+    gains: Iterable[tuple[int, float]], unplaced: float, most: float, capacity: float
 ) -> int:
     """The most instances that a group may have, 1 if no drop is worth it.
 
-    ``gains``: (instances of a group at most, blocks that all merges up to there free), rising.
+    ``gains``: (instances of a group at most, what all merges up to there free), rising. All in
+    blocks, or all in tokens.
     """
-    deepest, freed = 1, 0
+    deepest, freed = 1, 0.0
     for size, gain in gains:
         added, is_deep = gain - freed, size > 2
-        is_much = added >= MUCH[is_deep] * (capacity_blocks + freed)
+        is_much = added >= MUCH[is_deep] * (capacity + freed)
         may_wait = added * (max(0.0, most - 1.0) if is_deep else most)
         if added > 0 and not is_much and unplaced - freed > may_wait:
             break

@@ -10,6 +10,7 @@ Rates are in `X`, the requests per second that an instance sustains when its mem
 What the model leaves out, all of which makes real queues longer: arrivals are even, so chance does
 not bunch them; instances are loaded alike; nobody is preempted; a drop takes no time but
 ``DROP_S``, and its exchange stalls nobody; pipelines have no bubbles. Restores are left out too.
+Whether a drop is worth it, the controller's own rule says (``policy/drop_worth.py``).
 """
 
 from dataclasses import dataclass, replace
@@ -18,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kunserve.core.config import OverloadConfig
+from kunserve.policy.drop_worth import deepest_worth
 from kunserve.sim.profile import InstanceProfile
 from kunserve.sim.steady import Array, RequestMix, StepTable
 
@@ -34,6 +36,7 @@ _SAMPLES = 100
 """Requests whose wait is read off a flow, each combined with every length of a prompt."""
 _NUM_SHARES = 129
 """Numbers of decodes, evenly from none to all that may run, for which prompts are timed."""
+MOST_QUEUE_PER_GAIN = OverloadConfig().max_queue_per_gain
 _EMPTY = 1e-6
 """Requests that are none."""
 _BASE_MOST = 0.98
@@ -46,6 +49,8 @@ class Capacity:
 
     mix: RequestMix
     table: StepTable
+    depths: tuple[int, ...]
+    """Instances of a group: alone, then as drops make them."""
     pools_tokens: Array
     """KV of an instance: alone, then as a member of a pair, of a four, while a drop is worth it."""
     unused_tokens: float
@@ -106,7 +111,7 @@ def capacity_of(
     table = StepTable(profile, mix, depths, max_tokens, max_seqs)
     unused = min(_half_a_prompt(mix), pools[0] / 2)
     own_s = _own_s(table, mix, len(depths))
-    empty = Capacity(mix, table, pools, unused, own_s, 1.0, 1.0, 1.0, False)
+    empty = Capacity(mix, table, depths, pools, unused, own_s, 1.0, 1.0, 1.0, False)
     by_memory = (pools[0] - unused) / mix.context_tokens
     num_full, rate = _fullest(empty, min(by_memory, table.max_seqs))
     budget = max(1.0, table.max_tokens - num_full)
@@ -191,6 +196,8 @@ class Flow:
     """Whether anybody waited because memory was full."""
     waits_for_seats: npt.NDArray[np.bool_]
     """Whether anybody waited although memory had room, because ``max_num_seqs`` ran."""
+    waits_for_compute: npt.NDArray[np.bool_]
+    """Whether anybody waited although there was room, because prompts took all compute."""
 
 
 def flow(capacity: Capacity, bursts: Bursts, *, drops: bool, endless: bool = False) -> Flow:
@@ -216,7 +223,7 @@ def flow(capacity: Capacity, bursts: Bursts, *, drops: bool, endless: bool = Fal
             for i in range(len(bursts.height))
         ]
     )  # fmt: skip
-    return Flow(p99_s, tank.was_short, tank.was_seated)
+    return Flow(p99_s, tank.was_short, tank.was_seated, tank.was_late)
 
 
 class _Tank:
@@ -229,7 +236,11 @@ class _Tank:
         self._pools = np.full(1, np.inf) if endless else usable
         self._top = len(self._pools) - 1 if drops else 0
         self.level = _zeros(base)
-        self._short_s = np.zeros(len(base))
+        self._merging_s = np.zeros(len(base))
+        """Since a drop was decided; 0 while none is."""
+        self._unplaced = np.zeros(len(base))
+        """Tokens that found no room at the last tick: half a second ago, as far as the monitor's
+        forecast of a shortage goes."""
         self._waiting = np.zeros(len(base))
         self._uncomputed = np.zeros(len(base))
         """Requests that are admitted and whose prompt is not computed yet."""
@@ -245,6 +256,7 @@ class _Tank:
         """Of prompts in a step, as it was in the last tick: where the next search begins."""
         self.was_short = np.zeros(len(base), dtype=np.bool_)
         self.was_seated = self.was_short.copy()
+        self.was_late = self.was_short.copy()
 
     def step(self, new: Array) -> Array:
         """One tick. Returns how many requests had their prompts computed."""
@@ -260,16 +272,51 @@ class _Tank:
         used += self._uncomputed * mix.mean_input_tokens
         room = (self._pools[self.level] - used) / mix.mean_input_tokens
         seats = table.max_seqs - self.num - self._uncomputed
-        admitted = np.minimum(np.maximum(np.minimum(room, seats), 0.0), self._waiting)
+        turns = self._computable() - self._uncomputed
+        least = np.minimum(np.minimum(room, seats), turns)
+        admitted = np.minimum(np.maximum(least, 0.0), self._waiting)
         self._waiting -= admitted
         self._uncomputed += admitted
-        is_short = (self._waiting > _EMPTY) & (room <= seats)
+        waits = self._waiting > _EMPTY
+        is_short = waits & (room <= seats) & (room <= turns)
         self.was_short |= is_short
-        self.was_seated |= (self._waiting > _EMPTY) & ~is_short
-        self._short_s = np.where(is_short, self._short_s + TICK_S, 0.0)
-        merges = (self._short_s >= DROP_S) & (self.level < self._top)
+        self.was_seated |= waits & (seats < room) & (seats <= turns)
+        self.was_late |= waits & (turns < room) & (turns < seats)
+        self._merge(is_short, used + admitted * mix.mean_input_tokens)
+
+    def _merge(self, is_short: npt.NDArray[np.bool_], used: Array) -> None:
+        """Decide drops, and make those that were decided."""
+        mix, pools = self._capacity.mix, self._capacity.pools_tokens
+        asks = is_short & (self.level < self._top) & (self._merging_s == 0.0)
+        decided = self._merging_s > 0.0
+        for at in np.flatnonzero(asks):
+            decided[at] = self._is_worth(int(self.level[at]), float(self._unplaced[at]))
+        self._merging_s = np.where(is_short & decided, self._merging_s + TICK_S, 0.0)
+        merges = self._merging_s >= DROP_S
         self.level = self.level + merges
-        self._short_s[merges] = 0.0
+        self._merging_s[merges] = 0.0
+        free = np.maximum(0.0, pools[self.level] - used)
+        self._unplaced = np.maximum(0.0, self._waiting * mix.mean_input_tokens - free)
+
+    def _computable(self) -> Array:
+        """Requests whose prompts a tick can compute, and the one that is computed in part. Others
+        wait without memory, as in the scheduler.
+        """
+        table, each = self._capacity.table, self._capacity.mix.mean_input_tokens
+        most = np.maximum(1.0, table.max_tokens - self.num)
+        return most * TICK_S / table.seconds(self.level, self.num, most) / each + 1.0
+
+    def _is_worth(self, level: int, unplaced: float) -> bool:
+        """Whether a merge into the next level is, while so much of an instance's queue finds no
+        room.
+        """
+        pools = self._capacity.pools_tokens
+        gains = (
+            (self._capacity.depths[deeper], max(0.0, float(pools[deeper] - pools[level])))
+            for deeper in range(1, len(pools))
+        )
+        deepest = deepest_worth(gains, unplaced, MOST_QUEUE_PER_GAIN, float(pools[level]))
+        return deepest >= self._capacity.depths[level + 1]
 
     def _compute(self) -> tuple[Array, Array]:
         """Prompts computed in a tick, and tokens of each decode."""

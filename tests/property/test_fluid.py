@@ -88,6 +88,16 @@ def test_drops_remove_what_the_rule_allows() -> None:
     assert (alone.p99_s - dropped.p99_s).max() > 0.3 * most_s
 
 
+def test_no_drop_for_a_queue_that_waits_for_compute() -> None:
+    """The controller's rule: what waits must be no more than what pairs free."""
+    able = capacity("short", 0.9)
+    bursts = Bursts(np.array([1.35, 3.0]), np.array([90.0, 60.0]), np.array([0.5, 0.5]))
+    alone, dropped = flow(able, bursts, drops=False), flow(able, bursts, drops=True)
+    assert alone.waits_for_memory.all() and list(alone.waits_for_compute) == [False, True]
+    assert dropped.p99_s[0] < alone.p99_s[0]
+    assert dropped.p99_s[1] == alone.p99_s[1]
+
+
 @pytest.mark.parametrize("name", sorted(LENGTHS))
 def test_capacity_follows_memory(name: str) -> None:
     small, large = capacity(name, 0.5), capacity(name, 0.9)

@@ -253,6 +253,12 @@ SYSTEMS = {
             "drop, and park where nothing is left to drop",
         ),
         System(
+            "drop-tpot-park",
+            replace(_DROP, park_behind_drop=True),
+            "drop-tpot and drop-park",
+            tpot_slo_s=0.8,
+        ),
+        System(
             "autoscale",
             OverloadConfig(policy="recompute"),
             "recompute, and start instances when memory is short; they are given back later",

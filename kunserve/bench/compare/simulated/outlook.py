@@ -21,7 +21,7 @@ DOUBT = 0.1
 """How much lower and higher the burst is taken to be as well, because one run is one draw."""
 MOST_OF_IT = 0.8
 """Of what endless memory would take off P99 TTFT, what drops must, for the burst to fit."""
-AGREED, SIMULATED = 75, 84
+AGREED, SIMULATED = 96, 108
 """Of so many simulated bursts, at how many the model said as the simulator whether P99 TTFT falls
 by `HELPS`: `python -m benchmarks.map_agreement`."""
 
@@ -105,7 +105,9 @@ def _kind(able: Capacity, alone: Flow, by_drop: Array, by_endless: Array) -> Kin
     if by_drop[2] >= HELPS:
         return Kind.EDGE
     if not alone.waits_for_memory[1]:
-        return Kind.SEATS if alone.waits_for_seats[1] else Kind.ROOM
+        if alone.waits_for_seats[1]:
+            return Kind.SEATS
+        return Kind.COMPUTE if alone.waits_for_compute[1] else Kind.ROOM
     return Kind.TOO_MUCH if by_endless[1] >= HELPS else Kind.COMPUTE
 
 
