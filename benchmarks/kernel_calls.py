@@ -112,7 +112,7 @@ def packed_calls(spec: ModelSpec, kind: WeightFormat, m: int) -> list[Call]:
 def attention_calls(
     spec: ModelSpec, num_seqs: int, queries: int, context: int, *, is_huge: bool = False
 ) -> list[Call]:
-    """The attention of every layer over one step, of KV in small pages or (``is_huge``) of 2 MiB."""
+    """The attention of every layer over one step; KV in pages of 2 MiB if ``is_huge``."""
     batch = make_batch(num_seqs, queries, context, spec.num_layers)
     num_units = num_seqs * -(-context // BLOCK_SIZE) * spec.num_layers
     unit_elements = spec.unit_bytes(BLOCK_SIZE) // spec.dtype_bytes
