@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.machine_limits import put_in_huge_pages
 from kunserve.core.model_spec import ModelSpec
 from kunserve.core.packed import PackedField, Run, WeightFormat
 from kunserve.engine.attention import StepBatch, c_model
@@ -33,6 +34,8 @@ NORMAL_BYTE = 0x11
 """Bytes that are small ordinary numbers in every format of scales and values."""
 DECODES = ((16, 1000), (1, 4000))
 """Sequences of one query, and their context."""
+CACHED_KEYS = 128
+"""The context of a decode whose K and V stay in the L2 cache, call after call."""
 PROMPTS = ((512, 512), (512, 8000))
 """Queries, and their context."""
 
@@ -106,13 +109,17 @@ def packed_calls(spec: ModelSpec, kind: WeightFormat, m: int) -> list[Call]:
     return calls
 
 
-def attention_calls(spec: ModelSpec, num_seqs: int, queries: int, context: int) -> list[Call]:
-    """The attention of every layer over one step."""
+def attention_calls(
+    spec: ModelSpec, num_seqs: int, queries: int, context: int, *, is_huge: bool = False
+) -> list[Call]:
+    """The attention of every layer over one step; KV in pages of 2 MiB if ``is_huge``."""
     batch = make_batch(num_seqs, queries, context, spec.num_layers)
     num_units = num_seqs * -(-context // BLOCK_SIZE) * spec.num_layers
     unit_elements = spec.unit_bytes(BLOCK_SIZE) // spec.dtype_bytes
     dtype = torch.bfloat16 if spec.dtype == "bfloat16" else torch.float32
     memory = torch.randn(num_units * unit_elements, dtype=torch.float32).to(dtype)
+    if is_huge:
+        put_in_huge_pages(memory)
     model = c_model(spec, memory.data_ptr(), BLOCK_SIZE)
     tokens = num_seqs * queries
     qkv = torch.randn(tokens, spec.qkv_size).to(dtype)

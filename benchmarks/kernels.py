@@ -29,6 +29,7 @@ import torch.nn.functional as F
 
 from benchmarks.kernel_calls import (
     BLOCK_SIZE,
+    CACHED_KEYS,
     DECODES,
     PROMPTS,
     Call,
@@ -125,11 +126,15 @@ def cases(spec: ModelSpec, weights: ModelWeights, args: argparse.Namespace) -> I
                 yield Case("quantised", f"{name}, {m} rows", "int8", calls)
     if "attention" in args.kinds:
         wide = replace(spec, num_heads=32, num_kv_heads=8, head_dim=128, num_layers=2)
-        for shape in ((n, 1, context) for n, context in DECODES):
-            label = f"{shape[0]} x {shape[2]} keys"
-            yield Case("attention", label, spec.dtype, attention_calls(spec, *shape))
-            calls = attention_calls(replace(wide, num_layers=4), *shape)
-            yield Case("attention", label, spec.dtype, calls)
+        for num_seqs, context in DECODES:
+            for pages, is_huge in (("4 KiB", False), ("2 MiB", True)):
+                label = f"{num_seqs} x {context} keys, {pages} pages"
+                for model in (spec, replace(wide, num_layers=4)):
+                    calls = attention_calls(model, num_seqs, 1, context, is_huge=is_huge)
+                    yield Case("attention", label, spec.dtype, calls)
+        for model in (spec, wide):  # one layer's KV, which stays in the L2 cache
+            calls = attention_calls(replace(model, num_layers=1), 1, 1, CACHED_KEYS)
+            yield Case("attention", f"1 x {CACHED_KEYS} keys, cached", spec.dtype, calls)
         for queries, context in PROMPTS:
             label = f"{queries} of {context} keys"
             for model in (replace(spec, num_layers=2), wide):

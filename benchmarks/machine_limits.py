@@ -41,7 +41,7 @@ def measure_limits(library: CDLL, rounds: int = 12) -> Limits:
     memory = torch.ones(READ_BYTES + max(AHEAD_BYTES), dtype=torch.uint8)
     small = max(_read_rate(library, memory, ahead, rounds) for ahead in AHEAD_BYTES)
     huge = None
-    if _in_huge_pages(memory):
+    if put_in_huge_pages(memory):
         huge = max(_read_rate(library, memory, ahead, rounds) for ahead in AHEAD_BYTES)
     return Limits(
         bytes_per_s=small,
@@ -50,7 +50,7 @@ def measure_limits(library: CDLL, rounds: int = 12) -> Limits:
     )
 
 
-def _in_huge_pages(memory: torch.Tensor) -> bool:
+def put_in_huge_pages(memory: torch.Tensor) -> bool:
     """Whether all but its edges lies in pages of 2 MiB now (Linux 6.1, whatever sysfs says)."""
     first = -(-memory.data_ptr() // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
     end = (memory.data_ptr() + memory.nbytes) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
