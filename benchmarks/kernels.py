@@ -13,6 +13,7 @@ another checkout's kernels and calls both in turns, on one thread by its process
 """
 
 import argparse
+import dataclasses
 import os
 import subprocess
 import sys
@@ -49,6 +50,7 @@ from kunserve.engine.decoder import Decoder, LayerWeights, ModelWeights
 from kunserve.engine.kernels.build import build, build_level
 from kunserve.engine.kernels.levels import level_named
 from kunserve.engine.kernels.library import library, load, set_num_threads
+from kunserve.engine.kernels.panels import in_panels
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 512)
 PACKED_ROWS = (1, 8, 32, 512)
@@ -103,6 +105,22 @@ def random_weights(spec: ModelSpec) -> ModelWeights:
     ]
     embedding = matrix(spec.vocab_size, hidden)
     return ModelWeights(embedding, layers, ones, embedding)
+
+
+def held_by_engines(weights: ModelWeights) -> ModelWeights:
+    """The same, with matrices in panels."""
+    embedding = in_panels(weights.embedding)
+    layers = [
+        dataclasses.replace(
+            layer,
+            qkv=in_panels(layer.qkv),
+            o=in_panels(layer.o),
+            gate_up=in_panels(layer.gate_up, is_paired=True),
+            down=in_panels(layer.down),
+        )
+        for layer in weights.layers
+    ]
+    return ModelWeights(embedding, layers, weights.final_norm, embedding)
 
 
 class Case(NamedTuple):
@@ -287,7 +305,8 @@ def compare_with_torch(report: Report, weights: ModelWeights, m: int, threads: i
 
 
 def measure_steps(report: Report, spec: ModelSpec, weights: ModelWeights, threads: int) -> None:
-    """Whole steps: embedding, layers, logits, argmax."""
+    """Whole steps: embedding, layers, logits, argmax. From small pages."""
+    weights = held_by_engines(weights)
     shapes = [(1, 1, 160), (8, 1, 160), (32, 1, 160), (32, 1, 900), (1, 1, 4000), (1, 512, 512)]
     for num_seqs, queries, context in shapes:
         batch = make_batch(num_seqs, queries, context)
