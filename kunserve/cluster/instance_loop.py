@@ -319,7 +319,7 @@ class InstanceLoop:
         gives_way = self._gives_way()
         if self._agent.has_ready_work() and not (self._has_no_front or gives_way):
             return Woken.BUSY  # mail is read without asking first whether there is any
-        began_s = time.monotonic()
+        began_s = self._look()  # else a sleep after the last step would count as a bubble
         longest_s = max(0.0, self._next_report_s - began_s)
         wait_s = min(longest_s, SHORT_WAIT_S) if gives_way or self._gate.is_waiting else longest_s
         found = self._poller.poll(int(wait_s * 1000.0))

@@ -18,6 +18,7 @@ of it (``MUCH``) is made however long the queue is.
 """
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Protocol
 
 from kunserve.core.load import GroupLoad
@@ -75,7 +76,9 @@ def plan_worth(
     if size == 1:
         return DropPlan((), required_blocks, False, _why(unplaced), is_worth=False)
     if size < deepest:
-        return plan_of(required_blocks, max_group_size=size)
+        plan = plan_of(required_blocks, max_group_size=size)
+        if not plan.merges:  # what could merge has merged, and deeper is not worth it
+            plan = replace(plan, obstacle=_why(unplaced), is_worth=False)
     return plan
 
 

@@ -1,4 +1,6 @@
-"""Write endpoints: off by default, and never "done" when nothing changed."""
+"""Write endpoints, off by default. Drops, restores, pauses and sizes are never "done" when nothing
+changed.
+"""
 
 import asyncio
 import logging
@@ -23,6 +25,11 @@ logger = logging.getLogger("kunserve.server")
 VERIFY_S = 15.0
 """How long the effect may take to show in the cluster's state."""
 POLL_S = 0.05
+_NOT_RESET = {
+    "reset_running_requests": "what running requests share stays until they end",
+    "reset_external": "there is no cache outside",
+}
+"""Fields of vLLM's ``/reset_prefix_cache``, and why they are refused."""
 TURN_S = 5.0
 """How long who asks for a size waits for those who asked before, and until it is the aim."""
 
@@ -145,12 +152,9 @@ class AdminRoutes:
         """POST /reset_prefix_cache, vLLM's: the next run of a benchmark finds nothing."""
         if self._is_open():
             check_origin(http.headers)
-        if http.query_params.get("reset_running_requests", "false").lower() not in ("false", "0"):
-            raise InvalidRequest(
-                "`reset_running_requests` must be false: what running requests share stays "
-                "until they end.",
-                "reset_running_requests",
-            )
+        for name, why in _NOT_RESET.items():
+            if http.query_params.get(name, "false").lower() not in ("false", "0"):
+                raise InvalidRequest(f"`{name}` must be false: {why}.", name)
         await self._front.engine.reset_prefix_cache()
         logger.info("admin action=reset_prefix_cache")
         return Response()

@@ -126,9 +126,11 @@ def test_children_of_a_replica_that_has_ended_are_ended(tmp_path: Path) -> None:
     with pytest.raises(ServerUnreachable), running_others("theirs", other):
         raise AssertionError("it is not ready")
 
+    child = Path(f"/proc/{int(said.read_text())}/stat")
+
     def is_over() -> bool:
         try:
-            return Path(f"/proc/{said.read_text()}/stat").read_text().split()[2] == "Z"
+            return child.read_text().split()[2] == "Z"
         except OSError:
             return True
 

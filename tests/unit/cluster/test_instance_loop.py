@@ -353,9 +353,12 @@ def test_only_rings_are_read_where_only_a_stage_has_woken_the_loop(
     loop._awaits_group, loop._lease, loop._beside = False, None, None
     loop._next_report_s = 0.0
     loop._gate = SimpleNamespace(is_waiting=False)
-    loop._poller = SimpleNamespace(poll=lambda timeout_ms: found)
+    looks: list[str] = []
+    loop._look = lambda: looks.append("clock") or 0.0
+    loop._poller = SimpleNamespace(poll=lambda timeout_ms: looks.append("sleep") or found)
     loop._peers = SimpleNamespace(bell=BELL, awake=list)
     assert loop._wait() is expected
+    assert looks == ["clock", "sleep"], "a sleep without work would count as a bubble"
 
 
 def test_no_step_begins_while_kv_is_copied_here(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -66,6 +66,19 @@ def test_where_much_memory_is_added_no_queue_is_too_long():
     assert [len(found) for found in shape(pairs)] == [2, 2], "fours add 17 %"
 
 
+def test_behind_pairs_that_stand_a_deeper_drop_is_refused_by_name():
+    def plan_of(required_blocks: int, *, max_group_size: int | None) -> DropPlan:
+        if max_group_size == 2:
+            return DropPlan((), required_blocks, False)
+        return plan_drop(FOUR, SPECS, required_blocks, first_id=FIRST_ID)
+
+    found = plan_worth(
+        plan_of, 1000, 500, most=1.0, capacity_blocks=10**6, num_instances=4, max_group_size=None
+    )
+    assert not found.merges and not found.enough
+    assert not found.is_worth and "no drop is worth it: 500 blocks" in found.shortfall
+
+
 def test_no_deeper_than_is_allowed():
     assert [len(found) for found in shape(worth(1000, PAIRS, size=2))] == [2, 2]
 
