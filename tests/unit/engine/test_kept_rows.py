@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -75,7 +74,7 @@ def step_of(chunks: Sequence[Chunk], wanted: Sequence[int], side: int) -> StepBa
 
 
 def assert_same(body: CpuBody, chunks: Sequence[Chunk], wanted: Sequence[int]) -> None:
-    """A step over all rows beside those over what is wanted: in one call, in many, by two stages."""
+    """A step over all rows, and over what is wanted: in one call, in many, by two stages."""
     decoder = decoder_of(body)
     ours, theirs = (body.unit_view(side * SIDE_UNITS, SIDE_UNITS) for side in (1, 0))
     before = ours.copy()
