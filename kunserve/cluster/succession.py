@@ -16,6 +16,7 @@ from kunserve.cluster.seat import RunState, Seat, WiresState
 from kunserve.core.config import ClusterConfig, KunServeConfig, ServerConfig
 from kunserve.core.front_config import ChatConfig, LogConfig
 from kunserve.core.ids import InstanceId
+from kunserve.core.packed import WEIGHTS_LAYOUT
 from kunserve.transport.codec import MESSAGE_TYPES
 from kunserve.transport.socket_folder import SocketFolder, has_room
 
@@ -163,8 +164,8 @@ def settings_digest(
     config: KunServeConfig, fake: FakeSettings | None, model_files: str | None
 ) -> str:
     """Equal for fronts whose instances do for each other: all settings but those of the HTTP
-    server, of chats and of the log, the files of the model, and the language that processes talk
-    to each other.
+    server, of chats and of the log, the files of the model, how weights lie in memory, and the
+    language that processes talk to each other.
 
     Nor does it matter where Ray is called, nor what the front has measured on its own machine.
     """
@@ -185,5 +186,5 @@ def settings_digest(
         ),
     )
     instances = msgspec.json.encode((asked, fake, model_files))
-    words = f"{kunserve.__version__} {language}".encode()
+    words = f"{kunserve.__version__} {WEIGHTS_LAYOUT} {language}".encode()
     return hashlib.sha256(words + instances).hexdigest()

@@ -6,6 +6,9 @@ from typing import NamedTuple
 
 PANEL_ROWS = 16
 """Rows of a matrix that lie together."""
+WEIGHTS_LAYOUT = 2
+"""Counts the ways in which bytes of weights have lain in memory. Instances copy them from each
+other, so those of another way must not be taken over: raise it with each change."""
 BLOCK_COLUMNS = 32
 """Columns whose products are summed before they are scaled."""
 _SUPERBLOCK = 256

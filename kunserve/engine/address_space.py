@@ -105,7 +105,7 @@ def advise_huge(address: int, num_bytes: int) -> None:
 
 
 def collapse(address: int, num_bytes: int) -> int:
-    """Put what lies there into huge pages, whatever the kernel's settings: 0, or an errno.
+    """Put what lies there into huge pages, unless ``shmem_enabled`` is ``deny``: 0, or an errno.
 
     Some may be in huge pages even so. EINVAL before Linux 6.1.
     """

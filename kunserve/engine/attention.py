@@ -52,6 +52,8 @@ class StepBatch:
     """The longest context; None: to be looked for."""
     flat: np.ndarray | None = None
     """Positions, starts and context lengths one behind the other, where they lie so."""
+    wants_sampled: bool = False
+    """Whether of what the stage's last layer gives only ``sample_rows`` are wanted."""
     _c: CBatch | None = field(default=None, init=False, repr=False, compare=False)
 
     @property
@@ -83,7 +85,23 @@ class StepBatch:
         if found is None:
             found = self._c = self._make_c()
         found.rope[: len(rope_addresses)] = rope_addresses
+        found.kept = None
         return found
+
+    def keep_sampled(self) -> int:
+        """What ``as_c`` gave leaves out rows of a stage's last layer, if not all are wanted.
+
+        Returns how many rows of hidden states are left: they come first.
+        """
+        rows, c_batch = self.sample_rows, self._c
+        assert c_batch is not None
+        if not self.wants_sampled or len(rows) >= self.num_tokens:
+            return self.num_tokens
+        if not (rows[1:] > rows[:-1]).all():  # kernels move them up in their order
+            return self.num_tokens
+        assert rows.dtype == _INT32 and rows.flags.c_contiguous, rows.dtype
+        c_batch.kept, c_batch.num_kept = address_of(rows), len(rows)
+        return len(rows)
 
     def _make_c(self) -> CBatch:
         num_tokens = self.num_tokens

@@ -163,7 +163,7 @@ class StepDecoder(Protocol):
         hidden: torch.Tensor,
         between_layers: Callable[[], None] | None = None,
     ) -> torch.Tensor:
-        """The stage's layers over ``hidden``, in place; returns it."""
+        """The stage's layers over ``hidden``, in place; returns it, or what is wanted of it."""
         ...
 
     def logits(self, batch: StepBatch, hidden: torch.Tensor) -> torch.Tensor:
@@ -261,7 +261,7 @@ class Decoder:
         hidden: torch.Tensor,
         between_layers: Callable[[], None] | None = None,
     ) -> torch.Tensor:
-        """The stage's layers over ``hidden`` [T, hidden], in place; returns it.
+        """The stage's layers over ``hidden`` [T, hidden], in place; returns it, or what is wanted.
 
         Writes the tokens' K and V into the cache. With ``between_layers`` the stage is a C call
         per layer instead of a single one.
@@ -280,6 +280,8 @@ class Decoder:
             runs = [LayerRange(layer, layer + 1) for layer in range(*self._range)]
         for first, end in runs:
             if self._backend is None:
+                if end == self._range.end:
+                    hidden = hidden[: batch.keep_sampled()]
                 self._stage(self._model, self._layers, c_batch, buffers, first, end)
             else:
                 for layer in range(first, end):
@@ -301,6 +303,7 @@ class Decoder:
         logits = self._logits.rows(num_sampled)
         reach = batch.num_positions
         c_batch = batch.as_c(*(table.address(reach) for table in self._rope))
+        batch.keep_sampled()
         buffers = self._scratch.at(ends.hidden(batch.num_tokens))
         c_ends = ends.of_step(
             batch.token_ids,
@@ -317,7 +320,7 @@ class Decoder:
     def run_fused(self, batch: StepBatch, hidden: HiddenRows | None) -> HiddenRows:
         """The stage's layers, in place, in one call; with None from its tokens, into new rows.
 
-        Only where ``is_fused``.
+        Only where ``is_fused``. Returns what is wanted of them.
         """
         ends, count, row_bytes = self._fused_ends, batch.num_tokens, self._row_bytes
         assert ends is not None
@@ -327,12 +330,13 @@ class Decoder:
         assert rows.data.nbytes == count * row_bytes, (rows.data.nbytes, count, row_bytes)
         reach = batch.num_positions
         c_batch = batch.as_c(*[table.address(reach) for table in self._rope])
+        num_left = batch.keep_sampled()
         layers = self._model, self._layers, c_batch, self._scratch.at(rows.address), *self._range
         if hidden is not None:
             self._stage(*layers)
         elif not self._run_fused(*layers, ends.of_first_stage(batch.token_ids)):
             raise IndexError(f"a token is none of {self._spec.vocab_size}")
-        return rows
+        return rows if num_left == count else rows.first(num_left)
 
     def _buffers(self, hidden: torch.Tensor) -> CBuffers:
         """Where a step's activations go."""

@@ -46,6 +46,11 @@ class HiddenRows:
         """The same memory as [rows, hidden]."""
         return torch.frombuffer(self.data, dtype=dtype).view(self.num_rows, -1)
 
+    def first(self, num_rows: int) -> "HiddenRows":
+        """The same memory, of the first rows alone."""
+        row_bytes = self.data.nbytes // self.num_rows
+        return HiddenRows(self.data[: num_rows * row_bytes], num_rows)
+
     def picked(self, which: npt.NDArray[np.int32]) -> "HiddenRows":
         """Copies of some rows."""
         rows = np.frombuffer(self.data, dtype=np.uint8).reshape(self.num_rows, -1)[which]

@@ -371,8 +371,9 @@ class _Prefault:
                 # Before it is touched, because what is mapped would have to be unmapped first.
                 self._collapses = collapse(address, HUGE_PAGE_BYTES)
             size = min(self._PIECE_BYTES - address % self._PIECE_BYTES, end - address)
-            # A piece that a remap took away meanwhile fails to populate: nothing is lost.
+            # It does not move meanwhile: drops and restores move what lies behind it.
             if self._stopping.is_set() or not address_space.populate_pages(address, size):
                 return
             address += size
-        self._when_done()
+        if self._collapses:  # else there is little to tell, and to count small pages takes long
+            self._when_done()

@@ -44,6 +44,7 @@ def build_batch(work: StepWork) -> StepBatch:
         q_starts=q_starts,
         context_lens=starts + lengths,
         sample_rows=q_starts[1:][num_sampled > 0] - 1,
+        wants_sampled=work.is_last and not work.plan.scored,
     )
 
 

@@ -107,6 +107,8 @@ class CBatch(ctypes.Structure):
         ("num_seqs", c_int32),
         ("max_blocks", c_int32),
         ("local_tables", c_void_p),
+        ("kept", c_void_p),
+        ("num_kept", c_int32),
     ]
 
 

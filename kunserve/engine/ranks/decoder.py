@@ -1,6 +1,7 @@
 """The decoder of an instance of several ranks: rank 0 orders what all of them compute."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -140,7 +141,8 @@ class RankedDecoder(Ordering):
             shared.copy_(hidden)
         region.write_stage(batch, self._range, embeds=embeds)
         self._meeting.tell()
-        self._own.run_stage(StageOrder(batch, self._range, embeds), between_layers)
+        every_row = replace(batch, wants_sampled=False)  # ranks share sums of all of them
+        self._own.run_stage(StageOrder(every_row, self._range, embeds), between_layers)
         return hidden.copy_(shared)
 
     def logits_of(self, which: npt.NDArray[np.integer[Any]], hidden: torch.Tensor) -> torch.Tensor:

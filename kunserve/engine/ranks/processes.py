@@ -135,11 +135,17 @@ class Members:
             said: list[Any] = []
             try:
                 yield said
-            finally:
-                for talk in self._talks:
-                    answer, _ = talk.hear(self._patience_s)
-                    assert isinstance(answer, Answer) and answer.refusal is None, answer
-                    said.append(answer.said)
+            except BaseException:
+                with contextlib.suppress(RankLost):  # what went wrong here is what is told
+                    said += self._answers()
+                raise
+            said += self._answers()
+
+    def _answers(self) -> Iterator[Any]:
+        for talk in self._talks:
+            answer, _ = talk.hear(self._patience_s)
+            assert isinstance(answer, Answer) and answer.refusal is None, answer
+            yield answer.said
 
     def _watch(self, rank: int, process: RankProcess) -> None:
         code = process.wait()

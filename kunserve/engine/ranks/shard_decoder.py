@@ -71,6 +71,7 @@ class ShardDecoder(Decoder):
         self, order: StageOrder, between_layers: Callable[[], None] | None = None
     ) -> None:
         """The layers over the region's ``hidden``, in place. Raises RankLost."""
+        assert not order.batch.wants_sampled
         hidden = self.region.hidden[: order.batch.num_tokens]
         if order.embeds:
             self._embed(order.batch, hidden)

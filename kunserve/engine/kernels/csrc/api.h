@@ -66,6 +66,10 @@ typedef struct {
   const float *rope[2]; /* [position][cos | sin][head_dim / 2] each */
   int32_t num_tokens, num_seqs, max_blocks;
   const int32_t *local_tables; /* as `tables`, for layers with a window; NULL: the same */
+  /* Rows of which alone the last layer is wanted, ascending; NULL: all. `hidden` then begins with
+   * them, side by side, and what is behind them is undefined. Only without ranks. */
+  const int32_t *kept;
+  int32_t num_kept;
 } kun_batch;
 
 /* This process as one of several that compute a stage together (ranks.h). */

@@ -51,7 +51,9 @@ void kun_largest(const float *logits, float *pairs, int64_t rows, int64_t n, int
       return 0;                                                                                 \
     }                                                                                           \
     kun_stage_##T(model, layers, batch, buffers, first, end);                                   \
-    if (ends->num_sampled > 0) kun_head_##T(buffers->hidden, ends);                             \
+    kun_ends left = *ends;                                                                      \
+    if (batch->kept != NULL) left.sampled = NULL; /* they are all there is */                   \
+    if (left.num_sampled > 0) kun_head_##T(buffers->hidden, &left);                             \
     return 1;                                                                                   \
   }
 

@@ -7,6 +7,8 @@ typedef struct {
   const kun_buffers *buffers;
   long first, end;
   attention_plan plan; /* made by thread 0 before the first barrier */
+  kun_batch kept;      /* what is left of the step behind K and V of the last layer */
+  attention_plan kept_plan;
 } stage_job;
 
 /* The step as a layer that sees `window` tokens (0: all) has it. */
@@ -17,10 +19,10 @@ INLINE kun_batch seen_by(const kun_batch *batch, long window) {
 }
 
 /* The rows that this rank norms for all of them; without ranks all rows. */
-static void norm_rows(const stage_job *stage, const elem *weight, int thread) {
+static void norm_rows(const stage_job *stage, const elem *weight, long tokens, int thread) {
   const kun_model *m = stage->model;
   const kun_buffers *b = stage->buffers;
-  long hidden = m->hidden, tokens = stage->batch->num_tokens;
+  long hidden = m->hidden;
   long first = first_row(b->ranks, tokens), rows = end_row(b->ranks, tokens) - first;
   norm_part((elem *)b->normed + first * hidden, (const elem *)b->hidden + first * hidden, weight,
             rows, hidden, m->eps, m->norm_offset, thread);
@@ -33,23 +35,46 @@ INLINE void give_to_norm(linear_job *job, void *normed) {
 }
 
 /* Of the same rows. Without a barrier behind it: so is the norm that follows, in each thread. */
-static void add_normed(const stage_job *stage, const elem *weight, int thread) {
+static void add_normed(const stage_job *stage, const elem *weight, long tokens, int thread) {
   const kun_model *m = stage->model;
   const kun_buffers *b = stage->buffers;
-  long hidden = m->hidden, tokens = stage->batch->num_tokens;
+  long hidden = m->hidden;
   long first = first_row(b->ranks, tokens), rows = end_row(b->ranks, tokens) - first;
   add_norm_part((elem *)b->hidden + first * hidden, (elem *)b->normed + first * hidden, weight, rows,
                 hidden, m->eps, m->norm_offset, thread);
 }
 
-static void run_layer(const stage_job *stage, long layer, int thread) {
+/* Queries into b->qkv, K and V into the cache. The caller puts a barrier behind it. */
+static void place_layer(const stage_job *stage, long layer, int thread) {
+  const kun_model *m = stage->model;
+  const kun_layer *w = &stage->layers[layer];
+  const kun_buffers *b = stage->buffers;
+  long tokens = stage->batch->num_tokens, dim = m->head_dim;
+  long q_size = m->heads * dim, qkv_size = q_size + 2 * m->kv_heads * dim;
+  linear_job qkv = {b->normed, w->qkv, w->qkv_bias, b->qkv, tokens, qkv_size, m->hidden, KUN_STORE};
+  long runs[] = {q_size, m->kv_heads * dim, m->kv_heads * dim};
+  packed_job packed_qkv = packed_of(qkv, w->qkv_formats, runs, 3, b->rounded);
+  kun_batch batch = seen_by(stage->batch, w->window);
+
+  norm_rows(stage, w->input_norm, tokens, thread);
+  ranks_barrier(b->ranks);
+  any_part(&packed_qkv, thread);
+  pool_barrier();
+  if (m->whole_qk_norm && b->ranks != NULL) {
+    squares_part(m, tokens, b->qkv, b->ranks, thread);
+    ranks_barrier(b->ranks);
+  }
+  place_part(m, w, layer, &batch, b->qkv, b->ranks, thread);
+}
+
+/* The rest of a layer, of the tokens of `step`: their queries, and their rows of `hidden`. */
+static void finish_layer(const stage_job *stage, const kun_batch *step, const attention_plan *plan,
+                         long layer, int thread) {
   const kun_model *m = stage->model;
   const kun_layer *w = &stage->layers[layer];
   const kun_buffers *b = stage->buffers;
   kun_ranks *ranks = b->ranks;
-  long tokens = stage->batch->num_tokens, hidden = m->hidden, dim = m->head_dim;
-  long q_size = m->heads * dim, qkv_size = q_size + 2 * m->kv_heads * dim;
-  linear_job qkv = {b->normed, w->qkv, w->qkv_bias, b->qkv, tokens, qkv_size, hidden, KUN_STORE};
+  long tokens = step->num_tokens, hidden = m->hidden, q_size = m->heads * (long)m->head_dim;
   linear_job o = {b->mixed, w->o, w->o_bias, b->hidden, tokens, hidden, q_size, KUN_RESIDUAL};
   linear_job gate_up = {b->normed, w->gate_up, w->gate_up_bias, b->gated,
                         tokens, m->intermediate, hidden, m->gate};
@@ -57,32 +82,20 @@ static void run_layer(const stage_job *stage, long layer, int thread) {
                      tokens, hidden, m->intermediate, KUN_RESIDUAL};
   if (w->attention_out_norm != NULL) give_to_norm(&o, b->normed);
   if (w->mlp_out_norm != NULL) give_to_norm(&down, b->normed);
-  long runs[] = {q_size, m->kv_heads * dim, m->kv_heads * dim};
-  packed_job packed_qkv = packed_of(qkv, w->qkv_formats, runs, 3, b->rounded);
   packed_job packed_o = packed_of(part_of_sum(o, ranks), &w->o_format, &hidden, 1, b->rounded);
   packed_job packed_gate_up = packed_of(gate_up, &w->gate_up_format, &gate_up.n, 1, b->rounded);
   packed_job packed_down =
       packed_of(part_of_sum(down, ranks), &w->down_format, &hidden, 1, b->rounded);
-  kun_batch batch = seen_by(stage->batch, w->window);
-  attention_job attention = {m, &batch, b->qkv, b->mixed, layer, w->window, &stage->plan};
+  kun_batch batch = seen_by(step, w->window);
+  attention_job attention = {m, &batch, b->qkv, b->mixed, layer, w->window, plan};
 
-  norm_rows(stage, w->input_norm, thread);
-  ranks_barrier(ranks);
-  any_part(&packed_qkv, thread);
-  pool_barrier();
-  if (m->whole_qk_norm && ranks != NULL) {
-    squares_part(m, tokens, b->qkv, ranks, thread);
-    ranks_barrier(ranks);
-  }
-  place_part(m, w, layer, &batch, b->qkv, ranks, thread);
-  ranks_barrier(m->whole_qk_norm ? ranks : NULL); /* parts of `o` go where the squares are */
   attention_part(&attention, thread);
   pool_barrier();
   any_part(&packed_o, thread);
   ranks_barrier(ranks);
   sum_part(&o, ranks, thread);
-  if (w->attention_out_norm != NULL) add_normed(stage, w->attention_out_norm, thread);
-  norm_rows(stage, w->post_norm, thread);
+  if (w->attention_out_norm != NULL) add_normed(stage, w->attention_out_norm, tokens, thread);
+  norm_rows(stage, w->post_norm, tokens, thread);
   ranks_barrier(ranks);
   if (w->router != NULL) {
     experts_part(m, w, b, tokens, thread);
@@ -93,7 +106,54 @@ static void run_layer(const stage_job *stage, long layer, int thread) {
   }
   ranks_barrier(ranks);
   sum_part(&down, ranks, thread); /* the next norm is of the same rows in each thread */
-  if (w->mlp_out_norm != NULL) add_normed(stage, w->mlp_out_norm, thread);
+  if (w->mlp_out_norm != NULL) add_normed(stage, w->mlp_out_norm, tokens, thread);
+}
+
+/* From here on the step is its kept rows, each a sequence of one token: what it attends to does not
+ * depend on who is computed beside it. One thread does it for all. Until the MLP `gated` is free,
+ * and has at least 16 bytes of each token. */
+static void keep_rows(void *arg) {
+  stage_job *stage = arg;
+  const kun_model *m = stage->model;
+  const kun_batch *all = stage->batch;
+  long num = all->num_kept, q_size = m->heads * (long)m->head_dim, sequence = 0;
+  long stride = q_size + 2 * m->kv_heads * (long)m->head_dim;
+  elem *qkv = stage->buffers->qkv, *hidden = stage->buffers->hidden;
+  int32_t *rows = stage->buffers->gated, *q_starts = rows + num, *context_lens = q_starts + num + 1;
+  for (long i = 0; i < num; i++) {
+    long token = all->kept[i];
+    while (all->q_starts[sequence + 1] <= token) sequence++;
+    rows[i] = all->rows[sequence];
+    q_starts[i] = (int32_t)i;
+    context_lens[i] =
+        all->context_lens[sequence] - (all->q_starts[sequence + 1] - 1 - (int32_t)token);
+    if (token == i) continue;
+    memcpy(qkv + i * stride, qkv + token * stride, (size_t)q_size * sizeof(elem));
+    memcpy(hidden + i * m->hidden, hidden + token * m->hidden, (size_t)m->hidden * sizeof(elem));
+  }
+  q_starts[num] = (int32_t)num;
+  stage->kept = *all;
+  stage->kept.rows = rows;
+  stage->kept.q_starts = q_starts;
+  stage->kept.context_lens = context_lens;
+  stage->kept.num_tokens = stage->kept.num_seqs = (int32_t)num;
+  stage->kept_plan = plan_attention(m, &stage->kept);
+}
+
+static void run_layer(stage_job *stage, long layer, int thread) {
+  const kun_batch *step = stage->batch;
+  const attention_plan *plan = &stage->plan;
+  place_layer(stage, layer, thread);
+  if (layer == stage->end - 1 && step->kept != NULL) {
+    if (step->num_kept == 0) return;
+    pool_barrier_around(keep_rows, stage);
+    step = &stage->kept;
+    plan = &stage->kept_plan;
+  } else {
+    /* Parts of `o` go where the squares are. */
+    ranks_barrier(stage->model->whole_qk_norm ? stage->buffers->ranks : NULL);
+  }
+  finish_layer(stage, step, plan, layer, thread);
 }
 
 static void stage_fn(void *arg, int thread) {
@@ -105,7 +165,8 @@ static void stage_fn(void *arg, int thread) {
 /* Layers [first, end) over the step, `buffers->hidden` in place, K and V written to the cache. */
 void NAME(kun_stage)(const kun_model *model, const kun_layer *layers, const kun_batch *batch,
                      const kun_buffers *buffers, int64_t first, int64_t end) {
-  stage_job stage = {model, layers, batch, buffers, first, end, {0}};
+  stage_job stage = {.model = model, .layers = layers, .batch = batch, .buffers = buffers,
+                     .first = first, .end = end};
   if (batch->num_tokens > 0) pool_run(stage_fn, &stage);
 }
 
@@ -137,7 +198,8 @@ static void place_fn(void *arg, int thread) {
 /* Norm (if any) and rotate q and k of `qkv` in place; write K and V of layer `layer`. */
 void NAME(kun_place)(const kun_model *model, const kun_layer *weights, const kun_batch *batch,
                      const kun_buffers *buffers, int64_t layer) {
-  stage_job stage = {model, weights, batch, buffers, layer, layer + 1, {0}};
+  stage_job stage = {.model = model, .layers = weights, .batch = batch, .buffers = buffers,
+                     .first = layer, .end = layer + 1};
   pool_run(place_fn, &stage);
 }
 
