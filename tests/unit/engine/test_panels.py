@@ -1,11 +1,14 @@
 """Matrices in panels: the bits of plain ones, and the bytes that were put in."""
 
+import os
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from kunserve.engine.kernels.levels import VARIABLE
 from kunserve.engine.kernels.library import set_num_threads
 from kunserve.engine.kernels.ops import Finish, gather, linear, pick_rows
 from kunserve.engine.kernels.panels import PanelMatrix, in_panels
@@ -50,6 +53,26 @@ def test_products_have_the_bits_of_plain_weights(dtype, m, n, steps, finish, thr
             for weight in (w, panels)
         )
         assert torch.equal(of_panels, of_plain)
+
+
+@pytest.mark.skipif("amx" in os.environ.get(VARIABLE, ""), reason="AMX adds in its own order")
+@given(
+    m=st.integers(1, 30), n=st.integers(1, 40), steps=st.integers(1, 20), seed=st.integers(0, 99)
+)
+@example(m=1, n=16, steps=72, seed=0)
+@example(m=300, n=24, steps=192, seed=0)
+def test_sums_have_one_order_on_every_processor(m, n, steps, seed):
+    """A sum for each slot of 4 bytes, of a pair the odd column first; products are exact."""
+    x, w = (random(rows, steps * 8, dtype=torch.bfloat16, seed=seed + rows) for rows in (m, n))
+    slots = np.zeros((4, m, n), dtype=np.float32)
+    columns = x.float().numpy().T[:, :, None] * w.float().numpy().T[:, None, :]
+    for pairs in columns.reshape(steps, 4, 2, m, n):
+        slots += pairs[:, 1]
+        slots += pairs[:, 0]
+    wanted = (slots[0] + slots[2]) + (slots[1] + slots[3])
+    set_num_threads(2)
+    for weight in (w, in_panels(w)):
+        assert np.array_equal(linear(x, weight, finish=Finish.FLOAT).numpy(), wanted)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -38,11 +38,6 @@ INLINE routing routing_of(const kun_model *m, const kun_buffers *b, long tokens)
   return r;
 }
 
-/* Blocks of rows that stay in the L2 cache while panels pass. */
-INLINE long blocks_of(long rows, long row_bytes) {
-  return (rows * row_bytes + X_BLOCK_BYTES - 1) / X_BLOCK_BYTES;
-}
-
 /* A product with the matrix of expert e, among those of all. */
 INLINE packed_job of_expert(linear_job out, const void *all, int32_t format, long e, x_block *x) {
   long columns = panel_columns(&out), rows = out.kind == KUN_SWIGLU ? 2 * out.n : out.n;
@@ -54,9 +49,11 @@ INLINE packed_job of_expert(linear_job out, const void *all, int32_t format, lon
   return packed_of(out, &format, &out.n, 1, x);
 }
 
-INLINE void any_panel(const packed_job *job, char *packed, long panel, long first, long end) {
+/* `factors` are those of rows [first, end), for weights in the elements' type. */
+INLINE void any_panel(const packed_job *job, char *packed, long panel, const char *factors,
+                      long first, long end) {
   if (!is_exact(job->formats[0])) packed_pass(job, job->x, panel, first, end);
-  else panel_pass(&job->out, packed, panel, first, end, panel_at(&job->out, panel + 1));
+  else panel_pass(&job->out, packed, panel, factors, first, end, panel_at(&job->out, panel + 1));
 }
 
 /* This thread's share of rounding so many elements for packed weights. */
@@ -137,7 +134,7 @@ static void group_rows(const kun_model *m, const routing *r, long tokens) {
   for (long e = 0; e < experts; e++) {
     long rows = r->starts[e + 1] - r->starts[e];
     if (rows == 0) continue;
-    blocks += blocks_of(rows, m->hidden * (long)sizeof(elem));
+    blocks += blocks_of(rows, m->hidden * (long)sizeof(factor));
     r->active[count] = (int32_t)e;
     r->ends[count++] = (int32_t)blocks;
   }
@@ -154,13 +151,10 @@ static void experts_gate_up(const kun_model *m, const kun_layer *w, const kun_bu
   long row_bytes = hidden * (long)sizeof(elem), blocks = r->ends[*r->count - 1];
   long runs = (kun_threads() * 6 + blocks - 1) / blocks, i = 0, copied = -1;
   if (runs > panels) runs = panels;
-  char *packed = pool_scratch(thread, (size_t)(row_bytes * (PANEL + 1) + X_BLOCK_BYTES));
+  long factor_row = hidden * (long)sizeof(factor);
+  long rounded_row = hidden / BLOCK * (long)sizeof(x_block);
+  char *packed = pool_scratch(thread, (size_t)(row_bytes * PANEL + factor_row + X_BLOCK_BYTES));
   char *copies = packed + row_bytes * PANEL;
-  const char *rows_at = b->normed;
-  if (!is_exact(format)) {
-    rows_at = b->rounded;
-    row_bytes = hidden / BLOCK * (long)sizeof(x_block);
-  }
   for (long piece = pool_take(); piece < blocks * runs; piece = pool_take()) {
     long block = piece / runs, run = piece % runs;
     while (block >= r->ends[i]) i++;
@@ -168,31 +162,42 @@ static void experts_gate_up(const kun_model *m, const kun_layer *w, const kun_bu
     long start = r->starts[e], rows = r->starts[e + 1] - start;
     long first = start + rows * (block - before) / of;
     long count = start + rows * (block - before + 1) / of - first;
-    const char *x = rows_at + r->rows[first] * row_bytes;
-    if (count > 1) {
-      for (long row = 0; row < count && block != copied; row++) {
-        memcpy(copies + row * row_bytes, rows_at + r->rows[first + row] * row_bytes,
-               (size_t)row_bytes);
+    const int32_t *which = r->rows + first;
+    const char *x = copies;
+    if (!is_exact(format)) {
+      if (count == 1) x = (const char *)b->rounded + which[0] * rounded_row;
+      for (long row = 0; row < count && count > 1 && block != copied; row++) {
+        memcpy(copies + row * rounded_row, (const char *)b->rounded + which[row] * rounded_row,
+               (size_t)rounded_row);
       }
-      copied = block;
-      x = copies;
+    } else {
+      const elem *normed = b->normed;
+      if (count == 1) x = factors_of(copies, normed + which[0] * hidden, hidden);
+      for (long row = 0; row < count && count > 1 && block != copied; row++) {
+        put_factors(copies + row * factor_row, normed + which[row] * hidden, hidden);
+      }
     }
+    copied = block;
     linear_job out = {(const elem *)x, NULL, NULL, (elem *)b->gated + first * inner,
                       count, inner, hidden, KUN_SWIGLU};
     packed_job job = of_expert(out, w->experts_gate_up, format, e, (x_block *)x);
     for (long panel = panels * run / runs; panel < panels * (run + 1) / runs; panel++) {
-      any_panel(&job, packed, panel, 0, count);
+      any_panel(&job, packed, panel, x, 0, count);
     }
   }
 }
 
 /* Add some panels of weighted products to the sums of the tokens that `job` names. */
 static void add_panels(const packed_job *job, char *packed, long from, long to) {
-  long rows = job->out.m, blocks = blocks_of(rows, job->out.k * (long)sizeof(elem));
+  long rows = job->out.m, k = job->out.k, blocks = blocks_of(rows, k * (long)sizeof(factor));
   for (long block = 0; block < blocks; block++) {
-    for (long panel = from; panel < to; panel++) {
-      any_panel(job, packed, panel, rows * block / blocks, rows * (block + 1) / blocks);
+    long first = rows * block / blocks, end = rows * (block + 1) / blocks;
+    const char *factors = NULL;
+    if (is_exact(job->formats[0])) {
+      char *widened = packed + k * PANEL * (long)sizeof(elem);
+      factors = factors_of(widened, job->out.x + first * k, (end - first) * k);
     }
+    for (long panel = from; panel < to; panel++) any_panel(job, packed, panel, factors, first, end);
   }
 }
 
@@ -207,7 +212,8 @@ static void experts_down(const kun_model *m, const kun_layer *w, const kun_buffe
   const kun_ranks *ranks = b->ranks;
   float *sums = b->sums;
   if (ranks != NULL) sums = (float *)ranks->parts + ranks->rank * tokens * hidden;
-  char *packed = pool_scratch(thread, (size_t)(widest * PANEL) * sizeof(elem));
+  size_t widened = factor_bytes(widest + X_BLOCK_BYTES / (long)sizeof(factor));
+  char *packed = pool_scratch(thread, (size_t)(widest * PANEL) * sizeof(elem) + widened);
   linear_job shared = {(const elem *)b->gated + tokens * m->experts_per_token * inner,
                        w->shared_down, NULL, sums, tokens, hidden, m->shared, KUN_WEIGHTED,
                        r->every, r->shares};

@@ -13,9 +13,14 @@ typedef struct {
   long panels; /* with which w begins; behind them, and where there are none, rows are plain */
 } linear_job;
 
-#define X_BLOCK_BYTES (384 * 1024) /* rows of x that stay in the L2 cache while panels pass */
+#define X_BLOCK_BYTES (384 * 1024) /* of factors, which stay in the L2 cache while panels pass */
 
-#define STREAMING_ROWS 64          /* up to here reading w is what takes the time */
+/* In how many blocks rows of x pass. */
+INLINE long blocks_of(long rows, long row_bytes) {
+  return (rows * row_bytes + X_BLOCK_BYTES - 1) / X_BLOCK_BYTES;
+}
+
+#define STREAMING_ROWS 64 /* up to here reading w is what takes the time */
 
 INLINE int is_gated(const linear_job *job) {
   return job->kind == KUN_SWIGLU || job->kind == KUN_GEGLU;
@@ -108,10 +113,10 @@ static void amx_pass(const linear_job *job, const char *panel, long column, long
                      const char *next);
 #endif
 
-/* One panel of columns for rows [first, end) of x, while fetching `next`, the one after it. Plain
- * rows become a panel in `scratch`. */
-static void panel_pass(const linear_job *job, char *scratch, long panel, long first, long end,
-                       const char *next) {
+/* One panel of columns for rows [first, end) of x, whose factors are at `x`, while fetching `next`,
+ * the one after it. Plain rows become a panel in `scratch`. */
+static void panel_pass(const linear_job *job, char *scratch, long panel, const char *x, long first,
+                       long end, const char *next) {
   const char *at = panel_at(job, panel);
   long row_bytes = job->k * (long)sizeof(elem), column = panel * panel_columns(job);
   if (panel >= job->panels) {
@@ -125,13 +130,13 @@ static void panel_pass(const linear_job *job, char *scratch, long panel, long fi
   return;
 #endif
   vf out[PASS_ROWS], bias = panel_bias(job, column);
-  long count = end - first;
+  long count = end - first, x_stride = job->k * (long)sizeof(factor);
   int passes = count <= PASS_ROWS ? 1 : (int)(count / LEAST_PASS_ROWS);
   for (int pass = 0; pass < passes; pass++) {
     long row = first + count * pass / passes;
     int rows = (int)(first + count * (pass + 1) / passes - row);
-    panel_tile(pass, passes, rows, out, at, (const char *)(job->x + row * job->k), row_bytes,
-               row_bytes, next);
+    panel_tile(pass, passes, rows, out, at, x + (row - first) * x_stride, x_stride, row_bytes,
+               next);
     finish(job, out, bias, row, rows, column);
   }
 }
@@ -140,20 +145,28 @@ static void panel_pass(const linear_job *job, char *scratch, long panel, long fi
 static void linear_part(const linear_job *job, int thread) {
   long row_bytes = job->k * (long)sizeof(elem), columns = panel_columns(job);
   long panels = (job->n + columns - 1) / columns;
-  long row_blocks = (job->m * row_bytes + X_BLOCK_BYTES - 1) / X_BLOCK_BYTES;
+  long row_blocks = blocks_of(job->m, job->k * (long)sizeof(factor));
   /* Long runs of panels keep memory streaming; short ones share compute evenly with whoever else
    * wants the cores. */
   long chunk = job->m > STREAMING_ROWS ? 2 : panels / (kun_threads() * 10) + 1;
   long chunks = (panels + chunk - 1) / chunk, pieces = chunks * row_blocks;
-  char *scratch = pool_scratch(thread, (size_t)(row_bytes * PANEL));
+  size_t widened = factor_bytes((job->m + row_blocks - 1) / row_blocks * job->k);
+  char *scratch = pool_scratch(thread, (size_t)(row_bytes * PANEL) + widened);
+  const char *x = NULL;
+  long ready = -1, first = 0, end = 0; /* the block of rows whose factors are at x */
   for (long piece = pool_take(), following; piece < pieces; piece = following) {
     long block = piece / chunks, from = piece % chunks * chunk;
     long to = from + chunk < panels ? from + chunk : panels;
     following = pool_take(); /* already now: its first panel is fetched with this one's last */
+    if (block != ready) {
+      ready = block;
+      first = job->m * block / row_blocks;
+      end = job->m * (block + 1) / row_blocks;
+      x = factors_of(scratch + row_bytes * PANEL, job->x + first * job->k, (end - first) * job->k);
+    }
     for (long panel = from; panel < to; panel++) {
       long next = panel + 1 < to ? panel + 1 : following % chunks * chunk;
-      panel_pass(job, scratch, panel, job->m * block / row_blocks,
-                 job->m * (block + 1) / row_blocks, panel_at(job, next));
+      panel_pass(job, scratch, panel, x, first, end, panel_at(job, next));
     }
   }
 }

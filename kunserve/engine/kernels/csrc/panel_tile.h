@@ -8,6 +8,49 @@
  * call. A panel has exactly the bytes of its rows: matrices are put into panels in place. */
 #define PANEL_STEP 256 /* bytes */
 
+/* Factors are what products read of x. With AVX-512, but without its products of bfloat16, they are
+ * floats: x is widened once for many panels, and a vector of w once for a pass. Elsewhere they are x
+ * as it lies. */
+#if defined(KUN_BF16) && defined(__AVX512F__) && !defined(__AVX512BF16__) && !defined(AMX_LINEAR)
+#define WIDENS_X
+typedef float factor;
+#else
+typedef elem factor;
+#endif
+#define FACTOR_STEP (16 / (long)sizeof(elem) * (long)sizeof(factor)) /* bytes of x in a step */
+
+/* `count` elements of x as factors, at `to`. */
+INLINE void put_factors(char *restrict to, const elem *restrict x, long count) {
+#ifdef WIDENS_X
+  uint32_t *bits = (uint32_t *)to;
+  for (long i = 0; i < count; i++) bits[i] = (uint32_t)x[i] << 16;
+#else
+  memcpy(to, x, (size_t)count * sizeof(factor));
+#endif
+}
+
+/* Where x lies as factors: at `to`, if it is not so already. */
+INLINE const char *factors_of(char *to, const elem *x, long count) {
+#ifdef WIDENS_X
+  put_factors(to, x, count);
+  return to;
+#else
+  (void)to;
+  (void)count;
+  return (const char *)x;
+#endif
+}
+
+/* What `factors_of` needs for so many elements. */
+INLINE size_t factor_bytes(long count) {
+#ifdef WIDENS_X
+  return (size_t)count * sizeof(factor);
+#else
+  (void)count;
+  return 0;
+#endif
+}
+
 /* Rows of x that share a pass over a panel: their sums fill the registers. From two passes on, each
  * has at least half as many: fewer would read the panel more often than memory is waited for. */
 #ifdef __AVX512F__
@@ -30,6 +73,24 @@ INLINE void open_page(const char *at) {
   __builtin_prefetch(at + 3 * PAGE_BYTES + 64, 0, 2);
 }
 
+/* One slot of one step, of all rows: acc += w x. */
+INLINE void add_slot(const int rows, vf (*acc)[4], const int slot, vi w, const char *x,
+                     long x_stride) {
+#ifdef WIDENS_X /* the odd column first, as in `dot_bf16` */
+  vi odd = w & (int32_t)0xffff0000, even = w << 16;
+  UNROLL for (int i = 0; i < rows; i++) {
+    acc[i][slot] = dot_f32(acc[i][slot], odd, spread_4_bytes(x + i * x_stride + 4));
+  }
+  UNROLL for (int i = 0; i < rows; i++) {
+    acc[i][slot] = dot_f32(acc[i][slot], even, spread_4_bytes(x + i * x_stride));
+  }
+#else
+  UNROLL for (int i = 0; i < rows; i++) {
+    acc[i][slot] = dot(acc[i][slot], w, spread_4_bytes(x + i * x_stride));
+  }
+#endif
+}
+
 /* `lines` (a constant) of `next` are fetched in each step. */
 INLINE void panel_pass_of(const int rows, const int lines, vf *out, const char *panel,
                           const char *x, long x_stride, long steps, const char *next) {
@@ -42,9 +103,7 @@ INLINE void panel_pass_of(const int rows, const int lines, vf *out, const char *
     }
     UNROLL for (int c = 0; c < 4; c++) {
       vi w = *(const vi_u *)(panel + c * 64);
-      UNROLL for (int i = 0; i < rows; i++) {
-        acc[i][c] = dot(acc[i][c], w, spread_4_bytes(x + i * x_stride + s * 16 + c * 4));
-      }
+      add_slot(rows, acc, c, w, x + s * FACTOR_STEP + c * (FACTOR_STEP / 4), x_stride);
     }
   }
   UNROLL for (int i = 0; i < rows; i++) {
@@ -79,8 +138,8 @@ PASSES(pass_fetching_all, 4)
 
 #define HARDLY_COMPUTED 5 /* rows: up to here little but memory is waited for */
 
-/* out[i] = the 16 dot products of x's row i with the panel, for pass `pass` of `passes`. Together
- * the passes fetch `next`, the panel after it. */
+/* out[i] = the 16 dot products of x's row i (factors, `x_stride` bytes after row i - 1) with the
+ * panel, for pass `pass` of `passes`. Together the passes fetch `next`, the panel after it. */
 INLINE void panel_tile(int pass, int passes, int rows, vf *out, const char *panel, const char *x,
                        long x_stride, long row_bytes, const char *next) {
   long steps = row_bytes / 16;
