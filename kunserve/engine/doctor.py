@@ -123,7 +123,7 @@ def _huge_pages() -> Iterator[Finding]:
         return
     text = "this system gives no pages of 2 MiB, from which memory is read up to twice as fast: "
     text += (
-        f"Linux 6.1 gives them unless shmem_enabled is deny or memory is in fragments, older ones "
+        "Linux 6.1 gives them unless shmem_enabled is deny or memory is in fragments, older ones "
     )
     text += f"with shmem_enabled=advise ({_shmem_enabled()})"
     yield Finding("note", "huge pages", text)
