@@ -298,6 +298,7 @@ class Decoder:
         ends = self._fused_ends
         assert ends is not None and self._range == LayerRange(0, self._spec.num_layers)
         batch.check()
+        assert len(batch.token_ids) == batch.num_tokens, len(batch.token_ids)
         num_sampled = len(batch.sample_rows)
         self._scratch.make_room(batch.num_tokens)
         logits = self._logits.rows(num_sampled)
@@ -326,6 +327,7 @@ class Decoder:
         assert ends is not None
         batch.check()
         self._scratch.make_room(count)
+        assert hidden is not None or len(batch.token_ids) == count, len(batch.token_ids)
         rows = HiddenRows.empty(count, row_bytes) if hidden is None else hidden
         assert rows.data.nbytes == count * row_bytes, (rows.data.nbytes, count, row_bytes)
         reach = batch.num_positions

@@ -162,19 +162,10 @@ class CEnds(ctypes.Structure):
     ]
 
 
+_LINEAR = (c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_int32)
 _TYPED = {
-    "kun_linear": (c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_int32),
-    "kun_panel_linear": (
-        c_void_p,
-        c_void_p,
-        c_void_p,
-        c_void_p,
-        c_int64,
-        c_int64,
-        c_int64,
-        c_int32,
-        c_int64,
-    ),
+    "kun_linear": _LINEAR,
+    "kun_panel_linear": (*_LINEAR, c_int64),
     "kun_packed_linear": (
         c_void_p,
         POINTER(CPacked),
