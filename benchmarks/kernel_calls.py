@@ -18,10 +18,10 @@ from benchmarks.machine_limits import put_in_huge_pages
 from kunserve.core.model_spec import ModelSpec
 from kunserve.core.packed import PackedField, Run, WeightFormat
 from kunserve.engine.attention import StepBatch, c_model
-from kunserve.engine.decoder import ModelWeights
 from kunserve.engine.kernels.ops import Finish
 from kunserve.engine.kernels.packed import PackedMatrix, rounded_bytes
 from kunserve.engine.kernels.panels import in_panels
+from kunserve.engine.layer_weights import ModelWeights
 
 BLOCK_SIZE = 16
 FINISHES = {

@@ -46,11 +46,12 @@ from kunserve.core.errors import ConfigError
 from kunserve.core.model_spec import ModelSpec
 from kunserve.core.packed import WeightFormat
 from kunserve.engine.attention import TORCH_DTYPES
-from kunserve.engine.decoder import Decoder, LayerWeights, ModelWeights
+from kunserve.engine.decoder import Decoder
 from kunserve.engine.kernels.build import build, build_level
 from kunserve.engine.kernels.levels import level_named
 from kunserve.engine.kernels.library import library, load, set_num_threads
 from kunserve.engine.kernels.panels import in_panels
+from kunserve.engine.layer_weights import LayerWeights, ModelWeights
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 512)
 PACKED_ROWS = (1, 8, 32, 512)

@@ -13,7 +13,8 @@ from kunserve.core.model_spec import ModelSpec
 from kunserve.engine.arena import Arena
 from kunserve.engine.attention import TORCH_DTYPES, StepBatch
 from kunserve.engine.cuda.pages import DevicePages
-from kunserve.engine.decoder import LayerWeights, ModelWeights, StepLimits
+from kunserve.engine.decoder import StepLimits
+from kunserve.engine.layer_weights import LayerWeights, ModelWeights
 from kunserve.engine.ops.table import DeviceBatch, Ops
 from kunserve.engine.torch_decoder import TorchDecoder
 from kunserve.engine.weights.layout import end_shapes, layer_shapes

@@ -12,8 +12,9 @@ from kunserve.core.ids import InstanceId
 from kunserve.core.layout import LayerRange
 from kunserve.core.model_spec import ModelSpec
 from kunserve.engine.attention import c_model
-from kunserve.engine.decoder import Decoder, ModelWeights, StepDecoder, StepLimits
+from kunserve.engine.decoder import Decoder, StepDecoder, StepLimits
 from kunserve.engine.kernels.library import library
+from kunserve.engine.layer_weights import ModelWeights
 from kunserve.engine.memory import InstanceMemory
 from kunserve.engine.memory_plan import MemoryPlan
 from kunserve.engine.pages import HostPages, OpenPages

@@ -4,7 +4,6 @@ Weights and KV memory belong to the arena: only their addresses are kept here, a
 layers that a stage does not hold is never touched.
 """
 
-import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -28,7 +27,6 @@ from kunserve.engine.ends import Ends, Largest, can_be_fused
 from kunserve.engine.experts import add_experts, routing_bytes
 from kunserve.engine.hidden_rows import HiddenRows
 from kunserve.engine.kernels.library import (
-    LAYER_FIELDS,
     CBatch,
     CBuffers,
     CLayer,
@@ -45,66 +43,15 @@ from kunserve.engine.kernels.ops import (
     rms_norm,
 )
 from kunserve.engine.kernels.packed import PackedMatrix, rounded_bytes
-from kunserve.engine.kernels.panels import PANEL_FORMAT, PanelMatrix
 from kunserve.engine.kernels.rope import rope_tables
+from kunserve.engine.layer_weights import ModelWeights, as_c
 from kunserve.engine.logit_room import LogitRoom
 from kunserve.engine.scratch import Scratch, widest
 
-__all__ = ["PANEL_ROWS", "Decoder", "LayerWeights", "ModelWeights", "StepBatch", "StepDecoder"]
+__all__ = ["PANEL_ROWS", "Decoder", "StepBatch", "StepDecoder", "StepLimits"]
 
 PANEL_ROWS = 32
 """Rows of logits that are computed together of a prompt. Steps have memory for so many."""
-
-
-@dataclass(slots=True)
-class LayerWeights:
-    """One layer's tensors, contiguous views in the model's dtype; matrices in panels, or packed."""
-
-    input_norm: torch.Tensor
-    """[hidden]."""
-    qkv: Matrix
-    """[q + 2 kv, hidden], rows of q, then k, then v."""
-    o: Matrix
-    """[hidden, q]."""
-    post_norm: torch.Tensor
-    """[hidden]."""
-    gate_up: Matrix = None
-    """[2 * intermediate, hidden], rows of gate, then up; None where experts are in its place."""
-    down: Matrix = None
-    """[hidden, intermediate]."""
-    qkv_bias: torch.Tensor | None = None
-    q_norm: torch.Tensor | None = None
-    """[head_dim] (Qwen3), or as wide as all heads (OLMoE)."""
-    k_norm: torch.Tensor | None = None
-    o_bias: torch.Tensor | None = None
-    gate_up_bias: torch.Tensor | None = None
-    down_bias: torch.Tensor | None = None
-    router: torch.Tensor | None = None
-    """[experts, hidden]."""
-    experts_gate_up: Matrix = None
-    """[experts * 2 * intermediate, hidden], each expert's as ``gate_up``."""
-    experts_down: Matrix = None
-    """[experts * hidden, intermediate]."""
-    shared_gate_up: Matrix = None
-    """[2 * shared, hidden], as ``gate_up``; the router's last row is its weight's."""
-    shared_down: Matrix = None
-    """[hidden, shared]."""
-    attention_out_norm: torch.Tensor | None = None
-    """[hidden], of what attention adds (Gemma)."""
-    mlp_out_norm: torch.Tensor | None = None
-
-
-@dataclass(slots=True)
-class ModelWeights:
-    """All tensors of a model."""
-
-    embedding: Matrix
-    """[vocab, hidden]."""
-    layers: list[LayerWeights]
-    final_norm: torch.Tensor
-    """[hidden]."""
-    head: Matrix
-    """[vocab, hidden]; the embedding itself when tied."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +149,7 @@ class Decoder:
         self._dtype = TORCH_DTYPES[spec.dtype]
         self._row_bytes = spec.hidden_size * self._dtype.itemsize
         self._model = c_model(spec, kv_base_address, block_size)
-        self._layers = (CLayer * spec.num_layers)(*map(_as_c, weights.layers))
+        self._layers = (CLayer * spec.num_layers)(*map(as_c, weights.layers))
         for layer, pointers in enumerate(self._layers):
             pointers.window = spec.window_of(layer) or 0
             pointers.rope = spec.rope_of(layer)
@@ -422,30 +369,3 @@ def _run_expert(x: torch.Tensor, gate_up: Matrix, down: Matrix) -> torch.Tensor:
 def scaled(rows: torch.Tensor, factor: float) -> torch.Tensor:
     """The rows, multiplied in place; untouched by 1, which nearly all models have."""
     return rows if factor == 1.0 else rows.mul_(factor)
-
-
-def _as_c(layer: LayerWeights) -> CLayer:
-    """The addresses of a layer's tensors."""
-    pointers = CLayer()
-    for name in LAYER_FIELDS:
-        tensor = getattr(layer, name)
-        if isinstance(tensor, PanelMatrix):
-            assert tensor.data.is_contiguous(), (name, tensor.shape)
-            setattr(pointers, name, tensor.data.data_ptr())
-            if name == "qkv":
-                pointers.qkv_formats[:] = (PANEL_FORMAT,) * 3
-            else:
-                format_of = "shared" if name.startswith("shared") else name
-                setattr(pointers, f"{format_of}_format", PANEL_FORMAT)
-        elif isinstance(tensor, PackedMatrix):
-            setattr(pointers, name, tensor.data.data_ptr())
-            if name == "qkv":
-                # One run where files hold one tensor: no panel has rows of two of them anyway.
-                pointers.qkv_formats[:] = tensor.formats * (3 // len(tensor.formats))
-            else:
-                (format_number,) = set(tensor.formats)
-                setattr(pointers, f"{name}_format", format_number)
-        elif tensor is not None:
-            assert tensor.is_contiguous(), (name, tensor.shape, ctypes.sizeof(ctypes.c_void_p))
-            setattr(pointers, name, tensor.data_ptr())
-    return pointers

@@ -12,10 +12,11 @@ from kunserve.core.model_spec import ModelSpec
 from kunserve.core.snapshots import HeadShape
 from kunserve.core.step import SequenceStart
 from kunserve.engine.attention import TORCH_DTYPES, capped
-from kunserve.engine.decoder import ModelWeights, scaled
+from kunserve.engine.decoder import scaled
 from kunserve.engine.ends import HeadCall, Largest, can_be_fused
 from kunserve.engine.hidden_rows import Hidden, rows_of, tensor_of
 from kunserve.engine.kernels.ops import Finish, largest_pairs, linear, rms_norm
+from kunserve.engine.layer_weights import ModelWeights
 from kunserve.engine.sampler import takes_largest
 
 Part = npt.NDArray[np.float32]

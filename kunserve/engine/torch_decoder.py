@@ -13,12 +13,13 @@ import torch
 from kunserve.core.layout import LayerRange
 from kunserve.core.model_spec import ModelSpec
 from kunserve.engine.attention import TORCH_DTYPES, capped
-from kunserve.engine.decoder import LayerWeights, ModelWeights, StepBatch, StepLimits, scaled
+from kunserve.engine.decoder import StepBatch, StepLimits, scaled
 from kunserve.engine.experts import AddUp, add_experts
 from kunserve.engine.graph_inputs import GraphInputs
 from kunserve.engine.graphs import GraphCounts, LayerGraphs, Recorder, sizes_up_to
 from kunserve.engine.kernels.ops import Matrix
 from kunserve.engine.kernels.rope import rope_tables
+from kunserve.engine.layer_weights import LayerWeights, ModelWeights
 from kunserve.engine.ops.table import DeviceBatch, Ops
 
 _WARM_UP_POSITIONS = (0, 1, 0)

@@ -16,9 +16,10 @@ from kunserve.engine.backend import OneMemory, kv_in
 from kunserve.engine.cuda.driver import LIBRARY, Driver
 from kunserve.engine.cuda.pages import DevicePages
 from kunserve.engine.cuda.recorder import TorchRecorder
-from kunserve.engine.decoder import ModelWeights, StepDecoder, StepLimits
+from kunserve.engine.decoder import StepDecoder, StepLimits
 from kunserve.engine.experts import expert_bytes
 from kunserve.engine.graphs import Recorder
+from kunserve.engine.layer_weights import ModelWeights
 from kunserve.engine.memory import InstanceMemory
 from kunserve.engine.memory_plan import padding_granules
 from kunserve.engine.ops import flashinfer_ops

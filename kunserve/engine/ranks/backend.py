@@ -12,7 +12,8 @@ from kunserve.core.model_spec import ModelSpec
 from kunserve.core.sharding import check_shardable, config_of_rank, spec_of_rank
 from kunserve.engine.backend import CpuBackend, Loader, huge_pages_of, weights_in
 from kunserve.engine.cuda.backend import CudaBackend
-from kunserve.engine.decoder import ModelWeights, StepLimits
+from kunserve.engine.decoder import StepLimits
+from kunserve.engine.layer_weights import ModelWeights
 from kunserve.engine.memory import InstanceMemory
 from kunserve.engine.pages import ARENA_FILE, OpenPages
 from kunserve.engine.ranks.control import Drop, Join, Reclaim

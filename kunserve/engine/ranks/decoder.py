@@ -11,8 +11,9 @@ import torch
 from kunserve.core.layout import LayerRange
 from kunserve.core.model_spec import ModelSpec
 from kunserve.engine.attention import TORCH_DTYPES, StepBatch
-from kunserve.engine.decoder import ModelWeights, StepLimits, scaled
+from kunserve.engine.decoder import StepLimits, scaled
 from kunserve.engine.kernels.ops import rms_norm
+from kunserve.engine.layer_weights import ModelWeights
 from kunserve.engine.ranks.control import OpenRegion
 from kunserve.engine.ranks.processes import Members
 from kunserve.engine.ranks.region import Orders, Region, Room, StageOrder

@@ -11,7 +11,8 @@ from kunserve.core.model_spec import ModelSpec
 from kunserve.core.sharding import check_shardable, config_of_rank, spec_of_rank
 from kunserve.engine.backend import Loader, kv_in
 from kunserve.engine.cuda.backend import CudaBackend, drawing_bytes
-from kunserve.engine.decoder import ModelWeights, StepLimits
+from kunserve.engine.decoder import StepLimits
+from kunserve.engine.layer_weights import ModelWeights
 from kunserve.engine.ranks.backend import SeveralRanks
 from kunserve.engine.ranks.control import Load, OpenSums
 from kunserve.engine.ranks.device_decoder import DeviceRanksDecoder, DeviceShard

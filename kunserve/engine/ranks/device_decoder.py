@@ -14,7 +14,8 @@ import torch
 from kunserve.core.model_spec import ModelSpec
 from kunserve.core.sharding import first_expert, spec_of_rank, vocab_of_rank
 from kunserve.engine.attention import StepBatch
-from kunserve.engine.decoder import ModelWeights, StepLimits, scaled
+from kunserve.engine.decoder import StepLimits, scaled
+from kunserve.engine.layer_weights import ModelWeights
 from kunserve.engine.ops.table import Ops
 from kunserve.engine.ranks.decoder import Ordering
 from kunserve.engine.ranks.meeting import Meeting

@@ -11,9 +11,9 @@ from kunserve.core.layout import LayerRange
 from kunserve.core.model_spec import ModelSpec
 from kunserve.core.packed import PackedField
 from kunserve.engine.attention import TORCH_DTYPES
-from kunserve.engine.decoder import LayerWeights, ModelWeights
 from kunserve.engine.kernels.packed import PackedMatrix
 from kunserve.engine.kernels.panels import PanelMatrix
+from kunserve.engine.layer_weights import LayerWeights, ModelWeights
 from kunserve.engine.weights.layout import Section, WeightLayout
 from kunserve.engine.weights.packing import pack
 from kunserve.engine.weights.pieces import EXPERT_PARTS, Piece, rows_of

@@ -12,8 +12,9 @@ from kunserve.core.errors import ConfigError
 from kunserve.core.layout import LayerRange
 from kunserve.core.model_spec import ModelSpec
 from kunserve.core.rope import Llama3Rope
-from kunserve.engine.decoder import Decoder, LayerWeights, ModelWeights, StepBatch
+from kunserve.engine.decoder import Decoder, StepBatch
 from kunserve.engine.kernels.rope import RopeTable, inverse_frequencies
+from kunserve.engine.layer_weights import LayerWeights, ModelWeights
 from tests.specs import model_spec
 from tests.unit.engine.test_memory import SMOLLM2
 

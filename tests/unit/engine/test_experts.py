@@ -12,10 +12,11 @@ from kunserve.core.experts import Experts
 from kunserve.core.model_spec import ModelSpec
 from kunserve.core.packed import PackedField, PackedWeights, Run, WeightFormat
 from kunserve.engine.attention import TORCH_DTYPES, c_model
-from kunserve.engine.decoder import LayerWeights, StepLimits, _as_c, _run_expert
+from kunserve.engine.decoder import StepLimits, _run_expert
 from kunserve.engine.experts import add_experts, choose, routing_bytes
 from kunserve.engine.kernels.library import kernel, set_num_threads
 from kunserve.engine.kernels.packed import PackedMatrix
+from kunserve.engine.layer_weights import LayerWeights, as_c
 from kunserve.engine.scratch import Scratch
 from kunserve.engine.weights.packing import pack
 from tests.specs import model_spec
@@ -90,7 +91,7 @@ def computed(
     scratch("normed", len(rows)).copy_(rows)
     set_num_threads(threads)
     buffers = scratch.as_c(hidden)
-    kernel("kun_experts", dtype)(c_model(spec, 0, 8), _as_c(layer), buffers, len(rows))
+    kernel("kun_experts", dtype)(c_model(spec, 0, 8), as_c(layer), buffers, len(rows))
     set_num_threads(1)
     return hidden
 
