@@ -119,7 +119,7 @@ class Simulated:
 
 
 def kept() -> list[Simulated]:
-    """The points that the results have."""
+    """The points that the results have whole; a run that was broken off left a part of one."""
     values: dict[Point, dict[str, float]] = {}
     for line in figures_of(BENCHMARK):
         values.setdefault(Point(**line["settings"]), {})[line["name"]] = line["value"]
@@ -132,6 +132,7 @@ def kept() -> list[Simulated]:
             {name: one[f"{name} drops"] for name in _DROPPING},
         )
         for point, one in values.items()
+        if f"{_DROPPING[-1]} drops" in one
     ]
 
 

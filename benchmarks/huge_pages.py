@@ -62,7 +62,10 @@ def started(path: Path, quantization: str, huge: Literal["auto", "off"]) -> tupl
     body = CpuBody(InstanceId(0), model, instance)
     wall_s = time.perf_counter() - began_s
     pages = body.memory.arena.pages
-    pages._prefault._thread.join(PREFAULT_S)  # type: ignore[union-attr]
+    thread = pages._prefault._thread  # type: ignore[union-attr]
+    assert thread is not None
+    thread.join(PREFAULT_S)
+    assert not thread.is_alive(), f"memory was not taken within {PREFAULT_S:g} s"
     cpu_s = time.process_time() - began_cpu_s
     return body, Start(wall_s, cpu_s, body.memory.huge_bytes / 2**20)
 

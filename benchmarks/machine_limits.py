@@ -1,11 +1,13 @@
 """What the processor and its memory give at most, measured as the kernels are: least times."""
 
-import ctypes
 import time
 from ctypes import CDLL, c_int32, c_int64, c_void_p
 from typing import NamedTuple
 
 import torch
+
+from kunserve.engine import address_space
+from kunserve.engine.huge_pages import HUGE_PAGE_BYTES
 
 DOTS = {"bfloat16": 0, "float32": 1, "int8": 2}
 """As ``kun_peak_dots`` numbers them."""
@@ -14,8 +16,6 @@ AHEAD_BYTES = (0, 2048, 4096, 8192)
 READ_BYTES = 256 << 20
 PIECE_BYTES = 4 << 20
 """Read by one call: a call begins slowly, and in a long one more of others' work falls."""
-HUGE_PAGE_BYTES = 2 << 20
-_MADV_COLLAPSE = 25
 
 
 class Limits(NamedTuple):
@@ -54,9 +54,7 @@ def put_in_huge_pages(memory: torch.Tensor) -> bool:
     """Whether all but its edges lies in pages of 2 MiB now (Linux 6.1, whatever sysfs says)."""
     first = -(-memory.data_ptr() // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
     end = (memory.data_ptr() + memory.nbytes) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
-    libc = ctypes.CDLL(None)
-    libc.madvise.argtypes = (c_void_p, ctypes.c_size_t, c_int32)
-    return bool(libc.madvise(first, end - first, _MADV_COLLAPSE) == 0)
+    return address_space.collapse(first, end - first) == 0
 
 
 def _read_rate(library: CDLL, memory: torch.Tensor, ahead: int, rounds: int) -> float:

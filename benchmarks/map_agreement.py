@@ -146,7 +146,7 @@ def draw() -> None:
         where = one.where if panel is None else _place(*panel)
         dots.setdefault(where, []).append(Mark("", one.height, one.length_s, one.simulated))
     panels = []
-    for utilization, share in zip(burst_map.UTILIZATIONS, ("36 %", "63 %"), strict=True):
+    for utilization, share in burst_map.SHARES.items():
         row = []
         for mix, lengths in burst_map.mixes().items():
             able = burst_map.capacity(utilization, lengths)

@@ -58,6 +58,10 @@ class Run(NamedTuple):
         return -(-self.num_rows // (PANEL_ROWS // 2 if is_paired else PANEL_ROWS))
 
 
+PAIRED = frozenset({"gate_up", "experts_gate_up", "shared_gate_up"})
+"""Tensors of which 8 rows of the first half lie beside 8 of the second one in every panel."""
+
+
 class PackedField(NamedTuple):
     """A packed tensor of the engine: one or more runs, in the order of its rows.
 
@@ -70,8 +74,8 @@ class PackedField(NamedTuple):
 
     @property
     def is_paired(self) -> bool:
-        """Whether 8 rows of its first half lie beside 8 of its second one in every panel."""
-        return self.name in ("gate_up", "experts_gate_up")
+        """Whether it is of ``PAIRED``."""
+        return self.name in PAIRED
 
     @property
     def num_bytes(self) -> int:

@@ -45,7 +45,7 @@ class StepBatch:
     context_lens: np.ndarray
     """[S] tokens including this step's."""
     sample_rows: np.ndarray
-    """[n] token indices whose logits are wanted."""
+    """[n] token indices whose logits are wanted, ascending."""
     local_tables: np.ndarray | None = None
     """As ``tables``, for layers with a window; None: the same."""
     reach: int | None = None
@@ -72,6 +72,8 @@ class StepBatch:
         if self.flat is None:
             arrays += [self.positions, self.q_starts, self.context_lens]
             assert self.q_starts[0] == 0 and self.q_starts[-1] == self.num_tokens, self.q_starts
+            sampled = self.sample_rows
+            assert (sampled[1:] > sampled[:-1]).all(), sampled
         if self.local_tables is not None:
             assert self.local_tables.shape == self.tables.shape, self.local_tables.shape
             arrays.append(self.local_tables)
@@ -96,8 +98,6 @@ class StepBatch:
         rows, c_batch = self.sample_rows, self._c
         assert c_batch is not None
         if not self.wants_sampled or len(rows) >= self.num_tokens:
-            return self.num_tokens
-        if not (rows[1:] > rows[:-1]).all():  # kernels move them up in their order
             return self.num_tokens
         assert rows.dtype == _INT32 and rows.flags.c_contiguous, rows.dtype
         c_batch.kept, c_batch.num_kept = address_of(rows), len(rows)

@@ -10,16 +10,15 @@ import itertools
 from collections.abc import Sequence
 
 from kunserve.core.layout import VocabRange
+from kunserve.core.packed import PANEL_ROWS
 from kunserve.core.snapshots import HeadShape
-
-PANEL_ROWS = 16
-"""Shares are multiples of it, because kernels compute so many rows together."""
 
 
 def split_head(stage_layers: Sequence[int], head: HeadShape) -> tuple[VocabRange, ...]:
     """The rows of each stage, in stage order; empty for one that has too many layers already.
 
     Like water: the head fills the shortest stages until all that got some are equally long.
+    Shares are whole panels, because kernels compute the rows of a panel together.
     """
     assert stage_layers and head.num_rows > 0 and head.cost_layers > 0.0, (stage_layers, head)
     lengths: list[float] = [*stage_layers]

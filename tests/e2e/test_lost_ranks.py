@@ -8,6 +8,7 @@ import threading
 import time
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -99,7 +100,10 @@ def test_an_error_behind_a_word_leaves_the_next_word_its_answers(folder: Path) -
 
 
 def test_a_step_ends_when_a_rank_stands_still(folder: Path) -> None:
-    with closing(open_ranks(folder, patience_s=0.3)) as body:
+    with closing(open_ranks(folder)) as body:
+        backend: Any = body._backend
+        members = backend._members
+        members._patience_s, members.meeting.as_c.patience_ns = 0.3, 300_000_000
         (pid,) = body.other_pids
         os.kill(pid, signal.SIGSTOP)
         with pytest.raises(RankLost, match="stood still for too long"):

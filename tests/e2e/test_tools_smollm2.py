@@ -35,7 +35,7 @@ def test_forced_calls_follow_their_schemas_whole_and_streamed() -> None:
     with (
         running_server([*flags, "--enable-auto-tool-choice"]) as server,
         openai.OpenAI(
-            base_url=f"{server.url}/v1", api_key="any", max_retries=0, timeout=60.0
+            base_url=f"{server.url}/v1", api_key="any", max_retries=0, timeout=200.0
         ) as client,
     ):
 

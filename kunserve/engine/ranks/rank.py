@@ -11,7 +11,7 @@ import torch
 from kunserve.core.layout import LayerRange
 from kunserve.core.model_spec import ModelSpec
 from kunserve.core.sharding import spec_of_rank
-from kunserve.engine.backend import huge_pages_of, weights_in
+from kunserve.engine.backend import CpuBackend, huge_pages_of, weights_in
 from kunserve.engine.decoder import StepLimits
 from kunserve.engine.memory import InstanceMemory
 from kunserve.engine.ranks.control import Drop, Join, OpenRegion, Reclaim, Word
@@ -117,7 +117,9 @@ class HostRank(Rank):
             ),
         )
         os.close(arena_fd)
-        weights = weights_in(self._memory, shard, torch.device("cpu"), in_panels=True)
+        weights = weights_in(
+            self._memory, shard, CpuBackend.device, in_panels=CpuBackend.has_panels
+        )
         loader = WeightLoader(reader, self._memory.layout, shard, weights)
         loader.check()
         loader.load_ends()

@@ -9,7 +9,7 @@ import torch
 
 from kunserve.core.layout import LayerRange
 from kunserve.core.model_spec import ModelSpec
-from kunserve.core.packed import PackedField
+from kunserve.core.packed import PAIRED, PackedField
 from kunserve.engine.attention import TORCH_DTYPES
 from kunserve.engine.kernels.packed import PackedMatrix
 from kunserve.engine.kernels.panels import PanelMatrix
@@ -19,7 +19,6 @@ from kunserve.engine.weights.packing import pack
 from kunserve.engine.weights.pieces import EXPERT_PARTS, Piece, rows_of
 from kunserve.engine.weights.readers import Reader
 
-_PAIRED = ("gate_up", "experts_gate_up", "shared_gate_up")
 _STAYS_PLAIN = "router"
 """It is small, and one kind of attention computes with it in torch."""
 
@@ -53,7 +52,7 @@ def _in_panels(name: str, view: torch.Tensor | PackedMatrix, spec: ModelSpec) ->
         return view
     is_stack = spec.experts is not None and name in EXPERT_PARTS
     num_matrices = spec.experts.held if spec.experts is not None and is_stack else 1
-    return PanelMatrix(view, name in _PAIRED, num_matrices)
+    return PanelMatrix(view, name in PAIRED, num_matrices)
 
 
 def _views(section: Section, offset: int, spec: ModelSpec, whole: torch.Tensor) -> dict[str, Any]:

@@ -237,8 +237,8 @@ def test_a_step_in_one_call_has_the_bits_of_its_parts(kind, dtype):
     one, parts = Bench(model, threads=2), Bench(model, threads=2)
     # Prompts, one of which goes on; decodes; a step that samples nothing.
     for chunks in (
-        [(0, 0, first), (1, 0, second[:5])],
-        [(0, len(first), [7]), (1, 5, second[5:]), (2, 0, third)],
+        [(0, 0, first), (1, 0, second[:3])],
+        [(0, len(first), [7]), (1, 3, second[3:]), (2, 0, third)],
         [(0, len(first) + 1, [8]), (1, len(second), [9]), (2, len(third), [10])],
         [(0, len(first) + 2, [11])],
     ):
