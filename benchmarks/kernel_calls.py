@@ -112,14 +112,17 @@ def packed_calls(spec: ModelSpec, kind: WeightFormat, m: int) -> list[Call]:
 def attention_calls(
     spec: ModelSpec, num_seqs: int, queries: int, context: int, *, is_huge: bool = False
 ) -> list[Call]:
-    """The attention of every layer over one step; KV in pages of 2 MiB if ``is_huge``."""
+    """The attention of every layer over one step.
+
+    ``is_huge``: from pages of 2 MiB, and none where the system does not give them.
+    """
     batch = make_batch(num_seqs, queries, context, spec.num_layers)
     num_units = num_seqs * -(-context // BLOCK_SIZE) * spec.num_layers
     unit_elements = spec.unit_bytes(BLOCK_SIZE) // spec.dtype_bytes
     dtype = torch.bfloat16 if spec.dtype == "bfloat16" else torch.float32
     memory = torch.randn(num_units * unit_elements, dtype=torch.float32).to(dtype)
-    if is_huge:
-        put_in_huge_pages(memory)
+    if is_huge and not put_in_huge_pages(memory):
+        return []
     model = c_model(spec, memory.data_ptr(), BLOCK_SIZE)
     tokens = num_seqs * queries
     qkv = torch.randn(tokens, spec.qkv_size).to(dtype)

@@ -2,7 +2,7 @@
 
 import time
 from ctypes import CDLL, c_int32, c_int64, c_void_p
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -18,6 +18,10 @@ PIECE_BYTES = 4 << 20
 """Read by one call: a call begins slowly, and in a long one more of others' work falls."""
 
 
+Lies = Literal["small pages", "huge pages", "cache"]
+"""Where a call's bytes lie."""
+
+
 class Limits(NamedTuple):
     """Of a number of threads."""
 
@@ -27,9 +31,14 @@ class Limits(NamedTuple):
     flops: dict[str, float]
     """Per second, by type. Of int8, products that are summed in 32 bits."""
 
-    def roof(self, dtype: str, flops: float, num_bytes: float) -> float:
+    def roof(self, dtype: str, flops: float, num_bytes: float, lies: Lies = "small pages") -> float:
         """The most FLOP/s with which so much arithmetic on so many bytes can be done."""
-        return min(self.flops[dtype], self.bytes_per_s * flops / num_bytes)
+        if lies == "cache":
+            return self.flops[dtype]
+        rate = self.bytes_per_s
+        if lies == "huge pages" and self.huge_bytes_per_s is not None:
+            rate = self.huge_bytes_per_s
+        return min(self.flops[dtype], rate * flops / num_bytes)
 
 
 def measure_limits(library: CDLL, rounds: int = 12) -> Limits:
