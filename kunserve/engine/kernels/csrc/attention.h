@@ -107,7 +107,7 @@ static void open_piece(const attention_job *job, const attention_piece *piece,
       memcpy(to, q + query * stride, (size_t)(group * dim) * sizeof(elem));
     }
   }
-  if (piece->queries * group <= SWEEP_ROWS) {
+  if (piece->queries * group <= SPREAD_ROWS) {
     spread_rows(b->spread, (const char *)b->q, rows * dim * (long)sizeof(elem));
   }
   see_nothing(&b->seen, rows, dim);
@@ -163,7 +163,8 @@ INLINE sequence_cut cut_sequence(const kun_model *model, const kun_batch *batch,
     cut.pieces = (context - 1) / SEGMENT - cut.first_key / SEGMENT + 1;
     cut.part_rows = cut.pieces * queries * model->heads;
   } else {
-    cut.pieces = cut.is_wide ? 1 : (queries + plan->per_piece - 1) / plan->per_piece * model->kv_heads;
+    long runs = (queries + plan->per_piece - 1) / plan->per_piece;
+    cut.pieces = cut.is_wide ? 1 : runs * model->kv_heads;
   }
   return cut;
 }
@@ -280,7 +281,7 @@ static void score_span(attention_buffers *b, const span_rows *keys, fetch_list *
     fetched_pair next = next_fetched(list, panel);
     const char *each[PANEL], *fetched[PANEL];
     float *scores = b->scores + i;
-    if (rows <= SWEEP_ROWS) {
+    if (rows <= SPREAD_ROWS) {
       spread_dots((int)rows, scores, panel, b->spread, row_bytes, scale, next);
       continue;
     }
@@ -288,11 +289,11 @@ static void score_span(attention_buffers *b, const span_rows *keys, fetch_list *
       each[r] = panel + r * row_bytes;
       fetched[r] = next.far + r * row_bytes;
     }
-    pack_panel(b->keys, each, row_bytes, fetched, PANEL);
+    pack_panel(b->keys, each, row_bytes, fetched);
     for (long row = 0; row < rows; row += TILE_ROWS) {
       int height = rows - row < TILE_ROWS ? (int)(rows - row) : TILE_ROWS;
       const char *q = (const char *)b->q + row * row_bytes;
-      tile(height, out, b->keys, q, row_bytes, row_bytes / 16, NULL);
+      tile(height, out, b->keys, q, row_bytes, row_bytes / 16);
       for (int r = 0; r < height; r++) store_f32(scores + (row + r) * SPAN, out[r] * scale);
     }
   }

@@ -18,7 +18,8 @@ INLINE vf grown_total(vf total, vf rescale, vf sum) {
   return dot_f32(sum, (vi)total, (vi)rescale);
 }
 
-/* Softmax numerators of one row over a span, whose scores are `s` [parts], hidden keys' -inf; and how far the row's past results shrink. */
+/* Softmax numerators of one row over a span, whose scores are `s` [parts], hidden keys' -inf; and
+ * how far the row's past results shrink. */
 INLINE void soften(attention_buffers *b, long row, const vf *s, const int parts,
                    const int has_hidden) {
   const vf never = splat(-__builtin_inff());

@@ -126,21 +126,6 @@ INLINE vi spread_4_bytes(const void *p) {
   return x - (vi){};
 }
 
-/* The 16-bit words of a and b in turn, a's first: of their lower (high = 0) or upper halves. */
-INLINE vi interleave_words(vi a, vi b, int high) {
-#define INTERLEAVED(i) i, i + 32, i + 1, i + 33, i + 2, i + 34, i + 3, i + 35
-#ifdef __clang__
-#define WORDS(i) (vi)__builtin_shufflevector((words)a, (words)b, INTERLEAVED(i), \
-    INTERLEAVED(i + 4), INTERLEAVED(i + 8), INTERLEAVED(i + 12))
-#else
-#define WORDS(i) (vi)__builtin_shuffle((words)a, (words)b, (words){INTERLEAVED(i), \
-    INTERLEAVED(i + 4), INTERLEAVED(i + 8), INTERLEAVED(i + 12)})
-#endif
-  return high ? WORDS(16) : WORDS(0);
-#undef INTERLEAVED
-#undef WORDS
-}
-
 /* acc + a * b, lane by lane; a bf16 lane holds two products. */
 INLINE vf dot_f32(vf acc, vi a, vi b) {
 #ifdef __AVX512F__
