@@ -43,24 +43,29 @@ INLINE vf part_scores(const float *scores, int j, const seen_run *run) {
   vf s = load_f32(scores + j * LANES);
   return run == NULL ? s : choose(sees(*run, j), s, splat(-__builtin_inff()));
 }
-INLINE vf numerators(const float *scores, int j, const seen_run *run, vf base) {
-  vf e = exp_vf(load_f32(scores + j * LANES) - base);
-  return run == NULL ? e : choose(sees(*run, j), e, (vf){});
+/* And the softmax numerators of its first parts, added to `sum`. */
+INLINE vf numerators(elem *weights, const float *scores, const int parts, const seen_run *run,
+                     vf base) {
+  vf e[SPAN / LANES], sum = {};
+  UNROLL for (int j = 0; j < parts; j++) e[j] = load_f32(scores + j * LANES) - base;
+  exp_all(e, parts);
+  UNROLL for (int j = 0; j < parts; j++) {
+    if (run != NULL) e[j] = choose(sees(*run, j), e[j], (vf){});
+    sum += e[j];
+    store(weights + j * LANES, e[j]);
+  }
+  return sum;
 }
 
 /* Softmax numerators of one row over a span, and how far the row's past results shrink. */
 INLINE void soften_by(attention_buffers *b, long row, const seen_run *run) {
   const float *scores = b->scores + row * SPAN;
-  vf top = part_scores(scores, 0, run), sum = {};
+  vf top = part_scores(scores, 0, run);
   UNROLL for (int j = 1; j < SPAN / LANES; j++) top = max_vf(top, part_scores(scores, j, run));
   float peak = max_lanes(top), past = b->seen.peak[row];
   if (past > peak) peak = past;
   vf base = splat(peak == -__builtin_inff() ? 0.0f : peak);
-  UNROLL for (int j = 0; j < SPAN / LANES; j++) {
-    vf e = numerators(scores, j, run, base);
-    sum += e;
-    store(b->weights + row * SPAN + j * LANES, e);
-  }
+  vf sum = numerators(b->weights + row * SPAN, scores, SPAN / LANES, run, base);
   vf rescale = exp_vf(splat(past) - base);
   b->rescale[row] = rescale[0];
   b->seen.total[row] = grown_total(splat(b->seen.total[row]), rescale, splat(sum_lanes(sum)))[0];
@@ -117,17 +122,11 @@ INLINE void soften_together(attention_buffers *b, long row, const int rows, cons
   vf base = choose(peak == splat(-__builtin_inff()), (vf){}, peak);
   store_f32(base_of, base);
   for (int r = 0; r < rows; r++) {
-    vf from = splat(base_of[r]), sum = {};
     const float *scores = b->scores + (row + r) * SPAN;
     const seen_run *run = runs == NULL ? NULL : &runs[r];
     elem *weights = b->weights + (row + r) * SPAN;
-    UNROLL for (int j = 0; j < parts; j++) {
-      vf e = numerators(scores, j, run, from);
-      sum += e;
-      store(weights + j * LANES, e);
-    }
+    each[r] = numerators(weights, scores, parts, run, splat(base_of[r]));
     UNROLL for (int j = parts; j < SPAN / LANES; j++) store(weights + j * LANES, (vf){});
-    each[r] = sum;
   }
   vf rescale = exp_vf(past - base);
   vf total = grown_total(load_f32(total_of), rescale, sums_of_sixteen(each));
