@@ -74,14 +74,18 @@ class StepLimits:
     def buffer_bytes(self, spec: ModelSpec) -> int:
         """What such steps need beside weights and KV."""
         widths = spec.hidden_size + spec.qkv_size + spec.q_size + spec.gated_size
-        activations = self.num_tokens * widths * spec.dtype_bytes
+        activations = self.num_tokens * widths * spec.dtype_bytes + self.hidden_bytes(spec)
         if spec.experts is not None:
             activations += routing_bytes(self.num_tokens, spec.experts)
             activations += self.num_tokens * spec.hidden_size * 4
         if spec.packed is not None:
             activations += rounded_bytes(self.num_tokens, widest(spec))
-        logits = self.num_sampled * spec.vocab_size * 4
-        return activations + logits + spec.num_ropes * self.num_positions * spec.head_dim * 4
+        head = self.num_sampled * (4 * spec.vocab_size + spec.hidden_size * spec.dtype_bytes)
+        return activations + head + spec.num_ropes * self.num_positions * spec.head_dim * 4
+
+    def hidden_bytes(self, spec: ModelSpec) -> int:
+        """What the residual stream of such steps needs; ``buffer_bytes`` has it, too."""
+        return self.num_tokens * spec.hidden_size * spec.dtype_bytes
 
 
 class StepDecoder(Protocol):
@@ -156,8 +160,9 @@ class Decoder:
         self._range = LayerRange(0, spec.num_layers)
         self._rope = rope_tables(spec)
         self._norm_offset = int(spec.has_offset_norms)
-        self._scratch = Scratch(spec, self._dtype)
-        self._logits = LogitRoom(spec.vocab_size)
+        is_fused = attention == "fused" and can_be_fused(spec, weights.embedding)
+        self._scratch = Scratch(spec, self._dtype, has_hidden=is_fused)
+        self._logits = LogitRoom(spec.vocab_size, self._row_bytes // 4)
         self._backend: AttentionBackend | None = None
         if attention == "reference":
             self._backend = ReferenceAttention(spec, kv_base_address, block_size)
@@ -165,7 +170,9 @@ class Decoder:
         self._place = kernel("kun_place", self._dtype)
         self._run_fused = kernel("kun_whole", self._dtype)
         self._fused_ends: Ends | None = None
-        if attention == "fused" and can_be_fused(spec, weights.embedding):
+        self._passing_bytes = 0
+        """Of the largest step's residual stream, where ``embed`` takes new memory for each."""
+        if is_fused:
             self._fused_ends = Ends(spec, weights.embedding, weights.final_norm, weights.head)
         set_num_threads(num_threads)
 
@@ -180,12 +187,16 @@ class Decoder:
             table.reserve(limits.num_positions)
         self._scratch.reserve(limits.num_tokens)
         self._logits.reserve(limits.num_sampled)
+        if self._fused_ends is not None:
+            self._fused_ends.reserve(limits.num_sampled)
+        else:
+            self._passing_bytes = limits.hidden_bytes(self._spec)
 
     @property
     def buffer_bytes(self) -> int:
         """Memory of activations, logits and positions."""
         tables = sum(table.num_bytes for table in self._rope)
-        return self._scratch.num_bytes + self._logits.num_bytes + tables
+        return self._scratch.num_bytes + self._logits.num_bytes + tables + self._passing_bytes
 
     def set_layers(self, layers: LayerRange) -> None:
         """The layers that ``forward`` computes from now on; all of them at first."""
@@ -252,7 +263,7 @@ class Decoder:
         reach = batch.num_positions
         c_batch = batch.as_c(*(table.address(reach) for table in self._rope))
         batch.keep_sampled()
-        buffers = self._scratch.at(ends.hidden(batch.num_tokens))
+        buffers = self._scratch.with_own_hidden()
         c_ends = ends.of_step(
             batch.token_ids,
             batch.sample_rows,

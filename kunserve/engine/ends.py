@@ -5,6 +5,7 @@ call and the few operations of torch between two of them cost as much as a whole
 """
 
 import ctypes
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -55,7 +56,7 @@ class HeadCall:
         assert norm.is_contiguous()
         self._row_bytes = head.shape[1] * memory.element_size()
         self._head_at = memory.data_ptr()
-        self._normed = HiddenRows.empty(0, self._row_bytes)
+        self._normed_width = self._row_bytes // 4
         self._call = kernel("kun_head", head.dtype)
         self._ends = CEnds(
             row_bytes=self._row_bytes,
@@ -66,20 +67,20 @@ class HeadCall:
         )
 
     def largest(
-        self, rows: HiddenRows, vocab: VocabRange, logits: torch.Tensor
+        self, rows: HiddenRows, vocab: VocabRange, room: Callable[[int, int], torch.Tensor]
     ) -> npt.NDArray[np.float32]:
-        """As ``kernels.ops.largest_pairs``, of ``rows``; ``logits`` is room."""
+        """As ``kernels.ops.largest_pairs``, of ``rows``; ``room`` gives float32 [rows, width]."""
         num_rows = rows.num_rows
         assert rows.data.nbytes == num_rows * self._row_bytes, (rows.data.nbytes, num_rows)
-        if num_rows > self._normed.num_rows:
-            self._normed = HiddenRows.empty(num_rows, self._row_bytes)
+        memory = room(num_rows, vocab.num_rows + self._normed_width)
+        logits_at = memory.data_ptr()
         pairs = np.empty((num_rows, 2), dtype=np.float32)
         ends = self._ends
         ends.num_sampled, ends.vocab, ends.first = num_rows, vocab.num_rows, vocab.first
         assert vocab.first % PANEL_ROWS == 0, vocab
         ends.head = self._head_at + vocab.first * self._row_bytes
         ends.head_panels = max(0, self._num_panels - vocab.first // PANEL_ROWS)
-        ends.normed, ends.logits = self._normed.address, logits.data_ptr()
+        ends.logits, ends.normed = logits_at, logits_at + num_rows * vocab.num_rows * 4
         ends.pairs = address_of(pairs)
         self._call(rows.address, ends)
         return pairs
@@ -98,8 +99,6 @@ class Ends:
         self._dtype = embedding.dtype
         self._pairs = (ctypes.c_float * 0)()
         memory, num_panels = _memory_of(embedding)
-        self._row_bytes = spec.hidden_size * memory.element_size()
-        self._hidden = HiddenRows.empty(0, self._row_bytes)
         assert norm.is_contiguous()
         self._ends = CEnds(
             embedding=memory.data_ptr(),
@@ -120,11 +119,10 @@ class Ends:
             assert head.dtype == self._dtype
             self._ends.head = memory.data_ptr()
 
-    def hidden(self, num_tokens: int) -> int:
-        """Where a step's residual stream may lie until the next step."""
-        if num_tokens > self._hidden.num_rows:
-            self._hidden = HiddenRows.empty(num_tokens, self._row_bytes)
-        return self._hidden.address
+    def reserve(self, num_sampled: int) -> None:
+        """Take memory for what is found of so many rows, which is 8 bytes each."""
+        self._pairs = (ctypes.c_float * (2 * num_sampled))()
+        self._ends.pairs = ctypes.addressof(self._pairs)
 
     def of_step(
         self,
@@ -139,8 +137,7 @@ class Ends:
         assert token_ids.dtype == sampled.dtype == np.dtype(np.int32)
         assert token_ids.flags.c_contiguous and sampled.flags.c_contiguous
         if 2 * num_sampled > len(self._pairs):
-            self._pairs = (ctypes.c_float * (2 * num_sampled))()
-            ends.pairs = ctypes.addressof(self._pairs)
+            self.reserve(num_sampled)
         ends.token_ids = address_of(token_ids)
         ends.sampled = None if num_sampled == len(token_ids) else address_of(sampled)
         ends.num_sampled = num_sampled

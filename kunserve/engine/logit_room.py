@@ -6,12 +6,14 @@ import torch
 class LogitRoom:
     """Float32 rows of the vocabulary's width, grown to the largest step so far and reused.
 
-    Views are kept, because slicing costs more than a look here.
+    And beside each so many more numbers, for what an output head works on. Views are kept, because
+    slicing costs more than a look here.
     """
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, beside: int = 0) -> None:
         self._width = width
-        self._logits = torch.empty(0, width)
+        self._reserved_width = width + beside
+        self._logits = torch.empty(0, self._reserved_width)
         self._views: dict[tuple[int, int], torch.Tensor] = {}
         """Of the memory's start, by their shape."""
 
@@ -27,7 +29,7 @@ class LogitRoom:
 
     def reserve(self, num_rows: int) -> None:
         """Take memory for so many rows, whose pages are there on return."""
-        self._take(torch.empty(num_rows, self._width).zero_())
+        self._take(torch.empty(num_rows, self._reserved_width).zero_())
 
     def rows(self, num_rows: int) -> torch.Tensor:
         """[num_rows, width], until the next call."""
@@ -39,7 +41,7 @@ class LogitRoom:
         if view is not None:
             return view
         if num_rows * width > self._logits.numel():
-            self._take(torch.empty(-(-num_rows * width // self._width), self._width))
+            self._take(torch.empty(num_rows, max(width, self._reserved_width)))
         view = self._logits.view(-1)[: num_rows * width].view(num_rows, width)
         self._views[num_rows, width] = view
         return view

@@ -16,13 +16,17 @@ def widest(spec: ModelSpec) -> int:
 class Scratch:
     """Activations of a step, grown to the largest step so far and reused."""
 
-    def __init__(self, spec: ModelSpec, dtype: torch.dtype) -> None:
+    def __init__(self, spec: ModelSpec, dtype: torch.dtype, *, has_hidden: bool = False) -> None:
+        """``has_hidden``: also the residual stream of a step that begins with its tokens."""
         self._widths = {
             "normed": spec.hidden_size,
             "qkv": spec.qkv_size,
             "mixed": spec.q_size,
             "gated": spec.gated_size,
         }
+        if has_hidden:
+            self._widths["hidden"] = spec.hidden_size
+        self._hidden_at: int | None = None
         self._experts = spec.experts
         self._dtype = dtype
         self._rounded_bytes = 0 if spec.packed is None else rounded_bytes(1, widest(spec))
@@ -51,6 +55,7 @@ class Scratch:
             self._tensors["sums"] = torch.empty(num_tokens, self._widths["normed"]).zero_()
         for name, tensor in self._tensors.items():
             setattr(self._buffers, name, tensor.data_ptr())
+        self._hidden_at = self._buffers.hidden
 
     @property
     def num_bytes(self) -> int:
@@ -66,6 +71,11 @@ class Scratch:
         """Have memory for a step of this size."""
         if num_tokens > self._capacity:
             self.reserve(num_tokens)
+
+    def with_own_hidden(self) -> CBuffers:
+        """The kernels' view, with the residual stream here too, until the next call."""
+        assert "hidden" in self._tensors and self._hidden_at is not None
+        return self.at(self._hidden_at)
 
     def at(self, hidden: int) -> CBuffers:
         """The kernels' view, with the residual stream at this address, until the next call."""

@@ -90,8 +90,7 @@ class SplitHead:
         if self._is_fused and is_brief:
             if self._head is None:
                 self._head = HeadCall(self._spec, self._weights.final_norm, self._weights.head)
-            rows_at = rows_of(hidden)
-            return self._head.largest(rows_at, vocab, self._room(rows_at.num_rows, vocab.num_rows))
+            return self._head.largest(rows_of(hidden), vocab, self._room)
         rows = tensor_of(hidden, TORCH_DTYPES[self._spec.dtype])
         offset = int(self._spec.has_offset_norms)
         normed = rms_norm(rows, self._weights.final_norm, self._spec.rms_eps, offset=offset)

@@ -22,7 +22,7 @@ from kunserve.core.layout import LayerRange
 from kunserve.engine.body import CpuBody, EngineBody
 from kunserve.engine.cuda.backend import CudaBackend
 from kunserve.engine.graphs import GraphCounts
-from kunserve.engine.kernels.panels import PanelMatrix
+from kunserve.engine.kernels.panels import PanelMatrix, in_panels
 from kunserve.engine.memory import InstanceMemory
 from kunserve.engine.torch_decoder import TorchDecoder
 from tests.direct_engine import DirectEngine
@@ -218,9 +218,11 @@ def test_weights_come_a_tensor_at_a_time_or_not_at_all(
         for layer in range(NUM_LAYERS):
             for name in layout.layer(layer).slots:
                 on_host = getattr(here.layers[layer], name)
+                on_device = getattr(there.layers[layer], name)
                 if isinstance(on_host, PanelMatrix):  # only host memory has panels
-                    on_host = on_host.plain()
-                assert torch.equal(getattr(there.layers[layer], name), on_host)
+                    on_device = in_panels(on_device, is_paired=on_host.is_paired).data
+                    on_host = on_host.data
+                assert torch.equal(on_device, on_host)
 
 
 @pytest.mark.gpu

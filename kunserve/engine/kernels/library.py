@@ -252,8 +252,8 @@ def load(path: str, is_other: bool = False) -> ctypes.CDLL:
     declare("kun_largest", (c_void_p, c_void_p, c_int64, c_int64, c_int64))
     pick = (c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int64, c_void_p)
     declare("kun_pick_rows", pick, c_int32)
-    for name in ("kun_to_panels", "kun_from_panels"):
-        declare(name, (c_void_p, c_int64, c_int64, c_int64, c_int32), c_int32)
+    declare("kun_arranging_bytes", (c_int64, c_int64), c_int64)
+    declare("kun_to_panels", (c_void_p, c_int64, c_int64, c_int64, c_int32, c_void_p))
     declare("kun_entry_bounds", (*(c_void_p,) * 3, *(c_int64,) * 3, c_void_p))
     declare("kun_set_threads", (c_int32,), c_int32)
     declare("kun_set_spin", (c_int32, c_int32))

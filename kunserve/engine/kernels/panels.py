@@ -6,6 +6,7 @@ into panels where it lies. Rows that fill no panel stay as they are, behind the 
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from kunserve.core.packed import PANEL_ROWS
@@ -64,26 +65,20 @@ class PanelMatrix:
         return PanelMatrix(data, self.is_paired)
 
     def put_into_panels(self) -> None:
-        """Call it once all rows of ``data`` have been read. Takes this thread alone."""
-        self._change("kun_to_panels")
+        """Call it once all rows of ``data`` have been read. Takes this thread alone.
 
-    def plain(self) -> torch.Tensor:
-        """All rows of ``data`` as they were read, newly allocated."""
-        copy = PanelMatrix(self.data.clone(), self.is_paired, self.num_matrices)
-        copy._change("kun_from_panels")
-        return copy.data[: self.num_rows]
-
-    def _change(self, how: str) -> None:
+        Rows move inside of ``data``: beside it there is a panel, and a byte for each row.
+        """
         assert self.data.is_contiguous() and self.row_bytes % 16 == 0, self.data.shape
         num_rows, rest = divmod(self.data.shape[0], self.num_matrices)
         assert rest == 0 and not (self.is_paired and num_rows % 2), self
+        room = np.empty(library().kun_arranging_bytes(num_rows, self.row_bytes), dtype=np.uint8)
         sizes = self.num_matrices, num_rows, self.row_bytes, int(self.is_paired)
-        if not getattr(library(), how)(self.data.data_ptr(), *sizes):
-            raise MemoryError(f"no memory for a copy of {num_rows} rows of {self.row_bytes} bytes")
+        library().kun_to_panels(self.data.data_ptr(), *sizes, room.ctypes.data)
 
 
 def in_panels(rows: torch.Tensor, *, is_paired: bool = False, num_matrices: int = 1) -> PanelMatrix:
-    """A copy of plain ``rows`` in panels."""
+    """A copy of plain ``rows`` in panels, for tests and benchmarks: engines load in place."""
     matrix = PanelMatrix(rows.clone(), is_paired, num_matrices)
     matrix.put_into_panels()
     return matrix

@@ -127,7 +127,8 @@ class RankedBackend(SeveralRanks):
     def buffer_bytes(self, spec: ModelSpec, limits: StepLimits) -> int:
         """See ``Backend``."""
         shared = Region.bytes_of(spec, self._num_ranks, room_of(limits, self._block_size))
-        of_rank = limits.buffer_bytes(spec_of_rank(spec, self._num_ranks))
+        shard = spec_of_rank(spec, self._num_ranks)
+        of_rank = limits.buffer_bytes(shard) - limits.hidden_bytes(shard)  # which they share
         return shared + self._num_ranks * of_rank
 
     def open_memory(

@@ -1,5 +1,6 @@
 import json
 from collections.abc import Iterator
+from ctypes import addressof
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from kunserve.core.step import Chunk, StepPlan
 from kunserve.engine import pages
 from kunserve.engine.backend import CpuBackend
 from kunserve.engine.body import CpuBody
-from kunserve.engine.decoder import PANEL_ROWS
+from kunserve.engine.decoder import PANEL_ROWS, Decoder, StepDecoder
 from kunserve.engine.hidden_rows import tensor_of
 from kunserve.engine.step_batch import build_batch
 from tests.direct_engine import DirectEngine, arenas_mapped
@@ -59,8 +60,8 @@ def test_a_start_tells_of_kv_that_lies_outside_of_windows(tmp_path: Path) -> Non
         # Two of three layers see 24 of 512 tokens.
         assert body.account.unseen_share == pytest.approx(2 / 3 * (1 - 24 / 512))
         assert "512 tokens, 64% of its KV outside the windows of layers" in str(body.account)
-        hidden, logits, rope = 64 + 256 + 128 + 96, PANEL_ROWS * 160 * 4, 2 * 200 * 32 * 4
-        assert body.account.buffer_bytes == 48 * hidden * 2 + logits + rope
+        widths, head, rope = 2 * 64 + 256 + 128 + 96, 160 * 4 + 64 * 2, 2 * 200 * 32 * 4
+        assert body.account.buffer_bytes == 48 * widths * 2 + PANEL_ROWS * head + rope
         assert body._decoder.buffer_bytes == body.account.buffer_bytes
     finally:
         body.close()
@@ -86,17 +87,27 @@ def test_the_largest_step_takes_no_memory_that_was_not_reserved(folder: Path) ->
     limits = SchedulerConfig(max_num_seqs=3, max_num_batched_tokens=48)
     body = CpuBody(InstanceId(0), model, SMALL, scheduler=limits)
     try:
-        buffers = body.account.buffer_bytes
-        hidden, logits, rope = 64 + 256 + 128 + 96, PANEL_ROWS * 160 * 4, 200 * 32 * 4
-        assert buffers == 48 * hidden * 2 + logits + rope == body._decoder.buffer_bytes
+        buffers, places = body.account.buffer_bytes, places_of(body._decoder)
+        widths, head, rope = 2 * 64 + 256 + 128 + 96, 160 * 4 + 64 * 2, 200 * 32 * 4
+        assert buffers == 48 * widths * 2 + PANEL_ROWS * head + rope == body._decoder.buffer_bytes
         mib = f"{buffers / (1 << 20):.1f}"
         assert f"beside it {mib} MiB for steps" in str(body.account)
         assert body.account.process_bytes > SMALL.memory_bytes + buffers
         engine = DirectEngine([(body, LayerRange(0, 3))])
         engine.generate([[7] * 100, [9] * 150, [3] * 150], 50, chunk_size=16)
         assert body._decoder.buffer_bytes == buffers
+        assert places_of(body._decoder) == places and len(places) == 9
     finally:
         body.close()
+
+
+def places_of(decoder: StepDecoder) -> dict[str, int]:
+    """Where all that lies which a step writes or looks up."""
+    assert isinstance(decoder, Decoder) and decoder._fused_ends is not None
+    places = {name: tensor.data_ptr() for name, tensor in decoder._scratch._tensors.items()}
+    places |= {f"rope {i}": table.address(1) for i, table in enumerate(decoder._rope)}
+    ends = decoder._fused_ends
+    return places | {"logits": decoder._logits.address, "largest": addressof(ends._pairs)}
 
 
 def test_memory_for_steps_is_asked_for_with_the_rest(

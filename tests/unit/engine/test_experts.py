@@ -234,8 +234,8 @@ def test_memory_of_steps_is_counted(shared_size: int | None, num_notes: int) -> 
     spec = sparse_spec(8, 2, True, shared_size=shared_size)
     assert spec.experts is not None
     limits = StepLimits(num_tokens=7, num_sampled=1, num_positions=1)
-    scratch = Scratch(spec, torch.float32)
+    scratch = Scratch(spec, torch.float32, has_hidden=True)
     scratch.reserve(7)
-    beside = spec.vocab_size * 4 + spec.head_dim * 4
+    beside = spec.vocab_size * 4 + spec.hidden_size * 4 + spec.head_dim * 4
     assert scratch.num_bytes == limits.buffer_bytes(spec) - beside
     assert routing_bytes(7, spec.experts) == 4 * (7 * num_notes + 26)

@@ -13,6 +13,7 @@ from kunserve.core.layout import VocabRange
 from kunserve.core.request import SamplingParams
 from kunserve.core.step import SequenceStart
 from kunserve.engine.kernels.ops import Finish, linear, rms_norm
+from kunserve.engine.logit_room import LogitRoom
 from kunserve.engine.sampler import Sampler, takes_largest
 from kunserve.engine.split_head import SplitHead, join_largest, join_logits, part_of
 from tests.specs import model_spec
@@ -53,6 +54,20 @@ def parts_of(
 def whole(weights: Any, rows: torch.Tensor) -> torch.Tensor:
     normed = rms_norm(rows, weights.final_norm, EPS)
     return linear(normed, weights.head, finish=Finish.FLOAT)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_part_of_as_many_rows_as_were_reserved_takes_no_memory(dtype: torch.dtype) -> None:
+    weights, rows = weights_of(dtype), torch.randn(7, HIDDEN).to(dtype)
+    room = LogitRoom(VOCAB, HIDDEN * dtype.itemsize // 4)
+    room.reserve(7)
+    num_bytes, address = room.num_bytes, room.address
+    head = SplitHead(model_spec(vocab_size=VOCAB, rms_eps=EPS), weights, room.part)
+    head.start(SequenceStart(RequestId("0"), GREEDY, 1, ()))
+    part = head.part([RequestId("0")], VocabRange(0, VOCAB), rows)
+    assert np.array_equal(np.asarray(part)[:, 1], whole(weights, rows).argmax(dim=1).numpy())
+    assert (room.num_bytes, room.address) == (num_bytes, address)
+    assert num_bytes == 7 * (VOCAB * 4 + HIDDEN * dtype.itemsize)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -34,7 +34,7 @@ enum {
   KUN_PANELS = 7
 };
 
-/* A matrix in packed panels: runs of rows, each of one format. For KUN_SWIGLU a panel is 8 rows of
+/* A matrix in packed panels: runs of rows, each of one format. For gate and up a panel is 8 rows of
  * the first half over 8 of the second, and `rows` counts the pairs. */
 #define KUN_RUNS 3
 typedef struct {

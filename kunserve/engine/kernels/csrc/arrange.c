@@ -1,104 +1,98 @@
-/* Matrices into panels (panel_tile.h), in place, and rows out of them. Whoever calls does it alone:
- * steps that are computed meanwhile have the pool. */
-#include <stdlib.h>
-
+/* Matrices into panels (panel_tile.h), in place, and rows out of them. */
+#include "pool.h"
 #include "vec.h"
 
 #include "transpose.h"
 
 #define SLOT 4 /* bytes of a row that lie together */
 
-/* Where rows of one of `matrices` matrices lie before and after: each begins with as many panels as
- * its rows fill, and then has the rest as it was. Where it is paired, a panel is 8 rows of the first
- * half over 8 of the second. */
-typedef struct {
-  char *w;
-  long rows, row_bytes, paired;
-} arranged;
-
-INLINE long panels_of(const arranged *a) { return a->rows / PANEL; }
-
-/* Row r of a panel, in the matrix as files have it. */
-INLINE long row_of(const arranged *a, long panel, int r) {
-  if (!a->paired) return panel * PANEL + r;
-  return (r / 8) * (a->rows / 2) + panel * 8 + r % 8;
+/* Where row i of a matrix with gate over up lies in files: panels are 8 rows of the first half over
+ * 8 of the second, and rows that fill no panel stand behind them in the order that they had. */
+INLINE long filed_row(long i, long rows) {
+  long half = rows / 2, paired = rows / PANEL * 8; /* of each half */
+  if (i < 2 * paired) return i / 8 % 2 * half + i / PANEL * 8 + i % 8;
+  long left = half - paired, at = i - 2 * paired;
+  return at / left * half + paired + at % left;
 }
 
-/* Rows behind the panels, as files have them: of paired ones both halves' ends, one by one. */
-INLINE long rest_of(const arranged *a, long i) {
-  long full = panels_of(a), left = a->rows / 2 - full * 8;
-  if (!a->paired) return full * PANEL + i;
-  return (i / left) * (a->rows / 2) + full * 8 + i % left;
-}
-
-static void into_panels(const arranged *a, const char *from) {
-  const char *rows[PANEL];
-  long bytes = a->row_bytes, full = panels_of(a);
-  for (long panel = 0; panel < full; panel++) {
-    for (int r = 0; r < PANEL; r++) rows[r] = from + row_of(a, panel, r) * bytes;
-    make_panel(a->w + panel * PANEL * bytes, rows, bytes);
-  }
-  for (long i = 0; i < a->rows - full * PANEL; i++) {
-    memcpy(a->w + (full * PANEL + i) * bytes, from + rest_of(a, i) * bytes, (size_t)bytes);
+/* Put rows into the order in which panels have them, along the cycles of that permutation. `saved`
+ * holds a row, `moved` a byte for each. */
+static void interleave_halves(char *w, long rows, size_t bytes, char *saved, char *moved) {
+  memset(moved, 0, (size_t)rows);
+  for (long first = 0; first < rows; first++) {
+    if (moved[first]) continue;
+    memcpy(saved, w + (size_t)first * bytes, bytes);
+    long to = first;
+    for (long from = filed_row(to, rows); from != first; from = filed_row(to, rows)) {
+      memcpy(w + (size_t)to * bytes, w + (size_t)from * bytes, bytes);
+      moved[to] = 1;
+      to = from;
+    }
+    memcpy(w + (size_t)to * bytes, saved, bytes);
+    moved[to] = 1;
   }
 }
 
-/* One row out of a panel. */
-INLINE void row_from_panel(char *to, const char *panel, int row, long row_bytes) {
-  for (long at = 0; at < row_bytes; at += SLOT) {
-    memcpy(to + at, panel + at * PANEL + row * SLOT, SLOT);
-  }
-}
+/* What `kun_to_panels` works in, however many matrices there are: a panel, and a byte for each of
+ * the matrix's rows. */
+int64_t kun_arranging_bytes(int64_t rows, int64_t row_bytes) { return PANEL * row_bytes + rows; }
 
-static void out_of_panels(const arranged *a, const char *from) {
-  long bytes = a->row_bytes, full = panels_of(a);
-  for (long panel = 0; panel < full; panel++) {
-    for (int r = 0; r < PANEL; r++) {
-      row_from_panel(a->w + row_of(a, panel, r) * bytes, from + panel * PANEL * bytes, r, bytes);
+/* Each of the matrices becomes as many panels as its rows fill, and then the rest as it was. Where
+ * they are paired, their first halves are gates. Whoever calls does it alone: steps that are
+ * computed meanwhile have the pool. */
+void kun_to_panels(char *w, int64_t matrices, int64_t rows, int64_t row_bytes, int32_t paired,
+                   char *room) {
+  int64_t panel_bytes = PANEL * row_bytes, full = rows / PANEL;
+  const char *in_room[PANEL];
+  for (int r = 0; r < PANEL; r++) in_room[r] = room + r * row_bytes;
+  for (int64_t i = 0; i < matrices; i++, w += rows * row_bytes) {
+    if (paired) interleave_halves(w, rows, (size_t)row_bytes, room, room + panel_bytes);
+    for (int64_t panel = 0; panel < full; panel++) {
+      memcpy(room, w + panel * panel_bytes, (size_t)panel_bytes);
+      make_panel(w + panel * panel_bytes, in_room, row_bytes);
     }
   }
-  for (long i = 0; i < a->rows - full * PANEL; i++) {
-    memcpy(a->w + rest_of(a, i) * bytes, from + (full * PANEL + i) * bytes, (size_t)bytes);
+}
+
+typedef struct {
+  const char *from;
+  int64_t panels, row_bytes;
+  const int32_t *which;
+  int64_t n;
+  char *to;
+} picked_rows;
+
+static void pick_rows(const picked_rows *job, int64_t first, int64_t end) {
+  int64_t bytes = job->row_bytes;
+  for (int64_t i = first; i < end; i++) {
+    int64_t row = job->which[i], panel = row / PANEL;
+    char *to = job->to + i * bytes;
+    if (panel >= job->panels) {
+      memcpy(to, job->from + row * bytes, (size_t)bytes);
+      continue;
+    }
+    const char *from = job->from + panel * PANEL * bytes + row % PANEL * SLOT;
+    for (int64_t at = 0; at < bytes; at += SLOT) memcpy(to + at, from + at * PANEL, SLOT);
   }
 }
 
-/* As many bytes at a time as the change needs: a panel, where panels have consecutive rows, else a
- * matrix. False if there is no memory for a copy of so many. */
-static int32_t change(char *w, int64_t matrices, int64_t rows, int64_t row_bytes, int32_t paired,
-                      void (*how)(const arranged *, const char *)) {
-  int64_t full = rows / PANEL;
-  int64_t parts = paired ? matrices : matrices * full, part_rows = paired ? rows : PANEL;
-  if (full == 0) return 1;
-  char *copy = malloc((size_t)(part_rows * row_bytes));
-  if (copy == NULL) return 0;
-  for (int64_t i = 0; i < parts; i++) {
-    int64_t first = paired ? i * rows : i / full * rows + i % full * PANEL;
-    arranged a = {w + first * row_bytes, part_rows, row_bytes, paired};
-    memcpy(copy, a.w, (size_t)(part_rows * row_bytes));
-    how(&a, copy);
-  }
-  free(copy);
-  return 1;
+static void pick_part(void *arg, int thread) {
+  const picked_rows *job = arg;
+  int64_t threads = kun_threads();
+  pick_rows(job, job->n * thread / threads, job->n * (thread + 1) / threads);
 }
 
-int32_t kun_to_panels(char *w, int64_t matrices, int64_t rows, int64_t row_bytes, int32_t paired) {
-  return change(w, matrices, rows, row_bytes, paired, into_panels);
-}
-
-int32_t kun_from_panels(char *w, int64_t matrices, int64_t rows, int64_t row_bytes,
-                        int32_t paired) {
-  return change(w, matrices, rows, row_bytes, paired, out_of_panels);
-}
+#define FEW_PICKED 64 /* up to here one thread is done before others have woken up */
 
 /* Rows of `from`, which begins with so many panels, one behind the other; false if one of them is
- * not there. */
+ * not there. A row in a panel is 4 bytes of each of its cache lines. */
 int32_t kun_pick_rows(const char *from, int64_t rows, int64_t panels, int64_t row_bytes,
                       const int32_t *which, int64_t n, char *to) {
-  for (int64_t i = 0; i < n; i++, to += row_bytes) {
-    int64_t row = which[i], panel = row / PANEL;
-    if (row < 0 || row >= rows) return 0;
-    if (panel >= panels) memcpy(to, from + row * row_bytes, (size_t)row_bytes);
-    else row_from_panel(to, from + panel * PANEL * row_bytes, (int)(row % PANEL), row_bytes);
+  picked_rows job = {from, panels, row_bytes, which, n, to};
+  for (int64_t i = 0; i < n; i++) {
+    if (which[i] < 0 || which[i] >= rows) return 0;
   }
+  if (n <= FEW_PICKED) pick_rows(&job, 0, n);
+  else pool_run(pick_part, &job);
   return 1;
 }

@@ -107,7 +107,7 @@ static void open_piece(const attention_job *job, const attention_piece *piece,
       memcpy(to, q + query * stride, (size_t)(group * dim) * sizeof(elem));
     }
   }
-  if (piece->queries * group <= SWEEP_ROWS) {
+  if (piece->queries * group <= SPREAD_ROWS) {
     spread_rows(b->spread, (const char *)b->q, rows * dim * (long)sizeof(elem));
   }
   see_nothing(&b->seen, rows, dim);
@@ -163,7 +163,8 @@ INLINE sequence_cut cut_sequence(const kun_model *model, const kun_batch *batch,
     cut.pieces = (context - 1) / SEGMENT - cut.first_key / SEGMENT + 1;
     cut.part_rows = cut.pieces * queries * model->heads;
   } else {
-    cut.pieces = cut.is_wide ? 1 : (queries + plan->per_piece - 1) / plan->per_piece * model->kv_heads;
+    long runs = (queries + plan->per_piece - 1) / plan->per_piece;
+    cut.pieces = cut.is_wide ? 1 : runs * model->kv_heads;
   }
   return cut;
 }
@@ -271,16 +272,21 @@ static void close_piece(const attention_job *job, const attention_piece *piece,
   write_results(job, piece, &all);
 }
 
-/* Scores of a kv head's rows for `count` keys of a span, multiplied by `scale`. */
-static void score_span(attention_buffers *b, const span_rows *keys, fetch_list *list, long rows,
-                       long row_bytes, long count, float scale) {
+/* Scores of a kv head's rows for `count` keys from `from` on, multiplied by `scale`. Those of rows
+ * that see none of a panel's keys are not written. */
+static void score_span(const attention_job *job, const attention_piece *piece,
+                       attention_buffers *b, const span_rows *keys, fetch_list *list, long from,
+                       long count) {
+  long group = job->model->heads / job->model->kv_heads, rows = piece->queries * group;
+  long row_bytes = job->model->head_dim * (long)sizeof(elem);
+  float scale = 1.0f / __builtin_sqrtf((float)job->model->head_dim);
   vf out[TILE_ROWS] = {{0}};
   for (long i = 0; i < count; i += PANEL) {
     const char *panel = keys->panels[i / PANEL];
     fetched_pair next = next_fetched(list, panel);
     const char *each[PANEL], *fetched[PANEL];
     float *scores = b->scores + i;
-    if (rows <= SWEEP_ROWS) {
+    if (rows <= SPREAD_ROWS) {
       spread_dots((int)rows, scores, panel, b->spread, row_bytes, scale, next);
       continue;
     }
@@ -288,30 +294,34 @@ static void score_span(attention_buffers *b, const span_rows *keys, fetch_list *
       each[r] = panel + r * row_bytes;
       fetched[r] = next.far + r * row_bytes;
     }
-    pack_panel(b->keys, each, row_bytes, fetched, PANEL);
-    for (long row = 0; row < rows; row += TILE_ROWS) {
+    pack_panel(b->keys, each, row_bytes, fetched);
+    for (long row = first_seeing(piece, group, from + i); row < rows; row += TILE_ROWS) {
       int height = rows - row < TILE_ROWS ? (int)(rows - row) : TILE_ROWS;
       const char *q = (const char *)b->q + row * row_bytes;
-      tile(height, out, b->keys, q, row_bytes, row_bytes / 16, NULL);
+      tile(height, out, b->keys, q, row_bytes, row_bytes / 16);
       for (int r = 0; r < height; r++) store_f32(scores + (row + r) * SPAN, out[r] * scale);
     }
   }
 }
 
-/* What the rows have seen grows by the span's values. */
-static void blend_span(attention_buffers *b, const span_rows *values, fetch_list *list, long rows,
-                       long dim, long count) {
+/* What a kv head's rows have seen grows by `count` values from `from` on. */
+static void blend_span(const attention_job *job, const attention_piece *piece,
+                       attention_buffers *b, const span_rows *values, fetch_list *list, long from,
+                       long count) {
+  long group = job->model->heads / job->model->kv_heads, rows = piece->queries * group;
+  long dim = job->model->head_dim, first = first_seeing(piece, group, from);
   fetched_pair next[SPAN / PANEL], none[SPAN / PANEL];
   for (long i = 0; i < count / PANEL; i++) {
     next[i] = next_fetched(list, values->panels[i]);
     none[i] = (fetched_pair){values->panels[i], values->panels[i]};
   }
-  int packs = rows > 2 * TILE_ROWS;
+  int packs = rows - first > 2 * TILE_ROWS;
   if (packs) pack_values(b->values, values, next, dim, count);
-  for (long row = 0; row < rows; row += TILE_ROWS) {
+  for (long row = first; row < rows; row += TILE_ROWS) {
     int height = rows - row < TILE_ROWS ? (int)(rows - row) : TILE_ROWS;
-    if (packs) blend_packed(height, b, row, dim, count);
-    else blend_direct(height, b, values, row == 0 ? next : none, row, dim, count);
+    long seen = keys_seen(piece, group, row + height - 1, from, count);
+    if (packs) blend_packed(height, b, row, dim, seen);
+    else blend_direct(height, b, values, row == first ? next : none, row, dim, seen);
   }
 }
 
@@ -320,7 +330,7 @@ static void blend_span(attention_buffers *b, const span_rows *values, fetch_list
 static void attend_piece(const attention_job *job, const attention_piece *piece,
                          attention_buffers *b, long from, const span_place *place,
                          fetch_list *list) {
-  long dim = job->model->head_dim, row_bytes = dim * (long)sizeof(elem);
+  long dim = job->model->head_dim;
   long per_head = piece->queries * (job->model->heads / job->model->kv_heads);
   long rows = per_head * piece->num_kv_heads;
   long reach = piece->first + piece->queries - from; /* keys that the last query sees */
@@ -332,14 +342,14 @@ static void attend_piece(const attention_job *job, const attention_piece *piece,
   for (long h = 0; h < piece->num_kv_heads; h++) {
     attention_buffers some = rows_from(b, h * per_head, dim);
     span_rows keys = rows_at(job, piece, place, 0, piece->kv_head + h, from, count, b->room);
-    score_span(&some, &keys, list, per_head, row_bytes, count, 1.0f / __builtin_sqrtf((float)dim));
+    score_span(job, piece, &some, &keys, list, from, count);
   }
   if (job->model->score_cap > 0) cap_scores(job->model->score_cap, b->scores, rows, count);
-  soften_rows(job, piece, b, per_head, from, count);
+  soften_rows(job, piece, b, per_head, from);
   for (long h = 0; h < piece->num_kv_heads; h++) {
     attention_buffers some = rows_from(b, h * per_head, dim);
     span_rows values = rows_at(job, piece, place, 1, piece->kv_head + h, from, count, b->room);
-    blend_span(&some, &values, list, per_head, dim, count);
+    blend_span(job, piece, &some, &values, list, from, count);
   }
 }
 

@@ -53,6 +53,18 @@ typedef struct {
   long part, num_parts;
 } attention_piece;
 
+/* The first row of a kv head's tiles of which any row sees a key from `key` on. */
+INLINE long first_seeing(const attention_piece *piece, long group, long key) {
+  long blind = (key - piece->first) * group;
+  return piece->num_kv_heads > 1 || blind <= 0 ? 0 : blind / TILE_ROWS * TILE_ROWS;
+}
+
+/* Of `count` keys from `from` on, whole panels, those that rows up to `row` of a kv head see. */
+INLINE long keys_seen(const attention_piece *piece, long group, long row, long from, long count) {
+  long seen = (piece->first + row / group - from + PANEL) / PANEL * PANEL;
+  return piece->num_kv_heads > 1 || seen > count ? count : seen;
+}
+
 /* Where the K of kv head 0 lies for SPAN absolute positions: each run of PANEL in its block. */
 typedef struct {
   const char *panels[SPAN / PANEL]; /* NULL if it is not in one block, or beyond the context */

@@ -87,8 +87,8 @@ INLINE void close_sums(const int rows, const int width, vf (*acc)[4], const atte
   }
 }
 
-INLINE void packed_values_of(const int rows, const int width, const attention_buffers *b, long row, long d,
-                      long dim, long keys) {
+INLINE void packed_values_of(const int rows, const int width, const attention_buffers *b, long row,
+                             long d, long dim, long keys) {
   vf acc[TILE_ROWS][4];
   const elem *weights = b->weights + row * SPAN;
   open_sums(rows, width, acc, b, row, d, dim);

@@ -40,7 +40,7 @@ INLINE routing routing_of(const kun_model *m, const kun_buffers *b, long tokens)
 
 /* A product with the matrix of expert e, among those of all. */
 INLINE packed_job of_expert(linear_job out, const void *all, int32_t format, long e, x_block *x) {
-  long columns = panel_columns(&out), rows = out.kind == KUN_SWIGLU ? 2 * out.n : out.n;
+  long columns = panel_columns(&out), rows = is_gated(&out) ? 2 * out.n : out.n;
   long bytes = rows * out.k * (long)sizeof(elem);
   if (!is_exact(format)) {
     bytes = (out.n + columns - 1) / columns * panel_bytes(format, out.k / BLOCK);
@@ -49,11 +49,12 @@ INLINE packed_job of_expert(linear_job out, const void *all, int32_t format, lon
   return packed_of(out, &format, &out.n, 1, x);
 }
 
-/* `factors` are those of rows [first, end), for weights in the elements' type. */
-INLINE void any_panel(const packed_job *job, char *packed, long panel, const char *factors,
+/* `factors` are those of rows [first, end), and `scratch` has room for a panel: for weights in the
+ * elements' type. */
+INLINE void any_panel(const packed_job *job, char *scratch, long panel, const char *factors,
                       long first, long end) {
   if (!is_exact(job->formats[0])) packed_pass(job, job->x, panel, first, end);
-  else panel_pass(&job->out, packed, panel, factors, first, end, panel_at(&job->out, panel + 1));
+  else panel_pass(&job->out, scratch, panel, factors, first, end, panel_at(&job->out, panel + 1));
 }
 
 /* This thread's share of rounding so many elements for packed weights. */
@@ -153,8 +154,8 @@ static void experts_gate_up(const kun_model *m, const kun_layer *w, const kun_bu
   if (runs > panels) runs = panels;
   long factor_row = hidden * (long)sizeof(factor);
   long rounded_row = hidden / BLOCK * (long)sizeof(x_block);
-  char *packed = pool_scratch(thread, (size_t)(row_bytes * PANEL + factor_row + X_BLOCK_BYTES));
-  char *copies = packed + row_bytes * PANEL;
+  char *scratch = pool_scratch(thread, (size_t)(row_bytes * PANEL + factor_row + X_BLOCK_BYTES));
+  char *copies = scratch + row_bytes * PANEL;
   for (long piece = pool_take(); piece < blocks * runs; piece = pool_take()) {
     long block = piece / runs, run = piece % runs;
     while (block >= r->ends[i]) i++;
@@ -182,22 +183,22 @@ static void experts_gate_up(const kun_model *m, const kun_layer *w, const kun_bu
                       count, inner, hidden, KUN_SWIGLU};
     packed_job job = of_expert(out, w->experts_gate_up, format, e, (x_block *)x);
     for (long panel = panels * run / runs; panel < panels * (run + 1) / runs; panel++) {
-      any_panel(&job, packed, panel, x, 0, count);
+      any_panel(&job, scratch, panel, x, 0, count);
     }
   }
 }
 
 /* Add some panels of weighted products to the sums of the tokens that `job` names. */
-static void add_panels(const packed_job *job, char *packed, long from, long to) {
+static void add_panels(const packed_job *job, char *scratch, long from, long to) {
   long rows = job->out.m, k = job->out.k, blocks = blocks_of(rows, k * (long)sizeof(factor));
   for (long block = 0; block < blocks; block++) {
     long first = rows * block / blocks, end = rows * (block + 1) / blocks;
     const char *factors = NULL;
     if (is_exact(job->formats[0])) {
-      char *widened = packed + k * PANEL * (long)sizeof(elem);
+      char *widened = scratch + k * PANEL * (long)sizeof(elem);
       factors = factors_of(widened, job->out.x + first * k, (end - first) * k);
     }
-    for (long panel = from; panel < to; panel++) any_panel(job, packed, panel, factors, first, end);
+    for (long panel = from; panel < to; panel++) any_panel(job, scratch, panel, factors, first, end);
   }
 }
 
@@ -213,7 +214,7 @@ static void experts_down(const kun_model *m, const kun_layer *w, const kun_buffe
   float *sums = b->sums;
   if (ranks != NULL) sums = (float *)ranks->parts + ranks->rank * tokens * hidden;
   size_t widened = factor_bytes(widest + X_BLOCK_BYTES / (long)sizeof(factor));
-  char *packed = pool_scratch(thread, (size_t)(widest * PANEL) * sizeof(elem) + widened);
+  char *scratch = pool_scratch(thread, (size_t)(widest * PANEL) * sizeof(elem) + widened);
   linear_job shared = {(const elem *)b->gated + tokens * m->experts_per_token * inner,
                        w->shared_down, NULL, sums, tokens, hidden, m->shared, KUN_WEIGHTED,
                        r->every, r->shares};
@@ -232,9 +233,9 @@ static void experts_down(const kun_model *m, const kun_layer *w, const kun_buffe
                         inner, KUN_WEIGHTED, r->rows + first, r->by + first};
       packed_job job = of_expert(out, w->experts_down, w->experts_down_format, e,
                                  x_blocks + first * inner / BLOCK);
-      add_panels(&job, packed, first_panel, end_panel);
+      add_panels(&job, scratch, first_panel, end_panel);
     }
-    if (m->shared > 0) add_panels(&shared_job, packed, first_panel, end_panel);
+    if (m->shared > 0) add_panels(&shared_job, scratch, first_panel, end_panel);
     for (long t = 0; t < tokens && ranks == NULL; t++) {
       for (long column = from; column < to; column += LANES) {
         int left = (int)(to - column);

@@ -65,24 +65,41 @@ INLINE void add_weighted(float *sum, vf v, float by, int left) {
   else store_f32(sum, new);
 }
 
-/* Round, activate and store the rows of one tile. */
-INLINE void finish_gated(const linear_job *job, const vf *tile_out, vf bias, long row, int rows,
-                         long column) {
+/* Round, activate and store some gated rows, at most 2 `pairs`: two rows fill a vector. */
+INLINE void finish_pairs(const linear_job *job, const vf *sums, vf bias, long row, const int pairs,
+                         int rows, long column) {
   long left = job->n - column < 8 ? job->n - column : 8;
-  for (int i = 0; i < rows; i += 2) { /* two rows fill a vector */
-    int second = i + 1 < rows ? i + 1 : i;
-    vf a = rounded(tile_out[i] + bias), b = rounded(tile_out[second] + bias);
-    vf gate = join_low(a, b), gated;
-    gated = rounded(job->kind == KUN_GEGLU ? gelu_vf(gate) : silu_vf(gate)) * join_high(a, b);
-    elem both[LANES], *y = (elem *)job->y + (row + i) * job->n + column;
-    store(both, gated);
-    for (int r = 0; r <= second - i; r++, y += job->n) {
+  vf gate[4], up[4];
+  UNROLL for (int i = 0; i < pairs; i++) {
+    int second = 2 * i + 1 < rows ? 2 * i + 1 : 2 * i;
+    vf a = rounded(sums[2 * i] + bias), b = rounded(sums[second] + bias);
+    gate[i] = join_low(a, b);
+    up[i] = join_high(a, b);
+  }
+  if (job->kind == KUN_GEGLU) gelu_all(gate, pairs);
+  else silu_all(gate, pairs);
+  elem *y = (elem *)job->y + row * job->n + column;
+  UNROLL for (int i = 0; i < pairs; i++) {
+    elem both[LANES];
+    store(both, rounded(gate[i]) * up[i]);
+    for (int r = 0; r < 2 && 2 * i + r < rows; r++, y += job->n) {
       if (left == 8) memcpy(y, both + r * 8, 8 * sizeof(elem));
       else memcpy(y, both + r * 8, (size_t)left * sizeof(elem));
     }
   }
 }
 
+static void finish_gated(const linear_job *job, const vf *sums, vf bias, long row, int rows,
+                         long column) {
+  for (; rows > 6; rows -= 8, row += 8, sums += 8) {
+    finish_pairs(job, sums, bias, row, 4, rows < 8 ? rows : 8, column);
+  }
+  if (rows > 4) finish_pairs(job, sums, bias, row, 3, rows, column);
+  else if (rows > 2) finish_pairs(job, sums, bias, row, 2, rows, column);
+  else if (rows > 0) finish_pairs(job, sums, bias, row, 1, rows, column);
+}
+
+/* Round and store the rows of one tile. */
 INLINE void finish(const linear_job *job, const vf *tile_out, vf bias, long row, int rows,
                    long column) {
   int left = job->n - column < PANEL ? (int)(job->n - column) : PANEL;
@@ -113,6 +130,47 @@ static void amx_pass(const linear_job *job, const char *panel, long column, long
                      const char *next);
 #endif
 
+/* Into how many passes over a panel so many rows are cut. */
+INLINE int passes_of(long rows) {
+  return rows <= PASS_ROWS ? 1 : (int)(rows / LEAST_PASS_ROWS);
+}
+
+/* The passes over a panel, apart from those of gate and up: in one function compilers write slower
+ * code for both. */
+static __attribute__((noinline)) void plain_passes(const linear_job *job, const char *panel,
+                                                   long column, const char *x, long first, long end,
+                                                   const char *next) {
+  vf out[PASS_ROWS], bias = panel_bias(job, column);
+  long count = end - first, x_stride = job->k * (long)sizeof(factor);
+  int passes = passes_of(count);
+  for (int pass = 0; pass < passes; pass++) {
+    long row = first + count * pass / passes, after = first + count * (pass + 1) / passes;
+    panel_tile(pass, passes, (int)(after - row), out, panel, x + (row - first) * x_stride, x_stride,
+               job->k * (long)sizeof(elem), next);
+    finish(job, out, bias, row, (int)(after - row), column);
+  }
+}
+
+#define HELD_SUMS 8 /* gated rows whose sums wait to be activated together */
+
+/* The passes over a panel of gate and up. An activation is a chain of operations: eight rows side by
+ * side wait for it once, where products would wait after each pass. */
+static __attribute__((noinline)) void gated_passes(const linear_job *job, const char *panel,
+                                                   long column, const char *x, long first, long end,
+                                                   const char *next) {
+  vf sums[HELD_SUMS + PASS_ROWS], bias = panel_bias(job, column);
+  long count = end - first, x_stride = job->k * (long)sizeof(factor), done = first;
+  int passes = passes_of(count);
+  for (int pass = 0; pass < passes; pass++) {
+    long row = first + count * pass / passes, after = first + count * (pass + 1) / passes;
+    panel_tile(pass, passes, (int)(after - row), sums + (row - done), panel,
+               x + (row - first) * x_stride, x_stride, job->k * (long)sizeof(elem), next);
+    if (after - done < HELD_SUMS && after < end) continue;
+    finish_gated(job, sums, bias, done, (int)(after - done), column);
+    done = after;
+  }
+}
+
 /* One panel of columns for rows [first, end) of x, whose factors are at `x`, while fetching `next`,
  * the one after it. Plain rows become a panel in `scratch`. */
 static void panel_pass(const linear_job *job, char *scratch, long panel, const char *x, long first,
@@ -129,16 +187,8 @@ static void panel_pass(const linear_job *job, char *scratch, long panel, const c
   amx_pass(job, at, column, first, end, next);
   return;
 #endif
-  vf out[PASS_ROWS], bias = panel_bias(job, column);
-  long count = end - first, x_stride = job->k * (long)sizeof(factor);
-  int passes = count <= PASS_ROWS ? 1 : (int)(count / LEAST_PASS_ROWS);
-  for (int pass = 0; pass < passes; pass++) {
-    long row = first + count * pass / passes;
-    int rows = (int)(first + count * (pass + 1) / passes - row);
-    panel_tile(pass, passes, rows, out, at, x + (row - first) * x_stride, x_stride, row_bytes,
-               next);
-    finish(job, out, bias, row, rows, column);
-  }
+  if (is_gated(job)) gated_passes(job, at, column, x, first, end, next);
+  else plain_passes(job, at, column, x, first, end, next);
 }
 
 /* Run inside a pool job; the caller puts a barrier before and after. */

@@ -100,16 +100,14 @@ typedef struct {
 static void gather_fn(void *arg, int thread) {
   const gather_job *job = arg;
   long blocks = job->k / BLOCK;
-  float values[BLOCK];
-  (void)thread;
+  float *values = pool_scratch(thread, (size_t)job->k * sizeof *values);
   for (long i = pool_take(); i < job->m; i = pool_take()) {
     const char *panel = job->w->panels;
     long row = job->which[i];
     panel += row / PANEL * panel_bytes(job->w->formats[0], blocks);
-    for (long b = 0; b < blocks; b++) {
-      unpack_block(job->w->formats[0], values, panel, (int)(row % PANEL), b, blocks);
-      store(job->y + i * job->k + b * BLOCK, load_f32(values));
-      store(job->y + i * job->k + b * BLOCK + LANES, load_f32(values + LANES));
+    unpack_row(job->w->formats[0], values, panel, (int)(row % PANEL), blocks);
+    for (long at = 0; at < job->k; at += LANES) {
+      store(job->y + i * job->k + at, load_f32(values + at));
     }
   }
 }

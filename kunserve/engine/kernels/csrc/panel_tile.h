@@ -111,8 +111,8 @@ INLINE void panel_pass_of(const int rows, const int lines, vf *out, const char *
   }
 }
 
-#define PASS(lines, rows)                                                    \
-  case rows:                                                                 \
+#define PASS(lines, rows)                                             \
+  case rows:                                                          \
     panel_pass_of(rows, lines, out, panel, x, x_stride, steps, next); \
     break;
 #ifdef __AVX512F__

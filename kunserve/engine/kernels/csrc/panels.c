@@ -215,10 +215,10 @@ static int zero_of(int format) {
   }
 }
 
-void unpack_block(int format, float *out, const char *panel, int row, long block, long blocks) {
+/* 32 columns of one row. */
+INLINE void unpack_block(const int format, float *out, const char *panel, int row,
+                         block_place place, long block) {
   vi w[8];
-  block_place place = {};
-  for (long b = 0; b <= block; b++) go_to(format, &place, b, blocks);
   block_scales by = scales_of(format, panel, place, block);
   UNROLL for (int s = 0; s < 8; s++) w[s] = step_of(format, panel + place.values, s);
   for (int column = 0; column < BLOCK; column++) {
@@ -227,5 +227,24 @@ void unpack_block(int format, float *out, const char *panel, int row, long block
     if (format == KUN_INT8) scale = ((const float *)panel)[row];
     if (format == KUN_Q6_K) scale *= (float)by.halves[column / 16][row];
     out[column] = scale * (float)(value - zero_of(format)) + by.low[row];
+  }
+}
+
+INLINE void unpack_row_of(const int format, float *out, const char *panel, int row, long blocks) {
+  block_place place = {};
+  for (long b = 0; b < blocks; b++) {
+    go_to(format, &place, b, blocks);
+    unpack_block(format, out + b * BLOCK, panel, row, place, b);
+  }
+}
+
+void unpack_row(int format, float *out, const char *panel, int row, long blocks) {
+  switch (format) {
+    case KUN_Q8_0: unpack_row_of(KUN_Q8_0, out, panel, row, blocks); break;
+    case KUN_Q4_0: unpack_row_of(KUN_Q4_0, out, panel, row, blocks); break;
+    case KUN_Q4_1: unpack_row_of(KUN_Q4_1, out, panel, row, blocks); break;
+    case KUN_INT8: unpack_row_of(KUN_INT8, out, panel, row, blocks); break;
+    case KUN_Q4_K: unpack_row_of(KUN_Q4_K, out, panel, row, blocks); break;
+    case KUN_Q6_K: unpack_row_of(KUN_Q6_K, out, panel, row, blocks); break;
   }
 }

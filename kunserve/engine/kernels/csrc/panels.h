@@ -50,7 +50,7 @@ long panel_bytes(int format, long blocks);
 void packed_tile(int format, int rows, vf *out, const char *panel, const x_block *x, long stride,
                  long blocks, int fetches);
 
-/* 32 columns of one row of a panel. */
-void unpack_block(int format, float *out, const char *panel, int row, long block, long blocks);
+/* One row of a panel. */
+void unpack_row(int format, float *out, const char *panel, int row, long blocks);
 
 #endif

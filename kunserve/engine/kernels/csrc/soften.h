@@ -18,50 +18,63 @@ INLINE vf grown_total(vf total, vf rescale, vf sum) {
   return dot_f32(sum, (vi)total, (vi)rescale);
 }
 
-/* Softmax numerators of one row over a span, whose scores are `s` [parts], hidden keys' -inf; and how far the row's past results shrink. */
-INLINE void soften(attention_buffers *b, long row, const vf *s, const int parts,
-                   const int has_hidden) {
-  const vf never = splat(-__builtin_inff());
-  vf top = s[0], sum = {};
-  UNROLL for (int j = 1; j < parts; j++) top = max_vf(top, s[j]);
+/* Which keys of a span a row sees: those `first + i` for i <= `more`, as unsigned numbers. */
+typedef struct {
+  int first, more;
+} seen_run;
+
+INLINE seen_run run_of(const attention_job *job, long position, long from) {
+  long window = job->window, first = 0, last = position - from;
+  if (window > 0 && last - window + 1 > 0) first = last - window + 1;
+  if (last >= SPAN) last = SPAN - 1;
+  if (last < first) return (seen_run){SPAN, 0}; /* none */
+  return (seen_run){(int)first, (int)(last - first)};
+}
+
+/* Whether it sees those of part j. */
+INLINE vi sees(seen_run run, int j) {
+  const vi iota = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  return (vi)((vu)(iota + (j * LANES - run.first)) <= (vu){} + (uint32_t)run.more);
+}
+
+/* A part's scores, hidden keys' -inf, and its softmax numerators. `run` is NULL where all is
+ * seen. */
+INLINE vf part_scores(const float *scores, int j, const seen_run *run) {
+  vf s = load_f32(scores + j * LANES);
+  return run == NULL ? s : choose(sees(*run, j), s, splat(-__builtin_inff()));
+}
+/* And the softmax numerators of its first parts, added to `sum`. */
+INLINE vf numerators(elem *weights, const float *scores, const int parts, const seen_run *run,
+                     vf base) {
+  vf e[SPAN / LANES], sum = {};
+  UNROLL for (int j = 0; j < parts; j++) e[j] = load_f32(scores + j * LANES) - base;
+  exp_all(e, parts);
+  UNROLL for (int j = 0; j < parts; j++) {
+    if (run != NULL) e[j] = choose(sees(*run, j), e[j], (vf){});
+    sum += e[j];
+    store(weights + j * LANES, e[j]);
+  }
+  return sum;
+}
+
+/* Softmax numerators of one row over a span, and how far the row's past results shrink. */
+INLINE void soften_by(attention_buffers *b, long row, const seen_run *run) {
+  const float *scores = b->scores + row * SPAN;
+  vf top = part_scores(scores, 0, run);
+  UNROLL for (int j = 1; j < SPAN / LANES; j++) top = max_vf(top, part_scores(scores, j, run));
   float peak = max_lanes(top), past = b->seen.peak[row];
   if (past > peak) peak = past;
   vf base = splat(peak == -__builtin_inff() ? 0.0f : peak);
-  UNROLL for (int j = 0; j < parts; j++) {
-    vf e = exp_vf(s[j] - base);
-    if (has_hidden) e = choose(s[j] > never, e, (vf){});
-    sum += e;
-    store(b->weights + row * SPAN + j * LANES, e);
-  }
+  vf sum = numerators(b->weights + row * SPAN, scores, SPAN / LANES, run, base);
   vf rescale = exp_vf(splat(past) - base);
   b->rescale[row] = rescale[0];
   b->seen.total[row] = grown_total(splat(b->seen.total[row]), rescale, splat(sum_lanes(sum)))[0];
   b->seen.peak[row] = peak;
 }
 
-/* The same of scores of which some may be hidden. */
-INLINE void soften_row(const attention_job *job, attention_buffers *b, long row, long position,
-                       long from, long keys) {
-  const vi iota = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-  long window = job->window;
-  int first = window > 0 && position - window + 1 > from ? (int)(position - window + 1 - from) : 0;
-  int last = position - from < SPAN ? (int)(position - from) : SPAN - 1; /* may be negative */
-  vf s[SPAN / LANES];
-  if (first == 0 && last == SPAN - 1) {
-    UNROLL for (int j = 0; j < SPAN / LANES; j++) {
-      s[j] = load_f32(b->scores + row * SPAN + j * LANES);
-    }
-    soften(b, row, s, SPAN / LANES, 0);
-    return;
-  }
-  int parts = (int)(keys / LANES);
-  for (int j = 0; j < SPAN / LANES; j++) {
-    vi at = iota + j * LANES;
-    vi visible = (at >= first) & (at <= last);
-    vf score = j < parts ? load_f32(b->scores + row * SPAN + j * LANES) : (vf){};
-    s[j] = choose(visible, score, splat(-__builtin_inff()));
-  }
-  soften(b, row, s, SPAN / LANES, 1);
+INLINE void soften_row(attention_buffers *b, long row, seen_run run) {
+  if (run.first == 0 && run.more == SPAN - 1) soften_by(b, row, NULL);
+  else soften_by(b, row, &run);
 }
 
 #define EVEN_PAIRS 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29
@@ -90,14 +103,17 @@ INLINE vf add_vf(vf a, vf b) { return a + b; }
 JOIN_SIXTEEN(sums_of_sixteen, add_vf)
 JOIN_SIXTEEN(maxima_of_sixteen, max_vf)
 
-/* `soften` for `rows` <= 16 rows, which see all keys of the span. */
-INLINE void soften_together(attention_buffers *b, long row, const int rows) {
+/* `soften_by` for `rows` <= 16 rows, which see these runs (NULL: all) of the span's first `parts`
+ * parts. */
+INLINE void soften_together(attention_buffers *b, long row, const int rows, const int parts,
+                            const seen_run *runs) {
   vf each[LANES] = {};
   float past_of[LANES] = {}, total_of[LANES] = {}, base_of[LANES];
   for (int r = 0; r < rows; r++) {
-    const float *s = b->scores + (row + r) * SPAN;
-    vf top = load_f32(s);
-    UNROLL for (int j = 1; j < SPAN / LANES; j++) top = max_vf(top, load_f32(s + j * LANES));
+    const float *scores = b->scores + (row + r) * SPAN;
+    const seen_run *run = runs == NULL ? NULL : &runs[r];
+    vf top = part_scores(scores, 0, run);
+    UNROLL for (int j = 1; j < parts; j++) top = max_vf(top, part_scores(scores, j, run));
     each[r] = top;
     past_of[r] = b->seen.peak[row + r];
     total_of[r] = b->seen.total[row + r];
@@ -106,13 +122,11 @@ INLINE void soften_together(attention_buffers *b, long row, const int rows) {
   vf base = choose(peak == splat(-__builtin_inff()), (vf){}, peak);
   store_f32(base_of, base);
   for (int r = 0; r < rows; r++) {
-    vf from = splat(base_of[r]), sum = {};
-    UNROLL for (int j = 0; j < SPAN / LANES; j++) {
-      vf e = exp_vf(load_f32(b->scores + (row + r) * SPAN + j * LANES) - from);
-      sum += e;
-      store(b->weights + (row + r) * SPAN + j * LANES, e);
-    }
-    each[r] = sum;
+    const float *scores = b->scores + (row + r) * SPAN;
+    const seen_run *run = runs == NULL ? NULL : &runs[r];
+    elem *weights = b->weights + (row + r) * SPAN;
+    each[r] = numerators(weights, scores, parts, run, splat(base_of[r]));
+    UNROLL for (int j = parts; j < SPAN / LANES; j++) store(weights + j * LANES, (vf){});
   }
   vf rescale = exp_vf(past - base);
   vf total = grown_total(load_f32(total_of), rescale, sums_of_sixteen(each));
@@ -121,27 +135,49 @@ INLINE void soften_together(attention_buffers *b, long row, const int rows) {
   memcpy(b->seen.peak + row, &peak, (size_t)rows * 4);
 }
 
-static void soften_sixteen(attention_buffers *b, long row) { soften_together(b, row, LANES); }
-static void soften_few(attention_buffers *b, long row, int rows) { soften_together(b, row, rows); }
+static void soften_sixteen(attention_buffers *b, long row) {
+  soften_together(b, row, LANES, SPAN / LANES, NULL);
+}
+static void soften_few(attention_buffers *b, long row, int rows) {
+  soften_together(b, row, rows, SPAN / LANES, NULL);
+}
+static void soften_partly(attention_buffers *b, long row, int rows, int parts,
+                          const seen_run *runs) {
+  switch (parts) {
+    case 1: soften_together(b, row, rows, 1, runs); break;
+    case 2: soften_together(b, row, rows, 2, runs); break;
+    case 3: soften_together(b, row, rows, 3, runs); break;
+    default: soften_together(b, row, rows, 4, runs);
+  }
+}
+_Static_assert(SPAN / LANES == 4, "parts of a span");
 #define FEWEST_TOGETHER 4
 
-/* All rows of the piece, which are `per_head` for each kv head. */
+/* All rows of the piece that see any of the span, which are `per_head` for each kv head. */
 static void soften_rows(const attention_job *job, const attention_piece *piece,
-                        attention_buffers *b, long per_head, long from, long keys) {
+                        attention_buffers *b, long per_head, long from) {
   long group = job->model->heads / job->model->kv_heads, window = job->window;
   long rows = per_head * piece->num_kv_heads;
-  for (long row = 0; row < rows;) {
+  for (long row = first_seeing(piece, group, from); row < rows;) {
     int count = rows - row < LANES ? (int)(rows - row) : LANES, is_one = piece->num_kv_heads == 1;
     long earliest = piece->first + (is_one ? row / group : 0);
     long latest = piece->first + (is_one ? (row + count - 1) / group : piece->queries - 1);
     int sees_all = earliest - from >= SPAN - 1 && (window <= 0 || latest - window < from);
-    if (sees_all && count >= FEWEST_TOGETHER) {
-      if (count == LANES) soften_sixteen(b, row);
-      else soften_few(b, row, count);
-      row += count;
-    } else {
-      soften_row(job, b, row, piece->first + row % per_head / group, from, keys);
-      row++;
+    if (count < FEWEST_TOGETHER) count = 1;
+    seen_run runs[LANES];
+    for (int r = 0; r < count && !(sees_all && count > 1); r++) {
+      runs[r] = run_of(job, piece->first + (row + r) % per_head / group, from);
     }
+    if (count == 1) {
+      soften_row(b, row, runs[0]);
+    } else if (!sees_all) {
+      long parts = (latest - from) / LANES + 1;
+      soften_partly(b, row, count, parts < SPAN / LANES ? (int)parts : SPAN / LANES, runs);
+    } else if (count == LANES) {
+      soften_sixteen(b, row);
+    } else {
+      soften_few(b, row, count);
+    }
+    row += count;
   }
 }

@@ -6,6 +6,14 @@
  * bytes, so that no step has to ask how much is left. */
 #define SPREAD_BYTES(bytes) (4 * (bytes))
 
+/* At most so many rows, which share half a panel: two accumulators each, beside eight vectors of
+ * w. */
+#ifdef __AVX512F__
+#define SPREAD_ROWS 10
+#else
+#define SPREAD_ROWS 4
+#endif
+
 INLINE void spread_rows(char *spread, const char *x, long bytes) {
   for (long at = 0; at < bytes; at += 16) {
     *(vi_u *)(spread + SPREAD_BYTES(at)) = spread_16_bytes(x + at);
@@ -54,7 +62,7 @@ INLINE void spread_quads(const int rows, const int first, const int quads, vf (*
                          const char *w, const char *spread, const long row_bytes,
                          fetched_pair next) {
   const int together = quads == 2 ? 2 : 1; /* that share each load of x, or x stays in registers */
-  vf sum[SWEEP_ROWS][4];
+  vf sum[SPREAD_ROWS][4];
   UNROLL for (int i = 0; i < rows; i++) UNROLL for (int q = 0; q < quads; q++) sum[i][q] = (vf){};
   long fetched = 4 * first * row_bytes;
   for (long at = 0; at < row_bytes; at += 64, fetched += quads * 256) {
@@ -79,7 +87,7 @@ INLINE void spread_quads(const int rows, const int first, const int quads, vf (*
 
 INLINE void spread_of(const int rows, float *scores, const char *w, const char *spread,
                       const long row_bytes, float scale, fetched_pair next) {
-  vf acc[SWEEP_ROWS][4];
+  vf acc[SPREAD_ROWS][4];
   if (rows <= HELD_ROWS) {
     spread_quads(rows, 0, 4, acc, w, spread, row_bytes, next);
   } else {
@@ -119,7 +127,7 @@ static void spread_any(int rows, float *scores, const char *w, const char *sprea
 }
 
 /* scores[SPAN * i ...] = `scale` times the 16 dot products of row i with the rows of w, for i < rows
- * <= SWEEP_ROWS. */
+ * <= SPREAD_ROWS. */
 INLINE void spread_dots(int rows, float *scores, const char *w, const char *spread, long row_bytes,
                         float scale, fetched_pair next) {
   if (row_bytes == 128) spread_128(rows, scores, w, spread, scale, next);

@@ -30,20 +30,14 @@
   }
 #endif
 
-/* Each kernel can pull what is needed next into the L2 cache as it goes, spread evenly so that
- * memory never rests: `next` points to the rows of the next panel (NULL for none). Not into L1,
- * where it would push out the packed panel. */
-INLINE void fetch(const char *const *next, int rows, long at) {
-  UNROLL for (int r = 0; r < rows; r++) __builtin_prefetch(next[r] + at, 0, 2);
-}
-
-/* Pack the 16 rows of `row_bytes` (a multiple of 16) bytes that `rows` point to, while fetching
- * the first `num_next` (a multiple of 4) of the next ones. */
+/* Pack the 16 rows of `row_bytes` (a multiple of 16) bytes that `rows` point to, while fetching the
+ * next ones into the L2 cache, spread evenly so that memory never rests. Not into L1, where they
+ * would push out the packed panel. */
 INLINE void pack_panel(char *packed, const char *const *rows, long row_bytes,
-                       const char *const *next, int num_next) {
+                       const char *const *next) {
   for (long at = 0; at < row_bytes; at += 64) {
     long left = row_bytes - at;
-    for (int r = 0; r < num_next; r += 4) fetch(next + r, 4, at);
+    UNROLL for (int r = 0; r < PANEL; r++) __builtin_prefetch(next[r] + at, 0, 2);
     UNROLL for (int q = 0; q < 4; q++) {
       vi step[4];
       char *out = packed + at * PANEL + q * 64;
@@ -68,12 +62,11 @@ INLINE vf add_slots(const vf *acc) {
 }
 
 INLINE void tile_of(const int rows, vf *out, const char *packed, const char *x, long x_stride,
-                    long steps, const char *const *next) {
+                    long steps) {
   vf acc[TILE_ROWS][4];
   UNROLL for (int i = 0; i < rows; i++) UNROLL for (int q = 0; q < 4; q++) acc[i][q] = (vf){};
   for (long s = 0; s < steps; s++) {
     vi w[4];
-    if (next != NULL) fetch(next + s % 4, 1, s / 4 * 64);
     UNROLL for (int q = 0; q < 4; q++) w[q] = *(const vi_u *)(packed + s * STEP_BYTES + q * 64);
     UNROLL for (int i = 0; i < rows; i++) {
       vi row = spread_16_bytes(x + i * x_stride + s * 16);
@@ -83,19 +76,9 @@ INLINE void tile_of(const int rows, vf *out, const char *packed, const char *x, 
   UNROLL for (int i = 0; i < rows; i++) out[i] = add_slots(acc[i]);
 }
 
-/* out[i] = the 16 dot products of x's row i with the panel, for i < rows <= TILE_ROWS. Fetches four
- * rows. */
-static void tile(int rows, vf *out, const char *packed, const char *x, long x_stride, long steps,
-                 const char *const *next) {
-#define CALL(n) tile_of(n, out, packed, x, x_stride, steps, next)
+/* out[i] = the 16 dot products of x's row i with the panel, for i < rows <= TILE_ROWS. */
+static void tile(int rows, vf *out, const char *packed, const char *x, long x_stride, long steps) {
+#define CALL(n) tile_of(n, out, packed, x, x_stride, steps)
   WITH_CONSTANT_ROWS(rows, CALL)
 #undef CALL
 }
-
-/* Rows of a decode's queries that share half a panel (spread.h): two accumulators each, beside
- * eight vectors of w. */
-#ifdef __AVX512F__
-#define SWEEP_ROWS 10
-#else
-#define SWEEP_ROWS 4
-#endif

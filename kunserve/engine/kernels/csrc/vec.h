@@ -126,21 +126,6 @@ INLINE vi spread_4_bytes(const void *p) {
   return x - (vi){};
 }
 
-/* The 16-bit words of a and b in turn, a's first: of their lower (high = 0) or upper halves. */
-INLINE vi interleave_words(vi a, vi b, int high) {
-#define INTERLEAVED(i) i, i + 32, i + 1, i + 33, i + 2, i + 34, i + 3, i + 35
-#ifdef __clang__
-#define WORDS(i) (vi)__builtin_shufflevector((words)a, (words)b, INTERLEAVED(i), \
-    INTERLEAVED(i + 4), INTERLEAVED(i + 8), INTERLEAVED(i + 12))
-#else
-#define WORDS(i) (vi)__builtin_shuffle((words)a, (words)b, (words){INTERLEAVED(i), \
-    INTERLEAVED(i + 4), INTERLEAVED(i + 8), INTERLEAVED(i + 12)})
-#endif
-  return high ? WORDS(16) : WORDS(0);
-#undef INTERLEAVED
-#undef WORDS
-}
-
 /* acc + a * b, lane by lane; a bf16 lane holds two products. */
 INLINE vf dot_f32(vf acc, vi a, vi b) {
 #ifdef __AVX512F__
@@ -196,6 +181,14 @@ INLINE vf max_vf(vf a, vf b) {
 #else
   vi greater = a > b;
   return (vf)((greater & (vi)a) | (~greater & (vi)b));
+#endif
+}
+INLINE vf min_vf(vf a, vf b) {
+#ifdef __AVX512F__
+  return (vf)_mm512_min_ps((__m512)a, (__m512)b);
+#else
+  vi less = a < b;
+  return (vf)((less & (vi)a) | (~less & (vi)b));
 #endif
 }
 /* Where the mask lane is all ones, a, else b. */
@@ -262,38 +255,62 @@ INLINE float largest_bits(vi v) {
   return ((vf)v)[0];
 }
 
-/* e^x for x <= 88, within 2 ulp; below -87 the result is e^-87. exp_vf(0) is exactly 1. */
-INLINE vf exp_vf(vf x) {
+/* e^x for x <= 88, within 2 ulp; below -87 the result is e^-87. e^0 is exactly 1. Of `n` (a constant,
+ * at most 4) vectors, each operation of all before the next: none waits for its own last one. */
+INLINE void exp_all(vf *x, const int n) {
   const vf magic = splat(12582912.0f); /* 1.5 * 2^23: adding it rounds to an integer */
-  x = max_vf(x, splat(-87.0f));
-  vf shifted = (vf)dot_f32(magic, (vi)x, (vi)splat(1.44269504f));
-  vf n = shifted - magic;
-  vf r = dot_f32(x, (vi)n, (vi)splat(-0.693359375f));
-  r = dot_f32(r, (vi)n, (vi)splat(2.12194440e-4f));
-  vf p = splat(1.9875691500e-4f);
-  p = dot_f32(splat(1.3981999507e-3f), (vi)p, (vi)r);
-  p = dot_f32(splat(8.3334519073e-3f), (vi)p, (vi)r);
-  p = dot_f32(splat(4.1665795894e-2f), (vi)p, (vi)r);
-  p = dot_f32(splat(1.6666665459e-1f), (vi)p, (vi)r);
-  p = dot_f32(splat(5.0000001201e-1f), (vi)p, (vi)r);
-  p = dot_f32(r + splat(1.0f), (vi)p, (vi)(r * r));
-  return (vf)((vu)p + ((vu)shifted << 23)); /* unsigned: it wraps */
+  vf shifted[4], r[4], p[4];
+  UNROLL for (int i = 0; i < n; i++) x[i] = max_vf(x[i], splat(-87.0f));
+  UNROLL for (int i = 0; i < n; i++) {
+    shifted[i] = (vf)dot_f32(magic, (vi)x[i], (vi)splat(1.44269504f));
+  }
+#define EACH(result, sum, a, b) \
+  UNROLL for (int i = 0; i < n; i++) result = dot_f32(sum, (vi)(a), (vi)(b))
+  EACH(r[i], x[i], shifted[i] - magic, splat(-0.693359375f));
+  EACH(r[i], r[i], shifted[i] - magic, splat(2.12194440e-4f));
+  EACH(p[i], splat(1.3981999507e-3f), splat(1.9875691500e-4f), r[i]);
+  EACH(p[i], splat(8.3334519073e-3f), p[i], r[i]);
+  EACH(p[i], splat(4.1665795894e-2f), p[i], r[i]);
+  EACH(p[i], splat(1.6666665459e-1f), p[i], r[i]);
+  EACH(p[i], splat(5.0000001201e-1f), p[i], r[i]);
+  EACH(p[i], r[i] + splat(1.0f), p[i], r[i] * r[i]);
+#undef EACH
+  UNROLL for (int i = 0; i < n; i++) {
+    x[i] = (vf)((vu)p[i] + ((vu)shifted[i] << 23)); /* unsigned: it wraps */
+  }
+}
+INLINE vf exp_vf(vf x) {
+  exp_all(&x, 1);
+  return x;
 }
 
 /* e^-x, at most e^87. */
+INLINE void exp_minus_all(vf *x, const int n) {
+  UNROLL for (int i = 0; i < n; i++) x[i] = min_vf(-x[i], splat(87.0f));
+  exp_all(x, n);
+}
 INLINE vf exp_minus_vf(vf x) {
-  vf e = exp_vf((vf)max_vf(-x, splat(-87.0f)));
-  return choose(x < splat(-87.0f), splat(6.0760302e37f), e);
+  exp_minus_all(&x, 1);
+  return x;
 }
 
 /* x * sigmoid(x). */
-INLINE vf silu_vf(vf x) { return x / (splat(1.0f) + exp_minus_vf(x)); }
+INLINE void silu_all(vf *x, const int n) {
+  vf e[4];
+  UNROLL for (int i = 0; i < n; i++) e[i] = x[i];
+  exp_minus_all(e, n);
+  UNROLL for (int i = 0; i < n; i++) x[i] = x[i] / (splat(1.0f) + e[i]);
+}
 
 /* GELU by its tanh: x (1 + tanh(u)) / 2 is x sigmoid(2 u). */
-INLINE vf gelu_vf(vf x) {
-  vf cubed = x * x * x;
-  vf twice_u = splat(1.5957691216f) * (x + splat(0.044715f) * cubed);
-  return x / (splat(1.0f) + exp_minus_vf(twice_u));
+INLINE void gelu_all(vf *x, const int n) {
+  vf e[4];
+  UNROLL for (int i = 0; i < n; i++) {
+    vf cubed = x[i] * x[i] * x[i];
+    e[i] = splat(1.5957691216f) * (x[i] + splat(0.044715f) * cubed);
+  }
+  exp_minus_all(e, n);
+  UNROLL for (int i = 0; i < n; i++) x[i] = x[i] / (splat(1.0f) + e[i]);
 }
 
 /* tanh(x), within 1e-7. */
