@@ -7,7 +7,8 @@ Members of a pair then hold overlapping layers and compute half of them each, as
 a graded drop differs from a whole one in two things only: it frees less memory, and a restore
 loads less. Both are the bytes of a dropped layer, so a layer of which half the bytes are dropped
 stands for two of which one is. Whole drops are those that `benchmarks.targets` and
-`benchmarks.parting` keep. A run that the results have is not run again.
+`benchmarks.parting` keep. A run that the results have is not run again, but with `--again` if it
+is of other code.
 """
 
 import argparse
@@ -25,6 +26,7 @@ from benchmarks.points import (
     RunKey,
     kept,
     run_missing,
+    with_codes,
 )
 from benchmarks.targets import BENCHMARK as TARGETS
 from kunserve.bench.compare.simulated.scenario import Scenario
@@ -63,27 +65,33 @@ def table() -> list[Row]:
     whole, graded = kept(PARTING) | kept(TARGETS), kept(BENCHMARK)
     units = (f"{name} ({unit})" if unit else name for name, unit in SHOWN)
     rows: list[Row] = [("load, draw", *units)]
+    codes: list[set[str]] = []
     for point in POINTS:
         for key in sorted(graded):
             before = whole.get(RunKey(point.name, key.seed, "drop"))
             if key.point != point.name or before is None:
                 continue
             after = graded[key]
-            cells = (f"{before.get(name, 0):.4g} -> {after.get(name, 0):.4g}" for name, _ in SHOWN)
+            cells = (
+                f"{before.figures.get(name, 0):.4g} -> {after.figures.get(name, 0):.4g}"
+                for name, _ in SHOWN
+            )
             rows.append((f"{point.name}, {key.seed}", *cells))
-    return rows
+            codes.append({before.code, after.code})
+    return with_codes(rows, codes)
 
 
 def main() -> None:
     """Every run that is missing, or the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, default=1, help="draws of each point")
+    parser.add_argument("--again", action="store_true", help="also what is kept of other code")
     parser.add_argument("--table", action="store_true", help="run nothing, print what is kept")
     options = parser.parse_args()
     if options.table:
         print(markdown(table()))
     else:
-        run_missing(BENCHMARK, _runs(options.seeds), kept(BENCHMARK))
+        run_missing(BENCHMARK, _runs(options.seeds), kept(BENCHMARK), again=options.again)
 
 
 if __name__ == "__main__":

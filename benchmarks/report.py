@@ -1,7 +1,8 @@
 """Figures of a benchmark: a line of JSON each on standard output, and one table on stderr.
 
 Every line has the same keys, so that results of all benchmarks can be read, joined and compared
-by one program: ``benchmark``, ``name``, ``value``, ``unit``, ``settings`` and ``commit``.
+by one program: ``benchmark``, ``name``, ``value``, ``unit``, ``settings`` and ``commit``. Those
+that are simulated and kept also say of which ``code`` they are (``simulated_code``).
 """
 
 import json
@@ -30,8 +31,9 @@ class Figure:
 class Report:
     """Collects the figures of one benchmark. A context: the table is printed at its end."""
 
-    def __init__(self, benchmark: str, **settings: Setting) -> None:
+    def __init__(self, benchmark: str, code: str | None = None, /, **settings: Setting) -> None:
         self._benchmark = benchmark
+        self._code = {} if code is None else {"code": code}
         self._common = settings
         """Settings that every figure has. The table shows them above its head."""
         self._commit = environment()["commit"]
@@ -60,6 +62,7 @@ class Report:
             "unit": unit,
             "settings": self._common | settings,
             "commit": self._commit,
+            **self._code,
         }
         print(json.dumps(line), flush=True)
 

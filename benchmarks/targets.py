@@ -5,9 +5,9 @@
 
 P99 TTFT of the rivals over that of `drop`, by default and with the option that suits the traffic:
 medians over draws of arrivals and lengths, with the least and the most. A run that the results
-have is not run again. `--unseen` runs windows of Azure's trace that nothing was tuned on; they
-need `azure-2023-conv` and `azure-2023-code`, which are downloaded. Five draws of all take about
-an hour of one core.
+have is not run again, but with `--again` if it is of other code. `--unseen` runs windows of
+Azure's trace that nothing was tuned on; they need `azure-2023-conv` and `azure-2023-code`, which
+are downloaded. Five draws of all take about an hour of one core.
 """
 
 import argparse
@@ -28,17 +28,19 @@ from benchmarks.points import (
     LONGBENCH_72B_46,
     SHAREGPT_15,
     UNSEEN,
+    KeptRun,
     Point,
     RunKey,
     kept,
     run_missing,
+    with_codes,
 )
 
 BENCHMARK = "targets"
 RIVALS = ("recompute", "recompute-rr", "endless")
 P99 = "P99 TTFT"
-Draw: TypeAlias = dict[str, dict[str, float]]
-"""The figures of every system on equal requests."""
+Draw: TypeAlias = dict[str, KeptRun]
+"""Every system on equal requests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +77,7 @@ HEAD = (
 )
 
 
-def _kept() -> dict[RunKey, dict[str, float]]:
+def _kept() -> dict[RunKey, KeptRun]:
     """Of this benchmark, and of the one that has runs of `drop` at equal points."""
     return kept(PARTING) | kept(BENCHMARK)
 
@@ -87,13 +89,14 @@ def table(targets: Sequence[Target]) -> list[Row]:
     """
     runs = _kept()
     rows: list[Row] = [HEAD]
+    codes: list[set[str]] = []
     for target in targets:
         name = target.point.name
         for system in ("drop", *target.options):
             draws: list[Draw] = [{} for _ in range(1 + max((key.seed for key in runs), default=0))]
-            for key, figures in runs.items():
+            for key, run in runs.items():
                 if key.point == name:
-                    draws[key.seed][key.system] = figures
+                    draws[key.seed][key.system] = run
             num_draws = sum({"recompute", system} <= draw.keys() for draw in draws)
             if not num_draws:
                 continue
@@ -109,7 +112,11 @@ def table(targets: Sequence[Target]) -> list[Row]:
                     _percent(_over(draws, system, "recompute", "output")),
                 )
             )
-    return rows
+            compared = {system, *RIVALS}
+            codes.append(
+                {run.code for draw in draws for one, run in draw.items() if one in compared}
+            )
+    return with_codes(rows, codes)
 
 
 def targets() -> list[Row]:
@@ -125,7 +132,7 @@ def unseen() -> list[Row]:
 
 def _over(draws: list[Draw], one: str, other: str, figure: str) -> list[float]:
     both = [draw for draw in draws if {one, other} <= draw.keys()]
-    return [draw[one][figure] / draw[other][figure] for draw in both]
+    return [draw[one].figures[figure] / draw[other].figures[figure] for draw in both]
 
 
 def _wanted(times: float | None) -> str:
@@ -165,13 +172,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, default=5, help="draws of each point")
     parser.add_argument("--unseen", action="store_true", help="windows that nothing was tuned on")
+    parser.add_argument("--again", action="store_true", help="also what is kept of other code")
     parser.add_argument("--table", action="store_true", help="run nothing, print what is kept")
     options = parser.parse_args()
     if options.table:
         print(markdown(unseen() if options.unseen else targets()))
         return
     wanted = UNSEEN_TARGETS if options.unseen else TARGETS
-    run_missing(BENCHMARK, runs_of(wanted, range(options.seeds)), _kept())
+    run_missing(BENCHMARK, runs_of(wanted, range(options.seeds)), _kept(), again=options.again)
 
 
 if __name__ == "__main__":

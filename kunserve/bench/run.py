@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import dataclasses
 import json
+import os
 import resource
 import signal
 from collections.abc import Sequence
@@ -281,7 +282,8 @@ def _save(config: BenchConfig, target: Target, run: Run, metrics: RunMetrics) ->
     moment = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
     model = target.settings.model.rsplit("/", 1)[-1]
     rate = config.request_rate or ("inf" if config.dataset_name == "random" else "trace")
-    name = config.result_filename or f"{run.label}-{rate}qps-{model}-{moment}.json"
+    label = run.label.replace("/", "-")
+    name = config.result_filename or f"{label}-{rate}qps-{model}-{moment}.json"
     path = (config.result_dir or Path()) / name
     header = {
         "date": moment,
@@ -336,7 +338,9 @@ def _report_saved(
 
 def _check_outputs(config: BenchConfig) -> None:
     """What cannot be written is found out before the run, not after it."""
-    folders: list[Path] = [config.result_dir] if config.result_dir is not None else []
+    folders: list[Path] = []
+    if config.save_result:
+        folders.append(((config.result_dir or Path()) / (config.result_filename or "x")).parent)
     plot: Path | None = config.plot_path
     if plot is not None:
         if plot.suffix not in (".png", ".svg", ".pdf", ".jpg", ".webp"):
@@ -347,6 +351,8 @@ def _check_outputs(config: BenchConfig) -> None:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(f"cannot make the folder {folder}: {error.strerror}") from None
+        if not os.access(folder, os.W_OK):
+            raise ConfigError(f"cannot write into the folder {folder}")
 
 
 def _config(config: BenchConfig, target: Target) -> dict[str, object]:

@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import os
 import time
 from collections import deque
 from collections.abc import Callable
@@ -18,19 +17,19 @@ from kunserve.cluster.front_wires import FrontWires
 from kunserve.cluster.group_watch import GroupWatch
 from kunserve.cluster.launch import (
     FakeSettings,
-    InstanceOrder,
     InstanceProcess,
     Launcher,
     LocalLauncher,
     startup_error,
 )
+from kunserve.cluster.orders import InstanceOrders
 from kunserve.cluster.processes import Death, Processes
 from kunserve.cluster.rejoining import Rejoining
 from kunserve.cluster.size import SizeDriver
 from kunserve.cluster.succession import Succession
 from kunserve.cluster.sweep import sweep
 from kunserve.cluster.telling import Telling
-from kunserve.cluster.topology import place_of, places_of
+from kunserve.cluster.topology import places_of
 from kunserve.cluster.trace import ClusterTrace
 from kunserve.cluster.transition_log import log_decision
 from kunserve.cluster.waking_clock import WakingClock
@@ -77,12 +76,11 @@ class LocalCluster:
         self._config = config
         self._fake = fake
         self._succession = succession
-        self._model_files = model_files
         self._launcher = launcher
         ids = succession.ids if succession is not None else ()
         self._first_ids = ids or tuple(map(InstanceId, range(config.cluster.num_instances)))
-        self._places = places_of(config.cluster)
-        self._controller = Controller(
+        places = places_of(config.cluster)
+        self._controller = controller = Controller(
             config, 0 if succession is None else succession.first_id, len(self._first_ids)
         )
         self._forced = ForcedTransitions(
@@ -97,23 +95,20 @@ class LocalCluster:
         self._wires = FrontWires.open(launcher.front_host, config.cluster, succession)
         network = None if self._wires is None else self._wires.network
         self._channel = FrontChannel(self._on_event, self._on_nonsense, network)
+        self._orders = InstanceOrders(
+            config, fake, self._channel, self._sockets, succession, self._wires, model_files, places
+        )
         self._processes = Processes(
             config.cluster,
             launcher,
             self._clock,
             self._background,
-            self._order_of,
+            self._orders.of,
             self._on_death,
-            self._note_processes,
+            lambda: self._orders.note(self._processes),
         )
         self._size = SizeDriver(
-            config,
-            fake,
-            self._controller,
-            self._processes,
-            launcher,
-            self._channel,
-            self._clock.now_s,
+            config, fake, controller, self._processes, launcher, self._channel, self._clock.now_s
         )
         self._group_watch = GroupWatch(self._processes.patience_s)
         self._rejoining = Rejoining(self._processes)
@@ -206,25 +201,6 @@ class LocalCluster:
 
     # Processes
 
-    def _order_of(self, instance_id: InstanceId) -> InstanceOrder:
-        order = InstanceOrder(
-            instance_id=instance_id,
-            fake=self._fake,
-            front_address=self._channel.address,
-            socket_folder=str(self._sockets.path),
-            config=self._config,
-            lease=None if self._succession is None else self._succession.lease(),
-            parent_pid=os.getpid() if self._succession is None else None,
-            model_files=self._model_files,
-            place=place_of(self._places, instance_id),
-        )
-        return order if self._wires is None else self._wires.addressed(order)
-
-    def _note_processes(self) -> None:
-        if self._succession is not None:
-            wires = None if self._wires is None else self._wires.state
-            self._succession.note(self._processes.ids, self._processes.marks, wires)
-
     def _on_death(self, death: Death) -> bool:
         instance_id = death.instance_id
         if self._limits is None and not self._has_predecessor:
@@ -303,7 +279,7 @@ class LocalCluster:
                 self._ready.pop(instance_id, None)
                 self._stage_times.pop(instance_id, None)
                 self._size.shrink(instance_id)
-                self._note_processes()
+                self._orders.note(self._processes)
             case _:
                 log_decision(command)
 

@@ -350,14 +350,16 @@ class Processes:
         place.condemned.set()
 
     async def kill(self, instance_id: InstanceId) -> bool:
-        """Kill the instance's process and wait for its end; False if there is none."""
+        """Kill the instance's process and wait a while for its end; False if there is none."""
         place = self._places.get(instance_id)
         process = None if place is None else place.process
         if place is None or process is None:
             return False
         place.cause = Cause.NOBODY
         process.kill()
-        await process.wait()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(END_S):  # one that a driver holds may not end for hours
+                await process.wait()
         return True
 
     def serve(self) -> None:

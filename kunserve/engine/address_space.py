@@ -47,8 +47,18 @@ _patient_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 _patient_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
-def _mmap(address: int | None, num_bytes: int, prot: int, flags: int, fd: int, offset: int) -> int:
-    result: int | None = _libc.mmap(address, num_bytes, prot, flags, fd, offset)
+def _mmap(
+    address: int | None,
+    num_bytes: int,
+    prot: int,
+    flags: int,
+    fd: int,
+    offset: int,
+    *,
+    is_patient: bool = False,
+) -> int:
+    libc = _patient_libc if is_patient else _libc
+    result: int | None = libc.mmap(address, num_bytes, prot, flags, fd, offset)
     if result is None or result == _FAILED:
         code = ctypes.get_errno()
         raise OSError(code, f"mmap of {num_bytes} bytes failed: {os.strerror(code)}")
@@ -75,9 +85,13 @@ def map_file(address: int, num_bytes: int, fd: int, offset: int, populate: bool)
         _patient_libc.mmap(address, num_bytes, _PROT_READ_WRITE, flags, fd, offset)
 
 
-def unmap(address: int, num_bytes: int) -> None:
-    """Make ``num_bytes`` at ``address`` inaccessible, keeping them reserved."""
-    _mmap(address, num_bytes, _PROT_NONE, _MAP_PRIVATE_NOTHING | _MAP_FIXED, -1, 0)
+def unmap(address: int, num_bytes: int, *, is_moved: bool = False) -> None:
+    """Make ``num_bytes`` at ``address`` inaccessible, keeping them reserved.
+
+    Page by page, while other threads run; but what ``move`` has left has no pages any more.
+    """
+    flags = _MAP_PRIVATE_NOTHING | _MAP_FIXED
+    _mmap(address, num_bytes, _PROT_NONE, flags, -1, 0, is_patient=not is_moved)
 
 
 def move(source: int, target: int, num_bytes: int) -> bool:

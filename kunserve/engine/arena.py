@@ -129,7 +129,7 @@ class Arena:
                 # The granules are at the target now, whatever becomes of the next call.
                 self._erase(source, source_slot + first, run)
                 self._record(target, target_slot + first, run)
-                self.pages.unmap(address, len(run))
+                self.pages.unmap(address, len(run), is_moved=True)
             else:
                 self.unmap(source, source_slot + first, len(run))
                 self.map(target, target_slot + first, run)

@@ -74,6 +74,11 @@ class StepBatch:
             assert self.q_starts[0] == 0 and self.q_starts[-1] == self.num_tokens, self.q_starts
             sampled = self.sample_rows
             assert (sampled[1:] > sampled[:-1]).all(), sampled
+        else:  # kernels read this one, by the others' lengths
+            arrays.append(self.flat)
+            assert self.flat.size == self.num_tokens + 2 * len(self.rows) + 1, self.flat.shape
+            parts = self.positions, self.q_starts, self.context_lens
+            assert all(part.base is self.flat for part in parts), "flat is not what they are of"
         if self.local_tables is not None:
             assert self.local_tables.shape == self.tables.shape, self.local_tables.shape
             arrays.append(self.local_tables)

@@ -13,7 +13,10 @@ import torch
 
 
 class HiddenRows:
-    """Rows of hidden states, one behind the other, in memory of their own."""
+    """Rows of hidden states, one behind the other, in memory of their own.
+
+    None is left of a last stage's prompts that nobody samples. Nobody asks for a part of that.
+    """
 
     __slots__ = ("address", "data", "num_rows")
 
@@ -44,17 +47,24 @@ class HiddenRows:
 
     def tensor(self, dtype: torch.dtype) -> torch.Tensor:
         """The same memory as [rows, hidden]."""
+        self._assert_some()
         return torch.frombuffer(self.data, dtype=dtype).view(self.num_rows, -1)
 
     def first(self, num_rows: int) -> "HiddenRows":
         """The same memory, of the first rows alone."""
+        self._assert_some()
         row_bytes = self.data.nbytes // self.num_rows
         return HiddenRows(self.data[: num_rows * row_bytes], num_rows)
 
     def picked(self, which: npt.NDArray[np.int32]) -> "HiddenRows":
-        """Copies of some rows."""
+        """Copies of some rows, one at least."""
+        self._assert_some()
+        assert len(which), "no row is picked"
         rows = np.frombuffer(self.data, dtype=np.uint8).reshape(self.num_rows, -1)[which]
         return HiddenRows(rows.data.cast("B"), len(which))
+
+    def _assert_some(self) -> None:
+        assert self.num_rows, "there are no rows, and none says how wide it would be"
 
 
 Hidden: TypeAlias = torch.Tensor | HiddenRows

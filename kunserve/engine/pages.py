@@ -70,14 +70,17 @@ class Pages(Protocol):
         """
         ...
 
-    def unmap(self, address: int, num: int) -> None:
-        """Empty ``num`` consecutive full slots, which stay reserved."""
+    def unmap(self, address: int, num: int, *, is_moved: bool = False) -> None:
+        """Empty ``num`` consecutive full slots, which stay reserved.
+
+        ``is_moved``: by ``move``, so that there is nothing left to take apart.
+        """
         ...
 
     def move(self, source: int, target: int, num: int) -> bool:
         """Move consecutive granules with their page tables; False if that cannot be done.
 
-        The source may still show them: ``unmap`` it afterwards.
+        The source may still show them: ``unmap`` it afterwards, as what ``is_moved``.
         """
         ...
 
@@ -229,9 +232,9 @@ class HostPages:
                 address_space.unmap(address, first * size)
             raise
 
-    def unmap(self, address: int, num: int) -> None:
+    def unmap(self, address: int, num: int, *, is_moved: bool = False) -> None:
         """See ``Pages``."""
-        address_space.unmap(address, num * self.granule_bytes)
+        address_space.unmap(address, num * self.granule_bytes, is_moved=is_moved)
         self.num_calls += 1
 
     def move(self, source: int, target: int, num: int) -> bool:

@@ -1,6 +1,7 @@
 """What every endpoint shares: the engine, the text codec, the limits, and what is in flight."""
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 
 from kunserve.cluster.api import EngineClient
 from kunserve.core.config import KunServeConfig
@@ -20,6 +21,8 @@ from kunserve.server.request_log import RequestLog
 from kunserve.server.sampling import SeedSource
 from kunserve.server.text import TextCodec
 from kunserve.server.timeline import Timeline
+
+_SHUT_DOWN = "The server shut down before this request was finished."
 
 
 class Front:
@@ -63,30 +66,44 @@ class Front:
         self.seeds = SeedSource(config.model.seed)
         self.draining = False
         self._in_flight: set[Generation] = set()
+        self._num_entering = 0
+        """Requests between ``admission`` and ``enter``."""
+        self._is_interrupted = False
 
     def _vocabulary(self) -> Order:
         return Order(*self.codec.vocabulary, self.engine.limits.vocab_size)
 
     @property
     def num_in_flight(self) -> int:
-        """HTTP requests whose answer is not complete."""
-        return len(self._in_flight)
+        """HTTP requests that were admitted, and whose answer is not complete."""
+        return len(self._in_flight) + self._num_entering
 
     def check_model(self, model: str | None) -> None:
         """Raise ModelNotFound unless ``model`` is one of our names, or none at all."""
         if model is not None and model not in self.model_names:
             raise ModelNotFound(f"The model `{model[:200]}` does not exist.")
 
-    def admit(self, model: str | None) -> None:
-        """Raise ModelNotFound or Unavailable unless a request for ``model`` may enter."""
+    @contextlib.contextmanager
+    def admission(self, model: str | None) -> Iterator[None]:
+        """A request for ``model`` counts as in flight while it becomes a generation, or is refused.
+
+        Raises ModelNotFound or Unavailable unless it may enter.
+        """
         self.check_model(model)
         if self.draining:
             raise Unavailable("The server is shutting down.")
+        self._num_entering += 1
+        try:
+            yield
+        finally:
+            self._num_entering -= 1
 
     async def enter(self, generation: Generation) -> None:
         """Start a generation and keep it until ``leave``. Raises what ``submit`` raises."""
         await generation.start()
         self._in_flight.add(generation)
+        if self._is_interrupted:
+            generation.stop(Interrupted(_SHUT_DOWN))
 
     def leave(self, generation: Generation, reason: Exception) -> None:
         """The answer is over; whatever still runs for it is aborted."""
@@ -101,6 +118,7 @@ class Front:
         self.engine.stop_admission()
 
     def interrupt(self) -> None:
-        """Last step of a drain: what is still in flight ends with an error."""
+        """Last step of a drain: what is still in flight, or gets there, ends with an error."""
+        self._is_interrupted = True
         for generation in list(self._in_flight):
-            generation.stop(Interrupted("The server shut down before this request was finished."))
+            generation.stop(Interrupted(_SHUT_DOWN))

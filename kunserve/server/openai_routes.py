@@ -60,8 +60,14 @@ class OpenAIRoutes:
     async def completions(self, http: HttpRequest) -> Response:
         """POST /v1/completions."""
         arrival_s = time.monotonic()
+        body = await self._front.bodies.read(http, CompletionBody)
+        with self._front.admission(body.model):
+            return await self._complete(http, body, arrival_s)
+
+    async def _complete(
+        self, http: HttpRequest, body: CompletionBody, arrival_s: float
+    ) -> Response:
         front = self._front
-        body = await front.bodies.read(http, CompletionBody)
         self.check(body)
         if body.max_tokens == 0 and not body.echo:
             raise InvalidRequest("`max_tokens` must be at least 1 without `echo`.", "max_tokens")
@@ -80,8 +86,12 @@ class OpenAIRoutes:
     async def chat(self, http: HttpRequest) -> Response:
         """POST /v1/chat/completions."""
         arrival_s = time.monotonic()
+        body = await self._front.bodies.read(http, ChatBody)
+        with self._front.admission(body.model):
+            return await self._chat(http, body, arrival_s)
+
+    async def _chat(self, http: HttpRequest, body: ChatBody, arrival_s: float) -> Response:
         front = self._front
-        body = await front.bodies.read(http, ChatBody)
         self.check(body)
         if body.top_logprobs is not None and not body.logprobs:
             raise InvalidRequest("`top_logprobs` needs `logprobs` to be true.", "top_logprobs")
@@ -116,7 +126,6 @@ class OpenAIRoutes:
 
     def check(self, body: GenerationBody) -> None:
         """What can be refused before the prompt is looked at."""
-        self._front.admit(body.model)
         self._foreign_fields.check(body.model_extra or {})
         if body.n is not None and body.n > self._front.limits.max_choices:
             raise InvalidRequest(f"`n` may be at most {self._front.limits.max_choices}.", "n")

@@ -26,8 +26,12 @@ class ResponsesRoutes:
     async def create(self, http: HttpRequest) -> Response:
         """POST /v1/responses."""
         arrival_s = time.monotonic()
+        body = await self._front.bodies.read(http, ResponsesBody)
+        with self._front.admission(body.model):
+            return await self._create(http, body, arrival_s)
+
+    async def _create(self, http: HttpRequest, body: ResponsesBody, arrival_s: float) -> Response:
         front = self._front
-        body = await front.bodies.read(http, ResponsesBody)
         body.check()
         self._openai.check(body)
         prompt = await unless_gone(http, encode_conversation(front.codec, body.conversation()))

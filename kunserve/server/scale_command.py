@@ -1,5 +1,6 @@
 """``kunserve scale``: ask a server for more or fewer instances, and wait until it has them."""
 
+import http.client
 import json
 import time
 import urllib.error
@@ -84,7 +85,7 @@ class _Server:
                 return json.load(answer)
         except urllib.error.HTTPError as error:
             raise click.ClickException(_message_of(error)) from None
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, http.client.HTTPException) as error:
             raise click.ClickException(f"no answer from {self._url}: {error}") from None
 
 

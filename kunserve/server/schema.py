@@ -268,6 +268,8 @@ class ScaleBody(BaseModel):
 
 
 Body = TypeVar("Body", bound=BaseModel)
+MAX_NAME_CHARS = 100
+"""Of a field's name in an error message, because clients choose keys of objects."""
 
 
 def parse_body(shape: type[Body], raw: bytes) -> Body:
@@ -294,12 +296,13 @@ def invalid_field(error: ValidationError) -> InvalidRequest:
         return InvalidRequest(f"The request body is not valid JSON: {first['msg']}")
     if not location:
         return InvalidRequest("The request body must be a JSON object.")
-    name = ".".join(map(str, location))
+    name = ".".join(map(str, location))[:MAX_NAME_CHARS]
     if kind == "missing":
         return InvalidRequest(f"`{name}` is required.", name)
     if kind == "extra_forbidden":
         return InvalidRequest(f"`{name}` is not a known field.", name)
-    return InvalidRequest(f"`{name}`: {first['msg']} (got {shown_value(given)}).", str(location[0]))
+    text = f"`{name}`: {first['msg']} (got {shown_value(given)})."
+    return InvalidRequest(text, str(location[0])[:MAX_NAME_CHARS])
 
 
 def shown_value(value: object) -> str:

@@ -18,6 +18,8 @@ from kunserve.server.detokenize import (
 from kunserve.server.text_threads import TextThreads
 
 NO_MARKS: Mapping[int, str] = {}
+MAX_REASON_CHARS = 200
+"""Of why a chat template fails, in an error message."""
 
 
 class FastTokenizer(Protocol):
@@ -106,12 +108,14 @@ class TextCodec:
             TemplateError,
             ValueError,
             TypeError,
-            KeyError,
+            ArithmeticError,
+            LookupError,
             AttributeError,
             RecursionError,
         ) as error:
+            why = str(error)[:MAX_REASON_CHARS]  # a client's own words may be in it
             raise InvalidRequest(
-                f"The chat template cannot render these messages: {error}", "messages"
+                f"The chat template cannot render these messages: {why}", "messages"
             ) from error
         assert isinstance(text, str), type(text)
         return text

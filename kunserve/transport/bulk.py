@@ -7,7 +7,6 @@ asks for one chunk at a time, so the bytes in flight are bounded, and writes the
 import contextlib
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 
 import msgspec
@@ -18,12 +17,12 @@ from kunserve.core.ids import InstanceId, RequestId
 from kunserve.core.layout import LayerRange
 from kunserve.core.transfer import KvPull, LayerPull
 from kunserve.transport import bulk_wire, identity
+from kunserve.transport.bulk_giver import BulkGiver
 from kunserve.transport.bulk_sink import BulkSink, Pulled
 from kunserve.transport.bulk_source import BulkSource
 from kunserve.transport.bulk_wire import (
     Answer,
     Bytes,
-    Chunk,
     Int32Array,
     Located,
     SharedGranules,
@@ -33,7 +32,7 @@ from kunserve.transport.granule_desk import GranuleDesk, open_desk
 from kunserve.transport.identity import Identity
 from kunserve.transport.movable_memory import MovableMemory
 from kunserve.transport.network import Network
-from kunserve.transport.pacing import BulkPacing, TokenBucket
+from kunserve.transport.pacing import BulkPacing
 from kunserve.transport.shared_files import Counts, PeerFiles
 from kunserve.transport.sockets import (
     PollTarget,
@@ -46,8 +45,6 @@ from kunserve.transport.sockets import (
 )
 from kunserve.transport.wakeup import Wakeup
 
-YIELD_STEP_S = 0.0002
-"""How often a paused chunk looks whether the activation has gone."""
 _SHORTEST_POLL_S = 0.001
 
 _BULK = b"b"
@@ -91,7 +88,6 @@ class BulkMover:
         self._sink = BulkSink(memory, self._pacing, self._peer_files.has_mapped, self._is_read)
         self._addresses: dict[InstanceId, tuple[str, str]] = {}
         """With keys, which are empty without a network."""
-        self._activations_pending: Callable[[], bool] = _never
         self._is_closing = False
         self._failure: BaseException | None = None
         self._to_thread = Wakeup()
@@ -107,12 +103,8 @@ class BulkMover:
         bound = address_of(self._inbox)
         self._address = bound if network is None else network.advertised(bound)
         self._links: dict[InstanceId, tuple[tuple[str, str], Socket]] = {}
-        self._backlog: deque[tuple[bytes, Chunk]] = deque()
-        self._egress = TokenBucket(self._pacing.link_gbps, self._pacing.credit_s)
-        self._yielding_since_s: float | None = None
+        self._giver = BulkGiver(self._inbox, self._source, self._lock, self._pacing)
         self._watched: set[int] = set()
-        self.num_bytes_given = 0
-        """Bulk bytes that peers have been given so far."""
         self._poller = zmq.Poller()
         self._poller.register(self._inbox, zmq.POLLIN)
         self._poller.register(self._to_thread.fileno(), zmq.POLLIN)
@@ -161,9 +153,14 @@ class BulkMover:
 
     def yield_to(self, activations_pending: Callable[[], bool]) -> None:
         """Pause between chunks while this, called from the thread, is true."""
-        self._activations_pending = activations_pending
+        self._giver.yield_to(activations_pending)
 
     # Giving
+
+    @property
+    def num_bytes_given(self) -> int:
+        """Bulk bytes that peers have been given so far."""
+        return self._giver.num_bytes
 
     def export_kv(self, request_id: RequestId, entries: Int32Array) -> None:
         """Let peers read the request's blocks (one entry each), until ``withdraw_kv``."""
@@ -249,7 +246,7 @@ class BulkMover:
                 self._share()
                 self._hear_requests()
                 self._hear_replies()
-                self._give()
+                self._giver.give()
                 self._ask()
                 self._wait()
         except BaseException as failure:
@@ -302,7 +299,7 @@ class BulkMover:
             if chunk is None:
                 self.rejections.note()
             else:
-                self._backlog.append((route.bytes, chunk))
+                self._giver.take(route.bytes, chunk)
 
     def _is_known(self, route: zmq.Frame) -> bool:
         """Whether a peer asks; one that is gone gets nothing, though it is still connected."""
@@ -323,7 +320,7 @@ class BulkMover:
                 if reply.located is not None:
                     self._copy(src, reply.ticket, reply.located)
                     self._hear_requests()  # a peer waits for the word, and copies itself then
-                    self._give()
+                    self._giver.give()
                     continue
                 data: Bytes | None = None
                 if rest:
@@ -342,43 +339,6 @@ class BulkMover:
                 self._sink.ask_again(ticket)
             else:
                 self._sink.on_reply(ticket, Answer.DATA, found, time.monotonic())
-
-    def _give(self) -> None:
-        """Answer requests, in order, as far as the rate and waiting activations allow."""
-        while self._backlog and self._give_delay_s(time.monotonic()) == 0.0:
-            route, chunk = self._backlog.popleft()
-            with self._lock:
-                answer, data = self._source.serve(chunk)
-            self._answer(route, chunk, answer, data)
-
-    def _answer(
-        self, route: bytes, chunk: Chunk, answer: Answer, data: Bytes | Located | None
-    ) -> None:
-        if isinstance(data, Located):
-            self._yielding_since_s = None
-            self.num_bytes_given += sum(num_bytes for _, num_bytes in data.extents)
-            located = bulk_wire.encode(bulk_wire.Reply(chunk.ticket, answer, data))
-            self._inbox.send_multipart((route, located), zmq.NOBLOCK)
-            return
-        head = bulk_wire.encode(bulk_wire.Reply(chunk.ticket, answer))
-        if data is None:
-            self._inbox.send_multipart((route, head), zmq.NOBLOCK)
-            return
-        self._egress.take(data.nbytes, time.monotonic())
-        self._yielding_since_s = None
-        self.num_bytes_given += data.nbytes
-        self._inbox.send_multipart((route, head), zmq.NOBLOCK | zmq.SNDMORE)
-        self._inbox.send(data.data, zmq.NOBLOCK, copy=False)
-
-    def _give_delay_s(self, now_s: float) -> float:
-        delay_s = self._egress.delay_s(now_s)
-        if delay_s > 0.0 or not self._activations_pending():
-            return delay_s
-        if self._yielding_since_s is None:
-            self._yielding_since_s = now_s
-        if now_s - self._yielding_since_s < self._pacing.max_yield_s:
-            return YIELD_STEP_S
-        return 0.0
 
     def _ask(self) -> None:
         while True:
@@ -415,8 +375,8 @@ class BulkMover:
             self._sink.expire(now_s)
             self._tell_loop()
             wait_s = self._sink.wait_s(now_s)
-        if self._backlog:
-            delay_s = self._give_delay_s(now_s)
+        delay_s = self._giver.delay_s(now_s)
+        if delay_s is not None:
             wait_s = delay_s if wait_s is None else min(delay_s, wait_s)
         if wait_s is not None and wait_s < _SHORTEST_POLL_S:
             # A poll counts in whole milliseconds, too coarse for pacing.
@@ -434,10 +394,6 @@ def _shared(desk: GranuleDesk | None, memory: MovableMemory) -> SharedGranules |
         return None
     granules = memory.granules
     return SharedGranules(str(desk.path), granules.granule_bytes, granules.num_granules)
-
-
-def _never() -> bool:
-    return False
 
 
 def _arrivals(socket: Socket) -> Iterator[list[zmq.Frame]]:

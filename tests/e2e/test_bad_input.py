@@ -150,6 +150,7 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str | None]] = [
     ({"logit_bias": {"²": 1}}, "logit_bias"),
     ({"logit_bias": {"1": 101}}, "logit_bias"),
     ({"logit_bias": {"1": "a"}}, "logit_bias"),
+    ({"logit_bias": {"1" * 5000: "a"}}, "logit_bias"),
     ({"logit_bias": [1]}, "logit_bias"),
     ({"logprobs": 21}, "logprobs"),
     ({"logprobs": -1}, "logprobs"),
@@ -231,6 +232,7 @@ BAD_CHATS: list[tuple[dict[str, Any], str | None]] = [
     ({"audio": {"voice": "x"}}, "audio"),
     ({"chat_template": "{{ 1 }}"}, "chat_template"),
     ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),
+    ({"messages": [{"role": "r" * 5000, "content": "hi"}]}, "messages"),
     (
         {"continue_final_message": True, "add_generation_prompt": True},
         "continue_final_message",

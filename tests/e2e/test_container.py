@@ -9,7 +9,6 @@ import os
 import shutil
 import signal
 import site
-import socket
 import subprocess
 import sys
 import tempfile
@@ -20,6 +19,7 @@ from pathlib import Path
 
 import pytest
 
+from kunserve.bench.server_process import free_ports
 from kunserve.core.config import MIB
 
 ROOT = Path(__file__).parent.parent.parent
@@ -106,13 +106,6 @@ def contained(
         process.wait()
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
 def ask(port: int, path: str, body: object = None) -> dict[str, object]:
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(
@@ -135,7 +128,7 @@ def is_ready(process: subprocess.Popen[str], port: int) -> bool:
 
 def test_it_serves_and_drains(installed: Path, eventually: Callable[..., object]) -> None:
     """The wheel's own kernels, no file written but under /tmp, and SIGTERM ends it well."""
-    port = free_port()
+    (port,) = free_ports(1)
     flags = ("--num-instances", "2", "--instance-memory", "400MiB", "--port", str(port))
     with memory_limit(1600 * MIB) as group, contained(installed, *flags, group=group) as process:
         eventually(lambda: is_ready(process, port), PATIENCE_S)
@@ -162,7 +155,8 @@ def test_it_serves_and_drains(installed: Path, eventually: Callable[..., object]
 
 def test_more_than_the_container_may_take_is_refused(installed: Path) -> None:
     """Before anything is loaded, with the numbers; the kernel would kill without a word."""
-    flags = ("--num-instances", "2", "--instance-memory", "600MiB", "--port", str(free_port()))
+    (port,) = free_ports(1)
+    flags = ("--num-instances", "2", "--instance-memory", "600MiB", "--port", str(port))
     with memory_limit(1200 * MIB) as group, contained(installed, *flags, group=group) as process:
         output, _ = process.communicate(timeout=PATIENCE_S)
         assert process.returncode == 1
@@ -175,7 +169,7 @@ def test_the_docker_health_check_tells(installed: Path, eventually: Callable[...
     text = (ROOT / "deploy" / "Dockerfile").read_text()
     line = next(line for line in text.splitlines() if line.strip().startswith('CMD ["python'))
     check = json.loads(line.strip().removeprefix("CMD "))
-    port = free_port()
+    (port,) = free_ports(1)
     command = [installed, *(part.replace("8000", str(port)) for part in check[1:])]
     flags = ("--num-instances", "1", "--instance-memory", "400MiB", "--port", str(port))
     assert subprocess.run(command, capture_output=True).returncode != 0

@@ -176,9 +176,9 @@ class MappedTwice(HostPages):
         self.count()
         super().map(address, granules, populate)
 
-    def unmap(self, address: int, num: int) -> None:
+    def unmap(self, address: int, num: int, *, is_moved: bool = False) -> None:
         self.count()
-        super().unmap(address, num)
+        super().unmap(address, num, is_moved=is_moved)
 
     def count(self) -> None:
         if self.fails_at is not None:

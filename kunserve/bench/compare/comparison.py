@@ -6,6 +6,7 @@ from pathlib import Path
 
 from kunserve.bench.compare import real
 from kunserve.bench.compare.experiment import Experiment, Place, check_experiment, plan
+from kunserve.bench.compare.others import as_called
 from kunserve.bench.compare.output import OutputFolder
 from kunserve.bench.compare.results import Outcome, RunResult, by_load
 from kunserve.bench.compare.settings import RealSetup, digest_of, workload_of
@@ -155,7 +156,10 @@ def _jobs(
         ours = [name for name in experiment.systems if name not in experiment.others]
         for name in ours:
             real.serve_arguments(find_system(name), setup, None)
-        systems = {name: find_system(name) for name in ours} | dict(experiment.others)
+        others = experiment.others
+        systems = {name: find_system(name) for name in ours} | {
+            name: as_called(name, others[name]) for name in experiment.systems if name in others
+        }
         return [
             real.RealJob(
                 place,

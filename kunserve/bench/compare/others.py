@@ -16,7 +16,7 @@ import re
 import shlex
 import tempfile
 from collections.abc import Generator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from kunserve.bench.compare.systems import SYSTEMS, System
@@ -67,6 +67,15 @@ def check_others(others: Mapping[str, OtherServers], asked: tuple[str, ...]) -> 
             _command_of(name, other, 0, 0)
 
 
+def as_called(name: str, other: OtherServers) -> OtherServers:
+    """With the variables of the environment filled in: what makes two runs the same.
+
+    Another folder may hold another version. Raises ConfigError for one that is not set.
+    """
+    environment = {key: _filled(name, value) for key, value in other.environment.items()}
+    return replace(other, command=_filled(name, other.command), environment=environment)
+
+
 @contextlib.contextmanager
 def running_others(name: str, other: OtherServers) -> Generator[tuple[str, ...], None, None]:
     """Within, all replicas are ready; gives their addresses. Raises ServerUnreachable."""
@@ -96,8 +105,7 @@ def _command_of(
     """The words of a replica's command, and its further variables. Raises ConfigError."""
 
     def filled(text: str) -> str:
-        text = text.replace("{port}", str(port)).replace("{replica}", str(replica))
-        return _VARIABLE.sub(lambda match: _variable(name, match[1]), text)
+        return _filled(name, text.replace("{port}", str(port)).replace("{replica}", str(replica)))
 
     try:
         words = shlex.split(other.command)
@@ -105,6 +113,10 @@ def _command_of(
         raise ConfigError(f"others.{name}: the command cannot be read: {error}") from None
     environment = {key: filled(value) for key, value in other.environment.items()}
     return [filled(word) for word in words], environment
+
+
+def _filled(name: str, text: str) -> str:
+    return _VARIABLE.sub(lambda match: _variable(name, match[1]), text)
 
 
 def _variable(name: str, variable: str) -> str:

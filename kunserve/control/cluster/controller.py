@@ -354,9 +354,11 @@ class Controller:
         self._overload.is_paused = paused
 
     def reset_prefix_cache(self) -> None:
-        """Every group forgets the KV of equal beginnings that no request shares."""
-        for group_id, group in self.placement.groups.items():
-            self._outbox.send(group.layout.leader, ResetPrefixCache(group_id))
+        """Every group forgets the KV of equal beginnings that no request shares, also what is
+        being moved.
+        """
+        for instance_id in sorted(self._instances.living):
+            self._outbox.send(instance_id, ResetPrefixCache())
         self._requests.prefixes_reset()
 
     # Accounts

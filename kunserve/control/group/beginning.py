@@ -57,6 +57,11 @@ class Prefix:
         before, self.used_end = self.used_end, max(self.users, default=self.first)
         return before - self.used_end
 
+    def used_end_without(self, end: int) -> int:
+        """``used_end`` if one that shares it up to ``end`` were not there."""
+        others = (at for at, num_users in self.users.items() if at != end or num_users > 1)
+        return max(others, default=self.first)
+
 
 @dataclass(slots=True, eq=False)
 class Beginning:

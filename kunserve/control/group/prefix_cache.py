@@ -11,13 +11,13 @@ from sys import maxsize
 from typing import NamedTuple
 
 from kunserve.control.group.beginning import Beginning, Prefix
+from kunserve.control.group.block_names import most_blocks, names_of
 from kunserve.control.group.ledger import Ledger
 from kunserve.control.group.sequence import Sequence
 from kunserve.core.ids import GroupId, PrefixId, RequestId
 from kunserve.core.messages import PrefixPart, PrefixState
-from kunserve.core.prefix import PrefixHash, name_blocks, salt_name
+from kunserve.core.prefix import PrefixHash
 from kunserve.core.step import EvictedPrefix, KeptPrefix, SharedPrefix
-from kunserve.core.tokens import TokenIds
 
 WORTH_WAITING_TOKENS = 128
 """Of a prompt that others are about to compute: for so many it waits until it can share them."""
@@ -65,6 +65,8 @@ class PrefixCache:
         self._shared: list[SharedPrefix] = []
         self._arriving: dict[PrefixId, Prefix] | None = None
         """During an exchange: what came in it, and stays until it is over."""
+        self._is_reset = False
+        """What has come and no sequence shares goes with the exchange's end."""
 
     # Sequences
 
@@ -81,7 +83,7 @@ class PrefixCache:
         """
         beginning = seq.beginning
         assert beginning is not None, seq.request_id
-        parts = self._find(seq, self._most_blocks(seq))
+        parts = self._find(seq, most_blocks(seq, self._block_size))
         beginning.num_found = parts[-1][1] if parts else 0
         seq.num_found = beginning.num_found * self._block_size
         num_unused = 0
@@ -100,9 +102,9 @@ class PrefixCache:
         assert beginning is not None, seq.request_id
         first = (seq.num_computed + seq.num_found) // self._block_size
         index = first + max(1, WORTH_WAITING_TOKENS // self._block_size) - 1
-        if index >= self._most_blocks(seq):
+        if index >= most_blocks(seq, self._block_size):
             return None
-        return self._names_of(seq, index + 1)[index]
+        return names_of(seq, index + 1, self._block_size)[index]
 
     def share(self, seq: Sequence) -> None:
         """Give a sequence, which is admitted now, the beginning that was found for it.
@@ -157,8 +159,7 @@ class PrefixCache:
         """Blocks that the sequence has together with others: they stay when it leaves."""
         num_blocks = start = 0
         for prefix, end in seq.beginning.shared if seq.beginning is not None else ():
-            others = (at for at, num_users in prefix.users.items() if at != end or num_users > 1)
-            num_blocks += max(0, min(end, max(others, default=0)) - start)
+            num_blocks += max(0, min(end, prefix.used_end_without(end)) - start)
             start = end
         return num_blocks
 
@@ -212,7 +213,8 @@ class PrefixCache:
     def arrived(self, prefix_id: PrefixId) -> None:
         """All stages have all of the prefix: it is found from now on."""
         prefix = self._prefixes[prefix_id]
-        for name in prefix.names:
+        end = prefix.used_end_without(prefix.end) if self._is_reset else prefix.end
+        for name in prefix.names[: end - prefix.first]:
             self._index.setdefault(name, prefix)
 
     def lost(self, prefix_id: PrefixId) -> None:
@@ -233,6 +235,9 @@ class PrefixCache:
             self._ledger.leave_cached(prefix.leave(prefix.end))
             if prefix.num_unused:
                 self._unused[prefix_id] = prefix
+                if self._is_reset:
+                    self._evict_end(prefix, prefix.num_unused)
+        self._is_reset = False
 
     # Memory
 
@@ -250,8 +255,15 @@ class PrefixCache:
         return orders
 
     def reset(self) -> None:
-        """Forget all blocks that no sequence shares; the next plan frees them."""
+        """Forget all blocks that no sequence shares; the next plan frees them.
+
+        Of what an exchange brings they are found no more, and are freed when it is over.
+        """
         self._evict(self._ledger.cached_blocks)
+        if self._arriving is not None:
+            self._is_reset = True
+            for prefix in self._arriving.values():
+                self._hide(prefix, prefix.used_end_without(prefix.end))
 
     @property
     def has_orders(self) -> bool:
@@ -264,7 +276,7 @@ class PrefixCache:
         self._prefixes.clear()
         self._unused.clear()
         self._kept, self._evicted, self._shared = [], {}, []
-        self._arriving = None
+        self._arriving, self._is_reset = None, False
 
     def check(self, holders: Iterable[Sequence]) -> None:
         """Assert that names, shares and the ledger agree."""
@@ -304,27 +316,6 @@ class PrefixCache:
 
     # Inside
 
-    def _most_blocks(self, seq: Sequence) -> int:
-        """Blocks that a sequence may begin with though it did not compute them."""
-        most = seq.num_tokens - 1
-        if seq.num_scored < seq.num_to_score:
-            most = min(most, seq.num_scored)
-        return most // self._block_size
-
-    def _names_of(self, seq: Sequence, num_blocks: int) -> list[PrefixHash]:
-        """At least the names of the sequence's first ``num_blocks``."""
-        assert seq.beginning is not None, seq.request_id
-        names, size = seq.beginning.names, self._block_size
-        if len(names) < num_blocks:
-            parent = names[-1] if names else salt_name(seq.request.cache_salt)
-            first, end = len(names) * size, num_blocks * size
-            if end <= seq.num_prompt:
-                tokens = TokenIds(seq.request.prompt_token_ids[first:end])
-            else:
-                tokens = TokenIds(seq.known_tokens(first, end))
-            names += name_blocks(parent, tokens, size)
-        return names
-
     def _find(self, seq: Sequence, num_blocks: int) -> list[tuple[Prefix, int]]:
         """The prefixes that the sequence's first ``num_blocks`` are in, as far as they are."""
         if not num_blocks or not self._index:
@@ -332,7 +323,7 @@ class PrefixCache:
         parts: list[tuple[Prefix, int]] = []
         last: Prefix | None = None
         end = 0
-        for name in self._names_of(seq, num_blocks)[:num_blocks]:
+        for name in names_of(seq, num_blocks, self._block_size)[:num_blocks]:
             prefix = self._index.get(name)
             if prefix is None:
                 break
@@ -348,7 +339,7 @@ class PrefixCache:
         """Let the sequence's own full blocks be found, unless equal ones are found already."""
         assert seq.beginning is not None, seq.request_id
         own, num_full = seq.beginning.own, seq.num_computed // self._block_size
-        fresh = self._names_of(seq, num_full)[own.end : num_full]
+        fresh = names_of(seq, num_full, self._block_size)[own.end : num_full]
         for name in fresh:
             self._index.setdefault(name, own)
         own.names += fresh
@@ -410,22 +401,30 @@ class PrefixCache:
     def _evict(self, num_blocks: int) -> None:
         """Free so many blocks that no sequence shares."""
         while num_blocks > 0:
-            prefix_id, prefix = next(iter(self._unused.items()))
+            prefix = next(iter(self._unused.values()))
             num = min(num_blocks, prefix.num_unused)
-            end = prefix.end - num
-            self._forget_names(prefix, end)
-            self._ledger.evict(num)
-            self._evicted[prefix_id] = end
+            self._evict_end(prefix, num)
             num_blocks -= num
-            if not prefix.num_unused:
-                del self._unused[prefix_id]
-            if not prefix.names:
-                del self._prefixes[prefix_id]
+
+    def _evict_end(self, prefix: Prefix, num_blocks: int) -> None:
+        """Free the last blocks of a prefix, which no sequence shares."""
+        prefix_id, end = prefix.prefix_id, prefix.end - num_blocks
+        assert prefix_id is not None, prefix
+        self._forget_names(prefix, end)
+        self._ledger.evict(num_blocks)
+        self._evicted[prefix_id] = end
+        if not prefix.num_unused:
+            del self._unused[prefix_id]
+        if not prefix.names:
+            del self._prefixes[prefix_id]
 
     def _forget_names(self, prefix: Prefix, end: int) -> None:
+        """Blocks of the prefix at ``end`` and behind have no names any more."""
+        self._hide(prefix, end)
+        del prefix.names[end - prefix.first :]
+
+    def _hide(self, prefix: Prefix, end: int) -> None:
         """Blocks of the prefix at ``end`` and behind are found no more."""
-        first = end - prefix.first
-        for name in prefix.names[first:]:
+        for name in prefix.names[end - prefix.first :]:
             if self._index.get(name) is prefix:
                 del self._index[name]
-        del prefix.names[first:]

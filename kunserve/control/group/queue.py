@@ -1,12 +1,10 @@
-"""The queue of a group's waiting sequences, and who of them gets memory now: first come first."""
+"""The queue of a group's waiting sequences: first come first."""
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from kunserve.control.group.ledger import Ledger
-from kunserve.control.group.prefix_cache import PrefixCache
 from kunserve.control.group.sequence import Progress, QueueKey, Sequence
-from kunserve.core.config import SchedulerConfig
 from kunserve.core.kv_blocks import KvBlocks
 
 
@@ -68,80 +66,6 @@ class WaitingQueue:
         self.num_tokens += sign * tokens
         self.num_blocks += sign * self._blocks.holding(tokens)
         self.version += 1
-
-
-class Admission:
-    """Looks at a group's queue and its ledger."""
-
-    def __init__(
-        self,
-        config: SchedulerConfig,
-        num_stages: int,
-        blocks: KvBlocks,
-        waiting: WaitingQueue,
-        ledger: Ledger,
-        cache: PrefixCache | None = None,
-    ) -> None:
-        self._cache = cache
-        self._config = config
-        self._num_stages = num_stages
-        self._blocks = blocks
-        self._waiting = waiting
-        self._ledger = ledger
-        self.missing_blocks = 0
-        """What the first lacks whom the last ``candidates`` turned away for want of memory."""
-
-    def room(self, num_running: int) -> int:
-        """How many more sequences may run: each stage's worth of ``max_num_seqs``."""
-        return self._config.max_num_seqs * self._num_stages - num_running
-
-    def admit(self, seq: Sequence) -> None:
-        """Give a candidate blocks for all its known tokens, those that the cache has included."""
-        if self._cache is not None:
-            self._cache.share(seq)
-        fits = self._ledger.grow(seq.request_id, self._blocks.holding(seq.num_tokens))
-        assert fits, (seq.request_id, self._ledger.free_blocks)
-        self._waiting.remove(seq)
-
-    def candidates(
-        self, room: int, prompts: Iterable[Sequence], first_away: QueueKey | None = None
-    ) -> list[Sequence]:
-        """Up to ``room`` waiting sequences that memory admits.
-
-        Enough of them to fill a microbatch behind these running prompts; all of them where
-        formation looks ahead. None that came after ``first_away``, who waits for memory too. Nor
-        those that begin as one of the others does, which is about to be computed: they wait until
-        they can share it.
-        """
-        ledger, config, cache = self._ledger, self._config, self._cache
-        free = ledger.free_blocks
-        watermark = watermark_blocks(ledger)
-        wanted = config.max_num_batched_tokens - sum(seq.num_left for seq in prompts)
-        if config.lookahead and self._num_stages > 1:
-            wanted = self._waiting.num_tokens
-        self.missing_blocks = 0
-        found: list[Sequence] = []
-        coming = set() if cache is None else {cache.name_ahead(seq) for seq in prompts} - {None}
-        for seq in self._waiting:
-            if wanted <= 0 or len(found) >= room:
-                break
-            if first_away is not None and first_away < seq.key:
-                break
-            if cache is not None:
-                num_shared = cache.look_up(seq)
-                name = cache.name_ahead(seq)
-                if name is not None and name in coming:
-                    continue
-                coming.add(name)
-                free += num_shared
-            free -= self._blocks.holding(seq.num_tokens)
-            if free < watermark:
-                self.missing_blocks = watermark - free
-                break
-            watermark = ledger.watermark_blocks
-            wanted -= seq.num_tokens - seq.num_found
-            found.append(seq)
-        return found
 
 
 def watermark_blocks(ledger: Ledger, own_blocks: int = 0) -> int:

@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterable
 from operator import attrgetter
 
 from kunserve.control.arrays import Int32Array
+from kunserve.control.group.admission import Admission
 from kunserve.control.group.forming import Forming
 from kunserve.control.group.guessing import Guessing
 from kunserve.control.group.in_flight import InFlight, PlannedStep
@@ -15,9 +16,9 @@ from kunserve.control.group.ledger import Ledger
 from kunserve.control.group.load import ProgressClock, SchedulerTotals, measure_load
 from kunserve.control.group.migration import MigrationAccess
 from kunserve.control.group.prefix_cache import NO_ORDERS, PrefixCache
-from kunserve.control.group.queue import Admission, WaitingQueue
+from kunserve.control.group.queue import WaitingQueue
 from kunserve.control.group.relief import Holders
-from kunserve.control.group.sequence import Progress, Sequence, make_sequence
+from kunserve.control.group.sequence import Progress, Sequence, SequenceMaker
 from kunserve.core.config import SchedulerConfig
 from kunserve.core.ids import GroupId, RequestId
 from kunserve.core.kv_blocks import KvBlocks, KvRing
@@ -62,14 +63,13 @@ class Scheduler:
         self._group_id = group_id
         self._num_stages = num_stages
         self._blocks = blocks = KvBlocks(block_size, kv_ring)
-        self._eos_token_ids = eos_token_ids
-        self._max_model_len = max_model_len
         self.totals = SchedulerTotals() if totals is None else totals
         self._order = choose_order(config)
+        self._maker = SequenceMaker(eos_token_ids, max_model_len, self._order)
         self._largest_capacity = capacity_blocks
         self._live: dict[RequestId, Sequence] = {}
-        self._ledger = Ledger(capacity_blocks, config.watermark)
-        self._waiting = WaitingQueue(blocks)
+        self._ledger = ledger = Ledger(capacity_blocks, config.watermark)
+        self._waiting = waiting = WaitingQueue(blocks)
         self._forming = Forming(config, num_stages, self._waiting, form_batch)
         self._in_flight = InFlight(group_id)
         self._guessing = Guessing(config, block_size)
@@ -77,17 +77,10 @@ class Scheduler:
         if config.enable_prefix_caching:
             self.cache = PrefixCache(group_id, block_size, self._ledger)
         self._holders = Holders(
-            blocks,
-            self._ledger,
-            self._waiting,
-            self._in_flight,
-            self.totals,
-            config,
-            host_link,
-            self.cache,
+            blocks, ledger, waiting, self._in_flight, self.totals, config, host_link, self.cache
         )
         self._admission = Admission(
-            config, num_stages, blocks, self._waiting, self._ledger, self.cache
+            config, num_stages, blocks, waiting, ledger, self._holders, self.totals, self.cache
         )
         self.migration = MigrationAccess(blocks, self._live, self._waiting, self._ledger)
         self.may_preempt = True
@@ -97,7 +90,6 @@ class Scheduler:
         self._nothing_at: tuple[int, bool] | None = None
         """The ``_version`` at which the last ``schedule`` found nothing."""
         self._clock = ProgressClock()
-        self._num_added = 0
         self._scores: list[PromptScores] = []
 
     # Requests come and go
@@ -373,7 +365,7 @@ class Scheduler:
             decodes = [s for s in decodes if s.state is Progress.RUNNING and s not in unfit]
             prompts = [s for s in prompts if s.state is Progress.RUNNING and s not in unfit]
         else:
-            admissible = self._admissible(prompts)
+            admissible = self._admission.choose(prompts, may_preempt=self.may_preempt)
             prompts.extend(admissible)
             if self._order is not None:
                 prompts.sort(key=_key_of)
@@ -399,44 +391,13 @@ class Scheduler:
         for index, num_tokens in batch.prompts:
             seq = prompts[index]
             if seq.state is Progress.WAITING:
-                self._admission.admit(seq)
-                seq.state = Progress.RUNNING
-                if seq.began_s is None:
-                    seq.began_s = now_s
-                    self.totals.note_first_admission(seq)
-                self._holders.add(seq)
+                self._admission.admit(seq, now_s)
             chosen.append((seq, num_tokens))
         return chosen
 
-    def _admissible(self, prompts: list[Sequence]) -> list[Sequence]:
-        """Who may be admitted now behind these running prompts; the swapped come back in turn."""
-        holders, admission = self._holders, self._admission
-        room = admission.room(holders.num_running)
-        num_kept, first_away = holders.swap_in(room, may_preempt=self.may_preempt)
-        head = self._waiting.head
-        if self._order is not None and head is not None:
-            prompts = [seq for seq in prompts if seq.key < head.key]
-        found = admission.candidates(room - num_kept, prompts, first_away)
-        missing = admission.missing_blocks if self.may_preempt else 0
-        if missing and holders.park_for_head(missing):
-            # Those that were found may have counted on the KV of who leaves.
-            found = admission.candidates(room - num_kept, prompts, first_away)
-        return found
-
     def _make(self, request: Request, output_token_ids: TokenIds) -> Sequence:
         assert request.request_id not in self._live, f"{request.request_id} is here already"
-        due_s = None
-        if self._order is not None:
-            due_s = self._order.due_s(request.arrival_s, len(request.prompt_token_ids))
-        seq = make_sequence(
-            request,
-            output_token_ids,
-            self._num_added,
-            self._eos_token_ids,
-            self._max_model_len,
-            due_s,
-        )
-        self._num_added += 1
+        seq = self._maker.make(request, output_token_ids)
         if self.cache is not None:
             self.cache.welcome(seq)
         self._live[request.request_id] = seq

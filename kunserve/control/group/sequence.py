@@ -13,6 +13,7 @@ from kunserve.core.prompt_scores import PromptScores
 from kunserve.core.request import FinishReason, Request, TokenLogprobs
 from kunserve.core.step import SequenceStart
 from kunserve.core.tokens import NO_TOKENS, TokenIds
+from kunserve.policy.queue_order import DeadlineOrder
 
 
 class Progress(enum.Enum):
@@ -173,6 +174,30 @@ class Sequence:
             num_blocks=blocks.holding(self.num_computed),
             num_preemptions=self.num_preemptions,
             shared=() if self.beginning is None else self.beginning.parts,
+        )
+
+
+class SequenceMaker:
+    """Makes a group's sequences, each behind those that came before it."""
+
+    def __init__(
+        self, eos_token_ids: frozenset[int], max_model_len: int, order: DeadlineOrder | None
+    ) -> None:
+        """``order`` None: by arrival."""
+        self._eos_token_ids = eos_token_ids
+        self._max_model_len = max_model_len
+        self._order = order
+        self._num_made = 0
+
+    def make(self, request: Request, output_token_ids: TokenIds) -> Sequence:
+        """A waiting one, output so far included."""
+        due_s = None
+        if self._order is not None:
+            due_s = self._order.due_s(request.arrival_s, len(request.prompt_token_ids))
+        number = self._num_made
+        self._num_made += 1
+        return make_sequence(
+            request, output_token_ids, number, self._eos_token_ids, self._max_model_len, due_s
         )
 
 

@@ -16,7 +16,7 @@ from kunserve.control.instance.formation import FormationSlot
 from kunserve.control.instance.inbox import Inbox, Mail, Moment
 from kunserve.control.instance.intake import Intake
 from kunserve.control.instance.layer_restore import LayerRestore
-from kunserve.control.instance.localize import free_swapped_out, localize
+from kunserve.control.instance.localize import free_blocks, localize
 from kunserve.control.instance.membership import Membership, enter_group
 from kunserve.control.instance.state import AgentConfig, InstanceState, Outgoing, Preemption
 from kunserve.control.instance.work import Work
@@ -398,29 +398,12 @@ class InstanceAgent:
         state = self.state
         if membership.freed_step != plan.step_id:
             membership.freed_step = plan.step_id
-            self._free(membership, plan)
+            free_blocks(state, self._changes, membership, plan)
         step = localize(state, membership, plan)
         if step is None:
             self._changes.make_room()
             self._lacks_units = True
         return step
-
-    def _free(self, membership: Membership, plan: StepPlan) -> None:
-        """Free, keep and share blocks as the plan says: once, before it takes any."""
-        state = self.state
-        if membership.swapped_out:
-            free_swapped_out(state, membership)
-        for kept in plan.kept:
-            state.table.keep(*kept)
-        for request_id in plan.released:
-            self._changes.release(request_id)
-            state.body.forget(request_id)
-        if membership.head is not None:
-            membership.head.release(plan.released)
-        for evicted in plan.evicted:
-            self._changes.evict(*evicted)
-        for shared in plan.shared:
-            state.table.share(*shared)
 
     def _forward(
         self, membership: Membership, step: StepWork, outcome: StepOutcome, now_s: float

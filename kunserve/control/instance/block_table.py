@@ -185,15 +185,8 @@ class BlockTable:
         their layers and places; those places must lie below ``num_units``.
         """
         assert layers.num_layers > 0, layers
-        spans = self._free.spans()
         used = self.used_units
-        if num_units > self.num_units:
-            spans.append((self.num_units, num_units))
-        else:
-            spans = [(s, min(e, num_units)) for s, e in spans if s < num_units]
-        if len(spans) > 1 and spans[-2][1] == spans[-1][0]:
-            spans[-2:] = [(spans[-2][0], spans[-1][1])]
-        self._free.reset(layers.num_layers, spans)
+        self._free.resize(layers.num_layers, self.num_units, num_units)
         self.layers = layers
         self.num_units = num_units
         assert self.used_units == used, f"live units at or above {num_units}"
@@ -313,17 +306,7 @@ class BlockTable:
     def check(self) -> None:
         """Assert that every unit is held once or free once, and lies below ``num_units``."""
         runs = self._live_runs()
-        free = np.array(self._free.pieces(), dtype=np.int64).reshape(-1, 2)
-        starts = np.concatenate((runs["start"], free[:, 0]))
-        ends = np.concatenate((runs["start"] + runs["length"], free[:, 1]))
-        assert (starts < ends).all(), (starts, ends)
-        order = np.argsort(starts)
-        # Sorted, each piece begins where the one before it ends: no gap, and no unit twice.
-        before = np.concatenate(([0], ends[order]))
-        after = np.concatenate((starts[order], [self.num_units]))
-        wrong = np.flatnonzero(before != after)
-        spans = list(zip(before[wrong].tolist(), after[wrong].tolist(), strict=True))
-        assert not spans, f"units owned other than once, between: {spans}"
+        self._free.check(runs["start"], runs["start"] + runs["length"], self.num_units)
         assert self._free.run_length == self.layers.num_layers, self.layers
         assert self.rows.keys() == self.counts.keys()
         rows = sorted([*self.rows.values(), *self._free_rows])
@@ -422,13 +405,7 @@ class BlockTable:
         runs = packing.runs[packing.runs["row"] >= 0]
         moved = (runs["start"] - runs["origin"]).astype(np.int32)
         self.tables[runs["row"], runs["block"]] += moved
-        spans = packing.gaps()
-        if packing.limit < self.num_units:
-            if spans and spans[-1][1] == packing.limit:
-                spans[-1] = (spans[-1][0], self.num_units)
-            else:
-                spans.append((packing.limit, self.num_units))
-        self._free.reset(self.layers.num_layers, spans)
+        self._free.reset(self.layers.num_layers, packing.free_spans(self.num_units))
         self._refresh_loans()
 
     def _live_runs(self) -> RunArray:

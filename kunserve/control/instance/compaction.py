@@ -103,6 +103,16 @@ class Packing:
         free = starts > ends
         return list(zip(ends[free].tolist(), starts[free].tolist(), strict=True))
 
+    def free_spans(self, num_units: int) -> list[Span]:
+        """The same below ``num_units``: what is behind the limit is free too."""
+        spans = self.gaps()
+        if self.limit < num_units:
+            if spans and spans[-1][1] == self.limit:
+                spans[-1] = (spans[-1][0], num_units)
+            else:
+                spans.append((self.limit, num_units))
+        return spans
+
     def _cheapest(self, length: int, count: int, most: int) -> _Window | None:
         """The window that costs least by the run, among those for 1, 2, 4, ... ``most`` runs."""
         best: _Window | None = None

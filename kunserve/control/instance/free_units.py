@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 
 import numpy as np
+import numpy.typing as npt
 
 from kunserve.control.arrays import Int32Array
 
@@ -71,6 +72,17 @@ class FreeUnits:
         self._runs.reverse()  # low units are taken first: a later shrink moves less
         self._merged = True
 
+    def resize(self, run_length: int, end_before: int, end: int) -> None:
+        """The range ends at ``end`` instead: what is added is free, what is free there is gone."""
+        spans = self.spans()
+        if end > end_before:
+            spans.append((end_before, end))
+        else:
+            spans = [(s, min(e, end)) for s, e in spans if s < end]
+        if len(spans) > 1 and spans[-2][1] == spans[-1][0]:
+            spans[-2:] = [(spans[-2][0], spans[-1][1])]
+        self.reset(run_length, spans)
+
     def spans(self) -> list[Span]:
         """All free units as maximal spans, in order."""
         runs = np.array(self._runs, dtype=np.int64)
@@ -86,9 +98,22 @@ class FreeUnits:
         lasts = ends[np.concatenate((breaks, [ends.size - 1]))]
         return list(zip(firsts.tolist(), lasts.tolist(), strict=True))
 
-    def pieces(self) -> list[Span]:
-        """All free units as they are kept, for ``check`` of the owner above."""
-        return [(start, start + self.run_length) for start in self._runs] + self._fragments
+    def check(
+        self, starts: npt.NDArray[np.int64], ends: npt.NDArray[np.int64], num_units: int
+    ) -> None:
+        """Assert that every unit below ``num_units`` is free once, or in one of these spans."""
+        pieces = [(start, start + self.run_length) for start in self._runs] + self._fragments
+        free = np.array(pieces, dtype=np.int64).reshape(-1, 2)
+        starts = np.concatenate((starts, free[:, 0]))
+        ends = np.concatenate((ends, free[:, 1]))
+        assert (starts < ends).all(), (starts, ends)
+        order = np.argsort(starts)
+        # Sorted, each piece begins where the one before it ends: no gap, and no unit twice.
+        before = np.concatenate(([0], ends[order]))
+        after = np.concatenate((starts[order], [num_units]))
+        wrong = np.flatnonzero(before != after)
+        spans = list(zip(before[wrong].tolist(), after[wrong].tolist(), strict=True))
+        assert not spans, f"units owned other than once, between: {spans}"
 
     def _carve(self, start: int, end: int) -> None:
         length = self.run_length

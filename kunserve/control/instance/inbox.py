@@ -40,6 +40,8 @@ from kunserve.core.step import StepResult
 MAX_OVERTAKERS = 1024
 """Aborts and rollbacks kept for what they withdraw. The oldest is for something long over."""
 
+_RESET = ResetPrefixCache()
+
 When: TypeAlias = Literal["now", "later", "never"]
 
 
@@ -82,8 +84,8 @@ def when_to_read(message: Message, moment: Moment) -> When:
     Rollback             of the present change   on a follower: it overtook   on a leader
                                                  its ``LoadLayers``
     LoadLayers,          for this group          -                            for another group
-    AllowParking,
-    ResetPrefixCache
+    AllowParking
+    ResetPrefixCache     in any group            while quiescing              without a group
     KvMoved, KvDropped,  of the present change   of the present change        of another change
     ExchangeProgress     after the switch        before the switch
     other words on a     of the present change   -                            of another change
@@ -94,6 +96,8 @@ def when_to_read(message: Message, moment: Moment) -> When:
     match message:
         case Form() | Shutdown():
             return "now"
+        case ResetPrefixCache():
+            return _by_cache(moment)
         case _ if moment.is_forming or moment.group_id is None:
             return "later"
         case Activation(plan):
@@ -106,23 +110,33 @@ def when_to_read(message: Message, moment: Moment) -> When:
                 return "never"
             return "later" if moment.is_quiescing else "now"
         case Abort(request_id):
-            is_later = moment.is_quiescing or not moment.knows(request_id)
-            return "later" if is_later else "now"
+            return "now" if moment.knows(request_id) and not moment.is_quiescing else "later"
         case Rollback(transition_id):
             if transition_id == moment.change_id:
                 return "now"
             return "never" if moment.leads else "later"
-        case LoadLayers() | AllowParking() | ResetPrefixCache():
+        case LoadLayers() | AllowParking():
             return "now" if message.group_id == moment.group_id else "never"
         case KvMoved() | KvDropped() | ExchangeProgress():
-            if message.transition_id != moment.change_id:
-                return "never"
-            return "now" if moment.has_switched else "later"
+            return _by_switch(message.transition_id, moment)
         case Commit() | Handover() | LayersDropped():
             return "now" if message.transition_id == moment.change_id else "never"
         case HandOff() | EndMigration() | OfferTaken() | OfferRefused() | WithdrawKv():
             return "now" if message.migration_id == moment.change_id else "never"
     return "now"
+
+
+def _by_cache(moment: Moment) -> When:
+    """What moves to the next group is meant too. One that is formed from nothing has no cache."""
+    if moment.is_forming or moment.group_id is None:
+        return "never"
+    return "later" if moment.is_quiescing else "now"
+
+
+def _by_switch(transition_id: TransitionId, moment: Moment) -> When:
+    if transition_id != moment.change_id:
+        return "never"
+    return "now" if moment.has_switched else "later"
 
 
 def _by_group(group_id: GroupId, present: GroupId) -> When:
@@ -176,6 +190,8 @@ class Inbox:
     def _keep(self, mail: Mail) -> None:
         withdrawn = _withdrawn_by(mail.message)
         if withdrawn in self._withdrawn:
+            return
+        if mail.message == _RESET and _RESET in self.waiting:
             return
         self._waiting.append(mail)
         if withdrawn is None:

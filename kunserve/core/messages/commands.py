@@ -168,10 +168,9 @@ class AllowParking:
 class ResetPrefixCache:
     """Forget all KV of equal beginnings that no request of the group shares.
 
-    Sent to its leader when somebody asks for it; not acknowledged.
+    Sent to everybody when somebody asks for it, because who leads may be changing; leaders obey.
+    Not acknowledged.
     """
-
-    group_id: GroupId
 
 
 @dataclass(frozen=True, slots=True)

@@ -99,7 +99,7 @@ class DevicePages:
                 self._remove_left_overs(address, len(granules))
             raise
 
-    def unmap(self, address: int, num: int) -> None:
+    def unmap(self, address: int, num: int, *, is_moved: bool = False) -> None:
         """See ``Pages``. One call for all."""
         self._driver.unmap(address, num * self.granule_bytes)
         self.num_calls += 1

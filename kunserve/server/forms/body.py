@@ -180,11 +180,12 @@ def _schema_text(name: str, where: str, value: Any) -> str:
     """In one spelling, with the properties in the client's order."""
     try:
         schema = json.loads(value) if isinstance(value, str) else value
-        if not isinstance(schema, dict):
-            raise _wrong(name, where, "a JSON schema, which is an object", value)
-        return json.dumps(schema, allow_nan=False)
+        text = json.dumps(schema, allow_nan=False)
     except (ValueError, RecursionError) as error:
         raise InvalidRequest(f"`{where}` is not a JSON schema: {error}", name) from None
+    if not isinstance(schema, dict):
+        raise _wrong(name, where, "a JSON schema, which is an object", value)
+    return text
 
 
 def _wrong(name: str, where: str, expected: str, value: Any) -> InvalidRequest:

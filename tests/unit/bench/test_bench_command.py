@@ -62,6 +62,17 @@ def test_saved_runs_are_reported_and_compared(server, tmp_path: Path) -> None:
     assert "<svg" in figure.read_text()
 
 
+def test_what_was_measured_is_saved_wherever_that_is_to_be(server, tmp_path: Path) -> None:
+    """Else the end of a long run would be its loss."""
+    to = ("--base-url", server.url, *QUICK, "--save-result", "--result-dir", str(tmp_path))
+    result = bench(*to, "--label", "ours/at/2")
+    assert result.exit_code == 0, result.output
+    assert len(list(tmp_path.glob("ours-at-2-*.jsonl"))) == 1
+    result = bench(*to, "--result-filename", "some/where.json")
+    assert result.exit_code == 0, result.output
+    assert read_run(tmp_path / "some" / "where.jsonl").records
+
+
 def test_several_servers_and_chat(server, second_server) -> None:
     result = bench(
         "--backend", "openai-chat", "--base-url", server.url, second_server.url + "/v1/", *QUICK
@@ -121,6 +132,7 @@ def test_an_absent_server_is_one_line_and_exit_code_2() -> None:
         (["--base-url", "127.0.0.1:8000"], "expected http://"),
         (["--plot", "figure"], "expected a .png"),
         (["--plot", "/proc/nowhere/f.png"], "cannot make the folder"),
+        (["--save-result", "--result-filename", "/proc/nowhere/r.json"], "cannot make the folder"),
         (["--extra-body", "{"], "--extra-body"),
         (["--backend", "openai-chat", "--prompt-format", "token-ids"], "text only"),
         (["--load-result", "/nowhere.jsonl"], "cannot read"),

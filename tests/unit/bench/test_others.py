@@ -9,6 +9,9 @@ import pytest
 from click.testing import CliRunner
 
 from kunserve.bench.compare.compare_command import compare_command
+from kunserve.bench.compare.comparison import _jobs
+from kunserve.bench.compare.experiment import plan
+from kunserve.bench.compare.experiment_file import read_experiment
 from kunserve.bench.compare.others import OtherServers, running_others
 from kunserve.bench.compare.results import load
 from kunserve.bench.session import ServerUnreachable
@@ -87,6 +90,22 @@ def test_a_system_that_nobody_knows_is_told_the_others(tmp_path: Path) -> None:
     path.write_text(EXPERIMENT.replace("{other}", "urls = ['http://a']").replace('"theirs"', '"x"'))
     result = CliRunner().invoke(compare_command, [str(path)])
     assert "no system 'x' to compare" in result.output and "theirs" in result.output
+
+
+def test_another_value_of_a_variable_is_another_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "theirs.toml"
+    other = "command = '$PEERS/server --port {port}'\nenvironment = { CORES = '$CORES' }"
+    path.write_text(EXPERIMENT.replace("{other}", other))
+    digests = []
+    for peers, cores in (("/a", "0"), ("/b", "0"), ("/b", "1"), ("/b", "1")):
+        monkeypatch.setenv("PEERS", peers)
+        monkeypatch.setenv("CORES", cores)
+        experiment = read_experiment(path)
+        (job,) = _jobs(experiment, plan(experiment), None, traces=False)
+        digests.append(job.digest)
+    assert len(set(digests)) == 3 and digests[2] == digests[3]
 
 
 def test_others_cannot_be_simulated(tmp_path: Path) -> None:

@@ -343,7 +343,7 @@ BELL, SOCKET = 7, 8
         ([], False, Woken.BY_ANY),
     ],
 )
-def test_only_rings_are_read_where_only_a_stage_has_woken_the_loop(
+def test_who_has_woken_the_loop(
     found: list[tuple[int, int]], is_in_transition: bool, expected: Woken
 ) -> None:
     loop: Any = object.__new__(InstanceLoop)
@@ -359,6 +359,44 @@ def test_only_rings_are_read_where_only_a_stage_has_woken_the_loop(
     loop._peers = SimpleNamespace(bell=BELL, awake=list)
     assert loop._wait() is expected
     assert looks == ["clock", "sleep"], "a sleep without work would count as a bubble"
+
+
+@pytest.mark.parametrize(
+    ("woken", "expected"),
+    [
+        (Woken.BY_STAGES, ["rings"]),
+        (Woken.BY_ANY, ["all, slept"]),
+        (Woken.BUSY, ["all"]),
+    ],
+)
+def test_only_rings_are_read_where_only_a_stage_has_woken_the_loop(
+    woken: Woken, expected: list[str]
+) -> None:
+    loop: Any = object.__new__(InstanceLoop)
+    reads: list[str] = []
+
+    class Agent:
+        is_exchanging = False
+
+        @property
+        def is_stopping(self) -> bool:
+            return bool(reads)
+
+        def next_work(self, now_s: float) -> None:
+            return None
+
+    loop._agent, loop._lease, loop._trace, loop._checks = Agent(), None, None, False
+    loop._channel = SimpleNamespace(start_heartbeat=lambda *_: None)
+    loop._mover = SimpleNamespace(quiet=nullcontext)
+    loop._heartbeat_period_s, loop._num_turns, loop._longest_step_s = 1.0, 0, 0.0
+    loop._awaits_group = False
+    loop._wait = lambda: woken
+    loop._look = lambda: 0.0
+    loop._read_peers = lambda now_s, is_brief: reads.append("rings" if is_brief else "peers")
+    loop._read_mail = lambda has_slept: reads.append("all, slept" if has_slept else "all")
+    loop._report_if_due = loop._send_mail = loop._send_to_front = lambda: None
+    loop.run()
+    assert reads == expected
 
 
 def test_no_step_begins_while_kv_is_copied_here(monkeypatch: pytest.MonkeyPatch) -> None:

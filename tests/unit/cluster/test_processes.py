@@ -265,6 +265,17 @@ def test_a_process_that_cannot_be_killed_is_given_up_once(
     assert caplog.text.count("does not end instance=0") == 1
 
 
+def test_who_kills_by_hand_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def tell(world: World) -> None:
+        world.started[0]._is_killable = False
+        assert await world.processes.kill(ZERO)
+        assert world.started[0].num_kills == 1
+        assert not await world.processes.kill(ONE)
+        world.started[0].end()
+
+    story(tell, monkeypatch)
+
+
 def test_a_change_of_capacity_is_logged_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -105,3 +105,26 @@ def test_bad_budgets_are_refused() -> None:
         Arena(HostPages(1 << 20, 1000))
     with pytest.raises(TooLittleMemory, match="has .* left"):
         Arena(HostPages(1 << 50, 1 << 30))
+
+
+@pytest.mark.parametrize("can_move", [True, False])
+def test_other_threads_run_while_pages_are_taken_apart(
+    arena: Arena, monkeypatch: pytest.MonkeyPatch, can_move: bool
+) -> None:
+    """What the system has moved leaves no pages behind; before Linux 5.13 they are all there."""
+    if not can_move:
+        monkeypatch.setattr(address_space, "move", lambda *_: False)
+    true, calls = address_space.unmap, []
+
+    def unmap(address: int, num_bytes: int, *, is_moved: bool = False) -> None:
+        calls.append(is_moved)
+        true(address, num_bytes, is_moved=is_moved)
+
+    monkeypatch.setattr(address_space, "unmap", unmap)
+    source, target = (arena.reserve(name, 4 * arena.granule_bytes) for name in ("one", "other"))
+    arena.map(source, 0, arena.take(4))
+    source.bytes_view()[:] = 7
+    arena.move(source, 0, target, 0, 4)
+    assert calls == [can_move]
+    assert (target.bytes_view() == 7).all()
+    arena.check(ask_kernel=True)

@@ -44,12 +44,21 @@ def huge_bytes_of(pages: HostPages) -> int:
     return pages.huge_bytes
 
 
-@functools.cache
-def has_huge_pages() -> bool:
-    pages = HostPages(HUGE_PAGE_BYTES, HUGE_PAGE_BYTES)
-    huge_bytes = huge_bytes_of(pages)
-    pages.close()
-    return huge_bytes > 0
+def gives_huge_pages(num_mib: int) -> bool:
+    """Whether the system gives as much in huge pages at this moment: memory may be fragmented.
+
+    Asked by system calls alone, so that what is tested cannot excuse itself.
+    """
+    num_bytes = num_mib * MIB
+    fd = os.memfd_create("control")
+    try:
+        os.ftruncate(fd, num_bytes)
+        with address_space.shown(fd, 0, num_bytes, HUGE_PAGE_BYTES) as address:
+            address_space.populate_pages(address, num_bytes)
+            address_space.collapse(address, num_bytes)
+            return address_space.huge_bytes_at(address, num_bytes) == num_bytes
+    finally:
+        os.close(fd)
 
 
 def gives_unasked() -> bool:
@@ -59,9 +68,12 @@ def gives_unasked() -> bool:
     return any(f"[{word}]" in text for word in ("always", "within_size", "force"))
 
 
-needs_huge_pages = pytest.mark.skipif(
-    "not has_huge_pages()", reason="the system gives no huge pages"
-)
+def needs_huge_pages(num_mib: int) -> pytest.MarkDecorator:
+    """For a test that fills so much of them."""
+    return pytest.mark.skipif(
+        f"not gives_huge_pages({num_mib})",
+        reason=f"the system does not give {num_mib} MiB of huge pages now",
+    )
 
 
 @pytest.fixture
@@ -88,7 +100,7 @@ def touched_huge_bytes(memory: InstanceMemory) -> int:
     return memory.huge_bytes
 
 
-@needs_huge_pages
+@needs_huge_pages(8)
 def test_a_file_is_filled_but_for_its_end(file: int) -> None:
     os.ftruncate(file, 7 * MIB)
     fill(file, 0, 7 * MIB)
@@ -122,7 +134,7 @@ def test_an_old_kernel_gives_small_pages(monkeypatch: pytest.MonkeyPatch) -> Non
     pages.close()
 
 
-@needs_huge_pages
+@needs_huge_pages(40)
 def test_some_pages_are_better_than_none(monkeypatch: pytest.MonkeyPatch) -> None:
     """What does not fit any more is taken in small pages."""
     true, calls = address_space.collapse, itertools.count()
@@ -147,7 +159,7 @@ def test_off_is_off() -> None:
     pages.close()
 
 
-@needs_huge_pages
+@needs_huge_pages(10)
 def test_what_is_not_needed_at_once_follows(
     caplog: pytest.LogCaptureFixture, eventually: Callable[..., object]
 ) -> None:
@@ -162,7 +174,7 @@ def test_what_is_not_needed_at_once_follows(
     pages.close()
 
 
-@needs_huge_pages
+@needs_huge_pages(16)
 def test_content_stays_while_it_is_put_into_huge_pages() -> None:
     """Steps use KV that has not been prefaulted yet, from several threads."""
     rng = np.random.default_rng(1)
@@ -181,7 +193,7 @@ def test_content_stays_while_it_is_put_into_huge_pages() -> None:
         pages.close()
 
 
-@needs_huge_pages
+@needs_huge_pages(18)
 def test_ranks_begin_with_a_page(file: int) -> None:
     """Their parts are 5 MiB, of which 4 fill pages."""
     ranks = [RankPages(file, rank, True, 5 * MIB, 1 << 18) for rank in range(3)]
@@ -193,7 +205,7 @@ def test_ranks_begin_with_a_page(file: int) -> None:
         pages.close()
 
 
-@needs_huge_pages
+@needs_huge_pages(32)
 def test_what_a_drop_and_a_restore_move_stays_in_huge_pages(memory: InstanceMemory) -> None:
     """But for the pages in which they are cut."""
     at_first = touched_huge_bytes(memory)
@@ -209,7 +221,7 @@ def test_what_a_drop_and_a_restore_move_stays_in_huge_pages(memory: InstanceMemo
         assert (memory.weights.granules.tolist(), memory.kv.granules.tolist()) == granules
 
 
-@needs_huge_pages
+@needs_huge_pages(32)
 def test_content_is_the_same_in_huge_pages_and_small_ones() -> None:
     rng = np.random.default_rng(3)
     data = rng.integers(0, 256, 40 * MODEL.unit_bytes(INSTANCE.block_size), np.uint8)

@@ -15,7 +15,8 @@ import kunserve.server.admin_routes as admin_routes
 from kunserve.cluster.api import Vitals
 from kunserve.control.cluster.scaling import NOT_STARTED
 from kunserve.core.config import ServerConfig
-from kunserve.core.errors import ConfigError
+from kunserve.core.errors import ConfigError, Overloaded
+from kunserve.core.ids import RequestId
 from kunserve.core.snapshots import ClusterSize, ObservedDrops
 from kunserve.server.command import serve_command
 from kunserve.server.scale_command import scale_command
@@ -121,8 +122,9 @@ def test_the_command_asks_and_waits(admin: LiveServer) -> None:
     admin.engine.lying = True
     late = scale("3", "--timeout", "0.01")
     assert "2 instances serve, 1 start and 0 leave" in late.output and late.exit_code == 1
-    nobody = CliRunner().invoke(scale_command, ["2", "--url", "http://127.0.0.1:1"])
-    assert nobody.exit_code == 1 and "no answer from http://127.0.0.1:1" in nobody.output
+    for url in ("http://127.0.0.1:1", "http://127.0.0.1:port"):
+        nobody = CliRunner().invoke(scale_command, ["2", "--url", url])
+        assert nobody.exit_code == 1 and f"no answer from {url}" in nobody.output, nobody.output
 
 
 def test_pause_and_resume(admin: LiveServer) -> None:
@@ -375,3 +377,44 @@ def test_drain_ends_by_timeout_or_by_a_second_signal(signals: int) -> None:
         assert not server.thread.is_alive(), "before the 60 s of a patient drain"
         assert answers[0].status_code == 503
         assert len(engine.aborted) == 2
+
+
+class Undecided(EchoEngine):
+    """Takes requests as a controller in another process does: its answer comes later."""
+
+    answers = False
+
+    async def admitted(self, request_id: RequestId) -> None:
+        while not self.answers:
+            await asyncio.sleep(0.001)
+
+
+@pytest.mark.parametrize("is_forced", [False, True])
+def test_drain_waits_for_requests_that_are_being_admitted(is_forced: bool) -> None:
+    engine = Undecided()
+    with live_server(engine) as server, server.client() as client:
+        answers: list[httpx.Response] = []
+        (posting,) = start_posts(server, 1, answers)
+        wait_until(lambda: engine.submitted)
+        assert client.get("/load").json() == {"server_load": 1}
+        server.request_drain()
+        wait_until(lambda: server.front.draining)
+        assert server.call(lambda: server.front.num_in_flight) == 1
+        assert client.get("/health").status_code == 200
+        if is_forced:
+            server.request_drain()
+            wait_until(lambda: server.front._is_interrupted)
+        else:
+            assert not server.front._is_interrupted
+        engine.answers = True
+        posting.join()
+        assert answers[0].status_code == (503 if is_forced else 200), answers[0].text
+        assert server.front.num_in_flight == 0
+
+
+def test_who_is_refused_is_in_flight_no_more() -> None:
+    engine = EchoEngine(refusal=lambda request: Overloaded("full"))
+    with live_server(engine) as server, server.client() as client:
+        for body in (BODY, BODY | {"model": "none"}, BODY | {"n": -1}):
+            assert client.post("/v1/completions", json=body).status_code >= 400
+        assert client.get("/load").json() == {"server_load": 0}

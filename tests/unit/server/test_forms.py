@@ -117,6 +117,7 @@ def test_what_is_no_form_is_said(fields: dict[str, Any], says: str) -> None:
         asked(**fields)
     assert says in str(caught.value) and caught.value.param in fields
     assert len(str(caught.value)) < 300
+    assert str(caught.value).count("JSON schema") <= 1, "said once"
 
 
 def order() -> Order:

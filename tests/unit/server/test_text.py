@@ -62,6 +62,21 @@ def test_a_model_without_a_template_says_so() -> None:
         chat(TextCodec(Plain(), 100, 50))
 
 
+@pytest.mark.parametrize(
+    "expression", ["1 // n", "'a'.encode()[n:].decode().index('b')", "1.5 ** 5000"]
+)
+def test_a_template_that_fails_on_a_conversation_is_the_clients_to_know(expression: str) -> None:
+    class Failing:
+        chat_template = "{{ " + expression + " }}"
+        backend_tokenizer = tiny_tokenizer().backend_tokenizer
+        apply_chat_template = tiny_tokenizer().apply_chat_template
+
+    codec = TextCodec(Failing(), 100, 50)
+    options = {"n": 0, "chat_template": Failing.chat_template}
+    with pytest.raises(InvalidRequest, match="The chat template cannot render these messages"):
+        codec.render_chat([{"role": "user", "content": "hi"}], options)
+
+
 def test_prompts_keep_their_order(codec: TextCodec) -> None:
     body = CompletionBody(prompt=["b", "a" * 60, "c"])
     prompts = asyncio.run(encode_prompts(codec, body, ServingLimits(100, 16, 400), 10))
