@@ -222,9 +222,10 @@ class EngineBody:
             self._sampler.prepare(start.sampling)
         logits, found = decoder.run_whole(batch)
         self._start(work)
-        wanted = work.plan.sampled_rows
-        tokens = self._sample_rows(logits, wanted, found) if wanted else ()
-        return StepOutcome(None, tokens)
+        request_ids = work.plan.sampled_requests
+        if self._sampler.is_brief(request_ids):
+            return StepOutcome(None, self._sampler.sample_largest(*found, request_ids))
+        return StepOutcome(None, self._sample_rows(logits, work.plan.sampled_rows, found))
 
     def _start(self, work: StepWork) -> None:
         """Know the requests whose first chunk this is, as far as this stage must."""

@@ -25,6 +25,8 @@ from kunserve.transport.network import Network
 from kunserve.transport.numbering import STAMP_BYTES, Incoming, Outgoing, read_stamp
 from kunserve.transport.peer_rings import open_rings
 from kunserve.transport.sockets import (
+    AT_ONCE,
+    AT_ONCE_AND_MORE,
     EXPEDITED,
     Context,
     PollTarget,
@@ -234,7 +236,7 @@ class PeerLinks:
         rings = self._rings if stamp.number > 0 else None
         if rings is not None and rings.write(dst, link.address, data, payload):
             return True
-        flags = zmq.NOBLOCK if payload is None else zmq.NOBLOCK | zmq.SNDMORE
+        flags = AT_ONCE if payload is None else AT_ONCE_AND_MORE
         try:
             socket.send(data, flags)
         except zmq.Again:

@@ -13,10 +13,10 @@ from kunserve.control.instance.block_table import BlockTable
 from kunserve.control.instance.body import Body, Mover, StepOutcome, StepWork
 from kunserve.control.instance.change_slot import Change, ChangeSlot
 from kunserve.control.instance.formation import FormationSlot
-from kunserve.control.instance.inbox import Inbox, Mail, Moment
+from kunserve.control.instance.inbox import Inbox, Mail, Moment, is_of_step
 from kunserve.control.instance.intake import Intake
 from kunserve.control.instance.layer_restore import LayerRestore
-from kunserve.control.instance.localize import free_swapped_out, localize
+from kunserve.control.instance.localize import free_blocks, localize
 from kunserve.control.instance.membership import Membership, enter_group
 from kunserve.control.instance.state import AgentConfig, InstanceState, Outgoing, Preemption
 from kunserve.control.instance.work import Work
@@ -90,9 +90,16 @@ class InstanceAgent:
     def on(self, message: Message, now_s: float, hidden: Any = None) -> None:
         """Take one message from the controller or a peer."""
         mail = Mail(message, hidden)
-        if self.inbox.accept(mail, self._moment()):
+        if self._is_of_step(message) or self.inbox.accept(mail, self._moment()):
             self._read(mail, now_s)
         self._advance(now_s)
+
+    def _is_of_step(self, message: Message) -> bool:
+        """Whether it is read now whatever changes here, as nearly all mail between stages is."""
+        membership = self.membership
+        if membership is None or self._forming.is_forming:
+            return False
+        return is_of_step(message, membership.layout.group_id)
 
     def pulled_kv(self, piece: KvPull, ok: bool, now_s: float) -> None:
         """The mover filled a piece, or its source would not give it."""
@@ -398,29 +405,12 @@ class InstanceAgent:
         state = self.state
         if membership.freed_step != plan.step_id:
             membership.freed_step = plan.step_id
-            self._free(membership, plan)
+            free_blocks(state, membership, self._changes, plan)
         step = localize(state, membership, plan)
         if step is None:
             self._changes.make_room()
             self._lacks_units = True
         return step
-
-    def _free(self, membership: Membership, plan: StepPlan) -> None:
-        """Free, keep and share blocks as the plan says: once, before it takes any."""
-        state = self.state
-        if membership.swapped_out:
-            free_swapped_out(state, membership)
-        for kept in plan.kept:
-            state.table.keep(*kept)
-        for request_id in plan.released:
-            self._changes.release(request_id)
-            state.body.forget(request_id)
-        if membership.head is not None:
-            membership.head.release(plan.released)
-        for evicted in plan.evicted:
-            self._changes.evict(*evicted)
-        for shared in plan.shared:
-            state.table.share(*shared)
 
     def _forward(
         self, membership: Membership, step: StepWork, outcome: StepOutcome, now_s: float

@@ -9,12 +9,33 @@ import numpy as np
 
 from kunserve.control.instance.block_table import NOTHING
 from kunserve.control.instance.body import HostCopy, StepWork
+from kunserve.control.instance.change_slot import ChangeSlot
 from kunserve.control.instance.membership import Membership
 from kunserve.control.instance.state import InstanceState
 from kunserve.core.step import BlockRun, StepPlan
 
 
-def free_swapped_out(state: InstanceState, membership: Membership) -> None:
+def free_blocks(
+    state: InstanceState, membership: Membership, changes: ChangeSlot, plan: StepPlan
+) -> None:
+    """Free, keep and share blocks as the plan says: once, before it takes any."""
+    if membership.swapped_out:
+        _free_swapped_out(state, membership)
+    for kept in plan.kept:
+        state.table.keep(*kept)
+    if plan.released:
+        for request_id in plan.released:
+            changes.release(request_id)
+            state.body.forget(request_id)
+        if membership.head is not None:
+            membership.head.release(plan.released)
+    for evicted in plan.evicted:
+        changes.evict(*evicted)
+    for shared in plan.shared:
+        state.table.share(*shared)
+
+
+def _free_swapped_out(state: InstanceState, membership: Membership) -> None:
     """The plan before has run here: what it copied to host memory holds no units any more."""
     for request_id, first_block, end_block in membership.swapped_out:
         state.table.release_layers(request_id, first_block, end_block, NOTHING)
