@@ -222,9 +222,10 @@ class EngineBody:
             self._sampler.prepare(start.sampling)
         logits, found = decoder.run_whole(batch)
         self._start(work)
-        wanted = work.plan.sampled_rows
-        tokens = self._sample_rows(logits, wanted, found) if wanted else ()
-        return StepOutcome(None, tokens)
+        request_ids = work.plan.sampled_requests
+        if self._sampler.is_brief(request_ids):
+            return StepOutcome(None, self._sampler.sample_largest(*found, request_ids))
+        return StepOutcome(None, self._sample_rows(logits, work.plan.sampled_rows, found))
 
     def _start(self, work: StepWork) -> None:
         """Know the requests whose first chunk this is, as far as this stage must."""
@@ -267,19 +268,19 @@ class EngineBody:
         """See ``Body``."""
         everyone, skipped = work.plan.sampled_requests, work.skipped
         which = [i for i, request_id in enumerate(everyone) if request_id not in skipped]
-        parts = [(first, part_of(data, len(everyone))) for first, data in work.parts]
         request_ids = [everyone[i] for i in which]
         if self._split_head.is_brief(request_ids):
-            tokens = self._sampler.sample_largest(*join_largest(parts, which), request_ids)
+            found = join_largest(work.parts, which, len(everyone))
+            tokens = self._sampler.sample_largest(*found, request_ids)
         else:
+            parts = [part_of(data, len(everyone)) for _, data in work.parts]
             all_rows = work.plan.sampled_rows
-            wanted = [all_rows[i] for i in which]
-            tokens = self._sample_rows(join_logits([p for _, p in parts], which), wanted)
+            tokens = self._sample_rows(join_logits(parts, which), [all_rows[i] for i in which])
         if len(which) == len(everyone):
             return tokens
-        found = dict(zip(which, tokens, strict=True))
+        by_place = dict(zip(which, tokens, strict=True))
         return tuple(
-            found.get(i) or SampledToken(request_id, None, None)
+            by_place.get(i) or SampledToken(request_id, None, None)
             for i, request_id in enumerate(everyone)
         )
 

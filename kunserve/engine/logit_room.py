@@ -16,6 +16,7 @@ class LogitRoom:
         self._logits = torch.empty(0, self._reserved_width)
         self._views: dict[tuple[int, int], torch.Tensor] = {}
         """Of the memory's start, by their shape."""
+        self._address = self._logits.data_ptr()
 
     @property
     def num_bytes(self) -> int:
@@ -24,8 +25,8 @@ class LogitRoom:
 
     @property
     def address(self) -> int:
-        """Where the first row lies."""
-        return self._logits.data_ptr()
+        """Where the first row lies, as kept: behind a step to ask torch is slow."""
+        return self._address
 
     def reserve(self, num_rows: int) -> None:
         """Take memory for so many rows, whose pages are there on return."""
@@ -48,4 +49,5 @@ class LogitRoom:
 
     def _take(self, logits: torch.Tensor) -> None:
         self._logits = logits
+        self._address = logits.data_ptr()
         self._views.clear()

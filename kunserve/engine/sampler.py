@@ -72,6 +72,8 @@ class Sampler:
         self._vocab_size = vocab_size
         self._forms = forms
         self._states: dict[RequestId, _State] = {}
+        self._take_largest: set[RequestId] = set()
+        """Those of them for which the largest raw logit is all there is to know."""
 
     def prepare(self, sampling: SamplingParams) -> None:
         """Such a request is about to start: what can be done beside its first step begins now."""
@@ -85,13 +87,21 @@ class Sampler:
         """
         self.forget(start.request_id)
         try:
-            self._states[start.request_id] = self._state_of(start)
+            state = self._states[start.request_id] = self._state_of(start)
         except Exception:
             logger.exception("cannot prepare sampling, request=%s ends", start.request_id)
+            return
+        if state.is_argmax:
+            self._take_largest.add(start.request_id)
 
     def forget(self, request_id: RequestId) -> None:
         """The request ended; unknown ones are no mistake."""
         self._states.pop(request_id, None)
+        self._take_largest.discard(request_id)
+
+    def is_brief(self, request_ids: Iterable[RequestId]) -> bool:
+        """Whether ``sample_largest`` is all that these need. Nearly always, and soon done."""
+        return self._take_largest.issuperset(request_ids)
 
     def sample(
         self, logits: torch.Tensor, request_ids: Sequence[RequestId], positions: Sequence[int]

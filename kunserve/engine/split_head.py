@@ -1,6 +1,7 @@
 """One stage's part of an output head that a pipeline's stages compute together, on the CPU."""
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -121,13 +122,18 @@ def join_logits(parts: Sequence[Part], which: Sequence[int]) -> torch.Tensor:
     return torch.from_numpy(np.concatenate(parts, axis=1))
 
 
-def join_largest(parts: Sequence[tuple[int, Part]], which: Sequence[int]) -> Largest:
+def join_largest(
+    parts: Sequence[tuple[int, memoryview | torch.Tensor | Part]],
+    which: Sequence[int],
+    num_rows: int,
+) -> Largest:
     """The largest logit of some rows and its token; the lowest of equal ones wins.
 
-    ``parts`` begin at these rows of the vocabulary. A stage that has forgotten a request which is
-    not among these rows gives whole logits: they hold all that is needed.
+    ``parts``, of ``num_rows`` each, begin at these rows of the vocabulary. A stage that has
+    forgotten a request which is not among these rows gives whole logits: they hold all that is
+    needed.
     """
-    brief = [(p if p.shape[1] == _BRIEF else _largest(p, first)).tolist() for first, p in parts]
+    brief = [_pairs_of(data, first, num_rows) for first, data in parts]
     values, token_ids = [], []
     for row in which:
         value, token_id = brief[0][row]
@@ -139,6 +145,22 @@ def join_largest(parts: Sequence[tuple[int, Part]], which: Sequence[int]) -> Lar
         values.append(value)
         token_ids.append(int(token_id))
     return Largest(values, token_ids)
+
+
+def _pairs_of(
+    data: memoryview | torch.Tensor | Part, first: int, num_rows: int
+) -> list[list[float]]:
+    """Each row's largest logit and its token. Of brief parts without numpy: behind a step that is
+    slow.
+    """
+    if not isinstance(data, torch.Tensor):
+        view = data if isinstance(data, memoryview) else data.data
+        if view.nbytes == num_rows * _BRIEF * 4:
+            pairs: Any = view.cast("B").cast("f", (num_rows, _BRIEF)).tolist()
+            return list(pairs)
+    part = part_of(data, num_rows)
+    brief = part if part.shape[1] == _BRIEF else _largest(part, first)
+    return list(brief.tolist())
 
 
 def _largest(logits: Part, first: int) -> Part:

@@ -56,8 +56,8 @@ def _only_decodes(work: StepWork, starts: tuple[int, ...]) -> StepBatch:
     return StepBatch(
         token_ids=_NO_TOKENS if work.token_ids is None else work.token_ids,
         positions=flat[:num],
-        tables=np.ascontiguousarray(work.tables, dtype=np.int32),
-        rows=np.ascontiguousarray(work.rows, dtype=np.int32),
+        tables=work.tables,
+        rows=work.rows,
         q_starts=q_starts,
         context_lens=flat[2 * num + 1 :],
         sample_rows=q_starts[:-1],

@@ -143,6 +143,9 @@ def form_lookahead(
     """
     if view.num_stages == 1:
         return form_token_budget(view), None
+    if not view.prompts:  # as most steps are: nothing is cut, now or later
+        num_decodes, _ = _take_decodes(view, _near_a_slot(view, how.cost))
+        return Microbatch(range(num_decodes), []), None
     num_tokens = sum(work.remaining for work in view.prompts)
     if ongoing is None or not _holds(ongoing, view, num_tokens):
         if not looks_ahead(view, how.min_tokens):
@@ -207,7 +210,7 @@ def cut_microbatch(view: FormationView, how: Lookahead, target_s: float) -> Micr
     decodes alone reach a limit: nobody starves behind them.
     """
     cost = how.cost
-    near = near_size(cost, _size_of_a_slot(view))
+    near = _near_a_slot(view, cost)
     num_decodes, decodes_s = _take_decodes(view, near)
     decodes_s -= decode_cost(near, num_decodes, 0) - decode_cost(cost, num_decodes, 0)
     taken = Size(num_decodes, num_decodes)
@@ -277,14 +280,17 @@ def _take_decodes(view: FormationView, cost: CostCoefficients) -> tuple[int, flo
     ready = len(view.decodes)
     if ready == 0:
         return 0, 0.0
-    all_s, _ = _decode_share(view, cost)
-    ready_s = decode_cost(cost, ready, sum(view.decodes))
+    # ``decode_cost`` by its parts: a call for each is what a step of many decodes would wait for.
+    each_s, token_s = decode_cost(cost, 1, 0), decode_cost(cost, 0, 1)
+    ready_context = sum(view.decodes)
+    all_context = ready_context + view.context_in_flight
+    all_s = _num_decodes(view) * each_s + all_context * token_s
+    all_s /= view.num_stages * view.decode_rounds
+    ready_s = ready * each_s + ready_context * token_s
     slot_s = ready_s / (view.num_stages - view.num_in_flight) * (1.0 + EPSILON)
     most_s = all_s + ready_s / ready / 2
     most = min(ready, view.max_num_tokens, view.max_num_seqs)
     taken, taken_s = 0, 0.0
-    # As ``decode_cost`` of one: a call for each is what a step of many decodes would wait for.
-    each_s, token_s = decode_cost(cost, 1, 0), decode_cost(cost, 0, 1)
     for context in view.decodes[:most]:
         one_s = each_s + context * token_s
         # As near to the free slot's part as it goes. The S-th of all bounds it with half a decode
@@ -296,12 +302,15 @@ def _take_decodes(view: FormationView, cost: CostCoefficients) -> tuple[int, flo
     return taken, taken_s
 
 
-def _size_of_a_slot(view: FormationView) -> Size:
-    """What a microbatch has about, if all that is there were shared out at once."""
+def _near_a_slot(view: FormationView, cost: CostCoefficients) -> CostCoefficients:
+    """``near_size`` of what a microbatch has about, if all that is there were shared out now."""
+    if cost.expert_s == 0.0:
+        return cost
     parts = view.num_stages * view.decode_rounds
     num_tokens = _num_decodes(view) + sum(work.remaining for work in view.prompts)
     num_tokens_each = min(view.max_num_tokens, num_tokens / parts)
-    return Size(num_tokens_each, min(num_tokens_each, _num_decodes(view) / parts + 1))
+    num_chunks_each = min(num_tokens_each, _num_decodes(view) / parts + 1)
+    return near_size(cost, Size(num_tokens_each, num_chunks_each))
 
 
 def _tokens_for(

@@ -27,6 +27,8 @@ from kunserve.transport.identity import Identity
 from kunserve.transport.network import Keys, Network
 from kunserve.transport.pulse import GIVEN_UP, Answer, Pulse
 from kunserve.transport.sockets import (
+    AT_ONCE,
+    AT_ONCE_AND_MORE,
     Context,
     Guard,
     PollTarget,
@@ -303,8 +305,9 @@ class InstanceChannel:
     def send(self, message: Message) -> None:
         """Queue a message to the front."""
         self._call.follow()
-        frames = (_NUMBER.pack(self._num_sent), codec.encode(message))
-        self._socket.send_multipart(frames, zmq.NOBLOCK)
+        data = codec.encode(message)
+        self._socket.send(_NUMBER.pack(self._num_sent), AT_ONCE_AND_MORE)
+        self._socket.send(data, AT_ONCE)
         self._num_sent += 1
 
     def receive(self) -> list[Message]:

@@ -19,6 +19,10 @@ PollTarget: TypeAlias = zmq.Socket[bytes] | int
 ANY_PORT = "tcp://127.0.0.1:*"
 """For measuring over TCP; clusters use a ``SocketFolder``, or a host's own address and keys."""
 _POLLIN = int(zmq.POLLIN)
+AT_ONCE = int(zmq.NOBLOCK)
+"""For ``Socket.send``, and the same with more parts to come. Plain numbers, because to join two of
+pyzmq's flags is a dozen calls of Python."""
+AT_ONCE_AND_MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
 MAX_QUEUED = 100_000
 """Messages that wait for one peer; one more is refused."""
 MAX_FRAME_BYTES = 1 << 30

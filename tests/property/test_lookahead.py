@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from itertools import pairwise
+from math import inf
 
 import numpy as np
 from hypothesis import given, settings
@@ -47,6 +48,18 @@ def views(draw: st.DrawFn) -> FormationView:
         max_num_seqs=draw(st.integers(24, 64)),
         context_in_flight=flying * 500,
     )
+
+
+@given(views(), costs, st.integers(1, 128))
+@settings(max_examples=examples(60))
+def test_without_prompts_decodes_are_shared_out_as_with_them(
+    view: FormationView, cost: CostCoefficients, min_tokens: int
+) -> None:
+    how, alone = Lookahead(cost, min_tokens), replace(view, prompts=[])
+    assert form_lookahead(alone, None, how) == (cut_microbatch(alone, how, inf), None)
+    _, ongoing = form_lookahead(view, None, how)
+    if ongoing is not None:  # nothing of it is left to be planned
+        assert form_lookahead(alone, ongoing, how) == form_lookahead(alone, None, how)
 
 
 @given(views(), costs, st.integers(1, 128))

@@ -84,13 +84,15 @@ class Admission:
         those that begin as one of the others does, which is about to be computed: they wait until
         they can share it.
         """
+        self.missing_blocks = 0
+        if not self._waiting.num_tokens:
+            return []
         ledger, config, cache = self._ledger, self._config, self._cache
         free = ledger.free_blocks
         watermark = watermark_blocks(ledger)
         wanted = config.max_num_batched_tokens - sum(seq.num_left for seq in prompts)
         if config.lookahead and self._num_stages > 1:
             wanted = self._waiting.num_tokens
-        self.missing_blocks = 0
         found: list[Sequence] = []
         coming = set() if cache is None else {cache.name_ahead(seq) for seq in prompts} - {None}
         for seq in self._waiting:

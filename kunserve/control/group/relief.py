@@ -200,7 +200,7 @@ class Holders:
         return Runnable(decodes, prompts, num_awaiting, context)
 
     def secure(
-        self, decodes: Iterable[Sequence], prompts: Iterable[Sequence], *, may_preempt: bool
+        self, decodes: Iterable[Sequence], prompts: list[Sequence], *, may_preempt: bool
     ) -> set[Sequence] | None:
         """Get blocks for all known tokens of these; who could not, or None if memory sufficed.
 
@@ -208,6 +208,8 @@ class Holders:
         """
         block_size, ledger = self._blocks.block_size, self._ledger
         edge = [s for s in decodes if s.num_computed % block_size == 0]
+        if not (edge or prompts):
+            return None
         unfit: set[Sequence] | None = None
         for seq in sorted([*edge, *prompts], key=_key_of):
             needed = self._blocks.holding(seq.num_tokens)

@@ -13,7 +13,7 @@ from kunserve.control.instance.block_table import BlockTable
 from kunserve.control.instance.body import Body, Mover, StepOutcome, StepWork
 from kunserve.control.instance.change_slot import Change, ChangeSlot
 from kunserve.control.instance.formation import FormationSlot
-from kunserve.control.instance.inbox import Inbox, Mail, Moment
+from kunserve.control.instance.inbox import Inbox, Mail, Moment, is_of_step
 from kunserve.control.instance.intake import Intake
 from kunserve.control.instance.layer_restore import LayerRestore
 from kunserve.control.instance.localize import free_blocks, localize
@@ -90,9 +90,16 @@ class InstanceAgent:
     def on(self, message: Message, now_s: float, hidden: Any = None) -> None:
         """Take one message from the controller or a peer."""
         mail = Mail(message, hidden)
-        if self.inbox.accept(mail, self._moment()):
+        if self._is_of_step(message) or self.inbox.accept(mail, self._moment()):
             self._read(mail, now_s)
         self._advance(now_s)
+
+    def _is_of_step(self, message: Message) -> bool:
+        """Whether it is read now whatever changes here, as nearly all mail between stages is."""
+        membership = self.membership
+        if membership is None or self._forming.is_forming:
+            return False
+        return is_of_step(message, membership.layout.group_id)
 
     def pulled_kv(self, piece: KvPull, ok: bool, now_s: float) -> None:
         """The mover filled a piece, or its source would not give it."""

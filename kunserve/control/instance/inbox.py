@@ -139,6 +139,19 @@ def _by_switch(transition_id: TransitionId, moment: Moment) -> When:
     return "now" if moment.has_switched else "later"
 
 
+def is_of_step(message: Message, present: GroupId) -> bool:
+    """Whether ``when_to_read`` says "now" to an instance in that group, unless it is forming one.
+
+    Nothing else is asked of what stages tell each other for every microbatch.
+    """
+    match message:
+        case Activation(plan):
+            return plan.group_id == present
+        case FinalRows(group_id) | HeadPart(group_id):
+            return group_id == present
+    return False
+
+
 def _by_group(group_id: GroupId, present: GroupId) -> When:
     """Ids of groups only grow."""
     if group_id == present:

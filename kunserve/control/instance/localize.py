@@ -23,11 +23,12 @@ def free_blocks(
         _free_swapped_out(state, membership)
     for kept in plan.kept:
         state.table.keep(*kept)
-    for request_id in plan.released:
-        changes.release(request_id)
-        state.body.forget(request_id)
-    if membership.head is not None:
-        membership.head.release(plan.released)
+    if plan.released:
+        for request_id in plan.released:
+            changes.release(request_id)
+            state.body.forget(request_id)
+        if membership.head is not None:
+            membership.head.release(plan.released)
     for evicted in plan.evicted:
         changes.evict(*evicted)
     for shared in plan.shared:

@@ -71,6 +71,7 @@ class RopeTable:
         self._frequencies = inverse_frequencies(spec)
         self._amplitude = amplitude(spec)
         self._table = torch.empty(0, 2, spec.head_dim // 2)
+        self._num_known, self._address = 0, self._table.data_ptr()
 
     def reserve(self, num_positions: int) -> None:
         """Work out this many positions now, so that no step has to: 65,000 take 120 ms."""
@@ -88,6 +89,7 @@ class RopeTable:
             if self._amplitude != 1.0:
                 piece *= self._amplitude
         self._table = table
+        self._num_known, self._address = num_positions, table.data_ptr()
 
     def table(self, num_positions: int) -> torch.Tensor:
         """The table, once it holds at least ``num_positions``. Another one may replace it later."""
@@ -96,8 +98,10 @@ class RopeTable:
         return self._table
 
     def address(self, num_positions: int) -> int:
-        """Where ``table`` starts."""
-        return self.table(num_positions).data_ptr()
+        """Where ``table`` starts. Behind a step nothing of torch is asked, because that is slow."""
+        if num_positions > self._num_known:
+            self.table(num_positions)
+        return self._address
 
     @property
     def num_bytes(self) -> int:

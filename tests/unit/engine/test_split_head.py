@@ -112,7 +112,7 @@ def test_the_largest_logits_of_parts_give_the_token_of_the_whole_head(
     rows[0] = weights.head[3]
     parts = parts_of(weights, cuts, rows, [GREEDY] * 6)
     assert all(part.shape == (6, 2) for _, part in parts)
-    values, tokens = join_largest(parts, range(6))
+    values, tokens = join_largest(parts, range(6), 6)
     logits = whole(weights, rows).numpy()
     assert tokens == logits.argmax(axis=1).tolist() and tokens[0] == 3
     assert values == logits.max(axis=1).tolist()
@@ -124,7 +124,7 @@ def test_a_stage_that_has_forgotten_a_skipped_request_gives_more_than_is_needed(
     brief = parts_of(weights, (0, 512), rows, [GREEDY, GREEDY])
     more = parts_of(weights, (512, VOCAB), rows, [GREEDY, SEEDED])
     assert more[0][1].shape == (2, VOCAB - 512)
-    _, tokens = join_largest([*brief, *more], [0])
+    _, tokens = join_largest([*brief, *more], [0], 2)
     assert tokens == whole(weights, rows).numpy()[:1].argmax(axis=1).tolist()
 
 
@@ -133,7 +133,7 @@ def test_a_row_that_is_not_finite_ends_its_request_alone(caplog: pytest.LogCaptu
     rows = torch.randn(3, HIDDEN, generator=torch.Generator().manual_seed(4))
     rows[1] = torch.nan
     parts = parts_of(weights, (0, 512, VOCAB), rows, [GREEDY] * 3)
-    values, tokens = join_largest(parts, range(3))
+    values, tokens = join_largest(parts, range(3), 3)
     sampler = Sampler([], VOCAB)
     names = [RequestId(str(i)) for i in range(3)]
     for name in names[:2]:

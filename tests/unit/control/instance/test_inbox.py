@@ -2,7 +2,15 @@
 
 import pytest
 
-from kunserve.control.instance.inbox import MAX_OVERTAKERS, Inbox, Mail, Moment, When, when_to_read
+from kunserve.control.instance.inbox import (
+    MAX_OVERTAKERS,
+    Inbox,
+    Mail,
+    Moment,
+    When,
+    is_of_step,
+    when_to_read,
+)
 from kunserve.core.ids import GroupId, InstanceId, RequestId, StepId, TransitionId
 from kunserve.core.layout import GroupLayout, LayerRange, Stage
 from kunserve.core.messages import (
@@ -10,9 +18,11 @@ from kunserve.core.messages import (
     Activation,
     Commit,
     ExchangeProgress,
+    FinalRows,
     Form,
     HandOff,
     Handover,
+    HeadPart,
     KvDropped,
     KvMoved,
     LayersDropped,
@@ -60,6 +70,14 @@ def sampled(group_id: int) -> Sampled:
     return Sampled(StepResult(GroupId(group_id), StepId(0), ()))
 
 
+def rows(group_id: int) -> FinalRows:
+    return FinalRows(GroupId(group_id), StepId(0), ())
+
+
+def part(group_id: int) -> HeadPart:
+    return HeadPart(GroupId(group_id), StepId(0), 0)
+
+
 def submit(request_id: RequestId = UNKNOWN, group_id: int | None = None) -> Submit:
     request = Request(request_id, (1,), SamplingParams(1), 0.0)
     return Submit(request, None if group_id is None else GroupId(group_id))
@@ -89,6 +107,10 @@ def load(group_id: int, transition_id: TransitionId = OTHER) -> LoadLayers:
         (activation(4), {}, "never"),
         (activation(5), {}, "now"),
         (activation(6), {}, "later"),
+        (rows(4), {}, "never"),
+        (rows(5), {}, "now"),
+        (part(6), {}, "never"),
+        (part(5), {"is_quiescing": True}, "now"),
         (sampled(4), {}, "never"),
         (sampled(5), {}, "now"),
         (submit(), {}, "now"),
@@ -127,7 +149,13 @@ def load(group_id: int, transition_id: TransitionId = OTHER) -> LoadLayers:
     ],
 )
 def test_when_a_message_is_read(message: Message, changes: dict[str, object], when: When) -> None:
-    assert when_to_read(message, MOMENT._replace(**changes)) == when  # type: ignore[arg-type]
+    moment = MOMENT._replace(**changes)  # type: ignore[arg-type]
+    assert when_to_read(message, moment) == when
+    stands = not moment.is_forming and moment.group_id is not None
+    if stands and is_of_step(message, GroupId(5)):
+        assert when == "now"
+    if isinstance(message, Activation | FinalRows | HeadPart) and stands:
+        assert is_of_step(message, GroupId(5)) == (when == "now")
 
 
 def test_what_waits_comes_in_order_once_its_time_has_come() -> None:
