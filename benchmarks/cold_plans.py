@@ -2,9 +2,9 @@
 
     python -m benchmarks.cold_plans [--rounds 60]
 
-The real scheduler plans and completes microbatches of eight decodes, as a pair's leader does. Before
-each of them so many MiB are read. Beyond what the processor's last cache holds Python's code and
-objects come from memory again, one line after the other. In turns, medians.
+The real scheduler plans and completes microbatches of eight decodes, as a pair's leader does.
+Before each of them so many MiB are read. Beyond what the processor's last cache holds Python's
+code and objects come from memory again, one line after the other. In turns, medians.
 """
 
 import argparse
