@@ -322,10 +322,11 @@ class InstanceLoop:
         began_s = self._look()  # else a sleep after the last step would count as a bubble
         longest_s = max(0.0, self._next_report_s - began_s)
         wait_s = min(longest_s, SHORT_WAIT_S) if gives_way or self._gate.is_waiting else longest_s
-        found = self._peers.sleep(self._poller, wait_s)
+        found = self._poller.poll(int(wait_s * 1000.0))
+        self._peers.awake()
         if self._beside is not None:
             self._beside.slept(time.monotonic() - began_s)
-        is_brief = found == [self._peers.bell] or (not found and self._peers.has_news)
+        is_brief = len(found) == 1 and found[0][0] == self._peers.bell
         if is_brief and not (self._gate.is_waiting or self._agent.is_in_transition):
             return Woken.BY_STAGES
         return Woken.BY_ANY

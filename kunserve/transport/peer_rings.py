@@ -97,16 +97,6 @@ class PeerRings:
         """Whether any process has a ring to here."""
         return bool(self._readings)
 
-    @property
-    def has_news(self) -> bool:
-        """Whether any of them has written something since it was looked for."""
-        return any(ring.has_news for _, ring in self._readings.values())
-
-    def watch(self, is_watching: bool) -> None:
-        """Whether this process looks by itself from now on. Else writers ring its bell."""
-        for _, ring in self._readings.values():
-            ring.watch(is_watching)
-
     def drain_all(self, take: Take) -> None:
         """``drain`` of every process that has written something."""
         for route, (_, ring) in self._readings.items():
@@ -159,8 +149,7 @@ class PeerRings:
             return False
         if not writing.ring.write(data, payload):
             return False
-        if writing.ring.wants_bell:
-            writing.rope.pull()
+        writing.rope.pull()
         return True
 
     # Peers come and go

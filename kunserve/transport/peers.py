@@ -49,9 +49,6 @@ LOOKS_PER_PATIENCE = 10
 COUNTS_TOLD = 10
 """How often the count of a link is told after each message, a report's time apart."""
 
-SETTLED_S = 0.001
-"""So soon every processor sees what another one has stored: a thousand times what it takes."""
-
 _PEER = b"p"
 
 
@@ -261,33 +258,10 @@ class PeerLinks:
         """Whether hidden states are still on their way out. Called from any thread."""
         return any(not tracker.done for tracker in tuple(self._under_way))
 
-    @property
-    def has_news(self) -> bool:
-        """Whether shared memory has something that ``receive`` has not seen."""
-        return self._rings is not None and self._rings.has_news
-
-    def sleep(self, poller: zmq.Poller, seconds: float) -> list[PollTarget]:
-        """Sleep until the poller finds something, or time is up; what it has found.
-
-        Not at all while there is news. Who writes to shared memory rings the bell of a process that
-        sleeps, and of no other, because one that is awake looks by itself. Who writes at this very
-        moment may still take it for awake. So it sleeps a moment first, and looks again before it
-        sleeps on.
-        """
-        rings = self._rings
-        if rings is None:
-            return _targets_of(poller, seconds)
-        rings.watch(False)
-        found: list[PollTarget] = []
-        if not rings.has_news:
-            first_s = min(seconds, SETTLED_S) if rings.has_readings else seconds
-            found = _targets_of(poller, first_s)
-            if not found and first_s < seconds and not rings.has_news:
-                found = _targets_of(poller, seconds - first_s)
-        rings.watch(True)
-        if rings.bell.fileno() in found:
-            rings.bell.clear()  # what rings from now on is heard by the next sleep
-        return found
+    def awake(self) -> None:
+        """The process has slept. Called before what has woken it is received."""
+        if self._rings is not None:
+            self._rings.bell.clear()
 
     def receive(self, *, is_brief: bool = False) -> list[PeerMail]:
         """Everything that has arrived, in order per peer. Raises MalformedMessage.
@@ -380,7 +354,8 @@ class PeerLinks:
         poller = zmq.Poller()
         for socket in self.poll_sockets:
             poller.register(socket, zmq.POLLIN)
-        self.sleep(poller, timeout_s)
+        poller.poll(max(0, round(timeout_s * 1000)))
+        self.awake()
         return self.receive()
 
     def close(self) -> None:
@@ -394,8 +369,3 @@ class PeerLinks:
             self._context.term()
         if self._rings is not None:
             self._rings.close()
-
-
-def _targets_of(poller: zmq.Poller, seconds: float) -> list[PollTarget]:
-    """What the poller finds within that time."""
-    return [target for target, _ in poller.poll(int(seconds * 1000.0))]

@@ -18,9 +18,8 @@ RING_BYTES = 8 << 20
 KEPT_WARM_BYTES = 256 << 10
 """An empty ring that is so far goes back to its start: small messages use the same few pages."""
 
-_HEAD, _TAIL, _IS_CLOSED, _IS_WATCHED = 0, 8, 16, 24
-"""Which 8 bytes hold the counts, whether the reader has left, and whether it looks by itself: in a
-cache line each."""
+_HEAD, _TAIL, _IS_CLOSED = 0, 8, 16
+"""Which 8 bytes hold the counts, and whether the reader has left: in a cache line each."""
 _DATA_AT = mmap.PAGESIZE
 _SIZES = struct.Struct("<II")
 _NO_PAYLOAD = 0xFFFFFFFF
@@ -90,11 +89,6 @@ class RingWriter:
         self._counts[_HEAD] = self._head
         return True
 
-    @property
-    def wants_bell(self) -> bool:
-        """Whether the reader sleeps, or is about to. Asked after a write."""
-        return not self._counts[_IS_WATCHED]
-
     def close(self) -> None:
         """The link is over."""
         _unmap(self._memory, self._counts, self._data)
@@ -116,27 +110,16 @@ class RingReader:
         self._data = memoryview(self._memory)[_DATA_AT:]
         self._tail = 0
         self._end = 0
-        self._seen_head = 0
 
     @property
     def has_more(self) -> bool:
         """Whether ``front`` gives something."""
         return self._counts[_HEAD] != self._tail
 
-    @property
-    def has_news(self) -> bool:
-        """Whether something was written since ``front`` was asked last."""
-        return self._counts[_HEAD] != self._seen_head
-
-    def watch(self, is_watching: bool) -> None:
-        """Whether this end looks by itself from now on. A writer may take a moment to see it."""
-        self._counts[_IS_WATCHED] = is_watching
-
     def front(self) -> Record | None:
         """The next message, in the ring's memory until ``pop``. Raises SpoiltRing."""
         while True:
-            self._seen_head = self._counts[_HEAD]
-            unread = self._seen_head - self._tail
+            unread = self._counts[_HEAD] - self._tail
             if unread == 0:
                 return None
             at = self._tail % self._num_bytes

@@ -3,14 +3,11 @@
 import os
 import subprocess
 import sys
-import threading
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import numpy as np
 import pytest
-import zmq
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,8 +15,8 @@ from kunserve.core.ids import GroupId, InstanceId, RequestId, StepId
 from kunserve.core.messages import Abort, Activation, Message
 from kunserve.core.step import StepPlan
 from kunserve.transport import peer_rings, shared_ring
-from kunserve.transport.codec import MalformedMessage, encode
-from kunserve.transport.peers import SETTLED_S, LinkFault, PeerLinks, PeerMail
+from kunserve.transport.codec import MalformedMessage
+from kunserve.transport.peers import LinkFault, PeerLinks, PeerMail
 from kunserve.transport.shared_ring import RingReader, RingWriter, SpoiltRing
 from tests.unit.transport.addresses import fresh_address
 
@@ -164,60 +161,6 @@ def test_after_an_activation_nothing_goes_by_the_socket(
         assert payload is not None
         got = np.frombuffer(payload, dtype=np.uint16)
         assert len(got) == number * 100 and (got == number).all()
-
-
-def test_nobody_rings_for_a_process_that_looks_by_itself(
-    links: list[PeerLinks], eventually: Callable[..., object]
-) -> None:
-    shake_hands(links, eventually)
-    poller = zmq.Poller()
-    assert links[1].bell is not None
-    poller.register(links[1].bell, zmq.POLLIN)
-    links[1].sleep(poller, 0.0)
-    assert links[0].send(ONE, abort(0)), "while it is awake"
-    assert not poller.poll(0) and links[1].has_news
-    assert links[1].sleep(poller, 10.0) == [], "it sees what was written, and does not sleep"
-    assert len(links[1].receive(is_brief=True)) == 1 and not links[1].has_news
-    writer = threading.Timer(0.05, links[0].send, (ONE, abort(1)))
-    writer.start()
-    assert links[1].sleep(poller, 10.0) == [links[1].bell], "who writes while it sleeps rings"
-    assert not poller.poll(0), "the bell has been heard"
-    writer.join()
-
-
-def test_who_takes_a_sleeper_for_awake_is_heard_a_moment_later(
-    links: list[PeerLinks], eventually: Callable[..., object]
-) -> None:
-    shake_hands(links, eventually)
-    receive_brief, sleeps = links[1].receive, []
-
-    class Poller:
-        def poll(self, timeout_ms: int) -> list[Any]:
-            sleeps.append(timeout_ms)
-            for reading in rings._readings.values():
-                reading.ring.watch(True)  # as a writer may still see it
-            links[0].send(ONE, abort(0))
-            return []
-
-    rings = links[1]._rings
-    assert rings is not None
-    assert links[1].sleep(Poller(), 10.0) == []  # type: ignore[arg-type]
-    assert sleeps == [round(SETTLED_S * 1e3)] and len(receive_brief(is_brief=True)) == 1
-
-
-def test_what_waits_for_the_socket_keeps_nobody_awake(
-    links: list[PeerLinks], eventually: Callable[..., object]
-) -> None:
-    shake_hands(links, eventually)
-    rings, reader = links[0]._rings, links[1]._rings
-    assert rings is not None and reader is not None
-    (writing,) = rings._writings.values()
-    late = links[0]._outgoing.next(ONE)
-    links[0].send(ONE, abort(1))
-    assert writing.ring._head and links[1].has_news
-    assert links[1].receive(is_brief=True) == [] and not links[1].has_news
-    links[0]._links[ONE].socket.send(encode(abort(0)) + late.to_bytes())
-    assert [mail.message for mail in receive(links[1], 2)] == [abort(0), abort(1)]
 
 
 def test_what_does_not_fit_goes_by_the_socket_in_its_order(
