@@ -13,20 +13,29 @@ while W is at most ``most`` times what they free, and deeper pipelines while wha
 is at most ``most - 1`` times what they add. With the default of 1 these are made only where a group
 is short while others have room. A longer queue waits for compute. It shrinks as the burst ends.
 
+What schedulers keep back at admission is not free: nobody who waits begins there. But where prompts
+take little of the compute (``LITTLE``), nobody waits for compute yet, and deeper pipelines are made
+while no more than that waits.
+
 Where weights take most of the memory, it is memory that the throughput lacks: a drop that adds much
 of it (``MUCH``) is made however long the queue is.
 """
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Protocol
 
 from kunserve.core.load import GroupLoad
 from kunserve.policy.drop_plan import DropPlan
+from kunserve.policy.monitor import HEADROOM, headroom_blocks
 
 MUCH = 0.5, 0.25
 """Of the memory that there is: so much added by pairs, and by deeper pipelines, makes up for the
 compute that they lose."""
+LITTLE = 1 / 3
+"""Of the compute, taken by prompts lately: 0.27 where fours gained most, and 0.43-0.61 where they
+lost (docs/decisions/drop-worth.md)."""
 ALL_BLOCKS = 1 << 62
 """More than any cluster frees."""
 
@@ -40,11 +49,19 @@ class PlanOf(Protocol):
 
 
 def unplaced_blocks(groups: Iterable[GroupLoad], coming_blocks: int = 0) -> int:
-    """Blocks of all requests that wait, beyond what is free and what transitions will free."""
+    """Blocks of all requests that wait, beyond what is free and what transitions will free.
+
+    What schedulers keep back at admission is not free: nobody who waits begins there.
+    """
     groups = tuple(groups)
     queue = sum(group.queue_blocks for group in groups)
-    free = sum(group.capacity_blocks - group.report.used_blocks for group in groups)
+    free = sum(map(_free_blocks, groups))
     return max(0, queue - free - max(0, coming_blocks))
+
+
+def _free_blocks(group: GroupLoad) -> int:
+    capacity = group.capacity_blocks
+    return max(0, capacity - headroom_blocks(capacity) - group.report.used_blocks)
 
 
 def plan_worth(
@@ -53,6 +70,7 @@ def plan_worth(
     unplaced: int,
     *,
     most: float,
+    prompt_share: float,
     capacity_blocks: int,
     num_instances: int,
     max_group_size: int | None,
@@ -60,7 +78,7 @@ def plan_worth(
     """The plan for the requirement, no deeper than is worth it; without merges if no drop is.
 
     ``unplaced``: see ``unplaced_blocks``. ``most``: how many times what is freed may wait for it.
-    ``capacity_blocks``: of all groups.
+    ``prompt_share``: of the compute, taken by prompts lately. ``capacity_blocks``: of all groups.
     """
     plan = plan_of(required_blocks, max_group_size=max_group_size)
     deepest = max((len(merge.new.stages) for merge in plan.merges), default=1)
@@ -72,7 +90,7 @@ def plan_worth(
     gains = (
         (size, plan_of(ALL_BLOCKS, max_group_size=size).gain_blocks) for size in _sizes(largest)
     )
-    size = deepest_worth(gains, unplaced, most, capacity_blocks)
+    size = deepest_worth(gains, unplaced, most, capacity_blocks, prompt_share)
     if size == 1:
         return DropPlan((), required_blocks, False, _why(unplaced), is_worth=False)
     if size < deepest:
@@ -83,18 +101,23 @@ def plan_worth(
 
 
 def deepest_worth(
-    gains: Iterable[tuple[int, float]], unplaced: float, most: float, capacity: float
+    gains: Iterable[tuple[int, float]],
+    unplaced: float,
+    most: float,
+    capacity: float,
+    prompt_share: float = math.inf,
 ) -> int:
     """The most instances that a group may have, 1 if no drop is worth it.
 
     ``gains``: (instances of a group at most, what all merges up to there free), rising. All in
-    blocks, or all in tokens.
+    blocks, or all in tokens. ``prompt_share``: see ``plan_worth``; unknown, it is much.
     """
     deepest, freed = 1, 0.0
+    kept_back = HEADROOM * capacity if prompt_share < LITTLE else 0.0
     for size, gain in gains:
         added, is_deep = gain - freed, size > 2
         is_much = added >= MUCH[is_deep] * (capacity + freed)
-        may_wait = added * (max(0.0, most - 1.0) if is_deep else most)
+        may_wait = added * max(0.0, most - 1.0) + kept_back if is_deep else added * most
         if added > 0 and not is_much and unplaced - freed > may_wait:
             break
         deepest, freed = size, gain

@@ -212,7 +212,12 @@ def _forecast(blocks: int, slope: float, config: OverloadConfig) -> float:
 def free_blocks(report: LoadReport) -> int:
     """Blocks that the next admission may use, at least."""
     capacity = report.capacity_blocks
-    return capacity - max(1, int(HEADROOM * capacity)) - report.used_blocks
+    return capacity - headroom_blocks(capacity) - report.used_blocks
+
+
+def headroom_blocks(capacity_blocks: int) -> int:
+    """Blocks of a group that its scheduler may keep back at admission."""
+    return max(1, int(HEADROOM * capacity_blocks))
 
 
 def _missing_blocks(load: GroupLoad, trend: GroupTrend, config: OverloadConfig) -> int:

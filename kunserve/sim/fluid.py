@@ -13,6 +13,7 @@ not bunch them; instances are loaded alike; nobody is preempted; a drop takes no
 Whether a drop is worth it, the controller's own rule says (``policy/drop_worth.py``).
 """
 
+import math
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -20,6 +21,7 @@ import numpy.typing as npt
 
 from kunserve.core.config import OverloadConfig
 from kunserve.policy.drop_worth import deepest_worth
+from kunserve.policy.monitor import HEADROOM
 from kunserve.sim.profile import InstanceProfile
 from kunserve.sim.steady import Array, RequestMix, StepTable
 
@@ -37,6 +39,8 @@ _SAMPLES = 100
 _NUM_SHARES = 129
 """Numbers of decodes, evenly from none to all that may run, for which prompts are timed."""
 MOST_QUEUE_PER_GAIN = OverloadConfig().max_queue_per_gain
+PROMPT_WEIGHT = 1.0 - math.exp(-TICK_S / 3.0)
+"""Of the last tick, in what prompts took lately: as the controller smooths it."""
 _EMPTY = 1e-6
 """Requests that are none."""
 _BASE_MOST = 0.98
@@ -241,6 +245,8 @@ class _Tank:
         self._unplaced = np.zeros(len(base))
         """Tokens that found no room at the last tick: half a second ago, as far as the monitor's
         forecast of a shortage goes."""
+        self._prompt_share = np.zeros(len(base))
+        """Of the compute, taken by prompts lately."""
         self._waiting = np.zeros(len(base))
         self._uncomputed = np.zeros(len(base))
         """Requests that are admitted and whose prompt is not computed yet."""
@@ -252,6 +258,10 @@ class _Tank:
         midst = (np.arange(NUM_STAGES) + 0.5) / NUM_STAGES
         self._context = mix.input_tokens[:, None] + mix.output_tokens[:, None] * midst
         self._pace = NUM_STAGES / mix.output_tokens[:, None]
+        step_tokens = np.array([capacity.table.max_tokens])
+        step_s = capacity.table.seconds(_zeros(1), np.zeros(1), step_tokens)
+        self._token_s = float(step_s[0] / step_tokens[0])
+        """Of an instance's time, in a step that is full of one prompt."""
         self._tokens = np.zeros(len(base))
         """Of prompts in a step, as it was in the last tick: where the next search begins."""
         self.was_short = np.zeros(len(base), dtype=np.bool_)
@@ -290,12 +300,14 @@ class _Tank:
         asks = is_short & (self.level < self._top) & (self._merging_s == 0.0)
         decided = self._merging_s > 0.0
         for at in np.flatnonzero(asks):
-            decided[at] = self._is_worth(int(self.level[at]), float(self._unplaced[at]))
+            decided[at] = self._is_worth(
+                int(self.level[at]), float(self._unplaced[at]), float(self._prompt_share[at])
+            )
         self._merging_s = np.where(is_short & decided, self._merging_s + TICK_S, 0.0)
         merges = self._merging_s >= DROP_S
         self.level = self.level + merges
         self._merging_s[merges] = 0.0
-        free = np.maximum(0.0, pools[self.level] - used)
+        free = np.maximum(0.0, (1.0 - HEADROOM) * pools[self.level] - used)
         self._unplaced = np.maximum(0.0, self._waiting * mix.mean_input_tokens - free)
 
     def _computable(self) -> Array:
@@ -306,16 +318,18 @@ class _Tank:
         most = np.maximum(1.0, table.max_tokens - self.num)
         return most * TICK_S / table.seconds(self.level, self.num, most) / each + 1.0
 
-    def _is_worth(self, level: int, unplaced: float) -> bool:
+    def _is_worth(self, level: int, unplaced: float, prompt_share: float) -> bool:
         """Whether a merge into the next level is, while so much of an instance's queue finds no
-        room.
+        room, and prompts took so much of the compute lately.
         """
         pools = self._capacity.pools_tokens
         gains = (
             (self._capacity.depths[deeper], max(0.0, float(pools[deeper] - pools[level])))
             for deeper in range(1, len(pools))
         )
-        deepest = deepest_worth(gains, unplaced, MOST_QUEUE_PER_GAIN, float(pools[level]))
+        deepest = deepest_worth(
+            gains, unplaced, MOST_QUEUE_PER_GAIN, float(pools[level]), prompt_share
+        )
         return deepest >= self._capacity.depths[level + 1]
 
     def _compute(self) -> tuple[Array, Array]:
@@ -331,6 +345,8 @@ class _Tank:
         seconds = table.seconds(self.level, self.num, tokens)
         done = np.minimum(self._uncomputed, tokens * TICK_S / seconds / each)
         self._uncomputed -= done
+        share = done * each / TICK_S * self._token_s
+        self._prompt_share += PROMPT_WEIGHT * (share - self._prompt_share)
         return done, TICK_S / seconds
 
     def _decode(self, done: Array, decode_tokens: Array) -> None:

@@ -18,6 +18,7 @@ from kunserve.control.cluster.introductions import Introductions
 from kunserve.control.cluster.migrations import Migrations
 from kunserve.control.cluster.overload import OverloadControl
 from kunserve.control.cluster.placement import Placement
+from kunserve.control.cluster.prompt_share import PromptShare
 from kunserve.control.cluster.quarantine import UNKNOWN, Blame
 from kunserve.control.cluster.recovery import Recovery
 from kunserve.control.cluster.redispatch import Redispatch
@@ -64,6 +65,7 @@ class Controller:
         """
         self._config = config
         block_size = config.instance.block_size
+        step_tokens = config.scheduler.max_num_batched_tokens
         self._outbox = outbox = Outbox()
         self.placement = placement = Placement(first_id)
         self._introductions = introductions = Introductions(outbox, self._partners)
@@ -73,7 +75,7 @@ class Controller:
             placement,
             transitions,
             config.instance.blocks,
-            config.scheduler.max_num_batched_tokens,
+            step_tokens,
             config.cluster.dispatch_policy,
             outbox,
             choose_order(config.scheduler),
@@ -91,9 +93,7 @@ class Controller:
         self._scaling = scaling = Scaling(
             config.cluster, placement, transitions, requests, outbox, self._give_back, num_places
         )
-        self._redispatch = Redispatch(
-            placement, requests, outbox, config.scheduler.max_num_batched_tokens
-        )
+        self._redispatch = Redispatch(placement, requests, outbox, step_tokens)
         self._overload = OverloadControl(
             config.overload,
             config.cluster.pipeline_stages,
@@ -102,6 +102,7 @@ class Controller:
             transitions,
             requests,
             scaling,
+            PromptShare(config.scheduler, placement),
             outbox,
         )
         self._recovery = Recovery(

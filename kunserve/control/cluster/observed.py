@@ -70,6 +70,7 @@ class Observation:
         self._next_id = FIRST_ID
         self._looked_s: float | None = None
         self._totals = ObservedDrops()
+        self._prompt_share = 0.0
 
     @property
     def totals(self) -> ObservedDrops:
@@ -86,8 +87,14 @@ class Observation:
             for one in self._merged.values()
         )
 
-    def look(self, loads: Mapping[GroupId, GroupLoad], now_s: float) -> list[Excuse]:
-        """Called at every look at the load; what is to be said of each real group."""
+    def look(
+        self, loads: Mapping[GroupId, GroupLoad], prompt_share: float, now_s: float
+    ) -> list[Excuse]:
+        """Called at every look at the load; what is to be said of each real group.
+
+        ``prompt_share``: see ``plan_worth``.
+        """
+        self._prompt_share = prompt_share
         self._account(now_s)
         self._forget_changed(loads)
         imagined = self._imagine(loads, now_s)
@@ -157,6 +164,7 @@ class Observation:
             verdict.required_blocks,
             unplaced_blocks(view.groups),
             most=self._config.max_queue_per_gain,
+            prompt_share=self._prompt_share,
             capacity_blocks=sum(load.capacity_blocks for load in view.groups),
             num_instances=len(self._placement.specs),
             max_group_size=self._config.max_group_size,

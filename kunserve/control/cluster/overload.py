@@ -8,6 +8,7 @@ from kunserve.control.cluster.commands import Outbox
 from kunserve.control.cluster.cut_links import Pair
 from kunserve.control.cluster.observed import Observation
 from kunserve.control.cluster.placement import Placement
+from kunserve.control.cluster.prompt_share import PromptShare
 from kunserve.control.cluster.reasons import Reasons
 from kunserve.control.cluster.requests import Requests
 from kunserve.control.cluster.scaling import Scaling
@@ -66,6 +67,7 @@ class OverloadControl:
         transitions: Transitions,
         requests: Requests,
         scaling: Scaling,
+        prompts: PromptShare,
         outbox: Outbox,
     ) -> None:
         self._config = config
@@ -75,6 +77,7 @@ class OverloadControl:
         self._transitions = transitions
         self._requests = requests
         self._scaling = scaling
+        self._prompts = prompts
         self._outbox = outbox
         self._monitor = MonitorState()
         self._parking_allowed_s: dict[GroupId, float] = {}
@@ -110,6 +113,7 @@ class OverloadControl:
             return
         num_groups = len(self._placement.groups)
         self._next_look_s = now_s + min(MAX_LOOK_GAP_S, LOOK_GAP_S * num_groups)
+        self._prompts.look(now_s)
         view = ClusterLoadView(
             tuple(self._group_loads()), self._block_size, self._last_transition_s()
         )
@@ -123,7 +127,7 @@ class OverloadControl:
         excuses = list(verdict.excuses)
         if self.observation is not None:
             loads = {load.group_id: load for load in view.groups}
-            excuses = self.observation.look(loads, now_s)
+            excuses = self.observation.look(loads, self._prompts.share, now_s)
         elif self.is_paused:
             excuses += _paused(verdict)
         elif verdict.relaxed is not None and now_s >= self._transitions.backoff_until_s:
@@ -300,6 +304,7 @@ class OverloadControl:
             wanted.required_blocks,
             unplaced,
             most=self._config.max_queue_per_gain,
+            prompt_share=self._prompts.share,
             capacity_blocks=sum(group.capacity_blocks for _, group in groups),
             num_instances=len(self._placement.specs),
             max_group_size=self._config.max_group_size,

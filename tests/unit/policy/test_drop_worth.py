@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from kunserve.core.ids import GroupId
 from kunserve.core.load import GroupLoad, LoadReport
 from kunserve.policy.drop_plan import DropPlan, plan_drop
-from kunserve.policy.drop_worth import deepest_worth, plan_worth, unplaced_blocks
+from kunserve.policy.drop_worth import LITTLE, deepest_worth, plan_worth, unplaced_blocks
 from tests.unit.policy.test_drop_plan import FIRST_ID, shape, spec, whole
 
 FOUR = [whole(i) for i in range(1, 5)]
@@ -22,6 +22,7 @@ def worth(
     most: float = 1.0,
     size: int | None = None,
     capacity_blocks: int = 400,
+    prompt_share: float = 1.0,
 ) -> DropPlan:
     def plan_of(required_blocks: int, *, max_group_size: int | None) -> DropPlan:
         return plan_drop(
@@ -33,6 +34,7 @@ def worth(
         required,
         unplaced,
         most=most,
+        prompt_share=prompt_share,
         capacity_blocks=capacity_blocks,
         num_instances=4,
         max_group_size=size,
@@ -60,6 +62,17 @@ def test_deeper_than_pairs_only_while_nothing_waits_behind_them():
     assert shape(worth(50, PAIRS + 11, most=1.1)) == [[1, 2]], "no more than is needed"
 
 
+@pytest.mark.parametrize(
+    ("prompt_share", "unplaced", "deepest"),
+    [(0.99 * LITTLE, 20, 4), (0.99 * LITTLE, 21, 2), (LITTLE, 1, 2), (LITTLE, 0, 4)],
+)
+def test_behind_pairs_as_much_may_wait_as_is_kept_back_where_prompts_take_little(
+    prompt_share: float, unplaced: int, deepest: int
+) -> None:
+    """Pairs stand with 1,000 blocks, and fours free 50 more."""
+    assert deepest_worth([(2, 0), (4, 50)], unplaced, 1.0, 1000, prompt_share) == deepest
+
+
 def test_where_much_memory_is_added_no_queue_is_too_long():
     assert shape(worth(1000, 10**6, capacity_blocks=200)) == [[1, 2, 3, 4]]
     pairs = worth(1000, 10**6, capacity_blocks=2 * PAIRS)
@@ -73,7 +86,14 @@ def test_behind_pairs_that_stand_a_deeper_drop_is_refused_by_name():
         return plan_drop(FOUR, SPECS, required_blocks, first_id=FIRST_ID)
 
     found = plan_worth(
-        plan_of, 1000, 500, most=1.0, capacity_blocks=10**6, num_instances=4, max_group_size=None
+        plan_of,
+        1000,
+        500,
+        most=1.0,
+        prompt_share=1.0,
+        capacity_blocks=10**6,
+        num_instances=4,
+        max_group_size=None,
     )
     assert not found.merges and not found.enough
     assert not found.is_worth and "no drop is worth it: 500 blocks" in found.shortfall
@@ -107,7 +127,9 @@ def test_what_finds_no_room() -> None:
         )
         return GroupLoad(report, 100, **more)
 
-    assert unplaced_blocks([load(90, 50, backlog_blocks=20), load(60, 0)]) == 20
-    assert unplaced_blocks([load(90, 50, backlog_blocks=20), load(60, 0)], 15) == 5
+    assert unplaced_blocks([load(90, 50, backlog_blocks=20), load(60, 0)]) == 24
+    assert unplaced_blocks([load(90, 50, backlog_blocks=20), load(60, 0)], 15) == 9
     assert unplaced_blocks([load(90, 50), load(0, 0)]) == 0
     assert unplaced_blocks([load(100, 50)], -10) == 50, "a restore is called off"
+    kept_back = [load(98, 1), load(99, 1), load(98, 0)]
+    assert unplaced_blocks(kept_back) == 2, "five blocks that no admission may use"

@@ -5,7 +5,8 @@ import pytest
 from kunserve.control.cluster import overload
 from kunserve.control.cluster.commands import LogReason, ScaleUp
 from kunserve.control.cluster.transitions import BACKOFF_S
-from kunserve.core.config import ClusterConfig
+from kunserve.core.config import ClusterConfig, SchedulerConfig
+from kunserve.core.cost import CostCoefficients
 from kunserve.core.ids import InstanceId
 from kunserve.core.messages import AllowParking, LoadLayers, Prepare, Prepared, Rollback
 from kunserve.core.snapshots import Outcome
@@ -70,7 +71,7 @@ def test_a_queue_much_longer_than_what_a_drop_frees_waits_for_compute() -> None:
     brain.report(0, **long)
     assert not brain.take(Prepare)
     (wish,) = brain.said(ScaleUp)
-    assert "no drop is worth it: 850 blocks of requests wait for room" in wish.reason
+    assert "no drop is worth it: 852 blocks of requests wait for room" in wish.reason
     assert "nothing is left" not in wish.reason
     brain.report(0, **SHORT)
     assert brain.take(Prepare), "a shorter one is worth it"
@@ -78,6 +79,29 @@ def test_a_queue_much_longer_than_what_a_drop_frees_waits_for_compute() -> None:
     brain.report(1, used_blocks=50)
     brain.report(0, **long)
     assert brain.take(Prepare), "as asked for"
+
+
+@pytest.mark.parametrize(("tokens", "is_made"), [(100, True), (10_000, False)])
+def test_behind_pairs_fours_are_made_for_a_short_queue_where_prompts_take_little(
+    tokens: int, is_made: bool
+) -> None:
+    """``tokens`` of prompts in a second, of which a token takes a millisecond."""
+    cost = CostCoefficients(attention_s=0.0, token_s=1e-3, chunk_s=0.0, shared_s=0.0)
+    brain = Brain(4, scheduler=SchedulerConfig(cost=cost), min_deep_gain=0.0)
+    for _ in range(2):
+        brain.controller.force_drop(None, brain.now_s)
+        brain.pass_time()
+        brain.complete()
+    leaders = [members[0] for members in brain.groups]
+    capacity = brain.controller.placement.groups[brain.group_of(0).group_id].capacity_blocks
+    full = {"num_running": 9, "used_blocks": capacity}
+    for second in range(9):
+        for leader in leaders:
+            brain.report(leader, after_s=0.5, **full, prompt_tokens=tokens * second)
+    assert not brain.take(Prepare)
+    done = {"prompt_tokens": tokens * 8}
+    brain.report(0, **full, **done, num_waiting=1, head_of_line_blocks=5, waiting_blocks=5)
+    assert bool(brain.take(Prepare)) == is_made
 
 
 def test_of_many_groups_a_refusal_holds_for_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
