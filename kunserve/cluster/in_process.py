@@ -238,7 +238,7 @@ class InProcessCluster:
             found.extend(
                 CompletePull(instance_id, i)
                 for i, pull in enumerate(member.mover.pulls)
-                if self._lets_in(pull.what.src, instance_id)
+                if pull.what.src not in member.known or self._lets_in(pull.what.src, instance_id)
             )
         if self.controller.has_more_to_tell:
             found.append(TellMore())

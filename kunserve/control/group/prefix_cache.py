@@ -329,6 +329,7 @@ class PrefixCache:
                 break
             if prefix is not last and last is not None:
                 parts.append((last, end))
+                _cut(parts, prefix.first)
             last = prefix
             end += 1
         if last is not None:
@@ -428,3 +429,14 @@ class PrefixCache:
         for name in prefix.names[end - prefix.first :]:
             if self._index.get(name) is prefix:
                 del self._index[name]
+
+
+def _cut(parts: list[tuple[Prefix, int]], first: int) -> None:
+    """A prefix that begins at ``first`` has what comes behind that itself.
+
+    Both would be held, and a request that needs all memory would never fit.
+    """
+    while parts and parts[-1][1] > first:
+        prefix, _ = parts.pop()
+        if first > (parts[-1][1] if parts else 0):
+            parts.append((prefix, first))

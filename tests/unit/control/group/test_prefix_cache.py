@@ -145,6 +145,21 @@ def test_a_reset_frees_what_nobody_shares_at_once() -> None:
     assert starts(plan) == {"a": 0}, "it is computed again"
 
 
+def test_blocks_that_two_prefixes_have_count_once_for_who_needs_all_memory() -> None:
+    """Whoever shared them needed more than there is, and waited in an idle group for ever."""
+    scheduler = make(capacity=10)
+    scheduler.add(request("a", 4, 2, max_tokens=8))
+    scheduler.add(request("b", 12, 1, max_tokens=8))
+    step(scheduler)
+    scheduler.add(request("c", 12, 1, max_tokens=1))
+    finish(scheduler)
+    scheduler.add(request("d", 12, 26, max_tokens=2))
+    plan, _ = step(scheduler)
+    assert starts(plan) == {"d": 12}
+    finish(scheduler)
+    scheduler.check()
+
+
 def test_who_is_preempted_finds_its_own_beginning_again() -> None:
     scheduler = make(capacity=9, watermark=0.0)
     for name in ("a", "b"):
