@@ -100,6 +100,7 @@ class LoadReport:
     num_running: int = 0
     num_waiting: int = 0
     used_blocks: int = 0
+    """Blocks of requests, and of prefixes that an exchange brings until it is over."""
     capacity_blocks: int = 0
     growth_blocks: int = 0
     """Blocks that the running requests are still expected to need."""

@@ -35,7 +35,7 @@ class Ledger:
 
     @property
     def used_blocks(self) -> int:
-        """Blocks that requests may use now, shared ones once."""
+        """Blocks that requests may use now, shared ones once, and what an exchange brings."""
         return self._used_blocks
 
     @property

@@ -160,6 +160,32 @@ def test_blocks_that_two_prefixes_have_count_once_for_who_needs_all_memory() -> 
     scheduler.check()
 
 
+def test_what_an_exchange_brings_is_demand_until_it_is_over() -> None:
+    """Members still write it, so nobody may have its memory, though all who shared it are gone."""
+    giver, taker = make(capacity=10), make(capacity=10)
+    assert giver.cache is not None and taker.cache is not None
+    for name in ("a", "b"):
+        giver.add(request(name, 8, 1, max_tokens=20))
+        step(giver)
+    prefixes, states = giver.cache.export(), giver.export()
+    taker.cache.adopt(prefixes)
+    taker.adopt(states, {RequestId("a"), RequestId("b")})
+    assert taker.load(1, 0, 0.0).used_blocks == 2 + 2, "two of the prefix and one of each"
+    for name in ("a", "b"):
+        taker.abort(RequestId(name))
+    taker.check()
+    assert taker.load(2, 0, 0.0).demand_blocks == 2
+    taker.add(request("c", 0, 37, max_tokens=3))
+    plan, _ = step(taker)
+    assert not plan.chunks and taker.schedule(0.0) is None
+    assert taker.load(3, 1, 0.0).demand_blocks == 2 + 10
+    taker.cache.end_exchange()
+    plan, _ = step(taker)
+    assert starts(plan) == {"c": 0} and [one.end_block for one in plan.evicted] == [0]
+    finish(taker)
+    assert taker.load(4, 1, 0.0).demand_blocks == 0
+
+
 def test_who_is_preempted_finds_its_own_beginning_again() -> None:
     scheduler = make(capacity=9, watermark=0.0)
     for name in ("a", "b"):
