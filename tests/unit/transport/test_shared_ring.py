@@ -193,7 +193,8 @@ def test_what_does_not_fit_goes_by_the_socket_in_its_order(
     for message, got in receive(pair[1], len(due)):
         assert (message, bytes(got or b"")) == due.popleft()
     assert not due and pair[1].faults() == []
-    assert 20 < sum(by_ring) < 380, "both ways were used"
+    # How many go by the ring is chance: it is full while its reader waits for the socket.
+    assert 0 < sum(by_ring) < len(by_ring), "both ways were used"
     for each in pair:
         each.close()
 
