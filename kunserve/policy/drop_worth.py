@@ -36,6 +36,8 @@ compute that they lose."""
 LITTLE = 1 / 3
 """Of the compute, taken by prompts lately: 0.27 where fours gained most, and 0.43-0.61 where they
 lost (docs/decisions/drop-worth.md)."""
+LATELY_S = 3.0
+"""Time constant of that: a prompt of 16 K tokens keeps an instance busy for as long."""
 ALL_BLOCKS = 1 << 62
 """More than any cluster frees."""
 

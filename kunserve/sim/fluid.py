@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kunserve.core.config import OverloadConfig
-from kunserve.policy.drop_worth import deepest_worth
+from kunserve.policy.drop_worth import LATELY_S, deepest_worth
 from kunserve.policy.monitor import HEADROOM
 from kunserve.sim.profile import InstanceProfile
 from kunserve.sim.steady import Array, RequestMix, StepTable
@@ -39,7 +39,7 @@ _SAMPLES = 100
 _NUM_SHARES = 129
 """Numbers of decodes, evenly from none to all that may run, for which prompts are timed."""
 MOST_QUEUE_PER_GAIN = OverloadConfig().max_queue_per_gain
-PROMPT_WEIGHT = 1.0 - math.exp(-TICK_S / 3.0)
+PROMPT_WEIGHT = 1.0 - math.exp(-TICK_S / LATELY_S)
 """Of the last tick, in what prompts took lately: as the controller smooths it."""
 _EMPTY = 1e-6
 """Requests that are none."""

@@ -70,7 +70,6 @@ class Observation:
         self._next_id = FIRST_ID
         self._looked_s: float | None = None
         self._totals = ObservedDrops()
-        self._prompt_share = 0.0
 
     @property
     def totals(self) -> ObservedDrops:
@@ -94,7 +93,6 @@ class Observation:
 
         ``prompt_share``: see ``plan_worth``.
         """
-        self._prompt_share = prompt_share
         self._account(now_s)
         self._forget_changed(loads)
         imagined = self._imagine(loads, now_s)
@@ -107,7 +105,8 @@ class Observation:
             for group_id in verdict.relaxed.group_ids:
                 self._restore(self._merged.pop(group_id, None), now_s)
         if verdict.overloaded is not None:
-            self._drop(verdict.overloaded, view, self._untouchable(loads, now_s), now_s)
+            untouchable = self._untouchable(loads, now_s)
+            self._drop(verdict.overloaded, view, untouchable, prompt_share, now_s)
         return [one for one in verdict.excuses if one.group_id not in self._merged]
 
     def _account(self, now_s: float) -> None:
@@ -143,7 +142,12 @@ class Observation:
         return result
 
     def _drop(
-        self, verdict: Overloaded, view: ClusterLoadView, untouchable: set[GroupId], now_s: float
+        self,
+        verdict: Overloaded,
+        view: ClusterLoadView,
+        untouchable: set[GroupId],
+        prompt_share: float,
+        now_s: float,
     ) -> None:
         layouts = self._layouts()
         others = [load for load in view.groups if load.group_id not in verdict.group_ids]
@@ -164,7 +168,7 @@ class Observation:
             verdict.required_blocks,
             unplaced_blocks(view.groups),
             most=self._config.max_queue_per_gain,
-            prompt_share=self._prompt_share,
+            prompt_share=prompt_share,
             capacity_blocks=sum(load.capacity_blocks for load in view.groups),
             num_instances=len(self._placement.specs),
             max_group_size=self._config.max_group_size,

@@ -6,11 +6,10 @@ from kunserve.control.cluster.placement import Placement
 from kunserve.core.config import SchedulerConfig
 from kunserve.core.ids import InstanceId
 from kunserve.policy.cost import batch_cost
+from kunserve.policy.drop_worth import LATELY_S
 
 LOOK_GAP_S = 0.1
 """Reports come so often."""
-SMOOTHING_S = 3.0
-"""Time constant: a prompt of 16 K tokens keeps an instance busy for as long."""
 
 
 class PromptShare:
@@ -50,5 +49,5 @@ class PromptShare:
         num_instances = sum(len(group.layout.stages) for group in groups)
         if num_instances and math.isfinite(elapsed_s):
             rate = tokens / elapsed_s / num_instances
-            weight = 1.0 - math.exp(-elapsed_s / SMOOTHING_S)
+            weight = 1.0 - math.exp(-elapsed_s / LATELY_S)
             self._tokens_per_s += weight * (rate - self._tokens_per_s)

@@ -2,9 +2,10 @@ import math
 
 import pytest
 
-from kunserve.control.cluster.prompt_share import SMOOTHING_S, PromptShare
+from kunserve.control.cluster.prompt_share import PromptShare
 from kunserve.core.config import SchedulerConfig
 from kunserve.core.cost import CostCoefficients
+from kunserve.policy.drop_worth import LATELY_S
 from tests.unit.control.cluster.brain import Brain
 
 COST = CostCoefficients(attention_s=0.0, token_s=1e-3, chunk_s=0.0, shared_s=0.0)
@@ -24,7 +25,7 @@ def test_tokens_are_told_as_time_of_all_instances() -> None:
         prompts.look(brain.now_s)
         prompts.look(brain.now_s)
     assert prompts.share == pytest.approx(0.3, rel=0.01), "what came before counts nothing"
-    brain.now_s += SMOOTHING_S
+    brain.now_s += LATELY_S
     prompts.look(brain.now_s)
     assert prompts.share == pytest.approx(0.3 / math.e, rel=0.05), "it fades"
 
@@ -38,7 +39,7 @@ def test_an_instance_that_leads_another_group_goes_on_counting() -> None:
     brain.complete()
     brain.report(0, after_s=0.2, prompt_tokens=1100)
     prompts.look(brain.now_s)
-    weight = 1.0 - math.exp(-0.2 / SMOOTHING_S)
+    weight = 1.0 - math.exp(-0.2 / LATELY_S)
     assert prompts.share == pytest.approx(weight * 0.25), "100 tokens in 0.2 s"
     brain.report(0, after_s=0.2, prompt_tokens=50)
     prompts.look(brain.now_s)
