@@ -1,6 +1,7 @@
 """Random lives of a scheduler, with stages that check every plan as real ones would."""
 
 from collections import deque
+from typing import Literal
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -180,6 +181,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         caches=st.sampled_from([True, True, True, False]),
         num_guesses=st.sampled_from([None, None, 1, 3]),
         worth_waiting=st.sampled_from([4, 8, 128]),
+        microbatches=st.sampled_from(["measured", "stages"]),
     )
     def start(
         self,
@@ -195,6 +197,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         caches: bool,
         num_guesses: int | None,
         worth_waiting: int,
+        microbatches: Literal["measured", "stages"],
     ) -> None:
         """``min_tokens`` None is formation without lookahead; ``link`` None is recomputation."""
         prefix_cache.WORTH_WAITING_TOKENS = worth_waiting
@@ -214,6 +217,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             speculative_config=speculative,
             swap=SwapConfig(1.0, max_park_s=max_park_s),
             enable_prefix_caching=caches,
+            decode_microbatches=microbatches,
         )
         self.base_capacity = capacity
         self.max_model_len = 6 * BLOCK - 1

@@ -2,7 +2,9 @@
 
 from operator import attrgetter
 
+from kunserve.control.group.in_flight import InFlight, PlannedStep
 from kunserve.control.group.queue import WaitingQueue
+from kunserve.control.group.rounds import DecodeRound, Rounds
 from kunserve.control.group.sequence import Progress, Sequence
 from kunserve.core.config import SchedulerConfig
 from kunserve.policy.batch_form import (
@@ -16,6 +18,7 @@ from kunserve.policy.lookahead import choose_formation
 from kunserve.policy.pace import Pace, PaceView, choose_pace
 
 _last_step_of = attrgetter("last_step")
+NOTHING = Microbatch((), ())
 
 
 class Forming:
@@ -35,6 +38,7 @@ class Forming:
         self._form_batch = choose_formation(config) if form_batch is None else form_batch
         self._formation: OngoingFormation | None = None
         self._windows = config.windows
+        self._rounds = Rounds(config, num_stages)
 
     def form(
         self,
@@ -43,16 +47,25 @@ class Forming:
         num_awaiting: int,
         context: int,
         *,
-        num_in_flight: int,
+        in_flight: InFlight,
         num_left_waiting: int,
         is_memory_short: bool,
-    ) -> Microbatch:
-        """The next microbatch, of these (their order in ``decodes`` may change).
+        now_s: float,
+    ) -> tuple[Microbatch, DecodeRound | None]:
+        """The next microbatch, of these (their order in ``decodes`` may change), and which round
+        of decodes it is part of.
 
         ``num_awaiting`` sequences wait for a token, and read ``context`` tokens for it.
         """
+        decode_round, num_stages = None, self._num_stages
+        if not prompts and not in_flight.has_prompts:
+            decode_round = self._rounds.next(len(decodes) + num_awaiting, now_s)
+        if decode_round is not None:
+            num_stages = decode_round.parts
+            if len(in_flight) >= num_stages:
+                return NOTHING, None
         pace = self._pace(decodes, prompts, num_awaiting, context, is_memory_short)
-        is_split = self._num_stages > 1 or pace.decode_rounds > 1
+        is_split = num_stages > 1 or pace.decode_rounds > 1
         if is_split or len(decodes) > pace.max_num_tokens:
             decodes.sort(key=_last_step_of)
         view = FormationView(
@@ -62,8 +75,8 @@ class Forming:
                 for seq in prompts
             ],
             num_decodes_in_flight=num_awaiting,
-            num_in_flight=num_in_flight,
-            num_stages=self._num_stages,
+            num_in_flight=len(in_flight),
+            num_stages=num_stages,
             max_num_tokens=pace.max_num_tokens,
             max_num_seqs=self._config.max_num_seqs,
             decode_rounds=pace.decode_rounds,
@@ -71,7 +84,13 @@ class Forming:
             has_backlog=num_left_waiting > 0,
         )
         batch, self._formation = self._form_batch(view, self._formation)
-        return batch
+        return batch, decode_round
+
+    def completed(self, step: PlannedStep, in_flight: InFlight, now_s: float) -> None:
+        """A step of decodes tells how long rounds take."""
+        if step.decode_round is not None:
+            beside_prompts = in_flight.has_prompts
+            self._rounds.completed(step.decode_round, now_s, beside_prompts=beside_prompts)
 
     def _contexts(self, decodes: list[Sequence]) -> list[int]:
         """What each of them reads."""

@@ -18,6 +18,7 @@ from kunserve.control.group.migration import MigrationAccess
 from kunserve.control.group.prefix_cache import NO_ORDERS, PrefixCache
 from kunserve.control.group.queue import WaitingQueue
 from kunserve.control.group.relief import Holders
+from kunserve.control.group.rounds import DecodeRound
 from kunserve.control.group.sequence import Progress, Sequence, SequenceMaker
 from kunserve.core.config import SchedulerConfig
 from kunserve.core.ids import GroupId, RequestId
@@ -195,7 +196,7 @@ class Scheduler:
             return None
         self._clock.look(self.has_work, now_s)
         holders.end_copies(now_s)
-        chosen = self._choose(now_s)
+        chosen, decode_round = self._choose(now_s)
         if not chosen and (in_flight or not (self._frees_memory or holders.may_copy)):
             self._nothing_at = self._version
             return None
@@ -203,7 +204,8 @@ class Scheduler:
         copies = holders.plan_copies(chosen)
         orders = NO_ORDERS if self.cache is None else self.cache.take_orders()
         guesses = self._guessing.choose(chosen)
-        plan = in_flight.add(holders.take_released(), chosen, *copies, orders, guesses)
+        released = holders.take_released()
+        plan = in_flight.add(released, chosen, *copies, orders, guesses, decode_round)
         if self.cache is not None and in_flight.filled:
             self.cache.note_computed(in_flight.filled)
         return plan
@@ -222,6 +224,7 @@ class Scheduler:
     def _complete_step(
         self, result: StepResult, step: PlannedStep, now_s: float
     ) -> list[TokenOutput]:
+        self._forming.completed(step, self._in_flight, now_s)
         pool_tokens = self._blocks.tokens_in(self._largest_capacity)
         outputs = self._take_scores(result, step) if step.scored else []
         num_ended = 0
@@ -351,8 +354,10 @@ class Scheduler:
 
     # Inside a step
 
-    def _choose(self, now_s: float) -> list[tuple[Sequence, int]]:
-        """Who computes how many tokens in the next step. The new among them are admitted."""
+    def _choose(self, now_s: float) -> tuple[list[tuple[Sequence, int]], DecodeRound | None]:
+        """Who computes how many tokens in the next step, and which round of decodes that is of.
+        The new among them are admitted.
+        """
         decodes, prompts, num_awaiting, context = self._holders.runnable()
         unfit = self._holders.secure(decodes, prompts, may_preempt=self.may_preempt)
         num_waiting = len(self._waiting)
@@ -373,16 +378,17 @@ class Scheduler:
             self.is_memory_short = self._admission.missing_blocks > 0
             if self._holders.parks:
                 decodes = [s for s in decodes if s.state is Progress.RUNNING]
-        batch = self._forming.form(
+        batch, decode_round = self._forming.form(
             decodes,
             prompts,
             num_awaiting,
             context,
-            num_in_flight=len(self._in_flight),
+            in_flight=self._in_flight,
             num_left_waiting=num_waiting,
             is_memory_short=self.is_memory_short,
+            now_s=now_s,
         )
-        return self._admit_chosen(batch, decodes, prompts, now_s)
+        return self._admit_chosen(batch, decodes, prompts, now_s), decode_round
 
     def _admit_chosen(
         self, batch: Microbatch, decodes: list[Sequence], prompts: list[Sequence], now_s: float

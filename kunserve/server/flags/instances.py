@@ -213,6 +213,13 @@ INSTANCE_FLAGS = all_of(
         help="In a pipeline, balance microbatches by predicted time over the whole queue.",
     ),
     _batches(
+        "--decode-microbatches",
+        type=click.Choice(["auto", "measured", "stages"]),
+        help="In a pipeline, what decodes go in while no prompt is computed. stages: a microbatch "
+        "for each stage; measured: a single one where trials show that to be faster, as for few "
+        "decodes on CPUs that share their memory; auto: measured on CPUs.",
+    ),
+    _batches(
         "--profile",
         help="Costs measured by `kunserve profile` [where it writes by default].",
     ),

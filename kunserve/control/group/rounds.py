@@ -1,0 +1,44 @@
+"""How many microbatches of a group may be in flight."""
+
+from dataclasses import dataclass
+
+from kunserve.core.config import SchedulerConfig
+from kunserve.policy.decode_split import DecodeSplit
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeRound:
+    """A planned microbatch of nothing but decodes, with no prompt in flight beside it."""
+
+    parts: int
+    """Into so many microbatches the group's decodes go."""
+    num_decodes: int
+    """Of the group, in this microbatch and in others."""
+    planned_s: float
+
+
+class Rounds:
+    """Owner of what a group knows of its rounds of decodes."""
+
+    def __init__(self, config: SchedulerConfig, num_stages: int) -> None:
+        self._num_stages = num_stages
+        self._most_together = min(config.max_num_seqs, config.max_num_batched_tokens)
+        self._split: DecodeSplit | None = None
+        if num_stages > 1 and config.decode_microbatches == "measured":
+            self._split = DecodeSplit(num_stages)
+
+    def next(self, num_decodes: int, now_s: float) -> DecodeRound | None:
+        """What a microbatch of decodes would be part of, if it were planned now; None where there
+        is nothing to choose, because a microbatch for each stage is wanted anyway.
+        """
+        if self._split is None or not 0 < num_decodes <= self._most_together:
+            return None
+        return DecodeRound(self._split.parts(num_decodes, now_s), num_decodes, now_s)
+
+    def completed(self, done: DecodeRound, now_s: float, *, beside_prompts: bool) -> None:
+        """The microbatch came back; ``beside_prompts``: some were planned meanwhile."""
+        assert self._split is not None
+        if beside_prompts:
+            self._split.interrupt()
+        else:
+            self._split.note(done.parts, done.num_decodes, now_s - done.planned_s, now_s)
