@@ -1,6 +1,7 @@
 """Where a token's time goes in a pair, beside two single instances: every part, from the trace.
 
     python -m benchmarks.pipeline_cost [--rounds 3] [--other ../another/checkout]
+    python -m benchmarks.pipeline_cost --other-flags="--decode-microbatches stages" --streams 4
 
 Two instances of SmolLM2, one thread each. Every round decodes the same number of streams twice:
 on two single instances, then on the pair that a forced drop makes of them. Parts come from
@@ -8,14 +9,17 @@ on two single instances, then on the pair that a forced drop makes of them. Part
 what is left is the way between the processes. Then a queue of prompts is sent to the pair at
 once. `bubbles on free cores` is what the trace gives if every stage had a core to itself
 (`benchmarks.free_cores`): what a stage does beside its work, and its waits. `--other` runs the
-server of another checkout in turns with this one's, and says how this one's figures compare. Where
-cores are shared, take processor times, free cores and ratios of turns: other times mean little.
+server of another checkout in turns with this one's, and says how this one's figures compare;
+`--other-flags` does so with a server of other flags. Flags that are not known here are every
+server's. Where cores are shared, take processor times, free cores and ratios of turns: other times
+mean little.
 """
 
 import argparse
 import asyncio
 import contextlib
 import os
+import shlex
 import statistics
 import tempfile
 import time
@@ -146,13 +150,13 @@ async def measure(url: str, options: argparse.Namespace) -> list[Phase]:
     return phases
 
 
-def run(options: argparse.Namespace, checkout: Path) -> dict[str, float]:
+def run(options: argparse.Namespace, checkout: Path, more_flags: list[str]) -> dict[str, float]:
     """One server's figures: milliseconds, and shares of time.
 
     A server runs the code of ``checkout``, with the packages of this Python.
     """
     flags = [MODEL, "--num-instances", "2", "--instance-memory", MEMORY, "--enable-admin"]
-    flags += ["--overload-policy", "recompute", *options.serve_flags]
+    flags += ["--overload-policy", "recompute", *options.serve_flags, *more_flags]
     with tempfile.TemporaryDirectory(prefix="pipeline-cost-") as folder:
         trace = Path(folder) / "trace.json"
         with (
@@ -312,22 +316,22 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=16, help="of a queue; 0 leaves it out")
     parser.add_argument("--prompt-tokens", type=int, default=400)
     parser.add_argument("--other", type=Path, help="a checkout to compare with")
+    parser.add_argument("--other-flags", type=shlex.split, help="of a server to compare with")
     parser.add_argument("--seed", type=int, default=0)
     options, serve_flags = parser.parse_known_args()
     options.serve_flags = serve_flags
     here = Path(__file__).parents[1]
-    checkouts = (
-        {"this": here}
-        if options.other is None
-        else {"other": options.other.resolve(), "this": here}
-    )
+    cases: dict[str, tuple[Path, list[str]]] = {"this": (here, [])}
+    if options.other is not None or options.other_flags:
+        other = here if options.other is None else options.other.resolve()
+        cases = {"other": (other, options.other_flags or []), **cases}
     ratios: list[float] = []
     with Report("pipeline_cost", model=MODEL, streams=options.streams) as report:
         for number in range(options.rounds):
-            found = {name: run(options, checkout) for name, checkout in checkouts.items()}
+            found = {name: run(options, *case) for name, case in cases.items()}
             for name, parts in found.items():
                 describe(report, name, parts, number)
-            if options.other is not None:
+            if "other" in found:
                 ratios.append(found["this"]["pair: TPOT"] / found["other"]["pair: TPOT"])
         if ratios:
             report.add("pair's TPOT, this / other, median", statistics.median(ratios), "")

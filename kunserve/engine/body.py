@@ -28,7 +28,7 @@ from kunserve.core.step import SampledRow, SampledToken
 from kunserve.engine.account import account_of
 from kunserve.engine.attention import TORCH_DTYPES
 from kunserve.engine.backend import Backend, CpuBackend
-from kunserve.engine.decoder import PANEL_ROWS, Decoder, StepBatch, StepLimits
+from kunserve.engine.decoder import LOGIT_ROWS, Decoder, StepBatch, StepLimits
 from kunserve.engine.ends import Largest
 from kunserve.engine.free_memory import beside_bytes
 from kunserve.engine.hidden_rows import Hidden, HiddenRows, bytes_of, rows_of, tensor_of
@@ -422,7 +422,7 @@ def _most_of_any_step(
     num_tokens = scheduler.max_num_batched_tokens
     return StepLimits(
         num_tokens=num_tokens,
-        num_sampled=min(num_tokens, max(scheduler.max_num_seqs, PANEL_ROWS)),
+        num_sampled=min(num_tokens, max(scheduler.max_num_seqs, LOGIT_ROWS)),
         num_positions=model.max_model_len or spec.max_position,
         num_seqs=scheduler.max_num_seqs,
     )

@@ -48,9 +48,9 @@ from kunserve.engine.layer_weights import ModelWeights, as_c
 from kunserve.engine.logit_room import LogitRoom
 from kunserve.engine.scratch import Scratch, widest
 
-__all__ = ["PANEL_ROWS", "Decoder", "StepBatch", "StepDecoder", "StepLimits"]
+__all__ = ["LOGIT_ROWS", "Decoder", "StepBatch", "StepDecoder", "StepLimits"]
 
-PANEL_ROWS = 32
+LOGIT_ROWS = 32
 """Rows of logits that are computed together of a prompt. Steps have memory for so many."""
 
 

@@ -1,7 +1,7 @@
 """Log-probabilities of a prompt's tokens, from the hidden states of its chunks.
 
 Logits of all rows of a chunk would take hundreds of megabytes. They are computed in panels of
-``PANEL_ROWS`` rows in the decoder's own buffer, and only what was asked for is kept of each row.
+``LOGIT_ROWS`` rows in the decoder's own buffer, and only what was asked for is kept of each row.
 """
 
 import logging
@@ -14,7 +14,7 @@ from kunserve.core.prompt_scores import PromptScores, pack_scores
 from kunserve.core.request import TokenLogprobs
 from kunserve.core.step import ScoreRun, SequenceStart, StepPlan
 from kunserve.core.tokens import TokenIds
-from kunserve.engine.decoder import PANEL_ROWS, StepBatch, StepDecoder
+from kunserve.engine.decoder import LOGIT_ROWS, StepBatch, StepDecoder
 from kunserve.engine.distribution import token_logprobs
 
 logger = logging.getLogger(__name__)
@@ -51,8 +51,8 @@ class PromptScorer:
         """``offset`` and a position in the prompt make a row of ``hidden``."""
         token_ids, num_top = self._prompts[run.request_id]
         scores: list[TokenLogprobs] = []
-        for first in range(run.first, run.end, PANEL_ROWS):
-            end = min(run.end, first + PANEL_ROWS)
+        for first in range(run.first, run.end, LOGIT_ROWS):
+            end = min(run.end, first + LOGIT_ROWS)
             rows = np.arange(first + offset, end + offset)
             logits = self._decoder.logits_of(rows, hidden).cpu().numpy()
             # A row's largest logit tells of the whole row, because a NaN counts as the largest.

@@ -15,7 +15,7 @@ from kunserve.core.ids import InstanceId
 from kunserve.core.layout import LayerRange
 from kunserve.core.request import SamplingParams
 from kunserve.engine.body import CpuBody
-from kunserve.engine.decoder import PANEL_ROWS
+from kunserve.engine.decoder import LOGIT_ROWS
 from tests.direct_engine import DirectEngine
 from tests.tiny_models import KINDS, VOCAB, expected_tokens, tiny_model
 
@@ -156,7 +156,7 @@ def test_scores_of_a_prompt_are_those_of_transformers_however_it_is_cut(
     saved: tuple[Path, list[list[int]]],
 ) -> None:
     folder, _ = saved
-    prompt = [(37 * i + i * i) % (VOCAB - 3) + 3 for i in range(2 * PANEL_ROWS + 5)]
+    prompt = [(37 * i + i * i) % (VOCAB - 3) + 3 for i in range(2 * LOGIT_ROWS + 5)]
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)
     with torch.no_grad():
         expected = torch.log_softmax(model(torch.tensor([prompt])).logits[0].float(), dim=-1)
@@ -176,7 +176,7 @@ def test_scores_of_a_prompt_are_those_of_transformers_however_it_is_cut(
             assert [token for token, _ in score.top] == top.indices.tolist()
             assert [one for _, one in score.top] == pytest.approx(top.values.tolist(), abs=1e-4)
         # The same bits, among others too.
-        for chunk_size in (PANEL_ROWS, 7):
+        for chunk_size in (LOGIT_ROWS, 7):
             assert whole.generate([PROMPTS[0], prompt], 2, chunk_size, asking)[1:] == plain
             assert whole.last[1].scores == scores
         stages = [(pair[0], LayerRange(0, 3)), (pair[1], LayerRange(3, 4))]

@@ -19,7 +19,7 @@ from kunserve.core.step import Chunk, StepPlan
 from kunserve.engine import pages
 from kunserve.engine.backend import CpuBackend
 from kunserve.engine.body import CpuBody
-from kunserve.engine.decoder import PANEL_ROWS, Decoder, StepDecoder
+from kunserve.engine.decoder import LOGIT_ROWS, Decoder, StepDecoder
 from kunserve.engine.hidden_rows import tensor_of
 from kunserve.engine.step_batch import build_batch
 from tests.direct_engine import DirectEngine, arenas_mapped
@@ -61,7 +61,7 @@ def test_a_start_tells_of_kv_that_lies_outside_of_windows(tmp_path: Path) -> Non
         assert body.account.unseen_share == pytest.approx(2 / 3 * (1 - 24 / 512))
         assert "512 tokens, 64% of its KV outside the windows of layers" in str(body.account)
         widths, head, rope = 2 * 64 + 256 + 128 + 96, 160 * 4 + 64 * 2, 2 * 200 * 32 * 4
-        assert body.account.buffer_bytes == 48 * widths * 2 + PANEL_ROWS * head + rope
+        assert body.account.buffer_bytes == 48 * widths * 2 + LOGIT_ROWS * head + rope
         assert body._decoder.buffer_bytes == body.account.buffer_bytes
     finally:
         body.close()
@@ -89,7 +89,7 @@ def test_the_largest_step_takes_no_memory_that_was_not_reserved(folder: Path) ->
     try:
         buffers, places = body.account.buffer_bytes, places_of(body._decoder)
         widths, head, rope = 2 * 64 + 256 + 128 + 96, 160 * 4 + 64 * 2, 200 * 32 * 4
-        assert buffers == 48 * widths * 2 + PANEL_ROWS * head + rope == body._decoder.buffer_bytes
+        assert buffers == 48 * widths * 2 + LOGIT_ROWS * head + rope == body._decoder.buffer_bytes
         mib = f"{buffers / (1 << 20):.1f}"
         assert f"beside it {mib} MiB for steps" in str(body.account)
         assert body.account.process_bytes > SMALL.memory_bytes + buffers

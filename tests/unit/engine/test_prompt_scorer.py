@@ -9,7 +9,7 @@ from kunserve.core.ids import GroupId, RequestId, StepId
 from kunserve.core.request import SamplingParams
 from kunserve.core.step import Chunk, ScoreRun, SequenceStart, StepPlan
 from kunserve.core.tokens import TokenIds
-from kunserve.engine.decoder import PANEL_ROWS
+from kunserve.engine.decoder import LOGIT_ROWS
 from kunserve.engine.prompt_scorer import PromptScorer
 
 VOCAB = 300
@@ -29,7 +29,7 @@ class Decoder:
 def test_panels_and_broken_rows() -> None:
     decoder = Decoder()
     scorer = PromptScorer(decoder)  # type: ignore[arg-type]
-    length = PANEL_ROWS + 9
+    length = LOGIT_ROWS + 9
     prompt = TokenIds(range(length))
     names = [RequestId("good"), RequestId("bad")]
     for name in names:
@@ -51,4 +51,4 @@ def test_panels_and_broken_rows() -> None:
     assert (good.first, good.end) == (5, length - 1)
     for row in good.rows():
         assert np.isclose(row.logprob, -np.log(VOCAB)) and row.rank == 1
-    assert max(decoder.panels) == PANEL_ROWS
+    assert max(decoder.panels) == LOGIT_ROWS

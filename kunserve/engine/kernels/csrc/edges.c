@@ -1,7 +1,6 @@
 /* What a step does before its first layer. One call each, because after a step's kernels every
  * other function is cold: a few array operations take a hundred times as long as what they do. */
 #include <stdint.h>
-#include <string.h>
 
 /* The lowest and the highest block table entry that a step touches; the other way round if none. */
 void kun_entry_bounds(const int32_t *tables, const int32_t *rows, const int32_t *context_lens,
