@@ -155,7 +155,8 @@ class SchedulerConfig:
     """Lookahead makes no smaller microbatches to have more of them."""
     decode_microbatches: DecodeMicrobatches = "auto"
     """Into how many a pipeline's decodes go: one for each stage, or a single one where that was
-    measured to be faster. ``auto`` measures on CPUs only, whose instances share their memory."""
+    measured to be faster. ``auto`` measures on CPUs, whose instances often share their memory;
+    ``on`` resolves it."""
     profile: str | None = None
     """File of ``kunserve profile``; when None the default place is looked at."""
     cost: CostCoefficients | None = None

@@ -83,7 +83,6 @@ async def launch(config: KunServeConfig, run_folder: Path | None = None) -> Laun
     kept = kept_quantization(source, config.model, keeps=keeps)
     layer_bytes = None if kept is None else kept_layer_bytes(source, spec)
     config = with_swap(with_costs(config, spec, kept, layer_bytes))
-    config = replace(config, scheduler=config.scheduler.on(config.instance.device))
     launcher = await asyncio.to_thread(_launcher, config, run_folder)
     logger.info(
         "starting model=%s dtype=%s quantization=%s instances=%d ranks_per_instance=%d "

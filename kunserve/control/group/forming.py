@@ -50,6 +50,7 @@ class Forming:
         in_flight: InFlight,
         num_left_waiting: int,
         is_memory_short: bool,
+        is_exchanging: bool,
         now_s: float,
     ) -> tuple[Microbatch, DecodeRound | None]:
         """The next microbatch, of these (their order in ``decodes`` may change), and which round
@@ -58,7 +59,7 @@ class Forming:
         ``num_awaiting`` sequences wait for a token, and read ``context`` tokens for it.
         """
         decode_round, num_stages = None, self._num_stages
-        if not prompts and not in_flight.has_prompts:
+        if not prompts and not is_exchanging and not in_flight.has_prompts:
             decode_round = self._rounds.next(len(decodes) + num_awaiting, now_s)
         if decode_round is not None:
             num_stages = decode_round.parts
@@ -89,8 +90,7 @@ class Forming:
     def completed(self, step: PlannedStep, in_flight: InFlight, now_s: float) -> None:
         """A step of decodes tells how long rounds take."""
         if step.decode_round is not None:
-            beside_prompts = in_flight.has_prompts
-            self._rounds.completed(step.decode_round, now_s, beside_prompts=beside_prompts)
+            self._rounds.completed(step.decode_round, now_s, is_alone=not in_flight.has_prompts)
 
     def _contexts(self, decodes: list[Sequence]) -> list[int]:
         """What each of them reads."""

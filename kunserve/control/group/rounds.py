@@ -21,10 +21,11 @@ class Rounds:
     """Owner of what a group knows of its rounds of decodes."""
 
     def __init__(self, config: SchedulerConfig, num_stages: int) -> None:
-        self._num_stages = num_stages
         self._most_together = min(config.max_num_seqs, config.max_num_batched_tokens)
         self._split: DecodeSplit | None = None
-        if num_stages > 1 and config.decode_microbatches == "measured":
+        # A round with guesses gives more tokens than one without, and so says little.
+        measures = config.decode_microbatches == "measured" and config.speculative_config is None
+        if num_stages > 1 and measures:
             self._split = DecodeSplit(num_stages)
 
     def next(self, num_decodes: int, now_s: float) -> DecodeRound | None:
@@ -35,10 +36,8 @@ class Rounds:
             return None
         return DecodeRound(self._split.parts(num_decodes, now_s), num_decodes, now_s)
 
-    def completed(self, done: DecodeRound, now_s: float, *, beside_prompts: bool) -> None:
-        """The microbatch came back; ``beside_prompts``: some were planned meanwhile."""
+    def completed(self, done: DecodeRound, now_s: float, *, is_alone: bool) -> None:
+        """The microbatch came back; ``is_alone``: no prompt was planned meanwhile."""
         assert self._split is not None
-        if beside_prompts:
-            self._split.interrupt()
-        else:
-            self._split.note(done.parts, done.num_decodes, now_s - done.planned_s, now_s)
+        seconds = now_s - done.planned_s
+        self._split.note(done.parts, done.num_decodes, seconds, now_s, is_alone=is_alone)

@@ -386,6 +386,7 @@ class Scheduler:
             in_flight=self._in_flight,
             num_left_waiting=num_waiting,
             is_memory_short=self.is_memory_short,
+            is_exchanging=not self.may_preempt,
             now_s=now_s,
         )
         return self._admit_chosen(batch, decodes, prompts, now_s), decode_round

@@ -1,132 +1,140 @@
-"""How many microbatches decodes go in is found by trials."""
+"""How many microbatches decodes go in is found by timing both ways."""
 
+import random
 from collections.abc import Callable
-from itertools import pairwise
 
 import pytest
 
-from kunserve.policy.decode_split import AGAIN_S, ROUNDS, SKIPPED_ROUNDS, TURNS, DecodeSplit
+from kunserve.policy.decode_split import AGAIN_S, BETTER, CALM, ENOUGH, DecodeSplit
 
 RoundTime = Callable[[int, int], float]
 """Seconds of a round, by its microbatches and its decodes."""
 
 
-def reads_once(breaks_even: int) -> RoundTime:
-    """A microbatch reads for a second; arithmetic makes both ways equal at that many decodes."""
-
-    def seconds(parts: int, num_decodes: int) -> float:
-        return 1.0 * parts + num_decodes / breaks_even * (2.0 / parts)
-
-    return seconds
+def always(joined_s: float, parted_s: float) -> RoundTime:
+    return lambda parts, _: joined_s if parts == 1 else parted_s
 
 
-def run(split: DecodeSplit, num_decodes: int, seconds: RoundTime, num_rounds: int, now_s: float):
-    """Undisturbed rounds; the parts of each, and the time."""
-    ways = []
-    for _ in range(num_rounds):
-        parts = split.parts(num_decodes, now_s)
-        ways.append(parts)
-        now_s += seconds(parts, num_decodes)
+def breaking_even(at: int) -> RoundTime:
+    """A microbatch reads for 10 ms; arithmetic makes both ways equal at that many decodes."""
+    return lambda parts, num: 0.01 * parts + num / at * 0.02 / parts
+
+
+class Group:
+    """Rounds of decodes on a clock of their own."""
+
+    def __init__(self, num_stages: int = 2) -> None:
+        self.split, self.now_s = DecodeSplit(num_stages), 0.0
+        self.ways: list[int] = []
+        self.slower_s = self.all_s = 0.0
+        """Of rounds of several decodes alone."""
+
+    def round(self, num_decodes: int, seconds: RoundTime, *, is_alone: bool = True) -> int:
+        """One round; its number of microbatches."""
+        parts = self.split.parts(num_decodes, self.now_s)
+        took_s = seconds(parts, num_decodes)
+        self.now_s += took_s
         for _ in range(parts):
-            split.note(parts, num_decodes, seconds(parts, num_decodes), now_s)
-    return ways, now_s
+            self.split.note(parts, num_decodes, took_s, self.now_s, is_alone=is_alone)
+        self.ways.append(parts)
+        if is_alone and num_decodes > 1:
+            self.all_s += took_s
+            best_s = min(seconds(1, num_decodes), seconds(2, num_decodes))
+            self.slower_s += took_s if took_s > 1.1 * best_s else 0.0
+        return parts
+
+    def run(self, num_rounds: int, num_decodes: int, seconds: RoundTime) -> set[int]:
+        """The ways of the last rounds but the first of these."""
+        for _ in range(num_rounds):
+            self.round(num_decodes, seconds)
+        return set(self.ways[-num_rounds // 2 :])
 
 
-TRIAL = 2 * TURNS * (ROUNDS + SKIPPED_ROUNDS)
+@pytest.mark.parametrize("num_stages", [2, 3, 4])
+def test_the_faster_way_is_found(num_stages: int) -> None:
+    group = Group(num_stages)
+    assert group.run(24, 6, always(0.01, 0.02)) == {1}
+    assert set(group.ways) == {1, num_stages}, "and the other one was tried"
+    assert Group(num_stages).run(24, 6, always(0.02, 0.01)) == {num_stages}
 
 
-@pytest.mark.parametrize("num_stages", [2, 4])
-def test_the_faster_way_is_found_by_one_trial(num_stages: int) -> None:
-    for num_decodes, expected in ((4, 1), (40, num_stages)):
-        split = DecodeSplit(num_stages)
-        faster_joined = num_decodes == 4
-
-        def seconds(parts: int, _: int, joined: bool = faster_joined) -> float:
-            return 1.0 if (parts == 1) == joined else 2.0
-
-        ways, now_s = run(split, num_decodes, seconds, TRIAL, 0.0)
-        assert set(ways) == {1, num_stages}, "a trial has rounds of both ways"
-        later, _ = run(split, num_decodes, seconds, 5, now_s)
-        assert set(later) == {expected}
-
-
-def test_what_was_found_holds_for_fewer_and_for_more() -> None:
-    split, seconds = DecodeSplit(2), reads_once(10)
-    _, now_s = run(split, 4, seconds, TRIAL, 0.0)
-    _, now_s = run(split, 20, seconds, TRIAL, now_s)
-    split._ask_at_s = now_s + 1e6
-    assert [split.parts(num, now_s) for num in (1, 2, 3, 4)] == [1, 1, 1, 1]
-    assert [split.parts(num, now_s) for num in (20, 30, 200)] == [2, 2, 2]
-
-
-def test_bisection_ends_at_the_number_where_ways_break_even() -> None:
-    """Whatever number of decodes comes, after some trials each goes the faster way."""
-    split, seconds, now_s = DecodeSplit(2), reads_once(10), 0.0
-    for num_decodes in (30, 2, 16, 8, 11, 9, 10, 7, 12):
-        _, now_s = run(split, num_decodes, seconds, TRIAL, now_s)
-    split._ask_at_s = now_s + 1e6
-    for num_decodes in range(1, 40):
-        joined_s, parted_s = seconds(1, num_decodes), seconds(2, num_decodes)
-        if joined_s < 0.95 * parted_s:
-            assert split.parts(num_decodes, now_s) == 1, num_decodes
-        if joined_s > 1.05 * parted_s:
-            assert split.parts(num_decodes, now_s) == 2, num_decodes
-
-
-def test_a_verdict_is_asked_for_again_and_may_be_wrong() -> None:
-    split = DecodeSplit(2)
-    _, now_s = run(split, 6, lambda parts, _: float(parts), TRIAL, 0.0)
-    assert split.most_joined == 6
-    slower_joined: RoundTime = lambda parts, _: 3.0 - parts  # noqa: E731
-    ways, now_s = run(split, 6, slower_joined, 3, now_s)
-    assert set(ways) == {1}, "not asked yet"
-    ways, now_s = run(split, 6, slower_joined, TRIAL, now_s + 2 * AGAIN_S)
-    assert set(ways) == {1, 2}
-    assert split.most_joined == 5
-    ways, _ = run(split, 6, slower_joined, 3, now_s)
-    assert set(ways) == {2}
-
-
-def test_a_verdict_that_stands_is_asked_for_ever_more_seldom() -> None:
-    split, now_s, asked = DecodeSplit(2), 0.0, []
-    for _ in range(4000):
-        before = split._trial
-        _, now_s = run(split, 6, lambda parts, _: 0.01 * parts, 1, now_s)
-        if before is None and split._trial is not None:
-            asked.append(now_s)
-        now_s += 0.05
-    gaps = [later - earlier for earlier, later in pairwise(asked)]
-    assert len(gaps) >= 3
-    assert all(later > 1.2 * earlier for earlier, later in pairwise(gaps[:3]))
+def test_every_number_of_decodes_has_its_own_way() -> None:
+    group, seconds = Group(), breaking_even(10)
+    for _ in range(40):
+        for num_decodes in (2, 4, 7, 10, 14, 20, 28, 40):
+            group.run(12, num_decodes, seconds)
+    group.split._try, group.split._calm_until_s = None, 2.0 * group.now_s
+    for num_decodes in (2, 4, 7, 14, 20, 28, 40):
+        assert group.round(num_decodes, seconds) == (1 if num_decodes < 10 else 2), num_decodes
 
 
 def test_a_tie_is_for_stages_side_by_side() -> None:
-    split = DecodeSplit(2)
-    _, now_s = run(split, 6, lambda parts, _: 1.0, TRIAL, 0.0)
-    assert split.parts(6, now_s) == 2
+    assert Group().run(40, 6, always(0.01, 0.01)) == {2}
+    assert Group().run(40, 6, always(0.01 * (BETTER + 0.01), 0.01)) == {2}
 
 
-def test_another_number_of_decodes_ends_a_trial_and_begins_its_own() -> None:
-    split = DecodeSplit(2)
-    _, now_s = run(split, 8, reads_once(10), TRIAL - 2, 0.0)
-    _, now_s = run(split, 30, reads_once(10), 2, now_s)
-    assert split.most_joined == 1, "the first trial has no verdict"
-    _, now_s = run(split, 30, reads_once(10), TRIAL - 2, now_s)
-    assert split.parts(30, now_s) == 2
-    assert split.parts(8, now_s) == 1, "and here the next one begins"
+def test_the_other_way_is_tried_again_and_may_have_become_faster() -> None:
+    group = Group()
+    group.run(40, 6, always(0.01, 0.02))
+    group.now_s += 2 * AGAIN_S
+    assert group.run(40, 6, always(0.03, 0.02)) == {2}
+    group.now_s += 2 * AGAIN_S
+    assert group.run(40, 6, always(0.01, 0.02)) == {1}
 
 
-def test_rounds_beside_prompts_count_for_nothing() -> None:
-    """The turn's round begins anew: what prompts delayed is not held against a way."""
-    split, now_s = DecodeSplit(2), 0.0
-    for _ in range(100):
-        assert split.parts(6, now_s) == 1
-        split.note(1, 6, 99.0, now_s)
-        split.interrupt()
-        now_s += 0.1
-    assert split._trial is not None and not split._trial.seconds
+def test_disturbed_rounds_are_forgotten() -> None:
+    """An exchange that makes the first rounds three times as long decides nothing for long."""
+    group = Group()
+    for _ in range(7):
+        group.round(6, always(0.03, 0.045))
+    for _ in range(3):
+        group.round(6, always(0.03, 0.015))
+    group.now_s += 2 * AGAIN_S
+    assert group.run(200, 6, always(0.01, 0.015)) == {1}
 
 
-def test_one_decode_needs_no_trial() -> None:
-    split = DecodeSplit(4)
-    assert [split.parts(1, 100.0 * step) for step in range(5)] == [1] * 5
+@pytest.mark.parametrize(
+    ("mean_decodes", "mean_output"), [(2, 5), (2, 20), (6, 20), (6, 100), (16, 50), (60, 200)]
+)
+@pytest.mark.parametrize("joined_s", [0.014, 0.028])
+def test_tries_take_little_however_numbers_change(
+    mean_decodes: int, mean_output: int, joined_s: float
+) -> None:
+    """Requests come and go; the rounds of the slower way are few."""
+    draw = random.Random(mean_decodes * mean_output)
+    group, running, rate = Group(), mean_decodes, mean_decodes / mean_output
+    seconds = always(joined_s, 0.02)
+    for number in range(6000):
+        running -= sum(draw.random() < 1 / mean_output for _ in range(running))
+        arrived = sum(draw.random() < rate / 8 for _ in range(8))
+        running += arrived
+        if running:
+            group.round(running, seconds, is_alone=not arrived)
+        if number == 2000:
+            group.slower_s = group.all_s = 0.0
+    assert group.slower_s < 0.15 * group.all_s
+
+
+def test_slow_rounds_are_tried_no_more_often_than_quick_ones() -> None:
+    """Of a large model a round may take a second: what tries take is a share of all time."""
+    group = Group(4)
+    for _ in range(400):
+        group.round(60, always(2.0, 0.7))
+    assert group.ways[100:].count(1) * 2.0 < 3.0 / CALM * group.now_s
+
+
+def test_prompts_beside_every_round_end_a_try() -> None:
+    """Their rounds say nothing, and the way in force is kept for nearly all of the time."""
+    group = Group()
+    for _ in range(2 * ENOUGH):
+        group.round(6, always(0.02, 0.01))
+    for _ in range(1000):
+        group.round(6, always(0.02, 0.01), is_alone=False)
+        group.now_s += 0.02
+    assert group.ways.count(1) < 100
+
+
+def test_one_decode_is_one_microbatch() -> None:
+    group = Group(4)
+    assert [group.round(1, always(0.02, 0.01)) for _ in range(5)] == [1] * 5
+    assert group.split._try is None

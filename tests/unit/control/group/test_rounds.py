@@ -1,12 +1,16 @@
 """A pipeline's decodes in one microbatch or in several, by what their rounds took."""
 
 from collections import deque
+from dataclasses import replace
 
+from kunserve.control.group.rounds import Rounds
 from kunserve.control.group.scheduler import Scheduler
 from kunserve.core.config import SchedulerConfig
 from kunserve.core.ids import GroupId, RequestId
 from kunserve.core.request import Request, SamplingParams
+from kunserve.core.speculative_config import SpeculativeConfig
 from kunserve.core.step import SampledToken, StepPlan, StepResult
+from kunserve.policy.decode_split import DecodeSplit
 
 GROUP = GroupId(3)
 
@@ -105,7 +109,8 @@ def test_a_prompt_begins_at_once_beside_joined_decodes() -> None:
 
 def test_more_decodes_than_a_microbatch_may_have_are_parted() -> None:
     pipeline = decoding(make(max_num_seqs=3), 0.01, 0.02, num=4)
-    assert 4 not in pipeline.sizes[4:]
+    pipeline.plan()
+    assert len(pipeline.flying) == 2
 
 
 def test_every_request_ends_whatever_the_ways_take() -> None:
@@ -119,3 +124,56 @@ def test_every_request_ends_whatever_the_ways_take() -> None:
                 break
             pipeline.step()
         assert not scheduler.has_work and scheduler.used_blocks == 0
+
+
+class Notes(DecodeSplit):
+    """Keeps what it is told, and joins."""
+
+    def __init__(self) -> None:
+        super().__init__(2)
+        self.told: list[tuple[int, int, bool]] = []
+
+    def parts(self, num_decodes: int, now_s: float) -> int:
+        return 1
+
+    def note(
+        self, parts: int, num_decodes: int, seconds: float, now_s: float, *, is_alone: bool
+    ) -> None:
+        self.told.append((parts, num_decodes, is_alone))
+
+
+def listened_to() -> tuple[Pipeline, Notes]:
+    """Three that decode, joined."""
+    scheduler, notes = make(), Notes()
+    scheduler._forming._rounds._split = notes
+    pipeline = decoding(scheduler, 0.01, 0.02, num=3)
+    assert notes.told[-1] == (1, 3, True)
+    notes.told.clear()
+    return pipeline, notes
+
+
+def test_a_round_that_a_prompt_came_beside_is_told_from_the_others() -> None:
+    pipeline, notes = listened_to()
+    pipeline.plan()
+    add(pipeline.scheduler, "late", num_prompt=12)
+    pipeline.step()
+    assert notes.told == [(1, 3, False)]
+    pipeline.run(6)
+    assert notes.told[-1] == (1, 4, True)
+    assert len(notes.told) < 7, "nothing is told of what is planned beside the prompt"
+
+
+def test_an_exchange_has_no_rounds() -> None:
+    """Its copies take time, and some of its requests stand still."""
+    pipeline, notes = listened_to()
+    pipeline.scheduler.may_preempt = False
+    pipeline.run(6)
+    assert len(notes.told) <= 1, "of the one that was in flight"
+    assert pipeline.last() <= {1, 2}
+
+
+def test_guesses_leave_nothing_to_choose() -> None:
+    """Rounds with guesses give more tokens, so their times are not to be compared."""
+    config = SchedulerConfig(decode_microbatches="measured", speculative_config=SpeculativeConfig())
+    assert Rounds(config, 2).next(4, 0.0) is None
+    assert Rounds(replace(config, speculative_config=None), 2).next(4, 0.0) is not None
