@@ -2,6 +2,8 @@
 
 import functools
 import json
+import statistics
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,11 @@ class Runs:
     """The results of one experiment, by system and load."""
 
     def __init__(self, path: Path) -> None:
-        self._runs = {(run.system, run.load): run for run in load(path)}
+        all_runs = load(path)
+        self._runs = {(run.system, run.load): run for run in all_runs}
+        self._draws: dict[tuple[str, float], dict[int, RunResult]] = {}
+        for run in all_runs:
+            self._draws.setdefault((run.system, run.load), {})[run.seed] = run
         lines = [json.loads(line) for line in path.read_text().splitlines()]
         self._violations: dict[tuple[str, float], float | None] = {
             (line["system"], line["load"]): line.get(SLO_KEY) for line in lines
@@ -47,6 +53,10 @@ class Runs:
     def run(self, system: str, at: float) -> RunResult:
         """One run."""
         return self._runs[system, at]
+
+    def draws(self, system: str, at: float) -> dict[int, RunResult]:
+        """Its run of each seed."""
+        return self._draws[system, at]
 
     def violations(self, system: str, at: float) -> float | None:
         """Share of requests over the objective; None where it was not kept."""
@@ -83,6 +93,13 @@ def figures_of(benchmark: str) -> list[dict[str, Any]]:
     """A benchmark's committed lines."""
     text = (RESULTS / f"{benchmark}.jsonl").read_text()
     return [json.loads(line) for line in text.splitlines()]
+
+
+def ranged(values: Iterable[float], unit: str) -> str:
+    """Median and range."""
+    ordered = sorted(values)
+    middle = statistics.median(ordered)
+    return f"{middle:.1f}{unit} ({ordered[0]:.1f}-{ordered[-1]:.1f})"
 
 
 def signed(percent: float) -> str:

@@ -1,7 +1,6 @@
 """The tables of docs/reproduction.md, each a function of the results in benchmarks/results."""
 
-import statistics
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 from benchmarks import burst_map
@@ -13,6 +12,7 @@ from benchmarks.kept_results import (
     RESULTS,
     Runs,
     figures_of,
+    ranged,
     runs_of,
     signed,
 )
@@ -76,20 +76,13 @@ def bounds() -> list[Row]:
             system: {run.seed: run.ttft_p99_s for run in group.by_system[system]}
             for system in systems
         }
-        cells = (_ranged(p99[system].values(), " s") for system in systems)
+        cells = (ranged(p99[system].values(), " s") for system in systems)
         gains = (
-            _ranged((p99[rival][seed] / lower for seed, lower in p99["drop"].items()), "x")
+            ranged((p99[rival][seed] / lower for seed, lower in p99["drop"].items()), "x")
             for rival in ("recompute", "recompute-rr")
         )
         rows.append((f"{group.load:g}", *cells, *gains))
     return rows
-
-
-def _ranged(values: Iterable[float], unit: str) -> str:
-    """Median and range."""
-    ordered = sorted(values)
-    middle = statistics.median(ordered)
-    return f"{middle:.1f}{unit} ({ordered[0]:.1f}-{ordered[-1]:.1f})"
 
 
 def memory_or_compute() -> list[Row]:
