@@ -247,7 +247,7 @@ CLAIMS = (
         "forecast of the shortage (ours): P99 TTFT",
         "-",
         lambda: _against("drop", "drop-no-forecast", "ttft_p99_s"),
-        "Drops begin before requests queue.",
+        "No gain in these draws.",
         "`ablation`, five draws",
     ),
     Claim(
