@@ -132,9 +132,8 @@ def _assemble(
     peers = PeerLinks(spec.instance_id, links_at, network=network)
     mover.yield_to(peers.activations_pending)
     channel = InstanceChannel(front_address, spec.instance_id, network)
-    scheduler = config.scheduler.on(config.instance.device)
     agent = InstanceAgent(
-        AgentConfig(spec.instance_id, scheduler, loaded.eos_token_ids, max_model_len),
+        AgentConfig(spec.instance_id, config.scheduler, loaded.eos_token_ids, max_model_len),
         body,
         mover,
     )

@@ -1,7 +1,7 @@
 """The one frozen tree of settings. A default lives here and nowhere else."""
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
 from kunserve.core.cost import NO_WINDOWS, CostCoefficients, Windows
@@ -16,7 +16,7 @@ MIB = 1 << 20
 OverloadPolicy: TypeAlias = Literal["recompute", "swap", "park", "migrate", "observe", "drop"]
 SchedulingPolicy: TypeAlias = Literal["fcfs", "deadline"]
 DispatchPolicy: TypeAlias = Literal["soonest", "round-robin"]
-DecodeMicrobatches: TypeAlias = Literal["auto", "measured", "stages"]
+DecodeMicrobatches: TypeAlias = Literal["stages", "measured"]
 
 CUDA_BLOCK_SIZE = 64
 """On a GPU: larger than on a CPU, because blocks of one layer lie far from each other."""
@@ -153,10 +153,9 @@ class SchedulerConfig:
     """In a pipeline, form microbatches of equal predicted time over all queued work."""
     min_microbatch_tokens: int = 64
     """Lookahead makes no smaller microbatches to have more of them."""
-    decode_microbatches: DecodeMicrobatches = "auto"
+    decode_microbatches: DecodeMicrobatches = "stages"
     """Into how many a pipeline's decodes go: one for each stage, or a single one where that was
-    measured to be faster. ``auto`` measures on CPUs, whose instances often share their memory;
-    ``on`` resolves it."""
+    measured to be faster."""
     profile: str | None = None
     """File of ``kunserve profile``; when None the default place is looked at."""
     cost: CostCoefficients | None = None
@@ -171,12 +170,6 @@ class SchedulerConfig:
         """Swapping is paced by the time that steps take, so that must be known."""
         if self.swap is not None and self.cost is None:
             raise ConfigError("swapping needs the cost of steps: give a profile")
-
-    def on(self, device: str) -> "SchedulerConfig":
-        """With what suits the device where that was left to it."""
-        if self.decode_microbatches != "auto":
-            return self
-        return replace(self, decode_microbatches="measured" if device == "cpu" else "stages")
 
     @property
     def windows(self) -> Windows:

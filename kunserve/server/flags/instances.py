@@ -214,10 +214,10 @@ INSTANCE_FLAGS = all_of(
     ),
     _batches(
         "--decode-microbatches",
-        type=click.Choice(["auto", "measured", "stages"]),
+        type=click.Choice(["stages", "measured"]),
         help="In a pipeline, what decodes go in while no prompt is computed. stages: a microbatch "
-        "for each stage; measured: a single one where trials show that to be faster, as for few "
-        "decodes on CPUs that share their memory; auto: measured on CPUs.",
+        "for each stage; measured: a single one where timing both shows that to be faster, as for "
+        "few streams on CPUs that share their memory. It costs where prompts keep coming.",
     ),
     _batches(
         "--profile",

@@ -60,7 +60,7 @@ def build_scenario(setup: SimulatedSetup, workload: Workload) -> Scenario:
                 profile.model.experts,
                 profile.model.windows,
             ),
-        ).on("cuda" if profile.num_gpus else "cpu"),
+        ),
         world=WorldConfig(start_s=setup.start_s, places=_places(setup)),
         kills=setup.kills,
         host_bytes=None if setup.host_gib is None else int(setup.host_gib * (1 << 30)),

@@ -80,12 +80,9 @@ def test_decodes_go_the_way_that_was_faster() -> None:
 
 
 def test_nothing_is_tried_unless_it_is_wanted() -> None:
-    for how in ("stages", "auto"):
-        pipeline = decoding(make(how), 0.01, 0.02)
-        assert set(pipeline.sizes[4:]) == {2}
-    assert SchedulerConfig().on("cpu").decode_microbatches == "measured"
-    assert SchedulerConfig().on("cuda").decode_microbatches == "stages"
-    assert SchedulerConfig(decode_microbatches="stages").on("cpu").decode_microbatches == "stages"
+    assert SchedulerConfig().decode_microbatches == "stages"
+    pipeline = decoding(make("stages"), 0.01, 0.02)
+    assert set(pipeline.sizes[4:]) == {2}
 
 
 def test_a_single_instance_has_nothing_to_choose() -> None:
