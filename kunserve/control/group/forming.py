@@ -2,9 +2,9 @@
 
 from operator import attrgetter
 
-from kunserve.control.group.in_flight import InFlight, PlannedStep
+from kunserve.control.group.in_flight import InFlight
 from kunserve.control.group.queue import WaitingQueue
-from kunserve.control.group.rounds import DecodeRound, Rounds
+from kunserve.control.group.rounds import DecodeRound, rounds_of
 from kunserve.control.group.sequence import Progress, Sequence
 from kunserve.core.config import SchedulerConfig
 from kunserve.policy.batch_form import (
@@ -38,7 +38,7 @@ class Forming:
         self._form_batch = choose_formation(config) if form_batch is None else form_batch
         self._formation: OngoingFormation | None = None
         self._windows = config.windows
-        self._rounds = Rounds(config, num_stages)
+        self._rounds = rounds_of(config, num_stages)
 
     def form(
         self,
@@ -59,8 +59,9 @@ class Forming:
         ``num_awaiting`` sequences wait for a token, and read ``context`` tokens for it.
         """
         decode_round, num_stages = None, self._num_stages
-        if not prompts and not is_exchanging and not in_flight.has_prompts:
-            decode_round = self._rounds.next(len(decodes) + num_awaiting, now_s)
+        rounds = None if prompts or is_exchanging else self._rounds
+        if rounds is not None and not in_flight.has_prompts:
+            decode_round = rounds.next(len(decodes) + num_awaiting, now_s)
         if decode_round is not None:
             num_stages = decode_round.parts
             if len(in_flight) >= num_stages:
@@ -87,10 +88,10 @@ class Forming:
         batch, self._formation = self._form_batch(view, self._formation)
         return batch, decode_round
 
-    def completed(self, step: PlannedStep, in_flight: InFlight, now_s: float) -> None:
+    def completed(self, done: DecodeRound, in_flight: InFlight, now_s: float) -> None:
         """A step of decodes tells how long rounds take."""
-        if step.decode_round is not None:
-            self._rounds.completed(step.decode_round, now_s, is_alone=not in_flight.has_prompts)
+        assert self._rounds is not None
+        self._rounds.completed(done, now_s, is_alone=not in_flight.has_prompts)
 
     def _contexts(self, decodes: list[Sequence]) -> list[int]:
         """What each of them reads."""

@@ -224,7 +224,8 @@ class Scheduler:
     def _complete_step(
         self, result: StepResult, step: PlannedStep, now_s: float
     ) -> list[TokenOutput]:
-        self._forming.completed(step, self._in_flight, now_s)
+        if step.decode_round is not None:
+            self._forming.completed(step.decode_round, self._in_flight, now_s)
         pool_tokens = self._blocks.tokens_in(self._largest_capacity)
         outputs = self._take_scores(result, step) if step.scored else []
         num_ended = 0

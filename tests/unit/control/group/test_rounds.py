@@ -3,7 +3,7 @@
 from collections import deque
 from dataclasses import replace
 
-from kunserve.control.group.rounds import Rounds
+from kunserve.control.group.rounds import rounds_of
 from kunserve.control.group.scheduler import Scheduler
 from kunserve.core.config import SchedulerConfig
 from kunserve.core.ids import GroupId, RequestId
@@ -142,7 +142,9 @@ class Notes(DecodeSplit):
 def listened_to() -> tuple[Pipeline, Notes]:
     """Three that decode, joined."""
     scheduler, notes = make(), Notes()
-    scheduler._forming._rounds._split = notes
+    rounds = scheduler._forming._rounds
+    assert rounds is not None
+    rounds._split = notes
     pipeline = decoding(scheduler, 0.01, 0.02, num=3)
     assert notes.told[-1] == (1, 3, True)
     notes.told.clear()
@@ -172,5 +174,6 @@ def test_an_exchange_has_no_rounds() -> None:
 def test_guesses_leave_nothing_to_choose() -> None:
     """Rounds with guesses give more tokens, so their times are not to be compared."""
     config = SchedulerConfig(decode_microbatches="measured", speculative_config=SpeculativeConfig())
-    assert Rounds(config, 2).next(4, 0.0) is None
-    assert Rounds(replace(config, speculative_config=None), 2).next(4, 0.0) is not None
+    assert rounds_of(config, 2) is None
+    rounds = rounds_of(replace(config, speculative_config=None), 2)
+    assert rounds is not None and rounds.next(4, 0.0) is not None
