@@ -267,7 +267,8 @@ CLAIMS = (
         "TTFT up by two orders of magnitude",
         _reliefs,
         "They make no memory, and whole prompts are admitted, so little is preempted. Parking acts "
-        "before that: 3.3x lower at load 0.48, for pauses of 10 s (`docs/decisions/parking.md`).",
+        "before that: 3.3x lower at load 0.48, for pauses of 10 s "
+        "([parking](decisions/parking.md)).",
         f"`{LONGBENCH}`, load 0.4",
     ),
     Claim(
@@ -275,6 +276,6 @@ CLAIMS = (
         "under 5 %",
         _cost_model,
         "Against the roofline that times simulated steps; on a real CPU it is 2-4 %.",
-        "`python -m benchmarks.cost_model`",
+        "`python -m benchmarks.cost_model --against roofline`",
     ),
 )  # fmt: skip

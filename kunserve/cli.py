@@ -63,7 +63,7 @@ def _named(error: ModuleNotFoundError, command: str | None) -> Exception:
         return error
     return click.ClickException(
         f"kunserve {command} needs the package {missing}: "
-        f"pip install 'kunserve[{_EXTRAS[missing]}]'"
+        f"pip install '.[{_EXTRAS[missing]}]' in KunServe's folder"
     )
 
 

@@ -160,7 +160,9 @@ def _launcher(config: KunServeConfig, run_folder: Path | None = None) -> Launche
         from kunserve.cluster.ray.launcher import RayLauncher
         from kunserve.cluster.ray.session import Session
     except ImportError as error:
-        raise ConfigError(f"--cluster ray needs: pip install 'kunserve[ray]' ({error})") from None
+        raise ConfigError(
+            f"--cluster ray needs: pip install '.[ray]' in KunServe's folder ({error})"
+        ) from None
     name = config.cluster.ray_name or str(config.server.port)
     if not re.fullmatch(r"[A-Za-z0-9._-]{1,64}", name):
         raise ConfigError(f"--ray-name is of letters, digits, '.', '_' and '-', not {name!r}")

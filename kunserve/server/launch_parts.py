@@ -18,7 +18,7 @@ def tracer_of(config: KunServeConfig) -> Tracer | None:
         from kunserve.server.tracing import OtlpTracer
     except ImportError as error:
         raise ConfigError(
-            f"--otlp-traces-endpoint needs: pip install 'kunserve[otel]' ({error})"
+            f"--otlp-traces-endpoint needs: pip install '.[otel]' in KunServe's folder ({error})"
         ) from None
     return OtlpTracer.to(endpoint)
 

@@ -8,7 +8,7 @@
     drop, restore   a transition, with its commit as an event
 
 Spans are made when a request has ended, because everything is known then. The module needs the
-extra ``kunserve[otel]``, so it is imported only when traces are asked for.
+extra ``otel``, so it is imported only when traces are asked for.
 """
 
 import time

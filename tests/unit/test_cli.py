@@ -37,8 +37,9 @@ def run_without(names: list[str], *args: str) -> subprocess.CompletedProcess[str
 def test_a_command_that_needs_an_extra_says_which(args: list[str], missing: str) -> None:
     done = run_without([missing], *args)
     assert done.returncode == 1
-    name = f"Error: kunserve {args[0]} needs the package {missing}: pip install 'kunserve[bench]'\n"
-    assert done.stderr == name and "Traceback" not in done.stdout
+    how = "pip install '.[bench]' in KunServe's folder"
+    expected = f"Error: kunserve {args[0]} needs the package {missing}: {how}\n"
+    assert done.stderr == expected and "Traceback" not in done.stdout
 
 
 def test_a_server_needs_no_extra() -> None:

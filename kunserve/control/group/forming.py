@@ -68,7 +68,7 @@ class Forming:
                 return NOTHING, None
         pace = self._pace(decodes, prompts, num_awaiting, context, is_memory_short)
         is_split = num_stages > 1 or pace.decode_rounds > 1
-        if is_split or len(decodes) > pace.max_num_tokens:
+        if is_split or len(decodes) > min(pace.max_num_tokens, self._config.max_num_seqs):
             decodes.sort(key=_last_step_of)
         view = FormationView(
             decodes=self._contexts(decodes),

@@ -132,10 +132,13 @@ class Holders:
         seq.state = Progress.RUNNING
         self.version += 1
 
-    def remove(self, seq: Sequence) -> None:
-        """Forget the sequence: its memory is free, and a token still in flight is ignored."""
+    def remove(self, seq: Sequence, *, keeps: bool = True) -> None:
+        """Forget the sequence: its memory is free, and a token still in flight is ignored.
+
+        ``keeps``: its KV may go to the prefix cache.
+        """
         self._take_out(seq)
-        self._free(seq, keeps=seq.state is Progress.RUNNING)
+        self._free(seq, keeps=keeps and seq.state is Progress.RUNNING)
 
     def end(self, seq: Sequence, *, keeps: bool) -> None:
         """The sequence has its last token. Call ``drop_ended`` after the last of a step.

@@ -146,15 +146,18 @@ class Scheduler:
         if seq is not None and seq.state is Progress.STALLED:
             self._holders.resume(seq)
 
-    def abort(self, request_id: RequestId) -> bool:
-        """Forget the request, whatever it is doing; False if it is unknown (or has ended)."""
+    def abort(self, request_id: RequestId, *, keeps: bool = True) -> bool:
+        """Forget the request, whatever it is doing; False if it is unknown (or has ended).
+
+        ``keeps``: nothing was wrong with its KV, so that other requests may use it.
+        """
         seq = self._live.pop(request_id, None)
         if seq is None:
             return False
         if seq.state is Progress.WAITING:
             self._waiting.remove(seq)
         else:
-            self._holders.remove(seq)
+            self._holders.remove(seq, keeps=keeps)
         seq.state = Progress.ENDED
         return True
 
@@ -273,7 +276,7 @@ class Scheduler:
                 continue
             request_id = seq.request_id
             self.totals.note_finished(seq.num_output)
-            self.abort(request_id)
+            self.abort(request_id, keeps=False)
             step.sampling = [None if one is seq else one for one in step.sampling]
             failed.append(TokenOutput(request_id, seq.num_output, None, None, FinishReason.ERROR))
         return failed

@@ -5,7 +5,6 @@ A driver calls ``on`` for every message, ``next_work`` when the body is idle, ``
 a step is done, and sends what ``drain`` returns. Messages may come while a step runs.
 """
 
-from functools import partial
 from typing import Any
 
 from kunserve.control.group.load import SchedulerTotals
@@ -20,7 +19,7 @@ from kunserve.control.instance.localize import free_blocks, localize
 from kunserve.control.instance.membership import Membership, enter_group
 from kunserve.control.instance.state import AgentConfig, InstanceState, Outgoing, Preemption
 from kunserve.control.instance.work import Work
-from kunserve.core.ids import InstanceId
+from kunserve.core.ids import InstanceId, RequestId
 from kunserve.core.layout import GroupLayout, LayerRange
 from kunserve.core.messages import (
     Abort,
@@ -279,8 +278,12 @@ class InstanceAgent:
             is_quiescing=changes.is_quiescing,
             change_id=changes.change_id,
             has_switched=changes.has_switched,
-            knows=partial(self._intake.knows, membership),
+            knows=self._knows,
         )
+
+    def _knows(self, request_id: RequestId) -> bool:
+        # A method, because two moments are equal only if this is.
+        return self._intake.knows(self.membership, request_id)
 
     def _advance(self, now_s: float) -> None:
         """Read what has become due, and let the change take every step that it can."""

@@ -47,7 +47,8 @@ HTTP_FLAGS = all_of(
     _access(
         "--enable-admin",
         is_flag=True,
-        help="Let POST /kunserve/drop, restore, scale, pause, resume and kill act.",
+        help="Let POST /kunserve/drop, restore, scale, pause, resume and kill act, "
+        "and /reset_prefix_cache.",
     ),
     _access(
         "--allowed-origins",

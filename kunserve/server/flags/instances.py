@@ -47,7 +47,7 @@ INSTANCE_FLAGS = all_of(
         "launcher",
         type=click.Choice(["local", "ray"]),
         help="Where instances are started: on this machine, or on the nodes of a Ray cluster "
-        "(needs: pip install 'kunserve[ray]').",
+        "(needs the extra ray: pip install '.[ray]' in KunServe's folder).",
     ),
     _cluster(
         "--ray-address",

@@ -40,6 +40,7 @@ LOG_FLAGS = all_of(
     _logs(
         "--otlp-traces-endpoint",
         help="Send requests and transitions as OpenTelemetry spans to this collector, for example "
-        "http://localhost:4318/v1/traces. Needs the extra: pip install 'kunserve[otel]'.",
+        "http://localhost:4318/v1/traces. Needs the extra otel: pip install '.[otel]' "
+        "in KunServe's folder.",
     ),
 )

@@ -94,6 +94,14 @@ def test_a_row_without_a_finite_logit_ends_its_request_and_no_other() -> None:
     assert scheduler.totals.generation_tokens == 1
 
 
+def test_kv_of_a_prompt_that_cannot_be_scored_is_not_kept() -> None:
+    scheduler = make(enable_prefix_caching=True)
+    scheduler.add(request("r", 18, num_prompt_logprobs=0))
+    (failed,) = run(scheduler, plan_of(scheduler), broken=True)
+    assert failed.finish_reason is FinishReason.ERROR
+    assert scheduler.cached_blocks == 0
+
+
 def test_a_step_that_overtakes_another_waits_for_it() -> None:
     """Prefill without a sample needs no output head, so its result may come first."""
     scheduler = make(stages=2, max_num_batched_tokens=8)

@@ -286,6 +286,17 @@ def test_nobody_starves_when_decodes_exceed_the_budget() -> None:
     assert counts["0"] == counts["1"]
 
 
+def test_who_is_beyond_the_largest_number_takes_turns() -> None:
+    """Where groups part, more may run on one side than steps hold."""
+    scheduler = make(max_num_seqs=2)
+    scheduler.adopt([handed_over(name, 3, (1,), 3) for name in "abc"])
+    counts = dict.fromkeys("abc", 0)
+    for _ in range(8):
+        for output in finish(scheduler, plan_of(scheduler)):
+            counts[output.request_id] += 1
+    assert min(counts.values()) == 4
+
+
 @pytest.mark.parametrize("stages", [1, 2])
 def test_abort_in_every_state(stages: int) -> None:
     scheduler = make(stages, max_num_seqs=1)

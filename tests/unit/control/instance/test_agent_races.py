@@ -5,10 +5,20 @@ from collections.abc import Callable
 import pytest
 
 from kunserve.cluster.in_process import NOWHERE, Action, CompletePull, Delivery, StartStep
+from kunserve.control.instance import inbox
 from kunserve.control.instance.agent import InstanceAgent
 from kunserve.core.ids import InstanceId, RequestId
 from kunserve.core.layout import GroupLayout, LayerRange, Stage
-from kunserve.core.messages import Activation, Connect, Form, LayersLoaded, Report, Submit
+from kunserve.core.messages import (
+    Abort,
+    Activation,
+    Connect,
+    Form,
+    LayersLoaded,
+    Message,
+    Report,
+    Submit,
+)
 from kunserve.core.request import FinishReason, Request, SamplingParams
 from kunserve.policy.restore import Postponed
 from tests.fake_cluster import FakeCluster, link
@@ -62,6 +72,25 @@ def last_outcome(cluster: FakeCluster) -> str:
 
 
 # Aborts
+
+
+def test_aborts_that_nobody_waits_for_any_more_are_looked_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A client that leaves as its last token comes leaves an abort behind."""
+    cluster = started()
+    agent = cluster.agent(0)
+    for number in range(20):
+        agent.on(Abort(RequestId(f"ended-{number}")), cluster.now_s)
+    looked: list[Message] = []
+    look = inbox.when_to_read
+    monkeypatch.setattr(
+        inbox, "when_to_read", lambda mail, moment: looked.append(mail) or look(mail, moment)
+    )
+    for _ in range(3):
+        agent.report(cluster.now_s)
+    assert len(agent.inbox.waiting) == 20 and not looked
+    cluster.finish()
 
 
 @pytest.mark.parametrize("after", range(0, 56, 2))
