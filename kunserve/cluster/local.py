@@ -228,9 +228,9 @@ class LocalCluster:
             return  # it has left, or is about to
         with self._background.surviving(f"event {type(event).__name__}"):
             self._processes.heard(instance_id, event if isinstance(event, Alive) else None)
-            if isinstance(event, Ready) and self._processes.was_found(instance_id):
-                return  # a word for the earlier front; ``Rejoin`` follows
             if isinstance(event, Ready | Rejoin):
+                if not self._rejoining.is_meant(event):
+                    return
                 self._ready[instance_id] = event if isinstance(event, Ready) else event.ready
                 self._processes.ready(instance_id)
             if isinstance(event, Rejoin) and self._rejoining.take(event):

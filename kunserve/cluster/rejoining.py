@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from kunserve.cluster.processes import Processes
 from kunserve.core.ids import InstanceId
-from kunserve.core.messages import Rejoin
+from kunserve.core.messages import Ready, Rejoin
 
 REJOIN_S = 5.0
 """How long they are waited for before those that are back serve."""
@@ -24,6 +24,15 @@ class Rejoining:
         self._events = dict.fromkeys(found)
         self._until_s = now_s + REJOIN_S
 
+    def is_meant(self, event: Ready | Rejoin) -> bool:
+        """Whether this word is for this front to act on.
+
+        Who was found has said ``Ready`` to an earlier front. Nobody else says ``Rejoin``, but the
+        last words of a process may be read when it is over.
+        """
+        spec = event.spec if isinstance(event, Ready) else event.ready.spec
+        return isinstance(event, Rejoin) is self._processes.was_found(spec.instance_id)
+
     def take(self, event: Rejoin) -> bool:
         """Keep what one of them says for ``end``; False if it is not waited for."""
         instance_id = event.ready.spec.instance_id
@@ -34,12 +43,21 @@ class Rejoining:
 
     def are_back(self, now_s: float) -> bool:
         """Whether all that run are back, or it is late."""
-        gone = [i for i in self._events if not self._processes.was_found(i)]
         is_late = now_s > self._until_s
-        return is_late or all(self._events[i] or i in gone for i in self._events)
+        return is_late or all(
+            event is not None or not self._processes.was_found(instance_id)
+            for instance_id, event in self._events.items()
+        )
 
     def end(self) -> list[Rejoin]:
-        """What those said that are back. Nobody is waited for from now on."""
-        back = [event for event in self._events.values() if event is not None]
+        """What those said that are back and have not died since. Nobody is waited for from now on.
+
+        A death tells the controller nothing before this, because it knows none of them yet.
+        """
+        back = [
+            event
+            for instance_id, event in self._events.items()
+            if event is not None and self._processes.was_found(instance_id)
+        ]
         self._events = {}
         return back
