@@ -111,7 +111,8 @@ class LocalCluster:
             config, fake, controller, self._processes, launcher, self._channel, self._clock.now_s
         )
         self._group_watch = GroupWatch(self._processes.patience_s)
-        self._rejoining = Rejoining(self._processes)
+        front = "" if succession is None else succession.front
+        self._rejoining = Rejoining(self._processes, front)
         self._trace = ClusterTrace(config.cluster.trace_out)
         self._ready: dict[InstanceId, Ready] = {}
         self._stage_times: dict[InstanceId, StageTime] = {}

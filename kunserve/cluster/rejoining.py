@@ -13,8 +13,10 @@ REJOIN_S = 5.0
 class Rejoining:
     """Collects what they say until all are back, or it is late. The others come one by one."""
 
-    def __init__(self, processes: Processes) -> None:
+    def __init__(self, processes: Processes, front: str) -> None:
+        """``front``: the name of this one."""
         self._processes = processes
+        self._front = front
         self._events: dict[InstanceId, Rejoin | None] = {}
         """None: not back yet."""
         self._until_s = 0.0
@@ -27,11 +29,14 @@ class Rejoining:
     def is_meant(self, event: Ready | Rejoin) -> bool:
         """Whether this word is for this front to act on.
 
-        Who was found has said ``Ready`` to an earlier front. Nobody else says ``Rejoin``, but the
-        last words of a process may be read when it is over.
+        Who was found has said ``Ready`` to an earlier front, and ``Rejoin`` to each one since; this
+        front may be the first one to read it. Nobody else says ``Rejoin``, but the last words of a
+        process may be read when it is over.
         """
-        spec = event.spec if isinstance(event, Ready) else event.ready.spec
-        return isinstance(event, Rejoin) is self._processes.was_found(spec.instance_id)
+        if isinstance(event, Ready):
+            return not self._processes.was_found(event.spec.instance_id)
+        was_found = self._processes.was_found(event.ready.spec.instance_id)
+        return was_found and event.front == self._front
 
     def take(self, event: Rejoin) -> bool:
         """Keep what one of them says for ``end``; False if it is not waited for."""

@@ -1,5 +1,6 @@
 """Instances of an earlier front that a new one waits for; some of them die meanwhile."""
 
+from dataclasses import replace
 from typing import cast
 
 from kunserve.cluster.processes import Processes
@@ -16,7 +17,7 @@ class World:
 
     def __init__(self) -> None:
         self.running = {ZERO, ONE}
-        self.rejoining = Rejoining(cast(Processes, self))
+        self.rejoining = Rejoining(cast(Processes, self), "second")
         self.rejoining.begin((ZERO, ONE), 0.0)
 
     def was_found(self, instance_id: InstanceId) -> bool:
@@ -24,8 +25,8 @@ class World:
         return instance_id in self.running
 
 
-def word(number: int) -> Rejoin:
-    return back(number, WHOLE, alone(number, number))
+def word(number: int, front: str = "second") -> Rejoin:
+    return replace(back(number, WHOLE, alone(number, number)), front=front)
 
 
 def test_they_come_together() -> None:
@@ -57,5 +58,6 @@ def test_words_for_others_and_last_words_are_not_acted_on() -> None:
     rejoining = World().rejoining
     assert rejoining.is_meant(word(0))
     assert not rejoining.is_meant(word(0).ready), "an earlier front's"
+    assert not rejoining.is_meant(word(0, "first")), "one that died before it could read it"
     assert rejoining.is_meant(word(7).ready), "of a process that this front has started"
     assert not rejoining.is_meant(word(7)), "of one that is over"
