@@ -156,8 +156,9 @@ class LocalCluster:
     async def _start_all(self, vocab_size: int, on_ready: Callable[[Ready], None]) -> None:
         ids = self._first_ids
         found: dict[InstanceId, InstanceProcess] = {}
+        loaded: tuple[InstanceId, ...] = ()
         if self._succession is not None:
-            found = await self._succession.take_over()
+            found, loaded = await self._succession.take_over(), self._succession.loaded
         if self._wires is None:
             await self._channel.start(self._sockets.address("front"))
         else:
@@ -170,7 +171,7 @@ class LocalCluster:
         self._has_predecessor = bool(found)
         self._rejoining.begin(found, self._clock.now_s())
         self._background.run("tick", self._tick())
-        self._processes.keep({i: found.get(i) for i in ids})
+        self._processes.keep({i: found.get(i) for i in ids}, loaded)
         if found:
             await self._rejoin()
         told: set[InstanceId] = set()

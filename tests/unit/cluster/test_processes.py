@@ -61,7 +61,10 @@ class World:
             self.background,
             lambda i: InstanceOrder(i, None, "", "", KunServeConfig()),
             self._on_death,
+            self._on_change,
         )
+        self.loaded: list[tuple[InstanceId, ...]] = []
+        """As it was at each change."""
         self.ids = [InstanceId(i) for i in range(num_instances)]
 
     async def start(self, order: InstanceOrder) -> Process:
@@ -80,6 +83,9 @@ class World:
     def _on_death(self, death: Death) -> bool:
         self.deaths.append(death)
         return True
+
+    def _on_change(self) -> None:
+        self.loaded.append(self.processes.loaded)
 
     def pass_time(self, seconds: float) -> None:
         for _ in range(round(seconds / 0.25)):
@@ -186,6 +192,43 @@ def test_a_silent_instance_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
         assert world.started[0].num_kills == 1
         await until(lambda: world.deaths)
         assert "no heartbeat" in world.deaths[0].reason
+
+    story(tell, monkeypatch)
+
+
+def test_a_process_that_was_found_may_load_as_long_as_any_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def main() -> None:
+        world = World(3)
+        world.started = [Process(i, 100 + i, is_killable=True) for i in world.ids]
+        found = dict(zip(world.ids, world.started, strict=True))
+        world.processes.keep(found, loaded=(InstanceId(2),))
+        await until(lambda: len(world.loaded) == 3)
+        assert world.loaded[-1] == (2,), "what an earlier front knew is not forgotten"
+        world.processes.heard(ONE, Alive(ONE, 1, 0.0, is_computing=False))
+        world.pass_time(CONFIG.heartbeat_timeout_s - 1.0)
+        assert [process.num_kills for process in world.started] == [0, 0, 0]
+        world.pass_time(2.0)
+        assert [process.num_kills for process in world.started] == [0, 1, 1]
+        world.pass_time(CONFIG.start_timeout_s - CONFIG.heartbeat_timeout_s - 2.0)
+        assert world.started[0].num_kills == 0
+        world.pass_time(2.0)
+        assert world.started[0].num_kills == 1
+        await until(lambda: len(world.deaths) == 3)
+        await world.processes.close(lambda _: None)
+        await world.background.close()
+
+    monkeypatch.setattr(processes_module, "END_S", 0.01)
+    asyncio.run(main())
+
+
+def test_who_has_loaded_is_known_until_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def tell(world: World) -> None:
+        world.processes.ready(ZERO)
+        world.started[0].end()
+        await until(lambda: world.has_started(2))
+        assert world.loaded == [(), (ZERO,), ()]
 
     story(tell, monkeypatch)
 
