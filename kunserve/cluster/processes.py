@@ -28,7 +28,8 @@ MAX_PAUSE_S = 30.0
 SOON_S = 60.0
 """A process that was ready for so long does not count as one that ends soon."""
 END_S = 5.0
-"""How long a killed process is waited for, before its replacement starts beside it."""
+"""How long a killed process is waited for, before its replacement starts beside it; and a start
+that nobody wants any more, before it is broken off."""
 LEAVE_S = 3.0
 """How long an instance may take to leave by itself when the cluster closes."""
 STEPS_PER_HANG = 10.0
@@ -82,6 +83,12 @@ class _Place:
     """Nobody can tell whether the condemned process ends, so nobody waits for that."""
     num_soon_over: int = 0
     num_failed_starts: int = 0
+
+
+def _kill_started(starting: asyncio.Future[InstanceProcess]) -> None:
+    """Nobody wants the process any more, if it was started."""
+    if not starting.cancelled() and starting.exception() is None:
+        starting.result().kill()
 
 
 class Processes:
@@ -256,8 +263,9 @@ class Processes:
         try:
             return await asyncio.shield(starting)
         except asyncio.CancelledError:
-            with contextlib.suppress(OSError):  # it was not started
-                (await starting).kill()
+            starting.add_done_callback(_kill_started)
+            await asyncio.wait({starting}, timeout=END_S)
+            starting.cancel()  # the launcher ends what it has begun
             raise
 
     async def _end_of(

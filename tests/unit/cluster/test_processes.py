@@ -159,6 +159,39 @@ def test_a_start_that_is_refused_by_the_system_is_tried_again(
     story(tell, monkeypatch)
 
 
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_start_that_takes_for_ever_holds_up_no_end(
+    monkeypatch: pytest.MonkeyPatch, is_late: bool
+) -> None:
+    """It is broken off; and what it has started all the same is killed."""
+    broken_off: list[InstanceId] = []
+
+    async def start(self: World, order: InstanceOrder) -> Process:
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            broken_off.append(order.instance_id)
+            if not is_late:
+                raise
+        self.started.append(Process(order.instance_id, 100, is_killable=True))
+        return self.started[-1]
+
+    async def main() -> None:
+        world = World()
+        world.processes.keep({ZERO: None})
+        await asyncio.sleep(0.001)
+        async with asyncio.timeout(10.0):
+            await world.processes.close(lambda _: None)
+        await until(lambda: broken_off == [ZERO])
+        if is_late:
+            await until(lambda: world.started and world.started[0].num_kills == 1)
+        await world.background.close()
+
+    monkeypatch.setattr(processes_module, "END_S", 0.01)
+    monkeypatch.setattr(World, "start", start)
+    asyncio.run(main())
+
+
 def test_pauses_between_starts_grow_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     pauses: list[float] = []
 
