@@ -4,6 +4,7 @@ import enum
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Protocol
 
 import zmq
@@ -222,13 +223,13 @@ class InstanceLoop:
         return now_s - self._exchange_since_s < EXCHANGE_PAUSE_S
 
     def _meet_new_front(self) -> None:
-        lease = self._lease
-        if lease is not None and lease.front != self._front:
+        front = None if self._lease is None else self._lease.front
+        if front is not None and front != self._front:
             self._send_to_front()
-            self._front = lease.front
+            self._front = front
             self._awaits_group = True
             self._book.forget_all()
-            self._channel.send(self._agent.rejoin(self._ready))
+            self._channel.send(replace(self._agent.rejoin(self._ready), front=front))
             logger.info("a new front is there, told it where this instance stands")
 
     def _turn(self, *, is_computing: bool, step_s: float = 0.0) -> None:

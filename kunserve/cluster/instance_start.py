@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from kunserve.cluster.front_address import FrontAddress
+from kunserve.cluster.front_address import FrontAddress, lines_of
 from kunserve.cluster.instance_loop import InstanceLoop, WiredBody
 from kunserve.cluster.instance_mover import InstanceMover, LayerLoader
 from kunserve.cluster.launch import (
@@ -63,10 +63,11 @@ def run_instance(load: Callable[[InstanceOrder], Loaded]) -> int:
     is written to standard output.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    order = msgspec.json.decode(sys.stdin.buffer.readline(), type=InstanceOrder)
+    lines = lines_of(sys.stdin.fileno())
+    order = msgspec.json.decode(next(lines, b""), type=InstanceOrder)
     front_address = FrontAddress(order.front_address)
     if order.network is not None:
-        front_address.follow(sys.stdin.buffer)
+        front_address.follow(lines)
     # A stopped process could not see that its lease is over: the parent's death wakes it.
     dies = order.lease is None or order.parent_pid is not None
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL if dies else signal.SIGCONT)

@@ -111,7 +111,8 @@ class LocalCluster:
             config, fake, controller, self._processes, launcher, self._channel, self._clock.now_s
         )
         self._group_watch = GroupWatch(self._processes.patience_s)
-        self._rejoining = Rejoining(self._processes)
+        front = "" if succession is None else succession.front
+        self._rejoining = Rejoining(self._processes, front)
         self._trace = ClusterTrace(config.cluster.trace_out)
         self._ready: dict[InstanceId, Ready] = {}
         self._stage_times: dict[InstanceId, StageTime] = {}
@@ -155,8 +156,9 @@ class LocalCluster:
     async def _start_all(self, vocab_size: int, on_ready: Callable[[Ready], None]) -> None:
         ids = self._first_ids
         found: dict[InstanceId, InstanceProcess] = {}
+        loaded: tuple[InstanceId, ...] = ()
         if self._succession is not None:
-            found = await self._succession.take_over()
+            found, loaded = await self._succession.take_over(), self._succession.loaded
         if self._wires is None:
             await self._channel.start(self._sockets.address("front"))
         else:
@@ -169,7 +171,7 @@ class LocalCluster:
         self._has_predecessor = bool(found)
         self._rejoining.begin(found, self._clock.now_s())
         self._background.run("tick", self._tick())
-        self._processes.keep({i: found.get(i) for i in ids})
+        self._processes.keep({i: found.get(i) for i in ids}, loaded)
         if found:
             await self._rejoin()
         told: set[InstanceId] = set()
@@ -228,9 +230,9 @@ class LocalCluster:
             return  # it has left, or is about to
         with self._background.surviving(f"event {type(event).__name__}"):
             self._processes.heard(instance_id, event if isinstance(event, Alive) else None)
-            if isinstance(event, Ready) and self._processes.was_found(instance_id):
-                return  # a word for the earlier front; ``Rejoin`` follows
             if isinstance(event, Ready | Rejoin):
+                if not self._rejoining.is_meant(event):
+                    return
                 self._ready[instance_id] = event if isinstance(event, Ready) else event.ready
                 self._processes.ready(instance_id)
             if isinstance(event, Rejoin) and self._rejoining.take(event):

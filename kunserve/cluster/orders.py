@@ -53,7 +53,7 @@ class InstanceOrders:
         return order if self._wires is None else self._wires.addressed(order)
 
     def note(self, processes: Processes) -> None:
-        """Which processes there are has changed: the next front is to find them."""
+        """Which processes there are, or have loaded, has changed: the next front is to know."""
         if self._succession is not None:
             wires = None if self._wires is None else self._wires.state
-            self._succession.note(processes.ids, processes.marks, wires)
+            self._succession.note(processes.ids, processes.marks, wires, processes.loaded)

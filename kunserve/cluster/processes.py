@@ -9,7 +9,7 @@ kernel cannot end it yet, because a killed process runs none of its code any mor
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
 from kunserve.cluster.background import Background
@@ -28,7 +28,8 @@ MAX_PAUSE_S = 30.0
 SOON_S = 60.0
 """A process that was ready for so long does not count as one that ends soon."""
 END_S = 5.0
-"""How long a killed process is waited for, before its replacement starts beside it."""
+"""How long a killed process is waited for, before its replacement starts beside it; and a start
+that nobody wants any more, before it is broken off."""
 LEAVE_S = 3.0
 """How long an instance may take to leave by itself when the cluster closes."""
 STEPS_PER_HANG = 10.0
@@ -60,7 +61,9 @@ class _Place:
     process: InstanceProcess | None = None
     is_ready: bool = False
     was_found: bool = False
-    """An earlier front started the process: it has loaded, or nearly so."""
+    """An earlier front started the process."""
+    has_loaded: bool = False
+    """The process has been ready, for this front or an earlier one: its heart beats."""
     is_new: bool = False
     """The cluster has grown by it, and it has never been ready yet."""
     keeper: asyncio.Task[None] | None = None
@@ -82,6 +85,12 @@ class _Place:
     num_failed_starts: int = 0
 
 
+def _kill_started(starting: asyncio.Future[InstanceProcess]) -> None:
+    """Nobody wants the process any more, if it was started."""
+    if not starting.cancelled() and starting.exception() is None:
+        starting.result().kill()
+
+
 class Processes:
     """One process for each instance, always. Belongs to one event loop."""
 
@@ -93,16 +102,19 @@ class Processes:
         background: Background,
         order_of: Callable[[InstanceId], InstanceOrder],
         on_death: Callable[[Death], bool],
-        on_start: Callable[[], None] = lambda: None,
+        on_change: Callable[[], None] = lambda: None,
     ) -> None:
-        """``on_death`` says whether the instance is to be started again."""
+        """``on_death`` says whether the instance is to be started again.
+
+        ``on_change`` is called when ``marks`` or ``loaded`` have changed.
+        """
         self._config = config
         self._launcher = launcher
         self._clock = clock
         self._background = background
         self._order_of = order_of
         self._on_death = on_death
-        self._on_start = on_start
+        self._on_change = on_change
         self._places: dict[InstanceId, _Place] = {}
         self._removed: set[asyncio.Task[None]] = set()
         """What still goes on for instances that have left."""
@@ -143,6 +155,12 @@ class Processes:
         places = self._places.items()
         return {i: place.process.mark for i, place in places if place.process is not None}
 
+    @property
+    def loaded(self) -> tuple[InstanceId, ...]:
+        """Those of them that have been ready, and so have a heart that beats."""
+        places = self._places.items()
+        return tuple(i for i, place in places if place.process is not None and place.has_loaded)
+
     def was_found(self, instance_id: InstanceId) -> bool:
         """Whether an earlier front started the instance's process."""
         place = self._places.get(instance_id)
@@ -161,10 +179,20 @@ class Processes:
 
     # Beginnings
 
-    def keep(self, found: Mapping[InstanceId, InstanceProcess | None]) -> None:
-        """Start every instance, or go on with a process that was found; from now on replace."""
+    def keep(
+        self,
+        found: Mapping[InstanceId, InstanceProcess | None],
+        loaded: Collection[InstanceId] = (),
+    ) -> None:
+        """Start every instance, or go on with a process that was found; from now on replace.
+
+        ``loaded``: those that had been ready for an earlier front. The others may load still.
+        """
         for instance_id, process in found.items():
-            self._begin(instance_id, _Place(process=process, was_found=process is not None))
+            was_found = process is not None
+            has_loaded = was_found and instance_id in loaded
+            place = _Place(process=process, was_found=was_found, has_loaded=has_loaded)
+            self._begin(instance_id, place)
 
     def add(self, instance_id: InstanceId) -> None:
         """The cluster grows: start one more instance."""
@@ -235,8 +263,9 @@ class Processes:
         try:
             return await asyncio.shield(starting)
         except asyncio.CancelledError:
-            with contextlib.suppress(OSError):  # it was not started
-                (await starting).kill()
+            starting.add_done_callback(_kill_started)
+            await asyncio.wait({starting}, timeout=END_S)
+            starting.cancel()  # the launcher ends what it has begun
             raise
 
     async def _end_of(
@@ -247,8 +276,7 @@ class Processes:
         place.cause, place.is_cut_off = None, False
         place.condemned.clear()
         place.since_s = place.heard_s = place.moved_s = self._clock.now_s()
-        with self._background.surviving("start of an instance"):
-            self._on_start()
+        self._note_change()
         ended = asyncio.ensure_future(process.wait())
         condemned = asyncio.ensure_future(place.condemned.wait())
         try:
@@ -272,7 +300,8 @@ class Processes:
                 place.num_soon_over = 0
         else:
             place.num_failed_starts += 1
-        place.process, place.is_ready, place.was_found = None, False, False
+        place.process, place.is_ready = None, False
+        place.was_found = place.has_loaded = False
         place.num_soon_over += 1
         return min(MAX_PAUSE_S, FIRST_PAUSE_S * 2.0 ** min(place.num_soon_over - 1, 16))
 
@@ -281,11 +310,16 @@ class Processes:
     def ready(self, instance_id: InstanceId) -> None:
         """The instance is loaded and serves."""
         place = self._places[instance_id]
-        place.is_ready = True
+        place.is_ready = place.has_loaded = True
         place.is_new = False
         place.num_failed_starts = 0
         place.since_s = place.moved_s = self._clock.now_s()
         self._note_missing()
+        self._note_change()
+
+    def _note_change(self) -> None:
+        with self._background.surviving("account of the processes"):
+            self._on_change()
 
     def heard(self, instance_id: InstanceId, alive: Alive | None) -> None:
         """The instance said something; a heartbeat tells whether its loop moves on."""
@@ -314,8 +348,8 @@ class Processes:
                 limit_s = config.start_timeout_s
                 late = f"not ready within {limit_s:g} s (--start-timeout raises the limit)"
                 return late, Cause.OUTSIDE
-            if not place.was_found:
-                return None
+            if not (place.was_found and (place.has_loaded or place.last)):
+                return None  # a heart beats from the first turn of the loop on
         if now_s - place.heard_s > config.heartbeat_timeout_s:
             return f"no heartbeat for {now_s - place.heard_s:.1f} s", Cause.OUTSIDE
         still_s, last = now_s - place.moved_s, place.last

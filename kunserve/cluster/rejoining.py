@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from kunserve.cluster.processes import Processes
 from kunserve.core.ids import InstanceId
-from kunserve.core.messages import Rejoin
+from kunserve.core.messages import Ready, Rejoin
 
 REJOIN_S = 5.0
 """How long they are waited for before those that are back serve."""
@@ -13,8 +13,10 @@ REJOIN_S = 5.0
 class Rejoining:
     """Collects what they say until all are back, or it is late. The others come one by one."""
 
-    def __init__(self, processes: Processes) -> None:
+    def __init__(self, processes: Processes, front: str) -> None:
+        """``front``: the name of this one."""
         self._processes = processes
+        self._front = front
         self._events: dict[InstanceId, Rejoin | None] = {}
         """None: not back yet."""
         self._until_s = 0.0
@@ -23,6 +25,18 @@ class Rejoining:
         """These run, as an earlier front has left them."""
         self._events = dict.fromkeys(found)
         self._until_s = now_s + REJOIN_S
+
+    def is_meant(self, event: Ready | Rejoin) -> bool:
+        """Whether this word is for this front to act on.
+
+        Who was found has said ``Ready`` to an earlier front, and ``Rejoin`` to each one since; this
+        front may be the first one to read it. Nobody else says ``Rejoin``, but the last words of a
+        process may be read when it is over.
+        """
+        if isinstance(event, Ready):
+            return not self._processes.was_found(event.spec.instance_id)
+        was_found = self._processes.was_found(event.ready.spec.instance_id)
+        return was_found and event.front == self._front
 
     def take(self, event: Rejoin) -> bool:
         """Keep what one of them says for ``end``; False if it is not waited for."""
@@ -34,12 +48,21 @@ class Rejoining:
 
     def are_back(self, now_s: float) -> bool:
         """Whether all that run are back, or it is late."""
-        gone = [i for i in self._events if not self._processes.was_found(i)]
         is_late = now_s > self._until_s
-        return is_late or all(self._events[i] or i in gone for i in self._events)
+        return is_late or all(
+            event is not None or not self._processes.was_found(instance_id)
+            for instance_id, event in self._events.items()
+        )
 
     def end(self) -> list[Rejoin]:
-        """What those said that are back. Nobody is waited for from now on."""
-        back = [event for event in self._events.values() if event is not None]
+        """What those said that are back and have not died since. Nobody is waited for from now on.
+
+        A death tells the controller nothing before this, because it knows none of them yet.
+        """
+        back = [
+            event
+            for instance_id, event in self._events.items()
+            if event is not None and self._processes.was_found(instance_id)
+        ]
         self._events = {}
         return back

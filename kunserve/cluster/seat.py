@@ -36,6 +36,8 @@ class RunState:
     """None: sockets are files of the socket folder."""
     ids: tuple[InstanceId, ...] = ()
     """Of all instances that there are to be, also of those between two processes."""
+    loaded: tuple[InstanceId, ...] = ()
+    """Of those whose processes have been ready. The others may load still, and say nothing."""
 
 
 @dataclass(frozen=True, slots=True)

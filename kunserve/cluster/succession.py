@@ -51,6 +51,8 @@ class Succession:
         self.wires: WiresState | None = None
         """Of the front before this one, if its instances are of use."""
         self._ids = () if earlier is None else earlier.ids
+        self.loaded = () if earlier is None else earlier.loaded
+        """Instances that have been ready for an earlier front."""
         self._is_of_use = earlier is not None and earlier.settings == settings
         if found and earlier is not None and self._is_of_use:
             folder = None if seat.path is None else Path(earlier.socket_folder)
@@ -138,10 +140,12 @@ class Succession:
         ids: tuple[InstanceId, ...],
         marks: dict[InstanceId, str],
         wires: WiresState | None = None,
+        loaded: tuple[InstanceId, ...] = (),
     ) -> None:
         """For the next front: which processes run. From now on they may know this front.
 
-        ``ids``: of all instances, also of those that are between two processes.
+        ``ids``: of all instances, also of those that are between two processes. ``loaded``: of
+        those that have been ready.
         """
         self._seat.write(
             RunState(
@@ -152,6 +156,7 @@ class Succession:
                 marks=marks,
                 wires=wires,
                 ids=ids,
+                loaded=loaded,
             )
         )
 

@@ -12,7 +12,6 @@ of the instance. One message lost in silence would be a request that never ends.
 import asyncio
 import logging
 import struct
-import threading
 import time
 from collections.abc import Callable
 from typing import NamedTuple
@@ -20,9 +19,11 @@ from typing import NamedTuple
 import zmq
 
 from kunserve.core.ids import InstanceId
-from kunserve.core.messages import Alive, Message
+from kunserve.core.messages import Alive, Message, Report
+from kunserve.core.snapshots import StageTime
 from kunserve.transport import codec, identity
 from kunserve.transport.doorkeeper import Doorkeeper, KeyRing, key_of
+from kunserve.transport.heartbeat import FrontCall, Heartbeat
 from kunserve.transport.identity import Identity
 from kunserve.transport.network import Keys, Network
 from kunserve.transport.pulse import GIVEN_UP, Answer, Pulse
@@ -35,8 +36,6 @@ from kunserve.transport.sockets import (
     Rejections,
     address_of,
     bind_router,
-    call,
-    connect_dealer,
     has_arrived,
 )
 
@@ -57,8 +56,6 @@ _NUMBER = struct.Struct("<Q")
 _MAIN = b"m"
 _HEARTBEAT = b"h"
 _PROBE = b""
-FOLLOW_S = 0.25
-"""How often the heartbeat looks whether its front is called somewhere else."""
 SILENT_FRONT_TIMEOUTS = 15.0
 """Of a link's timeout: an instance keeps its connection to a front that is stopped for a while."""
 
@@ -291,7 +288,7 @@ class InstanceChannel:
         if network is not None:
             timeout_s = SILENT_FRONT_TIMEOUTS * network.link_timeout_s
             self._guard = Guard(network.keys, timeout_s, network.front_public_key)
-        self._call = _Call(address, identity.pack(self._me), self._guard)
+        self._call = FrontCall(address, identity.pack(self._me), self._guard)
         self._socket = self._call.socket
         self._heartbeat: Heartbeat | None = None
         self._num_sent = 0
@@ -303,10 +300,19 @@ class InstanceChannel:
         return (self._socket,)
 
     def send(self, message: Message) -> None:
-        """Queue a message to the front."""
+        """Queue a message to the front.
+
+        A front that is stopped for hours reads nothing. Then a report is dropped, because the next
+        one says what it said. Raises ``zmq.Again`` for any other message.
+        """
         self._call.follow()
         data = codec.encode(message)
-        self._socket.send(_NUMBER.pack(self._num_sent), AT_ONCE_AND_MORE)
+        try:
+            self._socket.send(_NUMBER.pack(self._num_sent), AT_ONCE_AND_MORE)
+        except zmq.Again:
+            if not isinstance(message, Report | StageTime):
+                raise
+            return
         self._socket.send(data, AT_ONCE)
         self._num_sent += 1
 
@@ -368,70 +374,3 @@ def _number_of(frame: bytes) -> int:
 def _check_number(number: int, expected: int) -> None:
     if number != expected:
         raise codec.LostMessages(f"message {number} has come, but {expected} was due")
-
-
-class _Call:
-    """A socket to the front, wherever that is. Belongs to one thread."""
-
-    def __init__(self, address: str | Callable[[], str], route: bytes, guard: Guard | None) -> None:
-        self.where: Callable[[], str] = address if callable(address) else lambda: address
-        self._address = self.where()
-        self.socket = connect_dealer(self._address, route, guard=guard)
-
-    def follow(self) -> bool:
-        """If the front is somewhere else now, call there. What was not sent is not sent there."""
-        address = self.where()
-        if address == self._address:
-            return False
-        self.socket.disconnect(self._address)
-        call(self.socket, address)
-        self._address = address
-        return True
-
-
-class Heartbeat:
-    """A thread that says ``Alive`` on a socket of its own until closed."""
-
-    def __init__(
-        self,
-        address: str | Callable[[], str],
-        route: bytes,
-        say: Callable[[], Alive],
-        period_s: float,
-        guard: Guard | None = None,
-        pulse: Pulse | None = None,
-    ) -> None:
-        self._address = address
-        self._route = route
-        self._say = say
-        self._period_s = period_s
-        self._guard = guard
-        self._pulse = pulse
-        self._is_over = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        front = _Call(self._address, self._route, self._guard)
-        socket, pulse = front.socket, self._pulse
-        try:
-            while not self._is_over.wait(0.0 if pulse else self._period_s):
-                front.follow()
-                if pulse is None:
-                    socket.send_multipart((b"", codec.encode(self._say())), zmq.NOBLOCK)
-                    continue
-                # An answer is read as soon as it comes: the next question may wait a period.
-                socket.send_multipart((pulse.question(), codec.encode(self._say())), zmq.NOBLOCK)
-                until_s = time.monotonic() + self._period_s
-                while (left_s := until_s - time.monotonic()) > 0 and not self._is_over.is_set():
-                    if socket.poll(max(1, round(min(left_s, FOLLOW_S) * 1000))):
-                        pulse.answered(socket.recv())
-                    elif front.follow():
-                        break  # that front is asked at once
-        finally:
-            socket.close()
-
-    def close(self) -> None:
-        """Stop, and wait for the thread."""
-        self._is_over.set()
-        self._thread.join()

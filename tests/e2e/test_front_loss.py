@@ -118,6 +118,8 @@ def test_an_instance_that_loads_while_fronts_change_serves_the_new_one(place: Pl
         wait_until(lambda: first.ask("state")["pids"][1] is None, PATIENCE_S)
         wait_until(lambda: first.ask("state")["pids"][1] is not None, PATIENCE_S)
         pids = first.ask("state")["pids"]
+        # The next front waits for it as for any start, and for the other one as for a heartbeat.
+        assert json.loads((place.folder / "state.json").read_text())["loaded"] == [0]
         first.die()
     with place.front() as second:
         (place.faults / "sleep-1").unlink()

@@ -37,6 +37,8 @@ PROMPT_S = 5.0
 ANSWER_S = 5.0
 """How long an actor may take to answer when a front looks for the instances of an earlier one. Who
 is late, most likely on a node that has died with that front, is ended."""
+BEGIN_S = 30.0
+"""How long an actor that has answered may take to start its process, which loads after that."""
 KILL_S = 2.0
 """How long a warden may take to kill its process, before the actor itself is killed."""
 UNREACHED_S = 1.0
@@ -110,7 +112,14 @@ class RayLauncher:
                 f"node {site.ip} has KunServe {site.version}, the front "
                 f"{kunserve.__version__}: install the same everywhere"
             )
-        begun: Birth = await actor.begin.remote(msgspec.json.encode(at(order, site)), self._program)
+        told = msgspec.json.encode(at(order, site))
+        try:
+            async with asyncio.timeout(BEGIN_S):
+                begun: Birth = await awaited(actor.begin.remote(told, self._program))
+        except TimeoutError:
+            raise OSError(
+                f"its Ray actor on {site.ip} did not start it within {BEGIN_S:g} s"
+            ) from None
         return begun
 
     def _actor(self, name: str, need: dict[str, float]) -> Any:

@@ -232,12 +232,13 @@ class Controller:
 
     def rejoin(self, events: Sequence[Rejoin], now_s: float) -> None:
         """Instances of an earlier front: those that come together may stand in one group again."""
-        self._recovery.rejoin(events)
+        self._recovery.rejoin(events, now_s)
         self._requests.place()
         self._overload.watch(now_s)
 
     def _ready(self, event: Ready, now_s: float) -> None:
         instance_id = event.spec.instance_id
+        self._recovery.begin_anew((instance_id,), now_s)
         self._requests.restarted(instance_id)
         self._instances.ready(event)
         self._instances.form_alone(instance_id)

@@ -280,7 +280,8 @@ class Placement:
         for layout in layouts:
             if layout.group_id == self.reserved:
                 self.reserved = None
-            if self.groups.pop(layout.group_id, None) is not None:
+            group = self.groups.pop(layout.group_id, None)
+            if group is not None and self._led.get(layout.leader) is group:
                 del self._led[layout.leader]
             self.leaving.discard(layout.group_id)
 

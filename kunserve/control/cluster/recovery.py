@@ -156,13 +156,25 @@ class Recovery:
         self._migrations.end_with(affected)
         self._requests.rerun(affected, num_suspects, blame)
 
-    def rejoin(self, events: Sequence[Rejoin]) -> None:
+    def begin_anew(self, instances: Iterable[InstanceId], now_s: float) -> None:
+        """These say their first word. Should they stand somewhere, as far as is known, they do so
+        no more, and their requests run again.
+
+        A driver tells of each death before that. Else an instance would stand in two groups.
+        """
+        known = [i for i in instances if self._instances.forget(i)]
+        if known:
+            reason = f"instances {known} said their first word again"
+            self._start_over(self._end_all_of(known, reason, now_s), {})
+
+    def rejoin(self, events: Sequence[Rejoin], now_s: float) -> None:
         """Instances of an earlier front are back: their groups stand again, without requests.
 
         What was only prepared is forgotten by that. Of what was half committed the newest groups
         stand whose members all have their layers; the others form groups alone.
         """
         members = {event.ready.spec.instance_id for event in events}
+        self.begin_anew(sorted(members), now_s)
         for event in events:
             self._requests.restarted(event.ready.spec.instance_id, event.num_received)
             self._instances.rejoined(event)

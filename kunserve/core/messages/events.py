@@ -59,6 +59,8 @@ class Rejoin:
     """As in ``LoadReport``: it goes on counting."""
     totals: LeaderTotals = NOTHING_DONE
     """What earlier fronts have counted of it already."""
+    front: str = ""
+    """The front that it is for, because one that came and died may leave it to the next one."""
 
 
 @dataclass(frozen=True, slots=True)

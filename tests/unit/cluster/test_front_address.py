@@ -2,8 +2,9 @@
 
 import asyncio
 import io
+import os
 
-from kunserve.cluster.front_address import FrontAddress
+from kunserve.cluster.front_address import FrontAddress, lines_of
 from kunserve.core.ids import InstanceId, RequestId
 from kunserve.core.messages import Abort, Message, Shutdown
 from kunserve.transport.channel import FrontChannel, FrontNetwork, InstanceChannel
@@ -20,6 +21,17 @@ def test_the_last_address_that_was_told_counts() -> None:
     where = FrontAddress("tcp://a:1")
     where.follow(io.BytesIO(b'{"address":"tcp://b:2"}\nnonsense\n{"address":"tcp://c:3"}\n'))
     wait_until(lambda: where() == "tcp://c:3", 30.0)
+
+
+def test_lines_come_whole_however_they_are_written() -> None:
+    source, sink = os.pipe()
+    lines = lines_of(source)
+    os.write(sink, b"an order\nand ")
+    assert next(lines) == b"an order"
+    os.write(sink, b"more\n\nends")
+    os.close(sink)
+    assert list(lines) == [b"and more", b"", b"ends"]
+    os.close(source)
 
 
 class Pulsing:

@@ -61,7 +61,10 @@ class World:
             self.background,
             lambda i: InstanceOrder(i, None, "", "", KunServeConfig()),
             self._on_death,
+            self._on_change,
         )
+        self.loaded: list[tuple[InstanceId, ...]] = []
+        """As it was at each change."""
         self.ids = [InstanceId(i) for i in range(num_instances)]
 
     async def start(self, order: InstanceOrder) -> Process:
@@ -80,6 +83,9 @@ class World:
     def _on_death(self, death: Death) -> bool:
         self.deaths.append(death)
         return True
+
+    def _on_change(self) -> None:
+        self.loaded.append(self.processes.loaded)
 
     def pass_time(self, seconds: float) -> None:
         for _ in range(round(seconds / 0.25)):
@@ -153,6 +159,39 @@ def test_a_start_that_is_refused_by_the_system_is_tried_again(
     story(tell, monkeypatch)
 
 
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_start_that_takes_for_ever_holds_up_no_end(
+    monkeypatch: pytest.MonkeyPatch, is_late: bool
+) -> None:
+    """It is broken off; and what it has started all the same is killed."""
+    broken_off: list[InstanceId] = []
+
+    async def start(self: World, order: InstanceOrder) -> Process:
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            broken_off.append(order.instance_id)
+            if not is_late:
+                raise
+        self.started.append(Process(order.instance_id, 100, is_killable=True))
+        return self.started[-1]
+
+    async def main() -> None:
+        world = World()
+        world.processes.keep({ZERO: None})
+        await asyncio.sleep(0.001)
+        async with asyncio.timeout(10.0):
+            await world.processes.close(lambda _: None)
+        await until(lambda: broken_off == [ZERO])
+        if is_late:
+            await until(lambda: world.started and world.started[0].num_kills == 1)
+        await world.background.close()
+
+    monkeypatch.setattr(processes_module, "END_S", 0.01)
+    monkeypatch.setattr(World, "start", start)
+    asyncio.run(main())
+
+
 def test_pauses_between_starts_grow_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     pauses: list[float] = []
 
@@ -186,6 +225,43 @@ def test_a_silent_instance_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
         assert world.started[0].num_kills == 1
         await until(lambda: world.deaths)
         assert "no heartbeat" in world.deaths[0].reason
+
+    story(tell, monkeypatch)
+
+
+def test_a_process_that_was_found_may_load_as_long_as_any_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def main() -> None:
+        world = World(3)
+        world.started = [Process(i, 100 + i, is_killable=True) for i in world.ids]
+        found = dict(zip(world.ids, world.started, strict=True))
+        world.processes.keep(found, loaded=(InstanceId(2),))
+        await until(lambda: len(world.loaded) == 3)
+        assert world.loaded[-1] == (2,), "what an earlier front knew is not forgotten"
+        world.processes.heard(ONE, Alive(ONE, 1, 0.0, is_computing=False))
+        world.pass_time(CONFIG.heartbeat_timeout_s - 1.0)
+        assert [process.num_kills for process in world.started] == [0, 0, 0]
+        world.pass_time(2.0)
+        assert [process.num_kills for process in world.started] == [0, 1, 1]
+        world.pass_time(CONFIG.start_timeout_s - CONFIG.heartbeat_timeout_s - 2.0)
+        assert world.started[0].num_kills == 0
+        world.pass_time(2.0)
+        assert world.started[0].num_kills == 1
+        await until(lambda: len(world.deaths) == 3)
+        await world.processes.close(lambda _: None)
+        await world.background.close()
+
+    monkeypatch.setattr(processes_module, "END_S", 0.01)
+    asyncio.run(main())
+
+
+def test_who_has_loaded_is_known_until_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def tell(world: World) -> None:
+        world.processes.ready(ZERO)
+        world.started[0].end()
+        await until(lambda: world.has_started(2))
+        assert world.loaded == [(), (ZERO,), ()]
 
     story(tell, monkeypatch)
 

@@ -1,5 +1,6 @@
 """The launcher over Ray, with a stand-in for Ray: actors live here, instances are processes."""
 
+import asyncio
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -223,11 +224,29 @@ def test_another_version_on_a_node_is_refused(
     assert not ray.living
 
 
+def test_an_actor_that_does_not_start_its_process_is_ended(
+    ray: FakeRay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kunserve.cluster.ray import launcher as module
+    from kunserve.cluster.ray.warden import Warden
+
+    async def begin(*_: Any) -> None:
+        await asyncio.Event().wait()
+
+    async def story() -> None:
+        with pytest.raises(OSError, match=r"actor on 127\.0\.0\.1 did not start it within 0\.05 s"):
+            async with asyncio.timeout(10.0):
+                await launcher().start(order())
+
+    monkeypatch.setattr(Warden, "begin", begin)
+    monkeypatch.setattr(module, "BEGIN_S", 0.05)
+    asyncio.run(story())
+    assert not ray.living
+
+
 def test_a_front_finds_what_an_earlier_one_has_left(
     ray: FakeRay, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import asyncio
-
     from tests.live_cluster import config
 
     async def main(begin: Callable[..., Any]) -> None:

@@ -8,8 +8,10 @@ from collections.abc import Callable
 import pytest
 import zmq
 
-from kunserve.core.ids import InstanceId, RequestId
-from kunserve.core.messages import Abort, Alive, Message, Shutdown
+from kunserve.core.ids import GroupId, InstanceId, RequestId
+from kunserve.core.load import LoadReport
+from kunserve.core.messages import Abort, Alive, Message, Report, Shutdown
+from kunserve.core.snapshots import StageTime
 from kunserve.transport import channel as channel_module
 from kunserve.transport import identity, sockets
 from kunserve.transport.channel import FrontChannel, InstanceChannel
@@ -110,6 +112,38 @@ def test_a_front_that_does_not_read_takes_little(monkeypatch: pytest.MonkeyPatch
         num_sent = send_all(instance)  # the loop turns no more meanwhile
         assert 150 <= num_sent < 300, num_sent
         await until(lambda: len(heard) == 1 + num_sent)
+        instance.close()
+        await front.close()
+
+    asyncio.run(scenario())
+
+
+def test_reports_that_find_no_room_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A front that is stopped for hours finds its instances alive when it goes on."""
+    monkeypatch.setattr(sockets, "MAX_QUEUED", 10)
+    said: list[Alive] = []
+
+    def say() -> Alive:
+        said.append(Alive(ZERO, len(said)))
+        return said[-1]
+
+    async def scenario() -> None:
+        heard, address = Heard(), fresh_address()
+        instance = InstanceChannel(address, ZERO)  # nobody reads there yet
+        for number in range(1000):
+            instance.send(Report(ZERO, LoadReport(GroupId(0), number)))
+            instance.send(StageTime(ZERO, GroupId(0), 1, 0.0, None))
+        with pytest.raises(zmq.Again):
+            instance.send(abort(0))
+        instance.start_heartbeat(0.001, say)
+        await until(lambda: len(said) > 30)
+        front = FrontChannel(heard)
+        await front.start(address)
+        await until(lambda: sum(not isinstance(x, Alive) for _, x in heard) == 10)
+        last = len(said)
+        instance.send(abort(1))  # its number is due
+        await until(lambda: (ZERO, abort(1)) in heard)
+        await until(lambda: any(isinstance(x, Alive) and x.num_turns > last for _, x in heard))
         instance.close()
         await front.close()
 

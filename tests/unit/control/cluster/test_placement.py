@@ -91,6 +91,17 @@ def test_a_group_that_is_gone_leaves_no_more() -> None:
     placement.check()
 
 
+def test_a_group_takes_no_leader_from_another_one() -> None:
+    placement = placed((0,), (0,))  # as must not be, and must end well all the same
+    older, newer = (group.layout for group in tuple(placement.groups.values()))
+    placement.remove((older,))
+    led = placement.led_by(InstanceId(0))
+    assert led is not None and led.layout == newer
+    placement.check()
+    placement.remove((newer,))
+    assert placement.led_by(InstanceId(0)) is None
+
+
 def test_members_find_their_groups() -> None:
     placement = placed((0, 1), (2,))
     found = placement.with_member(InstanceId(1))

@@ -1,14 +1,18 @@
 """What a new front makes of the instances of an earlier one."""
 
+import pytest
+
 from kunserve.control.cluster.commands import Send
 from kunserve.control.cluster.controller import Controller
 from kunserve.control.cluster.recovery import choose_standing
 from kunserve.core.config import KunServeConfig
-from kunserve.core.ids import GroupId, InstanceId
+from kunserve.core.ids import GroupId, InstanceId, RequestId
 from kunserve.core.layout import GroupLayout, LayerRange, Stage
-from kunserve.core.messages import Form, Formed, Ready, Rejoin
+from kunserve.core.messages import Form, Formed, Ready, Rejoin, Submit
+from kunserve.core.request import FinishReason
 from kunserve.core.transfer import PeerAddress
 from tests.specs import instance_spec
+from tests.unit.control.cluster.brain import Brain
 
 NUM_LAYERS = 8
 WHOLE = LayerRange(0, NUM_LAYERS)
@@ -83,3 +87,36 @@ def test_the_controller_forms_them_with_ids_never_used_before() -> None:
         controller.on(instance_id, Formed(instance_id, layout.group_id, 0), 0.0)
     snapshots = {i.spec.instance_id: i for i in controller.state(0.0).instances}
     assert snapshots[InstanceId(1)].held == HIGH and snapshots[InstanceId(2)].held == WHOLE
+
+
+def test_who_says_it_twice_stands_once() -> None:
+    controller = Controller(KunServeConfig())
+    events = [back(0, LOW, PIPELINE), back(1, HIGH, PIPELINE)]
+    controller.rejoin(events, 0.0)
+    controller.rejoin(events, 0.1)
+    controller.check()
+    (group,) = controller.placement.groups.values()
+    assert group.layout.stages == PIPELINE.stages
+    controller.on(InstanceId(0), events[0], 0.2)
+    controller.check()
+    layouts = [group.layout for group in controller.placement.groups.values()]
+    assert sorted(layout.members for layout in layouts) == [(0,), (1,)]
+
+
+@pytest.mark.parametrize("is_new_process", [True, False])
+def test_a_first_word_that_comes_again_runs_requests_again(is_new_process: bool) -> None:
+    """Nobody has told of the death of the process before; or a front's name came, went and came."""
+    brain = Brain(1)
+    brain.request()
+    assert len(brain.take(Submit)) == 1
+    if is_new_process:
+        brain.start(0)
+    else:
+        brain.controller.rejoin([back(0, WHOLE, None)], brain.now_s)
+        brain.pass_time(0.0)
+    assert brain.groups == [(0,)]
+    ((instance_id, submit),) = brain.take(Submit)
+    assert (instance_id, submit.request.request_id) == (0, "r0")
+    assert brain.controller.state(brain.now_s).num_deaths == 0
+    brain.output(0, RequestId("r0"), FinishReason.LENGTH)
+    assert not brain.controller.num_unfinished
