@@ -31,6 +31,13 @@ def test_what_cannot_fit_is_not_encoded(codec: TextCodec) -> None:
         asyncio.run(codec.encode(["a" * 10_000_000], True))
 
 
+@pytest.mark.parametrize("text", ["a\ud800", "hello world " * 10 + "\udc00!"])
+def test_what_is_no_text_is_the_clients_to_know(codec: TextCodec, text: str) -> None:
+    with pytest.raises(InvalidRequest, match=r"half of a surrogate pair \(U\+D[8C]00\)"):
+        asyncio.run(codec.encode(["fine", text], True))
+    codec.threads.close()
+
+
 def chat(codec: TextCodec, **body: Any) -> str:
     messages = body.pop("messages", [{"role": "user", "content": "hi"}])
     return conversation_text(codec, ChatBody(messages=messages, **body))
