@@ -13,6 +13,8 @@ from typing import Any
 import httpx
 import pytest
 
+from kunserve.core.config import ServerConfig
+from kunserve.server import serve
 from kunserve.server.connection import FrontProtocol
 from kunserve.server.limits import FrontLimits
 from tests.conftest import wait_until
@@ -322,6 +324,14 @@ def test_prompts_are_counted_before_they_are_encoded(server: LiveServer) -> None
         for change, most in ((many, "1024 completions"), ({"user": "," * 2000}, "1024 values")):
             refused = client.post(COMPLETIONS, json=PROMPT | change)
             assert refused.status_code == 400 and f"at most {most}" in refused.text
+
+
+def test_connections_that_are_cut_off_unheard_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serve, "MAX_OVERFLOW", 0)
+    settings = ServerConfig(max_connections=1, shutdown_timeout_s=1.0)
+    with live_server(server=settings) as server, server.connect(), server.connect() as second:
+        assert everything(second) == b""
+        assert server.front.metrics.refusals["too_many_connections"] == 1
 
 
 def test_an_engine_that_refuses_makes_no_arrival() -> None:
