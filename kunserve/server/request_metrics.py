@@ -151,7 +151,7 @@ class RecentValues:
 
 
 class RequestTiming:
-    """One request's clock (``RequestClock``). Starts when its HTTP headers had come."""
+    """One request's clock (``RequestClock``). Starts when its HTTP body had come."""
 
     __slots__ = (
         "_first_s",
