@@ -2,8 +2,6 @@
 
 from typing import Protocol
 
-import msgspec
-
 from kunserve.server.metrics import FrontMetrics
 from kunserve.server.timeline import Timeline
 
@@ -33,4 +31,4 @@ class OwnAccounts:
 
     async def timeline(self, since_s: float | None) -> bytes:
         """See ``Accounts``."""
-        return msgspec.json.encode(self._timeline.view(since_s))
+        return self._timeline.view(since_s)

@@ -12,15 +12,14 @@ import logging
 import struct
 import termios
 from asyncio.events import TimerHandle
-from typing import Any
+from typing import Any, Protocol
 
 import httptools
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from kunserve.core.errors import Overloaded
-from kunserve.server.errors import error_answer, error_object
+from kunserve.server.errors import TooManyConnections, error_answer, error_object
 from kunserve.server.limits import FrontLimits
 from kunserve.server.middleware import OPEN_PATHS, FrontMiddleware
 
@@ -28,7 +27,7 @@ logger = logging.getLogger("kunserve.server")
 
 MAX_PIPELINED = 16
 """Requests that may wait for their turn on one connection before it is no longer read."""
-_TOO_MANY = Overloaded("Too many connections.")
+_TOO_MANY = TooManyConnections("Too many connections.")
 _HOP_BY_HOP = {b"upgrade", b"http2-settings"}
 
 
@@ -59,18 +58,28 @@ HEADERS_TOO_SLOW = _plain_error(
 MALFORMED = _plain_error(400, "Bad Request", "BadRequestError", "This is no valid HTTP request.")
 
 
+class Refusals(Protocol):
+    """Counts what is refused."""
+
+    def refused(self, error: Exception) -> None:
+        """Somebody was."""
+        ...
+
+
 class OverflowApp:
     """Stands in for the application on a connection beyond the limit: health checks only."""
 
-    def __init__(self, app: ASGIApp, body_timeout_s: float) -> None:
+    def __init__(self, app: ASGIApp, body_timeout_s: float, refusals: Refusals) -> None:
         self._app = app
         self._body_timeout_s = body_timeout_s
+        self._refusals = refusals
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI: open paths are served, everything else is told to come back."""
         if scope["path"] in OPEN_PATHS:
             await self._app(scope, receive, send)
         else:
+            self._refusals.refused(_TOO_MANY)
             # Closing on a body that is still coming would reset the answer away.
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._body_timeout_s):
@@ -95,6 +104,7 @@ class FrontProtocol(HttpToolsProtocol):
     max_connections: int
     hard_limit: int
     limits: FrontLimits
+    refusals: Refusals
 
     _cycles: tuple[RequestResponseCycle, ...] = ()
     """Requests whose answer is not complete: uvicorn itself remembers only the latest."""
@@ -112,12 +122,13 @@ class FrontProtocol(HttpToolsProtocol):
         """Take the connection, for a moment only if there are too many."""
         super().connection_made(transport)
         if len(self.connections) > self.hard_limit:
+            self.refusals.refused(_TOO_MANY)
             transport.abort()
             return
         self._in_headers = True
         self._overflow = len(self.connections) > self.max_connections
         if self._overflow:
-            self.app = OverflowApp(self.app, self.limits.overflow_timeout_s)
+            self.app = OverflowApp(self.app, self.limits.overflow_timeout_s, self.refusals)
         self._arm()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -269,6 +280,7 @@ class FrontProtocol(HttpToolsProtocol):
     def _expire(self) -> None:
         self._deadline = None
         if self._overflow:
+            self.refusals.refused(_TOO_MANY)
             self._refuse(REFUSAL)
         elif self._header_bytes or self._cycles:
             self._refuse(HEADERS_TOO_SLOW)
@@ -297,13 +309,17 @@ class FrontProtocol(HttpToolsProtocol):
 
 
 def limited_protocol(
-    connection_limit: int, overflow: int, front_limits: FrontLimits
+    connection_limit: int, overflow: int, front_limits: FrontLimits, counted: Refusals
 ) -> type[FrontProtocol]:
-    """The protocol class for uvicorn: ``connection_limit`` served, ``overflow`` more told so."""
+    """The protocol class for uvicorn: ``connection_limit`` served, ``overflow`` more told so.
+
+    ``counted`` hears of each that is not served, those beyond the overflow too.
+    """
 
     class LimitedProtocol(FrontProtocol):
         max_connections = connection_limit
         hard_limit = connection_limit + overflow
         limits = front_limits
+        refusals = counted
 
     return LimitedProtocol

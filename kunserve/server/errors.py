@@ -30,6 +30,10 @@ class TooManyBodies(KunServeError):
     """The bodies that are arriving at the same time exceed the front's limit: 503."""
 
 
+class TooManyConnections(KunServeError):
+    """The connection is one beyond the front's limit: 503."""
+
+
 class Unauthorized(KunServeError):
     """The API key is missing or wrong: 401."""
 
@@ -66,6 +70,7 @@ _STATUS: tuple[tuple[type[Exception], int, str], ...] = (
     (Unavailable, 503, "ServiceUnavailableError"),
     (TryLater, 503, "ServiceUnavailableError"),
     (TooManyBodies, 503, "ServiceUnavailableError"),
+    (TooManyConnections, 503, "ServiceUnavailableError"),
     (Interrupted, 503, "ServiceUnavailableError"),
     (EngineFailed, 500, "InternalServerError"),
     (EffectMissing, 500, "InternalServerError"),

@@ -1,6 +1,7 @@
 """What every endpoint shares: the engine, the text codec, the limits, and what is in flight."""
 
 import contextlib
+import time
 from collections.abc import Iterator, Sequence
 
 from kunserve.cluster.api import EngineClient
@@ -84,9 +85,11 @@ class Front:
             raise ModelNotFound(f"The model `{model[:200]}` does not exist.")
 
     @contextlib.contextmanager
-    def admission(self, model: str | None) -> Iterator[None]:
+    def admission(self, model: str | None) -> Iterator[float]:
         """A request for ``model`` counts as in flight while it becomes a generation, or is refused.
 
+        Called once its body has been read. Gives when it arrived, which is now: had it arrived with
+        its headers, a client that sends slowly would pass those who came meanwhile.
         Raises ModelNotFound or Unavailable unless it may enter.
         """
         self.check_model(model)
@@ -94,7 +97,7 @@ class Front:
             raise Unavailable("The server is shutting down.")
         self._num_entering += 1
         try:
-            yield
+            yield time.monotonic()
         finally:
             self._num_entering -= 1
 

@@ -59,9 +59,8 @@ class OpenAIRoutes:
 
     async def completions(self, http: HttpRequest) -> Response:
         """POST /v1/completions."""
-        arrival_s = time.monotonic()
         body = await self._front.bodies.read(http, CompletionBody)
-        with self._front.admission(body.model):
+        with self._front.admission(body.model) as arrival_s:
             return await self._complete(http, body, arrival_s)
 
     async def _complete(
@@ -85,9 +84,8 @@ class OpenAIRoutes:
 
     async def chat(self, http: HttpRequest) -> Response:
         """POST /v1/chat/completions."""
-        arrival_s = time.monotonic()
         body = await self._front.bodies.read(http, ChatBody)
-        with self._front.admission(body.model):
+        with self._front.admission(body.model) as arrival_s:
             return await self._chat(http, body, arrival_s)
 
     async def _chat(self, http: HttpRequest, body: ChatBody, arrival_s: float) -> Response:

@@ -1,7 +1,9 @@
 """The four spellings of ``prompt``, and conversations, as token ids."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+import msgspec
 
 from kunserve.cluster.api import ServingLimits
 from kunserve.core.errors import InvalidRequest
@@ -11,7 +13,10 @@ from kunserve.server.tools import called_tools, check_tools
 from kunserve.server.vocabulary import check_token_ids
 
 TOOL_CHARS = 4000
-"""About what a tool, or a past call, makes of text. So none is rendered on the event loop."""
+"""What a tool, or a past call, counts as beside its own text. So none is rendered on the event
+loop."""
+PIECE_CHARS = 100
+"""And a message, or a part of one."""
 
 
 async def encode_prompts(
@@ -87,10 +92,7 @@ def continued_message(body: ChatBody) -> str:
 
 async def encode_conversation(codec: TextCodec, body: ChatBody | TokenizeBody) -> list[int]:
     """A conversation as the chat template writes it, in token ids."""
-    messages = body.messages or []
-    num_chars = 100 * len(messages) + sum(map(_content_size, messages))
-    num_chars += TOOL_CHARS * len(body.tools or [])
-    text = await codec.threads.run(num_chars, conversation_text, codec, body)
+    text = await codec.threads.run(_num_chars(body), conversation_text, codec, body)
     # The template writes the special tokens itself.
     (prompt,) = await codec.encode([text], bool(body.add_special_tokens))
     if not prompt:
@@ -155,14 +157,37 @@ def conversation_text(codec: TextCodec, body: ChatBody | TokenizeBody) -> str:
     return codec.render_chat(messages, options)
 
 
-def _content_size(message: dict[str, Any]) -> int:
+def _num_chars(body: ChatBody | TokenizeBody) -> int:
+    """About how much text there is to render."""
+    num_chars = sum(map(_message_chars, body.messages or []))
+    num_chars += sum(TOOL_CHARS + _json_chars(tool) for tool in body.tools or [])
+    return num_chars + (_json_chars(body.chat_template_kwargs) if body.chat_template_kwargs else 0)
+
+
+def _message_chars(message: Mapping[str, Any]) -> int:
     content, calls = message.get("content"), message.get("tool_calls")
-    size = TOOL_CHARS * len(calls) if isinstance(calls, list) else 0
-    for name in ("reasoning", "reasoning_content"):
-        size += len(str(message.get(name) or ""))
-    if isinstance(content, str):
-        return size + len(content)
-    return size + 100 * len(content) if isinstance(content, list) else size
+    num_chars = PIECE_CHARS + _texts_chars(message)
+    if isinstance(content, list):
+        num_chars += sum(PIECE_CHARS + _texts_chars(part) for part in content)
+    if isinstance(calls, list):
+        num_chars += sum(TOOL_CHARS + _json_chars(call) for call in calls)
+    return num_chars
+
+
+def _texts_chars(value: Any) -> int:
+    fields = value.values() if isinstance(value, Mapping) else ()
+    return sum(len(one) for one in fields if isinstance(one, str))
+
+
+def _json_chars(value: Any) -> int:
+    try:
+        return len(msgspec.json.encode(value))
+    except (
+        TypeError,
+        ValueError,
+        RecursionError,
+    ):  # from Python: templates judge what they cannot write
+        return 0
 
 
 def _message(index: int, message: dict[str, Any]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from prometheus_client.registry import Collector
 
 from kunserve.core.errors import LIMITS, Overloaded, Unavailable
 from kunserve.core.request import FinishReason, Request
-from kunserve.server.errors import TooManyBodies
+from kunserve.server.errors import TooManyBodies, TooManyConnections
 from kunserve.server.histogram import (
     CHOICES_BUCKETS,
     FIRST_TOKEN_BUCKETS,
@@ -23,8 +23,9 @@ ALL_ENGINES = "all"
 """``engine`` label of what the front measures: a request may change engines while it runs."""
 RECENT_S = 5.0
 """Window of the timeline's percentiles."""
-UNAVAILABLE, TOO_MANY_BODIES = "unavailable", "too_many_bodies"
-REASONS = (*LIMITS, UNAVAILABLE, TOO_MANY_BODIES)
+UNAVAILABLE = "unavailable"
+TOO_MANY_BODIES, TOO_MANY_CONNECTIONS = "too_many_bodies", "too_many_connections"
+REASONS = (*LIMITS, UNAVAILABLE, TOO_MANY_BODIES, TOO_MANY_CONNECTIONS)
 """Of refusals: vLLM's two, then what else is answered with 503."""
 
 PROMPT_TOKENS = counter(
@@ -42,7 +43,9 @@ SUCCESS = counter(
     "vllm:request_success_total", "Requests that ended, by reason.", "engine", "finished_reason"
 )
 REJECTIONS = counter(
-    "vllm:admission_rejections_total", "Requests refused with 503, by reason.", "reason"
+    "vllm:admission_rejections_total",
+    "Requests refused with 503, by reason; also connections beyond the limit.",
+    "reason",
 )
 FIRST_TOKEN = histogram(
     "vllm:time_to_first_token_seconds", "From a request's arrival to its first token.", "engine"
@@ -148,7 +151,7 @@ class RecentValues:
 
 
 class RequestTiming:
-    """One request's clock (``RequestClock``). Starts when its HTTP headers had come."""
+    """One request's clock (``RequestClock``). Starts when its HTTP body had come."""
 
     __slots__ = (
         "_first_s",
@@ -267,6 +270,8 @@ class RequestMetrics(Collector):
                 self.refusals[UNAVAILABLE] += 1
             case TooManyBodies():
                 self.refusals[TOO_MANY_BODIES] += 1
+            case TooManyConnections():
+                self.refusals[TOO_MANY_CONNECTIONS] += 1
 
     def collect(self) -> Iterable[Metric]:
         """What the front itself measured."""

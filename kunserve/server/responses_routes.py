@@ -25,9 +25,8 @@ class ResponsesRoutes:
 
     async def create(self, http: HttpRequest) -> Response:
         """POST /v1/responses."""
-        arrival_s = time.monotonic()
         body = await self._front.bodies.read(http, ResponsesBody)
-        with self._front.admission(body.model):
+        with self._front.admission(body.model) as arrival_s:
             return await self._create(http, body, arrival_s)
 
     async def _create(self, http: HttpRequest, body: ResponsesBody, arrival_s: float) -> Response:

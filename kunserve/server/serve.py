@@ -101,7 +101,7 @@ def _uvicorn_config(app: Starlette, config: KunServeConfig) -> uvicorn.Config:
         app,
         host=config.server.host,
         port=config.server.port,
-        http=limited_protocol(max_connections, overflow, front.limits),
+        http=limited_protocol(max_connections, overflow, front.limits, front.metrics),
         ws="none",
         lifespan="on",
         log_config=None,

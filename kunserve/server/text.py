@@ -75,7 +75,8 @@ class TextCodec:
     async def encode(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
         """Token ids of the prompts of one request.
 
-        Raises PromptTooLong before encoding what cannot fit, Overloaded when too much waits.
+        Raises PromptTooLong before encoding what cannot fit, InvalidRequest for what is no text,
+        Overloaded when too much waits.
         """
         longest = max(map(len, texts))
         if longest > self._max_chars:
@@ -92,6 +93,8 @@ class TextCodec:
         return encoded
 
     def _encode(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
+        for text in texts:
+            _check_text(text)
         # The batch call is the one that releases the GIL while it works.
         encode = self._tokenizer.encode_batch_fast
         return [
@@ -198,6 +201,18 @@ class TextCodec:
     def token_strings(self, token_ids: Sequence[int]) -> list[str]:
         """The vocabulary's own spelling of each token."""
         return [self._tokenizer.id_to_token(token_id) or "" for token_id in token_ids]
+
+
+def _check_text(text: str) -> None:
+    """Raise InvalidRequest for what Python has as a string, and no other program as text."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        code = ord(text[error.start])
+        raise InvalidRequest(
+            f"The prompt is no valid Unicode: character {error.start} is half of a surrogate pair "
+            f"(U+{code:04X}). Write the whole pair, or U+FFFD."
+        ) from None
 
 
 def _batches(texts: Sequence[str], least_chars: int) -> Iterator[list[str]]:

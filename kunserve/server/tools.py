@@ -1,7 +1,8 @@
 """Tools in conversations: the template is told of them and of past calls."""
 
-import json
 from typing import Any
+
+from pydantic_core import from_json
 
 from kunserve.core.errors import InvalidRequest
 
@@ -38,8 +39,9 @@ def _called(where: str, call: Any) -> dict[str, Any]:
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments) if arguments else {}
-        except (ValueError, RecursionError) as error:
+            # As the body itself is read: what is no text there is none here.
+            arguments = from_json(arguments) if arguments else {}
+        except ValueError as error:
             raise InvalidRequest(
                 f"`{where}.function.arguments` is not valid JSON: {error}", "messages"
             ) from None

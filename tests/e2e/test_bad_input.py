@@ -20,6 +20,7 @@ from kunserve.server.limits import FrontLimits
 from tests.conftest import wait_until
 from tests.unit.server.echo_engine import EchoEngine
 from tests.unit.server.live_server import MODEL, LiveServer, live_server
+from tests.unit.server.test_metrics import labels, samples
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -507,6 +508,11 @@ def test_connections_beyond_the_limit() -> None:
                 assert refused.headers["retry-after"] == "1"
             for connection in extra:  # told so, whether they spoke or not
                 assert connection.recv(100).startswith(b"HTTP/1.1 503")
+            with server.client() as client:
+                told = samples(client.get("/metrics").text)
+            # All who were told so, and nobody who was served.
+            name = "vllm:admission_rejections_total"
+            assert told[name, labels(reason="too_many_connections")] == 301
             assert len(server.engine.tasks) == 20
         wait_until(lambda: not server.engine.tasks)
         server.configure(held=False)

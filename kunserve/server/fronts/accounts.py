@@ -5,7 +5,6 @@ import time
 from collections import Counter
 from collections.abc import Callable
 
-import msgspec
 from prometheus_client import (
     CollectorRegistry,
     GCCollector,
@@ -146,7 +145,7 @@ class ServerAccounts:
 
     def timeline_view(self, since_s: float | None) -> bytes:
         """``/kunserve/timeline`` in JSON."""
-        return msgspec.json.encode(self.timeline.view(since_s))
+        return self.timeline.view(since_s)
 
 
 def _totals(counted: Counted) -> dict[str, int]:

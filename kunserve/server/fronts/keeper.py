@@ -135,7 +135,10 @@ class FrontKeeper:
         pause_s = FIRST_PAUSE_S
         while True:
             began_s = time.monotonic()
-            reason = await self._run_one(number, seat)
+            try:
+                reason = await self._run_one(number, seat)
+            except OSError as error:  # no process, memory or descriptor is left, for now
+                reason = f"it could not be started: {error}"
             if self._leaving.is_set():
                 return
             if not self._are_up.is_set():
@@ -156,20 +159,10 @@ class FrontKeeper:
                     return
 
     async def _run_one(self, number: int, seat: _Seat) -> str:
-        """A front from its start to its end; why it ended."""
-        ours, theirs = socket.socketpair()
+        """A front from its start to its end; why it ended. Raises OSError if it does not start."""
         ended = asyncio.Event()
         desk = Desk(number, self._engine, self._accounts, ended.set)
-        with theirs:
-            descriptors = theirs.fileno(), seat.listener.fileno()
-            process = await asyncio.create_subprocess_exec(
-                *python_command(),
-                *self._program,
-                *map(str, descriptors),
-                stdin=asyncio.subprocess.DEVNULL,
-                pass_fds=descriptors,
-                start_new_session=True,
-            )
+        ours, process = await self._spawn(seat)
         seat.process, seat.desk = process, desk
         try:
             loop = asyncio.get_running_loop()
@@ -191,6 +184,24 @@ class FrontKeeper:
                 process.kill()
             self._accounts.ended(number)
             seat.process = seat.desk = None
+
+    async def _spawn(self, seat: _Seat) -> tuple[socket.socket, asyncio.subprocess.Process]:
+        """Our end of the link to a new process, and the process."""
+        ours, theirs = socket.socketpair()
+        try:
+            with theirs:
+                descriptors = theirs.fileno(), seat.listener.fileno()
+                return ours, await asyncio.create_subprocess_exec(
+                    *python_command(),
+                    *self._program,
+                    *map(str, descriptors),
+                    stdin=asyncio.subprocess.DEVNULL,
+                    pass_fds=descriptors,
+                    start_new_session=True,
+                )
+        except BaseException:
+            ours.close()
+            raise
 
     def _kill_all(self) -> None:
         for seat in self._seats:

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, field
 
+from kunserve.server.parsers.escapes import WholePairs
+
 
 @dataclass(slots=True)
 class CallPiece:
@@ -84,6 +86,7 @@ class MessageWriter:
         "_calls",
         "_content",
         "_dropping",
+        "_escapes",
         "_max_calls",
         "_reasoning",
         "num_calls",
@@ -96,6 +99,8 @@ class MessageWriter:
         self._calls: list[CallPiece] = []
         self._arguments: list[str] = []
         """Of the last of them; they are joined once, because they may be many."""
+        self._escapes = WholePairs()
+        """In these."""
         self._max_calls = max_calls
         self._dropping = False
         self.num_calls = 0
@@ -121,7 +126,7 @@ class MessageWriter:
     def begin_call(self, name: str) -> None:
         """Another call."""
         self._content.meet_marker()
-        self._join_arguments()
+        self._end_arguments()
         self._dropping = self.num_calls == self._max_calls
         if not self._dropping:
             self._calls.append(CallPiece(self.num_calls, name, ""))
@@ -129,19 +134,28 @@ class MessageWriter:
 
     def arguments(self, text: str) -> None:
         """More of the arguments of the call that was begun last."""
-        if self._dropping or not text:
-            return
-        if not self._calls:
-            self._calls.append(CallPiece(self.num_calls - 1, None, ""))
-        self._arguments.append(text)
+        if not self._dropping and text:
+            self._arguments.append(text)
 
     def _join_arguments(self) -> None:
         if self._arguments:
-            self._calls[-1].arguments = "".join(self._arguments)
-            self._arguments = []
+            text, self._arguments = "".join(self._arguments), []
+            self._tell_arguments(self._escapes.write(text))
+
+    def _end_arguments(self) -> None:
+        self._join_arguments()
+        self._tell_arguments(self._escapes.finish())
+
+    def _tell_arguments(self, text: str) -> None:
+        if not text:
+            return
+        if not self._calls:
+            self._calls.append(CallPiece(self.num_calls - 1, None, ""))
+        self._calls[-1].arguments += text
 
     def finish(self) -> None:
         """The text is over: white space at its end is what it seems."""
+        self._end_arguments()
         self._reasoning.finish()
         self._content.finish()
 

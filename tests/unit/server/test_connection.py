@@ -6,6 +6,7 @@ import json
 import logging
 import socket
 import threading
+import time
 from collections.abc import Callable, Generator
 from dataclasses import replace
 from typing import Any
@@ -13,6 +14,8 @@ from typing import Any
 import httpx
 import pytest
 
+from kunserve.core.config import ServerConfig
+from kunserve.server import serve
 from kunserve.server.connection import FrontProtocol
 from kunserve.server.limits import FrontLimits
 from tests.conftest import wait_until
@@ -316,12 +319,40 @@ def test_bodies_on_their_way_have_a_bound(server: LiveServer) -> None:
         assert client.post(COMPLETIONS, json=body).status_code == 200
 
 
+@pytest.mark.parametrize("path", [COMPLETIONS, "/v1/chat/completions", "/v1/responses"])
+def test_a_request_has_arrived_when_its_body_has(server: LiveServer, path: str) -> None:
+    """Not with its headers: a slow upload would pass everybody who came meanwhile."""
+    asked: dict[str, dict[str, Any]] = {
+        COMPLETIONS: PROMPT,
+        "/v1/chat/completions": {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4},
+        "/v1/responses": {"input": "hi", "max_output_tokens": 4},
+    }
+    content = json.dumps(asked[path]).encode() + b" " * 5000
+    head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(content)}\r\n\r\n"
+    with server.connect() as connection:
+        connection.sendall(head.encode() + content[:-1])
+        wait_until(lambda: server.front.bodies.unfinished_bytes > 3000)
+        last_s = time.monotonic()
+        connection.sendall(content[-1:])
+        assert connection.recv(100).startswith(b"HTTP/1.1 200")
+    (request,) = server.engine.submitted
+    assert request.arrival_s >= last_s
+
+
 def test_prompts_are_counted_before_they_are_encoded(server: LiveServer) -> None:
     with busy_threads(server), server.client() as client:
         many = {"prompt": ["a" * 500] * 20, "n": 100}
         for change, most in ((many, "1024 completions"), ({"user": "," * 2000}, "1024 values")):
             refused = client.post(COMPLETIONS, json=PROMPT | change)
             assert refused.status_code == 400 and f"at most {most}" in refused.text
+
+
+def test_connections_that_are_cut_off_unheard_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serve, "MAX_OVERFLOW", 0)
+    settings = ServerConfig(max_connections=1, shutdown_timeout_s=1.0)
+    with live_server(server=settings) as server, server.connect(), server.connect() as second:
+        assert everything(second) == b""
+        assert server.front.metrics.refusals["too_many_connections"] == 1
 
 
 def test_an_engine_that_refuses_makes_no_arrival() -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import errno
 import json
 import os
 import signal
@@ -117,6 +118,43 @@ def test_a_listener_can_pause() -> None:
         one.listen()
         socket.create_connection(address, timeout=5.0).close()
         one.accept()[0].close()
+
+
+def test_a_front_that_cannot_be_started_again_is_tried_later(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As after the system has run out of memory. The other fronts go on meanwhile."""
+    monkeypatch.setattr(keeper, "FIRST_PAUSE_S", 0.0)
+    start, pair = asyncio.create_subprocess_exec, socket.socketpair
+    pairs: list[tuple[socket.socket, socket.socket]] = []
+
+    def recorded() -> tuple[socket.socket, socket.socket]:
+        pairs.append(pair())
+        return pairs[-1]
+
+    async def failing_once(*words: Any, **options: Any) -> asyncio.subprocess.Process:
+        if len(pairs) == 1:
+            raise BlockingIOError(errno.EAGAIN, "no more processes")
+        return await start(*words, **options)
+
+    async def main(listener: socket.socket) -> None:
+        config = KunServeConfig(model=ModelConfig(), server=ServerConfig(port=0))
+        defaults, program = SamplingDefaults(), ("-c", "pass")
+        fronts = FrontKeeper(EchoEngine(), "tiny", config, defaults, [listener], program)
+        fronts._are_up.set()
+        monkeypatch.setattr(keeper.socket, "socketpair", recorded)
+        monkeypatch.setattr(asyncio, "create_subprocess_exec", failing_once)
+        keeping = asyncio.create_task(fronts._keep(0, fronts._seats[0]))
+        async with asyncio.timeout(20):
+            while fronts.num_restarts < 2 and not keeping.done():
+                await asyncio.sleep(0.01)
+            fronts._leaving.set()
+            await keeping
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        asyncio.run(main(listener))
+    assert len(pairs) >= 2 and all(one.fileno() == -1 for one in pairs[0])
+    assert "no more processes" in caplog.text
 
 
 def test_two_fronts_are_one_server(monkeypatch: pytest.MonkeyPatch) -> None:

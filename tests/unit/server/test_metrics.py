@@ -1,7 +1,10 @@
 """Names, labels and arithmetic of the metrics."""
 
+import json
 import os
 from dataclasses import replace
+from itertools import pairwise
+from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -17,7 +20,7 @@ from kunserve.server.metrics import FrontMetrics
 from kunserve.server.request_metrics import RecentValues
 from kunserve.server.stats_log import StatsLog
 from kunserve.server.timeline import Timeline
-from tests.unit.server.echo_engine import EchoEngine, idle_load, run_now
+from tests.unit.server.echo_engine import EchoEngine, group_of, idle_load, run_now
 from tests.unit.server.live_server import MODEL, live_server
 
 
@@ -35,6 +38,10 @@ def labels(**pairs: str) -> frozenset[tuple[str, str]]:
 
 def scrape(metrics: FrontMetrics) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
     return samples(metrics.exposition().decode())
+
+
+def seen(timeline: Timeline, since_s: float | None = None) -> dict[str, Any]:
+    return json.loads(timeline.view(since_s))
 
 
 def request(prompt_tokens: int = 5) -> Request:
@@ -309,7 +316,7 @@ def test_timeline_is_bounded_and_incremental() -> None:
         timeline.sample()
     run_now(engine.drop(None))
     timeline.sample()
-    view = timeline.view(None)
+    view = seen(timeline)
     assert len(view["samples"]) == 5
     last = view["samples"][-1]
     assert last["arrivals"] == 1 and last["num_dropped_instances"] == 2
@@ -317,8 +324,31 @@ def test_timeline_is_bounded_and_incremental() -> None:
     (transition,) = view["transitions"]
     assert transition["kind"] == "drop" and transition["outcome"] == "done"
     assert transition["groups_after"][0]["stages"][0]["layers"] == {"first": 0, "end": 4}
-    assert timeline.view(view["samples"][-2]["t_s"])["samples"] == [last]
-    assert timeline.view(last["t_s"])["samples"] == []
+    assert seen(timeline, view["samples"][-2]["t_s"])["samples"] == [last]
+    assert seen(timeline, last["t_s"])["samples"] == []
+
+
+def test_a_timeline_of_many_groups_has_a_bound_and_reaches_back() -> None:
+    groups = tuple(group_of(number, (number, 0, 4)) for number in range(1000))
+    loads = tuple(idle_load(number) for number in range(1000))
+    engine = EchoEngine()
+    engine.snapshot = replace(engine.snapshot, groups=groups, loads=loads)
+    max_bytes, kept = 4 << 20, 60
+    timeline = Timeline(FrontMetrics(engine, MODEL), 1.0, float(kept), max_bytes)
+    for _ in range(2 * kept):
+        timeline.sample()
+    assert len(timeline.view(None)) < max_bytes + 1000
+    now_s = engine.snapshot.now_s
+    ages = [round((now_s - one["t_s"]) / 0.001) for one in seen(timeline)["samples"]]
+    assert ages[-5:] == [4, 3, 2, 1, 0]  # what was seen lately was seen as often as ever
+    assert kept > ages[0] > 0.8 * kept
+    distances = [before - after for before, after in pairwise(ages)]
+    assert max(distances) < kept / 4
+
+    engine.snapshot = replace(engine.snapshot, groups=groups[:8], loads=loads[:8])
+    for _ in range(2 * kept):
+        timeline.sample()
+    assert len(seen(timeline)["samples"]) == kept  # few groups: all of them
 
 
 def test_the_endpoints() -> None:

@@ -123,3 +123,17 @@ def test_refusals_are_counted_by_reason(server: LiveServer, client: httpx.Client
     assert got[name, labels(reason="max_num_queued_reqs")] == 1
     assert got[name, labels(reason="max_num_queued_tokens")] == 1
     assert got[name, labels(reason="unavailable")] == 2
+
+
+@pytest.mark.parametrize("city", ["\\ud800", "\\udc00 and more", "\\ud83d\\ud83d\\ude00"])
+def test_past_calls_hold_whole_characters(client: httpx.Client, city: str) -> None:
+    """JSON within a string of JSON, where the body's own parser does not look."""
+    call = {"name": "weather", "arguments": f'{{"city": "{city}"}}'}
+    said = {"role": "assistant", "tool_calls": [{"type": "function", "function": call}]}
+    chat = {"model": MODEL, "max_tokens": 4, "messages": [{"role": "user", "content": "hi"}, said]}
+    refused = client.post("/v1/chat/completions", json=chat)
+    assert refused.status_code == 400
+    message = refused.json()["error"]["message"]
+    assert "`messages.1.tool_calls.0.function.arguments`" in message and "hex escape" in message
+    call["arguments"] = '{"city": "\\ud83d\\ude00"}'
+    assert client.post("/v1/chat/completions", json=chat).status_code == 200

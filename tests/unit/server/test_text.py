@@ -7,7 +7,7 @@ import pytest
 
 from kunserve.cluster.api import ServingLimits
 from kunserve.core.errors import InvalidRequest, PromptTooLong
-from kunserve.server.prompts import conversation_text, encode_prompts
+from kunserve.server.prompts import conversation_text, encode_conversation, encode_prompts
 from kunserve.server.schema import ChatBody, CompletionBody, parse_body
 from kunserve.server.text import TextCodec
 from tests.unit.server.tiny_tokenizer import tiny_tokenizer
@@ -29,6 +29,49 @@ def test_threads_and_inline_agree(codec: TextCodec, text: str) -> None:
 def test_what_cannot_fit_is_not_encoded(codec: TextCodec) -> None:
     with pytest.raises(PromptTooLong, match="^This model's maximum context length is 100 tokens"):
         asyncio.run(codec.encode(["a" * 10_000_000], True))
+
+
+@pytest.mark.parametrize("text", ["a\ud800", "hello world " * 10 + "\udc00!"])
+def test_what_is_no_text_is_the_clients_to_know(codec: TextCodec, text: str) -> None:
+    with pytest.raises(InvalidRequest, match=r"half of a surrogate pair \(U\+D[8C]00\)"):
+        asyncio.run(codec.encode(["fine", text], True))
+    codec.threads.close()
+
+
+LONG = "a" * 5000
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"content": LONG},
+        {"content": [{"type": "text", "text": LONG}]},
+        {"content": "", "name": LONG},
+        {"content": "", "reasoning": LONG},
+        {"tool_calls": [{"function": {"name": "f", "arguments": f'{{"x": "{LONG}"}}'}}]},
+        {"tool_calls": [{"function": {"name": "f", "arguments": {"x": LONG}}}]},
+        {"tools": [{"type": "function", "function": {"name": "f", "description": LONG}}]},
+        {"chat_template_kwargs": {"x": LONG}},
+    ],
+    ids=lambda body: next(iter(body)),
+)
+def test_wherever_its_text_is_a_long_conversation_waits_for_a_thread(
+    monkeypatch: pytest.MonkeyPatch, body: dict[str, Any]
+) -> None:
+    codec = TextCodec(tiny_tokenizer(), max_model_len=100, inline_chars=2000)
+    held: list[int] = []
+
+    def render(_messages: Any, _options: Any) -> str:
+        held.append(codec.threads.held_chars)
+        return "hi"
+
+    monkeypatch.setattr(codec, "render_chat", render)
+    whole = {name: body[name] for name in ("tools", "chat_template_kwargs") if name in body}
+    message = {"role": "assistant", "content": "", **body}
+    asyncio.run(encode_conversation(codec, ChatBody(messages=[message], **whole)))
+    asyncio.run(encode_conversation(codec, ChatBody(messages=[{"role": "user", "content": "hi"}])))
+    assert held[0] >= len(LONG) and held[1] == 0
+    codec.threads.close()
 
 
 def chat(codec: TextCodec, **body: Any) -> str:

@@ -231,3 +231,37 @@ def test_ids_are_of_a_form_that_templates_take(name: str) -> None:
     ids = {new_id() for _ in range(100)}
     form = r"[A-Za-z0-9]{9}" if name == "mistral" else r"chatcmpl-tool-[0-9a-f]{32}"
     assert len(ids) == 100 and all(re.fullmatch(form, one) for one in ids)
+
+
+@pytest.mark.parametrize(
+    ("written", "passed_on"),
+    [
+        (r"\ud83d\ude00", r"\ud83d\ude00"),
+        (r"\uD83D\uDE00\u00e9", r"\uD83D\uDE00\u00e9"),
+        (r"\ud83d", r"\ufffd"),
+        (r"\ude00\n", r"\ufffd\n"),
+        (r"\ud83d\ud83d\ude00", r"\ufffd\ud83d\ude00"),
+        (r"\ude00\ud83d", r"\ufffd\ufffd"),
+        (r"\ud83d\\ude00", r"\ufffd\\ude00"),
+        (r"\\ud83d", r"\\ud83d"),
+        (r"\\\ud83d\"", r"\\\ufffd\""),
+    ],
+)
+@pytest.mark.parametrize("more", ["", '"', '"}}</tool_call>'])
+def test_half_of_a_pair_of_escapes_is_passed_on_as_no_character(
+    written: str, passed_on: str, more: str
+) -> None:
+    """Also where the answer breaks off. Else the client could not send it back."""
+    call = '<tool_call>{"name": "a", "arguments": {"x": "'
+    message = read_by("hermes", f"{call}{written}{more}")
+    ((_, arguments),) = message.calls
+    assert arguments == f'{{"x": "{passed_on}{more.removesuffix("}</tool_call>")}'
+
+
+def test_an_escape_that_breaks_off_stays_as_it_is() -> None:
+    call = '<tool_call>{"name": "a", "arguments": {"x": "'
+    whole = r"\ud83d\ude00"
+    for length in range(1, len(whole)):
+        ((_, arguments),) = read_by("hermes", call + whole[:length]).calls
+        shown = whole[:length] if length < 6 else r"\ufffd" + whole[6:length]
+        assert arguments == f'{{"x": "{shown}'
