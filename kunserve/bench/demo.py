@@ -6,6 +6,7 @@ import urllib.request
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -14,6 +15,7 @@ from kunserve.bench.compare.experiment import Experiment
 from kunserve.bench.compare.settings import RealSetup, WorkloadSettings
 from kunserve.bench.server_process import running_server
 from kunserve.bench.session import ServerUnreachable
+from kunserve.bench.sse import DONE, error_message
 from kunserve.core.errors import KunServeError
 
 QUESTION = "What is the capital of France?"
@@ -87,7 +89,10 @@ def _ask_in(dtype: str) -> None:
 
 
 def answer(url: str, model: str, question: str) -> Iterator[str]:
-    """The pieces of a streamed chat answer, as they come."""
+    """The pieces of a streamed chat answer, as they come.
+
+    Raises ServerUnreachable for an answer that the server does not give, or not to its end.
+    """
     body = {
         "model": model,
         "messages": [{"role": "user", "content": question}],
@@ -104,8 +109,17 @@ def answer(url: str, model: str, question: str) -> Iterator[str]:
         with urllib.request.urlopen(request, timeout=ANSWER_S) as response:
             for line in response:
                 payload = line.removeprefix(b"data: ").strip()
-                if payload and payload != b"[DONE]":
-                    for choice in json.loads(payload).get("choices", ()):
-                        yield choice["delta"].get("content") or ""
+                if payload == DONE:
+                    return
+                if payload:
+                    yield from _pieces(url, json.loads(payload))
     except (OSError, http.client.HTTPException) as error:
         raise ServerUnreachable(f"{url}: {error}") from None
+    raise ServerUnreachable(f"{url}: the answer ended early")
+
+
+def _pieces(url: str, event: dict[str, Any]) -> Iterator[str]:
+    if event.get("error") is not None:
+        raise ServerUnreachable(f"{url}: {error_message(event['error'])}")
+    for choice in event.get("choices", ()):
+        yield choice["delta"].get("content") or ""

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import dataclasses
 import json
+import math
 import os
 import resource
 import signal
@@ -292,8 +293,8 @@ def _save(config: BenchConfig, target: Target, run: Run, metrics: RunMetrics) ->
         "model_id": target.settings.model,
         "tokenizer_id": config.tokenizer,
         "num_prompts": len(run.records),
-        "request_rate": config.request_rate or "inf",
-        "burstiness": config.burstiness,
+        "request_rate": _in_json(config.request_rate or math.inf),
+        "burstiness": _in_json(config.burstiness),
         "max_concurrency": config.max_concurrency,
         "workload": run.provenance,
     }
@@ -309,6 +310,11 @@ def _save(config: BenchConfig, target: Target, run: Run, metrics: RunMetrics) ->
         raise ConfigError(f"cannot write {summary}: {error.strerror}") from None
     write_run(lines, run)
     click.echo(f"Saved {summary} and {lines}")
+
+
+def _in_json(value: float | None) -> float | str | None:
+    """JSON has no infinity; vLLM writes a word for it, too."""
+    return "inf" if value == math.inf else value
 
 
 def _plot(runs: Sequence[Run], path: Path) -> None:

@@ -46,7 +46,7 @@ class ForcedTransitions:
         return await self._outcome(ids, lambda transition: transition.is_committed)
 
     async def restore(self) -> str:
-        """See ``EngineClient.restore``."""
+        """See ``EngineClient.restore``. Says too which pipelines do not part now, and why."""
         try:
             async with asyncio.timeout(SETTLE_S):
                 await self._until(lambda: self._controller.is_settled)
@@ -55,11 +55,12 @@ class ForcedTransitions:
         begun = self._controller.force_restore(self._now_s())
         self._flush()
         ids = [item for item in begun if not isinstance(item, Postponed)]
+        reasons = [item.reason for item in begun if isinstance(item, Postponed)]
         if not ids:
-            reasons = [item.reason for item in begun if isinstance(item, Postponed)]
             why = "; ".join(reasons) or "no group is dropped"
             raise InvalidRequest(f"nothing was restored: {why}")
-        return await self._outcome(ids, lambda transition: False)
+        said = await self._outcome(ids, lambda transition: False)
+        return "; ".join((said, *(f"not restored: {reason}" for reason in reasons)))
 
     async def _outcome(
         self, ids: list[TransitionId], is_enough: Callable[[Transition], bool]

@@ -292,10 +292,8 @@ def _refuse_unsupported(config: _HfConfig) -> None:
     activation = values.get("hidden_act", "silu")
     if activation != "silu":
         raise UnsupportedModel(f"{config.path}: activation {activation!r} is not supported")
-    if (
-        values.get("partial_rotary_factor", 1) != 1
-        or config.rope.get("partial_rotary_factor", 1) != 1
-    ):
+    turned = values.get("partial_rotary_factor"), config.rope.get("partial_rotary_factor")
+    if any(share not in (None, 1) for share in turned):  # null is the default, as elsewhere
         raise UnsupportedModel(f"{config.path}: partial rotary embedding is not supported")
 
 

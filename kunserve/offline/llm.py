@@ -61,9 +61,10 @@ class LLM:
         """Complete prompts; the outputs are in their order.
 
         A prompt is a text, token ids, or a dictionary with ``prompt`` or ``prompt_token_ids``.
-        Without ``sampling_params`` the model's makers' are taken. ``use_tqdm`` None shows a bar on
-        a terminal. Raises InvalidRequest, a ValueError, before anything runs. A prompt that the
-        engine gives up on has the finish reason ``error``; the others go on.
+        Without ``sampling_params`` the model's makers' are taken, and an answer gets no more tokens
+        than the context has left. ``use_tqdm`` None shows a bar on a terminal. Raises
+        InvalidRequest, a ValueError, before anything runs. A prompt that the engine gives up on has
+        the finish reason ``error``; the others go on.
         """
         listed = listed_prompts(prompts)
         params = listed_params(sampling_params, len(listed))

@@ -97,9 +97,19 @@ class Session:
     def default_params(self) -> SamplingParams:
         """What the model's makers recommend, and neutral values for what they leave open."""
         known = asdict(self.front.defaults)
-        longest = known.pop("max_new_tokens")
+        del known["max_new_tokens"]
         given = {name: value for name, value in known.items() if value is not None}
-        return SamplingParams(max_tokens=longest or DEFAULT_COMPLETION_TOKENS, **given)
+        return SamplingParams(max_tokens=self._default_tokens, **given)
+
+    @property
+    def _default_tokens(self) -> int:
+        return self.front.defaults.max_new_tokens or DEFAULT_COMPLETION_TOKENS
+
+    def _default_body(self, num_prompt_tokens: int) -> GenerateBody:
+        """Where nobody said how long, a prompt gets what has room behind it, as over HTTP."""
+        remains = self.front.engine.limits.max_model_len - num_prompt_tokens
+        wanted = None if remains < 1 else min(self._default_tokens, remains)
+        return GenerateBody.model_validate({"max_tokens": wanted})
 
     # What is asked for
 
@@ -166,9 +176,7 @@ class Session:
 
     async def _ask(self, prompt: Prompt, params: SamplingParams | None) -> Asked:
         text, token_ids = prompt.text, prompt.token_ids or []
-        body = GenerateBody.model_validate({"max_tokens": DEFAULT_COMPLETION_TOKENS})
-        if params is not None:
-            body = params.body()
+        body = self._default_body(len(token_ids)) if params is None else params.body()
         if prompt.cache_salt is not None:
             salted = parsed_fields(GenerateBody, {"cache_salt": prompt.cache_salt})
             body = body.model_copy(update={"cache_salt": salted.cache_salt})

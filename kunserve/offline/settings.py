@@ -39,7 +39,10 @@ def config_from_keywords(given: Mapping[str, Any]) -> KunServeConfig:
             values = checked_settings(_WHERE, settings, serve_command, ctx)
         _refuse(values)
         args = [*_arguments(values)]
-        config = config_from_flags(serve_command.make_context(_WHERE, args).params)
+        params = serve_command.make_context(_WHERE, args).params
+        # What is off by default has no flag that says so, and a variable or a file may have it on.
+        params |= {name: False for name, value in values.items() if value is False}
+        config = config_from_flags(params)
     except click.ClickException as error:
         raise ConfigError(error.format_message()) from None
     # Variables and files of a server on this machine may say more of it, such as queue limits.

@@ -58,12 +58,14 @@ class AdminRoutes:
         return self._done("drop", said, before, state)
 
     async def restore(self, http: HttpRequest) -> Response:
-        """POST /kunserve/restore."""
+        """POST /kunserve/restore. Pipelines that cannot part now go on; the result says why."""
         self._check_allowed(http)
         await self._front.bodies.read(http, EmptyBody, b"{}")
         before = _dropped_bytes(self._front.engine.state())
         said = await self._front.engine.restore()
-        state = await self._verified("restore", lambda state: _dropped_bytes(state) == 0)
+        state = await self._verified(
+            "restore", lambda state: _dropped_bytes(state) < max(1, before)
+        )
         return self._done("restore", said, before, state)
 
     async def kill(self, http: HttpRequest) -> Response:

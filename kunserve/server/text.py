@@ -20,6 +20,16 @@ from kunserve.server.text_threads import TextThreads
 NO_MARKS: Mapping[int, str] = {}
 MAX_REASON_CHARS = 200
 """Of why a chat template fails, in an error message."""
+_TEMPLATE_FAILURES = (
+    TemplateError,
+    ValueError,
+    TypeError,
+    ArithmeticError,
+    LookupError,
+    AttributeError,
+    RecursionError,
+)
+"""What a template may raise over messages that it was not written for."""
 
 
 class FastTokenizer(Protocol):
@@ -107,15 +117,7 @@ class TextCodec:
             raise InvalidRequest("This model has no chat template.", "messages")
         try:
             text = self._render(messages, options)
-        except (
-            TemplateError,
-            ValueError,
-            TypeError,
-            ArithmeticError,
-            LookupError,
-            AttributeError,
-            RecursionError,
-        ) as error:
+        except _TEMPLATE_FAILURES as error:
             why = str(error)[:MAX_REASON_CHARS]  # a client's own words may be in it
             raise InvalidRequest(
                 f"The chat template cannot render these messages: {why}", "messages"
@@ -170,7 +172,7 @@ class TextCodec:
         if template is None:
             return
         if is_given:
-            with contextlib.suppress(TemplateError, TypeError, ValueError, KeyError):
+            with contextlib.suppress(*_TEMPLATE_FAILURES):
                 self._try_template()
         templates = template.values() if isinstance(template, dict) else [template]
         if needs_tools and not any("tools" in str(one) for one in templates):

@@ -76,6 +76,18 @@ class Scaling:
     def _num_wanted(self) -> int:
         return self._num_places - len(self._placement.leaving)
 
+    def _surplus(self, goal: int) -> int:
+        """How many more there are than the goal. What is ordered does not count, because it takes
+        minutes or never comes: nobody who serves leaves for it.
+        """
+        return self._num_wanted - self._num_ordered - goal
+
+    @property
+    def _num_new(self) -> int:
+        """Groups that nobody knows the load of yet. They may be who leaves, so one waits for it."""
+        groups = self._placement.groups.values()
+        return sum(bool(group.forming) or not group.is_reported for group in groups)
+
     @property
     def size(self) -> ClusterSize:
         """For people and metrics."""
@@ -110,32 +122,30 @@ class Scaling:
             return
         placement = self._placement
         for group_id in sorted(placement.leaving):
-            if self._num_wanted < self._goal:
+            if self._surplus(self._goal) < 0:
                 placement.stay(group_id)
         for instance_id in sorted(placement.absent):
-            if self._num_wanted > self._goal:
+            if self._surplus(self._goal) > 0:
                 self._give_back(instance_id)
         missing = self._goal - self._num_wanted
         if missing > 0:
             self._order(missing, f"{self._goal} instances were asked for")
-        for _ in range(-missing):
+        for _ in range(self._surplus(self._goal) - self._num_new):
             leaver = choose_leaver(self._alone())
             if leaver is None:
                 break  # those that could leave are in pipelines, or change
             placement.leave(leaver)
-        if self._num_wanted == self._goal:
-            self._dismissed |= placement.leaving
-            if not placement.leaving:
-                self._goal = None
-        self._dismissed &= placement.leaving
+        self._dismissed = set(placement.leaving)
+        if self._num_wanted == self._goal and not placement.leaving:
+            self._goal = None
         self._dismiss_all()
 
     def lets_go(self, instance_id: InstanceId) -> bool:
         """An instance died: whether it is one too many, so that it needs no replacement."""
-        if self._goal is None or self._num_places <= self._goal:
-            return False
         placement = self._placement
-        if self._num_wanted <= self._goal:  # another one was to leave: that one stays
+        if self._goal is None or self._num_places - self._num_ordered <= self._goal:
+            return False
+        if self._surplus(self._goal) <= 0:  # another one was to leave: that one stays
             placement.stay(max(placement.leaving))
         return True
 
@@ -145,9 +155,10 @@ class Scaling:
         """An instance that was ordered could not be started, and will not be."""
         self._num_places -= 1
         self._refused = (now_s, reason)
-        self._fewest = min(self._fewest, self._num_wanted)
+        # Those that leave count, because they stay where that is what the goal needs.
+        self._fewest = min(self._fewest, self._num_places)
         if self._goal is not None:
-            self._goal = min(self._goal, self._num_wanted)
+            self._goal = min(self._goal, self._num_places)
 
     def gave_back(self) -> None:
         """An instance has been given back."""

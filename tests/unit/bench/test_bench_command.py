@@ -73,6 +73,19 @@ def test_what_was_measured_is_saved_wherever_that_is_to_be(server, tmp_path: Pat
     assert read_run(tmp_path / "some" / "where.jsonl").records
 
 
+def test_what_is_infinite_is_saved_as_json_that_anybody_reads(server, tmp_path: Path) -> None:
+    to = ("--base-url", server.url, *QUICK, "--save-result", "--result-dir", str(tmp_path))
+    for name, flags, rate, burstiness in (
+        ("a", ("--request-rate", "inf"), "inf", None),
+        ("b", ("--request-rate", "500", "--burstiness", "inf"), 500.0, "inf"),
+    ):
+        result = bench(*to, *flags, "--result-filename", f"{name}.json")
+        assert result.exit_code == 0, result.output
+        text = (tmp_path / f"{name}.json").read_text()
+        saved = json.loads(text, parse_constant=pytest.fail)
+        assert (saved["request_rate"], saved["burstiness"]) == (rate, burstiness)
+
+
 def test_several_servers_and_chat(server, second_server) -> None:
     result = bench(
         "--backend", "openai-chat", "--base-url", server.url, second_server.url + "/v1/", *QUICK

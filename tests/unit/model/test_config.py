@@ -50,6 +50,12 @@ def test_a_plain_llama(read) -> None:
     assert spec.rope_scaling is None and spec.sliding_window is None and not spec.tied_embeddings
 
 
+def test_a_rotary_factor_of_null_or_one_is_the_whole_head(read) -> None:
+    for whole in (None, 1, 1.0):
+        named = {"partial_rotary_factor": whole}
+        assert read({**LLAMA, **named, "rope_parameters": named}) == read(LLAMA)
+
+
 def test_biases_and_norms_by_architecture(read) -> None:
     biased = read({**LLAMA, "attention_bias": True, "mlp_bias": True})
     assert biased.attention_bias and biased.output_bias and biased.mlp_bias
@@ -138,6 +144,7 @@ def test_layers_that_know_no_positions(read) -> None:
         ({**LLAMA, "quantization_config": {"quant_method": "awq"}}, "awq"),
         ({**LLAMA, "quantization_config": "fp8"}, "fp8"),
         ({**LLAMA, "partial_rotary_factor": 0.5}, "partial rotary"),
+        ({**LLAMA, "rope_parameters": {"partial_rotary_factor": 0}}, "partial rotary"),
         ({**LLAMA, "rope_parameters": {"full_attention": {"factor": 2}}}, "full_attention"),
         ({**LLAMA, "rope_scaling": {"mrope_section": [1, 2]}}, "mrope_section"),
     ],

@@ -88,14 +88,28 @@ def test_several_answers_and_parameters_for_each_prompt(llm: LLM, engine: EchoEn
 
 
 def test_what_the_makers_recommend(monkeypatch: pytest.MonkeyPatch, engine: EchoEngine) -> None:
-    recommended = SamplingDefaults(temperature=0.3, top_k=7)
+    recommended = SamplingDefaults(temperature=0.3, top_k=7, max_new_tokens=40)
     with echo_llm(monkeypatch, engine, recommended) as llm:
         llm.generate("hello")
         llm.generate("hello", SamplingParams())
         llm.generate("hello", llm.get_default_sampling_params())
     found = [(one.sampling.temperature, one.sampling.top_k) for one in engine.submitted]
     assert found == [(0.3, 7), (1.0, None), (0.3, 7)]
-    assert {one.sampling.max_tokens for one in engine.submitted} == {16}
+    assert [one.sampling.max_tokens for one in engine.submitted] == [40, 16, 40]
+
+
+def test_without_parameters_a_prompt_gets_what_has_room(
+    monkeypatch: pytest.MonkeyPatch, engine: EchoEngine
+) -> None:
+    prompts = [[7] * 500, [7] * 480, [7, 8]]
+    for recommended, lengths in ((None, [12, 16, 16]), (2048, [12, 32, 510])):
+        engine.submitted.clear()
+        defaults = SamplingDefaults(max_new_tokens=recommended)
+        with echo_llm(monkeypatch, engine, defaults) as llm:
+            llm.generate(prompts)
+        assert sorted(one.sampling.max_tokens for one in engine.submitted) == lengths
+    with echo_llm(monkeypatch, engine) as llm, pytest.raises(PromptTooLong, match="600 in the p"):
+        llm.generate([[7] * 600])
 
 
 def test_text_ends_an_answer(llm: LLM, engine: EchoEngine) -> None:

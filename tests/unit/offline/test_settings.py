@@ -48,6 +48,19 @@ def test_keywords_go_before_variables_and_those_before_a_file(
     assert config.instance.block_size == 32
 
 
+def test_what_is_switched_off_goes_before_variables_and_files_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "serve.yaml"
+    file.write_text("park-behind-drop: true\n")
+    monkeypatch.setenv("KUNSERVE_CHECK_INVARIANTS", "1")
+    monkeypatch.setenv("KUNSERVE_CONFIG", str(file))
+    on = config_from_keywords({})
+    assert on.cluster.check_invariants and on.overload.park_behind_drop
+    off = config_from_keywords({"check_invariants": False, "park_behind_drop": False})
+    assert not off.cluster.check_invariants and not off.overload.park_behind_drop
+
+
 def test_what_a_server_is_told_is_not_meant(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KUNSERVE_API_KEY_FILE", "/nowhere")
     monkeypatch.setenv("KUNSERVE_MAX_NUM_QUEUED_REQS", "1")

@@ -17,11 +17,12 @@ from kunserve.control.cluster.scaling import NOT_STARTED
 from kunserve.core.config import ServerConfig
 from kunserve.core.errors import ConfigError, Overloaded
 from kunserve.core.ids import RequestId
+from kunserve.core.layout import LayerRange
 from kunserve.core.snapshots import ClusterSize, ObservedDrops
 from kunserve.server.command import serve_command
 from kunserve.server.scale_command import scale_command
 from tests.conftest import wait_until
-from tests.unit.server.echo_engine import EchoEngine
+from tests.unit.server.echo_engine import LAYERS, EchoEngine, idle_state, instance_state
 from tests.unit.server.live_server import LiveServer, live_server
 
 BODY = {"prompt": "ab", "max_tokens": 400}
@@ -58,6 +59,27 @@ def test_drop_and_restore_answer_with_what_changed(admin: LiveServer) -> None:
         restored = client.post("/kunserve/restore", headers=JSON).json()
         assert restored["dropped_bytes_after"] == 0
         assert len(restored["state"]["groups"]) == 2
+
+
+def test_a_restore_of_some_pipelines_is_one(
+    admin: LiveServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = admin.engine
+
+    async def of_one() -> str:
+        first, other = engine.snapshot.instances
+        whole = replace(first, held=LayerRange(0, LAYERS))
+        engine.snapshot = replace(engine.snapshot, instances=(whole, other))
+        return "1 group split; not restored: a large request"
+
+    monkeypatch.setattr(engine, "restore", of_one)
+    with admin.client() as client:
+        client.post("/kunserve/drop", headers=JSON)
+        answer = client.post("/kunserve/restore", headers=JSON)
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["result"].endswith("not restored: a large request")
+        found = [answer.json()[f"dropped_bytes_{when}"] for when in ("before", "after")]
+        assert found == [16384, 8192]
 
 
 def test_a_size_that_is_asked_for(admin: LiveServer) -> None:
@@ -185,7 +207,9 @@ def test_kill(admin: LiveServer) -> None:
 def test_a_success_that_changed_nothing_is_a_failure(admin: LiveServer) -> None:
     admin.configure(lying=True)
     with admin.client() as client:
-        for action, body in (("drop", {}), ("kill", {"instance_id": 0})):
+        dropped = idle_state().instances[0], instance_state(1, 0, LAYERS // 2)
+        admin.engine.snapshot = replace(admin.engine.snapshot, instances=dropped)
+        for action, body in (("drop", {}), ("restore", {}), ("kill", {"instance_id": 0})):
             answer = client.post(f"/kunserve/{action}", json=body)
             assert answer.status_code == 500
             assert "does not show it" in answer.json()["error"]["message"]

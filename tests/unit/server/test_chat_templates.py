@@ -173,13 +173,17 @@ def test_a_template_from_a_file(tmp_path: Path) -> None:
 def test_templates_that_do_not_do() -> None:
     with pytest.raises(ConfigError, match="line 2"):
         codec_of("a\n{% if %}").check_template(is_given=True, needs_tools=False)
-    codec_of("{{ raise_exception('no') }}").check_template(is_given=True, needs_tools=False)
+    user = [{"role": "user", "content": "x"}]
+    for picky in ("{{ raise_exception('no') }}", "{{ 1 // 0 }}", "{{ nothing.here.at.all }}"):
+        codec_of(picky).check_template(is_given=True, needs_tools=False)
+        with pytest.raises(InvalidRequest, match="cannot render"):
+            conversation_text(codec_of(picky), ChatBody(messages=user))
     with pytest.raises(ConfigError, match="chatml_tools"):
         codec_of("{{ messages }}").check_template(is_given=False, needs_tools=True)
     broken = codec_of("{% if %}")
     broken.check_template(is_given=False, needs_tools=False)
     with pytest.raises(InvalidRequest, match="cannot render"):
-        conversation_text(broken, ChatBody(messages=[{"role": "user", "content": "x"}]))
+        conversation_text(broken, ChatBody(messages=user))
 
 
 def test_a_system_message_that_a_template_has_no_place_for() -> None:

@@ -259,6 +259,85 @@ def test_an_order_that_cannot_be_carried_out_ends_the_wish_and_says_why() -> Non
     assert not brain.controller.state(brain.now_s).reasons
 
 
+def changed_minds() -> Brain:
+    """Two serve; a third was asked for, and then not any more before it came."""
+    brain = sized(2)
+    resize(brain, 3)
+    assert len(brain.said(ScaleUp)) == 1
+    for number in range(2):
+        brain.report(number, num_running=number, used_blocks=number)
+    resize(brain, 2)
+    brain.pass_time()
+    assert not brain.said(ScaleDown) and not brain.controller.placement.leaving
+    return brain
+
+
+def test_nobody_who_serves_leaves_for_one_that_may_never_come() -> None:
+    brain = changed_minds()
+    assert size_of(brain) == ClusterSize(wanted=2, ordered=1, fewest=2)
+    brain.controller.growth_refused("no memory", brain.now_s)
+    brain.pass_time()
+    assert brain.groups == [(0,), (1,)]
+    assert size_of(brain) == ClusterSize(wanted=2, fewest=2)
+    brain.pass_time()
+    assert not brain.said(ScaleDown) and not brain.said(ScaleUp)
+
+
+def test_who_comes_too_late_is_who_leaves() -> None:
+    brain = changed_minds()
+    brain.start(2)
+    brain.pass_time()
+    assert not brain.said(ScaleDown), "what it has to do is not known yet"
+    brain.report(2)
+    brain.pass_time()
+    assert brain.said(ScaleDown) == [ScaleDown(InstanceId(2))]
+    assert brain.groups == [(0,), (1,)]
+    assert size_of(brain) == ClusterSize(wanted=2, fewest=2)
+
+
+def test_who_dies_is_replaced_while_the_one_too_many_is_only_ordered() -> None:
+    brain = changed_minds()
+    brain.die(1)
+    brain.pass_time()
+    assert brain.said(Respawn) and not brain.said(ScaleDown)
+    brain.controller.growth_refused("no memory", brain.now_s)
+    brain.start(1)
+    brain.pass_time()
+    assert brain.groups == [(0,), (1,)]
+    assert size_of(brain) == ClusterSize(wanted=2, fewest=2)
+
+
+def test_who_leaves_is_kept_by_a_death_and_by_no_shortage_while_others_are_ordered() -> None:
+    brain = Brain(3, policy="drop")
+    resize(brain, 4)
+    for number in range(3):
+        brain.request()
+        brain.report(number, num_running=1, used_blocks=2 + number)
+    resize(brain, 2)
+    assert brain.controller.placement.leaving == {brain.group_id(0)}
+    brain.report(1, **SHORT, waiting_blocks=90)
+    assert brain.controller.placement.leaving == {brain.group_id(0)}
+    brain.die(1)
+    assert not brain.controller.placement.leaving, "it takes the other one's place at once"
+
+
+def test_who_leaves_stays_although_as_many_are_ordered() -> None:
+    brain = sized(3)
+    resize(brain, 5)
+    for number in range(3):
+        brain.request()
+        brain.report(number, num_running=1, used_blocks=2 + number)
+    resize(brain, 1)
+    assert size_of(brain) == ClusterSize(wanted=1, ordered=2, leaving=2, fewest=1)
+    resize(brain, 3)
+    assert size_of(brain) == ClusterSize(wanted=3, ordered=2, fewest=3)
+    for _ in range(2):
+        brain.controller.growth_refused("no memory", brain.now_s)
+    brain.pass_time()
+    assert size_of(brain) == ClusterSize(wanted=3, fewest=3)
+    assert not brain.said(ScaleDown) and len(brain.said(ScaleUp)) == 2
+
+
 def test_a_cluster_that_was_refused_an_instance_does_not_ask_again_for_a_while() -> None:
     brain = growing()
     brain.report(0, **SHORT, waiting_blocks=90)
