@@ -323,13 +323,19 @@ class Transitions:
 
     # Ends
 
-    def roll_back(self, transition: Transition, reason: str, now_s: float) -> None:
-        """Nothing has been committed: every member forgets it."""
+    def roll_back(
+        self, transition: Transition, reason: str, now_s: float, *, backs_off: bool = True
+    ) -> None:
+        """Nothing has been committed: every member forgets it.
+
+        ``backs_off``: something was wrong, so others begin a little later.
+        """
         assert transition.may_roll_back, transition
         if transition.transition_id not in self._untold:
             for member in sorted(transition.members):
                 self._outbox.send(member, Rollback(transition.transition_id))
-        self.backoff_until_s = now_s + BACKOFF_S
+        if backs_off:
+            self.backoff_until_s = now_s + BACKOFF_S
         self._end(transition, Outcome.ROLLED_BACK, reason, now_s)
 
     def fail(self, transition: Transition, reason: str, now_s: float) -> None:

@@ -253,6 +253,16 @@ def test_a_restore_is_called_off_by_the_group_that_it_squeezes() -> None:
     assert {instance_id for instance_id, _ in brain.take(Rollback)} == members
 
 
+def test_a_restore_that_is_called_off_holds_up_no_other_group() -> None:
+    brain, leader, single = restoring()
+    crowded = {"num_waiting": 9, "head_of_line_blocks": 81, "waiting_blocks": 99}
+    brain.report(leader, capacity_blocks=100, num_running=4, used_blocks=20, **crowded)
+    assert brain.take(Rollback)
+    brain.now_s += 0.2
+    brain.report(single, **{**SHORT, "waiting_blocks": 400})
+    assert {instance_id for instance_id, _ in brain.take(Prepare)} >= {single}
+
+
 def test_a_restore_goes_on_while_another_group_is_short() -> None:
     brain, _, single = restoring()
     brain.report(single, **{**SHORT, "waiting_blocks": 400})
