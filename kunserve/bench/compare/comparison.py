@@ -33,7 +33,7 @@ class Options:
     num_jobs: int | None = None
     """Simulations at once; None is one per core."""
     is_fresh: bool = False
-    """Run again what is already in the results."""
+    """Run again what is already in the results. Its lines go to replaced.jsonl at once."""
 
 
 def compare(
@@ -73,8 +73,11 @@ class _Comparison:
         self._folder = folder
         self._jobs = _jobs(experiment, self._places, folder, options.chrome_trace)
         if folder is not None:
-            digests = {job.place: job.digest for job in self._jobs}
-            self._results = folder.begin({} if options.is_fresh else digests)
+            if folder.mend():
+                say(f"the last line of {folder.results_path} was torn: its run is run again")
+            if options.is_fresh:
+                folder.set_aside()
+            self._results = folder.begin({job.place: job.digest for job in self._jobs})
             if self._results:
                 say(_found(self._results, len(self._places), folder.results_path))
 

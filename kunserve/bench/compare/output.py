@@ -7,7 +7,16 @@ from pathlib import Path
 from kunserve.bench.compare.experiment import Experiment, Place, World
 from kunserve.bench.compare.figures import plot_loads, plot_violations
 from kunserve.bench.compare.report_page import write_report
-from kunserve.bench.compare.results import AtLoad, Outcome, RunResult, append, by_load, load, save
+from kunserve.bench.compare.results import (
+    AtLoad,
+    Outcome,
+    RunResult,
+    append,
+    by_load,
+    load,
+    mend,
+    save,
+)
 from kunserve.bench.compare.table import notes, rows, table, windows
 from kunserve.bench.plot import plot_comparison
 from kunserve.bench.runfile import Run, read_run, write_run
@@ -32,6 +41,31 @@ class OutputFolder:
     def results_path(self) -> Path:
         """One line per run."""
         return self.path / "results.jsonl"
+
+    @property
+    def replaced_path(self) -> Path:
+        """The lines that were run again since."""
+        return self.path / "replaced.jsonl"
+
+    def mend(self) -> bool:
+        """Called first: whether a line that a full disk had torn was taken away."""
+        mend(self.replaced_path)
+        return mend(self.results_path)
+
+    def set_aside(self) -> None:
+        """Called before every run is run again, so that no broken-off call leaves old beside new.
+
+        Nothing else tells them apart: settings and requests are the same.
+        """
+        if not self.results_path.exists():
+            return
+        ours, others = set(self._places), []
+        for result in load(self.results_path):
+            if result.place in ours:
+                append(self.replaced_path, result)
+            else:
+                others.append(result)
+        save(self.results_path, others)
 
     def begin(self, digests: Mapping[Place, str]) -> dict[Place, RunResult]:
         """The results that are there already, of the same settings and requests."""

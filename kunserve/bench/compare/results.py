@@ -186,6 +186,27 @@ def append(path: Path, result: RunResult) -> None:
         file.write(_line(result))
 
 
+def mend(path: Path) -> bool:
+    """Take away a last line that a full disk has torn; whether there was one.
+
+    What is appended next would else go on in that line.
+    """
+    if not path.exists():
+        return False
+    with _writing(path), path.open("r+b") as file:
+        content = file.read()
+        rest = content.rpartition(b"\n")[2]
+        if not rest:
+            return False
+        try:
+            msgspec.json.decode(rest)
+        except msgspec.MsgspecError:
+            file.truncate(len(content) - len(rest))
+            return True
+        file.write(b"\n")  # somebody's editor took it
+        return False
+
+
 def save(path: Path, results: Iterable[RunResult]) -> None:
     """Write the file anew, whole or not at all."""
     partial = path.with_name(path.name + ".partial")

@@ -81,6 +81,37 @@ def test_an_interrupted_comparison_goes_on_where_it_stopped(
     assert len(servers.started) == 8
 
 
+def test_an_interrupted_fresh_comparison_leaves_no_old_run_beside_new_ones(
+    servers: Servers, tmp_path: Path
+) -> None:
+    compare(REAL, tmp_path, say=lambda text: None)
+    other_load = dataclasses.replace(REAL, loads=(2.0,))
+    compare(other_load, tmp_path, say=lambda text: None)
+    old = load(tmp_path)
+    servers.started.clear()
+    servers.fails_after = 3
+    with pytest.raises(KeyboardInterrupt):
+        compare(REAL, tmp_path, Options(is_fresh=True), lambda text: None)
+    assert [run.load for run in load(tmp_path)] == [2.0] * 4 + [1.0] * 3
+    assert load(tmp_path / "replaced.jsonl") == [run for run in old if run.load == 1.0]
+    servers.fails_after = None
+    said: list[str] = []
+    assert len(compare(REAL, tmp_path, say=said.append)) == 4
+    assert said[0].startswith("3 of 4 runs are in") and len(servers.started) == 4
+
+
+@pytest.mark.parametrize("is_fresh", [False, True])
+def test_a_torn_line_is_run_again(is_fresh: bool, servers: Servers, tmp_path: Path) -> None:
+    compare(REAL, tmp_path, say=lambda text: None)
+    path = tmp_path / "results.jsonl"
+    path.write_bytes(path.read_bytes()[:-30])
+    servers.started.clear()
+    said: list[str] = []
+    compare(REAL, tmp_path, Options(is_fresh=is_fresh), said.append)
+    assert said[0].endswith("results.jsonl was torn: its run is run again")
+    assert len(servers.started) == (4 if is_fresh else 1) and len(load(tmp_path)) == 4
+
+
 def test_other_settings_are_run_again(servers: Servers, tmp_path: Path) -> None:
     compare(REAL, tmp_path, say=lambda text: None)
     larger = dataclasses.replace(REAL, setup=RealSetup(instance_memory="400MiB"))
