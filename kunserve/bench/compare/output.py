@@ -22,6 +22,9 @@ from kunserve.bench.plot import plot_comparison
 from kunserve.bench.runfile import Run, read_run, write_run
 from kunserve.core.errors import ConfigError
 
+_RESULT = "result"
+"""The setting of a kept run that says of which result it is."""
+
 
 class OutputFolder:
     """The folder of one experiment. ``results.jsonl`` grows by a line with every run."""
@@ -82,20 +85,31 @@ class OutputFolder:
         place = outcome.result.place
         append(self.results_path, outcome.result)
         if with_requests or self._experiment.world is World.REAL:
-            write_run(self._run_path(place), outcome.run)
+            marked = (*outcome.run.config, (_RESULT, outcome.result.fingerprint))
+            write_run(self._run_path(place), dataclasses.replace(outcome.run, config=marked))
         if self._is_drawn(place):
             self._runs[place] = outcome.run
 
     def draw(self, group: AtLoad) -> None:
-        """The figures of one load. A timeline shows the first seed's first round."""
-        runs = [self._run_of(p) for p in self._places if p.load == group.load and self._is_drawn(p)]
+        """The figures of one load. A timeline shows the first seed's first round.
+
+        One that cannot be drawn, because no requests were kept, stays only if it is of these runs.
+        """
+        shown = [result for result in group.runs if self._is_drawn(result.place)]
+        runs = [self._run_of(result) for result in shown]
         there = [run for run in runs if run is not None]
+        path = self._timeline_path(group.load)
+        mark = " ".join(result.fingerprint for result in shown)
         if len(there) == len(runs):
-            plot_comparison(there, self._timeline_path(group.load))
+            plot_comparison(there, path, mark)
+        elif path.exists() and mark.encode() not in path.read_bytes():
+            path.unlink()
         for place in [place for place in self._runs if place.load == group.load]:
             del self._runs[place]
         if any(run.ttft_ms for run in group.runs):
             plot_violations(group, self._slo_path(group.load))
+        else:
+            self._slo_path(group.load).unlink(missing_ok=True)
 
     def finish(self, results: Sequence[RunResult], verdict: Sequence[str]) -> None:
         """Everything that is of all loads together."""
@@ -143,12 +157,14 @@ class OutputFolder:
     def _is_drawn(self, place: Place) -> bool:
         return place.seed == self._experiment.seeds[0] and place.round == 0
 
-    def _run_of(self, place: Place) -> Run | None:
-        """From this call, or from the file that an earlier one left."""
-        run = self._runs.get(place)
-        if run is None and self._run_path(place).exists():
-            run = read_run(self._run_path(place))
-        return run
+    def _run_of(self, result: RunResult) -> Run | None:
+        """From this call, or from the file that an earlier one left of this very run."""
+        run = self._runs.get(result.place)
+        path = self._run_path(result.place)
+        if run is not None or not path.exists():
+            return run
+        kept = read_run(path)
+        return kept if dict(kept.config).get(_RESULT) == result.fingerprint else None
 
     def _run_path(self, place: Place) -> Path:
         return self.path / f"{self._stem(place)}.jsonl"
@@ -163,6 +179,5 @@ class OutputFolder:
         return f"-{at:g}" if len(self._experiment.loads) > 1 else ""
 
     def _stem(self, place: Place) -> str:
-        seed = f"-seed{place.seed}" if len(self._experiment.seeds) > 1 else ""
-        number = f"-round{place.round + 1}" if self._experiment.num_rounds > 1 else ""
-        return f"{place.system}{self._ending(place.load)}{seed}{number}"
+        """Of a run's own files. Calls with other loads or seeds may use the same folder."""
+        return f"{place.system}-load{place.load:g}-seed{place.seed}-round{place.round + 1}"

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,6 +93,15 @@ class RunResult:
     def num_completed(self) -> int:
         """Requests whose whole response came."""
         return self.num_requests - self.num_failed
+
+    @property
+    def fingerprint(self) -> str:
+        """Twelve digits of what was asked and of what every request met.
+
+        Requests and figures that are kept beside a result say by it of which run they are.
+        """
+        met = (self.digest, self.duration_s, self.ttft_ms, self.tpot_ms)
+        return hashlib.sha256(repr(met).encode()).hexdigest()[:12]
 
     def percentile_s(self, latency: str, percentile: float) -> float:
         """One of `PERCENTILES` of ``ttft`` or ``tpot``."""

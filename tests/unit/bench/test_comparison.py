@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from kunserve.bench.compare import comparison, real
+from kunserve.bench.compare import comparison, output, real
 from kunserve.bench.compare.comparison import Options, compare
 from kunserve.bench.compare.experiment import Experiment
 from kunserve.bench.compare.real import RealRun, serve_arguments
@@ -13,7 +13,7 @@ from kunserve.bench.compare.results import load
 from kunserve.bench.compare.settings import RealSetup, SimulatedSetup, WorkloadSettings
 from kunserve.bench.compare.systems import find_system
 from kunserve.bench.metrics import compute_metrics
-from kunserve.bench.runfile import read_run
+from kunserve.bench.runfile import read_run, write_run
 from tests.unit.bench.comparisons import run_of
 
 REQUESTS = WorkloadSettings(duration_s=20.0, rate=1.0)
@@ -29,12 +29,14 @@ class Servers:
     def __init__(self) -> None:
         self.started: list[str] = []
         self.fails_after: int | None = None
+        self.ttft_s: float | None = 0.1
 
     def run_system(self, system, setup, workload, **more) -> RealRun:  # type: ignore[no-untyped-def]
         if len(self.started) == self.fails_after:
             raise KeyboardInterrupt
+        assert self.ttft_s is not None, "nothing is left to run"
         self.started.append(system.name)
-        run = run_of(system.name, [0.1] * 20)
+        run = run_of(system.name, [self.ttft_s] * 20)
         metrics = compute_metrics(run.records, run.duration_s)
         return RealRun(run, metrics, (f"{system.name} drop id=0",), (0.5, 1.0))
 
@@ -53,7 +55,7 @@ def test_real_systems_run_in_turns_and_are_kept(servers: Servers, tmp_path: Path
     assert len(results) == 4 and load(tmp_path) == results
     names = {path.name for path in tmp_path.iterdir()}
     assert {"table.txt", "report.html", "timeline.png", "slo.png"} <= names
-    assert len(read_run(tmp_path / "drop-round2.jsonl").records) == 20
+    assert len(read_run(tmp_path / "drop-load1-seed0-round2.jsonl").records) == 20
     text = "\n".join(said)
     assert "run 1 of 4: recompute, load 1, seed 0, round 1" in text
     assert "run 3 of 4, about 0 min left: drop, load 1, seed 0, round 2" in text
@@ -121,6 +123,44 @@ def test_other_settings_are_run_again(servers: Servers, tmp_path: Path) -> None:
     compare(dataclasses.replace(other, setup=larger.setup), tmp_path, say=lambda text: None)
     assert servers.started[8:] == ["drop-deep", "drop-deep"]
     assert len(load(tmp_path)) == 6
+
+
+def test_runs_of_other_loads_are_not_drawn_or_lost(
+    servers: Servers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of these calls finds the folder as the one before it left it."""
+    drawn: list[list[float]] = []
+
+    def draw(runs, path, mark):  # type: ignore[no-untyped-def]
+        drawn.append([run.duration_s for run in runs])
+        path.write_text(mark)
+
+    monkeypatch.setattr(output, "plot_comparison", draw)
+    for load_, ttft_s in ((0.5, 0.1), (2.0, 9.0), (0.5, None)):
+        servers.ttft_s = ttft_s
+        compare(dataclasses.replace(REAL, loads=(load_,)), tmp_path, say=lambda text: None)
+    assert len(servers.started) == 8, "the third call finds what the first one ran"
+    assert drawn[0] == drawn[2] != drawn[1]
+    kept = read_run(tmp_path / "drop-load0.5-seed0-round1.jsonl")
+    assert [kept.duration_s] * 2 == drawn[0]
+    changed = dataclasses.replace(kept, config=(("result", "of other settings"),))
+    write_run(tmp_path / "drop-load0.5-seed0-round1.jsonl", changed)
+    compare(dataclasses.replace(REAL, loads=(2.0,)), tmp_path, say=lambda text: None)
+    compare(dataclasses.replace(REAL, loads=(0.5,)), tmp_path, say=lambda text: None)
+    assert len(drawn) == 4 and not (tmp_path / "timeline.png").exists()
+
+
+def test_a_timeline_stays_as_long_as_it_is_of_these_runs(tmp_path: Path) -> None:
+    options, timeline = Options(num_jobs=1), tmp_path / "timeline.png"
+
+    def compared(at: float) -> str:
+        compare(dataclasses.replace(SMALL, loads=(at,)), tmp_path, options, lambda text: None)
+        return (tmp_path / "report.html").read_text()
+
+    assert "Over time" in compared(0.5)
+    assert "Over time" in compared(0.5) and timeline.exists(), "though no requests were kept"
+    assert "Over time" in compared(1.0)
+    assert "Over time" not in compared(0.5) and not timeline.exists()
 
 
 def test_simulations_are_not_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

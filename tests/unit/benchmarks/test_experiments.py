@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import tables
 from benchmarks.__main__ import FOLDER
 from benchmarks.kept_results import RESULTS, Runs
 from benchmarks.reproduction import DOCUMENTS, experiments, kept, write_tables
@@ -55,6 +56,15 @@ def test_what_is_committed_of_a_run_can_be_read_again(tmp_path: Path) -> None:
     path.write_bytes(kept([one]))
     assert load(path) == [replace(one, ttft_ms=(), tpot_ms=())]
     assert Runs(path).violations(one.system, one.load) == pytest.approx(1 / 3, abs=1e-4)
+
+
+@pytest.mark.parametrize("name", ["static-pp-4-0.06", "static-pp-4-load0.06-seed0-round1"])
+def test_a_runs_file_says_which_system_and_load(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    columns = ("TTFT P50 (s)", "TTFT P99 (s)", "TPOT P50 (s)", "TPOT P99 (s)")
+    settings = {"run": name, "step_times": "profile", "machine": "Zen 5"}
+    lines = [{"name": "error", "value": 3.0, "settings": settings | {"of": of}} for of in columns]
+    monkeypatch.setattr(tables, "figures_of", lambda benchmark: lines)
+    assert tables.prediction()[1][:2] == ("0.06", "static-pp-4")
 
 
 def test_every_result_is_of_an_experiment_that_there_is() -> None:
