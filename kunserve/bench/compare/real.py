@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import secrets
 import time
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,6 +35,7 @@ MODEL_S = 30.0
 FORM_S = 60.0
 """How long pipelines may take to form."""
 FORM_POLL_S = 0.1
+_SEED_BITS = 48
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,12 +120,17 @@ def run_others(
     seed: int = 0,
     say: Callable[[str], None] = lambda text: None,
 ) -> RealRun:
-    """Start the replicas afresh, if they are not there, replay the requests in turn, stop them."""
+    """Start the replicas afresh, if they are not there, replay the requests in turn, stop them.
+
+    Those that are there get prompts that no run before has had. They keep their prefix caches from
+    run to run, and would else be timed with the prompts of the round before in them.
+    """
     if other.command:
         say(f"  {other.replicas} x {other.command}")
         say(f"  waiting until they are ready, {other.ready_s:g} s at most")
     else:
         say(f"  {', '.join(other.urls)}")
+        seed = secrets.randbits(_SEED_BITS)
     with running_others(name, other) as urls:
         return _measured(name, other.command, urls, setup, workload, seed, say)
 
@@ -217,7 +224,7 @@ async def _replay(
         duration_s=outcome.duration_s,
         records=outcome.records,
         samples=outcome.samples,
-        config=(("serve", called), ("seed", seed), ("ignore_eos", True)),
+        config=(("serve", called), ("prompt_seed", seed), ("ignore_eos", True)),
         environment=tuple(environment().items()),
     )
 

@@ -66,6 +66,23 @@ def test_servers_that_run_already_take_turns(
     assert "1 of 1 runs are in" not in run(tmp_path, urls.replace("/'", "'"))[1], "other servers"
 
 
+def test_no_prompt_comes_twice_to_servers_that_keep_their_caches(
+    server: FakeServer, tmp_path: Path
+) -> None:
+    path = tmp_path / "theirs.toml"
+    text = EXPERIMENT.replace("{other}", f"urls = ['{server.url}']").replace(
+        "rounds = 1", "rounds = 2"
+    )
+    path.write_text(text)
+    for more in ([], ["--fresh"], ["--loads", "0.5"]):
+        words = [str(path), "-o", str(tmp_path / "out"), *more]
+        result = CliRunner().invoke(compare_command, words)
+        assert result.exit_code == 0, result.output
+    prompts = [body["prompt"] for body in server.bodies]
+    beginnings = [tuple(prompt[:4]) for prompt in prompts if len(prompt) >= 4]
+    assert len(set(beginnings)) == len(beginnings) > 50
+
+
 @pytest.mark.parametrize(
     ("other", "message"),
     [
