@@ -19,7 +19,7 @@ from kunserve.bench.compare.others import OtherServers, running_others
 from kunserve.bench.compare.results import Outcome, result_of
 from kunserve.bench.compare.settings import RealSetup
 from kunserve.bench.compare.systems import System, check_parts, find_system, serve_flags
-from kunserve.bench.environment import environment
+from kunserve.bench.environment import environment, version
 from kunserve.bench.metrics import RunMetrics, client_lag_s, compute_metrics
 from kunserve.bench.progress import ProgressLine
 from kunserve.bench.prompts import TokenIdPrompts
@@ -103,12 +103,15 @@ def run_system(
     """Start the system afresh, replay the requests, stop it."""
     flags = serve_arguments(system, setup, trace_to)
     say(f"  kunserve serve {' '.join(flags)}")
+    of_code = version()
     with running_server(flags) as server:
         if system.pipeline_stages > 1:
             await_pipelines(server.url, system.pipeline_stages)
         called = " ".join(flags)
         done = _measured(system.name, called, (server.url,), setup, workload, seed, say)
-        return replace(done, log=tuple(server.transitions()))
+        conditions = dict(done.run.environment) | of_code
+        run = replace(done.run, environment=tuple(conditions.items()))
+        return replace(done, run=run, log=tuple(server.transitions()))
 
 
 def run_others(

@@ -13,8 +13,11 @@ from kunserve.bench.compare.comparison import _jobs
 from kunserve.bench.compare.experiment import plan
 from kunserve.bench.compare.experiment_file import read_experiment
 from kunserve.bench.compare.others import OtherServers, running_others
+from kunserve.bench.compare.real import run_others
 from kunserve.bench.compare.results import load
+from kunserve.bench.compare.settings import RealSetup
 from kunserve.bench.session import ServerUnreachable
+from kunserve.workload.workload import Lengths, Workload
 from tests.conftest import wait_until
 from tests.unit.bench.conftest import FakeServer
 
@@ -66,21 +69,13 @@ def test_servers_that_run_already_take_turns(
     assert "1 of 1 runs are in" not in run(tmp_path, urls.replace("/'", "'"))[1], "other servers"
 
 
-def test_no_prompt_comes_twice_to_servers_that_keep_their_caches(
-    server: FakeServer, tmp_path: Path
-) -> None:
-    path = tmp_path / "theirs.toml"
-    text = EXPERIMENT.replace("{other}", f"urls = ['{server.url}']").replace(
-        "rounds = 1", "rounds = 2"
-    )
-    path.write_text(text)
-    for more in ([], ["--fresh"], ["--loads", "0.5"]):
-        words = [str(path), "-o", str(tmp_path / "out"), *more]
-        result = CliRunner().invoke(compare_command, words)
-        assert result.exit_code == 0, result.output
-    prompts = [body["prompt"] for body in server.bodies]
-    beginnings = [tuple(prompt[:4]) for prompt in prompts if len(prompt) >= 4]
-    assert len(set(beginnings)) == len(beginnings) > 50
+def test_no_prompt_comes_twice_to_servers_that_keep_their_caches(server: FakeServer) -> None:
+    other = OtherServers(urls=(server.url,))
+    requests = Workload((0.0,) * 5, Lengths((9,) * 5, (2,) * 5, "five"), "five")
+    runs = [run_others("theirs", other, RealSetup(), requests, seed=0).run for _ in range(2)]
+    beginnings = {tuple(body["prompt"][:4]) for body in server.bodies}
+    assert len(beginnings) == len(server.bodies) == 2 * (5 + 2)
+    assert len({dict(one.config)["prompt_seed"] for one in runs}) == 2
 
 
 @pytest.mark.parametrize(
