@@ -16,6 +16,7 @@ from kunserve.bench.compare.experiment_file import read_experiment
 from kunserve.bench.compare.results import load
 from kunserve.bench.compare.settings import workload_of
 from kunserve.workload.data.catalog import DATA_SETS
+from tests.unit.bench.comparisons import result
 
 EXPERIMENTS = sorted((FOLDER.parent / "experiments").glob("*.toml"))
 
@@ -65,6 +66,13 @@ def test_a_runs_file_says_which_system_and_load(name: str, monkeypatch: pytest.M
     lines = [{"name": "error", "value": 3.0, "settings": settings | {"of": of}} for of in columns]
     monkeypatch.setattr(tables, "figures_of", lambda benchmark: lines)
     assert tables.prediction()[1][:2] == ("0.06", "static-pp-4")
+
+
+def test_results_are_of_the_commits_of_all_seeds(tmp_path: Path) -> None:
+    path = tmp_path / "some.jsonl"
+    runs = [result("drop", [0.1], seed=seed, environment={"commit": f"c{seed}"}) for seed in (0, 1)]
+    path.write_bytes(kept(runs))
+    assert Runs(path).commits == ["c0", "c1"]
 
 
 def test_every_result_is_of_an_experiment_that_there_is() -> None:
