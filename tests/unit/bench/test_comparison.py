@@ -57,7 +57,7 @@ def figures(monkeypatch: pytest.MonkeyPatch) -> list[list[float]]:
     """Stands in for figures, which take seconds: the durations of the runs of each timeline."""
     drawn: list[list[float]] = []
 
-    def draw(runs, path, mark):  # type: ignore[no-untyped-def]
+    def draw(runs, path, mark=""):  # type: ignore[no-untyped-def]
         drawn.append([run.duration_s for run in runs])
         path.write_text(mark)
 
