@@ -31,6 +31,7 @@ class Runs:
         self._draws: dict[tuple[str, float], dict[int, RunResult]] = {}
         for run in all_runs:
             self._draws.setdefault((run.system, run.load), {})[run.seed] = run
+        self._commits = sorted({str(run.environment.get("commit")) for run in all_runs})
         lines = [json.loads(line) for line in path.read_text().splitlines()]
         self._violations: dict[tuple[str, float], float | None] = {
             (line["system"], line["load"]): line.get(SLO_KEY) for line in lines
@@ -43,9 +44,8 @@ class Runs:
 
     @property
     def commits(self) -> list[str]:
-        """Of which the results are."""
-        found = {str(run.environment.get("commit")) for run in self._runs.values()}
-        return sorted(found)
+        """Of which the results are, whichever seed they have."""
+        return self._commits
 
     def __len__(self) -> int:
         return len(self._runs)

@@ -1,5 +1,6 @@
 """The tables of docs/reproduction.md, each a function of the results in benchmarks/results."""
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +23,9 @@ from benchmarks.sparse_tables import sparse_bursts, sparse_instances, sparse_rid
 from benchmarks.targets import targets, unseen
 from kunserve.bench.compare.results import RunResult, by_load, load
 from kunserve.bench.compare.simulated.outlook import HELPS
+
+_RUN = re.compile(r"(?P<system>.+)-(?:load)?(?P<load>[\d.]+)(?:-seed\d+-round\d+)?")
+"""The name of a run's file: drop-load0.06-seed0-round1, in older results drop-0.06."""
 
 
 def claims() -> list[Row]:
@@ -140,9 +144,12 @@ def prediction() -> list[Row]:
         ("load", "system", "step times of", *(name.removesuffix(" (s)") for name in names))
     ]
     for (run, source), values in errors.items():
-        system, at = run.rsplit("-", 1)
+        named = _RUN.fullmatch(run)
+        assert named is not None, run
         told = "the profile" if source == "profile" else "the run itself"
-        rows.append((at, system, told, *(signed(values[name]) for name in names)))
+        rows.append(
+            (named["load"], named["system"], told, *(signed(values[name]) for name in names))
+        )
     return rows
 
 

@@ -1,19 +1,53 @@
-"""The conditions of a run, stored with its result."""
+"""The conditions of a run, stored with its result: which code it is of, and on which machine."""
 
 import contextlib
-import functools
+import hashlib
 import os
 import platform
 import subprocess
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
 import kunserve
 
+SIMULATED = ("core", "policy", "control", "sim", "workload")
+"""The rooms that decide, that are simulated, and that requests are drawn by."""
+_SOURCES = {".py", ".c", ".h"}
 
-def version() -> dict[str, object]:
-    """What a simulation depends on besides its settings."""
-    return {"kunserve": kunserve.__version__, "commit": _commit()}
+
+def version(rooms: Sequence[str] = (".",)) -> dict[str, object]:
+    """Of which code a run is that begins now: all of it, or that of some rooms.
+
+    A commit does not tell. Most change nothing in these rooms, and two trees that are dirty differ.
+    """
+    return {"kunserve": kunserve.__version__, "commit": _commit(), "code": code_of(rooms)}
+
+
+def code_of(rooms: Sequence[str]) -> str:
+    """Eight hexadecimal digits that differ when any source file of these rooms does."""
+    root = Path(kunserve.__file__).parent
+    found = hashlib.sha256()
+    paths = (path for room in rooms for path in (root / room).rglob("*"))
+    for path in sorted(path for path in paths if path.suffix in _SOURCES):
+        content = b""
+        with contextlib.suppress(FileNotFoundError):  # the tree is being changed
+            content = path.read_bytes()
+        found.update(f"{path.relative_to(root)} {len(content)}\n".encode() + content)
+    return found.hexdigest()[:8]
+
+
+def by_code(conditions: Sequence[Mapping[str, object]]) -> dict[str, int]:
+    """How many runs are of which code, in words. Of older runs only the commit is known."""
+    names: dict[object, str] = {}
+    counts: dict[str, int] = {}
+    for one in conditions:
+        commit, code = one.get("commit"), one.get("code")
+        told = "an unknown commit" if commit is None else f"commit {commit}"
+        told += f" with code {code}" if code else ""
+        name = names.setdefault(code or commit, told)
+        counts[name] = counts.get(name, 0) + 1
+    return counts
 
 
 def environment() -> dict[str, object]:
@@ -28,7 +62,6 @@ def environment() -> dict[str, object]:
     }
 
 
-@functools.cache
 def _commit() -> str | None:
     """The commit of this checkout, if it is one."""
     root = Path(kunserve.__file__).parent.parent

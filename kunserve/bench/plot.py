@@ -61,11 +61,11 @@ def plot_timeline(run: Run, path: Path) -> None:
         _save(figure, path, f"{run.label}: {_counts(run)}", [run])
 
 
-def plot_comparison(runs: Sequence[Run], path: Path) -> None:
+def plot_comparison(runs: Sequence[Run], path: Path, mark: str = "") -> None:
     """Several runs of one workload on the same axes, shaped as the paper's end-to-end figure.
 
     Top: memory demanded against capacity, a panel per run. Below: mean TTFT over time, then
-    throughput, all runs together.
+    throughput, all runs together. A PNG has the ``mark`` among its bytes, as plain text.
     """
     assert runs, "nothing to compare"
     with matplotlib.rc_context(_STYLE):
@@ -89,7 +89,7 @@ def plot_comparison(runs: Sequence[Run], path: Path) -> None:
         ttft.set_xlim(0, end_s)
         ttft.tick_params(labelbottom=False)
         rate.set_xlabel("time since start (s)")
-        _save(figure, path, "", runs)
+        _save(figure, path, "", runs, mark)
 
 
 def _draw_arrivals(axis: Axes, run: Run) -> None:
@@ -268,14 +268,14 @@ def _panels(
     return figure, axes
 
 
-def _save(figure: Figure, path: Path, title: str, runs: Sequence[Run]) -> None:
+def _save(figure: Figure, path: Path, title: str, runs: Sequence[Run], mark: str = "") -> None:
     if title:
         figure.suptitle(title, x=0.01, ha="left", fontsize=10.5, fontweight="bold")
     sources = list(dict.fromkeys(run.provenance for run in runs))
     figure.supxlabel("\n".join(_wrapped(line) for line in sources), fontsize=7, color="#666666",
                      x=0.01, ha="left")  # fmt: skip
     try:
-        figure.savefig(path)
+        figure.savefig(path, metadata={"Description": mark} if mark else None)
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot write the figure {path}: {error}") from None
 

@@ -141,6 +141,9 @@ def _run(
     target, outcome, interrupted = asyncio.run(
         _measured(config, servers, extra_body, workload, prompts)
     )
+    if interrupted and not outcome.records:
+        click.echo("Interrupted before the first request.", err=True)
+        return EXIT_INTERRUPTED
     run = Run(
         label=config.label or config.backend,
         provenance=workload.provenance,

@@ -77,14 +77,19 @@ async def measure(
     observer: Observer | None = None,
     stop: asyncio.Event | None = None,
 ) -> Outcome:
-    """Warms up, then replays ``workload`` against ``target`` while sampling its servers."""
+    """Warms up, then replays ``workload`` against ``target`` while sampling its servers.
+
+    ``stop`` ends either; while it warms up nothing has been measured yet.
+    """
     settings, servers = target.settings, target.servers
     async with (
         open_session(settings.timeout_s) as session,
         open_session(settings.timeout_s) as side,
     ):
         if target.num_warmups:
-            await _warm_up(session, target, workload, prompts)
+            await _warm_up(session, target, workload, prompts, stop)
+        if stop is not None and stop.is_set():
+            return Outcome((), (), 0, 0.0)
         requests = workload.requests()
         bodies = Bodies(settings, prompts, requests)
         start_s = time.perf_counter()
@@ -114,7 +119,11 @@ async def measure(
 
 
 async def _warm_up(
-    session: aiohttp.ClientSession, target: Target, workload: Workload, prompts: PromptSource
+    session: aiohttp.ClientSession,
+    target: Target,
+    workload: Workload,
+    prompts: PromptSource,
+    stop: asyncio.Event | None,
 ) -> None:
     """Sends copies of the first request, with prompts of their own."""
     pattern = workload.requests()[0]
@@ -130,6 +139,7 @@ async def _warm_up(
         Bodies(target.settings, prompts, warmups),
         time.perf_counter(),
         target.max_concurrency,
+        stop=stop,
     )
 
 

@@ -41,6 +41,8 @@ to the TOML file. A data set that is not on this machine is an error that says h
 
 **A run is one line of results.jsonl**, written as soon as the run ends. Its key is (world, system,
 load, seed, round, digest of settings and workload). A run whose key is there is not run again.
+Its requests are in SYSTEM-loadF-seedN-roundN.jsonl, always in the real world, and its steps in the
+``.trace.json`` of that name. Tables, figures and the report are of the latest call.
 
 **Reading results**::
 

@@ -28,7 +28,8 @@ _output = option("Output")
 @_output("-o", "--output", type=click.Path(file_okay=False, path_type=Path),
          help="Folder for results.jsonl, table.txt, figures and report.html. "
          "Default: results/ and the file's name.")
-@_output("--fresh", is_flag=True, help="Run again what the folder has already.")
+@_output("--fresh", is_flag=True,
+         help="Run again what the folder has already. If interrupted, go on without it.")
 @_output("--save-requests", is_flag=True,
          help="Keep every request of simulated runs too, a JSONL per run.")
 @_output("--chrome-trace", is_flag=True, help="Also every step, for Perfetto.")

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kunserve.bench.compare import real
-from kunserve.bench.compare.experiment import Experiment, Place, check_experiment, plan
+from kunserve.bench.compare.experiment import Experiment, Place, World, check_experiment, plan
 from kunserve.bench.compare.others import as_called
 from kunserve.bench.compare.output import OutputFolder
 from kunserve.bench.compare.results import Outcome, RunResult, by_load
@@ -18,7 +18,7 @@ from kunserve.bench.compare.simulated.scenario import build_scenario
 from kunserve.bench.compare.systems import find_system
 from kunserve.bench.compare.table import as_text, load_text, windows
 from kunserve.bench.compare.verdict import verdict
-from kunserve.bench.environment import version
+from kunserve.bench.environment import SIMULATED, by_code, version
 from kunserve.workload.workload import Workload
 
 
@@ -33,7 +33,7 @@ class Options:
     num_jobs: int | None = None
     """Simulations at once; None is one per core."""
     is_fresh: bool = False
-    """Run again what is already in the results."""
+    """Run again what is already in the results. Its lines go to replaced.jsonl at once."""
 
 
 def compare(
@@ -73,10 +73,14 @@ class _Comparison:
         self._folder = folder
         self._jobs = _jobs(experiment, self._places, folder, options.chrome_trace)
         if folder is not None:
-            digests = {job.place: job.digest for job in self._jobs}
-            self._results = folder.begin({} if options.is_fresh else digests)
+            if folder.mend():
+                say(f"the last line of {folder.results_path} was torn: its run is run again")
+            if options.is_fresh:
+                folder.set_aside()
+            self._results = folder.begin({job.place: job.digest for job in self._jobs})
             if self._results:
-                say(_found(self._results, len(self._places), folder.results_path))
+                path, world = folder.results_path, experiment.world
+                say(_found(self._results, len(self._places), path, world))
 
     def run(self) -> list[RunResult]:
         """What is missing, then the conclusions."""
@@ -181,11 +185,11 @@ def _jobs(
     ]
 
 
-def _found(results: dict[Place, RunResult], num_places: int, path: Path) -> str:
-    """What was there already, and of which other commits."""
-    commit = version()["commit"]
-    others = {r.environment.get("commit") for r in results.values()} - {commit}
+def _found(results: dict[Place, RunResult], num_places: int, path: Path, world: World) -> str:
+    """What was there already, and of which other code."""
+    now = version(SIMULATED) if world is World.SIMULATED else version()
+    _, *others = by_code([now, *(result.environment for result in results.values())])
     text = f"{len(results)} of {num_places} runs are in {path} already"
     if others:
-        text += f" (of commit {', '.join(map(str, sorted(others, key=str)))}; --fresh repeats them)"
+        text += f" (of {', '.join(others)}; --fresh repeats them)"
     return text

@@ -7,7 +7,8 @@ An experiment names them in tables of their own, and lists their names among its
     replicas = 2
     command = "$VENV/bin/vllm serve $MODEL --port {port}"
 
-or, for servers that run already, ``urls = ["http://host-a:8000", "http://host-b:8000"]``.
+or, for servers that run already, ``urls = ["http://host-a:8000", "http://host-b:8000"]``. Each run
+has prompts of its own there, of the same lengths, because such servers keep their prefix caches.
 """
 
 import contextlib

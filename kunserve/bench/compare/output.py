@@ -7,11 +7,23 @@ from pathlib import Path
 from kunserve.bench.compare.experiment import Experiment, Place, World
 from kunserve.bench.compare.figures import plot_loads, plot_violations
 from kunserve.bench.compare.report_page import write_report
-from kunserve.bench.compare.results import AtLoad, Outcome, RunResult, append, by_load, load, save
+from kunserve.bench.compare.results import (
+    AtLoad,
+    Outcome,
+    RunResult,
+    append,
+    by_load,
+    load,
+    mend,
+    save,
+)
 from kunserve.bench.compare.table import notes, rows, table, windows
 from kunserve.bench.plot import plot_comparison
 from kunserve.bench.runfile import Run, read_run, write_run
 from kunserve.core.errors import ConfigError
+
+_RESULT = "result"
+"""The setting of a kept run that says of which result it is."""
 
 
 class OutputFolder:
@@ -33,6 +45,31 @@ class OutputFolder:
         """One line per run."""
         return self.path / "results.jsonl"
 
+    @property
+    def replaced_path(self) -> Path:
+        """The lines that were run again since."""
+        return self.path / "replaced.jsonl"
+
+    def mend(self) -> bool:
+        """Called first: whether a line that a full disk had torn was taken away."""
+        mend(self.replaced_path)
+        return mend(self.results_path)
+
+    def set_aside(self) -> None:
+        """Called before every run is run again, so that no broken-off call leaves old beside new.
+
+        Nothing else tells them apart: settings and requests are the same.
+        """
+        if not self.results_path.exists():
+            return
+        ours, others = set(self._places), []
+        for result in load(self.results_path):
+            if result.place in ours:
+                append(self.replaced_path, result)
+            else:
+                others.append(result)
+        save(self.results_path, others)
+
     def begin(self, digests: Mapping[Place, str]) -> dict[Place, RunResult]:
         """The results that are there already, of the same settings and requests."""
         if not self.results_path.exists():
@@ -48,20 +85,31 @@ class OutputFolder:
         place = outcome.result.place
         append(self.results_path, outcome.result)
         if with_requests or self._experiment.world is World.REAL:
-            write_run(self._run_path(place), outcome.run)
+            marked = (*outcome.run.config, (_RESULT, outcome.result.fingerprint))
+            write_run(self._run_path(place), dataclasses.replace(outcome.run, config=marked))
         if self._is_drawn(place):
             self._runs[place] = outcome.run
 
     def draw(self, group: AtLoad) -> None:
-        """The figures of one load. A timeline shows the first seed's first round."""
-        runs = [self._run_of(p) for p in self._places if p.load == group.load and self._is_drawn(p)]
+        """The figures of one load. A timeline shows the first seed's first round.
+
+        One that cannot be drawn, because no requests were kept, stays only if it is of these runs.
+        """
+        shown = [result for result in group.runs if self._is_drawn(result.place)]
+        runs = [self._run_of(result) for result in shown]
         there = [run for run in runs if run is not None]
+        path = self._timeline_path(group.load)
+        mark = " ".join(result.fingerprint for result in shown)
         if len(there) == len(runs):
-            plot_comparison(there, self._timeline_path(group.load))
+            plot_comparison(there, path, mark)
+        elif path.exists() and mark.encode() not in path.read_bytes():
+            path.unlink()
         for place in [place for place in self._runs if place.load == group.load]:
             del self._runs[place]
         if any(run.ttft_ms for run in group.runs):
             plot_violations(group, self._slo_path(group.load))
+        else:
+            self._slo_path(group.load).unlink(missing_ok=True)
 
     def finish(self, results: Sequence[RunResult], verdict: Sequence[str]) -> None:
         """Everything that is of all loads together."""
@@ -109,12 +157,14 @@ class OutputFolder:
     def _is_drawn(self, place: Place) -> bool:
         return place.seed == self._experiment.seeds[0] and place.round == 0
 
-    def _run_of(self, place: Place) -> Run | None:
-        """From this call, or from the file that an earlier one left."""
-        run = self._runs.get(place)
-        if run is None and self._run_path(place).exists():
-            run = read_run(self._run_path(place))
-        return run
+    def _run_of(self, result: RunResult) -> Run | None:
+        """From this call, or from the file that an earlier one left of this very run."""
+        run = self._runs.get(result.place)
+        path = self._run_path(result.place)
+        if run is not None or not path.exists():
+            return run
+        kept = read_run(path)
+        return kept if dict(kept.config).get(_RESULT) == result.fingerprint else None
 
     def _run_path(self, place: Place) -> Path:
         return self.path / f"{self._stem(place)}.jsonl"
@@ -129,6 +179,5 @@ class OutputFolder:
         return f"-{at:g}" if len(self._experiment.loads) > 1 else ""
 
     def _stem(self, place: Place) -> str:
-        seed = f"-seed{place.seed}" if len(self._experiment.seeds) > 1 else ""
-        number = f"-round{place.round + 1}" if self._experiment.num_rounds > 1 else ""
-        return f"{place.system}{self._ending(place.load)}{seed}{number}"
+        """Of a run's own files. Calls with other loads or seeds may use the same folder."""
+        return f"{place.system}-load{place.load:g}-seed{place.seed}-round{place.round + 1}"

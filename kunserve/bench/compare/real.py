@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import secrets
 import time
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,7 +19,7 @@ from kunserve.bench.compare.others import OtherServers, running_others
 from kunserve.bench.compare.results import Outcome, result_of
 from kunserve.bench.compare.settings import RealSetup
 from kunserve.bench.compare.systems import System, check_parts, find_system, serve_flags
-from kunserve.bench.environment import environment
+from kunserve.bench.environment import environment, version
 from kunserve.bench.metrics import RunMetrics, client_lag_s, compute_metrics
 from kunserve.bench.progress import ProgressLine
 from kunserve.bench.prompts import TokenIdPrompts
@@ -34,6 +35,7 @@ MODEL_S = 30.0
 FORM_S = 60.0
 """How long pipelines may take to form."""
 FORM_POLL_S = 0.1
+_SEED_BITS = 48
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,12 +103,15 @@ def run_system(
     """Start the system afresh, replay the requests, stop it."""
     flags = serve_arguments(system, setup, trace_to)
     say(f"  kunserve serve {' '.join(flags)}")
+    of_code = version()
     with running_server(flags) as server:
         if system.pipeline_stages > 1:
             await_pipelines(server.url, system.pipeline_stages)
         called = " ".join(flags)
         done = _measured(system.name, called, (server.url,), setup, workload, seed, say)
-        return replace(done, log=tuple(server.transitions()))
+        conditions = dict(done.run.environment) | of_code
+        run = replace(done.run, environment=tuple(conditions.items()))
+        return replace(done, run=run, log=tuple(server.transitions()))
 
 
 def run_others(
@@ -118,12 +123,17 @@ def run_others(
     seed: int = 0,
     say: Callable[[str], None] = lambda text: None,
 ) -> RealRun:
-    """Start the replicas afresh, if they are not there, replay the requests in turn, stop them."""
+    """Start the replicas afresh, if they are not there, replay the requests in turn, stop them.
+
+    Those that are there get prompts that no run before has had. They keep their prefix caches from
+    run to run, and would else be timed with the prompts of the round before in them.
+    """
     if other.command:
         say(f"  {other.replicas} x {other.command}")
         say(f"  waiting until they are ready, {other.ready_s:g} s at most")
     else:
         say(f"  {', '.join(other.urls)}")
+        seed = secrets.randbits(_SEED_BITS)
     with running_others(name, other) as urls:
         return _measured(name, other.command, urls, setup, workload, seed, say)
 
@@ -217,7 +227,7 @@ async def _replay(
         duration_s=outcome.duration_s,
         records=outcome.records,
         samples=outcome.samples,
-        config=(("serve", called), ("seed", seed), ("ignore_eos", True)),
+        config=(("serve", called), ("prompt_seed", seed), ("ignore_eos", True)),
         environment=tuple(environment().items()),
     )
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,6 +93,15 @@ class RunResult:
     def num_completed(self) -> int:
         """Requests whose whole response came."""
         return self.num_requests - self.num_failed
+
+    @property
+    def fingerprint(self) -> str:
+        """Twelve digits of what was asked and of what every request met.
+
+        Requests and figures that are kept beside a result say by it of which run they are.
+        """
+        met = (self.digest, self.duration_s, self.ttft_ms, self.tpot_ms)
+        return hashlib.sha256(repr(met).encode()).hexdigest()[:12]
 
     def percentile_s(self, latency: str, percentile: float) -> float:
         """One of `PERCENTILES` of ``ttft`` or ``tpot``."""
@@ -184,6 +194,27 @@ def append(path: Path, result: RunResult) -> None:
     """Add one line; what is in the file stays as it is."""
     with _writing(path), path.open("ab") as file:
         file.write(_line(result))
+
+
+def mend(path: Path) -> bool:
+    """Take away a last line that a full disk has torn; whether there was one.
+
+    What is appended next would else go on in that line.
+    """
+    if not path.exists():
+        return False
+    with _writing(path), path.open("r+b") as file:
+        content = file.read()
+        rest = content.rpartition(b"\n")[2]
+        if not rest:
+            return False
+        try:
+            msgspec.json.decode(rest)
+        except msgspec.MsgspecError:
+            file.truncate(len(content) - len(rest))
+            return True
+        file.write(b"\n")  # somebody's editor took it
+        return False
 
 
 def save(path: Path, results: Iterable[RunResult]) -> None:

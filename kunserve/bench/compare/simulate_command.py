@@ -109,7 +109,8 @@ Examples
          help="Folder for results.jsonl, table.txt, figures and report.html.")
 @_output("--save-requests", is_flag=True, help="Also every request and sample, a JSONL per run.")
 @_output("--chrome-trace", is_flag=True, help="Also every step, for chrome://tracing.")
-@_output("--fresh", is_flag=True, help="Run again what the folder has already.")
+@_output("--fresh", is_flag=True,
+         help="Run again what the folder has already. If interrupted, go on without it.")
 @_output("--jobs", type=click.IntRange(min=1),
          help="Runs at once, each in a process of its own. Default: one per core.")
 @click.pass_context

@@ -14,6 +14,7 @@ from kunserve.bench.compare.slo import (
     strict_base,
     violations,
 )
+from kunserve.bench.environment import by_code
 
 CLEARLY = 1.1
 """Times lower that a P99 must be for its load to count as one at which the system helps."""
@@ -171,6 +172,10 @@ def notes(group: AtLoad) -> list[str]:
         found.append(
             "One run of each system: another may differ by a factor of 3 on a busy machine"
         )
+    codes = by_code([run.environment for run in group.runs])
+    if len(codes) > 1:
+        told_of = "; ".join(f"{count} of {name}" for name, count in codes.items())
+        found.append(f"Runs of different code: {told_of}")
     for name, runs in group.by_system.items():
         told = dict.fromkeys(caution for run in runs for caution in run.cautions)
         found += [f"{name}: {caution}" for caution in told]

@@ -1,8 +1,11 @@
 """`kunserve bench` from its flags to its files."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -10,6 +13,7 @@ from click.testing import CliRunner, Result
 
 from kunserve.bench.bench_command import bench_command
 from kunserve.bench.runfile import read_run
+from tests.conftest import wait_until
 
 QUICK = ["--num-prompts", "6", "--random-input-len", "8", "--random-output-len", "4"]
 
@@ -108,6 +112,21 @@ def test_failures_are_counted_with_reasons(server) -> None:
     result = bench("--base-url", server.url, *QUICK)
     assert result.exit_code == 1
     assert "6 x HTTP 503: as told" in result.output
+
+
+def test_ctrl_c_ends_a_warm_up(server) -> None:
+    server.behaviour.hang = True
+
+    def interrupt() -> None:
+        wait_until(lambda: bool(server.bodies))
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    result = bench("--base-url", server.url, *QUICK, "--num-warmups", "1", "--disable-tqdm")
+    thread.join()
+    assert result.exit_code == 130 and len(server.bodies) == 1
+    assert "Interrupted before the first request." in result.output
 
 
 def test_short_outputs_are_pointed_out(server) -> None:

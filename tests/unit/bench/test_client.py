@@ -194,6 +194,22 @@ def test_measure_warms_up_and_samples(server) -> None:
     assert outcome.duration_s >= max(record.finish_s for record in outcome.records)
 
 
+def test_a_warm_up_that_hangs_can_be_stopped(server) -> None:
+    server.behaviour.hang = True
+    target = Target((server.url,), COMPLETIONS, (), num_warmups=1)
+
+    async def go() -> tuple[RequestRecord, ...]:
+        stop = asyncio.Event()
+        measuring = measure(target, workload(2), TokenIdPrompts(0), stop=stop)
+        task = asyncio.create_task(measuring)
+        while not server.bodies:
+            await asyncio.sleep(0.01)
+        stop.set()
+        return (await asyncio.wait_for(task, 10.0)).records
+
+    assert asyncio.run(go()) == () and len(server.bodies) == 1
+
+
 def test_a_server_without_metrics_is_no_obstacle(server) -> None:
     server.behaviour.metrics = None
     target = Target((server.url,), COMPLETIONS, (f"{server.url}/metrics",))

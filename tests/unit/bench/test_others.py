@@ -13,8 +13,11 @@ from kunserve.bench.compare.comparison import _jobs
 from kunserve.bench.compare.experiment import plan
 from kunserve.bench.compare.experiment_file import read_experiment
 from kunserve.bench.compare.others import OtherServers, running_others
+from kunserve.bench.compare.real import run_others
 from kunserve.bench.compare.results import load
+from kunserve.bench.compare.settings import RealSetup
 from kunserve.bench.session import ServerUnreachable
+from kunserve.workload.workload import Lengths, Workload
 from tests.conftest import wait_until
 from tests.unit.bench.conftest import FakeServer
 
@@ -64,6 +67,15 @@ def test_servers_that_run_already_take_turns(
     again = run(tmp_path, urls)
     assert again[0] == 0 and "1 of 1 runs are in" in again[1]
     assert "1 of 1 runs are in" not in run(tmp_path, urls.replace("/'", "'"))[1], "other servers"
+
+
+def test_no_prompt_comes_twice_to_servers_that_keep_their_caches(server: FakeServer) -> None:
+    other = OtherServers(urls=(server.url,))
+    requests = Workload((0.0,) * 5, Lengths((9,) * 5, (2,) * 5, "five"), "five")
+    runs = [run_others("theirs", other, RealSetup(), requests, seed=0).run for _ in range(2)]
+    beginnings = {tuple(body["prompt"][:4]) for body in server.bodies}
+    assert len(beginnings) == len(server.bodies) == 2 * (5 + 2)
+    assert len({dict(one.config)["prompt_seed"] for one in runs}) == 2
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from kunserve.bench.compare.experiment import Place, World
-from kunserve.bench.compare.results import append, by_load, load, save
+from kunserve.bench.compare.results import append, by_load, load, mend, save
 from kunserve.bench.compare.table import table
 from kunserve.core.errors import ConfigError
 from tests.unit.bench.comparisons import result
@@ -67,3 +67,17 @@ def test_a_malformed_line_is_named(tmp_path: Path) -> None:
         load(path)
     with pytest.raises(ConfigError, match="cannot read"):
         load(tmp_path / "absent.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("rest", "is_torn"), [(b"", False), (b'{"sys', True), (OLDER[:-1].encode(), False)]
+)
+def test_a_torn_last_line_is_taken_away(rest: bytes, is_torn: bool, tmp_path: Path) -> None:
+    path = tmp_path / "results.jsonl"
+    assert not mend(path)
+    append(path, result("drop", [0.1]))
+    path.write_bytes(path.read_bytes() + rest)
+    assert mend(path) is is_torn
+    append(path, result("swap", [0.1]))
+    names = ["recompute"] if rest and not is_torn else []
+    assert [one.system for one in load(path)] == ["drop", *names, "swap"]

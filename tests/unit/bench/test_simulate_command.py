@@ -21,6 +21,7 @@ SMALL = [
     *("--duration", "5", "--request-rate", "3", "--num-instances", "2", "--jobs", "1"),
     *("--lengths", "sharegpt", "--max-total-tokens", "2048"),
 ]
+DROP = "drop-load1-seed0-round1"
 ROOT = Path(__file__).parent.parent.parent.parent
 
 
@@ -41,14 +42,14 @@ def test_everything_is_written_and_equal_seeds_give_equal_files(tmp_path: Path) 
     one, two = outputs
     names = sorted(path.name for path in one.iterdir())
     assert {"results.jsonl", "table.txt", "report.html", "slo.png", "timeline.png"} <= set(names)
-    for name in ("results.jsonl", "table.txt", "drop.jsonl", "drop.trace.json"):
+    for name in ("results.jsonl", "table.txt", f"{DROP}.jsonl", f"{DROP}.trace.json"):
         assert (one / name).read_bytes() == (two / name).read_bytes()
     lines = [json.loads(line) for line in (one / "results.jsonl").read_text().splitlines()]
     assert [line["system"] for line in lines] == ["recompute", "static-pp", "drop"]
-    assert len(read_run(one / "drop.jsonl").records) == lines[2]["num_requests"]
+    assert len(read_run(one / f"{DROP}.jsonl").records) == lines[2]["num_requests"]
     assert "data:image/png;base64," in (one / "report.html").read_text()
     for system in ("recompute", "static-pp", "drop"):
-        events = check_trace(one / f"{system}.trace.json")
+        events = check_trace(one / f"{system}-load1-seed0-round1.trace.json")
         assert sum(event["ph"] == "X" for event in events) > 100
         assert ("s" in {event["ph"] for event in events}) is (system == "static-pp")
 
@@ -62,7 +63,8 @@ def test_runs_side_by_side_give_the_same(tmp_path: Path) -> None:
     assert (tmp_path / "1" / "loads.png").stat().st_size > 10_000
     loads = [result.load for result in load(tmp_path / "1")]
     assert loads == [0.5, 0.5, 1.0, 1.0]
-    for name in ("results.jsonl", "table.txt", "drop-1.jsonl", "recompute-0.5.trace.json"):
+    trace = "recompute-load0.5-seed0-round1.trace.json"
+    for name in ("results.jsonl", "table.txt", f"{DROP}.jsonl", trace):
         assert (tmp_path / "1" / name).read_bytes() == (tmp_path / "2" / name).read_bytes()
 
 

@@ -117,6 +117,23 @@ def test_a_verdict_says_that_memory_never_fills() -> None:
     assert "Raise the rate about 4.8x (--request-rate" in second
 
 
+def test_runs_of_different_code_are_told() -> None:
+    def told(*conditions: dict[str, object]) -> list[str]:
+        runs = [result("drop", EVEN, number=n, environment=c) for n, c in enumerate(conditions)]
+        return [line for line in load_text(at(*runs)).splitlines() if "different code" in line]
+
+    here, there = {"commit": "a-dirty", "code": "12"}, {"commit": "b", "code": "12"}
+    changed = {"commit": "a-dirty", "code": "34"}
+    assert told(here, there) == [], "a commit that changed nothing here"
+    assert told({"commit": "a"}, {"commit": "a"}) == told({}, {}) == [], "older results"
+    (line,) = told(here, there, changed)
+    assert line == (
+        "Runs of different code: 2 of commit a-dirty with code 12; 1 of commit a-dirty with code 34"
+    )
+    (line,) = told({"commit": "a"}, changed, {})
+    assert "1 of commit a;" in line and "1 of an unknown commit" in line
+
+
 def test_a_verdict_says_that_compute_runs_out_first() -> None:
     ttft_s = [0.1] * 150 + [8.0] * 50
     groups = [at(result("recompute", ttft_s, kv_usage=0.4), result("drop", ttft_s))]

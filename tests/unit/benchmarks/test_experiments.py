@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import tables
 from benchmarks.__main__ import FOLDER
 from benchmarks.kept_results import RESULTS, Runs
 from benchmarks.reproduction import DOCUMENTS, experiments, kept, write_tables
@@ -15,6 +16,7 @@ from kunserve.bench.compare.experiment_file import read_experiment
 from kunserve.bench.compare.results import load
 from kunserve.bench.compare.settings import workload_of
 from kunserve.workload.data.catalog import DATA_SETS
+from tests.unit.bench.comparisons import result
 
 EXPERIMENTS = sorted((FOLDER.parent / "experiments").glob("*.toml"))
 
@@ -55,6 +57,22 @@ def test_what_is_committed_of_a_run_can_be_read_again(tmp_path: Path) -> None:
     path.write_bytes(kept([one]))
     assert load(path) == [replace(one, ttft_ms=(), tpot_ms=())]
     assert Runs(path).violations(one.system, one.load) == pytest.approx(1 / 3, abs=1e-4)
+
+
+@pytest.mark.parametrize("name", ["static-pp-4-0.06", "static-pp-4-load0.06-seed0-round1"])
+def test_a_runs_file_says_which_system_and_load(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    columns = ("TTFT P50 (s)", "TTFT P99 (s)", "TPOT P50 (s)", "TPOT P99 (s)")
+    settings = {"run": name, "step_times": "profile", "machine": "Zen 5"}
+    lines = [{"name": "error", "value": 3.0, "settings": settings | {"of": of}} for of in columns]
+    monkeypatch.setattr(tables, "figures_of", lambda benchmark: lines)
+    assert tables.prediction()[1][:2] == ("0.06", "static-pp-4")
+
+
+def test_results_are_of_the_commits_of_all_seeds(tmp_path: Path) -> None:
+    path = tmp_path / "some.jsonl"
+    runs = [result("drop", [0.1], seed=seed, environment={"commit": f"c{seed}"}) for seed in (0, 1)]
+    path.write_bytes(kept(runs))
+    assert Runs(path).commits == ["c0", "c1"]
 
 
 def test_every_result_is_of_an_experiment_that_there_is() -> None:

@@ -67,7 +67,7 @@ def test_what_decides_is_in_the_code(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert len(code()) == 8 and code() == code.__wrapped__()
     (tmp_path / "policy").mkdir()
     rule = tmp_path / "policy" / "rule.py"
-    monkeypatch.setattr("benchmarks.simulated_code.kunserve.__file__", str(tmp_path / "x.py"))
+    monkeypatch.setattr("kunserve.__file__", str(tmp_path / "x.py"))
     digests = set()
     for text in ("a = 1", "a = 2"):
         rule.write_text(text)

@@ -1,10 +1,11 @@
 """Simulated runs side by side: each is a process's work, and one bar shows them all."""
 
+import functools
 import multiprocessing
 import signal
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -18,6 +19,7 @@ from kunserve.bench.compare.simulated.scenario import Scenario
 from kunserve.bench.compare.simulated.simulation import SimResult, simulate
 from kunserve.bench.compare.simulated.step_trace import StepTrace
 from kunserve.bench.compare.systems import find_system
+from kunserve.bench.environment import SIMULATED, version
 from kunserve.core.errors import KunServeError
 
 _LOOK_S = 0.2
@@ -121,14 +123,21 @@ def _work(job: Job, ended: Any, connection: Connection) -> None:
     connection.send(result)
 
 
+@functools.cache
+def _version() -> dict[str, object]:
+    """Asked where a run is, and once: a process keeps the code that it began with."""
+    return version(SIMULATED)
+
+
 def _run(job: Job, ended: Callable[[], None]) -> SimResult:
+    of_code = tuple(_version().items())
     trace = None if job.trace_to is None else StepTrace()
     result = simulate(
         find_system(job.place.system), job.scenario, watcher=trace, ended=lambda record: ended()
     )
     if trace is not None and job.trace_to is not None:
         trace.write(job.trace_to, result.transitions)
-    return result
+    return replace(result, run=replace(result.run, environment=of_code))
 
 
 class _Bar:

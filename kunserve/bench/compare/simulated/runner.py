@@ -7,7 +7,6 @@ from kunserve.bench.compare.experiment import World
 from kunserve.bench.compare.results import Outcome, result_of
 from kunserve.bench.compare.simulated.jobs import Job, run_jobs
 from kunserve.bench.compare.simulated.simulation import SimResult
-from kunserve.bench.environment import version
 
 
 def run_simulated(jobs: Sequence[Job], limit: int | None) -> Iterator[Outcome]:
@@ -37,6 +36,6 @@ def _outcome(job: Job, done: SimResult) -> Outcome:
         moved_gb=round(done.bulk_bytes / 1e9, 3),
         swapped_out_gb=round(done.swapped_out_bytes / 1e9, 3),
         swapped_back_gb=round(done.swapped_back_bytes / 1e9, 3),
-        environment=version(),
+        environment=dict(done.run.environment),
     )
     return Outcome(result, done.run)

@@ -14,6 +14,8 @@ from kunserve.sim.events import EventHeap
 from kunserve.workload.workload import Workload, WorkloadRequest
 
 SAMPLE_PERIOD_S = 0.5
+STALL_S = 600.0
+"""Virtual time in which requests are out and none gets a token, after which the rest has failed."""
 SERVER = "simulated"
 _WHOLE = (FinishReason.STOP, FinishReason.LENGTH)
 """How a response ends that counts as completed."""
@@ -44,6 +46,8 @@ class SimClient:
         self._open: dict[RequestId, _Open] = {}
         self._heard_s = 0.0
         """When the last token came. Tokens of one step share the number: records hold millions."""
+        self._busy_s = 0.0
+        """Since when some request has been out. Nobody owes anything while none is."""
         self._prompts = Prompts()
         self._num_left = len(workload)
         self.num_prompt_tokens = 0
@@ -57,11 +61,6 @@ class SimClient:
     def num_left(self) -> int:
         """Requests that have not ended, those still to come included."""
         return self._num_left
-
-    @property
-    def is_waiting(self) -> bool:
-        """Whether a request is out whose response has not ended."""
-        return bool(self._open)
 
     @property
     def end_s(self) -> float:
@@ -95,15 +94,6 @@ class SimClient:
             error = None if is_whole else f"ended by {token.finish_reason}"
             self._record(entry, now_s, str(token.finish_reason), error)
 
-    def give_up(self, reason: str) -> None:
-        """Whatever has not ended has failed."""
-        now_s = self._heap.now_s() - self._start_s
-        for entry in tuple(self._open.values()):
-            self._record(entry, now_s, None, reason)
-        self._open.clear()
-        for wanted in self._pending:
-            self._record(_Open(wanted), wanted.arrival_s, None, reason)
-
     def _schedule_next(self) -> None:
         wanted = next(self._pending, None)
         if wanted is not None:
@@ -127,6 +117,8 @@ class SimClient:
         if shed is not None:
             self._record(entry, wanted.arrival_s, None, f"HTTP 503: {shed.reason}")
             return
+        if not self._open:
+            self._busy_s = self._heap.now_s() - self._start_s
         self._open[request.request_id] = entry
         self._cluster.submit(request)
 
@@ -155,7 +147,19 @@ class SimClient:
     def _sample(self) -> None:
         now_s = self._heap.now_s()
         self.samples.append(sample_of(self._cluster.controller.state(now_s), now_s - self._start_s))
+        self._give_up_if_stalled(now_s - self._start_s)
         self._heap.after(SAMPLE_PERIOD_S, self._sample)
+
+    def _give_up_if_stalled(self, now_s: float) -> None:
+        """Whatever has not ended has failed, where the servers have long been silent."""
+        if not self._open or now_s - max(self._heard_s, self._busy_s) <= STALL_S:
+            return
+        reason = f"no token for {STALL_S:.0f} s"
+        for entry in tuple(self._open.values()):
+            self._record(entry, now_s, None, reason)
+        self._open.clear()
+        for wanted in self._pending:
+            self._record(_Open(wanted), wanted.arrival_s, None, reason)
 
 
 def sample_of(state: ClusterState, time_s: float) -> ServerSample:
