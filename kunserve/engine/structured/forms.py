@@ -11,6 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -25,10 +26,19 @@ MAX_COMPILED = 16
 MAX_WAIT_S = 10.0
 """A mask that takes longer ends its request. The library's own limits let none take a second."""
 
+_HELD_UP = "another form has held up this one"
+
 _BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
 _MASK_OF_BYTE = np.where(_BITS, np.float32(0.0), np.float32(-np.inf))
 """[256, 8] what a byte of the library's mask means for its eight tokens. Adding to a row of logits
 is twenty times as fast as choosing in it."""
+
+
+class Job(NamedTuple):
+    """What a thread was asked to do."""
+
+    future: Future[None]
+    thread: ThreadPoolExecutor
 
 
 class _Reasoning:
@@ -73,7 +83,7 @@ class Form:
         self._words = np.zeros(0, dtype=np.uint32)
         self._mask = np.zeros(0, dtype=np.float32)
         self._error: FormError | None = None
-        self.job: Future[None] = forms.submit(functools.partial(self._begin, list(token_ids)))
+        self.job = forms.submit(functools.partial(self._begin, list(token_ids)))
         """What the next mask comes from."""
         self.is_complete = False
         """Whether nothing may follow but the end. Known once ``mask`` has been called."""
@@ -84,13 +94,7 @@ class Form:
         Raises FormError.
         """
         self._forms.flush()
-        try:
-            self.job.result(MAX_WAIT_S)
-        except TimeoutError:
-            self._forms.give_up()
-            raise FormError(f"no mask within {MAX_WAIT_S:g} s") from None
-        except CancelledError:
-            raise FormError("another form has held up this one") from None
+        self._forms.wait_for(self.job)
         if self._error is not None:
             raise self._error
         return self._mask
@@ -231,16 +235,34 @@ class Forms:
         for form, _ in chosen:
             form.job = job
 
-    def submit(self, job: Callable[[], None]) -> "Future[None]":
+    def submit(self, job: Callable[[], None]) -> Job:
         """Have the thread do it, after all that it was asked before."""
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="forms")
-        return self._thread.submit(job)
+        return Job(self._thread.submit(job), self._thread)
 
-    def give_up(self) -> None:
-        """Leave the thread to what holds it up; what waits for it ends, what comes gets another."""
+    def wait_for(self, job: Job) -> None:
+        """Until it is done. Raises FormError if that takes too long.
+
+        What holds up the thread is waited for once, however many forms are behind it.
+        """
+        if job.thread is not self._thread and not job.future.done():
+            raise FormError(_HELD_UP)
+        try:
+            job.future.result(MAX_WAIT_S)
+        except TimeoutError:
+            self._give_up()
+            raise FormError(f"no mask within {MAX_WAIT_S:g} s") from None
+        except CancelledError:
+            raise FormError(_HELD_UP) from None
+
+    def _give_up(self) -> None:
+        """Leave the thread to what holds it up; what waits for it ends, what comes gets another.
+
+        Kept forms are left, too: what holds it up may have one of their lexers locked.
+        """
         self.close()
-        self._thread = None
+        self._thread, self._compiled = None, OrderedDict()
 
     def close(self) -> None:
         """Let the thread go."""

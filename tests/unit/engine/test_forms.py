@@ -272,6 +272,49 @@ def test_a_mask_that_does_not_come_ends_what_waits_for_it_and_no_more(
     forms.close()
 
 
+def test_a_step_waits_once_for_what_holds_up_all_its_forms(
+    vocabulary: LLTokenizer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    forms, gate = Forms(lambda: vocabulary), threading.Event()
+    sampler, names = Sampler([EOS], VOCAB, forms), [RequestId(str(i)) for i in range(4)]
+    for name in names:
+        sampler.start(
+            SequenceStart(name, SamplingParams(9, structured=FORMS["regex"]), 1, TokenIds([5]))
+        )
+    monkeypatch.setattr(forms_module.Form, "advance", lambda form, token_id: gate.wait(60))
+    first = sampler.sample(torch.zeros(4, VOCAB), names, [0] * 4)
+    assert all(token.token_id is not None for token in first)
+    monkeypatch.setattr(forms_module, "MAX_WAIT_S", 0.05)
+    second = sampler.sample(torch.zeros(4, VOCAB), names, [1] * 4)
+    assert [token.token_id for token in second] == [None] * 4
+    assert caplog.text.count("no mask within") == 1 and caplog.text.count("held up") == 3
+    gate.set()
+    forms.close()
+
+
+def test_who_has_waited_in_vain_leaves_the_next_thread_alone(
+    vocabulary: LLTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forms, gates = Forms(lambda: vocabulary), (threading.Event(), threading.Event())
+    first, second = [forms.start(FORMS["regex"], ()) for _ in range(2)]
+    assert np.array_equal(first.mask(), second.mask())
+    first.append(70)
+    second.append(70)
+    monkeypatch.setattr(forms_module.Form, "advance", lambda form, token_id: gates[0].wait(60))
+    monkeypatch.setattr(forms_module, "MAX_WAIT_S", 0.05)
+    with pytest.raises(FormError, match="no mask within"):
+        first.mask()
+    monkeypatch.undo()
+    forms.submit(lambda: gates[1].wait(60) and None)
+    behind = forms.start(FORMS["regex"], ())
+    with pytest.raises(FormError, match="held up"):
+        second.mask()
+    gates[1].set()
+    assert np.isfinite(behind.mask()).any()
+    gates[0].set()
+    forms.close()
+
+
 def test_a_form_outlives_the_states_that_its_requests_spend_together(
     vocabulary: LLTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
