@@ -13,6 +13,7 @@ import torch
 import kunserve
 from kunserve.core.config import MIB, InstanceConfig, ModelConfig, SchedulerConfig
 from kunserve.core.cost import DENSE, NO_WINDOWS, CostSample, ExpertChoice, Windows
+from kunserve.core.errors import ConfigError
 from kunserve.core.ids import InstanceId
 from kunserve.engine.body import EngineBody
 from kunserve.engine.devices import open_backend
@@ -29,6 +30,12 @@ from kunserve.policy.cost_fit import fit, held_out_errors, sized
 KV_BYTES = 512 * MIB
 MOST_KV_TOKENS = 32768
 LONGEST_CONTEXT = 8192
+LEAST_CONTEXT = 256
+"""Of all sequences of a batch together. With less there are no lengths to tell apart."""
+LEAST_OF_A_DECODE = 16
+"""Tokens of context for each decode of the batch that has most of them."""
+_MOST_PARTS = 8
+"""Of a batch beside its decodes; the last block of each is counted whole."""
 KV_PIECE = (1 << 20) - 3
 """Numbers that KV memory is filled with, again and again: no row begins where another does."""
 
@@ -101,11 +108,26 @@ def _fill(memory: npt.NDArray[np.uint8], dtype: str) -> None:
 
 
 def limits_of(body: EngineBody, max_batch_tokens: int, max_decodes: int) -> ShapeLimits:
-    """The largest batches that this body can be measured with."""
+    """The largest batches that this body can be measured with.
+
+    Fewer decodes than asked for where its KV memory does not hold so many with some context each.
+    """
     spec = body.spec
-    room = spec.kv_units // spec.num_layers * spec.block_size
-    # A chunk's last block is counted whole.
-    room -= (max_decodes + 8) * spec.block_size
+    num_tokens = spec.kv_units // spec.num_layers * spec.block_size
+    room = num_tokens - _MOST_PARTS * spec.block_size
+    max_decodes = min(
+        max_decodes,
+        room // (spec.block_size + LEAST_OF_A_DECODE),
+        (room - LEAST_CONTEXT) // spec.block_size,
+    )
+    if max_decodes < 1:
+        least = LEAST_CONTEXT + (_MOST_PARTS + 1) * spec.block_size
+        raise ConfigError(
+            f"{spec.kv_units * spec.unit_bytes / MIB:.0f} MiB of KV memory hold {num_tokens} tokens"
+            f" of this model; a profile in blocks of {spec.block_size} needs {least}: give a "
+            "smaller --block-size, or serve without a profile"
+        )
+    room -= max_decodes * spec.block_size
     context = min(body.model.max_position, LONGEST_CONTEXT, room // 2)
     return ShapeLimits(min(max_batch_tokens, context // 2), context, max_decodes, room)
 
