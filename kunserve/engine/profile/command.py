@@ -116,9 +116,7 @@ def profile_command(
                     task = progress.add_task(
                         "measuring", total=total, completed=journal.num_measured
                     )
-                    measure(
-                        stopwatch, plan, journal, others.let_rest, lambda: progress.advance(task)
-                    )
+                    measure(stopwatch, plan, journal, others, lambda: progress.advance(task))
                 profile = make_profile(
                     plan, journal.found, stopwatch.clock, num_instances, seed, device, *_kinds(body)
                 )

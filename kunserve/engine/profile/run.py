@@ -5,6 +5,7 @@ import statistics
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -144,21 +145,35 @@ def is_alone(repeat: int) -> bool:
     return repeat % 2 == 1
 
 
+class Company(Protocol):
+    """The other instances of the machine meanwhile."""
+
+    def let_rest(self, rests: bool) -> None:
+        """Stand still, or go on. Returns once they do."""
+        ...
+
+    def check(self) -> None:
+        """Raise ConfigError if they are not all there any more."""
+        ...
+
+
 def measure(
     stopwatch: Stopwatch,
     plan: Plan,
     journal: Journal,
-    let_neighbours_rest: Callable[[bool], None],
+    company: Company,
     advance: Callable[[], None],
 ) -> None:
     """Every shape once, then every shape again, ...: a disturbance spoils one repeat of each."""
     for shape in plan.shapes[:3]:
         stopwatch.measure(shape)
     for repeat in range(plan.num_repeats):
-        let_neighbours_rest(is_alone(repeat))
+        company.let_rest(is_alone(repeat))
         for index, shape in enumerate(plan.shapes):
             if len(journal.found[index]) <= repeat:
-                journal.note(index, stopwatch.measure(shape))
+                reading = stopwatch.measure(shape)
+                company.check()  # else the journal would keep what was measured without it
+                journal.note(index, reading)
                 advance()
 
 

@@ -90,6 +90,43 @@ def test_too_little_kv_memory_for_a_profile_is_said(
         run.limits_of(body_of(num_tokens, block_size), 512, 256)
 
 
+class FakeProcess:
+    """Ends once it was asked for so many times."""
+
+    exitcode = -9
+
+    def __init__(self, num_looks: int) -> None:
+        self._left = num_looks
+
+    def is_alive(self) -> bool:
+        self._left -= 1
+        return self._left >= 0
+
+
+def test_nothing_is_kept_of_what_was_measured_without_a_neighbour(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(neighbours, "_SETTLE_S", 0.0)
+    plan = Plan(SUBJECT, 2, [BatchShape("prefill", (0,), (n,), 1) for n in (16, 32)])
+    journal = Journal(tmp_path / "j.jsonl", plan)
+    stopwatch: Any = SimpleNamespace(measure=lambda shape: Reading(0.5, 0.6))
+    processes: Any = [FakeProcess(99), FakeProcess(3)]
+    company = neighbours.Neighbours(Event(), processes)
+    with pytest.raises(ConfigError, match="exit code -9"):
+        run.measure(stopwatch, plan, journal, company, lambda: None)
+    assert journal.num_measured == 3
+    journal.close()
+
+
+def test_a_neighbour_that_ends_instead_of_starting_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(neighbours, "_LOOK_S", 0.0)
+    processes: Any = [FakeProcess(1)]
+    with pytest.raises(ConfigError, match="exit code -9"):
+        neighbours._await_start(Event(), neighbours.Neighbours(Event(), processes))
+
+
 def test_tokens_attend_to_different_numbers(tmp_path: Path) -> None:
     """Over the same ones they would be alike, and choose the same experts."""
     save_tiny(tmp_path, "qwen3")
