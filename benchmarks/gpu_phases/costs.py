@@ -109,8 +109,7 @@ def _profile(machine: Machine, spec: ModelSpec, kv_bytes: int) -> Profile:
         journal = Journal(machine.folder / "profile.samples.jsonl", plan)
         stopwatch = Stopwatch(body, settings.clock)
         with neighbours(num_instances - 1, settings) as others:
-            rest = others.let_rest if real else _nobody_rests
-            measure(stopwatch, plan, journal, rest, lambda: None)
+            measure(stopwatch, plan, journal, others, lambda: None)
         profile = make_profile(
             plan,
             journal.found,
@@ -123,10 +122,6 @@ def _profile(machine: Machine, spec: ModelSpec, kv_bytes: int) -> Profile:
         return profile
     finally:
         body.close()
-
-
-def _nobody_rests(rests: bool) -> None:
-    """A rehearsal has no neighbours."""
 
 
 def _chunks(sample: CostSample) -> list[Chunk]:

@@ -20,6 +20,7 @@ def build_batch(work: StepWork) -> StepBatch:
     """
     chunks, rows = work.plan.chunks, work.rows
     _, chunk_starts, chunk_lengths, chunk_samples = zip(*chunks, strict=True)
+    assert min(chunk_starts) >= 0, chunks
     if chunk_lengths.count(1) == chunk_samples.count(1) == len(chunks):
         return _only_decodes(work, chunk_starts)
     starts = np.array(chunk_starts, dtype=np.int32)
@@ -68,6 +69,9 @@ def _only_decodes(work: StepWork, starts: tuple[int, ...]) -> StepBatch:
 
 def entry_bounds(batch: StepBatch, blocks: KvBlocks) -> tuple[int, int] | None:
     """The lowest and the highest of ``entries_of``; None if there are none."""
+    # Kernels read a table as far as a context goes: beyond its row is another's, or nobody's.
+    reach, width = batch.num_positions, batch.tables.shape[1]
+    assert blocks.holding(reach) <= width, (reach, width, blocks)
     # Where a GPU computes, there may be no compiler.
     if blocks.ring is not None or not is_loaded():
         entries = entries_of(batch, blocks)

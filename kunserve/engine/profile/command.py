@@ -65,7 +65,7 @@ _FULL, _QUICK = (48, 5), (12, 3)
 @click.option("--max-num-batched-tokens", default=_SCHEDULER.max_num_batched_tokens,
               type=click.IntRange(min=32), help="Largest batch measured.")  # fmt: skip
 @click.option("--max-num-seqs", default=_SCHEDULER.max_num_seqs, type=click.IntRange(min=1),
-              help="Most decodes in a batch measured.")  # fmt: skip
+              help="Most decodes in a batch measured, if KV memory holds them.")  # fmt: skip
 @click.option("--num-instances", default=_CLUSTER.num_instances, type=click.IntRange(1, 64),
               help="As many as `serve` will run here: the others compute meanwhile.")  # fmt: skip
 @click.option("--quick", is_flag=True, help="A quarter of the batches, fewer repeats.")
@@ -116,9 +116,7 @@ def profile_command(
                     task = progress.add_task(
                         "measuring", total=total, completed=journal.num_measured
                     )
-                    measure(
-                        stopwatch, plan, journal, others.let_rest, lambda: progress.advance(task)
-                    )
+                    measure(stopwatch, plan, journal, others, lambda: progress.advance(task))
                 profile = make_profile(
                     plan, journal.found, stopwatch.clock, num_instances, seed, device, *_kinds(body)
                 )

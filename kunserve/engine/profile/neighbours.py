@@ -10,14 +10,18 @@ import contextlib
 import itertools
 import multiprocessing
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from multiprocessing.process import BaseProcess
 from multiprocessing.synchronize import Event
 
+from kunserve.core.errors import ConfigError
 from kunserve.engine.profile.run import BodySettings, limits_of, open_body
 from kunserve.engine.profile.shapes import draw_shapes
 from kunserve.engine.profile.stopwatch import Stopwatch
 
 START_S = 120.0
+_LOOK_S = 1.0
+"""While one starts, it is looked for so often whether it has ended instead."""
 _SETTLE_S = 1.0
 """After this much of a rest every batch that was under way has ended."""
 _REST_STEP_S = 0.01
@@ -31,12 +35,25 @@ _DECODE_SHARE = 0.8
 class Neighbours:
     """The processes that compute, or rest."""
 
-    def __init__(self, rest: Event) -> None:
+    def __init__(self, rest: Event, processes: Sequence[BaseProcess]) -> None:
         self._rest = rest
+        self._processes = processes
+
+    def check(self) -> None:
+        """Raise ConfigError if one has ended.
+
+        Without it the machine is idler than it is when it serves, and nothing else would tell.
+        """
+        for process in self._processes:
+            if not process.is_alive():
+                raise ConfigError(
+                    f"an instance that computes beside the measured one ended (exit code "
+                    f"{process.exitcode}): is there memory for all of --num-instances?"
+                )
 
     def let_rest(self, rests: bool) -> None:
         """Stand still, or go on. Returns once they do."""
-        if rests == self._rest.is_set():
+        if not self._processes or rests == self._rest.is_set():
             return
         if rests:
             self._rest.set()
@@ -61,15 +78,26 @@ def neighbours(count: int, settings: BodySettings) -> Iterator[Neighbours]:
     try:
         for process in processes:
             process.start()
+        found = Neighbours(rest, processes)
         for event in ready:
-            if not event.wait(START_S):
-                raise RuntimeError("a neighbour did not start")
-        yield Neighbours(rest)
+            _await_start(event, found)
+        yield found
     finally:
         stop.set()
         for process in processes:
             process.join(STOP_S)
             process.kill()
+
+
+def _await_start(ready: Event, others: Neighbours) -> None:
+    deadline_s = time.monotonic() + START_S
+    while not ready.wait(_LOOK_S):
+        others.check()
+        if time.monotonic() >= deadline_s:
+            raise ConfigError(
+                f"an instance that computes beside the measured one did not start in {START_S:g} s:"
+                " give a smaller --num-instances"
+            )
 
 
 def _compute(

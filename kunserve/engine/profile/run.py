@@ -5,6 +5,7 @@ import statistics
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +14,7 @@ import torch
 import kunserve
 from kunserve.core.config import MIB, InstanceConfig, ModelConfig, SchedulerConfig
 from kunserve.core.cost import DENSE, NO_WINDOWS, CostSample, ExpertChoice, Windows
+from kunserve.core.errors import ConfigError
 from kunserve.core.ids import InstanceId
 from kunserve.engine.body import EngineBody
 from kunserve.engine.devices import open_backend
@@ -29,6 +31,12 @@ from kunserve.policy.cost_fit import fit, held_out_errors, sized
 KV_BYTES = 512 * MIB
 MOST_KV_TOKENS = 32768
 LONGEST_CONTEXT = 8192
+LEAST_CONTEXT = 256
+"""Of all sequences of a batch together. With less there are no lengths to tell apart."""
+LEAST_OF_A_DECODE = 16
+"""Tokens of context for each decode of the batch that has most of them."""
+_MOST_PARTS = 8
+"""Of a batch beside its decodes; the last block of each is counted whole."""
 KV_PIECE = (1 << 20) - 3
 """Numbers that KV memory is filled with, again and again: no row begins where another does."""
 
@@ -101,11 +109,26 @@ def _fill(memory: npt.NDArray[np.uint8], dtype: str) -> None:
 
 
 def limits_of(body: EngineBody, max_batch_tokens: int, max_decodes: int) -> ShapeLimits:
-    """The largest batches that this body can be measured with."""
+    """The largest batches that this body can be measured with.
+
+    Fewer decodes than asked for where its KV memory does not hold so many with some context each.
+    """
     spec = body.spec
-    room = spec.kv_units // spec.num_layers * spec.block_size
-    # A chunk's last block is counted whole.
-    room -= (max_decodes + 8) * spec.block_size
+    num_tokens = spec.kv_units // spec.num_layers * spec.block_size
+    room = num_tokens - _MOST_PARTS * spec.block_size
+    max_decodes = min(
+        max_decodes,
+        room // (spec.block_size + LEAST_OF_A_DECODE),
+        (room - LEAST_CONTEXT) // spec.block_size,
+    )
+    if max_decodes < 1:
+        least = LEAST_CONTEXT + (_MOST_PARTS + 1) * spec.block_size
+        raise ConfigError(
+            f"{spec.kv_units * spec.unit_bytes / MIB:.0f} MiB of KV memory hold {num_tokens} tokens"
+            f" of this model; a profile in blocks of {spec.block_size} needs {least}: give a "
+            "smaller --block-size, or serve without a profile"
+        )
+    room -= max_decodes * spec.block_size
     context = min(body.model.max_position, LONGEST_CONTEXT, room // 2)
     return ShapeLimits(min(max_batch_tokens, context // 2), context, max_decodes, room)
 
@@ -122,21 +145,35 @@ def is_alone(repeat: int) -> bool:
     return repeat % 2 == 1
 
 
+class Company(Protocol):
+    """The other instances of the machine meanwhile."""
+
+    def let_rest(self, rests: bool) -> None:
+        """Stand still, or go on. Returns once they do."""
+        ...
+
+    def check(self) -> None:
+        """Raise ConfigError if they are not all there any more."""
+        ...
+
+
 def measure(
     stopwatch: Stopwatch,
     plan: Plan,
     journal: Journal,
-    let_neighbours_rest: Callable[[bool], None],
+    company: Company,
     advance: Callable[[], None],
 ) -> None:
     """Every shape once, then every shape again, ...: a disturbance spoils one repeat of each."""
     for shape in plan.shapes[:3]:
         stopwatch.measure(shape)
     for repeat in range(plan.num_repeats):
-        let_neighbours_rest(is_alone(repeat))
+        company.let_rest(is_alone(repeat))
         for index, shape in enumerate(plan.shapes):
             if len(journal.found[index]) <= repeat:
-                journal.note(index, stopwatch.measure(shape))
+                reading = stopwatch.measure(shape)
+                company.check()  # else the journal would keep what was measured without it
+                journal.note(index, reading)
                 advance()
 
 

@@ -95,7 +95,7 @@ class _Draw:
 
     def _contexts(self, count: int, room: int) -> tuple[int, ...]:
         """Context lengths around one that is drawn: sequences of a batch are of a kind."""
-        longest = min(self._limits.max_context - 1, room // count - 1)
+        longest = max(1, min(self._limits.max_context - 1, room // count - 1))
         middle = self._between(min(32, longest), longest)
         spread = self._generator.uniform(0.5, 1.5, count)
         return tuple(int(x) for x in np.clip(middle * spread, 1, longest))
@@ -116,5 +116,6 @@ class _Draw:
 
 
 def _on_log_scale(place: float, low: int, high: int) -> int:
+    low = max(1, low)
     high = max(low, high)
     return round(low * math.pow(high / low, place))

@@ -6,16 +6,19 @@ is there, as a rule, before the logits are.
 
 import contextlib
 import functools
+from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 from llguidance import LLMatcher, LLTokenizer
 
 from kunserve.core.request import ReasoningMarks, StructuredOutput
+from kunserve.core.tokens import TYPE_CODE
 from kunserve.engine.structured.grammar import FormError, check, compile_form
 
 MAX_COMPILED = 16
@@ -23,10 +26,19 @@ MAX_COMPILED = 16
 MAX_WAIT_S = 10.0
 """A mask that takes longer ends its request. The library's own limits let none take a second."""
 
+_HELD_UP = "another form has held up this one"
+
 _BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
 _MASK_OF_BYTE = np.where(_BITS, np.float32(0.0), np.float32(-np.inf))
 """[256, 8] what a byte of the library's mask means for its eight tokens. Adding to a row of logits
 is twenty times as fast as choosing in it."""
+
+
+class Job(NamedTuple):
+    """What a thread was asked to do."""
+
+    future: Future[None]
+    thread: ThreadPoolExecutor
 
 
 class _Reasoning:
@@ -57,22 +69,21 @@ class Form:
     """
 
     def __init__(
-        self,
-        forms: "Forms",
-        first: Callable[[], LLMatcher],
-        marks: ReasoningMarks | None,
-        token_ids: Sequence[int],
+        self, forms: "Forms", structured: StructuredOutput, token_ids: Sequence[int]
     ) -> None:
-        """``first`` gives the form at its beginning; ``token_ids`` have been produced so far."""
+        """``token_ids`` have been produced so far."""
         self._forms = forms
-        self._reasoning = _Reasoning(marks)
+        self._structured = replace(structured, after=None)
+        self._reasoning = _Reasoning(structured.after)
         self._matcher: LLMatcher | None = None
+        self._shared: LLMatcher | None = None
+        """The kept one whose lexer it uses, as others do. None: it has one of its own."""
+        self._taken = array(TYPE_CODE)
+        """The form's tokens while it shares a lexer: another one begins with them."""
         self._words = np.zeros(0, dtype=np.uint32)
         self._mask = np.zeros(0, dtype=np.float32)
         self._error: FormError | None = None
-        self.job: Future[None] = forms.submit(
-            functools.partial(self._begin, first, list(token_ids))
-        )
+        self.job = forms.submit(functools.partial(self._begin, list(token_ids)))
         """What the next mask comes from."""
         self.is_complete = False
         """Whether nothing may follow but the end. Known once ``mask`` has been called."""
@@ -83,13 +94,7 @@ class Form:
         Raises FormError.
         """
         self._forms.flush()
-        try:
-            self.job.result(MAX_WAIT_S)
-        except TimeoutError:
-            self._forms.give_up()
-            raise FormError(f"no mask within {MAX_WAIT_S:g} s") from None
-        except CancelledError:
-            raise FormError("another form has held up this one") from None
+        self._forms.wait_for(self.job)
         if self._error is not None:
             raise self._error
         return self._mask
@@ -98,24 +103,48 @@ class Form:
         """The token that was chosen. The next mask is on its way from ``Forms.flush`` on."""
         self._forms.chosen.append((self, token_id))
 
-    def _begin(self, first: Callable[[], LLMatcher], token_ids: list[int]) -> None:
+    def _begin(self, token_ids: list[int]) -> None:
         with self._keeping_errors():
-            self._matcher = first()
-            for token_id in token_ids:
-                self._take(token_id)
-            self._look()
+            self._shared = self._forms.find(self._structured)
+            self._matcher = self._shared.deep_copy()
+            self._go_on(token_ids)
 
     def advance(self, token_id: int) -> None:
         """In the thread: take the token."""
         with self._keeping_errors():
-            self._take(token_id)
-            self._look()
+            self._go_on([token_id])
 
-    def _take(self, token_id: int) -> None:
+    def _go_on(self, token_ids: Sequence[int]) -> None:
+        """In the thread: take the tokens, and see what may come next."""
+        of_form = [token_id for token_id in token_ids if not self._reasoning.takes(token_id)]
+        if self._shared is None:
+            self._take(of_form)
+            return
+        self._taken.extend(of_form)
+        try:
+            with _as_form_error():
+                self._take(of_form)
+        except FormError:
+            self._part()
+
+    def _part(self) -> None:
+        """Go on with a lexer of its own.
+
+        A lexer's limits count what all who share it have found, so they may be spent although
+        this output is within them. What fails now is this form's own.
+        """
+        assert self._shared is not None
+        self._forms.drop(self._structured, self._shared)
+        taken, self._taken, self._shared = self._taken, array(TYPE_CODE), None
+        self._matcher = compile_form(self._forms.vocabulary, self._structured)
+        self._take(taken)
+
+    def _take(self, token_ids: Sequence[int]) -> None:
         assert self._matcher is not None, "its beginning has failed"
-        if not self._reasoning.takes(token_id):
+        for token_id in token_ids:
             self._matcher.consume_token(token_id)
             check(self._matcher)
+        self._look()
 
     @contextlib.contextmanager
     def _keeping_errors(self) -> Iterator[None]:
@@ -187,9 +216,7 @@ class Forms:
 
     def start(self, structured: StructuredOutput, output_token_ids: Sequence[int]) -> Form:
         """A request that has produced these tokens so far. Returns at once."""
-        return Form(
-            self, lambda: self._find(structured).deep_copy(), structured.after, output_token_ids
-        )
+        return Form(self, structured, output_token_ids)
 
     def flush(self) -> None:
         """Have the thread take the tokens that were chosen and compute the masks behind them.
@@ -208,30 +235,45 @@ class Forms:
         for form, _ in chosen:
             form.job = job
 
-    def submit(self, job: Callable[[], None]) -> "Future[None]":
+    def submit(self, job: Callable[[], None]) -> Job:
         """Have the thread do it, after all that it was asked before."""
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="forms")
-        return self._thread.submit(job)
+        return Job(self._thread.submit(job), self._thread)
 
-    def give_up(self) -> None:
-        """Leave the thread to what holds it up; what waits for it ends, what comes gets another."""
+    def wait_for(self, job: Job) -> None:
+        """Until it is done. Raises FormError if that takes too long.
+
+        What holds up the thread is waited for once, however many forms are behind it.
+        """
+        if job.thread is not self._thread and not job.future.done():
+            raise FormError(_HELD_UP)
+        try:
+            job.future.result(MAX_WAIT_S)
+        except TimeoutError:
+            self._give_up()
+            raise FormError(f"no mask within {MAX_WAIT_S:g} s") from None
+        except CancelledError:
+            raise FormError(_HELD_UP) from None
+
+    def _give_up(self) -> None:
+        """Leave the thread to what holds it up; what waits for it ends, what comes gets another.
+
+        Kept forms are left, too: what holds it up may have one of their lexers locked.
+        """
         self.close()
-        self._thread = None
+        self._thread, self._compiled = None, OrderedDict()
 
     def close(self) -> None:
         """Let the thread go."""
         if self._thread is not None:
             self._thread.shutdown(wait=False, cancel_futures=True)
 
-    def _warm(self, structured: StructuredOutput) -> None:
-        # Whoever starts it will meet the error again.
-        with contextlib.suppress(FormError), _as_form_error():
-            self._find(structured).compute_bitmask()
+    def find(self, structured: StructuredOutput) -> LLMatcher:
+        """In the thread: the form at its beginning, kept. Its copies share its lexer.
 
-    def _find(self, structured: StructuredOutput) -> LLMatcher:
-        """The form at its beginning. What its copies learn of its lexer they all know."""
-        structured = replace(structured, after=None)
+        So what one of them has found the others know, and the lexer's limits are of them all.
+        """
         compiled = self._compiled.pop(structured, None)
         if compiled is None:
             compiled = compile_form(self.vocabulary, structured)
@@ -239,3 +281,13 @@ class Forms:
         if len(self._compiled) > MAX_COMPILED:
             self._compiled.popitem(last=False)
         return compiled
+
+    def drop(self, structured: StructuredOutput, compiled: LLMatcher) -> None:
+        """In the thread: keep this one no longer, because its lexer may be spent."""
+        if self._compiled.get(structured) is compiled:
+            self._compiled.pop(structured, None)
+
+    def _warm(self, structured: StructuredOutput) -> None:
+        # Whoever starts it will meet the error again.
+        with contextlib.suppress(FormError), _as_form_error():
+            self.find(replace(structured, after=None)).compute_bitmask()

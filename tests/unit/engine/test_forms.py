@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from llguidance import LLTokenizer
+from llguidance import LLParserLimits, LLTokenizer
 
 from kunserve.control.group.sequence import make_sequence
 from kunserve.core.ids import RequestId
@@ -27,6 +27,7 @@ from kunserve.core.step import SequenceStart
 from kunserve.core.tokens import TokenIds
 from kunserve.engine.sampler import Sampler, takes_largest
 from kunserve.engine.structured import forms as forms_module
+from kunserve.engine.structured import grammar
 from kunserve.engine.structured.forms import Forms
 from kunserve.engine.structured.grammar import FormError, compile_form
 from kunserve.engine.structured.vocabulary import open_vocabulary
@@ -51,6 +52,10 @@ FORMS = {
     "choice": StructuredOutput("choice", '["the other", "the", "an 12", ""]'),
     "grammar": StructuredOutput("grammar", 'root ::= "(" root ")" | "x" | "yy"'),
 }
+
+A, B = 67, 68
+MANY_STATES = StructuredOutput("regex", "[ab]*a[ab]{14}c")
+"""Its lexer remembers the last fifteen letters."""
 
 
 @pytest.fixture(scope="module")
@@ -264,6 +269,100 @@ def test_a_mask_that_does_not_come_ends_what_waits_for_it_and_no_more(
     (token,) = sampler.sample(torch.zeros(1, VOCAB), names[:1], [0])
     assert token.token_id is not None
     gate.set()
+    forms.close()
+
+
+def test_a_step_waits_once_for_what_holds_up_all_its_forms(
+    vocabulary: LLTokenizer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    forms, gate = Forms(lambda: vocabulary), threading.Event()
+    sampler, names = Sampler([EOS], VOCAB, forms), [RequestId(str(i)) for i in range(4)]
+    for name in names:
+        sampler.start(
+            SequenceStart(name, SamplingParams(9, structured=FORMS["regex"]), 1, TokenIds([5]))
+        )
+    monkeypatch.setattr(forms_module.Form, "advance", lambda form, token_id: gate.wait(60))
+    first = sampler.sample(torch.zeros(4, VOCAB), names, [0] * 4)
+    assert all(token.token_id is not None for token in first)
+    monkeypatch.setattr(forms_module, "MAX_WAIT_S", 0.05)
+    second = sampler.sample(torch.zeros(4, VOCAB), names, [1] * 4)
+    assert [token.token_id for token in second] == [None] * 4
+    assert caplog.text.count("no mask within") == 1 and caplog.text.count("held up") == 3
+    gate.set()
+    forms.close()
+
+
+def test_who_has_waited_in_vain_leaves_the_next_thread_alone(
+    vocabulary: LLTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forms, gates = Forms(lambda: vocabulary), (threading.Event(), threading.Event())
+    first, second = [forms.start(FORMS["regex"], ()) for _ in range(2)]
+    assert np.array_equal(first.mask(), second.mask())
+    first.append(70)
+    second.append(70)
+    monkeypatch.setattr(forms_module.Form, "advance", lambda form, token_id: gates[0].wait(60))
+    monkeypatch.setattr(forms_module, "MAX_WAIT_S", 0.05)
+    with pytest.raises(FormError, match="no mask within"):
+        first.mask()
+    monkeypatch.undo()
+    forms.submit(lambda: gates[1].wait(60) and None)
+    behind = forms.start(FORMS["regex"], ())
+    with pytest.raises(FormError, match="held up"):
+        second.mask()
+    gates[1].set()
+    assert np.isfinite(behind.mask()).any()
+    gates[0].set()
+    forms.close()
+
+
+def test_a_form_outlives_the_states_that_its_requests_spend_together(
+    vocabulary: LLTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its lexer is shared, and never forgets a state; each output has the tokens it would have."""
+    long = ((A, 50.0), (B, 50.0))
+    sampling = SamplingParams(60, temperature=0.0, structured=MANY_STATES, logit_bias=long)
+
+    def limited(max_states: int) -> tuple[list[list[int | None]], int]:
+        compiled = 0
+
+        def counting(*asked: object) -> object:
+            nonlocal compiled
+            compiled += 1
+            return compile_form(*asked)  # type: ignore[arg-type]
+
+        limits = LLParserLimits(max_lexer_states=max_states, verbose_errors=False)
+        monkeypatch.setattr(grammar, "limits", lambda: limits)
+        monkeypatch.setattr(forms_module, "compile_form", counting)
+        forms = Forms(lambda: vocabulary)
+        sampler, outputs = Sampler([EOS], VOCAB, forms), []
+        for seed in range(0, 15, 3):
+            names = [RequestId(f"{seed}-{i}") for i in range(3)]
+            for name in names:
+                sampler.start(SequenceStart(name, sampling, 1, TokenIds([5])))
+            for position in range(sampling.max_tokens):
+                logits = np.concatenate([rows(seed + i, position) for i in range(3)])
+                sampled = sampler.sample(torch.from_numpy(logits), names, [position] * 3)
+                outputs.append([token.token_id for token in sampled])
+        forms.close()
+        return outputs, compiled
+
+    outputs, compiled = limited(1_000)
+    assert compiled > 1, "no lexer was spent"
+    assert (outputs, 1) == limited(50_000)
+    assert all(token is not None for tokens in outputs for token in tokens)
+
+
+def test_what_fails_with_a_lexer_of_its_own_fails(
+    vocabulary: LLTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits = LLParserLimits(max_lexer_states=100, verbose_errors=False)
+    monkeypatch.setattr(grammar, "limits", lambda: limits)
+    forms = Forms(lambda: vocabulary)
+    form = forms.start(MANY_STATES, ())
+    with pytest.raises(FormError, match="too many"):
+        for position in range(200):
+            form.append(max(A, B, key=lambda token: float(rows(1, position)[0, token])))
+            form.mask()
     forms.close()
 
 

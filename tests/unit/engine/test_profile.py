@@ -3,6 +3,8 @@
 from dataclasses import replace
 from multiprocessing import Event
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -47,6 +49,82 @@ def test_shapes_cover_the_lengths_and_are_seeded() -> None:
     totals = sorted(s.num_tokens for s in shapes if s.region == "prefill")
     assert totals[0] < 24 and totals[-1] > 400
     assert [s.region for s in shapes] != sorted(s.region for s in shapes), "not in turns"
+
+
+def body_of(num_tokens: int, block_size: int, max_position: int = 8192) -> Any:
+    blocks = num_tokens // block_size
+    spec = SimpleNamespace(
+        kv_units=blocks * 4, num_layers=4, block_size=block_size, unit_bytes=32768 * block_size
+    )
+    return SimpleNamespace(spec=spec, model=SimpleNamespace(max_position=max_position))
+
+
+@pytest.mark.parametrize("asked", [1, 16, 256, 4096])
+@pytest.mark.parametrize(
+    ("num_tokens", "block_size"),
+    [(23301, 16), (9362, 16), (4672, 16), (4096, 16), (528, 16), (400, 16), (32768, 64),
+     (2560, 256), (265, 1)],
+)  # fmt: skip
+def test_shapes_fit_little_kv_memory(num_tokens: int, block_size: int, asked: int) -> None:
+    """As many models have within 512 MiB."""
+    limits = run.limits_of(body_of(num_tokens, block_size), 512, asked)
+    for shape in draw_shapes(12, limits, 0):
+        chunks = list(zip(shape.prefixes, shape.lengths, strict=True))
+        assert min(shape.prefixes) >= 0 and min(shape.lengths) > 0
+        assert sum(-(-(p + n) // block_size) for p, n in chunks) <= num_tokens // block_size
+        assert max(p + n for p, n in chunks) <= limits.max_context
+        if shape.region == "decode":
+            assert min(shape.prefixes) > 0 and len(chunks) <= min(asked, limits.max_decodes)
+
+
+def test_no_decode_is_left_out_that_fits() -> None:
+    assert run.limits_of(body_of(23301, 16), 512, 256) == ShapeLimits(512, 8192, 256, 19072)
+    assert run.limits_of(body_of(4096, 16), 512, 256) == ShapeLimits(496, 992, 124, 1984)
+
+
+@pytest.mark.parametrize(("num_tokens", "block_size", "least"), [(384, 16, 400), (264, 1, 265)])
+def test_too_little_kv_memory_for_a_profile_is_said(
+    num_tokens: int, block_size: int, least: int
+) -> None:
+    with pytest.raises(ConfigError, match=rf"hold {num_tokens} tokens .*needs {least}: give"):
+        run.limits_of(body_of(num_tokens, block_size), 512, 256)
+
+
+class FakeProcess:
+    """Ends once it was asked for so many times."""
+
+    exitcode = -9
+
+    def __init__(self, num_looks: int) -> None:
+        self._left = num_looks
+
+    def is_alive(self) -> bool:
+        self._left -= 1
+        return self._left >= 0
+
+
+def test_nothing_is_kept_of_what_was_measured_without_a_neighbour(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(neighbours, "_SETTLE_S", 0.0)
+    plan = Plan(SUBJECT, 2, [BatchShape("prefill", (0,), (n,), 1) for n in (16, 32)])
+    journal = Journal(tmp_path / "j.jsonl", plan)
+    stopwatch: Any = SimpleNamespace(measure=lambda shape: Reading(0.5, 0.6))
+    processes: Any = [FakeProcess(99), FakeProcess(3)]
+    company = neighbours.Neighbours(Event(), processes)
+    with pytest.raises(ConfigError, match="exit code -9"):
+        run.measure(stopwatch, plan, journal, company, lambda: None)
+    assert journal.num_measured == 3
+    journal.close()
+
+
+def test_a_neighbour_that_ends_instead_of_starting_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(neighbours, "_LOOK_S", 0.0)
+    processes: Any = [FakeProcess(1)]
+    with pytest.raises(ConfigError, match="exit code -9"):
+        neighbours._await_start(Event(), neighbours.Neighbours(Event(), processes))
 
 
 def test_tokens_attend_to_different_numbers(tmp_path: Path) -> None:

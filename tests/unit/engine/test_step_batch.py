@@ -6,9 +6,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kunserve.core.ids import RequestId
+from kunserve.core.kv_blocks import KvBlocks
+from kunserve.core.step import Chunk
 from kunserve.engine.attention import StepBatch
 from kunserve.engine.hidden_rows import HiddenRows
-from kunserve.engine.step_batch import _only_decodes
+from kunserve.engine.step_batch import _only_decodes, build_batch, entry_bounds
 
 NUM = 3
 
@@ -45,6 +48,27 @@ def test_an_array_that_is_not_what_the_others_are_of_is_refused(wrong: str) -> N
     }[wrong]
     with pytest.raises(AssertionError):
         batch.check()
+
+
+def work_of(*chunks: tuple[int, int]) -> Any:
+    plan = SimpleNamespace(
+        chunks=[Chunk(RequestId(str(i)), *chunk, 1) for i, chunk in enumerate(chunks)], scored=()
+    )
+    rows = np.arange(len(chunks), dtype=np.int32)
+    tables = np.zeros((len(chunks), 4), np.int32)
+    return SimpleNamespace(plan=plan, token_ids=None, tables=tables, rows=rows, is_last=True)
+
+
+@pytest.mark.parametrize("sound", [((5, 1), (63, 1)), ((5, 30), (60, 4))])
+def test_a_step_reads_no_further_than_its_tables(sound: tuple[tuple[int, int], ...]) -> None:
+    """In decodes and in prompts."""
+    blocks = KvBlocks(16)
+    assert entry_bounds(build_batch(work_of(*sound)), blocks) == (0, 0)
+    (start, length) = sound[1]
+    with pytest.raises(AssertionError, match="65, 4"):
+        entry_bounds(build_batch(work_of(sound[0], (start + 1, length))), blocks)
+    with pytest.raises(AssertionError):
+        build_batch(work_of(sound[0], (-1, length)))
 
 
 def test_no_rows_have_no_parts() -> None:
