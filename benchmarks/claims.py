@@ -256,7 +256,8 @@ CLAIMS = (
         lambda: " / ".join(
             _restoration(field) for field in ("ttft_p50_s", "tpot_p50_s", "ttft_p99_s")
         ),
-        "The second burst overloads arithmetic at any load that fills memory in the first.",
+        "The second burst overloads arithmetic at any load that fills memory in the first. Pairs "
+        "that stay compute a long prompt with two GPUs.",
         "`restoration_640s`",
     ),
     Claim(

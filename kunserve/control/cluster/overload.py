@@ -210,9 +210,7 @@ class OverloadControl:
         for transition in tuple(self._transitions.active.values()):
             is_squeezed = not transition.old_groups.isdisjoint(squeezed)
             if transition.is_restoring and is_squeezed:
-                self._transitions.roll_back(
-                    transition, "overloaded again", now_s, backs_off=False
-                )
+                self._transitions.roll_back(transition, "overloaded again", now_s, backs_off=False)
 
     def _relieve(self, verdict: Overloaded, view: ClusterLoadView, now_s: float) -> None:
         if now_s < self._transitions.backoff_until_s:
