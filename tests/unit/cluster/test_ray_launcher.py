@@ -125,7 +125,7 @@ def test_without_ray_the_command_to_install_it_is_told(monkeypatch: pytest.Monke
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "ray", None)
     assert _launcher(KunServeConfig()) is None
-    with pytest.raises(ConfigError, match=r"pip install 'kunserve\[ray\]'"):
+    with pytest.raises(ConfigError, match=r"pip install '\.\[ray\]'"):
         _launcher(KunServeConfig(cluster=ClusterConfig(launcher="ray")))
 
 
