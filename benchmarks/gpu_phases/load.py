@@ -23,6 +23,9 @@ from kunserve.core.ids import RequestId
 from kunserve.core.model_spec import ModelSpec
 
 _NO_LIMIT_GBPS = 1e6
+MOST_STREAMS = 64
+USED = 0.7
+"""Of the KV memory, by all streams at their ends."""
 _AFTER_S = 0.5
 """How long tokens are watched after a transition has ended."""
 
@@ -51,7 +54,8 @@ def _measure(
     machine: Machine, report: Report, spec: ModelSpec, memory_bytes: int, way: str
 ) -> None:
     real = machine.is_real
-    num_streams, prompt_tokens, num_tokens = (64, 1000, 2000) if real else (4, 20, 200)
+    prompt_tokens, num_tokens = (1000, 2000) if real else (20, 200)
+    num_streams = streams_of(spec, memory_bytes, prompt_tokens + num_tokens) if real else 4
     rounds = 3 if real else 1
     generator = np.random.default_rng(0)
 
@@ -87,6 +91,15 @@ def _measure(
         config = _config(machine, folder, memory_bytes, way)
         ready_s = with_cluster(config, spec.vocab_size, story)
     report.add("both ready after", ready_s, "s", model=spec.name)
+
+
+def streams_of(spec: ModelSpec, memory_bytes: int, num_tokens: int) -> int:
+    """How many run on two instances that have not dropped, and leave memory: else they would drop
+    by themselves before they are asked to. ``num_tokens``: of each, prompt included.
+    """
+    token_bytes = 2 * spec.num_layers * spec.kv_size * spec.dtype_bytes
+    kv_bytes = 2 * (memory_bytes - spec.weights_bytes)
+    return max(2, min(MOST_STREAMS, int(USED * kv_bytes) // (num_tokens * token_bytes)))
 
 
 def _config(machine: Machine, folder: str, memory_bytes: int, way: str) -> KunServeConfig:

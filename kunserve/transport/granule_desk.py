@@ -8,12 +8,15 @@ when that ends, the giver is gone, and its memory must not be held any longer.
 """
 
 import contextlib
+import logging
 import os
 import socket
 from collections.abc import Iterator
 from pathlib import Path
 
 from kunserve.transport.movable_memory import Granules, MovableMemory, Window
+
+logger = logging.getLogger(__name__)
 
 _AT_ONCE = 64
 """Descriptors in one message; the system takes 253."""
@@ -89,7 +92,8 @@ class GranuleDesk:
             for granule in range(first, min(first + _AT_ONCE, self._granules.num_granules)):
                 fds.append(self._granules.export(granule))
             socket.send_fds(taker, [_ANSWER], fds)
-        except OSError:
+        except OSError as error:
+            logger.info("this memory cannot be handed to a peer, its bytes are sent: %s", error)
             return False
         finally:
             for fd in fds:
@@ -140,7 +144,8 @@ class OpenWindow:
                     self._window.add(fd)
                 if not self.is_complete:
                     self._ask()
-            except OSError:
+            except OSError as error:
+                logger.warning("a peer's memory cannot be mapped here, its bytes come: %s", error)
                 return False
         return True
 

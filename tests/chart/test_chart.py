@@ -173,7 +173,11 @@ def test_selectors_find_the_pods(objects: dict[str, Object]) -> None:
         assert found == ([True, False] if kind == "Service" else [True, True])[: len(made)], kind
     if "ServiceMonitor" in objects:
         wanted = objects["ServiceMonitor"]["spec"]["selector"]["matchLabels"]
-        assert wanted.items() <= objects["Service"]["metadata"]["labels"].items()
+        labels = objects["Service"]["metadata"]["labels"]
+        assert wanted.items() <= labels.items()
+        rules = (ROOT / "deploy" / "prometheus" / "alerts.yml").read_text()
+        job = labels[objects["ServiceMonitor"]["spec"]["jobLabel"]]
+        assert set(re.findall(r'job="(.*?)"', rules)) == {job}
     if "RayCluster" in objects:  # a release of KubeRay finds its own head by this one
         assert all("app.kubernetes.io/name" not in labels for labels in made)
 

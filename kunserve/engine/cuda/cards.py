@@ -29,13 +29,17 @@ def library_of(device: str) -> str | None:
 
 
 def auto_device(library: str = LIBRARY) -> str:
-    """``cuda`` where there is a GPU, and torch can use it; else ``cpu``."""
+    """``cuda`` where GPUs can map memory, and torch is built for them; else ``cpu``."""
     if importlib.metadata.version("torch").endswith("+cpu"):
         return "cpu"
     try:
-        return "cuda" if read_cards(library) else "cpu"
+        cards = read_cards(library)
     except OSError:
         return "cpu"
+    unable = [card.name for card in cards if not card.has_virtual_memory]
+    if unable:
+        logger.warning("--device auto takes the CPU: %s cannot map memory", ", ".join(unable))
+    return "cuda" if cards and not unable else "cpu"
 
 
 def find_cards(library: str) -> tuple[Card, ...]:

@@ -110,7 +110,7 @@ INSTANCE_FLAGS = all_of(
         "--device",
         type=click.Choice(["auto", "cpu", "cuda"]),
         help="Where instances compute; with cuda they take the GPUs in turn; auto is cuda where "
-        "there is a GPU, and cpu elsewhere.",
+        "there are GPUs that can map memory, and cpu elsewhere.",
     ),
     _instance(
         "--instance-memory",

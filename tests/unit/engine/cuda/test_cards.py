@@ -57,6 +57,8 @@ def test_auto_takes_what_torch_can_use(fake: FakeCuda, monkeypatch: pytest.Monke
     assert auto_device(build()) == "cuda"
     fake.describe(num_devices=0)
     assert auto_device(build()) == "cpu"
+    fake.describe(has_virtual_memory=False)
+    assert auto_device(build()) == "cpu"
     fake.describe()
     monkeypatch.setattr("importlib.metadata.version", lambda _: "2.13.0+cpu")
     assert auto_device(build()) == "cpu"
