@@ -182,12 +182,8 @@ def _texts_chars(value: Any) -> int:
 def _json_chars(value: Any) -> int:
     try:
         return len(msgspec.json.encode(value))
-    except (
-        TypeError,
-        ValueError,
-        RecursionError,
-    ):  # from Python: templates judge what they cannot write
-        return 0
+    except (TypeError, ValueError, RecursionError):
+        return 0  # from Python: templates judge what they cannot write
 
 
 def _message(index: int, message: dict[str, Any]) -> dict[str, Any]:
