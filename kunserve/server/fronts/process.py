@@ -122,6 +122,8 @@ async def _run(link_fd: int, listener: socket.socket) -> None:
     )
     counter = _Counting(app.state.front, engine)
     counting.append(counter)
+    # Who tells counts as up, so connections must find somebody: they wait until ``serve`` reads.
+    listener.listen()
     telling = asyncio.create_task(counter.run())
     gc.freeze()
     try:
