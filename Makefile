@@ -20,7 +20,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 # No byte code from pip, which compiles file by file: `compileall` does it on all cores.
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-compile
-KERNEL_FILES := $(wildcard kunserve/engine/kernels/csrc/*) kunserve/engine/kernels/build.py
+KERNEL_FILES := $(wildcard kunserve/engine/cpu/kernels/csrc/*) kunserve/engine/cpu/kernels/build.py
 # Tests start many processes. Each would compile every module anew.
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -52,8 +52,8 @@ $(VENV)/.installed: $(VENV)/.torch pyproject.toml
 
 $(VENV)/.kernels: $(VENV)/.installed $(KERNEL_FILES)
 	@echo "==> building the CPU kernels"
-	@$(BIN)/python -m kunserve.engine.kernels.build
-	@$(BIN)/python -m compileall -qq -j 0 kunserve benchmarks
+	@$(BIN)/python -m kunserve.engine.cpu.kernels.build
+	@$(BIN)/python -m compileall -qq -j 0 kunserve kunserve_lab kunserve_extras benchmarks
 	@touch $@
 	@echo "==> ready: $(BIN)/kunserve"
 
@@ -117,10 +117,10 @@ test-clients: install $(CLIENTS)/.installed
 test-hosts: install
 	$(BIN)/pytest -m hosts tests/hosts
 
-KERNEL_TESTS := $(addprefix tests/unit/engine/test_,kernels.py attention.py packed.py decoder.py)
+KERNEL_TESTS := $(addprefix tests/unit/engine/,cpu/test_kernels.py test_attention.py cpu/test_packed.py cpu/test_decoder.py)
 SANITIZERS := -O1 -g -fsanitize=address,undefined -fno-sanitize-recover=undefined
 LIBASAN = $(shell $(CC) -print-file-name=libasan.so) $(shell $(CC) -print-file-name=libubsan.so)
-COMPILE := 'import tests.conftest; from kunserve.engine.kernels.build import find_or_build; find_or_build()'
+COMPILE := 'import tests.conftest; from kunserve.engine.cpu.kernels.build import find_or_build; find_or_build()'
 # Of AMX its instructions in C. Their own text is no source, so its sum is a flag: else an old
 # library would be taken. What has no AVX2 is slow, and does nothing else than what has it.
 KERNEL_BUILDS := amx native x86-64-v3 x86-64

@@ -11,8 +11,8 @@ from setuptools.command.build_py import build_py
 ROOT = Path(__file__).parent
 sys.path.insert(0, str(ROOT))  # a build in an environment of its own does not have it
 
-from kunserve.engine.kernels.build import SHIPPED, build_shipped  # noqa: E402
-from kunserve.engine.kernels.levels import levels_of  # noqa: E402
+from kunserve.engine.cpu.kernels.build import SHIPPED, build_shipped  # noqa: E402
+from kunserve.engine.cpu.kernels.levels import levels_of  # noqa: E402
 
 
 class BuildPython(build_py):

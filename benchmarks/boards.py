@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kunserve.bench.server_process import running_server, unwinding_on_sigterm
+from kunserve_lab.bench.server_process import running_server, unwinding_on_sigterm
 
 BOARD = Path("deploy/grafana/dashboards/kunserve.json")
 RULES = Path("deploy/prometheus/alerts.yml")

@@ -20,8 +20,8 @@ from benchmarks.report import Report
 from kunserve.core.ids import InstanceId, RequestId, TransitionId
 from kunserve.core.layout import LayerRange
 from kunserve.core.transfer import KvPull
-from kunserve.transport.bulk import BulkMover
-from kunserve.transport.movable_memory import Bytes, Extents, UnitRuns, ViewedMemory
+from kunserve.transport.bulk.movable_memory import Bytes, Extents, UnitRuns, ViewedMemory
+from kunserve.transport.bulk.mover import BulkMover
 
 MIB = 1 << 20
 UNIT_BYTES = 12 * 1024

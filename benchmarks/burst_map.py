@@ -5,7 +5,7 @@
 
 For four mixes of lengths and two shares of memory that weights take: one burst in Poisson arrivals
 on four instances of Qwen2.5-14B on A800, under `recompute`, under `drop`, and under drops that are
-made however many requests wait (`policy/drop_worth.py` says why `drop` does otherwise). A point
+made however many requests wait (`policy/drop/worth.py` says why `drop` does otherwise). A point
 that the results have already is not run again. A draw of all takes a quarter of an hour of one
 core. What the fluid model says of the same bursts, and the picture of both:
 `benchmarks.map_agreement`.
@@ -20,18 +20,18 @@ from pathlib import Path
 from benchmarks.kept_results import figures_of
 from benchmarks.markdown import Row, markdown
 from benchmarks.report import Report, Setting
-from kunserve.bench.compare.settings import SimulatedSetup
-from kunserve.bench.compare.simulated.scenario import Scenario, build_scenario
-from kunserve.bench.compare.simulated.simulation import SimResult, simulate
-from kunserve.bench.compare.systems import find_system
-from kunserve.sim.fluid import AFTER_S, BEFORE_S, Capacity, capacity_of
-from kunserve.sim.steady import mix_of
-from kunserve.workload.burst import Burst, find_burst
-from kunserve.workload.bursty import burst_arrivals
-from kunserve.workload.data.catalog import locate
-from kunserve.workload.lengths import burstgpt_lengths, clip_total, sample_lengths
-from kunserve.workload.traces import read_lengths
-from kunserve.workload.workload import Lengths, Workload
+from kunserve_lab.compare.settings import SimulatedSetup
+from kunserve_lab.compare.simulated.scenario import Scenario, build_scenario
+from kunserve_lab.compare.simulated.simulation import SimResult, simulate
+from kunserve_lab.compare.systems import find_system
+from kunserve_lab.sim.fluid import AFTER_S, BEFORE_S, Capacity, capacity_of
+from kunserve_lab.sim.steady import mix_of
+from kunserve_lab.workload.burst import Burst, find_burst
+from kunserve_lab.workload.bursty import burst_arrivals
+from kunserve_lab.workload.data.catalog import locate
+from kunserve_lab.workload.lengths import burstgpt_lengths, clip_total, sample_lengths
+from kunserve_lab.workload.traces import read_lengths
+from kunserve_lab.workload.workload import Lengths, Workload
 
 BENCHMARK = "burst_map"
 NUM_INSTANCES = 4

@@ -29,8 +29,8 @@ import click
 
 from benchmarks.chaos_clients import POLL_S, VOCAB, Clients, Job, judge, make_jobs
 from benchmarks.chaos_front import Front, FrontOrder
-from kunserve.cluster.launch import FakeSettings
-from kunserve.cluster.process_mark import kill_marked, mark_of, pid_of
+from kunserve.cluster.processes.launch import FakeSettings
+from kunserve.cluster.processes.process_mark import kill_marked, mark_of, pid_of
 from kunserve.core.config import (
     MIB,
     ClusterConfig,
@@ -41,6 +41,7 @@ from kunserve.core.config import (
     SchedulerConfig,
 )
 from kunserve.core.ids import InstanceId
+from kunserve_lab.world.fake_main import MODULE as FAKE_MODULE
 
 BETWEEN_FAULTS_S = 2.0
 """On average."""
@@ -244,7 +245,11 @@ def front_of(setting: Setting, clients: Clients, place: Path) -> Front:
             check_invariants=True,
         ),
     )
-    fake = FakeSettings(vocab_size=VOCAB, kv_blocks=80, step_s=0.02) if setting.is_fake else None
+    fake = (
+        FakeSettings(FAKE_MODULE, vocab_size=VOCAB, kv_blocks=80, step_s=0.02)
+        if setting.is_fake
+        else None
+    )
     temporary = place / "tmp"
     temporary.mkdir(exist_ok=True)
     order = FrontOrder(config, VOCAB, fake, str(place), str(temporary / "run"))

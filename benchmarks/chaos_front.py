@@ -18,15 +18,15 @@ from typing import Literal, TypeAlias
 import msgspec
 
 from benchmarks.faulty_instance import program_of
-from kunserve.cluster.launch import FakeSettings, LocalLauncher
-from kunserve.cluster.local import LocalCluster
-from kunserve.cluster.process_mark import mark_of
+from kunserve.cluster.driver.local import LocalCluster
+from kunserve.cluster.processes.launch import FakeSettings, LocalLauncher
+from kunserve.cluster.processes.process_mark import mark_of
 from kunserve.core import messages
 from kunserve.core.config import KunServeConfig
 from kunserve.core.errors import InvalidRequest, Overloaded, Unavailable
 from kunserve.core.ids import InstanceId, RequestId
 from kunserve.core.request import FinishReason, Request
-from kunserve.transport import codec
+from kunserve.transport.wire import codec
 
 STATE_PERIOD_S = 0.05
 CHANGE_S = 60.0

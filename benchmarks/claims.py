@@ -18,7 +18,7 @@ from benchmarks.kept_results import (
     runs_of,
     signed,
 )
-from kunserve.bench.compare.results import RunResult
+from kunserve_lab.compare.results import RunResult
 
 
 @dataclass(frozen=True, slots=True)

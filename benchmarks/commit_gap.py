@@ -17,8 +17,8 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 
 from benchmarks.report import Report
-from kunserve.cluster.launch import FakeSettings
-from kunserve.cluster.local import LocalCluster
+from kunserve.cluster.driver.local import LocalCluster
+from kunserve.cluster.processes.launch import FakeSettings
 from kunserve.core.config import (
     ClusterConfig,
     InstanceConfig,
@@ -30,8 +30,9 @@ from kunserve.core.ids import InstanceId, RequestId
 from kunserve.core.messages import TokenOutput
 from kunserve.core.request import Request, SamplingParams
 from kunserve.core.tokens import TokenIds
+from kunserve_lab.world.fake_main import MODULE as FAKE_MODULE
 
-FAKE = FakeSettings(kv_blocks=16384, step_s=0.005)
+FAKE = FakeSettings(FAKE_MODULE, kv_blocks=16384, step_s=0.005)
 CONFIG = KunServeConfig(
     instance=InstanceConfig(block_size=16),
     scheduler=SchedulerConfig(max_num_seqs=8),

@@ -19,17 +19,17 @@ from dataclasses import replace
 from typing import Any
 
 from benchmarks.report import Report
-from kunserve.bench.compare.simulated.scenario import Scenario
-from kunserve.bench.compare.simulated.simulation import LEAD_S, simulate
-from kunserve.bench.compare.systems import find_system
 from kunserve.control.cluster.controller import Controller
 from kunserve.core.config import SchedulerConfig
 from kunserve.core.snapshots import Kind
-from kunserve.sim.costs import profile_times
-from kunserve.sim.devices import find_device
-from kunserve.sim.models import find_model
-from kunserve.sim.profile import gpu_profile
-from kunserve.workload.workload import Lengths, Workload
+from kunserve_lab.compare.simulated.scenario import Scenario
+from kunserve_lab.compare.simulated.simulation import LEAD_S, simulate
+from kunserve_lab.compare.systems import find_system
+from kunserve_lab.sim.costs import profile_times
+from kunserve_lab.sim.devices import find_device
+from kunserve_lab.sim.models import find_model
+from kunserve_lab.sim.profile import gpu_profile
+from kunserve_lab.workload.workload import Lengths, Workload
 
 PROMPT_TOKENS, OUTPUT_TOKENS = 1000, 200
 POOL_TOKENS = 4000

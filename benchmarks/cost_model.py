@@ -29,7 +29,7 @@ from kunserve.core.cost import DENSE, CostSample, ExpertChoice
 from kunserve.core.ids import RequestId
 from kunserve.core.step import Chunk
 from kunserve.model.profile import Profile, read_profile
-from kunserve.policy.cost import (
+from kunserve.policy.batch.cost import (
     DISTSERVE,
     NANOFLOW,
     OURS,
@@ -39,11 +39,11 @@ from kunserve.policy.cost import (
     as_vector,
     forms_for,
 )
-from kunserve.policy.cost_fit import fit, held_out_errors, predict, predict_held_out, sized
-from kunserve.sim.costs import profile_times
-from kunserve.sim.devices import find_device
-from kunserve.sim.models import find_model
-from kunserve.sim.profile import InstanceProfile, gpu_profile
+from kunserve.policy.batch.cost_fit import fit, held_out_errors, predict, predict_held_out, sized
+from kunserve_lab.sim.costs import profile_times
+from kunserve_lab.sim.devices import find_device
+from kunserve_lab.sim.models import find_model
+from kunserve_lab.sim.profile import InstanceProfile, gpu_profile
 
 matplotlib.use("Agg")
 

@@ -18,21 +18,21 @@ from typing import TypeVar
 import numpy as np
 
 from benchmarks.report import Report, Setting
-from kunserve.control.cluster.prefixes import NAMED_TOKENS, PrefixIndex
+from kunserve.control.cluster.requests.prefixes import NAMED_TOKENS, PrefixIndex
 from kunserve.core.ids import GroupId, InstanceId
 from kunserve.core.layout import GroupLayout, LayerRange, Stage
 from kunserve.core.load import GroupLoad, LoadReport
 from kunserve.core.prefix import prefix_hashes
 from kunserve.core.snapshots import InstanceSpec
 from kunserve.core.tokens import TokenIds
-from kunserve.policy.batch_form import FormationView, PromptWork
-from kunserve.policy.drop_plan import DropPlan, plan_drop
-from kunserve.policy.lookahead import Lookahead, form_all, form_lookahead
-from kunserve.policy.placing import GroupChooser
-from kunserve.sim.costs import profile_times
-from kunserve.sim.devices import find_device
-from kunserve.sim.models import find_model
-from kunserve.sim.profile import gpu_profile
+from kunserve.policy.batch.batch_form import FormationView, PromptWork
+from kunserve.policy.batch.lookahead import Lookahead, form_all, form_lookahead
+from kunserve.policy.dispatch.placing import GroupChooser
+from kunserve.policy.drop.plan import DropPlan, plan_drop
+from kunserve_lab.sim.costs import profile_times
+from kunserve_lab.sim.devices import find_device
+from kunserve_lab.sim.models import find_model
+from kunserve_lab.sim.profile import gpu_profile
 
 NUM_LAYERS = 30
 REPEATS = 5

@@ -15,7 +15,6 @@ import time
 
 from benchmarks.many_instances import config_of
 from benchmarks.report import Report
-from kunserve.cluster.fake import fake_spec
 from kunserve.control.cluster.commands import Send
 from kunserve.control.cluster.controller import Controller
 from kunserve.core.ids import InstanceId
@@ -23,6 +22,7 @@ from kunserve.core.load import LoadReport
 from kunserve.core.messages import Form, Formed, Ready
 from kunserve.core.messages import Report as LeaderReport
 from kunserve.core.transfer import PeerAddress
+from kunserve_lab.world.fake_body import fake_spec
 
 PERIOD_S = 0.1
 

@@ -19,10 +19,10 @@ from typing import Any
 import aiohttp
 
 from benchmarks.report import Report
-from kunserve.bench.client import Call, CallSettings, stream
-from kunserve.bench.prompts import TokenIdPrompts
-from kunserve.bench.replay import open_session
-from kunserve.bench.server_process import running_server
+from kunserve_lab.bench.client import Call, CallSettings, stream
+from kunserve_lab.bench.prompts import TokenIdPrompts
+from kunserve_lab.bench.replay import open_session
+from kunserve_lab.bench.server_process import running_server
 
 MODEL = "smollm2-135m"
 MIB = 1 << 20

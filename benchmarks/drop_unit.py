@@ -32,9 +32,9 @@ from matplotlib.figure import Figure
 from benchmarks.report import Report, Setting
 from kunserve.core.ids import RequestId
 from kunserve.core.step import Chunk
-from kunserve.sim.devices import Device, find_device
-from kunserve.sim.models import find_model
-from kunserve.sim.profile import RooflineTimes
+from kunserve_lab.sim.devices import Device, find_device
+from kunserve_lab.sim.models import find_model
+from kunserve_lab.sim.profile import RooflineTimes
 
 matplotlib.use("Agg")
 

@@ -24,10 +24,8 @@ from typing import Any
 import msgspec
 import zmq
 
-from kunserve.cluster.fake import FakeBody, FakeModel, fake_spec
-from kunserve.cluster.in_process_mover import InProcessMover, Pull
-from kunserve.cluster.launch import InstanceOrder, LocalLauncher
-from kunserve.cluster.process_mark import mark_of
+from kunserve.cluster.processes.launch import InstanceOrder, LocalLauncher
+from kunserve.cluster.processes.process_mark import mark_of
 from kunserve.control.instance.agent import InstanceAgent
 from kunserve.control.instance.state import AgentConfig
 from kunserve.control.instance.work import Work
@@ -35,7 +33,9 @@ from kunserve.core.ids import InstanceId
 from kunserve.core.messages import Alive, Connect, Message, Ready
 from kunserve.core.python_command import python_command
 from kunserve.core.transfer import KvPull, LayerLoad, PeerAddress
-from kunserve.transport.channel import InstanceChannel
+from kunserve.transport.wire.channel import InstanceChannel
+from kunserve_lab.world.fake_body import FakeBody, FakeModel, fake_spec
+from kunserve_lab.world.mover import InProcessMover, Pull
 
 _NOWHERE = PeerAddress("hosted", "hosted")
 _LENGTH = struct.Struct("<I")

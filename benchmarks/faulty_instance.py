@@ -18,15 +18,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from kunserve.cluster import instance_start
-from kunserve.cluster.fake_main import load_fake
-from kunserve.cluster.instance_start import Loaded, run_instance
-from kunserve.cluster.launch import InstanceOrder
+from kunserve.cluster.instance import start as instance_start
+from kunserve.cluster.instance.start import Loaded, run_instance
+from kunserve.cluster.processes.launch import InstanceOrder
 from kunserve.control.instance.body import StepOutcome, StepWork
 from kunserve.core.ids import InstanceId
 from kunserve.core.layout import LayerRange
 from kunserve.core.messages import Message
-from kunserve.transport.peers import COUNTS_TOLD, PeerLinks
+from kunserve.transport.peers.links import COUNTS_TOLD, PeerLinks
+from kunserve_lab.world.fake_main import load_fake
 
 POISON = (31, 4, 1, 5, 9)
 """A prompt that begins so kills the instance that takes it up, while ``poison`` is there."""
@@ -122,7 +122,7 @@ def _load(order: InstanceOrder) -> Loaded:
     if order.fake is not None:
         loaded = load_fake(order)
     else:
-        from kunserve.cluster.instance_main import load_model  # brings torch
+        from kunserve.cluster.instance.main import load_model  # brings torch
 
         loaded = load_model(order)
     MutedLinks.mute = folder / f"mute-{me}"

@@ -31,8 +31,8 @@ from benchmarks.fake_host import HostLauncher
 from benchmarks.front_overhead import read_all
 from benchmarks.fronts import cpu_s
 from benchmarks.report import Report
-from kunserve.cluster.launch import FakeSettings
-from kunserve.cluster.local import LocalCluster
+from kunserve.cluster.driver.local import LocalCluster
+from kunserve.cluster.processes.launch import FakeSettings
 from kunserve.core.config import (
     ClusterConfig,
     InstanceConfig,
@@ -42,14 +42,15 @@ from kunserve.core.config import (
 )
 from kunserve.model.generation_config import SamplingDefaults
 from kunserve.model.source import resolve_model
-from kunserve.server.app import create_app
-from kunserve.server.fronts.keeper import FrontKeeper, listeners_of
-from kunserve.server.launch_parts import load_tokenizer
-from kunserve.server.serve import Drain, serve
+from kunserve.server.start.app import create_app
+from kunserve.server.start.launch_parts import load_tokenizer
+from kunserve.server.start.serve import Drain, serve
+from kunserve_extras.fronts.keeper import FrontKeeper, listeners_of
+from kunserve_lab.world.fake_main import MODULE as FAKE_MODULE
 
 NUM_TOKENS = 400
 """Of each answer: what a request costs beside its tokens is a small part."""
-FAKE = FakeSettings(kv_blocks=4096, layer_bytes=16 * 1024, step_s=0.01)
+FAKE = FakeSettings(FAKE_MODULE, kv_blocks=4096, layer_bytes=16 * 1024, step_s=0.01)
 PATH = "/v1/completions"
 BODY = {"prompt": "hello", "max_tokens": NUM_TOKENS, "stream": True, "ignore_eos": True}
 

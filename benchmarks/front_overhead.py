@@ -29,8 +29,8 @@ from kunserve.core.messages import TokenOutput
 from kunserve.core.request import FinishReason, Request, SamplingParams, TokenLogprobs
 from kunserve.core.snapshots import ClusterState
 from kunserve.core.tokens import TokenIds
-from kunserve.server.app import create_app
-from kunserve.server.serve import Drain, serve
+from kunserve.server.start.app import create_app
+from kunserve.server.start.serve import Drain, serve
 
 NUM_TOKENS = 200
 EMPTY = ClusterState(0.0, (), (), (), (), 0, 0)

@@ -33,8 +33,8 @@ from benchmarks.front_overhead import (
 from benchmarks.report import Report
 from kunserve.core.config import KunServeConfig, ServerConfig
 from kunserve.model.generation_config import SamplingDefaults
-from kunserve.server.fronts.keeper import FrontKeeper, listeners_of
-from kunserve.server.serve import Drain
+from kunserve.server.start.serve import Drain
+from kunserve_extras.fronts.keeper import FrontKeeper, listeners_of
 
 CASE = CASES[0]
 TICKS_PER_S = 100.0

@@ -24,7 +24,7 @@ from typing import Any
 
 from benchmarks.gpu_phases import story
 from benchmarks.gpu_phases.story import DONE
-from kunserve.engine.cuda.driver import LIBRARY
+from kunserve.engine.torch.cuda.driver import LIBRARY
 
 ROOT = Path(__file__).parent.parent
 

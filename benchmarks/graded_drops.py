@@ -29,7 +29,7 @@ from benchmarks.points import (
     with_codes,
 )
 from benchmarks.targets import BENCHMARK as TARGETS
-from kunserve.bench.compare.simulated.scenario import Scenario
+from kunserve_lab.compare.simulated.scenario import Scenario
 
 BENCHMARK = "graded_drops"
 SHARE = 0.5

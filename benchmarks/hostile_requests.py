@@ -14,8 +14,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from kunserve.server.responses_schema import ResponsesBody
-from kunserve.server.schema import (
+from kunserve.server.api.schema import (
     ChatBody,
     CompletionBody,
     DetokenizeBody,
@@ -24,7 +23,8 @@ from kunserve.server.schema import (
     KillBody,
     TokenizeBody,
 )
-from kunserve.server.unsupported import REFUSED
+from kunserve.server.api.unsupported import REFUSED
+from kunserve_extras.responses.schema import ResponsesBody
 
 HI = [{"role": "user", "content": "hi"}]
 POSTS: tuple[tuple[str, type[BaseModel], dict[str, Any]], ...] = (

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
 
-from kunserve.cluster.launch import InstanceOrder, LocalLauncher, LocalProcess, spawn
+from kunserve.cluster.processes.launch import InstanceOrder, LocalLauncher, LocalProcess, spawn
 from kunserve.core.place import Place
 
 NETWORK = "10.77.0"

@@ -23,8 +23,8 @@ import numpy as np
 
 from benchmarks.faulty_instance import program_of
 from benchmarks.hosts import Host, NamespaceLauncher, environment
-from kunserve.cluster.launch import FakeSettings, Launcher, LocalLauncher
-from kunserve.cluster.local import LocalCluster
+from kunserve.cluster.driver.local import LocalCluster
+from kunserve.cluster.processes.launch import FakeSettings, Launcher, LocalLauncher
 from kunserve.core.config import (
     ClusterConfig,
     InstanceConfig,
@@ -38,9 +38,10 @@ from kunserve.core.ids import InstanceId, RequestId
 from kunserve.core.messages import TokenOutput
 from kunserve.core.request import FinishReason, Request, SamplingParams
 from kunserve.core.tokens import TokenIds
+from kunserve_lab.world.fake_main import MODULE as FAKE_MODULE
 
 PATIENCE_S = 100.0
-FAKE = FakeSettings(step_s=0.004)
+FAKE = FakeSettings(FAKE_MODULE, step_s=0.004)
 VOCAB_SIZE = 49152
 """SmolLM2's."""
 

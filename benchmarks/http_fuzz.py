@@ -27,15 +27,16 @@ import uvloop
 
 from benchmarks.front_overhead import ByteTokenizer
 from benchmarks.hostile_requests import Hostile, hostile_requests
-from kunserve.bench.server_process import unwinding_on_sigterm
-from kunserve.cluster.launch import FakeSettings
-from kunserve.cluster.local import LocalCluster
+from kunserve.cluster.driver.local import LocalCluster
+from kunserve.cluster.processes.launch import FakeSettings
 from kunserve.core.config import ClusterConfig, KunServeConfig, ModelConfig, ServerConfig
-from kunserve.server.app import create_app
-from kunserve.server.serve import serve
+from kunserve.server.start.app import create_app
+from kunserve.server.start.serve import serve
+from kunserve_lab.bench.server_process import unwinding_on_sigterm
+from kunserve_lab.world.fake_main import MODULE as FAKE_MODULE
 
 HOST = "127.0.0.1"
-FAKE = FakeSettings(vocab_size=256, step_s=0.001)
+FAKE = FakeSettings(FAKE_MODULE, vocab_size=256, step_s=0.001)
 MAX_MODEL_LEN = 512
 """Short, because a chat that names no length is answered up to it."""
 PATIENCE_S = 120.0

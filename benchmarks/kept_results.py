@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from kunserve.bench.compare.results import RunResult, load
+from kunserve_lab.compare.results import RunResult, load
 
 RESULTS = Path(__file__).parent / "results"
 SLO_KEY = "slo_violations_5x"

@@ -15,13 +15,13 @@ import numpy as np
 import torch
 
 from benchmarks.machine_limits import put_in_huge_pages
-from kunserve.core.model_spec import ModelSpec
-from kunserve.core.packed import PackedField, Run, WeightFormat
 from kunserve.engine.attention import StepBatch, c_model
-from kunserve.engine.kernels.ops import Finish
-from kunserve.engine.kernels.packed import PackedMatrix, rounded_bytes
-from kunserve.engine.kernels.panels import in_panels
+from kunserve.engine.cpu.kernels.ops import Finish
+from kunserve.engine.cpu.kernels.packed import PackedMatrix, rounded_bytes
+from kunserve.engine.cpu.kernels.panels import in_panels
 from kunserve.engine.layer_weights import ModelWeights
+from kunserve.model.packed import PackedField, Run, WeightFormat
+from kunserve.model.spec import ModelSpec
 
 BLOCK_SIZE = 16
 FINISHES = {

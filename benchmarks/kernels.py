@@ -43,15 +43,15 @@ from benchmarks.kernel_calls import (
 from benchmarks.machine_limits import Lies, Limits, measure_limits
 from benchmarks.report import Report, Setting
 from kunserve.core.errors import ConfigError
-from kunserve.core.model_spec import ModelSpec
-from kunserve.core.packed import WeightFormat
 from kunserve.engine.attention import TORCH_DTYPES
-from kunserve.engine.decoder import Decoder
-from kunserve.engine.kernels.build import build, build_level
-from kunserve.engine.kernels.levels import level_named
-from kunserve.engine.kernels.library import library, load, set_num_threads
-from kunserve.engine.kernels.panels import in_panels
+from kunserve.engine.cpu.decoder import Decoder
+from kunserve.engine.cpu.kernels.build import build, build_level
+from kunserve.engine.cpu.kernels.levels import level_named
+from kunserve.engine.cpu.kernels.library import library, load, set_num_threads
+from kunserve.engine.cpu.kernels.panels import in_panels
 from kunserve.engine.layer_weights import LayerWeights, ModelWeights
+from kunserve.model.packed import WeightFormat
+from kunserve.model.spec import ModelSpec
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 512)
 PACKED_ROWS = (1, 8, 32, 512)
@@ -265,7 +265,7 @@ def compare_libraries(
 
 def compiled(checkout: Path, target: Path) -> Path:
     """A checkout's kernels for this processor, by its own way to compile them."""
-    program = "from kunserve.engine.kernels.build import build; print(build())"
+    program = "from kunserve.engine.cpu.kernels.build import build; print(build())"
     environment = os.environ | {"PYTHONPATH": str(checkout)}
     command = [sys.executable, "-c", program]
     made = subprocess.run(

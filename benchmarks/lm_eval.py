@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.report import Report
-from kunserve.bench.server_process import ServerProcess
+from kunserve_lab.bench.server_process import ServerProcess
 
 TASKS_FOLDER = Path(__file__).parent / "lm_eval_tasks"
 FACTS, SEQUENCES = "kunserve_facts", "kunserve_sequences"

@@ -19,7 +19,7 @@ from benchmarks.kernel_calls import BLOCK_SIZE
 from benchmarks.kernels import smollm2
 from benchmarks.report import Report
 from kunserve.engine.attention import FusedAttention, StepBatch
-from kunserve.engine.kernels.library import set_num_threads
+from kunserve.engine.cpu.kernels.library import set_num_threads
 
 NUM_SEQUENCES = 4
 CHUNK_TOKENS = 256

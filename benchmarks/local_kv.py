@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks.report import Report, Setting
-from kunserve.cluster.local import LocalCluster
+from kunserve.cluster.driver.local import LocalCluster
 from kunserve.core.config import (
     ClusterConfig,
     InstanceConfig,
@@ -40,9 +40,9 @@ from kunserve.core.kv_blocks import KvBlocks, ring_of
 from kunserve.core.messages import TokenOutput
 from kunserve.core.request import Request, SamplingParams
 from kunserve.core.tokens import TokenIds
-from kunserve.workload.data.catalog import SHIPPED_FOLDER
-from kunserve.workload.traces import read_azure, read_lengths
-from kunserve.workload.workload import Lengths
+from kunserve_lab.workload.data.catalog import SHIPPED_FOLDER
+from kunserve_lab.workload.traces import read_azure, read_lengths
+from kunserve_lab.workload.workload import Lengths
 
 BLOCK_TOKENS = 16
 STEP_TOKENS = 512

@@ -14,16 +14,16 @@ from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.report import Report, Setting
-from kunserve.bench.compare.simulated.scenario import Scenario
-from kunserve.bench.compare.simulated.simulation import SimResult, simulate
-from kunserve.bench.compare.systems import System, find_system
 from kunserve.core.config import SchedulerConfig
-from kunserve.sim.costs import profile_times
-from kunserve.sim.devices import find_device
-from kunserve.sim.models import find_model
-from kunserve.sim.profile import gpu_profile
-from kunserve.workload.recipe import Dataset, Recipe, build_workload
-from kunserve.workload.workload import Workload
+from kunserve_lab.compare.simulated.scenario import Scenario
+from kunserve_lab.compare.simulated.simulation import SimResult, simulate
+from kunserve_lab.compare.systems import System, find_system
+from kunserve_lab.sim.costs import profile_times
+from kunserve_lab.sim.devices import find_device
+from kunserve_lab.sim.models import find_model
+from kunserve_lab.sim.profile import gpu_profile
+from kunserve_lab.workload.recipe import Dataset, Recipe, build_workload
+from kunserve_lab.workload.workload import Workload
 
 PIPELINES = {2: "static-pp", 4: "static-pp4"}
 MAX_TOTAL_TOKENS = 8192

@@ -6,8 +6,8 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from kunserve.engine import address_space
-from kunserve.engine.huge_pages import HUGE_PAGE_BYTES
+from kunserve.engine.memory import address_space
+from kunserve.engine.memory.huge_pages import HUGE_PAGE_BYTES
 
 DOTS = {"bfloat16": 0, "float32": 1, "int8": 2}
 """As ``kun_peak_dots`` numbers them."""

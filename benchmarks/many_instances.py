@@ -33,8 +33,8 @@ import uvloop
 from benchmarks.fake_host import HostLauncher
 from benchmarks.front_overhead import ByteTokenizer
 from benchmarks.report import Report
-from kunserve.cluster.launch import FakeSettings
-from kunserve.cluster.local import LocalCluster
+from kunserve.cluster.driver.local import LocalCluster
+from kunserve.cluster.processes.launch import FakeSettings
 from kunserve.core.config import (
     ClusterConfig,
     InstanceConfig,
@@ -47,11 +47,12 @@ from kunserve.core.messages import TokenOutput
 from kunserve.core.request import Request, SamplingParams
 from kunserve.core.snapshots import Outcome
 from kunserve.core.tokens import TokenIds
-from kunserve.policy.drop_plan import plan_drop
-from kunserve.server.app import create_app
-from kunserve.server.serve import Drain, serve
+from kunserve.policy.drop.plan import plan_drop
+from kunserve.server.start.app import create_app
+from kunserve.server.start.serve import Drain, serve
+from kunserve_lab.world.fake_main import MODULE as FAKE_MODULE
 
-FAKE = FakeSettings(kv_blocks=64, layer_bytes=16 * 1024, step_s=0.2)
+FAKE = FakeSettings(FAKE_MODULE, kv_blocks=64, layer_bytes=16 * 1024, step_s=0.2)
 LAG_PERIOD_S = 0.002
 
 

@@ -26,18 +26,18 @@ from benchmarks.kept_results import (
     figures_of,
 )
 from benchmarks.report import Report
-from kunserve.bench.compare.experiment_file import read_experiment
-from kunserve.bench.compare.map_figure import Panel, plot_maps
-from kunserve.bench.compare.results import load
-from kunserve.bench.compare.settings import SimulatedSetup, workload_of
-from kunserve.bench.compare.simulated.burst_map import (
+from kunserve_lab.compare.experiment_file import read_experiment
+from kunserve_lab.compare.output.map_figure import Panel, plot_maps
+from kunserve_lab.compare.results import load
+from kunserve_lab.compare.settings import SimulatedSetup, workload_of
+from kunserve_lab.compare.simulated.burst_map import (
     FINE_HEIGHTS,
     FINE_LENGTHS_S,
     Mark,
     make_map,
 )
-from kunserve.bench.compare.simulated.outlook import HELPS, Outlook, capacity, expect, outlook
-from kunserve.bench.compare.simulated.scenario import build_scenario
+from kunserve_lab.compare.simulated.outlook import HELPS, Outlook, capacity, expect, outlook
+from kunserve_lab.compare.simulated.scenario import build_scenario
 
 ROOT = Path(__file__).parent.parent
 FIGURE = ROOT / "docs" / "figures" / "burst-map.png"

@@ -20,9 +20,9 @@ from dataclasses import dataclass
 from benchmarks.report import Report
 from kunserve.core.ids import RequestId
 from kunserve.core.step import Chunk
-from kunserve.sim.devices import find_device
-from kunserve.sim.models import find_model
-from kunserve.sim.profile import InstanceProfile, gpu_profile
+from kunserve_lab.sim.devices import find_device
+from kunserve_lab.sim.models import find_model
+from kunserve_lab.sim.profile import InstanceProfile, gpu_profile
 
 MAX_STEP_TOKENS = 2048
 BURST_FACTOR = 1.5

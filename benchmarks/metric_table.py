@@ -7,8 +7,8 @@ from pathlib import Path
 
 from prometheus_client import GCCollector, PlatformCollector, ProcessCollector
 
-from kunserve.server.metric_family import Family, Type
-from kunserve.server.metrics import FAMILIES
+from kunserve.server.telemetry.metric_family import Family, Type
+from kunserve.server.telemetry.metrics import FAMILIES
 
 DOCUMENT = Path("docs/metrics.md")
 BEGIN, END = "<!-- metrics: made by benchmarks.metric_table -->\n", "<!-- metrics: end -->\n"

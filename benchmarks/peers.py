@@ -22,14 +22,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.report import Report
-from kunserve.bench.client import CallSettings
-from kunserve.bench.metrics import compute_metrics
-from kunserve.bench.prompts import TokenIdPrompts
-from kunserve.bench.server_process import free_ports, unwinding_on_sigterm
-from kunserve.bench.session import Target, find_model, measure
-from kunserve.workload.arrivals import immediate_arrivals
-from kunserve.workload.lengths import random_lengths
-from kunserve.workload.workload import Workload
+from kunserve_lab.bench.client import CallSettings
+from kunserve_lab.bench.metrics import compute_metrics
+from kunserve_lab.bench.prompts import TokenIdPrompts
+from kunserve_lab.bench.server_process import free_ports, unwinding_on_sigterm
+from kunserve_lab.bench.session import Target, find_model, measure
+from kunserve_lab.workload.arrivals import immediate_arrivals
+from kunserve_lab.workload.lengths import random_lengths
+from kunserve_lab.workload.workload import Workload
 
 READY_S = 240.0
 

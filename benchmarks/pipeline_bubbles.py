@@ -14,14 +14,14 @@ import sys
 from pathlib import Path
 
 from benchmarks.report import Report, Setting
-from kunserve.bench.compare.real import RealRun, run_system
-from kunserve.bench.compare.settings import RealSetup
-from kunserve.bench.compare.systems import find_system
-from kunserve.bench.timeline import whole_bubbles
-from kunserve.workload.data.catalog import locate
-from kunserve.workload.lengths import clip_total, sample_lengths
-from kunserve.workload.traces import read_lengths
-from kunserve.workload.workload import Lengths, Workload
+from kunserve_lab.bench.timeline import whole_bubbles
+from kunserve_lab.compare.real import RealRun, run_system
+from kunserve_lab.compare.settings import RealSetup
+from kunserve_lab.compare.systems import find_system
+from kunserve_lab.workload.data.catalog import locate
+from kunserve_lab.workload.lengths import clip_total, sample_lengths
+from kunserve_lab.workload.traces import read_lengths
+from kunserve_lab.workload.workload import Lengths, Workload
 
 SYSTEMS = ("static-pp-lookahead", "static-pp")
 

@@ -34,8 +34,8 @@ import msgspec
 from benchmarks.drop_stall import MODEL, Driver, Kind, Stream
 from benchmarks.free_cores import play
 from benchmarks.report import Report
-from kunserve.bench.replay import open_session
-from kunserve.bench.server_process import running_server
+from kunserve_lab.bench.replay import open_session
+from kunserve_lab.bench.server_process import running_server
 
 MEMORY = "343MiB"
 PREFILL_OUTPUT_TOKENS = 16

@@ -16,14 +16,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.report import Report
-from kunserve.bench.compare.experiment_file import read_experiment
-from kunserve.bench.compare.settings import SimulatedSetup, workload_of
-from kunserve.bench.compare.simulated.scenario import Scenario, build_scenario
-from kunserve.bench.compare.simulated.simulation import SimResult, simulate
-from kunserve.bench.compare.systems import find_system
 from kunserve.core.layout import GroupLayout
 from kunserve.core.place import Place
 from kunserve.core.snapshots import Kind, Outcome, TransitionRecord
+from kunserve_lab.compare.experiment_file import read_experiment
+from kunserve_lab.compare.settings import SimulatedSetup, workload_of
+from kunserve_lab.compare.simulated.scenario import Scenario, build_scenario
+from kunserve_lab.compare.simulated.simulation import SimResult, simulate
+from kunserve_lab.compare.systems import find_system
 
 FILE = Path(__file__).parents[1] / "experiments" / "four_hosts.toml"
 NUM_HOSTS = 4

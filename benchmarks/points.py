@@ -13,15 +13,15 @@ from benchmarks.kept_results import RESULTS, figures_of
 from benchmarks.markdown import Row
 from benchmarks.report import Report
 from benchmarks.simulated_code import UNKNOWN, code
-from kunserve.bench.compare.experiment_file import read_experiment
-from kunserve.bench.compare.settings import RealSetup, SimulatedSetup, workload_of
-from kunserve.bench.compare.simulated.scenario import Scenario, build_scenario
-from kunserve.bench.compare.simulated.simulation import SimResult, simulate
-from kunserve.bench.compare.systems import find_system
 from kunserve.core.snapshots import Kind, Outcome
-from kunserve.workload.data.catalog import DATA_SETS
-from kunserve.workload.data.download import fetch
-from kunserve.workload.traces import read_azure
+from kunserve_lab.compare.experiment_file import read_experiment
+from kunserve_lab.compare.settings import RealSetup, SimulatedSetup, workload_of
+from kunserve_lab.compare.simulated.scenario import Scenario, build_scenario
+from kunserve_lab.compare.simulated.simulation import SimResult, simulate
+from kunserve_lab.compare.systems import find_system
+from kunserve_lab.workload.data.catalog import DATA_SETS
+from kunserve_lab.workload.data.download import fetch
+from kunserve_lab.workload.traces import read_azure
 
 ROOT = Path(__file__).parent.parent
 ARTIFACT_TOKENS = 16_384

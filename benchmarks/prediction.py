@@ -38,18 +38,18 @@ from benchmarks.traced_steps import (
     predicted_s,
     read_steps,
 )
-from kunserve.bench.compare.simulated.scenario import Scenario
-from kunserve.bench.compare.simulated.simulation import simulate
-from kunserve.bench.compare.systems import find_system
-from kunserve.bench.metrics import RunMetrics, compute_metrics
-from kunserve.bench.runfile import Run, read_run
 from kunserve.core.config import KunServeConfig
 from kunserve.core.cost import CostCoefficients
 from kunserve.model.profile import Profile, read_profile
-from kunserve.server.command import config_from_flags, serve_command
-from kunserve.sim.costs import cpu_profile
-from kunserve.sim.models import find_model
-from kunserve.workload.workload import Lengths, Workload
+from kunserve.server.start.command import config_from_flags, serve_command
+from kunserve_lab.bench.metrics import RunMetrics, compute_metrics
+from kunserve_lab.bench.runfile import Run, read_run
+from kunserve_lab.compare.simulated.scenario import Scenario
+from kunserve_lab.compare.simulated.simulation import simulate
+from kunserve_lab.compare.systems import find_system
+from kunserve_lab.sim.costs import cpu_profile
+from kunserve_lab.sim.models import find_model
+from kunserve_lab.workload.workload import Lengths, Workload
 
 Steps: TypeAlias = tuple[CostCoefficients, CostCoefficients]
 """What steps cost in company of other instances, and alone."""

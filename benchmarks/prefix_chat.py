@@ -29,15 +29,15 @@ import msgspec
 
 from benchmarks.peers import Server, ours, running, say, vllm
 from benchmarks.report import Report
-from kunserve.bench.client import CallSettings
-from kunserve.bench.metrics import compute_metrics
-from kunserve.bench.prompts import TokenIdPrompts, WordPrompts
-from kunserve.bench.replay import open_session
-from kunserve.bench.session import Target, find_model, measure
-from kunserve.bench.sse import DONE, EventBuffer
-from kunserve.workload.arrivals import immediate_arrivals
-from kunserve.workload.lengths import random_lengths
-from kunserve.workload.workload import Workload
+from kunserve_lab.bench.client import CallSettings
+from kunserve_lab.bench.metrics import compute_metrics
+from kunserve_lab.bench.prompts import TokenIdPrompts, WordPrompts
+from kunserve_lab.bench.replay import open_session
+from kunserve_lab.bench.session import Target, find_model, measure
+from kunserve_lab.bench.sse import DONE, EventBuffer
+from kunserve_lab.workload.arrivals import immediate_arrivals
+from kunserve_lab.workload.lengths import random_lengths
+from kunserve_lab.workload.workload import Workload
 
 READY_S = 600.0
 """vLLM takes minutes to start on a busy machine."""

@@ -18,16 +18,16 @@ from math import inf
 from unittest.mock import patch
 
 from benchmarks.report import Report, Setting
-from kunserve.bench.compare.simulated.scenario import Scenario
-from kunserve.bench.compare.simulated.simulation import SimResult, simulate
-from kunserve.bench.compare.systems import System, find_system
 from kunserve.core.config import SchedulerConfig
-from kunserve.policy import affinity
-from kunserve.sim.costs import profile_times
-from kunserve.sim.devices import find_device
-from kunserve.sim.models import find_model
-from kunserve.sim.profile import gpu_profile
-from kunserve.workload.multi_turn import Conversation, conversations
+from kunserve.policy.dispatch import affinity
+from kunserve_lab.compare.simulated.scenario import Scenario
+from kunserve_lab.compare.simulated.simulation import SimResult, simulate
+from kunserve_lab.compare.systems import System, find_system
+from kunserve_lab.sim.costs import profile_times
+from kunserve_lab.sim.devices import find_device
+from kunserve_lab.sim.models import find_model
+from kunserve_lab.sim.profile import gpu_profile
+from kunserve_lab.workload.multi_turn import Conversation, conversations
 
 BUDGET_TOKENS = 2048
 TRAFFIC = {

@@ -34,7 +34,7 @@ from kunserve.core.config import InstanceConfig, ModelConfig
 from kunserve.core.ids import InstanceId
 from kunserve.engine.attention import StepBatch
 from kunserve.engine.body import CpuBody
-from kunserve.engine.kernels.library import set_num_threads
+from kunserve.engine.cpu.kernels.library import set_num_threads
 from kunserve.model.source import resolve_model
 from kunserve.model.tokenizer import load_tokenizer
 

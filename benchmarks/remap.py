@@ -15,8 +15,8 @@ from benchmarks.report import Report
 from kunserve.core.config import MIB, InstanceConfig
 from kunserve.core.ids import InstanceId
 from kunserve.core.layout import LayerRange
-from kunserve.engine.memory import InstanceMemory
-from kunserve.engine.pages import HostPages
+from kunserve.engine.memory.instance_memory import InstanceMemory
+from kunserve.engine.memory.pages import HostPages
 from kunserve.model.config import read_spec
 from kunserve.model.source import resolve_model
 

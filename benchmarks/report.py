@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import TypeAlias
 
-from kunserve.bench.environment import environment
+from kunserve_lab.bench.environment import environment
 
 Setting: TypeAlias = str | int | float | bool | None
 

@@ -22,11 +22,11 @@ import msgspec
 from benchmarks.kept_results import RESULTS, SLO_KEY, figures_of, runs_of
 from benchmarks.markdown import markdown
 from benchmarks.tables import TABLES
-from kunserve.bench.compare.comparison import Options, compare
-from kunserve.bench.compare.experiment import World
-from kunserve.bench.compare.experiment_file import read_experiment
-from kunserve.bench.compare.results import RunResult, by_load
-from kunserve.bench.compare.slo import FACTOR, strict_base, violations
+from kunserve_lab.compare.comparison import Options, compare
+from kunserve_lab.compare.experiment import World
+from kunserve_lab.compare.experiment_file import read_experiment
+from kunserve_lab.compare.results import RunResult, by_load
+from kunserve_lab.compare.slo import FACTOR, strict_base, violations
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = tuple(

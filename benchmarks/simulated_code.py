@@ -2,7 +2,7 @@
 
 import functools
 
-from kunserve.bench.environment import SIMULATED, code_of
+from kunserve_lab.bench.environment import SIMULATED, code_of
 
 UNKNOWN = "unknown"
 """The code of runs that were kept before this was asked."""

@@ -14,11 +14,11 @@ import time
 import numpy as np
 
 from benchmarks.report import Report, Setting
-from kunserve.bench.compare.settings import SimulatedSetup, WorkloadSettings, workload_of
-from kunserve.bench.compare.simulated.scenario import Scenario, build_scenario
-from kunserve.bench.compare.simulated.simulation import simulate
-from kunserve.bench.compare.systems import find_system
-from kunserve.workload.workload import Lengths, Workload
+from kunserve_lab.compare.settings import SimulatedSetup, WorkloadSettings, workload_of
+from kunserve_lab.compare.simulated.scenario import Scenario, build_scenario
+from kunserve_lab.compare.simulated.simulation import simulate
+from kunserve_lab.compare.systems import find_system
+from kunserve_lab.workload.workload import Lengths, Workload
 
 TARGETS_S = {(8, 640.0): 10.0, (1000, 60.0): 300.0}
 

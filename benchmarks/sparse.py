@@ -30,9 +30,9 @@ from kunserve.core.config import InstanceConfig, ModelConfig
 from kunserve.core.ids import InstanceId
 from kunserve.engine.attention import StepBatch
 from kunserve.engine.body import CpuBody
-from kunserve.engine.decoder import Decoder
-from kunserve.engine.kernels.library import set_num_threads
-from kunserve.engine.kernels.ops import linear
+from kunserve.engine.cpu.decoder import Decoder
+from kunserve.engine.cpu.kernels.library import set_num_threads
+from kunserve.engine.cpu.kernels.ops import linear
 
 READ_BYTES = 256 << 20
 READS = 3

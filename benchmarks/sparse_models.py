@@ -22,18 +22,18 @@ from matplotlib.figure import Figure
 
 from benchmarks.kept_results import RESULTS, figures_of
 from benchmarks.report import Report
-from kunserve.bench.compare.experiment import Experiment
-from kunserve.bench.compare.experiment_file import read_experiment
-from kunserve.bench.compare.results import RunResult, by_load, load
-from kunserve.bench.compare.settings import SimulatedSetup, workload_of
-from kunserve.bench.compare.simulated.full_rate import full_capacity, with_full_rate
-from kunserve.bench.compare.simulated.outlook import capacity, expect, outlook
-from kunserve.bench.compare.simulated.scenario import build_scenario
 from kunserve.core.ids import RequestId
 from kunserve.core.step import Chunk
-from kunserve.sim.fluid import Capacity
-from kunserve.sim.profile import InstanceProfile
-from kunserve.workload.burst import Burst
+from kunserve_lab.compare.experiment import Experiment
+from kunserve_lab.compare.experiment_file import read_experiment
+from kunserve_lab.compare.results import RunResult, by_load, load
+from kunserve_lab.compare.settings import SimulatedSetup, workload_of
+from kunserve_lab.compare.simulated.full_rate import full_capacity, with_full_rate
+from kunserve_lab.compare.simulated.outlook import capacity, expect, outlook
+from kunserve_lab.compare.simulated.scenario import build_scenario
+from kunserve_lab.sim.fluid import Capacity
+from kunserve_lab.sim.profile import InstanceProfile
+from kunserve_lab.workload.burst import Burst
 
 matplotlib.use("Agg")
 

@@ -22,7 +22,7 @@ import aiohttp
 
 from benchmarks.prompt_lookup import QUESTIONS, TASKS, documents
 from benchmarks.report import Report, Setting
-from kunserve.bench.server_process import running_server
+from kunserve_lab.bench.server_process import running_server
 
 CONFIG = {
     "method": "ngram",

@@ -30,8 +30,8 @@ HERE = Path(__file__).parents[1]
 if __name__ == "__main__" and str(HERE) not in sys.path and "--raw" not in sys.argv:
     sys.path.insert(0, str(HERE))
 
-from kunserve.cluster.launch import LocalLauncher  # noqa: E402
-from kunserve.cluster.local import LocalCluster  # noqa: E402
+from kunserve.cluster.driver.local import LocalCluster  # noqa: E402
+from kunserve.cluster.processes.launch import LocalLauncher  # noqa: E402
 from kunserve.core.config import (  # noqa: E402
     ClusterConfig,
     InstanceConfig,

@@ -17,7 +17,7 @@ from typing import Any
 import aiohttp
 
 from benchmarks.report import Report
-from kunserve.bench.server_process import running_server
+from kunserve_lab.bench.server_process import running_server
 
 MODEL = "smollm2-135m"
 _ITEMS: list[dict[str, Any]] = [

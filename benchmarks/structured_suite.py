@@ -27,7 +27,7 @@ import aiohttp
 import jsonschema
 
 from benchmarks.report import Report
-from kunserve.bench.server_process import running_server
+from kunserve_lab.bench.server_process import running_server
 
 MODEL = "smollm2-135m"
 MAX_TOKENS = 96

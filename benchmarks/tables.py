@@ -21,8 +21,8 @@ from benchmarks.map_agreement import EXPERIMENTS, Compared, compared
 from benchmarks.markdown import Row
 from benchmarks.sparse_tables import sparse_bursts, sparse_instances, sparse_ridge
 from benchmarks.targets import targets, unseen
-from kunserve.bench.compare.results import RunResult, by_load, load
-from kunserve.bench.compare.simulated.outlook import HELPS
+from kunserve_lab.compare.results import RunResult, by_load, load
+from kunserve_lab.compare.simulated.outlook import HELPS
 
 _RUN = re.compile(r"(?P<system>.+)-(?:load)?(?P<load>[\d.]+)(?:-seed\d+-round\d+)?")
 """The name of a run's file: drop-load0.06-seed0-round1, in older results drop-0.06."""

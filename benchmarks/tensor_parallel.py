@@ -34,8 +34,8 @@ from kunserve.core.ids import InstanceId
 from kunserve.core.python_command import python_command
 from kunserve.engine.attention import StepBatch
 from kunserve.engine.body import EngineBody
-from kunserve.engine.kernels.library import kernel, set_num_threads
-from kunserve.engine.kernels.ops import argmax
+from kunserve.engine.cpu.kernels.library import kernel, set_num_threads
+from kunserve.engine.cpu.kernels.ops import argmax
 from kunserve.engine.ranks.backend import RankedBackend
 from kunserve.engine.ranks.meeting import Meeting
 from kunserve.model.source import resolve_model

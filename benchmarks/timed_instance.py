@@ -17,21 +17,21 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from kunserve.cluster import instance_loop
-from kunserve.cluster.instance_start import Loaded, run_instance
-from kunserve.cluster.launch import InstanceOrder
-from kunserve.engine.kernels import library
+from kunserve.cluster.instance import loop as instance_loop
+from kunserve.cluster.instance.start import Loaded, run_instance
+from kunserve.cluster.processes.launch import InstanceOrder
+from kunserve.engine.cpu.kernels import library
 
 WRITTEN_EVERY_S = 0.1
 KERNELS = "kernels"
 PARTS: dict[str, tuple[str, ...]] = {
-    "reads mail": ("cluster.instance_loop:InstanceLoop._read_mail",),
-    "reads peers' mail": ("cluster.instance_loop:InstanceLoop._read_peers",),
+    "reads mail": ("cluster.instance.loop:InstanceLoop._read_mail",),
+    "reads peers' mail": ("cluster.instance.loop:InstanceLoop._read_peers",),
     "sends": (
-        "cluster.instance_loop:InstanceLoop._send_mail",
-        "cluster.instance_loop:InstanceLoop._send_to_front",
+        "cluster.instance.loop:InstanceLoop._send_mail",
+        "cluster.instance.loop:InstanceLoop._send_to_front",
     ),
-    "reports": ("cluster.instance_loop:InstanceLoop._report_if_due",),
+    "reports": ("cluster.instance.loop:InstanceLoop._report_if_due",),
     "chooses and plans": ("control.group.scheduler:Scheduler.schedule",),
     "names blocks": ("control.instance.agent:InstanceAgent._localize",),
     "agent, rest": (
@@ -41,20 +41,20 @@ PARTS: dict[str, tuple[str, ...]] = {
     ),
     "completes": ("control.group.scheduler:Scheduler.complete",),
     "arrays of the batch": ("engine.body:build_batch", "engine.body:entry_bounds"),
-    "embeds": ("engine.decoder:Decoder.embed",),
+    "embeds": ("engine.cpu.decoder:Decoder.embed",),
     "layers, beside the kernel": (
-        "engine.decoder:Decoder.forward",
-        "engine.decoder:Decoder.run_whole",
-        "engine.decoder:Decoder.run_fused",
+        "engine.cpu.decoder:Decoder.forward",
+        "engine.cpu.decoder:Decoder.run_whole",
+        "engine.cpu.decoder:Decoder.run_fused",
     ),
     "logits, beside the kernels": (
-        "engine.decoder:Decoder.logits",
-        "engine.split_head:SplitHead.part",
+        "engine.cpu.decoder:Decoder.logits",
+        "engine.cpu.split_head:SplitHead.part",
     ),
     "samples": (
-        "engine.sampler:Sampler.sample",
-        "engine.sampler:Sampler.sample_found",
-        "engine.sampler:Sampler.sample_largest",
+        "engine.sampling.sampler:Sampler.sample",
+        "engine.sampling.sampler:Sampler.sample_found",
+        "engine.sampling.sampler:Sampler.sample_largest",
     ),
     "body, rest": (
         "engine.body:EngineBody.execute",
@@ -149,7 +149,7 @@ class TimedBody:
 
 def _load(order: InstanceOrder) -> Loaded:
     time_kernels()
-    from kunserve.cluster.instance_main import load_model  # looks kernels up
+    from kunserve.cluster.instance.main import load_model  # looks kernels up
 
     time_parts()
     # On a machine with much else to do steps last, and would be a call for each layer.

@@ -7,8 +7,8 @@ import msgspec
 import numpy as np
 
 from kunserve.core.cost import DENSE, CostCoefficients, ExpertChoice
-from kunserve.policy.cost import NARROW_TOKENS, Array, as_vector, from_vector
-from kunserve.policy.cost_fit import fit_rows
+from kunserve.policy.batch.cost import NARROW_TOKENS, Array, as_vector, from_vector
+from kunserve.policy.batch.cost_fit import fit_rows
 
 CHUNKS_TERM = 2
 """Where ``TracedStep.features`` counts a batch's chunks."""

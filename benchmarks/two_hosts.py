@@ -37,10 +37,10 @@ from benchmarks.report import Report
 from kunserve.core.ids import GroupId, StepId
 from kunserve.core.messages import Activation
 from kunserve.core.step import StepPlan
-from kunserve.transport.bulk import BulkMover
-from kunserve.transport.network import Network, new_keys
-from kunserve.transport.pacing import BulkPacing
-from kunserve.transport.peers import PeerLinks
+from kunserve.transport.bulk.mover import BulkMover
+from kunserve.transport.bulk.pacing import BulkPacing
+from kunserve.transport.peers.links import PeerLinks
+from kunserve.transport.wire.network import Network, new_keys
 
 MODEL = "smollm2-135m"
 

@@ -15,8 +15,8 @@ from multiprocessing.connection import Connection
 import zmq
 
 from benchmarks.report import Report
-from kunserve.transport.socket_folder import SocketFolder
-from kunserve.transport.sockets import ANY_PORT, Socket
+from kunserve.transport.wire.socket_folder import SocketFolder
+from kunserve.transport.wire.sockets import ANY_PORT, Socket
 
 KINDS = ("Unix socket", "TCP", "TCP with CURVE")
 SIZES = (200, 20_000, 1 << 20)

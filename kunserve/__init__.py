@@ -6,12 +6,12 @@ from typing import Any
 __version__ = "0.1.0"
 
 _OFFLINE = {
-    "LLM": "kunserve.offline.llm",
-    "CompletionOutput": "kunserve.offline.outputs",
-    "Logprob": "kunserve.offline.outputs",
-    "RequestOutput": "kunserve.offline.outputs",
-    "SamplingParams": "kunserve.offline.sampling_params",
-    "StructuredOutputsParams": "kunserve.offline.sampling_params",
+    "LLM": "kunserve_extras.offline.llm",
+    "CompletionOutput": "kunserve_extras.offline.outputs",
+    "Logprob": "kunserve_extras.offline.outputs",
+    "RequestOutput": "kunserve_extras.offline.outputs",
+    "SamplingParams": "kunserve_extras.offline.sampling_params",
+    "StructuredOutputsParams": "kunserve_extras.offline.sampling_params",
 }
 """Public name -> module. Imported when it is asked for, so that ``import kunserve`` stays light."""
 __all__ = [*_OFFLINE, "__version__"]

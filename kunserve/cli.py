@@ -2,53 +2,46 @@
 
 import difflib
 import importlib
-from typing import Any
+import importlib.metadata
+from typing import Any, TypeAlias
 
 import click
 import click.shell_completion
 
 import kunserve
 
-_COMMANDS = {
-    "serve": ("kunserve.server.command", "serve_command", "Serve a model over several instances."),
+CommandRow: TypeAlias = tuple[str, str, str]
+_OWN: dict[str, CommandRow] = {
+    "serve": (
+        "kunserve.server.start.command",
+        "serve_command",
+        "Serve a model over several instances.",
+    ),
     "scale": (
-        "kunserve.server.scale_command",
+        "kunserve.server.start.scale_command",
         "scale_command",
         "Change the number of a running server's instances.",
-    ),
-    "bench": (
-        "kunserve.bench.bench_command",
-        "bench_command",
-        "Load any OpenAI server and measure it.",
     ),
     "profile": (
         "kunserve.engine.profile.command",
         "profile_command",
         "Measure what steps cost here.",
     ),
-    "doctor": (
-        "kunserve.engine.doctor",
-        "doctor_command",
-        "What this machine can do, and what would stop a server.",
-    ),
-    "demo": ("kunserve.bench.demo", "demo_command", "The story on a real model, on this machine."),
-    "compare": (
-        "kunserve.bench.compare.compare_command",
-        "compare_command",
-        "Several systems under the same requests, real or simulated, from a TOML file.",
-    ),
-    "simulate": (
-        "kunserve.bench.compare.simulate_command",
-        "simulate_command",
-        "What would happen: real decisions over modelled GPUs.",
-    ),
-    "data": (
-        "kunserve.workload.data.command",
-        "data_command",
-        "Traces and lengths that can be asked for by name.",
-    ),
 }
 """Name -> module, object, one line. Imported only when used, so that --help stays fast."""
+
+
+def _commands() -> dict[str, CommandRow]:
+    """The server's own commands, and those of installed packages that bring some: each names a
+    dict of such rows under the entry point group ``kunserve.commands``.
+    """
+    found = dict(_OWN)
+    for entry in sorted(importlib.metadata.entry_points(group="kunserve.commands")):
+        found |= entry.load()
+    return found
+
+
+_COMMANDS = _commands()
 _EXTRAS = {
     **dict.fromkeys(("aiohttp", "matplotlib", "rich", "scipy"), "bench"),
     "opentelemetry": "otel",

@@ -36,7 +36,7 @@ settings.load_profile("kunserve")
 
 
 if kernel_flags := os.environ.get("KERNEL_FLAGS"):
-    from kunserve.engine.kernels import build
+    from kunserve.engine.cpu.kernels import build
 
     build.NATIVE = tuple(kernel_flags.split())
 

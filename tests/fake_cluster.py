@@ -3,16 +3,6 @@
 import random
 from collections.abc import Callable, Sequence
 
-from kunserve.cluster.fake import FakeModel, expected_scores, expected_tokens, fake_spec
-from kunserve.cluster.in_process import (
-    Action,
-    CompletePull,
-    Delivery,
-    FinishStep,
-    InProcessCluster,
-    StartStep,
-    TellMore,
-)
 from kunserve.control.instance.agent import InstanceAgent
 from kunserve.core.config import (
     InstanceConfig,
@@ -29,7 +19,17 @@ from kunserve.core.messages import AllowParking, LoadLayers
 from kunserve.core.request import Request, SamplingParams
 from kunserve.core.snapshots import HeadShape
 from kunserve.core.speculative_config import SpeculativeConfig
-from kunserve.policy.restore import choose_sources, parting_capacity_blocks, parts_of
+from kunserve.policy.drop.restore import choose_sources, parting_capacity_blocks, parts_of
+from kunserve_lab.world.fake_body import FakeModel, expected_scores, expected_tokens, fake_spec
+from kunserve_lab.world.in_process import (
+    Action,
+    CompletePull,
+    Delivery,
+    FinishStep,
+    InProcessCluster,
+    StartStep,
+    TellMore,
+)
 
 COST = CostCoefficients(attention_s=0.0, token_s=1e-3, chunk_s=1e-3, shared_s=1e-3)
 """What schedulers believe of steps."""

@@ -259,12 +259,12 @@ def installed(fake: FakeRay, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeRa
     """``import ray`` finds the fake, whether there is a real one or not."""
     FakeRay.now = fake
     with monkeypatch.context() as patch:
-        ours = [n for n in sys.modules if n.startswith(("ray.", "kunserve.cluster.ray"))]
+        ours = [n for n in sys.modules if n.startswith(("ray.", "kunserve_extras.ray"))]
         for name in (*ours, "ray"):
             patch.delitem(sys.modules, name, raising=False)
         for name, module in _modules().items():
             patch.setitem(sys.modules, name, module)
         patch.setenv("RAY_USAGE_STATS_ENABLED", "")
         yield fake
-        for name in [n for n in sys.modules if n.startswith("kunserve.cluster.ray")]:
+        for name in [n for n in sys.modules if n.startswith("kunserve_extras.ray")]:
             patch.delitem(sys.modules, name, raising=False)

@@ -19,8 +19,8 @@ from types import TracebackType
 from typing import Any
 
 from benchmarks.faulty_instance import program_of
-from kunserve.cluster.launch import Launcher, LocalLauncher
-from kunserve.cluster.local import LocalCluster
+from kunserve.cluster.driver.local import LocalCluster
+from kunserve.cluster.processes.launch import Launcher, LocalLauncher
 from kunserve.core.ids import InstanceId
 from tests.live_cluster import FAKE, Client, config
 
@@ -50,8 +50,8 @@ async def serve(folder: str, num_instances: str, faults: str, settings: str, ray
 def launcher_of(program: tuple[str, str], ray: str) -> Launcher:
     if not ray:
         return LocalLauncher(program)
-    from kunserve.cluster.ray.launcher import RayLauncher
-    from kunserve.cluster.ray.session import Session
+    from kunserve_extras.ray.launcher import RayLauncher
+    from kunserve_extras.ray.session import Session
 
     address, _, host = ray.partition(",")
     return RayLauncher(Session(address, host or None), is_detached=True, program=program, name="f")

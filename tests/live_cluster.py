@@ -6,9 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.faulty_instance import program_of
-from kunserve.cluster.fake import FakeModel, expected_tokens
-from kunserve.cluster.launch import FakeSettings, Launcher, LocalLauncher
-from kunserve.cluster.local import LocalCluster
+from kunserve.cluster.driver.local import LocalCluster
+from kunserve.cluster.processes.launch import FakeSettings, Launcher, LocalLauncher
 from kunserve.core.config import (
     ClusterConfig,
     InstanceConfig,
@@ -20,8 +19,10 @@ from kunserve.core.ids import RequestId
 from kunserve.core.messages import TokenOutput
 from kunserve.core.request import FinishReason, Request, SamplingParams
 from kunserve.core.tokens import TokenIds
+from kunserve_lab.world.fake_body import FakeModel, expected_tokens
+from kunserve_lab.world.fake_main import MODULE as FAKE_MODULE
 
-FAKE = FakeSettings(step_s=0.004)
+FAKE = FakeSettings(FAKE_MODULE, step_s=0.004)
 MODEL = FakeModel(FAKE.num_layers, FAKE.vocab_size)
 MAX_LEN = FAKE.kv_blocks * 16
 PATIENCE_S = 100.0

@@ -5,8 +5,8 @@ from typing import Any
 
 from kunserve.core.ids import InstanceId
 from kunserve.core.kv_blocks import KvRing
-from kunserve.core.model_spec import ModelSpec
 from kunserve.core.snapshots import InstanceSpec
+from kunserve.model.spec import ModelSpec
 
 _TINY = ModelSpec(
     name="tiny",

@@ -15,9 +15,9 @@ import yaml
 
 import kunserve
 from kunserve.core.config import MIB, KunServeConfig, ServerConfig
-from kunserve.engine.free_memory import FRONT_BYTES, PROCESS_BYTES
-from kunserve.server.app import create_app
-from kunserve.server.command import config_from_flags, serve_command
+from kunserve.engine.memory.free_memory import FRONT_BYTES, PROCESS_BYTES
+from kunserve.server.start.app import create_app
+from kunserve.server.start.command import config_from_flags, serve_command
 from tests.unit.server.echo_engine import EchoEngine
 from tests.unit.server.tiny_tokenizer import tiny_tokenizer
 

@@ -155,7 +155,7 @@ PLANS: dict[str, Alone | Client | Server | Elsewhere] = {
     "kubectl create secret generic kunserve-keys --from-file=keys=keys.txt": IN_A_CLUSTER,
     "kubectl create secret tls kunserve-tls --cert=cert.pem --key=key.pem": IN_A_CLUSTER,
     "make package": Elsewhere("tests/test_package.py builds both packages"),
-    "python -m kunserve.engine.kernels.build": Alone(r"kernels-\w+\.so"),
+    "python -m kunserve.engine.cpu.kernels.build": Alone(r"kernels-\w+\.so"),
     # docs/offline.md
     "python examples/offline.py": Alone(r"2, 4, 6, ->  8, 10[\s\S]*Paris"),
     # serve --help
@@ -189,7 +189,7 @@ PLANS: dict[str, Alone | Client | Server | Elsewhere] = {
         r"load 1: the KV memory is full after \d+ s under recompute", within_s=900.0
     ),
     "kunserve simulate --experiment experiments/end_to_end_longbench_14b.toml -o out": Elsewhere(
-        "takes minutes; tests/unit/benchmarks/test_experiments.py reads every experiment"
+        "takes minutes; tests/lab/benchmarks/test_experiments.py reads every experiment"
     ),
 }
 NAMES = {f"kunserve {name}" for name in main.list_commands(click.Context(main))}

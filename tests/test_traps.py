@@ -10,15 +10,16 @@ from collections.abc import Callable
 
 import pytest
 
-from kunserve.cluster.in_process import Delivery
 from kunserve.core.ids import InstanceId
+from kunserve_lab.world.in_process import Delivery
 from tests.e2e import test_local_cluster
 from tests.fake_cluster import FakeCluster
-from tests.unit.control.cluster import test_requests
+from tests.unit.control.cluster.requests import test_requests
 from tests.unit.control.group import test_scheduler
 from tests.unit.control.instance import test_agent_groups, test_agent_races, test_transition_faults
-from tests.unit.engine import test_arena, test_memory
-from tests.unit.policy import test_dispatch, test_drop_plan, test_restore
+from tests.unit.engine.memory import test_arena, test_memory
+from tests.unit.policy.dispatch import test_dispatch
+from tests.unit.policy.drop import test_drop_plan, test_restore
 from tests.unit.server import test_admin_and_health
 
 

@@ -10,11 +10,11 @@ import pytest
 from starlette.routing import Route
 
 from kunserve import LLM, SamplingParams
-from kunserve.server.app import _routes
-from kunserve.server.foreign_flags import FLAGS
-from kunserve.server.responses_schema import ResponsesBody
-from kunserve.server.schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
-from kunserve.server.unsupported import HARMLESS, OTHER_ENDPOINTS, REFUSED
+from kunserve.server.api.schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from kunserve.server.api.unsupported import HARMLESS, OTHER_ENDPOINTS, REFUSED
+from kunserve.server.start.app import _routes
+from kunserve.server.start.foreign_flags import FLAGS
+from kunserve_extras.responses.schema import ResponsesBody
 from tests.unit.server.live_server import live_server
 
 ROOT = Path(__file__).parent.parent

@@ -10,7 +10,6 @@ from benchmarks.report import Report
 from kunserve.core.config import ModelConfig, SchedulerConfig
 from kunserve.core.cost import CostSample
 from kunserve.core.ids import RequestId
-from kunserve.core.model_spec import ModelSpec
 from kunserve.core.step import Chunk
 from kunserve.engine.profile.journal import Journal
 from kunserve.engine.profile.neighbours import neighbours
@@ -24,10 +23,11 @@ from kunserve.engine.profile.run import (
 )
 from kunserve.engine.profile.stopwatch import Stopwatch
 from kunserve.model.profile import Profile, ProfileSubject, read_profile, write_profile
-from kunserve.policy.cost_fit import predict_held_out
-from kunserve.sim.devices import DEVICES, Device
-from kunserve.sim.models import from_spec
-from kunserve.sim.profile import RooflineTimes
+from kunserve.model.spec import ModelSpec
+from kunserve.policy.batch.cost_fit import predict_held_out
+from kunserve_lab.sim.devices import DEVICES, Device
+from kunserve_lab.sim.models import from_spec
+from kunserve_lab.sim.profile import RooflineTimes
 
 PROFILE = "profile.json"
 """In the folder of phases: what P7 serves and simulates with."""

@@ -7,10 +7,10 @@ import torch
 
 from benchmarks.gpu_phases.machine import Machine
 from benchmarks.report import Report
-from kunserve.core.model_spec import ModelSpec
 from kunserve.engine.attention import StepBatch, capped
-from kunserve.engine.ops.reference import ReferenceOps
-from kunserve.engine.ops.table import DeviceBatch, Ops
+from kunserve.engine.torch.ops.reference import ReferenceOps
+from kunserve.engine.torch.ops.table import DeviceBatch, Ops
+from kunserve.model.spec import ModelSpec
 
 _NUM_LAYERS = 3
 _SHAPES = [  # heads, KV heads, head_dim, block size, window
@@ -30,7 +30,7 @@ def operations(spec: ModelSpec) -> dict[str, Ops]:
     """Plain torch, and Triton where it is installed."""
     found: dict[str, Ops] = {"torch": ReferenceOps(spec)}
     if importlib.util.find_spec("triton") is not None:
-        from kunserve.engine.ops.triton_ops import TritonOps
+        from kunserve.engine.torch.ops.triton_ops import TritonOps
 
         found["triton"] = TritonOps(spec)
     return found

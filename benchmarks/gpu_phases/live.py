@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 from benchmarks.report import Report
-from kunserve.cluster.local import LocalCluster
+from kunserve.cluster.driver.local import LocalCluster
 from kunserve.core.config import KunServeConfig
 from kunserve.core.errors import InvalidRequest
 from kunserve.core.ids import RequestId

@@ -20,7 +20,7 @@ from kunserve.core.config import (
     SchedulerConfig,
 )
 from kunserve.core.ids import RequestId
-from kunserve.core.model_spec import ModelSpec
+from kunserve.model.spec import ModelSpec
 
 _NO_LIMIT_GBPS = 1e6
 MOST_STREAMS = 64

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import torch
 
-from kunserve.core.model_spec import ModelSpec
-from kunserve.engine.cuda.driver import LIBRARY, Driver
+from kunserve.engine.torch.cuda.driver import LIBRARY, Driver
+from kunserve.model.spec import ModelSpec
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 FAKE_GRANULARITY_BYTES = 8 * KIB

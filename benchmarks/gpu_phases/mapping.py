@@ -13,11 +13,11 @@ from benchmarks.report import Report, Setting
 from kunserve.core.config import InstanceConfig
 from kunserve.core.ids import InstanceId
 from kunserve.core.layout import LayerRange
-from kunserve.engine.arena import Arena
-from kunserve.engine.cuda.driver import Driver
-from kunserve.engine.cuda.pages import DevicePages
-from kunserve.engine.memory import InstanceMemory
-from kunserve.engine.wrap import wrap
+from kunserve.engine.memory.arena import Arena
+from kunserve.engine.memory.instance_memory import InstanceMemory
+from kunserve.engine.memory.wrap import wrap
+from kunserve.engine.torch.cuda.driver import Driver
+from kunserve.engine.torch.cuda.pages import DevicePages
 
 _PIECES_BYTES = 4 * GIB
 """Of all pieces together whose calls are timed."""

@@ -7,7 +7,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from benchmarks.gpu_phases.machine import GIB, MIB, SHAPES, Machine
-from kunserve.core.model_spec import ModelSpec
+from kunserve.model.spec import ModelSpec
 
 BESIDE_BYTES = 12 * GIB
 """What two processes take of a device beside their arenas."""

@@ -20,7 +20,7 @@ from kunserve.core.config import (
     OverloadConfig,
     SchedulerConfig,
 )
-from kunserve.core.model_spec import ModelSpec
+from kunserve.model.spec import ModelSpec
 
 
 def run(machine: Machine, report: Report) -> None:

@@ -74,7 +74,7 @@ def run(machine: Machine, report: Report) -> None:
 
 def _doctor(machine: Machine, report: Report) -> None:
     try:
-        from kunserve.engine.doctor import examine
+        from kunserve_extras.doctor import examine
     except ImportError as error:
         report.add("doctor", None, "", verdict="not run", subject="", said=str(error))
         return

@@ -13,13 +13,13 @@ from benchmarks.report import Report
 from kunserve.core.config import InstanceConfig, ModelConfig, SchedulerConfig
 from kunserve.core.ids import InstanceId
 from kunserve.core.layout import LayerRange
-from kunserve.core.model_spec import ModelSpec
 from kunserve.engine.body import EngineBody
-from kunserve.engine.cuda.backend import CudaBackend
-from kunserve.engine.graphs import GraphCounts
 from kunserve.engine.profile.shapes import BatchShape
 from kunserve.engine.profile.stopwatch import HostClock, Stopwatch
-from kunserve.engine.torch_decoder import TorchDecoder
+from kunserve.engine.torch.cuda.backend import CudaBackend
+from kunserve.engine.torch.decoder import TorchDecoder
+from kunserve.engine.torch.graphs import GraphCounts
+from kunserve.model.spec import ModelSpec
 from tests.direct_engine import DirectEngine
 
 _LIMIT_S = 60.0

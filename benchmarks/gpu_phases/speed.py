@@ -9,16 +9,16 @@ import torch
 from benchmarks.gpu_phases.kernels import operations
 from benchmarks.gpu_phases.machine import GIB, KIB, MIB, SHAPES, Machine
 from benchmarks.report import Report, Setting
-from kunserve.core.model_spec import ModelSpec
-from kunserve.engine.arena import Arena
 from kunserve.engine.attention import TORCH_DTYPES, StepBatch
-from kunserve.engine.cuda.pages import DevicePages
-from kunserve.engine.decoder import StepLimits
+from kunserve.engine.cpu.decoder import StepLimits
 from kunserve.engine.layer_weights import LayerWeights, ModelWeights
-from kunserve.engine.ops.table import DeviceBatch, Ops
-from kunserve.engine.torch_decoder import TorchDecoder
+from kunserve.engine.memory.arena import Arena
+from kunserve.engine.memory.wrap import wrap
+from kunserve.engine.torch.cuda.pages import DevicePages
+from kunserve.engine.torch.decoder import TorchDecoder
+from kunserve.engine.torch.ops.table import DeviceBatch, Ops
 from kunserve.engine.weights.layout import end_shapes, layer_shapes
-from kunserve.engine.wrap import wrap
+from kunserve.model.spec import ModelSpec
 
 _SLOW_ROWS = 16
 """Plain torch attends to one sequence after the other: more rows would only take time."""

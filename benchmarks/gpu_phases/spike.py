@@ -20,27 +20,27 @@ from benchmarks.gpu_phases.costs import (
 from benchmarks.gpu_phases.machine import MIB, Machine, median
 from benchmarks.gpu_phases.models import serving_model, write_model
 from benchmarks.report import Report, Setting
-from kunserve.bench.compare import results
-from kunserve.bench.compare.experiment import Experiment, Place, World, plan
-from kunserve.bench.compare.real import RealJob, run_jobs
-from kunserve.bench.compare.results import RunResult, result_of
-from kunserve.bench.compare.settings import (
+from kunserve.core.config import SchedulerConfig
+from kunserve.core.cost import CostCoefficients
+from kunserve.model.spec import ModelSpec
+from kunserve.policy.batch.cost import as_vector, from_vector
+from kunserve_lab.compare import results
+from kunserve_lab.compare.experiment import Experiment, Place, World, plan
+from kunserve_lab.compare.real import RealJob, run_jobs
+from kunserve_lab.compare.results import RunResult, result_of
+from kunserve_lab.compare.settings import (
     RealSetup,
     WorkloadSettings,
     digest_of,
     workload_of,
 )
-from kunserve.bench.compare.simulated.scenario import Scenario
-from kunserve.bench.compare.simulated.simulation import simulate
-from kunserve.bench.compare.systems import find_system
-from kunserve.core.config import SchedulerConfig
-from kunserve.core.cost import CostCoefficients
-from kunserve.core.model_spec import ModelSpec
-from kunserve.policy.cost import as_vector, from_vector
-from kunserve.sim.costs import cpu_profile, profile_times
-from kunserve.sim.models import from_spec
-from kunserve.sim.profile import InstanceProfile, RooflineTimes
-from kunserve.workload.workload import Workload
+from kunserve_lab.compare.simulated.scenario import Scenario
+from kunserve_lab.compare.simulated.simulation import simulate
+from kunserve_lab.compare.systems import find_system
+from kunserve_lab.sim.costs import cpu_profile, profile_times
+from kunserve_lab.sim.models import from_spec
+from kunserve_lab.sim.profile import InstanceProfile, RooflineTimes
+from kunserve_lab.workload.workload import Workload
 
 SYSTEMS = ("recompute", "drop")
 RUNS = "P7.runs.jsonl"

@@ -16,9 +16,9 @@ from benchmarks.gpu_phases.kernels import operations
 from benchmarks.gpu_phases.machine import GIB, SHAPES, Machine
 from benchmarks.gpu_phases.speed import kv_cache, single_tokens
 from benchmarks.report import Report, Setting
-from kunserve.core.model_spec import ModelSpec
 from kunserve.engine.attention import TORCH_DTYPES, StepBatch
-from kunserve.engine.ops.table import DeviceBatch, Ops
+from kunserve.engine.torch.ops.table import DeviceBatch, Ops
+from kunserve.model.spec import ModelSpec
 
 _WORKSPACE_BYTES = 256 << 20
 _TILES = ((32, 4, 3), (64, 4, 2), (64, 4, 4), (64, 8, 3), (128, 4, 2), (128, 8, 2))
@@ -134,7 +134,7 @@ def _other_tiles(report: Report, case: _Case) -> None:
     """What might serve better here than what serves."""
     if not case.machine.is_real or importlib.util.find_spec("triton") is None:
         return
-    from kunserve.engine.ops.triton_ops import Tile, TritonOps, tiles_for
+    from kunserve.engine.torch.ops.triton_ops import Tile, TritonOps, tiles_for
 
     served = tiles_for(case.spec)
     for keys, num_warps, num_stages in _TILES:

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from kunserve.cluster.beside_clock import Beside
+from kunserve.cluster.instance.beside_clock import Beside
 from kunserve.control.instance.body import AnyWork, HeadWork, StepWork
 from kunserve.core.errors import ConfigError
 from kunserve.core.ids import InstanceId

@@ -198,7 +198,7 @@ class OverloadConfig:
     """Least memory, of what its groups have, that a merge into more than two stages must add."""
     max_queue_per_gain: float = 1.0
     """Pairs that add little memory are made while what waits, and finds no room, is at most so many
-    times what they free. For deeper pipelines it is one less (``policy/drop_worth.py``)."""
+    times what they free. For deeper pipelines it is one less (``policy/drop/worth.py``)."""
     max_group_size: int | None = None
     """Most instances that share one copy of the weights; None is no limit."""
     place_aware: bool = True

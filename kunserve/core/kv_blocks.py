@@ -19,7 +19,6 @@ them knows of rings by ``KvBlocks`` alone.
 from typing import NamedTuple
 
 from kunserve.core.errors import ConfigError
-from kunserve.core.model_spec import ModelSpec
 
 
 class KvRing(NamedTuple):
@@ -80,25 +79,6 @@ def ring_of(window: int, period: int, block_size: int, step_tokens: int) -> KvRi
     and its own. Guesses that are taken back are tokens of the step before.
     """
     return KvRing(-(-(window + step_tokens - 2) // block_size) + 1, period)
-
-
-def period_of(model: ModelSpec) -> int:
-    """Layers of which the last sees every token and all others a window.
-
-    Raises ConfigError where the model's layers do not repeat that. Layers behind the last whole
-    period have a window.
-    """
-    if model.sliding_window is None:
-        raise ConfigError(f"{model.name} has no layers with a window: all of its KV is read again")
-    seen = model.global_layers
-    period = seen[0] + 1 if seen else 0
-    if period < 2 or seen != tuple(range(period - 1, model.num_layers, period)):
-        raise ConfigError(
-            f"{model.name} has {model.num_layers} layers, of which "
-            f"{', '.join(map(str, seen)) or 'none'} see every token; a ring is for models in which "
-            "the last layer of every period does, as in Gemma 2 and 3"
-        )
-    return period
 
 
 def check_hybrid(device: str, num_ranks: int, caches_prefixes: bool, overload_policy: str) -> None:

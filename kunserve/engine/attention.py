@@ -8,9 +8,9 @@ import numpy as np
 import torch
 
 from kunserve.core.errors import ConfigError
-from kunserve.core.model_spec import DTYPE_BYTES, ModelSpec
-from kunserve.engine.kernels.library import CBatch, CModel, address_of, kernel
-from kunserve.engine.kernels.ops import Finish
+from kunserve.engine.cpu.kernels.library import CBatch, CModel, address_of, kernel
+from kunserve.engine.cpu.kernels.ops import Finish
+from kunserve.model.spec import DTYPE_BYTES, ModelSpec
 
 MAX_HEADS_PER_KV_HEAD = 36
 TORCH_DTYPES = {

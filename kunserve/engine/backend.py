@@ -10,19 +10,19 @@ from kunserve.core.config import InstanceConfig
 from kunserve.core.errors import ConfigError
 from kunserve.core.ids import InstanceId
 from kunserve.core.layout import LayerRange
-from kunserve.core.model_spec import ModelSpec
 from kunserve.engine.attention import c_model
-from kunserve.engine.decoder import Decoder, StepDecoder, StepLimits
-from kunserve.engine.kernels.library import library
+from kunserve.engine.cpu.decoder import Decoder, StepDecoder, StepLimits
+from kunserve.engine.cpu.kernels.library import library
 from kunserve.engine.layer_weights import ModelWeights
-from kunserve.engine.memory import InstanceMemory
-from kunserve.engine.memory_plan import MemoryPlan
-from kunserve.engine.pages import HostPages, OpenPages
-from kunserve.engine.sampler import Sampler
-from kunserve.engine.structured.forms import Forms
+from kunserve.engine.memory.instance_memory import InstanceMemory
+from kunserve.engine.memory.memory_plan import MemoryPlan
+from kunserve.engine.memory.pages import HostPages, OpenPages
+from kunserve.engine.memory.wrap import wrap
+from kunserve.engine.sampling.sampler import Sampler
+from kunserve.engine.sampling.structured.forms import Forms
 from kunserve.engine.weights.loader import WeightLoader, packed_weights
 from kunserve.engine.weights.readers import Reader
-from kunserve.engine.wrap import wrap
+from kunserve.model.spec import ModelSpec
 
 
 class Loader(Protocol):

@@ -21,21 +21,14 @@ from kunserve.core.config import InstanceConfig, ModelConfig, SchedulerConfig
 from kunserve.core.errors import TooLittleMemory
 from kunserve.core.ids import InstanceId, RequestId
 from kunserve.core.layout import LayerRange
-from kunserve.core.model_spec import ModelSpec
-from kunserve.core.sharding import spread_over_ranks
 from kunserve.core.snapshots import InstanceSpec
 from kunserve.core.step import SampledRow, SampledToken
-from kunserve.engine.account import account_of
 from kunserve.engine.attention import TORCH_DTYPES
 from kunserve.engine.backend import Backend, CpuBackend
-from kunserve.engine.decoder import LOGIT_ROWS, Decoder, StepBatch, StepLimits
-from kunserve.engine.ends import Largest
-from kunserve.engine.free_memory import beside_bytes
-from kunserve.engine.hidden_rows import Hidden, HiddenRows, bytes_of, rows_of, tensor_of
-from kunserve.engine.memory_plan import MemoryPlan
-from kunserve.engine.prompt_scorer import PromptScorer
-from kunserve.engine.ring_tables import RingTables
-from kunserve.engine.split_head import (
+from kunserve.engine.cpu.decoder import LOGIT_ROWS, Decoder, StepBatch, StepLimits
+from kunserve.engine.cpu.ends import Largest
+from kunserve.engine.cpu.hidden_rows import Hidden, HiddenRows, bytes_of, rows_of, tensor_of
+from kunserve.engine.cpu.split_head import (
     Part,
     SplitHead,
     head_shape,
@@ -43,16 +36,23 @@ from kunserve.engine.split_head import (
     join_logits,
     part_of,
 )
+from kunserve.engine.memory.account import account_of
+from kunserve.engine.memory.free_memory import beside_bytes
+from kunserve.engine.memory.memory_plan import MemoryPlan
+from kunserve.engine.memory.ring_tables import RingTables
+from kunserve.engine.sampling.prompt_scorer import PromptScorer
+from kunserve.engine.sampling.structured.forms import Forms
+from kunserve.engine.sampling.structured.vocabulary import open_vocabulary
 from kunserve.engine.step_batch import build_batch, entry_bounds
-from kunserve.engine.structured.forms import Forms
-from kunserve.engine.structured.vocabulary import open_vocabulary
 from kunserve.engine.weights.formats import shape_of
 from kunserve.engine.weights.readers import open_reader
 from kunserve.model.config import read_eos_ids
+from kunserve.model.sharding import spread_over_ranks
 from kunserve.model.source import ModelSource, resolve_model
+from kunserve.model.spec import ModelSpec
 from kunserve.model.vocabulary import tokenizer_json
-from kunserve.transport.host_store import HostStore
-from kunserve.transport.movable_memory import Content, Extents, Granules, UnitRuns
+from kunserve.transport.bulk.host_store import HostStore
+from kunserve.transport.bulk.movable_memory import Content, Extents, Granules, UnitRuns
 
 
 class EngineBody:

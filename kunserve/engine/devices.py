@@ -3,10 +3,10 @@
 from kunserve.core.config import InstanceConfig, ModelConfig
 from kunserve.core.ids import InstanceId
 from kunserve.engine.backend import Backend, CpuBackend
-from kunserve.engine.cuda.opening import cards_of, open_card
 from kunserve.engine.ranks.backend import RankedBackend
-from kunserve.engine.ranks.device_backend import DeviceRanksBackend
+from kunserve.engine.torch.cuda.opening import cards_of, open_card
 from kunserve.model.source import ModelSource
+from kunserve_extras.device_ranks.backend import DeviceRanksBackend
 
 
 def open_backend(

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 
 import torch
 
-from kunserve.engine.kernels.library import LAYER_FIELDS, CLayer
-from kunserve.engine.kernels.ops import Matrix
-from kunserve.engine.kernels.packed import PackedMatrix
-from kunserve.engine.kernels.panels import PANEL_FORMAT, PanelMatrix
+from kunserve.engine.cpu.kernels.library import LAYER_FIELDS, CLayer
+from kunserve.engine.cpu.kernels.ops import Matrix
+from kunserve.engine.cpu.kernels.packed import PackedMatrix
+from kunserve.engine.cpu.kernels.panels import PANEL_FORMAT, PanelMatrix
 
 __all__ = ["LayerWeights", "ModelWeights", "as_c"]
 

@@ -5,9 +5,9 @@ import numpy.typing as npt
 
 from kunserve.control.instance.body import StepWork
 from kunserve.core.kv_blocks import KvBlocks
-from kunserve.engine.decoder import StepBatch
-from kunserve.engine.kernels.library import is_loaded
-from kunserve.engine.kernels.ops import lowest_and_highest
+from kunserve.engine.cpu.decoder import StepBatch
+from kunserve.engine.cpu.kernels.library import is_loaded
+from kunserve.engine.cpu.kernels.ops import lowest_and_highest
 
 _NO_TOKENS = np.empty(0, dtype=np.int32)
 

@@ -6,8 +6,14 @@ from pathlib import Path
 from typing import Any
 
 from kunserve.core.errors import ConfigError, ModelFiles, UnsupportedModel
-from kunserve.core.model_spec import DTYPE_BYTES, ModelSpec
-from kunserve.core.rope import (
+from kunserve.model.gemma import GEMMA3, GEMMA_ARCHITECTURES, gemma_values, with_gemma
+from kunserve.model.gguf.config import eos_ids_from_gguf, spec_from_gguf
+from kunserve.model.gguf.file import read_gguf
+from kunserve.model.granite import with_granite_scales
+from kunserve.model.json_file import read_json
+from kunserve.model.moe_config import experts_from_hf, inner_size_from_hf
+from kunserve.model.quantization import check_quantization
+from kunserve.model.rope import (
     LinearRope,
     Llama3Rope,
     RopeScaling,
@@ -15,15 +21,9 @@ from kunserve.core.rope import (
     reach_of,
     yarn_amplitude,
 )
-from kunserve.model.gemma import GEMMA3, GEMMA_ARCHITECTURES, gemma_values, with_gemma
-from kunserve.model.gguf_config import eos_ids_from_gguf, spec_from_gguf
-from kunserve.model.gguf_file import read_gguf
-from kunserve.model.granite import with_granite_scales
-from kunserve.model.json_file import read_json
-from kunserve.model.moe_config import experts_from_hf, inner_size_from_hf
-from kunserve.model.quantization import check_quantization
 from kunserve.model.smollm3 import SMOLLM3, unturned_of_hf
 from kunserve.model.source import ModelSource
+from kunserve.model.spec import DTYPE_BYTES, ModelSpec
 
 _REQUIRED = object()
 

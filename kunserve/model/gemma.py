@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from kunserve.core.errors import ModelFiles, UnsupportedModel
-from kunserve.core.model_spec import ModelSpec
-from kunserve.model.gguf_file import GgufFile
+from kunserve.model.gguf.file import GgufFile
+from kunserve.model.spec import ModelSpec
 
 GEMMA2, GEMMA3 = "Gemma2ForCausalLM", "Gemma3ForCausalLM"
 _WITH_IMAGES = "Gemma3ForConditionalGeneration"

@@ -12,7 +12,7 @@
 import dataclasses
 import math
 
-from kunserve.core.model_spec import ModelSpec
+from kunserve.model.spec import ModelSpec
 
 
 def with_granite_scales(

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from kunserve.core.errors import ModelFiles, UnsupportedModel
-from kunserve.core.experts import Experts
-from kunserve.model.gguf_file import GgufFile
+from kunserve.model.experts import Experts
+from kunserve.model.gguf.file import GgufFile
 
 _SOFTMAX = 1
 """GGUF's number of the function that makes probabilities of a router's logits."""

@@ -8,7 +8,7 @@ import msgspec
 
 from kunserve.core.cost import CostCoefficients, CostSample
 from kunserve.core.errors import ConfigError
-from kunserve.core.model_spec import ModelSpec
+from kunserve.model.spec import ModelSpec
 
 FORMAT = 3
 

@@ -6,11 +6,11 @@ from typing import Any
 
 from kunserve.core.config import ModelConfig
 from kunserve.core.errors import UnsupportedModel
-from kunserve.core.model_spec import ModelSpec
-from kunserve.core.packed import PANEL_ROWS, WeightFormat
-from kunserve.model.gguf_file import GgufTensor, read_gguf
+from kunserve.model.gguf.file import GgufTensor, read_gguf
 from kunserve.model.json_file import read_json
+from kunserve.model.packed import PANEL_ROWS, WeightFormat
 from kunserve.model.source import ModelSource
+from kunserve.model.spec import ModelSpec
 
 GGUF_FORMATS = {
     2: WeightFormat.Q4_0,

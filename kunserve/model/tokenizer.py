@@ -6,8 +6,8 @@ import transformers
 
 from kunserve.core.errors import ModelFiles
 from kunserve.model.config import read_eos_ids
-from kunserve.model.gguf_file import read_gguf
-from kunserve.model.gguf_tokenizer import build_tokenizer
+from kunserve.model.gguf.file import read_gguf
+from kunserve.model.gguf.tokenizer import build_tokenizer
 from kunserve.model.source import ModelSource
 from kunserve.model.vocabulary import locate_tokenizer
 

@@ -6,8 +6,8 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from kunserve.core.errors import ModelFiles
-from kunserve.model.gguf_file import read_gguf
-from kunserve.model.gguf_tokenizer import build_backend
+from kunserve.model.gguf.file import read_gguf
+from kunserve.model.gguf.tokenizer import build_backend
 from kunserve.model.source import ModelSource, fetch_tokenizer
 
 

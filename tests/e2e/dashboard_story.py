@@ -26,9 +26,9 @@ from kunserve.core.snapshots import (
     StageTime,
     TransitionRecord,
 )
-from kunserve.server.metrics import FrontMetrics
-from kunserve.server.request_metrics import RecentValues
-from kunserve.server.timeline import PERIOD_S
+from kunserve.server.telemetry.metrics import FrontMetrics
+from kunserve.server.telemetry.request_metrics import RecentValues
+from kunserve.server.telemetry.timeline import PERIOD_S
 from tests.specs import instance_spec
 from tests.unit.server.echo_engine import EchoEngine, group_of, idle_load
 from tests.unit.server.live_server import LiveServer

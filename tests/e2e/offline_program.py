@@ -8,16 +8,16 @@ import sys
 import threading
 
 from kunserve import LLM, SamplingParams
-from kunserve.cluster.fake import expected_tokens
-from kunserve.cluster.local import LocalCluster
+from kunserve.cluster.driver.local import LocalCluster
 from kunserve.core.config import KunServeConfig
 from kunserve.core.ids import RequestId
 from kunserve.core.request import Request
 from kunserve.core.request import SamplingParams as EngineParams
 from kunserve.core.tokens import TokenIds
 from kunserve.model.generation_config import SamplingDefaults
-from kunserve.offline import llm as module
-from kunserve.server.launch import Launched
+from kunserve.server.start.launch import Launched
+from kunserve_extras.offline import llm as module
+from kunserve_lab.world.fake_body import expected_tokens
 from tests.live_cluster import FAKE, MAX_LEN, MODEL
 from tests.unit.server.tiny_tokenizer import tiny_tokenizer
 

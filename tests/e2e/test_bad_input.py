@@ -16,11 +16,11 @@ import httpx
 import pytest
 
 from kunserve.core.config import ServerConfig
-from kunserve.server.limits import FrontLimits
+from kunserve.server.http.limits import FrontLimits
 from tests.conftest import wait_until
 from tests.unit.server.echo_engine import EchoEngine
 from tests.unit.server.live_server import MODEL, LiveServer, live_server
-from tests.unit.server.test_metrics import labels, samples
+from tests.unit.server.telemetry.test_metrics import labels, samples
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from kunserve.bench.compare.compare_command import compare_command
-from kunserve.bench.compare.experiment import World
-from kunserve.bench.compare.results import load
+from kunserve_lab.compare.compare_command import compare_command
+from kunserve_lab.compare.experiment import World
+from kunserve_lab.compare.results import load
 
 EXPERIMENT = """
 world = "real"

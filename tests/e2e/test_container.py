@@ -19,8 +19,8 @@ from pathlib import Path
 
 import pytest
 
-from kunserve.bench.server_process import free_ports
 from kunserve.core.config import MIB
+from kunserve_lab.bench.server_process import free_ports
 
 ROOT = Path(__file__).parent.parent.parent
 CONTAINED = Path(__file__).with_name("contained.sh")

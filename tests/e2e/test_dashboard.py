@@ -13,7 +13,7 @@ from PIL import Image
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 from kunserve.core.config import ServerConfig
-from kunserve.server.dashboard_routes import FOLDER
+from kunserve_extras.dashboard.routes import FOLDER
 from tests.e2e.dashboard_story import DROP_S, SECOND_DROP_S, TRIGGER, StoryEngine, tell
 from tests.unit.server.live_server import LiveServer, live_server
 

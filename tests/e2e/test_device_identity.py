@@ -20,11 +20,11 @@ from kunserve.core.errors import ConfigError
 from kunserve.core.ids import InstanceId, RequestId
 from kunserve.core.layout import LayerRange
 from kunserve.engine.body import CpuBody, EngineBody
-from kunserve.engine.cuda.backend import CudaBackend
-from kunserve.engine.graphs import GraphCounts
-from kunserve.engine.kernels.panels import PanelMatrix, in_panels
-from kunserve.engine.memory import InstanceMemory
-from kunserve.engine.torch_decoder import TorchDecoder
+from kunserve.engine.cpu.kernels.panels import PanelMatrix, in_panels
+from kunserve.engine.memory.instance_memory import InstanceMemory
+from kunserve.engine.torch.cuda.backend import CudaBackend
+from kunserve.engine.torch.decoder import TorchDecoder
+from kunserve.engine.torch.graphs import GraphCounts
 from tests.direct_engine import DirectEngine
 from tests.fakecuda.library import KIB, FakeCuda, build
 from tests.tape import TapeRecorder

@@ -20,15 +20,15 @@ from kunserve.core.errors import ConfigError, ModelFiles, TooLittleMemory
 from kunserve.core.ids import InstanceId, RequestId
 from kunserve.core.layout import LayerRange
 from kunserve.engine.body import EngineBody
-from kunserve.engine.cuda.backend import CudaBackend
-from kunserve.engine.cuda.cards import STAND_IN
-from kunserve.engine.cuda.driver import Driver
-from kunserve.engine.memory import InstanceMemory
-from kunserve.engine.ranks import device_memory
-from kunserve.engine.ranks.device_backend import DeviceRanksBackend
+from kunserve.engine.memory.instance_memory import InstanceMemory
 from kunserve.engine.ranks.meeting import RankLost
 from kunserve.engine.ranks.processes import Start
+from kunserve.engine.torch.cuda.backend import CudaBackend
+from kunserve.engine.torch.cuda.cards import STAND_IN
+from kunserve.engine.torch.cuda.driver import Driver
 from kunserve.model.source import resolve_model
+from kunserve_extras.device_ranks import memory as device_memory
+from kunserve_extras.device_ranks.backend import DeviceRanksBackend
 from tests.direct_engine import DirectEngine
 from tests.e2e.test_lost_ranks import Deaths, lose_a_rank
 from tests.e2e.test_tensor_parallel import (

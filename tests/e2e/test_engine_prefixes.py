@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kunserve.cluster.local import LocalCluster
+from kunserve.cluster.driver.local import LocalCluster
 from kunserve.core.request import SamplingParams
 from tests.e2e.test_engine_transitions import (
     SEEDED,

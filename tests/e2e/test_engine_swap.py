@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kunserve.cluster.local import LocalCluster
+from kunserve.cluster.driver.local import LocalCluster
 from kunserve.core.config import OverloadConfig, SchedulerConfig
 from kunserve.core.cost import CostCoefficients
 from kunserve.core.request import SamplingParams

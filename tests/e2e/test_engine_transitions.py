@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kunserve.cluster.local import LocalCluster
+from kunserve.cluster.driver.local import LocalCluster
 from kunserve.core.config import (
     ClusterConfig,
     InstanceConfig,
@@ -27,7 +27,7 @@ from kunserve.core.ids import RequestId
 from kunserve.core.messages import TokenOutput
 from kunserve.core.request import Request, SamplingParams, TokenLogprobs
 from kunserve.core.speculative_config import SpeculativeConfig
-from kunserve.engine.cuda.cards import STAND_IN
+from kunserve.engine.torch.cuda.cards import STAND_IN
 from tests.chrome_trace import Event, check_trace
 from tests.fakecuda.library import build
 from tests.tiny_models import VOCAB, greedy_after, prompt_logprobs, tiny_model

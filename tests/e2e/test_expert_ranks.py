@@ -9,7 +9,7 @@ import pytest
 from kunserve.core.config import InstanceConfig, KunServeConfig, ModelConfig
 from kunserve.core.errors import ConfigError
 from kunserve.core.layout import LayerRange
-from kunserve.server import launch
+from kunserve.server.start import launch
 from tests.direct_engine import DirectEngine
 from tests.e2e.test_tensor_parallel import HALVES, NUM_TOKENS, PROMPTS, WHOLE, open_ranks
 from tests.tiny_models import expected_tokens, save_tiny, tiny_model

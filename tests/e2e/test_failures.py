@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 from benchmarks.faulty_instance import POISON
-from kunserve.cluster.local import LocalCluster
+from kunserve.cluster.driver.local import LocalCluster
 from kunserve.control.cluster.controller import Controller
 from kunserve.core.errors import ConfigError, Unavailable
 from kunserve.core.ids import InstanceId, RequestId
 from kunserve.core.messages import Message, Submit, TokenOutput
 from kunserve.core.request import FinishReason, Request, SamplingParams
 from kunserve.core.tokens import TokenIds
-from kunserve.transport.channel import FrontChannel
+from kunserve.transport.wire.channel import FrontChannel
 from tests.live_cluster import PATIENCE_S, Client, until, with_cluster
 
 ZERO, ONE = InstanceId(0), InstanceId(1)

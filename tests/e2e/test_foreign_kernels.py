@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from kunserve.engine.kernels.build import CLANGS, FLAGS, SOURCES
-from kunserve.engine.kernels.levels import LEVELS, Level, fitting_levels
+from kunserve.engine.cpu.kernels.build import CLANGS, FLAGS, SOURCES
+from kunserve.engine.cpu.kernels.levels import LEVELS, Level, fitting_levels
 
 CHECK = Path(__file__).with_name("kernel_check.c")
 COMPILERS = {"x86_64": "x86_64-linux-gnu-gcc", "aarch64": "aarch64-linux-gnu-gcc"}

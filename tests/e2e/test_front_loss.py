@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kunserve.cluster.process_mark import mark_of
+from kunserve.cluster.processes.process_mark import mark_of
 from tests.conftest import wait_until
 from tests.front_process import Front
 

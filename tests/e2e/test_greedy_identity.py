@@ -15,7 +15,7 @@ from kunserve.core.ids import InstanceId
 from kunserve.core.layout import LayerRange
 from kunserve.core.request import SamplingParams
 from kunserve.engine.body import CpuBody
-from kunserve.engine.decoder import LOGIT_ROWS
+from kunserve.engine.cpu.decoder import LOGIT_ROWS
 from tests.direct_engine import DirectEngine
 from tests.tiny_models import KINDS, VOCAB, expected_tokens, tiny_model
 

@@ -9,7 +9,7 @@ import pytest
 from benchmarks.hostile_requests import hostile_requests
 from benchmarks.http_fuzz import fuzz, linger, open_files
 from kunserve.core.config import ServerConfig
-from kunserve.server.limits import FrontLimits
+from kunserve.server.http.limits import FrontLimits
 from tests.conftest import wait_until
 from tests.unit.server.live_server import live_server
 

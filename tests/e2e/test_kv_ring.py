@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kunserve.cluster.local import LocalCluster
+from kunserve.cluster.driver.local import LocalCluster
 from kunserve.core.config import (
     InstanceConfig,
     KunServeConfig,
@@ -23,7 +23,7 @@ from kunserve.core.request import SamplingParams
 from kunserve.engine.body import CpuBody
 from kunserve.model.config import read_spec
 from kunserve.model.source import resolve_model
-from kunserve.server.launch import with_ring
+from kunserve.server.start.launch import with_ring
 from tests.direct_engine import DirectEngine
 from tests.e2e.test_engine_transitions import (
     NUM_TOKENS,

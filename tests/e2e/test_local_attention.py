@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from kunserve.cluster.local import LocalCluster
+from kunserve.cluster.driver.local import LocalCluster
 from tests.e2e.test_engine_transitions import (
     NUM_TOKENS,
     PROMPTS,

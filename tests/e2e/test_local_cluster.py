@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kunserve.cluster.local import LocalCluster
+from kunserve.cluster.driver.local import LocalCluster
 from kunserve.core.errors import InvalidRequest, PromptTooLong, Unavailable
 from kunserve.core.ids import InstanceId, RequestId
 from kunserve.core.messages import TokenOutput

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from kunserve.cluster.launch import blame_for
-from kunserve.control.cluster.quarantine import Cause
+from kunserve.cluster.processes.launch import blame_for
+from kunserve.control.cluster.requests.quarantine import Cause
 from kunserve.core.config import InstanceConfig, KunServeConfig, ModelConfig
 from kunserve.core.errors import ConfigError, ModelFiles, TooLittleMemory
 from kunserve.core.ids import InstanceId

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from kunserve.cluster.launch import InstanceOrder, InstanceProcess, LocalLauncher
-from kunserve.cluster.local import LocalCluster
+from kunserve.cluster.driver.local import LocalCluster
+from kunserve.cluster.processes.launch import InstanceOrder, InstanceProcess, LocalLauncher
 from kunserve.core.errors import ConfigError
 from kunserve.core.ids import InstanceId
 from tests.live_cluster import FAKE, Client, config

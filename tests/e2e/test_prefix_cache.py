@@ -6,7 +6,7 @@ from typing import Any
 import httpx
 import pytest
 
-from kunserve.bench.server_process import running_server
+from kunserve_lab.bench.server_process import running_server
 
 FLAGS = (
     "smollm2-135m", "--load-format", "dummy", "--num-instances", "2", "--instance-memory", "400MiB",

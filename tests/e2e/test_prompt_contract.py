@@ -10,7 +10,7 @@ from typing import Any
 import openai
 import pytest
 
-from kunserve.server.limits import FrontLimits
+from kunserve.server.http.limits import FrontLimits
 from tests.unit.server.live_server import MODEL, LiveServer, live_server
 from tests.unit.server.tiny_tokenizer import ids, tiny_tokenizer
 

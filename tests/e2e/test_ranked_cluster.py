@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from kunserve.cluster.local import LocalCluster
+from kunserve.cluster.driver.local import LocalCluster
 from kunserve.core.config import KunServeConfig, OverloadConfig, SchedulerConfig
 from kunserve.core.cost import CostCoefficients
 from kunserve.core.errors import ConfigError
 from kunserve.core.request import SamplingParams
-from kunserve.engine.cuda.cards import STAND_IN
-from kunserve.engine.free_memory import children_of
-from kunserve.server.launch import launch
+from kunserve.engine.memory.free_memory import children_of
+from kunserve.engine.torch.cuda.cards import STAND_IN
+from kunserve.server.start.launch import launch
 from tests.e2e.test_engine_transitions import (
     NUM_TOKENS,
     PROMPTS,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kunserve.cluster.local import LocalCluster
+from kunserve.cluster.driver.local import LocalCluster
 from kunserve.core.config import ClusterConfig, OverloadConfig
 from kunserve.core.request import SamplingParams
 from tests.e2e.test_engine_transitions import NUM_TOKENS, PROMPTS, Answers, config_of, run

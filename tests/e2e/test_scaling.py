@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from kunserve.cluster.launch import LocalLauncher
-from kunserve.cluster.local import LocalCluster
+from kunserve.cluster.driver.local import LocalCluster
+from kunserve.cluster.processes.launch import LocalLauncher
 from kunserve.control.cluster import scaling
 from kunserve.core.errors import InvalidRequest, TooLittleMemory
 from kunserve.core.ids import InstanceId

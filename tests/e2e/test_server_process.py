@@ -10,12 +10,12 @@ from pathlib import Path
 import httpx
 import pytest
 
-from kunserve.cluster.process_mark import mark_of
+from kunserve.cluster.processes.process_mark import mark_of
 from tests.conftest import wait_until
 
 _HOLD = """
 import sys, time
-from kunserve.bench.server_process import running_server
+from kunserve_lab.bench.server_process import running_server
 with running_server(sys.argv[1:]) as server:
     print(server.url, flush=True)
     time.sleep(600)

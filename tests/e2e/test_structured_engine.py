@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from llguidance import LLTokenizer
 
-from kunserve.cluster.local import LocalCluster
+from kunserve.cluster.driver.local import LocalCluster
 from kunserve.core.config import InstanceConfig, ModelConfig, SchedulerConfig
 from kunserve.core.ids import InstanceId, RequestId
 from kunserve.core.layout import LayerRange
@@ -18,8 +18,8 @@ from kunserve.core.messages import TokenOutput
 from kunserve.core.request import FinishReason, Request, SamplingParams, StructuredOutput
 from kunserve.core.tokens import TokenIds
 from kunserve.engine.body import CpuBody
-from kunserve.engine.structured.grammar import compile_form
-from kunserve.engine.structured.vocabulary import open_vocabulary
+from kunserve.engine.sampling.structured.grammar import compile_form
+from kunserve.engine.sampling.structured.vocabulary import open_vocabulary
 from tests.direct_engine import DirectEngine
 from tests.e2e.test_engine_transitions import config_of, drop_to, restore_when_it_fits
 from tests.tiny_models import VOCAB, save_tiny, save_tokenizer

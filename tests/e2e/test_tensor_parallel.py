@@ -15,15 +15,15 @@ from kunserve.core.layout import LayerRange
 from kunserve.engine.body import EngineBody
 from kunserve.engine.ranks.backend import RankedBackend
 from kunserve.model.source import resolve_model
-from kunserve.transport.bulk import BulkMover
-from kunserve.transport.pacing import BulkPacing
+from kunserve.transport.bulk.mover import BulkMover
+from kunserve.transport.bulk.pacing import BulkPacing
 from tests.direct_engine import DirectEngine
 from tests.forked_ranks import fork_member
 from tests.tiny_models import KINDS, VOCAB, save_with_answers
 from tests.tiny_models import MORE_KINDS as FAMILIES
 from tests.unit.transport.addresses import fresh_address
+from tests.unit.transport.bulk.test_bulk import ended
 from tests.unit.transport.bulk_world import entries, piece
-from tests.unit.transport.test_bulk import ended
 
 NUM_LAYERS = 4
 NUM_TOKENS = 8

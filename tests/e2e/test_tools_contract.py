@@ -11,9 +11,9 @@ from pydantic import BaseModel
 
 from kunserve.core.front_config import ChatConfig
 from kunserve.core.request import ReasoningMarks
-from kunserve.server.parsers.names import TOOL_PARSERS
-from kunserve.server.parsers.tagged import tagged
-from kunserve.server.text import TextCodec
+from kunserve.server.api.parsers.names import TOOL_PARSERS
+from kunserve.server.api.parsers.tagged import tagged
+from kunserve.server.api.text import TextCodec
 from tests.conftest import wait_until
 from tests.unit.server.live_server import MODEL, LiveServer, live_server
 from tests.unit.server.tiny_tokenizer import ids, tiny_tokenizer

@@ -6,7 +6,7 @@ from typing import Any
 import openai
 import pytest
 
-from kunserve.bench.server_process import running_server
+from kunserve_lab.bench.server_process import running_server
 
 TOOLS: Any = [
     {

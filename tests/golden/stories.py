@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass
 
-from kunserve.bench.compare.simulated.scenario import Scenario
-from kunserve.sim.cluster import WorldConfig
-from kunserve.workload.workload import Lengths, Workload
-from tests.unit.sim.worlds import scenario, small_profile
+from kunserve_lab.compare.simulated.scenario import Scenario
+from kunserve_lab.sim.cluster import WorldConfig
+from kunserve_lab.workload.workload import Lengths, Workload
+from tests.lab.sim.worlds import scenario, small_profile
 
 Size = tuple[float, int, int]
 """(arrival in seconds, input tokens, output tokens)."""

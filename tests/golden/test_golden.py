@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from kunserve.bench.compare.simulated.simulation import simulate
-from kunserve.bench.compare.systems import find_system
+from kunserve_lab.compare.simulated.simulation import simulate
+from kunserve_lab.compare.systems import find_system
 from tests.golden.event_log import EventLog
 from tests.golden.stories import STORIES, Story
 

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.hosts import Hosts, places_on
 from benchmarks.hosts_front import PATIENCE_S, FrontOnHost, Orders
-from kunserve.cluster.process_mark import mark_of
+from kunserve.cluster.processes.process_mark import mark_of
 from tests.conftest import wait_until
 
 pytestmark = [pytest.mark.hosts, pytest.mark.timeout(600)]

@@ -11,15 +11,7 @@ from typing import Any
 
 import pytest
 
-import kunserve.cluster.in_process as in_process
-from kunserve.cluster.fake import FakeModel, fake_spec
-from kunserve.cluster.in_process import (
-    CompletePull,
-    Delivery,
-    FinishStep,
-    InProcessCluster,
-    StartStep,
-)
+import kunserve_lab.world.in_process as in_process
 from kunserve.control.cluster.commands import Deliver, Send
 from kunserve.control.cluster.controller import Controller
 from kunserve.core.config import (
@@ -35,11 +27,19 @@ from kunserve.core.messages import Connect, Submit
 from kunserve.core.request import Request, SamplingParams
 from kunserve.core.step import Chunk
 from kunserve.core.transfer import KvPull
-from kunserve.sim.cluster import SimCluster
-from kunserve.sim.events import EventHeap
-from kunserve.sim.models import find_model
-from kunserve.sim.profile import InstanceProfile
-from kunserve.transport.codec import decode
+from kunserve.transport.wire.codec import decode
+from kunserve_lab.sim.cluster import SimCluster
+from kunserve_lab.sim.events import EventHeap
+from kunserve_lab.sim.models import find_model
+from kunserve_lab.sim.profile import InstanceProfile
+from kunserve_lab.world.fake_body import FakeModel, fake_spec
+from kunserve_lab.world.in_process import (
+    CompletePull,
+    Delivery,
+    FinishStep,
+    InProcessCluster,
+    StartStep,
+)
 
 NUM_LAYERS, NUM_INSTANCES, MAX_LEN = 6, 3, 200
 

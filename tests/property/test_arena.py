@@ -12,14 +12,14 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kunserve.core.config import InstanceConfig
 from kunserve.core.ids import InstanceId
 from kunserve.core.layout import LayerRange
-from kunserve.engine import address_space
-from kunserve.engine.arena import Arena
-from kunserve.engine.cuda.driver import Driver
-from kunserve.engine.cuda.pages import DevicePages
-from kunserve.engine.huge_pages import HUGE_PAGE_BYTES
-from kunserve.engine.memory import InstanceMemory
-from kunserve.engine.memory_plan import MemoryPlan
-from kunserve.engine.pages import Granules, HostPages, OpenPages
+from kunserve.engine.memory import address_space
+from kunserve.engine.memory.arena import Arena
+from kunserve.engine.memory.huge_pages import HUGE_PAGE_BYTES
+from kunserve.engine.memory.instance_memory import InstanceMemory
+from kunserve.engine.memory.memory_plan import MemoryPlan
+from kunserve.engine.memory.pages import Granules, HostPages, OpenPages
+from kunserve.engine.torch.cuda.driver import Driver
+from kunserve.engine.torch.cuda.pages import DevicePages
 from tests.examples import examples
 from tests.fakecuda.library import FakeCuda, build
 from tests.specs import model_spec

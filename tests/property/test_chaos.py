@@ -19,12 +19,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kunserve.cluster.fake import expected_tokens
-from kunserve.cluster.in_process import Action, CompletePull, FinishStep
-from kunserve.control.cluster.quarantine import Blame, Cause
+from kunserve.control.cluster.requests.quarantine import Blame, Cause
 from kunserve.control.instance.work import Work
 from kunserve.core.ids import InstanceId, RequestId
 from kunserve.core.request import FinishReason
+from kunserve_lab.world.fake_body import expected_tokens
+from kunserve_lab.world.in_process import Action, CompletePull, FinishStep
 from tests.fake_cluster import FakeCluster, place_of
 
 NUM_SCHEDULES = int(os.environ.get("CHAOS_SCHEDULES", "40"))

@@ -11,13 +11,13 @@ from hypothesis import settings
 from hypothesis.stateful import invariant
 
 from kunserve.cluster.api import EngineClient, Vitals
-from kunserve.cluster.in_process import InProcessCluster
 from kunserve.control.instance.agent import InstanceAgent
 from kunserve.core.ids import InstanceId
 from kunserve.core.layout import LayerRange
 from kunserve.core.load import NOTHING_DONE, LeaderTotals
 from kunserve.core.snapshots import ClusterState
-from kunserve.server.cluster_metrics import ClusterMetrics
+from kunserve.server.telemetry.cluster_metrics import ClusterMetrics
+from kunserve_lab.world.in_process import InProcessCluster
 from tests.examples import examples
 from tests.fake_cluster import FakeCluster
 from tests.property.test_transitions import TransitionsMachine

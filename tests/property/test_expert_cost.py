@@ -8,8 +8,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kunserve.core.cost import DENSE, CostCoefficients, ExpertChoice
-from kunserve.policy.batch_form import FormationView, PromptWork
-from kunserve.policy.cost import (
+from kunserve.policy.batch.batch_form import FormationView, PromptWork
+from kunserve.policy.batch.cost import (
     NARROW_TOKENS,
     Size,
     added_cost,
@@ -18,7 +18,7 @@ from kunserve.policy.cost import (
     near_size,
     tokens_beside,
 )
-from kunserve.policy.lookahead import Lookahead, form_all
+from kunserve.policy.batch.lookahead import Lookahead, form_all
 
 choices = st.integers(1, 512).flatmap(
     lambda num: st.builds(

@@ -5,12 +5,12 @@ import functools
 import numpy as np
 import pytest
 
-from kunserve.sim.devices import find_device
-from kunserve.sim.fluid import Bursts, Capacity, Flow, capacity_of, flow
-from kunserve.sim.models import find_model
-from kunserve.sim.profile import gpu_profile
-from kunserve.sim.steady import mix_of
-from kunserve.workload.lengths import burstgpt_lengths, random_lengths, scale_lengths
+from kunserve_lab.sim.devices import find_device
+from kunserve_lab.sim.fluid import Bursts, Capacity, Flow, capacity_of, flow
+from kunserve_lab.sim.models import find_model
+from kunserve_lab.sim.profile import gpu_profile
+from kunserve_lab.sim.steady import mix_of
+from kunserve_lab.workload.lengths import burstgpt_lengths, random_lengths, scale_lengths
 
 LENGTHS = {
     "short": burstgpt_lengths(500, seed=0),

@@ -15,7 +15,7 @@ from kunserve.core.ids import InstanceId
 from kunserve.core.kv_blocks import KvBlocks, ring_of
 from kunserve.core.layout import GroupLayout, LayerRange, Stage
 from kunserve.core.snapshots import InstanceSpec
-from kunserve.policy.layer_split import Member, split_layers
+from kunserve.policy.drop.layer_split import Member, split_layers
 from tests.examples import examples
 from tests.fake_cluster import FakeCluster
 from tests.property.test_transitions import SWAPS, TransitionsMachine

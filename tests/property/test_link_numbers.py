@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kunserve.core.ids import InstanceId
-from kunserve.transport.numbering import Incoming, Outgoing, read_stamp
+from kunserve.transport.wire.numbering import Incoming, Outgoing, read_stamp
 
 PEER = InstanceId(1)
 HARMS = ("lose", "double", "overtake")

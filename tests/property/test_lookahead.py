@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kunserve.core.cost import CostCoefficients, ExpertChoice, Windows
-from kunserve.policy.batch_form import FormationView, PromptWork
-from kunserve.policy.cost import NARROW_TOKENS, batch_cost
-from kunserve.policy.lookahead import Lookahead, cut_microbatch, form_all, form_lookahead
+from kunserve.policy.batch.batch_form import FormationView, PromptWork
+from kunserve.policy.batch.cost import NARROW_TOKENS, batch_cost
+from kunserve.policy.batch.lookahead import Lookahead, cut_microbatch, form_all, form_lookahead
 from tests.examples import examples
 
 MEASURED = CostCoefficients(6e-7, 1.07e-3, 0.0117, 0.0117, 1.5e-6, 3.8e-4)

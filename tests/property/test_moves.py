@@ -5,14 +5,20 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kunserve.cluster.fake import fake_spec
 from kunserve.core.ids import GroupId, InstanceId, PrefixId, RequestId
 from kunserve.core.layout import GroupLayout, LayerRange, Stage
 from kunserve.core.messages import PrefixPart, PrefixState, SequenceKv
 from kunserve.core.snapshots import InstanceSpec
-from kunserve.policy.exchange import plan_exchange
-from kunserve.policy.moves import Move, MovePlan, choose_piece_blocks, float_units, plan_moves
-from kunserve.policy.restore import parts_of
+from kunserve.policy.drop.restore import parts_of
+from kunserve.policy.exchange.moves import (
+    Move,
+    MovePlan,
+    choose_piece_blocks,
+    float_units,
+    plan_moves,
+)
+from kunserve.policy.exchange.order import plan_exchange
+from kunserve_lab.world.fake_body import fake_spec
 
 Handed = list[tuple[GroupLayout, list[SequenceKv]]]
 

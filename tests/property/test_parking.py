@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kunserve.policy.parking import (
+from kunserve.policy.batch.parking import (
     MAX_AWAY_SHARE,
     RUN_SHARE,
     Away,

@@ -10,10 +10,10 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kunserve.cluster.in_process import Action, Address, CompletePull, Delivery
-from kunserve.cluster.in_process_actions import Letter
 from kunserve.core.ids import InstanceId
 from kunserve.core.messages import LinkBroken, Message
+from kunserve_lab.world.actions import Letter
+from kunserve_lab.world.in_process import Action, Address, CompletePull, Delivery
 from tests.fake_cluster import FakeCluster
 
 ZERO, ONE, TWO = (InstanceId(i) for i in range(3))

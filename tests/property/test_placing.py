@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from kunserve.core.ids import GroupId
 from kunserve.core.load import GroupLoad, LoadReport
-from kunserve.policy.affinity import num_requests
-from kunserve.policy.dispatch import choose_group, share_out
-from kunserve.policy.placing import GroupChooser
+from kunserve.policy.dispatch.affinity import num_requests
+from kunserve.policy.dispatch.choice import choose_group, share_out
+from kunserve.policy.dispatch.placing import GroupChooser
 
 
 @st.composite
@@ -115,7 +115,7 @@ changes = st.lists(
 def test_a_chooser_that_is_kept_follows_its_groups(moves, most):
     """Groups come, change and go one after the other; entries that are out of date do no harm."""
     kept, chooser = dict[GroupId, GroupLoad](), GroupChooser(())
-    with patch("kunserve.policy.placing.MOST_ENTRIES", most):
+    with patch("kunserve.policy.dispatch.placing.MOST_ENTRIES", most):
         for load, goes, blocks in moves:
             known = kept.get(load.group_id)
             if goes and known is not None:

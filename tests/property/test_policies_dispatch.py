@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from kunserve.core.ids import GroupId
 from kunserve.core.load import GroupLoad, LoadReport
-from kunserve.policy.dispatch import choose_group
+from kunserve.policy.dispatch.choice import choose_group
 
 
 @st.composite

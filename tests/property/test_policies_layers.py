@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from kunserve.core.ids import GroupId, InstanceId
 from kunserve.core.layout import GroupLayout, LayerRange, Stage
 from kunserve.core.snapshots import InstanceSpec
-from kunserve.policy.capacity import group_capacity_blocks
-from kunserve.policy.drop_plan import plan_drop
-from kunserve.policy.layer_split import Member, split_layers
-from kunserve.policy.moves import find_obstacle
+from kunserve.policy.drop.capacity import group_capacity_blocks
+from kunserve.policy.drop.layer_split import Member, split_layers
+from kunserve.policy.drop.plan import plan_drop
+from kunserve.policy.exchange.moves import find_obstacle
 from tests.specs import instance_spec
 
 

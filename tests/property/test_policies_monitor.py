@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from kunserve.core.config import OverloadConfig
 from kunserve.core.ids import GroupId
 from kunserve.core.load import GroupLoad, LoadReport
-from kunserve.policy.monitor import (
+from kunserve.policy.drop.monitor import (
     ClusterLoadView,
     MonitorState,
     Overloaded,

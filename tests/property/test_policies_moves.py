@@ -10,10 +10,10 @@ from kunserve.core.layout import GroupLayout, LayerRange, Stage
 from kunserve.core.load import LoadReport
 from kunserve.core.messages import SequenceKv
 from kunserve.core.snapshots import InstanceSpec
-from kunserve.policy.assignment import SequenceToPlace, assign_sequences
-from kunserve.policy.exchange import cut_pieces, plan_exchange, receivers
-from kunserve.policy.moves import plan_moves
-from kunserve.policy.restore import Postponed, choose_sources, plan_restore
+from kunserve.policy.drop.assignment import SequenceToPlace, assign_sequences
+from kunserve.policy.drop.restore import Postponed, choose_sources, plan_restore
+from kunserve.policy.exchange.moves import plan_moves
+from kunserve.policy.exchange.order import cut_pieces, plan_exchange, receivers
 from tests.specs import instance_spec
 
 

@@ -6,10 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kunserve.core.cost import CostCoefficients, ExpertChoice
-from kunserve.policy.batch_form import CHUNK_TOKENS
-from kunserve.policy.cost import batch_cost
-from kunserve.policy.pace import PaceView, choose_pace
-from kunserve.policy.queue_order import MOST_S, DeadlineOrder
+from kunserve.policy.batch.batch_form import CHUNK_TOKENS
+from kunserve.policy.batch.cost import batch_cost
+from kunserve.policy.batch.pace import PaceView, choose_pace
+from kunserve.policy.batch.queue_order import MOST_S, DeadlineOrder
 
 COSTS = st.sampled_from(
     [

@@ -10,9 +10,8 @@ from kunserve.core.layout import GroupLayout, LayerRange, Stage
 from kunserve.core.load import LoadReport
 from kunserve.core.place import ONE_HOST, Place
 from kunserve.core.snapshots import InstanceSpec
-from kunserve.policy.drop_plan import DropPlan, plan_drop
-from kunserve.policy.merge_cache import MergeCache
-from kunserve.policy.nearness import (
+from kunserve.policy.drop.merge_cache import MergeCache
+from kunserve.policy.drop.nearness import (
     ANYWHERE,
     SAME_HOST,
     SAME_RACK,
@@ -21,7 +20,8 @@ from kunserve.policy.nearness import (
     reaches,
     site_of,
 )
-from kunserve.policy.restore import RestorePlan, choose_sources, plan_restore
+from kunserve.policy.drop.plan import DropPlan, plan_drop
+from kunserve.policy.drop.restore import RestorePlan, choose_sources, plan_restore
 from tests.specs import instance_spec
 
 NUM_LAYERS = 12

@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 
 from kunserve.core.ids import GroupId
 from kunserve.core.load import GroupLoad, LoadReport
-from kunserve.policy.dispatch import choose_group
-from kunserve.policy.monitor import free_blocks
-from kunserve.policy.redispatch import plan_recalls
+from kunserve.policy.dispatch.choice import choose_group
+from kunserve.policy.dispatch.redispatch import plan_recalls
+from kunserve.policy.drop.monitor import free_blocks
 
 
 @dataclass

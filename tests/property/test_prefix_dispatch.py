@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kunserve.control.cluster.prefixes import PrefixIndex
+from kunserve.control.cluster.requests.prefixes import PrefixIndex
 from kunserve.core.config import ClusterConfig, SchedulerConfig
 from kunserve.core.messages import Submit
 from tests.unit.control.cluster.brain import Brain

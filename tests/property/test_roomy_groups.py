@@ -8,18 +8,18 @@ from unittest.mock import patch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kunserve.cluster.fake import fake_spec
-from kunserve.control.cluster import roomy_groups
-from kunserve.control.cluster.backlog import SentAhead
-from kunserve.control.cluster.live import Live
 from kunserve.control.cluster.placement import Placement
-from kunserve.control.cluster.roomy_groups import RoomyGroups
+from kunserve.control.cluster.requests import roomy_groups
+from kunserve.control.cluster.requests.backlog import SentAhead
+from kunserve.control.cluster.requests.live import Live
+from kunserve.control.cluster.requests.roomy_groups import RoomyGroups
 from kunserve.core.ids import GroupId, InstanceId, RequestId
 from kunserve.core.layout import GroupLayout, LayerRange, Stage
 from kunserve.core.load import GroupLoad, LoadReport
 from kunserve.core.request import Request, SamplingParams
 from kunserve.core.tokens import TokenIds
-from kunserve.policy.dispatch import choose_group
+from kunserve.policy.dispatch.choice import choose_group
+from kunserve_lab.world.fake_body import fake_spec
 
 NUM_LAYERS = 4
 NUM_INSTANCES = 6
@@ -214,7 +214,7 @@ looks = st.tuples(
 @given(st.lists(st.one_of(happenings, happenings, looks), max_size=40), st.sampled_from([0, 8]))
 def test_what_is_kept_ready_is_what_would_be_found(events: list[tuple[Any, ...]], few: int) -> None:
     """With ``few`` 0, promises are kept."""
-    with patch("kunserve.control.cluster.roomy_groups.FEW_EXPECTED", few):
+    with patch("kunserve.control.cluster.requests.roomy_groups.FEW_EXPECTED", few):
         world = World()
         for event in events:
             if len(event) == 3:

@@ -15,7 +15,7 @@ from kunserve.core.request import Request, SamplingParams
 from kunserve.core.speculative_config import SpeculativeConfig
 from kunserve.core.step import BlockRun, SampledToken, StepPlan, StepResult
 from kunserve.core.tokens import TokenIds
-from kunserve.policy.relief import HostLink
+from kunserve.policy.batch.relief import HostLink
 from tests.examples import examples
 
 BLOCK = 4

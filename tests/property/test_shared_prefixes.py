@@ -8,8 +8,8 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kunserve.cluster.in_process import CompletePull
 from kunserve.core.config import SwapConfig
+from kunserve_lab.world.in_process import CompletePull
 from tests.examples import examples
 from tests.fake_cluster import FakeCluster
 

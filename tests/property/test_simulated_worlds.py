@@ -11,18 +11,18 @@ from typing import Any
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kunserve.bench.compare.simulated.scenario import Scenario, config_of, world_of
-from kunserve.bench.compare.simulated.sim_client import SimClient
-from kunserve.bench.compare.simulated.simulation import DRAIN_S, LEAD_S
-from kunserve.bench.compare.systems import find_system
 from kunserve.core.ids import InstanceId
 from kunserve.core.transfer import KvPull
-from kunserve.sim.cluster import SimCluster, WorldConfig
-from kunserve.sim.events import EventHeap
-from kunserve.sim.network import Network
-from kunserve.workload.workload import Lengths, Workload
+from kunserve_lab.compare.simulated.scenario import Scenario, config_of, world_of
+from kunserve_lab.compare.simulated.sim_client import SimClient
+from kunserve_lab.compare.simulated.simulation import DRAIN_S, LEAD_S
+from kunserve_lab.compare.systems import find_system
+from kunserve_lab.sim.cluster import SimCluster, WorldConfig
+from kunserve_lab.sim.events import EventHeap
+from kunserve_lab.sim.network import Network
+from kunserve_lab.workload.workload import Lengths, Workload
 from tests.examples import examples
-from tests.unit.sim.worlds import run, scenario, small_profile
+from tests.lab.sim.worlds import run, scenario, small_profile
 
 SYSTEMS = ["recompute", "swap", "park", "migrate", "autoscale", "drop", "drop-park", "drop-basic"]
 Link = tuple[InstanceId, InstanceId, str]

@@ -14,11 +14,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kunserve.cluster.in_process import CompletePull
 from kunserve.core.config import SwapConfig
 from kunserve.core.ids import GroupId, InstanceId
 from kunserve.core.layout import GroupLayout, LayerRange, Stage
 from kunserve.core.request import SamplingParams
+from kunserve_lab.world.in_process import CompletePull
 from tests.examples import examples
 from tests.fake_cluster import FakeCluster
 

@@ -10,10 +10,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from kunserve.core.ids import RequestId
 from kunserve.core.layout import LayerRange
 from kunserve.core.transfer import KvPull, LayerPull
-from kunserve.transport.bulk_sink import BulkSink
-from kunserve.transport.bulk_source import BulkSource
-from kunserve.transport.bulk_wire import Chunk
-from kunserve.transport.pacing import BulkPacing
+from kunserve.transport.bulk.pacing import BulkPacing
+from kunserve.transport.bulk.sink import BulkSink
+from kunserve.transport.bulk.source import BulkSource
+from kunserve.transport.bulk.wire import Chunk
 from tests.examples import examples
 from tests.unit.transport.bulk_world import NUM_LAYERS, UNIT_BYTES, Memory, entries, piece
 

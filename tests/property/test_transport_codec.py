@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kunserve.core.tokens import TokenIds
-from kunserve.transport.codec import MESSAGE_TYPES, MalformedMessage, decode, encode
+from kunserve.transport.wire.codec import MESSAGE_TYPES, MalformedMessage, decode, encode
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
 LEAVES: dict[Any, st.SearchStrategy[Any]] = {

@@ -14,13 +14,13 @@ from kunserve.core.ids import GroupId, RequestId
 from kunserve.core.request import Request, SamplingParams
 from kunserve.core.step import Chunk, SampledToken, StepResult
 from kunserve.core.tokens import TokenIds
-from kunserve.policy.batch_form import (
+from kunserve.policy.batch.batch_form import (
     FormationView,
     Microbatch,
     OngoingFormation,
     form_token_budget,
 )
-from kunserve.policy.cost import (
+from kunserve.policy.batch.cost import (
     OURS,
     batch_cost,
     decode_cost,
@@ -30,8 +30,8 @@ from kunserve.policy.cost import (
     tokens_within,
     tokens_within_each,
 )
-from kunserve.policy.cost_fit import fit, predict
-from kunserve.sim.costs import MeasuredTimes
+from kunserve.policy.batch.cost_fit import fit, predict
+from kunserve_lab.sim.costs import MeasuredTimes
 
 windows = st.builds(Windows, st.sampled_from([0.5, 5 / 6, 22 / 26, 1.0]), st.integers(1, 2000))
 costs = st.builds(

@@ -5,11 +5,11 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kunserve.workload.arrivals import gamma_arrivals
-from kunserve.workload.bursty import bursty_arrivals
-from kunserve.workload.lengths import burstgpt_lengths, clip_total, random_lengths
-from kunserve.workload.transform import scale_time, thin, upscale, upscale_whole, window
-from kunserve.workload.workload import Lengths, Workload
+from kunserve_lab.workload.arrivals import gamma_arrivals
+from kunserve_lab.workload.bursty import bursty_arrivals
+from kunserve_lab.workload.lengths import burstgpt_lengths, clip_total, random_lengths
+from kunserve_lab.workload.transform import scale_time, thin, upscale, upscale_whole, window
+from kunserve_lab.workload.workload import Lengths, Workload
 
 SEEDS = st.integers(0, 2**32)
 

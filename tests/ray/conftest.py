@@ -37,7 +37,7 @@ def ray_cluster() -> Iterator[Any]:
 @pytest.fixture(scope="session")
 def session(ray_cluster: Any) -> Iterator[Any]:
     """This process's connection."""
-    from kunserve.cluster.ray.session import Session
+    from kunserve_extras.ray.session import Session
 
     made = Session(ray_cluster.address)
     yield made

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from kunserve.cluster.local import LocalCluster
-from kunserve.cluster.process_mark import mark_of
+from kunserve.cluster.driver.local import LocalCluster
+from kunserve.cluster.processes.process_mark import mark_of
 from kunserve.core.errors import ConfigError, TooLittleMemory
 from kunserve.core.ids import InstanceId
 from tests.conftest import wait_until
@@ -33,7 +33,7 @@ PATIENCE_S = 100.0
 
 
 def launcher(session: Any, **how: bool) -> Any:
-    from kunserve.cluster.ray.launcher import RayLauncher
+    from kunserve_extras.ray.launcher import RayLauncher
 
     return RayLauncher(session, **how)
 
@@ -134,7 +134,7 @@ def test_the_next_front_takes_the_instances_over(nodes: Nodes, tmp_path: Path) -
 
 
 def test_what_cannot_be_is_told_at_once(nodes: Nodes, session: Any) -> None:
-    from kunserve.cluster.ray.session import Session
+    from kunserve_extras.ray.session import Session
 
     with pytest.raises(TooLittleMemory, match=r"3 instances need 1 CPU each; the Ray cluster has"):
         with_cluster(lambda *_: None, 3, launcher=lambda: launcher(session))  # type: ignore[arg-type]

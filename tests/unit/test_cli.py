@@ -46,7 +46,8 @@ def test_a_server_needs_no_extra() -> None:
     script = (
         "import sys\n"
         f"for name in {EXTRA_ONLY!r}: sys.modules[name] = None\n"
-        "import kunserve.server.command, kunserve.server.launch, kunserve.cluster.instance_main\n"
+        "import kunserve.server.start.command, kunserve.server.start.launch\n"
+        "import kunserve.cluster.instance.main\n"
     )
     subprocess.run([sys.executable, "-c", script], check=True)
 

@@ -18,11 +18,11 @@ from kunserve.control.cluster.introductions import Introductions
 from kunserve.control.cluster.migrations import Migrations
 from kunserve.control.cluster.overload import OverloadControl
 from kunserve.control.cluster.placement import Placement
-from kunserve.control.cluster.prompt_share import PromptShare
-from kunserve.control.cluster.quarantine import UNKNOWN, Blame
 from kunserve.control.cluster.recovery import Recovery
-from kunserve.control.cluster.redispatch import Redispatch
-from kunserve.control.cluster.requests import Requests
+from kunserve.control.cluster.requests.prompt_share import PromptShare
+from kunserve.control.cluster.requests.quarantine import UNKNOWN, Blame
+from kunserve.control.cluster.requests.redispatch import Redispatch
+from kunserve.control.cluster.requests.requests import Requests
 from kunserve.control.cluster.scaling import Scaling
 from kunserve.control.cluster.transition import Phase, Transition
 from kunserve.control.cluster.transitions import Transitions
@@ -48,9 +48,9 @@ from kunserve.core.messages import (
 )
 from kunserve.core.request import Request
 from kunserve.core.snapshots import ClusterSize, ClusterState, Kind, StageTime
-from kunserve.policy.dispatch import Shed, should_shed
-from kunserve.policy.queue_order import choose_order
-from kunserve.policy.restore import Postponed
+from kunserve.policy.batch.queue_order import choose_order
+from kunserve.policy.dispatch.choice import Shed, should_shed
+from kunserve.policy.drop.restore import Postponed
 
 
 class Controller:

@@ -10,7 +10,7 @@ from kunserve.core.layout import GroupLayout, LayerRange, Stage
 from kunserve.core.load import NOTHING_DONE, LeaderTotals
 from kunserve.core.messages import Committed, Form, Formed, Ready, Rejoin
 from kunserve.core.snapshots import InstanceSnapshot
-from kunserve.policy.restore import choose_sources
+from kunserve.policy.drop.restore import choose_sources
 
 
 @dataclass(slots=True)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from kunserve.control.cluster.commands import Outbox
 from kunserve.control.cluster.placement import Group, Placement
-from kunserve.control.cluster.requests import Requests
+from kunserve.control.cluster.requests.requests import Requests
 from kunserve.control.cluster.transitions import Transitions
 from kunserve.core.config import OverloadConfig
 from kunserve.core.ids import GroupId, InstanceId, TransitionId
@@ -23,7 +23,7 @@ from kunserve.core.messages import (
     MigrationOver,
     MigrationReady,
 )
-from kunserve.policy.migrate import plan_migrations
+from kunserve.policy.dispatch.migrate import plan_migrations
 
 FRESH_REPORTS = 2
 """Reports after a migration until a group may have a part in the next: one may be on its way."""

@@ -15,18 +15,18 @@ from kunserve.core.ids import GroupId
 from kunserve.core.layout import GroupLayout
 from kunserve.core.load import GroupLoad
 from kunserve.core.snapshots import ObservedDrops
-from kunserve.policy.capacity import group_capacity_blocks
-from kunserve.policy.drop_plan import Merge, plan_drop
-from kunserve.policy.drop_worth import plan_worth, unplaced_blocks
-from kunserve.policy.imagine import ImaginedLoad, imagine_merged
-from kunserve.policy.monitor import (
+from kunserve.policy.dispatch.redispatch import spare_blocks
+from kunserve.policy.drop.capacity import group_capacity_blocks
+from kunserve.policy.drop.imagine import ImaginedLoad, imagine_merged
+from kunserve.policy.drop.monitor import (
     ClusterLoadView,
     Excuse,
     MonitorState,
     Overloaded,
     observe,
 )
-from kunserve.policy.redispatch import spare_blocks
+from kunserve.policy.drop.plan import Merge, plan_drop
+from kunserve.policy.drop.worth import plan_worth, unplaced_blocks
 
 FIRST_ID = 1 << 48
 """Imagined groups are numbered from here, so that no id is one of a real group."""

@@ -8,9 +8,9 @@ from kunserve.control.cluster.commands import Outbox
 from kunserve.control.cluster.cut_links import Pair
 from kunserve.control.cluster.observed import Observation
 from kunserve.control.cluster.placement import Placement
-from kunserve.control.cluster.prompt_share import PromptShare
 from kunserve.control.cluster.reasons import Reasons
-from kunserve.control.cluster.requests import Requests
+from kunserve.control.cluster.requests.prompt_share import PromptShare
+from kunserve.control.cluster.requests.requests import Requests
 from kunserve.control.cluster.scaling import Scaling
 from kunserve.control.cluster.transitions import Transitions
 from kunserve.core.config import OverloadConfig
@@ -20,11 +20,10 @@ from kunserve.core.load import GroupLoad
 from kunserve.core.messages import AllowParking, LoadLayers
 from kunserve.core.place import ONE_HOST
 from kunserve.core.snapshots import Kind
-from kunserve.policy.capacity import Specs
-from kunserve.policy.dispatch import share_out
-from kunserve.policy.drop_plan import DropPlan, blocks_for_bytes, plan_drop
-from kunserve.policy.drop_worth import plan_worth, unplaced_blocks
-from kunserve.policy.monitor import (
+from kunserve.policy.dispatch.choice import share_out
+from kunserve.policy.dispatch.redispatch import spare_blocks
+from kunserve.policy.drop.capacity import Specs
+from kunserve.policy.drop.monitor import (
     ClusterLoadView,
     Excuse,
     MonitorState,
@@ -33,10 +32,11 @@ from kunserve.policy.monitor import (
     Verdict,
     observe,
 )
-from kunserve.policy.nearness import SAME_HOST, site_of
-from kunserve.policy.redispatch import spare_blocks
-from kunserve.policy.restore import Postponed, plan_restore
-from kunserve.policy.static_pipelines import plan_pipelines
+from kunserve.policy.drop.nearness import SAME_HOST, site_of
+from kunserve.policy.drop.plan import DropPlan, blocks_for_bytes, plan_drop
+from kunserve.policy.drop.restore import Postponed, plan_restore
+from kunserve.policy.drop.static_pipelines import plan_pipelines
+from kunserve.policy.drop.worth import plan_worth, unplaced_blocks
 
 LOOK_GAP_S = 5e-3
 """Shortest time between two looks at the load, per group: a look costs time for each of them."""

@@ -9,7 +9,7 @@ from kunserve.core.ids import GroupId, InstanceId
 from kunserve.core.layout import GroupLayout
 from kunserve.core.load import GroupLoad, LoadReport, inherited
 from kunserve.core.snapshots import InstanceSpec
-from kunserve.policy.capacity import group_capacity_blocks, undropped_capacity_blocks
+from kunserve.policy.drop.capacity import group_capacity_blocks, undropped_capacity_blocks
 
 STEP_MEMORY_S = 120.0
 """Time constant with which the longest gap between reports is forgotten."""

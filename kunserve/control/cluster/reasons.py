@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from kunserve.control.cluster.commands import LogReason, Outbox
 from kunserve.core.ids import GroupId
-from kunserve.policy.monitor import Excuse
+from kunserve.policy.drop.monitor import Excuse
 
 REPEAT_AFTER_S = 10.0
 """A reason that came and went is not told again within this time: loads swing."""

@@ -11,8 +11,8 @@ from kunserve.control.cluster.commands import Outbox
 from kunserve.control.cluster.instances import Instances
 from kunserve.control.cluster.migrations import Migrations
 from kunserve.control.cluster.placement import Placement
-from kunserve.control.cluster.quarantine import NOBODY, Blame
-from kunserve.control.cluster.requests import Requests
+from kunserve.control.cluster.requests.quarantine import NOBODY, Blame
+from kunserve.control.cluster.requests.requests import Requests
 from kunserve.control.cluster.scaling import Scaling
 from kunserve.control.cluster.transition import Transition
 from kunserve.control.cluster.transitions import Transitions

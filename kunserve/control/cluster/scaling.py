@@ -8,14 +8,14 @@ from collections.abc import Callable
 
 from kunserve.control.cluster.commands import Outbox, ScaleUp
 from kunserve.control.cluster.placement import Placement
-from kunserve.control.cluster.requests import Requests
+from kunserve.control.cluster.requests.requests import Requests
 from kunserve.control.cluster.transitions import Transitions
 from kunserve.core.config import ClusterConfig
 from kunserve.core.ids import GroupId, InstanceId
 from kunserve.core.load import GroupLoad
 from kunserve.core.snapshots import ClusterSize
-from kunserve.policy.monitor import ClusterLoadView
-from kunserve.policy.scale import (
+from kunserve.policy.drop.monitor import ClusterLoadView
+from kunserve.policy.drop.scale import (
     GIVE_BACK_HOLD_S,
     ScaleView,
     choose_leaver,

@@ -30,7 +30,7 @@ from kunserve.core.messages import (
     Rollback,
 )
 from kunserve.core.snapshots import Kind, Outcome, TransitionRecord
-from kunserve.policy.capacity import group_capacity_blocks
+from kunserve.policy.drop.capacity import group_capacity_blocks
 
 PATIENCE_S = {
     Phase.LOADING: 120.0,

@@ -10,7 +10,7 @@ from kunserve.control.group.relief import Holders
 from kunserve.control.group.sequence import Progress, QueueKey, Sequence
 from kunserve.core.config import SchedulerConfig
 from kunserve.core.kv_blocks import KvBlocks
-from kunserve.policy.queue_order import choose_order
+from kunserve.policy.batch.queue_order import choose_order
 
 
 class Admission:

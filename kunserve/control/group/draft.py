@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kunserve.policy.prompt_lookup import PromptLookup
-from kunserve.policy.speculation import FIRST_RATE, learned_rate
+from kunserve.policy.batch.prompt_lookup import PromptLookup
+from kunserve.policy.batch.speculation import FIRST_RATE, learned_rate
 
 
 @dataclass(slots=True, eq=False)

@@ -7,15 +7,15 @@ from kunserve.control.group.queue import WaitingQueue
 from kunserve.control.group.rounds import DecodeRound, rounds_of
 from kunserve.control.group.sequence import Progress, Sequence
 from kunserve.core.config import SchedulerConfig
-from kunserve.policy.batch_form import (
+from kunserve.policy.batch.batch_form import (
     FormationView,
     FormBatch,
     Microbatch,
     OngoingFormation,
     PromptWork,
 )
-from kunserve.policy.lookahead import choose_formation
-from kunserve.policy.pace import Pace, PaceView, choose_pace
+from kunserve.policy.batch.lookahead import choose_formation
+from kunserve.policy.batch.pace import Pace, PaceView, choose_pace
 
 _last_step_of = attrgetter("last_step")
 NOTHING = Microbatch((), ())

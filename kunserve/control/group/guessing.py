@@ -13,8 +13,8 @@ from kunserve.control.group.sequence import Sequence
 from kunserve.core.config import SchedulerConfig
 from kunserve.core.ids import RequestId
 from kunserve.core.step import SampledToken
-from kunserve.policy.prompt_lookup import PromptLookup
-from kunserve.policy.speculation import MOST_DECODES, Decode, choose_num_guesses
+from kunserve.policy.batch.prompt_lookup import PromptLookup
+from kunserve.policy.batch.speculation import MOST_DECODES, Decode, choose_num_guesses
 
 Guesses: TypeAlias = dict[RequestId, tuple[int, ...]]
 """Of the sequences in a step that have any."""

@@ -7,7 +7,7 @@ from kunserve.control.group.queue import WaitingQueue, watermark_blocks
 from kunserve.control.group.sequence import Progress, Sequence
 from kunserve.core.ids import RequestId
 from kunserve.core.kv_blocks import KvBlocks
-from kunserve.policy.migrate import Movable
+from kunserve.policy.dispatch.migrate import Movable
 
 
 class MigrationAccess:

@@ -8,7 +8,7 @@ from kunserve.control.group.queue import WaitingQueue
 from kunserve.control.group.sequence import Progress, Sequence
 from kunserve.control.group.swap import SwapSpace
 from kunserve.core.kv_blocks import KvBlocks
-from kunserve.policy.parking import (
+from kunserve.policy.batch.parking import (
     Away,
     Decoding,
     choose_in_place,
@@ -16,7 +16,7 @@ from kunserve.policy.parking import (
     num_due,
     room_for,
 )
-from kunserve.policy.relief import HostLink
+from kunserve.policy.batch.relief import HostLink
 
 STEPS_AHEAD = 2
 """Steps until what a parked sequence frees is there: one copies it out, the next may use it."""

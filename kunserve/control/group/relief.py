@@ -19,8 +19,8 @@ from kunserve.core.config import SchedulerConfig
 from kunserve.core.ids import RequestId
 from kunserve.core.kv_blocks import KvBlocks
 from kunserve.core.step import BlockRun
-from kunserve.policy.cost import batch_cost
-from kunserve.policy.relief import HostLink, Preemptible, choose_victim
+from kunserve.policy.batch.cost import batch_cost
+from kunserve.policy.batch.relief import HostLink, Preemptible, choose_victim
 
 _key_of = attrgetter("key")
 BEFORE_ALL: QueueKey = (-math.inf, 0)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from kunserve.core.config import SchedulerConfig
-from kunserve.policy.decode_split import DecodeSplit
+from kunserve.policy.batch.decode_split import DecodeSplit
 
 
 @dataclass(frozen=True, slots=True)

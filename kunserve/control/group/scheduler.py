@@ -29,9 +29,9 @@ from kunserve.core.prompt_scores import PromptScores
 from kunserve.core.request import FinishReason, Request
 from kunserve.core.step import StepPlan, StepResult
 from kunserve.core.tokens import TokenIds
-from kunserve.policy.batch_form import FormBatch, Microbatch
-from kunserve.policy.queue_order import choose_order
-from kunserve.policy.relief import HostLink
+from kunserve.policy.batch.batch_form import FormBatch, Microbatch
+from kunserve.policy.batch.queue_order import choose_order
+from kunserve.policy.batch.relief import HostLink
 
 _key_of = attrgetter("key")
 

@@ -13,7 +13,7 @@ from kunserve.core.prompt_scores import PromptScores
 from kunserve.core.request import FinishReason, Request, TokenLogprobs
 from kunserve.core.step import SequenceStart
 from kunserve.core.tokens import NO_TOKENS, TokenIds
-from kunserve.policy.queue_order import DeadlineOrder
+from kunserve.policy.batch.queue_order import DeadlineOrder
 
 
 class Progress(enum.Enum):

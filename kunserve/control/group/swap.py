@@ -19,8 +19,8 @@ from kunserve.control.group.sequence import QueueKey, Sequence
 from kunserve.core.cost import CostCoefficients
 from kunserve.core.kv_blocks import KvBlocks
 from kunserve.core.step import BlockRun
-from kunserve.policy.cost import batch_cost
-from kunserve.policy.relief import HostLink, Relief, VictimView, choose_relief, hidden_blocks
+from kunserve.policy.batch.cost import batch_cost
+from kunserve.policy.batch.relief import HostLink, Relief, VictimView, choose_relief, hidden_blocks
 
 IDLE_STEP_S = 0.05
 """A step in which nobody computes copies what this time holds: others may come meanwhile."""

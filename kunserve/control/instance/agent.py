@@ -10,11 +10,11 @@ from typing import Any
 from kunserve.control.group.load import SchedulerTotals
 from kunserve.control.instance.block_table import BlockTable
 from kunserve.control.instance.body import Body, Mover, StepOutcome, StepWork
-from kunserve.control.instance.change_slot import Change, ChangeSlot
-from kunserve.control.instance.formation import FormationSlot
+from kunserve.control.instance.changes.change_slot import Change, ChangeSlot
+from kunserve.control.instance.changes.formation import FormationSlot
+from kunserve.control.instance.changes.layer_restore import LayerRestore
 from kunserve.control.instance.inbox import Inbox, Mail, Moment, is_of_step
 from kunserve.control.instance.intake import Intake
-from kunserve.control.instance.layer_restore import LayerRestore
 from kunserve.control.instance.localize import free_blocks, localize
 from kunserve.control.instance.membership import Membership, enter_group
 from kunserve.control.instance.state import AgentConfig, InstanceState, Outgoing, Preemption

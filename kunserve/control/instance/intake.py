@@ -7,7 +7,7 @@ groups, is sent on to the leader. A request whose KV is on its way here waits in
 from dataclasses import replace
 from typing import TypeAlias
 
-from kunserve.control.instance.change_slot import ChangeSlot
+from kunserve.control.instance.changes.change_slot import ChangeSlot
 from kunserve.control.instance.membership import Membership
 from kunserve.control.instance.state import InstanceState
 from kunserve.core.ids import RequestId

@@ -9,7 +9,7 @@ import numpy as np
 
 from kunserve.control.instance.block_table import NOTHING
 from kunserve.control.instance.body import HostCopy, StepWork
-from kunserve.control.instance.change_slot import ChangeSlot
+from kunserve.control.instance.changes.change_slot import ChangeSlot
 from kunserve.control.instance.membership import Membership
 from kunserve.control.instance.state import InstanceState
 from kunserve.core.step import BlockRun, StepPlan

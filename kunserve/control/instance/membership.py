@@ -14,8 +14,8 @@ from kunserve.control.instance.state import InstanceState
 from kunserve.core.ids import InstanceId, RequestId, StepId
 from kunserve.core.layout import GroupLayout, LayerRange
 from kunserve.core.step import BlockRun, StepPlan
-from kunserve.policy.capacity import group_capacity_blocks
-from kunserve.policy.relief import HostLink, group_host_link
+from kunserve.policy.batch.relief import HostLink, group_host_link
+from kunserve.policy.drop.capacity import group_capacity_blocks
 
 
 @dataclass(slots=True)

@@ -18,7 +18,7 @@ from kunserve.core.layout import GroupLayout, VocabRange
 from kunserve.core.messages import FinalRows, HeadPart
 from kunserve.core.prompt_scores import PromptScores
 from kunserve.core.step import StepPlan, StepResult
-from kunserve.policy.head_split import split_head
+from kunserve.policy.drop.head_split import split_head
 
 
 @dataclass(slots=True)

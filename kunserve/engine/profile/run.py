@@ -25,8 +25,8 @@ from kunserve.engine.ranks.memory import RankedMemory
 from kunserve.model.config import read_spec
 from kunserve.model.profile import FORMAT, Profile, ProfileSubject, RegionError
 from kunserve.model.source import resolve_model
-from kunserve.policy.cost import forms_for, from_vector
-from kunserve.policy.cost_fit import fit, held_out_errors, sized
+from kunserve.policy.batch.cost import forms_for, from_vector
+from kunserve.policy.batch.cost_fit import fit, held_out_errors, sized
 
 KV_BYTES = 512 * MIB
 MOST_KV_TOKENS = 32768

@@ -8,14 +8,11 @@ from dataclasses import replace
 from kunserve.core.config import InstanceConfig, ModelConfig
 from kunserve.core.ids import InstanceId
 from kunserve.core.layout import LayerRange
-from kunserve.core.model_spec import ModelSpec
-from kunserve.core.sharding import check_shardable, config_of_rank, spec_of_rank
 from kunserve.engine.backend import CpuBackend, Loader, huge_pages_of, weights_in
-from kunserve.engine.cuda.backend import CudaBackend
-from kunserve.engine.decoder import StepLimits
+from kunserve.engine.cpu.decoder import StepLimits
 from kunserve.engine.layer_weights import ModelWeights
-from kunserve.engine.memory import InstanceMemory
-from kunserve.engine.pages import ARENA_FILE, OpenPages
+from kunserve.engine.memory.instance_memory import InstanceMemory
+from kunserve.engine.memory.pages import ARENA_FILE, OpenPages
 from kunserve.engine.ranks.control import Drop, Join, Reclaim
 from kunserve.engine.ranks.decoder import RankedDecoder, room_of
 from kunserve.engine.ranks.meeting import PATIENCE_S
@@ -25,11 +22,14 @@ from kunserve.engine.ranks.processes import Members, Start, spawn_member
 from kunserve.engine.ranks.region import Region
 from kunserve.engine.ranks.shard_decoder import ShardDecoder
 from kunserve.engine.ranks.shards import ShardReader
-from kunserve.engine.sampler import Sampler
-from kunserve.engine.structured.forms import Forms
+from kunserve.engine.sampling.sampler import Sampler
+from kunserve.engine.sampling.structured.forms import Forms
+from kunserve.engine.torch.cuda.backend import CudaBackend
 from kunserve.engine.weights.loader import WeightLoader
 from kunserve.engine.weights.readers import Reader
+from kunserve.model.sharding import check_shardable, config_of_rank, spec_of_rank
 from kunserve.model.source import ModelSource
+from kunserve.model.spec import ModelSpec
 
 
 class SeveralRanks:

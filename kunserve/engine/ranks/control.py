@@ -11,12 +11,12 @@ from kunserve.core.config import InstanceConfig
 from kunserve.core.errors import KunServeError
 from kunserve.core.ids import InstanceId
 from kunserve.core.layout import LayerRange
-from kunserve.core.model_spec import ModelSpec
-from kunserve.engine.decoder import StepLimits
+from kunserve.engine.cpu.decoder import StepLimits
 from kunserve.engine.ranks.meeting import RankLost
 from kunserve.engine.ranks.region import Room
 from kunserve.engine.ranks.sums import SumsBy
 from kunserve.model.source import ModelSource
+from kunserve.model.spec import ModelSpec
 
 _MOST_BYTES = 1 << 16
 _MOST_FILES = 4

@@ -4,7 +4,7 @@ import ctypes
 import mmap
 import os
 
-from kunserve.engine.kernels.library import CRanks, library
+from kunserve.engine.cpu.kernels.library import CRanks, library
 
 PATIENCE_S = 60.0
 """How long a rank waits for another one before the instance gives up. A rank that dies is seen at

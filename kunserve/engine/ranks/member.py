@@ -11,11 +11,11 @@ import sys
 import threading
 
 from kunserve.core.errors import KunServeError
-from kunserve.engine.memory import RemapFailed
+from kunserve.engine.memory.instance_memory import RemapFailed
 from kunserve.engine.ranks.control import Answer, Join, Talk
-from kunserve.engine.ranks.device_rank import DeviceRank
 from kunserve.engine.ranks.meeting import RankLost
 from kunserve.engine.ranks.rank import HostRank, Rank
+from kunserve_extras.device_ranks.rank import DeviceRank
 
 logger = logging.getLogger(__name__)
 

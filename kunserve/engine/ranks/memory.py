@@ -15,11 +15,11 @@ import numpy.typing as npt
 from kunserve.control.instance.body import Remap, UnitCopy
 from kunserve.core.layout import LayerRange
 from kunserve.core.snapshots import InstanceSpec
-from kunserve.engine.huge_pages import HUGE_PAGE_BYTES
-from kunserve.engine.memory import InstanceMemory
-from kunserve.engine.pages import Granules, HostPages
-from kunserve.transport.movable_memory import Content, Extents, InFile, Mapped, UnitRuns
-from kunserve.transport.movable_memory import Granules as SharedGranules
+from kunserve.engine.memory.huge_pages import HUGE_PAGE_BYTES
+from kunserve.engine.memory.instance_memory import InstanceMemory
+from kunserve.engine.memory.pages import Granules, HostPages
+from kunserve.transport.bulk.movable_memory import Content, Extents, InFile, Mapped, UnitRuns
+from kunserve.transport.bulk.movable_memory import Granules as SharedGranules
 
 Bytes = npt.NDArray[np.uint8]
 Change = Callable[[LayerRange], AbstractContextManager[object]]

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from kunserve.core.errors import ConfigError
 from kunserve.core.python_command import python_command
-from kunserve.engine.memory import RemapFailed
+from kunserve.engine.memory.instance_memory import RemapFailed
 from kunserve.engine.ranks.control import Answer, Join, Talk, Word, talk_pair
 from kunserve.engine.ranks.meeting import PATIENCE_S, Meeting, RankLost
 

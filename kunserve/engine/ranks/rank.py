@@ -9,11 +9,9 @@ import numpy.typing as npt
 import torch
 
 from kunserve.core.layout import LayerRange
-from kunserve.core.model_spec import ModelSpec
-from kunserve.core.sharding import spec_of_rank
 from kunserve.engine.backend import CpuBackend, huge_pages_of, weights_in
-from kunserve.engine.decoder import StepLimits
-from kunserve.engine.memory import InstanceMemory
+from kunserve.engine.cpu.decoder import StepLimits
+from kunserve.engine.memory.instance_memory import InstanceMemory
 from kunserve.engine.ranks.control import Drop, Join, OpenRegion, Reclaim, Word
 from kunserve.engine.ranks.meeting import Meeting
 from kunserve.engine.ranks.memory import RankPages
@@ -23,6 +21,8 @@ from kunserve.engine.ranks.shard_decoder import ShardDecoder
 from kunserve.engine.ranks.shards import ShardReader
 from kunserve.engine.weights.loader import WeightLoader
 from kunserve.engine.weights.readers import open_reader
+from kunserve.model.sharding import spec_of_rank
+from kunserve.model.spec import ModelSpec
 
 _LOOK_S = 1.0
 """How long a rank waits for a command before it looks whether it still may."""

@@ -11,8 +11,8 @@ import numpy.typing as npt
 import torch
 
 from kunserve.core.layout import LayerRange
-from kunserve.core.model_spec import ModelSpec
 from kunserve.engine.attention import TORCH_DTYPES, StepBatch
+from kunserve.model.spec import ModelSpec
 
 _ALIGNMENT_BYTES = 128
 _HEADER_FIELDS = 16

@@ -8,16 +8,16 @@ import numpy.typing as npt
 import torch
 
 from kunserve.core.config import InstanceConfig
-from kunserve.core.model_spec import ModelSpec
-from kunserve.core.sharding import first_expert, spec_of_rank, vocab_of_rank
 from kunserve.engine.attention import StepBatch, capped
-from kunserve.engine.decoder import Decoder, StepLimits, scaled
-from kunserve.engine.kernels.library import CBuffers
-from kunserve.engine.kernels.ops import Finish, gather, linear
+from kunserve.engine.cpu.decoder import Decoder, StepLimits, scaled
+from kunserve.engine.cpu.kernels.library import CBuffers
+from kunserve.engine.cpu.kernels.ops import Finish, gather, linear
 from kunserve.engine.layer_weights import ModelWeights
-from kunserve.engine.memory import InstanceMemory
+from kunserve.engine.memory.instance_memory import InstanceMemory
 from kunserve.engine.ranks.meeting import Meeting
 from kunserve.engine.ranks.region import Region, StageOrder
+from kunserve.model.sharding import first_expert, spec_of_rank, vocab_of_rank
+from kunserve.model.spec import ModelSpec
 
 
 class ShardDecoder(Decoder):

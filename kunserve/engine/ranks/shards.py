@@ -4,14 +4,14 @@ from dataclasses import dataclass
 
 import torch
 
-from kunserve.core.model_spec import ModelSpec
-from kunserve.core.packed import WeightFormat
-from kunserve.core.sharding import first_expert, first_kv_head, spec_of_rank, vocab_of_rank
 from kunserve.engine.weights.expert_pieces import of_expert
 from kunserve.engine.weights.layout import end_shapes, layer_shapes
 from kunserve.engine.weights.packing import StoredRows
 from kunserve.engine.weights.pieces import EXPERT_PREFIX, Piece, rows_of
 from kunserve.engine.weights.readers import Reader, SafetensorsReader
+from kunserve.model.packed import WeightFormat
+from kunserve.model.sharding import first_expert, first_kv_head, spec_of_rank, vocab_of_rank
+from kunserve.model.spec import ModelSpec
 
 _ADDED_ONCE = ("o_bias", "down_bias")
 """Of sums over ranks: the first one adds them, and the others add zeros."""

@@ -6,8 +6,8 @@ A piece ``experts.3.gate`` is the gate of expert 3.
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from kunserve.core.model_spec import ModelSpec
 from kunserve.engine.weights.pieces import EXPERT_PREFIX, Piece
+from kunserve.model.spec import ModelSpec
 
 _HF_NAMES = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
 _MIXTRAL_NAMES = {"gate": "w1", "up": "w3", "down": "w2"}

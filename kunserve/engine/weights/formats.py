@@ -4,13 +4,13 @@ import dataclasses
 
 from kunserve.core.config import ModelConfig
 from kunserve.core.errors import ConfigError
-from kunserve.core.model_spec import ModelSpec
-from kunserve.core.packed import PackedField, PackedWeights, Run, WeightFormat
 from kunserve.engine.weights.layout import end_shapes, layer_shapes, pack_sections
 from kunserve.engine.weights.pieces import EXPERT_PARTS, Piece, rows_of
 from kunserve.engine.weights.readers import Reader, open_reader
 from kunserve.model.config import read_spec
+from kunserve.model.packed import PackedField, PackedWeights, Run, WeightFormat
 from kunserve.model.source import ModelSource
+from kunserve.model.spec import ModelSpec
 
 _ALWAYS_PLAIN = ("router", "shared_gate_up", "shared_down")
 """Expanded however they are stored: they are small beside the experts."""

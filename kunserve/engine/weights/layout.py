@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from kunserve.core.layout import LayerRange
-from kunserve.core.model_spec import ModelSpec
-from kunserve.core.packed import PackedField
+from kunserve.model.packed import PackedField
+from kunserve.model.spec import ModelSpec
 
 ALIGNMENT_BYTES = 64
 

@@ -8,16 +8,16 @@ import numpy.typing as npt
 import torch
 
 from kunserve.core.layout import LayerRange
-from kunserve.core.model_spec import ModelSpec
-from kunserve.core.packed import PAIRED, PackedField
 from kunserve.engine.attention import TORCH_DTYPES
-from kunserve.engine.kernels.packed import PackedMatrix
-from kunserve.engine.kernels.panels import PanelMatrix
+from kunserve.engine.cpu.kernels.packed import PackedMatrix
+from kunserve.engine.cpu.kernels.panels import PanelMatrix
 from kunserve.engine.layer_weights import LayerWeights, ModelWeights
 from kunserve.engine.weights.layout import Section, WeightLayout
 from kunserve.engine.weights.packing import pack
 from kunserve.engine.weights.pieces import EXPERT_PARTS, Piece, rows_of
 from kunserve.engine.weights.readers import Reader
+from kunserve.model.packed import PAIRED, PackedField
+from kunserve.model.spec import ModelSpec
 
 _STAYS_PLAIN = "router"
 """It is small, and one kind of attention computes with it in torch."""

@@ -6,7 +6,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from kunserve.core.packed import BLOCK_COLUMNS, PANEL_ROWS, PackedField, WeightFormat
+from kunserve.model.packed import BLOCK_COLUMNS, PANEL_ROWS, PackedField, WeightFormat
 
 _SIGN = np.uint8(0x80)
 """Makes signed bytes unsigned, 128 larger."""

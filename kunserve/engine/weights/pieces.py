@@ -5,7 +5,7 @@ A packed tensor is one or more *pieces* stacked by rows: ``qkv`` is q, then k, t
 
 from typing import NamedTuple
 
-from kunserve.core.model_spec import ModelSpec
+from kunserve.model.spec import ModelSpec
 
 PIECES_OF = {
     "qkv": ("q", "k", "v"),

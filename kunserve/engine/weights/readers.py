@@ -12,17 +12,17 @@ import safetensors
 import torch
 
 from kunserve.core.errors import ModelFiles, UnsupportedModel
-from kunserve.core.model_spec import ModelSpec
-from kunserve.core.packed import WeightFormat
 from kunserve.engine.weights.expert_pieces import Place, gguf_places, hf_places
 from kunserve.engine.weights.packing import StoredRows
 from kunserve.engine.weights.pieces import Piece
 from kunserve.engine.weights.quants import dequantise, row_bytes
-from kunserve.model.gguf_config import PAIRED_ROPE
-from kunserve.model.gguf_file import read_gguf
+from kunserve.model.gguf.config import PAIRED_ROPE
+from kunserve.model.gguf.file import read_gguf
 from kunserve.model.json_file import read_json
+from kunserve.model.packed import WeightFormat
 from kunserve.model.quantization import COMPRESSED_TENSORS, GGUF_FORMATS
 from kunserve.model.source import ModelSource
+from kunserve.model.spec import ModelSpec
 
 _SCALE, _WORDS = "_scale", "_packed"
 """What compressed-tensors append to a quantised weight's name: a scale per row; int8 in words."""

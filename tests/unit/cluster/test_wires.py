@@ -4,14 +4,14 @@ from collections.abc import Iterable
 
 import pytest
 
-from kunserve.cluster.lease import LeaseTerms
-from kunserve.cluster.prepare_gate import PrepareGate
-from kunserve.cluster.reach import DOWN_S, Reach
-from kunserve.cluster.wire_lease import WireLease
+from kunserve.cluster.instance.lease import LeaseTerms
+from kunserve.cluster.instance.prepare_gate import PrepareGate
+from kunserve.cluster.instance.wire_lease import WireLease
+from kunserve.cluster.processes.reach import DOWN_S, Reach
 from kunserve.core.ids import GroupId, InstanceId, TransitionId
 from kunserve.core.layout import GroupLayout, LayerRange, Stage
 from kunserve.core.messages import Abort, Form, Prepare, Rollback
-from kunserve.transport.pulse import GIVEN_UP, Answer
+from kunserve.transport.wire.pulse import GIVEN_UP, Answer
 
 ZERO, ONE = InstanceId(0), InstanceId(1)
 

@@ -9,7 +9,8 @@ from kunserve.core.config import (
     SchedulerConfig,
 )
 from kunserve.core.errors import ConfigError
-from kunserve.core.kv_blocks import KvBlocks, KvRing, period_of, ring_of
+from kunserve.core.kv_blocks import KvBlocks, KvRing, ring_of
+from kunserve.model.spec import period_of
 from tests.specs import model_spec
 
 GEMMA_3_1B = model_spec(

@@ -6,7 +6,7 @@ from kunserve.core.ids import RequestId
 from kunserve.core.messages import Submit
 from kunserve.core.request import Request, SamplingParams
 from kunserve.core.tokens import TokenIds
-from kunserve.transport.codec import MalformedMessage, decode, encode
+from kunserve.transport.wire.codec import MalformedMessage, decode, encode
 
 
 def test_they_read_like_a_tuple() -> None:

@@ -21,9 +21,9 @@ from benchmarks.boards import (
     with_values,
 )
 from benchmarks.metric_table import process_families
-from kunserve.server.command import serve_command
-from kunserve.server.metric_family import Family, Type
-from kunserve.server.metrics import FAMILIES, FrontMetrics
+from kunserve.server.start.command import serve_command
+from kunserve.server.telemetry.metric_family import Family, Type
+from kunserve.server.telemetry.metrics import FAMILIES, FrontMetrics
 from tests.unit.server.echo_engine import EchoEngine
 
 ROOT = Path(__file__).parents[3]

@@ -18,10 +18,10 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kunserve.engine.ops.table import PARTS
-from kunserve.engine.ops.triton_ops import LEAST_PART_KEYS, Tile, tiles_for
-from kunserve.engine.triton.attention import attention_kernel, join_kernel, part_kernel
-from kunserve.engine.triton.rows import (
+from kunserve.engine.torch.ops.table import PARTS
+from kunserve.engine.torch.ops.triton_ops import LEAST_PART_KEYS, Tile, tiles_for
+from kunserve.engine.torch.triton.attention import attention_kernel, join_kernel, part_kernel
+from kunserve.engine.torch.triton.rows import (
     gate_mul_kernel,
     place_kernel,
     rms_norm_kernel,

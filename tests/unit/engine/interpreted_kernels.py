@@ -12,12 +12,12 @@ import torch
 from triton.runtime import interpreter
 
 from benchmarks.gpu_phases.kernels import exact_attention
-from kunserve.core.model_spec import ModelSpec
 from kunserve.engine.attention import StepBatch
-from kunserve.engine.ops import triton_ops
-from kunserve.engine.ops.reference import ReferenceOps
-from kunserve.engine.ops.table import DeviceBatch, Ops
-from kunserve.engine.ops.triton_ops import TritonOps
+from kunserve.engine.torch.ops import triton_ops
+from kunserve.engine.torch.ops.reference import ReferenceOps
+from kunserve.engine.torch.ops.table import DeviceBatch, Ops
+from kunserve.engine.torch.ops.triton_ops import TritonOps
+from kunserve.model.spec import ModelSpec
 from tests.specs import model_spec
 
 _patch = interpreter._patch_lang_tensor

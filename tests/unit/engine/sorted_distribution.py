@@ -6,7 +6,7 @@ It sorts whole vocabularies, and adds up whole sorted rows. Every draw of a seed
 import numpy as np
 
 from kunserve.core.request import SamplingParams
-from kunserve.engine.distribution import Row, _at_point, _weights
+from kunserve.engine.sampling.distribution import Row, _at_point, _weights
 
 
 def sorted_draw(logits: Row, sampling: SamplingParams, point: float) -> int:

@@ -16,9 +16,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kunserve.engine.kernels.build import FLAGS, SOURCES
-from kunserve.engine.kernels.levels import LEVELS
-from kunserve.engine.kernels.ops import Finish, linear
+from kunserve.engine.cpu.kernels.build import FLAGS, SOURCES
+from kunserve.engine.cpu.kernels.levels import LEVELS
+from kunserve.engine.cpu.kernels.ops import Finish, linear
 
 HERE = Path(__file__).parent / "amx"
 PARTS = [HERE / "linears.c", SOURCES / "pool.c", SOURCES / "amx.c"]

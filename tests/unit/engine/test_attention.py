@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kunserve.core.errors import ConfigError
-from kunserve.core.model_spec import ModelSpec
 from kunserve.engine.attention import (
     TORCH_DTYPES,
     FusedAttention,
@@ -17,7 +16,8 @@ from kunserve.engine.attention import (
     StepBatch,
     c_model,
 )
-from kunserve.engine.kernels.library import set_num_threads
+from kunserve.engine.cpu.kernels.library import set_num_threads
+from kunserve.model.spec import ModelSpec
 from tests.specs import model_spec
 
 NUM_LAYERS = 3

@@ -16,11 +16,11 @@ from kunserve.core.kv_blocks import KvRing, ring_of
 from kunserve.core.layout import LayerRange
 from kunserve.core.request import SamplingParams
 from kunserve.core.step import Chunk, StepPlan
-from kunserve.engine import pages
 from kunserve.engine.backend import CpuBackend
 from kunserve.engine.body import CpuBody
-from kunserve.engine.decoder import LOGIT_ROWS, Decoder, StepDecoder
-from kunserve.engine.hidden_rows import tensor_of
+from kunserve.engine.cpu.decoder import LOGIT_ROWS, Decoder, StepDecoder
+from kunserve.engine.cpu.hidden_rows import tensor_of
+from kunserve.engine.memory import pages
 from kunserve.engine.step_batch import build_batch
 from tests.direct_engine import DirectEngine, arenas_mapped
 from tests.tiny_models import save_tiny

@@ -9,13 +9,13 @@ from kunserve.core.config import InstanceConfig, ModelConfig
 from kunserve.core.errors import ConfigError
 from kunserve.core.ids import InstanceId
 from kunserve.engine.backend import Backend, CpuBackend
-from kunserve.engine.cuda import opening
-from kunserve.engine.cuda.backend import CudaBackend
-from kunserve.engine.cuda.cards import STAND_IN
-from kunserve.engine.cuda.opening import cards_of
 from kunserve.engine.devices import open_backend
 from kunserve.engine.ranks.backend import RankedBackend
-from kunserve.engine.ranks.device_backend import DeviceRanksBackend
+from kunserve.engine.torch.cuda import opening
+from kunserve.engine.torch.cuda.backend import CudaBackend
+from kunserve.engine.torch.cuda.cards import STAND_IN
+from kunserve.engine.torch.cuda.opening import cards_of
+from kunserve_extras.device_ranks.backend import DeviceRanksBackend
 from tests.fakecuda.library import build
 
 

@@ -19,7 +19,7 @@ from kunserve.engine.profile.run import BodySettings
 from kunserve.engine.profile.shapes import REGIONS, BatchShape, ShapeLimits, draw_shapes
 from kunserve.engine.profile.stopwatch import Reading
 from kunserve.model.profile import ProfileSubject, read_profile
-from kunserve.policy.cost import FORMS
+from kunserve.policy.batch.cost import FORMS
 from tests.tiny_models import save_tiny
 
 LIMITS = ShapeLimits(max_batch_tokens=512, max_context=4096, max_decodes=64, max_total_context=9000)

@@ -10,7 +10,7 @@ from kunserve.core.ids import RequestId
 from kunserve.core.kv_blocks import KvBlocks
 from kunserve.core.step import Chunk
 from kunserve.engine.attention import StepBatch
-from kunserve.engine.hidden_rows import HiddenRows
+from kunserve.engine.cpu.hidden_rows import HiddenRows
 from kunserve.engine.step_batch import _only_decodes, build_batch, entry_bounds
 
 NUM = 3

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 
 from kunserve.core.errors import ModelFiles, UnsupportedModel
-from kunserve.core.model_spec import ModelSpec
-from kunserve.core.rope import LinearRope, YarnRope
 from kunserve.model.config import read_eos_ids, read_spec
+from kunserve.model.rope import LinearRope, YarnRope
 from kunserve.model.source import ModelSource, resolve_model
+from kunserve.model.spec import ModelSpec
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

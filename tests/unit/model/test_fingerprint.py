@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from kunserve.cluster.instance_main import load_model
-from kunserve.cluster.launch import InstanceOrder
-from kunserve.cluster.succession import settings_digest
+from kunserve.cluster.instance.main import load_model
+from kunserve.cluster.processes.launch import InstanceOrder
+from kunserve.cluster.processes.succession import settings_digest
 from kunserve.core.config import KunServeConfig, ModelConfig
 from kunserve.core.errors import ModelFiles
 from kunserve.core.ids import InstanceId

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from kunserve.core.errors import ModelFiles, UnsupportedModel
-from kunserve.core.model_spec import ModelSpec
-from kunserve.core.rope import LinearRope
 from kunserve.model.config import read_spec
+from kunserve.model.rope import LinearRope
 from kunserve.model.source import ModelSource
+from kunserve.model.spec import ModelSpec
 
 GEMMA2: dict[str, Any] = {
     "architectures": ["Gemma2ForCausalLM"],

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from kunserve.core.errors import ModelFiles, UnsupportedModel
-from kunserve.core.experts import Experts
-from kunserve.core.model_spec import ModelSpec
-from kunserve.core.rope import LinearRope
 from kunserve.model.config import read_spec
-from kunserve.model.gguf_file import GgufFile
+from kunserve.model.experts import Experts
+from kunserve.model.gguf.file import GgufFile
+from kunserve.model.rope import LinearRope
 from kunserve.model.source import ModelSource
+from kunserve.model.spec import ModelSpec
 
 HEADER: dict[str, Any] = {
     "llama.context_length": 512,

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from kunserve.core.errors import ModelFiles, UnsupportedModel
-from kunserve.core.experts import Experts
+from kunserve.model.experts import Experts
 from tests.unit.model.test_config import LLAMA, read
 
 __all__ = ["read"]

@@ -1,9 +1,9 @@
-from kunserve.cluster.fake import fake_spec
 from kunserve.core.ids import GroupId, InstanceId
 from kunserve.core.layout import GroupLayout, LayerRange, Stage
 from kunserve.core.load import GroupLoad, LoadReport
-from kunserve.policy.round_robin import RoundRobin
-from kunserve.policy.static_pipelines import plan_pipelines
+from kunserve.policy.dispatch.round_robin import RoundRobin
+from kunserve.policy.drop.static_pipelines import plan_pipelines
+from kunserve_lab.world.fake_body import fake_spec
 
 
 def loads(**capacities: int) -> list[GroupLoad]:

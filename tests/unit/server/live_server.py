@@ -13,11 +13,11 @@ import uvloop
 
 from kunserve.core.config import KunServeConfig, ModelConfig, ServerConfig
 from kunserve.core.front_config import ChatConfig, LogConfig
-from kunserve.server.app import create_app
-from kunserve.server.front import Front
-from kunserve.server.limits import FrontLimits
-from kunserve.server.request_life import Tracer
-from kunserve.server.serve import Drain, serve
+from kunserve.server.api.front import Front
+from kunserve.server.http.limits import FrontLimits
+from kunserve.server.start.app import create_app
+from kunserve.server.start.serve import Drain, serve
+from kunserve.server.telemetry.request_life import Tracer
 from tests.conftest import wait_until
 from tests.unit.server.echo_engine import EchoEngine
 from tests.unit.server.tiny_tokenizer import tiny_tokenizer

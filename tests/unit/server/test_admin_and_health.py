@@ -11,7 +11,7 @@ import httpx
 import pytest
 from click.testing import CliRunner, Result
 
-import kunserve.server.admin_routes as admin_routes
+import kunserve.server.api.admin_routes as admin_routes
 from kunserve.cluster.api import Vitals
 from kunserve.control.cluster.scaling import NOT_STARTED
 from kunserve.core.config import ServerConfig
@@ -19,8 +19,8 @@ from kunserve.core.errors import ConfigError, Overloaded
 from kunserve.core.ids import RequestId
 from kunserve.core.layout import LayerRange
 from kunserve.core.snapshots import ClusterSize, ObservedDrops
-from kunserve.server.command import serve_command
-from kunserve.server.scale_command import scale_command
+from kunserve.server.start.command import serve_command
+from kunserve.server.start.scale_command import scale_command
 from tests.conftest import wait_until
 from tests.unit.server.echo_engine import LAYERS, EchoEngine, idle_state, instance_state
 from tests.unit.server.live_server import LiveServer, live_server

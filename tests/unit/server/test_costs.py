@@ -16,10 +16,10 @@ from kunserve.core.config import (
 from kunserve.core.cost import CostCoefficients
 from kunserve.core.errors import ConfigError
 from kunserve.model.profile import FORMAT, Profile, ProfileSubject, default_path, write_profile
-from kunserve.policy.cost import assumed_cost
-from kunserve.server import launch
-from kunserve.server.command import serve_command
-from kunserve.server.launch import with_costs, with_swap
+from kunserve.policy.batch.cost import assumed_cost
+from kunserve.server.start import launch
+from kunserve.server.start.command import serve_command
+from kunserve.server.start.launch import with_costs, with_swap
 from tests.specs import model_spec
 
 SPEC = model_spec()

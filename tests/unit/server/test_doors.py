@@ -11,9 +11,9 @@ import pytest
 
 from kunserve.core.config import ModelConfig, ServerConfig
 from kunserve.core.errors import ConfigError
-from kunserve.server.api_keys import ApiKeys
-from kunserve.server.command import config_from_flags, serve_command
-from kunserve.server.tls import check_certificates
+from kunserve.server.http.api_keys import ApiKeys
+from kunserve.server.http.tls import check_certificates
+from kunserve.server.start.command import config_from_flags, serve_command
 from tests.unit.server.live_server import LiveServer, live_server
 
 PAGE = "https://chat.example.org"

@@ -14,8 +14,8 @@ from kunserve.core.errors import ConfigError
 from kunserve.core.front_config import LogConfig
 from kunserve.core.ids import InstanceId
 from kunserve.core.request import SamplingParams
-from kunserve.server.command import config_from_flags, serve_command
-from kunserve.server.request_log import shown_params
+from kunserve.server.start.command import config_from_flags, serve_command
+from kunserve.server.telemetry.request_log import shown_params
 from tests.conftest import wait_until
 from tests.unit.server.live_server import LiveServer, live_server
 

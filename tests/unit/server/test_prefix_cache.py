@@ -10,12 +10,12 @@ import pytest
 
 from kunserve.core.config import ServerConfig
 from kunserve.core.load import LeaderTotals
-from kunserve.server.cluster_metrics import ClusterMetrics
-from kunserve.server.metrics import FrontMetrics
-from kunserve.server.stats_log import StatsLog
+from kunserve.server.telemetry.cluster_metrics import ClusterMetrics
+from kunserve.server.telemetry.metrics import FrontMetrics
+from kunserve.server.telemetry.stats_log import StatsLog
 from tests.unit.server.echo_engine import EchoEngine, idle_load
 from tests.unit.server.live_server import MODEL, LiveServer, live_server
-from tests.unit.server.test_metrics import labels, samples, scrape
+from tests.unit.server.telemetry.test_metrics import labels, samples, scrape
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 PROMPT = {"model": MODEL, "prompt": "hello", "max_tokens": 4}

@@ -11,10 +11,10 @@ import pytest
 from kunserve.core.errors import MAX_QUEUED_REQS, MAX_QUEUED_TOKENS, Overloaded
 from kunserve.core.request import SamplingParams
 from kunserve.model.generation_config import SamplingDefaults
-from kunserve.server.sampling import SeedSource, resolve_sampling
-from kunserve.server.schema import ChatBody, CompletionBody
+from kunserve.server.api.sampling import SeedSource, resolve_sampling
+from kunserve.server.api.schema import ChatBody, CompletionBody
 from tests.unit.server.live_server import MODEL, LiveServer, live_server
-from tests.unit.server.test_metrics import labels, samples
+from tests.unit.server.telemetry.test_metrics import labels, samples
 
 COMPLETIONS = "/v1/completions"
 PROMPT = {"model": MODEL, "prompt": "hello", "max_tokens": 4}

@@ -3,7 +3,7 @@
 import atexit
 import itertools
 
-from kunserve.transport.socket_folder import SocketFolder
+from kunserve.transport.wire.socket_folder import SocketFolder
 
 FOLDER = SocketFolder()
 atexit.register(FOLDER.remove)

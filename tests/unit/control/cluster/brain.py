@@ -6,7 +6,6 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, TypeVar
 
-from kunserve.cluster.fake import fake_spec
 from kunserve.control.cluster.commands import ControlCommand, Deliver, LogTransition, Send
 from kunserve.control.cluster.controller import Controller
 from kunserve.core.config import (
@@ -40,6 +39,7 @@ from kunserve.core.messages import (
 from kunserve.core.request import FinishReason, Request, SamplingParams
 from kunserve.core.snapshots import TransitionRecord
 from kunserve.core.tokens import TokenIds
+from kunserve_lab.world.fake_body import fake_spec
 
 NUM_LAYERS = 4
 BLOCKS = 100

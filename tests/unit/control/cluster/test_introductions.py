@@ -7,7 +7,7 @@ from kunserve.control.cluster.introductions import Introductions
 from kunserve.core.ids import InstanceId
 from kunserve.core.messages import Connect
 from kunserve.core.transfer import PeerAddress
-from kunserve.transport.codec import encode
+from kunserve.transport.wire.codec import encode
 from tests.fake_cluster import FakeCluster
 
 

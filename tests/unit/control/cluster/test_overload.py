@@ -10,7 +10,7 @@ from kunserve.core.cost import CostCoefficients
 from kunserve.core.ids import InstanceId
 from kunserve.core.messages import AllowParking, LoadLayers, Prepare, Prepared, Rollback
 from kunserve.core.snapshots import Outcome
-from kunserve.policy.restore import Postponed
+from kunserve.policy.drop.restore import Postponed
 from tests.unit.control.cluster.brain import BLOCKS, Brain
 
 SHORT = {

@@ -2,11 +2,11 @@
 
 import pytest
 
-from kunserve.cluster.fake import fake_spec
 from kunserve.control.cluster.placement import RATE_WEIGHT, Group, Placement
 from kunserve.core.ids import GroupId, InstanceId
 from kunserve.core.layout import GroupLayout, LayerRange, Stage
 from kunserve.core.load import LoadReport
+from kunserve_lab.world.fake_body import fake_spec
 
 NUM_LAYERS = 4
 

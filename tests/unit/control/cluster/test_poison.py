@@ -8,8 +8,12 @@ from typing import Any
 
 import pytest
 
-from kunserve.cluster.fake import FakeBody, expected_tokens
-from kunserve.cluster.in_process import (
+from kunserve.control.cluster.requests.quarantine import Blame, Cause
+from kunserve.control.instance.body import StepOutcome, StepWork
+from kunserve.core.ids import InstanceId, RequestId
+from kunserve.core.request import FinishReason
+from kunserve_lab.world.fake_body import FakeBody, expected_tokens
+from kunserve_lab.world.in_process import (
     Action,
     CompletePull,
     Delivery,
@@ -18,10 +22,6 @@ from kunserve.cluster.in_process import (
     StartStep,
     TellMore,
 )
-from kunserve.control.cluster.quarantine import Blame, Cause
-from kunserve.control.instance.body import StepOutcome, StepWork
-from kunserve.core.ids import InstanceId, RequestId
-from kunserve.core.request import FinishReason
 from tests.fake_cluster import FakeCluster
 
 MOMENTS = ("prefill", "decode", "last token", "sampling", "forget", "copy", "drop", "reclaim")

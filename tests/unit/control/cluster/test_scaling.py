@@ -7,7 +7,7 @@ from kunserve.core.ids import InstanceId
 from kunserve.core.messages import Prepare, Submit
 from kunserve.core.request import FinishReason
 from kunserve.core.snapshots import ClusterSize
-from kunserve.policy.scale import GIVE_BACK_HOLD_S
+from kunserve.policy.drop.scale import GIVE_BACK_HOLD_S
 from tests.unit.control.cluster.brain import BLOCKS, Brain
 
 SHORT = {"num_running": 9, "used_blocks": BLOCKS, "num_waiting": 2, "head_of_line_blocks": 90}

@@ -7,7 +7,7 @@ import pytest
 from kunserve.core.cost import CostCoefficients
 from kunserve.core.ids import RequestId
 from kunserve.core.step import BlockRun
-from kunserve.policy.relief import HostLink
+from kunserve.policy.batch.relief import HostLink
 from tests.unit.control.group.test_swap import FAST, Story, begin
 
 MAX_PARK_S = 20.0

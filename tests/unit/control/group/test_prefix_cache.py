@@ -13,7 +13,7 @@ from kunserve.core.messages import TokenOutput
 from kunserve.core.request import Request, SamplingParams
 from kunserve.core.step import SampledToken, StepPlan, StepResult
 from kunserve.core.tokens import TokenIds
-from kunserve.policy.relief import HostLink
+from kunserve.policy.batch.relief import HostLink
 
 BLOCK = 4
 

@@ -10,7 +10,7 @@ from kunserve.core.ids import GroupId, RequestId
 from kunserve.core.request import Request, SamplingParams
 from kunserve.core.speculative_config import SpeculativeConfig
 from kunserve.core.step import SampledToken, StepPlan, StepResult
-from kunserve.policy.decode_split import DecodeSplit
+from kunserve.policy.batch.decode_split import DecodeSplit
 
 GROUP = GroupId(3)
 

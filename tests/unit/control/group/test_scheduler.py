@@ -13,13 +13,13 @@ from kunserve.core.ids import GroupId, RequestId
 from kunserve.core.messages import SequenceState, TokenOutput
 from kunserve.core.request import FinishReason, Request, SamplingParams
 from kunserve.core.step import SampledToken, StepPlan, StepResult
-from kunserve.policy.batch_form import (
+from kunserve.policy.batch.batch_form import (
     FormationView,
     Microbatch,
     OngoingFormation,
     form_token_budget,
 )
-from kunserve.policy.queue_order import MOST_S
+from kunserve.policy.batch.queue_order import MOST_S
 
 GROUP = GroupId(3)
 EOS = 99

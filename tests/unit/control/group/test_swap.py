@@ -19,7 +19,7 @@ from kunserve.core.kv_blocks import KvBlocks
 from kunserve.core.messages import TokenOutput
 from kunserve.core.request import Request, SamplingParams
 from kunserve.core.step import BlockRun, SampledToken, StepPlan, StepResult
-from kunserve.policy.relief import HostLink
+from kunserve.policy.batch.relief import HostLink
 
 BLOCK = 4
 COST = CostCoefficients(attention_s=0.0, token_s=1.0, chunk_s=0.0, shared_s=0.0)

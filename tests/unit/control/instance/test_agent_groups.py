@@ -2,11 +2,11 @@
 
 import pytest
 
-from kunserve.cluster.in_process import Action, CompletePull, FinishStep, StartStep
 from kunserve.core.ids import InstanceId
 from kunserve.core.layout import LayerRange
 from kunserve.core.messages import Returned, ReturnWaiting
 from kunserve.core.request import SamplingParams
+from kunserve_lab.world.in_process import Action, CompletePull, FinishStep, StartStep
 from tests.fake_cluster import FakeCluster
 
 

@@ -4,7 +4,6 @@ from collections.abc import Callable
 
 import pytest
 
-from kunserve.cluster.in_process import NOWHERE, Action, CompletePull, Delivery, StartStep
 from kunserve.control.instance import inbox
 from kunserve.control.instance.agent import InstanceAgent
 from kunserve.core.ids import InstanceId, RequestId
@@ -20,7 +19,8 @@ from kunserve.core.messages import (
     Submit,
 )
 from kunserve.core.request import FinishReason, Request, SamplingParams
-from kunserve.policy.restore import Postponed
+from kunserve.policy.drop.restore import Postponed
+from kunserve_lab.world.in_process import NOWHERE, Action, CompletePull, Delivery, StartStep
 from tests.fake_cluster import FakeCluster, link
 
 NOTHING: Callable[[Action], bool] = lambda action: False  # noqa: E731

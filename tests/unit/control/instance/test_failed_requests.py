@@ -6,10 +6,10 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from kunserve.cluster.fake import FakeBody
 from kunserve.control.instance.body import StepWork
 from kunserve.core.request import FinishReason
 from kunserve.core.step import SampledToken
+from kunserve_lab.world.fake_body import FakeBody
 from tests.fake_cluster import FakeCluster
 
 

@@ -2,12 +2,12 @@
 
 import pytest
 
-from kunserve.cluster.in_process import Delivery, FinishStep, StartStep
 from kunserve.control.instance.body import HeadWork, SampleWork, StepWork
 from kunserve.core.ids import InstanceId, RequestId
 from kunserve.core.messages import FinalRows, HeadPart
 from kunserve.core.request import SamplingParams
-from kunserve.transport.codec import decode
+from kunserve.transport.wire.codec import decode
+from kunserve_lab.world.in_process import Delivery, FinishStep, StartStep
 from tests.fake_cluster import FakeCluster
 
 

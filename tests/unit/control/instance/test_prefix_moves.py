@@ -2,9 +2,9 @@
 
 import pytest
 
-from kunserve.cluster.in_process import Action, CompletePull, StartStep
 from kunserve.core.ids import InstanceId
 from kunserve.core.messages import ResetPrefixCache
+from kunserve_lab.world.in_process import Action, CompletePull, StartStep
 from tests.fake_cluster import FakeCluster, link
 
 COMMON, OWN, OUTPUT = 16, 3, 12

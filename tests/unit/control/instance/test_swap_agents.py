@@ -2,9 +2,9 @@
 
 import pytest
 
-from kunserve.cluster.in_process import StartStep
 from kunserve.core.config import SwapConfig
 from kunserve.core.ids import InstanceId
+from kunserve_lab.world.in_process import StartStep
 from tests.fake_cluster import FakeCluster
 
 FAST, SLOW = SwapConfig(1e7), SwapConfig(2e5)

@@ -14,16 +14,16 @@ from typing import Literal, TypeAlias
 
 import pytest
 
-from kunserve.cluster.in_process import Action, CompletePull, Letter, StartStep
 from kunserve.control.cluster.transition import Phase
 from kunserve.control.cluster.transitions import PATIENCE_S
-from kunserve.control.instance import transition
 from kunserve.control.instance.agent import InstanceAgent
-from kunserve.control.instance.layer_restore import LayerRestore
+from kunserve.control.instance.changes import transition
+from kunserve.control.instance.changes.layer_restore import LayerRestore
 from kunserve.core.ids import InstanceId, TransitionId
 from kunserve.core.layout import GroupLayout, LayerRange
 from kunserve.core.messages import LayersLoaded, Prepared
-from kunserve.transport.codec import decode, encode
+from kunserve.transport.wire.codec import decode, encode
+from kunserve_lab.world.in_process import Action, CompletePull, Letter, StartStep
 from tests.fake_cluster import FakeCluster, link
 
 NUM_LAYERS = 6

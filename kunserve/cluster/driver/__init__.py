@@ -1,0 +1,1 @@
+"""The front's side: events, commands and time around one controller."""

@@ -1,0 +1,30 @@
+"""The entry point of a real instance's process: ``python -m kunserve.cluster.instance.main``."""
+
+import sys
+
+from kunserve.cluster.instance.start import Loaded, run_instance
+from kunserve.cluster.processes.launch import InstanceOrder
+from kunserve.engine.body import EngineBody
+from kunserve.engine.devices import open_backend
+from kunserve.model.config import read_eos_ids
+from kunserve.model.fingerprint import check_fingerprint
+from kunserve.model.source import resolve_model
+
+
+def load_model(order: InstanceOrder) -> Loaded:
+    """The model in its arena. Raises ConfigError when files, memory or settings forbid it."""
+    config = order.config
+    source = resolve_model(config.model.model, config.model.load_format)
+    is_here = config.cluster.launcher == "local"
+    check_fingerprint(source, order.model_files, with_times=is_here)
+    backend = open_backend(config.model, source, config.instance, order.instance_id)
+    body = EngineBody(
+        order.instance_id, config.model, config.instance, source, config.scheduler, backend
+    )
+    account = body.account
+    eos = frozenset(read_eos_ids(source))
+    return Loaded(body, eos, account.longest_request_tokens, str(account))
+
+
+if __name__ == "__main__":
+    sys.exit(run_instance(load_model))

@@ -1,0 +1,1 @@
+"""The instances' processes: started, watched, replaced, taken over, ended."""

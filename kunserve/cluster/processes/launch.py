@@ -1,0 +1,433 @@
+"""Starting one instance's process: what it is told, and how it says that it cannot start."""
+
+import asyncio
+import logging
+import os
+import signal
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+from kunserve.cluster.instance.lease import LeaseTerms
+from kunserve.cluster.processes.process_mark import FoundProcess, mark_of, open_marked
+from kunserve.cluster.processes.run_folder import RunFolder
+from kunserve.cluster.processes.seat import FrontMoved, Seat
+from kunserve.control.cluster.requests.quarantine import Blame, Cause
+from kunserve.core.config import MIB, KunServeConfig
+from kunserve.core.errors import ConfigError, ModelFiles, TooLittleMemory, UnsupportedModel
+from kunserve.core.ids import InstanceId, RequestId
+from kunserve.core.place import ONE_HOST, Place
+from kunserve.core.python_command import python_command
+from kunserve.engine.memory.free_memory import (
+    PROCESS_BYTES,
+    available_bytes,
+    front_bytes_left,
+    held_bytes,
+)
+from kunserve.transport.wire.network import Network
+
+logger = logging.getLogger(__name__)
+
+_ERRORS: dict[str, type[ConfigError]] = {
+    kind.__name__: kind for kind in (ConfigError, ModelFiles, TooLittleMemory, UnsupportedModel)
+}
+
+
+@dataclass(frozen=True, slots=True)
+class FakeSettings:
+    """An instance with no model: the protocol, the memory and the timing are real."""
+
+    module: str
+    """What Python runs in the instance's process: it has the body."""
+    num_layers: int = 8
+    vocab_size: int = 1000
+    kv_blocks: int = 256
+    """Blocks of all layers that the undropped memory holds."""
+    layer_bytes: int = 64 * 1024
+    granule_bytes: int = 4096
+    step_s: float = 0.002
+    """How long a step over all layers takes."""
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceOrder:
+    """Everything an instance process needs, written to its standard input as a line of JSON."""
+
+    instance_id: InstanceId
+    fake: FakeSettings | None
+    """None: the real engine on CPU."""
+    front_address: str
+    socket_folder: str
+    """Where its own sockets are bound."""
+    config: KunServeConfig
+    lease: LeaseTerms | None = None
+    """None: it dies with its front."""
+    parent_pid: int | None = None
+    """The parent that it dies with; another parent means that this one has died already. None:
+    with a lease it outlives its parent."""
+    model_files: str | None = None
+    """The fingerprint of the files to load; others are refused."""
+    place: Place = ONE_HOST
+    network: Network | None = None
+    """None: every process of the cluster is on this machine."""
+
+
+@dataclass(frozen=True, slots=True)
+class StartupFailure:
+    """What a process that cannot start writes to its standard output, as JSON."""
+
+    error: str
+    message: str
+
+    def to_error(self) -> ConfigError:
+        """The error as the front raises it."""
+        return _ERRORS.get(self.error, ConfigError)(self.message)
+
+
+def startup_error(instance_id: InstanceId, reason: str, said: bytes) -> ConfigError:
+    """Why a process did not come to serve."""
+    try:
+        return msgspec.json.decode(said, type=StartupFailure).to_error()
+    except msgspec.MsgspecError:
+        return ConfigError(f"instance {instance_id} did not start: {reason}")
+
+
+@dataclass(frozen=True, slots=True)
+class StepFailure:
+    """What a process whose step failed writes there before its end, as JSON."""
+
+    request_ids: tuple[RequestId, ...]
+    """Of the step."""
+
+
+EXIT_LOST_MESSAGES = 72
+"""Exit code of a process that misses messages of the front."""
+EXIT_REMAP_FAILED = 71
+"""Of one that the system refused a call in the middle of a remap."""
+_OUTSIDE = (
+    *(-number for number in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)),
+    EXIT_LOST_MESSAGES,
+    EXIT_REMAP_FAILED,
+)
+
+
+def blame_for(exit_code: int | None, said: bytes) -> Blame:
+    """Whether a process that ended may have died of what it ran. No code: nobody knows."""
+    try:
+        return Blame(Cause.INSIDE, msgspec.json.decode(said, type=StepFailure).request_ids)
+    except msgspec.MsgspecError:
+        is_outside = exit_code is None or exit_code in _OUTSIDE
+        return Blame(Cause.OUTSIDE if is_outside else Cause.INSIDE)
+
+
+def check_memory(config: KunServeConfig) -> None:
+    """Log what the whole server needs; raise TooLittleMemory when that is more than there is.
+
+    Each instance checks for itself too, but they start at once and none sees the others' memory
+    yet. A cluster that may grow starts though there is no room for all that it may grow by: each
+    time it grows, ``check_growth`` looks.
+    """
+    num, instance = config.cluster.num_instances, config.instance
+    if not _is_memory_known(config):
+        return
+    num_fronts = config.server.api_server_count
+    front_bytes = front_bytes_left(num_fronts)
+    fronts = f" and {num_fronts} fronts (--api-server-count)" if num_fronts > 1 else ""
+    beside_bytes = instance.tensor_parallel_size * PROCESS_BYTES
+    needed = num * (instance.memory_bytes + beside_bytes) + front_bytes
+    available = available_bytes()
+    if needed > available:
+        raise TooLittleMemory(
+            f"{num} instances of {instance.memory_bytes / MIB:.0f} MiB (--instance-memory), "
+            f"about {beside_bytes / MIB:.0f} MiB beside each and {front_bytes / MIB:.0f} MiB more "
+            f"for this process{fronts} need {needed / MIB:.0f} MiB; the machine, or this process's "
+            f"cgroup, has {available / MIB:.0f} MiB left"
+        )
+    logger.info(
+        "memory needed=%.0fMiB (each of %d instances: %.0f and %.0f beside it) available=%.0fMiB",
+        needed / MIB,
+        num,
+        instance.memory_bytes / MIB,
+        beside_bytes / MIB,
+        available / MIB,
+    )
+    most = config.cluster.max_instances or num
+    num_fit = (available - front_bytes) // (instance.memory_bytes + beside_bytes)
+    if num_fit < most:
+        logger.warning(
+            "there is memory for %d instances only, so the cluster cannot grow to the %d that "
+            "--max-instances allows",
+            num_fit,
+            most,
+        )
+
+
+def check_growth(config: KunServeConfig, num_more: int, pids: Iterable[int]) -> None:
+    """Raise TooLittleMemory when so many instances more do not fit on this machine.
+
+    The processes that run have been promised memory that they do not hold yet: KV blocks that
+    nobody has used. It is not to be given away twice.
+    """
+    if not _is_memory_known(config):
+        return
+    beside_bytes = config.instance.tensor_parallel_size * PROCESS_BYTES
+    each = config.instance.memory_bytes + beside_bytes
+    owed = sum(max(0, each - held_bytes(pid)) for pid in pids)
+    left = available_bytes() - owed
+    if num_more * each > left:
+        raise TooLittleMemory(
+            f"{num_more} more of {config.instance.memory_bytes / MIB:.0f} MiB (--instance-memory) "
+            f"and about {beside_bytes / MIB:.0f} MiB beside each need {num_more * each / MIB:.0f} "
+            f"MiB; the machine, or this process's cgroup, has {max(0, left) / MIB:.0f} MiB left "
+            "beside what the running instances may still take"
+        )
+
+
+def _is_memory_known(config: KunServeConfig) -> bool:
+    """A KV size without a memory size says too little before the model is known, and another
+    device's memory is not the machine's.
+    """
+    return config.instance.kv_cache_memory_bytes is None and config.instance.device == "cpu"
+
+
+def process_environment(num_threads: int) -> dict[str, str]:
+    """Thread pools sized before any library reads the environment."""
+    environment = dict(os.environ)
+    environment["OMP_NUM_THREADS"] = str(num_threads)
+    environment["MKL_NUM_THREADS"] = str(num_threads)
+    environment["OMP_WAIT_POLICY"] = "PASSIVE"
+    return environment
+
+
+class InstanceProcess(Protocol):
+    """One instance's process, wherever it runs. Many may wait for its end."""
+
+    @property
+    def pid(self) -> int:
+        """Its number on its machine."""
+        ...
+
+    @property
+    def mark(self) -> str:
+        """By which its launcher finds it again."""
+        ...
+
+    @property
+    def said(self) -> bytes:
+        """What it wrote to standard output: a ``StartupFailure`` or a ``StepFailure``.
+
+        Known once it has ended.
+        """
+        ...
+
+    @property
+    def exit_code(self) -> int | None:
+        """The negative signal if one ended it; None if it runs, or if nobody can know."""
+        ...
+
+    async def wait(self) -> str:
+        """Wait for its end; how it ended, for people."""
+        ...
+
+    def kill(self) -> None:
+        """End it at once. May be called again, and after its end."""
+        ...
+
+    def follow(self, front_address: str) -> None:
+        """Its front is another one now, which is called there. On one machine it sees that by
+        itself.
+        """
+        ...
+
+
+class Launcher(Protocol):
+    """Starts instances, here or on another machine, and finds those of an earlier front.
+
+    On a network it fills in where a process goes: ``order.network.host``, and ``order.place``.
+    """
+
+    @property
+    def front_host(self) -> str | None:
+        """Address of this machine by which instances reach the front. None: all of them are here,
+        and sockets are files.
+        """
+        ...
+
+    async def start(self, order: InstanceOrder) -> InstanceProcess:
+        """Start a process that carries out the order. Raises OSError when it cannot."""
+        ...
+
+    async def seat(self, folder: Path, grace_s: float) -> Seat:
+        """The seat of the cluster's front, taken. Raises ConfigError when another front has it.
+
+        ``folder`` is where it is if all fronts of the cluster are on this machine. Its instances
+        outlive a front by ``grace_s``.
+        """
+        ...
+
+    async def find(
+        self, marks: Mapping[InstanceId, str], epoch: int
+    ) -> dict[InstanceId, InstanceProcess]:
+        """Those of these processes that run, whoever started them. The front of this epoch is the
+        one that may end them from now on.
+        """
+        ...
+
+    def check_start(self, config: KunServeConfig, fake: FakeSettings | None) -> None:
+        """Raise ConfigError when there is no room for such a cluster."""
+        ...
+
+    def check_growth(
+        self,
+        config: KunServeConfig,
+        fake: FakeSettings | None,
+        num_more: int,
+        pids: Iterable[int],
+    ) -> None:
+        """Raise ConfigError when so many more do not fit beside the processes that run."""
+        ...
+
+    def close(self) -> None:
+        """Nothing is started any more: whoever waits in ``start`` gets an OSError at once."""
+        ...
+
+
+class LocalLauncher:
+    """Spawns (never forks) processes on this machine."""
+
+    front_host: str | None = None
+
+    def __init__(self, program: Sequence[str] | None = None) -> None:
+        """``program`` is what Python runs instead of the instance's own entry point."""
+        self._program = program
+
+    async def start(self, order: InstanceOrder) -> InstanceProcess:
+        """Spawn the process and hand it its order."""
+        return await spawn(order, self._program)
+
+    async def seat(self, folder: Path, grace_s: float) -> Seat:
+        """The folder's lock."""
+        return RunFolder(folder)
+
+    async def find(
+        self, marks: Mapping[InstanceId, str], epoch: int
+    ) -> dict[InstanceId, InstanceProcess]:
+        """Those that have not ended. The lock keeps earlier fronts away from them."""
+        return find_here(marks)
+
+    def check_start(self, config: KunServeConfig, fake: FakeSettings | None) -> None:
+        """See ``check_memory``. A fake instance takes next to nothing."""
+        if fake is None:
+            check_memory(config)
+
+    def check_growth(
+        self,
+        config: KunServeConfig,
+        fake: FakeSettings | None,
+        num_more: int,
+        pids: Iterable[int],
+    ) -> None:
+        """See ``check_growth``."""
+        if fake is None:
+            check_growth(config, num_more, pids)
+
+    def close(self) -> None:
+        """A start here waits for nobody."""
+
+
+def find_here(marks: Mapping[InstanceId, str]) -> dict[InstanceId, InstanceProcess]:
+    """Those of these processes of this machine that have not ended."""
+    found: dict[InstanceId, InstanceProcess] = {}
+    for instance_id, mark in marks.items():
+        fd = open_marked(mark)
+        if fd is not None:
+            found[instance_id] = FoundProcess(mark, fd)
+    return found
+
+
+async def spawn(
+    order: InstanceOrder,
+    program: Sequence[str] | None = None,
+    within: Sequence[str] = (),
+    *,
+    tells_moves: bool = False,
+) -> "LocalProcess":
+    """A child that carries out the order; ``within`` is a command that runs the rest of its line.
+
+    ``program`` is what Python runs instead of the instance's own entry point. ``tells_moves``:
+    its standard input stays open for ``LocalProcess.follow``.
+    """
+    module = "kunserve.cluster.instance.main" if order.fake is None else order.fake.module
+    process = await asyncio.create_subprocess_exec(
+        *within,
+        *python_command(),
+        *(program or ("-m", module)),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        env=process_environment(order.config.instance.num_threads),
+        start_new_session=True,
+    )
+    assert process.stdin is not None
+    try:
+        process.stdin.write(msgspec.json.encode(order) + b"\n")
+        await process.stdin.drain()
+        if not tells_moves:
+            process.stdin.close()
+    except (BrokenPipeError, ConnectionResetError):
+        pass  # it died before it read its order: whoever waits for its end sees that
+    return LocalProcess(process)
+
+
+def end_of_process(exit_code: int) -> str:
+    """How a child ended, for people."""
+    if exit_code >= 0:
+        return f"exit code {exit_code}"
+    try:
+        name = signal.Signals(-exit_code).name
+    except ValueError:  # a real-time signal
+        name = f"signal {-exit_code}"
+    if exit_code != -signal.SIGKILL:
+        return f"exit code {exit_code}: ended by {name}"
+    return (
+        f"exit code {exit_code}: ended by {name}; if nobody sent it, the kernel did because memory "
+        "ran out (`dmesg` says so): lower --instance-memory or raise the container's limit"
+    )
+
+
+class LocalProcess:
+    """A child of this process."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+        self._end = asyncio.create_task(self._see_end())
+        self.said = b""
+        self.pid = process.pid
+        self.mark = mark_of(process.pid) or f"{process.pid}:gone"
+
+    @property
+    def exit_code(self) -> int | None:
+        """See ``InstanceProcess``."""
+        return self._process.returncode
+
+    async def _see_end(self) -> str:
+        assert self._process.stdout is not None
+        self.said = await self._process.stdout.read()
+        return end_of_process(await self._process.wait())
+
+    async def wait(self) -> str:
+        """Wait for its end; how it ended."""
+        return await asyncio.shield(self._end)
+
+    def kill(self) -> None:
+        """SIGKILL, unless it has ended."""
+        if self._process.returncode is None:
+            self._process.kill()
+
+    def follow(self, front_address: str) -> None:
+        """Tell it on its standard input, if that is open; see ``spawn``."""
+        stdin = self._process.stdin
+        if stdin is not None and not stdin.is_closing():
+            stdin.write(msgspec.json.encode(FrontMoved(front_address)) + b"\n")

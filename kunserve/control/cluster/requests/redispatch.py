@@ -1,0 +1,61 @@
+"""Has leaders give waiting requests back that start at once elsewhere."""
+
+from kunserve.control.cluster.commands import Outbox
+from kunserve.control.cluster.placement import Group, Placement
+from kunserve.control.cluster.requests.requests import Requests
+from kunserve.core.messages import ReturnWaiting
+from kunserve.policy.dispatch.redispatch import plan_recalls
+
+LOOK_GAP_S = 0.02
+"""Shortest time between two looks: each costs time for every group."""
+LOOK_GAP_PER_GROUP_S = 5e-5
+"""More of them make it longer: at a thousand it is half a report period."""
+PATIENCE_S = 10.0
+"""After which a leader that has not answered is taken as if it had."""
+
+
+class Redispatch:
+    """Asks the policy after each report. What comes back, ``Requests`` sends anew."""
+
+    def __init__(
+        self, placement: Placement, requests: Requests, outbox: Outbox, step_tokens: int
+    ) -> None:
+        self._step_tokens = step_tokens
+        self._placement = placement
+        self._requests = requests
+        self._outbox = outbox
+        self._next_look_s = 0.0
+
+    def watch(self, now_s: float) -> None:
+        """Called at every report."""
+        placement = self._placement
+        if now_s < self._next_look_s or len(placement.groups) < 2:
+            return
+        self._next_look_s = now_s + max(LOOK_GAP_S, LOOK_GAP_PER_GROUP_S * len(placement.groups))
+        asked = [group for group in placement.groups.values() if group.num_returning]
+        for group in asked:
+            if now_s - group.asked_s > PATIENCE_S:
+                group.is_returned = True
+        targets = [group.load for group in placement.candidates()]
+        sources = [
+            group.load
+            for group_id, group in placement.groups.items()
+            if not group.num_returning
+            and group_id not in placement.closing
+            and group_id != placement.reserved
+        ]
+        for recall in plan_recalls(sources, targets, self._step_tokens):
+            self._recall(placement.groups[recall.group_id], recall.num_requests, now_s)
+
+        if placement.reserved is not None and not self._requests.quarantine.tested:
+            emptied = placement.groups[placement.reserved]
+            if not emptied.num_returning:
+                self._recall(emptied, emptied.report.num_waiting, now_s)
+
+    def _recall(self, group: Group, num_requests: int, now_s: float) -> None:
+        request_ids = tuple(self._requests.waiting_at(group)[:num_requests])
+        if not request_ids:
+            return
+        size = -(-group.report.waiting_blocks // max(1, group.report.num_waiting))
+        group.asked_back(len(request_ids), len(request_ids) * size, now_s)
+        self._outbox.send(group.layout.leader, ReturnWaiting(request_ids))

@@ -1,0 +1,1 @@
+"""What computes on CPUs: the decoder over C kernels, the ends, the shared head."""

@@ -1,0 +1,1 @@
+"""An instance's memory: granules, address ranges, weights and KV units."""

@@ -1,0 +1,1 @@
+"""From logits to tokens: choices, bans, penalties, forms, scores."""

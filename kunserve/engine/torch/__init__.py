@@ -1,0 +1,1 @@
+"""What computes on any device of torch: decoder, recorded steps, operations, CUDA memory."""

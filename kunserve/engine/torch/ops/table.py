@@ -1,0 +1,114 @@
+"""The operations that differ between devices, and a step's batch as they read it."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from kunserve.engine.attention import StepBatch
+from kunserve.model.spec import ModelSpec
+
+PARTS = 16
+"""Of the keys of a sequence of one token, at most; each has sums of its own."""
+_ALIGNMENT_ELEMENTS = 16
+"""Parts of a batch begin at multiples of this, because Triton compiles a kernel anew for each
+combination of aligned and other addresses."""
+
+
+def aligned(num_elements: int) -> int:
+    """Elements from the start of a part of a batch to the start of the next one."""
+    return -(-num_elements // _ALIGNMENT_ELEMENTS) * _ALIGNMENT_ELEMENTS
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceBatch:
+    """One microbatch on the device: int32 tensors, copied there in one go."""
+
+    host: StepBatch | None
+    """The same for the host. None in a recorded step, whose rows are sequences of one token each:
+    what is computed must follow from shapes and from what lies on the device."""
+    token_ids: torch.Tensor
+    """[T], or empty where this is not the first stage."""
+    positions: torch.Tensor
+    """[T]."""
+    entries: torch.Tensor
+    """[T] the block table entry of each token's own block; may be negative."""
+    offsets: torch.Tensor
+    """[T] each token's place in its block."""
+    tables: torch.Tensor
+    """[S, max_blocks] entries of each sequence."""
+    q_starts: torch.Tensor
+    """[S + 1]."""
+    context_lens: torch.Tensor
+    """[S]."""
+    sample_rows: torch.Tensor
+    """[n]."""
+
+    @classmethod
+    def of(cls, batch: StepBatch, block_size: int, device: torch.device) -> "DeviceBatch":
+        """The batch, with what follows from it."""
+        batch.check()
+        tables = batch.tables[batch.rows]
+        lengths = np.diff(batch.q_starts)
+        sequences = np.repeat(np.arange(len(lengths)), lengths)
+        arrays = {
+            "token_ids": batch.token_ids,
+            "positions": batch.positions,
+            "entries": tables[sequences, batch.positions // block_size],
+            "offsets": batch.positions % block_size,
+            "tables": tables,
+            "q_starts": batch.q_starts,
+            "context_lens": batch.context_lens,
+            "sample_rows": batch.sample_rows,
+        }
+        ends = np.cumsum([aligned(array.size) for array in arrays.values()]).tolist()
+        places = dict(zip(arrays, [0, *ends[:-1]], strict=True))
+        flat = np.zeros(ends[-1], dtype=np.int32)
+        for name, array in arrays.items():
+            flat[places[name] : places[name] + array.size] = array.reshape(-1)
+        whole = torch.from_numpy(flat).to(device)
+        parts = {
+            name: whole[places[name] : places[name] + array.size].view(array.shape)
+            for name, array in arrays.items()
+        }
+        return cls(host=batch, **parts)
+
+
+def sums_bytes(spec: ModelSpec, num_sequences: int) -> int:
+    """What attention of so many sequences of one token takes beside its output."""
+    width = (1 << (spec.head_dim - 1).bit_length()) + 2
+    return num_sequences * spec.num_heads * PARTS * width * 4
+
+
+class Ops(Protocol):
+    """Every operation writes into a tensor that is there already."""
+
+    def rms_norm(
+        self, x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor
+    ) -> None:
+        """Normalise the rows of ``x`` as the model does; ``out`` may be ``x``."""
+        ...
+
+    def gate_mul(self, gate_up: torch.Tensor, out: torch.Tensor) -> None:
+        """The model's activation of gate, times up, of rows [gate | up]."""
+        ...
+
+    def rotate(self, heads: torch.Tensor, angles: torch.Tensor) -> None:
+        """Turn ``heads`` [T, n, head_dim] in place by ``angles`` [T, 2, head_dim / 2]: cos, sin."""
+        ...
+
+    def place(
+        self, layer: int, k: torch.Tensor, v: torch.Tensor, kv: torch.Tensor, batch: DeviceBatch
+    ) -> None:
+        """Write each token's K and V [T, kv_heads, head_dim] into its unit.
+
+        ``kv`` [units, 2, kv_heads, block_size, head_dim] begins ``num_layers`` units below unit 0.
+        """
+        ...
+
+    def attend(
+        self, layer: int, q: torch.Tensor, kv: torch.Tensor, batch: DeviceBatch, out: torch.Tensor
+    ) -> None:
+        """Attention of ``q`` [T, heads, head_dim] over what the units hold, into ``out``."""
+        ...

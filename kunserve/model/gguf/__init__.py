@@ -1,0 +1,1 @@
+"""Models in GGUF files: their header, their shape, their tokenizer."""

@@ -1,0 +1,1 @@
+"""What a step computes, what it costs, and who makes way for whom."""

@@ -1,0 +1,1 @@
+"""Which group a request goes to."""

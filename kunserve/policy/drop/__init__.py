@@ -1,0 +1,1 @@
+"""Which groups drop layers, how deep, and when whole models come back."""

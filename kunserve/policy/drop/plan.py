@@ -1,0 +1,213 @@
+"""Which groups merge to free memory: the paper's Algorithm 1 (section 4.1).
+
+    1. Put all groups into a priority queue Q, the one of fewest instances first.
+    2. Until the memory freed is at least the requirement R:
+    3.   if Q has only one group left: end without enough memory
+    4.   take the two smallest groups a and b from Q
+    5.   merge them: they keep one copy of the layers between them, the other copy is freed
+    6.   put the merged group back into Q
+
+Fewest instances first, because a deeper pipeline is slower: its stages read the weights and pay
+the host once per microbatch.
+
+Where ours differs, and why:
+
+* Freed memory is counted in KV blocks, ``capacity(a + b) - capacity(a) - capacity(b)``, because R
+  is in blocks, and because uneven memory budgets make blocks differ from bytes.
+* A merge frees less the deeper it gets, because ever more instances share one copy. One into more
+  than two stages must be worth it (``min_deep_gain``). A pair that gains nothing, or whose
+  members would refuse, is skipped (``MergeQueue.pop_pair``).
+* Groups that stand near each other merge first (``nearness``): of one host, of one rack, of any.
+  Those that did not reach each other lately do not merge (``apart``).
+* Instances of other numbers of ranks never merge, because a rank's part of KV and weights is
+  another one there.
+* Ending without enough, the caller relieves KV memory otherwise and asks for more instances.
+
+``merge_cache`` works equal merges out once, so that 10,000 instances are planned in milliseconds.
+"""
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from kunserve.core.ids import GroupId, InstanceId
+from kunserve.core.layout import GroupLayout, Stage
+from kunserve.core.snapshots import InstanceSpec
+from kunserve.policy.drop.capacity import Specs
+from kunserve.policy.drop.merge_cache import MergeCache, Shape
+from kunserve.policy.drop.merge_places import Meet, PlacedQueue
+from kunserve.policy.drop.merge_queue import PlannedGroup
+from kunserve.policy.drop.nearness import exchange_s
+from kunserve.policy.exchange.moves import ranks_obstacle
+
+NOTHING_USED: Mapping[GroupId, int] = MappingProxyType({})
+_NOBODY: frozenset[InstanceId] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Merge:
+    """Groups that become one."""
+
+    old: tuple[GroupLayout, ...]
+    new: GroupLayout
+    gain_blocks: int
+    """Capacity of ``new`` less the capacities of ``old``."""
+    freed_bytes: int
+    """Weight bytes that become KV memory, at least."""
+    exchange_s: float = 0.0
+    """How long KV is on its way between hosts, by what their links are said to carry."""
+
+
+@dataclass(frozen=True, slots=True)
+class DropPlan:
+    """What to do about missing memory. Groups that are not named stay as they are."""
+
+    merges: tuple[Merge, ...]
+    required_blocks: int
+    enough: bool
+    """False: nothing is left to free; relieve the KV otherwise and ask for more instances."""
+    obstacle: str | None = None
+    """Why some groups cannot merge, where it is not that they would gain nothing."""
+    is_worth: bool = True
+    """False: groups could merge, and would lose more than they gain; ``obstacle`` says what."""
+
+    @property
+    def gain_blocks(self) -> int:
+        """KV blocks that the plan adds to the cluster."""
+        return sum(merge.gain_blocks for merge in self.merges)
+
+    @property
+    def freed_bytes(self) -> int:
+        """Weight bytes that the plan turns into KV memory."""
+        return sum(merge.freed_bytes for merge in self.merges)
+
+    @property
+    def shortfall(self) -> str:
+        """For people: why no more is freed."""
+        why = "nothing is left to drop" if self.is_worth else "no drop is worth it"
+        return why if self.obstacle is None else f"{why}: {self.obstacle}"
+
+
+def plan_drop(
+    layouts: Sequence[GroupLayout],
+    specs: Specs,
+    required_blocks: int,
+    *,
+    first_id: GroupId,
+    pressed: Collection[GroupId] = (),
+    untouchable: Collection[GroupId] = (),
+    waiting_blocks: int = 0,
+    spare_blocks: int = 0,
+    max_group_size: int | None = None,
+    min_deep_gain: float = 0.0,
+    head_cost_layers: int = 0,
+    used_blocks: Mapping[GroupId, int] = NOTHING_USED,
+    patience_s: float = math.inf,
+    apart: Collection[tuple[InstanceId, InstanceId]] = (),
+) -> DropPlan:
+    """Merge as few instances as possible until ``required_blocks`` more KV blocks exist.
+
+    New groups are numbered from ``first_id`` in the order of ``DropPlan.merges``. ``pressed``
+    groups lack memory; ``untouchable`` ones are in transition. Merges into more than two stages
+    add at least ``min_deep_gain`` of the capacity that their groups have. O(N log N).
+
+    ``waiting_blocks`` of the requirement are of requests that wait: these run wherever there is
+    memory, and ``spare_blocks`` of it are there for them now. What pressed groups need beyond that
+    is for what runs there, so first of all they merge themselves.
+
+    ``used_blocks`` of each group move when it merges. No merge across hosts is planned whose
+    exchange takes longer than ``patience_s``, after which memory is free again by itself. Pairs
+    that are to stay ``apart``, because they do not reach each other, come into no common group.
+    """
+    cache = MergeCache(specs, min_deep_gain, head_cost_layers)
+    short, fixed = frozenset(pressed), frozenset(untouchable)
+    groups = [
+        PlannedGroup((layout,), cache.shape_of(layout), layout.group_id not in short)
+        for layout in layouts
+        if layout.group_id not in fixed
+    ]
+
+    def takes_s(old: tuple[GroupLayout, ...], shape: Shape) -> float:
+        if not queue.has_links:
+            return 0.0
+        return exchange_s(old, _stages_of(old, shape), used_blocks, specs)
+
+    def is_worth(one: PlannedGroup, other: PlannedGroup, merged: Shape) -> bool:
+        return math.isinf(patience_s) or takes_s(one.old + other.old, merged) <= patience_s
+
+    queue = PlacedQueue(groups, cache, specs, max_group_size, is_worth, _together(apart))
+
+    needed = required_blocks - min(waiting_blocks, spare_blocks, required_blocks)
+    needed_there = max(0, required_blocks - waiting_blocks) if short else 0
+    gain = _merge_until(queue, needed, needed_there)
+    changed = [group for group in queue.drain() if len(group.old) > 1]
+    merges = tuple(
+        [
+            _named(group, GroupId(first_id + number), takes_s(group.old, group.shape))
+            for number, group in enumerate(changed)
+        ]
+    )
+    return DropPlan(merges, required_blocks, gain >= needed, _obstacle_of(groups, specs))
+
+
+def _together(apart: Collection[tuple[InstanceId, InstanceId]]) -> Meet | None:
+    """Whether two groups have no such pair between them. None: no two have."""
+    if not apart:
+        return None
+    without: dict[InstanceId, set[InstanceId]] = {}
+    for one, other in apart:
+        without.setdefault(one, set()).add(other)
+        without.setdefault(other, set()).add(one)
+
+    def may_meet(one: PlannedGroup, other: PlannedGroup) -> bool:
+        members = {member for layout in other.old for member in layout.members}
+        return not any(
+            without.get(member, _NOBODY) & members
+            for layout in one.old
+            for member in layout.members
+        )
+
+    return may_meet
+
+
+def _obstacle_of(groups: Sequence[PlannedGroup], specs: Specs) -> str | None:
+    """Why some of the groups could not merge, whatever they would gain."""
+    return ranks_obstacle(specs[group.old[0].leader].tensor_parallel_size for group in groups)
+
+
+def _merge_until(queue: PlacedQueue, needed: int, needed_there: int) -> int:
+    """Merge until so many blocks are gained, and so many where memory is short; the gain."""
+    gain = gain_there = 0
+    while gain < needed or gain_there < needed_there:
+        pair = queue.pop_pair(is_pressed=gain_there < needed_there)
+        if pair is None and gain_there < needed_there:
+            needed_there = 0  # they cannot merge: what they lack may wait, and run elsewhere
+            continue
+        if pair is None:
+            break
+        a, b, merged = pair
+        more = merged.capacity_blocks - a.shape.capacity_blocks - b.shape.capacity_blocks
+        has_spare = a.has_spare and b.has_spare
+        gain += more
+        gain_there += 0 if has_spare else more
+        queue.push(PlannedGroup(a.old + b.old, merged, has_spare))
+    return gain
+
+
+def _named(group: PlannedGroup, group_id: GroupId, takes_s: float) -> Merge:
+    """A group of the finished plan, with its instances' names."""
+    old, shape, _ = group
+    layout = GroupLayout(group_id, _stages_of(old, shape))
+    return Merge(old, layout, shape.gain_blocks, shape.freed_bytes, takes_s)
+
+
+def _stages_of(old: tuple[GroupLayout, ...], shape: Shape) -> tuple[Stage, ...]:
+    members = [member for layout in old for member, _ in layout.stages]
+    return tuple([Stage(members[index], layers) for index, layers in shape.stages])
+
+
+def blocks_for_bytes(num_bytes: int, specs: Mapping[InstanceId, InstanceSpec]) -> int:
+    """The requirement in blocks when somebody asks for bytes (``POST /kunserve/drop``)."""
+    block_bytes = max(spec.num_layers * spec.unit_bytes for spec in specs.values())
+    return max(1, -(-num_bytes // block_bytes))

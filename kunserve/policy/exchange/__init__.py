@@ -1,0 +1,1 @@
+"""Whose KV moves where, and in which order."""

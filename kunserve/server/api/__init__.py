@@ -1,0 +1,1 @@
+"""What clients ask: bodies, prompts, chats, tools, and the routes that answer."""

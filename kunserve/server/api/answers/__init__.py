@@ -1,0 +1,1 @@
+"""Answers: text from tokens, stop strings, log-probabilities, streams."""

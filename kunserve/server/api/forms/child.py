@@ -1,0 +1,113 @@
+"""The process that tries forms: ``python -m kunserve.server.api.forms.child``.
+
+It reads an order, then forms, and answers each. A form that is too deep, too large or too slow
+ends this process and nothing else.
+"""
+
+import os
+import resource
+import signal
+import sys
+import threading
+import time
+from typing import BinaryIO, TypeVar
+
+import msgspec
+from llguidance import LLTokenizer
+
+from kunserve.core.request import StructuredOutput
+from kunserve.engine.sampling.structured.grammar import FormError, check, compile_form
+from kunserve.engine.sampling.structured.vocabulary import open_vocabulary
+
+MOST_CPU_S = 0.5
+"""Of compiling one form and of its first mask."""
+MOST_MEMORY_BYTES = 128 << 20
+"""Beyond what the process has once it is ready."""
+STACK_BYTES = 2 << 20
+"""A quarter of what the threads of an instance have, so that what fits here fits there."""
+MAX_SHOWN_CHARS = 500
+_PREFIX_BYTES = 4
+
+T = TypeVar("T")
+
+
+class Order(msgspec.Struct, frozen=True):
+    """The first message to the process: the vocabulary."""
+
+    tokenizer_json: str
+    eos_token_ids: tuple[int, ...]
+    vocab_size: int
+
+
+class Verdict(msgspec.Struct, frozen=True):
+    """Its answer to each form."""
+
+    error: str | None
+    """Why the form is refused; None where it is not."""
+    compile_s: float
+
+
+def write_message(stream: BinaryIO, message: object) -> None:
+    """A message behind its length."""
+    data = msgspec.msgpack.encode(message)
+    stream.write(len(data).to_bytes(_PREFIX_BYTES, "big") + data)
+    stream.flush()
+
+
+def read_message(stream: BinaryIO, shape: type[T]) -> T | None:
+    """The next message; None at the end."""
+    prefix = stream.read(_PREFIX_BYTES)
+    if len(prefix) < _PREFIX_BYTES:
+        return None
+    return msgspec.msgpack.decode(stream.read(int.from_bytes(prefix, "big")), type=shape)
+
+
+def verdict_on(vocabulary: LLTokenizer, form: StructuredOutput) -> Verdict:
+    """Compile the form, and compute its first mask."""
+    began_s = time.perf_counter()
+    error = None
+    try:
+        matcher = compile_form(vocabulary, form)
+        matcher.compute_bitmask()
+        check(matcher)
+    except FormError as caught:
+        error = " ".join(str(caught).split())[:MAX_SHOWN_CHARS] or "unknown"
+    return Verdict(error, time.perf_counter() - began_s)
+
+
+def _serve() -> None:
+    source, sink = sys.stdin.buffer, sys.stdout.buffer
+    order = read_message(source, Order)
+    if order is None:
+        return
+    vocabulary = open_vocabulary(order.tokenizer_json, order.vocab_size, order.eos_token_ids)
+    _limit_memory()
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the last words of every process that ends
+    write_message(sink, Verdict(None, 0.0))
+    while (form := read_message(source, StructuredOutput)) is not None:
+        # The kernel ends the process: nothing in it could interrupt the library.
+        signal.setitimer(signal.ITIMER_PROF, MOST_CPU_S)
+        verdict = verdict_on(vocabulary, form)
+        signal.setitimer(signal.ITIMER_PROF, 0.0)
+        write_message(sink, verdict)
+
+
+def _limit_memory() -> None:
+    with open("/proc/self/statm", encoding="ascii") as file:
+        now_bytes = int(file.read().split()[0]) * resource.getpagesize()
+    most = now_bytes + MOST_MEMORY_BYTES
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def main() -> None:
+    """Serve until the front closes its end."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.stack_size(STACK_BYTES)
+    thread = threading.Thread(target=_serve)
+    thread.start()
+    thread.join()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,141 @@
+"""From a request body to the engine's ``SamplingParams``, one set per completion."""
+
+import hashlib
+import random
+from collections.abc import Sequence
+from typing import TypeVar
+
+from kunserve.core.errors import InvalidRequest
+from kunserve.core.request import SamplingParams, StructuredOutput
+from kunserve.core.tokens import TokenIds
+from kunserve.model.generation_config import SamplingDefaults
+from kunserve.server.api.schema import GenerationBody
+from kunserve.server.api.text import too_long
+from kunserve.server.api.vocabulary import check_token_ids
+
+Number = TypeVar("Number", int, float)
+
+SEED_MASK = (1 << 63) - 1
+GREEDY_BELOW = 1e-5
+"""A smaller temperature would overflow the division it stands for: it means greedy."""
+
+
+class SeedSource:
+    """Seeds for requests that bring none; the same sequence after every start."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+
+    def draw(self) -> int:
+        """A fresh 63-bit seed."""
+        return self._random.getrandbits(63)
+
+
+def derive_seed(seed: int, choice: int) -> int:
+    """The seed of the ``choice``-th of ``n`` completions; the first keeps the request's own."""
+    if choice == 0:
+        return seed & SEED_MASK
+    digest = hashlib.blake2b(f"{seed & SEED_MASK}/{choice}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") & SEED_MASK
+
+
+def remaining_tokens(
+    max_model_len: int, num_prompt_tokens: int, asked: int | None, default: int | None
+) -> int:
+    """``max_tokens`` of a prompt. ``default`` None means all that remains.
+
+    Raises PromptTooLong when prompt and answer together cannot fit.
+    """
+    remains = max_model_len - num_prompt_tokens
+    if remains < 1:
+        raise too_long(max_model_len, str(num_prompt_tokens), None if asked is None else asked)
+    if asked is None:
+        return remains if default is None else min(default, remains)
+    if asked > remains:
+        raise too_long(max_model_len, str(num_prompt_tokens), asked)
+    return asked
+
+
+def resolve_sampling(
+    body: GenerationBody,
+    defaults: SamplingDefaults,
+    vocab_size: int,
+    max_tokens: Sequence[int],
+    seeds: SeedSource,
+    bad_words: tuple[tuple[int, ...], ...] = (),
+    structured: StructuredOutput | None = None,
+) -> list[SamplingParams]:
+    """The parameters of every completion: ``n`` for each prompt, whose ``max_tokens`` is given.
+
+    ``bad_words`` are the client's, as tokens. ``structured`` has been tried.
+    """
+    temperature = _first(body.temperature, defaults.temperature, 1.0)
+    top_p = _first(body.top_p, defaults.top_p, 1.0)
+    top_k = _top_k(_first(body.top_k, defaults.top_k, 0), vocab_size)
+    min_p = _first(body.min_p, defaults.min_p, 0.0)
+    repetition_penalty = _first(body.repetition_penalty, defaults.repetition_penalty, 1.0)
+    min_tokens = body.min_tokens or 0
+    if min_tokens > min(max_tokens):
+        raise InvalidRequest(
+            f"`min_tokens` ({min_tokens}) is more than the completion may have "
+            f"({min(max_tokens)}).",
+            "min_tokens",
+        )
+    # Checked once, because one call may ask for many completions.
+    stop_token_ids = tuple(check_token_ids(body.stop_token_ids or [], vocab_size, "stop_token_ids"))
+    allowed = check_token_ids(body.allowed_token_ids or [], vocab_size, "allowed_token_ids")
+    logit_bias = _logit_bias(body.logit_bias or {}, vocab_size)
+
+    def resolved(length: int, seed: int) -> SamplingParams:
+        return SamplingParams(
+            max_tokens=length,
+            temperature=0.0 if temperature < GREEDY_BELOW else temperature,
+            top_p=top_p,
+            top_k=top_k,
+            min_p=min_p,
+            seed=seed,
+            stop_token_ids=stop_token_ids,
+            ignore_eos=bool(body.ignore_eos),
+            min_tokens=min_tokens,
+            presence_penalty=body.presence_penalty or 0.0,
+            frequency_penalty=body.frequency_penalty or 0.0,
+            repetition_penalty=repetition_penalty,
+            logit_bias=logit_bias,
+            allowed_token_ids=TokenIds(allowed),
+            bad_words=bad_words,
+            structured=structured,
+            num_logprobs=body.num_logprobs,
+            num_prompt_logprobs=body.num_prompt_logprobs,
+        )
+
+    completions: list[SamplingParams] = []
+    for length in max_tokens:
+        seed = seeds.draw() if body.seed is None else body.seed
+        choices = range(body.n or 1)
+        completions += [resolved(length, derive_seed(seed, choice)) for choice in choices]
+    return completions
+
+
+def _first(asked: Number | None, recommended: Number | None, neutral: Number) -> Number:
+    """What the request says, else what the model's makers say, else what changes nothing."""
+    if asked is not None:
+        return asked
+    return neutral if recommended is None else recommended
+
+
+def _top_k(top_k: int, vocab_size: int) -> int | None:
+    return top_k if 0 < top_k < vocab_size else None
+
+
+def _logit_bias(bias: dict[str, float], vocab_size: int) -> tuple[tuple[int, float], ...]:
+    pairs = []
+    for key, value in bias.items():
+        if not (key.isascii() and key.isdecimal()) or len(key) > 12:
+            raise InvalidRequest(f"`logit_bias`: {key[:40]!r} is not a token id.", "logit_bias")
+        if not -100.0 <= value <= 100.0:
+            raise InvalidRequest(
+                f"`logit_bias`: {value} for token {key} is not between -100 and 100.", "logit_bias"
+            )
+        pairs.append((int(key), float(value)))
+    check_token_ids([token_id for token_id, _ in pairs], vocab_size, "logit_bias")
+    return tuple(pairs)

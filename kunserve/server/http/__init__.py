@@ -1,0 +1,1 @@
+"""Connections and requests before anybody knows what they ask: limits, keys, errors."""

@@ -1,0 +1,177 @@
+"""``create_app``: the routes of one front."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+from starlette.routing import Route
+
+from kunserve.cluster.api import EngineClient
+from kunserve.core.config import KunServeConfig
+from kunserve.core.errors import KunServeError
+from kunserve.core.front_config import ChatConfig
+from kunserve.model.generation_config import SamplingDefaults
+from kunserve.server.api.admin_routes import AdminRoutes
+from kunserve.server.api.chat_format import template_defaults
+from kunserve.server.api.front import Front
+from kunserve.server.api.openai_routes import OpenAIRoutes
+from kunserve.server.api.system_routes import SystemRoutes
+from kunserve.server.api.text import FastTokenizer, TextCodec
+from kunserve.server.http.cors import PageMiddleware
+from kunserve.server.http.errors import EffectMissing, error_answer
+from kunserve.server.http.limits import FrontLimits
+from kunserve.server.http.middleware import ANSWER_ID, FrontMiddleware
+from kunserve.server.http.paths import PAGE_WITH_SLASH, PathMiddleware, unknown_path
+from kunserve.server.http.web_guard import is_loopback
+from kunserve.server.telemetry.accounts import Accounts
+from kunserve.server.telemetry.request_life import Tracer
+from kunserve.server.telemetry.stats_log import StatsLog
+from kunserve_extras.dashboard.routes import DashboardRoutes
+from kunserve_extras.responses.routes import ResponsesRoutes
+
+
+def create_app(
+    engine: EngineClient,
+    tokenizer: FastTokenizer,
+    model_name: str,
+    config: KunServeConfig,
+    limits: FrontLimits | None = None,
+    defaults: SamplingDefaults | None = None,
+    tracer: Tracer | None = None,
+    accounts: Accounts | None = None,
+) -> Starlette:
+    """The ASGI application in front of a started ``engine``. ``app.state.front`` is its Front.
+
+    ``accounts`` are those of the server that it is a part of, which then samples and logs.
+    """
+    limits = limits or FrontLimits()
+    server = config.server
+    codec = _text_codec(engine, tokenizer, config.chat, limits)
+    witnesses = [] if tracer is None else [tracer.witness(engine, model_name)]
+    front = Front(
+        engine,
+        codec,
+        model_name,
+        config,
+        limits,
+        defaults or SamplingDefaults(),
+        witnesses,
+        accounts,
+    )
+
+    app = Starlette(
+        routes=_routes(front),
+        middleware=[
+            Middleware(PathMiddleware, root_path=server.root_path),
+            *([Middleware(PageMiddleware, server)] if server.allowed_origins else ()),
+            Middleware(
+                FrontMiddleware,
+                keys=front.keys,
+                only_this_host=server.has_open_admin and is_loopback(server.host),
+            ),
+            *([] if tracer is None else [Middleware(tracer.wrap)]),
+        ],
+        exception_handlers={
+            HTTPException: _answer_error,
+            KunServeError: _answer_error,
+            EffectMissing: _answer_error,
+        },
+        lifespan=_lifespan_of(front, samples=accounts is None),
+    )
+    app.router.redirect_slashes = False
+    app.state.front = front
+    return app
+
+
+def _lifespan_of(
+    front: Front, *, samples: bool
+) -> Callable[[Starlette], AbstractAsyncContextManager[None]]:
+    """What runs beside the application, and what is closed after it."""
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_app: Starlette) -> AsyncIterator[None]:
+        background = []
+        if samples:
+            background = [
+                asyncio.create_task(front.timeline.run()),
+                asyncio.create_task(StatsLog(front.metrics.cluster).run()),
+            ]
+        try:
+            yield
+        finally:
+            for task in background:
+                task.cancel()
+            await asyncio.gather(*background, return_exceptions=True)
+            front.codec.threads.close()
+            front.forms.close()
+
+    return lifespan
+
+
+def _text_codec(
+    engine: EngineClient, tokenizer: FastTokenizer, chat: ChatConfig, limits: FrontLimits
+) -> TextCodec:
+    """Raises ConfigError for a chat template that does not do."""
+    codec = TextCodec(
+        tokenizer,
+        engine.limits.max_model_len,
+        limits.inline_chars,
+        limits.max_waiting_chars,
+        template_defaults(chat),
+    )
+    codec.check_template(chat.chat_template is not None, chat.enable_auto_tool_choice)
+    return codec
+
+
+async def _answer_error(http: HttpRequest, error: Exception) -> Response:
+    front: Front = http.app.state.front
+    if isinstance(error, HTTPException) and error.status_code == 404:
+        error = HTTPException(404, unknown_path(http.scope["path"], http.app.routes))
+    front.metrics.refused(error)
+    if front.request_log is not None:
+        front.request_log.refused(http, http.scope["state"][ANSWER_ID], error)
+    return error_answer(error)
+
+
+def _routes(front: Front) -> list[Route]:
+    system, openai, admin = SystemRoutes(front), OpenAIRoutes(front), AdminRoutes(front)
+    dashboard = DashboardRoutes()
+    responses = ResponsesRoutes(front, openai)
+    get, post = ["GET"], ["POST"]
+    return [
+        Route("/v1/completions", openai.completions, methods=post),
+        Route("/v1/chat/completions", openai.chat, methods=post),
+        Route("/v1/responses", responses.create, methods=post),
+        Route("/v1/models", system.models, methods=get),
+        Route("/v1/models/{name:path}", system.model, methods=get),
+        Route("/load", system.load, methods=get),
+        Route("/version", system.version, methods=get),
+        Route("/tokenize", system.tokenize, methods=post),
+        Route("/detokenize", system.detokenize, methods=post),
+        Route("/tokenizer_info", system.tokenizer_info, methods=get),
+        Route("/health", system.health, methods=get),
+        Route("/health/ready", system.ready, methods=get),
+        Route("/ping", system.health, methods=["GET", "POST"]),
+        Route("/livez", system.live, methods=get),
+        Route("/readyz", system.ready, methods=get),
+        Route("/metrics", system.metrics, methods=get),
+        Route("/kunserve/state", system.state, methods=get),
+        Route("/kunserve/timeline", system.timeline, methods=get),
+        Route("/", dashboard.root, methods=get),
+        Route("/dashboard", dashboard.page, methods=get),
+        Route(PAGE_WITH_SLASH, dashboard.with_slash, methods=get),
+        Route("/dashboard/{name}", dashboard.file, methods=get),
+        Route("/kunserve/drop", admin.drop, methods=post),
+        Route("/kunserve/restore", admin.restore, methods=post),
+        Route("/kunserve/kill", admin.kill, methods=post),
+        Route("/kunserve/scale", admin.scale, methods=post),
+        Route("/kunserve/pause", admin.pause, methods=post),
+        Route("/kunserve/resume", admin.resume, methods=post),
+        Route("/reset_prefix_cache", admin.reset_prefix_cache, methods=post),
+    ]

@@ -1,0 +1,61 @@
+"""The flags as Markdown, for ``docs/configuration.md``.
+
+``python -m kunserve.server.start.flags.table docs/configuration.md`` writes them into the page
+anew.
+"""
+
+import sys
+from pathlib import Path
+
+import click
+
+from kunserve.server.start.command import serve_command
+from kunserve.server.start.flags.grouped import GroupedCommand
+from kunserve.server.start.flags.option import ServeFlag, expected
+
+BEGIN, END = "<!-- flags: begin -->", "<!-- flags: end -->"
+
+
+def flags_tables(command: click.Command) -> str:
+    """A table for each group."""
+    groups: dict[str, list[ServeFlag]] = {}
+    for parameter in command.params:
+        if isinstance(parameter, ServeFlag):
+            groups.setdefault(parameter.group, []).append(parameter)
+    texts = command.group_texts if isinstance(command, GroupedCommand) else {}
+    parts = []
+    for name, flags in groups.items():
+        intro = f"{texts[name]}\n\n" if name in texts else ""
+        rows = "\n".join(map(_row, flags))
+        head = "| flag | takes | default | meaning |\n|---|---|---|---|"
+        parts.append(f"### {name}\n\n{intro}{head}\n{rows}\n")
+    return "\n".join(parts)
+
+
+def renewed(page: str, command: click.Command) -> str:
+    """The page with the tables of now."""
+    before, _, rest = page.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    assert rest and after, "the page has no place for the tables"
+    return f"{before}{BEGIN}\n\n{flags_tables(command)}\n{END}{after}"
+
+
+def _row(flag: ServeFlag) -> str:
+    names = " ".join(f"`{name}`" for name in (*flag.opts, *flag.secondary_opts))
+    cells = (names, expected(flag), _default(flag), flag.help or "")
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def _default(flag: ServeFlag) -> str:
+    value = flag.default
+    if flag.is_flag:
+        return "true" if value is True else "false"
+    if isinstance(value, tuple):
+        return ", ".join(f"`{one}`" for one in value)
+    is_set = isinstance(value, str | int | float) and value != ""
+    return f"`{value:g}`" if isinstance(value, float) else f"`{value}`" if is_set else ""
+
+
+if __name__ == "__main__":
+    path = Path(sys.argv[1])
+    path.write_text(renewed(path.read_text(), serve_command))

@@ -1,0 +1,36 @@
+"""What every process that speaks HTTP makes for itself: a tokenizer, and whoever makes traces."""
+
+import importlib
+from typing import Any
+
+from kunserve.core.config import KunServeConfig
+from kunserve.core.errors import ConfigError
+from kunserve.model.source import ModelSource
+from kunserve.server.telemetry.request_life import Tracer
+
+
+def tracer_of(config: KunServeConfig) -> Tracer | None:
+    """Whoever makes traces; its packages are imported only when they are needed."""
+    endpoint = config.log.otlp_traces_endpoint
+    if endpoint is None:
+        return None
+    try:
+        from kunserve_extras.tracing import OtlpTracer
+    except ImportError as error:
+        raise ConfigError(
+            f"--otlp-traces-endpoint needs: pip install '.[otel]' in KunServe's folder ({error})"
+        ) from None
+    return OtlpTracer.to(endpoint)
+
+
+def load_tokenizer(source: ModelSource, tokenizer: str | None, template: str | None) -> Any:
+    """Called in a thread, while the instances start or are taken over. ``template`` replaces the
+    tokenizer's own.
+
+    Importing the library takes as long as all other imports together.
+    """
+    module = importlib.import_module("kunserve.model.tokenizer")
+    loaded = module.load_tokenizer(source, tokenizer)
+    if template is not None:
+        loaded.chat_template = template
+    return loaded

@@ -1,0 +1,306 @@
+"""Requests as the front times and measures them."""
+
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
+
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from kunserve.core.errors import LIMITS, Overloaded, Unavailable
+from kunserve.core.request import FinishReason, Request
+from kunserve.server.http.errors import TooManyBodies, TooManyConnections
+from kunserve.server.telemetry.histogram import (
+    CHOICES_BUCKETS,
+    FIRST_TOKEN_BUCKETS,
+    REQUEST_BUCKETS,
+    TOKEN_BUCKETS,
+    Histogram,
+    length_buckets,
+)
+from kunserve.server.telemetry.metric_family import Family, counter, histogram
+
+ALL_ENGINES = "all"
+"""``engine`` label of what the front measures: a request may change engines while it runs."""
+RECENT_S = 5.0
+"""Window of the timeline's percentiles."""
+UNAVAILABLE = "unavailable"
+TOO_MANY_BODIES, TOO_MANY_CONNECTIONS = "too_many_bodies", "too_many_connections"
+REASONS = (*LIMITS, UNAVAILABLE, TOO_MANY_BODIES, TOO_MANY_CONNECTIONS)
+"""Of refusals: vLLM's two, then what else is answered with 503."""
+
+PROMPT_TOKENS = counter(
+    "vllm:prompt_tokens_total", "Prompt tokens of requests that began.", "engine"
+)
+CACHED_TOKENS = counter(
+    "vllm:prompt_tokens_cached_total",
+    "Prompt tokens of requests that began whose KV was found in the prefix cache.",
+    "engine",
+)
+GENERATION_TOKENS = counter(
+    "vllm:generation_tokens_total", "Output tokens delivered to clients.", "engine"
+)
+SUCCESS = counter(
+    "vllm:request_success_total", "Requests that ended, by reason.", "engine", "finished_reason"
+)
+REJECTIONS = counter(
+    "vllm:admission_rejections_total",
+    "Requests refused with 503, by reason; also connections beyond the limit.",
+    "reason",
+)
+FIRST_TOKEN = histogram(
+    "vllm:time_to_first_token_seconds", "From a request's arrival to its first token.", "engine"
+)
+BETWEEN_TOKENS = histogram(
+    "vllm:inter_token_latency_seconds", "Between two consecutive tokens of a request.", "engine"
+)
+PER_TOKEN = histogram(
+    "vllm:request_time_per_output_token_seconds",
+    "A request's mean time per token after the first.",
+    "engine",
+)
+WHOLE_REQUEST = histogram(
+    "vllm:e2e_request_latency_seconds", "From a request's arrival to its last token.", "engine"
+)
+QUEUE_TIME = histogram(
+    "vllm:request_queue_time_seconds",
+    "From a request's arrival to the first step that it was part of.",
+    "engine",
+)
+PREFILL_TIME = histogram(
+    "vllm:request_prefill_time_seconds",
+    "From the first step that a request was part of to its first token.",
+    "engine",
+)
+DECODE_TIME = histogram(
+    "vllm:request_decode_time_seconds", "From a request's first token to its last.", "engine"
+)
+INFERENCE_TIME = histogram(
+    "vllm:request_inference_time_seconds",
+    "From the first step that a request was part of to its last token.",
+    "engine",
+)
+PROMPT_LENGTH = histogram(
+    "vllm:request_prompt_tokens", "Prompt tokens of a request that ended.", "engine"
+)
+OUTPUT_LENGTH = histogram(
+    "vllm:request_generation_tokens", "Output tokens of a request that ended.", "engine"
+)
+COMPUTED_PROMPT = histogram(
+    "vllm:request_prefill_kv_computed_tokens",
+    "Prompt tokens of a request that ended whose KV was made, not found in the prefix cache.",
+    "engine",
+)
+LONGEST_OUTPUT = histogram(
+    "vllm:request_max_num_generation_tokens",
+    "Output tokens of the longest of a prompt's ``n`` choices.",
+    "engine",
+)
+CHOICES = histogram("vllm:request_params_n", "The parameter ``n`` of a request.", "engine")
+MAX_TOKENS = histogram(
+    "vllm:request_params_max_tokens", "Output tokens that a request may have at most.", "engine"
+)
+FAMILIES = (
+    PROMPT_TOKENS,
+    CACHED_TOKENS,
+    GENERATION_TOKENS,
+    SUCCESS,
+    REJECTIONS,
+    FIRST_TOKEN,
+    BETWEEN_TOKENS,
+    PER_TOKEN,
+    WHOLE_REQUEST,
+    QUEUE_TIME,
+    PREFILL_TIME,
+    DECODE_TIME,
+    INFERENCE_TIME,
+    PROMPT_LENGTH,
+    OUTPUT_LENGTH,
+    COMPUTED_PROMPT,
+    LONGEST_OUTPUT,
+    CHOICES,
+    MAX_TOKENS,
+)
+
+
+class RecentValues:
+    """The values of the last few seconds, for percentiles that a person watches."""
+
+    def __init__(self, window_s: float = RECENT_S, at_most: int = 4096) -> None:
+        self._window_s = window_s
+        self._values: deque[tuple[float, float]] = deque(maxlen=at_most)
+
+    def add(self, now_s: float, value: float) -> None:
+        """Remember one value."""
+        self._values.append((now_s, value))
+
+    def count(self, now_s: float) -> int:
+        """How many values the window has."""
+        values = self._values
+        while values and values[0][0] < now_s - self._window_s:
+            values.popleft()
+        return len(values)
+
+    def percentiles(self, now_s: float, *shares: float) -> list[float | None]:
+        """Nearest-rank percentiles of the window; None when nothing happened in it."""
+        values = self._values
+        if not self.count(now_s):
+            return [None] * len(shares)
+        ordered = sorted(value for _, value in values)
+        last = len(ordered) - 1
+        return [ordered[min(last, int(share * len(ordered)))] for share in shares]
+
+
+class RequestTiming:
+    """One request's clock (``RequestClock``). Starts when its HTTP body had come."""
+
+    __slots__ = (
+        "_first_s",
+        "_last_s",
+        "_metrics",
+        "_num_cached",
+        "_num_tokens",
+        "_queued_s",
+        "_request",
+    )
+
+    def __init__(self, metrics: "RequestMetrics", request: Request) -> None:
+        self._metrics = metrics
+        self._request = request
+        self._num_tokens = 0
+        self._num_cached = 0
+        self._first_s = 0.0
+        self._last_s = 0.0
+        self._queued_s: float | None = None
+
+    def accepted(self) -> None:
+        """The engine took the request."""
+        self._metrics.arrivals += 1
+
+    def token(
+        self, now_s: float, queued_s: float | None = None, num_cached_tokens: int = 0
+    ) -> None:
+        """One output token came."""
+        metrics = self._metrics
+        metrics.generation_tokens += 1
+        self._num_tokens += 1
+        if self._num_tokens == 1:
+            self._first_s = now_s
+            self._queued_s = queued_s
+            self._num_cached = num_cached_tokens
+            waited_s = now_s - self._request.arrival_s
+            metrics.prompt_tokens += len(self._request.prompt_token_ids)
+            metrics.cached_tokens += num_cached_tokens
+            metrics.first_token.observe(waited_s)
+            if queued_s is not None:
+                metrics.queue_time.observe(queued_s)
+                metrics.prefill_time.observe(max(0.0, waited_s - queued_s))
+            metrics.recent_first_token.add(now_s, waited_s)
+        else:
+            metrics.between_tokens.observe(now_s - self._last_s)
+        self._last_s = now_s
+
+    def ended(self, reason: FinishReason, now_s: float) -> None:
+        """The request is over, for whatever reason."""
+        metrics = self._metrics
+        metrics.finished[reason] += 1
+        if reason in (FinishReason.ABORT, FinishReason.ERROR):
+            return
+        request = self._request
+        whole_s = now_s - request.arrival_s
+        metrics.whole_request.observe(whole_s)
+        metrics.prompt_length.observe(len(request.prompt_token_ids))
+        metrics.computed_prompt.observe(len(request.prompt_token_ids) - self._num_cached)
+        metrics.output_length.observe(self._num_tokens)
+        metrics.max_tokens.observe(request.sampling.max_tokens)
+        if self._num_tokens:
+            metrics.decode_time.observe(self._last_s - self._first_s)
+            if self._queued_s is not None:
+                metrics.inference_time.observe(max(0.0, whole_s - self._queued_s))
+        if self._num_tokens > 1:
+            per_token_s = (self._last_s - self._first_s) / (self._num_tokens - 1)
+            metrics.per_token.observe(per_token_s)
+            metrics.recent_per_token.add(now_s, per_token_s)
+
+
+class RequestMetrics(Collector):
+    """Counts and times every request (``RequestWatch``)."""
+
+    def __init__(self, model_name: str, max_model_len: int) -> None:
+        self._model_name = model_name
+        lengths = length_buckets(max_model_len)
+        self.arrivals = 0
+        """Requests that the engine took; refused ones are not among them."""
+        self.refusals = dict.fromkeys(REASONS, 0)
+        self.prompt_tokens = 0
+        self.cached_tokens = 0
+        self.generation_tokens = 0
+        self.finished: Counter[FinishReason] = Counter()
+        self.first_token = Histogram(FIRST_TOKEN_BUCKETS)
+        self.between_tokens = Histogram(TOKEN_BUCKETS)
+        self.per_token = Histogram(TOKEN_BUCKETS)
+        self.whole_request = Histogram(REQUEST_BUCKETS)
+        self.queue_time = Histogram(REQUEST_BUCKETS)
+        self.prefill_time = Histogram(REQUEST_BUCKETS)
+        self.decode_time = Histogram(REQUEST_BUCKETS)
+        self.inference_time = Histogram(REQUEST_BUCKETS)
+        self.prompt_length = Histogram(lengths)
+        self.computed_prompt = Histogram(lengths)
+        self.output_length = Histogram(lengths)
+        self.longest_output = Histogram(lengths)
+        self.max_tokens = Histogram(lengths)
+        self.choices = Histogram(CHOICES_BUCKETS)
+        self.recent_first_token = RecentValues()
+        self.recent_per_token = RecentValues()
+
+    def timing(self, request: Request) -> RequestTiming:
+        """The clock of a request that the engine is about to be asked for."""
+        return RequestTiming(self, request)
+
+    def answered(self, output_lengths: Sequence[int]) -> None:
+        """All choices of a prompt have ended by themselves, with so many tokens each."""
+        self.choices.observe(len(output_lengths))
+        self.longest_output.observe(max(output_lengths))
+
+    def refused(self, error: Exception) -> None:
+        """An HTTP request was answered with an error; those that are 503 are counted."""
+        match error:
+            case Overloaded():
+                self.refusals[error.limit] += 1
+            case Unavailable():
+                self.refusals[UNAVAILABLE] += 1
+            case TooManyBodies():
+                self.refusals[TOO_MANY_BODIES] += 1
+            case TooManyConnections():
+                self.refusals[TOO_MANY_CONNECTIONS] += 1
+
+    def collect(self) -> Iterable[Metric]:
+        """What the front itself measured."""
+        model = self._model_name
+        everywhere = (model, ALL_ENGINES)
+        yield PROMPT_TOKENS.of({everywhere: self.prompt_tokens})
+        yield CACHED_TOKENS.of({everywhere: self.cached_tokens})
+        yield GENERATION_TOKENS.of({everywhere: self.generation_tokens})
+        yield SUCCESS.of(
+            {(*everywhere, reason.value): self.finished[reason] for reason in FinishReason}
+        )
+        yield REJECTIONS.of({(model, why): count for why, count in self.refusals.items()})
+        for family, measured in self._histograms():
+            yield family.of_histograms({everywhere: measured})
+
+    def _histograms(self) -> Iterable[tuple[Family, Histogram]]:
+        return (
+            (FIRST_TOKEN, self.first_token),
+            (BETWEEN_TOKENS, self.between_tokens),
+            (PER_TOKEN, self.per_token),
+            (WHOLE_REQUEST, self.whole_request),
+            (QUEUE_TIME, self.queue_time),
+            (PREFILL_TIME, self.prefill_time),
+            (DECODE_TIME, self.decode_time),
+            (INFERENCE_TIME, self.inference_time),
+            (PROMPT_LENGTH, self.prompt_length),
+            (OUTPUT_LENGTH, self.output_length),
+            (COMPUTED_PROMPT, self.computed_prompt),
+            (LONGEST_OUTPUT, self.longest_output),
+            (CHOICES, self.choices),
+            (MAX_TOKENS, self.max_tokens),
+        )

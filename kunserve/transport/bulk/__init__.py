@@ -1,0 +1,1 @@
+"""Bytes of KV and weights, pulled by whoever needs them."""

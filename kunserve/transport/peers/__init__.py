@@ -1,0 +1,1 @@
+"""Words between the instances of one group, over sockets or shared rings."""

@@ -1,0 +1,1 @@
+"""Words between processes: codec, sockets, keys, and the pulse of a link."""

@@ -1,0 +1,1 @@
+"""``GET /dashboard``: the live page of a server."""

@@ -1,0 +1,1 @@
+"""Ranks of an instance on several GPUs, which meet through NCCL."""

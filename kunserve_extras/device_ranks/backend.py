@@ -1,0 +1,207 @@
+"""A device for each of several processes: the backend of ``--tensor-parallel-size`` on GPUs."""
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from kunserve.core.config import InstanceConfig, ModelConfig
+from kunserve.core.ids import InstanceId
+from kunserve.core.layout import LayerRange
+from kunserve.engine.backend import Loader, kv_in
+from kunserve.engine.cpu.decoder import StepLimits
+from kunserve.engine.layer_weights import ModelWeights
+from kunserve.engine.ranks.backend import SeveralRanks
+from kunserve.engine.ranks.control import Load, OpenSums
+from kunserve.engine.ranks.meeting import PATIENCE_S
+from kunserve.engine.ranks.processes import Members, Start, spawn_member
+from kunserve.engine.ranks.shards import ShardReader
+from kunserve.engine.ranks.sums import GroupSums, SumsBy, make_store_file
+from kunserve.engine.torch.cuda.backend import CudaBackend, drawing_bytes
+from kunserve.engine.weights.loader import WeightLoader
+from kunserve.engine.weights.readers import Reader
+from kunserve.model.sharding import check_shardable, config_of_rank, spec_of_rank
+from kunserve.model.source import ModelSource
+from kunserve.model.spec import ModelSpec
+from kunserve_extras.device_ranks.decoder import DeviceRanksDecoder, DeviceShard
+from kunserve_extras.device_ranks.memory import DeviceRanksMemory, Windows
+
+logger = logging.getLogger(__name__)
+
+_NCCL_BYTES = 512 << 20
+"""What NCCL takes of each device. Assumed."""
+
+
+class DeviceRanksBackend(SeveralRanks):
+    """One instance of several ranks with a device each. This process is rank 0."""
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        source: ModelSource,
+        own: CudaBackend,
+        cards: Sequence[str],
+        start: Start = spawn_member,
+        on_death: Callable[[int, int], None] | None = None,
+        patience_s: float = PATIENCE_S,
+    ) -> None:
+        """``cards`` are the ranks' devices by name, and ``own`` is the first one's backend."""
+        super().__init__(own, model, source, len(cards), start, on_death, patience_s)
+        self._own = own
+        self._cards = cards
+        self._sums: GroupSums | None = None
+        self._by = SumsBy.GLOO
+        if own.device.type == "cuda" and len(set(cards)) == len(cards):
+            self._by = SumsBy.NCCL
+        elif own.device.type == "cuda":
+            logger.warning(
+                "ranks share a GPU (%s), which NCCL refuses: their sums go through host memory, "
+                "and are slow",
+                ", ".join(cards),
+            )
+
+    def settle(self, spec: ModelSpec, config: InstanceConfig, most: StepLimits) -> InstanceConfig:
+        """See ``Backend``. All ranks get what rank 0's device has room for."""
+        check_shardable(spec, self._num_ranks)
+        shard = spec_of_rank(spec, self._num_ranks)
+        if not config.enforce_eager:
+            logger.info(
+                "no steps are recorded as graphs: sums over %d ranks are not", self._num_ranks
+            )
+        rank = self._own.settle(shard, config_of_rank(config), most)
+        memory_bytes = rank.memory_bytes
+        if rank.gpu_memory_utilization is not None:
+            memory_bytes = max(0, memory_bytes - self._sums_bytes(spec, most))
+        return replace(
+            config,
+            granule_bytes=rank.granule_bytes,
+            memory_bytes=memory_bytes * self._num_ranks,
+            enforce_eager=True,
+        )
+
+    def _sums_bytes(self, spec: ModelSpec, limits: StepLimits) -> int:
+        """What rank 0 takes beside what a rank alone would: logits of all tokens, and sums."""
+        parts_and_whole = 2 * limits.num_sampled * spec.vocab_size * 4
+        nccl_bytes = _NCCL_BYTES if self._by is SumsBy.NCCL else 0
+        return parts_and_whole + drawing_bytes(spec, limits) + nccl_bytes
+
+    def buffer_bytes(self, spec: ModelSpec, limits: StepLimits) -> int:
+        """See ``Backend``."""
+        shard = spec_of_rank(spec, self._num_ranks)
+        of_rank = self._own.buffer_bytes(shard, limits) + self._sums_bytes(spec, limits)
+        return self._num_ranks * of_rank
+
+    def open_memory(
+        self,
+        instance_id: InstanceId,
+        spec: ModelSpec,
+        config: InstanceConfig,
+        beside_bytes: int,
+    ) -> DeviceRanksMemory:
+        """Take this rank's memory, and start the others, which take theirs and load meanwhile."""
+        num_ranks, of_rank = self._num_ranks, config_of_rank(config)
+        beside = beside_bytes // num_ranks
+        own = self._own.open_memory(instance_id, spec_of_rank(spec, num_ranks), of_rank, beside)
+        members = None
+        try:
+            windows = Windows(num_ranks, own.unit_bytes)
+            members = self._start_others()
+            orders = [
+                replace(
+                    self._order(rank, instance_id, spec, of_rank),
+                    card=self._cards[rank],
+                    beside_bytes=beside,
+                )
+                for rank in range(1, num_ranks)
+            ]
+            self._await_others = members.join(orders, [windows.fd] * len(orders))
+            windows.close_file()
+        except BaseException:
+            if members is not None:
+                members.close()
+            own.close()
+            raise
+        self._members = members
+        return DeviceRanksMemory(own, members, windows, self._close_others)
+
+    def _close_others(self) -> None:
+        assert self._members is not None
+        self._members.close()
+        if self._sums is not None:
+            self._sums.close()
+
+    def loader(
+        self,
+        reader: Reader,
+        spec: ModelSpec,
+        memory: DeviceRanksMemory,
+        weights: ModelWeights,
+    ) -> Loader:
+        """See ``Backend``."""
+        assert self._members is not None
+        shard = ShardReader(reader, spec, 0, self._num_ranks)
+        shape = spec_of_rank(spec, self._num_ranks)
+        return _RanksLoader(self._own.loader(shard, shape, memory.own, weights), self._members)
+
+    def decoder(
+        self,
+        spec: ModelSpec,
+        weights: ModelWeights,
+        memory: DeviceRanksMemory,
+        config: InstanceConfig,
+    ) -> DeviceRanksDecoder:
+        """See ``Backend``. Waits until all ranks have loaded, and have met."""
+        members, num_ranks = self._members, self._num_ranks
+        assert members is not None and self._await_others is not None
+        self._await_others()
+        store_fd = make_store_file()
+        with members.telling(OpenSums(self._by), (store_fd,)):
+            sums = GroupSums(self._by, store_fd, 0, num_ranks, self.device, self._patience_s)
+            self._sums = sums
+        kv, of_rank = kv_in(memory.own, self.device), config_of_rank(config)
+        ops = self._own.open_ops(spec_of_rank(spec, num_ranks), of_rank)
+        own = DeviceShard(spec, weights, kv, config.block_size, ops, members.meeting, sums)
+        return DeviceRanksDecoder(spec, own, members, config.block_size, self.device)
+
+    def synchronize(self, look_up: Callable[[], None] | None = None) -> None:
+        """See ``Backend``. Raises RankLost, where a device would wait for a rank that is no more.
+
+        Rank 0's part of the last sum comes after all that the other ranks have written.
+        """
+        if look_up is None or self._members is None:
+            self._own.synchronize(look_up)
+            return
+        meeting = self._members.meeting
+
+        def look() -> None:
+            meeting.check()
+            look_up()
+
+        self._own.synchronize(look)
+
+
+class _RanksLoader:
+    """At the start every rank loads by itself. Layers that come back each loads on a word."""
+
+    def __init__(self, own: WeightLoader, members: Members) -> None:
+        self._own = own
+        self._members = members
+        self._have_loaded = False
+
+    def check(self) -> None:
+        """See ``Loader``."""
+        self._own.check()
+
+    def load_ends(self) -> None:
+        """See ``Loader``."""
+        self._own.load_ends()
+
+    def load_layers(self, layers: LayerRange) -> None:
+        """See ``Loader``. The first call is that of the start."""
+        if not self._have_loaded:
+            self._own.load_layers(layers)
+            self._have_loaded = True
+            return
+        for layer in range(*layers):
+            one = LayerRange(layer, layer + 1)
+            with self._members.telling(Load(one)):
+                self._own.load_layers(one)

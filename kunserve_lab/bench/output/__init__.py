@@ -1,0 +1,1 @@
+"""What a load run shows: progress, a report, a figure."""

@@ -1,0 +1,1 @@
+"""What a comparison shows: tables, figures, pages, a verdict in words."""

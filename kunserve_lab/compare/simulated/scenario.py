@@ -1,0 +1,204 @@
+"""One scenario of the simulated world: what the compared systems have in common."""
+
+import math
+from dataclasses import dataclass, field, replace
+
+from kunserve.cluster.driver.topology import Places, read_topology
+from kunserve.core.config import (
+    ClusterConfig,
+    InstanceConfig,
+    KunServeConfig,
+    ModelConfig,
+    SchedulerConfig,
+    ServerConfig,
+)
+from kunserve.core.errors import ConfigError
+from kunserve.core.kv_blocks import ring_of
+from kunserve.model.profile import read_profile
+from kunserve_lab.compare.settings import SimulatedSetup
+from kunserve_lab.compare.systems import System, check_parts
+from kunserve_lab.sim.cluster import WorldConfig
+from kunserve_lab.sim.costs import cpu_profile, profile_times
+from kunserve_lab.sim.devices import find_device
+from kunserve_lab.sim.models import find_model
+from kunserve_lab.sim.profile import InstanceProfile, gpu_profile
+from kunserve_lab.workload.workload import Workload
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """Everything that the compared systems have in common."""
+
+    profile: InstanceProfile
+    num_instances: int
+    workload: Workload
+    scheduler: SchedulerConfig
+    world: WorldConfig = field(default_factory=WorldConfig)
+    kills: tuple[tuple[float, int], ...] = ()
+    """(seconds since the first request could come, instance) of each death."""
+    host_bytes: int | None = None
+    """Host memory of each instance for swapped KV; None is no limit."""
+    server: ServerConfig = field(default_factory=ServerConfig)
+    """For the limits of its queue."""
+
+
+def build_scenario(setup: SimulatedSetup, workload: Workload) -> Scenario:
+    """The scenario, or a ConfigError that says what is wrong with it."""
+    _check_setup(setup)
+    profile = _instance_profile(setup)
+    return Scenario(
+        profile=profile,
+        num_instances=setup.num_instances,
+        workload=workload,
+        scheduler=SchedulerConfig(
+            setup.max_num_seqs,
+            setup.max_num_batched_tokens,
+            cost=profile_times(
+                profile.times,
+                profile.spec.num_layers,
+                setup.max_num_batched_tokens,
+                profile.model.experts,
+                profile.model.windows,
+            ),
+        ),
+        world=WorldConfig(start_s=setup.start_s, places=_places(setup)),
+        kills=setup.kills,
+        host_bytes=None if setup.host_gib is None else int(setup.host_gib * (1 << 30)),
+        server=ServerConfig(
+            max_num_queued_reqs=setup.max_num_queued_reqs,
+            max_num_queued_tokens=setup.max_num_queued_tokens,
+        ),
+    )
+
+
+def _places(setup: SimulatedSetup) -> Places:
+    return () if setup.topology is None else read_topology(setup.topology, setup.num_instances)
+
+
+_COUNTS = (
+    "num_instances",
+    "gpus_per_instance",
+    "instance_mib",
+    "block_size",
+    "max_num_batched_tokens",
+    "max_num_seqs",
+)
+"""Settings that are 1 at least."""
+
+
+def _check_setup(setup: SimulatedSetup) -> None:
+    """What can be seen to be impossible before anything is built. Written so that NaN fails."""
+    for name in _COUNTS:
+        count = getattr(setup, name)
+        if count is not None and count < 1:
+            raise ConfigError(f"{name} must be at least 1, not {count}")
+    if not 0.0 < setup.memory_utilization <= 1.0:
+        raise ConfigError(f"memory_utilization must be in (0, 1], not {setup.memory_utilization}")
+    if not 0.0 <= setup.stage_host_share <= 1.0:
+        raise ConfigError(f"stage_host_share must be in [0, 1], not {setup.stage_host_share}")
+    for name, amount in (("start_s", setup.start_s), ("host_gib", setup.host_gib)):
+        if amount is not None and not 0.0 <= amount < math.inf:
+            raise ConfigError(f"{name} must be at least 0 and finite, not {amount}")
+    for time_s, instance in setup.kills:
+        if not 0.0 <= time_s < math.inf:
+            raise ConfigError(f"an instance dies at a time of at least 0 s, not at {time_s} s")
+        if not 0 <= instance < setup.num_instances:
+            raise ConfigError(
+                f"no instance {instance} to kill: there are 0 to {setup.num_instances - 1}"
+            )
+
+
+def _instance_profile(setup: SimulatedSetup) -> InstanceProfile:
+    if setup.profile is not None:
+        measured = read_profile(setup.profile)
+        return cpu_profile(
+            find_model(measured.subject.model),
+            measured.serving,
+            measured.alone,
+            measured.subject.block_size,
+            setup.instance_mib << 20,
+        )
+    return gpu_profile(
+        find_model(setup.model),
+        find_device(setup.device),
+        setup.gpus_per_instance,
+        memory_utilization=setup.memory_utilization,
+        block_size=setup.block_size,
+        stage_host_share=setup.stage_host_share,
+    )
+
+
+def config_of(
+    system: System,
+    profile: InstanceProfile,
+    num_instances: int,
+    scheduler: SchedulerConfig,
+    host_bytes: int | None = None,
+    server: ServerConfig | None = None,
+) -> KunServeConfig:
+    """The settings that the system's controller and agents run under.
+
+    ``host_bytes`` is the host memory of each instance for swapped KV; None is no limit. Of
+    ``server`` the limits of the queue count.
+    """
+    check_parts(system, num_instances)
+    return KunServeConfig(
+        model=ModelConfig(model=profile.model.name),
+        instance=InstanceConfig(
+            memory_bytes=profile.spec.memory_bytes,
+            block_size=profile.spec.block_size,
+            granule_bytes=profile.spec.granule_bytes,
+            disable_hybrid_kv_cache_manager=profile.spec.kv_ring is None,
+            kv_ring=profile.spec.kv_ring,
+        ),
+        scheduler=replace(
+            scheduler,
+            enable_prefix_caching=scheduler.enable_prefix_caching and system.caches_prefixes,
+            lookahead=system.lookahead,
+            scheduling_policy=system.scheduling,
+            tpot_slo_s=scheduler.tpot_slo_s if system.tpot_slo_s is None else system.tpot_slo_s,
+            watermark=scheduler.watermark if system.watermark is None else system.watermark,
+            swap=system.overload.swap_config(profile.host_bytes_per_s, host_bytes),
+        ),
+        overload=system.overload,
+        server=ServerConfig() if server is None else server,
+        cluster=ClusterConfig(
+            num_instances=num_instances,
+            dispatch_policy=system.dispatch,
+            prefix_aware_dispatch=system.knows_prefixes,
+            pipeline_stages=system.pipeline_stages,
+            max_instances=2 * num_instances if system.autoscales else None,
+        ),
+    )
+
+
+def profile_of(system: System, profile: InstanceProfile, step_tokens: int) -> InstanceProfile:
+    """The instances of this system: with more memory or smaller KV than the others, for a bound; or
+    with a ring for steps of so many tokens.
+    """
+    spec = profile.spec
+    unit_bytes = int(spec.unit_bytes * system.kv_factor)
+    more_bytes = int(spec.memory_bytes * (system.memory_factor - 1.0))
+    kv_units = (spec.kv_units * spec.unit_bytes + more_bytes) // unit_bytes
+    more_bytes = kv_units * unit_bytes - spec.kv_units * spec.unit_bytes
+    ring = None
+    if system.keeps_ring:
+        model = profile.model
+        if model.window is None:
+            raise ConfigError(f"{system.name} is for models with windows, not {model.name}")
+        ring = ring_of(model.window, model.period, spec.block_size, step_tokens)
+    return replace(
+        profile,
+        spec=replace(
+            spec,
+            memory_bytes=spec.memory_bytes + more_bytes,
+            unit_bytes=unit_bytes,
+            kv_units=kv_units,
+            kv_ring=ring,
+        ),
+    )
+
+
+def world_of(system: System, world: WorldConfig) -> WorldConfig:
+    """The world as this system finds it."""
+    return replace(world, link_priority=system.link_priority)

@@ -1,0 +1,60 @@
+"""What can happen next in an in-process cluster, and what is on its way between its parts."""
+
+from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
+
+from kunserve.core.ids import InstanceId
+from kunserve.transport.wire.numbering import Stamp
+
+Address: TypeAlias = InstanceId | None
+"""None is the controller."""
+
+
+class Letter(NamedTuple):
+    """A message on a link: bytes, as between processes."""
+
+    data: bytes
+    hidden: bytes | None
+    process: bytes = b""
+    """Who sent it."""
+    stamp: Stamp | None = None
+    """Between instances: its number."""
+
+
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """Deliver the first message of a link."""
+
+    src: Address
+    dst: Address
+
+
+@dataclass(frozen=True, slots=True)
+class StartStep:
+    """Let an instance begin its next step."""
+
+    instance_id: InstanceId
+
+
+@dataclass(frozen=True, slots=True)
+class FinishStep:
+    """Let an instance's step end."""
+
+    instance_id: InstanceId
+
+
+@dataclass(frozen=True, slots=True)
+class CompletePull:
+    """Let one of an instance's pulls end: copied, or refused."""
+
+    instance_id: InstanceId
+    index: int
+    fails: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class TellMore:
+    """Let the controller begin a few more merges of a large plan."""
+
+
+Action: TypeAlias = Delivery | StartStep | FinishStep | CompletePull | TellMore

@@ -1,0 +1,86 @@
+"""What ``kunserve doctor`` finds, and what it says of it."""
+
+import socket
+
+import pytest
+from click.testing import CliRunner
+
+from kunserve.cli import main
+from kunserve.cluster.processes import launch
+from kunserve.core.config import KunServeConfig
+from kunserve.core.errors import ConfigError, TooLittleMemory
+from kunserve.engine.memory import address_space
+from kunserve_extras import doctor
+from tests.fakecuda.library import build
+
+
+def found(subject: str, library: str = "/no/driver.so") -> list[doctor.Finding]:
+    return [finding for finding in doctor.examine(library) if finding.subject == subject]
+
+
+def test_this_machine_can_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "available_bytes", lambda: 8 << 30)  # other tests may hold it
+    findings = list(doctor.examine())
+    assert not [finding for finding in findings if finding.verdict == "STOP"], findings
+    assert len({finding.subject for finding in findings}) >= 8
+
+
+def test_what_stops_a_server_is_the_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "available_bytes", lambda: 1 << 20)
+    result = CliRunner().invoke(main, ["doctor"])
+    assert result.exit_code == 1
+    assert "STOP memory" in result.output and "lower --instance-memory" in result.output
+
+
+def test_memory_that_the_server_would_refuse_is_no_good(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Room for the instances themselves, but none for their processes."""
+    monkeypatch.setattr(doctor, "available_bytes", lambda: 2100 << 20)
+    assert found("memory")[0].verdict == "STOP"
+    with pytest.raises(TooLittleMemory):
+        monkeypatch.setattr(launch, "available_bytes", lambda: 2100 << 20)
+        launch.check_memory(KunServeConfig())
+
+
+def test_a_check_that_fails_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> None:
+        raise ConfigError("no compiler")
+
+    monkeypatch.setattr(doctor, "find_or_build", refuse)
+    assert found("kernels") == [doctor.Finding("STOP", "kernels", "no compiler")]
+
+
+def test_a_kernel_that_cannot_move_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert found("remap")[0].verdict == "ok"
+    monkeypatch.setattr(address_space, "move", lambda *_: False)
+    (finding,) = found("remap")
+    assert finding.verdict == "note" and "Linux 5.13" in finding.text
+
+
+def test_a_system_without_huge_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(address_space, "populate_pages", lambda *_: False)
+    (finding,) = found("huge pages")
+    assert finding.verdict == "note" and "Linux 6.1" in finding.text
+
+
+def test_a_port_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        monkeypatch.setattr(doctor, "ServerConfig", lambda: Settings(port))
+        (finding,) = found("port")
+        assert f"127.0.0.1:{port}" in finding.text
+
+
+class Settings:
+    host = "127.0.0.1"
+
+    def __init__(self, port: int) -> None:
+        self.port = port
+
+
+def test_devices_and_their_absence() -> None:
+    (finding,) = found("CUDA")
+    assert finding.verdict == "note" and "--device cuda" in finding.text
+    (device,) = found("device 0", build())
+    assert device.text.startswith("fake 0:") and "granules of" in device.text

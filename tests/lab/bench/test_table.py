@@ -1,0 +1,162 @@
+"""Tables, objectives and verdicts: what they say, and what they must not say."""
+
+import dataclasses
+
+import pytest
+
+from kunserve_lab.compare.experiment import Experiment, World
+from kunserve_lab.compare.output.table import load_text, rows, table
+from kunserve_lab.compare.output.verdict import verdict
+from kunserve_lab.compare.results import AtLoad, RunResult, by_load
+from kunserve_lab.compare.slo import paper_base, strict_base, violations
+from tests.lab.bench.comparisons import result
+
+EVEN = [0.1] * 200
+
+
+def at(*results: RunResult) -> AtLoad:
+    (group,) = by_load(results)
+    return group
+
+
+def line(group: AtLoad, label: str) -> tuple[str, ...]:
+    (found,) = [row for row in rows(group) if row[0] == label]
+    return found[1:]
+
+
+@pytest.mark.parametrize(
+    ("count", "shown", "hidden"),
+    [
+        (99, ["TTFT slowest (ms)"], ["TTFT P99 (ms)", "TTFT P99.9 (ms)"]),
+        (100, ["TTFT P99 (ms)"], ["TTFT slowest (ms)", "TTFT P99.9 (ms)"]),
+        (999, ["TPOT P99 (ms)"], ["TPOT P99.9 (ms)"]),
+        (1000, ["TTFT P99 (ms)", "TTFT P99.9 (ms)", "TPOT P99.9 (ms)"], ["TTFT slowest (ms)"]),
+    ],
+)
+def test_a_percentile_is_shown_where_there_are_requests_enough(
+    count: int, shown: list[str], hidden: list[str]
+) -> None:
+    labels = [row[0] for row in rows(at(result("drop", [0.1] * count)))]
+    assert set(shown) <= set(labels) and not set(hidden) & set(labels)
+
+
+def test_the_slowest_request_is_the_slowest() -> None:
+    group = at(result("drop", [0.1] * 50 + [9.0]))
+    assert line(group, "TTFT slowest (ms)") == ("lower", "9,000")
+
+
+def test_a_cell_is_the_median_with_its_range() -> None:
+    runs = [result("drop", [ttft_s] * 200, number=n) for n, ttft_s in enumerate((0.3, 0.1, 0.2))]
+    group = at(*runs)
+    assert line(group, "TTFT P99 (ms)") == ("lower", "200 (100-300)")
+    assert line(group, "output tokens/s")[0] == "higher"
+    assert line(group, "completed") == ("higher", "200")
+    assert "3 runs of each system: median (least-most)" in load_text(group)
+
+
+def test_what_a_real_run_was_measured_under_is_told() -> None:
+    real = result(
+        "drop", EVEN, world=World.REAL, client_lag_s=0.0123, load_average=(0.5, 2.25),
+        cautions=("the client was late",),
+    )  # fmt: skip
+    group = at(real)
+    assert line(group, "client lag P99 (ms)")[1] == "12"
+    assert line(group, "load average at end")[1] == "2.2"
+    text = load_text(group)
+    assert "drop: the client was late" in text and "One run of each system" in text
+    assert "One run of each system" not in load_text(at(result("drop", EVEN)))
+
+
+def test_the_base_is_the_best_baselines() -> None:
+    group = at(
+        result("recompute", [0.4] * 200, tpot_s=0.02),
+        result("static-pp", [0.3] * 200, tpot_s=0.04),
+        result("drop", [0.1] * 200, tpot_s=0.03),
+    )
+    paper, strict = paper_base(group), strict_base(group)
+    assert (paper.ttft_s, paper.ttft_of) == (0.3, "static-pp")
+    assert (paper.tpot_s, paper.tpot_of) == (0.02, "recompute")
+    assert (strict.ttft_s, strict.ttft_of) == (0.1, "drop")
+    text = load_text(group)
+    assert "SLO base: the best baseline's P50, TTFT 300 ms (static-pp) and TPOT 20 ms" in text
+    assert "stricter, 5x the best of all" in text
+    alone = at(result("drop", EVEN))
+    assert paper_base(alone) == strict_base(alone)
+    assert "the best system's (no baseline) P50" in load_text(alone)
+
+
+def test_violations_count_failed_requests_and_either_objective() -> None:
+    ttft_s = [0.1] * 100 + [0.51] * 25
+    run = result("recompute", ttft_s)
+    base = paper_base(at(result("recompute", [0.1] * 100)))
+    assert violations(run, base, 5.0) == (0.2, 0.2)
+    assert violations(run, base, 6.0) == (0.0, 0.0)
+    slow = result("recompute", [0.1] * 100, tpot_s=0.11)
+    assert violations(slow, base, 5.0) == (1.0, 0.0)
+
+
+def test_where_a_system_helps() -> None:
+    text = table(
+        [
+            result("recompute", [0.4] * 200, load=0.5),
+            result("drop", [0.4] * 200, load=0.5),
+            result("recompute", [0.4] * 200, load=1.0),
+            result("drop", [0.1] * 200, load=1.0),
+        ]
+    )
+    assert text.splitlines()[-1].split() == ["drop", "4.00x", "1", "1", "(30%", "KV)"]
+
+
+def test_a_verdict_says_that_memory_never_fills() -> None:
+    groups = [at(result("recompute", EVEN, kv_usage=0.2), result("drop", EVEN, kv_usage=0.2))]
+    first, second = verdict(Experiment(), groups)
+    assert first == (
+        "drop against recompute: TTFT P50 the same, P90 the same, P99 the same, TPOT P50 the same."
+    )
+    assert "memory never fills at this rate (peak KV use 20%)" in second
+    assert "Raise the rate about 4.8x (--request-rate" in second
+
+
+def test_runs_of_different_code_are_told() -> None:
+    def told(*conditions: dict[str, object]) -> list[str]:
+        runs = [result("drop", EVEN, number=n, environment=c) for n, c in enumerate(conditions)]
+        return [line for line in load_text(at(*runs)).splitlines() if "different code" in line]
+
+    here, there = {"commit": "a-dirty", "code": "12"}, {"commit": "b", "code": "12"}
+    changed = {"commit": "a-dirty", "code": "34"}
+    assert told(here, there) == [], "a commit that changed nothing here"
+    assert told({"commit": "a"}, {"commit": "a"}) == told({}, {}) == [], "older results"
+    (line,) = told(here, there, changed)
+    assert line == (
+        "Runs of different code: 2 of commit a-dirty with code 12; 1 of commit a-dirty with code 34"
+    )
+    (line,) = told({"commit": "a"}, changed, {})
+    assert "1 of commit a;" in line and "1 of an unknown commit" in line
+
+
+def test_a_verdict_says_that_compute_runs_out_first() -> None:
+    ttft_s = [0.1] * 150 + [8.0] * 50
+    groups = [at(result("recompute", ttft_s, kv_usage=0.4), result("drop", ttft_s))]
+    assert (
+        "compute runs out first, and dropping has nothing to gain"
+        in verdict(Experiment(), groups)[-1]
+    )
+
+
+def test_a_verdict_says_what_dropping_gained() -> None:
+    runs = [
+        one
+        for number, gain in enumerate((2.0, 4.0, 8.0))
+        for one in (
+            result("recompute", [0.8] * 200, number=number, kv_usage=0.99),
+            result("drop", [0.8 / gain] * 200, number=number, kv_usage=0.99),
+        )
+    ]
+    first, second = verdict(Experiment(), [at(*runs)])
+    assert "TTFT P50 4.0x lower (2.0-8.0x by run)" in first
+    slower = [
+        dataclasses.replace(run, system="drop" if run.system == "recompute" else "recompute")
+        for run in runs
+    ]
+    assert "TTFT P50 4.0x higher (2.0-8.0x by run)" in verdict(Experiment(), [at(*slower[::-1])])[0]
+    assert second == "load 1: the KV memory is full after 1 s under recompute."

@@ -1,0 +1,85 @@
+"""Experiments of this repository run from a clone: every name in them is known here."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from benchmarks import tables
+from benchmarks.__main__ import FOLDER
+from benchmarks.kept_results import RESULTS, Runs
+from benchmarks.reproduction import DOCUMENTS, experiments, kept, write_tables
+from benchmarks.tables import TABLES
+from kunserve_lab.compare.experiment import check_experiment
+from kunserve_lab.compare.experiment_file import read_experiment
+from kunserve_lab.compare.results import load
+from kunserve_lab.compare.settings import workload_of
+from kunserve_lab.workload.data.catalog import DATA_SETS
+from tests.lab.bench.comparisons import result
+
+EXPERIMENTS = sorted((FOLDER.parent / "experiments").glob("*.toml"))
+
+
+@pytest.mark.parametrize("path", EXPERIMENTS, ids=lambda path: path.stem)
+def test_an_experiment_needs_nothing_from_outside(path: Path) -> None:
+    experiment = read_experiment(path)
+    check_experiment(experiment)
+    assert experiment.title != "Comparison"
+    for setting in (experiment.workload.trace, experiment.workload.lengths):
+        assert setting is None or DATA_SETS[str(setting)].download is None
+    assert len(workload_of(experiment.workload, experiment.loads[0], 0)) > 10
+
+
+def test_a_base_is_for_several_experiments_and_is_none_itself() -> None:
+    names = [path.name for path in (FOLDER.parent / "experiments" / "base").iterdir()]
+    text = "\n".join(path.read_text() for path in [*EXPERIMENTS])
+    bases = "\n".join(
+        path.read_text() for path in (FOLDER.parent / "experiments" / "base").iterdir()
+    )
+    for name in names:
+        assert text.count(f'"base/{name}"') + bases.count(f'"{name}"') > 1, name
+
+
+def test_the_documents_have_the_tables_that_the_committed_results_give() -> None:
+    texts = [document.read_text() for document in DOCUMENTS]
+    shown = [name for text in texts for name in re.findall(r"<!-- table: ([\w-]+) -->", text)]
+    assert sorted(shown) == sorted(TABLES)
+    for text in texts:
+        assert write_tables(text) == text, "run `python -m benchmarks.reproduction --tables`"
+
+
+def test_what_is_committed_of_a_run_can_be_read_again(tmp_path: Path) -> None:
+    results = load(RESULTS / "simulated" / "ablation.jsonl")
+    latencies = {"ttft_ms": (100, 100, 1_000_000), "tpot_ms": (10.0, 10.0, 10.0)}
+    one = replace(results[0], ttft_p50_s=0.1, tpot_p50_s=0.01, **latencies)
+    path = tmp_path / "some.jsonl"
+    path.write_bytes(kept([one]))
+    assert load(path) == [replace(one, ttft_ms=(), tpot_ms=())]
+    assert Runs(path).violations(one.system, one.load) == pytest.approx(1 / 3, abs=1e-4)
+
+
+@pytest.mark.parametrize("name", ["static-pp-4-0.06", "static-pp-4-load0.06-seed0-round1"])
+def test_a_runs_file_says_which_system_and_load(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    columns = ("TTFT P50 (s)", "TTFT P99 (s)", "TPOT P50 (s)", "TPOT P99 (s)")
+    settings = {"run": name, "step_times": "profile", "machine": "Zen 5"}
+    lines = [{"name": "error", "value": 3.0, "settings": settings | {"of": of}} for of in columns]
+    monkeypatch.setattr(tables, "figures_of", lambda benchmark: lines)
+    assert tables.prediction()[1][:2] == ("0.06", "static-pp-4")
+
+
+def test_results_are_of_the_commits_of_all_seeds(tmp_path: Path) -> None:
+    path = tmp_path / "some.jsonl"
+    runs = [result("drop", [0.1], seed=seed, environment={"commit": f"c{seed}"}) for seed in (0, 1)]
+    path.write_bytes(kept(runs))
+    assert Runs(path).commits == ["c0", "c1"]
+
+
+def test_every_result_is_of_an_experiment_that_there_is() -> None:
+    names = {path.stem for path in (RESULTS / "simulated").glob("*.jsonl")}
+    assert names <= set(experiments())
+    for name in names:
+        places = {(run.system, run.load) for run in load(RESULTS / "simulated" / f"{name}.jsonl")}
+        experiment = read_experiment(experiments()[name])
+        wanted = {(system, at) for system in experiment.systems for at in experiment.loads}
+        assert places == wanted, name

@@ -1,0 +1,147 @@
+import logging
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from kunserve.cluster.processes import launch
+from kunserve.cluster.processes.launch import (
+    EXIT_LOST_MESSAGES,
+    EXIT_REMAP_FAILED,
+    StepFailure,
+    blame_for,
+    check_growth,
+    check_memory,
+    end_of_process,
+)
+from kunserve.control.cluster.requests.quarantine import Blame, Cause
+from kunserve.core.config import (
+    MIB,
+    ClusterConfig,
+    InstanceConfig,
+    KunServeConfig,
+    ServerConfig,
+)
+from kunserve.core.errors import TooLittleMemory
+from kunserve.core.ids import RequestId
+from kunserve.core.python_command import python_command
+from kunserve.engine.memory import free_memory
+from kunserve.engine.memory.free_memory import FRONT_BYTES, PROCESS_BYTES
+from kunserve.engine.memory.instance_memory import RemapFailed
+
+
+def config(num_instances: int, **instance: int) -> KunServeConfig:
+    return KunServeConfig(
+        instance=InstanceConfig(**instance), cluster=ClusterConfig(num_instances=num_instances)
+    )
+
+
+def test_instances_are_refused_together_before_any_loads(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The front counts too, as far as it has not got its memory yet."""
+    each = 1024 * MIB + PROCESS_BYTES
+    monkeypatch.setattr(free_memory, "anonymous_bytes", lambda: 60 * MIB)
+    monkeypatch.setattr(launch, "available_bytes", lambda: 2 * each + FRONT_BYTES - 60 * MIB)
+    with caplog.at_level(logging.INFO):
+        check_memory(config(2, memory_bytes=1024 * MIB))
+    needed = "needed=2596MiB (each of 2 instances: 1024 and 224 beside it)"
+    assert f"memory {needed} available=2596MiB" in caplog.text
+    with pytest.raises(TooLittleMemory, match="3 instances of 1024 MiB.*has 2596 MiB left"):
+        check_memory(config(3, memory_bytes=1024 * MIB))
+    check_memory(config(3, memory_bytes=1024 * MIB, kv_cache_memory_bytes=MIB))
+    monkeypatch.setattr(launch, "available_bytes", lambda: 2 * each)
+    with pytest.raises(TooLittleMemory, match="100 MiB more for this process"):
+        check_memory(config(2, memory_bytes=1024 * MIB))
+
+
+def test_several_fronts_take_memory_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are started after the instances, and would find nothing left."""
+    each = 1024 * MIB + PROCESS_BYTES
+    made = config(2, memory_bytes=1024 * MIB)
+    monkeypatch.setattr(free_memory, "anonymous_bytes", lambda: 60 * MIB)
+    monkeypatch.setattr(launch, "available_bytes", lambda: 2 * each + 4 * FRONT_BYTES - 60 * MIB)
+    for count in (1, 3):
+        check_memory(replace(made, server=ServerConfig(api_server_count=count)))
+    with pytest.raises(TooLittleMemory, match=r"process and 4 fronts \(--api-server-count\)"):
+        check_memory(replace(made, server=ServerConfig(api_server_count=4)))
+
+
+def test_a_cluster_that_cannot_grow_to_its_most_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    each = 1024 * MIB + PROCESS_BYTES
+    monkeypatch.setattr(launch, "available_bytes", lambda: 3 * each + FRONT_BYTES)
+    made = config(2, memory_bytes=1024 * MIB)
+    for most, is_told in ((3, False), (4, True)):
+        caplog.clear()
+        check_memory(replace(made, cluster=ClusterConfig(num_instances=2, max_instances=most)))
+        assert ("memory for 3 instances only" in caplog.text) == is_told
+
+
+def test_growth_is_refused_where_it_would_take_what_running_instances_were_promised(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    each = 1024 * MIB + PROCESS_BYTES
+    monkeypatch.setattr(launch, "available_bytes", lambda: 2 * each)
+    monkeypatch.setattr(launch, "held_bytes", lambda pid: each - pid * MIB)
+    made = config(2, memory_bytes=1024 * MIB)
+    check_growth(made, 2, [0, 0])
+    check_growth(made, 1, [0, 1024])
+    with pytest.raises(TooLittleMemory, match=r"^1 more of 1024 MiB .* has 1247 MiB left beside"):
+        check_growth(made, 1, [1000, 249])
+    check_growth(config(2, memory_bytes=1024 * MIB, kv_cache_memory_bytes=MIB), 9, [0])
+
+
+def test_what_a_process_holds() -> None:
+    assert free_memory.held_bytes(os.getpid()) > 8 * MIB
+    assert free_memory.held_bytes(2**22 + 1) == 0
+
+
+@pytest.mark.parametrize(
+    ("exit_code", "cause"),
+    [
+        (1, Cause.INSIDE),
+        (-signal.SIGSEGV, Cause.INSIDE),
+        (-signal.SIGKILL, Cause.OUTSIDE),
+        (-signal.SIGTERM, Cause.OUTSIDE),
+        (EXIT_LOST_MESSAGES, Cause.OUTSIDE),
+        (EXIT_REMAP_FAILED, Cause.OUTSIDE),
+        (None, Cause.OUTSIDE),
+    ],
+)
+def test_who_is_to_blame_for_an_end(exit_code: int | None, cause: Cause) -> None:
+    assert blame_for(exit_code, b"") == Blame(cause)
+    words = msgspec.json.encode(StepFailure((RequestId("a"), RequestId("b"))))
+    assert blame_for(exit_code, words) == Blame(Cause.INSIDE, (RequestId("a"), RequestId("b")))
+
+
+def test_a_failed_remap_is_known_by_its_exit_code() -> None:
+    assert RemapFailed.EXIT_CODE == EXIT_REMAP_FAILED
+
+
+def test_an_end_is_explained() -> None:
+    assert end_of_process(3) == "exit code 3"
+    assert end_of_process(-signal.SIGSEGV) == "exit code -11: ended by SIGSEGV"
+    assert end_of_process(-40) == "exit code -40: ended by signal 40"
+    assert "memory ran out" in end_of_process(-signal.SIGKILL)
+
+
+def test_a_child_does_not_run_another_kunserve_of_the_working_directory(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    other = tmp_path / "kunserve"
+    other.mkdir()
+    (other / "__init__.py").write_text("raise SystemExit('the wrong one')")
+    monkeypatch.chdir(tmp_path)
+    root = str(Path(launch.__file__).parents[3])
+    run = [*python_command(), "-m", "kunserve.cluster.processes.launch"]
+    result = subprocess.run(run, env={"PYTHONPATH": root}, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    assert python_command() == [sys.executable], "this process would find it there, too"

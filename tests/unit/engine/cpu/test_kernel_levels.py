@@ -1,0 +1,156 @@
+"""Which of a wheel's libraries a processor gets, and what a wheel gets compiled."""
+
+import logging
+import platform
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from kunserve.core.errors import ConfigError
+from kunserve.engine.cpu.kernels import build as build_module
+from kunserve.engine.cpu.kernels import levels
+from kunserve.engine.cpu.kernels.build import build_shipped, find_or_build
+from kunserve.engine.cpu.kernels.levels import LEVELS, VARIABLE, fitting_levels, levels_of
+
+X86 = {level.name: level for level in LEVELS if level.machine == "x86_64"}
+TRIED = [name for name, level in X86.items() if not level.untried]
+AMX = "x86-64-v4-amx"
+
+
+@pytest.fixture
+def wheel(monkeypatch, tmp_path: Path) -> Path:
+    """An installed wheel's libraries (empty files), a place to compile to, and no compiler."""
+    shipped = tmp_path / "shipped"
+    shipped.mkdir()
+    monkeypatch.setattr(build_module, "SHIPPED", shipped)
+    monkeypatch.setattr(build_module, "_folders", lambda: (tmp_path / "compiled",))
+    monkeypatch.setattr(build_module.shutil, "which", lambda name: None)
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+    for level in X86.values():
+        (shipped / build_module._name_of(level)).touch()
+    return shipped
+
+
+def processor(monkeypatch, *features: str) -> None:
+    text = f"processor : 0\nflags\t\t: {' '.join(features)}\n"
+    monkeypatch.setattr(levels, "_cpuinfo", text.splitlines)
+
+
+@pytest.mark.parametrize("name", TRIED)
+def test_a_processor_gets_the_best_library_that_it_can_run(monkeypatch, wheel, name) -> None:
+    processor(monkeypatch, *X86[name].needs, "something_else")
+    assert find_or_build().name.startswith(f"kernels-{name}-")
+
+
+def test_kernels_that_were_never_run_are_taken_by_name_only(monkeypatch, wheel, caplog) -> None:
+    processor(monkeypatch, *X86[AMX].needs)
+    assert find_or_build().name.startswith("kernels-x86-64-v4-bf16-")
+    assert not caplog.records
+    monkeypatch.setenv(VARIABLE, AMX)
+    assert find_or_build().name.startswith(f"kernels-{AMX}-")
+    assert f"{AMX}, as {VARIABLE} asks, were never run on such a processor" in caplog.text
+
+
+def test_a_level_by_name_comes_before_what_was_compiled_here(monkeypatch, wheel) -> None:
+    processor(monkeypatch, *X86["x86-64-v4"].needs)
+    compiled = wheel.parent / "compiled" / build_module._native_name(())
+    compiled.parent.mkdir()
+    compiled.touch()
+    monkeypatch.setenv(VARIABLE, "x86-64-v3")
+    assert find_or_build().name.startswith("kernels-x86-64-v3-")
+    monkeypatch.setenv(VARIABLE, "")
+    assert find_or_build() == compiled
+
+
+def test_a_level_that_cannot_be_had_says_why(monkeypatch, wheel) -> None:
+    processor(monkeypatch, *X86["x86-64-v4"].needs)
+    monkeypatch.setenv(VARIABLE, "x86-64-v4-bf16")
+    with pytest.raises(ConfigError, match=r"need avx512_bf16, avx512_vnni, .* run x86-64-v4, x8"):
+        find_or_build()
+    monkeypatch.setenv(VARIABLE, "avx9")
+    with pytest.raises(ConfigError, match="no kernels are called 'avx9'; for this processor"):
+        find_or_build()
+    monkeypatch.setenv(VARIABLE, "armv8-a")
+    with pytest.raises(ConfigError, match="need aarch64, which this processor lacks"):
+        find_or_build()
+
+
+def test_a_level_that_no_wheel_brought_is_compiled(monkeypatch, wheel) -> None:
+    processor(monkeypatch, *X86["x86-64-v3"].needs)
+    for library in wheel.iterdir():
+        library.unlink()
+    monkeypatch.setenv(VARIABLE, "x86-64-v3")
+    with pytest.raises(ConfigError, match="C compiler"):
+        find_or_build()
+
+
+def test_an_old_processor_gets_none(monkeypatch, wheel, caplog) -> None:
+    """It has no AVX2. Without a compiler that is the end, and both things are said."""
+    processor(monkeypatch, "sse4_2")
+    with caplog.at_level(logging.WARNING), pytest.raises(ConfigError, match="C compiler"):
+        find_or_build()
+    assert "compiling them once, for some seconds" in caplog.text
+
+
+def test_a_library_of_other_sources_is_not_taken(monkeypatch, wheel) -> None:
+    processor(monkeypatch, *X86["x86-64-v3"].needs)
+    other = wheel.parent / "csrc"
+    shutil.copytree(build_module.SOURCES, other)
+    (other / "api.h").write_text("/* changed */")
+    monkeypatch.setattr(build_module, "SOURCES", other)
+    with pytest.raises(ConfigError, match="C compiler"):
+        find_or_build()
+
+
+def test_what_was_compiled_for_this_very_processor_comes_first(monkeypatch, wheel) -> None:
+    processor(monkeypatch, *X86["x86-64-v3"].needs)
+    compiled = wheel.parent / "compiled" / build_module._native_name(())
+    compiled.parent.mkdir()
+    compiled.touch()
+    assert find_or_build() == compiled
+
+
+def test_a_wheel_has_a_library_for_each_level(monkeypatch, tmp_path: Path) -> None:
+    commands: list[list[str]] = []
+
+    def compile_nothing(command, **kwargs):
+        commands.append(command)
+        Path(command[command.index("-o") + 1]).touch()
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(build_module.subprocess, "run", compile_nothing)
+    monkeypatch.setattr(build_module.shutil, "which", lambda name: name)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "kernels-of-another-commit.so").touch()
+    made = build_shipped(tmp_path / "out", machine="x86_64")
+    assert sorted(made) == sorted((tmp_path / "out").iterdir())
+    assert len(made) == len(levels_of("x86_64")) == 4
+    by_flag = {flag: command[0] for command in commands for flag in command}
+    assert by_flag["-mavx512bf16"] == "gcc"
+    assert by_flag["-march=x86-64-v3"] == "clang", "gcc's code for AVX2 is several times slower"
+    assert build_shipped(tmp_path / "none", machine="riscv64") == []
+
+
+def test_slow_kernels_are_told_of(monkeypatch, caplog) -> None:
+    monkeypatch.setattr(build_module.shutil, "which", lambda name: name if name == "gcc" else None)
+    assert build_module._compiler(prefers_clang=False) == "gcc" and not caplog.records
+    assert build_module._compiler(prefers_clang=True) == "gcc"
+    assert "clang's kernels are 4-8 times faster" in caplog.text
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="reads this machine's own features")
+def test_this_processor_is_read() -> None:
+    assert set(fitting_levels(untried=True)) <= set(X86.values())
+    assert {level.name for level in fitting_levels()} <= set(TRIED)
+    assert "sse2" in levels.processor_features()
+
+
+@pytest.mark.skipif(shutil.which("nm") is None, reason="lists symbols with binutils")
+def test_the_library_needs_glibc_only() -> None:
+    """A symbol without a version is of a library that it does not say it needs, as libm was."""
+    command = ["nm", "--dynamic", "--undefined-only", str(find_or_build())]
+    listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    names = [line.split()[-1] for line in listed.splitlines() if " U " in line]
+    assert names and all("@GLIBC" in name for name in names), names

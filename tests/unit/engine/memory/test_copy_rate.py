@@ -1,0 +1,42 @@
+"""How fast KV goes to host memory and back, for swapping and parking."""
+
+import pytest
+
+from kunserve.core.errors import ConfigError
+from kunserve.engine.memory import copy_rate
+from kunserve.engine.memory.copy_rate import measure_copy_rate
+from kunserve.engine.torch.cuda.cards import STAND_IN
+from kunserve.engine.torch.cuda.pages import DevicePages
+from kunserve.engine.torch.cuda.staging import Staging
+from tests.fakecuda.library import FakeCuda, build
+
+
+def test_a_devices_own_copies_are_timed_by_a_process_of_its_own() -> None:
+    fake = FakeCuda()
+    assert measure_copy_rate(f"{STAND_IN}{build()}") > 0.0
+    assert fake.num_calls == 0, "this process has not entered the device"
+    with pytest.raises(ConfigError, match="cannot time copies of stand-in:nowhere"):
+        measure_copy_rate(f"{STAND_IN}nowhere")
+
+
+def test_what_is_timed_is_what_instances_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeCuda()
+    done: list[str] = []
+    for name in ("read", "write"):
+        copy = getattr(Staging, name)
+
+        def noted(*arguments: object, name: str = name, copy: object = copy) -> None:
+            done.append(name)
+            copy(*arguments)  # type: ignore[operator]
+
+        monkeypatch.setattr(Staging, name, noted)
+    monkeypatch.setattr(copy_rate, "COPY_BYTES", 1 << 20)
+    assert copy_rate._device_copy_rate(build()) > 0.0
+    assert done == ["write"] * copy_rate.NUM_COPIES + ["read"] * copy_rate.NUM_COPIES
+    assert fake.left() == {} and fake.used_bytes == 0
+
+
+def test_a_cpu_copies_its_own_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copy_rate, "COPY_BYTES", 1 << 20)
+    monkeypatch.setattr(DevicePages, "__init__", None)
+    assert measure_copy_rate() > 0.0

@@ -1,0 +1,222 @@
+"""An instance's memory on a device: what is refused changes nothing, and nothing is lost."""
+
+import os
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from kunserve.control.instance.body import UnitCopy
+from kunserve.core.config import InstanceConfig
+from kunserve.core.errors import ConfigError, TooLittleMemory
+from kunserve.core.ids import InstanceId
+from kunserve.core.layout import LayerRange
+from kunserve.engine.memory.instance_memory import InstanceMemory, RemapFailed
+from kunserve.engine.torch.cuda.driver import Driver
+from kunserve.engine.torch.cuda.pages import DevicePages
+from kunserve.engine.torch.cuda.staging import Staging
+from tests.fakecuda.library import KIB, MIB, FakeCuda
+from tests.specs import model_spec
+
+MODEL = model_spec(num_layers=6, hidden_size=32, intermediate_size=64, num_heads=1, num_kv_heads=1)
+CONFIG = InstanceConfig(kv_cache_memory_bytes=64 * KIB, granule_bytes=8 * KIB)
+WHOLE, MIDDLE = LayerRange(0, 6), LayerRange(2, 4)
+
+
+class DeviceMemory(InstanceMemory):
+    def __init__(self, driver: Driver) -> None:
+        def open_pages(num_bytes: int, granule_bytes: int, _: int) -> DevicePages:
+            return DevicePages(driver, num_bytes, granule_bytes)
+
+        super().__init__(InstanceId(0), MODEL, CONFIG, 0, open_pages, backs_guard=True)
+
+    def stamp(self) -> None:
+        for layer in range(*self.held):
+            self.write_layer(layer, 0, np.full(self.layer_bytes, layer + 1, dtype=np.uint8))
+        units = np.repeat(np.arange(self.spec.kv_units, dtype=np.uint8), self.unit_bytes)
+        self.write_units([(0, self.spec.kv_units)], units)
+
+    def prove(self, layers: LayerRange) -> None:
+        """Books and system agree, and what is held has its content."""
+        self.check(ask_kernel=True)
+        for layer in range(*layers):
+            data = np.empty(self.layer_bytes, dtype=np.uint8)
+            self.read_layer(layer, 0, data)
+            assert (data == layer + 1).all(), layer
+        units = np.empty((self.spec.kv_units, self.unit_bytes), dtype=np.uint8)
+        self.read_units([(0, self.spec.kv_units)], units.reshape(-1))
+        assert (units == np.arange(self.spec.kv_units)[:, None]).all()
+
+
+@pytest.fixture
+def memory(driver: Driver) -> Iterator[DeviceMemory]:
+    made = DeviceMemory(driver)
+    made.stamp()
+    yield made
+    made.close()
+
+
+def test_a_drop_is_prepared_then_one_of_books(memory: DeviceMemory, fake: FakeCuda) -> None:
+    assert memory.prepare(MIDDLE) is None
+    memory.prove(WHOLE)
+    calls = fake.num_calls
+    remap = memory.drop(MIDDLE)
+    assert fake.num_calls == calls, "a commit waits for the driver"
+    assert remap.kv_units == memory.spec.units_when_holding(2)
+    assert memory.arena.num_aliases > 0
+    while memory.arena.num_aliases:
+        memory.tidy()
+    memory.prove(MIDDLE)
+    assert memory.prepare(WHOLE) is None
+    calls = fake.num_calls
+    memory.reclaim(WHOLE)
+    assert fake.num_calls == calls
+    memory.prove(MIDDLE)
+
+
+def test_what_is_called_off_costs_nothing(memory: DeviceMemory, fake: FakeCuda) -> None:
+    memory.prepare(MIDDLE)
+    calls = fake.num_calls
+    assert memory.prepare(WHOLE) is None and fake.num_calls == calls
+    memory.prove(WHOLE)
+    # What is mapped already is used again.
+    memory.prepare(MIDDLE)
+    assert fake.num_calls - calls < 200
+    memory.drop(MIDDLE)
+    memory.prove(MIDDLE)
+
+
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("is_drop", [True, False], ids=["drop", "restore"])
+def test_a_refusal_at_any_call_leaves_the_old_state(
+    driver: Driver, fake: FakeCuda, is_drop: bool, count: int
+) -> None:
+    old, new = (WHOLE, MIDDLE) if is_drop else (MIDDLE, WHOLE)
+
+    def set_up() -> DeviceMemory:
+        made = DeviceMemory(driver)
+        made.stamp()
+        if not is_drop:
+            made.drop(MIDDLE)
+            made.tidy()
+        return made
+
+    for after in range(200):
+        memory = set_up()
+        fake.refuse(after, count)
+        refusal = memory.prepare(new)
+        fake.refuse_nothing()
+        assert memory.held == old
+        memory.prove(old)
+        if refusal is not None:
+            assert "OUT_OF_MEMORY" in refusal
+            assert memory.prepare(new) is None, "it cannot be done again"
+        memory.drop(new) if is_drop else memory.reclaim(new)
+        fake.refuse(0, count)
+        memory.tidy()  # refused: the old addresses stay a little longer
+        fake.refuse_nothing()
+        memory.prove(MIDDLE)
+        assert memory.held == new
+        memory.close()
+        assert not fake.left()
+        if refusal is None:
+            break
+    assert after > 3, "nothing was refused"
+
+
+def test_a_refusal_of_what_was_not_prepared_ends_the_instance(
+    memory: DeviceMemory, fake: FakeCuda
+) -> None:
+    fake.refuse(3)
+    with pytest.raises(RemapFailed):
+        memory.drop(MIDDLE)
+    memory.prove(WHOLE)
+
+
+def test_addresses_that_cannot_be_unmapped_are_tried_again(
+    memory: DeviceMemory, fake: FakeCuda, caplog: pytest.LogCaptureFixture
+) -> None:
+    memory.drop(MIDDLE)
+    aliases = memory.arena.num_aliases
+    fake.refuse(0, 5)
+    for _ in range(5):
+        memory.tidy()
+    assert memory.arena.num_aliases == aliases
+    assert caplog.text.count("cannot unmap old addresses") == 1
+    memory.tidy()
+    assert memory.arena.num_aliases < aliases
+    memory.prove(MIDDLE)
+
+
+def test_too_little_and_badly_cut_memory_are_refused(driver: Driver, fake: FakeCuda) -> None:
+    with pytest.raises(
+        TooLittleMemory,
+        match=r"asks for .* and 0\.0 MiB for.*fake 0 has [\d.]+ MiB of 64\.0 MiB left",
+    ):
+        DevicePages(driver, 64 * MIB, 8 * KIB, 5)
+    fake.refuse(after=30)
+    with pytest.raises(TooLittleMemory, match=r"cannot give.*OUT_OF_MEMORY.*cuMemCreate"):
+        DevicePages(driver, 1 * MIB, 8 * KIB)
+    with pytest.raises(ConfigError, match="multiple of 4096"):
+        DevicePages(driver, 1 * MIB, 6 * KIB)
+    assert not fake.left()
+
+
+def test_copies_between_units_are_in_order(memory: DeviceMemory) -> None:
+    memory.copy_units((UnitCopy(3, 1, 1), UnitCopy(1, 0, 1)))
+    data = np.empty(memory.unit_bytes, dtype=np.uint8)
+    memory.read_units([(0, 1)], data)
+    assert (data == 3).all()
+
+
+def test_device_memory_is_not_viewed(memory: DeviceMemory) -> None:
+    with pytest.raises(AssertionError, match="not in host memory"):
+        memory.unit_view(0, 1)
+
+
+@pytest.mark.parametrize("piece_bytes", [64, 1000, 1 << 16])
+def test_bytes_pass_through_small_pieces(
+    driver: Driver, memory: DeviceMemory, piece_bytes: int
+) -> None:
+    staging = Staging(driver, piece_bytes)
+    base = memory.kv_base_address
+    spans = [(base + 100, 700), (base + 5000, 1), (base + 900, 2999), (base, 0)]
+    data = np.random.default_rng(1).integers(0, 256, 3700, dtype=np.uint8)
+    staging.write(spans, data)
+    into = np.zeros_like(data)
+    staging.read(spans, into)
+    assert (into == data).all()
+    staging.close()
+
+
+def test_any_thread_may_copy(memory: DeviceMemory) -> None:
+    failures: list[BaseException] = []
+
+    def work(unit: int) -> None:
+        try:
+            for value in range(20):
+                data = np.full(memory.unit_bytes, value, dtype=np.uint8)
+                memory.write_units([(unit, 1)], data)
+                into = np.empty_like(data)
+                memory.read_units([(unit, 1)], into)
+                assert (into == data).all()
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(unit,)) for unit in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+
+
+def test_a_granule_goes_to_another_process(memory: DeviceMemory, driver: Driver) -> None:
+    """That a mapping of it shows the same bytes is proven in ``test_driver``."""
+    pages = memory.arena.pages
+    assert isinstance(pages, DevicePages)
+    fd = pages.export(3)
+    handle = driver.import_(fd)
+    driver.release(handle)
+    os.close(fd)

@@ -1,0 +1,211 @@
+"""Sockets with keys, over loopback: who gets in, who is heard, what a broken connection is."""
+
+import asyncio
+from collections.abc import Callable, Iterator
+
+import pytest
+import zmq
+
+from kunserve.core.ids import InstanceId, RequestId
+from kunserve.core.messages import Abort, Alive, Message, Shutdown
+from kunserve.transport.bulk.mover import BulkMover
+from kunserve.transport.peers.links import PeerLinks
+from kunserve.transport.wire.channel import FrontChannel, FrontNetwork, InstanceChannel
+from kunserve.transport.wire.network import Keys, Network, any_port_of, new_keys
+from kunserve.transport.wire.pulse import GIVEN_UP, Answer, question_at
+from kunserve.transport.wire.sockets import Guard, connect_dealer
+from tests.unit.transport.bulk_world import Memory, entries, piece
+from tests.unit.transport.wire.test_channel import until
+
+ZERO, ONE = InstanceId(0), InstanceId(1)
+HOST = "127.0.0.1"
+FRONT = new_keys()
+
+
+def network(keys: Keys | None = None) -> Network:
+    keys = keys or new_keys()
+    return Network(HOST, keys.public, keys.secret, FRONT.public)
+
+
+def abort(number: int) -> Abort:
+    return Abort(RequestId(f"r{number}"))
+
+
+class Pair:
+    """Two instances' links."""
+
+    def __init__(self) -> None:
+        self.networks = [network(), network()]
+        self.links = [PeerLinks(InstanceId(i), network=n) for i, n in enumerate(self.networks)]
+
+    def introduce(self, one: int) -> None:
+        """Tell one of the other."""
+        other = InstanceId(1 - one)
+        at = {other: self.links[other].address}
+        self.links[one].connect(at, {other: self.networks[other].public_key})
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    made = Pair()
+    yield made
+    for links in made.links:
+        links.close()
+
+
+def words_to(channel: InstanceChannel) -> list[Message]:
+    """What comes first, beside probes of the connection, which wake it too."""
+    for _ in range(100):
+        if words := channel.poll(0.1):
+            return words
+    return []
+
+
+def test_addresses_are_reachable_ones() -> None:
+    everywhere = Network("10.0.0.7", "", "", "", bind_host="0.0.0.0")
+    assert everywhere.any_port == "tcp://0.0.0.0:*"
+    assert everywhere.advertised("tcp://0.0.0.0:4321") == "tcp://10.0.0.7:4321"
+    sixth = Network("fd00::7", "", "", "")
+    assert sixth.any_port == "tcp://[fd00::7]:*"
+    assert sixth.advertised("tcp://[fd00::7]:4321") == "tcp://[fd00::7]:4321"
+    assert everywhere.machine != sixth.machine
+
+
+def test_who_calls_before_it_is_known_gets_in_when_it_is(
+    pair: Pair, eventually: Callable[..., object]
+) -> None:
+    zero, one = pair.links
+    pair.introduce(0)
+    assert zero.send(ONE, abort(1))
+    assert one.poll(0.05) == []
+    assert zero.unreached([ZERO, ONE]) == [ONE]
+    pair.introduce(1)
+    assert [mail.message for mail in one.poll(10.0)] == [abort(1)]
+    eventually(lambda: zero.unreached([ZERO, ONE]) == [])
+
+
+def test_strangers_do_not_get_in(pair: Pair) -> None:
+    zero, one = pair.links
+    pair.introduce(0)
+    pair.introduce(1)
+    stranger = network()
+    for server_key in (pair.networks[1].public_key, FRONT.public):
+        guard = Guard(stranger.keys, 0.2, server_key)
+        socket = connect_dealer(one.address, b"p\0\0\0\0" + bytes(8), guard=guard)
+        socket.send(b"hello")
+        plain = zmq.Context.instance().socket(zmq.DEALER)
+        plain.linger = 0
+        plain.connect(one.address)
+        plain.send(b"hello")
+        assert one.poll(0.1) == []
+        socket.close()
+        plain.close()
+    assert zero.send(ONE, abort(1))
+    assert [mail.message for mail in one.poll(10.0)] == [abort(1)]
+
+
+def test_who_is_given_up_is_heard_no_more_though_it_is_connected(pair: Pair) -> None:
+    zero, one = pair.links
+    pair.introduce(0)
+    pair.introduce(1)
+    zero.send(ONE, abort(1))
+    assert one.poll(10.0)
+    one.connect({})
+    zero.send(ONE, abort(2))
+    assert one.poll(0.2) == [] and one.rejections.num == 1
+
+
+def test_a_link_that_does_not_stand_is_told_once(
+    pair: Pair, eventually: Callable[..., object]
+) -> None:
+    zero, _ = pair.links
+    zero.connect({ONE: "tcp://127.0.0.1:9"}, {ONE: pair.networks[1].public_key})
+    found = eventually(zero.faults)
+    assert [(fault.peer, fault.is_down) for fault in found] == [(ONE, True)]  # type: ignore[attr-defined]
+    assert zero.faults() == []
+
+
+def test_bulk_between_hosts_is_sent() -> None:
+    networks = [network(), network()]
+    memories = [Memory(40, seed=i) for i in (0, 1)]
+    movers = [
+        BulkMover(InstanceId(i), "", memory, network=at)
+        for i, (memory, at) in enumerate(zip(memories, networks, strict=True))
+    ]
+    for i, mover in enumerate(movers):
+        other = InstanceId(1 - i)
+        keys = {other: networks[other].public_key}
+        mover.connect({other: movers[other].address}, keys, near=())
+    movers[0].export_kv(RequestId("r"), entries(0, 8))
+    movers[1].pull_kv(piece("r", 0, (0, 6), (0, 2)), entries(8, 20))
+    poller = zmq.Poller()
+    poller.register(movers[1].poll_sockets[0], zmq.POLLIN)
+    assert poller.poll(10_000)
+    [pulled] = movers[1].completed()
+    assert pulled.ok
+    for mover in movers:
+        mover.close()
+    for src, dst in ((0, 8), (8, 20)):
+        assert (memories[0].unit_view(src, 6) == memories[1].unit_view(dst, 6)).all()
+
+
+class Heard(list[Message]):
+    def __call__(self, instance_id: InstanceId, message: Message) -> None:
+        self.append(message)
+
+
+class Pulsing:
+    """Notes the front's answers."""
+
+    def __init__(self) -> None:
+        self.answers: list[str] = []
+
+    def question(self) -> bytes:
+        return question_at(1.0)
+
+    def answered(self, data: bytes) -> None:
+        self.answers.append(Answer.read(data)[1])
+
+
+def test_a_front_answers_its_own_and_tells_others_that_they_are_given_up() -> None:
+    async def scenario() -> None:
+        heard = Heard()
+        front = FrontChannel(heard, network=FrontNetwork(FRONT, 1.0, "me"))
+        await front.start(any_port_of(HOST))
+        old_keys, new = network(), network()
+        front.admit(ZERO, old_keys.public_key)
+        old = InstanceChannel(front.address, ZERO, old_keys)
+        pulse = Pulsing()
+        old.start_heartbeat(0.02, pulse=pulse)
+        old.send(abort(1))
+        await until(lambda: abort(1) in heard and pulse.answers)
+        assert set(pulse.answers) == {"me"} and Alive(ZERO) in heard
+        assert front.reaches(ZERO) and front.send(ZERO, Shutdown())
+        assert words_to(old) == [Shutdown()]
+
+        front.forget(ZERO)
+        front.admit(ZERO, new.public_key)
+        await until(lambda: pulse.answers[-1] == GIVEN_UP)
+        heard.clear()
+        old.send(abort(2))
+        successor = InstanceChannel(front.address, ZERO, new)
+        successor.send(abort(3))
+        await until(lambda: abort(3) in heard)
+        assert abort(2) not in heard and Alive(ZERO) not in heard
+        assert front.send(ZERO, Shutdown()) and words_to(successor) == [Shutdown()]
+
+        again = InstanceChannel(front.address, ZERO, old_keys)  # it connects anew
+        again.send(abort(4))
+        stranger = InstanceChannel(front.address, ONE, network())
+        stranger.send(abort(5))
+        successor.send(abort(6))
+        await until(lambda: abort(6) in heard)
+        assert {abort(4), abort(5)}.isdisjoint(heard)
+        successor.close()
+        await until(lambda: not front.reaches(ZERO))
+        for one in (old, again, stranger):
+            one.close()
+        await front.close()
+        await front.close()
+
+    asyncio.run(scenario())
