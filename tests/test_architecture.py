@@ -25,6 +25,7 @@ READS_ENVIRONMENT = {
 """The command line, what is handed on to child processes, a user's compiler and level of kernels,
 and what an experiment's commands name."""
 IMPORTS_LATE = {
+    "kunserve/__init__.py",
     "kunserve/cli.py",
     "kunserve_lab/bench/bench_command.py",
     "kunserve_lab/bench/run.py",

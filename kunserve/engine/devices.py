@@ -1,12 +1,12 @@
 """The backend of an instance, by its device and its ranks."""
 
 from kunserve.core.config import InstanceConfig, ModelConfig
+from kunserve.core.extras import find_extra
 from kunserve.core.ids import InstanceId
 from kunserve.engine.backend import Backend, CpuBackend
 from kunserve.engine.ranks.backend import RankedBackend
 from kunserve.engine.torch.cuda.opening import cards_of, open_card
 from kunserve.model.source import ModelSource
-from kunserve_extras.device_ranks.backend import DeviceRanksBackend
 
 
 def open_backend(
@@ -21,4 +21,8 @@ def open_backend(
         return CpuBackend() if num_ranks == 1 else RankedBackend(model, source, num_ranks)
     cards = cards_of(config.device, instance_id * num_ranks, num_ranks)
     own = open_card(cards[0])
-    return own if num_ranks == 1 else DeviceRanksBackend(model, source, own, cards)
+    if num_ranks == 1:
+        return own
+    of_ranks = find_extra("ranks", "devices", "--tensor-parallel-size beside --device cuda")
+    backend: Backend = of_ranks.backend(model, source, own, cards)
+    return backend

@@ -13,6 +13,11 @@ from pathlib import Path
 from starlette.exceptions import HTTPException
 from starlette.requests import Request as HttpRequest
 from starlette.responses import RedirectResponse, Response
+from starlette.routing import Route
+
+from kunserve.server.api.front import Front
+from kunserve.server.api.openai_routes import OpenAIRoutes
+from kunserve.server.http.paths import PAGE_WITH_SLASH
 
 FOLDER = Path(__file__).parent / "web"
 PAGE = "page.html"
@@ -60,6 +65,18 @@ def _read_files() -> dict[str, _File]:
             files[path.name] = _File(content, media_type, etag)
     assert PAGE in files, FOLDER
     return files
+
+
+def routes(_front: Front, _openai: OpenAIRoutes) -> list[Route]:
+    """What the seam ``routes`` of a server takes."""
+    dashboard = DashboardRoutes()
+    get = ["GET"]
+    return [
+        Route("/", dashboard.root, methods=get),
+        Route("/dashboard", dashboard.page, methods=get),
+        Route(PAGE_WITH_SLASH, dashboard.with_slash, methods=get),
+        Route("/dashboard/{name}", dashboard.file, methods=get),
+    ]
 
 
 class DashboardRoutes:

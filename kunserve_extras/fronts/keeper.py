@@ -6,7 +6,7 @@ import logging
 import signal
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from kunserve.core.config import KunServeConfig
 from kunserve.core.errors import ConfigError
 from kunserve.core.python_command import python_command
 from kunserve.model.generation_config import SamplingDefaults
+from kunserve.server.start.launch import Launched
 from kunserve.server.start.serve import Drain, caught_signals
 from kunserve.server.telemetry.stats_log import StatsLog
 from kunserve_extras.fronts.accounts import ServerAccounts
@@ -289,3 +290,26 @@ def listeners_of(first: socket.socket, count: int) -> list[socket.socket]:
         listener.set_inheritable(True)
         found.append(listener)
     return found
+
+
+async def serve_by_several(
+    launched: Launched, listener: socket.socket, tell_ready: Callable[[], None]
+) -> None:
+    """Keep ``--api-server-count`` fronts before a started cluster until a signal ends them."""
+    config = launched.config
+    listeners = listeners_of(listener, config.server.api_server_count)
+    keeper = FrontKeeper(
+        launched.cluster, launched.model_name, config, launched.defaults, listeners
+    )
+
+    async def tell() -> None:
+        await keeper.until_up()
+        tell_ready()
+
+    telling = asyncio.create_task(tell())
+    try:
+        await keeper.run()
+    finally:
+        telling.cancel()
+        for one in listeners:
+            one.close()

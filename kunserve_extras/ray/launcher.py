@@ -9,6 +9,7 @@ calls in an instance's life: where are you, begin, how did it end.
 import asyncio
 import contextlib
 import logging
+import re
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -28,7 +29,7 @@ from kunserve.cluster.processes.launch import (
 )
 from kunserve.cluster.processes.seat import Seat
 from kunserve.core.config import KunServeConfig
-from kunserve.core.errors import TooLittleMemory
+from kunserve.core.errors import ConfigError, TooLittleMemory
 from kunserve.core.ids import InstanceId
 from kunserve_extras.ray.nodes import need_of, num_that_fit, place_of, shortage
 from kunserve_extras.ray.seat import RaySeat, seat_name
@@ -333,3 +334,17 @@ def _short(error: RayError) -> str:
     """The first line of what Ray says, which are many."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[0] if lines else type(error).__name__
+
+
+def launcher_of(config: KunServeConfig, run_folder: Path | None) -> RayLauncher:
+    """What ``--cluster ray`` asks for; raises ConfigError for a name that Ray does not take."""
+    name = config.cluster.ray_name or str(config.server.port)
+    if not re.fullmatch(r"[A-Za-z0-9._-]{1,64}", name):
+        raise ConfigError(f"--ray-name is of letters, digits, '.', '_' and '-', not {name!r}")
+    return RayLauncher(
+        Session(config.cluster.ray_address),
+        config.cluster.ray_placement,
+        is_detached=run_folder is not None,
+        autoscales=config.cluster.ray_autoscaling,
+        name=None if run_folder is None else name,
+    )

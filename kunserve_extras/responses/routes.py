@@ -4,6 +4,7 @@ import time
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
+from starlette.routing import Route
 
 from kunserve.server.api.answers.wire import Envelope
 from kunserve.server.api.front import Front
@@ -14,6 +15,11 @@ from kunserve.server.http.body import unless_gone
 from kunserve.server.http.middleware import ANSWER_ID
 from kunserve_extras.responses.answer import ResponsesAnswer, StreamedResponsesAnswer
 from kunserve_extras.responses.schema import ResponsesBody
+
+
+def routes(front: Front, openai: OpenAIRoutes) -> list[Route]:
+    """What the seam ``routes`` of a server takes."""
+    return [Route("/v1/responses", ResponsesRoutes(front, openai).create, methods=["POST"])]
 
 
 class ResponsesRoutes:

@@ -52,6 +52,22 @@ def test_a_server_needs_no_extra() -> None:
     subprocess.run([sys.executable, "-c", script], check=True)
 
 
+def test_a_server_imports_neither_extras_nor_laboratory() -> None:
+    """Every module of the serving house, in a process of its own."""
+    script = (
+        "import importlib, pkgutil, sys\n"
+        "import kunserve\n"
+        "for found in pkgutil.walk_packages(kunserve.__path__, 'kunserve.'):\n"
+        "    if '.triton' not in found.name and not found.name.endswith(('_ops', '__main__')):\n"
+        "        importlib.import_module(found.name)\n"
+        "others = ('kunserve_extras.', 'kunserve_lab.')\n"
+        "loaded = [name for name in sys.modules if name.startswith(others)]\n"
+        "assert all(name.endswith('.commands') for name in loaded), loaded\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.parametrize(
     ("word", "said"),
     [

@@ -9,13 +9,14 @@ import signal
 import socket
 import sys
 import threading
+from collections.abc import Sequence
 
 from kunserve.core.errors import KunServeError
+from kunserve.core.extras import find_extra
 from kunserve.engine.memory.instance_memory import RemapFailed
 from kunserve.engine.ranks.control import Answer, Join, Talk
 from kunserve.engine.ranks.meeting import RankLost
 from kunserve.engine.ranks.rank import HostRank, Rank
-from kunserve_extras.device_ranks.rank import DeviceRank
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +40,7 @@ def run_member(end: socket.socket) -> int:
     if os.getppid() != order.parent_pid:
         return EXIT_ORPHANED  # it died before the line above: its death gives no signal
     try:
-        rank: Rank = HostRank(order, *fds) if order.card is None else DeviceRank(order, *fds)
+        rank = _rank_of(order, fds)
     except KunServeError as error:
         talk.say(Answer(error))
         return EXIT_REFUSED
@@ -55,6 +56,14 @@ def run_member(end: socket.socket) -> int:
         rank.lose()
         raise
     return 1
+
+
+def _rank_of(order: Join, fds: Sequence[int]) -> Rank:
+    """Raises KunServeError for files that cannot be read, and for a device that will not do."""
+    if order.card is None:
+        return HostRank(order, *fds)
+    of_device: Rank = find_extra("ranks", "devices", "--device cuda").rank(order, *fds)
+    return of_device
 
 
 def _obey_all(rank: Rank, talk: Talk) -> None:

@@ -15,6 +15,7 @@ from starlette.routing import Route
 from kunserve.cluster.api import EngineClient
 from kunserve.core.config import KunServeConfig
 from kunserve.core.errors import KunServeError
+from kunserve.core.extras import every_extra
 from kunserve.core.front_config import ChatConfig
 from kunserve.model.generation_config import SamplingDefaults
 from kunserve.server.api.admin_routes import AdminRoutes
@@ -27,13 +28,11 @@ from kunserve.server.http.cors import PageMiddleware
 from kunserve.server.http.errors import EffectMissing, error_answer
 from kunserve.server.http.limits import FrontLimits
 from kunserve.server.http.middleware import ANSWER_ID, FrontMiddleware
-from kunserve.server.http.paths import PAGE_WITH_SLASH, PathMiddleware, unknown_path
+from kunserve.server.http.paths import PathMiddleware, unknown_path
 from kunserve.server.http.web_guard import is_loopback
 from kunserve.server.telemetry.accounts import Accounts
 from kunserve.server.telemetry.request_life import Tracer
 from kunserve.server.telemetry.stats_log import StatsLog
-from kunserve_extras.dashboard.routes import DashboardRoutes
-from kunserve_extras.responses.routes import ResponsesRoutes
 
 
 def create_app(
@@ -141,13 +140,10 @@ async def _answer_error(http: HttpRequest, error: Exception) -> Response:
 
 def _routes(front: Front) -> list[Route]:
     system, openai, admin = SystemRoutes(front), OpenAIRoutes(front), AdminRoutes(front)
-    dashboard = DashboardRoutes()
-    responses = ResponsesRoutes(front, openai)
     get, post = ["GET"], ["POST"]
     return [
         Route("/v1/completions", openai.completions, methods=post),
         Route("/v1/chat/completions", openai.chat, methods=post),
-        Route("/v1/responses", responses.create, methods=post),
         Route("/v1/models", system.models, methods=get),
         Route("/v1/models/{name:path}", system.model, methods=get),
         Route("/load", system.load, methods=get),
@@ -163,10 +159,6 @@ def _routes(front: Front) -> list[Route]:
         Route("/metrics", system.metrics, methods=get),
         Route("/kunserve/state", system.state, methods=get),
         Route("/kunserve/timeline", system.timeline, methods=get),
-        Route("/", dashboard.root, methods=get),
-        Route("/dashboard", dashboard.page, methods=get),
-        Route(PAGE_WITH_SLASH, dashboard.with_slash, methods=get),
-        Route("/dashboard/{name}", dashboard.file, methods=get),
         Route("/kunserve/drop", admin.drop, methods=post),
         Route("/kunserve/restore", admin.restore, methods=post),
         Route("/kunserve/kill", admin.kill, methods=post),
@@ -174,4 +166,5 @@ def _routes(front: Front) -> list[Route]:
         Route("/kunserve/pause", admin.pause, methods=post),
         Route("/kunserve/resume", admin.resume, methods=post),
         Route("/reset_prefix_cache", admin.reset_prefix_cache, methods=post),
+        *(route for routes in every_extra("routes") for route in routes(front, openai)),
     ]

@@ -4,11 +4,9 @@ import asyncio
 import gc
 import logging
 import os
-import re
 import socket
 import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +16,7 @@ from kunserve.cluster.driver.local import LocalCluster
 from kunserve.cluster.processes.launch import Launcher
 from kunserve.core.config import MIB, KunServeConfig
 from kunserve.core.errors import ConfigError
+from kunserve.core.extras import find_extra
 from kunserve.core.kv_blocks import ring_of
 from kunserve.core.messages import Ready
 from kunserve.engine.cpu.kernels.build import find_or_build
@@ -38,7 +37,6 @@ from kunserve.server.http.tls import check_certificates
 from kunserve.server.start.app import create_app
 from kunserve.server.start.launch_parts import load_tokenizer, tracer_of
 from kunserve.server.start.serve import serve
-from kunserve_extras.fronts.keeper import FrontKeeper, listeners_of
 
 logger = logging.getLogger("kunserve.server")
 
@@ -139,7 +137,8 @@ async def run_server(config: KunServeConfig) -> None:
 
     try:
         if config.server.api_server_count > 1:
-            await _serve_by_several(launched, listener, tell_ready)
+            serve_by_several = find_extra("fronts", "several", "--api-server-count")
+            await serve_by_several(launched, listener, tell_ready)
         else:
             app = create_app(
                 cluster, launched.tokenizer, name, config, defaults=launched.defaults, tracer=tracer
@@ -156,46 +155,8 @@ def _launcher(config: KunServeConfig, run_folder: Path | None = None) -> Launche
     """Ray's, if it was asked for; its packages are imported only then."""
     if config.cluster.launcher == "local":
         return None
-    try:
-        from kunserve_extras.ray.launcher import RayLauncher
-        from kunserve_extras.ray.session import Session
-    except ImportError as error:
-        raise ConfigError(
-            f"--cluster ray needs: pip install '.[ray]' in KunServe's folder ({error})"
-        ) from None
-    name = config.cluster.ray_name or str(config.server.port)
-    if not re.fullmatch(r"[A-Za-z0-9._-]{1,64}", name):
-        raise ConfigError(f"--ray-name is of letters, digits, '.', '_' and '-', not {name!r}")
-    session = Session(config.cluster.ray_address)
-    return RayLauncher(
-        session,
-        config.cluster.ray_placement,
-        is_detached=run_folder is not None,
-        autoscales=config.cluster.ray_autoscaling,
-        name=None if run_folder is None else name,
-    )
-
-
-async def _serve_by_several(
-    launched: Launched, listener: socket.socket, tell_ready: Callable[[], None]
-) -> None:
-    config = launched.config
-    listeners = listeners_of(listener, config.server.api_server_count)
-    keeper = FrontKeeper(
-        launched.cluster, launched.model_name, config, launched.defaults, listeners
-    )
-
-    async def tell() -> None:
-        await keeper.until_up()
-        tell_ready()
-
-    telling = asyncio.create_task(tell())
-    try:
-        await keeper.run()
-    finally:
-        telling.cancel()
-        for one in listeners:
-            one.close()
+    launcher: Launcher = find_extra("launchers", "ray", "--cluster ray")(config, run_folder)
+    return launcher
 
 
 def check_length(config: KunServeConfig, spec: ModelSpec) -> None:

@@ -4,7 +4,7 @@ import importlib
 from typing import Any
 
 from kunserve.core.config import KunServeConfig
-from kunserve.core.errors import ConfigError
+from kunserve.core.extras import find_extra
 from kunserve.model.source import ModelSource
 from kunserve.server.telemetry.request_life import Tracer
 
@@ -14,13 +14,8 @@ def tracer_of(config: KunServeConfig) -> Tracer | None:
     endpoint = config.log.otlp_traces_endpoint
     if endpoint is None:
         return None
-    try:
-        from kunserve_extras.tracing import OtlpTracer
-    except ImportError as error:
-        raise ConfigError(
-            f"--otlp-traces-endpoint needs: pip install '.[otel]' in KunServe's folder ({error})"
-        ) from None
-    return OtlpTracer.to(endpoint)
+    tracer: Tracer = find_extra("tracers", "otel", "--otlp-traces-endpoint")(endpoint)
+    return tracer
 
 
 def load_tokenizer(source: ModelSource, tokenizer: str | None, template: str | None) -> Any:
