@@ -13,6 +13,7 @@ core. What the fluid model says of the same bursts, and the picture of both:
 
 import argparse
 import math
+import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -196,25 +197,23 @@ def _peak_use(result: SimResult) -> float:
 
 
 def table() -> list[Row]:
-    """A row for each burst in which a drop was made, and below them the least of all."""
+    """A row for each kind of burst in which a drop was made, and below them the least of all."""
     known = kept()
-    draws: dict[str, list[Simulated]] = {}
+    kinds: dict[str, list[Simulated]] = {}
     for one in known:
-        draws.setdefault(_name(one.point), []).append(one)
+        if any(one.num_drops[name] for name in _DROPPING):
+            kinds.setdefault(_kind(one.point), []).append(one)
     figures = [(name, figure) for figure in ("P99 TTFT", "output") for name in _DROPPING]
-    rows: list[Row] = [
-        ("lengths, weights, burst", *(f"{figure}, `{name}`" for name, figure in figures))
-    ]
-    for burst, some in sorted(draws.items()):
-        if any(one.num_drops[name] for one in some for name in _DROPPING):
-            rows.append((burst, *(_ranged(_ratios(some, *column)) for column in figures)))
+    rows: list[Row] = [("weights, burst", *(f"{figure}, `{name}`" for name, figure in figures))]
+    for kind, some in sorted(kinds.items()):
+        rows.append((kind, *(_spread(_ratios(some, *column)) for column in figures)))
     least = (f"{min(_ratios(known, *column)):.2f}x" for column in figures)
     return [*rows, (f"**least of all {len(known)}**", *least)]
 
 
-def _name(point: Point) -> str:
-    length = f"{point.height:g} X for {point.length_s:g} s"
-    return f"{point.mix}, {SHARES[point.utilization]}, {length}"
+def _kind(point: Point) -> str:
+    """Bursts that differ in their lengths and draws only."""
+    return f"{SHARES[point.utilization]}, {point.height:g} X for {point.length_s:g} s"
 
 
 def _ratios(some: Sequence[Simulated], name: str, figure: str) -> list[float]:
@@ -223,9 +222,10 @@ def _ratios(some: Sequence[Simulated], name: str, figure: str) -> list[float]:
     return [one.times_lower(name) if is_p99 else one.throughput(name) for one in some]
 
 
-def _ranged(ratios: Sequence[float]) -> str:
-    least, most = f"{min(ratios):.2f}", f"{max(ratios):.2f}"
-    return f"{least}x" if least == most else f"{least}-{most}x"
+def _spread(ratios: Sequence[float]) -> str:
+    """The median, and least to most."""
+    middle = statistics.median(ratios)
+    return f"{middle:.2f}x ({min(ratios):.2f}-{max(ratios):.2f})"
 
 
 def main() -> None:
