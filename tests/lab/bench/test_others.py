@@ -19,7 +19,7 @@ from kunserve_lab.compare.results import load
 from kunserve_lab.compare.settings import RealSetup
 from kunserve_lab.workload.workload import Lengths, Workload
 from tests.conftest import wait_until
-from tests.lab.bench.conftest import FakeServer
+from tests.lab.conftest import FakeServer
 
 EXPERIMENT = """
 world = "real"
