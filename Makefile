@@ -98,7 +98,7 @@ hunt: install
 	$(BIN)/pytest --hypothesis-profile hunt $$(grep -rl --include='test_*.py' hypothesis tests)
 
 chaos-sim: install
-	CHAOS_SCHEDULES=10000 $(BIN)/pytest --hypothesis-profile hunt --timeout 0 tests/property/test_chaos.py
+	CHAOS_SCHEDULES=10000 $(BIN)/pytest --hypothesis-profile hunt --timeout 0 tests/property/cluster/test_chaos.py
 
 test: install check
 
@@ -141,7 +141,7 @@ test-kernels-%:
 # Skips, and says what is lacking, without Debian's gcc-aarch64-linux-gnu and qemu-user; clang
 # makes it quicker.
 test-aarch64: install
-	$(BIN)/pytest -q -rs -m slow tests/e2e/test_foreign_kernels.py -k armv8
+	$(BIN)/pytest -q -rs -m slow tests/e2e/processes/test_foreign_kernels.py -k armv8
 
 $(VENV)/.ray: $(VENV)/.installed
 	@echo "==> installing Ray"

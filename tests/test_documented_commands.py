@@ -67,7 +67,9 @@ class Elsewhere:
     because: str
 
 
-IN_A_CONTAINER = Elsewhere("needs Docker; tests/e2e/test_container.py runs the image's contents")
+IN_A_CONTAINER = Elsewhere(
+    "needs Docker; tests/e2e/processes/test_container.py runs the image's contents"
+)
 IN_A_CLUSTER = Elsewhere("needs Kubernetes; `make test-chart` renders the chart")
 OVER_RAY = Elsewhere("needs Ray; tests/ray (make test-ray) starts nodes and serves over them")
 INSTALLS = Elsewhere("changes the environment; a container's wheel is installed by its tests")
@@ -104,7 +106,7 @@ PLANS: dict[str, Alone | Client | Server | Elsewhere] = {
     "kunserve data": Alone("burstgpt-like"),
     'eval "$(_KUNSERVE_COMPLETE=bash_source kunserve)"': Alone(""),
     "kunserve compare experiments/overload.toml": Elsewhere(
-        "takes an hour; tests/e2e/test_compare_real.py runs a short one"
+        "takes an hour; tests/e2e/processes/test_compare_real.py runs a short one"
     ),
     "pip install --index-url https://download.pytorch.org/whl/cpu torch==2.13.0": INSTALLS,
     "pip install '.[bench]'": INSTALLS,

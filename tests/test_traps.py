@@ -12,7 +12,7 @@ import pytest
 
 from kunserve.core.ids import InstanceId
 from kunserve_lab.world.in_process import Delivery
-from tests.e2e import test_local_cluster
+from tests.e2e.processes import test_local_cluster
 from tests.fake_cluster import FakeCluster
 from tests.unit.control.cluster.requests import test_requests
 from tests.unit.control.group import test_scheduler

@@ -21,7 +21,7 @@ from kunserve.engine.memory.free_memory import PROCESS_BYTES
 from kunserve.transport.wire.network import Network
 from kunserve_extras.ray.nodes import Node as Has
 from kunserve_extras.ray.nodes import need_of, num_that_fit, place_of, shortage
-from tests.fake_ray import FakeRay, Node, installed
+from tests.extras.ray.fake_ray import FakeRay, Node, installed
 from tests.live_cluster import FAKE, Client, until, with_cluster
 
 ONE = InstanceId(1)

@@ -13,7 +13,7 @@ from kunserve.cluster.driver.local import LocalCluster
 from kunserve.core.errors import ConfigError
 from kunserve_extras.ray import seat_book
 from kunserve_extras.ray.seat_book import KEPT_S, SILENT_S, Holder, SeatBook
-from tests.fake_ray import FakeRay, Node, installed
+from tests.extras.ray.fake_ray import FakeRay, Node, installed
 from tests.live_cluster import FAKE, Client, config, until
 
 A, B = (Holder(name, f"host {name}", f"realm {name}", "1:1") for name in "ab")

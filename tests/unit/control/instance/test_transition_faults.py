@@ -3,7 +3,7 @@
 Whatever happens the transition rolls back wholly (or goes on, where the fault is none of its
 business), nothing is leaked, every request gets its own tokens, and the same transition succeeds
 afterwards. Faults after the commit, and deaths and aborts at every single action, are in
-``test_agent_races``; random mixtures of all in ``tests/property/test_transitions``.
+``test_agent_races``; random mixtures of all in ``tests/property/cluster/test_transitions``.
 A remap that fails after the commit ends the instance's process; that layers
 arrive whole is TCP's business, so a pull may end short but not with other bytes.
 """

@@ -8,7 +8,7 @@ from kunserve.core.ids import GroupId
 from kunserve.core.layout import LayerRange
 from kunserve.core.snapshots import ClusterState, InstanceSnapshot
 from kunserve.server.telemetry.savings import DroppedTime, Savings
-from tests.e2e.dashboard_story import halves, spec_of, whole
+from tests.e2e.api.dashboard_story import halves, spec_of, whole
 from tests.unit.server.echo_engine import idle_load
 
 UNDROPPED = spec_of(0).blocks_when_holding(30)

@@ -10,7 +10,7 @@ from kunserve.cluster.driver.local import LocalCluster
 from kunserve.core.config import OverloadConfig, SchedulerConfig
 from kunserve.core.cost import CostCoefficients
 from kunserve.core.request import SamplingParams
-from tests.e2e.test_engine_transitions import (
+from tests.e2e.tokens.test_engine_transitions import (
     NUM_TOKENS,
     PROMPTS,
     SEEDED,

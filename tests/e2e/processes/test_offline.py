@@ -12,7 +12,7 @@ import pytest
 
 from tests.conftest import wait_until
 
-ROOT = Path(__file__).parent.parent.parent
+ROOT = Path(__file__).parents[3]
 PROGRAM = Path(__file__).parent / "offline_program.py"
 PATIENCE_S = 100.0
 

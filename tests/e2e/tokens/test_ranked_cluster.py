@@ -18,7 +18,7 @@ from kunserve.core.request import SamplingParams
 from kunserve.engine.memory.free_memory import children_of
 from kunserve.engine.torch.cuda.cards import STAND_IN
 from kunserve.server.start.launch import launch
-from tests.e2e.test_engine_transitions import (
+from tests.e2e.tokens.test_engine_transitions import (
     NUM_TOKENS,
     PROMPTS,
     QUEUED,

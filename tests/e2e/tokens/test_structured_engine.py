@@ -21,7 +21,7 @@ from kunserve.engine.body import CpuBody
 from kunserve.engine.sampling.structured.grammar import compile_form
 from kunserve.engine.sampling.structured.vocabulary import open_vocabulary
 from tests.direct_engine import DirectEngine
-from tests.e2e.test_engine_transitions import config_of, drop_to, restore_when_it_fits
+from tests.e2e.tokens.test_engine_transitions import config_of, drop_to, restore_when_it_fits
 from tests.tiny_models import VOCAB, save_tiny, save_tokenizer
 
 NUM_LAYERS = 4

@@ -18,7 +18,7 @@ from kunserve.core.snapshots import InstanceSpec
 from kunserve.policy.drop.layer_split import Member, split_layers
 from tests.examples import examples
 from tests.fake_cluster import FakeCluster
-from tests.property.test_transitions import SWAPS, TransitionsMachine
+from tests.property.cluster.test_transitions import SWAPS, TransitionsMachine
 from tests.specs import instance_spec
 
 pytestmark = pytest.mark.timeout(900)  # a busy machine

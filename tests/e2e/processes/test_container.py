@@ -22,7 +22,7 @@ import pytest
 from kunserve.core.config import MIB
 from kunserve_lab.bench.server_process import free_ports
 
-ROOT = Path(__file__).parent.parent.parent
+ROOT = Path(__file__).parents[3]
 CONTAINED = Path(__file__).with_name("contained.sh")
 UID = 10001
 PATIENCE_S = 180.0

@@ -30,8 +30,8 @@ from kunserve.model.source import resolve_model
 from kunserve_extras.device_ranks import memory as device_memory
 from kunserve_extras.device_ranks.backend import DeviceRanksBackend
 from tests.direct_engine import DirectEngine
-from tests.e2e.test_lost_ranks import Deaths, lose_a_rank
-from tests.e2e.test_tensor_parallel import (
+from tests.e2e.processes.test_lost_ranks import Deaths, lose_a_rank
+from tests.e2e.tokens.test_tensor_parallel import (
     HALVES,
     NUM_TOKENS,
     PROMPTS,

@@ -25,7 +25,7 @@ from kunserve.model.config import read_spec
 from kunserve.model.source import resolve_model
 from kunserve.server.start.launch import with_ring
 from tests.direct_engine import DirectEngine
-from tests.e2e.test_engine_transitions import (
+from tests.e2e.tokens.test_engine_transitions import (
     NUM_TOKENS,
     PROMPTS,
     QUEUED,

@@ -11,7 +11,7 @@ from kunserve.core.errors import ConfigError
 from kunserve.core.layout import LayerRange
 from kunserve.server.start import launch
 from tests.direct_engine import DirectEngine
-from tests.e2e.test_tensor_parallel import HALVES, NUM_TOKENS, PROMPTS, WHOLE, open_ranks
+from tests.e2e.tokens.test_tensor_parallel import HALVES, NUM_TOKENS, PROMPTS, WHOLE, open_ranks
 from tests.tiny_models import expected_tokens, save_tiny, tiny_model
 
 NUM_LAYERS = 4

@@ -8,7 +8,7 @@ from gguf import GGMLQuantizationType as Quant
 
 from kunserve.cluster.driver.local import LocalCluster
 from kunserve.core.request import SamplingParams
-from tests.e2e.test_engine_transitions import (
+from tests.e2e.tokens.test_engine_transitions import (
     NUM_TOKENS,
     PROMPTS,
     QUEUED,

@@ -14,7 +14,7 @@ from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 from kunserve.core.config import ServerConfig
 from kunserve_extras.dashboard.routes import FOLDER
-from tests.e2e.dashboard_story import DROP_S, SECOND_DROP_S, TRIGGER, StoryEngine, tell
+from tests.e2e.api.dashboard_story import DROP_S, SECOND_DROP_S, TRIGGER, StoryEngine, tell
 from tests.unit.server.live_server import LiveServer, live_server
 
 CHROMIUM = next(

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from kunserve.cluster.driver.local import LocalCluster
-from tests.e2e.test_engine_transitions import (
+from tests.e2e.tokens.test_engine_transitions import (
     NUM_TOKENS,
     PROMPTS,
     QUEUED,
@@ -15,7 +15,7 @@ from tests.e2e.test_engine_transitions import (
     restore_when_it_fits,
     run,
 )
-from tests.e2e.test_ranked_cluster import GREEDY, check_tokens, config_in
+from tests.e2e.tokens.test_ranked_cluster import GREEDY, check_tokens, config_in
 from tests.tiny_models import VOCAB
 
 

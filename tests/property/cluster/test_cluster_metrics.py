@@ -20,7 +20,7 @@ from kunserve.server.telemetry.cluster_metrics import ClusterMetrics
 from kunserve_lab.world.in_process import InProcessCluster
 from tests.examples import examples
 from tests.fake_cluster import FakeCluster
-from tests.property.test_transitions import TransitionsMachine
+from tests.property.cluster.test_transitions import TransitionsMachine
 
 REQUEST_GAUGES = (
     "vllm:num_requests_running",

@@ -10,7 +10,7 @@ import pytest
 
 from kunserve.cluster.driver.local import LocalCluster
 from kunserve.core.request import SamplingParams
-from tests.e2e.test_engine_transitions import (
+from tests.e2e.tokens.test_engine_transitions import (
     SEEDED,
     Answers,
     config_of,
