@@ -14,9 +14,7 @@ from kunserve.core.speculative_config import SpeculativeConfig
 MIB = 1 << 20
 
 OverloadPolicy: TypeAlias = Literal["recompute", "swap", "park", "migrate", "observe", "drop"]
-SchedulingPolicy: TypeAlias = Literal["fcfs", "deadline"]
 DispatchPolicy: TypeAlias = Literal["soonest", "round-robin"]
-DecodeMicrobatches: TypeAlias = Literal["stages", "measured"]
 
 CUDA_BLOCK_SIZE = 64
 """On a GPU: larger than on a CPU, because blocks of one layer lie far from each other."""
@@ -142,9 +140,6 @@ class SchedulerConfig:
     tpot_slo_s: float | None = None
     """How long a decode may wait for its next token while prompts queue. None: it runs in every
     step, however long that takes."""
-    scheduling_policy: SchedulingPolicy = "fcfs"
-    """Whose turn it is: who came first, or whose first token is due first. A short prompt's token
-    is due sooner than that of a long one."""
     watermark: float = 0.01
     """Share of the KV memory that an admission leaves free, so that it does not preempt at once."""
     enable_prefix_caching: bool = True
@@ -153,9 +148,6 @@ class SchedulerConfig:
     """In a pipeline, form microbatches of equal predicted time over all queued work."""
     min_microbatch_tokens: int = 64
     """Lookahead makes no smaller microbatches to have more of them."""
-    decode_microbatches: DecodeMicrobatches = "stages"
-    """Into how many a pipeline's decodes go: one for each stage, or a single one where that was
-    measured to be faster."""
     profile: str | None = None
     """File of ``kunserve profile``; when None the default place is looked at."""
     cost: CostCoefficients | None = None
