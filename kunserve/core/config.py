@@ -83,7 +83,7 @@ class InstanceConfig:
     huge_pages: Literal["auto", "off"] = "auto"
     """Whether memory on CPUs is taken in pages of 2 MiB, as far as the system gives some."""
     attention: Literal["fused", "reference", "flashinfer"] = "fused"
-    """``flashinfer`` on a GPU only."""
+    """``flashinfer`` on a GPU only; ``reference``, plain torch, is what tests compare with."""
     enforce_eager: bool = False
     """On a GPU: ask for every operation of every step, instead of recording steps as graphs."""
 
@@ -196,8 +196,6 @@ class OverloadConfig:
     place_aware: bool = True
     """Whether groups that stand near each other merge first, and layers come from the nearest
     holder. Only the simulator can do otherwise, to compare."""
-    link_gbps: float | None = None
-    """Limits bulk transfers between instances, to study their cost on one machine."""
     max_park_s: float = MAX_PARK_S
     """Longest pause of a request that is parked in host memory."""
     park_behind_drop: bool = False

@@ -157,9 +157,8 @@ INSTANCE_FLAGS = all_of(
         "--attention-backend",
         "--attention",
         "attention",
-        type=click.Choice(["fused", "reference", "flashinfer"], case_sensitive=False),
-        help="fused: our kernels; reference: slow and plain, for comparison; flashinfer: with "
-        "--device cuda, where it is installed.",
+        type=click.Choice(["fused", "flashinfer"], case_sensitive=False),
+        help="fused: our kernels; flashinfer: with --device cuda, where it is installed.",
     ),
     _instance(
         "--enforce-eager",
