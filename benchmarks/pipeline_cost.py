@@ -1,7 +1,7 @@
 """Where a token's time goes in a pair, beside two single instances: every part, from the trace.
 
     python -m benchmarks.pipeline_cost [--rounds 3] [--other ../another/checkout]
-    python -m benchmarks.pipeline_cost --streams 4 --other-flags="--decode-microbatches measured"
+    python -m benchmarks.pipeline_cost --streams 4 --other-flags="--no-lookahead"
 
 Two instances of SmolLM2, one thread each. Every round decodes the same number of streams twice:
 on two single instances, then on the pair that a forced drop makes of them. Parts come from

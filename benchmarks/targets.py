@@ -55,15 +55,14 @@ class Target:
     over_round_robin: float | None = None
 
 
-ORDERED = ("drop-tpot", "drop-tpot-deadline")
 PARKED = ("drop-park", "drop-tpot-park")
 TARGETS = (
-    Target(LONGBENCH_44, (*ORDERED, *PARKED), 3.1, 6.0),
+    Target(LONGBENCH_44, ("drop-tpot", *PARKED), 3.1, 6.0),
     Target(LONGBENCH_48, PARKED, 3.3),
     Target(HEAVY_27, ("drop-tpot",), 8.3, 16.0),
     Target(HEAVY_30, ("drop-tpot",), 10.0, 21.0),
     Target(SHAREGPT_15, ("drop-tpot",), 3.5),
-    Target(LONGBENCH_72B_46, ORDERED, 2.7),
+    Target(LONGBENCH_72B_46, ("drop-tpot",), 2.7),
     Target(LONGBENCH_40, ("drop-tpot",)),
     Target(BURSTGPT_48, ("drop-tpot",), 3.0),
 )

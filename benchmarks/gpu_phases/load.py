@@ -22,7 +22,12 @@ from kunserve.core.config import (
 from kunserve.core.ids import RequestId
 from kunserve.model.spec import ModelSpec
 
-_NO_LIMIT_GBPS = 1e6
+_NO_LIMIT = """
+link_gbps = 1e6
+[[hosts]]
+name = "here"
+instances = 2
+"""
 MOST_STREAMS = 64
 USED = 0.7
 """Of the KV memory, by all streams at their ends."""
@@ -104,8 +109,11 @@ def streams_of(spec: ModelSpec, memory_bytes: int, num_tokens: int) -> int:
 
 def _config(machine: Machine, folder: str, memory_bytes: int, way: str) -> KunServeConfig:
     real = machine.is_real
-    # What has a limited rate is sent.
-    link_gbps = _NO_LIMIT_GBPS if way == "sent" else None
+    topology = None
+    if way == "sent":
+        # What has a limited rate is sent.
+        topology = Path(folder, "links.toml")
+        topology.write_text(_NO_LIMIT)
     return KunServeConfig(
         model=ModelConfig(model=folder, load_format="dummy", dtype="bfloat16"),
         instance=InstanceConfig(
@@ -115,6 +123,6 @@ def _config(machine: Machine, folder: str, memory_bytes: int, way: str) -> KunSe
             granule_bytes=64 * MIB if real else FAKE_GRANULARITY_BYTES,
         ),
         scheduler=SchedulerConfig(max_num_batched_tokens=2048 if real else 48),
-        overload=OverloadConfig(policy="drop", restore_below=0.0, link_gbps=link_gbps),
-        cluster=ClusterConfig(num_instances=2),
+        overload=OverloadConfig(policy="drop", restore_below=0.0),
+        cluster=ClusterConfig(num_instances=2, topology=topology and str(topology)),
     )

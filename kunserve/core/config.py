@@ -14,9 +14,7 @@ from kunserve.core.speculative_config import SpeculativeConfig
 MIB = 1 << 20
 
 OverloadPolicy: TypeAlias = Literal["recompute", "swap", "park", "migrate", "observe", "drop"]
-SchedulingPolicy: TypeAlias = Literal["fcfs", "deadline"]
 DispatchPolicy: TypeAlias = Literal["soonest", "round-robin"]
-DecodeMicrobatches: TypeAlias = Literal["stages", "measured"]
 
 CUDA_BLOCK_SIZE = 64
 """On a GPU: larger than on a CPU, because blocks of one layer lie far from each other."""
@@ -85,7 +83,7 @@ class InstanceConfig:
     huge_pages: Literal["auto", "off"] = "auto"
     """Whether memory on CPUs is taken in pages of 2 MiB, as far as the system gives some."""
     attention: Literal["fused", "reference", "flashinfer"] = "fused"
-    """``flashinfer`` on a GPU only."""
+    """``flashinfer`` on a GPU only; ``reference``, plain torch, is what tests compare with."""
     enforce_eager: bool = False
     """On a GPU: ask for every operation of every step, instead of recording steps as graphs."""
 
@@ -142,9 +140,6 @@ class SchedulerConfig:
     tpot_slo_s: float | None = None
     """How long a decode may wait for its next token while prompts queue. None: it runs in every
     step, however long that takes."""
-    scheduling_policy: SchedulingPolicy = "fcfs"
-    """Whose turn it is: who came first, or whose first token is due first. A short prompt's token
-    is due sooner than that of a long one."""
     watermark: float = 0.01
     """Share of the KV memory that an admission leaves free, so that it does not preempt at once."""
     enable_prefix_caching: bool = True
@@ -153,9 +148,6 @@ class SchedulerConfig:
     """In a pipeline, form microbatches of equal predicted time over all queued work."""
     min_microbatch_tokens: int = 64
     """Lookahead makes no smaller microbatches to have more of them."""
-    decode_microbatches: DecodeMicrobatches = "stages"
-    """Into how many a pipeline's decodes go: one for each stage, or a single one where that was
-    measured to be faster."""
     profile: str | None = None
     """File of ``kunserve profile``; when None the default place is looked at."""
     cost: CostCoefficients | None = None
@@ -204,8 +196,6 @@ class OverloadConfig:
     place_aware: bool = True
     """Whether groups that stand near each other merge first, and layers come from the nearest
     holder. Only the simulator can do otherwise, to compare."""
-    link_gbps: float | None = None
-    """Limits bulk transfers between instances, to study their cost on one machine."""
     max_park_s: float = MAX_PARK_S
     """Longest pause of a request that is parked in host memory."""
     park_behind_drop: bool = False

@@ -7,8 +7,6 @@ from kunserve.core.config import (
     ClusterConfig,
     DispatchPolicy,
     OverloadConfig,
-    SchedulerConfig,
-    SchedulingPolicy,
 )
 from kunserve.core.errors import ConfigError
 
@@ -36,8 +34,6 @@ class System:
     """``SchedulerConfig.watermark`` where it is not the default."""
     dispatch: DispatchPolicy = "soonest"
     """Which group a request is sent to."""
-    scheduling: SchedulingPolicy = "fcfs"
-    """Whose turn it is."""
     tpot_slo_s: float | None = None
     """``SchedulerConfig.tpot_slo_s``."""
     caches_prefixes: bool = True
@@ -168,22 +164,9 @@ SYSTEMS = {
             dispatch="round-robin",
         ),
         System(
-            "drop-deadline",
-            _DROP,
-            "drop, and whose first token is due first comes first",
-            scheduling="deadline",
-        ),
-        System(
             "drop-tpot",
             _DROP,
             "drop, and a next token may wait 0.8 s while prompts queue",
-            tpot_slo_s=0.8,
-        ),
-        System(
-            "drop-tpot-deadline",
-            _DROP,
-            "drop-tpot and drop-deadline",
-            scheduling="deadline",
             tpot_slo_s=0.8,
         ),
         System(
@@ -332,8 +315,6 @@ def serve_flags(system: System) -> tuple[str, ...]:
         flags += [_FLAGS[name]] if value is True else [_FLAGS[name], str(value)]
     if not system.lookahead:
         flags.append("--no-lookahead")
-    if system.scheduling != SchedulerConfig().scheduling_policy:
-        flags += ["--scheduling-policy", system.scheduling]
     if system.tpot_slo_s is not None:
         flags += ["--tpot-slo", str(system.tpot_slo_s)]
     if system.dispatch != ClusterConfig().dispatch_policy:

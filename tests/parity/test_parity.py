@@ -67,11 +67,10 @@ class Recorder:
 
 
 PACED = {
-    "scheduling_policy": "deadline",
     "tpot_slo_s": 0.05,
     "cost": CostCoefficients(0.0, 6e-4, 0.012, 0.012),
 }
-"""Decodes skip steps, and short prompts pass long ones."""
+"""Decodes skip steps."""
 
 
 def config(name: str) -> KunServeConfig:

@@ -127,7 +127,7 @@ def _assemble(
         address_in(order.socket_folder, f"{kind}-{spec.instance_id}-{os.getpid()}")
         for kind in ("links", "bulk")
     )
-    link_gbps = config.overload.link_gbps or order.place.link_gbps
+    link_gbps = order.place.link_gbps
     mover = InstanceMover(spec.instance_id, bulk_at, body, link_gbps=link_gbps, network=network)
     mover.loader = LayerLoader(body.load_layers)
     peers = PeerLinks(spec.instance_id, links_at, network=network)

@@ -48,7 +48,6 @@ from kunserve.core.messages import (
 )
 from kunserve.core.request import Request
 from kunserve.core.snapshots import ClusterSize, ClusterState, Kind, StageTime
-from kunserve.policy.batch.queue_order import choose_order
 from kunserve.policy.dispatch.choice import Shed, should_shed
 from kunserve.policy.drop.restore import Postponed
 
@@ -78,7 +77,6 @@ class Controller:
             step_tokens,
             config.cluster.dispatch_policy,
             outbox,
-            choose_order(config.scheduler),
             config.scheduler.enable_prefix_caching and config.cluster.prefix_aware_dispatch,
         )
         self.balance = Migrations(

@@ -10,7 +10,6 @@ from kunserve.control.group.relief import Holders
 from kunserve.control.group.sequence import Progress, QueueKey, Sequence
 from kunserve.core.config import SchedulerConfig
 from kunserve.core.kv_blocks import KvBlocks
-from kunserve.policy.batch.queue_order import choose_order
 
 
 class Admission:
@@ -35,8 +34,6 @@ class Admission:
         self._ledger = ledger
         self._holders = holders
         self._totals = totals
-        self._goes_by_key = choose_order(config) is not None
-        """Whether running prompts give way to those of the queue whose keys are lower."""
         self.missing_blocks = 0
         """What the first lacks whom the last ``candidates`` turned away for want of memory."""
 
@@ -64,9 +61,6 @@ class Admission:
         holders = self._holders
         room = self.room(holders.num_running)
         num_kept, first_away = holders.swap_in(room, may_preempt=may_preempt)
-        head = self._waiting.head
-        if self._goes_by_key and head is not None:
-            prompts = [seq for seq in prompts if seq.key < head.key]
         found = self.candidates(room - num_kept, prompts, first_away)
         missing = self.missing_blocks if may_preempt else 0
         if missing and holders.park_for_head(missing):

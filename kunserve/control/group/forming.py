@@ -2,9 +2,7 @@
 
 from operator import attrgetter
 
-from kunserve.control.group.in_flight import InFlight
 from kunserve.control.group.queue import WaitingQueue
-from kunserve.control.group.rounds import DecodeRound, rounds_of
 from kunserve.control.group.sequence import Progress, Sequence
 from kunserve.core.config import SchedulerConfig
 from kunserve.policy.batch.batch_form import (
@@ -18,7 +16,6 @@ from kunserve.policy.batch.lookahead import choose_formation
 from kunserve.policy.batch.pace import Pace, PaceView, choose_pace
 
 _last_step_of = attrgetter("last_step")
-NOTHING = Microbatch((), ())
 
 
 class Forming:
@@ -38,7 +35,6 @@ class Forming:
         self._form_batch = choose_formation(config) if form_batch is None else form_batch
         self._formation: OngoingFormation | None = None
         self._windows = config.windows
-        self._rounds = rounds_of(config, num_stages)
 
     def form(
         self,
@@ -47,27 +43,16 @@ class Forming:
         num_awaiting: int,
         context: int,
         *,
-        in_flight: InFlight,
+        num_in_flight: int,
         num_left_waiting: int,
         is_memory_short: bool,
-        is_exchanging: bool,
-        now_s: float,
-    ) -> tuple[Microbatch, DecodeRound | None]:
-        """The next microbatch, of these (their order in ``decodes`` may change), and which round
-        of decodes it is part of.
+    ) -> Microbatch:
+        """The next microbatch, of these (their order in ``decodes`` may change).
 
         ``num_awaiting`` sequences wait for a token, and read ``context`` tokens for it.
         """
-        decode_round, num_stages = None, self._num_stages
-        rounds = None if prompts or is_exchanging else self._rounds
-        if rounds is not None and not in_flight.has_prompts:
-            decode_round = rounds.next(len(decodes) + num_awaiting, now_s)
-        if decode_round is not None:
-            num_stages = decode_round.parts
-            if len(in_flight) >= num_stages:
-                return NOTHING, None
         pace = self._pace(decodes, prompts, num_awaiting, context, is_memory_short)
-        is_split = num_stages > 1 or pace.decode_rounds > 1
+        is_split = self._num_stages > 1 or pace.decode_rounds > 1
         if is_split or len(decodes) > min(pace.max_num_tokens, self._config.max_num_seqs):
             decodes.sort(key=_last_step_of)
         view = FormationView(
@@ -77,8 +62,8 @@ class Forming:
                 for seq in prompts
             ],
             num_decodes_in_flight=num_awaiting,
-            num_in_flight=len(in_flight),
-            num_stages=num_stages,
+            num_in_flight=num_in_flight,
+            num_stages=self._num_stages,
             max_num_tokens=pace.max_num_tokens,
             max_num_seqs=self._config.max_num_seqs,
             decode_rounds=pace.decode_rounds,
@@ -86,12 +71,7 @@ class Forming:
             has_backlog=num_left_waiting > 0,
         )
         batch, self._formation = self._form_batch(view, self._formation)
-        return batch, decode_round
-
-    def completed(self, done: DecodeRound, in_flight: InFlight, now_s: float) -> None:
-        """A step of decodes tells how long rounds take."""
-        assert self._rounds is not None
-        self._rounds.completed(done, now_s, is_alone=not in_flight.has_prompts)
+        return batch
 
     def _contexts(self, decodes: list[Sequence]) -> list[int]:
         """What each of them reads."""

@@ -9,7 +9,6 @@ from kunserve.control.arrays import Int32Array
 from kunserve.control.group.guessing import NO_GUESSES, Guesses, keep_right
 from kunserve.control.group.load import SchedulerTotals
 from kunserve.control.group.prefix_cache import NO_ORDERS, CacheOrders
-from kunserve.control.group.rounds import DecodeRound
 from kunserve.control.group.sequence import Sequence
 from kunserve.core.ids import GroupId, RequestId, StepId
 from kunserve.core.step import (
@@ -36,8 +35,6 @@ class PlannedStep:
     """One per run of scores to come."""
     guesses: Guesses
     """What is computed behind known tokens. It counts as computed only when it is confirmed."""
-    decode_round: DecodeRound | None
-    """Where how long it takes is to be learned from."""
 
     def owned(
         self, tokens: tuple[SampledToken, ...], totals: SchedulerTotals
@@ -69,11 +66,6 @@ class InFlight:
     def __len__(self) -> int:
         return len(self._steps)
 
-    @property
-    def has_prompts(self) -> bool:
-        """Whether any of the steps computes tokens of a prompt."""
-        return any(step.num_prompt_tokens for step in self._steps.values())
-
     def add(
         self,
         released: Iterable[RequestId],
@@ -82,12 +74,11 @@ class InFlight:
         swapped_in: tuple[BlockRun, ...] = (),
         orders: CacheOrders = NO_ORDERS,
         guesses: Guesses = NO_GUESSES,
-        decode_round: DecodeRound | None = None,
     ) -> StepPlan:
         """Plan so many tokens of each chosen sequence, and advance it. Who has guesses samples."""
         step = self._num_steps
         self._num_steps += 1
-        planned = PlannedStep([], [], 0, [], guesses, decode_round)
+        planned = PlannedStep([], [], 0, [], guesses)
         chunks: list[Chunk] = []
         started: list[SequenceStart] = []
         scored: list[ScoreRun] = []

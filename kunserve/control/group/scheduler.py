@@ -18,7 +18,6 @@ from kunserve.control.group.migration import MigrationAccess
 from kunserve.control.group.prefix_cache import NO_ORDERS, PrefixCache
 from kunserve.control.group.queue import WaitingQueue
 from kunserve.control.group.relief import Holders
-from kunserve.control.group.rounds import DecodeRound
 from kunserve.control.group.sequence import Progress, Sequence, SequenceMaker
 from kunserve.core.config import SchedulerConfig
 from kunserve.core.ids import GroupId, RequestId
@@ -30,7 +29,6 @@ from kunserve.core.request import FinishReason, Request
 from kunserve.core.step import StepPlan, StepResult
 from kunserve.core.tokens import TokenIds
 from kunserve.policy.batch.batch_form import FormBatch, Microbatch
-from kunserve.policy.batch.queue_order import choose_order
 from kunserve.policy.batch.relief import HostLink
 
 _key_of = attrgetter("key")
@@ -65,8 +63,7 @@ class Scheduler:
         self._num_stages = num_stages
         self._blocks = blocks = KvBlocks(block_size, kv_ring)
         self.totals = SchedulerTotals() if totals is None else totals
-        self._order = choose_order(config)
-        self._maker = SequenceMaker(eos_token_ids, max_model_len, self._order)
+        self._maker = SequenceMaker(eos_token_ids, max_model_len)
         self._largest_capacity = capacity_blocks
         self._live: dict[RequestId, Sequence] = {}
         self._ledger = ledger = Ledger(capacity_blocks, config.watermark)
@@ -199,7 +196,7 @@ class Scheduler:
             return None
         self._clock.look(self.has_work, now_s)
         holders.end_copies(now_s)
-        chosen, decode_round = self._choose(now_s)
+        chosen = self._choose(now_s)
         if not chosen and (in_flight or not (self._frees_memory or holders.may_copy)):
             self._nothing_at = self._version
             return None
@@ -208,7 +205,7 @@ class Scheduler:
         orders = NO_ORDERS if self.cache is None else self.cache.take_orders()
         guesses = self._guessing.choose(chosen)
         released = holders.take_released()
-        plan = in_flight.add(released, chosen, *copies, orders, guesses, decode_round)
+        plan = in_flight.add(released, chosen, *copies, orders, guesses)
         if self.cache is not None and in_flight.filled:
             self.cache.note_computed(in_flight.filled)
         return plan
@@ -227,8 +224,6 @@ class Scheduler:
     def _complete_step(
         self, result: StepResult, step: PlannedStep, now_s: float
     ) -> list[TokenOutput]:
-        if step.decode_round is not None:
-            self._forming.completed(step.decode_round, self._in_flight, now_s)
         pool_tokens = self._blocks.tokens_in(self._largest_capacity)
         outputs = self._take_scores(result, step) if step.scored else []
         num_ended = 0
@@ -358,10 +353,8 @@ class Scheduler:
 
     # Inside a step
 
-    def _choose(self, now_s: float) -> tuple[list[tuple[Sequence, int]], DecodeRound | None]:
-        """Who computes how many tokens in the next step, and which round of decodes that is of.
-        The new among them are admitted.
-        """
+    def _choose(self, now_s: float) -> list[tuple[Sequence, int]]:
+        """Who computes how many tokens in the next step. The new among them are admitted."""
         decodes, prompts, num_awaiting, context = self._holders.runnable()
         unfit = self._holders.secure(decodes, prompts, may_preempt=self.may_preempt)
         num_waiting = len(self._waiting)
@@ -376,24 +369,20 @@ class Scheduler:
         else:
             admissible = self._admission.choose(prompts, may_preempt=self.may_preempt)
             prompts.extend(admissible)
-            if self._order is not None:
-                prompts.sort(key=_key_of)
             num_waiting -= len(admissible)
             self.is_memory_short = self._admission.missing_blocks > 0
             if self._holders.parks:
                 decodes = [s for s in decodes if s.state is Progress.RUNNING]
-        batch, decode_round = self._forming.form(
+        batch = self._forming.form(
             decodes,
             prompts,
             num_awaiting,
             context,
-            in_flight=self._in_flight,
+            num_in_flight=len(self._in_flight),
             num_left_waiting=num_waiting,
             is_memory_short=self.is_memory_short,
-            is_exchanging=not self.may_preempt,
-            now_s=now_s,
         )
-        return self._admit_chosen(batch, decodes, prompts, now_s), decode_round
+        return self._admit_chosen(batch, decodes, prompts, now_s)
 
     def _admit_chosen(
         self, batch: Microbatch, decodes: list[Sequence], prompts: list[Sequence], now_s: float

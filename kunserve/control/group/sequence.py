@@ -13,7 +13,6 @@ from kunserve.core.prompt_scores import PromptScores
 from kunserve.core.request import FinishReason, Request, TokenLogprobs
 from kunserve.core.step import SequenceStart
 from kunserve.core.tokens import NO_TOKENS, TokenIds
-from kunserve.policy.batch.queue_order import DeadlineOrder
 
 
 class Progress(enum.Enum):
@@ -30,8 +29,7 @@ class Progress(enum.Enum):
 
 
 QueueKey = tuple[float, int]
-"""(arrival, order of coming): a sequence's place, kept through preemptions. By
-``DeadlineOrder`` (when its first token is due, order of coming)."""
+"""(arrival, order of coming): a sequence's place, kept through preemptions."""
 
 
 @dataclass(slots=True, eq=False)
@@ -180,24 +178,17 @@ class Sequence:
 class SequenceMaker:
     """Makes a group's sequences, each behind those that came before it."""
 
-    def __init__(
-        self, eos_token_ids: frozenset[int], max_model_len: int, order: DeadlineOrder | None
-    ) -> None:
-        """``order`` None: by arrival."""
+    def __init__(self, eos_token_ids: frozenset[int], max_model_len: int) -> None:
         self._eos_token_ids = eos_token_ids
         self._max_model_len = max_model_len
-        self._order = order
         self._num_made = 0
 
     def make(self, request: Request, output_token_ids: TokenIds) -> Sequence:
         """A waiting one, output so far included."""
-        due_s = None
-        if self._order is not None:
-            due_s = self._order.due_s(request.arrival_s, len(request.prompt_token_ids))
         number = self._num_made
         self._num_made += 1
         return make_sequence(
-            request, output_token_ids, number, self._eos_token_ids, self._max_model_len, due_s
+            request, output_token_ids, number, self._eos_token_ids, self._max_model_len
         )
 
 
@@ -207,12 +198,8 @@ def make_sequence(
     order: int,
     eos_token_ids: frozenset[int],
     max_model_len: int,
-    due_s: float | None = None,
 ) -> Sequence:
-    """A waiting sequence. Its ends are worked out once, so that the step loop only compares.
-
-    ``due_s`` None: its place is by its arrival.
-    """
+    """A waiting sequence. Its ends are worked out once, so that the step loop only compares."""
     sampling = request.sampling
     num_prompt = len(request.prompt_token_ids)
     max_total_tokens = min(num_prompt + sampling.max_tokens, max_model_len)
@@ -229,7 +216,7 @@ def make_sequence(
     return Sequence(
         request=request,
         request_id=request.request_id,
-        key=(request.arrival_s if due_s is None else due_s, order),
+        key=(request.arrival_s, order),
         output_token_ids=list(output_token_ids),
         num_tokens=total,
         num_prompt=num_prompt,

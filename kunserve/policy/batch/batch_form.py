@@ -23,8 +23,7 @@ class FormationView:
     decodes: Sequence[int]
     """Context length of each sequence that could decode; who has waited longest comes first."""
     prompts: Sequence[PromptWork]
-    """Those that run already, then the admissible queue, each in order of arrival; by deadline
-    both together in order."""
+    """Those that run already, then the admissible queue, each in order of arrival."""
     num_decodes_in_flight: int
     """Sequences whose next token is being computed in other microbatches."""
     num_in_flight: int

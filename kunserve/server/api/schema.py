@@ -107,12 +107,8 @@ class GenerationBody(BaseModel):
     allowed_token_ids: Annotated[list[int], Field(min_length=1)] | None = None
     bad_words: BadWords | None = None
     response_format: Any = None
-    """This and the next five: see forms/body.py."""
+    """Read by forms/body.py, as is the next."""
     structured_outputs: Any = None
-    guided_json: Any = None
-    guided_regex: Any = None
-    guided_choice: Any = None
-    guided_grammar: Any = None
     prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     return_tokens_as_token_ids: bool | None = None
     stream: bool | None = None

@@ -16,6 +16,10 @@ def _absent(value: Any) -> bool:
     return value is None or value is False or value == [] or value == {} or value == ""
 
 
+def _none(value: Any) -> bool:
+    return value is None
+
+
 def _is(*neutral: Any) -> Neutral:
     return lambda value: _absent(value) or value in neutral
 
@@ -25,6 +29,7 @@ REFUSED: dict[str, Neutral] = {
     "modalities": lambda value: _absent(value) or value == ["text"],
     "functions": _absent,
     "function_call": _is("none", "auto"),
+    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar"), _none),
     "guided_whitespace_pattern": _absent,
     "use_beam_search": _absent,
     "length_penalty": _is(1, 1.0),

@@ -21,6 +21,7 @@ FLAGS = {
     "--distributed-executor-backend": "see --cluster",
     "--data-parallel-backend": "see --cluster",
     "--data-parallel-address": "see --ray-address",
+    "--scheduling-policy": "who comes first is served first, so leave the flag out",
     "--enable-chunked-prefill": "prompts are always cut into chunks, so leave the flag out",
     "--no-enable-chunked-prefill": "prompts are always cut into chunks",
     "--kv-cache-dtype": "KV has the type of the weights; see --dtype",

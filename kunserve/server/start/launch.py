@@ -205,10 +205,7 @@ def with_costs(
     """
     scheduler, instance = config.scheduler, config.instance
     is_used = (
-        scheduler.lookahead
-        or config.overload.uses_host_memory
-        or scheduler.scheduling_policy == "deadline"
-        or scheduler.tpot_slo_s is not None
+        scheduler.lookahead or config.overload.uses_host_memory or scheduler.tpot_slo_s is not None
     )
     if not is_used or scheduler.cost is not None:
         return config

@@ -155,7 +155,6 @@ def config_of(
             scheduler,
             enable_prefix_caching=scheduler.enable_prefix_caching and system.caches_prefixes,
             lookahead=system.lookahead,
-            scheduling_policy=system.scheduling,
             tpot_slo_s=scheduler.tpot_slo_s if system.tpot_slo_s is None else system.tpot_slo_s,
             watermark=scheduler.watermark if system.watermark is None else system.watermark,
             swap=system.overload.swap_config(profile.host_bytes_per_s, host_bytes),

@@ -74,9 +74,9 @@ def test_json_object(fox: LiveServer, client: openai.OpenAI) -> None:
     "extra",
     [
         {"structured_outputs": {"choice": ["yes", "no"]}},
-        {"guided_choice": ["yes", "no"], "guided_decoding_backend": "xgrammar"},
+        {"structured_outputs": {"choice": ["yes", "no"]}, "guided_decoding_backend": "xgrammar"},
     ],
-    ids=["vllm", "old vllm"],
+    ids=["plain", "with a backend"],
 )
 def test_extra_fields_of_completions(
     fox: LiveServer, client: openai.OpenAI, extra: dict[str, object]

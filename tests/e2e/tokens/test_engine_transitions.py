@@ -136,11 +136,14 @@ def config_of(
             cost=FREE_ROWS if guesses else None,
             speculative_config=SpeculativeConfig() if guesses else None,
         ),
-        overload=OverloadConfig(policy="drop", restore_below=0.0, link_gbps=1.0),
-        cluster=ClusterConfig(num_instances=num_instances, trace_out=trace_out),
+        overload=OverloadConfig(policy="drop", restore_below=0.0),
+        cluster=ClusterConfig(
+            num_instances=num_instances, trace_out=trace_out, topology=str(SLOW_LINKS)
+        ),
     )
 
 
+SLOW_LINKS = Path(__file__).with_name("slow_links.toml")
 PROMPTS = {
     f"r{i}": np.random.default_rng(i).integers(3, VOCAB, 5 + 13 * (i % 5)).tolist()
     for i in range(10)

@@ -1,7 +1,6 @@
 """Random lives of a scheduler, with stages that check every plan as real ones would."""
 
 from collections import deque
-from typing import Literal
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -11,7 +10,6 @@ from kunserve.control.group import prefix_cache
 from kunserve.control.group.scheduler import Scheduler
 from kunserve.core.config import (
     SchedulerConfig,
-    SchedulingPolicy,
     SwapConfig,
 )
 from kunserve.core.cost import CostCoefficients
@@ -175,13 +173,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         budget=st.integers(1, 12),
         min_tokens=st.sampled_from([None, 1, 3]),
         link=st.sampled_from([None, *LINKS]),
-        policy=st.sampled_from(["fcfs", "deadline"]),
         tpot_slo_s=st.sampled_from([None, 4.0, 40.0]),
         max_park_s=st.sampled_from([None, 3.0, 12.0]),
         caches=st.sampled_from([True, True, True, False]),
         num_guesses=st.sampled_from([None, None, 1, 3]),
         worth_waiting=st.sampled_from([4, 8, 128]),
-        microbatches=st.sampled_from(["measured", "stages"]),
     )
     def start(
         self,
@@ -191,13 +187,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         budget: int,
         min_tokens: int | None,
         link: HostLink | None,
-        policy: SchedulingPolicy,
         tpot_slo_s: float | None,
         max_park_s: float | None,
         caches: bool,
         num_guesses: int | None,
         worth_waiting: int,
-        microbatches: Literal["measured", "stages"],
     ) -> None:
         """``min_tokens`` None is formation without lookahead; ``link`` None is recomputation."""
         prefix_cache.WORTH_WAITING_TOKENS = worth_waiting
@@ -212,12 +206,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             lookahead=min_tokens is not None,
             min_microbatch_tokens=min_tokens or 1,
             tpot_slo_s=tpot_slo_s,
-            scheduling_policy=policy,
             cost=cost,
             speculative_config=speculative,
             swap=SwapConfig(1.0, max_park_s=max_park_s),
             enable_prefix_caching=caches,
-            decode_microbatches=microbatches,
         )
         self.base_capacity = capacity
         self.max_model_len = 6 * BLOCK - 1

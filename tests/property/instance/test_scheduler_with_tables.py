@@ -55,7 +55,6 @@ class Group:
                 cost=CHEAP if guesses else COST,
                 enable_prefix_caching=caches,
                 speculative_config=SpeculativeConfig() if guesses else None,
-                decode_microbatches="measured" if budget % 2 else "stages",
             ),
             GroupId(0),
             len(split),

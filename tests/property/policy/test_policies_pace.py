@@ -1,4 +1,4 @@
-"""The pace over all that can be, and the order of deadlines."""
+"""The pace over all that can be."""
 
 from dataclasses import replace
 
@@ -9,7 +9,6 @@ from kunserve.core.cost import CostCoefficients, ExpertChoice
 from kunserve.policy.batch.batch_form import CHUNK_TOKENS
 from kunserve.policy.batch.cost import batch_cost
 from kunserve.policy.batch.pace import PaceView, choose_pace
-from kunserve.policy.batch.queue_order import MOST_S, DeadlineOrder
 
 COSTS = st.sampled_from(
     [
@@ -76,19 +75,3 @@ def test_a_longer_queue_makes_no_step_smaller(
     before, after = choose_pace(view, slo_s, cost), choose_pace(longer, slo_s, cost)
     assert after.max_num_tokens >= before.max_num_tokens
     assert after.decode_rounds >= before.decode_rounds
-
-
-@given(
-    st.lists(st.tuples(st.floats(0, 1e4), st.integers(1, 200_000)), min_size=2, max_size=20),
-    COSTS,
-)
-@settings(max_examples=200, deadline=None)
-def test_nobody_is_passed_by_who_comes_much_later(
-    requests: list[tuple[float, int]], cost: CostCoefficients
-) -> None:
-    order = DeadlineOrder(cost)
-    for arrival_s, num_tokens in requests:
-        for other_s, other_tokens in requests:
-            if order.due_s(other_s, other_tokens) < order.due_s(arrival_s, num_tokens):
-                assert other_s < arrival_s + MOST_S
-                assert other_s < arrival_s or other_tokens < num_tokens, "only short ones pass"

@@ -93,13 +93,6 @@ def test_an_objective_in_seconds_wants_measured_seconds() -> None:
     assert with_costs(config, SPEC).scheduler.cost == MEASURED
 
 
-def test_deadlines_go_by_assumed_costs_too() -> None:
-    config = KunServeConfig(
-        scheduler=SchedulerConfig(lookahead=False, scheduling_policy="deadline")
-    )
-    assert with_costs(config, SPEC).scheduler.cost == assumed_cost(SPEC)
-
-
 def test_a_cpus_profile_says_nothing_of_a_gpu() -> None:
     subject = ProfileSubject.of(SPEC, 1, 16)
     profile(default_path(subject), subject)

@@ -14,7 +14,6 @@ from typing import NamedTuple
 from kunserve.control.cluster.requests.live import Live
 from kunserve.core.ids import InstanceId
 from kunserve.core.kv_blocks import KvBlocks
-from kunserve.policy.batch.queue_order import DeadlineOrder
 
 STEPS_AHEAD = 4
 """Steps of prompts that a leader is sent ahead, per stage: the next ones come before they end."""
@@ -27,19 +26,16 @@ MOST_REQUESTS_AHEAD = 256
 class Waiting(NamedTuple):
     """A request in the backlog, as it was when it came."""
 
-    place: tuple[float, int]
     live: Live
     num_tokens: int
     num_blocks: int
 
 
 class Backlog:
-    """Owner of the requests that no group has, in the order in which they are sent."""
+    """Owner of the requests that no group has, in order of arrival: so they are sent."""
 
-    def __init__(self, blocks: KvBlocks, order: DeadlineOrder | None = None) -> None:
-        """``order`` None: in order of arrival."""
+    def __init__(self, blocks: KvBlocks) -> None:
         self._blocks = blocks
-        self._order = order
         self._entries: list[Waiting] = []
         self.num_tokens = 0
         self.num_blocks = 0
@@ -63,15 +59,15 @@ class Backlog:
     def add(self, live: Live) -> None:
         """No group has the request."""
         num_tokens = live.num_tokens
-        entry = Waiting(self.place_of(live), live, num_tokens, self._blocks.holding(num_tokens))
-        insort(self._entries, entry, key=_place_of)
+        entry = Waiting(live, num_tokens, self._blocks.holding(num_tokens))
+        insort(self._entries, entry, key=_number_of)
         self.num_tokens += entry.num_tokens
         self.num_blocks += entry.num_blocks
         self.largest_blocks = max(self.largest_blocks, entry.num_blocks)
 
     def remove(self, live: Live) -> None:
         """A group has the request, or it has ended."""
-        index = bisect_left(self._entries, self.place_of(live), key=_place_of)
+        index = bisect_left(self._entries, live.number, key=_number_of)
         entry = self._entries.pop(index)
         assert entry.live is live, (entry, live)
         self.num_tokens -= entry.num_tokens
@@ -79,22 +75,10 @@ class Backlog:
         if not self._entries:
             self.largest_blocks = 0
 
-    @property
-    def is_by_arrival(self) -> bool:
-        """Whether nobody passes who came before."""
-        return self._order is None
-
-    def place_of(self, live: Live) -> tuple[float, int]:
-        """Requests are sent in order of it."""
-        if self._order is None:
-            return 0.0, live.number
-        request = live.request
-        return self._order.due_s(request.arrival_s, len(request.prompt_token_ids)), live.number
-
     def check(self) -> None:
         """Assert order and totals."""
-        places = [entry.place for entry in self._entries]
-        assert places == sorted(set(places)), places
+        numbers = [entry.live.number for entry in self._entries]
+        assert numbers == sorted(set(numbers)), numbers
         assert self.num_tokens == sum(entry.num_tokens for entry in self._entries)
         assert self.num_blocks == sum(entry.num_blocks for entry in self._entries)
         assert all(entry.live.leader is None for entry in self._entries), self._entries
@@ -161,5 +145,5 @@ class SentAhead:
         assert ahead == _Ahead(len(tokens), sum(tokens)), (leader, ahead, tokens)
 
 
-def _place_of(entry: Waiting) -> tuple[float, int]:
-    return entry.place
+def _number_of(entry: Waiting) -> int:
+    return entry.live.number

@@ -1,6 +1,7 @@
 """Requests that have not ended: where each one is, and what its client already has."""
 
 from collections.abc import Iterable, Mapping, Set
+from operator import attrgetter
 
 from kunserve.control.cluster.commands import Client, Deliver, LogRerun, Outbox
 from kunserve.control.cluster.placement import Group, Placement
@@ -17,8 +18,9 @@ from kunserve.core.ids import InstanceId, RequestId, TransitionId
 from kunserve.core.kv_blocks import KvBlocks
 from kunserve.core.messages import Abort, Outputs, Returned, Submit, TokenOutput
 from kunserve.core.request import FinishReason, Request
-from kunserve.policy.batch.queue_order import DeadlineOrder
 from kunserve.policy.dispatch.redispatch import may_leave
+
+_number_of = attrgetter("number")
 
 MAX_MOVES = 4
 """Groups between which a waiting request moves at most: its place in a queue is worth something."""
@@ -38,11 +40,10 @@ class Requests:
         step_tokens: int,
         dispatch_policy: DispatchPolicy,
         outbox: Outbox,
-        order: DeadlineOrder | None = None,
         knows_prefixes: bool = False,
     ) -> None:
-        """``step_tokens``: computed in one step at most. ``order`` None: in order of arrival.
-        ``knows_prefixes``: a request goes where its beginning lies.
+        """``step_tokens``: computed in one step at most. ``knows_prefixes``: a request goes where
+        its beginning lies.
         """
         self._placement = placement
         self._blocks = blocks
@@ -53,7 +54,7 @@ class Requests:
         """Waiting requests that changed groups."""
         self.num_rerun = 0
         """Times that a request began anew after a death."""
-        self.backlog = Backlog(blocks, order)
+        self.backlog = Backlog(blocks)
         self._ahead = SentAhead(step_tokens)
         in_turn = dispatch_policy == "round-robin"
         self._groups: RoomyGroups | GroupsInTurn = (
@@ -205,7 +206,7 @@ class Requests:
         if not groups.begin(leaders):
             return
         self._prefixes.begin_round()
-        for _, live, num_tokens, blocks in self.backlog:
+        for live, num_tokens, blocks in self.backlog:
             if not groups.has_room:
                 return
             if groups.is_promised(live) or self.quarantine.holds(live.request.request_id):
@@ -255,8 +256,7 @@ class Requests:
     def waiting_at(self, group: Group) -> list[RequestId]:
         """The requests that wait there by the last report, in order.
 
-        A leader admits in that order, so those that wait come last of those it knew. By deadline
-        this is a guess, because who came late may come first.
+        A leader admits in that order, so those that wait come last of those it knew.
         """
         led = self._in_order(group.layout.leader)
         known = led[: len(led) - len(group.unreported)]
@@ -269,7 +269,7 @@ class Requests:
         ]
 
     def _in_order(self, leader: InstanceId) -> list[Live]:
-        return sorted(self._by_leader.get(leader, {}).values(), key=self.backlog.place_of)
+        return sorted(self._by_leader.get(leader, {}).values(), key=_number_of)
 
     def returned(self, event: Returned) -> None:
         """A leader has taken requests out of its queue: they are sent where they start soonest."""
@@ -383,13 +383,11 @@ class Requests:
     ) -> None:
         """Run the requests of these leaders again, from prompt and tokens already delivered.
 
-        The first so many of a leader may be why it died. By deadline that may be any.
+        The first so many of a leader may be why it died.
         """
         for leader in leaders:
             lost = self._in_order(leader)
             first = lost[: num_suspects.get(leader, 0)]
-            if first and not self.backlog.is_by_arrival:
-                first = lost
             guilty = self.quarantine.died([live.request.request_id for live in first], blame)
             for live in lost:
                 request_id = live.request.request_id

@@ -1,4 +1,4 @@
-"""The form that a request body asks for: OpenAI's field, vLLM's, and vLLM's old ones."""
+"""The form that a request body asks for: OpenAI's field, or vLLM's."""
 
 import json
 from typing import Any, NamedTuple
@@ -9,12 +9,6 @@ from kunserve.server.api.schema import GenerationBody, shown_value
 
 MAX_FORM_CHARS = 256 << 10
 """Of a schema, an expression, all choices together, or a grammar."""
-_OLD: dict[str, StructureKind] = {
-    "guided_json": "json_schema",
-    "guided_regex": "regex",
-    "guided_choice": "choice",
-    "guided_grammar": "grammar",
-}
 _KINDS: dict[str, StructureKind] = {
     "json": "json_schema",
     "regex": "regex",
@@ -37,14 +31,13 @@ class AskedForm(NamedTuple):
 
 def form_of(body: GenerationBody) -> AskedForm | None:
     """What the output must be; None for any text. Raises InvalidRequest."""
-    asked = [("response_format", _response_format(body.response_format))]
-    asked.append(("structured_outputs", _structured_outputs(body.structured_outputs)))
-    for name, kind in _OLD.items():
-        value = getattr(body, name)
-        asked.append((name, None if value is None else _form(name, name, kind, value)))
+    asked = (
+        ("response_format", _response_format(body.response_format)),
+        ("structured_outputs", _structured_outputs(body.structured_outputs)),
+    )
     found = [AskedForm(name, form) for name, form in asked if form is not None]
     if len(found) > 1:
-        names = ", ".join(f"`{one.param}`" for one in found)
+        names = " and ".join(f"`{one.param}`" for one in found)
         raise InvalidRequest(f"Only one of {names} may be given.", found[1].param)
     return found[0] if found else None
 

@@ -14,7 +14,6 @@ from kunserve.core.speculative_config import SpeculativeConfig
 from kunserve.server.start.flags.option import (
     ByteSize,
     FiniteRange,
-    HintedChoice,
     JsonSettings,
     all_of,
     flags_of,
@@ -158,9 +157,8 @@ INSTANCE_FLAGS = all_of(
         "--attention-backend",
         "--attention",
         "attention",
-        type=click.Choice(["fused", "reference", "flashinfer"], case_sensitive=False),
-        help="fused: our kernels; reference: slow and plain, for comparison; flashinfer: with "
-        "--device cuda, where it is installed.",
+        type=click.Choice(["fused", "flashinfer"], case_sensitive=False),
+        help="fused: our kernels; flashinfer: with --device cuda, where it is installed.",
     ),
     _instance(
         "--enforce-eager",
@@ -187,15 +185,6 @@ INSTANCE_FLAGS = all_of(
         "long it takes].",
     ),
     _batches(
-        "--scheduling-policy",
-        type=HintedChoice(
-            ["fcfs", "deadline"],
-            {"priority": "requests have no priorities; deadline lets short prompts pass long ones"},
-        ),
-        help="Whose turn it is. fcfs: who came first; deadline: short prompts pass long ones, but "
-        "nobody who came 30 seconds earlier.",
-    ),
-    _batches(
         "--enable-prefix-caching/--no-enable-prefix-caching",
         help="Keep the KV of prompts and answers while memory is free, and compute only what comes "
         "after the longest beginning that is kept.",
@@ -211,13 +200,6 @@ INSTANCE_FLAGS = all_of(
     _batches(
         "--lookahead/--no-lookahead",
         help="In a pipeline, balance microbatches by predicted time over the whole queue.",
-    ),
-    _batches(
-        "--decode-microbatches",
-        type=click.Choice(["stages", "measured"]),
-        help="In a pipeline, what decodes go in while no prompt is computed. stages: a microbatch "
-        "for each stage; measured: a single one where timing both shows that to be faster, as for "
-        "few streams on CPUs that share their memory. It costs where prompts keep coming.",
     ),
     _batches(
         "--profile",

@@ -80,9 +80,4 @@ OVERLOAD_FLAGS = all_of(
         is_flag=True,
         help="With drop: park answers where memory is short and nothing is left to drop.",
     ),
-    _overload(
-        "--link-gbps",
-        type=FiniteRange(min=0, min_open=True),
-        help="Limit bulk transfers between instances, to study their cost.",
-    ),
 )

@@ -19,7 +19,6 @@ from kunserve.policy.batch.batch_form import (
     OngoingFormation,
     form_token_budget,
 )
-from kunserve.policy.batch.queue_order import MOST_S
 
 GROUP = GroupId(3)
 EOS = 99
@@ -537,23 +536,3 @@ def test_no_decode_waits_for_prompts_where_memory_is_short() -> None:
     scheduler = queue_behind_decodes(1, capacity=20, tpot_slo_s=0.9)
     names = [name for name, _, _, _ in chunks(plan_of(scheduler))]
     assert {"d0", "d1", "d2", "d3"} <= set(names)
-
-
-def test_by_deadline_short_prompts_pass_long_ones() -> None:
-    late = 50 * COST.token_s
-    fcfs, deadline = (make(cost=COST, scheduling_policy=policy) for policy in ("fcfs", "deadline"))
-    first: list[str] = []
-    for scheduler in (fcfs, deadline):
-        scheduler.add(request("long", 60))
-        finish(scheduler, plan_of(scheduler))
-        scheduler.add(request("short", 4, late))
-        first.append(chunks(plan_of(scheduler))[0][0])
-    assert first == ["long", "short"], "also one that runs already"
-
-
-def test_by_deadline_nobody_passes_who_came_much_later() -> None:
-    scheduler = make(cost=CostCoefficients(0.0, 100.0, 0.0, 0.0), scheduling_policy="deadline")
-    scheduler.add(request("long", 60))
-    finish(scheduler, plan_of(scheduler))
-    scheduler.add(request("short", 4, MOST_S + 1.0))
-    assert chunks(plan_of(scheduler))[0][0] == "long"

@@ -36,6 +36,10 @@ def response_format(kind: str, **fields: Any) -> dict[str, Any]:
     return {"response_format": {"type": kind, **fields}}
 
 
+def outputs(**fields: Any) -> dict[str, Any]:
+    return {"structured_outputs": fields}
+
+
 @pytest.mark.parametrize(
     ("fields", "form"),
     [
@@ -62,10 +66,6 @@ def response_format(kind: str, **fields: Any) -> dict[str, Any]:
             {"structured_outputs": {"json_object": True, "whitespace_pattern": " ?"}},
             ("json_schema", '{"type": "object", "x-guidance": {"whitespace_pattern": " ?"}}'),
         ),
-        ({"guided_json": SCHEMA}, ("json_schema", SCHEMA_TEXT)),
-        ({"guided_regex": "a"}, ("regex", "a")),
-        ({"guided_choice": ["a"]}, ("choice", '["a"]')),
-        ({"guided_grammar": "g"}, ("grammar", "g")),
     ],
     ids=str,
 )  # fmt: skip
@@ -93,21 +93,20 @@ def test_every_way_to_ask(fields: dict[str, Any], form: tuple[str, str] | None) 
         ({"structured_outputs": {"choice": ["a", 1]}}, "must be a list of strings"),
         ({"structured_outputs": {"regex": ["a"]}}, "must be a string"),
         ({"structured_outputs": {"regex": "a", "whitespace_pattern": " "}}, "need `json`"),
-        ({"guided_json": "{"}, "`guided_json` is not a JSON schema"),
-        ({"guided_json": [1]}, "must be a JSON schema"),
-        ({"guided_json": True}, "must be a JSON schema"),
-        ({"guided_json": '{"minimum": NaN}'}, "is not a JSON schema"),
-        ({"guided_json": "[" * 100_000}, "is not a JSON schema"),
-        ({"guided_regex": "a" * 300_000}, "`guided_regex` may have 262144 characters at most"),
-        ({"guided_json": {"enum": [1] * 140_000}}, "`guided_json` may have 262144 characters"),
+        (outputs(json="{"), "`structured_outputs.json` is not a JSON schema"),
+        (outputs(json=[1]), "must be a JSON schema"),
+        (outputs(json=True), "must be a JSON schema"),
+        (outputs(json='{"minimum": NaN}'), "is not a JSON schema"),
+        (outputs(json="[" * 100_000), "is not a JSON schema"),
+        (outputs(regex="a" * 300_000), "`structured_outputs.regex` may have 262144 characters"),
+        (outputs(json={"enum": [1] * 140_000}), "`structured_outputs.json` may have 262144"),
         (
             {"structured_outputs": {"json": {}, "whitespace_pattern": " " * 300_000}},
             "`structured_outputs.whitespace_pattern` may have 262144 characters",
         ),
-        ({"guided_regex": "a", "guided_json": {}}, "Only one of `guided_json`, `guided_regex`"),
         (
             response_format("json_object") | {"structured_outputs": {"regex": "a"}},
-            "Only one of `response_format`, `structured_outputs`",
+            "Only one of `response_format` and `structured_outputs`",
         ),
     ],
     ids=lambda value: str(value)[:60],
@@ -254,8 +253,10 @@ def test_each_form_is_tried_once(scripted: tuple[FormChecker, Scripted]) -> None
     async def story() -> None:
         await asyncio.gather(*(checker.check(regex("a"), "p") for _ in range(3)))
         for _ in range(2):
-            with pytest.raises(InvalidRequest, match="`guided_regex` cannot be compiled: it has"):
-                await checker.check(regex("x"), "guided_regex")
+            with pytest.raises(
+                InvalidRequest, match="`structured_outputs` cannot be compiled: it has"
+            ):
+                await checker.check(regex("x"), "structured_outputs")
         await checker.check(regex("a"), "p")
 
     asyncio.run(story())

@@ -2,7 +2,6 @@
 
 from kunserve.control.cluster.requests.backlog import STEPS_AHEAD
 from kunserve.core.config import ClusterConfig, SchedulerConfig, ServerConfig
-from kunserve.core.cost import CostCoefficients
 from kunserve.core.ids import InstanceId, RequestId
 from kunserve.core.messages import Abort, Prepare, Returned, Submit
 from kunserve.core.request import FinishReason, Request, SamplingParams
@@ -136,14 +135,3 @@ def test_no_drop_is_made_for_a_queue_that_waits_for_compute() -> None:
         for number in range(2):
             brain.report(number, num_running=1, used_blocks=5, num_waiting=1, waiting_blocks=64)
     assert not brain.take(Prepare)
-
-
-def test_by_deadline_short_prompts_are_sent_before_long_ones() -> None:
-    cost = CostCoefficients(0.0, 0.1, 0.0, 0.0)
-    scheduler = SchedulerConfig(scheduling_policy="deadline", cost=cost)
-    brain = Brain(1, policy="recompute", scheduler=scheduler)
-    ahead = [brain.request(TOKENS) for _ in range(AHEAD)]
-    long, short = brain.request(TOKENS), brain.request(8)
-    brain.take(Submit)
-    brain.output(0, ahead[0])
-    assert submitted(brain) == [(0, short), (0, long)]
