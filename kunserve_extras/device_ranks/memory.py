@@ -61,7 +61,10 @@ class Windows:
 
 
 class DeviceRanksMemory(OfAllRanks):
-    """An ``InstanceMemory`` of all ranks. Rank 0 has one."""
+    """Implements ``Memory`` of all ranks, of which this process reaches its own."""
+
+    places = None
+    """Granules of devices lie in several processes, so peers get bytes sent."""
 
     def __init__(
         self,
@@ -71,15 +74,11 @@ class DeviceRanksMemory(OfAllRanks):
         close: Callable[[], None],
     ) -> None:
         """See ``OfAllRanks``."""
-        super().__init__(own, members.meeting.num_ranks, close)
+        super().__init__((own,), members.meeting.num_ranks, close)
         self._members = members
         self._windows = windows
         self._lock = threading.Lock()
         """Held while the windows are in use: movers call from threads of their own."""
-
-    def tidy(self) -> None:
-        """See ``InstanceMemory``. The other ranks do it when they hear no word."""
-        self.own.tidy()
 
     # Changes
 
@@ -92,8 +91,8 @@ class DeviceRanksMemory(OfAllRanks):
             refusals += said
         refusal = next(filter(None, refusals), None)
         if refusal is not None:
-            with self._members.telling(Prepare(self.held)):
-                self.own.prepare(self.held)
+            with self._members.telling(Prepare(self.own.held)):
+                self.own.prepare(self.own.held)
         return refusal
 
     def drop(self, keep: LayerRange) -> Remap:
@@ -202,7 +201,7 @@ class DeviceRanksMemory(OfAllRanks):
         """Assert that every rank's memory is where it must be, and that all hold the same."""
         with self._members.telling(Check(ask_kernel)) as said:
             self.own.check(ask_kernel)
-        assert all(state == state_of(self.own) for state in said), self.held
+        assert all(state == state_of(self.own) for state in said), self.own.held
 
     def close(self) -> None:
         """End the other ranks, and release everything."""
