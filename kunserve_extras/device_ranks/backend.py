@@ -12,11 +12,9 @@ from kunserve.engine.cpu.decoder import StepLimits
 from kunserve.engine.layer_weights import ModelWeights
 from kunserve.engine.memory.memory import Memory
 from kunserve.engine.ranks.backend import SeveralRanks
-from kunserve.engine.ranks.control import Load, OpenSums
 from kunserve.engine.ranks.meeting import PATIENCE_S
 from kunserve.engine.ranks.processes import Members, Start, spawn_member
 from kunserve.engine.ranks.shards import ShardReader
-from kunserve.engine.ranks.sums import GroupSums, SumsBy, make_store_file
 from kunserve.engine.torch.cuda.backend import CudaBackend, drawing_bytes
 from kunserve.engine.weights.loader import WeightLoader
 from kunserve.engine.weights.readers import Reader
@@ -25,6 +23,8 @@ from kunserve.model.source import ModelSource
 from kunserve.model.spec import ModelSpec
 from kunserve_extras.device_ranks.decoder import DeviceRanksDecoder, DeviceShard
 from kunserve_extras.device_ranks.memory import DeviceRanksMemory, Windows
+from kunserve_extras.device_ranks.sums import GroupSums, SumsBy, make_store_file
+from kunserve_extras.device_ranks.words import Load, OpenSums
 
 logger = logging.getLogger(__name__)
 
