@@ -20,8 +20,9 @@ from benchmarks.report import Report
 from kunserve.core.ids import InstanceId, RequestId, TransitionId
 from kunserve.core.layout import LayerRange
 from kunserve.core.transfer import KvPull
-from kunserve.transport.bulk.movable_memory import Bytes, Extents, UnitRuns, ViewedMemory
+from kunserve.transport.bulk.movable_memory import Bytes, Extents, Granules, UnitRuns
 from kunserve.transport.bulk.mover import BulkMover
+from kunserve_lab.world.viewed_memory import ViewedMemory
 
 MIB = 1 << 20
 UNIT_BYTES = 12 * 1024
@@ -41,6 +42,13 @@ class FileMemory(ViewedMemory):
         self._all[:] = np.arange(num_bytes, dtype=np.uint64) % 251
         self.is_shared = True
 
+    granules: Granules | None = None
+
+    @property
+    def places(self) -> "FileMemory":  # type: ignore[override]
+        """See ``MovableMemory``."""
+        return self
+
     @property
     def shared_fd(self) -> int | None:
         """None while bytes are to be sent."""
@@ -53,6 +61,10 @@ class FileMemory(ViewedMemory):
     def locate_units(self, unit_runs: UnitRuns) -> Extents:
         """See ``MovableMemory``."""
         return [(unit * UNIT_BYTES, num * UNIT_BYTES) for unit, num in unit_runs]
+
+    def locate_layer(self, layer: int, offset: int, num_bytes: int) -> Extents:
+        """There are no layers."""
+        return []
 
 
 def move(giver: BulkMover, taker: BulkMover, num_blocks: int) -> tuple[float, float]:

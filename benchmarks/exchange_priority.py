@@ -31,12 +31,12 @@ from kunserve.core.layout import LayerRange
 from kunserve.core.messages import Activation, KvMoved
 from kunserve.core.step import StepPlan
 from kunserve.core.transfer import KvPull
-from kunserve.transport.bulk.movable_memory import ViewedMemory
 from kunserve.transport.bulk.mover import BulkMover
 from kunserve.transport.bulk.pacing import BulkPacing, chunk_bytes_for
 from kunserve.transport.bulk.wire import Bytes
 from kunserve.transport.peers.links import PeerLinks
 from kunserve.transport.wire.sockets import ANY_PORT
+from kunserve_lab.world.viewed_memory import ViewedMemory
 
 SENDER, TAKER = InstanceId(0), InstanceId(1)
 LAYERS = LayerRange(15, 30)

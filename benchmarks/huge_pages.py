@@ -30,6 +30,7 @@ from kunserve.core.ids import InstanceId
 from kunserve.core.layout import LayerRange
 from kunserve.engine.body import CpuBody
 from kunserve.engine.cpu.kernels.library import set_num_threads
+from kunserve.engine.memory.pages import HostPages
 from kunserve.model.source import resolve_model
 
 SHAPES = {
@@ -61,13 +62,16 @@ def started(path: Path, quantization: str, huge: Literal["auto", "off"]) -> tupl
     instance = InstanceConfig(kv_cache_memory_bytes=KV_BYTES, huge_pages=huge)
     body = CpuBody(InstanceId(0), model, instance)
     wall_s = time.perf_counter() - began_s
-    pages = body.memory.arena.pages
-    thread = pages._prefault._thread  # type: ignore[union-attr]
+    [memory] = body.memory.shards
+    pages = memory.arena.pages
+    assert isinstance(pages, HostPages)
+    assert pages._prefault is not None
+    thread = pages._prefault._thread
     assert thread is not None
     thread.join(PREFAULT_S)
     assert not thread.is_alive(), f"memory was not taken within {PREFAULT_S:g} s"
     cpu_s = time.process_time() - began_cpu_s
-    return body, Start(wall_s, cpu_s, body.memory.huge_bytes / 2**20)
+    return body, Start(wall_s, cpu_s, memory.huge_bytes / 2**20)
 
 
 @contextlib.contextmanager
@@ -84,7 +88,7 @@ def bodies(kind: str, folder: Path, report: Report) -> Iterator[dict[str, CpuBod
             stack.callback(body.close)
             made[way] = body
             if way == MOVED:
-                whole = body.memory.held
+                whole = body.memory.shards[0].held
                 body.memory.drop(LayerRange(0, whole.num_layers // 2))
                 body.memory.reclaim(whole)
                 body.load_layers(whole)

@@ -102,13 +102,13 @@ def _transitions(machine: Machine, report: Report, pair: list[EngineBody]) -> No
         cut = draw.randrange(1, num_layers)
         stages = (LayerRange(0, cut), LayerRange(cut, num_layers))
         for body, keep in zip(pair, stages, strict=True):
-            refusal = body.prepare_layers(keep)
+            refusal = body.memory.prepare(keep)
             assert refusal is None, refusal
-            body.drop_layers(keep)
+            body.memory.drop(keep)
         answers = DirectEngine(list(zip(pair, stages, strict=True)))
         num_equal += answers.generate(prompts, num_tokens, 32) == expected
         for body, missing in zip(pair, reversed(stages), strict=True):
-            body.reclaim_layers(missing)
+            body.memory.reclaim(missing)
             body.load_layers(missing)
         body = pair[num_rounds % 2]
         num_equal += DirectEngine([(body, whole)]).generate(prompts, num_tokens, 32) == expected

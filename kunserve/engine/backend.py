@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypedDict
+from typing import Protocol, TypedDict
 
 import torch
 
@@ -15,6 +15,7 @@ from kunserve.engine.cpu.decoder import Decoder, StepDecoder, StepLimits
 from kunserve.engine.cpu.kernels.library import library
 from kunserve.engine.layer_weights import ModelWeights
 from kunserve.engine.memory.instance_memory import InstanceMemory
+from kunserve.engine.memory.memory import Memory
 from kunserve.engine.memory.memory_plan import MemoryPlan
 from kunserve.engine.memory.pages import HostPages, OpenPages
 from kunserve.engine.memory.wrap import wrap
@@ -79,20 +80,22 @@ class Backend(Protocol):
         spec: ModelSpec,
         config: InstanceConfig,
         beside_bytes: int,
-    ) -> Any:
-        """An ``InstanceMemory``, or what is one for several processes."""
+    ) -> Memory:
+        """Take it; what it will need ``beside_bytes`` for is not part of it."""
         ...
 
-    def weights(self, memory: Any, spec: ModelSpec) -> ModelWeights:
+    def weights(self, memory: Memory, spec: ModelSpec) -> ModelWeights:
         """The packed tensors of the memory that this process computes with."""
         ...
 
-    def loader(self, reader: Reader, spec: ModelSpec, memory: Any, weights: ModelWeights) -> Loader:
+    def loader(
+        self, reader: Reader, spec: ModelSpec, memory: Memory, weights: ModelWeights
+    ) -> Loader:
         """What fills the weights."""
         ...
 
     def decoder(
-        self, spec: ModelSpec, weights: ModelWeights, memory: Any, config: InstanceConfig
+        self, spec: ModelSpec, weights: ModelWeights, memory: Memory, config: InstanceConfig
     ) -> StepDecoder:
         """What computes."""
         ...
@@ -142,9 +145,9 @@ class OneMemory:
     def _pages_of(self, spec: ModelSpec, config: InstanceConfig) -> OpenPages:
         return self.open_pages
 
-    def weights(self, memory: InstanceMemory, spec: ModelSpec) -> ModelWeights:
+    def weights(self, memory: Memory, spec: ModelSpec) -> ModelWeights:
         """See ``Backend``."""
-        return weights_in(memory, spec, self.device, in_panels=self.has_panels)
+        return weights_in(memory.shards[0], spec, self.device, in_panels=self.has_panels)
 
 
 def kv_in(memory: InstanceMemory, device: torch.device) -> torch.Tensor:
@@ -197,23 +200,23 @@ class CpuBackend(OneMemory):
         return limits.buffer_bytes(spec)
 
     def loader(
-        self, reader: Reader, spec: ModelSpec, memory: InstanceMemory, weights: ModelWeights
+        self, reader: Reader, spec: ModelSpec, memory: Memory, weights: ModelWeights
     ) -> WeightLoader:
         """See ``Backend``."""
-        return WeightLoader(reader, memory.layout, spec, weights)
+        return WeightLoader(reader, memory.shards[0].layout, spec, weights)
 
     def decoder(
         self,
         spec: ModelSpec,
         weights: ModelWeights,
-        memory: InstanceMemory,
+        memory: Memory,
         config: InstanceConfig,
     ) -> StepDecoder:
         """See ``Backend``."""
         return Decoder(
             spec,
             weights,
-            memory.kv_base_address,
+            memory.shards[0].kv_base_address,
             config.block_size,
             config.num_threads,
             config.attention,

@@ -4,18 +4,14 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from kunserve.control.instance.body import (
     HeadWork,
     HostCopy,
-    Remap,
     SampleWork,
     StepOutcome,
     StepWork,
-    UnitCopy,
 )
 from kunserve.core.config import InstanceConfig, ModelConfig, SchedulerConfig
 from kunserve.core.errors import TooLittleMemory
@@ -25,7 +21,7 @@ from kunserve.core.snapshots import InstanceSpec
 from kunserve.core.step import SampledRow, SampledToken
 from kunserve.engine.attention import TORCH_DTYPES
 from kunserve.engine.backend import Backend, CpuBackend
-from kunserve.engine.cpu.decoder import LOGIT_ROWS, Decoder, StepBatch, StepLimits
+from kunserve.engine.cpu.decoder import LOGIT_ROWS, FusedDecoder, StepBatch, StepLimits
 from kunserve.engine.cpu.ends import Largest
 from kunserve.engine.cpu.hidden_rows import Hidden, HiddenRows, bytes_of, rows_of, tensor_of
 from kunserve.engine.cpu.split_head import (
@@ -38,6 +34,7 @@ from kunserve.engine.cpu.split_head import (
 )
 from kunserve.engine.memory.account import account_of
 from kunserve.engine.memory.free_memory import beside_bytes
+from kunserve.engine.memory.memory import Memory
 from kunserve.engine.memory.memory_plan import MemoryPlan
 from kunserve.engine.memory.ring_tables import RingTables
 from kunserve.engine.sampling.prompt_scorer import PromptScorer
@@ -52,7 +49,6 @@ from kunserve.model.source import ModelSource, resolve_model
 from kunserve.model.spec import ModelSpec
 from kunserve.model.vocabulary import tokenizer_json
 from kunserve.transport.bulk.host_store import HostStore
-from kunserve.transport.bulk.movable_memory import Content, Extents, Granules, UnitRuns
 
 
 class EngineBody:
@@ -85,14 +81,14 @@ class EngineBody:
         limits = _step_limits(self.model, instance, most)
         reader = open_reader(source, self.model, model.seed)
         buffer_bytes = backend.buffer_bytes(self.model, limits)
-        self.memory = backend.open_memory(instance_id, self.model, instance, buffer_bytes)
+        self.memory: Memory = backend.open_memory(instance_id, self.model, instance, buffer_bytes)
         try:
             _check_length(self.model, self.memory.spec, model.max_model_len)
             weights = backend.weights(self.memory, self.model)
             self._loader = backend.loader(reader, self.model, self.memory, weights)
             self._loader.check()
             self._loader.load_ends()
-            self._loader.load_layers(self.memory.held)
+            self._loader.load_layers(self.memory.shards[0].held)
             self._decoder = backend.decoder(self.model, weights, self.memory, instance)
             self._decoder.reserve(limits)
         except BaseException:
@@ -149,10 +145,12 @@ class EngineBody:
         when all layers have been asked for.
         """
         assert (hidden is None) == work.is_first, work.is_first
-        self.memory.tidy()
+        for shard in self.memory.shards:
+            shard.tidy()
         batch = build_batch(work)
         bounds = entry_bounds(batch, self._blocks)
-        assert self.memory.backs(bounds, work.layers), (self.memory.held, work.layers, bounds)
+        own = self.memory.shards[0]  # the others are alike
+        assert own.backs(bounds, work.layers), (own.held, work.layers, bounds)
         if self._ring_tables is not None:
             batch = self._ring_tables.spread(batch)
         self._decoder.set_layers(work.layers)
@@ -163,7 +161,7 @@ class EngineBody:
         if hidden is None:
             states = self._decoder.embed(batch)
         else:
-            states = tensor_of(hidden, TORCH_DTYPES[self.model.dtype])
+            states = tensor_of(hidden, TORCH_DTYPES[self.model.dtype]).to(self._backend.device)
         if self._samples(work):
             for start in work.plan.started:
                 self._sampler.prepare(start.sampling)
@@ -188,21 +186,20 @@ class EngineBody:
         self._backend.synchronize()
         return outcome
 
-    def _fused_for(self, work: StepWork) -> Decoder | None:
+    def _fused_for(self, work: StepWork) -> FusedDecoder | None:
         """What computes the step in one call, if anything does."""
-        decoder = self._decoder
-        if work.plan.scored or not isinstance(decoder, Decoder) or not decoder.is_fused:
+        if work.plan.scored:
             return None
         # Where stages do not share the head, the last one of several goes part by part.
         is_whole = work.is_first and work.is_last
-        return decoder if work.shares_head != is_whole or not work.is_last else None
+        return self._decoder.fused if work.shares_head != is_whole or not work.is_last else None
 
     def _execute_stage(
         self,
         work: StepWork,
         batch: StepBatch,
         hidden: Hidden | None,
-        decoder: Decoder,
+        decoder: FusedDecoder,
     ) -> StepOutcome:
         if self._samples(work):
             for start in work.plan.started:
@@ -217,7 +214,9 @@ class EngineBody:
             rows = rows.picked(batch.sample_rows)
         return StepOutcome(rows, ())
 
-    def _execute_whole(self, work: StepWork, batch: StepBatch, decoder: Decoder) -> StepOutcome:
+    def _execute_whole(
+        self, work: StepWork, batch: StepBatch, decoder: FusedDecoder
+    ) -> StepOutcome:
         for start in work.plan.started:
             self._sampler.prepare(start.sampling)
         logits, found = decoder.run_whole(batch)
@@ -292,10 +291,6 @@ class EngineBody:
         self._prompt_tokens.pop(request_id, None)
         self._host.forget(request_id)
 
-    def copy_units(self, copies: tuple[UnitCopy, ...]) -> None:
-        """Copy in order; a later copy may read what an earlier one wrote."""
-        self.memory.copy_units(copies)
-
     def swap_units(
         self, out: tuple[HostCopy, ...], back: tuple[HostCopy, ...], *, beside_step: bool
     ) -> None:
@@ -307,92 +302,23 @@ class EngineBody:
             for block, unit in enumerate(starts.tolist(), first_block):
                 self._host.take(request_id, block, unit, num_units)
 
-    def prepare_layers(self, layers: LayerRange) -> str | None:
-        """Do now what may fail of a change to ``layers``. See ``InstanceMemory.prepare``."""
-        return self.memory.prepare(layers)
-
-    def drop_layers(self, keep: LayerRange) -> Remap:
-        """Turn the memory of every held layer outside ``keep`` into KV units at the tail."""
-        return self.memory.drop(keep)
-
-    def reclaim_layers(self, layers: LayerRange) -> Remap:
-        """Turn KV units at the tail into memory for ``layers``, its content undefined.
-
-        ``layers`` are the missing ones, or all to be held; what is held keeps its content.
-        """
-        return self.memory.reclaim(layers)
-
     def load_layers(self, layers: LayerRange) -> None:
         """Fill mapped layers from disk."""
-        assert self.memory.held.covers(layers), (self.memory.held, layers)
+        held = self.memory.shards[0].held
+        assert held.covers(layers), (held, layers)
         self._loader.load_layers(layers)
-
-    @property
-    def unit_bytes(self) -> int:
-        """Of one KV unit."""
-        return self.memory.unit_bytes
-
-    @property
-    def layer_bytes(self) -> int:
-        """Of one layer's packed weights."""
-        return self.memory.layer_bytes
-
-    def read_units(self, unit_runs: UnitRuns, into: npt.NDArray[np.uint8]) -> None:
-        """Copy the bytes of KV units, for a mover."""
-        self.memory.read_units(unit_runs, into)
-
-    def write_units(self, unit_runs: UnitRuns, data: Content) -> None:
-        """The reverse."""
-        self.memory.write_units(unit_runs, data)
-
-    @property
-    def shared_fd(self) -> int | None:
-        """The file of the memory, if it is one that peers can read."""
-        return self.memory.shared_fd
-
-    @property
-    def granules(self) -> Granules | None:
-        """The memory's granules, if peers can map them."""
-        return self.memory.granules
-
-    def locate_units(self, unit_runs: UnitRuns) -> Extents:
-        """Where KV units lie in the file, for a mover."""
-        return self.memory.locate_units(unit_runs)
-
-    def locate_layer(self, layer: int, offset: int, num_bytes: int) -> Extents:
-        """Where bytes of a held layer's weights lie in the file, for a mover."""
-        return self.memory.locate_layer(layer, offset, num_bytes)
-
-    def read_layer(self, layer: int, offset: int, into: npt.NDArray[np.uint8]) -> None:
-        """Copy bytes of a held layer's weights, for a mover."""
-        self.memory.read_layer(layer, offset, into)
-
-    def write_layer(self, layer: int, offset: int, data: Content) -> None:
-        """The reverse."""
-        self.memory.write_layer(layer, offset, data)
-
-    def unit_view(self, unit: int, num_units: int) -> npt.NDArray[np.uint8]:
-        """Bytes of consecutive KV units, for a mover to read or fill."""
-        return self.memory.unit_view(unit, num_units)
-
-    def layer_view(self, layer: int) -> npt.NDArray[np.uint8]:
-        """Bytes of a held layer's weights, for a mover to read or fill."""
-        return self.memory.layer_view(layer)
 
     @staticmethod
     def hidden_to_bytes(hidden: Hidden | Part) -> memoryview:
         """The bytes for the wire. Keep ``hidden`` unchanged until they are sent."""
         return bytes_of(hidden)
 
-    def hidden_from_bytes(self, data: bytes | bytearray | memoryview) -> Hidden:
+    def hidden_from_bytes(self, data: bytes | bytearray | memoryview) -> HiddenRows:
         """Activations [T, hidden] from the wire, which ``execute`` overwrites.
 
-        On CPUs no copy if ``data`` is writable.
+        No copy if ``data`` is writable.
         """
-        rows = HiddenRows.of_bytes(data, self._row_bytes)
-        if isinstance(self._decoder, Decoder):
-            return rows
-        return rows.tensor(TORCH_DTYPES[self.model.dtype]).to(self._backend.device)
+        return HiddenRows.of_bytes(data, self._row_bytes)
 
     @staticmethod
     def part_from_bytes(data: memoryview) -> memoryview:

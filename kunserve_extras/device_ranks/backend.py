@@ -10,12 +10,11 @@ from kunserve.core.layout import LayerRange
 from kunserve.engine.backend import Loader, kv_in
 from kunserve.engine.cpu.decoder import StepLimits
 from kunserve.engine.layer_weights import ModelWeights
+from kunserve.engine.memory.memory import Memory
 from kunserve.engine.ranks.backend import SeveralRanks
-from kunserve.engine.ranks.control import Load, OpenSums
 from kunserve.engine.ranks.meeting import PATIENCE_S
 from kunserve.engine.ranks.processes import Members, Start, spawn_member
 from kunserve.engine.ranks.shards import ShardReader
-from kunserve.engine.ranks.sums import GroupSums, SumsBy, make_store_file
 from kunserve.engine.torch.cuda.backend import CudaBackend, drawing_bytes
 from kunserve.engine.weights.loader import WeightLoader
 from kunserve.engine.weights.readers import Reader
@@ -24,6 +23,8 @@ from kunserve.model.source import ModelSource
 from kunserve.model.spec import ModelSpec
 from kunserve_extras.device_ranks.decoder import DeviceRanksDecoder, DeviceShard
 from kunserve_extras.device_ranks.memory import DeviceRanksMemory, Windows
+from kunserve_extras.device_ranks.sums import GroupSums, SumsBy, make_store_file
+from kunserve_extras.device_ranks.words import Load, OpenSums
 
 logger = logging.getLogger(__name__)
 
@@ -133,20 +134,20 @@ class DeviceRanksBackend(SeveralRanks):
         self,
         reader: Reader,
         spec: ModelSpec,
-        memory: DeviceRanksMemory,
+        memory: Memory,
         weights: ModelWeights,
     ) -> Loader:
         """See ``Backend``."""
         assert self._members is not None
         shard = ShardReader(reader, spec, 0, self._num_ranks)
         shape = spec_of_rank(spec, self._num_ranks)
-        return _RanksLoader(self._own.loader(shard, shape, memory.own, weights), self._members)
+        return _RanksLoader(self._own.loader(shard, shape, memory, weights), self._members)
 
     def decoder(
         self,
         spec: ModelSpec,
         weights: ModelWeights,
-        memory: DeviceRanksMemory,
+        memory: Memory,
         config: InstanceConfig,
     ) -> DeviceRanksDecoder:
         """See ``Backend``. Waits until all ranks have loaded, and have met."""
@@ -157,7 +158,7 @@ class DeviceRanksBackend(SeveralRanks):
         with members.telling(OpenSums(self._by), (store_fd,)):
             sums = GroupSums(self._by, store_fd, 0, num_ranks, self.device, self._patience_s)
             self._sums = sums
-        kv, of_rank = kv_in(memory.own, self.device), config_of_rank(config)
+        kv, of_rank = kv_in(memory.shards[0], self.device), config_of_rank(config)
         ops = self._own.open_ops(spec_of_rank(spec, num_ranks), of_rank)
         own = DeviceShard(spec, weights, kv, config.block_size, ops, members.meeting, sums)
         return DeviceRanksDecoder(spec, own, members, config.block_size, self.device)

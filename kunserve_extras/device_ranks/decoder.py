@@ -18,11 +18,11 @@ from kunserve.engine.ranks.decoder import Ordering
 from kunserve.engine.ranks.meeting import Meeting
 from kunserve.engine.ranks.processes import Members
 from kunserve.engine.ranks.region import Orders, Room, StageOrder
-from kunserve.engine.ranks.sums import GroupSums
 from kunserve.engine.torch.decoder import TorchDecoder
 from kunserve.engine.torch.ops.table import Ops
 from kunserve.model.sharding import first_expert, spec_of_rank, vocab_of_rank
 from kunserve.model.spec import ModelSpec
+from kunserve_extras.device_ranks.sums import GroupSums
 
 
 class DeviceShard(TorchDecoder):

@@ -16,18 +16,11 @@ from kunserve.control.instance.body import Remap, UnitCopy
 from kunserve.core.config import MIB
 from kunserve.core.layout import LayerRange
 from kunserve.engine.memory.instance_memory import InstanceMemory
-from kunserve.engine.ranks.control import (
-    Check,
-    CopyUnits,
-    Drop,
-    MoveLayer,
-    MoveUnits,
-    Prepare,
-    Reclaim,
-)
+from kunserve.engine.ranks.control import Drop, Reclaim
 from kunserve.engine.ranks.memory import Bytes, OfAllRanks, bytes_of, granules_of
 from kunserve.engine.ranks.processes import Members
 from kunserve.transport.bulk.movable_memory import Content, UnitRuns
+from kunserve_extras.device_ranks.words import Check, CopyUnits, MoveLayer, MoveUnits, Prepare
 
 _WINDOW_BYTES = 4 * MIB
 """At least; of each rank but the first."""
@@ -61,7 +54,10 @@ class Windows:
 
 
 class DeviceRanksMemory(OfAllRanks):
-    """An ``InstanceMemory`` of all ranks. Rank 0 has one."""
+    """Implements ``Memory`` of all ranks, of which this process reaches its own."""
+
+    places = None
+    """Granules of devices lie in several processes, so peers get bytes sent."""
 
     def __init__(
         self,
@@ -71,15 +67,11 @@ class DeviceRanksMemory(OfAllRanks):
         close: Callable[[], None],
     ) -> None:
         """See ``OfAllRanks``."""
-        super().__init__(own, members.meeting.num_ranks, close)
+        super().__init__((own,), members.meeting.num_ranks, close)
         self._members = members
         self._windows = windows
         self._lock = threading.Lock()
         """Held while the windows are in use: movers call from threads of their own."""
-
-    def tidy(self) -> None:
-        """See ``InstanceMemory``. The other ranks do it when they hear no word."""
-        self.own.tidy()
 
     # Changes
 
@@ -92,8 +84,8 @@ class DeviceRanksMemory(OfAllRanks):
             refusals += said
         refusal = next(filter(None, refusals), None)
         if refusal is not None:
-            with self._members.telling(Prepare(self.held)):
-                self.own.prepare(self.held)
+            with self._members.telling(Prepare(self.own.held)):
+                self.own.prepare(self.own.held)
         return refusal
 
     def drop(self, keep: LayerRange) -> Remap:
@@ -202,7 +194,7 @@ class DeviceRanksMemory(OfAllRanks):
         """Assert that every rank's memory is where it must be, and that all hold the same."""
         with self._members.telling(Check(ask_kernel)) as said:
             self.own.check(ask_kernel)
-        assert all(state == state_of(self.own) for state in said), self.held
+        assert all(state == state_of(self.own) for state in said), self.own.held
 
     def close(self) -> None:
         """End the other ranks, and release everything."""

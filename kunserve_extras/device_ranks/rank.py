@@ -5,29 +5,25 @@ from typing import Any
 from kunserve.control.instance.body import UnitCopy
 from kunserve.core.layout import LayerRange
 from kunserve.engine.backend import kv_in
-from kunserve.engine.ranks.control import (
-    Check,
-    CopyUnits,
-    Drop,
-    Join,
-    Load,
-    MoveLayer,
-    MoveUnits,
-    OpenRegion,
-    OpenSums,
-    Prepare,
-    Reclaim,
-    Word,
-)
+from kunserve.engine.ranks.control import Drop, Join, OpenRegion, Reclaim
 from kunserve.engine.ranks.rank import Rank
 from kunserve.engine.ranks.region import Orders
 from kunserve.engine.ranks.shards import ShardReader
-from kunserve.engine.ranks.sums import GroupSums
 from kunserve.engine.torch.cuda.opening import open_card
 from kunserve.engine.weights.readers import open_reader
 from kunserve.model.sharding import spec_of_rank
 from kunserve_extras.device_ranks.decoder import DeviceShard
 from kunserve_extras.device_ranks.memory import Windows, state_of
+from kunserve_extras.device_ranks.sums import GroupSums
+from kunserve_extras.device_ranks.words import (
+    Check,
+    CopyUnits,
+    Load,
+    MoveLayer,
+    MoveUnits,
+    OpenSums,
+    Prepare,
+)
 
 
 class DeviceRank(Rank):
@@ -74,7 +70,7 @@ class DeviceRank(Rank):
         """See ``Rank``."""
         self._memory.tidy()
 
-    def obey(self, word: Word, fds: list[int]) -> Any:
+    def obey(self, word: object, fds: list[int]) -> Any:
         """See ``Rank``."""
         match word:
             case OpenSums(by):
@@ -116,7 +112,7 @@ class DeviceRank(Rank):
             sums,
         )
 
-    def _copy(self, word: Word) -> None:
+    def _copy(self, word: object) -> None:
         memory, rank = self._memory, self._meeting.rank
         match word:
             case CopyUnits(copies):

@@ -1,7 +1,7 @@
 """A body without memory or compute: it keeps accounts, and says how long things take."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
 
 from kunserve.control.instance.body import (
     AnyWork,
@@ -22,7 +22,9 @@ from kunserve_lab.sim.profile import InstanceProfile
 
 
 class SimBody:
-    """Implements ``control.instance.body.Body``. Nothing takes time here: the driver lets it pass.
+    """Implements ``control.instance.body.Body`` and ``Memory``.
+
+    Nothing takes time here: the driver lets it pass.
 
     Hidden states are the number of their bytes. Every token is 0; workloads say how many there
     are (``ignore_eos``).
@@ -49,6 +51,11 @@ class SimBody:
     def spec(self) -> InstanceSpec:
         """What the instance is made of."""
         return self._spec
+
+    @property
+    def memory(self) -> Self:
+        """See ``Body``. Its books are the body's."""
+        return self
 
     def work_s(self, work: AnyWork, busy_share: float) -> float:
         """How long the body will take for anything. Called once for each."""
@@ -142,16 +149,16 @@ class SimBody:
         else:
             self._blocked_s += seconds
 
-    def prepare_layers(self, layers: LayerRange) -> str | None:
+    def prepare(self, layers: LayerRange) -> str | None:
         """Nothing can fail here."""
         return None
 
-    def drop_layers(self, keep: LayerRange) -> Remap:
+    def drop(self, keep: LayerRange) -> Remap:
         """Weights outside ``keep`` become KV memory."""
         assert self.held.covers(keep) and keep.num_layers > 0, (self.held, keep)
         return self._hold(keep)
 
-    def reclaim_layers(self, layers: LayerRange) -> Remap:
+    def reclaim(self, layers: LayerRange) -> Remap:
         """KV memory becomes room for weights again."""
         assert layers.covers(self.held), (self.held, layers)
         return self._hold(layers)

@@ -11,6 +11,7 @@ an assertion when used.
 
 import time
 from collections.abc import Callable, Iterator
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
@@ -32,7 +33,6 @@ from kunserve.core.request import TokenLogprobs
 from kunserve.core.snapshots import HeadShape, InstanceSpec
 from kunserve.core.step import SampledToken, SequenceStart
 from kunserve.transport.bulk.host_store import HostStore
-from kunserve.transport.bulk.movable_memory import ViewedMemory
 from kunserve_lab.world.fake_model import (
     EMBED,
     FACTOR_1,
@@ -44,6 +44,7 @@ from kunserve_lab.world.fake_model import (
     mix,
     score_row,
 )
+from kunserve_lab.world.viewed_memory import ViewedMemory
 
 __all__ = ["FakeBody", "FakeModel", "expected_scores", "expected_tokens", "fake_spec"]
 
@@ -83,7 +84,7 @@ def fake_spec(
 
 
 class FakeBody(ViewedMemory):
-    """Implements ``control.instance.body.Body`` and what a mover needs of one."""
+    """Implements ``control.instance.body.Body`` and ``Memory``, and what a mover needs."""
 
     computes_aside = False
 
@@ -126,6 +127,11 @@ class FakeBody(ViewedMemory):
     def spec(self) -> InstanceSpec:
         """What the instance is made of."""
         return self._spec
+
+    @property
+    def memory(self) -> Self:
+        """See ``Body``. Its books are the body's."""
+        return self
 
     @property
     def known_requests(self) -> set[RequestId]:
@@ -289,19 +295,19 @@ class FakeBody(ViewedMemory):
             for block, unit in enumerate(starts.tolist(), first_block):
                 self.host.take(request_id, block, unit, num_units)
 
-    def prepare_layers(self, layers: LayerRange) -> str | None:
+    def prepare(self, layers: LayerRange) -> str | None:
         """Answer as the test wants it."""
         self.prepared = None
         if layers != self.held and self.refusal is None:
             self.prepared = layers
         return None if layers == self.held else self.refusal
 
-    def drop_layers(self, keep: LayerRange) -> Remap:
+    def drop(self, keep: LayerRange) -> Remap:
         """Turn the granules wholly outside ``keep`` into KV memory."""
         assert self.held.covers(keep) and keep.num_layers > 0, (self.held, keep)
         return self._hold(keep)
 
-    def reclaim_layers(self, layers: LayerRange) -> Remap:
+    def reclaim(self, layers: LayerRange) -> Remap:
         """Turn the KV tail into memory for ``layers``, its content undefined."""
         assert layers.covers(self.held), (self.held, layers)
         return self._hold(layers)

@@ -17,7 +17,7 @@ from kunserve.cluster.instance.prepare_gate import PrepareGate
 from kunserve.cluster.instance.wire_lease import WireLease
 from kunserve.cluster.trace import InstanceTrace
 from kunserve.control.instance.agent import InstanceAgent
-from kunserve.control.instance.body import Body, StepOutcome, StepWork
+from kunserve.control.instance.body import Body, Memory, StepOutcome, StepWork
 from kunserve.control.instance.stage_clock import StageClock
 from kunserve.control.instance.work import Work
 from kunserve.core.config import ClusterConfig
@@ -36,11 +36,17 @@ logger = logging.getLogger(__name__)
 HEARTBEATS_PER_TIMEOUT = 5
 
 
-class WiredBody(Body, MovableMemory, Protocol):
-    """A body whose activations can cross a wire, and whose host can read mail during a step.
+class WiredMemory(Memory, MovableMemory, Protocol):
+    """What the brain changes, and movers read and fill."""
 
-    Its memory is what movers read and fill.
-    """
+
+class WiredBody(Body, Protocol):
+    """A body whose activations can cross a wire, and whose host can read mail during a step."""
+
+    @property
+    def memory(self) -> WiredMemory:
+        """See ``Body``."""
+        ...
 
     @property
     def computes_aside(self) -> bool:

@@ -128,7 +128,9 @@ def _assemble(
         for kind in ("links", "bulk")
     )
     link_gbps = order.place.link_gbps
-    mover = InstanceMover(spec.instance_id, bulk_at, body, link_gbps=link_gbps, network=network)
+    mover = InstanceMover(
+        spec.instance_id, bulk_at, body.memory, link_gbps=link_gbps, network=network
+    )
     mover.loader = LayerLoader(body.load_layers)
     peers = PeerLinks(spec.instance_id, links_at, network=network)
     mover.yield_to(peers.activations_pending)

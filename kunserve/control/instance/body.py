@@ -113,8 +113,43 @@ class Remap:
     seconds: float
 
 
+class Memory(Protocol):
+    """One instance's memory. Called from one thread, between steps."""
+
+    def copy_units(self, copies: tuple[UnitCopy, ...]) -> None:
+        """Copy in order; a later copy may read what an earlier one wrote. Done on return.
+
+        Between steps; or while one runs, over units that it neither reads nor writes.
+        """
+        ...
+
+    def prepare(self, layers: LayerRange) -> str | None:
+        """Do now what may fail of a change to ``layers``; a text says why it cannot be done.
+
+        May be called while a step runs. Layers held and KV stay in use until ``drop`` or
+        ``reclaim`` makes the change. A call for the layers held calls it off.
+        """
+        ...
+
+    def drop(self, keep: LayerRange) -> Remap:
+        """Unmap every held layer outside ``keep`` and map its granules at the KV tail."""
+        ...
+
+    def reclaim(self, layers: LayerRange) -> Remap:
+        """Shrink the KV range and map memory under ``layers`` again, its content undefined.
+
+        The caller has moved every live unit below ``spec.units_when_holding(layers)`` first.
+        """
+        ...
+
+
 class Body(Protocol):
-    """One instance's memory and compute. Called from one thread, between steps."""
+    """One instance's compute, and its memory. Called from one thread, between steps."""
+
+    @property
+    def memory(self) -> Memory:
+        """What it computes with."""
+        ...
 
     @property
     def spec(self) -> InstanceSpec:
@@ -142,13 +177,6 @@ class Body(Protocol):
         """Drop per-request state such as the sampling history."""
         ...
 
-    def copy_units(self, copies: tuple[UnitCopy, ...]) -> None:
-        """Copy in order; a later copy may read what an earlier one wrote. Done on return.
-
-        Between steps; or while one runs, over units that it neither reads nor writes.
-        """
-        ...
-
     def swap_units(
         self, out: tuple[HostCopy, ...], back: tuple[HostCopy, ...], *, beside_step: bool
     ) -> None:
@@ -157,25 +185,6 @@ class Body(Protocol):
         With ``beside_step`` copies may run while the step that follows does, which touches none
         of these units, and have ended when it has; otherwise they are done on return. ``forget``
         gives up what is in host memory of a request.
-        """
-        ...
-
-    def prepare_layers(self, layers: LayerRange) -> str | None:
-        """Do now what may fail of a change to ``layers``; a text says why it cannot be done.
-
-        May be called while a step runs. Layers held and KV stay in use until ``drop_layers`` or
-        ``reclaim_layers`` makes the change. A call for the layers held calls it off.
-        """
-        ...
-
-    def drop_layers(self, keep: LayerRange) -> Remap:
-        """Unmap every held layer outside ``keep`` and map its granules at the KV tail."""
-        ...
-
-    def reclaim_layers(self, layers: LayerRange) -> Remap:
-        """Shrink the KV range and map memory under ``layers`` again, its content undefined.
-
-        The caller has moved every live unit below ``spec.units_when_holding(layers)`` first.
         """
         ...
 

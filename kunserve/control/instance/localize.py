@@ -63,7 +63,7 @@ def localize(state: InstanceState, membership: Membership, plan: StepPlan) -> St
                 if copies is None:
                     return None
                 if copies:
-                    state.body.copy_units(copies)
+                    state.body.memory.copy_units(copies)
         rows.append(row_of[request_id])
     if plan.swapped_out or plan.swapped_in:
         _start_host_copies(state, membership, plan)
@@ -86,7 +86,7 @@ def _make_room(state: InstanceState, plan: StepPlan) -> None:
         copies = state.table.relayout(request_id, first_block, end_block)
         assert copies is not None, (plan, state.table.free_units)
         if copies:
-            state.body.copy_units(copies)
+            state.body.memory.copy_units(copies)
 
 
 def _start_host_copies(state: InstanceState, membership: Membership, plan: StepPlan) -> None:

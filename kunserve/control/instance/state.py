@@ -101,7 +101,7 @@ class InstanceState:
             remap = Remap(self.table.num_units, 0, 0.0)
         else:
             self.mover.offer_layers(layers)
-            remap = self.body.drop_layers(layers)
+            remap = self.body.memory.drop(layers)
             self.held = layers
         self.table.set_layers(layers, remap.kv_units)
         return remap

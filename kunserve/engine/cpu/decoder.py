@@ -48,7 +48,7 @@ from kunserve.engine.layer_weights import ModelWeights, as_c
 from kunserve.engine.torch.experts import add_experts, routing_bytes
 from kunserve.model.spec import ModelSpec
 
-__all__ = ["LOGIT_ROWS", "Decoder", "StepBatch", "StepDecoder", "StepLimits"]
+__all__ = ["LOGIT_ROWS", "Decoder", "FusedDecoder", "StepBatch", "StepDecoder", "StepLimits"]
 
 LOGIT_ROWS = 32
 """Rows of logits that are computed together of a prompt. Steps have memory for so many."""
@@ -88,8 +88,31 @@ class StepLimits:
         return self.num_tokens * spec.hidden_size * spec.dtype_bytes
 
 
+class FusedDecoder(Protocol):
+    """Computes a step in one call, which asks for no mail between layers."""
+
+    def run_whole(self, batch: StepBatch) -> tuple[torch.Tensor, Largest]:
+        """From tokens to logits and the largest of each, over all layers.
+
+        The logits are overwritten by the next call.
+        """
+        ...
+
+    def run_fused(self, batch: StepBatch, hidden: HiddenRows | None) -> HiddenRows:
+        """The stage's layers, in place; with None from its tokens, into new rows.
+
+        Returns what is wanted of them.
+        """
+        ...
+
+
 class StepDecoder(Protocol):
     """Runs steps over the layers of a stage."""
+
+    @property
+    def fused(self) -> FusedDecoder | None:
+        """What does the same in one call; None where nothing does."""
+        ...
 
     @property
     def buffer_bytes(self) -> int:
@@ -177,9 +200,9 @@ class Decoder:
         set_num_threads(num_threads)
 
     @property
-    def is_fused(self) -> bool:
-        """Whether there is ``run_whole``."""
-        return self._fused_ends is not None
+    def fused(self) -> "Decoder | None":
+        """See ``StepDecoder``."""
+        return None if self._fused_ends is None else self
 
     def reserve(self, limits: StepLimits) -> None:
         """Take all memory that steps within these limits need, so that none fails or waits."""
@@ -249,10 +272,7 @@ class Decoder:
         return hidden
 
     def run_whole(self, batch: StepBatch) -> tuple[torch.Tensor, Largest]:
-        """A step from its tokens to logits and the largest of each, over all layers, in one call.
-
-        Only where ``is_fused``. The logits are overwritten by the next call.
-        """
+        """See ``FusedDecoder``."""
         ends = self._fused_ends
         assert ends is not None and self._range == LayerRange(0, self._spec.num_layers)
         batch.check()
@@ -277,10 +297,7 @@ class Decoder:
         return logits, ends.largest()
 
     def run_fused(self, batch: StepBatch, hidden: HiddenRows | None) -> HiddenRows:
-        """The stage's layers, in place, in one call; with None from its tokens, into new rows.
-
-        Only where ``is_fused``. Returns what is wanted of them.
-        """
+        """See ``FusedDecoder``."""
         ends, count, row_bytes = self._fused_ends, batch.num_tokens, self._row_bytes
         assert ends is not None
         batch.check()

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from kunserve.core.kv_blocks import KvBlocks
 from kunserve.engine.memory.free_memory import anonymous_bytes
-from kunserve.engine.memory.instance_memory import InstanceMemory
+from kunserve.engine.memory.memory import Memory
 from kunserve.model.spec import ModelSpec
 
 
@@ -61,7 +61,7 @@ class StartupAccount:
 
 
 def account_of(
-    memory: InstanceMemory, model: ModelSpec, buffer_bytes: int, other_bytes: int, load_s: float
+    memory: Memory, model: ModelSpec, buffer_bytes: int, other_bytes: int, load_s: float
 ) -> StartupAccount:
     """What an instance with this memory has; ``other_bytes`` are those of its other processes."""
     spec = memory.spec
@@ -69,8 +69,8 @@ def account_of(
     longest = min(model.max_position, spec.blocks.tokens_in(blocks))
     return StartupAccount(
         memory_bytes=spec.memory_bytes,
-        weights_bytes=memory.weights_bytes,
-        huge_bytes=memory.huge_bytes,
+        weights_bytes=spec.tensor_parallel_size * memory.shards[0].weights_bytes,
+        huge_bytes=sum(shard.huge_bytes for shard in memory.shards),
         kv_bytes=spec.kv_units * spec.unit_bytes,
         kv_units=spec.kv_units,
         kv_blocks=blocks,

@@ -92,4 +92,5 @@ def _whole_pages(granules: npt.NDArray[np.int32], per_page: int) -> npt.NDArray[
     """Where among the granules those of a whole page begin, side by side and in order."""
     begins = np.flatnonzero(granules[: max(0, len(granules) - per_page + 1)] % per_page == 0)
     steps = np.concatenate([[0], np.cumsum(np.diff(granules) == 1)])
-    return begins[steps[begins + per_page - 1] - steps[begins] == per_page - 1]
+    is_whole: npt.NDArray[np.bool_] = steps[begins + per_page - 1] - steps[begins] == per_page - 1
+    return begins[is_whole]

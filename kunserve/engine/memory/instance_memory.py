@@ -25,6 +25,7 @@ from kunserve.transport.bulk.movable_memory import (
     Granules,
     InFile,
     Mapped,
+    Places,
     UnitRuns,
 )
 
@@ -252,6 +253,16 @@ class InstanceMemory:
             pages.fill(spans, data)
         else:
             pages.write(spans, data)
+
+    @property
+    def shards(self) -> "tuple[InstanceMemory]":
+        """See ``engine.memory.memory.Memory``."""
+        return (self,)
+
+    @property
+    def places(self) -> Places:
+        """See ``MovableMemory``."""
+        return self
 
     @property
     def shared_fd(self) -> int | None:

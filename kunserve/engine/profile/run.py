@@ -21,7 +21,6 @@ from kunserve.engine.devices import open_backend
 from kunserve.engine.profile.journal import Journal, Plan
 from kunserve.engine.profile.shapes import ShapeLimits, draw_shapes
 from kunserve.engine.profile.stopwatch import Clock, DeviceClock, HostClock, Reading, Stopwatch
-from kunserve.engine.ranks.memory import RankedMemory
 from kunserve.model.config import read_spec
 from kunserve.model.profile import FORMAT, Profile, ProfileSubject, RegionError
 from kunserve.model.source import resolve_model
@@ -88,8 +87,7 @@ def open_body(settings: BodySettings, number: int = 0) -> EngineBody:
     backend = open_backend(model, source, instance, instance_id)
     body = EngineBody(instance_id, model, instance, source, settings.scheduler, backend)
     if device == "cpu":
-        memory = body.memory
-        for shard in memory.shards if isinstance(memory, RankedMemory) else (memory,):
+        for shard in body.memory.shards:
             _fill(shard.unit_view(0, body.spec.kv_units), body.model.dtype)
     return body
 

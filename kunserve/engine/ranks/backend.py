@@ -12,11 +12,12 @@ from kunserve.engine.backend import CpuBackend, Loader, huge_pages_of, weights_i
 from kunserve.engine.cpu.decoder import StepLimits
 from kunserve.engine.layer_weights import ModelWeights
 from kunserve.engine.memory.instance_memory import InstanceMemory
+from kunserve.engine.memory.memory import Memory
 from kunserve.engine.memory.pages import ARENA_FILE, OpenPages
 from kunserve.engine.ranks.control import Drop, Join, Reclaim
 from kunserve.engine.ranks.decoder import RankedDecoder, room_of
 from kunserve.engine.ranks.meeting import PATIENCE_S
-from kunserve.engine.ranks.memory import OfAllRanks, RankedMemory, RankPages
+from kunserve.engine.ranks.memory import RankedMemory, RankPages
 from kunserve.engine.ranks.nodes import numa_nodes, place_ranks, stay_on, visiting
 from kunserve.engine.ranks.processes import Members, Start, spawn_member
 from kunserve.engine.ranks.region import Region
@@ -72,9 +73,9 @@ class SeveralRanks:
         """See ``Backend``."""
         return () if self._members is None else self._members.pids
 
-    def weights(self, memory: OfAllRanks, spec: ModelSpec) -> ModelWeights:
+    def weights(self, memory: Memory, spec: ModelSpec) -> ModelWeights:
         """See ``Backend``. Rank 0's."""
-        return self._one.weights(memory.own, spec_of_rank(spec, self._num_ranks))
+        return self._one.weights(memory, spec_of_rank(spec, self._num_ranks))
 
     def sampler(self, eos_ids: Sequence[int], vocab_size: int, forms: Forms) -> Sampler:
         """See ``Backend``. Rank 0 samples alone."""
@@ -176,7 +177,7 @@ class RankedBackend(SeveralRanks):
         )
 
     def loader(
-        self, reader: Reader, spec: ModelSpec, memory: RankedMemory, weights: ModelWeights
+        self, reader: Reader, spec: ModelSpec, memory: Memory, weights: ModelWeights
     ) -> Loader:
         """See ``Backend``."""
         return _RankedLoader(reader, spec, memory)
@@ -185,14 +186,15 @@ class RankedBackend(SeveralRanks):
         self,
         spec: ModelSpec,
         weights: ModelWeights,
-        memory: RankedMemory,
+        memory: Memory,
         config: InstanceConfig,
     ) -> RankedDecoder:
         """See ``Backend``. Waits until all ranks have loaded."""
         assert self._members is not None and self._await_others is not None
-        own = ShardDecoder(spec, weights, memory.own, config_of_rank(config), self._members.meeting)
+        own, of_rank = memory.shards[0], config_of_rank(config)
+        shard = ShardDecoder(spec, weights, own, of_rank, self._members.meeting)
         self._await_others()
-        return RankedDecoder(spec, weights, own, self._members, config.block_size)
+        return RankedDecoder(spec, weights, shard, self._members, config.block_size)
 
     def synchronize(self, look_up: Callable[[], None] | None = None) -> None:
         """All ranks have met when a step returns."""
@@ -201,7 +203,7 @@ class RankedBackend(SeveralRanks):
 class _RankedLoader:
     """At the start every rank loads its own weights. Layers that come back are loaded by rank 0."""
 
-    def __init__(self, reader: Reader, spec: ModelSpec, memory: RankedMemory) -> None:
+    def __init__(self, reader: Reader, spec: ModelSpec, memory: Memory) -> None:
         num_ranks = len(memory.shards)
         shard = spec_of_rank(spec, num_ranks)
         self._of_ranks = [

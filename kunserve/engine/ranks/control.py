@@ -1,11 +1,14 @@
-"""What rank 0 says to another rank beside steps: by a pair of sockets, a word and an answer."""
+"""What rank 0 says to another rank beside steps: by a pair of sockets, a word and an answer.
+
+Ranks with a device each have more words.
+"""
 
 import contextlib
 import pickle
 import select
 import socket
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 from kunserve.core.config import InstanceConfig
 from kunserve.core.errors import KunServeError
@@ -14,7 +17,6 @@ from kunserve.core.layout import LayerRange
 from kunserve.engine.cpu.decoder import StepLimits
 from kunserve.engine.ranks.meeting import RankLost
 from kunserve.engine.ranks.region import Room
-from kunserve.engine.ranks.sums import SumsBy
 from kunserve.model.source import ModelSource
 from kunserve.model.spec import ModelSpec
 
@@ -69,74 +71,6 @@ class OpenRegion:
     room: Room
     limits: StepLimits | None = None
     """What to take memory for at once."""
-
-
-@dataclass(frozen=True, slots=True)
-class OpenSums:
-    """Meet in a process group. With it comes the file by which ranks find each other."""
-
-    by: SumsBy
-
-
-@dataclass(frozen=True, slots=True)
-class Prepare:
-    """Do what may fail of a change to these layers; the answer is a refusal, or None."""
-
-    layers: LayerRange
-
-
-@dataclass(frozen=True, slots=True)
-class CopyUnits:
-    """Copy inside of the memory: (from, to, number) of units."""
-
-    copies: tuple[tuple[int, int, int], ...]
-
-
-@dataclass(frozen=True, slots=True)
-class MoveUnits:
-    """Copy units to the window, or from it."""
-
-    unit_runs: tuple[tuple[int, int], ...]
-    is_in: bool
-
-
-@dataclass(frozen=True, slots=True)
-class MoveLayer:
-    """Copy bytes of a layer's weights to the window, or from it."""
-
-    layer: int
-    parts: tuple[tuple[int, int], ...]
-    """Of each rank: where they begin, and how many."""
-    is_in: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Load:
-    """Read these layers from files."""
-
-    layers: LayerRange
-
-
-@dataclass(frozen=True, slots=True)
-class Check:
-    """See ``InstanceMemory.check``; the answer tells what lies where."""
-
-    ask_kernel: bool
-
-
-Word: TypeAlias = (
-    Join
-    | Drop
-    | Reclaim
-    | OpenRegion
-    | OpenSums
-    | Prepare
-    | CopyUnits
-    | MoveUnits
-    | MoveLayer
-    | Load
-    | Check
-)
 
 
 class Answer(NamedTuple):

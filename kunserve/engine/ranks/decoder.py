@@ -1,5 +1,6 @@
 """The decoder of an instance of several ranks: rank 0 orders what all of them compute."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -33,8 +34,11 @@ def room_of(limits: StepLimits, block_size: int) -> Room:
     return Room(limits.num_tokens, max(1, num_seqs * width), max(1, limits.num_sampled))
 
 
-class Ordering:
+class Ordering(ABC):
     """The part of ``StepDecoder`` that is alike where rank 0 orders what all ranks compute."""
+
+    fused = None
+    """See ``StepDecoder``. Each rank has its own part of a step, so no call computes it."""
 
     def __init__(
         self,
@@ -100,9 +104,9 @@ class Ordering:
         """See ``StepDecoder``."""
         return self.logits_of(batch.sample_rows, hidden)
 
+    @abstractmethod
     def logits_of(self, which: npt.NDArray[np.integer[Any]], hidden: torch.Tensor) -> torch.Tensor:
         """See ``StepDecoder``. Raises RankLost."""
-        raise NotImplementedError
 
     def room_for_logits(self, num_rows: int, width: int) -> torch.Tensor:
         """See ``StepDecoder``."""

@@ -18,7 +18,14 @@ from kunserve.core.snapshots import InstanceSpec
 from kunserve.engine.memory.huge_pages import HUGE_PAGE_BYTES
 from kunserve.engine.memory.instance_memory import InstanceMemory
 from kunserve.engine.memory.pages import Granules, HostPages
-from kunserve.transport.bulk.movable_memory import Content, Extents, InFile, Mapped, UnitRuns
+from kunserve.transport.bulk.movable_memory import (
+    Content,
+    Extents,
+    InFile,
+    Mapped,
+    Places,
+    UnitRuns,
+)
 from kunserve.transport.bulk.movable_memory import Granules as SharedGranules
 
 Bytes = npt.NDArray[np.uint8]
@@ -74,39 +81,17 @@ def spec_of_all(rank: InstanceSpec, num_ranks: int) -> InstanceSpec:
 
 
 class OfAllRanks:
-    """The part of ``InstanceMemory`` that says the same of all ranks, because they are alike."""
+    """The part of ``Memory`` that says the same of all ranks, because they are alike."""
 
-    def __init__(self, own: InstanceMemory, num_ranks: int, close: Callable[[], None]) -> None:
-        """``own`` is this process's, ``close`` ends the other ranks."""
-        self.own = own
+    def __init__(
+        self, shards: Sequence[InstanceMemory], num_ranks: int, close: Callable[[], None]
+    ) -> None:
+        """``shards`` are what this process reaches, ``close`` ends the other ranks."""
+        self.shards = shards
+        self.own = shards[0]
         self.num_ranks = num_ranks
-        self.spec = spec_of_all(own.spec, num_ranks)
+        self.spec = spec_of_all(self.own.spec, num_ranks)
         self._end_others = close
-
-    @property
-    def held(self) -> LayerRange:
-        """Layers whose weights are in memory."""
-        return self.own.held
-
-    @property
-    def kv_units(self) -> int:
-        """See ``InstanceMemory``."""
-        return self.own.kv_units
-
-    @property
-    def backed_units(self) -> int:
-        """See ``InstanceMemory``."""
-        return self.own.backed_units
-
-    @property
-    def weights_bytes(self) -> int:
-        """See ``InstanceMemory``."""
-        return self.num_ranks * self.own.weights_bytes
-
-    @property
-    def huge_bytes(self) -> int:
-        """See ``InstanceMemory``."""
-        return self.own.huge_bytes
 
     @property
     def unit_bytes(self) -> int:
@@ -117,20 +102,6 @@ class OfAllRanks:
     def layer_bytes(self) -> int:
         """Of one layer's packed weights: the ranks' one after the other."""
         return self.num_ranks * self.own.layer_bytes
-
-    @property
-    def shared_fd(self) -> int | None:
-        """The file of all ranks; None where they have a device each: peers get bytes sent then."""
-        return self.own.shared_fd
-
-    @property
-    def granules(self) -> SharedGranules | None:
-        """None: those of devices lie in several processes."""
-        return None
-
-    def backs(self, bounds: tuple[int, int] | None, layers: LayerRange) -> bool:
-        """See ``InstanceMemory``."""
-        return self.own.backs(bounds, layers)
 
     def _joined(self, remap: Remap, seconds: float) -> Remap:
         """What one rank has changed, of all."""
@@ -149,14 +120,6 @@ class OfAllRanks:
             parts.append((first - rank * size, end - first, first - offset))
         return parts
 
-    def unit_view(self, unit: int, num_units: int) -> Bytes:
-        """There is no view of bytes that lie apart."""
-        raise NotImplementedError
-
-    def layer_view(self, layer: int) -> Bytes:
-        """There is no view of bytes that lie apart."""
-        raise NotImplementedError
-
 
 class RankedMemory(OfAllRanks):
     """An ``InstanceMemory`` of all ranks. A unit's bytes are theirs one after the other."""
@@ -169,20 +132,9 @@ class RankedMemory(OfAllRanks):
         close: Callable[[], None],
     ) -> None:
         """``shards`` are of all ranks, this process's own first. ``close`` ends the other ranks."""
-        super().__init__(shards[0], len(shards), close)
-        self.shards = shards
+        super().__init__(shards, len(shards), close)
         self._drop_elsewhere = drop
         self._reclaim_elsewhere = reclaim
-
-    @property
-    def huge_bytes(self) -> int:
-        """See ``InstanceMemory``. Of all ranks, whose memory this process has taken."""
-        return sum(shard.huge_bytes for shard in self.shards)
-
-    def tidy(self) -> None:
-        """See ``InstanceMemory``."""
-        for shard in self.shards:
-            shard.tidy()
 
     # Changes
 
@@ -266,6 +218,21 @@ class RankedMemory(OfAllRanks):
             if num_bytes:
                 yield shard, first, data[at : at + num_bytes]
 
+    @property
+    def places(self) -> Places:
+        """See ``MovableMemory``."""
+        return self
+
+    @property
+    def shared_fd(self) -> int | None:
+        """The file of all ranks."""
+        return self.own.shared_fd
+
+    @property
+    def granules(self) -> SharedGranules | None:
+        """Host memory is a file, and is not mapped."""
+        return None
+
     def locate_units(self, unit_runs: UnitRuns) -> Extents:
         """Where they lie in the file: all of the first rank, then those of the next. So stretches
         are as long as those of one rank are.
@@ -288,7 +255,7 @@ class RankedMemory(OfAllRanks):
         """Assert that every rank's memory is where it must be, and that all hold the same."""
         for shard in self.shards:
             shard.check(ask_kernel)
-            assert shard.held == self.held, (shard.held, self.held)
+            assert shard.held == self.own.held, (shard.held, self.own.held)
             assert granules_of(shard) == granules_of(self.own)
 
     def close(self) -> None:

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from kunserve.core.errors import ConfigError
 from kunserve.core.python_command import python_command
 from kunserve.engine.memory.instance_memory import RemapFailed
-from kunserve.engine.ranks.control import Answer, Join, Talk, Word, talk_pair
+from kunserve.engine.ranks.control import Answer, Join, Talk, talk_pair
 from kunserve.engine.ranks.meeting import PATIENCE_S, Meeting, RankLost
 
 logger = logging.getLogger(__name__)
@@ -123,7 +123,7 @@ class Members:
             watch.start()
 
     @contextlib.contextmanager
-    def telling(self, word: Word, fds: tuple[int, ...] = ()) -> Iterator[list[Any]]:
+    def telling(self, word: object, fds: tuple[int, ...] = ()) -> Iterator[list[Any]]:
         """Within, all other ranks do something; behind it, they have, and the list has what they
         say. Raises RankLost.
 

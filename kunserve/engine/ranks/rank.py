@@ -2,6 +2,7 @@
 
 import functools
 import os
+from abc import ABC, abstractmethod
 from typing import Any, Protocol
 
 import numpy as np
@@ -12,7 +13,7 @@ from kunserve.core.layout import LayerRange
 from kunserve.engine.backend import CpuBackend, huge_pages_of, weights_in
 from kunserve.engine.cpu.decoder import StepLimits
 from kunserve.engine.memory.instance_memory import InstanceMemory
-from kunserve.engine.ranks.control import Drop, Join, OpenRegion, Reclaim, Word
+from kunserve.engine.ranks.control import Drop, Join, OpenRegion, Reclaim
 from kunserve.engine.ranks.meeting import Meeting
 from kunserve.engine.ranks.memory import RankPages
 from kunserve.engine.ranks.nodes import stay_on
@@ -49,7 +50,7 @@ class PartDecoder(Protocol):
         ...
 
 
-class Rank:
+class Rank(ABC):
     """What ranks on all devices do alike."""
 
     def __init__(self, order: Join, meeting_fd: int) -> None:
@@ -58,15 +59,15 @@ class Rank:
         self._meeting = Meeting(order.rank, order.num_ranks, meeting_fd, order.patience_s)
 
     @property
+    @abstractmethod
     def decoder(self) -> PartDecoder:
         """What computes. It is there before the first command."""
-        raise NotImplementedError
 
-    def obey(self, word: Word, fds: list[int]) -> Any:
+    @abstractmethod
+    def obey(self, word: object, fds: list[int]) -> Any:
         """Change memory; what rank 0 is told. ``compute`` may wait in the middle of a step."""
-        raise NotImplementedError
 
-    def enter(self) -> None:
+    def enter(self) -> None:  # noqa: B027 - most have nothing to do
         """The thread that obeys calls this first."""
 
     @property
@@ -74,7 +75,7 @@ class Rank:
         """Whether ``tidy`` has something to do."""
         return False
 
-    def tidy(self) -> None:
+    def tidy(self) -> None:  # noqa: B027
         """Do some of what can wait. The thread that obeys calls it when no word comes."""
 
     def compute(self) -> None:
@@ -131,7 +132,7 @@ class HostRank(Rank):
         """See ``Rank``."""
         return self._decoder
 
-    def obey(self, word: Word, fds: list[int]) -> None:
+    def obey(self, word: object, fds: list[int]) -> None:
         """See ``Rank``."""
         match word:
             case Drop(keep):

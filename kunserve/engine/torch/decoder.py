@@ -36,6 +36,9 @@ class TorchDecoder:
     unit 0.
     """
 
+    fused = None
+    """See ``StepDecoder``."""
+
     def __init__(
         self,
         spec: ModelSpec,

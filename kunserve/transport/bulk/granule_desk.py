@@ -14,7 +14,7 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 
-from kunserve.transport.bulk.movable_memory import Granules, MovableMemory, Window
+from kunserve.transport.bulk.movable_memory import Granules, Window
 
 logger = logging.getLogger(__name__)
 
@@ -26,11 +26,11 @@ _ANSWER = b"g"
 _IPC = "ipc://"
 
 
-def open_desk(bind: str, memory: MovableMemory) -> "GranuleDesk | None":
-    """Where peers get the memory's granules, if it has any and there is a folder for sockets."""
-    if memory.granules is None or not bind.startswith(_IPC):
+def open_desk(bind: str, granules: Granules | None) -> "GranuleDesk | None":
+    """Where peers get a memory's granules, if it has any and there is a folder for sockets."""
+    if granules is None or not bind.startswith(_IPC):
         return None
-    return GranuleDesk(Path(bind.removeprefix(_IPC) + ".g"), memory.granules)
+    return GranuleDesk(Path(bind.removeprefix(_IPC) + ".g"), granules)
 
 
 class GranuleDesk:

@@ -114,6 +114,28 @@ class Granules(Protocol):
         ...
 
 
+class Places(Protocol):
+    """A memory that peers on this host may read where it lies."""
+
+    @property
+    def shared_fd(self) -> int | None:
+        """The file in which it all lies; None if it is no file."""
+        ...
+
+    @property
+    def granules(self) -> Granules | None:
+        """What peers can map; None if they cannot. Nothing is located where both are None."""
+        ...
+
+    def locate_units(self, unit_runs: UnitRuns) -> Extents:
+        """Where ``UnitMemory.read_units`` would read."""
+        ...
+
+    def locate_layer(self, layer: int, offset: int, num_bytes: int) -> Extents:
+        """Where ``MovableMemory.read_layer`` would read."""
+        ...
+
+
 class UnitMemory(Protocol):
     """KV units. Everything is done on return."""
 
@@ -127,7 +149,7 @@ class UnitMemory(Protocol):
         ...
 
     def write_units(self, unit_runs: UnitRuns, data: Content) -> None:
-        """The reverse. Only memory that has ``granules`` is given what is mapped."""
+        """The reverse. Only memory whose ``places`` have granules is given what is mapped."""
         ...
 
 
@@ -140,25 +162,8 @@ class MovableMemory(UnitMemory, Protocol):
         ...
 
     @property
-    def shared_fd(self) -> int | None:
-        """The file in which it all lies, so that peers on this host may read there; None if it
-        is no file.
-        """
-        ...
-
-    @property
-    def granules(self) -> Granules | None:
-        """What peers on this host can map; None if they cannot. Neither ``locate`` is called where
-        this and ``shared_fd`` are None.
-        """
-        ...
-
-    def locate_units(self, unit_runs: UnitRuns) -> Extents:
-        """Where ``read_units`` would read."""
-        ...
-
-    def locate_layer(self, layer: int, offset: int, num_bytes: int) -> Extents:
-        """Where ``read_layer`` would read."""
+    def places(self) -> Places | None:
+        """Where its bytes lie in what peers can read; None if bytes must be sent."""
         ...
 
     def read_layer(self, layer: int, offset: int, into: Bytes) -> None:
@@ -168,77 +173,3 @@ class MovableMemory(UnitMemory, Protocol):
     def write_layer(self, layer: int, offset: int, data: Content) -> None:
         """The reverse."""
         ...
-
-
-class ViewedMemory:
-    """Implements ``MovableMemory`` where memory is this process's own: by views of it."""
-
-    def unit_view(self, unit: int, num_units: int) -> Bytes:
-        """The bytes of consecutive KV units, writable in place."""
-        raise NotImplementedError
-
-    def layer_view(self, layer: int) -> Bytes:
-        """The bytes of one mapped layer's weights, writable in place."""
-        raise NotImplementedError
-
-    @property
-    def layer_bytes(self) -> int:
-        """See ``MovableMemory``."""
-        raise NotImplementedError
-
-    @property
-    def shared_fd(self) -> int | None:
-        """Views of arrays are no file."""
-        return None
-
-    @property
-    def granules(self) -> Granules | None:
-        """And no device's."""
-        return None
-
-    def locate_units(self, unit_runs: UnitRuns) -> Extents:
-        """See ``MovableMemory``."""
-        raise NotImplementedError
-
-    def locate_layer(self, layer: int, offset: int, num_bytes: int) -> Extents:
-        """See ``MovableMemory``."""
-        raise NotImplementedError
-
-    @property
-    def unit_bytes(self) -> int:
-        """See ``UnitMemory``."""
-        return self.unit_view(0, 1).nbytes
-
-    def read_units(self, unit_runs: UnitRuns, into: Bytes) -> None:
-        """See ``UnitMemory``."""
-        position = 0
-        for view in [self.unit_view(*run) for run in unit_runs]:
-            into[position : position + view.nbytes] = view
-            position += view.nbytes
-        assert position == into.nbytes, (position, into.nbytes)
-
-    def write_units(self, unit_runs: UnitRuns, data: Content) -> None:
-        """See ``UnitMemory``."""
-        assert not isinstance(data, Mapped), data
-        views = [self.unit_view(*run) for run in unit_runs]
-        if isinstance(data, InFile):
-            data.fill(views)
-            return
-        position = 0
-        for view in views:
-            view[:] = data[position : position + view.nbytes]
-            position += view.nbytes
-        assert position == data.nbytes, (position, data.nbytes)
-
-    def read_layer(self, layer: int, offset: int, into: Bytes) -> None:
-        """See ``MovableMemory``."""
-        into[:] = self.layer_view(layer)[offset : offset + into.nbytes]
-
-    def write_layer(self, layer: int, offset: int, data: Content) -> None:
-        """See ``MovableMemory``."""
-        assert not isinstance(data, Mapped), data
-        view = self.layer_view(layer)[offset : offset + data.nbytes]
-        if isinstance(data, InFile):
-            data.fill([view])
-        else:
-            view[:] = data

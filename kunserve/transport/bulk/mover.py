@@ -19,7 +19,7 @@ from kunserve.core.transfer import KvPull, LayerPull
 from kunserve.transport.bulk import wire as bulk_wire
 from kunserve.transport.bulk.giver import BulkGiver
 from kunserve.transport.bulk.granule_desk import GranuleDesk, open_desk
-from kunserve.transport.bulk.movable_memory import MovableMemory
+from kunserve.transport.bulk.movable_memory import Granules, MovableMemory
 from kunserve.transport.bulk.pacing import BulkPacing
 from kunserve.transport.bulk.shared_files import Counts, PeerFiles
 from kunserve.transport.bulk.sink import BulkSink, Pulled
@@ -82,10 +82,12 @@ class BulkMover:
         self.rejections = Rejections("bulk")
         self._lock = threading.RLock()
         self._counts = Counts()
-        self._desk = open_desk(bind, memory)
-        self._source = BulkSource(memory, self._counts, _shared(self._desk, memory))
-        self._peer_files = PeerFiles(memory.granules)
-        self._has_file = memory.shared_fd is not None
+        places = memory.places
+        granules = None if places is None else places.granules
+        self._desk = open_desk(bind, granules)
+        self._source = BulkSource(memory, self._counts, _shared(self._desk, granules))
+        self._peer_files = PeerFiles(granules)
+        self._has_file = places is not None and places.shared_fd is not None
         self._sink = BulkSink(memory, self._pacing, self._peer_files.has_mapped, self._is_read)
         self._addresses: dict[InstanceId, tuple[str, str]] = {}
         """With keys, which are empty without a network."""
@@ -390,10 +392,9 @@ class BulkMover:
             self._to_loop.set()
 
 
-def _shared(desk: GranuleDesk | None, memory: MovableMemory) -> SharedGranules | None:
-    if desk is None or memory.granules is None:
+def _shared(desk: GranuleDesk | None, granules: Granules | None) -> SharedGranules | None:
+    if desk is None or granules is None:
         return None
-    granules = memory.granules
     return SharedGranules(str(desk.path), granules.granule_bytes, granules.num_granules)
 
 

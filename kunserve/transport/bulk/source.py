@@ -6,7 +6,7 @@ import numpy as np
 
 from kunserve.core.ids import RequestId
 from kunserve.core.layout import LayerRange
-from kunserve.transport.bulk.movable_memory import MovableMemory
+from kunserve.transport.bulk.movable_memory import MovableMemory, Places
 from kunserve.transport.bulk.shared_files import Counts
 from kunserve.transport.bulk.wire import (
     Answer,
@@ -96,8 +96,9 @@ class BulkSource:
         if not (chunk.offset >= 0 and 0 < chunk.num_bytes <= left):
             return Answer.REFUSED, None
         if chunk.may_read and (shared := self._shared(None)) is not None:
-            where = self._memory.locate_layer(chunk.layer, chunk.offset, chunk.num_bytes)
-            return Answer.LOCATED, Located(*shared, tuple(where))
+            places, at = shared
+            where = places.locate_layer(chunk.layer, chunk.offset, chunk.num_bytes)
+            return Answer.LOCATED, Located(*at, tuple(where))
         data = np.empty(chunk.num_bytes, dtype=np.uint8)
         self._memory.read_layer(chunk.layer, chunk.offset, data)
         return Answer.DATA, data
@@ -109,13 +110,18 @@ class BulkSource:
 
     def _shared(
         self, request_id: RequestId | None
-    ) -> tuple[SharedFile | SharedGranules, SharedFile, tuple[int, int]] | None:
-        """The memory, and the count of what lies there; None where takers cannot read it."""
-        fd = self._memory.shared_fd
-        memory = self._granules if fd is None else SharedFile.of(fd)
-        if memory is None or self._counts is None:
+    ) -> tuple[Places, tuple[SharedFile | SharedGranules, SharedFile, tuple[int, int]]] | None:
+        """What tells places, and the memory with the count of what lies there; None where takers
+        cannot read it.
+        """
+        places = self._memory.places
+        if places is None or self._counts is None:
             return None
-        return memory, self._counts.file, self._counts.of(request_id)
+        fd = places.shared_fd
+        memory = self._granules if fd is None else SharedFile.of(fd)
+        if memory is None:
+            return None
+        return places, (memory, self._counts.file, self._counts.of(request_id))
 
     def _serve_kv(self, chunk: KvChunk) -> tuple[Answer, Bytes | Located | None]:
         self.saw_transition(chunk.transition_id)
@@ -136,7 +142,8 @@ class BulkSource:
             return Answer.REFUSED, None
         runs = list(unit_runs(entries[first:end], layers, chunk.first_unit, chunk.num_units))
         if chunk.may_read and (shared := self._shared(request_id)) is not None:
-            return Answer.LOCATED, Located(*shared, tuple(self._memory.locate_units(runs)))
+            places, at = shared
+            return Answer.LOCATED, Located(*at, tuple(places.locate_units(runs)))
         data = np.empty(chunk.num_units * self._memory.unit_bytes, dtype=np.uint8)
         self._memory.read_units(runs, data)
         return Answer.DATA, data

@@ -55,7 +55,7 @@ def lose_a_rank(body: EngineBody, deaths: Deaths, prompts: list[list[int]]) -> N
     assert deaths.event.wait(30.0)
     assert deaths.seen == [(1, -signal.SIGKILL)]
     with pytest.raises(RankLost):
-        body.drop_layers(LayerRange(0, 1))
+        body.memory.drop(LayerRange(0, 1))
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +95,7 @@ def test_an_error_behind_a_word_leaves_the_next_word_its_answers(folder: Path) -
     with closing(open_ranks(folder)) as body:
         with pytest.raises(ZeroDivisionError), body.memory._drop_elsewhere(WHOLE):
             raise ZeroDivisionError
-        assert body.drop_layers(LayerRange(0, 1)).moved_bytes > 0
+        assert body.memory.drop(LayerRange(0, 1)).moved_bytes > 0
         body.check()
 
 

@@ -86,19 +86,19 @@ def test_through_random_transitions(fake: FakeCuda, saved: tuple[Path, list[list
                 engine = DirectEngine([(body, WHOLE)])
                 assert engine.generate(PROMPTS, NUM_TOKENS, chunk_size) == expected
                 if draw.random() < 0.7:
-                    assert body.prepare_layers(keep) is None
+                    assert body.memory.prepare(keep) is None
                 if draw.random() < 0.3:
                     # Called off, and then not.
-                    assert body.prepare_layers(WHOLE) is None
-                assert body.drop_layers(keep).kv_units == body.spec.units_when_holding(2)
+                    assert body.memory.prepare(WHOLE) is None
+                assert body.memory.drop(keep).kv_units == body.spec.units_when_holding(2)
             engine = DirectEngine(list(zip(pair, HALVES, strict=True)))
             assert engine.generate(PROMPTS, NUM_TOKENS, chunk_size) == expected
             for body, missing in zip(pair, reversed(HALVES), strict=True):
                 fake.refuse(draw.randrange(6))
-                refusal = body.prepare_layers(WHOLE)
+                refusal = body.memory.prepare(WHOLE)
                 fake.refuse_nothing()
-                assert refusal is None or body.prepare_layers(WHOLE) is None
-                body.reclaim_layers(missing)
+                assert refusal is None or body.memory.prepare(WHOLE) is None
+                body.memory.reclaim(missing)
                 body.load_layers(missing)
                 body.check()
 
@@ -124,12 +124,12 @@ def test_recorded_steps_outlive_transitions(
             for body, keep in zip(pair, stages, strict=True):
                 engine = DirectEngine([(body, WHOLE)])
                 assert engine.generate(PROMPTS, NUM_TOKENS, chunk_size) == expected
-                assert draw.random() < 0.5 or body.prepare_layers(keep) is None
-                body.drop_layers(keep)
+                assert draw.random() < 0.5 or body.memory.prepare(keep) is None
+                body.memory.drop(keep)
             engine = DirectEngine(list(zip(pair, stages, strict=True)))
             assert engine.generate(PROMPTS, NUM_TOKENS, chunk_size) == expected
             for body, missing in zip(pair, reversed(stages), strict=True):
-                body.reclaim_layers(missing)
+                body.memory.reclaim(missing)
                 body.load_layers(missing)
                 body.check()
         for body, count in zip(pair, recorded, strict=True):
@@ -164,24 +164,26 @@ def test_layers_and_kv_pass_as_bytes(fake: FakeCuda, saved: tuple[Path, list[lis
     """What a mover does: another instance's layers, units out and in; and what swapping does."""
     folder, expected = saved
     with closing(open_body(folder)) as giver, closing(open_body(folder, 1)) as taker:
-        taker.drop_layers(HALVES[0])
-        taker.reclaim_layers(HALVES[1])
+        taker.memory.drop(HALVES[0])
+        taker.memory.reclaim(HALVES[1])
         for layer in range(*HALVES[1]):
-            data = np.empty(giver.layer_bytes, dtype=np.uint8)
-            giver.read_layer(layer, 0, data)
-            taker.write_layer(layer, 0, data)
+            data = np.empty(giver.memory.layer_bytes, dtype=np.uint8)
+            giver.memory.read_layer(layer, 0, data)
+            taker.memory.write_layer(layer, 0, data)
         engine = DirectEngine([(taker, WHOLE)])
         assert engine.generate(PROMPTS, NUM_TOKENS) == expected
-        units = np.random.default_rng(0).integers(0, 255, 3 * taker.unit_bytes, dtype=np.uint8)
-        taker.write_units([(5, 2), (1, 1)], units)
+        units = np.random.default_rng(0).integers(
+            0, 255, 3 * taker.memory.unit_bytes, dtype=np.uint8
+        )
+        taker.memory.write_units([(5, 2), (1, 1)], units)
         back = np.empty_like(units)
-        taker.read_units([(5, 2), (1, 1)], back)
+        taker.memory.read_units([(5, 2), (1, 1)], back)
         assert (back == units).all()
         copy = HostCopy(RequestId("r"), 0, np.array([5], dtype=np.int32), 2)
         taker.swap_units((copy,), (), beside_step=False)
-        taker.write_units([(5, 2)], np.zeros_like(units[: 2 * taker.unit_bytes]))
+        taker.memory.write_units([(5, 2)], np.zeros_like(units[: 2 * taker.memory.unit_bytes]))
         taker.swap_units((), (copy._replace(starts=copy.starts + 3),), beside_step=False)
-        taker.read_units([(8, 2), (1, 1)], back)
+        taker.memory.read_units([(8, 2), (1, 1)], back)
         assert (back == units).all(), "out to host memory, and back to another place"
 
 
@@ -256,13 +258,13 @@ def test_so_it_is_on_a_real_device(tmp_path: Path) -> None:
         for _ in range(3):
             for body, keep in zip(pair, HALVES, strict=True):
                 assert DirectEngine([(body, WHOLE)]).generate(PROMPTS, NUM_TOKENS) == expected
-                assert body.prepare_layers(keep) is None
-                assert body.drop_layers(keep).moved_bytes > 0
+                assert body.memory.prepare(keep) is None
+                assert body.memory.drop(keep).moved_bytes > 0
             engine = DirectEngine(list(zip(pair, HALVES, strict=True)))
             assert engine.generate(PROMPTS, NUM_TOKENS, 16) == expected
             for body, missing in zip(pair, reversed(HALVES), strict=True):
-                assert body.prepare_layers(WHOLE) is None
-                body.reclaim_layers(missing)
+                assert body.memory.prepare(WHOLE) is None
+                body.memory.reclaim(missing)
                 body.load_layers(missing)
                 body.check()
 

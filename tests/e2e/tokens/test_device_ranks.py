@@ -111,18 +111,18 @@ def test_through_drops_exchanges_and_restores(
                 alone = DirectEngine([(body, WHOLE)])
                 assert alone.generate(PROMPTS, NUM_TOKENS, chunk_size) == expected
                 if draw.random() < 0.7:
-                    assert body.prepare_layers(keep) is None
+                    assert body.memory.prepare(keep) is None
                 if draw.random() < 0.3:
-                    assert body.prepare_layers(WHOLE) is None
+                    assert body.memory.prepare(WHOLE) is None
                 drop_half(body, keep)
             engine = DirectEngine(list(zip(pair, HALVES, strict=True)))
             assert engine.generate(PROMPTS, NUM_TOKENS, 16) == expected
             for body, missing in zip(pair, reversed(HALVES), strict=True):
                 fake.refuse(draw.randrange(6))
-                refusal = body.prepare_layers(WHOLE)
+                refusal = body.memory.prepare(WHOLE)
                 fake.refuse_nothing()
-                assert refusal is None or body.prepare_layers(WHOLE) is None
-                assert body.reclaim_layers(WHOLE).kv_units == body.spec.kv_units
+                assert refusal is None or body.memory.prepare(WHOLE) is None
+                assert body.memory.reclaim(WHOLE).kv_units == body.spec.kv_units
                 if source == "disk":
                     body.load_layers(missing)
             if source == "peer":
@@ -178,25 +178,25 @@ def test_kv_moves_whole(
             stack.enter_context(closing(open_ranks(folder, 2, number))) for number in range(2)
         )
         num = 12
-        data = np.random.default_rng(0).integers(0, 256, num * one.unit_bytes, np.uint8)
-        one.write_units([(3, 5), (20, 7)], data)
+        data = np.random.default_rng(0).integers(0, 256, num * one.memory.unit_bytes, np.uint8)
+        one.memory.write_units([(3, 5), (20, 7)], data)
         found, back = np.empty_like(data), np.empty_like(data)
-        one.read_units([(3, 5), (20, 7)], found)
+        one.memory.read_units([(3, 5), (20, 7)], found)
         assert (found == data).all()
         # In other runs there, as where blocks lie otherwise.
-        other.write_units([(9, 2), (30, 10)], found)
-        other.read_units([(9, 2), (30, 10)], back)
+        other.memory.write_units([(9, 2), (30, 10)], found)
+        other.memory.read_units([(9, 2), (30, 10)], back)
         assert (back == data).all()
-        one.copy_units((UnitCopy(3, 40, 5), UnitCopy(20, 45, 6), UnitCopy(26, 51, 1)))
-        one.read_units([(40, num)], back)
+        one.memory.copy_units((UnitCopy(3, 40, 5), UnitCopy(20, 45, 6), UnitCopy(26, 51, 1)))
+        one.memory.read_units([(40, num)], back)
         assert (back == data).all()
         request = RequestId("r")
         out = HostCopy(request, 0, np.array([40, 44, 48], dtype=np.int32), 4)
         one.swap_units((out,), (), beside_step=False)
-        one.write_units([(40, num)], np.zeros_like(data))
+        one.memory.write_units([(40, num)], np.zeros_like(data))
         there = HostCopy(request, 0, np.array([60, 52, 56], dtype=np.int32), 4)
         one.swap_units((), (there,), beside_step=False)
-        one.read_units([(60, 4), (52, 4), (56, 4)], back)
+        one.memory.read_units([(60, 4), (52, 4), (56, 4)], back)
         assert (back == data).all()
 
 
@@ -232,13 +232,13 @@ def test_what_one_driver_refuses_none_has_prepared(
             return fork_member(end)  # type: ignore[arg-type]
 
     with closing(open_ranks(saved[0], start=start)) as body:  # type: ignore[arg-type]
-        assert body.prepare_layers(HALVES[0]) == "rank 1's driver refuses"
+        assert body.memory.prepare(HALVES[0]) == "rank 1's driver refuses"
         body.check()
-        assert body.memory.held == WHOLE and body.memory.own.arena.num_aliases
+        assert body.memory.own.held == WHOLE and body.memory.own.arena.num_aliases
         assert DirectEngine([(body, WHOLE)]).generate(PROMPTS, 2) == [one[:2] for one in saved[1]]
         assert not body.memory.own.arena.num_aliases, "tidied between steps"
-        assert body.prepare_layers(HALVES[1]) is None
-        assert body.drop_layers(HALVES[1]).kv_units == body.spec.units_when_holding(2)
+        assert body.memory.prepare(HALVES[1]) is None
+        assert body.memory.drop(HALVES[1]).kv_units == body.spec.units_when_holding(2)
         body.check()
 
 
@@ -263,7 +263,7 @@ def test_a_wait_ends_when_a_rank_stands_still(
         os.kill(pid, signal.SIGSTOP)
         with pytest.raises(RankLost, match="no word"):
             while True:  # its threads stop one by one
-                body.read_units([(0, 1)], np.empty(body.unit_bytes, dtype=np.uint8))
+                body.memory.read_units([(0, 1)], np.empty(body.memory.unit_bytes, dtype=np.uint8))
         with pytest.raises(RankLost, match="stood still for too long"):
             DirectEngine([(body, WHOLE)]).generate(PROMPTS, 2)
         os.kill(pid, signal.SIGCONT)

@@ -44,12 +44,12 @@ def test_tokens_of_transformers_through_a_drop_and_a_restore(
         for chunk_size in (1000, 5):
             assert alone.generate(PROMPTS, NUM_TOKENS, chunk_size) == expected
         for body, keep in zip(pair, HALVES, strict=True):
-            assert body.prepare_layers(keep) is None
-            body.drop_layers(keep)
+            assert body.memory.prepare(keep) is None
+            body.memory.drop(keep)
         both = DirectEngine(list(zip(pair, HALVES, strict=True)))
         assert both.generate(PROMPTS, NUM_TOKENS, 16) == expected
         body, missing = pair[0], HALVES[1]
-        body.reclaim_layers(WHOLE)
+        body.memory.reclaim(WHOLE)
         body.load_layers(missing)
         body.check()
         alone = DirectEngine([(body, LayerRange(0, NUM_LAYERS))])

@@ -100,14 +100,14 @@ def test_dropped_halves_as_a_pipeline_and_back(saved: tuple[Path, list[list[int]
     with bodies(folder, 2) as pair:
         for body, keep in zip(pair, halves, strict=True):
             before = body.memory.kv_units
-            remap = body.drop_layers(keep)
+            remap = body.memory.drop(keep)
             assert remap.kv_units == body.spec.units_when_holding(2) > before
             assert remap.moved_bytes >= body.spec.layer_bytes
         engine = DirectEngine(list(zip(pair, halves, strict=True)))
         assert engine.generate(PROMPTS, NUM_TOKENS, 16) == expected
         for body, keep in zip(pair, halves, strict=True):
             missing = halves[1] if keep == halves[0] else halves[0]
-            assert body.reclaim_layers(missing).kv_units == body.spec.kv_units
+            assert body.memory.reclaim(missing).kv_units == body.spec.kv_units
             body.load_layers(missing)
             whole = DirectEngine([(body, LayerRange(0, NUM_LAYERS))])
             assert whole.generate(PROMPTS, NUM_TOKENS, 16) == expected
@@ -118,13 +118,13 @@ def test_uneven_stages_and_layers_from_a_peer(saved: tuple[Path, list[list[int]]
     ranges = [LayerRange(0, 1), LayerRange(1, 3), LayerRange(3, 4)]
     with bodies(folder, 3) as three:
         for body, keep in zip(three, ranges, strict=True):
-            body.drop_layers(keep)
+            body.memory.drop(keep)
         engine = DirectEngine(list(zip(three, ranges, strict=True)))
         assert engine.generate(PROMPTS, NUM_TOKENS, 7) == expected
         first, middle, _ = three
-        first.reclaim_layers(LayerRange(0, 3))
+        first.memory.reclaim(LayerRange(0, 3))
         for layer in (1, 2):
-            first.layer_view(layer)[:] = middle.layer_view(layer)
+            first.memory.layer_view(layer)[:] = middle.memory.layer_view(layer)
         stages = [(first, LayerRange(0, 3)), (three[2], ranges[2])]
         assert DirectEngine(stages).generate(PROMPTS, NUM_TOKENS, 7) == expected
 
@@ -148,7 +148,7 @@ def test_sampling_does_not_depend_on_batching_or_stages(
         assert whole.generate(PROMPTS, NUM_TOKENS, 5, params) == alone
         stages = [(pair[0], LayerRange(0, 3)), (pair[1], LayerRange(3, 4))]
         for body, keep in stages:
-            body.drop_layers(keep)
+            body.memory.drop(keep)
         assert DirectEngine(stages).generate(PROMPTS, NUM_TOKENS, 16, params) == alone
 
 
@@ -181,7 +181,7 @@ def test_scores_of_a_prompt_are_those_of_transformers_however_it_is_cut(
             assert whole.last[1].scores == scores
         stages = [(pair[0], LayerRange(0, 3)), (pair[1], LayerRange(3, 4))]
         for body, keep in stages:
-            body.drop_layers(keep)
+            body.memory.drop(keep)
         pipeline = DirectEngine(stages)
         assert pipeline.generate([prompt], 2, 16, asking) == plain
         assert pipeline.last[0].scores == scores

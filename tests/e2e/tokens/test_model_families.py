@@ -49,11 +49,11 @@ def test_tokens_of_transformers_on_both_engines_and_in_any_cut(
             ranges = [LayerRange(*ends) for ends in pairwise(cut)]
             stages = list(zip(bodies, ranges, strict=False))
             for body, keep in stages:
-                body.drop_layers(keep)
+                body.memory.drop(keep)
             assert DirectEngine(stages).generate(PROMPTS, NUM_TOKENS, 16) == expected
             for body, keep in stages:
                 missing = [LayerRange(0, keep.first), LayerRange(keep.end, NUM_LAYERS)]
-                body.reclaim_layers(LayerRange(0, NUM_LAYERS))
+                body.memory.reclaim(LayerRange(0, NUM_LAYERS))
                 for layers in missing:
                     if layers.first < layers.end:
                         body.load_layers(layers)
@@ -84,7 +84,7 @@ def test_threads_and_batches_change_no_bit_of_gemma(kind: str, tmp_path: Path) -
         with closing(body):
             engine = DirectEngine([(body, LayerRange(0, NUM_LAYERS))])
             tokens = engine.generate(PROMPTS, NUM_TOKENS, chunk_size)
-            kv = body.unit_view(0, 12 * NUM_LAYERS).copy()
+            kv = body.memory.unit_view(0, 12 * NUM_LAYERS).copy()
         found.append((tokens, kv))
     assert all(tokens == found[0][0] for tokens, _ in found)
     assert all((kv == found[0][1]).all() for _, kv in found)

@@ -110,7 +110,7 @@ def test_one_stage_and_two_say_the_same(bodies: list[CpuBody], vocabulary: LLTok
     given = prompts(len(many))
     one = DirectEngine([(bodies[0], WHOLE)]).generate(given, 30, 16, many)
     for body, layers in zip(bodies, HALVES, strict=True):
-        body.drop_layers(layers)
+        body.memory.drop(layers)
     two = DirectEngine(list(zip(bodies, HALVES, strict=True))).generate(given, 30, 5, many)
     # Direct engines know no end: what follows it is nobody's.
     for number, (first, second) in enumerate(zip(one, two, strict=True)):

@@ -95,12 +95,12 @@ def test_through_drops_exchanges_and_restores(saved: tuple[Path, list[list[int]]
         first, second = pair
         for source in ("disk", "peer"):
             for body, keep in zip(pair, HALVES, strict=True):
-                assert body.prepare_layers(keep) is None
+                assert body.memory.prepare(keep) is None
                 drop_half(body, keep)
             engine = DirectEngine(list(zip(pair, HALVES, strict=True)))
             assert engine.generate(PROMPTS, NUM_TOKENS, 16) == expected
             for body, missing in zip(pair, reversed(HALVES), strict=True):
-                assert body.reclaim_layers(WHOLE).kv_units == body.spec.kv_units
+                assert body.memory.reclaim(WHOLE).kv_units == body.spec.kv_units
                 if source == "disk":
                     body.load_layers(missing)
             if source == "peer":
@@ -114,7 +114,7 @@ def test_through_drops_exchanges_and_restores(saved: tuple[Path, list[list[int]]
 
 def drop_half(body: EngineBody, keep: LayerRange) -> None:
     """Two of four layers go, and their memory is KV memory."""
-    remap = body.drop_layers(keep)
+    remap = body.memory.drop(keep)
     assert remap.kv_units == body.spec.units_when_holding(2)
     assert remap.moved_bytes > 0
     body.check()
@@ -124,10 +124,10 @@ def move_layers(source: EngineBody, target: EngineBody, layers: LayerRange) -> N
     """As a mover does: chunks that end anywhere."""
     chunk_bytes = 5000
     for layer in range(*layers):
-        for offset in range(0, source.layer_bytes, chunk_bytes):
-            data = np.empty(min(chunk_bytes, source.layer_bytes - offset), dtype=np.uint8)
-            source.read_layer(layer, offset, data)
-            target.write_layer(layer, offset, data)
+        for offset in range(0, source.memory.layer_bytes, chunk_bytes):
+            data = np.empty(min(chunk_bytes, source.memory.layer_bytes - offset), dtype=np.uint8)
+            source.memory.read_layer(layer, offset, data)
+            target.memory.write_layer(layer, offset, data)
 
 
 @pytest.mark.parametrize("saved", ["llama3"], indirect=True)
@@ -139,31 +139,31 @@ def test_kv_moves_whole(saved: tuple[Path, list[list[int]]]) -> None:
             stack.enter_context(closing(open_ranks(folder, 2, number))) for number in range(2)
         )
         num = 12
-        size = num * one.unit_bytes
+        size = num * one.memory.unit_bytes
         data = np.random.default_rng(0).integers(0, 256, size, np.uint8)
-        one.write_units([(3, 5), (20, 7)], data)
+        one.memory.write_units([(3, 5), (20, 7)], data)
         found = np.empty_like(data)
-        one.read_units([(3, 5), (20, 7)], found)
+        one.memory.read_units([(3, 5), (20, 7)], found)
         assert (found == data).all()
         # In other runs there, as where blocks lie otherwise.
-        other.write_units([(9, 2), (30, 10)], found)
+        other.memory.write_units([(9, 2), (30, 10)], found)
         back = np.empty_like(data)
-        other.read_units([(9, 2), (30, 10)], back)
+        other.memory.read_units([(9, 2), (30, 10)], back)
         assert (back == data).all()
-        one.copy_units((UnitCopy(3, 40, 5), UnitCopy(20, 45, 7)))
-        one.read_units([(40, num)], back)
+        one.memory.copy_units((UnitCopy(3, 40, 5), UnitCopy(20, 45, 7)))
+        one.memory.read_units([(40, num)], back)
         assert (back == data).all()
         request = RequestId("r")
         out = HostCopy(request, 0, np.array([40, 44, 48], dtype=np.int32), 4)
         one.swap_units((out,), (), beside_step=False)
-        one.write_units([(40, num)], np.zeros(size, dtype=np.uint8))
+        one.memory.write_units([(40, num)], np.zeros(size, dtype=np.uint8))
         there = HostCopy(request, 0, np.array([60, 52, 56], dtype=np.int32), 4)
         one.swap_units((), (there,), beside_step=False)
-        one.read_units([(60, 4), (52, 4), (56, 4)], back)
+        one.memory.read_units([(60, 4), (52, 4), (56, 4)], back)
         assert (back == data).all()
         for rank, shard in enumerate(one.memory.shards):
             unit = shard.unit_view(3, 1)
-            part = data[: one.unit_bytes].reshape(2, -1)[rank]
+            part = data[: one.memory.unit_bytes].reshape(2, -1)[rank]
             assert (unit == part).all(), "a unit's bytes are those of the ranks in turn"
 
 
@@ -181,11 +181,11 @@ def test_peers_read_in_the_file_of_all_ranks(
             stack.enter_context(closing(open_ranks(folder, 2, number))) for number in range(2)
         )
         for body, keep in ((one, HALVES[0]), (other, HALVES[1])):
-            body.drop_layers(keep)
+            body.memory.drop(keep)
         # A block's part of a stage is a run of two units, here in other places than there.
         here, there = ((3, one.spec.kv_units, 20), (other.spec.kv_units + 2, 9, 30))
-        data = np.random.default_rng(0).integers(0, 256, 6 * one.unit_bytes, np.uint8)
-        one.write_units([(unit, 2) for unit in here], data)
+        data = np.random.default_rng(0).integers(0, 256, 6 * one.memory.unit_bytes, np.uint8)
+        one.memory.write_units([(unit, 2) for unit in here], data)
         monkeypatch.setattr(one, "read_units", send)
         monkeypatch.setattr(one, "read_layer", send)
         pacing = BulkPacing(chunk_bytes=5000, read_chunk_bytes=5000)
@@ -196,9 +196,9 @@ def test_peers_read_in_the_file_of_all_ranks(
         taker.pull_kv(piece("r", ZERO, (0, 2), (0, 3)), entries(*there))
         assert [done.refusal for done in ended(taker, 1)] == [None]
         back = np.empty_like(data)
-        other.read_units([(unit, 2) for unit in there], back)
+        other.memory.read_units([(unit, 2) for unit in there], back)
         assert (back == data).all()
-        other.reclaim_layers(WHOLE)
+        other.memory.reclaim(WHOLE)
         giver.offer_layers(HALVES[0])
         taker.pull_layers(HALVES[0], ZERO)
         assert [done.refusal for done in ended(taker, 1)] == [None]

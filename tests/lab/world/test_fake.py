@@ -61,8 +61,8 @@ def test_the_oracle_agrees_with_the_body() -> None:
 def test_two_stages_agree_with_one() -> None:
     first, second = body(), body()
     low, high = LayerRange(0, 2), LayerRange(2, 4)
-    first.drop_layers(low)
-    second.drop_layers(high)
+    first.memory.drop(low)
+    second.memory.drop(high)
     entries = (0, 2, 4)
     hidden = first.execute(work(low, 0, PROMPT, entries), None).hidden
     hidden = second.hidden_from_bytes(bytes(first.hidden_to_bytes(hidden)))
@@ -82,17 +82,17 @@ def test_one_changed_byte_of_kv_changes_the_token() -> None:
 def test_a_block_may_move() -> None:
     moved = body()
     moved.execute(work(WHOLE, 0, PROMPT[:3], (0, 4, 8)), None)
-    moved.copy_units((UnitCopy(0, 12, 4),))
+    moved.memory.copy_units((UnitCopy(0, 12, 4),))
     outcome = moved.execute(work(WHOLE, 3, PROMPT[3:], (12, 4, 8)), None)
     assert (outcome.tokens[0].token_id,) == EXPECTED
 
 
 def test_layers_that_are_not_held_or_not_loaded_cannot_run() -> None:
     dropped = body()
-    dropped.drop_layers(LayerRange(0, 2))
+    dropped.memory.drop(LayerRange(0, 2))
     with pytest.raises(AssertionError, match="not held"):
         sampled(dropped)
-    dropped.reclaim_layers(WHOLE)
+    dropped.memory.reclaim(WHOLE)
     with pytest.raises(AssertionError, match="not loaded"):
         sampled(dropped)
     dropped.load_layers(LayerRange(2, 4))
@@ -101,8 +101,8 @@ def test_layers_that_are_not_held_or_not_loaded_cannot_run() -> None:
 
 def test_layers_come_from_a_peer_byte_by_byte() -> None:
     here, peer = body(), body()
-    here.drop_layers(LayerRange(0, 3))
-    here.reclaim_layers(WHOLE)
+    here.memory.drop(LayerRange(0, 3))
+    here.memory.reclaim(WHOLE)
     here.layer_view(3)[:] = peer.layer_view(3)
     assert (sampled(here),) == EXPECTED
     here.layer_view(3)[7] += 1
@@ -119,11 +119,11 @@ def test_units_beyond_the_tail_cannot_be_used() -> None:
 
 def test_a_drop_gives_whole_granules_and_a_reclaim_takes_them_back() -> None:
     whole = body(layer_bytes=100)
-    remap = whole.drop_layers(LayerRange(0, 1))
+    remap = whole.memory.drop(LayerRange(0, 1))
     # Layers 1-3 are bytes 100..400 of 416: granules 4 (from byte 128) to 12, two units each.
     assert (remap.kv_units, remap.moved_bytes) == (16 + 9 * 32 // 16, 9 * 32)
     assert whole.spec.units_when_holding(1) <= remap.kv_units
-    assert whole.reclaim_layers(WHOLE).kv_units == 16
+    assert whole.memory.reclaim(WHOLE).kv_units == 16
 
 
 def test_seeds_and_penalties_change_tokens() -> None:

@@ -207,11 +207,11 @@ def test_activations_cross_the_wire_unchanged(body: CpuBody) -> None:
 
 def test_units_are_copied_in_order(body: CpuBody) -> None:
     for unit in range(6):
-        body.unit_view(unit, 1)[:] = unit
-    body.copy_units((UnitCopy(0, 2, 2), UnitCopy(3, 5, 1)))
-    assert [int(body.unit_view(unit, 1)[0]) for unit in range(6)] == [0, 1, 0, 1, 4, 1]
+        body.memory.unit_view(unit, 1)[:] = unit
+    body.memory.copy_units((UnitCopy(0, 2, 2), UnitCopy(3, 5, 1)))
+    assert [int(body.memory.unit_view(unit, 1)[0]) for unit in range(6)] == [0, 1, 0, 1, 4, 1]
     with pytest.raises(AssertionError):
-        body.unit_view(body.memory.backed_units, 1)
+        body.memory.unit_view(body.memory.backed_units, 1)
 
 
 def test_logprobs_are_reported_and_state_forgotten(body: CpuBody) -> None:
@@ -227,11 +227,11 @@ def test_logprobs_are_reported_and_state_forgotten(body: CpuBody) -> None:
 
 
 def test_the_body_cannot_compute_what_it_does_not_hold(body: CpuBody) -> None:
-    body.drop_layers(LayerRange(0, 2))
+    body.memory.drop(LayerRange(0, 2))
     with pytest.raises(AssertionError):
         body.load_layers(LayerRange(2, 3))
     with pytest.raises(AssertionError):
-        body.layer_view(2)
+        body.memory.layer_view(2)
 
 
 def work_at(entries: list[int], context: int, layers: LayerRange) -> StepWork:
@@ -255,7 +255,7 @@ def test_no_step_is_given_an_address_that_nothing_is_mapped_at(body: CpuBody) ->
     for entries in ([0, last + 1], [-1, 0]):
         with pytest.raises(AssertionError):
             body.execute(work_at(entries, 32, whole), None)
-    body.drop_layers(LayerRange(1, 3))
+    body.memory.drop(LayerRange(1, 3))
     body.execute(work_at([-1, last + 1], 32, LayerRange(1, 3)), None)
     with pytest.raises(AssertionError):
         body.execute(work_at([0, 3], 32, whole), None)

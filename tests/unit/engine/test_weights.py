@@ -75,7 +75,7 @@ def test_experts_stacked_in_one_tensor_and_one_by_one(kind: str, tmp_path: Path)
     names = [set(safe_open(path, "pt").keys()) for path in sorted(tmp_path.glob("*/*.safetensors"))]
     assert names[0].isdisjoint(name for name in names[1] if ".experts." in name)
     for layer in range(2):
-        stacked, apart = (body.layer_view(layer) for body in bodies)
+        stacked, apart = (body.memory.layer_view(layer) for body in bodies)
         assert (stacked == apart).all()
     for body in bodies:
         body.close()
@@ -183,12 +183,12 @@ def test_dummy_weights_agree_between_instances(tmp_path: Path) -> None:
         file.unlink()
     first, second, other = (load(tmp_path, load_format="dummy", seed=seed) for seed in (7, 7, 8))
     for layer in range(3):
-        assert (first.layer_view(layer) == second.layer_view(layer)).all()
-        assert not (first.layer_view(layer) == other.layer_view(layer)).all()
-    assert not (first.layer_view(0) == first.layer_view(1)).all()
-    first.layer_view(1)[:] = 0
+        assert (first.memory.layer_view(layer) == second.memory.layer_view(layer)).all()
+        assert not (first.memory.layer_view(layer) == other.memory.layer_view(layer)).all()
+    assert not (first.memory.layer_view(0) == first.memory.layer_view(1)).all()
+    first.memory.layer_view(1)[:] = 0
     first.load_layers(LayerRange(1, 2))
-    assert (first.layer_view(1) == second.layer_view(1)).all()
+    assert (first.memory.layer_view(1) == second.memory.layer_view(1)).all()
     for body in (first, second, other):
         body.close()
 
@@ -203,12 +203,12 @@ def test_dummy_values_fill_more_than_one_block() -> None:
 def test_layers_are_loaded_again_from_disk(tmp_path: Path) -> None:
     save_tiny(tmp_path, "llama3", 3)
     body = load(tmp_path)
-    before = body.layer_view(2).copy()
-    body.drop_layers(LayerRange(0, 1))
-    body.reclaim_layers(LayerRange(1, 3))
-    body.layer_view(2)[:] = 0
+    before = body.memory.layer_view(2).copy()
+    body.memory.drop(LayerRange(0, 1))
+    body.memory.reclaim(LayerRange(1, 3))
+    body.memory.layer_view(2)[:] = 0
     body.load_layers(LayerRange(1, 3))
-    assert (body.layer_view(2) == before).all()
+    assert (body.memory.layer_view(2) == before).all()
     body.close()
 
 
@@ -229,7 +229,7 @@ def test_a_file_that_is_changed_in_place_is_not_read_again(tmp_path: Path, is_gg
         path = save_tiny(tmp_path, "llama", 2)
         file = path / "model.safetensors"
     body = load(path)
-    before = [body.layer_view(layer).copy() for layer in range(2)]
+    before = [body.memory.layer_view(layer).copy() for layer in range(2)]
     # Replaced as one should: the old content is read from the file that is open.
     new = tmp_path / "new"
     new.write_bytes(b"\0" * file.stat().st_size)
@@ -237,7 +237,7 @@ def test_a_file_that_is_changed_in_place_is_not_read_again(tmp_path: Path, is_gg
     os.link(file, old)
     os.replace(new, file)
     body.load_layers(LayerRange(0, 2))
-    assert all((body.layer_view(layer) == before[layer]).all() for layer in range(2))
+    assert all((body.memory.layer_view(layer) == before[layer]).all() for layer in range(2))
     os.replace(old, file)
     os.truncate(file, 1000)
     with pytest.raises(ModelFiles, match=f"{file.name}: changed while it is served"):

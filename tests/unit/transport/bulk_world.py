@@ -5,8 +5,8 @@ import numpy as np
 from kunserve.core.ids import InstanceId, RequestId, TransitionId
 from kunserve.core.layout import LayerRange
 from kunserve.core.transfer import KvPull
-from kunserve.transport.bulk.movable_memory import ViewedMemory
 from kunserve.transport.bulk.wire import Bytes, Int32Array
+from kunserve_lab.world.viewed_memory import ViewedMemory
 
 UNIT_BYTES = 96
 LAYER_BYTES = 1000

@@ -40,7 +40,7 @@ class Formation:
         """Map memory under the whole model, and fill what the group needs of it."""
         state = self._state
         state.table.set_layers(state.whole_model, state.spec.kv_units)
-        state.body.reclaim_layers(state.whole_model)
+        state.body.memory.reclaim(state.whole_model)
         for gap in self._layers.without(state.held):
             self._pull(gap)
 
@@ -85,7 +85,7 @@ class Formation:
         state = self._state
         state.mover.reset()
         if self._is_mapped:
-            remap = state.body.drop_layers(state.held)
+            remap = state.body.memory.drop(state.held)
             state.table.set_layers(state.held, remap.kv_units)
 
 

@@ -82,7 +82,7 @@ class KvImport:
         if copies is None:
             return False
         if copies:
-            state.body.copy_units(copies)
+            state.body.memory.copy_units(copies)
         state.table.pin(request_id, first_block, end_block)
         return True
 

@@ -116,7 +116,7 @@ class LayerRestore:
     def _map_layers(self) -> None:
         """Once live KV fits below the mark (released blocks may still be here), map weights."""
         state = self._state
-        refusal = state.body.prepare_layers(state.whole_model)
+        refusal = state.body.memory.prepare(state.whole_model)
         if refusal is not None:
             self._phase = "refused"
             _report_refusal(state, self._job, refusal)
@@ -125,10 +125,10 @@ class LayerRestore:
         if copies is None:
             return
         if copies:
-            state.body.copy_units(copies)
+            state.body.memory.copy_units(copies)
         self._phase, self._is_mapped = "filling", True
         state.table.set_layers(self._membership.layers, state.spec.kv_units)
-        self._remap_s = state.body.reclaim_layers(state.whole_model).seconds
+        self._remap_s = state.body.memory.reclaim(state.whole_model).seconds
         for member in self._job.members:
             if member.instance_id == state.me:
                 for source in member.sources:
@@ -167,7 +167,7 @@ class LayerRestore:
         """The restore is off: weights become KV again, once nothing writes into them."""
         self._phase = "returning"
         if not self._is_mapped:
-            self._state.body.prepare_layers(self._state.held)
+            self._state.body.memory.prepare(self._state.held)
 
     def _drop_again(self) -> None:
         state = self._state

@@ -91,7 +91,7 @@ class TransitionMember:
         new = _layout_of(state.me, proposal.new)
         layers = None if new is None else new.layers_of(state.me)
         if refusal is None and layers is not None:
-            refusal = state.body.prepare_layers(layers)
+            refusal = state.body.memory.prepare(layers)
         state.send(None, Prepared(proposal.transition_id, state.me, refusal))
         if refusal is not None:
             return None
@@ -101,7 +101,7 @@ class TransitionMember:
     def roll_back(self) -> LayerRestore | None:
         """Forget what was prepared; what loaded the layers goes on."""
         assert self.is_prepared, "a rollback after the commit"
-        self._state.body.prepare_layers(self._state.held)
+        self._state.body.memory.prepare(self._state.held)
         return self.restored
 
     @property
@@ -234,7 +234,7 @@ class TransitionMember:
         if not self._membership.layers.covers(layers):
             copies = state.table.vacate(state.table.used_units)
             if copies:
-                state.body.copy_units(copies)
+                state.body.memory.copy_units(copies)
         return state.keep_only(layers)
 
     def _adopt_sequences(

@@ -14,7 +14,7 @@ from kunserve.core.errors import ConfigError, TooLittleMemory
 from kunserve.engine.backend import OneMemory, kv_in
 from kunserve.engine.cpu.decoder import StepDecoder, StepLimits
 from kunserve.engine.layer_weights import ModelWeights
-from kunserve.engine.memory.instance_memory import InstanceMemory
+from kunserve.engine.memory.memory import Memory
 from kunserve.engine.memory.memory_plan import padding_granules
 from kunserve.engine.memory.pages import OpenPages
 from kunserve.engine.sampling.sampler import Sampler
@@ -135,20 +135,21 @@ class CudaBackend(OneMemory):
         return limits.buffer_bytes(spec) + gate_up + logits + drawing + steps + experts
 
     def loader(
-        self, reader: Reader, spec: ModelSpec, memory: InstanceMemory, weights: ModelWeights
+        self, reader: Reader, spec: ModelSpec, memory: Memory, weights: ModelWeights
     ) -> WeightLoader:
         """See ``Backend``."""
-        return WeightLoader(reader, memory.layout, spec, weights, memory.put_weights)
+        own = memory.shards[0]
+        return WeightLoader(reader, own.layout, spec, weights, own.put_weights)
 
     def decoder(
         self,
         spec: ModelSpec,
         weights: ModelWeights,
-        memory: InstanceMemory,
+        memory: Memory,
         config: InstanceConfig,
     ) -> StepDecoder:
         """See ``Backend``."""
-        kv, ops = kv_in(memory, self.device), self.open_ops(spec, config)
+        kv, ops = kv_in(memory.shards[0], self.device), self.open_ops(spec, config)
         recorder = self._open_recorder(spec, config)
         return TorchDecoder(spec, weights, kv, config.block_size, ops, recorder)
 

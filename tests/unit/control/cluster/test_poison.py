@@ -65,13 +65,13 @@ class PoisonedBody(FakeBody):
         self._raise_if("copy")
         super().copy_units(copies)
 
-    def drop_layers(self, keep: Any) -> Any:
+    def drop(self, keep: Any) -> Any:
         self._raise_if("drop")
-        return super().drop_layers(keep)
+        return super().drop(keep)
 
-    def reclaim_layers(self, layers: Any) -> Any:
+    def reclaim(self, layers: Any) -> Any:
         self._raise_if("reclaim")
-        return super().reclaim_layers(layers)
+        return super().reclaim(layers)
 
 
 class PoisonedCluster(FakeCluster):

@@ -352,7 +352,7 @@ def test_memory_cannot_be_remapped(
     """The arena is undefined then, so the process dies of it, before or after the commit."""
     scene = Scene.set_up(kind, "asked" if kind == "drop" else "told")
     cluster, victim = scene.cluster, InstanceId(member)
-    method = "drop_layers" if kind == "drop" else "reclaim_layers"
+    method = "drop" if kind == "drop" else "reclaim"
 
     def fail(layers: LayerRange) -> None:
         raise OSError("mmap failed")

@@ -47,12 +47,12 @@ def body(
 
 def begin(body: CpuBody, threads: int) -> None:
     """Without KV of any earlier test."""
-    body.unit_view(0, 2 * SIDE_UNITS)[:] = 0
+    body.memory.unit_view(0, 2 * SIDE_UNITS)[:] = 0
     set_num_threads(threads)
 
 
 def decoder_of(body: CpuBody) -> Decoder:
-    assert isinstance(body._decoder, Decoder) and body._decoder.is_fused
+    assert isinstance(body._decoder, Decoder) and body._decoder.fused
     return body._decoder
 
 
@@ -76,7 +76,7 @@ def step_of(chunks: Sequence[Chunk], wanted: Sequence[int], side: int) -> StepBa
 def assert_same(body: CpuBody, chunks: Sequence[Chunk], wanted: Sequence[int]) -> None:
     """A step over all rows, and over what is wanted: in one call, in many, by two stages."""
     decoder = decoder_of(body)
-    ours, theirs = (body.unit_view(side * SIDE_UNITS, SIDE_UNITS) for side in (1, 0))
+    ours, theirs = (body.memory.unit_view(side * SIDE_UNITS, SIDE_UNITS) for side in (1, 0))
     before = ours.copy()
     every, some = (step_of(chunks, wanted, side) for side in range(2))
 

@@ -407,13 +407,13 @@ def test_a_layer_comes_back_from_the_file_with_the_same_bytes(kind: str, tmp_pat
     body = CpuBody(InstanceId(0), ModelConfig(model=str(path), quantization="auto"), config)
     assert body.model.packed is not None
     assert body.spec.layer_bytes == body.layer_bytes < body.model.layer_params
-    before = body.layer_view(2).copy()
+    before = body.memory.layer_view(2).copy()
     units = body.spec.kv_units
-    assert body.drop_layers(LayerRange(0, 1)).kv_units > units
-    body.reclaim_layers(LayerRange(1, 3))
-    body.layer_view(2)[:] = 0
+    assert body.memory.drop(LayerRange(0, 1)).kv_units > units
+    body.memory.reclaim(LayerRange(1, 3))
+    body.memory.layer_view(2)[:] = 0
     body.load_layers(LayerRange(1, 3))
-    assert (body.layer_view(2) == before).all()
+    assert (body.memory.layer_view(2) == before).all()
     body.check()
     body.close()
 

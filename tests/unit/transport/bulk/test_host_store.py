@@ -5,7 +5,7 @@ import pytest
 
 from kunserve.core.ids import RequestId
 from kunserve.transport.bulk.host_store import HostStore
-from kunserve.transport.bulk.movable_memory import ViewedMemory
+from kunserve_lab.world.viewed_memory import ViewedMemory
 
 R = RequestId("r")
 

@@ -46,10 +46,8 @@ class FileMemory(Memory):
         self.kv, self.weights = whole[: kv.nbytes], whole[kv.nbytes :]
         self.kv[:], self.weights[:] = kv, weights
         self.num_read_bytes = 0
-
-    @property
-    def shared_fd(self) -> int | None:
-        return self.fd
+        self.places = self
+        self.shared_fd, self.granules = self.fd, None
 
     def locate_units(self, unit_runs: UnitRuns) -> Extents:
         return [(unit * UNIT_BYTES, num * UNIT_BYTES) for unit, num in unit_runs]

@@ -174,7 +174,7 @@ def test_a_request_withdrawn_while_it_is_copied_is_refused(world: World) -> None
 def test_a_device_that_cannot_export_sends(driver: Driver, fake: FakeCuda) -> None:
     fake.describe(can_export=False)
     world = World(Driver(library=driver._library._name))
-    assert world.ours.granules is None
+    assert world.ours.places.granules is None
     for name in ("one", "two"):
         world.pull(name)
     assert world.theirs.num_mapped_bytes == 0

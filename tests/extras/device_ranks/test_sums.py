@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kunserve.engine.ranks.meeting import RankLost
-from kunserve.engine.ranks.sums import GroupSums, SumsBy, make_store_file
+from kunserve_extras.device_ranks.sums import GroupSums, SumsBy, make_store_file
 
 CPU = torch.device("cpu")
 
