@@ -50,6 +50,9 @@ ChangeWord: TypeAlias = (
 class Change:
     """One change. This class itself is none: a kind of change says what it does otherwise."""
 
+    occupation: str | None = None
+    """Why nothing else can begin meanwhile; None if it can."""
+
     def __init__(self, state: InstanceState) -> None:
         self._state = state
 
@@ -83,9 +86,9 @@ class Change:
         """Whether memory is neither as in the present group nor as in the next one."""
         return False
 
-    def obstacle_to(self, order: ChangeOrder) -> str | None:
-        """Why what is asked for cannot begin while this is under way; None if it can."""
-        return None
+    def precedes(self, order: ChangeOrder) -> bool:
+        """Whether what is asked for takes this change's place."""
+        return False
 
     def on(self, message: ChangeWord | OfferKv, now_s: float) -> None:
         """Word of the change. What does not concern this end of it is void."""

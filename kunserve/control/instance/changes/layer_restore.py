@@ -25,6 +25,8 @@ Phase: TypeAlias = Literal[
 class LayerRestore(Change):
     """One instance's part: vacate the KV tail, map the weights again, fill them."""
 
+    occupation = "layers are being loaded"
+
     def __init__(
         self, state: InstanceState, membership: Membership, job: LoadLayers, now_s: float
     ) -> None:
@@ -88,10 +90,10 @@ class LayerRestore(Change):
         """Memory is between two groups until all is loaded."""
         return self._phase != "filled"
 
-    def obstacle_to(self, order: ChangeOrder) -> str | None:
-        """The transition for which this has loaded the layers takes its place."""
+    def precedes(self, order: ChangeOrder) -> bool:
+        """Whether this has loaded the layers that the transition needs."""
         is_next = isinstance(order, Prepare) and order.transition_id == self.change_id
-        return None if is_next and self._phase == "filled" else "layers are being loaded"
+        return is_next and self._phase == "filled"
 
     def on(self, message: ChangeWord | OfferKv, now_s: float) -> None:
         """On the leader: a member's weights are KV memory again, or never were anything else."""

@@ -10,7 +10,7 @@ is this instance's, and whatever goes wrong it just runs on.
 from typing import Literal, NamedTuple, TypeAlias
 
 from kunserve.control.group.scheduler import Scheduler
-from kunserve.control.instance.changes.change import Change, ChangeOrder, ChangeWord
+from kunserve.control.instance.changes.change import Change, ChangeWord
 from kunserve.control.instance.changes.kv_transfer import KvExport
 from kunserve.control.instance.membership import Membership
 from kunserve.control.instance.state import InstanceState
@@ -47,6 +47,8 @@ class _Leaving(NamedTuple):
 
 class MigrationSource(Change):
     """One request's way out."""
+
+    occupation = "a request migrates"
 
     def __init__(self, state: InstanceState, scheduler: Scheduler, order: Migrate) -> None:
         super().__init__(state)
@@ -85,10 +87,6 @@ class MigrationSource(Change):
     def is_over(self) -> bool:
         """Nothing of the migration is left here."""
         return self._phase == "over"
-
-    def obstacle_to(self, order: ChangeOrder) -> str:
-        """Whatever it is, it must wait."""
-        return "a request migrates"
 
     def advance(self, now_s: float) -> None:
         """Take the next step if the request allows it: between two steps of the group."""

@@ -5,7 +5,7 @@ blocks have arrived; if they cannot be had it is computed again from its tokens.
 """
 
 from kunserve.control.group.scheduler import Scheduler
-from kunserve.control.instance.changes.change import Change, ChangeOrder, ChangeWord
+from kunserve.control.instance.changes.change import Change, ChangeWord
 from kunserve.control.instance.changes.kv_transfer import KvImport
 from kunserve.control.instance.membership import Membership
 from kunserve.control.instance.state import InstanceState
@@ -27,6 +27,8 @@ from kunserve.policy.exchange.order import cut_pieces
 
 class MigrationTarget(Change):
     """One request's way in."""
+
+    occupation = "a request migrates"
 
     def __init__(self, state: InstanceState, scheduler: Scheduler, offer: OfferKv) -> None:
         super().__init__(state)
@@ -78,10 +80,6 @@ class MigrationTarget(Change):
     def is_over(self) -> bool:
         """Nothing of the migration is left here but, perhaps, the request."""
         return self._is_over
-
-    def obstacle_to(self, order: ChangeOrder) -> str:
-        """Whatever it is, it must wait."""
-        return "a request migrates"
 
     def on(self, message: ChangeWord | OfferKv, now_s: float) -> None:
         """The source has more blocks; or it, or the controller, ends it."""

@@ -13,7 +13,7 @@ from typing import Literal, TypeAlias
 
 from kunserve.control.group.scheduler import Scheduler
 from kunserve.control.instance.body import Remap
-from kunserve.control.instance.changes.change import Change, ChangeOrder, ChangeWord
+from kunserve.control.instance.changes.change import Change, ChangeWord
 from kunserve.control.instance.changes.exchange import Exchange
 from kunserve.control.instance.changes.exchange_leader import ExchangeLeader
 from kunserve.control.instance.changes.handover import Handovers
@@ -49,6 +49,8 @@ Enter: TypeAlias = Callable[[GroupLayout, float], Membership]
 
 class TransitionMember(Change):
     """One transition, from this instance's consent to the end of its exchange."""
+
+    occupation = "another transition is under way"
 
     def __init__(
         self,
@@ -129,10 +131,6 @@ class TransitionMember(Change):
         """Nothing of the transition is left here."""
         return self._phase == "over"
 
-    def obstacle_to(self, order: ChangeOrder) -> str:
-        """Whatever it is, it must wait."""
-        return "another transition is under way"
-
     def on(self, message: ChangeWord | OfferKv, now_s: float) -> None:
         """The controller's commit, old leaders' sequences, and peers' word of the exchange."""
         match message:
@@ -144,8 +142,15 @@ class TransitionMember(Change):
                 self._handovers.take(message)
             case LayersDropped() if not self.has_switched:
                 self.before.on(message, now_s)
-            case KvMoved() | KvDropped() | ExchangeProgress():
-                self._read(message, now_s)
+            case KvMoved() if self._exchange is not None:
+                self._exchange.moved(message)
+            case KvDropped(_, request_id) if self._exchange is not None:
+                self._exchange.dropped(request_id)
+            case ExchangeProgress(_, source):
+                if self._exchange is not None:
+                    self._exchange.open(source)
+                if self._leader is not None and self._leader.read_progress(message, now_s):
+                    self._leader = None
 
     # Commit
 
@@ -275,21 +280,6 @@ class TransitionMember(Change):
         return tokens <= self._state.spec.blocks.tokens_in(membership.capacity_blocks)
 
     # The exchange
-
-    def _read(self, message: KvMoved | KvDropped | ExchangeProgress, now_s: float) -> None:
-        """A peer's word about the exchange, after the switch."""
-        match message:
-            case KvMoved():
-                if self._exchange is not None:
-                    self._exchange.moved(message)
-            case KvDropped():
-                if self._exchange is not None:
-                    self._exchange.dropped(message.request_id)
-            case ExchangeProgress():
-                if self._exchange is not None:
-                    self._exchange.open(message.instance_id)
-                if self._leader is not None and self._leader.read_progress(message, now_s):
-                    self._leader = None
 
     def pulled_kv(self, piece: KvPull, ok: bool) -> None:
         """The mover filled a piece, or its source could not give it."""
