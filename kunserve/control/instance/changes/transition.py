@@ -181,7 +181,7 @@ class TransitionMember(Change):
         returned = scheduler.give_back_all()
         if returned:
             state.send(None, Returned(state.me, returned))
-        prefixes = () if scheduler.cache is None else scheduler.cache.export()
+        prefixes = scheduler.cache.export()
         sequences = scheduler.export()
         state.preemptions.extend(Preemption(*item) for item in scheduler.drain_preemptions())
         self._handovers.give(old_group, sequences, prefixes)
