@@ -24,7 +24,7 @@ class Admission:
         ledger: Ledger,
         holders: Holders,
         totals: SchedulerTotals,
-        cache: PrefixCache | None,
+        cache: PrefixCache,
     ) -> None:
         self._cache = cache
         self._config = config
@@ -45,8 +45,7 @@ class Admission:
         """A candidate runs: with blocks for all its known tokens, those that the cache has
         included.
         """
-        if self._cache is not None:
-            self._cache.share(seq)
+        self._cache.share(seq)
         fits = self._ledger.grow(seq.request_id, self._blocks.holding(seq.num_tokens))
         assert fits, (seq.request_id, self._ledger.free_blocks)
         self._waiting.remove(seq)
@@ -88,19 +87,19 @@ class Admission:
         if config.lookahead and self._num_stages > 1:
             wanted = self._waiting.num_tokens
         found: list[Sequence] = []
-        coming = set() if cache is None else {cache.name_ahead(seq) for seq in prompts} - {None}
+        coming = {cache.name_ahead(seq) for seq in prompts} - {None}
         for seq in self._waiting:
             if wanted <= 0 or len(found) >= room:
                 break
             if first_away is not None and first_away < seq.key:
                 break
-            if cache is not None:
-                num_shared = cache.look_up(seq)
-                name = cache.name_ahead(seq)
-                if name is not None and name in coming:
+            num_shared = cache.look_up(seq)
+            name = cache.name_ahead(seq)
+            if name is not None:
+                if name in coming:
                     continue
                 coming.add(name)
-                free += num_shared
+            free += num_shared
             free -= self._blocks.holding(seq.num_tokens)
             if free < watermark:
                 self.missing_blocks = watermark - free

@@ -15,7 +15,6 @@ def most_blocks(seq: Sequence, block_size: int) -> int:
 
 def names_of(seq: Sequence, num_blocks: int, block_size: int) -> list[PrefixHash]:
     """At least the names of the sequence's first ``num_blocks``. Each is made once."""
-    assert seq.beginning is not None, seq.request_id
     names = seq.beginning.names
     if len(names) < num_blocks:
         parent = names[-1] if names else salt_name(seq.request.cache_salt)

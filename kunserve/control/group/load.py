@@ -70,7 +70,7 @@ class SchedulerTotals:
         A prompt whose scores are wanted is not looked for: all of it is computed.
         """
         seq.num_cached = min(seq.num_computed, seq.num_prompt)
-        if seq.beginning is not None and not seq.num_to_score:
+        if seq.is_looked_up and not seq.num_to_score:
             self.prefix_queried_tokens += seq.num_prompt
             self.prefix_hit_tokens += seq.num_cached
 
@@ -182,16 +182,15 @@ class _Wanted(NamedTuple):
     head_blocks: int
 
 
-def _measure_waiting(waiting: WaitingQueue, cache: PrefixCache | None, sizes: KvBlocks) -> _Wanted:
+def _measure_waiting(waiting: WaitingQueue, cache: PrefixCache, sizes: KvBlocks) -> _Wanted:
     head = waiting.head
     head_blocks = 0 if head is None else sizes.holding(head.num_tokens)
     tokens, blocks = waiting.num_tokens, waiting.num_blocks
-    if cache is not None:
-        for seq in islice(waiting, MAX_LOOKED_UP):
-            num_fewer = cache.look_up(seq)
-            tokens -= seq.num_found
-            blocks -= num_fewer
-            head_blocks -= num_fewer if seq is head else 0
+    for seq in islice(waiting, MAX_LOOKED_UP):
+        num_fewer = cache.look_up(seq)
+        tokens -= seq.num_found
+        blocks -= num_fewer
+        head_blocks -= num_fewer if seq is head else 0
     return _Wanted(tokens, blocks, head_blocks)
 
 
@@ -205,7 +204,7 @@ def measure_load(
     totals: SchedulerTotals,
     blocks: KvBlocks,
     stuck_s: float,
-    cache: PrefixCache | None = None,
+    cache: PrefixCache,
 ) -> LoadReport:
     """The leader's account of its group.
 

@@ -34,7 +34,7 @@ class Parking:
         ledger: Ledger,
         waiting: WaitingQueue,
         swap: SwapSpace,
-        cache: PrefixCache | None = None,
+        cache: PrefixCache,
     ) -> None:
         """``step_s`` is the time of a full step."""
         self._cache = cache
@@ -138,8 +138,7 @@ class Parking:
 
     def _freed_blocks(self, seq: Sequence) -> int:
         """What parking the sequence alone frees: not what others share with it."""
-        num_blocks = self._ledger.blocks_of(seq.request_id)
-        return num_blocks if self._cache is None else num_blocks - self._cache.shared_blocks(seq)
+        return self._ledger.blocks_of(seq.request_id) - self._cache.shared_blocks(seq)
 
 
 def _streams(seq: Sequence) -> bool:

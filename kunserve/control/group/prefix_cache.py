@@ -19,6 +19,8 @@ from kunserve.core.messages import PrefixPart, PrefixState
 from kunserve.core.prefix import PrefixHash
 from kunserve.core.step import EvictedPrefix, KeptPrefix, SharedPrefix
 
+NEVER_FULL = maxsize
+"""Tokens of a block where there shall be no cache: none is ever full, so none gets a name."""
 WORTH_WAITING_TOKENS = 128
 """Of a prompt that others are about to compute: for so many it waits until it can share them."""
 
@@ -48,6 +50,7 @@ class PrefixCache:
     """
 
     def __init__(self, group_id: GroupId, block_size: int, ledger: Ledger) -> None:
+        """``block_size``: ``NEVER_FULL`` where nothing shall be shared."""
         self._group_id = group_id
         self._block_size = block_size
         self._ledger = ledger
@@ -82,7 +85,6 @@ class PrefixCache:
         whose scores are to come.
         """
         beginning = seq.beginning
-        assert beginning is not None, seq.request_id
         parts = self._find(seq, most_blocks(seq, self._block_size))
         beginning.num_found = parts[-1][1] if parts else 0
         seq.num_found = beginning.num_found * self._block_size
@@ -98,8 +100,6 @@ class PrefixCache:
         Next to what a running one has computed, and a waiting one has found. None where not so
         many are left to be shared.
         """
-        beginning = seq.beginning
-        assert beginning is not None, seq.request_id
         first = (seq.num_computed + seq.num_found) // self._block_size
         index = first + max(1, WORTH_WAITING_TOKENS // self._block_size) - 1
         if index >= most_blocks(seq, self._block_size):
@@ -112,7 +112,7 @@ class PrefixCache:
         It may have become shorter, where others were admitted meanwhile.
         """
         beginning = seq.beginning
-        assert beginning is not None and not beginning.shared, seq.request_id
+        assert not beginning.shared, seq.request_id
         for prefix, end in self._find(seq, beginning.num_found):
             if prefix.owner is not None:
                 self._take_over(prefix)
@@ -142,8 +142,6 @@ class PrefixCache:
         Called before the ledger forgets it.
         """
         beginning = seq.beginning
-        if beginning is None:
-            return
         own = beginning.own
         is_moving = self._arriving is not None and seq.names_at == maxsize
         if keeps and not is_moving:
@@ -158,27 +156,25 @@ class PrefixCache:
     def shared_blocks(self, seq: Sequence) -> int:
         """Blocks that the sequence has together with others: they stay when it leaves."""
         num_blocks = start = 0
-        for prefix, end in seq.beginning.shared if seq.beginning is not None else ():
+        for prefix, end in seq.beginning.shared:
             num_blocks += max(0, min(end, prefix.used_end_without(end)) - start)
             start = end
         return num_blocks
 
     def depart(self, seq: Sequence) -> None:
         """The sequence's KV begins to leave for host memory: its own blocks are found no more."""
-        if seq.beginning is not None:
-            self._forget_names(seq.beginning.own, seq.beginning.own.first)
-            seq.names_at = maxsize
+        self._forget_names(seq.beginning.own, seq.beginning.own.first)
+        seq.names_at = maxsize
 
     def shrink(self, seq: Sequence, num_blocks: int) -> None:
         """Only the first ``num_blocks`` of the sequence are in KV memory from now on."""
-        if seq.beginning is not None and seq.beginning.shared_end > num_blocks:
+        if seq.beginning.shared_end > num_blocks:
             self._leave_shared(seq.beginning, num_blocks)
 
     def arrive(self, seq: Sequence) -> None:
         """The sequence's KV is back from host memory, and all but what it still shares its own."""
-        if seq.beginning is not None:
-            seq.beginning.own = Prefix(seq.beginning.shared_end, seq.beginning)
-            seq.names_at = 0
+        seq.beginning.own = Prefix(seq.beginning.shared_end, seq.beginning)
+        seq.names_at = 0
 
     # Changes of groups
 
@@ -201,7 +197,6 @@ class PrefixCache:
     def adopt_shares(self, seq: Sequence, shared: Iterable[PrefixPart]) -> None:
         """A sequence has come with KV: it shares this, and the rest is named when it leaves."""
         beginning = seq.beginning
-        assert beginning is not None, seq.request_id
         for prefix_id, end in shared:
             prefix, start = self._prefixes[prefix_id], beginning.shared_end
             prefix.use(end)
@@ -284,7 +279,6 @@ class PrefixCache:
         users = {(prefix_id, prefix.end): 1 for prefix_id, prefix in arriving.items()}
         owned: list[Prefix] = []
         for seq in holders:
-            assert seq.beginning is not None, seq.request_id
             owned.append(seq.beginning.own)
             start = 0
             for prefix, end in seq.beginning.shared:
@@ -338,7 +332,6 @@ class PrefixCache:
 
     def _name_own(self, seq: Sequence) -> None:
         """Let the sequence's own full blocks be found, unless equal ones are found already."""
-        assert seq.beginning is not None, seq.request_id
         own, num_full = seq.beginning.own, seq.num_computed // self._block_size
         fresh = names_of(seq, num_full, self._block_size)[own.end : num_full]
         for name in fresh:

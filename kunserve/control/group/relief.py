@@ -57,7 +57,7 @@ class Holders:
         totals: SchedulerTotals,
         config: SchedulerConfig,
         host_link: HostLink | None,
-        cache: PrefixCache | None = None,
+        cache: PrefixCache,
     ) -> None:
         """``host_link`` None: nobody is swapped or parked."""
         self._cache = cache
@@ -158,8 +158,7 @@ class Holders:
     def lose_swapped(self) -> None:
         """Give all swapped KV up: its requests wait to be computed again."""
         for seq in self._swap.clear():
-            if self._cache is not None:
-                self._cache.leave(seq, keeps=False)
+            self._cache.leave(seq, keeps=False)
             self._ledger.release(seq.request_id)
             self._lose_kv(seq)
 
@@ -354,8 +353,7 @@ class Holders:
             self._running.remove(seq)
 
     def _free(self, seq: Sequence, *, keeps: bool) -> None:
-        if self._cache is not None:
-            self._cache.leave(seq, keeps=keeps)
+        self._cache.leave(seq, keeps=keeps)
         self._ledger.release(seq.request_id)
         self.released.append(seq.request_id)
         self._in_flight.ignore(seq)

@@ -15,7 +15,7 @@ from kunserve.control.group.in_flight import InFlight, PlannedStep
 from kunserve.control.group.ledger import Ledger
 from kunserve.control.group.load import ProgressClock, SchedulerTotals, measure_load
 from kunserve.control.group.migration import MigrationAccess
-from kunserve.control.group.prefix_cache import NO_ORDERS, PrefixCache
+from kunserve.control.group.prefix_cache import NEVER_FULL, PrefixCache
 from kunserve.control.group.queue import WaitingQueue
 from kunserve.control.group.relief import Holders
 from kunserve.control.group.sequence import Progress, Sequence, SequenceMaker
@@ -71,9 +71,8 @@ class Scheduler:
         self._forming = Forming(config, num_stages, self._waiting, form_batch)
         self._in_flight = InFlight(group_id)
         self._guessing = Guessing(config, block_size)
-        self.cache: PrefixCache | None = None
-        if config.enable_prefix_caching:
-            self.cache = PrefixCache(group_id, block_size, self._ledger)
+        named_size = block_size if config.enable_prefix_caching else NEVER_FULL
+        self.cache = PrefixCache(group_id, named_size, self._ledger)
         self._holders = Holders(
             blocks, ledger, waiting, self._in_flight, self.totals, config, host_link, self.cache
         )
@@ -113,8 +112,7 @@ class Scheduler:
             seq.num_computed = state.num_computed
             seq.state = Progress.STALLED if seq.request_id in stalled else Progress.RUNNING
             num_blocks = self._blocks.holding(state.num_computed)
-            if self.cache is not None:
-                self.cache.adopt_shares(seq, state.shared)
+            self.cache.adopt_shares(seq, state.shared)
             num_shared = state.kv.first_own_block
             self._ledger.hold(seq.request_id, num_blocks, num_shared)
             self._holders.add(seq)
@@ -130,8 +128,7 @@ class Scheduler:
         ordered = sorted(self._live.values(), key=_key_of)
         states = tuple(seq.hand_over(self._blocks) for seq in ordered)
         self._ledger.clear()
-        if self.cache is not None:
-            self.cache.clear()
+        self.cache.clear()
         self._waiting.clear()
         self._live.clear()
         self._holders.clear()
@@ -202,12 +199,11 @@ class Scheduler:
             return None
         self._nothing_at = None
         copies = holders.plan_copies(chosen)
-        orders = NO_ORDERS if self.cache is None else self.cache.take_orders()
+        orders = self.cache.take_orders()
         guesses = self._guessing.choose(chosen)
         released = holders.take_released()
         plan = in_flight.add(released, chosen, *copies, orders, guesses)
-        if self.cache is not None and in_flight.filled:
-            self.cache.note_computed(in_flight.filled)
+        self.cache.note_computed(in_flight.filled)
         return plan
 
     def complete(self, result: StepResult, now_s: float) -> list[TokenOutput]:
@@ -296,7 +292,7 @@ class Scheduler:
     @property
     def is_evicting(self) -> bool:
         """Whether the next plan frees blocks that the prefix cache holds too many of."""
-        return self.cache is not None and self.cache.has_orders
+        return self.cache.has_orders
 
     @property
     def has_work(self) -> bool:
@@ -344,8 +340,7 @@ class Scheduler:
         self._ledger.check()
         self._waiting.check()
         self._holders.check()
-        if self.cache is not None:
-            self.cache.check(self._holders)
+        self.cache.check(self._holders)
         assert len(self._in_flight) <= self._num_stages, len(self._in_flight)
         assert len(self._live) == len(self._waiting) + len(self._holders)
         for seq in self._holders:
@@ -398,8 +393,7 @@ class Scheduler:
     def _make(self, request: Request, output_token_ids: TokenIds) -> Sequence:
         assert request.request_id not in self._live, f"{request.request_id} is here already"
         seq = self._maker.make(request, output_token_ids)
-        if self.cache is not None:
-            self.cache.welcome(seq)
+        self.cache.welcome(seq)
         self._live[request.request_id] = seq
         return seq
 

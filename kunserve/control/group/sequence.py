@@ -58,6 +58,8 @@ class Sequence:
     """Prompt plus output before which no token may end it."""
     stop_ids: frozenset[int]
     """Tokens that end the output."""
+    beginning: Beginning
+    """What it shares with others."""
     num_to_score: int = 0
     """Scores that the prompt has in all."""
     num_scored: int = 0
@@ -74,8 +76,6 @@ class Sequence:
     """Times that it went to host memory."""
     last_step: int = -1
     """The last step planned for it: who has waited longest decodes first."""
-    beginning: Beginning | None = None
-    """What it shares with others; None without a prefix cache."""
     num_found: int = 0
     """While it waits: tokens whose KV the cache had when it was last looked for."""
     num_cached: int = 0
@@ -94,6 +94,11 @@ class Sequence:
     def num_left(self) -> int:
         """Known tokens not computed yet."""
         return self.num_tokens - self.num_computed
+
+    @property
+    def is_looked_up(self) -> bool:
+        """Whether its blocks get names once it runs, so that they are looked for before."""
+        return self.names_at < sys.maxsize
 
     @property
     def max_stored_tokens(self) -> int:
@@ -171,7 +176,7 @@ class Sequence:
             num_computed=self.num_computed,
             num_blocks=blocks.holding(self.num_computed),
             num_preemptions=self.num_preemptions,
-            shared=() if self.beginning is None else self.beginning.parts,
+            shared=self.beginning.parts,
         )
 
 
@@ -226,6 +231,7 @@ def make_sequence(
         max_total_tokens=max_total_tokens,
         min_total_tokens=num_prompt + (0 if sampling.ends_with_form else sampling.min_tokens),
         stop_ids=stop_ids,
+        beginning=Beginning(request.request_id),
         num_to_score=request.num_to_score,
         num_scored=request.num_scored,
     )

@@ -56,7 +56,7 @@ class SwapSpace:
         blocks: KvBlocks,
         ledger: Ledger,
         totals: SchedulerTotals,
-        cache: PrefixCache | None = None,
+        cache: PrefixCache,
         *,
         parks: bool = False,
     ) -> None:
@@ -116,8 +116,7 @@ class SwapSpace:
             num_blocks = self._blocks_for(seq.num_computed)
             entry = _Swapped(seq, self._now_s, num_blocks, num_blocks)
             insort(self._entries, entry, key=_key_of)
-            if self._cache is not None:
-                self._cache.depart(seq)
+            self._cache.depart(seq)
         entry.is_returning = False
         self._shrink(seq, entry.num_resident)
         return True
@@ -154,8 +153,7 @@ class SwapSpace:
                 self._totals.note_pause(now_s - entry.since_s)
         for seq in back:
             self.remove(seq)
-            if self._cache is not None:
-                self._cache.arrive(seq)
+            self._cache.arrive(seq)
         return back
 
     def swap_in(self, first_waiting: QueueKey | None, room: int) -> int:
@@ -254,8 +252,7 @@ class SwapSpace:
     def _shrink(self, seq: Sequence, num_blocks: int) -> None:
         """Only the sequence's first blocks are in KV memory from now on, shared ones or not."""
         self._ledger.shrink(seq.request_id, num_blocks)
-        if self._cache is not None:
-            self._cache.shrink(seq, num_blocks)
+        self._cache.shrink(seq, num_blocks)
 
     def _takes(self, seq: Sequence) -> bool:
         link, cost = self._link, self._cost

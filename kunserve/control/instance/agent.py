@@ -10,9 +10,9 @@ from typing import Any
 from kunserve.control.group.load import SchedulerTotals
 from kunserve.control.instance.block_table import BlockTable
 from kunserve.control.instance.body import Body, Mover, StepOutcome, StepWork
-from kunserve.control.instance.changes.change_slot import Change, ChangeSlot
+from kunserve.control.instance.changes.change import Change, ChangeOrder, ChangeWord
+from kunserve.control.instance.changes.change_slot import ChangeSlot
 from kunserve.control.instance.changes.formation import FormationSlot
-from kunserve.control.instance.changes.layer_restore import LayerRestore
 from kunserve.control.instance.inbox import Inbox, Mail, Moment, is_of_step
 from kunserve.control.instance.intake import Intake
 from kunserve.control.instance.localize import free_blocks, localize
@@ -25,26 +25,12 @@ from kunserve.core.messages import (
     Abort,
     Activation,
     AllowParking,
-    Commit,
-    EndMigration,
-    ExchangeProgress,
     FinalRows,
     Form,
     Formed,
-    HandOff,
-    Handover,
     HeadPart,
-    KvDropped,
-    KvMoved,
-    LayersDropped,
-    LoadLayers,
     Message,
-    Migrate,
-    OfferKv,
-    OfferRefused,
-    OfferTaken,
     Outputs,
-    Prepare,
     Ready,
     Rejoin,
     Report,
@@ -54,7 +40,6 @@ from kunserve.core.messages import (
     Sampled,
     Shutdown,
     Submit,
-    WithdrawKv,
 )
 from kunserve.core.step import StepPlan, StepResult
 from kunserve.core.transfer import KvPull
@@ -102,7 +87,7 @@ class InstanceAgent:
 
     def pulled_kv(self, piece: KvPull, ok: bool, now_s: float) -> None:
         """The mover filled a piece, or its source would not give it."""
-        self._changes.pulled_kv(piece, ok)
+        self.change.pulled_kv(piece, ok)
         self._advance(now_s)
 
     def pulled_layers(
@@ -110,7 +95,7 @@ class InstanceAgent:
     ) -> None:
         """The mover filled weights, or could not."""
         self._forming.pulled(layers, src, ok)
-        self._changes.pulled_layers(layers, src, ok)
+        self.change.pulled_layers(layers, src, ok)
         self._advance(now_s)
 
     def next_work(self, now_s: float) -> Work | None:
@@ -176,7 +161,7 @@ class InstanceAgent:
         if membership.ready:
             return not self._lacks_units
         scheduler = membership.scheduler
-        return scheduler is not None and not self._changes.is_quiescing and scheduler.can_schedule
+        return scheduler is not None and not self.change.is_quiescing and scheduler.can_schedule
 
     @property
     def has_head_work(self) -> bool:
@@ -190,7 +175,7 @@ class InstanceAgent:
 
         Messages and ends of pulls may then be given in the middle of a step too.
         """
-        return self._changes.is_exchanging
+        return self.change.is_exchanging
 
     @property
     def layout(self) -> GroupLayout | None:
@@ -217,11 +202,11 @@ class InstanceAgent:
     @property
     def is_in_transition(self) -> bool:
         """Whether a change of groups or of layers, or a migration, is under way here."""
-        return self._forming.is_forming or self._changes.change is not None
+        return self._forming.is_forming or self.change.change_id is not None
 
     @property
-    def change(self) -> Change | None:
-        """What is under way here beside steps."""
+    def change(self) -> Change:
+        """What is under way here beside steps, if anything."""
         return self._changes.change
 
     def rejoin(self, ready: Ready) -> Rejoin:
@@ -230,9 +215,8 @@ class InstanceAgent:
         While layers are being loaded, memory is neither as in the group nor as in the next one:
         then the instance cannot go on with its group.
         """
-        state, change = self.state, self._changes.change
-        is_loading = isinstance(change, LayerRestore) and change.phase != "filled"
-        layout = None if self.membership is None or is_loading else self.membership.layout
+        state, membership = self.state, self.membership
+        layout = None if membership is None or self.change.is_loading else membership.layout
         received, totals = self._intake.num_received, state.totals.so_far()
         return Rejoin(ready, state.held, state.table.num_units, layout, received, totals)
 
@@ -255,7 +239,7 @@ class InstanceAgent:
         """Assert every owner's invariants and their agreement."""
         state, membership = self.state, self.membership
         state.table.check()
-        self._changes.check()
+        self.change.check()
         self.inbox.check(self._moment())
         if membership is not None:
             assert state.held.covers(membership.layers), (state.held, membership.layers)
@@ -269,15 +253,15 @@ class InstanceAgent:
 
     def _moment(self) -> Moment:
         """What decides when a message is read."""
-        membership, changes = self.membership, self._changes
+        membership, change = self.membership, self.change
         return Moment(
             group_id=None if membership is None else membership.layout.group_id,
             formed_id=self._forming.formed_id,
             leads=membership is not None and membership.scheduler is not None,
             is_forming=self._forming.is_forming,
-            is_quiescing=changes.is_quiescing,
-            change_id=changes.change_id,
-            has_switched=changes.has_switched,
+            is_quiescing=change.is_quiescing,
+            change_id=change.change_id,
+            has_switched=change.has_switched,
             knows=self._knows,
         )
 
@@ -289,7 +273,7 @@ class InstanceAgent:
         """Read what has become due, and let the change take every step that it can."""
         self._lacks_units = False
         if not (
-            self._changes.change is not None
+            not self._changes.is_empty
             or self.inbox.has_mail
             or self.state.to_self
             or self._forming.is_asked
@@ -336,8 +320,6 @@ class InstanceAgent:
                 membership.head.read(message, mail.hidden)
             case Submit() | Abort() | ReturnWaiting() as request:
                 self._intake.read(request, membership)
-            case Prepare() | LoadLayers() | Migrate() | OfferKv() as order:
-                self._changes.begin(order, membership, now_s)
             case AllowParking():
                 if membership.scheduler is not None:
                     membership.scheduler.allow_parking(now_s)
@@ -345,22 +327,11 @@ class InstanceAgent:
                 membership.reset_prefix_cache()
             case Rollback(transition_id):
                 self._changes.roll_back(transition_id)
-            case (
-                Commit()
-                | Handover()
-                | KvMoved()
-                | KvDropped()
-                | ExchangeProgress()
-                | LayersDropped()
-                | OfferTaken()
-                | OfferRefused()
-                | HandOff()
-                | EndMigration()
-                | WithdrawKv() as word
-            ):
-                self._changes.read(word, now_s)
-            case _:
-                raise AssertionError(f"not for an instance: {mail.message}")
+            case order if isinstance(order, ChangeOrder):
+                self._changes.begin(order, membership, now_s)
+            case word:
+                assert isinstance(word, ChangeWord), f"not for an instance: {word}"
+                self.change.on(word, now_s)
 
     # Groups
 
@@ -394,7 +365,7 @@ class InstanceAgent:
 
     def _schedule(self, membership: Membership, now_s: float) -> StepPlan | None:
         scheduler = membership.scheduler
-        if scheduler is None or self._changes.is_quiescing:
+        if scheduler is None or self.change.is_quiescing:
             return None
         was_short = scheduler.is_memory_short
         plan = scheduler.schedule(now_s)
@@ -408,10 +379,11 @@ class InstanceAgent:
         state = self.state
         if membership.freed_step != plan.step_id:
             membership.freed_step = plan.step_id
-            free_blocks(state, self._changes, membership, plan)
+            free_blocks(state, self.change, membership, plan)
         step = localize(state, membership, plan)
         if step is None:
-            self._changes.make_room()
+            assert not self._changes.is_empty, state.table.free_units
+            self.change.make_room()
             self._lacks_units = True
         return step
 
@@ -435,7 +407,7 @@ class InstanceAgent:
         """On the leader: a step has run on all stages."""
         assert membership.scheduler is not None, result
         membership.last_step_s = now_s
-        self._changes.step_landed()
+        self.change.step_landed()
         tokens = membership.scheduler.complete(result, now_s)
         if (scores := membership.scheduler.take_scores()) or tokens:
             self.state.send(None, Outputs(self.state.me, tuple(tokens), scores))

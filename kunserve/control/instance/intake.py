@@ -43,7 +43,7 @@ class Intake:
             membership.scheduler is None
             or request_id in membership.former_requests
             or membership.scheduler.migration.knows(request_id)
-            or self._changes.awaits(request_id)
+            or self._changes.change.awaits(request_id)
         )
 
     def _submit(self, message: Submit, membership: Membership) -> None:
@@ -52,12 +52,12 @@ class Intake:
         if membership.scheduler is None:
             layout = membership.layout
             self._state.send(layout.leader, replace(message, group_id=layout.group_id))
-        elif not self._changes.accept(message):
+        elif not self._changes.change.accept(message):
             membership.scheduler.add(message.request)
 
     def _abort(self, message: Abort, membership: Membership) -> None:
         request_id, scheduler = message.request_id, membership.scheduler
-        if scheduler is not None and self._changes.abort(request_id):
+        if scheduler is not None and self._changes.change.abort(request_id):
             return
         if scheduler is not None and scheduler.abort(request_id):
             return

@@ -9,14 +9,14 @@ import numpy as np
 
 from kunserve.control.instance.block_table import NOTHING
 from kunserve.control.instance.body import HostCopy, StepWork
-from kunserve.control.instance.changes.change_slot import ChangeSlot
+from kunserve.control.instance.changes.change import Change
 from kunserve.control.instance.membership import Membership
 from kunserve.control.instance.state import InstanceState
 from kunserve.core.step import BlockRun, StepPlan
 
 
 def free_blocks(
-    state: InstanceState, changes: ChangeSlot, membership: Membership, plan: StepPlan
+    state: InstanceState, change: Change, membership: Membership, plan: StepPlan
 ) -> None:
     """Free, keep and share blocks as the plan says: once, before it takes any."""
     if membership.swapped_out:
@@ -25,12 +25,12 @@ def free_blocks(
         state.table.keep(*kept)
     if plan.released:
         for request_id in plan.released:
-            changes.release(request_id)
+            change.release(request_id)
             state.body.forget(request_id)
         if membership.head is not None:
             membership.head.release(plan.released)
     for evicted in plan.evicted:
-        changes.evict(*evicted)
+        change.evict(*evicted)
     for shared in plan.shared:
         state.table.share(*shared)
 

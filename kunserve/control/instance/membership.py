@@ -45,8 +45,8 @@ class Membership:
     """New leaders of requests that this instance led before it entered."""
 
     def reset_prefix_cache(self) -> None:
-        """Forget what no request shares, where this instance leads and there is a cache."""
-        if self.scheduler is not None and self.scheduler.cache is not None:
+        """Forget what no request shares, where this instance leads."""
+        if self.scheduler is not None:
             self.scheduler.cache.reset()
 
 

@@ -68,14 +68,12 @@ class ExchangeLeader:
         self._max_stall_s = 0.0
         scheduler.may_preempt = False
         self._cache = scheduler.cache
-        self._prefix_ids: set[RequestId] = set()
-        if self._cache is not None:
-            here = [p for p in plan.prefixes if p.new_group == self._layout.group_id]
-            self._prefix_ids = {prefix.prefix_id for prefix in here}
-            self._cache.adopt(replace(p.old, prefix_id=p.prefix_id) for p in here)
-            for prefix in here:
-                if prefix.prefix_id not in self._missing:
-                    self._cache.arrived(prefix.prefix_id)
+        here = [p for p in plan.prefixes if p.new_group == self._layout.group_id]
+        self._prefix_ids: set[RequestId] = {prefix.prefix_id for prefix in here}
+        self._cache.adopt(replace(p.old, prefix_id=p.prefix_id) for p in here)
+        for prefix in here:
+            if prefix.prefix_id not in self._missing:
+                self._cache.arrived(prefix.prefix_id)
         scheduler.adopt(sequences, frozenset(self._waits))
         self._narrow()
 
@@ -116,7 +114,7 @@ class ExchangeLeader:
         if missing:
             return
         del self._missing[request_id]
-        if self._cache is not None and request_id in self._prefix_ids:
+        if request_id in self._prefix_ids:
             self._cache.arrived(PrefixId(request_id))
         for waiting in self._waiting_for.pop(request_id, ()):
             holders = self._waits.get(waiting, set())
@@ -144,7 +142,6 @@ class ExchangeLeader:
         """A member could not get a prefix: whoever shares it is computed again."""
         if prefix_id not in self._missing:
             return
-        assert self._cache is not None
         for waiting in self._waiting_for.pop(prefix_id, ()):
             self._lose(waiting)
         self._cache.lost(prefix_id)
@@ -168,8 +165,7 @@ class ExchangeLeader:
 
     def _finish(self, now_s: float) -> None:
         self._scheduler.may_preempt = True
-        if self._cache is not None:
-            self._cache.end_exchange()
+        self._cache.end_exchange()
         self._scheduler.set_capacity(self._capacity_blocks)
         self._state.send(
             None,

@@ -10,27 +10,27 @@ planned with more, and widens it when all members have their memory again.
 
 from typing import Literal, TypeAlias
 
+from kunserve.control.instance.changes.change import Change, ChangeOrder, ChangeWord
 from kunserve.control.instance.membership import Membership
 from kunserve.control.instance.state import InstanceState
 from kunserve.core.ids import InstanceId, TransitionId
 from kunserve.core.layout import LayerRange
-from kunserve.core.messages import LayersDropped, LayersLoaded, LoadLayers, Prepare
+from kunserve.core.messages import LayersDropped, LayersLoaded, LoadLayers, OfferKv, Prepare
 
 Phase: TypeAlias = Literal[
     "draining", "waiting", "refused", "filling", "filled", "returning", "over"
 ]
 
 
-class LayerRestore:
+class LayerRestore(Change):
     """One instance's part: vacate the KV tail, map the weights again, fill them."""
 
     occupation = "layers are being loaded"
-    """Why nothing else can begin meanwhile."""
 
     def __init__(
         self, state: InstanceState, membership: Membership, job: LoadLayers, now_s: float
     ) -> None:
-        self._state = state
+        super().__init__(state)
         self._membership = membership
         self._job = job
         self._started_s = now_s
@@ -75,10 +75,6 @@ class LayerRestore:
         """Of the transition that follows."""
         return self._job.transition_id
 
-    def precedes(self, proposal: Prepare) -> bool:
-        """Whether this has loaded the layers that the transition needs."""
-        return self._phase == "filled" and proposal.transition_id == self.change_id
-
     @property
     def phase(self) -> Phase:
         """How far it is."""
@@ -89,8 +85,23 @@ class LayerRestore:
         """It was called off, and everything is as before."""
         return self._phase == "over"
 
+    @property
+    def is_loading(self) -> bool:
+        """Memory is between two groups until all is loaded."""
+        return self._phase != "filled"
+
+    def precedes(self, order: ChangeOrder) -> bool:
+        """Whether this has loaded the layers that the transition needs."""
+        is_next = isinstance(order, Prepare) and order.transition_id == self.change_id
+        return is_next and self._phase == "filled"
+
+    def on(self, message: ChangeWord | OfferKv, now_s: float) -> None:
+        """On the leader: a member's weights are KV memory again, or never were anything else."""
+        if isinstance(message, LayersDropped):
+            self._count_dropped(message.instance_id)
+
     def step_landed(self) -> None:
-        """On the leader: a step's result has come. They come in order."""
+        """One fewer of those that were planned with more memory."""
         if self._num_to_land:
             self._num_to_land -= 1
 
@@ -136,7 +147,7 @@ class LayerRestore:
                     self._missing.append((source.layers, source.instance_id))
                     state.mover.pull_layers(source.layers, source.instance_id)
 
-    def pulled(self, layers: LayerRange, src: InstanceId | None, ok: bool) -> None:
+    def pulled_layers(self, layers: LayerRange, src: InstanceId | None, ok: bool) -> None:
         """A peer's layers arrived; if the peer could not give them, disk does."""
         if (layers, src) not in self._missing:
             return
@@ -163,11 +174,12 @@ class LayerRestore:
 
     # Called off
 
-    def call_off(self) -> None:
+    def roll_back(self) -> Change:
         """The restore is off: weights become KV again, once nothing writes into them."""
         self._phase = "returning"
         if not self._is_mapped:
             self._state.body.memory.prepare(self._state.held)
+        return self
 
     def _drop_again(self) -> None:
         state = self._state
@@ -179,8 +191,7 @@ class LayerRestore:
         if self._membership.scheduler is None:
             self._phase = "over"
 
-    def count_dropped(self, member: InstanceId) -> None:
-        """On the leader: a member's weights are KV memory again, or never were anything else."""
+    def _count_dropped(self, member: InstanceId) -> None:
         self._members_dropped.add(member)
         scheduler, layout = self._membership.scheduler, self._membership.layout
         involved = set(layout.members) if self._is_passed_on else {self._state.me}

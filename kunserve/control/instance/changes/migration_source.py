@@ -10,11 +10,22 @@ is this instance's, and whatever goes wrong it just runs on.
 from typing import Literal, NamedTuple, TypeAlias
 
 from kunserve.control.group.scheduler import Scheduler
+from kunserve.control.instance.changes.change import Change, ChangeWord
 from kunserve.control.instance.changes.kv_transfer import KvExport
 from kunserve.control.instance.membership import Membership
 from kunserve.control.instance.state import InstanceState
 from kunserve.core.ids import RequestId, TransitionId
-from kunserve.core.messages import Migrate, MigrationOver, MigrationReady, OfferKv, WithdrawKv
+from kunserve.core.messages import (
+    EndMigration,
+    HandOff,
+    Migrate,
+    MigrationOver,
+    MigrationReady,
+    OfferKv,
+    OfferRefused,
+    OfferTaken,
+    WithdrawKv,
+)
 from kunserve.policy.dispatch.migrate import choose_request
 
 MAX_LAST_BLOCKS = 2
@@ -34,14 +45,13 @@ class _Leaving(NamedTuple):
     kv: KvExport
 
 
-class MigrationSource:
+class MigrationSource(Change):
     """One request's way out."""
 
     occupation = "a request migrates"
-    """Why nothing else can begin meanwhile."""
 
     def __init__(self, state: InstanceState, scheduler: Scheduler, order: Migrate) -> None:
-        self._state = state
+        super().__init__(state)
         self._scheduler = scheduler
         self._order = order
         self._phase: Phase = "choosing"
@@ -134,7 +144,21 @@ class MigrationSource:
 
     # What others say
 
-    def offer_taken(self, end_block: int) -> None:
+    def on(self, message: ChangeWord | OfferKv, now_s: float) -> None:
+        """The target takes blocks or refuses them; the controller says whose the request is."""
+        match message:
+            case OfferTaken(_, end_block):
+                self._offer_taken(end_block)
+            case OfferRefused():
+                self._offer_refused()
+            case HandOff():
+                assert self._phase == "ready", self._phase
+                self._phase = "handed off"
+                self._leave_if_done()
+            case EndMigration():
+                self._give_up("ended by the controller")
+
+    def _offer_taken(self, end_block: int) -> None:
         """The target has blocks [0, end_block)."""
         self._copied_blocks = end_block
         if self._phase == "copying":
@@ -143,7 +167,7 @@ class MigrationSource:
             self._is_target_done = True
             self._leave_if_done()
 
-    def offer_refused(self) -> None:
+    def _offer_refused(self) -> None:
         """The target takes no more."""
         if self._phase in ("copying", "copied"):
             self._stay("the target gave it up", inform_target=False)
@@ -152,29 +176,32 @@ class MigrationSource:
             self._is_target_done = True
             self._leave_if_done()
 
-    def hand_off(self) -> None:
-        """The controller: the request is the target's now."""
-        assert self._phase == "ready", self._phase
-        self._phase = "handed off"
-        self._leave_if_done()
-
     def _leave_if_done(self) -> None:
         if self._phase == "handed off" and self._is_target_done:
             self._leave(None)
 
     # Ends
 
-    def give_up(self, reason: str) -> None:
+    def _give_up(self, reason: str) -> None:
         """Let the request stay; or if it is another's already, let its KV go."""
         if self._phase == "handed off":
             self._leave(reason)
         else:
             self._stay(reason)
 
-    def request_ends(self, request_id: RequestId, reason: str) -> None:
-        """A request of this instance has ended or loses its KV."""
+    def abort(self, request_id: RequestId) -> bool:
+        """The request stays for as long as it still takes to end."""
+        self._request_ends(request_id, "aborted")
+        return False
+
+    def release(self, request_id: RequestId) -> None:
+        """Free a request's blocks: it has ended, or is preempted."""
+        self._request_ends(request_id, "ended or preempted")
+        super().release(request_id)
+
+    def _request_ends(self, request_id: RequestId, reason: str) -> None:
         if self._leaving is not None and self._leaving.request_id == request_id:
-            self.give_up(reason)
+            self._give_up(reason)
 
     def make_room(self) -> None:
         """Pinned blocks are in a step's way: let them go if they may."""

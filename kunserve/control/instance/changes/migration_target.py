@@ -5,25 +5,33 @@ blocks have arrived; if they cannot be had it is computed again from its tokens.
 """
 
 from kunserve.control.group.scheduler import Scheduler
+from kunserve.control.instance.changes.change import Change, ChangeWord
 from kunserve.control.instance.changes.kv_transfer import KvImport
 from kunserve.control.instance.membership import Membership
 from kunserve.control.instance.state import InstanceState
 from kunserve.core.ids import RequestId, TransitionId
-from kunserve.core.messages import OfferKv, OfferRefused, OfferTaken, SequenceState, Submit
+from kunserve.core.messages import (
+    EndMigration,
+    OfferKv,
+    OfferRefused,
+    OfferTaken,
+    SequenceState,
+    Submit,
+    WithdrawKv,
+)
 from kunserve.core.request import Request
 from kunserve.core.transfer import KvPull
 from kunserve.policy.exchange.moves import choose_piece_blocks
 from kunserve.policy.exchange.order import cut_pieces
 
 
-class MigrationTarget:
+class MigrationTarget(Change):
     """One request's way in."""
 
     occupation = "a request migrates"
-    """Why nothing else can begin meanwhile."""
 
     def __init__(self, state: InstanceState, scheduler: Scheduler, offer: OfferKv) -> None:
-        self._state = state
+        super().__init__(state)
         self._scheduler = scheduler
         self._offer = offer
         self._kv = KvImport(
@@ -40,8 +48,7 @@ class MigrationTarget:
         self._asked_blocks = 0
         self._confirmed_blocks: int | None = None
         """That the source knows to be here."""
-        self.is_over = False
-        """Nothing of the migration is left here but, perhaps, the request."""
+        self._is_over = False
 
     @classmethod
     def begin(
@@ -59,8 +66,8 @@ class MigrationTarget:
             and state.table.num_blocks(offer.request_id) == 0
         ):
             target = cls(state, scheduler, offer)
-            target.extend(offer)
-            return None if target.is_over else target
+            target._extend(offer)
+            return None if target._is_over else target
         state.send(offer.source, OfferRefused(offer.migration_id))
         return None
 
@@ -69,21 +76,33 @@ class MigrationTarget:
         """Which migration it is."""
         return self._offer.migration_id
 
-    def extend(self, offer: OfferKv) -> None:
-        """The source's next blocks."""
+    @property
+    def is_over(self) -> bool:
+        """Nothing of the migration is left here but, perhaps, the request."""
+        return self._is_over
+
+    def on(self, message: ChangeWord | OfferKv, now_s: float) -> None:
+        """The source has more blocks; or it, or the controller, ends it."""
+        match message:
+            case OfferKv():
+                self._extend(message)
+            case EndMigration() | WithdrawKv():
+                self._give_up()
+
+    def _extend(self, offer: OfferKv) -> None:
         if self._scheduler.migration.reserve(offer.request_id, offer.reserved_blocks):
             self._offer = offer
             self._wanted_blocks = offer.num_blocks
         else:
-            self.give_up()
+            self._give_up()
 
     def accept(self, message: Submit) -> bool:
         """The request is this instance's now; False if nothing of it has come."""
         request = message.request
-        if self.is_over or request.request_id != self._offer.request_id:
+        if self._is_over or request.request_id != self._offer.request_id:
             return False
         if message.migration_id != self.change_id:
-            self.give_up()
+            self._give_up()
             return False
         self._request = request
         num_tokens = len(request.prompt_token_ids) + len(request.output_token_ids)
@@ -115,21 +134,21 @@ class MigrationTarget:
         if not self._kv.place(first, end, may_compact=not state.is_running):
             # What the prefix cache holds beyond its share goes with the next plan.
             if not (state.is_running or self._scheduler.is_evicting):
-                self.give_up()
+                self._give_up()
             return False
         self._asked_blocks = end
         for begin, stop in cut_pieces(end - first, choose_piece_blocks([state.spec])):
             self._kv.pull(first + begin, first + stop)
         return True
 
-    def pulled(self, piece: KvPull, ok: bool) -> None:
+    def pulled_kv(self, piece: KvPull, ok: bool) -> None:
         """A piece landed, or its source could not give it."""
         if not self._kv.awaits(piece):
             return
         if ok:
             self._kv.accept(piece)
         else:
-            self.give_up()
+            self._give_up()
 
     def _confirm(self) -> None:
         self._confirmed_blocks = self._wanted_blocks
@@ -137,7 +156,7 @@ class MigrationTarget:
 
     def _finish(self, request: Request) -> None:
         """All KV is here: the request runs."""
-        self.is_over = True
+        self._is_over = True
         self._scheduler.migration.unreserve(request.request_id)
         num_tokens = len(request.prompt_token_ids) + len(request.output_token_ids)
         sequence = SequenceState(
@@ -155,7 +174,7 @@ class MigrationTarget:
         self._free()
         return True
 
-    def give_up(self) -> None:
+    def _give_up(self) -> None:
         """Free what has come. If the request is this instance's already it is computed again."""
         self._free()
         request = self._request
@@ -166,7 +185,7 @@ class MigrationTarget:
 
     def _free(self) -> None:
         state, request_id = self._state, self._offer.request_id
-        self.is_over = True
+        self._is_over = True
         self._kv.cancel()
         state.table.release(request_id)
         self._scheduler.migration.unreserve(request_id)

@@ -13,21 +13,24 @@ from typing import Literal, TypeAlias
 
 from kunserve.control.group.scheduler import Scheduler
 from kunserve.control.instance.body import Remap
+from kunserve.control.instance.changes.change import Change, ChangeWord
 from kunserve.control.instance.changes.exchange import Exchange
 from kunserve.control.instance.changes.exchange_leader import ExchangeLeader
 from kunserve.control.instance.changes.handover import Handovers
-from kunserve.control.instance.changes.layer_restore import LayerRestore
 from kunserve.control.instance.changes.settling import settle
 from kunserve.control.instance.membership import Membership
 from kunserve.control.instance.state import InstanceState, Preemption
 from kunserve.core.ids import InstanceId, PrefixId, RequestId, TransitionId
 from kunserve.core.layout import GroupLayout
 from kunserve.core.messages import (
+    Commit,
     Committed,
     ExchangeProgress,
     Handover,
     KvDropped,
     KvMoved,
+    LayersDropped,
+    OfferKv,
     Outputs,
     Prepare,
     Prepared,
@@ -44,11 +47,10 @@ Enter: TypeAlias = Callable[[GroupLayout, float], Membership]
 """Has the instance stand in a new group."""
 
 
-class TransitionMember:
+class TransitionMember(Change):
     """One transition, from this instance's consent to the end of its exchange."""
 
     occupation = "another transition is under way"
-    """Why nothing else can begin meanwhile."""
 
     def __init__(
         self,
@@ -56,11 +58,11 @@ class TransitionMember:
         membership: Membership,
         enter: Enter,
         proposal: Prepare,
-        restored: LayerRestore | None,
+        before: Change,
     ) -> None:
-        self.restored = restored
-        """What loaded the layers for this transition; it goes on if this is rolled back."""
-        self._state = state
+        super().__init__(state)
+        self.before = before
+        """What loaded the layers for this transition, if any; it goes on at a rollback."""
         self._membership = membership
         self._enter = enter
         self._proposal = proposal
@@ -79,7 +81,7 @@ class TransitionMember:
         membership: Membership,
         enter: Enter,
         proposal: Prepare,
-        restored: LayerRestore | None,
+        before: Change,
         obstacle: str | None,
         now_s: float,
     ) -> "TransitionMember | None":
@@ -96,23 +98,18 @@ class TransitionMember:
         if refusal is not None:
             return None
         state.specs.update((spec.instance_id, spec) for spec in proposal.specs)
-        return cls(state, membership, enter, proposal, restored)
+        return cls(state, membership, enter, proposal, before)
 
-    def roll_back(self) -> LayerRestore | None:
-        """Forget what was prepared; what loaded the layers goes on."""
-        assert self.is_prepared, "a rollback after the commit"
+    def roll_back(self) -> Change:
+        """Forget what was prepared; what loaded the layers gives them back."""
+        assert self._phase == "prepared", "a rollback after the commit"
         self._state.body.memory.prepare(self._state.held)
-        return self.restored
+        return self.before.roll_back()
 
     @property
     def change_id(self) -> TransitionId:
         """Which transition it is."""
         return self._proposal.transition_id
-
-    @property
-    def is_prepared(self) -> bool:
-        """Whether the instance stands in its old group still and may roll back."""
-        return self._phase == "prepared"
 
     @property
     def is_quiescing(self) -> bool:
@@ -134,19 +131,34 @@ class TransitionMember:
         """Nothing of the transition is left here."""
         return self._phase == "over"
 
+    def on(self, message: ChangeWord | OfferKv, now_s: float) -> None:
+        """The controller's commit, old leaders' sequences, and peers' word of the exchange."""
+        match message:
+            case Commit():
+                self._commit(now_s)
+            case Handover() if not self.has_switched:
+                # Its sender has committed, so this instance may too.
+                self._commit(now_s)
+                self._handovers.take(message)
+            case LayersDropped() if not self.has_switched:
+                self.before.on(message, now_s)
+            case KvMoved() if self._exchange is not None:
+                self._exchange.moved(message)
+            case KvDropped(_, request_id) if self._exchange is not None:
+                self._exchange.dropped(request_id)
+            case ExchangeProgress(_, source):
+                if self._exchange is not None:
+                    self._exchange.open(source)
+                if self._leader is not None and self._leader.read_progress(message, now_s):
+                    self._leader = None
+
     # Commit
 
-    def commit(self, now_s: float) -> None:
+    def _commit(self, now_s: float) -> None:
         """Stop at the next step boundary and change groups."""
         if self._phase == "prepared":
             self._phase = "committing"
             self._committed_s = now_s
-
-    def read_handover(self, message: Handover, now_s: float) -> None:
-        """An old leader's sequences; it has committed, so this instance may too."""
-        if not self.has_switched:
-            self.commit(now_s)
-            self._handovers.take(message)
 
     def advance(self, now_s: float) -> None:
         """Take whatever step of the transition has become possible."""
@@ -169,7 +181,7 @@ class TransitionMember:
         returned = scheduler.give_back_all()
         if returned:
             state.send(None, Returned(state.me, returned))
-        prefixes = () if scheduler.cache is None else scheduler.cache.export()
+        prefixes = scheduler.cache.export()
         sequences = scheduler.export()
         state.preemptions.extend(Preemption(*item) for item in scheduler.drain_preemptions())
         self._handovers.give(old_group, sequences, prefixes)
@@ -208,7 +220,6 @@ class TransitionMember:
             ),
         )
         self._phase = "exchanging"
-        self.restored = None
         self._handovers = Handovers(state, proposal)
         self._report_progress(exchange, _members_of(proposal.old))
 
@@ -270,24 +281,9 @@ class TransitionMember:
 
     # The exchange
 
-    def read(self, message: KvMoved | KvDropped | ExchangeProgress, now_s: float) -> None:
-        """A peer's word about the exchange, after the switch."""
-        match message:
-            case KvMoved():
-                if self._exchange is not None:
-                    self._exchange.moved(message)
-            case KvDropped():
-                if self._exchange is not None:
-                    self._exchange.dropped(message.request_id)
-            case ExchangeProgress():
-                if self._exchange is not None:
-                    self._exchange.open(message.instance_id)
-                if self._leader is not None and self._leader.read_progress(message, now_s):
-                    self._leader = None
-
-    def pulled(self, piece: KvPull, ok: bool) -> None:
+    def pulled_kv(self, piece: KvPull, ok: bool) -> None:
         """The mover filled a piece, or its source could not give it."""
-        if self._exchange is not None and piece.transition_id == self.change_id:
+        if self._exchange is not None:
             self._exchange.pulled(piece, ok)
 
     def release(self, request_id: RequestId) -> None:
@@ -295,19 +291,20 @@ class TransitionMember:
         if self._exchange is not None:
             self._exchange.release(request_id)
         else:
-            self._state.table.release(request_id)
+            super().release(request_id)
 
     def evict(self, prefix_id: PrefixId, end_block: int) -> None:
         """Free blocks of the prefix cache, also in the middle of an exchange."""
         if self._exchange is not None:
             self._exchange.evict(prefix_id, end_block)
         else:
-            self._state.table.evict(prefix_id, end_block)
+            super().evict(prefix_id, end_block)
 
-    def abort(self, request_id: RequestId) -> None:
+    def abort(self, request_id: RequestId) -> bool:
         """On the leader: nobody shall wait for the request's KV."""
         if self._leader is not None:
             self._leader.abort(request_id)
+        return False
 
     def _report_progress(self, exchange: Exchange, to: tuple[InstanceId, ...] = ()) -> None:
         """Tell the leader (and once, at the beginning, everybody) what has changed."""

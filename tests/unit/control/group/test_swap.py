@@ -8,6 +8,7 @@ import pytest
 
 from kunserve.control.group.ledger import Ledger
 from kunserve.control.group.load import SchedulerTotals
+from kunserve.control.group.prefix_cache import NEVER_FULL, PrefixCache
 from kunserve.control.group.scheduler import Scheduler
 from kunserve.control.group.sequence import Sequence, make_sequence
 from kunserve.control.group.swap import SwapSpace
@@ -222,7 +223,8 @@ def space(*held: Sequence, capacity: int) -> tuple[SwapSpace, Ledger]:
     ledger = Ledger(capacity)
     for seq in held:
         assert ledger.grow(seq.request_id, -(-seq.num_tokens // BLOCK))
-    return SwapSpace(FAST, COST, KvBlocks(BLOCK), ledger, SchedulerTotals()), ledger
+    cache = PrefixCache(GroupId(0), NEVER_FULL, ledger)
+    return SwapSpace(FAST, COST, KvBlocks(BLOCK), ledger, SchedulerTotals(), cache), ledger
 
 
 def test_who_came_earlier_and_was_recomputed_goes_first() -> None:

@@ -184,7 +184,7 @@ def load_phase(agent: InstanceAgent) -> str:
     """How far the instance is with loading its layers."""
     change = agent.change
     if isinstance(change, transition.TransitionMember):
-        change = change.restored
+        change = change.before
     return change.phase if isinstance(change, LayerRestore) else "idle"
 
 
