@@ -186,13 +186,6 @@ CLAIMS = (
         "`end_to_end_longbench_72b`",
     ),
     Claim(
-        "P99 TTFT, bursts of 2x as BurstGPT's",
-        "-",
-        lambda: _p99("mild_spikes"),
-        "Synthetic arrivals: lower and longer bursts fill the arithmetic too.",
-        "`mild_spikes`",
-    ),
-    Claim(
         "requests over the SLO (5x)",
         "7.2-12.8 points fewer",
         lambda: (
@@ -241,13 +234,6 @@ CLAIMS = (
         "1.5 / 1.4x",
         lambda: _against("drop", "drop-no-priority", "ttft_p99_s", "ttft_p999_s"),
         "Few pieces are in flight at once: activations wait for milliseconds anyway.",
-        "`ablation`, five draws",
-    ),
-    Claim(
-        "forecast of the shortage (ours): P99 TTFT",
-        "-",
-        lambda: _against("drop", "drop-no-forecast", "ttft_p99_s"),
-        "No gain in these draws.",
         "`ablation`, five draws",
     ),
     Claim(

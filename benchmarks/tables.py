@@ -52,8 +52,6 @@ def _over_loads(runs: Runs) -> list[Row]:
     """Loads across, systems down. Where nothing is dropped, `drop` is `recompute`: left out."""
     loads = runs.differing
     rows: list[Row] = [("load", *(f"{at:g}" for at in loads))]
-    use = [runs.run("recompute", at).mean_kv_usage or 0.0 for at in loads]
-    rows.append(("mean KV use", *(f"{100 * share:.0f} %" for share in use)))
     for system in ("recompute", "static-pp", "drop-deep", "drop"):
         cells = (_seconds(runs.run(system, at)) for at in loads)
         rows.append((f"{system}: P50 / P99 (s)", *cells))
@@ -132,24 +130,19 @@ def agreement() -> list[Row]:
 
 
 def prediction() -> list[Row]:
-    """How far the simulated figures of real runs are off, on Zen 5."""
+    """How far the simulated figures of real runs are off, with a profile's step times, on Zen 5."""
     names = ("TTFT P50 (s)", "TTFT P99 (s)", "TPOT P50 (s)", "TPOT P99 (s)")
-    errors: dict[tuple[str, str], dict[str, float]] = {}
+    errors: dict[str, dict[str, float]] = {}
     for line in figures_of("prediction"):
         settings = line["settings"]
-        if line["name"] == "error" and settings["machine"] == "Zen 5":
-            key = settings["run"], settings["step_times"]
-            errors.setdefault(key, {})[settings["of"]] = line["value"]
-    rows: list[Row] = [
-        ("load", "system", "step times of", *(name.removesuffix(" (s)") for name in names))
-    ]
-    for (run, source), values in errors.items():
+        is_profile = settings.get("step_times") == "profile"
+        if line["name"] == "error" and settings["machine"] == "Zen 5" and is_profile:
+            errors.setdefault(settings["run"], {})[settings["of"]] = line["value"]
+    rows: list[Row] = [("load", "system", *(name.removesuffix(" (s)") for name in names))]
+    for run, values in errors.items():
         named = _RUN.fullmatch(run)
         assert named is not None, run
-        told = "the profile" if source == "profile" else "the run itself"
-        rows.append(
-            (named["load"], named["system"], told, *(signed(values[name]) for name in names))
-        )
+        rows.append((named["load"], named["system"], *(signed(values[name]) for name in names)))
     return rows
 
 

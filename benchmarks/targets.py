@@ -22,7 +22,6 @@ from benchmarks.points import (
     BURSTGPT_48,
     HEAVY_27,
     HEAVY_30,
-    LONGBENCH_40,
     LONGBENCH_44,
     LONGBENCH_48,
     LONGBENCH_72B_46,
@@ -55,21 +54,19 @@ class Target:
     over_round_robin: float | None = None
 
 
-ORDERED = ("drop-tpot", "drop-tpot-deadline")
-PARKED = ("drop-park", "drop-tpot-park")
+ORDERED = ("drop-tpot",)
+PARKED = ("drop-tpot-park",)
 TARGETS = (
-    Target(LONGBENCH_44, (*ORDERED, *PARKED), 3.1, 6.0),
+    Target(LONGBENCH_44, PARKED, 3.1, 6.0),
     Target(LONGBENCH_48, PARKED, 3.3),
-    Target(HEAVY_27, ("drop-tpot",), 8.3, 16.0),
-    Target(HEAVY_30, ("drop-tpot",), 10.0, 21.0),
-    Target(SHAREGPT_15, ("drop-tpot",), 3.5),
+    Target(HEAVY_27, ORDERED, 8.3, 16.0),
+    Target(HEAVY_30, ORDERED, 10.0, 21.0),
+    Target(SHAREGPT_15, ORDERED, 3.5),
     Target(LONGBENCH_72B_46, ORDERED, 2.7),
-    Target(LONGBENCH_40, ("drop-tpot",)),
-    Target(BURSTGPT_48, ("drop-tpot",), 3.0),
+    Target(BURSTGPT_48, ORDERED, 3.0),
 )
 UNSEEN_TARGETS = tuple(
-    Target(point, ("drop-tpot", *(PARKED if point.experiment == LONGBENCH_44.experiment else ())))
-    for point in UNSEEN
+    Target(point, PARKED if point.experiment == LONGBENCH_44.experiment else ()) for point in UNSEEN
 )
 HEAD = (
     *("load", "draws", "system", "against recompute", "target", "against round robin", "target"),
@@ -108,8 +105,8 @@ def table(targets: Sequence[Target]) -> list[Row]:
                     _times(_over(draws, "recompute-rr", system, P99)),
                     _wanted(target.over_round_robin),
                     _percent(_over(draws, system, "endless", P99)),
-                    _percent(_over(draws, system, "recompute", "P50 TPOT")),
-                    _percent(_over(draws, system, "recompute", "output")),
+                    _middle(_over(draws, system, "recompute", "P50 TPOT")),
+                    _middle(_over(draws, system, "recompute", "output")),
                 )
             )
             compared = {system, *RIVALS}
@@ -140,11 +137,15 @@ def _wanted(times: float | None) -> str:
 
 
 def _times(ratios: list[float]) -> str:
-    return _ranged([f"{ratio:.1f}" for ratio in _three(ratios)], "x")
+    return _ranged([f"{ratio:.1f}" for ratio in _three(ratios)], "x", "-")
 
 
 def _percent(ratios: list[float]) -> str:
-    return _ranged([f"{100 * (ratio - 1):+.0f}" for ratio in _three(ratios)], " %")
+    return _ranged([f"{100 * (ratio - 1):+.0f}" for ratio in _three(ratios)], " %", " to ")
+
+
+def _middle(ratios: list[float]) -> str:
+    return f"{100 * (statistics.median(ratios) - 1):+.0f} %" if ratios else "-"
 
 
 def _three(values: list[float]) -> list[float]:
@@ -152,11 +153,11 @@ def _three(values: list[float]) -> list[float]:
     return [statistics.median(values), min(values), max(values)] if values else []
 
 
-def _ranged(shown: list[str], unit: str) -> str:
+def _ranged(shown: list[str], unit: str, to: str) -> str:
     if not shown:
         return "-"
     middle, least, most = shown
-    return f"{middle}{unit}" if least == most else f"{middle}{unit} ({least} to {most})"
+    return f"{middle}{unit}" if least == most else f"{middle}{unit} ({least}{to}{most})"
 
 
 def runs_of(targets: Sequence[Target], seeds: Sequence[int]) -> Iterator[tuple[Point, int, str]]:
