@@ -4,10 +4,11 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 
 from benchmarks.kept_results import RESULTS, signed
-from benchmarks.sparse_models import NAMES, RIDGE, RIDGE_S, RIDGES, SYSTEMS, kept, p99_s
-from kunserve_lab.compare.results import AtLoad, RunResult, by_load, load
+from benchmarks.sparse_models import NAMES, RIDGE, RIDGE_S, RIDGES, kept, p99_s
+from kunserve.bench.compare.results import AtLoad, RunResult, by_load, load
 
 Row = Sequence[str]
+SHOWN = ("recompute", "drop", "endless")
 
 
 def sparse_instances() -> list[Row]:
@@ -18,7 +19,7 @@ def sparse_instances() -> list[Row]:
         (
             *("", "weights, of memory", "requests that fill it", "X (requests/s)"),
             *("prompts alone take all compute at", "decode step: weights / KV / the rest"),
-            *("a pair: KV, throughput", "a four: KV, throughput"),
+            "a pair: KV, throughput",
             f"drops at {heights} X for {RIDGE_S:g} s, as modelled",
         )
     ]
@@ -27,13 +28,7 @@ def sparse_instances() -> list[Row]:
         parts = [
             found[name, None, f"decode step: {part}"] for part in ("weights", "KV", "the rest")
         ]
-        gains = [
-            f"{signed(found[name, None, f'KV gained, {depth}'])}, "
-            f"{signed(found[name, None, f'throughput gained, {depth}'])}"
-            if (name, None, f"KV gained, {depth}") in found
-            else "-"
-            for depth in (2, 4)
-        ]
+        gained = [signed(found[name, None, f"{what} gained, 2"]) for what in ("KV", "throughput")]
         rows.append(
             (
                 title,
@@ -42,7 +37,7 @@ def sparse_instances() -> list[Row]:
                 f"{found[name, None, 'X']:.1f}",
                 f"{found[name, None, 'compute alone']:.1f} X",
                 " / ".join(f"{part:.0f} %" for part in parts),
-                *gains,
+                ", ".join(gained),
                 " / ".join(f"{gain:.1f}x" for gain in ridge),
             )
         )
@@ -64,9 +59,8 @@ def _bursts(names: Mapping[str, str]) -> list[Row]:
     found = kept()
     rows: list[Row] = [
         (
-            *("", "burst", "memory, at most", *(f"`{system}`" for system in SYSTEMS)),
-            *("lower by", "against round robin", "as modelled"),
-            *("P50 TPOT", "output tokens/s"),
+            *("", "burst", "memory, at most", *(f"`{system}`" for system in SHOWN)),
+            *("lower by", "as modelled", "P50 TPOT", "output tokens/s"),
         )
     ]
     for name, title in names.items():
@@ -90,12 +84,9 @@ def _bursts(names: Mapping[str, str]) -> list[Row]:
 
 
 def _row(group: AtLoad) -> list[str]:
-    seconds = {system: p99_s(group.by_system[system]) for system in SYSTEMS}
-    cells = [_ranged(seconds[system].values(), " s") for system in SYSTEMS]
-    for rival in ("recompute", "recompute-rr"):
-        gains = [seconds[rival][seed] / lower for seed, lower in seconds["drop"].items()]
-        cells.append(_ranged(gains, "x"))
-    return cells
+    seconds = {system: p99_s(group.by_system[system]) for system in SHOWN}
+    gains = [seconds["recompute"][seed] / lower for seed, lower in seconds["drop"].items()]
+    return [*(_ranged(seconds[system].values(), " s") for system in SHOWN), _ranged(gains, "x")]
 
 
 def _fullest(group: AtLoad) -> str:
