@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from benchmarks.kept_results import RESULTS, signed
 from benchmarks.sparse_models import NAMES, RIDGE, RIDGE_S, RIDGES, kept, p99_s
-from kunserve.bench.compare.results import AtLoad, RunResult, by_load, load
+from kunserve_lab.compare.results import AtLoad, RunResult, by_load, load
 
 Row = Sequence[str]
 SHOWN = ("recompute", "drop", "endless")
