@@ -21,7 +21,7 @@ from benchmarks.map_agreement import EXPERIMENTS, Compared, compared
 from benchmarks.markdown import Row
 from benchmarks.sparse_tables import sparse_bursts, sparse_instances, sparse_ridge
 from benchmarks.targets import targets, unseen
-from kunserve_lab.compare.results import RunResult, by_load, load
+from kunserve_lab.compare.results import by_load, load
 from kunserve_lab.compare.simulated.outlook import HELPS
 
 _RUN = re.compile(r"(?P<system>.+)-(?:load)?(?P<load>[\d.]+)(?:-seed\d+-round\d+)?")
@@ -32,10 +32,6 @@ def claims() -> list[Row]:
     """Claim by claim."""
     head = ("claim", "paper", "ours", "why", "run")
     return [head, *((c.what, c.paper, c.ours(), c.why, c.where) for c in CLAIMS)]
-
-
-def _seconds(run: RunResult) -> str:
-    return f"{run.ttft_p50_s:.1f} / {run.ttft_p99_s:.1f}"
 
 
 def longbench() -> list[Row]:
@@ -53,9 +49,9 @@ def _over_loads(runs: Runs) -> list[Row]:
     loads = runs.differing
     rows: list[Row] = [("load", *(f"{at:g}" for at in loads))]
     for system in ("recompute", "static-pp", "drop-deep", "drop"):
-        cells = (_seconds(runs.run(system, at)) for at in loads)
-        rows.append((f"{system}: P50 / P99 (s)", *cells))
-    rows.append(("drop: P99 lower by", *(f"{runs.gain(at):.1f}x" for at in loads)))
+        cells = (f"{runs.run(system, at).ttft_p99_s:.1f}" for at in loads)
+        rows.append((f"{system}: P99 TTFT (s)", *cells))
+    rows.append(("drop: lower by", *(f"{runs.gain(at):.1f}x" for at in loads)))
     for system, what, field in (
         ("drop", "output tokens/s", "output_throughput"),
         ("drop-deep", "output tokens/s", "output_throughput"),
@@ -72,13 +68,14 @@ def _over_loads(runs: Runs) -> list[Row]:
 def bounds() -> list[Row]:
     """How near `drop` is to endless memory, and what dispatch alone gives. Over seeds."""
     systems = ("recompute-rr", "recompute", "drop-rr", "drop", "endless")
-    rows: list[Row] = [("load", *systems, "lower by", "against round robin")]
+    names = (f"{system} (s)" for system in systems)
+    rows: list[Row] = [("load", *names, "lower by", "against round robin")]
     for group in by_load(load(RESULTS / "simulated" / f"{BOUNDS}.jsonl")):
         p99 = {
             system: {run.seed: run.ttft_p99_s for run in group.by_system[system]}
             for system in systems
         }
-        cells = (ranged(p99[system].values(), " s") for system in systems)
+        cells = (ranged(p99[system].values(), "") for system in systems)
         gains = (
             ranged((p99[rival][seed] / lower for seed, lower in p99["drop"].items()), "x")
             for rival in ("recompute", "recompute-rr")
