@@ -94,14 +94,14 @@ def memory_or_compute() -> list[Row]:
     rows: list[Row] = [
         (
             *("", "weights, of memory", "throughput, of endless memory's"),
-            *(f"{name}: KV, throughput" for name in ("pairs", "fours", "eights")),
+            *(f"{name}: KV, throughput" for name in ("pairs", "fours")),
         )
     ]
     for case in cases:
         cells = [
             f"{signed(found[case, depth, 'KV gained'])}, "
             f"{signed(found[case, depth, 'throughput gained'])}"
-            for depth in (2, 4, 8)
+            for depth in (2, 4)
         ]
         weights = found[case, None, "weights"]
         full = found[case, None, "of endless memory's"]
