@@ -69,7 +69,7 @@ UNSEEN_TARGETS = tuple(
     Target(point, PARKED if point.experiment == LONGBENCH_44.experiment else ()) for point in UNSEEN
 )
 HEAD = (
-    *("load", "system", "against recompute", "against round robin", "over endless"),
+    *("load", "system", "against recompute", "against round robin", "of endless"),
     *("P50 TPOT", "output tokens/s"),
 )
 
@@ -101,7 +101,7 @@ def table(targets: Sequence[Target]) -> list[Row]:
                     *(name, f"`{system}`"),
                     _times(_over(draws, "recompute", system, P99), target.over_recompute),
                     _times(_over(draws, "recompute-rr", system, P99), target.over_round_robin),
-                    _percent(_over(draws, system, "endless", P99)),
+                    _times(_over(draws, system, "endless", P99), None, digits=2),
                     _middle(_over(draws, system, "recompute", "P50 TPOT")),
                     _middle(_over(draws, system, "recompute", "output")),
                 )
@@ -128,29 +128,17 @@ def _over(draws: list[Draw], one: str, other: str, figure: str) -> list[float]:
     return [draw[one].figures[figure] / draw[other].figures[figure] for draw in both]
 
 
-def _times(ratios: list[float], wanted: float | None) -> str:
-    shown = _ranged([f"{ratio:.1f}" for ratio in _three(ratios)], "x", "-")
-    return shown if wanted is None else f"{shown} of {wanted:g}x"
-
-
-def _percent(ratios: list[float]) -> str:
-    return _ranged([f"{100 * (ratio - 1):+.0f}" for ratio in _three(ratios)], " %", " to ")
+def _times(ratios: list[float], wanted: float | None, digits: int = 1) -> str:
+    if not ratios:
+        return "-"
+    shown = [f"{f(ratios):.{digits}f}" for f in (statistics.median, min, max)]
+    middle, least, most = shown
+    ranged = f"{middle}x" if least == most else f"{middle}x ({least}-{most})"
+    return ranged if wanted is None else f"{ranged} of {wanted:g}x"
 
 
 def _middle(ratios: list[float]) -> str:
     return f"{100 * (statistics.median(ratios) - 1):+.0f} %" if ratios else "-"
-
-
-def _three(values: list[float]) -> list[float]:
-    """Median, least and most; nothing of nothing."""
-    return [statistics.median(values), min(values), max(values)] if values else []
-
-
-def _ranged(shown: list[str], unit: str, to: str) -> str:
-    if not shown:
-        return "-"
-    middle, least, most = shown
-    return f"{middle}{unit}" if least == most else f"{middle}{unit} ({least}{to}{most})"
 
 
 def runs_of(targets: Sequence[Target], seeds: Sequence[int]) -> Iterator[tuple[Point, int, str]]:
