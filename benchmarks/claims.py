@@ -38,7 +38,7 @@ def _p99(name: str) -> str:
     runs = runs_of(name)
     at = runs.best()
     before_s, after_s = (runs.run(s, at).ttft_p99_s for s in ("recompute", "drop"))
-    return f"**{runs.gain(at):.1f}x** (load {at:g}: {before_s:.1f} s to {after_s:.1f} s)"
+    return f"**{runs.gain(at):.1f}x** ({before_s:.1f} to {after_s:.1f} s)"
 
 
 def _violations(name: str) -> str:
@@ -48,9 +48,9 @@ def _violations(name: str) -> str:
     for at in runs.loads:
         before, after = runs.violations("recompute", at), runs.violations("drop", at)
         if before is not None and after is not None:
-            pairs.append((before - after, at, before, after))
-    points, at, before, after = max(pairs)
-    return f"{100 * points:.0f} points at {at:g} ({100 * before:.0f} % to {100 * after:.0f} %)"
+            pairs.append((before - after, before, after))
+    points, before, after = max(pairs)
+    return f"{100 * points:.0f} points ({100 * before:.0f} to {100 * after:.0f} %)"
 
 
 def _range(values: Sequence[float], form: str = "{:.0f}") -> str:
@@ -171,7 +171,7 @@ CLAIMS = (
             f"LongBench {_p99(LONGBENCH)}; whole trace {_p99('whole_trace_14b')}; "
             f"ShareGPT {_p99(SHAREGPT)}; BurstGPT-like {_p99(BURSTGPT)}"
         ),
-        "Our bursts outlast the freed memory, and arithmetic ends soon after memory (below).",
+        "Our bursts outlast the freed memory, and arithmetic ends soon after memory.",
         "`end_to_end_*`, `whole_trace_14b`",
     ),
     Claim(
@@ -184,13 +184,6 @@ CLAIMS = (
     Claim(
         "P99 TTFT, 72B", "8.4-11.9x lower", lambda: _p99(LONGBENCH_72B), "As for 14B.",
         "`end_to_end_longbench_72b`",
-    ),
-    Claim(
-        "P99 TTFT, bursts of 2x as BurstGPT's",
-        "-",
-        lambda: _p99("mild_spikes"),
-        "Synthetic arrivals: lower and longer bursts fill the arithmetic too.",
-        "`mild_spikes`",
     ),
     Claim(
         "requests over the SLO (5x)",
@@ -244,20 +237,12 @@ CLAIMS = (
         "`ablation`, five draws",
     ),
     Claim(
-        "forecast of the shortage (ours): P99 TTFT",
-        "-",
-        lambda: _against("drop", "drop-no-forecast", "ttft_p99_s"),
-        "No gain in these draws.",
-        "`ablation`, five draws",
-    ),
-    Claim(
         "restoration: P50 TTFT / P50 TPOT / P99 TTFT",
         "-28 % / -23 % / 6.4x lower",
         lambda: " / ".join(
             _restoration(field) for field in ("ttft_p50_s", "tpot_p50_s", "ttft_p99_s")
         ),
-        "The second burst overloads arithmetic at any load that fills memory in the first. Pairs "
-        "that stay compute a long prompt with two GPUs.",
+        "The second burst overloads arithmetic at any load that fills memory in the first.",
         "`restoration_640s`",
     ),
     Claim(
@@ -267,9 +252,8 @@ CLAIMS = (
         "reliefs that drop nothing",
         "TTFT up by two orders of magnitude",
         _reliefs,
-        "They make no memory, and whole prompts are admitted, so little is preempted. Parking acts "
-        "before that: 3.3x lower at load 0.48, for pauses of 10 s "
-        "([parking](decisions/parking.md)).",
+        "They make no memory, and little is preempted. [Parking](decisions/parking.md) acts before "
+        "that.",
         f"`{LONGBENCH}`, load 0.4",
     ),
     Claim(

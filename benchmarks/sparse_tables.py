@@ -4,36 +4,25 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 
 from benchmarks.kept_results import RESULTS, signed
-from benchmarks.sparse_models import NAMES, RIDGE, RIDGE_S, RIDGES, SYSTEMS, kept, p99_s
+from benchmarks.sparse_models import NAMES, RIDGES, kept, p99_s
 from kunserve_lab.compare.results import AtLoad, RunResult, by_load, load
 
 Row = Sequence[str]
+SHOWN = ("recompute", "drop", "endless")
 
 
 def sparse_instances() -> list[Row]:
     """What each cluster is: memory, what fills it, and where the time of a step goes."""
-    heights = " / ".join(f"{height:g}" for height in RIDGE)
     found = kept()
     rows: list[Row] = [
         (
             *("", "weights, of memory", "requests that fill it", "X (requests/s)"),
-            *("prompts alone take all compute at", "decode step: weights / KV / the rest"),
-            *("a pair: KV, throughput", "a four: KV, throughput"),
-            f"drops at {heights} X for {RIDGE_S:g} s, as modelled",
+            *("prompts alone take all compute at", "decode step: for weights"),
+            "a pair: KV, throughput",
         )
     ]
     for name, title in NAMES.items():
-        ridge = [found[name, height, "on the ridge, as modelled"] for height in RIDGE]
-        parts = [
-            found[name, None, f"decode step: {part}"] for part in ("weights", "KV", "the rest")
-        ]
-        gains = [
-            f"{signed(found[name, None, f'KV gained, {depth}'])}, "
-            f"{signed(found[name, None, f'throughput gained, {depth}'])}"
-            if (name, None, f"KV gained, {depth}") in found
-            else "-"
-            for depth in (2, 4)
-        ]
+        gained = [signed(found[name, None, f"{what} gained, 2"]) for what in ("KV", "throughput")]
         rows.append(
             (
                 title,
@@ -41,9 +30,8 @@ def sparse_instances() -> list[Row]:
                 f"{found[name, None, 'requests that fill it']:.0f}",
                 f"{found[name, None, 'X']:.1f}",
                 f"{found[name, None, 'compute alone']:.1f} X",
-                " / ".join(f"{part:.0f} %" for part in parts),
-                *gains,
-                " / ".join(f"{gain:.1f}x" for gain in ridge),
+                f"{found[name, None, 'decode step: weights']:.0f} %",
+                ", ".join(gained),
             )
         )
     return rows
@@ -64,9 +52,8 @@ def _bursts(names: Mapping[str, str]) -> list[Row]:
     found = kept()
     rows: list[Row] = [
         (
-            *("", "burst", "memory, at most", *(f"`{system}`" for system in SYSTEMS)),
-            *("lower by", "against round robin", "as modelled"),
-            *("P50 TPOT", "output tokens/s"),
+            *("", "burst", "memory, at most", *(f"`{system}` (s)" for system in SHOWN)),
+            *("lower by", "as modelled", "P50 TPOT"),
         )
     ]
     for name, title in names.items():
@@ -83,19 +70,16 @@ def _bursts(names: Mapping[str, str]) -> list[Row]:
                     _fullest(group),
                     *_row(group),
                     f"{modelled:.1f}x",
-                    *_costs(group),
+                    _cost(group),
                 )
             )
     return rows
 
 
 def _row(group: AtLoad) -> list[str]:
-    seconds = {system: p99_s(group.by_system[system]) for system in SYSTEMS}
-    cells = [_ranged(seconds[system].values(), " s") for system in SYSTEMS]
-    for rival in ("recompute", "recompute-rr"):
-        gains = [seconds[rival][seed] / lower for seed, lower in seconds["drop"].items()]
-        cells.append(_ranged(gains, "x"))
-    return cells
+    seconds = {system: p99_s(group.by_system[system]) for system in SHOWN}
+    gains = [seconds["recompute"][seed] / lower for seed, lower in seconds["drop"].items()]
+    return [*(_ranged(seconds[system].values(), "") for system in SHOWN), _ranged(gains, "x")]
 
 
 def _fullest(group: AtLoad) -> str:
@@ -105,15 +89,11 @@ def _fullest(group: AtLoad) -> str:
     return f"{100 * statistics.median(known):.0f} %"
 
 
-def _costs(group: AtLoad) -> list[str]:
-    """Of `drop` over `recompute`, medians of the draws."""
-    before, after = group.by_system["recompute"], group.by_system["drop"]
-
-    def ratio(field: str) -> str:
-        values = [getattr(b, field) / getattr(a, field) for a, b in _pairs(before, after)]
-        return signed(100 * (statistics.median(values) - 1))
-
-    return [ratio("tpot_p50_s"), ratio("output_throughput")]
+def _cost(group: AtLoad) -> str:
+    """P50 TPOT of `drop` over `recompute`, median of the draws."""
+    pairs = _pairs(group.by_system["recompute"], group.by_system["drop"])
+    ratio = statistics.median(after.tpot_p50_s / before.tpot_p50_s for before, after in pairs)
+    return signed(100 * (ratio - 1))
 
 
 def _pairs(

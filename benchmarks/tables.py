@@ -21,7 +21,7 @@ from benchmarks.map_agreement import EXPERIMENTS, Compared, compared
 from benchmarks.markdown import Row
 from benchmarks.sparse_tables import sparse_bursts, sparse_instances, sparse_ridge
 from benchmarks.targets import targets, unseen
-from kunserve_lab.compare.results import RunResult, by_load, load
+from kunserve_lab.compare.results import by_load, load
 from kunserve_lab.compare.simulated.outlook import HELPS
 
 _RUN = re.compile(r"(?P<system>.+)-(?:load)?(?P<load>[\d.]+)(?:-seed\d+-round\d+)?")
@@ -32,10 +32,6 @@ def claims() -> list[Row]:
     """Claim by claim."""
     head = ("claim", "paper", "ours", "why", "run")
     return [head, *((c.what, c.paper, c.ours(), c.why, c.where) for c in CLAIMS)]
-
-
-def _seconds(run: RunResult) -> str:
-    return f"{run.ttft_p50_s:.1f} / {run.ttft_p99_s:.1f}"
 
 
 def longbench() -> list[Row]:
@@ -52,12 +48,10 @@ def _over_loads(runs: Runs) -> list[Row]:
     """Loads across, systems down. Where nothing is dropped, `drop` is `recompute`: left out."""
     loads = runs.differing
     rows: list[Row] = [("load", *(f"{at:g}" for at in loads))]
-    use = [runs.run("recompute", at).mean_kv_usage or 0.0 for at in loads]
-    rows.append(("mean KV use", *(f"{100 * share:.0f} %" for share in use)))
     for system in ("recompute", "static-pp", "drop-deep", "drop"):
-        cells = (_seconds(runs.run(system, at)) for at in loads)
-        rows.append((f"{system}: P50 / P99 (s)", *cells))
-    rows.append(("drop: P99 lower by", *(f"{runs.gain(at):.1f}x" for at in loads)))
+        cells = (f"{runs.run(system, at).ttft_p99_s:.1f}" for at in loads)
+        rows.append((f"{system}: P99 TTFT (s)", *cells))
+    rows.append(("drop: lower by", *(f"{runs.gain(at):.1f}x" for at in loads)))
     for system, what, field in (
         ("drop", "output tokens/s", "output_throughput"),
         ("drop-deep", "output tokens/s", "output_throughput"),
@@ -74,13 +68,14 @@ def _over_loads(runs: Runs) -> list[Row]:
 def bounds() -> list[Row]:
     """How near `drop` is to endless memory, and what dispatch alone gives. Over seeds."""
     systems = ("recompute-rr", "recompute", "drop-rr", "drop", "endless")
-    rows: list[Row] = [("load", *systems, "lower by", "against round robin")]
+    names = (f"{system} (s)" for system in systems)
+    rows: list[Row] = [("load", *names, "lower by", "against round robin")]
     for group in by_load(load(RESULTS / "simulated" / f"{BOUNDS}.jsonl")):
         p99 = {
             system: {run.seed: run.ttft_p99_s for run in group.by_system[system]}
             for system in systems
         }
-        cells = (ranged(p99[system].values(), " s") for system in systems)
+        cells = (ranged(p99[system].values(), "") for system in systems)
         gains = (
             ranged((p99[rival][seed] / lower for seed, lower in p99["drop"].items()), "x")
             for rival in ("recompute", "recompute-rr")
@@ -99,14 +94,14 @@ def memory_or_compute() -> list[Row]:
     rows: list[Row] = [
         (
             *("", "weights, of memory", "throughput, of endless memory's"),
-            *(f"{name}: KV, throughput" for name in ("pairs", "fours", "eights")),
+            *(f"{name}: KV, throughput" for name in ("pairs", "fours")),
         )
     ]
     for case in cases:
         cells = [
             f"{signed(found[case, depth, 'KV gained'])}, "
             f"{signed(found[case, depth, 'throughput gained'])}"
-            for depth in (2, 4, 8)
+            for depth in (2, 4)
         ]
         weights = found[case, None, "weights"]
         full = found[case, None, "of endless memory's"]
@@ -132,24 +127,19 @@ def agreement() -> list[Row]:
 
 
 def prediction() -> list[Row]:
-    """How far the simulated figures of real runs are off, on Zen 5."""
+    """How far the simulated figures of real runs are off, with a profile's step times, on Zen 5."""
     names = ("TTFT P50 (s)", "TTFT P99 (s)", "TPOT P50 (s)", "TPOT P99 (s)")
-    errors: dict[tuple[str, str], dict[str, float]] = {}
+    errors: dict[str, dict[str, float]] = {}
     for line in figures_of("prediction"):
         settings = line["settings"]
-        if line["name"] == "error" and settings["machine"] == "Zen 5":
-            key = settings["run"], settings["step_times"]
-            errors.setdefault(key, {})[settings["of"]] = line["value"]
-    rows: list[Row] = [
-        ("load", "system", "step times of", *(name.removesuffix(" (s)") for name in names))
-    ]
-    for (run, source), values in errors.items():
+        is_profile = settings.get("step_times") == "profile"
+        if line["name"] == "error" and settings["machine"] == "Zen 5" and is_profile:
+            errors.setdefault(settings["run"], {})[settings["of"]] = line["value"]
+    rows: list[Row] = [("load", "system", *(name.removesuffix(" (s)") for name in names))]
+    for run, values in errors.items():
         named = _RUN.fullmatch(run)
         assert named is not None, run
-        told = "the profile" if source == "profile" else "the run itself"
-        rows.append(
-            (named["load"], named["system"], told, *(signed(values[name]) for name in names))
-        )
+        rows.append((named["load"], named["system"], *(signed(values[name]) for name in names)))
     return rows
 
 

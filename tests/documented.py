@@ -10,7 +10,7 @@ import click
 from kunserve.cli import main
 
 ROOT = Path(__file__).parent.parent
-PAGES = ("README.md", "docs/deploy.md", "docs/offline.md")
+PAGES = ("README.md", "docs/wishes.md", "docs/deploy.md", "docs/offline.md")
 _PROGRAM = r"(?:\.venv/bin/)?kunserve|curl|make|pip|docker|kubectl|helm|python|eval|ray start"
 _COMMAND = re.compile(rf"(?:{_PROGRAM}) ")
 _SPAN = re.compile(rf"`((?:{_PROGRAM}) [^`]+)`")

