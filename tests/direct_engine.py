@@ -44,7 +44,7 @@ class DirectEngine:
         generator = np.random.default_rng(seed)
         self.free = []
         for body, layers in stages:
-            held = body.memory.held.num_layers
+            held = body.memory.shards[0].held.num_layers
             num_runs = body.spec.units_when_holding(held) // layers.num_layers
             starts = generator.permutation(num_runs) * layers.num_layers - layers.first
             self.free.append([int(entry) for entry in starts])

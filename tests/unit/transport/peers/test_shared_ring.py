@@ -1,11 +1,14 @@
 """Messages in shared memory: a ring by itself, and the links that use rings beside sockets."""
 
+import logging
 import os
+import struct
 import subprocess
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -18,8 +21,12 @@ from kunserve.transport.peers import rings as peer_rings
 from kunserve.transport.peers import shared_ring
 from kunserve.transport.peers.links import LinkFault, PeerLinks, PeerMail
 from kunserve.transport.peers.shared_ring import RingReader, RingWriter, SpoiltRing
+from kunserve.transport.wire import identity
 from kunserve.transport.wire.codec import MalformedMessage
+from kunserve.transport.wire.identity import Identity
+from kunserve.transport.wire.sockets import connect_dealer
 from tests.unit.transport.addresses import fresh_address
+from tests.unit.transport.peers.watched_ring import SpoiltMemory, WatchedWriter, watch_writers
 
 ZERO, ONE = InstanceId(0), InstanceId(1)
 RING = 1024
@@ -79,7 +86,7 @@ def test_small_messages_stay_in_the_first_pages(monkeypatch: pytest.MonkeyPatch)
 def test_counts_that_cannot_be_true(unread: int) -> None:
     reader = RingReader(RING)
     writer = RingWriter(reader.fd, RING)
-    writer._counts[0] = unread
+    SpoiltMemory(reader.fd, RING).set_count(unread)
     with pytest.raises(SpoiltRing):
         reader.front()
     writer.close()
@@ -91,7 +98,7 @@ def test_sizes_that_cannot_be_true(sizes: tuple[int, int]) -> None:
     reader = RingReader(RING)
     writer = RingWriter(reader.fd, RING)
     assert writer.write(b"x", None)
-    shared_ring._SIZES.pack_into(writer._data, 0, *sizes)
+    SpoiltMemory(reader.fd, RING).scribble(struct.pack("<II", *sizes), at=0)
     with pytest.raises(SpoiltRing):
         reader.front()
     writer.close()
@@ -114,6 +121,12 @@ def abort(number: int) -> Abort:
     return Abort(RequestId(f"r{number}"))
 
 
+@pytest.fixture(autouse=True)
+def writers(monkeypatch: pytest.MonkeyPatch) -> list[WatchedWriter]:
+    """Of every ring that links write to."""
+    return watch_writers(monkeypatch)
+
+
 @pytest.fixture
 def links() -> Iterator[list[PeerLinks]]:
     made = [PeerLinks(InstanceId(i), fresh_address()) for i in range(2)]
@@ -134,25 +147,24 @@ def receive(links: PeerLinks, count: int) -> list[PeerMail]:
     return mail
 
 
-def shake_hands(links: list[PeerLinks], eventually: Callable[..., object]) -> None:
-    """An activation from the first one has it write to a ring from then on."""
+def shake_hands(links: list[PeerLinks], eventually: Callable[..., object]) -> WatchedWriter:
+    """An activation from the first one has it write to a ring from then on: to this one."""
+    before = len(WatchedWriter.made)
     links[0].send(ONE, activation(0), memoryview(b"first"))
     receive(links[1], 1)
-    rings = links[0]._rings
-    assert rings is not None
 
     def has_ring() -> bool:
         assert not links[0].poll(0.0)
-        return ONE in rings._writings
+        return len(WatchedWriter.made) > before
 
     eventually(has_ring)
+    return WatchedWriter.made[-1]
 
 
 def test_after_an_activation_nothing_goes_by_the_socket(
     links: list[PeerLinks], eventually: Callable[..., object]
 ) -> None:
-    shake_hands(links, eventually)
-    links[0]._links[ONE].socket.close()  # whatever went there would raise
+    ring = shake_hands(links, eventually)
     for number in range(1, 200):
         hidden = np.full(number * 100, number, dtype=np.uint16)
         assert links[0].send(ONE, activation(number), hidden.data)
@@ -162,6 +174,7 @@ def test_after_an_activation_nothing_goes_by_the_socket(
         assert payload is not None
         got = np.frombuffer(payload, dtype=np.uint16)
         assert len(got) == number * 100 and (got == number).all()
+    assert ring.took == [True] * 398
 
 
 def test_what_does_not_fit_goes_by_the_socket_in_its_order(
@@ -171,17 +184,7 @@ def test_what_does_not_fit_goes_by_the_socket_in_its_order(
     pair = [PeerLinks(InstanceId(i), fresh_address()) for i in range(2)]
     for each in pair:
         each.connect({ZERO: pair[0].address, ONE: pair[1].address})
-    shake_hands(pair, eventually)
-    rings = pair[0]._rings
-    assert rings is not None
-    by_ring: list[bool] = []
-    write = rings.write
-
-    def spy(*arguments: object) -> bool:
-        by_ring.append(write(*arguments))  # type: ignore[arg-type]
-        return by_ring[-1]
-
-    rings.write = spy  # type: ignore[method-assign, assignment]
+    by_ring = shake_hands(pair, eventually).took
     numbers = np.random.default_rng(0)
     due: deque[tuple[Message, bytes]] = deque()
     for number in range(1, 400):
@@ -203,8 +206,8 @@ def test_what_does_not_fit_goes_by_the_socket_in_its_order(
 def test_what_is_lost_beside_shared_memory_is_a_fault(
     links: list[PeerLinks], eventually: Callable[..., object]
 ) -> None:
-    shake_hands(links, eventually)
-    links[0]._outgoing.next(ONE)  # lost
+    shake_hands(links, eventually).loses_next = True
+    links[0].send(ONE, abort(1))
     links[0].send(ONE, abort(2))
     faults: list[LinkFault] = []
     while not faults:
@@ -249,32 +252,29 @@ def test_the_one_who_reads_forgets_the_other_for_a_while(
 def test_memory_that_no_writer_writes_is_refused(
     links: list[PeerLinks], eventually: Callable[..., object]
 ) -> None:
-    shake_hands(links, eventually)
-    rings = links[0]._rings
-    assert rings is not None
-    rings._writings[ONE].ring._counts[0] = 1 << 40
+    shake_hands(links, eventually).memory.set_count(1 << 40)
     with pytest.raises(MalformedMessage, match="shared memory of instance=0"):
         links[1].receive()
 
 
 WRITE_AND_DIE = """
-import os, sys
+import sys
 from kunserve.core.ids import GroupId, InstanceId, RequestId, StepId
 from kunserve.core.messages import Abort, Activation
 from kunserve.core.step import StepPlan
+from kunserve.transport.peers import rings
 from kunserve.transport.peers.links import PeerLinks
+from tests.unit.transport.peers.watched_ring import WatchedWriter, die_while_writing
+rings.RingWriter = WatchedWriter
 links = PeerLinks(InstanceId(0), sys.argv[1])
 links.connect({InstanceId(1): sys.argv[2]})
 first = Activation(StepPlan(GroupId(1), StepId(0), (), (), ()))
 links.send(InstanceId(1), first, memoryview(b"first"))
-while InstanceId(1) not in links._rings._writings:
+while not WatchedWriter.made:
     links.poll(0.05)
 for number in range(1, 50):
     links.send(InstanceId(1), Abort(RequestId(f"r{number}")))
-ring = links._rings._writings[InstanceId(1)].ring
-at = ring._head % ring._num_bytes
-ring._data[at + 8 : at + 20] = b"half written"
-os._exit(0)
+die_while_writing()
 """
 
 
@@ -292,8 +292,12 @@ def test_a_process_dies_while_it_writes() -> None:
 
 
 def test_sockets_alone_where_memory_cannot_be_shared(
-    links: list[PeerLinks], monkeypatch: pytest.MonkeyPatch, eventually: Callable[..., object]
+    links: list[PeerLinks],
+    monkeypatch: pytest.MonkeyPatch,
+    eventually: Callable[..., object],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
+    caplog.set_level(logging.INFO)
     monkeypatch.setattr(shared_ring.platform, "machine", lambda: "aarch64")
     assert peer_rings.open_rings("ipc:///somewhere") is None
     assert peer_rings.open_rings("tcp://host:1") is None
@@ -303,9 +307,11 @@ def test_sockets_alone_where_memory_cannot_be_shared(
         RING,
         peer_rings.SharedFile(os.getpid(), 10_001, 0, 0),
     )
-    links[1]._links[ZERO].socket.send_multipart((b"", peer_rings.msgspec.msgpack.encode(offer)))
-    links[1].send(ZERO, abort(1))
-    receive(links[0], 1)
+    speaker = identity.pack(Identity(b"p", ONE, identity.new_incarnation()))
+    socket = connect_dealer(links[0].address, speaker)
+    socket.send_multipart((b"", msgspec.msgpack.encode(offer)))
+    eventually(lambda: links[0].poll(0.01) == [] and "go by sockets" in caplog.text)
+    socket.close()
     links[0].send(ONE, activation(1), memoryview(b"hidden"))
     links[0].send(ONE, abort(2))
     assert [message for message, _ in receive(links[1], 2)] == [activation(1), abort(2)]
