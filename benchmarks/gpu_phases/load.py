@@ -124,5 +124,7 @@ def _config(machine: Machine, folder: str, memory_bytes: int, way: str) -> KunSe
         ),
         scheduler=SchedulerConfig(max_num_batched_tokens=2048 if real else 48),
         overload=OverloadConfig(policy="drop", restore_below=0.0),
-        cluster=ClusterConfig(num_instances=2, topology=topology and str(topology)),
+        cluster=ClusterConfig(
+            num_instances=2, topology=None if topology is None else str(topology)
+        ),
     )
