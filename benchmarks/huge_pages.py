@@ -28,7 +28,7 @@ from benchmarks.report import Report, Setting
 from kunserve.core.config import InstanceConfig, ModelConfig
 from kunserve.core.ids import InstanceId
 from kunserve.core.layout import LayerRange
-from kunserve.engine.body import CpuBody
+from kunserve.engine.body import EngineBody
 from kunserve.engine.cpu.kernels.library import set_num_threads
 from kunserve.engine.memory.pages import HostPages
 from kunserve.model.source import resolve_model
@@ -55,12 +55,14 @@ class Start(NamedTuple):
     huge_mib: float
 
 
-def started(path: Path, quantization: str, huge: Literal["auto", "off"]) -> tuple[CpuBody, Start]:
+def started(
+    path: Path, quantization: str, huge: Literal["auto", "off"]
+) -> tuple[EngineBody, Start]:
     """An instance that has done all that it does in the background."""
     began_s, began_cpu_s = time.perf_counter(), time.process_time()
     model = ModelConfig(model=str(path), quantization=quantization)  # type: ignore[arg-type]
     instance = InstanceConfig(kv_cache_memory_bytes=KV_BYTES, huge_pages=huge)
-    body = CpuBody(InstanceId(0), model, instance)
+    body = EngineBody(InstanceId(0), model, instance)
     wall_s = time.perf_counter() - began_s
     [memory] = body.memory.shards
     pages = memory.arena.pages
@@ -75,13 +77,13 @@ def started(path: Path, quantization: str, huge: Literal["auto", "off"]) -> tupl
 
 
 @contextlib.contextmanager
-def bodies(kind: str, folder: Path, report: Report) -> Iterator[dict[str, CpuBody]]:
+def bodies(kind: str, folder: Path, report: Report) -> Iterator[dict[str, EngineBody]]:
     """One instance for every way, with these weights."""
     path, quantization = resolve_model("smollm2-135m").path, "none"
     if kind != EXPANDED:
         path = requantise(path, folder / f"{kind}.gguf", gguf.GGMLQuantizationType[kind])
         quantization = "gguf"
-    made: dict[str, CpuBody] = {}
+    made: dict[str, EngineBody] = {}
     with contextlib.ExitStack() as stack:
         for way in (SMALL, HUGE, MOVED):
             body, start = started(path, quantization, "off" if way == SMALL else "auto")
@@ -99,7 +101,9 @@ def bodies(kind: str, folder: Path, report: Report) -> Iterator[dict[str, CpuBod
         yield made
 
 
-def measure(report: Report, kind: str, made: dict[str, CpuBody], args: argparse.Namespace) -> None:
+def measure(
+    report: Report, kind: str, made: dict[str, EngineBody], args: argparse.Namespace
+) -> None:
     """Steps in turns."""
     clock = time.thread_time if args.cpu_time and args.threads == 1 else time.perf_counter
     for name, shape in SHAPES.items():

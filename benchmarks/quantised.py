@@ -33,7 +33,7 @@ from benchmarks.report import Report, Setting
 from kunserve.core.config import InstanceConfig, ModelConfig
 from kunserve.core.ids import InstanceId
 from kunserve.engine.attention import StepBatch
-from kunserve.engine.body import CpuBody
+from kunserve.engine.body import EngineBody
 from kunserve.engine.cpu.kernels.library import set_num_threads
 from kunserve.model.source import resolve_model
 from kunserve.model.tokenizer import load_tokenizer
@@ -75,11 +75,11 @@ def requantise(source: Path, target: Path, kind: gguf.GGMLQuantizationType) -> P
 
 
 @contextlib.contextmanager
-def bodies(types: list[str], folder: Path) -> Iterator[dict[str, CpuBody]]:
+def bodies(types: list[str], folder: Path) -> Iterator[dict[str, EngineBody]]:
     """One instance of every kind, by name."""
     built_in = resolve_model("smollm2-135m").path
     instance = InstanceConfig(kv_cache_memory_bytes=192 << 20)
-    made: dict[str, CpuBody] = {}
+    made: dict[str, EngineBody] = {}
     with contextlib.ExitStack() as stack:
         for name in (EXPANDED, *types):
             path, quantization = built_in, "none" if name == EXPANDED else "gguf"
@@ -87,19 +87,19 @@ def bodies(types: list[str], folder: Path) -> Iterator[dict[str, CpuBody]]:
                 kind = gguf.GGMLQuantizationType[name]
                 path = requantise(built_in, folder / f"{name}.gguf", kind)
             model = ModelConfig(model=str(path), quantization=quantization)  # type: ignore[arg-type]
-            made[name] = CpuBody(InstanceId(0), model, instance)
+            made[name] = EngineBody(InstanceId(0), model, instance)
             stack.callback(made[name].close)
         yield made
 
 
-def step(body: CpuBody, batch: StepBatch) -> None:
+def step(body: EngineBody, batch: StepBatch) -> None:
     """Embedding, layers, logits, the most likely tokens."""
     decoder = body._decoder
     decoder.greedy(batch, decoder.forward(batch, decoder.embed(batch)))  # type: ignore[attr-defined]
 
 
 def measure_speed(
-    report: Report, made: dict[str, CpuBody], threads: int, rounds: int, *, cpu_time: bool
+    report: Report, made: dict[str, EngineBody], threads: int, rounds: int, *, cpu_time: bool
 ) -> None:
     """Steps in turns."""
     set_num_threads(threads)
@@ -126,7 +126,7 @@ def measure_speed(
 
 
 def measure_beside(
-    report: Report, made: dict[str, CpuBody], program: Path, threads: int, rounds: int
+    report: Report, made: dict[str, EngineBody], program: Path, threads: int, rounds: int
 ) -> None:
     """A lone decode, ours and llama.cpp's in turns."""
     set_num_threads(threads)
@@ -148,7 +148,7 @@ def measure_beside(
         report.add("ours / llama.cpp", statistics.median(ratios), "x", **case)
 
 
-def lone_decode(body: CpuBody) -> float:
+def lone_decode(body: EngineBody) -> float:
     """Tokens per second of one stream from its first token on."""
     for warm in (True, False):
         started = time.perf_counter()
@@ -173,7 +173,7 @@ def own_text() -> str:
     return "\n".join(path.read_text() for path in sorted((root / "docs").glob("*.md")))
 
 
-def distributions(body: CpuBody, tokens: list[int]) -> torch.Tensor:
+def distributions(body: EngineBody, tokens: list[int]) -> torch.Tensor:
     """Log-probabilities [tokens, vocab], in pieces of ``CHUNK_TOKENS`` that know nothing before."""
     decoder, found = body._decoder, []
     for first in range(0, len(tokens), CHUNK_TOKENS):
@@ -185,7 +185,7 @@ def distributions(body: CpuBody, tokens: list[int]) -> torch.Tensor:
     return torch.cat(found)
 
 
-def measure_loss(report: Report, made: dict[str, CpuBody]) -> None:
+def measure_loss(report: Report, made: dict[str, EngineBody]) -> None:
     """What is said of the same text."""
     tokenizer = load_tokenizer(resolve_model("smollm2-135m"))
     tokens = list(tokenizer.encode(own_text(), add_special_tokens=False))[:TEXT_TOKENS]

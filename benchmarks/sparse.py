@@ -29,7 +29,7 @@ from benchmarks.report import Report, Setting
 from kunserve.core.config import InstanceConfig, ModelConfig
 from kunserve.core.ids import InstanceId
 from kunserve.engine.attention import StepBatch
-from kunserve.engine.body import CpuBody
+from kunserve.engine.body import EngineBody
 from kunserve.engine.cpu.decoder import Decoder
 from kunserve.engine.cpu.kernels.library import set_num_threads
 from kunserve.engine.cpu.kernels.ops import linear
@@ -85,7 +85,7 @@ def readers(threads: int, clock: Clock) -> dict[str, Callable[[], float]]:
     }
 
 
-def step_bytes(body: CpuBody, batch: StepBatch) -> int:
+def step_bytes(body: EngineBody, batch: StepBatch) -> int:
     """What a step reads, by the experts that its tokens choose in each layer."""
     decoder, spec = body._decoder, body.model
     assert isinstance(decoder, Decoder) and spec.experts is not None
@@ -107,7 +107,7 @@ def step_bytes(body: CpuBody, batch: StepBatch) -> int:
     return params * spec.dtype_bytes + kv_bytes
 
 
-def random_batches(body: CpuBody, num: int) -> list[tuple[StepBatch, int]]:
+def random_batches(body: EngineBody, num: int) -> list[tuple[StepBatch, int]]:
     """Batches of so many streams with tokens of their own, and what each reads."""
     drawn = np.random.default_rng(num)
     found = []
@@ -119,7 +119,7 @@ def random_batches(body: CpuBody, num: int) -> list[tuple[StepBatch, int]]:
     return found
 
 
-def run_step(body: CpuBody, batch: StepBatch) -> None:
+def run_step(body: EngineBody, batch: StepBatch) -> None:
     """Embedding, layers, logits, the most likely tokens."""
     decoder = body._decoder
     assert isinstance(decoder, Decoder)
@@ -127,7 +127,13 @@ def run_step(body: CpuBody, batch: StepBatch) -> None:
 
 
 def measure(
-    report: Report, body: CpuBody, threads: int, streams: list[int], rounds: int, *, cpu_time: bool
+    report: Report,
+    body: EngineBody,
+    threads: int,
+    streams: list[int],
+    rounds: int,
+    *,
+    cpu_time: bool,
 ) -> None:
     """Reads and steps in turns."""
     set_num_threads(threads)
@@ -183,7 +189,7 @@ def main() -> None:
         (Path(folder) / "config.json").write_text(json.dumps(config))
         model = ModelConfig(model=folder, load_format="dummy")
         instance = InstanceConfig(kv_cache_memory_bytes=256 << 20)
-        body = CpuBody(InstanceId(0), model, instance)
+        body = EngineBody(InstanceId(0), model, instance)
         settings: dict[str, Setting] = {"shape": "OLMoE-1B-7B", "layers": args.layers}
         with Report("sparse", **settings) as report:
             for threads in args.threads:

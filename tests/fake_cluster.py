@@ -226,7 +226,7 @@ class FakeCluster(InProcessCluster):
 
     def drop_to(self, old: tuple[GroupLayout, ...], new: GroupLayout) -> TransitionId:
         """Merge groups into one."""
-        transition_id = self.controller.transitions.begin_drop(old, new, "test", self.now_s)
+        transition_id = self.controller.transitions.begin_drops([(old, new)], "test", self.now_s)[0]
         self.carry_out()
         return transition_id
 

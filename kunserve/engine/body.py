@@ -335,10 +335,6 @@ class EngineBody:
         self.memory.close()
 
 
-class CpuBody(EngineBody):
-    """A body on the CPU."""
-
-
 def _most_of_any_step(
     spec: ModelSpec, model: ModelConfig, scheduler: SchedulerConfig | None
 ) -> StepLimits:

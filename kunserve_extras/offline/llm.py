@@ -3,7 +3,7 @@
 import weakref
 from collections.abc import Callable, Coroutine, Sequence
 from types import TracebackType
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, TypeAlias
 
 from kunserve.core.config import KunServeConfig, ModelConfig
 from kunserve.core.snapshots import ClusterState
@@ -140,35 +140,6 @@ class LLM:
         trace: TracebackType | None,
     ) -> None:
         self.close()
-
-    # What vLLM's has for other models
-
-    def encode(self, *_: Any, **__: Any) -> NoReturn:
-        """Not here."""
-        _not_here("encode")
-
-    def embed(self, *_: Any, **__: Any) -> NoReturn:
-        """Not here."""
-        _not_here("embed")
-
-    def classify(self, *_: Any, **__: Any) -> NoReturn:
-        """Not here."""
-        _not_here("classify")
-
-    def reward(self, *_: Any, **__: Any) -> NoReturn:
-        """Not here."""
-        _not_here("reward")
-
-    def score(self, *_: Any, **__: Any) -> NoReturn:
-        """Not here."""
-        _not_here("score")
-
-
-def _not_here(method: str) -> NoReturn:
-    raise NotImplementedError(
-        f"LLM.{method}: KunServe serves models that generate text, and none that embed, classify "
-        "or rank. `prompt_logprobs` of `generate` tell how likely a text is."
-    )
 
 
 async def _open(config: KunServeConfig, sessions: list[Session]) -> None:

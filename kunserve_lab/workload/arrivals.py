@@ -18,11 +18,6 @@ def immediate_arrivals(count: int) -> tuple[float, ...]:
     return (0.0,) * count
 
 
-def poisson_arrivals(count: int, rate: float, seed: int) -> tuple[float, ...]:
-    """A Poisson process of ``rate`` requests per second, rescaled as `gamma_arrivals`."""
-    return gamma_arrivals(count, rate, 1.0, seed)
-
-
 def gamma_arrivals(count: int, rate: float, burstiness: float, seed: int) -> tuple[float, ...]:
     """A renewal process with Gamma gaps of shape ``burstiness`` and mean ``1 / rate``.
 

@@ -29,7 +29,7 @@ typedef unsigned long long u64;
 typedef int Result;
 enum {
     OK = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, NOT_INITIALIZED = 3, INVALID_DEVICE = 101,
-    INVALID_CONTEXT = 201, INVALID_HANDLE = 400, NOT_READY = 600, ILLEGAL_ADDRESS = 700,
+    INVALID_CONTEXT = 201, INVALID_HANDLE = 400, ILLEGAL_ADDRESS = 700,
     NOT_SUPPORTED = 801
 };
 
@@ -54,7 +54,7 @@ typedef struct { u64 address; size_t size; Memory *memory; int access; } Mapping
 typedef struct { u64 address; size_t size; } Span;
 typedef struct Event Event;
 typedef struct Stream Stream;
-typedef enum { COPY, MARK, WAIT } Kind;
+typedef enum { COPY, MARK } Kind;
 typedef struct { Kind kind; u64 to, from; size_t size; Event *event; u64 ticket; } Op;
 struct Event { Stream *stream; u64 recorded, done; };
 struct Stream { Op *ops; size_t num, room; };
@@ -352,7 +352,6 @@ static void run(Stream *stream, u64 ticket) {
     while (done < stream->num && stream->ops[done].ticket <= ticket) {
         Op op = stream->ops[done++];
         if (op.kind == MARK) op.event->done = op.ticket;
-        if (op.kind == WAIT && op.from > op.event->done) run(op.event->stream, op.from);
         if (op.kind != COPY) continue;
         int is_there = (is_pinned(op.to, op.size) || covers(op.to, op.size, 1)) &&
                        (is_pinned(op.from, op.size) || covers(op.from, op.size, 1));
@@ -410,22 +409,10 @@ Result cuEventRecord(Event *event, Stream *stream) {
     event->recorded = tickets;
     return leave(OK);
 }
-Result cuEventQuery(Event *event) {
-    ENTER;
-    if (event->done >= event->recorded) return leave(OK);
-    run(event->stream, event->stream->ops[0].ticket); /* some progress, so that polling ends */
-    return leave(spoiled ? spoiled : NOT_READY);
-}
 Result cuEventSynchronize(Event *event) {
     ENTER;
     if (event->done < event->recorded) run(event->stream, event->recorded);
     return leave(spoiled);
-}
-Result cuStreamWaitEvent(Stream *stream, Event *event, unsigned flags) {
-    ENTER;
-    REFUSE_IF(flags);
-    queue(stream, (Op){.kind = WAIT, .event = event, .from = event->recorded});
-    return leave(OK);
 }
 static Result copy(u64 to, u64 from, size_t size, Stream *stream, int to_host, int from_host) {
     ENTER;

@@ -156,12 +156,6 @@ class Transitions:
         for transition_id in tuple(islice(self._untold, BEGINNINGS_PER_TURN)):
             self._prepare(self._untold.pop(transition_id), now_s)
 
-    def begin_drop(
-        self, old: tuple[GroupLayout, ...], new: GroupLayout, trigger: str, now_s: float
-    ) -> TransitionId:
-        """As ``begin_drops``, of one."""
-        return self.begin_drops([(old, new)], trigger, now_s)[0]
-
     def begin_restore(
         self,
         old: GroupLayout,

@@ -19,7 +19,7 @@ from kunserve.core.config import InstanceConfig, ModelConfig, SchedulerConfig
 from kunserve.core.errors import ConfigError
 from kunserve.core.ids import InstanceId, RequestId
 from kunserve.core.layout import LayerRange
-from kunserve.engine.body import CpuBody, EngineBody
+from kunserve.engine.body import EngineBody
 from kunserve.engine.cpu.kernels.panels import PanelMatrix, in_panels
 from kunserve.engine.memory.instance_memory import InstanceMemory
 from kunserve.engine.torch.cuda.backend import CudaBackend
@@ -209,7 +209,7 @@ def test_weights_come_a_tensor_at_a_time_or_not_at_all(
     sizes = InstanceConfig(memory_bytes=4 << 20, granule_bytes=8 * KIB, block_size=8)
     backend = CudaBackend(torch.device("cpu"), build())
     device = EngineBody(InstanceId(0), model, sizes, backend=backend)
-    host = CpuBody(InstanceId(1), model, sizes)
+    host = EngineBody(InstanceId(1), model, sizes)
     bodies = (device, host)
     with closing(device), closing(host):
         layout = device.memory.layout

@@ -14,7 +14,7 @@ from kunserve.core.config import InstanceConfig, ModelConfig
 from kunserve.core.ids import InstanceId
 from kunserve.core.layout import LayerRange
 from kunserve.core.request import SamplingParams
-from kunserve.engine.body import CpuBody
+from kunserve.engine.body import EngineBody
 from kunserve.engine.cpu.decoder import LOGIT_ROWS
 from tests.direct_engine import DirectEngine
 from tests.tiny_models import KINDS, VOCAB, expected_tokens, tiny_model
@@ -38,10 +38,10 @@ def saved(
 
 
 @contextmanager
-def bodies(folder: Path, num: int = 1, **options: object) -> Iterator[list[CpuBody]]:
+def bodies(folder: Path, num: int = 1, **options: object) -> Iterator[list[EngineBody]]:
     settings = {"memory_bytes": 8 << 20, "granule_bytes": 8192, "block_size": 8, **options}
     made = [
-        CpuBody(
+        EngineBody(
             InstanceId(i),
             ModelConfig(model=str(folder), dtype="float32"),
             InstanceConfig(**settings),  # type: ignore[arg-type]

@@ -20,7 +20,7 @@ from kunserve.core.ids import InstanceId
 from kunserve.core.kv_blocks import ring_of
 from kunserve.core.layout import LayerRange
 from kunserve.core.request import SamplingParams
-from kunserve.engine.body import CpuBody
+from kunserve.engine.body import EngineBody
 from kunserve.model.config import read_spec
 from kunserve.model.source import resolve_model
 from kunserve.server.start.launch import with_ring
@@ -62,7 +62,7 @@ def test_prompts_of_many_windows_in_any_cut_between_periods(kind: str, tmp_path:
 
     with ExitStack() as stack:
         bodies = [
-            stack.enter_context(closing(CpuBody(InstanceId(number), settings, config)))
+            stack.enter_context(closing(EngineBody(InstanceId(number), settings, config)))
             for number, config in enumerate(
                 (memory, replace(memory, num_threads=2), replace(memory, attention="reference"))
             )

@@ -11,7 +11,7 @@ import torch
 from kunserve.core.config import InstanceConfig, ModelConfig, SchedulerConfig
 from kunserve.core.ids import InstanceId
 from kunserve.core.layout import LayerRange
-from kunserve.engine.body import CpuBody, EngineBody
+from kunserve.engine.body import EngineBody
 from kunserve.engine.torch.cuda.backend import CudaBackend
 from tests.direct_engine import DirectEngine
 from tests.fakecuda.library import KIB, FakeCuda, build
@@ -42,7 +42,7 @@ def test_tokens_of_transformers_on_both_engines_and_in_any_cut(
     most = SchedulerConfig(max_num_seqs=3, max_num_batched_tokens=48)
     with ExitStack() as stack:
         bodies: list[EngineBody] = [
-            stack.enter_context(closing(CpuBody(InstanceId(number), settings, memory)))
+            stack.enter_context(closing(EngineBody(InstanceId(number), settings, memory)))
             for number in range(3)
         ]
         for cut in CUTS:
@@ -80,7 +80,7 @@ def test_threads_and_batches_change_no_bit_of_gemma(kind: str, tmp_path: Path) -
         memory = InstanceConfig(
             memory_bytes=4 << 20, granule_bytes=8 * KIB, block_size=8, num_threads=num_threads
         )
-        body = CpuBody(InstanceId(0), settings, memory)
+        body = EngineBody(InstanceId(0), settings, memory)
         with closing(body):
             engine = DirectEngine([(body, LayerRange(0, NUM_LAYERS))])
             tokens = engine.generate(PROMPTS, NUM_TOKENS, chunk_size)

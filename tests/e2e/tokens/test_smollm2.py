@@ -11,7 +11,7 @@ import transformers
 from kunserve.core.config import InstanceConfig, ModelConfig
 from kunserve.core.ids import InstanceId
 from kunserve.core.layout import LayerRange
-from kunserve.engine.body import CpuBody
+from kunserve.engine.body import EngineBody
 from kunserve.model.source import resolve_model
 from kunserve.model.tokenizer import load_tokenizer
 from tests.direct_engine import DirectEngine
@@ -46,13 +46,13 @@ def tokenizer() -> transformers.PreTrainedTokenizerFast:
 
 
 @pytest.fixture
-def make_body() -> Iterator[Callable[..., CpuBody]]:
-    made: list[CpuBody] = []
+def make_body() -> Iterator[Callable[..., EngineBody]]:
+    made: list[EngineBody] = []
 
-    def make(dtype: str, quantization: str = "none") -> CpuBody:
+    def make(dtype: str, quantization: str = "none") -> EngineBody:
         instance = InstanceConfig(kv_cache_memory_bytes=160 << 20, num_threads=2)
         made.append(
-            CpuBody(InstanceId(0), ModelConfig(dtype=dtype, quantization=quantization), instance)
+            EngineBody(InstanceId(0), ModelConfig(dtype=dtype, quantization=quantization), instance)
         )  # type: ignore[arg-type]
         return made[-1]
 
@@ -75,7 +75,7 @@ def chat(tokenizer: transformers.PreTrainedTokenizerFast, text: str) -> list[int
 def test_it_knows_the_capital_of_france(
     dtype: str,
     quantization: str,
-    make_body: Callable[[str], CpuBody],
+    make_body: Callable[[str], EngineBody],
     tokenizer: transformers.PreTrainedTokenizerFast,
 ) -> None:
     engine = DirectEngine([(make_body(dtype, quantization), LayerRange(0, 30))])
@@ -119,7 +119,7 @@ def transformers_model() -> transformers.PreTrainedModel:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_twenty_prompts_give_the_tokens_of_transformers(
-    make_body: Callable[[str], CpuBody], tokenizer: transformers.PreTrainedTokenizerFast
+    make_body: Callable[[str], EngineBody], tokenizer: transformers.PreTrainedTokenizerFast
 ) -> None:
     model = transformers_model()
     prompts = [chat(tokenizer, text) for text in PROMPTS]

@@ -17,7 +17,7 @@ from kunserve.core.layout import LayerRange
 from kunserve.core.messages import TokenOutput
 from kunserve.core.request import FinishReason, Request, SamplingParams, StructuredOutput
 from kunserve.core.tokens import TokenIds
-from kunserve.engine.body import CpuBody
+from kunserve.engine.body import EngineBody
 from kunserve.engine.sampling.structured.grammar import compile_form
 from kunserve.engine.sampling.structured.vocabulary import open_vocabulary
 from tests.direct_engine import DirectEngine
@@ -63,9 +63,9 @@ def vocabulary(folder: Path) -> LLTokenizer:
 
 
 @pytest.fixture
-def bodies(folder: Path) -> Iterator[list[CpuBody]]:
+def bodies(folder: Path) -> Iterator[list[EngineBody]]:
     made = [
-        CpuBody(
+        EngineBody(
             InstanceId(number),
             ModelConfig(model=str(folder), dtype="float32"),
             InstanceConfig(memory_bytes=8 << 20, granule_bytes=8192, block_size=8),
@@ -105,7 +105,7 @@ def check_form(vocabulary: LLTokenizer, form: StructuredOutput, tokens: list[int
     return whole
 
 
-def test_one_stage_and_two_say_the_same(bodies: list[CpuBody], vocabulary: LLTokenizer) -> None:
+def test_one_stage_and_two_say_the_same(bodies: list[EngineBody], vocabulary: LLTokenizer) -> None:
     many = [sampling_of(number) for number in range(6)] + [SamplingParams(NUM_TOKENS, 0.0)]
     given = prompts(len(many))
     one = DirectEngine([(bodies[0], WHOLE)]).generate(given, 30, 16, many)

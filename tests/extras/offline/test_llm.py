@@ -412,12 +412,6 @@ def test_a_start_that_fails_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> N
     assert threads() == []
 
 
-def test_what_the_models_cannot_do_says_so(llm: LLM) -> None:
-    for name in ("encode", "embed", "classify", "reward", "score"):
-        with pytest.raises(NotImplementedError, match=name):
-            getattr(llm, name)(["a"])
-
-
 def test_state_and_tokenizer(llm: LLM) -> None:
     assert len(llm.state().instances) == 2
     assert llm.get_tokenizer() is tiny_tokenizer()

@@ -9,7 +9,6 @@ from kunserve_lab.workload.arrivals import (
     gamma_arrivals,
     immediate_arrivals,
     modulated_arrivals,
-    poisson_arrivals,
 )
 from kunserve_lab.workload.bursty import SPIKES, bursty_arrivals, bursty_workload, peak_over_mean
 from kunserve_lab.workload.summary import arrivals_per_bin, summarize
@@ -36,10 +35,6 @@ def test_burstiness_is_the_inverse_of_squared_variation() -> None:
         arrivals = gamma_arrivals(40_000, 10.0, burstiness, seed=1)
         assert variation(arrivals) == pytest.approx(burstiness**-0.5, rel=0.05)
     assert gamma_arrivals(5, 2.0, float("inf"), seed=1) == constant_arrivals(5, 2.0)
-
-
-def test_poisson_is_gamma_of_shape_one() -> None:
-    assert poisson_arrivals(10, 2.0, seed=5) == gamma_arrivals(10, 2.0, 1.0, seed=5)
 
 
 @pytest.mark.parametrize("rate", [0.0, -1.0, float("nan"), float("inf")])

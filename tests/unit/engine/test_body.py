@@ -17,7 +17,7 @@ from kunserve.core.layout import LayerRange
 from kunserve.core.request import SamplingParams
 from kunserve.core.step import Chunk, StepPlan
 from kunserve.engine.backend import CpuBackend
-from kunserve.engine.body import CpuBody
+from kunserve.engine.body import EngineBody
 from kunserve.engine.cpu.decoder import LOGIT_ROWS, Decoder, StepDecoder
 from kunserve.engine.cpu.hidden_rows import tensor_of
 from kunserve.engine.memory import pages
@@ -34,14 +34,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def body(folder: Path) -> Iterator[CpuBody]:
-    made = CpuBody(InstanceId(4), ModelConfig(model=str(folder)), SMALL)
+def body(folder: Path) -> Iterator[EngineBody]:
+    made = EngineBody(InstanceId(4), ModelConfig(model=str(folder)), SMALL)
     yield made
     made.check()
     made.close()
 
 
-def test_the_account_is_of_the_memory_there_is(body: CpuBody) -> None:
+def test_the_account_is_of_the_memory_there_is(body: EngineBody) -> None:
     account, spec = body.account, body.spec
     assert spec.instance_id == 4
     assert account.memory_bytes == SMALL.memory_bytes
@@ -55,7 +55,7 @@ def test_a_start_tells_of_kv_that_lies_outside_of_windows(tmp_path: Path) -> Non
     """And has memory for both tables of rotary positions."""
     model = ModelConfig(model=str(save_tiny(tmp_path, "gemma3", 3)), max_model_len=200)
     limits = SchedulerConfig(max_num_seqs=3, max_num_batched_tokens=48)
-    body = CpuBody(InstanceId(0), model, SMALL, scheduler=limits)
+    body = EngineBody(InstanceId(0), model, SMALL, scheduler=limits)
     try:
         # Two of three layers see 24 of 512 tokens.
         assert body.account.unseen_share == pytest.approx(2 / 3 * (1 - 24 / 512))
@@ -70,7 +70,7 @@ def test_a_start_tells_of_kv_that_lies_outside_of_windows(tmp_path: Path) -> Non
 def test_or_of_how_many_more_requests_fit_because_it_does_not(tmp_path: Path) -> None:
     model = ModelConfig(model=str(save_tiny(tmp_path, "gemma3", 4)), max_model_len=400)
     ring = replace(SMALL, kv_ring=ring_of(24, 2, 16, 48))
-    body = CpuBody(InstanceId(0), model, ring)
+    body = EngineBody(InstanceId(0), model, ring)
     try:
         assert ring.kv_ring == KvRing(6, 2)
         told = (
@@ -85,7 +85,7 @@ def test_or_of_how_many_more_requests_fit_because_it_does_not(tmp_path: Path) ->
 def test_the_largest_step_takes_no_memory_that_was_not_reserved(folder: Path) -> None:
     model = ModelConfig(model=str(folder), max_model_len=200)
     limits = SchedulerConfig(max_num_seqs=3, max_num_batched_tokens=48)
-    body = CpuBody(InstanceId(0), model, SMALL, scheduler=limits)
+    body = EngineBody(InstanceId(0), model, SMALL, scheduler=limits)
     try:
         buffers, places = body.account.buffer_bytes, places_of(body._decoder)
         widths, head, rope = 2 * 64 + 256 + 128 + 96, 160 * 4 + 64 * 2, 200 * 32 * 4
@@ -116,7 +116,7 @@ def test_memory_for_steps_is_asked_for_with_the_rest(
     scheduler = SchedulerConfig(max_num_seqs=1000, max_num_batched_tokens=1000)
     monkeypatch.setattr(pages, "available_bytes", lambda: SMALL.memory_bytes + 1000 * 160 * 4)
     with pytest.raises(TooLittleMemory, match=r"4194304 bytes of memory and \d{7} for its steps"):
-        CpuBody(InstanceId(0), ModelConfig(model=str(folder)), SMALL, scheduler=scheduler)
+        EngineBody(InstanceId(0), ModelConfig(model=str(folder)), SMALL, scheduler=scheduler)
 
 
 def test_a_length_that_cannot_fit_is_refused(folder: Path) -> None:
@@ -126,7 +126,7 @@ def test_a_length_that_cannot_fit_is_refused(folder: Path) -> None:
     with pytest.raises(
         TooLittleMemory, match=r"500 tokens.*longest request that would fit has \d+"
     ):
-        CpuBody(InstanceId(0), model, tight)
+        EngineBody(InstanceId(0), model, tight)
     assert arenas_mapped() == before
 
 
@@ -138,7 +138,7 @@ def test_a_shape_that_no_kernel_runs_is_refused_before_anything_is_loaded(
     monkeypatch.setattr(CpuBackend, "open_memory", None)
     model = ModelConfig(model=str(tmp_path), load_format="dummy")
     with pytest.raises(ConfigError, match="head_dim 80.*not a multiple of 32"):
-        CpuBody(InstanceId(0), model, SMALL)
+        EngineBody(InstanceId(0), model, SMALL)
 
 
 def test_batches_are_flattened_in_plan_order() -> None:
@@ -190,7 +190,7 @@ def test_a_decode_with_guesses_is_several_decodes() -> None:
     batch.check()
 
 
-def test_activations_cross_the_wire_unchanged(body: CpuBody) -> None:
+def test_activations_cross_the_wire_unchanged(body: EngineBody) -> None:
     hidden = torch.randn(5, 64).bfloat16()
     data = body.hidden_to_bytes(hidden)
     assert data.nbytes == 5 * 64 * 2
@@ -205,7 +205,7 @@ def test_activations_cross_the_wire_unchanged(body: CpuBody) -> None:
     assert frozen == bytes(data), "read-only memory is copied"
 
 
-def test_units_are_copied_in_order(body: CpuBody) -> None:
+def test_units_are_copied_in_order(body: EngineBody) -> None:
     for unit in range(6):
         body.memory.unit_view(unit, 1)[:] = unit
     body.memory.copy_units((UnitCopy(0, 2, 2), UnitCopy(3, 5, 1)))
@@ -214,7 +214,7 @@ def test_units_are_copied_in_order(body: CpuBody) -> None:
         body.memory.unit_view(body.memory.backed_units, 1)
 
 
-def test_logprobs_are_reported_and_state_forgotten(body: CpuBody) -> None:
+def test_logprobs_are_reported_and_state_forgotten(body: EngineBody) -> None:
     engine = DirectEngine([(body, LayerRange(0, 3))])
     params = SamplingParams(50, temperature=0.0, num_logprobs=3)
     engine.generate([[7, 8, 9]], 4, sampling=params)
@@ -226,7 +226,7 @@ def test_logprobs_are_reported_and_state_forgotten(body: CpuBody) -> None:
     body.forget(RequestId("never seen"))
 
 
-def test_the_body_cannot_compute_what_it_does_not_hold(body: CpuBody) -> None:
+def test_the_body_cannot_compute_what_it_does_not_hold(body: EngineBody) -> None:
     body.memory.drop(LayerRange(0, 2))
     with pytest.raises(AssertionError):
         body.load_layers(LayerRange(2, 3))
@@ -248,7 +248,7 @@ def work_at(entries: list[int], context: int, layers: LayerRange) -> StepWork:
     )
 
 
-def test_no_step_is_given_an_address_that_nothing_is_mapped_at(body: CpuBody) -> None:
+def test_no_step_is_given_an_address_that_nothing_is_mapped_at(body: EngineBody) -> None:
     whole = LayerRange(0, 3)
     last = body.memory.backed_units - 3
     body.execute(work_at([0, last, 9999], 32, whole), None)  # the third block is not in use

@@ -15,7 +15,7 @@ from kunserve.core.config import InstanceConfig, ModelConfig
 from kunserve.core.errors import ModelFiles, UnsupportedModel
 from kunserve.core.ids import InstanceId
 from kunserve.core.layout import LayerRange
-from kunserve.engine.body import CpuBody
+from kunserve.engine.body import EngineBody
 from kunserve.engine.weights.pieces import Piece
 from kunserve.engine.weights.quants import dequantise, row_bytes
 from kunserve.engine.weights.readers import DummyReader, GgufReader
@@ -29,9 +29,9 @@ SMALL = InstanceConfig(memory_bytes=4 << 20, granule_bytes=8192)
 PROMPT = [5, 9, 130, 77, 31, 8]
 
 
-def load(path: Path, **options: object) -> CpuBody:
+def load(path: Path, **options: object) -> EngineBody:
     model = ModelConfig(model=str(path), **{"dtype": "float32", **options})  # type: ignore[arg-type]
-    return CpuBody(InstanceId(0), model, SMALL)
+    return EngineBody(InstanceId(0), model, SMALL)
 
 
 def generate(path: Path, num: int = 8, prompt: list[int] = PROMPT) -> list[int]:

@@ -20,7 +20,6 @@ _POSIX_FD = 1
 _HAS_VIRTUAL_MEMORY = 102
 _CAN_EXPORT_FD = 103
 _CAPABILITY = (75, 76)
-_NOT_READY = 600
 _NON_BLOCKING = 1
 _NO_TIMING = 2
 
@@ -79,9 +78,7 @@ _CALLS: dict[str, tuple[Any, ...]] = {
     "cuEventCreate": (_P(c_void_p), c_uint),
     "cuEventDestroy_v2": (c_void_p,),
     "cuEventRecord": (c_void_p, c_void_p),
-    "cuEventQuery": (c_void_p,),
     "cuEventSynchronize": (c_void_p,),
-    "cuStreamWaitEvent": (c_void_p, c_void_p, c_uint),
     "cuMemcpyHtoDAsync_v2": (c_uint64, c_void_p, c_size_t, c_void_p),
     "cuMemcpyDtoHAsync_v2": (c_void_p, c_uint64, c_size_t, c_void_p),
     "cuMemcpyDtoDAsync_v2": (c_uint64, c_uint64, c_size_t, c_void_p),
@@ -322,20 +319,9 @@ class Driver:
         """Mark what the stream has been given so far."""
         self._call("cuEventRecord", event, stream)
 
-    def is_done(self, event: int) -> bool:
-        """Whether all work before the mark is done."""
-        result = self._library.cuEventQuery(event)
-        if result not in (0, _NOT_READY):
-            raise _error(self._library, "cuEventQuery", result)
-        return bool(result == 0)
-
     def wait(self, event: int) -> None:
         """Wait for all work before the mark."""
         self._call("cuEventSynchronize", event)
-
-    def wait_on_stream(self, stream: int, event: int) -> None:
-        """Let a stream's later work wait for the mark."""
-        self._call("cuStreamWaitEvent", stream, event, 0)
 
     def copy_in(self, target: int, source: int, num_bytes: int, stream: int) -> None:
         """From host memory to the device; done when the stream says so."""

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kunserve.core.config import InstanceConfig, ModelConfig
 from kunserve.core.ids import InstanceId
 from kunserve.core.layout import LayerRange
-from kunserve.engine.body import CpuBody
+from kunserve.engine.body import EngineBody
 from kunserve.engine.cpu.decoder import Decoder, StepBatch
 from kunserve.engine.cpu.kernels.library import set_num_threads
 from tests.tiny_models import VOCAB, save_tiny
@@ -35,23 +35,23 @@ Chunk = tuple[int, int, int]
 )
 def body(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[CpuBody]:
+) -> Iterator[EngineBody]:
     kind, _, dtype = request.param.partition(" ")
     folder = save_tiny(tmp_path_factory.mktemp(kind), kind, NUM_LAYERS)
     model = ModelConfig(model=str(folder), dtype=dtype or "bfloat16")
     memory = InstanceConfig(memory_bytes=16 << 20, granule_bytes=8192, block_size=BLOCK_SIZE)
-    with closing(CpuBody(InstanceId(0), model, memory)) as made:
+    with closing(EngineBody(InstanceId(0), model, memory)) as made:
         yield made
     set_num_threads(1)
 
 
-def begin(body: CpuBody, threads: int) -> None:
+def begin(body: EngineBody, threads: int) -> None:
     """Without KV of any earlier test."""
     body.memory.unit_view(0, 2 * SIDE_UNITS)[:] = 0
     set_num_threads(threads)
 
 
-def decoder_of(body: CpuBody) -> Decoder:
+def decoder_of(body: EngineBody) -> Decoder:
     assert isinstance(body._decoder, Decoder) and body._decoder.fused
     return body._decoder
 
@@ -73,7 +73,7 @@ def step_of(chunks: Sequence[Chunk], wanted: Sequence[int], side: int) -> StepBa
     )
 
 
-def assert_same(body: CpuBody, chunks: Sequence[Chunk], wanted: Sequence[int]) -> None:
+def assert_same(body: EngineBody, chunks: Sequence[Chunk], wanted: Sequence[int]) -> None:
     """A step over all rows, and over what is wanted: in one call, in many, by two stages."""
     decoder = decoder_of(body)
     ours, theirs = (body.memory.unit_view(side * SIDE_UNITS, SIDE_UNITS) for side in (1, 0))
@@ -115,7 +115,7 @@ picks = st.sets(st.integers(0, 119), max_size=9)
 @given(st.lists(st.tuples(lengths, picks), min_size=1, max_size=3), st.integers(1, 3))
 @settings(max_examples=12)
 def test_any_rows_of_any_steps(
-    body: CpuBody, steps: list[tuple[list[int], set[int]]], threads: int
+    body: EngineBody, steps: list[tuple[list[int], set[int]]], threads: int
 ) -> None:
     begin(body, threads)
     past = [0] * NUM_SEQUENCES
@@ -128,7 +128,7 @@ def test_any_rows_of_any_steps(
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-def test_prompts_in_chunks_beside_decodes(body: CpuBody, threads: int) -> None:
+def test_prompts_in_chunks_beside_decodes(body: EngineBody, threads: int) -> None:
     """Of several segments of keys: the last token of a long prompt attends to them as a decode."""
     begin(body, threads)
     assert_same(body, [(0, 0, 400), (1, 0, 9)], [408])
@@ -139,13 +139,13 @@ def test_prompts_in_chunks_beside_decodes(body: CpuBody, threads: int) -> None:
 
 
 @pytest.mark.parametrize("wanted", [[7, 2], [3, 3], [1, 0, *range(2, 10)]])
-def test_rows_ascend(body: CpuBody, wanted: list[int]) -> None:
+def test_rows_ascend(body: EngineBody, wanted: list[int]) -> None:
     """All rows in another order would be taken for all of them in order."""
     with pytest.raises(AssertionError):
         decoder_of(body).run_whole(step_of([(0, 0, 10)], wanted, 0))
 
 
-def test_the_kernels_view_of_a_step_says_anew_what_is_wanted(body: CpuBody) -> None:
+def test_the_kernels_view_of_a_step_says_anew_what_is_wanted(body: EngineBody) -> None:
     decoder = decoder_of(body)
     batch = step_of([(0, 0, 20), (1, 0, 5)], [19], 1)
     assert len(decoder.forward(batch, decoder.embed(batch))) == 1
@@ -155,7 +155,7 @@ def test_the_kernels_view_of_a_step_says_anew_what_is_wanted(body: CpuBody) -> N
     assert torch.equal(states, decoder.forward(fresh, decoder.embed(fresh)))
 
 
-def test_behind_the_last_keys_nothing_is_computed_for_nobody(body: CpuBody) -> None:
+def test_behind_the_last_keys_nothing_is_computed_for_nobody(body: EngineBody) -> None:
     decoder = decoder_of(body)
     every, none = (step_of([(0, 0, 20), (1, 0, 5)], [], side) for side in range(2))
     decoder.set_layers(LayerRange(0, NUM_LAYERS - 1))

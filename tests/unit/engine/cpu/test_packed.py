@@ -16,7 +16,7 @@ from kunserve.core.errors import ConfigError, UnsupportedModel
 from kunserve.core.ids import InstanceId
 from kunserve.core.layout import LayerRange
 from kunserve.engine.attention import StepBatch
-from kunserve.engine.body import CpuBody
+from kunserve.engine.body import EngineBody
 from kunserve.engine.cpu.ends import Ends
 from kunserve.engine.cpu.kernels.library import kernel, set_num_threads
 from kunserve.engine.cpu.kernels.ops import Finish, gather, linear, rms_norm
@@ -263,7 +263,7 @@ def logits_of(path: Path, quantization: str, attention: str = "fused") -> tuple[
     """Of the last token of a prompt, and the bytes of the weights."""
     model = ModelConfig(model=str(path), dtype="float32", quantization=quantization)
     config = InstanceConfig(memory_bytes=24 << 20, granule_bytes=8192, attention=attention)
-    body = CpuBody(InstanceId(0), model, config)
+    body = EngineBody(InstanceId(0), model, config)
     try:
         tokens = np.array(PROMPT, dtype=np.int32)
         count = len(tokens)
@@ -404,7 +404,7 @@ def test_projections_that_are_stored_as_one(tmp_path: Path) -> None:
 def test_a_layer_comes_back_from_the_file_with_the_same_bytes(kind: str, tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "m.gguf", tiny_model(kind, 3), "llama", Quant.Q4_1)
     config = InstanceConfig(memory_bytes=4 << 20, granule_bytes=4096)
-    body = CpuBody(InstanceId(0), ModelConfig(model=str(path), quantization="auto"), config)
+    body = EngineBody(InstanceId(0), ModelConfig(model=str(path), quantization="auto"), config)
     assert body.model.packed is not None
     assert body.spec.layer_bytes == body.layer_bytes < body.model.layer_params
     before = body.memory.layer_view(2).copy()

@@ -16,7 +16,7 @@ from kunserve.core.errors import ConfigError
 from kunserve.core.ids import InstanceId
 from kunserve.core.layout import LayerRange
 from kunserve.engine.attention import StepBatch
-from kunserve.engine.body import CpuBody, EngineBody
+from kunserve.engine.body import EngineBody
 from kunserve.engine.torch.cuda.backend import CudaBackend
 from kunserve.engine.torch.ops.flashinfer_ops import FlashInferOps, check_flashinfer
 from kunserve.engine.torch.ops.reference import ReferenceOps
@@ -189,7 +189,7 @@ def test_it_is_for_gpus_and_chosen_before_anything_is_read(
         memory_bytes=4 << 20, granule_bytes=8 * KIB, block_size=8, attention="flashinfer"
     )
     with pytest.raises(ConfigError, match="flashinfer needs --device cuda"):
-        CpuBody(InstanceId(0), model, sizes)
+        EngineBody(InstanceId(0), model, sizes)
     with pytest.raises(ConfigError, match="has 32; use fused"):
         EngineBody(InstanceId(0), model, sizes, backend=CudaBackend(CPU, build()))
 

@@ -208,7 +208,7 @@ def test_no_test_is_made_in_a_group_that_a_transition_will_change() -> None:
         first_id=placement.new_ids(1),
         head_cost_layers=1,
     )
-    brain.controller.transitions.begin_drop(old, new, "test", brain.now_s)
+    brain.controller.transitions.begin_drops([(old, new)], "test", brain.now_s)
     crash(brain, 1)
     assert submitted(brain) == [(1, first)]
     assert placement.reserved == brain.group_id(1)

@@ -12,7 +12,7 @@ from kunserve.core.config import InstanceConfig, KunServeConfig, ModelConfig, Sc
 from kunserve.core.errors import ConfigError, TooLittleMemory
 from kunserve.core.ids import InstanceId
 from kunserve.core.layout import LayerRange
-from kunserve.engine.body import CpuBody, EngineBody
+from kunserve.engine.body import EngineBody
 from kunserve.engine.torch.cuda.backend import CudaBackend
 from kunserve.engine.torch.cuda.cards import STAND_IN, auto_device, find_cards, with_shares
 from kunserve.engine.torch.cuda.driver import Driver
@@ -191,7 +191,7 @@ def test_half_precision_is_for_gpus(fake: FakeCuda, folder: Path) -> None:
         (tokens,) = engine.generate([[5, 6, 7]], 4)
         assert len(tokens) == 4
     with pytest.raises(ConfigError, match="float16 needs --device cuda"):
-        CpuBody(InstanceId(0), ModelConfig(str(folder), dtype="float16"), InstanceConfig())
+        EngineBody(InstanceId(0), ModelConfig(str(folder), dtype="float16"), InstanceConfig())
 
 
 @pytest.fixture
