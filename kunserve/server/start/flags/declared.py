@@ -89,8 +89,9 @@ def _type(name: str, kind: Any, said: Flag, choices: Sequence[str]) -> Any:
     if kind is int:
         if name.endswith("_bytes"):
             return ByteSize()
-        return click.INT if low is None else click.IntRange(low, said.most)
-    if is_dataclass(kind):
+        least, most = (None if one is None else int(one) for one in (low, said.most))
+        return click.INT if least is None else click.IntRange(least, most)
+    if isinstance(kind, type) and is_dataclass(kind):
         return JsonSettings(kind)
     if said.is_json:
         return JsonObject()
