@@ -6,14 +6,14 @@ from pathlib import Path
 from kunserve.core.config import CUDA_BLOCK_SIZE, MIB, InstanceConfig
 from kunserve.server.start.command import config_from_flags, serve_command
 from kunserve.server.start.flags.option import ServeFlag
-from kunserve.server.start.flags.table import flags_tables, renewed
+from tests.unit.server.start.flags_table import flags_tables, renewed
 
 PAGE = Path(__file__).parents[4] / "docs" / "configuration.md"
 
 
 def test_the_page_is_up_to_date() -> None:
     page = PAGE.read_text()
-    renew = "python -m kunserve.server.start.flags.table docs/configuration.md"
+    renew = "python -m tests.unit.server.start.flags_table docs/configuration.md"
     assert page == renewed(page, serve_command), f"run: {renew}"
 
 
