@@ -9,6 +9,7 @@ from kunserve.core.config import (
     KunServeConfig,
     OverloadConfig,
     SchedulerConfig,
+    SpeculativeConfig,
     SwapConfig,
 )
 from kunserve.core.cost import CostCoefficients
@@ -18,7 +19,6 @@ from kunserve.core.layout import GroupLayout, LayerRange, Stage
 from kunserve.core.messages import AllowParking, LoadLayers
 from kunserve.core.request import Request, SamplingParams
 from kunserve.core.snapshots import HeadShape
-from kunserve.core.speculative_config import SpeculativeConfig
 from kunserve.policy.drop.restore import choose_sources, parting_capacity_blocks, parts_of
 from kunserve_lab.world.fake_body import FakeModel, expected_scores, expected_tokens, fake_spec
 from kunserve_lab.world.in_process import (

@@ -7,7 +7,7 @@ import sys
 import time
 from typing import Any
 
-from kunserve.core.front_config import LogConfig
+from kunserve.core.config import LogConfig
 from kunserve.core.ids import InstanceId
 
 _PLACEHOLDER = re.compile(r"(?:(\w+)=)?%[-+ #0]*\d*(?:\.\d+)?([a-zA-Z%])")

@@ -7,7 +7,7 @@ it. It prints its port, and ends when its standard input does.
 import re
 import sys
 
-from kunserve.core.front_config import ChatConfig
+from kunserve.core.config import ChatConfig
 from kunserve.core.request import Request
 from tests.unit.server.echo_engine import EchoEngine
 from tests.unit.server.live_server import live_server

@@ -11,9 +11,8 @@ from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from kunserve.core.config import KunServeConfig, ServerConfig
+from kunserve.core.config import KunServeConfig, LogConfig, ServerConfig
 from kunserve.core.errors import ConfigError
-from kunserve.core.front_config import LogConfig
 from kunserve.core.ids import TransitionId
 from kunserve.core.snapshots import Kind, Outcome, TransitionRecord
 from kunserve.server.start.launch_parts import tracer_of

@@ -3,9 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from kunserve.core.config import ServerConfig
+from kunserve.core.config import ChatConfig, ServerConfig
 from kunserve.core.errors import MAX_QUEUED_REQS, Overloaded
-from kunserve.core.front_config import ChatConfig
 from kunserve.server.http.limits import FrontLimits
 from tests.unit.server.tiny_tokenizer import ids, tiny_tokenizer
 

@@ -13,8 +13,7 @@ import kunserve
 from kunserve.cluster.instance.lease import LeaseTerms
 from kunserve.cluster.processes.launch import FakeSettings, InstanceProcess, Launcher
 from kunserve.cluster.processes.seat import RunState, Seat, WiresState
-from kunserve.core.config import ClusterConfig, KunServeConfig, ServerConfig
-from kunserve.core.front_config import ChatConfig, LogConfig
+from kunserve.core.config import ChatConfig, ClusterConfig, KunServeConfig, LogConfig, ServerConfig
 from kunserve.core.ids import InstanceId
 from kunserve.model.packed import WEIGHTS_LAYOUT
 from kunserve.transport.wire.codec import MESSAGE_TYPES

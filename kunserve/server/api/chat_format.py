@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+from kunserve.core.config import ChatConfig
 from kunserve.core.errors import ConfigError
-from kunserve.core.front_config import ChatConfig
 from kunserve.core.request import ReasoningMarks, StructuredOutput
 from kunserve.server.api.parsers.forced import REQUIRED, named
 from kunserve.server.api.parsers.names import REASONING_PARSERS, TOOL_PARSERS

@@ -13,10 +13,9 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from kunserve.cluster.api import EngineClient
-from kunserve.core.config import KunServeConfig
+from kunserve.core.config import ChatConfig, KunServeConfig
 from kunserve.core.errors import KunServeError
 from kunserve.core.extras import every_extra
-from kunserve.core.front_config import ChatConfig
 from kunserve.model.generation_config import SamplingDefaults
 from kunserve.server.api.admin_routes import AdminRoutes
 from kunserve.server.api.chat_format import template_defaults

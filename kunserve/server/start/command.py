@@ -14,15 +14,11 @@ import click
 from kunserve.core.config import InstanceConfig, KunServeConfig, ModelConfig
 from kunserve.core.errors import ConfigError, KunServeError
 from kunserve.engine.torch.cuda.cards import auto_device
-from kunserve.server.start.flags.chat import CHAT_FLAGS
+from kunserve.server.api.parsers.names import REASONING_PARSERS, TOOL_PARSERS
 from kunserve.server.start.flags.config_file import read_config_file
+from kunserve.server.start.flags.declared import declared_flags
 from kunserve.server.start.flags.environment import set_variables, unknown_variables
-from kunserve.server.start.flags.http import HTTP_FLAGS
-from kunserve.server.start.flags.instances import FAULT_FLAGS, INSTANCE_FLAGS
-from kunserve.server.start.flags.logs import LOG_FLAGS
-from kunserve.server.start.flags.model import MODEL_FLAGS
-from kunserve.server.start.flags.option import ModelArgument, ServeFlag, flags_of
-from kunserve.server.start.flags.overload import OVERLOAD_FLAGS
+from kunserve.server.start.flags.option import ModelArgument, ServeFlag
 from kunserve.server.start.flags.serve_help import ServeCommand
 
 logger = logging.getLogger("kunserve.server")
@@ -53,23 +49,32 @@ def _read_file(ctx: click.Context, _: click.Parameter, value: str | None) -> Non
         ctx.meta[SETTINGS_FILE] = (value, [one.key for one in flags if one.name in ctx.default_map])
 
 
-@click.command("serve", cls=ServeCommand, context_settings=CONTEXT, epilog=EPILOG)
-@click.argument("model", default=ModelConfig().model, cls=ModelArgument)
-@flags_of("Settings")(
-    "--config",
+CONFIG_FLAG = ServeFlag(
+    ["--config"],
+    group="Settings",
     is_eager=True,
     expose_value=False,
     callback=_read_file,
     type=click.Path(),
     help="YAML file with flags as keys, as vLLM's.",
 )
-@MODEL_FLAGS
-@CHAT_FLAGS
-@INSTANCE_FLAGS
-@OVERLOAD_FLAGS
-@HTTP_FLAGS
-@LOG_FLAGS
-@FAULT_FLAGS
+PARSERS = {
+    "tool_call_parser": sorted(TOOL_PARSERS),
+    "reasoning_parser": sorted(REASONING_PARSERS),
+}
+
+
+@click.command(
+    "serve",
+    cls=ServeCommand,
+    context_settings=CONTEXT,
+    epilog=EPILOG,
+    params=[
+        ModelArgument(["model"], default=ModelConfig().model),
+        CONFIG_FLAG,
+        *declared_flags(PARSERS),
+    ],
+)
 @click.pass_context
 def serve_command(ctx: click.Context, /, **flags: Any) -> None:
     """Serve MODEL over several instances behind one OpenAI-compatible address.

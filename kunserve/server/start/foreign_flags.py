@@ -1,4 +1,6 @@
-"""Flags of vLLM that ``kunserve serve`` does not have: refused by name, with what to do instead."""
+"""Flags of vLLM that ``kunserve serve`` does not have, and values of those that it has: refused by
+name, with what to do instead.
+"""
 
 from collections.abc import Sequence
 
@@ -43,6 +45,26 @@ FLAGS = {
     "--disable-log-requests": "requests are not logged by default, so leave the flag out",
     "--disable-log-stats": "statistics are logged only while there is work, so leave the flag out",
 }
+
+_NOT_QUANTISED = "KunServe reads GGUF, and int8 per channel by compressed-tensors"
+VALUES: dict[str, dict[str, str]] = {
+    "dtype": {
+        "auto": "whatever the files hold, weights become bfloat16; leave the flag out",
+        "half": "write float16",
+        "float": "write float32",
+    },
+    "quantization": dict.fromkeys(
+        ("awq", "gptq", "fp8", "bitsandbytes", "awq_marlin", "gptq_marlin"), _NOT_QUANTISED
+    ),
+    "tool_call_parser": {
+        "qwen2_5": "Qwen2.5 writes calls as Hermes does; write hermes",
+        "qwen3": "Qwen3 writes calls as Hermes does; write hermes (Qwen3-Coder: qwen3_coder)",
+        "qwen": "Qwen2.5 and Qwen3 write calls as Hermes does; write hermes",
+        "llama3": "write llama3_json, or pythonic",
+        "openai": "gpt-oss is not a model that KunServe serves",
+    },
+}
+"""By the field of the configuration."""
 
 
 def refuse_foreign(args: Sequence[str]) -> None:

@@ -9,7 +9,7 @@ import pytest
 from openai import pydantic_function_tool
 from pydantic import BaseModel
 
-from kunserve.core.front_config import ChatConfig
+from kunserve.core.config import ChatConfig
 from kunserve.core.request import ReasoningMarks
 from kunserve.server.api.parsers.names import TOOL_PARSERS
 from kunserve.server.api.parsers.tagged import tagged

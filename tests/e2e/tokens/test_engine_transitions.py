@@ -20,13 +20,13 @@ from kunserve.core.config import (
     ModelConfig,
     OverloadConfig,
     SchedulerConfig,
+    SpeculativeConfig,
 )
 from kunserve.core.cost import CostCoefficients
 from kunserve.core.errors import InvalidRequest
 from kunserve.core.ids import RequestId
 from kunserve.core.messages import TokenOutput
 from kunserve.core.request import Request, SamplingParams, TokenLogprobs
-from kunserve.core.speculative_config import SpeculativeConfig
 from kunserve.engine.torch.cuda.cards import STAND_IN
 from tests.chrome_trace import Event, check_trace
 from tests.fakecuda.library import build

@@ -3,9 +3,8 @@ from typing import Any
 
 import pytest
 
-from kunserve.core.config import MIB, ServerConfig
+from kunserve.core.config import MIB, ServerConfig, SpeculativeConfig
 from kunserve.core.errors import ConfigError
-from kunserve.core.speculative_config import SpeculativeConfig
 from kunserve_extras.offline.settings import config_from_keywords
 
 

@@ -9,10 +9,9 @@ from collections.abc import Callable
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kunserve.core.config import SwapConfig
+from kunserve.core.config import SpeculativeConfig, SwapConfig
 from kunserve.core.ids import InstanceId
 from kunserve.core.request import SamplingParams
-from kunserve.core.speculative_config import SpeculativeConfig
 from kunserve_lab.world.in_process import CompletePull
 from tests.examples import examples
 from tests.fake_cluster import FakeCluster

@@ -10,12 +10,12 @@ from kunserve.control.group import prefix_cache
 from kunserve.control.group.scheduler import Scheduler
 from kunserve.core.config import (
     SchedulerConfig,
+    SpeculativeConfig,
     SwapConfig,
 )
 from kunserve.core.cost import CostCoefficients
 from kunserve.core.ids import GroupId, PrefixId, RequestId
 from kunserve.core.request import FinishReason, Request, SamplingParams
-from kunserve.core.speculative_config import SpeculativeConfig
 from kunserve.core.step import SampledToken, StepPlan, StepResult
 from kunserve.core.tokens import TokenIds
 from kunserve.policy.batch.relief import HostLink

@@ -7,12 +7,11 @@ from hypothesis import strategies as st
 
 from kunserve.control.group.scheduler import Scheduler
 from kunserve.control.instance.block_table import NOTHING, BlockTable
-from kunserve.core.config import SchedulerConfig
+from kunserve.core.config import SchedulerConfig, SpeculativeConfig
 from kunserve.core.cost import CostCoefficients
 from kunserve.core.ids import GroupId, RequestId
 from kunserve.core.layout import LayerRange
 from kunserve.core.request import Request, SamplingParams
-from kunserve.core.speculative_config import SpeculativeConfig
 from kunserve.core.step import BlockRun, SampledToken, StepPlan, StepResult
 from kunserve.core.tokens import TokenIds
 from kunserve.policy.batch.relief import HostLink

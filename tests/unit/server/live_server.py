@@ -11,8 +11,7 @@ from typing import Any, TypeVar
 import httpx
 import uvloop
 
-from kunserve.core.config import KunServeConfig, ModelConfig, ServerConfig
-from kunserve.core.front_config import ChatConfig, LogConfig
+from kunserve.core.config import ChatConfig, KunServeConfig, LogConfig, ModelConfig, ServerConfig
 from kunserve.server.api.front import Front
 from kunserve.server.http.limits import FrontLimits
 from kunserve.server.start.app import create_app

@@ -9,9 +9,8 @@ from collections.abc import Generator
 import pytest
 
 from kunserve.cluster.log_format import JsonFormatter, fields_of
-from kunserve.core.config import KunServeConfig, ServerConfig
+from kunserve.core.config import KunServeConfig, LogConfig, ServerConfig
 from kunserve.core.errors import ConfigError
-from kunserve.core.front_config import LogConfig
 from kunserve.core.ids import InstanceId
 from kunserve.core.request import SamplingParams
 from kunserve.server.start.command import config_from_flags, serve_command

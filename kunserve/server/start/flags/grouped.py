@@ -19,10 +19,8 @@ class GroupedOption(click.Option):
         self.many = many
 
 
-def option(
-    group: str, defaults: object = None, cls: type[GroupedOption] = GroupedOption
-) -> Callable[..., Callable[[_F], _F]]:
-    """``click.option`` for one group.
+def option(group: str, defaults: object = None) -> Callable[..., Callable[[_F], _F]]:
+    """``click.option`` for one group of a command whose flags are no settings of a server.
 
     An option whose value is a field of ``defaults`` takes its default from there and shows it.
     """
@@ -31,7 +29,7 @@ def option(
         value = getattr(defaults, _parameter(names), None)
         if not (value is None or value is False or value == ()):
             attrs = {"default": value, "show_default": True} | attrs
-        return click.option(*names, cls=cls, group=group, **attrs)
+        return click.option(*names, cls=GroupedOption, group=group, **attrs)
 
     return declare
 

@@ -4,9 +4,9 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import fields
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 import msgspec
@@ -14,9 +14,8 @@ from click.core import ParameterSource
 
 from kunserve.core.config import MIB
 from kunserve.core.errors import ConfigError
-from kunserve.server.start.flags.grouped import GroupedOption, option
+from kunserve.server.start.flags.grouped import GroupedOption
 
-_F = TypeVar("_F", bound=Callable[..., Any])
 PREFIX = "KUNSERVE_"
 _KUBERNETES = re.compile(r"(tcp|udp|sctp)://")
 """What Kubernetes writes into ``X_PORT`` of every pod beside a service that is named ``x``."""
@@ -212,19 +211,3 @@ class ModelArgument(click.Argument):
 
     def __init__(self, *args: Any, **attrs: Any) -> None:
         super().__init__(*args, envvar=self.variable, **attrs)
-
-
-def flags_of(group: str, defaults: object = None) -> Callable[..., Callable[[_F], _F]]:
-    """``option`` of ``grouped``, for flags of ``kunserve serve``."""
-    return option(group, defaults, cls=ServeFlag)
-
-
-def all_of(*decorators: Callable[[Any], Any]) -> Callable[[_F], _F]:
-    """Several flags as one decorator, listed in this order."""
-
-    def apply(function: _F) -> _F:
-        for decorator in reversed(decorators):
-            function = decorator(function)
-        return function
-
-    return apply

@@ -5,12 +5,11 @@ from typing import Any
 import pytest
 
 from kunserve.control.group.scheduler import Scheduler
-from kunserve.core.config import SchedulerConfig
+from kunserve.core.config import SchedulerConfig, SpeculativeConfig
 from kunserve.core.cost import CostCoefficients
 from kunserve.core.ids import GroupId, RequestId
 from kunserve.core.messages import TokenOutput
 from kunserve.core.request import FinishReason, Request, SamplingParams, StructuredOutput
-from kunserve.core.speculative_config import SpeculativeConfig
 from kunserve.core.step import SampledToken, StepPlan, StepResult
 
 GROUP, EOS, BLOCK = GroupId(0), 99, 8

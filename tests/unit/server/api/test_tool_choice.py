@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
+from kunserve.core.config import ChatConfig
 from kunserve.core.errors import ConfigError, InvalidRequest
-from kunserve.core.front_config import ChatConfig
 from kunserve.core.request import ReasoningMarks, StructuredOutput
 from kunserve.server.api.chat_format import ChatFormats
 from kunserve.server.api.schema import ChatBody

@@ -8,9 +8,8 @@ import uvloop
 from click.testing import CliRunner
 
 import kunserve.server.start.launch as launch
-from kunserve.core.config import MIB, KunServeConfig, ModelConfig
+from kunserve.core.config import MIB, KunServeConfig, ModelConfig, SpeculativeConfig
 from kunserve.core.errors import ConfigError
-from kunserve.core.speculative_config import SpeculativeConfig
 from kunserve.server.start.command import config_from_flags, serve_command
 from kunserve.server.start.foreign_flags import FLAGS
 from kunserve.server.start.launch import check_length

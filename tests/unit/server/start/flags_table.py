@@ -1,7 +1,6 @@
 """The flags as Markdown, for ``docs/configuration.md``.
 
-``python -m kunserve.server.start.flags.table docs/configuration.md`` writes them into the page
-anew.
+``python -m tests.unit.server.start.flags_table docs/configuration.md`` renews the page.
 """
 
 import sys

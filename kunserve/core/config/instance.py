@@ -1,0 +1,114 @@
+"""Settings of one instance."""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Annotated, Any, Literal
+
+from kunserve.core.config.flag import Flag
+from kunserve.core.errors import ConfigError
+from kunserve.core.kv_blocks import KvBlocks, KvRing
+
+MIB = 1 << 20
+CUDA_BLOCK_SIZE = 64
+"""Larger than on a CPU, because blocks of one layer lie far from each other."""
+GPU_MEMORY_UTILIZATION = 0.9
+_instance = partial(Flag, "Instances")
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceConfig:
+    """One instance's resources."""
+
+    tensor_parallel_size: Annotated[int, _instance(least=1, most=64)] = 1
+    """Ranks of each instance: processes that hold and compute a part of every layer each. They
+    share --instance-memory and --num-threads; on GPUs each has one."""
+    enable_expert_parallel: Annotated[bool, _instance()] = False
+    """Of a model with experts, each rank of --tensor-parallel-size has some whole ones [a part of
+    every one]."""
+    device: Annotated[str, _instance(choices=("auto", "cpu", "cuda"))] = "cpu"
+    """Where instances compute; with cuda they take the GPUs in turn; auto is cuda where there are
+    GPUs that can map memory, and cpu elsewhere."""
+    memory_bytes: Annotated[int, _instance("--instance-memory", suits_device=True)] = 1024 * MIB
+    """Memory of each instance for weights and KV together [1024MiB; on a GPU see
+    --gpu-memory-utilization]."""
+    huge_pages: Annotated[Literal["auto", "off"], _instance()] = "auto"
+    """auto: weights and KV on CPUs lie in pages of 2 MiB, from which they are read faster, as far
+    as the system has free ones."""
+    gpu_memory_utilization: Annotated[float | None, _instance(above=0, most=1)] = None
+    """With --device cuda: share of each GPU's memory for its instances together, for weights, KV
+    and everything beside [0.9].
+
+    The front divides the flag's share: here it is that of one instance, with all that it needs.
+    ``memory_bytes`` is what it leaves for weights and KV.
+    """
+    kv_cache_memory_bytes: Annotated[int | None, _instance()] = None
+    """KV memory of each instance; overrides --instance-memory."""
+    block_size: Annotated[int, _instance(least=1, most=256, suits_device=True)] = 16
+    """Tokens in a KV block [16; 64 on a GPU]."""
+    disable_hybrid_kv_cache_manager: Annotated[bool, _instance()] = True
+    """Keep KV of layers with a window (Gemma 2 and 3) whole. With --no-... these layers write over
+    what no step reads again, so that more requests fit; it needs --no-enable-prefix-caching, and
+    has its price: docs/decisions/local-attention.md."""
+    kv_ring: KvRing | None = None
+    """Where it is: what the model and the steps make of it."""
+    num_threads: Annotated[int, _instance(least=1, most=256)] = 1
+    """Compute threads of each instance; each rank has at least one."""
+    granule_bytes: int = 256 * 1024
+    """Smallest piece of memory that moves between weights and KV."""
+    attention: Annotated[
+        Literal["fused", "reference", "flashinfer"],
+        _instance(
+            "--attention-backend --attention", choices=("fused", "flashinfer"), ignores_case=True
+        ),
+    ] = "fused"
+    """fused: our kernels; flashinfer: with --device cuda, where it is installed.
+
+    ``reference``, plain torch, is what tests compare with.
+    """
+    enforce_eager: Annotated[bool, _instance()] = False
+    """With --device cuda: record no steps as CUDA graphs."""
+
+    def __post_init__(self) -> None:
+        """A share is of a GPU's memory, and ranks are processes of CPUs."""
+        self._check_ranks()
+        share = self.gpu_memory_utilization
+        if share is not None and not 0.0 < share <= 1.0:
+            raise ConfigError(
+                f"--gpu-memory-utilization must be above 0 and at most 1, not {share}"
+            )
+        if share is not None and self.device == "cpu":
+            raise ConfigError("--gpu-memory-utilization needs --device cuda; see --instance-memory")
+
+    def _check_ranks(self) -> None:
+        num_ranks = self.tensor_parallel_size
+        if num_ranks < 1:
+            raise ConfigError(f"--tensor-parallel-size must be 1 or more, not {num_ranks}")
+        if num_ranks > 1 and self.attention != "fused":
+            raise ConfigError(
+                f"--attention-backend {self.attention} computes on one rank only: leave "
+                f"--tensor-parallel-size {num_ranks} out"
+            )
+        if self.device == "cpu" and self.num_threads > num_ranks and self.num_threads % num_ranks:
+            raise ConfigError(
+                f"--num-threads {self.num_threads} are for all ranks of an instance together: "
+                f"--tensor-parallel-size {num_ranks} does not divide them"
+            )
+        if self.enable_expert_parallel and num_ranks == 1:
+            raise ConfigError(
+                "--enable-expert-parallel spreads experts over the ranks of each instance: it "
+                "needs --tensor-parallel-size of 2 or more"
+            )
+
+    @property
+    def blocks(self) -> KvBlocks:
+        """How many blocks a request's tokens take."""
+        return KvBlocks(self.block_size, self.kv_ring)
+
+    @classmethod
+    def of_device(cls, device: str, **given: Any) -> "InstanceConfig":
+        """What was given, and for the rest what suits the device."""
+        if device == "cuda":
+            given.setdefault("block_size", CUDA_BLOCK_SIZE)
+            if not given.keys() & {"memory_bytes", "kv_cache_memory_bytes"}:
+                given.setdefault("gpu_memory_utilization", GPU_MEMORY_UTILIZATION)
+        return cls(device=device, **given)

@@ -1,0 +1,101 @@
+"""Settings of a group's scheduler, and of speculative decoding."""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Annotated
+
+from kunserve.core.config.flag import Flag
+from kunserve.core.cost import NO_WINDOWS, CostCoefficients, Windows
+from kunserve.core.errors import ConfigError
+
+_batches = partial(Flag, "Batches")
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculativeConfig:
+    """Speculative decoding by prompt lookup, with vLLM's names."""
+
+    method: str = "ngram"
+    num_speculative_tokens: int = 4
+    """Guesses of one request that a step checks, at most."""
+    prompt_lookup_min: int = 2
+    """A guess is what followed so many equal tokens at least."""
+    prompt_lookup_max: int = 4
+    """More equal tokens than this make no better guess."""
+
+    def __post_init__(self) -> None:
+        """Numbers that mean nothing are a mistake."""
+        if self.method != "ngram":
+            raise ConfigError(
+                f'the method of speculation must be "ngram" (prompt lookup), not {self.method!r}; '
+                "no draft models are loaded"
+            )
+        if self.num_speculative_tokens < 1:
+            raise ConfigError(
+                f"num_speculative_tokens must be at least 1, not {self.num_speculative_tokens}"
+            )
+        if not 1 <= self.prompt_lookup_min <= self.prompt_lookup_max:
+            raise ConfigError(
+                "prompt_lookup_min must be at least 1 and at most prompt_lookup_max, not "
+                f"{self.prompt_lookup_min} of {self.prompt_lookup_max}"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class SwapConfig:
+    """Relief by swapping: a preempted request's KV waits in host memory."""
+
+    host_bytes_per_s: float
+    """Of each instance's link to host memory, each way."""
+    host_bytes: int | None = None
+    """Host memory of each instance for KV; None is no limit."""
+    max_park_s: float | None = None
+    """Requests that decode are parked there too, no longer than this, so that whoever waits gets
+    its first token. None: nobody is parked."""
+    is_second_line: bool = False
+    """A group uses host memory only after ``AllowParking``: nothing is left to drop for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """Limits of one group's scheduler."""
+
+    max_num_seqs: Annotated[int, _batches(least=1)] = 256
+    """Requests that run at once, per group."""
+    max_num_batched_tokens: Annotated[int, _batches(least=1)] = 512
+    """Most tokens in one step. With --tpot-slo steps may be smaller, never larger."""
+    tpot_slo_s: Annotated[float | None, _batches("--tpot-slo", above=0)] = None
+    """Seconds that a request may wait for its next token. Steps take half of it, and up to all of
+    it while prompts queue and memory is not short; where they may not be larger, next tokens skip
+    steps. Needs `kunserve profile` [next tokens in every step, however long it takes]."""
+    watermark: float = 0.01
+    """Share of the KV memory that an admission leaves free, so that it does not preempt at once."""
+    enable_prefix_caching: Annotated[bool, _batches()] = True
+    """Keep the KV of prompts and answers while memory is free, and compute only what comes after
+    the longest beginning that is kept."""
+    speculative_config: Annotated[SpeculativeConfig | None, _batches()] = None
+    """Guess ahead by prompt lookup, as JSON: {"method": "ngram", "num_speculative_tokens": 4,
+    "prompt_lookup_min": 2, "prompt_lookup_max": 4}. Outputs stay the same. Steps check guesses
+    where that gives more tokens in the same time: in small batches, and where answers repeat their
+    prompts."""
+    lookahead: Annotated[bool, _batches()] = True
+    """In a pipeline, balance microbatches by predicted time over the whole queue."""
+    min_microbatch_tokens: int = 64
+    """Lookahead makes no smaller microbatches to have more of them."""
+    profile: Annotated[str | None, _batches()] = None
+    """Costs measured by `kunserve profile` [where it writes by default]."""
+    cost: CostCoefficients | None = None
+    """From the profile, or assumed from the model's shape; None costs every token the same."""
+    swap: SwapConfig | None = None
+    """With overload policies ``swap`` and ``park``, and with parking behind ``drop``.
+    None: the KV of a preempted request is computed again."""
+
+    def __post_init__(self) -> None:
+        """Swapping is paced by the time that steps take, so that must be known."""
+        if self.swap is not None and self.cost is None:
+            raise ConfigError("swapping needs the cost of steps: give a profile")
+
+    @property
+    def windows(self) -> Windows:
+        """Which part of their context tokens see, as far as costs tell."""
+        return NO_WINDOWS if self.cost is None else self.cost.windows
