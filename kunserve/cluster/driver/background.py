@@ -4,12 +4,10 @@ import asyncio
 import contextlib
 import logging
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterator
-from typing import Any, TypeVar
+from collections.abc import Coroutine, Iterator
+from typing import Any
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 
 class Background:
@@ -33,16 +31,10 @@ class Background:
         try:
             yield
         except Exception:
-            self._note(what)
+            self.note(what)
 
-    def survive(self, what: str, act: Callable[[T], None], subject: T) -> None:
-        """As ``surviving``, around ``act(subject)``: a context for every token would cost more."""
-        try:
-            act(subject)
-        except Exception:
-            self._note(f"{what} {type(subject).__name__}")
-
-    def _note(self, what: str) -> None:
+    def note(self, what: str) -> None:
+        """Count an error that is being handled, and log it."""
         self._errors[what] += 1
         count = self._errors[what]
         if count & (count - 1) == 0:

@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -83,14 +82,11 @@ class LocalCluster:
         self._controller = controller = Controller(
             config, 0 if succession is None else succession.first_id, len(self._first_ids)
         )
-        self._forced = ForcedTransitions(
-            self._controller, lambda: self._clock.now_s(), self._flush, self._until
-        )
-        self._commands: deque[ControlCommand] = deque()
-        self._is_flushing = False
-        self._clock = WakingClock(time.monotonic)
+        self._clock = clock = WakingClock(time.monotonic)
         self._background = Background()
-        self._telling = Telling(self._controller, self._clock.now_s, self._flush, self._background)
+        self._is_flushing = False
+        self._forced = ForcedTransitions(controller, clock.now_s, self._flush, self._until)
+        self._telling = Telling(controller, clock.now_s, self._flush, self._background)
         self._sockets = SocketFolder() if succession is None else succession.sockets
         self._wires = FrontWires.open(launcher.front_host, config.cluster, succession)
         network = None if self._wires is None else self._wires.network
@@ -101,14 +97,14 @@ class LocalCluster:
         self._processes = Processes(
             config.cluster,
             launcher,
-            self._clock,
+            clock,
             self._background,
             self._orders.of,
             self._on_death,
-            lambda: self._orders.note(self._processes),
+            self._orders.note,
         )
         self._size = SizeDriver(
-            config, fake, controller, self._processes, launcher, self._channel, self._clock.now_s
+            config, fake, controller, self._processes, launcher, self._channel, clock.now_s
         )
         self._group_watch = GroupWatch(self._processes.patience_s)
         front = "" if succession is None else succession.front
@@ -244,16 +240,18 @@ class LocalCluster:
 
     def _flush(self) -> None:
         """Carry out what the controller has decided, in order, also what is added meanwhile."""
-        self._commands += self._controller.drain()
         if self._is_flushing:
             return
         self._is_flushing = True
         may_change = False
         try:
-            while self._commands:
-                command = self._commands.popleft()
-                may_change |= not isinstance(command, Deliver)
-                self._background.survive("command", self._carry_out, command)
+            while commands := self._controller.drain():
+                for command in commands:
+                    may_change |= not isinstance(command, Deliver)
+                    try:  # ``surviving`` for every token would cost more
+                        self._carry_out(command)
+                    except Exception:
+                        self._background.note(f"command {type(command).__name__}")
         finally:
             self._is_flushing = False
         if may_change:

@@ -102,7 +102,7 @@ class Processes:
         background: Background,
         order_of: Callable[[InstanceId], InstanceOrder],
         on_death: Callable[[Death], bool],
-        on_change: Callable[[], None] = lambda: None,
+        on_change: Callable[["Processes"], None] = lambda _: None,
     ) -> None:
         """``on_death`` says whether the instance is to be started again.
 
@@ -319,7 +319,7 @@ class Processes:
 
     def _note_change(self) -> None:
         with self._background.surviving("account of the processes"):
-            self._on_change()
+            self._on_change(self)
 
     def heard(self, instance_id: InstanceId, alive: Alive | None) -> None:
         """The instance said something; a heartbeat tells whether its loop moves on."""

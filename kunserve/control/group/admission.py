@@ -7,7 +7,7 @@ from kunserve.control.group.load import SchedulerTotals
 from kunserve.control.group.prefix_cache import PrefixCache
 from kunserve.control.group.queue import WaitingQueue, watermark_blocks
 from kunserve.control.group.relief import Holders
-from kunserve.control.group.sequence import Progress, QueueKey, Sequence
+from kunserve.control.group.sequence import QueueKey, Sequence
 from kunserve.core.config import SchedulerConfig
 from kunserve.core.kv_blocks import KvBlocks
 
@@ -45,15 +45,10 @@ class Admission:
         """A candidate runs: with blocks for all its known tokens, those that the cache has
         included.
         """
-        self._cache.share(seq)
-        fits = self._ledger.grow(seq.request_id, self._blocks.holding(seq.num_tokens))
-        assert fits, (seq.request_id, self._ledger.free_blocks)
         self._waiting.remove(seq)
-        seq.state = Progress.RUNNING
-        if seq.began_s is None:
-            seq.began_s = now_s
+        if seq.admit(self._cache.share(seq), now_s):
             self._totals.note_first_admission(seq)
-        self._holders.add(seq)
+        self._holders.admit(seq)
 
     def choose(self, prompts: list[Sequence], *, may_preempt: bool) -> list[Sequence]:
         """Who may be admitted now behind these running prompts; the swapped come back in turn."""
@@ -105,6 +100,6 @@ class Admission:
                 self.missing_blocks = watermark - free
                 break
             watermark = ledger.watermark_blocks
-            wanted -= seq.num_tokens - seq.num_found
+            wanted -= seq.num_tokens - seq.beginning.found_tokens
             found.append(seq)
         return found

@@ -4,6 +4,7 @@ A *prefix* is a stretch of full KV blocks that have names. The blocks of a seque
 its own; they become the cache's the moment another sequence wants them, and when it leaves.
 """
 
+import sys
 from dataclasses import dataclass, field
 
 from kunserve.core.ids import PrefixId, RequestId
@@ -76,10 +77,19 @@ class Beginning:
     """Prefixes of the cache that it begins with, in order, each up to a block."""
     num_found: int = 0
     """Blocks that the cache had for it when it was last looked for, while it waits."""
+    found_tokens: int = 0
+    """Tokens in those."""
+    names_at: int = sys.maxsize
+    """Computed tokens at which a block of it is full and wants a name."""
 
     def __post_init__(self) -> None:
         """Nothing is shared yet."""
         self.own = Prefix(0, self)
+
+    @property
+    def is_looked_up(self) -> bool:
+        """Whether its blocks get names once it runs, so that they are looked for before."""
+        return self.names_at < sys.maxsize
 
     @property
     def parts(self) -> tuple[PrefixPart, ...]:

@@ -58,8 +58,9 @@ class Forming:
         view = FormationView(
             decodes=self._contexts(decodes),
             prompts=[
-                PromptWork(seq.num_computed + seq.num_found, seq.num_left - seq.num_found)
+                PromptWork(seq.num_computed + found, seq.num_left - found)
                 for seq in prompts
+                for found in (seq.beginning.found_tokens,)
             ],
             num_decodes_in_flight=num_awaiting,
             num_in_flight=num_in_flight,
@@ -95,7 +96,7 @@ class Forming:
         view = PaceView(
             max_num_batched_tokens=config.max_num_batched_tokens,
             num_queued_tokens=num_queued,
-            prefix=prompts[0].num_computed + prompts[0].num_found,
+            prefix=prompts[0].num_computed + prompts[0].beginning.found_tokens,
             num_decodes=len(decodes) + num_awaiting,
             num_context_tokens=context + sum(self._contexts(decodes)),
             num_stages=self._num_stages,

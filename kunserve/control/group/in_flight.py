@@ -86,23 +86,19 @@ class InFlight:
         for seq, num_tokens in chosen:
             start = seq.num_computed
             end = start + num_tokens
-            samples = end == seq.num_tokens
             if num_tokens > 1 or start < seq.num_prompt:
                 planned.num_prompt_tokens += num_tokens
             if not seq.is_started:
-                seq.is_started = True
                 started.append(seq.start())
+            samples = seq.advance(step, num_tokens)
             if samples:
-                seq.is_awaiting = True
                 planned.sampling.append(seq)
             if start < seq.num_to_score:
                 first, last = max(start, seq.num_scored), min(end, seq.num_to_score)
                 if first < last:
                     scored.append(ScoreRun(seq.request_id, first, last))
                     planned.scored.append(seq)
-            seq.num_computed = end
-            seq.last_step = step
-            if end >= seq.names_at:
+            if end >= seq.beginning.names_at:
                 self.filled.append(seq)
             planned.sequences.append(seq)
             num_sampled = int(samples)
@@ -140,7 +136,7 @@ class InFlight:
     def ignore(self, seq: Sequence) -> None:
         """The sequence is preempted or gone: a token of it still to come is not wanted."""
         if seq.is_awaiting:
-            seq.is_awaiting = False
+            seq.ignore_token()
             for planned in self._steps.values():
                 planned.sampling = [None if s is seq else s for s in planned.sampling]
 

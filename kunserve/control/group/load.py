@@ -69,8 +69,7 @@ class SchedulerTotals:
 
         A prompt whose scores are wanted is not looked for: all of it is computed.
         """
-        seq.num_cached = min(seq.num_computed, seq.num_prompt)
-        if seq.is_looked_up and not seq.num_to_score:
+        if seq.beginning.is_looked_up and not seq.num_to_score:
             self.prefix_queried_tokens += seq.num_prompt
             self.prefix_hit_tokens += seq.num_cached
 
@@ -188,7 +187,7 @@ def _measure_waiting(waiting: WaitingQueue, cache: PrefixCache, sizes: KvBlocks)
     tokens, blocks = waiting.num_tokens, waiting.num_blocks
     for seq in islice(waiting, MAX_LOOKED_UP):
         num_fewer = cache.look_up(seq)
-        tokens -= seq.num_found
+        tokens -= seq.beginning.found_tokens
         blocks -= num_fewer
         head_blocks -= num_fewer if seq is head else 0
     return _Wanted(tokens, blocks, head_blocks)

@@ -59,7 +59,7 @@ class MigrationAccess:
         """Until ``Scheduler.resume`` the request keeps its KV and does not run."""
         seq = self._live[request_id]
         assert _is_decoding(seq), seq
-        seq.state = Progress.STALLED
+        seq.move_to(Progress.STALLED)
 
     def reserve(self, request_id: RequestId, num_blocks: int) -> bool:
         """Set memory aside for a request that may come; False if others need it."""

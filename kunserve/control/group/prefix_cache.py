@@ -75,8 +75,7 @@ class PrefixCache:
 
     def welcome(self, seq: Sequence) -> None:
         """A sequence has come to the group, without KV."""
-        seq.beginning = Beginning(seq.request_id)
-        seq.names_at = self._block_size
+        seq.beginning.names_at = self._block_size
 
     def look_up(self, seq: Sequence) -> int:
         """Find a waiting sequence's beginning; how many blocks fewer than all of its own it needs.
@@ -87,7 +86,7 @@ class PrefixCache:
         beginning = seq.beginning
         parts = self._find(seq, most_blocks(seq, self._block_size))
         beginning.num_found = parts[-1][1] if parts else 0
-        seq.num_found = beginning.num_found * self._block_size
+        beginning.found_tokens = beginning.num_found * self._block_size
         num_unused = 0
         for prefix, end in parts:
             if prefix.owner is None:
@@ -100,14 +99,14 @@ class PrefixCache:
         Next to what a running one has computed, and a waiting one has found. None where not so
         many are left to be shared.
         """
-        first = (seq.num_computed + seq.num_found) // self._block_size
+        first = (seq.num_computed + seq.beginning.found_tokens) // self._block_size
         index = first + max(1, WORTH_WAITING_TOKENS // self._block_size) - 1
         if index >= most_blocks(seq, self._block_size):
             return None
         return names_of(seq, index + 1, self._block_size)[index]
 
-    def share(self, seq: Sequence) -> None:
-        """Give a sequence, which is admitted now, the beginning that was found for it.
+    def share(self, seq: Sequence) -> int:
+        """Give a sequence, which is admitted now, the beginning that was found for it: its tokens.
 
         It may have become shorter, where others were admitted meanwhile.
         """
@@ -124,17 +123,17 @@ class PrefixCache:
             self._shared.append(SharedPrefix(seq.request_id, prefix.prefix_id, end))
         num_blocks = beginning.shared_end
         beginning.own = Prefix(num_blocks, beginning)
-        beginning.num_found = seq.num_found = 0
-        seq.num_computed = num_blocks * self._block_size
-        seq.names_at = seq.num_computed + self._block_size
+        beginning.num_found = beginning.found_tokens = 0
+        beginning.names_at = (num_blocks + 1) * self._block_size
         if num_blocks:
             self._ledger.borrow(seq.request_id, num_blocks)
+        return num_blocks * self._block_size
 
     def note_computed(self, sequences: Iterable[Sequence]) -> None:
         """The plan just made fills blocks of these: later plans may share them."""
         for seq in sequences:
             self._name_own(seq)
-            seq.names_at = (seq.num_computed // self._block_size + 1) * self._block_size
+            seq.beginning.names_at = (seq.num_computed // self._block_size + 1) * self._block_size
 
     def leave(self, seq: Sequence, *, keeps: bool) -> None:
         """A sequence ends or loses its KV: its full blocks stay here if they may.
@@ -143,7 +142,7 @@ class PrefixCache:
         """
         beginning = seq.beginning
         own = beginning.own
-        is_moving = self._arriving is not None and seq.names_at == maxsize
+        is_moving = self._arriving is not None and beginning.names_at == maxsize
         if keeps and not is_moving:
             self._name_own(seq)
             self._keep(own)
@@ -151,7 +150,7 @@ class PrefixCache:
             self._forget_names(own, own.first)
         self._leave_shared(beginning, 0)
         beginning.own = Prefix(0, beginning)
-        seq.names_at = self._block_size
+        beginning.names_at = self._block_size
 
     def shared_blocks(self, seq: Sequence) -> int:
         """Blocks that the sequence has together with others: they stay when it leaves."""
@@ -164,7 +163,7 @@ class PrefixCache:
     def depart(self, seq: Sequence) -> None:
         """The sequence's KV begins to leave for host memory: its own blocks are found no more."""
         self._forget_names(seq.beginning.own, seq.beginning.own.first)
-        seq.names_at = maxsize
+        seq.beginning.names_at = maxsize
 
     def shrink(self, seq: Sequence, num_blocks: int) -> None:
         """Only the first ``num_blocks`` of the sequence are in KV memory from now on."""
@@ -174,7 +173,7 @@ class PrefixCache:
     def arrive(self, seq: Sequence) -> None:
         """The sequence's KV is back from host memory, and all but what it still shares its own."""
         seq.beginning.own = Prefix(seq.beginning.shared_end, seq.beginning)
-        seq.names_at = 0
+        seq.beginning.names_at = 0
 
     # Changes of groups
 
@@ -203,7 +202,7 @@ class PrefixCache:
             beginning.shared.append((prefix, end))
             beginning.names += prefix.names[start - prefix.first : end - prefix.first]
         beginning.own = Prefix(beginning.shared_end, beginning)
-        seq.names_at = maxsize
+        beginning.names_at = maxsize
 
     def arrived(self, prefix_id: PrefixId) -> None:
         """All stages have all of the prefix: it is found from now on."""

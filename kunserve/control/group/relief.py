@@ -20,7 +20,7 @@ from kunserve.core.ids import RequestId
 from kunserve.core.kv_blocks import KvBlocks
 from kunserve.core.step import BlockRun
 from kunserve.policy.batch.cost import batch_cost
-from kunserve.policy.batch.relief import HostLink, Preemptible, choose_victim
+from kunserve.policy.batch.relief import NO_HOST, HostLink, Preemptible, choose_victim
 
 _key_of = attrgetter("key")
 BEFORE_ALL: QueueKey = (-math.inf, 0)
@@ -56,10 +56,10 @@ class Holders:
         in_flight: InFlight,
         totals: SchedulerTotals,
         config: SchedulerConfig,
-        host_link: HostLink | None,
+        host_link: HostLink,
         cache: PrefixCache,
     ) -> None:
-        """``host_link`` None: nobody is swapped or parked."""
+        """``host_link`` ``NO_HOST``: nobody is swapped or parked."""
         self._cache = cache
         self._blocks = blocks
         self._ledger = ledger
@@ -73,7 +73,7 @@ class Holders:
         parks = max_park_s is not None
         self._swap = SwapSpace(host_link, config.cost, blocks, ledger, totals, cache, parks=parks)
         self._parking: Parking | None = None
-        if host_link is not None and max_park_s is not None:
+        if host_link is not NO_HOST and max_park_s is not None:
             assert config.cost is not None, config
             step_s = batch_cost(config.cost, [0], [config.max_num_batched_tokens])
             self._parking = Parking(
@@ -122,14 +122,24 @@ class Holders:
 
     # They come and go
 
-    def add(self, seq: Sequence) -> None:
-        """The sequence has memory from now on."""
+    def admit(self, seq: Sequence) -> None:
+        """The sequence, which fits, has memory for all its known tokens from now on."""
+        fits = self._ledger.grow(seq.request_id, self._blocks.holding(seq.num_tokens))
+        assert fits, (seq.request_id, self._ledger.free_blocks)
+        self._add(seq)
+
+    def adopt(self, seq: Sequence, num_shared: int) -> None:
+        """The sequence has come with KV, whose first blocks are the cache's."""
+        self._ledger.hold(seq.request_id, self._blocks.holding(seq.num_computed), num_shared)
+        self._add(seq)
+
+    def _add(self, seq: Sequence) -> None:
         insort(self._running, seq, key=_key_of)
         self.version += 1
 
     def resume(self, seq: Sequence) -> None:
         """A stalled one may run."""
-        seq.state = Progress.RUNNING
+        seq.move_to(Progress.RUNNING)
         self.version += 1
 
     def remove(self, seq: Sequence, *, keeps: bool = True) -> None:
@@ -148,7 +158,7 @@ class Holders:
         if seq.state is Progress.SWAPPED:
             self._swap.remove(seq)
         self._free(seq, keeps=keeps and seq.state is Progress.RUNNING)
-        seq.state = Progress.ENDED
+        seq.move_to(Progress.ENDED)
 
     def drop_ended(self) -> None:
         """Forget those that ended."""
@@ -178,8 +188,7 @@ class Holders:
         """The last plan is on its way: whoever is back from host memory runs."""
         self._now_s = now_s
         for seq in self._swap.finish_copies(now_s):
-            seq.state = Progress.RUNNING
-            seq.streams_since_s = None
+            seq.come_back()
             insort(self._running, seq, key=_key_of)
 
     def runnable(self) -> Runnable:
@@ -328,23 +337,18 @@ class Holders:
         elif seq.state is Progress.RUNNING:
             self._note_preemption(seq, 0)
             self._running.remove(seq)
-            seq.state = Progress.SWAPPED
-            seq.num_parked += 1
+            seq.park()
 
     def _lose_kv(self, seq: Sequence) -> None:
         """The sequence, in no list any more, must be computed again."""
         self._note_preemption(seq, seq.num_computed)
         self._ledger.give_back(self._blocks.holding(seq.num_tokens))
-        seq.num_computed = 0
-        seq.streams_since_s = None
-        seq.is_started = False
-        seq.state = Progress.WAITING
+        seq.lose_kv()
         self._waiting.add(seq)
 
     def _note_preemption(self, seq: Sequence, lost_tokens: int) -> None:
         self.preemptions.append((seq.request_id, lost_tokens))
         self._totals.note_preemption(lost_tokens)
-        seq.num_preemptions += 1
 
     def _take_out(self, seq: Sequence) -> None:
         if seq.state is Progress.SWAPPED:

@@ -29,7 +29,7 @@ from kunserve.core.request import FinishReason, Request
 from kunserve.core.step import StepPlan, StepResult
 from kunserve.core.tokens import TokenIds
 from kunserve.policy.batch.batch_form import FormBatch, Microbatch
-from kunserve.policy.batch.relief import HostLink
+from kunserve.policy.batch.relief import NO_HOST, HostLink
 
 _key_of = attrgetter("key")
 
@@ -54,10 +54,10 @@ class Scheduler:
         max_model_len: int,
         totals: SchedulerTotals | None = None,
         form_batch: FormBatch | None = None,
-        host_link: HostLink | None = None,
+        host_link: HostLink = NO_HOST,
         kv_ring: KvRing | None = None,
     ) -> None:
-        """``host_link`` None: nobody is swapped."""
+        """``host_link`` ``NO_HOST``: nobody is swapped."""
         self._config = config
         self._group_id = group_id
         self._num_stages = num_stages
@@ -105,17 +105,14 @@ class Scheduler:
         """
         for state in states:
             seq = self._make(state.request, state.output_token_ids)
-            seq.num_preemptions = state.num_preemptions
             if state.num_computed == 0:
+                seq.adopt(state, Progress.WAITING)
                 self._waiting.add(seq)
                 continue
-            seq.num_computed = state.num_computed
-            seq.state = Progress.STALLED if seq.request_id in stalled else Progress.RUNNING
-            num_blocks = self._blocks.holding(state.num_computed)
+            is_stalled = seq.request_id in stalled
+            seq.adopt(state, Progress.STALLED if is_stalled else Progress.RUNNING)
             self.cache.adopt_shares(seq, state.shared)
-            num_shared = state.kv.first_own_block
-            self._ledger.hold(seq.request_id, num_blocks, num_shared)
-            self._holders.add(seq)
+            self._holders.adopt(seq, state.kv.first_own_block)
 
     def export(self) -> tuple[SequenceState, ...]:
         """Hand everything live over, in order of arrival, and be empty. What is swapped is lost.
@@ -152,7 +149,7 @@ class Scheduler:
             self._waiting.remove(seq)
         else:
             self._holders.remove(seq, keeps=keeps)
-        seq.state = Progress.ENDED
+        seq.move_to(Progress.ENDED)
         return True
 
     def give_back_all(self) -> tuple[RequestId, ...]:
@@ -229,10 +226,8 @@ class Scheduler:
                 continue
             assert request_id == seq.request_id, (request_id, seq.request_id)
             position = seq.num_output
-            reason = seq.append_token(token_id, pool_tokens)
+            reason = seq.append_token(token_id, pool_tokens, now_s)
             num_failed += token_id is None
-            if seq.streams_since_s is None:
-                seq.streams_since_s = now_s
             outputs.append(seq.output(position, token_id, logprobs, reason, now_s))
             if reason is not None:
                 num_ended += 1

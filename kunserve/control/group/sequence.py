@@ -1,7 +1,6 @@
 """A request's progress inside one scheduler."""
 
 import enum
-import sys
 from dataclasses import dataclass, replace
 
 from kunserve.control.group.beginning import Beginning
@@ -34,7 +33,7 @@ QueueKey = tuple[float, int]
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One request's tokens and how many of them have KV.
+    """Owner of one request's tokens, of how many of them have KV, and of where it is.
 
     There are no phases: known tokens are computed, and when none is left one is sampled. (A
     sequence decodes when just its newest output token is left.)
@@ -76,12 +75,8 @@ class Sequence:
     """Times that it went to host memory."""
     last_step: int = -1
     """The last step planned for it: who has waited longest decodes first."""
-    num_found: int = 0
-    """While it waits: tokens whose KV the cache had when it was last looked for."""
     num_cached: int = 0
     """Prompt tokens whose KV was there when it was first admitted here."""
-    names_at: int = sys.maxsize
-    """Computed tokens at which a block of it is full and wants a name."""
     draft: Draft | None = None
     """What its tokens let guess; None before anybody has looked."""
 
@@ -96,16 +91,65 @@ class Sequence:
         return self.num_tokens - self.num_computed
 
     @property
-    def is_looked_up(self) -> bool:
-        """Whether its blocks get names once it runs, so that they are looked for before."""
-        return self.names_at < sys.maxsize
-
-    @property
     def max_stored_tokens(self) -> int:
         """Tokens of KV that the request may come to need (the last token's is never stored)."""
         return self.max_total_tokens - 1
 
-    def append_token(self, token_id: int | None, pool_tokens: int) -> FinishReason | None:
+    # Where it is
+
+    def adopt(self, given: SequenceState, state: Progress) -> None:
+        """It comes with KV from another leader."""
+        self.num_preemptions, self.num_computed = given.num_preemptions, given.num_computed
+        self.state = state
+
+    def admit(self, num_computed: int, now_s: float) -> bool:
+        """It has memory, and KV of so many tokens; whether that is for the first time here."""
+        self.num_computed, self.state = num_computed, Progress.RUNNING
+        is_first = self.began_s is None
+        if is_first:
+            self.began_s = now_s
+            self.num_cached = min(num_computed, self.num_prompt)
+        return is_first
+
+    def move_to(self, state: Progress) -> None:
+        """It may run, may not, or has ended."""
+        self.state = state
+
+    def park(self) -> None:
+        """Its KV goes to host memory."""
+        self.state = Progress.SWAPPED
+        self.num_parked += 1
+        self.num_preemptions += 1
+
+    def come_back(self) -> None:
+        """Its KV is back from host memory."""
+        self.state = Progress.RUNNING
+        self.streams_since_s = None
+
+    def lose_kv(self) -> None:
+        """It is to be computed again."""
+        self.num_preemptions += 1
+        self.num_computed = 0
+        self.streams_since_s = None
+        self.is_started = False
+        self.state = Progress.WAITING
+
+    # Its tokens
+
+    def advance(self, step: int, num_tokens: int) -> bool:
+        """A step computes so many of its tokens; whether it samples the next one."""
+        self.last_step = step
+        self.num_computed = end = self.num_computed + num_tokens
+        self.is_awaiting = samples = end == self.num_tokens
+        return samples
+
+    def ignore_token(self) -> None:
+        """The token that a step samples for it is not wanted."""
+        self.is_awaiting = False
+
+    def append_token(
+        self, token_id: int | None, pool_tokens: int, now_s: float
+    ) -> FinishReason | None:
         """Add a sampled token; why it is the last one, if it is. None: it could not be chosen.
 
         Another one of the same step was sampled behind a guess that the one before it confirms.
@@ -113,6 +157,8 @@ class Sequence:
         if not self.is_awaiting:
             self.num_computed += 1
         self.is_awaiting = False
+        if self.streams_since_s is None:
+            self.streams_since_s = now_s
         if token_id is None:
             return FinishReason.ERROR
         self.output_token_ids.append(token_id)
@@ -158,6 +204,7 @@ class Sequence:
 
     def start(self) -> SequenceStart:
         """What the stages are told before the first chunk."""
+        self.is_started = True
         sampling = self.request.sampling
         history = NO_TOKENS
         if sampling.needs_history or self.num_scored < self.num_to_score:

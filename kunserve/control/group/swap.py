@@ -20,7 +20,14 @@ from kunserve.core.cost import CostCoefficients
 from kunserve.core.kv_blocks import KvBlocks
 from kunserve.core.step import BlockRun
 from kunserve.policy.batch.cost import batch_cost
-from kunserve.policy.batch.relief import HostLink, Relief, VictimView, choose_relief, hidden_blocks
+from kunserve.policy.batch.relief import (
+    NO_HOST,
+    HostLink,
+    Relief,
+    VictimView,
+    choose_relief,
+    hidden_blocks,
+)
 
 IDLE_STEP_S = 0.05
 """A step in which nobody computes copies what this time holds: others may come meanwhile."""
@@ -51,7 +58,7 @@ class SwapSpace:
 
     def __init__(
         self,
-        link: HostLink | None,
+        link: HostLink,
         cost: CostCoefficients | None,
         blocks: KvBlocks,
         ledger: Ledger,
@@ -60,11 +67,11 @@ class SwapSpace:
         *,
         parks: bool = False,
     ) -> None:
-        """``link`` None: nobody is ever swapped. Otherwise ``cost`` tells how long steps take.
+        """``link`` may be ``NO_HOST``. Otherwise ``cost`` tells how long steps take.
 
         With ``parks`` a victim is swapped whenever host memory has room, however slow the link.
         """
-        assert link is None or cost is not None, "swapping is paced by the time of steps"
+        assert link is NO_HOST or cost is not None, "swapping is paced by the time of steps"
         self._link = link
         self._cost = cost
         self._blocks = blocks
@@ -209,7 +216,6 @@ class SwapSpace:
         """What the plan of these chunks copies out and back: as much as its step hides."""
         if not self._entries:
             return (), ()
-        assert self._link is not None
         budget = hidden_blocks(self._link, self._step_s(chosen))
         out, back = self._plan_out(budget), self._plan_back(budget)
         self._totals.swapped_out_blocks += sum(end - first for _, first, end in out)
@@ -241,13 +247,12 @@ class SwapSpace:
                 assert held >= entry.num_blocks and entry.num_leaving == 0, (entry, held)
             else:
                 assert held == entry.num_resident + entry.num_leaving, (entry, held)
-        if self._link is not None and self._link.capacity_blocks is not None:
-            assert self.host_blocks <= self._link.capacity_blocks, self.host_blocks
+        assert self._link.has_room(self.host_blocks), self.host_blocks
 
     def has_room_for(self, seq: Sequence) -> bool:
         """Whether host memory has room for the sequence's KV."""
         num_blocks = self.host_blocks + self._blocks_for(seq.num_computed)
-        return self._link is not None and self._link.has_room(num_blocks)
+        return self._link.has_room(num_blocks)
 
     def _shrink(self, seq: Sequence, num_blocks: int) -> None:
         """Only the sequence's first blocks are in KV memory from now on, shared ones or not."""
@@ -255,18 +260,16 @@ class SwapSpace:
         self._cache.shrink(seq, num_blocks)
 
     def _takes(self, seq: Sequence) -> bool:
-        link, cost = self._link, self._cost
-        if link is None or cost is None:
-            return False
-        if self._parks:
+        if self._parks or not self.has_room_for(seq):
             return self.has_room_for(seq)
+        assert self._cost is not None
         own = self._ledger.blocks_of(seq.request_id)
         victim = VictimView(
             num_blocks=self._blocks_for(seq.num_computed),
             other_blocks=self._ledger.used_blocks - own,
-            recompute_s=batch_cost(cost, [0], [seq.num_computed]),
+            recompute_s=batch_cost(self._cost, [0], [seq.num_computed]),
         )
-        return choose_relief(victim, link, self.host_blocks) is Relief.SWAP
+        return choose_relief(victim, self._link, self.host_blocks) is Relief.SWAP
 
     def _step_s(self, chosen: list[tuple[Sequence, int]]) -> float:
         """Predicted time of a step over the whole model: of every stage's layers, its share."""

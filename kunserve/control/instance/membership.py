@@ -14,7 +14,7 @@ from kunserve.control.instance.state import InstanceState
 from kunserve.core.ids import InstanceId, RequestId, StepId
 from kunserve.core.layout import GroupLayout, LayerRange
 from kunserve.core.step import BlockRun, StepPlan
-from kunserve.policy.batch.relief import HostLink, group_host_link
+from kunserve.policy.batch.relief import NO_HOST, HostLink, group_host_link
 from kunserve.policy.drop.capacity import group_capacity_blocks
 
 
@@ -85,11 +85,11 @@ def cached_units(memberships: Iterable[Membership | None]) -> dict[InstanceId, i
     }
 
 
-def _find_host_link(state: InstanceState, layout: GroupLayout) -> HostLink | None:
-    """The group's way to host memory; None where nobody is swapped."""
+def _find_host_link(state: InstanceState, layout: GroupLayout) -> HostLink:
+    """The group's way to host memory; ``NO_HOST`` where nobody is swapped."""
     swap = state.config.scheduler.swap
     if swap is None:
-        return None
+        return NO_HOST
     stages = [(state.specs[member].unit_bytes, held) for member, held in layout.stages]
     return group_host_link(
         swap.host_bytes_per_s,

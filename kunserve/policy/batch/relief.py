@@ -49,6 +49,10 @@ class HostLink:
         return self.capacity_blocks is None or num_blocks <= self.capacity_blocks
 
 
+NO_HOST = HostLink(1.0, 0)
+"""Where nothing goes to host memory."""
+
+
 def group_host_link(
     bytes_per_s: float, host_bytes: int | None, stage_block_bytes: Sequence[int]
 ) -> HostLink:

@@ -18,7 +18,7 @@ from kunserve.core.ids import GroupId, PrefixId, RequestId
 from kunserve.core.request import FinishReason, Request, SamplingParams
 from kunserve.core.step import SampledToken, StepPlan, StepResult
 from kunserve.core.tokens import TokenIds
-from kunserve.policy.batch.relief import HostLink
+from kunserve.policy.batch.relief import NO_HOST, HostLink
 from tests.examples import examples
 
 BLOCK = 4
@@ -172,7 +172,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         seqs=st.integers(1, 5),
         budget=st.integers(1, 12),
         min_tokens=st.sampled_from([None, 1, 3]),
-        link=st.sampled_from([None, *LINKS]),
+        link=st.sampled_from([NO_HOST, *LINKS]),
         tpot_slo_s=st.sampled_from([None, 4.0, 40.0]),
         max_park_s=st.sampled_from([None, 3.0, 12.0]),
         caches=st.sampled_from([True, True, True, False]),
@@ -186,14 +186,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         seqs: int,
         budget: int,
         min_tokens: int | None,
-        link: HostLink | None,
+        link: HostLink,
         tpot_slo_s: float | None,
         max_park_s: float | None,
         caches: bool,
         num_guesses: int | None,
         worth_waiting: int,
     ) -> None:
-        """``min_tokens`` None is formation without lookahead; ``link`` None is recomputation."""
+        """``min_tokens`` None is formation without lookahead; ``link`` NO_HOST is recomputation."""
         prefix_cache.WORTH_WAITING_TOKENS = worth_waiting
         cost, speculative = CostCoefficients(0.2, 1.0, 0.5, 0.3, 0.1, 0.1), None
         if num_guesses is not None:
@@ -238,7 +238,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             23,
             host_link=self.link,
         )
-        self.stages = Stages(self.link.capacity_blocks if self.link else None)
+        self.stages = Stages(self.link.capacity_blocks)
         self.stages.salts = self.salts
         self.plans: deque[tuple[StepPlan, list[int]]] = deque()
         self.results: deque[StepResult] = deque()
@@ -289,11 +289,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         running = {s.request_id for s in self.scheduler._holders}
         plan = self.scheduler.schedule(self.now_s)
         for request_id, lost_tokens in self.scheduler.drain_preemptions():
-            assert request_id in running and (lost_tokens > 0 or self.link)
+            assert request_id in running and (lost_tokens > 0 or self.link is not NO_HOST)
             assert self.scheduler.may_preempt
         if plan is None:
             return
-        assert self.link or not (plan.swapped_out or plan.swapped_in)
+        assert self.link is not NO_HOST or not (plan.swapped_out or plan.swapped_in)
         assert could, "a driver that trusts can_schedule would have slept"
         assert plan.group_id == self.group
         assert 0 <= plan.num_tokens <= self.config.max_num_batched_tokens

@@ -14,7 +14,7 @@ from kunserve.core.layout import LayerRange
 from kunserve.core.request import Request, SamplingParams
 from kunserve.core.step import BlockRun, SampledToken, StepPlan, StepResult
 from kunserve.core.tokens import TokenIds
-from kunserve.policy.batch.relief import HostLink
+from kunserve.policy.batch.relief import NO_HOST, HostLink
 from tests.examples import examples
 
 BLOCK = 4
@@ -36,7 +36,7 @@ class Group:
         slack: list[int],
         blocks: int,
         budget: int,
-        link: HostLink | None,
+        link: HostLink,
         caches: bool,
         guesses: bool,
     ) -> None:
@@ -127,7 +127,7 @@ def serve(
     slack: list[int],
     blocks: int,
     budget: int,
-    link: HostLink | None,
+    link: HostLink,
     caches: bool,
     guesses: bool,
 ) -> Group:
@@ -157,7 +157,7 @@ def serve(
     slack=st.lists(st.integers(0, 40), min_size=4, max_size=4),
     blocks=st.integers(8, 20),
     budget=st.integers(1, 24),
-    link=st.sampled_from([None, HostLink(0.5, None), HostLink(50.0, None)]),
+    link=st.sampled_from([NO_HOST, HostLink(0.5, None), HostLink(50.0, None)]),
     caches=st.sampled_from([True, True, False]),
     guesses=st.booleans(),
 )
@@ -167,7 +167,7 @@ def test_every_plan_can_be_placed_on_every_stage(
     slack: list[int],
     blocks: int,
     budget: int,
-    link: HostLink | None,
+    link: HostLink,
     caches: bool,
     guesses: bool,
 ) -> None:

@@ -84,7 +84,7 @@ class World:
         self.deaths.append(death)
         return True
 
-    def _on_change(self) -> None:
+    def _on_change(self, _: Processes) -> None:
         self.loaded.append(self.processes.loaded)
 
     def pass_time(self, seconds: float) -> None:
