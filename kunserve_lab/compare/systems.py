@@ -211,11 +211,6 @@ SYSTEMS = {
             kv_factor=0.5,
         ),
         System(
-            "drop-no-forecast",
-            replace(_DROP, forecast_s=0.0),
-            "drop when memory is short, not when it is about to be",
-        ),
-        System(
             "drop-deep",
             replace(_DROP, min_deep_gain=0.0, max_queue_per_gain=1e9),
             "drop into groups of any depth, as the paper's Algorithm 1",
@@ -262,7 +257,6 @@ _FLAGS = {
     "restore_below": "--restore-below",
     "dwell_s": "--dwell",
     "restore_hold_s": "--restore-hold",
-    "forecast_s": "--forecast",
     "min_deep_gain": "--min-deep-gain",
     "max_group_size": "--max-group-size",
     "max_queue_per_gain": "--max-queue-per-gain",

@@ -243,8 +243,7 @@ class _Tank:
         self._merging_s = np.zeros(len(base))
         """Since a drop was decided; 0 while none is."""
         self._unplaced = np.zeros(len(base))
-        """Tokens that found no room at the last tick: half a second ago, as far as the monitor's
-        forecast of a shortage goes."""
+        """Tokens that found no room at the last tick."""
         self._prompt_share = np.zeros(len(base))
         """Of the compute, taken by prompts lately."""
         self._waiting = np.zeros(len(base))

@@ -132,10 +132,8 @@ class Observation:
         for group_id, one in self._merged.items():
             parts = [loads[part.group_id] for part in one.parts]
             imagined = imagine_merged(group_id, one.capacity_blocks, one.formed_s, parts)
-            is_formed = now_s >= one.formed_s
-            load = replace(imagined.load, in_transition=not is_formed)
-            result[group_id] = imagined._replace(load=load)
-            one.num_admitted = imagined.num_admitted if is_formed else 0
+            result[group_id] = imagined
+            one.num_admitted = imagined.num_admitted
             more = max(0, one.num_admitted - one.most_admitted)
             one.most_admitted += more
             self._totals = replace(self._totals, num_requests=self._totals.num_requests + more)
@@ -207,7 +205,7 @@ class Observation:
             merge.new,
             tuple(parts),
             began_s=min([now_s, *(one.began_s for one in earlier if one is not None)]),
-            formed_s=now_s + self._config.forecast_s,
+            formed_s=now_s,
             capacity_blocks=group_capacity_blocks(merge.new, self._placement.specs),
             most_admitted=sum(one.most_admitted for one in earlier if one is not None),
             wait_s=sum(one.wait_s for one in earlier if one is not None),

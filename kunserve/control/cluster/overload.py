@@ -199,12 +199,12 @@ class OverloadControl:
             for stage in group.layout.stages
         }
 
-    def _last_transition_s(self) -> float | None:
+    def _last_transition_s(self) -> float:
         """From decision to commit, as last measured: new requests run from the commit on."""
         for record in reversed(self._transitions.records):
             if record.kind is Kind.DROP and record.committed_s is not None:
                 return record.committed_s - record.started_s
-        return None
+        return 0.0
 
     def _call_off(self, squeezed: tuple[GroupId, ...], now_s: float) -> None:
         for transition in tuple(self._transitions.active.values()):

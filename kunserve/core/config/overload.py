@@ -23,9 +23,6 @@ class OverloadConfig:
     sends their KV to host memory; park sends that of long answers there, for others to begin;
     migrate moves running requests to other instances; observe preempts too, and tells in the log
     and in /metrics what drop would have done."""
-    forecast_s: Annotated[float, _overload("--forecast", least=0.0, most=60.0)] = 0.5
-    """Drop when the demand of so many seconds ahead exceeds memory: about as long as a drop takes.
-    0 waits until memory is short."""
     dwell_s: Annotated[float, _overload("--dwell", least=0.0, most=3600.0)] = 2.0
     """Seconds between two transitions of one group, at least. Raise it if groups drop and restore
     in turns."""

@@ -5,13 +5,9 @@ Per group, in blocks:
     demand   = used + growth + head of the queue + sent and not yet reported     (Llumnix's load)
     need     = used + growth + whole queue + sent and not yet reported  (what Algorithm 1 must fit)
                + its share of what waits for any group
-    forecast = x + max(0, dx/dt) * forecast_s, for x = demand and for x = used
 
-A group is *short* when memory is what holds work up, now or by the time that a drop is done:
-
-    now:   the head of the queue does not fit beside what is used, or a request was preempted
-    soon:  forecast(demand) > capacity and forecast(used) > capacity
-
+A group is *short* when memory is what holds work up: the head of the queue does not fit beside
+what is used, a request was preempted, or more is used than there is (while a restore is prepared).
 Requests that wait although there is room wait for compute (``max_num_seqs``, the token budget):
 a drop would only make the pipeline longer. Nor is a drop made when finishing requests free the
 missing blocks before it could:
@@ -33,8 +29,6 @@ from kunserve.core.config import OverloadConfig
 from kunserve.core.ids import GroupId
 from kunserve.core.load import GroupLoad, LoadReport
 
-SMOOTHING_S = 1.0
-"""Time constant of the slopes of demand and use."""
 RELEASE_SMOOTHING_S = 3.0
 """Time constant of the release rate: requests end in lumps."""
 HEADROOM = 0.02
@@ -47,8 +41,8 @@ class ClusterLoadView:
 
     groups: tuple[GroupLoad, ...]
     block_size: int
-    transition_s: float | None = None
-    """From a drop's decision to its commit, as measured; ``forecast_s`` when None.
+    transition_s: float = 0.0
+    """From a drop's decision to its commit, as measured; none was made yet when 0.
 
     Not to the end of its exchange: new requests run in the freed memory from the commit on.
     """
@@ -59,16 +53,12 @@ class GroupTrend(NamedTuple):
 
     sequence_number: int
     seen_s: float
-    demand_blocks: int
     used_blocks: int
     kept: int
     """Tokens whose KV was ever made, less those that preemptions threw away; or their blocks."""
     num_preemptions: int
-    demand_slope: float
-    """Blocks per second, smoothed; as are the next two."""
-    used_slope: float
     release_rate: float
-    """Blocks that ending requests give back."""
+    """Blocks per second that ending requests give back, smoothed."""
     preempted: bool
     """Whether the last report told of new preemptions."""
     low_since_s: float | None
@@ -141,7 +131,6 @@ def observe(
     relaxed: list[GroupLoad] = []
     squeezed: list[GroupId] = []
     excuses: list[Excuse] = []
-    transition_s = config.forecast_s if view.transition_s is None else view.transition_s
     for load in view.groups:
         group_id = load.report.group_id
         trend = _follow(state.trends.get(group_id), load, now_s, view.block_size, config)
@@ -150,20 +139,20 @@ def observe(
             continue
         if _dwells(load, now_s, config):
             continue
-        missing = _missing_blocks(load, trend, config)
-        wait_s = _wait_for_memory_s(load, trend, config)
+        missing = _missing_blocks(load, trend)
+        wait_s = _wait_for_memory_s(load, trend)
         if load.is_restoring:
-            if missing > 0 and wait_s >= transition_s:
+            if missing > 0 and wait_s >= view.transition_s:
                 squeezed.append(group_id)
         elif missing > 0:
-            if wait_s < transition_s:
+            if wait_s < view.transition_s:
                 reason = f"memory is free again in {wait_s:.2f} s"
                 excuses.append(Excuse(group_id, "brief", reason))
             else:
                 short.append((load, missing, wait_s))
         elif load.demand_blocks > load.report.capacity_blocks:
-            reason = "demand exceeds capacity, but memory is not filling"
-            excuses.append(Excuse(group_id, "not filling", reason))
+            reason = "demand exceeds capacity, but memory holds nothing up"
+            excuses.append(Excuse(group_id, "not short", reason))
         elif load.num_instances > 1 and _low_long_enough(trend, now_s, config):
             relaxed.append(load)
     return MonitorState(MappingProxyType(trends)), Verdict(
@@ -205,10 +194,6 @@ def _low_long_enough(trend: GroupTrend, now_s: float, config: OverloadConfig) ->
     return trend.low_since_s is not None and now_s - trend.low_since_s >= config.restore_hold_s
 
 
-def _forecast(blocks: int, slope: float, config: OverloadConfig) -> float:
-    return blocks + max(0.0, slope) * config.forecast_s
-
-
 def free_blocks(report: LoadReport) -> int:
     """Blocks that the next admission may use, at least."""
     capacity = report.capacity_blocks
@@ -220,27 +205,24 @@ def headroom_blocks(capacity_blocks: int) -> int:
     return max(1, int(HEADROOM * capacity_blocks))
 
 
-def _missing_blocks(load: GroupLoad, trend: GroupTrend, config: OverloadConfig) -> int:
-    """Blocks that the group lacks, now or by the forecast; 0 if memory holds nothing up."""
+def _missing_blocks(load: GroupLoad, trend: GroupTrend) -> int:
+    """Blocks that the group lacks; 0 if memory holds nothing up."""
     report = load.report
     capacity = report.capacity_blocks
     blocked = load.num_waiting > 0 and report.head_of_line_blocks > free_blocks(report)
     # What was preempted waits: if all that waits is taken elsewhere, nothing is short here.
     preempted = trend.preempted and (load.num_waiting > 0 or load.num_returning == 0)
-    demand = _forecast(load.demand_blocks, trend.demand_slope, config)
-    used = _forecast(report.used_blocks, trend.used_slope, config)
-    if not (blocked or preempted or (demand > capacity and used > capacity)):
+    if not (blocked or preempted or report.used_blocks > capacity):
         return 0
-    return max(1, load.need_blocks - capacity, math.ceil(demand - capacity))
+    return max(1, load.need_blocks - capacity)
 
 
-def _wait_for_memory_s(load: GroupLoad, trend: GroupTrend, config: OverloadConfig) -> float:
+def _wait_for_memory_s(load: GroupLoad, trend: GroupTrend) -> float:
     """How long until ending requests have made room for all that wait, at the present rate."""
     report = load.report
     queue = report.used_blocks + report.waiting_blocks
     queue += load.unreported_blocks + load.backlog_blocks
-    used = _forecast(report.used_blocks, trend.used_slope, config)
-    shortage = max(1.0, queue - report.capacity_blocks, used - report.capacity_blocks)
+    shortage = max(1.0, queue - report.capacity_blocks)
     return shortage / trend.release_rate if trend.release_rate > 0.0 else math.inf
 
 
@@ -265,16 +247,12 @@ def _follow(
     if report.taken_blocks is not None:
         kept, block_size = report.taken_blocks, 1
     if trend is None:
-        demand_slope = used_slope = release_rate = 0.0
+        release_rate = 0.0
         low_since_s = now_s if low else None
         preempted = False
     else:
         elapsed_s = max(1e-3, now_s - trend.seen_s)
-        weight = 1.0 - math.exp(-elapsed_s / SMOOTHING_S)
-        demand_rate = (load.demand_blocks - trend.demand_blocks) / elapsed_s
         used_rate = (report.used_blocks - trend.used_blocks) / elapsed_s
-        demand_slope = trend.demand_slope + weight * (demand_rate - trend.demand_slope)
-        used_slope = trend.used_slope + weight * (used_rate - trend.used_slope)
         filled_rate = (kept - trend.kept) / block_size / elapsed_s
         weight = 1.0 - math.exp(-elapsed_s / RELEASE_SMOOTHING_S)
         released = max(0.0, filled_rate - used_rate)
@@ -284,12 +262,9 @@ def _follow(
     return GroupTrend(
         report.sequence_number,
         now_s,
-        load.demand_blocks,
         report.used_blocks,
         kept,
         report.num_preemptions,
-        demand_slope,
-        used_slope,
         release_rate,
         preempted,
         low_since_s,

