@@ -18,8 +18,9 @@ import torch
 from benchmarks.kernel_calls import BLOCK_SIZE
 from benchmarks.kernels import smollm2
 from benchmarks.report import Report
-from kunserve.engine.attention import FusedAttention, StepBatch
+from kunserve.engine.attention import StepBatch
 from kunserve.engine.cpu.kernels.library import set_num_threads
+from tests.reference_attention import FusedAttention
 
 NUM_SEQUENCES = 4
 CHUNK_TOKENS = 256

@@ -1,14 +1,12 @@
-"""Attention over the paged KV cache: the fused kernel, and a plain one to check it against."""
+"""What attention over the paged KV cache is told: the step, and the model as kernels read it."""
 
-import ctypes
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import numpy as np
 import torch
 
 from kunserve.core.errors import ConfigError
-from kunserve.engine.cpu.kernels.library import CBatch, CModel, address_of, kernel
+from kunserve.engine.cpu.kernels.library import CBatch, CModel, address_of
 from kunserve.engine.cpu.kernels.ops import Finish
 from kunserve.model.spec import DTYPE_BYTES, ModelSpec
 
@@ -174,78 +172,3 @@ def c_model(spec: ModelSpec, kv_base_address: int, block_size: int) -> CModel:
 def capped(values: torch.Tensor, cap: float | None) -> torch.Tensor:
     """The values, bent in place so that none gets beyond the cap; untouched where there is none."""
     return values if cap is None else values.div_(cap).tanh_().mul_(cap)
-
-
-class AttentionBackend(Protocol):
-    """Causal attention of a step's queries over the KV cache of one layer."""
-
-    def attend(self, layer: int, qkv: torch.Tensor, batch: StepBatch, out: torch.Tensor) -> None:
-        """``qkv`` [T, q + 2 kv] holds rotated queries; ``out`` is [T, q]. K and V of the step's
-        own tokens are in the cache already.
-        """
-        ...
-
-
-class FusedAttention:
-    """The C kernel: paged, any mix of decodes and prompt chunks, bit-identical per query."""
-
-    def __init__(self, spec: ModelSpec, kv_base_address: int, block_size: int) -> None:
-        self._spec = spec
-        self._model = c_model(spec, kv_base_address, block_size)
-        self._kernel = kernel("kun_attention", TORCH_DTYPES[spec.dtype])
-
-    def attend(self, layer: int, qkv: torch.Tensor, batch: StepBatch, out: torch.Tensor) -> None:
-        """See ``AttentionBackend``."""
-        window = self._spec.window_of(layer) or 0
-        self._kernel(self._model, batch.as_c(), qkv.data_ptr(), out.data_ptr(), layer, window)
-
-
-class ReferenceAttention:
-    """Gather, then plain float32 torch: slow, and what the fused kernel is tested against."""
-
-    def __init__(self, spec: ModelSpec, kv_base_address: int, block_size: int) -> None:
-        self._spec = spec
-        self._base = kv_base_address
-        self._block_size = block_size
-
-    def attend(self, layer: int, qkv: torch.Tensor, batch: StepBatch, out: torch.Tensor) -> None:
-        """See ``AttentionBackend``."""
-        spec, window, tables = self._spec, self._spec.window_of(layer), batch.tables
-        if window is not None and batch.local_tables is not None:
-            tables = batch.local_tables
-        group = spec.num_heads // spec.num_kv_heads
-        for s, row in enumerate(batch.rows):
-            start, end = int(batch.q_starts[s]), int(batch.q_starts[s + 1])
-            context = int(batch.context_lens[s])
-            if start == end:
-                continue
-            k, v = self._gather(layer, tables[row], context)
-            q = qkv[start:end, : spec.q_size].float().view(end - start, spec.num_heads, -1)
-            k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
-            scores = torch.einsum("qhd,khd->hqk", q, k) * spec.head_dim**-0.5
-            capped(scores, spec.score_cap)
-            q_at = torch.arange(context - (end - start), context)[:, None]
-            k_at = torch.arange(context)[None, :]
-            hidden = k_at > q_at
-            if window is not None:
-                hidden |= k_at <= q_at - window
-            weights = scores.masked_fill(hidden, float("-inf")).softmax(dim=-1)
-            mixed = torch.einsum("hqk,khd->qhd", weights, v)
-            out[start:end] = mixed.reshape(end - start, -1).to(out.dtype)
-
-    def _gather(
-        self, layer: int, entries: np.ndarray, context: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V [context, kv_heads, head_dim] in float32."""
-        num_blocks = -(-context // self._block_size)
-        units = torch.stack([self._unit(int(entry) + layer) for entry in entries[:num_blocks]])
-        both = units.permute(1, 0, 3, 2, 4).flatten(1, 2)[:, :context].float()
-        return both[0], both[1]
-
-    def _unit(self, unit: int) -> torch.Tensor:
-        """A view of one unit: [2, kv_heads, block_size, head_dim]."""
-        spec = self._spec
-        size = spec.unit_bytes(self._block_size)
-        raw = (ctypes.c_uint8 * size).from_address(self._base + unit * size)
-        flat = torch.frombuffer(raw, dtype=TORCH_DTYPES[spec.dtype])
-        return flat.view(2, spec.num_kv_heads, self._block_size, spec.head_dim)

@@ -213,14 +213,8 @@ class CpuBackend(OneMemory):
         config: InstanceConfig,
     ) -> StepDecoder:
         """See ``Backend``."""
-        return Decoder(
-            spec,
-            weights,
-            memory.shards[0].kv_base_address,
-            config.block_size,
-            config.num_threads,
-            config.attention,
-        )
+        at = memory.shards[0].kv_base_address
+        return Decoder(spec, weights, at, config.block_size, config.num_threads)
 
     def sampler(self, eos_ids: Sequence[int], vocab_size: int, forms: Forms) -> Sampler:
         """See ``Backend``."""

@@ -56,15 +56,10 @@ class InstanceConfig:
     granule_bytes: int = 256 * 1024
     """Smallest piece of memory that moves between weights and KV."""
     attention: Annotated[
-        Literal["fused", "reference", "flashinfer"],
-        _instance(
-            "--attention-backend --attention", choices=("fused", "flashinfer"), ignores_case=True
-        ),
+        Literal["fused", "flashinfer"],
+        _instance("--attention-backend --attention", ignores_case=True),
     ] = "fused"
-    """fused: our kernels; flashinfer: with --device cuda, where it is installed.
-
-    ``reference``, plain torch, is what tests compare with.
-    """
+    """fused: our kernels; flashinfer: with --device cuda, where it is installed."""
     enforce_eager: Annotated[bool, _instance()] = False
     """With --device cuda: record no steps as CUDA graphs."""
 

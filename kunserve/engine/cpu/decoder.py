@@ -12,12 +12,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kunserve.core.errors import ConfigError
 from kunserve.core.layout import LayerRange
 from kunserve.engine.attention import (
     TORCH_DTYPES,
-    AttentionBackend,
-    ReferenceAttention,
     StepBatch,
     c_model,
     capped,
@@ -25,7 +22,6 @@ from kunserve.engine.attention import (
 from kunserve.engine.cpu.ends import Ends, Largest, can_be_fused
 from kunserve.engine.cpu.hidden_rows import HiddenRows
 from kunserve.engine.cpu.kernels.library import (
-    CBatch,
     CBuffers,
     CLayer,
     kernel,
@@ -33,7 +29,6 @@ from kunserve.engine.cpu.kernels.library import (
 )
 from kunserve.engine.cpu.kernels.ops import (
     Finish,
-    Matrix,
     argmax,
     gather,
     linear,
@@ -45,7 +40,7 @@ from kunserve.engine.cpu.kernels.rope import rope_tables
 from kunserve.engine.cpu.logit_room import LogitRoom
 from kunserve.engine.cpu.scratch import Scratch, widest
 from kunserve.engine.layer_weights import ModelWeights, as_c
-from kunserve.engine.torch.experts import add_experts, routing_bytes
+from kunserve.engine.torch.experts import routing_bytes
 from kunserve.model.spec import ModelSpec
 
 __all__ = ["LOGIT_ROWS", "Decoder", "FusedDecoder", "StepBatch", "StepDecoder", "StepLimits"]
@@ -156,8 +151,7 @@ class StepDecoder(Protocol):
 class Decoder:
     """Runs steps over the layers of a stage. One step at a time; not thread-safe.
 
-    ``kv_base_address`` is where unit 0 lies. ``attention`` is "fused" (the whole stage is one C
-    call) or "reference" (plain torch attention between single kernels, for checking).
+    ``kv_base_address`` is where unit 0 lies.
     """
 
     def __init__(
@@ -167,10 +161,7 @@ class Decoder:
         kv_base_address: int,
         block_size: int,
         num_threads: int,
-        attention: str = "fused",
     ) -> None:
-        if attention not in ("fused", "reference"):
-            raise ConfigError(f"attention must be 'fused' or 'reference', not {attention!r}")
         self._spec = spec
         self._weights = weights
         self._dtype = TORCH_DTYPES[spec.dtype]
@@ -183,14 +174,10 @@ class Decoder:
         self._range = LayerRange(0, spec.num_layers)
         self._rope = rope_tables(spec)
         self._norm_offset = int(spec.has_offset_norms)
-        is_fused = attention == "fused" and can_be_fused(spec, weights.embedding)
+        is_fused = can_be_fused(spec, weights.embedding)
         self._scratch = Scratch(spec, self._dtype, has_hidden=is_fused)
         self._logits = LogitRoom(spec.vocab_size, self._row_bytes // 4)
-        self._backend: AttentionBackend | None = None
-        if attention == "reference":
-            self._backend = ReferenceAttention(spec, kv_base_address, block_size)
         self._stage = kernel("kun_stage", self._dtype)
-        self._place = kernel("kun_place", self._dtype)
         self._run_fused = kernel("kun_whole", self._dtype)
         self._fused_ends: Ends | None = None
         self._passing_bytes = 0
@@ -260,13 +247,9 @@ class Decoder:
         if between_layers is not None:
             runs = [LayerRange(layer, layer + 1) for layer in range(*self._range)]
         for first, end in runs:
-            if self._backend is None:
-                if end == self._range.end:
-                    hidden = hidden[: batch.keep_sampled()]
-                self._stage(self._model, self._layers, c_batch, buffers, first, end)
-            else:
-                for layer in range(first, end):
-                    self._run_layer(layer, batch, c_batch, buffers, hidden)
+            if end == self._range.end:
+                hidden = hidden[: batch.keep_sampled()]
+            self._stage(self._model, self._layers, c_batch, buffers, first, end)
             if between_layers is not None:
                 between_layers()
         return hidden
@@ -345,53 +328,6 @@ class Decoder:
     def greedy(self, batch: StepBatch, hidden: torch.Tensor) -> np.ndarray:
         """The most likely token of each of ``batch.sample_rows``, int32 [n]; the lowest id wins."""
         return argmax(self.logits(batch, hidden))
-
-    def _run_layer(
-        self,
-        layer: int,
-        batch: StepBatch,
-        c_batch: CBatch,
-        buffers: CBuffers,
-        hidden: torch.Tensor,
-    ) -> None:
-        """What the C stage does, an operation at a time, around the backend's attention."""
-        weights, count, eps = self._weights.layers[layer], batch.num_tokens, self._spec.rms_eps
-        offset = self._norm_offset
-        assert self._backend is not None
-        normed, qkv, mixed, gated = (
-            self._scratch(name, count) for name in ("normed", "qkv", "mixed", "gated")
-        )
-        rms_norm(hidden, weights.input_norm, eps, normed, offset)
-        linear(normed, weights.qkv, weights.qkv_bias, out=qkv)
-        self._place(self._model, self._layers[layer], c_batch, buffers, layer)
-        self._backend.attend(layer, qkv, batch, mixed)
-        self._add(mixed, weights.o, weights.o_bias, weights.attention_out_norm, hidden)
-        rms_norm(hidden, weights.post_norm, eps, normed, offset)
-        if self._spec.experts is not None:
-            add_experts(normed, hidden, weights, self._spec, _run_expert)
-            return
-        gate = Finish.GEGLU if self._spec.has_gelu else Finish.SWIGLU
-        linear(normed, weights.gate_up, weights.gate_up_bias, gated, gate)
-        self._add(gated, weights.down, weights.down_bias, weights.mlp_out_norm, hidden)
-
-    def _add(
-        self,
-        x: torch.Tensor,
-        weight: Matrix,
-        bias: torch.Tensor | None,
-        norm: torch.Tensor | None,
-        hidden: torch.Tensor,
-    ) -> None:
-        """Add a product to the residual stream, normalised first where the model does so."""
-        if norm is None:
-            linear(x, weight, bias, hidden, Finish.RESIDUAL)
-            return
-        product = linear(x, weight, bias, self._scratch("normed", len(x)))
-        hidden += rms_norm(product, norm, self._spec.rms_eps, product, self._norm_offset)
-
-
-def _run_expert(x: torch.Tensor, gate_up: Matrix, down: Matrix) -> torch.Tensor:
-    return linear(linear(x, gate_up, finish=Finish.SWIGLU), down, finish=Finish.FLOAT)
 
 
 def scaled(rows: torch.Tensor, factor: float) -> torch.Tensor:

@@ -8,7 +8,6 @@ import threading
 import time
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -19,8 +18,9 @@ from kunserve.core.errors import ConfigError, ModelFiles, TooLittleMemory
 from kunserve.core.ids import InstanceId
 from kunserve.core.layout import LayerRange
 from kunserve.engine.body import EngineBody
+from kunserve.engine.ranks import processes
 from kunserve.engine.ranks.backend import RankedBackend
-from kunserve.engine.ranks.meeting import RankLost
+from kunserve.engine.ranks.meeting import Meeting, RankLost
 from kunserve.engine.ranks.processes import Start
 from kunserve.model.source import resolve_model
 from tests.direct_engine import DirectEngine
@@ -68,7 +68,7 @@ def open_ranks(
     num_ranks: int = 2,
     *,
     deaths: Deaths | None = None,
-    patience_s: float = 60.0,
+    dies_too: bool = False,
     memory_bytes: int = 2 << 20,
     start: Start = fork_member,
 ) -> EngineBody:
@@ -80,7 +80,8 @@ def open_ranks(
         block_size=8,
         tensor_parallel_size=num_ranks,
     )
-    backend = RankedBackend(model, source, num_ranks, start, deaths or Deaths(), patience_s)
+    on_death = None if dies_too else deaths or Deaths()
+    backend = RankedBackend(model, source, num_ranks, start, on_death)
     return EngineBody(InstanceId(0), model, config, source, backend=backend)
 
 
@@ -90,20 +91,30 @@ def test_a_step_ends_when_a_rank_has_died(folder: Path) -> None:
         lose_a_rank(body, deaths, PROMPT)
 
 
-def test_an_error_behind_a_word_leaves_the_next_word_its_answers(folder: Path) -> None:
+def test_an_error_behind_a_word_leaves_the_next_word_its_answers(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Before, whoever spoke next waited for ever."""
     with closing(open_ranks(folder)) as body:
-        with pytest.raises(ZeroDivisionError), body.memory._drop_elsewhere(WHOLE):
-            raise ZeroDivisionError
+        with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
+            patch.setattr(body.memory.shards[0], "drop", lambda keep: 1 // 0)
+            body.memory.drop(WHOLE)
         assert body.memory.drop(LayerRange(0, 1)).moved_bytes > 0
         body.check()
 
 
-def test_a_step_ends_when_a_rank_stands_still(folder: Path) -> None:
+def test_a_step_ends_when_a_rank_stands_still(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    meetings: list[Meeting] = []
+
+    def watched(*arguments: int, **named: float) -> Meeting:
+        meetings.append(Meeting(*arguments, **named))
+        return meetings[-1]
+
+    monkeypatch.setattr(processes, "Meeting", watched)
     with closing(open_ranks(folder)) as body:
-        backend: Any = body._backend
-        members = backend._members
-        members._patience_s, members.meeting.as_c.patience_ns = 0.3, 300_000_000
+        meetings[0].as_c.patience_ns = 300_000_000
         (pid,) = body.other_pids
         os.kill(pid, signal.SIGSTOP)
         with pytest.raises(RankLost, match="stood still for too long"):
@@ -174,9 +185,7 @@ def test_the_instance_ends_as_its_rank_has(
     pid = os.fork()
     if pid == 0:
         try:
-            body = open_ranks(folder)
-            members = body._backend._members  # type: ignore[attr-defined]
-            members._on_death = members._die_too
+            body = open_ranks(folder, dies_too=True)
             os.kill(body.other_pids[0], signal_number)
             time.sleep(60.0)
         finally:

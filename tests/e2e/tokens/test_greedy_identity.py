@@ -14,9 +14,11 @@ from kunserve.core.config import InstanceConfig, ModelConfig
 from kunserve.core.ids import InstanceId
 from kunserve.core.layout import LayerRange
 from kunserve.core.request import SamplingParams
+from kunserve.engine.backend import CpuBackend
 from kunserve.engine.body import EngineBody
 from kunserve.engine.cpu.decoder import LOGIT_ROWS
 from tests.direct_engine import DirectEngine
+from tests.reference_attention import ReferenceBackend
 from tests.tiny_models import KINDS, VOCAB, expected_tokens, tiny_model
 
 NUM_LAYERS = 4
@@ -38,13 +40,16 @@ def saved(
 
 
 @contextmanager
-def bodies(folder: Path, num: int = 1, **options: object) -> Iterator[list[EngineBody]]:
+def bodies(
+    folder: Path, num: int = 1, backend: CpuBackend | None = None, **options: object
+) -> Iterator[list[EngineBody]]:
     settings = {"memory_bytes": 8 << 20, "granule_bytes": 8192, "block_size": 8, **options}
     made = [
         EngineBody(
             InstanceId(i),
             ModelConfig(model=str(folder), dtype="float32"),
             InstanceConfig(**settings),  # type: ignore[arg-type]
+            backend=backend,
         )
         for i in range(num)
     ]
@@ -89,7 +94,7 @@ def test_guesses_change_nothing(saved: tuple[Path, list[list[int]]]) -> None:
 
 def test_the_reference_attention_agrees(saved: tuple[Path, list[list[int]]]) -> None:
     folder, expected = saved
-    with bodies(folder, attention="reference") as (body,):
+    with bodies(folder, backend=ReferenceBackend()) as (body,):
         engine = DirectEngine([(body, LayerRange(0, NUM_LAYERS))])
         assert engine.generate(PROMPTS, NUM_TOKENS, 16) == expected
 

@@ -20,6 +20,7 @@ from kunserve.core.ids import InstanceId
 from kunserve.core.kv_blocks import ring_of
 from kunserve.core.layout import LayerRange
 from kunserve.core.request import SamplingParams
+from kunserve.engine.backend import CpuBackend
 from kunserve.engine.body import EngineBody
 from kunserve.model.config import read_spec
 from kunserve.model.source import resolve_model
@@ -36,6 +37,7 @@ from tests.e2e.tokens.test_engine_transitions import (
     restore_when_it_fits,
     run,
 )
+from tests.reference_attention import ReferenceBackend
 from tests.tiny_models import GEMMAS, VOCAB, expected_tokens, greedy_after, tiny_model
 
 GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
@@ -62,9 +64,15 @@ def test_prompts_of_many_windows_in_any_cut_between_periods(kind: str, tmp_path:
 
     with ExitStack() as stack:
         bodies = [
-            stack.enter_context(closing(EngineBody(InstanceId(number), settings, config)))
-            for number, config in enumerate(
-                (memory, replace(memory, num_threads=2), replace(memory, attention="reference"))
+            stack.enter_context(
+                closing(EngineBody(InstanceId(number), settings, config, backend=backend))
+            )
+            for number, (config, backend) in enumerate(
+                (
+                    (memory, CpuBackend()),
+                    (replace(memory, num_threads=2), CpuBackend()),
+                    (memory, ReferenceBackend()),
+                )
             )
         ]
         for body in bodies[::2]:

@@ -9,15 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kunserve.core.errors import ConfigError
-from kunserve.engine.attention import (
-    TORCH_DTYPES,
-    FusedAttention,
-    ReferenceAttention,
-    StepBatch,
-    c_model,
-)
+from kunserve.engine.attention import TORCH_DTYPES, StepBatch, c_model
 from kunserve.engine.cpu.kernels.library import set_num_threads
 from kunserve.model.spec import ModelSpec
+from tests.reference_attention import FusedAttention, ReferenceAttention
 from tests.specs import model_spec
 
 NUM_LAYERS = 3

@@ -1,6 +1,5 @@
 import json
-from collections.abc import Iterator
-from ctypes import addressof
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,14 +17,38 @@ from kunserve.core.request import SamplingParams
 from kunserve.core.step import Chunk, StepPlan
 from kunserve.engine.backend import CpuBackend
 from kunserve.engine.body import EngineBody
-from kunserve.engine.cpu.decoder import LOGIT_ROWS, Decoder, StepDecoder
+from kunserve.engine.cpu.decoder import LOGIT_ROWS, StepDecoder
+from kunserve.engine.cpu.ends import Ends
 from kunserve.engine.cpu.hidden_rows import tensor_of
+from kunserve.engine.layer_weights import ModelWeights
 from kunserve.engine.memory import pages
+from kunserve.engine.memory.memory import Memory
+from kunserve.engine.sampling.sampler import Sampler
+from kunserve.engine.sampling.structured.forms import Forms
 from kunserve.engine.step_batch import build_batch
+from kunserve.model.spec import ModelSpec
 from tests.direct_engine import DirectEngine, arenas_mapped
 from tests.tiny_models import save_tiny
 
+A = RequestId("a")
 SMALL = InstanceConfig(memory_bytes=4 << 20, granule_bytes=8192)
+
+
+class WatchedBackend(CpuBackend):
+    """Tells what computes, and what chooses tokens."""
+
+    made: StepDecoder
+    chooser: Sampler
+
+    def decoder(
+        self, spec: ModelSpec, weights: ModelWeights, memory: Memory, config: InstanceConfig
+    ) -> StepDecoder:
+        self.made = super().decoder(spec, weights, memory, config)
+        return self.made
+
+    def sampler(self, eos_ids: Sequence[int], vocab_size: int, forms: Forms) -> Sampler:
+        self.chooser = super().sampler(eos_ids, vocab_size, forms)
+        return self.chooser
 
 
 @pytest.fixture(scope="module")
@@ -34,8 +57,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def body(folder: Path) -> Iterator[EngineBody]:
-    made = EngineBody(InstanceId(4), ModelConfig(model=str(folder)), SMALL)
+def backend() -> WatchedBackend:
+    return WatchedBackend()
+
+
+@pytest.fixture
+def body(folder: Path, backend: WatchedBackend) -> Iterator[EngineBody]:
+    made = EngineBody(InstanceId(4), ModelConfig(model=str(folder)), SMALL, backend=backend)
     yield made
     made.check()
     made.close()
@@ -55,14 +83,15 @@ def test_a_start_tells_of_kv_that_lies_outside_of_windows(tmp_path: Path) -> Non
     """And has memory for both tables of rotary positions."""
     model = ModelConfig(model=str(save_tiny(tmp_path, "gemma3", 3)), max_model_len=200)
     limits = SchedulerConfig(max_num_seqs=3, max_num_batched_tokens=48)
-    body = EngineBody(InstanceId(0), model, SMALL, scheduler=limits)
+    backend = WatchedBackend()
+    body = EngineBody(InstanceId(0), model, SMALL, scheduler=limits, backend=backend)
     try:
         # Two of three layers see 24 of 512 tokens.
         assert body.account.unseen_share == pytest.approx(2 / 3 * (1 - 24 / 512))
         assert "512 tokens, 64% of its KV outside the windows of layers" in str(body.account)
         widths, head, rope = 2 * 64 + 256 + 128 + 96, 160 * 4 + 64 * 2, 2 * 200 * 32 * 4
         assert body.account.buffer_bytes == 48 * widths * 2 + LOGIT_ROWS * head + rope
-        assert body._decoder.buffer_bytes == body.account.buffer_bytes
+        assert backend.made.buffer_bytes == body.account.buffer_bytes
     finally:
         body.close()
 
@@ -82,32 +111,36 @@ def test_or_of_how_many_more_requests_fit_because_it_does_not(tmp_path: Path) ->
         body.close()
 
 
-def test_the_largest_step_takes_no_memory_that_was_not_reserved(folder: Path) -> None:
+def test_the_largest_step_takes_no_memory_that_was_not_reserved(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = ModelConfig(model=str(folder), max_model_len=200)
     limits = SchedulerConfig(max_num_seqs=3, max_num_batched_tokens=48)
-    body = EngineBody(InstanceId(0), model, SMALL, scheduler=limits)
+    reserved: list[int] = []
+    reserve = Ends.reserve
+
+    def watched(ends: Ends, num_sampled: int) -> None:
+        reserved.append(num_sampled)
+        reserve(ends, num_sampled)
+
+    monkeypatch.setattr(Ends, "reserve", watched)
+    backend = WatchedBackend()
+    body = EngineBody(InstanceId(0), model, SMALL, scheduler=limits, backend=backend)
     try:
-        buffers, places = body.account.buffer_bytes, places_of(body._decoder)
+        buffers, decoder = body.account.buffer_bytes, backend.made
+        logits_at = decoder.room_for_logits(1, 1).data_ptr()
         widths, head, rope = 2 * 64 + 256 + 128 + 96, 160 * 4 + 64 * 2, 200 * 32 * 4
-        assert buffers == 48 * widths * 2 + LOGIT_ROWS * head + rope == body._decoder.buffer_bytes
+        assert buffers == 48 * widths * 2 + LOGIT_ROWS * head + rope == decoder.buffer_bytes
         mib = f"{buffers / (1 << 20):.1f}"
         assert f"beside it {mib} MiB for steps" in str(body.account)
         assert body.account.process_bytes > SMALL.memory_bytes + buffers
         engine = DirectEngine([(body, LayerRange(0, 3))])
         engine.generate([[7] * 100, [9] * 150, [3] * 150], 50, chunk_size=16)
-        assert body._decoder.buffer_bytes == buffers
-        assert places_of(body._decoder) == places and len(places) == 9
+        assert decoder.buffer_bytes == buffers
+        assert decoder.room_for_logits(1, 1).data_ptr() == logits_at
+        assert reserved == [LOGIT_ROWS]
     finally:
         body.close()
-
-
-def places_of(decoder: StepDecoder) -> dict[str, int]:
-    """Where all that lies which a step writes or looks up."""
-    assert isinstance(decoder, Decoder) and decoder._fused_ends is not None
-    places = {name: tensor.data_ptr() for name, tensor in decoder._scratch._tensors.items()}
-    places |= {f"rope {i}": table.address(1) for i, table in enumerate(decoder._rope)}
-    ends = decoder._fused_ends
-    return places | {"logits": decoder._logits.address, "largest": addressof(ends._pairs)}
 
 
 def test_memory_for_steps_is_asked_for_with_the_rest(
@@ -214,7 +247,9 @@ def test_units_are_copied_in_order(body: EngineBody) -> None:
         body.memory.unit_view(body.memory.backed_units, 1)
 
 
-def test_logprobs_are_reported_and_state_forgotten(body: EngineBody) -> None:
+def test_logprobs_are_reported_and_state_forgotten(
+    body: EngineBody, backend: WatchedBackend
+) -> None:
     engine = DirectEngine([(body, LayerRange(0, 3))])
     params = SamplingParams(50, temperature=0.0, num_logprobs=3)
     engine.generate([[7, 8, 9]], 4, sampling=params)
@@ -222,8 +257,12 @@ def test_logprobs_are_reported_and_state_forgotten(body: EngineBody) -> None:
         assert token.logprobs is not None and token.logprobs.rank == 1
         assert token.logprobs.top[0] == (token.token_id, token.logprobs.logprob)
         assert len(token.logprobs.top) == 3
-    assert not body._sampler._states and not body._prompt_tokens
     body.forget(RequestId("never seen"))
+    gone = engine.last[0].request_id
+    with pytest.raises(KeyError):
+        body.execute(work_at([0], 8, LayerRange(0, 3), gone, samples=True), None)
+    (token,) = backend.chooser.sample(torch.zeros(1, 160), [gone], [0])
+    assert token.token_id is None, "nobody is known by that name"
 
 
 def test_the_body_cannot_compute_what_it_does_not_hold(body: EngineBody) -> None:
@@ -234,14 +273,21 @@ def test_the_body_cannot_compute_what_it_does_not_hold(body: EngineBody) -> None
         body.memory.layer_view(2)
 
 
-def work_at(entries: list[int], context: int, layers: LayerRange) -> StepWork:
+def work_at(
+    entries: list[int],
+    context: int,
+    layers: LayerRange,
+    request_id: RequestId = A,
+    *,
+    samples: bool = False,
+) -> StepWork:
     """The last token of one sequence in blocks of 16."""
-    chunk = Chunk(RequestId("a"), context - 1, 1, False)
+    chunk = Chunk(request_id, context - 1, 1, samples)
     return StepWork(
         plan=StepPlan(GroupId(0), StepId(0), (), (), (chunk,)),
         layers=layers,
         is_first=True,
-        is_last=False,
+        is_last=samples,
         token_ids=np.array([5], dtype=np.int32),
         tables=np.array([entries], dtype=np.int32),
         rows=np.zeros(1, dtype=np.int32),

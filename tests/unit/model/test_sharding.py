@@ -70,7 +70,6 @@ def test_memory_and_threads_are_divided() -> None:
             {"device": "cuda", "attention": "flashinfer"},
             "--attention-backend flashinfer computes on one rank only",
         ),
-        ({"attention": "reference"}, "--attention-backend reference computes on one rank only"),
         ({"num_threads": 3}, "--num-threads 3 are for all ranks"),
     ],
 )

@@ -167,9 +167,9 @@ class CudaBackend(OneMemory):
         return TorchRecorder(self.device) if self.device.type == "cuda" else self._recorder
 
     def open_ops(self, spec: ModelSpec, config: InstanceConfig) -> Ops:
-        """Triton's kernels on a device; plain torch where it has none, or if it is asked for."""
+        """Triton's kernels on a device; plain torch where it has none."""
         ops: Ops = ReferenceOps(spec)
-        if self.device.type == "cuda" and config.attention != "reference":
+        if self.device.type == "cuda":
             # Triton comes with torch for CUDA, and is not there without it.
             ops = importlib.import_module("kunserve.engine.torch.ops.triton_ops").TritonOps(spec)
         if config.attention == "flashinfer":

@@ -8,13 +8,13 @@ import torch
 import transformers
 from torch import nn
 
-from kunserve.core.errors import ConfigError
 from kunserve.core.layout import LayerRange
 from kunserve.engine.cpu.decoder import Decoder, StepBatch
 from kunserve.engine.cpu.kernels.rope import RopeTable, inverse_frequencies
 from kunserve.engine.layer_weights import LayerWeights, ModelWeights
 from kunserve.model.rope import Llama3Rope
 from kunserve.model.spec import ModelSpec
+from tests.reference_attention import ReferenceDecoder
 from tests.specs import model_spec
 from tests.unit.engine.memory.test_memory import SMOLLM2
 
@@ -133,7 +133,9 @@ def weights_of(model: nn.Module) -> ModelWeights:
 class Bench:
     """A decoder over its own KV memory, fed with (sequence, tokens so far, new tokens)."""
 
-    def __init__(self, model: nn.Module, attention: str = "fused", threads: int = 1) -> None:
+    def __init__(
+        self, model: nn.Module, threads: int = 1, decoder: type[Decoder] = Decoder
+    ) -> None:
         self.spec = spec_of(model)
         layers, unit_bytes = self.spec.num_layers, self.spec.unit_bytes(BLOCK_SIZE)
         num_blocks = 4 * MAX_BLOCKS
@@ -142,7 +144,7 @@ class Bench:
         self.tables = entries.reshape(4, MAX_BLOCKS).astype(np.int32)
         self.weights = weights_of(model)
         address = self.memory.ctypes.data + layers * unit_bytes
-        self.decoder = Decoder(self.spec, self.weights, address, BLOCK_SIZE, threads, attention)
+        self.decoder = decoder(self.spec, self.weights, address, BLOCK_SIZE, threads)
 
     def batch(self, chunks: list[tuple[int, int, list[int]]]) -> StepBatch:
         starts = np.cumsum([0] + [len(new) for _, _, new in chunks], dtype=np.int32)
@@ -170,11 +172,11 @@ def prompts() -> list[list[int]]:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("attention", ["fused", "reference"])
+@pytest.mark.parametrize("decoder", [Decoder, ReferenceDecoder])
 @pytest.mark.parametrize("kind", CONFIGS)
-def test_greedy_generation_is_transformers(kind, attention):
+def test_greedy_generation_is_transformers(kind, decoder):
     model = make_model(kind)
-    bench = Bench(model, attention)
+    bench = Bench(model, decoder=decoder)
     tokens = prompts()
     logits = bench.step(*[(s, 0, prompt) for s, prompt in enumerate(tokens)])
     for _ in range(6):
@@ -259,15 +261,13 @@ def test_a_step_in_one_call_has_the_bits_of_its_parts(kind, dtype):
         one.decoder.run_whole(batch)
 
 
-def test_an_empty_step_and_an_unknown_backend():
+def test_an_empty_step():
     model = make_model("llama")
     bench = Bench(model)
     empty = np.zeros(0, dtype=np.int32)
     batch = StepBatch(empty, empty, bench.tables, empty, np.zeros(1, np.int32), empty, empty)
     hidden = bench.decoder.forward(batch, bench.decoder.embed(batch))
     assert hidden.shape == (0, 64) and bench.decoder.logits(batch, hidden).shape == (0, 96)
-    with pytest.raises(ConfigError, match="attention"):
-        Bench(model, attention="fast")
 
 
 def test_positions_are_the_same_however_the_table_grew() -> None:

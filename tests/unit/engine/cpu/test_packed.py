@@ -16,6 +16,7 @@ from kunserve.core.errors import ConfigError, UnsupportedModel
 from kunserve.core.ids import InstanceId
 from kunserve.core.layout import LayerRange
 from kunserve.engine.attention import StepBatch
+from kunserve.engine.backend import CpuBackend
 from kunserve.engine.body import EngineBody
 from kunserve.engine.cpu.ends import Ends
 from kunserve.engine.cpu.kernels.library import kernel, set_num_threads
@@ -23,6 +24,7 @@ from kunserve.engine.cpu.kernels.ops import Finish, gather, linear, rms_norm
 from kunserve.engine.cpu.kernels.packed import PackedMatrix, rounded_bytes
 from kunserve.engine.weights.packing import StoredRows, pack
 from kunserve.model.packed import PackedField, Run, WeightFormat
+from tests.reference_attention import ReferenceBackend
 from tests.specs import model_spec
 from tests.tiny_gguf import write_gguf
 from tests.tiny_models import tiny_model
@@ -259,11 +261,13 @@ def any_rows(kind: WeightFormat):
     return write
 
 
-def logits_of(path: Path, quantization: str, attention: str = "fused") -> tuple[np.ndarray, int]:
+def logits_of(
+    path: Path, quantization: str, backend: CpuBackend | None = None
+) -> tuple[np.ndarray, int]:
     """Of the last token of a prompt, and the bytes of the weights."""
     model = ModelConfig(model=str(path), dtype="float32", quantization=quantization)
-    config = InstanceConfig(memory_bytes=24 << 20, granule_bytes=8192, attention=attention)
-    body = EngineBody(InstanceId(0), model, config)
+    config = InstanceConfig(memory_bytes=24 << 20, granule_bytes=8192)
+    body = EngineBody(InstanceId(0), model, config, backend=backend)
     try:
         tokens = np.array(PROMPT, dtype=np.int32)
         count = len(tokens)
@@ -301,7 +305,7 @@ def test_a_kept_model_is_the_expanded_one_but_for_rounding(
     assert alike(plain, kept) > 0.99 and not np.array_equal(plain, kept)
     bits = 8.5 if kind is WeightFormat.Q8_0 else 6.7 if kind is WeightFormat.Q6_K else 5.0
     assert kept_bytes < plain_bytes * (bits / 32 + 0.02) + 2 * 8192
-    reference, _ = logits_of(path, "gguf", "reference")
+    reference, _ = logits_of(path, "gguf", ReferenceBackend())
     np.testing.assert_allclose(reference, kept, rtol=0, atol=1e-3 * np.abs(kept).max())
 
 
@@ -314,7 +318,7 @@ def test_quantised_experts_are_the_expanded_ones_but_for_rounding(
     kept, kept_bytes = logits_of(path, "auto")
     assert alike(plain, kept) > 0.98 and not np.array_equal(plain, kept)
     assert kept_bytes < plain_bytes * (0.32 if quant is Quant.Q8_0 else 0.22)
-    reference, _ = logits_of(path, "gguf", "reference")
+    reference, _ = logits_of(path, "gguf", ReferenceBackend())
     np.testing.assert_allclose(reference, kept, rtol=0, atol=1e-3 * np.abs(kept).max())
 
 
@@ -324,7 +328,7 @@ def test_experts_whose_columns_are_no_blocks_are_expanded_alone(tmp_path: Path) 
     plain, plain_bytes = logits_of(path, "none")
     kept, kept_bytes = logits_of(path, "auto")
     assert alike(plain, kept) > 0.98 and 0.3 * plain_bytes < kept_bytes < 0.7 * plain_bytes
-    reference, _ = logits_of(path, "gguf", "reference")
+    reference, _ = logits_of(path, "gguf", ReferenceBackend())
     np.testing.assert_allclose(reference, kept, rtol=0, atol=1e-3 * np.abs(kept).max())
 
 
@@ -406,7 +410,7 @@ def test_a_layer_comes_back_from_the_file_with_the_same_bytes(kind: str, tmp_pat
     config = InstanceConfig(memory_bytes=4 << 20, granule_bytes=4096)
     body = EngineBody(InstanceId(0), ModelConfig(model=str(path), quantization="auto"), config)
     assert body.model.packed is not None
-    assert body.spec.layer_bytes == body.layer_bytes < body.model.layer_params
+    assert body.spec.layer_bytes == body.memory.layer_bytes < body.model.layer_params
     before = body.memory.layer_view(2).copy()
     units = body.spec.kv_units
     assert body.memory.drop(LayerRange(0, 1)).kv_units > units

@@ -200,7 +200,7 @@ def test_a_body_with_it(flashinfer: None, tmp_path: Path, monkeypatch: pytest.Mo
     FakeCuda()
     model = ModelConfig(model=str(save_tiny(tmp_path, "mistral", 2)))
     tokens = []
-    for attention in ("reference", "flashinfer"):
+    for attention in ("fused", "flashinfer"):
         sizes = InstanceConfig(
             memory_bytes=4 << 20, granule_bytes=8 * KIB, block_size=8, attention=attention
         )
