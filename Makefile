@@ -3,6 +3,7 @@
 # make check     what CI checks: lint, types, contracts, docs, tests (needs an installed environment)
 # make docs      the site, served at http://localhost:8001 while you write
 # make test      install, then check
+# make test-changed   the tests that can tell what this branch has changed
 # make test-clients   LangChain and instructor as clients, in an environment of their own
 # make test-ray  instances on the nodes of a Ray cluster, on this machine (brings Ray: 240 MB)
 # make test-chart     the Helm chart, rendered and held against schemas
@@ -24,7 +25,7 @@ KERNEL_FILES := $(wildcard kunserve/engine/cpu/kernels/csrc/*) kunserve/engine/c
 # Tests start many processes. Each would compile every module anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install demo check check-types check-docs check-tests docs slow chaos chaos-sim hunt test test-aarch64 test-clients test-hosts test-kernels test-ray test-chart package experiments clean
+.PHONY: install demo check check-types check-docs check-tests docs slow chaos chaos-sim hunt test test-aarch64 test-changed test-clients test-hosts test-kernels test-ray test-chart package experiments clean
 .DELETE_ON_ERROR:
 
 install: $(VENV)/.kernels
@@ -84,6 +85,14 @@ check-docs:
 check-tests:
 	$(BIN)/pytest --numprocesses $(TEST_PROCESSES) --dist worksteal
 
+# What git does not know as in main, or in SINCE, and whoever depends on it: tests/running/changed.py.
+SINCE ?= main
+test-changed: install
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/lint-imports
+	$(BIN)/pytest --changed=$(SINCE) --numprocesses $(TEST_PROCESSES) --dist worksteal
+
 docs: install
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve --dev-addr localhost:8001
 
@@ -120,7 +129,7 @@ test-hosts: install
 KERNEL_TESTS := $(addprefix tests/unit/engine/,cpu/test_kernels.py test_attention.py cpu/test_packed.py cpu/test_decoder.py)
 SANITIZERS := -O1 -g -fsanitize=address,undefined -fno-sanitize-recover=undefined
 LIBASAN = $(shell $(CC) -print-file-name=libasan.so) $(shell $(CC) -print-file-name=libubsan.so)
-COMPILE := 'import tests.conftest; from kunserve.engine.cpu.kernels.build import find_or_build; find_or_build()'
+COMPILE := 'import tests.unit.engine.conftest; from kunserve.engine.cpu.kernels.build import find_or_build; find_or_build()'
 # Of AMX its instructions in C. Their own text is no source, so its sum is a flag: else an old
 # library would be taken. What has no AVX2 is slow, and does nothing else than what has it.
 KERNEL_BUILDS := amx native x86-64-v3 x86-64

@@ -1,9 +1,5 @@
-"""Shared by every test: Hypothesis' settings, the ``gpu`` marker, waiting without sleeping.
+"""Shared by every test: Hypothesis' settings, the ``gpu`` marker, waiting without sleeping."""
 
-KERNEL_FLAGS in the environment has the C kernels compiled otherwise: see ``make test-kernels``.
-"""
-
-import os
 import signal
 import time
 from collections.abc import Callable, Generator
@@ -13,6 +9,9 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.examples import COMMIT, HUNT
+from tests.running.changed import pytest_addoption, pytest_configure, pytest_ignore_collect
+
+__all__ = ["pytest_addoption", "pytest_configure", "pytest_ignore_collect"]
 
 T = TypeVar("T")
 PATIENCE_S = 60.0
@@ -33,12 +32,6 @@ settings.register_profile(
     "hunt", settings.get_profile("kunserve"), max_examples=HUNT, derandomize=False
 )
 settings.load_profile("kunserve")
-
-
-if kernel_flags := os.environ.get("KERNEL_FLAGS"):
-    from kunserve.engine.cpu.kernels import build
-
-    build.NATIVE = tuple(kernel_flags.split())
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,0 +1,8 @@
+"""KERNEL_FLAGS in the environment has the C kernels compiled otherwise: ``make test-kernels``."""
+
+import os
+
+from kunserve.engine.cpu.kernels import build
+
+if kernel_flags := os.environ.get("KERNEL_FLAGS"):
+    build.NATIVE = tuple(kernel_flags.split())
