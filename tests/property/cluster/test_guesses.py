@@ -13,7 +13,7 @@ from kunserve.core.config import SwapConfig
 from kunserve.core.ids import InstanceId
 from kunserve.core.request import SamplingParams
 from kunserve.core.speculative_config import SpeculativeConfig
-from kunserve_lab.world.in_process import CompletePull
+from kunserve_lab.world.actions import CompletePull
 from tests.examples import examples
 from tests.fake_cluster import FakeCluster
 
