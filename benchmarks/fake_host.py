@@ -32,10 +32,10 @@ from kunserve.control.instance.work import Work
 from kunserve.core.ids import InstanceId
 from kunserve.core.messages import Alive, Connect, Message, Ready
 from kunserve.core.python_command import python_command
-from kunserve.core.transfer import KvPull, LayerLoad, PeerAddress
+from kunserve.core.transfer import KvPull, PeerAddress
 from kunserve.transport.wire.channel import InstanceChannel
 from kunserve_lab.world.fake_body import FakeBody, FakeModel, fake_spec
-from kunserve_lab.world.mover import InProcessMover, Pull
+from kunserve_lab.world.mover import Pull, WorldMover
 
 _NOWHERE = PeerAddress("hosted", "hosted")
 _LENGTH = struct.Struct("<I")
@@ -58,7 +58,7 @@ class _Order:
 class _Member:
     agent: InstanceAgent
     body: FakeBody
-    mover: InProcessMover
+    mover: WorldMover
     channel: InstanceChannel
     order: InstanceOrder
     step_s: float
@@ -140,7 +140,7 @@ class FakeHost:
             layer_bytes=fake.layer_bytes,
             granule_bytes=fake.granule_bytes,
         )
-        body, mover = FakeBody(spec, FakeModel(fake.num_layers, fake.vocab_size)), InProcessMover()
+        body, mover = FakeBody(spec, FakeModel(fake.num_layers, fake.vocab_size)), WorldMover()
         longest = fake.kv_blocks * config.instance.block_size
         settings = AgentConfig(instance_id, config.scheduler, frozenset(), longest)
         agent = InstanceAgent(settings, body, mover)
@@ -226,23 +226,17 @@ class FakeHost:
             self._end(instance_id)
 
     def _complete(self, member: _Member, pull: Pull, now_s: float) -> None:
-        what, entries = pull
+        what = pull.what
         if not isinstance(what, KvPull):
-            src = None if isinstance(what, LayerLoad) else what.src
             member.body.load_layers(what.layers)
-            member.agent.pulled_layers(what.layers, src, True, now_s)
+            member.agent.pulled_layers(what.layers, what.src, True, now_s)
             return
         source = self._members.get(what.src)
-        exported = None if source is None else source.mover.exports.get(what.request_id)
-        if source is None or exported is None or entries is None:
-            member.agent.pulled_kv(what, False, now_s)
-            return
-        first, num_layers = what.layers.first, what.layers.num_layers
-        given = exported[what.first_block : what.end_block].tolist()
-        for src_entry, dst_entry in zip(given, entries.tolist(), strict=True):
-            view = member.body.unit_view(dst_entry + first, num_layers)
-            view[:] = source.body.unit_view(src_entry + first, num_layers)
-        member.agent.pulled_kv(what, True, now_s)
+        ok = source is not None and source.mover.can_give(what)
+        if ok and source is not None and pull.entries is not None:
+            given = source.mover.given(what)
+            member.body.fill_kv(what.layers, pull.entries, source.body, given)
+        member.agent.pulled_kv(what, ok, now_s)
 
 
 class HostedInstance:

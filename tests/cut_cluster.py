@@ -4,7 +4,8 @@ from typing import Any
 
 from kunserve.core.ids import InstanceId
 from kunserve.core.messages import LinkBroken, Message
-from kunserve_lab.world.actions import Action, Address, CompletePull, Delivery, Letter
+from kunserve_lab.world.actions import Action, CompletePull, Delivery, Letter
+from kunserve_lab.world.world import Address
 from tests.fake_cluster import FakeCluster
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import pytest
 
 from kunserve.core.ids import InstanceId
-from kunserve_lab.world.in_process import Delivery
+from kunserve_lab.world.actions import Delivery
 from tests.e2e.processes import test_local_cluster
 from tests.fake_cluster import FakeCluster
 from tests.unit.control.cluster.requests import test_requests

@@ -11,9 +11,6 @@ class ClusterAccounts:
     def __init__(self) -> None:
         self.totals: list[SchedulerTotals] = []
         """Of every instance that ever was."""
-        self.scale_ups: list[tuple[float, str]] = []
-        """When more instances were asked for, and why."""
-        self.num_given_back = 0
         self._ordered_s: dict[InstanceId, float] = {}
         self._past_instance_s = 0.0
         self._stage_times: dict[tuple[GroupId, InstanceId], StageTime] = {}
@@ -24,8 +21,8 @@ class ClusterAccounts:
         self._ordered_s[instance_id] = now_s
 
     def note_end(self, instance_id: InstanceId, now_s: float) -> None:
-        """The instance is held no more."""
-        self._past_instance_s += now_s - self._ordered_s.pop(instance_id)
+        """The instance is held no more, if it was."""
+        self._past_instance_s += now_s - self._ordered_s.pop(instance_id, now_s)
 
     def instance_seconds(self, now_s: float) -> float:
         """Time that instances were held, from order to end, so far."""

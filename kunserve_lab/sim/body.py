@@ -57,6 +57,11 @@ class SimBody:
         """See ``Body``. Its books are the body's."""
         return self
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is left of any request."""
+        return not self.swapped
+
     def work_s(self, work: AnyWork, busy_share: float) -> float:
         """How long the body will take for anything. Called once for each."""
         match work:

@@ -1,13 +1,11 @@
-"""What can happen next in an in-process cluster, and what is on its way between its parts."""
+"""What can happen next in a world whose order is chosen, and what is on its way in it."""
 
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 from kunserve.core.ids import InstanceId
 from kunserve.transport.wire.numbering import Stamp
-
-Address: TypeAlias = InstanceId | None
-"""None is the controller."""
+from kunserve_lab.world.world import Address
 
 
 class Letter(NamedTuple):

@@ -16,6 +16,7 @@ from typing import Self
 import numpy as np
 import numpy.typing as npt
 
+from kunserve.control.arrays import Int32Array
 from kunserve.control.instance.body import (
     HeadWork,
     HostCopy,
@@ -138,6 +139,11 @@ class FakeBody(ViewedMemory):
         """Requests that the body keeps anything of, for tests that look for leaks."""
         return set(self._starts)
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is left of any request."""
+        return not self._starts and self.host.num_bytes == 0
+
     # Steps
 
     def execute(
@@ -204,7 +210,7 @@ class FakeBody(ViewedMemory):
         return mix(tokens * np.uint64(FACTOR_1) + positions.astype(np.uint64), EMBED)
 
     def _run_chunk(
-        self, hidden: Uint64Array, entries: npt.NDArray[np.int32], start: int, layers: LayerRange
+        self, hidden: Uint64Array, entries: Int32Array, start: int, layers: LayerRange
     ) -> Uint64Array:
         block_size = self._spec.block_size
         end = start + len(hidden)
@@ -224,7 +230,7 @@ class FakeBody(ViewedMemory):
             hidden = mix(hidden + np.uint64(3) * seen, 2 * layer + 1)
         return hidden
 
-    def _units(self, entries: npt.NDArray[np.int32], num: int, layer: int) -> npt.NDArray[np.int32]:
+    def _units(self, entries: Int32Array, num: int, layer: int) -> Int32Array:
         """Where a layer has each ``block_size`` tokens of a context."""
         blocks = self._spec.blocks
         if blocks.ring is None:
@@ -356,6 +362,23 @@ class FakeBody(ViewedMemory):
         self._unverified.add(layer)
         view: Uint8Array = self._weights[layer]
         return view
+
+    def fill_kv(
+        self, layers: LayerRange, into: Int32Array, source: "FakeBody", given: Int32Array
+    ) -> None:
+        """Copy blocks of another instance, over some layers."""
+        first, num_layers = layers.first, layers.num_layers
+        for src, dst in zip(given.tolist(), into.tolist(), strict=True):
+            view = self.unit_view(dst + first, num_layers)
+            view[:] = source.unit_view(src + first, num_layers)
+
+    def fill_layers(self, layers: LayerRange, source: "FakeBody | None") -> None:
+        """Copy another instance's weights, or load them."""
+        if source is None:
+            self.load_layers(layers)
+            return
+        for layer in range(*layers):
+            self.layer_view(layer)[:] = source.layer_view(layer)
 
     @staticmethod
     def hidden_to_bytes(hidden: Uint64Array) -> memoryview:

@@ -1,28 +1,43 @@
-"""Bulk pulls that wait until a test completes them, for ``in_process``."""
+"""Bulk pulls of a world: under way until its order lets them land."""
 
-from typing import NamedTuple
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeAlias
 
 from kunserve.control.arrays import Int32Array
 from kunserve.core.ids import InstanceId, RequestId
 from kunserve.core.layout import LayerRange
 from kunserve.core.transfer import KvPull, LayerLoad, LayerPull
-from kunserve_lab.world.fake_body import FakeBody
+
+Pulled: TypeAlias = KvPull | LayerPull | LayerLoad
 
 
-class Pull(NamedTuple):
+@dataclass(slots=True, eq=False)
+class Pull:
     """A bulk transfer under way."""
 
-    what: KvPull | LayerPull | LayerLoad
-    entries: Int32Array | None
+    what: Pulled
+    entries: Int32Array | None = None
+    """Where blocks of KV go."""
+    is_wanted: bool = True
+    """It was not called off."""
 
 
-class InProcessMover:
-    """Implements ``control.instance.body.Mover``: a pull copies when somebody completes it."""
+class WorldMover:
+    """Implements ``control.instance.body.Mover``: a pull lands when somebody lets it."""
 
-    def __init__(self) -> None:
+    def __init__(self, begin: Callable[[Pull], None] = lambda pull: None) -> None:
+        """``begin`` is told of every pull that sets out."""
         self.exports: dict[RequestId, Int32Array] = {}
         self.offered: LayerRange | None = None
         self.pulls: list[Pull] = []
+        """Under way, in the order in which they set out."""
+        self._begin = begin
+
+    @property
+    def is_quiet(self) -> bool:
+        """Nothing is exported and nothing under way."""
+        return not self.exports and not self.pulls
 
     def export_kv(self, request_id: RequestId, entries: Int32Array) -> None:
         """Let peers read the request's blocks."""
@@ -34,12 +49,16 @@ class InProcessMover:
 
     def pull_kv(self, piece: KvPull, entries: Int32Array) -> None:
         """Start filling blocks."""
-        self.pulls.append(Pull(piece, entries))
+        assert len(entries) == piece.end_block - piece.first_block, (piece, entries)
+        self._pull(Pull(piece, entries))
 
     def pull_layers(self, layers: LayerRange, src: InstanceId | None) -> None:
         """Start filling weights."""
-        what = LayerLoad(layers) if src is None else LayerPull(layers, src)
-        self.pulls.append(Pull(what, None))
+        self._pull(Pull(LayerLoad(layers) if src is None else LayerPull(layers, src)))
+
+    def _pull(self, pull: Pull) -> None:
+        self.pulls.append(pull)
+        self._begin(pull)
 
     def offer_layers(self, layers: LayerRange | None) -> None:
         """Let peers pull these layers and no others."""
@@ -47,35 +66,30 @@ class InProcessMover:
 
     def cancel(self, request_id: RequestId) -> None:
         """Forget the pulls of a request."""
-        self.pulls = [
-            pull
-            for pull in self.pulls
-            if not isinstance(pull.what, KvPull) or pull.what.request_id != request_id
-        ]
+        self._forget(
+            [
+                pull
+                for pull in self.pulls
+                if isinstance(pull.what, KvPull) and pull.what.request_id == request_id
+            ]
+        )
 
     def reset(self) -> None:
         """Forget every export and every pull."""
         self.exports.clear()
-        self.pulls.clear()
+        self._forget(self.pulls)
 
-    # As a source
+    def _forget(self, pulls: list[Pull]) -> None:
+        for pull in pulls:
+            pull.is_wanted = False
+        self.pulls = [pull for pull in self.pulls if pull.is_wanted]
 
-    def copy_layers(self, what: LayerPull, mine: FakeBody, theirs: FakeBody) -> bool:
-        """Give what a peer pulls; False if it is not offered."""
-        if self.offered is None or not self.offered.covers(what.layers):
-            return False
-        for layer in range(*what.layers):
-            theirs.layer_view(layer)[:] = mine.layer_view(layer)
-        return True
+    def can_give(self, what: Pulled) -> bool:
+        """Asked by a peer: whether the KV or the layers are here to be read."""
+        if isinstance(what, KvPull):
+            return what.request_id in self.exports
+        return self.offered is not None and self.offered.covers(what.layers)
 
-    def copy_kv(self, piece: KvPull, mine: FakeBody, theirs: FakeBody, entries: Int32Array) -> bool:
-        """The same for a request's KV, into the puller's ``entries``."""
-        exported = self.exports.get(piece.request_id)
-        if exported is None:
-            return False
-        given = exported[piece.first_block : piece.end_block].tolist()
-        first, num_layers = piece.layers.first, piece.layers.num_layers
-        for src, dst in zip(given, entries.tolist(), strict=True):
-            view = theirs.unit_view(dst + first, num_layers)
-            view[:] = mine.unit_view(src + first, num_layers)
-        return True
+    def given(self, piece: KvPull) -> Int32Array:
+        """Where the blocks are that a peer pulls."""
+        return self.exports[piece.request_id][piece.first_block : piece.end_block]

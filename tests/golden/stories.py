@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from kunserve_lab.compare.simulated.scenario import Scenario
-from kunserve_lab.sim.cluster import WorldConfig
+from kunserve_lab.sim.by_time import WorldConfig
 from kunserve_lab.workload.workload import Lengths, Workload
 from tests.lab.sim.worlds import scenario, small_profile
 

@@ -24,8 +24,9 @@ from kunserve.control.instance.body import HostCopy, StepWork
 from kunserve.core.ids import InstanceId, RequestId
 from kunserve.core.messages import Message, Rejoin
 from kunserve.core.request import Request
-from kunserve_lab.world.actions import Action, Address, CompletePull, StartStep
+from kunserve_lab.world.actions import Action, CompletePull, StartStep
 from kunserve_lab.world.fake_body import FakeBody
+from kunserve_lab.world.world import Address
 from tests.cut_cluster import CutCluster
 from tests.golden.letters import (
     command_words,
@@ -53,15 +54,8 @@ class ToldCluster(CutCluster):
         super().__init__(**settings)
 
     def _listen(self, patch: pytest.MonkeyPatch) -> None:
-        """Hear what is no letter: commands to the driver, rejoining, copies to host memory."""
-        real_drain, real_rejoin = Controller.drain, Controller.rejoin
-        real_swap = FakeBody.swap_units
-
-        def drain(controller: Controller) -> list[ControlCommand]:
-            commands = real_drain(controller)
-            for command in commands:
-                self._commanded(command)
-            return commands
+        """Hear what is no letter, and no command: rejoining, copies to host memory."""
+        real_rejoin, real_swap = Controller.rejoin, FakeBody.swap_units
 
         def rejoin(controller: Controller, events: Sequence[Rejoin], now_s: float) -> None:
             for event in events:
@@ -75,7 +69,6 @@ class ToldCluster(CutCluster):
                     self.note(f"{instance_id} copies{beside} {way} {copy_words(copies)}")
             real_swap(body, out, back, beside_step=beside_step)
 
-        patch.setattr(Controller, "drain", drain)
         patch.setattr(Controller, "rejoin", rejoin)
         patch.setattr(FakeBody, "swap_units", swap_units)
 
@@ -135,6 +128,13 @@ class ToldCluster(CutCluster):
             work = self.members[action.instance_id].work
             if work is not None and isinstance(work.step, StepWork) and work.step.is_first:
                 self.note(f"{action.instance_id} {plan_words(work.step.plan)}")
+
+    def drain(self) -> list[ControlCommand]:
+        """The controller commands."""
+        commands = super().drain()
+        for command in commands:
+            self._commanded(command)
+        return commands
 
     def _commanded(self, command: ControlCommand) -> None:
         match command:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-import kunserve_lab.world.in_process as in_process
+import kunserve_lab.world.by_choice as in_process
 from kunserve.control.cluster.commands import Deliver, Send
 from kunserve.control.cluster.controller import Controller
 from kunserve.core.config import (
@@ -28,18 +28,13 @@ from kunserve.core.request import Request, SamplingParams
 from kunserve.core.step import Chunk
 from kunserve.core.transfer import KvPull
 from kunserve.transport.wire.codec import decode
-from kunserve_lab.sim.cluster import SimCluster
+from kunserve_lab.sim.by_time import TimedWorld
 from kunserve_lab.sim.events import EventHeap
 from kunserve_lab.sim.models import find_model
 from kunserve_lab.sim.profile import InstanceProfile
+from kunserve_lab.world.actions import CompletePull, Delivery, FinishStep, StartStep
+from kunserve_lab.world.by_choice import ChosenWorld
 from kunserve_lab.world.fake_body import FakeModel, fake_spec
-from kunserve_lab.world.in_process import (
-    CompletePull,
-    Delivery,
-    FinishStep,
-    InProcessCluster,
-    StartStep,
-)
 
 NUM_LAYERS, NUM_INSTANCES, MAX_LEN = 6, 3, 200
 
@@ -109,7 +104,7 @@ def simulated(policy: Any) -> list[Happening]:
         message_latency_s=1e-3,
     )
     heap, recorder = EventHeap(), Recorder()
-    cluster = SimCluster(config(policy), profile, heap, lambda token: None, None, recorder)
+    cluster = TimedWorld(config(policy), profile, heap, lambda token: None, None, recorder)
     for time_s, request in requests():
         heap.at(time_s, cluster.submit, request)
     while heap.now_s() < 60.0:
@@ -137,7 +132,7 @@ class Follower:
             fake_spec(InstanceId(i), NUM_LAYERS, kv_units=NUM_LAYERS * 60)
             for i in range(NUM_INSTANCES)
         ]
-        self.cluster = InProcessCluster(
+        self.cluster = ChosenWorld(
             FakeModel(NUM_LAYERS), specs, config(policy), profile_length(specs[0])
         )
 

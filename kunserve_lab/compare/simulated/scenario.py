@@ -17,7 +17,7 @@ from kunserve.core.kv_blocks import ring_of
 from kunserve.model.profile import read_profile
 from kunserve_lab.compare.settings import SimulatedSetup
 from kunserve_lab.compare.systems import System, check_parts
-from kunserve_lab.sim.cluster import WorldConfig
+from kunserve_lab.sim.by_time import WorldConfig
 from kunserve_lab.sim.costs import cpu_profile, profile_times
 from kunserve_lab.sim.devices import find_device
 from kunserve_lab.sim.models import find_model

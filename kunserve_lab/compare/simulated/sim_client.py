@@ -9,7 +9,7 @@ from kunserve.core.request import FinishReason, Request, SamplingParams
 from kunserve.core.snapshots import ClusterState
 from kunserve_lab.bench.records import RequestRecord, ServerSample
 from kunserve_lab.compare.simulated.prompts import Prompts
-from kunserve_lab.sim.cluster import SimCluster
+from kunserve_lab.sim.by_time import TimedWorld
 from kunserve_lab.sim.events import EventHeap
 from kunserve_lab.workload.workload import Workload, WorkloadRequest
 
@@ -67,7 +67,7 @@ class SimClient:
         """When the last response so far ended."""
         return max((record.finish_s for record in self.records), default=0.0)
 
-    def begin(self, cluster: SimCluster) -> None:
+    def begin(self, cluster: TimedWorld) -> None:
         """From now on requests go out when the workload says."""
         self._cluster = cluster
         self._schedule_next()

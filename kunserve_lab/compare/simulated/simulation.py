@@ -14,7 +14,7 @@ from kunserve_lab.bench.runfile import Run
 from kunserve_lab.compare.simulated.scenario import Scenario, config_of, profile_of, world_of
 from kunserve_lab.compare.simulated.sim_client import SimClient
 from kunserve_lab.compare.systems import System
-from kunserve_lab.sim.cluster import SimCluster, Watcher
+from kunserve_lab.sim.by_time import TimedWorld, Watcher
 from kunserve_lab.sim.events import EventHeap
 
 LEAD_S = 5.0
@@ -105,7 +105,7 @@ def _simulate(
         scenario.server,
     )
     client = SimClient(heap, workload, LEAD_S, ended)
-    cluster = SimCluster(
+    cluster = TimedWorld(
         config,
         profile,
         heap,
@@ -117,7 +117,7 @@ def _simulate(
     num_first = cluster.controller.transitions.num_drops
     client.begin(cluster)
     for time_s, instance_id in scenario.kills:
-        heap.at(LEAD_S + time_s, cluster.kill, InstanceId(instance_id))
+        heap.at(LEAD_S + time_s, cluster.kill_instance, InstanceId(instance_id))
     while client.num_left:
         heap.step()
     result = _result(system, scenario, cluster, client, heap, num_first)
@@ -128,7 +128,7 @@ def _simulate(
     return result
 
 
-def _form_groups(cluster: SimCluster, heap: EventHeap, system: System) -> None:
+def _form_groups(cluster: TimedWorld, heap: EventHeap, system: System) -> None:
     """Let instances come up and form their groups."""
     while heap.now_s() < LEAD_S - 0.5:
         heap.step()
@@ -140,7 +140,7 @@ def _form_groups(cluster: SimCluster, heap: EventHeap, system: System) -> None:
 def _result(
     system: System,
     scenario: Scenario,
-    cluster: SimCluster,
+    cluster: TimedWorld,
     client: SimClient,
     heap: EventHeap,
     num_first: int,
@@ -174,7 +174,7 @@ def _result(
         num_restores=state.num_restores,
         num_migrations=cluster.controller.balance.num_moved,
         num_ordered=cluster.num_instances - scenario.num_instances,
-        num_given_back=cluster.accounts.num_given_back,
+        num_given_back=len(cluster.given_back),
         bubble_ratio=cluster.accounts.bubble_ratio,
         gpu_hours=cluster.accounts.instance_seconds(heap.now_s())
         * scenario.profile.num_gpus

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from kunserve.control.group.scheduler import Scheduler
 from kunserve.core.step import StepPlan
 from kunserve_lab.compare.systems import SYSTEMS, find_system
-from kunserve_lab.sim.cluster import WorldConfig
+from kunserve_lab.sim.by_time import WorldConfig
 from kunserve_lab.workload.workload import Lengths, Workload
 from tests.examples import examples
 from tests.lab.sim.worlds import GEMMA, burst, run, scenario, small_profile

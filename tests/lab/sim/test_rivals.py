@@ -13,7 +13,7 @@ from kunserve.core.messages import TokenOutput
 from kunserve.core.request import Request, SamplingParams
 from kunserve_lab.compare.simulated.scenario import config_of, world_of
 from kunserve_lab.compare.systems import find_system
-from kunserve_lab.sim.cluster import SimCluster, WorldConfig
+from kunserve_lab.sim.by_time import TimedWorld, WorldConfig
 from kunserve_lab.sim.events import EventHeap
 from kunserve_lab.workload.workload import Lengths, Workload
 from tests.examples import examples
@@ -113,7 +113,7 @@ def test_limits_of_the_queue_refuse_what_would_wait() -> None:
 class _Checking:
     """Asks every owner after whatever happens."""
 
-    cluster: SimCluster | None = None
+    cluster: TimedWorld | None = None
 
     def stepped(self, *details: Any) -> None:
         pass
@@ -159,7 +159,7 @@ def test_no_request_is_lost_and_no_block_leaks(
 
     heap, watcher = EventHeap(), _Checking()
     chosen = find_system(system)
-    cluster = SimCluster(
+    cluster = TimedWorld(
         config_of(chosen, profile, num_instances, SchedulerConfig(256, 2048)),
         profile,
         heap,
@@ -177,7 +177,7 @@ def test_no_request_is_lost_and_no_block_leaks(
         request = Request(request_id, (0,) * num_prompt, sampling, moment_s)
         heap.at(moment_s, cluster.submit, request)
     for kill_s, instance_id in kills:
-        heap.at(1.0 + kill_s, cluster.kill, InstanceId(instance_id % num_instances))
+        heap.at(1.0 + kill_s, cluster.kill_instance, InstanceId(instance_id % num_instances))
     while len(ended) < len(sizes):
         heap.step()
         assert heap.now_s() < 2000.0

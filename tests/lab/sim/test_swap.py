@@ -14,7 +14,7 @@ from kunserve.core.request import Request, SamplingParams
 from kunserve_lab.compare.simulated.scenario import config_of
 from kunserve_lab.compare.simulated.simulation import simulate
 from kunserve_lab.compare.systems import find_system
-from kunserve_lab.sim.cluster import SimCluster
+from kunserve_lab.sim.by_time import TimedWorld
 from kunserve_lab.sim.events import EventHeap
 from kunserve_lab.sim.profile import InstanceProfile
 from tests.lab.sim.worlds import burst, run, scenario, small_profile
@@ -109,7 +109,7 @@ def test_every_owner_agrees_after_every_event() -> None:
     world = scenario(LONG_OUTPUTS, 1, small_profile(6_000))
     heap, client = EventHeap(), _Counting()
     config = config_of(find_system("swap"), world.profile, 1, world.scheduler)
-    cluster = SimCluster(config, world.profile, heap, client)
+    cluster = TimedWorld(config, world.profile, heap, client)
     requests = [
         Request(
             RequestId(f"r{i}"),

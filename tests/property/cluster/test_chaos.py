@@ -23,8 +23,9 @@ from kunserve.control.cluster.requests.quarantine import Blame, Cause
 from kunserve.control.instance.work import Work
 from kunserve.core.ids import InstanceId, RequestId
 from kunserve.core.request import FinishReason
+from kunserve_lab.world.actions import Action, CompletePull, FinishStep
+from kunserve_lab.world.by_choice import ChosenMember
 from kunserve_lab.world.fake_body import expected_tokens
-from kunserve_lab.world.in_process import Action, CompletePull, FinishStep
 from tests.fake_cluster import FakeCluster, place_of
 
 NUM_SCHEDULES = int(os.environ.get("CHAOS_SCHEDULES", "40"))
@@ -128,17 +129,15 @@ class ChaosCluster(FakeCluster):
         self.kill_instance(instance_id, Blame(Cause.INSIDE, chunks if is_named else ()))
 
     def pass_time(self, seconds: float) -> None:
-        """Let time pass; who hangs says nothing. A dead one is replaced at the end."""
+        """Let time pass. A dead one is replaced at the end."""
         if self.is_healing:
             self.heal()
-        self.now_s += seconds
-        for instance_id, member in self.members.items():
-            if instance_id not in self.hung:
-                member.agent.report(self.now_s)
-        self.collect_mail()
-        self.compare_counts()
-        self.controller.tick(self.now_s)
-        self.carry_out()
+        super().pass_time(seconds)
+
+    def report(self, member: ChosenMember) -> None:
+        """Who hangs says nothing."""
+        if member.instance_id not in self.hung:
+            super().report(member)
 
     def heal(self) -> None:
         """A driver finds who hangs, and starts whoever is dead."""
@@ -164,7 +163,7 @@ class ChaosCluster(FakeCluster):
         self.prove_tokens()
 
     def _give_back(self, instance_id: InstanceId) -> None:
-        super()._give_back(instance_id)
+        super().give_back(instance_id)
         self.hung.discard(instance_id)
 
     def _prove_size(self, wanted: int) -> None:

@@ -17,7 +17,7 @@ from kunserve.core.layout import LayerRange
 from kunserve.core.load import NOTHING_DONE, LeaderTotals
 from kunserve.core.snapshots import ClusterState
 from kunserve.server.telemetry.cluster_metrics import ClusterMetrics
-from kunserve_lab.world.in_process import InProcessCluster
+from kunserve_lab.world.by_choice import ChosenWorld
 from tests.examples import examples
 from tests.fake_cluster import FakeCluster
 from tests.property.cluster.test_transitions import TransitionsMachine
@@ -34,7 +34,7 @@ Labels: TypeAlias = tuple[str, frozenset[tuple[str, str]]]
 class Engine:
     """The part of an ``EngineClient`` that metrics are read from."""
 
-    def __init__(self, cluster: InProcessCluster) -> None:
+    def __init__(self, cluster: ChosenWorld) -> None:
         self._cluster = cluster
 
     def state(self) -> ClusterState:
@@ -51,7 +51,7 @@ class Scraper:
     front had come, all of it.
     """
 
-    def __init__(self, cluster: InProcessCluster) -> None:
+    def __init__(self, cluster: ChosenWorld) -> None:
         self._cluster = cluster
         self._controller: object = None
         self._metrics: ClusterMetrics

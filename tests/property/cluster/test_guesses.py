@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kunserve.core.config import SpeculativeConfig, SwapConfig
 from kunserve.core.ids import InstanceId
 from kunserve.core.request import SamplingParams
-from kunserve_lab.world.in_process import CompletePull
+from kunserve_lab.world.actions import CompletePull
 from tests.examples import examples
 from tests.fake_cluster import FakeCluster
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kunserve.core.ids import InstanceId
-from kunserve_lab.world.actions import Address
+from kunserve_lab.world.world import Address
 from tests.cut_cluster import CutCluster
 
 ZERO, ONE = InstanceId(0), InstanceId(1)

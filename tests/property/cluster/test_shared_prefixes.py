@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kunserve.core.config import SwapConfig
-from kunserve_lab.world.in_process import CompletePull
+from kunserve_lab.world.actions import CompletePull
 from tests.examples import examples
 from tests.fake_cluster import FakeCluster
 

@@ -17,7 +17,7 @@ from kunserve_lab.compare.simulated.scenario import Scenario, config_of, world_o
 from kunserve_lab.compare.simulated.sim_client import SimClient
 from kunserve_lab.compare.simulated.simulation import DRAIN_S, LEAD_S
 from kunserve_lab.compare.systems import find_system
-from kunserve_lab.sim.cluster import SimCluster, WorldConfig
+from kunserve_lab.sim.by_time import TimedWorld, WorldConfig
 from kunserve_lab.sim.events import EventHeap
 from kunserve_lab.sim.network import Network
 from kunserve_lab.workload.workload import Lengths, Workload
@@ -144,13 +144,13 @@ class Pulls:
         self.all_bytes[link] += num_bytes
 
 
-def live(system_name: str, world: Scenario, check_every: int = 1) -> SimCluster:
+def live(system_name: str, world: Scenario, check_every: int = 1) -> TimedWorld:
     """Run a scenario event by event, checking all the way and at the end."""
     system, profile = find_system(system_name), world.profile
     heap = EventHeap()
     client = SimClient(heap, world.workload, LEAD_S, lambda record: None)
     pulls = Pulls(profile.spec.unit_bytes, profile.spec.layer_bytes)
-    cluster = SimCluster(
+    cluster = TimedWorld(
         config_of(system, profile, world.num_instances, world.scheduler),
         profile,
         heap,
@@ -163,7 +163,7 @@ def live(system_name: str, world: Scenario, check_every: int = 1) -> SimCluster:
     cluster.network = network
     client.begin(cluster)
     for time_s, instance_id in world.kills:
-        heap.at(LEAD_S + time_s, cluster.kill, InstanceId(instance_id))
+        heap.at(LEAD_S + time_s, cluster.kill_instance, InstanceId(instance_id))
     quiet_s = None
     while quiet_s is None or heap.now_s() < quiet_s:
         heap.step()

@@ -18,7 +18,7 @@ from kunserve.core.config import SwapConfig
 from kunserve.core.ids import GroupId, InstanceId
 from kunserve.core.layout import GroupLayout, LayerRange, Stage
 from kunserve.core.request import SamplingParams
-from kunserve_lab.world.in_process import CompletePull
+from kunserve_lab.world.actions import CompletePull
 from tests.examples import examples
 from tests.fake_cluster import FakeCluster
 

@@ -12,16 +12,16 @@ from kunserve.control.cluster.requests.quarantine import Blame, Cause
 from kunserve.control.instance.body import StepOutcome, StepWork
 from kunserve.core.ids import InstanceId, RequestId
 from kunserve.core.request import FinishReason
-from kunserve_lab.world.fake_body import FakeBody, expected_tokens
-from kunserve_lab.world.in_process import (
+from kunserve_lab.world.actions import (
     Action,
     CompletePull,
     Delivery,
     FinishStep,
-    InProcessCluster,
     StartStep,
     TellMore,
 )
+from kunserve_lab.world.by_choice import ChosenWorld
+from kunserve_lab.world.fake_body import FakeBody, expected_tokens
 from tests.fake_cluster import FakeCluster
 
 MOMENTS = ("prefill", "decode", "last token", "sampling", "forget", "copy", "drop", "reclaim")
@@ -119,7 +119,7 @@ class PoisonedCluster(FakeCluster):
     def pass_time(self, seconds: float) -> None:
         for instance_id in tuple(self.dead):
             self.start_instance(instance_id)
-        InProcessCluster.pass_time(self, seconds)
+        ChosenWorld.pass_time(self, seconds)
 
     def prove_all_but_the_victim(self) -> None:
         for request_id, account in self.accounts.items():

@@ -6,7 +6,7 @@ from kunserve.core.ids import InstanceId
 from kunserve.core.layout import LayerRange
 from kunserve.core.messages import Returned, ReturnWaiting
 from kunserve.core.request import SamplingParams
-from kunserve_lab.world.in_process import Action, CompletePull, FinishStep, StartStep
+from kunserve_lab.world.actions import Action, CompletePull, FinishStep, StartStep
 from tests.fake_cluster import FakeCluster
 
 

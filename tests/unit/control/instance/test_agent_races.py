@@ -20,7 +20,8 @@ from kunserve.core.messages import (
 )
 from kunserve.core.request import FinishReason, Request, SamplingParams
 from kunserve.policy.drop.restore import Postponed
-from kunserve_lab.world.in_process import NOWHERE, Action, CompletePull, Delivery, StartStep
+from kunserve_lab.world.actions import Action, CompletePull, Delivery, StartStep
+from kunserve_lab.world.world import NOWHERE
 from tests.fake_cluster import FakeCluster, link
 
 NOTHING: Callable[[Action], bool] = lambda action: False  # noqa: E731

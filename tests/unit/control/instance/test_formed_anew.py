@@ -6,8 +6,8 @@ from kunserve.core.ids import InstanceId
 from kunserve.core.layout import GroupLayout, LayerRange, Stage
 from kunserve.core.messages import Form
 from kunserve.core.transfer import LayerLoad, LayerPull
+from kunserve_lab.world.actions import Action, CompletePull
 from kunserve_lab.world.fake_body import FakeBody
-from kunserve_lab.world.in_process import Action, CompletePull
 from tests.fake_cluster import FakeCluster
 
 

@@ -7,7 +7,7 @@ import pytest
 from kunserve.core.ids import InstanceId, RequestId
 from kunserve.core.messages import HandOff, MigrationOver, OfferKv
 from kunserve.core.request import SamplingParams
-from kunserve_lab.world.in_process import Action, CompletePull, Delivery, StartStep
+from kunserve_lab.world.actions import Action, CompletePull, Delivery, StartStep
 from tests.fake_cluster import FakeCluster, link
 
 NOTHING: Callable[[Action], bool] = lambda action: False  # noqa: E731

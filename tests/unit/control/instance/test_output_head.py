@@ -7,7 +7,7 @@ from kunserve.core.ids import InstanceId, RequestId
 from kunserve.core.messages import FinalRows, HeadPart
 from kunserve.core.request import SamplingParams
 from kunserve.transport.wire.codec import decode
-from kunserve_lab.world.in_process import Delivery, FinishStep, StartStep
+from kunserve_lab.world.actions import Delivery, FinishStep, StartStep
 from tests.fake_cluster import FakeCluster
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from kunserve.core.ids import InstanceId
 from kunserve.core.messages import ResetPrefixCache
-from kunserve_lab.world.in_process import Action, CompletePull, StartStep
+from kunserve_lab.world.actions import Action, CompletePull, StartStep
 from tests.fake_cluster import FakeCluster, link
 
 COMMON, OWN, OUTPUT = 16, 3, 12

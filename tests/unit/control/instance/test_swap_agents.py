@@ -4,7 +4,7 @@ import pytest
 
 from kunserve.core.config import SwapConfig
 from kunserve.core.ids import InstanceId
-from kunserve_lab.world.in_process import StartStep
+from kunserve_lab.world.actions import StartStep
 from tests.fake_cluster import FakeCluster
 
 FAST, SLOW = SwapConfig(1e7), SwapConfig(2e5)

@@ -23,7 +23,7 @@ from kunserve.core.ids import InstanceId, TransitionId
 from kunserve.core.layout import GroupLayout, LayerRange
 from kunserve.core.messages import LayersLoaded, Prepared
 from kunserve.transport.wire.codec import decode, encode
-from kunserve_lab.world.in_process import Action, CompletePull, Letter, StartStep
+from kunserve_lab.world.actions import Action, CompletePull, Letter, StartStep
 from tests.fake_cluster import FakeCluster, link
 
 NUM_LAYERS = 6
