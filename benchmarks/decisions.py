@@ -28,7 +28,7 @@ from kunserve.core.tokens import TokenIds
 from kunserve.policy.batch.batch_form import FormationView, PromptWork
 from kunserve.policy.batch.lookahead import Lookahead, form_all, form_lookahead
 from kunserve.policy.dispatch.placing import GroupChooser
-from kunserve.policy.drop.plan import DropPlan, plan_drop
+from kunserve.policy.drop.plan import DropPlan, Standing, Wanted, plan_drop
 from kunserve_lab.sim.costs import profile_times
 from kunserve_lab.sim.devices import find_device
 from kunserve_lab.sim.models import find_model
@@ -63,9 +63,9 @@ def plans(num_instances: int, num_budgets: int) -> dict[str, Callable[[], DropPl
         InstanceId(i): make_spec(i, 20_000 + 40 * (i % num_budgets)) for i in range(num_instances)
     }
     layouts = [GroupLayout(GroupId(i), (Stage(i, LayerRange(0, NUM_LAYERS)),)) for i in specs]
-    first_id = GroupId(num_instances)
+    standing = Standing(layouts, specs, GroupId(num_instances))
     return {
-        name: partial(plan_drop, layouts, specs, required, first_id=first_id)
+        name: partial(plan_drop, standing, Wanted(required))
         for name, required in (
             ("one merge", 1),
             ("every instance paired", 287 * num_instances),

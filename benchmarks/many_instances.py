@@ -47,7 +47,7 @@ from kunserve.core.messages import TokenOutput
 from kunserve.core.request import Request, SamplingParams
 from kunserve.core.snapshots import Outcome
 from kunserve.core.tokens import TokenIds
-from kunserve.policy.drop.plan import plan_drop
+from kunserve.policy.drop.plan import Limits, Standing, Wanted, plan_drop
 from kunserve.server.start.app import create_app
 from kunserve.server.start.serve import Drain, serve
 from kunserve_lab.world.fake_main import MODULE as FAKE_MODULE
@@ -166,13 +166,9 @@ def plan_cost(report: Report, cluster: LocalCluster, **case: int) -> None:
     pressed = [layout.group_id for layout in layouts[::2]]
     started_s = time.thread_time()
     plan = plan_drop(
-        layouts,
-        placement.specs,
-        40 * len(layouts),
-        first_id=GroupId(1 << 40),
-        pressed=pressed,
-        min_deep_gain=0.2,
-        head_cost_layers=1,
+        Standing(layouts, placement.specs, GroupId(1 << 40)),
+        Wanted(40 * len(layouts), pressed),
+        Limits(min_deep_gain=0.2, head_cost_layers=1),
     )
     report.add("plan", (time.thread_time() - started_s) * 1e3, "ms", **case)
     report.add("plan, merges", len(plan.merges), "", **case)

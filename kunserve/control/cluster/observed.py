@@ -6,18 +6,16 @@ So an operator learns from a day of real traffic what drops would have gained th
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 
 from kunserve.control.cluster.commands import LogObserved, Outbox
-from kunserve.control.cluster.placement import Placement
 from kunserve.core.config import OverloadConfig
 from kunserve.core.ids import GroupId
 from kunserve.core.layout import GroupLayout
 from kunserve.core.load import GroupLoad
 from kunserve.core.snapshots import ObservedDrops
-from kunserve.policy.dispatch.redispatch import spare_blocks
-from kunserve.policy.drop.capacity import group_capacity_blocks
-from kunserve.policy.drop.imagine import ImaginedLoad, imagine_merged
+from kunserve.policy.drop.capacity import Specs, group_capacity_blocks
+from kunserve.policy.drop.decide import DropView, plan_of
+from kunserve.policy.drop.imagine import imagine_merged
 from kunserve.policy.drop.monitor import (
     ClusterLoadView,
     Excuse,
@@ -25,8 +23,7 @@ from kunserve.policy.drop.monitor import (
     Overloaded,
     observe,
 )
-from kunserve.policy.drop.plan import Merge, plan_drop
-from kunserve.policy.drop.worth import plan_worth, unplaced_blocks
+from kunserve.policy.drop.plan import Merge
 
 FIRST_ID = 1 << 48
 """Imagined groups are numbered from here, so that no id is one of a real group."""
@@ -52,18 +49,8 @@ class _Imagined:
 class Observation:
     """Knows which groups would be merged now, and what that would have gained so far."""
 
-    def __init__(
-        self,
-        config: OverloadConfig,
-        head_cost_layers: int,
-        block_size: int,
-        placement: Placement,
-        outbox: Outbox,
-    ) -> None:
+    def __init__(self, config: OverloadConfig, outbox: Outbox) -> None:
         self._config = config
-        self._head_cost_layers = head_cost_layers
-        self._block_size = block_size
-        self._placement = placement
         self._outbox = outbox
         self._monitor = MonitorState()
         self._merged: dict[GroupId, _Imagined] = {}
@@ -86,27 +73,24 @@ class Observation:
             for one in self._merged.values()
         )
 
-    def look(
-        self, loads: Mapping[GroupId, GroupLoad], prompt_share: float, now_s: float
-    ) -> list[Excuse]:
+    def look(self, view: ClusterLoadView, real: DropView, now_s: float) -> list[Excuse]:
         """Called at every look at the load; what is to be said of each real group.
 
-        ``prompt_share``: see ``plan_worth``.
+        ``real`` is what a drop would be planned of.
         """
         self._account(now_s)
-        self._forget_changed(loads)
-        imagined = self._imagine(loads, now_s)
-        taken = {part.group_id for one in self._merged.values() for part in one.parts}
-        seen = [load for group_id, load in loads.items() if group_id not in taken]
-        seen += [one.load for one in imagined.values()]
-        view = ClusterLoadView(tuple(seen), self._block_size)
+        self._forget_changed(real.loads)
+        seen = self._imagine(real, now_s)
+        reported = tuple(load for load in seen.loads.values() if load.is_reported)
+        view = replace(view, groups=reported)
         self._monitor, verdict = observe(self._monitor, view, now_s, self._config)
+        if verdict.overloaded is not None:
+            for merge in plan_of(seen, verdict.overloaded, self._config).merges:
+                self._next_id += 1
+                self._merge(merge, seen.specs, verdict.overloaded, now_s)
         if verdict.relaxed is not None:
             for group_id in verdict.relaxed.group_ids:
                 self._restore(self._merged.pop(group_id, None), now_s)
-        if verdict.overloaded is not None:
-            untouchable = self._untouchable(loads, now_s)
-            self._drop(verdict.overloaded, view, untouchable, prompt_share, now_s)
         return [one for one in verdict.excuses if one.group_id not in self._merged]
 
     def _account(self, now_s: float) -> None:
@@ -125,78 +109,37 @@ class Observation:
             if any(part.group_id not in loads for part in one.parts):
                 del self._merged[group_id]
 
-    def _imagine(
-        self, loads: Mapping[GroupId, GroupLoad], now_s: float
-    ) -> dict[GroupId, ImaginedLoad]:
-        result = {}
+    def _imagine(self, real: DropView, now_s: float) -> DropView:
+        """The same cluster, had the merges been made."""
+        merged = {part.group_id for one in self._merged.values() for part in one.parts}
+        layouts = [layout for layout in real.layouts if layout.group_id not in merged]
+        loads = {i: load for i, load in real.loads.items() if i not in merged}
+        untouchable, candidates = set(real.untouchable), set(real.candidates)
         for group_id, one in self._merged.items():
-            parts = [loads[part.group_id] for part in one.parts]
-            imagined = imagine_merged(group_id, one.capacity_blocks, one.formed_s, parts)
-            result[group_id] = imagined
+            parts = {part.group_id: real.loads[part.group_id] for part in one.parts}
+            imagined = imagine_merged(
+                group_id, one.capacity_blocks, one.formed_s, tuple(parts.values())
+            )
+            layouts.append(one.layout)
+            loads[group_id] = imagined.load
+            if now_s - one.formed_s < self._config.dwell_s or parts.keys() & untouchable:
+                untouchable.add(group_id)
+            if parts.keys() <= candidates:
+                candidates.add(group_id)
             one.num_admitted = imagined.num_admitted
             more = max(0, one.num_admitted - one.most_admitted)
             one.most_admitted += more
             self._totals = replace(self._totals, num_requests=self._totals.num_requests + more)
-        return result
-
-    def _drop(
-        self,
-        verdict: Overloaded,
-        view: ClusterLoadView,
-        untouchable: set[GroupId],
-        prompt_share: float,
-        now_s: float,
-    ) -> None:
-        layouts = self._layouts()
-        others = [load for load in view.groups if load.group_id not in verdict.group_ids]
-        plan_of = partial(
-            plan_drop,
-            layouts,
-            self._placement.specs,
+        return replace(
+            real,
+            layouts=tuple(layouts),
+            loads=loads,
             first_id=GroupId(self._next_id),
-            pressed=verdict.group_ids,
             untouchable=untouchable,
-            waiting_blocks=verdict.waiting_blocks,
-            spare_blocks=spare_blocks(others, verdict.largest_waiting_blocks),
-            min_deep_gain=self._config.min_deep_gain,
-            head_cost_layers=self._head_cost_layers,
+            candidates=candidates,
         )
-        plan = plan_worth(
-            plan_of,
-            verdict.required_blocks,
-            unplaced_blocks(view.groups),
-            most=self._config.max_queue_per_gain,
-            prompt_share=prompt_share,
-            capacity_blocks=sum(load.capacity_blocks for load in view.groups),
-            num_instances=len(self._placement.specs),
-            max_group_size=self._config.max_group_size,
-        )
-        for merge in plan.merges:
-            self._next_id += 1
-            self._merge(merge, verdict, now_s)
 
-    def _layouts(self) -> list[GroupLayout]:
-        """Groups as they would stand."""
-        taken = {part.group_id for one in self._merged.values() for part in one.parts}
-        real = [group.layout for group in self._placement.groups.values()]
-        return [one.layout for one in self._merged.values()] + [
-            layout for layout in real if layout.group_id not in taken
-        ]
-
-    def _untouchable(self, loads: Mapping[GroupId, GroupLoad], now_s: float) -> set[GroupId]:
-        dwelling = {
-            group_id
-            for group_id, one in self._merged.items()
-            if now_s - one.formed_s < self._config.dwell_s
-        }
-        unknown = {
-            group_id
-            for group_id in self._placement.groups
-            if group_id not in loads or loads[group_id].in_transition
-        }
-        return dwelling | unknown
-
-    def _merge(self, merge: Merge, verdict: Overloaded, now_s: float) -> None:
+    def _merge(self, merge: Merge, specs: Specs, verdict: Overloaded, now_s: float) -> None:
         earlier = [self._merged.pop(layout.group_id, None) for layout in merge.old]
         parts: list[GroupLayout] = []
         for layout, one in zip(merge.old, earlier, strict=True):
@@ -206,7 +149,7 @@ class Observation:
             tuple(parts),
             began_s=min([now_s, *(one.began_s for one in earlier if one is not None)]),
             formed_s=now_s,
-            capacity_blocks=group_capacity_blocks(merge.new, self._placement.specs),
+            capacity_blocks=group_capacity_blocks(merge.new, specs),
             most_admitted=sum(one.most_admitted for one in earlier if one is not None),
             wait_s=sum(one.wait_s for one in earlier if one is not None),
         )

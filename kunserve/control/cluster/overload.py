@@ -1,11 +1,10 @@
 """From load to transitions: when to drop, when to restore, when to ask for more instances."""
 
 import math
+from collections.abc import Iterable, Set
 from dataclasses import replace
-from functools import partial
 
 from kunserve.control.cluster.commands import Outbox
-from kunserve.control.cluster.cut_links import Pair
 from kunserve.control.cluster.observed import Observation
 from kunserve.control.cluster.placement import Placement
 from kunserve.control.cluster.reasons import Reasons
@@ -21,8 +20,8 @@ from kunserve.core.messages import AllowParking, LoadLayers
 from kunserve.core.place import ONE_HOST
 from kunserve.core.snapshots import Kind
 from kunserve.policy.dispatch.choice import share_out
-from kunserve.policy.dispatch.redispatch import spare_blocks
 from kunserve.policy.drop.capacity import Specs
+from kunserve.policy.drop.decide import HEAD_COST_LAYERS, DropView, plan_forced, plan_of
 from kunserve.policy.drop.monitor import (
     ClusterLoadView,
     Excuse,
@@ -33,10 +32,9 @@ from kunserve.policy.drop.monitor import (
     observe,
 )
 from kunserve.policy.drop.nearness import SAME_HOST, site_of
-from kunserve.policy.drop.plan import DropPlan, blocks_for_bytes, plan_drop
+from kunserve.policy.drop.plan import DropPlan, blocks_for_bytes
 from kunserve.policy.drop.restore import Postponed, plan_restore
 from kunserve.policy.drop.static_pipelines import plan_pipelines
-from kunserve.policy.drop.worth import plan_worth, unplaced_blocks
 
 LOOK_GAP_S = 5e-3
 """Shortest time between two looks at the load, per group: a look costs time for each of them."""
@@ -50,9 +48,6 @@ REFUSAL_S = 0.25
 two plans and more, 20 ms of a thousand groups, and a long queue does not get short at once."""
 RESTORES_PER_LOOK = 16
 """Begun at most, so that other calls get their turns; the others begin at the next looks."""
-HEAD_COST_LAYERS = 1
-"""What the output head costs the last stage, in layers: the least, so that this stage is a shorter
-one where layers do not divide evenly. More would take memory from stages that hold more layers."""
 
 
 class OverloadControl:
@@ -90,7 +85,7 @@ class OverloadControl:
         self.reasons = Reasons(outbox)
         self.observation: Observation | None = None
         if config.policy == "observe":
-            self.observation = Observation(config, HEAD_COST_LAYERS, block_size, placement, outbox)
+            self.observation = Observation(config, outbox)
 
     @property
     def reason_texts(self) -> tuple[str, ...]:
@@ -126,8 +121,8 @@ class OverloadControl:
             self._relieve(verdict.overloaded, view, now_s)
         excuses = list(verdict.excuses)
         if self.observation is not None:
-            loads = {load.group_id: load for load in view.groups}
-            excuses = self.observation.look(loads, self._prompts.share, now_s)
+            drop_view = self._drop_view(self._dwelling(now_s), now_s, view.groups)
+            excuses = self.observation.look(view, drop_view, now_s)
         elif self.is_paused:
             excuses += _paused(verdict)
         elif verdict.relaxed is not None and now_s >= self._transitions.backoff_until_s:
@@ -215,15 +210,12 @@ class OverloadControl:
     def _relieve(self, verdict: Overloaded, view: ClusterLoadView, now_s: float) -> None:
         if now_s < self._transitions.backoff_until_s:
             return
-        dwelling = {
-            group.layout.group_id
-            for group in self._placement.groups.values()
-            if self._dwells(group.layout, now_s)
-        }
+        dwelling = self._dwelling(now_s)
         is_enough = self.observation is not None and not self._scaling.is_on
         why = "drops are paused" if self.is_paused else "nothing is left to drop"
         if self._config.policy == "drop" and not self.is_paused:
-            plan = self._drop_if_worth(verdict, view, dwelling, now_s)
+            drop_view = self._drop_view(dwelling, now_s, view.groups)
+            plan = self._drop_if_worth(verdict, drop_view, now_s)
             is_enough = plan.enough or bool(self._transitions.active)
             why = plan.shortfall
         if not is_enough:
@@ -232,15 +224,12 @@ class OverloadControl:
             reason = f"{verdict.trigger}; {why}"
             self._scaling.grow(verdict.required_blocks, reason, now_s)
 
-    def _drop_if_worth(
-        self, wanted: Overloaded, view: ClusterLoadView, dwelling: set[GroupId], now_s: float
-    ) -> DropPlan:
+    def _drop_if_worth(self, wanted: Overloaded, drop_view: DropView, now_s: float) -> DropPlan:
         """What is done now; of many groups a refusal is remembered for a moment."""
         if self._refused is not None and now_s < self._refused[0]:
             return self._refused[1]
-        unplaced = unplaced_blocks(view.groups, self._transitions.coming_blocks)
-        gain = self._config.min_deep_gain
-        _, plan = self._drop(wanted, dwelling, now_s, gain, unplaced=unplaced)
+        plan = plan_of(drop_view, wanted, self._config)
+        self._carry_out(plan, wanted.trigger, now_s)
         is_held = not plan.is_worth and len(self._placement.groups) > MANY_GROUPS
         self._refused = (now_s + REFUSAL_S, plan) if is_held else None
         return plan
@@ -256,62 +245,39 @@ class OverloadControl:
         for group_id in allowed_s.keys() - self._placement.groups.keys():
             del allowed_s[group_id]
 
-    def _dwells(self, layout: GroupLayout, now_s: float) -> bool:
-        formed_s = self._transitions.last_end_s(layout)
-        return formed_s is not None and now_s - formed_s < self._config.dwell_s
+    def _dwelling(self, now_s: float) -> set[GroupId]:
+        """Groups whose last transition was over only now."""
+        ends_s = {
+            group_id: self._transitions.last_end_s(group.layout)
+            for group_id, group in self._placement.groups.items()
+        }
+        dwell_s = self._config.dwell_s
+        return {i for i, end_s in ends_s.items() if end_s is not None and now_s - end_s < dwell_s}
 
-    def _drop(
-        self,
-        wanted: Overloaded,
-        dwelling: set[GroupId],
-        now_s: float,
-        min_deep_gain: float,
-        apart: tuple[Pair, ...] | None = None,
-        unplaced: int = 0,
-    ) -> tuple[list[TransitionId], DropPlan]:
-        """The transitions begun, and the plan that they are of.
-
-        ``apart``: who is not to merge; None: who did not reach each other lately. ``unplaced``:
-        blocks that wait, for which a drop is to be worth it (``plan_worth``).
+    def _drop_view(self, fixed: Set[GroupId], now_s: float, loads: Iterable[GroupLoad]) -> DropView:
+        """``fixed`` groups are not to change, beside those that cannot; ``loads`` are what is known
+        better than by reports alone.
         """
-        layouts = [group.layout for group in self._placement.groups.values()]
-        others = [
-            group.load
-            for group in self._placement.candidates()
-            if group.layout.group_id not in wanted.group_ids
-        ]
-        groups = self._placement.groups.items()
-        plan_of = partial(
-            plan_drop,
-            layouts,
+        placement, transitions = self._placement, self._transitions
+        groups = placement.groups
+        return DropView(
+            tuple(group.layout for group in groups.values()),
+            {group_id: group.load for group_id, group in groups.items()}
+            | {load.group_id: load for load in loads},
             self._specs,
-            first_id=self._placement.next_id,
-            pressed=wanted.group_ids,
-            untouchable=self._transitions.busy_groups
-            | dwelling
-            | self._placement.unready
-            | self._placement.leaving,
-            waiting_blocks=wanted.waiting_blocks,
-            spare_blocks=spare_blocks(others, wanted.largest_waiting_blocks),
-            min_deep_gain=min_deep_gain,
-            head_cost_layers=HEAD_COST_LAYERS,
-            used_blocks={group_id: group.report.used_blocks for group_id, group in groups},
-            patience_s=wanted.wait_s,
-            apart=self._transitions.cuts.pairs(now_s) if apart is None else apart,
+            placement.next_id,
+            transitions.busy_groups | placement.unready | placement.leaving | fixed,
+            {group.layout.group_id for group in placement.candidates()},
+            transitions.cuts.pairs(now_s),
+            transitions.coming_blocks,
+            self._prompts.share,
         )
-        plan = plan_worth(
-            plan_of,
-            wanted.required_blocks,
-            unplaced,
-            most=self._config.max_queue_per_gain,
-            prompt_share=self._prompts.share,
-            capacity_blocks=sum(group.capacity_blocks for _, group in groups),
-            num_instances=len(self._placement.specs),
-            max_group_size=self._config.max_group_size,
-        )
+
+    def _carry_out(self, plan: DropPlan, trigger: str, now_s: float) -> list[TransitionId]:
+        """The transitions begun."""
         self._placement.new_ids(len(plan.merges))
         merges = [(merge.old, merge.new) for merge in plan.merges]
-        return self._transitions.begin_drops(merges, wanted.trigger, now_s), plan
+        return self._transitions.begin_drops(merges, trigger, now_s)
 
     def _restore_all(self, verdict: Relaxed, now_s: float) -> list[Excuse]:
         excuses = []
@@ -356,10 +322,12 @@ class OverloadControl:
     def force_drop(self, num_bytes: int | None, now_s: float) -> list[TransitionId]:
         """Drop at least that much, or by one merge; empty when nothing can be dropped."""
         blocks = 1 if num_bytes is None else blocks_for_bytes(num_bytes, self._placement.specs)
-        wanted = Overloaded(blocks, (), "admin")
-        begun = self._drop(wanted, set(), now_s, 0.0)[0]
-        # Whoever asks may know that a link is whole again. If not, the members will say so.
-        return begun or self._drop(wanted, set(), now_s, 0.0, apart=())[0]
+        view = self._drop_view(set(), now_s, ())
+        plan = plan_forced(view, blocks, self._config)
+        if not plan.merges:
+            # Whoever asks may know that a link is whole again. If not, the members will say so.
+            plan = plan_forced(replace(view, apart=()), blocks, self._config)
+        return self._carry_out(plan, "admin", now_s)
 
     def force_restore(self, now_s: float) -> list[TransitionId | Postponed]:
         """Restore every dropped group, where it is possible now."""

@@ -28,8 +28,7 @@ Where ours differs, and why:
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
-from types import MappingProxyType
+from dataclasses import dataclass, field
 
 from kunserve.core.ids import GroupId, InstanceId
 from kunserve.core.layout import GroupLayout, Stage
@@ -41,8 +40,56 @@ from kunserve.policy.drop.merge_queue import PlannedGroup
 from kunserve.policy.drop.nearness import exchange_s
 from kunserve.policy.exchange.moves import ranks_obstacle
 
-NOTHING_USED: Mapping[GroupId, int] = MappingProxyType({})
 _NOBODY: frozenset[InstanceId] = frozenset()
+Pair = tuple[InstanceId, InstanceId]
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """The groups of a cluster, as they stand or as somebody imagines them."""
+
+    layouts: Sequence[GroupLayout]
+    specs: Specs
+    first_id: GroupId
+    """New groups are numbered from here, in the order of ``DropPlan.merges``."""
+    used_blocks: Mapping[GroupId, int] = field(default_factory=dict)
+    """What moves when a group merges."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What a drop is for."""
+
+    required_blocks: int
+    """KV blocks that are to exist beside those that do."""
+    pressed: Collection[GroupId] = ()
+    """Groups that lack memory."""
+    waiting_blocks: int = 0
+    """Of the requirement, those of requests that wait: these run wherever there is memory. What
+    pressed groups need beyond that is for what runs there, so first of all they merge themselves.
+    """
+    spare_blocks: int = 0
+    """Memory that is there now for requests that wait."""
+    patience_s: float = math.inf
+    """After so long memory is free again by itself: no merge across hosts takes longer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What no plan does, whatever is wanted."""
+
+    untouchable: Collection[GroupId] = ()
+    """Groups that must not change now."""
+    apart: Collection[Pair] = ()
+    """Instances that come into no common group, because they do not reach each other."""
+    max_group_size: int | None = None
+    min_deep_gain: float = 0.0
+    """Least share of the capacity of its groups that a merge into more than two stages adds."""
+    head_cost_layers: int = 0
+    """What the output head costs the last stage, in layers."""
+
+
+NO_LIMITS = Limits()
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,69 +136,43 @@ class DropPlan:
         return why if self.obstacle is None else f"{why}: {self.obstacle}"
 
 
-def plan_drop(
-    layouts: Sequence[GroupLayout],
-    specs: Specs,
-    required_blocks: int,
-    *,
-    first_id: GroupId,
-    pressed: Collection[GroupId] = (),
-    untouchable: Collection[GroupId] = (),
-    waiting_blocks: int = 0,
-    spare_blocks: int = 0,
-    max_group_size: int | None = None,
-    min_deep_gain: float = 0.0,
-    head_cost_layers: int = 0,
-    used_blocks: Mapping[GroupId, int] = NOTHING_USED,
-    patience_s: float = math.inf,
-    apart: Collection[tuple[InstanceId, InstanceId]] = (),
-) -> DropPlan:
-    """Merge as few instances as possible until ``required_blocks`` more KV blocks exist.
-
-    New groups are numbered from ``first_id`` in the order of ``DropPlan.merges``. ``pressed``
-    groups lack memory; ``untouchable`` ones are in transition. Merges into more than two stages
-    add at least ``min_deep_gain`` of the capacity that their groups have. O(N log N).
-
-    ``waiting_blocks`` of the requirement are of requests that wait: these run wherever there is
-    memory, and ``spare_blocks`` of it are there for them now. What pressed groups need beyond that
-    is for what runs there, so first of all they merge themselves.
-
-    ``used_blocks`` of each group move when it merges. No merge across hosts is planned whose
-    exchange takes longer than ``patience_s``, after which memory is free again by itself. Pairs
-    that are to stay ``apart``, because they do not reach each other, come into no common group.
-    """
-    cache = MergeCache(specs, min_deep_gain, head_cost_layers)
-    short, fixed = frozenset(pressed), frozenset(untouchable)
+def plan_drop(standing: Standing, wanted: Wanted, limits: Limits = NO_LIMITS) -> DropPlan:
+    """Merge as few instances as possible until what is wanted is there. O(N log N)."""
+    specs, required = standing.specs, wanted.required_blocks
+    cache = MergeCache(specs, limits.min_deep_gain, limits.head_cost_layers)
+    short, fixed = frozenset(wanted.pressed), frozenset(limits.untouchable)
     groups = [
         PlannedGroup((layout,), cache.shape_of(layout), layout.group_id not in short)
-        for layout in layouts
+        for layout in standing.layouts
         if layout.group_id not in fixed
     ]
 
     def takes_s(old: tuple[GroupLayout, ...], shape: Shape) -> float:
         if not queue.has_links:
             return 0.0
-        return exchange_s(old, _stages_of(old, shape), used_blocks, specs)
+        return exchange_s(old, _stages_of(old, shape), standing.used_blocks, specs)
 
     def is_worth(one: PlannedGroup, other: PlannedGroup, merged: Shape) -> bool:
+        patience_s = wanted.patience_s
         return math.isinf(patience_s) or takes_s(one.old + other.old, merged) <= patience_s
 
-    queue = PlacedQueue(groups, cache, specs, max_group_size, is_worth, _together(apart))
+    may_meet = _together(limits.apart)
+    queue = PlacedQueue(groups, cache, specs, limits.max_group_size, is_worth, may_meet)
 
-    needed = required_blocks - min(waiting_blocks, spare_blocks, required_blocks)
-    needed_there = max(0, required_blocks - waiting_blocks) if short else 0
+    needed = required - min(wanted.waiting_blocks, wanted.spare_blocks, required)
+    needed_there = max(0, required - wanted.waiting_blocks) if short else 0
     gain = _merge_until(queue, needed, needed_there)
     changed = [group for group in queue.drain() if len(group.old) > 1]
     merges = tuple(
         [
-            _named(group, GroupId(first_id + number), takes_s(group.old, group.shape))
+            _named(group, GroupId(standing.first_id + number), takes_s(group.old, group.shape))
             for number, group in enumerate(changed)
         ]
     )
-    return DropPlan(merges, required_blocks, gain >= needed, _obstacle_of(groups, specs))
+    return DropPlan(merges, required, gain >= needed, _obstacle_of(groups, specs))
 
 
-def _together(apart: Collection[tuple[InstanceId, InstanceId]]) -> Meet | None:
+def _together(apart: Collection[Pair]) -> Meet | None:
     """Whether two groups have no such pair between them. None: no two have."""
     if not apart:
         return None

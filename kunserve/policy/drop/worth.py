@@ -23,12 +23,11 @@ of it (``MUCH``) is made however long the queue is.
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
-from typing import Protocol
+from dataclasses import dataclass, replace
 
 from kunserve.core.load import GroupLoad
 from kunserve.policy.drop.monitor import HEADROOM, headroom_blocks
-from kunserve.policy.drop.plan import DropPlan
+from kunserve.policy.drop.plan import DropPlan, Limits, Standing, Wanted, plan_drop
 
 MUCH = 0.5, 0.25
 """Of the memory that there is: so much added by pairs, and by deeper pipelines, makes up for the
@@ -42,12 +41,18 @@ ALL_BLOCKS = 1 << 62
 """More than any cluster frees."""
 
 
-class PlanOf(Protocol):
-    """``plan_drop`` for the groups as they are."""
+@dataclass(frozen=True, slots=True)
+class Queue:
+    """What waits, beside what there is."""
 
-    def __call__(self, required_blocks: int, *, max_group_size: int | None) -> DropPlan:
-        """The plan that frees so much, with so many instances in a group at most."""
-        ...
+    unplaced_blocks: int
+    """See the function of this name."""
+    capacity_blocks: int
+    """Of all groups."""
+    prompt_share: float
+    """Of the compute, taken by prompts lately."""
+    most: float
+    """How many times what is freed may wait for it."""
 
 
 def unplaced_blocks(groups: Iterable[GroupLoad], coming_blocks: int = 0) -> int:
@@ -66,37 +71,26 @@ def _free_blocks(group: GroupLoad) -> int:
     return max(0, capacity - headroom_blocks(capacity) - group.report.used_blocks)
 
 
-def plan_worth(
-    plan_of: PlanOf,
-    required_blocks: int,
-    unplaced: int,
-    *,
-    most: float,
-    prompt_share: float,
-    capacity_blocks: int,
-    num_instances: int,
-    max_group_size: int | None,
-) -> DropPlan:
-    """The plan for the requirement, no deeper than is worth it; without merges if no drop is.
-
-    ``unplaced``: see ``unplaced_blocks``. ``most``: how many times what is freed may wait for it.
-    ``prompt_share``: of the compute, taken by prompts lately. ``capacity_blocks``: of all groups.
-    """
-    plan = plan_of(required_blocks, max_group_size=max_group_size)
+def plan_worth(standing: Standing, wanted: Wanted, limits: Limits, queue: Queue) -> DropPlan:
+    """The plan for what is wanted, no deeper than is worth it; without merges if no drop is."""
+    plan = plan_drop(standing, wanted, limits)
+    unplaced = queue.unplaced_blocks
     deepest = max((len(merge.new.stages) for merge in plan.merges), default=1)
     if deepest == 1 or unplaced == 0:
         return plan
-    if deepest == 2 and unplaced <= most * plan.gain_blocks:
+    if deepest == 2 and unplaced <= queue.most * plan.gain_blocks:
         return plan
-    largest = num_instances if max_group_size is None else min(num_instances, max_group_size)
+    all_of_it, num_instances = replace(wanted, required_blocks=ALL_BLOCKS), len(standing.specs)
+    largest = min(num_instances, limits.max_group_size or num_instances)
     gains = (
-        (size, plan_of(ALL_BLOCKS, max_group_size=size).gain_blocks) for size in _sizes(largest)
+        (size, plan_drop(standing, all_of_it, replace(limits, max_group_size=size)).gain_blocks)
+        for size in _sizes(largest)
     )
-    size = deepest_worth(gains, unplaced, most, capacity_blocks, prompt_share)
+    size = deepest_worth(gains, unplaced, queue.most, queue.capacity_blocks, queue.prompt_share)
     if size == 1:
-        return DropPlan((), required_blocks, False, _why(unplaced), is_worth=False)
+        return DropPlan((), wanted.required_blocks, False, _why(unplaced), is_worth=False)
     if size < deepest:
-        plan = plan_of(required_blocks, max_group_size=size)
+        plan = plan_drop(standing, wanted, replace(limits, max_group_size=size))
         if not plan.merges:  # what could merge has merged, and deeper is not worth it
             plan = replace(plan, obstacle=_why(unplaced), is_worth=False)
     return plan
@@ -112,7 +106,7 @@ def deepest_worth(
     """The most instances that a group may have, 1 if no drop is worth it.
 
     ``gains``: (instances of a group at most, what all merges up to there free), rising. All in
-    blocks, or all in tokens. ``prompt_share``: see ``plan_worth``; unknown, it is much.
+    blocks, or all in tokens. ``prompt_share``: see ``Queue``; unknown, it is much.
     """
     deepest, freed = 1, 0.0
     kept_back = HEADROOM * capacity if prompt_share < LITTLE else 0.0

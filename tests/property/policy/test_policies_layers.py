@@ -11,8 +11,8 @@ from kunserve.core.layout import GroupLayout, LayerRange, Stage
 from kunserve.core.snapshots import InstanceSpec
 from kunserve.policy.drop.capacity import group_capacity_blocks
 from kunserve.policy.drop.layer_split import Member, split_layers
-from kunserve.policy.drop.plan import plan_drop
 from kunserve.policy.exchange.moves import find_obstacle
+from tests.plans import planned
 from tests.specs import instance_spec
 
 
@@ -163,11 +163,10 @@ def test_a_drop_plan_keeps_its_promises(cluster, required, max_size, data):
     ids = [layout.group_id for layout in layouts]
     untouchable = data.draw(st.sets(st.sampled_from(ids)))
     pressed = data.draw(st.sets(st.sampled_from(ids)))
-    plan = plan_drop(
+    plan = planned(
         layouts,
         specs,
         required,
-        first_id=GroupId(100),
         pressed=pressed,
         untouchable=untouchable,
         max_group_size=max_size,
@@ -205,13 +204,13 @@ def test_a_drop_plan_exceeds_the_need_by_one_merge_at_most(cluster, required):
     _, layouts, specs = cluster
     steps = [0]
     while True:
-        plan = plan_drop(layouts, specs, steps[-1] + 1, first_id=GroupId(100))
+        plan = planned(layouts, specs, steps[-1] + 1)
         assert sum(len(merge.old) - 1 for merge in plan.merges) <= len(steps)
         if not plan.enough:
             break
         steps.append(plan.gain_blocks)
     needed = next((gain for gain in steps if gain >= required), None)
-    plan = plan_drop(layouts, specs, required, first_id=GroupId(100))
+    plan = planned(layouts, specs, required)
     assert plan.enough == (needed is not None)
     assert plan.gain_blocks == (steps[-1] if needed is None else needed)
 
@@ -224,7 +223,7 @@ def test_the_most_that_a_drop_can_give_is_found(cluster, required):
     Granules of a byte: otherwise what a split frees depends a little on the members' order.
     """
     num_layers, layouts, specs = cluster
-    plan = plan_drop(layouts, specs, required, first_id=GroupId(100))
+    plan = planned(layouts, specs, required)
     if plan.enough:
         return
     merged = {layout.group_id for merge in plan.merges for layout in merge.old}

@@ -20,12 +20,12 @@ from kunserve.policy.drop.nearness import (
     reaches,
     site_of,
 )
-from kunserve.policy.drop.plan import DropPlan, plan_drop
+from kunserve.policy.drop.plan import DropPlan
 from kunserve.policy.drop.restore import RestorePlan, choose_sources, plan_restore
+from tests.plans import FIRST_ID, planned
 from tests.specs import instance_spec
 
 NUM_LAYERS = 12
-FIRST_ID = GroupId(100)
 WHOLE = LayerRange(0, NUM_LAYERS)
 places = st.builds(
     lambda host, gbps: Place(f"h{host}", f"r{host // 2}", gbps),
@@ -47,7 +47,7 @@ def specs_at(where: list[Place], kv_units: int = 1200) -> dict[InstanceId, Insta
 
 def plan(specs: dict[InstanceId, InstanceSpec], required: int, **options: object) -> DropPlan:
     layouts = [whole(i) for i in specs]
-    return plan_drop(layouts, specs, required, first_id=FIRST_ID, **options)  # type: ignore[arg-type]
+    return planned(layouts, specs, required, **options)
 
 
 def members(found: DropPlan) -> list[set[int]]:

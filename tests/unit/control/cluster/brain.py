@@ -36,6 +36,7 @@ from kunserve.core.messages import (
     Submit,
     TokenOutput,
 )
+from kunserve.core.place import ONE_HOST, Place
 from kunserve.core.request import FinishReason, Request, SamplingParams
 from kunserve.core.snapshots import TransitionRecord
 from kunserve.core.tokens import TokenIds
@@ -59,10 +60,12 @@ class Brain:
         max_num_seqs: int = 256,
         scheduler: SchedulerConfig | None = None,
         num_ranks: Mapping[int, int] = MappingProxyType({}),
+        places: Mapping[int, Place] = MappingProxyType({}),
         **overload: Any,
     ) -> None:
-        """``num_ranks`` of instances that have more than one."""
+        """``num_ranks`` of instances that have more than one, ``places`` of those that tell."""
         self.num_ranks = num_ranks
+        self.places = places
         if cluster is None:
             cluster = ClusterConfig(num_instances=num_instances)
         config = KunServeConfig(
@@ -92,7 +95,8 @@ class Brain:
         instance_id = InstanceId(number)
         self._numbers[instance_id] = self._num_received[instance_id] = 0
         spec = fake_spec(instance_id, NUM_LAYERS, NUM_LAYERS * BLOCKS, layer_bytes=3200)
-        spec = replace(spec, tensor_parallel_size=num_ranks)
+        place = self.places.get(number, ONE_HOST)
+        spec = replace(spec, tensor_parallel_size=num_ranks, place=place)
         self.tell(number, Ready(spec, f"address {number}", 400, "fake"))
 
     def tell(self, number: int, event: Event) -> None:

@@ -1,7 +1,11 @@
 """The overload policy ``observe``, and the pause: what is decided, counted and said, not done."""
 
+import pytest
+
 from kunserve.control.cluster.commands import LogObserved, LogReason, ScaleUp
+from kunserve.core.ids import InstanceId
 from kunserve.core.messages import LoadLayers, Prepare
+from kunserve.core.place import Place
 from kunserve.core.snapshots import ObservedDrops
 from tests.unit.control.cluster.brain import BLOCKS, Brain
 from tests.unit.control.cluster.test_overload import SHORT, dropped
@@ -11,6 +15,12 @@ def observed(brain: Brain) -> ObservedDrops:
     totals = brain.controller.state(brain.now_s).observed
     assert totals is not None
     return totals
+
+
+def observed_names(brain: Brain) -> list[str]:
+    """Groups of each merge that was told since this was last asked for, as ``0+1``."""
+    texts = [one.text.split() for one in brain.said(LogObserved)]
+    return [words[1].removeprefix("groups=") for words in texts if words[0] == "drop"]
 
 
 def test_other_policies_observe_nothing() -> None:
@@ -100,12 +110,15 @@ def test_an_imagined_pipeline_gets_deeper_where_a_real_one_would() -> None:
     brain = Brain(4, policy="observe", min_deep_gain=0.0, max_queue_per_gain=100.0)
     full = {"num_running": 9, "used_blocks": BLOCKS}
     queue = {"num_waiting": 10, "head_of_line_blocks": 20, "waiting_blocks": 200}
-    for number in (0, 1, 2, 3, 0, 1, 2, 3, 0):
+    for number in range(4):
+        brain.report(number, num_running=9, used_blocks=BLOCKS - 10)
+    brain.report(0, **SHORT)
+    assert len(observed_names(brain)) == 1
+    for number in (0, 1, 2, 3, 0):
         brain.report(number, **full, **queue)
     totals = observed(brain)
     assert totals.num_merged == 1 and totals.num_drops > 1
-    texts = [said.text for said in brain.said(LogObserved)]
-    assert any(text.split("groups=")[1].split()[0].count("+") == 3 for text in texts)
+    assert any(names.count("+") == 3 for names in observed_names(brain))
 
 
 def test_a_death_ends_what_was_imagined_of_its_group() -> None:
@@ -166,3 +179,71 @@ def test_memory_of_a_group_that_would_be_merged_is_not_spare() -> None:
         brain.report(0, num_running=9, used_blocks=BLOCKS, head_of_line_blocks=10, **queue)
     drops = [said.text.split()[1] for said in brain.said(LogObserved)]
     assert drops == ["groups=0+1", "groups=2+3"]
+
+
+def merges_of(brain: Brain) -> list[set[int]]:
+    """Groups that a drop has merged, in deed or in thought: each instance is one of its own."""
+    begun = brain.controller.transitions.active.values()
+    made = [set(layout.members) for t in begun for layout in t.record.groups_after]
+    return made + [set(map(int, names.split("+"))) for names in observed_names(brain)]
+
+
+@pytest.mark.parametrize("policy", ["drop", "observe"])
+class TestDropAndObserveAlike:
+    """What ``drop`` does not do, ``observe`` does not promise."""
+
+    def test_instances_that_do_not_reach_each_other_stay_apart(self, policy: str) -> None:
+        brain = Brain(policy=policy)
+        brain.controller.transitions.cuts.found(InstanceId(0), InstanceId(1), brain.now_s)
+        brain.report(1, used_blocks=50)
+        brain.report(0, **SHORT)
+        assert merges_of(brain) == []
+
+    @pytest.mark.parametrize(("gbps", "is_made"), [(1e-6, False), (1.0, True)])
+    def test_no_exchange_takes_longer_than_memory_is_short(
+        self, policy: str, gbps: float, is_made: bool
+    ) -> None:
+        """Half of 100 requests' blocks are given back each second."""
+        places = {i: Place(f"h{i}", "", gbps) for i in range(2)}
+        brain = Brain(policy=policy, places=places, forecast_s=0.0)
+        brain.report(1, used_blocks=50)
+        for tokens in (0, 200, 400):
+            brain.report(0, used_blocks=BLOCKS, num_running=9, prompt_tokens=tokens, after_s=1.0)
+        brain.report(0, **SHORT, prompt_tokens=600, after_s=1.0)
+        assert merges_of(brain) == ([{0, 1}] if is_made else [])
+
+    @pytest.mark.parametrize(("is_aware", "pair"), [(True, {0, 2}), (False, {0, 1})])
+    def test_near_instances_merge_where_it_is_looked_at(
+        self, policy: str, is_aware: bool, pair: set[int]
+    ) -> None:
+        places = {i: Place(f"h{i % 2}") for i in range(3)}
+        brain = Brain(3, policy=policy, places=places, place_aware=is_aware)
+        for number in (1, 2):
+            brain.report(number, num_running=9, used_blocks=BLOCKS - 10)
+        brain.report(0, **SHORT)
+        assert merges_of(brain) == [pair]
+
+    def test_what_a_drop_under_way_will_free_is_not_wanted_again(self, policy: str) -> None:
+        """Pairs free as much as waits, so no deeper pipeline is refused for it."""
+        brain = Brain(4, policy=policy, max_queue_per_gain=1.0)
+        brain.report(1, used_blocks=BLOCKS)
+        brain.report(3, used_blocks=BLOCKS)
+        brain.report(2, used_blocks=BLOCKS)
+        brain.controller.force_drop(None, brain.now_s)
+        (forced,) = merges_of(brain)
+        (short, _) = {0, 1, 2, 3} - forced
+        queue = {"num_waiting": 7, "head_of_line_blocks": 10, "waiting_blocks": 70}
+        brain.report(short, num_running=9, used_blocks=BLOCKS, **queue)
+        assert merges_of(brain)[-1] == {0, 1, 2, 3} - forced
+
+    def test_an_instance_that_is_sent_away_is_not_merged(self, policy: str) -> None:
+        brain = Brain(3, policy=policy)
+        for _ in range(3):
+            brain.request()
+        for number in range(3):
+            brain.report(number, num_running=9, used_blocks=BLOCKS - 10)
+        brain.controller.resize(2)
+        (leaving,) = brain.controller.placement.leaving
+        short, _ = staying = {0, 1, 2} - {leaving}
+        brain.report(short, **SHORT)
+        assert merges_of(brain) == [staying]

@@ -9,12 +9,12 @@ from kunserve.policy.drop.capacity import (
     group_capacity_blocks,
     undropped_capacity_blocks,
 )
-from kunserve.policy.drop.plan import DropPlan, blocks_for_bytes, plan_drop
+from kunserve.policy.drop.plan import DropPlan, blocks_for_bytes
 from kunserve.policy.exchange.moves import find_obstacle
+from tests.plans import FIRST_ID, planned
 from tests.specs import instance_spec
 
 NUM_LAYERS = 12
-FIRST_ID = GroupId(50)
 
 
 def spec(instance: int, kv_units: int = 1200) -> InstanceSpec:
@@ -38,7 +38,7 @@ def pipeline(group: int, *instances: int) -> GroupLayout:
 
 def plan(layouts: list[GroupLayout], required: int, **options: object) -> DropPlan:
     specs = {m: spec(m) for layout in layouts for m in layout.members}
-    return plan_drop(layouts, specs, required, first_id=FIRST_ID, **options)  # type: ignore[arg-type]
+    return planned(layouts, specs, required, **options)
 
 
 def shape(plan: DropPlan) -> list[list[int]]:
@@ -60,15 +60,15 @@ def of_ranks(**sizes: int) -> dict[InstanceId, InstanceSpec]:
 def test_instances_of_other_numbers_of_ranks_share_nothing():
     specs = of_ranks(i1=1, i2=2, i3=1, i4=2)
     layouts = [whole(instance) for instance in specs]
-    found = plan_drop(layouts, specs, 10_000, first_id=FIRST_ID)
+    found = planned(layouts, specs, 10_000)
     assert shape(found) == [[1, 3], [2, 4]]
     assert not found.enough
     assert (
         found.obstacle is not None and "instances of 1 and 2 ranks do not merge" in found.obstacle
     )
-    lone = plan_drop(layouts[:2], specs, 1, first_id=FIRST_ID)
+    lone = planned(layouts[:2], specs, 1)
     assert lone.merges == () and lone.obstacle == found.obstacle
-    alike = plan_drop([layouts[0], layouts[2]], specs, 10_000, first_id=FIRST_ID)
+    alike = planned([layouts[0], layouts[2]], specs, 10_000)
     assert alike.obstacle is None, "they did all they could"
 
 
@@ -76,7 +76,7 @@ def test_many_instances_of_other_ranks_hide_no_partner():
     """Partners are looked for among few groups: none of these may be of the other kind."""
     specs = of_ranks(**{f"i{n}": 1 + (n in (0, 30)) for n in range(31)})
     layouts = [whole(instance) for instance in specs]
-    found = plan_drop(layouts, specs, 1, first_id=FIRST_ID, pressed=[GroupId(0)], waiting_blocks=0)
+    found = planned(layouts, specs, 1, pressed=[GroupId(0)], waiting_blocks=0)
     assert shape(found) == [[0, 30]]
 
 
@@ -158,14 +158,14 @@ def test_depth_must_be_worth_it():
 def test_like_budgets_merge_since_the_scarcest_stage_bounds_the_group():
     budgets = {1: 600, 2: 2400, 3: 600, 4: 2400}
     specs = {InstanceId(k): spec(k, units) for k, units in budgets.items()}
-    found = plan_drop([whole(k) for k in budgets], specs, 150, first_id=FIRST_ID)
+    found = planned([whole(k) for k in budgets], specs, 150)
     assert sorted(map(sorted, shape(found))) == [[1, 3], [2, 4]]
 
 
 @pytest.mark.parametrize(("small", "layers"), [(1200, 5), (600, 4), (60, 3)])
 def test_very_unequal_budgets_are_split_by_memory_if_an_even_split_gains_nothing(small, layers):
     specs = {InstanceId(1): spec(1, 2400), InstanceId(2): spec(2, small)}
-    (merge,) = plan_drop([whole(1), whole(2)], specs, 1, first_id=FIRST_ID).merges
+    (merge,) = planned([whole(1), whole(2)], specs, 1).merges
     before = sum(group_capacity_blocks(layout, specs) for layout in merge.old)
     assert merge.gain_blocks == group_capacity_blocks(merge.new, specs) - before > 0
     held = merge.new.layers_of(InstanceId(2))
@@ -181,7 +181,7 @@ def test_what_the_members_would_refuse_is_not_planned():
     before = sum(group_capacity_blocks(layout, specs) for layout in old)
     assert group_capacity_blocks(even, specs) > before
     assert "too few" in str(find_obstacle(even.members, old, [even], specs))
-    (merge,) = plan_drop(old, specs, 1, first_id=FIRST_ID).merges
+    (merge,) = planned(old, specs, 1).merges
     assert merge.new.layers_of(InstanceId(1)) == LayerRange(0, 5)
     assert find_obstacle(merge.new.members, merge.old, [merge.new], specs) is None
 
@@ -189,13 +189,13 @@ def test_what_the_members_would_refuse_is_not_planned():
 def test_a_merge_that_gains_nothing_is_not_made():
     """An instance with ten times the memory would be bound to the scarce one's."""
     specs = {InstanceId(1): spec(1, 60_000), InstanceId(2): spec(2, 0)}
-    found = plan_drop([whole(1), whole(2)], specs, 1, first_id=FIRST_ID)
+    found = planned([whole(1), whole(2)], specs, 1)
     assert found == DropPlan((), 1, False)
 
 
 def test_a_group_without_a_gainful_partner_does_not_stop_the_rest():
     specs = {InstanceId(k): spec(k, 60_000) for k in (1, 2)} | {InstanceId(0): spec(0, 0)}
-    found = plan_drop([whole(k) for k in range(3)], specs, 1, first_id=FIRST_ID)
+    found = planned([whole(k) for k in range(3)], specs, 1)
     assert shape(found) == [[1, 2]]
 
 

@@ -6,9 +6,10 @@ from hypothesis import strategies as st
 
 from kunserve.core.ids import GroupId
 from kunserve.core.load import GroupLoad, LoadReport
-from kunserve.policy.drop.plan import DropPlan, plan_drop
-from kunserve.policy.drop.worth import LITTLE, deepest_worth, plan_worth, unplaced_blocks
-from tests.unit.policy.drop.test_drop_plan import FIRST_ID, shape, spec, whole
+from kunserve.policy.drop.plan import DropPlan, Limits, Standing, Wanted
+from kunserve.policy.drop.worth import LITTLE, Queue, deepest_worth, plan_worth, unplaced_blocks
+from tests.plans import FIRST_ID
+from tests.unit.policy.drop.test_drop_plan import pipeline, shape, spec, whole
 
 FOUR = [whole(i) for i in range(1, 5)]
 SPECS = {layout.leader: spec(layout.leader) for layout in FOUR}
@@ -24,21 +25,9 @@ def worth(
     capacity_blocks: int = 400,
     prompt_share: float = 1.0,
 ) -> DropPlan:
-    def plan_of(required_blocks: int, *, max_group_size: int | None) -> DropPlan:
-        return plan_drop(
-            FOUR, SPECS, required_blocks, first_id=FIRST_ID, max_group_size=max_group_size
-        )
-
-    return plan_worth(
-        plan_of,
-        required,
-        unplaced,
-        most=most,
-        prompt_share=prompt_share,
-        capacity_blocks=capacity_blocks,
-        num_instances=4,
-        max_group_size=size,
-    )
+    standing = Standing(FOUR, SPECS, FIRST_ID)
+    queue = Queue(unplaced, capacity_blocks, prompt_share, most)
+    return plan_worth(standing, Wanted(required), Limits(max_group_size=size), queue)
 
 
 def test_what_fits_into_the_freed_memory_is_worth_a_drop():
@@ -80,21 +69,8 @@ def test_where_much_memory_is_added_no_queue_is_too_long():
 
 
 def test_behind_pairs_that_stand_a_deeper_drop_is_refused_by_name():
-    def plan_of(required_blocks: int, *, max_group_size: int | None) -> DropPlan:
-        if max_group_size == 2:
-            return DropPlan((), required_blocks, False)
-        return plan_drop(FOUR, SPECS, required_blocks, first_id=FIRST_ID)
-
-    found = plan_worth(
-        plan_of,
-        1000,
-        500,
-        most=1.0,
-        prompt_share=1.0,
-        capacity_blocks=10**6,
-        num_instances=4,
-        max_group_size=None,
-    )
+    pairs = Standing([pipeline(5, 1, 2), pipeline(6, 3, 4)], SPECS, FIRST_ID)
+    found = plan_worth(pairs, Wanted(1000), Limits(), Queue(500, 10**6, 1.0, most=1.0))
     assert not found.merges and not found.enough
     assert not found.is_worth and "no drop is worth it: 500 blocks" in found.shortfall
 
