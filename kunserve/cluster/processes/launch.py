@@ -28,7 +28,7 @@ from kunserve.engine.memory.free_memory import (
     front_bytes_left,
     held_bytes,
 )
-from kunserve.transport.children.child import Child
+from kunserve.transport.children.child import Child, Mortal
 from kunserve.transport.wire.network import Network
 
 logger = logging.getLogger(__name__)
@@ -197,14 +197,11 @@ def _is_memory_known(config: KunServeConfig) -> bool:
 
 def process_environment(num_threads: int) -> dict[str, str]:
     """Thread pools sized before any library reads the environment."""
-    environment = dict(os.environ)
-    environment["OMP_NUM_THREADS"] = str(num_threads)
-    environment["MKL_NUM_THREADS"] = str(num_threads)
-    environment["OMP_WAIT_POLICY"] = "PASSIVE"
-    return environment
+    threads = {"OMP_NUM_THREADS": str(num_threads), "MKL_NUM_THREADS": str(num_threads)}
+    return {**os.environ, **threads, "OMP_WAIT_POLICY": "PASSIVE"}
 
 
-class InstanceProcess(Protocol):
+class InstanceProcess(Mortal, Protocol):
     """One instance's process, wherever it runs. Many may wait for its end."""
 
     @property
@@ -228,14 +225,6 @@ class InstanceProcess(Protocol):
     @property
     def exit_code(self) -> int | None:
         """The negative signal if one ended it; None if it runs, or if nobody can know."""
-        ...
-
-    async def wait(self) -> str:
-        """Wait for its end; how it ended, for people."""
-        ...
-
-    def kill(self) -> None:
-        """End it at once. May be called again, and after its end."""
         ...
 
     def follow(self, front_address: str) -> None:

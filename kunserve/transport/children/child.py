@@ -85,14 +85,11 @@ class Child:
         except subprocess.TimeoutExpired:
             return None
 
-    def end(self, patience_s: float = LEAVE_S) -> int:
+    def end(self, patience_s: float = LEAVE_S) -> int | None:
         """Let it end by itself for so long, then kill it; its exit code."""
-        code = self.join(patience_s)
-        if code is None:
+        if self.join(patience_s) is None:
             self.kill()
-            code = self.join()
-        assert code is not None, self.pid
-        return code
+        return self.join()
 
     # For an event loop
 
@@ -127,7 +124,7 @@ class Mortal(Protocol):
         ...
 
     def kill(self) -> None:
-        """End it at once."""
+        """End it at once. May be called again, and after its end."""
         ...
 
 
