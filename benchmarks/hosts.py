@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
 
-from kunserve.cluster.processes.launch import InstanceOrder, LocalLauncher, LocalProcess, spawn
+from kunserve.cluster.processes.launch import InstanceOrder, LocalLauncher, LocalProcess
 from kunserve.core.place import Place
 
 NETWORK = "10.77.0"
@@ -193,7 +193,7 @@ class NamespaceLauncher(LocalLauncher):
             place=Place(host=host, link_gbps=self._link_gbps),
         )
         within = ["nsenter", f"--net=/proc/{pid}/ns/net", "--"]
-        return _OnHost(await spawn(order, self._program, within), self, host)
+        return _OnHost(LocalProcess(order, self._program, within), self, host)
 
 
 class _OnHost:

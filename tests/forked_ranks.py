@@ -4,23 +4,23 @@ import contextlib
 import os
 import signal
 import socket
-import subprocess
 import time
 import traceback
 import warnings
 
 from kunserve.engine.ranks.member import run_member
+from kunserve.transport.children.child import Child
 
 
-class ForkedRank:
-    """A ``RankProcess``."""
+class ForkedRank(Child):
+    """A child by a fork, which keeps what this process has imported."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
         self._code: int | None = None
 
-    def wait(self, timeout: float | None = None) -> int:
-        deadline = None if timeout is None else time.monotonic() + timeout
+    def join(self, timeout_s: float | None = None) -> int | None:
+        deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
         while self._code is None:
             try:
                 pid, status = os.waitpid(self.pid, os.WNOHANG)
@@ -28,8 +28,8 @@ class ForkedRank:
                 continue
             if pid:
                 self._code = os.waitstatus_to_exitcode(status)
-            elif deadline is not None and time.monotonic() > deadline:
-                raise subprocess.TimeoutExpired("rank", timeout or 0.0)
+            elif deadline_s is not None and time.monotonic() > deadline_s:
+                return None
             else:
                 time.sleep(0.002)
         return self._code

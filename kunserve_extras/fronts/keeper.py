@@ -11,14 +11,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from kunserve.cluster.api import EngineClient
-from kunserve.cluster.processes.launch import end_of_process
 from kunserve.core.config import KunServeConfig
 from kunserve.core.errors import ConfigError
-from kunserve.core.python_command import python_command
 from kunserve.model.generation_config import SamplingDefaults
 from kunserve.server.start.launch import Launched
 from kunserve.server.start.serve import Drain, caught_signals
 from kunserve.server.telemetry.stats_log import StatsLog
+from kunserve.transport.children.child import LEAVE_S, START_S, Child, Pauses, ended
 from kunserve_extras.fronts.accounts import ServerAccounts
 from kunserve_extras.fronts.desk import Desk
 from kunserve_extras.fronts.wire import CountNow, Leave, Welcome, frame_of
@@ -28,14 +27,6 @@ logger = logging.getLogger("kunserve.server")
 NEWS_PERIOD_S = 0.2
 NEWS_SHARE = 0.05
 """Of this process's time that telling news may take, in a large cluster."""
-FIRST_PAUSE_S = 0.2
-MAX_PAUSE_S = 10.0
-"""Between the end of a front and the start of the next: doubled by each that ends soon."""
-SOON_S = 30.0
-START_S = 60.0
-"""How long the first start may take."""
-LAST_S = 5.0
-"""How long fronts have to end beyond ``--shutdown-timeout``."""
 PROGRAM = ("-m", "kunserve_extras.fronts.process")
 
 
@@ -44,7 +35,7 @@ class _Seat:
     """One front's place: the process in it, and who serves it."""
 
     listener: socket.socket
-    process: asyncio.subprocess.Process | None = None
+    process: Child | None = None
     desk: Desk | None = None
     has_counted: bool = False
 
@@ -123,7 +114,6 @@ class FrontKeeper:
                 for task in (requested, *background, *keepers):
                     task.cancel()
                 await asyncio.gather(*keepers, *background, return_exceptions=True)
-                self._kill_all()
 
     async def until_up(self) -> None:
         """Until every front has served once."""
@@ -133,7 +123,7 @@ class FrontKeeper:
 
     async def _keep(self, number: int, seat: _Seat) -> None:
         """One front after the other, until the server ends."""
-        pause_s = FIRST_PAUSE_S
+        pauses = Pauses()
         while True:
             began_s = time.monotonic()
             try:
@@ -144,8 +134,7 @@ class FrontKeeper:
                 return
             if not self._are_up.is_set():
                 raise ConfigError(f"front {number} did not start: {reason}")
-            lasted_s = time.monotonic() - began_s
-            pause_s = FIRST_PAUSE_S if lasted_s > SOON_S else min(MAX_PAUSE_S, 2.0 * pause_s)
+            pause_s = pauses.after(time.monotonic() - began_s)
             self.num_restarts += 1
             logger.error(
                 "front is over front=%d reason=%r next_start_s=%.2f", number, reason, pause_s
@@ -161,9 +150,9 @@ class FrontKeeper:
 
     async def _run_one(self, number: int, seat: _Seat) -> str:
         """A front from its start to its end; why it ended. Raises OSError if it does not start."""
-        ended = asyncio.Event()
-        desk = Desk(number, self._engine, self._accounts, ended.set)
-        ours, process = await self._spawn(seat)
+        silent = asyncio.Event()
+        desk = Desk(number, self._engine, self._accounts, silent.set)
+        ours, process = self._spawn(seat)
         seat.process, seat.desk = process, desk
         try:
             loop = asyncio.get_running_loop()
@@ -174,40 +163,28 @@ class FrontKeeper:
             desk.tell(self._accounts.news())
             if self._leaving.is_set():
                 desk.tell(Leave())
-            await ended.wait()
+            await silent.wait()
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(LAST_S):
-                    return end_of_process(await process.wait())
+                async with asyncio.timeout(LEAVE_S):
+                    return await process.wait()
             return "it said nothing more"
         finally:
             desk.link.close()
-            if process.returncode is None:
-                process.kill()
             self._accounts.ended(number)
             seat.process = seat.desk = None
+            await ended(process)
 
-    async def _spawn(self, seat: _Seat) -> tuple[socket.socket, asyncio.subprocess.Process]:
+    def _spawn(self, seat: _Seat) -> tuple[socket.socket, Child]:
         """Our end of the link to a new process, and the process."""
         ours, theirs = socket.socketpair()
         try:
             with theirs:
                 descriptors = theirs.fileno(), seat.listener.fileno()
-                return ours, await asyncio.create_subprocess_exec(
-                    *python_command(),
-                    *self._program,
-                    *map(str, descriptors),
-                    stdin=asyncio.subprocess.DEVNULL,
-                    pass_fds=descriptors,
-                    start_new_session=True,
-                )
+                program = *self._program, *map(str, descriptors)
+                return ours, Child(program, fds=descriptors).watched()
         except BaseException:
             ours.close()
             raise
-
-    def _kill_all(self) -> None:
-        for seat in self._seats:
-            if seat.process is not None and seat.process.returncode is None:
-                seat.process.kill()
 
     # What fronts are told
 
@@ -243,7 +220,7 @@ class FrontKeeper:
 
     def _reload_keys(self) -> None:
         for seat in self._seats:
-            if seat.process is not None and seat.process.returncode is None:
+            if seat.process is not None:
                 seat.process.send_signal(signal.SIGHUP)
 
     # The end
@@ -261,13 +238,13 @@ class FrontKeeper:
         try:
             await asyncio.wait(
                 {forced, ending},
-                timeout=timeout_s + LAST_S,
+                timeout=timeout_s + LEAVE_S,
                 return_when=asyncio.FIRST_COMPLETED,
             )
             if not ending.done():
                 for desk in self._desks().values():
                     desk.tell(Leave())
-                await asyncio.wait({ending}, timeout=LAST_S)
+                await asyncio.wait({ending}, timeout=LEAVE_S)
         finally:
             forced.cancel()
             ending.cancel()

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import msgspec
 
 import kunserve
-from kunserve.cluster.processes.launch import InstanceOrder, LocalProcess, spawn
+from kunserve.cluster.processes.launch import InstanceOrder, LocalProcess
 
 IDLE_S = 60.0
 """A warden without a process, that nobody asks for anything, leaves."""
@@ -72,7 +72,7 @@ class Warden:
         # Whatever becomes of the front, the process must not outlive its warden.
         mine = replace(told, parent_pid=os.getpid())
         self._epoch = 0 if told.lease is None else told.lease.epoch
-        self._process = await spawn(mine, program, tells_moves=True)
+        self._process = LocalProcess(mine, program, tells_moves=True)
         return self._birth(self._process)
 
     def _birth(self, process: LocalProcess) -> Birth:

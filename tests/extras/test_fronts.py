@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import socket
+import subprocess
 import threading
 import time
 from collections.abc import Generator
@@ -20,6 +21,7 @@ from kunserve.core.config import KunServeConfig, ModelConfig, ServerConfig
 from kunserve.core.errors import Overloaded
 from kunserve.model.generation_config import SamplingDefaults
 from kunserve.server.start.serve import Drain
+from kunserve.transport.children import child
 from kunserve_extras.fronts import keeper
 from kunserve_extras.fronts.keeper import FrontKeeper, listeners_of
 from tests.conftest import wait_until
@@ -124,18 +126,18 @@ def test_a_front_that_cannot_be_started_again_is_tried_later(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As after the system has run out of memory. The other fronts go on meanwhile."""
-    monkeypatch.setattr(keeper, "FIRST_PAUSE_S", 0.0)
-    start, pair = asyncio.create_subprocess_exec, socket.socketpair
+    monkeypatch.setattr(child, "FIRST_PAUSE_S", 0.0)
+    start, pair = subprocess.Popen, socket.socketpair
     pairs: list[tuple[socket.socket, socket.socket]] = []
 
     def recorded() -> tuple[socket.socket, socket.socket]:
         pairs.append(pair())
         return pairs[-1]
 
-    async def failing_once(*words: Any, **options: Any) -> asyncio.subprocess.Process:
+    def failing_once(*words: Any, **options: Any) -> subprocess.Popen[bytes]:
         if len(pairs) == 1:
             raise BlockingIOError(errno.EAGAIN, "no more processes")
-        return await start(*words, **options)
+        return start(*words, **options)
 
     async def main(listener: socket.socket) -> None:
         config = KunServeConfig(model=ModelConfig(), server=ServerConfig(port=0))
@@ -143,7 +145,7 @@ def test_a_front_that_cannot_be_started_again_is_tried_later(
         fronts = FrontKeeper(EchoEngine(), "tiny", config, defaults, [listener], program)
         fronts._are_up.set()
         monkeypatch.setattr(keeper.socket, "socketpair", recorded)
-        monkeypatch.setattr(asyncio, "create_subprocess_exec", failing_once)
+        monkeypatch.setattr(child.subprocess, "Popen", failing_once)
         keeping = asyncio.create_task(fronts._keep(0, fronts._seats[0]))
         async with asyncio.timeout(20):
             while fronts.num_restarts < 2 and not keeping.done():
@@ -217,9 +219,9 @@ def test_two_fronts_are_one_server(monkeypatch: pytest.MonkeyPatch) -> None:
         assert total >= 13 * 5 + 5  # what the dead had told still counts
 
         # A front hangs and is ended, and nobody is there for long: the other one serves.
-        monkeypatch.setattr(keeper, "SOON_S", 0.0)
-        monkeypatch.setattr(keeper, "FIRST_PAUSE_S", 1000.0)
-        monkeypatch.setattr(keeper, "LAST_S", 0.2)
+        monkeypatch.setattr(child, "FIRST_PAUSE_S", 1000.0)
+        monkeypatch.setattr(child, "MAX_PAUSE_S", 1000.0)
+        monkeypatch.setattr(keeper, "LEAVE_S", 0.2)
         seat = server.keeper._seats[0]
         seats = server.keeper._seats
         wait_until(lambda: all(one.desk is not None and one.desk.has_spoken for one in seats))
@@ -232,7 +234,7 @@ def test_two_fronts_are_one_server(monkeypatch: pytest.MonkeyPatch) -> None:
             return server.keeper.num_restarts == 2
 
         wait_until(is_ended)
-        monkeypatch.setattr(keeper, "LAST_S", 5.0)
+        monkeypatch.setattr(keeper, "LEAVE_S", 5.0)
         time.sleep(0.1)
         for _ in range(12):
             assert server.complete().status_code == 200

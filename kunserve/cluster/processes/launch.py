@@ -1,11 +1,13 @@
 """Starting one instance's process: what it is told, and how it says that it cannot start."""
 
-import asyncio
+import contextlib
 import logging
 import os
 import signal
+import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 from typing import Protocol
 
@@ -20,13 +22,13 @@ from kunserve.core.config import MIB, KunServeConfig
 from kunserve.core.errors import ConfigError, ModelFiles, TooLittleMemory, UnsupportedModel
 from kunserve.core.ids import InstanceId, RequestId
 from kunserve.core.place import ONE_HOST, Place
-from kunserve.core.python_command import python_command
 from kunserve.engine.memory.free_memory import (
     PROCESS_BYTES,
     available_bytes,
     front_bytes_left,
     held_bytes,
 )
+from kunserve.transport.children.child import Child, Mortal
 from kunserve.transport.wire.network import Network
 
 logger = logging.getLogger(__name__)
@@ -195,14 +197,11 @@ def _is_memory_known(config: KunServeConfig) -> bool:
 
 def process_environment(num_threads: int) -> dict[str, str]:
     """Thread pools sized before any library reads the environment."""
-    environment = dict(os.environ)
-    environment["OMP_NUM_THREADS"] = str(num_threads)
-    environment["MKL_NUM_THREADS"] = str(num_threads)
-    environment["OMP_WAIT_POLICY"] = "PASSIVE"
-    return environment
+    threads = {"OMP_NUM_THREADS": str(num_threads), "MKL_NUM_THREADS": str(num_threads)}
+    return {**os.environ, **threads, "OMP_WAIT_POLICY": "PASSIVE"}
 
 
-class InstanceProcess(Protocol):
+class InstanceProcess(Mortal, Protocol):
     """One instance's process, wherever it runs. Many may wait for its end."""
 
     @property
@@ -226,14 +225,6 @@ class InstanceProcess(Protocol):
     @property
     def exit_code(self) -> int | None:
         """The negative signal if one ended it; None if it runs, or if nobody can know."""
-        ...
-
-    async def wait(self) -> str:
-        """Wait for its end; how it ended, for people."""
-        ...
-
-    def kill(self) -> None:
-        """End it at once. May be called again, and after its end."""
         ...
 
     def follow(self, front_address: str) -> None:
@@ -306,7 +297,7 @@ class LocalLauncher:
 
     async def start(self, order: InstanceOrder) -> InstanceProcess:
         """Spawn the process and hand it its order."""
-        return await spawn(order, self._program)
+        return LocalProcess(order, self._program)
 
     async def seat(self, folder: Path, grace_s: float) -> Seat:
         """The folder's lock."""
@@ -348,86 +339,51 @@ def find_here(marks: Mapping[InstanceId, str]) -> dict[InstanceId, InstanceProce
     return found
 
 
-async def spawn(
-    order: InstanceOrder,
-    program: Sequence[str] | None = None,
-    within: Sequence[str] = (),
-    *,
-    tells_moves: bool = False,
-) -> "LocalProcess":
-    """A child that carries out the order; ``within`` is a command that runs the rest of its line.
+class LocalProcess(Child):
+    """A child that carries out an order. Implements ``InstanceProcess`` in an event loop."""
 
-    ``program`` is what Python runs instead of the instance's own entry point. ``tells_moves``:
-    its standard input stays open for ``LocalProcess.follow``.
-    """
-    module = "kunserve.cluster.instance.main" if order.fake is None else order.fake.module
-    process = await asyncio.create_subprocess_exec(
-        *within,
-        *python_command(),
-        *(program or ("-m", module)),
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        env=process_environment(order.config.instance.num_threads),
-        start_new_session=True,
-    )
-    assert process.stdin is not None
-    try:
-        process.stdin.write(msgspec.json.encode(order) + b"\n")
-        await process.stdin.drain()
-        if not tells_moves:
-            process.stdin.close()
-    except (BrokenPipeError, ConnectionResetError):
-        pass  # it died before it read its order: whoever waits for its end sees that
-    return LocalProcess(process)
+    def __init__(
+        self,
+        order: InstanceOrder,
+        program: Sequence[str] | None = None,
+        within: Sequence[str] = (),
+        *,
+        tells_moves: bool = False,
+    ) -> None:
+        """``program`` is what Python runs instead of the instance's own entry point.
 
-
-def end_of_process(exit_code: int) -> str:
-    """How a child ended, for people."""
-    if exit_code >= 0:
-        return f"exit code {exit_code}"
-    try:
-        name = signal.Signals(-exit_code).name
-    except ValueError:  # a real-time signal
-        name = f"signal {-exit_code}"
-    if exit_code != -signal.SIGKILL:
-        return f"exit code {exit_code}: ended by {name}"
-    return (
-        f"exit code {exit_code}: ended by {name}; if nobody sent it, the kernel did because memory "
-        "ran out (`dmesg` says so): lower --instance-memory or raise the container's limit"
-    )
-
-
-class LocalProcess:
-    """A child of this process."""
-
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
-        self._process = process
-        self._end = asyncio.create_task(self._see_end())
+        ``within`` is a command that runs the rest of its line. ``tells_moves``: its standard input
+        stays open for ``follow``.
+        """
+        module = "kunserve.cluster.instance.main" if order.fake is None else order.fake.module
+        # A file takes what nobody reads before the end; a pipe that is full would stop the child.
+        self._words = FileIO(os.memfd_create("words"))
+        super().__init__(
+            program or ("-m", module),
+            within=within,
+            stdin=subprocess.PIPE,
+            stdout=self._words,
+            environment=process_environment(order.config.instance.num_threads),
+        )
         self.said = b""
-        self.pid = process.pid
-        self.mark = mark_of(process.pid) or f"{process.pid}:gone"
+        self.mark = mark_of(self.pid) or f"{self.pid}:gone"
+        self.watched()
+        self._tell(order)
+        if not tells_moves:
+            self._stdin.close()
 
-    @property
-    def exit_code(self) -> int | None:
-        """See ``InstanceProcess``."""
-        return self._process.returncode
-
-    async def _see_end(self) -> str:
-        assert self._process.stdout is not None
-        self.said = await self._process.stdout.read()
-        return end_of_process(await self._process.wait())
-
-    async def wait(self) -> str:
-        """Wait for its end; how it ended."""
-        return await asyncio.shield(self._end)
-
-    def kill(self) -> None:
-        """SIGKILL, unless it has ended."""
-        if self._process.returncode is None:
-            self._process.kill()
+    async def _see_end(self, fd: int) -> int:
+        with self._words, self._stdin:
+            code = await super()._see_end(fd)
+            self._words.seek(0)
+            self.said = self._words.readall()
+            return code
 
     def follow(self, front_address: str) -> None:
-        """Tell it on its standard input, if that is open; see ``spawn``."""
-        stdin = self._process.stdin
-        if stdin is not None and not stdin.is_closing():
-            stdin.write(msgspec.json.encode(FrontMoved(front_address)) + b"\n")
+        """Tell it on its standard input, if that is open."""
+        if not self._stdin.closed:
+            self._tell(FrontMoved(front_address))
+
+    def _tell(self, word: InstanceOrder | FrontMoved) -> None:
+        with contextlib.suppress(BrokenPipeError):  # it has died: whoever waits for it sees that
+            self._stdin.write(msgspec.json.encode(word) + b"\n")

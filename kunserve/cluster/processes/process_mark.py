@@ -6,6 +6,8 @@ import os
 import signal
 from pathlib import Path
 
+from kunserve.transport.children.child import end_of
+
 
 def mark_of(pid: int) -> str | None:
     """A process's number and start, so that another with its number is told from it."""
@@ -60,23 +62,16 @@ class FoundProcess:
         self.mark = mark
         self.pid = pid_of(mark)
         self._fd = fd
-        self._ended = asyncio.Event()
-        self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(fd, self._see_end)
-
-    def _see_end(self) -> None:
-        self._loop.remove_reader(self._fd)
-        os.close(self._fd)
-        self._ended.set()
+        self._end = asyncio.ensure_future(end_of(fd))
 
     async def wait(self) -> str:
         """Wait for its end; a process that is no child tells nobody its exit code."""
-        await self._ended.wait()
+        await asyncio.shield(self._end)
         return "it ended"
 
     def kill(self) -> None:
         """SIGKILL, unless it has ended."""
-        if not self._ended.is_set():
+        if not self._end.done():
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._fd, signal.SIGKILL)
 

@@ -7,7 +7,6 @@ kernel cannot end it yet, because a killed process runs none of its code any mor
 """
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
@@ -19,19 +18,10 @@ from kunserve.control.cluster.requests.quarantine import NOBODY, Blame, Cause
 from kunserve.core.config import ClusterConfig
 from kunserve.core.ids import InstanceId
 from kunserve.core.messages import Alive
+from kunserve.transport.children.child import END_S, LEAVE_S, Pauses, ended
 
 logger = logging.getLogger(__name__)
 
-FIRST_PAUSE_S = 0.25
-MAX_PAUSE_S = 30.0
-"""Between the end of a process and the start of the next: doubled by each that ends soon."""
-SOON_S = 60.0
-"""A process that was ready for so long does not count as one that ends soon."""
-END_S = 5.0
-"""How long a killed process is waited for, before its replacement starts beside it; and a start
-that nobody wants any more, before it is broken off."""
-LEAVE_S = 3.0
-"""How long an instance may take to leave by itself when the cluster closes."""
 STEPS_PER_HANG = 10.0
 """A loop that stands still longer than so many of its longest steps hangs."""
 FAILED_STARTS = 2
@@ -81,7 +71,8 @@ class _Place:
     """If that is known before its end."""
     is_cut_off: bool = False
     """Nobody can tell whether the condemned process ends, so nobody waits for that."""
-    num_soon_over: int = 0
+    pauses: Pauses = field(default_factory=Pauses)
+    """Before each but the first."""
     num_failed_starts: int = 0
 
 
@@ -277,33 +268,28 @@ class Processes:
         place.condemned.clear()
         place.since_s = place.heard_s = place.moved_s = self._clock.now_s()
         self._note_change()
-        ended = asyncio.ensure_future(process.wait())
+        over = asyncio.ensure_future(process.wait())
         condemned = asyncio.ensure_future(place.condemned.wait())
         try:
-            await asyncio.wait({ended, condemned}, return_when=asyncio.FIRST_COMPLETED)
-            if not ended.done():
-                await asyncio.wait({ended}, timeout=0.0 if place.is_cut_off else END_S)
-            if not ended.done() and not place.is_cut_off:
+            await asyncio.wait({over, condemned}, return_when=asyncio.FIRST_COMPLETED)
+            if not over.done():
+                await asyncio.wait({over}, timeout=0.0 if place.is_cut_off else END_S)
+            if not over.done() and not place.is_cut_off:
                 logger.error(
                     "killed, but does not end instance=%d pid=%d", instance_id, process.pid
                 )
         finally:
             condemned.cancel()
-            ended.cancel()
-        return place.verdict or ended.result()
+            over.cancel()
+        return place.verdict or over.result()
 
     def _count_end(self, place: _Place) -> float:
         """Take the process out of its place; how long to wait for the next start."""
-        if place.is_ready:
-            place.num_failed_starts = 0
-            if self._clock.now_s() - place.since_s > SOON_S:
-                place.num_soon_over = 0
-        else:
-            place.num_failed_starts += 1
+        served_s = self._clock.now_s() - place.since_s if place.is_ready else 0.0
+        place.num_failed_starts = 0 if place.is_ready else place.num_failed_starts + 1
         place.process, place.is_ready = None, False
         place.was_found = place.has_loaded = False
-        place.num_soon_over += 1
-        return min(MAX_PAUSE_S, FIRST_PAUSE_S * 2.0 ** min(place.num_soon_over - 1, 16))
+        return place.pauses.after(served_s)
 
     # What instances say
 
@@ -390,10 +376,7 @@ class Processes:
         if place is None or process is None:
             return False
         place.cause = Cause.NOBODY
-        process.kill()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(END_S):  # one that a driver holds may not end for hours
-                await process.wait()
+        await ended(process)
         return True
 
     def serve(self) -> None:
@@ -431,12 +414,7 @@ class Processes:
     async def _end(self, place: _Place) -> None:
         process = place.process
         assert process is not None
-        leaving = asyncio.ensure_future(process.wait())
-        if place.is_ready and place.verdict is None:
-            await asyncio.wait({leaving}, timeout=LEAVE_S)
-        process.kill()
-        await asyncio.wait({leaving}, timeout=END_S)
-        if not leaving.done():
+        was_asked = place.is_ready and place.verdict is None
+        if not await ended(process, LEAVE_S if was_asked else 0.0):
             logger.error("killed, but does not end pid=%d", process.pid)
-            leaving.cancel()
         place.process = None

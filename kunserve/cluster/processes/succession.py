@@ -16,6 +16,7 @@ from kunserve.cluster.processes.seat import RunState, Seat, WiresState
 from kunserve.core.config import ChatConfig, ClusterConfig, KunServeConfig, LogConfig, ServerConfig
 from kunserve.core.ids import InstanceId
 from kunserve.model.packed import WEIGHTS_LAYOUT
+from kunserve.transport.children.child import ended
 from kunserve.transport.wire.codec import MESSAGE_TYPES
 from kunserve.transport.wire.socket_folder import SocketFolder, has_room
 
@@ -23,8 +24,6 @@ logger = logging.getLogger(__name__)
 
 IDS_PER_FRONT = 1_000_000
 """Ids of groups and transitions that one front may use: instances rely on ids that grow."""
-END_S = 10.0
-"""How long instances of no use may take to end, before new ones start beside them."""
 
 
 class Succession:
@@ -116,14 +115,8 @@ class Succession:
 
     async def _end_found(self) -> None:
         """End the earlier front's instances: they are of no use."""
-        ends = [asyncio.ensure_future(process.wait()) for process in self._found.values()]
-        for process in self._found.values():
-            process.kill()
-        self._found = {}
-        if ends:
-            _, late = await asyncio.wait(ends, timeout=END_S)
-            for end in late:
-                end.cancel()
+        found, self._found = self._found.values(), {}
+        await asyncio.gather(*(ended(process) for process in found))
 
     def lease(self) -> LeaseTerms:
         """What an instance that is started now is told of its front."""

@@ -9,49 +9,30 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from kunserve.core.errors import ConfigError
-from kunserve.core.python_command import python_command
 from kunserve.engine.memory.instance_memory import RemapFailed
 from kunserve.engine.ranks.control import Answer, Join, Talk, talk_pair
 from kunserve.engine.ranks.meeting import PATIENCE_S, Meeting, RankLost
+from kunserve.transport.children.child import LEAVE_S, Child
 
 logger = logging.getLogger(__name__)
 
-_LEAVE_S = 5.0
 _LAST_WORDS_S = 2.0
 """How long the thread that computes has to end by itself, and to say of which requests."""
 _OUTSIDE = tuple(-n for n in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP))
 """Exit codes of a rank that somebody else has ended: the instance ends as if it had been meant."""
 
 
-class RankProcess(Protocol):
-    """A rank's process."""
-
-    pid: int
-
-    def wait(self, timeout: float | None = None) -> int:
-        """Its exit code, negative for a signal; raises subprocess.TimeoutExpired."""
-        ...
-
-    def kill(self) -> None:
-        """End it at once."""
-        ...
+Start = Callable[[socket.socket], Child]
 
 
-Start = Callable[[socket.socket], RankProcess]
-
-
-def spawn_member(end: socket.socket) -> RankProcess:
+def spawn_member(end: socket.socket) -> Child:
     """A child that hears of the rest by this socket."""
     # Standard output is the instance's own: the front reads its last words there.
-    return subprocess.Popen(
-        [*python_command(), "-m", "kunserve.engine.ranks.member", str(end.fileno())],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        pass_fds=(end.fileno(),),
-    )
+    program = ("-m", "kunserve.engine.ranks.member", str(end.fileno()))
+    return Child(program, fds=(end.fileno(),), stdout=subprocess.DEVNULL)
 
 
 class Members:
@@ -72,7 +53,7 @@ class Members:
         self._lock = threading.Lock()
         """Held from a word to its answers."""
         self._talks: list[Talk] = []
-        self._processes: list[RankProcess] = []
+        self._processes: list[Child] = []
         try:
             for _ in range(1, num_ranks):
                 talk, theirs = talk_pair()
@@ -107,7 +88,7 @@ class Members:
                 try:
                     answer, _ = talk.hear()
                 except RankLost as error:
-                    code = process.wait()
+                    code = process.join()
                     raise ConfigError(
                         f"rank {rank} of the instance did not start: exit code {code}"
                     ) from error
@@ -147,8 +128,9 @@ class Members:
             assert isinstance(answer, Answer) and answer.refusal is None, answer
             yield answer.said
 
-    def _watch(self, rank: int, process: RankProcess) -> None:
-        code = process.wait()
+    def _watch(self, rank: int, process: Child) -> None:
+        code = process.join()
+        assert code is not None
         if self._is_closing:
             return
         logger.critical("rank is over, and the instance with it rank=%d exit_code=%d", rank, code)
@@ -170,11 +152,7 @@ class Members:
         self._is_closing = True
         for talk in self._talks:
             talk.close()
-        deadline = time.monotonic() + _LEAVE_S
+        deadline_s = time.monotonic() + LEAVE_S
         for process in self._processes:
-            try:
-                process.wait(max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+            process.end(max(0.0, deadline_s - time.monotonic()))
         self.meeting.close()

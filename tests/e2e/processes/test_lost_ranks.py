@@ -2,8 +2,6 @@
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from contextlib import closing
@@ -23,6 +21,7 @@ from kunserve.engine.ranks.backend import RankedBackend
 from kunserve.engine.ranks.meeting import Meeting, RankLost
 from kunserve.engine.ranks.processes import Start
 from kunserve.model.source import resolve_model
+from kunserve.transport.children.child import Child
 from tests.direct_engine import DirectEngine
 from tests.forked_ranks import ForkedRank, fork_member
 from tests.tiny_models import save_tiny
@@ -168,8 +167,8 @@ def _truncated(*args: object) -> None:
 
 
 def test_a_rank_that_ends_without_a_word(folder: Path) -> None:
-    def start(end: object) -> subprocess.Popen[bytes]:
-        return subprocess.Popen([sys.executable, "-S", "-c", "raise SystemExit(7)"])
+    def start(end: object) -> Child:
+        return Child(["-S", "-c", "raise SystemExit(7)"])
 
     with pytest.raises(ConfigError, match="rank 1 of the instance did not start: exit code 7"):
         open_ranks(folder, start=start)

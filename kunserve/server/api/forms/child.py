@@ -47,11 +47,10 @@ class Verdict(msgspec.Struct, frozen=True):
     compile_s: float
 
 
-def write_message(stream: BinaryIO, message: object) -> None:
+def framed(message: object) -> bytes:
     """A message behind its length."""
     data = msgspec.msgpack.encode(message)
-    stream.write(len(data).to_bytes(_PREFIX_BYTES, "big") + data)
-    stream.flush()
+    return len(data).to_bytes(_PREFIX_BYTES, "big") + data
 
 
 def read_message(stream: BinaryIO, shape: type[T]) -> T | None:
@@ -76,20 +75,25 @@ def verdict_on(vocabulary: LLTokenizer, form: StructuredOutput) -> Verdict:
 
 
 def _serve() -> None:
-    source, sink = sys.stdin.buffer, sys.stdout.buffer
+    source = sys.stdin.buffer
     order = read_message(source, Order)
     if order is None:
         return
     vocabulary = open_vocabulary(order.tokenizer_json, order.vocab_size, order.eos_token_ids)
     _limit_memory()
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the last words of every process that ends
-    write_message(sink, Verdict(None, 0.0))
+    _answer(Verdict(None, 0.0))
     while (form := read_message(source, StructuredOutput)) is not None:
         # The kernel ends the process: nothing in it could interrupt the library.
         signal.setitimer(signal.ITIMER_PROF, MOST_CPU_S)
         verdict = verdict_on(vocabulary, form)
         signal.setitimer(signal.ITIMER_PROF, 0.0)
-        write_message(sink, verdict)
+        _answer(verdict)
+
+
+def _answer(verdict: Verdict) -> None:
+    sys.stdout.buffer.write(framed(verdict))
+    sys.stdout.buffer.flush()
 
 
 def _limit_memory() -> None:

@@ -9,7 +9,12 @@ from pathlib import Path
 import msgspec
 
 from kunserve.cluster.instance.start import EXIT_ORPHANED
-from kunserve.cluster.processes.launch import EXIT_LOST_MESSAGES, FakeSettings, InstanceOrder, spawn
+from kunserve.cluster.processes.launch import (
+    EXIT_LOST_MESSAGES,
+    FakeSettings,
+    InstanceOrder,
+    LocalProcess,
+)
 from kunserve.core.config import KunServeConfig
 from kunserve.core.ids import InstanceId
 from kunserve.core.messages import Message, Ready, ResetPrefixCache
@@ -61,7 +66,7 @@ def test_an_instance_that_is_told_of_moves_ends_with_its_own_exit_code(tmp_path:
             parent_pid=os.getpid(),
             network=Network(HOST, mine.public, mine.secret, keys.public, link_timeout_s=30.0),
         )
-        process = await spawn(order, tells_moves=True)
+        process = LocalProcess(order, tells_moves=True)
         process.follow(front.address)  # at once: it may come together with the order
         await until(lambda: any(isinstance(word, Ready) for word in heard), 100.0)
         route = front._routes[ZERO]

@@ -17,7 +17,6 @@ from kunserve.cluster.processes.launch import (
     blame_for,
     check_growth,
     check_memory,
-    end_of_process,
 )
 from kunserve.control.cluster.requests.quarantine import Blame, Cause
 from kunserve.core.config import (
@@ -123,13 +122,6 @@ def test_who_is_to_blame_for_an_end(exit_code: int | None, cause: Cause) -> None
 
 def test_a_failed_remap_is_known_by_its_exit_code() -> None:
     assert RemapFailed.EXIT_CODE == EXIT_REMAP_FAILED
-
-
-def test_an_end_is_explained() -> None:
-    assert end_of_process(3) == "exit code 3"
-    assert end_of_process(-signal.SIGSEGV) == "exit code -11: ended by SIGSEGV"
-    assert end_of_process(-40) == "exit code -40: ended by signal 40"
-    assert "memory ran out" in end_of_process(-signal.SIGKILL)
 
 
 def test_a_child_does_not_run_another_kunserve_of_the_working_directory(

@@ -14,6 +14,7 @@ from kunserve.cluster.waking_clock import WakingClock
 from kunserve.core.config import ClusterConfig, KunServeConfig
 from kunserve.core.ids import InstanceId
 from kunserve.core.messages import Alive
+from kunserve.transport.children import child
 
 ZERO, ONE = InstanceId(0), InstanceId(1)
 CONFIG = ClusterConfig(start_timeout_s=50.0, heartbeat_timeout_s=10.0, hang_timeout_s=20.0)
@@ -104,9 +105,10 @@ def story(
     monkeypatch: pytest.MonkeyPatch,
     num_instances: int = 1,
 ) -> None:
-    monkeypatch.setattr(processes_module, "FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(child, "FIRST_PAUSE_S", 0.001)
     monkeypatch.setattr(processes_module, "END_S", 0.01)
     monkeypatch.setattr(processes_module, "LEAVE_S", 0.01)
+    monkeypatch.setattr(child, "END_S", 0.01)
 
     async def main() -> None:
         world = World(num_instances)
@@ -210,7 +212,7 @@ def test_pauses_between_starts_grow_up_to_a_bound(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(processes_module.asyncio, "sleep", note)
     story(tell, monkeypatch)
     assert pauses[:4] == [0.002, 0.004, 0.008, 0.016]
-    assert max(pauses) <= processes_module.MAX_PAUSE_S
+    assert max(pauses) <= child.MAX_PAUSE_S
 
 
 def test_a_silent_instance_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:

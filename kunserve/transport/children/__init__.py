@@ -1,0 +1,1 @@
+"""Other processes of one server on this machine."""
