@@ -20,9 +20,9 @@ import numpy as np
 from benchmarks.report import Report, Setting
 from kunserve import LLM, SamplingParams
 from kunserve.core.config import ModelConfig
-from kunserve.engine.profile.run import BodySettings, open_body
-from kunserve.engine.profile.shapes import BatchShape
-from kunserve.engine.profile.stopwatch import HostClock, Stopwatch
+from kunserve_lab.profile.run import BodySettings, open_body
+from kunserve_lab.profile.shapes import BatchShape
+from kunserve_lab.profile.stopwatch import HostClock, Stopwatch
 
 ROWS = (1, 2, 3, 4, 5, 6, 8, 9, 12, 16, 24, 32, 40, 48, 72)
 STREAMS = (1, 8)

@@ -22,11 +22,6 @@ _OWN: dict[str, CommandRow] = {
         "scale_command",
         "Change the number of a running server's instances.",
     ),
-    "profile": (
-        "kunserve.engine.profile.command",
-        "profile_command",
-        "Measure what steps cost here.",
-    ),
 }
 """Name -> module, object, one line. Imported only when used, so that --help stays fast."""
 

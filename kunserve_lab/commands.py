@@ -14,6 +14,11 @@ COMMANDS = {
         "bench_command",
         "Load any OpenAI server and measure it.",
     ),
+    "profile": (
+        "kunserve_lab.profile.command",
+        "profile_command",
+        "Measure what steps cost here.",
+    ),
     "compare": (
         "kunserve_lab.compare.compare_command",
         "compare_command",

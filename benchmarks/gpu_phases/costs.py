@@ -11,9 +11,12 @@ from kunserve.core.config import ModelConfig, SchedulerConfig
 from kunserve.core.cost import CostSample
 from kunserve.core.ids import RequestId
 from kunserve.core.step import Chunk
-from kunserve.engine.profile.journal import Journal
-from kunserve.engine.profile.neighbours import neighbours
-from kunserve.engine.profile.run import (
+from kunserve.model.profile import Profile, ProfileSubject, read_profile, write_profile
+from kunserve.model.spec import ModelSpec
+from kunserve.policy.batch.cost_fit import predict_held_out
+from kunserve_lab.profile.journal import Journal
+from kunserve_lab.profile.neighbours import neighbours
+from kunserve_lab.profile.run import (
     BodySettings,
     limits_of,
     make_plan,
@@ -21,10 +24,7 @@ from kunserve.engine.profile.run import (
     measure,
     open_body,
 )
-from kunserve.engine.profile.stopwatch import Stopwatch
-from kunserve.model.profile import Profile, ProfileSubject, read_profile, write_profile
-from kunserve.model.spec import ModelSpec
-from kunserve.policy.batch.cost_fit import predict_held_out
+from kunserve_lab.profile.stopwatch import Stopwatch
 from kunserve_lab.sim.devices import DEVICES, Device
 from kunserve_lab.sim.models import from_spec
 from kunserve_lab.sim.profile import RooflineTimes

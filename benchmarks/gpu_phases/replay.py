@@ -14,12 +14,12 @@ from kunserve.core.config import InstanceConfig, ModelConfig, SchedulerConfig
 from kunserve.core.ids import InstanceId
 from kunserve.core.layout import LayerRange
 from kunserve.engine.body import EngineBody
-from kunserve.engine.profile.shapes import BatchShape
-from kunserve.engine.profile.stopwatch import HostClock, Stopwatch
 from kunserve.engine.torch.cuda.backend import CudaBackend
 from kunserve.engine.torch.decoder import TorchDecoder
 from kunserve.engine.torch.graphs import GraphCounts
 from kunserve.model.spec import ModelSpec
+from kunserve_lab.profile.shapes import BatchShape
+from kunserve_lab.profile.stopwatch import HostClock, Stopwatch
 from tests.direct_engine import DirectEngine
 
 _LIMIT_S = 60.0

@@ -10,9 +10,9 @@ from kunserve.server.start.foreign_flags import refuse_foreign
 
 _OVERLOAD = (
     "Each group of instances is watched at every report. It is overloaded when its KV memory holds "
-    "requests up. Then two groups merge into a pipeline: each instance keeps a part of the layers, "
-    "and the other layers become KV memory. It is relaxed when its demand has been low for a while. "
-    "Then the layers come back from the other instances."
+    "requests up. Then two groups merge into a pipeline: each instance keeps a part of the "
+    "layers, and the other layers become KV memory. It is relaxed when its demand has been low for "
+    "a while. Then the layers come back from the other instances."
 )
 
 

@@ -25,9 +25,10 @@ from kunserve.core.config import (
 from kunserve.core.cost import DENSE, ExpertChoice, Windows
 from kunserve.core.errors import KunServeError
 from kunserve.engine.body import EngineBody
-from kunserve.engine.profile.journal import Journal
-from kunserve.engine.profile.neighbours import neighbours
-from kunserve.engine.profile.run import (
+from kunserve.model.profile import Profile, ProfileSubject, default_path, write_profile
+from kunserve_lab.profile.journal import Journal
+from kunserve_lab.profile.neighbours import neighbours
+from kunserve_lab.profile.run import (
     BodySettings,
     limits_of,
     make_plan,
@@ -35,8 +36,7 @@ from kunserve.engine.profile.run import (
     measure,
     open_body,
 )
-from kunserve.engine.profile.stopwatch import Stopwatch
-from kunserve.model.profile import Profile, ProfileSubject, default_path, write_profile
+from kunserve_lab.profile.stopwatch import Stopwatch
 
 _MODEL, _INSTANCE, _SCHEDULER = ModelConfig(), InstanceConfig(), SchedulerConfig()
 _CLUSTER = ClusterConfig()

@@ -15,9 +15,9 @@ from multiprocessing.process import BaseProcess
 from multiprocessing.synchronize import Event
 
 from kunserve.core.errors import ConfigError
-from kunserve.engine.profile.run import BodySettings, limits_of, open_body
-from kunserve.engine.profile.shapes import draw_shapes
-from kunserve.engine.profile.stopwatch import Stopwatch
+from kunserve_lab.profile.run import BodySettings, limits_of, open_body
+from kunserve_lab.profile.shapes import draw_shapes
+from kunserve_lab.profile.stopwatch import Stopwatch
 
 START_S = 120.0
 _LOOK_S = 1.0

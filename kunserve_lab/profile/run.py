@@ -18,14 +18,14 @@ from kunserve.core.errors import ConfigError
 from kunserve.core.ids import InstanceId
 from kunserve.engine.body import EngineBody
 from kunserve.engine.devices import open_backend
-from kunserve.engine.profile.journal import Journal, Plan
-from kunserve.engine.profile.shapes import ShapeLimits, draw_shapes
-from kunserve.engine.profile.stopwatch import Clock, DeviceClock, HostClock, Reading, Stopwatch
 from kunserve.model.config import read_spec
 from kunserve.model.profile import FORMAT, Profile, ProfileSubject, RegionError
 from kunserve.model.source import resolve_model
 from kunserve.policy.batch.cost import forms_for, from_vector
 from kunserve.policy.batch.cost_fit import fit, held_out_errors, sized
+from kunserve_lab.profile.journal import Journal, Plan
+from kunserve_lab.profile.shapes import ShapeLimits, draw_shapes
+from kunserve_lab.profile.stopwatch import Clock, DeviceClock, HostClock, Reading, Stopwatch
 
 KV_BYTES = 512 * MIB
 MOST_KV_TOKENS = 32768

@@ -13,13 +13,13 @@ from click.testing import CliRunner
 from kunserve.cli import main
 from kunserve.core.config import InstanceConfig, ModelConfig
 from kunserve.core.errors import ConfigError
-from kunserve.engine.profile import command, neighbours, run
-from kunserve.engine.profile.journal import Journal, Plan
-from kunserve.engine.profile.run import BodySettings
-from kunserve.engine.profile.shapes import REGIONS, BatchShape, ShapeLimits, draw_shapes
-from kunserve.engine.profile.stopwatch import Reading
 from kunserve.model.profile import ProfileSubject, read_profile
 from kunserve.policy.batch.cost import FORMS
+from kunserve_lab.profile import command, neighbours, run
+from kunserve_lab.profile.journal import Journal, Plan
+from kunserve_lab.profile.run import BodySettings
+from kunserve_lab.profile.shapes import REGIONS, BatchShape, ShapeLimits, draw_shapes
+from kunserve_lab.profile.stopwatch import Reading
 from tests.tiny_models import save_tiny
 
 LIMITS = ShapeLimits(max_batch_tokens=512, max_context=4096, max_decodes=64, max_total_context=9000)

@@ -17,7 +17,7 @@ from kunserve.server.start.foreign_flags import FLAGS
 from kunserve_extras.responses.schema import ResponsesBody
 from tests.unit.server.live_server import live_server
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "vllm-features.md").read_text()
 STATES = {"same", "other", "out of scope"}
 FOREIGN_CLIENTS = {"openai", "httpx", "subprocess", "langchain_openai", "instructor"}

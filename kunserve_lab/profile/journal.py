@@ -5,9 +5,9 @@ from pathlib import Path
 import msgspec
 
 from kunserve.core.errors import ConfigError
-from kunserve.engine.profile.shapes import BatchShape
-from kunserve.engine.profile.stopwatch import Reading
 from kunserve.model.profile import ProfileSubject
+from kunserve_lab.profile.shapes import BatchShape
+from kunserve_lab.profile.stopwatch import Reading
 
 
 class Plan(msgspec.Struct, frozen=True):

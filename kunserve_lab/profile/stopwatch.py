@@ -13,7 +13,7 @@ from kunserve.core.request import SamplingParams
 from kunserve.core.step import Chunk, SequenceStart, StepPlan
 from kunserve.core.tokens import NO_TOKENS
 from kunserve.engine.body import EngineBody
-from kunserve.engine.profile.shapes import BatchShape
+from kunserve_lab.profile.shapes import BatchShape
 
 GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
 

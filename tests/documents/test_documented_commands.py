@@ -24,9 +24,9 @@ import pytest
 from click.testing import CliRunner
 
 from kunserve.cli import main
-from tests.documented import documented_commands
+from tests.documents.documented import documented_commands
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
 READY_S = 180.0
 
