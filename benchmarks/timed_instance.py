@@ -17,7 +17,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from kunserve.cluster.instance import loop as instance_loop
+from kunserve.cluster.instance import long_steps
 from kunserve.cluster.instance.start import Loaded, run_instance
 from kunserve.cluster.processes.launch import InstanceOrder
 from kunserve.engine.cpu.kernels import library
@@ -25,11 +25,11 @@ from kunserve.engine.cpu.kernels import library
 WRITTEN_EVERY_S = 0.1
 KERNELS = "kernels"
 PARTS: dict[str, tuple[str, ...]] = {
-    "reads mail": ("cluster.instance.loop:InstanceLoop._read_mail",),
-    "reads peers' mail": ("cluster.instance.loop:InstanceLoop._read_peers",),
+    "reads mail": ("cluster.instance.post:Post.read",),
+    "reads peers' mail": ("cluster.instance.post:Post.read_peers",),
     "sends": (
-        "cluster.instance.loop:InstanceLoop._send_mail",
-        "cluster.instance.loop:InstanceLoop._send_to_front",
+        "cluster.instance.post:Post.send",
+        "cluster.instance.post:Post.send_to_front",
     ),
     "reports": ("cluster.instance.loop:InstanceLoop._report_if_due",),
     "chooses and plans": ("control.group.scheduler:Scheduler.schedule",),
@@ -153,7 +153,7 @@ def _load(order: InstanceOrder) -> Loaded:
 
     time_parts()
     # On a machine with much else to do steps last, and would be a call for each layer.
-    instance_loop.LONG_STEP_S = 10.0
+    long_steps.LONG_STEP_S = 10.0
     loaded = load_model(order)
     path = Path(sys.argv[1]) / f"account-{order.instance_id}-{os.getpid()}"
     body: Any = TimedBody(loaded.body, path)

@@ -15,9 +15,10 @@ from typing import NamedTuple
 import msgspec
 
 from kunserve.cluster.instance.lease import Hold, Lease
-from kunserve.cluster.instance.loop import InstanceLoop, WiredBody
+from kunserve.cluster.instance.loop import DeviceLoop, InstanceLoop
 from kunserve.cluster.instance.mover import InstanceMover, LayerLoader
 from kunserve.cluster.instance.wire_lease import LEASE_PART, WireLease
+from kunserve.cluster.instance.wired_body import WiredBody
 from kunserve.cluster.log_format import start_logging
 from kunserve.cluster.processes.front_address import FrontAddress, lines_of
 from kunserve.cluster.processes.launch import (
@@ -147,4 +148,5 @@ def _assemble(
     channel.send(ready)
     trace_out = config.cluster.trace_out
     trace = None if trace_out is None else InstanceTrace(Path(trace_out), spec.instance_id)
-    return InstanceLoop(agent, body, channel, peers, mover, config.cluster, ready, lease, trace)
+    kind = DeviceLoop if body.computes_aside else InstanceLoop
+    return kind(agent, body, channel, peers, mover, config.cluster, ready, lease, trace)

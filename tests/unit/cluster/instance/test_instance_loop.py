@@ -1,135 +1,246 @@
-"""When the loop around an agent reads mail."""
+"""What a turn of an instance's loop promises, over wires that end in this process."""
 
+import os
+from collections import deque
+from collections.abc import Callable
 from contextlib import nullcontext
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 
+from kunserve.cluster.instance import long_steps
 from kunserve.cluster.instance import loop as instance_loop
-from kunserve.cluster.instance.loop import InstanceLoop, Woken
+from kunserve.cluster.instance.long_steps import LongSteps
+from kunserve.cluster.instance.loop import DeviceLoop, InstanceLoop
 from kunserve.cluster.instance.mover import LayerLoader
-from kunserve.control.instance.body import StepWork
-from kunserve.control.instance.work import Work
-from kunserve.core.config import ClusterConfig
+from kunserve.control.instance.agent import InstanceAgent
+from kunserve.control.instance.state import AgentConfig
+from kunserve.core.config import ClusterConfig, SchedulerConfig
 from kunserve.core.ids import GroupId, InstanceId, RequestId, StepId
-from kunserve.core.layout import LayerRange
-from kunserve.core.messages import Abort
-from kunserve.core.step import StepPlan
+from kunserve.core.layout import GroupLayout, LayerRange, Stage
+from kunserve.core.messages import (
+    Abort,
+    Activation,
+    Form,
+    Message,
+    Outputs,
+    Ready,
+    Shutdown,
+    Submit,
+)
+from kunserve.core.request import Request, SamplingParams
+from kunserve.core.snapshots import HeadShape, StageTime
+from kunserve.core.step import Chunk, StepPlan
+from kunserve.core.tokens import TokenIds
 from kunserve.core.transfer import PeerAddress
-from kunserve_lab.world.fake_body import fake_spec
+from kunserve_lab.world.fake_body import FakeBody, FakeModel, fake_spec
+from kunserve_lab.world.mover import InProcessMover
 
 NUM_LAYERS = 4
-ABORT = Abort(RequestId("r"))
+ZERO, ONE = InstanceId(0), InstanceId(1)
+MODEL = FakeModel(NUM_LAYERS)
+ABORT = Abort(RequestId("another"))
+HEAD = HeadShape(MODEL.vocab_size, 2.0)
 
 
-READY = SimpleNamespace(address=PeerAddress("links", "bulk"))
+class Body(FakeBody):
+    """Says when a step begins, and whether one is computed."""
+
+    is_computing = False
+    on_step: Callable[[], None] = staticmethod(lambda: None)
+
+    def execute(self, *given: Any) -> Any:
+        self.is_computing = True
+        self.on_step()
+        outcome = super().execute(*given)
+        self.is_computing = False
+        return outcome
 
 
-class StepBody:
-    """Looks up between the layers of a step, and says when mail comes: in the first one."""
+class Mover(InProcessMover):
+    """Has nothing to move."""
 
-    computes_aside = False
+    poll_sockets = ()
+    quiet = completed = staticmethod(nullcontext)
+    copies_here = False
 
     def __init__(self) -> None:
-        self.spec = fake_spec(InstanceId(0), NUM_LAYERS, 8)
-        self.mail: list[Any] = []
-        self.is_computing = False
-
-    def execute(self, step: Any, hidden: Any, look_up: Any) -> None:
-        self.is_computing = True
-        self.mail.append(ABORT)
-        for _ in range(NUM_LAYERS):
-            if look_up is not None:
-                look_up()
-        self.is_computing = False
+        super().__init__()
+        self.loader = LayerLoader(lambda layers: None)
+        self.completed = list
 
 
-def read_in_step(is_exchanging: bool, *, lasts: bool = False) -> list[bool]:
-    """Run a step during which a message comes; for each message whether a step ran.
+class Wires:
+    """The front's wire and the peers': what comes is in ``mail`` and ``rings``.
 
-    ``lasts``: steps of as many tokens have lasted.
+    ``events`` has (what, whether a step was computed then) of each look that found something and
+    of each message that was sent.
     """
-    body, read = StepBody(), []
-    agent = SimpleNamespace(
-        is_stopping=False,
-        is_exchanging=is_exchanging,
-        has_head_work=False,
-        is_in_transition=False,
-        layout=None,
-        num_in_flight=None,
-        has_ready_work=lambda: True,
-        report=lambda now_s: None,
-        has_mail=False,
-        drain=list,
-        drain_preemptions=list,
-        on=lambda message, now_s: read.append(body.is_computing),
-    )
-    plan = StepPlan(GroupId(0), StepId(0), (), (), ())
-    none = np.zeros(0, np.int32)
-    steps = [Work(StepWork(plan, LayerRange(0, NUM_LAYERS), True, True, none, none, none), None)]
 
-    def next_work(now_s: float) -> Any:
-        agent.is_stopping = not steps
-        return steps.pop() if steps else None
+    bell: int | None = None
 
-    def receive() -> list[Any]:
-        mail, body.mail = body.mail, []
+    def __init__(self, body: Body) -> None:
+        self.body = body
+        self.mail: list[Message] = []
+        self.when_served: list[Message] = [Shutdown()]
+        self.rings: deque[tuple[Message, Any]] = deque()
+        self.events: list[tuple[Any, bool]] = []
+        self.poll_sockets: tuple[int, ...] = ()
+        self.sent_to_peer: Callable[[Message, Any], None] = lambda message, hidden: None
+        self.woken: Callable[[], None] = lambda: None
+        self.looked: Callable[[], None] = lambda: None
+        self.channel = SimpleNamespace(
+            poll_sockets=(),
+            start_heartbeat=lambda *_: None,
+            receive=self.receive_mail,
+            send=self.send_to_front,
+        )
+
+    def note(self, what: Any) -> None:
+        self.events.append((what, self.body.is_computing))
+
+    def receive_mail(self) -> list[Message]:
+        self.looked()
+        mail, self.mail = self.mail, []
+        for message in mail:
+            self.note(message)
         return mail
 
-    agent.next_work = next_work
-    agent.finished = lambda work, outcome, now_s: None
-    channel = SimpleNamespace(
-        poll_sockets=(),
-        start_heartbeat=lambda *_: None,
-        receive=receive,
-        send=lambda message: None,
-    )
-    peers = SimpleNamespace(
-        poll_sockets=(),
-        receive=lambda **_: [],
-        awake=list,
-        bell=None,
-        faults=list,
-        tell_counts=list,
-        unreached=list,
-    )
-    mover = SimpleNamespace(
-        poll_sockets=(),
-        quiet=nullcontext,
-        completed=list,
-        copies_here=False,
-        loader=LayerLoader(lambda layers: None),
-    )
-    loop: Any = InstanceLoop(agent, body, channel, peers, mover, ClusterConfig(), READY)  # type: ignore[arg-type]
-    loop._long_tokens = 0 if lasts else None
-    loop.run()
-    return read
+    def send_to_front(self, message: Message) -> None:
+        self.note(message)
+        if isinstance(message, Outputs) and message.tokens[-1].finish_reason is not None:
+            self.mail += self.when_served
+
+    def send(self, dst: InstanceId, message: Message, payload: Any) -> None:
+        self.note(message)
+        self.sent_to_peer(message, payload)
+
+    def receive(self, *, is_brief: bool = False) -> list[tuple[Message, Any]]:
+        self.note("rings alone" if is_brief else "rings")
+        mail = list(self.rings)
+        self.rings.clear()
+        return mail
+
+    def awake(self) -> None:
+        self.woken()
+
+    faults = tell_counts = begin_anew = unreached = staticmethod(lambda *_: [])
+
+    def whether_computing(self, kind: type[Message]) -> list[bool]:
+        """For each message of a kind: whether a step was computed when it came or went."""
+        return [is_computing for what, is_computing in self.events if isinstance(what, kind)]
+
+    def names(self) -> list[str]:
+        return [what if isinstance(what, str) else type(what).__name__ for what, _ in self.events]
+
+
+class Instance:
+    """One that leads a group: of its own, or with a second stage that answers at once."""
+
+    def __init__(
+        self,
+        loop: type[InstanceLoop] = InstanceLoop,
+        agent: type[InstanceAgent] = InstanceAgent,
+        num_stages: int = 1,
+        head: HeadShape | None = None,
+    ) -> None:
+        specs = tuple(fake_spec(i, NUM_LAYERS, 64, head=head) for i in (ZERO, ONE))
+        self.body, self.mover = Body(specs[0], MODEL), Mover()
+        self.agent = make_agent(agent, self.body, self.mover)
+        self.wires = wires = Wires(self.body)
+        bounds = (0, NUM_LAYERS) if num_stages == 1 else (0, 2, NUM_LAYERS)
+        layers = [LayerRange(*bound) for bound in pairwise(bounds)]
+        stages = tuple(Stage(InstanceId(i), one) for i, one in enumerate(layers))
+        form = Form(GroupLayout(GroupId(1), stages), specs[:num_stages])
+        wires.mail.append(form)
+        if num_stages > 1:
+            self.peer_body = FakeBody(specs[1], MODEL)
+            self.peer = make_agent(InstanceAgent, self.peer_body, InProcessMover())
+            self.peer.on(form, 0.0)
+            wires.sent_to_peer = self.tell_peer
+        ready = Ready(specs[0], PeerAddress("links", "bulk"), 64, "fake")
+        self.make_loop = lambda: loop(
+            self.agent,
+            self.body,  # type: ignore[arg-type]
+            wires.channel,  # type: ignore[arg-type]
+            wires,  # type: ignore[arg-type]
+            self.mover,  # type: ignore[arg-type]
+            ClusterConfig(check_invariants=True),
+            ready,
+        )
+
+    def serve(self, num_tokens: int = 1) -> Wires:
+        """One request, to its end."""
+        request = Request(RequestId("r"), TokenIds((5, 6, 7)), SamplingParams(num_tokens), 0.0)
+        self.wires.mail.append(Submit(request))
+        return self.run()
+
+    def run(self) -> Wires:
+        self.make_loop().run()
+        return self.wires
+
+    def tell_peer(self, message: Message, payload: Any) -> None:
+        hidden = None if payload is None else FakeBody.hidden_from_bytes(bytes(payload))
+        self.peer.on(message, 0.0, hidden)
+        while (work := self.peer.next_work(0.0)) is not None:
+            self.peer.finished(work, work.run(self.peer_body), 0.0)
+        for dst, answer, beside in self.peer.drain():
+            if dst == ZERO:
+                data = None if beside is None else FakeBody.hidden_to_bytes(beside)
+                self.wires.rings.append((answer, data))
+
+
+def make_agent(kind: type[InstanceAgent], body: FakeBody, mover: InProcessMover) -> InstanceAgent:
+    config = AgentConfig(body.spec.instance_id, SchedulerConfig(), frozenset(), 64)
+    return kind(config, body, mover)
+
+
+class Exchanging(InstanceAgent):
+    is_exchanging = True  # type: ignore[assignment]
+
+
+class InTransition(InstanceAgent):
+    is_in_transition = True  # type: ignore[assignment]
+
+
+# When mail is read
+
+
+def read_in_steps(
+    agent: type[InstanceAgent] = InstanceAgent, loop: type[InstanceLoop] = InstanceLoop
+) -> list[bool]:
+    """A message comes in each of three steps: whether it is read before its step ends."""
+    instance = Instance(loop, agent)
+    instance.body.on_step = lambda: instance.wires.mail.append(ABORT)
+    return instance.serve(num_tokens=3).whether_computing(Abort)
 
 
 def test_mail_waits_for_the_end_of_a_short_step() -> None:
-    assert read_in_step(is_exchanging=False) == [False]
+    assert read_in_steps() == [False] * 3
 
 
 def test_mail_is_read_in_the_middle_of_a_step_in_an_exchange() -> None:
-    assert read_in_step(is_exchanging=True) == [True]
+    assert read_in_steps(Exchanging) == [True] * 3
 
 
 def test_mail_is_read_in_the_middle_of_long_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once one of as many tokens has lasted: a prompt says nothing of decodes."""
+    monkeypatch.setattr(long_steps, "LONG_STEP_S", 0.0)
     monkeypatch.setattr(instance_loop, "LOOK_GAP_S", 0.0)
-    assert read_in_step(is_exchanging=False, lasts=True) == [True]
+    assert read_in_steps() == [False, False, True]
 
 
 def test_looking_up_is_not_done_between_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(long_steps, "LONG_STEP_S", 0.0)
     monkeypatch.setattr(instance_loop, "LOOK_GAP_S", 1e9)
-    assert read_in_step(is_exchanging=False, lasts=True) == [False]
+    assert read_in_steps() == [False] * 3
 
 
 def test_a_long_prompt_says_nothing_of_the_decodes_after_it() -> None:
-    loop: Any = object.__new__(InstanceLoop)
-    loop._long_tokens = None
-    for num_tokens, seconds, long_tokens in (
+    steps = LongSteps()
+    for num_tokens, seconds, least in (
         (8, 0.01, None),
         (512, 0.3, 512),
         (8, 0.01, 512),
@@ -137,282 +248,130 @@ def test_a_long_prompt_says_nothing_of_the_decodes_after_it() -> None:
         (300, 0.05, 301),
         (8, 0.2, 8),
     ):
-        loop._learn(num_tokens, seconds)
-        assert loop._long_tokens == long_tokens, num_tokens
+        steps.learn(plan_of(num_tokens), seconds)
+        found = [n for n in range(1, 600) if steps.may_last(plan_of(n))]
+        assert found == list(range(least or 600, 600)), (num_tokens, seconds)
 
 
-class DeviceBody(StepBody):
-    """Is asked for a step, and free until it is computed."""
-
-    computes_aside = True
-
-    def execute(self, step: Any, hidden: Any, look_up: Any, meanwhile: Any = None) -> None:
-        self.is_computing = True
-        meanwhile()
-        self.is_computing = False
-
-    def hidden_to_bytes(self, hidden: Any) -> memoryview:
-        return memoryview(hidden)
+def plan_of(num_tokens: int) -> StepPlan:
+    return StepPlan(GroupId(0), StepId(0), (), (), (Chunk(RequestId("r"), 0, num_tokens, 1),))
 
 
-def sent_in_steps(num_steps: int, has_more: bool) -> list[tuple[str, int, bool]]:
-    """(what, of which step, whether another one was being computed when it was sent)."""
-    body, sent, outbox = DeviceBody(), [], []
-    done = 0
+@pytest.mark.parametrize("agent", [InstanceAgent, InTransition])
+@pytest.mark.parametrize("rings", ["the bell", "another socket", "both", "nothing"])
+def test_only_rings_are_read_where_only_a_stage_has_woken_the_loop(
+    rings: str, agent: type[InstanceAgent]
+) -> None:
+    instance = Instance(agent=agent)
+    wires = instance.wires
+    wires.mail = [Shutdown()]
+    wires.rings.append((Shutdown(), None))
+    bell, socket = (os.eventfd(0) for _ in range(2))
+    wires.bell, wires.poll_sockets = bell, (bell, socket)
+    for descriptor, ringing in ((bell, "the bell"), (socket, "another socket")):
+        if rings in (ringing, "both"):
+            os.eventfd_write(descriptor, 1)
+    instance.run()
+    only_rings = rings == "the bell" and agent is InstanceAgent
+    assert wires.names() == (["rings alone"] if only_rings else ["Shutdown", "rings"])
+    for descriptor in (bell, socket):
+        os.close(descriptor)
 
-    def next_work(now_s: float) -> Any:
-        agent.is_stopping = done == num_steps
-        return None if agent.is_stopping else work
 
-    def finished(work: Any, outcome: Any, now_s: float) -> None:
-        nonlocal done
-        outbox.extend([(None, f"tokens {done}", None), (InstanceId(1), f"hidden {done}", b"")])
-        done += 1
+def test_a_sleep_without_work_is_no_bubble(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock of stages looks before each sleep."""
+    time = SimpleNamespace(now_s=1.0, monotonic=lambda: time.now_s)
+    monkeypatch.setattr(instance_loop, "time", time)
+    instance = Instance(num_stages=2)
+    wires = instance.wires
+    wires.when_served = []
 
-    def drain() -> list[Any]:
-        mail = outbox.copy()
-        outbox.clear()
-        return mail
+    def sleep() -> None:
+        if wires.rings or wires.mail:
+            return
+        time.now_s += 1000.0
+        if wires.whether_computing(Outputs):
+            wires.mail.append(Shutdown())
 
-    def note(message: Any) -> None:
-        what, step = message.split()
-        sent.append((what, int(step), body.is_computing))
+    wires.woken = sleep
+    (*_, stage) = [said for said, _ in instance.serve().events if isinstance(said, StageTime)]
+    assert stage.active_s == 0.0, "nothing was in flight in any of the sleeps"
 
-    plan = StepPlan(GroupId(0), StepId(0), (), (), ())
-    none = np.zeros(0, np.int32)
-    work = Work(StepWork(plan, LayerRange(0, NUM_LAYERS), True, True, none, none, none), None)
-    agent = SimpleNamespace(
-        is_stopping=False,
-        is_exchanging=False,
-        has_head_work=False,
-        is_in_transition=False,
-        layout=None,
-        num_in_flight=None,
-        has_ready_work=lambda: has_more,
-        report=lambda now_s: None,
-        has_mail=True,
-        drain=drain,
-        drain_preemptions=list,
-        next_work=next_work,
-        finished=finished,
-    )
-    channel = SimpleNamespace(
-        poll_sockets=(), start_heartbeat=lambda *_: None, receive=list, send=note
-    )
-    peers = SimpleNamespace(
-        poll_sockets=(),
-        receive=lambda **_: [],
-        awake=list,
-        bell=None,
-        faults=list,
-        tell_counts=list,
-        unreached=list,
-        send=lambda dst, message, payload: note(message),
-    )
-    mover = SimpleNamespace(
-        poll_sockets=(),
-        quiet=nullcontext,
-        completed=list,
-        copies_here=False,
-        loader=LayerLoader(lambda layers: None),
-    )
-    loop: Any = InstanceLoop(agent, body, channel, peers, mover, ClusterConfig(), READY)  # type: ignore[arg-type]
-    loop.run()
-    return sent
+
+# When mail is sent
 
 
 def test_the_front_gets_tokens_while_a_device_computes_the_next_step() -> None:
-    sent = sent_in_steps(3, has_more=True)
-    assert [(step, beside) for what, step, beside in sent if what == "tokens"] == [
-        (0, True), (1, True), (2, False),
-    ]  # fmt: skip
-    assert [(step, beside) for what, step, beside in sent if what == "hidden"] == [
-        (0, False), (1, False), (2, False),
-    ], "peers wait for theirs"  # fmt: skip
+    wires = Instance(DeviceLoop).serve(num_tokens=3)
+    assert wires.whether_computing(Outputs) == [True, True, False], "no step follows the last"
 
 
-def test_it_gets_them_at_once_if_there_is_no_next_step() -> None:
-    sent = sent_in_steps(2, has_more=False)
-    assert [beside for what, _, beside in sent if what == "tokens"] == [False, False]
+def test_it_gets_them_at_once_from_a_body_that_computes_on_the_thread() -> None:
+    assert Instance().serve(num_tokens=3).whether_computing(Outputs) == [False] * 3
 
 
-class HeadAgent:
-    """A stage with a step, a part of the output head after it, and words of plans without work."""
+def test_it_gets_them_at_once_if_a_device_has_no_next_step() -> None:
+    assert Instance(DeviceLoop).serve(num_tokens=1).whether_computing(Outputs) == [False]
 
-    is_stopping = False
-    is_in_transition = False
-    layout = num_in_flight = None
 
-    def __init__(self) -> None:
-        self.events: list[str] = []
-        self.outbox: list[Any] = []
-        self.rows_left = 0
-        self.is_exchanging = False
-        plan = StepPlan(GroupId(0), StepId(0), (), (), ())
-        none = np.zeros(0, np.int32)
-        step = StepWork(plan, LayerRange(0, NUM_LAYERS), True, True, none, none, none)
-        self.steps = [Work(step, None)]
-        self.head = SimpleNamespace(step=SimpleNamespace(plan=plan), run=lambda body: None)
-
-    @property
-    def has_mail(self) -> bool:
-        return bool(self.outbox)
-
-    @property
-    def has_head_work(self) -> bool:
-        return self.rows_left > 0
-
-    def has_ready_work(self) -> bool:
-        return bool(self.steps) or self.has_head_work
-
-    def next_work(self, now_s: float) -> Any:
-        if self.has_head_work:
-            self.rows_left -= 1
-            return self.head
-        if self.steps:
-            return self.steps.pop()
-        self.outbox.append((InstanceId(1), "a plan without work", None))
-        self.is_stopping = True
-        return None
-
-    def finished(self, work: Any, outcome: Any, now_s: float) -> None:
-        self.events.append("part" if work is self.head else "step")
-
-    def on(self, message: Any, now_s: float, hidden: Any = None) -> None:
-        self.rows_left += 1
-        self.outbox.append((InstanceId(1), "answer", None))
-
-    def drain(self) -> list[Any]:
-        outbox, self.outbox = self.outbox, []
-        return outbox
-
-    drain_preemptions = list
-    report = check = staticmethod(lambda *_: None)
+@pytest.mark.parametrize("loop", [InstanceLoop, DeviceLoop])
+def test_peers_get_theirs_before_the_next_step(loop: type[InstanceLoop]) -> None:
+    wires = Instance(loop, num_stages=2).serve(num_tokens=3)
+    steps = [what for what, _ in wires.events if isinstance(what, Activation)]
+    assert [bool(step.plan.chunks) for step in steps] == [True, True, True, False]
+    assert wires.whether_computing(Activation) == [False] * 4, "nor do plans without work wait"
+    assert len(wires.whether_computing(Outputs)) == 3
 
 
 def test_the_output_head_follows_its_step_and_nothing_waits_to_be_sent() -> None:
-    agent, body = HeadAgent(), StepBody()
-    coming = [[("final rows", None)], []]
-
-    def receive(*, is_brief: bool = False) -> list[Any]:
-        agent.events.append("brief look" if is_brief else "look")
-        return coming.pop(0) if is_brief and coming else []
-
-    channel = SimpleNamespace(
-        poll_sockets=(), start_heartbeat=lambda *_: None, receive=list, send=lambda message: None
-    )
-    peers = SimpleNamespace(
-        poll_sockets=(),
-        receive=receive,
-        awake=list,
-        bell=None,
-        faults=list,
-        tell_counts=list,
-        unreached=list,
-        send=lambda dst, message, payload: agent.events.append(message),
-    )
-    mover = SimpleNamespace(
-        poll_sockets=(),
-        quiet=nullcontext,
-        completed=list,
-        copies_here=True,
-        loader=LayerLoader(lambda layers: None),
-    )
-    agent.head.step = agent.steps[0].step
-    loop: Any = InstanceLoop(agent, body, channel, peers, mover, ClusterConfig(), READY)  # type: ignore[arg-type]
-    loop._next_report_s = 1e9
-    loop._poller = SimpleNamespace(poll=lambda timeout_ms: agent.events.append("sleep") or [])
-    loop._run = lambda work: agent.finished(work, None, 0.0)
-    loop.run()
-    assert agent.events == [
-        *("look", "step", "brief look", "answer", "part", "brief look"),
-        *("sleep", "look", "a plan without work"),
-    ]
+    names = Instance(num_stages=2, head=HEAD).serve(num_tokens=2).names()
+    behind = names[names.index("Activation") + 1 : names.index("Outputs")]
+    assert behind, "another stage has to answer first"
+    assert set(behind) == {"rings alone"}, "no other mail is looked for, and no step begins"
 
 
-BELL, SOCKET = 7, 8
+# Exchanges
+
+
+class Paused(Instance):
+    """An exchange goes on, and the front ends the instance after some looks."""
+
+    def num_steps(self, *, copies_here: bool) -> int:
+        self.mover.copies_here = copies_here
+        looks, steps = [], []
+
+        def looked() -> None:
+            looks.append(1)
+            if len(looks) == 8:
+                self.wires.mail.append(Shutdown())
+
+        self.wires.looked = looked
+        self.body.on_step = lambda: steps.append(1)
+        self.serve(num_tokens=30)
+        return len(steps)
 
 
 @pytest.mark.parametrize(
-    ("found", "is_in_transition", "expected"),
+    ("loop", "copies_here", "pause_s", "waits"),
     [
-        ([(BELL, 1)], False, Woken.BY_STAGES),
-        ([(BELL, 1)], True, Woken.BY_ANY),
-        ([(BELL, 1), (SOCKET, 1)], False, Woken.BY_ANY),
-        ([(SOCKET, 1)], False, Woken.BY_ANY),
-        ([], False, Woken.BY_ANY),
+        (InstanceLoop, True, 1e9, True),
+        (InstanceLoop, True, 0.0, False),
+        (InstanceLoop, False, 1e9, False),
+        (DeviceLoop, True, 1e9, False),
     ],
 )
-def test_who_has_woken_the_loop(
-    found: list[tuple[int, int]], is_in_transition: bool, expected: Woken
+def test_no_step_begins_while_kv_is_copied_here(
+    monkeypatch: pytest.MonkeyPatch,
+    loop: type[InstanceLoop],
+    copies_here: bool,
+    pause_s: float,
+    waits: bool,
 ) -> None:
-    loop: Any = object.__new__(InstanceLoop)
-    loop._agent = SimpleNamespace(
-        is_exchanging=False, is_in_transition=is_in_transition, has_ready_work=lambda: False
-    )
-    loop._awaits_group, loop._lease, loop._beside = False, None, None
-    loop._next_report_s = 0.0
-    loop._gate = SimpleNamespace(is_waiting=False)
-    looks: list[str] = []
-    loop._look = lambda: looks.append("clock") or 0.0
-    loop._poller = SimpleNamespace(poll=lambda timeout_ms: looks.append("sleep") or found)
-    loop._peers = SimpleNamespace(bell=BELL, awake=list)
-    assert loop._wait() is expected
-    assert looks == ["clock", "sleep"], "a sleep without work would count as a bubble"
+    monkeypatch.setattr(instance_loop, "EXCHANGE_PAUSE_S", pause_s)
+    num_steps = Paused(loop, Exchanging).num_steps(copies_here=copies_here)
+    assert (num_steps == 0) is waits, "and not for long"
 
 
-@pytest.mark.parametrize(
-    ("woken", "expected"),
-    [
-        (Woken.BY_STAGES, ["rings"]),
-        (Woken.BY_ANY, ["all, slept"]),
-        (Woken.BUSY, ["all"]),
-    ],
-)
-def test_only_rings_are_read_where_only_a_stage_has_woken_the_loop(
-    woken: Woken, expected: list[str]
-) -> None:
-    loop: Any = object.__new__(InstanceLoop)
-    reads: list[str] = []
-
-    class Agent:
-        is_exchanging = False
-
-        @property
-        def is_stopping(self) -> bool:
-            return bool(reads)
-
-        def next_work(self, now_s: float) -> None:
-            return None
-
-    loop._agent, loop._lease, loop._trace, loop._checks = Agent(), None, None, False
-    loop._channel = SimpleNamespace(start_heartbeat=lambda *_: None)
-    loop._mover = SimpleNamespace(quiet=nullcontext)
-    loop._heartbeat_period_s, loop._num_turns, loop._longest_step_s = 1.0, 0, 0.0
-    loop._awaits_group = False
-    loop._wait = lambda: woken
-    loop._look = lambda: 0.0
-    loop._read_peers = lambda now_s, is_brief: reads.append("rings" if is_brief else "peers")
-    loop._read_mail = lambda has_slept: reads.append("all, slept" if has_slept else "all")
-    loop._report_if_due = loop._send_mail = loop._send_to_front = lambda: None
-    loop.run()
-    assert reads == expected
-
-
-def test_no_step_begins_while_kv_is_copied_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    for copies_here, computes_aside, expected in (
-        (True, False, True),
-        (False, False, False),
-        (True, True, False),
-    ):
-        loop: Any = object.__new__(InstanceLoop)
-        loop._agent = SimpleNamespace(is_exchanging=True)
-        loop._mover = SimpleNamespace(copies_here=copies_here)
-        loop._computes_aside = computes_aside
-        loop._exchange_since_s = None
-        monkeypatch.setattr(instance_loop, "EXCHANGE_PAUSE_S", 1e9)
-        assert loop._gives_way() is expected
-        monkeypatch.setattr(instance_loop, "EXCHANGE_PAUSE_S", 0.0)
-        assert not loop._gives_way(), "not for long"
-        loop._agent.is_exchanging = False
-        assert not loop._gives_way() and loop._exchange_since_s is None
+def test_a_step_may_begin_when_no_exchange_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(instance_loop, "EXCHANGE_PAUSE_S", 1e9)
+    assert Paused().num_steps(copies_here=True) > 0

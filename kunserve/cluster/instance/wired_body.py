@@ -1,0 +1,55 @@
+"""What an instance's loop asks of a body, beside what its brain does."""
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from kunserve.control.instance.body import Body, Memory, StepOutcome, StepWork
+from kunserve.core.layout import LayerRange
+from kunserve.transport.bulk.movable_memory import MovableMemory
+
+
+class WiredMemory(Memory, MovableMemory, Protocol):
+    """What the brain changes, and movers read and fill."""
+
+
+class WiredBody(Body, Protocol):
+    """A body whose activations can cross a wire, and whose host can read mail during a step."""
+
+    @property
+    def memory(self) -> WiredMemory:
+        """See ``Body``."""
+        ...
+
+    @property
+    def computes_aside(self) -> bool:
+        """Whether the host is free while a step is computed."""
+        ...
+
+    def execute(
+        self,
+        work: StepWork,
+        hidden: Any,
+        look_up: Callable[[], None] | None = None,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> StepOutcome:
+        """As ``Body.execute``; calls ``look_up``, if given, between layers.
+
+        ``meanwhile`` is called once, when the device has been asked for all of them.
+        """
+        ...
+
+    def hidden_to_bytes(self, hidden: Any) -> memoryview:
+        """The hidden states as bytes, without a copy where possible."""
+        ...
+
+    def hidden_from_bytes(self, data: memoryview) -> Any:
+        """The inverse, on the receiving stage."""
+        ...
+
+    def part_from_bytes(self, data: memoryview) -> Any:
+        """The same for a part of the output head, whose bytes ``hidden_to_bytes`` gives too."""
+        ...
+
+    def load_layers(self, layers: LayerRange) -> None:
+        """Fill mapped layers from disk."""
+        ...
