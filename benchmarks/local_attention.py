@@ -20,7 +20,7 @@ from benchmarks.kernels import smollm2
 from benchmarks.report import Report
 from kunserve.engine.attention import StepBatch
 from kunserve.engine.cpu.kernels.library import set_num_threads
-from tests.reference_attention import FusedAttention
+from tests.unit.engine.reference_attention import FusedAttention
 
 NUM_SEQUENCES = 4
 CHUNK_TOKENS = 256

@@ -23,8 +23,8 @@ from kunserve.engine.ranks.processes import Start
 from kunserve.model.source import resolve_model
 from kunserve.transport.children.child import Child
 from tests.direct_engine import DirectEngine
-from tests.forked_ranks import ForkedRank, fork_member
 from tests.tiny_models import save_tiny
+from tests.unit.engine.ranks.forked_ranks import ForkedRank, fork_member
 
 WHOLE = LayerRange(0, 2)
 PROMPT = [[5, 6, 7, 8]]

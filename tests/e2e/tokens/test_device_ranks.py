@@ -40,9 +40,9 @@ from tests.e2e.tokens.test_tensor_parallel import (
     move_layers,
 )
 from tests.fakecuda.library import KIB, MIB, FakeCuda, build
-from tests.forked_ranks import fork_member
 from tests.tape import TapeRecorder
 from tests.tiny_models import KINDS, MORE_KINDS, SPARSE_KINDS, save_tiny, save_with_answers
+from tests.unit.engine.ranks.forked_ranks import fork_member
 
 LIMITS = SchedulerConfig(max_num_seqs=3, max_num_batched_tokens=48)
 

@@ -18,8 +18,8 @@ from kunserve.engine.backend import CpuBackend
 from kunserve.engine.body import EngineBody
 from kunserve.engine.cpu.decoder import LOGIT_ROWS
 from tests.direct_engine import DirectEngine
-from tests.reference_attention import ReferenceBackend
 from tests.tiny_models import KINDS, VOCAB, expected_tokens, tiny_model
+from tests.unit.engine.reference_attention import ReferenceBackend
 
 NUM_LAYERS = 4
 NUM_TOKENS = 12

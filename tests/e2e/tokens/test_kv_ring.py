@@ -37,8 +37,8 @@ from tests.e2e.tokens.test_engine_transitions import (
     restore_when_it_fits,
     run,
 )
-from tests.reference_attention import ReferenceBackend
 from tests.tiny_models import GEMMAS, VOCAB, expected_tokens, greedy_after, tiny_model
+from tests.unit.engine.reference_attention import ReferenceBackend
 
 GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
 NUM_LAYERS = 5

@@ -18,9 +18,9 @@ from kunserve.model.source import resolve_model
 from kunserve.transport.bulk.mover import BulkMover
 from kunserve.transport.bulk.pacing import BulkPacing
 from tests.direct_engine import DirectEngine
-from tests.forked_ranks import fork_member
 from tests.tiny_models import KINDS, VOCAB, save_with_answers
 from tests.tiny_models import MORE_KINDS as FAMILIES
+from tests.unit.engine.ranks.forked_ranks import fork_member
 from tests.unit.transport.addresses import fresh_address
 from tests.unit.transport.bulk.test_bulk import ended
 from tests.unit.transport.bulk_world import entries, piece

@@ -12,8 +12,8 @@ from kunserve.core.errors import ConfigError
 from kunserve.engine.attention import TORCH_DTYPES, StepBatch, c_model
 from kunserve.engine.cpu.kernels.library import set_num_threads
 from kunserve.model.spec import ModelSpec
-from tests.reference_attention import FusedAttention, ReferenceAttention
 from tests.specs import model_spec
+from tests.unit.engine.reference_attention import FusedAttention, ReferenceAttention
 
 NUM_LAYERS = 3
 

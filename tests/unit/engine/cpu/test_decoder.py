@@ -14,9 +14,9 @@ from kunserve.engine.cpu.kernels.rope import RopeTable, inverse_frequencies
 from kunserve.engine.layer_weights import LayerWeights, ModelWeights
 from kunserve.model.rope import Llama3Rope
 from kunserve.model.spec import ModelSpec
-from tests.reference_attention import ReferenceDecoder
 from tests.specs import model_spec
 from tests.unit.engine.memory.test_memory import SMOLLM2
+from tests.unit.engine.reference_attention import ReferenceDecoder
 
 BLOCK_SIZE = 8
 MAX_BLOCKS = 12

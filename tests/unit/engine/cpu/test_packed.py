@@ -24,10 +24,10 @@ from kunserve.engine.cpu.kernels.ops import Finish, gather, linear, rms_norm
 from kunserve.engine.cpu.kernels.packed import PackedMatrix, rounded_bytes
 from kunserve.engine.weights.packing import StoredRows, pack
 from kunserve.model.packed import PackedField, Run, WeightFormat
-from tests.reference_attention import ReferenceBackend
 from tests.specs import model_spec
 from tests.tiny_gguf import write_gguf
 from tests.tiny_models import tiny_model
+from tests.unit.engine.reference_attention import ReferenceBackend
 
 GGML = {
     WeightFormat.Q8_0: Quant.Q8_0,

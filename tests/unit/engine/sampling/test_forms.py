@@ -92,7 +92,7 @@ def generate(
             sampler.start(start(sampling, sequence.output_token_ids))
         logits = torch.from_numpy(rows(seed, position))
         (token,) = sampler.sample(logits, [RequestId("r")], [position])
-        reason = sequence.append_token(token.token_id, 10_000)
+        reason = sequence.append_token(token.token_id, 10_000, 0.0)
         if reason is not None:
             return sequence.output_token_ids, reason
     raise AssertionError("not ended")

@@ -170,7 +170,9 @@ def open_body(
     return EngineBody(
         InstanceId(number),
         ModelConfig(model=str(folder), dtype=dtype),
-        InstanceConfig("cuda", gpu_memory_utilization=share, granule_bytes=8 * KIB, block_size=8),
+        InstanceConfig(
+            device="cuda", gpu_memory_utilization=share, granule_bytes=8 * KIB, block_size=8
+        ),
         scheduler=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=16),
         backend=CudaBackend(torch.device("cpu"), build()),
     )

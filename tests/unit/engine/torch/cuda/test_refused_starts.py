@@ -122,7 +122,9 @@ def test_a_busy_gpu_with_memory_given(
         EngineBody(
             InstanceId(0),
             ModelConfig(str(tmp_path), dtype="float32"),
-            InstanceConfig("cuda", memory_bytes=8 * MIB, granule_bytes=8 * KIB, block_size=8),
+            InstanceConfig(
+                device="cuda", memory_bytes=8 * MIB, granule_bytes=8 * KIB, block_size=8
+            ),
             backend=CudaBackend(torch.device("cpu"), build()),
         )
     driver.release(others)

@@ -127,7 +127,7 @@ class ReferenceDecoder(Decoder):
         self._add(mixed, weights.o, weights.o_bias, weights.attention_out_norm, hidden)
         rms_norm(hidden, weights.post_norm, eps, normed, offset)
         if self._spec.experts is not None:
-            add_experts(normed, hidden, weights, self._spec, _run_expert)
+            add_experts(normed, hidden, weights, self._spec, run_expert)
             return
         gate = Finish.GEGLU if self._spec.has_gelu else Finish.SWIGLU
         linear(normed, weights.gate_up, weights.gate_up_bias, gated, gate)
@@ -149,7 +149,7 @@ class ReferenceDecoder(Decoder):
         hidden += rms_norm(product, norm, self._spec.rms_eps, product, self._norm_offset)
 
 
-def _run_expert(x: torch.Tensor, gate_up: Matrix, down: Matrix) -> torch.Tensor:
+def run_expert(x: torch.Tensor, gate_up: Matrix, down: Matrix) -> torch.Tensor:
     return linear(linear(x, gate_up, finish=Finish.SWIGLU), down, finish=Finish.FLOAT)
 
 
