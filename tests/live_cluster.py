@@ -7,7 +7,7 @@ from pathlib import Path
 
 from benchmarks.faulty_instance import program_of
 from kunserve.cluster.driver.local import LocalCluster
-from kunserve.cluster.processes.launch import FakeSettings, Launcher, LocalLauncher
+from kunserve.cluster.processes.launch import FakeSettings, Launcher
 from kunserve.core.config import (
     ClusterConfig,
     InstanceConfig,
@@ -21,6 +21,7 @@ from kunserve.core.request import FinishReason, Request, SamplingParams
 from kunserve.core.tokens import TokenIds
 from kunserve_lab.world.fake_body import FakeModel, expected_tokens
 from kunserve_lab.world.fake_main import MODULE as FAKE_MODULE
+from tests.running.forking import ForkingLauncher
 
 FAKE = FakeSettings(FAKE_MODULE, step_s=0.004)
 MODEL = FakeModel(FAKE.num_layers, FAKE.vocab_size)
@@ -130,7 +131,7 @@ def with_cluster(
             config(num_instances, **cluster_settings),  # type: ignore[arg-type]
             vocab_size=FAKE.vocab_size,
             fake=FAKE,
-            launcher=launcher() if launcher else faults and LocalLauncher(program_of(faults)),
+            launcher=launcher() if launcher else ForkingLauncher(faults and program_of(faults)),
         )
         try:
             await story(cluster, Client(cluster))

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from kunserve.cluster.driver.local import LocalCluster
+from kunserve.cluster.processes.launch import Launcher, LocalLauncher
 from kunserve.core.config import (
     ClusterConfig,
     InstanceConfig,
@@ -30,6 +31,7 @@ from kunserve.core.request import Request, SamplingParams, TokenLogprobs
 from kunserve.engine.torch.cuda.cards import STAND_IN
 from tests.chrome_trace import Event, check_trace
 from tests.fakecuda.library import build
+from tests.running.forking import ForkingLauncher
 from tests.tiny_models import VOCAB, greedy_after, prompt_logprobs, tiny_model
 
 Story = Callable[[LocalCluster, "Answers"], Awaitable[None]]
@@ -93,9 +95,13 @@ class Answers:
         return self
 
 
-def run(config: KunServeConfig, vocab_size: int, story: Story) -> Answers:
+def run(
+    config: KunServeConfig, vocab_size: int, story: Story, launcher: Launcher | None = None
+) -> Answers:
     async def main() -> Answers:
-        cluster = await LocalCluster.start(config, vocab_size=vocab_size)
+        cluster = await LocalCluster.start(
+            config, vocab_size=vocab_size, launcher=launcher or ForkingLauncher()
+        )
         try:
             answers = Answers(cluster)
             await story(cluster, answers)
@@ -320,7 +326,8 @@ def test_smollm2_says_the_same_through_a_drop_and_a_restore_even_in_bfloat16() -
         await answers.have(4)
         await restore_when_it_fits(cluster)
 
-    one, other = run(guessing, 49152, disturbed), run(config, 49152, undisturbed)
+    one = run(guessing, 49152, disturbed, LocalLauncher())
+    other = run(config, 49152, undisturbed)
     assert one.tokens == other.tokens
     assert one.num_right_guesses and not other.num_right_guesses
     assert one.scores == other.scores

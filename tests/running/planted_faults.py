@@ -1,0 +1,85 @@
+"""Do the tests find what is wrong? Faults are planted one by one in a copy of the tree.
+
+python -m tests.running.planted_faults [PART_OF_A_FILE_NAME ...]
+
+For each fault of ``planted_faults.toml`` the tests run that ``pytest --changed`` would choose: the
+nearest first, what takes long last, until one fails.
+"""
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+from pathlib import Path
+
+from tests.running.changed import ROOT, Graph
+
+FAULTS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())["fault"]
+LATER = ("tests/e2e", "tests/lab", "tests/extras", "tests/test_")
+"""What takes long."""
+BUILT = "kunserve/engine/cpu/kernels/_build"
+
+
+def copy_tree(folder: Path) -> None:
+    """All files of the working tree that git knows or would add, and the built kernels."""
+    listing = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
+    known = subprocess.run(listing, cwd=ROOT, check=True, capture_output=True).stdout
+    command = ["tar", "--create", "--null", "--files-from=-", "--ignore-failed-read", BUILT]
+    packed = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, input=known).stdout
+    subprocess.run(["tar", "--extract"], cwd=folder, check=True, input=packed)
+
+
+def plant(folder: Path, fault: dict[str, str]) -> str:
+    """The file as it was."""
+    file = folder / fault["file"]
+    text = file.read_text()
+    assert text.count(fault["old"]) == 1, f"not there once: {fault['old']}"
+    file.write_text(text.replace(fault["old"], fault["new"]))
+    return text
+
+
+def find(folder: Path, tests: list[str]) -> str | None:
+    """The first test that fails."""
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(folder)},
+        capture_output=True,
+        text=True,
+    )
+    failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    if done.returncode == 0:
+        return None
+    return failed[0].split(" - ")[0] if failed else done.stdout[-2000:]
+
+
+def in_turn(file: str, tests: set[str]) -> list[list[str]]:
+    room = f"tests/unit/{file.split('/')[1]}/"
+    near = {test for test in tests if test.startswith((room, "tests/property/policy"))}
+    later = {test for test in tests if test.startswith(LATER)}
+    return [sorted(some) for some in (near, tests - near - later, later) if some]
+
+
+def main(*parts: str) -> None:
+    graph = Graph(ROOT)
+    faults = [one for one in FAULTS if not parts or any(part in one["file"] for part in parts)]
+    num_found = 0
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        copy_tree(folder)
+        for fault in faults:
+            text = plant(folder, fault)
+            begin = time.monotonic()
+            turns = in_turn(fault["file"], graph.tests_of([fault["file"]]))
+            found = next((test for some in turns if (test := find(folder, some))), None)
+            (folder / fault["file"]).write_text(text)
+            num_found += found is not None
+            said = f"{fault['what']}: {found or 'NOT FOUND'} ({time.monotonic() - begin:.0f} s)"
+            print(said, flush=True)
+    print(f"{num_found} of {len(faults)} found")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
