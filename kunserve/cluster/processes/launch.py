@@ -373,7 +373,7 @@ class LocalProcess(Child):
             self._stdin.close()
 
     async def _see_end(self, fd: int) -> int:
-        with self._words, self._stdin:
+        with self._words, contextlib.closing(self._stdin):
             code = await super()._see_end(fd)
             self._words.seek(0)
             self.said = self._words.readall()

@@ -17,11 +17,11 @@ START_S = 60.0
 LEAVE_S = 5.0
 """How long a child that was asked to leave may take before it is killed."""
 END_S = 5.0
-"""How long a killed process is waited for, because one that a driver holds may not end for hours.
-"""
+"""How long a killed process is waited for: one that a driver holds may not end for hours."""
 FIRST_PAUSE_S = 0.25
+"""Between the end of a child and the start of the next."""
 MAX_PAUSE_S = 30.0
-"""Between the end of a child and the start of the next: doubled by each that ends soon."""
+"""Each child that ends soon doubles the pause, up to this."""
 SOON_S = 60.0
 """A child that has served for so long does not count as one that ends soon."""
 

@@ -1,3 +1,4 @@
+import asyncio
 import logging
 import os
 import signal
@@ -13,11 +14,14 @@ from kunserve.cluster.processes import launch
 from kunserve.cluster.processes.launch import (
     EXIT_LOST_MESSAGES,
     EXIT_REMAP_FAILED,
+    InstanceOrder,
+    LocalProcess,
     StepFailure,
     blame_for,
     check_growth,
     check_memory,
 )
+from kunserve.cluster.processes.process_mark import mark_of
 from kunserve.control.cluster.requests.quarantine import Blame, Cause
 from kunserve.core.config import (
     MIB,
@@ -27,7 +31,7 @@ from kunserve.core.config import (
     ServerConfig,
 )
 from kunserve.core.errors import TooLittleMemory
-from kunserve.core.ids import RequestId
+from kunserve.core.ids import InstanceId, RequestId
 from kunserve.core.python_command import python_command
 from kunserve.engine.memory import free_memory
 from kunserve.engine.memory.free_memory import FRONT_BYTES, PROCESS_BYTES
@@ -137,3 +141,19 @@ def test_a_child_does_not_run_another_kunserve_of_the_working_directory(
     assert result.returncode == 0, result.stderr
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     assert python_command() == [sys.executable], "this process would find it there, too"
+
+
+@pytest.mark.parametrize("tells_moves", [False, True])
+def test_what_a_process_says_before_its_end_is_kept(tells_moves: bool) -> None:
+    """More than a pipe holds; and it has read its order."""
+    words = "import sys; order = sys.stdin.readline(); print(len(order) * 'word', end='')"
+
+    async def story() -> None:
+        order = InstanceOrder(InstanceId(0), None, "", "/" * 30_000, KunServeConfig())
+        process = LocalProcess(order, ("-c", words), tells_moves=tells_moves)
+        assert process.said == b"" and mark_of(process.pid) == process.mark
+        assert await process.wait() == "exit code 0" and process.exit_code == 0
+        assert len(process.said) == 4 * (len(msgspec.json.encode(order)) + 1)
+        process.follow("nobody hears this")
+
+    asyncio.run(story())
