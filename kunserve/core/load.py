@@ -1,8 +1,9 @@
 """A group's load: what its leader reports, and what the controller knows besides."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import zip_longest
+from typing import Any
 
 from kunserve.core.ids import GroupId
 
@@ -12,9 +13,13 @@ PAUSE_BOUNDS_S = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 7.5, 10.0, 15.0, 20.0, 30.0, 60
 """The same of the classes in which pauses are counted by their length."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class LeaderTotals:
-    """What an instance has done as a leader of groups, one after the other, since it started."""
+    """What an instance has done as a leader of groups, one after the other, since it started.
+
+    Only who counts changes one (``SchedulerTotals``); what is told is a copy. A new counter is a
+    field here, added to where it is counted.
+    """
 
     num_preemptions: int = 0
     lost_tokens: int = 0
@@ -44,45 +49,31 @@ class LeaderTotals:
 
     def __add__(self, other: "LeaderTotals") -> "LeaderTotals":
         return LeaderTotals(
-            self.num_preemptions + other.num_preemptions,
-            self.lost_tokens + other.lost_tokens,
-            self.prompt_tokens + other.prompt_tokens,
-            self.generation_tokens + other.generation_tokens,
-            tuple(a + b for a, b in zip_longest(self.steps, other.steps, fillvalue=0)),
-            self.swapped_out_blocks + other.swapped_out_blocks,
-            self.swapped_back_blocks + other.swapped_back_blocks,
-            tuple(a + b for a, b in zip_longest(self.pauses, other.pauses, fillvalue=0)),
-            self.paused_s + other.paused_s,
-            self.prefix_queried_tokens + other.prefix_queried_tokens,
-            self.prefix_hit_tokens + other.prefix_hit_tokens,
-            self.num_drafts + other.num_drafts,
-            self.num_draft_tokens + other.num_draft_tokens,
-            self.num_accepted_tokens + other.num_accepted_tokens,
+            *[_sum(getattr(self, name), getattr(other, name)) for name in _COUNTERS]
         )
 
     def since(self, before: "LeaderTotals") -> "LeaderTotals":
         """What was added; nothing is ever taken away."""
-        steps = [max(0, a - b) for a, b in zip_longest(self.steps, before.steps, fillvalue=0)]
-        pauses = [max(0, a - b) for a, b in zip_longest(self.pauses, before.pauses, fillvalue=0)]
         return LeaderTotals(
-            max(0, self.num_preemptions - before.num_preemptions),
-            max(0, self.lost_tokens - before.lost_tokens),
-            max(0, self.prompt_tokens - before.prompt_tokens),
-            max(0, self.generation_tokens - before.generation_tokens),
-            tuple(steps) if any(steps) else (),
-            max(0, self.swapped_out_blocks - before.swapped_out_blocks),
-            max(0, self.swapped_back_blocks - before.swapped_back_blocks),
-            tuple(pauses) if any(pauses) else (),
-            max(0.0, self.paused_s - before.paused_s),
-            max(0, self.prefix_queried_tokens - before.prefix_queried_tokens),
-            max(0, self.prefix_hit_tokens - before.prefix_hit_tokens),
-            max(0, self.num_drafts - before.num_drafts),
-            max(0, self.num_draft_tokens - before.num_draft_tokens),
-            max(0, self.num_accepted_tokens - before.num_accepted_tokens),
+            *[_growth(getattr(self, name), getattr(before, name)) for name in _COUNTERS]
         )
 
 
-NOTHING_DONE = LeaderTotals()
+_COUNTERS = tuple(field.name for field in fields(LeaderTotals))
+
+
+def _sum(one: Any, other: Any) -> Any:
+    """Of two numbers, or of each class of two counts."""
+    if isinstance(one, tuple):
+        return tuple(a + b for a, b in zip_longest(one, other, fillvalue=0))
+    return one + other
+
+
+def _growth(now: Any, before: Any) -> Any:
+    if isinstance(now, tuple):
+        more = tuple(max(0, a - b) for a, b in zip_longest(now, before, fillvalue=0))
+        return more if any(more) else ()
+    return max(type(now)(), now - before)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,63 +103,26 @@ class LoadReport:
     """Tokens of all waiting requests that are to be computed: the prefix cache has the others."""
     num_stalled: int = 0
     """Requests that wait for their KV in an exchange."""
-    num_preemptions: int = 0
-    lost_tokens: int = 0
-    """Tokens of KV thrown away by preemptions so far."""
-    prompt_tokens: int = 0
-    """Prompt tokens computed so far (recomputation included)."""
-    generation_tokens: int = 0
     stuck_s: float = 0.0
     """Seconds since the last completed step while there was work; 0 when idle."""
     largest_request_blocks: int = 0
     """Blocks the largest live request may come to need: some pool must hold it after a restore."""
     largest_expected_blocks: int = 0
     """Blocks the largest live request is expected to need: how unevenly they part at most."""
-    steps: tuple[int, ...] = ()
-    """As in ``LeaderTotals``; as are the next four."""
-    swapped_out_blocks: int = 0
-    swapped_back_blocks: int = 0
-    pauses: tuple[int, ...] = ()
-    paused_s: float = 0.0
     num_away: int = 0
     """Requests whose KV is in host memory now, or on its way there or back."""
-    prefix_queried_tokens: int = 0
-    """As in ``LeaderTotals``; as is the next."""
-    prefix_hit_tokens: int = 0
     cached_blocks: int = 0
     """Blocks that only the prefix cache holds: they are free as soon as someone needs them."""
-    num_drafts: int = 0
-    """As in ``LeaderTotals``; as are the next two."""
-    num_draft_tokens: int = 0
-    num_accepted_tokens: int = 0
     taken_blocks: int | None = None
     """Blocks that requests have grown by, less those of preempted ones. None where tokens tell: KV
     of every layer is kept whole."""
+    totals: LeaderTotals = field(default_factory=LeaderTotals)
+    """The leader's counters, which survive its groups."""
 
     @property
     def demand_blocks(self) -> int:
         """Running demand with growth, plus the queue's head (Llumnix's virtual usage)."""
         return self.used_blocks + self.growth_blocks + self.head_of_line_blocks
-
-    @property
-    def totals(self) -> LeaderTotals:
-        """The leader's counters, which survive its groups."""
-        return LeaderTotals(
-            self.num_preemptions,
-            self.lost_tokens,
-            self.prompt_tokens,
-            self.generation_tokens,
-            self.steps,
-            self.swapped_out_blocks,
-            self.swapped_back_blocks,
-            self.pauses,
-            self.paused_s,
-            self.prefix_queried_tokens,
-            self.prefix_hit_tokens,
-            self.num_drafts,
-            self.num_draft_tokens,
-            self.num_accepted_tokens,
-        )
 
     def of_live(self, num_live: int) -> "LoadReport":
         """The same report told of ``num_live`` requests: those it does not know of wait."""

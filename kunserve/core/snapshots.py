@@ -1,13 +1,13 @@
 """Frozen views that decisions are made on, and that people see."""
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kunserve.core.ids import GroupId, InstanceId, TransitionId
 from kunserve.core.kv_blocks import KvBlocks, KvRing
 from kunserve.core.layout import GroupLayout, LayerRange
-from kunserve.core.load import NOTHING_DONE, LeaderTotals, LoadReport
+from kunserve.core.load import LeaderTotals, LoadReport
 from kunserve.core.place import ONE_HOST, Place
 
 
@@ -87,7 +87,7 @@ class InstanceSnapshot:
     held: LayerRange
     """Layers whose weights are in memory."""
     kv_units: int
-    totals: LeaderTotals = NOTHING_DONE
+    totals: LeaderTotals = field(default_factory=LeaderTotals)
     """Over all processes that the instance ever had: they only grow."""
 
     @property

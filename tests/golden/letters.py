@@ -103,7 +103,7 @@ def event_words(message: Message) -> str | None:
                 f"{load.num_waiting} wait, {load.num_stalled} stall, {load.num_away} away, "
                 f"{load.used_blocks}+{load.growth_blocks}+{load.head_of_line_blocks} of "
                 f"{load.capacity_blocks} blocks, {load.cached_blocks} cached, "
-                f"{load.num_preemptions} preempted"
+                f"{load.totals.num_preemptions} preempted"
             )
         case Prepared(transition_id, _, refusal, unreached):
             far = f", without {_listed(unreached)}" if unreached else ""

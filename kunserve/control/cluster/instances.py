@@ -1,13 +1,13 @@
 """The instances that live, and what each last said of itself."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kunserve.control.cluster.commands import Outbox
 from kunserve.control.cluster.introductions import Introductions
 from kunserve.control.cluster.placement import Placement
 from kunserve.core.ids import InstanceId
 from kunserve.core.layout import GroupLayout, LayerRange, Stage
-from kunserve.core.load import NOTHING_DONE, LeaderTotals
+from kunserve.core.load import LeaderTotals
 from kunserve.core.messages import Committed, Form, Formed, Ready, Rejoin
 from kunserve.core.snapshots import InstanceSnapshot
 from kunserve.policy.drop.restore import choose_sources
@@ -17,8 +17,8 @@ from kunserve.policy.drop.restore import choose_sources
 class _Instance:
     held: LayerRange
     kv_units: int
-    totals: LeaderTotals = NOTHING_DONE
-    before: LeaderTotals = NOTHING_DONE
+    totals: LeaderTotals = field(default_factory=LeaderTotals)
+    before: LeaderTotals = field(default_factory=LeaderTotals)
     """What its process had done when an earlier front counted it."""
 
 
@@ -114,7 +114,7 @@ class Instances:
         if instance is None:
             return False
         self._introductions.left(instance_id)
-        self._past[instance_id] = self._past.get(instance_id, NOTHING_DONE) + instance.totals
+        self._past[instance_id] = self._past.get(instance_id, LeaderTotals()) + instance.totals
         return True
 
     def snapshots(self) -> tuple[InstanceSnapshot, ...]:
@@ -122,7 +122,7 @@ class Instances:
         found = []
         for instance_id, spec in sorted(self._placement.specs.items()):
             instance = self._living.get(instance_id)
-            past = self._past.get(instance_id, NOTHING_DONE)
+            past = self._past.get(instance_id, LeaderTotals())
             if instance is None:
                 found.append(InstanceSnapshot(spec, False, LayerRange(0, 0), 0, past))
             else:

@@ -58,7 +58,7 @@ class Group:
         if self._reported_s is not None and now_s > self._reported_s:
             gap_s = now_s - self._reported_s
             self.step_s = max(gap_s, self.step_s * math.exp(-gap_s / STEP_MEMORY_S))
-            rate = (report.prompt_tokens - self.report.prompt_tokens) / gap_s
+            rate = (report.totals.prompt_tokens - self.report.totals.prompt_tokens) / gap_s
             self.prompt_tokens_per_s += RATE_WEIGHT * (rate - self.prompt_tokens_per_s)
         self.report = report
         self._reported_s = now_s

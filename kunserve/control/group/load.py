@@ -2,7 +2,7 @@
 
 from bisect import bisect_left
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, fields
 from itertools import islice
 from typing import NamedTuple
 
@@ -23,46 +23,15 @@ OUTPUT_WEIGHT = 0.05
 
 
 @dataclass(slots=True)
-class SchedulerTotals:
+class SchedulerTotals(LeaderTotals):
     """What a leader has done so far. Handed on to its next scheduler, it goes on counting."""
 
-    num_preemptions: int = 0
-    lost_tokens: int = 0
-    prompt_tokens: int = 0
-    generation_tokens: int = 0
     mean_output_tokens: float = PRIOR_OUTPUT_TOKENS
     """Exponentially weighted over finished requests."""
-    steps: list[int] = field(default_factory=list)
-    """By their tokens, as in ``LeaderTotals``."""
-    swapped_out_blocks: int = 0
-    swapped_back_blocks: int = 0
-    pauses: list[int] = field(default_factory=list)
-    """By their length, as in ``LeaderTotals``."""
-    paused_s: float = 0.0
-    prefix_queried_tokens: int = 0
-    prefix_hit_tokens: int = 0
-    num_drafts: int = 0
-    num_draft_tokens: int = 0
-    num_accepted_tokens: int = 0
 
     def so_far(self) -> LeaderTotals:
-        """As a value."""
-        return LeaderTotals(
-            self.num_preemptions,
-            self.lost_tokens,
-            self.prompt_tokens,
-            self.generation_tokens,
-            tuple(self.steps),
-            self.swapped_out_blocks,
-            self.swapped_back_blocks,
-            tuple(self.pauses),
-            self.paused_s,
-            self.prefix_queried_tokens,
-            self.prefix_hit_tokens,
-            self.num_drafts,
-            self.num_draft_tokens,
-            self.num_accepted_tokens,
-        )
+        """What has been counted until now."""
+        return LeaderTotals(*[getattr(self, field.name) for field in fields(LeaderTotals)])
 
     def note_first_admission(self, seq: Sequence) -> None:
         """A sequence has memory for the first time, and what the prefix cache had of it.
@@ -79,8 +48,7 @@ class SchedulerTotals:
         self.generation_tokens += generation_tokens
         num_tokens = prompt_tokens + generation_tokens
         if num_tokens:
-            self.steps = self.steps or [0] * (len(STEP_TOKEN_BOUNDS) + 1)
-            self.steps[bisect_left(STEP_TOKEN_BOUNDS, num_tokens)] += 1
+            self.steps = _one_more(self.steps, STEP_TOKEN_BOUNDS, num_tokens)
 
     def note_guesses(self, num_guesses: int, num_right: int) -> None:
         """A step has checked so many guesses of one request."""
@@ -96,12 +64,18 @@ class SchedulerTotals:
     def note_pause(self, pause_s: float) -> None:
         """A request runs again that was in host memory so long."""
         self.paused_s += pause_s
-        self.pauses = self.pauses or [0] * (len(PAUSE_BOUNDS_S) + 1)
-        self.pauses[bisect_left(PAUSE_BOUNDS_S, pause_s)] += 1
+        self.pauses = _one_more(self.pauses, PAUSE_BOUNDS_S, pause_s)
 
     def note_finished(self, num_output: int) -> None:
         """A request ended by itself after ``num_output`` tokens."""
         self.mean_output_tokens += OUTPUT_WEIGHT * (num_output - self.mean_output_tokens)
+
+
+def _one_more(counts: tuple[int, ...], bounds: tuple[float, ...], value: float) -> tuple[int, ...]:
+    """The counts with a value in its class."""
+    counts = counts or (0,) * (len(bounds) + 1)
+    place = bisect_left(bounds, value)
+    return (*counts[:place], counts[place] + 1, *counts[place + 1 :])
 
 
 class ProgressClock:
@@ -225,24 +199,11 @@ def measure_load(
         waiting_blocks=wanted.blocks,
         waiting_tokens=wanted.tokens,
         num_stalled=counts.stalled,
-        num_preemptions=totals.num_preemptions,
-        lost_tokens=totals.lost_tokens,
-        prompt_tokens=totals.prompt_tokens,
-        generation_tokens=totals.generation_tokens,
         stuck_s=stuck_s,
         largest_request_blocks=blocks.holding(counts.largest_tokens),
         largest_expected_blocks=blocks.holding(counts.largest_expected_tokens),
-        steps=tuple(totals.steps),
-        swapped_out_blocks=totals.swapped_out_blocks,
-        swapped_back_blocks=totals.swapped_back_blocks,
-        pauses=tuple(totals.pauses),
-        paused_s=totals.paused_s,
         num_away=counts.away,
-        prefix_queried_tokens=totals.prefix_queried_tokens,
-        prefix_hit_tokens=totals.prefix_hit_tokens,
         cached_blocks=ledger.cached_blocks,
-        num_drafts=totals.num_drafts,
-        num_draft_tokens=totals.num_draft_tokens,
-        num_accepted_tokens=totals.num_accepted_tokens,
         taken_blocks=None if blocks.ring is None else ledger.taken_blocks,
+        totals=totals.so_far(),
     )

@@ -1,11 +1,11 @@
 """What an instance tells the controller."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
 from kunserve.core.ids import GroupId, InstanceId, RequestId, TransitionId
 from kunserve.core.layout import GroupLayout, LayerRange
-from kunserve.core.load import NOTHING_DONE, LeaderTotals, LoadReport
+from kunserve.core.load import LeaderTotals, LoadReport
 from kunserve.core.prompt_scores import PromptScores
 from kunserve.core.request import FinishReason, TokenLogprobs
 from kunserve.core.snapshots import InstanceSpec, StageTime
@@ -57,7 +57,7 @@ class Rejoin:
     """The group it stands in; None when it could not go on with that."""
     num_received: int
     """As in ``LoadReport``: it goes on counting."""
-    totals: LeaderTotals = NOTHING_DONE
+    totals: LeaderTotals = field(default_factory=LeaderTotals)
     """What earlier fronts have counted of it already."""
     front: str = ""
     """The front that it is for, because one that came and died may leave it to the next one."""
@@ -145,7 +145,7 @@ class Committed:
     """From the end of the last step in the old group to readiness in the new one."""
     sequences: tuple[RequestId, ...]
     """Requests that the instance leads now; empty on a follower."""
-    totals: LeaderTotals = NOTHING_DONE
+    totals: LeaderTotals = field(default_factory=LeaderTotals)
     """All that the instance has done as a leader: one that becomes a follower reports no more."""
 
 

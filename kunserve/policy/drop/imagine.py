@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from kunserve.core.ids import GroupId
-from kunserve.core.load import GroupLoad, LoadReport
+from kunserve.core.load import GroupLoad, LeaderTotals, LoadReport
 from kunserve.policy.drop.monitor import free_blocks
 
 
@@ -46,6 +46,7 @@ def imagine_merged(
     num_admitted = num_held_up * admitted_blocks // needed if needed else 0
     num_waiting = num_held_up - num_admitted + sum(part.num_waiting for part in for_compute)
     waiting_blocks = needed - admitted_blocks + sum(map(_queue_blocks, for_compute))
+    done = sum((report.totals for report in reports), LeaderTotals())
     report = replace(
         whole,
         sequence_number=sum(report.sequence_number for report in reports),
@@ -55,9 +56,7 @@ def imagine_merged(
         growth_blocks=sum(report.growth_blocks for report in reports),
         head_of_line_blocks=-(-waiting_blocks // num_waiting) if num_waiting else 0,
         waiting_blocks=waiting_blocks,
-        lost_tokens=sum(report.lost_tokens for report in reports),
-        prompt_tokens=sum(report.prompt_tokens for report in reports),
-        generation_tokens=sum(report.generation_tokens for report in reports),
+        totals=replace(done, num_preemptions=0),
     )
     load = GroupLoad(
         report=report,

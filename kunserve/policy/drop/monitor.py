@@ -243,7 +243,8 @@ def _follow(
     low = load.need_blocks < config.restore_below * load.undropped_blocks
     if trend is not None and report.sequence_number <= trend.sequence_number:
         return trend._replace(low_since_s=trend.low_since_s if low else None)
-    kept = report.prompt_tokens + report.generation_tokens - report.lost_tokens
+    done = report.totals
+    kept = done.prompt_tokens + done.generation_tokens - done.lost_tokens
     if report.taken_blocks is not None:
         kept, block_size = report.taken_blocks, 1
     if trend is None:
@@ -257,14 +258,14 @@ def _follow(
         weight = 1.0 - math.exp(-elapsed_s / RELEASE_SMOOTHING_S)
         released = max(0.0, filled_rate - used_rate)
         release_rate = trend.release_rate + weight * (released - trend.release_rate)
-        preempted = report.num_preemptions > trend.num_preemptions
+        preempted = done.num_preemptions > trend.num_preemptions
         low_since_s = (now_s if trend.low_since_s is None else trend.low_since_s) if low else None
     return GroupTrend(
         report.sequence_number,
         now_s,
         report.used_blocks,
         kept,
-        report.num_preemptions,
+        done.num_preemptions,
         release_rate,
         preempted,
         low_since_s,

@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any
 
+from kunserve.core.load import LoadReport
 from kunserve.core.snapshots import ClusterState, TransitionRecord
 
 
@@ -26,6 +27,13 @@ def record_object(record: TransitionRecord) -> dict[str, Any]:
     return {**plain, "outcome": record.ending}
 
 
+def _load_object(load: LoadReport) -> dict[str, Any]:
+    """A load with its leader's counters beside the rest."""
+    plain: dict[str, Any] = to_plain(load)
+    counters: dict[str, Any] = plain.pop("totals")
+    return plain | counters | {"demand_blocks": load.demand_blocks}
+
+
 def state_object(state: ClusterState) -> dict[str, Any]:
     """``GET /kunserve/state``: the snapshot, each group with its load, plus what follows."""
     plain: dict[str, Any] = to_plain(state)
@@ -34,9 +42,7 @@ def state_object(state: ClusterState) -> dict[str, Any]:
         shown["dropped_layers"] = instance.spec.num_layers - instance.held.num_layers
     for (group, load), shown in zip(state.loads_by_group(), plain["groups"], strict=True):
         shown["leader"] = group.leader
-        shown["load"] = to_plain(load)
-        if load is not None:
-            shown["load"]["demand_blocks"] = load.demand_blocks
+        shown["load"] = None if load is None else _load_object(load)
     del plain["loads"]
     plain["transitions"] = [record_object(record) for record in state.transitions]
     plain["dropped_bytes"] = sum(instance.dropped_bytes for instance in state.instances)

@@ -5,7 +5,7 @@ import logging
 import time
 
 from kunserve.core.ids import InstanceId
-from kunserve.core.load import NOTHING_DONE, LeaderTotals, LoadReport
+from kunserve.core.load import LeaderTotals, LoadReport
 from kunserve.server.telemetry.cluster_metrics import ClusterMetrics
 
 logger = logging.getLogger("kunserve.server")
@@ -37,7 +37,7 @@ class StatsLog:
         # A member that led a group of its own until lately has a part in what the group did.
         done_by = {
             one.spec.instance_id: one.totals.since(
-                self._before.get(one.spec.instance_id, NOTHING_DONE)
+                self._before.get(one.spec.instance_id, LeaderTotals())
             )
             for one in state.instances
         }
@@ -46,10 +46,10 @@ class StatsLog:
         for group, load in state.loads_by_group():
             if load is None:
                 continue
-            done = NOTHING_DONE
+            done = LeaderTotals()
             for member in group.members:
-                done += done_by.get(member, NOTHING_DONE)
-            if done == NOTHING_DONE and not load.num_running and not load.num_waiting:
+                done += done_by.get(member, LeaderTotals())
+            if done == LeaderTotals() and not load.num_running and not load.num_waiting:
                 continue
             prompt_rate = done.prompt_tokens / elapsed_s
             generation_rate = done.generation_tokens / elapsed_s

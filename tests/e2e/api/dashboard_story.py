@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 
 from kunserve.core.ids import InstanceId, TransitionId
 from kunserve.core.layout import GroupLayout, LayerRange
-from kunserve.core.load import LoadReport
+from kunserve.core.load import LeaderTotals, LoadReport
 from kunserve.core.snapshots import (
     ClusterState,
     InstanceSnapshot,
@@ -132,7 +132,7 @@ def load_of(group: GroupLayout, t_s: float, traffic: bool) -> LoadReport:
         head_of_line_blocks=min(40, beyond),
         waiting_blocks=beyond,
         num_stalled=3 if 0 <= t_s - SECOND_DROP_S < 2.6 and stages > 1 else 0,
-        num_preemptions=4 if t_s > DROP_S else 0,
+        totals=LeaderTotals(num_preemptions=4 if t_s > DROP_S else 0),
     )
 
 

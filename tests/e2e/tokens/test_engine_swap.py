@@ -48,11 +48,11 @@ def test_tokens_are_those_of_transformers_through_host_memory(
             answers.ask("seeded", PROMPTS["r1"], 60, SEEDED)
         await answers.all()
         async with asyncio.timeout(10.0):
-            while not cluster.state().loads[0].num_preemptions:
+            while not cluster.state().loads[0].totals.num_preemptions:
                 await asyncio.sleep(0.01)
         load = cluster.state().loads[0]
-        assert load.lost_tokens == 0, "swapped, not thrown away"
-        assert load.swapped_out_blocks and sum(load.pauses) > 0
+        assert load.totals.lost_tokens == 0, "swapped, not thrown away"
+        assert load.totals.swapped_out_blocks and sum(load.totals.pauses) > 0
 
     async def alone(cluster: LocalCluster, answers: Answers) -> None:
         answers.ask("seeded", PROMPTS["r1"], 60, SEEDED)

@@ -69,7 +69,7 @@ def bodies(
 def test_batches_chunks_and_blocks_change_nothing(
     saved: tuple[Path, list[list[int]]], chunk_size: int, turn: int, request: pytest.FixtureRequest
 ) -> None:
-    """Any two of a kind, a size of chunks and one of blocks meet; all three do in half the cases."""
+    """Any two of a kind, a size of chunks and one of blocks meet; in half the cases all do."""
     folder, expected = saved
     block_size = (8, 16)[(SAVED_KINDS.index(request.node.callspec.params["saved"]) + turn) % 2]
     with bodies(folder, block_size=block_size) as (body,):

@@ -152,9 +152,9 @@ def test_through_host_memory(overload: OverloadConfig, tmp_path: Path) -> None:
             answers.ask(name, prompt, NUM_TOKENS[name], GREEDY)
         await answers.all()
         async with asyncio.timeout(10.0):
-            while not cluster.state().loads[0].num_preemptions:
+            while not cluster.state().loads[0].totals.num_preemptions:
                 await asyncio.sleep(0.01)
-        assert cluster.state().loads[0].lost_tokens == 0
+        assert cluster.state().loads[0].totals.lost_tokens == 0
 
     answers = run(config, VOCAB, story)
     for name, prompt in PROMPTS.items():

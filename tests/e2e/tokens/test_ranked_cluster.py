@@ -147,7 +147,7 @@ def test_through_host_memory(tmp_path: Path) -> None:
             answers.ask(name, PROMPTS[name], NUM_TOKENS[name], GREEDY)
         await answers.all()
         async with asyncio.timeout(10.0):
-            while not cluster.state().loads[0].swapped_out_blocks:
+            while not cluster.state().loads[0].totals.swapped_out_blocks:
                 await asyncio.sleep(0.01)
 
     check_tokens("llama3", run(config, VOCAB, story))

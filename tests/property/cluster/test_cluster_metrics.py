@@ -14,7 +14,7 @@ from kunserve.cluster.api import EngineClient, Vitals
 from kunserve.control.instance.agent import InstanceAgent
 from kunserve.core.ids import InstanceId
 from kunserve.core.layout import LayerRange
-from kunserve.core.load import NOTHING_DONE, LeaderTotals
+from kunserve.core.load import LeaderTotals
 from kunserve.core.snapshots import ClusterState
 from kunserve.server.telemetry.cluster_metrics import ClusterMetrics
 from kunserve_lab.world.by_choice import ChosenWorld
@@ -98,9 +98,9 @@ class Scraper:
             number = next(n for n, agent in enumerate(self._processes) if agent is member.agent)
             self._done[number, instance_id] = member.agent.totals.so_far()
         for instance_id in {instance_id for _, instance_id in self._done}:
-            done = NOTHING_DONE
+            done = LeaderTotals()
             for (_, whose), totals in self._done.items():
-                done += totals if whose == instance_id else NOTHING_DONE
+                done += totals if whose == instance_id else LeaderTotals()
             engine = frozenset({"model_name": "fake", "engine": str(instance_id)}.items())
             for name, most in (
                 ("vllm:num_preemptions_total", done.num_preemptions),

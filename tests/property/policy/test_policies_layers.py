@@ -12,8 +12,8 @@ from kunserve.core.snapshots import InstanceSpec
 from kunserve.policy.drop.capacity import group_capacity_blocks
 from kunserve.policy.drop.layer_split import Member, split_layers
 from kunserve.policy.exchange.moves import find_obstacle
-from tests.plans import planned
 from tests.specs import instance_spec
+from tests.unit.policy.drop.plans import planned
 
 
 def make_spec(

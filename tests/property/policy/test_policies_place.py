@@ -22,8 +22,8 @@ from kunserve.policy.drop.nearness import (
 )
 from kunserve.policy.drop.plan import DropPlan
 from kunserve.policy.drop.restore import RestorePlan, choose_sources, plan_restore
-from tests.plans import FIRST_ID, planned
 from tests.specs import instance_spec
+from tests.unit.policy.drop.plans import FIRST_ID, planned
 
 NUM_LAYERS = 12
 WHOLE = LayerRange(0, NUM_LAYERS)

@@ -39,7 +39,7 @@ class PromptShare:
             return
         self._seen_s = now_s
         groups = [group for group in self._placement.groups.values() if group.is_reported]
-        counted = {group.layout.leader: group.report.prompt_tokens for group in groups}
+        counted = {group.layout.leader: group.report.totals.prompt_tokens for group in groups}
         tokens = sum(
             max(0, total - self._counted.get(leader, total)) for leader, total in counted.items()
         )

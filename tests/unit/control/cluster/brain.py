@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -18,7 +18,7 @@ from kunserve.core.config import (
 )
 from kunserve.core.ids import GroupId, InstanceId, RequestId
 from kunserve.core.layout import GroupLayout
-from kunserve.core.load import LoadReport
+from kunserve.core.load import LeaderTotals, LoadReport
 from kunserve.core.messages import (
     Commit,
     Committed,
@@ -45,6 +45,7 @@ from kunserve_lab.world.fake_body import fake_spec
 NUM_LAYERS = 4
 BLOCKS = 100
 """Of one undropped instance."""
+_COUNTERS = {field.name for field in fields(LeaderTotals)}
 
 M = TypeVar("M")
 
@@ -137,7 +138,7 @@ class Brain:
         return request_id
 
     def report(self, number: int, after_s: float = 0.1, **load: Any) -> None:
-        """A leader reports; all that was sent to it has arrived."""
+        """A leader reports ``load``, counters too; all that was sent to it has arrived."""
         instance_id = InstanceId(number)
         self.now_s += after_s
         self._numbers[instance_id] += 1
@@ -149,7 +150,9 @@ class Brain:
             num_received=self._num_received[instance_id],
             capacity_blocks=capacity_blocks,
         )
-        self.tell(number, Report(instance_id, replace(report, **load)))
+        done = {name: load.pop(name) for name in _COUNTERS & load.keys()}
+        report = replace(report, totals=LeaderTotals(**done), **load)
+        self.tell(number, Report(instance_id, report))
 
     def output(self, number: int, request_id: RequestId, end: FinishReason | None = None) -> None:
         """A leader makes the next token of a request."""

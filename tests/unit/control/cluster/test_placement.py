@@ -5,7 +5,7 @@ import pytest
 from kunserve.control.cluster.placement import RATE_WEIGHT, Group, Placement
 from kunserve.core.ids import GroupId, InstanceId
 from kunserve.core.layout import GroupLayout, LayerRange, Stage
-from kunserve.core.load import LoadReport
+from kunserve.core.load import LeaderTotals, LoadReport
 from kunserve_lab.world.fake_body import fake_spec
 
 NUM_LAYERS = 4
@@ -71,9 +71,9 @@ def test_a_pipeline_knows_what_its_members_hold_undropped() -> None:
 
 def test_the_prompt_rate_is_smoothed() -> None:
     group = only(placed((0,)))
-    group.take(LoadReport(GroupId(0), 1, prompt_tokens=1000), 1.0)
+    group.take(LoadReport(GroupId(0), 1, totals=LeaderTotals(prompt_tokens=1000)), 1.0)
     assert group.prompt_tokens_per_s == 0.0
-    group.take(LoadReport(GroupId(0), 2, prompt_tokens=1500), 2.0)
+    group.take(LoadReport(GroupId(0), 2, totals=LeaderTotals(prompt_tokens=1500)), 2.0)
     assert group.prompt_tokens_per_s == pytest.approx(RATE_WEIGHT * 500)
 
 

@@ -84,8 +84,9 @@ def test_right_guesses_give_several_tokens_in_order() -> None:
         (5, 15),
     ]
     load = scheduler.load(1, 1, 0.0)
-    assert (load.num_drafts, load.num_draft_tokens, load.num_accepted_tokens) == (1, 3, 3)
-    assert load.generation_tokens == 6 and load.prompt_tokens == 7
+    done = load.totals
+    assert (done.num_drafts, done.num_draft_tokens, done.num_accepted_tokens) == (1, 3, 3)
+    assert done.generation_tokens == 6 and done.prompt_tokens == 7
     assert plan_of(scheduler).chunks[0].start == 12, "KV of the right ones is there"
 
 
@@ -94,7 +95,7 @@ def test_what_comes_after_a_wrong_guess_is_not_taken() -> None:
     begun(scheduler)
     outputs = finish(scheduler, plan_of(scheduler), 12, 50, 14, None)
     assert [one.token_id for one in outputs] == [12, 50]
-    assert scheduler.load(1, 1, 0.0).num_accepted_tokens == 1
+    assert scheduler.load(1, 1, 0.0).totals.num_accepted_tokens == 1
     plan = plan_of(scheduler)
     assert plan.chunks[0] == (RequestId("a"), 10, 1, 1), "its place is computed again"
     assert scheduler.token_ids_of(plan).tolist() == [50]
@@ -198,4 +199,4 @@ def test_guesses_in_flight_of_a_request_that_is_gone() -> None:
     plan = plan_of(scheduler)
     scheduler.abort(RequestId("a"))
     assert finish(scheduler, plan, 12, 13, 14, 15) == []
-    assert scheduler.load(1, 1, 0.0).num_drafts == 0
+    assert scheduler.load(1, 1, 0.0).totals.num_drafts == 0

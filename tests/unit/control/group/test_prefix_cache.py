@@ -68,7 +68,7 @@ def test_blocks_of_a_running_request_are_shared_and_count_once() -> None:
     by_name = {output.request_id: output.num_cached_tokens for output in outputs}
     assert by_name["b"] == 8
     load = scheduler.load(1, 2, 0.0)
-    assert (load.prefix_queried_tokens, load.prefix_hit_tokens) == (15 + 16, 8)
+    assert (load.totals.prefix_queried_tokens, load.totals.prefix_hit_tokens) == (15 + 16, 8)
 
 
 def test_the_last_token_of_a_prompt_is_always_computed() -> None:
@@ -201,7 +201,7 @@ def test_prompts_whose_scores_are_wanted_are_computed() -> None:
     scheduler.add(request("b", 12, 1, num_prompt_logprobs=0))
     plan = scheduler.schedule(0.0)
     assert plan is not None and starts(plan) == {"b": 0} and not plan.shared
-    assert scheduler.load(1, 2, 0.0).prefix_queried_tokens == 13, "it is not looked for"
+    assert scheduler.load(1, 2, 0.0).totals.prefix_queried_tokens == 13, "it is not looked for"
 
 
 def test_what_failed_is_not_kept() -> None:

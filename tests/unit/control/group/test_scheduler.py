@@ -192,7 +192,7 @@ def test_the_latest_arrival_is_preempted_and_keeps_its_place_and_output() -> Non
     assert chunks(plan) == [("a", 8, 1, True)] and plan.released == ("b",)
     assert [seq.request_id for seq in scheduler._waiting] == ["b", "c"], "before c"
     load = scheduler.load(1, 3, 0.0)
-    assert (load.num_preemptions, load.lost_tokens) == (1, 4)
+    assert (load.totals.num_preemptions, load.totals.lost_tokens) == (1, 4)
     outputs = finish(scheduler, plan)
     while not (plan := plan_of(scheduler)).started:
         outputs += finish(scheduler, plan)
@@ -396,7 +396,7 @@ def test_load_report() -> None:
     assert load.growth_blocks == 2, "nine tokens at most, the last one's KV is not stored"
     assert (load.head_of_line_blocks, load.waiting_blocks, load.waiting_tokens) == (2, 3, 7)
     assert load.demand_blocks == 6
-    assert (load.prompt_tokens, load.generation_tokens) == (8, 1)
+    assert (load.totals.prompt_tokens, load.totals.generation_tokens) == (8, 1)
     assert load.largest_request_blocks == 252
     assert load.largest_expected_blocks == 66, "6 tokens and 255 more: the mean of any chat"
     assert load.stuck_s == 2.0, "the step was completed at 1.0"

@@ -11,8 +11,8 @@ from kunserve.policy.drop.capacity import (
 )
 from kunserve.policy.drop.plan import DropPlan, blocks_for_bytes
 from kunserve.policy.exchange.moves import find_obstacle
-from tests.plans import FIRST_ID, planned
 from tests.specs import instance_spec
+from tests.unit.policy.drop.plans import FIRST_ID, planned
 
 NUM_LAYERS = 12
 

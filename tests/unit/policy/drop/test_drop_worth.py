@@ -8,7 +8,7 @@ from kunserve.core.ids import GroupId
 from kunserve.core.load import GroupLoad, LoadReport
 from kunserve.policy.drop.plan import DropPlan, Limits, Standing, Wanted
 from kunserve.policy.drop.worth import LITTLE, Queue, deepest_worth, plan_worth, unplaced_blocks
-from tests.plans import FIRST_ID
+from tests.unit.policy.drop.plans import FIRST_ID
 from tests.unit.policy.drop.test_drop_plan import pipeline, shape, spec, whole
 
 FOUR = [whole(i) for i in range(1, 5)]

@@ -5,7 +5,7 @@ import pytest
 
 from kunserve.core.config import OverloadConfig
 from kunserve.core.ids import GroupId
-from kunserve.core.load import GroupLoad, LoadReport
+from kunserve.core.load import GroupLoad, LeaderTotals, LoadReport
 from kunserve.policy.drop.monitor import (
     ClusterLoadView,
     Excuse,
@@ -17,6 +17,12 @@ from kunserve.policy.drop.monitor import (
 )
 
 CONFIG = OverloadConfig()
+
+
+def made(prompt_tokens: int) -> LeaderTotals:
+    return LeaderTotals(prompt_tokens=prompt_tokens)
+
+
 IDLE = LoadReport(GroupId(1), sequence_number=1, capacity_blocks=100)
 
 
@@ -128,9 +134,9 @@ class TestNotWorthADrop:
         watch = Watch(transition_s)
         for step in range(100):
             tokens = 160 * step
-            busy = replace(IDLE, num_running=9, used_blocks=95, prompt_tokens=tokens)
+            busy = replace(IDLE, num_running=9, used_blocks=95, totals=made(tokens))
             watch.report(busy)
-        verdict = watch.report(waiting(replace(busy, prompt_tokens=16000), 20, 50))
+        verdict = watch.report(waiting(replace(busy, totals=made(16000)), 20, 50))
         assert isinstance(verdict, expected)
 
     @pytest.mark.parametrize(("per_report", "expected"), [(10, Verdict), (1, Overloaded)])
@@ -142,7 +148,7 @@ class TestNotWorthADrop:
                 IDLE,
                 num_running=9,
                 used_blocks=95,
-                prompt_tokens=160 * step,
+                totals=made(160 * step),
                 taken_blocks=per_report * step,
             )
             verdict = watch.report(waiting(busy, 20, 50) if step == 100 else busy)
@@ -182,7 +188,7 @@ class TestTrend:
 def test_a_preemption_is_a_shortage_even_if_the_head_fits_by_now():
     watch = Watch()
     watch.report(replace(IDLE, used_blocks=80))
-    preempted = waiting(replace(IDLE, used_blocks=70, num_preemptions=1, lost_tokens=200), 15)
+    preempted = waiting(replace(IDLE, used_blocks=70, totals=LeaderTotals(1, lost_tokens=200)), 15)
     assert isinstance(watch.report(preempted), Overloaded)
     assert isinstance(watch.report(preempted), Verdict)
 
