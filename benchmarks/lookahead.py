@@ -25,7 +25,7 @@ from kunserve_lab.sim.profile import gpu_profile
 from kunserve_lab.workload.recipe import Dataset, Recipe, build_workload
 from kunserve_lab.workload.workload import Workload
 
-PIPELINES = {2: "static-pp", 4: "static-pp4"}
+PIPELINES = (2, 4)
 MAX_TOTAL_TOKENS = 8192
 
 
@@ -62,7 +62,7 @@ def main() -> None:
         for budget_tokens in options.budgets:
             for name, count in queues.items():
                 queue = queue_of(name, count, options.seed)
-                for num_stages, label in PIPELINES.items():
+                for num_stages in PIPELINES:
                     case: dict[str, Setting] = {
                         "queue": name,
                         "stages": num_stages,
@@ -70,7 +70,11 @@ def main() -> None:
                     }
                     by_tokens, ahead = (
                         run(
-                            replace(find_system(label), lookahead=lookahead),
+                            replace(
+                                find_system("static-pp"),
+                                pipeline_stages=num_stages,
+                                lookahead=lookahead,
+                            ),
                             num_stages,
                             budget_tokens,
                             queue,

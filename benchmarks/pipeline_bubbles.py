@@ -11,6 +11,7 @@ as busy. `benchmarks.lookahead` asks the same of simulated pipelines.
 
 import argparse
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.report import Report, Setting
@@ -23,7 +24,8 @@ from kunserve_lab.workload.lengths import clip_total, sample_lengths
 from kunserve_lab.workload.traces import read_lengths
 from kunserve_lab.workload.workload import Lengths, Workload
 
-SYSTEMS = ("static-pp-lookahead", "static-pp")
+_PAIRS = find_system("static-pp")
+SYSTEMS = (replace(_PAIRS, name="static-pp-lookahead", lookahead=True), _PAIRS)
 
 
 def queue_of(name: str, count: int, options: argparse.Namespace) -> Workload:
@@ -83,8 +85,8 @@ def main() -> None:
     ) as report:
         for number in range(options.rounds):
             for name, queue in queues.items():
-                for label in SYSTEMS:
-                    found = run_system(find_system(label), setup, queue, seed=options.seed, say=say)
+                for system in SYSTEMS:
+                    found = run_system(system, setup, queue, seed=options.seed, say=say)
                     describe(report, found, name, number)
 
 

@@ -96,7 +96,12 @@ def run(machine: Machine, report: Report) -> None:
 
 def _jobs(experiment: Experiment, workload: Workload) -> list[RealJob]:
     return [
-        RealJob(place, workload, digest_of(experiment.setup, find_system(place.system), workload))
+        RealJob(
+            place,
+            find_system(place.system),
+            workload,
+            digest_of(experiment.setup, find_system(place.system), workload),
+        )
         for place in plan(experiment)
     ]
 

@@ -30,6 +30,10 @@ One `System`, one result record, one table, one set of figures and one report se
     command = "$VENV/bin/vllm serve $MODEL --port {port}"      # server; or urls = ["http://..."]
     replicas = 2                   # requests go to them in turn
 
+    [variants.drop-no-restore]     # a system that only this experiment needs: one of ours, with
+    of = "drop"                    # other settings of compare.systems.System
+    overload = { restore_below = 0.0 }
+
 A ``[workload]`` with ``burst_s`` draws one burst instead: loads are then its heights in X, what the
 cluster sustains when its memory is full, and X is found from step times (`simulated.full_rate`).
 

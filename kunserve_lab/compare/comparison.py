@@ -18,7 +18,6 @@ from kunserve_lab.compare.simulated.jobs import Job
 from kunserve_lab.compare.simulated.outlook import outlook_lines
 from kunserve_lab.compare.simulated.runner import run_simulated
 from kunserve_lab.compare.simulated.scenario import build_scenario
-from kunserve_lab.compare.systems import find_system
 from kunserve_lab.workload.workload import Workload
 
 
@@ -121,7 +120,7 @@ class _Comparison:
         setup = self._experiment.setup
         if isinstance(setup, RealSetup):
             wanted = [job for job in jobs if isinstance(job, real.RealJob)]
-            yield from real.run_jobs(wanted, setup, self._say, self._experiment.others)
+            yield from real.run_jobs(wanted, setup, self._say)
         else:
             simulated = [job for job in jobs if isinstance(job, Job)]
             yield from run_simulated(simulated, self._options.num_jobs)
@@ -157,18 +156,17 @@ def _jobs(
         return workloads[place.load, place.seed]
 
     if isinstance(setup, RealSetup):
-        ours = [name for name in experiment.systems if name not in experiment.others]
-        for name in ours:
-            real.serve_arguments(find_system(name), setup, None)
         others = experiment.others
-        systems = {name: find_system(name) for name in ours} | {
-            name: as_called(name, others[name]) for name in experiment.systems if name in others
-        }
+        ours = {n: experiment.system(n) for n in experiment.systems if n not in others}
+        for system in ours.values():
+            real.serve_arguments(system, setup, None)
+        called = {n: as_called(n, others[n]) for n in experiment.systems if n in others}
         return [
             real.RealJob(
                 place,
+                ours[place.system] if place.system in ours else others[place.system],
                 requests(place),
-                digest_of(setup, systems[place.system], requests(place)),
+                digest_of(setup, (ours | called)[place.system], requests(place)),
                 trace_path(place),
             )
             for place in places
@@ -177,8 +175,9 @@ def _jobs(
     return [
         Job(
             place,
+            experiment.system(place.system),
             scenarios[place.load, place.seed],
-            digest_of(setup, find_system(place.system), requests(place)),
+            digest_of(setup, experiment.system(place.system), requests(place)),
             trace_path(place),
         )
         for place in places

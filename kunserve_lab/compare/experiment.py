@@ -42,13 +42,17 @@ class Experiment:
     """What the paper says, for the report."""
     others: Mapping[str, OtherServers] = field(default_factory=lambda: MappingProxyType({}))
     """Servers that are not ours, by the name that ``systems`` has for them. Real world only."""
+    variants: Mapping[str, System] = field(default_factory=lambda: MappingProxyType({}))
+    """Systems that only this experiment needs, by name."""
 
     def system(self, name: str) -> System:
         """The system of that name. Raises ConfigError."""
         if name in self.others:
             return system_of(name, self.others[name])
-        if self.others and name not in SYSTEMS:
-            known = ", ".join((*SYSTEMS, *self.others))
+        if name in self.variants:
+            return self.variants[name]
+        if name not in SYSTEMS:
+            known = ", ".join((*SYSTEMS, *self.variants, *self.others))
             raise ConfigError(f"no system {name!r} to compare; there are: {known}")
         return find_system(name)
 

@@ -7,10 +7,12 @@ from typing import Any, TypeVar, get_type_hints
 
 import msgspec
 
+from kunserve.core.config import OverloadConfig
 from kunserve.core.errors import ConfigError
 from kunserve_lab.compare.experiment import Experiment, World
 from kunserve_lab.compare.others import OtherServers
 from kunserve_lab.compare.settings import RealSetup, SimulatedSetup
+from kunserve_lab.compare.systems import SYSTEMS, System, find_system
 
 _PATHS = {"workload": ("trace", "lengths"), "setup": ("profile", "topology")}
 """Settings that name a file."""
@@ -40,9 +42,30 @@ def read_experiment(path: Path) -> Experiment:
     others = values.get("others")
     for name, other in others.items() if isinstance(others, dict) else ():
         _converted(path, other, OtherServers, f"others.{name}")
+    tables = values.pop("variants", {})
+    if not isinstance(tables, dict):
+        raise ConfigError(f"{path}: variants must be tables: [variants.NAME]")
+    variants = {name: _variant(path, name, table) for name, table in tables.items()}
     kinds = get_type_hints(Experiment)
     fields = {name: _converted(path, value, kinds[name], name) for name, value in values.items()}
-    return Experiment(setup=setup, **fields)
+    return Experiment(setup=setup, variants=variants, **fields)
+
+
+def _variant(path: Path, name: str, table: object) -> System:
+    """A system of ours with other settings: those of ``[variants.NAME]``, whose ``of`` names it."""
+    where = f"variants.{name}"
+    if name in SYSTEMS:
+        raise ConfigError(f"{path}, {where}: a system of ours has that name")
+    if not isinstance(table, dict) or not isinstance(table.get("of"), str):
+        raise ConfigError(f"{path}, {where}: it needs the name of a system, `of`")
+    _check_keys(path, table, System, "of")
+    overload = table.get("overload", {})
+    _check_keys(path, overload, OverloadConfig)
+    values = dataclasses.asdict(find_system(table["of"])) | table | {"name": name}
+    del values["of"]
+    if isinstance(overload, dict):
+        values["overload"] = dataclasses.asdict(find_system(table["of"]).overload) | overload
+    return _converted(path, values, System, where)
 
 
 def _merged(path: Path, users: tuple[Path, ...]) -> Values:

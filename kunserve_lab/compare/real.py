@@ -6,10 +6,9 @@ import os
 import secrets
 import time
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from kunserve.server.start.flags.option import ByteSize
@@ -27,7 +26,7 @@ from kunserve_lab.compare.experiment import Place, World
 from kunserve_lab.compare.others import OtherServers, running_others
 from kunserve_lab.compare.results import Outcome, result_of
 from kunserve_lab.compare.settings import RealSetup
-from kunserve_lab.compare.systems import System, check_parts, find_system, serve_flags
+from kunserve_lab.compare.systems import System, check_parts, serve_flags
 from kunserve_lab.workload.workload import Workload
 
 MODEL_S = 30.0
@@ -43,6 +42,7 @@ class RealJob:
     """One run to come."""
 
     place: Place
+    system: System | OtherServers
     workload: Workload
     digest: str
     trace_to: Path | None = None
@@ -65,9 +65,8 @@ def run_jobs(
     jobs: Sequence[RealJob],
     setup: RealSetup,
     say: Callable[[str], None],
-    others: Mapping[str, OtherServers] = MappingProxyType({}),
 ) -> Iterator[Outcome]:
-    """One job after the other, each with a server of its own. ``others`` are not ours."""
+    """One job after the other, each with a server of its own."""
     began_s = time.monotonic()
     for number, job in enumerate(jobs):
         place = job.place
@@ -79,14 +78,13 @@ def run_jobs(
             f"run {number + 1} of {len(jobs)}{left}: {place.system}, load {place.load:g}, "
             f"seed {place.seed}, round {place.round + 1}"
         )
-        if place.system in others:
+        if isinstance(job.system, OtherServers):
             done = run_others(
-                place.system, others[place.system], setup, job.workload, seed=place.seed, say=say
+                place.system, job.system, setup, job.workload, seed=place.seed, say=say
             )
         else:
-            system = find_system(place.system)
             done = run_system(
-                system, setup, job.workload, seed=place.seed, trace_to=job.trace_to, say=say
+                job.system, setup, job.workload, seed=place.seed, trace_to=job.trace_to, say=say
             )
         yield _outcome(job, done)
 

@@ -30,8 +30,6 @@ class System:
     """Groups of so many instances from the start; 1 is none."""
     autoscales: bool = False
     """Up to twice the instances are started under overload, and given back after it."""
-    watermark: float | None = None
-    """``SchedulerConfig.watermark`` where it is not the default."""
     dispatch: DispatchPolicy = "soonest"
     """Which group a request is sent to."""
     tpot_slo_s: float | None = None
@@ -42,9 +40,6 @@ class System:
     """``ClusterConfig.prefix_aware_dispatch``."""
     memory_factor: float = 1.0
     """Memory of each instance as a multiple of what the others have."""
-    kv_factor: float = 1.0
-    """Bytes of KV as a multiple of what the others need, read at the same speed."""
-
     keeps_ring: bool = False
     """``InstanceConfig.kv_ring``, for models with windows by layer; it goes without a cache of
     prefixes."""
@@ -56,8 +51,8 @@ class System:
 
     @property
     def is_baseline(self) -> bool:
-        """Whether the system never drops layers, and has no more memory for KV than the others."""
-        return not self.drops and self.memory_factor == self.kv_factor == 1.0
+        """Whether the system never drops layers, and has no more memory than the others."""
+        return not self.drops and self.memory_factor == 1.0
 
 
 _DROP = OverloadConfig(policy="drop")
@@ -83,12 +78,6 @@ SYSTEMS = {
             memory_factor=5.0,
         ),
         System(
-            "recompute-watermark",
-            OverloadConfig(policy="recompute"),
-            "recompute, and admission leaves 5 % of the memory for those that run",
-            watermark=0.05,
-        ),
-        System(
             "swap",
             OverloadConfig(policy="swap"),
             "InferCept: the last to come waits in host memory; copies hide behind steps",
@@ -106,37 +95,11 @@ SYSTEMS = {
             lookahead=False,
         ),
         System(
-            "static-pp-lookahead",
-            OverloadConfig(policy="recompute"),
-            "static-pp with microbatches of equal predicted time",
-            pipeline_stages=2,
-        ),
-        System(
-            "static-pp4",
-            OverloadConfig(policy="recompute"),
-            "static-pp with groups of four",
-            pipeline_stages=4,
-            lookahead=False,
-        ),
-        System(
-            "static-pp8",
-            OverloadConfig(policy="recompute"),
-            "static-pp with groups of eight",
-            pipeline_stages=8,
-            lookahead=False,
-        ),
-        System(
             "migrate",
             OverloadConfig(policy="migrate"),
             "Llumnix: running requests move to the freest instance, KV and all",
         ),
         System("drop", _DROP, "KunServe: layers are dropped in a burst and restored after it"),
-        System(
-            "drop-no-prefix-cache",
-            _DROP,
-            "drop, and every prompt is computed from its beginning",
-            caches_prefixes=False,
-        ),
         System(
             "recompute-ring",
             OverloadConfig(policy="recompute"),
@@ -152,12 +115,6 @@ SYSTEMS = {
             keeps_ring=True,
         ),
         System(
-            "drop-no-prefix-dispatch",
-            _DROP,
-            "drop, and requests go to the least loaded instance, wherever their beginning lies",
-            knows_prefixes=False,
-        ),
-        System(
             "drop-rr",
             _DROP,
             "drop, and requests go round robin",
@@ -170,55 +127,9 @@ SYSTEMS = {
             tpot_slo_s=0.8,
         ),
         System(
-            "drop-no-priority",
-            _DROP,
-            "drop, but activations wait behind bulk transfers on the links",
-            link_priority=False,
-        ),
-        System(
-            "drop-no-lookahead",
-            _DROP,
-            "drop, with microbatches formed by a token budget",
-            lookahead=False,
-        ),
-        System(
-            "drop-basic",
-            _DROP,
-            "drop without lookahead and without priority on the links",
-            link_priority=False,
-            lookahead=False,
-        ),
-        System(
-            "drop-no-restore",
-            replace(_DROP, restore_below=0.0),
-            "drop, and never restore",
-        ),
-        System(
-            "drop-early",
-            replace(_DROP, restore_below=0.8),
-            "drop, and restore as soon as requests fit the undropped memory with a fifth to spare",
-        ),
-        System(
-            "fp8",
-            OverloadConfig(policy="recompute"),
-            "recompute, and all KV in 8 bits: more than that of new requests would give",
-            kv_factor=0.5,
-        ),
-        System(
-            "drop-fp8",
-            _DROP,
-            "drop, and all KV in 8 bits",
-            kv_factor=0.5,
-        ),
-        System(
             "drop-deep",
             replace(_DROP, min_deep_gain=0.0, max_queue_per_gain=1e9),
             "drop into groups of any depth, as the paper's Algorithm 1",
-        ),
-        System(
-            "drop-blind",
-            replace(_DROP, place_aware=False),
-            "drop, and hosts are not looked at when groups merge",
         ),
         System(
             "drop-pairs",
@@ -329,8 +240,6 @@ def _simulated_only(system: System) -> list[str]:
     asked = (
         ("links without priority", not system.link_priority),
         ("instances ordered under overload", system.autoscales),
-        ("a watermark", system.watermark is not None),
-        ("KV of fewer bytes", system.kv_factor != 1.0),
     )
     unknown = [f"overload.{name}" for name in _changed(system.overload) if name not in _FLAGS]
     return [what for what, is_asked in asked if is_asked] + unknown

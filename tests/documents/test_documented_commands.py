@@ -98,7 +98,7 @@ PLANS: dict[str, Alone | Client | Server | Elsewhere] = {
     "kunserve bench --dataset-name multi-turn --turns 10 --system-tokens 500": Client(
         BLOCK, also="--num-prompts 5 --think-time 0.1 --answer-tokens 4"
     ),
-    "kunserve simulate --turns 10 --request-rate 10 --compare drop,drop-no-prefix-cache": Alone(
+    "kunserve simulate --turns 10 --request-rate 10 --compare recompute,drop": Alone(
         SIMULATES, within_s=400.0
     ),
     "kunserve serve --overload-policy observe": Server(),

@@ -20,7 +20,7 @@ from kunserve_lab.compare.experiment import Place
 from kunserve_lab.compare.simulated.scenario import Scenario
 from kunserve_lab.compare.simulated.simulation import SimResult, simulate
 from kunserve_lab.compare.simulated.step_trace import StepTrace
-from kunserve_lab.compare.systems import find_system
+from kunserve_lab.compare.systems import System
 
 _LOOK_S = 0.2
 _TELL_EVERY = 16
@@ -36,6 +36,7 @@ class Job:
     """One run to come."""
 
     place: Place
+    system: System
     scenario: Scenario
     digest: str = ""
     trace_to: Path | None = None
@@ -132,9 +133,7 @@ def _version() -> dict[str, object]:
 def _run(job: Job, ended: Callable[[], None]) -> SimResult:
     of_code = tuple(_version().items())
     trace = None if job.trace_to is None else StepTrace()
-    result = simulate(
-        find_system(job.place.system), job.scenario, watcher=trace, ended=lambda record: ended()
-    )
+    result = simulate(job.system, job.scenario, watcher=trace, ended=lambda record: ended())
     if trace is not None and job.trace_to is not None:
         trace.write(job.trace_to, result.transitions)
     return replace(result, run=replace(result.run, environment=of_code))

@@ -156,7 +156,6 @@ def config_of(
             enable_prefix_caching=scheduler.enable_prefix_caching and system.caches_prefixes,
             lookahead=system.lookahead,
             tpot_slo_s=scheduler.tpot_slo_s if system.tpot_slo_s is None else system.tpot_slo_s,
-            watermark=scheduler.watermark if system.watermark is None else system.watermark,
             swap=system.overload.swap_config(profile.host_bytes_per_s, host_bytes),
         ),
         overload=system.overload,
@@ -172,14 +171,11 @@ def config_of(
 
 
 def profile_of(system: System, profile: InstanceProfile, step_tokens: int) -> InstanceProfile:
-    """The instances of this system: with more memory or smaller KV than the others, for a bound; or
-    with a ring for steps of so many tokens.
+    """The instances of this system: with more memory than the others, for a bound; or with a ring
+    for steps of so many tokens.
     """
     spec = profile.spec
-    unit_bytes = int(spec.unit_bytes * system.kv_factor)
-    more_bytes = int(spec.memory_bytes * (system.memory_factor - 1.0))
-    kv_units = (spec.kv_units * spec.unit_bytes + more_bytes) // unit_bytes
-    more_bytes = kv_units * unit_bytes - spec.kv_units * spec.unit_bytes
+    more_units = int(spec.memory_bytes * (system.memory_factor - 1.0)) // spec.unit_bytes
     ring = None
     if system.keeps_ring:
         model = profile.model
@@ -190,9 +186,8 @@ def profile_of(system: System, profile: InstanceProfile, step_tokens: int) -> In
         profile,
         spec=replace(
             spec,
-            memory_bytes=spec.memory_bytes + more_bytes,
-            unit_bytes=unit_bytes,
-            kv_units=kv_units,
+            memory_bytes=spec.memory_bytes + more_units * spec.unit_bytes,
+            kv_units=spec.kv_units + more_units,
             kv_ring=ring,
         ),
     )

@@ -1,5 +1,6 @@
 """Experiments in TOML: what they say, what they inherit, and what is refused."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -69,7 +70,10 @@ def test_mistakes_in_an_experiment_file(text: str, message: str, tmp_path: Path)
             "systems = ['autoscale']\n",
             "autoscale needs instances ordered under overload, which only the simulated world has",
         ),
-        ("systems = ['static-pp4']\n", "2 cannot be parted so"),
+        (
+            "systems = ['four']\n[variants.four]\nof = 'static-pp'\npipeline_stages = 4\n",
+            "2 cannot be parted so",
+        ),
         ("[setup]\ndevice = 'a800'\n", "unknown setting 'device'; there are: model"),
         ("rounds = 0\n", "rounds must be at least 1, not 0"),
     ],
@@ -139,7 +143,8 @@ def test_real_systems_take_turns() -> None:
 
 def test_systems_as_flags_of_serve() -> None:
     assert serve_flags(find_system("recompute")) == ("--overload-policy", "recompute")
-    assert serve_flags(find_system("drop-no-lookahead"))[2:] == ("--no-lookahead",)
+    drop = find_system("drop")
+    assert serve_flags(replace(drop, lookahead=False))[2:] == ("--no-lookahead",)
     deep = ("--min-deep-gain", "0.0", "--max-queue-per-gain", "1000000000.0")
     assert serve_flags(find_system("drop-deep"))[2:] == deep
     with pytest.raises(ConfigError, match="real systems are: recompute, recompute-rr, endless, "):
@@ -151,8 +156,47 @@ def test_systems_as_flags_of_serve() -> None:
     rings = ("--no-enable-prefix-caching", "--no-disable-hybrid-kv-cache-manager")
     assert serve_flags(find_system("drop-ring"))[2:] == rings
     assert [name for name in SYSTEMS if not is_baseline(name)] == [
-        name for name in SYSTEMS if name.startswith("drop") or name in ("endless", "fp8")
+        name for name in SYSTEMS if name.startswith("drop") or name == "endless"
     ]
+
+
+def test_an_experiment_defines_systems_of_its_own(tmp_path: Path) -> None:
+    path = tmp_path / "experiment.toml"
+    path.write_text(
+        "systems = ['drop', 'kept']\n[variants.kept]\nof = 'drop'\ndescription = 'never back'\n"
+        "lookahead = false\noverload = { restore_below = 0.0 }\n"
+    )
+    experiment = read_experiment(path)
+    made = experiment.system("kept")
+    assert made == replace(
+        find_system("drop"),
+        name="kept",
+        description="never back",
+        lookahead=False,
+        overload=replace(find_system("drop").overload, restore_below=0.0),
+    )
+    assert experiment.system("drop") == find_system("drop")
+    with pytest.raises(ConfigError, match="no system 'gone' to compare; there are: .*, kept"):
+        experiment.system("gone")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[variants.drop]\nof = 'recompute'\n", "variants.drop: a system of ours has that name"),
+        ("[variants.x]\nlookahead = false\n", "variants.x: it needs the name of a system, `of`"),
+        ("[variants.x]\nof = 'y'\n", "no system 'y' to compare"),
+        ("[variants.x]\nof = 'drop'\nlook = 1\n", "unknown setting 'look'; there are: name"),
+        ("[variants.x]\nof = 'drop'\noverload = { a = 1 }\n", "unknown setting 'a'"),
+        ("[variants.x]\nof = 'drop'\nlookahead = 'no'\n", "variants.x: Expected `bool`"),
+        ("variants = 3\n", "variants must be tables"),
+    ],
+)
+def test_mistakes_in_a_system_of_ones_own(text: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "experiment.toml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        read_experiment(path)
 
 
 def test_a_digest_tells_settings_and_requests_apart() -> None:

@@ -15,6 +15,7 @@ from kunserve_lab.compare.simulate_command import simulate_command
 from kunserve_lab.compare.simulated import jobs
 from kunserve_lab.compare.simulated.jobs import Job, WorkerDied, run_jobs
 from kunserve_lab.compare.simulated.scenario import build_scenario
+from kunserve_lab.compare.systems import find_system
 from tests.chrome_trace import check_trace
 
 SMALL = [
@@ -76,7 +77,7 @@ def test_what_a_worker_finds_wrong_is_said() -> None:
 def test_a_worker_that_dies_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     requests = workload_of(WorkloadSettings(rate=1.0, duration_s=5.0), 1.0, seed=0)
     made = build_scenario(SimulatedSetup(num_instances=1), requests)
-    dying = [Job(Place(1.0, 0, 0, "recompute"), made)] * 2
+    dying = [Job(Place(1.0, 0, 0, "recompute"), find_system("recompute"), made)] * 2
     monkeypatch.setattr(jobs, "_work", _die)
     with pytest.raises(WorkerDied, match="try fewer at once: --jobs 1"):
         list(run_jobs(dying, 2))

@@ -7,6 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kunserve.control.group.scheduler import Scheduler
+from kunserve.core.config import OverloadConfig
 from kunserve.core.step import StepPlan
 from kunserve_lab.compare.systems import SYSTEMS, find_system
 from kunserve_lab.sim.by_time import WorldConfig
@@ -59,6 +60,9 @@ def test_restored_twice() -> None:
     assert result.metrics.num_failed == 0
 
 
+NO_RESTORE = OverloadConfig(policy="drop", restore_below=0.0)
+
+
 @pytest.mark.parametrize("system", sorted(SYSTEMS))
 def test_equal_settings_equal_results(system: str) -> None:
     num_instances = max(2, find_system(system).pipeline_stages)
@@ -68,8 +72,9 @@ def test_equal_settings_equal_results(system: str) -> None:
     assert run(system, world).run == run(system, world).run
 
 
-@pytest.mark.parametrize("system", ["static-pp", "static-pp4", "static-pp8"])
-def test_static_pipelines_stand_from_the_start(system: str) -> None:
+@pytest.mark.parametrize("num_stages", [2, 4, 8])
+def test_static_pipelines_stand_from_the_start(num_stages: int) -> None:
+    system = replace(find_system("static-pp"), pipeline_stages=num_stages)
     result = run(system, scenario(burst(20, 0.2), num_instances=8))
     assert result.num_drops == 0 and result.bubble_ratio is not None
     assert result.metrics.num_completed == 20
@@ -81,7 +86,8 @@ def test_restore_can_be_switched_off() -> None:
     lengths = Lengths((1000,) * len(moments), (200,) * len(moments), "fixed")
     world = scenario(Workload(moments, lengths, "burst"))
     assert run("drop", world).num_restores == 1
-    assert run("drop-no-restore", world).num_restores == 0
+    drop = find_system("drop")
+    assert run(replace(drop, overload=NO_RESTORE), world).num_restores == 0
 
 
 def test_a_death_is_mended_and_no_request_is_lost() -> None:
@@ -112,7 +118,7 @@ def test_a_request_that_can_never_fit_fails_at_once() -> None:
         min_size=1,
         max_size=40,
     ),
-    st.sampled_from(["recompute", "drop", "drop-no-priority"]),
+    st.sampled_from(["recompute", "drop", "no priority"]),
     st.integers(1, 4),
     st.booleans(),
 )
@@ -126,7 +132,8 @@ def test_no_request_is_lost_and_no_block_leaks(
     lengths = Lengths(tuple(s[1] for s in sizes), tuple(s[2] for s in sizes), "any")
     profile = replace(small_profile(8_000), reads_during_steps=reads)
     world = scenario(Workload(tuple(moments), lengths, "any"), num_instances, profile)
-    result = run(system, world, is_drained=True)
+    unordered = replace(find_system("drop"), link_priority=False)
+    result = run(unordered if system == "no priority" else system, world, is_drained=True)
     assert result.metrics.num_completed == len(sizes)
     assert [r.output_tokens for r in result.run.records] == [s[2] for s in sizes]
 

@@ -93,13 +93,6 @@ def test_a_death_is_mended(system: str) -> None:
     assert all(r.output_tokens == r.asked_output_tokens for r in result.run.records)
 
 
-def test_a_watermark_keeps_memory_for_those_that_run() -> None:
-    tight = burst(60, 0.05, (600, 500))
-    plain, kept = run("recompute", scenario(tight)), run("recompute-watermark", scenario(tight))
-    assert kept.num_preemptions < plain.num_preemptions
-    assert kept.metrics.num_completed == 60
-
-
 def test_limits_of_the_queue_refuse_what_would_wait() -> None:
     limits = ServerConfig(max_num_queued_reqs=5)
     open_door, shut = (

@@ -6,7 +6,7 @@ from typing import Any
 from kunserve.core.config import SchedulerConfig
 from kunserve_lab.compare.simulated.scenario import Scenario
 from kunserve_lab.compare.simulated.simulation import SimResult, simulate
-from kunserve_lab.compare.systems import find_system
+from kunserve_lab.compare.systems import System, find_system
 from kunserve_lab.sim.costs import profile_times
 from kunserve_lab.sim.devices import find_device
 from kunserve_lab.sim.models import find_model
@@ -41,6 +41,7 @@ def scenario(
     return Scenario(made, num_instances, workload, SchedulerConfig(256, 2048, cost=cost), **more)
 
 
-def run(system: str, world: Scenario, **more: Any) -> SimResult:
-    """Simulate by name."""
-    return simulate(find_system(system), world, **more)
+def run(system: str | System, world: Scenario, **more: Any) -> SimResult:
+    """Simulate a system, or the one of that name."""
+    made = find_system(system) if isinstance(system, str) else system
+    return simulate(made, world, **more)
