@@ -19,7 +19,9 @@ ROOMS = {
 TECHNICAL = {
     "policy/batch/cost_fit.py",
     "policy/batch/lookahead.py",
+    "cluster/instance/long_steps.py",
     "cluster/instance/loop.py",
+    "cluster/instance/post.py",
     "cluster/waking_clock.py",
     "control/cluster/reasons.py",
 }

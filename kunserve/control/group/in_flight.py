@@ -1,6 +1,6 @@
 """The steps of a group that are on their way through its stages."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -69,7 +69,7 @@ class InFlight:
     def add(
         self,
         released: Iterable[RequestId],
-        chosen: Iterable[tuple[Sequence, int]],
+        chosen: Collection[tuple[Sequence, int]],
         swapped_out: tuple[BlockRun, ...] = (),
         swapped_in: tuple[BlockRun, ...] = (),
         orders: CacheOrders = NO_ORDERS,
@@ -78,7 +78,7 @@ class InFlight:
         """Plan so many tokens of each chosen sequence, and advance it. Who has guesses samples."""
         step = self._num_steps
         self._num_steps += 1
-        planned = PlannedStep([], [], 0, [], guesses)
+        planned = PlannedStep([seq for seq, _ in chosen], [], 0, [], guesses)
         chunks: list[Chunk] = []
         started: list[SequenceStart] = []
         scored: list[ScoreRun] = []
@@ -90,8 +90,9 @@ class InFlight:
                 planned.num_prompt_tokens += num_tokens
             if not seq.is_started:
                 started.append(seq.start())
-            samples = seq.advance(step, num_tokens)
-            if samples:
+            num_sampled = 0
+            if seq.advance(step, end):
+                num_sampled = 1
                 planned.sampling.append(seq)
             if start < seq.num_to_score:
                 first, last = max(start, seq.num_scored), min(end, seq.num_to_score)
@@ -100,8 +101,6 @@ class InFlight:
                     planned.scored.append(seq)
             if end >= seq.beginning.names_at:
                 self.filled.append(seq)
-            planned.sequences.append(seq)
-            num_sampled = int(samples)
             if guesses and (guessed := guesses.get(seq.request_id)):
                 num_tokens += len(guessed)
                 num_sampled += len(guessed)

@@ -136,10 +136,10 @@ class Sequence:
 
     # Its tokens
 
-    def advance(self, step: int, num_tokens: int) -> bool:
-        """A step computes so many of its tokens; whether it samples the next one."""
+    def advance(self, step: int, end: int) -> bool:
+        """A step computes its tokens up to ``end``; whether it samples the next one."""
         self.last_step = step
-        self.num_computed = end = self.num_computed + num_tokens
+        self.num_computed = end
         self.is_awaiting = samples = end == self.num_tokens
         return samples
 

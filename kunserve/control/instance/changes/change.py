@@ -52,6 +52,8 @@ class Change:
 
     occupation: str | None = None
     """Why nothing else can begin meanwhile; None if it can."""
+    is_exchanging = False
+    """Whether KV is under way to or from here in an exchange."""
 
     def __init__(self, state: InstanceState) -> None:
         self._state = state
@@ -74,11 +76,6 @@ class Change:
     @property
     def has_switched(self) -> bool:
         """Whether the instance has entered the new group of a transition under way."""
-        return False
-
-    @property
-    def is_exchanging(self) -> bool:
-        """Whether KV is under way to or from here in an exchange."""
         return False
 
     @property

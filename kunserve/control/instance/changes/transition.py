@@ -70,7 +70,10 @@ class TransitionMember(Change):
         self._committed_s = 0.0
         self._has_handed_over = False
         self._handovers = Handovers(state, proposal)
-        self._exchange: Exchange | None = None
+        spare = float_units(
+            state.me, proposal.old, proposal.new, choose_piece_blocks(proposal.specs)
+        )
+        self._exchange = Exchange(state, proposal.transition_id, spare)
         self._leader: ExchangeLeader | None = None
         self._last_reported: tuple[int, bool] | None = None
 
@@ -122,11 +125,6 @@ class TransitionMember(Change):
         return self._phase in ("exchanging", "over")
 
     @property
-    def is_exchanging(self) -> bool:
-        """KV is under way to or from here."""
-        return self._exchange is not None
-
-    @property
     def is_over(self) -> bool:
         """Nothing of the transition is left here."""
         return self._phase == "over"
@@ -142,13 +140,12 @@ class TransitionMember(Change):
                 self._handovers.take(message)
             case LayersDropped() if not self.has_switched:
                 self.before.on(message, now_s)
-            case KvMoved() if self._exchange is not None:
+            case KvMoved():
                 self._exchange.moved(message)
-            case KvDropped(_, request_id) if self._exchange is not None:
+            case KvDropped(_, request_id):
                 self._exchange.dropped(request_id)
             case ExchangeProgress(_, source):
-                if self._exchange is not None:
-                    self._exchange.open(source)
+                self._exchange.open(source)
                 if self._leader is not None and self._leader.read_progress(message, now_s):
                     self._leader = None
 
@@ -168,10 +165,10 @@ class TransitionMember(Change):
                 self._hand_over(scheduler)
             if self._handovers.plan is not None:
                 self._switch(self._handovers.plan, now_s)
-        if self._exchange is not None:
+        if self.is_exchanging:
             self._exchange.advance(now_s, self._state.is_running)
-            self._report_progress(self._exchange)
-        if self._phase == "exchanging" and self._exchange is None and self._leader is None:
+            self._report_progress()
+        if self._phase == "exchanging" and not self.is_exchanging and self._leader is None:
             self._phase = "over"
 
     def _hand_over(self, scheduler: Scheduler) -> None:
@@ -197,11 +194,8 @@ class TransitionMember(Change):
         remap = self._remap(layout)
         membership = self._membership = self._enter(layout, now_s)
         membership.former_requests = self._find_new_leaders(plan)
-        spare = float_units(
-            state.me, proposal.old, proposal.new, choose_piece_blocks(proposal.specs)
-        )
-        exchange = self._exchange = Exchange(state, proposal.transition_id, spare)
-        exchange.begin(plan)
+        self._exchange.begin(plan)
+        self.is_exchanging = True
         sequences: tuple[RequestId, ...] = ()
         if membership.scheduler is not None:
             sequences = self._adopt_sequences(membership, membership.scheduler, plan, now_s)
@@ -221,7 +215,7 @@ class TransitionMember(Change):
         )
         self._phase = "exchanging"
         self._handovers = Handovers(state, proposal)
-        self._report_progress(exchange, _members_of(proposal.old))
+        self._report_progress(_members_of(proposal.old))
 
     def _find_new_leaders(self, plan: MovePlan) -> dict[RequestId, InstanceId]:
         """Where the sequences go that this instance led."""
@@ -283,22 +277,15 @@ class TransitionMember(Change):
 
     def pulled_kv(self, piece: KvPull, ok: bool) -> None:
         """The mover filled a piece, or its source could not give it."""
-        if self._exchange is not None:
-            self._exchange.pulled(piece, ok)
+        self._exchange.pulled(piece, ok)
 
     def release(self, request_id: RequestId) -> None:
         """Free a request's blocks, also in the middle of an exchange."""
-        if self._exchange is not None:
-            self._exchange.release(request_id)
-        else:
-            super().release(request_id)
+        self._exchange.release(request_id)
 
     def evict(self, prefix_id: PrefixId, end_block: int) -> None:
         """Free blocks of the prefix cache, also in the middle of an exchange."""
-        if self._exchange is not None:
-            self._exchange.evict(prefix_id, end_block)
-        else:
-            super().evict(prefix_id, end_block)
+        self._exchange.evict(prefix_id, end_block)
 
     def abort(self, request_id: RequestId) -> bool:
         """On the leader: nobody shall wait for the request's KV."""
@@ -306,12 +293,12 @@ class TransitionMember(Change):
             self._leader.abort(request_id)
         return False
 
-    def _report_progress(self, exchange: Exchange, to: tuple[InstanceId, ...] = ()) -> None:
+    def _report_progress(self, to: tuple[InstanceId, ...] = ()) -> None:
         """Tell the leader (and once, at the beginning, everybody) what has changed."""
         state = self._state
-        for src, ack in exchange.drain_acks():
+        for src, ack in self._exchange.drain_acks():
             state.send(src, ack)
-        progress = exchange.progress()
+        progress = self._exchange.progress()
         account = (progress.extra_units, progress.is_finished)
         if (
             account != self._last_reported
@@ -322,13 +309,11 @@ class TransitionMember(Change):
             self._last_reported = account
             for member in to or (self._membership.layout.leader,):
                 state.send(member, progress)
-        if progress.is_finished:
-            self._exchange = None
+        self.is_exchanging = not progress.is_finished
 
     def check(self) -> None:
         """Assert the exchange's accounts."""
-        if self._exchange is not None:
-            self._exchange.check()
+        self._exchange.check()
 
 
 def _find_refusal(
