@@ -320,11 +320,6 @@ class EngineBody:
         """
         return HiddenRows.of_bytes(data, self._row_bytes)
 
-    @staticmethod
-    def part_from_bytes(data: memoryview) -> memoryview:
-        """A part of the output head from the wire."""
-        return data
-
     def check(self) -> None:
         """Assert that no memory is lost or used twice."""
         self.memory.check(ask_kernel=True)

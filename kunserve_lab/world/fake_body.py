@@ -193,8 +193,9 @@ class FakeBody(ViewedMemory):
 
     def sample(self, work: SampleWork) -> tuple[SampledToken, ...]:
         """The tokens, once all parts of the vocabulary are there."""
-        first, rows = 0, work.parts[0][1][2:]
-        for named, part in work.parts:
+        parts = [(named, np.frombuffer(part, dtype=np.uint64)) for named, part in work.parts]
+        first, rows = 0, parts[0][1][2:]
+        for named, part in parts:
             assert named == part[0] == first < part[1], work
             assert np.array_equal(part[2:], rows), work
             first = int(part[1])
@@ -384,11 +385,6 @@ class FakeBody(ViewedMemory):
     def hidden_to_bytes(hidden: Uint64Array) -> memoryview:
         """The activations' bytes for the wire."""
         return hidden.data.cast("B")
-
-    @staticmethod
-    def part_from_bytes(data: bytes | bytearray | memoryview) -> Uint64Array:
-        """A part of the output head from the wire."""
-        return np.frombuffer(data, dtype=np.uint64)
 
     @staticmethod
     def hidden_from_bytes(data: bytes | bytearray | memoryview) -> Uint64Array:

@@ -148,10 +148,8 @@ class Post:
 
     def _hidden_of(self, message: Message, payload: memoryview | None) -> Any:
         """What came beside a message, as the body wants it."""
-        if payload is None:
-            return None
-        if isinstance(message, HeadPart):
-            return self._body.part_from_bytes(payload)
+        if payload is None or isinstance(message, HeadPart):
+            return payload  # ``Body.sample`` takes parts of the output head as they come
         return self._body.hidden_from_bytes(payload)
 
     # What goes

@@ -39,15 +39,11 @@ class WiredBody(Body, Protocol):
         ...
 
     def hidden_to_bytes(self, hidden: Any) -> memoryview:
-        """The hidden states as bytes, without a copy where possible."""
+        """Hidden states, or a part of the output head, without a copy where possible."""
         ...
 
     def hidden_from_bytes(self, data: memoryview) -> Any:
         """The inverse, on the receiving stage."""
-        ...
-
-    def part_from_bytes(self, data: memoryview) -> Any:
-        """The same for a part of the output head, whose bytes ``hidden_to_bytes`` gives too."""
         ...
 
     def load_layers(self, layers: LayerRange) -> None:

@@ -75,8 +75,8 @@ class SampleWork:
 
     plan: StepPlan
     parts: tuple[tuple[int, Any], ...]
-    """What ``Body.head_part`` gave on each stage, in the order of the vocabulary, and the first
-    row of each."""
+    """What ``Body.head_part`` gave on each stage, or its bytes, in the order of the vocabulary, and
+    the first row of each."""
     skipped: frozenset[RequestId]
     """Requests that are wanted no more: their tokens are None."""
     scores: tuple[PromptScores | None, ...]

@@ -20,11 +20,15 @@ from kunserve.core.errors import ConfigError
 from kunserve.core.ids import InstanceId, RequestId
 from kunserve.core.layout import LayerRange
 from kunserve.engine.body import EngineBody
+from kunserve.engine.cpu.decoder import StepDecoder
 from kunserve.engine.cpu.kernels.panels import PanelMatrix, in_panels
+from kunserve.engine.layer_weights import ModelWeights
 from kunserve.engine.memory.instance_memory import InstanceMemory
+from kunserve.engine.memory.memory import Memory
 from kunserve.engine.torch.cuda.backend import CudaBackend
 from kunserve.engine.torch.decoder import TorchDecoder
 from kunserve.engine.torch.graphs import GraphCounts
+from kunserve.model.spec import ModelSpec
 from tests.direct_engine import DirectEngine
 from tests.fakecuda.library import KIB, FakeCuda, build
 from tests.tape import TapeRecorder
@@ -55,7 +59,12 @@ def saved(
 
 
 def open_body(
-    folder: Path, number: int = 0, recorder: TapeRecorder | None = None, *, eager: bool = False
+    folder: Path,
+    number: int = 0,
+    recorder: TapeRecorder | None = None,
+    *,
+    eager: bool = False,
+    backend: CudaBackend | None = None,
 ) -> EngineBody:
     return EngineBody(
         InstanceId(number),
@@ -64,15 +73,25 @@ def open_body(
             memory_bytes=4 << 20, granule_bytes=8 * KIB, block_size=8, enforce_eager=eager
         ),
         scheduler=SchedulerConfig(max_num_seqs=3, max_num_batched_tokens=48),
-        backend=CudaBackend(torch.device("cpu"), build(), recorder),
+        backend=backend or CudaBackend(torch.device("cpu"), build(), recorder),
     )
 
 
-def graph_counts(body: EngineBody) -> GraphCounts:
-    assert isinstance(body._decoder, TorchDecoder)
-    counts = body._decoder.graph_counts
-    assert counts is not None
-    return counts
+class CountedBackend(CudaBackend):
+    """Tells what was recorded of steps."""
+
+    made: StepDecoder
+
+    def decoder(
+        self, spec: ModelSpec, weights: ModelWeights, memory: Memory, config: InstanceConfig
+    ) -> StepDecoder:
+        self.made = super().decoder(spec, weights, memory, config)
+        return self.made
+
+    @property
+    def counts(self) -> GraphCounts:
+        assert isinstance(self.made, TorchDecoder) and self.made.graph_counts is not None
+        return self.made.graph_counts
 
 
 def test_through_random_transitions(fake: FakeCuda, saved: tuple[Path, list[list[int]]]) -> None:
@@ -112,11 +131,13 @@ def test_recorded_steps_outlive_transitions(
     draw = random.Random(7)
     recorder = TapeRecorder()
     with ExitStack() as stack:
+        backends = [CountedBackend(torch.device("cpu"), build(), recorder) for _ in range(2)]
         pair = [
-            stack.enter_context(closing(open_body(folder, number, recorder))) for number in range(2)
+            stack.enter_context(closing(open_body(folder, number, backend=backend)))
+            for number, backend in enumerate(backends)
         ]
         recorder.is_closed = True
-        recorded = [graph_counts(body).recorded for body in pair]
+        recorded = [backend.counts.recorded for backend in backends]
         assert sum(recorded) == recorder.num_recorded > 0
         for chunk_size in (48, 5):
             cut = draw.randrange(1, NUM_LAYERS)
@@ -132,8 +153,8 @@ def test_recorded_steps_outlive_transitions(
                 body.memory.reclaim(missing)
                 body.load_layers(missing)
                 body.check()
-        for body, count in zip(pair, recorded, strict=True):
-            counts = graph_counts(body)
+        for backend, count in zip(backends, recorded, strict=True):
+            counts = backend.counts
             assert counts.recorded == count
             # Each run has as many steps of single tokens as tokens, but the first one's prompts.
             assert counts.steps > counts.eager_steps > 0
