@@ -3,6 +3,7 @@
 import ast
 import sys
 from collections import Counter
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -46,8 +47,10 @@ def name_of(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
-TREES = {name_of(path): ast.parse(path.read_text(), name_of(path)) for path in FILES}
-"""Read once, because a test for each rule and file took longer than the reading."""
+@cache
+def trees() -> dict[str, ast.Module]:
+    """Read once, and only by the process that runs these tests: it takes seconds."""
+    return {name_of(path): ast.parse(path.read_text(), name_of(path)) for path in FILES}
 
 
 def functions_in(tree: ast.AST) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
@@ -83,7 +86,7 @@ def test_file_length() -> None:
 def test_function_length() -> None:
     lengths = {
         f"{name}:{function.name}": num_lines(function)
-        for name, tree in TREES.items()
+        for name, tree in trees().items()
         for function in functions_in(tree)
     }
     assert len(lengths) > 1000
@@ -108,20 +111,20 @@ def test_no_folder_is_a_heap() -> None:
 
 
 def test_core_is_standard_library_only() -> None:
-    roots = {n: imported_roots(t) for n, t in TREES.items() if n.startswith("kunserve/core/")}
+    roots = {n: imported_roots(t) for n, t in trees().items() if n.startswith("kunserve/core/")}
     assert roots
     allowed = sys.stdlib_module_names | {"kunserve"}
     assert not {name: found - allowed for name, found in roots.items() if found - allowed}
 
 
 def test_every_module_says_what_it_is() -> None:
-    assert not [name for name, tree in TREES.items() if not ast.get_docstring(tree)]
+    assert not [name for name, tree in trees().items() if not ast.get_docstring(tree)]
 
 
 def test_imports_are_at_the_top() -> None:
     inside = [
         f"{name}:{node.lineno}"
-        for name, tree in TREES.items()
+        for name, tree in trees().items()
         if name not in IMPORTS_LATE
         for function in functions_in(tree)
         for node in ast.walk(function)
@@ -133,7 +136,7 @@ def test_imports_are_at_the_top() -> None:
 def test_library_code_reads_no_environment() -> None:
     reads = [
         f"{name}:{node.lineno}"
-        for name, tree in TREES.items()
+        for name, tree in trees().items()
         if name not in READS_ENVIRONMENT
         for node in ast.walk(tree)
         if isinstance(node, ast.Attribute) and node.attr in {"environ", "getenv"}

@@ -20,9 +20,9 @@ from kunserve.cluster.processes.process_mark import mark_of
 from kunserve.core.errors import ConfigError, TooLittleMemory
 from kunserve.core.ids import InstanceId
 from tests.conftest import wait_until
-from tests.front_process import Front
-from tests.live_cluster import Client, until, with_cluster
 from tests.ray.conftest import Nodes
+from tests.running.front_process import Front
+from tests.running.live_cluster import Client, until, with_cluster
 
 pytestmark = [
     pytest.mark.ray,

@@ -81,7 +81,11 @@ def test_who_can_tell(graph: Graph, changed: str, tests: str) -> None:
     assert found == {"architecture", *tests.split()}
 
 
-TREE_GRAPH = Graph(ROOT)
+@pytest.fixture(scope="module")
+def tree() -> Graph:
+    return Graph(ROOT)
+
+
 LOADED = """
 import importlib, sys
 importlib.import_module(sys.argv[1])
@@ -94,20 +98,22 @@ print(*(file for one in sys.modules.values() if (file := getattr(one, "__file__"
     [
         ("kunserve_lab.world.fake_main", "tests/e2e/processes/test_local_cluster.py"),
         ("benchmarks.faulty_instance", "tests/e2e/processes/test_failures.py"),
-        ("tests.front_process", "tests/e2e/processes/test_front_loss.py"),
+        ("tests.running.front_process", "tests/e2e/processes/test_front_loss.py"),
         ("kunserve.server.start.launch", "tests/e2e/processes/test_server_process.py"),
     ],
 )
-def test_a_test_depends_on_all_that_its_processes_load(program: str, test: str) -> None:
+def test_a_test_depends_on_all_that_its_processes_load(
+    tree: Graph, program: str, test: str
+) -> None:
     command = [sys.executable, "-c", LOADED, program]
     said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     ours = {str(Path(f).relative_to(ROOT)) for f in said.split() if f.startswith(f"{ROOT}/kun")}
     assert len(ours) > 40
-    assert not {file for file in ours if test not in TREE_GRAPH.dependents([file])}
+    assert not {file for file in ours if test not in tree.dependents([file])}
 
 
-def test_a_drop_plan_is_nothing_to_a_parser_or_a_kernel() -> None:
-    found = TREE_GRAPH.tests_of(["kunserve/policy/drop/plan.py"])
+def test_a_drop_plan_is_nothing_to_a_parser_or_a_kernel(tree: Graph) -> None:
+    found = tree.tests_of(["kunserve/policy/drop/plan.py"])
     assert "tests/unit/policy/drop/test_drop_plan.py" in found
     assert "tests/property/cluster/test_transitions.py" in found
     assert "tests/e2e/tokens/test_engine_transitions.py" in found

@@ -20,7 +20,7 @@ from kunserve.core.ids import InstanceId
 from kunserve.core.layout import LayerRange
 from kunserve.engine.memory.instance_memory import InstanceMemory
 from kunserve.server.start.app import create_app
-from tests.live_cluster import FAKE, PATIENCE_S, config, until
+from tests.running.live_cluster import FAKE, PATIENCE_S, config, until
 from tests.specs import SMOLLM2_135M
 from tests.unit.server.tiny_tokenizer import tiny_tokenizer
 from tests.ways.called import stop_writing, write_calls

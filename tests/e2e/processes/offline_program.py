@@ -18,7 +18,7 @@ from kunserve.model.generation_config import SamplingDefaults
 from kunserve.server.start.launch import Launched
 from kunserve_extras.offline import llm as module
 from kunserve_lab.world.fake_body import expected_tokens
-from tests.live_cluster import FAKE, MAX_LEN, MODEL
+from tests.running.live_cluster import FAKE, MAX_LEN, MODEL
 from tests.unit.server.tiny_tokenizer import tiny_tokenizer
 
 

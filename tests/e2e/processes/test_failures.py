@@ -17,7 +17,7 @@ from kunserve.core.messages import Message, Submit, TokenOutput
 from kunserve.core.request import FinishReason, Request, SamplingParams
 from kunserve.core.tokens import TokenIds
 from kunserve.transport.wire.channel import FrontChannel
-from tests.live_cluster import PATIENCE_S, Client, until, with_cluster
+from tests.running.live_cluster import PATIENCE_S, Client, until, with_cluster
 
 ZERO, ONE = InstanceId(0), InstanceId(1)
 

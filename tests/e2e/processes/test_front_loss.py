@@ -10,7 +10,7 @@ import pytest
 
 from kunserve.cluster.processes.process_mark import mark_of
 from tests.conftest import wait_until
-from tests.front_process import Front
+from tests.running.front_process import Front
 
 PATIENCE_S = 100.0
 

@@ -11,7 +11,7 @@ from kunserve.core.errors import InvalidRequest, PromptTooLong, Unavailable
 from kunserve.core.ids import InstanceId, RequestId
 from kunserve.core.messages import TokenOutput
 from kunserve.core.request import Request, SamplingParams
-from tests.live_cluster import FAKE, MAX_LEN, Client, until, with_cluster
+from tests.running.live_cluster import FAKE, MAX_LEN, Client, until, with_cluster
 
 pytestmark = pytest.mark.timeout(300)  # a busy machine; the tests have deadlines of their own
 

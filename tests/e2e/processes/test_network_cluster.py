@@ -9,7 +9,7 @@ from kunserve.cluster.driver.local import LocalCluster
 from kunserve.cluster.processes.launch import InstanceOrder, InstanceProcess, LocalLauncher
 from kunserve.core.errors import ConfigError
 from kunserve.core.ids import InstanceId
-from tests.live_cluster import FAKE, Client, config
+from tests.running.live_cluster import FAKE, Client, config
 
 
 class LoopbackLauncher(LocalLauncher):

@@ -17,8 +17,8 @@ from kunserve.control.cluster import scaling
 from kunserve.core.errors import InvalidRequest, TooLittleMemory
 from kunserve.core.ids import InstanceId
 from tests.conftest import wait_until
-from tests.front_process import Front
-from tests.live_cluster import Client, until, with_cluster
+from tests.running.front_process import Front
+from tests.running.live_cluster import Client, until, with_cluster
 
 pytestmark = pytest.mark.timeout(300)  # a busy machine; the tests have deadlines of their own
 ONE = InstanceId(1)

@@ -22,7 +22,7 @@ from kunserve.transport.wire.network import Network
 from kunserve_extras.ray.nodes import Node as Has
 from kunserve_extras.ray.nodes import need_of, num_that_fit, place_of, shortage
 from tests.extras.ray.fake_ray import FakeRay, Node, installed
-from tests.live_cluster import FAKE, Client, until, with_cluster
+from tests.running.live_cluster import FAKE, Client, until, with_cluster
 
 ONE = InstanceId(1)
 
@@ -247,7 +247,7 @@ def test_an_actor_that_does_not_start_its_process_is_ended(
 def test_a_front_finds_what_an_earlier_one_has_left(
     ray: FakeRay, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tests.live_cluster import config
+    from tests.running.live_cluster import config
 
     async def main(begin: Callable[..., Any]) -> None:
         first = await begin()

@@ -14,7 +14,7 @@ from kunserve.core.errors import ConfigError
 from kunserve_extras.ray import seat_book
 from kunserve_extras.ray.seat_book import KEPT_S, SILENT_S, Holder, SeatBook
 from tests.extras.ray.fake_ray import FakeRay, Node, installed
-from tests.live_cluster import FAKE, Client, config, until
+from tests.running.live_cluster import FAKE, Client, config, until
 
 A, B = (Holder(name, f"host {name}", f"realm {name}", "1:1") for name in "ab")
 

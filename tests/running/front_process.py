@@ -1,4 +1,4 @@
-"""A front in a process of its own, over fake instances: ``python -m tests.front_process``.
+"""A front in a process of its own, over fake instances: ``python -m tests.running.front_process``.
 
     FOLDER NUM_INSTANCES FAULTS SETTINGS RAY    arguments; SETTINGS is JSON of ``ClusterConfig``,
                                                 RAY the address of a Ray cluster and behind a comma
@@ -22,7 +22,7 @@ from benchmarks.faulty_instance import program_of
 from kunserve.cluster.driver.local import LocalCluster
 from kunserve.cluster.processes.launch import Launcher, LocalLauncher
 from kunserve.core.ids import InstanceId
-from tests.live_cluster import FAKE, Client, config
+from tests.running.live_cluster import FAKE, Client, config
 
 
 async def serve(folder: str, num_instances: str, faults: str, settings: str, ray: str) -> None:
@@ -99,7 +99,7 @@ class Front:
     ) -> None:
         arguments = [str(folder), str(num_instances), str(faults), json.dumps(settings), ray]
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.front_process", *arguments],
+            [sys.executable, "-m", "tests.running.front_process", *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
