@@ -47,6 +47,14 @@ Address: TypeAlias = InstanceId | None
 NOWHERE = PeerAddress("nowhere", "nowhere")
 
 
+class Watcher(Protocol):
+    """Told what happens, for figures and tests. All times are virtual."""
+
+    def happened(self, kind: str, time_s: float, *details: Any) -> None:
+        """Something has reached a brain, or is commanded, in order; or a step begins."""
+        ...
+
+
 class WorldBody(Body, Protocol):
     """A body whose world asks it for more than a driver does."""
 
@@ -88,6 +96,7 @@ class World(ABC, Generic[M]):
         num_instances: int,
         max_model_len: int,
         eos_token_ids: frozenset[int] = frozenset(),
+        watcher: Watcher | None = None,
     ) -> None:
         """There is nobody yet; so many instances are expected."""
         self.controller = Controller(config, num_places=num_instances)
@@ -99,6 +108,7 @@ class World(ABC, Generic[M]):
         self._config = config
         self._max_model_len = max_model_len
         self._eos_token_ids = eos_token_ids
+        self._watcher = watcher
 
     # What an order says
 
@@ -143,7 +153,9 @@ class World(ABC, Generic[M]):
         return self.controller.drain()
 
     def happened(self, kind: str, *details: Any) -> None:
-        """Something has reached a brain, or is commanded."""
+        """Tell whoever watches."""
+        if self._watcher is not None:
+            self._watcher.happened(kind, self.now_s, *details)
 
     # Instances
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kunserve.control.cluster.commands import ControlCommand, Deliver, Send
+from kunserve.control.cluster.commands import Deliver, Send
 from kunserve.core.config import (
     ClusterConfig,
     InstanceConfig,
@@ -47,16 +47,17 @@ class LinearTimes:
 
 
 class Recorder:
-    """A ``Watcher``: everything that happened in the timed world, in order."""
+    """A ``Watcher``: everything that happened in a world, in order."""
 
     def __init__(self) -> None:
         self.happenings: list[Happening] = []
 
-    def stepped(self, *details: Any) -> None:
-        pass
-
     def happened(self, kind: str, time_s: float, *details: Any) -> None:
         self.happenings.append((kind, time_s, details))
+
+    @property
+    def commands(self) -> list[tuple[float, Any]]:
+        return [(t, masked(*details)) for kind, t, details in self.happenings if kind == "command"]
 
 
 PACED = {
@@ -92,7 +93,7 @@ def spec_of(instance_id: int) -> InstanceSpec:
     return fake_spec(InstanceId(instance_id), NUM_LAYERS, kv_units=NUM_LAYERS * NUM_BLOCKS)
 
 
-def simulated(policy: str) -> list[Happening]:
+def simulated(policy: str) -> Recorder:
     profile = InstanceProfile(
         model=find_model("smollm2-135m"),
         spec=spec_of(0),
@@ -111,7 +112,7 @@ def simulated(policy: str) -> list[Happening]:
     while heap.now_s() < 60.0:
         heap.step()
     cluster.check_empty()
-    return recorder.happenings
+    return recorder
 
 
 class Follower(ChosenWorld):
@@ -119,15 +120,10 @@ class Follower(ChosenWorld):
 
     step_s = 0.0
 
-    def __init__(self, policy: str) -> None:
-        self.commands: list[tuple[float, ControlCommand]] = []
+    def __init__(self, policy: str, watcher: Recorder) -> None:
         specs = [spec_of(i) for i in range(NUM_INSTANCES)]
         length = NUM_BLOCKS * specs[0].block_size
-        super().__init__(FakeModel(NUM_LAYERS), specs, config(policy), length)
-
-    def happened(self, kind: str, *details: Any) -> None:
-        if kind == "command":
-            self.commands.append((self.now_s, *details))
+        super().__init__(FakeModel(NUM_LAYERS), specs, config(policy), length, watcher)
 
     def follow(self, kind: str, time_s: float, details: tuple[Any, ...]) -> None:
         self.now_s = time_s
@@ -172,14 +168,12 @@ def masked(command: Any) -> Any:
 
 @pytest.mark.parametrize("policy", ["recompute", "drop", "drop-paced"])
 def test_equal_commands(policy: str) -> None:
-    happenings = simulated(policy)
-    world = Follower(policy)
-    for kind, time_s, details in happenings:
-        world.follow(kind, time_s, details)
-    expected = [(t, masked(*details)) for kind, t, details in happenings if kind == "command"]
-    found = [(t, masked(command)) for t, command in world.commands]
-    assert len(expected) > 1500
-    for place, (one, other) in enumerate(zip(expected, found, strict=True)):
+    by_time, by_choice = simulated(policy), Recorder()
+    world = Follower(policy, by_choice)
+    for happening in by_time.happenings:
+        world.follow(*happening)
+    assert len(by_time.commands) > 1500
+    for place, (one, other) in enumerate(zip(by_time.commands, by_choice.commands, strict=True)):
         assert one == other, f"command {place}"
     world.check_empty()
     assert not world.unfinished
