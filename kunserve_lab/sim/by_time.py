@@ -18,7 +18,6 @@ from kunserve_lab.sim.accounts import ClusterAccounts
 from kunserve_lab.sim.body import SimBody
 from kunserve_lab.sim.events import EventHeap
 from kunserve_lab.sim.instance import SimInstance, Surroundings
-from kunserve_lab.sim.message_time import tokens_s
 from kunserve_lab.sim.network import Network
 from kunserve_lab.sim.profile import InstanceProfile
 from kunserve_lab.world.mover import Pull, WorldMover
@@ -177,7 +176,7 @@ class TimedWorld(Surroundings):
             assert dst is not None
             if not isinstance(message, Connect):  # a simulated instance needs no addresses
                 delay_s = self._latency_s + self._behind_s[dst]
-                self._behind_s[dst] += tokens_s(message, self.profile)
+                self._behind_s[dst] += self.profile.tokens_s(message)
                 self.heap.after(delay_s, self._read, None, dst, message, None)
             return
         blocked_s = self.members[src].blocked_s
@@ -187,7 +186,7 @@ class TimedWorld(Surroundings):
             sent = _WireMessage(message, hidden)
             self._wires.setdefault((src, dst), deque()).append(sent)
             if hidden is None:
-                takes_s = blocked_s + self._latency_s + tokens_s(message, self.profile)
+                takes_s = blocked_s + self._latency_s + self.profile.tokens_s(message)
                 self.heap.after(takes_s, self._arrived, src, dst, sent)
             elif blocked_s > 0.0:
                 self.heap.after(blocked_s, self._send_hidden, src, dst, sent)

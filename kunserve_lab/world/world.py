@@ -9,8 +9,8 @@ has happened to them, and lets instances end. *When* something happens is the or
   costs, and no bytes.
 
 An order says what time it is (``now_s``), makes instances (``make_member``), lets messages set out
-(``post``), and starts what a command asks for (``respawn``, ``grow``, ``hear_of_death``). When a
-thing is due, it calls ``hear`` and ``tick`` for the controller, and ``tell``, ``begin_step``,
+(``post``), and sees to what takes time (``respawn``, ``grow``, ``hear_of_death``). When a thing is
+due, it calls ``hear`` and ``tick`` for the controller, and ``tell``, ``begin_step``,
 ``end_step``, ``land``, ``end_pull`` and ``report`` for an instance. Nothing else reaches a brain.
 """
 
@@ -214,12 +214,6 @@ class World(ABC, Generic[M]):
         """An operator asks for so many instances."""
         self.controller.resize(num_instances)
         self.carry_out()
-
-    def force_drop(self, num_bytes: int | None) -> int:
-        """Drop by hand; the number of transitions begun."""
-        begun = self.controller.force_drop(num_bytes, self.now_s)
-        self.carry_out()
-        return len(begun)
 
     # What happens to the controller
 
