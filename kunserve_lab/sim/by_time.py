@@ -3,7 +3,7 @@
 from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from kunserve.control.cluster.commands import Client, ControlCommand
 from kunserve.control.cluster.requests.quarantine import Blame
@@ -18,11 +18,10 @@ from kunserve_lab.sim.accounts import ClusterAccounts
 from kunserve_lab.sim.body import SimBody
 from kunserve_lab.sim.events import EventHeap
 from kunserve_lab.sim.instance import SimInstance, Surroundings
-from kunserve_lab.sim.message_time import tokens_s
 from kunserve_lab.sim.network import Network
 from kunserve_lab.sim.profile import InstanceProfile
 from kunserve_lab.world.mover import Pull, WorldMover
-from kunserve_lab.world.world import Address
+from kunserve_lab.world.world import Address, Watcher
 
 TICK_S = 0.1
 """Of the controller, as under the real driver."""
@@ -47,18 +46,6 @@ class WorldConfig:
         return self.places[instance_id] if instance_id < len(self.places) else ONE_HOST
 
 
-class Watcher(Protocol):
-    """Told what happens, for figures and tests. All times are virtual."""
-
-    def stepped(self, instance_id: InstanceId, work: Work, start_s: float, end_s: float) -> None:
-        """An instance will compute from ``start_s`` to ``end_s``."""
-        ...
-
-    def happened(self, kind: str, time_s: float, *details: Any) -> None:
-        """See ``World.happened``, in order."""
-        ...
-
-
 @dataclass(slots=True, eq=False)
 class _WireMessage:
     """A message between two instances."""
@@ -81,7 +68,8 @@ class TimedWorld(Surroundings):
         watcher: Watcher | None = None,
     ) -> None:
         """Instances report for duty at once, as if started before."""
-        super().__init__(config, config.cluster.num_instances, profile.max_model_len)
+        num_instances, longest = config.cluster.num_instances, profile.max_model_len
+        super().__init__(config, num_instances, longest, watcher=watcher)
         self.profile = profile
         self.heap = heap
         self.accounts = ClusterAccounts()
@@ -89,7 +77,6 @@ class TimedWorld(Surroundings):
         """Ordered so far, the starting ones included: also the next one's id."""
         self._world = WorldConfig() if world is None else world
         self._on_token = on_token
-        self._watcher = watcher
         self._wires: dict[tuple[InstanceId, InstanceId], deque[_WireMessage]] = {}
         self._behind_s: dict[InstanceId, float] = {}
         """Of what the controller says now, the tokens of what goes before it."""
@@ -103,19 +90,14 @@ class TimedWorld(Surroundings):
         )
         self._num_computing = 0
         """Instances in the middle of a step, those included that died in it."""
-        for _ in range(config.cluster.num_instances):
-            self._order(0.0)
+        for _ in range(num_instances):
+            self.grow(0.0)
         heap.after(TICK_S, self.tick)
 
     @property
     def now_s(self) -> float:
         """The moment of the event that happens now."""
         return self.heap.now_s()
-
-    def happened(self, kind: str, *details: Any) -> None:
-        """Tell whoever watches."""
-        if self._watcher is not None:
-            self._watcher.happened(kind, self.heap.now_s(), *details)
 
     def client_of(self, request: Request) -> Client:
         """One for all."""
@@ -133,20 +115,16 @@ class TimedWorld(Surroundings):
 
     # Instances
 
-    def _order(self, delay_s: float) -> None:
-        instance_id = InstanceId(self.num_instances)
+    def grow(self, delay_s: float | None = None) -> None:
+        """One more, after a while."""
         self.num_instances += 1
+        self.respawn(InstanceId(self.num_instances - 1), delay_s)
+
+    def respawn(self, instance_id: InstanceId, delay_s: float | None = None) -> None:
+        """After a while too."""
         self.accounts.note_order(instance_id, self.now_s)
+        delay_s = self._world.start_s if delay_s is None else delay_s
         self.heap.after(delay_s, self.start_instance, instance_id)
-
-    def grow(self) -> None:
-        """One more, which takes a while."""
-        self._order(self._world.start_s)
-
-    def respawn(self, instance_id: InstanceId) -> None:
-        """It takes as long."""
-        self.accounts.note_order(instance_id, self.now_s)
-        self.heap.after(self._world.start_s, self.start_instance, instance_id)
 
     def make_member(self, instance_id: InstanceId) -> SimInstance:
         """With costs and no bytes."""
@@ -182,8 +160,7 @@ class TimedWorld(Surroundings):
         self._num_computing += 1
         now_s = self.heap.now_s()
         end_s = now_s + blocked_s + instance.body.work_s(work.step, busy_share)
-        if self._watcher is not None:
-            self._watcher.stepped(instance.instance_id, work, now_s, end_s)
+        self.happened("step", instance.instance_id, work, end_s)
         self.heap.at(end_s, self._computed, instance, work, now_s + blocked_s)
 
     def _computed(self, instance: SimInstance, work: Work, began_s: float) -> None:
@@ -199,7 +176,7 @@ class TimedWorld(Surroundings):
             assert dst is not None
             if not isinstance(message, Connect):  # a simulated instance needs no addresses
                 delay_s = self._latency_s + self._behind_s[dst]
-                self._behind_s[dst] += tokens_s(message, self.profile)
+                self._behind_s[dst] += self.profile.tokens_s(message)
                 self.heap.after(delay_s, self._read, None, dst, message, None)
             return
         blocked_s = self.members[src].blocked_s
@@ -209,7 +186,7 @@ class TimedWorld(Surroundings):
             sent = _WireMessage(message, hidden)
             self._wires.setdefault((src, dst), deque()).append(sent)
             if hidden is None:
-                takes_s = blocked_s + self._latency_s + tokens_s(message, self.profile)
+                takes_s = blocked_s + self._latency_s + self.profile.tokens_s(message)
                 self.heap.after(takes_s, self._arrived, src, dst, sent)
             elif blocked_s > 0.0:
                 self.heap.after(blocked_s, self._send_hidden, src, dst, sent)

@@ -6,6 +6,7 @@ from typing import Protocol
 
 from kunserve.core.errors import TooLittleMemory
 from kunserve.core.ids import InstanceId
+from kunserve.core.messages import Handover, Message, Submit
 from kunserve.core.place import ONE_HOST, Place
 from kunserve.core.snapshots import InstanceSpec
 from kunserve.core.step import Chunk
@@ -13,6 +14,8 @@ from kunserve_lab.sim.devices import Device
 from kunserve_lab.sim.models import SimModel
 
 GPU_GRANULE_BYTES = 64 << 20
+TOKEN_BYTES = 4.3
+"""Of a token's id in a message, on average over a vocabulary of 150,000."""
 
 
 class StepTimes(Protocol):
@@ -53,6 +56,19 @@ class InstanceProfile:
     def spec_of(self, instance_id: InstanceId, place: Place = ONE_HOST) -> InstanceSpec:
         """The make of one instance."""
         return replace(self.spec, instance_id=instance_id, place=place)
+
+    def tokens_s(self, message: Message) -> float:
+        """What the tokens in a message add to its latency: wire, encoding and decoding."""
+        match message:
+            case Handover(sequences=sequences):
+                num_tokens = sum(
+                    len(s.request.prompt_token_ids) + len(s.output_token_ids) for s in sequences
+                )
+            case Submit(request=request):
+                num_tokens = len(request.prompt_token_ids)
+            case _:
+                return 0.0
+        return num_tokens * (TOKEN_BYTES / self.network_bytes_per_s + self.codec_token_s)
 
     @property
     def pool_tokens(self) -> int:

@@ -33,7 +33,7 @@ from kunserve_lab.world.actions import (
 )
 from kunserve_lab.world.fake_body import FakeBody, FakeModel
 from kunserve_lab.world.mover import Pull, WorldMover
-from kunserve_lab.world.world import Address, Member, World
+from kunserve_lab.world.world import Address, Member, Watcher, World
 
 IDLE_S = 0.6
 """Virtual time that passes when nothing else can happen."""
@@ -72,9 +72,10 @@ class ChosenWorld(World[ChosenMember]):
         specs: Sequence[InstanceSpec],
         config: KunServeConfig,
         max_model_len: int,
+        watcher: Watcher | None = None,
     ) -> None:
         """Instances are started at once; deliver their mail to have them form groups."""
-        super().__init__(config, len(specs), max_model_len, model.eos_token_ids)
+        super().__init__(config, len(specs), max_model_len, model.eos_token_ids, watcher)
         self.accounts: dict[RequestId, Account] = {}
         self.num_ordered = 0
         """Instances that the controller wants more, and that nobody has started."""

@@ -9,8 +9,8 @@ has happened to them, and lets instances end. *When* something happens is the or
   costs, and no bytes.
 
 An order says what time it is (``now_s``), makes instances (``make_member``), lets messages set out
-(``post``), and starts what a command asks for (``respawn``, ``grow``, ``hear_of_death``). When a
-thing is due, it calls ``hear`` and ``tick`` for the controller, and ``tell``, ``begin_step``,
+(``post``), and sees to what takes time (``respawn``, ``grow``, ``hear_of_death``). When a thing is
+due, it calls ``hear`` and ``tick`` for the controller, and ``tell``, ``begin_step``,
 ``end_step``, ``land``, ``end_pull`` and ``report`` for an instance. Nothing else reaches a brain.
 """
 
@@ -45,6 +45,14 @@ from kunserve_lab.world.mover import Pull, Pulled, WorldMover
 Address: TypeAlias = InstanceId | None
 """None is the controller."""
 NOWHERE = PeerAddress("nowhere", "nowhere")
+
+
+class Watcher(Protocol):
+    """Told what happens, for figures and tests. All times are virtual."""
+
+    def happened(self, kind: str, time_s: float, *details: Any) -> None:
+        """Something has reached a brain, or is commanded, in order; or a step begins."""
+        ...
 
 
 class WorldBody(Body, Protocol):
@@ -88,6 +96,7 @@ class World(ABC, Generic[M]):
         num_instances: int,
         max_model_len: int,
         eos_token_ids: frozenset[int] = frozenset(),
+        watcher: Watcher | None = None,
     ) -> None:
         """There is nobody yet; so many instances are expected."""
         self.controller = Controller(config, num_places=num_instances)
@@ -99,6 +108,7 @@ class World(ABC, Generic[M]):
         self._config = config
         self._max_model_len = max_model_len
         self._eos_token_ids = eos_token_ids
+        self._watcher = watcher
 
     # What an order says
 
@@ -143,7 +153,9 @@ class World(ABC, Generic[M]):
         return self.controller.drain()
 
     def happened(self, kind: str, *details: Any) -> None:
-        """Something has reached a brain, or is commanded."""
+        """Tell whoever watches."""
+        if self._watcher is not None:
+            self._watcher.happened(kind, self.now_s, *details)
 
     # Instances
 
@@ -202,12 +214,6 @@ class World(ABC, Generic[M]):
         """An operator asks for so many instances."""
         self.controller.resize(num_instances)
         self.carry_out()
-
-    def force_drop(self, num_bytes: int | None) -> int:
-        """Drop by hand; the number of transitions begun."""
-        begun = self.controller.force_drop(num_bytes, self.now_s)
-        self.carry_out()
-        return len(begun)
 
     # What happens to the controller
 

@@ -57,9 +57,6 @@ class EventLog:
         self._first_s: dict[RequestId, float] = {}
         self._postponed: set[GroupId] = set()
 
-    def stepped(self, instance_id: InstanceId, work: Any, start_s: float, end_s: float) -> None:
-        """Steps show in the times of everything else."""
-
     def happened(self, kind: str, time_s: float, *details: Any) -> None:
         """See ``Watcher``."""
         match kind, details:

@@ -1,8 +1,8 @@
-"""One trace through the simulator and through the in-process cluster: the same commands.
+"""Two orders, one brain: what happens by time, and again by choice, gives the same commands.
 
-The simulator says when what happens; the in-process cluster (real bytes on its links, fake bodies
-with real memory) is led through the same happenings at the same moments. Both controllers must
-give the same commands, tokens' values aside: those are the bodies' business.
+The timed world says when what happens. A chosen one (real bytes on its links, fake bodies with
+real memory) is led through the same at the same moments. Tokens' values aside, which are the
+bodies' business.
 """
 
 from collections.abc import Sequence
@@ -11,9 +11,7 @@ from typing import Any
 
 import pytest
 
-import kunserve_lab.world.by_choice as in_process
 from kunserve.control.cluster.commands import Deliver, Send
-from kunserve.control.cluster.controller import Controller
 from kunserve.core.config import (
     ClusterConfig,
     InstanceConfig,
@@ -25,8 +23,8 @@ from kunserve.core.cost import CostCoefficients
 from kunserve.core.ids import InstanceId, RequestId
 from kunserve.core.messages import Connect, Submit
 from kunserve.core.request import Request, SamplingParams
+from kunserve.core.snapshots import InstanceSpec
 from kunserve.core.step import Chunk
-from kunserve.core.transfer import KvPull
 from kunserve.transport.wire.codec import decode
 from kunserve_lab.sim.by_time import TimedWorld
 from kunserve_lab.sim.events import EventHeap
@@ -36,7 +34,7 @@ from kunserve_lab.world.actions import CompletePull, Delivery, FinishStep, Start
 from kunserve_lab.world.by_choice import ChosenWorld
 from kunserve_lab.world.fake_body import FakeModel, fake_spec
 
-NUM_LAYERS, NUM_INSTANCES, MAX_LEN = 6, 3, 200
+NUM_LAYERS, NUM_BLOCKS, NUM_INSTANCES = 6, 60, 3
 
 Happening = tuple[str, float, tuple[Any, ...]]
 
@@ -49,16 +47,17 @@ class LinearTimes:
 
 
 class Recorder:
-    """Everything that happened in the simulated cluster, in order."""
+    """A ``Watcher``: everything that happened in a world, in order."""
 
     def __init__(self) -> None:
         self.happenings: list[Happening] = []
 
-    def stepped(self, instance_id: InstanceId, work: Any, start_s: float, end_s: float) -> None:
-        pass
-
     def happened(self, kind: str, time_s: float, *details: Any) -> None:
         self.happenings.append((kind, time_s, details))
+
+    @property
+    def commands(self) -> list[tuple[float, Any]]:
+        return [(t, masked(*details)) for kind, t, details in self.happenings if kind == "command"]
 
 
 PACED = {
@@ -90,11 +89,14 @@ def requests() -> list[tuple[float, Request]]:
     return made
 
 
-def simulated(policy: Any) -> list[Happening]:
-    spec = fake_spec(InstanceId(0), NUM_LAYERS, kv_units=NUM_LAYERS * 60)
+def spec_of(instance_id: int) -> InstanceSpec:
+    return fake_spec(InstanceId(instance_id), NUM_LAYERS, kv_units=NUM_LAYERS * NUM_BLOCKS)
+
+
+def simulated(policy: str) -> Recorder:
     profile = InstanceProfile(
         model=find_model("smollm2-135m"),
-        spec=spec,
+        spec=spec_of(0),
         times=LinearTimes(),
         num_gpus=1,
         network_bytes_per_s=1e6,
@@ -110,80 +112,43 @@ def simulated(policy: Any) -> list[Happening]:
     while heap.now_s() < 60.0:
         heap.step()
     cluster.check_empty()
-    return recorder.happenings
+    return recorder
 
 
-class Follower:
-    """The in-process cluster, led by a recording."""
+class Follower(ChosenWorld):
+    """A world in which happens what happened in another one, at the same moments."""
 
-    def __init__(
-        self, policy: Any, log: list[tuple[float, Any]], patch: pytest.MonkeyPatch
-    ) -> None:
-        patch.setattr(in_process, "STEP_S", 0.0)
-        real_drain = Controller.drain
+    step_s = 0.0
 
-        def drain(controller: Controller) -> Any:
-            commands = real_drain(controller)
-            log.extend((self.cluster.now_s, command) for command in commands)
-            return commands
-
-        patch.setattr(Controller, "drain", drain)
-        specs = [
-            fake_spec(InstanceId(i), NUM_LAYERS, kv_units=NUM_LAYERS * 60)
-            for i in range(NUM_INSTANCES)
-        ]
-        self.cluster = ChosenWorld(
-            FakeModel(NUM_LAYERS), specs, config(policy), profile_length(specs[0])
-        )
+    def __init__(self, policy: str, watcher: Recorder) -> None:
+        specs = [spec_of(i) for i in range(NUM_INSTANCES)]
+        length = NUM_BLOCKS * specs[0].block_size
+        super().__init__(FakeModel(NUM_LAYERS), specs, config(policy), length, watcher)
 
     def follow(self, kind: str, time_s: float, details: tuple[Any, ...]) -> None:
-        cluster = self.cluster
-        cluster.now_s = time_s
+        self.now_s = time_s
         match kind, details:
             case "submit", (request,):
-                cluster.submit(request)
+                self.submit(request)
             case "read", (src, dst, _):
-                self._skip_addresses(dst)
-                cluster.perform(Delivery(src, dst))
+                letters = self.links.get((None, dst))  # a simulated instance needs no addresses
+                while letters and isinstance(decode(letters[0].data), Connect):
+                    self.perform(Delivery(None, dst))
+                self.perform(Delivery(src, dst))
             case "event", (src, _):
-                cluster.perform(Delivery(src, None))
+                self.perform(Delivery(src, None))
             case "start", (instance_id,):
-                cluster.perform(StartStep(instance_id))
+                self.perform(StartStep(instance_id))
             case "finish", (instance_id,):
-                cluster.perform(FinishStep(instance_id))
+                self.perform(FinishStep(instance_id))
             case "pulled", (instance_id, what, ok):
-                index = self._find(instance_id, what)
-                cluster.perform(CompletePull(instance_id, index, fails=not ok))
+                wanted = [pull.what for pull in self.members[instance_id].mover.pulls]
+                self.perform(CompletePull(instance_id, wanted.index(what), fails=not ok))
             case "report", (instance_id,):
-                cluster.members[instance_id].agent.report(time_s)
-                cluster.collect_mail()
+                self.report(self.members[instance_id])
+                self.collect_mail()
             case "tick", ():
-                cluster.controller.tick(time_s)
-                cluster.carry_out()
-
-    def _skip_addresses(self, dst: InstanceId) -> None:
-        """The simulator's instances need no addresses."""
-        letters = self.cluster.links.get((None, dst))
-        while letters and isinstance(message := decode(letters[0].data), Connect):
-            letters.popleft()
-            self.cluster.connect(dst, message)
-
-    def _find(self, instance_id: InstanceId, what: Any) -> int:
-        pulls = self.cluster.members[instance_id].mover.pulls
-        for index, pull in enumerate(pulls):
-            if isinstance(what, KvPull):
-                if pull.what == what:
-                    return index
-            elif not isinstance(pull.what, KvPull) and (pull.what.layers, pull.what.src) == (
-                what.layers,
-                what.src,
-            ):
-                return index
-        raise AssertionError((what, pulls))
-
-
-def profile_length(spec: Any) -> int:
-    return min(8192, spec.kv_units // spec.num_layers * spec.block_size)
+                self.tick()
 
 
 def masked(command: Any) -> Any:
@@ -202,21 +167,15 @@ def masked(command: Any) -> Any:
 
 
 @pytest.mark.parametrize("policy", ["recompute", "drop", "drop-paced"])
-def test_equal_commands(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    happenings = simulated(policy)
-    log: list[tuple[float, Any]] = []
-    follower = Follower(policy, log, monkeypatch)
-    for kind, time_s, details in happenings:
-        if kind != "command":
-            follower.follow(kind, time_s, details)
-    expected = [(t, masked(details[0])) for kind, t, details in happenings if kind == "command"]
-    found = [(t, masked(command)) for t, command in log]
-    assert len(expected) > 1500
-    for place, (one, other) in enumerate(zip(expected, found, strict=False)):
+def test_equal_commands(policy: str) -> None:
+    by_time, by_choice = simulated(policy), Recorder()
+    world = Follower(policy, by_choice)
+    for happening in by_time.happenings:
+        world.follow(*happening)
+    assert len(by_time.commands) > 1500
+    for place, (one, other) in enumerate(zip(by_time.commands, by_choice.commands, strict=True)):
         assert one == other, f"command {place}"
-    assert len(expected) == len(found)
-    follower.cluster.check_empty()
-    assert not follower.cluster.unfinished
-    kinds = [record.kind for record in follower.cluster.records if record.outcome == "done"]
-    if policy != "recompute":
-        assert "drop" in kinds and "restore" in kinds
+    world.check_empty()
+    assert not world.unfinished
+    kinds = {record.kind for record in world.records if record.outcome == "done"}
+    assert policy == "recompute" or kinds >= {"drop", "restore"}

@@ -14,8 +14,9 @@ from kunserve_lab.bench.runfile import Run
 from kunserve_lab.compare.simulated.scenario import Scenario, config_of, profile_of, world_of
 from kunserve_lab.compare.simulated.sim_client import SimClient
 from kunserve_lab.compare.systems import System
-from kunserve_lab.sim.by_time import TimedWorld, Watcher
+from kunserve_lab.sim.by_time import TimedWorld
 from kunserve_lab.sim.events import EventHeap
+from kunserve_lab.world.world import Watcher
 
 LEAD_S = 5.0
 """Virtual time before the first request, in which instances form their groups."""

@@ -22,7 +22,12 @@ class StepTrace:
         self._events: list[dict[str, object]] = []
         self._instances: set[InstanceId] = set()
 
-    def stepped(self, instance_id: InstanceId, work: Work, start_s: float, end_s: float) -> None:
+    def happened(self, kind: str, time_s: float, *details: Any) -> None:
+        """See ``Watcher``."""
+        if kind == "step":
+            self._step(time_s, *details)
+
+    def _step(self, start_s: float, instance_id: InstanceId, work: Work, end_s: float) -> None:
         """An instance computes; an arrow leads to the same microbatch on the next stage."""
         step, plan = work.step, work.step.plan
         self._instances.add(instance_id)
@@ -55,9 +60,6 @@ class StepTrace:
                     "bp": "e",
                 }
             )
-
-    def happened(self, kind: str, time_s: float, *details: Any) -> None:
-        """Nothing else is drawn."""
 
     def write(self, path: Path, transitions: tuple[TransitionRecord, ...]) -> None:
         """Steps, and every transition as a span on its members."""

@@ -108,9 +108,6 @@ class _Checking:
 
     cluster: TimedWorld | None = None
 
-    def stepped(self, *details: Any) -> None:
-        pass
-
     def happened(self, kind: str, time_s: float, *details: Any) -> None:
         if self.cluster is not None and kind in ("event", "pulled"):
             self.cluster.check()

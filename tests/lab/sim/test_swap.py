@@ -34,7 +34,11 @@ class StepTimes:
         self.computed: Counter[RequestId] = Counter()
         """Tokens of each request, on the first stage."""
 
-    def stepped(self, instance_id: InstanceId, work: Work, start_s: float, end_s: float) -> None:
+    def happened(self, kind: str, time_s: float, *details: Any) -> None:
+        if kind == "step":
+            self._step(time_s, *details)
+
+    def _step(self, start_s: float, instance_id: InstanceId, work: Work, end_s: float) -> None:
         plan, layers = work.step.plan, work.step.layers
         if plan.swapped_out or plan.swapped_in:
             self.copied += 1
@@ -42,9 +46,6 @@ class StepTimes:
             self.compute_s += self._times.stage_s(plan.chunks, layers.num_layers, work.step.is_last)
         for chunk in plan.chunks if work.step.is_first else ():
             self.computed[chunk.request_id] += chunk.num_tokens
-
-    def happened(self, kind: str, time_s: float, *details: Any) -> None:
-        pass
 
 
 def test_what_leaves_comes_back_and_nothing_is_computed_twice() -> None:

@@ -126,10 +126,10 @@ class Pulls:
         self.kv_bytes: dict[Link, int] = defaultdict(int)
         self.all_bytes: dict[Link, int] = defaultdict(int)
 
-    def stepped(self, instance_id: InstanceId, work: Any, start_s: float, end_s: float) -> None:
-        assert end_s > start_s, work
-
     def happened(self, kind: str, time_s: float, *details: Any) -> None:
+        if kind == "step":
+            _, work, end_s = details
+            assert end_s > time_s, work
         if kind != "pulled":
             return
         dst, what, ok = details
