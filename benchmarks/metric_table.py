@@ -7,8 +7,8 @@ from pathlib import Path
 
 from prometheus_client import GCCollector, PlatformCollector, ProcessCollector
 
-from kunserve.server.telemetry.metric_family import Family, Type
-from kunserve.server.telemetry.metrics import FAMILIES
+from kunserve.server.telemetry.metric_row import Row, Type
+from kunserve.server.telemetry.metrics import ROWS
 
 DOCUMENT = Path("docs/metrics.md")
 BEGIN, END = "<!-- metrics: made by benchmarks.metric_table -->\n", "<!-- metrics: end -->\n"
@@ -20,20 +20,22 @@ def origin(name: str) -> str:
     return {"vllm": VLLM, "kunserve": OURS}.get(name.partition(":")[0], PYTHON)
 
 
-def process_families() -> list[Family]:
+def process_families() -> list[Row[None]]:
     """What the Python client tells of the front's own process."""
     collectors = (
         ProcessCollector(registry=None),
         PlatformCollector(registry=None),
         GCCollector(_Silent()),  # type: ignore[arg-type]
     )
-    found = []
+    found: list[Row[None]] = []
     for collector in collectors:
         for metric in collector.collect():
             suffix = "_total" if metric.type == Type.COUNTER else ""
             labels = tuple(metric.samples[0].labels) if metric.samples else ()
             meaning = metric.documentation.rstrip(".") + "."
-            found.append(Family(metric.name + suffix, Type(metric.type), meaning, labels))
+            found.append(
+                Row(metric.name + suffix, Type(metric.type), meaning, labels, lambda _: {})
+            )
     return found
 
 
@@ -46,7 +48,7 @@ class _Silent:
 
 def rows() -> list[tuple[str, str, str, str, str]]:
     """Name, type, labels, origin and meaning."""
-    families = [*FAMILIES, *process_families()]
+    families = [*ROWS, *process_families()]
     order = {VLLM: 0, OURS: 1, PYTHON: 2}
     families.sort(key=lambda family: (order[origin(family.name)], family.name))
     return [

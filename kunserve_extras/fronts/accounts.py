@@ -5,18 +5,12 @@ import time
 from collections import Counter
 from collections.abc import Callable
 
-from prometheus_client import (
-    CollectorRegistry,
-    GCCollector,
-    PlatformCollector,
-    ProcessCollector,
-    generate_latest,
-)
+from prometheus_client import CollectorRegistry, generate_latest
 
 from kunserve.cluster.api import EngineClient
 from kunserve.server.telemetry.cluster_metrics import ClusterMetrics
 from kunserve.server.telemetry.histogram import Histogram
-from kunserve.server.telemetry.metrics import LAG_BUCKETS, LOOP_LAG
+from kunserve.server.telemetry.metrics import LAG_BUCKETS, LOOP_LAG, register_process
 from kunserve.server.telemetry.request_metrics import REASONS, RecentValues
 from kunserve.server.telemetry.timeline import Timeline
 from kunserve_extras.fronts.tally import Tally, counts_of
@@ -36,7 +30,7 @@ class ServerAccounts:
     ) -> None:
         """``ask_all`` wants counters of all fronts, and says of which."""
         self._engine = engine
-        self._labels = (model_name,)
+        self._model_name = model_name
         self._ask_all = ask_all
         self._tally = Tally()
         self._awaited: set[int] = set()
@@ -52,8 +46,7 @@ class ServerAccounts:
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self._tally)
         self._registry.register(self.cluster)
-        for collector in (ProcessCollector, PlatformCollector, GCCollector):
-            collector(registry=self._registry)
+        register_process(self._registry)
 
     # What fronts tell
 
@@ -139,7 +132,7 @@ class ServerAccounts:
         except TimeoutError:
             self._awaited.clear()
         self.cluster.observe()
-        lag = LOOP_LAG.of_histograms({self._labels: self.loop_lag})
+        lag = LOOP_LAG.metric(self.loop_lag, self._model_name)
         self._tally.told(_HERE, counts_of([lag]))
         return generate_latest(self._registry)
 

@@ -1,10 +1,7 @@
 """Requests as the front times and measures them."""
 
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
-
-from prometheus_client.metrics_core import Metric
-from prometheus_client.registry import Collector
+from collections.abc import Callable, Sequence
 
 from kunserve.core.errors import LIMITS, Overloaded, Unavailable
 from kunserve.core.request import FinishReason, Request
@@ -17,7 +14,7 @@ from kunserve.server.telemetry.histogram import (
     Histogram,
     length_buckets,
 )
-from kunserve.server.telemetry.metric_family import Family, counter, histogram
+from kunserve.server.telemetry.metric_row import Row, counter, histogram
 
 ALL_ENGINES = "all"
 """``engine`` label of what the front measures: a request may change engines while it runs."""
@@ -27,99 +24,6 @@ UNAVAILABLE = "unavailable"
 TOO_MANY_BODIES, TOO_MANY_CONNECTIONS = "too_many_bodies", "too_many_connections"
 REASONS = (*LIMITS, UNAVAILABLE, TOO_MANY_BODIES, TOO_MANY_CONNECTIONS)
 """Of refusals: vLLM's two, then what else is answered with 503."""
-
-PROMPT_TOKENS = counter(
-    "vllm:prompt_tokens_total", "Prompt tokens of requests that began.", "engine"
-)
-CACHED_TOKENS = counter(
-    "vllm:prompt_tokens_cached_total",
-    "Prompt tokens of requests that began whose KV was found in the prefix cache.",
-    "engine",
-)
-GENERATION_TOKENS = counter(
-    "vllm:generation_tokens_total", "Output tokens delivered to clients.", "engine"
-)
-SUCCESS = counter(
-    "vllm:request_success_total", "Requests that ended, by reason.", "engine", "finished_reason"
-)
-REJECTIONS = counter(
-    "vllm:admission_rejections_total",
-    "Requests refused with 503, by reason; also connections beyond the limit.",
-    "reason",
-)
-FIRST_TOKEN = histogram(
-    "vllm:time_to_first_token_seconds", "From a request's arrival to its first token.", "engine"
-)
-BETWEEN_TOKENS = histogram(
-    "vllm:inter_token_latency_seconds", "Between two consecutive tokens of a request.", "engine"
-)
-PER_TOKEN = histogram(
-    "vllm:request_time_per_output_token_seconds",
-    "A request's mean time per token after the first.",
-    "engine",
-)
-WHOLE_REQUEST = histogram(
-    "vllm:e2e_request_latency_seconds", "From a request's arrival to its last token.", "engine"
-)
-QUEUE_TIME = histogram(
-    "vllm:request_queue_time_seconds",
-    "From a request's arrival to the first step that it was part of.",
-    "engine",
-)
-PREFILL_TIME = histogram(
-    "vllm:request_prefill_time_seconds",
-    "From the first step that a request was part of to its first token.",
-    "engine",
-)
-DECODE_TIME = histogram(
-    "vllm:request_decode_time_seconds", "From a request's first token to its last.", "engine"
-)
-INFERENCE_TIME = histogram(
-    "vllm:request_inference_time_seconds",
-    "From the first step that a request was part of to its last token.",
-    "engine",
-)
-PROMPT_LENGTH = histogram(
-    "vllm:request_prompt_tokens", "Prompt tokens of a request that ended.", "engine"
-)
-OUTPUT_LENGTH = histogram(
-    "vllm:request_generation_tokens", "Output tokens of a request that ended.", "engine"
-)
-COMPUTED_PROMPT = histogram(
-    "vllm:request_prefill_kv_computed_tokens",
-    "Prompt tokens of a request that ended whose KV was made, not found in the prefix cache.",
-    "engine",
-)
-LONGEST_OUTPUT = histogram(
-    "vllm:request_max_num_generation_tokens",
-    "Output tokens of the longest of a prompt's ``n`` choices.",
-    "engine",
-)
-CHOICES = histogram("vllm:request_params_n", "The parameter ``n`` of a request.", "engine")
-MAX_TOKENS = histogram(
-    "vllm:request_params_max_tokens", "Output tokens that a request may have at most.", "engine"
-)
-FAMILIES = (
-    PROMPT_TOKENS,
-    CACHED_TOKENS,
-    GENERATION_TOKENS,
-    SUCCESS,
-    REJECTIONS,
-    FIRST_TOKEN,
-    BETWEEN_TOKENS,
-    PER_TOKEN,
-    WHOLE_REQUEST,
-    QUEUE_TIME,
-    PREFILL_TIME,
-    DECODE_TIME,
-    INFERENCE_TIME,
-    PROMPT_LENGTH,
-    OUTPUT_LENGTH,
-    COMPUTED_PROMPT,
-    LONGEST_OUTPUT,
-    CHOICES,
-    MAX_TOKENS,
-)
 
 
 class RecentValues:
@@ -222,11 +126,10 @@ class RequestTiming:
             metrics.recent_per_token.add(now_s, per_token_s)
 
 
-class RequestMetrics(Collector):
+class RequestMetrics:
     """Counts and times every request (``RequestWatch``)."""
 
-    def __init__(self, model_name: str, max_model_len: int) -> None:
-        self._model_name = model_name
+    def __init__(self, max_model_len: int) -> None:
         lengths = length_buckets(max_model_len)
         self.arrivals = 0
         """Requests that the engine took; refused ones are not among them."""
@@ -273,34 +176,112 @@ class RequestMetrics(Collector):
             case TooManyConnections():
                 self.refusals[TOO_MANY_CONNECTIONS] += 1
 
-    def collect(self) -> Iterable[Metric]:
-        """What the front itself measured."""
-        model = self._model_name
-        everywhere = (model, ALL_ENGINES)
-        yield PROMPT_TOKENS.of({everywhere: self.prompt_tokens})
-        yield CACHED_TOKENS.of({everywhere: self.cached_tokens})
-        yield GENERATION_TOKENS.of({everywhere: self.generation_tokens})
-        yield SUCCESS.of(
-            {(*everywhere, reason.value): self.finished[reason] for reason in FinishReason}
-        )
-        yield REJECTIONS.of({(model, why): count for why, count in self.refusals.items()})
-        for family, measured in self._histograms():
-            yield family.of_histograms({everywhere: measured})
 
-    def _histograms(self) -> Iterable[tuple[Family, Histogram]]:
-        return (
-            (FIRST_TOKEN, self.first_token),
-            (BETWEEN_TOKENS, self.between_tokens),
-            (PER_TOKEN, self.per_token),
-            (WHOLE_REQUEST, self.whole_request),
-            (QUEUE_TIME, self.queue_time),
-            (PREFILL_TIME, self.prefill_time),
-            (DECODE_TIME, self.decode_time),
-            (INFERENCE_TIME, self.inference_time),
-            (PROMPT_LENGTH, self.prompt_length),
-            (OUTPUT_LENGTH, self.output_length),
-            (COMPUTED_PROMPT, self.computed_prompt),
-            (LONGEST_OUTPUT, self.longest_output),
-            (CHOICES, self.choices),
-            (MAX_TOKENS, self.max_tokens),
-        )
+def _count(name: str, meaning: str, number: Callable[[RequestMetrics], int]) -> Row[RequestMetrics]:
+    return counter(name, meaning, lambda own: {(ALL_ENGINES,): number(own)}, "engine")
+
+
+def _measured(
+    name: str, meaning: str, values: Callable[[RequestMetrics], Histogram]
+) -> Row[RequestMetrics]:
+    return histogram(name, meaning, lambda own: {(ALL_ENGINES,): values(own)}, "engine")
+
+
+ROWS: tuple[Row[RequestMetrics], ...] = (
+    _count(
+        "vllm:prompt_tokens_total",
+        "Prompt tokens of requests that began.",
+        lambda own: own.prompt_tokens,
+    ),
+    _count(
+        "vllm:prompt_tokens_cached_total",
+        "Prompt tokens of requests that began whose KV was found in the prefix cache.",
+        lambda own: own.cached_tokens,
+    ),
+    _count(
+        "vllm:generation_tokens_total",
+        "Output tokens delivered to clients.",
+        lambda own: own.generation_tokens,
+    ),
+    counter(
+        "vllm:request_success_total",
+        "Requests that ended, by reason.",
+        lambda own: {(ALL_ENGINES, why.value): own.finished[why] for why in FinishReason},
+        "engine",
+        "finished_reason",
+    ),
+    counter(
+        "vllm:admission_rejections_total",
+        "Requests refused with 503, by reason; also connections beyond the limit.",
+        lambda own: {(why,): number for why, number in own.refusals.items()},
+        "reason",
+    ),
+    _measured(
+        "vllm:time_to_first_token_seconds",
+        "From a request's arrival to its first token.",
+        lambda own: own.first_token,
+    ),
+    _measured(
+        "vllm:inter_token_latency_seconds",
+        "Between two consecutive tokens of a request.",
+        lambda own: own.between_tokens,
+    ),
+    _measured(
+        "vllm:request_time_per_output_token_seconds",
+        "A request's mean time per token after the first.",
+        lambda own: own.per_token,
+    ),
+    _measured(
+        "vllm:e2e_request_latency_seconds",
+        "From a request's arrival to its last token.",
+        lambda own: own.whole_request,
+    ),
+    _measured(
+        "vllm:request_queue_time_seconds",
+        "From a request's arrival to the first step that it was part of.",
+        lambda own: own.queue_time,
+    ),
+    _measured(
+        "vllm:request_prefill_time_seconds",
+        "From the first step that a request was part of to its first token.",
+        lambda own: own.prefill_time,
+    ),
+    _measured(
+        "vllm:request_decode_time_seconds",
+        "From a request's first token to its last.",
+        lambda own: own.decode_time,
+    ),
+    _measured(
+        "vllm:request_inference_time_seconds",
+        "From the first step that a request was part of to its last token.",
+        lambda own: own.inference_time,
+    ),
+    _measured(
+        "vllm:request_prompt_tokens",
+        "Prompt tokens of a request that ended.",
+        lambda own: own.prompt_length,
+    ),
+    _measured(
+        "vllm:request_generation_tokens",
+        "Output tokens of a request that ended.",
+        lambda own: own.output_length,
+    ),
+    _measured(
+        "vllm:request_prefill_kv_computed_tokens",
+        "Prompt tokens of a request that ended whose KV was made, not found in the prefix cache.",
+        lambda own: own.computed_prompt,
+    ),
+    _measured(
+        "vllm:request_max_num_generation_tokens",
+        "Output tokens of the longest of a prompt's ``n`` choices.",
+        lambda own: own.longest_output,
+    ),
+    _measured(
+        "vllm:request_params_n", "The parameter ``n`` of a request.", lambda own: own.choices
+    ),
+    _measured(
+        "vllm:request_params_max_tokens",
+        "Output tokens that a request may have at most.",
+        lambda own: own.max_tokens,
+    ),
+)

@@ -1,32 +1,12 @@
 """What drops have saved, and how long: requests that run in memory which was weights before."""
 
-from collections.abc import Iterable, Mapping
-
-from prometheus_client.metrics_core import Metric
+from collections.abc import Mapping
 
 from kunserve.core.ids import InstanceId
 from kunserve.core.layout import GroupLayout
 from kunserve.core.load import LoadReport
 from kunserve.core.snapshots import ClusterState, InstanceSpec
-from kunserve.server.telemetry.metric_family import counter, gauge
-
-IN_FREED_MEMORY = gauge(
-    "kunserve:requests_in_freed_memory",
-    "Requests that run now and would wait without the drops, an estimate.",
-)
-AVOIDED = counter(
-    "kunserve:queueing_avoided_seconds_total",
-    "Seconds of waiting that drops have avoided, summed over requests, an estimate.",
-)
-DROPPED_SECONDS = counter(
-    "kunserve:dropped_seconds_total", "Time in which the instance had dropped layers.", "engine"
-)
-DROPPED_SHARE = counter(
-    "kunserve:dropped_share_seconds_total",
-    "The same, each second times the share of its layers that were dropped.",
-    "engine",
-)
-FAMILIES = (IN_FREED_MEMORY, AVOIDED, DROPPED_SECONDS, DROPPED_SHARE)
+from kunserve.server.telemetry.metric_row import Row, by_engine, counter, gauge
 
 
 def requests_in_freed_memory(
@@ -49,8 +29,7 @@ def requests_in_freed_memory(
 class Savings:
     """Adds up the queueing that drops have avoided. Fed with every sample of the state."""
 
-    def __init__(self, model_name: str) -> None:
-        self._labels = (model_name,)
+    def __init__(self) -> None:
         self.num_requests = 0.0
         """Requests that run in freed memory now."""
         self.request_s = 0.0
@@ -68,19 +47,13 @@ class Savings:
             if load is not None and all(member in specs for member in layout.members):
                 self.num_requests += requests_in_freed_memory(layout, load, specs)
 
-    def collect(self) -> Iterable[Metric]:
-        """Everything, as of the last ``observe``."""
-        yield IN_FREED_MEMORY.of({self._labels: self.num_requests})
-        yield AVOIDED.of({self._labels: self.request_s})
-
 
 class DroppedTime:
     """Adds up how long each instance has had dropped layers. Fed with every sample of the state."""
 
-    def __init__(self, model_name: str) -> None:
-        self._model_name = model_name
-        self._seconds: dict[InstanceId, float] = {}
-        self._share_seconds: dict[InstanceId, float] = {}
+    def __init__(self) -> None:
+        self.seconds: dict[InstanceId, float] = {}
+        self.share_seconds: dict[InstanceId, float] = {}
         self._dropped_share: dict[InstanceId, float] = {}
         """At the last sample; only of those that live."""
         self._last_s: float | None = None
@@ -90,21 +63,41 @@ class DroppedTime:
         elapsed_s = 0.0 if self._last_s is None else max(0.0, state.now_s - self._last_s)
         self._last_s = state.now_s
         for instance_id, share in self._dropped_share.items():
-            self._seconds[instance_id] += elapsed_s * (share > 0.0)
-            self._share_seconds[instance_id] += elapsed_s * share
+            self.seconds[instance_id] += elapsed_s * (share > 0.0)
+            self.share_seconds[instance_id] += elapsed_s * share
         self._dropped_share = {
             one.spec.instance_id: 1.0 - one.held.num_layers / one.spec.num_layers
             for one in state.instances
             if one.alive
         }
         for instance_id in self._dropped_share:
-            self._seconds.setdefault(instance_id, 0.0)
-            self._share_seconds.setdefault(instance_id, 0.0)
+            self.seconds.setdefault(instance_id, 0.0)
+            self.share_seconds.setdefault(instance_id, 0.0)
 
-    def collect(self) -> Iterable[Metric]:
-        """Everything, as of the last ``observe``."""
-        for family, sums in (
-            (DROPPED_SECONDS, self._seconds),
-            (DROPPED_SHARE, self._share_seconds),
-        ):
-            yield family.of({(self._model_name, str(i)): value for i, value in sums.items()})
+
+SAVINGS_ROWS: tuple[Row[Savings], ...] = (
+    gauge(
+        "kunserve:requests_in_freed_memory",
+        "Requests that run now and would wait without the drops, an estimate.",
+        lambda savings: savings.num_requests,
+    ),
+    counter(
+        "kunserve:queueing_avoided_seconds_total",
+        "Seconds of waiting that drops have avoided, summed over requests, an estimate.",
+        lambda savings: savings.request_s,
+    ),
+)
+DROPPED_ROWS: tuple[Row[DroppedTime], ...] = (
+    counter(
+        "kunserve:dropped_seconds_total",
+        "Time in which the instance had dropped layers.",
+        lambda dropped: by_engine(dropped.seconds),
+        "engine",
+    ),
+    counter(
+        "kunserve:dropped_share_seconds_total",
+        "The same, each second times the share of its layers that were dropped.",
+        lambda dropped: by_engine(dropped.share_seconds),
+        "engine",
+    ),
+)

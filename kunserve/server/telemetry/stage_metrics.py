@@ -1,39 +1,20 @@
 """Bubbles: how much of the time in which a pipeline has work its stages do nothing."""
 
-from collections.abc import Iterable
-
-from prometheus_client.metrics_core import Metric
-
 from kunserve.core.ids import GroupId, InstanceId
 from kunserve.core.snapshots import ClusterState, StageTime
-from kunserve.server.telemetry.metric_family import counter, gauge
+from kunserve.server.telemetry.metric_row import Row, by_engine, counter, gauge
 
 WINDOW_S = 1.0
 """Working time of a pipeline that one value of the ratio covers, at least."""
-BUSY = counter(
-    "kunserve:stage_busy_seconds_total", "Time in which a pipeline's stage computed.", "engine"
-)
-ACTIVE = counter(
-    "kunserve:stage_active_seconds_total",
-    "Time in which a stage's pipeline had work, whether the stage computed or not.",
-    "engine",
-)
-BUBBLES = gauge(
-    "kunserve:bubble_ratio",
-    "Idle share of the stages' time over the pipeline's last second or more of work.",
-    "engine",
-)
-FAMILIES = (BUSY, ACTIVE, BUBBLES)
 
 
 class StageMetrics:
     """Sums of ``StageTime`` over all the pipelines that instances have stood in."""
 
-    def __init__(self, model_name: str) -> None:
-        self._model_name = model_name
+    def __init__(self) -> None:
         self._last: dict[InstanceId, StageTime] = {}
-        self._busy_s: dict[InstanceId, float] = {}
-        self._active_s: dict[InstanceId, float] = {}
+        self.busy_s: dict[InstanceId, float] = {}
+        self.active_s: dict[InstanceId, float] = {}
         self._window: dict[GroupId, tuple[float, float]] = {}
         """(busy, active) sums of a group at the beginning of its window."""
         self.ratios: dict[InstanceId, float] = {}
@@ -54,8 +35,8 @@ class StageMetrics:
             if active_s is None:
                 continue  # the leader has not reported yet
             grown_s = max(0.0, active_s - (before.active_s or 0.0))
-            _add(self._busy_s, time.instance_id, busy_s)
-            _add(self._active_s, time.instance_id, grown_s)
+            _add(self.busy_s, time.instance_id, busy_s)
+            _add(self.active_s, time.instance_id, grown_s)
             self._last[time.instance_id] = StageTime(
                 time.instance_id, time.group_id, time.num_stages, time.busy_s, active_s
             )
@@ -85,15 +66,28 @@ class StageMetrics:
             self.ratios[leader] = min(1.0, max(0.0, ratio))
             self._window[group_id] = (busy_s, active_s)
 
-    def collect(self) -> Iterable[Metric]:
-        """Everything, as of the last ``observe``."""
-        for family, values in (
-            (BUSY, self._busy_s),
-            (ACTIVE, self._active_s),
-            (BUBBLES, self.ratios),
-        ):
-            yield family.of({(self._model_name, str(i)): value for i, value in values.items()})
-
 
 def _add(sums: dict[InstanceId, float], instance_id: InstanceId, seconds: float) -> None:
     sums[instance_id] = sums.get(instance_id, 0.0) + seconds
+
+
+ROWS: tuple[Row[StageMetrics], ...] = (
+    counter(
+        "kunserve:stage_busy_seconds_total",
+        "Time in which a pipeline's stage computed.",
+        lambda stages: by_engine(stages.busy_s),
+        "engine",
+    ),
+    counter(
+        "kunserve:stage_active_seconds_total",
+        "Time in which a stage's pipeline had work, whether the stage computed or not.",
+        lambda stages: by_engine(stages.active_s),
+        "engine",
+    ),
+    gauge(
+        "kunserve:bubble_ratio",
+        "Idle share of the stages' time over the pipeline's last second or more of work.",
+        lambda stages: by_engine(stages.ratios),
+        "engine",
+    ),
+)

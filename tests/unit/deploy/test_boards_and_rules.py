@@ -22,8 +22,8 @@ from benchmarks.boards import (
 )
 from benchmarks.metric_table import process_families
 from kunserve.server.start.command import serve_command
-from kunserve.server.telemetry.metric_family import Family, Type
-from kunserve.server.telemetry.metrics import FAMILIES, FrontMetrics
+from kunserve.server.telemetry.metric_row import Row, Type
+from kunserve.server.telemetry.metrics import ROWS, FrontMetrics
 from tests.unit.server.echo_engine import EchoEngine
 
 ROOT = Path(__file__).parents[3]
@@ -35,10 +35,10 @@ LABEL = re.compile(r"(\w+)\s*(?:=~|!~|!=|=)")
 GROUPED = re.compile(r"\b(?:by|without)\s*\(([^)]*)\)")
 
 
-def families() -> dict[str, Family]:
+def families() -> dict[str, Row[Any]]:
     """By every name that a sample of theirs has."""
     found = {}
-    for family in (*FAMILIES, *process_families()):
+    for family in (*ROWS, *process_families()):
         suffixes = ("_bucket", "_sum", "_count") if family.type is Type.HISTOGRAM else ("",)
         found |= {family.name + suffix: family for suffix in suffixes}
     return found

@@ -19,9 +19,10 @@ from kunserve.server.api.forms import process as process_module
 from kunserve.server.api.forms.body import AskedForm, form_of
 from kunserve.server.api.forms.checker import FormChecker
 from kunserve.server.api.forms.child import Order, Verdict
-from kunserve.server.api.forms.metrics import FormMetrics
+from kunserve.server.api.forms.metrics import ROWS, FormMetrics
 from kunserve.server.api.forms.process import TOO_MUCH, FormProcess
 from kunserve.server.api.schema import ChatBody
+from kunserve.server.telemetry.metric_row import metrics_of
 from kunserve.transport.children.child import START_S
 from tests.unit.server.tiny_tokenizer import tiny_tokenizer
 
@@ -237,7 +238,7 @@ class Scripted:
 
 @pytest.fixture
 def scripted() -> Iterator[tuple[FormChecker, Scripted]]:
-    checker, made = FormChecker(order, FormMetrics("m")), Scripted()
+    checker, made = FormChecker(order, FormMetrics()), Scripted()
     checker._process = made  # type: ignore[assignment]
     yield checker, made
     made.gate.set()
@@ -264,7 +265,7 @@ def test_each_form_is_tried_once(scripted: tuple[FormChecker, Scripted]) -> None
     assert process.tried == ["a", "x"]
     lines = {
         (sample.name, sample.labels.get("kind")): sample.value
-        for metric in checker._metrics.collect()
+        for metric in metrics_of(ROWS, checker._metrics, "m")
         for sample in metric.samples
     }
     assert lines["kunserve:structured_requests_total", "regex"] == 6

@@ -59,7 +59,7 @@ def test_who_leaves_before_the_answer_is_aborted_and_who_is_refused_is_not(
     aborted: list[str] = []
     request = Request("r", (1,), None, time.monotonic())  # type: ignore[arg-type]
     choice: Any = SimpleNamespace(index=0, request=request)
-    metrics = RequestMetrics("tiny", 512)
+    metrics = RequestMetrics(512)
 
     async def admitted(_: str) -> None:
         if is_refused:

@@ -6,7 +6,7 @@ from pathlib import Path
 from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.metric_table import DOCUMENT, rows, write_table
-from kunserve.server.telemetry.metrics import FAMILIES, FrontMetrics
+from kunserve.server.telemetry.metrics import ROWS, FrontMetrics
 from tests.unit.server.echo_engine import EchoEngine, run_now
 
 ROOT = Path(__file__).parents[4]
@@ -41,7 +41,7 @@ def test_every_exported_metric_is_in_the_table_and_none_besides() -> None:
 
 
 def test_names_are_unique_and_meanings_are_sentences() -> None:
-    names = [family.name for family in FAMILIES]
+    names = [row.name for row in ROWS]
     assert len(names) == len(set(names))
-    for family in FAMILIES:
-        assert family.meaning.endswith(".") and "|" not in family.meaning, family.name
+    for row in ROWS:
+        assert row.meaning.endswith(".") and "|" not in row.meaning, row.name

@@ -7,7 +7,8 @@ import pytest
 from kunserve.core.ids import GroupId
 from kunserve.core.layout import LayerRange
 from kunserve.core.snapshots import ClusterState, InstanceSnapshot
-from kunserve.server.telemetry.savings import DroppedTime, Savings
+from kunserve.server.telemetry.metric_row import metrics_of
+from kunserve.server.telemetry.savings import DROPPED_ROWS, DroppedTime, Savings
 from tests.e2e.api.dashboard_story import halves, spec_of, whole
 from tests.unit.server.echo_engine import idle_load
 
@@ -36,14 +37,14 @@ def state_at(now_s: float, used_blocks: int, dropped: bool) -> ClusterState:
 
 
 def test_nothing_is_saved_where_undropped_memory_would_do() -> None:
-    savings = Savings("m")
+    savings = Savings()
     savings.observe(state_at(0.0, 2 * UNDROPPED, dropped=True))
     savings.observe(state_at(9.0, UNDROPPED, dropped=False))
     assert savings.num_requests == savings.request_s == 0
 
 
 def test_requests_beyond_undropped_memory_count_as_long_as_they_run() -> None:
-    savings = Savings("m")
+    savings = Savings()
     savings.observe(state_at(0.0, 3 * UNDROPPED, dropped=True))
     assert savings.num_requests == pytest.approx(4)  # a third of the memory, of twelve requests
     savings.observe(state_at(2.5, 2 * UNDROPPED, dropped=True))
@@ -53,7 +54,7 @@ def test_requests_beyond_undropped_memory_count_as_long_as_they_run() -> None:
 
 
 def test_dropped_time_counts_each_instance_as_long_as_it_lives() -> None:
-    time = DroppedTime("m")
+    time = DroppedTime()
     undropped = state_at(10.0, 0, dropped=False)
     first, second = undropped.instances
     half = replace(first, held=LayerRange(0, 15))
@@ -65,7 +66,7 @@ def test_dropped_time_counts_each_instance_as_long_as_it_lives() -> None:
     time.observe(replace(undropped, now_s=99.0, instances=(first, second)))
     got = {
         (sample.name, sample.labels["engine"]): sample.value
-        for family in time.collect()
+        for family in metrics_of(DROPPED_ROWS, time, "m")
         for sample in family.samples
     }
     assert got == {
