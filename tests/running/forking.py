@@ -31,10 +31,10 @@ from kunserve.cluster.processes.launch import (
     InstanceOrder,
     InstanceProcess,
     LocalLauncher,
-    end_of_process,
     process_environment,
 )
 from kunserve.cluster.processes.process_mark import mark_of
+from kunserve.transport.children.child import words_for
 
 ROOT = Path(__file__).parents[2]
 REAL = "kunserve.cluster.instance.main"
@@ -68,7 +68,7 @@ class ForkedInstance:
     async def _see_end(self, said_fd: int, end_fd: int) -> str:
         self.said = await read_all(said_fd)
         self.exit_code = int(await read_all(end_fd) or b"-9")
-        return end_of_process(self.exit_code)
+        return words_for(self.exit_code)
 
     async def wait(self) -> str:
         return await asyncio.shield(self._end)
