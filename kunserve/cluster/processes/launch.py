@@ -365,6 +365,9 @@ class LocalProcess(Child):
             stdout=self._words,
             environment=process_environment(order.config.instance.num_threads),
         )
+        stdin = self._process.stdin
+        assert stdin is not None
+        self._stdin = stdin
         self.said = b""
         self.mark = mark_of(self.pid) or f"{self.pid}:gone"
         self.watched()

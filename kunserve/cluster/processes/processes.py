@@ -10,6 +10,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 from kunserve.cluster.driver.background import Background
 from kunserve.cluster.processes.launch import InstanceOrder, InstanceProcess, Launcher, blame_for
@@ -74,6 +75,11 @@ class _Place:
     pauses: Pauses = field(default_factory=Pauses)
     """Before each but the first."""
     num_failed_starts: int = 0
+
+    @property
+    def serves(self) -> bool:
+        """Its process may be asked to leave."""
+        return self.process is not None and self.is_ready and self.verdict is None
 
 
 def _kill_started(starting: asyncio.Future[InstanceProcess]) -> None:
@@ -199,20 +205,29 @@ class Processes:
     def remove(self, instance_id: InstanceId, ask_to_leave: Callable[[], object]) -> None:
         """The cluster shrinks: the instance may leave by itself for a while, and is ended then."""
         place = self._places.pop(instance_id)
-        assert place.keeper is not None, instance_id
-        place.keeper.cancel()
-        if place.process is not None and place.is_ready and place.verdict is None:
-            ask_to_leave()
+        self._dismiss(place, ask_to_leave)
         end = self._background.run(f"end of instance {instance_id}", self._see_off(place))
         self._removed.add(end)
         end.add_done_callback(self._removed.discard)
         self._note_missing()
 
-    async def _see_off(self, place: _Place) -> None:
+    @staticmethod
+    def _dismiss(place: _Place, ask_to_leave: Callable[[], object]) -> None:
+        assert place.keeper is not None
+        place.keeper.cancel()
+        if place.serves:
+            ask_to_leave()
+
+    @staticmethod
+    async def _see_off(place: _Place) -> None:
         assert place.keeper is not None
         await asyncio.gather(place.keeper, return_exceptions=True)
-        if place.process is not None:
-            await self._end(place)
+        process = place.process
+        if process is None:
+            return
+        if not await ended(process, LEAVE_S if place.serves else 0.0):
+            logger.error("killed, but does not end pid=%d", process.pid)
+        place.process = None
 
     async def _keep(self, instance_id: InstanceId, place: _Place) -> None:
         """One instance's processes, one after the other. Ends when nobody wants it any more."""
@@ -401,20 +416,7 @@ class Processes:
     async def close(self, ask_to_leave: Callable[[InstanceId], object]) -> None:
         """End all processes at once: those that serve are asked first, the others are killed."""
         self._num_noted_missing = None
-        keepers = [place.keeper for place in self._places.values() if place.keeper is not None]
-        for keeper in keepers:
-            keeper.cancel()
-        await asyncio.gather(*keepers, return_exceptions=True)
-        places = [(i, place) for i, place in self._places.items() if place.process is not None]
-        for instance_id, place in places:
-            if place.is_ready and place.verdict is None:
-                ask_to_leave(instance_id)
-        await asyncio.gather(*(self._end(place) for _, place in places), *self._removed)
-
-    async def _end(self, place: _Place) -> None:
-        process = place.process
-        assert process is not None
-        was_asked = place.is_ready and place.verdict is None
-        if not await ended(process, LEAVE_S if was_asked else 0.0):
-            logger.error("killed, but does not end pid=%d", process.pid)
-        place.process = None
+        places = self._places
+        for instance_id, place in places.items():
+            self._dismiss(place, partial(ask_to_leave, instance_id))
+        await asyncio.gather(*map(self._see_off, places.values()), *self._removed)

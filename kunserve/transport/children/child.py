@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 from collections.abc import Mapping, Sequence
-from typing import IO, Any, Protocol, Self
+from typing import Any, Protocol, Self
 
 from kunserve.core.python_command import python_command
 
@@ -61,12 +61,6 @@ class Child:
     def exit_code(self) -> int | None:
         """The negative signal if one ended it; None while it runs."""
         return self._process.poll()
-
-    @property
-    def _stdin(self) -> IO[bytes]:
-        """Its other end, for a child whose ``stdin`` is a pipe."""
-        assert self._process.stdin is not None
-        return self._process.stdin
 
     def send_signal(self, number: signal.Signals) -> None:
         """Nothing happens to a child that has ended."""

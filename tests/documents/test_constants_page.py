@@ -2,14 +2,16 @@
 
 from pathlib import Path
 
-from tests.pages.constants_page import constants_of, page
+from tests.documents.constants_page import constants_of, page
 
 PAGE = Path(__file__).parents[2] / "docs" / "constants.md"
 MOST_WORDS = 700
 
 
 def test_the_page_is_up_to_date() -> None:
-    assert PAGE.read_text() == page(), "run: python -m tests.pages.constants_page docs/constants.md"
+    assert PAGE.read_text() == page(), (
+        "run: python -m tests.documents.constants_page docs/constants.md"
+    )
     assert len(page().split()) <= MOST_WORDS, "a page that nobody reads in one go"
 
 

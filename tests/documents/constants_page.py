@@ -1,6 +1,6 @@
 """The numbers that decide something, on one page: ``docs/constants.md``.
 
-``python -m tests.pages.constants_page docs/constants.md`` renews the page.
+``python -m tests.documents.constants_page docs/constants.md`` renews the page.
 """
 
 import ast
@@ -32,7 +32,7 @@ INTRO = """# Numbers that decide
 
 Times (`_S`: seconds), shares and factors that the code fixes. What users may want to change is a
 [setting](configuration.md). Whole numbers mostly bound work; they stand in the code only.
-`python -m tests.pages.constants_page docs/constants.md` writes this page.
+`python -m tests.documents.constants_page docs/constants.md` writes this page.
 """
 LEAST_WORDS, MOST_WORDS = 5, 10
 """Of what is told of a number: fewer do not say yet what it is, and the code has the others."""
