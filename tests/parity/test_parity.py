@@ -24,6 +24,7 @@ from kunserve.core.config import (
 from kunserve.core.cost import CostCoefficients
 from kunserve.core.ids import InstanceId, RequestId
 from kunserve.core.messages import Connect, Submit
+from kunserve.core.plan import Measured, Plan
 from kunserve.core.request import Request, SamplingParams
 from kunserve.core.step import Chunk
 from kunserve.core.transfer import KvPull
@@ -61,22 +62,20 @@ class Recorder:
         self.happenings.append((kind, time_s, details))
 
 
-PACED = {
-    "tpot_slo_s": 0.05,
-    "cost": CostCoefficients(0.0, 6e-4, 0.012, 0.012),
-}
-"""Decodes skip steps."""
+PACED_COST = CostCoefficients(0.0, 6e-4, 0.012, 0.012)
+"""With an objective, so that decodes skip steps."""
 
 
-def config(name: str) -> KunServeConfig:
+def plan_of(name: str) -> Plan:
     policy: Any = name.removesuffix("-paced")
-    more: dict[str, Any] = PACED if name.endswith("-paced") else {}
-    return KunServeConfig(
+    is_paced = name.endswith("-paced")
+    config = KunServeConfig(
         instance=InstanceConfig(block_size=4),
-        scheduler=SchedulerConfig(max_num_seqs=16, max_num_batched_tokens=64, **more),
+        scheduler=SchedulerConfig(16, 64, 0.05 if is_paced else None),
         overload=OverloadConfig(policy=policy, dwell_s=0.3, restore_hold_s=0.5),
         cluster=ClusterConfig(num_instances=NUM_INSTANCES),
     )
+    return Plan(config, Measured(PACED_COST if is_paced else None))
 
 
 def requests() -> list[tuple[float, Request]]:
@@ -104,7 +103,7 @@ def simulated(policy: Any) -> list[Happening]:
         message_latency_s=1e-3,
     )
     heap, recorder = EventHeap(), Recorder()
-    cluster = TimedWorld(config(policy), profile, heap, lambda token: None, None, recorder)
+    cluster = TimedWorld(plan_of(policy), profile, heap, lambda token: None, None, recorder)
     for time_s, request in requests():
         heap.at(time_s, cluster.submit, request)
     while heap.now_s() < 60.0:
@@ -133,7 +132,7 @@ class Follower:
             for i in range(NUM_INSTANCES)
         ]
         self.cluster = ChosenWorld(
-            FakeModel(NUM_LAYERS), specs, config(policy), profile_length(specs[0])
+            FakeModel(NUM_LAYERS), specs, plan_of(policy), profile_length(specs[0])
         )
 
     def follow(self, kind: str, time_s: float, details: tuple[Any, ...]) -> None:
