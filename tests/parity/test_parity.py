@@ -71,7 +71,7 @@ def plan_of(name: str) -> Plan:
     is_paced = name.endswith("-paced")
     config = KunServeConfig(
         instance=InstanceConfig(block_size=4),
-        scheduler=SchedulerConfig(16, 64, 0.05 if is_paced else None),
+        scheduler=SchedulerConfig(16, 64, tpot_slo_s=0.05 if is_paced else None),
         overload=OverloadConfig(policy=policy, dwell_s=0.3, restore_hold_s=0.5),
         cluster=ClusterConfig(num_instances=NUM_INSTANCES),
     )
