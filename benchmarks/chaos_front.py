@@ -25,6 +25,7 @@ from kunserve.core import messages
 from kunserve.core.config import KunServeConfig
 from kunserve.core.errors import InvalidRequest, Overloaded, Unavailable
 from kunserve.core.ids import InstanceId, RequestId
+from kunserve.core.plan import Plan
 from kunserve.core.request import FinishReason, Request
 from kunserve.transport.wire import codec
 
@@ -131,7 +132,7 @@ _NEWS = msgspec.json.Decoder(News)
 async def serve(order: FrontOrder) -> None:
     """Serve until told to leave."""
     cluster = await LocalCluster.start(
-        order.config,
+        Plan(order.config),
         vocab_size=order.vocab_size,
         fake=order.fake,
         launcher=LocalLauncher(program_of(Path(order.faults))),

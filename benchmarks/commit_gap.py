@@ -28,6 +28,7 @@ from kunserve.core.config import (
 )
 from kunserve.core.ids import InstanceId, RequestId
 from kunserve.core.messages import TokenOutput
+from kunserve.core.plan import Plan
 from kunserve.core.request import Request, SamplingParams
 from kunserve.core.tokens import TokenIds
 from kunserve_lab.world.fake_main import MODULE as FAKE_MODULE
@@ -48,7 +49,7 @@ AFTER_S = 1.0
 
 async def measure(num_queued: int, prompt_tokens: int) -> dict[str, float]:
     """Seconds without a token for one drop, and bytes per queued token."""
-    cluster = await LocalCluster.start(CONFIG, vocab_size=FAKE.vocab_size, fake=FAKE)
+    cluster = await LocalCluster.start(Plan(CONFIG), vocab_size=FAKE.vocab_size, fake=FAKE)
     moments: list[float] = []
     try:
 

@@ -78,7 +78,7 @@ def scenario(num_instances: int, num_requests: int) -> Scenario:
     lengths = Lengths((PROMPT_TOKENS,) * num, (OUTPUT_TOKENS,) * num, "fixed")
     workload = Workload(tuple(i * BURST_S / num for i in range(num)), lengths, "burst")
     cost = profile_times(profile.times, spec.num_layers, 2048)
-    return Scenario(profile, num_instances, workload, SchedulerConfig(256, 2048, cost=cost))
+    return Scenario(profile, num_instances, workload, SchedulerConfig(256, 2048), cost=cost)
 
 
 def main() -> None:

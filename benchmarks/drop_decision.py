@@ -21,6 +21,7 @@ from kunserve.core.ids import InstanceId
 from kunserve.core.load import LoadReport
 from kunserve.core.messages import Form, Formed, Ready
 from kunserve.core.messages import Report as LeaderReport
+from kunserve.core.plan import Plan
 from kunserve.core.transfer import PeerAddress
 from kunserve_lab.world.fake_body import fake_spec
 
@@ -29,7 +30,7 @@ PERIOD_S = 0.1
 
 def standing(num_instances: int) -> Controller:
     """A controller whose instances all stand alone."""
-    controller = Controller(config_of(num_instances, 1.0 / PERIOD_S))
+    controller = Controller(Plan(config_of(num_instances, 1.0 / PERIOD_S)))
     for number in range(num_instances):
         me = InstanceId(number)
         spec = fake_spec(me, 8, 64 * 8, block_size=16, layer_bytes=16384, granule_bytes=4096)

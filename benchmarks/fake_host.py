@@ -7,7 +7,7 @@ rate. What instances say to each other, and the KV that they pull, stays inside 
 ends when its time is over, and computes nothing before that.
 
     launcher = HostLauncher()
-    cluster = await LocalCluster.start(config, vocab_size=..., fake=..., launcher=launcher)
+    cluster = await LocalCluster.start(Plan(config), vocab_size=..., fake=..., launcher=launcher)
 """
 
 import asyncio
@@ -130,7 +130,7 @@ class FakeHost:
                 self._end(order.end)
 
     def _start(self, order: InstanceOrder) -> None:
-        instance_id, config, fake = order.instance_id, order.config, order.fake
+        instance_id, config, fake = order.instance_id, order.plan.config, order.fake
         assert fake is not None
         spec = fake_spec(
             instance_id,
@@ -142,7 +142,9 @@ class FakeHost:
         )
         body, mover = FakeBody(spec, FakeModel(fake.num_layers, fake.vocab_size)), WorldMover()
         longest = fake.kv_blocks * config.instance.block_size
-        settings = AgentConfig(instance_id, config.scheduler, frozenset(), longest)
+        settings = AgentConfig(
+            instance_id, config.scheduler, order.plan.measured, frozenset(), longest
+        )
         agent = InstanceAgent(settings, body, mover)
         channel = InstanceChannel(order.front_address, instance_id)
         member = _Member(agent, body, mover, channel, order, fake.step_s)
@@ -180,7 +182,7 @@ class FakeHost:
             if member is None:
                 continue
             self._touched[instance_id] = None
-            cluster = member.order.config.cluster
+            cluster = member.order.plan.config.cluster
             if what == "report":
                 member.agent.report(now_s)
                 self._at(max(now_s, due_s + cluster.report_period_s), what, instance_id)

@@ -40,6 +40,7 @@ from kunserve.core.config import (
     SchedulerConfig,
     ServerConfig,
 )
+from kunserve.core.plan import Plan
 from kunserve.model.generation_config import SamplingDefaults
 from kunserve.model.source import resolve_model
 from kunserve.server.start.app import create_app
@@ -114,7 +115,7 @@ async def measure(case: Case) -> dict[str, float]:
     """One round: all streams at once, from the first request to the last token."""
     launcher = HostLauncher()
     cluster = await LocalCluster.start(
-        config_of(case), vocab_size=FAKE.vocab_size, fake=FAKE, launcher=launcher
+        Plan(config_of(case)), vocab_size=FAKE.vocab_size, fake=FAKE, launcher=launcher
     )
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()

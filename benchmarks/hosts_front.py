@@ -36,6 +36,7 @@ from kunserve.core.config import (
 from kunserve.core.errors import InvalidRequest
 from kunserve.core.ids import InstanceId, RequestId
 from kunserve.core.messages import TokenOutput
+from kunserve.core.plan import Plan
 from kunserve.core.request import FinishReason, Request, SamplingParams
 from kunserve.core.tokens import TokenIds
 from kunserve_lab.world.fake_main import MODULE as FAKE_MODULE
@@ -206,7 +207,7 @@ async def serve(orders: Orders) -> None:
     config, launcher = config_of(orders), launcher_of(orders)
     vocab_size = FAKE.vocab_size if orders.model is None else VOCAB_SIZE
     cluster = await LocalCluster.start(
-        config,
+        Plan(config),
         vocab_size=vocab_size,
         fake=FAKE if orders.model is None else None,
         launcher=launcher,

@@ -30,6 +30,7 @@ from benchmarks.hostile_requests import Hostile, hostile_requests
 from kunserve.cluster.driver.local import LocalCluster
 from kunserve.cluster.processes.launch import FakeSettings
 from kunserve.core.config import ClusterConfig, KunServeConfig, ModelConfig, ServerConfig
+from kunserve.core.plan import Plan
 from kunserve.server.start.app import create_app
 from kunserve.server.start.serve import serve
 from kunserve_lab.bench.server_process import unwinding_on_sigterm
@@ -303,7 +304,7 @@ async def serve_fake(port: int) -> None:
         cluster=ClusterConfig(num_instances=2),
         server=server,
     )
-    cluster = await LocalCluster.start(config, vocab_size=FAKE.vocab_size, fake=FAKE)
+    cluster = await LocalCluster.start(Plan(config), vocab_size=FAKE.vocab_size, fake=FAKE)
     try:
         await serve(create_app(cluster, ByteTokenizer(), "fuzz", config), config)
     finally:

@@ -38,6 +38,7 @@ from kunserve.core.config import (
 from kunserve.core.ids import RequestId
 from kunserve.core.kv_blocks import KvBlocks, ring_of
 from kunserve.core.messages import TokenOutput
+from kunserve.core.plan import Measured, Plan
 from kunserve.core.request import Request, SamplingParams
 from kunserve.core.tokens import TokenIds
 from kunserve_lab.workload.data.catalog import SHIPPED_FOLDER
@@ -163,7 +164,6 @@ async def _serve(blocks: KvBlocks, num_tokens: int, num_blocks: int) -> int:
                 kv_cache_memory_bytes=num_blocks * layers * BLOCK_TOKENS * kv_token_bytes,
                 granule_bytes=layers * BLOCK_TOKENS * kv_token_bytes,
                 disable_hybrid_kv_cache_manager=blocks.ring is None,
-                kv_ring=blocks.ring,
             ),
             scheduler=SchedulerConfig(
                 max_num_batched_tokens=STEP_TOKENS, enable_prefix_caching=False, watermark=0.0
@@ -171,7 +171,8 @@ async def _serve(blocks: KvBlocks, num_tokens: int, num_blocks: int) -> int:
             overload=OverloadConfig(policy="recompute"),
             cluster=ClusterConfig(num_instances=1),
         )
-        cluster = await LocalCluster.start(config, vocab_size=int(str(SERVED["vocab_size"])))
+        plan = Plan(config, Measured(ring=blocks.ring))
+        cluster = await LocalCluster.start(plan, vocab_size=int(str(SERVED["vocab_size"])))
         try:
             return await _most_running(
                 cluster, num_tokens, num_blocks // blocks.holding(num_tokens)

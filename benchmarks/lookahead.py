@@ -45,8 +45,8 @@ def run(system: System, num_stages: int, budget_tokens: int, queue: Workload) ->
     """The queue through one pipeline."""
     profile = gpu_profile(find_model("Qwen/Qwen2.5-14B"), find_device("a800"))
     cost = profile_times(profile.times, profile.spec.num_layers, budget_tokens)
-    scheduler = SchedulerConfig(256, budget_tokens, cost=cost)
-    return simulate(system, Scenario(profile, num_stages, queue, scheduler))
+    scheduler = SchedulerConfig(256, budget_tokens)
+    return simulate(system, Scenario(profile, num_stages, queue, scheduler, cost=cost))
 
 
 def main() -> None:

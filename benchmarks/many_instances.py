@@ -44,6 +44,7 @@ from kunserve.core.config import (
 )
 from kunserve.core.ids import GroupId, RequestId
 from kunserve.core.messages import TokenOutput
+from kunserve.core.plan import Plan
 from kunserve.core.request import Request, SamplingParams
 from kunserve.core.snapshots import Outcome
 from kunserve.core.tokens import TokenIds
@@ -206,7 +207,7 @@ async def measure(report: Report, num_instances: int, num_reports: float) -> Non
     config, launcher, lag = config_of(num_instances, num_reports), HostLauncher(), Lag()
     with clocked(report, "start", **case):
         cluster = await LocalCluster.start(
-            config, vocab_size=FAKE.vocab_size, fake=FAKE, launcher=launcher
+            Plan(config), vocab_size=FAKE.vocab_size, fake=FAKE, launcher=launcher
         )
     listener = socket.create_server(("127.0.0.1", 0))
     drain = Drain()

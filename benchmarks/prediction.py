@@ -121,7 +121,8 @@ def predict(
         ),
         num_instances=config.cluster.num_instances,
         workload=workload_of(run, None, 0.0),
-        scheduler=replace(config.scheduler, cost=profile.coefficients),
+        scheduler=config.scheduler,
+        cost=profile.coefficients,
     )
     system = find_system(config.overload.policy)
     generator = random.Random(0)

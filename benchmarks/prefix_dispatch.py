@@ -54,7 +54,8 @@ def run(system: System, name: str, traffic: str, rate: float, num: int, seed: in
     workload = conversations(shape, round(60 * rate * num), rate * num, seed)
     profile = gpu_profile(find_model("Qwen/Qwen2.5-14B"), find_device("a800"))
     cost = profile_times(profile.times, profile.spec.num_layers, BUDGET_TOKENS)
-    scenario = Scenario(profile, num, workload, SchedulerConfig(256, BUDGET_TOKENS, cost=cost))
+    scheduler = SchedulerConfig(256, BUDGET_TOKENS)
+    scenario = Scenario(profile, num, workload, scheduler, cost=cost)
     with patch.object(affinity, "SLACK", inf if name == UNGUARDED else affinity.SLACK):
         return simulate(system, scenario)
 

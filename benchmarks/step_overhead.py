@@ -42,6 +42,7 @@ from kunserve.core.config import (  # noqa: E402
 )
 from kunserve.core.ids import InstanceId, RequestId  # noqa: E402
 from kunserve.core.messages import TokenOutput  # noqa: E402
+from kunserve.core.plan import Plan  # noqa: E402
 from kunserve.core.request import Request, SamplingParams  # noqa: E402
 from kunserve.core.tokens import TokenIds  # noqa: E402
 
@@ -149,7 +150,7 @@ async def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory(prefix="step-overhead-") as name:
         folder = Path(name)
         cluster = await LocalCluster.start(
-            config, vocab_size=VOCABULARY, launcher=LocalLauncher((str(PROGRAM), str(folder)))
+            Plan(config), vocab_size=VOCABULARY, launcher=LocalLauncher((str(PROGRAM), str(folder)))
         )
         try:
             for turn in range(options.turns):

@@ -10,13 +10,13 @@ from kunserve.core.config import (
     OverloadConfig,
     SchedulerConfig,
     SpeculativeConfig,
-    SwapConfig,
 )
 from kunserve.core.cost import CostCoefficients
 from kunserve.core.ids import GroupId, InstanceId, RequestId, TransitionId
 from kunserve.core.kv_blocks import KvBlocks, ring_of
 from kunserve.core.layout import GroupLayout, LayerRange, Stage
 from kunserve.core.messages import AllowParking, LoadLayers
+from kunserve.core.plan import Measured, Plan, SwapPlan
 from kunserve.core.request import Request, SamplingParams
 from kunserve.core.snapshots import HeadShape
 from kunserve.policy.drop.restore import choose_sources, parting_capacity_blocks, parts_of
@@ -50,7 +50,7 @@ class FakeCluster(ChosenWorld):
         max_model_len: int | None = None,
         extra_units: int = 0,
         eos_token_ids: frozenset[int] = frozenset(),
-        swap: SwapConfig | None = None,
+        swap: SwapPlan | None = None,
         head_cost_layers: float | None = None,
         caches: bool = True,
         speculative: SpeculativeConfig | None = None,
@@ -95,21 +95,19 @@ class FakeCluster(ChosenWorld):
             instance=InstanceConfig(
                 block_size=block_size,
                 disable_hybrid_kv_cache_manager=ring is None,
-                kv_ring=ring,
             ),
             scheduler=SchedulerConfig(
                 max_num_seqs,
                 max_num_batched_tokens,
-                cost=COST if speculative is None else FREE_ROWS,
-                swap=swap,
                 enable_prefix_caching=caches,
                 speculative_config=speculative,
             ),
             overload=OverloadConfig(policy="recompute" if swap is None else "swap"),
         )
+        measured = Measured(COST if speculative is None else FREE_ROWS, swap, ring)
         self._num_requests = 0
         self.num_actions = 0
-        super().__init__(self.model, specs, config, self.max_model_len)
+        super().__init__(self.model, specs, Plan(config, measured), self.max_model_len)
         self.run_until_idle()
 
     # Requests

@@ -12,6 +12,7 @@ from kunserve.core.config import KunServeConfig
 from kunserve.core.errors import InvalidRequest
 from kunserve.core.ids import RequestId
 from kunserve.core.messages import TokenOutput
+from kunserve.core.plan import Plan
 from kunserve.core.request import FinishReason, Request, SamplingParams, TokenLogprobs
 from kunserve.core.snapshots import TransitionRecord
 from kunserve.core.tokens import TokenIds
@@ -118,7 +119,7 @@ def with_cluster(config: KunServeConfig, vocab_size: int, story: Story) -> float
 
     async def live() -> float:
         began = time.monotonic()
-        cluster = await LocalCluster.start(config, vocab_size=vocab_size)
+        cluster = await LocalCluster.start(Plan(config), vocab_size=vocab_size)
         ready_s = time.monotonic() - began
         try:
             await story(Asker(cluster))

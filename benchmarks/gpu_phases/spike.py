@@ -186,12 +186,8 @@ def _overflowing(machine: Machine, instance: InstanceProfile) -> tuple[float, li
             profile=instance,
             num_instances=2,
             workload=workload,
-            scheduler=SchedulerConfig(
-                max_num_batched_tokens=batch_tokens_of(machine),
-                cost=profile_times(
-                    instance.times, instance.spec.num_layers, batch_tokens_of(machine)
-                ),
-            ),
+            scheduler=SchedulerConfig(max_num_batched_tokens=batch_tokens_of(machine)),
+            cost=profile_times(instance.times, instance.spec.num_layers, batch_tokens_of(machine)),
         )
         answers = [_simulated(scenario, name, load) for name in SYSTEMS]
         if (answers[0].peak_kv_usage or 0.0) >= results.FULL or load == loads[-1]:

@@ -16,6 +16,7 @@ from kunserve.control.instance.body import (
 from kunserve.core.config import InstanceConfig, ModelConfig, SchedulerConfig
 from kunserve.core.errors import TooLittleMemory
 from kunserve.core.ids import InstanceId, RequestId
+from kunserve.core.kv_blocks import KvBlocks, KvRing
 from kunserve.core.layout import LayerRange
 from kunserve.core.snapshots import InstanceSpec
 from kunserve.core.step import SampledRow, SampledToken
@@ -56,7 +57,8 @@ class EngineBody:
 
     ``source`` saves looking the model up again where the caller has done so. ``scheduler`` bounds
     the steps, whose memory is then reserved at once; without it buffers grow with the steps.
-    ``backend`` says where memory lies and what computes.
+    ``backend`` says where memory lies and what computes. With a ``ring`` layers with a window keep
+    no more than that of their KV.
     """
 
     def __init__(
@@ -67,6 +69,7 @@ class EngineBody:
         source: ModelSource | None = None,
         scheduler: SchedulerConfig | None = None,
         backend: Backend | None = None,
+        ring: KvRing | None = None,
     ) -> None:
         started = time.perf_counter()
         # The kernels have threads of their own. torch's would meet at a barrier after each of the
@@ -78,12 +81,13 @@ class EngineBody:
         self.model = spread_over_ranks(self.model, instance)
         most = _most_of_any_step(self.model, model, scheduler)
         instance = backend.settle(self.model, instance, most)
-        limits = _step_limits(self.model, instance, most)
+        limits = _step_limits(self.model, instance, ring, most)
         reader = open_reader(source, self.model, model.seed)
         buffer_bytes = backend.buffer_bytes(self.model, limits)
         self.memory: Memory = backend.open_memory(instance_id, self.model, instance, buffer_bytes)
+        self._spec = replace(self.memory.spec, kv_ring=ring)
         try:
-            _check_length(self.model, self.memory.spec, model.max_model_len)
+            _check_length(self.model, self._spec, model.max_model_len)
             weights = backend.weights(self.memory, self.model)
             self._loader = backend.loader(reader, self.model, self.memory, weights)
             self._loader.check()
@@ -104,17 +108,16 @@ class EngineBody:
         self._scorer = PromptScorer(self._decoder)
         self._split_head = SplitHead(self.model, weights, self._decoder.room_for_logits)
         self._row_bytes = self.model.hidden_size * TORCH_DTYPES[self.model.dtype].itemsize
-        self._spec = self.memory.spec
         if backend.splits_head:
             self._spec = replace(self._spec, head=head_shape(self.model))
         self._blocks = self._spec.blocks
-        self._ring_tables = None if instance.kv_ring is None else RingTables(instance.blocks)
+        self._ring_tables = None if ring is None else RingTables(self._blocks)
         self._prompt_tokens: dict[RequestId, int] = {}
         self._host = HostStore(self.memory)
         load_s = time.perf_counter() - started
         beside = beside_bytes(self.other_pids)
         buffer_bytes = self._decoder.buffer_bytes
-        self.account = account_of(self.memory, self.model, buffer_bytes, beside, load_s)
+        self.account = account_of(self.memory, self._spec, self.model, buffer_bytes, beside, load_s)
 
     @property
     def computes_aside(self) -> bool:
@@ -345,10 +348,13 @@ def _most_of_any_step(
     )
 
 
-def _step_limits(spec: ModelSpec, instance: InstanceConfig, most: StepLimits) -> StepLimits:
+def _step_limits(
+    spec: ModelSpec, instance: InstanceConfig, ring: KvRing | None, most: StepLimits
+) -> StepLimits:
     """The same, of requests that fit."""
-    blocks = MemoryPlan.of(spec, instance).kv_units // spec.num_layers
-    return replace(most, num_positions=min(most.num_positions, instance.blocks.tokens_in(blocks)))
+    num_blocks = MemoryPlan.of(spec, instance).kv_units // spec.num_layers
+    fits = KvBlocks(instance.block_size, ring).tokens_in(num_blocks)
+    return replace(most, num_positions=min(most.num_positions, fits))
 
 
 def _check_length(model: ModelSpec, spec: InstanceSpec, max_model_len: int | None) -> None:

@@ -89,7 +89,7 @@ class RayLauncher:
 
     async def start(self, order: InstanceOrder) -> "RayProcess":
         """Have Ray place an actor, and have that start the process on its node."""
-        need = self._need = need_of(order.config, order.fake)
+        need = self._need = need_of(order.plan.config, order.fake)
         for attempt in range(1, ATTEMPTS + 1):
             if self._is_closed:
                 raise OSError("the cluster ends")
@@ -154,7 +154,7 @@ class RayLauncher:
                     self._tell_demand(need)
                 lack = self._shortage(need, len(self._running) + len(self._waiting))
                 logger.warning("instance=%d waits for a node: %s", order.instance_id, lack)
-                await asyncio.wait({answer}, timeout=order.config.cluster.start_timeout_s)
+                await asyncio.wait({answer}, timeout=order.plan.config.cluster.start_timeout_s)
             if answer.cancelled():
                 raise OSError("the cluster ends")
             if not answer.done():

@@ -8,8 +8,9 @@ from typing import Any
 
 import click
 
-from kunserve.server.start.flags.grouped import GroupedCommand, option
+from kunserve.server.start.flags.grouped import GroupedCommand
 from kunserve_lab.bench.config import BenchConfig
+from kunserve_lab.bench.flag_groups import option
 
 _CONFIG = BenchConfig()
 _server = option("Server", _CONFIG)

@@ -7,7 +7,8 @@ from typing import Any
 import click
 
 from kunserve.core.errors import KunServeError
-from kunserve.server.start.flags.grouped import GroupedCommand, option
+from kunserve.server.start.flags.grouped import GroupedCommand
+from kunserve_lab.bench.flag_groups import option
 from kunserve_lab.compare.flag_values import names, numbers, whole_numbers
 
 _what = option("What is run")

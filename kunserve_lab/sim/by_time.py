@@ -8,10 +8,10 @@ from typing import Any
 from kunserve.control.cluster.commands import Client, ControlCommand
 from kunserve.control.cluster.requests.quarantine import Blame
 from kunserve.control.instance.work import Work
-from kunserve.core.config import KunServeConfig
 from kunserve.core.ids import InstanceId
 from kunserve.core.messages import Connect, Message, TokenOutput
 from kunserve.core.place import ONE_HOST, Place
+from kunserve.core.plan import Plan
 from kunserve.core.request import Request
 from kunserve.core.transfer import KvPull
 from kunserve_lab.sim.accounts import ClusterAccounts
@@ -60,7 +60,7 @@ class TimedWorld(Surroundings):
 
     def __init__(
         self,
-        config: KunServeConfig,
+        plan: Plan,
         profile: InstanceProfile,
         heap: EventHeap,
         on_token: Callable[[TokenOutput], None],
@@ -68,8 +68,8 @@ class TimedWorld(Surroundings):
         watcher: Watcher | None = None,
     ) -> None:
         """Instances report for duty at once, as if started before."""
-        num_instances, longest = config.cluster.num_instances, profile.max_model_len
-        super().__init__(config, num_instances, longest, watcher=watcher)
+        num_instances, longest = plan.config.cluster.num_instances, profile.max_model_len
+        super().__init__(plan, num_instances, longest, watcher=watcher)
         self.profile = profile
         self.heap = heap
         self.accounts = ClusterAccounts()
@@ -133,7 +133,7 @@ class TimedWorld(Surroundings):
             self._set_out(instance, pull)
 
         body = SimBody(self.profile, instance_id, self._world.place_of(instance_id))
-        instance = SimInstance(self, body, WorldMover(set_out), self._config.cluster)
+        instance = SimInstance(self, body, WorldMover(set_out), self._plan.config.cluster)
         return instance
 
     def start_instance(self, instance_id: InstanceId) -> None:
@@ -141,7 +141,7 @@ class TimedWorld(Surroundings):
         super().start_instance(instance_id)
         instance = self.members[instance_id]
         self.accounts.totals.append(instance.agent.totals)
-        offset_s = self._config.cluster.report_period_s * (instance_id * _GOLDEN % 1.0)
+        offset_s = self._plan.config.cluster.report_period_s * (instance_id * _GOLDEN % 1.0)
         self.heap.after(offset_s, instance.report_due)
 
     def cut(self, instance_id: InstanceId, *, is_dead: bool) -> None:

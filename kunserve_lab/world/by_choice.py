@@ -13,9 +13,9 @@ from kunserve.control.cluster.commands import Client
 from kunserve.control.cluster.controller import Controller
 from kunserve.control.cluster.requests.quarantine import Blame
 from kunserve.control.instance.work import Work
-from kunserve.core.config import KunServeConfig
 from kunserve.core.ids import InstanceId, RequestId
 from kunserve.core.messages import Connect, Event, Form, LinkBroken, Message, Ready
+from kunserve.core.plan import Plan
 from kunserve.core.request import Request
 from kunserve.core.snapshots import InstanceSpec
 from kunserve.core.transfer import KvPull
@@ -70,12 +70,12 @@ class ChosenWorld(World[ChosenMember]):
         self,
         model: FakeModel,
         specs: Sequence[InstanceSpec],
-        config: KunServeConfig,
+        plan: Plan,
         max_model_len: int,
         watcher: Watcher | None = None,
     ) -> None:
         """Instances are started at once; deliver their mail to have them form groups."""
-        super().__init__(config, len(specs), max_model_len, model.eos_token_ids, watcher)
+        super().__init__(plan, len(specs), max_model_len, model.eos_token_ids, watcher)
         self.accounts: dict[RequestId, Account] = {}
         self.num_ordered = 0
         """Instances that the controller wants more, and that nobody has started."""
@@ -139,7 +139,7 @@ class ChosenWorld(World[ChosenMember]):
         """
         self.num_fronts += 1
         num_places = len(self.members) + len(self.dead) + self.num_ordered
-        self.controller = Controller(self._config, self.num_fronts * 1000, num_places)
+        self.controller = Controller(self._plan, self.num_fronts * 1000, num_places)
         for request_id in self.unfinished:
             self.accounts[request_id].is_cancelled = True
         for src, dst in list(self.links):

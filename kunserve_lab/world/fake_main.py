@@ -13,7 +13,7 @@ MODULE = "kunserve_lab.world.fake_main"
 
 def load_fake(order: InstanceOrder) -> Loaded:
     """A body of the order's ``fake`` settings."""
-    fake, block_size = order.fake, order.config.instance.block_size
+    fake, block_size = order.fake, order.plan.config.instance.block_size
     assert fake is not None
     spec = fake_spec(
         order.instance_id,

@@ -34,9 +34,9 @@ from kunserve.control.instance.body import Body
 from kunserve.control.instance.membership import cached_units
 from kunserve.control.instance.state import AgentConfig
 from kunserve.control.instance.work import Work
-from kunserve.core.config import KunServeConfig
 from kunserve.core.ids import InstanceId, RequestId
 from kunserve.core.messages import Event, Message, Ready
+from kunserve.core.plan import Plan
 from kunserve.core.request import Request
 from kunserve.core.snapshots import TransitionRecord
 from kunserve.core.transfer import KvPull, PeerAddress
@@ -92,20 +92,20 @@ class World(ABC, Generic[M]):
 
     def __init__(
         self,
-        config: KunServeConfig,
+        plan: Plan,
         num_instances: int,
         max_model_len: int,
         eos_token_ids: frozenset[int] = frozenset(),
         watcher: Watcher | None = None,
     ) -> None:
         """There is nobody yet; so many instances are expected."""
-        self.controller = Controller(config, num_places=num_instances)
+        self.controller = Controller(plan, num_places=num_instances)
         self.members: dict[InstanceId, M] = {}
         self.records: list[TransitionRecord] = []
         """Finished transitions."""
         self.given_back: list[InstanceId] = []
         self.num_preemptions = 0
-        self._config = config
+        self._plan = plan
         self._max_model_len = max_model_len
         self._eos_token_ids = eos_token_ids
         self._watcher = watcher
@@ -161,9 +161,9 @@ class World(ABC, Generic[M]):
 
     def make_agent(self, body: WorldBody, mover: WorldMover) -> InstanceAgent:
         """An instance's brain."""
-        ends, longest = self._eos_token_ids, self._max_model_len
+        plan, ends, longest = self._plan, self._eos_token_ids, self._max_model_len
         instance_id = body.spec.instance_id
-        config = AgentConfig(instance_id, self._config.scheduler, ends, longest)
+        config = AgentConfig(instance_id, plan.config.scheduler, plan.measured, ends, longest)
         return InstanceAgent(config, body, mover)
 
     def start_instance(self, instance_id: InstanceId) -> None:

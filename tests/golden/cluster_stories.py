@@ -7,9 +7,9 @@ other is kept, so that whoever moves a decision sees whether it is still the sam
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from kunserve.core.config import SwapConfig
 from kunserve.core.ids import InstanceId
 from kunserve.core.layout import GroupLayout
+from kunserve.core.plan import SwapPlan
 from kunserve.core.transfer import KvPull
 from kunserve_lab.world.actions import Action, CompletePull, Delivery, StartStep
 from tests.fake_cluster import link
@@ -292,7 +292,7 @@ CLUSTER_STORIES = {
     ),
     "park": ClusterStory(
         _park,
-        {"pools": (14,), "swap": SwapConfig(1e7, max_park_s=0.5, is_second_line=True)},
+        {"pools": (14,), "swap": SwapPlan(1e7, max_park_s=0.5, is_second_line=True)},
         ("allow parking", "to host r", "from host r"),
     ),
     "front_restart": ClusterStory(

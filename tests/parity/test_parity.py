@@ -22,6 +22,7 @@ from kunserve.core.config import (
 from kunserve.core.cost import CostCoefficients
 from kunserve.core.ids import InstanceId, RequestId
 from kunserve.core.messages import Connect, Submit
+from kunserve.core.plan import Measured, Plan
 from kunserve.core.request import Request, SamplingParams
 from kunserve.core.snapshots import InstanceSpec
 from kunserve.core.step import Chunk
@@ -60,22 +61,20 @@ class Recorder:
         return [(t, masked(*details)) for kind, t, details in self.happenings if kind == "command"]
 
 
-PACED = {
-    "tpot_slo_s": 0.05,
-    "cost": CostCoefficients(0.0, 6e-4, 0.012, 0.012),
-}
-"""Decodes skip steps."""
+PACED_COST = CostCoefficients(0.0, 6e-4, 0.012, 0.012)
+"""With an objective, so that decodes skip steps."""
 
 
-def config(name: str) -> KunServeConfig:
+def plan_of(name: str) -> Plan:
     policy: Any = name.removesuffix("-paced")
-    more: dict[str, Any] = PACED if name.endswith("-paced") else {}
-    return KunServeConfig(
+    is_paced = name.endswith("-paced")
+    config = KunServeConfig(
         instance=InstanceConfig(block_size=4),
-        scheduler=SchedulerConfig(max_num_seqs=16, max_num_batched_tokens=64, **more),
+        scheduler=SchedulerConfig(16, 64, tpot_slo_s=0.05 if is_paced else None),
         overload=OverloadConfig(policy=policy, dwell_s=0.3, restore_hold_s=0.5),
         cluster=ClusterConfig(num_instances=NUM_INSTANCES),
     )
+    return Plan(config, Measured(PACED_COST if is_paced else None))
 
 
 def requests() -> list[tuple[float, Request]]:
@@ -106,7 +105,7 @@ def simulated(policy: str) -> Recorder:
         message_latency_s=1e-3,
     )
     heap, recorder = EventHeap(), Recorder()
-    cluster = TimedWorld(config(policy), profile, heap, lambda token: None, None, recorder)
+    cluster = TimedWorld(plan_of(policy), profile, heap, lambda token: None, None, recorder)
     for time_s, request in requests():
         heap.at(time_s, cluster.submit, request)
     while heap.now_s() < 60.0:
@@ -123,7 +122,7 @@ class Follower(ChosenWorld):
     def __init__(self, policy: str, watcher: Recorder) -> None:
         specs = [spec_of(i) for i in range(NUM_INSTANCES)]
         length = NUM_BLOCKS * specs[0].block_size
-        super().__init__(FakeModel(NUM_LAYERS), specs, config(policy), length, watcher)
+        super().__init__(FakeModel(NUM_LAYERS), specs, plan_of(policy), length, watcher)
 
     def follow(self, kind: str, time_s: float, details: tuple[Any, ...]) -> None:
         self.now_s = time_s

@@ -48,7 +48,7 @@ class ForkingLauncher(LocalLauncher):
     async def start(self, order: InstanceOrder) -> InstanceProcess:
         """As the launcher that spawns: ``program`` is a file of this tree and its arguments."""
         program = self._program or ("-m", order.fake.module if order.fake else REAL)
-        source = source_of(program, order.config.instance.num_threads)
+        source = source_of(program, order.plan.config.instance.num_threads)
         if order.parent_pid is not None:
             order = replace(order, parent_pid=source.pid)
         return ForkedInstance(*source.fork(program, msgspec.json.encode(order) + b"\n"))

@@ -22,12 +22,13 @@ from benchmarks.faulty_instance import program_of
 from kunserve.cluster.driver.local import LocalCluster
 from kunserve.cluster.processes.launch import Launcher, LocalLauncher
 from kunserve.core.ids import InstanceId
+from kunserve.core.plan import Plan
 from tests.running.live_cluster import FAKE, Client, config
 
 
 async def serve(folder: str, num_instances: str, faults: str, settings: str, ray: str) -> None:
     cluster = await LocalCluster.start(
-        config(int(num_instances), **json.loads(settings)),
+        Plan(config(int(num_instances), **json.loads(settings))),
         vocab_size=FAKE.vocab_size,
         fake=FAKE,
         launcher=launcher_of(program_of(Path(faults)), ray),

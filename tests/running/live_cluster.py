@@ -17,6 +17,7 @@ from kunserve.core.config import (
 )
 from kunserve.core.ids import RequestId
 from kunserve.core.messages import TokenOutput
+from kunserve.core.plan import Plan
 from kunserve.core.request import FinishReason, Request, SamplingParams
 from kunserve.core.tokens import TokenIds
 from kunserve_lab.world.fake_body import FakeModel, expected_tokens
@@ -128,7 +129,7 @@ def with_cluster(
 
     async def main() -> None:
         cluster = await LocalCluster.start(
-            config(num_instances, **cluster_settings),  # type: ignore[arg-type]
+            Plan(config(num_instances, **cluster_settings)),  # type: ignore[arg-type]
             vocab_size=FAKE.vocab_size,
             fake=FAKE,
             launcher=launcher() if launcher else ForkingLauncher(faults and program_of(faults)),

@@ -18,6 +18,7 @@ from kunserve.cluster.processes.launch import LocalLauncher
 from kunserve.core.config import MIB, InstanceConfig, KunServeConfig
 from kunserve.core.ids import InstanceId
 from kunserve.core.layout import LayerRange
+from kunserve.core.plan import Plan
 from kunserve.engine.memory.instance_memory import InstanceMemory
 from kunserve.server.start.app import create_app
 from tests.running.live_cluster import FAKE, PATIENCE_S, config, until
@@ -52,7 +53,7 @@ async def burst(folder: Path) -> None:
     launcher = LocalLauncher(("-m", "tests.ways.called_instance", str(folder)))
     fake = replace(FAKE, kv_blocks=24)
     cluster = await LocalCluster.start(
-        settings, vocab_size=fake.vocab_size, fake=fake, launcher=launcher
+        Plan(settings), vocab_size=fake.vocab_size, fake=fake, launcher=launcher
     )
     try:
         with (folder / "front").open("w", buffering=1) as target:

@@ -43,10 +43,10 @@ from kunserve.control.cluster.commands import (
 )
 from kunserve.control.cluster.controller import Controller
 from kunserve.control.cluster.requests.quarantine import Cause
-from kunserve.core.config import KunServeConfig
 from kunserve.core.errors import ConfigError, InvalidRequest, Unavailable
 from kunserve.core.ids import InstanceId, RequestId
 from kunserve.core.messages import Alive, Event, Message, Ready, Rejoin, Shutdown
+from kunserve.core.plan import Plan
 from kunserve.core.request import Request
 from kunserve.core.snapshots import ClusterState, StageTime
 from kunserve.model.fingerprint import configured_fingerprint
@@ -66,13 +66,13 @@ class LocalCluster:
 
     def __init__(
         self,
-        config: KunServeConfig,
+        plan: Plan,
         fake: FakeSettings | None,
         launcher: Launcher,
         succession: Succession | None,
         model_files: str | None = None,
     ) -> None:
-        self._config = config
+        self._config = config = plan.config
         self._fake = fake
         self._succession = succession
         self._launcher = launcher
@@ -80,7 +80,7 @@ class LocalCluster:
         self._first_ids = ids or tuple(map(InstanceId, range(config.cluster.num_instances)))
         places = places_of(config.cluster)
         self._controller = controller = Controller(
-            config, 0 if succession is None else succession.first_id, len(self._first_ids)
+            plan, 0 if succession is None else succession.first_id, len(self._first_ids)
         )
         self._clock = clock = WakingClock(time.monotonic)
         self._background = Background()
@@ -92,7 +92,7 @@ class LocalCluster:
         network = None if self._wires is None else self._wires.network
         self._channel = FrontChannel(self._on_event, self._on_nonsense, network)
         self._orders = InstanceOrders(
-            config, fake, self._channel, self._sockets, succession, self._wires, model_files, places
+            plan, fake, self._channel, self._sockets, succession, self._wires, model_files, places
         )
         self._processes = Processes(
             config.cluster,
@@ -122,7 +122,7 @@ class LocalCluster:
     @classmethod
     async def start(
         cls,
-        config: KunServeConfig,
+        plan: Plan,
         *,
         vocab_size: int,
         fake: FakeSettings | None = None,
@@ -137,11 +137,11 @@ class LocalCluster:
         """
         launcher = launcher or LocalLauncher()
         # A replacement must load what its peers have: from them it takes layers.
-        files = None if fake is not None else configured_fingerprint(config)
+        files = None if fake is not None else configured_fingerprint(plan.config)
         succession = None
         if run_folder is not None:
-            succession = await Succession.begin(run_folder, config, fake, launcher, files)
-        cluster = cls(config, fake, launcher, succession, files)
+            succession = await Succession.begin(run_folder, plan, fake, launcher, files)
+        cluster = cls(plan, fake, launcher, succession, files)
         try:
             await cluster._start_all(vocab_size, on_ready)
         except BaseException:

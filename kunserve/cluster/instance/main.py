@@ -13,13 +13,19 @@ from kunserve.model.source import resolve_model
 
 def load_model(order: InstanceOrder) -> Loaded:
     """The model in its arena. Raises ConfigError when files, memory or settings forbid it."""
-    config = order.config
+    config, instance = order.plan.config, order.plan.instance
     source = resolve_model(config.model.model, config.model.load_format)
     is_here = config.cluster.launcher == "local"
     check_fingerprint(source, order.model_files, with_times=is_here)
-    backend = open_backend(config.model, source, config.instance, order.instance_id)
+    backend = open_backend(config.model, source, instance, order.instance_id)
     body = EngineBody(
-        order.instance_id, config.model, config.instance, source, config.scheduler, backend
+        order.instance_id,
+        config.model,
+        instance,
+        source,
+        config.scheduler,
+        backend,
+        order.plan.measured.ring,
     )
     account = body.account
     eos = frozenset(read_eos_ids(source))

@@ -75,7 +75,7 @@ def run_instance(load: Callable[[InstanceOrder], Loaded]) -> int:
     if order.parent_pid not in (None, os.getppid()):
         return EXIT_ORPHANED  # it died before the line above: its death gives no signal
     lease = _lease_of(order)
-    start_logging(order.config.log, order.instance_id)
+    start_logging(order.plan.config.log, order.instance_id)
     try:
         loop = _assemble(order, load(order), lease, front_address)
     except KunServeError as error:
@@ -92,7 +92,7 @@ def _lease_of(order: InstanceOrder) -> Hold | None:
         return None
     if order.network is None:
         return Lease(order.lease)
-    return WireLease(order.lease, LEASE_PART * order.config.cluster.heartbeat_timeout_s)
+    return WireLease(order.lease, LEASE_PART * order.plan.config.cluster.heartbeat_timeout_s)
 
 
 def _run(loop: InstanceLoop) -> int:
@@ -119,7 +119,7 @@ def _say(last_words: StartupFailure | StepFailure) -> None:
 def _assemble(
     order: InstanceOrder, loaded: Loaded, lease: Hold | None, front_address: FrontAddress
 ) -> InstanceLoop:
-    config, body, network = order.config, loaded.body, order.network
+    config, body, network = order.plan.config, loaded.body, order.network
     spec = body.spec
     longest = loaded.longest_request_tokens
     max_model_len = min(longest, config.model.max_model_len or longest)
@@ -137,7 +137,13 @@ def _assemble(
     mover.yield_to(peers.activations_pending)
     channel = InstanceChannel(front_address, spec.instance_id, network)
     agent = InstanceAgent(
-        AgentConfig(spec.instance_id, config.scheduler, loaded.eos_token_ids, max_model_len),
+        AgentConfig(
+            spec.instance_id,
+            config.scheduler,
+            order.plan.measured,
+            loaded.eos_token_ids,
+            max_model_len,
+        ),
         body,
         mover,
     )

@@ -22,6 +22,7 @@ from kunserve.core.config import MIB, KunServeConfig
 from kunserve.core.errors import ConfigError, ModelFiles, TooLittleMemory, UnsupportedModel
 from kunserve.core.ids import InstanceId, RequestId
 from kunserve.core.place import ONE_HOST, Place
+from kunserve.core.plan import Plan
 from kunserve.engine.memory.free_memory import (
     PROCESS_BYTES,
     available_bytes,
@@ -64,7 +65,7 @@ class InstanceOrder:
     front_address: str
     socket_folder: str
     """Where its own sockets are bound."""
-    config: KunServeConfig
+    plan: Plan
     lease: LeaseTerms | None = None
     """None: it dies with its front."""
     parent_pid: int | None = None
@@ -363,7 +364,7 @@ class LocalProcess(Child):
             within=within,
             stdin=subprocess.PIPE,
             stdout=self._words,
-            environment=process_environment(order.config.instance.num_threads),
+            environment=process_environment(order.plan.config.instance.num_threads),
         )
         stdin = self._process.stdin
         assert stdin is not None

@@ -7,8 +7,8 @@ from kunserve.cluster.processes.front_wires import FrontWires
 from kunserve.cluster.processes.launch import FakeSettings, InstanceOrder
 from kunserve.cluster.processes.processes import Processes
 from kunserve.cluster.processes.succession import Succession
-from kunserve.core.config import KunServeConfig
 from kunserve.core.ids import InstanceId
+from kunserve.core.plan import Plan
 from kunserve.transport.wire.channel import FrontChannel
 from kunserve.transport.wire.socket_folder import SocketFolder
 
@@ -18,7 +18,7 @@ class InstanceOrders:
 
     def __init__(
         self,
-        config: KunServeConfig,
+        plan: Plan,
         fake: FakeSettings | None,
         channel: FrontChannel,
         sockets: SocketFolder,
@@ -28,7 +28,7 @@ class InstanceOrders:
         places: Places,
     ) -> None:
         """``succession`` None: instances end with this process."""
-        self._config = config
+        self._plan = plan
         self._fake = fake
         self._channel = channel
         self._sockets = sockets
@@ -44,7 +44,7 @@ class InstanceOrders:
             fake=self._fake,
             front_address=self._channel.address,
             socket_folder=str(self._sockets.path),
-            config=self._config,
+            plan=self._plan,
             lease=None if self._succession is None else self._succession.lease(),
             parent_pid=os.getpid() if self._succession is None else None,
             model_files=self._model_files,

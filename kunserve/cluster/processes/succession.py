@@ -13,8 +13,9 @@ import kunserve
 from kunserve.cluster.instance.lease import LeaseTerms
 from kunserve.cluster.processes.launch import FakeSettings, InstanceProcess, Launcher
 from kunserve.cluster.processes.seat import RunState, Seat, WiresState
-from kunserve.core.config import ChatConfig, ClusterConfig, KunServeConfig, LogConfig, ServerConfig
+from kunserve.core.config import ChatConfig, ClusterConfig, LogConfig, ServerConfig
 from kunserve.core.ids import InstanceId
+from kunserve.core.plan import Plan
 from kunserve.model.packed import WEIGHTS_LAYOUT
 from kunserve.transport.children.child import ended
 from kunserve.transport.wire.codec import MESSAGE_TYPES
@@ -64,7 +65,7 @@ class Succession:
     async def begin(
         cls,
         folder: Path,
-        config: KunServeConfig,
+        plan: Plan,
         fake: FakeSettings | None,
         launcher: Launcher,
         model_files: str | None = None,
@@ -73,12 +74,12 @@ class Succession:
 
         Raises ConfigError when another one is.
         """
-        grace_s = config.cluster.front_grace_s
+        grace_s = plan.config.cluster.front_grace_s
         seat = await launcher.seat(folder, grace_s)
         earlier = seat.read()
         marks, epoch = ({}, 0) if earlier is None else (earlier.marks, earlier.epoch + 1)
         found = await launcher.find(marks, epoch)
-        settings = settings_digest(config, fake, model_files)
+        settings = settings_digest(plan, fake, model_files)
         return cls(seat, earlier, epoch, found, settings, grace_s)
 
     @property
@@ -157,23 +158,20 @@ class Succession:
         self._seat.remove()
 
 
-def settings_digest(
-    config: KunServeConfig, fake: FakeSettings | None, model_files: str | None
-) -> str:
+def settings_digest(plan: Plan, fake: FakeSettings | None, model_files: str | None) -> str:
     """Equal for fronts whose instances do for each other: all settings but those of the HTTP
     server, of chats and of the log, the files of the model, how weights lie in memory, and the
     language that processes talk to each other.
 
-    Nor does it matter where Ray is called, nor what the front has measured on its own machine.
+    Nor does it matter where Ray is called, nor what the front has timed on its own machine.
     """
     language = [(kind.__name__, kind.__annotations__) for kind in MESSAGE_TYPES]
-    usual = ClusterConfig()
+    usual, config, measured = ClusterConfig(), plan.config, plan.measured
     asked = replace(
         config,
         server=ServerConfig(),
         chat=ChatConfig(),
         log=LogConfig(),
-        scheduler=replace(config.scheduler, cost=None, swap=None),
         cluster=replace(
             config.cluster,
             ray_address=usual.ray_address,
@@ -182,6 +180,6 @@ def settings_digest(
             ray_autoscaling=usual.ray_autoscaling,
         ),
     )
-    instances = msgspec.json.encode((asked, fake, model_files))
+    instances = msgspec.json.encode((asked, measured.ring, measured.share, fake, model_files))
     words = f"{kunserve.__version__} {WEIGHTS_LAYOUT} {language}".encode()
     return hashlib.sha256(words + instances).hexdigest()

@@ -26,7 +26,6 @@ from kunserve.control.cluster.requests.requests import Requests
 from kunserve.control.cluster.scaling import Scaling
 from kunserve.control.cluster.transition import Phase, Transition
 from kunserve.control.cluster.transitions import Transitions
-from kunserve.core.config import KunServeConfig
 from kunserve.core.ids import InstanceId, RequestId, TransitionId
 from kunserve.core.messages import (
     Alive,
@@ -46,6 +45,7 @@ from kunserve.core.messages import (
     ResetPrefixCache,
     Returned,
 )
+from kunserve.core.plan import Plan
 from kunserve.core.request import Request
 from kunserve.core.snapshots import ClusterSize, ClusterState, Kind, StageTime
 from kunserve.policy.dispatch.choice import Shed, should_shed
@@ -55,14 +55,12 @@ from kunserve.policy.drop.restore import Postponed
 class Controller:
     """See the module. Everything that happens goes through its public methods."""
 
-    def __init__(
-        self, config: KunServeConfig, first_id: int = 0, num_places: int | None = None
-    ) -> None:
+    def __init__(self, plan: Plan, first_id: int = 0, num_places: int | None = None) -> None:
         """Ids of groups and transitions begin at ``first_id``, above those of earlier fronts.
 
         ``num_places``: instances that there are or are being started; as configured when None.
         """
-        self._config = config
+        self._config = config = plan.config
         block_size = config.instance.block_size
         step_tokens = config.scheduler.max_num_batched_tokens
         self._outbox = outbox = Outbox()
@@ -73,7 +71,7 @@ class Controller:
         self._requests = requests = Requests(
             placement,
             transitions,
-            config.instance.blocks,
+            plan.blocks,
             step_tokens,
             config.cluster.dispatch_policy,
             outbox,
@@ -100,7 +98,7 @@ class Controller:
             transitions,
             requests,
             scaling,
-            PromptShare(config.scheduler, placement),
+            PromptShare(step_tokens, plan.measured.cost, placement),
             outbox,
         )
         self._recovery = Recovery(

@@ -5,6 +5,7 @@ from operator import attrgetter
 from kunserve.control.group.queue import WaitingQueue
 from kunserve.control.group.sequence import Progress, Sequence
 from kunserve.core.config import SchedulerConfig
+from kunserve.core.plan import Measured
 from kunserve.policy.batch.batch_form import (
     FormationView,
     FormBatch,
@@ -24,6 +25,7 @@ class Forming:
     def __init__(
         self,
         config: SchedulerConfig,
+        measured: Measured,
         num_stages: int,
         waiting: WaitingQueue,
         form_batch: FormBatch | None,
@@ -32,9 +34,10 @@ class Forming:
         self._config = config
         self._num_stages = num_stages
         self._waiting = waiting
-        self._form_batch = choose_formation(config) if form_batch is None else form_batch
+        self._cost = measured.cost
+        self._form_batch = form_batch or choose_formation(config, measured.cost)
         self._formation: OngoingFormation | None = None
-        self._windows = config.windows
+        self._windows = measured.windows
 
     def form(
         self,
@@ -89,7 +92,7 @@ class Forming:
     ) -> Pace:
         """How large the next step is, and how often decodes run."""
         config = self._config
-        if config.tpot_slo_s is None or config.cost is None or not prompts:
+        if config.tpot_slo_s is None or self._cost is None or not prompts:
             return Pace(config.max_num_batched_tokens, 1)
         num_queued = self._waiting.num_tokens
         num_queued += sum(seq.num_left for seq in prompts if seq.state is Progress.RUNNING)
@@ -102,4 +105,4 @@ class Forming:
             num_stages=self._num_stages,
             is_memory_short=is_memory_short,
         )
-        return choose_pace(view, config.tpot_slo_s, config.cost)
+        return choose_pace(view, config.tpot_slo_s, self._cost)

@@ -12,6 +12,7 @@ from kunserve.control.group.load import SchedulerTotals
 from kunserve.control.group.sequence import Sequence
 from kunserve.core.config import SchedulerConfig
 from kunserve.core.ids import RequestId
+from kunserve.core.plan import Measured
 from kunserve.core.step import SampledToken
 from kunserve.policy.batch.prompt_lookup import PromptLookup
 from kunserve.policy.batch.speculation import MOST_DECODES, Decode, choose_num_guesses
@@ -26,10 +27,10 @@ MOST_TOKENS = 32_768
 class Guessing:
     """Looks at sequences that decode. What it remembers of one is in the sequence's ``draft``."""
 
-    def __init__(self, config: SchedulerConfig, block_size: int) -> None:
+    def __init__(self, config: SchedulerConfig, measured: Measured, block_size: int) -> None:
         self._config = config.speculative_config
-        self._cost = config.cost
-        self._windows = config.windows
+        self._cost = measured.cost
+        self._windows = measured.windows
         self._most_rows = config.max_num_batched_tokens
         self._block_size = block_size
 

@@ -18,6 +18,7 @@ from kunserve.control.group.swap import SwapSpace
 from kunserve.core.config import SchedulerConfig
 from kunserve.core.ids import RequestId
 from kunserve.core.kv_blocks import KvBlocks
+from kunserve.core.plan import Measured
 from kunserve.core.step import BlockRun
 from kunserve.policy.batch.cost import batch_cost
 from kunserve.policy.batch.relief import NO_HOST, HostLink, Preemptible, choose_victim
@@ -56,6 +57,7 @@ class Holders:
         in_flight: InFlight,
         totals: SchedulerTotals,
         config: SchedulerConfig,
+        measured: Measured,
         host_link: HostLink,
         cache: PrefixCache,
     ) -> None:
@@ -67,19 +69,20 @@ class Holders:
         self._in_flight = in_flight
         self._totals = totals
         self._may_swap_until_s = math.inf
-        if config.swap is not None and config.swap.is_second_line:
+        swap, cost = measured.swap, measured.cost
+        if swap is not None and swap.is_second_line:
             self._may_swap_until_s = -math.inf
-        max_park_s = None if config.swap is None else config.swap.max_park_s
+        max_park_s = None if swap is None else swap.max_park_s
         parks = max_park_s is not None
-        self._swap = SwapSpace(host_link, config.cost, blocks, ledger, totals, cache, parks=parks)
+        self._swap = SwapSpace(host_link, cost, blocks, ledger, totals, cache, parks=parks)
         self._parking: Parking | None = None
         if host_link is not NO_HOST and max_park_s is not None:
-            assert config.cost is not None, config
-            step_s = batch_cost(config.cost, [0], [config.max_num_batched_tokens])
+            assert cost is not None, measured
+            step_s = batch_cost(cost, [0], [config.max_num_batched_tokens])
             self._parking = Parking(
                 max_park_s, step_s, host_link, blocks, ledger, waiting, self._swap, cache
             )
-        self._windows = config.windows
+        self._windows = measured.windows
         self._running: list[Sequence] = []
         self.released: list[RequestId] = []
         """For the next plan: what the stages hold and may free."""

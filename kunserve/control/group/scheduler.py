@@ -21,9 +21,10 @@ from kunserve.control.group.relief import Holders
 from kunserve.control.group.sequence import Progress, Sequence, SequenceMaker
 from kunserve.core.config import SchedulerConfig
 from kunserve.core.ids import GroupId, RequestId
-from kunserve.core.kv_blocks import KvBlocks, KvRing
+from kunserve.core.kv_blocks import KvBlocks
 from kunserve.core.load import LoadReport
 from kunserve.core.messages import SequenceState, TokenOutput
+from kunserve.core.plan import NOTHING_MEASURED, Measured
 from kunserve.core.prompt_scores import PromptScores
 from kunserve.core.request import FinishReason, Request
 from kunserve.core.step import StepPlan, StepResult
@@ -55,26 +56,34 @@ class Scheduler:
         totals: SchedulerTotals | None = None,
         form_batch: FormBatch | None = None,
         host_link: HostLink = NO_HOST,
-        kv_ring: KvRing | None = None,
+        measured: Measured = NOTHING_MEASURED,
     ) -> None:
         """``host_link`` ``NO_HOST``: nobody is swapped."""
         self._config = config
         self._group_id = group_id
         self._num_stages = num_stages
-        self._blocks = blocks = KvBlocks(block_size, kv_ring)
+        self._blocks = blocks = KvBlocks(block_size, measured.ring)
         self.totals = SchedulerTotals() if totals is None else totals
         self._maker = SequenceMaker(eos_token_ids, max_model_len)
         self._largest_capacity = capacity_blocks
         self._live: dict[RequestId, Sequence] = {}
         self._ledger = ledger = Ledger(capacity_blocks, config.watermark)
         self._waiting = waiting = WaitingQueue(blocks)
-        self._forming = Forming(config, num_stages, self._waiting, form_batch)
+        self._forming = Forming(config, measured, num_stages, self._waiting, form_batch)
         self._in_flight = InFlight(group_id)
-        self._guessing = Guessing(config, block_size)
+        self._guessing = Guessing(config, measured, block_size)
         named_size = block_size if config.enable_prefix_caching else NEVER_FULL
         self.cache = PrefixCache(group_id, named_size, self._ledger)
         self._holders = Holders(
-            blocks, ledger, waiting, self._in_flight, self.totals, config, host_link, self.cache
+            blocks,
+            ledger,
+            waiting,
+            self._in_flight,
+            self.totals,
+            config,
+            measured,
+            host_link,
+            self.cache,
         )
         self._admission = Admission(
             config, num_stages, blocks, waiting, ledger, self._holders, self.totals, self.cache

@@ -67,7 +67,7 @@ def enter_group(state: InstanceState, layout: GroupLayout, now_s: float) -> Memb
             max_model_len=state.config.max_model_len,
             totals=state.totals,
             host_link=_find_host_link(state, layout),
-            kv_ring=state.spec.kv_ring,
+            measured=state.config.measured,
         )
     head = find_head(state, layout)
     behind = layout.members[layout.members.index(state.me) + 1 :]
@@ -87,7 +87,7 @@ def cached_units(memberships: Iterable[Membership | None]) -> dict[InstanceId, i
 
 def _find_host_link(state: InstanceState, layout: GroupLayout) -> HostLink:
     """The group's way to host memory; ``NO_HOST`` where nobody is swapped."""
-    swap = state.config.scheduler.swap
+    swap = state.config.measured.swap
     if swap is None:
         return NO_HOST
     stages = [(state.specs[member].unit_bytes, held) for member, held in layout.stages]

@@ -15,6 +15,7 @@ from kunserve.core.config import SchedulerConfig
 from kunserve.core.ids import InstanceId, RequestId
 from kunserve.core.layout import LayerRange
 from kunserve.core.messages import Message
+from kunserve.core.plan import Measured
 from kunserve.core.snapshots import InstanceSpec
 
 
@@ -24,6 +25,7 @@ class AgentConfig:
 
     instance_id: InstanceId
     scheduler: SchedulerConfig
+    measured: Measured
     eos_token_ids: frozenset[int]
     max_model_len: int
 

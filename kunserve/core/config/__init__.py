@@ -11,7 +11,6 @@ from kunserve.core.config.overload import OverloadConfig, OverloadPolicy
 from kunserve.core.config.scheduler import (
     SchedulerConfig,
     SpeculativeConfig,
-    SwapConfig,
 )
 from kunserve.core.config.tree import KunServeConfig
 
@@ -32,5 +31,4 @@ __all__ = [
     "SchedulerConfig",
     "ServerConfig",
     "SpeculativeConfig",
-    "SwapConfig",
 ]

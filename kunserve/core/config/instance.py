@@ -6,7 +6,6 @@ from typing import Annotated, Any, Literal
 
 from kunserve.core.config.flag import Flag
 from kunserve.core.errors import ConfigError
-from kunserve.core.kv_blocks import KvBlocks, KvRing
 
 MIB = 1 << 20
 CUDA_BLOCK_SIZE = 64
@@ -38,8 +37,8 @@ class InstanceConfig:
     """With --device cuda: share of each GPU's memory for its instances together, for weights, KV
     and everything beside [0.9].
 
-    The front divides the flag's share: here it is that of one instance, with all that it needs.
-    ``memory_bytes`` is what it leaves for weights and KV.
+    A process of an instance gets its own share instead (``Plan.instance``), with all that it needs;
+    ``memory_bytes`` is what that leaves for weights and KV.
     """
     kv_cache_memory_bytes: Annotated[int | None, _instance()] = None
     """KV memory of each instance; overrides --instance-memory."""
@@ -49,8 +48,6 @@ class InstanceConfig:
     """Keep KV of layers with a window (Gemma 2 and 3) whole. With --no-... these layers write over
     what no step reads again, so that more requests fit; it needs --no-enable-prefix-caching, and
     has its price: docs/decisions/local-attention.md."""
-    kv_ring: KvRing | None = None
-    """Where it is: what the model and the steps make of it."""
     num_threads: Annotated[int, _instance(least=1, most=256)] = 1
     """Compute threads of each instance; each rank has at least one."""
     granule_bytes: int = 256 * 1024
@@ -93,11 +90,6 @@ class InstanceConfig:
                 "--enable-expert-parallel spreads experts over the ranks of each instance: it "
                 "needs --tensor-parallel-size of 2 or more"
             )
-
-    @property
-    def blocks(self) -> KvBlocks:
-        """How many blocks a request's tokens take."""
-        return KvBlocks(self.block_size, self.kv_ring)
 
     @classmethod
     def of_device(cls, device: str, **given: Any) -> "InstanceConfig":

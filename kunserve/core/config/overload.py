@@ -6,7 +6,6 @@ from functools import partial
 from typing import Annotated, Literal, TypeAlias
 
 from kunserve.core.config.flag import Flag
-from kunserve.core.config.scheduler import SwapConfig
 from kunserve.core.errors import ConfigError
 
 OverloadPolicy: TypeAlias = Literal["recompute", "swap", "park", "migrate", "observe", "drop"]
@@ -68,10 +67,3 @@ class OverloadConfig:
     def uses_host_memory(self) -> bool:
         """Whether KV may go to host memory."""
         return self.policy in ("swap", "park") or self.park_behind_drop
-
-    def swap_config(self, host_bytes_per_s: float, host_bytes: int | None) -> SwapConfig | None:
-        """How groups use a host memory that is reached so fast; None if they do not."""
-        if not self.uses_host_memory:
-            return None
-        max_park_s = None if self.policy == "swap" else self.max_park_s
-        return SwapConfig(host_bytes_per_s, host_bytes, max_park_s, self.park_behind_drop)

@@ -5,7 +5,6 @@ from functools import partial
 from typing import Annotated
 
 from kunserve.core.config.flag import Flag
-from kunserve.core.cost import NO_WINDOWS, CostCoefficients, Windows
 from kunserve.core.errors import ConfigError
 
 _batches = partial(Flag, "Batches")
@@ -42,21 +41,6 @@ class SpeculativeConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class SwapConfig:
-    """Relief by swapping: a preempted request's KV waits in host memory."""
-
-    host_bytes_per_s: float
-    """Of each instance's link to host memory, each way."""
-    host_bytes: int | None = None
-    """Host memory of each instance for KV; None is no limit."""
-    max_park_s: float | None = None
-    """Requests that decode are parked there too, no longer than this, so that whoever waits gets
-    its first token. None: nobody is parked."""
-    is_second_line: bool = False
-    """A group uses host memory only after ``AllowParking``: nothing is left to drop for it."""
-
-
-@dataclass(frozen=True, slots=True)
 class SchedulerConfig:
     """Limits of one group's scheduler."""
 
@@ -84,18 +68,3 @@ class SchedulerConfig:
     """Lookahead makes no smaller microbatches to have more of them."""
     profile: Annotated[str | None, _batches()] = None
     """Costs measured by `kunserve profile` [where it writes by default]."""
-    cost: CostCoefficients | None = None
-    """From the profile, or assumed from the model's shape; None costs every token the same."""
-    swap: SwapConfig | None = None
-    """With overload policies ``swap`` and ``park``, and with parking behind ``drop``.
-    None: the KV of a preempted request is computed again."""
-
-    def __post_init__(self) -> None:
-        """Swapping is paced by the time that steps take, so that must be known."""
-        if self.swap is not None and self.cost is None:
-            raise ConfigError("swapping needs the cost of steps: give a profile")
-
-    @property
-    def windows(self) -> Windows:
-        """Which part of their context tokens see, as far as costs tell."""
-        return NO_WINDOWS if self.cost is None else self.cost.windows

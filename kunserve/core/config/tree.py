@@ -28,10 +28,6 @@ class KunServeConfig:
     def __post_init__(self) -> None:
         """Settings that cannot go together are a mistake."""
         policy, stages = self.overload.policy, self.cluster.pipeline_stages
-        if self.scheduler.swap is not None and not self.overload.uses_host_memory:
-            raise ConfigError(
-                f"host memory is for overload policies 'swap' and 'park', not {policy!r}"
-            )
         if stages > 1 and policy in ("drop", "observe"):
             raise ConfigError(
                 f"pipelines of {stages} from the start have no layers to drop or restore: they go "

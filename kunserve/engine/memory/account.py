@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from kunserve.core.kv_blocks import KvBlocks
+from kunserve.core.snapshots import InstanceSpec
 from kunserve.engine.memory.free_memory import anonymous_bytes
 from kunserve.engine.memory.memory import Memory
 from kunserve.model.spec import ModelSpec
@@ -61,10 +62,14 @@ class StartupAccount:
 
 
 def account_of(
-    memory: Memory, model: ModelSpec, buffer_bytes: int, other_bytes: int, load_s: float
+    memory: Memory,
+    spec: InstanceSpec,
+    model: ModelSpec,
+    buffer_bytes: int,
+    other_bytes: int,
+    load_s: float,
 ) -> StartupAccount:
     """What an instance with this memory has; ``other_bytes`` are those of its other processes."""
-    spec = memory.spec
     blocks = spec.blocks_when_holding(spec.num_layers)
     longest = min(model.max_position, spec.blocks.tokens_in(blocks))
     return StartupAccount(

@@ -101,7 +101,6 @@ class InstanceMemory:
             memory_bytes=plan.num_granules * granule,
             kv_units=plan.kv_units,
             granule_bytes=granule,
-            kv_ring=config.kv_ring,
         )
         self.held = LayerRange(0, model.num_layers)
         self._prepared: LayerRange | None = None

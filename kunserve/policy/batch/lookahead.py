@@ -124,11 +124,14 @@ def looks_ahead(view: FormationView, min_tokens: int) -> bool:
     )
 
 
-def choose_formation(config: SchedulerConfig) -> FormBatch:
-    """The way that the configuration wants: by lookahead, or by token budget alone."""
+def choose_formation(config: SchedulerConfig, cost: CostCoefficients | None) -> FormBatch:
+    """The way that the configuration wants: by lookahead, or by token budget alone.
+
+    ``cost`` None: every token costs the same.
+    """
     if not config.lookahead:
         return lambda view, ongoing: (form_token_budget(view), None)
-    how = Lookahead(config.cost or BY_TOKENS, config.min_microbatch_tokens)
+    how = Lookahead(cost or BY_TOKENS, config.min_microbatch_tokens)
     return partial(form_lookahead, how=how)
 
 

@@ -12,8 +12,10 @@ from kunserve.core.config import (
     SchedulerConfig,
     ServerConfig,
 )
+from kunserve.core.cost import CostCoefficients
 from kunserve.core.errors import ConfigError
 from kunserve.core.kv_blocks import ring_of
+from kunserve.core.plan import Measured, Plan, SwapPlan
 from kunserve.model.profile import read_profile
 from kunserve_lab.compare.settings import SimulatedSetup
 from kunserve_lab.compare.systems import System, check_parts
@@ -40,6 +42,8 @@ class Scenario:
     """Host memory of each instance for swapped KV; None is no limit."""
     server: ServerConfig = field(default_factory=ServerConfig)
     """For the limits of its queue."""
+    cost: CostCoefficients | None = None
+    """What schedulers believe of steps; None: every token costs the same."""
 
 
 def build_scenario(setup: SimulatedSetup, workload: Workload) -> Scenario:
@@ -50,23 +54,20 @@ def build_scenario(setup: SimulatedSetup, workload: Workload) -> Scenario:
         profile=profile,
         num_instances=setup.num_instances,
         workload=workload,
-        scheduler=SchedulerConfig(
-            setup.max_num_seqs,
-            setup.max_num_batched_tokens,
-            cost=profile_times(
-                profile.times,
-                profile.spec.num_layers,
-                setup.max_num_batched_tokens,
-                profile.model.experts,
-                profile.model.windows,
-            ),
-        ),
+        scheduler=SchedulerConfig(setup.max_num_seqs, setup.max_num_batched_tokens),
         world=WorldConfig(start_s=setup.start_s, places=_places(setup)),
         kills=setup.kills,
         host_bytes=None if setup.host_gib is None else int(setup.host_gib * (1 << 30)),
         server=ServerConfig(
             max_num_queued_reqs=setup.max_num_queued_reqs,
             max_num_queued_tokens=setup.max_num_queued_tokens,
+        ),
+        cost=profile_times(
+            profile.times,
+            profile.spec.num_layers,
+            setup.max_num_batched_tokens,
+            profile.model.experts,
+            profile.model.windows,
         ),
     )
 
@@ -128,35 +129,34 @@ def _instance_profile(setup: SimulatedSetup) -> InstanceProfile:
     )
 
 
-def config_of(
+def plan_of(
     system: System,
     profile: InstanceProfile,
     num_instances: int,
     scheduler: SchedulerConfig,
+    cost: CostCoefficients | None,
     host_bytes: int | None = None,
     server: ServerConfig | None = None,
-) -> KunServeConfig:
-    """The settings that the system's controller and agents run under.
+) -> Plan:
+    """What the system's controller and agents run by.
 
     ``host_bytes`` is the host memory of each instance for swapped KV; None is no limit. Of
     ``server`` the limits of the queue count.
     """
     check_parts(system, num_instances)
-    return KunServeConfig(
+    config = KunServeConfig(
         model=ModelConfig(model=profile.model.name),
         instance=InstanceConfig(
             memory_bytes=profile.spec.memory_bytes,
             block_size=profile.spec.block_size,
             granule_bytes=profile.spec.granule_bytes,
             disable_hybrid_kv_cache_manager=profile.spec.kv_ring is None,
-            kv_ring=profile.spec.kv_ring,
         ),
         scheduler=replace(
             scheduler,
             enable_prefix_caching=scheduler.enable_prefix_caching and system.caches_prefixes,
             lookahead=system.lookahead,
             tpot_slo_s=scheduler.tpot_slo_s if system.tpot_slo_s is None else system.tpot_slo_s,
-            swap=system.overload.swap_config(profile.host_bytes_per_s, host_bytes),
         ),
         overload=system.overload,
         server=ServerConfig() if server is None else server,
@@ -168,6 +168,8 @@ def config_of(
             max_instances=2 * num_instances if system.autoscales else None,
         ),
     )
+    swap = SwapPlan.of(system.overload, profile.host_bytes_per_s, host_bytes)
+    return Plan(config, Measured(cost, swap, profile.spec.kv_ring))
 
 
 def profile_of(system: System, profile: InstanceProfile, step_tokens: int) -> InstanceProfile:

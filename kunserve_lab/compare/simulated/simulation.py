@@ -11,7 +11,7 @@ from kunserve.core.snapshots import ObservedDrops, TransitionRecord
 from kunserve_lab.bench.metrics import RunMetrics, compute_metrics
 from kunserve_lab.bench.records import RequestRecord
 from kunserve_lab.bench.runfile import Run
-from kunserve_lab.compare.simulated.scenario import Scenario, config_of, profile_of, world_of
+from kunserve_lab.compare.simulated.scenario import Scenario, plan_of, profile_of, world_of
 from kunserve_lab.compare.simulated.sim_client import SimClient
 from kunserve_lab.compare.systems import System
 from kunserve_lab.sim.by_time import TimedWorld
@@ -92,7 +92,7 @@ def _simulate(
     heap = EventHeap()
     profile, workload = scenario.profile, scenario.workload
     profile = profile_of(system, profile, scenario.scheduler.max_num_batched_tokens)
-    config = config_of(
+    plan = plan_of(
         system,
         profile,
         scenario.num_instances,
@@ -102,12 +102,13 @@ def _simulate(
             enable_prefix_caching=scenario.scheduler.enable_prefix_caching
             and workload.lengths.contents is not None,
         ),
+        scenario.cost,
         scenario.host_bytes,
         scenario.server,
     )
     client = SimClient(heap, workload, LEAD_S, ended)
     cluster = TimedWorld(
-        config,
+        plan,
         profile,
         heap,
         client.received,

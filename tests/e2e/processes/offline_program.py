@@ -11,6 +11,7 @@ from kunserve import LLM, SamplingParams
 from kunserve.cluster.driver.local import LocalCluster
 from kunserve.core.config import KunServeConfig
 from kunserve.core.ids import RequestId
+from kunserve.core.plan import Plan
 from kunserve.core.request import Request
 from kunserve.core.request import SamplingParams as EngineParams
 from kunserve.core.tokens import TokenIds
@@ -23,7 +24,7 @@ from tests.unit.server.tiny_tokenizer import tiny_tokenizer
 
 
 async def launch(config: KunServeConfig) -> Launched:
-    cluster = await LocalCluster.start(config, vocab_size=FAKE.vocab_size, fake=FAKE)
+    cluster = await LocalCluster.start(Plan(config), vocab_size=FAKE.vocab_size, fake=FAKE)
     return Launched(cluster, tiny_tokenizer(), SamplingDefaults(), config)
 
 

@@ -9,6 +9,7 @@ from kunserve.cluster.driver.local import LocalCluster
 from kunserve.cluster.processes.launch import InstanceOrder, InstanceProcess, LocalLauncher
 from kunserve.core.errors import ConfigError
 from kunserve.core.ids import InstanceId
+from kunserve.core.plan import Plan
 from tests.running.live_cluster import FAKE, Client, config
 
 
@@ -25,7 +26,7 @@ class LoopbackLauncher(LocalLauncher):
 def test_a_cluster_over_tcp_drops_restores_and_survives_a_death() -> None:
     async def story() -> None:
         cluster = await LocalCluster.start(
-            config(2), vocab_size=FAKE.vocab_size, fake=FAKE, launcher=LoopbackLauncher()
+            Plan(config(2)), vocab_size=FAKE.vocab_size, fake=FAKE, launcher=LoopbackLauncher()
         )
         try:
             client = Client(cluster)
@@ -48,6 +49,6 @@ def test_a_trace_of_several_machines_is_refused() -> None:
     with pytest.raises(ConfigError, match="--trace-out is for one machine"):
         asyncio.run(
             LocalCluster.start(
-                settings, vocab_size=FAKE.vocab_size, fake=FAKE, launcher=LoopbackLauncher()
+                Plan(settings), vocab_size=FAKE.vocab_size, fake=FAKE, launcher=LoopbackLauncher()
             )
         )

@@ -9,6 +9,7 @@ import pytest
 from kunserve.cluster.driver.local import LocalCluster
 from kunserve.core.config import OverloadConfig, SchedulerConfig
 from kunserve.core.cost import CostCoefficients
+from kunserve.core.plan import Measured, SwapPlan
 from kunserve.core.request import SamplingParams
 from tests.e2e.tokens.test_engine_transitions import (
     NUM_TOKENS,
@@ -34,11 +35,10 @@ def test_tokens_are_those_of_transformers_through_host_memory(
     unit_bytes = 2 * 8 * model.config.num_key_value_heads * 32 * 4
     config = replace(
         config_of(str(tmp_path), "float32", 1, 24 * 4 * unit_bytes),
-        scheduler=SchedulerConfig(
-            max_num_batched_tokens=48, cost=COST, swap=overload.swap_config(1e8, None)
-        ),
+        scheduler=SchedulerConfig(max_num_batched_tokens=48),
         overload=overload,
     )
+    measured = Measured(COST, SwapPlan.of(overload, 1e8, None))
     greedy = SamplingParams(max_tokens=1, temperature=0.0)
 
     async def story(cluster: LocalCluster, answers: Answers) -> None:
@@ -57,12 +57,12 @@ def test_tokens_are_those_of_transformers_through_host_memory(
     async def alone(cluster: LocalCluster, answers: Answers) -> None:
         answers.ask("seeded", PROMPTS["r1"], 60, SEEDED)
 
-    answers = run(config, VOCAB, story)
+    answers = run(config, VOCAB, story, measured=measured)
     for name, prompt in PROMPTS.items():
         assert len(answers.tokens[name]) == NUM_TOKENS[name]
         assert answers.tokens[name] == greedy_after(model, prompt, answers.tokens[name]), name
     if overload is not SWAP:
         return
-    seeded = run(config, VOCAB, alone)
+    seeded = run(config, VOCAB, alone, measured=measured)
     assert answers.tokens["seeded"] == seeded.tokens["seeded"]
     assert answers.scores["seeded"] == seeded.scores["seeded"]

@@ -27,6 +27,7 @@ from kunserve.core.cost import CostCoefficients
 from kunserve.core.errors import InvalidRequest
 from kunserve.core.ids import RequestId
 from kunserve.core.messages import TokenOutput
+from kunserve.core.plan import Measured, Plan
 from kunserve.core.request import Request, SamplingParams, TokenLogprobs
 from kunserve.engine.torch.cuda.cards import STAND_IN
 from tests.chrome_trace import Event, check_trace
@@ -96,11 +97,19 @@ class Answers:
 
 
 def run(
-    config: KunServeConfig, vocab_size: int, story: Story, launcher: Launcher | None = None
+    config: KunServeConfig,
+    vocab_size: int,
+    story: Story,
+    launcher: Launcher | None = None,
+    measured: Measured | None = None,
 ) -> Answers:
+    """Where nothing is measured, and tokens are guessed, all guesses are checked."""
+    if measured is None:
+        measured = Measured(FREE_ROWS if config.scheduler.speculative_config else None)
+
     async def main() -> Answers:
         cluster = await LocalCluster.start(
-            config, vocab_size=vocab_size, launcher=launcher or ForkingLauncher()
+            Plan(config, measured), vocab_size=vocab_size, launcher=launcher or ForkingLauncher()
         )
         try:
             answers = Answers(cluster)
@@ -139,7 +148,6 @@ def config_of(
             max_num_batched_tokens=48,
             lookahead=lookahead,
             min_microbatch_tokens=8,
-            cost=FREE_ROWS if guesses else None,
             speculative_config=SpeculativeConfig() if guesses else None,
         ),
         overload=OverloadConfig(policy="drop", restore_below=0.0),

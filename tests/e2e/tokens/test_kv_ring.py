@@ -19,12 +19,13 @@ from kunserve.core.cost import CostCoefficients
 from kunserve.core.ids import InstanceId
 from kunserve.core.kv_blocks import ring_of
 from kunserve.core.layout import LayerRange
+from kunserve.core.plan import Measured, SwapPlan
 from kunserve.core.request import SamplingParams
 from kunserve.engine.backend import CpuBackend
 from kunserve.engine.body import EngineBody
 from kunserve.model.config import read_spec
 from kunserve.model.source import resolve_model
-from kunserve.server.start.launch import with_ring
+from kunserve.server.start.plan import find_ring
 from tests.direct_engine import DirectEngine
 from tests.e2e.tokens.test_engine_transitions import (
     NUM_TOKENS,
@@ -57,7 +58,7 @@ def test_prompts_of_many_windows_in_any_cut_between_periods(kind: str, tmp_path:
     model.save_pretrained(tmp_path)
     expected = [expected_tokens(model, prompt, 12) for prompt in LONG]
     settings = ModelConfig(model=str(tmp_path), dtype="float32")
-    memory = InstanceConfig(memory_bytes=4 << 20, granule_bytes=8192, block_size=8, kv_ring=RING)
+    memory = InstanceConfig(memory_bytes=4 << 20, granule_bytes=8192, block_size=8)
 
     def guess(tokens: list[int]) -> list[int]:
         return [tokens[-1] % 7 + 3, 5, 9, 4]
@@ -65,7 +66,9 @@ def test_prompts_of_many_windows_in_any_cut_between_periods(kind: str, tmp_path:
     with ExitStack() as stack:
         bodies = [
             stack.enter_context(
-                closing(EngineBody(InstanceId(number), settings, config, backend=backend))
+                closing(
+                    EngineBody(InstanceId(number), settings, config, backend=backend, ring=RING)
+                )
             )
             for number, (config, backend) in enumerate(
                 (
@@ -86,20 +89,18 @@ def test_prompts_of_many_windows_in_any_cut_between_periods(kind: str, tmp_path:
             assert engine.generate(LONG, 12, 7, guess=guess) == expected
 
 
-def ringed(config: KunServeConfig, **scheduler: object) -> KunServeConfig:
+def ringed(config: KunServeConfig) -> KunServeConfig:
     """As a start makes it from its flag."""
     limits = replace(
         config.scheduler,
         max_num_batched_tokens=STEP_TOKENS,
         enable_prefix_caching=False,
-        **scheduler,  # type: ignore[arg-type]
     )
     instance = replace(config.instance, disable_hybrid_kv_cache_manager=False)
     asked = replace(config, scheduler=limits, instance=instance)
     spec = read_spec(resolve_model(config.model.model, config.model.load_format), "float32")
-    made = with_ring(asked, spec)
-    assert made.instance.kv_ring == RING
-    return made
+    assert find_ring(asked, spec) == RING
+    return asked
 
 
 @pytest.mark.timeout(200)
@@ -127,7 +128,7 @@ def test_through_a_drop_a_restore_and_a_crash(kind: str, tmp_path: Path) -> None
         await answers.have(2)
         await cluster.kill(InstanceId(1))
 
-    answers = run(config, VOCAB, story)
+    answers = run(config, VOCAB, story, measured=Measured(ring=RING))
     assert set(answers.tokens) == {*early, *late}
     for name, tokens in answers.tokens.items():
         prompt = (PROMPTS | QUEUED)[name]
@@ -145,7 +146,8 @@ def test_through_host_memory(overload: OverloadConfig, tmp_path: Path) -> None:
     model = tiny_model("gemma3", NUM_LAYERS)
     model.save_pretrained(tmp_path)
     config = replace(config_of(str(tmp_path), "float32", 1, KV_BYTES * 2 // 3), overload=overload)
-    config = ringed(config, cost=COST, swap=overload.swap_config(1e8, None))
+    config = ringed(config)
+    measured = Measured(COST, SwapPlan.of(overload, 1e8, None), RING)
 
     async def story(cluster: LocalCluster, answers: Answers) -> None:
         for name, prompt in PROMPTS.items():
@@ -156,6 +158,6 @@ def test_through_host_memory(overload: OverloadConfig, tmp_path: Path) -> None:
                 await asyncio.sleep(0.01)
         assert cluster.state().loads[0].totals.lost_tokens == 0
 
-    answers = run(config, VOCAB, story)
+    answers = run(config, VOCAB, story, measured=measured)
     for name, prompt in PROMPTS.items():
         assert answers.tokens[name] == greedy_after(model, prompt, answers.tokens[name]), name

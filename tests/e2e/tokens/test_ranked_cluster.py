@@ -14,6 +14,7 @@ from kunserve.cluster.driver.local import LocalCluster
 from kunserve.core.config import KunServeConfig, OverloadConfig, SchedulerConfig
 from kunserve.core.cost import CostCoefficients
 from kunserve.core.errors import ConfigError
+from kunserve.core.plan import Measured, SwapPlan
 from kunserve.core.request import SamplingParams
 from kunserve.engine.memory.free_memory import children_of
 from kunserve.engine.torch.cuda.cards import STAND_IN
@@ -136,11 +137,10 @@ def test_through_host_memory(tmp_path: Path) -> None:
     cost = CostCoefficients(attention_s=0.0, token_s=1e-4, chunk_s=1e-4, shared_s=1e-4)
     config = replace(
         config_in(tmp_path, "llama3", 2, 1),
-        scheduler=SchedulerConfig(
-            max_num_batched_tokens=48, cost=cost, swap=overload.swap_config(1e8, None)
-        ),
+        scheduler=SchedulerConfig(max_num_batched_tokens=48),
         overload=overload,
     )
+    measured = Measured(cost, SwapPlan.of(overload, 1e8, None))
 
     async def story(cluster: LocalCluster, answers: Answers) -> None:
         for name in PROMPTS:
@@ -150,7 +150,7 @@ def test_through_host_memory(tmp_path: Path) -> None:
             while not cluster.state().loads[0].totals.swapped_out_blocks:
                 await asyncio.sleep(0.01)
 
-    check_tokens("llama3", run(config, VOCAB, story))
+    check_tokens("llama3", run(config, VOCAB, story, measured=measured))
 
 
 def test_what_cannot_be_parted_is_refused_before_anything_is_started() -> None:

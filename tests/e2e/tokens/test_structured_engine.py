@@ -15,6 +15,7 @@ from kunserve.core.config import InstanceConfig, ModelConfig, SchedulerConfig
 from kunserve.core.ids import InstanceId, RequestId
 from kunserve.core.layout import LayerRange
 from kunserve.core.messages import TokenOutput
+from kunserve.core.plan import Plan
 from kunserve.core.request import FinishReason, Request, SamplingParams, StructuredOutput
 from kunserve.core.tokens import TokenIds
 from kunserve.engine.body import EngineBody
@@ -160,7 +161,7 @@ def test_through_preemptions_a_drop_a_restore_and_a_death(
     given = prompts(9)
 
     async def story() -> tuple[Clients, Clients, Clients]:
-        cluster = await LocalCluster.start(config, vocab_size=VOCAB)
+        cluster = await LocalCluster.start(Plan(config), vocab_size=VOCAB)
         try:
             calm, wild = Clients(cluster), Clients(cluster)
             for number in range(9):

@@ -17,6 +17,7 @@ from kunserve.core.config import MIB, ClusterConfig, InstanceConfig, KunServeCon
 from kunserve.core.errors import ConfigError, TooLittleMemory
 from kunserve.core.ids import InstanceId
 from kunserve.core.place import Place
+from kunserve.core.plan import Plan
 from kunserve.engine.memory.free_memory import PROCESS_BYTES
 from kunserve.transport.wire.network import Network
 from kunserve_extras.ray.nodes import Node as Has
@@ -131,7 +132,7 @@ def test_without_ray_the_command_to_install_it_is_told(monkeypatch: pytest.Monke
 
 def order(**instance: Any) -> InstanceOrder:
     config = KunServeConfig(instance=InstanceConfig(**instance))
-    return InstanceOrder(ONE, None, "tcp://front:1", "", config)
+    return InstanceOrder(ONE, None, "tcp://front:1", "", Plan(config))
 
 
 @pytest.mark.parametrize(
@@ -150,8 +151,8 @@ def order(**instance: Any) -> InstanceOrder:
     ],
 )
 def test_what_an_instance_needs(instance: dict[str, Any], need: dict[str, float]) -> None:
-    assert need_of(order(**instance).config, None) == need
-    assert need_of(order(**instance).config, FAKE) == {"CPU": need["CPU"]}
+    assert need_of(order(**instance).plan.config, None) == need
+    assert need_of(order(**instance).plan.config, FAKE) == {"CPU": need["CPU"]}
 
 
 def test_what_nodes_hold() -> None:
@@ -271,7 +272,7 @@ def test_a_front_finds_what_an_earlier_one_has_left(
 
     def begin() -> Any:
         return LocalCluster.start(
-            config(2),
+            Plan(config(2)),
             vocab_size=FAKE.vocab_size,
             fake=FAKE,
             launcher=launcher(is_detached=True, name="llm"),

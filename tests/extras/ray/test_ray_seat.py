@@ -11,6 +11,7 @@ import pytest
 
 from kunserve.cluster.driver.local import LocalCluster
 from kunserve.core.errors import ConfigError
+from kunserve.core.plan import Plan
 from kunserve_extras.ray import seat_book
 from kunserve_extras.ray.seat_book import KEPT_S, SILENT_S, Holder, SeatBook
 from tests.extras.ray.fake_ray import FakeRay, Node, installed
@@ -101,7 +102,7 @@ async def begin(folder: Path, num_instances: int = 2, **settings: Any) -> LocalC
     from kunserve_extras.ray.session import Session
 
     return await LocalCluster.start(
-        config(num_instances, **settings),
+        Plan(config(num_instances, **settings)),
         vocab_size=FAKE.vocab_size,
         fake=FAKE,
         launcher=RayLauncher(Session(None), is_detached=True, name="llm"),

@@ -11,7 +11,7 @@ from kunserve.core.config import SchedulerConfig, ServerConfig
 from kunserve.core.ids import InstanceId, RequestId
 from kunserve.core.messages import TokenOutput
 from kunserve.core.request import Request, SamplingParams
-from kunserve_lab.compare.simulated.scenario import config_of, world_of
+from kunserve_lab.compare.simulated.scenario import plan_of, world_of
 from kunserve_lab.compare.systems import find_system
 from kunserve_lab.sim.by_time import TimedWorld, WorldConfig
 from kunserve_lab.sim.events import EventHeap
@@ -150,7 +150,7 @@ def test_no_request_is_lost_and_no_block_leaks(
     heap, watcher = EventHeap(), _Checking()
     chosen = find_system(system)
     cluster = TimedWorld(
-        config_of(chosen, profile, num_instances, SchedulerConfig(256, 2048)),
+        plan_of(chosen, profile, num_instances, SchedulerConfig(256, 2048), None),
         profile,
         heap,
         on_token,

@@ -11,7 +11,7 @@ from kunserve.core.config import OverloadConfig
 from kunserve.core.ids import InstanceId, RequestId
 from kunserve.core.messages import TokenOutput
 from kunserve.core.request import Request, SamplingParams
-from kunserve_lab.compare.simulated.scenario import config_of
+from kunserve_lab.compare.simulated.scenario import plan_of
 from kunserve_lab.compare.simulated.simulation import simulate
 from kunserve_lab.compare.systems import find_system
 from kunserve_lab.sim.by_time import TimedWorld
@@ -109,8 +109,8 @@ def test_pipelines_swap_too() -> None:
 def test_every_owner_agrees_after_every_event() -> None:
     world = scenario(LONG_OUTPUTS, 1, small_profile(6_000))
     heap, client = EventHeap(), _Counting()
-    config = config_of(find_system("swap"), world.profile, 1, world.scheduler)
-    cluster = TimedWorld(config, world.profile, heap, client)
+    plan = plan_of(find_system("swap"), world.profile, 1, world.scheduler, world.cost)
+    cluster = TimedWorld(plan, world.profile, heap, client)
     requests = [
         Request(
             RequestId(f"r{i}"),

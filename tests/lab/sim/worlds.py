@@ -38,7 +38,8 @@ def scenario(
     """A cluster of small instances."""
     made = small_profile() if profile is None else profile
     cost = profile_times(made.times, made.spec.num_layers, 2048)
-    return Scenario(made, num_instances, workload, SchedulerConfig(256, 2048, cost=cost), **more)
+    limits = SchedulerConfig(256, 2048)
+    return Scenario(made, num_instances, workload, limits, cost=cost, **more)
 
 
 def run(system: str | System, world: Scenario, **more: Any) -> SimResult:

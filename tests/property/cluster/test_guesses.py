@@ -9,8 +9,9 @@ from collections.abc import Callable
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kunserve.core.config import SpeculativeConfig, SwapConfig
+from kunserve.core.config import SpeculativeConfig
 from kunserve.core.ids import InstanceId
+from kunserve.core.plan import SwapPlan
 from kunserve.core.request import SamplingParams
 from kunserve_lab.world.actions import CompletePull
 from tests.examples import examples
@@ -45,7 +46,7 @@ def act(cluster: FakeCluster, draw: random.Random, count: int, fail_share: float
     pool=st.sampled_from([10, 20]),
     num_requests=st.integers(1, 5),
     fail_share=st.sampled_from([0.0, 0.0, 0.1]),
-    swap=st.sampled_from([None, None, SwapConfig(1e7), SwapConfig(1e7, max_park_s=0.5)]),
+    swap=st.sampled_from([None, None, SwapPlan(1e7), SwapPlan(1e7, max_park_s=0.5)]),
     head_cost_layers=st.sampled_from([None, 2.0]),
     dies=st.booleans(),
 )
@@ -56,7 +57,7 @@ def test_every_request_has_its_own_tokens(
     pool: int,
     num_requests: int,
     fail_share: float,
-    swap: SwapConfig | None,
+    swap: SwapPlan | None,
     head_cost_layers: float | None,
     dies: bool,
 ) -> None:

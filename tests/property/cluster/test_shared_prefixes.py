@@ -8,7 +8,7 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kunserve.core.config import SwapConfig
+from kunserve.core.plan import SwapPlan
 from kunserve_lab.world.actions import CompletePull
 from tests.examples import examples
 from tests.fake_cluster import FakeCluster
@@ -36,7 +36,7 @@ def act(cluster: FakeCluster, draw: random.Random, count: int, fail_share: float
     num_common=st.sampled_from([4, 9, 16]),
     num_requests=st.integers(2, 9),
     fail_share=st.sampled_from([0.0, 0.0, 0.1]),
-    swap=st.sampled_from([None, None, SwapConfig(1e7), SwapConfig(1e7, max_park_s=0.5)]),
+    swap=st.sampled_from([None, None, SwapPlan(1e7), SwapPlan(1e7, max_park_s=0.5)]),
 )
 def test_every_request_has_its_own_tokens(
     seed: int,
@@ -46,7 +46,7 @@ def test_every_request_has_its_own_tokens(
     num_common: int,
     num_requests: int,
     fail_share: float,
-    swap: SwapConfig | None,
+    swap: SwapPlan | None,
 ) -> None:
     draw = random.Random(seed)
     cluster = FakeCluster(

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from kunserve.core.ids import InstanceId
 from kunserve.core.transfer import KvPull
-from kunserve_lab.compare.simulated.scenario import Scenario, config_of, world_of
+from kunserve_lab.compare.simulated.scenario import Scenario, plan_of, world_of
 from kunserve_lab.compare.simulated.sim_client import SimClient
 from kunserve_lab.compare.simulated.simulation import DRAIN_S, LEAD_S
 from kunserve_lab.compare.systems import System, find_system
@@ -158,7 +158,7 @@ def live(system_name: str, world: Scenario, check_every: int = 1) -> TimedWorld:
     client = SimClient(heap, world.workload, LEAD_S, lambda record: None)
     pulls = Pulls(profile.spec.unit_bytes, profile.spec.layer_bytes)
     cluster = TimedWorld(
-        config_of(system, profile, world.num_instances, world.scheduler),
+        plan_of(system, profile, world.num_instances, world.scheduler, world.cost),
         profile,
         heap,
         client.received,

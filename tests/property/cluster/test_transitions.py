@@ -14,9 +14,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kunserve.core.config import SwapConfig
 from kunserve.core.ids import GroupId, InstanceId
 from kunserve.core.layout import GroupLayout, LayerRange, Stage
+from kunserve.core.plan import SwapPlan
 from kunserve.core.request import SamplingParams
 from kunserve_lab.world.actions import CompletePull
 from tests.examples import examples
@@ -28,11 +28,11 @@ pytestmark = pytest.mark.timeout(900)  # a busy machine
 
 SWAPS = (
     None,
-    SwapConfig(1e4),
-    SwapConfig(1e7),
-    SwapConfig(1e7, 500),
-    SwapConfig(1e7, max_park_s=0.5),
-    SwapConfig(1e7, 500, max_park_s=5.0, is_second_line=True),
+    SwapPlan(1e4),
+    SwapPlan(1e7),
+    SwapPlan(1e7, 500),
+    SwapPlan(1e7, max_park_s=0.5),
+    SwapPlan(1e7, 500, max_park_s=5.0, is_second_line=True),
 )
 
 

@@ -11,10 +11,10 @@ from kunserve.control.group.scheduler import Scheduler
 from kunserve.core.config import (
     SchedulerConfig,
     SpeculativeConfig,
-    SwapConfig,
 )
 from kunserve.core.cost import CostCoefficients
 from kunserve.core.ids import GroupId, PrefixId, RequestId
+from kunserve.core.plan import Measured, SwapPlan
 from kunserve.core.request import FinishReason, Request, SamplingParams
 from kunserve.core.step import SampledToken, StepPlan, StepResult
 from kunserve.core.tokens import TokenIds
@@ -206,11 +206,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             lookahead=min_tokens is not None,
             min_microbatch_tokens=min_tokens or 1,
             tpot_slo_s=tpot_slo_s,
-            cost=cost,
             speculative_config=speculative,
-            swap=SwapConfig(1.0, max_park_s=max_park_s),
             enable_prefix_caching=caches,
         )
+        self.measured = Measured(cost, SwapPlan(1.0, max_park_s=max_park_s))
         self.base_capacity = capacity
         self.max_model_len = 6 * BLOCK - 1
         self.now_s = 0.0
@@ -237,6 +236,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             frozenset({EOS}),
             23,
             host_link=self.link,
+            measured=self.measured,
         )
         self.stages = Stages(self.link.capacity_blocks)
         self.stages.salts = self.salts

@@ -11,6 +11,7 @@ from kunserve.core.config import SchedulerConfig, SpeculativeConfig
 from kunserve.core.cost import CostCoefficients
 from kunserve.core.ids import GroupId, RequestId
 from kunserve.core.layout import LayerRange
+from kunserve.core.plan import Measured
 from kunserve.core.request import Request, SamplingParams
 from kunserve.core.step import BlockRun, SampledToken, StepPlan, StepResult
 from kunserve.core.tokens import TokenIds
@@ -51,7 +52,6 @@ class Group:
             SchedulerConfig(
                 6,
                 budget,
-                cost=CHEAP if guesses else COST,
                 enable_prefix_caching=caches,
                 speculative_config=SpeculativeConfig() if guesses else None,
             ),
@@ -62,6 +62,7 @@ class Group:
             frozenset(),
             1000,
             host_link=link,
+            measured=Measured(CHEAP if guesses else COST),
         )
         self.swapped_out: tuple[BlockRun, ...] = ()
         self.plans: deque[StepPlan] = deque()

@@ -11,6 +11,7 @@ from kunserve.control.group.scheduler import Scheduler
 from kunserve.core.config import SchedulerConfig
 from kunserve.core.cost import DENSE, NO_WINDOWS, CostCoefficients, CostSample, Windows
 from kunserve.core.ids import GroupId, RequestId
+from kunserve.core.plan import Measured
 from kunserve.core.request import Request, SamplingParams
 from kunserve.core.step import Chunk, SampledToken, StepResult
 from kunserve.core.tokens import TokenIds
@@ -119,7 +120,15 @@ def test_formation_is_told_what_decodes_read() -> None:
 
     cost = CostCoefficients(1e-6, 1e-3, 5e-2, 5e-2, windows=Windows(0.5, 20))
     scheduler = Scheduler(
-        SchedulerConfig(cost=cost), GroupId(0), 2, 4, 100, frozenset(), 200, form_batch=note
+        SchedulerConfig(),
+        GroupId(0),
+        2,
+        4,
+        100,
+        frozenset(),
+        200,
+        form_batch=note,
+        measured=Measured(cost),
     )
     for number in range(2):
         tokens, sampling = TokenIds([number] * 60), SamplingParams(max_tokens=9)

@@ -98,10 +98,10 @@ def test_a_start_tells_of_kv_that_lies_outside_of_windows(tmp_path: Path) -> Non
 
 def test_or_of_how_many_more_requests_fit_because_it_does_not(tmp_path: Path) -> None:
     model = ModelConfig(model=str(save_tiny(tmp_path, "gemma3", 4)), max_model_len=400)
-    ring = replace(SMALL, kv_ring=ring_of(24, 2, 16, 48))
-    body = EngineBody(InstanceId(0), model, ring)
+    ring = ring_of(24, 2, 16, 48)
+    body = EngineBody(InstanceId(0), model, SMALL, ring=ring)
     try:
-        assert ring.kv_ring == KvRing(6, 2)
+        assert ring == body.spec.kv_ring == KvRing(6, 2)
         told = (
             "longest request 512 tokens in 19 blocks, whole they would be 32, so 1.7 times as many"
         )

@@ -12,6 +12,7 @@ from kunserve.cluster.processes.succession import settings_digest
 from kunserve.core.config import KunServeConfig, ModelConfig
 from kunserve.core.errors import ModelFiles
 from kunserve.core.ids import InstanceId
+from kunserve.core.plan import Plan
 from kunserve.model.fingerprint import check_fingerprint, model_fingerprint
 from kunserve.model.source import ModelSource
 
@@ -64,12 +65,14 @@ def test_what_cannot_be_read_is_told(source: ModelSource, tmp_path: Path) -> Non
 def test_an_instance_refuses_other_files_before_it_loads_any(source: ModelSource) -> None:
     """The front tries it again with growing pauses, as any replacement that does not start."""
     model = ModelConfig(model=str(source.path))
-    order = InstanceOrder(InstanceId(0), None, "", "", KunServeConfig(model), model_files="other")
+    order = InstanceOrder(
+        InstanceId(0), None, "", "", Plan(KunServeConfig(model)), model_files="other"
+    )
     with pytest.raises(ModelFiles, match="put those back"):
         load_model(order)
 
 
 def test_a_front_of_the_same_words_but_other_files_is_another_one() -> None:
-    config = KunServeConfig()
-    assert settings_digest(config, None, "a") == settings_digest(config, None, "a")
-    assert settings_digest(config, None, "a") != settings_digest(config, None, "b")
+    plan = Plan(KunServeConfig())
+    assert settings_digest(plan, None, "a") == settings_digest(plan, None, "a")
+    assert settings_digest(plan, None, "a") != settings_digest(plan, None, "b")

@@ -17,9 +17,9 @@ from kunserve.core.cost import CostCoefficients
 from kunserve.core.errors import ConfigError
 from kunserve.model.profile import FORMAT, Profile, ProfileSubject, default_path, write_profile
 from kunserve.policy.batch.cost import assumed_cost
-from kunserve.server.start import launch
+from kunserve.server.start import plan
 from kunserve.server.start.command import serve_command
-from kunserve.server.start.launch import with_costs, with_swap
+from kunserve.server.start.plan import find_step_cost, find_swap
 from tests.specs import model_spec
 
 SPEC = model_spec()
@@ -43,14 +43,14 @@ def test_without_a_profile_they_are_assumed_and_it_is_said(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with caplog.at_level(logging.INFO):
-        config = with_costs(KunServeConfig(), SPEC)
-    assert config.scheduler.cost == assumed_cost(SPEC)
+        cost = find_step_cost(KunServeConfig(), SPEC)
+    assert cost == assumed_cost(SPEC)
     assert "assumed" in caplog.text and "kunserve profile" in caplog.text
 
 
 def test_quantised_weights_are_read_in_less_time() -> None:
     plain, packed = (
-        with_costs(KunServeConfig(), SPEC, "gguf", layer_bytes).scheduler.cost
+        find_step_cost(KunServeConfig(), SPEC, "gguf", layer_bytes)
         for layer_bytes in (None, SPEC.layer_bytes / 4)
     )
     assert plain is not None and packed is not None
@@ -61,7 +61,7 @@ def test_quantised_weights_are_read_in_less_time() -> None:
 def test_the_profile_in_the_usual_place_is_taken() -> None:
     subject = ProfileSubject.of(SPEC, 1, 16)
     profile(default_path(subject), subject)
-    assert with_costs(KunServeConfig(), SPEC).scheduler.cost == MEASURED
+    assert find_step_cost(KunServeConfig(), SPEC) == MEASURED
 
 
 def test_a_profile_of_something_else_is_refused(tmp_path: Path) -> None:
@@ -69,13 +69,13 @@ def test_a_profile_of_something_else_is_refused(tmp_path: Path) -> None:
     profile(path, replace(ProfileSubject.of(SPEC, 1, 16), model="other"))
     config = KunServeConfig(scheduler=SchedulerConfig(profile=str(path)))
     with pytest.raises(ConfigError, match="other"):
-        with_costs(config, SPEC)
+        find_step_cost(config, SPEC)
 
 
 def test_without_lookahead_nothing_is_read(tmp_path: Path) -> None:
     scheduler = SchedulerConfig(lookahead=False, profile=str(tmp_path / "none.json"))
     config = KunServeConfig(scheduler=scheduler)
-    assert with_costs(config, SPEC) is config
+    assert find_step_cost(config, SPEC) is None
 
 
 def test_the_flags() -> None:
@@ -87,17 +87,17 @@ def test_the_flags() -> None:
 def test_an_objective_in_seconds_wants_measured_seconds() -> None:
     config = KunServeConfig(scheduler=SchedulerConfig(lookahead=False, tpot_slo_s=0.5))
     with pytest.raises(ConfigError, match=r"--tpot-slo .*`kunserve profile`"):
-        with_costs(config, SPEC)
+        find_step_cost(config, SPEC)
     subject = ProfileSubject.of(SPEC, 1, 16)
     profile(default_path(subject), subject)
-    assert with_costs(config, SPEC).scheduler.cost == MEASURED
+    assert find_step_cost(config, SPEC) == MEASURED
 
 
 def test_a_cpus_profile_says_nothing_of_a_gpu() -> None:
     subject = ProfileSubject.of(SPEC, 1, 16)
     profile(default_path(subject), subject)
     config = KunServeConfig(instance=InstanceConfig(device="cuda"))
-    assert with_costs(config, SPEC).scheduler.cost == assumed_cost(SPEC)
+    assert find_step_cost(config, SPEC) == assumed_cost(SPEC)
 
 
 @pytest.mark.parametrize(
@@ -115,12 +115,13 @@ def test_host_memory_beside_a_gpu_wants_measured_seconds(
     instance = InstanceConfig(device="cuda", memory_bytes=1 << 40)
     config = KunServeConfig(instance=instance, overload=overload)
     with pytest.raises(ConfigError, match=r"measured .*`kunserve profile --device cuda`"):
-        with_costs(config, SPEC)
+        find_step_cost(config, SPEC)
     path = tmp_path / "gpu.json"
     profile(path, ProfileSubject.of(SPEC, 1, 16))
-    config = with_costs(replace(config, scheduler=SchedulerConfig(profile=str(path))), SPEC)
-    monkeypatch.setattr(launch, "measure_copy_rate", {"cuda": 7e9}.__getitem__)
-    monkeypatch.setattr(launch, "available_bytes", lambda: 400 * MIB)
-    swap = with_swap(config).scheduler.swap
+    config = replace(config, scheduler=SchedulerConfig(profile=str(path)))
+    assert find_step_cost(config, SPEC) == MEASURED
+    monkeypatch.setattr(plan, "measure_copy_rate", {"cuda": 7e9}.__getitem__)
+    monkeypatch.setattr(plan, "available_bytes", lambda: 400 * MIB)
+    swap = find_swap(config)
     assert swap is not None and swap.host_bytes_per_s == 7e9, "the device's own rate"
     assert swap.host_bytes == 400 * MIB // 2 // config.cluster.num_instances

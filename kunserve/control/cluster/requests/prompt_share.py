@@ -3,7 +3,7 @@
 import math
 
 from kunserve.control.cluster.placement import Placement
-from kunserve.core.config import SchedulerConfig
+from kunserve.core.cost import CostCoefficients
 from kunserve.core.ids import InstanceId
 from kunserve.policy.batch.cost import batch_cost
 from kunserve.policy.drop.worth import LATELY_S
@@ -15,13 +15,15 @@ LOOK_GAP_S = 0.1
 class PromptShare:
     """Counts prompt tokens by leader, whatever groups it leads."""
 
-    def __init__(self, config: SchedulerConfig, placement: Placement) -> None:
+    def __init__(
+        self, step_tokens: int, cost: CostCoefficients | None, placement: Placement
+    ) -> None:
+        """``step_tokens``: the most that a step computes."""
         self._placement = placement
         self._token_s: float | None = None
         """Of an instance's time, in a step that is full of one prompt."""
-        if config.cost is not None:
-            step_tokens = config.max_num_batched_tokens
-            self._token_s = float(batch_cost(config.cost, [0], [step_tokens])) / step_tokens
+        if cost is not None:
+            self._token_s = float(batch_cost(cost, [0], [step_tokens])) / step_tokens
         self._counted: dict[InstanceId, int] = {}
         self._tokens_per_s = 0.0
         """Of an instance, smoothed."""

@@ -2,10 +2,10 @@
 
 import importlib.metadata
 import logging
-from dataclasses import replace
 
 from kunserve.core.config import MIB, KunServeConfig
 from kunserve.core.errors import ConfigError, TooLittleMemory
+from kunserve.core.plan import CardShare
 from kunserve.engine.torch.cuda.driver import LIBRARY, Card, CudaError, read_cards
 from kunserve.engine.weights.layout import WeightLayout
 from kunserve.model.sharding import spec_of_rank, spread_over_ranks
@@ -71,15 +71,15 @@ def check_card(card: Card, dtype: str) -> None:
         )
 
 
-def with_shares(config: KunServeConfig, spec: ModelSpec) -> KunServeConfig:
-    """The configuration in which each rank of each instance has its own share of its card.
+def find_share(config: KunServeConfig, spec: ModelSpec) -> CardShare | None:
+    """What each instance gets of the cards, where that is not told in bytes; None on the CPU.
 
     Raises ConfigError for what cannot run on these cards, before anything is started.
     """
     instance = config.instance
     library = library_of(instance.device)
     if library is None:
-        return config
+        return None
     cards = find_cards(library)
     num_ranks = instance.tensor_parallel_size
     most = num_ranks * max(config.cluster.num_instances, config.cluster.max_instances or 0)
@@ -92,7 +92,7 @@ def with_shares(config: KunServeConfig, spec: ModelSpec) -> KunServeConfig:
     _check_weights(used, spec, on_each, num_ranks)
     utilization = instance.gpu_memory_utilization
     if utilization is None:
-        return config
+        return None
     share = utilization / on_each
     smallest_bytes = min(card.total_bytes for card in used)
     logger.info(
@@ -102,10 +102,7 @@ def with_shares(config: KunServeConfig, spec: ModelSpec) -> KunServeConfig:
         on_each,
         share * smallest_bytes / _GIB,
     )
-    # Whoever asks for the memory of an instance before it has started gets the share.
-    memory_bytes = num_ranks * int(share * smallest_bytes)
-    settled = replace(instance, gpu_memory_utilization=share, memory_bytes=memory_bytes)
-    return replace(config, instance=settled)
+    return CardShare(share, num_ranks * int(share * smallest_bytes))
 
 
 def _check_weights(cards: tuple[Card, ...], spec: ModelSpec, on_each: int, num_ranks: int) -> None:

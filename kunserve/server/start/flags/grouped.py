@@ -1,11 +1,9 @@
 """Click options in groups, and options that take several values as vLLM's do."""
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 import click
-
-_F = TypeVar("_F", bound=Callable[..., object])
 
 
 class GroupedOption(click.Option):
@@ -17,28 +15,6 @@ class GroupedOption(click.Option):
         super().__init__(*args, **attrs)
         self.group = group
         self.many = many
-
-
-def option(group: str, defaults: object = None) -> Callable[..., Callable[[_F], _F]]:
-    """``click.option`` for one group of a command whose flags are no settings of a server.
-
-    An option whose value is a field of ``defaults`` takes its default from there and shows it.
-    """
-
-    def declare(*names: str, **attrs: Any) -> Callable[[_F], _F]:
-        value = getattr(defaults, _parameter(names), None)
-        if not (value is None or value is False or value == ()):
-            attrs = {"default": value, "show_default": True} | attrs
-        return click.option(*names, cls=GroupedOption, group=group, **attrs)
-
-    return declare
-
-
-def _parameter(names: Sequence[str]) -> str:
-    """The name that click gives the value: the one without dashes, else the flag's own."""
-    plain = [name for name in names if not name.startswith("-")]
-    first = plain[0] if plain else names[-1].partition("/")[0]
-    return first.lstrip("-").replace("-", "_")
 
 
 class GroupedCommand(click.Command):

@@ -18,6 +18,7 @@ from kunserve.cluster.processes.launch import (
 from kunserve.core.config import KunServeConfig
 from kunserve.core.ids import InstanceId
 from kunserve.core.messages import Message, Ready, ResetPrefixCache
+from kunserve.core.plan import Plan
 from kunserve.transport.wire.channel import FrontChannel, FrontNetwork
 from kunserve.transport.wire.network import Network, any_port_of, new_keys
 from kunserve_lab.world.fake_main import MODULE as FAKE_MODULE
@@ -34,7 +35,7 @@ def test_an_instance_whose_front_died_first_ends(tmp_path: Path) -> None:
         FakeSettings(FAKE_MODULE),
         front_address=f"ipc://{tmp_path}/front",
         socket_folder=str(tmp_path),
-        config=KunServeConfig(),
+        plan=Plan(KunServeConfig()),
         parent_pid=os.getpid() + 1,
     )
     ended = subprocess.run(
@@ -62,7 +63,7 @@ def test_an_instance_that_is_told_of_moves_ends_with_its_own_exit_code(tmp_path:
             FakeSettings(FAKE_MODULE),
             front_address=front.address,
             socket_folder=str(tmp_path),
-            config=KunServeConfig(),
+            plan=Plan(KunServeConfig()),
             parent_pid=os.getpid(),
             network=Network(HOST, mine.public, mine.secret, keys.public, link_timeout_s=30.0),
         )

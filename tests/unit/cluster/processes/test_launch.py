@@ -32,6 +32,7 @@ from kunserve.core.config import (
 )
 from kunserve.core.errors import TooLittleMemory
 from kunserve.core.ids import InstanceId, RequestId
+from kunserve.core.plan import Plan
 from kunserve.core.python_command import python_command
 from kunserve.engine.memory import free_memory
 from kunserve.engine.memory.free_memory import FRONT_BYTES, PROCESS_BYTES
@@ -149,7 +150,7 @@ def test_what_a_process_says_before_its_end_is_kept(tells_moves: bool) -> None:
     words = "import sys; order = sys.stdin.readline(); print(len(order) * 'word', end='')"
 
     async def story() -> None:
-        order = InstanceOrder(InstanceId(0), None, "", "/" * 30_000, KunServeConfig())
+        order = InstanceOrder(InstanceId(0), None, "", "/" * 30_000, Plan(KunServeConfig()))
         process = LocalProcess(order, ("-c", words), tells_moves=tells_moves)
         assert process.said == b"" and mark_of(process.pid) == process.mark
         assert await process.wait() == "exit code 0" and process.exit_code == 0

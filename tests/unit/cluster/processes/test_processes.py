@@ -14,6 +14,7 @@ from kunserve.cluster.waking_clock import WakingClock
 from kunserve.core.config import ClusterConfig, KunServeConfig
 from kunserve.core.ids import InstanceId
 from kunserve.core.messages import Alive
+from kunserve.core.plan import Plan
 from kunserve.transport.children import child
 
 ZERO, ONE = InstanceId(0), InstanceId(1)
@@ -60,7 +61,7 @@ class World:
             self,
             WakingClock(lambda: self.outside_s),
             self.background,
-            lambda i: InstanceOrder(i, None, "", "", KunServeConfig()),
+            lambda i: InstanceOrder(i, None, "", "", Plan(KunServeConfig())),
             self._on_death,
             self._on_change,
         )

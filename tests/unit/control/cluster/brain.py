@@ -16,6 +16,7 @@ from kunserve.core.config import (
     SchedulerConfig,
     ServerConfig,
 )
+from kunserve.core.cost import CostCoefficients
 from kunserve.core.ids import GroupId, InstanceId, RequestId
 from kunserve.core.layout import GroupLayout
 from kunserve.core.load import LeaderTotals, LoadReport
@@ -37,6 +38,7 @@ from kunserve.core.messages import (
     TokenOutput,
 )
 from kunserve.core.place import ONE_HOST, Place
+from kunserve.core.plan import Measured, Plan
 from kunserve.core.request import FinishReason, Request, SamplingParams
 from kunserve.core.snapshots import TransitionRecord
 from kunserve.core.tokens import TokenIds
@@ -62,6 +64,7 @@ class Brain:
         scheduler: SchedulerConfig | None = None,
         num_ranks: Mapping[int, int] = MappingProxyType({}),
         places: Mapping[int, Place] = MappingProxyType({}),
+        cost: CostCoefficients | None = None,
         **overload: Any,
     ) -> None:
         """``num_ranks`` of instances that have more than one, ``places`` of those that tell."""
@@ -77,7 +80,7 @@ class Brain:
             server=ServerConfig() if server is None else server,
         )
         self.now_s = 100.0
-        self.controller = Controller(config)
+        self.controller = Controller(Plan(config, Measured(cost)))
         self.commands: list[ControlCommand] = []
         self.tokens: list[TokenOutput] = []
         self._numbers: Counter[InstanceId] = Counter()

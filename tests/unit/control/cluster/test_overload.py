@@ -5,7 +5,7 @@ import pytest
 from kunserve.control.cluster import overload
 from kunserve.control.cluster.commands import LogReason, ScaleUp
 from kunserve.control.cluster.transitions import BACKOFF_S
-from kunserve.core.config import ClusterConfig, SchedulerConfig
+from kunserve.core.config import ClusterConfig
 from kunserve.core.cost import CostCoefficients
 from kunserve.core.ids import InstanceId
 from kunserve.core.messages import AllowParking, LoadLayers, Prepare, Prepared, Rollback
@@ -87,7 +87,7 @@ def test_behind_pairs_fours_are_made_for_a_short_queue_where_prompts_take_little
 ) -> None:
     """``tokens`` of prompts in a second, of which a token takes a millisecond."""
     cost = CostCoefficients(attention_s=0.0, token_s=1e-3, chunk_s=0.0, shared_s=0.0)
-    brain = Brain(4, scheduler=SchedulerConfig(cost=cost), min_deep_gain=0.0)
+    brain = Brain(4, cost=cost, min_deep_gain=0.0)
     for _ in range(2):
         brain.controller.force_drop(None, brain.now_s)
         brain.pass_time()

@@ -9,6 +9,7 @@ from kunserve.core.config import KunServeConfig
 from kunserve.core.ids import GroupId, InstanceId, RequestId
 from kunserve.core.layout import GroupLayout, LayerRange, Stage
 from kunserve.core.messages import Form, Formed, Ready, Rejoin, Submit
+from kunserve.core.plan import Plan
 from kunserve.core.request import FinishReason
 from kunserve.core.transfer import PeerAddress
 from tests.specs import instance_spec
@@ -70,7 +71,7 @@ def test_layers_that_are_not_held_make_no_stage() -> None:
 
 
 def test_the_controller_forms_them_with_ids_never_used_before() -> None:
-    controller = Controller(KunServeConfig(), first_id=1000)
+    controller = Controller(Plan(KunServeConfig()), first_id=1000)
     events = [back(0, LOW, PIPELINE, 17), back(1, HIGH, PIPELINE), back(2, LOW, None)]
     controller.rejoin(events, 0.0)
     formed = {
@@ -90,7 +91,7 @@ def test_the_controller_forms_them_with_ids_never_used_before() -> None:
 
 
 def test_who_says_it_twice_stands_once() -> None:
-    controller = Controller(KunServeConfig())
+    controller = Controller(Plan(KunServeConfig()))
     events = [back(0, LOW, PIPELINE), back(1, HIGH, PIPELINE)]
     controller.rejoin(events, 0.0)
     controller.rejoin(events, 0.1)

@@ -9,6 +9,7 @@ from kunserve.core.config import SchedulerConfig, SpeculativeConfig
 from kunserve.core.cost import CostCoefficients
 from kunserve.core.ids import GroupId, RequestId
 from kunserve.core.messages import TokenOutput
+from kunserve.core.plan import Measured
 from kunserve.core.request import FinishReason, Request, SamplingParams, StructuredOutput
 from kunserve.core.step import SampledToken, StepPlan, StepResult
 
@@ -20,7 +21,7 @@ COUNT = tuple(range(10, 16))
 
 
 def make(stages: int = 1, capacity: int = 50, **config: Any) -> Scheduler:
-    settings = {"speculative_config": SpeculativeConfig(num_speculative_tokens=4), "cost": CHEAP}
+    settings = {"speculative_config": SpeculativeConfig(num_speculative_tokens=4)}
     return Scheduler(
         SchedulerConfig(8, 64, **(settings | config)),
         GROUP,
@@ -29,6 +30,7 @@ def make(stages: int = 1, capacity: int = 50, **config: Any) -> Scheduler:
         capacity,
         frozenset({EOS}),
         64,
+        measured=Measured(CHEAP),
     )
 
 

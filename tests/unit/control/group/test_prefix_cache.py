@@ -6,10 +6,11 @@ import pytest
 
 from kunserve.control.group import prefix_cache
 from kunserve.control.group.scheduler import Scheduler
-from kunserve.core.config import SchedulerConfig, SwapConfig
+from kunserve.core.config import SchedulerConfig
 from kunserve.core.cost import CostCoefficients
 from kunserve.core.ids import GroupId, RequestId
 from kunserve.core.messages import TokenOutput
+from kunserve.core.plan import Measured, SwapPlan
 from kunserve.core.request import Request, SamplingParams
 from kunserve.core.step import SampledToken, StepPlan, StepResult
 from kunserve.core.tokens import TokenIds
@@ -246,14 +247,21 @@ def test_without_a_cache_plans_say_nothing_of_it() -> None:
 
 def parking(capacity: int) -> Scheduler:
     """Who has run for 10 s may make way for 20 s."""
-    config = SchedulerConfig(
-        max_num_seqs=8,
-        max_num_batched_tokens=32,
-        cost=CostCoefficients(attention_s=0.0, token_s=1e-6, chunk_s=1.0, shared_s=1.0),
-        swap=SwapConfig(1.0, max_park_s=20.0),
-    )
+    config = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=32)
+    cost = CostCoefficients(attention_s=0.0, token_s=1e-6, chunk_s=1.0, shared_s=1.0)
+    measured = Measured(cost, SwapPlan(1.0, max_park_s=20.0))
     link = HostLink(blocks_per_s=100.0, capacity_blocks=None)
-    return Scheduler(config, GroupId(3), 1, BLOCK, capacity, frozenset(), 256, host_link=link)
+    return Scheduler(
+        config,
+        GroupId(3),
+        1,
+        BLOCK,
+        capacity,
+        frozenset(),
+        256,
+        host_link=link,
+        measured=measured,
+    )
 
 
 def test_who_counts_on_blocks_of_one_that_is_parked_waits() -> None:

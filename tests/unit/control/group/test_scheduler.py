@@ -11,6 +11,7 @@ from kunserve.core.config import SchedulerConfig
 from kunserve.core.cost import CostCoefficients
 from kunserve.core.ids import GroupId, RequestId
 from kunserve.core.messages import SequenceState, TokenOutput
+from kunserve.core.plan import Measured
 from kunserve.core.request import FinishReason, Request, SamplingParams
 from kunserve.core.step import SampledToken, StepPlan, StepResult
 from kunserve.policy.batch.batch_form import (
@@ -24,11 +25,14 @@ GROUP = GroupId(3)
 EOS = 99
 
 
-def make(stages: int = 1, capacity: int = 100, **config: Any) -> Scheduler:
+def make(
+    stages: int = 1, capacity: int = 100, cost: CostCoefficients | None = None, **config: Any
+) -> Scheduler:
     limits = {"max_num_seqs": 8, "max_num_batched_tokens": 16} | config
     # Prompts are alike here, and shall be computed each by itself.
     config = SchedulerConfig(**({"enable_prefix_caching": False} | limits))
-    return Scheduler(config, GROUP, stages, 4, capacity, frozenset({EOS}), 64)
+    measured = Measured(cost)
+    return Scheduler(config, GROUP, stages, 4, capacity, frozenset({EOS}), 64, measured=measured)
 
 
 def request(name: str, num_prompt: int, arrival_s: float = 0.0, **sampling: Any) -> Request:

@@ -12,12 +12,13 @@ from kunserve.control.group.prefix_cache import NEVER_FULL, PrefixCache
 from kunserve.control.group.scheduler import Scheduler
 from kunserve.control.group.sequence import Sequence, make_sequence
 from kunserve.control.group.swap import SwapSpace
-from kunserve.core.config import KunServeConfig, OverloadConfig, SchedulerConfig, SwapConfig
+from kunserve.core.config import KunServeConfig, OverloadConfig, SchedulerConfig
 from kunserve.core.cost import CostCoefficients
 from kunserve.core.errors import ConfigError
 from kunserve.core.ids import GroupId, RequestId
 from kunserve.core.kv_blocks import KvBlocks
 from kunserve.core.messages import TokenOutput
+from kunserve.core.plan import Measured, Plan, SwapPlan
 from kunserve.core.request import Request, SamplingParams
 from kunserve.core.step import BlockRun, SampledToken, StepPlan, StepResult
 from kunserve.policy.batch.relief import HostLink
@@ -109,12 +110,19 @@ def begin(
         max_num_seqs=8,
         max_num_batched_tokens=32,
         lookahead=False,
-        cost=cost,
-        swap=SwapConfig(1.0, max_park_s=max_park_s, is_second_line=is_second_line),
         enable_prefix_caching=False,  # prompts are alike here
     )
+    swap = SwapPlan(1.0, max_park_s=max_park_s, is_second_line=is_second_line)
     scheduler = Scheduler(
-        config, GroupId(0), num_stages, BLOCK, capacity, frozenset(), 1000, host_link=link
+        config,
+        GroupId(0),
+        num_stages,
+        BLOCK,
+        capacity,
+        frozenset(),
+        1000,
+        host_link=link,
+        measured=Measured(cost, swap),
     )
     for i, (name, num_prompt, num_output) in enumerate(requests):
         sampling = SamplingParams(max_tokens=num_output)
@@ -269,8 +277,8 @@ def test_what_one_waits_for_is_not_promised_to_another() -> None:
 
 def test_settings_that_cannot_work_are_refused() -> None:
     with pytest.raises(ConfigError, match="swapping needs the cost of steps"):
-        SchedulerConfig(swap=SwapConfig(1e9))
-    scheduler = SchedulerConfig(cost=COST, swap=SwapConfig(1e9))
+        Measured(swap=SwapPlan(1e9))
+    measured = Measured(COST, SwapPlan(1e9))
     with pytest.raises(ConfigError, match="is for overload policies 'swap' and 'park', not 'drop'"):
-        KunServeConfig(scheduler=scheduler)
-    KunServeConfig(scheduler=scheduler, overload=OverloadConfig(policy="swap"))
+        Plan(KunServeConfig(), measured)
+    Plan(KunServeConfig(overload=OverloadConfig(policy="swap")), measured)

@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 
 from kunserve.control.instance.state import InstanceState
-from kunserve.core.config import SwapConfig
 from kunserve.core.ids import InstanceId, RequestId
 from kunserve.core.messages import Handover, Returned
+from kunserve.core.plan import SwapPlan
 from tests.fake_cluster import FakeCluster
 
 Sent = list[tuple[InstanceId | None, Any]]
@@ -84,7 +84,7 @@ def test_at_a_restore_each_gets_the_tokens_of_its_own(sent: Sent) -> None:
 
 
 def test_what_is_swapped_goes_back_to_the_controller(sent: Sent) -> None:
-    cluster = FakeCluster(pools=(14, 14), swap=SwapConfig(2e5))
+    cluster = FakeCluster(pools=(14, 14), swap=SwapPlan(2e5))
     for _ in range(12):
         cluster.request(5, 14)
     members = [cluster.members[InstanceId(i)] for i in range(2)]

@@ -2,12 +2,12 @@
 
 import pytest
 
-from kunserve.core.config import SwapConfig
 from kunserve.core.ids import InstanceId
+from kunserve.core.plan import SwapPlan
 from kunserve_lab.world.actions import StartStep
 from tests.fake_cluster import FakeCluster
 
-FAST, SLOW = SwapConfig(1e7), SwapConfig(2e5)
+FAST, SLOW = SwapPlan(1e7), SwapPlan(2e5)
 """Everything within a step, and a block or two."""
 
 
@@ -28,7 +28,7 @@ def load_up(cluster: FakeCluster, num_requests: int = 6) -> None:
 
 
 @pytest.mark.parametrize("swap", [FAST, SLOW])
-def test_one_instance_swaps_and_loses_nothing(swap: SwapConfig) -> None:
+def test_one_instance_swaps_and_loses_nothing(swap: SwapPlan) -> None:
     cluster = FakeCluster(pools=(14,), swap=swap)
     load_up(cluster)
     cluster.run_until(lambda: host_bytes(cluster) > 0)
@@ -38,7 +38,7 @@ def test_one_instance_swaps_and_loses_nothing(swap: SwapConfig) -> None:
 
 
 @pytest.mark.parametrize("swap", [FAST, SLOW])
-def test_every_stage_of_a_pipeline_swaps_its_layers(swap: SwapConfig) -> None:
+def test_every_stage_of_a_pipeline_swaps_its_layers(swap: SwapPlan) -> None:
     cluster = FakeCluster(pools=(12, 12), swap=swap, layer_units=4)
     cluster.drop((0, 0, 3), (1, 3, 4))
     cluster.run_until(lambda: len(cluster.records) == 1)
@@ -72,7 +72,7 @@ def test_a_drop_between_a_plan_that_swaps_and_the_next() -> None:
 
 
 def test_host_memory_is_never_more_than_promised() -> None:
-    cluster = FakeCluster(pools=(14,), swap=SwapConfig(1e7, host_bytes=6 * 4 * 16))
+    cluster = FakeCluster(pools=(14,), swap=SwapPlan(1e7, host_bytes=6 * 4 * 16))
     load_up(cluster, 10)
     seen: list[int] = []
 

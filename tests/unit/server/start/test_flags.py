@@ -12,7 +12,7 @@ from kunserve.core.config import MIB, KunServeConfig, ModelConfig, SpeculativeCo
 from kunserve.core.errors import ConfigError
 from kunserve.server.start.command import config_from_flags, serve_command
 from kunserve.server.start.foreign_flags import FLAGS
-from kunserve.server.start.launch import check_length
+from kunserve.server.start.plan import check_length
 from tests.unit.server.test_costs import SPEC
 
 

@@ -3,7 +3,6 @@ import math
 import pytest
 
 from kunserve.control.cluster.requests.prompt_share import PromptShare
-from kunserve.core.config import SchedulerConfig
 from kunserve.core.cost import CostCoefficients
 from kunserve.policy.drop.worth import LATELY_S
 from tests.unit.control.cluster.brain import Brain
@@ -13,7 +12,7 @@ COST = CostCoefficients(attention_s=0.0, token_s=1e-3, chunk_s=0.0, shared_s=0.0
 
 def watched(num_instances: int, cost: CostCoefficients | None = COST) -> tuple[Brain, PromptShare]:
     brain = Brain(num_instances)
-    return brain, PromptShare(SchedulerConfig(cost=cost), brain.controller.placement)
+    return brain, PromptShare(512, cost, brain.controller.placement)
 
 
 def test_tokens_are_told_as_time_of_all_instances() -> None:

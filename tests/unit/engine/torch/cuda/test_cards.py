@@ -12,9 +12,10 @@ from kunserve.core.config import InstanceConfig, KunServeConfig, ModelConfig, Sc
 from kunserve.core.errors import ConfigError, TooLittleMemory
 from kunserve.core.ids import InstanceId
 from kunserve.core.layout import LayerRange
+from kunserve.core.plan import CardShare
 from kunserve.engine.body import EngineBody
 from kunserve.engine.torch.cuda.backend import CudaBackend
-from kunserve.engine.torch.cuda.cards import STAND_IN, auto_device, find_cards, with_shares
+from kunserve.engine.torch.cuda.cards import STAND_IN, auto_device, find_cards, find_share
 from kunserve.engine.torch.cuda.driver import Driver
 from kunserve.engine.torch.cuda.opening import check_torch
 from tests.direct_engine import DirectEngine
@@ -49,7 +50,7 @@ def test_no_driver_is_said() -> None:
 def test_a_driver_without_a_gpu(fake: FakeCuda) -> None:
     fake.describe(num_devices=0)
     with pytest.raises(ConfigError, match="finds no GPU"):
-        with_shares(on_cards(), SPEC)
+        find_share(on_cards(), SPEC)
 
 
 def test_auto_takes_what_torch_can_use(fake: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,7 +76,7 @@ def test_a_driver_too_old_for_torch() -> None:
 def test_a_gpu_that_cannot_map(fake: FakeCuda) -> None:
     fake.describe(has_virtual_memory=False)
     with pytest.raises(ConfigError, match="fake 0 cannot map memory at chosen addresses"):
-        with_shares(on_cards(), SPEC)
+        find_share(on_cards(), SPEC)
     with pytest.raises(ConfigError, match="cannot map memory at chosen addresses"):
         CudaBackend(torch.device("cpu"), build())
 
@@ -83,23 +84,23 @@ def test_a_gpu_that_cannot_map(fake: FakeCuda) -> None:
 def test_a_gpu_without_the_type(fake: FakeCuda) -> None:
     fake.describe(capability=75)
     with pytest.raises(ConfigError, match=r"capability 8\.0; fake 0 has 7\.5; use --dtype float16"):
-        with_shares(on_cards(), SPEC)
-    with_shares(on_cards(), model_spec(dtype="float16"))
+        find_share(on_cards(), SPEC)
+    find_share(on_cards(), model_spec(dtype="float16"))
     fake.describe(capability=61)
     with pytest.raises(ConfigError, match=r"float32 needs .* 7\.0; fake 0 has 6\.1$"):
-        with_shares(on_cards(), model_spec(dtype="float32"))
+        find_share(on_cards(), model_spec(dtype="float32"))
 
 
 def test_a_model_for_several_gpus(fake: FakeCuda) -> None:
     large = model_spec(num_layers=8, hidden_size=4096, intermediate_size=4096)
     with pytest.raises(TooLittleMemory, match="holds the whole model on one card"):
-        with_shares(on_cards(), large)
+        find_share(on_cards(), large)
     half = model_spec(vocab_size=300_000)
-    with_shares(on_cards(), half)
+    find_share(on_cards(), half)
     with pytest.raises(TooLittleMemory, match="for 2 instances. Give fewer"):
-        with_shares(on_cards(2), half)
+        find_share(on_cards(2), half)
     fake.describe(num_devices=2)
-    with_shares(on_cards(2), half)
+    find_share(on_cards(2), half)
 
 
 @pytest.mark.parametrize(
@@ -109,9 +110,8 @@ def test_instances_share_their_card(
     fake: FakeCuda, instances: int, cards: int, share: float
 ) -> None:
     fake.describe(num_devices=cards)
-    settled = with_shares(on_cards(instances), SPEC).instance
-    assert settled.gpu_memory_utilization == share
-    assert settled.memory_bytes == int(share * 64 * MIB)
+    found = find_share(on_cards(instances), SPEC)
+    assert found == CardShare(share, int(share * 64 * MIB))
 
 
 @pytest.mark.parametrize(
@@ -122,24 +122,23 @@ def test_each_rank_has_its_share(
     fake: FakeCuda, instances: int, num_ranks: int, cards: int, share: float
 ) -> None:
     fake.describe(num_devices=cards)
-    settled = with_shares(on_cards(instances, num_ranks=num_ranks), SPEC).instance
-    assert settled.gpu_memory_utilization == share
-    assert settled.memory_bytes == num_ranks * int(share * 64 * MIB)
+    found = find_share(on_cards(instances, num_ranks=num_ranks), SPEC)
+    assert found == CardShare(share, num_ranks * int(share * 64 * MIB))
 
 
 def test_a_model_that_goes_over_two_gpus_only(fake: FakeCuda) -> None:
     fake.describe(num_devices=2)
     large = model_spec(num_layers=12, hidden_size=1024, intermediate_size=1024, num_heads=8)
     with pytest.raises(TooLittleMemory, match="cannot be served here: see --tensor-parallel-size"):
-        with_shares(on_cards(), large)
-    with_shares(on_cards(num_ranks=2), large)
+        find_share(on_cards(), large)
+    find_share(on_cards(num_ranks=2), large)
     with pytest.raises(TooLittleMemory, match="on each of 2 ranks; .* for 2 ranks. Give fewer"):
-        with_shares(on_cards(2, num_ranks=2), large)
+        find_share(on_cards(2, num_ranks=2), large)
 
 
 def test_without_a_share_nothing_changes(fake: FakeCuda) -> None:
-    assert with_shares(on_cards(share=None), SPEC) == on_cards(share=None)
-    assert with_shares(KunServeConfig(), SPEC) == KunServeConfig()
+    assert find_share(on_cards(share=None), SPEC) is None
+    assert find_share(KunServeConfig(), SPEC) is None
 
 
 @pytest.mark.parametrize("share", [0.0, -0.1, 1.01, float("nan")])

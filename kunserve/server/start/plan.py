@@ -1,0 +1,137 @@
+"""From settings to a plan: what the model, a profile and the machine say is found out."""
+
+import logging
+from pathlib import Path
+
+from kunserve.core.config import MIB, KunServeConfig
+from kunserve.core.cost import CostCoefficients
+from kunserve.core.errors import ConfigError
+from kunserve.core.kv_blocks import KvRing, ring_of
+from kunserve.core.plan import CardShare, Measured, Plan, SwapPlan
+from kunserve.engine.memory.copy_rate import measure_copy_rate
+from kunserve.engine.memory.free_memory import available_bytes
+from kunserve.engine.torch.cuda.cards import find_share
+from kunserve.model.profile import ProfileSubject, find_cost
+from kunserve.model.quantization import kept_layer_bytes
+from kunserve.model.sharding import check_shardable, spread_over_ranks
+from kunserve.model.source import ModelSource
+from kunserve.model.spec import ModelSpec, period_of
+from kunserve.policy.batch.cost import assumed_cost
+
+logger = logging.getLogger("kunserve.server")
+
+
+def make_plan(
+    config: KunServeConfig, source: ModelSource, spec: ModelSpec, kept: str | None
+) -> Plan:
+    """The plan, and a line of log about each part of it.
+
+    ``kept`` is how weights stay quantised in memory, if they do. Raises ConfigError for what the
+    model or the machine cannot do.
+    """
+    check_length(config, spec)
+    ring = find_ring(config, spec)
+    num_ranks = config.instance.tensor_parallel_size
+    if num_ranks > 1:
+        check_shardable(spread_over_ranks(spec, config.instance), num_ranks)
+    # Elsewhere each instance has its GPUs to itself.
+    share = find_share(config, spec) if config.cluster.launcher == "local" else None
+    layer_bytes = None if kept is None else kept_layer_bytes(source, spec)
+    cost = find_step_cost(config, spec, kept, layer_bytes)
+    return Plan(config, Measured(cost, find_swap(config, share), ring, share))
+
+
+def find_ring(config: KunServeConfig, spec: ModelSpec) -> KvRing | None:
+    """The ring for KV of layers with a window, if one is wanted.
+
+    Raises ConfigError for a model that has no such layers, or another pattern of them.
+    """
+    instance = config.instance
+    if instance.disable_hybrid_kv_cache_manager:
+        return None
+    period, step_tokens = period_of(spec), config.scheduler.max_num_batched_tokens
+    assert spec.sliding_window is not None, spec
+    ring = ring_of(spec.sliding_window, period, instance.block_size, step_tokens)
+    logger.info(
+        "layers with a window keep KV of %d tokens: %d of the window, %d of a step "
+        "(--max-num-batched-tokens), and parts of blocks; stages end after every %d layers",
+        ring.num_blocks * instance.block_size,
+        spec.sliding_window,
+        step_tokens,
+        period,
+    )
+    return ring
+
+
+def find_step_cost(
+    config: KunServeConfig,
+    spec: ModelSpec,
+    quantization: str | None = None,
+    layer_bytes: float | None = None,
+) -> CostCoefficients | None:
+    """The costs that batch formation predicts by; None if nothing does.
+
+    From the profile if there is one, else assumed from the model's shape: measuring at start
+    would take longer than loading the model. ``layer_bytes`` is what a layer's quantised weights
+    take. Raises ConfigError for a profile that does not fit.
+    """
+    scheduler, instance = config.scheduler, config.instance
+    uses_host_memory, has_slo = config.overload.uses_host_memory, scheduler.tpot_slo_s is not None
+    if not (scheduler.lookahead or uses_host_memory or has_slo):
+        return None
+    subject = ProfileSubject.of(
+        spec,
+        instance.num_threads,
+        instance.block_size,
+        quantization,
+        instance.tensor_parallel_size,
+    )
+    path = None if scheduler.profile is None else Path(scheduler.profile)
+    cost, origin = None, "no --profile of a GPU (`kunserve profile --device cuda` makes one)"
+    if path is not None or instance.device == "cpu":  # the usual place has profiles of CPUs
+        cost, origin = find_cost(subject, path)
+    if cost is not None:
+        logger.info("step costs profile=%s", origin)
+        return cost
+    if has_slo:
+        raise ConfigError(f"--tpot-slo needs measured step times; there is {origin}")
+    if uses_host_memory and instance.device != "cpu":
+        raise ConfigError(
+            f"with --device {instance.device}, KV goes to host memory at the pace of measured step "
+            f"times; there is {origin}"
+        )
+    logger.info("step costs assumed from the model's shape: %s", origin)
+    return assumed_cost(spec, layer_bytes)
+
+
+def find_swap(config: KunServeConfig, share: CardShare | None = None) -> SwapPlan | None:
+    """The way to host memory, measured, if the overload policy wants it.
+
+    An instance gets as much host memory as it has for weights and KV. Beside a GPU's memory there
+    may be less of the host's: half of what is available is shared out.
+    """
+    if not config.overload.uses_host_memory:
+        return None
+    device = config.instance.device
+    host_bytes = config.instance.memory_bytes if share is None else share.memory_bytes
+    if device != "cpu":
+        most = max(config.cluster.num_instances, config.cluster.max_instances or 0)
+        host_bytes = min(host_bytes, available_bytes() // (2 * most))
+    swap = SwapPlan.of(config.overload, measure_copy_rate(device), host_bytes)
+    assert swap is not None, config.overload
+    logger.info(
+        "swap host_memory=%d MiB each, copies %.1f GB/s",
+        host_bytes // MIB,
+        swap.host_bytes_per_s / 1e9,
+    )
+    return swap
+
+
+def check_length(config: KunServeConfig, spec: ModelSpec) -> None:
+    """Raise ConfigError for a longest request that the model was not made for."""
+    asked = config.model.max_model_len
+    if asked is not None and asked > spec.max_position:
+        raise ConfigError(
+            f"--max-model-len {asked} is more than the {spec.max_position} tokens that the model "
+            "was trained for"
+        )
