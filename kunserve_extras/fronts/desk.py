@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable
 
 from kunserve.cluster.api import EngineClient
-from kunserve.core.errors import InvalidRequest, KunServeError
-from kunserve.core.ids import InstanceId, RequestId
+from kunserve.core.errors import KunServeError
+from kunserve.core.ids import RequestId
 from kunserve.core.messages import TokenOutput
 from kunserve.core.request import Request
 from kunserve_extras.fronts.accounts import ServerAccounts
@@ -17,10 +17,19 @@ from kunserve_extras.fronts.wire import (
     Answer,
     Call,
     Counted,
+    Drop,
     Failure,
     FromController,
     FromFront,
+    Kill,
     Link,
+    Order,
+    ReadMetrics,
+    ReadTimeline,
+    ResetPrefixCache,
+    Restore,
+    Scale,
+    SetPaused,
     Submit,
     Tokens,
     Verdict,
@@ -138,38 +147,34 @@ class Desk:
 
     async def _answer(self, call: Call) -> None:
         try:
-            answer = Answer(call.number, await self._carry_out(call))
+            answer = Answer(call.number, await self._carry_out(call.order))
         except KunServeError as error:
             answer = Answer(call.number, None, Failure.of(error))
         except Exception:
-            logger.exception("a front's call failed front=%d what=%s", self._number, call.what)
+            logger.exception("a front's call failed front=%d what=%s", self._number, call.order)
             answer = Answer(call.number, None, Failure("Unavailable", "an internal error"))
         self.tell(self._accounts.news())  # whoever asked looks for the effect
         self.tell(answer)
 
-    async def _carry_out(self, call: Call) -> str | None:
-        engine, argument = self._engine, call.argument
-        match call.what:
-            case "drop":
-                return await engine.drop(None if argument is None else int(argument))
-            case "restore":
+    async def _carry_out(self, order: Order) -> str | None:
+        engine = self._engine
+        match order:
+            case Drop(num_bytes):
+                return await engine.drop(num_bytes)
+            case Restore():
                 return await engine.restore()
-            case "scale":
-                assert argument is not None
-                return await engine.scale(int(argument))
-            case "pause":
-                engine.set_paused(bool(argument))
-            case "reset_prefix_cache":
+            case Scale(num_instances):
+                return await engine.scale(num_instances)
+            case SetPaused(paused):
+                engine.set_paused(paused)
+            case ResetPrefixCache():
                 await engine.reset_prefix_cache()
-            case "kill":
-                assert argument is not None
-                await engine.kill(InstanceId(int(argument)))
-            case "metrics":
+            case Kill(instance_id):
+                await engine.kill(instance_id)
+            case ReadMetrics():
                 return (await self._accounts.metrics()).decode()
-            case "timeline":
-                return self._accounts.timeline_view(argument).decode()
-            case _:
-                raise InvalidRequest(f"nobody knows {call.what!r} here")
+            case ReadTimeline(since_s):
+                return self._accounts.timeline_view(since_s).decode()
         return None
 
     def _end(self) -> None:

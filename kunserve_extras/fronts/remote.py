@@ -16,12 +16,21 @@ from kunserve_extras.fronts.wire import (
     Answer,
     Call,
     CountNow,
+    Drop,
     Failure,
     FromController,
     FromFront,
+    Kill,
     Leave,
     Link,
     News,
+    Order,
+    ReadMetrics,
+    ReadTimeline,
+    ResetPrefixCache,
+    Restore,
+    Scale,
+    SetPaused,
     Submit,
     Tokens,
     Verdict,
@@ -189,28 +198,28 @@ class RemoteEngine:
 
     async def drop(self, num_bytes: int | None) -> str:
         """See ``EngineClient``."""
-        return _text(await self.call("drop", num_bytes, ACT_S))
+        return _text(await self.call(Drop(num_bytes), ACT_S))
 
     async def restore(self) -> str:
         """See ``EngineClient``."""
-        return _text(await self.call("restore", None, ACT_S))
+        return _text(await self.call(Restore(), ACT_S))
 
     async def scale(self, num_instances: int) -> str:
         """See ``EngineClient``."""
-        return _text(await self.call("scale", num_instances, ACT_S))
+        return _text(await self.call(Scale(num_instances), ACT_S))
 
     def set_paused(self, paused: bool) -> None:
         """See ``EngineClient``."""
         self._num_calls += 1
-        self.tell(Call(self._num_calls, "pause", int(paused)))
+        self.tell(Call(self._num_calls, SetPaused(paused)))
 
     async def reset_prefix_cache(self) -> None:
         """See ``EngineClient``."""
-        await self.call("reset_prefix_cache", None, READ_S)
+        await self.call(ResetPrefixCache(), READ_S)
 
     async def kill(self, instance_id: InstanceId) -> None:
         """See ``EngineClient``."""
-        await self.call("kill", int(instance_id), READ_S)
+        await self.call(Kill(instance_id), READ_S)
 
     async def close(self) -> None:
         """See ``EngineClient``: the cluster is the controller's to close."""
@@ -219,14 +228,14 @@ class RemoteEngine:
 
     # What else is asked
 
-    async def call(self, what: str, argument: int | float | None, timeout_s: float) -> str | None:
+    async def call(self, order: Order, timeout_s: float) -> str | None:
         """Ask the controller's process. Raises what it raises, Unavailable without an answer."""
         self._num_calls += 1
         number = self._num_calls
         waiting: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
         self._answers[number] = waiting
         try:
-            if not self.tell(Call(number, what, argument)):
+            if not self.tell(Call(number, order)):
                 raise Unavailable(BUSY)
             async with asyncio.timeout(timeout_s):
                 return await waiting
@@ -237,11 +246,11 @@ class RemoteEngine:
 
     async def metrics(self) -> bytes:
         """The text of ``/metrics``, of the whole server."""
-        return _text(await self.call("metrics", None, READ_S)).encode()
+        return _text(await self.call(ReadMetrics(), READ_S)).encode()
 
     async def timeline(self, since_s: float | None) -> bytes:
         """``/kunserve/timeline``, of the whole server."""
-        return _text(await self.call("timeline", since_s, READ_S)).encode()
+        return _text(await self.call(ReadTimeline(since_s), READ_S)).encode()
 
 
 def _settle(waiting: "asyncio.Future[T]", value: T, failure: Failure | None) -> None:

@@ -17,7 +17,7 @@ from kunserve.core.errors import (
     PromptTooLong,
     Unavailable,
 )
-from kunserve.core.ids import RequestId
+from kunserve.core.ids import InstanceId, RequestId
 from kunserve.core.messages import TokenOutput
 from kunserve.core.request import Request
 from kunserve.core.snapshots import ClusterState
@@ -82,12 +82,58 @@ class Abort(_Message, frozen=True):
     request_id: RequestId
 
 
+class Drop(_Message, frozen=True):
+    """Drop so many bytes by hand, or what one merge gives."""
+
+    num_bytes: int | None
+
+
+class Restore(_Message, frozen=True):
+    """Restore all that is dropped."""
+
+
+class Scale(_Message, frozen=True):
+    """Have so many instances."""
+
+    num_instances: int
+
+
+class SetPaused(_Message, frozen=True):
+    """Make drops and restores by hand only, or no more."""
+
+    paused: bool
+
+
+class ResetPrefixCache(_Message, frozen=True):
+    """Forget all prefixes."""
+
+
+class Kill(_Message, frozen=True):
+    """End an instance's process."""
+
+    instance_id: InstanceId
+
+
+class ReadMetrics(_Message, frozen=True):
+    """The text of ``/metrics``, of the whole server."""
+
+
+class ReadTimeline(_Message, frozen=True):
+    """``/kunserve/timeline``: what came after that moment, or all."""
+
+    since_s: float | None
+
+
+Order: TypeAlias = (
+    Drop | Restore | Scale | SetPaused | ResetPrefixCache | Kill | ReadMetrics | ReadTimeline
+)
+
+
 class Call(_Message, frozen=True):
-    """Something is asked of the controller's process; an ``Answer`` of this number follows."""
+    """An order to the controller's process; an ``Answer`` of this number follows."""
 
     number: int
-    what: str
-    argument: int | float | None = None
+    order: Order
 
 
 class Counted(_Message, frozen=True):

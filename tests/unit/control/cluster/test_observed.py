@@ -203,7 +203,7 @@ class TestDropAndObserveAlike:
     def test_no_exchange_takes_longer_than_memory_is_short(
         self, policy: str, gbps: float, is_made: bool
     ) -> None:
-        """Half of 100 requests' blocks are given back each second."""
+        """About 50 blocks are given back each second."""
         places = {i: Place(f"h{i}", "", gbps) for i in range(2)}
         brain = Brain(policy=policy, places=places)
         brain.report(1, used_blocks=50)
