@@ -26,7 +26,6 @@ from kunserve_lab.world.actions import (
     Delivery,
     FinishStep,
     StartStep,
-    TellMore,
 )
 from kunserve_lab.world.by_choice import ChosenWorld
 from kunserve_lab.world.fake_body import FakeModel, expected_scores, expected_tokens, fake_spec
@@ -276,8 +275,6 @@ def place_of(action: Action) -> InstanceId | None:
             return dst
         case StartStep(instance_id) | FinishStep(instance_id) | CompletePull(instance_id):
             return instance_id
-        case TellMore():
-            return None
 
 
 def link(src: int | None, dst: int | None) -> Callable[[Action], bool]:

@@ -106,7 +106,7 @@ class TimedWorld(Surroundings):
     def drain(self) -> list[ControlCommand]:
         """All that is decided is begun, because nobody waits for the controller."""
         self._behind_s = defaultdict(float)
-        return self.controller.drain_all(self.heap.now_s())
+        return self.controller.drain()
 
     def tick(self) -> None:
         """And again, after a while."""

@@ -50,9 +50,4 @@ class CompletePull:
     fails: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class TellMore:
-    """Let the controller begin a few more merges of a large plan."""
-
-
-Action: TypeAlias = Delivery | StartStep | FinishStep | CompletePull | TellMore
+Action: TypeAlias = Delivery | StartStep | FinishStep | CompletePull

@@ -29,7 +29,6 @@ from kunserve_lab.world.actions import (
     FinishStep,
     Letter,
     StartStep,
-    TellMore,
 )
 from kunserve_lab.world.fake_body import FakeBody, FakeModel
 from kunserve_lab.world.mover import Pull, WorldMover
@@ -198,8 +197,6 @@ class ChosenWorld(World[ChosenMember]):
                 for i, pull in enumerate(member.mover.pulls)
                 if pull.what.src not in member.known or self._lets_in(pull.what.src, instance_id)
             )
-        if self.controller.has_more_to_tell:
-            found.append(TellMore())
         return found
 
     def _lets_in(self, dst: Address, src: Address) -> bool:
@@ -229,9 +226,6 @@ class ChosenWorld(World[ChosenMember]):
                 is_known = pull.what.src in member.known
                 ok = self.land(member, pull, fails=fails or not is_known)
                 self.end_pull(member, pull.what, ok)
-            case TellMore():
-                self.controller.tell_more(self.now_s)
-                self.carry_out()
         self.collect_mail()
 
     def fill(self, member: ChosenMember, source: ChosenMember | None, pull: Pull) -> None:

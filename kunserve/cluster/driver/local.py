@@ -14,7 +14,6 @@ from kunserve.cluster.driver.background import Background
 from kunserve.cluster.driver.forced import ForcedTransitions
 from kunserve.cluster.driver.group_watch import GroupWatch
 from kunserve.cluster.driver.size import SizeDriver
-from kunserve.cluster.driver.telling import Telling
 from kunserve.cluster.driver.topology import places_of
 from kunserve.cluster.driver.transition_log import log_decision
 from kunserve.cluster.processes.front_wires import FrontWires
@@ -86,7 +85,6 @@ class LocalCluster:
         self._background = Background()
         self._is_flushing = False
         self._forced = ForcedTransitions(controller, clock.now_s, self._flush, self._until)
-        self._telling = Telling(controller, clock.now_s, self._flush, self._background)
         self._sockets = SocketFolder() if succession is None else succession.sockets
         self._wires = FrontWires.open(launcher.front_host, config.cluster, succession)
         network = None if self._wires is None else self._wires.network
@@ -256,7 +254,6 @@ class LocalCluster:
             self._is_flushing = False
         if may_change:
             self._background.run("notify", self._notify())
-        self._telling.go_on()
 
     def _carry_out(self, command: ControlCommand) -> None:
         match command:
@@ -403,7 +400,7 @@ class LocalCluster:
 
     async def close(self) -> None:
         """See ``EngineClient``."""
-        self._is_closing = self._telling.is_over = True
+        self._is_closing = True
         self._launcher.close()
         await self._processes.close(lambda i: self._channel.send(i, Shutdown()))
         await self._background.close()

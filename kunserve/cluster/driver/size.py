@@ -7,15 +7,13 @@ from kunserve.cluster.processes.launch import FakeSettings, Launcher, startup_er
 from kunserve.cluster.processes.processes import FAILED_STARTS, Death, Processes
 from kunserve.control.cluster.controller import Controller
 from kunserve.core.config import KunServeConfig
+from kunserve.core.config.cluster import MAX_INSTANCES
 from kunserve.core.errors import ConfigError, InvalidRequest
 from kunserve.core.ids import InstanceId
 from kunserve.core.messages import Shutdown
 from kunserve.transport.wire.channel import FrontChannel
 
 logger = logging.getLogger(__name__)
-
-MOST_BY_HAND = 4096
-"""Instances that may be asked for where no ``--max-instances`` says how many."""
 
 
 class SizeDriver:
@@ -52,7 +50,7 @@ class SizeDriver:
 
     def _check(self, num_instances: int, num_places: int) -> None:
         config = self._config.cluster
-        most = config.max_instances or MOST_BY_HAND
+        most = config.max_instances or MAX_INSTANCES
         least = config.min_instances or 1
         if config.pipeline_stages > 1:
             raise InvalidRequest(

@@ -117,21 +117,6 @@ class Controller:
         """Commands since the last call, in order."""
         return self._outbox.drain()
 
-    def drain_all(self, now_s: float) -> list[ControlCommand]:
-        """As ``drain``, for a driver whom nobody waits for: all that is decided is begun."""
-        while self.has_more_to_tell:
-            self.tell_more(now_s)
-        return self._outbox.drain()
-
-    @property
-    def has_more_to_tell(self) -> bool:
-        """Whether a plan has more merges than are begun at once: ``tell_more`` begins others."""
-        return self.transitions.has_untold
-
-    def tell_more(self, now_s: float) -> None:
-        """Begin a few of them. A driver that serves anybody does so once per turn of its loop."""
-        self.transitions.tell_more(now_s)
-
     # Requests
 
     def admit(self, request: Request) -> Shed | None:
@@ -180,7 +165,7 @@ class Controller:
         ``client`` comes back with every token, in a ``Deliver`` command.
         """
         self._requests.add(request, client, now_s)
-        self._overload.arrived(now_s)
+        self._overload.watch(now_s)
 
     def cancel(self, request_id: RequestId) -> None:
         """The client is gone. Commands not drained yet may still name it."""

@@ -40,14 +40,6 @@ LOOK_GAP_S = 5e-3
 """Shortest time between two looks at the load, per group: a look costs time for each of them."""
 MAX_LOOK_GAP_S = 0.05
 """Of many groups: half a report period."""
-MANY_GROUPS = 32
-"""With more, arrivals leave the look to reports, which come every few milliseconds at least: a
-look at a thousand groups takes ten milliseconds, and who has just come would wait for it."""
-REFUSAL_S = 0.25
-"""Of many groups: for so long a drop that is not worth it is not planned again. To find that takes
-two plans and more, 20 ms of a thousand groups, and a long queue does not get short at once."""
-RESTORES_PER_LOOK = 16
-"""Begun at most, so that other calls get their turns; the others begin at the next looks."""
 
 
 class OverloadControl:
@@ -78,8 +70,6 @@ class OverloadControl:
         self._parking_allowed_s: dict[GroupId, float] = {}
         """When each group was last told so."""
         self._next_look_s = 0.0
-        self._refused: tuple[float, DropPlan] | None = None
-        """Until when a plan that is not worth it holds."""
         self.is_paused = False
         """Whether drops and restores are made by hand only. The monitor watches all the same."""
         self.reasons = Reasons(outbox)
@@ -94,13 +84,8 @@ class OverloadControl:
         observed = () if self.observation is None else self.observation.texts
         return (pause if self.is_paused else ()) + observed + self.reasons.texts
 
-    def arrived(self, now_s: float) -> None:
-        """Called at every arrival."""
-        if len(self._placement.groups) <= MANY_GROUPS:
-            self.watch(now_s)
-
     def watch(self, now_s: float) -> None:
-        """Called at every report and tick."""
+        """Called at every arrival, report and tick."""
         if self._pipeline_stages > 1:
             self._form_pipelines(now_s)
         is_on = self._config.policy in ("drop", "observe") or self._scaling.is_on
@@ -215,7 +200,8 @@ class OverloadControl:
         why = "drops are paused" if self.is_paused else "nothing is left to drop"
         if self._config.policy == "drop" and not self.is_paused:
             drop_view = self._drop_view(dwelling, now_s, view.groups)
-            plan = self._drop_if_worth(verdict, drop_view, now_s)
+            plan = plan_of(drop_view, verdict, self._config)
+            self._carry_out(plan, verdict.trigger, now_s)
             is_enough = plan.enough or bool(self._transitions.active)
             why = plan.shortfall
         if not is_enough:
@@ -223,16 +209,6 @@ class OverloadControl:
                 self._allow_parking(verdict.group_ids, now_s)
             reason = f"{verdict.trigger}; {why}"
             self._scaling.grow(verdict.required_blocks, reason, now_s)
-
-    def _drop_if_worth(self, wanted: Overloaded, drop_view: DropView, now_s: float) -> DropPlan:
-        """What is done now; of many groups a refusal is remembered for a moment."""
-        if self._refused is not None and now_s < self._refused[0]:
-            return self._refused[1]
-        plan = plan_of(drop_view, wanted, self._config)
-        self._carry_out(plan, wanted.trigger, now_s)
-        is_held = not plan.is_worth and len(self._placement.groups) > MANY_GROUPS
-        self._refused = (now_s + REFUSAL_S, plan) if is_held else None
-        return plan
 
     def _allow_parking(self, group_ids: tuple[GroupId, ...], now_s: float) -> None:
         """Tell leaders that nothing is left to drop: twice in the time that they remember it."""
@@ -281,19 +257,14 @@ class OverloadControl:
 
     def _restore_all(self, verdict: Relaxed, now_s: float) -> list[Excuse]:
         excuses = []
-        num_begun = 0
         busy = self._transitions.busy_groups
         for group_id in verdict.group_ids:
             if group_id in busy:
                 continue
-            if num_begun == RESTORES_PER_LOOK:
-                break
             begun = self._restore(group_id, verdict.trigger, now_s)
             if isinstance(begun, Postponed):
                 reason = f"restore postponed: {begun.reason}"
                 excuses.append(Excuse(group_id, begun.cause, reason))
-            else:
-                num_begun += 1
         return excuses
 
     def _restore(self, group_id: GroupId, trigger: str, now_s: float) -> TransitionId | Postponed:

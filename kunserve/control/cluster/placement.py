@@ -38,8 +38,6 @@ class Group:
     asked_s: float = 0.0
     is_returned: bool = False
     """Whether they have come: the next report knows of it."""
-    changed: set[GroupId] = field(default_factory=set)
-    """The placement's: groups whose load is another than before."""
     prompt_tokens_per_s: float = 0.0
     """Lately computed, for Retry-After."""
     step_s: float = 0.0
@@ -51,7 +49,7 @@ class Group:
         """Account for a request that the next report may not include yet."""
         self.unreported.append((number, blocks))
         self.unreported_blocks += blocks
-        self._renew()
+        self._load = None
 
     def take(self, report: LoadReport, now_s: float) -> None:
         """Take the leader's word; what it has received is in it."""
@@ -67,18 +65,14 @@ class Group:
             self.is_returned = False
         while self.unreported and self.unreported[0][0] <= report.num_received:
             self.unreported_blocks -= self.unreported.popleft()[1]
-        self._renew()
+        self._load = None
 
     def asked_back(self, num_requests: int, num_blocks: int, now_s: float) -> None:
         """The leader is told to return so many waiting requests."""
         self.num_returning, self.returning_blocks = num_requests, num_blocks
         self.asked_s = now_s
         self.is_returned = False
-        self._renew()
-
-    def _renew(self) -> None:
         self._load = None
-        self.changed.add(self.layout.group_id)
 
     @property
     def is_reported(self) -> bool:
@@ -124,9 +118,6 @@ class Placement:
         """Groups that become others in that commit: they get no more requests."""
         self.reserved: GroupId | None = None
         """Gets one request at a time, which runs alone."""
-        self.changed: set[GroupId] = set()
-        """Groups that have another load, or may be sent requests or not, other than when whoever
-        looks at them last emptied this. Some of them stand no more."""
         self.version = 0
         """Changes whenever other groups may be sent requests than before."""
         self._next_id = first_id
@@ -165,25 +156,20 @@ class Placement:
 
     def add(self, layout: GroupLayout) -> None:
         """A group that stands now, with nothing in it."""
-        self._note((layout.group_id,))
+        self.version += 1
         group = self._group(layout)
         self.groups[layout.group_id] = self._led[layout.leader] = group
-
-    def _note(self, group_ids: Iterable[GroupId]) -> None:
-        """These may be sent requests now, or may not any more."""
-        self.version += 1
-        self.changed.update(group_ids)
 
     def _group(self, layout: GroupLayout) -> Group:
         blocks = group_capacity_blocks(layout, self.specs)
         undropped_blocks = undropped_capacity_blocks(layout, self.specs)
         nothing = LoadReport(layout.group_id, capacity_blocks=blocks)
-        return Group(layout, blocks, undropped_blocks, nothing, changed=self.changed)
+        return Group(layout, blocks, undropped_blocks, nothing)
 
     def expect(self, old: Iterable[GroupLayout], new: Iterable[GroupLayout]) -> None:
         """Groups are about to become others."""
         old, new = tuple(old), tuple(new)
-        self._note(layout.group_id for layout in old + new)
+        self.version += 1
         reports = [self.groups[layout.group_id].report for layout in old]
         for layout in new:
             group = self._group(layout)
@@ -196,24 +182,24 @@ class Placement:
         """What was expected of these groups has come, or will not."""
         for layout in old:
             new_ids = self._closing.pop(layout.group_id, ())
-            self._note((layout.group_id, *new_ids))
+            self.version += 1
             for group_id in new_ids:
                 self.expected.pop(group_id, None)
 
     def reserve(self, group_id: GroupId | None) -> None:
         """Keep a group for one request that runs alone, or let it be as any other."""
         if group_id != self.reserved:
-            self._note(one for one in (self.reserved, group_id) if one is not None)
+            self.version += 1
             self.reserved = group_id
 
     def leave(self, group_id: GroupId) -> None:
         """The group gets no more requests."""
-        self._note((group_id,))
+        self.version += 1
         self.leaving.add(group_id)
 
     def stay(self, group_id: GroupId) -> None:
         """The group leaves no more: it may be sent requests again."""
-        self._note((group_id,))
+        self.version += 1
         self.leaving.discard(group_id)
 
     def formed(self, group_id: GroupId, instance_id: InstanceId) -> None:
@@ -221,7 +207,7 @@ class Placement:
         group = self.groups.get(group_id)
         if group is not None and group.forming:
             group.forming.discard(instance_id)
-            self._note((group_id,))
+            self.version += 1
 
     @property
     def closing(self) -> Set[GroupId]:
@@ -276,7 +262,7 @@ class Placement:
     def remove(self, layouts: Iterable[GroupLayout]) -> None:
         """Groups that stand no longer (unknown ones are fine)."""
         layouts = tuple(layouts)
-        self._note(layout.group_id for layout in layouts)
+        self.version += 1
         for layout in layouts:
             if layout.group_id == self.reserved:
                 self.reserved = None

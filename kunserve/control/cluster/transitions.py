@@ -9,7 +9,6 @@ Any refusal before the commit rolls all members back. Groups in a transition bel
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from itertools import islice
 
 from kunserve.control.cluster.commands import LogTransition, Outbox
 from kunserve.control.cluster.cut_links import CutLinks
@@ -48,9 +47,6 @@ BACKOFF_S = 1.0
 PATIENCE_MEMORY = 0.8
 """Of the longest phase, kept at each further one."""
 MAX_RECORDS = 256
-BEGINNINGS_PER_TURN = 16
-"""Merges of one plan whose members are told at once. In a large cluster a plan has hundreds, and
-telling all of them would keep the driver from everything else for too long."""
 
 
 class Transitions:
@@ -81,8 +77,6 @@ class Transitions:
         """Of loading and exchanging, as they were lately: they depend on the link and on sizes."""
         self._last_end_s: dict[InstanceId, float] = {}
         """Of the transitions that each instance was in."""
-        self._untold: dict[TransitionId, Transition] = {}
-        """Merges under way whose members know nothing of it yet, in order."""
 
     @property
     def busy_groups(self) -> set[GroupId]:
@@ -134,27 +128,15 @@ class Transitions:
     ) -> list[TransitionId]:
         """Ask the members of old groups to become new ones: of each pair the first and the second.
 
-        From now on all of them are under way. The first few are told of it at once, the others by
-        ``tell_more``.
+        All of them are under way before anybody is told.
         """
         begun = [
             self._begin(Kind.DROP, old, (new,), trigger, Phase.PREPARING, now_s)
             for old, new in merges
         ]
-        self._untold.update((transition.transition_id, transition) for transition in begun)
-        if begun:
-            self.tell_more(now_s)
+        for transition in begun:
+            self._prepare(transition, now_s)
         return [transition.transition_id for transition in begun]
-
-    @property
-    def has_untold(self) -> bool:
-        """Whether ``tell_more`` has anything to do."""
-        return bool(self._untold)
-
-    def tell_more(self, now_s: float) -> None:
-        """Tell the members of a few more of the merges that are under way."""
-        for transition_id in tuple(islice(self._untold, BEGINNINGS_PER_TURN)):
-            self._prepare(self._untold.pop(transition_id), now_s)
 
     def begin_restore(
         self,
@@ -325,9 +307,8 @@ class Transitions:
         ``backs_off``: something was wrong, so others begin a little later.
         """
         assert transition.may_roll_back, transition
-        if transition.transition_id not in self._untold:
-            for member in sorted(transition.members):
-                self._outbox.send(member, Rollback(transition.transition_id))
+        for member in sorted(transition.members):
+            self._outbox.send(member, Rollback(transition.transition_id))
         if backs_off:
             self.backoff_until_s = now_s + BACKOFF_S
         self._end(transition, Outcome.ROLLED_BACK, reason, now_s)
@@ -384,7 +365,6 @@ class Transitions:
         self, transition: Transition, outcome: Outcome, reason: str | None, now_s: float
     ) -> None:
         del self.active[transition.transition_id]
-        self._untold.pop(transition.transition_id, None)
         self._exchanging -= transition.exchanging
         record = replace(transition.record, outcome=outcome, reason=reason, finished_s=now_s)
         self.records.append(record)

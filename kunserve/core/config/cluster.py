@@ -8,8 +8,8 @@ from kunserve.core.config.flag import Flag
 from kunserve.core.errors import ConfigError
 
 DispatchPolicy: TypeAlias = Literal["soonest", "round-robin"]
-MAX_INSTANCES = 4096
-"""Of one controller: so many have been simulated; `benchmarks/many_instances` serves 1,000."""
+MAX_INSTANCES = 128
+"""Of one controller, which looks at every group for every request."""
 _cluster = partial(Flag, "Instances")
 _faults = partial(Flag, "Faults and traces")
 
@@ -86,6 +86,11 @@ class ClusterConfig:
         Called for the whole configuration, not when this part of it is made.
         """
         num, fewest, most = self.num_instances, self.fewest_instances, self.max_instances
+        if max(num, most or 0) > MAX_INSTANCES:
+            raise ConfigError(
+                f"a cluster has at most {MAX_INSTANCES} instances, not {max(num, most or 0)}: one "
+                "controller looks at all of them for each request"
+            )
         if (self.min_instances or most) and self.pipeline_stages > 1:
             raise ConfigError(
                 "pipelines from the start have a fixed size: leave --min-instances and "

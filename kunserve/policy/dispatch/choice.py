@@ -35,19 +35,16 @@ def choose_group(
     what is saved is taken from the need.
     """
     fitting = [group for group in groups if request_blocks <= group.capacity_blocks]
-    ranks = [rank_of(*_terms(group), group.group_id, request_blocks) for group in fitting]
-    if not ranks:
+    if not fitting:
         return None
-    chosen = min(ranks)[-1]
-    if not saved:
-        return chosen
-    there = next(per_instance(group) for group in fitting if group.group_id == chosen)
-    return min(
-        rank_of(*_terms(group), group.group_id, request_blocks, saved.get(group.group_id, 0))
-        for group in fitting
-        if group.group_id == chosen
-        or (group.group_id in saved and is_near(per_instance(group), there))
-    )[-1]
+    chosen = min(fitting, key=lambda group: _rank(group, request_blocks))
+    if saved:
+        there = per_instance(chosen)
+        near = [g for g in fitting if g.group_id in saved and is_near(per_instance(g), there)]
+        chosen = min(
+            (chosen, *near), key=lambda g: _rank(g, request_blocks, saved.get(g.group_id, 0))
+        )
+    return chosen.group_id
 
 
 def choose_empty(
@@ -65,28 +62,16 @@ def choose_empty(
     return GroupId(-min(ranked)[1]) if ranked else None
 
 
-def rank_of(
-    demand_blocks: int,
-    need_blocks: int,
-    is_queued: bool,
-    capacity_blocks: int,
-    group_id: GroupId,
-    request_blocks: int,
-    saved_blocks: int = 0,
-) -> Rank:
-    """See ``choose_group``. ``is_queued``: more than one request waits there."""
+def _rank(group: GroupLoad, request_blocks: int, saved_blocks: int = 0) -> Rank:
+    """See ``choose_group``."""
+    capacity_blocks, demand_blocks = group.capacity_blocks, group.demand_blocks
     demand = demand_blocks + request_blocks
-    if saved_blocks and need_blocks - demand_blocks < saved_blocks:
-        is_queued = False
-    if demand <= capacity_blocks and not is_queued:
-        return False, -saved_blocks, demand / capacity_blocks, group_id
-    need = need_blocks + request_blocks - saved_blocks
-    return True, 0, need / capacity_blocks, group_id
-
-
-def _terms(group: GroupLoad) -> tuple[int, int, bool, int]:
-    is_queued = group.num_waiting > 1
-    return group.demand_blocks, group.need_blocks, is_queued, group.capacity_blocks
+    if demand <= capacity_blocks:
+        behind_head = group.need_blocks - demand_blocks
+        if group.num_waiting <= 1 or (saved_blocks and behind_head < saved_blocks):
+            return False, -saved_blocks, demand / capacity_blocks, group.group_id
+    need = group.need_blocks + request_blocks - saved_blocks
+    return True, 0, need / capacity_blocks, group.group_id
 
 
 @dataclass(frozen=True, slots=True)

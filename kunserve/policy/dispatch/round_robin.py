@@ -27,7 +27,7 @@ class RoundRobin:
 
 
 class RoundRobinChooser:
-    """Has the methods of ``GroupChooser``."""
+    """Chooses among some groups, and remembers what was chosen."""
 
     def __init__(self, turn: RoundRobin, groups: Iterable[GroupLoad]) -> None:
         self._turn = turn

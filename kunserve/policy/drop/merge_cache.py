@@ -1,8 +1,8 @@
 """What groups make when they merge, worked out once for all that are alike.
 
-A cluster of 10,000 instances has few kinds of groups. A *shape* is a group without its instances'
+A cluster has few kinds of groups. A *shape* is a group without its instances'
 names: how much memory each has, and which layers. Equal shapes merge into equal shapes, so that
-a plan for thousands of groups splits layers a few times only.
+a plan for many groups splits layers a few times only.
 """
 
 from math import frexp

@@ -41,7 +41,7 @@ _LAST = Rank(1 << 62, True, 0)
 class MergeQueue:
     """Groups in order of rank; equal ranks leave in order of entry.
 
-    A heap of ranks rather than of groups: a cluster has thousands of groups, but few ranks.
+    A heap of ranks rather than of groups: a cluster has many groups, but few ranks.
     """
 
     def __init__(

@@ -109,7 +109,7 @@ def test_decisions_are_timed(capsys: pytest.CaptureFixture[str]) -> None:
     assert {line["settings"]["decision"] for line in figures} == {
         "drop plan",
         "formation",
-        "placing",
+        "dispatch",
         "prefix dispatch",
     }  # type: ignore[index]
 

@@ -27,7 +27,6 @@ clusters = st.fixed_dictionaries(
         "max_queue_per_gain": st.sampled_from([0.0, 1.0, 10.0]),
         "max_group_size": st.sampled_from([None, 2, 3]),
         "dwell_s": st.sampled_from([0.0, 0.5]),
-        "forecast_s": st.sampled_from([0.0, 0.5]),
     }
 )
 loads = st.fixed_dictionaries(

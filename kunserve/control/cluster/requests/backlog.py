@@ -99,8 +99,6 @@ class SentAhead:
         self._ahead: defaultdict[InstanceId, _Ahead] = defaultdict(_Ahead)
         self.roomier: set[InstanceId] = set()
         """Leaders that have less ahead than when this was last emptied."""
-        self.changed: set[InstanceId] = set()
-        """Leaders that have more or less ahead than when this was last emptied."""
 
     def has_room(self, leader: InstanceId, num_stages: int) -> bool:
         """Whether the leader of so many stages may be sent one more request."""
@@ -126,7 +124,6 @@ class SentAhead:
         ahead = self._ahead[live.leader]
         ahead.num_requests += 1
         ahead.num_tokens += live.tokens_ahead
-        self.changed.add(live.leader)
 
     def remove(self, live: Live) -> None:
         """The request's leader has made a token of it, or has it no more."""
@@ -136,7 +133,6 @@ class SentAhead:
         ahead.num_tokens -= live.tokens_ahead
         live.tokens_ahead = 0
         self.roomier.add(live.leader)
-        self.changed.add(live.leader)
 
     def check(self, leader: InstanceId, led: list[Live]) -> None:
         """Assert the account of a leader that has these requests."""

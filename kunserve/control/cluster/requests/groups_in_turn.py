@@ -4,14 +4,13 @@ from collections.abc import Set
 
 from kunserve.control.cluster.placement import Group, Placement
 from kunserve.control.cluster.requests.backlog import SentAhead
-from kunserve.control.cluster.requests.live import Live
 from kunserve.core.ids import GroupId, InstanceId
 from kunserve.policy.dispatch.affinity import Saved
 from kunserve.policy.dispatch.round_robin import RoundRobin
 
 
 class GroupsInTurn:
-    """Has the methods of ``RoomyGroups``. Here every group has room."""
+    """Has the methods of ``OpenGroups``. Here every group has room."""
 
     def __init__(self, placement: Placement, ahead: SentAhead) -> None:
         self._placement = placement
@@ -21,13 +20,8 @@ class GroupsInTurn:
         self._promised_tokens: dict[GroupId, int] = {}
         self.has_room = False
 
-    def follow(self) -> None:
-        """Load does not matter."""
-        self._placement.changed.clear()
-        self._ahead.changed.clear()
-
     def begin(self, leaders: Set[InstanceId] | None = None) -> bool:
-        """See ``RoomyGroups``; as are the others."""
+        """See ``OpenGroups``; as are the others."""
         placement = self._placement
         if leaders is None:
             groups = placement.candidates()
@@ -43,7 +37,7 @@ class GroupsInTurn:
         """Whose turn it is."""
         return self._among.choose(request_blocks, saved) if self.has_room else None
 
-    def promise(self, live: Live, group_id: GroupId, num_blocks: int, num_tokens: int) -> None:
+    def promise(self, group_id: GroupId, num_blocks: int, num_tokens: int) -> None:
         """A request waits for a group that is about to stand."""
         promised_tokens = self._promised_tokens.get(group_id, 0) + num_tokens
         self._promised_tokens[group_id] = promised_tokens
@@ -51,13 +45,5 @@ class GroupsInTurn:
         if promised_tokens >= self._ahead.most_tokens(num_stages):
             self._among.close(group_id)
 
-    def is_promised(self, live: Live) -> bool:
-        """Promises are made anew each time, because turns change with each choice."""
-        return False
-
-    def end_promises(self) -> bool:
-        """None is kept."""
-        return False
-
-    def sent(self, group: Group, num_blocks: int) -> None:
+    def sent(self, group: Group) -> None:
         """A request was sent to a group."""

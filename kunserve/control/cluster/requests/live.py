@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 
 from kunserve.control.cluster.commands import Client
 from kunserve.control.cluster.requests.score_line import ScoreLine
-from kunserve.core.ids import GroupId, InstanceId
+from kunserve.core.ids import InstanceId
 from kunserve.core.messages import TokenOutput
 from kunserve.core.prefix import PrefixHash
 from kunserve.core.prompt_scores import PromptScores
@@ -36,8 +36,6 @@ class Live:
     """Of its prompt's beginnings, where dispatch looks at them."""
     saved_tokens: int = 0
     """Of its prompt: those that its leader has from others, as far as is known."""
-    promise: tuple[GroupId, int] | None = None
-    """The group that it waits for in the backlog, and when (``RoomyGroups``)."""
     num_held: int = 0
     """Times that it stayed in the backlog for the group that has its beginning."""
     _early: dict[int, TokenOutput] = field(default_factory=dict)

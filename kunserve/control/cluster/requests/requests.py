@@ -9,9 +9,9 @@ from kunserve.control.cluster.requests.backlog import Backlog, SentAhead
 from kunserve.control.cluster.requests.groups_in_turn import GroupsInTurn
 from kunserve.control.cluster.requests.homeless import Homeless
 from kunserve.control.cluster.requests.live import Live
+from kunserve.control.cluster.requests.open_groups import OpenGroups
 from kunserve.control.cluster.requests.prefixes import Prefixes
 from kunserve.control.cluster.requests.quarantine import NOBODY, Blame, Quarantine
-from kunserve.control.cluster.requests.roomy_groups import RoomyGroups
 from kunserve.control.cluster.transitions import Transitions
 from kunserve.core.config import DispatchPolicy
 from kunserve.core.ids import InstanceId, RequestId, TransitionId
@@ -57,8 +57,8 @@ class Requests:
         self.backlog = Backlog(blocks)
         self._ahead = SentAhead(step_tokens)
         in_turn = dispatch_policy == "round-robin"
-        self._groups: RoomyGroups | GroupsInTurn = (
-            GroupsInTurn(placement, self._ahead) if in_turn else RoomyGroups(placement, self._ahead)
+        self._groups: OpenGroups | GroupsInTurn = (
+            GroupsInTurn(placement, self._ahead) if in_turn else OpenGroups(placement, self._ahead)
         )
         knows_prefixes = knows_prefixes and not in_turn
         self._prefixes = Prefixes(placement, self._ahead, blocks.block_size, knows_prefixes)
@@ -135,7 +135,6 @@ class Requests:
         if group_id is None:
             return
         if group_id in self._placement.expected:
-            self._groups.promise(live, group_id, blocks, live.num_tokens)
             return
         group = self._placement.groups[group_id]
         if not self._prefixes.holds(live, saved, group, blocks):
@@ -179,7 +178,6 @@ class Requests:
 
         Otherwise leaders that have come to the end of what they were sent are sent more.
         """
-        self._groups.follow()
         if self._placement.version != self._placed_version:
             self.place()
         else:
@@ -209,19 +207,19 @@ class Requests:
         for live, num_tokens, blocks in self.backlog:
             if not groups.has_room:
                 return
-            if groups.is_promised(live) or self.quarantine.holds(live.request.request_id):
+            if self.quarantine.holds(live.request.request_id):
                 continue
             saved = self._prefixes.saved_tokens(live)
             group_id = groups.choose(blocks, self._prefixes.in_blocks(saved))
             if group_id is None:
                 continue
             if group_id in placement.expected:
-                groups.promise(live, group_id, blocks, num_tokens)
+                groups.promise(group_id, blocks, num_tokens)
                 continue
             group = placement.groups[group_id]
             if not self._prefixes.holds(live, saved, group, blocks):
                 self._send(live, group, blocks, saved_tokens=saved.get(group_id, 0))
-                groups.sent(group, blocks)
+                groups.sent(group)
 
     def _isolate(self) -> None:
         """Let the suspects that are to be tested next run, if a group is empty."""
@@ -301,7 +299,7 @@ class Requests:
                 break
             self._fail(oldest)
         self.place_if_changed()
-        if self._groups.end_promises() or self._prefixes.holds_any:
+        if self._prefixes.holds_any:
             # A group that stands still makes no room, and nobody looks at who waits for it.
             self._fill()
 

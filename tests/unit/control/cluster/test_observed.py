@@ -205,7 +205,7 @@ class TestDropAndObserveAlike:
     ) -> None:
         """Half of 100 requests' blocks are given back each second."""
         places = {i: Place(f"h{i}", "", gbps) for i in range(2)}
-        brain = Brain(policy=policy, places=places, forecast_s=0.0)
+        brain = Brain(policy=policy, places=places)
         brain.report(1, used_blocks=50)
         for tokens in (0, 200, 400):
             brain.report(0, used_blocks=BLOCKS, num_running=9, prompt_tokens=tokens, after_s=1.0)

@@ -2,7 +2,6 @@
 
 import pytest
 
-from kunserve.control.cluster import overload
 from kunserve.control.cluster.commands import LogReason, ScaleUp
 from kunserve.control.cluster.transitions import BACKOFF_S
 from kunserve.core.config import ClusterConfig
@@ -102,20 +101,6 @@ def test_behind_pairs_fours_are_made_for_a_short_queue_where_prompts_take_little
     done = {"prompt_tokens": tokens * 8}
     brain.report(0, **full, **done, num_waiting=1, head_of_line_blocks=5, waiting_blocks=5)
     assert bool(brain.take(Prepare)) == is_made
-
-
-def test_of_many_groups_a_refusal_holds_for_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """To find it takes twice as long as a plan, and looks come every few milliseconds."""
-    monkeypatch.setattr(overload, "MANY_GROUPS", 1)
-    brain = Brain()
-    brain.report(1, used_blocks=50)
-    brain.report(0, **{**SHORT, "num_waiting": 90, "waiting_blocks": 900})
-    (wish,) = brain.said(ScaleUp)
-    assert "no drop is worth it" in wish.reason
-    brain.report(0, after_s=overload.REFUSAL_S / 2, **SHORT)
-    assert not brain.take(Prepare)
-    brain.report(0, after_s=overload.REFUSAL_S, **SHORT)
-    assert brain.take(Prepare)
 
 
 def test_other_policies_drop_nothing() -> None:
@@ -301,26 +286,6 @@ def test_a_restore_by_hand_takes_every_pipeline() -> None:
     for transition in tuple(brain.controller.transitions.active.values()):
         brain.controller.transitions.roll_back(transition, "by hand instead", brain.now_s)
     assert len(brain.controller.force_restore(brain.now_s)) == 2
-
-
-def test_restores_of_many_pipelines_begin_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(overload, "RESTORES_PER_LOOK", 2)
-    brain = Brain(10, policy="drop", restore_hold_s=1.0)
-    for _ in range(5):
-        brain.controller.force_drop(None, brain.now_s)
-        brain.pass_time()
-        brain.complete()
-    leaders = [group[0] for group in brain.groups]
-    assert len(leaders) == 5
-    for leader in leaders:
-        brain.report(leader, after_s=0.0, used_blocks=1)
-    assert not brain.take(LoadLayers), "not low for long enough"
-    begun = []
-    for _ in range(4):
-        brain.pass_time(1.0)
-        begun.append({leader for leader, _ in brain.take(LoadLayers)})
-    assert [len(some) for some in begun] == [0, 2, 2, 1], "first the hold, then two at a time"
-    assert set.union(*begun) == set(leaders)
 
 
 def test_pipelines_from_the_start_are_not_restored_by_hand() -> None:

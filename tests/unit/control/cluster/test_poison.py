@@ -18,7 +18,6 @@ from kunserve_lab.world.actions import (
     Delivery,
     FinishStep,
     StartStep,
-    TellMore,
 )
 from kunserve_lab.world.by_choice import ChosenWorld
 from kunserve_lab.world.fake_body import FakeBody, expected_tokens
@@ -141,8 +140,6 @@ def _actor(action: Action) -> InstanceId:
         case Delivery(_, dst):
             assert dst is not None
             return dst
-        case TellMore():
-            raise AssertionError("the controller computes nothing")
 
 
 def run(cluster: PoisonedCluster) -> None:

@@ -1,7 +1,6 @@
-"""Placing many requests at once: as ``choose_group`` for one after the other."""
+"""Choices by what is saved, one after the other, and shares of what waits."""
 
 from dataclasses import replace
-from unittest.mock import patch
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,7 +9,6 @@ from kunserve.core.ids import GroupId
 from kunserve.core.load import GroupLoad, LoadReport
 from kunserve.policy.dispatch.affinity import num_requests
 from kunserve.policy.dispatch.choice import choose_group, share_out
-from kunserve.policy.dispatch.placing import GroupChooser
 
 
 @st.composite
@@ -36,32 +34,11 @@ def loads(draw: st.DrawFn, group: int) -> GroupLoad:
 groups_of_loads = st.integers(1, 6).flatmap(
     lambda n: st.tuples(*[loads(group) for group in range(n)])
 )
-closings = st.lists(st.booleans(), min_size=25, max_size=25)
 savings = st.lists(
     st.dictionaries(st.integers(0, 6).map(GroupId), st.integers(1, 60), max_size=3),
     min_size=25,
     max_size=25,
 )
-
-
-@given(groups_of_loads, st.lists(st.integers(1, 100), max_size=25), closings, savings)
-def test_the_choices_are_those_of_one_at_a_time(groups, sizes, closes, saved_each):
-    one_at_a_time = {load.group_id: load for load in groups}
-    chooser = GroupChooser(groups)
-    for blocks, does_close, saved in zip(sizes, closes, saved_each, strict=False):
-        expected = choose_group(one_at_a_time.values(), blocks, saved)
-        assert chooser.choose(blocks, saved) == expected
-        if expected is None:
-            continue
-        load = one_at_a_time[expected]
-        if does_close:
-            chooser.close(expected)
-            del one_at_a_time[expected]
-        else:
-            chooser.sent(expected, blocks)
-            sent = load.unreported_blocks + blocks
-            num = load.num_unreported + 1
-            one_at_a_time[expected] = replace(load, unreported_blocks=sent, num_unreported=num)
 
 
 @given(groups_of_loads, st.integers(1, 100), savings)
@@ -83,11 +60,15 @@ def test_saving_moves_a_request_only_to_a_group_that_saves_and_is_near(groups, b
 def test_a_beginning_that_all_have_spreads(num_groups, blocks, num_sent):
     """Whoever was sent one request of them has the beginning from then on."""
     groups = [GroupLoad(LoadReport(GroupId(i)), 100_000) for i in range(num_groups)]
-    chooser = GroupChooser(groups)
     num_at, saved = [0] * num_groups, {}
     for _ in range(num_sent):
-        group_id = chooser.choose(blocks, saved)
-        chooser.sent(group_id, blocks)
+        group_id = choose_group(groups, blocks, saved)
+        load = groups[group_id]
+        groups[group_id] = replace(
+            load,
+            num_unreported=load.num_unreported + 1,
+            unreported_blocks=load.unreported_blocks + blocks,
+        )
         saved[group_id] = blocks - 1
         num_at[group_id] += 1
     assert max(num_at) <= max(3, 2 * min(num_at) + 3), num_at
@@ -101,28 +82,3 @@ def test_shares_are_whole_and_by_capacity(num_blocks, capacities):
     assert sum(shares) == (num_blocks if total else 0)
     for share, capacity in zip(shares, capacities, strict=True):
         assert abs(share - num_blocks * capacity / max(1, total)) < 1
-
-
-changes = st.lists(
-    st.tuples(
-        st.integers(0, 5).flatmap(lambda group: loads(group)), st.booleans(), st.integers(1, 100)
-    ),
-    max_size=60,
-)
-
-
-@given(changes, st.integers(1, 8))
-def test_a_chooser_that_is_kept_follows_its_groups(moves, most):
-    """Groups come, change and go one after the other; entries that are out of date do no harm."""
-    kept, chooser = dict[GroupId, GroupLoad](), GroupChooser(())
-    with patch("kunserve.policy.dispatch.placing.MOST_ENTRIES", most):
-        for load, goes, blocks in moves:
-            known = kept.get(load.group_id)
-            if goes and known is not None:
-                chooser.close(load.group_id)
-                del kept[load.group_id]
-            else:
-                chooser.put(load)
-                kept[load.group_id] = load
-            assert (load.group_id in chooser) == (load.group_id in kept)
-            assert chooser.choose(blocks) == choose_group(kept.values(), blocks)

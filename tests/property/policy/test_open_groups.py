@@ -1,18 +1,16 @@
-"""Groups that are kept ready for dispatch: every choice is as if all had been gone through."""
+"""Groups that requests may be sent to: choices beside somebody who keeps the account himself."""
 
 from collections.abc import Set
 from dataclasses import replace
 from typing import Any
-from unittest.mock import patch
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kunserve.control.cluster.placement import Placement
-from kunserve.control.cluster.requests import roomy_groups
 from kunserve.control.cluster.requests.backlog import SentAhead
 from kunserve.control.cluster.requests.live import Live
-from kunserve.control.cluster.requests.roomy_groups import RoomyGroups
+from kunserve.control.cluster.requests.open_groups import OpenGroups
 from kunserve.core.ids import GroupId, InstanceId, RequestId
 from kunserve.core.layout import GroupLayout, LayerRange, Stage
 from kunserve.core.load import GroupLoad, LoadReport
@@ -33,11 +31,11 @@ class World:
     def __init__(self) -> None:
         self.placement = Placement()
         self.ahead = SentAhead(STEP_TOKENS)
-        self.groups = RoomyGroups(self.placement, self.ahead)
+        self.groups = OpenGroups(self.placement, self.ahead)
         self.now_s = 0.0
         self.num_live = 0
         self.live: list[Live] = []
-        self.promises: dict[GroupId, list[tuple[Live, int]]] = {}
+        self.num_promised: dict[GroupId, int] = {}
         for number in range(NUM_INSTANCES):
             instance_id = InstanceId(number)
             blocks = 40 if number < 4 else 60
@@ -100,19 +98,12 @@ class World:
                 self.expect(chosen)
             case "end":
                 self.end(size)
-            case "tick":
-                self.groups.end_promises()
-                assert not any(self.groups.is_promised(x) for x, _ in self.promised())
-                self.promises = {}
 
     def request(self) -> Live:
         self.num_live += 1
         name, prompt = RequestId(str(self.num_live)), TokenIds([1] * PROMPT_TOKENS)
         request = Request(name, prompt, SamplingParams(max_tokens=4), 0.0)
         return Live(self.num_live, request, print, [], 0.0)
-
-    def promised(self) -> list[tuple[Live, int]]:
-        return [one for promises in self.promises.values() for one in promises]
 
     def expect(self, chosen: GroupId) -> None:
         """Two instances are to become a group, or a group of two is to part."""
@@ -158,51 +149,42 @@ class World:
         }
         loads: dict[GroupId, GroupLoad] = {i: group.load for i, group in roomy.items()}
         loads |= {i: group.load for i, group in placement.expected.items()}
-        if len(placement.expected) <= roomy_groups.FEW_EXPECTED:
-            self.promises = {}
-        for group_id in self.promises.keys() - placement.expected.keys():
-            assert not any(self.groups.is_promised(x) for x, _ in self.promises.pop(group_id))
-        assert all(self.groups.is_promised(x) for x, _ in self.promised())
-        for group_id, promises in self.promises.items():
-            loads[group_id] = sent_to(loads[group_id], [blocks for _, blocks in promises])
-            if self.is_full(group_id):
-                del loads[group_id]
+        self.num_promised = {}
         assert self.groups.begin(leaders) == bool(roomy)
         for blocks in sizes:
             expected = choose_group(loads.values(), blocks) if roomy else None
             assert self.groups.choose(blocks, {}) == expected
             if expected is None:
                 continue
-            loads[expected] = sent_to(loads[expected], [blocks])
+            loads[expected] = sent_to(loads[expected], blocks)
             if expected in placement.expected:
-                live = self.request()
-                self.groups.promise(live, expected, blocks, PROMPT_TOKENS)
-                self.promises.setdefault(expected, []).append((live, blocks))
+                self.groups.promise(expected, blocks, PROMPT_TOKENS)
+                self.num_promised[expected] = self.num_promised.get(expected, 0) + 1
                 if self.is_full(expected):
                     del loads[expected]
                 continue
             group = roomy[expected]
             self.happen("ahead", sorted(placement.groups).index(expected), 0)
             group.sent(1 << 30, blocks)
-            self.groups.sent(group, blocks)
+            self.groups.sent(group)
             if not ahead.has_room(group.layout.leader, len(group.layout.stages)):
                 del roomy[expected], loads[expected]
 
     def is_full(self, group_id: GroupId) -> bool:
         num_stages = len(self.placement.expected[group_id].layout.stages)
-        num_tokens = PROMPT_TOKENS * len(self.promises[group_id])
+        num_tokens = PROMPT_TOKENS * self.num_promised[group_id]
         return num_tokens >= self.ahead.most_tokens(num_stages)
 
 
-def sent_to(load: GroupLoad, sizes: list[int]) -> GroupLoad:
-    """As it is known once these have been sent."""
-    blocks, num = load.unreported_blocks + sum(sizes), load.num_unreported + len(sizes)
+def sent_to(load: GroupLoad, num_blocks: int) -> GroupLoad:
+    """As it is known once so much has been sent."""
+    blocks, num = load.unreported_blocks + num_blocks, load.num_unreported + 1
     return replace(load, unreported_blocks=blocks, num_unreported=num)
 
 
 KINDS = (
     *("report", "sent", "ahead", "ahead", "computed", "returning", "leave", "reserve", "again"),
-    *("formed", "formed", "expect", "expect", "end", "tick"),
+    *("formed", "formed", "expect", "expect", "end"),
 )
 happenings = st.tuples(st.sampled_from(KINDS), st.integers(0, 30), st.integers(0, 60))
 looks = st.tuples(
@@ -211,15 +193,13 @@ looks = st.tuples(
 )
 
 
-@given(st.lists(st.one_of(happenings, happenings, looks), max_size=40), st.sampled_from([0, 8]))
-def test_what_is_kept_ready_is_what_would_be_found(events: list[tuple[Any, ...]], few: int) -> None:
-    """With ``few`` 0, promises are kept."""
-    with patch("kunserve.control.cluster.requests.roomy_groups.FEW_EXPECTED", few):
-        world = World()
-        for event in events:
-            if len(event) == 3:
-                world.happen(*event)
-            else:
-                world.look(*event)
-        world.placement.check()
-        world.look(None, [1, 5, 30])
+@given(st.lists(st.one_of(happenings, happenings, looks), max_size=40))
+def test_choices_are_among_those_that_have_room(events: list[tuple[Any, ...]]) -> None:
+    world = World()
+    for event in events:
+        if len(event) == 3:
+            world.happen(*event)
+        else:
+            world.look(*event)
+    world.placement.check()
+    world.look(None, [1, 5, 30])
