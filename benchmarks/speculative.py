@@ -5,8 +5,8 @@
 Two servers of one instance each, with and without `--speculative-config`. Every round asks both for
 the same answers in turn, one stream after the other or several side by side. The answers must be
 the same, token by token. ``noise`` is drawn at a high temperature: there lookup finds next to
-nothing, and must cost nothing. The other kinds are those of `benchmarks.prompt_lookup`, which
-predicts what lookup could gain. On a machine that others use the instances' CPU time says more than
+nothing, and must cost nothing. The other kinds ask for texts of this project's own pages. On a
+machine that others use the instances' CPU time says more than
 the clock.
 """
 
@@ -15,12 +15,12 @@ import asyncio
 import json
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
 from typing import Any
 
 import aiohttp
 
-from benchmarks.prompt_lookup import QUESTIONS, TASKS, documents
 from benchmarks.report import Report, Setting
 from kunserve_lab.bench.server_process import running_server
 
@@ -35,6 +35,34 @@ COUNTERS = tuple(
 )
 CPU = "kunserve:instance_cpu_seconds"
 TIMEOUT = aiohttp.ClientTimeout(total=1200)
+
+
+ROOT = Path(__file__).parent.parent
+QUESTIONS = (
+    "What is the capital of France, and what is it known for?",
+    "Explain why the sky is blue to a child.",
+    "Give me three tips to sleep better.",
+    "Write a short poem about the sea.",
+    "What is the difference between a list and a tuple in Python?",
+    "How do I boil an egg?",
+    "Tell me about the history of the bicycle.",
+    "Why do leaves change their colour in autumn?",
+)
+TASKS = {
+    "summary": "Summarise this text in a few sentences.\n\n{}",
+    "extraction": "Copy every sentence of this text that speaks of memory.\n\n{}",
+    "edit": "Repeat this text word for word, but write every number as a word.\n\n{}",
+}
+
+
+def documents() -> list[str]:
+    """Pieces of this project's own pages, of a few hundred tokens."""
+    pieces = []
+    for path in sorted((ROOT / "docs" / "decisions").glob("*.md")):
+        text = path.read_text()
+        if len(text) > 900:
+            pieces.append(text[:1200])
+    return pieces[:8]
 
 
 def bodies_of(kind: str, num: int, max_tokens: int) -> list[dict[str, Any]]:

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from benchmarks.markdown import Row, markdown
-from benchmarks.parting import BENCHMARK as PARTING
 from benchmarks.points import (
     BURSTGPT_48,
     HEAVY_27,
@@ -36,6 +35,8 @@ from benchmarks.points import (
 )
 
 BENCHMARK = "targets"
+PARTING = "parting"
+"""Has kept runs of `drop` at equal points."""
 RIVALS = ("recompute", "recompute-rr", "endless")
 P99 = "P99 TTFT"
 Draw: TypeAlias = dict[str, KeptRun]
@@ -75,7 +76,7 @@ HEAD = (
 
 
 def _kept() -> dict[RunKey, KeptRun]:
-    """Of this benchmark, and of the one that has runs of `drop` at equal points."""
+    """Of this benchmark, and of that one."""
     return kept(PARTING) | kept(BENCHMARK)
 
 

@@ -23,7 +23,7 @@ Where ours differs, and why:
   another one there.
 * Ending without enough, the caller relieves KV memory otherwise and asks for more instances.
 
-``merge_cache`` works equal merges out once, so that a hundred instances are planned in milliseconds.
+``merge_cache`` works equal merges out once: a hundred instances are planned in milliseconds.
 """
 
 import math

