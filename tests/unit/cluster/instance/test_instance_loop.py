@@ -30,7 +30,7 @@ from kunserve.core.messages import (
     Shutdown,
     Submit,
 )
-from kunserve.core.plan import Measured
+from kunserve.core.plan import NOTHING_MEASURED
 from kunserve.core.request import Request, SamplingParams
 from kunserve.core.snapshots import HeadShape, StageTime
 from kunserve.core.step import Chunk, StepPlan
@@ -194,7 +194,8 @@ class Instance:
 
 
 def make_agent(kind: type[InstanceAgent], body: FakeBody, mover: WorldMover) -> InstanceAgent:
-    config = AgentConfig(body.spec.instance_id, SchedulerConfig(), Measured(), frozenset(), 64)
+    me = body.spec.instance_id
+    config = AgentConfig(me, SchedulerConfig(), NOTHING_MEASURED, frozenset(), 64)
     return kind(config, body, mover)
 
 
