@@ -30,13 +30,14 @@ from kunserve.core.messages import (
     Shutdown,
     Submit,
 )
+from kunserve.core.plan import NOTHING_MEASURED
 from kunserve.core.request import Request, SamplingParams
 from kunserve.core.snapshots import HeadShape, StageTime
 from kunserve.core.step import Chunk, StepPlan
 from kunserve.core.tokens import TokenIds
 from kunserve.core.transfer import PeerAddress
 from kunserve_lab.world.fake_body import FakeBody, FakeModel, fake_spec
-from kunserve_lab.world.mover import InProcessMover
+from kunserve_lab.world.mover import WorldMover
 
 NUM_LAYERS = 4
 ZERO, ONE = InstanceId(0), InstanceId(1)
@@ -59,7 +60,7 @@ class Body(FakeBody):
         return outcome
 
 
-class Mover(InProcessMover):
+class Mover(WorldMover):
     """Has nothing to move."""
 
     poll_sockets = ()
@@ -157,7 +158,7 @@ class Instance:
         wires.mail.append(form)
         if num_stages > 1:
             self.peer_body = FakeBody(specs[1], MODEL)
-            self.peer = make_agent(InstanceAgent, self.peer_body, InProcessMover())
+            self.peer = make_agent(InstanceAgent, self.peer_body, WorldMover())
             self.peer.on(form, 0.0)
             wires.sent_to_peer = self.tell_peer
         ready = Ready(specs[0], PeerAddress("links", "bulk"), 64, "fake")
@@ -192,8 +193,9 @@ class Instance:
                 self.wires.rings.append((answer, data))
 
 
-def make_agent(kind: type[InstanceAgent], body: FakeBody, mover: InProcessMover) -> InstanceAgent:
-    config = AgentConfig(body.spec.instance_id, SchedulerConfig(), frozenset(), 64)
+def make_agent(kind: type[InstanceAgent], body: FakeBody, mover: WorldMover) -> InstanceAgent:
+    instance_id = body.spec.instance_id
+    config = AgentConfig(instance_id, SchedulerConfig(), NOTHING_MEASURED, frozenset(), 64)
     return kind(config, body, mover)
 
 
