@@ -194,8 +194,8 @@ class Instance:
 
 
 def make_agent(kind: type[InstanceAgent], body: FakeBody, mover: WorldMover) -> InstanceAgent:
-    me = body.spec.instance_id
-    config = AgentConfig(me, SchedulerConfig(), NOTHING_MEASURED, frozenset(), 64)
+    instance_id = body.spec.instance_id
+    config = AgentConfig(instance_id, SchedulerConfig(), NOTHING_MEASURED, frozenset(), 64)
     return kind(config, body, mover)
 
 
