@@ -39,7 +39,7 @@ from kunserve.policy.batch.cost import (
     as_vector,
     forms_for,
 )
-from kunserve.policy.batch.cost_fit import fit, held_out_errors, predict, predict_held_out, sized
+from kunserve_lab.profile.cost_fit import fit, held_out_errors, predict, predict_held_out, sized
 from kunserve_lab.sim.costs import profile_times
 from kunserve_lab.sim.devices import find_device
 from kunserve_lab.sim.models import find_model

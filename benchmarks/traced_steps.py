@@ -8,7 +8,7 @@ import numpy as np
 
 from kunserve.core.cost import DENSE, CostCoefficients, ExpertChoice
 from kunserve.policy.batch.cost import NARROW_TOKENS, Array, as_vector, from_vector
-from kunserve.policy.batch.cost_fit import fit_rows
+from kunserve_lab.profile.cost_fit import fit_rows
 
 CHUNKS_TERM = 2
 """Where ``TracedStep.features`` counts a batch's chunks."""

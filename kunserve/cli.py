@@ -17,11 +17,6 @@ _OWN: dict[str, CommandRow] = {
         "serve_command",
         "Serve a model over several instances.",
     ),
-    "scale": (
-        "kunserve.server.start.scale_command",
-        "scale_command",
-        "Change the number of a running server's instances.",
-    ),
 }
 """Name -> module, object, one line. Imported only when used, so that --help stays fast."""
 

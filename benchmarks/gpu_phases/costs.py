@@ -13,7 +13,7 @@ from kunserve.core.ids import RequestId
 from kunserve.core.step import Chunk
 from kunserve.model.profile import Profile, ProfileSubject, read_profile, write_profile
 from kunserve.model.spec import ModelSpec
-from kunserve.policy.batch.cost_fit import predict_held_out
+from kunserve_lab.profile.cost_fit import predict_held_out
 from kunserve_lab.profile.journal import Journal
 from kunserve_lab.profile.neighbours import neighbours
 from kunserve_lab.profile.run import (

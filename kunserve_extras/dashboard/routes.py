@@ -18,6 +18,7 @@ from starlette.routing import Route
 from kunserve.server.api.front import Front
 from kunserve.server.api.openai_routes import OpenAIRoutes
 from kunserve.server.http.paths import PAGE_WITH_SLASH
+from kunserve_extras.dashboard.timeline_route import TimelineRoute
 
 FOLDER = Path(__file__).parent / "web"
 PAGE = "page.html"
@@ -67,11 +68,12 @@ def _read_files() -> dict[str, _File]:
     return files
 
 
-def routes(_front: Front, _openai: OpenAIRoutes) -> list[Route]:
+def routes(front: Front, _openai: OpenAIRoutes) -> list[Route]:
     """What the seam ``routes`` of a server takes."""
     dashboard = DashboardRoutes()
     get = ["GET"]
     return [
+        Route("/kunserve/timeline", TimelineRoute(front).timeline, methods=get),
         Route("/", dashboard.root, methods=get),
         Route("/dashboard", dashboard.page, methods=get),
         Route(PAGE_WITH_SLASH, dashboard.with_slash, methods=get),

@@ -12,7 +12,8 @@ from kunserve.server.telemetry.cluster_metrics import ClusterMetrics
 from kunserve.server.telemetry.histogram import Histogram
 from kunserve.server.telemetry.metrics import LAG_BUCKETS, LOOP_LAG, register_process
 from kunserve.server.telemetry.request_metrics import REASONS, RecentValues
-from kunserve.server.telemetry.timeline import Timeline
+from kunserve.server.telemetry.sampler import Sampler
+from kunserve_extras.dashboard.timeline import Timeline
 from kunserve_extras.fronts.tally import Tally, counts_of
 from kunserve_extras.fronts.wire import Counted, News
 
@@ -43,6 +44,8 @@ class ServerAccounts:
         self.loop_lag = Histogram(LAG_BUCKETS)
         """Of this process."""
         self.timeline = Timeline(self)
+        self.sampler = Sampler(self)
+        self.sampler.watchers.append(self.timeline.sample)
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self._tally)
         self._registry.register(self.cluster)

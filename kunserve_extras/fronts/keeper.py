@@ -91,7 +91,7 @@ class FrontKeeper:
             asyncio.create_task(work)
             for work in (
                 self._tell_news(),
-                self._accounts.timeline.run(),
+                self._accounts.sampler.run(),
                 StatsLog(self._accounts.cluster).run(),
             )
         ]

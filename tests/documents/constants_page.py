@@ -17,7 +17,6 @@ ROOMS = {
     "transport/children": "how processes end",
 }
 TECHNICAL = {
-    "policy/batch/cost_fit.py",
     "policy/batch/lookahead.py",
     "cluster/instance/long_steps.py",
     "cluster/instance/loop.py",

@@ -21,7 +21,7 @@ from kunserve.server.telemetry.accounts import Accounts, OwnAccounts
 from kunserve.server.telemetry.metrics import FrontMetrics
 from kunserve.server.telemetry.request_life import Witness, Witnessed
 from kunserve.server.telemetry.request_log import RequestLog
-from kunserve.server.telemetry.timeline import Timeline
+from kunserve.server.telemetry.sampler import Sampler
 
 _SHUT_DOWN = "The server shut down before this request was finished."
 
@@ -61,8 +61,8 @@ class Front:
         """Whoever wants to know of requests."""
         if witnesses:
             self.watch = Witnessed(self.metrics, witnesses)
-        self.timeline = Timeline(self.metrics)
-        self.accounts: Accounts = accounts or OwnAccounts(self.metrics, self.timeline)
+        self.sampler = Sampler(self.metrics)
+        self.accounts: Accounts = accounts or OwnAccounts(self.metrics)
         self.forms = FormChecker(self._vocabulary, self.metrics.forms)
         self.seeds = SeedSource(config.model.seed)
         self.draining = False

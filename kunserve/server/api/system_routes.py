@@ -1,6 +1,5 @@
 """Everything that generates nothing: models, tokens, health, metrics, the cluster's state."""
 
-import math
 import time
 from typing import Any
 
@@ -133,17 +132,3 @@ class SystemRoutes:
     async def state(self, _http: HttpRequest) -> Response:
         """GET /kunserve/state."""
         return json_answer(state_object(self._front.engine.state()))
-
-    async def timeline(self, http: HttpRequest) -> Response:
-        """GET /kunserve/timeline, optionally only what came after ``?since=<t_s>``."""
-        since = http.query_params.get("since")
-        since_s: float | None = None
-        if since is not None:
-            try:
-                since_s = float(since)
-            except ValueError:
-                since_s = math.nan
-            if not math.isfinite(since_s):
-                raise InvalidRequest("`since` must be a number of seconds.", "since")
-        content = await self._front.accounts.timeline(since_s)
-        return Response(content, media_type="application/json")

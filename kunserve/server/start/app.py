@@ -97,7 +97,7 @@ def _lifespan_of(
         background = []
         if samples:
             background = [
-                asyncio.create_task(front.timeline.run()),
+                asyncio.create_task(front.sampler.run()),
                 asyncio.create_task(StatsLog(front.metrics.cluster).run()),
             ]
         try:
@@ -157,7 +157,6 @@ def _routes(front: Front) -> list[Route]:
         Route("/readyz", system.ready, methods=get),
         Route("/metrics", system.metrics, methods=get),
         Route("/kunserve/state", system.state, methods=get),
-        Route("/kunserve/timeline", system.timeline, methods=get),
         Route("/kunserve/drop", admin.drop, methods=post),
         Route("/kunserve/restore", admin.restore, methods=post),
         Route("/kunserve/kill", admin.kill, methods=post),

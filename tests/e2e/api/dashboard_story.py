@@ -28,7 +28,7 @@ from kunserve.core.snapshots import (
 )
 from kunserve.server.telemetry.metrics import FrontMetrics
 from kunserve.server.telemetry.request_metrics import RecentValues
-from kunserve.server.telemetry.timeline import PERIOD_S
+from kunserve_extras.dashboard.timeline import PERIOD_S
 from tests.specs import instance_spec
 from tests.unit.server.echo_engine import EchoEngine, group_of, idle_load
 from tests.unit.server.live_server import LiveServer

@@ -31,7 +31,7 @@ from kunserve.policy.batch.cost import (
     tokens_within,
     tokens_within_each,
 )
-from kunserve.policy.batch.cost_fit import fit, predict
+from kunserve_lab.profile.cost_fit import fit, predict
 from kunserve_lab.sim.costs import MeasuredTimes
 
 windows = st.builds(Windows, st.sampled_from([0.5, 5 / 6, 22 / 26, 1.0]), st.integers(1, 2000))

@@ -20,7 +20,7 @@ from kunserve.core.ids import RequestId
 from kunserve.core.layout import LayerRange
 from kunserve.core.snapshots import ClusterSize, ObservedDrops
 from kunserve.server.start.command import serve_command
-from kunserve.server.start.scale_command import scale_command
+from kunserve_extras.scale_command import scale_command
 from tests.conftest import wait_until
 from tests.unit.server.echo_engine import LAYERS, EchoEngine, idle_state, instance_state
 from tests.unit.server.live_server import LiveServer, live_server

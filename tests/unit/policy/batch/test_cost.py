@@ -30,7 +30,7 @@ from kunserve.policy.batch.cost import (
     tokens_within,
     tokens_within_each,
 )
-from kunserve.policy.batch.cost_fit import fit, held_out_errors, predict, sized
+from kunserve_lab.profile.cost_fit import fit, held_out_errors, predict, sized
 
 COST = CostCoefficients(
     attention_s=2.0,

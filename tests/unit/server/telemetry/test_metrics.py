@@ -19,7 +19,7 @@ from kunserve.server.telemetry.histogram import FIRST_TOKEN_BUCKETS, Histogram, 
 from kunserve.server.telemetry.metrics import FrontMetrics
 from kunserve.server.telemetry.request_metrics import RecentValues
 from kunserve.server.telemetry.stats_log import StatsLog
-from kunserve.server.telemetry.timeline import Timeline
+from kunserve_extras.dashboard.timeline import Timeline
 from tests.unit.server.echo_engine import EchoEngine, group_of, idle_load, run_now
 from tests.unit.server.live_server import MODEL, live_server
 
@@ -313,9 +313,9 @@ def test_timeline_is_bounded_and_incremental() -> None:
     clock.accepted()
     clock.token(100.5)
     for _ in range(9):
-        timeline.sample()
+        timeline.sample(metrics.cluster.observe())
     run_now(engine.drop(None))
-    timeline.sample()
+    timeline.sample(metrics.cluster.observe())
     view = seen(timeline)
     assert len(view["samples"]) == 5
     last = view["samples"][-1]
@@ -334,9 +334,10 @@ def test_a_timeline_of_many_groups_has_a_bound_and_reaches_back() -> None:
     engine = EchoEngine()
     engine.snapshot = replace(engine.snapshot, groups=groups, loads=loads)
     max_bytes, kept = 4 << 20, 60
-    timeline = Timeline(FrontMetrics(engine, MODEL), 1.0, float(kept), max_bytes)
+    metrics = FrontMetrics(engine, MODEL)
+    timeline = Timeline(metrics, 1.0, float(kept), max_bytes)
     for _ in range(2 * kept):
-        timeline.sample()
+        timeline.sample(metrics.cluster.observe())
     assert len(timeline.view(None)) < max_bytes + 1000
     now_s = engine.snapshot.now_s
     ages = [round((now_s - one["t_s"]) / 0.001) for one in seen(timeline)["samples"]]
@@ -347,7 +348,7 @@ def test_a_timeline_of_many_groups_has_a_bound_and_reaches_back() -> None:
 
     engine.snapshot = replace(engine.snapshot, groups=groups[:8], loads=loads[:8])
     for _ in range(2 * kept):
-        timeline.sample()
+        timeline.sample(metrics.cluster.observe())
     assert len(seen(timeline)["samples"]) == kept  # few groups: all of them
 
 

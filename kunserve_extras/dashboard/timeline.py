@@ -1,6 +1,5 @@
 """The last minutes of the cluster, sampled for people: ``GET /kunserve/timeline``."""
 
-import asyncio
 import time
 import uuid
 from collections import deque
@@ -11,11 +10,10 @@ import msgspec
 from kunserve.core.ids import TransitionId
 from kunserve.core.snapshots import ClusterState, TransitionRecord
 from kunserve.server.telemetry.cluster_metrics import ClusterMetrics
-from kunserve.server.telemetry.histogram import Histogram
 from kunserve.server.telemetry.request_metrics import RecentValues
+from kunserve.server.telemetry.sampler import PERIOD_S
 from kunserve.server.telemetry.state_json import record_object
 
-PERIOD_S = 0.2
 KEPT_S = 1200.0
 MAX_SAMPLE_BYTES = 16 << 20
 """Of all samples, which are kept as they are sent: a group is about 180 bytes of each."""
@@ -27,7 +25,6 @@ class Measured(Protocol):
 
     recent_first_token: RecentValues
     recent_per_token: RecentValues
-    loop_lag: Histogram
     cluster: ClusterMetrics
 
     @property
@@ -137,18 +134,9 @@ class Timeline:
         """Each with what is sent of it."""
         self._run_id = uuid.uuid4().hex
 
-    async def run(self) -> None:
-        """Sample for ever; cancelled when the application stops."""
-        while True:
-            self.sample()
-            due_s = time.monotonic() + self._period_s
-            await asyncio.sleep(self._period_s)
-            self._metrics.loop_lag.observe(max(0.0, time.monotonic() - due_s))
-
-    def sample(self) -> None:
-        """Take one sample now."""
+    def sample(self, state: ClusterState) -> None:
+        """Take one sample of what the cluster's metrics have just seen."""
         metrics = self._metrics
-        state = metrics.cluster.observe()
         self._remember(state)
         now_s = time.monotonic()
         first_p50, first_p99 = metrics.recent_first_token.percentiles(now_s, 0.5, 0.99)
