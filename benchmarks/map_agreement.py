@@ -36,7 +36,7 @@ from kunserve_lab.compare.simulated.burst_map import (
     Mark,
     make_map,
 )
-from kunserve_lab.compare.simulated.outlook import HELPS, Outlook, capacity, expect, outlook
+from kunserve_lab.compare.simulated.projection import HELPS, Projection, capacity, expect, outlook
 from kunserve_lab.compare.simulated.scenario import build_scenario
 
 ROOT = Path(__file__).parent.parent
@@ -89,7 +89,7 @@ def compared() -> list[Compared]:
     return [Compared(where, **one) for (where, _), one in values.items()]
 
 
-def of_experiments() -> Iterator[tuple[str, str, float, Outlook]]:
+def of_experiments() -> Iterator[tuple[str, str, float, Projection]]:
     """Where, which run, times lower as simulated, and by the model."""
     for name in EXPERIMENTS:
         experiment = read_experiment(ROOT / "experiments" / f"{name}.toml")
@@ -108,7 +108,7 @@ def of_experiments() -> Iterator[tuple[str, str, float, Outlook]]:
             yield name, f"load {at:g}, seed {seed}", ratio, expected
 
 
-def of_bursts() -> Iterator[tuple[str, str, float, Outlook]]:
+def of_bursts() -> Iterator[tuple[str, str, float, Projection]]:
     """The same for drawn bursts."""
     for one in burst_map.kept():
         point = one.point

@@ -29,7 +29,7 @@ from kunserve_lab.compare.experiment_file import read_experiment
 from kunserve_lab.compare.results import RunResult, by_load, load
 from kunserve_lab.compare.settings import SimulatedSetup, workload_of
 from kunserve_lab.compare.simulated.full_rate import full_capacity, with_full_rate
-from kunserve_lab.compare.simulated.outlook import capacity, expect, outlook
+from kunserve_lab.compare.simulated.projection import capacity, expect, outlook
 from kunserve_lab.compare.simulated.scenario import build_scenario
 from kunserve_lab.sim.fluid import Capacity
 from kunserve_lab.sim.profile import InstanceProfile

@@ -22,7 +22,7 @@ from benchmarks.markdown import Row
 from benchmarks.sparse_tables import sparse_bursts, sparse_instances, sparse_ridge
 from benchmarks.targets import targets, unseen
 from kunserve_lab.compare.results import by_load, load
-from kunserve_lab.compare.simulated.outlook import HELPS
+from kunserve_lab.compare.simulated.projection import HELPS
 
 _RUN = re.compile(r"(?P<system>.+)-(?:load)?(?P<load>[\d.]+)(?:-seed\d+-round\d+)?")
 """The name of a run's file: drop-load0.06-seed0-round1, in older results drop-0.06."""

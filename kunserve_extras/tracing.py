@@ -56,7 +56,7 @@ class OtlpTracer:
         """Sends spans to a collector, in batches and in another thread."""
         return cls(_provider(endpoint))
 
-    def witness(self, engine: EngineClient, model_name: str) -> "Tracing":
+    def observer(self, engine: EngineClient, model_name: str) -> "Tracing":
         """See ``Tracer``."""
         return Tracing(self._provider, engine, model_name)
 
@@ -108,7 +108,7 @@ class _Clock:
 
 
 class Tracing:
-    """A witness of requests."""
+    """A observer of requests."""
 
     def __init__(self, provider: TracerProvider, engine: EngineClient, model_name: str) -> None:
         self._tracer = provider.get_tracer("kunserve")
@@ -118,11 +118,11 @@ class Tracing:
         self._known: dict[TransitionId, SpanContext] = {}
 
     def began(self, life: RequestLife) -> None:
-        """See ``Witness``."""
+        """See ``RequestObserver``."""
         self._callers[life.request.request_id] = _CALLER.get()
 
     def ended(self, life: RequestLife) -> None:
-        """See ``Witness``."""
+        """See ``RequestObserver``."""
         assert life.ended_s is not None
         state = self._engine.state()
         clock = _Clock(time.time(), time.monotonic(), state.now_s)

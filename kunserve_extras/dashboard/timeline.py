@@ -150,8 +150,8 @@ class Timeline:
             "num_dropped_instances": sum(
                 instance.dropped_bytes > 0 for instance in state.instances
             ),
-            "num_in_freed_memory": metrics.cluster.savings.num_requests,
-            "queueing_avoided_s": metrics.cluster.savings.request_s,
+            "num_in_freed_memory": metrics.cluster.avoided.num_requests,
+            "queueing_avoided_s": metrics.cluster.avoided.request_s,
             "ttft_count": metrics.recent_first_token.count(now_s),
             "ttft_p50_s": first_p50,
             "ttft_p99_s": first_p99,

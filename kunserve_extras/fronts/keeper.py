@@ -19,7 +19,7 @@ from kunserve.server.start.serve import Drain, caught_signals
 from kunserve.server.telemetry.stats_log import StatsLog
 from kunserve.transport.children.child import LEAVE_S, START_S, Child, Pauses, ended
 from kunserve_extras.fronts.accounts import ServerAccounts
-from kunserve_extras.fronts.desk import Desk
+from kunserve_extras.fronts.front_service import FrontService
 from kunserve_extras.fronts.wire import CountNow, Leave, Welcome, frame_of
 
 logger = logging.getLogger("kunserve.server")
@@ -36,7 +36,7 @@ class _Seat:
 
     listener: socket.socket
     process: Child | None = None
-    desk: Desk | None = None
+    desk: FrontService | None = None
     has_counted: bool = False
 
 
@@ -151,7 +151,7 @@ class FrontKeeper:
     async def _run_one(self, number: int, seat: _Seat) -> str:
         """A front from its start to its end; why it ended. Raises OSError if it does not start."""
         silent = asyncio.Event()
-        desk = Desk(number, self._engine, self._accounts, silent.set)
+        desk = FrontService(number, self._engine, self._accounts, silent.set)
         ours, process = self._spawn(seat)
         seat.process, seat.desk = process, desk
         try:
@@ -188,7 +188,7 @@ class FrontKeeper:
 
     # What fronts are told
 
-    def _desks(self) -> dict[int, Desk]:
+    def _desks(self) -> dict[int, FrontService]:
         return {
             number: seat.desk
             for number, seat in enumerate(self._seats)

@@ -31,10 +31,10 @@ from kunserve.cluster.processes.seat import Seat
 from kunserve.core.config import KunServeConfig
 from kunserve.core.errors import ConfigError, TooLittleMemory
 from kunserve.core.ids import InstanceId
+from kunserve_extras.ray.node_agent import Birth, End, NodeAgent, Site
 from kunserve_extras.ray.nodes import need_of, num_that_fit, place_of, shortage
 from kunserve_extras.ray.seat import RaySeat, seat_name
 from kunserve_extras.ray.session import NAMESPACE, Session, awaited, end_actor
-from kunserve_extras.ray.warden import Birth, End, Site, Warden
 
 logger = logging.getLogger(__name__)
 
@@ -319,7 +319,7 @@ def at(order: InstanceOrder, site: Site) -> InstanceOrder:
 
 
 @ray.remote
-class _Actor(Warden):
+class _Actor(NodeAgent):
     """The warden, told by Ray where it is."""
 
     def __init__(self) -> None:

@@ -15,7 +15,7 @@ from kunserve_lab.compare.results import Outcome, RunResult, by_load
 from kunserve_lab.compare.settings import RealSetup, digest_of, workload_of
 from kunserve_lab.compare.simulated.full_rate import with_full_rate
 from kunserve_lab.compare.simulated.jobs import Job
-from kunserve_lab.compare.simulated.outlook import outlook_lines
+from kunserve_lab.compare.simulated.projection import outlook_lines
 from kunserve_lab.compare.simulated.runner import run_simulated
 from kunserve_lab.compare.simulated.scenario import build_scenario
 from kunserve_lab.workload.workload import Workload

@@ -9,7 +9,7 @@ from zmq import ZMQError
 from kunserve.cluster.instance.lease import LeaseTerms
 from kunserve.cluster.processes.launch import InstanceOrder, InstanceProcess
 from kunserve.cluster.processes.processes import Processes
-from kunserve.cluster.processes.reach import Reach
+from kunserve.cluster.processes.reachability import Reachability
 from kunserve.cluster.processes.seat import WiresState
 from kunserve.cluster.processes.succession import Succession
 from kunserve.control.cluster.requests.quarantine import Cause
@@ -72,7 +72,7 @@ class FrontWires:
         earlier = self._earlier
         await self._listen(channel)
         self._channel = channel
-        self._reach = Reach(channel.reaches)
+        self._reach = Reachability(channel.reaches)
         port = channel.address.rpartition(":")[2]
         self._address = f"tcp://{bracketed(self._host)}:{port}"
         if earlier is None:

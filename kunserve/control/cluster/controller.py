@@ -14,9 +14,9 @@ from kunserve.control.cluster.commands import (
     ScaleDown,
 )
 from kunserve.control.cluster.instances import Instances
-from kunserve.control.cluster.introductions import Introductions
 from kunserve.control.cluster.migrations import Migrations
 from kunserve.control.cluster.overload import OverloadControl
+from kunserve.control.cluster.peer_discovery import PeerDiscovery
 from kunserve.control.cluster.placement import Placement
 from kunserve.control.cluster.recovery import Recovery
 from kunserve.control.cluster.requests.prompt_share import PromptShare
@@ -65,9 +65,9 @@ class Controller:
         step_tokens = config.scheduler.max_num_batched_tokens
         self._outbox = outbox = Outbox()
         self.placement = placement = Placement(first_id)
-        self._introductions = introductions = Introductions(outbox, self._partners)
-        self.transitions = transitions = Transitions(placement, outbox, first_id, introductions)
-        self._instances = Instances(placement, introductions, outbox)
+        self._peer_discovery = peer_discovery = PeerDiscovery(outbox, self._partners)
+        self.transitions = transitions = Transitions(placement, outbox, first_id, peer_discovery)
+        self._instances = Instances(placement, peer_discovery, outbox)
         self._requests = requests = Requests(
             placement,
             transitions,
@@ -84,7 +84,7 @@ class Controller:
             transitions,
             requests,
             outbox,
-            introductions.introduce,
+            peer_discovery.introduce,
         )
         self._scaling = scaling = Scaling(
             config.cluster, placement, transitions, requests, outbox, self._give_back, num_places
@@ -383,5 +383,5 @@ class Controller:
         self.placement.check()
         self.balance.check()
         self.transitions.cuts.check()
-        self._introductions.check()
+        self._peer_discovery.check()
         self._requests.check(self._instances.living)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from kunserve.control.cluster.commands import Outbox
-from kunserve.control.cluster.introductions import Introductions
+from kunserve.control.cluster.peer_discovery import PeerDiscovery
 from kunserve.control.cluster.placement import Placement
 from kunserve.core.ids import InstanceId
 from kunserve.core.layout import GroupLayout, LayerRange, Stage
@@ -25,9 +25,9 @@ class _Instance:
 class Instances:
     """Owns who lives. ``Placement`` owns the specs of all that were ever ready."""
 
-    def __init__(self, placement: Placement, introductions: Introductions, outbox: Outbox) -> None:
+    def __init__(self, placement: Placement, peer_discovery: PeerDiscovery, outbox: Outbox) -> None:
         self._placement = placement
-        self._introductions = introductions
+        self._peer_discovery = peer_discovery
         self._outbox = outbox
         self._living: dict[InstanceId, _Instance] = {}
         self._past: dict[InstanceId, LeaderTotals] = {}
@@ -47,7 +47,7 @@ class Instances:
         self._placement.specs[spec.instance_id] = spec
         whole = LayerRange(0, spec.num_layers)
         self._living[spec.instance_id] = _Instance(whole, spec.kv_units)
-        self._introductions.arrived(spec.instance_id, event.address)
+        self._peer_discovery.arrived(spec.instance_id, event.address)
 
     def rejoined(self, event: Rejoin) -> None:
         """An instance of an earlier front is back, with its weights."""
@@ -67,10 +67,10 @@ class Instances:
         specs = self._placement.specs_of((layout,))
         self._placement.add(layout)
         self._placement.groups[layout.group_id].forming = set(layout.members)
-        self._introductions.introduce(layout.members)
+        self._peer_discovery.introduce(layout.members)
         for member in choose_sources(layout, self._holders(stages), self._placement.specs):
             sources = member.sources if len(stages) == 1 else ()
-            self._introductions.introduce_to(
+            self._peer_discovery.introduce_to(
                 member.instance_id, (source.instance_id for source in sources)
             )
             self._outbox.send(member.instance_id, Form(layout, specs, sources))
@@ -113,7 +113,7 @@ class Instances:
         instance = self._living.pop(instance_id, None)
         if instance is None:
             return False
-        self._introductions.left(instance_id)
+        self._peer_discovery.left(instance_id)
         self._past[instance_id] = self._past.get(instance_id, LeaderTotals()) + instance.totals
         return True
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from kunserve.control.cluster.commands import LogTransition, Outbox
 from kunserve.control.cluster.cut_links import CutLinks
-from kunserve.control.cluster.introductions import Introductions
+from kunserve.control.cluster.peer_discovery import PeerDiscovery
 from kunserve.control.cluster.placement import Placement
 from kunserve.control.cluster.transition import Phase, Transition
 from kunserve.core.ids import GroupId, InstanceId, TransitionId
@@ -57,12 +57,12 @@ class Transitions:
         placement: Placement,
         outbox: Outbox,
         first_id: int = 0,
-        introductions: Introductions | None = None,
+        peer_discovery: PeerDiscovery | None = None,
     ) -> None:
         """Members are introduced to each other before they need it, where that can be done."""
         self._placement = placement
         self._outbox = outbox
-        self._introductions = introductions
+        self._peer_discovery = peer_discovery
         self._next_id = first_id
         self.cuts = CutLinks()
         self.active: dict[TransitionId, Transition] = {}
@@ -199,11 +199,11 @@ class Transitions:
     def _introduce(
         self, members: Iterable[InstanceId], loads: Iterable[MemberSources] = ()
     ) -> None:
-        if self._introductions is not None:
-            self._introductions.introduce(members)
+        if self._peer_discovery is not None:
+            self._peer_discovery.introduce(members)
             for load in loads:
                 sources = (source.instance_id for source in load.sources)
-                self._introductions.introduce_to(load.instance_id, sources)
+                self._peer_discovery.introduce_to(load.instance_id, sources)
 
     # Answers
 

@@ -10,9 +10,9 @@ from collections.abc import Iterable
 from sys import maxsize
 from typing import NamedTuple
 
-from kunserve.control.group.beginning import Beginning, Prefix
 from kunserve.control.group.block_names import most_blocks, names_of
 from kunserve.control.group.ledger import Ledger
+from kunserve.control.group.prompt_prefix import Prefix, PromptPrefix
 from kunserve.control.group.sequence import Sequence
 from kunserve.core.ids import GroupId, PrefixId, RequestId
 from kunserve.core.messages import PrefixPart, PrefixState
@@ -375,7 +375,7 @@ class PrefixCache:
         self._kept.append(KeptPrefix(owner, prefix_id, prefix.first, prefix.end))
         return prefix_id
 
-    def _leave_shared(self, beginning: Beginning, num_blocks: int) -> None:
+    def _leave_shared(self, beginning: PromptPrefix, num_blocks: int) -> None:
         """The sequence shares only its first ``num_blocks``; the last ones are least recent."""
         shared = beginning.shared
         while shared and shared[-1][1] > num_blocks:

@@ -3,8 +3,8 @@
 import enum
 from dataclasses import dataclass, replace
 
-from kunserve.control.group.beginning import Beginning
 from kunserve.control.group.draft import Draft
+from kunserve.control.group.prompt_prefix import PromptPrefix
 from kunserve.core.ids import RequestId
 from kunserve.core.kv_blocks import KvBlocks
 from kunserve.core.messages import SequenceState, TokenOutput
@@ -57,7 +57,7 @@ class Sequence:
     """Prompt plus output before which no token may end it."""
     stop_ids: frozenset[int]
     """Tokens that end the output."""
-    beginning: Beginning
+    beginning: PromptPrefix
     """What it shares with others."""
     num_to_score: int = 0
     """Scores that the prompt has in all."""
@@ -278,7 +278,7 @@ def make_sequence(
         max_total_tokens=max_total_tokens,
         min_total_tokens=num_prompt + (0 if sampling.ends_with_form else sampling.min_tokens),
         stop_ids=stop_ids,
-        beginning=Beginning(request.request_id),
+        beginning=PromptPrefix(request.request_id),
         num_to_score=request.num_to_score,
         num_scored=request.num_scored,
     )

@@ -17,7 +17,7 @@ from kunserve.control.arrays import Int32Array
 from kunserve.control.instance.body import UnitCopy
 from kunserve.control.instance.compaction import RUN, Packing, RunArray, plan_vacate
 from kunserve.control.instance.free_units import FreeUnits, Span
-from kunserve.control.instance.loans import Loan, Loans
+from kunserve.control.instance.shared_blocks import Loan, SharedBlocks
 from kunserve.core.ids import PrefixId, RequestId
 from kunserve.core.layout import LayerRange
 
@@ -52,7 +52,7 @@ class BlockTable:
         """Row of ``tables`` of each request, until its release; read only, as is the next."""
         self.counts: dict[RequestId, int] = {}
         """Blocks of each request."""
-        self.loans = Loans()
+        self.loans = SharedBlocks()
         """Who shares what."""
         self._free_rows = list(range(shape[0] - 1, -1, -1))
         self._pinned: npt.NDArray[np.bool_] = np.zeros(shape, dtype=np.bool_)

@@ -125,7 +125,7 @@ class SafetensorsReader:
                 hint = f" (it has {', '.join(sorted(others))}: convert them)" if others else ""
                 raise ModelFiles(f"{folder}: holds no .safetensors file{hint}")
             self._file_of = {}
-        self._witnesses = {path: _Witness(path) for path in paths}
+        self._observers = {path: _Witness(path) for path in paths}
         self._files = {path: _open(path) for path in paths}
         if not self._file_of:
             self._file_of = {
@@ -239,7 +239,7 @@ class SafetensorsReader:
 
     def _file(self, name: str) -> Any:
         path = self._file_of[name]
-        self._witnesses[path].check()
+        self._observers[path].check()
         return self._files[path]
 
 

@@ -19,7 +19,7 @@ from kunserve.server.http.body import BodyReader
 from kunserve.server.http.limits import FrontLimits
 from kunserve.server.telemetry.accounts import Accounts, OwnAccounts
 from kunserve.server.telemetry.metrics import FrontMetrics
-from kunserve.server.telemetry.request_life import Witness, Witnessed
+from kunserve.server.telemetry.request_life import ObservedRequests, RequestObserver
 from kunserve.server.telemetry.request_log import RequestLog
 from kunserve.server.telemetry.sampler import Sampler
 
@@ -37,7 +37,7 @@ class Front:
         config: KunServeConfig,
         limits: FrontLimits,
         defaults: SamplingDefaults,
-        witnesses: Sequence[Witness] = (),
+        observers: Sequence[RequestObserver] = (),
         accounts: Accounts | None = None,
     ) -> None:
         """``accounts`` None: this front is the only one."""
@@ -56,11 +56,11 @@ class Front:
         self.request_log: RequestLog | None = None
         if config.log.enable_log_requests:
             self.request_log = RequestLog(codec, config.log.max_log_len)
-            witnesses = (*witnesses, self.request_log)
+            observers = (*observers, self.request_log)
         self.watch: RequestWatch = self.metrics
         """Whoever wants to know of requests."""
-        if witnesses:
-            self.watch = Witnessed(self.metrics, witnesses)
+        if observers:
+            self.watch = ObservedRequests(self.metrics, observers)
         self.sampler = Sampler(self.metrics)
         self.accounts: Accounts = accounts or OwnAccounts(self.metrics)
         self.forms = FormChecker(self._vocabulary, self.metrics.forms)

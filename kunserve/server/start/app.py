@@ -51,7 +51,7 @@ def create_app(
     limits = limits or FrontLimits()
     server = config.server
     codec = _text_codec(engine, tokenizer, config.chat, limits)
-    witnesses = [] if tracer is None else [tracer.witness(engine, model_name)]
+    observers = [] if tracer is None else [tracer.observer(engine, model_name)]
     front = Front(
         engine,
         codec,
@@ -59,7 +59,7 @@ def create_app(
         config,
         limits,
         defaults or SamplingDefaults(),
-        witnesses,
+        observers,
         accounts,
     )
 

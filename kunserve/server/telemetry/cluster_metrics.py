@@ -10,7 +10,12 @@ from prometheus_client.registry import Collector
 from kunserve.cluster.api import EngineClient
 from kunserve.core.ids import InstanceId
 from kunserve.core.snapshots import ClusterState
-from kunserve.server.telemetry import process_metrics, savings, stage_metrics, transition_metrics
+from kunserve.server.telemetry import (
+    process_metrics,
+    queueing_avoided,
+    stage_metrics,
+    transition_metrics,
+)
 from kunserve.server.telemetry.cluster_rows import (
     CLUSTER_ROWS,
     GROUP_ROWS,
@@ -21,7 +26,7 @@ from kunserve.server.telemetry.cluster_rows import (
 )
 from kunserve.server.telemetry.metric_row import Row, metrics_of
 from kunserve.server.telemetry.process_metrics import ProcessMetrics
-from kunserve.server.telemetry.savings import DroppedTime, Savings
+from kunserve.server.telemetry.queueing_avoided import DroppedTime, QueueingAvoided
 from kunserve.server.telemetry.stage_metrics import StageMetrics
 from kunserve.server.telemetry.transition_metrics import TransitionMetrics
 
@@ -32,8 +37,8 @@ ROWS: tuple[Row[Any], ...] = (
     *transition_metrics.ROWS,
     *OVERLOAD_ROWS,
     *HOST_MEMORY_ROWS,
-    *savings.SAVINGS_ROWS,
-    *savings.DROPPED_ROWS,
+    *queueing_avoided.AVOIDED_ROWS,
+    *queueing_avoided.DROPPED_ROWS,
     *stage_metrics.ROWS,
     *process_metrics.ROWS,
 )
@@ -48,7 +53,7 @@ class ClusterMetrics(Collector):
         self._stages = StageMetrics()
         self._transitions = TransitionMetrics(engine.state())
         self._processes = ProcessMetrics()
-        self.savings = Savings()
+        self.avoided = QueueingAvoided()
         self._dropped_time = DroppedTime()
         self._state = self.observe()
 
@@ -61,7 +66,7 @@ class ClusterMetrics(Collector):
         state = self._state = self._engine.state()
         self._transitions.observe(state)
         self._stages.observe(state)
-        self.savings.observe(state)
+        self.avoided.observe(state)
         self._dropped_time.observe(state)
         return state
 
@@ -74,8 +79,8 @@ class ClusterMetrics(Collector):
             metrics_of((*GROUP_ROWS, *INSTANCE_ROWS, *CLUSTER_ROWS), look, model),
             metrics_of(transition_metrics.ROWS, self._transitions, model),
             metrics_of((*OVERLOAD_ROWS, *HOST_MEMORY_ROWS), look, model),
-            metrics_of(savings.SAVINGS_ROWS, self.savings, model),
-            metrics_of(savings.DROPPED_ROWS, self._dropped_time, model),
+            metrics_of(queueing_avoided.AVOIDED_ROWS, self.avoided, model),
+            metrics_of(queueing_avoided.DROPPED_ROWS, self._dropped_time, model),
             metrics_of(stage_metrics.ROWS, self._stages, model),
             metrics_of(process_metrics.ROWS, self._processes, model),
         )

@@ -19,7 +19,7 @@ class RequestLife:
 
     __slots__ = (
         "_clock",
-        "_witnesses",
+        "_observers",
         "ended_s",
         "first_s",
         "last_s",
@@ -30,10 +30,10 @@ class RequestLife:
     )
 
     def __init__(
-        self, request: Request, clock: RequestClock, witnesses: Sequence["Witness"]
+        self, request: Request, clock: RequestClock, observers: Sequence["RequestObserver"]
     ) -> None:
         self._clock = clock
-        self._witnesses = witnesses
+        self._observers = observers
         self.request = request
         self.num_tokens = 0
         self.queued_s: float | None = None
@@ -59,8 +59,8 @@ class RequestLife:
     def accepted(self) -> None:
         """See ``RequestClock``."""
         self._clock.accepted()
-        for witness in self._witnesses:
-            witness.began(self)
+        for observer in self._observers:
+            observer.began(self)
 
     def token(
         self, now_s: float, queued_s: float | None = None, num_cached_tokens: int = 0
@@ -76,11 +76,11 @@ class RequestLife:
         """See ``RequestClock``."""
         self._clock.ended(reason, now_s)
         self.reason, self.ended_s = reason, now_s
-        for witness in self._witnesses:
-            witness.ended(self)
+        for observer in self._observers:
+            observer.ended(self)
 
 
-class Witness(Protocol):
+class RequestObserver(Protocol):
     """Tells of requests."""
 
     def began(self, life: RequestLife) -> None:
@@ -95,7 +95,7 @@ class Witness(Protocol):
 class Tracer(Protocol):
     """Makes traces, where they are asked for (`tracing.OtlpTracer`, which needs an extra)."""
 
-    def witness(self, engine: EngineClient, model_name: str) -> Witness:
+    def observer(self, engine: EngineClient, model_name: str) -> RequestObserver:
         """Who tells of this engine's requests."""
         ...
 
@@ -108,13 +108,13 @@ class Tracer(Protocol):
         ...
 
 
-class Witnessed:
-    """A ``RequestWatch`` before witnesses."""
+class ObservedRequests:
+    """A ``RequestWatch`` before observers."""
 
-    def __init__(self, watch: RequestWatch, witnesses: Sequence[Witness]) -> None:
+    def __init__(self, watch: RequestWatch, observers: Sequence[RequestObserver]) -> None:
         self._watch = watch
-        self._witnesses = witnesses
+        self._observers = observers
 
     def timing(self, request: Request) -> RequestLife:
         """See ``RequestWatch``."""
-        return RequestLife(request, self._watch.timing(request), self._witnesses)
+        return RequestLife(request, self._watch.timing(request), self._observers)

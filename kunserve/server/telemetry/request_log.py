@@ -20,7 +20,7 @@ _NEUTRAL = {field.name: field.default for field in dataclasses.fields(SamplingPa
 
 
 class RequestLog:
-    """A witness of requests."""
+    """A observer of requests."""
 
     def __init__(self, codec: TextCodec, max_chars: int | None) -> None:
         """``max_chars`` of each prompt are shown; None shows nothing of it."""
@@ -28,7 +28,7 @@ class RequestLog:
         self._max_chars = max_chars
 
     def began(self, life: RequestLife) -> None:
-        """See ``Witness``."""
+        """See ``RequestObserver``."""
         request = life.request
         prompt = request.prompt_token_ids
         params = shown_params(request.sampling)
@@ -41,7 +41,7 @@ class RequestLog:
         logger.info(text, request.request_id, len(prompt), params, shown)
 
     def ended(self, life: RequestLife) -> None:
-        """See ``Witness``."""
+        """See ``RequestObserver``."""
         assert life.reason is not None and life.ended_s is not None
         logger.info(
             "request ended request=%s finish_reason=%s prompt_tokens=%d output_tokens=%d "

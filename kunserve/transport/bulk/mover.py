@@ -18,7 +18,7 @@ from kunserve.core.layout import LayerRange
 from kunserve.core.transfer import KvPull, LayerPull
 from kunserve.transport.bulk import wire as bulk_wire
 from kunserve.transport.bulk.giver import BulkGiver
-from kunserve.transport.bulk.granule_desk import GranuleDesk, open_desk
+from kunserve.transport.bulk.granule_server import GranuleServer, open_desk
 from kunserve.transport.bulk.movable_memory import Granules, MovableMemory
 from kunserve.transport.bulk.pacing import BulkPacing
 from kunserve.transport.bulk.shared_files import Counts, PeerFiles
@@ -392,7 +392,7 @@ class BulkMover:
             self._to_loop.set()
 
 
-def _shared(desk: GranuleDesk | None, granules: Granules | None) -> SharedGranules | None:
+def _shared(desk: GranuleServer | None, granules: Granules | None) -> SharedGranules | None:
     if desk is None or granules is None:
         return None
     return SharedGranules(str(desk.path), granules.granule_bytes, granules.num_granules)

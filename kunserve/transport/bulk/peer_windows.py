@@ -4,7 +4,7 @@ import logging
 import socket
 
 from kunserve.core.ids import InstanceId
-from kunserve.transport.bulk.granule_desk import OpenWindow
+from kunserve.transport.bulk.granule_server import OpenWindow
 from kunserve.transport.bulk.movable_memory import Extents, Granules, Spans, Window
 from kunserve.transport.bulk.wire import SharedGranules
 

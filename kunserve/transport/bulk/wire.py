@@ -92,7 +92,7 @@ class SharedGranules(msgspec.Struct, frozen=True, array_like=True, tag=1):
     """Memory of a device in granules, for processes of the same host and user."""
 
     path: str
-    """Of the socket at which they are handed out (``granule_desk``)."""
+    """Of the socket at which they are handed out (``granule_server``)."""
     granule_bytes: int
     num_granules: int
 

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, NullLocator, StrMethodFormatter
 
 from kunserve_lab.compare.simulated.burst_map import BurstMap, Mark
-from kunserve_lab.compare.simulated.outlook import HELPS
+from kunserve_lab.compare.simulated.projection import HELPS
 
 matplotlib.use("Agg")
 

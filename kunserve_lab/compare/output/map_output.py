@@ -17,7 +17,7 @@ from kunserve_lab.compare.simulated.burst_map import (
     map_rows,
 )
 from kunserve_lab.compare.simulated.full_rate import with_full_rate
-from kunserve_lab.compare.simulated.outlook import (
+from kunserve_lab.compare.simulated.projection import (
     capacity,
     capacity_lines,
     outlook,

@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kunserve_lab.compare.output.table import Row
-from kunserve_lab.compare.simulated.outlook import HELPS
+from kunserve_lab.compare.simulated.projection import HELPS
 from kunserve_lab.sim.fluid import Bursts, Capacity, flow
 from kunserve_lab.sim.steady import Array
 

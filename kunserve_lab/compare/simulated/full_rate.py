@@ -9,7 +9,7 @@ from kunserve_lab.compare.settings import (
     WorkloadSettings,
     lengths_of,
 )
-from kunserve_lab.compare.simulated.outlook import capacity
+from kunserve_lab.compare.simulated.projection import capacity
 from kunserve_lab.compare.simulated.scenario import build_scenario
 from kunserve_lab.sim.fluid import Capacity
 from kunserve_lab.workload.workload import Workload

@@ -179,7 +179,7 @@ def test_labels_tell_the_place(labels: dict[str, str], place: Place) -> None:
 
 def test_an_order_is_carried_out_where_ray_has_put_it(ray: FakeRay) -> None:
     from kunserve_extras.ray.launcher import at
-    from kunserve_extras.ray.warden import Site
+    from kunserve_extras.ray.node_agent import Site
 
     site = Site("10.0.0.7", "host7", {"rack": "r"}, "1")
     assert at(order(), site) == replace(order(), place=Place("10.0.0.7", "r"))
@@ -229,7 +229,7 @@ def test_an_actor_that_does_not_start_its_process_is_ended(
     ray: FakeRay, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from kunserve_extras.ray import launcher as module
-    from kunserve_extras.ray.warden import Warden
+    from kunserve_extras.ray.node_agent import NodeAgent
 
     async def begin(*_: Any) -> None:
         await asyncio.Event().wait()
@@ -239,7 +239,7 @@ def test_an_actor_that_does_not_start_its_process_is_ended(
             async with asyncio.timeout(10.0):
                 await launcher().start(order())
 
-    monkeypatch.setattr(Warden, "begin", begin)
+    monkeypatch.setattr(NodeAgent, "begin", begin)
     monkeypatch.setattr(module, "BEGIN_S", 0.05)
     asyncio.run(story())
     assert not ray.living

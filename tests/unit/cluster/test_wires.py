@@ -7,7 +7,7 @@ import pytest
 from kunserve.cluster.instance.lease import LeaseTerms
 from kunserve.cluster.instance.prepare_gate import PrepareGate
 from kunserve.cluster.instance.wire_lease import WireLease
-from kunserve.cluster.processes.reach import DOWN_S, Reach
+from kunserve.cluster.processes.reachability import DOWN_S, Reachability
 from kunserve.core.ids import GroupId, InstanceId, TransitionId
 from kunserve.core.layout import GroupLayout, LayerRange, Stage
 from kunserve.core.messages import Abort, Form, Prepare, Rollback
@@ -65,7 +65,7 @@ def test_who_is_given_up_ends_at_once() -> None:
 
 def test_a_connection_that_comes_back_soon_is_no_loss() -> None:
     down: set[InstanceId] = set()
-    reach = Reach(lambda i: i not in down)
+    reach = Reachability(lambda i: i not in down)
     assert reach.lost([ZERO, ONE], 0.0) == []
     down.add(ONE)
     assert reach.lost([ZERO, ONE], 1.0) == []

@@ -7,11 +7,11 @@ from kunserve.control.cluster.commands import Client, Deliver, LogRerun, Outbox
 from kunserve.control.cluster.placement import Group, Placement
 from kunserve.control.cluster.requests.backlog import Backlog, SentAhead
 from kunserve.control.cluster.requests.groups_in_turn import GroupsInTurn
-from kunserve.control.cluster.requests.homeless import Homeless
 from kunserve.control.cluster.requests.live import Live
 from kunserve.control.cluster.requests.open_groups import OpenGroups
 from kunserve.control.cluster.requests.prefixes import Prefixes
 from kunserve.control.cluster.requests.quarantine import NOBODY, Blame, Quarantine
+from kunserve.control.cluster.requests.unplaceable import Unplaceable
 from kunserve.control.cluster.transitions import Transitions
 from kunserve.core.config import DispatchPolicy
 from kunserve.core.ids import InstanceId, RequestId, TransitionId
@@ -65,7 +65,7 @@ class Requests:
         self._placed_version = -1
         self._live: dict[RequestId, Live] = {}
         self._by_leader: dict[InstanceId, dict[RequestId, Live]] = {}
-        self._homeless = Homeless(placement, self.quarantine, self.backlog)
+        self._unplaceable = Unplaceable(placement, self.quarantine, self.backlog)
         self._num_sent: dict[InstanceId, int] = {}
         """Submissions to each instance, to match ``LoadReport.num_received``."""
 
@@ -291,7 +291,7 @@ class Requests:
 
     def expire(self, now_s: float, timeout_s: float | None, placing_s: float) -> None:
         """End what has not ended ``timeout_s`` after its arrival, or cannot run for too long."""
-        for live in self._homeless.overdue(now_s, placing_s):
+        for live in self._unplaceable.overdue(now_s, placing_s):
             self._fail(live)
         while timeout_s is not None and self._live:
             oldest = next(iter(self._live.values()))

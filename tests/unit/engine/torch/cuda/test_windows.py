@@ -17,8 +17,8 @@ from kunserve.core.layout import LayerRange
 from kunserve.engine.memory.pages import Copies, pair_up
 from kunserve.engine.torch.cuda.driver import Driver
 from kunserve.engine.torch.cuda.pages import DevicePages
-from kunserve.transport.bulk import granule_desk
-from kunserve.transport.bulk.granule_desk import GranuleDesk, OpenWindow
+from kunserve.transport.bulk import granule_server
+from kunserve.transport.bulk.granule_server import GranuleServer, OpenWindow
 from kunserve.transport.bulk.movable_memory import Bytes, UnitRuns
 from kunserve.transport.bulk.mover import BulkMover
 from kunserve.transport.bulk.pacing import BulkPacing
@@ -112,7 +112,7 @@ def world(driver: Driver) -> Iterator[World]:
 def test_granules_are_mapped_once_and_copied_from(
     world: World, fake: FakeCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(granule_desk, "_AT_ONCE", 3)
+    monkeypatch.setattr(granule_server, "_AT_ONCE", 3)
     world.open_window()
     world.pull()
     assert world.ours.num_sent_bytes == 0 < world.theirs.num_mapped_bytes
@@ -207,9 +207,9 @@ def test_whatever_the_driver_refuses_nothing_is_left(
     driver: Driver, fake: FakeCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Either all is mapped in the end, or nothing is."""
-    monkeypatch.setattr(granule_desk, "_AT_ONCE", 3)
+    monkeypatch.setattr(granule_server, "_AT_ONCE", 3)
     giver, taker = (DevicePages(driver, 5 * 4096, 4096) for _ in range(2))
-    desk, before = GranuleDesk(path_of_a_desk(), giver), fake.left()
+    desk, before = GranuleServer(path_of_a_desk(), giver), fake.left()
     shared = SharedGranules(str(desk.path), 4096, 5)
     outcomes = set()
     for after in range(40):
@@ -301,7 +301,7 @@ def path_of_a_desk() -> Path:
 
 
 def test_strangers_at_the_desk_are_sent_away() -> None:
-    desk = GranuleDesk(path_of_a_desk(), TwoGranules())
+    desk = GranuleServer(path_of_a_desk(), TwoGranules())
     for words in (b"\x02" + bytes(7), b"\xff" * 8, b"x"):
         with socket.socket(socket.AF_UNIX) as stranger:
             stranger.connect(str(desk.path))
@@ -314,8 +314,8 @@ def test_strangers_at_the_desk_are_sent_away() -> None:
 
 
 def test_a_full_desk_does_not_listen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(granule_desk, "_MOST_TAKERS", 1)
-    desk = GranuleDesk(path_of_a_desk(), TwoGranules())
+    monkeypatch.setattr(granule_server, "_MOST_TAKERS", 1)
+    desk = GranuleServer(path_of_a_desk(), TwoGranules())
     with socket.socket(socket.AF_UNIX) as first, socket.socket(socket.AF_UNIX) as second:
         for one in (first, second):
             one.connect(str(desk.path))
@@ -332,7 +332,7 @@ def test_a_full_desk_does_not_listen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_window_takes_no_more_than_it_was_told() -> None:
-    desk, room = GranuleDesk(path_of_a_desk(), TwoGranules()), Room()
+    desk, room = GranuleServer(path_of_a_desk(), TwoGranules()), Room()
     before = descriptors()
     window = OpenWindow(str(desk.path), room, 1)
     assert window.turn(), "nothing has come yet"

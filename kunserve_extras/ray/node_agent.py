@@ -44,7 +44,7 @@ class End:
     said: bytes
 
 
-class Warden:
+class NodeAgent:
     """Starts the instance's process as ``LocalLauncher`` does, so that it is the same one anywhere.
 
     The process dies with the actor: nobody would watch it. Every method is asynchronous, because

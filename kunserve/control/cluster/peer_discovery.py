@@ -15,7 +15,7 @@ MOST_KNOWN = 64
 """Peers that an instance keeps connections to, beside those that it stands with now."""
 
 
-class Introductions:
+class PeerDiscovery:
     """Owner of who knows whom. Knowing is mutual."""
 
     def __init__(

@@ -26,14 +26,14 @@ _ANSWER = b"g"
 _IPC = "ipc://"
 
 
-def open_desk(bind: str, granules: Granules | None) -> "GranuleDesk | None":
+def open_desk(bind: str, granules: Granules | None) -> "GranuleServer | None":
     """Where peers get a memory's granules, if it has any and there is a folder for sockets."""
     if granules is None or not bind.startswith(_IPC):
         return None
-    return GranuleDesk(Path(bind.removeprefix(_IPC) + ".g"), granules)
+    return GranuleServer(Path(bind.removeprefix(_IPC) + ".g"), granules)
 
 
-class GranuleDesk:
+class GranuleServer:
     """A giver's. Belongs to one thread; ``turn`` never waits."""
 
     def __init__(self, path: Path, granules: Granules) -> None:

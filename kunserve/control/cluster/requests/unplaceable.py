@@ -7,7 +7,7 @@ from kunserve.control.cluster.requests.quarantine import Quarantine
 from kunserve.core.ids import RequestId
 
 
-class Homeless:
+class Unplaceable:
     """Owner of the times since which requests in the backlog have been homeless.
 
     Most of the backlog waits because others are served first. A request is homeless when it waits

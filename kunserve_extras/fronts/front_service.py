@@ -46,7 +46,7 @@ SILENT_LOOKS = 5
 """And meanwhile was looked at so often. This process may have stood still itself."""
 
 
-class Desk:
+class FrontService:
     """Serves one front process, from its start to its end."""
 
     def __init__(

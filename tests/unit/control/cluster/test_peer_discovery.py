@@ -3,7 +3,7 @@
 import pytest
 
 from kunserve.control.cluster.commands import Outbox, Send
-from kunserve.control.cluster.introductions import Introductions
+from kunserve.control.cluster.peer_discovery import PeerDiscovery
 from kunserve.core.ids import InstanceId
 from kunserve.core.messages import Connect
 from kunserve.core.transfer import PeerAddress
@@ -15,7 +15,7 @@ class World:
     def __init__(self, num: int, most: int = 64) -> None:
         self.outbox = Outbox()
         self.partners: dict[InstanceId, set[InstanceId]] = {}
-        self.book = Introductions(self.outbox, lambda i: self.partners.get(i, set()), most)
+        self.book = PeerDiscovery(self.outbox, lambda i: self.partners.get(i, set()), most)
         for i in range(num):
             self.arrive(i)
 

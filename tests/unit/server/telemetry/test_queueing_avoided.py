@@ -8,7 +8,7 @@ from kunserve.core.ids import GroupId
 from kunserve.core.layout import LayerRange
 from kunserve.core.snapshots import ClusterState, InstanceSnapshot
 from kunserve.server.telemetry.metric_row import metrics_of
-from kunserve.server.telemetry.savings import DROPPED_ROWS, DroppedTime, Savings
+from kunserve.server.telemetry.queueing_avoided import DROPPED_ROWS, DroppedTime, QueueingAvoided
 from tests.e2e.api.dashboard_story import halves, spec_of, whole
 from tests.unit.server.echo_engine import idle_load
 
@@ -37,14 +37,14 @@ def state_at(now_s: float, used_blocks: int, dropped: bool) -> ClusterState:
 
 
 def test_nothing_is_saved_where_undropped_memory_would_do() -> None:
-    savings = Savings()
+    savings = QueueingAvoided()
     savings.observe(state_at(0.0, 2 * UNDROPPED, dropped=True))
     savings.observe(state_at(9.0, UNDROPPED, dropped=False))
     assert savings.num_requests == savings.request_s == 0
 
 
 def test_requests_beyond_undropped_memory_count_as_long_as_they_run() -> None:
-    savings = Savings()
+    savings = QueueingAvoided()
     savings.observe(state_at(0.0, 3 * UNDROPPED, dropped=True))
     assert savings.num_requests == pytest.approx(4)  # a third of the memory, of twelve requests
     savings.observe(state_at(2.5, 2 * UNDROPPED, dropped=True))

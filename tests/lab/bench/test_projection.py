@@ -11,11 +11,11 @@ from kunserve_lab.compare.output import map_output
 from kunserve_lab.compare.settings import SimulatedSetup
 from kunserve_lab.compare.simulate_command import simulate_command
 from kunserve_lab.compare.simulated.burst_map import BurstMap, make_map, map_rows
-from kunserve_lab.compare.simulated.outlook import (
+from kunserve_lab.compare.simulated.projection import (
     AGREED,
     SIMULATED,
     Kind,
-    Outlook,
+    Projection,
     capacity,
     outlook,
     outlook_lines,
@@ -55,7 +55,7 @@ def scenario(
     return build_scenario(setup, Workload(arrivals, drawn.take(len(arrivals)), "one burst"))
 
 
-def expected(height: float, length_s: float, **how: object) -> Outlook:
+def expected(height: float, length_s: float, **how: object) -> Projection:
     asked = scenario(height, length_s, **how)  # type: ignore[arg-type]
     found = outlook(asked, capacity(asked))
     assert found is not None

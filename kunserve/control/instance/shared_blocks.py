@@ -14,7 +14,7 @@ class Loan(NamedTuple):
     end_block: int
 
 
-class Loans:
+class SharedBlocks:
     """Owner of the shares: a block that is lent is not freed."""
 
     def __init__(self) -> None:

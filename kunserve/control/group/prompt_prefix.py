@@ -17,7 +17,7 @@ class Prefix:
     """Blocks [first, end) of a beginning, one name each."""
 
     first: int
-    owner: "Beginning | None"
+    owner: "PromptPrefix | None"
     """Whose own blocks they are; None once they are the cache's."""
     prefix_id: PrefixId | None = None
     """By which the stages know the blocks, once they are the cache's."""
@@ -65,7 +65,7 @@ class Prefix:
 
 
 @dataclass(slots=True, eq=False)
-class Beginning:
+class PromptPrefix:
     """Of one sequence."""
 
     request_id: RequestId

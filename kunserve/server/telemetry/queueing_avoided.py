@@ -26,7 +26,7 @@ def requests_in_freed_memory(
     return (load.num_running + load.num_stalled) * beyond / load.used_blocks
 
 
-class Savings:
+class QueueingAvoided:
     """Adds up the queueing that drops have avoided. Fed with every sample of the state."""
 
     def __init__(self) -> None:
@@ -75,16 +75,16 @@ class DroppedTime:
             self.share_seconds.setdefault(instance_id, 0.0)
 
 
-SAVINGS_ROWS: tuple[Row[Savings], ...] = (
+AVOIDED_ROWS: tuple[Row[QueueingAvoided], ...] = (
     gauge(
         "kunserve:requests_in_freed_memory",
         "Requests that run now and would wait without the drops, an estimate.",
-        lambda savings: savings.num_requests,
+        lambda avoided: avoided.num_requests,
     ),
     counter(
         "kunserve:queueing_avoided_seconds_total",
         "Seconds of waiting that drops have avoided, summed over requests, an estimate.",
-        lambda savings: savings.request_s,
+        lambda avoided: avoided.request_s,
     ),
 )
 DROPPED_ROWS: tuple[Row[DroppedTime], ...] = (

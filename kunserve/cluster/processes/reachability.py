@@ -12,7 +12,7 @@ DOWN_S = 0.2
 """How long a connection may be down: one that was reset comes back sooner."""
 
 
-class Reach:
+class Reachability:
     """Knows since when each instance cannot be reached."""
 
     def __init__(self, reaches: Callable[[InstanceId], bool]) -> None:

@@ -42,7 +42,7 @@ class Kind(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Outlook:
+class Projection:
     """What the model expects of one burst."""
 
     burst: Burst
@@ -68,14 +68,14 @@ def capacity(scenario: Scenario) -> Capacity:
     )
 
 
-def outlook(scenario: Scenario, able: Capacity) -> Outlook | None:
+def outlook(scenario: Scenario, able: Capacity) -> Projection | None:
     """Of the scenario's greatest burst; None where too little arrives to have one."""
     full_rate = able.full_rate * scenario.num_instances
     burst = find_burst(scenario.workload, full_rate)
     return None if burst is None else expect(able, burst, full_rate)
 
 
-def expect(able: Capacity, burst: Burst, full_rate: float) -> Outlook:
+def expect(able: Capacity, burst: Burst, full_rate: float) -> Projection:
     """What to expect of this burst in a cluster that sustains ``full_rate``."""
     height, base = burst.rate / full_rate, burst.base_rate / full_rate
     heights = height * np.array([1 - DOUBT, 1.0, 1 + DOUBT])
@@ -84,7 +84,7 @@ def expect(able: Capacity, burst: Burst, full_rate: float) -> Outlook:
     dropped = flow(able, bursts, drops=True)
     endless = flow(able, bursts, drops=False, endless=True)
     by_drop, by_endless = alone.p99_s / dropped.p99_s, alone.p99_s / endless.p99_s
-    return Outlook(
+    return Projection(
         burst=burst,
         height=height,
         base=base,
@@ -151,7 +151,7 @@ def trust() -> str:
     )
 
 
-def _burst(one: Outlook) -> str:
+def _burst(one: Projection) -> str:
     burst = one.burst
     return (
         f"{burst.length_s:.0f} s at {one.height:.2f} X from second {burst.start_s:.0f} on, "
@@ -159,7 +159,7 @@ def _burst(one: Outlook) -> str:
     )
 
 
-def _expected(one: Outlook) -> str:
+def _expected(one: Projection) -> str:
     low, high = one.doubt
     return (
         f"Its P99 TTFT is {one.by_drop:.1f}x lower with drops ({low:.1f}-{high:.1f}x if it were "
