@@ -9,9 +9,19 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.examples import COMMIT, HUNT
-from tests.running.changed import pytest_addoption, pytest_configure, pytest_ignore_collect
+from tests.running.changed import (
+    pytest_addoption,
+    pytest_configure,
+    pytest_configure_node,
+    pytest_ignore_collect,
+)
 
-__all__ = ["pytest_addoption", "pytest_configure", "pytest_ignore_collect"]
+__all__ = [
+    "pytest_addoption",
+    "pytest_configure",
+    "pytest_configure_node",
+    "pytest_ignore_collect",
+]
 
 T = TypeVar("T")
 PATIENCE_S = 60.0

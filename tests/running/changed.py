@@ -12,6 +12,7 @@ import tomllib
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,13 +22,17 @@ NAMED = re.compile(rf"\b(?:{'|'.join(PACKAGES)})(?:\.\w+)+\.?")
 """With two names at least: a module, something in one, or the head of several (``a.b.``)."""
 FOR_ALL = {"pyproject.toml", "tests/running/changed.py", "tests/conftest.py"}
 """Whatever else they are, they are every test's settings."""
-ALWAYS = re.compile(r"tests/(test_\w+|e2e/processes/test_container)\.py")
+ALWAYS = re.compile(r"tests/(test_\w+|documents/test_\w+|e2e/processes/test_container)\.py")
 """They read the whole tree, or install it."""
 TESTS = re.compile(r"tests/(\w+/)*test_\w+\.py")
 EVERYWHERE = {"__init__.py", "conftest.py"}
 """Names of many files: not a program's."""
 ASKERS = {"find_extra", "every_extra"}
 """Of ``kunserve.core.extras``: the first argument is a group of entry points."""
+
+
+SELECTED = pytest.StashKey[set[str]]()
+"""Test files to collect."""
 
 
 class Graph:
@@ -162,13 +167,24 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     revision = config.getoption("changed")
-    if revision and not hasattr(config, "workerinput"):  # xdist hands the list on to its workers
-        changed = changed_since(revision)
-        gone = [file for file in changed if not (ROOT / file).exists()]
-        config.option.selected = sorted(Graph(ROOT, gone).tests_of(changed))
+    if not revision:
+        return
+    if hasattr(config, "workerinput"):
+        config.stash[SELECTED] = set(config.workerinput["selected"].split())
+        return
+    changed = changed_since(revision)
+    gone = [file for file in changed if not (ROOT / file).exists()]
+    config.stash[SELECTED] = Graph(ROOT, gone).tests_of(changed)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """A process of xdist begins: the tree is read once."""
+    if SELECTED in node.config.stash:
+        node.workerinput["selected"] = " ".join(node.config.stash[SELECTED])
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    if config.getoption("changed") and collection_path.match("test_*.py"):
-        return str(collection_path.relative_to(ROOT)) not in config.option.selected or None
+    if SELECTED in config.stash and collection_path.match("test_*.py"):
+        return str(collection_path.relative_to(ROOT)) not in config.stash[SELECTED] or None
     return None

@@ -18,7 +18,7 @@ from pathlib import Path
 from tests.running.changed import ROOT, Graph
 
 FAULTS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())["fault"]
-LATER = ("tests/lab", "tests/extras", "tests/test_", "tests/e2e")
+LATER = ("tests/lab", "tests/extras", "tests/documents", "tests/test_", "tests/e2e")
 """What takes long. What needs more than this environment has is in none of these folders."""
 BUILT = "kunserve/engine/cpu/kernels/_build"
 

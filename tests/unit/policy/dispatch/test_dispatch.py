@@ -44,6 +44,11 @@ def test_the_head_of_the_queue_counts_as_load():
     assert choose_group([view(1, 40, queue=(30,)), view(2, 60)], 10) == 2
 
 
+def test_a_group_where_two_wait_is_not_open():
+    assert choose_group([view(1, 10, queue=(5,)), view(2, 80)], 10) == 1
+    assert choose_group([view(1, 10, queue=(5, 5)), view(2, 80)], 10) == 2
+
+
 def test_a_burst_inside_one_report_period_spreads():
     """The reports stay as they are; only what was sent is known."""
     sent = Counter[GroupId]()
