@@ -12,16 +12,12 @@ from kunserve.server.telemetry.metrics import ROWS
 
 DOCUMENT = Path("docs/metrics.md")
 BEGIN, END = "<!-- metrics: made by benchmarks.metric_table -->\n", "<!-- metrics: end -->\n"
-OURS, VLLM, PYTHON = "kunserve", "vLLM", "Python client"
-
-
-def origin(name: str) -> str:
-    """Who has defined the metric."""
-    return {"vllm": VLLM, "kunserve": OURS}.get(name.partition(":")[0], PYTHON)
+EVERYWHERE = "model_name"
+"""The label that each of them has. The page says so once."""
 
 
 def process_families() -> list[Row[None]]:
-    """What the Python client tells of the front's own process."""
+    """What the Python client tells of the front's own process. The page only names it."""
     collectors = (
         ProcessCollector(registry=None),
         PlatformCollector(registry=None),
@@ -46,17 +42,14 @@ class _Silent:
         """Not kept."""
 
 
-def rows() -> list[tuple[str, str, str, str, str]]:
-    """Name, type, labels, origin and meaning."""
-    families = [*ROWS, *process_families()]
-    order = {VLLM: 0, OURS: 1, PYTHON: 2}
-    families.sort(key=lambda family: (order[origin(family.name)], family.name))
+def rows() -> list[tuple[str, str, str, str]]:
+    """Name, type, further labels and meaning: vLLM's metrics first."""
+    families = sorted(ROWS, key=lambda row: (not row.name.startswith("vllm:"), row.name))
     return [
         (
             f"`{family.name}`",
             family.type.value,
-            ", ".join(f"`{label}`" for label in family.labels) or "none",
-            origin(family.name),
+            ", ".join(f"`{label}`" for label in family.labels if label != EVERYWHERE),
             family.meaning,
         )
         for family in families
@@ -65,9 +58,8 @@ def rows() -> list[tuple[str, str, str, str, str]]:
 
 def table() -> str:
     """As Markdown."""
-    head = ("name", "type", "labels", "whose", "meaning")
-    lines = [head, ("---",) * len(head), *rows()]
-    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
+    head = "| name | type | labels | meaning |\n|---|---|---|---|\n"
+    return head + "".join(f"| {' | '.join(cells)} |\n" for cells in rows())
 
 
 def write_table(text: str) -> str:

@@ -20,7 +20,7 @@ from benchmarks.kept_results import (
 from benchmarks.map_agreement import EXPERIMENTS, Compared, compared
 from benchmarks.markdown import Row
 from benchmarks.sparse_tables import sparse_bursts, sparse_instances, sparse_ridge
-from benchmarks.targets import targets, unseen
+from benchmarks.targets import targets
 from kunserve_lab.compare.results import by_load, load
 from kunserve_lab.compare.simulated.projection import HELPS
 
@@ -143,14 +143,6 @@ def prediction() -> list[Row]:
     return rows
 
 
-def provenance() -> list[Row]:
-    """Which results are of which commit."""
-    by_commit: dict[str, list[str]] = {}
-    for path in sorted((RESULTS / "simulated").glob("*.jsonl")):
-        by_commit.setdefault(", ".join(runs_of(path.stem).commits), []).append(f"`{path.stem}`")
-    return [("commit", "results"), *((c, ", ".join(names)) for c, names in by_commit.items())]
-
-
 TABLES: dict[str, Callable[[], list[Row]]] = {
     "claims": claims,
     "longbench": longbench,
@@ -160,10 +152,8 @@ TABLES: dict[str, Callable[[], list[Row]]] = {
     "heavy-weights": heavy_weights,
     "bounds": bounds,
     "prediction": prediction,
-    "provenance": provenance,
     "sparse-instances": sparse_instances,
     "sparse-models": sparse_bursts,
     "sparse-ridge": sparse_ridge,
     "targets": targets,
-    "unseen": unseen,
 }

@@ -82,7 +82,7 @@ def _gist(docstring: str) -> str:
     clauses = [sentence.partition(behind)[0] for behind in (": ", ", because ", ", so that ")]
     told = [one.split() for one in (*clauses, sentence)]
     words = min((one for one in told if len(one) >= LEAST_WORDS), key=len, default=told[-1])
-    text = " ".join(words[:MOST_WORDS]) + (" ..." if len(words) > MOST_WORDS else "")
+    text = " ".join(words[:MOST_WORDS]) + ("..." if len(words) > MOST_WORDS else "")
     return text[0].lower() + text[1:]
 
 

@@ -8,9 +8,7 @@ from collections import defaultdict
 from pathlib import Path
 from xml.etree import ElementTree
 
-NUM_FILES = 30
-DEPTH = 3
-"""Names of a folder that is counted by itself: ``tests/e2e/tokens``."""
+NUM_ROWS = 15
 
 
 def seconds_by_file(junit: Path) -> dict[str, tuple[float, int]]:
@@ -37,18 +35,13 @@ def processor() -> str:
 
 def main(junit: str, made_by: str) -> None:
     files = {name: row for name, row in seconds_by_file(Path(junit)).items() if name}
-    folders: dict[str, tuple[float, int]] = defaultdict(lambda: (0.0, 0))
-    for name, (seconds, num) in files.items():
-        folder = "/".join(name.split("/")[:-1][:DEPTH])
-        folders[folder] = folders[folder][0] + seconds, folders[folder][1] + num
     total_s, num_tests = (sum(column) for column in zip(*files.values(), strict=True))
     print("# Where the tests' time goes\n")
     print(
         f"Written by `python -m tests.running.times`. {made_by}, on {processor()}. Seconds of the"
     )
     print(f"processes that run tests, waits included: {total_s:.0f} in all, {num_tests} tests.\n")
-    print("\n".join(table("folder", folders, len(folders))))
-    print("\n".join(table("file", files, NUM_FILES)).rstrip())
+    print("\n".join(table("file", files, NUM_ROWS)).rstrip())
 
 
 if __name__ == "__main__":

@@ -10,7 +10,14 @@ import click
 
 from kunserve.server.start.command import serve_command
 from kunserve.server.start.flags.grouped import GroupedCommand
-from kunserve.server.start.flags.option import ServeFlag, expected
+from kunserve.server.start.flags.option import (
+    ByteSize,
+    FiniteRange,
+    JsonObject,
+    JsonSettings,
+    ServeFlag,
+    TextList,
+)
 
 BEGIN, END = "<!-- flags: begin -->", "<!-- flags: end -->"
 
@@ -41,14 +48,41 @@ def renewed(page: str, command: click.Command) -> str:
 
 def _row(flag: ServeFlag) -> str:
     names = " ".join(f"`{name}`" for name in (*flag.opts, *flag.secondary_opts))
-    cells = (names, expected(flag), _default(flag), flag.help or "")
+    cells = (names, _takes(flag), _default(flag), flag.help or "")
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def _takes(flag: ServeFlag) -> str:
+    """What the flag takes, in a word or two. A range with a point has fractions too."""
+    if flag.is_flag:
+        return "switch"
+    match flag.type:
+        case click.Choice():
+            return ", ".join(map(str, flag.type.choices))
+        case click.IntRange():
+            return _range(flag.type, "d", "integer")
+        case FiniteRange():
+            return _range(flag.type, ".1f", "number")
+        case ByteSize():
+            return "size"
+        case JsonObject() | JsonSettings():
+            return "JSON"
+        case click.types.IntParamType():
+            return "integer"
+    return "texts" if flag.multiple or isinstance(flag.type, TextList) else "text"
+
+
+def _range(kind: click.IntRange | FiniteRange, form: str, noun: str) -> str:
+    if kind.min is None:
+        return noun
+    above = ">" if kind.min_open else "≥"
+    return f"{kind.min:{form}}-{kind.max:{form}}" if kind.max else f"{above}{kind.min:{form}}"
 
 
 def _default(flag: ServeFlag) -> str:
     value = flag.default
     if flag.is_flag:
-        return "true" if value is True else "false"
+        return "on" if value is True else "off"
     if isinstance(value, tuple):
         return ", ".join(f"`{one}`" for one in value)
     is_set = isinstance(value, str | int | float) and value != ""

@@ -22,7 +22,7 @@ def test_every_flag_is_told() -> None:
     for parameter in serve_command.params:
         for name in (*parameter.opts, *parameter.secondary_opts):
             assert name == "model" or f"`{name}`" in tables
-    assert "| `--port` | an integer from 0 to 65535 | `8000` | 0 picks a free one. |" in tables
+    assert "| `--port` | 0-65535 | `8000` | 0 picks a free one. |" in tables
 
 
 def test_the_example_of_a_file(tmp_path: Path) -> None:
