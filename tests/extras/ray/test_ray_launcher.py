@@ -214,10 +214,10 @@ def test_another_version_on_a_node_is_refused(
 
     def made() -> Any:
         found = launcher()
-        from kunserve_extras.ray import warden
+        from kunserve_extras.ray import node_agent
 
-        real = warden.Site
-        monkeypatch.setattr(warden, "Site", lambda *a: replace(real(*a), version="0.0"))
+        real = node_agent.Site
+        monkeypatch.setattr(node_agent, "Site", lambda *a: replace(real(*a), version="0.0"))
         return found
 
     with pytest.raises(ConfigError, match=re.escape("has KunServe 0.0, the front")):
