@@ -6,11 +6,13 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
 from kunserve.core.config import InstanceConfig
 from kunserve.core.errors import ConfigError, TooLittleMemory
+from kunserve.core.extras import find_extra
 from kunserve.engine.backend import OneMemory, kv_in
 from kunserve.engine.cpu.decoder import StepDecoder, StepLimits
 from kunserve.engine.layer_weights import ModelWeights
@@ -25,7 +27,6 @@ from kunserve.engine.torch.cuda.recorder import TorchRecorder
 from kunserve.engine.torch.decoder import TorchDecoder
 from kunserve.engine.torch.experts import expert_bytes
 from kunserve.engine.torch.graphs import Recorder
-from kunserve.engine.torch.ops import flashinfer_ops
 from kunserve.engine.torch.ops.reference import ReferenceOps
 from kunserve.engine.torch.ops.table import Ops, sums_bytes
 from kunserve.engine.torch.sampler import ROWS_AT_ONCE, TorchSampler
@@ -96,7 +97,7 @@ class CudaBackend(OneMemory):
         """See ``Backend``. Granules that the device cannot have are replaced by its own size."""
         self._attention = config.attention
         if config.attention == "flashinfer":
-            flashinfer_ops.check_flashinfer(spec)
+            self._flashinfer().check_flashinfer(spec)
         step = self._driver.granularity_bytes()
         if config.granule_bytes % step:
             wanted = min(_LARGEST_GRANULE_BYTES, spec.layer_bytes // _GRANULES_PER_LAYER)
@@ -127,7 +128,7 @@ class CudaBackend(OneMemory):
         logits = limits.num_sampled * spec.vocab_size * spec.dtype_bytes
         drawing = drawing_bytes(spec, limits)
         if self._attention == "flashinfer":
-            logits += flashinfer_ops.WORKSPACE_BYTES
+            logits += self._flashinfer().WORKSPACE_BYTES
         row = spec.hidden_size * spec.dtype_bytes + limits.num_positions // _LEAST_BLOCK_SIZE * 4
         num_single = limits.most_single_tokens
         steps = num_single * row + sums_bytes(spec, num_single)
@@ -173,8 +174,12 @@ class CudaBackend(OneMemory):
             # Triton comes with torch for CUDA, and is not there without it.
             ops = importlib.import_module("kunserve.engine.torch.ops.triton_ops").TritonOps(spec)
         if config.attention == "flashinfer":
-            return flashinfer_ops.FlashInferOps(spec, ops, self.device)
+            ops = self._flashinfer().FlashInferOps(spec, ops, self.device)
         return ops
+
+    @staticmethod
+    def _flashinfer() -> Any:
+        return find_extra("attention", "flashinfer", "--attention-backend flashinfer")
 
     def sampler(self, eos_ids: Sequence[int], vocab_size: int, forms: Forms) -> Sampler:
         """See ``Backend``."""

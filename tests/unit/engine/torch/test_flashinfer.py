@@ -18,10 +18,10 @@ from kunserve.core.layout import LayerRange
 from kunserve.engine.attention import StepBatch
 from kunserve.engine.body import EngineBody
 from kunserve.engine.torch.cuda.backend import CudaBackend
-from kunserve.engine.torch.ops.flashinfer_ops import FlashInferOps, check_flashinfer
 from kunserve.engine.torch.ops.reference import ReferenceOps
 from kunserve.engine.torch.ops.table import DeviceBatch, Ops
 from kunserve.model.spec import ModelSpec
+from kunserve_extras.flashinfer_ops import FlashInferOps, check_flashinfer
 from tests.direct_engine import DirectEngine
 from tests.fakecuda.library import KIB, FakeCuda, build
 from tests.specs import model_spec
@@ -118,7 +118,7 @@ def flashinfer(monkeypatch: pytest.MonkeyPatch) -> None:
         BatchPrefillWithPagedKVCacheWrapper=Prompts, BatchDecodeWithPagedKVCacheWrapper=Tokens
     )
     monkeypatch.setitem(sys.modules, "flashinfer", stub)
-    monkeypatch.setattr("kunserve.engine.torch.ops.flashinfer_ops.WORKSPACE_BYTES", 64)
+    monkeypatch.setattr("kunserve_extras.flashinfer_ops.WORKSPACE_BYTES", 64)
 
 
 def batch_of(lengths: list[int], contexts: list[int], num_layers: int) -> StepBatch:
@@ -196,7 +196,7 @@ def test_it_is_for_gpus_and_chosen_before_anything_is_read(
 
 def test_a_body_with_it(flashinfer: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The stub is as good as plain torch, so the tokens are those of plain torch."""
-    monkeypatch.setattr("kunserve.engine.torch.ops.flashinfer_ops._HEAD_DIMS", (32,))
+    monkeypatch.setattr("kunserve_extras.flashinfer_ops._HEAD_DIMS", (32,))
     FakeCuda()
     model = ModelConfig(model=str(save_tiny(tmp_path, "mistral", 2)))
     tokens = []
