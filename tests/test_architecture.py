@@ -38,7 +38,13 @@ IMPORTS_LATE = {
 }
 """--help stays fast, and torch, matplotlib and OpenTelemetry optional."""
 MAX_LOOSE_FILES = 20
-SMALL_EXTRAS = {"doctor.py", "flashinfer_ops.py", "scale_command.py", "tracing.py"}
+SMALL_EXTRAS = {
+    "chrome_trace.py",
+    "doctor.py",
+    "flashinfer_ops.py",
+    "scale_command.py",
+    "tracing.py",
+}
 MAX_FUNCTION_LINES = 60
 """Most have fewer than 30."""
 VAGUE_NAMES = {"utils", "util", "common", "helpers", "helper", "misc"}

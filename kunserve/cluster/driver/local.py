@@ -29,7 +29,7 @@ from kunserve.cluster.processes.processes import Death, Processes
 from kunserve.cluster.processes.rejoining import Rejoining
 from kunserve.cluster.processes.succession import Succession
 from kunserve.cluster.processes.sweep import sweep
-from kunserve.cluster.trace import ClusterTrace
+from kunserve.cluster.trace import cluster_trace
 from kunserve.cluster.waking_clock import WakingClock
 from kunserve.control.cluster.commands import (
     Client,
@@ -107,7 +107,7 @@ class LocalCluster:
         self._group_watch = GroupWatch(self._processes.patience_s)
         front = "" if succession is None else succession.front
         self._rejoining = Rejoining(self._processes, front)
-        self._trace = ClusterTrace(config.cluster.trace_out)
+        self._trace = cluster_trace(config.cluster.trace_out)
         self._ready: dict[InstanceId, Ready] = {}
         self._stage_times: dict[InstanceId, StageTime] = {}
         self._changed = asyncio.Condition()

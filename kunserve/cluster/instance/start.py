@@ -9,7 +9,6 @@ import signal
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
@@ -27,7 +26,7 @@ from kunserve.cluster.processes.launch import (
     StartupFailure,
     StepFailure,
 )
-from kunserve.cluster.trace import InstanceTrace
+from kunserve.cluster.trace import instance_trace
 from kunserve.control.instance.agent import InstanceAgent
 from kunserve.control.instance.state import AgentConfig
 from kunserve.core.errors import KunServeError
@@ -152,7 +151,6 @@ def _assemble(
         address = address._replace(public_key=network.public_key, machine=network.machine)
     ready = Ready(replace(spec, place=order.place), address, max_model_len, loaded.summary)
     channel.send(ready)
-    trace_out = config.cluster.trace_out
-    trace = None if trace_out is None else InstanceTrace(Path(trace_out), spec.instance_id)
+    trace = instance_trace(config.cluster.trace_out, spec.instance_id)
     kind = DeviceLoop if body.computes_aside else InstanceLoop
     return kind(agent, body, channel, peers, mover, config.cluster, ready, lease, trace)

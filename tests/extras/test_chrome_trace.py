@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kunserve.cluster.trace import InstanceTrace, begin_trace, join_trace, part_path
 from kunserve.control.instance.body import StepWork
 from kunserve.core.errors import ConfigError
 from kunserve.core.ids import GroupId, InstanceId, RequestId, StepId, TransitionId
@@ -16,6 +15,7 @@ from kunserve.core.messages import Activation
 from kunserve.core.snapshots import Kind, Outcome, TransitionRecord
 from kunserve.core.step import Chunk, StepPlan
 from kunserve.core.transfer import KvPull
+from kunserve_extras.chrome_trace import InstanceTrace, begin_trace, join_trace, part_path
 from tests.chrome_trace import check_trace
 
 A, B = InstanceId(0), InstanceId(1)
@@ -38,7 +38,7 @@ def events_of(path: Path) -> list[dict[str, Any]]:
 def test_a_microbatch_is_seen_on_both_stages_with_an_arrow(tmp_path: Path) -> None:
     path = tmp_path / "t.json"
     begin_trace(path, [A, B])
-    first, second = InstanceTrace(path, A), InstanceTrace(path, B)
+    first, second = InstanceTrace(str(path), A), InstanceTrace(str(path), B)
     first.computed(work(True), 1.0, 1.5, 0.4)
     first.sent(B, Activation(PLAN), 100, 1.5)
     second.computed(work(False), 1.6, 2.0, 0.3)
@@ -65,7 +65,7 @@ def test_a_microbatch_is_seen_on_both_stages_with_an_arrow(tmp_path: Path) -> No
 def test_a_part_that_was_cut_off_loses_its_end_only(tmp_path: Path) -> None:
     path = tmp_path / "t.json"
     begin_trace(path, [A])
-    trace = InstanceTrace(path, A)
+    trace = InstanceTrace(str(path), A)
     trace.computed(work(True), 1.0, 1.5, 0.4)
     trace.close()
     with part_path(path, A).open("ab") as file:
