@@ -79,7 +79,8 @@ class Controller:
         )
         self.balance = Migrations(
             config.overload,
-            block_size,
+            plan.blocks,
+            config.scheduler.max_num_seqs,
             placement,
             transitions,
             requests,
@@ -323,6 +324,8 @@ class Controller:
         )
         self._scaling.pursue()
         self._overload.watch(now_s)
+        self._redispatch.empty_leaving(now_s)
+        self.balance.drain(now_s)
 
     def force_drop(self, num_bytes: int | None, now_s: float) -> list[TransitionId]:
         """Drop at least that much, or by one merge; empty when nothing can be dropped."""

@@ -5,6 +5,8 @@
 
 The request changes hands here, at one moment: after every token that the source made of it, and
 before any that the target makes. When a side dies, whoever has it then runs it.
+
+A group that leaves gives its requests away one after the other, whatever the overload policy.
 """
 
 from collections.abc import Callable, Iterable
@@ -16,6 +18,7 @@ from kunserve.control.cluster.requests.requests import Requests
 from kunserve.control.cluster.transitions import Transitions
 from kunserve.core.config import OverloadConfig
 from kunserve.core.ids import GroupId, InstanceId, TransitionId
+from kunserve.core.kv_blocks import KvBlocks
 from kunserve.core.messages import (
     EndMigration,
     HandOff,
@@ -23,7 +26,7 @@ from kunserve.core.messages import (
     MigrationOver,
     MigrationReady,
 )
-from kunserve.policy.dispatch.migrate import plan_migrations
+from kunserve.policy.dispatch.migrate import choose_refuge, plan_migrations
 
 FRESH_REPORTS = 2
 """Reports after a migration until a group may have a part in the next: one may be on its way."""
@@ -43,7 +46,8 @@ class Migrations:
     def __init__(
         self,
         config: OverloadConfig,
-        block_size: int,
+        blocks: KvBlocks,
+        max_num_seqs: int,
         placement: Placement,
         transitions: Transitions,
         requests: Requests,
@@ -53,7 +57,8 @@ class Migrations:
         """``introduce`` has instances know each other before they need it."""
         self._introduce = introduce
         self._config = config
-        self._block_size = block_size
+        self._blocks = blocks
+        self._max_num_seqs = max_num_seqs
         self._placement = placement
         self._transitions = transitions
         self._requests = requests
@@ -69,29 +74,46 @@ class Migrations:
         if self._config.policy != "migrate":
             return
         loads = [group.load for group in self._placement.groups.values() if self._free(group)]
-        for pair in plan_migrations(loads, self._block_size):
+        for pair in plan_migrations(loads, self._blocks.block_size):
             self.begin(pair.source, pair.target, pair.max_blocks)
+
+    def drain(self, now_s: float) -> None:
+        """Called at every tick: each group that leaves moves a running request to where room is.
+
+        With a ring no request can move, because it writes over what has been copied.
+        """
+        placement = self._placement
+        if not placement.leaving or self._blocks.ring is not None:
+            return
+        apart = self._transitions.cuts.pairs(now_s)
+        for group_id in sorted(placement.leaving):
+            source = placement.groups[group_id]
+            if not source.report.num_running or not self._may_move(source):
+                continue
+            cut_off = {one for pair in apart if source.layout.leader in pair for one in pair}
+            targets = [
+                group.load
+                for group in placement.candidates()
+                if self._may_move(group) and group.layout.leader not in cut_off
+            ]
+            refuge = choose_refuge(targets, self._blocks.block_size, self._max_num_seqs)
+            if refuge is not None:
+                self.begin(group_id, refuge.group_id, refuge.max_blocks)
 
     def _free(self, group: Group) -> bool:
         group_id = group.layout.group_id
-        if not group.is_reported or len(group.layout.stages) > 1:
-            return False
-        if group_id in self._placement.leaving:
-            return False
-        if group.forming or group_id == self._placement.reserved:
-            return False
-        if group_id in self.busy_groups or group_id in self._transitions.busy_groups:
+        if group_id in self._placement.leaving or not self._may_move(group):
             return False
         return group.report.sequence_number >= self._wait_for_report.get(group_id, 0)
 
-    @property
-    def busy_groups(self) -> set[GroupId]:
-        """Groups that have a part in a migration."""
-        return {
-            group_id
-            for migration in self._active.values()
-            for group_id in (migration.source_group, migration.target_group)
-        }
+    def _may_move(self, group: Group) -> bool:
+        """Whether a request may come there or go now, as far as the group goes."""
+        group_id, placement = group.layout.group_id, self._placement
+        if not group.is_reported or len(group.layout.stages) > 1:
+            return False
+        if group.forming or group_id == placement.reserved:
+            return False
+        return group_id not in placement.migrating and group_id not in self._transitions.busy_groups
 
     def partners(self, instance_id: InstanceId) -> set[InstanceId]:
         """With whom the instance has a part in a migration."""
@@ -104,6 +126,7 @@ class Migrations:
         source_leader, target_leader = (groups[g].layout.leader for g in (source, target))
         migration_id = self._transitions.new_id()
         self._active[migration_id] = _Migration(source_leader, target_leader, source, target)
+        self._placement.migrating |= {source, target}
         self._introduce((source_leader, target_leader))
         message = Migrate(migration_id, source, target_leader, target, max_blocks)
         self._outbox.send(source_leader, message)
@@ -137,6 +160,7 @@ class Migrations:
 
     def _end(self, migration_id: TransitionId, tell: Iterable[InstanceId]) -> None:
         migration = self._active.pop(migration_id)
+        self._placement.migrating -= {migration.source_group, migration.target_group}
         for instance_id in tell:
             self._outbox.send(instance_id, EndMigration(migration_id))
         groups = self._placement.groups
@@ -153,3 +177,4 @@ class Migrations:
         parts = [m.source_group for m in self._active.values()]
         parts += [m.target_group for m in self._active.values()]
         assert len(parts) == len(set(parts)), self._active
+        assert self._placement.migrating == set(parts), self._placement.migrating

@@ -242,7 +242,11 @@ class OverloadControl:
             | {load.group_id: load for load in loads},
             self._specs,
             placement.next_id,
-            transitions.busy_groups | placement.unready | placement.leaving | fixed,
+            transitions.busy_groups
+            | placement.unready
+            | placement.leaving
+            | placement.migrating
+            | fixed,
             {group.layout.group_id for group in placement.candidates()},
             transitions.cuts.pairs(now_s),
             transitions.coming_blocks,

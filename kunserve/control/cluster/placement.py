@@ -112,6 +112,8 @@ class Placement:
         self.groups: dict[GroupId, Group] = {}
         self.leaving: set[GroupId] = set()
         """Groups that get no more requests: their instances are given back once empty."""
+        self.migrating: set[GroupId] = set()
+        """Groups that have a part in a live migration."""
         self.expected: dict[GroupId, Group] = {}
         """Groups that stand as soon as a commit under way is over: requests may wait for them."""
         self._closing: dict[GroupId, tuple[GroupId, ...]] = {}

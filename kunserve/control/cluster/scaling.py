@@ -216,7 +216,8 @@ class Scaling:
     def _dismiss_if_empty(self, group_id: GroupId) -> None:
         group = self._placement.groups[group_id]
         leader = group.layout.leader
-        if group_id not in self._transitions.busy_groups and self._requests.num_at(leader) == 0:
+        busy = self._transitions.busy_groups | self._placement.migrating
+        if group_id not in busy and self._requests.num_at(leader) == 0:
             self._give_back(leader)
 
     def _candidates(self) -> list[GroupLoad]:

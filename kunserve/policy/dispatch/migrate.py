@@ -1,6 +1,7 @@
 """Which groups exchange a running request, and which one: Llumnix's live migration.
 
-With a group's *virtual usage* (what runs, the head of the queue, what is on its way), in blocks,
+A group that leaves gives its requests away whatever its load (``choose_refuge``). Of the others,
+with a group's *virtual usage* (what runs, the head of the queue, what is on its way), in blocks,
 
     spare    = capacity - virtual usage
     freeness = spare * block_size / running requests
@@ -23,6 +24,8 @@ LOW_STEPS = 16.0
 """A group that can make fewer decode steps than this gives requests away."""
 HIGH_STEPS = 64.0
 """A group that can make more takes requests."""
+REFUGE_HEADROOM = 0.05
+"""Share of its capacity that a group keeps free of requests whose group leaves."""
 
 
 class Pair(NamedTuple):
@@ -32,6 +35,14 @@ class Pair(NamedTuple):
     target: GroupId
     max_blocks: int
     """The largest request that may move."""
+
+
+class Refuge(NamedTuple):
+    """Where a request of a group that leaves may go on."""
+
+    group_id: GroupId
+    max_blocks: int
+    """The largest request that it takes."""
 
 
 class Movable(NamedTuple):
@@ -60,6 +71,28 @@ def plan_migrations(groups: Iterable[GroupLoad], block_size: int) -> tuple[Pair,
         if source.report.num_running and most > 0:
             pairs.append(Pair(source.group_id, target.group_id, most))
     return tuple(pairs)
+
+
+def choose_refuge(groups: Iterable[GroupLoad], block_size: int, max_num_seqs: int) -> Refuge | None:
+    """Where the next request of a group that leaves goes: to the most room. None if none has any.
+
+    Called with the groups of one instance that stay and have no part in a migration or transition.
+    Where somebody waits, or as many run as may, there is no room. Ties go to the lower group id.
+    """
+    ranked = [
+        (_spare_blocks(group) - _kept_blocks(group, block_size), -group.group_id)
+        for group in groups
+        if group.report.num_waiting == 0
+        and group.report.num_running + group.num_unreported < max_num_seqs
+    ]
+    most, group_id = max(ranked, default=(0, 0))
+    return Refuge(GroupId(-group_id), most) if most > 0 else None
+
+
+def _kept_blocks(group: GroupLoad, block_size: int) -> int:
+    """What a refuge keeps for the growth of what runs there, and for whom it admits."""
+    growth = -(-int(LOW_STEPS) * (group.report.num_running + 1) // block_size)
+    return max(growth, int(REFUGE_HEADROOM * group.capacity_blocks))
 
 
 def _spare_blocks(group: GroupLoad) -> int:

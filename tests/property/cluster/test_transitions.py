@@ -183,7 +183,7 @@ class TransitionsMachine(RuleBasedStateMachine):
         self.cluster.migrate(source, target, max_blocks)
 
     def single_groups(self) -> list[GroupId]:
-        busy = self.cluster.controller.balance.busy_groups
+        busy = self.cluster.controller.placement.migrating
         groups = [group for group in self.cluster.groups() if len(group.stages) == 1]
         return [group.group_id for group in groups if group.group_id not in busy]
 

@@ -1,8 +1,11 @@
-"""Has leaders give waiting requests back that start at once elsewhere."""
+"""Has leaders give waiting requests back that start at once elsewhere, or whose group leaves."""
+
+from collections.abc import Sequence
 
 from kunserve.control.cluster.commands import Outbox
 from kunserve.control.cluster.placement import Group, Placement
 from kunserve.control.cluster.requests.requests import Requests
+from kunserve.core.ids import RequestId
 from kunserve.core.messages import ReturnWaiting
 from kunserve.policy.dispatch.redispatch import plan_recalls
 
@@ -45,17 +48,31 @@ class Redispatch:
             and group_id != placement.reserved
         ]
         for recall in plan_recalls(sources, targets, self._step_tokens):
-            self._recall(placement.groups[recall.group_id], recall.num_requests, now_s)
+            group = placement.groups[recall.group_id]
+            self._recall(group, self._requests.waiting_at(group)[: recall.num_requests], now_s)
 
         if placement.reserved is not None and not self._requests.quarantine.tested:
             emptied = placement.groups[placement.reserved]
             if not emptied.num_returning:
-                self._recall(emptied, emptied.report.num_waiting, now_s)
+                self._recall(emptied, self._requests.waiting_at(emptied), now_s)
 
-    def _recall(self, group: Group, num_requests: int, now_s: float) -> None:
-        request_ids = tuple(self._requests.waiting_at(group)[:num_requests])
+    def empty_leaving(self, now_s: float) -> None:
+        """Called at every tick: what waits in a group that leaves waits in the backlog instead."""
+        placement = self._placement
+        if not placement.leaving or not placement.candidates():
+            return
+        for group_id in sorted(placement.leaving):
+            group = placement.groups[group_id]
+            is_asked = group.num_returning and now_s - group.asked_s <= PATIENCE_S
+            if group.report.num_waiting and not is_asked and group_id not in placement.closing:
+                self._recall(group, self._requests.led_by(group.layout.leader), now_s)
+
+    def _recall(self, group: Group, request_ids: Sequence[RequestId], now_s: float) -> None:
+        """What of these runs, or is swapped, stays as it is."""
         if not request_ids:
             return
-        size = -(-group.report.waiting_blocks // max(1, group.report.num_waiting))
-        group.asked_back(len(request_ids), len(request_ids) * size, now_s)
-        self._outbox.send(group.layout.leader, ReturnWaiting(request_ids))
+        num_waiting = max(1, group.report.num_waiting)
+        num_returning = min(len(request_ids), num_waiting)
+        size = -(-group.report.waiting_blocks // num_waiting)
+        group.asked_back(num_returning, num_returning * size, now_s)
+        self._outbox.send(group.layout.leader, ReturnWaiting(tuple(request_ids)))

@@ -251,6 +251,10 @@ class Requests:
                 self._send(live, group, self._blocks_of(live))
             quarantine.isolate({x.request.request_id: len(x.output_token_ids) for x in chosen})
 
+    def led_by(self, leader: InstanceId) -> list[RequestId]:
+        """The requests that an instance leads, in order of arrival."""
+        return [live.request.request_id for live in self._in_order(leader)]
+
     def waiting_at(self, group: Group) -> list[RequestId]:
         """The requests that wait there by the last report, in order.
 

@@ -29,6 +29,8 @@ from kunserve.core.messages import (
     Formed,
     LayersLoaded,
     LoadLayers,
+    Migrate,
+    MigrationOver,
     Outputs,
     Prepare,
     Prepared,
@@ -162,6 +164,13 @@ class Brain:
         position = sum(t.request_id == request_id for t in self.tokens)
         token = TokenOutput(request_id, position, 7, None, end)
         self.tell(number, Outputs(InstanceId(number), (token,)))
+
+    def keep(self) -> None:
+        """Whoever was to move a running request cannot now: it stays."""
+        for instance_id, message in self.take(Migrate):
+            self.tell(
+                instance_id, MigrationOver(message.migration_id, instance_id, "no request can move")
+            )
 
     # Transitions, carried out
 

@@ -175,6 +175,7 @@ def test_fewer_leave_when_their_requests_have_ended() -> None:
     for request_id, leader in zip(requests, sorted(leaders), strict=True):
         if leader != stays:
             brain.output(leader, request_id, FinishReason.LENGTH)
+    brain.keep()
     brain.pass_time()
     assert {down.instance_id for down in brain.said(ScaleDown)} == leaders - {stays}
     assert brain.groups == [(stays,)]

@@ -55,7 +55,7 @@ def test_a_request_moves_with_its_kv_and_goes_on_where_it_was() -> None:
     cluster = lopsided()
     migrate(cluster)
     cluster.run_until(lambda: moved(cluster) == 1)
-    cluster.run_until(lambda: not cluster.controller.balance.busy_groups)
+    cluster.run_until(lambda: not cluster.controller.placement.migrating)
     (mover,) = running(cluster, 1)
     cluster.run_until(lambda: mover not in cluster.agent(0).state.table.request_ids())
     assert mover in cluster.unfinished
@@ -131,7 +131,7 @@ def test_there_and_back_again() -> None:
     cluster = lopsided(1, 20)
     for source in (0, 1, 0):
         migrate(cluster, source)
-        cluster.run_until(lambda: not cluster.controller.balance.busy_groups)
+        cluster.run_until(lambda: not cluster.controller.placement.migrating)
     assert moved(cluster) == 3
     cluster.finish()
     assert cluster.num_preemptions == 0
@@ -244,7 +244,7 @@ def test_a_target_that_dies_after_the_hand_off_costs_only_a_recomputation() -> N
 def test_messages_of_migrations_long_over_change_nothing() -> None:
     cluster = lopsided(1)
     migrate(cluster)
-    cluster.run_until(lambda: not cluster.controller.balance.busy_groups)
+    cluster.run_until(lambda: not cluster.controller.placement.migrating)
     (request_id,) = running(cluster, 1)
     migration_id = cluster.controller.transitions.new_id()
     agent = cluster.agent(0)
