@@ -45,7 +45,7 @@ class SizeDriver:
         before = size.wanted
         if num_instances == before:
             return f"{num_instances} instances are wanted already"
-        verb = "start" if num_instances > before else "leave once their requests have ended"
+        verb = "start" if num_instances > before else "leave once their requests are gone"
         return f"from {before} to {num_instances} instances: {abs(num_instances - before)} {verb}"
 
     def _check(self, num_instances: int, num_places: int) -> None:

@@ -74,7 +74,7 @@ def test_an_operator_makes_it_grow_and_shrink_while_requests_run() -> None:
         await client.all_flow()
         pids = dict(cluster.vitals().pids)
         said = await cluster.scale(1)
-        assert said == "from 3 to 1 instances: 2 leave once their requests have ended"
+        assert said == "from 3 to 1 instances: 2 leave once their requests are gone"
         await client.all_done()
         await has_size(cluster, 1)
         gone = [pid for one, pid in pids.items() if one not in serving(cluster)]
@@ -83,6 +83,25 @@ def test_an_operator_makes_it_grow_and_shrink_while_requests_run() -> None:
         assert await cluster.scale(1) == "1 instances are wanted already"
 
     with_cluster(story, num_instances=1, policy="recompute")
+
+
+def test_an_instance_leaves_long_before_its_answers_end() -> None:
+    num_tokens = 400
+
+    async def story(cluster: LocalCluster, client: Client) -> None:
+        for i in range(8):
+            # Prompts of their own: the KV of no beginning draws all of them to one instance.
+            client.submit(f"r{i}", max_tokens=num_tokens, prompt=(i,) * 40)
+        await client.all_flow()
+        await until(lambda: all(load.num_running for load in cluster.state().loads))
+        await cluster.scale(1)
+        await has_size(cluster, 1)
+        assert not client.ends and max(map(len, client.tokens.values())) < num_tokens
+        assert cluster._controller.balance.num_moved
+        await client.all_done()
+        assert cluster.state().num_rerun == 0
+
+    with_cluster(story, policy="drop")
 
 
 @pytest.mark.slow

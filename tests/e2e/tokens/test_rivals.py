@@ -50,3 +50,34 @@ def test_tokens_are_those_of_transformers(
     for name, prompt in PROMPTS.items():
         assert len(answers.tokens[name]) == NUM_TOKENS[name]
         assert answers.tokens[name] == greedy_after(model, prompt, answers.tokens[name]), name
+
+
+def test_an_instance_that_leaves_gives_its_requests_away(tmp_path: Path) -> None:
+    """Of two ranks: one alone makes all tokens before anybody has looked."""
+    num_ranks = 2
+    model = tiny_model("llama", 4)
+    model.save_pretrained(tmp_path)
+    kv_heads = max(num_ranks, model.config.num_key_value_heads)
+    config = config_of(str(tmp_path), "float32", 2, 400 * 4 * 2 * 8 * kv_heads * 32 * 4)
+    config = replace(
+        config,
+        cluster=ClusterConfig(num_instances=2, dispatch_policy="round-robin"),
+        instance=replace(config.instance, tensor_parallel_size=num_ranks),
+    )
+    prompts = dict(list(PROMPTS.items())[:4])
+
+    async def story(cluster: LocalCluster, answers: Answers) -> None:
+        for name, prompt in prompts.items():
+            answers.ask(name, prompt, 400, GREEDY)
+        await answers.have(2)
+        await cluster.scale(1)
+        async with asyncio.timeout(60.0):
+            while len(cluster.state().groups) > 1:
+                await asyncio.sleep(0.01)
+        assert cluster._controller.balance.num_moved > 0
+        await answers.all()
+        assert cluster.state().num_rerun == 0
+
+    answers = run(config, VOCAB, story)
+    for name, prompt in prompts.items():
+        assert answers.tokens[name] == greedy_after(model, prompt, answers.tokens[name]), name

@@ -5,7 +5,10 @@ from kunserve.core.load import GroupLoad, LoadReport
 from kunserve.policy.dispatch.migrate import (
     HIGH_STEPS,
     LOW_STEPS,
+    REFUGE_HEADROOM,
     Movable,
+    Refuge,
+    choose_refuge,
     choose_request,
     plan_migrations,
 )
@@ -136,3 +139,20 @@ def test_the_largest_where_none_is_enough_or_nobody_waits() -> None:
 def test_none_where_all_are_too_large() -> None:
     assert choose_request(movable(3, 9), missing_blocks=1, max_blocks=2) is None
     assert choose_request([], missing_blocks=1, max_blocks=2) is None
+
+
+# A group leaves
+
+
+def test_who_leaves_gives_to_whom_has_most_room() -> None:
+    refuge = choose_refuge([group(1, 60), group(2, 20), group(3, 20)], BLOCK_SIZE, 64)
+    kept = int(LOW_STEPS) * 11 // BLOCK_SIZE
+    assert kept > REFUGE_HEADROOM * 100
+    assert refuge == Refuge(GroupId(2), 80 - kept)
+
+
+def test_room_is_none_where_it_is_kept_where_somebody_waits_or_all_places_are_taken() -> None:
+    no_room = [group(1, 90), group(2, 20, head=60), group(3, 20, running=64)]
+    assert choose_refuge(no_room, BLOCK_SIZE, 64) is None
+    assert choose_refuge([group(1, 20, unreported_blocks=75)], BLOCK_SIZE, 64) is None
+    assert choose_refuge([], BLOCK_SIZE, 64) is None
