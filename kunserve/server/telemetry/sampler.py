@@ -26,12 +26,16 @@ class Sampler:
         self._metrics = metrics
         self.watchers: list[Callable[[ClusterState], None]] = []
 
+    def look(self) -> None:
+        """Once, now."""
+        state = self._metrics.cluster.observe()
+        for watch in self.watchers:
+            watch(state)
+
     async def run(self) -> None:
         """For ever; cancelled when the application stops."""
         while True:
-            state = self._metrics.cluster.observe()
-            for watch in self.watchers:
-                watch(state)
+            self.look()
             due_s = time.monotonic() + PERIOD_S
             await asyncio.sleep(PERIOD_S)
             self._metrics.loop_lag.observe(max(0.0, time.monotonic() - due_s))

@@ -215,7 +215,7 @@ def tell(server: LiveServer, until_s: float = END_S) -> None:
             t_s = step * PERIOD_S
             engine.jump(t_s)
             _feel(metrics, t_s)
-            front.timeline.sample()
+            front.sampler.look()
         engine.jump(until_s)
 
     server.call(live)
