@@ -101,9 +101,19 @@ class Recovery:
         if event.is_down and event.peer not in self._partners(event.instance_id):
             return  # should anything be lost, the numbers will tell when there is a connection
         groups = [self._placement.with_member(end) for end in ends]
+        lost = f"the link from instance {event.peer} to {event.instance_id} broke ({event.reason})"
+        transition = self._transitions.with_member(event.instance_id)
+        if (
+            event.is_down
+            and groups[0] is not groups[1]
+            and transition is not None
+            and transition.may_roll_back
+            and event.peer in transition.members
+        ):
+            self._transitions.roll_back(transition, lost, now_s)
+            return  # the two have only been asked to stand together
         if all(group is not None and group.forming for group in groups):
             return  # the other direction has been told of before
-        lost = f"the link from instance {event.peer} to {event.instance_id} broke ({event.reason})"
         self._start_over(self._end_all_of(ends, lost, now_s), {})
 
     def _end_all_of(

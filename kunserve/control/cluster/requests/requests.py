@@ -303,6 +303,8 @@ class Requests:
                 break
             self._fail(oldest)
         self.place_if_changed()
+        if self.quarantine.holds_any:
+            self._isolate()  # a group may have become empty, and no group has changed by that
         if self._prefixes.holds_any:
             # A group that stands still makes no room, and nobody looks at who waits for it.
             self._fill()

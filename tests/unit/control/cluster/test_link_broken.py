@@ -4,6 +4,7 @@ import pytest
 
 from kunserve.core.ids import InstanceId
 from kunserve.core.messages import LinkBroken
+from kunserve.core.snapshots import Outcome
 from tests.fake_cluster import FakeCluster
 
 ZERO, ONE = InstanceId(0), InstanceId(1)
@@ -58,3 +59,19 @@ def test_what_comes_too_late_changes_nothing() -> None:
     cluster.carry_out()
     assert cluster.groups() == groups
     cluster.finish()
+
+
+def test_a_first_contact_that_fails_costs_only_the_drop() -> None:
+    """Nothing is committed, and the two have never spoken: nobody computes anything again."""
+    cluster = FakeCluster()
+    for _ in range(4):
+        cluster.request(6, 9)
+    cluster.run_until(lambda: all(a.token_ids for a in cluster.accounts.values()))
+    before = {i: member.agent for i, member in cluster.members.items()}
+    cluster.drop((0, 0, 2), (1, 2, 4))
+    cluster.controller.on(ZERO, LinkBroken(ZERO, ONE, "no answer", is_down=True), cluster.now_s)
+    cluster.carry_out()
+    cluster.finish()
+    assert [record.outcome for record in cluster.records] == [Outcome.ROLLED_BACK]
+    assert {i: member.agent for i, member in cluster.members.items()} == before
+    assert cluster.controller.state(cluster.now_s).num_rerun == 0

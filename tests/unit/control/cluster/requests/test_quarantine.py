@@ -243,3 +243,28 @@ def test_who_waits_for_the_end_of_a_test_is_not_given_up() -> None:
         submitted(brain)
         end(brain, tested)
         assert submitted(brain) == [(0, following)]
+
+
+def test_suspects_are_looked_at_while_an_instance_stays_dead() -> None:
+    """The end of a request changes no group, so nothing else looks whether a group is empty."""
+    brain = Brain(3, policy="recompute")
+    first, second, third = brain.request(), brain.request(), brain.request()
+    assert submitted(brain) == [(0, first), (1, second), (2, third)]
+    crash(brain, 0)
+    ((leader, suspect),) = submitted(brain)
+    assert suspect == first
+    others = {1: second, 2: third}
+    stays = ({1, 2} - {leader}).pop()
+    more = brain.request()
+    assert submitted(brain) == [(0, more)]
+    brain.controller.lost(
+        brain.group_of(leader).leader, "exit code 1", brain.now_s, Blame(Cause.INSIDE, ())
+    )
+    brain.pass_time(0.0)
+    submitted(brain)
+    for number, request_id in ((0, more), (stays, others[stays])):
+        brain.output(number, RequestId(request_id), FinishReason.LENGTH)
+        brain.report(number)
+    brain.pass_time(1.0)
+    brain.pass_time(1.0)
+    assert first in [request_id for _, request_id in submitted(brain)]
