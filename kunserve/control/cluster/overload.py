@@ -308,7 +308,8 @@ class OverloadControl:
         """Restore every dropped group, where it is possible now."""
         if self._pipeline_stages > 1:  # they would be formed again at once
             return [Postponed("pipelines", "the pipelines stand from the start, and for good")]
-        busy = self._transitions.busy_groups
+        placement = self._placement
+        busy = self._transitions.busy_groups | placement.unready | placement.migrating
         return [
             self._restore(group_id, "admin", now_s)
             for group_id, group in tuple(self._placement.groups.items())

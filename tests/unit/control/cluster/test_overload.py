@@ -288,6 +288,22 @@ def test_a_restore_by_hand_takes_every_pipeline() -> None:
     assert len(brain.controller.force_restore(brain.now_s)) == 2
 
 
+def test_a_restore_by_hand_leaves_the_group_of_a_test_alone() -> None:
+    """A suspect of deaths runs alone there: parted, it would run among others."""
+    brain = Brain(4)
+    for _ in range(2):
+        brain.controller.force_drop(None, brain.now_s)
+        brain.pass_time()
+        brain.complete()
+    brain.report(0, used_blocks=1)
+    brain.report(2, used_blocks=1)
+    brain.take(LoadLayers)
+    for transition in tuple(brain.controller.transitions.active.values()):
+        brain.controller.transitions.roll_back(transition, "by hand instead", brain.now_s)
+    brain.controller.placement.reserve(brain.group_of(0).group_id)
+    assert len(brain.controller.force_restore(brain.now_s)) == 1
+
+
 def test_pipelines_from_the_start_are_not_restored_by_hand() -> None:
     brain = Brain(2, ClusterConfig(num_instances=2, pipeline_stages=2), policy="recompute")
     brain.pass_time()
