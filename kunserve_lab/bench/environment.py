@@ -11,12 +11,16 @@ from pathlib import Path
 
 import kunserve
 
-SIMULATED = ("core", "policy", "control", "sim", "workload")
+HOUSES = ("kunserve", "kunserve_lab", "kunserve_extras")
+SIMULATED = (
+    *(f"kunserve/{room}" for room in ("core", "model", "policy", "control")),
+    *(f"kunserve_lab/{room}" for room in ("sim", "world", "workload")),
+)
 """The rooms that decide, that are simulated, and that requests are drawn by."""
 _SOURCES = {".py", ".c", ".h"}
 
 
-def version(rooms: Sequence[str] = (".",)) -> dict[str, object]:
+def version(rooms: Sequence[str] = HOUSES) -> dict[str, object]:
     """Of which code a run is that begins now: all of it, or that of some rooms.
 
     A commit does not tell. Most change nothing in these rooms, and two trees that are dirty differ.
@@ -26,7 +30,8 @@ def version(rooms: Sequence[str] = (".",)) -> dict[str, object]:
 
 def code_of(rooms: Sequence[str]) -> str:
     """Eight hexadecimal digits that differ when any source file of these rooms does."""
-    root = Path(kunserve.__file__).parent
+    root = Path(kunserve.__file__).parents[1]
+    assert all((root / room).is_dir() for room in rooms), rooms
     found = hashlib.sha256()
     paths = (path for room in rooms for path in (root / room).rglob("*"))
     for path in sorted(path for path in paths if path.suffix in _SOURCES):

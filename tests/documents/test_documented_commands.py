@@ -256,7 +256,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (where / ".venv" / "bin" / "kunserve").symlink_to(BIN / "kunserve")
     (where / "experiments").symlink_to(ROOT / "experiments")
     (where / "examples").symlink_to(ROOT / "examples")
-    data = ROOT / "kunserve" / "workload" / "data"
+    data = ROOT / "kunserve_lab" / "workload" / "data"
     shutil.copy(data / "sharegpt.csv.gz", where)
     shutil.copy(data / "longbench.csv", where / "lengths.csv")
     with gzip.open(data / "azure-2023-merged-640s.csv.gz", "rt") as arrivals:

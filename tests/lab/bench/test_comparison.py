@@ -7,7 +7,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from kunserve_lab.bench.environment import SIMULATED, code_of, version
+from kunserve_lab.bench.environment import HOUSES, SIMULATED, code_of, version
 from kunserve_lab.bench.metrics import compute_metrics
 from kunserve_lab.bench.output.plot import plot_comparison
 from kunserve_lab.bench.runfile import read_run, write_run
@@ -236,10 +236,11 @@ def test_what_was_run_of_other_code_is_said() -> None:
 
 
 def test_code_is_told_by_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kunserve.__file__", str(tmp_path / "__init__.py"))
-    (tmp_path / "sim").mkdir()
+    monkeypatch.setattr("kunserve.__file__", str(tmp_path / "kunserve" / "__init__.py"))
+    for room in (*HOUSES, *SIMULATED):
+        (tmp_path / room).mkdir(parents=True, exist_ok=True)
     seen = set()
-    for name in ("sim/a.py", "a.py", "a.txt"):
+    for name in ("kunserve_lab/sim/a.py", "kunserve/a.py", "kunserve/a.txt"):
         (tmp_path / name).write_text("x = 1")
         seen.add((code_of(SIMULATED), version()["code"]))
     assert len(seen) == 2 and len({simulated for simulated, _ in seen}) == 1

@@ -9,6 +9,7 @@ import pytest
 from benchmarks import kept_results, points
 from benchmarks.points import KeptRun, Point, RunKey, kept, run_missing, with_codes
 from benchmarks.simulated_code import UNKNOWN, code
+from kunserve_lab.bench.environment import SIMULATED
 
 POINT = Point("a point", "none", 1.0)
 
@@ -65,9 +66,10 @@ def test_tables_tell_the_code_as_soon_as_any_is_known() -> None:
 
 def test_what_decides_is_in_the_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(code()) == 8 and code() == code.__wrapped__()
-    (tmp_path / "policy").mkdir()
-    rule = tmp_path / "policy" / "rule.py"
-    monkeypatch.setattr("kunserve.__file__", str(tmp_path / "x.py"))
+    for room in SIMULATED:
+        (tmp_path / room).mkdir(parents=True)
+    rule = tmp_path / "kunserve" / "policy" / "rule.py"
+    monkeypatch.setattr("kunserve.__file__", str(tmp_path / "kunserve" / "x.py"))
     digests = set()
     for text in ("a = 1", "a = 2"):
         rule.write_text(text)
