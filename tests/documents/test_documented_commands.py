@@ -99,7 +99,7 @@ PLANS: dict[str, Alone | Client | Server | Elsewhere] = {
         BLOCK, also="--num-prompts 5 --think-time 0.1 --answer-tokens 4"
     ),
     "kunserve simulate --turns 10 --request-rate 10 --compare recompute,drop": Alone(
-        SIMULATES, within_s=400.0
+        "drop against recompute: TTFT P50", within_s=400.0
     ),
     "kunserve serve --overload-policy observe": Server(),
     "kunserve serve --enable-admin": Server(),
