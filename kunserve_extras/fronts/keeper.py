@@ -37,7 +37,6 @@ class _Seat:
     listener: socket.socket
     process: Child | None = None
     desk: FrontService | None = None
-    has_counted: bool = False
 
 
 class FrontKeeper:
