@@ -14,6 +14,8 @@
 A *bug* is an ``assert``; a *shortage* of KV memory is a returned value. Neither is here.
 """
 
+from dataclasses import dataclass
+
 
 class KunServeError(Exception):
     """Root of every error that is the caller's to mend."""
@@ -73,3 +75,25 @@ class ModelFiles(ConfigError):
 
 class TooLittleMemory(ConfigError):
     """The model and one request do not fit the memory that an instance was given."""
+
+
+_BY_NAME: dict[str, type[ConfigError]] = {
+    kind.__name__: kind for kind in (ConfigError, ModelFiles, TooLittleMemory, UnsupportedModel)
+}
+
+
+@dataclass(frozen=True, slots=True)
+class StartupFailure:
+    """What a process that cannot start tells whoever has started it."""
+
+    error: str
+    message: str
+
+    @classmethod
+    def of(cls, error: KunServeError) -> "StartupFailure":
+        """What is to be told of it."""
+        return cls(type(error).__name__, str(error))
+
+    def to_error(self) -> ConfigError:
+        """The error as it is raised there."""
+        return _BY_NAME.get(self.error, ConfigError)(self.message)

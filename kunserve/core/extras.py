@@ -25,9 +25,12 @@ def find_extra(seam: str, name: str, asked_by: str) -> Any:
     try:
         return next(iter(found)).load()
     except ImportError as error:
-        raise ConfigError(
-            f"{asked_by} needs: pip install '.[{name}]' in KunServe's folder ({error})"
-        ) from None
+        raise ConfigError(f"{asked_by} needs: pip install 'kunserve[{name}]' ({error})") from None
+
+
+def extra_names(seam: str) -> list[str]:
+    """Of what is installed for a seam, in order."""
+    return sorted({entry.name for entry in entry_points(group=f"kunserve.{seam}")})
 
 
 def every_extra(seam: str) -> list[Any]:

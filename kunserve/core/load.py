@@ -1,6 +1,7 @@
 """A group's load: what its leader reports, and what the controller knows besides."""
 
-from collections.abc import Iterable
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import zip_longest
 from typing import Any
@@ -11,6 +12,11 @@ STEP_TOKEN_BOUNDS = (1, *(2**power for power in range(3, 15)))
 """Upper bounds of the classes in which steps are counted by their tokens; one more has no bound."""
 PAUSE_BOUNDS_S = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 7.5, 10.0, 15.0, 20.0, 30.0, 60.0, 120.0)
 """The same of the classes in which pauses are counted by their length."""
+PREEMPTION_BOUNDS = (1, 2, 3, 4, 5, 10, 20)
+"""The same of requests, by how often they were preempted. These and the next are vLLM's."""
+_OF_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0)
+RESIDENCY_BOUNDS_S = (*_OF_SECONDS, 30.0, 60.0, 120.0, 300.0, 600.0, 1200.0, 1800.0)
+"""The same of blocks in the prefix cache."""
 
 
 @dataclass(slots=True)
@@ -46,6 +52,19 @@ class LeaderTotals:
     """Guesses that were checked."""
     num_accepted_tokens: int = 0
     """Guesses that were right, as were all before them."""
+    preemptions: tuple[int, ...] = ()
+    """Requests that ended by themselves, by their preemptions (``PREEMPTION_BOUNDS``)."""
+    ended_preemptions: int = 0
+    """Of all of them together."""
+    block_lives: tuple[int, ...] = ()
+    """Blocks that left the prefix cache, by the time since they were filled
+    (``RESIDENCY_BOUNDS_S``); the same since their last use; and blocks that were shared again, by
+    the time between."""
+    block_lived_s: float = 0.0
+    block_idles: tuple[int, ...] = ()
+    block_idle_s: float = 0.0
+    reuse_gaps: tuple[int, ...] = ()
+    reuse_gap_s: float = 0.0
 
     def __add__(self, other: "LeaderTotals") -> "LeaderTotals":
         return LeaderTotals(
@@ -60,6 +79,15 @@ class LeaderTotals:
 
 
 _COUNTERS = tuple(field.name for field in fields(LeaderTotals))
+
+
+def one_more(
+    counts: tuple[int, ...], bounds: Sequence[float], value: float, num: int = 1
+) -> tuple[int, ...]:
+    """The counts with a value in its class, ``num`` times."""
+    counts = counts or (0,) * (len(bounds) + 1)
+    place = bisect_left(bounds, value)
+    return (*counts[:place], counts[place] + num, *counts[place + 1 :])
 
 
 def _sum(one: Any, other: Any) -> Any:

@@ -115,6 +115,8 @@ class Request:
     """Requests of different salts share no KV."""
     num_scored: int = 0
     """Scores of the prompt that are known already: a re-run computes the others."""
+    priority: int = 0
+    """The lower, the sooner it is served, and the later it makes way. Equals: by arrival."""
 
     @property
     def max_stored_tokens(self) -> int:

@@ -195,6 +195,15 @@ class ClusterSize(NamedTuple):
 UNKNOWN_SIZE = ClusterSize()
 
 
+class FormingGroup(NamedTuple):
+    """A group that takes no requests yet."""
+
+    group_id: GroupId
+    members: tuple[InstanceId, ...]
+    """Those that still load weights."""
+    since_s: float
+
+
 class CutLink(NamedTuple):
     """Two instances that did not reach each other lately."""
 
@@ -239,10 +248,17 @@ class ClusterState:
     """Whether drops and restores are made by hand only."""
     cut_links: tuple[CutLink, ...] = ()
     """Pairs that do not reach each other, though the front reaches both."""
+    forming: tuple[FormingGroup, ...] = ()
+    """Groups that stand, and take no requests yet."""
     observed: ObservedDrops | None = None
     """None unless the overload policy is ``observe``."""
     stage_times: tuple[StageTime, ...] = ()
     """The last of every instance in a pipeline, those of pipelines that are gone included."""
+
+    @property
+    def longest_forming_s(self) -> float:
+        """How long the oldest of the forming groups has formed; 0 if none does."""
+        return max((self.now_s - one.since_s for one in self.forming), default=0.0)
 
     @property
     def num_waiting(self) -> int:

@@ -1,4 +1,4 @@
-"""What the controller asks its driver to do, and the box in which its parts put it."""
+"""What the controller's parts ask its driver to do."""
 
 from collections.abc import Callable
 from typing import NamedTuple, TypeAlias
@@ -29,6 +29,13 @@ class Respawn(NamedTuple):
     """Start a process in the place of a dead instance."""
 
     instance_id: InstanceId
+
+
+class Condemn(NamedTuple):
+    """Kill an instance's process, for this reason; no request is to blame."""
+
+    instance_id: InstanceId
+    reason: str
 
 
 class LogTransition(NamedTuple):
@@ -83,6 +90,7 @@ ControlCommand: TypeAlias = (
     Send
     | Deliver
     | Respawn
+    | Condemn
     | LogTransition
     | LogReason
     | LogObserved
@@ -93,23 +101,5 @@ ControlCommand: TypeAlias = (
 )
 
 
-class Outbox:
+class Outbox(list[ControlCommand]):
     """Commands that the driver has not taken yet, in order."""
-
-    def __init__(self) -> None:
-        self._commands: list[ControlCommand] = []
-        self._endings: list[ControlCommand] = []
-
-    def add(self, command: ControlCommand) -> None:
-        """One more command; ends of transitions are told after everything else."""
-        (self._endings if isinstance(command, LogTransition) else self._commands).append(command)
-
-    def send(self, instance_id: InstanceId, message: Message) -> None:
-        """A message for an instance."""
-        self._commands.append(Send(instance_id, message))
-
-    def drain(self) -> list[ControlCommand]:
-        """Everything since the last call."""
-        commands = self._commands + self._endings
-        self._commands, self._endings = [], []
-        return commands

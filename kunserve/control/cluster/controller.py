@@ -9,10 +9,14 @@ from collections.abc import Sequence
 from kunserve.control.cluster.commands import (
     Client,
     ControlCommand,
+    LogTransition,
     Outbox,
     Respawn,
     ScaleDown,
+    Send,
 )
+from kunserve.control.cluster.departures import Departures
+from kunserve.control.cluster.forming import FormingWatch
 from kunserve.control.cluster.instances import Instances
 from kunserve.control.cluster.migrations import Migrations
 from kunserve.control.cluster.overload import OverloadControl
@@ -25,7 +29,7 @@ from kunserve.control.cluster.requests.redispatch import Redispatch
 from kunserve.control.cluster.requests.requests import Requests
 from kunserve.control.cluster.scaling import Scaling
 from kunserve.control.cluster.transition import Phase, Transition
-from kunserve.control.cluster.transitions import Transitions
+from kunserve.control.cluster.transitions import PATIENCE_STEPS, Transitions
 from kunserve.core.ids import InstanceId, RequestId, TransitionId
 from kunserve.core.messages import (
     Alive,
@@ -33,6 +37,7 @@ from kunserve.core.messages import (
     Event,
     ExchangeDone,
     Formed,
+    LateContact,
     LayersLoaded,
     LinkBroken,
     MigrationOver,
@@ -44,6 +49,7 @@ from kunserve.core.messages import (
     Report,
     ResetPrefixCache,
     Returned,
+    TransferProgress,
 )
 from kunserve.core.plan import Plan
 from kunserve.core.request import Request
@@ -61,16 +67,17 @@ class Controller:
         ``num_places``: instances that there are or are being started; as configured when None.
         """
         self._config = config = plan.config
-        block_size = config.instance.block_size
         step_tokens = config.scheduler.max_num_batched_tokens
         self._outbox = outbox = Outbox()
         self.placement = placement = Placement(first_id)
-        self._peer_discovery = peer_discovery = PeerDiscovery(outbox, self._partners)
+        self._peer_discovery = peer_discovery = PeerDiscovery(
+            outbox, self._partners, slow_s=self._slow_s
+        )
         self.transitions = transitions = Transitions(placement, outbox, first_id, peer_discovery)
         self._instances = Instances(placement, peer_discovery, outbox)
+        self._forming = FormingWatch(placement, outbox)
         self._requests = requests = Requests(
             placement,
-            transitions,
             plan.blocks,
             step_tokens,
             config.cluster.dispatch_policy,
@@ -88,13 +95,14 @@ class Controller:
             peer_discovery.introduce,
         )
         self._scaling = scaling = Scaling(
-            config.cluster, placement, transitions, requests, outbox, self._give_back, num_places
+            config.cluster, placement, requests, outbox, self._give_back, num_places
         )
+        self._departures = Departures(placement, requests, outbox, config.server.shutdown_timeout_s)
         self._redispatch = Redispatch(placement, requests, outbox, step_tokens)
         self._overload = OverloadControl(
             config.overload,
             config.cluster.pipeline_stages,
-            block_size,
+            config.instance.block_size,
             placement,
             transitions,
             requests,
@@ -115,8 +123,12 @@ class Controller:
         )
 
     def drain(self) -> list[ControlCommand]:
-        """Commands since the last call, in order."""
-        return self._outbox.drain()
+        """Commands since the last call, in order; ends of transitions behind everything else."""
+        commands = self._outbox[:]
+        self._outbox.clear()
+        if LogTransition in map(type, commands):
+            commands.sort(key=lambda command: isinstance(command, LogTransition))
+        return commands
 
     # Requests
 
@@ -182,7 +194,7 @@ class Controller:
         """An instance's event."""
         match event:
             case Outputs():
-                self._requests.take(event)
+                self._requests.deliver(event)
             case Returned():
                 self._requests.returned(event)
             case Formed():
@@ -203,12 +215,19 @@ class Controller:
                 self._committed(event, now_s)
             case ExchangeDone():
                 self.transitions.on_exchanged(event, now_s)
+            case TransferProgress():
+                self.transitions.progressed(event.instance_id, now_s)
+                self._forming.progressed(event.instance_id, now_s)
             case MigrationReady():
                 self.balance.on_ready(event)
             case MigrationOver():
                 self.balance.on_over(event)
             case LinkBroken():
                 self._recovery.link_broken(event, now_s)
+            case LateContact():
+                self.transitions.cuts.joined((event.instance_id, event.peer))
+            case Alive(wants_to_leave=True):
+                self._departures.wish(event.instance_id, now_s)
             case Alive() | StageTime():
                 pass
 
@@ -220,8 +239,8 @@ class Controller:
 
     def _ready(self, event: Ready, now_s: float) -> None:
         instance_id = event.spec.instance_id
+        self._departures.forget(instance_id)
         self._recovery.begin_anew((instance_id,), now_s)
-        self._requests.restarted(instance_id)
         self._instances.ready(event)
         self._instances.form_alone(instance_id)
         self._requests.place()
@@ -232,15 +251,14 @@ class Controller:
         group = self.placement.groups.get(event.load.group_id)
         if group is None or group.layout.leader != event.instance_id:
             return
-        group.take(event.load, now_s)
-        self.transitions.progressed(event.load.group_id, event.load.num_stalled, now_s)
+        group.note_report(event.load, now_s)
         if self._config.cluster.dispatch_policy == "soonest":
             self._redispatch.watch(now_s)
         if event.load.group_id == self.placement.reserved:
             self._requests.place()
         self._requests.place_if_changed()
         self._overload.watch(now_s)
-        self.balance.watch()
+        self.balance.watch(now_s)
 
     def _committed(self, event: Committed, now_s: float) -> None:
         self._instances.counted(event.instance_id, event.totals)
@@ -270,6 +288,11 @@ class Controller:
         partners.update(() if transition is None else transition.members)
         return partners - {instance_id}
 
+    def _slow_s(self, instance_id: InstanceId) -> float:
+        """How long the instance may take to read what it is told: mail is read between steps."""
+        group = self.placement.with_member(instance_id)
+        return 0.0 if group is None else PATIENCE_STEPS * group.step_s
+
     def _give_back(self, instance_id: InstanceId) -> None:
         """The instance has drained, or has died and is not missed: forget it."""
         group = self.placement.led_by(instance_id)
@@ -277,10 +300,11 @@ class Controller:
             self.placement.remove((group.layout,))
         self.placement.forget(instance_id)
         self._instances.forget(instance_id)
-        self.transitions.cuts.forget(instance_id)
+        self.transitions.forget(instance_id)
+        self._departures.forget(instance_id)
         self.balance.end_with((instance_id,))
         self._scaling.gave_back()
-        self._outbox.add(ScaleDown(instance_id))
+        self._outbox.append(ScaleDown(instance_id))
 
     def lost(
         self, instance_id: InstanceId, reason: str, now_s: float, blame: Blame = UNKNOWN
@@ -288,12 +312,13 @@ class Controller:
         """An instance died (paper section 4.4), or was killed for a reason that is known."""
         if not self._recovery.lost(instance_id, reason, now_s, blame):
             return
-        self.transitions.cuts.forget(instance_id)
+        self.transitions.forget(instance_id)
+        self._departures.forget(instance_id)
         if self._scaling.lets_go(instance_id):
             self._give_back(instance_id)
             self._requests.place_if_changed()
         else:
-            self._outbox.add(Respawn(instance_id))
+            self._outbox.append(Respawn(instance_id))
 
     # Size
 
@@ -318,11 +343,16 @@ class Controller:
         """About ten times a second."""
         for transition in self.transitions.expire(now_s):
             self._recovery.give_up(transition, now_s)
+        self._forming.look(now_s)
+        kept = self._requests.quarantine.overdue(now_s)
+        if kept is not None:
+            self._recovery.begin_empty(kept.layout)
         limits = self._config
         self._requests.expire(
             now_s, limits.server.request_timeout_s, limits.cluster.start_timeout_s
         )
         self._scaling.pursue()
+        self._departures.pursue(now_s)
         self._overload.watch(now_s)
         self._redispatch.empty_leaving(now_s)
         self.balance.drain(now_s)
@@ -344,7 +374,7 @@ class Controller:
         being moved.
         """
         for instance_id in sorted(self._instances.living):
-            self._outbox.send(instance_id, ResetPrefixCache())
+            self._outbox.append(Send(instance_id, ResetPrefixCache()))
         self._requests.prefixes_reset()
 
     # Accounts
@@ -375,9 +405,12 @@ class Controller:
                 *self._overload.reason_texts,
                 *self._scaling.reason_texts(now_s),
                 *self.transitions.cuts.reason_texts(now_s),
+                *self.transitions.refusal_texts(now_s),
+                *self._forming.reason_texts(now_s),
             ),
             paused=self._overload.is_paused,
             cut_links=self.transitions.cuts.snapshots(now_s),
+            forming=self._forming.snapshots(),
             observed=None if observation is None else observation.totals,
         )
 
@@ -385,6 +418,7 @@ class Controller:
         """Assert that placement is whole and that every live request has a living leader."""
         self.placement.check()
         self.balance.check()
-        self.transitions.cuts.check()
+        self.transitions.check()
+        self._departures.check()
         self._peer_discovery.check()
         self._requests.check(self._instances.living)

@@ -2,13 +2,13 @@
 
 from dataclasses import dataclass, field
 
-from kunserve.control.cluster.commands import Outbox
+from kunserve.control.cluster.commands import Outbox, Send
 from kunserve.control.cluster.peer_discovery import PeerDiscovery
 from kunserve.control.cluster.placement import Placement
 from kunserve.core.ids import InstanceId
 from kunserve.core.layout import GroupLayout, LayerRange, Stage
 from kunserve.core.load import LeaderTotals
-from kunserve.core.messages import Committed, Form, Formed, Ready, Rejoin
+from kunserve.core.messages import Committed, Form, Formed, LayerSource, Ready, Rejoin
 from kunserve.core.snapshots import InstanceSnapshot
 from kunserve.policy.drop.restore import choose_sources
 
@@ -18,8 +18,14 @@ class _Instance:
     held: LayerRange
     kv_units: int
     totals: LeaderTotals = field(default_factory=LeaderTotals)
+    """What its process has done, as it last said."""
     before: LeaderTotals = field(default_factory=LeaderTotals)
     """What its process had done when an earlier front counted it."""
+
+    @property
+    def done(self) -> LeaderTotals:
+        """What this front counts of it."""
+        return self.totals.since(self.before)
 
 
 class Instances:
@@ -66,31 +72,32 @@ class Instances:
         layout = GroupLayout(self._placement.new_ids(1), stages)
         specs = self._placement.specs_of((layout,))
         self._placement.add(layout)
-        self._placement.groups[layout.group_id].forming = set(layout.members)
+        self._placement.begin_forming(layout.group_id)
         self._peer_discovery.introduce(layout.members)
-        for member in choose_sources(layout, self._holders(stages), self._placement.specs):
-            sources = member.sources if len(stages) == 1 else ()
-            self._peer_discovery.introduce_to(
-                member.instance_id, (source.instance_id for source in sources)
-            )
-            self._outbox.send(member.instance_id, Form(layout, specs, sources))
+        sources = self._sources(layout)
+        for member in layout.members:
+            self._peer_discovery.introduce_to(member, sources)
+            num_sent = self._placement.num_sent[member]
+            self._outbox.append(Send(member, Form(layout, specs, sources, num_sent)))
 
-    def _holders(self, stages: tuple[Stage, ...]) -> dict[InstanceId, LayerRange]:
-        """What all have that live; of the members only, where these lack nothing."""
-        living = self._living
-        if all(living[i].held.num_layers == self._num_layers_of(i) for i, _ in stages):
-            return {i: living[i].held for i, _ in stages}
-        return {i: instance.held for i, instance in living.items()}
-
-    def _num_layers_of(self, instance_id: InstanceId) -> int:
-        return self._placement.specs[instance_id].num_layers
+    def _sources(self, layout: GroupLayout) -> tuple[LayerSource, ...]:
+        """Who gives an instance the layers that it lacks to stand alone. Stages have theirs."""
+        if len(layout.stages) > 1 or self._living[layout.leader].held == layout.stages[0].layers:
+            return ()
+        holders = {i: instance.held for i, instance in self._living.items()}
+        given = self._peer_discovery.given
+        (alone,) = choose_sources(layout, holders, self._placement.specs, given)
+        return alone.sources
 
     def formed(self, event: Formed) -> None:
         """The instance stands in its new group, with all layers of its stage and no others."""
         instance = self._living.get(event.instance_id)
         group = self._placement.groups.get(event.group_id)
         layers = None if group is None else group.layout.layers_of(event.instance_id)
-        if instance is None or layers is None or instance.held == layers:
+        if instance is None or layers is None:
+            return
+        self._peer_discovery.has_pulled(event.instance_id)
+        if instance.held == layers:
             return
         spec = self._placement.specs[event.instance_id]
         instance.held = layers
@@ -106,7 +113,7 @@ class Instances:
         """An instance says what it has done since its process started."""
         instance = self._living.get(instance_id)
         if instance is not None:
-            instance.totals += totals.since(instance.before).since(instance.totals)
+            instance.totals = totals  # seldom looked at, often told: the sums come later
 
     def forget(self, instance_id: InstanceId) -> bool:
         """It is gone. False if it was not known to live."""
@@ -114,7 +121,7 @@ class Instances:
         if instance is None:
             return False
         self._peer_discovery.left(instance_id)
-        self._past[instance_id] = self._past.get(instance_id, LeaderTotals()) + instance.totals
+        self._past[instance_id] = self._past.get(instance_id, LeaderTotals()) + instance.done
         return True
 
     def snapshots(self) -> tuple[InstanceSnapshot, ...]:
@@ -126,7 +133,6 @@ class Instances:
             if instance is None:
                 found.append(InstanceSnapshot(spec, False, LayerRange(0, 0), 0, past))
             else:
-                totals = past + instance.totals
                 held, kv_units = instance.held, instance.kv_units
-                found.append(InstanceSnapshot(spec, True, held, kv_units, totals))
+                found.append(InstanceSnapshot(spec, True, held, kv_units, past + instance.done))
         return tuple(found)

@@ -12,9 +12,10 @@ A group that leaves gives its requests away one after the other, whatever the ov
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from kunserve.control.cluster.commands import Outbox
+from kunserve.control.cluster.commands import Outbox, Send
 from kunserve.control.cluster.placement import Group, Placement
 from kunserve.control.cluster.requests.requests import Requests
+from kunserve.control.cluster.standing import Act, Standing
 from kunserve.control.cluster.transitions import Transitions
 from kunserve.core.config import OverloadConfig
 from kunserve.core.ids import GroupId, InstanceId, TransitionId
@@ -52,7 +53,7 @@ class Migrations:
         transitions: Transitions,
         requests: Requests,
         outbox: Outbox,
-        introduce: Callable[[Iterable[InstanceId]], None] = lambda _: None,
+        introduce: Callable[[Iterable[InstanceId]], None],
     ) -> None:
         """``introduce`` has instances know each other before they need it."""
         self._introduce = introduce
@@ -69,51 +70,49 @@ class Migrations:
         self.num_moved = 0
         """Requests handed off."""
 
-    def watch(self) -> None:
+    def watch(self, now_s: float) -> None:
         """Called at every report."""
         if self._config.policy != "migrate":
             return
-        loads = [group.load for group in self._placement.groups.values() if self._free(group)]
-        for pair in plan_migrations(loads, self._blocks.block_size):
+        free = [group for group in self._placement.groups.values() if self._free(group)]
+        led = {group.layout.leader: group.layout.group_id for group in free}
+        cuts = self._transitions.cuts.pairs(now_s)
+        apart = {frozenset((led[a], led[b])) for a, b in cuts if a in led and b in led}
+        loads = [group.load for group in free]
+        for pair in plan_migrations(loads, self._blocks.block_size, apart):
             self.begin(pair.source, pair.target, pair.max_blocks)
 
     def drain(self, now_s: float) -> None:
-        """Called at every tick: each group that leaves moves a running request to where room is.
+        """Called at every tick: each group that is to be empty moves one running request.
 
         With a ring no request can move, because it writes over what has been copied.
         """
         placement = self._placement
-        if not placement.leaving or self._blocks.ring is not None:
+        emptied = placement.emptied
+        if not emptied or self._blocks.ring is not None:
             return
         apart = self._transitions.cuts.pairs(now_s)
-        for group_id in sorted(placement.leaving):
+        for group_id in sorted(emptied):
             source = placement.groups[group_id]
-            if not source.report.num_running or not self._may_move(source):
+            if not source.report.num_running or not self._may(Act.GIVE, source):
                 continue
             cut_off = {one for pair in apart if source.layout.leader in pair for one in pair}
             targets = [
                 group.load
                 for group in placement.candidates()
-                if self._may_move(group) and group.layout.leader not in cut_off
+                if self._may(Act.MOVE, group) and group.layout.leader not in cut_off
             ]
             refuge = choose_refuge(targets, self._blocks.block_size, self._max_num_seqs)
             if refuge is not None:
                 self.begin(group_id, refuge.group_id, refuge.max_blocks)
 
     def _free(self, group: Group) -> bool:
-        group_id = group.layout.group_id
-        if group_id in self._placement.leaving or not self._may_move(group):
-            return False
-        return group.report.sequence_number >= self._wait_for_report.get(group_id, 0)
+        number = self._wait_for_report.get(group.layout.group_id, 0)
+        return self._may(Act.MOVE, group) and group.report.sequence_number >= number
 
-    def _may_move(self, group: Group) -> bool:
+    def _may(self, act: Act, group: Group) -> bool:
         """Whether a request may come there or go now, as far as the group goes."""
-        group_id, placement = group.layout.group_id, self._placement
-        if not group.is_reported or len(group.layout.stages) > 1:
-            return False
-        if group.forming or group_id == placement.reserved:
-            return False
-        return group_id not in placement.migrating and group_id not in self._transitions.busy_groups
+        return act in group.may and group.is_reported and len(group.layout.stages) == 1
 
     def partners(self, instance_id: InstanceId) -> set[InstanceId]:
         """With whom the instance has a part in a migration."""
@@ -126,10 +125,11 @@ class Migrations:
         source_leader, target_leader = (groups[g].layout.leader for g in (source, target))
         migration_id = self._transitions.new_id()
         self._active[migration_id] = _Migration(source_leader, target_leader, source, target)
-        self._placement.migrating |= {source, target}
+        for group_id in (source, target):
+            self._placement.mark(group_id, Standing.MIGRATING)
         self._introduce((source_leader, target_leader))
         message = Migrate(migration_id, source, target_leader, target, max_blocks)
-        self._outbox.send(source_leader, message)
+        self._outbox.append(Send(source_leader, message))
         return migration_id
 
     def on_ready(self, event: MigrationReady) -> None:
@@ -141,7 +141,7 @@ class Migrations:
         if group is None:
             self._end(event.migration_id, (migration.source, migration.target))
         elif self._requests.migrate(event.request_id, migration.source, group, event.migration_id):
-            self._outbox.send(migration.source, HandOff(event.migration_id))
+            self._outbox.append(Send(migration.source, HandOff(event.migration_id)))
             self.num_moved += 1
 
     def on_over(self, event: MigrationOver) -> None:
@@ -158,13 +158,19 @@ class Migrations:
             if sides & gone:
                 self._end(migration_id, sorted(sides - gone))
 
+    def end_between(self, ends: tuple[InstanceId, InstanceId]) -> None:
+        """These two do not reach each other: the request goes on with whoever has it."""
+        for migration_id, migration in tuple(self._active.items()):
+            if {migration.source, migration.target} == {*ends}:
+                self._end(migration_id, sorted(ends))
+
     def _end(self, migration_id: TransitionId, tell: Iterable[InstanceId]) -> None:
         migration = self._active.pop(migration_id)
-        self._placement.migrating -= {migration.source_group, migration.target_group}
         for instance_id in tell:
-            self._outbox.send(instance_id, EndMigration(migration_id))
+            self._outbox.append(Send(instance_id, EndMigration(migration_id)))
         groups = self._placement.groups
         for group_id in (migration.source_group, migration.target_group):
+            self._placement.mark(group_id, Standing.MIGRATING, is_so=False)
             group = groups.get(group_id)
             if group is not None and group.is_reported:
                 number = group.report.sequence_number + FRESH_REPORTS
@@ -177,4 +183,5 @@ class Migrations:
         parts = [m.source_group for m in self._active.values()]
         parts += [m.target_group for m in self._active.values()]
         assert len(parts) == len(set(parts)), self._active
-        assert self._placement.migrating == set(parts), self._placement.migrating
+        migrating = self._placement.migrating
+        assert migrating == self._placement.groups.keys() & set(parts), migrating

@@ -159,7 +159,7 @@ class Observation:
             num_drops=totals.num_drops + 1,
             freed_bytes=totals.freed_bytes + merge.freed_bytes,
         )
-        self._outbox.add(
+        self._outbox.append(
             LogObserved(
                 f"drop groups={_names(parts)} bytes={merge.freed_bytes} "
                 f"blocks={merge.gain_blocks} trigger={verdict.trigger!r} "
@@ -171,7 +171,7 @@ class Observation:
         if one is None:
             return
         self._totals = replace(self._totals, num_restores=self._totals.num_restores + 1)
-        self._outbox.add(
+        self._outbox.append(
             LogObserved(
                 f"restore groups={_names(one.parts)} after_s={now_s - one.began_s:.1f} "
                 f"requests_admitted={one.most_admitted} waiting_avoided_s={one.wait_s:.1f}"

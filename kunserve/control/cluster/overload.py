@@ -4,13 +4,14 @@ import math
 from collections.abc import Iterable, Set
 from dataclasses import replace
 
-from kunserve.control.cluster.commands import Outbox
+from kunserve.control.cluster.commands import Outbox, Send
 from kunserve.control.cluster.observed import Observation
 from kunserve.control.cluster.placement import Placement
 from kunserve.control.cluster.reasons import Reasons
 from kunserve.control.cluster.requests.prompt_share import PromptShare
 from kunserve.control.cluster.requests.requests import Requests
 from kunserve.control.cluster.scaling import Scaling
+from kunserve.control.cluster.standing import Act
 from kunserve.control.cluster.transitions import Transitions
 from kunserve.core.config import OverloadConfig
 from kunserve.core.ids import GroupId, InstanceId, TransitionId
@@ -116,11 +117,11 @@ class OverloadControl:
 
     def _form_pipelines(self, now_s: float) -> None:
         """Merge instances that stand alone, at the start and after a death."""
-        untouchable = self._transitions.busy_groups | self._placement.unready
+        refusing = self._transitions.refusing(Kind.DROP, now_s)
         alone = [
             group.layout
-            for group_id, group in self._placement.groups.items()
-            if len(group.layout.stages) == 1 and group_id not in untouchable
+            for group in self._placement.that_may(Act.CHANGE)
+            if len(group.layout.stages) == 1 and group.layout.group_id not in refusing
         ]
         if len(alone) < self._pipeline_stages or now_s < self._transitions.backoff_until_s:
             return
@@ -138,7 +139,6 @@ class OverloadControl:
 
     def _group_loads(self) -> list[GroupLoad]:
         restoring = self._transitions.restoring_groups
-        busy = self._transitions.busy_groups | self._placement.unready
         groups = [g for g in self._placement.groups.values() if g.is_reported]
         backlog = self._requests.backlog
         capacities = [group.capacity_blocks for group in groups]
@@ -149,7 +149,7 @@ class OverloadControl:
                 num_blocks,
                 num_requests,
                 self._transitions.last_end_s(group.layout),
-                group.layout.group_id in busy,
+                Act.LEND not in group.may,
                 group.layout.group_id in restoring,
             )
             for group, num_blocks, num_requests in zip(
@@ -171,11 +171,9 @@ class OverloadControl:
         """
         if site_of(layout.members, self._specs, SAME_HOST) is not None:
             return {}
-        changing = self._transitions.busy_groups | self._placement.unready
         return {
             stage.instance_id: stage.layers
-            for group_id, group in self._placement.groups.items()
-            if group_id not in changing
+            for group in self._placement.that_may(Act.LEND)
             for stage in group.layout.stages
         }
 
@@ -199,7 +197,8 @@ class OverloadControl:
         is_enough = self.observation is not None and not self._scaling.is_on
         why = "drops are paused" if self.is_paused else "nothing is left to drop"
         if self._config.policy == "drop" and not self.is_paused:
-            drop_view = self._drop_view(dwelling, now_s, view.groups)
+            fixed = dwelling | self._transitions.refusing(Kind.DROP, now_s)
+            drop_view = self._drop_view(fixed, now_s, view.groups)
             plan = plan_of(drop_view, verdict, self._config)
             self._carry_out(plan, verdict.trigger, now_s)
             is_enough = plan.enough or bool(self._transitions.active)
@@ -217,7 +216,7 @@ class OverloadControl:
             if now_s - allowed_s.get(group_id, -math.inf) >= self._config.max_park_s / 2.0:
                 allowed_s[group_id] = now_s
                 leader = self._placement.groups[group_id].layout.leader
-                self._outbox.send(leader, AllowParking(group_id))
+                self._outbox.append(Send(leader, AllowParking(group_id)))
         for group_id in allowed_s.keys() - self._placement.groups.keys():
             del allowed_s[group_id]
 
@@ -242,11 +241,7 @@ class OverloadControl:
             | {load.group_id: load for load in loads},
             self._specs,
             placement.next_id,
-            transitions.busy_groups
-            | placement.unready
-            | placement.leaving
-            | placement.migrating
-            | fixed,
+            {i for i, group in groups.items() if Act.CHANGE not in group.may} | fixed,
             {group.layout.group_id for group in placement.candidates()},
             transitions.cuts.pairs(now_s),
             transitions.coming_blocks,
@@ -261,9 +256,12 @@ class OverloadControl:
 
     def _restore_all(self, verdict: Relaxed, now_s: float) -> list[Excuse]:
         excuses = []
-        busy = self._transitions.busy_groups
+        refusing = self._transitions.refusing(Kind.RESTORE, now_s)
         for group_id in verdict.group_ids:
-            if group_id in busy:
+            if not self._placement.may(group_id, Act.CHANGE):
+                continue
+            if group_id in refusing:
+                excuses.append(Excuse(group_id, "refused", "a member refused the last restore"))
                 continue
             begun = self._restore(group_id, verdict.trigger, now_s)
             if isinstance(begun, Postponed):
@@ -297,23 +295,22 @@ class OverloadControl:
     def force_drop(self, num_bytes: int | None, now_s: float) -> list[TransitionId]:
         """Drop at least that much, or by one merge; empty when nothing can be dropped."""
         blocks = 1 if num_bytes is None else blocks_for_bytes(num_bytes, self._placement.specs)
-        view = self._drop_view(set(), now_s, ())
+        view = self._drop_view(self._transitions.refusing(Kind.DROP, now_s), now_s, ())
         plan = plan_forced(view, blocks, self._config)
         if not plan.merges:
-            # Whoever asks may know that a link is whole again. If not, the members will say so.
-            plan = plan_forced(replace(view, apart=()), blocks, self._config)
+            # Whoever asks may know that it would succeed now. If not, the members will say so.
+            view = replace(self._drop_view(set(), now_s, ()), apart=())
+            plan = plan_forced(view, blocks, self._config)
         return self._carry_out(plan, "admin", now_s)
 
     def force_restore(self, now_s: float) -> list[TransitionId | Postponed]:
         """Restore every dropped group, where it is possible now."""
         if self._pipeline_stages > 1:  # they would be formed again at once
             return [Postponed("pipelines", "the pipelines stand from the start, and for good")]
-        placement = self._placement
-        busy = self._transitions.busy_groups | placement.unready | placement.migrating
         return [
-            self._restore(group_id, "admin", now_s)
-            for group_id, group in tuple(self._placement.groups.items())
-            if len(group.layout.stages) > 1 and group_id not in busy
+            self._restore(group.layout.group_id, "admin", now_s)
+            for group in self._placement.that_may(Act.CHANGE)
+            if len(group.layout.stages) > 1
         ]
 
 

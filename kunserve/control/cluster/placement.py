@@ -1,10 +1,11 @@
 """Which groups exist, who leads them, and what is known of their load. The one owner of both."""
 
 import math
-from collections import deque
-from collections.abc import Iterable, Mapping, Set
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
+from kunserve.control.cluster.standing import Act, Standing, allowed
 from kunserve.core.ids import GroupId, InstanceId
 from kunserve.core.layout import GroupLayout
 from kunserve.core.load import GroupLoad, LoadReport, inherited
@@ -30,8 +31,12 @@ class Group:
     unreported: deque[tuple[int, int]] = field(default_factory=deque)
     """(number of the submission to the leader, blocks), oldest first."""
     unreported_blocks: int = 0
+    standing: frozenset[Standing] = frozenset()
+    """What is true of it now; nothing while it only serves. ``Placement`` writes it."""
+    may: Set[Act] = allowed(frozenset())
+    """What follows from that."""
     forming: set[InstanceId] = field(default_factory=set)
-    """Members that may still be loading weights: no request is sent to the group."""
+    """Members that may still be loading weights."""
     num_returning: int = 0
     returning_blocks: int = 0
     """Waiting requests that were asked back, until a report shows that they are gone."""
@@ -51,7 +56,7 @@ class Group:
         self.unreported_blocks += blocks
         self._load = None
 
-    def take(self, report: LoadReport, now_s: float) -> None:
+    def note_report(self, report: LoadReport, now_s: float) -> None:
         """Take the leader's word; what it has received is in it."""
         if self._reported_s is not None and now_s > self._reported_s:
             gap_s = now_s - self._reported_s
@@ -110,21 +115,19 @@ class Placement:
     def __init__(self, first_id: int = 0) -> None:
         self.specs: dict[InstanceId, InstanceSpec] = {}
         self.groups: dict[GroupId, Group] = {}
-        self.leaving: set[GroupId] = set()
-        """Groups that get no more requests: their instances are given back once empty."""
-        self.migrating: set[GroupId] = set()
-        """Groups that have a part in a live migration."""
         self.expected: dict[GroupId, Group] = {}
         """Groups that stand as soon as a commit under way is over: requests may wait for them."""
-        self._closing: dict[GroupId, tuple[GroupId, ...]] = {}
-        """Groups that become others in that commit: they get no more requests."""
-        self.reserved: GroupId | None = None
-        """Gets one request at a time, which runs alone."""
         self.version = 0
         """Changes whenever other groups may be sent requests than before."""
+        self.num_sent: Counter[InstanceId] = Counter()
+        """Requests sent to each instance, to match ``LoadReport.num_received``."""
         self._next_id = first_id
-        self._led: dict[InstanceId, Group] = {}
-        """Groups by their leaders."""
+        self.reserved: GroupId | None = None
+        """The group that is kept for a test."""
+        self._of: dict[InstanceId, Group] = {}
+        """Groups by their members."""
+        self._candidates: tuple[int, list[Group]] = (-1, [])
+        """As of a version."""
 
     @property
     def next_id(self) -> GroupId:
@@ -139,12 +142,12 @@ class Placement:
 
     def replace(
         self,
-        old: Iterable[GroupLayout],
-        new: Iterable[GroupLayout],
+        old: Sequence[GroupLayout],
+        new: Sequence[GroupLayout],
         leads: Mapping[InstanceId, int],
     ) -> None:
         """Groups become others; ``leads`` says how many requests with KV each new leader has."""
-        self.unexpect(old)
+        self.unexpect(old, new)
         reports = [self.groups[layout.group_id].report for layout in old]
         step_s = max(self.groups[layout.group_id].step_s for layout in old)
         self.remove(old)
@@ -159,8 +162,8 @@ class Placement:
     def add(self, layout: GroupLayout) -> None:
         """A group that stands now, with nothing in it."""
         self.version += 1
-        group = self._group(layout)
-        self.groups[layout.group_id] = self._led[layout.leader] = group
+        group = self.groups[layout.group_id] = self._group(layout)
+        self._of.update(dict.fromkeys(layout.members, group))
 
     def _group(self, layout: GroupLayout) -> Group:
         blocks = group_capacity_blocks(layout, self.specs)
@@ -168,9 +171,8 @@ class Placement:
         nothing = LoadReport(layout.group_id, capacity_blocks=blocks)
         return Group(layout, blocks, undropped_blocks, nothing)
 
-    def expect(self, old: Iterable[GroupLayout], new: Iterable[GroupLayout]) -> None:
+    def expect(self, old: Sequence[GroupLayout], new: Sequence[GroupLayout]) -> None:
         """Groups are about to become others."""
-        old, new = tuple(old), tuple(new)
         self.version += 1
         reports = [self.groups[layout.group_id].report for layout in old]
         for layout in new:
@@ -178,49 +180,74 @@ class Placement:
             group.report = inherited(layout.group_id, group.capacity_blocks, reports, 1, len(new))
             self.expected[layout.group_id] = group
         for layout in old:
-            self._closing[layout.group_id] = tuple(layout.group_id for layout in new)
+            self.mark(layout.group_id, Standing.CLOSING)
 
-    def unexpect(self, old: Iterable[GroupLayout]) -> None:
+    def unexpect(self, old: Iterable[GroupLayout], new: Iterable[GroupLayout]) -> None:
         """What was expected of these groups has come, or will not."""
+        self.version += 1
         for layout in old:
-            new_ids = self._closing.pop(layout.group_id, ())
-            self.version += 1
-            for group_id in new_ids:
-                self.expected.pop(group_id, None)
+            self.mark(layout.group_id, Standing.CLOSING, is_so=False)
+        for layout in new:
+            self.expected.pop(layout.group_id, None)
+
+    def sent(self, group: Group, num_blocks: int) -> None:
+        """A request of so many blocks is sent to the group."""
+        self.num_sent[group.layout.leader] += 1
+        group.sent(self.num_sent[group.layout.leader], num_blocks)
+
+    def mark(self, group_id: GroupId, standing: Standing, *, is_so: bool = True) -> None:
+        """Something is true of a group from now on, or no more. Of one that is gone nothing is."""
+        group = self.groups.get(group_id)
+        if group is None or (standing in group.standing) == is_so:
+            return
+        took = Act.TAKE in group.may
+        group.standing ^= {standing}
+        group.may = allowed(group.standing)
+        self.version += took != (Act.TAKE in group.may)
+
+    def standing_as(self, standing: Standing) -> set[GroupId]:
+        """Groups of which this is true."""
+        return {i for i, group in self.groups.items() if standing in group.standing}
+
+    @property
+    def leaving(self) -> set[GroupId]:
+        """Groups whose instances are given back once empty."""
+        return self.standing_as(Standing.LEAVING)
+
+    @property
+    def emptied(self) -> set[GroupId]:
+        """Those, and groups whose instances end once empty: all that give their requests away."""
+        return self.leaving | self.standing_as(Standing.DEPARTING)
+
+    @property
+    def migrating(self) -> set[GroupId]:
+        """Groups that have a part in a live migration."""
+        return self.standing_as(Standing.MIGRATING)
+
+    @property
+    def closing(self) -> set[GroupId]:
+        """Groups in the middle of a commit."""
+        return self.standing_as(Standing.CLOSING)
 
     def reserve(self, group_id: GroupId | None) -> None:
-        """Keep a group for one request that runs alone, or let it be as any other."""
-        if group_id != self.reserved:
-            self.version += 1
-            self.reserved = group_id
+        """Keep a group for suspects, or let it be as any other."""
+        if self.reserved is not None and self.reserved != group_id:
+            self.mark(self.reserved, Standing.TESTING, is_so=False)
+        self.reserved = group_id
+        if group_id is not None:
+            self.mark(group_id, Standing.TESTING)
 
-    def leave(self, group_id: GroupId) -> None:
-        """The group gets no more requests."""
-        self.version += 1
-        self.leaving.add(group_id)
-
-    def stay(self, group_id: GroupId) -> None:
-        """The group leaves no more: it may be sent requests again."""
-        self.version += 1
-        self.leaving.discard(group_id)
+    def begin_forming(self, group_id: GroupId) -> None:
+        """Its members are told to form the group from nothing."""
+        self.groups[group_id].forming = set(self.groups[group_id].layout.members)
+        self.mark(group_id, Standing.FORMING)
 
     def formed(self, group_id: GroupId, instance_id: InstanceId) -> None:
         """A member has all its weights; the group can take requests once all have."""
         group = self.groups.get(group_id)
         if group is not None and group.forming:
             group.forming.discard(instance_id)
-            self.version += 1
-
-    @property
-    def closing(self) -> Set[GroupId]:
-        """Groups in the middle of a commit."""
-        return self._closing.keys()
-
-    @property
-    def unready(self) -> set[GroupId]:
-        """Groups that must not change now: they form, or one request runs alone there."""
-        forming = {group_id for group_id, group in self.groups.items() if group.forming}
-        return forming if self.reserved is None else forming | {self.reserved}
+            self.mark(group_id, Standing.FORMING, is_so=bool(group.forming))
 
     def forget(self, instance_id: InstanceId) -> None:
         """The instance, which stands in no group, will not come back."""
@@ -230,7 +257,7 @@ class Placement:
     @property
     def absent(self) -> set[InstanceId]:
         """Instances that were ready once and stand in no group: they have died."""
-        return self.specs.keys() - {m for g in self.groups.values() for m in g.layout.members}
+        return self.specs.keys() - self._of.keys()
 
     @property
     def num_missing(self) -> int:
@@ -239,27 +266,25 @@ class Placement:
             len(group.layout.stages) for group in self.groups.values() if not group.forming
         )
 
-    def candidates(self, *, is_reserved: bool = False) -> list[Group]:
-        """Groups that stand and may be sent a request; the reserved one too if asked for."""
-        reserved = None if is_reserved else self.reserved
-        barred = {*self.leaving, *self._closing, *(() if reserved is None else (reserved,))}
-        return [
-            group
-            for group_id, group in self.groups.items()
-            if not group.forming and group_id not in barred
-        ]
+    def candidates(self) -> list[Group]:
+        """Groups that may be sent requests."""
+        if self._candidates[0] != self.version:
+            self._candidates = (self.version, self.that_may(Act.TAKE))
+        return self._candidates[1]
 
-    def takes(self, group_id: GroupId) -> bool:
-        """Whether the group is one of ``candidates``."""
+    def that_may(self, act: Act) -> list[Group]:
+        """Groups that may do this now."""
+        return [group for group in self.groups.values() if act in group.may]
+
+    def may(self, group_id: GroupId, act: Act) -> bool:
+        """Whether the group stands, and may do this now."""
         group = self.groups.get(group_id)
-        barred = group_id in self.leaving or group_id in self._closing
-        return group is not None and not group.forming and not barred and group_id != self.reserved
+        return group is not None and act in group.may
 
     def candidates_led_by(self, leaders: Set[InstanceId]) -> list[Group]:
         """Those of ``candidates`` that these instances lead."""
-        barred = {*self.leaving, *self._closing, self.reserved}
-        led = [self._led[leader] for leader in sorted(leaders) if leader in self._led]
-        return [g for g in led if not g.forming and g.layout.group_id not in barred]
+        led = (self.led_by(leader) for leader in sorted(leaders))
+        return [group for group in led if group is not None and Act.TAKE in group.may]
 
     def remove(self, layouts: Iterable[GroupLayout]) -> None:
         """Groups that stand no longer (unknown ones are fine)."""
@@ -269,20 +294,23 @@ class Placement:
             if layout.group_id == self.reserved:
                 self.reserved = None
             group = self.groups.pop(layout.group_id, None)
-            if group is not None and self._led.get(layout.leader) is group:
-                del self._led[layout.leader]
-            self.leaving.discard(layout.group_id)
+            for member in layout.members:
+                if group is not None and self._of.get(member) is group:
+                    del self._of[member]
 
     def led_by(self, instance_id: InstanceId) -> Group | None:
         """The group that the instance leads."""
-        return self._led.get(instance_id)
+        group = self._of.get(instance_id)
+        return group if group is not None and group.layout.leader == instance_id else None
 
     def with_member(self, instance_id: InstanceId) -> Group | None:
         """The group that the instance belongs to."""
-        for group in self.groups.values():
-            if instance_id in group.layout.members:
-                return group
-        return None
+        return self._of.get(instance_id)
+
+    def has_lost(self, instance_id: InstanceId) -> bool:
+        """Whether all that the instance ran is lost: it has died, or forms a group from nothing."""
+        group = self._of.get(instance_id)
+        return group is None or instance_id in group.forming
 
     def specs_of(self, layouts: Iterable[GroupLayout]) -> tuple[InstanceSpec, ...]:
         """The makes of all members, in order."""
@@ -290,15 +318,17 @@ class Placement:
 
     def check(self) -> None:
         """Every instance stands in at most one group, and every group is whole."""
-        assert self.leaving <= self.groups.keys(), self.leaving
-        assert self.reserved is None or self.reserved in self.groups, self.reserved
-        assert self._closing.keys() <= self.groups.keys(), self._closing
+        tested = {self.reserved} - {None}
+        assert tested == self.standing_as(Standing.TESTING), (tested, self.groups.keys())
+        forming = {i for i, group in self.groups.items() if group.forming}
+        assert forming == self.standing_as(Standing.FORMING), forming
+        assert self.candidates() == self.that_may(Act.TAKE), self.version
         assert not self.expected.keys() & self.groups.keys(), self.expected
-        assert len(self._led) == len(self.groups), self._led.keys()
         seen: set[InstanceId] = set()
         for group in self.groups.values():
-            assert self._led[group.layout.leader] is group, group.layout
             num_layers = self.specs[group.layout.leader].num_layers
             group.layout.check(num_layers)
             assert not seen & set(group.layout.members), (seen, group.layout)
             seen |= set(group.layout.members)
+            assert all(self._of[member] is group for member in group.layout.members), group.layout
+        assert seen == self._of.keys(), (seen, self._of.keys())

@@ -31,7 +31,7 @@ class Reasons:
         for excuse in self._now.values():
             key = (excuse.group_id, excuse.cause)
             if now_s - self._told.get(key, -REPEAT_AFTER_S) >= REPEAT_AFTER_S:
-                self._outbox.add(LogReason(excuse.group_id, excuse.reason))
+                self._outbox.append(LogReason(excuse.group_id, excuse.reason))
             self._told[key] = now_s
         if len(self._told) > 2 * len(self._now):
             self._told = {

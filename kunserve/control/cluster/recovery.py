@@ -80,10 +80,10 @@ class Recovery:
         if not self._instances.forget(instance_id):
             return False
         self.num_deaths += 1
+        num_suspects = self._num_suspects(instance_id) if blame.cause else {}
         affected = self._end_all_of(
             (instance_id,), f"instance {instance_id} died ({reason})", now_s
         )
-        num_suspects = self._num_suspects(affected) if blame.cause else {}
         self._start_over(affected, num_suspects, blame)
         return True
 
@@ -91,7 +91,8 @@ class Recovery:
         """Words between two instances are lost: all that they are part of starts anew.
 
         Both ends form anew, because the sender's ``Form`` makes the link whole again. Where there
-        is no connection this is so for those only who stand together now.
+        is no connection this is so for those only who stand together now: what they have only
+        been asked for ends, a transition that may roll back, or a migration.
         """
         ends = (event.instance_id, event.peer)
         if not all(end in self._instances for end in ends):
@@ -103,15 +104,13 @@ class Recovery:
         groups = [self._placement.with_member(end) for end in ends]
         lost = f"the link from instance {event.peer} to {event.instance_id} broke ({event.reason})"
         transition = self._transitions.with_member(event.instance_id)
-        if (
-            event.is_down
-            and groups[0] is not groups[1]
-            and transition is not None
-            and transition.may_roll_back
-            and event.peer in transition.members
-        ):
-            self._transitions.roll_back(transition, lost, now_s)
-            return  # the two have only been asked to stand together
+        if event.is_down and groups[0] is not groups[1]:
+            if transition is None or event.peer not in transition.members:
+                self._migrations.end_between(ends)
+                return
+            if transition.may_roll_back:
+                self._transitions.roll_back(transition, lost, now_s)
+                return
         if all(group is not None and group.forming for group in groups):
             return  # the other direction has been told of before
         self._start_over(self._end_all_of(ends, lost, now_s), {})
@@ -135,18 +134,22 @@ class Recovery:
                 self._transitions.fail(transition, reason, now_s)
         return affected
 
-    def _num_suspects(self, affected: set[InstanceId]) -> dict[InstanceId, int]:
-        """How many requests of each leader can have run in its last steps: those that came first.
+    def _num_suspects(self, dead: InstanceId) -> dict[InstanceId, int]:
+        """How many requests of each leader can have run in the dead one's last steps: those that
+        came first. Of its group; in a commit, once it has switched, of all that become one.
 
         The last report tells what ran then. Since then at most as many more have been admitted as
         may run at once, in each stage.
         """
+        own, transition = self._placement.with_member(dead), self._transitions.with_member(dead)
+        groups = [] if own is None else [own]
+        if transition is not None and transition.has_switched(dead):
+            groups = [self._placement.groups[group_id] for group_id in transition.old_groups]
         return {
             group.layout.leader: group.report.num_running
             + group.report.num_stalled
             + self._max_num_seqs * len(group.layout.stages)
-            for group in self._placement.groups.values()
-            if group.layout.leader in affected
+            for group in groups
         }
 
     def give_up(self, transition: Transition, now_s: float) -> None:
@@ -154,6 +157,12 @@ class Recovery:
         affected = transition.members
         self._transitions.fail(transition, transition.silence, now_s)
         self._start_over(affected, {})
+
+    def begin_empty(self, layout: GroupLayout) -> None:
+        """The same members form the group again; what still ran there runs again elsewhere."""
+        self._placement.remove((layout,))
+        self._instances.form(layout.stages)
+        self._requests.rerun({layout.leader}, {})
 
     def _start_over(
         self,
@@ -186,7 +195,6 @@ class Recovery:
         members = {event.ready.spec.instance_id for event in events}
         self.begin_anew(sorted(members), now_s)
         for event in events:
-            self._requests.restarted(event.ready.spec.instance_id, event.num_received)
             self._instances.rejoined(event)
         standing = choose_standing(events)
         for layout in standing:
@@ -197,10 +205,11 @@ class Recovery:
 
     def _form_anew(self, members: Iterable[InstanceId]) -> None:
         """Those of them that live become groups of their own, without any request."""
-        gone = set(members)
-        for standing in tuple(self._placement.groups.values()):
-            if gone & set(standing.layout.members):
+        gone = sorted(members)
+        for member in gone:
+            standing = self._placement.with_member(member)
+            if standing is not None:
                 self._placement.remove((standing.layout,))
-        for survivor in sorted(gone):
+        for survivor in gone:
             if survivor in self._instances:
                 self._instances.form_alone(survivor)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from kunserve.control.cluster.commands import Outbox, ScaleUp
 from kunserve.control.cluster.placement import Placement
 from kunserve.control.cluster.requests.requests import Requests
-from kunserve.control.cluster.transitions import Transitions
+from kunserve.control.cluster.standing import Act, Standing
 from kunserve.core.config import ClusterConfig
 from kunserve.core.ids import GroupId, InstanceId
 from kunserve.core.load import GroupLoad
@@ -38,7 +38,6 @@ class Scaling:
         self,
         config: ClusterConfig,
         placement: Placement,
-        transitions: Transitions,
         requests: Requests,
         outbox: Outbox,
         give_back: Callable[[InstanceId], None],
@@ -46,7 +45,6 @@ class Scaling:
     ) -> None:
         """``num_places``: instances that there are or are being started; None: as configured."""
         self._placement = placement
-        self._transitions = transitions
         self._requests = requests
         self._outbox = outbox
         self._give_back = give_back
@@ -123,7 +121,7 @@ class Scaling:
         placement = self._placement
         for group_id in sorted(placement.leaving):
             if self._surplus(self._goal) < 0:
-                placement.stay(group_id)
+                placement.mark(group_id, Standing.LEAVING, is_so=False)
         for instance_id in sorted(placement.absent):
             if self._surplus(self._goal) > 0:
                 self._give_back(instance_id)
@@ -131,10 +129,11 @@ class Scaling:
         if missing > 0:
             self._order(missing, f"{self._goal} instances were asked for")
         for _ in range(self._surplus(self._goal) - self._num_new):
-            leaver = choose_leaver(self._alone())
+            departing = placement.standing_as(Standing.DEPARTING) - placement.leaving
+            leaver = min(departing) if departing else choose_leaver(self._alone())
             if leaver is None:
                 break  # those that could leave are in pipelines, or change
-            placement.leave(leaver)
+            placement.mark(leaver, Standing.LEAVING)
         self._dismissed = set(placement.leaving)
         if self._num_wanted == self._goal and not placement.leaving:
             self._goal = None
@@ -146,7 +145,7 @@ class Scaling:
         if self._goal is None or self._num_places - self._num_ordered <= self._goal:
             return False
         if self._surplus(self._goal) <= 0:  # another one was to leave: that one stays
-            placement.stay(max(placement.leaving))
+            placement.mark(max(placement.leaving), Standing.LEAVING, is_so=False)
         return True
 
     # What becomes of orders
@@ -167,7 +166,7 @@ class Scaling:
     def keep_all(self) -> None:
         """Memory is short, or somebody died: nobody leaves but whom an operator sent away."""
         for group_id in sorted(self._placement.leaving - self._dismissed):
-            self._placement.stay(group_id)
+            self._placement.mark(group_id, Standing.LEAVING, is_so=False)
         self._oversized_since_s = None
 
     # By itself
@@ -178,7 +177,7 @@ class Scaling:
         if not self.is_on:
             if self._said_s is None or now_s - self._said_s >= SAY_PERIOD_S:
                 self._said_s = now_s
-                self._outbox.add(ScaleUp(reason, is_wish=True))
+                self._outbox.append(ScaleUp(reason, is_wish=True))
             return
         if self._refused is not None and now_s - self._refused[0] <= REFUSED_HOLD_S:
             return
@@ -188,7 +187,7 @@ class Scaling:
     def _order(self, count: int, reason: str) -> None:
         self._num_places += count
         for _ in range(count):
-            self._outbox.add(ScaleUp(reason))
+            self._outbox.append(ScaleUp(reason))
 
     def shrink(self, loads: ClusterLoadView, now_s: float) -> None:
         """Called when memory is not short: give back who has drained, and choose who leaves."""
@@ -206,19 +205,16 @@ class Scaling:
         elif now_s - self._oversized_since_s >= GIVE_BACK_HOLD_S:
             leaver = choose_leaver(self._candidates())
             if leaver is not None:
-                self._placement.leave(leaver)
+                self._placement.mark(leaver, Standing.LEAVING)
                 self._oversized_since_s = now_s
 
     def _dismiss_all(self) -> None:
-        for group_id in tuple(self._placement.leaving):
-            self._dismiss_if_empty(group_id)
-
-    def _dismiss_if_empty(self, group_id: GroupId) -> None:
-        group = self._placement.groups[group_id]
-        leader = group.layout.leader
-        busy = self._transitions.busy_groups | self._placement.migrating
-        if group_id not in busy and self._requests.num_at(leader) == 0:
-            self._give_back(leader)
+        """Give back those of the leaving that are empty."""
+        for group_id in self._placement.leaving:
+            group = self._placement.groups[group_id]
+            leader = group.layout.leader
+            if Act.END in group.may and self._requests.num_at(leader) == 0:
+                self._give_back(leader)
 
     def _candidates(self) -> list[GroupLoad]:
         """None while a group is dropped: restoring it comes first."""
@@ -229,12 +225,10 @@ class Scaling:
 
     def _alone(self) -> list[GroupLoad]:
         """Groups of one instance that may be told to leave."""
-        placement = self._placement
-        barred = placement.leaving | self._transitions.busy_groups | placement.unready
         return [
             group.load
-            for group_id, group in placement.groups.items()
-            if group.is_reported and group_id not in barred and len(group.layout.stages) == 1
+            for group in self._placement.that_may(Act.LEAVE)
+            if group.is_reported and len(group.layout.stages) == 1
         ]
 
     def _view(self) -> ScaleView:

@@ -24,11 +24,10 @@ class Transition:
     record: TransitionRecord
     phase: Phase
     phase_since_s: float
+    """When it came to this, or when bytes came last."""
     load: LoadLayers | None = None
     waits_for: set[InstanceId] = field(default_factory=set)
     exchanging: set[GroupId] = field(default_factory=set)
-    num_stalled: dict[GroupId, int] = field(default_factory=dict)
-    """Requests that still wait for KV, as new leaders last told."""
     followers: dict[RequestId, InstanceId] = field(default_factory=dict)
     """New leader of each request, learnt from the members' answers."""
 
@@ -63,6 +62,10 @@ class Transition:
     def may_roll_back(self) -> bool:
         """Whether no member has changed anything that it could not take back."""
         return self.phase in (Phase.LOADING, Phase.PREPARING)
+
+    def has_switched(self, member: InstanceId) -> bool:
+        """Whether the member has said so, and others have not yet."""
+        return self.phase is Phase.COMMITTING and member not in self.waits_for
 
     @property
     def is_committed(self) -> bool:

@@ -10,10 +10,12 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
-from kunserve.control.cluster.commands import LogTransition, Outbox
+from kunserve.control.cluster.commands import LogTransition, Outbox, Send
 from kunserve.control.cluster.cut_links import CutLinks
+from kunserve.control.cluster.holds import Holds
 from kunserve.control.cluster.peer_discovery import PeerDiscovery
 from kunserve.control.cluster.placement import Placement
+from kunserve.control.cluster.standing import Standing
 from kunserve.control.cluster.transition import Phase, Transition
 from kunserve.core.ids import GroupId, InstanceId, TransitionId
 from kunserve.core.layout import GroupLayout
@@ -23,7 +25,6 @@ from kunserve.core.messages import (
     ExchangeDone,
     LayersLoaded,
     LoadLayers,
-    MemberSources,
     Prepare,
     Prepared,
     Rollback,
@@ -37,44 +38,35 @@ PATIENCE_S = {
     Phase.COMMITTING: 60.0,
     Phase.EXCHANGING: 60.0,
 }
-"""How long a phase may take where steps and transfers take no time."""
+"""How long a phase may take where steps take no time; from the last bytes on that have come."""
 PATIENCE_STEPS = 4
 """Steps of each stage that a phase may take beside: members read mail between two steps."""
-PATIENCE_TRANSFERS = 5
-"""Times the longest such phase lately that loading and exchanging may take beside."""
 BACKOFF_S = 1.0
 """After a rolled-back transition, before the next is tried."""
-PATIENCE_MEMORY = 0.8
-"""Of the longest phase, kept at each further one."""
 MAX_RECORDS = 256
+MOST_REFUSERS = 256
 
 
 class Transitions:
     """All transitions under way and the latest finished ones."""
 
     def __init__(
-        self,
-        placement: Placement,
-        outbox: Outbox,
-        first_id: int = 0,
-        peer_discovery: PeerDiscovery | None = None,
+        self, placement: Placement, outbox: Outbox, first_id: int, peer_discovery: PeerDiscovery
     ) -> None:
-        """Members are introduced to each other before they need it, where that can be done."""
+        """Members are introduced to each other before they need it."""
         self._placement = placement
         self._outbox = outbox
         self._peer_discovery = peer_discovery
         self._next_id = first_id
         self.cuts = CutLinks()
+        self.refusers: Holds[tuple[Kind, InstanceId]] = Holds(BACKOFF_S, MOST_REFUSERS)
+        """Who refused a drop or a restore lately, or did not answer: the others go on without."""
         self.active: dict[TransitionId, Transition] = {}
         self.records: list[TransitionRecord] = []
         self.backoff_until_s = 0.0
         """No new transition before then: one was rolled back just now."""
         self.num_drops = 0
         self.num_restores = 0
-        self._exchanging: set[GroupId] = set()
-        """New groups whose exchange is not over: few of those that report."""
-        self._longest_s: dict[Phase, float] = {}
-        """Of loading and exchanging, as they were lately: they depend on the link and on sizes."""
         self._last_end_s: dict[InstanceId, float] = {}
         """Of the transitions that each instance was in."""
 
@@ -110,6 +102,27 @@ class Transitions:
             if transition.is_restoring
             for group_id in transition.old_groups
         }
+
+    def refusing(self, kind: Kind, now_s: float) -> set[GroupId]:
+        """Groups with a member that is not to be asked for a drop, or a restore, now."""
+        groups = (
+            self._placement.with_member(member)
+            for refused, member in self.refusers.held(now_s)
+            if refused is kind
+        )
+        return {group.layout.group_id for group in groups if group is not None}
+
+    def refusal_texts(self, now_s: float) -> tuple[str, ...]:
+        """Who is not asked now, for people."""
+        return tuple(
+            f"instance {member} refused a {kind}: it is asked again in {until_s - now_s:.0f} s"
+            for (kind, member), until_s in sorted(self.refusers.held(now_s).items())
+        )
+
+    def forget(self, instance_id: InstanceId) -> None:
+        """Its process is gone; the next one may stand elsewhere, and have more memory."""
+        self.cuts.forget(instance_id)
+        self.refusers.forget(lambda one: one[1] == instance_id)
 
     def with_member(self, instance_id: InstanceId) -> Transition | None:
         """The transition that the instance is in."""
@@ -150,8 +163,10 @@ class Transitions:
         transition = self._begin(Kind.RESTORE, (old,), new, trigger, Phase.LOADING, now_s)
         transition.load = load(transition.transition_id)
         transition.waits_for = set(old.members)
-        self._introduce(old.members, transition.load.members)
-        self._outbox.send(old.leader, transition.load)
+        self._peer_discovery.introduce(old.members)
+        for member in transition.load.members:
+            self._peer_discovery.introduce_to(member.instance_id, member.sources)
+        self._outbox.append(Send(old.leader, transition.load))
         return transition.transition_id
 
     def new_id(self) -> TransitionId:
@@ -180,6 +195,7 @@ class Transitions:
         )
         transition = Transition(record, phase, now_s)
         self.active[transition_id] = transition
+        self._mark(old)
         return transition
 
     def _prepare(self, transition: Transition, now_s: float) -> None:
@@ -192,18 +208,9 @@ class Transitions:
         )
         transition.phase, transition.phase_since_s = Phase.PREPARING, now_s
         transition.waits_for = transition.members
-        self._introduce(transition.members)
+        self._peer_discovery.introduce(transition.members)
         for member in sorted(transition.waits_for):
-            self._outbox.send(member, message)
-
-    def _introduce(
-        self, members: Iterable[InstanceId], loads: Iterable[MemberSources] = ()
-    ) -> None:
-        if self._peer_discovery is not None:
-            self._peer_discovery.introduce(members)
-            for load in loads:
-                sources = (source.instance_id for source in load.sources)
-                self._peer_discovery.introduce_to(load.instance_id, sources)
+            self._outbox.append(Send(member, message))
 
     # Answers
 
@@ -213,7 +220,7 @@ class Transitions:
         if transition is None or transition.phase is not Phase.LOADING:
             return
         if message.refusal is not None:
-            self.roll_back(transition, f"instance {message.instance_id}: {message.refusal}", now_s)
+            self._refused(transition, message, now_s)
             return
         record = transition.record
         transition.record = replace(
@@ -221,9 +228,9 @@ class Transitions:
             freed_bytes=record.freed_bytes - message.loaded_bytes,
             remap_s=max(record.remap_s, message.remap_s),
         )
+        self._peer_discovery.has_pulled(message.instance_id)
         transition.waits_for.discard(message.instance_id)
         if not transition.waits_for:
-            self._leave(transition, Phase.LOADING, now_s)
             self._prepare(transition, now_s)
 
     def on_prepared(self, message: Prepared, now_s: float) -> None:
@@ -234,7 +241,7 @@ class Transitions:
         for peer in message.unreached:
             self.cuts.found(message.instance_id, peer, now_s)
         if message.refusal is not None:
-            self.roll_back(transition, f"instance {message.instance_id}: {message.refusal}", now_s)
+            self._refused(transition, message, now_s)
             return
         transition.waits_for.discard(message.instance_id)
         if transition.waits_for:
@@ -242,10 +249,19 @@ class Transitions:
         transition.phase, transition.phase_since_s = Phase.COMMITTING, now_s
         transition.waits_for = transition.members
         transition.exchanging = {g.group_id for g in transition.record.groups_after}
-        self._exchanging |= transition.exchanging
         self._placement.expect(transition.record.groups_before, transition.record.groups_after)
         for member in sorted(transition.waits_for):
-            self._outbox.send(member, Commit(transition.transition_id))
+            self._outbox.append(Send(member, Commit(transition.transition_id)))
+
+    def _refused(
+        self, transition: Transition, message: LayersLoaded | Prepared, now_s: float
+    ) -> None:
+        """A member cannot do it: it is left out for a while. A cut link parts a pair only."""
+        is_cut = isinstance(message, Prepared) and bool(message.unreached)
+        if not is_cut:
+            self.refusers.found((transition.record.kind, message.instance_id), now_s)
+        reason = f"instance {message.instance_id}: {message.refusal}"
+        self.roll_back(transition, reason, now_s, backs_off=is_cut)
 
     def on_committed(self, message: Committed, now_s: float) -> Transition | None:
         """A member stands in its new group. The transition when it was the last one."""
@@ -267,8 +283,10 @@ class Transitions:
             return None
         transition.phase, transition.phase_since_s = Phase.EXCHANGING, now_s
         self.cuts.joined(tuple(transition.members))
+        self.refusers.forget(lambda one: one[0] is record.kind and one[1] in transition.members)
         leads = Counter(transition.followers.values())
         self._placement.replace(record.groups_before, record.groups_after, leads)
+        self._mark(record.groups_after)
         if record.kind is Kind.DROP:
             self.num_drops += 1
         else:
@@ -289,12 +307,10 @@ class Transitions:
             max_stall_s=max(record.max_stall_s, message.max_stall_s),
         )
         transition.exchanging.discard(message.group_id)
-        self._exchanging.discard(message.group_id)
         self._finish_if_done(transition, now_s)
 
     def _finish_if_done(self, transition: Transition, now_s: float) -> None:
         if transition.is_committed and not transition.exchanging:
-            self._leave(transition, Phase.EXCHANGING, now_s)
             self._end(transition, Outcome.DONE, None, now_s)
 
     # Ends
@@ -308,26 +324,22 @@ class Transitions:
         """
         assert transition.may_roll_back, transition
         for member in sorted(transition.members):
-            self._outbox.send(member, Rollback(transition.transition_id))
+            self._outbox.append(Send(member, Rollback(transition.transition_id)))
         if backs_off:
             self.backoff_until_s = now_s + BACKOFF_S
         self._end(transition, Outcome.ROLLED_BACK, reason, now_s)
 
     def fail(self, transition: Transition, reason: str, now_s: float) -> None:
         """A member died after the commit; the controller forms its groups anew."""
-        self._placement.unexpect(transition.record.groups_before)
+        record = transition.record
+        self._placement.unexpect(record.groups_before, record.groups_after)
         self._end(transition, Outcome.FAILED, reason, now_s)
 
-    def progressed(self, group_id: GroupId, num_stalled: int, now_s: float) -> None:
-        """A leader tells how many requests wait for KV: as long as they get fewer, all is well."""
-        if group_id not in self._exchanging:
-            return
-        for transition in self.active.values():
-            if transition.is_committed and group_id in transition.exchanging:
-                before = transition.num_stalled.get(group_id)
-                transition.num_stalled[group_id] = num_stalled
-                if before is None or num_stalled < before:
-                    transition.phase_since_s = now_s
+    def progressed(self, instance_id: InstanceId, now_s: float) -> None:
+        """Bytes have come to an instance: however slow the link or the disk is, it goes on."""
+        transition = self.with_member(instance_id)
+        if transition is not None and transition.phase in (Phase.LOADING, Phase.EXCHANGING):
+            transition.phase_since_s = now_s
 
     def expire(self, now_s: float) -> list[Transition]:
         """Roll back what waits for an answer too long; what has committed is for the caller."""
@@ -339,40 +351,42 @@ class Transitions:
             if waited_s <= self._patience_s(transition):
                 continue
             if transition.may_roll_back:
+                for member in transition.waits_for:
+                    self.refusers.found((transition.record.kind, member), now_s)
                 self.roll_back(transition, transition.silence, now_s)
             else:
                 overdue.append(transition)
         return overdue
 
     def _patience_s(self, transition: Transition) -> float:
-        phase, members = transition.phase, transition.members
+        members = transition.members
         groups = self._placement.groups.values()
         steps_s = [group.step_s for group in groups if not members.isdisjoint(group.layout.members)]
         num_stages = max(
             len(g.stages) for g in transition.record.groups_before + transition.record.groups_after
         )
-        patience_s = PATIENCE_S[phase]
-        patience_s += PATIENCE_STEPS * num_stages * max(steps_s, default=0.0)
-        return patience_s + PATIENCE_TRANSFERS * self._longest_s.get(phase, 0.0)
-
-    def _leave(self, transition: Transition, phase: Phase, now_s: float) -> None:
-        """A phase is over, or the transition: remember how long it takes."""
-        if transition.phase is phase:
-            took_s = now_s - transition.phase_since_s
-            self._longest_s[phase] = max(took_s, PATIENCE_MEMORY * self._longest_s.get(phase, 0.0))
+        return PATIENCE_S[transition.phase] + PATIENCE_STEPS * num_stages * max(
+            steps_s, default=0.0
+        )
 
     def _end(
         self, transition: Transition, outcome: Outcome, reason: str | None, now_s: float
     ) -> None:
         del self.active[transition.transition_id]
-        self._exchanging -= transition.exchanging
+        for member in transition.members:
+            self._peer_discovery.has_pulled(member)
+        self._mark(transition.record.groups_before + transition.record.groups_after, is_so=False)
         record = replace(transition.record, outcome=outcome, reason=reason, finished_s=now_s)
         self.records.append(record)
         del self.records[:-MAX_RECORDS]
-        self._outbox.add(LogTransition(record))
+        self._outbox.append(LogTransition(record))
         if outcome is not Outcome.ROLLED_BACK or record.kind is Kind.RESTORE:
             # A drop that was rolled back has changed nothing.
             self._last_end_s.update(dict.fromkeys(transition.members, now_s))
+
+    def _mark(self, layouts: Iterable[GroupLayout], *, is_so: bool = True) -> None:
+        for layout in layouts:
+            self._placement.mark(layout.group_id, Standing.CHANGING, is_so=is_so)
 
     def latest(self) -> tuple[TransitionRecord, ...]:
         """Finished ones, then those under way."""
@@ -385,3 +399,14 @@ class Transitions:
             return None
         ends = [known[stage[0]] for stage in layout.stages if stage[0] in known]
         return max(ends, default=None)
+
+    def check(self) -> None:
+        """Assert that the groups in them, and no others, change, close and are expected."""
+        changing = self._placement.standing_as(Standing.CHANGING)
+        assert changing == self.busy_groups & self._placement.groups.keys(), changing
+        closing, expected = self._placement.closing, self._placement.expected.keys()
+        commits = [t.record for t in self.active.values() if t.phase is Phase.COMMITTING]
+        assert closing == {g.group_id for one in commits for g in one.groups_before}, closing
+        assert expected == {g.group_id for one in commits for g in one.groups_after}, expected
+        self.cuts.check()
+        self.refusers.check()

@@ -3,7 +3,6 @@
 from collections.abc import Iterable
 
 from kunserve.control.group.ledger import Ledger
-from kunserve.control.group.load import SchedulerTotals
 from kunserve.control.group.prefix_cache import PrefixCache
 from kunserve.control.group.queue import WaitingQueue, watermark_blocks
 from kunserve.control.group.relief import Holders
@@ -13,7 +12,7 @@ from kunserve.core.kv_blocks import KvBlocks
 
 
 class Admission:
-    """Looks at a group's queue and its ledger, and makes holders of KV out of who waits."""
+    """Looks at a group's queue and its ledger, and finds who may become a holder of KV."""
 
     def __init__(
         self,
@@ -23,7 +22,6 @@ class Admission:
         waiting: WaitingQueue,
         ledger: Ledger,
         holders: Holders,
-        totals: SchedulerTotals,
         cache: PrefixCache,
     ) -> None:
         self._cache = cache
@@ -33,22 +31,12 @@ class Admission:
         self._waiting = waiting
         self._ledger = ledger
         self._holders = holders
-        self._totals = totals
         self.missing_blocks = 0
         """What the first lacks whom the last ``candidates`` turned away for want of memory."""
 
     def room(self, num_running: int) -> int:
         """How many more sequences may run: each stage's worth of ``max_num_seqs``."""
         return self._config.max_num_seqs * self._num_stages - num_running
-
-    def admit(self, seq: Sequence, now_s: float) -> None:
-        """A candidate runs: with blocks for all its known tokens, those that the cache has
-        included.
-        """
-        self._waiting.remove(seq)
-        if seq.admit(self._cache.share(seq), now_s):
-            self._totals.note_first_admission(seq)
-        self._holders.admit(seq)
 
     def choose(self, prompts: list[Sequence], *, may_preempt: bool) -> list[Sequence]:
         """Who may be admitted now behind these running prompts; the swapped come back in turn."""

@@ -76,7 +76,8 @@ class Guessing:
         if draft is None:
             lookup = PromptLookup(config.prompt_lookup_min, config.prompt_lookup_max)
             lookup.extend(seq.known_tokens(max(0, num_tokens - MOST_TOKENS), num_tokens))
-            draft = seq.draft = Draft(lookup, num_tokens)
+            draft = Draft(lookup, num_tokens)
+            seq.keep_draft(draft)
         else:
             draft.go_on(seq.known_tokens(draft.num_known, num_tokens))
         most = min(config.num_speculative_tokens, seq.max_total_tokens - num_tokens - 1)

@@ -1,6 +1,5 @@
 """A scheduler's counters and the load report made from them."""
 
-from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from itertools import islice
@@ -12,7 +11,14 @@ from kunserve.control.group.queue import WaitingQueue
 from kunserve.control.group.sequence import Progress, Sequence
 from kunserve.core.ids import GroupId
 from kunserve.core.kv_blocks import KvBlocks
-from kunserve.core.load import PAUSE_BOUNDS_S, STEP_TOKEN_BOUNDS, LeaderTotals, LoadReport
+from kunserve.core.load import (
+    PAUSE_BOUNDS_S,
+    PREEMPTION_BOUNDS,
+    STEP_TOKEN_BOUNDS,
+    LeaderTotals,
+    LoadReport,
+    one_more,
+)
 
 PRIOR_OUTPUT_TOKENS = 256.0
 """Expected output before anything has finished: about the mean of published chat traces."""
@@ -48,7 +54,7 @@ class SchedulerTotals(LeaderTotals):
         self.generation_tokens += generation_tokens
         num_tokens = prompt_tokens + generation_tokens
         if num_tokens:
-            self.steps = _one_more(self.steps, STEP_TOKEN_BOUNDS, num_tokens)
+            self.steps = one_more(self.steps, STEP_TOKEN_BOUNDS, num_tokens)
 
     def note_guesses(self, num_guesses: int, num_right: int) -> None:
         """A step has checked so many guesses of one request."""
@@ -64,18 +70,14 @@ class SchedulerTotals(LeaderTotals):
     def note_pause(self, pause_s: float) -> None:
         """A request runs again that was in host memory so long."""
         self.paused_s += pause_s
-        self.pauses = _one_more(self.pauses, PAUSE_BOUNDS_S, pause_s)
+        self.pauses = one_more(self.pauses, PAUSE_BOUNDS_S, pause_s)
 
-    def note_finished(self, num_output: int) -> None:
-        """A request ended by itself after ``num_output`` tokens."""
-        self.mean_output_tokens += OUTPUT_WEIGHT * (num_output - self.mean_output_tokens)
-
-
-def _one_more(counts: tuple[int, ...], bounds: tuple[float, ...], value: float) -> tuple[int, ...]:
-    """The counts with a value in its class."""
-    counts = counts or (0,) * (len(bounds) + 1)
-    place = bisect_left(bounds, value)
-    return (*counts[:place], counts[place] + 1, *counts[place + 1 :])
+    def note_finished(self, seq: Sequence) -> None:
+        """A request ended by itself."""
+        self.mean_output_tokens += OUTPUT_WEIGHT * (seq.num_output - self.mean_output_tokens)
+        num = seq.num_preemptions
+        self.preemptions = one_more(self.preemptions, PREEMPTION_BOUNDS, num)
+        self.ended_preemptions += num
 
 
 class ProgressClock:

@@ -1,11 +1,16 @@
-"""Who of a group's sequences is parked and who comes back: `policy/parking` on what is there."""
+"""Who of a group's sequences is parked and who comes back: `policy/parking` on what is there.
 
+Where nobody is parked, ``NoParking`` says who of the swapped comes back.
+"""
+
+import math
 from collections.abc import Iterable
+from typing import NamedTuple
 
 from kunserve.control.group.ledger import Ledger
 from kunserve.control.group.prefix_cache import PrefixCache
 from kunserve.control.group.queue import WaitingQueue
-from kunserve.control.group.sequence import Progress, Sequence
+from kunserve.control.group.sequence import Progress, QueueKey, Sequence
 from kunserve.control.group.swap import SwapSpace
 from kunserve.core.kv_blocks import KvBlocks
 from kunserve.policy.batch.parking import (
@@ -20,6 +25,45 @@ from kunserve.policy.batch.relief import HostLink
 
 STEPS_AHEAD = 2
 """Steps until what a parked sequence frees is there: one copies it out, the next may use it."""
+BEFORE_ALL: QueueKey = (-math.inf, 0.0, 0)
+"""A place in the queue that nobody is before."""
+
+
+class Return(NamedTuple):
+    """Who of those in host memory comes back, and who makes way for them."""
+
+    num_kept: int
+    """Places among the running that are kept for them."""
+    first_away: QueueKey | None
+    """The place of the first that must stay away: nobody behind it may be admitted."""
+    victims: list[Sequence]
+    """To be parked in the place of those who are due."""
+
+
+class NoParking:
+    """Sequences leave only because another lacked a block, and nobody makes way."""
+
+    def __init__(self, waiting: WaitingQueue, swap: SwapSpace) -> None:
+        self._waiting = waiting
+        self._swap = swap
+
+    def for_head(
+        self, _running: Iterable[Sequence], _missing_blocks: int, _now_s: float
+    ) -> list[Sequence]:
+        """Nobody."""
+        return []
+
+    def for_grower(
+        self, _running: Iterable[Sequence], _grower: Sequence, _num_blocks: int, _now_s: float
+    ) -> list[Sequence]:
+        """Nobody."""
+        return []
+
+    def bring_back(self, _running: Iterable[Sequence], room: int, _now_s: float) -> Return:
+        """Who arrived first comes first, the queue's head included."""
+        head = self._waiting.head
+        num_kept = self._swap.swap_in(None if head is None else head.key, room)
+        return Return(num_kept, self._swap.first_away, [])
 
 
 class Parking:
@@ -50,7 +94,10 @@ class Parking:
         self, running: Iterable[Sequence], missing_blocks: int, now_s: float
     ) -> list[Sequence]:
         """Whom to park so that the queue's head, which lacks so much, is admitted soon."""
-        return self._choose(running, missing_blocks - self._swap.leaving_blocks, now_s)
+        head = self._waiting.head
+        assert head is not None, missing_blocks
+        missing = missing_blocks - self._swap.leaving_blocks
+        return self._choose(running, missing, head.request.priority, now_s)
 
     def for_grower(
         self, running: Iterable[Sequence], grower: Sequence, num_blocks: int, now_s: float
@@ -59,12 +106,23 @@ class Parking:
         ledger = self._ledger
         missing = num_blocks - ledger.blocks_of(grower.request_id) - ledger.free_blocks
         others = [seq for seq in running if seq is not grower]
-        return self._choose(others, missing - self._swap.leaving_blocks, now_s)
+        missing -= self._swap.leaving_blocks
+        return self._choose(others, missing, grower.request.priority, now_s)
 
-    def bring_back(self, room: int, now_s: float, *, is_idle: bool) -> list[Sequence]:
-        """Let up to ``room`` come back; those that are due, and lack memory or a place.
+    def bring_back(self, running: Iterable[Sequence], room: int, now_s: float) -> Return:
+        """Let up to ``room`` come back: who is due goes first."""
+        runs = any(seq.state is Progress.RUNNING for seq in running)
+        is_idle = not runs and self._swap.leaving_blocks == 0
+        due = self._bring_back(room, now_s, is_idle=is_idle)
+        num_kept = len(self._swap.returning)
+        if not due:
+            return Return(num_kept, None, [])
+        return Return(num_kept, BEFORE_ALL, self._in_place(running, due, room, now_s))
 
-        Who is due goes first. Others take only what nobody waits for, unless the group is idle.
+    def _bring_back(self, room: int, now_s: float, *, is_idle: bool) -> list[Sequence]:
+        """Those that are due, and lack memory or a place.
+
+        Others take only what nobody waits for, unless the group is idle.
         """
         swap, rate = self._swap, self._link.blocks_per_s
         away = swap.away
@@ -84,7 +142,7 @@ class Parking:
             room -= 1
         return []
 
-    def in_place(
+    def _in_place(
         self, running: Iterable[Sequence], due: list[Sequence], room: int, now_s: float
     ) -> list[Sequence]:
         """Whom to park in the place of those who are due: of as many of them as can be.
@@ -106,7 +164,7 @@ class Parking:
         return [decodes[i] for i in chosen]
 
     def _choose(
-        self, running: Iterable[Sequence], missing_blocks: int, now_s: float
+        self, running: Iterable[Sequence], missing_blocks: int, priority: int, now_s: float
     ) -> list[Sequence]:
         if missing_blocks <= 0:
             return []
@@ -119,7 +177,8 @@ class Parking:
             self._link.blocks_per_s,
             self.max_park_s,
         )
-        return [decodes[i] for i in choose_parked(views, missing_blocks, room, self.max_park_s)]
+        chosen = choose_parked(views, missing_blocks, room, self.max_park_s, priority)
+        return [decodes[i] for i in chosen]
 
     def _views(
         self, running: Iterable[Sequence], now_s: float
@@ -131,6 +190,7 @@ class Parking:
                 seq.num_output,
                 seq.num_parked,
                 now_s - seq.streams_since_s,
+                seq.request.priority,
             )
             for seq in decodes
             if seq.streams_since_s is not None

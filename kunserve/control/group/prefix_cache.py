@@ -11,8 +11,11 @@ from sys import maxsize
 from typing import NamedTuple
 
 from kunserve.control.group.block_names import most_blocks, names_of
+from kunserve.control.group.cache_journal import CacheJournal
 from kunserve.control.group.ledger import Ledger
+from kunserve.control.group.prefix_index import PrefixIndex
 from kunserve.control.group.prompt_prefix import Prefix, PromptPrefix
+from kunserve.control.group.residency import Residency
 from kunserve.control.group.sequence import Sequence
 from kunserve.core.ids import GroupId, PrefixId, RequestId
 from kunserve.core.messages import PrefixPart, PrefixState
@@ -49,12 +52,20 @@ class PrefixCache:
     computes the next may share, though it has not run yet.
     """
 
-    def __init__(self, group_id: GroupId, block_size: int, ledger: Ledger) -> None:
+    def __init__(
+        self,
+        group_id: GroupId,
+        block_size: int,
+        ledger: Ledger,
+        residency: Residency,
+        journal: CacheJournal | None = None,
+    ) -> None:
         """``block_size``: ``NEVER_FULL`` where nothing shall be shared."""
         self._group_id = group_id
         self._block_size = block_size
         self._ledger = ledger
-        self._index: dict[PrefixHash, Prefix] = {}
+        self._residency = residency
+        self._index = PrefixIndex(block_size, journal)
         self._prefixes: dict[PrefixId, Prefix] = {}
         """Those that are the cache's."""
         self._unused: OrderedDict[PrefixId, Prefix] = OrderedDict()
@@ -73,10 +84,6 @@ class PrefixCache:
 
     # Sequences
 
-    def welcome(self, seq: Sequence) -> None:
-        """A sequence has come to the group, without KV."""
-        seq.beginning.names_at = self._block_size
-
     def look_up(self, seq: Sequence) -> int:
         """Find a waiting sequence's beginning; how many blocks fewer than all of its own it needs.
 
@@ -84,7 +91,7 @@ class PrefixCache:
         whose scores are to come.
         """
         beginning = seq.beginning
-        parts = self._find(seq, most_blocks(seq, self._block_size))
+        parts = self._index.find(seq, most_blocks(seq, self._block_size))
         beginning.num_found = parts[-1][1] if parts else 0
         beginning.found_tokens = beginning.num_found * self._block_size
         num_unused = 0
@@ -112,13 +119,14 @@ class PrefixCache:
         """
         beginning = seq.beginning
         assert not beginning.shared, seq.request_id
-        for prefix, end in self._find(seq, beginning.num_found):
+        for prefix, end in self._index.find(seq, beginning.num_found):
             if prefix.owner is not None:
                 self._take_over(prefix)
             assert prefix.prefix_id is not None, prefix
             self._ledger.use_cached(prefix.use(end))
             if not prefix.num_unused:
                 self._unused.pop(prefix.prefix_id, None)
+            self._residency.reused(prefix, end - beginning.shared_end)
             beginning.shared.append((prefix, end))
             self._shared.append(SharedPrefix(seq.request_id, prefix.prefix_id, end))
         num_blocks = beginning.shared_end
@@ -145,7 +153,7 @@ class PrefixCache:
         is_moving = self._arriving is not None and beginning.names_at == maxsize
         if keeps and not is_moving:
             self._name_own(seq)
-            self._keep(own)
+            self._keep(seq, own)
         else:
             self._forget_names(own, own.first)
         self._leave_shared(beginning, 0)
@@ -190,6 +198,7 @@ class PrefixCache:
         self._arriving = {}
         for state in prefixes:
             prefix = Prefix(state.first_block, None, state.prefix_id, list(state.names))
+            self._residency.used(prefix)
             self._ledger.hold_lent(prefix.use(prefix.end))
             self._prefixes[state.prefix_id] = self._arriving[state.prefix_id] = prefix
 
@@ -208,8 +217,7 @@ class PrefixCache:
         """All stages have all of the prefix: it is found from now on."""
         prefix = self._prefixes[prefix_id]
         end = prefix.used_end_without(prefix.end) if self._is_reset else prefix.end
-        for name in prefix.names[: end - prefix.first]:
-            self._index.setdefault(name, prefix)
+        self._index.show_moved(prefix, end)
 
     def lost(self, prefix_id: PrefixId) -> None:
         """A stage could not get the prefix. Nobody shares it any more."""
@@ -257,7 +265,7 @@ class PrefixCache:
         if self._arriving is not None:
             self._is_reset = True
             for prefix in self._arriving.values():
-                self._hide(prefix, prefix.used_end_without(prefix.end))
+                self._index.hide(prefix, prefix.used_end_without(prefix.end))
 
     @property
     def has_orders(self) -> bool:
@@ -302,40 +310,20 @@ class PrefixCache:
         assert not users, users
         assert num_used == self._ledger.lent_blocks, (num_used, self._ledger.lent_blocks)
         assert num_unused == self._ledger.cached_blocks, (num_unused, self._ledger.cached_blocks)
-        for name, prefix in self._index.items():
+        for name, prefix in self._index:
             assert name in prefix.names, prefix
             is_known = prefix.prefix_id in self._prefixes or prefix in owned
             assert is_known, f"blocks that nobody has: {prefix}"
 
     # Inside
 
-    def _find(self, seq: Sequence, num_blocks: int) -> list[tuple[Prefix, int]]:
-        """The prefixes that the sequence's first ``num_blocks`` are in, as far as they are."""
-        if not num_blocks or not self._index:
-            return []
-        parts: list[tuple[Prefix, int]] = []
-        last: Prefix | None = None
-        end = 0
-        for name in names_of(seq, num_blocks, self._block_size)[:num_blocks]:
-            prefix = self._index.get(name)
-            if prefix is None:
-                break
-            if prefix is not last and last is not None:
-                parts.append((last, end))
-                _cut(parts, prefix.first)
-            last = prefix
-            end += 1
-        if last is not None:
-            parts.append((last, end))
-        return parts
-
     def _name_own(self, seq: Sequence) -> None:
         """Let the sequence's own full blocks be found, unless equal ones are found already."""
         own, num_full = seq.beginning.own, seq.num_computed // self._block_size
-        fresh = names_of(seq, num_full, self._block_size)[own.end : num_full]
-        for name in fresh:
-            self._index.setdefault(name, own)
-        own.names += fresh
+        first = own.end
+        own.names += names_of(seq, num_full, self._block_size)[first:num_full]
+        self._index.show(seq, own, first)
+        self._residency.used(own)
 
     def _take_over(self, prefix: Prefix) -> None:
         """A running sequence's own blocks become the cache's; it shares them itself."""
@@ -347,15 +335,14 @@ class PrefixCache:
         owner.own = Prefix(prefix.end, owner)
         self._ledger.lend(owner.request_id, prefix.end)
 
-    def _keep(self, own: Prefix) -> None:
+    def _keep(self, seq: Sequence, own: Prefix) -> None:
         """The blocks of a sequence that leaves become the cache's, unless it has equal ones."""
         index = self._index
-        for name in own.names:
-            index.setdefault(name, own)
-        while own.names and index[own.names[-1]] is not own:
+        self._index.show(seq, own, own.first)
+        while own.names and not index.finds(own.names[-1], own):
             own.names.pop()
         num_double = 0
-        while num_double < len(own.names) and index[own.names[num_double]] is not own:
+        while num_double < len(own.names) and not index.finds(own.names[num_double], own):
             num_double += 1
         if num_double:
             own.first = own.used_end = own.first + num_double
@@ -381,6 +368,7 @@ class PrefixCache:
         while shared and shared[-1][1] > num_blocks:
             prefix, end = shared.pop()
             num_unused = prefix.leave(end)
+            self._residency.used(prefix)
             start = shared[-1][1] if shared else 0
             if start < num_blocks:
                 num_unused -= prefix.use(num_blocks)
@@ -405,6 +393,7 @@ class PrefixCache:
         assert prefix_id is not None, prefix
         self._forget_names(prefix, end)
         self._ledger.evict(num_blocks)
+        self._residency.evicted(prefix, num_blocks)
         self._evicted[prefix_id] = end
         if not prefix.num_unused:
             del self._unused[prefix_id]
@@ -413,22 +402,5 @@ class PrefixCache:
 
     def _forget_names(self, prefix: Prefix, end: int) -> None:
         """Blocks of the prefix at ``end`` and behind have no names any more."""
-        self._hide(prefix, end)
+        self._index.hide(prefix, end)
         del prefix.names[end - prefix.first :]
-
-    def _hide(self, prefix: Prefix, end: int) -> None:
-        """Blocks of the prefix at ``end`` and behind are found no more."""
-        for name in prefix.names[end - prefix.first :]:
-            if self._index.get(name) is prefix:
-                del self._index[name]
-
-
-def _cut(parts: list[tuple[Prefix, int]], first: int) -> None:
-    """A prefix that begins at ``first`` has what comes behind that itself.
-
-    Both would be held, and a request that needs all memory would never fit.
-    """
-    while parts and parts[-1][1] > first:
-        prefix, _ = parts.pop()
-        if first > (parts[-1][1] if parts else 0):
-            parts.append((prefix, first))

@@ -26,6 +26,10 @@ class Prefix:
     """Sequences that share it up to a block, by that block."""
     used_end: int = 0
     """Blocks [first, used_end) are shared by a sequence; the others may be evicted."""
+    made_s: float | None = None
+    """When its first block was filled."""
+    used_s: float = 0.0
+    """When a sequence last began or ceased to use it."""
 
     def __post_init__(self) -> None:
         """Nobody shares it yet."""

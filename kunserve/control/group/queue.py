@@ -1,4 +1,4 @@
-"""The queue of a group's waiting sequences: first come first."""
+"""The queue of a group's waiting sequences: by priority, then first come first."""
 
 from bisect import bisect_left, insort
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ from kunserve.core.kv_blocks import KvBlocks
 
 
 class WaitingQueue:
-    """Sequences without KV in order of arrival, with running totals for load reports."""
+    """Sequences without KV in the order of their places, with running totals for load reports."""
 
     def __init__(self, blocks: KvBlocks) -> None:
         self._blocks = blocks
@@ -29,11 +29,11 @@ class WaitingQueue:
 
     @property
     def head(self) -> Sequence | None:
-        """The sequence that came first."""
+        """The sequence that is next."""
         return self._entries[0][1] if self._entries else None
 
     def add(self, seq: Sequence) -> None:
-        """Put the sequence at its place in order of arrival."""
+        """Put the sequence at its place."""
         insort(self._entries, (seq.key, seq))
         self._count(seq, 1)
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from kunserve.control.group.in_flight import InFlight
 from kunserve.control.group.ledger import Ledger
 from kunserve.control.group.load import SchedulerTotals
-from kunserve.control.group.parking import Parking
+from kunserve.control.group.parking import NoParking, Parking
 from kunserve.control.group.prefix_cache import PrefixCache
 from kunserve.control.group.queue import WaitingQueue
 from kunserve.control.group.sequence import Progress, QueueKey, Sequence
@@ -24,8 +24,6 @@ from kunserve.policy.batch.cost import batch_cost
 from kunserve.policy.batch.relief import NO_HOST, HostLink, Preemptible, choose_victim
 
 _key_of = attrgetter("key")
-BEFORE_ALL: QueueKey = (-math.inf, 0)
-"""A place in the queue that nobody is before."""
 
 
 class Runnable(NamedTuple):
@@ -42,9 +40,9 @@ class Runnable(NamedTuple):
 
 
 class Holders:
-    """Owner of the sequences that have KV: running and stalled ones, in order of arrival.
+    """Owner of the sequences that have KV: running and stalled ones, in the order of their places.
 
-    When one of them lacks a block the latest arrival is preempted, keeping its place and its
+    When one of them lacks a block the last of them is preempted, keeping its place and its
     output. It is computed again later, or its KV is swapped (``SwapSpace``). Where there is
     ``Parking``, sequences that decode make way too.
     """
@@ -75,7 +73,7 @@ class Holders:
         max_park_s = None if swap is None else swap.max_park_s
         parks = max_park_s is not None
         self._swap = SwapSpace(host_link, cost, blocks, ledger, totals, cache, parks=parks)
-        self._parking: Parking | None = None
+        self._parking: Parking | NoParking = NoParking(waiting, self._swap)
         if host_link is not NO_HOST and max_park_s is not None:
             assert cost is not None, measured
             step_s = batch_cost(cost, [0], [config.max_num_batched_tokens])
@@ -107,7 +105,7 @@ class Holders:
     @property
     def parks(self) -> bool:
         """Whether sequences that decode make way for those that wait."""
-        return self._parking is not None
+        return isinstance(self._parking, Parking)
 
     @property
     def have_work(self) -> bool:
@@ -125,8 +123,14 @@ class Holders:
 
     # They come and go
 
-    def admit(self, seq: Sequence) -> None:
-        """The sequence, which fits, has memory for all its known tokens from now on."""
+    def admit(self, seq: Sequence, now_s: float) -> None:
+        """A waiting sequence, which fits, has memory for all its known tokens from now on.
+
+        With those that the cache has.
+        """
+        self._waiting.remove(seq)
+        if seq.admit(self._cache.share(seq), now_s):
+            self._totals.note_first_admission(seq)
         fits = self._ledger.grow(seq.request_id, self._blocks.holding(seq.num_tokens))
         assert fits, (seq.request_id, self._ledger.free_blocks)
         self._add(seq)
@@ -240,30 +244,23 @@ class Holders:
         How many of the ``room`` among the running are kept for them, and the place of the first
         that must stay away: nobody behind it may be admitted.
         """
-        swap, parking = self._swap, self._parking
-        if not swap:
+        if not self._swap:
             return 0, None
-        if parking is None:
-            head = self._waiting.head
-            num_kept = swap.swap_in(None if head is None else head.key, room)
-            return num_kept, swap.first_away
-        runs = any(seq.state is Progress.RUNNING for seq in self._running)
-        is_idle = not runs and swap.leaving_blocks == 0
-        due = parking.bring_back(room, self._now_s, is_idle=is_idle)
-        if due and may_preempt:
-            self._park(parking.in_place(self._running, due, room, self._now_s))
-        return len(swap.returning), BEFORE_ALL if due else None
+        back = self._parking.bring_back(self._running, room, self._now_s)
+        if may_preempt:
+            self._park(back.victims)
+        return back.num_kept, back.first_away
 
     def allow_parking(self, now_s: float) -> None:
         """As a second line: sequences may go to host memory for as long as a pause may be."""
-        if self._parking is not None:
+        if isinstance(self._parking, Parking):
             until_s = now_s + self._parking.max_park_s
             self._may_swap_until_s = max(self._may_swap_until_s, until_s)
             self.version += 1
 
     def park_for_head(self, missing_blocks: int) -> bool:
         """The queue's head lacks so much: let decodes make way; whether any do."""
-        if self._parking is None or not self._may_swap:
+        if not self._may_swap:
             return False
         victims = self._parking.for_head(self._running, missing_blocks, self._now_s)
         self._park(victims)
@@ -307,10 +304,10 @@ class Holders:
         while True:
             if self._swap.makes_room(grower, num_blocks):
                 return False
-            if self._parking is not None and self._make_way(self._parking, grower, num_blocks):
+            if self._make_way(grower, num_blocks):
                 return False
             running = [seq for seq in self._running if seq.state is Progress.RUNNING]
-            if self._parking is None:
+            if not self.parks:
                 running += self._swap.returning
             victim = choose_victim([Preemptible(*s.key) for s in running], running.index(grower))
             if victim is None:
@@ -319,11 +316,11 @@ class Holders:
             if self._ledger.grow(grower.request_id, num_blocks):
                 return True
 
-    def _make_way(self, parking: Parking, grower: Sequence, num_blocks: int) -> bool:
+    def _make_way(self, grower: Sequence, num_blocks: int) -> bool:
         """Park decodes for the grower, who waits for what they hold; False if none may go."""
         if not self._may_swap:
             return False
-        victims = parking.for_grower(self._running, grower, num_blocks, self._now_s)
+        victims = self._parking.for_grower(self._running, grower, num_blocks, self._now_s)
         self._park(victims)
         return bool(victims) and self._swap.makes_room(grower, num_blocks)
 

@@ -9,6 +9,7 @@ from operator import attrgetter
 
 from kunserve.control.arrays import Int32Array
 from kunserve.control.group.admission import Admission
+from kunserve.control.group.cache_journal import CacheJournal
 from kunserve.control.group.forming import Forming
 from kunserve.control.group.guessing import Guessing
 from kunserve.control.group.in_flight import InFlight, PlannedStep
@@ -18,7 +19,8 @@ from kunserve.control.group.migration import MigrationAccess
 from kunserve.control.group.prefix_cache import NEVER_FULL, PrefixCache
 from kunserve.control.group.queue import WaitingQueue
 from kunserve.control.group.relief import Holders
-from kunserve.control.group.sequence import Progress, Sequence, SequenceMaker
+from kunserve.control.group.residency import Residency
+from kunserve.control.group.sequence import Progress, Sequence, make_sequence
 from kunserve.core.config import SchedulerConfig
 from kunserve.core.ids import GroupId, RequestId
 from kunserve.core.kv_blocks import KvBlocks
@@ -57,6 +59,7 @@ class Scheduler:
         form_batch: FormBatch | None = None,
         host_link: HostLink = NO_HOST,
         measured: Measured = NOTHING_MEASURED,
+        journal: CacheJournal | None = None,
     ) -> None:
         """``host_link`` ``NO_HOST``: nobody is swapped."""
         self._config = config
@@ -64,7 +67,9 @@ class Scheduler:
         self._num_stages = num_stages
         self._blocks = blocks = KvBlocks(block_size, measured.ring)
         self.totals = SchedulerTotals() if totals is None else totals
-        self._maker = SequenceMaker(eos_token_ids, max_model_len)
+        self._eos_token_ids = eos_token_ids
+        self._max_model_len = max_model_len
+        self._num_made = 0
         self._largest_capacity = capacity_blocks
         self._live: dict[RequestId, Sequence] = {}
         self._ledger = ledger = Ledger(capacity_blocks, config.watermark)
@@ -72,8 +77,9 @@ class Scheduler:
         self._forming = Forming(config, measured, num_stages, self._waiting, form_batch)
         self._in_flight = InFlight(group_id)
         self._guessing = Guessing(config, measured, block_size)
-        named_size = block_size if config.enable_prefix_caching else NEVER_FULL
-        self.cache = PrefixCache(group_id, named_size, self._ledger)
+        self._residency = Residency(self.totals)
+        self._named_size = block_size if config.enable_prefix_caching else NEVER_FULL
+        self.cache = PrefixCache(group_id, self._named_size, self._ledger, self._residency, journal)
         self._holders = Holders(
             blocks,
             ledger,
@@ -86,7 +92,7 @@ class Scheduler:
             self.cache,
         )
         self._admission = Admission(
-            config, num_stages, blocks, waiting, ledger, self._holders, self.totals, self.cache
+            config, num_stages, blocks, waiting, ledger, self._holders, self.cache
         )
         self.migration = MigrationAccess(blocks, self._live, self._waiting, self._ledger)
         self.may_preempt = True
@@ -100,12 +106,16 @@ class Scheduler:
 
     # Requests come and go
 
+    def may_hold(self, request: Request) -> bool:
+        """Whether the request, with its output so far, has room here for a token at least."""
+        num_tokens = len(request.prompt_token_ids) + len(request.output_token_ids)
+        has_room = self._blocks.holding(num_tokens) <= self._largest_capacity
+        return has_room and num_tokens < self._max_model_len
+
     def add(self, request: Request) -> None:
         """Queue a request by its arrival (ties by order of coming), output so far included."""
-        seq = self._make(request, request.output_token_ids)
-        needed = self._blocks.holding(seq.num_tokens)
-        assert needed <= self._largest_capacity, f"{request.request_id} can never fit"
-        self._waiting.add(seq)
+        assert self.may_hold(request), f"{request.request_id} can never fit"
+        self._waiting.add(self._make(request, request.output_token_ids))
 
     def adopt(self, states: Iterable[SequenceState], stalled: Collection[RequestId] = ()) -> None:
         """Take sequences handed over by the group's former leaders, at a commit.
@@ -177,6 +187,11 @@ class Scheduler:
             self.abort(seq.request_id)
         return tuple(seq.request_id for seq in waiting)
 
+    @property
+    def capacity_blocks(self) -> int:
+        """What sequences may use now, if they do not use more."""
+        return self._ledger.capacity_blocks
+
     def set_capacity(self, blocks: int) -> None:
         """The group's KV memory is ``blocks`` from now on; it may be less than what is used."""
         self._ledger.resize(blocks)
@@ -198,6 +213,7 @@ class Scheduler:
         if len(in_flight) >= self._num_stages:
             return None
         self._clock.look(self.has_work, now_s)
+        self._residency.now_s = now_s
         holders.end_copies(now_s)
         chosen = self._choose(now_s)
         if not chosen and (in_flight or not (self._frees_memory or holders.may_copy)):
@@ -219,6 +235,7 @@ class Scheduler:
         """
         assert result.group_id == self._group_id, (result.group_id, self._group_id)
         outputs: list[TokenOutput] = []
+        self._residency.now_s = now_s
         for due, step in self._in_flight.complete(result):
             outputs += self._complete_step(due, step, now_s)
         return outputs
@@ -234,13 +251,12 @@ class Scheduler:
             if seq is None or seq.state is Progress.ENDED:
                 continue
             assert request_id == seq.request_id, (request_id, seq.request_id)
-            position = seq.num_output
-            reason = seq.append_token(token_id, pool_tokens, now_s)
             num_failed += token_id is None
-            outputs.append(seq.output(position, token_id, logprobs, reason, now_s))
-            if reason is not None:
+            output = seq.append_token(token_id, logprobs, pool_tokens, now_s)
+            outputs.append(output)
+            if output.finish_reason is not None:
                 num_ended += 1
-                self.totals.note_finished(seq.num_output)
+                self.totals.note_finished(seq)
                 del self._live[request_id]
                 self._holders.end(seq, keeps=token_id is not None)
         if num_ended:
@@ -270,7 +286,7 @@ class Scheduler:
                     self._scores.append(fresh)
                 continue
             request_id = seq.request_id
-            self.totals.note_finished(seq.num_output)
+            self.totals.note_finished(seq)
             self.abort(request_id, keeps=False)
             step.sampling = [None if one is seq else one for one in step.sampling]
             failed.append(TokenOutput(request_id, seq.num_output, None, None, FinishReason.ERROR))
@@ -321,6 +337,7 @@ class Scheduler:
     def load(self, sequence_number: int, num_received: int, now_s: float) -> LoadReport:
         """The group's load, about ten times a second."""
         self._clock.look(self.has_work, now_s)
+        self._residency.now_s = now_s
         return measure_load(
             self._group_id,
             sequence_number,
@@ -390,14 +407,21 @@ class Scheduler:
         for index, num_tokens in batch.prompts:
             seq = prompts[index]
             if seq.state is Progress.WAITING:
-                self._admission.admit(seq, now_s)
+                self._holders.admit(seq, now_s)
             chosen.append((seq, num_tokens))
         return chosen
 
     def _make(self, request: Request, output_token_ids: TokenIds) -> Sequence:
         assert request.request_id not in self._live, f"{request.request_id} is here already"
-        seq = self._maker.make(request, output_token_ids)
-        self.cache.welcome(seq)
+        seq = make_sequence(
+            request,
+            output_token_ids,
+            self._num_made,
+            self._eos_token_ids,
+            self._max_model_len,
+            self._named_size,
+        )
+        self._num_made += 1
         self._live[request.request_id] = seq
         return seq
 

@@ -27,8 +27,8 @@ class Progress(enum.Enum):
     ENDED = "ended"
 
 
-QueueKey = tuple[float, int]
-"""(arrival, order of coming): a sequence's place, kept through preemptions."""
+QueueKey = tuple[float, float, int]
+"""(priority, arrival, order of coming): a sequence's place, kept through preemptions."""
 
 
 @dataclass(slots=True, eq=False)
@@ -148,12 +148,29 @@ class Sequence:
         self.is_awaiting = False
 
     def append_token(
-        self, token_id: int | None, pool_tokens: int, now_s: float
-    ) -> FinishReason | None:
-        """Add a sampled token; why it is the last one, if it is. None: it could not be chosen.
+        self,
+        token_id: int | None,
+        logprobs: TokenLogprobs | None,
+        pool_tokens: int,
+        now_s: float,
+    ) -> TokenOutput:
+        """Add a sampled token; what the client is told of it. None: it could not be chosen.
 
         Another one of the same step was sampled behind a guess that the one before it confirms.
         """
+        position = self.num_tokens - self.num_prompt
+        reason = self._add_token(token_id, pool_tokens, now_s)
+        if position:
+            return TokenOutput(self.request_id, position, token_id, logprobs, reason)
+        computed_s = None if self.began_s is None else now_s - self.began_s
+        return TokenOutput(
+            self.request_id, 0, token_id, logprobs, reason, computed_s, self.num_cached
+        )
+
+    def _add_token(
+        self, token_id: int | None, pool_tokens: int, now_s: float
+    ) -> FinishReason | None:
+        """Why it is the last one, if it is."""
         if not self.is_awaiting:
             self.num_computed += 1
         self.is_awaiting = False
@@ -169,22 +186,6 @@ class Sequence:
             return FinishReason.LENGTH
         return None
 
-    def output(
-        self,
-        position: int,
-        token_id: int | None,
-        logprobs: TokenLogprobs | None,
-        reason: FinishReason | None,
-        now_s: float,
-    ) -> TokenOutput:
-        """The token at ``position`` of the output, or the end without one."""
-        if position:
-            return TokenOutput(self.request_id, position, token_id, logprobs, reason)
-        computed_s = None if self.began_s is None else now_s - self.began_s
-        return TokenOutput(
-            self.request_id, 0, token_id, logprobs, reason, computed_s, self.num_cached
-        )
-
     def take_scores(self, scores: PromptScores) -> PromptScores | None:
         """Those that had not come yet; after a preemption some are computed twice."""
         known = self.num_scored
@@ -193,6 +194,10 @@ class Sequence:
             return None
         self.num_scored = scores.end
         return scores.since(known)
+
+    def keep_draft(self, draft: Draft) -> None:
+        """Somebody has looked what its tokens let guess."""
+        self.draft = draft
 
     def known_tokens(self, start: int, end: int) -> list[int]:
         """Tokens [start, end) of prompt and output."""
@@ -227,31 +232,19 @@ class Sequence:
         )
 
 
-class SequenceMaker:
-    """Makes a group's sequences, each behind those that came before it."""
-
-    def __init__(self, eos_token_ids: frozenset[int], max_model_len: int) -> None:
-        self._eos_token_ids = eos_token_ids
-        self._max_model_len = max_model_len
-        self._num_made = 0
-
-    def make(self, request: Request, output_token_ids: TokenIds) -> Sequence:
-        """A waiting one, output so far included."""
-        number = self._num_made
-        self._num_made += 1
-        return make_sequence(
-            request, output_token_ids, number, self._eos_token_ids, self._max_model_len
-        )
-
-
 def make_sequence(
     request: Request,
     output_token_ids: TokenIds,
     order: int,
     eos_token_ids: frozenset[int],
     max_model_len: int,
+    named_size: int,
 ) -> Sequence:
-    """A waiting sequence. Its ends are worked out once, so that the step loop only compares."""
+    """A waiting sequence, output so far included, the ``order``-th that its scheduler makes.
+
+    Its ends are worked out once, so that the step loop only compares. A block of ``named_size``
+    tokens may be shared.
+    """
     sampling = request.sampling
     num_prompt = len(request.prompt_token_ids)
     max_total_tokens = min(num_prompt + sampling.max_tokens, max_model_len)
@@ -268,7 +261,7 @@ def make_sequence(
     return Sequence(
         request=request,
         request_id=request.request_id,
-        key=(request.arrival_s, order),
+        key=(request.priority, request.arrival_s, order),
         output_token_ids=list(output_token_ids),
         num_tokens=total,
         num_prompt=num_prompt,
@@ -278,7 +271,7 @@ def make_sequence(
         max_total_tokens=max_total_tokens,
         min_total_tokens=num_prompt + (0 if sampling.ends_with_form else sampling.min_tokens),
         stop_ids=stop_ids,
-        beginning=PromptPrefix(request.request_id),
+        beginning=PromptPrefix(request.request_id, names_at=named_size),
         num_to_score=request.num_to_score,
         num_scored=request.num_scored,
     )

@@ -51,7 +51,7 @@ class _Swapped:
 
 
 class SwapSpace:
-    """Owner of the swapped sequences, in order of arrival, and of the host memory they use.
+    """Owner of the swapped sequences, in order, and of the host memory they use.
 
     Whoever left comes back before anybody who arrived later is admitted.
     """

@@ -2,20 +2,20 @@
 
 The same agent runs over the CPU engine, the fake body of the tests and a simulated body.
 A driver calls ``on`` for every message, ``next_work`` when the body is idle, ``finished`` when
-a step is done, and sends what ``drain`` returns. Messages may come while a step runs.
+a step is done, and sends what is in ``outbox``. Messages may come while a step runs.
 """
 
+from dataclasses import replace
 from typing import Any
 
-from kunserve.control.group.load import SchedulerTotals
+from kunserve.control.instance.arrivals import Arrivals
 from kunserve.control.instance.block_table import BlockTable
 from kunserve.control.instance.body import Body, Mover, StepOutcome, StepWork
 from kunserve.control.instance.changes.change import Change, ChangeOrder, ChangeWord
 from kunserve.control.instance.changes.change_slot import ChangeSlot
 from kunserve.control.instance.changes.formation import FormationSlot
-from kunserve.control.instance.inbox import Inbox, Mail, Moment, is_of_step
-from kunserve.control.instance.intake import Intake
-from kunserve.control.instance.localize import free_blocks, localize
+from kunserve.control.instance.inbox import Inbox, Mail, Moment, is_plain
+from kunserve.control.instance.localize import localize
 from kunserve.control.instance.membership import Membership, enter_group
 from kunserve.control.instance.state import AgentConfig, InstanceState, Outgoing, Preemption
 from kunserve.control.instance.work import Work
@@ -35,12 +35,16 @@ from kunserve.core.messages import (
     Rejoin,
     Report,
     ResetPrefixCache,
+    Returned,
     ReturnWaiting,
     Rollback,
     Sampled,
     Shutdown,
     Submit,
+    TokenOutput,
+    TransferProgress,
 )
+from kunserve.core.request import FinishReason
 from kunserve.core.step import StepPlan, StepResult
 from kunserve.core.transfer import KvPull
 
@@ -62,9 +66,12 @@ class InstanceAgent:
         """None until the first ``Form``."""
         self.inbox = Inbox()
         self._changes = ChangeSlot(self.state, self._enter)
-        self._intake = Intake(self.state, self._changes)
+        self.num_read = 0
+        """Requests of the controller that were read. ``Form`` sets it, because what came before
+        that and was not read is never read."""
         self._report_number = 0
         self._forming = FormationSlot(self.state)
+        self._arrivals = Arrivals()
         self._lacks_units = False
         """The next step waits for units that an exchange will free."""
         self.is_stopping = False
@@ -74,16 +81,17 @@ class InstanceAgent:
     def on(self, message: Message, now_s: float, hidden: Any = None) -> None:
         """Take one message from the controller or a peer."""
         mail = Mail(message, hidden)
-        if self._is_of_step(message) or self.inbox.accept(mail, self._moment()):
+        if self._is_plain(message) or self.inbox.accept(mail, self._moment()):
             self._read(mail, now_s)
         self._advance(now_s)
 
-    def _is_of_step(self, message: Message) -> bool:
-        """Whether it is read now whatever changes here, as nearly all mail between stages is."""
+    def _is_plain(self, message: Message) -> bool:
+        """Whether it is read now whatever changes here, as nearly all mail is."""
         membership = self.membership
         if membership is None or self._forming.is_forming:
             return False
-        return is_of_step(message, membership.layout.group_id)
+        is_calm = not (self.change.is_quiescing or self.inbox.has_mail)
+        return is_plain(message, membership.layout.group_id, is_calm=is_calm)
 
     def pulled_kv(self, piece: KvPull, ok: bool, now_s: float) -> None:
         """The mover filled a piece, or its source would not give it."""
@@ -101,6 +109,7 @@ class InstanceAgent:
     def next_work(self, now_s: float) -> Work | None:
         """The next step for the body, or None. ``finished`` must come before the next call."""
         assert not self.state.is_running
+        self.state.began_s = now_s
         while (membership := self.membership) is not None:
             head_work = None if membership.head is None else membership.head.next_work()
             if head_work is not None:
@@ -127,7 +136,7 @@ class InstanceAgent:
     def finished(self, work: Work, outcome: StepOutcome, now_s: float) -> None:
         """The body ran the step."""
         assert self.state.is_running and self.membership is not None
-        self.state.is_running = False
+        self.state.step_ended(now_s)
         if isinstance(work.step, StepWork):
             self._forward(self.membership, work.step, outcome, now_s)
         elif (head := self.membership.head) is not None:
@@ -137,14 +146,9 @@ class InstanceAgent:
         self._advance(now_s)
 
     @property
-    def has_mail(self) -> bool:
-        """Whether ``drain`` gives anything."""
-        return bool(self.state.outbox)
-
-    def drain(self) -> list[Outgoing]:
-        """Messages to send now, in order."""
-        outbox, self.state.outbox = self.state.outbox, []
-        return outbox
+    def outbox(self) -> list[Outgoing]:
+        """Messages to send now, in order. Whoever has sent them clears it."""
+        return self.state.outbox
 
     def drain_preemptions(self) -> list[Preemption]:
         """Preemptions since the last call."""
@@ -190,16 +194,6 @@ class InstanceAgent:
         return self.membership.scheduler.num_in_flight
 
     @property
-    def table(self) -> BlockTable:
-        """Where the instance's blocks are."""
-        return self.state.table
-
-    @property
-    def totals(self) -> SchedulerTotals:
-        """What the instance's schedulers have done."""
-        return self.state.totals
-
-    @property
     def is_in_transition(self) -> bool:
         """Whether a change of groups or of layers, or a migration, is under way here."""
         return self._forming.is_forming or self.change.change_id is not None
@@ -217,8 +211,7 @@ class InstanceAgent:
         """
         state, membership = self.state, self.membership
         layout = None if membership is None or self.change.is_loading else membership.layout
-        received, totals = self._intake.num_received, state.totals.so_far()
-        return Rejoin(ready, state.held, state.table.num_units, layout, received, totals)
+        return Rejoin(ready, state.held, state.table.num_units, layout, state.totals.so_far())
 
     def report(self, now_s: float) -> None:
         """Queue a load report (leaders only). Called about ten times a second on everybody.
@@ -226,13 +219,16 @@ class InstanceAgent:
         Between two calls a leader reports by itself the moment memory gets short.
         """
         self._advance(now_s)
+        num_bytes = self.state.mover.num_bytes_taken
+        if self._arrivals.are_told(self.is_in_transition, num_bytes, now_s):
+            self.state.send(None, TransferProgress(self.state.me, num_bytes))
         self._send_report(now_s)
 
     def _send_report(self, now_s: float) -> None:
         if self.membership is None or self.membership.scheduler is None:
             return
         self._report_number += 1
-        load = self.membership.scheduler.load(self._report_number, self._intake.num_received, now_s)
+        load = self.membership.scheduler.load(self._report_number, self.num_read, now_s)
         self.state.send(None, Report(self.state.me, load))
 
     def check(self) -> None:
@@ -267,7 +263,10 @@ class InstanceAgent:
 
     def _knows(self, request_id: RequestId) -> bool:
         # A method, because two moments are equal only if this is.
-        return self._intake.knows(self.membership, request_id)
+        membership = self.membership
+        return membership is not None and (
+            membership.knows(request_id) or self.change.awaits(request_id)
+        )
 
     def _advance(self, now_s: float) -> None:
         """Read what has become due, and let the change take every step that it can."""
@@ -303,6 +302,7 @@ class InstanceAgent:
         match mail.message:
             case Form() as form:
                 self._forming.ask(form)
+                self.num_read = form.num_sent
                 self.inbox.start_anew()
                 return
             case Shutdown():
@@ -318,8 +318,14 @@ class InstanceAgent:
             case FinalRows() | HeadPart() as message:
                 assert membership.head is not None, message
                 membership.head.read(message, mail.hidden)
-            case Submit() | Abort() | ReturnWaiting() as request:
-                self._intake.read(request, membership)
+            case Submit() as submit:
+                self._submit(submit, membership)
+            case Abort() as abort:
+                self._abort(abort, membership)
+            case ReturnWaiting(request_ids):
+                scheduler = membership.scheduler
+                found = () if scheduler is None else scheduler.give_back(request_ids)
+                self.state.send(None, Returned(self.state.me, found))
             case AllowParking():
                 if membership.scheduler is not None:
                     membership.scheduler.allow_parking(now_s)
@@ -332,6 +338,33 @@ class InstanceAgent:
             case word:
                 assert isinstance(word, ChangeWord), f"not for an instance: {word}"
                 self.change.on(word, now_s)
+
+    def _submit(self, message: Submit, membership: Membership) -> None:
+        """The leader's scheduler runs the request, unless its KV is on its way here (migration).
+
+        What comes to another member, or after its request has changed groups, is sent on.
+        """
+        if message.group_id is None:
+            self.num_read += 1
+        if membership.scheduler is None:
+            layout = membership.layout
+            self.state.send(layout.leader, replace(message, group_id=layout.group_id))
+        elif not self.change.accept(message):
+            request = message.request
+            if membership.scheduler.may_hold(request):
+                membership.scheduler.add(request)
+                return
+            number = len(request.output_token_ids)
+            end = TokenOutput(request.request_id, number, None, None, FinishReason.ERROR)
+            self.state.send(None, Outputs(self.state.me, (end,)))
+
+    def _abort(self, message: Abort, membership: Membership) -> None:
+        request_id, scheduler = message.request_id, membership.scheduler
+        if scheduler is not None and (self.change.abort(request_id) or scheduler.abort(request_id)):
+            return
+        leader = membership.former_requests.get(request_id, membership.layout.leader)
+        if leader != self.state.me:
+            self.state.send(leader, message)
 
     # Groups
 
@@ -376,13 +409,9 @@ class InstanceAgent:
 
     def _localize(self, membership: Membership, plan: StepPlan) -> StepWork | None:
         """Free, take and name blocks for a plan; None when that must wait for a transfer."""
-        state = self.state
-        if membership.freed_step != plan.step_id:
-            membership.freed_step = plan.step_id
-            free_blocks(state, self.change, membership, plan)
-        step = localize(state, membership, plan)
+        step = localize(self.state, self.change, membership, plan)
         if step is None:
-            assert not self._changes.is_empty, state.table.free_units
+            assert not self._changes.is_empty, self.state.table.free_units
             self.change.make_room()
             self._lacks_units = True
         return step

@@ -226,6 +226,15 @@ class Mover(Protocol):
         """Once this returns nothing is written for the request; its pulls never complete."""
         ...
 
+    def cancel_layers(self) -> None:
+        """Once this returns no weights are written; what fills them never completes."""
+        ...
+
+    @property
+    def num_bytes_taken(self) -> int:
+        """Of KV and weights that have come here so far, parts of what is under way included."""
+        ...
+
     def reset(self) -> None:
         """Forget every export and every pull, of KV and of layers; none of them completes."""
         ...

@@ -139,16 +139,19 @@ def _by_switch(transition_id: TransitionId, moment: Moment) -> When:
     return "now" if moment.has_switched else "later"
 
 
-def is_of_step(message: Message, present: GroupId) -> bool:
+def is_plain(message: Message, present: GroupId, *, is_calm: bool) -> bool:
     """Whether ``when_to_read`` says "now" to an instance in that group, unless it is forming one.
 
-    Nothing else is asked of what stages tell each other for every microbatch.
+    Nothing else is asked of what stages tell each other for every microbatch; nor of a new request,
+    where nothing waits in the inbox, or for the next group (``is_calm``).
     """
     match message:
         case Activation(plan):
             return plan.group_id == present
         case FinalRows(group_id) | HeadPart(group_id):
             return group_id == present
+        case Submit(_, None):
+            return is_calm
     return False
 
 

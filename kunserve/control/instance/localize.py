@@ -15,12 +15,14 @@ from kunserve.control.instance.state import InstanceState
 from kunserve.core.step import BlockRun, StepPlan
 
 
-def free_blocks(
+def _free_blocks(
     state: InstanceState, change: Change, membership: Membership, plan: StepPlan
 ) -> None:
-    """Free, keep and share blocks as the plan says: once, before it takes any."""
+    """Free, keep and share blocks as the plan says."""
     if membership.swapped_out:
         _free_swapped_out(state, membership)
+    for run in plan.swapped_out:
+        change.swap_out(run.request_id)
     for kept in plan.kept:
         state.table.keep(*kept)
     if plan.released:
@@ -42,11 +44,16 @@ def _free_swapped_out(state: InstanceState, membership: Membership) -> None:
     membership.swapped_out = ()
 
 
-def localize(state: InstanceState, membership: Membership, plan: StepPlan) -> StepWork | None:
-    """Take and name the blocks of a plan, whose released requests have been freed.
+def localize(
+    state: InstanceState, change: Change, membership: Membership, plan: StepPlan
+) -> StepWork | None:
+    """Take and name the blocks of a plan. What it frees is freed before, and once.
 
     None when the units are there, but scattered between blocks that are in transfer.
     """
+    if membership.freed_step != plan.step_id:
+        membership.freed_step = plan.step_id
+        _free_blocks(state, change, membership, plan)
     table, blocks = state.table, state.spec.blocks
     block_size, holding = blocks.block_size, blocks.holding
     if plan.swapped_in:

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from kunserve.control.group.cache_journal import Cleared
 from kunserve.control.group.scheduler import Scheduler
 from kunserve.control.instance.output_head import OutputHead, find_head
 from kunserve.control.instance.state import InstanceState
@@ -44,6 +45,14 @@ class Membership:
     former_requests: dict[RequestId, InstanceId] = field(default_factory=dict)
     """New leaders of requests that this instance led before it entered."""
 
+    def knows(self, request_id: RequestId) -> bool:
+        """Whether an abort of the request finds it, here or by forwarding."""
+        return (
+            self.scheduler is None
+            or request_id in self.former_requests
+            or self.scheduler.migration.knows(request_id)
+        )
+
     def reset_prefix_cache(self) -> None:
         """Forget what no request shares, where this instance leads."""
         if self.scheduler is not None:
@@ -52,6 +61,8 @@ class Membership:
 
 def enter_group(state: InstanceState, layout: GroupLayout, now_s: float) -> Membership:
     """Stand in a new group. The instance's memory has been laid out for it."""
+    if state.journal is not None:
+        state.journal.note(Cleared())
     layers = layout.layers_of(state.me)
     assert layers is not None, (state.me, layout)
     capacity_blocks = group_capacity_blocks(layout, state.specs)
@@ -68,6 +79,7 @@ def enter_group(state: InstanceState, layout: GroupLayout, now_s: float) -> Memb
             totals=state.totals,
             host_link=_find_host_link(state, layout),
             measured=state.config.measured,
+            journal=state.journal,
         )
     head = find_head(state, layout)
     behind = layout.members[layout.members.index(state.me) + 1 :]

@@ -8,6 +8,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from kunserve.control.group.cache_journal import CacheJournal
 from kunserve.control.group.load import SchedulerTotals
 from kunserve.control.instance.block_table import BlockTable
 from kunserve.control.instance.body import Body, Mover, Remap
@@ -17,6 +18,9 @@ from kunserve.core.layout import LayerRange
 from kunserve.core.messages import Message
 from kunserve.core.plan import Measured
 from kunserve.core.snapshots import InstanceSpec
+
+STEP_MEMORY = 0.9
+"""Of the longest of the last steps, kept at each further one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +63,14 @@ class InstanceState:
     """Of this instance and of those that it has shared a group with."""
     totals: SchedulerTotals = field(default_factory=SchedulerTotals)
     """What this instance's schedulers have done, one after the other."""
+    journal: CacheJournal | None = None
+    """Where somebody outside follows the prefix cache."""
     is_running: bool = False
     """The body computes a step."""
+    began_s: float = 0.0
+    """When the last step did."""
+    step_s: float = 0.0
+    """About the longest of the last steps."""
     outbox: list[Outgoing] = field(default_factory=list)
     to_self: deque[Message] = field(default_factory=deque)
     preemptions: list[Preemption] = field(default_factory=list)
@@ -86,6 +96,11 @@ class InstanceState:
             self.to_self.append(message)
         else:
             self.outbox.append(Outgoing(dst, message, hidden))
+
+    def step_ended(self, now_s: float) -> None:
+        """The body computes nothing now."""
+        self.is_running = False
+        self.step_s = max(now_s - self.began_s, STEP_MEMORY * self.step_s)
 
     def note_preemption(self, request_id: RequestId, lost_tokens: int) -> None:
         """A change cost a request its KV."""

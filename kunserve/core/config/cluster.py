@@ -28,7 +28,7 @@ class ClusterConfig:
     go later [the size changes by `kunserve scale` only]."""
     launcher: Annotated[Literal["local", "ray"], _cluster("--cluster")] = "local"
     """Where instances are started: on this machine, or on the nodes of a Ray cluster (needs the
-    extra ray: pip install '.[ray]' in KunServe's folder)."""
+    extra ray: pip install 'kunserve[ray]')."""
     ray_address: Annotated[str | None, _cluster()] = None
     """host:port of Ray's head [the cluster that this machine is a node of]."""
     ray_name: Annotated[str | None, _cluster()] = None
@@ -65,8 +65,11 @@ class ClusterConfig:
 
     It beats, so it is not dead.
     """
-    link_timeout_s: Annotated[float, _faults("--link-timeout", least=0.1)] = 1.0
-    """Between hosts: a connection on which nothing comes for so many seconds is broken."""
+    link_timeout_s: Annotated[float, _faults("--link-timeout", least=0.1)] = 4.0
+    """Between hosts: a connection on which nothing comes for so many seconds is broken.
+
+    Virtual machines and frozen containers commonly stand still for 1-3 s, which costs time only.
+    """
     front_grace_s: Annotated[float, _faults("--front-grace", least=0)] = 30.0
     """Seconds that instances outlive this process, so that the same command, given again, serves
     without loading weights."""

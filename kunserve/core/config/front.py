@@ -157,10 +157,13 @@ class LogConfig:
         bool, _logs("--enable-uvicorn-access-log/--disable-uvicorn-access-log")
     ] = False
     """A line for every HTTP request."""
+    kv_events_endpoint: Annotated[str | None, _logs()] = None
+    """Publish what prefix caches have in vLLM's ZMQ format, for prefix-aware routers: like
+    tcp://*:5557, where instance n has port 5557 + n [not]."""
     otlp_traces_endpoint: Annotated[str | None, _logs()] = None
     """Send requests and transitions as OpenTelemetry spans to this collector, for example
-    http://localhost:4318/v1/traces. Needs the extra otel: pip install '.[otel]' in KunServe's
-    folder."""
+    http://localhost:4318/v1/traces. Needs the extra otel: pip install
+    'kunserve[otel]'."""
 
     def __post_init__(self) -> None:
         """No flag is ignored, and spans are sent by HTTP, not by gRPC."""

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated
+from typing import Annotated, Literal, TypeAlias
 
 from kunserve.core.config.flag import Flag
 from kunserve.core.errors import ConfigError
@@ -40,6 +40,9 @@ class SpeculativeConfig:
             )
 
 
+SchedulingPolicy: TypeAlias = Literal["fcfs", "priority"]
+
+
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
     """Limits of one group's scheduler."""
@@ -52,6 +55,9 @@ class SchedulerConfig:
     """Seconds that a request may wait for its next token. Steps take half of it, and up to all of
     it while prompts queue and memory is not short; where they may not be larger, next tokens skip
     steps. Needs `kunserve profile` [next tokens in every step, however long it takes]."""
+    scheduling_policy: Annotated[SchedulingPolicy, _batches()] = "fcfs"
+    """fcfs: who comes first is served first; priority: requests may have a `priority`. Lower ones
+    are served first, and make way last when memory is short."""
     watermark: float = 0.01
     """Share of the KV memory that an admission leaves free, so that it does not preempt at once."""
     enable_prefix_caching: Annotated[bool, _batches()] = True

@@ -28,6 +28,11 @@ class KunServeConfig:
     def __post_init__(self) -> None:
         """Settings that cannot go together are a mistake."""
         policy, stages = self.overload.policy, self.cluster.pipeline_stages
+        if self.cluster.num_instances % stages:
+            raise ConfigError(
+                f"{self.cluster.num_instances} instances cannot be parted into pipelines of "
+                f"{stages}"
+            )
         if stages > 1 and policy in ("drop", "observe"):
             raise ConfigError(
                 f"pipelines of {stages} from the start have no layers to drop or restore: they go "
@@ -46,9 +51,4 @@ class KunServeConfig:
                 num_ranks,
                 self.scheduler.enable_prefix_caching,
                 policy,
-            )
-        if self.cluster.num_instances % stages:
-            raise ConfigError(
-                f"{self.cluster.num_instances} instances cannot be parted into pipelines of "
-                f"{stages}"
             )

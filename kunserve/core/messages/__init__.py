@@ -32,6 +32,7 @@ from kunserve.core.messages.events import (
     Event,
     ExchangeDone,
     Formed,
+    LateContact,
     LayersLoaded,
     LinkBroken,
     MigrationOver,
@@ -43,6 +44,7 @@ from kunserve.core.messages.events import (
     Report,
     Returned,
     TokenOutput,
+    TransferProgress,
 )
 from kunserve.core.messages.peers import (
     Activation,
@@ -88,6 +90,7 @@ __all__ = [
     "HeadPart",
     "KvDropped",
     "KvMoved",
+    "LateContact",
     "LayerSource",
     "LayersDropped",
     "LayersLoaded",
@@ -120,5 +123,6 @@ __all__ = [
     "Shutdown",
     "Submit",
     "TokenOutput",
+    "TransferProgress",
     "WithdrawKv",
 ]

@@ -20,6 +20,8 @@ class Connect:
     peers: tuple[tuple[InstanceId, PeerAddress], ...]
     gone: tuple[InstanceId, ...] = ()
     """They are heard no more, whatever comes of them."""
+    slow_s: float = 0.0
+    """So much longer may first contact take, because the peers read theirs between steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +63,8 @@ class Form:
     """Of the layout's members, in stage order."""
     sources: tuple[LayerSource, ...] = ()
     """Peers that hold layers which the addressee may lack. What none can give comes from disk."""
+    num_sent: int = 0
+    """Requests that the controller has sent to the addressee: it goes on counting from there."""
 
 
 @dataclass(frozen=True, slots=True)

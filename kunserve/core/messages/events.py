@@ -55,8 +55,6 @@ class Rejoin:
     kv_units: int
     layout: GroupLayout | None
     """The group it stands in; None when it could not go on with that."""
-    num_received: int
-    """As in ``LoadReport``: it goes on counting."""
     totals: LeaderTotals = field(default_factory=LeaderTotals)
     """What earlier fronts have counted of it already."""
     front: str = ""
@@ -163,6 +161,18 @@ class ExchangeDone:
 
 
 @dataclass(frozen=True, slots=True)
+class TransferProgress:
+    """In a change of groups, of layers, or a migration: more bytes have come since the last word.
+
+    Every few seconds, and not while none come.
+    """
+
+    instance_id: InstanceId
+    num_bytes: int
+    """Of KV and weights that have come since the instance's process began."""
+
+
+@dataclass(frozen=True, slots=True)
 class MigrationReady:
     """The request has stopped at its source, and the target has all its KV but the last blocks.
 
@@ -199,6 +209,14 @@ class LinkBroken:
 
 
 @dataclass(frozen=True, slots=True)
+class LateContact:
+    """The instance reaches a peer for the first time, after it has said that it does not."""
+
+    instance_id: InstanceId
+    peer: InstanceId
+
+
+@dataclass(frozen=True, slots=True)
 class Alive:
     """A heartbeat, also while a long step runs; it tells whether the instance's loop moves on."""
 
@@ -209,6 +227,8 @@ class Alive:
     """Of all steps so far."""
     is_computing: bool = False
     """Whether the loop is inside a step."""
+    wants_to_leave: bool = False
+    """Whether the process was asked to end (SIGTERM), and would lose nobody's request by it."""
 
 
 Event: TypeAlias = (
@@ -222,9 +242,11 @@ Event: TypeAlias = (
     | LayersLoaded
     | Committed
     | ExchangeDone
+    | TransferProgress
     | MigrationReady
     | MigrationOver
     | LinkBroken
+    | LateContact
     | Alive
     | StageTime
 )

@@ -46,6 +46,7 @@ class SequenceKv:
     """Tokens of KV that the request may come to need."""
     shared: tuple[PrefixPart, ...] = ()
     """What the KV begins with that is the prefix cache's. The blocks behind are its own."""
+    priority: int = 0
 
     @property
     def first_own_block(self) -> int:
@@ -77,6 +78,7 @@ class SequenceState:
             self.num_blocks,
             request.max_stored_tokens,
             self.shared,
+            request.priority,
         )
 
 

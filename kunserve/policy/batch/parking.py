@@ -2,17 +2,19 @@
 
 Where KV memory keeps the head of a queue from its first token, decodes move to host memory. Their
 clients have tokens to read; whoever waits has none. It costs pauses in the middle of answers, so
-three rules bound it:
+four rules bound it:
 
     gain      nobody is parked unless memory is then enough for a first token
     pause     nobody is away longer than ``max_park_s``: who is due comes back before anybody is
               admitted, and others are parked in its place
     turns     nobody is parked for the head within ``max_park_s / 2`` of its first token, or of its
               return; and nobody again while others, who may be parked, were parked less often
+    priority  nobody is parked for the head who is more urgent, nor before who is less urgent
 
 When somebody is due and too few have run that long, the pause counts more than the turn.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -38,6 +40,8 @@ class Decoding(NamedTuple):
     """Times that it was parked."""
     ran_s: float
     """Since its first token, or since it came back."""
+    priority: int = 0
+    """The lower, the later it goes."""
 
 
 class Away(NamedTuple):
@@ -50,14 +54,23 @@ class Away(NamedTuple):
 
 
 def choose_parked(
-    decodes: Sequence[Decoding], missing_blocks: int, room_blocks: int, max_park_s: float
+    decodes: Sequence[Decoding],
+    missing_blocks: int,
+    room_blocks: int,
+    max_park_s: float,
+    priority: float = -math.inf,
 ) -> list[int]:
     """Whom to park so that the head of the queue gets ``missing_blocks``; empty if nobody.
 
-    Who was parked least often goes first, and of these who has streamed most. Nobody goes who is
-    not needed. ``room_blocks`` may be parked at most (`room_for`).
+    Of the least urgent who was parked least often goes first, and of these who has streamed most.
+    Nobody goes who is not needed, or more urgent than ``priority``, which is the head's.
+    ``room_blocks`` may be parked at most (`room_for`).
     """
-    rested = [i for i, one in enumerate(decodes) if one.ran_s >= RUN_SHARE * max_park_s]
+    rested = [
+        i
+        for i, one in enumerate(decodes)
+        if one.ran_s >= RUN_SHARE * max_park_s and one.priority >= priority
+    ]
     chosen = _fewest(decodes, sorted(rested, key=lambda i: _turn(decodes[i])), missing_blocks)
     return chosen if sum(decodes[i].num_blocks for i in chosen) <= room_blocks else []
 
@@ -68,13 +81,19 @@ def choose_in_place(
     """Whom to park in the place of one who is due; empty if all together would not be enough.
 
     As `choose_parked`, but if those who ran long enough do not suffice then others go too: who
-    has run longest first.
+    has run longest first. More urgent ones go where the others together would not be enough,
+    because the bound holds for everybody's pause.
     """
-    chosen = choose_parked(decodes, missing_blocks, sum(d.num_blocks for d in decodes), max_park_s)
-    if chosen:
-        return chosen
+    room = sum(one.num_blocks for one in decodes)
     longest_first = sorted(range(len(decodes)), key=lambda i: -decodes[i].ran_s)
-    return _fewest(decodes, longest_first, missing_blocks)
+    for priority in sorted({one.priority for one in decodes}, reverse=True):
+        chosen = choose_parked(decodes, missing_blocks, room, max_park_s, priority)
+        if not chosen:
+            order = [i for i in longest_first if decodes[i].priority >= priority]
+            chosen = _fewest(decodes, order, missing_blocks)
+        if chosen:
+            return chosen
+    return []
 
 
 def num_due(away: Iterable[Away], step_s: float, max_park_s: float) -> int:
@@ -109,8 +128,8 @@ def room_for(
     return max(0, int(room) - away_blocks)
 
 
-def _turn(one: Decoding) -> tuple[int, int]:
-    return one.num_parked, -one.num_streamed
+def _turn(one: Decoding) -> tuple[int, int, int]:
+    return -one.priority, one.num_parked, -one.num_streamed
 
 
 def _fewest(decodes: Sequence[Decoding], order: Sequence[int], missing_blocks: int) -> list[int]:

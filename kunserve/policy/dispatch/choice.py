@@ -37,14 +37,16 @@ def choose_group(
     fitting = [group for group in groups if request_blocks <= group.capacity_blocks]
     if not fitting:
         return None
-    chosen = min(fitting, key=lambda group: _rank(group, request_blocks))
+    best_id = min([_rank(group, request_blocks) for group in fitting])[-1]
     if saved:
+        chosen = next(group for group in fitting if group.group_id == best_id)
         there = per_instance(chosen)
         near = [g for g in fitting if g.group_id in saved and is_near(per_instance(g), there)]
         chosen = min(
             (chosen, *near), key=lambda g: _rank(g, request_blocks, saved.get(g.group_id, 0))
         )
-    return chosen.group_id
+        return chosen.group_id
+    return best_id
 
 
 def choose_empty(
@@ -66,10 +68,11 @@ def _rank(group: GroupLoad, request_blocks: int, saved_blocks: int = 0) -> Rank:
     """See ``choose_group``."""
     capacity_blocks, demand_blocks = group.capacity_blocks, group.demand_blocks
     demand = demand_blocks + request_blocks
-    if demand <= capacity_blocks:
-        behind_head = group.need_blocks - demand_blocks
-        if group.num_waiting <= 1 or (saved_blocks and behind_head < saved_blocks):
-            return False, -saved_blocks, demand / capacity_blocks, group.group_id
+    if demand <= capacity_blocks and (
+        group.num_waiting <= 1
+        or (saved_blocks and group.need_blocks - demand_blocks < saved_blocks)
+    ):
+        return False, -saved_blocks, demand / capacity_blocks, group.group_id
     need = group.need_blocks + request_blocks - saved_blocks
     return True, 0, need / capacity_blocks, group.group_id
 

@@ -14,7 +14,7 @@ other, and a limit on the size of what moves, keep requests from going back and 
     size:    spare(target) - size >= spare(source) + size,  and then  freeness(target) >= LOW_STEPS
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from typing import NamedTuple
 
 from kunserve.core.ids import GroupId, RequestId
@@ -52,11 +52,13 @@ class Movable(NamedTuple):
     num_blocks: int
 
 
-def plan_migrations(groups: Iterable[GroupLoad], block_size: int) -> tuple[Pair, ...]:
+def plan_migrations(
+    groups: Iterable[GroupLoad], block_size: int, apart: Set[frozenset[GroupId]] = frozenset()
+) -> tuple[Pair, ...]:
     """The least free with the freest, the second least with the second freest, and so on.
 
     Called with the groups of one instance that have no part in a migration or transition already.
-    Ties go to the lower group id.
+    Those ``apart`` do not reach each other. Ties go to the lower group id.
     """
     ranked = sorted((_freeness_steps(group, block_size), group.group_id, group) for group in groups)
     sources = [group for steps, _, group in ranked if steps < LOW_STEPS]
@@ -66,7 +68,12 @@ def plan_migrations(groups: Iterable[GroupLoad], block_size: int) -> tuple[Pair,
         if steps > HIGH_STEPS and group.report.num_waiting == 0
     ]
     pairs = []
-    for source, target in zip(sources, targets, strict=False):
+    for source in sources:
+        reached = (t for t in targets if frozenset((source.group_id, t.group_id)) not in apart)
+        target = next(reached, None)
+        if target is None:
+            continue
+        targets.remove(target)
         most = _largest_move(source, target, block_size)
         if source.report.num_running and most > 0:
             pairs.append(Pair(source.group_id, target.group_id, most))

@@ -6,14 +6,16 @@ group each request goes: ``assignment``.
 
 import heapq
 import itertools
-import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from kunserve.core.ids import GroupId, InstanceId
 from kunserve.core.layout import GroupLayout, LayerRange, Stage
 from kunserve.core.load import LoadReport
 from kunserve.core.messages import LayerSource, MemberSources
+from kunserve.core.place import Place
 from kunserve.policy.drop.capacity import Specs, group_capacity_blocks
 from kunserve.policy.drop.nearness import distance
 from kunserve.policy.exchange.moves import choose_piece_blocks, float_units
@@ -132,17 +134,20 @@ def parting_capacity_blocks(
 
 
 def choose_sources(
-    layout: GroupLayout, holders: Mapping[InstanceId, LayerRange], specs: Specs
+    layout: GroupLayout,
+    holders: Mapping[InstanceId, LayerRange],
+    specs: Specs,
+    given: Mapping[InstanceId, int] = MappingProxyType({}),
 ) -> tuple[MemberSources, ...]:
     """Where each member's missing layers come from: the nearest peers in even shares.
 
-    Disk gives what no peer has.
+    Disk gives what no peer has. ``given``: layers that each gives to others already.
 
     Between two borders of what peers hold the choice is the same for every layer, so each such
     segment is shared out in whole runs, more to those that give least so far.
     """
     num_layers = layout.stages[-1].layers.end
-    given = dict.fromkeys(sorted(holders), 0)
+    given = Counter(given)
     borders = sorted({b for layers in holders.values() for b in layers} | {0, num_layers})
     members = []
     for member, layers in layout.stages:
@@ -165,29 +170,28 @@ def _nearest(
     holders: Mapping[InstanceId, LayerRange],
     specs: Specs,
 ) -> list[InstanceId]:
-    """The nearest of those that hold all of the segment."""
-    here = specs[member].place
-    nearest: list[InstanceId] = []
-    least = math.inf
-    for holder, layers in holders.items():
-        if holder == member or not layers.covers(segment):
-            continue
-        far = distance(here, specs[holder].place)
-        if far < least:
-            nearest, least = [], far
-        if far == least:
-            nearest.append(holder)
-    return nearest
+    """The nearest of those that hold all of the segment, shared among as many ranks."""
+    here, (first, end) = specs[member].place, segment
+    num_ranks = specs[member].tensor_parallel_size
+    by_place: dict[Place, list[InstanceId]] = {}
+    for holder, (held_first, held_end) in holders.items():
+        if held_first <= first and end <= held_end and holder != member:
+            spec = specs[holder]
+            if spec.tensor_parallel_size == num_ranks:
+                by_place.setdefault(spec.place, []).append(holder)
+    least = min((distance(here, place) for place in by_place), default=None)
+    near = (found for place, found in by_place.items() if distance(here, place) == least)
+    return [holder for found in near for holder in found]
 
 
 def _share_out(
-    segment: LayerRange, peers: Iterable[InstanceId], given: dict[InstanceId, int]
+    segment: LayerRange, peers: Iterable[InstanceId], given: Counter[InstanceId]
 ) -> list[LayerSource]:
     """Split a segment among peers that hold all of it; updates what each gives."""
-    heap = [(given[peer], peer) for peer in peers]
+    # A heap, because it is sorted; no more than one each can be needed.
+    heap = heapq.nsmallest(segment.num_layers, ((given[peer], peer) for peer in peers))
     if not heap:
         return [LayerSource(segment, None)]
-    heapq.heapify(heap)
     for _ in range(segment.num_layers):
         count, peer = heap[0]
         heapq.heapreplace(heap, (count + 1, peer))

@@ -194,11 +194,11 @@ def plan_moves(
     kept: list[Kept] = []
     for layout, states in handed_over:
         most, use = room_of(layout), Use(by_prefix)
-        for state in sorted(states, key=_arrival):
+        for state in sorted(states, key=_place):
             use.add(state)
             if state.num_blocks and use.num_blocks <= most:
                 kept.append(Kept(state, layout))
-    kept.sort(key=lambda one: _arrival(one.state))
+    kept.sort(key=lambda one: _place(one.state))
     everyone = [state for _, states in handed_over for state in states]
     blocks = next(iter(specs.values())).blocks
     while True:
@@ -272,5 +272,5 @@ def _order_pieces(moves: Sequence[Move], piece_blocks: int) -> tuple[Piece, ...]
     return tuple(piece for _, _, piece in placed)
 
 
-def _arrival(state: SequenceKv) -> tuple[float, RequestId]:
-    return state.arrival_s, state.request_id
+def _place(state: SequenceKv) -> tuple[int, float, RequestId]:
+    return state.priority, state.arrival_s, state.request_id

@@ -29,10 +29,12 @@ class Waiting(NamedTuple):
     live: Live
     num_tokens: int
     num_blocks: int
+    stay: int
+    """Counts stays: a request may come back, and waits anew then."""
 
 
 class Backlog:
-    """Owner of the requests that no group has, in order of arrival: so they are sent."""
+    """Owner of the requests that no group has, by priority and arrival: so they are sent."""
 
     def __init__(self, blocks: KvBlocks) -> None:
         self._blocks = blocks
@@ -40,8 +42,8 @@ class Backlog:
         self.num_tokens = 0
         self.num_blocks = 0
         """KV blocks that all of them need."""
-        self.largest_blocks = 0
-        """No request here needs more."""
+        self._num_stays = 0
+        self._fresh: list[Waiting] = []
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -56,29 +58,45 @@ class Backlog:
             if index < len(entries) and entries[index] is entry:
                 index += 1
 
+    @property
+    def first_priority(self) -> int:
+        """Of who is next. Called when somebody is."""
+        return self._entries[0].live.request.priority
+
     def add(self, live: Live) -> None:
         """No group has the request."""
         num_tokens = live.num_tokens
-        entry = Waiting(live, num_tokens, self._blocks.holding(num_tokens))
-        insort(self._entries, entry, key=_number_of)
+        self._num_stays += 1
+        entry = Waiting(live, num_tokens, self._blocks.holding(num_tokens), self._num_stays)
+        self._fresh.append(entry)
+        insort(self._entries, entry, key=_place_of)
         self.num_tokens += entry.num_tokens
         self.num_blocks += entry.num_blocks
-        self.largest_blocks = max(self.largest_blocks, entry.num_blocks)
 
     def remove(self, live: Live) -> None:
         """A group has the request, or it has ended."""
-        index = bisect_left(self._entries, live.number, key=_number_of)
+        index = bisect_left(self._entries, live.place, key=_place_of)
         entry = self._entries.pop(index)
         assert entry.live is live, (entry, live)
         self.num_tokens -= entry.num_tokens
         self.num_blocks -= entry.num_blocks
-        if not self._entries:
-            self.largest_blocks = 0
+
+    def find(self, place: tuple[int, int], stay: int) -> Live | None:
+        """The request of that place, if it has been here ever since that stay began."""
+        index = bisect_left(self._entries, place, key=_place_of)
+        for live, *_, found in self._entries[index : index + 1]:
+            return live if (live.place, found) == (place, stay) else None
+        return None
+
+    def take_fresh(self) -> list[Waiting]:
+        """Those that have come since the last call and are still here."""
+        fresh, self._fresh = self._fresh, []
+        return [entry for entry in fresh if self.find(entry.live.place, entry.stay)]
 
     def check(self) -> None:
         """Assert order and totals."""
-        numbers = [entry.live.number for entry in self._entries]
-        assert numbers == sorted(set(numbers)), numbers
+        places = [entry.live.place for entry in self._entries]
+        assert places == sorted(set(places)), places
         assert self.num_tokens == sum(entry.num_tokens for entry in self._entries)
         assert self.num_blocks == sum(entry.num_blocks for entry in self._entries)
         assert all(entry.live.leader is None for entry in self._entries), self._entries
@@ -96,22 +114,31 @@ class SentAhead:
     def __init__(self, step_tokens: int) -> None:
         """``step_tokens`` are computed in one step."""
         self._step_tokens = step_tokens
-        self._ahead: defaultdict[InstanceId, _Ahead] = defaultdict(_Ahead)
+        self._ahead: defaultdict[InstanceId, dict[int, _Ahead]] = defaultdict(dict)
+        """By leader and priority."""
         self.roomier: set[InstanceId] = set()
         """Leaders that have less ahead than when this was last emptied."""
 
-    def has_room(self, leader: InstanceId, num_stages: int) -> bool:
-        """Whether the leader of so many stages may be sent one more request."""
-        ahead = self._ahead[leader]
-        if ahead.num_requests < REQUESTS_AHEAD:
-            return True
-        if ahead.num_requests >= MOST_REQUESTS_AHEAD * num_stages:
-            return False
-        return ahead.num_tokens < self.most_tokens(num_stages)
+    def has_room(self, leader: InstanceId, num_stages: int, priority: int) -> bool:
+        """Whether the leader of so many stages may be sent one more request of this priority.
 
-    def tokens(self, leader: InstanceId) -> int:
-        """What the leader is to compute before anything that it is sent now."""
-        return self._ahead[leader].num_tokens
+        It passes those there that are less urgent. All that are there are bounded too.
+        """
+        # A loop and no sums, because every group is asked for every request.
+        num_requests = num_before = tokens_before = 0
+        for its, ahead in self._ahead[leader].items():
+            num_requests += ahead.num_requests
+            if its <= priority:
+                num_before += ahead.num_requests
+                tokens_before += ahead.num_tokens
+        if num_requests >= MOST_REQUESTS_AHEAD * num_stages:
+            return False
+        return num_before < REQUESTS_AHEAD or tokens_before < self.most_tokens(num_stages)
+
+    def tokens(self, leader: InstanceId, priority: int) -> int:
+        """What the leader is to compute before a request of this priority that it is sent now."""
+        ahead = self._ahead[leader].items()
+        return sum(one.num_tokens for its, one in ahead if its <= priority)
 
     def most_tokens(self, num_stages: int) -> int:
         """With so many tokens ahead the leader of so many stages has enough."""
@@ -121,25 +148,30 @@ class SentAhead:
         """The request's leader has it, and its tokens are to be computed there."""
         assert live.leader is not None and live.tokens_ahead == 0, live
         live.tokens_ahead = max(1, live.num_tokens - live.saved_tokens)
-        ahead = self._ahead[live.leader]
+        ahead = self._ahead[live.leader].setdefault(live.request.priority, _Ahead())
         ahead.num_requests += 1
         ahead.num_tokens += live.tokens_ahead
 
     def remove(self, live: Live) -> None:
         """The request's leader has made a token of it, or has it no more."""
         assert live.leader is not None and live.tokens_ahead > 0, live
-        ahead = self._ahead[live.leader]
+        ahead = self._ahead[live.leader][live.request.priority]
         ahead.num_requests -= 1
         ahead.num_tokens -= live.tokens_ahead
+        if not ahead.num_requests:
+            del self._ahead[live.leader][live.request.priority]
         live.tokens_ahead = 0
         self.roomier.add(live.leader)
 
     def check(self, leader: InstanceId, led: list[Live]) -> None:
         """Assert the account of a leader that has these requests."""
-        tokens = [live.tokens_ahead for live in led if live.tokens_ahead]
-        ahead = self._ahead[leader]
-        assert ahead == _Ahead(len(tokens), sum(tokens)), (leader, ahead, tokens)
+        told: defaultdict[int, _Ahead] = defaultdict(_Ahead)
+        for live in led:
+            if live.tokens_ahead:
+                told[live.request.priority].num_requests += 1
+                told[live.request.priority].num_tokens += live.tokens_ahead
+        assert self._ahead[leader] == told, (leader, self._ahead[leader], told)
 
 
-def _number_of(entry: Waiting) -> int:
-    return entry.live.number
+def _place_of(entry: Waiting) -> tuple[int, int]:
+    return entry.live.place

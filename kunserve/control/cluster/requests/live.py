@@ -17,13 +17,14 @@ from kunserve.core.tokens import TokenIds
 class Live:
     """One request: who waits for it, what that client has, and where it is.
 
-    Tokens are for the client once and in order. Mail of two leaders comes in any order, and the
-    repeats of a re-run are known by their position.
+    Tokens are for the client once and in order. Mail of two leaders comes in any order, and
+    repeats are known by their position.
     """
 
     number: int
-    """Counts arrivals: the order in which requests are sent."""
+    """Counts arrivals."""
     request: Request
+    """As its group is to run it: brought up to date when it leaves the backlog."""
     client: Client
     output_token_ids: list[int]
     arrived_s: float
@@ -40,8 +41,10 @@ class Live:
     """Times that it stayed in the backlog for the group that has its beginning."""
     _early: dict[int, TokenOutput] = field(default_factory=dict)
     """By position: a new leader's word came before the last of the old one's."""
-    is_rerun: bool = False
-    """An instance died that ran it: its last words may still come."""
+    lost_by: InstanceId | None = None
+    """The leader that ran it and does so no more, until it is sent anew: only until then the last
+    words of that run count, because two runs may draw different tokens.
+    """
     returned_by: InstanceId | None = None
     """The leader in whose queue it was last, while it is on its way to another."""
     num_moves: int = 0
@@ -51,6 +54,11 @@ class Live:
     def __post_init__(self) -> None:
         if self.request.num_to_score:
             self._scores = ScoreLine(self.request.num_to_score)
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """In the order in which requests are sent: by priority, then by arrival."""
+        return self.request.priority, self.number
 
     @property
     def num_tokens(self) -> int:
@@ -66,7 +74,7 @@ class Live:
             return request
         return replace(request, output_token_ids=TokenIds(self.output_token_ids))
 
-    def take(self, token: TokenOutput) -> list[TokenOutput]:
+    def in_turn(self, token: TokenOutput) -> list[TokenOutput]:
         """What the client is to get now, in order: the token, and what has waited for it.
 
         Nothing while something before the token is missing, nor of a repeat.

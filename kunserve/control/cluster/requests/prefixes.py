@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from kunserve.control.cluster.placement import Group, Placement
 from kunserve.control.cluster.requests.backlog import SentAhead
 from kunserve.control.cluster.requests.live import Live
+from kunserve.control.cluster.standing import Act
 from kunserve.core.ids import GroupId
 from kunserve.core.prefix import PrefixHash, prefix_hashes
 from kunserve.core.request import Request
@@ -157,22 +158,23 @@ class Prefixes:
         """
         if not saved_tokens or live.num_held >= MAX_HELD:
             return False
-        here_id = here.layout.group_id
+        here_id, priority = here.layout.group_id, live.request.priority
         for group_id, tokens in saved_tokens.items():
-            if group_id == here_id or not self._placement.takes(group_id):
+            if group_id == here_id or not self._placement.may(group_id, Act.TAKE):
                 continue
             group = self._placement.groups[group_id]
             leader, num_stages = group.layout.leader, len(group.layout.stages)
             load = group.load
             if (
-                not self._ahead.has_room(leader, num_stages)
+                not self._ahead.has_room(leader, num_stages, priority)
                 and load.demand_blocks + num_blocks <= load.capacity_blocks
                 and is_near(per_instance(load), per_instance(here.load))
                 and is_worth_waiting(
                     tokens,
-                    (self._ahead.tokens(leader) + self._held_tokens[group_id]) / num_stages,
+                    (self._ahead.tokens(leader, priority) + self._held_tokens[group_id])
+                    / num_stages,
                     saved_tokens.get(here_id, 0),
-                    self._ahead.tokens(here.layout.leader) / len(here.layout.stages),
+                    self._ahead.tokens(here.layout.leader, priority) / len(here.layout.stages),
                 )
             ):
                 live.num_held += 1

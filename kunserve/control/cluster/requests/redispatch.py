@@ -2,9 +2,10 @@
 
 from collections.abc import Sequence
 
-from kunserve.control.cluster.commands import Outbox
+from kunserve.control.cluster.commands import Outbox, Send
 from kunserve.control.cluster.placement import Group, Placement
 from kunserve.control.cluster.requests.requests import Requests
+from kunserve.control.cluster.standing import Act
 from kunserve.core.ids import RequestId
 from kunserve.core.messages import ReturnWaiting
 from kunserve.policy.dispatch.redispatch import plan_recalls
@@ -40,31 +41,28 @@ class Redispatch:
             if now_s - group.asked_s > PATIENCE_S:
                 group.is_returned = True
         targets = [group.load for group in placement.candidates()]
-        sources = [
-            group.load
-            for group_id, group in placement.groups.items()
-            if not group.num_returning
-            and group_id not in placement.closing
-            and group_id != placement.reserved
-        ]
+        may_return = placement.that_may(Act.RETURN)
+        sources = [group.load for group in may_return if not group.num_returning]
         for recall in plan_recalls(sources, targets, self._step_tokens):
             group = placement.groups[recall.group_id]
             self._recall(group, self._requests.waiting_at(group)[: recall.num_requests], now_s)
 
-        if placement.reserved is not None and not self._requests.quarantine.tested:
-            emptied = placement.groups[placement.reserved]
+        reserved = placement.reserved
+        if reserved is not None and not self._requests.quarantine.tested:
+            emptied = placement.groups[reserved]
             if not emptied.num_returning:
                 self._recall(emptied, self._requests.waiting_at(emptied), now_s)
 
     def empty_leaving(self, now_s: float) -> None:
-        """Called at every tick: what waits in a group that leaves waits in the backlog instead."""
+        """Called at every tick: what waits where all is to be empty goes back to the backlog."""
         placement = self._placement
-        if not placement.leaving or not placement.candidates():
+        emptied = placement.emptied
+        if not emptied or not placement.candidates():
             return
-        for group_id in sorted(placement.leaving):
+        for group_id in sorted(emptied):
             group = placement.groups[group_id]
             is_asked = group.num_returning and now_s - group.asked_s <= PATIENCE_S
-            if group.report.num_waiting and not is_asked and group_id not in placement.closing:
+            if group.report.num_waiting and not is_asked and Act.RETURN in group.may:
                 self._recall(group, self._requests.led_by(group.layout.leader), now_s)
 
     def _recall(self, group: Group, request_ids: Sequence[RequestId], now_s: float) -> None:
@@ -75,4 +73,4 @@ class Redispatch:
         num_returning = min(len(request_ids), num_waiting)
         size = -(-group.report.waiting_blocks // num_waiting)
         group.asked_back(num_returning, num_returning * size, now_s)
-        self._outbox.send(group.layout.leader, ReturnWaiting(tuple(request_ids)))
+        self._outbox.append(Send(group.layout.leader, ReturnWaiting(tuple(request_ids))))

@@ -3,24 +3,25 @@
 from collections.abc import Iterable, Mapping, Set
 from operator import attrgetter
 
-from kunserve.control.cluster.commands import Client, Deliver, LogRerun, Outbox
+from kunserve.control.cluster.commands import Client, Deliver, LogRerun, Outbox, Send
 from kunserve.control.cluster.placement import Group, Placement
 from kunserve.control.cluster.requests.backlog import Backlog, SentAhead
-from kunserve.control.cluster.requests.groups_in_turn import GroupsInTurn
 from kunserve.control.cluster.requests.live import Live
 from kunserve.control.cluster.requests.open_groups import OpenGroups
 from kunserve.control.cluster.requests.prefixes import Prefixes
 from kunserve.control.cluster.requests.quarantine import NOBODY, Blame, Quarantine
 from kunserve.control.cluster.requests.unplaceable import Unplaceable
-from kunserve.control.cluster.transitions import Transitions
+from kunserve.control.cluster.standing import Act
 from kunserve.core.config import DispatchPolicy
 from kunserve.core.ids import InstanceId, RequestId, TransitionId
 from kunserve.core.kv_blocks import KvBlocks
 from kunserve.core.messages import Abort, Outputs, Returned, Submit, TokenOutput
 from kunserve.core.request import FinishReason, Request
+from kunserve.policy.dispatch.choice import choose_group
 from kunserve.policy.dispatch.redispatch import may_leave
+from kunserve.policy.dispatch.round_robin import RoundRobin
 
-_number_of = attrgetter("number")
+_place_of = attrgetter("place")
 
 MAX_MOVES = 4
 """Groups between which a waiting request moves at most: its place in a queue is worth something."""
@@ -35,7 +36,6 @@ class Requests:
     def __init__(
         self,
         placement: Placement,
-        transitions: Transitions,
         blocks: KvBlocks,
         step_tokens: int,
         dispatch_policy: DispatchPolicy,
@@ -49,7 +49,7 @@ class Requests:
         self._blocks = blocks
         self._outbox = outbox
         self._num_arrived = 0
-        self.quarantine = Quarantine(placement, transitions, outbox)
+        self.quarantine = Quarantine(placement, outbox)
         self.num_moved = 0
         """Waiting requests that changed groups."""
         self.num_rerun = 0
@@ -57,17 +57,14 @@ class Requests:
         self.backlog = Backlog(blocks)
         self._ahead = SentAhead(step_tokens)
         in_turn = dispatch_policy == "round-robin"
-        self._groups: OpenGroups | GroupsInTurn = (
-            GroupsInTurn(placement, self._ahead) if in_turn else OpenGroups(placement, self._ahead)
-        )
+        self._groups = OpenGroups(placement, self._ahead, are_all_roomy=in_turn)
+        self._choose_group = RoundRobin().choose if in_turn else choose_group
         knows_prefixes = knows_prefixes and not in_turn
         self._prefixes = Prefixes(placement, self._ahead, blocks.block_size, knows_prefixes)
         self._placed_version = -1
         self._live: dict[RequestId, Live] = {}
         self._by_leader: dict[InstanceId, dict[RequestId, Live]] = {}
-        self._unplaceable = Unplaceable(placement, self.quarantine, self.backlog)
-        self._num_sent: dict[InstanceId, int] = {}
-        """Submissions to each instance, to match ``LoadReport.num_received``."""
+        self._unplaceable = Unplaceable(placement, self.quarantine, self.backlog, self._live)
 
     def __len__(self) -> int:
         return len(self._live)
@@ -83,8 +80,8 @@ class Requests:
         live = Live(self._num_arrived, request, client, tokens, now_s)
         live.names = self._prefixes.name(request)
         self._live[request.request_id] = live
-        self.backlog.add(live)
-        self._dispatch(live)
+        if not self._dispatch(live):
+            self.backlog.add(live)
 
     def cancel(self, request_id: RequestId) -> None:
         """Forget a request and have its leader free everything."""
@@ -94,7 +91,7 @@ class Requests:
         leader = live.leader
         self._forget(live)
         if leader is not None:
-            self._outbox.send(leader, Abort(request_id))
+            self._outbox.append(Send(leader, Abort(request_id)))
         self._refill()
 
     def _forget(self, live: Live) -> None:
@@ -124,21 +121,27 @@ class Requests:
         if is_ahead:
             self._ahead.add(live)
 
-    def _dispatch(self, live: Live) -> None:
-        """Send a new request where it starts soonest; it stays in the backlog if that is nowhere.
+    def _leave_backlog(self, live: Live) -> None:
+        """It is about to be sent, with what its client has by now: late words count until then."""
+        self.backlog.remove(live)
+        live.request = live.so_far()
 
-        Those in the backlog found no room, so whoever finds some passes nobody.
+    def _dispatch(self, live: Live) -> bool:
+        """Send a new request where it starts soonest; False if that is nowhere now.
+
+        Those in the backlog found no room, so whoever finds some passes only who is less urgent.
         """
         blocks, saved = self._blocks_of(live), self._prefixes.saved_tokens(live)
-        self._groups.begin()
-        group_id = self._groups.choose(blocks, self._prefixes.in_blocks(saved))
-        if group_id is None:
-            return
-        if group_id in self._placement.expected:
-            return
+        self._groups.look_at(live.request.priority)
+        loads, saved_blocks = self._groups.loads.values(), self._prefixes.in_blocks(saved)
+        group_id = self._choose_group(loads, blocks, saved_blocks)
+        if group_id is None or group_id in self._placement.expected:
+            return False
         group = self._placement.groups[group_id]
-        if not self._prefixes.holds(live, saved, group, blocks):
-            self._send(live, group, blocks, saved_tokens=saved.get(group_id, 0))
+        if self._prefixes.holds(live, saved, group, blocks):
+            return False
+        self._send(live, group, blocks, saved_tokens=saved.get(group_id, 0))
+        return True
 
     def _blocks_of(self, live: Live) -> int:
         return self._blocks.holding(live.num_tokens)
@@ -151,22 +154,25 @@ class Requests:
         migration_id: TransitionId | None = None,
         saved_tokens: int = 0,
     ) -> None:
+        """The group gets a request that no group has, or, as a migration, from another."""
         leader = group.layout.leader
-        number = self._num_sent.get(leader, 0) + 1
-        self._num_sent[leader] = number
-        group.sent(number, blocks)
-        self._lead(live, leader)
-        live.saved_tokens = saved_tokens
+        self._placement.sent(group, blocks)
         if migration_id is None:
+            live.leader, live.saved_tokens = leader, saved_tokens
+            self._by_leader.setdefault(leader, {})[live.request.request_id] = live
             self._ahead.add(live)
+        else:
+            self._lead(live, leader)
+            live.saved_tokens = 0
+            live.request = live.so_far()
         if live.returned_by not in (None, leader):
             live.num_moves += 1
             self.num_moved += 1
-        live.returned_by = None
-        self._outbox.send(leader, Submit(live.so_far(), migration_id=migration_id))
+        live.returned_by = live.lost_by = None
+        self._outbox.append(Send(leader, Submit(live.request, migration_id=migration_id)))
 
     def place(self) -> None:
-        """Send what the backlog has, in order of arrival: other groups may take it than before."""
+        """Send what the backlog has, in order: other groups may take it than before."""
         self._placed_version = self._placement.version
         self._isolate()
         self._ahead.roomier.clear()
@@ -201,16 +207,18 @@ class Requests:
             self._prefixes.begin_round()
             return
         groups, placement = self._groups, self._placement
-        if not groups.begin(leaders):
+        if not groups.look_at(self.backlog.first_priority, leaders):
             return
         self._prefixes.begin_round()
-        for live, num_tokens, blocks in self.backlog:
+        for live, num_tokens, blocks, _ in self.backlog:
+            groups.narrow(live.request.priority)
             if not groups.has_room:
                 return
             if self.quarantine.holds(live.request.request_id):
                 continue
             saved = self._prefixes.saved_tokens(live)
-            group_id = groups.choose(blocks, self._prefixes.in_blocks(saved))
+            saved_blocks = self._prefixes.in_blocks(saved)
+            group_id = self._choose_group(groups.loads.values(), blocks, saved_blocks)
             if group_id is None:
                 continue
             if group_id in placement.expected:
@@ -218,6 +226,7 @@ class Requests:
                 continue
             group = placement.groups[group_id]
             if not self._prefixes.holds(live, saved, group, blocks):
+                self._leave_backlog(live)
                 self._send(live, group, blocks, saved_tokens=saved.get(group_id, 0))
                 groups.sent(group)
 
@@ -226,20 +235,20 @@ class Requests:
         quarantine = self.quarantine
         if quarantine.tested:
             return
-        held = {}
-        if quarantine.holds_any:
-            testable = quarantine.testable()
+        held: list[Live] = []
+        if quarantine.held:
+            testable = self._placement.that_may(Act.TEST)
             largest_blocks = max((group.capacity_blocks for group in testable), default=0)
-            waiting = {
-                entry.live.request.request_id: entry.live
-                for entry in self.backlog
-                if entry.num_blocks <= largest_blocks
-            }
-            held = {i: live for i, live in waiting.items() if quarantine.holds(i)}
+            suspects = [self._live[request_id] for request_id in quarantine.held]
+            held = [
+                live
+                for live in sorted(suspects, key=_place_of)
+                if live.leader is None and self._blocks_of(live) <= largest_blocks
+            ]
         if not held:
             quarantine.nobody()
             return
-        chosen = [held[request_id] for request_id in quarantine.choose(tuple(held))]
+        chosen = quarantine.choose(held)
         blocks = max(map(self._blocks_of, chosen))
         num_at = {
             group.layout.group_id: self.num_at(group.layout.leader)
@@ -248,11 +257,12 @@ class Requests:
         group = quarantine.reserve(blocks, num_at)
         if group is not None:
             for live in chosen:
+                self._leave_backlog(live)
                 self._send(live, group, self._blocks_of(live))
             quarantine.isolate({x.request.request_id: len(x.output_token_ids) for x in chosen})
 
     def led_by(self, leader: InstanceId) -> list[RequestId]:
-        """The requests that an instance leads, in order of arrival."""
+        """The requests that an instance leads, in order."""
         return [live.request.request_id for live in self._in_order(leader)]
 
     def waiting_at(self, group: Group) -> list[RequestId]:
@@ -271,7 +281,7 @@ class Requests:
         ]
 
     def _in_order(self, leader: InstanceId) -> list[Live]:
-        return sorted(self._by_leader.get(leader, {}).values(), key=_number_of)
+        return sorted(self._by_leader.get(leader, {}).values(), key=_place_of)
 
     def returned(self, event: Returned) -> None:
         """A leader has taken requests out of its queue: they are sent where they start soonest."""
@@ -303,7 +313,7 @@ class Requests:
                 break
             self._fail(oldest)
         self.place_if_changed()
-        if self.quarantine.holds_any:
+        if self.quarantine.held:
             self._isolate()  # a group may have become empty, and no group has changed by that
         if self._prefixes.holds_any:
             # A group that stands still makes no room, and nobody looks at who waits for it.
@@ -316,35 +326,33 @@ class Requests:
         client, leader = live.client, live.leader
         self._forget(live)
         if leader is not None:
-            self._outbox.send(leader, Abort(request_id))
-        self._outbox.add(Deliver(end, client))
+            self._outbox.append(Send(leader, Abort(request_id)))
+        self._outbox.append(Deliver(end, client))
 
-    def take(self, outputs: Outputs) -> None:
+    def deliver(self, outputs: Outputs) -> None:
         """Deliver tokens that the client does not have yet, each when those before it are there."""
         live_by_id, src = self._live, outputs.instance_id
+        is_late = self._placement.has_lost(src)
         for scores in outputs.scores:
             live = live_by_id.get(scores.request_id)
-            if live is not None:
-                self._deliver(live, live.take_scores(scores), src)
+            if live is not None and (not is_late or live.lost_by == src):
+                self._deliver(live, live.take_scores(scores))
         for token in outputs.tokens:
             live = live_by_id.get(token.request_id)
-            if live is None:
+            if live is None or (is_late and live.lost_by != src):
                 continue
-            self._deliver(live, live.take(token), src)
+            self._deliver(live, live.in_turn(token))
             if live.tokens_ahead and live.leader == src:
                 self._ahead.remove(live)
                 self._prefixes.computed(live)
         self.place_if_changed()
 
-    def _deliver(self, live: Live, tokens: Iterable[TokenOutput], src: InstanceId) -> None:
+    def _deliver(self, live: Live, tokens: Iterable[TokenOutput]) -> None:
         for token in tokens:
-            self._outbox.add(Deliver(token, live.client))
+            self._outbox.append(Deliver(token, live.client))
             if token.finish_reason is not None:
                 self._prefixes.ended(live)
                 self._forget(live)
-                if live.is_rerun and live.leader not in (None, src):
-                    # Its last words came late: where it was to run again it is not wanted any more.
-                    self._outbox.send(live.leader, Abort(token.request_id))
                 return
             if token.request_id in self.quarantine.tested:
                 self.quarantine.made_token(token.request_id, token.position + 1)
@@ -375,10 +383,6 @@ class Requests:
         self._send(live, target, self._blocks_of(live), migration_id)
         return True
 
-    def restarted(self, instance_id: InstanceId, num_received: int = 0) -> None:
-        """A new process counts its submissions from zero, an earlier front's one goes on."""
-        self._num_sent[instance_id] = num_received
-
     def rerun(
         self,
         leaders: set[InstanceId],
@@ -401,9 +405,9 @@ class Requests:
                     self._fail(live)
                 else:
                     self.quarantine.interrupted(request_id)
-                    live.is_rerun = True
+                    live.lost_by = leader
                     self.num_rerun += 1
-                    self._outbox.add(LogRerun(request_id, len(live.output_token_ids)))
+                    self._outbox.append(LogRerun(request_id, len(live.output_token_ids)))
         self.place()
 
     def prefixes_reset(self) -> None:
@@ -414,6 +418,7 @@ class Requests:
         """Assert that every request has a living leader, or is in the backlog."""
         living = set(alive)
         self.backlog.check()
+        self.quarantine.check()
         for leader, led in self._by_leader.items():
             assert not led or leader in living, (leader, led.keys())
             assert all(live.leader == leader for live in led.values()), leader

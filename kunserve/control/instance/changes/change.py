@@ -122,6 +122,9 @@ class Change:
         """Free a request's blocks, whatever is being done with them."""
         self._state.table.release(request_id)
 
+    def swap_out(self, request_id: RequestId) -> None:
+        """Some of the request's blocks go to host memory with the next step."""
+
     def evict(self, prefix_id: PrefixId, end_block: int) -> None:
         """Free blocks of the prefix cache, whatever is being done with them."""
         self._state.table.evict(prefix_id, end_block)

@@ -24,6 +24,8 @@ MAX_PIECES_IN_FLIGHT = 128
 """Pieces asked of the mover at once. Room is what bounds them; the mover bounds the wire."""
 PATIENCE_S = 0.5
 """How long a piece may wait for units that are free but scattered between blocks in transfer."""
+PATIENCE_STEPS = 4
+"""Steps that it may wait beside: who takes those blocks says between two steps that it has them."""
 
 
 class _Step(NamedTuple):
@@ -195,7 +197,7 @@ class Exchange:
             return
         if self._blocked_s is None:
             self._blocked_s = now_s
-        elif now_s - self._blocked_s >= PATIENCE_S:
+        elif now_s - self._blocked_s >= PATIENCE_S + PATIENCE_STEPS * self._state.step_s:
             self._lose(request_id)
 
     def pulled(self, piece: KvPull, ok: bool) -> None:

@@ -178,3 +178,12 @@ class ExchangeLeader:
                 max_stall_s=self._max_stall_s,
             ),
         )
+
+    def check(self) -> None:
+        """Assert that whoever waits does so for KV that members lack."""
+        members = set(self._layout.members)
+        for holder, lacking in self._missing.items():
+            assert holder in self._moves and lacking and lacking <= members, (holder, lacking)
+        for request_id, holders in self._waits.items():
+            assert holders and holders <= self._missing.keys(), (request_id, holders)
+        assert self._finished <= self._extra.keys() <= members, (self._finished, self._extra)

@@ -26,7 +26,7 @@ class Handovers:
         self.plan: MovePlan | None = None
         """Once all old groups have ended."""
 
-    def take(self, message: Handover) -> None:
+    def note(self, message: Handover) -> None:
         """An old group has ended."""
         proposal = self._proposal
         self._kv[message.old_group] = message.kv
@@ -46,7 +46,7 @@ class Handovers:
         """On an old leader: its group has ended with these sequences."""
         me, proposal = self._state.me, self._proposal
         kv = tuple(sequence.kv for sequence in sequences)
-        self.take(Handover(proposal.transition_id, old_group, kv, (), prefixes))
+        self.note(Handover(proposal.transition_id, old_group, kv, (), prefixes))
         for layout in proposal.old:
             for member in layout.members:
                 theirs = self._led_by(member, sequences)

@@ -115,7 +115,7 @@ class LayerRestore(Change):
             self._map_layers()
         if self._phase == "filling" and not self._missing:
             self._finish(now_s)
-        if self._phase == "returning" and not self._has_dropped and not self._missing:
+        if self._phase == "returning" and not self._has_dropped:
             self._drop_again()
 
     def _pass_on(self) -> None:
@@ -172,12 +172,25 @@ class LayerRestore(Change):
         )
         state.send(None, message)
 
+    def check(self) -> None:
+        """Assert that the ledger is narrow from the first moment to the last."""
+        assert self._is_mapped or self._phase not in ("filling", "filled"), self._phase
+        scheduler = self._membership.scheduler
+        if scheduler is not None:
+            capacity_blocks = self._membership.capacity_blocks
+            if not self.is_over:
+                capacity_blocks = min(self._job.capacity_blocks, capacity_blocks)
+            assert scheduler.capacity_blocks == capacity_blocks, (self._phase, capacity_blocks)
+
     # Called off
 
     def roll_back(self) -> Change:
-        """The restore is off: weights become KV again, once nothing writes into them."""
+        """The restore is off: nothing writes into the weights any more, and they become KV."""
         self._phase = "returning"
-        if not self._is_mapped:
+        self._missing.clear()
+        if self._is_mapped:
+            self._state.mover.cancel_layers()
+        else:
             self._state.body.memory.prepare(self._state.held)
         return self
 

@@ -199,6 +199,10 @@ class MigrationSource(Change):
         self._request_ends(request_id, "ended or preempted")
         super().release(request_id)
 
+    def swap_out(self, request_id: RequestId) -> None:
+        """The request stays: what is offered of it must lie still."""
+        self._request_ends(request_id, "it goes to host memory")
+
     def _request_ends(self, request_id: RequestId, reason: str) -> None:
         if self._leaving is not None and self._leaving.request_id == request_id:
             self._give_up(reason)

@@ -137,7 +137,7 @@ class TransitionMember(Change):
             case Handover() if not self.has_switched:
                 # Its sender has committed, so this instance may too.
                 self._commit(now_s)
-                self._handovers.take(message)
+                self._handovers.note(message)
             case LayersDropped() if not self.has_switched:
                 self.before.on(message, now_s)
             case KvMoved():
@@ -314,6 +314,8 @@ class TransitionMember(Change):
     def check(self) -> None:
         """Assert the exchange's accounts."""
         self._exchange.check()
+        if self._leader is not None:
+            self._leader.check()
 
 
 def _find_refusal(
